@@ -1,0 +1,59 @@
+# make demo    a short tour on whatever device is there
+# make test    lint, types, tests, doctests, examples of the documentation
+# make bench   the measurements; needs a GPU. Options: make bench ARGS="..."
+# make docs    the documentation as a site, in site/
+# make clean   remove what was built; the virtual environment stays (remove .venv by hand)
+
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+JOBS   ?= 2
+
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS)
+STAMP  := $(VENV)/.insum-installed
+
+.PHONY: help setup demo test lint bench docs clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^# make/make/p' Makefile
+
+setup: $(STAMP)
+
+# torch comes first, by its exact version: a loose requirement may pull gigabytes of packages that are not needed.
+# The package itself is built with the pinned backend rather than in an isolated, unpinned environment.
+$(STAMP): pyproject.toml constraints.txt
+	$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(PIP) $$(grep '^torch==' constraints.txt)
+	$(PIP) hatchling editables
+	$(PIP) --no-build-isolation -e '.[test]'
+	touch $@
+
+$(VENV)/.insum-docs-installed: $(STAMP)
+	$(PIP) --no-build-isolation -e '.[docs]'
+	touch $@
+
+demo: $(STAMP)
+	$(PY) -m insum.demo $(ARGS)
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m mypy
+
+# Two runs, because Triton decides between interpreter and compiler once, when it is imported.
+test: lint
+	$(PYTEST) --doctest-modules -m "not interpreter" src tests
+	TRITON_INTERPRET=1 $(PYTEST) -m interpreter tests || \
+		{ rc=$$?; test $$rc -eq 5 && echo "no test is marked 'interpreter'" || exit $$rc; }
+
+bench: $(STAMP)
+	$(VENV)/bin/insum bench $(ARGS)
+
+docs: $(VENV)/.insum-docs-installed
+	$(PY) -m mkdocs build --strict
+
+clean:
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

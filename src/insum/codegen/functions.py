@@ -1,0 +1,43 @@
+"""The pointwise functions in Triton, spelled so that the compiler, the interpreter and every backend accept them."""
+
+from __future__ import annotations
+
+#: Helpers that a kernel needs when it uses their name; Triton has no tanh of its own.
+PRELUDE = {
+    "insum_tanh(": '''@triton.jit
+def insum_tanh(x):
+    """exp(-2|x|) never overflows; near zero a series keeps the relative accuracy."""
+    e = tl.exp(-2 * tl.abs(x))
+    large = (1 - e) / (1 + e)
+    square = x * x
+    small = tl.abs(x) * (1 - square * (0.3333333333333333 - square * (0.13333333333333333 - square * 0.05396825396825397)))
+    magnitude = tl.where(tl.abs(x) < 0.1, small, large)
+    return tl.where(x < 0, -magnitude, magnitude)
+
+
+''',
+}
+
+
+def call(function: str, args: list[str], dtype: str) -> str:
+    x = args[0]
+    match function:
+        case "exp" | "log" | "sqrt" | "abs":
+            return f"tl.{function}({x})"
+        case "sigmoid":
+            return f"tl.sigmoid({x})"
+        case "relu":
+            return f"tl.maximum({x}, 0)"
+        case "tanh":
+            return f"insum_tanh({x})"
+        case "reciprocal":
+            return f"(1.0 / ({x}))"
+        case "sign":
+            return f"(({x}) > 0).to(tl.{dtype}) - (({x}) < 0).to(tl.{dtype})"
+        case "step":
+            return f"(({x}) > 0).to(tl.{dtype})"
+        case "eq":
+            return f"(({x}) == ({args[1]})).to(tl.{dtype})"
+        case "conj":
+            return x
+    raise AssertionError(function)

@@ -1,0 +1,53 @@
+"""The only private names of torch that insum uses, each behind a check. Without them every call goes through the registered op."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+_PLAIN = (Tensor, Parameter)
+
+
+def _probe() -> tuple[Callable[[], int], Callable[[], int], Callable[[], Any], Callable[[], bool]] | None:
+    """Functions that tell which of torch's modes are on, or None where this torch has not got them all."""
+    try:
+        c: Any = torch._C
+        found = c._len_torch_dispatch_stack, c._len_torch_function_stack, c._functorch.peek_interpreter_stack, c._is_any_autocast_enabled
+        usable = found[0]() >= 0 and found[1]() >= 0 and found[2]() is None and found[3]() in (True, False)
+        usable = usable and isinstance(forward_ad._current_level, int) and c._get_tracing_state() is None
+    except Exception:
+        return None
+    return found if usable else None
+
+
+_probed = _probe()
+
+
+def is_plain_call(values: Iterable[object]) -> bool:
+    """Whether a call may skip the dispatcher: nobody traces, transforms, autocasts or intercepts, and no tensor is of a subclass."""
+    if _probed is None or torch.compiler.is_compiling():
+        return False
+    dispatch, function, functorch, autocast = _probed
+    if dispatch() or function() or autocast() or functorch() is not None or forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None:
+        return False
+    return all(type(v) in _PLAIN or not isinstance(v, Tensor) for v in values)
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """The tensor of which ``tensor`` is a view."""
+    return tensor._base if tensor._is_view() else None
+
+
+def compiled_graphs() -> int:
+    """How many graphs ``torch.compile`` has compiled in this process, recompilations included; 0 where this torch does not tell."""
+    utils = sys.modules.get("torch._dynamo.utils")  # not loaded: nothing was compiled
+    try:
+        return int(utils.counters["stats"]["unique_graphs"]) if utils is not None else 0
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return 0

@@ -1,0 +1,36 @@
+"""Sparse formats: plain data over dense tensors, how to make and leave them, and which one to choose."""
+
+from insum.formats.block import BlockCOO, BlockGroupCOO
+from insum.formats.convert import FORMATS, SparseFormat
+from insum.formats.coo import COO
+from insum.formats.grouped import ELL, GroupCOO
+from insum.formats.groupsize import (
+    accesses_by_group_size,
+    best_group_size,
+    count_accesses,
+    count_groups,
+    count_padding,
+    estimate_group_size,
+    neighbouring_powers,
+    suggested_group_size,
+)
+from insum.formats.table import NeighborTable
+
+__all__ = [
+    "COO",
+    "ELL",
+    "FORMATS",
+    "BlockCOO",
+    "BlockGroupCOO",
+    "GroupCOO",
+    "NeighborTable",
+    "SparseFormat",
+    "accesses_by_group_size",
+    "best_group_size",
+    "count_accesses",
+    "count_groups",
+    "count_padding",
+    "estimate_group_size",
+    "neighbouring_powers",
+    "suggested_group_size",
+]

@@ -1,0 +1,246 @@
+"""From and to everything: the one set of names by which every format is made and left."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from insum.errors import FormatError, UnsupportedError
+from insum.formats import entries as E
+from insum.formats import interop, pytree
+from insum.formats import validate as checks
+from insum.formats.base import FormatBase
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+#: Formats by name, for `to_format("ELL")`.
+FORMATS: dict[str, type[SparseFormat]] = {}
+
+
+class SparseFormat(FormatBase):
+    """A sparse tensor held in dense tensors. Base of `COO`, `ELL`, `GroupCOO`, `BlockCOO`, `BlockGroupCOO` and `NeighborTable`.
+
+    Never a tensor subclass: the arrays are ordinary tensors, the object is frozen, compares by identity and is a pytree node.
+    Index arrays made by conversions are int32 where the dimension allows it, else int64; padding in them is -1 and contributes
+    nothing. ``values`` is ``None`` in a pattern, whose entries all count as 1. Gradients flow to the stored values only.
+
+    Conversions take the options of the class that they are called on: ``group_dims`` (`ELL`, `GroupCOO`, `BlockGroupCOO`),
+    ``group_size`` (`GroupCOO`, `BlockGroupCOO`), ``block_shape`` (`BlockCOO`, `BlockGroupCOO`), ``dim`` (`NeighborTable`).
+    """
+
+    _options: ClassVar[tuple[str, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if not cls.__name__.startswith("_"):
+            FORMATS[cls.__name__] = pytree.register(cls)
+
+    # --- what each format says of itself ---
+
+    @classmethod
+    def _build(cls, source: E.Entries, **options: Any) -> Self:
+        """The format from entries in any order, plain or in blocks."""
+        raise NotImplementedError
+
+    @classmethod
+    def _order(cls, rank: int, **options: Any) -> tuple[int, ...]:
+        """The order of entries that `_build` wants, so that sources can supply it for free."""
+        return tuple(range(rank))
+
+    @classmethod
+    def _read_dense(cls, x: Tensor, **options: Any) -> E.Entries:
+        return E.from_dense(x, cls._order(x.dim(), **options))
+
+    def _permuted(self, dims: tuple[int, ...]) -> Self:
+        raise NotImplementedError
+
+    # --- making one ---
+
+    @classmethod
+    def from_dense(cls, x: Tensor, **options: Any) -> Self:
+        """The nonzeros of a dense tensor. Differentiable: gradients flow back to the places that were nonzero.
+
+        >>> from insum.formats import GroupCOO
+        >>> x = torch.tensor([[1.0, 2, 3], [4, 0, 0], [0, 5, 0], [6, 0, 7]])
+        >>> GroupCOO.from_dense(x, group_dims=0, group_size=2)
+        GroupCOO(shape=(4, 3), float32, nnz=7, groups=5, group_size=2, group_dims=(0,), padding=30.0%, 100 bytes, cpu)
+        """
+        checks.check_dense(x)
+        cls._check_options(options)
+        return cls._build(cls._read_dense(x, **options), **options)
+
+    @classmethod
+    def from_entries(cls, indices: Sequence[Tensor] | Tensor, values: Tensor | None, shape: Sequence[int], *, validate: bool = True, **options: Any) -> Self:
+        """From coordinates in any order, one index array per dimension; duplicates are summed (merged without values).
+
+        >>> from insum.formats import COO
+        >>> a = COO.from_entries([torch.tensor([1, 0, 1]), torch.tensor([0, 2, 0])], torch.tensor([1.0, 2.0, 3.0]), shape=(2, 3))
+        >>> a.to_dense()
+        tensor([[0., 0., 2.],
+                [4., 0., 0.]])
+        """
+        cls._check_options(options)
+        checks.check_shape(tuple(shape))
+        source = interop.from_entries(indices, values, tuple(shape), cls._order(len(shape), **options), validate)
+        return cls._build(source, **options)
+
+    @classmethod
+    def from_torch(cls, x: Tensor, *, validate: bool = True, **options: Any) -> Self:
+        """From `torch.sparse` COO (hybrid too), CSR, CSC, BSR or BSC, batched ones included; a dense tensor is taken as well.
+
+        >>> from insum.formats import COO
+        >>> COO.from_torch(torch.eye(3).to_sparse_csr())
+        COO(shape=(3, 3), float32, nnz=3, padding=0.0%, 36 bytes, cpu)
+        """
+        if isinstance(x, Tensor) and x.layout != torch.strided:
+            cls._check_options(options)
+            return cls._build(interop.from_torch(x, validate), **options)
+        return cls.from_dense(x, **options)
+
+    @classmethod
+    def from_scipy(cls, x: Any, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None, validate: bool = True, **options: Any) -> Self:
+        """From any `scipy.sparse` array or matrix; the data is copied.
+
+        >>> import scipy.sparse
+        >>> from insum.formats import ELL
+        >>> ELL.from_scipy(scipy.sparse.eye_array(3, format="csr", dtype="float32"))
+        ELL(shape=(3, 3), float32, nnz=3, group_dims=(0,), slots=1, padding=0.0%, 24 bytes, cpu)
+        """
+        cls._check_options(options)
+        return cls._build(interop.from_scipy(x, device, dtype, validate), **options)
+
+    @classmethod
+    def from_edge_index(
+        cls, edge_index: Tensor, weights: Tensor | None = None, *, num_nodes: int | tuple[int, int] | None = None, validate: bool = True, **options: Any
+    ) -> Self:
+        """The matrix ``A[i, j]`` of a graph, one entry per edge from ``i = edge_index[0]`` to ``j = edge_index[1]``, as PyG's utilities have it.
+
+        Without weights the result is a pattern and an edge that is listed twice is one edge; with weights they are summed.
+        A bipartite graph has ``num_nodes=(sources, targets)``; ``None`` reads the largest node number.
+
+        >>> from insum.formats import COO
+        >>> COO.from_edge_index(torch.tensor([[0, 1, 1], [1, 0, 2]]), num_nodes=3).to_dense()
+        tensor([[0., 1., 0.],
+                [1., 0., 1.],
+                [0., 0., 0.]])
+        """
+        cls._check_options(options)
+        return cls._build(interop.from_edge_index(edge_index, weights, num_nodes, cls._order(2, **options), validate), **options)
+
+    @classmethod
+    def _check_options(cls, options: dict[str, Any]) -> None:
+        unknown = [name for name in options if name not in cls._options]
+        if unknown:
+            raise FormatError(f"{cls.__name__} has no option {unknown[0]!r}", expected=f"options of {cls.__name__}: {', '.join(cls._options) or 'none'}")
+
+    # --- the same tensor in another order ---
+
+    def permute(self, *dims: int) -> Self:
+        """The same tensor with its dimensions in another order, in the same format.
+
+        >>> from insum.formats import GroupCOO
+        >>> a = GroupCOO.from_dense(torch.tensor([[1.0, 2.0], [0.0, 3.0]]), group_size=2)
+        >>> b = a.permute(1, 0)
+        >>> b.group_dims, b.values is a.values
+        ((1,), True)
+        """
+        order = checks.permutation(dims[0] if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims, self.ndim)
+        return self if order == tuple(range(self.ndim)) else self._permuted(order)
+
+    def transpose(self, dim0: int, dim1: int) -> Self:
+        """Two dimensions swapped."""
+        dims = list(range(self.ndim))
+        a, b = checks.dimension(dim0, self.ndim), checks.dimension(dim1, self.ndim)
+        dims[a], dims[b] = dims[b], dims[a]
+        return self.permute(*dims)
+
+    @property
+    def T(self) -> Self:
+        """All dimensions in reverse order."""
+        return self.permute(*reversed(range(self.ndim)))
+
+    # --- leaving it ---
+
+    def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The dense tensor, exactly. A pattern gives ones of ``dtype`` (torch's default where it is not said)."""
+        block = self.block_shape_or_none or ()
+        grid, total = self.grid, math.prod(self.grid)
+        places = E.linear([c.long() for c in self.coordinates()], grid, tuple(range(self.ndim)))
+        mask = self.mask()
+        if mask is not None:
+            places = torch.where(mask, places, total)  # one place more than there are, cut off again
+        values = self._values_or_ones(dtype).reshape(math.prod(self.positions), *block)
+        cells = E.placed(values, places.reshape(-1), total + (mask is not None))[:total].reshape(*grid, *block)
+        return _assembled(cells, self.shape) if block else cells
+
+    def to_torch(self, layout: torch.layout = torch.sparse_coo, *, block_shape: tuple[int, int] | None = None) -> Tensor:
+        """A `torch.sparse` tensor of the layout asked for; the block layouts take block formats, or any with ``block_shape``."""
+        return interop.to_torch(self, layout, block_shape)
+
+    def to_scipy(self, format: Literal["coo", "csr", "csc", "bsr"] | None = None) -> Any:
+        """A `scipy.sparse` array: CSR for a matrix, COO for other ranks, BSR for blocks, unless told."""
+        return interop.to_scipy(self, format)
+
+    def to_edge_index(self) -> tuple[Tensor, Tensor | None]:
+        """``edge_index`` and weights of the graph that this matrix describes."""
+        return interop.to_edge_index(self)
+
+    @overload
+    def to_format(self, format: type[Other], **options: Any) -> Other: ...
+    @overload
+    def to_format(self, format: str, **options: Any) -> SparseFormat: ...
+    def to_format(self, format: type[SparseFormat] | str, **options: Any) -> SparseFormat:
+        """The same tensor in another format, by class or by name, with that format's options.
+
+        >>> from insum.formats import COO
+        >>> COO.from_dense(torch.eye(4)).to_format("ELL")
+        ELL(shape=(4, 4), float32, nnz=4, group_dims=(0,), slots=1, padding=0.0%, 32 bytes, cpu)
+        """
+        cls = _class_of(format)
+        cls._check_options(options)
+        return cls._build(self.entries(), **options)
+
+    def __matmul__(self, other: Any) -> Any:
+        return _matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> Any:
+        return _matmul(other, self)
+
+
+Other = TypeVar("Other", bound=SparseFormat)
+
+
+def _class_of(format: type[SparseFormat] | str) -> type[SparseFormat]:
+    if isinstance(format, type) and issubclass(format, SparseFormat):
+        return format
+    found = FORMATS.get(format) if isinstance(format, str) else None
+    if found is None:
+        raise FormatError(f"there is no format {format!r}", expected=f"one of {', '.join(FORMATS)}, by name or as a class")
+    return found
+
+
+def _assembled(cells: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """``[grid..., block...]`` put together and cut to shape."""
+    rank = len(shape)
+    whole = cells.permute([axis for d in range(rank) for axis in (d, rank + d)])
+    whole = whole.reshape([cells.shape[d] * cells.shape[rank + d] for d in range(rank)])
+    return whole[tuple(slice(size) for size in shape)]
+
+
+def _matmul(left: Any, right: Any) -> Any:
+    """``A @ B`` by the format-agnostic einsum, which stands above the formats and is looked up when it is needed."""
+    ranks = [x.ndim if isinstance(x, FormatBase | Tensor) else None for x in (left, right)]
+    if None in ranks:
+        return NotImplemented
+    if not all(r in (1, 2) for r in ranks) or any(isinstance(x, FormatBase) and x.ndim != 2 for x in (left, right)):
+        raise UnsupportedError(
+            f"@ between {ranks[0]} and {ranks[1]} dimensions", expected="a 2-D format and a vector or matrix", remedy='insum.einsum("...", ...) for other ranks'
+        )
+    rows, columns = ("m" if ranks[0] == 2 else ""), ("n" if ranks[1] == 2 else "")
+    return importlib.import_module("insum.einsum").einsum(f"{rows}k,k{columns}->{rows}{columns}", left, right)

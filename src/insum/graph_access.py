@@ -1,0 +1,200 @@
+"""Reading a tensor at index expressions: views where they suffice, ``index_select`` for one index tensor, else advanced indexing."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import torch
+from torch.fx import Node
+
+from insum.graph_build import Builder, Value, label
+from insum.lang.expr import Access, Affine, Expr, Var, accesses
+
+#: A dimension of a view: the variable that runs along it, or the index values at which it is to be read or written.
+Dim: TypeAlias = str | Value
+
+
+class Reader(Builder):
+    """A builder that can read accesses. Equal accesses are read once."""
+
+    _reads: dict[Access, Value]
+    _masks: dict[Access, Value]
+
+    def read(self, access: Access) -> Value:
+        """The values of an access over its own variables."""
+        memo: dict[Access, Value] = self.__dict__.setdefault("_reads", {})
+        if access not in memo:
+            memo[access] = self._read(access)
+        return memo[access]
+
+    def _read(self, access: Access) -> Value:
+        kind = self.problem.kinds[access.tensor]
+        node = self.tensor(access.tensor)
+        if kind.device is None:
+            return Value(node)
+        view, dims = self.opened(node, access.indices)
+        return self.gathered(access, view, dims, kind.dtype)
+
+    # --- views ---
+
+    def opened(self, node: Node, indices: Sequence[Affine], *, write: bool = False) -> tuple[Node, list[Dim]]:
+        """A view of ``node`` in which literals are selected, affine indices cut out and repeated variables taken on the diagonal."""
+        dims: list[Dim] = []
+        windows: list[str] = []
+        for index in indices:
+            if not index.terms:
+                node = self.call(torch.select, node, len(dims), index.offset)
+            elif index.var is not None:
+                dims.append(index.var)
+            elif _is_window(index) and not (write and len(index.terms) > 1):
+                node, first, others = self._window(node, len(dims), index)
+                dims.append(first)
+                windows += others
+            else:
+                dims.append(self.index(index))
+        dims += windows
+        return self._diagonals(node, dims)
+
+    def _window(self, node: Node, dim: int, index: Affine) -> tuple[Node, str, list[str]]:
+        """``2*i + k + 1`` as a strided view: dimension ``dim`` becomes ``i``, the other variables get new dimensions at the end."""
+        (first_by, first), *others = [(c, a.name) for c, a in index.terms if isinstance(a, Var)]
+        if others and index.offset:
+            node = self._sliced(node, dim, slice(index.offset, None))
+        for by, var in others:
+            reach = self.size(var) if by == 1 else self.plus(self.times(self.size(var), by), 1 - by)
+            node = self.method("unfold", node, dim, reach, 1)
+            if by != 1:
+                node = self.call(operator.getitem, node, (Ellipsis, slice(None, None, by)))
+        offset = 0 if others else index.offset
+        if first_by == 1:
+            node = self.call(torch.narrow, node, dim, offset, self.size(first))
+        else:
+            stop = self.plus(self.times(self.size(first), first_by), offset)
+            node = self._sliced(node, dim, slice(offset, stop, first_by))
+        return node, first, [var for _, var in others]
+
+    def _sliced(self, node: Node, dim: int, part: slice) -> Node:
+        return self.call(operator.getitem, node, (slice(None),) * dim + (part,))
+
+    def _diagonals(self, node: Node, dims: list[Dim]) -> tuple[Node, list[Dim]]:
+        while (pair := _repeated(dims)) is not None:
+            a, b = pair
+            node = self.call(torch.diagonal, node, 0, a, b)
+            dims = [d for k, d in enumerate(dims) if k not in pair] + [dims[a]]
+        return node, dims
+
+    # --- index values ---
+
+    def index(self, index: Affine) -> Value:
+        """The values of an index expression, as int32 or int64; those of absent (padded) points are 0."""
+        atom = index.atom
+        masks = self.masks(index)
+        if isinstance(atom, Access):
+            value = self._integers(self.read(atom))
+            if len(masks) == 1 and atom.tensor in self.problem.padded:
+                return Value(self.call(torch.clamp, value.node, min=0, name=label(atom, "clamped")), value.vars, value.dtype, True)
+        else:
+            value = self._affine(index)
+        for mask in masks:
+            value = self.masked(value, mask, 0)
+        return value
+
+    def _affine(self, index: Affine) -> Value:
+        total = Value(index.offset)
+        for by, atom in index.terms:
+            part = self.arange(atom.name) if isinstance(atom, Var) else self.cast(self._integers(self.read(atom)), torch.int64)
+            part = self.pointwise(torch.mul, part, Value(by)) if by != 1 else part
+            total = part if total.node == 0 and total.dtype is None else self.pointwise(torch.add, part, total)
+        return total
+
+    def _integers(self, value: Value) -> Value:
+        if value.dtype is None:
+            return self.as_tensor(value, torch.int64)
+        node = value.node
+        if self.problem.device.type != "cpu" and not value.vars and isinstance(node, Node):
+            value = Value(self.method("to", node, self.problem.device), (), value.dtype, True)
+        return value if value.dtype == torch.int32 else self.cast(value, torch.int64)
+
+    # --- absent points ---
+
+    def masks(self, node: Expr | Affine) -> list[Value]:
+        """For each padded index tensor that is read to evaluate ``node``: where it is present."""
+        found = dict.fromkeys(a for a in _index_reads(node) if a.tensor in self.problem.padded)
+        return [self._mask(a) for a in found]
+
+    def _mask(self, access: Access) -> Value:
+        memo: dict[Access, Value] = self.__dict__.setdefault("_masks", {})
+        if access not in memo:
+            value = self.read(access)
+            memo[access] = Value(self.call(torch.ge, value.node, 0, name=label(access, "present")), value.vars, torch.bool, True)
+        return memo[access]
+
+    def masked(self, value: Value, mask: Value, otherwise: bool | int | float) -> Value:
+        """``value`` where the mask holds, broadcast over the variables of both."""
+        order = tuple(dict.fromkeys((*value.vars, *mask.vars)))
+        tensor = self.as_tensor(value, value.dtype or torch.float32)
+        node = self.call(torch.where, self.aligned(mask, order), self.aligned(tensor, order), otherwise)
+        return Value(node, order, tensor.dtype, True)
+
+    # --- gathering ---
+
+    def gathered(self, access: Access, node: Node, dims: list[Dim], dtype: torch.dtype) -> Value:
+        plain = {d for d in dims if isinstance(d, str)}
+        indexed = [(k, d) for k, d in enumerate(dims) if isinstance(d, Value)]
+        if not indexed:
+            return Value(node, tuple(d for d in dims if isinstance(d, str)), dtype)
+        if len(indexed) == 1 and plain.isdisjoint(indexed[0][1].vars):
+            return self._selected(access, node, dims, *indexed[0], dtype)
+        front, order = self.indexed_dims(dims)
+        rest = [k for k in range(len(dims)) if k not in front]
+        if list(front) != list(range(len(front))):
+            node = self.call(torch.permute, node, (*front, *rest))
+        indices = tuple(self.aligned(v, order) for v in front.values())
+        node = self.call(operator.getitem, node, indices, name=label(access, "gathered"))
+        return Value(node, (*order, *(str(dims[k]) for k in rest)), dtype, True)
+
+    def _selected(self, access: Access, node: Node, dims: list[Dim], dim: int, index: Value, dtype: torch.dtype) -> Value:
+        """One index tensor whose variables stand nowhere else: ``index_select``."""
+        node = self.call(torch.index_select, node, dim, self.flat(index), name=label(access, "gathered"))
+        node = self.unflat(node, dim, index.vars)
+        vars = [v for d in dims for v in ((d,) if isinstance(d, str) else d.vars)]
+        return Value(node, tuple(vars), dtype, True)
+
+    def indexed_dims(self, dims: list[Dim]) -> tuple[dict[int, Value], tuple[str, ...]]:
+        """The dimensions that advanced indexing must index, and the variables the indices range over together.
+
+        A dimension with a plain variable that an index shares (``A[i, D[i]]``) is indexed by the variable's values.
+        """
+        order = tuple(dict.fromkeys(v for d in dims if isinstance(d, Value) for v in d.vars))
+        front = {k: d if isinstance(d, Value) else self.arange(d) for k, d in enumerate(dims) if isinstance(d, Value) or d in order}
+        return front, order
+
+    def flat(self, index: Value) -> Node:
+        """Index values as one dimension."""
+        assert isinstance(index.node, Node)
+        return index.node if len(index.vars) == 1 else self.method("reshape", index.node, -1)
+
+    def unflat(self, node: Node, dim: int, vars: tuple[str, ...]) -> Node:
+        if len(vars) == 1:
+            return node
+        return self.call(torch.unflatten, node, dim, tuple(self.size(v) for v in vars)) if vars else self.call(torch.squeeze, node, dim)
+
+
+def _index_reads(node: Expr | Affine) -> list[Access]:
+    """Every access that stands in an index."""
+    if isinstance(node, Affine):
+        return list(accesses(node))
+    return [inner for access in accesses(node, nested=False) for index in access.indices for inner in accesses(index)]
+
+
+def _is_window(index: Affine) -> bool:
+    return index.offset >= 0 and all(c > 0 and isinstance(a, Var) for c, a in index.terms)
+
+
+def _repeated(dims: list[Dim]) -> tuple[int, int] | None:
+    for b, dim in enumerate(dims):
+        if isinstance(dim, str) and dim in dims[:b]:
+            return dims.index(dim), b
+    return None

@@ -1,0 +1,167 @@
+"""The nodes of a graph under construction: placeholders, sizes, names, and values whose dimensions are index variables."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from insum.lang.bind import Problem
+from insum.lang.expr import Access
+
+Number: TypeAlias = bool | int | float | complex
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A node (or a literal) and the index variable of each of its dimensions.
+
+    ``dtype`` is None for a Python number. ``fresh`` says that the memory belongs to the graph, so that it may be returned.
+    """
+
+    node: Node | Number
+    vars: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None
+    fresh: bool = False
+
+
+class Builder:
+    """Adds nodes to one graph; placeholders appear when they are first asked for."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.graph = Graph()
+        self.inputs: list[str] = []
+        self.sizes: list[str] = []
+        self._placeholders: dict[str, Node] = {}
+        self._aranges: dict[str, Value] = {}
+        self._last: Node | None = None
+
+    # --- what the graph is called with ---
+
+    def tensor(self, name: str) -> Node:
+        """The argument of that name: a tensor or a Python number."""
+        if name not in self.inputs:
+            self.inputs.append(name)
+        return self._placeholder(f"tensor {name}", name)
+
+    def initial(self, name: str) -> Node:
+        """The output's old value; always the first argument."""
+        return self._placeholder("initial", name)
+
+    def size(self, var: str) -> Node:
+        """The extent of an index variable."""
+        if var not in self.sizes:
+            self.sizes.append(var)
+        return self._placeholder(f"size {var}", f"{var}_size")
+
+    def shape(self) -> Node:
+        """The shape of the output."""
+        if "" not in self.sizes:
+            self.sizes.append("")
+        return self._placeholder("shape", f"{self.problem.statement.target.tensor}_shape")
+
+    def _placeholder(self, key: str, name: str) -> Node:
+        node = self._placeholders.get(key)
+        if node is None:
+            with self.graph.inserting_after(self._last) if self._last is not None else self.graph.inserting_before():
+                node = self._placeholders[key] = self._last = self.graph.create_node("placeholder", name, name=name)
+        return node
+
+    def finish(self, output: Node) -> GraphModule:
+        """The module, its arguments in their order: the output's old value where it is used, ``inputs``, ``sizes``."""
+        self.graph.output(output)
+        keys = ["initial", *(f"tensor {name}" for name in self.inputs), *(f"size {s}" if s else "shape" for s in self.sizes)]
+        for node in reversed([self._placeholders[k] for k in keys if k in self._placeholders]):
+            first = next(iter(self.graph.nodes))
+            if node is not first:
+                first.prepend(node)
+        return GraphModule(torch.nn.Module(), self.graph, class_name="Insum")
+
+    # --- nodes ---
+
+    def call(self, function: Callable[..., Any], *args: Any, name: str | None = None, **kwargs: Any) -> Node:
+        return self.graph.create_node("call_function", function, args, kwargs, name=name)
+
+    def method(self, method: str, node: Node, *args: Any, name: str | None = None, **kwargs: Any) -> Node:
+        return self.graph.create_node("call_method", method, (node, *args), kwargs, name=name)
+
+    def times(self, size: Node | int, by: int) -> Node | int:
+        return size if by == 1 else self.call(operator.mul, size, by)
+
+    def plus(self, size: Node | int, constant: int) -> Node | int:
+        return size if constant == 0 else self.call(operator.add, size, constant)
+
+    # --- values ---
+
+    def arange(self, var: str) -> Value:
+        """The values of an index variable as a tensor."""
+        if var not in self._aranges:
+            node = self.call(torch.arange, self.size(var), device=self.problem.device, name=f"{var}_values")
+            self._aranges[var] = Value(node, (var,), torch.int64, True)
+        return self._aranges[var]
+
+    def cast(self, value: Value, dtype: torch.dtype) -> Value:
+        if value.dtype is None or value.dtype == dtype or not isinstance(value.node, Node):
+            return value
+        node = self.method("to", value.node, dtype, name=f"{value.node.name}_{short(dtype)}")
+        return replace(value, node=node, dtype=dtype, fresh=True)
+
+    def aligned(self, value: Value, order: Sequence[str]) -> Node | Number:
+        """The value with one dimension per variable of ``order``: of size 1 where it does not depend on the variable."""
+        node = value.node
+        if value.dtype is None or not isinstance(node, Node) or not value.vars:
+            return node
+        wanted = tuple(v for v in order if v in value.vars)
+        if wanted != value.vars:
+            node = self.call(torch.permute, node, tuple(value.vars.index(v) for v in wanted))
+        missing = [d for d, v in enumerate(order) if v not in value.vars]
+        leading = next((k for k, d in enumerate(missing) if d != k), len(missing))  # these come with broadcasting
+        for d in reversed(missing[leading:]):
+            node = self.call(torch.unsqueeze, node, d - len(order))
+        return node
+
+    def expanded(self, value: Value, order: Sequence[str]) -> Node:
+        """The value with every dimension of ``order`` at its full size (a view)."""
+        node = self.aligned(self.as_tensor(value, value.dtype or torch.float32), order)
+        assert isinstance(node, Node)
+        if set(order) <= set(value.vars):
+            return node
+        return self.method("expand", node, tuple(self.size(v) for v in order))
+
+    def pointwise(self, function: Callable[..., Any], a: Value, b: Value, name: str | None = None) -> Value:
+        """A function of two values, broadcast over the variables of both."""
+        order = tuple(dict.fromkeys((*a.vars, *b.vars)))
+        if a.dtype is None and b.dtype is None:
+            return Value(_fold(self, function, a.node, b.node))
+        if a.dtype is None and b.dtype is not None:
+            a, b = b, a  # add and mul commute, and their first argument is a tensor
+        node = self.call(function, self.aligned(a, order), self.aligned(b, order), name=name)
+        return Value(node, order, a.dtype, True)
+
+    def as_tensor(self, value: Value, dtype: torch.dtype) -> Value:
+        """A Python number as a 0-d tensor."""
+        if value.dtype is not None:
+            return value
+        return Value(self.call(torch.full, (), value.node, dtype=dtype, device=self.problem.device), (), dtype, True)
+
+
+def _fold(builder: Builder, function: Callable[..., Any], a: Node | Number, b: Node | Number) -> Node | Number:
+    plain = operator.mul if function is torch.mul else operator.add
+    if isinstance(a, Node) or isinstance(b, Node):
+        return builder.call(plain, a, b)
+    folded: Number = plain(a, b)
+    return folded
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def label(access: Access, suffix: str) -> str:
+    """A node name that says what it holds."""
+    return f"{access.tensor}_{suffix}"

@@ -1,0 +1,179 @@
+"""Writing contributions to the left side: the mirror of reading. Views where they suffice, ``index_add_``, ``index_put_`` or ``scatter_reduce_``."""
+
+from __future__ import annotations
+
+import operator
+from functools import reduce
+
+import torch
+from torch.fx import Node
+
+from insum.graph_access import Dim
+from insum.graph_build import Value
+from insum.graph_value import Evaluator
+from insum.lang.expand import Term
+from insum.lang.expr import variables
+from insum.lang.types import identity
+
+
+class Writer(Evaluator):
+    """A builder of whole graphs. ``mode``: ``new`` (from the identity), ``from`` (from a given value), ``into`` (in place)."""
+
+    def build(self, terms: list[Term], mode: str) -> Node:
+        target = self.problem.statement.target
+        names = [index.var for index in target.indices]
+        plain = tuple(n for n in names if n is not None)
+        if mode == "new" and len(plain) == len(names) == len(set(plain)):
+            return self._dense(terms, plain)
+        return self._written(terms, mode)
+
+    @property
+    def _result(self) -> str:
+        return f"{self.problem.statement.target.tensor}_written"
+
+    @property
+    def extremum(self) -> bool:
+        return self.problem.statement.operator in ("max=", "min=")
+
+    # --- every output element is one point of the left side's variables ---
+
+    def _dense(self, terms: list[Term], order: tuple[str, ...]) -> Node:
+        values = [self.term(t, order) for t in terms]
+        if not values:
+            return self._start(self.problem.dtype)
+        result = reduce(lambda a, b: self.pointwise(torch.add, a, b, name="added"), values)
+        node = self.expanded(result, order)
+        spans = set(order) <= set(result.vars)
+        if result.dtype != self.problem.dtype:
+            node = self._narrow(node)
+            return self.method("contiguous", node)
+        if result.fresh and spans:
+            return self.method("contiguous", node)
+        if self.problem.dtype.is_complex:
+            node = self.method("resolve_conj", node)
+        return self.method("clone", node, memory_format=torch.contiguous_format)
+
+    def _narrow(self, node: Node) -> Node:
+        if self.problem.dtype == torch.bool:
+            return self.call(torch.ne, node, 0)
+        return self.method("to", node, self.problem.dtype)
+
+    # --- through views and index tensors ---
+
+    def _written(self, terms: list[Term], mode: str) -> Node:
+        # Every value is computed before anything is written: the output may be read on the right side too.
+        order = self._order()
+        values = [self.term(t, order) for t in terms]
+        narrow = self.accumulator != self.problem.dtype
+        target = self.problem.statement.target
+        old = None if mode == "new" else self.initial(target.tensor)
+        if not values:
+            return self._start(self.problem.dtype) if old is None else old if mode == "into" else self.method("clone", old, memory_format=torch.contiguous_format)
+        buffer = self._buffer(old, mode, narrow)
+        view, dims = self.opened(buffer, target.indices, write=True)
+        for value in values:
+            self._write(view, dims, value)
+        if mode == "into" and narrow:
+            assert old is not None
+            return self.method("copy_", old, self._merged(self.method("to", old, self.accumulator), buffer))
+        return buffer if mode == "into" or not narrow else self._narrow(buffer)
+
+    def _order(self) -> tuple[str, ...]:
+        """The left side's variables in the order in which they are written."""
+        return variables(self.problem.statement.target)
+
+    def _buffer(self, old: Node | None, mode: str, narrow: bool) -> Node:
+        if old is None or mode == "into" and narrow:
+            return self._start(self.accumulator)
+        if mode == "into":
+            return old
+        name = self.problem.statement.target.tensor
+        if narrow:
+            return self.method("contiguous", self.method("to", old, self.accumulator), name=f"{name}_sum")
+        return self.method("clone", old, memory_format=torch.contiguous_format, name=f"{name}_sum")
+
+    def _start(self, dtype: torch.dtype) -> Node:
+        """A new output that holds the identity of the operator."""
+        name = f"{self.problem.statement.target.tensor}_new"
+        if not self.extremum:
+            return self.call(torch.zeros, self.shape(), dtype=dtype, device=self.problem.device, name=name)
+        value = identity(self.problem.statement.operator, self.problem.dtype) if dtype == self.problem.dtype else self.identity
+        return self.call(torch.full, self.shape(), value, dtype=dtype, device=self.problem.device, name=name)
+
+    def _write(self, view: Node, dims: list[Dim], value: Value) -> None:
+        plain = {d for d in dims if isinstance(d, str)}
+        indexed = [(k, d) for k, d in enumerate(dims) if isinstance(d, Value)]
+        if not indexed:
+            self._write_view(view, self.aligned(value, [str(d) for d in dims]))
+        elif len(indexed) == 1 and plain.isdisjoint(indexed[0][1].vars):
+            self._write_rows(view, dims, *indexed[0], value)
+        else:
+            self._write_points(view, dims, value)
+
+    def _write_view(self, view: Node, source: object) -> None:
+        if self.extremum:
+            assert isinstance(source, Node)
+            self.method("copy_", view, self._merged(view, source), name=self._result)
+        else:
+            self.method("add_", view, source, name=self._result)
+
+    def _merged(self, a: Node, b: Node) -> Node:
+        if not self.extremum:
+            return self.call(torch.add, a, b)
+        return self.call(torch.maximum if self.problem.statement.operator == "max=" else torch.minimum, a, b)
+
+    def _write_rows(self, view: Node, dims: list[Dim], dim: int, index: Value, value: Value) -> None:
+        """One index tensor: the source gets its variables as one dimension."""
+        order = [v for d in dims for v in ((d,) if isinstance(d, str) else d.vars)]
+        source = self.expanded(value, order)
+        if len(index.vars) > 1:
+            source = self.call(torch.flatten, source, dim, dim + len(index.vars) - 1)
+        elif not index.vars:
+            source = self.call(torch.unsqueeze, source, dim)
+        rows = self.flat(index)
+        if not self.extremum:
+            self.method("index_add_", view, dim, rows, source, name=self._result)
+        else:
+            self._reduce(view, dim, rows, source, len(dims))
+
+    def _reduce(self, view: Node, dim: int, rows: Node, source: Node, rank: int) -> None:
+        rows = self.method("to", rows, torch.int64)
+        for _ in range(rank - dim - 1):
+            rows = self.call(torch.unsqueeze, rows, -1)
+        rows = self.method("expand_as", rows, source)
+        self.method("scatter_reduce_", view, dim, rows, source, "amax" if self.problem.statement.operator == "max=" else "amin", name=self._result)
+
+    def _write_points(self, view: Node, dims: list[Dim], value: Value) -> None:
+        """Several indices, or one that shares a variable with another dimension."""
+        front, order = self.indexed_dims(dims)
+        rest = [k for k in range(len(dims)) if k not in front]
+        source = self.expanded(value, [*order, *(str(dims[k]) for k in rest)])
+        if self.extremum:
+            return self._reduce_points(view, front, rest, order, source)
+        if list(front) != list(range(len(front))):
+            view = self.call(torch.permute, view, (*front, *rest))
+        indices = tuple(self.aligned(v, order) for v in front.values())
+        self.method("index_put_", view, indices, source, accumulate=True, name=self._result)
+
+    def _reduce_points(self, view: Node, front: dict[int, Value], rest: list[int], order: tuple[str, ...], source: Node) -> None:
+        """Reduce into a buffer in which the indexed dimensions are one, then merge that into the view."""
+        sizes = {d: self.method("size", view, d) for d in (*front, *rest)}
+        linear = self._linear(front, sizes, order)
+        rows = reduce(lambda a, b: self.call(operator.mul, a, b), (sizes[d] for d in front))
+        buffer = self.call(torch.full, (rows, *(sizes[d] for d in rest)), self.identity, dtype=self.accumulator, device=self.problem.device)
+        if len(order) != 1:
+            source = self.call(torch.flatten, source, 0, len(order) - 1) if order else self.call(torch.unsqueeze, source, 0)
+        self._reduce(buffer, 0, linear, source, 1 + len(rest))
+        buffer = self.call(torch.unflatten, buffer, 0, tuple(sizes[d] for d in front))
+        places = (*front, *rest)
+        if list(places) != sorted(places):
+            buffer = self.call(torch.permute, buffer, tuple(places.index(d) for d in sorted(places)))
+        self.method("copy_", view, self._merged(view, buffer), name=self._result)
+
+    def _linear(self, front: dict[int, Value], sizes: dict[int, Node], order: tuple[str, ...]) -> Node:
+        values = list(front.items())
+        linear = self.cast(values[0][1], torch.int64)
+        for dim, value in values[1:]:
+            scaled = Value(self.call(torch.mul, linear.node, sizes[dim]), linear.vars, torch.int64, True)
+            linear = self.pointwise(torch.add, scaled, self.cast(value, torch.int64))
+        return self.method("reshape", self.expanded(linear, order), -1)

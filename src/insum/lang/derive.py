@@ -1,0 +1,181 @@
+"""Adjoints as statements: gradients of an indirect einsum are indirect einsums.
+
+For each occurrence ``T[e]`` in a product the adjoint is the same statement with left side and factor swapped::
+
+    C[AM[p],n] += AV[p] * B[AK[p],n]        dAV[p] += dC[AM[p],n] * B[AK[p],n]        dB[AK[p],n] += dC[AM[p],n] * AV[p]
+
+Derivatives of functions are products of functions of the whole argument, never sums: a sum would be distributed, and each part reduced
+over its own variables only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from insum.lang.expand import expand
+from insum.lang.expr import Access, Call, Expr, Number, Product, Statement, Sum, fresh, names_of, product, tensors_of, total
+from insum.lang.parser import parse
+
+
+@dataclass(frozen=True, slots=True)
+class Adjoint:
+    """Statements whose results add up to the gradient of ``tensor``; they read the gradient of the output as ``upstream``.
+
+    For ``max=`` and ``min=`` they also read the result as ``result``, and ``upstream`` is the gradient divided by how many points share it.
+    """
+
+    statements: tuple[str, ...]
+    upstream: str
+    result: str
+    gradient: str
+
+
+@functools.lru_cache(maxsize=4096)
+def adjoint(text: str, tensor: str, complex_names: frozenset[str] = frozenset()) -> Adjoint:
+    """How the gradient of ``tensor`` follows from that of the output. ``complex_names``: tensors with complex values, the output included.
+
+    >>> adjoint("C[AM[p],n] += AV[p] * B[AK[p],n]", "B").statements
+    ('dB[AK[p],n] += dC[AM[p],n] * AV[p]',)
+    >>> adjoint("y[i] = x[i] * exp(A[i,j])", "A").statements
+    ('dA[i,j] += dy[i] * x[i] * exp(A[i,j])',)
+    """
+    statement = parse(text)
+    names = _Names.of(statement, tensor)
+    upstream = Access(names.upstream, statement.target.indices)
+    walker = _Walker(tensor, complex_names | ({names.upstream} if statement.target.tensor in complex_names else set()))
+    found: list[Statement] = []
+    for term in expand(statement):
+        start: Expr = upstream
+        if statement.operator in ("max=", "min="):
+            start = product([upstream, _wins(statement, names.result)])
+        for occurrence, value in walker.walk(term.value, start):
+            found.append(Statement(Access(names.gradient, occurrence.indices), "+=", value))
+    return Adjoint(tuple(map(str, found)), names.upstream, names.result, names.gradient)
+
+
+@functools.lru_cache(maxsize=4096)
+def winners(text: str) -> tuple[str, str, str]:
+    """For ``max=`` and ``min=``: the statement that counts the points which attain the result, its output's name, the result's name.
+
+    >>> winners("y[i] max= A[i,j]")
+    ('count[i] += eq(A[i,j], y[i])', 'count', 'y')
+    """
+    statement = parse(text)
+    taken = names_of(statement)
+    result = _result_name(statement, taken)
+    count = fresh("count", taken)
+    counting = Statement(Access(count, statement.target.indices), "+=", _wins(statement, result))
+    return str(counting), count, result
+
+
+def _wins(statement: Statement, result: str) -> Expr:
+    """1 where a point attains the result, which is shared evenly among the points that do, as `torch.amax` does."""
+    return Call("eq", (statement.value, Access(result, statement.target.indices)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Names:
+    upstream: str
+    result: str
+    gradient: str
+
+    @staticmethod
+    def of(statement: Statement, tensor: str) -> _Names:
+        taken = names_of(statement)
+        result = _result_name(statement, taken)
+        upstream = fresh(f"d{statement.target.tensor}", taken)
+        return _Names(upstream, result, fresh(f"d{tensor}", taken))
+
+
+def _result_name(statement: Statement, taken: set[str]) -> str:
+    """The output's own name, unless the right side reads an argument of that name."""
+    name = statement.target.tensor
+    return fresh(f"{name}_result", taken) if name in tensors_of(statement) else name
+
+
+class _Walker:
+    """Finds every occurrence of a tensor as a value and carries the upstream gradient down to it."""
+
+    def __init__(self, tensor: str, complex_names: frozenset[str]) -> None:
+        self.tensor, self.complex_names = tensor, complex_names
+
+    def walk(self, node: Expr, upstream: Expr) -> Iterator[tuple[Access, Expr]]:
+        match node:
+            case Access(name) if name == self.tensor:
+                yield node, upstream
+            case Sum(terms):
+                for term in terms:
+                    yield from self.walk(term, upstream)
+            case Product(factors):
+                for k, factor in enumerate(factors):
+                    others = [self.conj(f) for f in (*factors[:k], *factors[k + 1 :])]
+                    yield from self.walk(factor, product([upstream, *others]))
+            case Call("conj", (inner,)):
+                yield from self.walk(inner, self.conj(upstream))
+            case Call("abs", (inner,)) if self.is_complex(inner):
+                yield from self.walk(inner, product([self.real(upstream), inner, _guarded(inner)]))
+            case Call(function, (inner,)):
+                slope = _slope(function, inner)
+                if slope is not None:
+                    yield from self.walk(inner, product([upstream, self.conj(slope)]))
+            case _:
+                return
+
+    def is_complex(self, node: Expr) -> bool:
+        match node:
+            case Access(name):
+                return name in self.complex_names
+            case Call("abs"):
+                return False
+            case Call(_, parts) | Product(parts) | Sum(parts):
+                return any(self.is_complex(p) for p in parts)
+        return False
+
+    def conj(self, node: Expr) -> Expr:
+        if not self.is_complex(node):
+            return node
+        match node:
+            case Call("conj", (inner,)):
+                return inner
+            case Product(factors):
+                return product([self.conj(f) for f in factors])
+            case _:
+                return Call("conj", (node,))
+
+    def real(self, node: Expr) -> Expr:
+        """The gradient of a real value is real; both halves have the same variables, so that distributing them loses none."""
+        return product([Number(0.5), total([node, self.conj(node)])]) if self.is_complex(node) else node
+
+
+def _guarded(inner: Expr) -> Expr:
+    """1/|u|, and 1 where u is 0: there the direction u/|u| counts as 0, as torch has it."""
+    size = Call("abs", (inner,))
+    return Call("reciprocal", (total([size, Call("eq", (size, Number(0)))]),))
+
+
+def _slope(function: str, u: Expr) -> Expr | None:
+    """The derivative as a product of functions of ``u``; None where it is zero."""
+    match function:
+        case "exp":
+            return _f("exp", u)
+        case "log":
+            return _f("reciprocal", u)
+        case "reciprocal":
+            return product([Number(-1), _f("reciprocal", u), _f("reciprocal", u)])
+        case "sqrt":
+            return product([Number(0.5), _f("reciprocal", _f("sqrt", u))])
+        case "abs":
+            return _f("sign", u)
+        case "relu":
+            return _f("step", u)
+        case "sigmoid":
+            return product([_f("sigmoid", u), _f("sigmoid", product([Number(-1), u]))])
+        case "tanh":
+            return product([Number(4), _f("sigmoid", product([Number(2), u])), _f("sigmoid", product([Number(-2), u]))])
+    return None
+
+
+def _f(function: str, u: Expr) -> Expr:
+    return Call(function, (u,))

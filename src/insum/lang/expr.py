@@ -1,0 +1,284 @@
+"""The whole language on one screen: frozen values that print as the notation and parse back to equal values.
+
+Statement   C[AM[p],n] += AV[p,q] * B[AK[p,q],n]
+Access      B[AK[p,q],n]          a tensor and one index expression per dimension
+Affine      2*i + AK[p] - 1       integer combination of variables and accesses, plus a constant
+Expr        Access | Number | Call | Product | Sum
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from insum.errors import Span
+
+OPERATORS = ("=", "+=", "max=", "min=")
+#: Pointwise functions and how many arguments each takes. The last five exist so that derivatives are statements too.
+FUNCTIONS = {"exp": 1, "log": 1, "sqrt": 1, "abs": 1, "relu": 1, "sigmoid": 1, "tanh": 1, "reciprocal": 1, "sign": 1, "step": 1, "conj": 1, "eq": 2}
+
+
+def _span() -> Span | None:
+    return field(default=None, compare=False, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Var:
+    """An index variable: ranges over ``0 .. extent-1``."""
+
+    name: str
+    span: Span | None = _span()
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """``sum(coefficient * atom) + offset``; the common case is one variable with coefficient 1."""
+
+    terms: tuple[tuple[int, Atom], ...] = ()
+    offset: int = 0
+    span: Span | None = _span()
+
+    @property
+    def var(self) -> str | None:
+        """The variable's name where the expression is one variable and nothing else."""
+        atom = self.atom
+        return atom.name if isinstance(atom, Var) else None
+
+    @property
+    def atom(self) -> Atom | None:
+        """The variable or access where the expression is that and nothing else."""
+        return self.terms[0][1] if len(self.terms) == 1 and self.offset == 0 and self.terms[0][0] == 1 else None
+
+    def __str__(self) -> str:
+        parts = [_signed(c, f"{abs(c)}*{_in_index(a)}" if abs(c) != 1 else _in_index(a)) for c, a in self.terms]
+        if self.offset or not parts:
+            parts.append(_signed(self.offset, str(abs(self.offset))))
+        return _join_signed(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """A tensor read or written at index expressions; with no indices, a scalar."""
+
+    tensor: str
+    indices: tuple[Affine, ...] = ()
+    span: Span | None = _span()
+
+    def __str__(self) -> str:
+        return f"{self.tensor}[{','.join(map(str, self.indices))}]" if self.indices else self.tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A literal. ``2`` and ``2.0`` are different literals: they promote to different dtypes."""
+
+    value: int | float
+    span: Span | None = _span()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Number) and type(self.value) is type(other.value) and self.value == other.value
+
+    def __hash__(self) -> int:
+        return hash((type(self.value), self.value))
+
+    def __str__(self) -> str:
+        return repr(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A pointwise function of expressions; reduction happens outside it."""
+
+    function: str
+    args: tuple[Expr, ...]
+    span: Span | None = _span()
+
+    def __str__(self) -> str:
+        return f"{self.function}({', '.join(map(str, self.args))})"
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """At least two factors; literal factors are folded into one number that stands first."""
+
+    factors: tuple[Expr, ...]
+    span: Span | None = _span()
+
+    def __str__(self) -> str:
+        if self.factors[0] == Number(-1):
+            return "-" + " * ".join(map(_in_product, self.factors[1:]))
+        return " * ".join(map(_in_product, self.factors))
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """At least two terms; a difference is a term whose leading number is negative."""
+
+    terms: tuple[Expr, ...]
+    span: Span | None = _span()
+
+    def __str__(self) -> str:
+        texts = [str(t) for t in self.terms]
+        return _join_signed([("-", t[1:]) if t.startswith("-") else ("+", t) for t in texts])
+
+
+Atom: TypeAlias = Var | Access
+Expr: TypeAlias = Access | Number | Call | Product | Sum
+
+
+@dataclass(frozen=True, slots=True)
+class Statement:
+    """``target operator value``; variables absent from the target are reduced."""
+
+    target: Access
+    operator: str
+    value: Expr
+    text: str = field(default="", compare=False, repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.target if self.target.indices else self.target.tensor + '[]'} {self.operator} {self.value}"
+
+
+def _signed(sign: int, text: str) -> tuple[str, str]:
+    return ("-", text) if sign < 0 else ("+", text)
+
+
+def _join_signed(parts: list[tuple[str, str]]) -> str:
+    head, *rest = parts
+    return ("-" if head[0] == "-" else "") + head[1] + "".join(f" {sign} {text}" for sign, text in rest)
+
+
+def _in_index(atom: Atom) -> str:
+    """A scalar index tensor keeps its brackets, or it would read as a variable."""
+    return f"{atom}[]" if isinstance(atom, Access) and not atom.indices else str(atom)
+
+
+def _in_product(factor: Expr) -> str:
+    return f"({factor})" if isinstance(factor, Sum) else str(factor)
+
+
+# --- building canonical values -------------------------------------------------------------------------------------------------
+
+
+def affine(terms: Iterator[tuple[int, Atom]] | list[tuple[int, Atom]], offset: int, span: Span | None = None) -> Affine:
+    """Merge equal atoms (``i + i`` is ``2*i``) and drop those that cancel."""
+    merged: dict[Atom, int] = {}
+    for coefficient, atom in terms:
+        merged[atom] = merged.get(atom, 0) + coefficient
+    return Affine(tuple((c, a) for a, c in merged.items() if c), offset, span)
+
+
+def index_of(name: str) -> Affine:
+    """The index expression that is one variable."""
+    return Affine(((1, Var(name)),))
+
+
+def product(factors: list[Expr], span: Span | None = None) -> Expr:
+    """Flatten nested products and fold literals into one leading number."""
+    coefficient: int | float = 1
+    rest: list[Expr] = []
+    for factor in factors:
+        for f in factor.factors if isinstance(factor, Product) else (factor,):
+            if isinstance(f, Number):
+                coefficient = _times(coefficient, f.value)
+            else:
+                rest.append(f)
+    if not (isinstance(coefficient, int) and coefficient == 1) or not rest:
+        rest.insert(0, Number(coefficient))
+    return rest[0] if len(rest) == 1 else Product(tuple(rest), span)
+
+
+def _times(a: int | float, b: int | float) -> int | float:
+    try:
+        return a * b
+    except OverflowError:  # an integer beyond float64 met a float
+        return math.copysign(1.0, a) * math.copysign(1.0, b) * math.inf
+
+
+def total(terms: list[Expr], span: Span | None = None) -> Expr:
+    """Flatten nested sums."""
+    flat = [t for term in terms for t in (term.terms if isinstance(term, Sum) else (term,))]
+    return flat[0] if len(flat) == 1 else Sum(tuple(flat), span)
+
+
+# --- looking inside ------------------------------------------------------------------------------------------------------------
+
+
+def accesses(node: Expr | Affine | Var, *, nested: bool = True) -> Iterator[Access]:
+    """Every access in reading order, the outer before those inside its indices (left out with ``nested=False``)."""
+    match node:
+        case Access(_, indices):
+            yield node
+            if nested:
+                for index in indices:
+                    yield from accesses(index)
+        case Affine(terms):
+            for _, atom in terms:
+                yield from accesses(atom, nested=nested)
+        case Call(_, args) | Product(args) | Sum(args):
+            for arg in args:
+                yield from accesses(arg, nested=nested)
+        case _:
+            return
+
+
+def variables(node: Expr | Affine | Var) -> tuple[str, ...]:
+    """Names of the index variables, in order of first appearance."""
+    return tuple(dict.fromkeys(_variables(node)))
+
+
+def _variables(node: Expr | Affine | Var) -> Iterator[str]:
+    match node:
+        case Var(name):
+            yield name
+        case Affine(terms):
+            for _, atom in terms:
+                yield from _variables(atom)
+        case Access(_, children) | Call(_, children) | Product(children) | Sum(children):
+            for child in children:
+                yield from _variables(child)
+        case _:
+            return
+
+
+def tensors_of(statement: Statement) -> tuple[str, ...]:
+    """Names of the tensors that are read, in order of first appearance, the target's index tensors first."""
+    reads = [a.tensor for index in statement.target.indices for a in accesses(index)]
+    reads += [a.tensor for a in accesses(statement.value)]
+    return tuple(dict.fromkeys(reads))
+
+
+def rewrite(node: Expr, change: Callable[[Access], Expr]) -> Expr:
+    """Replace every outermost access by ``change(access)``; index expressions are left to ``change``."""
+    match node:
+        case Access():
+            return change(node)
+        case Call(function, args, span):
+            return Call(function, tuple(rewrite(a, change) for a in args), span)
+        case Product(factors, span):
+            return product([rewrite(f, change) for f in factors], span)
+        case Sum(terms, span):
+            return total([rewrite(t, change) for t in terms], span)
+        case _:
+            return node
+
+
+def fresh(wanted: str, taken: set[str]) -> str:
+    """``wanted``, or the first of ``wanted_1``, ``wanted_2`` ... that is free; the choice is added to ``taken``."""
+    name, k = wanted, 0
+    while name in taken or name in FUNCTIONS:
+        k += 1
+        name = f"{wanted}_{k}"
+    taken.add(name)
+    return name
+
+
+def names_of(statement: Statement) -> set[str]:
+    """Every identifier of the statement: tensors and index variables."""
+    target = statement.target
+    return {target.tensor, *tensors_of(statement), *variables(target), *variables(statement.value)}

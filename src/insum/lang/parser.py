@@ -1,0 +1,352 @@
+"""Text -> Statement. A hand-written recursive descent, so that every mistake has a place and a remedy.
+
+statement := access operator sum                 operator := "=" | "+=" | "max=" | "min="
+sum       := ["-"] product (("+" | "-") product)*
+product   := factor ("*" factor)*
+factor    := number | name | access | function "(" sum ("," sum)* ")" | "(" sum ")" | "-" factor
+access    := name "[" [index ("," index)*] "]"
+index     := affine combination of variables, accesses and integer literals
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from dataclasses import dataclass
+from typing import NoReturn
+
+from insum.errors import Span, StatementError
+from insum.lang.expr import (
+    FUNCTIONS,
+    Access,
+    Affine,
+    Atom,
+    Call,
+    Expr,
+    Number,
+    Product,
+    Statement,
+    Var,
+    affine,
+    names_of,
+    product,
+    tensors_of,
+    total,
+    variables,
+)
+
+#: Nesting deeper than this is a mistake or an attack, not a formula.
+MAX_DEPTH = 50
+#: Longer texts than this are refused before they are read.
+MAX_LENGTH = 100_000
+#: Names of options of ``insum.insum`` and friends: a tensor of that name could not be passed.
+OPTION_NAMES = frozenset({"statement", "out_shape", "sizes", "padded", "config", "backend", "dense_output"})
+RESERVED = frozenset({*FUNCTIONS, *OPTION_NAMES, "max", "min"})
+
+_TOKEN = re.compile(
+    r"(?P<space>\s+)"
+    r"|(?P<number>(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)"
+    r"|(?P<operator>\+=|(?:max|min)\s*=(?!=)|=(?!=))"
+    r"|(?P<name>[A-Za-z_][A-Za-z0-9_]*)"
+    r"|(?P<mark>[\[\](),+*-])",
+    re.ASCII,
+)
+_CLOSING = {"[": "]", "(": ")"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Token:
+    kind: str
+    text: str
+    span: Span
+
+
+def parse(text: str) -> Statement:
+    """Read a statement.
+
+    >>> statement = parse("C[AM[p], n] += AV[p]*B[AK[p],n]")
+    >>> print(statement)
+    C[AM[p],n] += AV[p] * B[AK[p],n]
+    >>> parse(str(statement)) == statement
+    True
+    """
+    if not isinstance(text, str):
+        raise StatementError(f"a statement is a string, not {type(text).__name__}", remedy='insum("C[i] = A[i,j] * B[j]", A=A, B=B)')
+    if len(text) > MAX_LENGTH:
+        raise StatementError(f"the statement has {len(text)} characters; the limit is {MAX_LENGTH}", statement=text)
+    return _parse(text)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse(text: str) -> Statement:
+    return _Parser(text).statement()
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.at = 0
+        self.depth = 0
+        self.tokens = list(self._tokens())
+        self._check_brackets()
+
+    # --- tokens ---
+
+    def _tokens(self) -> list[_Token]:
+        tokens, position = [], 0
+        while position < len(self.text):
+            found = _TOKEN.match(self.text, position)
+            if found is None:
+                self._fail(*_stray(self.text[position], self.text[position : position + 2]), span=Span(position, position + 1))
+            kind = found.lastgroup or ""
+            if kind != "space":
+                tokens.append(_Token(kind, re.sub(r"\s", "", found.group()), Span(position, found.end())))
+            position = found.end()
+        tokens.append(_Token("end", "the end", Span(len(self.text), len(self.text) + 1)))
+        return tokens
+
+    def _check_brackets(self) -> None:
+        open_: list[_Token] = []
+        for token in self.tokens:
+            if token.text in _CLOSING:
+                open_.append(token)
+            elif token.text in _CLOSING.values():
+                if not open_:
+                    self._fail(f"unbalanced bracket: {token.text!r} closes nothing", "remove it, or add the opening bracket", span=token.span)
+                opening = open_.pop()
+                if _CLOSING[opening.text] != token.text:
+                    self._fail(
+                        f"unbalanced bracket: {opening.text!r} is closed by {token.text!r}", f"close it with {_CLOSING[opening.text]!r}", span=token.span
+                    )
+        if open_:
+            self._fail(f"unbalanced bracket: {open_[-1].text!r} is never closed", f"add {_CLOSING[open_[-1].text]!r}", span=open_[-1].span)
+
+    def _fail(self, fact: str, remedy: str = "", *, expected: str = "", span: Span) -> NoReturn:
+        raise StatementError(fact, expected=expected, remedy=remedy, statement=self.text, span=span)
+
+    @property
+    def peek(self) -> _Token:
+        return self.tokens[self.at]
+
+    def take(self) -> _Token:
+        token = self.tokens[self.at]
+        self.at += token.kind != "end"
+        return token
+
+    def accept(self, text: str) -> bool:
+        if self.peek.kind == "mark" and self.peek.text == text:
+            self.at += 1
+            return True
+        return False
+
+    def expect(self, text: str, where: str) -> _Token:
+        token = self.peek
+        if token.text != text or token.kind != "mark":
+            self._fail(f"found {_show(token)} where {text!r} was expected {where}", span=token.span)
+        return self.take()
+
+    def nest(self, token: _Token) -> None:
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            self._fail(f"the expression is nested more than {MAX_DEPTH} levels deep", "compute a part of it into a tensor of its own first", span=token.span)
+
+    # --- grammar ---
+
+    def statement(self) -> Statement:
+        target = self.target()
+        token = self.take()
+        if token.kind != "operator":
+            self._fail(f"found {_show(token)} after the left side", expected="one of =, +=, max=, min=", span=token.span)
+        value = self.sum()
+        if self.peek.kind != "end":
+            self._fail(f"found {_show(self.peek)} after the right side", expected="an operator (*, +, -) or the end of the statement", span=self.peek.span)
+        statement = Statement(target, token.text, value, self.text)
+        self._check_names(statement)
+        return statement
+
+    def target(self) -> Access:
+        token = self.take()
+        if token.kind != "name":
+            self._fail(f"a statement starts with its result, found {_show(token)}", remedy='write it as "C[i] = ..."', span=token.span)
+        if self.peek.text == "[":
+            return self.access(token)
+        if self.peek.kind == "operator":
+            return Access(token.text, (), token.span)
+        self._fail(f"found {_show(self.peek)} after the result's name", expected="'[' and its indices, or '[]' for a scalar", span=self.peek.span)
+
+    def sum(self) -> Expr:
+        start = self.peek.span.start
+        terms = [self.product(negative=self.accept("-"))]
+        while self.peek.text in ("+", "-") and self.peek.kind == "mark":
+            terms.append(self.product(negative=self.take().text == "-"))
+        return total(terms, self.since(start))
+
+    def product(self, *, negative: bool = False) -> Expr:
+        start = self.peek.span.start
+        factors: list[Expr] = [Number(-1)] if negative else []
+        factors.append(self.factor())
+        while self.accept("*"):
+            factors.append(self.factor())
+        value = product(factors, self.since(start))
+        self.check_literal(value.factors[0] if isinstance(value, Product) else value, self.since(start))
+        return value
+
+    def factor(self) -> Expr:
+        token = self.take()
+        self.nest(token)
+        value = self._factor(token)
+        self.depth -= 1
+        return value
+
+    def _factor(self, token: _Token) -> Expr:
+        match token.kind, token.text:
+            case "number", text:
+                return Number(self.number(token, text), token.span)
+            case "mark", "(":
+                inner = self.sum()
+                self.expect(")", "to close the parenthesis")
+                return inner
+            case "mark", "-":
+                return product([Number(-1), self.factor()], self.since(token.span.start))
+            case "name", name if self.peek.text == "(":
+                return self.call(token, name)
+            case "name", name:
+                return self.access(token) if self.peek.text == "[" else Access(name, (), token.span)
+        self._fail(f"found {_show(token)} where a value was expected", expected="a tensor access, a number, a function or '('", span=token.span)
+
+    def call(self, token: _Token, name: str) -> Expr:
+        if name not in FUNCTIONS:
+            self._fail(
+                f"unknown function {name!r}", f"the functions are {', '.join(FUNCTIONS)}; a tensor is indexed with brackets: {name}[...]", span=token.span
+            )
+        self.take()
+        args = [self.sum()]
+        while self.accept(","):
+            args.append(self.sum())
+        self.expect(")", f"after the arguments of {name}")
+        if len(args) != FUNCTIONS[name]:
+            self._fail(f"{name} takes {FUNCTIONS[name]} argument(s), found {len(args)}", span=self.since(token.span.start))
+        return Call(name, tuple(args), self.since(token.span.start))
+
+    def access(self, token: _Token) -> Access:
+        self.nest(token)
+        self.expect("[", "after a tensor's name")
+        indices: list[Affine] = []
+        if not self.accept("]"):
+            indices.append(self.index())
+            while self.accept(","):
+                indices.append(self.index())
+            self.expect("]", f"after the indices of {token.text}")
+        self.depth -= 1
+        return Access(token.text, tuple(indices), self.since(token.span.start))
+
+    # --- index expressions: (terms, offset) pairs until the end ---
+
+    def index(self) -> Affine:
+        start = self.peek.span.start
+        terms, offset = self.index_sum()
+        value = affine(terms, offset, self.since(start))
+        if not all(_fits(c) for c in (value.offset, *(c for c, _ in value.terms))):
+            self._fail("an integer of the index does not fit into 64 bits", span=self.since(start))
+        return value
+
+    def index_sum(self) -> tuple[list[tuple[int, Atom]], int]:
+        sign = -1 if self.accept("-") else 1
+        terms, offset = _scaled(sign, self.index_product())
+        while self.peek.text in ("+", "-") and self.peek.kind == "mark":
+            sign = -1 if self.take().text == "-" else 1
+            more, constant = _scaled(sign, self.index_product())
+            terms, offset = terms + more, offset + constant
+        return terms, offset
+
+    def index_product(self) -> tuple[list[tuple[int, Atom]], int]:
+        start = self.peek.span.start
+        terms, offset = self.index_factor()
+        while self.accept("*"):
+            more, constant = self.index_factor()
+            if terms and more:
+                self._fail("an index may multiply variables by integers only", "an affine index such as 2*i + k", span=self.since(start))
+            terms, offset = _scaled(constant, (terms, offset)) if not more else _scaled(offset, (more, constant))
+        return terms, offset
+
+    def index_factor(self) -> tuple[list[tuple[int, Atom]], int]:
+        token = self.take()
+        self.nest(token)
+        value = self._index_factor(token)
+        self.depth -= 1
+        return value
+
+    def _index_factor(self, token: _Token) -> tuple[list[tuple[int, Atom]], int]:
+        match token.kind, token.text:
+            case "number", text:
+                value = self.number(token, text)
+                if not isinstance(value, int):
+                    self._fail(f"an index is an integer, found {text}", span=token.span)
+                return [], value
+            case "mark", "(":
+                inner = self.index_sum()
+                self.expect(")", "to close the parenthesis")
+                return inner
+            case "mark", "-":
+                return _scaled(-1, self.index_factor())
+            case "name", name if self.peek.text == "(":
+                self._fail(f"a function cannot stand in an index: {name}(...)", "compute the index tensor first", span=token.span)
+            case "name", name:
+                return [(1, self.access(token) if self.peek.text == "[" else Var(name, token.span))], 0
+        self._fail(f"found {_show(token)} where an index was expected", expected="a variable, an integer or an access to an integer tensor", span=token.span)
+
+    # --- helpers ---
+
+    def number(self, token: _Token, text: str) -> int | float:
+        if len(text) > 40:
+            self._fail("a number has more than 40 characters", span=token.span)
+        value = int(text) if text.isdigit() else float(text)
+        self.check_literal(Number(value), token.span)
+        return value
+
+    def check_literal(self, value: Expr, span: Span) -> None:
+        """Literals, also those that came of multiplying literals, must be values that a tensor can hold."""
+        match value:
+            case Number(int(number)) if not _fits(number):
+                self._fail("an integer literal does not fit into 64 bits", "write it as a float, such as 1e20", span=span)
+            case Number(float(number)) if not math.isfinite(number):
+                self._fail("a literal is too large for a float64", span=span)
+
+    def since(self, start: int) -> Span:
+        return Span(start, max(self.tokens[self.at - 1].span.end, start + 1))
+
+    def _check_names(self, statement: Statement) -> None:
+        reserved = names_of(statement) & RESERVED
+        if reserved:
+            name = min(reserved)
+            self._fail(f"{name!r} is a reserved name", f"call it {name}_ instead; reserved are {', '.join(sorted(RESERVED))}", span=self.find(name))
+        both = {statement.target.tensor, *tensors_of(statement)} & {*variables(statement.target), *variables(statement.value)}
+        if both:
+            name = min(both)
+            self._fail(f"{name!r} stands for a tensor and for an index variable", "give one of them another name", span=self.find(name))
+
+    def find(self, name: str) -> Span:
+        return next(t.span for t in self.tokens if t.kind == "name" and t.text == name)
+
+
+def _fits(value: int) -> bool:
+    return -(2**63) <= value < 2**63
+
+
+def _scaled(by: int, value: tuple[list[tuple[int, Atom]], int]) -> tuple[list[tuple[int, Atom]], int]:
+    terms, offset = value
+    return [(by * c, a) for c, a in terms], by * offset
+
+
+def _show(token: _Token) -> str:
+    return token.text if token.kind == "end" else repr(token.text)
+
+
+def _stray(character: str, pair: str) -> tuple[str, str]:
+    """What to say of a character that starts no token."""
+    if pair == "==":
+        return "'==' is no operator", "one of =, +=, max=, min="
+    if character == "/":
+        return "unknown character '/': the language has no division", "multiply by reciprocal(...)"
+    return f"unknown character {character!r}", "names are ASCII letters, digits and underscores; the operators are = += max= min= * + - ( ) [ ] ,"

@@ -1,0 +1,120 @@
+"""Result dtypes: torch's own promotion, in which tensors outrank 0-d tensors and those outrank Python numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from insum.lang.expr import Access, Call, Expr, Number, Product, Sum
+
+_TO_FLOAT = frozenset({"exp", "log", "sqrt", "sigmoid", "tanh", "reciprocal"})
+_REAL_ONLY = frozenset({"relu", "sign", "step"})
+#: Half-width floats accumulate in float32.
+_WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int64}
+INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64})
+
+#: What can be computed with. Other dtypes (wide unsigned integers as index tensors) can only be read as indices.
+COMPUTABLE = frozenset(
+    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+    | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Typed:
+    """A dtype and how strongly it is held: 2 a tensor with dimensions, 1 a 0-d tensor, 0 a Python number."""
+
+    dtype: torch.dtype
+    strength: int
+
+    def __or__(self, other: Typed) -> Typed:
+        strong, weak = (self, other) if self.strength >= other.strength else (other, self)
+        if strong.strength != weak.strength and _category(weak.dtype) <= _category(strong.dtype):
+            return strong
+        if strong.strength != weak.strength and weak.dtype.is_complex and strong.dtype.is_floating_point:
+            return Typed(_complex_of(strong.dtype), strong.strength)
+        return Typed(torch.promote_types(strong.dtype, weak.dtype), strong.strength)
+
+
+def of_number(value: bool | int | float | complex) -> Typed:
+    match value:
+        case bool():
+            return Typed(torch.bool, 0)
+        case int():
+            return Typed(torch.int64, 0)
+        case float():
+            return Typed(torch.get_default_dtype(), 0)
+        case _:
+            return Typed(_complex_of(torch.get_default_dtype()), 0)
+
+
+def infer(expr: Expr, types: dict[str, Typed]) -> Typed:
+    """The type of an expression's value at one point."""
+    match expr:
+        case Access(tensor):
+            return types[tensor]
+        case Number(value):
+            return of_number(value)
+        case Call(function, args):
+            return _of_call(function, _joined(args, types))
+        case Product(parts) | Sum(parts):
+            return _joined(parts, types)
+    raise AssertionError(expr)
+
+
+def bad_call(expr: Expr, types: dict[str, Typed]) -> Call | None:
+    """The first function that is applied to a dtype it is not defined for: complex numbers have no order."""
+    match expr:
+        case Call(function, args):
+            inner = next((bad for a in args if (bad := bad_call(a, types))), None)
+            return inner or (expr if function in _REAL_ONLY and _joined(args, types).dtype.is_complex else None)
+        case Product(parts) | Sum(parts):
+            return next((bad for p in parts if (bad := bad_call(p, types))), None)
+    return None
+
+
+def call_type(function: str, args: tuple[Expr, ...], types: dict[str, Typed]) -> torch.dtype:
+    """The dtype in which a function takes its arguments."""
+    joined = _joined(args, types).dtype
+    return torch.get_default_dtype() if function in _TO_FLOAT and _category(joined) < 2 else joined
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which contributions are summed."""
+    return _WIDE.get(dtype, dtype)
+
+
+def identity(operator: str, dtype: torch.dtype) -> bool | int | float:
+    """What an output starts from when none is passed."""
+    if operator in ("=", "+="):
+        return 0
+    if dtype.is_floating_point:
+        return float("-inf") if operator == "max=" else float("inf")
+    if dtype == torch.bool:
+        return operator == "min="
+    info = torch.iinfo(dtype)
+    return int(info.min if operator == "max=" else info.max)
+
+
+def _joined(parts: tuple[Expr, ...], types: dict[str, Typed]) -> Typed:
+    joined = infer(parts[0], types)
+    for part in parts[1:]:
+        joined = joined | infer(part, types)
+    return joined
+
+
+def _of_call(function: str, arg: Typed) -> Typed:
+    if function in _TO_FLOAT and _category(arg.dtype) < 2:
+        return Typed(torch.get_default_dtype(), arg.strength)
+    if function == "abs" and arg.dtype.is_complex:
+        return Typed(arg.dtype.to_real(), arg.strength)
+    return arg
+
+
+def _category(dtype: torch.dtype) -> int:
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype == torch.bool else 1
+
+
+def _complex_of(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_complex()

@@ -1,0 +1,120 @@
+"""The first guess: tile sizes from a plan and its extents, good enough that no search is needed.
+
+The numbers are properties of tiles, not of applications: matrix instructions want a side of at least 64 on M, accumulators and
+operands have to fit the registers, and gathers want enough independent loads in flight.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from insum.lang.expr import variables
+from insum.plan.config import Config, power_of_two
+from insum.plan.plan import Plan
+from insum.plan.roles import Contraction
+
+#: Entries at which a long row is cut into pieces, and the length up to which rows are left whole.
+SPLIT_AT = 128
+LEAVE_WHOLE = 64
+#: Programs that fill a device twice over; fewer than this and a long reduction is cut into pieces.
+ENOUGH_PROGRAMS = 264
+_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+
+
+def extent(axis: tuple[str, ...], extents: Mapping[str, int]) -> int:
+    return math.prod(extents[v] for v in axis)
+
+
+def swapped(roles: Contraction, extents: Mapping[str, int]) -> Contraction:
+    """The same product with its sides exchanged where that puts the wide side on M, as `wgmma` wants."""
+    m, n = extent(roles.m, extents), extent(roles.n, extents)
+    if not roles.dot or m >= 64 or n <= m:
+        return roles
+    return replace(roles, m=roles.n, n=roles.m, left=roles.right, right=roles.left)
+
+
+def inner_extent(plan: Plan, extents: Mapping[str, int]) -> int:
+    """Extent of the variable flattened under the segment's entries on the K axis."""
+    return extents[plan.roles.k[1]] if len(plan.roles.k) == 2 else 1
+
+
+def first_guess(plan: Plan, extents: Mapping[str, int]) -> Config:
+    """The config used when nobody tuned."""
+    if plan.strategy == "unrolled":
+        return Config(m=4, n=min(64, power_of_two(extent(plan.roles.n, extents))), warps=4, stages=1)
+    if plan.roles.dot:
+        return _for_dot(plan, extents)
+    if plan.segment:
+        return _for_rows(plan, extents, long=False)
+    return _for_sum(plan, extents)
+
+
+def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
+    size = _BYTES.get(plan.operand, 4)
+    m_all, n_all = (max(16, power_of_two(extent(a, extents))) for a in (plan.roles.m, plan.roles.n))
+    cap = 128 if size == 2 else 64
+    m, n = min(m_all, cap), min(n_all, cap)
+    if n <= 32 and m_all >= 256 and size == 2:
+        m = 256
+    if size == 4 and n <= 16:
+        m = min(m_all, 128)
+    if plan.onehot >= 0:
+        m, n = _held(plan, extents, m, n)
+    warps = 8 if m * n >= 128 * 256 else 4
+    return Config(m=m, n=n, k=_k_tile(plan, extents, size), warps=warps, stages=3 if size == 2 else 2)
+
+
+def _held(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> tuple[int, int]:
+    """A tile holds all of a variable that scatters into a register tile."""
+    scattered = set(variables(plan.target.indices[plan.onehot]))
+    least = 16 if plan.roles.dot else 1
+    if scattered & set(plan.roles.m):
+        m = max(least, power_of_two(extent(plan.roles.m, extents)))
+    if scattered & set(plan.roles.n):
+        n = max(least, power_of_two(extent(plan.roles.n, extents)))
+    return m, n
+
+
+def _k_tile(plan: Plan, extents: Mapping[str, int], size: int) -> int:
+    if len(plan.roles.k) == 2:
+        inner = inner_extent(plan, extents)
+        return inner * max(1, 32 // inner)
+    longest = power_of_two(extents[plan.roles.k[0]])
+    return max(16, min(longest, 64 if size == 2 else 32))
+
+
+def _for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
+    """Tiles of several short rows, or of one long piece with many gathers in flight."""
+    n = min(256, power_of_two(extent(plan.roles.n, extents))) if plan.roles.n else 1
+    if long:
+        return Config(m=1, n=n, k=max(16, min(64, 2048 // n)), warps=1 if n <= 128 else 2, stages=1)
+    return Config(m=max(4, min(64, 512 // n)), n=n, k=2, warps=2, stages=1)
+
+
+def long_rows(plan: Plan, extents: Mapping[str, int]) -> Config:
+    return _for_rows(plan, extents, long=True)
+
+
+def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
+    n, k, m = (power_of_two(extent(a, extents)) if a else 1 for a in (plan.roles.n, plan.roles.k, plan.roles.m))
+    if plan.onehot >= 0:
+        m, n = _held(plan, extents, min(m, 16), min(n, 64))
+        return Config(m=m, n=n, k=min(k, 4), warps=4, stages=1)
+    n = min(n, 128)
+    k = min(k, max(4, 1024 // n)) if plan.roles.k else 1
+    m = min(m, max(1, 2048 // (n * k)))
+    return Config(m=m, n=n, k=k, warps=4, stages=1 if k == 1 else 2)
+
+
+def pieces(plan: Plan, config: Config, extents: Mapping[str, int]) -> int:
+    """Into how many pieces a long reduction is cut when the output alone gives too little to do (1: not at all)."""
+    if plan.segment or plan.strategy != "store" or plan.reduce != "sum" or not plan.roles.k:
+        return 1
+    programs = math.prod(extents[v] for v in plan.roles.grid)
+    programs *= math.ceil(extent(plan.roles.m, extents) / config.m) * math.ceil(extent(plan.roles.n, extents) / config.n)
+    steps = math.ceil(extents[plan.roles.k[0]] / config.k) * math.prod(extents[v] for v in plan.roles.loops)
+    if programs >= ENOUGH_PROGRAMS // 2 or steps < 16:
+        return 1
+    return max(1, min(ENOUGH_PROGRAMS // programs, steps // 8))

@@ -1,0 +1,80 @@
+"""Plan: how one product becomes one kernel. Frozen and printable; the code generator reads nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from insum.lang.expr import Access, Expr, product
+from insum.plan.roles import Contraction
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Rows of the output own consecutive runs of ``var``; ``tiled`` when one program takes several rows (the M axis)."""
+
+    row: str
+    var: str
+    tiled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """Index tensors whose values became constants: one entry per point of the unrolled variables."""
+
+    variables: tuple[str, ...]
+    points: tuple[tuple[int, ...], ...]
+    constants: tuple[tuple[str, tuple[tuple[tuple[int, ...], float], ...]], ...]  # tensor -> ((position, value), ...)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Everything that decides the text of a kernel, but for the tile sizes."""
+
+    statement: str  # as the user wrote it, for the header
+    target: Access
+    factors: tuple[Expr, ...]
+    reduce: str  # "sum", "max" or "min"
+    roles: Contraction
+    strategy: str  # "segment", "store", "atomic", "onehot", "unrolled"
+    accumulate: bool  # the output holds values to start from
+    kinds: tuple[tuple[str, str], ...]  # triton dtype name of every tensor, e.g. ("A", "float16")
+    padded: frozenset[str]
+    accumulator: str  # "float32", "float64", "int64", "int32"
+    operand: str = ""  # dtype of the operands of tl.dot
+    precision: str = ""  # input_precision of tl.dot for float32 operands
+    segment: Segment | None = None
+    onehot: int = -1  # the target's dimension that is kept whole in registers
+    pattern: Pattern | None = None
+    wide: bool = False  # 64-bit offsets
+    split: bool = False  # pieces of long rows go to a workspace
+    why: tuple[str, ...] = field(default=(), compare=False)
+    numbers: tuple[str, ...] = ()  # scalars passed as Python numbers
+
+    @property
+    def value(self) -> Expr:
+        return product(list(self.factors))
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether absent points must be masked after the value is computed, because zero factors do not make it zero."""
+        return self.reduce != "sum" or any(not isinstance(f, Access) and type(f).__name__ != "Number" for f in self.factors)
+
+    def describe(self, extents: Mapping[str, int]) -> str:
+        """The plan in a few lines: roles, strategy and why."""
+        r = self.roles
+
+        def names(axis: tuple[str, ...]) -> str:
+            return "(" + ", ".join(f"{v}:{extents.get(v, '?')}" for v in axis) + ")" if axis else "-"
+
+        lines = [
+            f"strategy     {self.strategy}" + (f": {'; '.join(self.why)}" if self.why else ""),
+            f"computes     {self.target} {'+=' if self.reduce == 'sum' else self.reduce + '='} {self.value}",
+            f"contraction  {'tl.dot' if r.dot else 'multiply and ' + self.reduce}" + (f" in {self.operand}{', ' + self.precision if self.precision else ''}" if r.dot else ""),
+            f"axes         M {names(r.m)}  N {names(r.n)}  K {names(r.k)}",
+            f"grid         {names(r.grid)}   loops {names((*r.outer, *r.loops))}",
+            f"accumulator  {self.accumulator}   offsets {'64' if self.wide else '32'} bits",
+        ]
+        if self.segment:
+            lines.insert(1, f"segments     {self.segment.var} from start[{self.segment.row}] to end[{self.segment.row}]" + (", several rows per tile" if self.segment.tiled else ""))
+        return "\n".join(lines)

@@ -1,0 +1,169 @@
+"""Roles of the index variables in one product: which become the axes of a tile, which the grid, which the loops.
+
+The tile has up to three axes: M and N (kept) and K (summed). In a contraction by `tl.dot`, factors are split into a left side
+(M, K), a right side (K, N) and factors that are multiplied afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from insum.lang.expr import Access, Expr, Number, accesses, variables
+
+#: Extents below this are not worth a tile axis of a matrix instruction, whose sides are at least 16.
+SMALLEST_DOT = 8
+#: An inner variable of at most this extent may be flattened with the loop around it.
+FLATTEN_UP_TO = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Contraction:
+    """Variables of the three axes (outermost first), the rest, and the factors' sides."""
+
+    m: tuple[str, ...]
+    n: tuple[str, ...]
+    k: tuple[str, ...]
+    loops: tuple[str, ...]  # summed, one value at a time, inside the contraction
+    outer: tuple[str, ...]  # summed, one value at a time, outside the contraction
+    grid: tuple[str, ...]  # kept, one value per program
+    dot: bool
+    left: tuple[int, ...] = ()
+    right: tuple[int, ...] = ()
+    post: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """What `contraction` chooses from: the factors' variables, and which variables are kept."""
+
+    factors: tuple[Expr, ...]
+    kept: tuple[str, ...]  # in the order of the target
+    summed: tuple[str, ...]
+    extents: Mapping[str, int]
+    row: str = ""  # the variable that walks over the rows of a segmented output
+    segment: str = ""  # the summed variable whose range depends on the row
+    absorbed: tuple[str, ...] = ()  # variables of a scattered dimension that is kept whole in registers
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Absorbed variables that one tile can hold whole; the others are looped over."""
+        return tuple(v for v in self.absorbed if self.extents[v] <= FLATTEN_UP_TO)
+
+    def depends(self, factor: int) -> frozenset[str]:
+        found = set(variables(self.factors[factor]))
+        return frozenset(found | {self.row}) if self.segment in found and self.segment else frozenset(found)
+
+
+def contraction(roles: Roles, *, allow_dot: bool, force_dot: bool = False) -> Contraction:
+    """Choose the axes: a matrix product where one is worth it, else multiply and sum."""
+    best = max((c for c in _triples(roles, 1 if force_dot else SMALLEST_DOT)), default=None, key=lambda c: c[0]) if allow_dot else None
+    return _as_dot(roles, *best[1:]) if best else _as_sum(roles)
+
+
+# --- matrix products -----------------------------------------------------------------------------------------------------------
+
+
+def _triples(roles: Roles, smallest: int) -> list[tuple[float, str, str, str]]:
+    """Every (score, m, n, k) such that no factor with k depends on both m and n."""
+    found = []
+    depends = [roles.depends(f) for f in range(len(roles.factors))]
+    for k in roles.summed:
+        with_k = [d for d in depends if k in d]
+        candidates = [v for v in (*roles.kept, *roles.held, *roles.summed) if v not in (k, roles.row, roles.segment) and roles.extents[v] >= smallest]
+        for m in candidates:
+            for n in candidates:
+                if roles.extents[k] >= smallest and _splits(with_k, m, n) and _order(roles, m, n):
+                    found.append((_score(roles, m, n, k), m, n, k))
+    return found
+
+
+def _splits(with_k: Sequence[frozenset[str]], m: str, n: str) -> bool:
+    left, right = any(m in d for d in with_k), any(n in d for d in with_k)
+    return m != n and left and right and not any(m in d and n in d for d in with_k)
+
+
+def _order(roles: Roles, m: str, n: str) -> bool:
+    """Of the two orders of a pair keep one: the target's innermost variable is N."""
+    order = [*roles.summed, *roles.absorbed, *roles.kept]
+    return order.index(m) < order.index(n)
+
+
+def _score(roles: Roles, m: str, n: str, k: str) -> float:
+    size = [min(roles.extents[v], cap) for v, cap in ((m, 128), (n, 256), (k, 128))]
+    innermost = 4 if roles.kept and n == roles.kept[-1] else 1
+    both_kept = 16 if {m, n} <= {*roles.kept, *roles.absorbed} else 1
+    return float(size[0] * size[1] * size[2] * innermost * both_kept)
+
+
+def _as_dot(roles: Roles, m: str, n: str, k: str) -> Contraction:
+    depends = [roles.depends(f) for f in range(len(roles.factors))]
+    with_k = [f for f, d in enumerate(depends) if k in d]
+    right = tuple(f for f in with_k if n in depends[f])
+    left = tuple(f for f in with_k if f not in right)
+    left_on, right_on = (frozenset().union(*(depends[f] for f in side)) for side in (left, right))
+    m_axis = _flattened(roles, m, lambda v: v in left_on and v not in right_on)
+    n_axis = _flattened(roles, n, lambda v: v in right_on and v not in left_on)
+    axes = {*m_axis, *n_axis, k}
+    summed = [v for v in roles.summed if v not in axes]
+    post = tuple(f for f in range(len(depends)) if f not in with_k)
+    post_on = frozenset().union(*(depends[f] for f in post)) if post else frozenset()
+    # A summed variable of a factor that is multiplied afterwards has to be looped over outside the contraction.
+    outer = [v for v in summed if v in post_on] + [v for v in roles.absorbed if v not in axes]
+    loops = [v for v in summed if v not in outer]
+    k_axis = (k,)
+    if roles.segment in loops and roles.extents[k] <= FLATTEN_UP_TO and _is_power(roles.extents[k]):
+        k_axis = (roles.segment, k)
+        loops.remove(roles.segment)
+    grid = tuple(v for v in roles.kept if v not in axes)
+    return Contraction(m_axis, n_axis, k_axis, tuple(loops), tuple(outer), grid, True, left, right, post)
+
+
+def _flattened(roles: Roles, inner: str, alike) -> tuple[str, ...]:  # type: ignore[no-untyped-def]
+    """The tile axis around ``inner``: while it is short, kept variables that play the same role are flattened onto it."""
+    axis, size = [inner], roles.extents[inner]
+    others = [v for v in roles.kept if v != inner and v != roles.row and alike(v)] if inner in roles.kept else []
+    for v in reversed(others):
+        if size >= FLATTEN_UP_TO:
+            break
+        axis.insert(0, v)
+        size *= roles.extents[v]
+    return tuple(axis)
+
+
+def _is_power(n: int) -> bool:
+    return n > 0 and n & (n - 1) == 0
+
+
+# --- multiply and sum ----------------------------------------------------------------------------------------------------------
+
+
+def _as_sum(roles: Roles) -> Contraction:
+    kept = [v for v in (*roles.held, *roles.kept) if v != roles.row]
+    n = _widest_innermost(roles, [v for v in kept if v in roles.kept])
+    rest = [v for v in kept if v != n]
+    m = roles.row or (max(roles.held or rest, key=lambda v: roles.extents[v]) if rest else "")
+    k = roles.segment or (max(roles.summed, key=lambda v: (roles.extents[v], _contiguity(roles, v))) if roles.summed else "")
+    axes = {m, n, k}
+    outer = tuple(v for v in roles.absorbed if v not in axes)
+    loops = tuple(v for v in roles.summed if v not in axes)
+    grid = tuple(v for v in roles.kept if v not in axes)
+    return Contraction(_one(m), _one(n), _one(k), loops, outer, grid, False, post=tuple(range(len(roles.factors))))
+
+
+def _widest_innermost(roles: Roles, kept: Sequence[str]) -> str:
+    """The innermost kept variable, unless it is tiny and another is not."""
+    if not kept:
+        return ""
+    widest = max(kept, key=lambda v: roles.extents[v])
+    return kept[-1] if roles.extents[kept[-1]] >= min(16, roles.extents[widest]) else widest
+
+
+def _contiguity(roles: Roles, v: str) -> int:
+    """In how many accesses ``v`` walks the innermost dimension."""
+    reads = [a for f in roles.factors if not isinstance(f, Number) for a in accesses(f)]
+    return sum(1 for a in reads if isinstance(a, Access) and a.indices and a.indices[-1].var == v)
+
+
+def _one(v: str) -> tuple[str, ...]:
+    return (v,) if v else ()

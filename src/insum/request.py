@@ -1,0 +1,161 @@
+"""A request and the kinds of its values -> a prepared call: bound, lowered, with its checks; made once and remembered."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from insum.errors import NotFusedError
+from insum.graph import Lowered, lower
+from insum.lang.bind import Problem, Size, Value, bind
+from insum.lang.expr import Access, accesses, tensors_of
+from insum.lang.parser import parse
+from insum.runtime.check import Use, uses_of, verify
+from insum.settings import Values, settings
+
+Sizes: TypeAlias = tuple[tuple[str | int, Size | tuple[Size, ...]], ...]
+_MAX_PREPARED = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A statement and the options it is called with. ``dtype`` overrides that of the result (for gradients, which must have their input's)."""
+
+    statement: str
+    sizes: Sizes = ()
+    padded: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None
+
+    @property
+    def is_extremum(self) -> bool:
+        return head(self.statement).operator in ("max=", "min=")
+
+    def bind(self, values: Mapping[str, Value], initial: Tensor | None = None) -> Problem:
+        statement = parse(self.statement)
+        if initial is not None and statement.target.tensor not in values:
+            values = {**values, statement.target.tensor: initial}
+        problem = bind(statement, values, sizes=dict(self.sizes), padded=self.padded)
+        return problem if self.dtype is None else replace(problem, dtype=self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What the left side tells before any tensor is known."""
+
+    target: str
+    operator: str
+    reads_target: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def head(statement: str) -> Head:
+    parsed = parse(statement)
+    return Head(parsed.target.tensor, parsed.operator, parsed.target.tensor in tensors_of(parsed))
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A problem that is ready to run on any values of the same kinds and shapes."""
+
+    request: Request
+    problem: Problem
+    settings: Values
+    uses: tuple[Use, ...]
+    sources: tuple[str, ...]
+    """Tensors that are read as values and can have a gradient."""
+    _graphs: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], tuple[object, ...]]] = field(default_factory=dict)
+
+    def verify(self, values: Mapping[str, Value]) -> None:
+        """Index values against their range, before anything is written."""
+        if self.uses:
+            verify(self.problem, self.uses, values)
+
+    def needs_gradient(self, values: Mapping[str, Value]) -> bool:
+        return any(values[name].requires_grad for name in self.sources)  # type: ignore[union-attr]
+
+    def run(self, mode: str, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
+        """Run the fused kernel where there is one, else the graph. ``mode``: ``new``, ``from`` (a given value), ``into`` (in place)."""
+        if self.problem.device.type == "cuda" or self.settings.backend == "fused" or self.settings.require_fused:
+            result = self._run_fused(mode, values, target)
+            if result is not None:
+                return result
+        if mode == "into" and target is not None and _shares_memory(target, values):
+            return target.copy_(self.run("from", values, target))
+        forward, inputs, sizes = self._graphs.get(mode) or self._graph(mode)
+        arguments = [values[name] for name in inputs]
+        return forward(*arguments, *sizes) if target is None else forward(target, *arguments, *sizes)
+
+    def _graph(self, mode: str) -> tuple[Callable[..., Tensor], tuple[str, ...], tuple[object, ...]]:
+        lowered: Lowered = lower(self.problem, mode)
+        self._graphs[mode] = entry = lowered.module.forward, lowered.inputs, lowered.size_arguments(self.problem)
+        return entry
+
+    def _run_fused(self, mode: str, values: Mapping[str, Value], target: Tensor | None) -> Tensor | None:
+        if target is not None and (mode == "from" or _shares_memory(target, values)):
+            fresh = _fused(self.problem, values, target.clone())
+            return fresh if fresh is None or mode == "from" else target.copy_(fresh)
+        return _fused(self.problem, values, target)
+
+
+def _fused(problem: Problem, values: Mapping[str, Value], target: Tensor | None) -> Tensor | None:
+    """The fused kernel's result (in ``target``, where one is given), or None where there is none for this problem."""
+    result: Tensor | None = None
+    if settings.backend != "graph":
+        try:
+            from insum.runtime import fused  # type: ignore[attr-defined, unused-ignore]
+        except ImportError:
+            pass
+        else:
+            result = fused.run(problem, values, target)
+    if result is None and settings.require_fused:
+        raise problem.complain(NotFusedError, f"there is no fused kernel for this statement on {problem.device}", remedy="set insum.settings.require_fused = False to run it as a graph")
+    return result
+
+
+def _shares_memory(target: Tensor, values: Mapping[str, Value]) -> bool:
+    """Whether an argument lies in the memory that is written to."""
+    storage = target.untyped_storage().data_ptr()
+    return any(isinstance(v, Tensor) and v is not target and v.untyped_storage().data_ptr() == storage for v in values.values())
+
+
+# --- remembering -------------------------------------------------------------------------------------------------------------
+
+_prepared: dict[object, Prepared] = {}
+
+
+def kind_key(value: Value) -> object:
+    """What binding depends on; requires_grad, strides and data are left out."""
+    return (value.dtype, value.shape, value.device) if isinstance(value, Tensor) else type(value)
+
+
+def prepare(request: Request, values: Mapping[str, Value], initial: Tensor | None = None) -> Prepared:
+    """The prepared call for values of these kinds."""
+    key = (request, torch.get_default_dtype(), None if initial is None else kind_key(initial), *((n, kind_key(v)) for n, v in values.items()))
+    found = _prepared.get(key)
+    if found is None or found.settings is not settings.values:
+        found = _prepare(request, values, initial)
+        if any(kind.device is not None for kind in found.problem.kinds.values()):  # without a tensor the default device decides
+            remember(key, found)
+    return found
+
+
+def remember(key: object, prepared: Prepared) -> None:
+    if len(_prepared) >= _MAX_PREPARED:
+        _prepared.clear()
+    _prepared[key] = prepared
+
+
+def _prepare(request: Request, values: Mapping[str, Value], initial: Tensor | None) -> Prepared:
+    problem = request.bind(values, initial)
+    return Prepared(request, problem, settings.values, uses_of(problem), _sources(problem))
+
+
+def _sources(problem: Problem) -> tuple[str, ...]:
+    reads: list[Access] = list(accesses(problem.statement.value, nested=False))
+    names = dict.fromkeys(a.tensor for a in reads)
+    return tuple(n for n in names if (k := problem.kinds[n]).device is not None and (k.dtype.is_floating_point or k.dtype.is_complex))

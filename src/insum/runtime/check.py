@@ -1,0 +1,171 @@
+"""Index values against the dimensions they index, before anything runs.
+
+First the range of each whole index tensor; only where that is too wide are the values looked at that the statement refers to, so that
+an unreferenced value is no error. On the CPU at every call; elsewhere once per tensor and version, so that a warm call does not wait
+for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from insum.errors import IndexRangeError
+from insum.lang.bind import Problem, Value
+from insum.lang.expr import Access, Affine, Var, accesses, variables
+from insum.plan.facts import facts_of, known
+from insum.settings import settings
+
+
+@dataclass(frozen=True, slots=True)
+class Use:
+    """A dimension that is indexed through tensors: the bounds that the tensors' values must keep."""
+
+    access: Access
+    dim: int
+    index: Affine
+    limit: int
+    low: int
+    high: int
+    tensor: str
+    """The index tensor where the index is that alone and not combined with anything else, or ''."""
+
+
+def uses_of(problem: Problem) -> tuple[Use, ...]:
+    """Every indexed dimension of the statement that has a point, those inside an index before those around it."""
+    live = [t for t in problem.terms if all(problem.extents[v] != 0 for v in t.variables)]
+    if not live:
+        return ()
+    target = problem.statement.target
+    read = [a for term in live for a in accesses(term.value)]
+    every = (target, *(a for i in target.indices for a in accesses(i)), *read)
+    found: dict[tuple[bool, Access, int], Use] = {}
+    for access in every:
+        for dim, index in enumerate(access.indices):
+            inner = [a.tensor for a in accesses(index)]
+            # An index tensor without elements has no values here: whatever indexes it is found out of range, or absent.
+            if inner and not any(0 in problem.kinds[name].shape for name in inner):
+                found[access is target, access, dim] = _use(problem, access, dim, index, access is target)
+    return tuple(reversed(found.values()))
+
+
+def _use(problem: Problem, access: Access, dim: int, index: Affine, is_target: bool) -> Use:
+    limit = int(problem.shape[dim] if is_target else problem.kinds[access.tensor].shape[dim])
+    atom = index.atom
+    simple = isinstance(atom, Access) and problem.kinds[atom.tensor].device is not None
+    low = -1 if simple and isinstance(atom, Access) and atom.tensor in problem.padded else 0
+    return Use(access, dim, index, limit, low, limit - 1, atom.tensor if simple and isinstance(atom, Access) else "")
+
+
+def verify(problem: Problem, uses: tuple[Use, ...], values: Mapping[str, Value]) -> None:
+    """Raise where an index value that the statement refers to lies outside its dimension."""
+    if settings.check == "never":
+        return
+    bounds: dict[str, tuple[int, int] | None] = {}
+    for use in uses:
+        if use.tensor:
+            if use.tensor not in bounds:
+                bounds[use.tensor] = _bounds(values[use.tensor])
+            range_ = bounds[use.tensor]
+        else:
+            range_ = _affine_bounds(problem, use, values, bounds)
+        if range_ is not None and (range_[0] < use.low or range_[1] > use.high):
+            _verify_referenced(problem, use, values)
+
+
+def _bounds(value: Value) -> tuple[int, int] | None:
+    """Least and greatest value, or None where they cannot be known now."""
+    if not isinstance(value, Tensor):
+        return int(value.real), int(value.real)
+    if value.device.type == "cpu" or settings.check == "always":
+        low, high = torch.aminmax(_sortable(value))
+        return int(low), int(high)
+    if known(value) is None and value.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    facts = facts_of(value)
+    return facts.low, facts.high
+
+
+def _sortable(value: Tensor) -> Tensor:
+    return value.detach().long() if value.dtype in (torch.uint16, torch.uint32, torch.uint64) else value.detach()
+
+
+def _affine_bounds(problem: Problem, use: Use, values: Mapping[str, Value], bounds: dict[str, tuple[int, int] | None]) -> tuple[int, int] | None:
+    low = high = use.index.offset
+    for by, atom in use.index.terms:
+        if isinstance(atom, Var):
+            ends: tuple[int, int] | None = (0, int(problem.extents[atom.name]) - 1)
+        else:
+            ends = bounds[atom.tensor] = bounds[atom.tensor] if atom.tensor in bounds else _bounds(values[atom.tensor])
+        if ends is None:
+            return None
+        low, high = low + min(by * ends[0], by * ends[1]), high + max(by * ends[0], by * ends[1])
+    return low, high
+
+
+# --- the values that are referred to ---
+
+
+def _verify_referenced(problem: Problem, use: Use, values: Mapping[str, Value]) -> None:
+    vars = variables(use.index)
+    point = {v: _along(k, len(vars), int(problem.extents[v]), problem.device) for k, v in enumerate(vars)}
+    index, present = _evaluated(problem, use.index, values, point)
+    bad = (((index < 0) | (index > use.high)) & present).expand([int(problem.extents[v]) for v in vars]).nonzero()
+    if len(bad):
+        _complain(problem, use, values, dict(zip(vars, bad[0].tolist(), strict=True)))
+
+
+def _along(axis: int, rank: int, extent: int, device: torch.device) -> Tensor:
+    return torch.arange(extent, device=device).reshape([-1 if k == axis else 1 for k in range(rank)])
+
+
+def _evaluated(problem: Problem, index: Affine, values: Mapping[str, Value], point: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The value of an index expression at many points at once, and where none of the tensors in it is absent."""
+    total = torch.full((), index.offset, device=problem.device)
+    present = torch.ones((), dtype=torch.bool, device=problem.device)
+    for by, atom in index.terms:
+        if isinstance(atom, Var):
+            total = total + by * point[atom.name]
+            continue
+        places = [_evaluated(problem, i, values, point) for i in atom.indices]
+        for _, there in places:
+            present = present & there
+        value = torch.as_tensor(values[atom.tensor]).long()[tuple(torch.where(there, place, 0) for place, there in places)].to(problem.device)
+        present = present & (value >= 0) if atom.tensor in problem.padded else present
+        total = total + by * value
+    return total, present
+
+
+def _complain(problem: Problem, use: Use, values: Mapping[str, Value], point: dict[str, int]) -> NoReturn:
+    value = _at(use.index, values, point)
+    atom = use.index.atom
+    where = _place(atom, values, point) if isinstance(atom, Access) else f"index {use.index}"
+    at = ", ".join(f"{v}={k}" for v, k in point.items())
+    at = f" (at {at})" if at and not isinstance(atom, Access) else ""
+    fact = f"{where} is {value}{at}, but it indexes dimension {use.dim} of {use.access.tensor}, which has size {use.limit}"
+    remedy = "a negative index does not count from the end" if value < 0 else f"make {use.access.tensor} larger, or correct the index"
+    if value == -1 and isinstance(atom, Access):
+        remedy = f"where -1 marks an absent entry, pass padded=({atom.tensor!r},)"
+    raise problem.complain(IndexRangeError, fact, span=use.index.span, expected=f"values from 0 to {use.limit - 1}" if use.limit else "no index at all", remedy=remedy)
+
+
+def _place(access: Access, values: Mapping[str, Value], point: dict[str, int]) -> str:
+    inner = ",".join(str(_at(i, values, point)) for i in access.indices)
+    return f"{access.tensor}[{inner}]" if inner else access.tensor
+
+
+def _at(index: Affine, values: Mapping[str, Value], point: dict[str, int]) -> int:
+    """The value of an index expression at one point."""
+    total = index.offset
+    for by, atom in index.terms:
+        if isinstance(atom, Var):
+            total += by * point[atom.name]
+        else:
+            total += by * int(torch.as_tensor(values[atom.tensor])[tuple(_at(i, values, point) for i in atom.indices)])
+    return total
+
+

@@ -1,0 +1,136 @@
+"""What the user wishes, for the whole process: attributes, environment variables ``INSUM_<NAME>``, and a context manager.
+
+Kept apart from `Config`, which is what the planner or the tuner chooses for one kernel.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from insum.errors import SettingsError
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "check": ("first", "always", "never"),
+    "backend": ("auto", "graph", "fused"),
+    "scatter": ("auto", "segment", "onehot", "unrolled", "store", "atomic"),
+    "dot": ("auto", "always", "never"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Values:
+    """All settings with their defaults.
+
+    - ``check``: when index values are checked against their range: ``first`` (on the CPU at every call; on other devices the
+      first time a tensor is seen in its present version), ``always``, ``never``.
+    - ``backend``: ``auto`` (the fused kernel on GPUs, the graph elsewhere), ``graph``, ``fused``.
+    - ``require_fused``: a statement without a fused kernel is an error instead of a slower path.
+    - ``scatter``: force one scatter strategy where it is applicable (tests and ablation).
+    - ``dot``: whether contractions use ``tl.dot``.
+    - ``swap``, ``prefetch``: allow the operand swap and hand-prefetched indices (ablation).
+    - ``log``: comma-separated topics to report on standard error: ``plan``, ``kernel``, ``fallback``.
+    """
+
+    check: str = "first"
+    backend: str = "auto"
+    require_fused: bool = False
+    scatter: str = "auto"
+    dot: str = "auto"
+    swap: bool = True
+    prefetch: bool = True
+    log: str = ""
+
+
+class Settings:
+    """The process-wide settings object.
+
+    >>> import insum
+    >>> insum.settings.check
+    'first'
+    >>> with insum.settings(check="never"):
+    ...     insum.settings.check
+    'never'
+    >>> insum.settings.check
+    'first'
+    """
+
+    __slots__ = ("_values",)
+    _values: Values
+
+    def __init__(self, values: Values) -> None:
+        object.__setattr__(self, "_values", values)
+
+    @property
+    def values(self) -> Values:
+        """A frozen snapshot; hashable, so that it can be part of a cache key."""
+        return self._values
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return getattr(self._values, name)
+        except AttributeError:
+            raise AttributeError(f"insum.settings has no {name!r}; it has {', '.join(_names())}") from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        object.__setattr__(self, "_values", replace(self._values, **{name: _checked(name, value)}))
+
+    @contextmanager
+    def __call__(self, **changes: Any) -> Iterator[Settings]:
+        """Change settings for the length of a ``with`` block; they hold for the whole process, backward threads included."""
+        before = self._values
+        new = replace(before, **{name: _checked(name, value) for name, value in changes.items()})
+        object.__setattr__(self, "_values", new)
+        try:
+            yield self
+        finally:
+            object.__setattr__(self, "_values", before)
+
+    def __dir__(self) -> list[str]:
+        return [*_names(), "values"]
+
+    def __reduce__(self) -> str:
+        return "settings"  # copies and unpickled ones are the one object of the process
+
+    def __repr__(self) -> str:
+        return f"insum.settings({', '.join(f'{n}={getattr(self._values, n)!r}' for n in _names())})"
+
+
+def _names() -> list[str]:
+    return [f.name for f in fields(Values)]
+
+
+def _checked(name: str, value: Any) -> Any:
+    if name not in _names():
+        raise SettingsError(f"there is no setting {name!r}", expected=", ".join(_names()))
+    if name in _CHOICES and value not in _CHOICES[name]:
+        raise SettingsError(f"settings.{name} cannot be {value!r}", expected="one of " + ", ".join(map(repr, _CHOICES[name])))
+    default = getattr(Values(), name)
+    if isinstance(default, bool) and not isinstance(value, bool):
+        raise SettingsError(f"settings.{name} cannot be {value!r}", expected="True or False")
+    if isinstance(default, str) and not isinstance(value, str):
+        raise SettingsError(f"settings.{name} cannot be {value!r}", expected="a string")
+    return value
+
+
+def _from_environment(environment: dict[str, str]) -> Values:
+    changes: dict[str, Any] = {}
+    for name in _names():
+        text = environment.get(f"INSUM_{name.upper()}")
+        if text is not None:
+            changes[name] = _checked(name, _read(name, text))
+    return replace(Values(), **changes)
+
+
+def _read(name: str, text: str) -> Any:
+    if not isinstance(getattr(Values(), name), bool):
+        return text.strip().lower() if name in _CHOICES else text
+    if text.strip().lower() not in ("1", "0", "true", "false", "on", "off", "yes", "no"):
+        raise SettingsError(f"INSUM_{name.upper()} is {text!r}", expected="1 or 0")
+    return text.strip().lower() in ("1", "true", "on", "yes")
+
+
+settings = Settings(_from_environment(dict(os.environ)))

@@ -1,0 +1,214 @@
+"""The meaning of a statement as plainly as it can be written: loops over every point of its index variables.
+
+Nothing of the graph or of the kernels is used, only the parsed and bound statement, so that an agreement means something.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from insum.errors import IndexRangeError
+from insum.lang.bind import Problem, Size, Value, bind
+from insum.lang.expand import Term
+from insum.lang.expr import Access, Affine, Call, Expr, Number, Product, Statement, Sum, Var
+from insum.lang.parser import parse
+from insum.lang.types import infer
+
+_Point: TypeAlias = Mapping[str, int]
+_Reader: TypeAlias = Callable[[_Point], Any]
+
+
+def oracle(
+    statement: str | Statement,
+    values: Mapping[str, Value],
+    *,
+    sizes: Mapping[str | int, Size | Sequence[Size]] | None = None,
+    padded: Sequence[str] = (),
+) -> np.ndarray[Any, Any]:
+    """What ``statement`` means for ``values``, computed point by point: slow, obvious, and in double precision.
+
+    Floating results come as float64, complex ones as complex128, booleans as bool. Integers are exact Python integers until
+    they are wrapped, once and at the end, to the dtype of the result. Nothing that is passed in is changed.
+
+    >>> import torch
+    >>> oracle("y[i] = A[i,j] * x[j]", {"A": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "x": torch.tensor([1.0, 10.0])})
+    array([21., 43.])
+    >>> oracle("C[D[p]] += A[p]", {"A": torch.ones(3), "D": torch.tensor([0, 2, 2])}, sizes={"C": (4,)})
+    array([1., 0., 2., 0.])
+    """
+    parsed = parse(statement) if isinstance(statement, str) else statement
+    problem = bind(parsed, values, sizes=sizes, padded=padded)
+    with np.errstate(all="ignore"):
+        return _Interpreter(problem, values).run()
+
+
+class _Absent(Exception):
+    """A padded index was -1: this point contributes nothing."""
+
+
+class _Interpreter:
+    def __init__(self, problem: Problem, values: Mapping[str, Value]) -> None:
+        self.problem, self.statement = problem, problem.statement
+        self.types = {name: kind.type for name, kind in problem.kinds.items()}
+        self.arrays = {name: _exact(value) for name, value in values.items()}
+        self.combine = _COMBINE[self.statement.operator]
+
+    def run(self) -> np.ndarray[Any, Any]:
+        result = self.initial()
+        place = self.place(self.statement.target)
+        for term in self.problem.terms:
+            self.add(term, result, place)
+        return _finished(result, self.problem.dtype)
+
+    def initial(self) -> np.ndarray[Any, Any]:
+        name, operator = self.statement.target.tensor, self.statement.operator
+        if operator != "=" and name in self.arrays:
+            return self.arrays[name].copy()
+        result = np.empty(tuple(int(s) for s in self.problem.shape), dtype=object)
+        result.fill(_nothing(operator, self.problem.dtype))
+        return result
+
+    def add(self, term: Term, result: np.ndarray[Any, Any], place: _Reader) -> None:
+        factors = [self.value(f) for f in term.factors]
+        ranges = [range(int(self.problem.extents[v])) for v in term.variables]
+        for position in itertools.product(*ranges):
+            point = dict(zip(term.variables, position, strict=True))
+            try:
+                where, value = place(point), math.prod([f(point) for f in factors])
+            except _Absent:
+                continue
+            result[where] = self.combine(result[where], value)
+
+    # --- one reader for each node: a function of the point ---
+
+    def value(self, expr: Expr) -> _Reader:
+        match expr:
+            case Number(number):
+                return lambda _: number
+            case Access():
+                return self.element(expr)
+            case Call(function, args):
+                apply, readers = _FUNCTIONS[function], [self.value(a) for a in args]
+                return lambda point: apply(*[read(point) for read in readers])
+            case Product(parts) | Sum(parts):
+                return self.combined(expr, [self.value(p) for p in parts])
+        raise AssertionError(expr)
+
+    def combined(self, expr: Product | Sum, readers: list[_Reader]) -> _Reader:
+        boolean = infer(expr, self.types).dtype == torch.bool
+        if isinstance(expr, Product):
+            join: Callable[[list[Any]], Any] = all if boolean else math.prod
+        else:
+            join = any if boolean else sum
+        return lambda point: join([read(point) for read in readers])
+
+    def element(self, access: Access) -> _Reader:
+        array, place, padded = self.arrays[access.tensor], self.place(access), access.tensor in self.problem.padded
+
+        def read(point: _Point) -> Any:
+            value = array[place(point)]
+            if padded and value == -1:
+                raise _Absent
+            return value
+
+        return read
+
+    def place(self, access: Access) -> _Reader:
+        indices = [self.index(access, dim, index) for dim, index in enumerate(access.indices)]
+        return lambda point: tuple([index(point) for index in indices])
+
+    def index(self, access: Access, dim: int, index: Affine) -> _Reader:
+        limit = int(self.problem.size_of(access, dim))
+        atoms = [(c, self.atom(a)) for c, a in index.terms]
+
+        def read(point: _Point) -> int:
+            value = int(sum(c * atom(point) for c, atom in atoms) + index.offset)
+            if not 0 <= value < limit:
+                fact = f"index {index} of {access.tensor} is {value}, outside dimension {dim} of size {limit}"
+                raise self.problem.complain(IndexRangeError, fact, span=index.span)
+            return value
+
+        return read
+
+    def atom(self, atom: Var | Access) -> _Reader:
+        if isinstance(atom, Access):
+            return self.element(atom)
+        name = atom.name
+        return lambda point: point[name]
+
+
+def _exact(value: Value) -> np.ndarray[Any, Any]:
+    """An array of Python numbers: integers of any size, floats in double precision."""
+    if not isinstance(value, Tensor):
+        return np.array(value, dtype=object)
+    plain = value.detach().cpu().resolve_conj().resolve_neg()
+    wide = torch.complex128 if plain.is_complex() else torch.float64 if plain.is_floating_point() else plain.dtype
+    array = np.empty(tuple(plain.shape), dtype=object)
+    array.reshape(-1)[:] = plain.to(wide).contiguous().reshape(-1).tolist()
+    return array
+
+
+def _nothing(operator: str, dtype: torch.dtype) -> bool | int | float:
+    """What a cell holds that nothing contributes to."""
+    if operator in ("=", "+="):
+        return 0
+    sign = -1 if operator == "max=" else 1
+    if dtype == torch.bool:
+        return sign > 0
+    if dtype.is_floating_point:
+        return sign * math.inf
+    return torch.iinfo(dtype).min if sign < 0 else torch.iinfo(dtype).max
+
+
+def _finished(result: np.ndarray[Any, Any], dtype: torch.dtype) -> np.ndarray[Any, Any]:
+    cells = result.reshape(-1).tolist()
+    if dtype == torch.bool:
+        return np.array([bool(c != 0) for c in cells], dtype=np.bool_).reshape(result.shape)
+    if dtype.is_complex or dtype.is_floating_point:
+        return np.array(cells, dtype=np.complex128 if dtype.is_complex else np.float64).reshape(result.shape)
+    info = torch.iinfo(dtype)
+    wrapped = [(int(c) - info.min) % 2**info.bits + info.min for c in cells]
+    return np.array(wrapped, dtype=str(dtype).removeprefix("torch.")).reshape(result.shape)
+
+
+def _larger(a: Any, b: Any) -> Any:
+    return a if a != a or a >= b else b  # a NaN wins, as in torch
+
+
+def _smaller(a: Any, b: Any) -> Any:
+    return a if a != a or a <= b else b
+
+
+_COMBINE: dict[str, Callable[[Any, Any], Any]] = {"=": lambda a, b: a + b, "+=": lambda a, b: a + b, "max=": _larger, "min=": _smaller}
+
+
+def _double(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A NumPy function in double precision, which yields inf and nan where Python's own would raise."""
+
+    def apply(x: Any) -> Any:
+        return function(np.complex128(x) if isinstance(x, complex) else np.float64(x)).item()
+
+    return apply
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "exp": _double(np.exp),
+    "log": _double(np.log),
+    "sqrt": _double(np.sqrt),
+    "tanh": _double(np.tanh),
+    "sigmoid": _double(lambda x: 1 / (1 + np.exp(-x))),
+    "reciprocal": _double(lambda x: 1 / x),
+    "abs": abs,
+    "relu": lambda x: x if x > 0 or x != x else 0 * x,
+    "sign": lambda x: (x > 0) - (x < 0),
+    "step": lambda x: int(x > 0),
+    "conj": lambda x: x.conjugate(),
+    "eq": lambda a, b: int(a == b),
+}

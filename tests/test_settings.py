@@ -1,0 +1,130 @@
+"""Settings: defaults, attributes, context manager, environment variables, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from insum.errors import SettingsError
+from insum.settings import Settings, Values, _from_environment, settings
+
+SOURCE = Path(__file__).parent.parent / "src"
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    before = settings.values
+    yield
+    assert settings.values == before, "a test left the settings changed"
+
+
+@pytest.fixture
+def own() -> Settings:
+    return Settings(Values())
+
+
+def test_defaults(own: Settings) -> None:
+    assert (own.check, own.backend, own.scatter, own.dot, own.log) == ("first", "auto", "auto", "auto", "")
+    assert (own.require_fused, own.swap, own.prefetch) == (False, True, True)
+
+
+def test_assignment(own: Settings) -> None:
+    own.check = "never"
+    own.swap = False
+    assert own.check == "never" and own.values == Values(check="never", swap=False)
+
+
+def test_context_manager_restores_also_after_an_error(own: Settings) -> None:
+    own.check = "always"
+    with pytest.raises(KeyError), own(check="never", backend="graph") as inside:
+        assert inside is own and (own.check, own.backend) == ("never", "graph")
+        with own(check="first"):
+            assert (own.check, own.backend) == ("first", "graph")
+        own.log = "plan"
+        raise KeyError
+    assert own.values == Values(check="always")
+
+
+def test_a_block_holds_for_other_threads_too(own: Settings) -> None:
+    """The backward pass runs in threads of its own."""
+    seen: list[str] = []
+    with own(check="never"):
+        thread = threading.Thread(target=lambda: seen.append(own.check))
+        thread.start()
+        thread.join()
+    assert seen == ["never"]
+
+
+def test_values_are_frozen_and_hashable(own: Settings) -> None:
+    assert hash(own.values) == hash(Values())
+    with pytest.raises(AttributeError):
+        own.values.check = "never"  # type: ignore[misc]
+
+
+def test_it_shows_itself(own: Settings) -> None:
+    assert repr(own).startswith("insum.settings(check='first', backend='auto'") and set(dir(own)) >= {"check", "log", "values"}
+
+
+def test_copies_are_the_one_object() -> None:
+    assert copy.deepcopy(settings) is settings is copy.copy(settings) is pickle.loads(pickle.dumps(settings))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "fact", "expected"),
+    [
+        ("check", "sometimes", "settings.check cannot be 'sometimes'", "one of 'first', 'always', 'never'"),
+        ("backend", None, "settings.backend cannot be None", "one of 'auto', 'graph', 'fused'"),
+        ("scatter", [], "settings.scatter cannot be []", "one of 'auto', 'segment'"),
+        ("swap", 1, "settings.swap cannot be 1", "True or False"),
+        ("log", 3, "settings.log cannot be 3", "a string"),
+        ("chekc", "never", "there is no setting 'chekc'", "check, backend"),
+        ("values", Values(), "there is no setting 'values'", "check, backend"),
+    ],
+)
+def test_refuses(own: Settings, name: str, value: object, fact: str, expected: str) -> None:
+    with pytest.raises(SettingsError) as caught:
+        setattr(own, name, value)
+    assert caught.value.fact == fact and expected in str(caught.value)
+    with pytest.raises(SettingsError), own(**{name: value}):
+        pass
+    assert own.values == Values()
+
+
+def test_an_unknown_name_lists_the_known_ones(own: Settings) -> None:
+    with pytest.raises(AttributeError, match=r"insum\.settings has no 'chekc'; it has check, backend"):
+        _ = own.chekc
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, Values()),
+        ({"INSUM_CHECK": "never", "CHECK": "always"}, Values(check="never")),
+        ({"INSUM_CHECK": " Always "}, Values(check="always")),
+        ({"INSUM_REQUIRE_FUSED": "1", "INSUM_SWAP": "off"}, Values(require_fused=True, swap=False)),
+        ({"INSUM_PREFETCH": "No", "INSUM_LOG": "plan,kernel"}, Values(prefetch=False, log="plan,kernel")),
+        ({"INSUM_UNKNOWN": "1"}, Values()),
+    ],
+)
+def test_environment(environment: dict[str, str], expected: Values) -> None:
+    assert _from_environment(environment) == expected
+
+
+@pytest.mark.parametrize(("name", "text"), [("INSUM_CHECK", "maybe"), ("INSUM_SWAP", "2"), ("INSUM_REQUIRE_FUSED", "")])
+def test_environment_refuses(name: str, text: str) -> None:
+    with pytest.raises(SettingsError):
+        _from_environment({name: text})
+
+
+def test_environment_is_read_at_import() -> None:
+    command = [sys.executable, "-c", "import insum; print(insum.settings.check, insum.settings.swap)"]
+    environment = {**os.environ, "INSUM_CHECK": "never", "INSUM_SWAP": "0", "PYTHONPATH": str(SOURCE)}
+    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300).stdout.split() == ["never", "False"]
