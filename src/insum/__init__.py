@@ -1,7 +1,77 @@
-"""insum: one line of indirect einsum, one fast sparse GPU kernel."""
+"""insum: one line of indirect einsum, one fast sparse GPU kernel.
 
-from insum.api import Insum, insum
-from insum.errors import InsumError
+>>> import torch, insum
+>>> A, x = torch.ones(2, 3), torch.arange(3.)
+>>> insum.insum("y[i] = A[i,j] * x[j]", A=A, x=x)
+tensor([3., 3.])
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from insum.api import Compiled, Insum, compile, explain, insum
+from insum.errors import (
+    AutogradError,
+    BindingError,
+    DeviceError,
+    DtypeError,
+    FormatError,
+    IndexRangeError,
+    InsumError,
+    NotFusedError,
+    SettingsError,
+    StatementError,
+    UnsupportedError,
+)
+from insum.explain import Explanation
+from insum.plan.facts import constant
 from insum.settings import settings
 
-__all__ = ["Insum", "InsumError", "insum", "settings"]
+if TYPE_CHECKING:
+    from insum import formats
+    from insum.einsum import einsum
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AutogradError",
+    "BindingError",
+    "Compiled",
+    "DeviceError",
+    "DtypeError",
+    "Explanation",
+    "FormatError",
+    "IndexRangeError",
+    "Insum",
+    "InsumError",
+    "NotFusedError",
+    "SettingsError",
+    "StatementError",
+    "UnsupportedError",
+    "compile",
+    "constant",
+    "einsum",
+    "explain",
+    "formats",
+    "insum",
+    "settings",
+]
+
+#: Loaded when first asked for, so that importing insum stays quick.
+_LAZY = {"einsum": "insum.einsum", "formats": "insum.formats", "nn": "insum.nn", "testing": "insum.testing"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'insum' has no attribute {name!r}")
+    from importlib import import_module
+
+    module = import_module(_LAZY[name])
+    value = module.einsum if name == "einsum" else module
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})

@@ -3,39 +3,192 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
-from insum.errors import BindingError
-from insum.lang.bind import Size, Value
-from insum.ops import accumulate_, contract
-from insum.request import Request, head
+from insum.compat import is_plain_call, is_quiet
+from insum.errors import DtypeError
+from insum.explain import Explanation, explained, roles_line
+from insum.inplace import add_in_place
+from insum.lang.bind import Problem, Size, Value
+from insum.ops import contract, differentiable
+from insum.request import Prepared, Request, Sizes, head, prepare
+from insum.settings import settings
+from insum.traced import traced
+
+SizesArgument: TypeAlias = Mapping[str | int, Size | Sequence[Size]] | None
 
 
 def insum(
     statement: str,
     *,
     out_shape: Sequence[Size] | None = None,
-    sizes: Mapping[str | int, Size | Sequence[Size]] | None = None,
+    sizes: SizesArgument = None,
     padded: Sequence[str] = (),
     **tensors: Value,
 ) -> Tensor:
-    """Run one statement."""
-    request = _request(statement, out_shape, sizes, padded)
-    left = head(statement)
-    target = tensors.get(left.target)
-    if left.operator == "=" or target is None:
-        return contract(request, tensors)
-    assert isinstance(target, Tensor), BindingError
-    values = tensors if left.reads_target else {n: v for n, v in tensors.items() if n != left.target}
-    return accumulate_(request, target, values)
+    """Compute one indirect einsum.
 
+    ``C[...] = ...`` returns a new tensor; a ``C`` that is passed gives only its shape and dtype. ``+=``, ``max=`` and ``min=`` accumulate
+    into the ``C`` that is passed, in place, and return it; without one they start from zero, or from minus or plus infinity.
 
-def _request(statement: str, out_shape: Sequence[Size] | None, sizes: Mapping[str | int, Size | Sequence[Size]] | None, padded: Sequence[str]) -> Request:
-    read = tuple((k, tuple(v) if isinstance(v, Sequence) else v) for k, v in (sizes or {}).items())
-    if out_shape is not None:
-        read = ((head(statement).target, tuple(out_shape)), *read)
-    return Request(statement, read, tuple(padded))
+    - ``out_shape``: the shape of the output, where the statement does not tell it (an output dimension that is indexed through a tensor).
+    - ``sizes``: single sizes, by index variable, by output dimension, or by a left-side index as it is written: ``{"i": 8, 0: 100}``.
+    - ``padded``: names of index tensors in which -1 marks an absent entry; such an entry contributes nothing.
+    - ``tensors``: every tensor that the statement names; a scalar may be a Python number.
+
+    >>> import torch, insum
+    >>> rows, columns, values = torch.tensor([0, 0, 2]), torch.tensor([1, 3, 0]), torch.tensor([1., 2., 3.])
+    >>> insum.insum("y[rows[p]] = values[p] * x[columns[p]]", rows=rows, columns=columns, values=values, x=torch.arange(4.), out_shape=(3,))
+    tensor([7., 0., 0.])
+    >>> C = torch.ones(2, 2)
+    >>> insum.insum("C[i,j] += A[i,k] * B[k,j]", C=C, A=torch.eye(2), B=torch.eye(2)) is C
+    True
+    >>> C
+    tensor([[2., 1.],
+            [1., 2.]])
+    """
+    if torch.compiler.is_compiling():
+        return traced(statement, out_shape, sizes, padded, tensors)
+    try:
+        key = (statement, torch.get_default_dtype(), *[(name, type(t), t.dtype, t.shape, t.device) for name, t in tensors.items()])  # type: ignore[union-attr]
+        if out_shape is not None or sizes or padded:
+            key = (*key, *_options_key(out_shape, sizes, padded))
+        call = _calls.get(key)
+    except (AttributeError, TypeError):
+        key, call = None, None  # a Python number, or a mistake that binding explains
+    if call is not None and call.settings is settings._values and is_quiet():
+        return _run(call, tensors)
+    return _insum(key, Request(statement, _sizes(statement, out_shape, sizes), tuple(padded)), tensors)
 
 
 Insum = insum
+
+_MAX_CALLS = 4096
+_calls: dict[object, Prepared] = {}
+
+
+def _options_key(out_shape: Sequence[Size] | None, sizes: SizesArgument, padded: Sequence[str]) -> tuple[object, ...]:
+    given = tuple((k, tuple(v) if isinstance(v, Sequence) else v) for k, v in sizes.items()) if sizes else ()
+    return None if out_shape is None else tuple(out_shape), given, tuple(padded)
+
+
+def _sizes(statement: str, out_shape: Sequence[Size] | None, sizes: SizesArgument) -> Sizes:
+    read: Sizes = tuple((k, tuple(v) if isinstance(v, Sequence) else v) for k, v in (sizes or {}).items())
+    return read if out_shape is None else ((head(statement).target, tuple(out_shape)), *read)
+
+
+def _run(call: Prepared, tensors: dict[str, Value]) -> Tensor:
+    """A call that has been prepared, in plain eager mode, with nothing but tensors."""
+    if call.target:
+        return add_in_place(call.request, call, tensors)
+    call.verify(tensors)
+    if torch.is_grad_enabled() and call.needs_gradient(tensors):
+        return differentiable(call, None, tensors)
+    return call.run("new", tensors, None)
+
+
+def _insum(key: object, request: Request, tensors: dict[str, Value]) -> Tensor:
+    left = head(request.statement)
+    in_place = left.operator != "=" and left.target in tensors
+    if in_place and not isinstance(tensors[left.target], Tensor):
+        request.bind(tensors)
+        fact = f"{left.target} is a number, but {left.operator} writes into it"
+        raise DtypeError(fact, statement=request.statement, expected="a tensor", remedy=f"pass {left.target}=torch.tensor({tensors[left.target]})")
+    if not is_plain_call(tensors.values()):
+        return add_in_place(request, None, tensors) if in_place else contract(request, tensors)
+    call = prepare(request, tensors)
+    if key is not None:
+        if len(_calls) >= _MAX_CALLS:
+            _calls.clear()
+        _calls[key] = call
+    return add_in_place(request, call, tensors) if in_place else contract(request, tensors)
+
+
+# --- a statement that is called often ----------------------------------------------------------------------------------------
+
+
+class Compiled:
+    """A statement with its options, ready to be called with tensors; see `compile`."""
+
+    def __init__(self, statement: str, out_shape: Sequence[Size] | None, sizes: SizesArgument, padded: Sequence[str]) -> None:
+        head(statement)  # a statement that cannot be read fails here rather than at the first call
+        self.statement = statement
+        self.out_shape = None if out_shape is None else tuple(out_shape)
+        self.sizes = dict(sizes) if sizes else None
+        self.padded = tuple(padded)
+        self._last: Problem | None = None
+
+    def __call__(self, **tensors: Value) -> Tensor:
+        result = insum(self.statement, out_shape=self.out_shape, sizes=self.sizes, padded=self.padded, **tensors)
+        if self._last is None and not torch.compiler.is_compiling() and is_plain_call(tensors.values()):
+            self._last = prepare(Request(self.statement, _sizes(self.statement, self.out_shape, self.sizes), self.padded), tensors).problem
+        return result
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_last": None}
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Compiled) and self._options() == other._options()
+
+    def __hash__(self) -> int:
+        return hash(self.statement)
+
+    def _options(self) -> tuple[object, ...]:
+        return self.statement, self.out_shape, self.sizes, self.padded
+
+    def __repr__(self) -> str:
+        options = [f"{n}={v!r}" for n, v in (("out_shape", self.out_shape), ("sizes", self.sizes), ("padded", self.padded)) if v]
+        text = f"insum.compile({', '.join([repr(self.statement), *options])})"
+        return text if self._last is None else f"{text}\n  {roles_line(self._last)}"
+
+
+def compile(statement: str, *, out_shape: Sequence[Size] | None = None, sizes: SizesArgument = None, padded: Sequence[str] = ()) -> Compiled:
+    """A reusable callable for one statement; the options are those of `insum`. It can be pickled and copied, and it prints itself.
+
+    >>> import torch, insum
+    >>> matvec = insum.compile("y[i] = A[i,j] * x[j]")
+    >>> matvec(A=torch.ones(2, 3), x=torch.arange(3.))
+    tensor([3., 3.])
+    >>> matvec
+    insum.compile('y[i] = A[i,j] * x[j]')
+      i: free, 2; j: reduced, 3
+    """
+    return Compiled(statement, out_shape, sizes, padded)
+
+
+def explain(
+    statement: str,
+    *,
+    out_shape: Sequence[Size] | None = None,
+    sizes: SizesArgument = None,
+    padded: Sequence[str] = (),
+    **tensors: Value,
+) -> Explanation:
+    """What a call would do: extents, roles of the indices, the graph as Python, FLOPs and bytes. Nothing is computed.
+
+    >>> import torch, insum
+    >>> print(insum.explain("y[i] = A[i,j] * x[j]", A=torch.ones(2, 3), x=torch.ones(3)))
+    y[i] = A[i,j] * x[j]
+    <BLANKLINE>
+    index  extent  role
+    i           2  free
+    j           3  reduced
+    <BLANKLINE>
+    tensor  dtype    shape   device
+    A       float32  (2, 3)  cpu
+    x       float32  (3,)    cpu
+    y       float32  (2,)    cpu (result)
+    <BLANKLINE>
+    def forward(A, x):
+        contracted = torch.einsum('ij,j->i', A, x)
+        contiguous = contracted.contiguous()
+        return contiguous
+    <BLANKLINE>
+    12 FLOPs, 44 bytes at least, 0.3 FLOPs per byte
+    """
+    return explained(Request(statement, _sizes(statement, out_shape, sizes), tuple(padded)), tensors)
+
+

@@ -11,16 +11,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-_PLAIN = (Tensor, Parameter)
+#: Types that add no behaviour of their own.
+PLAIN = (Tensor, Parameter)
 
 
-def _probe() -> tuple[Callable[[], int], Callable[[], int], Callable[[], Any], Callable[[], bool]] | None:
+def _probe() -> tuple[Callable[[], int], Callable[[], int], Callable[[], Any], Callable[[], bool], Callable[[], Any]] | None:
     """Functions that tell which of torch's modes are on, or None where this torch has not got them all."""
     try:
         c: Any = torch._C
-        found = c._len_torch_dispatch_stack, c._len_torch_function_stack, c._functorch.peek_interpreter_stack, c._is_any_autocast_enabled
-        usable = found[0]() >= 0 and found[1]() >= 0 and found[2]() is None and found[3]() in (True, False)
-        usable = usable and isinstance(forward_ad._current_level, int) and c._get_tracing_state() is None
+        found = c._len_torch_dispatch_stack, c._len_torch_function_stack, c._functorch.peek_interpreter_stack, c._is_any_autocast_enabled, c._get_tracing_state
+        usable = found[0]() >= 0 and found[1]() >= 0 and found[2]() is None and found[3]() in (True, False) and found[4]() is None
+        usable = usable and isinstance(forward_ad._current_level, int)
     except Exception:
         return None
     return found if usable else None
@@ -29,14 +30,17 @@ def _probe() -> tuple[Callable[[], int], Callable[[], int], Callable[[], Any], C
 _probed = _probe()
 
 
-def is_plain_call(values: Iterable[object]) -> bool:
-    """Whether a call may skip the dispatcher: nobody traces, transforms, autocasts or intercepts, and no tensor is of a subclass."""
+def is_quiet() -> bool:
+    """Whether nobody traces, transforms, autocasts or intercepts: ops on plain tensors do what they say and nothing else."""
     if _probed is None or torch.compiler.is_compiling():
         return False
-    dispatch, function, functorch, autocast = _probed
-    if dispatch() or function() or autocast() or functorch() is not None or forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None:
-        return False
-    return all(type(v) in _PLAIN or not isinstance(v, Tensor) for v in values)
+    dispatch, function, functorch, autocast, tracing = _probed
+    return not (dispatch() or function() or autocast()) and functorch() is None and forward_ad._current_level < 0 and tracing() is None
+
+
+def is_plain_call(values: Iterable[object]) -> bool:
+    """Whether a call may skip the dispatcher: all is quiet, and no tensor is of a subclass."""
+    return is_quiet() and all(type(v) in PLAIN or not isinstance(v, Tensor) for v in values)
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

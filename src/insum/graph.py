@@ -32,6 +32,8 @@ class Lowered:
     inputs: tuple[str, ...]
     sizes: tuple[str, ...]
     mode: str
+    late: tuple[str, ...] = ()
+    """Arguments that are still read while the output is written; they must not lie in its memory."""
 
     def size_arguments(self, problem: Problem) -> tuple[Size | tuple[Size, ...], ...]:
         return tuple(problem.extents[s] if s else problem.shape for s in self.sizes)
@@ -101,4 +103,4 @@ def _build(problem: Problem, terms: list[Term], mode: str) -> Lowered:
     if mode != "new":
         writer.initial(problem.statement.target.tensor)
     module = writer.finish(writer.build(terms, mode))
-    return Lowered(module, tuple(writer.inputs), tuple(writer.sizes), mode)
+    return Lowered(module, tuple(writer.inputs), tuple(writer.sizes), mode, writer.late)

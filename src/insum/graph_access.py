@@ -14,6 +14,8 @@ from insum.lang.expr import Access, Affine, Expr, Var, accesses
 
 #: A dimension of a view: the variable that runs along it, or the index values at which it is to be read or written.
 Dim: TypeAlias = str | Value
+#: Dtypes that torch can convert but not gather.
+_ONLY_CAST = (torch.uint16, torch.uint32, torch.uint64)
 
 
 class Reader(Builder):
@@ -35,7 +37,10 @@ class Reader(Builder):
         if kind.device is None:
             return Value(node)
         view, dims = self.opened(node, access.indices)
-        return self.gathered(access, view, dims, kind.dtype)
+        dtype = kind.dtype
+        if dtype in _ONLY_CAST and any(isinstance(d, Value) for d in dims):
+            view, dtype = self.method("to", view, torch.int64), torch.int64
+        return self.gathered(access, view, dims, dtype)
 
     # --- views ---
 

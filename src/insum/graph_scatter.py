@@ -12,12 +12,14 @@ from insum.graph_access import Dim
 from insum.graph_build import Value
 from insum.graph_value import Evaluator
 from insum.lang.expand import Term
-from insum.lang.expr import variables
+from insum.lang.expr import accesses, variables
 from insum.lang.types import identity
 
 
 class Writer(Evaluator):
     """A builder of whole graphs. ``mode``: ``new`` (from the identity), ``from`` (from a given value), ``into`` (in place)."""
+
+    late: tuple[str, ...] = ()
 
     def build(self, terms: list[Term], mode: str) -> Node:
         target = self.problem.statement.target
@@ -64,6 +66,7 @@ class Writer(Evaluator):
         # Every value is computed before anything is written: the output may be read on the right side too.
         order = self._order()
         values = [self.term(t, order) for t in terms]
+        self.late = self._late(values)
         narrow = self.accumulator != self.problem.dtype
         target = self.problem.statement.target
         old = None if mode == "new" else self.initial(target.tensor)
@@ -77,6 +80,13 @@ class Writer(Evaluator):
             assert old is not None
             return self.method("copy_", old, self._merged(self.method("to", old, self.accumulator), buffer))
         return buffer if mode == "into" or not narrow else self._narrow(buffer)
+
+    def _late(self, values: list[Value]) -> tuple[str, ...]:
+        """What is read after writing begins: views of arguments, and index tensors that could be the output itself."""
+        if not all(v.fresh for v in values):
+            return tuple(self.inputs)
+        names = dict.fromkeys(a.tensor for i in self.problem.statement.target.indices for a in accesses(i))
+        return tuple(n for n in names if self.problem.kinds[n].dtype == self.problem.dtype)
 
     def _order(self) -> tuple[str, ...]:
         """The left side's variables in the order in which they are written."""

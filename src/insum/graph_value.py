@@ -33,8 +33,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which values of ``dtype`` are computed: wide, and one that torch has kernels for."""
-    if dtype in (torch.uint16, torch.uint32, torch.uint64):
-        return torch.int64
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.int64  # torch.einsum and torch.sum turn narrow integers into int64 at places of their own choice
     return torch.float32 if dtype.is_floating_point and dtype.itemsize == 1 else accumulator(dtype)
 
 

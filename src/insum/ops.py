@@ -34,7 +34,7 @@ def contract(request: Request, values: Mapping[str, Value]) -> Tensor:
     prepared = prepare(request, values)
     prepared.verify(values)
     if torch.is_grad_enabled() and prepared.needs_gradient(values):
-        return _apply(prepared, None, values)
+        return differentiable(prepared, None, values)
     return prepared.run("new", values, None)
 
 
@@ -46,7 +46,7 @@ def accumulate(request: Request, initial: Tensor, values: Mapping[str, Value]) -
     prepared = prepare(request, values, initial)
     prepared.verify(values)
     if torch.is_grad_enabled() and (initial.requires_grad or prepared.needs_gradient(values)):
-        return _apply(prepared, initial, values)
+        return differentiable(prepared, initial, values)
     return prepared.run("from", values, initial)
 
 
@@ -77,7 +77,8 @@ class _Differentiable(torch.autograd.Function):
         return None, None, None, to_initial, *to_tensors
 
 
-def _apply(prepared: Prepared, initial: Tensor | None, values: Mapping[str, Value]) -> Tensor:
+def differentiable(prepared: Prepared, initial: Tensor | None, values: Mapping[str, Value]) -> Tensor:
+    """A verified call in plain eager mode, recorded for autograd."""
     names = tuple(name for name, value in values.items() if isinstance(value, Tensor))
     numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
     result: Tensor = _Differentiable.apply(prepared, numbers, names, initial, *(values[name] for name in names))  # type: ignore[no-untyped-call]

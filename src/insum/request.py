@@ -15,7 +15,7 @@ from insum.graph import Lowered, lower
 from insum.lang.bind import Problem, Size, Value, bind
 from insum.lang.expr import Access, accesses, tensors_of
 from insum.lang.parser import parse
-from insum.runtime.check import Use, uses_of, verify
+from insum.runtime.check import Use, in_range, ranges_of, uses_of, verify
 from insum.settings import Values, settings
 
 Sizes: TypeAlias = tuple[tuple[str | int, Size | tuple[Size, ...]], ...]
@@ -51,6 +51,10 @@ class Head:
     operator: str
     reads_target: bool
 
+    def arguments(self, tensors: Mapping[str, Value]) -> Mapping[str, Value]:
+        """What is read: without the output, unless the right side reads it too."""
+        return tensors if self.reads_target else {n: v for n, v in tensors.items() if n != self.target}
+
 
 @functools.lru_cache(maxsize=4096)
 def head(statement: str) -> Head:
@@ -58,7 +62,7 @@ def head(statement: str) -> Head:
     return Head(parsed.target.tensor, parsed.operator, parsed.target.tensor in tensors_of(parsed))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Prepared:
     """A problem that is ready to run on any values of the same kinds and shapes."""
 
@@ -68,38 +72,57 @@ class Prepared:
     uses: tuple[Use, ...]
     sources: tuple[str, ...]
     """Tensors that are read as values and can have a gradient."""
-    _graphs: dict[str, tuple[Callable[..., Tensor], tuple[str, ...], tuple[object, ...]]] = field(default_factory=dict)
+    target: str
+    """The output's name where it was passed and is to be accumulated into, or ''."""
+    ranges: tuple[tuple[str, int, int], ...]
+    """Index tensors, and the range in which all of their values are valid wherever they are used."""
+    fusable: bool
+    _graphs: dict[str, _Graph] = field(default_factory=dict)
 
     def verify(self, values: Mapping[str, Value]) -> None:
         """Index values against their range, before anything is written."""
-        if self.uses:
+        if self.uses and not in_range(self.ranges, values):
             verify(self.problem, self.uses, values)
 
     def needs_gradient(self, values: Mapping[str, Value]) -> bool:
-        return any(values[name].requires_grad for name in self.sources)  # type: ignore[union-attr]
+        for name in self.sources:
+            if values[name].requires_grad:  # type: ignore[union-attr]
+                return True
+        return False
 
     def run(self, mode: str, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
         """Run the fused kernel where there is one, else the graph. ``mode``: ``new``, ``from`` (a given value), ``into`` (in place)."""
-        if self.problem.device.type == "cuda" or self.settings.backend == "fused" or self.settings.require_fused:
+        if self.fusable:
             result = self._run_fused(mode, values, target)
             if result is not None:
                 return result
-        if mode == "into" and target is not None and _shares_memory(target, values):
+        graph = self._graphs.get(mode) or self._graph(mode)
+        if target is None:
+            return graph.forward(*[values[name] for name in graph.inputs], *graph.sizes)
+        if graph.late and mode == "into" and _shares_memory(target, values, graph.late):
             return target.copy_(self.run("from", values, target))
-        forward, inputs, sizes = self._graphs.get(mode) or self._graph(mode)
-        arguments = [values[name] for name in inputs]
-        return forward(*arguments, *sizes) if target is None else forward(target, *arguments, *sizes)
+        return graph.forward(target, *[values[name] for name in graph.inputs], *graph.sizes)
 
-    def _graph(self, mode: str) -> tuple[Callable[..., Tensor], tuple[str, ...], tuple[object, ...]]:
+    def _graph(self, mode: str) -> _Graph:
         lowered: Lowered = lower(self.problem, mode)
-        self._graphs[mode] = entry = lowered.module.forward, lowered.inputs, lowered.size_arguments(self.problem)
-        return entry
+        graph = self._graphs[mode] = _Graph(lowered.module.forward, lowered.inputs, lowered.size_arguments(self.problem), lowered.late)
+        return graph
 
     def _run_fused(self, mode: str, values: Mapping[str, Value], target: Tensor | None) -> Tensor | None:
-        if target is not None and (mode == "from" or _shares_memory(target, values)):
+        if target is not None and (mode == "from" or _shares_memory(target, values, tuple(values))):
             fresh = _fused(self.problem, values, target.clone())
             return fresh if fresh is None or mode == "from" else target.copy_(fresh)
         return _fused(self.problem, values, target)
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A graph and what to call it with."""
+
+    forward: Callable[..., Tensor]
+    inputs: tuple[str, ...]
+    sizes: tuple[object, ...]
+    late: tuple[str, ...]
 
 
 def _fused(problem: Problem, values: Mapping[str, Value], target: Tensor | None) -> Tensor | None:
@@ -117,10 +140,10 @@ def _fused(problem: Problem, values: Mapping[str, Value], target: Tensor | None)
     return result
 
 
-def _shares_memory(target: Tensor, values: Mapping[str, Value]) -> bool:
-    """Whether an argument lies in the memory that is written to."""
+def _shares_memory(target: Tensor, values: Mapping[str, Value], names: tuple[str, ...]) -> bool:
+    """Whether one of the named arguments lies in the memory that is written to."""
     storage = target.untyped_storage().data_ptr()
-    return any(isinstance(v, Tensor) and v is not target and v.untyped_storage().data_ptr() == storage for v in values.values())
+    return any(isinstance(v := values[name], Tensor) and v.untyped_storage().data_ptr() == storage for name in names if name in values)
 
 
 # --- remembering -------------------------------------------------------------------------------------------------------------
@@ -152,7 +175,11 @@ def remember(key: object, prepared: Prepared) -> None:
 
 def _prepare(request: Request, values: Mapping[str, Value], initial: Tensor | None) -> Prepared:
     problem = request.bind(values, initial)
-    return Prepared(request, problem, settings.values, uses_of(problem), _sources(problem))
+    left = head(request.statement)
+    target = left.target if left.operator != "=" and isinstance(values.get(left.target), Tensor) else ""
+    uses = uses_of(problem)
+    fusable = settings.require_fused or settings.backend == "fused" or settings.backend == "auto" and problem.device.type == "cuda"
+    return Prepared(request, problem, settings.values, uses, _sources(problem), target, ranges_of(uses), fusable)
 
 
 def _sources(problem: Problem) -> tuple[str, ...]:

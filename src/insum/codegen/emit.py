@@ -298,6 +298,8 @@ class Emitter:
 
     def load(self, access: Access, *, as_index: bool = False) -> Val:
         key = (access, as_index)
+        if access.tensor in self.plan.numbers:
+            return Val(f"tl.cast({self.arg(f'{access.tensor}_number')}, tl.{'int64' if self.plan.wide else 'int32'})")
         if key in self.loaded:
             return self.loaded[key]
         offset = self.offset(access)
@@ -424,8 +426,8 @@ class Emitter:
         tile = ", ".join(str(self.tile(a)) for a in axes)
         if not value.axes and not axes:
             return value
-        text = f"tl.full([{tile}], 0, dtype=tl.{self.plan.accumulator}) + {value.over(axes)}" if not value.axes else f"tl.broadcast_to({value.over(axes)}, [{tile}])"
-        return Val(text, axes, value.stage)
+        # Adding zeros, not tl.broadcast_to: the interpreter's atomics take a broadcast view for a full tile.
+        return Val(f"tl.zeros([{tile}], dtype=tl.{self.plan.accumulator}) + {value.over(axes)}", axes, value.stage)
 
     def zero_where_absent(self) -> bool:
         """Whether masked loads alone make every absent point zero: each factor is masked there, so that none can be infinite."""
@@ -463,7 +465,19 @@ class Emitter:
         value = self.sum_unkept(value)
         if plan.onehot >= 0:
             return self.finish_onehot(value)
+        if plan.roles.outer:
+            return self.finish_outer(value)
         self.store(value)
+
+    def finish_outer(self, value: Val) -> None:
+        """Variables looped over outside the contraction: add up what each iteration gives, store once after the loops."""
+        tile = ", ".join(str(self.tile(a)) for a in value.axes)
+        zero = f"tl.zeros([{tile}], dtype=tl.{self.plan.accumulator})" if tile else f"tl.sum(tl.zeros([1], dtype=tl.{self.plan.accumulator}), axis=0)"
+        self.stages[0].append(f"total = {zero}" + (f"  # ({','.join(value.axes)})" if value.axes else ""))
+        self.stages[AFTER].append(f"total += {value.text}")
+        lines, self.stages[AFTER] = self.stages[AFTER], []
+        self.store(Val("total", value.axes))
+        self.tail, self.stages[AFTER] = self.stages[AFTER], lines
 
     def sum_unkept(self, value: Val) -> Val:
         for axis in ("M", "N"):
@@ -514,7 +528,6 @@ class Emitter:
 
     def store_registers(self, axes: tuple[str, ...]) -> None:
         dim = self.plan.onehot
-        self.epilogue = True
         target = self.plan.target
         saved = self.vars
         self.vars = {**self.vars, "i_reg": Val("i_reg", ("I",))}
@@ -525,7 +538,6 @@ class Emitter:
         self.tail = self.stages[AFTER]
         self.stages[AFTER], self.vars = lines, saved
 
-    epilogue: bool = False
     tail: list[str] = field(default_factory=list)
 
     def store(self, value: Val) -> None:
@@ -550,7 +562,7 @@ class Emitter:
         axes = order or union(offset.axes, value.axes)
         value = self.full(value, axes)
         masks = [m for a, m in self.masks.items() if a in axes and a != "K"] + (extra or [])
-        masks += [m for vars_, m in self.point_masks if vars_ <= frozenset(variables(target)) and set(m.axes) <= set(axes)]
+        masks += [Val(f"({value.text} >= 0)", value.axes, value.stage) for value in self.padded_indices(target)]
         mask = combine(_distinct(masks), "&") if masks else None
         pointer = f"{self.arg('out_ptr')} + {offset.over(axes)}"
         masked = f", mask={mask.over(axes)}" if mask else ""
@@ -563,6 +575,11 @@ class Emitter:
             old = f"tl.load({pointer}{masked}" + (", other=0)" if masked else ")") + f".to(tl.{plan.accumulator})"
             text = _MERGE[plan.reduce].format(old, text)
         self.line(AFTER, f"tl.store({pointer}, ({text}).to({self.arg('out_ptr')}.dtype.element_ty){masked})", axes)
+
+    def padded_indices(self, target: Access) -> list[Val]:
+        """Index values of the target that may be padding: such a point writes nothing."""
+        inner = [a for i in target.indices for a in accesses(i) if a.tensor in self.plan.padded]
+        return [self.loaded[(a, True)] for a in inner if (a, True) in self.loaded]
 
     # --- putting the text together ---
 

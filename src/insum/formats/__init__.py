@@ -14,6 +14,9 @@ from insum.formats.groupsize import (
     neighbouring_powers,
     suggested_group_size,
 )
+from insum.formats.module import SparseParameter
+from insum.formats.picture import draw
+from insum.formats.suggest import Suggestion, suggest
 from insum.formats.table import NeighborTable
 
 __all__ = [
@@ -25,12 +28,16 @@ __all__ = [
     "GroupCOO",
     "NeighborTable",
     "SparseFormat",
+    "SparseParameter",
+    "Suggestion",
     "accesses_by_group_size",
     "best_group_size",
     "count_accesses",
     "count_groups",
     "count_padding",
+    "draw",
     "estimate_group_size",
     "neighbouring_powers",
+    "suggest",
     "suggested_group_size",
 ]

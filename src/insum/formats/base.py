@@ -157,7 +157,7 @@ class FormatBase:
 
         >>> from insum.formats import COO
         >>> COO.from_dense(torch.eye(2)).facts()[0]
-        IndexFacts(low=0, high=1, sorted=True, unique=False, padded=False)
+        IndexFacts(low=0, high=1, sorted=True, unique=False, padded=False...)
         """
         return {dim: facts.facts_of(array) for dim, _, array in self.index_arrays()}
 
@@ -261,6 +261,15 @@ class FormatBase:
 
     # --- keeping it ---
 
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What rewriting depends on, without tensors: rank, kind, grouped dimensions, blocks, where coordinates are found, whether blocks divide."""
+        block = self.block_shape_or_none or ()
+        dims = getattr(self, "group_dims", (getattr(self, "dim", 0),))
+        places = tuple(-1 - c.axes[0] if c.field is None else (c.field, c.number) for c in self.layout.coordinates)
+        even = all(size % b == 0 for size, b in zip(self.shape, block))
+        return self.ndim, type(self).__name__, dims, block, places, even
+
     def _fields(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in (*self._arrays, *self._static)}
 
@@ -272,11 +281,12 @@ class FormatBase:
                 return known is None or known.padded
         return False
 
-    def _values_or_ones(self, dtype: torch.dtype | None = None) -> Tensor:
-        if self.values is not None:
-            return self.values if dtype is None else self.values.to(dtype)
-        shape = (*self.positions, *(self.block_shape_or_none or ()))
-        return torch.ones((), dtype=dtype or torch.get_default_dtype(), device=self.device).expand(shape)
+    def ones(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Values of 1 at every position; where blocks reach over the edge, 0 there."""
+        block, dtype = self.block_shape_or_none, dtype or torch.get_default_dtype()
+        if block is not None and any(size % b for size, b in zip(self.shape, block)):
+            return E.inside(self.coordinates(), block, self.shape).to(dtype)
+        return torch.ones((), dtype=dtype, device=self.device).expand(*self.positions, *(block or ()))
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self._fields(), "padded": self._may_be_padded()}

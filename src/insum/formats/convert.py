@@ -175,7 +175,8 @@ class SparseFormat(FormatBase):
         mask = self.mask()
         if mask is not None:
             places = torch.where(mask, places, total)  # one place more than there are, cut off again
-        values = self._values_or_ones(dtype).reshape(math.prod(self.positions), *block)
+        values = self.ones(dtype) if self.values is None else self.values if dtype is None else self.values.to(dtype)
+        values = values.reshape(math.prod(self.positions), *block)
         cells = E.placed(values, places.reshape(-1), total + (mask is not None))[:total].reshape(*grid, *block)
         return _assembled(cells, self.shape) if block else cells
 

@@ -105,7 +105,7 @@ def to_blocks(entries: Entries, block_shape: tuple[int, ...], order: tuple[int, 
     grid, size = grid_of(entries.shape, block_shape), math.prod(block_shape)
     outer = [c.div(b, rounding_mode="floor") for c, b in zip(entries.coords, block_shape)]
     inner = _linear([c - o * b for c, o, b in zip(entries.coords, outer, block_shape)], block_shape, tuple(range(len(block_shape))), size)
-    coords, number = _distinct(outer, grid, order)
+    coords, number = distinct(outer, grid, order)
     values = entries.values if entries.values is not None else entries.coords[0].new_ones(entries.count, dtype=torch.get_default_dtype())
     blocks = placed(values, number * size + inner, coords[0].shape[0] * size).reshape(-1, *block_shape)
     return Entries(tuple(c.to(index_dtype(g)) for c, g in zip(coords, grid)), blocks, entries.shape, order, block_shape)
@@ -115,7 +115,7 @@ def to_elements(entries: Entries) -> Entries:
     """Blocks taken apart: their nonzeros (without values, everything that a block covers inside the shape)."""
     if entries.block_shape is None:
         return entries
-    filled = entries.values.detach() != 0 if entries.values is not None else _inside(entries)
+    filled = entries.values.detach() != 0 if entries.values is not None else inside(entries.coords, entries.block_shape, entries.shape)
     block, *within = filled.nonzero(as_tuple=True)
     coords = tuple((c[block].long() * b + i).to(index_dtype(s)) for c, b, i, s in zip(entries.coords, entries.block_shape, within, entries.shape))
     return Entries(coords, None if entries.values is None else entries.values[(block, *within)], entries.shape)
@@ -126,12 +126,12 @@ def placed(values: Tensor, slots: Tensor, size: int) -> Tensor:
     return values.new_zeros(size, *values.shape[1:]).index_copy_(0, slots.long(), values)
 
 
-def padded_to(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """``x`` with zeros behind every dimension that is shorter than in ``shape``; ``x`` itself where none is."""
+def padded_to(x: Tensor, shape: Sequence[int], value: int = 0) -> Tensor:
+    """``x`` with ``value`` behind every dimension that is shorter than in ``shape``; ``x`` itself where none is."""
     if tuple(x.shape) == tuple(shape):
         return x
     pads = [extra for have, want in zip(reversed(x.shape), reversed(shape)) for extra in (0, want - have)]
-    return torch.nn.functional.pad(x, pads)
+    return torch.nn.functional.pad(x, pads, value=value)
 
 
 def argsort(coords: Sequence[Tensor], sizes: Sequence[int], order: tuple[int, ...]) -> Tensor:
@@ -215,7 +215,7 @@ def _summed(values: Tensor, number: Tensor, count: int) -> Tensor:
     return total.to(values.dtype)
 
 
-def _distinct(coords: Sequence[Tensor], sizes: tuple[int, ...], order: tuple[int, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
+def distinct(coords: Sequence[Tensor], sizes: tuple[int, ...], order: tuple[int, ...]) -> tuple[tuple[Tensor, ...], Tensor]:
     """The distinct coordinates sorted by ``order``, and for every entry the number of its own."""
     total, count = math.prod(sizes), coords[0].shape[0]
     if total > _INT64_MAX:
@@ -234,15 +234,14 @@ def _distinct(coords: Sequence[Tensor], sizes: tuple[int, ...], order: tuple[int
     return unravel(places, sizes, order), number
 
 
-def _inside(entries: Entries) -> Tensor:
-    """Which elements of the blocks lie inside the shape."""
-    assert entries.block_shape is not None
-    rank = len(entries.shape)
-    inside = torch.ones((entries.count, *entries.block_shape), dtype=torch.bool, device=entries.coords[0].device)
-    for dim, (c, block, size) in enumerate(zip(entries.coords, entries.block_shape, entries.shape)):
-        within = torch.arange(block, device=c.device).reshape([1] + [block if d == dim else 1 for d in range(rank)])
-        inside &= c.long().reshape(-1, *[1] * rank) * block + within < size
-    return inside
+def inside(coords: Sequence[Tensor], block_shape: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """Which elements of the blocks at these block coordinates (tensors of one shape) lie inside the shape."""
+    lead, rank = coords[0].dim(), len(shape)
+    within_all = torch.ones((*coords[0].shape, *block_shape), dtype=torch.bool, device=coords[0].device)
+    for dim, (c, block, size) in enumerate(zip(coords, block_shape, shape)):
+        within = torch.arange(block, device=c.device).reshape([1] * lead + [block if d == dim else 1 for d in range(rank)])
+        within_all &= c.long().reshape(*c.shape, *[1] * rank) * block + within < size
+    return within_all
 
 
 def _none_found(x: Tensor, rank: int) -> tuple[Tensor, ...]:

@@ -216,13 +216,8 @@ def _edges(x: FormatBase) -> list[Verdict]:
     block = x.block_shape_or_none
     if block is None or x.values is None or all(s % b == 0 for s, b in zip(x.shape, block)):
         return []
-    bad = x.values.detach() != 0
-    outside = torch.zeros_like(bad)
+    bad = (x.values.detach() != 0) & ~E.inside(x.coordinates(), block, x.shape)
     lead = len(x.positions)
-    for dim, (c, b, size) in enumerate(zip(x.coordinates(), block, x.shape)):
-        within = torch.arange(b, device=x.device).reshape([b if d == dim else 1 for d in range(len(block))])
-        outside |= c.long().reshape(*c.shape, *[1] * len(block)) * b + within >= size
-    bad &= outside
 
     def explain() -> InsumError:
         place = bad.nonzero()[0].tolist()

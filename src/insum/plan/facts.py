@@ -107,3 +107,18 @@ def segment_pointers(tensor: Tensor, rows: int) -> Tensor:
         pointers = torch.searchsorted(tensor.detach().reshape(-1).contiguous(), bounds, out_int32=tensor.numel() < 2**31)
         facts.pointers[rows] = pointers
     return pointers
+
+
+def constant(tensor: Tensor) -> Tensor:
+    """Promise that an index tensor's values are part of the program, as Clebsch-Gordan patterns and stencils are.
+
+    Statements over small constant index tensors may become straight-line code with the values in it. A kernel is then compiled
+    for each pattern, so promise it only for tensors that live as long as the model. Writing into the tensor ends the promise.
+
+    >>> import insum, torch
+    >>> pattern = insum.constant(torch.tensor([2, 0, 1]))
+    >>> insum.insum("C[P[i]] = A[i]", out_shape=(3,), P=pattern, A=torch.tensor([10.0, 20.0, 30.0]))
+    tensor([20., 30., 10.])
+    """
+    facts_of(tensor).constant = True
+    return tensor

@@ -60,19 +60,19 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
         m = 256
     if size == 4 and n <= 16:
         m = min(m_all, 128)
-    if plan.onehot >= 0:
-        m, n = _held(plan, extents, m, n)
+    m, n = _held(plan, extents, m, n)
     warps = 8 if m * n >= 128 * 256 else 4
     return Config(m=m, n=n, k=_k_tile(plan, extents, size), warps=warps, stages=3 if size == 2 else 2)
 
 
 def _held(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> tuple[int, int]:
-    """A tile holds all of a variable that scatters into a register tile."""
-    scattered = set(variables(plan.target.indices[plan.onehot]))
+    """A tile holds all of a variable that scatters into a register tile, and all of one that is summed after the product."""
+    kept = set(variables(plan.target))
+    scattered = set(variables(plan.target.indices[plan.onehot])) if plan.onehot >= 0 else set()
     least = 16 if plan.roles.dot else 1
-    if scattered & set(plan.roles.m):
+    if plan.roles.m and (scattered & set(plan.roles.m) or not kept & set(plan.roles.m)):
         m = max(least, power_of_two(extent(plan.roles.m, extents)))
-    if scattered & set(plan.roles.n):
+    if plan.roles.n and (scattered & set(plan.roles.n) or not kept & set(plan.roles.n)):
         n = max(least, power_of_two(extent(plan.roles.n, extents)))
     return m, n
 

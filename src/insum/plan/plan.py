@@ -20,11 +20,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """Index tensors whose values became constants: one entry per point of the unrolled variables."""
+    """A product whose index tensors became constants: what is written and what is multiplied, point by point."""
 
     variables: tuple[str, ...]
-    points: tuple[tuple[int, ...], ...]
-    constants: tuple[tuple[str, tuple[tuple[tuple[int, ...], float], ...]], ...]  # tensor -> ((position, value), ...)
+    points: tuple[tuple[Access, tuple[Expr, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +74,8 @@ class Plan:
             f"grid         {names(r.grid)}   loops {names((*r.outer, *r.loops))}",
             f"accumulator  {self.accumulator}   offsets {'64' if self.wide else '32'} bits",
         ]
+        if self.pattern:
+            lines.insert(1, f"pattern      {len(self.pattern.points)} points of ({', '.join(self.pattern.variables)}) as straight-line code")
         if self.segment:
             lines.insert(1, f"segments     {self.segment.var} from start[{self.segment.row}] to end[{self.segment.row}]" + (", several rows per tile" if self.segment.tiled else ""))
         return "\n".join(lines)

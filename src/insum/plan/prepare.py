@@ -11,19 +11,21 @@ The strategies, in the order in which they are considered:
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from insum.lang.bind import Problem, Value
 from insum.lang.expand import Term
-from insum.lang.expr import Access, Affine, Expr, Var, accesses, fresh, index_of, names_of, variables
+from insum.lang.expr import Access, Affine, Expr, Var, accesses, fresh, index_of, names_of, rewrite, variables
 from insum.lang.types import INTEGERS
 from insum.plan.facts import IndexFacts, facts_of
-from insum.plan.plan import Plan, Segment
+from insum.plan.plan import Pattern, Plan, Segment
 from insum.plan.rewrite import Merge, Scatter, merge_of, scatter_of, substitute
 from insum.plan.roles import Contraction, Roles, contraction
 from insum.plan.schedule import Segments, scaled, segments
@@ -34,6 +36,8 @@ ONEHOT_UP_TO = 64
 #: ... provided the other dimensions give the device this much to do.
 ONEHOT_WORK = 2048
 ONEHOT_POINTS = 4096
+#: Longer patterns than this are not unrolled: the code would outgrow the instruction cache and the registers.
+UNROLL_POINTS = 1024
 _TRITON = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -127,8 +131,8 @@ class _Preparation:
         facts = facts_of(anchor)
         name = scatter.access.tensor
         clean = not (facts.padded and name in self.problem.padded)
-        if facts.constant and wished in ("auto", "unrolled"):
-            unrolled = self.unrolled(draft, scatter)
+        if wished == "unrolled" or wished == "auto" and facts.constant:
+            unrolled = self.unrolled(draft)
             if unrolled is not None:
                 return unrolled
         if wished == "onehot" and self.reduce == "sum" or wished == "auto" and self.onehot_pays(scatter):
@@ -281,7 +285,7 @@ class _Preparation:
             for access in list(accesses(factor)):
                 for index in access.indices:
                     for _, atom in index.terms:
-                        if isinstance(atom, Access) and atom.tensor in self.tensors and set(variables(atom)) <= mine and all(i.var for i in atom.indices):
+                        if isinstance(atom, Access) and atom.tensor in self.tensors and atom.indices and all(i.var in mine for i in atom.indices):
                             self.compose_one(draft, scatter, anchor, order, atom, facts)
 
     def compose_one(self, draft: _Draft, scatter: Scatter, anchor: Tensor, order: Tensor, atom: Access, facts: IndexFacts) -> None:
@@ -301,8 +305,38 @@ class _Preparation:
         new = Access(name, (index_of(self.slot),))
         draft.factors = tuple(_replaced(f, atom, new) for f in draft.factors)
 
-    def unrolled(self, draft: _Draft, scatter: Scatter) -> Prepared | None:
-        return None
+    def unrolled(self, draft: _Draft) -> Prepared | None:
+        """Every index tensor's entries become constants of straight-line code, if there are few and all are declared constant."""
+        reads = [a for e in (draft.target, *draft.factors) for access in accesses(e) for i in access.indices for _, a in i.terms if isinstance(a, Access)]
+        names = tuple(dict.fromkeys(a.tensor for a in reads))
+        forced = self.wishes.settings.scatter == "unrolled"
+        over = tuple(dict.fromkeys(v for a in reads for v in variables(a)))
+        count = math.prod(draft.extents[v] for v in over)
+        if self.reduce != "sum" or not names or count > UNROLL_POINTS or not (forced or all(facts_of(self.tensors[n]).constant for n in names)):
+            return None
+        plain = {v for e in (draft.target,) for i in e.indices if i.var for v in (i.var,)}
+        if set(over) & plain or any(self.tensors[n].numel() > UNROLL_POINTS for n in names):
+            return None
+        host = {n: _kept(facts_of(self.tensors[n]), "host", lambda t=self.tensors[n]: t.tolist()) for n in names}
+        points = tuple(self.points(draft, over, host))
+        draft.why.append(f"{', '.join(names)} are constants of the code")
+        places = math.prod(int(size) for size, i in zip(self.problem.shape, draft.target.indices, strict=True) if i.var is None)
+        prepared = self.finish(draft, "unrolled", fill=len({target for target, _ in points}) < places)
+        kept = tuple(v for v in dict.fromkeys(v for i in draft.target.indices for v in variables(i)) if v not in over)
+        summed = tuple(v for v in self.summed(draft) if v not in over)
+        if not kept or not points:
+            return None
+        n, m = kept[-1:], kept[:-1][-1:]
+        roles = Contraction(m, n, (), summed, (), kept[:-2], False)
+        return replace(prepared, plan=replace(prepared.plan, pattern=Pattern(over, points), roles=roles, padded=frozenset()))
+
+    def points(self, draft: _Draft, over: tuple[str, ...], host: Mapping[str, Any]) -> Iterator[tuple[Access, tuple[Expr, ...]]]:
+        for values in itertools.product(*(range(draft.extents[v]) for v in over)):
+            at = dict(zip(over, values, strict=True))
+            present = [True]
+            exprs = [_constant(e, at, host, draft.padded, present) for e in (draft.target, *draft.factors)]
+            if present[0]:
+                yield exprs[0], tuple(exprs[1:])  # type: ignore[misc]
 
     # --- what all strategies share ---
 
@@ -325,7 +359,7 @@ class _Preparation:
     def draft(self) -> _Draft:
         extents = {name: int(extent) for name, extent in self.problem.extents.items() if name in self.term.variables}
         used = {a.tensor for f in (*self.term.factors, self.problem.statement.target) for a in accesses(f)}
-        padded = {name for name in self.problem.padded & used if facts_of(self.tensors[name]).padded}
+        padded = {name for name in self.problem.padded & used & self.tensors.keys() if facts_of(self.tensors[name]).padded}
         target = self.problem.statement.target
         return _Draft(Access(target.tensor, target.indices), self.term.factors, extents, padded)
 
@@ -443,9 +477,29 @@ def _replaced(expr: Expr, old: Access, new: Access) -> Expr:
     def in_access(atom: Var | Access) -> Var | Access:
         return Access(atom.tensor, tuple(in_index(i) for i in atom.indices), atom.span) if isinstance(atom, Access) else atom
 
-    from insum.lang.expr import rewrite
-
     return rewrite(expr, lambda access: in_access(access))  # type: ignore[arg-type,return-value]
+
+
+def _constant(expr: Expr, at: Mapping[str, int], host: Mapping[str, Any], padded: set[str], present: list[bool]) -> Expr:
+    """The expression at one point of the unrolled variables, its index tensors replaced by their values."""
+
+    def value(atom: Var | Access) -> int:
+        if isinstance(atom, Var):
+            return at[atom.name]
+        found: Any = host[atom.tensor]
+        for index in atom.indices:
+            found = found[index.offset + sum(c * value(a) for c, a in index.terms)]
+        if found < 0 and atom.tensor in padded:
+            present[0] = False
+            return 0
+        return int(found)
+
+    def index(old: Affine) -> Affine:
+        free = [(c, a) for c, a in old.terms if isinstance(a, Var) and a.name not in at]
+        fixed = sum(c * value(a) for c, a in old.terms if not (isinstance(a, Var) and a.name not in at))
+        return Affine(tuple(free), old.offset + fixed)
+
+    return rewrite(expr, lambda access: Access(access.tensor, tuple(index(i) for i in access.indices)))
 
 
 __all__ = ["INTEGERS", "CannotFuse", "Prepared", "Wishes", "prepare"]

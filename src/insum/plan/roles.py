@@ -70,7 +70,8 @@ def _triples(roles: Roles, smallest: int) -> list[tuple[float, str, str, str]]:
     depends = [roles.depends(f) for f in range(len(roles.factors))]
     for k in roles.summed:
         with_k = [d for d in depends if k in d]
-        candidates = [v for v in (*roles.kept, *roles.held, *roles.summed) if v not in (k, roles.row, roles.segment) and roles.extents[v] >= smallest]
+        whole = [v for v in roles.summed if roles.extents[v] <= FLATTEN_UP_TO]  # summed, so one tile has to hold all of it
+        candidates = [v for v in (*roles.kept, *roles.held, *whole) if v not in (k, roles.row, roles.segment) and roles.extents[v] >= smallest]
         for m in candidates:
             for n in candidates:
                 if roles.extents[k] >= smallest and _splits(with_k, m, n) and _order(roles, m, n):
@@ -93,7 +94,8 @@ def _score(roles: Roles, m: str, n: str, k: str) -> float:
     size = [min(roles.extents[v], cap) for v, cap in ((m, 128), (n, 256), (k, 128))]
     innermost = 4 if roles.kept and n == roles.kept[-1] else 1
     both_kept = 16 if {m, n} <= {*roles.kept, *roles.absorbed} else 1
-    return float(size[0] * size[1] * size[2] * innermost * both_kept)
+    # Entries of a segment are few and scattered in memory: they fill the K axis only where nothing dense does.
+    return float(size[0] * size[1] * size[2] * innermost * both_kept) * (1e-3 if k == roles.segment else 1)
 
 
 def _as_dot(roles: Roles, m: str, n: str, k: str) -> Contraction:

@@ -21,6 +21,10 @@ from insum.plan.facts import facts_of, known
 from insum.settings import settings
 
 
+#: torch finds no least and greatest of these.
+_UNORDERED = (torch.uint16, torch.uint32, torch.uint64)
+
+
 @dataclass(frozen=True, slots=True)
 class Use:
     """A dimension that is indexed through tensors: the bounds that the tensors' values must keep."""
@@ -61,6 +65,42 @@ def _use(problem: Problem, access: Access, dim: int, index: Affine, is_target: b
     return Use(access, dim, index, limit, low, limit - 1, atom.tensor if simple and isinstance(atom, Access) else "")
 
 
+def ranges_of(uses: tuple[Use, ...]) -> tuple[tuple[str, int, int], ...]:
+    """For each index tensor the range that every use of it allows; nothing where a use is more than one tensor."""
+    if not all(use.tensor for use in uses):
+        return ()
+    found: dict[str, tuple[int, int]] = {}
+    for use in uses:
+        low, high = found.get(use.tensor, (use.low, use.high))
+        found[use.tensor] = max(low, use.low), min(high, use.high)
+    return tuple((name, *bounds) for name, bounds in found.items())
+
+
+#: Up to so many values it is quicker to look at them one by one than to start a kernel.
+_FEW = 64
+
+
+def in_range(ranges: tuple[tuple[str, int, int], ...], values: Mapping[str, Value]) -> bool:
+    """The quick test for CPU tensors, made at every call. False says only that `verify` must look closer."""
+    if settings._values.check == "never":
+        return True
+    for name, low, high in ranges:
+        tensor = values[name]
+        if not isinstance(tensor, Tensor) or not tensor.is_cpu:
+            return False
+        if tensor.numel() <= _FEW and tensor.dim() == 1:
+            few = tensor.tolist()
+            if min(few) < low or max(few) > high:
+                return False
+        elif tensor.dtype in _UNORDERED:
+            return False
+        else:
+            least, greatest = torch.aminmax(tensor)
+            if least.item() < low or greatest.item() > high:
+                return False
+    return bool(ranges)
+
+
 def verify(problem: Problem, uses: tuple[Use, ...], values: Mapping[str, Value]) -> None:
     """Raise where an index value that the statement refers to lies outside its dimension."""
     if settings.check == "never":
@@ -91,7 +131,7 @@ def _bounds(value: Value) -> tuple[int, int] | None:
 
 
 def _sortable(value: Tensor) -> Tensor:
-    return value.detach().long() if value.dtype in (torch.uint16, torch.uint32, torch.uint64) else value.detach()
+    return value.detach().long() if value.dtype in _UNORDERED else value.detach()
 
 
 def _affine_bounds(problem: Problem, use: Use, values: Mapping[str, Value], bounds: dict[str, tuple[int, int] | None]) -> tuple[int, int] | None:

@@ -147,7 +147,7 @@ def lookup(problem: Problem, values: Mapping[str, Value], target: Tensor | None)
         return reason
     wishes = _wishes(problem, target is not None)
     anchors = _anchors(problem)
-    facts = [facts_of(values[name]) for name in anchors]  # type: ignore[arg-type]
+    facts = [facts_of(value) for name in anchors if isinstance(value := values[name], Tensor)]
     table: dict[object, Any] = facts[0].derived if facts else _launches
     strides = tuple(v.stride() if isinstance(v, Tensor) else None for v in values.values())
     key = (id(problem), strides, target.stride() if target is not None else None, wishes, tuple(f.serial for f in facts))

@@ -6,9 +6,13 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
+import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -73,3 +77,80 @@ def _import(key: str, header: str, kernel: Kernel) -> ModuleType:
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+# --- compiling without a device ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What the compiler says of a kernel for one target, without running it."""
+
+    target: str
+    assembly: dict[str, str]
+    shared: int
+    registers: int
+    stack: int  # bytes of local memory: above zero, registers were spilled
+
+    def uses(self, instruction: str) -> bool:
+        return any(instruction in text for text in self.assembly.values())
+
+
+#: Targets that continuous integration compiles for: Ampere, Hopper, Blackwell and CDNA 3.
+TARGETS: dict[str, tuple[str, int | str, int]] = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
+_POINTER = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "int1": "i1", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "uint8": "u8"}
+
+
+def compile_for(function: Any, arguments: Sequence[Any], target: str, *, warps: int, stages: int) -> Compiled:
+    """Compile a kernel for a target that need not be here, specialised as a launch with these arguments would be."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature: dict[str, str] = {}
+    constants: dict[str, int] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
+    for position, (name, value) in enumerate(zip(function.arg_names, arguments, strict=True)):
+        kind, divisible = _argument_kind(value)
+        signature[name] = kind
+        if kind == "constexpr":
+            constants[name] = value
+        elif divisible:
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
+    backend, arch, width = TARGETS[target]
+    binary = triton.compile(source, target=GPUTarget(backend, arch, width), options={"num_warps": warps, "num_stages": stages})
+    registers, stack = _resources(binary, target)
+    texts = {key: text for key, text in binary.asm.items() if isinstance(text, str)}
+    return Compiled(target, texts, binary.metadata.shared, registers, stack)
+
+
+def _argument_kind(value: Any) -> tuple[str, bool]:
+    """Triton's type of an argument, and whether it is specialised as a multiple of 16."""
+    if hasattr(value, "data_ptr"):
+        return "*" + _POINTER[str(value.dtype).removeprefix("torch.").replace("bool", "int1")], True
+    if isinstance(value, float):
+        return "fp32", False
+    if value == 1:
+        return "constexpr", False
+    return ("i32" if -(2**31) <= value < 2**31 else "i64"), value % 16 == 0
+
+
+def _resources(binary: Any, target: str) -> tuple[int, int]:
+    """Registers per thread and bytes of local memory, read from the binary."""
+    if target.startswith("gfx"):
+        text = binary.asm["amdgcn"]
+        found = {key: re.search(rf"\.{key}:\s+(\d+)", text) for key in ("vgpr_count", "private_segment_fixed_size")}
+        return tuple(int(m.group(1)) if m else 0 for m in found.values())  # type: ignore[return-value]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        report = subprocess.run([_cuobjdump(), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+)", report), re.search(r"STACK:(\d+)", report)
+    return int(registers.group(1)) if registers else 0, int(stack.group(1)) if stack else 0
+
+
+def _cuobjdump() -> str:
+    import triton
+
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")

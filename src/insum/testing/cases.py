@@ -16,6 +16,7 @@ from insum.lang.expr import Access, Call, Expr, Product, Sum
 from insum.lang.parser import parse
 from insum.lang.types import Typed, infer
 from insum.testing.compare import assert_close
+from insum.testing.features import features
 from insum.testing.oracle import oracle
 
 if TYPE_CHECKING:
@@ -106,6 +107,11 @@ class Case:
             dtypes.append(types[statement.target.tensor].dtype)
         return max(dtypes, key=_coarseness)
 
+    @property
+    def features(self) -> frozenset[str]:
+        """Labels of what the case exercises, such as ``rank 3``, ``repeated index``, ``zero extent``, ``float16``."""
+        return features(parse(self.statement), self.values, self.padded)
+
     def to(self, device: str | torch.device) -> Case:
         """The same case with its tensors on another device; strides and offsets are kept."""
         return replace(self, values={name: _relaid(v, device) if isinstance(v, Tensor) else v for name, v in self.values.items()})
@@ -118,8 +124,8 @@ class Case:
         """The result of ``insum.insum`` on a clone."""
         from insum import insum
 
-        result: Tensor = insum(self.statement, sizes=dict(self.sizes) or None, padded=self.padded, **self.clone().values)
-        return result
+        values: dict[str, Any] = dict(self.clone().values)
+        return insum(self.statement, sizes=dict(self.sizes) or None, padded=self.padded, **values)
 
     def expected(self) -> np.ndarray[Any, Any]:
         """The oracle's result."""

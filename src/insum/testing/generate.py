@@ -63,13 +63,14 @@ class _Draft:
         self.dtypes = self.draw_dtypes()
         self.functions = self.allowed_functions()
         self.extents = self.draw_extents()
+        self.passed = self.passes_target()
 
     def case(self) -> Case:
         target = self.draw_target()
         statement = Statement(target, self.operator, self.draw_value())
-        passed = self.settle_target(statement)
-        sizes = self.draw_sizes(statement, passed)
-        if not passed:
+        self.settle_target(statement)
+        sizes = self.draw_sizes(statement, self.passed)
+        if not self.passed:
             del self.arrays[_TARGET]
         values = self.values(statement)
         padded = tuple(name for name, array in self.arrays.items() if array.padded)
@@ -119,9 +120,14 @@ class _Draft:
         return total(terms)
 
     def term(self, *, sign: bool) -> Expr:
-        factors = [self.factor() for _ in range(self.choose.upto(self.options.max_factors, 1))]
-        negative = torch.bool not in self.dtypes and self.choose.chance(40 if sign else 10)
+        factors = [self.factor() for _ in range(self.choose.upto(min(2, self.options.max_factors) if self.narrow else self.options.max_factors, 1))]
+        negative = torch.bool not in self.dtypes and not self.narrow and self.choose.chance(40 if sign else 10)
         return product([Number(-1), *factors] if negative else factors)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether a value could leave the range of its dtype before it is compared, which depends on where it is wrapped."""
+        return self.operator in ("max=", "min=") and bool({torch.uint8, torch.int8} & set(self.dtypes))
 
     def factor(self) -> Expr:
         kind = self.choose.weighted(access=80, call=12 if self.functions else 0, number=4 if torch.bool not in self.dtypes else 0, sum=4)
@@ -159,7 +165,7 @@ class _Draft:
     def argument(self, function: str, depth: int) -> Expr:
         """Bounded arguments, so that half precision does not overflow; no differences where a kink could lie at an exact zero."""
         bounded = tuple(f for f in ("tanh", "sigmoid", "relu", "abs") if f in self.functions)
-        smooth = not self.options.differentiable or function not in _KINKED
+        smooth = not (self.options.differentiable and function in _KINKED) and torch.uint8 not in self.dtypes
         match self.choose.weighted(access=5, product=2, sum=2 if smooth else 0, call=2 if bounded and depth < 1 else 0):
             case "product":
                 return product([Number(0.5), self.access(), self.access()])
@@ -211,10 +217,10 @@ class _Draft:
             candidates += [Affine(((1, access),)) for access in shared]
         return self.choose.of(candidates) if candidates else None
 
-    def index(self, depth: int) -> Affine:
+    def index(self, depth: int, indirect: int = 18) -> Affine:
         options = self.options
         deep = depth < options.max_indirection and options.indirect
-        weights = {"variable": 62, "indirect": 18 * deep, "affine": 12 * options.affine, "literal": 5, "both": 3 * (deep and options.affine)}
+        weights = {"variable": 62, "indirect": indirect * deep, "affine": 9 * options.affine, "literal": 5, "both": 3 * (deep and options.affine)}
         match self.choose.weighted(**weights):
             case "indirect":
                 return Affine(((1, self.indirect(depth)),))
@@ -244,7 +250,7 @@ class _Draft:
             again = self.fitting(name, depth + 1) if self.choose.chance(50) else Access(name, self.arrays[name].first)
             if again is not None:
                 return again
-        indices = self.indices(self.choose.of([1, 1, 2, 1, 0, 3, 2]), depth + 1)
+        indices = self.indices(min(self.choose.of([1, 1, 2, 1, 0, 3, 2]), self.options.max_rank), depth + 1)
         inner = max((self.arrays[a.tensor].depth + 1 for i in indices for a in accesses(i)), default=0)
         padded = self.options.padded and self.choose.chance(25)
         dtypes = [d for d in self.options.index_dtypes if d.is_signed or not padded] or [torch.int64]
@@ -286,34 +292,41 @@ class _Draft:
     def draw_target(self) -> Access:
         rank = min(self.choose.of([1, 2, 0, 2, 1, 3, 2, 3, 4, 5]), self.options.max_rank)
         indices = self.target_indices(rank)
-        self.arrays[_TARGET] = Array(self.shape(indices), self.dtypes[0], layout=self.layout(), readable=False)
+        self.arrays[_TARGET] = Array(self.shape(indices), self.dtypes[0], layout=self.layout(), readable=self.passed and self.choose.chance(15))
+        # Autograd refuses to forget the old value of what it still needs, as it does for x.add_(x * y).
+        self.arrays[_TARGET].readable &= not (self.options.differentiable and self.operator != "=")
         return Access(_TARGET, indices)
 
     def target_indices(self, rank: int) -> tuple[Affine, ...]:
         unused = list(self.extents)
         found: list[Affine] = []
         for _ in range(rank):
-            if unused and self.choose.chance(70):
+            if unused and self.choose.chance(65):
                 index = index_of(unused.pop(self.choose.upto(len(unused) - 1)))
             else:
-                index = self.index(0)
+                index = self.index(0, indirect=80)
             found.append(index)
             if _points({str(k): self.size(i) for k, i in enumerate(found)}) > self.options.max_elements:
                 return tuple(found[:-1])
         return tuple(found)
 
-    def settle_target(self, statement: Statement) -> bool:
-        """Whether the target is passed, and its dtype: one that holds the right side."""
+    def passes_target(self) -> bool:
+        if self.options.differentiable and self.operator in ("max=", "min="):
+            return True  # a cell that nothing reaches would be infinite
+        return self.choose.chance(20 if self.operator == "=" else 55)
+
+    def settle_target(self, statement: Statement) -> None:
+        """The target's dtype: one that holds the right side. Its memory: one that can be written."""
         array = self.arrays[_TARGET]
         types = {name: Typed(a.dtype, 0 if a.number else 1 if not a.shape else 2) for name, a in self.arrays.items()}
         inferred = infer(statement.value, types).dtype
         wider = [d for d in self.options.dtypes if torch.can_cast(inferred, d) and not (d.is_complex and self.operator in ("max=", "min="))]
-        array.dtype = self.choose.of(wider) if wider and self.options.mixed and self.choose.chance(15) else inferred
+        other = wider and self.options.mixed and not array.readable and self.choose.chance(15)
+        array.dtype = self.choose.of(wider) if other else inferred
+        if self.options.differentiable:
+            array.dtype = torch.promote_types(array.dtype, self.dtypes[0])
         if array.layout in ("expanded", "conjugated"):
             array.layout = "permuted"
-        if self.options.differentiable and self.operator in ("max=", "min="):
-            return True  # a cell that nothing reaches would be infinite
-        return self.choose.chance(20 if self.operator == "=" else 55)
 
     def draw_sizes(self, statement: Statement, passed: bool) -> dict[str | int, int | tuple[int, ...]]:
         reads = [*accesses(statement.value), *(a for i in statement.target.indices for a in accesses(i))]

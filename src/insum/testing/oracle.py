@@ -35,7 +35,8 @@ def oracle(
     """What ``statement`` means for ``values``, computed point by point: slow, obvious, and in double precision.
 
     Floating results come as float64, complex ones as complex128, booleans as bool. Integers are exact Python integers until
-    they are wrapped, once and at the end, to the dtype of the result. Nothing that is passed in is changed.
+    they are wrapped, once and at the end, to the dtype of the result (an overflow inside a function's argument is not modelled).
+    Nothing that is passed in is changed.
 
     >>> import torch
     >>> oracle("y[i] = A[i,j] * x[j]", {"A": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "x": torch.tensor([1.0, 10.0])})

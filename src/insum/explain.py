@@ -1,0 +1,130 @@
+"""What a call would do, as text: extents, roles, tensors, the graph, work and traffic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+from insum.graph import lower
+from insum.lang.bind import Problem, Value
+from insum.lang.expand import Term
+from insum.lang.expr import Call, Expr, Number, Product, Sum, accesses, tensors_of, variables
+from insum.request import Request, head
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The parts of an explanation; prints as a page of text, in notebooks too."""
+
+    statement: str
+    roles: tuple[tuple[str, int, str], ...]
+    tensors: tuple[tuple[str, str, str, str], ...]
+    graph: str
+    flops: int
+    bytes: int
+    fused: str = ""
+
+    @property
+    def intensity(self) -> float:
+        """FLOPs per byte of unavoidable traffic."""
+        return self.flops / self.bytes if self.bytes else 0.0
+
+    def __str__(self) -> str:
+        work = f"{self.flops:,} FLOPs, {self.bytes:,} bytes at least, {self.intensity:.1f} FLOPs per byte"
+        parts = [self.statement, _table(("index", "extent", "role"), self.roles), _table(("tensor", "dtype", "shape", "device"), self.tensors), self.graph, work]
+        return "\n\n".join(p for p in (*parts, self.fused) if p)
+
+    def _repr_html_(self) -> str:
+        import html
+
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def explained(request: Request, values: Mapping[str, Value]) -> Explanation:
+    problem = request.bind(values)
+    left = head(request.statement)
+    in_place = left.operator != "=" and isinstance(values.get(left.target), Tensor)
+    graph = lower(problem, "into" if in_place else "new").text
+    described = tuple((v, int(problem.extents[v]), role) for v, role in roles(problem).items())
+    return Explanation(str(problem.statement), described, _tensors(problem), graph, flops(problem), traffic(problem, in_place), _fused(problem, values))
+
+
+def roles(problem: Problem) -> dict[str, str]:
+    """What each index variable does: free, batch (free and in every factor), scattered (in the output through an index) or reduced."""
+    target = problem.statement.target
+    plain = {index.var for index in target.indices}
+    written = set(variables(target))
+    factors = [set(variables(f)) for term in problem.terms for f in term.factors if variables(f)]
+    result = {}
+    for var in problem.extents:
+        everywhere = len(factors) > 1 and all(var in f for f in factors)
+        free = "batch" if everywhere else "free"
+        result[var] = free if var in plain else "scattered" if var in written else "reduced"
+    return result
+
+
+def roles_line(problem: Problem) -> str:
+    return "; ".join(f"{var}: {role}, {problem.extents[var]}" for var, role in roles(problem).items()) or "no index"
+
+
+def flops(problem: Problem) -> int:
+    """Multiplications, additions and function values, as a loop over every point of every term would do them."""
+    return sum(prod(int(problem.extents[v]) for v in term.variables) * _operations(term) for term in problem.terms)
+
+
+def _operations(term: Term) -> int:
+    return _count(term.value) + 1  # the one is the accumulation
+
+
+def _count(node: Expr) -> int:
+    match node:
+        case Call(_, args):
+            return 1 + sum(map(_count, args))
+        case Product(parts) | Sum(parts):
+            return len(parts) - 1 + sum(map(_count, parts))
+        case Number():
+            return 0
+    return 0
+
+
+def traffic(problem: Problem, in_place: bool) -> int:
+    """Bytes when every argument is read once and the output written once (and read once, where it is accumulated into)."""
+    read = {*tensors_of(problem.statement)}
+    total = sum(prod(map(int, k.shape)) * k.dtype.itemsize for name, k in problem.kinds.items() if name in read and k.device is not None)
+    return total + (2 if in_place else 1) * prod(map(int, problem.shape)) * problem.dtype.itemsize
+
+
+def _tensors(problem: Problem) -> tuple[tuple[str, str, str, str], ...]:
+    rows = []
+    target = problem.statement.target.tensor
+    indexing = {inner.tensor for a in (problem.statement.target, *accesses(problem.statement.value)) for i in a.indices for inner in accesses(i)}
+    for name, kind in problem.kinds.items():
+        if name != target or name in tensors_of(problem.statement):
+            use = "padded" if name in problem.padded else "index" if name in indexing else ""
+            where = "number" if kind.device is None else str(kind.device)
+            rows.append((name, str(kind.dtype).removeprefix("torch."), str(tuple(kind.shape)), f"{where} ({use})" if use else where))
+    rows.append((target, str(problem.dtype).removeprefix("torch."), str(tuple(problem.shape)), f"{problem.device} (result)"))
+    return tuple(rows)
+
+
+def _fused(problem: Problem, values: Mapping[str, Value]) -> str:
+    try:
+        from insum.runtime import fused  # type: ignore[attr-defined, unused-ignore]
+    except ImportError:
+        return ""
+    text: str | None = fused.describe(problem, values)
+    return text or ""
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Columns of equal width; numbers to the right."""
+    if not rows:
+        return ""
+    cells = [tuple(head), *(tuple(map(str, row)) for row in rows)]
+    widths = [max(len(row[k]) for row in cells) for k in range(len(head))]
+    right = [all(isinstance(row[k], int) for row in rows) for k in range(len(head))]
+    lines = ["  ".join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right)).rstrip() for row in cells]
+    return "\n".join(lines)

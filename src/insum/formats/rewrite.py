@@ -1,0 +1,439 @@
+"""A statement over sparse operands -> indirect statements over dense arrays. Pure text and names: no tensor is touched here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import NoReturn
+
+from insum.errors import BindingError, InsumError, Span, StatementError, UnsupportedError
+from insum.formats.layout import constant
+from insum.formats.spell import Operand, Source, Spelling, pattern_key, spell
+from insum.lang.expand import expand
+from insum.lang.expr import (
+    Access,
+    Affine,
+    Atom,
+    Call,
+    Expr,
+    Product,
+    Statement,
+    Sum,
+    Var,
+    accesses,
+    affine,
+    fresh,
+    names_of,
+    product,
+    tensors_of,
+    total,
+    variables,
+)
+from insum.lang.expr import rewrite as rewrite_accesses
+from insum.lang.parser import parse
+
+#: Functions that are 0 at 0: what is absent stays absent under them.
+_KEEP_ZERO = frozenset({"abs", "relu", "sqrt", "tanh", "sign", "conj"})
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One statement, the arguments it is called with, which of them hold padding, and how the output's dimensions are split."""
+
+    statement: str
+    sources: tuple[Source, ...]
+    padded: tuple[str, ...]
+    splits: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rewrite:
+    """What a call of `einsum` has to do. ``places`` are the operands' dimensions at which an index variable stands alone."""
+
+    text: str
+    target: str
+    operator: str
+    dims: tuple[str | None, ...]
+    pieces: tuple[Piece, ...]
+    places: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+    result_like: str = ""
+    permutation: tuple[int, ...] = ()
+
+
+@constant
+def rewrite(text: str, operands: tuple[tuple[object, ...], ...], dense_output: bool) -> Rewrite:
+    """The rewritten form of a statement for operands of these kinds (`Operand` as tuples); made once for each combination."""
+    return _Rewriter(parse(text), {str(o[0]): Operand(*o) for o in operands}, dense_output).run()  # type: ignore[arg-type]
+
+
+class _Rewriter:
+    def __init__(self, statement: Statement, operands: dict[str, Operand], dense_output: bool) -> None:
+        self.statement, self.target = statement, statement.target
+        self.text = statement.text or str(statement)
+        self.operands, self.dense_output = operands, dense_output
+        self.taken = names_of(statement)
+        self.spellings: dict[object, Spelling] = {}
+        self.sources: dict[object, Source] = {}
+
+    def run(self) -> Rewrite:
+        self.check_operands()
+        self.check_accesses()
+        like = self.pattern_of_output()
+        groups: dict[tuple[object, ...], list[Expr]] = {}
+        for term in expand(self.statement):
+            groups.setdefault(self.patterns_in(term.value), []).append(term.value)
+        pieces = tuple(self.piece(keys, values, like) for keys, values in groups.items())
+        dims = tuple(index.var for index in self.target.indices)
+        made = Rewrite(self.text, self.target.tensor, self.statement.operator, dims, pieces, self.places())
+        if like is None:
+            return made
+        access = self.output_access(like)
+        order = [index.var for index in access.indices]
+        return replace(made, result_like=access.tensor, permutation=tuple(order.index(v) for v in dims))
+
+    def fail(self, kind: type[InsumError], fact: str, *, span: Span | None = None, expected: str = "", remedy: str = "") -> NoReturn:
+        raise kind(fact, statement=self.text, span=span, expected=expected, remedy=remedy)
+
+    def is_sparse(self, name: str) -> bool:
+        return name in self.operands and bool(self.operands[name].kind)
+
+    # --- checks ---
+
+    def check_operands(self) -> None:
+        reads = tensors_of(self.statement)
+        allowed = {*reads, self.target.tensor} if self.statement.operator != "=" else set(reads)
+        for name in reads:
+            if name not in self.operands:
+                span = next((a.span for a in self.every_access() if a.tensor == name), None)
+                self.fail(BindingError, f"{name} stands in the statement but was not passed", span=span, remedy=f"{name}=...")
+        for name in self.operands:
+            if name not in allowed:
+                what = (
+                    f"{name} is the output of '=', which makes a new tensor"
+                    if name == self.target.tensor
+                    else f"{name} was passed but does not stand in the statement"
+                )
+                self.fail(BindingError, what, remedy=f"+= to accumulate into {name}" if name == self.target.tensor else "")
+
+    def check_accesses(self) -> None:
+        for access in self.every_access():
+            operand = self.operands.get(access.tensor)
+            if operand is not None and len(access.indices) != operand.rank:
+                fact = f"{access.tensor} has {operand.rank} dimension(s) but {access} has {len(access.indices)} index(es)"
+                self.fail(BindingError, fact, span=access.span, remedy="write one index per dimension")
+            for index in access.indices:
+                inner = next((a for a in accesses(index, nested=False) if self.is_sparse(a.tensor)), None)
+                if inner is not None:
+                    self.fail(UnsupportedError, f"{inner.tensor} is sparse and stands in an index", span=inner.span, remedy=f"{inner.tensor}.to_dense()")
+        for access in (self.target, *accesses(self.statement.value)):
+            if self.is_sparse(access.tensor):
+                self.check_sparse(access)
+
+    def check_sparse(self, access: Access) -> None:
+        names = [index.var for index in access.indices]
+        odd = next((i for i, n in zip(access.indices, names) if n is None), None)
+        if odd is not None:
+            self.fail(
+                UnsupportedError,
+                f"{access.tensor} is sparse and indexed by {odd}",
+                span=odd.span,
+                expected="a plain index variable in every dimension",
+                remedy=f"{access.tensor}.to_dense()",
+            )
+        twice = next((n for n in names if names.count(n) > 1), None)
+        if twice is not None:
+            self.fail(
+                UnsupportedError,
+                f"{access.tensor} is sparse and {twice!r} indexes it twice",
+                span=access.span,
+                expected="different variables",
+                remedy=f"{access.tensor}.to_dense()",
+            )
+        if self.statement.operator in ("max=", "min=") and self.operands[access.tensor].block_shape:
+            remedy = f'{access.tensor}.to_format("GroupCOO")'
+            self.fail(UnsupportedError, f"{self.statement.operator} over a block format would see the zeros inside blocks", span=access.span, remedy=remedy)
+
+    def every_access(self) -> Iterator[Access]:
+        yield self.target
+        for index in self.target.indices:
+            yield from accesses(index)
+        yield from accesses(self.statement.value)
+
+    def places(self) -> tuple[tuple[str, tuple[tuple[str, int], ...]], ...]:
+        found: dict[str, dict[tuple[str, int], None]] = {}
+        for access in self.every_access():
+            for dim, index in enumerate(access.indices):
+                if index.var is not None and access.tensor in self.operands:
+                    found.setdefault(index.var, {})[access.tensor, dim] = None
+        return tuple((var, tuple(where)) for var, where in found.items())
+
+    # --- patterns ---
+
+    def patterns_in(self, term: Expr) -> tuple[object, ...]:
+        """The patterns of the sparse accesses of a term, spelled; what is absent in one of them must not count."""
+        keys: dict[object, Access] = {}
+        for access in accesses(term, nested=False):
+            if self.is_sparse(access.tensor):
+                keys.setdefault(self.key_of(access), access)
+        for key, access in keys.items():
+            if key not in self.spellings:
+                self.spellings[key] = spell(self.operands[access.tensor], self.names_of(access), self.taken)
+            if self.statement.operator in ("=", "+=") and not self.vanishes(term, key):
+                fact = f"the right side is not zero where {access.tensor} has no entry"
+                self.fail(
+                    UnsupportedError,
+                    fact,
+                    span=access.span,
+                    expected="a product with the sparse operand, or a function of it that is 0 at 0",
+                    remedy=f"{access.tensor}.to_dense()",
+                )
+        self.check_meetings([self.spellings[k] for k in keys], {self.spellings[k].operand.name: a for k, a in keys.items()})
+        return tuple(keys)
+
+    def key_of(self, access: Access) -> object:
+        return pattern_key(self.operands[access.tensor], self.names_of(access))
+
+    def names_of(self, access: Access) -> tuple[str, ...]:
+        return tuple(str(index.var) for index in access.indices)
+
+    def vanishes(self, expr: Expr, key: object) -> bool:
+        """Whether an expression is zero wherever the pattern has no entry."""
+        match expr:
+            case Access():
+                return self.is_sparse(expr.tensor) and self.key_of(expr) == key
+            case Product(factors):
+                return any(self.vanishes(f, key) for f in factors)
+            case Sum(terms):
+                return all(self.vanishes(t, key) for t in terms)
+            case Call(function, args):
+                return function in _KEEP_ZERO and self.vanishes(args[0], key)
+        return False
+
+    def check_meetings(self, spellings: list[Spelling], where: dict[str, Access]) -> None:
+        """Two patterns may not both say where an index variable has entries: that would be an intersection."""
+        owner: dict[str, Spelling] = {}
+        for spelling in spellings:
+            for variable in spelling.variables:
+                other = owner.get(variable)
+                both = other is not None and variable in other.compressed and variable in spelling.compressed
+                blocks = other is not None and (other.blocks or spelling.blocks)
+                if other is not None and (both or blocks):
+                    self.refuse_intersection(other.operand.name, spelling.operand.name, variable, where)
+                if other is None or variable in spelling.compressed:
+                    owner[variable] = spelling
+        self.check_cycles(spellings, where)
+
+    def refuse_intersection(self, one: str, two: str, variable: str, where: dict[str, Access]) -> NoReturn:
+        self.fail(
+            UnsupportedError,
+            f"{one} and {two} are both sparse and meet in index {variable!r}: their entries would have to be intersected",
+            span=where[two].span,
+            expected="operands that share one pattern (the same index arrays, as with_values gives), or one that stores the shared dimension densely",
+            remedy=f"{two}.to_dense(), or bring both to one pattern first; {two}.to_format('ELL') where the shared index is its row",
+        )
+
+    def check_cycles(self, spellings: list[Spelling], where: dict[str, Access]) -> None:
+        becomes = {v: forms for s in spellings for v, forms in s.becomes.items()}
+        for start in becomes:
+            seen, front = set(), {start}
+            while front:
+                seen |= front
+                front = {v for name in front for form in becomes.get(name, ()) for v in variables(form)} & set(becomes)
+                if start in front:
+                    names = list(where)
+                    self.refuse_intersection(names[0], names[-1], start, where)
+                front -= seen
+
+    def pattern_of_output(self) -> object | None:
+        """The pattern that the output has: that of a sparse operand with exactly its indices in every term; or none, for a dense output."""
+        passed = self.operands.get(self.target.tensor)
+        like = None if self.dense_output or passed is not None and not passed.kind else self.common_pattern()
+        if passed is not None and passed.kind and (like is None or self.key_of(self.target) != like):
+            fact = f"the output {self.target.tensor} is sparse, but the right side does not keep to its pattern"
+            remedy = f"pass {self.target.tensor} as a dense tensor, or multiply by an operand with {self.target.tensor}'s own index arrays"
+            self.fail(UnsupportedError, fact, span=self.target.span, remedy=remedy)
+        return like
+
+    def common_pattern(self) -> object | None:
+        names = [index.var for index in self.target.indices]
+        wanted = {n for n in names if n is not None}
+        if len(wanted) < len(names):
+            return None
+        patterns = [
+            [self.key_of(a) for a in accesses(term.value, nested=False) if self.is_sparse(a.tensor) and set(self.names_of(a)) == wanted]
+            for term in expand(self.statement)
+        ]
+        return next((key for key in patterns[0] if all(key in p for p in patterns)), None)
+
+    def output_access(self, key: object) -> Access:
+        return next(a for a in accesses(self.statement.value, nested=False) if self.is_sparse(a.tensor) and self.key_of(a) == key)
+
+    # --- one statement ---
+
+    def piece(self, keys: tuple[object, ...], values: list[Expr], like: object | None) -> Piece:
+        spellings = [self.spellings[k] for k in keys]
+        writer = _Writer(self, spellings)
+        if like is None:
+            target, splits = writer.access(self.target)
+        else:
+            target, splits = Access(self.target.tensor, tuple(writer.index(i) for i in self.spellings[like].positions)), ()
+        terms = [writer.term(value, target) for value in values]
+        statement = Statement(target, self.statement.operator, total(terms))
+        used = {target.tensor, *tensors_of(statement)}
+        sources = tuple(s for s in writer.sources.values() if s.name in used)
+        return Piece(str(statement), sources, tuple(n for n in writer.padded if n in used), splits)
+
+
+class _Writer:
+    """Rewrites the accesses of one statement by the spellings that are in force in it."""
+
+    def __init__(self, rewriter: _Rewriter, spellings: list[Spelling]) -> None:
+        self.rewriter, self.spellings = rewriter, spellings
+        self.becomes = {v: forms for s in spellings for v, forms in s.becomes.items()}
+        self.blocks = {v: size for s in spellings for v, size in s.blocks.items()}
+        self.sources: dict[object, Source] = {name: source for s in spellings for name, source in s.sources.items()}
+        self.spelled = set(self.sources)
+        self.padded: list[str] = [name for s in spellings for name in s.padded]
+
+    def term(self, value: Expr, target: Access) -> Expr:
+        new = rewrite_accesses(value, self.factor)
+        factors = [] if isinstance(value, Access) and new == _NOTHING else [new]
+        for spelling in self.spellings:
+            factors += self.completing(spelling, product(factors) if factors else None, target)
+        return product(factors)
+
+    def factor(self, access: Access) -> Expr:
+        if not self.rewriter.is_sparse(access.tensor):
+            return self.access(access)[0]
+        operand = self.rewriter.operands[access.tensor]
+        if operand.is_pattern and operand.is_even:
+            return _NOTHING
+        spelling = self.rewriter.spellings[self.rewriter.key_of(access)]
+        return self.value_access(operand, spelling, self.rewriter.names_of(access))
+
+    def value_access(self, operand: Operand, spelling: Spelling, names: tuple[str, ...], field: str = "values") -> Access:
+        """The values at the spelling's positions, block axes in the operand's own order of dimensions."""
+        source = self.named(f"{operand.name}V", operand.name, field=field)
+        lead = len(operand.layout.axes)
+        axes = self.axes_of(operand, names, spelling)
+        inner = [spelling.positions[lead + spelling.variables.index(n)] for n in names] if operand.block_shape else []
+        return Access(source.name, tuple(self.index(i) for i in (*axes, *inner)))
+
+    def axes_of(self, operand: Operand, names: tuple[str, ...], spelling: Spelling) -> list[Affine]:
+        """The position axes; those that are dimensions come in the operand's own order."""
+        implicit = {axis: names[dim] for dim, axis in operand.layout.implicit.items()}
+        return [Affine(((1, Var(implicit[a])),)) if a in implicit else spelling.positions[a] for a in range(len(operand.layout.axes))]
+
+    def completing(self, spelling: Spelling, so_far: Expr | None, target: Access) -> list[Expr]:
+        """What a term still lacks: ones where positions would not be summed over, a read of the padding where it would not be seen."""
+        lacking: list[Expr] = []
+        wanted = {v for i in spelling.positions for v in variables(self.index(i))}
+        seen = {*variables(target), *(variables(so_far) if so_far is not None else ())}
+        if not wanted <= seen or so_far is None or not any(True for _ in accesses(so_far)):
+            lacking.append(self.value_access(spelling.operand, spelling, spelling.variables, "ones"))
+        reads = {a.tensor for e in (so_far, *target.indices) if e is not None for a in accesses(e)}
+        if spelling.padded and not reads & set(spelling.padded):
+            dim = next(d for d, c in enumerate(spelling.operand.layout.coordinates) if c.padded)
+            unit = self.named(f"{spelling.operand.name}One", spelling.operand.name, field="unit", number=dim)
+            lacking.append(Access(unit.name, (self.index(spelling.becomes[spelling.variables[dim]][0]),)))
+        return lacking
+
+    def access(self, access: Access, *, is_index: bool = False) -> tuple[Access, tuple[tuple[int, int], ...]]:
+        """A dense access with every index rewritten; dimensions that a block format indexes are split in two."""
+        indices: list[Affine] = []
+        splits: list[tuple[int, int]] = []
+        for dim, index in enumerate(access.indices):
+            variable = index.var
+            if variable is not None and variable in self.blocks:
+                splits.append((dim, self.blocks[variable]))
+                indices += self.becomes[variable]
+            else:
+                indices.append(self.index(index))
+        name = access.tensor
+        if access is not self.rewriter.target:
+            name = self.named(name, name, splits=tuple(splits), is_index=is_index).name
+            if is_index and splits:
+                self.padded.append(name)
+        return Access(name, tuple(indices)), tuple(splits)
+
+    def index(self, index: Affine) -> Affine:
+        """An index expression with every compressed variable replaced, to any depth."""
+        terms: list[tuple[int, Atom]] = []
+        for by, atom in index.terms:
+            if isinstance(atom, Access):
+                terms.append((by, self.index_access(atom)))
+            elif atom.name in self.blocks:
+                fact = f"{atom.name!r} runs over blocks and cannot be combined in the index {index}"
+                self.rewriter.fail(UnsupportedError, fact, span=index.span, remedy='to_format("GroupCOO")')
+            elif atom.name in self.becomes:
+                terms += [(by * c, a) for c, a in self.index(self.becomes[atom.name][0]).terms]
+            else:
+                terms.append((by, atom))
+        return affine(terms, index.offset, index.span)
+
+    def index_access(self, access: Access) -> Access:
+        if access.tensor in self.spelled:
+            return Access(access.tensor, tuple(self.index(i) for i in access.indices))
+        return self.access(access, is_index=True)[0]
+
+    def named(self, wanted: str, operand: str, *, field: str = "", number: int = 0, splits: tuple[tuple[int, int], ...] = (), is_index: bool = False) -> Source:
+        """The argument that is made in this way; the first that is made of a dense operand keeps its name."""
+        key = operand, field, number, splits, bool(splits) and is_index
+        known = self.rewriter.sources.get(key)
+        if known is None:
+            first = not field and all(s.operand != operand for s in self.rewriter.sources.values())
+            name = wanted if first else fresh(wanted, self.rewriter.taken)
+            known = self.rewriter.sources[key] = Source(name, operand, field, number, splits, is_index)
+        self.sources[key] = known
+        return known
+
+
+_NOTHING = product([])
+
+
+@constant
+def torch_notation(text: str, ranks: tuple[int, ...]) -> tuple[str, tuple[str, ...]]:
+    """``"mk,kn->mn"`` as a statement, and the names of its operands.
+
+    >>> torch_notation("mk,kn->mn", (2, 2))
+    ('Out[m,n] = A[m,k] * B[k,n]', ('A', 'B'))
+    """
+    squeezed = text.replace(" ", "")
+    left, arrow, right = squeezed.partition("->")
+    inputs = left.split(",")
+    if len(inputs) != len(ranks):
+        raise BindingError(f"{text!r} has {len(inputs)} operand(s), but {len(ranks)} were passed", statement=text)
+    taken = set(squeezed)
+    rest = max((rank - len(labels) + 3 for labels, rank in zip(inputs, ranks) if "..." in labels), default=0)
+    many = [fresh(f"e{d}", taken) for d in range(rest)]
+    indices = [_labels(text, labels, rank, many) for labels, rank in zip(inputs, ranks)]
+    output = _labels(text, right, None, many) if arrow else _implied(inputs, many)
+    names = tuple(fresh(chr(ord("A") + i % 26), taken) for i in range(len(inputs)))
+    _check_output(text, output, {v for i in indices for v in i})
+    product_ = " * ".join(f"{name}[{','.join(i)}]" if i else name for name, i in zip(names, indices))
+    return f"{fresh('Out', taken)}[{','.join(output)}] = {product_}", names
+
+
+def _labels(text: str, labels: str, rank: int | None, many: list[str]) -> list[str]:
+    before, dots, after = labels.partition("...")
+    bad = next((c for c in before + after if not (c.isascii() and c.isalpha())), None)
+    if bad is not None:
+        at = text.find(bad)
+        raise StatementError(f"{bad!r} is no index of torch.einsum's notation", expected="letters, ',', '->' and '...'", statement=text, span=Span(at, at + 1))
+    count = len(many) if rank is None else rank - len(before) - len(after)
+    if rank is not None and (count < 0 or count and not dots):
+        raise BindingError(f"an operand of {rank} dimension(s) is written {labels!r}", statement=text, expected="one letter per dimension")
+    return [*before, *(many[len(many) - count :] if dots else ()), *after]
+
+
+def _implied(inputs: list[str], many: list[str]) -> list[str]:
+    """Without ``->``: the ellipsis, then every letter that stands once, in alphabetical order."""
+    letters = "".join(inputs).replace(".", "")
+    return [*many, *sorted(c for c in set(letters) if letters.count(c) == 1)]
+
+
+def _check_output(text: str, output: list[str], known: set[str]) -> None:
+    for label in output:
+        if label not in known or output.count(label) > 1:
+            why = "does not stand in any operand" if label not in known else "stands twice in the output"
+            raise StatementError(f"index {label!r} {why}", statement=text)

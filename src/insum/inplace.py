@@ -1,0 +1,90 @@
+"""``+=``, ``max=`` and ``min=`` into a tensor that was passed: everything is checked before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from insum.compat import base_of
+from insum.errors import AutogradError, BindingError, InsumError
+from insum.lang.bind import Value
+from insum.ops import accumulate, accumulate_, contract
+from insum.request import Prepared, Request, head
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def add_in_place(request: Request, call: Prepared | None, tensors: Mapping[str, Value]) -> Tensor:
+    """Accumulate into the output among ``tensors`` and return it. ``call`` is given in plain eager mode."""
+    left = head(request.statement)
+    target = tensors[left.target]
+    assert isinstance(target, Tensor)
+    check_target(request, target)
+    if torch.is_grad_enabled() and (target.requires_grad or (_any_requires(tensors) if call is None else call.needs_gradient(tensors))):
+        return _differentiable(request, left.operator, target, left.arguments(tensors))
+    if call is None:
+        return accumulate_(request, target, left.arguments(tensors))
+    call.verify(tensors)
+    return call.run("into", tensors, target)
+
+
+def _any_requires(tensors: Mapping[str, Value]) -> bool:
+    return any(isinstance(v, Tensor) and v.requires_grad for v in tensors.values())
+
+
+def _differentiable(request: Request, operator: str, target: Tensor, values: Mapping[str, Value]) -> Tensor:
+    """Through torch's own in-place ops, which autograd tracks."""
+    if operator != "+=":
+        return _written(request, target, "copy_", accumulate(request, target, values))
+    # The target is bound too, so that a mistake in its shape or dtype is found and explained.
+    wide = torch.float32 if target.dtype in _HALVES else target.dtype
+    request.bind(values, target)
+    name = head(request.statement).target
+    update = contract(replace(request, sizes=((name, tuple(target.shape)),  *_of_variables(request, name)), dtype=wide), values)
+    return _written(request, target, "add_", update)
+
+
+def _of_variables(request: Request, name: str) -> tuple[tuple[str | int, object], ...]:
+    return tuple((k, v) for k, v in request.sizes if k != name)
+
+
+def _written(request: Request, target: Tensor, how: str, update: Tensor) -> Tensor:
+    try:
+        result: Tensor = getattr(target, how)(update)
+    except RuntimeError as error:
+        raise _forbidden(request, str(error).splitlines()[0]) from error
+    return result
+
+
+def check_target(request: Request, target: Tensor) -> None:
+    """Refuse, before anything runs, to write where autograd forbids it or where one write would be seen twice."""
+    if torch.is_grad_enabled() and target.requires_grad:
+        base = base_of(target)
+        if target.is_leaf or base is not None and base.is_leaf:
+            name = head(request.statement).target
+            raise _forbidden(request, f"{name} is {'a leaf' if target.is_leaf else 'a view of a leaf'} that requires a gradient, so that it cannot be written in place")
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        raise _forbidden(request, f"{head(request.statement).target} was made under inference mode, so that it cannot be written outside of it")
+    if not target.is_contiguous() and _overlaps(target):
+        name = head(request.statement).target
+        fact = f"several elements of {name} lie at one place in memory (shape {tuple(target.shape)}, strides {target.stride()}), so that it cannot be written in place"
+        raise BindingError(fact, statement=request.statement, remedy=f"pass {name}.clone()")
+
+
+def _forbidden(request: Request, fact: str) -> InsumError:
+    name, operator = head(request.statement).target, head(request.statement).operator
+    remedy = f"pass {name}.clone(), or write {name}_new[...] = ... and add it" if operator == "+=" else f"pass {name}.clone()"
+    return AutogradError(fact, statement=request.statement, remedy=remedy)
+
+
+def _overlaps(target: Tensor) -> bool:
+    """Whether two elements may share memory, as in expanded and unfolded tensors."""
+    reach = 0
+    for stride, size in sorted((abs(st), sz) for st, sz in zip(target.stride(), target.shape) if sz > 1):
+        if stride <= reach:
+            return target.numel() > 0
+        reach += stride * (size - 1)
+    return False

@@ -1,0 +1,71 @@
+"""What a tracer sees of a call: lists are put together and one op is called. Nothing is parsed in traced code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum.lang.bind import Size, Value
+
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+def left_side(statement: str) -> tuple[str, str, bool]:
+    """The output's name, the operator, and whether the right side reads the output. String methods only, which a tracer folds.
+
+    >>> left_side("C[D[y],x] += A[y,E[r]] * C[r,x]")
+    ('C', '+=', True)
+    """
+    left, _, right = statement.partition("=")
+    left, operator = left.strip(), "="
+    for mark in ("+", "max", "min"):
+        rest = left.removesuffix(mark)
+        if rest != left and (mark == "+" or rest[-1:] in ("]", " ", "\n", "\t")):
+            left, operator = rest, f"{mark}="
+    name = left.partition("[")[0].strip()
+    for mark in "[](),+-*=":
+        left, right = left.replace(mark, " "), right.replace(mark, " ")
+    return name, operator, name in left.split()[1:] or name in right.split()
+
+
+def traced(
+    statement: str, out_shape: Sequence[Size] | None, sizes: Mapping[str | int, Size | Sequence[Size]] | None, padded: Sequence[str], values: dict[str, Value]
+) -> Tensor:
+    target, operator, reads_target = left_side(statement)
+    given: list[tuple[str, Any]] = [] if out_shape is None else [(target, out_shape)]
+    if sizes is not None:
+        given += [(str(key), size) for key, size in sizes.items()]
+    padded_names = ",".join(padded)
+    output = values.get(target)
+    if operator == "=" or not isinstance(output, Tensor):
+        result: Tensor = torch.ops.insum.contract(*_arguments(statement, given, padded_names, values, None))
+        return result
+    reads = values if reads_target else {name: value for name, value in values.items() if name != target}
+    differentiable = torch.is_grad_enabled() and (output.requires_grad or any(isinstance(v, Tensor) and v.requires_grad for v in reads.values()))
+    if not differentiable:
+        torch.ops.insum.accumulate_(output, *_arguments(statement, given, padded_names, reads, None))
+        return output
+    if operator == "+=":
+        wide = torch.float32 if output.dtype in _HALVES else output.dtype
+        return output.add_(torch.ops.insum.contract(*_arguments(statement, [(target, output.shape)], padded_names, reads, wide)))
+    return output.copy_(torch.ops.insum.accumulate(output, *_arguments(statement, given, padded_names, reads, None)))
+
+
+def _arguments(statement: str, given: list[tuple[str, Any]], padded: str, values: Mapping[str, Value], dtype: torch.dtype | None) -> tuple[Any, ...]:
+    tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
+    keys: list[str] = []
+    sizes: list[Size] = []
+    for key, size in given:
+        if isinstance(size, tuple | list):
+            keys.append(f"{key}#{len(size)}")
+            sizes.extend(size)
+        else:
+            keys.append(key)
+            sizes.append(size)
+    return statement, ",".join(tensors), list(tensors.values()), ",".join(numbers), list(numbers.values()), ";".join(keys), sizes, padded, dtype
+
+

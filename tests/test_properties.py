@@ -1,0 +1,151 @@
+"""Drawn statements: the library against the oracle in value, and against finite differences in first and second derivatives.
+
+The draws are the same in every run unless INSUM_FUZZ is set, which makes them new each time.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+import insum
+from insum.lang.bind import bind
+from insum.lang.expr import accesses
+from insum.lang.parser import parse
+from insum.testing import Case, assert_close, draw_cases, statements
+from insum.testing.cases import COMPLEX, FLOATS, HALVES, INTEGERS
+
+FUZZ = bool(os.environ.get("INSUM_FUZZ"))
+
+#: How many statements of which kind; at least 500 in value, at least 100 in derivatives.
+VALUES: dict[str, tuple[int, dict[str, Any]]] = {
+    "floats": (200, {"dtypes": FLOATS}),
+    "halves": (80, {"dtypes": HALVES}),
+    "integers": (80, {"dtypes": INTEGERS}),
+    "booleans": (40, {"dtypes": (torch.bool,)}),
+    "complex": (60, {"dtypes": (*COMPLEX, *FLOATS)}),
+    "every dtype": (80, {"dtypes": (*FLOATS, *HALVES, *COMPLEX, *INTEGERS, torch.bool)}),
+    "products": (80, {"dtypes": (*FLOATS, *HALVES), "product_only": True}),
+}
+_SMALL = {"differentiable": True, "max_points": 40, "max_elements": 24, "max_extent": 3}
+DERIVATIVES: dict[str, tuple[int, dict[str, Any]]] = {
+    "real": (60, {**_SMALL, "dtypes": (torch.float64,)}),
+    "real products": (30, {**_SMALL, "dtypes": (torch.float64,), "product_only": True}),
+    "complex": (30, {**_SMALL, "dtypes": (torch.complex128, torch.float64)}),
+}
+
+EVERYWHERE = {f"rank {n}" for n in range(6)} | {"repeated index", "shared index tensor", "zero extent", "strided", "nested indirection", "affine index"}
+EVERYWHERE |= {"literal index", "scatter", "Python number", "padding", "target passed", "broadcast", "reduction", "same tensor twice", "several factors"}
+
+
+def test_there_are_enough() -> None:
+    assert sum(n for n, _ in VALUES.values()) >= 500
+    assert sum(n for n, _ in DERIVATIVES.values()) >= 100
+
+
+def failed(check: Callable[[Case], None], case: Case) -> str | None:
+    try:
+        check(case)
+    except Exception as error:
+        return "".join(traceback.format_exception(error))
+    return None
+
+
+def drawn(count: int, options: dict[str, Any], check: Callable[[Case], None], suitable: Callable[[Case], bool] = lambda case: True) -> Counter[str]:
+    """Check ``count`` drawn cases and say what they held."""
+    seen: Counter[str] = Counter()
+
+    @settings(max_examples=count, deadline=None, database=None, derandomize=not FUZZ, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
+    @given(statements(**options))
+    def run(case: Case) -> None:
+        assume(suitable(case))
+        failure = failed(check, case)
+        # Raised here whatever went wrong: for hypothesis every generated graph would be another place, hence another bug to shrink.
+        assert failure is None, failure
+        seen.update({"cases", *case.features})
+
+    run()
+    assert seen["cases"] >= count, f"{seen['cases']} statements were checked, not {count}"
+    return seen
+
+
+# --- values ---------------------------------------------------------------------------------------------------------------------
+
+
+def check_value(case: Case) -> None:
+    statement = parse(case.statement)
+    arguments = case.clone().values
+    result = insum.insum(case.statement, sizes=dict(case.sizes) or None, padded=case.padded, **arguments)
+    problem = bind(statement, case.values, sizes=dict(case.sizes), padded=case.padded)
+    assert result.dtype == problem.dtype and result.device == problem.device
+    assert_close(result, case.expected(), case.precision)
+    check_arguments(case, arguments, result, statement.target.tensor if statement.operator != "=" else "")
+
+
+def check_arguments(case: Case, arguments: Any, result: Tensor, written: str) -> None:
+    """Only the target of an accumulating statement is written to, and it is what comes back."""
+    if written in arguments:
+        assert result is arguments[written]
+    else:
+        assert all(result.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() for t in case.tensors.values() if t.numel())
+    for name, before in case.tensors.items():
+        if name != written:
+            assert torch.equal(before.isnan(), arguments[name].isnan()) and torch.equal(before.nan_to_num(), arguments[name].nan_to_num()), name
+
+
+@pytest.mark.parametrize("family", VALUES)
+def test_values(family: str) -> None:
+    count, options = VALUES[family]
+    seen = drawn(count, options, check_value)
+    missing = EVERYWHERE - set(seen) if count >= 80 else set()
+    assert not missing, f"the draws of this family never held: {missing}"
+
+
+def test_values_from_a_seed() -> None:
+    """The same through `draw_cases`, which chooses evenly where hypothesis prefers corners."""
+    for case in draw_cases(300, seed=2026, dtypes=(*FLOATS, *HALVES, *INTEGERS)):
+        check_value(case)
+
+
+# --- derivatives ----------------------------------------------------------------------------------------------------------------
+
+
+def inputs_of(case: Case) -> list[str]:
+    statement = parse(case.statement)
+    read = {a.tensor for a in accesses(statement.value)} | ({statement.target.tensor} if statement.operator != "=" else set())
+    return [name for name in case.inputs if name in read and case.tensors[name].numel()]
+
+
+def differentiable(case: Case) -> tuple[Callable[..., Tensor], list[Tensor]]:
+    """The call as a function of its floating arguments, and those arguments."""
+    statement, names = parse(case.statement), inputs_of(case)
+
+    def function(*inputs: Tensor) -> Tensor:
+        values = {**case.values, **dict(zip(names, inputs, strict=True))}
+        if statement.operator != "=" and statement.target.tensor in values:
+            values[statement.target.tensor] = values[statement.target.tensor].clone()  # the call writes into it
+        return insum.insum(case.statement, sizes=dict(case.sizes) or None, padded=case.padded, **values)
+
+    return function, [case.clone().tensors[name].requires_grad_() for name in names]
+
+
+def check_derivatives(case: Case) -> None:
+    function, inputs = differentiable(case)
+    assert gradcheck(function, inputs)
+    assert gradgradcheck(function, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("family", DERIVATIVES)
+def test_derivatives(family: str) -> None:
+    count, options = DERIVATIVES[family]
+    seen = drawn(count, options, check_derivatives, suitable=lambda case: bool(inputs_of(case)))
+    assert {"repeated index", "shared index tensor", "strided", "scatter", "padding", "rank 0", "rank 4"} <= set(seen)
