@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from insum.einsum import einsum, explain_einsum
+from insum import einsum
+from insum.einsum import explain_einsum
 from insum.errors import BindingError, StatementError, UnsupportedError
 from insum.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, NeighborTable, SparseFormat
 
@@ -354,6 +355,16 @@ def test_torch_compile_fullgraph() -> None:
             assert torch.allclose(mine, theirs)
         compiled = torch.compile(sampled, fullgraph=True, backend="aot_eager")(a, b)
         assert type(compiled) is type(a) and torch.allclose(compiled.to_dense(), sampled(a, b).to_dense())
+
+
+def test_matmul_under_torch_compile() -> None:
+    x, b = random(6, 6, density=0.4, dtype=torch.float32), random(6, 6, dtype=torch.float32)
+    a = GroupCOO.from_dense(x, group_size=2)
+    assert torch.allclose(torch.compile(lambda a, b: a.matmul(b), fullgraph=True, backend="eager")(a, b), x @ b)
+    # Operators between tensors and objects break the graph, and still compute what they say.
+    torch.compiler.reset()
+    assert torch.allclose(torch.compile(lambda a, b: a @ b, backend="eager")(a, b), x @ b)
+    assert torch.allclose(torch.compile(lambda a, b: b @ a, backend="eager")(a, b), b @ x)
 
 
 def test_export() -> None:

@@ -141,7 +141,8 @@ def differentiable(case: Case) -> tuple[Callable[..., Tensor], list[Tensor]]:
 def check_derivatives(case: Case) -> None:
     function, inputs = differentiable(case)
     assert gradcheck(function, inputs)
-    assert gradgradcheck(function, inputs, fast_mode=True)
+    # The fast mode of gradgradcheck, here as with torch's own functions, takes a gradient that is constantly zero for another output's.
+    assert gradgradcheck(function, inputs, fast_mode=not case.features & {"sign()", "step()", "eq()"})
 
 
 @pytest.mark.parametrize("family", DERIVATIVES)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +14,9 @@ from insum.explain import Explanation, explained, roles_line
 from insum.inplace import add_in_place
 from insum.lang.bind import Problem, Size, Value
 from insum.ops import contract, differentiable
-from insum.request import Prepared, Request, Sizes, head, prepare
+from insum.request import Prepared, Request, SizesArgument, head, kind_key, prepare, request_of
 from insum.settings import settings
 from insum.traced import traced
-
-SizesArgument: TypeAlias = Mapping[str | int, Size | Sequence[Size]] | None
 
 
 def insum(
@@ -53,15 +51,15 @@ def insum(
     if torch.compiler.is_compiling():
         return traced(statement, out_shape, sizes, padded, tensors)
     try:
-        key = (statement, torch.get_default_dtype(), *[(name, type(t), t.dtype, t.shape, t.device) for name, t in tensors.items()])  # type: ignore[union-attr]
+        key: object = (statement, torch.get_default_dtype(), *[(n, type(t), t.dtype, t.shape, t.device, t.layout) for n, t in tensors.items()])  # type: ignore[union-attr]
         if out_shape is not None or sizes or padded:
-            key = (*key, *_options_key(out_shape, sizes, padded))
+            key = key, _options_key(out_shape, sizes, padded)
         call = _calls.get(key)
-    except (AttributeError, TypeError):
-        key, call = None, None  # a Python number, or a mistake that binding explains
+    except (AttributeError, TypeError):  # a Python number, or a mistake that binding explains
+        key, call = None, None
     if call is not None and call.settings is settings._values and is_quiet():
         return _run(call, tensors)
-    return _insum(key, Request(statement, _sizes(statement, out_shape, sizes), tuple(padded)), tensors)
+    return _insum(key, request_of(statement, out_shape, sizes, padded), tensors)
 
 
 Insum = insum
@@ -72,16 +70,16 @@ _calls: dict[object, Prepared] = {}
 
 def _options_key(out_shape: Sequence[Size] | None, sizes: SizesArgument, padded: Sequence[str]) -> tuple[object, ...]:
     given = tuple((k, tuple(v) if isinstance(v, Sequence) else v) for k, v in sizes.items()) if sizes else ()
-    return None if out_shape is None else tuple(out_shape), given, tuple(padded)
+    return None if out_shape is None else tuple(out_shape), given, (padded,) if isinstance(padded, str) else tuple(padded)
 
 
-def _sizes(statement: str, out_shape: Sequence[Size] | None, sizes: SizesArgument) -> Sizes:
-    read: Sizes = tuple((k, tuple(v) if isinstance(v, Sequence) else v) for k, v in (sizes or {}).items())
-    return read if out_shape is None else ((head(statement).target, tuple(out_shape)), *read)
+def _slow_key(request: Request, tensors: dict[str, Value]) -> object:
+    """A key for calls with Python numbers among the arguments."""
+    return (request, torch.get_default_dtype(), *((name, type(v), kind_key(v)) for name, v in tensors.items()))
 
 
 def _run(call: Prepared, tensors: dict[str, Value]) -> Tensor:
-    """A call that has been prepared, in plain eager mode, with nothing but tensors."""
+    """A call that has been prepared, in plain eager mode."""
     if call.target:
         return add_in_place(call.request, call, tensors)
     call.verify(tensors)
@@ -92,15 +90,20 @@ def _run(call: Prepared, tensors: dict[str, Value]) -> Tensor:
 
 def _insum(key: object, request: Request, tensors: dict[str, Value]) -> Tensor:
     left = head(request.statement)
+    if key is None:
+        key = _slow_key(request, tensors)
+        call = _calls.get(key)
+        if call is not None and call.settings is settings._values and is_plain_call(tensors.values()):
+            return _run(call, tensors)
     in_place = left.operator != "=" and left.target in tensors
     if in_place and not isinstance(tensors[left.target], Tensor):
-        request.bind(tensors)
-        fact = f"{left.target} is a number, but {left.operator} writes into it"
-        raise DtypeError(fact, statement=request.statement, expected="a tensor", remedy=f"pass {left.target}=torch.tensor({tensors[left.target]})")
+        problem = request.bind(tensors)
+        fact, remedy = f"{left.target} is a number, but {left.operator} writes into it", f"pass {left.target}=torch.tensor({tensors[left.target]})"
+        raise problem.complain(DtypeError, fact, span=problem.statement.target.span, expected="a tensor", remedy=remedy)
     if not is_plain_call(tensors.values()):
         return add_in_place(request, None, tensors) if in_place else contract(request, tensors)
     call = prepare(request, tensors)
-    if key is not None:
+    if any(isinstance(v, Tensor) for v in tensors.values()):  # without a tensor the default device decides
         if len(_calls) >= _MAX_CALLS:
             _calls.clear()
         _calls[key] = call
@@ -114,17 +117,18 @@ class Compiled:
     """A statement with its options, ready to be called with tensors; see `compile`."""
 
     def __init__(self, statement: str, out_shape: Sequence[Size] | None, sizes: SizesArgument, padded: Sequence[str]) -> None:
-        head(statement)  # a statement that cannot be read fails here rather than at the first call
-        self.statement = statement
+        request = request_of(statement, out_shape, sizes, padded)  # what cannot be read fails here rather than at the first call
+        head(statement)
+        self.statement = request.statement
         self.out_shape = None if out_shape is None else tuple(out_shape)
         self.sizes = dict(sizes) if sizes else None
-        self.padded = tuple(padded)
+        self.padded = request.padded
         self._last: Problem | None = None
 
     def __call__(self, **tensors: Value) -> Tensor:
         result = insum(self.statement, out_shape=self.out_shape, sizes=self.sizes, padded=self.padded, **tensors)
         if self._last is None and not torch.compiler.is_compiling() and is_plain_call(tensors.values()):
-            self._last = prepare(Request(self.statement, _sizes(self.statement, self.out_shape, self.sizes), self.padded), tensors).problem
+            self._last = prepare(request_of(self.statement, self.out_shape, self.sizes, self.padded), tensors).problem
         return result
 
     def __getstate__(self) -> dict[str, Any]:
@@ -189,6 +193,6 @@ def explain(
     <BLANKLINE>
     12 FLOPs, 44 bytes at least, 0.3 FLOPs per byte
     """
-    return explained(Request(statement, _sizes(statement, out_shape, sizes), tuple(padded)), tensors)
+    return explained(request_of(statement, out_shape, sizes, padded), tensors)
 
 

@@ -27,12 +27,12 @@ class Gradients:
 
 
 def gradients(
-    request: Request, values: Mapping[str, Value], upstream: Tensor, wanted: Sequence[str], result: Tensor | None, initial: Tensor | None, contract: Contract
+    request: Request, values: Mapping[str, Value], upstream: Tensor, wanted: Sequence[str], result: Tensor | None, held: Tensor | None, contract: Contract
 ) -> Gradients:
-    """Gradients of ``wanted``. ``result`` and ``initial`` matter for ``max=`` and ``min=`` only."""
+    """Gradients of ``wanted``. ``result``, and where it ``held`` its initial value, matter for ``max=`` and ``min=`` only."""
     problem = _problem(request, values, upstream)
     if result is not None:
-        upstream, to_initial = _shared(request, problem, values, upstream, result, initial, contract)
+        upstream, to_initial = _shared(request, problem, values, upstream, result, held, contract)
     else:
         to_initial = upstream
     return Gradients(to_initial, {name: _gradient(request, problem, name, values, upstream, result, contract) for name in wanted})
@@ -40,14 +40,16 @@ def gradients(
 
 def _problem(request: Request, values: Mapping[str, Value], upstream: Tensor) -> Problem:
     """The forward problem: its extents are passed on, because a derived statement cannot always tell them."""
-    return request.bind(values, upstream.detach().real if upstream.is_complex() else upstream.detach())
+    return request.bind(values, upstream.detach())
 
 
-def _gradient(request: Request, problem: Problem, name: str, values: Mapping[str, Value], upstream: Tensor, result: Tensor | None, contract: Contract) -> Tensor:
+def _gradient(
+    request: Request, problem: Problem, name: str, values: Mapping[str, Value], upstream: Tensor, result: Tensor | None, contract: Contract
+) -> Tensor:
     source = values[name]
     assert isinstance(source, Tensor)
-    complex_names = frozenset(n for n, k in problem.kinds.items() if k.dtype.is_complex) | ({problem.statement.target.tensor} if upstream.is_complex() else set())
-    rule = adjoint(request.statement, name, complex_names)
+    kinds = {**{n: k.dtype for n, k in problem.kinds.items()}, problem.statement.target.tensor: upstream.dtype}
+    rule = adjoint(request.statement, name, frozenset(n for n, dtype in kinds.items() if dtype.is_complex))
     total: Tensor | None = None
     for text in rule.statements:
         part = _derived(request, problem, text, values, {rule.upstream: upstream, rule.result: result}, source.shape, source.dtype, contract)
@@ -79,14 +81,14 @@ def _derived(
 
 
 def _shared(
-    request: Request, problem: Problem, values: Mapping[str, Value], upstream: Tensor, result: Tensor, initial: Tensor | None, contract: Contract
+    request: Request, problem: Problem, values: Mapping[str, Value], upstream: Tensor, result: Tensor, held: Tensor | None, contract: Contract
 ) -> tuple[Tensor, Tensor]:
     """For a maximum: the gradient divided evenly among the points that attain it, and the part that goes to the initial value."""
     text, _, name = winners(request.statement)
     with torch.no_grad():
         wide = upstream.dtype if upstream.dtype.itemsize > 2 else torch.float32
         count = _derived(request, problem, text, values, {name: result}, problem.shape, wide, contract)
-        held = torch.zeros_like(count) if initial is None else (initial == result).to(wide)
+        held = torch.zeros_like(count) if held is None else held.to(wide)
         count = count + held
     share = torch.where(count > 0, upstream / count, 0).to(upstream.dtype)
     return share, share * held.to(upstream.dtype)

@@ -43,6 +43,11 @@ def is_plain_call(values: Iterable[object]) -> bool:
     return is_quiet() and all(type(v) in PLAIN or not isinstance(v, Tensor) for v in values)
 
 
+def is_transformed() -> bool:
+    """Whether a transform of torch.func is being applied in eager mode."""
+    return _probed is not None and not torch.compiler.is_compiling() and _probed[2]() is not None
+
+
 def base_of(tensor: Tensor) -> Tensor | None:
     """The tensor of which ``tensor`` is a view."""
     return tensor._base if tensor._is_view() else None

@@ -34,8 +34,9 @@ class Explanation:
 
     def __str__(self) -> str:
         work = f"{self.flops:,} FLOPs, {self.bytes:,} bytes at least, {self.intensity:.1f} FLOPs per byte"
-        parts = [self.statement, _table(("index", "extent", "role"), self.roles), _table(("tensor", "dtype", "shape", "device"), self.tensors), self.graph, work]
-        return "\n\n".join(p for p in (*parts, self.fused) if p)
+        indices = _table(("index", "extent", "role"), self.roles)
+        tensors = _table(("tensor", "dtype", "shape", "device"), self.tensors)
+        return "\n\n".join(part for part in (self.statement, indices, tensors, self.graph, work, self.fused) if part)
 
     def _repr_html_(self) -> str:
         import html

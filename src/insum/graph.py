@@ -17,8 +17,8 @@ from torch.fx import GraphModule
 from insum.errors import UnsupportedError
 from insum.graph_scatter import Writer
 from insum.lang.bind import Problem, Size, Value
-from insum.lang.expr import accesses
 from insum.lang.expand import Term
+from insum.lang.expr import accesses
 
 _MAX_GRAPHS = 1024
 _graphs: dict[object, Lowered] = {}

@@ -70,7 +70,8 @@ class Builder:
         node = self._placeholders.get(key)
         if node is None:
             with self.graph.inserting_after(self._last) if self._last is not None else self.graph.inserting_before():
-                node = self._placeholders[key] = self._last = self.graph.create_node("placeholder", name, name=name + "_" * (keyword.iskeyword(name) or name == "self"))
+                legal = name + "_" * (keyword.iskeyword(name) or name == "self")
+                node = self._placeholders[key] = self._last = self.graph.create_node("placeholder", name, name=legal)
             node.target = node.name  # the parameter's name: unique, and no keyword
         return node
 

@@ -71,7 +71,8 @@ class Writer(Evaluator):
         target = self.problem.statement.target
         old = None if mode == "new" else self.initial(target.tensor)
         if not values:
-            return self._start(self.problem.dtype) if old is None else old if mode == "into" else self.method("clone", old, memory_format=torch.contiguous_format)
+            unchanged = old if mode == "into" or old is None else self.method("clone", old, memory_format=torch.contiguous_format)
+            return self._start(self.problem.dtype) if unchanged is None else unchanged
         buffer = self._buffer(old, mode, narrow)
         view, dims = self.opened(buffer, target.indices, write=True)
         for value in values:

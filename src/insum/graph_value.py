@@ -104,7 +104,7 @@ class Evaluator(Reader):
         narrow = min((infer(a, self.types) for a in args), key=lambda t: (t.strength == 0, t.dtype.itemsize)).dtype
         if narrow.is_floating_point and narrow.itemsize < dtype.itemsize:
             values = [self.cast(v, narrow) for v in values]
-        same = self.pointwise(torch.eq, *values)
+        same = self.pointwise(torch.eq, values[0], values[1])
         return self.cast(Value(same.node, same.vars, torch.bool, True), dtype)
 
     # --- products, summed ---

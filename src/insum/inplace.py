@@ -12,7 +12,7 @@ from insum.compat import base_of
 from insum.errors import AutogradError, BindingError, InsumError
 from insum.lang.bind import Value
 from insum.ops import accumulate, accumulate_, contract
-from insum.request import Prepared, Request, head
+from insum.request import Prepared, Request, Sizes, head
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -22,7 +22,7 @@ def add_in_place(request: Request, call: Prepared | None, tensors: Mapping[str, 
     left = head(request.statement)
     target = tensors[left.target]
     assert isinstance(target, Tensor)
-    check_target(request, target)
+    check_target(request, target, tensors)
     if torch.is_grad_enabled() and (target.requires_grad or (_any_requires(tensors) if call is None else call.needs_gradient(tensors))):
         return _differentiable(request, left.operator, target, left.arguments(tensors))
     if call is None:
@@ -37,47 +37,50 @@ def _any_requires(tensors: Mapping[str, Value]) -> bool:
 
 def _differentiable(request: Request, operator: str, target: Tensor, values: Mapping[str, Value]) -> Tensor:
     """Through torch's own in-place ops, which autograd tracks."""
+    name = head(request.statement).target
+    if name in values:
+        values = {**values, name: target.clone()}  # what the right side read must outlive the writing
     if operator != "+=":
-        return _written(request, target, "copy_", accumulate(request, target, values))
+        return _written(request, target, values, "copy_", accumulate(request, target, values))
     # The target is bound too, so that a mistake in its shape or dtype is found and explained.
     wide = torch.float32 if target.dtype in _HALVES else target.dtype
     request.bind(values, target)
-    name = head(request.statement).target
-    update = contract(replace(request, sizes=((name, tuple(target.shape)),  *_of_variables(request, name)), dtype=wide), values)
-    return _written(request, target, "add_", update)
+    update = contract(replace(request, sizes=((name, tuple(target.shape)), *_without(request, name)), dtype=wide), values)
+    return _written(request, target, values, "add_", update)
 
 
-def _of_variables(request: Request, name: str) -> tuple[tuple[str | int, object], ...]:
+def _without(request: Request, name: str) -> Sizes:
     return tuple((k, v) for k, v in request.sizes if k != name)
 
 
-def _written(request: Request, target: Tensor, how: str, update: Tensor) -> Tensor:
+def _written(request: Request, target: Tensor, values: Mapping[str, Value], how: str, update: Tensor) -> Tensor:
     try:
         result: Tensor = getattr(target, how)(update)
     except RuntimeError as error:
-        raise _forbidden(request, str(error).splitlines()[0]) from error
+        raise _forbidden(request, {**values, head(request.statement).target: target}, str(error).splitlines()[0]) from error
     return result
 
 
-def check_target(request: Request, target: Tensor) -> None:
+def check_target(request: Request, target: Tensor, tensors: Mapping[str, Value]) -> None:
     """Refuse, before anything runs, to write where autograd forbids it or where one write would be seen twice."""
+    name = head(request.statement).target
     if torch.is_grad_enabled() and target.requires_grad:
         base = base_of(target)
         if target.is_leaf or base is not None and base.is_leaf:
-            name = head(request.statement).target
-            raise _forbidden(request, f"{name} is {'a leaf' if target.is_leaf else 'a view of a leaf'} that requires a gradient, so that it cannot be written in place")
+            what = "a leaf" if target.is_leaf else "a view of a leaf"
+            raise _forbidden(request, tensors, f"{name} is {what} that requires a gradient, so that it cannot be written in place")
     if target.is_inference() and not torch.is_inference_mode_enabled():
-        raise _forbidden(request, f"{head(request.statement).target} was made under inference mode, so that it cannot be written outside of it")
+        raise _forbidden(request, tensors, f"{name} was made under inference mode, so that it cannot be written outside of it")
     if not target.is_contiguous() and _overlaps(target):
-        name = head(request.statement).target
-        fact = f"several elements of {name} lie at one place in memory (shape {tuple(target.shape)}, strides {target.stride()}), so that it cannot be written in place"
-        raise BindingError(fact, statement=request.statement, remedy=f"pass {name}.clone()")
+        where = f"shape {tuple(target.shape)}, strides {target.stride()}"
+        raise _forbidden(request, tensors, f"several elements of {name} lie at one place in memory ({where}): it cannot be written in place", BindingError)
 
 
-def _forbidden(request: Request, fact: str) -> InsumError:
-    name, operator = head(request.statement).target, head(request.statement).operator
-    remedy = f"pass {name}.clone(), or write {name}_new[...] = ... and add it" if operator == "+=" else f"pass {name}.clone()"
-    return AutogradError(fact, statement=request.statement, remedy=remedy)
+def _forbidden(request: Request, tensors: Mapping[str, Value], fact: str, kind: type[InsumError] = AutogradError) -> InsumError:
+    problem = request.bind(tensors)
+    name = problem.statement.target.tensor
+    remedy = f"pass {name}={name}.clone(), or compute the new value with = and without {name}"
+    return problem.complain(kind, fact, span=problem.statement.target.span, remedy=remedy)
 
 
 def _overlaps(target: Tensor) -> bool:

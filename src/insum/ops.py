@@ -7,6 +7,7 @@ autocast or a tensor subclass it goes through the registered op, which means the
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from insum.autograd import gradients
 from insum.batching import batched, front
-from insum.compat import is_plain_call
+from insum.compat import is_plain_call, is_transformed
 from insum.errors import AutogradError
 from insum.lang.bind import Size, Value
 from insum.request import Prepared, Request, head, prepare
@@ -29,7 +30,7 @@ Arguments: TypeAlias = tuple[str, str, list[Tensor], str, list[Scalar], str, lis
 def contract(request: Request, values: Mapping[str, Value]) -> Tensor:
     """The result of a statement as a new tensor. Differentiable."""
     if not is_plain_call(values.values()):
-        result: Tensor = torch.ops.insum.contract(*encode(request, values))
+        result: Tensor = _transformed(request, None, values) if is_transformed() else torch.ops.insum.contract(*encode(request, values))
         return result
     prepared = prepare(request, values)
     prepared.verify(values)
@@ -41,7 +42,7 @@ def contract(request: Request, values: Mapping[str, Value]) -> Tensor:
 def accumulate(request: Request, initial: Tensor, values: Mapping[str, Value]) -> Tensor:
     """The result of accumulating into ``initial``, which is left as it was. Differentiable."""
     if not is_plain_call((initial, *values.values())):
-        result: Tensor = torch.ops.insum.accumulate(initial, *encode(request, values))
+        result: Tensor = _transformed(request, initial, values) if is_transformed() else torch.ops.insum.accumulate(initial, *encode(request, values))
         return result
     prepared = prepare(request, values, initial)
     prepared.verify(values)
@@ -51,7 +52,7 @@ def accumulate(request: Request, initial: Tensor, values: Mapping[str, Value]) -
 
 
 def accumulate_(request: Request, target: Tensor, values: Mapping[str, Value]) -> Tensor:
-    """Accumulate into ``target`` in place. Not differentiable: see `insum.api` for the in-place form that is."""
+    """Accumulate into ``target`` in place. Not differentiable: `insum.inplace` has the in-place form that is."""
     if not is_plain_call((target, *values.values())):
         torch.ops.insum.accumulate_(target, *encode(request, values))
         return target
@@ -60,45 +61,87 @@ def accumulate_(request: Request, target: Tensor, values: Mapping[str, Value]) -
     return prepared.run("into", values, target)
 
 
-# --- eager autograd ----------------------------------------------------------------------------------------------------------
+# --- eager autograd and torch.func -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Spec:
+    """What a differentiable call knows besides its tensors; ``prepared`` where the tensors are plain and verified."""
+
+    request: Request
+    numbers: dict[str, Scalar]
+    names: tuple[str, ...]
+    prepared: Prepared | None
+
+    def run(self, initial: Tensor | None, tensors: Sequence[Tensor]) -> Tensor:
+        values = {**self.numbers, **dict(zip(self.names, tensors))}
+        if self.prepared is not None:
+            return self.prepared.run("new" if initial is None else "from", values, initial)
+        return contract(self.request, values) if initial is None else accumulate(self.request, initial, values)
 
 
 class _Differentiable(torch.autograd.Function):
+    """In the form that torch.func can transform; the registered op's own autograd cannot be."""
+
     @staticmethod
-    def forward(ctx: Any, prepared: Prepared, numbers: dict[str, Scalar], names: tuple[str, ...], initial: Tensor | None, *tensors: Tensor) -> Tensor:
-        values = {**numbers, **dict(zip(names, tensors))}
-        result = prepared.run("new" if initial is None else "from", values, initial)
-        _save(ctx, prepared.request, numbers, names, initial, tensors, result)
-        return result
+    def forward(spec: _Spec, initial: Tensor | None, *tensors: Tensor) -> Tensor:
+        return spec.run(initial, tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        spec, initial, *tensors = inputs
+        _save(ctx, spec.request, spec.numbers, spec.names, initial, tensors, output)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        to_initial, to_tensors = _backward(ctx, upstream[0], ctx.needs_input_grad[3], ctx.needs_input_grad[4:])
-        return None, None, None, to_initial, *to_tensors
+        to_initial, to_tensors = _backward(ctx, upstream[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2:])
+        return None, to_initial, *to_tensors
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], spec: _Spec, initial: Tensor | None, *tensors: Tensor) -> tuple[Tensor, int]:
+        values = {**spec.numbers, **dict(zip(spec.names, tensors))}
+        request, moved = batched(spec.request, values, dict(zip(spec.names, in_dims[2:])), info.batch_size)
+        if initial is None:
+            return contract(request, moved), 0
+        return accumulate(request, front(initial, in_dims[1], info.batch_size), moved), 0
 
 
 def differentiable(prepared: Prepared, initial: Tensor | None, values: Mapping[str, Value]) -> Tensor:
     """A verified call in plain eager mode, recorded for autograd."""
-    names = tuple(name for name, value in values.items() if isinstance(value, Tensor))
-    numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
-    result: Tensor = _Differentiable.apply(prepared, numbers, names, initial, *(values[name] for name in names))  # type: ignore[no-untyped-call]
+    return _applied(prepared.request, prepared, initial, values)
+
+
+def _transformed(request: Request, initial: Tensor | None, values: Mapping[str, Value]) -> Tensor:
+    return _applied(request, None, initial, values)
+
+
+def _applied(request: Request, prepared: Prepared | None, initial: Tensor | None, values: Mapping[str, Value]) -> Tensor:
+    tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
+    numbers = {n: v for n, v in values.items() if not isinstance(v, Tensor)}
+    spec = _Spec(request, numbers, tuple(tensors), prepared)
+    result: Tensor = _Differentiable.apply(spec, initial, *tensors.values())  # type: ignore[no-untyped-call]
     return result
 
 
-def _save(ctx: Any, request: Request, numbers: dict[str, Scalar], names: tuple[str, ...], initial: Tensor | None, tensors: Sequence[Tensor], result: Tensor) -> None:
-    extremum = request.is_extremum
+def _save(
+    ctx: Any, request: Request, numbers: dict[str, Scalar], names: tuple[str, ...], initial: Tensor | None, tensors: Sequence[Tensor], result: Tensor
+) -> None:
     ctx.request, ctx.numbers, ctx.names = request, numbers, names
     ctx.initial_dtype = None if initial is None else initial.dtype
-    ctx.save_for_backward(*tensors, *([result] if extremum else []), *([initial] if extremum and initial is not None else []))
+    more: list[Tensor] = []
+    if request.is_extremum:
+        # The initial value itself is not kept: the in-place form overwrites it.
+        more = [result] if initial is None else [result, initial.detach() == result.detach()]
+    ctx.save_for_backward(*tensors, *more)
 
 
 def _backward(ctx: Any, upstream: Tensor, initial_needs: bool, needs: Sequence[bool]) -> tuple[Tensor | None, list[Tensor | None]]:
     saved = list(ctx.saved_tensors)
     count = len(ctx.names)
     values = {**ctx.numbers, **dict(zip(ctx.names, saved[:count]))}
-    result, initial = (*saved[count:], None, None)[:2]
+    result, held = (*saved[count:], None, None)[:2]
     wanted = [name for name, need in zip(ctx.names, needs) if need]
-    found = gradients(ctx.request, values, upstream, wanted, result, initial, contract)
+    found = gradients(ctx.request, values, upstream, wanted, result, held, contract)
     to_initial = found.initial.to(ctx.initial_dtype) if initial_needs and ctx.initial_dtype is not None else None
     return to_initial, [found.tensors.get(name) for name in ctx.names]
 
@@ -184,24 +227,25 @@ _define(f"accumulate_(Tensor(a!) target, {_ARGUMENTS}) -> ()", _accumulate_in_pl
 # Fake kernels: shapes, dtypes and devices from binding, which looks at no data.
 
 
-@torch.library.register_fake("insum::contract", lib=_library)
 def _contract_fake(*arguments: Any) -> Tensor:
     request, values = decode(arguments)
     problem = request.bind(values)
     return torch.empty(problem.shape, dtype=problem.dtype, device=problem.device)
 
 
-@torch.library.register_fake("insum::accumulate", lib=_library)
 def _accumulate_fake(initial: Tensor, *arguments: Any) -> Tensor:
     request, values = decode(arguments)
     request.bind(values, initial)
     return torch.empty(initial.shape, dtype=initial.dtype, device=initial.device)
 
 
-@torch.library.register_fake("insum::accumulate_", lib=_library)
 def _accumulate_in_place_fake(target: Tensor, *arguments: Any) -> None:
     request, values = decode(arguments)
     request.bind(values, target)
+
+
+for _name, _fake in (("contract", _contract_fake), ("accumulate", _accumulate_fake), ("accumulate_", _accumulate_in_place_fake)):
+    torch.library.register_fake(f"insum::{_name}", _fake, lib=_library)
 
 
 # Gradients of the two functional ops.
@@ -241,19 +285,16 @@ torch.library.register_autograd("insum::accumulate", _backward_accumulate, setup
 # vmap: the batch becomes an index variable.
 
 
-@torch.library.register_vmap("insum::contract", lib=_library)
 def _contract_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
     request, values = _batched(info, in_dims, arguments)
     return contract(request, values), 0
 
 
-@torch.library.register_vmap("insum::accumulate", lib=_library)
 def _accumulate_vmap(info: Any, in_dims: tuple[Any, ...], initial: Tensor, *arguments: Any) -> tuple[Tensor, int]:
     request, values = _batched(info, in_dims[1:], arguments)
     return accumulate(request, front(initial, in_dims[0], info.batch_size), values), 0
 
 
-@torch.library.register_vmap("insum::accumulate_", lib=_library)
 def _accumulate_in_place_vmap(info: Any, in_dims: tuple[Any, ...], target: Tensor, *arguments: Any) -> tuple[None, None]:
     if in_dims[0] is None:
         raise AutogradError("vmap: the output is not batched, but what is accumulated into it is", remedy="pass the output through vmap too, or use = instead")
@@ -266,6 +307,10 @@ def _batched(info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) ->
     request, values = decode(arguments)
     dims = dict(zip(_split(arguments[1], ","), in_dims[2]))
     return batched(request, values, dims, info.batch_size)
+
+
+for _name, _rule in (("contract", _contract_vmap), ("accumulate", _accumulate_vmap), ("accumulate_", _accumulate_in_place_vmap)):
+    torch.library.register_vmap(f"insum::{_name}", _rule, lib=_library)
 
 
 # Autocast: floating tensors, float64 excepted, are cast; what gives the output its dtype is not.

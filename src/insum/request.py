@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
-from insum.errors import NotFusedError
+from insum.errors import BindingError, NotFusedError
 from insum.graph import Lowered, lower
 from insum.lang.bind import Problem, Size, Value, bind
 from insum.lang.expr import Access, accesses, tensors_of
@@ -18,6 +19,7 @@ from insum.lang.parser import parse
 from insum.runtime.check import Use, in_range, ranges_of, uses_of, verify
 from insum.settings import Values, settings
 
+SizesArgument: TypeAlias = Mapping[str | int, Size | Sequence[Size]] | None
 Sizes: TypeAlias = tuple[tuple[str | int, Size | tuple[Size, ...]], ...]
 _MAX_PREPARED = 4096
 
@@ -43,6 +45,34 @@ class Request:
         return problem if self.dtype is None else replace(problem, dtype=self.dtype)
 
 
+def request_of(statement: str, out_shape: Sequence[Size] | None, sizes: SizesArgument, padded: Sequence[str]) -> Request:
+    """A request from the options as users give them."""
+    if not isinstance(statement, str):
+        parse(statement)  # which says what a statement is
+    given: Sizes = ()
+    if out_shape is not None:
+        given = ((head(statement).target, _shape(statement, "out_shape", out_shape)),)
+    if sizes is not None:
+        if not isinstance(sizes, Mapping):
+            remedy = "the whole shape of the output is given as out_shape="
+            raise BindingError(f"sizes is {sizes!r}", statement=statement, expected="a dict such as {'i': 8}", remedy=remedy)
+        given += tuple((k, _integer(v) if not isinstance(v, Sequence) else _shape(statement, f"sizes[{k!r}]", v)) for k, v in sizes.items())
+    if not isinstance(padded, Iterable):
+        raise BindingError(f"padded is {padded!r}", statement=statement, expected="names of index tensors", remedy="padded=('D',)")
+    return Request(statement, given, (padded,) if isinstance(padded, str) else tuple(padded))
+
+
+def _shape(statement: str, name: str, shape: Sequence[Size]) -> tuple[Size, ...]:
+    if not isinstance(shape, Sequence) or isinstance(shape, str):
+        raise BindingError(f"{name} is {shape!r}", statement=statement, expected="a shape: a tuple of integers")
+    return tuple(map(_integer, shape))
+
+
+def _integer(size: Size) -> Size:
+    """NumPy's integers as Python's; binding refuses what is none."""
+    return int(size) if isinstance(size, Integral) and not isinstance(size, bool) else size
+
+
 @dataclass(frozen=True, slots=True)
 class Head:
     """What the left side tells before any tensor is known."""
@@ -56,8 +86,12 @@ class Head:
         return tensors if self.reads_target else {n: v for n, v in tensors.items() if n != self.target}
 
 
-@functools.lru_cache(maxsize=4096)
 def head(statement: str) -> Head:
+    return _head(statement) if isinstance(statement, str) else parse(statement)  # which says what a statement is
+
+
+@functools.lru_cache(maxsize=4096)
+def _head(statement: str) -> Head:
     parsed = parse(statement)
     return Head(parsed.target.tensor, parsed.operator, parsed.target.tensor in tensors_of(parsed))
 
@@ -85,10 +119,7 @@ class Prepared:
             verify(self.problem, self.uses, values)
 
     def needs_gradient(self, values: Mapping[str, Value]) -> bool:
-        for name in self.sources:
-            if values[name].requires_grad:  # type: ignore[union-attr]
-                return True
-        return False
+        return any(values[name].requires_grad for name in self.sources)  # type: ignore[union-attr]
 
     def run(self, mode: str, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
         """Run the fused kernel where there is one, else the graph. ``mode``: ``new``, ``from`` (a given value), ``into`` (in place)."""
@@ -136,7 +167,8 @@ def _fused(problem: Problem, values: Mapping[str, Value], target: Tensor | None)
         else:
             result = fused.run(problem, values, target)
     if result is None and settings.require_fused:
-        raise problem.complain(NotFusedError, f"there is no fused kernel for this statement on {problem.device}", remedy="set insum.settings.require_fused = False to run it as a graph")
+        fact, remedy = f"there is no fused kernel for this statement on {problem.device}", "set insum.settings.require_fused = False to run it as a graph"
+        raise problem.complain(NotFusedError, fact, remedy=remedy)
     return result
 
 
@@ -153,7 +185,7 @@ _prepared: dict[object, Prepared] = {}
 
 def kind_key(value: Value) -> object:
     """What binding depends on; requires_grad, strides and data are left out."""
-    return (value.dtype, value.shape, value.device) if isinstance(value, Tensor) else type(value)
+    return (value.dtype, value.shape, value.device, value.layout) if isinstance(value, Tensor) else type(value)
 
 
 def prepare(request: Request, values: Mapping[str, Value], initial: Tensor | None = None) -> Prepared:

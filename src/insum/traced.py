@@ -38,7 +38,7 @@ def traced(
     given: list[tuple[str, Any]] = [] if out_shape is None else [(target, out_shape)]
     if sizes is not None:
         given += [(str(key), size) for key, size in sizes.items()]
-    padded_names = ",".join(padded)
+    padded_names = padded if isinstance(padded, str) else ",".join(padded)
     output = values.get(target)
     if operator == "=" or not isinstance(output, Tensor):
         result: Tensor = torch.ops.insum.contract(*_arguments(statement, given, padded_names, values, None))
@@ -50,7 +50,8 @@ def traced(
         return output
     if operator == "+=":
         wide = torch.float32 if output.dtype in _HALVES else output.dtype
-        return output.add_(torch.ops.insum.contract(*_arguments(statement, [(target, output.shape)], padded_names, reads, wide)))
+        given = [(target, output.shape), *[(key, size) for key, size in given if key != target]]
+        return output.add_(torch.ops.insum.contract(*_arguments(statement, given, padded_names, reads, wide)))
     return output.copy_(torch.ops.insum.accumulate(output, *_arguments(statement, given, padded_names, reads, None)))
 
 

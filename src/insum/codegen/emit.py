@@ -18,6 +18,10 @@ from insum.plan.config import Config, power_of_two
 from insum.plan.plan import Plan
 
 AFTER = 3
+#: The output's name inside the emitter. Names that come from the statement always carry a suffix (_ptr, _s0, _size, _number, _i,
+#: _v1), which names of our own never have, so that no spelling of a statement can collide with them.
+OUTPUT = "<out>"
+REGISTERS = "<registers>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +147,13 @@ class Emitter:
             self.vars[variables_[0]] = Val(flat, (axis,))
             return
         rest = flat
-        for var in reversed(variables_):
+        for depth, var in enumerate(reversed(variables_)):
             first = var == variables_[0]
             self.line(0, f"{var}_i = {rest}" if first else f"{var}_i = {rest} % {self.size(var)}", (axis,))
             self.vars[var] = Val(f"{var}_i", (axis,))
             if not first:
-                self.line(0, f"{low}_rest_{var} = {rest} // {self.size(var)}", (axis,))
-                rest = f"{low}_rest_{var}"
+                self.line(0, f"{low}_rest{depth} = {rest} // {self.size(var)}", (axis,))
+                rest = f"{low}_rest{depth}"
 
     def row_axis(self) -> None:
         """Several tasks (pieces of rows) in one tile: each has its own start, end and destination."""
@@ -202,12 +206,11 @@ class Emitter:
             if position == 0:
                 define(rest)
                 continue
-            count_name = f"count_{name}"
-            self.line(0, f"{count_name} = {count}")
-            self.line(2, f"{name}_c = {rest} % {count_name}")
-            self.line(2, f"rest_{name} = {rest} // {count_name}")
-            rest = f"rest_{name}"
-            define(f"{name}_c")
+            self.line(0, f"count{position} = {count}")
+            self.line(2, f"counter{position} = {rest} % count{position}")
+            self.line(2, f"rest{position} = {rest} // count{position}")
+            rest = f"rest{position}"
+            define(f"counter{position}")
 
     def scalar_segment(self, counter: str) -> None:
         segment = self.plan.segment
@@ -277,7 +280,7 @@ class Emitter:
             return Val("0")
         by_axes: dict[tuple[str, ...], list[Val]] = {}
         for dim, index in enumerate(access.indices):
-            stride = Val(self.arg(f"{access.tensor}_s{dim}"))
+            stride = Val(self.arg(f"out_stride{dim}" if access.tensor == OUTPUT else f"{access.tensor}_s{dim}"))
             value = self.index(index)
             part = Val(f"{_times(value.text)} * {stride.text}", value.axes, value.stage)
             by_axes.setdefault(part.axes, []).append(part)
@@ -291,6 +294,9 @@ class Emitter:
         for index in access.indices:
             masks += [m for vars_, m in self.point_masks if vars_ <= frozenset(variables(index)) and m not in masks]
         masks += [m for vars_, m in self.point_masks if vars_ <= depends and set(m.axes) <= set(offset.axes) and m not in masks]
+        # An index load that is out of range itself yields padding, so the padding's mask covers its axes.
+        covered = {axis for m in masks if m.text.endswith(">= 0)") for axis in m.axes}
+        masks = [m for m in masks if m.text.endswith(">= 0)") or not set(m.axes) <= covered]
         return combine(_distinct(masks), "&") if masks else None
 
     def depends(self, access: Access) -> frozenset[str]:
@@ -530,8 +536,8 @@ class Emitter:
         dim = self.plan.onehot
         target = self.plan.target
         saved = self.vars
-        self.vars = {**self.vars, "i_reg": Val("i_reg", ("I",))}
-        index = Affine(((1, Var("i_reg")),))
+        self.vars = {**self.vars, REGISTERS: Val("i_reg", ("I",))}
+        index = Affine(((1, Var(REGISTERS)),))
         indices = tuple(index if d == dim else i for d, i in enumerate(target.indices))
         lines, self.stages[AFTER] = self.stages[AFTER], []
         self.emit_store(Access(target.tensor, indices), Val("total", axes), extra=[Val(f"(i_reg < {self.shape.onehot})", ("I",))] if self.shape.onehot != self.tile("I") else [], order=axes)
@@ -554,17 +560,17 @@ class Emitter:
             offset = combine([Val(f"({offset.text}) * {self.size(var)}", offset.axes), self.vars[var]], "+")
         masks = [Val("(seg_row < 0)", ("M",)), *(m for a, m in self.masks.items() if a in offset.axes)]
         value = self.full(value, offset.axes)
-        self.line(AFTER, f"tl.store({self.arg('work_ptr')} + {offset.text}, {value.text}, mask={combine(masks, '&').over(offset.axes)})", offset.axes)
+        self.line(AFTER, f"tl.store({self.arg('work_at')} + {offset.text}, {value.text}, mask={combine(masks, '&').over(offset.axes)})", offset.axes)
 
     def emit_store(self, target: Access, value: Val, extra: list[Val] | None = None, order: tuple[str, ...] = ()) -> None:
         plan = self.plan
-        offset = self.offset(Access("out", target.indices))
+        offset = self.offset(Access(OUTPUT, target.indices))
         axes = order or union(offset.axes, value.axes)
         value = self.full(value, axes)
         masks = [m for a, m in self.masks.items() if a in axes and a != "K"] + (extra or [])
         masks += [Val(f"({value.text} >= 0)", value.axes, value.stage) for value in self.padded_indices(target)]
         mask = combine(_distinct(masks), "&") if masks else None
-        pointer = f"{self.arg('out_ptr')} + {offset.over(axes)}"
+        pointer = f"{self.arg('out_at')} + {offset.over(axes)}"
         masked = f", mask={mask.over(axes)}" if mask else ""
         text = value.text
         if plan.strategy == "atomic" or self.shape.pieces:
@@ -574,7 +580,7 @@ class Emitter:
         if plan.accumulate:
             old = f"tl.load({pointer}{masked}" + (", other=0)" if masked else ")") + f".to(tl.{plan.accumulator})"
             text = _MERGE[plan.reduce].format(old, text)
-        self.line(AFTER, f"tl.store({pointer}, ({text}).to({self.arg('out_ptr')}.dtype.element_ty){masked})", axes)
+        self.line(AFTER, f"tl.store({pointer}, ({text}).to({self.arg('out_at')}.dtype.element_ty){masked})", axes)
 
     def padded_indices(self, target: Access) -> list[Val]:
         """Index values of the target that may be padding: such a point writes nothing."""
@@ -603,7 +609,7 @@ class Emitter:
         indices = [line for _, line in self.index_lines]
         if not self.counters:
             return indices + self.stages[2]
-        count = " * ".join(f"({c})" if len(self.counters) > 1 and position == 0 else (c if len(self.counters) == 1 else f"count_{n}") for position, (n, c) in enumerate(self.counters))
+        count = " * ".join(f"({c})" if len(self.counters) > 1 and position == 0 else (c if len(self.counters) == 1 else f"count{position}") for position, (_, c) in enumerate(self.counters))
         first, last = "0", count
         lines: list[str] = []
         if self.shape.pieces:
@@ -653,7 +659,7 @@ _MERGE = {"sum": "{0} + {1}", "max": "tl.maximum({0}, {1})", "min": "tl.minimum(
 
 
 def f_name(name: str) -> str:
-    return f"seg_{name}_ptr"
+    return f"seg_{name}_at"
 
 
 def _times(text: str) -> str:

@@ -16,8 +16,8 @@ from insum.lang.expr import Access, Expr, Number, variables
 from insum.plan.config import Config
 from insum.plan.plan import Plan
 
-#: Values of the innermost summed variable that are written out in the loop, for loads in flight.
-UNROLL = 4
+#: Values of the innermost summed variable that are written out in the loop, for loads in flight: the first that divides it.
+UNROLL = (8, 4, 2, 1)
 
 
 def emit_unrolled(plan: Plan, config: Config, extents: Mapping[str, int], name: str = "insum_kernel") -> tuple[Kernel, int]:
@@ -25,7 +25,7 @@ def emit_unrolled(plan: Plan, config: Config, extents: Mapping[str, int], name: 
     roles = plan.roles
     tiles = [math.ceil(math.prod(extents[v] for v in axis) / tile) for axis, tile in ((roles.m, config.m), (roles.n, config.n))]
     even = [math.prod(extents[v] for v in axis) % tile == 0 for axis, tile in ((roles.m, config.m), (roles.n, config.n))]
-    unroll = UNROLL if roles.loops and extents[roles.loops[-1]] % UNROLL == 0 else 1
+    unroll = next(u for u in UNROLL if not roles.loops or extents[roles.loops[-1]] % u == 0)
     emitter = _Unrolled(plan, config, Shape(even_m=even[0], even_n=even[1]))
     kernel = emitter.unrolled(name, unroll)
     return kernel, math.prod(tiles) * math.prod(extents[v] for v in roles.grid)

@@ -195,8 +195,8 @@ class FormatBase:
         if mask is None:
             return E.Entries(tuple(c.reshape(-1) for c in self.coordinates()), values, self.shape, self.sorted_dims, block)
         keep = mask.reshape(-1).nonzero().squeeze(1)
-        coords = tuple(c.reshape(-1)[keep] for c in self.coordinates())
-        return E.Entries(coords, None if values is None else values[keep], self.shape, (), block)
+        coords = tuple(c.reshape(-1).index_select(0, keep) for c in self.coordinates())
+        return E.Entries(coords, None if values is None else values.index_select(0, keep), self.shape, (), block)
 
     __repr__ = show.text
     _repr_html_ = show.html

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
@@ -207,6 +206,11 @@ class SparseFormat(FormatBase):
         cls._check_options(options)
         return cls._build(self.entries(), **options)
 
+    def matmul(self, other: Tensor) -> Tensor:
+        """``self @ other`` for a matrix; under torch.compile, which breaks its graph at ``@`` between an object and a tensor, write this."""
+        product: Tensor = _matmul(self, other)
+        return product
+
     def __matmul__(self, other: Any) -> Any:
         return _matmul(self, other)
 
@@ -215,6 +219,7 @@ class SparseFormat(FormatBase):
 
 
 Other = TypeVar("Other", bound=SparseFormat)
+_MATMUL = {(2, 2): "C[m,n] = A[m,k] * B[k,n]", (2, 1): "C[m] = A[m,k] * B[k]", (1, 2): "C[n] = A[k] * B[k,n]"}
 
 
 def _class_of(format: type[SparseFormat] | str) -> type[SparseFormat]:
@@ -235,7 +240,7 @@ def _assembled(cells: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def _matmul(left: Any, right: Any) -> Any:
-    """``A @ B`` by the format-agnostic einsum, which stands above the formats and is looked up when it is needed."""
+    """``A @ B``, where at least one is a format."""
     ranks = [x.ndim if isinstance(x, FormatBase | Tensor) else None for x in (left, right)]
     if None in ranks:
         return NotImplemented
@@ -243,5 +248,8 @@ def _matmul(left: Any, right: Any) -> Any:
         raise UnsupportedError(
             f"@ between {ranks[0]} and {ranks[1]} dimensions", expected="a 2-D format and a vector or matrix", remedy='insum.einsum("...", ...) for other ranks'
         )
-    rows, columns = ("m" if ranks[0] == 2 else ""), ("n" if ranks[1] == 2 else "")
-    return importlib.import_module("insum.einsum").einsum(f"{rows}k,k{columns}->{rows}{columns}", left, right)
+    from insum.formats.run import Call, rewritten
+
+    statement = _MATMUL[ranks[0], ranks[1]]  # type: ignore[index]
+    given = {"A": left, "B": right}
+    return Call(rewritten(statement, given, False), given).run()

@@ -195,8 +195,8 @@ def _increases(entries: Entries, order: tuple[int, ...]) -> Tensor:
 
 
 def _taken(entries: Entries, permutation: Tensor, order: tuple[int, ...]) -> Entries:
-    coords = tuple(c[permutation] for c in entries.coords)
-    values = None if entries.values is None else entries.values[permutation]
+    coords = tuple(c.index_select(0, permutation) for c in entries.coords)
+    values = None if entries.values is None else entries.values.index_select(0, permutation)
     return replace(entries, coords=coords, values=values, order=order, pointers=None)
 
 
@@ -228,7 +228,9 @@ def distinct(coords: Sequence[Tensor], sizes: tuple[int, ...], order: tuple[int,
     if total <= 8 * count + (1 << 20):  # few enough places to mark each: no sort
         seen = torch.zeros(total, dtype=torch.bool, device=key.device)
         seen[key] = True
-        places, number = seen.nonzero().squeeze(1), (torch.cumsum(seen, 0) - 1)[key]
+        places = seen.nonzero().squeeze(1)
+        rank = torch.empty(total, dtype=torch.int64, device=key.device).index_copy_(0, places, torch.arange(places.shape[0], device=key.device))
+        number = rank.index_select(0, key)
     else:
         places, number = torch.unique(key, return_inverse=True)
     return unravel(places, sizes, order), number

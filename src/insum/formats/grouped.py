@@ -154,7 +154,7 @@ class ELL(SparseFormat):
         sizes = tuple(source.shape[d] for d in dims)
         width = int(rows.counts.max()) if rows.counts.numel() else 0
         shift = torch.arange(rows.counts.shape[0], device=rows.counts.device) * width - rows.starts
-        place = torch.arange(source.count, device=shift.device) + shift[rows.number]
+        place = shift.index_select(0, rows.number) + torch.arange(source.count, device=shift.device)
         total = math.prod(sizes) * width
         values = None if source.values is None else E.placed(source.values, place, total).reshape(*sizes, width)
         indices = tuple(_slots(source.coords[d], place, total).reshape(*sizes, width) for d in range(len(source.shape)) if d not in dims)
@@ -202,7 +202,7 @@ def pack(source: E.Entries, dims: tuple[int, ...], group_size: GroupSize) -> Pac
     groups = int(ends[-1]) if ends.numel() else 0
     # A row's groups lie side by side, so that its entries move together: by one shift per row.
     shift = (ends - per_row) * size - rows.starts
-    place = torch.arange(source.count, device=shift.device) + shift[rows.number]
+    place = shift.index_select(0, rows.number) + torch.arange(source.count, device=shift.device)
     values = None if source.values is None else E.placed(source.values, place, groups * size).reshape(groups, size, *source.values.shape[1:])
     heads = tuple(torch.repeat_interleave(c, per_row, output_size=groups) for c in rows.coords)
     slots = tuple(_slots(source.coords[d], place, groups * size).reshape(groups, size) for d in range(len(grid)) if d not in dims)

@@ -176,12 +176,11 @@ def _compressed(
     grid = E.grid_of(shape, block) if block else shape
     if check:
         _check_pointers(compressed, plain, grid, native)
-    rows = torch.repeat_interleave(
-        torch.arange(grid[native[0]], device=plain.device, dtype=E.index_dtype(shape[native[0]])), compressed.diff().long(), output_size=plain.shape[0]
-    )
+    counts = compressed.diff().to(E.index_dtype(max(plain.shape[0], shape[native[0]])))
+    rows = torch.repeat_interleave(counts, output_size=plain.shape[0])
     columns = plain.to(E.index_dtype(shape[native[1]]))
-    coords = (columns, rows) if by_column else (rows, columns)
-    entries = E.collect(coords, values, shape, order=native, block_shape=block, in_order=not check)
+    in_order = not check or bool(((columns[1:] > columns[:-1]) | (rows[1:] != rows[:-1])).all())
+    entries = E.collect((columns, rows) if by_column else (rows, columns), values, shape, order=native, block_shape=block, in_order=in_order)
     merged = entries.count < plain.shape[0]
     return replace(entries, pointers=None if merged or block else compressed)
 
@@ -246,7 +245,7 @@ def _check_ranges(arrays: list[tuple[str, Tensor, int, str]]) -> None:
 
 def raise_first(verdicts: list[Verdict]) -> None:
     """One look at the device for all verdicts."""
-    for verdict, bad in zip(verdicts, torch.stack([v.bad for v in verdicts]).tolist()):
+    for verdict, bad in zip(verdicts, torch.stack([v.bad for v in verdicts]).tolist() if verdicts else ()):
         if bad:
             raise verdict.explain()
 

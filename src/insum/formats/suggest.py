@@ -189,9 +189,9 @@ class _Look:
         return max(useful, key=lambda b: useful[b], default=None)
 
     def table(self) -> Candidate | None:
-        """The neighbour table with the fewest places, where some dimension has at most one entry for every choice of the others."""
+        """The smallest neighbour table, where an ungrouped dimension has at most one entry for every choice of the others."""
         options: list[Candidate] = []
-        for dim in range(len(self.shape)):
+        for dim in (d for d in range(len(self.shape)) if d not in self.dims):
             rest = tuple(d for d in range(len(self.shape)) if d != dim)
             places = math.prod(self.shape[d] for d in rest)
             if not self.nnz or self.nnz > places or self.nnz < FULL_TABLE * places:

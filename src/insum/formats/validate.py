@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from insum.errors import DeviceError, DtypeError, FormatError, IndexRangeError, InsumError
+from insum.errors import DeviceError, DtypeError, FormatError, IndexRangeError, InsumError, UnsupportedError
 from insum.formats import entries as E
 
 if TYPE_CHECKING:
@@ -80,6 +80,8 @@ def _check_arrays(x: FormatBase) -> None:
     tensors = [t for name in x._arrays[1:] for t in _each(getattr(x, name))]
     if not all(isinstance(t, Tensor) for t in tensors) or not (x.values is None or isinstance(x.values, Tensor)):
         bad = next(t for t in (*tensors, x.values) if not isinstance(t, Tensor))
+        if type(bad).__name__ == "Proxy":  # torch.compile, about to give up on an operator between a tensor and a format
+            raise UnsupportedError("torch.compile does not trace operators between tensors and other objects", remedy="A.matmul(B), or insum.einsum")
         raise FormatError(f"an array of this {type(x).__name__} is a {type(bad).__name__}", expected="torch tensors", remedy="torch.as_tensor(array)")
     _check_counts(x)
     for dim, coordinate, array in x.index_arrays():
@@ -132,16 +134,18 @@ def _verdicts(x: FormatBase) -> list[Verdict]:
 
 
 def range_verdicts(name: str, array: Tensor, size: int, low: int, what: str) -> list[Verdict]:
-    """Whether all values lie in ``low .. size-1``."""
+    """Whether all values lie in ``low .. size-1``: one pass, and a second to find the place only where they do not."""
+    if not array.numel():
+        return []
 
-    def explain(bad: Tensor) -> InsumError:
-        place = bad.nonzero()[0].tolist()
+    def explain() -> InsumError:
+        place = ((array < low) | (array >= size)).nonzero()[0].tolist()
         value = int(array[tuple(place)])
         expected = f"values from {max(low, 0)} to {size - 1}" + (", or -1 for padding" if low < 0 else "")
         return IndexRangeError(f"{name}[{', '.join(map(str, place))}] is {value}, outside {what}", expected=expected)
 
-    bad = (array < low) | (array >= size)
-    return [Verdict(bad.any(), lambda: explain(bad))]
+    least, most = torch.aminmax(array)
+    return [Verdict((least < low) | (most >= size), explain)]
 
 
 def _unit(x: FormatBase, dim: int) -> str:

@@ -155,25 +155,18 @@ class _Binder:
     def check_values(self, values: Mapping[str, Value]) -> None:
         for name, value in values.items():
             if not isinstance(value, Tensor | bool | int | float | complex):
-                what = f"{type(value).__module__.split('.')[0]} {type(value).__name__}"
-                remedy = f"torch.as_tensor({name})" if hasattr(value, "__array__") else "insum.einsum takes sparse formats; insum takes tensors and numbers"
-                self.fail(DtypeError, f"{name} is no tensor but a {what}", expected="a torch.Tensor, or a Python number for a scalar", remedy=remedy, passed=())
+                expected = "a torch.Tensor, or a Python number for a scalar"
+                self.fail(DtypeError, f"{name} is {_kind_name(value)}", span=self.span_of(name), expected=expected, remedy=_as_tensor(name, value), passed=())
             if isinstance(value, Tensor) and value.layout != torch.strided:
-                self.fail(
-                    DtypeError,
-                    f"{name} is a {value.layout} tensor",
-                    expected="a dense (strided) tensor",
-                    remedy=f"insum.einsum with a format made by insum.formats.COO.from_torch({name})",
-                    passed=(),
-                )
+                remedy = f"insum.einsum with a format made by insum.formats.COO.from_torch({name}), or {name}.to_dense()"
+                fact = f"{name} is a {str(value.layout).removeprefix('torch.')} tensor"
+                self.fail(DtypeError, fact, span=self.span_of(name), expected="a dense (strided) tensor", remedy=remedy, passed=())
 
     def check_names(self) -> None:
         missing = [name for name in self.reads if name not in self.kinds]
         if missing:
             passed = ", ".join(self.kinds) or "nothing"
             remedy = f"pass {missing[0]}={missing[0]}"
-            if missing[0] in {*variables(self.target), *variables(self.statement.value)}:
-                remedy = "an index variable has no value of its own; pass a tensor such as torch.arange(n)"
             self.fail(
                 BindingError,
                 f"unknown tensor {missing[0]!r}: the statement reads it, but it was not passed (passed: {passed})",
@@ -215,7 +208,7 @@ class _Binder:
                             f"{atom.tensor} indexes {access.tensor} but holds {dtype}",
                             span=atom.span,
                             expected="an integer tensor (any integer dtype)",
-                            remedy=f"{atom.tensor}.long()",
+                            remedy=f"{atom.tensor}.long()" if self.kinds[atom.tensor].device is not None else f"int({atom.tensor})",
                         )
 
     def check_value_dtypes(self) -> None:
@@ -391,14 +384,9 @@ class _Binder:
         low, high = index.offset + sum(min(0, r) for r in reach), index.offset + sum(max(0, r) for r in reach)
         bad = low if low < 0 else high
         if low < 0 or high >= limit:
-            fact = f"index {index} of {access.tensor} reaches {bad}, outside dimension {dim} of size {limit}"
-            self.fail(
-                IndexRangeError,
-                fact,
-                span=index.span,
-                expected=f"values from 0 to {limit - 1}",
-                remedy="pass smaller extents with sizes=, or pad the tensor first",
-            )
+            fact = f"index {index} of {access.tensor} {f'reaches {bad},' if index.terms else 'is'} outside dimension {dim} of size {limit}"
+            remedy = "pass smaller extents with sizes=, or pad the tensor first" if index.terms else f"make {access.tensor} larger, or correct the index"
+            self.fail(IndexRangeError, fact, span=index.span, expected=f"values from 0 to {limit - 1}" if limit else "no index at all", remedy=remedy)
 
     # --- dtypes ---
 
@@ -432,6 +420,19 @@ class _Binder:
 
 
 _COMPUTABLE = "one of " + ", ".join(sorted(str(d).removeprefix("torch.") for d in COMPUTABLE))
+
+
+def _kind_name(value: object) -> str:
+    if value is None:
+        return "None"
+    module = type(value).__module__.partition(".")[0]
+    return "a " + type(value).__name__ if module == "builtins" else f"a {module} {type(value).__name__}"
+
+
+def _as_tensor(name: str, value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"torch.tensor({name})"
+    return f"torch.as_tensor({name})" if hasattr(value, "__array__") else "insum.einsum takes sparse formats; insum takes tensors and numbers"
 
 
 def _equal(a: Size, b: Size) -> bool:

@@ -28,6 +28,7 @@ from insum.lang.expr import (
     Product,
     Statement,
     Var,
+    accesses,
     affine,
     names_of,
     product,
@@ -324,7 +325,9 @@ class _Parser:
         both = {statement.target.tensor, *tensors_of(statement)} & {*variables(statement.target), *variables(statement.value)}
         if both:
             name = min(both)
-            self._fail(f"{name!r} stands for a tensor and for an index variable", "give one of them another name", span=self.find(name))
+            access = next(a for a in (statement.target, *accesses(statement.target), *accesses(statement.value)) if a.tensor == name)
+            remedy = "give one of them another name" if access.indices else "an index variable has no value of its own; pass torch.arange(n) under another name"
+            self._fail(f"{name!r} stands for a tensor and for an index variable", remedy, span=access.span or self.find(name))
 
     def find(self, name: str) -> Span:
         return next(t.span for t in self.tokens if t.kind == "name" and t.text == name)

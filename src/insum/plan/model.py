@@ -20,6 +20,8 @@ SPLIT_AT = 128
 LEAVE_WHOLE = 64
 #: Programs that fill a device twice over; fewer than this and a long reduction is cut into pieces.
 ENOUGH_PROGRAMS = 264
+#: Shared memory for the operands of one program.
+PIPELINE_BYTES = 72 * 1024
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -43,7 +45,8 @@ def inner_extent(plan: Plan, extents: Mapping[str, int]) -> int:
 def first_guess(plan: Plan, extents: Mapping[str, int]) -> Config:
     """The config used when nobody tuned."""
     if plan.strategy == "unrolled":
-        return Config(m=4, n=min(64, power_of_two(extent(plan.roles.n, extents))), warps=4, stages=1)
+        n = min(64, power_of_two(extent(plan.roles.n, extents)))
+        return Config(m=max(1, 64 // n) if plan.roles.m else 1, n=n, warps=1, stages=1)
     if plan.roles.dot:
         return _for_dot(plan, extents)
     if plan.segment:
@@ -61,8 +64,11 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
     if size == 4 and n <= 16:
         m = min(m_all, 128)
     m, n = _held(plan, extents, m, n)
+    k = _k_tile(plan, extents, size)
     warps = 8 if m * n >= 128 * 256 else 4
-    return Config(m=m, n=n, k=_k_tile(plan, extents, size), warps=warps, stages=3 if size == 2 else 2)
+    # As many buffers as leave room for three programs on a multiprocessor: their waits overlap better than deeper pipelines do.
+    stages = max(2, min(3, PIPELINE_BYTES // ((m + n) * k * size)))
+    return Config(m=m, n=n, k=k, warps=warps, stages=stages)
 
 
 def _held(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> tuple[int, int]:
@@ -101,7 +107,8 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
     n, k, m = (power_of_two(extent(a, extents)) if a else 1 for a in (plan.roles.n, plan.roles.k, plan.roles.m))
     if plan.onehot >= 0:
         m, n = _held(plan, extents, min(m, 16), min(n, 64))
-        return Config(m=m, n=n, k=min(k, 4), warps=4, stages=1)
+        k = min(k, 16)
+        return Config(m=m, n=n, k=k, warps=max(1, min(4, m * n * k // 2048)), stages=2)
     n = min(n, 128)
     k = min(k, max(4, 1024 // n)) if plan.roles.k else 1
     m = min(m, max(1, 2048 // (n * k)))

@@ -37,7 +37,11 @@ ONEHOT_UP_TO = 64
 ONEHOT_WORK = 2048
 ONEHOT_POINTS = 4096
 #: Longer patterns than this are not unrolled: the code would outgrow the instruction cache and the registers.
-UNROLL_POINTS = 1024
+UNROLL_POINTS = 512
+#: A pattern this short that keeps coming back is taken for a constant, promise or no promise.
+PROMOTE_POINTS = 128
+#: An inverse index table may have this many places per entry of the index.
+INVERT_UP_TO = 2
 _TRITON = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -99,10 +103,16 @@ def prepare(problem: Problem, term: Term, values: Mapping[str, Value], wishes: W
     return _Preparation(problem, term, values, wishes).run()
 
 
+def index_reads(problem: Problem, term: Term) -> tuple[Access, ...]:
+    """Every access of a term, the target's included, that stands in an index."""
+    exprs = (problem.statement.target, *term.factors)
+    return tuple(a for e in exprs for access in accesses(e) for i in access.indices for _, a in i.terms if isinstance(a, Access))
+
+
 class _Preparation:
     def __init__(self, problem: Problem, term: Term, values: Mapping[str, Value], wishes: Wishes) -> None:
         self.problem, self.term, self.values, self.wishes = problem, term, values, wishes
-        self.taken = names_of(problem.statement) | {"out", "work", "seg_start", "seg_end", "seg_row"}
+        self.taken = names_of(problem.statement)
         self.row, self.slot, self.flat = (fresh(name, self.taken) for name in ("row", "slot", "flat"))
         self.reduce = {"=": "sum", "+=": "sum", "max=": "max", "min=": "min"}[problem.statement.operator]
         self.tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
@@ -147,6 +157,9 @@ class _Preparation:
             if wished != "segment" and not self.wishes.deterministic and self.atomic_has_dot(draft) and not self.segment_has_dot(draft, scatter, anchor):
                 return self.atomic(draft, f"its tiles hold several entries of {name}")
             return self.segmented(draft, scatter, anchor)
+        inverted = self.inverted(draft, scatter, anchor, facts) if wished == "auto" else None
+        if inverted is not None:
+            return inverted
         if wished == "segment" or self.wishes.deterministic or not self.tiles_scatter(draft, scatter):
             return self.sorted_once(draft, scatter, anchor, facts)
         return self.atomic(draft, f"{name} is not sorted, and its tiles hold several entries of it")
@@ -265,6 +278,31 @@ class _Preparation:
         self.to_rows(draft, scatter, base, slot)
         return self.finish(draft, "segment", fill=False)
 
+    def inverted(self, draft: _Draft, scatter: Scatter, anchor: Tensor, facts: IndexFacts) -> Prepared | None:
+        """Where the other variables fix the scattered one (a neighbour table), the scatter is a gather through the inverse table."""
+        if len(scatter.variables) < 2 or not self.tiles_scatter(draft, scatter):
+            return None
+        dim = max(range(anchor.dim()), key=lambda d: anchor.shape[d])
+        if scatter.variables[dim] not in {v for f in draft.factors for v in variables(f)}:
+            return None  # the value does not depend on the inverted variable, so nothing would mask absent points
+        rows = int(self.problem.shape[scatter.dim])
+        if rows * (anchor.numel() // max(1, anchor.shape[dim])) > INVERT_UP_TO * anchor.numel():
+            return None
+        table = _kept(facts, ("inverse", dim, rows), lambda: _inverse(anchor, dim, rows))
+        if table is None:
+            return None
+        name = fresh(f"{scatter.access.tensor}_inverse", self.taken)
+        draft.why.append(f"{scatter.access.tensor} has an inverse table")
+        draft.arrays[name] = table
+        draft.padded.add(name)
+        draft.padded.discard(scatter.access.tensor)
+        var = scatter.variables[dim]
+        indices = tuple(index_of(self.row if v == var else v) for v in scatter.variables)
+        draft.factors = tuple(substitute(f, {var: Affine(((1, Access(name, indices)),))}) for f in draft.factors)
+        draft.target = Access(draft.target.tensor, tuple(index_of(self.row) if d == scatter.dim else i for d, i in enumerate(draft.target.indices)))
+        draft.extents[self.row] = rows
+        return self.finish(draft, "store", fill=False)
+
     def positions(self, draft: _Draft, scatter: Scatter, anchor: Tensor, order: Tensor, facts: IndexFacts, through: Affine) -> dict[str, Affine]:
         """Each scattered variable as an array over the sorted entries."""
         if len(scatter.variables) == 1:
@@ -307,7 +345,7 @@ class _Preparation:
 
     def unrolled(self, draft: _Draft) -> Prepared | None:
         """Every index tensor's entries become constants of straight-line code, if there are few and all are declared constant."""
-        reads = [a for e in (draft.target, *draft.factors) for access in accesses(e) for i in access.indices for _, a in i.terms if isinstance(a, Access)]
+        reads = index_reads(self.problem, self.term)
         names = tuple(dict.fromkeys(a.tensor for a in reads))
         forced = self.wishes.settings.scatter == "unrolled"
         over = tuple(dict.fromkeys(v for a in reads for v in variables(a)))
@@ -461,6 +499,23 @@ def _sorted(anchor: Tensor, rows: int) -> tuple[Tensor, Segments]:
     values, order = torch.sort(flat, stable=True)
     small = torch.int32 if flat.numel() < 2**31 else torch.int64
     return order.to(small), segments(values, rows)
+
+
+def _inverse(anchor: Tensor, dim: int, rows: int) -> Tensor | None:
+    """``inverse[.., y, ..] = x`` where ``anchor[.., x, ..] = y``, -1 where there is none; None where two x share a y."""
+    lines = anchor.movedim(dim, -1).reshape(-1, anchor.shape[dim])
+    present = lines >= 0
+    line = torch.arange(lines.shape[0], device=anchor.device)[:, None]
+    flat = torch.where(present, line * rows + lines.long(), lines.shape[0] * rows)
+    taken = torch.zeros(lines.shape[0] * rows + 1, dtype=torch.int32, device=anchor.device)
+    taken.index_add_(0, flat.reshape(-1), present.reshape(-1).to(torch.int32))
+    if bool((taken > 1).any()):
+        return None
+    inverse = torch.full((lines.shape[0] * rows + 1,), -1, dtype=torch.int32, device=anchor.device)
+    inverse[flat.reshape(-1)] = torch.arange(anchor.shape[dim], device=anchor.device, dtype=torch.int32).expand_as(lines).reshape(-1)
+    inverse[-1] = -1
+    shape = [s for d, s in enumerate(anchor.shape) if d != dim]
+    return inverse[:-1].reshape(*shape, rows).movedim(-1, dim).contiguous()
 
 
 def _position(anchor: Tensor, order: Tensor, dim: int) -> Tensor:

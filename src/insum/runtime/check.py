@@ -20,7 +20,6 @@ from insum.lang.expr import Access, Affine, Var, accesses, variables
 from insum.plan.facts import facts_of, known
 from insum.settings import settings
 
-
 #: torch finds no least and greatest of these.
 _UNORDERED = (torch.uint16, torch.uint32, torch.uint64)
 
@@ -41,6 +40,8 @@ class Use:
 
 def uses_of(problem: Problem) -> tuple[Use, ...]:
     """Every indexed dimension of the statement that has a point, those inside an index before those around it."""
+    if problem.device.type == "meta":
+        return ()
     live = [t for t in problem.terms if all(problem.extents[v] != 0 for v in t.variables)]
     if not live:
         return ()
@@ -175,7 +176,7 @@ def _evaluated(problem: Problem, index: Affine, values: Mapping[str, Value], poi
         for _, there in places:
             present = present & there
         value = torch.as_tensor(values[atom.tensor]).long()[tuple(torch.where(there, place, 0) for place, there in places)].to(problem.device)
-        present = present & (value >= 0) if atom.tensor in problem.padded else present
+        present = present & (value != -1) if atom.tensor in problem.padded else present
         total = total + by * value
     return total, present
 
@@ -188,9 +189,12 @@ def _complain(problem: Problem, use: Use, values: Mapping[str, Value], point: di
     at = f" (at {at})" if at and not isinstance(atom, Access) else ""
     fact = f"{where} is {value}{at}, but it indexes dimension {use.dim} of {use.access.tensor}, which has size {use.limit}"
     remedy = "a negative index does not count from the end" if value < 0 else f"make {use.access.tensor} larger, or correct the index"
-    if value == -1 and isinstance(atom, Access):
+    expected = f"values from 0 to {use.limit - 1}" if use.limit else "no index at all"
+    if isinstance(atom, Access) and atom.tensor in problem.padded:
+        expected += ", or -1 for an absent entry"
+    elif value == -1 and isinstance(atom, Access):
         remedy = f"where -1 marks an absent entry, pass padded=({atom.tensor!r},)"
-    raise problem.complain(IndexRangeError, fact, span=use.index.span, expected=f"values from 0 to {use.limit - 1}" if use.limit else "no index at all", remedy=remedy)
+    raise problem.complain(IndexRangeError, fact, span=use.index.span, expected=expected, remedy=remedy)
 
 
 def _place(access: Access, values: Mapping[str, Value], point: dict[str, int]) -> str:

@@ -25,7 +25,7 @@ from insum.plan import model
 from insum.plan.config import Config, power_of_two
 from insum.plan.facts import IndexFacts, facts_of
 from insum.plan.plan import Plan, Segment
-from insum.plan.prepare import CannotFuse, Prepared, Wishes, prepare
+from insum.plan.prepare import PROMOTE_POINTS, CannotFuse, Prepared, Wishes, index_reads, prepare
 from insum.plan.roles import Contraction
 from insum.plan.schedule import Segments, Tasks, tasks
 from insum.runtime import launch
@@ -35,11 +35,13 @@ _WIDE = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int6
 _launches: dict[object, _Program | str] = {}
 _MOST_LAUNCHES = 1024
 _said: set[str] = set()
+_OUT, _WORK = "out_at", "work_at"  # arguments that are no tensors of the statement; names of those end in _ptr
+_NOWHERE = contextlib.nullcontext()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _Launch:
-    """One kernel launch: ``arguments`` are constants, or names to look up among the call's tensors."""
+    """One kernel launch: ``arguments`` are constants, or ``names`` to look up among the call's tensors."""
 
     function: Any
     grid: tuple[int]
@@ -48,12 +50,27 @@ class _Launch:
     config: Config
     kernel: Kernel
     header: str
+    runner: Any = None  # the compiled kernel, for calls whose pointers are all aligned as the first such call's were
 
-    def __call__(self, tensors: Mapping[str, Any]) -> None:
+    def __call__(self, values: Mapping[str, Any], out: Tensor, work: Tensor | None) -> None:
         arguments = list(self.arguments)
+        aligned = True
         for position, name in self.names:
-            arguments[position] = tensors[name]
-        self.function[self.grid](*arguments, num_warps=self.config.warps, num_stages=self.config.stages)
+            value = out if name == _OUT else work if name == _WORK else values[name]
+            arguments[position] = value
+            if isinstance(value, Tensor) and value.data_ptr() % 16:
+                aligned = False
+        if aligned and self.runner is not None:
+            self.runner(*arguments)
+            return
+        compiled = self.function[self.grid](*arguments, num_warps=self.config.warps, num_stages=self.config.stages)
+        if aligned and compiled is not None and not any(self._is_number(values, name) for _, name in self.names):
+            self.runner = compiled[(self.grid[0], 1, 1)]
+
+    @staticmethod
+    def _is_number(values: Mapping[str, Any], name: str) -> bool:
+        """Numbers may be specialised by value, so calls that pass some look their kernel up anew."""
+        return isinstance(values.get(name), int | float)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,6 +91,12 @@ class _Program:
     steps: tuple[_Step, ...]
     buffer: torch.dtype | None
     start: bool | int | float
+    promote: tuple[str, ...]  # index tensors that become constants of the code once they have come back often enough
+    calls: list[int]
+
+
+#: A short pattern that comes back for this many calls is compiled into the code.
+_PROMOTE_AT = 3
 
 
 def run(problem: Problem, values: Mapping[str, Value], target: Tensor | None) -> Tensor | None:
@@ -101,27 +124,17 @@ def _execute(program: _Program, problem: Problem, values: Mapping[str, Value], t
 def _run_step(step: _Step, out: Tensor, values: Mapping[str, Value], start: bool | int | float, *, first: bool) -> None:
     if first and (step.atomic or step.prepared.fill or not step.launches):
         out.fill_(start)
-    if not step.launches:
-        return
-    tensors: dict[str, Any] = dict(values)
-    for name, (at, count) in step.prepared.views.items():
-        if name in values:
-            tensors[name] = _flattened(values[name], at, count)
-    tensors |= step.prepared.arrays
-    tensors["out"] = out
+    work = None
     if step.workspace:
-        tensors["work"] = torch.empty(step.workspace, dtype=_WIDE[step.prepared.plan.accumulator], device=out.device)
+        work = torch.empty(step.workspace, dtype=_WIDE[step.prepared.plan.accumulator], device=out.device)
     for one in step.launches:
-        one(tensors)
-
-
-def _flattened(value: Value, at: int, count: int) -> Tensor:
-    assert isinstance(value, Tensor)
-    return value.flatten(at, at + count - 1)
+        one(values, out, work)
 
 
 def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
+        return _NOWHERE
+    return torch.cuda.device(device)
 
 
 def _fall_back(problem: Problem, why: str) -> None:
@@ -150,14 +163,35 @@ def lookup(problem: Problem, values: Mapping[str, Value], target: Tensor | None)
     facts = [facts_of(value) for name in anchors if isinstance(value := values[name], Tensor)]
     table: dict[object, Any] = facts[0].derived if facts else _launches
     strides = tuple(v.stride() if isinstance(v, Tensor) else None for v in values.values())
-    key = (id(problem), strides, target.stride() if target is not None else None, wishes, tuple(f.serial for f in facts))
+    key = (id(problem), strides, target.stride() if target is not None else None, wishes, tuple((f.serial, f.constant) for f in facts))
     program = table.get(key)
+    if program is not None and program.__class__ is _Program and program.promote and _promoted(program, values):
+        return lookup(problem, values, target)
     if program is None:
         program = _build(problem, values, target, wishes)
         if table is _launches and len(_launches) >= _MOST_LAUNCHES:
             _launches.clear()
         table[key] = program
     return program
+
+
+def _promoted(program: _Program, values: Mapping[str, Value]) -> bool:
+    """Whether this call is the one at which a pattern that keeps coming back is taken for a constant."""
+    program.calls[0] += 1
+    if program.calls[0] != _PROMOTE_AT or torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return False
+    for name in program.promote:
+        facts_of(values[name]).constant = True  # type: ignore[arg-type]
+    return True
+
+
+def _promotable(problem: Problem, prepared: Sequence[Prepared]) -> tuple[str, ...]:
+    """Index tensors of a short pattern that scatters into registers: straight-line code is faster still."""
+    if len(prepared) != 1 or prepared[0].plan.strategy != "onehot" or settings.scatter != "auto":
+        return ()
+    reads = index_reads(problem, problem.terms[0])
+    points = math.prod(int(problem.extents[v]) for v in dict.fromkeys(v for a in reads for v in variables(a)))
+    return tuple(dict.fromkeys(a.tensor for a in reads)) if points <= PROMOTE_POINTS else ()
 
 
 def _unusable(problem: Problem) -> str:
@@ -200,7 +234,7 @@ def _build(problem: Problem, values: Mapping[str, Value], target: Tensor | None,
     for one in prepared:
         steps.append(_step(problem, one, values, target, wishes, several=len(prepared) > 1))
     buffer = wide if half and (len(prepared) > 1 or any(s.atomic for s in steps)) else None
-    return _Program(problem, tuple(steps), buffer, identity(problem.statement.operator, buffer or problem.dtype))
+    return _Program(problem, tuple(steps), buffer, identity(problem.statement.operator, buffer or problem.dtype), _promotable(problem, prepared), [0])
 
 
 def _step(problem: Problem, prepared: Prepared, values: Mapping[str, Value], target: Tensor | None, wishes: Wishes, *, several: bool) -> _Step:
@@ -240,7 +274,7 @@ class _Builder:
         kernel = emit(self.plan, config, shape, prefetch=self.wishes.settings.prefetch)
         extra: dict[str, Any] = {"piece_count": pieces}
         if self.prepared.segments:
-            extra |= {"seg_start_ptr": self.prepared.segments.start, "seg_end_ptr": self.prepared.segments.end}
+            extra |= {"seg_start_at": self.prepared.segments.start, "seg_end_at": self.prepared.segments.end}
         programs = self.tile_count(config) * pieces * math.prod(self.extents[v] for v in self.plan.roles.grid)
         one = self.launch(self.plan, config, kernel, programs, extra)
         return _Step(self.prepared, (one,), (), self.plan.strategy == "atomic" or pieces > 1)
@@ -298,7 +332,7 @@ class _Builder:
     def row_launch(self, plan: Plan, config: Config, work: Tasks, first: int, last: int) -> _Launch:
         shape = replace(self.shape(config, 1), even_m=False, inner=1)
         kernel = emit(plan, config, shape, prefetch=False)
-        extra = {"seg_start_ptr": work.start, "seg_end_ptr": work.end, "seg_row_ptr": work.row, "task_first": first, "task_last": last}
+        extra = {"seg_start_at": work.start, "seg_end_at": work.end, "seg_row_at": work.row, "task_first": first, "task_last": last}
         return self.launch(plan, config, kernel, self.row_programs(plan, config, last - first), extra)
 
     def row_programs(self, plan: Plan, config: Config, count: int) -> int:
@@ -317,9 +351,9 @@ class _Builder:
         base = model.first_guess(plan, self.extents)
         config = replace(base, m=1, k=power_of_two(min(8, max(1, work.slots))), warps=1)
         kernel = emit(plan, config, Shape(even_n=self.shape(config, 1).even_n), prefetch=False)
-        extra = {"seg_start_ptr": work.split_start, "seg_end_ptr": work.split_end, "seg_row_ptr": work.split_rows, "task_first": 0, "task_last": work.split_rows.numel()}
+        extra = {"seg_start_at": work.split_start, "seg_end_at": work.split_end, "seg_row_at": work.split_rows, "task_first": 0, "task_last": work.split_rows.numel()}
         sizes = (work.slots, *(self.extents[v] for v in others))
-        extra |= {f"work_s{d}": math.prod(sizes[d + 1 :]) for d in range(len(sizes))}
+        extra |= {"work_ptr": _WORK} | {f"work_s{d}": math.prod(sizes[d + 1 :]) for d in range(len(sizes))}
         return self.launch(plan, config, kernel, self.row_programs(plan, config, work.split_rows.numel()), extra)
 
     # --- unrolled patterns ---
@@ -348,17 +382,22 @@ class _Builder:
         """A constant, or the name of a tensor of the call."""
         if name in extra:
             return extra[name]
+        if name in (_OUT, _WORK):
+            return name
+        if name.startswith("out_stride"):
+            return self.out_stride(int(name.removeprefix("out_stride")))
         base, _, suffix = name.rpartition("_")
         if suffix in ("ptr", "number"):
-            return base
+            return self.prepared.arrays.get(base, base)
         if suffix == "size":
             return self.extents[base]
         return self.stride(base, int(suffix[1:]))
 
+    def out_stride(self, dim: int) -> int:
+        shape = [int(s) for s in self.problem.shape]
+        return self.target.stride(dim) if self.target is not None and not self.buffered() else math.prod(shape[dim + 1 :])
+
     def stride(self, tensor: str, dim: int) -> int:
-        if tensor == "out":
-            shape = [int(s) for s in self.problem.shape]
-            return self.target.stride(dim) if self.target is not None and not self.buffered() else math.prod(shape[dim + 1 :])
         if tensor in self.prepared.arrays:
             return self.prepared.arrays[tensor].stride(dim)
         value = self.values[tensor]

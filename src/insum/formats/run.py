@@ -1,0 +1,216 @@
+"""Running a rewritten statement: arguments cut out of formats and tensors, results put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from insum import api
+from insum.errors import BindingError, DeviceError
+from insum.formats.convert import SparseFormat
+from insum.formats.entries import padded_to
+from insum.formats.rewrite import Piece, Rewrite, rewrite
+from insum.formats.spell import Source
+from insum.lang.bind import Size, Value
+
+Operand: TypeAlias = SparseFormat | Value
+Sizes: TypeAlias = Mapping[str | int, Size | Sequence[Size]]
+
+
+def rewritten(text: str, given: Mapping[str, Operand], dense_output: bool) -> Rewrite:
+    """The rewritten form of a statement for these operands; remembered by text and kinds."""
+    return rewrite(text, _signature(given), dense_output)
+
+
+def _signature(given: Mapping[str, Operand]) -> tuple[tuple[object, ...], ...]:
+    """What rewriting depends on: kinds, ranks, groups, blocks, and which index arrays are the same object."""
+    seen: list[Tensor] = []
+    return tuple(_signature_of(name, x, seen) for name, x in given.items())
+
+
+def _signature_of(name: str, x: Operand, seen: list[Tensor]) -> tuple[object, ...]:
+    if not isinstance(x, SparseFormat):
+        return name, x.ndim if isinstance(x, Tensor) else 0
+    rank, kind, dims, block, places, even = x.signature
+    numbers = tuple(_number(_array(x, *place), seen) if isinstance(place, tuple) else place for place in places)
+    return name, rank, kind, dims, block, numbers, x.values is None, even
+
+
+def _array(x: SparseFormat, field: str, number: int) -> Tensor:
+    held: Tensor | tuple[Tensor, ...] = getattr(x, field)
+    return held if isinstance(held, Tensor) else held[number]
+
+
+def _number(array: Tensor, seen: list[Tensor]) -> int:
+    for number, other in enumerate(seen):
+        if other is array:
+            return number
+    seen.append(array)
+    return len(seen) - 1
+
+
+# --- running ---
+
+
+class Call:
+    """One call: the rewritten form and the operands."""
+
+    def __init__(
+        self,
+        plan: Rewrite,
+        given: Mapping[str, Operand],
+        out_shape: Sequence[Size] | None = None,
+        sizes: Sizes | None = None,
+    ) -> None:
+        self.plan, self.given, self.out_shape, self.sizes = plan, given, out_shape, sizes
+
+    def run(self) -> Any:
+        extents = self.check()
+        passed = self.given.get(self.plan.target)
+        if self.plan.result_like:
+            return self.sparse(passed)
+        shape = self.shape(extents)
+        if passed is None:
+            results = [self.dense(piece, shape) for piece in self.plan.pieces]
+            return results[0] if len(results) == 1 else _sum(results)
+        for piece in self.plan.pieces:
+            self.into(piece, passed, shape)
+        return passed
+
+    def check(self) -> dict[str, Size]:
+        """Extents of all index variables, the same wherever they stand, and one device."""
+        extents: dict[str, Size] = {}
+        for variable, places in self.plan.places:
+            found = [(self.given[name].shape[dim], name, dim) for name, dim in places]  # type: ignore[union-attr]
+            extents[variable] = found[0][0]
+            for size, name, dim in found[1:]:
+                if size != found[0][0]:
+                    first = f"{found[0][0]} in {found[0][1]} (dimension {found[0][2]})"
+                    fact = f"index {variable!r} has two extents: {first} and {size} in {name} (dimension {dim})"
+                    raise BindingError(
+                        fact, statement=self.plan.text, passed=self.passed(), remedy="check the order of the indices, or use another name for one of them"
+                    )
+        self.check_devices()
+        return extents
+
+    def check_devices(self) -> None:
+        devices = [(name, x.device) for name, x in self.given.items() if isinstance(x, SparseFormat) or isinstance(x, Tensor) and x.ndim]
+        for name, device in devices[1:]:
+            if device != devices[0][1]:
+                fact = f"{devices[0][0]} is on {devices[0][1]} but {name} is on {device}"
+                raise DeviceError(fact, statement=self.plan.text, expected="all operands on one device", remedy=f"{name}.to({str(devices[0][1])!r})")
+
+    def passed(self) -> list[str]:
+        return [f"{name}: {type(x).__name__} {tuple(x.shape)}" if isinstance(x, SparseFormat | Tensor) else f"{name}: {x!r}" for name, x in self.given.items()]
+
+    def shape(self, extents: Mapping[str, Size]) -> tuple[Size, ...] | None:
+        """The shape of the output, where index variables and options tell it."""
+        if self.out_shape is not None:
+            return tuple(self.out_shape)
+        told: dict[Any, Any] = dict(self.sizes or {})
+        if self.plan.target in told:
+            return tuple(told[self.plan.target])
+        found = [extents.get(name, told.get(name)) if name is not None else told.get(dim) for dim, name in enumerate(self.plan.dims)]
+        return None if any(size is None for size in found) else tuple(size for size in found if size is not None)
+
+    # --- outputs ---
+
+    def dense(self, piece: Piece, shape: tuple[Size, ...] | None) -> Tensor:
+        """A new dense tensor."""
+        if shape is None:
+            if piece.splits:
+                raise BindingError("the shape of the output is not known", statement=self.plan.text, passed=self.passed(), remedy="out_shape=(...)")
+            return api.insum(piece.statement, sizes=self.sizes, padded=piece.padded, **self.arguments(piece))
+        split = _split_shape(shape, piece.splits)
+        result = api.insum(piece.statement, out_shape=split, sizes=self.other_sizes(), padded=piece.padded, **self.arguments(piece))
+        return _joined(result, shape, piece.splits)
+
+    def other_sizes(self) -> dict[str | int, Size | Sequence[Size]]:
+        """``sizes=`` of variables that stand alone in no operand and not on the left."""
+        told = {name for name, _ in self.plan.places} | {self.plan.target, *(d for d in self.plan.dims if d)}
+        return {key: size for key, size in (self.sizes or {}).items() if isinstance(key, str) and key not in told}
+
+    def into(self, piece: Piece, target: Operand, shape: tuple[Size, ...] | None) -> None:
+        """Accumulate into a dense tensor: in place through a view where blocks divide it."""
+        if not isinstance(target, Tensor):
+            raise BindingError(f"{self.plan.target} is a {type(target).__name__}", statement=self.plan.text, expected="a tensor to accumulate into")
+        if all(target.shape[dim] % size == 0 for dim, size in piece.splits):
+            view = target.view(_split_shape(target.shape, piece.splits))
+            api.insum(piece.statement, padded=piece.padded, **{**self.arguments(piece), self.plan.target: view})
+        else:
+            target += self.dense(piece, tuple(target.shape))
+
+    def sparse(self, passed: Operand | None) -> SparseFormat:
+        """The pattern of an operand with new values."""
+        like = self.given[self.plan.result_like]
+        assert isinstance(like, SparseFormat)
+        shape = (*like.positions, *(like.block_shape_or_none or ()))
+        if passed is None:
+            results = [api.insum(p.statement, out_shape=shape, padded=p.padded, **self.arguments(p)) for p in self.plan.pieces]
+            values = results[0] if len(results) == 1 else _sum(results)
+            return like.with_values(values).permute(*self.plan.permutation)
+        if not isinstance(passed, SparseFormat) or passed.values is None:
+            raise BindingError(
+                f"the output {self.plan.target} is a pattern and has no values to accumulate into", statement=self.plan.text, remedy="with_values(...)"
+            )
+        for p in self.plan.pieces:
+            api.insum(p.statement, padded=p.padded, **{**self.arguments(p), self.plan.target: passed.values})
+        return passed
+
+    # --- arguments ---
+
+    def arguments(self, piece: Piece) -> dict[str, Any]:
+        return {source.name: self.argument(source, piece) for source in piece.sources}
+
+    def argument(self, source: Source, piece: Piece) -> Value:
+        x = self.given[source.operand]
+        if not isinstance(x, SparseFormat):
+            return _split(x, source.splits, source.is_index) if isinstance(x, Tensor) and source.splits else x
+        match source.field:
+            case "values" if x.values is not None:
+                return x.values
+            case "values" | "ones":
+                return x.ones(self.dtype(piece))
+            case "unit":
+                return torch.ones((), dtype=self.dtype(piece), device=x.device).expand(x.grid[source.number])
+            case field:
+                return _array(x, field, source.number)
+
+    def dtype(self, piece: Piece) -> torch.dtype:
+        """A dtype for ones that changes nothing: that of the first values in the statement."""
+        for source in piece.sources:
+            x = self.given[source.operand]
+            if not source.is_index and isinstance(x, SparseFormat | Tensor) and x.dtype is not None and source.field in ("", "values"):
+                return x.dtype
+        return torch.get_default_dtype()
+
+
+def _sum(results: Sequence[Tensor]) -> Tensor:
+    total = results[0]
+    for result in results[1:]:
+        total = total + result
+    return total
+
+
+def _split(x: Tensor, splits: tuple[tuple[int, int], ...], is_index: bool) -> Tensor:
+    """Dimensions cut into blocks, the last block padded: with zeros, or with -1 where the tensor is an index."""
+    shape = list(x.shape)
+    for dim, size in splits:
+        shape[dim] = -(-shape[dim] // size) * size
+    return padded_to(x, shape, -1 if is_index else 0).view(_split_shape(shape, splits))
+
+
+def _split_shape(shape: Sequence[Size], splits: tuple[tuple[int, int], ...]) -> tuple[Size, ...]:
+    sizes = dict(splits)
+    return tuple(part for dim, size in enumerate(shape) for part in ((-(-size // sizes[dim]), sizes[dim]) if dim in sizes else (size,)))
+
+
+def _joined(x: Tensor, shape: Sequence[Size], splits: tuple[tuple[int, int], ...]) -> Tensor:
+    """The opposite of `_split`: blocks put together and cut to shape."""
+    for dim, _ in splits:
+        x = x.flatten(dim, dim + 1)
+        x = x if x.shape[dim] == shape[dim] else x.narrow(dim, 0, shape[dim])
+    return x
