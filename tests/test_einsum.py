@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from insum import einsum
-from insum.einsum import explain_einsum
+from insum.einsum import einsum, explain_einsum
 from insum.errors import BindingError, StatementError, UnsupportedError
 from insum.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, NeighborTable, SparseFormat
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from insum import api
 from insum.errors import BindingError, StatementError
+from insum.explain import Explanation
 from insum.formats.convert import SparseFormat
 from insum.formats.notation import torch_notation
 from insum.formats.rewrite import Piece
@@ -54,18 +56,22 @@ def einsum(
     return Call(plan, given, out_shape, sizes).run()
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """What `einsum` makes of a statement: prints the rewritten statements and where each of their arguments comes from."""
+@dataclass(frozen=True, repr=False)
+class EinsumExplanation:
+    """What `einsum` makes of a statement: the rewritten statements, where their arguments come from, and what each would do."""
 
     statement: str
     statements: tuple[str, ...]
-    text: str
+    rewriting: str
+    parts: tuple[Explanation, ...]
 
     def __str__(self) -> str:
-        return self.text
+        return "\n\n".join([self.rewriting, *map(str, self.parts)])
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
 
 
 def explain_einsum(
@@ -75,13 +81,13 @@ def explain_einsum(
     out_shape: Sequence[Size] | None = None,
     sizes: Mapping[str | int, Size | Sequence[Size]] | None = None,
     **named: Operand,
-) -> Explanation:
-    """The rewritten form of a call of `einsum`, without running it.
+) -> EinsumExplanation:
+    """The rewritten form of a call of `einsum` and what it would do. Nothing is computed.
 
     >>> import torch
     >>> from insum.formats import GroupCOO
     >>> A = GroupCOO.from_dense(torch.eye(4), group_size=1)
-    >>> print(explain_einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=torch.ones(4, 2)))
+    >>> print(explain_einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=torch.ones(4, 2)).rewriting)
     C[m,n] = A[m,k] * B[k,n]
       A: GroupCOO(shape=(4, 4), float32, nnz=4, groups=4, group_size=1, group_dims=(0,), padding=0.0%, 48 bytes, cpu)
     becomes
@@ -93,15 +99,14 @@ def explain_einsum(
     text, given = _named(statement, operands, named)
     sparse = {name: x for name, x in given.items() if isinstance(x, SparseFormat)}
     if not sparse:
-        return Explanation(text, (text,), text)
+        return EinsumExplanation(text, (text,), text, (api.explain(text, out_shape=out_shape, sizes=sizes, **given),))  # type: ignore[arg-type]
     call = Call(rewritten(text, given, dense_output), given, out_shape, sizes)
-    call.check()
     lines = [text, *(f"  {name}: {x!r}" for name, x in sparse.items()), "becomes"]
     for piece in call.plan.pieces:
         lines += [f"  {piece.statement}", *(f"    {source.name}: {_origin(source, piece)}" for source in piece.sources if source.field or source.splits)]
     if call.plan.result_like:
         lines.append(f"  with the pattern of {call.plan.result_like}")
-    return Explanation(text, tuple(piece.statement for piece in call.plan.pieces), "\n".join(lines))
+    return EinsumExplanation(text, tuple(piece.statement for piece in call.plan.pieces), "\n".join(lines), tuple(call.explained()))
 
 
 def _origin(source: Source, piece: Piece) -> str:

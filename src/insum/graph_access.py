@@ -132,7 +132,7 @@ class Reader(Builder):
     def _mask(self, access: Access) -> Value:
         memo: dict[Access, Value] = self.__dict__.setdefault("_masks", {})
         if access not in memo:
-            value = self.read(access)
+            value = self.as_tensor(self.read(access), torch.int64)
             memo[access] = Value(self.call(torch.ge, value.node, 0, name=label(access, "present")), value.vars, torch.bool, True)
         return memo[access]
 

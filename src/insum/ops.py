@@ -153,6 +153,8 @@ def encode(request: Request, values: Mapping[str, Value]) -> Arguments:
     """A request and its values as arguments that a torch op can take; a shape among the sizes is spelt ``name#length``."""
     tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
     numbers = {n: v for n, v in values.items() if not isinstance(v, Tensor)}
+    if not _can_encode(request, numbers):
+        request.bind(values)  # which says what is wrong; torch would only say that the op's schema does not fit
     keys: list[str] = []
     sizes: list[Size] = []
     for key, size in request.sizes:
@@ -160,6 +162,12 @@ def encode(request: Request, values: Mapping[str, Value]) -> Arguments:
         sizes += size if isinstance(size, tuple) else (size,)
     padded = ",".join(request.padded)
     return request.statement, ",".join(tensors), list(tensors.values()), ",".join(numbers), list(numbers.values()), ";".join(keys), sizes, padded, request.dtype
+
+
+def _can_encode(request: Request, numbers: Mapping[str, Value]) -> bool:
+    sizes = [s for _, size in request.sizes for s in (size if isinstance(size, tuple) else (size,))]
+    keys_fit = all(isinstance(key, str | int) for key, _ in request.sizes)
+    return keys_fit and all(isinstance(s, int | torch.SymInt) for s in sizes) and all(isinstance(n, bool | int | float | complex) for n in numbers.values())
 
 
 def decode(arguments: Sequence[Any]) -> tuple[Request, dict[str, Value]]:
@@ -171,7 +179,7 @@ def decode(arguments: Sequence[Any]) -> tuple[Request, dict[str, Value]]:
     rest = list(sizes)
     for key in _split(keys, ";"):
         name, mark, length = key.partition("#")
-        read.append((name, tuple(rest.pop(0) for _ in range(int(length))) if mark else rest.pop(0)))
+        read.append((int(name) if name.isdigit() else name, tuple(rest.pop(0) for _ in range(int(length))) if mark else rest.pop(0)))
     return Request(statement, tuple(read), tuple(_split(padded, ",")), dtype), values
 
 

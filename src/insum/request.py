@@ -56,7 +56,7 @@ def request_of(statement: str, out_shape: Sequence[Size] | None, sizes: SizesArg
         if not isinstance(sizes, Mapping):
             remedy = "the whole shape of the output is given as out_shape="
             raise BindingError(f"sizes is {sizes!r}", statement=statement, expected="a dict such as {'i': 8}", remedy=remedy)
-        given += tuple((k, _integer(v) if not isinstance(v, Sequence) else _shape(statement, f"sizes[{k!r}]", v)) for k, v in sizes.items())
+        given += tuple((k, _integer(v) if isinstance(v, str) or not isinstance(v, Sequence) else _shape(statement, f"sizes[{k!r}]", v)) for k, v in sizes.items())
     if not isinstance(padded, Iterable):
         raise BindingError(f"padded is {padded!r}", statement=statement, expected="names of index tensors", remedy="padded=('D',)")
     return Request(statement, given, (padded,) if isinstance(padded, str) else tuple(padded))

@@ -7,6 +7,7 @@ loop-invariant loads are hoisted by construction.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -334,20 +335,26 @@ class Emitter:
     def evaluate(self, expr: Expr, dtype: str) -> Val:
         match expr:
             case Number(value):
-                return Val(repr(value))
+                return Val(repr(value) if math.isfinite(value) else f'float("{value}")')
             case Access(tensor, ()) if tensor in self.plan.numbers:
                 return Val(self.arg(f"{tensor}_number"))
             case Access():
                 loaded = self.load(expr)
                 return loaded if dict(self.plan.kinds)[expr.tensor] == dtype else Val(f"{loaded.text}.to(tl.{dtype})", loaded.axes, loaded.stage)
             case Call(function, args):
-                values = [self.evaluate(a, dtype) for a in args]
+                values = [self.argument(a, dtype) for a in args]
                 axes = union(*(v.axes for v in values))
                 return Val(call(function, [v.over(axes) for v in values], dtype), axes, max(v.stage for v in values))
             case Product(factors):
                 return combine([self.evaluate(f, dtype) for f in factors], "*")
             case Sum(terms):
                 return Val(f"({(total := combine([self.evaluate(t, dtype) for t in terms], '+')).text})", total.axes, total.stage)
+
+    def argument(self, expr: Expr, dtype: str) -> Val:
+        """An argument of a function; numbers alone have no dtype yet, and functions want one."""
+        value = self.evaluate(expr, dtype)
+        typed = any(a.tensor not in self.plan.numbers for a in accesses(expr, nested=False))
+        return value if typed else Val(f"tl.full([], {value.text}, tl.{dtype})", value.axes, value.stage)
 
     def prepare_masks(self) -> None:
         """Load every padded index tensor first, so that all other loads know the points that are absent."""
@@ -672,7 +679,7 @@ def _distinct(values: list[Val]) -> list[Val]:
 
 def _register_axes(scattered: str, other: tuple[str, ...]) -> tuple[str, ...]:
     """Order of the register tile: (I, N) when M is scattered, (M, I) when N is; no transposition either way."""
-    return (*other, "I") if scattered == "N" else ("I", *other)
+    return union((*other, "I"))
 
 
 def _wrapped(arguments: list[str], width: int = 120) -> list[str]:

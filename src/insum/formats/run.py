@@ -10,6 +10,7 @@ from torch import Tensor
 
 from insum import api
 from insum.errors import BindingError, DeviceError
+from insum.explain import Explanation
 from insum.formats.convert import SparseFormat
 from insum.formats.entries import padded_to
 from insum.formats.rewrite import Piece, Rewrite, rewrite
@@ -73,12 +74,16 @@ class Call:
         if self.plan.result_like:
             return self.sparse(passed)
         shape = self.shape(extents)
-        if passed is None:
-            results = [self.dense(piece, shape) for piece in self.plan.pieces]
-            return results[0] if len(results) == 1 else _sum(results)
-        for piece in self.plan.pieces:
-            self.into(piece, passed, shape)
-        return passed
+        if passed is not None:
+            return self.into(passed, shape)
+        return _sum([self.dense(piece, shape) for piece in self.plan.pieces])
+
+    def explained(self) -> list[Explanation]:
+        """What each statement would do."""
+        extents = self.check()
+        like = self.given.get(self.plan.result_like)
+        shape = self.values_shape(like) if isinstance(like, SparseFormat) else self.shape(extents)
+        return [api.explain(p.statement, **self.options(p, shape), **self.arguments(p)) for p in self.plan.pieces]
 
     def check(self) -> dict[str, Size]:
         """Extents of all index variables, the same wherever they stand, and one device."""
@@ -118,47 +123,53 @@ class Call:
 
     # --- outputs ---
 
+    def options(self, piece: Piece, shape: tuple[Size, ...] | None) -> dict[str, Any]:
+        """Options of the statement's call: the shape where it is known, else what the user said of sizes."""
+        if shape is not None:
+            return {"out_shape": _split_shape(shape, piece.splits), "sizes": self.other_sizes(), "padded": piece.padded}
+        if piece.splits:
+            raise BindingError("the shape of the output is not known", statement=self.plan.text, passed=self.passed(), remedy="out_shape=(...)")
+        return {"sizes": self.sizes, "padded": piece.padded}
+
     def dense(self, piece: Piece, shape: tuple[Size, ...] | None) -> Tensor:
         """A new dense tensor."""
-        if shape is None:
-            if piece.splits:
-                raise BindingError("the shape of the output is not known", statement=self.plan.text, passed=self.passed(), remedy="out_shape=(...)")
-            return api.insum(piece.statement, sizes=self.sizes, padded=piece.padded, **self.arguments(piece))
-        split = _split_shape(shape, piece.splits)
-        result = api.insum(piece.statement, out_shape=split, sizes=self.other_sizes(), padded=piece.padded, **self.arguments(piece))
-        return _joined(result, shape, piece.splits)
+        result = api.insum(piece.statement, **self.options(piece, shape), **self.arguments(piece))
+        return _joined(result, shape, piece.splits) if shape is not None else result
 
     def other_sizes(self) -> dict[str | int, Size | Sequence[Size]]:
         """``sizes=`` of variables that stand alone in no operand and not on the left."""
         told = {name for name, _ in self.plan.places} | {self.plan.target, *(d for d in self.plan.dims if d)}
         return {key: size for key, size in (self.sizes or {}).items() if isinstance(key, str) and key not in told}
 
-    def into(self, piece: Piece, target: Operand, shape: tuple[Size, ...] | None) -> None:
-        """Accumulate into a dense tensor: in place through a view where blocks divide it."""
+    def into(self, target: Operand, shape: tuple[Size, ...] | None) -> Tensor:
+        """Accumulate into a dense tensor: directly where one statement does it and blocks divide it, else through a tensor beside it."""
         if not isinstance(target, Tensor):
             raise BindingError(f"{self.plan.target} is a {type(target).__name__}", statement=self.plan.text, expected="a tensor to accumulate into")
-        if all(target.shape[dim] % size == 0 for dim, size in piece.splits):
-            view = target.view(_split_shape(target.shape, piece.splits))
-            api.insum(piece.statement, padded=piece.padded, **{**self.arguments(piece), self.plan.target: view})
-        else:
-            target += self.dense(piece, tuple(target.shape))
+        first, name = self.plan.pieces[0], self.plan.target
+        if len(self.plan.pieces) == 1 and all(target.shape[dim] % size == 0 for dim, size in first.splits):
+            view = target.view(_split_shape(target.shape, first.splits))
+            api.insum(first.statement, padded=first.padded, sizes=self.other_sizes(), **{**self.arguments(first), name: view})
+            return target
+        sums = _sum([self.dense(piece, tuple(target.shape)) for piece in self.plan.pieces])
+        indices = ",".join(f"i{d}" for d in range(target.ndim))
+        return api.insum(f"{name}[{indices}] += {name}_sum[{indices}]", **{name: target, f"{name}_sum": sums})  # type: ignore[arg-type]
 
     def sparse(self, passed: Operand | None) -> SparseFormat:
         """The pattern of an operand with new values."""
         like = self.given[self.plan.result_like]
         assert isinstance(like, SparseFormat)
-        shape = (*like.positions, *(like.block_shape_or_none or ()))
         if passed is None:
-            results = [api.insum(p.statement, out_shape=shape, padded=p.padded, **self.arguments(p)) for p in self.plan.pieces]
-            values = results[0] if len(results) == 1 else _sum(results)
+            values = _sum([api.insum(p.statement, **self.options(p, self.values_shape(like)), **self.arguments(p)) for p in self.plan.pieces])
             return like.with_values(values).permute(*self.plan.permutation)
         if not isinstance(passed, SparseFormat) or passed.values is None:
-            raise BindingError(
-                f"the output {self.plan.target} is a pattern and has no values to accumulate into", statement=self.plan.text, remedy="with_values(...)"
-            )
+            fact = f"the output {self.plan.target} is a pattern and has no values to accumulate into"
+            raise BindingError(fact, statement=self.plan.text, remedy="with_values(...)")
         for p in self.plan.pieces:
             api.insum(p.statement, padded=p.padded, **{**self.arguments(p), self.plan.target: passed.values})
         return passed
+
+    def values_shape(self, x: SparseFormat) -> tuple[Size, ...]:
+        return (*x.positions, *(x.block_shape_or_none or ()))
 
     # --- arguments ---
 
@@ -189,6 +200,7 @@ class Call:
 
 
 def _sum(results: Sequence[Tensor]) -> Tensor:
+    """The sum of what the statements gave; there is nearly always one."""
     total = results[0]
     for result in results[1:]:
         total = total + result

@@ -271,6 +271,7 @@ class _Binder:
                 BindingError,
                 f"out_shape {_shape(shape)} has {len(shape)} dimension(s), but the left side {self.target} has {len(self.dims)}",
                 span=self.target.span,
+                expected="one size per index of the left side",
             )
         for dim, size in enumerate(shape):
             self.check_size(f"out_shape[{dim}]", size)
@@ -279,7 +280,8 @@ class _Binder:
     def read_size(self, key: str | int, size: Size) -> None:
         if isinstance(key, int) or key.isascii() and key.isdigit():
             if int(key) >= len(self.dims) or int(key) < 0:
-                self.fail(BindingError, f"sizes[{key!r}]: the output has {len(self.dims)} dimension(s)", span=self.target.span)
+                expected = f"a number from 0 to {len(self.dims) - 1}" if self.dims else "no size: the output is a scalar"
+                self.fail(BindingError, f"sizes[{key!r}]: the output has {len(self.dims)} dimension(s)", span=self.target.span, expected=expected)
             return self.set_dim(int(key), size)
         if key in {*variables(self.target), *variables(self.statement.value)}:
             return self.see(key, size, f"sizes[{key!r}]", None)
@@ -399,8 +401,10 @@ class _Binder:
         inferred = infer(value, types)
         if inferred.dtype not in COMPUTABLE:
             self.fail(DtypeError, f"the right side is {str(inferred.dtype).removeprefix('torch.')}, which insum does not compute with", expected=_COMPUTABLE)
-        if self.statement.operator in ("max=", "min=") and inferred.dtype.is_complex:
-            self.fail(DtypeError, f"{self.statement.operator} is not defined for complex numbers", remedy="reduce abs(...) instead")
+        output = self.kinds.get(self.target.tensor)
+        if self.statement.operator in ("max=", "min=") and (inferred.dtype.is_complex or output is not None and output.dtype.is_complex):
+            span = self.target.span if not inferred.dtype.is_complex else None
+            self.fail(DtypeError, f"{self.statement.operator} is not defined for complex numbers", span=span, remedy="reduce abs(...) instead")
         return self.check_output_dtype(inferred.dtype)
 
     def check_output_dtype(self, dtype: torch.dtype) -> torch.dtype:

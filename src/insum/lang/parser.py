@@ -75,7 +75,7 @@ def parse(text: str) -> Statement:
     if not isinstance(text, str):
         raise StatementError(f"a statement is a string, not {type(text).__name__}", remedy='insum("C[i] = A[i,j] * B[j]", A=A, B=B)')
     if len(text) > MAX_LENGTH:
-        raise StatementError(f"the statement has {len(text)} characters; the limit is {MAX_LENGTH}", statement=text)
+        raise StatementError(f"the statement has {len(text)} characters; the limit is {MAX_LENGTH}", statement=text, remedy="split it into several statements")
     return _parse(text)
 
 

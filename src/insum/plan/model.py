@@ -107,6 +107,8 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
     n, k, m = (power_of_two(extent(a, extents)) if a else 1 for a in (plan.roles.n, plan.roles.k, plan.roles.m))
     if plan.onehot >= 0:
         m, n = _held(plan, extents, min(m, 16), min(n, 64))
+        if not {*plan.roles.m, *plan.roles.n} & set(variables(plan.target.indices[plan.onehot])):
+            n, m = min(n, 32), 1 if plan.roles.m else m  # the register tile has a third axis, the scattered one
         k = min(k, 16)
         return Config(m=m, n=n, k=k, warps=max(1, min(4, m * n * k // 2048)), stages=2)
     n = min(n, 128)

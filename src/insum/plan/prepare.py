@@ -145,7 +145,8 @@ class _Preparation:
             unrolled = self.unrolled(draft)
             if unrolled is not None:
                 return unrolled
-        if wished == "onehot" and self.reduce == "sum" or wished == "auto" and self.onehot_pays(scatter):
+        segmentable = facts.sorted and clean and anchor.is_contiguous() and self.segments_fit(scatter)
+        if wished == "onehot" and self.reduce == "sum" or wished == "auto" and not segmentable and self.onehot_pays(scatter):
             return self.onehot(draft, scatter)
         if facts.unique and clean and wished in ("auto", "store"):
             draft.why.append(f"{name} is unique")
@@ -153,7 +154,7 @@ class _Preparation:
             return self.finish(draft, "store", fill=not covers)
         if wished == "atomic" and not self.wishes.deterministic:
             return self.atomic(draft, "asked for")
-        if facts.sorted and clean and anchor.is_contiguous() and self.segments_fit(scatter):
+        if segmentable:
             if wished != "segment" and not self.wishes.deterministic and self.atomic_has_dot(draft) and not self.segment_has_dot(draft, scatter, anchor):
                 return self.atomic(draft, f"its tiles hold several entries of {name}")
             return self.segmented(draft, scatter, anchor)
@@ -197,7 +198,9 @@ class _Preparation:
         draft.why.append(f"the scattered dimension has {size} places and stays in registers")
         others = {v for d, i in enumerate(draft.target.indices) if d != scatter.dim for v in variables(i)}
         absorbed = tuple(v for v in scatter.variables if v not in others)
-        return self.finish(draft, "onehot", fill=False, absorbed=absorbed, onehot=scatter.dim)
+        roles = self.roles(draft, absorbed)
+        tiled = bool({*roles.m, *roles.n} & set(absorbed))  # else the register tile has three axes, too many for a matrix product's
+        return self.finish(draft, "onehot", fill=False, absorbed=absorbed, onehot=scatter.dim, allow_dot=tiled)
 
     def segmented(self, draft: _Draft, scatter: Scatter, anchor: Tensor) -> Prepared:
         draft.why.append(f"{scatter.access.tensor} is sorted")
@@ -256,7 +259,12 @@ class _Preparation:
         draft.extents |= {self.row: base.rows}
         indices = tuple(index_of(self.row) if d == scatter.dim else i for d, i in enumerate(draft.target.indices))
         draft.target = Access(draft.target.tensor, indices)
-        draft.padded.discard(scatter.access.tensor)
+        self.unpad(draft, scatter.access.tensor)
+
+    def unpad(self, draft: _Draft, name: str) -> None:
+        """The target no longer reads this index tensor: its padding matters only where the right side reads it too."""
+        if name not in {a.tensor for f in draft.factors for a in accesses(f)}:
+            draft.padded.discard(name)
 
     def sorted_once(self, draft: _Draft, scatter: Scatter, anchor: Tensor, facts: IndexFacts) -> Prepared:
         """Sort the index once, keep the order with the tensor, and walk the entries in that order: segments again."""
@@ -295,12 +303,12 @@ class _Preparation:
         draft.why.append(f"{scatter.access.tensor} has an inverse table")
         draft.arrays[name] = table
         draft.padded.add(name)
-        draft.padded.discard(scatter.access.tensor)
         var = scatter.variables[dim]
         indices = tuple(index_of(self.row if v == var else v) for v in scatter.variables)
         draft.factors = tuple(substitute(f, {var: Affine(((1, Access(name, indices)),))}) for f in draft.factors)
         draft.target = Access(draft.target.tensor, tuple(index_of(self.row) if d == scatter.dim else i for d, i in enumerate(draft.target.indices)))
         draft.extents[self.row] = rows
+        self.unpad(draft, scatter.access.tensor)
         return self.finish(draft, "store", fill=False)
 
     def positions(self, draft: _Draft, scatter: Scatter, anchor: Tensor, order: Tensor, facts: IndexFacts, through: Affine) -> dict[str, Affine]:
@@ -350,6 +358,8 @@ class _Preparation:
         forced = self.wishes.settings.scatter == "unrolled"
         over = tuple(dict.fromkeys(v for a in reads for v in variables(a)))
         count = math.prod(draft.extents[v] for v in over)
+        if any(n not in self.tensors for n in names):
+            return None  # a Python number is not known when code is written
         if self.reduce != "sum" or not names or count > UNROLL_POINTS or not (forced or all(facts_of(self.tensors[n]).constant for n in names)):
             return None
         plain = {v for e in (draft.target,) for i in e.indices if i.var for v in (i.var,)}
@@ -405,13 +415,13 @@ class _Preparation:
         kept = set(variables(draft.target))
         return tuple(v for v in dict.fromkeys(v for f in draft.factors for v in variables(f)) if v not in kept)
 
-    def roles(self, draft: _Draft, absorbed: tuple[str, ...] = ()) -> Contraction:
+    def roles(self, draft: _Draft, absorbed: tuple[str, ...] = (), allow_dot: bool = True) -> Contraction:
         kept = tuple(v for v in variables(draft.target) if v not in absorbed)
         kept = tuple(v for i in draft.target.indices for v in variables(i) if v in kept and v not in absorbed)
         summed = tuple(v for v in self.summed(draft) if v not in absorbed)
         roles = Roles(draft.factors, tuple(dict.fromkeys(kept)), summed, draft.extents, draft.row, draft.segment, absorbed)
         wish = self.wishes.settings.dot
-        allowed = wish != "never" and self.reduce == "sum" and self.operand(draft) in ("float16", "bfloat16", "float32")
+        allowed = allow_dot and wish != "never" and self.reduce == "sum" and self.accumulator() == "float32" and self.operand(draft) in ("float16", "bfloat16", "float32")
         return contraction(roles, allow_dot=allowed, force_dot=wish == "always")
 
     def operand(self, draft: _Draft) -> str:
@@ -431,8 +441,8 @@ class _Preparation:
             return "float64" if "float64" in (widest, name) else "float32"
         return "int64"
 
-    def finish(self, draft: _Draft, strategy: str, *, fill: bool, absorbed: tuple[str, ...] = (), onehot: int = -1) -> Prepared:
-        roles = self.roles(draft, absorbed)
+    def finish(self, draft: _Draft, strategy: str, *, fill: bool, absorbed: tuple[str, ...] = (), onehot: int = -1, allow_dot: bool = True) -> Prepared:
+        roles = self.roles(draft, absorbed, allow_dot)
         accumulator = self.accumulator()
         segment = Segment(draft.row, draft.segment, tiled=not roles.dot) if draft.segment else None
         used = {a.tensor for f in (*draft.factors, draft.target) for a in accesses(f)}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -113,7 +113,7 @@ def _execute(program: _Program, problem: Problem, values: Mapping[str, Value], t
     if target is None:
         out = torch.empty(shape, dtype=program.buffer or problem.dtype, device=problem.device)
     else:
-        out = target.to(program.buffer, copy=True) if program.buffer else target
+        out = target.to(program.buffer, memory_format=torch.contiguous_format, copy=True) if program.buffer else target
     for position, step in enumerate(program.steps):
         _run_step(step, out, values, program.start, first=target is None and position == 0)
     if not program.buffer:
@@ -451,4 +451,46 @@ def kernels(problem: Problem, values: Mapping[str, Value], target: Tensor | None
     return () if isinstance(program, str) else tuple(one.kernel for step in program.steps for one in step.launches)
 
 
-Launcher = Callable[[Mapping[str, Any]], None]
+def strategy(problem: Problem, values: Mapping[str, Value]) -> str:
+    """The scatter strategy of each product of a statement, or why there is no kernel."""
+    program = lookup(problem, values, None)
+    return program if isinstance(program, str) else ", ".join(s.prepared.plan.strategy + (" + tl.dot" if s.prepared.plan.roles.dot else "") for s in program.steps)
+
+
+# --- without a device ------------------------------------------------------------------------------------------------------------
+
+
+def plan_only(problem: Problem, values: Mapping[str, Value], target: Tensor | None = None) -> _Program:
+    """The program of a statement as a GPU would get it, built from tensors that may lie anywhere; it cannot be run there."""
+    wishes = Wishes(settings.values, torch.are_deterministic_algorithms_enabled(), "tf32x3", target is not None)
+    program = _build(problem, values, target, wishes)
+    if isinstance(program, str):
+        raise CannotFuse(program)
+    return program
+
+
+def compile_only(problem: Problem, values: Mapping[str, Value], architecture: str) -> list[tuple[str, launch.Compiled]]:
+    """Compile every kernel of a statement for an architecture that need not be here: (strategy, compiler's figures)."""
+    found = []
+    for step in plan_only(problem, values).steps:
+        out = torch.empty(1, dtype=problem.dtype)
+        work = torch.empty(1, dtype=_WIDE[step.prepared.plan.accumulator])
+        for one in step.launches:
+            arguments = list(one.arguments)
+            for position, name in one.names:
+                arguments[position] = out if name == _OUT else work if name == _WORK else values[name]
+            compiled = launch.compile_for(one.function, arguments, architecture, warps=one.config.warps, stages=one.config.stages)
+            found.append((step.prepared.plan.strategy, compiled))
+    return found
+
+
+def compile_note(problem: Problem, values: Mapping[str, Value], architecture: str) -> str:
+    """One line about the kernels of a statement, compiled for an architecture that need not be here."""
+    if launch.available() or launch.interpreting():
+        return launch.available() or "interpreted"
+    try:
+        compiled = compile_only(problem, values, architecture)
+    except CannotFuse as reason:
+        return str(reason)
+    name, figures = max(compiled, key=lambda c: c[1].registers)
+    return f"{name}{' + wgmma' if any(c.uses('wgmma') for _, c in compiled) else ''}, {figures.registers} registers, {figures.stack} bytes spilled"

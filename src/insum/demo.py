@@ -1,0 +1,187 @@
+"""A short tour: the paper's four applications, each one line, checked and timed on whatever device there is.
+
+    python -m insum.demo
+
+Every result is compared with a float64 reference, and timed beside what PyTorch itself offers for the job on this machine. On a
+machine without a GPU the statements run as graphs of torch operations; their fused kernels are still generated and compiled for
+a GPU that need not be here.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum.api import insum
+from insum.einsum import einsum
+from insum.formats import BlockGroupCOO, GroupCOO
+from insum.lang.bind import bind
+from insum.lang.parser import parse
+
+
+@dataclass(frozen=True)
+class Application:
+    """One application: the line of user code, how to run it, its reference and what else does the job here."""
+
+    name: str
+    line: str
+    run: Callable[[], Tensor]
+    reference: Callable[[], Tensor]
+    rival: str
+    run_rival: Callable[[], Any]
+    replaces: str
+    kernel: Callable[[], tuple[str, Mapping[str, Any], Mapping[int | str, int], Sequence[str]]]
+
+
+# --- the applications ----------------------------------------------------------------------------------------------------------
+
+
+def block_spmm(device: str, dtype: torch.dtype, size: int, block: int = 32) -> Application:
+    generator = torch.Generator().manual_seed(0)
+    mask = (torch.rand(size // block, size // block, generator=generator) < 0.1).repeat_interleave(block, 0).repeat_interleave(block, 1)
+    dense = (torch.randn(size, size, generator=generator) * mask).to(device, dtype)
+    B = torch.randn(size, size, generator=generator).to(device, dtype)
+    A = BlockGroupCOO.from_dense(dense, block_shape=(block, block), group_size="auto")
+    values = {"AM": A.group_indices[0], "AK": A.slot_indices[0], "AV": A.values, "B": B.view(size // block, block, size)}
+    kernel = "C[AM[p],bm,n] += AV[p,q,bm,bk] * B[AK[p,q],bk,n]", values, {0: size // block}, ("AK",)
+    line = 'einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B)'
+    return Application("block SpMM", line, lambda: einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B), lambda: dense.double() @ B.double(), "torch.mm", lambda: dense @ B, "TorchBSR 202", lambda: kernel)
+
+
+def graph_spmm(device: str, nodes: int, columns: int = 128, degree: int = 8) -> Application:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, nodes, (nodes * degree,), generator=generator)
+    columns_of = torch.randint(0, nodes, (nodes * degree,), generator=generator)
+    matrix = torch.sparse_coo_tensor(torch.stack([rows, columns_of]), torch.randn(nodes * degree, generator=generator), (nodes, nodes)).coalesce().to(device)
+    csr = matrix.to_sparse_csr()
+    B = torch.randn(nodes, columns, generator=generator).to(device)
+    A = GroupCOO.from_torch(csr, group_size="auto")
+    values = {"AM": A.group_indices[0], "AK": A.slot_indices[0], "AV": A.values, "B": B}
+    kernel = "C[AM[p],n] += AV[p,q] * B[AK[p,q],n]", values, {0: nodes}, ("AK",)
+    line = 'einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B)'
+    return Application("graph SpMM", line, lambda: einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B), lambda: matrix.double() @ B.double(), "torch.sparse", lambda: csr @ B, "Sputnik 1918", lambda: kernel)
+
+
+def convolution(device: str, dtype: torch.dtype, voxels: int, channels: int = 64) -> Application:
+    generator = torch.Generator().manual_seed(0)
+    table = torch.where(torch.rand(27, voxels, generator=generator) < 0.4, torch.stack([torch.randperm(voxels, generator=generator) for _ in range(27)]), -1).int().to(device)
+    x = torch.randn(voxels, channels, generator=generator).to(device, dtype)
+    w = (torch.randn(27, channels, channels, generator=generator) / channels).to(device, dtype)
+    statement = "Out[x,m] = In[Nb[z,x],c] * W[z,c,m]"
+
+    def gathered(x: Tensor, w: Tensor) -> Tensor:
+        out = torch.zeros(voxels, channels, device=device, dtype=x.dtype)
+        for z in range(27):
+            here = (table[z] >= 0).nonzero()[:, 0]
+            out.index_add_(0, here, x[table[z, here].long()] @ w[z])
+        return out
+
+    values = {"In": x, "Nb": table, "W": w}
+    line = f'insum("{statement}", padded=["Nb"], In=x, Nb=table, W=w)'
+    run = lambda: insum(statement, padded=("Nb",), In=x, Nb=table, W=w)  # noqa: E731
+    return Application("sparse conv", line, run, lambda: gathered(x.double(), w.double()), "gather-mm-scatter", lambda: gathered(x, w), "TorchSparse 4491", lambda: (statement, values, {}, ("Nb",)))
+
+
+def tensor_product(device: str, batch: int, channels: int = 32) -> Application:
+    generator = torch.Generator().manual_seed(0)
+    paths = [[(0, 0, 0)], [(1 + i, 0, 1 + i) for i in range(3)], [(1 + i, 1 + i, 0) for i in range(3)], [(0, 1 + i, 1 + i) for i in range(3)]]
+    rows = torch.tensor([[*p, *[(-1, -1, -1)] * (3 - len(p))] for p in paths], dtype=torch.int32, device=device)
+    I, J, K = (rows[:, :, d].contiguous() for d in range(3))  # noqa: E741
+    V = torch.where(I >= 0, 1 / 3**0.5, 0.0)
+    L = torch.arange(4, dtype=torch.int32, device=device)
+    X, Y, W = (torch.randn(batch, *shape, generator=generator).to(device) for shape in ((4, channels), (4,), (4, channels, channels)))
+    statement = "Z[b,I[p,q],w] += V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]"
+    values = {"V": V, "I": I, "J": J, "K": K, "L": L, "X": X, "Y": Y, "W": W}
+    coefficients = torch.zeros(4, 4, 4, 4, device=device)
+    at = (I >= 0).nonzero()
+    coefficients[I[at[:, 0], at[:, 1]].long(), J[at[:, 0], at[:, 1]].long(), K[at[:, 0], at[:, 1]].long(), at[:, 0]] = V[at[:, 0], at[:, 1]]
+
+    def dense(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        return torch.einsum("ijkl,bju,bk,bluw->biw", coefficients.to(x.dtype), x, y, w)
+
+    line = f'insum("{statement}", sizes={{1: 4}}, padded=["I", "J", "K"], ...)'
+    run = lambda: insum(statement, sizes={1: 4}, padded=("I", "J", "K"), **values)  # noqa: E731
+    return Application("tensor product", line, run, lambda: dense(X.double(), Y.double(), W.double()), "torch.einsum", lambda: dense(X, Y, W), "e3nn 225", lambda: (statement, values, {1: 4}, ("I", "J", "K")))
+
+
+# --- checking, timing, printing ------------------------------------------------------------------------------------------------
+
+
+def applications(device: str) -> list[Application]:
+    gpu = device == "cuda"
+    half = torch.float16 if gpu else torch.float32
+    return [
+        block_spmm(device, half, 4096 if gpu else 1024),
+        graph_spmm(device, 400_000 if gpu else 10_000),
+        convolution(device, half, 50_000 if gpu else 4_000),
+        tensor_product(device, 10_000 if gpu else 1_000),
+    ]
+
+
+def milliseconds(function: Callable[[], Any], device: str, budget: float = 0.5) -> float:
+    """Median time of a call, with the device's work waited for."""
+    wait: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
+    function()
+    wait()
+    times: list[float] = []
+    end = time.perf_counter() + budget
+    while not times or time.perf_counter() < end and len(times) < 50:
+        start = time.perf_counter()
+        function()
+        wait()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def relative_error(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+
+
+def kernel_note(application: Application, device: str) -> str:
+    """What the generated kernel is: its strategy where it runs, the compiler's figures where there is no GPU to run it."""
+    from insum.runtime import fused
+
+    statement, values, sizes, padded = application.kernel()
+    problem = bind(parse(statement), values, sizes=dict(sizes), padded=padded)
+    if device == "cuda":
+        return fused.strategy(problem, values)
+    return fused.compile_note(problem, values, "sm_90")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the tour; the exit status is 1 if a result is wrong.
+
+    >>> from insum.demo import main  # doctest: +SKIP
+    >>> main()  # doctest: +SKIP
+    """
+    warnings.filterwarnings("ignore", message="Sparse")  # torch.sparse, the rival, announces that it is in beta
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    print(f"insum on {torch.cuda.get_device_name() if device == 'cuda' else 'the CPU (graphs of torch operations; kernels compiled for sm_90, not run)'}\n")
+    header = ("application", "error", "insum ms", "rival ms", "rival", "lines", "replaces (lines)", "kernel")
+    rows, wrong = [header], 0
+    for application in applications(device):
+        print(f"  {application.name}: {application.line}", flush=True)
+        error = relative_error(application.run(), application.reference())
+        wrong += not error < 2e-3
+        ours, theirs = milliseconds(application.run, device), milliseconds(application.run_rival, device)
+        rows.append((application.name, f"{error:.1e}", f"{ours:.3f}", f"{theirs:.3f}", application.rival, "1", application.replaces, kernel_note(application, device)))
+    print("\n" + "\n".join(_aligned(rows)))
+    print(f"\n{len(rows) - 1 - wrong} of {len(rows) - 1} applications agree with float64 references")
+    return 1 if wrong else 0
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,38 @@
+"""What every layer asks of its arguments before any kernel runs."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from insum.errors import BindingError, DeviceError, DtypeError
+from insum.formats import SparseFormat
+
+
+def one_device(**tensors: Tensor | SparseFormat | None) -> None:
+    """All that were passed on one device; the error names two that are not.
+
+    >>> import torch
+    >>> one_device(x=torch.ones(2), mask=torch.ones(2, device="meta"))
+    Traceback (most recent call last):
+        ...
+    insum.errors.DeviceError: x is on cpu but mask is on meta
+      expected: all tensors on one device
+      try: mask.to('cpu')
+    """
+    places = [(name, t.device) for name, t in tensors.items() if t is not None]
+    for name, device in places[1:]:
+        if device != places[0][1]:
+            fact = f"{places[0][0]} is on {places[0][1]} but {name} is on {device}"
+            raise DeviceError(fact, expected="all tensors on one device", remedy=f"{name}.to({str(places[0][1])!r})")
+
+
+def integers(name: str, x: Tensor) -> None:
+    """A tensor of coordinates or node numbers holds integers."""
+    if x.is_floating_point() or x.is_complex() or str(x.dtype) == "torch.bool":
+        raise DtypeError(f"{name} holds {str(x.dtype).removeprefix('torch.')}", expected="integers", remedy=f"{name}.long()")
+
+
+def last_size(name: str, x: Tensor, size: int, what: str) -> None:
+    """The last dimension has the size that the layer was made for."""
+    if x.dim() == 0 or x.shape[-1] != size:
+        raise BindingError(f"{name} has shape {tuple(x.shape)}", expected=f"{size} in the last dimension: {what}")

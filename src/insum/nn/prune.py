@@ -1,0 +1,55 @@
+"""Which weights to keep: masks by magnitude, for single weights and for whole blocks."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from insum.errors import FormatError
+from insum.formats.entries import grid_of, padded_to
+from insum.formats.validate import block_shape as checked_block
+
+
+def magnitude_mask(weight: Tensor, density: float) -> Tensor:
+    """True at the given share of weights that are largest in magnitude.
+
+    >>> magnitude_mask(torch.tensor([[1.0, -4.0], [3.0, 0.5]]), density=0.5)
+    tensor([[False,  True],
+            [ True, False]])
+    """
+    return _largest(weight.detach().abs(), density)
+
+
+def block_mask(weight: Tensor, block_shape: int | tuple[int, int], density: float) -> Tensor:
+    """True at the given share of blocks that are largest in Frobenius norm; one element for each block of the grid.
+
+    >>> weight = torch.eye(4)
+    >>> weight[:2, 2:] = 5
+    >>> block_mask(weight, (2, 2), density=0.25)
+    tensor([[False,  True],
+            [False, False]])
+    """
+    blocks = in_blocks(weight.detach(), checked_block(block_shape, weight.dim()))
+    return _largest(blocks.to(torch.promote_types(weight.dtype, torch.float32)).square().sum((1, 3)), density)
+
+
+def in_blocks(x: Tensor, block: tuple[int, ...]) -> Tensor:
+    """A matrix as (block row, row, block column, column), the last blocks padded with zeros."""
+    rows, columns = grid_of(x.shape, block)
+    return padded_to(x, (rows * block[0], columns * block[1])).reshape(rows, block[0], columns, block[1])
+
+
+def over_blocks(mask: Tensor, block: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
+    """A mask of blocks as a mask of single weights."""
+    return mask.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
+
+
+def _largest(size: Tensor, density: float) -> Tensor:
+    if not isinstance(density, int | float) or isinstance(density, bool) or not 0 <= density <= 1:
+        raise FormatError(f"density is {density!r}", expected="the share that is kept, from 0 to 1")
+    keep = math.floor(density * size.numel() + 0.5)
+    mask = torch.zeros(size.numel(), dtype=torch.bool, device=size.device)
+    mask[size.reshape(-1).topk(keep, sorted=False).indices] = True
+    return mask.reshape(size.shape)

@@ -1,0 +1,482 @@
+"""The registered ops and the short way past them: opcheck, transforms, tracers, autocast, writing in place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.func import grad, jacrev, vmap
+
+import insum
+from insum import compat
+from insum.ops import decode, encode
+from insum.request import Request, head
+from insum.traced import left_side
+
+PRODUCT = "C[D[y],x] += A[y,E[r]] * B[r,x]"
+OPS = torch.ops.insum
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def tensors(*, gradient: bool = False, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    return {
+        "A": torch.randn(4, 9, dtype=dtype, requires_grad=gradient),
+        "B": torch.randn(3, 5, dtype=dtype, requires_grad=gradient),
+        "D": torch.tensor([0, 2, 2, 1]),
+        "E": torch.tensor([8, 0, 3]),
+    }
+
+
+SHAPE = (("C", (4, 5)),)
+REQUESTS = {
+    "product": (Request(PRODUCT, SHAPE), {}),
+    "sizes": (Request("C[D[y],x] = A[y,E[r]] * B[r,x]", (("D[y]", 4), ("r", 3))), {}),
+    "max": (Request("C[D[y],x] max= A[y,E[r]] * B[r,x]", SHAPE), {}),
+    "pointwise": (Request("C[D[y],x] = exp(A[y,E[r]]) * relu(B[r,x]) - 2 * B[r,x]", SHAPE), {}),
+    "numbers": (Request("C[D[y],x] = A[y,E[r]] * B[r,x] * s", SHAPE), {"s": 2.5}),
+    "padded": (Request("C[D[y],x] += A[y,E[r]] * B[r,x]", SHAPE, ("D", "E")), {"D": torch.tensor([0, -1, 2, 1]), "E": torch.tensor([8, -1, 3])}),
+}
+
+
+# --- opcheck ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("gradient", [False, True])
+def test_opcheck_contract(name: str, gradient: bool) -> None:
+    request, more = REQUESTS[name]
+    torch.library.opcheck(OPS.contract.default, encode(request, {**tensors(gradient=gradient), **more}))
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_opcheck_accumulate(name: str) -> None:
+    request, more = REQUESTS[name]
+    initial = torch.randn(4, 5, requires_grad=True)
+    torch.library.opcheck(OPS.accumulate.default, (initial, *encode(request, {**tensors(gradient=True), **more})))
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_opcheck_accumulate_in_place(name: str) -> None:
+    request, more = REQUESTS[name]
+    torch.library.opcheck(OPS.accumulate_.default, (torch.randn(4, 5), *encode(request, {**tensors(), **more})))
+
+
+def test_opcheck_other_dtypes() -> None:
+    for dtype in (torch.float16, torch.complex64, torch.int64, torch.bool):
+        values = {name: (v > 0 if dtype == torch.bool else v.to(dtype)) if v.is_floating_point() else v for name, v in tensors().items()}
+        torch.library.opcheck(OPS.contract.default, encode(Request(PRODUCT, SHAPE), values))
+
+
+def test_arguments_survive_encoding() -> None:
+    request = Request("C[D[y],2*x] = A[y] * s", (("C", (4, 5)), ("D[y]", 4), (1, 5), ("x", 2)), ("D",), torch.float64)
+    values = {"A": torch.ones(4), "D": torch.tensor([0, 1, 2, 3]), "s": 2j}
+    decoded, read = decode(encode(request, values))
+    assert decoded == request
+    assert read.keys() == values.keys() and read["s"] == 2j
+
+
+@pytest.mark.parametrize(
+    "statement", ["t max= A[i]", "tmax = A[i]", "tmax=A[i]", "C[i]max=A[i]", "C[i] min =A[i]", "t+=t*2", "t[] = A[i]", "C[C[i]] = A[i]", "A[i]=AA[i]", "C[\ni]\nmax\n=C [i]"]
+)
+def test_the_tracer_reads_the_left_side_as_the_parser_does(statement: str) -> None:
+    parsed = head(statement)
+    assert left_side(statement) == (parsed.target, parsed.operator, parsed.reads_target)
+
+
+# --- the fallback without private names of torch ------------------------------------------------------------------------------------
+
+
+def test_without_private_names_every_call_goes_through_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = tensors(gradient=True)
+    expected = insum.insum(PRODUCT, out_shape=(4, 5), **values)
+    gradients = torch.autograd.grad(expected.square().sum(), (values["A"], values["B"]))
+    monkeypatch.setattr(compat, "_probed", None)
+    assert not compat.is_quiet() and not compat.is_transformed()
+    result = insum.insum(PRODUCT, out_shape=(4, 5), **values)
+    torch.testing.assert_close(result, expected)
+    for a, b in zip(torch.autograd.grad(result.square().sum(), (values["A"], values["B"])), gradients):
+        torch.testing.assert_close(a, b)
+    target = torch.zeros(4, 5)
+    assert insum.insum(PRODUCT, C=target, **tensors()) is target
+
+
+def test_private_names_are_there() -> None:
+    assert compat._probe() is not None and compat.is_quiet()
+
+
+def test_second_gradient_through_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "_probed", None)
+    values = tensors(gradient=True, dtype=torch.float64)
+    fixed = {n: v for n, v in values.items() if n in "DE"}
+    for statement in (PRODUCT, "C[D[y],x] max= A[y,E[r]] * B[r,x]"):
+        f = lambda A, B: insum.insum(statement, A=A, B=B, out_shape=(3, 5), **fixed)
+        assert torch.autograd.gradcheck(f, (values["A"], values["B"]))
+        assert torch.autograd.gradgradcheck(f, (values["A"], values["B"]))
+
+
+# --- torch.compile and torch.export -------------------------------------------------------------------------------------------------
+
+
+def product(A: Tensor, B: Tensor, D: Tensor, E: Tensor, rows: int) -> Tensor:
+    return insum.insum(PRODUCT, A=A, B=B, D=D, E=E, out_shape=(rows, B.shape[1])).sin()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compile_fullgraph(backend: str) -> None:
+    values = tensors(gradient=True)
+    compiled = torch.compile(product, fullgraph=True, backend=backend)
+    expected, result = product(**values, rows=4), compiled(**values, rows=4)
+    torch.testing.assert_close(result, expected)
+    inputs = (values["A"], values["B"])
+    for a, b in zip(torch.autograd.grad(result.square().sum(), inputs), torch.autograd.grad(expected.square().sum(), inputs)):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.slow
+def test_compile_with_inductor() -> None:
+    values = tensors()
+    torch.testing.assert_close(torch.compile(product, fullgraph=True)(**values, rows=4), product(**values, rows=4))
+
+
+def test_compile_dynamic_compiles_once() -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(module: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    compiled = torch.compile(product, fullgraph=True, dynamic=True, backend=backend)
+    for y, x, r, rows in ((4, 5, 3, 6), (7, 2, 5, 8), (3, 9, 2, 4)):
+        values = {"A": torch.randn(y, 9), "B": torch.randn(r, x), "D": torch.randint(rows, (y,)), "E": torch.randint(9, (r,))}
+        torch.testing.assert_close(compiled(**values, rows=rows), product(**values, rows=rows))
+    assert len(graphs) == 1
+    calls = [n.target for n in graphs[0].graph.nodes if "insum" in str(n.target)]
+    assert len(calls) == 1  # nothing of parsing or binding was traced
+
+
+def test_compile_sizes_and_numbers() -> None:
+    def f(x: Tensor, s: float, n: int) -> Tensor:
+        return insum.insum("y[i,j] = x[i] * s", x=x, s=s, sizes={"j": n})
+
+    compiled = torch.compile(f, fullgraph=True, dynamic=True, backend="aot_eager")
+    for s, n in ((2.0, 3), (2.5, 4)):
+        torch.testing.assert_close(compiled(torch.arange(3.0), s, n), f(torch.arange(3.0), s, n))
+
+
+@pytest.mark.parametrize("operator", ["+=", "max="])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_compile_in_place(operator: str, gradient: bool) -> None:
+    statement = PRODUCT.replace("+=", operator)
+
+    def f(C: Tensor, **values: Tensor) -> Tensor:
+        C = C * 2
+        result = insum.insum(statement, C=C, **values)
+        return result + C
+
+    values, C = tensors(gradient=gradient), torch.randn(4, 5, requires_grad=gradient)
+    expected, result = f(C, **values), torch.compile(f, fullgraph=True, backend="aot_eager")(C, **values)
+    torch.testing.assert_close(result, expected)
+    if gradient:
+        inputs = (C, values["A"], values["B"])
+        for a, b in zip(torch.autograd.grad(result.square().sum(), inputs), torch.autograd.grad(expected.square().sum(), inputs)):
+            torch.testing.assert_close(a, b)
+
+
+def test_compile_writes_into_an_argument() -> None:
+    values, C = tensors(), torch.ones(4, 5)
+    expected = insum.insum(PRODUCT, C=C.clone(), **values)
+    torch.compile(lambda C: insum.insum(PRODUCT, C=C, **values), fullgraph=True, backend="aot_eager")(C)
+    torch.testing.assert_close(C, expected)
+
+
+def test_compile_second_gradient() -> None:
+    """Forces and their training: a gradient inside the compiled function, and one of it outside."""
+
+    def energy_and_force(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        energy = insum.insum("t[] = exp(x[i] * w[i,j]) * x[j]", x=x, w=w)
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return energy, force
+
+    x, w = torch.randn(3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
+    expected = torch.autograd.grad(energy_and_force(x, w)[1].square().sum(), w)
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        compiled = torch.compile(energy_and_force, fullgraph=True, backend="aot_eager")
+        torch.testing.assert_close(torch.autograd.grad(compiled(x, w)[1].square().sum(), w), expected)
+
+
+def test_export() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, A: Tensor, B: Tensor, D: Tensor, E: Tensor, C: Tensor) -> Tensor:
+            return insum.insum("C[D[y],x] = A[y,E[r]] * B[r,x]", A=A, B=B, C=C, D=D, E=E)
+
+    y, x = torch.export.Dim("y"), torch.export.Dim("x")
+    example = tuple(tensors().values())
+    program = torch.export.export(Module(), (*example, torch.zeros(4, 5)), dynamic_shapes=({0: y}, {1: x}, {0: y}, None, {1: x}))
+    other = (torch.randn(6, 9), torch.randn(3, 8), torch.randint(4, (6,)), example[3], torch.zeros(4, 8))
+    torch.testing.assert_close(program.module()(*other), Module()(*other))
+    assert any(n.target is OPS.contract.default for n in program.graph.nodes)
+
+
+def test_fake_tensors_and_meta() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        result = insum.insum(PRODUCT, A=torch.empty(4, 9), B=torch.empty(3, 5), D=torch.empty(4, dtype=torch.long), E=torch.empty(3, dtype=torch.long), out_shape=(7, 5))
+        assert result.shape == (7, 5)
+    meta = {name: v.to("meta") for name, v in tensors().items()}
+    assert insum.insum(PRODUCT, out_shape=(7, 5), **meta).shape == (7, 5)
+
+
+# --- vmap and torch.func ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dims", "shapes"),
+    [
+        ({"A": 0}, {"A": (6, 4, 9)}),
+        ({"A": 2, "B": 1}, {"A": (4, 9, 6), "B": (3, 6, 5)}),
+        ({"D": 0}, {}),
+        ({"A": 0, "B": 0, "D": 0, "E": 0}, {"A": (6, 4, 9), "B": (6, 3, 5)}),
+    ],
+)
+@pytest.mark.parametrize("statement", [PRODUCT, "C[D[y],x] max= A[y,E[r]] * B[r,x]", "C[D[y],x] = A[y,E[r]] - exp(B[r,x])"])
+def test_vmap(statement: str, dims: dict[str, int], shapes: dict[str, tuple[int, ...]]) -> None:
+    values = {**tensors(), **{name: torch.randn(shape) for name, shape in shapes.items()}}
+    if "D" in dims:
+        values["D"] = torch.randint(4, (6, 4))
+    if "E" in dims:
+        values["E"] = torch.randint(9, (6, 3))
+    names = list(values)
+    f = lambda *args: insum.insum(statement, sizes={"D[y]": 4}, **dict(zip(names, args)))
+    in_dims = tuple(dims.get(n) for n in names)
+    result = vmap(f, in_dims=in_dims)(*values.values())
+    each = [f(*(v.select(d, k) if d is not None else v for v, d in zip(values.values(), in_dims))) for k in range(6)]
+    torch.testing.assert_close(result, torch.stack(each))
+
+
+def test_vmap_in_place_and_given_output() -> None:
+    values, C = tensors(), torch.randn(4, 6, 5)
+    expected = torch.stack([insum.insum(PRODUCT, C=C[:, k].clone(), **values) for k in range(6)])
+    result = vmap(lambda c: insum.insum(PRODUCT, C=c, **values), in_dims=1)(C)
+    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(C.movedim(1, 0), expected)
+    like = vmap(lambda a: insum.insum("C[D[y],x] = A[y,E[r]] * B[r,x]", C=torch.empty(4, 5), A=a, B=values["B"], D=values["D"], E=values["E"]))(torch.randn(2, 4, 9))
+    assert like.shape == (2, 4, 5)
+
+
+def test_vmap_into_an_output_that_is_not_batched() -> None:
+    with pytest.raises(insum.AutogradError, match="not batched"):
+        vmap(lambda a: insum.insum("C[i] += a[i]", C=torch.zeros(3), a=a))(torch.ones(2, 3))
+
+
+def test_torch_func() -> None:
+    f = lambda a, b: insum.insum("t[] = exp(A[i,j]) * B[j,k] * A[i,j]", A=a, B=b)
+    plain = lambda a, b: torch.einsum("ij,jk,ij->", a.exp(), b, a)
+    a, b = torch.randn(3, 4, dtype=torch.float64), torch.randn(5, 4, 2, dtype=torch.float64)
+    torch.testing.assert_close(grad(f)(a, b[0]), grad(plain)(a, b[0]))
+    torch.testing.assert_close(vmap(grad(f), in_dims=(None, 0))(a, b), vmap(grad(plain), in_dims=(None, 0))(a, b))
+    torch.testing.assert_close(jacrev(jacrev(f))(a, b[0]), jacrev(jacrev(plain))(a, b[0]))
+
+
+def test_torch_func_maximum() -> None:
+    values = tensors()
+    f = lambda c: insum.insum("C[D[y],x] max= A[y,E[r]] * B[r,x]", C=c * 1, **values)
+    (expected,) = torch.autograd.functional.jacobian(f, (torch.zeros(4, 5),))
+    torch.testing.assert_close(jacrev(f)(torch.zeros(4, 5)), expected)
+
+
+def test_forward_mode_is_refused_rather_than_wrong() -> None:
+    with pytest.raises(RuntimeError, match="jvp"):
+        torch.func.jvp(lambda a: insum.insum("t[] = a[i]", a=a), (torch.ones(2),), (torch.ones(2),))
+
+
+def test_subclass_goes_through_the_dispatcher() -> None:
+    seen: list[str] = []
+
+    class Logged(Tensor):
+        @classmethod
+        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(function))
+            return super().__torch_function__(function, types, args, kwargs or {})
+
+    insum.insum("t[] = a[i]", a=torch.ones(3).as_subclass(Logged))
+    assert any("contract" in name for name in seen)
+
+
+# --- autocast -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype: torch.dtype) -> None:
+    values = tensors(gradient=True)
+    with torch.autocast("cpu", dtype=dtype):
+        result = insum.insum(PRODUCT, out_shape=(4, 5), **values)
+        assert result.dtype == dtype
+        assert torch.compile(product, fullgraph=True, backend="aot_eager")(**values, rows=4).dtype == dtype
+        into = insum.insum(PRODUCT, C=torch.zeros(4, 5), **tensors())
+        assert into.dtype == torch.float32  # what is passed as the output keeps its dtype
+        assert insum.insum("C[D[y],x] = A[y,E[r]] * B[r,x]", C=torch.zeros(4, 5), **tensors()).dtype == torch.float32
+        assert insum.insum(PRODUCT, out_shape=(4, 5), **tensors(dtype=torch.float64)).dtype == torch.float64
+    gradient = torch.autograd.grad(result.float().sum(), values["A"])[0]
+    assert gradient.dtype == torch.float32
+    lowered = {name: v.detach().to(dtype) if v.is_floating_point() else v for name, v in values.items()}
+    torch.testing.assert_close(result, insum.insum(PRODUCT, out_shape=(4, 5), **lowered))
+
+
+# --- writing in place ---------------------------------------------------------------------------------------------------------------
+
+
+def test_in_place_returns_the_same_object() -> None:
+    for operator in ("+=", "max=", "min="):
+        C = torch.zeros(4, 5)
+        version = C._version
+        assert insum.insum(PRODUCT.replace("+=", operator), C=C, **tensors()) is C
+        assert C._version > version
+
+
+def test_assignment_leaves_the_passed_output_alone() -> None:
+    C = torch.full((4, 5), 7.0)
+    result = insum.insum("C[D[y],x] = A[y,E[r]] * B[r,x]", C=C, **tensors())
+    assert result is not C and C.eq(7).all()
+    assert insum.insum("C[D[y],x] = A[y,E[r]] * B[r,x]", C=C.double(), **tensors()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("operator", ["+=", "max=", "min="])
+def test_in_place_is_differentiable(operator: str) -> None:
+    values, start = tensors(gradient=True, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+
+    def f(A: Tensor, B: Tensor, start: Tensor) -> Tensor:
+        C = start * 1
+        insum.insum(PRODUCT.replace("+=", operator), A=A, B=B, C=C, D=values["D"], E=values["E"])
+        return C
+
+    assert torch.autograd.gradcheck(f, (values["A"], values["B"], start))
+    assert torch.autograd.gradgradcheck(f, (values["A"], values["B"], start))
+
+
+def test_the_old_value_is_read() -> None:
+    C = torch.arange(4.0)
+    insum.insum("C[i] += C[j]", C=C)
+    assert C.tolist() == [6.0, 7.0, 8.0, 9.0]
+    C = torch.arange(4.0)
+    insum.insum("C[i+1] += C[i+0*j]", C=C, sizes={"i": 3, "j": 1})
+    assert C.tolist() == [0.0, 1.0, 3.0, 5.0]
+    D = torch.tensor([1, 2, 0])
+    insum.insum("D[D[i]] += 1", D=D)
+    assert D.tolist() == [2, 3, 1]
+
+
+def test_arguments_in_the_memory_of_the_output() -> None:
+    for operator, expected in (("+=", [1.0, 3.0, 5.0, 3.0]), ("max=", [1.0, 2.0, 3.0, 3.0])):
+        memory = torch.arange(4.0)
+        insum.insum(f"C[i] {operator} a[i]", C=memory[:3], a=memory[1:])
+        assert memory.tolist() == expected
+    y = torch.randn(4, requires_grad=True)
+    C = y * 1
+    insum.insum("C[i] += C[i] * C[j]", C=C)
+    (ours,) = torch.autograd.grad(C.sum(), y)
+    (expected_gradient,) = torch.autograd.grad((y + y * y.sum()).sum(), y)
+    torch.testing.assert_close(ours, expected_gradient)
+
+
+def test_targets_of_any_layout() -> None:
+    values = tensors()
+    expected = insum.insum(PRODUCT, out_shape=(4, 5), **values)
+    for C in (torch.zeros(5, 4).t(), torch.zeros(4, 10)[:, ::2], torch.zeros(8, 5)[::2], torch.zeros(4, 5, 3)[..., 1]):
+        insum.insum(PRODUCT, C=C, **values)
+        torch.testing.assert_close(C, expected)
+    C = torch.zeros(4, 5, dtype=torch.bfloat16)
+    insum.insum(PRODUCT, C=C, **values)
+    torch.testing.assert_close(C, expected.bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("error", "make"),
+    [
+        (insum.AutogradError, lambda: torch.zeros(4, 5, requires_grad=True)),
+        (insum.AutogradError, lambda: torch.zeros(8, 5, requires_grad=True)[:4]),
+        (insum.BindingError, lambda: torch.zeros(1, 5).expand(4, 5)),
+        (insum.BindingError, lambda: torch.zeros(8).unfold(0, 5, 1)),
+        (insum.BindingError, lambda: torch.zeros(4, 6)),
+        (insum.DtypeError, lambda: torch.zeros(4, 5, dtype=torch.int64)),
+        (insum.IndexRangeError, lambda: torch.zeros(2, 5)),
+    ],
+)
+@pytest.mark.parametrize("operator", ["+=", "max="])
+def test_failed_calls_leave_the_arguments_as_they_were(error: type[Exception], make: Any, operator: str) -> None:
+    C, values = make(), tensors()
+    before = {name: v.clone() for name, v in {"C": C, **values}.items()}
+    version = C._version
+    with pytest.raises(error):
+        insum.insum(PRODUCT.replace("+=", operator), C=C, **values)
+    assert C._version == version
+    for name, value in {"C": C, **values}.items():
+        assert torch.equal(value, before[name])
+
+
+def test_inference_tensors() -> None:
+    with torch.inference_mode():
+        C = torch.zeros(4, 5)
+        assert insum.insum(PRODUCT, C=C, **tensors()) is C
+    with pytest.raises(insum.AutogradError, match="inference mode"):
+        insum.insum(PRODUCT, C=C, **tensors())
+
+
+def test_a_leaf_may_be_written_without_grad_mode() -> None:
+    C = torch.zeros(4, 5, requires_grad=True)
+    with torch.no_grad():
+        assert insum.insum(PRODUCT, C=C, **tensors()) is C
+    assert C.ne(0).any()
+
+
+# --- checks of index values -----------------------------------------------------------------------------------------------------------
+
+
+def test_unreferenced_values_are_no_error() -> None:
+    x, D = torch.arange(4.0), torch.tensor([1, 99, 3])
+    assert insum.insum("y[i] = x[D[2*i]]", x=x, D=D, sizes={"i": 2}).tolist() == [1.0, 3.0]
+    with pytest.raises(insum.IndexRangeError, match=r"D\[1\] is 99"):
+        insum.insum("y[i] = x[D[i]]", x=x, D=D)
+
+
+def test_checked_at_every_call_on_the_cpu() -> None:
+    x, D = torch.arange(4.0), torch.tensor([1, 2])
+    call = insum.compile("y[i] = x[D[i]]")
+    call(x=x, D=D)
+    D.numpy()[1] = 7  # no version counter sees this
+    with pytest.raises(insum.IndexRangeError):
+        call(x=x, D=D)
+
+
+def test_check_never() -> None:
+    with insum.settings(check="never"), pytest.raises((IndexError, RuntimeError)) as caught:
+        insum.insum("y[i] = x[D[i]]", x=torch.ones(2), D=torch.tensor([5]))
+    assert not isinstance(caught.value, insum.InsumError)
+
+
+@pytest.mark.parametrize("length", [3, 200])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8, torch.uint16])
+def test_checks_of_many_and_of_few_values(length: int, dtype: torch.dtype) -> None:
+    D = torch.zeros(length, dtype=dtype)
+    insum.insum("y[i] = x[D[i]]", x=torch.ones(2), D=D)
+    D[length - 1] = 2
+    with pytest.raises(insum.IndexRangeError, match=rf"D\[{length - 1}\] is 2"):
+        insum.insum("y[i] = x[D[i]]", x=torch.ones(2), D=D)
+
+
+def test_inside_before_outside() -> None:
+    with pytest.raises(insum.IndexRangeError, match=r"E\[0\] is 9, but it indexes dimension 0 of D"):
+        insum.insum("y[i] = x[D[E[i]]]", x=torch.ones(2), D=torch.tensor([0, 1]), E=torch.tensor([9]))
+    with pytest.raises(insum.IndexRangeError, match=r"D\[1\] is 5"):
+        insum.insum("y[i] = x[D[E[i]]]", x=torch.ones(2), D=torch.tensor([0, 5]), E=torch.tensor([1]))
+
+
+def test_padding_goes_no_lower_than_minus_one() -> None:
+    with pytest.raises(insum.IndexRangeError, match="is -2"):
+        insum.insum("y[i] = x[D[i]]", x=torch.ones(2), D=torch.tensor([0, -2]), padded="D")
