@@ -26,8 +26,9 @@ def test_public_names() -> None:
 def test_output_sizes() -> None:
     values: dict[str, Any] = {"x": torch.arange(3.0), "D": torch.tensor([4, 0, 4])}
     expected = [1.0, 0.0, 0.0, 0.0, 2.0]
-    for options in ({"out_shape": (5,)}, {"out_shape": [5]}, {"sizes": {0: 5}}, {"sizes": {"D": 5}}, {"sizes": {"D[i]": 5}}, {"sizes": {"y": (5,)}}, {"sizes": {"0": 5}}):
-        assert insum.insum("y[D[i]] = x[i]", **options, **values).tolist() == expected  # type: ignore[arg-type]
+    given: list[Any] = [{0: 5}, {"0": 5}, {"D": 5}, {"D[i]": 5}, {"y": (5,)}]
+    for options in [{"out_shape": (5,)}, {"out_shape": [5]}, *({"sizes": sizes} for sizes in given)]:
+        assert insum.insum("y[D[i]] = x[i]", **options, **values).tolist() == expected
     assert insum.insum("y[D[i]] = x[i]", y=torch.empty(5), **values).tolist() == expected
 
 

@@ -260,7 +260,7 @@ def outcome(call: Callable[[], Any]) -> Any:
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 def test_damaged_calls_fail_with_an_explanation_or_not_at_all() -> None:
     source, failures = random.Random(0), Counter[str]()
-    for case in draw_cases(600, seed=11, dtypes=(torch.float32, torch.int64), functions=("exp", "abs")):
+    for case in draw_cases(400, seed=11, dtypes=(torch.float32, torch.int64), functions=("sigmoid", "abs")):
         bad = damaged(case, source)
         passed = dict(bad.clone().values)
         before = {name: snapshot(value) for name, value in passed.items()}
@@ -275,7 +275,7 @@ def test_damaged_calls_fail_with_an_explanation_or_not_at_all() -> None:
             assert not isinstance(expected, type), (expected, bad)
             assert_close(found, expected, bad.precision)
         failures[found.__name__ if isinstance(found, type) else "none"] += 1
-    assert failures["BindingError"] > 100 and failures["IndexRangeError"] > 30 and failures["DtypeError"] > 30 and failures["none"] > 50, failures
+    assert failures["BindingError"] > 100 and failures["IndexRangeError"] > 20 and failures["DtypeError"] > 20 and failures["none"] > 50, failures
 
 
 # --- the errors as Python objects -------------------------------------------------------------------------------------------------

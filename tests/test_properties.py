@@ -9,13 +9,16 @@ import os
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, assume, given, settings
 from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
+from torch.overrides import TorchFunctionMode
 
 import insum
 from insum.lang.bind import bind
@@ -114,6 +117,58 @@ def test_values_from_a_seed() -> None:
     """The same through `draw_cases`, which chooses evenly where hypothesis prefers corners."""
     for case in draw_cases(300, seed=2026, dtypes=(*FLOATS, *HALVES, *INTEGERS)):
         check_value(case)
+
+
+class Passing(TorchFunctionMode):
+    """Takes a call off the short way past the dispatcher, and changes nothing else."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def test_values_through_the_dispatcher() -> None:
+    """The registered ops, which tracers and transforms see, against the short way past them."""
+    for case in draw_cases(200, seed=7, dtypes=(*FLOATS, *HALVES, *COMPLEX, torch.int32)):
+        with Passing():
+            through = case.run()
+        torch.testing.assert_close(through, case.run(), equal_nan=True, msg=lambda text, case=case: f"{text}\n{case}")
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_absent_points_contribute_nothing_not_even_zero_times_infinity(bad: float) -> None:
+    """Whatever stands where a clamped -1 would read must not be seen, however it is reduced."""
+    checked = 0
+    for case in draw_cases(400, seed=1, dtypes=(torch.float32,), functions=("abs", "relu"), differentiable=True):
+        spoiled = at_absent(case, bad)
+        if spoiled is not None:
+            assert_close(spoiled.run(), case.expected(), torch.float32)
+            checked += 1
+    assert checked >= 20
+
+
+def at_absent(case: Case, bad: float) -> Case | None:
+    """The case with ``bad`` in the elements that no point reads, where there are such elements and there is padding."""
+    if "padding" not in case.features:
+        return None
+    values = dict(case.clone().values)
+    for name in case.inputs:
+        if name != case.target:
+            unread = ~elements_read(case, name)
+            values[name] = torch.where(unread, bad, values[name].detach())
+    changed = any(not torch.equal(case.tensors[n], values[n]) for n in case.inputs)
+    return replace(case, values=values) if changed else None
+
+
+def elements_read(case: Case, name: str) -> Tensor:
+    """Where a tensor is read at a point that is not absent: mark an element, see whether the oracle's result changes."""
+    tensor = case.tensors[name]
+    read = torch.zeros(tensor.numel(), dtype=torch.bool)
+    expected = case.expected()
+    for k in range(tensor.numel()):
+        marked = tensor.flatten().clone()
+        marked[k] = float("nan")
+        read[k] = not np.array_equal(replace(case, values={**case.values, name: marked.reshape(tensor.shape)}).expected(), expected)
+    return read.reshape(tensor.shape)
 
 
 # --- derivatives ----------------------------------------------------------------------------------------------------------------

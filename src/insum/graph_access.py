@@ -133,6 +133,7 @@ class Reader(Builder):
         memo: dict[Access, Value] = self.__dict__.setdefault("_masks", {})
         if access not in memo:
             value = self.as_tensor(self.read(access), torch.int64)
+            value = self.cast(value, torch.int64) if value.dtype in _ONLY_CAST else value
             memo[access] = Value(self.call(torch.ge, value.node, 0, name=label(access, "present")), value.vars, torch.bool, True)
         return memo[access]
 

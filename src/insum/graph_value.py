@@ -91,6 +91,8 @@ class Evaluator(Reader):
         joined = call_type(function, args, self.types)
         dtype = computed_in(joined)
         values = [self.as_tensor(self.evaluate(a, dtype), dtype) for a in args]
+        if all(infer(a, self.types).dtype == torch.bool for a in args):
+            values = [self._truth(v) if isinstance(a, Product | Sum) else v for a, v in zip(args, values)]
         if function == "eq":
             return self._equal(args, values, dtype)
         if function == "step":
@@ -98,6 +100,11 @@ class Evaluator(Reader):
         result = dtype.to_real() if function == "abs" and dtype.is_complex else dtype
         node = self.call(_FUNCTIONS[function], values[0].node)
         return Value(node, values[0].vars, result, function != "conj")
+
+    def _truth(self, value: Value) -> Value:
+        """Among truth values + means or: a sum of two is 1, not 2."""
+        assert value.dtype is not None
+        return self.cast(Value(self.call(torch.ne, value.node, 0), value.vars, torch.bool, True), value.dtype)
 
     def _equal(self, args: tuple[Expr, ...], values: list[Value], dtype: torch.dtype) -> Value:
         """Compared as rounded to the narrower of the two dtypes: a half-precision maximum equals the wide value it was rounded from."""

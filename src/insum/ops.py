@@ -29,7 +29,8 @@ Arguments: TypeAlias = tuple[str, str, list[Tensor], str, list[Scalar], str, lis
 
 def contract(request: Request, values: Mapping[str, Value]) -> Tensor:
     """The result of a statement as a new tensor. Differentiable."""
-    if not is_plain_call(values.values()):
+    # Without a tensor the default device decides, which is not to be seen from within an op.
+    if not is_plain_call(values.values()) and any(isinstance(v, Tensor) for v in values.values()):
         result: Tensor = _transformed(request, None, values) if is_transformed() else torch.ops.insum.contract(*encode(request, values))
         return result
     prepared = prepare(request, values)

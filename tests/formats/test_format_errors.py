@@ -30,6 +30,7 @@ META = torch.zeros(2, dtype=torch.int32, device="meta")
 CASES: list[tuple[str, type[InsumError], Make, str]] = [
     # shapes and ranks
     ("shape", FormatError, lambda: COO(v(1), (t(0),), (-3,)), "shape is (-3,)"),
+    ("no shape", FormatError, lambda: GroupCOO(v(1, 1), (t(0),), (t([0]),), None), "shape is None"),  # type: ignore[arg-type]
     ("no dimension", FormatError, lambda: COO.from_dense(torch.tensor(1.0)), "a sparse tensor has at least one dimension"),
     ("arrays", FormatError, lambda: COO(v(2), (t(0, 1),), (3, 3)), "indices has 1 array(s), but shape (3, 3) needs 2"),
     ("lengths", FormatError, lambda: COO(v(2), (t(0, 1), t(0, 1, 2)), (3, 3)), "indices[1] has shape (3,), but the other arrays have (2,)"),

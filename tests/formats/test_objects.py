@@ -104,6 +104,17 @@ def test_printing(a: SparseFormat) -> None:
         assert (name in text) == hasattr(a, name) == (name in html)
 
 
+def test_constructing_where_there_is_nothing_to_check() -> None:
+    i = torch.zeros(3, dtype=torch.int32, device="meta")
+    assert COO(None, (i, i), (4, 4)).device.type == "meta"
+
+    def build(nearest: Tensor) -> Tensor:
+        return ELL(None, (nearest,), shape=(3, 3)).to_dense()
+
+    torch.compiler.reset()
+    assert torch.compile(build, backend="eager", fullgraph=True)(torch.tensor([[1], [0], [-1]])).tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 0]]
+
+
 def test_bytes_and_padding_of_the_papers_example() -> None:
     a = GroupCOO.from_dense(X, group_size=2)
     assert a.nbytes == 4 * (5 * 2 + 5 * 2 + 5) and a.padding == pytest.approx(0.3) and a.stored == 10 and a.nnz == 7

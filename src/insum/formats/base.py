@@ -73,12 +73,16 @@ class FormatBase:
         made._declare(padded)
         return made
 
-    def _finish(self, check: bool) -> None:
-        """The end of every constructor: normalise, check, declare."""
+    def _begin(self) -> None:
+        """The beginning of every constructor: lists become tuples, and the shape is one."""
         for name in (*self._arrays[1:], *self._static):
             value = getattr(self, name)
             if isinstance(value, list | torch.Size):
                 object.__setattr__(self, name, tuple(value))
+        validate.check_shape(self.shape)
+
+    def _finish(self, check: bool) -> None:
+        """The end of every constructor: check, declare."""
         padded = validate.check(self) if check else self.layout.padded
         self._declare(padded)
 
@@ -124,10 +128,12 @@ class FormatBase:
     @property
     def nnz(self) -> int:
         """How many entries there are: for blocks their nonzero values, for the other formats everything that is not padding."""
-        mask = self.mask()
-        if self.block_shape_or_none is None:
+        mask, block = self.mask(), self.block_shape_or_none
+        if block is None:
             return self.stored if mask is None else int(mask.sum())
-        return E.to_elements(self.entries()).count
+        filled = E.inside(self.coordinates(), block, self.shape) if self.values is None else self.values.detach() != 0
+        per_block = filled.flatten(len(self.positions)).sum(-1) if self.stored else torch.zeros(self.positions, device=self.device)
+        return int(per_block.sum() if mask is None else per_block[mask].sum())
 
     @property
     def padding(self) -> float:
@@ -214,7 +220,10 @@ class FormatBase:
         """
         if values is not None:
             validate.check_values(self, values)
-        return type(self)._make(**{**self._fields(), "values": values})
+        made = type(self)._make(**{**self._fields(), "values": values})
+        if not torch.compiler.is_compiling():
+            object.__setattr__(made, "_signature", self.signature)
+        return made
 
     def pattern(self) -> Self:
         """The same entries, each counting as 1."""
@@ -264,6 +273,15 @@ class FormatBase:
     @property
     def signature(self) -> tuple[Any, ...]:
         """What rewriting depends on, without tensors: rank, kind, grouped dimensions, blocks, where coordinates are found, whether blocks divide."""
+        if torch.compiler.is_compiling():
+            return self._make_signature()
+        known: tuple[Any, ...] | None = self.__dict__.get("_signature")
+        if known is None:
+            known = self._make_signature()
+            object.__setattr__(self, "_signature", known)
+        return known
+
+    def _make_signature(self) -> tuple[Any, ...]:
         block = self.block_shape_or_none or ()
         dims = getattr(self, "group_dims", (getattr(self, "dim", 0),))
         places = tuple(-1 - c.axes[0] if c.field is None else (c.field, c.number) for c in self.layout.coordinates)

@@ -67,6 +67,7 @@ class BlockCOO(_Blocked):
     _options: ClassVar[tuple[str, ...]] = ("block_shape",)
 
     def __post_init__(self, validate: bool) -> None:
+        self._begin()
         object.__setattr__(self, "block_shape", checks.block_shape(self.block_shape, len(self.shape)))
         self._finish(validate)
 
@@ -125,6 +126,7 @@ class BlockGroupCOO(_Blocked):
     _options: ClassVar[tuple[str, ...]] = ("block_shape", "group_dims", "group_size")
 
     def __post_init__(self, validate: bool) -> None:
+        self._begin()
         object.__setattr__(self, "block_shape", checks.block_shape(self.block_shape, len(self.shape)))
         object.__setattr__(self, "group_dims", checks.group_dims(self.group_dims, len(self.shape)))
         self._finish(validate)

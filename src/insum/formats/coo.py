@@ -38,6 +38,7 @@ class COO(SparseFormat):
     _static: ClassVar[tuple[str, ...]] = ("shape",)
 
     def __post_init__(self, validate: bool) -> None:
+        self._begin()
         self._finish(validate)
 
     @property

@@ -55,6 +55,7 @@ class GroupCOO(SparseFormat):
     _options: ClassVar[tuple[str, ...]] = ("group_dims", "group_size")
 
     def __post_init__(self, validate: bool) -> None:
+        self._begin()
         object.__setattr__(self, "group_dims", checks.group_dims(self.group_dims, len(self.shape)))
         self._finish(validate)
 
@@ -123,6 +124,7 @@ class ELL(SparseFormat):
     _options: ClassVar[tuple[str, ...]] = ("group_dims",)
 
     def __post_init__(self, validate: bool) -> None:
+        self._begin()
         object.__setattr__(self, "group_dims", checks.group_dims(self.group_dims, len(self.shape)))
         self._finish(validate)
 

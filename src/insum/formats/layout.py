@@ -43,7 +43,7 @@ class Coordinate:
     padded: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Layout:
     """The position axes by name, one `Coordinate` per dimension, and whether positions hold blocks."""
 

@@ -45,6 +45,7 @@ class NeighborTable(SparseFormat):
     _options: ClassVar[tuple[str, ...]] = ("dim",)
 
     def __post_init__(self, validate: bool) -> None:
+        self._begin()
         object.__setattr__(self, "dim", checks.dimension(self.dim, len(self.shape)))
         self._finish(validate)
 

@@ -67,8 +67,8 @@ def declare(tensor: Tensor, *, low: int, high: int, sorted: bool, unique: bool, 
 def _remember(tensor: Tensor, facts: IndexFacts) -> IndexFacts:
     key = id(tensor)
 
-    def forget(_: object, key: int = key) -> None:
-        _known.pop(key, None)
+    def forget(_: object, key: int = key, known: dict[int, _Entry] = _known) -> None:  # bound here: at exit the module's names are gone first
+        known.pop(key, None)
 
     with _lock:
         _known[key] = _Entry(weakref.ref(tensor, forget), version_of(tensor), facts)

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from insum.lang.expr import variables
-from insum.plan.config import Config, power_of_two
+from insum.plan.config import Choice, Config, power_of_two
 from insum.plan.plan import Plan
-from insum.plan.roles import Contraction
+from insum.plan.roles import Contraction, contiguity
 
 #: Entries at which a long row is cut into pieces, and the length up to which rows are left whole.
 SPLIT_AT = 128
@@ -32,9 +32,18 @@ def extent(axis: tuple[str, ...], extents: Mapping[str, int]) -> int:
 def swapped(roles: Contraction, extents: Mapping[str, int]) -> Contraction:
     """The same product with its sides exchanged where that puts the wide side on M, as `wgmma` wants."""
     m, n = extent(roles.m, extents), extent(roles.n, extents)
-    if not roles.dot or m >= 64 or n <= m:
-        return roles
+    return roles if not roles.dot or m >= 64 or n <= m else exchanged(roles)
+
+
+def exchanged(roles: Contraction) -> Contraction:
     return replace(roles, m=roles.n, n=roles.m, left=roles.right, right=roles.left)
+
+
+def oriented(plan: Plan, extents: Mapping[str, int], swap: int = -1, *, allowed: bool = True) -> Plan:
+    """The plan with the sides of its matrix product as a config wants them; -1 leaves it to the rule, where settings allow it."""
+    if swap == 0 or not plan.roles.dot or swap < 0 and plan.onehot < 0 and not allowed:
+        return plan
+    return replace(plan, roles=exchanged(plan.roles) if swap == 1 else swapped(plan.roles, extents))
 
 
 def inner_extent(plan: Plan, extents: Mapping[str, int]) -> int:
@@ -46,12 +55,32 @@ def first_guess(plan: Plan, extents: Mapping[str, int]) -> Config:
     """The config used when nobody tuned."""
     if plan.strategy == "unrolled":
         n = min(64, power_of_two(extent(plan.roles.n, extents)))
+        if not plan.roles.loops and plan.roles.m:  # nothing to sum: as large a tile as the stores can use
+            return Config(m=min(power_of_two(extent(plan.roles.m, extents)), max(1, 1024 // n)), n=n, warps=4, stages=1)
         return Config(m=max(1, 64 // n) if plan.roles.m else 1, n=n, warps=1, stages=1)
     if plan.roles.dot:
         return _for_dot(plan, extents)
     if plan.segment:
         return _for_rows(plan, extents, long=False)
     return _for_sum(plan, extents)
+
+
+def first_choice(plan: Plan, extents: Mapping[str, int], *, longest: int = 0, entries: int = 0) -> Choice:
+    """The first guess for every kind of launch: one config, or two for short and long rows of a segmented output."""
+    guess = first_guess(plan, extents)
+    if not in_rows(plan):
+        return (guess,)
+    return replace(guess, split=split_length(longest, entries)), long_rows(plan, extents)
+
+
+def in_rows(plan: Plan) -> bool:
+    """Whether tiles hold rows of a segmented output, so that short and long rows are launched apart."""
+    return plan.strategy != "unrolled" and plan.segment is not None and plan.segment.tiled
+
+
+def split_length(longest: int, entries: int) -> int:
+    """Entries at which rows are cut; 0: rows stay whole, where they are even or the whole thing is small."""
+    return 0 if longest <= LEAVE_WHOLE or entries < 4096 else SPLIT_AT
 
 
 def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
@@ -63,7 +92,7 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
         m = 256
     if size == 4 and n <= 16:
         m = min(m_all, 128)
-    m, n = _held(plan, extents, m, n)
+    m, n = held(plan, extents, m, n)
     k = _k_tile(plan, extents, size)
     warps = 8 if m * n >= 128 * 256 else 4
     # As many buffers as leave room for three programs on a multiprocessor: their waits overlap better than deeper pipelines do.
@@ -71,7 +100,7 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
     return Config(m=m, n=n, k=k, warps=warps, stages=stages)
 
 
-def _held(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> tuple[int, int]:
+def held(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> tuple[int, int]:
     """A tile holds all of a variable that scatters into a register tile, and all of one that is summed after the product."""
     kept = set(variables(plan.target))
     scattered = set(variables(plan.target.indices[plan.onehot])) if plan.onehot >= 0 else set()
@@ -106,13 +135,19 @@ def long_rows(plan: Plan, extents: Mapping[str, int]) -> Config:
 def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
     n, k, m = (power_of_two(extent(a, extents)) if a else 1 for a in (plan.roles.n, plan.roles.k, plan.roles.m))
     if plan.onehot >= 0:
-        m, n = _held(plan, extents, min(m, 16), min(n, 64))
+        m, n = held(plan, extents, min(m, 16), min(n, 64))
         if not {*plan.roles.m, *plan.roles.n} & set(variables(plan.target.indices[plan.onehot])):
             n, m = min(n, 32), 1 if plan.roles.m else m  # the register tile has a third axis, the scattered one
         k = min(k, 16)
         return Config(m=m, n=n, k=k, warps=max(1, min(4, m * n * k // 2048)), stages=2)
+    if plan.roles.n and not set(plan.roles.n) & set(variables(plan.target)):
+        k = min(k, max(1, 2048 // (n * m)))  # N is summed after the loop, so one tile holds all of it
+        return Config(m=m, n=n, k=k, warps=max(1, min(4, m * n * k // 1024)), stages=2)
+    if plan.roles.k and contiguity(plan.factors, plan.roles.k[-1]) and not any(contiguity(plan.factors, v) for v in plan.roles.n):
+        k = min(k, 128)  # the summed variable walks memory in order: read whole rows of it
+        n = min(n, max(1, 2048 // k))
     n = min(n, 128)
-    k = min(k, max(4, 1024 // n)) if plan.roles.k else 1
+    k = min(k, max(4, 1024 // n)) if plan.roles.k and k < 128 or n > 16 else k
     m = min(m, max(1, 2048 // (n * k)))
     return Config(m=m, n=n, k=k, warps=4, stages=1 if k == 1 else 2)
 
@@ -124,6 +159,8 @@ def pieces(plan: Plan, config: Config, extents: Mapping[str, int]) -> int:
     programs = math.prod(extents[v] for v in plan.roles.grid)
     programs *= math.ceil(extent(plan.roles.m, extents) / config.m) * math.ceil(extent(plan.roles.n, extents) / config.n)
     steps = math.ceil(extents[plan.roles.k[0]] / config.k) * math.prod(extents[v] for v in plan.roles.loops)
+    if config.split:
+        return min(config.split, steps)
     if programs >= ENOUGH_PROGRAMS // 2 or steps < 16:
         return 1
     return max(1, min(ENOUGH_PROGRAMS // programs, steps // 8))

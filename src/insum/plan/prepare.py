@@ -72,6 +72,7 @@ class Prepared:
     segments: Segments | None
     fill: bool  # the kernel does not write every place, or adds to what is there
     buffer: bool  # contributions meet in a buffer of the accumulator's dtype
+    baked: tuple[str, ...] = ()  # index tensors beside the target's whose values went into arrays or code
 
 
 @dataclass(slots=True)
@@ -86,6 +87,7 @@ class _Draft:
     row: str = ""
     segment: str = ""
     why: list[str] = field(default_factory=list)
+    baked: dict[str, None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +222,7 @@ class _Preparation:
             self.apply_merge(draft, merge)
         slot = merge.into if merge else together[0]
         if width > 1 or merge and len(merge.variables) > len(together):
-            base = self.widened(draft, base, width, slot)
+            base = self.widened(draft, base, width, slot, facts_of(anchor))
         self.to_rows(draft, scatter, base, slot)
 
     def merge(self, draft: _Draft, together: tuple[str, ...]) -> Merge | None:
@@ -234,12 +236,12 @@ class _Preparation:
         draft.views |= {t: (at, len(merge.variables)) for t, at in merge.dims}
         draft.extents[merge.into] = math.prod(draft.extents[v] for v in merge.variables)
 
-    def widened(self, draft: _Draft, base: Segments, width: int, slot: str) -> Segments:
+    def widened(self, draft: _Draft, base: Segments, width: int, slot: str, rows_from: IndexFacts) -> Segments:
         reads = {a.tensor for f in draft.factors for a in accesses(f) if a.indices == (index_of(slot),)}
         padded = [self.tensors[t] for t in sorted(reads & draft.padded)]
         if not padded:
             return scaled(base, width, None)[0]
-        key = ("slots", base.rows, *(id(t) for t in padded))
+        key = ("slots", base.rows, rows_from.serial, *(facts_of(t).serial for t in padded))
         facts = facts_of(padded[0])
 
         def compute() -> tuple[Segments, bool]:
@@ -337,15 +339,13 @@ class _Preparation:
     def compose_one(self, draft: _Draft, scatter: Scatter, anchor: Tensor, order: Tensor, atom: Access, facts: IndexFacts) -> None:
         source = self.tensors[atom.tensor]
         name = fresh(f"{atom.tensor}_sorted", self.taken)
-        key = ("composed", id(source), source._version if not source.is_inference() else -1, tuple(str(i) for i in atom.indices))
+        dims = () if atom.indices == (index_of(self.flat),) else tuple(scatter.variables.index(str(i.var)) for i in atom.indices)
 
-        def compute() -> tuple[Tensor, Tensor]:
-            if atom.indices == (index_of(self.flat),):
-                return source.reshape(-1)[order.long()], source
-            at = tuple(_position(anchor, order, scatter.variables.index(str(i.var))).long() for i in atom.indices)
-            return source[at], source
+        def compute() -> Tensor:
+            return source[tuple(_position(anchor, order, d).long() for d in dims)] if dims else source.reshape(-1)[order.long()]
 
-        draft.arrays[name] = _kept(facts, key, compute)[0]
+        draft.arrays[name] = _kept(facts_of(source), ("composed", facts.serial, dims), compute)
+        draft.baked.setdefault(atom.tensor)
         if atom.tensor in draft.padded:
             draft.padded.add(name)
         new = Access(name, (index_of(self.slot),))
@@ -367,16 +367,24 @@ class _Preparation:
             return None
         host = {n: _kept(facts_of(self.tensors[n]), "host", lambda t=self.tensors[n]: t.tolist()) for n in names}
         points = tuple(self.points(draft, over, host))
+        draft.baked |= dict.fromkeys(names)
         draft.why.append(f"{', '.join(names)} are constants of the code")
         places = math.prod(int(size) for size, i in zip(self.problem.shape, draft.target.indices, strict=True) if i.var is None)
         prepared = self.finish(draft, "unrolled", fill=len({target for target, _ in points}) < places)
         kept = tuple(v for v in dict.fromkeys(v for i in draft.target.indices for v in variables(i)) if v not in over)
         summed = tuple(v for v in self.summed(draft) if v not in over)
-        if not kept or not points:
-            return None
+        if not kept or not points or not forced and self.leader_innermost(draft) & set(summed):
+            return None  # rows of the largest factor lie along a summed variable, which straight-line code walks one by one
         n, m = kept[-1:], kept[:-1][-1:]
         roles = Contraction(m, n, (), summed, (), kept[:-2], False)
         return replace(prepared, plan=replace(prepared.plan, pattern=Pattern(over, points), roles=roles, padded=frozenset()))
+
+    def leader_innermost(self, draft: _Draft) -> set[str]:
+        """Variables along the unit stride of the factor that has the most elements."""
+        reads = [f for f in draft.factors if isinstance(f, Access) and f.tensor in self.tensors and f.indices]
+        leader = max(reads, key=lambda f: self.tensors[f.tensor].numel())
+        tensor = self.tensors[leader.tensor]
+        return {v for d, i in enumerate(leader.indices) if tensor.stride(d) == 1 and tensor.shape[d] > 1 for v in variables(i)}
 
     def points(self, draft: _Draft, over: tuple[str, ...], host: Mapping[str, Any]) -> Iterator[tuple[Access, tuple[Expr, ...]]]:
         for values in itertools.product(*(range(draft.extents[v]) for v in over)):
@@ -471,7 +479,7 @@ class _Preparation:
             why=tuple(draft.why),
             numbers=numbers,
         )
-        return Prepared(plan, draft.extents, draft.arrays, draft.views, draft.segments, fill, buffer=strategy == "atomic" and half)
+        return Prepared(plan, draft.extents, draft.arrays, draft.views, draft.segments, fill, strategy == "atomic" and half, tuple(draft.baked))
 
     def wide(self, draft: _Draft) -> bool:
         """Whether any offset can pass 2**31 elements."""

@@ -6,10 +6,11 @@ The tile has up to three axes: M and N (kept) and K (summed). In a contraction b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from insum.lang.expr import Access, Expr, Number, accesses, variables
+from insum.lang.expr import Expr, Number, accesses, variables
 
 #: Extents below this are not worth a tile axis of a matrix instruction, whose sides are at least 16.
 SMALLEST_DOT = 8
@@ -142,10 +143,13 @@ def _is_power(n: int) -> bool:
 
 def _as_sum(roles: Roles) -> Contraction:
     kept = [v for v in (*roles.held, *roles.kept) if v != roles.row]
-    n = _widest_innermost(roles, [v for v in kept if v in roles.kept])
+    n = _summed_instead(roles) or _widest_innermost(roles, [v for v in kept if v in roles.kept])
     rest = [v for v in kept if v != n]
-    m = roles.row or (max(roles.held or rest, key=lambda v: roles.extents[v]) if rest else "")
-    k = roles.segment or (max(roles.summed, key=lambda v: (roles.extents[v], _contiguity(roles, v))) if roles.summed else "")
+    m = roles.row or _held_axis(roles) or (max(rest, key=lambda v: roles.extents[v]) if rest else "")
+    if n in roles.summed and m not in roles.held:
+        m = ""
+    others = [v for v in roles.summed if v != n]
+    k = roles.segment or (max(others, key=lambda v: (roles.extents[v], contiguity(roles.factors, v))) if others else "")
     axes = {m, n, k}
     outer = tuple(v for v in roles.absorbed if v not in axes)
     loops = tuple(v for v in roles.summed if v not in axes)
@@ -161,10 +165,29 @@ def _widest_innermost(roles: Roles, kept: Sequence[str]) -> str:
     return kept[-1] if roles.extents[kept[-1]] >= min(16, roles.extents[widest]) else widest
 
 
-def _contiguity(roles: Roles, v: str) -> int:
-    """In how many accesses ``v`` walks the innermost dimension."""
-    reads = [a for f in roles.factors if not isinstance(f, Number) for a in accesses(f)]
-    return sum(1 for a in reads if isinstance(a, Access) and a.indices and a.indices[-1].var == v)
+def _held_axis(roles: Roles) -> str:
+    """Of the absorbed variables, the one that the fewest factors depend on: those are then read once for all of its values."""
+    depends = [roles.depends(f) for f in range(len(roles.factors))]
+    return max(roles.held, key=lambda v: (-sum(v in d for d in depends), roles.extents[v]), default="")
+
+
+def _summed_instead(roles: Roles) -> str:
+    """A short summed variable for the N axis where the kept ones walk no innermost dimension and it does.
+
+    Then the tile reads memory in order, and the axis is summed after the loop. Kept variables go to the grid.
+    """
+    if roles.row or any(contiguity(roles.factors, v) for v in roles.kept):
+        return ""
+    short = [v for v in roles.summed if SMALLEST_DOT <= roles.extents[v] <= FLATTEN_UP_TO and contiguity(roles.factors, v)]
+    long = [v for v in roles.summed if v not in short]
+    work = math.prod(roles.extents[v] for v in roles.kept)
+    return max(short, key=lambda v: contiguity(roles.factors, v)) if short and (long or len(roles.summed) > 1) and work >= 64 else ""
+
+
+def contiguity(factors: Sequence[Expr], v: str) -> int:
+    """In how many accesses of two dimensions or more ``v`` walks the innermost one."""
+    reads = [a for f in factors if not isinstance(f, Number) for a in accesses(f)]
+    return sum(1 for a in reads if len(a.indices) > 1 and a.indices[-1].var == v)
 
 
 def _one(v: str) -> tuple[str, ...]:

@@ -28,7 +28,6 @@ _INDEX_NAMES = ("D", "E", "AK", "AM", "idx")
 _POSITIVE = ("log", "sqrt", "reciprocal")
 _KINKED = ("abs", "relu", "sign", "step", "eq")
 _ON_COMPLEX = ("abs", "exp", "sqrt", "log", "reciprocal", "conj")
-_ON_BOOL = ("conj",)
 
 
 def generate(source: random.Random, options: Options) -> Case:
@@ -96,8 +95,6 @@ class _Draft:
         allowed = self.options.functions if not self.options.product_only else ()
         if any(d.is_complex for d in self.dtypes):
             allowed = tuple(f for f in allowed if f in _ON_COMPLEX)
-        if torch.bool in self.dtypes:
-            allowed = tuple(f for f in allowed if f in _ON_BOOL)
         return tuple(f for f in allowed if f != "conj") if not any(d.is_complex for d in self.dtypes) and self.choose.chance(90) else allowed
 
     def draw_extents(self) -> dict[str, int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from insum.errors import IndexRangeError
 from insum.lang.bind import Problem, Size, Value, bind
 from insum.lang.expand import Term
-from insum.lang.expr import Access, Affine, Call, Expr, Number, Product, Statement, Sum, Var
+from insum.lang.expr import Access, Affine, Call, Expr, Number, Product, Statement, Sum, Var, product
 from insum.lang.parser import parse
 from insum.lang.types import infer
 
@@ -60,6 +60,7 @@ class _Interpreter:
         self.types = {name: kind.type for name, kind in problem.kinds.items()}
         self.arrays = {name: _exact(value) for name, value in values.items()}
         self.combine = _COMBINE[self.statement.operator]
+        self.boolean = infer(self.statement.value, self.types).dtype == torch.bool
 
     def run(self) -> np.ndarray[Any, Any]:
         result = self.initial()
@@ -77,7 +78,7 @@ class _Interpreter:
         return result
 
     def add(self, term: Term, result: np.ndarray[Any, Any], place: _Reader) -> None:
-        factors = [self.value(f) for f in term.factors]
+        factors = [self.value(f, self.boolean) for f in term.factors]
         ranges = [range(int(self.problem.extents[v])) for v in term.variables]
         for position in itertools.product(*ranges):
             point = dict(zip(term.variables, position, strict=True))
@@ -89,25 +90,25 @@ class _Interpreter:
 
     # --- one reader for each node: a function of the point ---
 
-    def value(self, expr: Expr) -> _Reader:
+    def value(self, expr: Expr, boolean: bool) -> _Reader:
+        """``boolean``: whether what the expression is a part of is a truth value, so that + means or."""
         match expr:
             case Number(number):
                 return lambda _: number
             case Access():
                 return self.element(expr)
             case Call(function, args):
-                apply, readers = _FUNCTIONS[function], [self.value(a) for a in args]
+                inner = infer(product(list(args)), self.types).dtype == torch.bool
+                apply, readers = _FUNCTIONS[function], [self.value(a, inner) for a in args]
                 return lambda point: apply(*[read(point) for read in readers])
-            case Product(parts) | Sum(parts):
-                return self.combined(expr, [self.value(p) for p in parts])
+            case Product(parts):
+                join: Callable[[list[Any]], Any] = all if boolean else math.prod
+                return self.joined(join, [self.value(p, boolean) for p in parts])
+            case Sum(parts):
+                return self.joined(any if boolean else sum, [self.value(p, boolean) for p in parts])
         raise AssertionError(expr)
 
-    def combined(self, expr: Product | Sum, readers: list[_Reader]) -> _Reader:
-        boolean = infer(expr, self.types).dtype == torch.bool
-        if isinstance(expr, Product):
-            join: Callable[[list[Any]], Any] = all if boolean else math.prod
-        else:
-            join = any if boolean else sum
+    def joined(self, join: Callable[[list[Any]], Any], readers: list[_Reader]) -> _Reader:
         return lambda point: join([read(point) for read in readers])
 
     def element(self, access: Access) -> _Reader:

@@ -1,0 +1,262 @@
+"""The memory of tuning: choices by plan, dtypes, size class, device and versions; in this process, and on disk for the next.
+
+One JSON file per entry, written aside and renamed, so that any number of processes may read and write at once and nobody ever sees
+half a file. An entry that cannot be read, or that another version wrote, is passed over with one line in the log and written anew
+by the next search.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from insum.plan.config import Choice, Config, power_of_two
+from insum.plan.prepare import Prepared
+
+log = logging.getLogger("insum")
+
+#: The layout of the files. Raise it when that changes: entries of other layouts are passed over.
+FORMAT = 1
+_found: dict[str, Choice] = {}
+_lock = threading.Lock()
+_state = {"epoch": 0}
+
+
+# --- where ---------------------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _usable(wanted: str) -> Path:
+    folder = Path(wanted)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder
+    except OSError as error:
+        other = Path(tempfile.gettempdir()) / f"insum-{os.getuid() if hasattr(os, 'getuid') else os.environ.get('USERNAME', 'user')}"
+        log.warning("insum: the cache folder %s cannot be written (%s); %s is used instead", folder, error.strerror, other)
+        other.mkdir(parents=True, exist_ok=True)
+        return other
+
+
+def folder() -> Path:
+    """Where kernels and tuned choices are kept: ``INSUM_CACHE_DIR``, else ``~/.cache/insum``, else a temporary folder."""
+    return _usable(os.environ.get("INSUM_CACHE_DIR") or os.path.join(os.path.expanduser("~"), ".cache", "insum"))
+
+
+def entries_folder() -> Path:
+    return folder() / "tuned"
+
+
+# --- keys and entries ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What a choice was found for."""
+
+    plan: str
+    sizes: str
+    device: str
+    torch: str
+    triton: str
+    insum: str
+
+    @property
+    def name(self) -> str:
+        text = "\n".join((self.plan, self.sizes, self.device, self.torch, self.triton, self.insum))
+        return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One remembered choice, and what it won against."""
+
+    key: Key
+    statement: str
+    choice: Choice
+    microseconds: float
+    first_guess: float
+    effort: str
+
+
+def key_of(prepared: Prepared, device: torch.device) -> Key:
+    return Key(plan_text(prepared), size_class(prepared), device_name(device), *versions())
+
+
+def plan_text(prepared: Prepared) -> str:
+    """The plan as text: what decides the kernel but for its config; the user's spelling of the statement does not."""
+    plan = prepared.plan
+    parts = [str(plan.target), *(str(f) for f in plan.factors), plan.reduce, plan.strategy, str(plan.roles), str(plan.kinds), str(sorted(plan.padded))]
+    parts += [plan.accumulator, plan.operand, plan.precision, str(plan.segment), str(plan.onehot), str(plan.wide), str(plan.accumulate), str(plan.numbers)]
+    if plan.pattern:
+        points = "\n".join(f"{target} {' '.join(map(str, factors))}" for target, factors in plan.pattern.points)
+        parts.append(hashlib.sha256(points.encode()).hexdigest()[:16])
+    return " | ".join(parts)
+
+
+def size_class(prepared: Prepared) -> str:
+    """Extents rounded up to powers of two, and for a segmented output the entries and the longest row as well."""
+    rows = prepared.segments
+    sizes = {**prepared.extents, **({"entries": rows.entries, "longest": rows.longest} if rows else {})}
+    return " ".join(f"{name}:{power_of_two(size)}" for name, size in sizes.items())
+
+
+@functools.cache
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@functools.cache
+def versions() -> tuple[str, str, str]:
+    """Versions of torch, triton and insum; what is not installed has none."""
+    return torch.__version__, _version("triton"), _version("insum")
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "none"
+
+
+# --- remembering ---------------------------------------------------------------------------------------------------------------
+
+
+def epoch() -> int:
+    """Goes up whenever what is remembered changes, so that launches made before are looked up anew."""
+    return _state["epoch"]
+
+
+def forget() -> None:
+    """Drop what this process remembers; files stay."""
+    with _lock:
+        _found.clear()
+        _state["epoch"] += 1
+
+
+def recall(key: Key) -> Choice | None:
+    """The choice that was found for this key, in this process or by an earlier one."""
+    choice = _found.get(key.name)
+    if choice is None:
+        entry = _read(entries_folder() / f"{key.name}.json", key)
+        choice = entry.choice if entry else None
+        if choice is not None:
+            _found[key.name] = choice
+    return choice
+
+
+def remember(entry: Entry) -> None:
+    """Keep a choice for this process and, where files can be written, for the next."""
+    with _lock:
+        _found[entry.key.name] = entry.choice
+        _state["epoch"] += 1
+    try:
+        _write(entries_folder() / f"{entry.key.name}.json", _as_json(entry))
+    except OSError as error:
+        log.warning("insum: the tuned config is kept for this process only: %s", error)
+
+
+def _write(path: Path, text: str) -> None:
+    """All or nothing: written under another name, then renamed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _as_dict(entry: Entry) -> dict[str, Any]:
+    return {"format": FORMAT, **asdict(entry)}
+
+
+def _as_json(entry: Entry) -> str:
+    return json.dumps(_as_dict(entry), indent=1) + "\n"
+
+
+def _entry(found: Any) -> Entry:
+    """An entry from its dictionary; raises ValueError, KeyError or TypeError where it is none."""
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        version = found.get("format") if isinstance(found, dict) else None
+        raise ValueError(f"format {version!r}, not {FORMAT}")
+    choice = tuple(Config(**one) for one in found["choice"])
+    if not choice:
+        raise ValueError("no config")
+    return Entry(Key(**found["key"]), str(found["statement"]), choice, float(found["microseconds"]), float(found["first_guess"]), str(found["effort"]))
+
+
+def _read(path: Path, key: Key | None = None) -> Entry | None:
+    try:
+        entry = _entry(json.loads(path.read_text(encoding="utf-8")))
+        if key is not None and entry.key != key:
+            raise ValueError(f"written by torch {entry.key.torch}, triton {entry.key.triton}, insum {entry.key.insum}, or for something else")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("insum: cache entry %s is passed over: %s", path.name, str(error).splitlines()[0] if str(error) else type(error).__name__)
+        return None
+    return entry
+
+
+# --- looking after the files -----------------------------------------------------------------------------------------------------
+
+
+def entries() -> Iterator[Entry]:
+    """All entries that can be read."""
+    for path in sorted(entries_folder().glob("*.json")):
+        entry = _read(path)
+        if entry is not None:
+            yield entry
+
+
+def clear(*, kernels: bool = True) -> int:
+    """Remove every entry, and the sources of generated kernels; returns how many files that were."""
+    forget()
+    doomed = [*entries_folder().glob("*.json"), *entries_folder().glob(".writing-*")]
+    doomed += [*(folder() / "kernels").glob("k*.py"), *(folder() / "kernels").glob("k*.tmp")] if kernels else []
+    for path in doomed:
+        path.unlink(missing_ok=True)
+    return len(doomed)
+
+
+def export_file(path: str | Path) -> int:
+    """Write all entries to one file, to be shipped with a model; returns how many."""
+    held = [_as_dict(entry) for entry in entries()]
+    _write(Path(path).absolute(), json.dumps({"format": FORMAT, "entries": held}, indent=1) + "\n")
+    return len(held)
+
+
+def import_file(path: str | Path, *, any_version: bool = False) -> tuple[int, int]:
+    """Take over the entries of an exported file: how many, and how many were left out because other versions wrote them.
+
+    ``any_version`` takes those too, as if the present versions had found them.
+    """
+    held = json.loads(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(held, dict) or held.get("format") != FORMAT:
+        raise ValueError(f"{path} is no exported cache of format {FORMAT}")
+    taken = left = 0
+    for one in held["entries"]:
+        entry = _entry(one)
+        now = Key(entry.key.plan, entry.key.sizes, entry.key.device, *versions())
+        if now != entry.key and not any_version:
+            left += 1
+            continue
+        remember(Entry(now, entry.statement, entry.choice, entry.microseconds, entry.first_guess, entry.effort))
+        taken += 1
+    return taken, left

@@ -1,0 +1,46 @@
+"""Which tests can run here: kernels need a GPU, or Triton's interpreter, or its compiler. What is skipped says why."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the golden texts of tests/golden anew instead of comparing with them")
+
+
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def is_interpreting() -> bool:
+    """Whether Triton was told to interpret kernels; it reads this once, when it is imported."""
+    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def reason_to_skip(item: pytest.Item) -> str:
+    kernels = [name for name in ("gpu", "interpreter", "compile_only") if item.get_closest_marker(name)]
+    if kernels and not has_triton():
+        return "triton is not installed"
+    if "gpu" in kernels and not torch.cuda.is_available():
+        return "needs a GPU"
+    if "interpreter" in kernels and not is_interpreting():
+        return "needs TRITON_INTERPRET=1 in the environment"
+    if {"gpu", "compile_only"} & set(kernels) and is_interpreting():
+        return "needs Triton's compiler: TRITON_INTERPRET is set"
+    return ""
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    reason = reason_to_skip(item)
+    if reason:
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def update_golden(request: pytest.FixtureRequest) -> bool:
+    return bool(request.config.getoption("--update-golden"))
