@@ -24,6 +24,7 @@ import torch
 import insum
 
 DEVICE = "cuda"
+Rivals = dict[str, Callable[[], Any]]
 
 
 def replay_time(function: Callable[[], Any], repeat: int = 30) -> float:
@@ -48,21 +49,6 @@ def replay_time(function: Callable[[], Any], repeat: int = 30) -> float:
     return statistics.median(times)
 
 
-def eager_time(function: Callable[[], Any], repeat: int = 30) -> float:
-    """Median milliseconds of one call launched from Python, for rivals that cannot be captured."""
-    function()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repeat):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        function()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
 def poison(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Leave NaN in the memory that the allocator hands out next."""
     held = [torch.full(shape, math.nan, device=DEVICE, dtype=dtype) for _ in range(3)]
@@ -77,14 +63,14 @@ class Table:
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
 
-    def add(self, application: str, case: str, run: Callable[[], torch.Tensor], want: torch.Tensor, tolerance: float, rivals: dict[str, Callable[[], Any]], eager: tuple[str, ...] = ()) -> None:
+    def add(self, application: str, case: str, run: Callable[[], torch.Tensor], want: torch.Tensor, tolerance: float, rivals: Rivals) -> None:
         poison(tuple(want.shape), want.dtype if want.dtype != torch.float64 else torch.float32)
         off = error(run(), want)
         if not off < tolerance:
             print(f"WRONG {application} {case}: relative error {off:.2e}", flush=True)
         row: dict[str, Any] = {"application": application, "case": case, "error": off, "insum_ms": replay_time(run), "ok": off < tolerance}
         for name, rival in rivals.items():
-            row[name] = eager_time(rival) if name in eager else replay_time(rival)
+            row[name] = replay_time(rival)
         self.rows.append(row)
         print(self.line(row), flush=True)
 
@@ -108,10 +94,11 @@ def block_spmm(table: Table, data: Path, prototypes: Any, sparsities: tuple[floa
         b = torch.randn(size, size, device=DEVICE, dtype=torch.float16)
         a = BlockGroupCOO.from_dense(dense, block_shape=(block, block), group_size="auto")
         want = dense.double() @ b.double()
-        rivals: dict[str, Callable[[], Any]] = {"torch.mm": lambda: torch.mm(dense, b)}
+        rivals: Rivals = {"torch.mm": lambda d=dense, b=b: torch.mm(d, b)}
         if prototypes is not None:
             rivals["prototype"] = prototype_block(prototypes, mask, dense, b, block)
-        table.add("block-spmm", f"{sparsity:.0%} sparse", lambda: insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b), want, 2e-3, rivals)
+        run = lambda a=a, b=b: insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b)
+        table.add("block-spmm", f"{sparsity:.0%} sparse", run, want, 2e-3, rivals)
 
 
 def prototype_block(prototypes: Any, mask: torch.Tensor, dense: torch.Tensor, b: torch.Tensor, block: int) -> Callable[[], Any]:
@@ -141,7 +128,7 @@ def spmm(table: Table, data: Path, names: tuple[str, ...], columns: int = 128) -
             b = torch.randn(shape[1], columns, device=DEVICE, dtype=dtype)
             a = GroupCOO.from_torch(csr, group_size="auto")
             want = torch.sparse_csr_tensor(indptr, indices, values.double(), shape) @ b.double()
-            run = lambda a=a, b=b: insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b)  # noqa: E731
+            run = lambda a=a, b=b: insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b)
             table.add("spmm", f"{name} {str(dtype)[6:]}", run, want, 1e-5 if dtype == torch.float32 else 2e-3, {"torch.sparse": lambda csr=csr, b=b: csr @ b})
 
 
@@ -150,7 +137,7 @@ def neighbour_table(points: np.ndarray[Any, Any], size: float) -> torch.Tensor:
     voxels = torch.unique(torch.floor(torch.from_numpy(points).to(DEVICE).double() / size).long(), dim=0)
     low = voxels.min(0).values - 1
     span = voxels.max(0).values - low + 2
-    key = lambda v: ((v[:, 0] - low[0]) * span[1] + (v[:, 1] - low[1])) * span[2] + (v[:, 2] - low[2])  # noqa: E731
+    key = lambda v: ((v[:, 0] - low[0]) * span[1] + (v[:, 1] - low[1])) * span[2] + (v[:, 2] - low[2])
     keys = key(voxels)  # torch.unique sorts, so the keys ascend
     offsets = torch.cartesian_prod(*[torch.arange(-1, 2, device=DEVICE)] * 3)
     columns = []
@@ -173,14 +160,15 @@ def conv(table: Table, data: Path, prototypes: Any, names: tuple[str, ...], chan
         w = torch.randn(27, channels, channels, device=DEVICE, dtype=torch.float16) / channels
         want = sum(torch.where((nb[:, z] >= 0)[:, None], x[nb[:, z].clamp(min=0).long()].double(), 0.0) @ w[z].double() for z in range(27))
         nb_by_z = nb.t().contiguous()
-        rivals: dict[str, Callable[[], Any]] = {}
+        rivals: Rivals = {}
         if prototypes is not None:
             out = torch.empty_like(x)
             grid = (-(-nb.shape[0] // 128),)
-            rivals["prototype"] = lambda x=x, n=nb_by_z, w=w, o=out, g=grid: prototypes.conv_table[g](x, n, w, o, n.shape[1], 27, 128, 128, 128, 64, 128, num_warps=4, num_stages=2)
-        run = lambda x=x, n=nb_by_z, w=w: insum.insum("Out[x,m] += In[Nb[z,x],c] * W[z,c,m]", padded=("Nb",), In=x, Nb=n, W=w)  # noqa: E731
+            sizes = (nb.shape[0], 27, channels, channels, 128, 64, 128)
+            rivals["prototype"] = lambda x=x, n=nb_by_z, w=w, o=out, g=grid, s=sizes: prototypes.conv_table[g](x, n, w, o, *s, num_warps=4, num_stages=2)
+        run = lambda x=x, n=nb_by_z, w=w: insum.insum("Out[x,m] += In[Nb[z,x],c] * W[z,c,m]", padded=("Nb",), In=x, Nb=n, W=w)
         table.add("conv", f"{name} by offset", run, want, 2e-3, rivals)
-        run = lambda x=x, n=nb, w=w: insum.insum("Out[x,m] += In[Nb[x,z],c] * W[z,c,m]", padded=("Nb",), In=x, Nb=n, W=w)  # noqa: E731
+        run = lambda x=x, n=nb, w=w: insum.insum("Out[x,m] += In[Nb[x,z],c] * W[z,c,m]", padded=("Nb",), In=x, Nb=n, W=w)
         table.add("conv", f"{name} by voxel", run, want, 2e-3, rivals)
 
 
@@ -206,7 +194,7 @@ def tensor_product(table: Table, prototypes: Any, static: Any, batch: int = 10_0
             ok = i[p] >= 0
             term = (v[p, ok] * y[:, k[p, ok].long()])[:, :, None].double() * (x[:, j[p, ok].long()].double() @ w[:, p].double())
             want.index_add_(1, i[p, ok].long(), term)
-        rivals: dict[str, Callable[[], Any]] = {}
+        rivals: Rivals = {}
         if static is not None:
             rivals["prototype"] = prototype_product(static, i, j, k, v, x, y, w)
         statement = "Z[b,I[p,q],w] += V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]"
@@ -216,7 +204,7 @@ def tensor_product(table: Table, prototypes: Any, static: Any, batch: int = 10_0
                 for t in index:
                     insum.constant(t)
             arguments = dict(zip(("I", "J", "K", "L"), index, strict=True), V=v, X=x, Y=y, W=w)
-            run = lambda a=arguments: insum.insum(statement, sizes={1: 4}, padded=("I", "J", "K"), **a)  # noqa: E731
+            run = lambda a=arguments, statement=statement: insum.insum(statement, sizes={1: 4}, padded=("I", "J", "K"), **a)
             table.add("tensor-product", f"lmax 1, {channels} channels{', constant' if constant else ''}", run, want, 1e-5, rivals)
 
 
@@ -260,7 +248,8 @@ def main() -> None:
         tensor_product(table, prototypes, static)
     print("\n" + "\n".join(table.line(row) for row in table.rows))
     if arguments.json:
-        about = {"command": " ".join(["python", *sys.argv]), "date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(), "torch": torch.__version__, "rows": table.rows}
+        about = {"command": " ".join(["python", *sys.argv]), "date": datetime.date.today().isoformat()}
+        about |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "insum": insum.__version__, "rows": table.rows}
         Path(arguments.json).write_text(json.dumps(about, indent=1) + "\n")
     if not all(row["ok"] for row in table.rows):
         sys.exit(1)

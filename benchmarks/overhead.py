@@ -34,18 +34,20 @@ def cases() -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
     }
 
 
-def microseconds(function: Callable[[], object], number: int = 100, repeat: int = 200) -> float:
-    for _ in range(number):
-        function()
-    return min(timeit.repeat(function, number=number, repeat=repeat)) / number * 1e6
+def microseconds(*functions: Callable[[], object], number: int = 20, rounds: int = 1500) -> list[float]:
+    """The least time of each function; they take turns in short runs, so that all see the same machine."""
+    best = [float("inf")] * len(functions)
+    for _ in range(rounds):
+        for k, function in enumerate(functions):
+            best[k] = min(best[k], timeit.timeit(function, number=number) / number * 1e6)
+    return best
 
 
 def main() -> None:
     torch.set_num_threads(1)
     print(f"{'statement':<34}{'by hand':>10}{'insum':>10}{'above':>10}   (µs a call, torch {torch.__version__})")
     for name, (by_hand, ours) in cases().items():
-        # Alternate, so that both see the same machine.
-        hand, mine = (min(microseconds(f) for _ in range(3)) for f in (by_hand, ours))
+        hand, mine = microseconds(by_hand, ours)
         print(f"{name:<34}{hand:>10.1f}{mine:>10.1f}{mine - hand:>10.1f}")
 
 

@@ -326,8 +326,8 @@ def tiny(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Applic
         convolution(voxels=50, offsets=3, inputs=24, outputs=20, layout="by voxel", one_to_one=False, **kind),
         convolution(voxels=50, offsets=3, inputs=24, outputs=20, layout="by offset", **kind),
         convolution(voxels=50, offsets=3, inputs=24, outputs=20, layout="grouped", **kind),
-        tensor_product(batch=5, channels=16, constant=False, **kind),
-        tensor_product(batch=5, channels=16, constant=True, **kind),
+        tensor_product(batch=2, channels=16, constant=False, **kind),
+        tensor_product(batch=2, channels=16, constant=True, **kind),
     ]
 
 

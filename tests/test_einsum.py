@@ -7,11 +7,13 @@ import warnings
 from typing import Any
 
 import pytest
+import scipy.sparse as sp
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from insum.compat import compiled_graphs
 from insum.einsum import einsum, explain_einsum
 from insum.errors import BindingError, StatementError, UnsupportedError
 from insum.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, NeighborTable, SparseFormat
@@ -356,6 +358,17 @@ def test_torch_compile_fullgraph() -> None:
         assert type(compiled) is type(a) and torch.allclose(compiled.to_dense(), sampled(a, b).to_dense())
 
 
+def test_other_numbers_of_entries_do_not_recompile() -> None:
+    torch.compiler.reset()
+    before = compiled_graphs()
+    step = torch.compile(lambda a, b: einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b), fullgraph=True, backend="eager")
+    b = random(32, 4, dtype=torch.float32)
+    for density in (0.1, 0.2, 0.3, 0.4):
+        x = random(32, 32, density=density, dtype=torch.float32)
+        assert torch.allclose(step(GroupCOO.from_dense(x, group_size=2), b), x @ b, atol=1e-5)
+    assert compiled_graphs() - before <= 2  # once for the first size, once for all others
+
+
 def test_matmul_under_torch_compile() -> None:
     x, b = random(6, 6, density=0.4, dtype=torch.float32), random(6, 6, dtype=torch.float32)
     a = GroupCOO.from_dense(x, group_size=2)
@@ -427,3 +440,7 @@ def test_refusals_of_the_other_notation() -> None:
         COO.from_dense(torch.ones(2, 2, 2)) @ B
     with pytest.raises(TypeError):
         X @ "text"
+    with pytest.raises(UnsupportedError, match=r"B is a torch.sparse tensor.*(?s:.*)from_torch\(B\)"):
+        einsum("mk,kn->mn", X, B.to_sparse())
+    with pytest.raises(BindingError, match=r"B is a csr_array(?s:.*)from_scipy\(B\)"):
+        einsum("mk,kn->mn", X, sp.csr_array(B.numpy()))

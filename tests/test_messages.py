@@ -73,13 +73,19 @@ def snapshot(value: Any) -> Any:
 # --- the gallery ----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(not UPDATE, reason="the file is rewritten only when INSUM_UPDATE_GOLDEN is set")
-def test_update() -> None:
+def update() -> None:
+    """Rewrite the answers of the file."""
+
     def answered(entry: re.Match[str]) -> str:
         statement, keywords = arguments(entry["title"])
         return f"== {entry['title']}\n>>> {entry['call']}\n{shown(error_of(lambda: insum.insum(statement, **keywords)))}\n\n"
 
     GALLERY.write_text(_ENTRY.sub(answered, GALLERY.read_text(encoding="utf-8")), encoding="utf-8")
+    ENTRIES.update({entry["title"]: entry for entry in _ENTRY.finditer(GALLERY.read_text(encoding="utf-8"))})
+
+
+if UPDATE:
+    update()
 
 
 @pytest.mark.parametrize("title", ENTRIES)

@@ -308,7 +308,7 @@ def test_the_strategy_draws_and_shrinks() -> None:
 
     check()
     assert len(seen) >= 20 and len(set(seen)) > 5
-    small = find(statements(), lambda case: "scatter" in case.features, settings=settings(max_examples=2000, database=None, derandomize=True, deadline=None))
+    small = find(statements(), lambda case: "scatter" in case.features, settings=settings(max_examples=300, database=None, derandomize=True, deadline=None))
     assert len(small.statement) < 40, small.statement
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from insum.api import Compiled, Insum, compile, explain, insum
+from insum.api import Compiled, Insum, compile, explain, insum, tune
 from insum.errors import (
     AutogradError,
     BindingError,
@@ -25,6 +25,7 @@ from insum.errors import (
     UnsupportedError,
 )
 from insum.explain import Explanation
+from insum.plan.config import Config
 from insum.plan.facts import constant
 from insum.settings import settings
 
@@ -38,6 +39,7 @@ __all__ = [
     "AutogradError",
     "BindingError",
     "Compiled",
+    "Config",
     "DeviceError",
     "DtypeError",
     "Explanation",
@@ -56,6 +58,7 @@ __all__ = [
     "formats",
     "insum",
     "settings",
+    "tune",
 ]
 
 #: Loaded when first asked for, so that importing insum stays quick.

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from insum.compat import is_plain_call, is_quiet
-from insum.errors import DtypeError
+from insum.errors import DtypeError, UnsupportedError
 from insum.explain import Explanation, explained, roles_line
 from insum.inplace import add_in_place
 from insum.lang.bind import Problem, Size, Value
 from insum.ops import contract, differentiable
+from insum.plan.config import Config
 from insum.request import Prepared, Request, SizesArgument, head, kind_key, prepare, request_of
 from insum.settings import settings
 from insum.traced import traced
+
+if TYPE_CHECKING:
+    from insum.runtime.tune import Tuned
 
 
 def insum(
@@ -25,6 +29,7 @@ def insum(
     out_shape: Sequence[Size] | None = None,
     sizes: SizesArgument = None,
     padded: Sequence[str] = (),
+    config: Config | Sequence[Config] | None = None,
     **tensors: Value,
 ) -> Tensor:
     """Compute one indirect einsum.
@@ -35,6 +40,7 @@ def insum(
     - ``out_shape``: the shape of the output, where the statement does not tell it (an output dimension that is indexed through a tensor).
     - ``sizes``: single sizes, by index variable, by output dimension, or by a left-side index as it is written: ``{"i": 8, 0: 100}``.
     - ``padded``: names of index tensors in which -1 marks an absent entry; such an entry contributes nothing.
+    - ``config``: tile sizes and launch options of the generated kernel, as `insum.tune` prints them; a path without one takes no notice.
     - ``tensors``: every tensor that the statement names; a scalar may be a Python number.
 
     >>> import torch, insum
@@ -49,17 +55,17 @@ def insum(
             [1., 2.]])
     """
     if torch.compiler.is_compiling():
-        return traced(statement, out_shape, sizes, padded, tensors)
+        return traced(statement, out_shape, sizes, padded, config, tensors)
     try:
         key: object = (statement, torch.get_default_dtype(), *[(n, type(t), t.dtype, t.shape, t.device, t.layout) for n, t in tensors.items()])  # type: ignore[union-attr]
-        if out_shape is not None or sizes or padded:
-            key = key, _options_key(out_shape, sizes, padded)
+        if out_shape is not None or sizes or padded or config is not None:
+            key = key, _options_key(out_shape, sizes, padded, config)
         call = _calls.get(key)
     except (AttributeError, TypeError):  # a Python number, or a mistake that binding explains
         key, call = None, None
     if call is not None and call.settings is settings._values and is_quiet():
         return _run(call, tensors)
-    return _insum(key, request_of(statement, out_shape, sizes, padded), tensors)
+    return _insum(key, request_of(statement, out_shape, sizes, padded, config), tensors)
 
 
 Insum = insum
@@ -68,9 +74,10 @@ _MAX_CALLS = 4096
 _calls: dict[object, Prepared] = {}
 
 
-def _options_key(out_shape: Sequence[Size] | None, sizes: SizesArgument, padded: Sequence[str]) -> tuple[object, ...]:
+def _options_key(out_shape: Sequence[Size] | None, sizes: SizesArgument, padded: Sequence[str], config: object) -> tuple[object, ...]:
     given = tuple((k, tuple(v) if isinstance(v, Sequence) else v) for k, v in sizes.items()) if sizes else ()
-    return None if out_shape is None else tuple(out_shape), given, (padded,) if isinstance(padded, str) else tuple(padded)
+    chosen = tuple(config) if isinstance(config, list) else config
+    return None if out_shape is None else tuple(out_shape), given, (padded,) if isinstance(padded, str) else tuple(padded), chosen
 
 
 def _slow_key(request: Request, tensors: dict[str, Value]) -> object:
@@ -116,20 +123,30 @@ def _insum(key: object, request: Request, tensors: dict[str, Value]) -> Tensor:
 class Compiled:
     """A statement with its options, ready to be called with tensors; see `compile`."""
 
-    def __init__(self, statement: str, out_shape: Sequence[Size] | None, sizes: SizesArgument, padded: Sequence[str]) -> None:
-        request = request_of(statement, out_shape, sizes, padded)  # what cannot be read fails here rather than at the first call
+    def __init__(
+        self, statement: str, out_shape: Sequence[Size] | None, sizes: SizesArgument, padded: Sequence[str], config: Config | Sequence[Config] | None = None
+    ) -> None:
+        request = request_of(statement, out_shape, sizes, padded, config)  # what cannot be read fails here rather than at the first call
         head(statement)
         self.statement = request.statement
         self.out_shape = None if out_shape is None else tuple(out_shape)
         self.sizes = dict(sizes) if sizes else None
         self.padded = request.padded
+        self.config = request.config
         self._last: Problem | None = None
 
     def __call__(self, **tensors: Value) -> Tensor:
-        result = insum(self.statement, out_shape=self.out_shape, sizes=self.sizes, padded=self.padded, **tensors)
+        result = insum(self.statement, out_shape=self.out_shape, sizes=self.sizes, padded=self.padded, config=self.config, **tensors)
         if self._last is None and not torch.compiler.is_compiling() and is_plain_call(tensors.values()):
-            self._last = prepare(request_of(self.statement, self.out_shape, self.sizes, self.padded), tensors).problem
+            self._last = prepare(self._request(), tensors).problem
         return result
+
+    def tune(self, *, effort: str = "full", **tensors: Value) -> Tuned:
+        """Search for the config that is fastest for tensors of these sizes; later calls use what was found. See `insum.tune`."""
+        return tuned(self._request(), tensors, effort)
+
+    def _request(self) -> Request:
+        return request_of(self.statement, self.out_shape, self.sizes, self.padded, self.config)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_last": None}
@@ -141,15 +158,22 @@ class Compiled:
         return hash(self.statement)
 
     def _options(self) -> tuple[object, ...]:
-        return self.statement, self.out_shape, self.sizes, self.padded
+        return self.statement, self.out_shape, self.sizes, self.padded, self.config
 
     def __repr__(self) -> str:
-        options = [f"{n}={v!r}" for n, v in (("out_shape", self.out_shape), ("sizes", self.sizes), ("padded", self.padded)) if v]
+        options = [f"{n}={v!r}" for n, v in (("out_shape", self.out_shape), ("sizes", self.sizes), ("padded", self.padded), ("config", self.config)) if v]
         text = f"insum.compile({', '.join([repr(self.statement), *options])})"
         return text if self._last is None else f"{text}\n  {roles_line(self._last)}"
 
 
-def compile(statement: str, *, out_shape: Sequence[Size] | None = None, sizes: SizesArgument = None, padded: Sequence[str] = ()) -> Compiled:
+def compile(
+    statement: str,
+    *,
+    out_shape: Sequence[Size] | None = None,
+    sizes: SizesArgument = None,
+    padded: Sequence[str] = (),
+    config: Config | Sequence[Config] | None = None,
+) -> Compiled:
     """A reusable callable for one statement; the options are those of `insum`. It can be pickled and copied, and it prints itself.
 
     >>> import torch, insum
@@ -160,7 +184,7 @@ def compile(statement: str, *, out_shape: Sequence[Size] | None = None, sizes: S
     insum.compile('y[i] = A[i,j] * x[j]')
       i: free, 2; j: reduced, 3
     """
-    return Compiled(statement, out_shape, sizes, padded)
+    return Compiled(statement, out_shape, sizes, padded, config)
 
 
 def explain(
@@ -169,6 +193,7 @@ def explain(
     out_shape: Sequence[Size] | None = None,
     sizes: SizesArgument = None,
     padded: Sequence[str] = (),
+    config: Config | Sequence[Config] | None = None,
     **tensors: Value,
 ) -> Explanation:
     """What a call would do: extents, roles of the indices, the graph as Python, FLOPs and bytes. Nothing is computed.
@@ -193,6 +218,43 @@ def explain(
     <BLANKLINE>
     12 FLOPs, 44 bytes at least, 0.3 FLOPs per byte
     """
-    return explained(request_of(statement, out_shape, sizes, padded), tensors)
+    return explained(request_of(statement, out_shape, sizes, padded, config), tensors)
+
+
+# --- tuning --------------------------------------------------------------------------------------------------------------------
+
+
+def tune(
+    statement: str,
+    *,
+    effort: str = "full",
+    out_shape: Sequence[Size] | None = None,
+    sizes: SizesArgument = None,
+    padded: Sequence[str] = (),
+    **tensors: Value,
+) -> Tuned:
+    """Search for the config that is fastest for a statement on tensors of these sizes; later calls, in later processes too, use it.
+
+    ``effort``: ``quick`` tries a handful of configs, ``full`` some dozens. Nothing that is passed is changed. Where there is no GPU to
+    time on, the first guess stands and the result says so.
+
+    >>> import torch, insum
+    >>> tuned = insum.tune("y[i] = A[i,j] * x[j]", A=torch.ones(2, 3), x=torch.ones(3))
+    >>> tuned.trials
+    ()
+    """
+    return tuned(request_of(statement, out_shape, sizes, padded), tensors, effort)
+
+
+def tuned(request: Request, tensors: dict[str, Value], effort: str) -> Tuned:
+    from insum.runtime import tune as search
+
+    if not is_plain_call(tensors.values()):
+        raise UnsupportedError("a statement is tuned on plain tensors, outside of traces, transforms and autocast")
+    call = prepare(request, tensors)
+    call.verify(tensors)
+    target = tensors[call.target] if call.target else None
+    assert target is None or isinstance(target, Tensor)
+    return search.tune(call.problem, tensors, target, effort)
 
 

@@ -22,7 +22,7 @@ def batched(request: Request, values: Mapping[str, Value], dims: Mapping[str, in
     chosen = {name for name, dim in dims.items() if dim is not None} | ({target} & values.keys())
     moved = {name: front(value, dims.get(name), size) if name in chosen and isinstance(value, Tensor) else value for name, value in values.items()}
     text = str(_led(statement, chosen, batch))
-    return replace(request, statement=text, sizes=_shifted(request, statement, batch, size)), moved
+    return replace(request, statement=text, sizes=_shifted(request, statement, batch, size), config=None), moved
 
 
 def front(tensor: Tensor, dim: int | None, size: Size) -> Tensor:

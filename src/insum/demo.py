@@ -13,9 +13,9 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ from insum.einsum import einsum
 from insum.formats import BlockGroupCOO, GroupCOO
 from insum.lang.bind import bind
 from insum.lang.parser import parse
+
+Kernel: TypeAlias = tuple[str, dict[str, Any], dict[str | int, Any], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Application:
     rival: str
     run_rival: Callable[[], Any]
     replaces: str
-    kernel: Callable[[], tuple[str, Mapping[str, Any], Mapping[int | str, int], Sequence[str]]]
+    kernel: Kernel
 
 
 # --- the applications ----------------------------------------------------------------------------------------------------------
@@ -50,10 +52,18 @@ def block_spmm(device: str, dtype: torch.dtype, size: int, block: int = 32) -> A
     dense = (torch.randn(size, size, generator=generator) * mask).to(device, dtype)
     B = torch.randn(size, size, generator=generator).to(device, dtype)
     A = BlockGroupCOO.from_dense(dense, block_shape=(block, block), group_size="auto")
-    values = {"AM": A.group_indices[0], "AK": A.slot_indices[0], "AV": A.values, "B": B.view(size // block, block, size)}
-    kernel = "C[AM[p],bm,n] += AV[p,q,bm,bk] * B[AK[p,q],bk,n]", values, {0: size // block}, ("AK",)
-    line = 'einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B)'
-    return Application("block SpMM", line, lambda: einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B), lambda: dense.double() @ B.double(), "torch.mm", lambda: dense @ B, "TorchBSR 202", lambda: kernel)
+    values: dict[str, Any] = {"AM": A.group_indices[0], "AK": A.slot_indices[0], "AV": A.values, "B": B.view(size // block, block, size)}
+    kernel: Kernel = "C[AM[p],bm,n] += AV[p,q,bm,bk] * B[AK[p,q],bk,n]", values, {0: size // block}, ("AK",)
+    return Application(
+        "block SpMM",
+        'einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B)',
+        run=lambda: einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B),
+        reference=lambda: dense.double() @ B.double(),
+        rival="torch.mm",
+        run_rival=lambda: dense @ B,
+        replaces="TorchBSR 202",
+        kernel=kernel,
+    )
 
 
 def graph_spmm(device: str, nodes: int, columns: int = 128, degree: int = 8) -> Application:
@@ -64,15 +74,24 @@ def graph_spmm(device: str, nodes: int, columns: int = 128, degree: int = 8) -> 
     csr = matrix.to_sparse_csr()
     B = torch.randn(nodes, columns, generator=generator).to(device)
     A = GroupCOO.from_torch(csr, group_size="auto")
-    values = {"AM": A.group_indices[0], "AK": A.slot_indices[0], "AV": A.values, "B": B}
-    kernel = "C[AM[p],n] += AV[p,q] * B[AK[p,q],n]", values, {0: nodes}, ("AK",)
-    line = 'einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B)'
-    return Application("graph SpMM", line, lambda: einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B), lambda: matrix.double() @ B.double(), "torch.sparse", lambda: csr @ B, "Sputnik 1918", lambda: kernel)
+    values: dict[str, Any] = {"AM": A.group_indices[0], "AK": A.slot_indices[0], "AV": A.values, "B": B}
+    kernel: Kernel = "C[AM[p],n] += AV[p,q] * B[AK[p,q],n]", values, {0: nodes}, ("AK",)
+    return Application(
+        "graph SpMM",
+        'einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B)',
+        run=lambda: einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B),
+        reference=lambda: matrix.double() @ B.double(),
+        rival="torch.sparse",
+        run_rival=lambda: csr @ B,
+        replaces="Sputnik 1918",
+        kernel=kernel,
+    )
 
 
 def convolution(device: str, dtype: torch.dtype, voxels: int, channels: int = 64) -> Application:
     generator = torch.Generator().manual_seed(0)
-    table = torch.where(torch.rand(27, voxels, generator=generator) < 0.4, torch.stack([torch.randperm(voxels, generator=generator) for _ in range(27)]), -1).int().to(device)
+    neighbours = torch.stack([torch.randperm(voxels, generator=generator) for _ in range(27)])
+    table = torch.where(torch.rand(27, voxels, generator=generator) < 0.4, neighbours, -1).int().to(device)
     x = torch.randn(voxels, channels, generator=generator).to(device, dtype)
     w = (torch.randn(27, channels, channels, generator=generator) / channels).to(device, dtype)
     statement = "Out[x,m] = In[Nb[z,x],c] * W[z,c,m]"
@@ -84,22 +103,29 @@ def convolution(device: str, dtype: torch.dtype, voxels: int, channels: int = 64
             out.index_add_(0, here, x[table[z, here].long()] @ w[z])
         return out
 
-    values = {"In": x, "Nb": table, "W": w}
-    line = f'insum("{statement}", padded=["Nb"], In=x, Nb=table, W=w)'
-    run = lambda: insum(statement, padded=("Nb",), In=x, Nb=table, W=w)  # noqa: E731
-    return Application("sparse conv", line, run, lambda: gathered(x.double(), w.double()), "gather-mm-scatter", lambda: gathered(x, w), "TorchSparse 4491", lambda: (statement, values, {}, ("Nb",)))
+    values: dict[str, Any] = {"In": x, "Nb": table, "W": w}
+    return Application(
+        "sparse conv",
+        f'insum("{statement}", padded=["Nb"], In=x, Nb=table, W=w)',
+        run=lambda: insum(statement, padded=("Nb",), In=x, Nb=table, W=w),
+        reference=lambda: gathered(x.double(), w.double()),
+        rival="gather-mm-scatter",
+        run_rival=lambda: gathered(x, w),
+        replaces="TorchSparse 4491",
+        kernel=(statement, values, {}, ("Nb",)),
+    )
 
 
 def tensor_product(device: str, batch: int, channels: int = 32) -> Application:
     generator = torch.Generator().manual_seed(0)
     paths = [[(0, 0, 0)], [(1 + i, 0, 1 + i) for i in range(3)], [(1 + i, 1 + i, 0) for i in range(3)], [(0, 1 + i, 1 + i) for i in range(3)]]
     rows = torch.tensor([[*p, *[(-1, -1, -1)] * (3 - len(p))] for p in paths], dtype=torch.int32, device=device)
-    I, J, K = (rows[:, :, d].contiguous() for d in range(3))  # noqa: E741
+    I, J, K = (rows[:, :, d].contiguous() for d in range(3))
     V = torch.where(I >= 0, 1 / 3**0.5, 0.0)
     L = torch.arange(4, dtype=torch.int32, device=device)
     X, Y, W = (torch.randn(batch, *shape, generator=generator).to(device) for shape in ((4, channels), (4,), (4, channels, channels)))
     statement = "Z[b,I[p,q],w] += V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]"
-    values = {"V": V, "I": I, "J": J, "K": K, "L": L, "X": X, "Y": Y, "W": W}
+    values: dict[str, Any] = {"V": V, "I": I, "J": J, "K": K, "L": L, "X": X, "Y": Y, "W": W}
     coefficients = torch.zeros(4, 4, 4, 4, device=device)
     at = (I >= 0).nonzero()
     coefficients[I[at[:, 0], at[:, 1]].long(), J[at[:, 0], at[:, 1]].long(), K[at[:, 0], at[:, 1]].long(), at[:, 0]] = V[at[:, 0], at[:, 1]]
@@ -107,9 +133,16 @@ def tensor_product(device: str, batch: int, channels: int = 32) -> Application:
     def dense(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
         return torch.einsum("ijkl,bju,bk,bluw->biw", coefficients.to(x.dtype), x, y, w)
 
-    line = f'insum("{statement}", sizes={{1: 4}}, padded=["I", "J", "K"], ...)'
-    run = lambda: insum(statement, sizes={1: 4}, padded=("I", "J", "K"), **values)  # noqa: E731
-    return Application("tensor product", line, run, lambda: dense(X.double(), Y.double(), W.double()), "torch.einsum", lambda: dense(X, Y, W), "e3nn 225", lambda: (statement, values, {1: 4}, ("I", "J", "K")))
+    return Application(
+        "tensor product",
+        f'insum("{statement}", sizes={{1: 4}}, padded=["I", "J", "K"], ...)',
+        run=lambda: insum(statement, sizes={1: 4}, padded=("I", "J", "K"), **values),
+        reference=lambda: dense(X.double(), Y.double(), W.double()),
+        rival="torch.einsum",
+        run_rival=lambda: dense(X, Y, W),
+        replaces="e3nn 225",
+        kernel=(statement, values, {1: 4}, ("I", "J", "K")),
+    )
 
 
 # --- checking, timing, printing ------------------------------------------------------------------------------------------------
@@ -143,15 +176,15 @@ def milliseconds(function: Callable[[], Any], device: str, budget: float = 0.5) 
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:
-    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+    return float((got.double() - want.double()).norm() / want.double().norm())
 
 
 def kernel_note(application: Application, device: str) -> str:
     """What the generated kernel is: its strategy where it runs, the compiler's figures where there is no GPU to run it."""
     from insum.runtime import fused
 
-    statement, values, sizes, padded = application.kernel()
-    problem = bind(parse(statement), values, sizes=dict(sizes), padded=padded)
+    statement, values, sizes, padded = application.kernel
+    problem = bind(parse(statement), values, sizes=sizes, padded=padded)
     if device == "cuda":
         return fused.strategy(problem, values)
     return fused.compile_note(problem, values, "sm_90")
@@ -173,7 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error = relative_error(application.run(), application.reference())
         wrong += not error < 2e-3
         ours, theirs = milliseconds(application.run, device), milliseconds(application.run_rival, device)
-        rows.append((application.name, f"{error:.1e}", f"{ours:.3f}", f"{theirs:.3f}", application.rival, "1", application.replaces, kernel_note(application, device)))
+        note = kernel_note(application, device)
+        rows.append((application.name, f"{error:.1e}", f"{ours:.3f}", f"{theirs:.3f}", application.rival, "1", application.replaces, note))
     print("\n" + "\n".join(_aligned(rows)))
     print(f"\n{len(rows) - 1 - wrong} of {len(rows) - 1} applications agree with float64 references")
     return 1 if wrong else 0

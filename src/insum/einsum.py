@@ -5,12 +5,13 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from string import ascii_uppercase
 from typing import Any
 
-from torch import Tensor
+from torch import SymFloat, SymInt, Tensor, strided
 
 from insum import api
-from insum.errors import BindingError, StatementError
+from insum.errors import BindingError, StatementError, UnsupportedError
 from insum.explain import Explanation
 from insum.formats.convert import SparseFormat
 from insum.formats.notation import torch_notation
@@ -138,6 +139,7 @@ def _named(statement: str, operands: tuple[Operand, ...], named: dict[str, Opera
                 expected="operands by name, A=A",
                 remedy='"mk,kn->mn" takes them by position',
             )
+        _check_kinds(statement, named)
         return statement, named
     if named:
         raise BindingError(
@@ -150,8 +152,19 @@ def _named(statement: str, operands: tuple[Operand, ...], named: dict[str, Opera
         raise StatementError(
             "the statement has no operands", statement=statement, remedy='einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B) or einsum("mk,kn->mn", A, B)'
         )
+    _check_kinds(statement, dict(zip(ascii_uppercase, operands)))
     text, names = torch_notation(statement, tuple(_rank(x) for x in operands))
     return text, dict(zip(names, operands))
+
+
+def _check_kinds(statement: str, given: Mapping[str, object]) -> None:
+    for name, x in given.items():
+        if isinstance(x, Tensor) and x.layout != strided:
+            fact = f"{name} is a torch.sparse tensor of layout {x.layout}"
+            raise UnsupportedError(fact, statement=statement, expected="a format or a dense tensor", remedy=f"insum.formats.GroupCOO.from_torch({name})")
+        if not isinstance(x, SparseFormat | Tensor | bool | int | float | complex | SymInt | SymFloat):
+            remedy = f"GroupCOO.from_scipy({name})" if hasattr(x, "tocoo") else f"torch.as_tensor({name})"
+            raise BindingError(f"{name} is a {type(x).__name__}", statement=statement, expected="a format, a tensor or a number", remedy=remedy)
 
 
 def _rank(x: Operand) -> int:

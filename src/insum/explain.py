@@ -12,7 +12,9 @@ from insum.graph import lower
 from insum.lang.bind import Problem, Value
 from insum.lang.expand import Term
 from insum.lang.expr import Call, Expr, Number, Product, Sum, accesses, tensors_of, variables
+from insum.plan.config import Choice
 from insum.request import Request, head
+from insum.settings import settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ def explained(request: Request, values: Mapping[str, Value]) -> Explanation:
     in_place = left.operator != "=" and isinstance(values.get(left.target), Tensor)
     graph = lower(problem, "into" if in_place else "new").text
     described = tuple((v, int(problem.extents[v]), role) for v, role in roles(problem).items())
-    return Explanation(str(problem.statement), described, _tensors(problem), graph, flops(problem), traffic(problem, in_place), _fused(problem, values))
+    fused = _fused(problem, values, request.config)
+    return Explanation(str(problem.statement), described, _tensors(problem), graph, flops(problem), traffic(problem, in_place), fused)
 
 
 def roles(problem: Problem) -> dict[str, str]:
@@ -111,12 +114,15 @@ def _tensors(problem: Problem) -> tuple[tuple[str, str, str, str], ...]:
     return tuple(rows)
 
 
-def _fused(problem: Problem, values: Mapping[str, Value]) -> str:
+def _fused(problem: Problem, values: Mapping[str, Value], config: Choice | None) -> str:
+    """The plan and the kernel, where a call would look for one."""
+    if settings.backend == "graph" or settings.backend == "auto" and problem.device.type == "cpu":
+        return ""
     try:
         from insum.runtime import fused  # type: ignore[attr-defined, unused-ignore]
     except ImportError:
         return ""
-    text: str | None = fused.describe(problem, values)
+    text: str | None = fused.describe(problem, values, config=config)
     return text or ""
 
 

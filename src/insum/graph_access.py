@@ -10,6 +10,7 @@ import torch
 from torch.fx import Node
 
 from insum.graph_build import Builder, Value, label
+from insum.lang.bind import Problem
 from insum.lang.expr import Access, Affine, Expr, Var, accesses
 
 #: A dimension of a view: the variable that runs along it, or the index values at which it is to be read or written.
@@ -21,15 +22,16 @@ _ONLY_CAST = (torch.uint16, torch.uint32, torch.uint64)
 class Reader(Builder):
     """A builder that can read accesses. Equal accesses are read once."""
 
-    _reads: dict[Access, Value]
-    _masks: dict[Access, Value]
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        self._reads: dict[Access, Value] = {}
+        self._masks: dict[Access, Value] = {}
 
     def read(self, access: Access) -> Value:
         """The values of an access over its own variables."""
-        memo: dict[Access, Value] = self.__dict__.setdefault("_reads", {})
-        if access not in memo:
-            memo[access] = self._read(access)
-        return memo[access]
+        if access not in self._reads:
+            self._reads[access] = self._read(access)
+        return self._reads[access]
 
     def _read(self, access: Access) -> Value:
         kind = self.problem.kinds[access.tensor]
@@ -130,12 +132,11 @@ class Reader(Builder):
         return [self._mask(a) for a in found]
 
     def _mask(self, access: Access) -> Value:
-        memo: dict[Access, Value] = self.__dict__.setdefault("_masks", {})
-        if access not in memo:
+        if access not in self._masks:
             value = self.as_tensor(self.read(access), torch.int64)
             value = self.cast(value, torch.int64) if value.dtype in _ONLY_CAST else value
-            memo[access] = Value(self.call(torch.ge, value.node, 0, name=label(access, "present")), value.vars, torch.bool, True)
-        return memo[access]
+            self._masks[access] = Value(self.call(torch.ge, value.node, 0, name=label(access, "present")), value.vars, torch.bool, True)
+        return self._masks[access]
 
     def masked(self, value: Value, mask: Value, otherwise: bool | int | float) -> Value:
         """``value`` where the mask holds, broadcast over the variables of both."""

@@ -24,6 +24,8 @@ def add_in_place(request: Request, call: Prepared | None, tensors: Mapping[str, 
     assert isinstance(target, Tensor)
     check_target(request, target, tensors)
     if torch.is_grad_enabled() and (target.requires_grad or (_any_requires(tensors) if call is None else call.needs_gradient(tensors))):
+        if call is None:
+            request.bind(tensors)  # a mistake in the output's shape or dtype is found before anything runs
         return _differentiable(request, left.operator, target, left.arguments(tensors))
     if call is None:
         return accumulate_(request, target, left.arguments(tensors))
@@ -42,9 +44,7 @@ def _differentiable(request: Request, operator: str, target: Tensor, values: Map
         values = {**values, name: target.clone()}  # what the right side read must outlive the writing
     if operator != "+=":
         return _written(request, target, values, "copy_", accumulate(request, target, values))
-    # The target is bound too, so that a mistake in its shape or dtype is found and explained.
     wide = torch.float32 if target.dtype in _HALVES else target.dtype
-    request.bind(values, target)
     update = contract(replace(request, sizes=((name, tuple(target.shape)), *_without(request, name)), dtype=wide), values)
     return _written(request, target, values, "add_", update)
 
@@ -63,24 +63,23 @@ def _written(request: Request, target: Tensor, values: Mapping[str, Value], how:
 
 def check_target(request: Request, target: Tensor, tensors: Mapping[str, Value]) -> None:
     """Refuse, before anything runs, to write where autograd forbids it or where one write would be seen twice."""
-    name = head(request.statement).target
     if torch.is_grad_enabled() and target.requires_grad:
         base = base_of(target)
         if target.is_leaf or base is not None and base.is_leaf:
             what = "a leaf" if target.is_leaf else "a view of a leaf"
-            raise _forbidden(request, tensors, f"{name} is {what} that requires a gradient, so that it cannot be written in place")
+            raise _forbidden(request, tensors, f"NAME is {what} that requires a gradient, so that it cannot be written in place")
     if target.is_inference() and not torch.is_inference_mode_enabled():
-        raise _forbidden(request, tensors, f"{name} was made under inference mode, so that it cannot be written outside of it")
+        raise _forbidden(request, tensors, "NAME was made under inference mode, so that it cannot be written outside of it")
     if not target.is_contiguous() and _overlaps(target):
         where = f"shape {tuple(target.shape)}, strides {target.stride()}"
-        raise _forbidden(request, tensors, f"several elements of {name} lie at one place in memory ({where}): it cannot be written in place", BindingError)
+        raise _forbidden(request, tensors, f"several elements of NAME lie at one place in memory ({where}): it cannot be written in place", BindingError)
 
 
 def _forbidden(request: Request, tensors: Mapping[str, Value], fact: str, kind: type[InsumError] = AutogradError) -> InsumError:
     problem = request.bind(tensors)
     name = problem.statement.target.tensor
     remedy = f"pass {name}={name}.clone(), or compute the new value with = and without {name}"
-    return problem.complain(kind, fact, span=problem.statement.target.span, remedy=remedy)
+    return problem.complain(kind, fact.replace("NAME", name), span=problem.statement.target.span, remedy=remedy)
 
 
 def _overlaps(target: Tensor) -> bool:

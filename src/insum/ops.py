@@ -18,10 +18,11 @@ from insum.batching import batched, front
 from insum.compat import is_plain_call, is_transformed
 from insum.errors import AutogradError
 from insum.lang.bind import Size, Value
+from insum.plan.config import choice_from, choice_text
 from insum.request import Prepared, Request, head, prepare
 
 Scalar: TypeAlias = bool | int | float | complex
-Arguments: TypeAlias = tuple[str, str, list[Tensor], str, list[Scalar], str, list[Size], str, torch.dtype | None]
+Arguments: TypeAlias = tuple[str, str, list[Tensor], str, list[Scalar], str, list[Size], str, torch.dtype | None, str]
 
 
 # --- what the rest of insum calls --------------------------------------------------------------------------------------------
@@ -161,8 +162,9 @@ def encode(request: Request, values: Mapping[str, Value]) -> Arguments:
     for key, size in request.sizes:
         keys.append(f"{key}#{len(size)}" if isinstance(size, tuple) else str(key))
         sizes += size if isinstance(size, tuple) else (size,)
-    padded = ",".join(request.padded)
-    return request.statement, ",".join(tensors), list(tensors.values()), ",".join(numbers), list(numbers.values()), ";".join(keys), sizes, padded, request.dtype
+    padded, config = ",".join(request.padded), choice_text(request.config)
+    named = ",".join(tensors), list(tensors.values()), ",".join(numbers), list(numbers.values())
+    return request.statement, *named, ";".join(keys), sizes, padded, request.dtype, config
 
 
 def _can_encode(request: Request, numbers: Mapping[str, Value]) -> bool:
@@ -173,7 +175,7 @@ def _can_encode(request: Request, numbers: Mapping[str, Value]) -> bool:
 
 def decode(arguments: Sequence[Any]) -> tuple[Request, dict[str, Value]]:
     """The reverse of `encode`."""
-    statement, names, tensors, number_names, numbers, keys, sizes, padded, dtype = arguments
+    statement, names, tensors, number_names, numbers, keys, sizes, padded, dtype, config = arguments
     values: dict[str, Value] = dict(zip(_split(names, ","), tensors, strict=True))
     values.update(zip(_split(number_names, ","), map(_plain_number, numbers), strict=True))
     read: list[tuple[str | int, Size | tuple[Size, ...]]] = []
@@ -181,7 +183,7 @@ def decode(arguments: Sequence[Any]) -> tuple[Request, dict[str, Value]]:
     for key in _split(keys, ";"):
         name, mark, length = key.partition("#")
         read.append((int(name) if name.isdigit() else name, tuple(rest.pop(0) for _ in range(int(length))) if mark else rest.pop(0)))
-    return Request(statement, tuple(read), tuple(_split(padded, ",")), dtype), values
+    return Request(statement, tuple(read), tuple(_split(padded, ",")), dtype, choice_from(config)), values
 
 
 def _split(text: str, mark: str) -> list[str]:
@@ -198,7 +200,8 @@ def _plain_number(number: Any) -> Scalar:
 
 # --- registration ------------------------------------------------------------------------------------------------------------
 
-_ARGUMENTS = "str statement, str names, Tensor[] tensors, str scalar_names, Scalar[] scalars, str size_names, SymInt[] sizes, str padded, ScalarType? dtype"
+_VALUES = "str names, Tensor[] tensors, str scalar_names, Scalar[] scalars"
+_ARGUMENTS = f"str statement, {_VALUES}, str size_names, SymInt[] sizes, str padded, ScalarType? dtype, str config"
 _library = torch.library.Library("insum", "DEF")  # type: ignore[no-untyped-call]
 
 

@@ -16,6 +16,7 @@ from insum.graph import Lowered, lower
 from insum.lang.bind import Problem, Size, Value, bind
 from insum.lang.expr import Access, accesses, tensors_of
 from insum.lang.parser import parse
+from insum.plan.config import Choice, Config, choice_of
 from insum.runtime.check import Use, in_range, ranges_of, uses_of, verify
 from insum.settings import Values, settings
 
@@ -32,6 +33,7 @@ class Request:
     sizes: Sizes = ()
     padded: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
+    config: Choice | None = None
 
     @property
     def is_extremum(self) -> bool:
@@ -45,7 +47,9 @@ class Request:
         return problem if self.dtype is None else replace(problem, dtype=self.dtype)
 
 
-def request_of(statement: str, out_shape: Sequence[Size] | None, sizes: SizesArgument, padded: Sequence[str]) -> Request:
+def request_of(
+    statement: str, out_shape: Sequence[Size] | None, sizes: SizesArgument, padded: Sequence[str], config: Config | Sequence[Config] | None = None
+) -> Request:
     """A request from the options as users give them."""
     if not isinstance(statement, str):
         parse(statement)  # which says what a statement is
@@ -56,16 +60,20 @@ def request_of(statement: str, out_shape: Sequence[Size] | None, sizes: SizesArg
         if not isinstance(sizes, Mapping):
             remedy = "the whole shape of the output is given as out_shape="
             raise BindingError(f"sizes is {sizes!r}", statement=statement, expected="a dict such as {'i': 8}", remedy=remedy)
-        given += tuple((k, _integer(v) if isinstance(v, str) or not isinstance(v, Sequence) else _shape(statement, f"sizes[{k!r}]", v)) for k, v in sizes.items())
+        given += tuple((key, _size(statement, key, size)) for key, size in sizes.items())
     if not isinstance(padded, Iterable):
         raise BindingError(f"padded is {padded!r}", statement=statement, expected="names of index tensors", remedy="padded=('D',)")
-    return Request(statement, given, (padded,) if isinstance(padded, str) else tuple(padded))
+    return Request(statement, given, (padded,) if isinstance(padded, str) else tuple(padded), None, choice_of(config))
 
 
 def _shape(statement: str, name: str, shape: Sequence[Size]) -> tuple[Size, ...]:
     if not isinstance(shape, Sequence) or isinstance(shape, str):
         raise BindingError(f"{name} is {shape!r}", statement=statement, expected="a shape: a tuple of integers")
     return tuple(map(_integer, shape))
+
+
+def _size(statement: str, key: str | int, size: Size | Sequence[Size]) -> Size | tuple[Size, ...]:
+    return _shape(statement, f"sizes[{key!r}]", size) if isinstance(size, Sequence) and not isinstance(size, str) else _integer(size)
 
 
 def _integer(size: Size) -> Size:
@@ -108,6 +116,8 @@ class Prepared:
     """Tensors that are read as values and can have a gradient."""
     target: str
     """The output's name where it was passed and is to be accumulated into, or ''."""
+    reads: tuple[str, ...]
+    """Every tensor that is read."""
     ranges: tuple[tuple[str, int, int], ...]
     """Index tensors, and the range in which all of their values are valid wherever they are used."""
     fusable: bool
@@ -119,7 +129,10 @@ class Prepared:
             verify(self.problem, self.uses, values)
 
     def needs_gradient(self, values: Mapping[str, Value]) -> bool:
-        return any(values[name].requires_grad for name in self.sources)  # type: ignore[union-attr]
+        for name in self.sources:  # noqa: SIM110  # on the path of every call, where a generator would cost as much as all else here
+            if values[name].requires_grad:  # type: ignore[union-attr]
+                return True
+        return False
 
     def run(self, mode: str, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
         """Run the fused kernel where there is one, else the graph. ``mode``: ``new``, ``from`` (a given value), ``into`` (in place)."""
@@ -140,10 +153,10 @@ class Prepared:
         return graph
 
     def _run_fused(self, mode: str, values: Mapping[str, Value], target: Tensor | None) -> Tensor | None:
-        if target is not None and (mode == "from" or _shares_memory(target, values, tuple(values))):
-            fresh = _fused(self.problem, values, target.clone())
+        if target is not None and (mode == "from" or _shares_memory(target, values, self.reads)):
+            fresh = _fused(self.problem, values, target.clone(), self.request.config)
             return fresh if fresh is None or mode == "from" else target.copy_(fresh)
-        return _fused(self.problem, values, target)
+        return _fused(self.problem, values, target, self.request.config)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +169,7 @@ class _Graph:
     late: tuple[str, ...]
 
 
-def _fused(problem: Problem, values: Mapping[str, Value], target: Tensor | None) -> Tensor | None:
+def _fused(problem: Problem, values: Mapping[str, Value], target: Tensor | None, config: Choice | None) -> Tensor | None:
     """The fused kernel's result (in ``target``, where one is given), or None where there is none for this problem."""
     result: Tensor | None = None
     if settings.backend != "graph":
@@ -165,7 +178,7 @@ def _fused(problem: Problem, values: Mapping[str, Value], target: Tensor | None)
         except ImportError:
             pass
         else:
-            result = fused.run(problem, values, target)
+            result = fused.run(problem, values, target, config)
     if result is None and settings.require_fused:
         fact, remedy = f"there is no fused kernel for this statement on {problem.device}", "set insum.settings.require_fused = False to run it as a graph"
         raise problem.complain(NotFusedError, fact, remedy=remedy)
@@ -211,7 +224,7 @@ def _prepare(request: Request, values: Mapping[str, Value], initial: Tensor | No
     target = left.target if left.operator != "=" and isinstance(values.get(left.target), Tensor) else ""
     uses = uses_of(problem)
     fusable = settings.require_fused or settings.backend == "fused" or settings.backend == "auto" and problem.device.type == "cuda"
-    return Prepared(request, problem, settings.values, uses, _sources(problem), target, ranges_of(uses), fusable)
+    return Prepared(request, problem, settings.values, uses, _sources(problem), target, tensors_of(problem.statement), ranges_of(uses), fusable)
 
 
 def _sources(problem: Problem) -> tuple[str, ...]:

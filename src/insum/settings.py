@@ -18,6 +18,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "backend": ("auto", "graph", "fused"),
     "scatter": ("auto", "segment", "onehot", "unrolled", "store", "atomic"),
     "dot": ("auto", "always", "never"),
+    "effort": ("none", "quick", "full"),
 }
 
 
@@ -32,6 +33,8 @@ class Values:
     - ``scatter``: force one scatter strategy where it is applicable (tests and ablation).
     - ``dot``: whether contractions use ``tl.dot``.
     - ``swap``, ``prefetch``: allow the operand swap and hand-prefetched indices (ablation).
+    - ``effort``: what the first call of a statement spends on a search for the best config: ``none`` (the first guess, or what an earlier
+      search left in the cache), ``quick`` (seconds), ``full``.
     - ``log``: comma-separated topics to report on standard error: ``plan``, ``kernel``, ``fallback``.
     """
 
@@ -42,6 +45,7 @@ class Values:
     dot: str = "auto"
     swap: bool = True
     prefetch: bool = True
+    effort: str = "none"
     log: str = ""
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from insum.lang.bind import Size, Value
+from insum.plan.config import Config, choice_text
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -32,30 +33,38 @@ def left_side(statement: str) -> tuple[str, str, bool]:
 
 
 def traced(
-    statement: str, out_shape: Sequence[Size] | None, sizes: Mapping[str | int, Size | Sequence[Size]] | None, padded: Sequence[str], values: dict[str, Value]
+    statement: str,
+    out_shape: Sequence[Size] | None,
+    sizes: Mapping[str | int, Size | Sequence[Size]] | None,
+    padded: Sequence[str],
+    config: Config | Sequence[Config] | None,
+    values: dict[str, Value],
 ) -> Tensor:
     target, operator, reads_target = left_side(statement)
     given: list[tuple[str, Any]] = [] if out_shape is None else [(target, out_shape)]
     if sizes is not None:
         given += [(str(key), size) for key, size in sizes.items()]
     padded_names = padded if isinstance(padded, str) else ",".join(padded)
+    chosen = "" if config is None else choice_text((config,) if isinstance(config, Config) else tuple(config))
     output = values.get(target)
     if operator == "=" or not isinstance(output, Tensor):
-        result: Tensor = torch.ops.insum.contract(*_arguments(statement, given, padded_names, values, None))
+        result: Tensor = torch.ops.insum.contract(*_arguments(statement, given, padded_names, values, None, chosen))
         return result
     reads = values if reads_target else {name: value for name, value in values.items() if name != target}
     differentiable = torch.is_grad_enabled() and (output.requires_grad or any(isinstance(v, Tensor) and v.requires_grad for v in reads.values()))
     if not differentiable:
-        torch.ops.insum.accumulate_(output, *_arguments(statement, given, padded_names, reads, None))
+        torch.ops.insum.accumulate_(output, *_arguments(statement, given, padded_names, reads, None, chosen))
         return output
     if operator == "+=":
         wide = torch.float32 if output.dtype in _HALVES else output.dtype
         given = [(target, output.shape), *[(key, size) for key, size in given if key != target]]
-        return output.add_(torch.ops.insum.contract(*_arguments(statement, given, padded_names, reads, wide)))
-    return output.copy_(torch.ops.insum.accumulate(output, *_arguments(statement, given, padded_names, reads, None)))
+        return output.add_(torch.ops.insum.contract(*_arguments(statement, given, padded_names, reads, wide, chosen)))
+    return output.copy_(torch.ops.insum.accumulate(output, *_arguments(statement, given, padded_names, reads, None, chosen)))
 
 
-def _arguments(statement: str, given: list[tuple[str, Any]], padded: str, values: Mapping[str, Value], dtype: torch.dtype | None) -> tuple[Any, ...]:
+def _arguments(
+    statement: str, given: list[tuple[str, Any]], padded: str, values: Mapping[str, Value], dtype: torch.dtype | None, config: str
+) -> tuple[Any, ...]:
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
     keys: list[str] = []
@@ -67,6 +76,6 @@ def _arguments(statement: str, given: list[tuple[str, Any]], padded: str, values
         else:
             keys.append(key)
             sizes.append(size)
-    return statement, ",".join(tensors), list(tensors.values()), ",".join(numbers), list(numbers.values()), ";".join(keys), sizes, padded, dtype
+    return statement, ",".join(tensors), list(tensors.values()), ",".join(numbers), list(numbers.values()), ";".join(keys), sizes, padded, dtype, config
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from typing import TypeAlias
 
 from insum.codegen.emit import AFTER, Emitter, Kernel, Shape
 from insum.codegen.values import Val, combine
@@ -16,6 +17,8 @@ from insum.lang.expr import Access, Expr, Number, variables
 from insum.plan.config import Config
 from insum.plan.plan import Plan
 
+#: Factors that a summed variable touches -> (target, other factors) of the points that use them.
+Cores: TypeAlias = dict[tuple[Expr, ...], list[tuple[Access, tuple[Expr, ...]]]]
 #: Values of the innermost summed variable that are written out in the loop, for loads in flight: the first that divides it.
 UNROLL = (8, 4, 2, 1)
 
@@ -73,17 +76,17 @@ class _Unrolled(Emitter):
         outputs = {target: Val(f"z{i}", axes) for i, target in enumerate(self.targets())}
         for value in outputs.values():
             self.line(0, f"{value.text} = {zero}", axes)
-        for leader, cores in self.by_leader().items():
-            self.group(leader, cores, outputs, zero, axes, unroll)
+        for cores in self.by_leader().values():
+            self.group(cores, outputs, zero, axes, unroll)
         for target, value in outputs.items():
             self.write_out(target, value)
 
-    def by_leader(self) -> dict[Expr, dict[tuple[Expr, ...], list[tuple[Access, tuple[Expr, ...]]]]]:
+    def by_leader(self) -> dict[Expr, Cores]:
         """Largest summed factor -> summed factors -> (target, other factors) of the points that use them."""
         pattern = self.plan.pattern
         assert pattern is not None
         summed = set(self.plan.roles.loops)
-        groups: dict[Expr, dict[tuple[Expr, ...], list[tuple[Access, tuple[Expr, ...]]]]] = {}
+        groups: dict[Expr, Cores] = {}
         for target, factors in pattern.points:
             core = tuple(f for f in factors if set(variables(f)) & summed)
             rest = tuple(f for f in factors if f not in core)
@@ -91,7 +94,7 @@ class _Unrolled(Emitter):
             groups.setdefault(leader, {}).setdefault(core, []).append((target, rest))
         return groups
 
-    def group(self, leader: Expr, cores: Mapping[tuple[Expr, ...], list[tuple[Access, tuple[Expr, ...]]]], outputs: Mapping[Access, Val], zero: str, axes: tuple[str, ...], unroll: int) -> None:
+    def group(self, cores: Cores, outputs: Mapping[Access, Val], zero: str, axes: tuple[str, ...], unroll: int) -> None:
         sums = {core: Val(self.name("t"), axes) for core in cores}
         lines = [f"{value.text} = {zero}" for value in sums.values()]
         *outer, inner = self.plan.roles.loops

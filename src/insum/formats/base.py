@@ -12,7 +12,7 @@ from torch import Tensor
 from insum.errors import FormatError
 from insum.formats import entries as E
 from insum.formats import show, validate
-from insum.formats.layout import Coordinate, Layout
+from insum.formats.layout import Coordinate, Layout, has_padding
 from insum.plan import facts
 
 if TYPE_CHECKING:
@@ -83,14 +83,16 @@ class FormatBase:
 
     def _finish(self, check: bool) -> None:
         """The end of every constructor: check, declare."""
-        padded = validate.check(self) if check else self.layout.padded
+        padded = validate.check(self) if check else has_padding(self.layout)
         self._declare(padded)
 
-    def _declare(self, padded: bool) -> None:
+    def _declare(self, padded: bool, *, only_new: bool = False) -> None:
         """Hand the index facts on to the planner. They are bounds, so that nothing is asked of the device."""
         if torch.compiler.is_compiling():
             return
         for dim, coordinate, array in self.index_arrays():
+            if only_new and facts.known(array) is not None:
+                continue
             first = self.sorted_dims[:1] == (dim,)
             alone = first and self.ndim == 1
             facts.declare(array, low=0, high=self.grid[dim] - 1, sorted=first, unique=alone, padded=coordinate.padded and padded)
@@ -259,7 +261,7 @@ class FormatBase:
             return type(self)._make(**{**self._fields(), "values": values})
         moved = {name: _mapped(lambda t: t.to(device, non_blocking=non_blocking), getattr(self, name)) for name in self._arrays[1:]}
         made = type(self)._make(**{**self._fields(), **moved, "values": values})
-        made._declare(self._may_be_padded())
+        made._declare(self._may_be_padded(), only_new=True)
         return made
 
     def cpu(self) -> Self:

@@ -157,7 +157,7 @@ def changes(coords: Sequence[Tensor]) -> Tensor:
 
 def linear(coords: Sequence[Tensor], sizes: Sequence[int], order: tuple[int, ...]) -> Tensor:
     """One integer per entry, row-major over the dimensions in ``order``; the caller knows that it fits 64 bits."""
-    return _linear(coords, sizes, order, math.prod(sizes[d] for d in order))
+    return _linear(coords, sizes, order, math.prod([sizes[d] for d in order]))
 
 
 def unravel(key: Tensor, sizes: Sequence[int], order: tuple[int, ...]) -> tuple[Tensor, ...]:

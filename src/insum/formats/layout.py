@@ -43,7 +43,7 @@ class Coordinate:
     padded: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Layout:
     """The position axes by name, one `Coordinate` per dimension, and whether positions hold blocks."""
 
@@ -51,15 +51,18 @@ class Layout:
     coordinates: tuple[Coordinate, ...]
     blocked: bool = False
 
-    @property
-    def implicit(self) -> dict[int, int]:
-        """Dimension -> position axis, for the dimensions that are stored densely."""
-        return {dim: c.axes[0] for dim, c in enumerate(self.coordinates) if c.field is None}
 
-    @property
-    def padded(self) -> bool:
-        """Whether there can be positions without an entry."""
-        return any(c.padded for c in self.coordinates)
+# Functions rather than properties: torch.compile traces these, and not properties of an object that it takes for a constant.
+
+
+def implicit_axes(layout: Layout) -> dict[int, int]:
+    """Dimension -> position axis, for the dimensions that are stored densely."""
+    return {dim: c.axes[0] for dim, c in enumerate(layout.coordinates) if c.field is None}
+
+
+def has_padding(layout: Layout) -> bool:
+    """Whether there can be positions without an entry."""
+    return any(c.padded for c in layout.coordinates)
 
 
 @constant

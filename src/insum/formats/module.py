@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from insum.errors import FormatError
 from insum.formats.convert import FORMATS, SparseFormat
-from insum.plan import facts
 
 
 class SparseParameter(nn.Module):
@@ -41,8 +40,7 @@ class SparseParameter(nn.Module):
         for name, count in self._counts.items():
             arrays[name] = getattr(self, name) if count is None else tuple(getattr(self, f"{name}_{i}") for i in range(count))
         made = FORMATS[self._kind]._make(**arrays, **self._fixed)
-        if not torch.compiler.is_compiling() and any(facts.known(array) is None for _, _, array in made.index_arrays()):
-            made._declare(True)  # moved or loaded since: what a format knows of its arrays holds all the same
+        made._declare(True, only_new=True)  # of arrays that were moved or loaded; what a format knows of them holds all the same
         return made
 
     def extra_repr(self) -> str:

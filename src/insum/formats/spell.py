@@ -93,7 +93,7 @@ def pattern_key(operand: Operand, variables: tuple[str, ...]) -> object:
 def spell(operand: Operand, variables: tuple[str, ...], taken: set[str]) -> Spelling:
     """The spelling of ``operand[variables]`` with names that nothing else has."""
     form = operand.layout
-    owners = {axis: variables[dim] for dim, axis in form.implicit.items()}
+    owners = {axis: variables[dim] for dim, axis in layout.implicit_axes(form).items()}
     axes = [index_of(owners[a] if a in owners else fresh(name, taken)) for a, name in enumerate(form.axes)]
     inner = [index_of(fresh(f"b{v}", taken)) for v in variables] if form.blocked else []
     spelling = Spelling(operand, variables, (*axes, *inner))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from insum.errors import UnsupportedError
+from insum.formats.layout import implicit_axes
 from insum.formats.spell import Operand, Source, Spelling
 from insum.lang.expr import Access, Affine, Atom, Expr, accesses, affine, fresh, index_of, product, rewrite, variables
 
@@ -51,7 +52,7 @@ class Writer:
 
     def axes_of(self, operand: Operand, names: tuple[str, ...], spelling: Spelling) -> list[Affine]:
         """The position axes; those that are dimensions come in the operand's own order."""
-        implicit = {axis: names[dim] for dim, axis in operand.layout.implicit.items()}
+        implicit = {axis: names[dim] for dim, axis in implicit_axes(operand.layout).items()}
         return [index_of(implicit[a]) if a in implicit else spelling.positions[a] for a in range(len(operand.layout.axes))]
 
     def completing(self, spelling: Spelling, so_far: Expr | None, target: Access) -> list[Expr]:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from insum.errors import DeviceError, DtypeError, FormatError, IndexRangeError, InsumError, UnsupportedError
 from insum.formats import entries as E
+from insum.formats.layout import has_padding, implicit_axes
 
 if TYPE_CHECKING:
     from insum.formats.base import FormatBase
@@ -38,7 +39,7 @@ def check(x: FormatBase) -> bool:
     """
     _check_arrays(x)
     if torch.compiler.is_compiling() or x.device.type == "meta":
-        return x.layout.padded
+        return has_padding(x.layout)
     verdicts = _verdicts(x)
     mask = x.mask()
     padded = torch.zeros((), dtype=torch.bool, device=x.device) if mask is None else ~mask.all()
@@ -97,7 +98,7 @@ def _check_arrays(x: FormatBase) -> None:
             raise DeviceError(
                 f"{name} is on {array.device}, other arrays on {x.device}", expected="all arrays on one device", remedy=f"{name}.to({str(x.device)!r})"
             )
-    for dim, axis in x.layout.implicit.items():
+    for dim, axis in implicit_axes(x.layout).items():
         if x.positions[axis] != x.shape[dim]:
             raise FormatError(
                 f"the arrays have {x.positions[axis]} rows along axis {axis}, but dimension {dim} has size {x.shape[dim]}",
@@ -200,7 +201,7 @@ def _order(x: FormatBase) -> list[Verdict]:
 def _uniqueness(x: FormatBase) -> list[Verdict]:
     """No coordinate twice, where order alone does not say so."""
     total = math.prod(x.grid)
-    if len(x.layout.axes) == 1 or len(x.layout.implicit) == x.ndim - 1 and x.layout.axes[-1] != "q" or total > 2**63 - 1:
+    if len(x.layout.axes) == 1 or len(implicit_axes(x.layout)) == x.ndim - 1 and x.layout.axes[-1] != "q" or total > 2**63 - 1:
         return []
     mask, coords = x.mask(), [c.long().clamp(min=0) for c in x.coordinates()]
     assert mask is not None

@@ -1,1 +1,51 @@
-"""x"""
+"""Layers with the habits of the libraries that they stand beside, each of them one statement.
+
+| layer | statement | stands beside |
+|---|---|---|
+| `SparseLinear`, `BlockSparseLinear` | ``Y[i,o] = W[o,k] * X[i,k]`` | `torch.nn.Linear`, `torch.sparse` BSR |
+| `spmm`, `sddmm` | ``C[m,n] = A[m,k] * B[k,n]``, ``S[m,n] = A[m,n] * X[m,k] * Y[k,n]`` | cuSPARSE |
+| `propagate`, `GraphConv`, `GCNConv` | ``Out[dst[e],f] = W[e] * X[src[e],f]`` | PyG |
+| `RelationalConv` | ``Out[dst[p],m] = N[p] * In[src[p],c] * W[rel[p],c,m]`` | PyG's `RGCNConv` |
+| `SparseConv3d` | ``Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]`` | spconv, TorchSparse, MinkowskiEngine |
+| `TensorProduct`, `FullyConnectedTensorProduct` | ``Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]`` | e3nn |
+
+>>> import torch
+>>> from insum.nn import GraphConv
+>>> GraphConv(3, 4)(torch.randn(5, 3), torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
+torch.Size([5, 4])
+"""
+
+from insum.nn.conv import SparseConv3d
+from insum.nn.edges import gcn_norm
+from insum.nn.functional import adjacency, propagate, sddmm, spmm
+from insum.nn.graph import GCNConv, GraphConv, RelationalConv
+from insum.nn.irreps import Irrep, Irreps
+from insum.nn.linear import BlockSparseLinear, SparseLinear
+from insum.nn.prune import block_mask, magnitude_mask
+from insum.nn.tensor_product import FullyConnectedTensorProduct, TensorProduct
+from insum.nn.voxels import SparseTensor, Voxels
+from insum.nn.wigner import spherical_harmonics, wigner_3j
+
+__all__ = [
+    "BlockSparseLinear",
+    "FullyConnectedTensorProduct",
+    "GCNConv",
+    "GraphConv",
+    "Irrep",
+    "Irreps",
+    "RelationalConv",
+    "SparseConv3d",
+    "SparseLinear",
+    "SparseTensor",
+    "TensorProduct",
+    "Voxels",
+    "adjacency",
+    "block_mask",
+    "gcn_norm",
+    "magnitude_mask",
+    "propagate",
+    "sddmm",
+    "spherical_harmonics",
+    "spmm",
+    "wigner_3j",
+]

@@ -88,8 +88,9 @@ def gcn_norm(
 ) -> tuple[Tensor, Tensor]:
     """Edges with self-loops, and weights ``w[e] / sqrt(degree[src[e]] * degree[dst[e]])``, as `torch_geometric.nn.GCNConv` has them.
 
-    A node with a loop of its own keeps that loop's weight; other loops weigh 1 (2 where ``improved``). Shapes depend on shapes alone,
-    so that this can be traced; without weights the result is kept with ``edge_index``.
+    A node with a loop of its own keeps that loop's weight (the last, where there are several); other loops weigh 1, or 2 where ``improved``
+    (which PyG 2.8 forgets where there are no weights). Shapes depend on shapes alone, so that this can be traced; without weights the
+    result is kept with ``edge_index``.
 
     >>> edges, weights = gcn_norm(torch.tensor([[0, 1], [1, 0]]), None, 2)
     >>> edges
@@ -121,6 +122,7 @@ def _normalised(edge_index: Tensor, weight: Tensor, nodes: int, fill: float | No
 def _looped(src: Tensor, dst: Tensor, weight: Tensor, nodes: int, fill: float) -> Tensor:
     """Weights of the edges and of one loop for each node: a loop among the edges hands its weight on."""
     is_loop = src == dst
-    place = torch.where(is_loop, src, nodes).long()  # one place more than there are, cut off again
-    loops = torch.full((nodes + 1,), fill, dtype=weight.dtype, device=weight.device).index_put((place,), weight)[:nodes]
-    return torch.cat([torch.where(is_loop, 0, weight), loops])
+    number = torch.where(is_loop, torch.arange(src.shape[0], device=src.device), -1)
+    last = torch.full((nodes,), -1, device=src.device).scatter_reduce(0, src.long(), number, "amax")
+    own = torch.cat([weight, weight.new_full((1,), fill)])[last]  # -1 finds the fill
+    return torch.cat([torch.where(is_loop, 0, weight), own])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +52,8 @@ def sddmm(A: SparseFormat | Tensor, X: Tensor, Y: Tensor) -> SparseFormat:
     A = _matrix(A)
     one_device(A=A, X=X, Y=Y)
     if X.dim() != 2 or Y.dim() != 2 or (X.shape[0], X.shape[1], Y.shape[1]) != (A.shape[0], Y.shape[0], A.shape[1]):
-        raise BindingError(f"A has shape {A.shape}, X {tuple(X.shape)} and Y {tuple(Y.shape)}", expected=f"X of shape ({A.shape[0]}, k) and Y (k, {A.shape[1]})")
+        fact = f"A has shape {A.shape}, X {tuple(X.shape)} and Y {tuple(Y.shape)}"
+        raise BindingError(fact, expected=f"X of shape ({A.shape[0]}, k) and Y (k, {A.shape[1]})")
     result = insum.einsum("S[m,n] = A[m,n] * X[m,k] * Y[k,n]", A=A, X=X, Y=Y)
     assert isinstance(result, SparseFormat)
     return result
@@ -111,7 +113,7 @@ def adjacency(edge_index: Tensor, edge_weight: Tensor | None = None, *, num_node
 def _over_edges(edge_index: Tensor, x: Tensor, weight: Tensor | None, reduction: str, nodes: int) -> Tensor:
     one_device(edge_index=edge_index, x=x, edge_weight=weight)
     src, dst = endpoints(edge_index, x.shape[0], nodes)
-    tensors = {"dst": dst, "src": src, "X": x}
+    tensors: dict[str, Any] = {"dst": dst, "src": src, "X": x}
     message = "X[src[e],f]"
     if weight is not None:
         tensors["W"], message = _weights(weight, src.shape[0]), f"W[e] * {message}"

@@ -6,12 +6,13 @@ import torch
 from torch import Tensor, nn
 
 import insum
+from insum.compat import is_plain_call
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import COO, GroupCOO, SparseFormat
 from insum.nn.checks import integers, last_size, one_device
 from insum.nn.edges import check_range, endpoints, gcn_norm, remembered
 from insum.nn.functional import _REDUCTIONS, _tensor, propagate
-from insum.compat import is_plain_call
+from insum.plan.facts import facts_of
 
 
 class GraphConv(nn.Module):
@@ -37,7 +38,9 @@ class GraphConv(nn.Module):
         self.lin_rel = nn.Linear(source, out_channels, bias=bias)
         self.lin_root = nn.Linear(target, out_channels, bias=False)
 
-    def forward(self, x: Tensor | tuple[Tensor, Tensor | None], edge_index: Tensor | SparseFormat, edge_weight: Tensor | None = None, num_nodes: int | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor | tuple[Tensor, Tensor | None], edge_index: Tensor | SparseFormat, edge_weight: Tensor | None = None, num_nodes: int | None = None
+    ) -> Tensor:
         source, target = (x, x) if isinstance(x, Tensor) else x
         last_size("x", source, self.lin_rel.in_features, "in_channels")
         nodes = num_nodes if target is None else target.shape[0]
@@ -65,7 +68,9 @@ class GCNConv(nn.Module):
     ['bias', 'lin.weight']
     """
 
-    def __init__(self, in_channels: int, out_channels: int, improved: bool = False, add_self_loops: bool = True, normalize: bool = True, bias: bool = True) -> None:
+    def __init__(
+        self, in_channels: int, out_channels: int, improved: bool = False, add_self_loops: bool = True, normalize: bool = True, bias: bool = True
+    ) -> None:
         super().__init__()
         self.in_channels, self.out_channels = in_channels, out_channels
         self.improved, self.add_self_loops, self.normalize = improved, add_self_loops, normalize
@@ -77,9 +82,7 @@ class GCNConv(nn.Module):
         last_size("x", x, self.in_channels, "in_channels")
         if self.normalize and isinstance(edge_index, Tensor):
             one_device(edge_index=edge_index, x=x, edge_weight=edge_weight)
-            edge_index, edge_weight = gcn_norm(
-                edge_index, edge_weight, x.shape[0], improved=self.improved, add_self_loops=self.add_self_loops, dtype=x.dtype
-            )
+            edge_index, edge_weight = gcn_norm(edge_index, edge_weight, x.shape[0], improved=self.improved, add_self_loops=self.add_self_loops, dtype=x.dtype)
         out = propagate(edge_index, self.lin(x), edge_weight)
         return out if self.bias is None else out + self.bias
 
@@ -136,7 +139,7 @@ def relations(edge_index: Tensor, edge_type: Tensor, nodes: int, count: int, *, 
     def make() -> GroupCOO:
         return GroupCOO.from_entries((dst, src, edge_type), _shares(dst, edge_type, nodes, count, mean, dtype), shape, group_dims=2, validate=False)
 
-    return remembered(edge_type, ("relations", id(dst), shape, mean, dtype), make)
+    return remembered(edge_type, ("relations", facts_of(dst).serial, shape, mean, dtype), make)
 
 
 def _shares(dst: Tensor, edge_type: Tensor, nodes: int, count: int, mean: bool, dtype: torch.dtype) -> Tensor:

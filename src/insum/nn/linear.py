@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 import insum
@@ -30,6 +29,7 @@ class SparseLinear(nn.Module):
     - ``weight``: a matrix (out_features, in_features) in one of `insum.formats`;
     - ``bias``: a tensor (out_features,), or ``None``.
 
+    >>> import torch
     >>> layer = SparseLinear.from_dense(nn.Linear(64, 32), density=0.1)
     >>> layer(torch.randn(2, 5, 64)).shape
     torch.Size([2, 5, 32])
@@ -43,7 +43,8 @@ class SparseLinear(nn.Module):
         super().__init__()
         if not isinstance(weight, SparseFormat) or weight.ndim != 2 or weight.values is None:
             got = repr(weight) if isinstance(weight, SparseFormat) else type(weight).__name__
-            raise FormatError(f"weight is {got}", expected="a sparse matrix (out_features, in_features) with values", remedy="SparseLinear.from_dense(layer, mask)")
+            expected = "a sparse matrix (out_features, in_features) with values"
+            raise FormatError(f"weight is {got}", expected=expected, remedy="SparseLinear.from_dense(layer, mask)")
         self.out_features, self.in_features = weight.shape
         if bias is not None and tuple(bias.shape) != (self.out_features,):
             raise BindingError(f"bias has shape {tuple(bias.shape)}", expected=f"({self.out_features},)")
@@ -57,6 +58,7 @@ class SparseLinear(nn.Module):
 
         ``options`` are those of `GroupCOO`. Weights that the mask keeps are stored and trained even where they are zero.
 
+        >>> import torch
         >>> dense = nn.Linear(3, 2, bias=False)
         >>> mask = torch.tensor([[True, False, True], [False, False, True]])
         >>> sparse, x = SparseLinear.from_dense(dense, mask), torch.randn(4, 3)
@@ -72,7 +74,8 @@ class SparseLinear(nn.Module):
         """The same map as a dense layer, zeros where nothing is stored."""
         dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         dense.weight = nn.Parameter(self.weight().to_dense().detach())
-        dense.bias = None if self.bias is None else nn.Parameter(self.bias.detach().clone())
+        if self.bias is not None:
+            dense.bias = nn.Parameter(self.bias.detach().clone())
         return dense
 
     def forward(self, x: Tensor) -> Tensor:
@@ -88,6 +91,7 @@ class SparseLinear(nn.Module):
 class BlockSparseLinear(SparseLinear):
     """A linear layer whose weight is made of dense blocks, which Tensor Cores multiply: ``Y[i,WO[p],bo] = WV[p,q,bo,bk] * X[i,WK[p,q],bk]``.
 
+    >>> import torch
     >>> layer = BlockSparseLinear.from_dense(nn.Linear(128, 64), density=0.25, block_shape=(32, 32))
     >>> layer(torch.randn(8, 128)).shape
     torch.Size([8, 64])
@@ -97,13 +101,20 @@ class BlockSparseLinear(SparseLinear):
 
     @classmethod
     def from_dense(
-        cls, layer: nn.Linear | Tensor, mask: Tensor | None = None, *, density: float | None = None, block_shape: int | tuple[int, int] = (32, 32), **options: Any
+        cls,
+        layer: nn.Linear | Tensor,
+        mask: Tensor | None = None,
+        *,
+        density: float | None = None,
+        block_shape: int | tuple[int, ...] = (32, 32),
+        **options: Any,
     ) -> Self:
         """From a linear layer (or its weight), keeping the blocks that ``mask`` says, or those of largest norm up to ``density``.
 
         The mask has one element for each block. A mask of the weight's own shape is taken as well and keeps every block in which it
         keeps anything; weights outside it start at zero. ``options`` are those of `BlockGroupCOO`.
 
+        >>> import torch
         >>> dense, mask = nn.Linear(4, 4), torch.tensor([[True, False], [False, True]])
         >>> sparse, x = BlockSparseLinear.from_dense(dense, mask, block_shape=2), torch.randn(3, 4)
         >>> masked = dense.weight * torch.block_diag(torch.ones(2, 2), torch.ones(2, 2))

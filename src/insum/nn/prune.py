@@ -22,7 +22,7 @@ def magnitude_mask(weight: Tensor, density: float) -> Tensor:
     return _largest(weight.detach().abs(), density)
 
 
-def block_mask(weight: Tensor, block_shape: int | tuple[int, int], density: float) -> Tensor:
+def block_mask(weight: Tensor, block_shape: int | tuple[int, ...], density: float) -> Tensor:
     """True at the given share of blocks that are largest in Frobenius norm; one element for each block of the grid.
 
     >>> weight = torch.eye(4)

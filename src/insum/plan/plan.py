@@ -66,10 +66,11 @@ class Plan:
         def names(axis: tuple[str, ...]) -> str:
             return "(" + ", ".join(f"{v}:{extents.get(v, '?')}" for v in axis) + ")" if axis else "-"
 
+        precision = f" in {self.operand}{', ' + self.precision if self.precision else ''}" if r.dot else ""
         lines = [
             f"strategy     {self.strategy}" + (f": {'; '.join(self.why)}" if self.why else ""),
             f"computes     {self.target} {'+=' if self.reduce == 'sum' else self.reduce + '='} {self.value}",
-            f"contraction  {'tl.dot' if r.dot else 'multiply and ' + self.reduce}" + (f" in {self.operand}{', ' + self.precision if self.precision else ''}" if r.dot else ""),
+            f"contraction  {'tl.dot' if r.dot else 'multiply and ' + self.reduce}{precision}",
             f"axes         M {names(r.m)}  N {names(r.n)}  K {names(r.k)}",
             f"grid         {names(r.grid)}   loops {names((*r.outer, *r.loops))}",
             f"accumulator  {self.accumulator}   offsets {'64' if self.wide else '32'} bits",
@@ -77,5 +78,6 @@ class Plan:
         if self.pattern:
             lines.insert(1, f"pattern      {len(self.pattern.points)} points of ({', '.join(self.pattern.variables)}) as straight-line code")
         if self.segment:
-            lines.insert(1, f"segments     {self.segment.var} from start[{self.segment.row}] to end[{self.segment.row}]" + (", several rows per tile" if self.segment.tiled else ""))
+            several = ", several rows per tile" if self.segment.tiled else ""
+            lines.insert(1, f"segments     {self.segment.var} from start[{self.segment.row}] to end[{self.segment.row}]{several}")
         return "\n".join(lines)

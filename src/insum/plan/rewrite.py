@@ -63,7 +63,7 @@ class Merge:
         out = [affine([(c, self(a) if isinstance(a, Access) else a) for c, a in i.terms], i.offset) for i in indices]  # type: ignore[misc]
         if at is None:
             return tuple(out)
-        return tuple([*out[:at], index_of(self.into), *out[at + len(self.variables) :]])
+        return (*out[:at], index_of(self.into), *out[at + len(self.variables) :])
 
 
 def position_of(indices: tuple[Affine, ...], together: tuple[str, ...]) -> int | None:

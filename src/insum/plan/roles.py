@@ -7,7 +7,7 @@ The tile has up to three axes: M and N (kept) and K (summed). In a contraction b
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from insum.lang.expr import Expr, Number, accesses, variables
@@ -114,7 +114,7 @@ def _as_dot(roles: Roles, m: str, n: str, k: str) -> Contraction:
     # A summed variable of a factor that is multiplied afterwards has to be looped over outside the contraction.
     outer = [v for v in summed if v in post_on] + [v for v in roles.absorbed if v not in axes]
     loops = [v for v in summed if v not in outer]
-    k_axis = (k,)
+    k_axis: tuple[str, ...] = (k,)
     if roles.segment in loops and roles.extents[k] <= FLATTEN_UP_TO and _is_power(roles.extents[k]):
         k_axis = (roles.segment, k)
         loops.remove(roles.segment)
@@ -122,7 +122,7 @@ def _as_dot(roles: Roles, m: str, n: str, k: str) -> Contraction:
     return Contraction(m_axis, n_axis, k_axis, tuple(loops), tuple(outer), grid, True, left, right, post)
 
 
-def _flattened(roles: Roles, inner: str, alike) -> tuple[str, ...]:  # type: ignore[no-untyped-def]
+def _flattened(roles: Roles, inner: str, alike: Callable[[str], bool]) -> tuple[str, ...]:
     """The tile axis around ``inner``: while it is short, kept variables that play the same role are flattened onto it."""
     axis, size = [inner], roles.extents[inner]
     others = [v for v in roles.kept if v != inner and v != roles.row and alike(v)] if inner in roles.kept else []

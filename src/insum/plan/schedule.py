@@ -99,4 +99,6 @@ def tasks(base: Segments, limit: int) -> Tasks:
     slot_end = pieces[cut].cumsum(0)
     long, slots = (int(x) for x in torch.stack([(length > SHORT).sum(), split.sum()]).tolist())
     small = torch.int32 if base.entries < 2**31 and base.rows < 2**31 else torch.int64
-    return Tasks(start[order].to(small), end[order].to(small), destination[order].to(small), long, slots, cut.to(small), (slot_end - pieces[cut]).to(small), slot_end.to(small))
+    arrays = (start[order], end[order], destination[order], cut, slot_end - pieces[cut], slot_end)
+    first, last, target, cut, slot_start, slot_end = (array.to(small) for array in arrays)
+    return Tasks(first, last, target, long, slots, cut, slot_start, slot_end)

@@ -25,7 +25,8 @@ from insum.plan.schedule import Segments, Tasks, tasks
 from insum.runtime import launch
 
 WIDE = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
-OUT, WORK = "out_at", "work_at"  # arguments that are no tensors of the statement; names of those end in _ptr
+OUT, WORK = "<out>", "<work>"  # what is looked up for the arguments that are no tensors of the statement
+_OWN = {"out_at": OUT, "work_at": WORK}  # names of the statement's tensors end in _ptr
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +47,8 @@ class Launch:
         if self.runner is not None:
             arguments, together = list(self.addresses), 0
             for position, name in self.names:
-                arguments[position] = at = (out if name == OUT else work if name == WORK else values[name]).data_ptr()
+                at: int = (out if name == OUT else work if name == WORK else values[name]).data_ptr()  # type: ignore[union-attr]
+                arguments[position] = at
                 together |= at
             if not together & 15:
                 self.runner(*arguments)
@@ -91,7 +93,9 @@ class Program:
     calls: list[int] = field(default_factory=lambda: [0])
 
 
-def assemble(problem: Problem, prepared: Sequence[Prepared], values: Mapping[str, Value], target: Tensor | None, wishes: Wishes, choices: Sequence[Choice]) -> Program:
+def assemble(
+    problem: Problem, prepared: Sequence[Prepared], values: Mapping[str, Value], target: Tensor | None, wishes: Wishes, choices: Sequence[Choice]
+) -> Program:
     """The launches of all products of a statement, each by its choice."""
     wide = WIDE[prepared[0].plan.accumulator]
     steps = tuple(_step(problem, one, values, target, wishes, choice) for one, choice in zip(prepared, choices, strict=True))
@@ -226,11 +230,13 @@ class Builder:
         read = Access("work", (index_of(segment.var), *(index_of(v) for v in others)))
         n = plan.roles.n
         roles = Contraction((segment.row,), n, (segment.var,), (), (), tuple(v for v in others if v not in n), False, post=(0,))
-        plan = replace(plan, factors=(read,), roles=roles, segment=Segment(segment.row, segment.var, True), split=False, padded=frozenset(), kinds=(("work", plan.accumulator),), numbers=())
+        segment, kinds = Segment(segment.row, segment.var, True), (("work", plan.accumulator),)
+        plan = replace(plan, factors=(read,), roles=roles, segment=segment, split=False, padded=frozenset(), kinds=kinds, numbers=())
         base = model.first_guess(plan, self.extents)
         config = replace(base, m=1, k=power_of_two(min(8, max(1, work.slots))), warps=1)
         kernel = emit(plan, config, Shape(even_n=self.shape(config, 1).even_n), prefetch=False)
-        extra = {"seg_start_at": work.split_start, "seg_end_at": work.split_end, "seg_row_at": work.split_rows, "task_first": 0, "task_last": work.split_rows.numel()}
+        extra: dict[str, Any] = {"seg_start_at": work.split_start, "seg_end_at": work.split_end, "seg_row_at": work.split_rows}
+        extra |= {"task_first": 0, "task_last": work.split_rows.numel()}
         sizes = (work.slots, *(self.extents[v] for v in others))
         extra |= {"work_ptr": WORK} | {f"work_s{d}": math.prod(sizes[d + 1 :]) for d in range(len(sizes))}
         return self.launch(plan, config, kernel, self.row_programs(plan, config, work.split_rows.numel()), extra)
@@ -261,9 +267,9 @@ class Builder:
         """A constant, or the name of a tensor of the call."""
         if name in extra:
             return extra[name]
-        if name in (OUT, WORK):
-            return name
-        if name.startswith("out_stride"):
+        if name in _OWN:
+            return _OWN[name]
+        if name.removeprefix("out_stride").isdigit():
             return self.out_stride(int(name.removeprefix("out_stride")))
         base, _, suffix = name.rpartition("_")
         if suffix in ("ptr", "number"):

@@ -16,7 +16,6 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +46,7 @@ def _usable(wanted: str) -> Path:
     except OSError as error:
         other = Path(tempfile.gettempdir()) / f"insum-{os.getuid() if hasattr(os, 'getuid') else os.environ.get('USERNAME', 'user')}"
         log.warning("insum: the cache folder %s cannot be written (%s); %s is used instead", folder, error.strerror, other)
-        other.mkdir(parents=True, exist_ok=True)
+        other.mkdir(mode=0o700, parents=True, exist_ok=True)
         return other
 
 
@@ -126,6 +125,8 @@ def versions() -> tuple[str, str, str]:
 
 
 def _version(package: str) -> str:
+    from importlib import metadata
+
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -46,10 +46,11 @@ class Refusal:
 def run(problem: Problem, values: Mapping[str, Value], target: Tensor | None, config: Choice | None = None) -> Tensor | None:
     """The statement's result, or None where no kernel can express it. With ``target``, accumulates into it in place."""
     program = lookup(problem, values, target, config)
-    if program.__class__ is str:
-        return _fall_back(problem, program)  # type: ignore[arg-type]
-    with _on_device(problem.device):
-        return execute(program, values, target)  # type: ignore[arg-type]
+    if isinstance(program, str):
+        _fall_back(problem, program)
+        return None
+    with on_device(problem.device):
+        return execute(program, values, target)
 
 
 def execute(program: Program, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
@@ -76,7 +77,7 @@ def _run_step(step: Step, out: Tensor, values: Mapping[str, Value], start: bool 
         one(values, out, work)
 
 
-def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
         return _NOWHERE
     return torch.cuda.device(device)
@@ -85,14 +86,14 @@ def _on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 def _fall_back(problem: Problem, why: str) -> None:
     text = problem.statement.text or str(problem.statement)
     if settings.require_fused:
-        raise problem.complain(NotFusedError, f"no fused kernel: {why}", expected="a statement that a kernel can express", remedy="settings.require_fused = False runs it as a graph of torch operations")
+        expected, remedy = "a statement that a kernel can express", "settings.require_fused = False runs it as a graph of torch operations"
+        raise problem.complain(NotFusedError, f"no fused kernel: {why}", expected=expected, remedy=remedy)
     if settings.backend == "fused" or "fallback" in settings.log:
         import warnings
 
         if text not in _said:
             _said.add(text)
             warnings.warn(f"insum: {text!r} runs as a graph of torch operations: {why}", stacklevel=5)
-    return None
 
 
 # --- looking up ----------------------------------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def lookup(problem: Problem, values: Mapping[str, Value], target: Tensor | None,
     facts = [facts_of(value) for name in names if isinstance(value := values[name], Tensor)] if names else ()
     table: dict[object, Any] = facts[0].derived if facts else _launches
     # The problem belongs to one request, hence to one config; program and refusal hold problem and settings, so that no id is used twice.
-    key = (
+    key: tuple[object, ...] = (
         id(problem),
         id(settings._values),
         cache.epoch(),
@@ -114,25 +115,40 @@ def lookup(problem: Problem, values: Mapping[str, Value], target: Tensor | None,
         *[v.stride() if isinstance(v, Tensor) else None for v in values.values()],
         *[(f.serial, f.constant) for f in facts],
     )
-    program = table.get(key)
+    baked = table.get(("baked", key))
+    if baked:
+        table, key = _baked(baked, values, key)
+    program: Program | Refusal | None = table.get(key)
     if program is None:
         program = _build_and_keep(table, key, problem, values, target, config)
-    if program.__class__ is Refusal:
-        return program.reason  # type: ignore[no-any-return]
+    if isinstance(program, Refusal):
+        return program.reason
     if program.promote and _promoted(program, values):
         return lookup(problem, values, target, config)
-    return program  # type: ignore[no-any-return]
+    return program
 
 
-def _build_and_keep(table: dict[object, Any], key: object, problem: Problem, values: Mapping[str, Value], target: Tensor | None, config: Choice | None) -> Program | Refusal:
+def _build_and_keep(
+    table: dict[object, Any], key: tuple[object, ...], problem: Problem, values: Mapping[str, Value], target: Tensor | None, config: Choice | None
+) -> Program | Refusal:
     wishes = wishes_of(target is not None)
-    reason = _unusable(problem)
+    reason = unusable(problem)
     program = Refusal(problem, wishes, reason) if reason else _build(problem, values, target, wishes, config)
     if table is _launches and len(_launches) >= _MOST_LAUNCHES:
         _launches.clear()
-    if cache.epoch() == key[2]:  # type: ignore[index]  # building may tune, and a later look-up then builds with what was found
+    if cache.epoch() == key[2]:  # building may tune, and a later look-up then builds with what was found
+        names = () if isinstance(program, Refusal) else tuple(dict.fromkeys(n for s in program.steps for n in s.prepared.baked if n not in anchors(problem)))
+        if names and names != table.get(("baked", key)):
+            table["baked", key] = names
+            table, key = _baked(names, values, key)
         table[key] = program
     return program
+
+
+def _baked(names: tuple[str, ...], values: Mapping[str, Value], key: tuple[object, ...]) -> tuple[dict[object, Any], tuple[object, ...]]:
+    """Where a program is kept that holds values of further index tensors: it is good for those alone, and lives as long as the first."""
+    facts = [facts_of(values[name]) for name in names]  # type: ignore[arg-type]
+    return facts[0].derived, (*key, *(f.serial for f in facts))
 
 
 #: A short pattern that comes back for this many calls is compiled into the code.
@@ -159,7 +175,7 @@ def _promotable(problem: Problem, prepared: Sequence[Prepared], config: Choice |
     return tuple(dict.fromkeys(a.tensor for a in reads)) if points <= PROMOTE_POINTS else ()
 
 
-def _unusable(problem: Problem) -> str:
+def unusable(problem: Problem) -> str:
     if launch.available():
         return launch.available()
     if problem.device.type not in ("cuda",) and not (launch.interpreting() and problem.device.type == "cpu"):
@@ -193,7 +209,9 @@ def _build(problem: Problem, values: Mapping[str, Value], target: Tensor | None,
     return replace(program, promote=_promotable(problem, prepared, config))
 
 
-def _choices(problem: Problem, prepared: Sequence[Prepared], values: Mapping[str, Value], target: Tensor | None, wishes: Wishes, config: Choice | None) -> list[Choice]:
+def _choices(
+    problem: Problem, prepared: Sequence[Prepared], values: Mapping[str, Value], target: Tensor | None, wishes: Wishes, config: Choice | None
+) -> list[Choice]:
     """What the user gave, else what a search found and was kept, else what a search finds now, else the first guess."""
     if config is not None:
         return _given(problem, prepared, wishes, config)
@@ -258,7 +276,10 @@ def kernels(problem: Problem, values: Mapping[str, Value], target: Tensor | None
 def strategy(problem: Problem, values: Mapping[str, Value]) -> str:
     """The scatter strategy of each product of a statement, or why there is no kernel."""
     program = lookup(problem, values, None)
-    return program if isinstance(program, str) else ", ".join(s.prepared.plan.strategy + (" + tl.dot" if s.prepared.plan.roles.dot else "") for s in program.steps)
+    if isinstance(program, str):
+        return program
+    plans = [step.prepared.plan for step in program.steps]
+    return ", ".join(plan.strategy + (" + tl.dot" if plan.roles.dot else "") for plan in plans)
 
 
 # --- without a device ------------------------------------------------------------------------------------------------------------

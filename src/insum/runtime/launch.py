@@ -1,23 +1,31 @@
-"""Generated source -> callable kernel. The only module that imports triton, and only when a kernel is wanted."""
+"""Generated source -> callable kernel. The only module that imports triton, and only when a kernel is wanted.
+
+It is also what compiling workers run, as a file of its own: nothing of insum, and no torch, is imported here at run time.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
+import inspect
+import json
 import os
 import re
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from insum.codegen.emit import Kernel
+if TYPE_CHECKING:
+    from insum.codegen.emit import Kernel
 
 #: Kernels that were loaded in this process; a test counts them.
 loaded_kernels: dict[str, Any] = {}
@@ -65,18 +73,132 @@ def load(kernel: Kernel, header: str) -> Any:
 
 
 def _import(key: str, header: str, kernel: Kernel) -> ModuleType:
-    path = source_folder() / f"k{key}.py"
+    path = source_path(key)
     if not path.exists():
         text = f"{header}\nimport triton\nimport triton.language as tl\n\n\n{kernel.source}"
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(text)
         temporary.replace(path)  # atomic, so that another process never reads half a file
-    spec = importlib.util.spec_from_file_location(f"insum_generated.k{key}", path)
+    return _import_file(path)
+
+
+def source_path(key: str) -> Path:
+    return source_folder() / f"k{key}.py"
+
+
+def _import_file(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"insum_generated.{path.stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+# --- compiling ahead, in other processes -----------------------------------------------------------------------------------------
+
+#: One kernel to compile: the file of its source, its name, its arguments as `described`, warps and stages.
+Job: TypeAlias = tuple[str, str, list[list[Any]], int, int]
+_REPLY = "insum-worker "
+_WORKER = "import runpy, sys; runpy.run_path(sys.argv[1])['serve']()"
+
+
+def job(function: Any, name: str, arguments: Sequence[Any], warps: int, stages: int) -> Job:
+    """What a worker needs to compile a kernel just as a launch with these arguments would."""
+    return inspect.getsourcefile(function.fn) or "", name, [_described(a) for a in arguments], warps, stages
+
+
+def _described(value: Any) -> list[Any]:
+    return ["pointer", str(value.dtype).removeprefix("torch.")] if hasattr(value, "data_ptr") else ["number", value]
+
+
+def current_target() -> list[Any]:
+    """What kernels are compiled for here: backend, architecture, lanes of a warp."""
+    from triton.runtime import driver
+
+    target = driver.active.get_current_target()
+    return [target.backend, target.arch, target.warp_size]
+
+
+def compile_ahead(jobs: Sequence[Job], target: Sequence[Any], *, workers: int = 0, seconds: float = 300, done: Callable[[], None] = lambda: None) -> list[str]:
+    """Compile kernels in worker processes, so that Triton's cache on disk has them; for each job '' or what went wrong.
+
+    Only a head start: what a worker could not do is compiled, or fails, at the kernel's first launch.
+    """
+    workers = min(workers or os.cpu_count() or 1, len(jobs), 16)
+    answers = ["not compiled"] * len(jobs)
+    running = [_start(target, [(i, jobs[i]) for i in range(first, len(jobs), workers)]) for first in range(workers)] if workers > 1 else []
+    threads = [threading.Thread(target=_listen, args=(process, answers, done), daemon=True) for process in running]
+    end = time.monotonic() + seconds
+    for thread in threads:
+        thread.start()
+    for thread, process in zip(threads, running, strict=True):
+        thread.join(max(0.0, end - time.monotonic()))
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+    return answers
+
+
+def _start(target: Sequence[Any], jobs: Sequence[tuple[int, Job]]) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    process = subprocess.Popen(
+        [sys.executable, "-c", _WORKER, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+    )
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as stream:
+        stream.write(json.dumps({"target": list(target), "jobs": list(jobs)}))
+    return process
+
+
+def _listen(process: subprocess.Popen[str], answers: list[str], done: Callable[[], None]) -> None:
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith(_REPLY):
+            position, answers_text = json.loads(line.removeprefix(_REPLY))
+            answers[position] = answers_text
+            done()
+
+
+def serve() -> None:
+    """The worker: compile what standard input asks for, as if the device were here; torch is kept out, for it takes seconds to import."""
+    asked = json.loads(sys.stdin.read())
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    _pretend(asked["target"])
+    for position, work in asked["jobs"]:
+        try:
+            _compile_job(work)
+            answer = ""
+        except Exception as error:
+            answer = f"{type(error).__name__}: {error}"[:300]
+        print(_REPLY + json.dumps([position, answer]), flush=True)
+
+
+def _compile_job(work: Job) -> None:
+    from triton.runtime.jit import MockTensor
+
+    path, name, arguments, warps, stages = work
+    function = getattr(_import_file(Path(path)), name)
+    values = [MockTensor(value) if kind == "pointer" else value for kind, value in arguments]
+    function.warmup(*values, grid=(1,), num_warps=warps, num_stages=stages)
+
+
+def _pretend(target: Sequence[Any]) -> None:
+    """Let Triton see a device that is not opened: compiling needs no more than its name."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    class Absent:
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_current_target(self) -> Any:
+            return GPUTarget(*target)
+
+    driver.set_active(Absent())
 
 
 # --- compiling without a device ------------------------------------------------------------------------------------------------
@@ -97,8 +219,14 @@ class Compiled:
 
 
 #: Targets that continuous integration compiles for: Ampere, Hopper, Blackwell and CDNA 3.
-TARGETS: dict[str, tuple[str, int | str, int]] = {"sm_80": ("cuda", 80, 32), "sm_90": ("cuda", 90, 32), "sm_100": ("cuda", 100, 32), "gfx942": ("hip", "gfx942", 64)}
-_POINTER = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64", "int1": "i1", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "uint8": "u8"}
+TARGETS: dict[str, tuple[str, int | str, int]] = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "sm_100": ("cuda", 100, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+_POINTER = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+_POINTER |= {"int1": "i1", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "uint8": "u8"}
 
 
 def compile_for(function: Any, arguments: Sequence[Any], target: str, *, warps: int, stages: int) -> Compiled:

@@ -56,7 +56,7 @@ def _indices(array: Array, random: np.random.Generator) -> np.ndarray[Any, Any]:
 def _exact(array: Array, random: np.random.Generator) -> np.ndarray[Any, Any]:
     """Small multiples of a quarter, small integers, or truth values."""
     if array.dtype == torch.bool:
-        return random.random(array.shape) < 0.6
+        return random.random(array.shape) < (2 if array.positive else 0.6)
     if not (array.dtype.is_floating_point or array.dtype.is_complex):
         low = 1 if array.positive else 0 if array.dtype == torch.uint8 else -3
         return random.integers(low, 4, array.shape)

@@ -1,0 +1,110 @@
+"""The contraction: `tl.dot` on operands that are born in its layout, or multiply and reduce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from insum.codegen.frame import AFTER
+from insum.codegen.reads import Reads, distinct
+from insum.codegen.values import Val, combine, union
+from insum.lang.expr import Access, variables
+
+IDENTITY: dict[str, Callable[[str], str]] = {
+    "sum": lambda dtype: "0",
+    "max": lambda dtype: 'float("-inf")' if "float" in dtype else "-9223372036854775808" if dtype == "int64" else "-2147483648",
+    "min": lambda dtype: 'float("inf")' if "float" in dtype else "9223372036854775807" if dtype == "int64" else "2147483647",
+}
+MERGE = {"sum": "{0} + {1}", "max": "tl.maximum({0}, {1})", "min": "tl.minimum({0}, {1})"}
+
+
+class Contract(Reads):
+    """Reduces one tile; the result is a value over the axes that are kept."""
+
+    def contract(self) -> Val:
+        return self.dot() if self.plan.roles.dot else self.multiply_and_sum()
+
+    def dot(self) -> Val:
+        plan, config = self.plan, self.config
+        left = self.operand(plan.roles.left, ("M", "K"), (config.m, config.k))
+        right = self.operand(plan.roles.right, ("K", "N"), (config.k, config.n))
+        precision = f", input_precision={plan.precision!r}" if plan.precision else ""
+        self.line(1 if plan.roles.outer else 0, f"acc = tl.zeros([{config.m}, {config.n}], dtype=tl.{plan.accumulator})", ("M", "N"))
+        self.line(2, f"acc = tl.dot({left}, {right}, acc{precision})", ("M", "N"))
+        return Val("acc", ("M", "N"), AFTER)
+
+    def operand(self, factors: tuple[int, ...], axes: tuple[str, ...], tile: tuple[int, ...]) -> str:
+        plan = self.plan
+        if len(factors) == 1 and isinstance(plan.factors[factors[0]], Access):
+            value = self.evaluate(plan.factors[factors[0]], plan.operand)
+        else:
+            wide = combine([self.evaluate(plan.factors[f], plan.accumulator) for f in factors], "*")
+            value = wide if plan.operand == plan.accumulator else Val(f"({wide.text}).to(tl.{plan.operand})", wide.axes, wide.stage)
+        if value.axes == axes:
+            return value.text
+        return f"tl.broadcast_to({value.over(axes)}, [{tile[0]}, {tile[1]}])"
+
+    def multiply_and_sum(self) -> Val:
+        plan = self.plan
+        value = combine([self.evaluate(f, plan.accumulator) for f in plan.factors], "*")
+        axes = self.tile_axes()
+        if plan.pointwise or not self.zero_where_absent():
+            value = self.masked(value)
+        if not self.counters:
+            return self.full(self.define("value", value), tuple(a for a in axes if a != "K"))
+        return self.reduced(value, axes)
+
+    def reduced(self, value: Val, axes: tuple[str, ...]) -> Val:
+        """Sum in the loop; over K inside it where entries are gathered a few at a time, after it where K is long."""
+        plan = self.plan
+        kept = tuple(a for a in axes if a != "K")
+        in_loop = bool(plan.segment) or "K" not in axes
+        over = kept if in_loop else axes
+        self.start_accumulator(over)
+        text = value.over(over)
+        if in_loop and "K" in axes:
+            step = value if "K" in value.axes else self.full(value, axes)
+            text = f"tl.{plan.reduce}({step.over(axes)}, axis={axes.index('K')})"
+        self.line(2, f"acc = {MERGE[plan.reduce].format('acc', text)}", over)
+        if not in_loop:
+            self.line(AFTER, f"acc = tl.{plan.reduce}(acc, axis={axes.index('K')})", kept)
+        return Val("acc", kept, AFTER)
+
+    def start_accumulator(self, over: tuple[str, ...]) -> None:
+        plan = self.plan
+        tile = ", ".join(str(self.tile(a)) for a in over)
+        start = f"tl.full([{tile or 1}], {IDENTITY[plan.reduce](plan.accumulator)}, dtype=tl.{plan.accumulator})"
+        self.line(1 if plan.roles.outer else 0, f"acc = {start}" if over else f"acc = tl.max({start}, axis=0)", over)
+
+    def full(self, value: Val, axes: tuple[str, ...]) -> Val:
+        """The value as a full tile over ``axes``."""
+        if value.axes == axes:
+            return value
+        tile = ", ".join(str(self.tile(a)) for a in axes)
+        if not value.axes and not axes:
+            return value
+        # Adding zeros, not tl.broadcast_to: the interpreter's atomics take a broadcast view for a full tile.
+        return Val(f"tl.zeros([{tile}], dtype=tl.{self.plan.accumulator}) + {value.over(axes)}", axes, value.stage)
+
+    def zero_where_absent(self) -> bool:
+        """Whether masked loads alone make every absent point zero: each factor is masked there, so that none can be infinite."""
+        reads = [f for f in self.plan.factors if isinstance(f, Access) and f.tensor not in self.plan.numbers]
+        spans = [set(self.loaded[(f, False)].axes) for f in reads]
+        depends = [self.depends(f) for f in reads]
+        tail = "K" not in self.masks or bool(reads) and all("K" in s for s in spans)
+        return tail and all(bool(reads) and all(vars_ <= d for d in depends) for vars_, _ in self.point_masks)
+
+    def masked(self, value: Val) -> Val:
+        """Absent and out-of-range points become the reduction's identity, whatever the functions made of them."""
+        masks = [m for axis, m in self.masks.items() if axis in self.tile_axes() and (axis == "K" or self.summed_axis(axis))]
+        masks += [m for _, m in self.point_masks]
+        if not masks:
+            return value
+        mask = combine(distinct(masks), "&")
+        axes = union(value.axes, mask.axes)
+        identity = IDENTITY[self.plan.reduce](self.plan.accumulator)
+        return Val(f"tl.where({mask.over(axes)}, {value.over(axes)}, {identity})", axes, max(value.stage, mask.stage))
+
+    def summed_axis(self, axis: str) -> bool:
+        kept = {*variables(self.plan.target)}
+        roles = self.plan.roles
+        return not set(roles.m if axis == "M" else roles.n) & kept

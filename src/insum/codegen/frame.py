@@ -1,0 +1,292 @@
+"""The frame of a kernel: program ids, tile axes, segment bounds and the one flat loop of the contraction.
+
+A kernel is written in stages: 0 before any loop, 1 inside the outer loop (variables that a scattered dimension absorbs), 2
+inside the contraction's loop, 3 after it. A line goes to the earliest stage in which everything it reads is known, so
+loop-invariant loads are hoisted by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from insum.codegen.values import Val
+from insum.lang.expr import Access
+from insum.plan.config import Config, power_of_two
+from insum.plan.plan import Plan
+
+AFTER = 3
+#: The output's name inside the emitter. Names that come from the statement always carry a suffix (_ptr, _s0, _size, _number, _i,
+#: _v1), which names of our own never have, so that no spelling of a statement can collide with them.
+OUTPUT = "<out>"
+REGISTERS = "<registers>"
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the text depends on besides plan and config: which axes divide evenly, and extents that became constants."""
+
+    even_m: bool = False
+    even_n: bool = False
+    even_k: bool = False
+    inner: int = 1  # extent of the inner variable of a flattened K axis
+    onehot: int = 0  # extent of the dimension that is kept in registers
+    single_k: bool = False  # the K axis is covered by one tile and nothing else is looped over
+    pieces: bool = False  # a long reduction is cut into pieces that meet in atomics
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """Generated source, and the order in which arguments are passed."""
+
+    name: str
+    source: str
+    arguments: tuple[str, ...]
+
+
+@dataclass
+class Frame:
+    """State of one kernel being written, and the definitions of its variables."""
+
+    plan: Plan
+    config: Config
+    shape: Shape
+    prefetch: bool = True
+    stages: dict[int, list[str]] = field(default_factory=lambda: {0: [], 1: [], 2: [], AFTER: []})
+    vars: dict[str, Val] = field(default_factory=dict)
+    masks: dict[str, Val] = field(default_factory=dict)  # axis -> in range
+    loaded: dict[tuple[Access, bool], Val] = field(default_factory=dict)
+    point_masks: list[tuple[frozenset[str], Val]] = field(default_factory=list)
+    arguments: dict[str, None] = field(default_factory=dict)
+    counters: list[str] = field(default_factory=list)  # how often each loop runs, outermost first
+    index_lines: list[tuple[str, str]] = field(default_factory=list)  # stage-2 index loads: (name, line), to prefetch
+    tail: list[str] = field(default_factory=list)  # after the outer loops
+    frame_lines: int = 0  # how many lines of stage 2 define loop variables
+    late: bool = False
+    serial: int = 0
+
+    # --- small tools ---
+
+    def arg(self, name: str) -> str:
+        self.arguments.setdefault(name)
+        return name
+
+    def line(self, stage: int, text: str, axes: tuple[str, ...] | None = None) -> None:
+        comment = f"  # ({','.join(axes)})" if axes else ""
+        self.stages[AFTER if self.late and stage in (0, 1) else stage].append(text + comment)
+
+    def name(self, base: str) -> str:
+        self.serial += 1
+        return f"{base}_v{self.serial}"
+
+    def define(self, base: str, value: Val) -> Val:
+        name = self.name(base)
+        self.line(value.stage, f"{name} = {value.text}", value.axes)
+        return Val(name, value.axes, value.stage)
+
+    def cast_index(self, text: str) -> str:
+        return f"({text}).to({'tl.int64' if self.plan.wide else 'tl.int32'})"
+
+    def widened(self, text: str) -> str:
+        """Loop counters and tile positions are 32-bit unless offsets are not."""
+        return f"tl.cast({text}, tl.int64)" if self.plan.wide else text
+
+    def size(self, var: str) -> str:
+        return self.arg(f"{var}_size")
+
+    # --- the frame: program ids, axes, loops ---
+
+    def frame(self) -> None:
+        self.program_ids()
+        self.axis("M", self.plan.roles.m, self.config.m, self.shape.even_m)
+        self.axis("N", self.plan.roles.n, self.config.n, self.shape.even_n)
+        self.segment_bounds()
+        for var in self.plan.roles.outer:
+            self.vars[var] = Val(f"{var}_i", (), 1)
+        self.loops()
+        self.frame_lines = len(self.stages[2])
+
+    def program_ids(self) -> None:
+        """The one-dimensional grid, unpacked with the fastest part first."""
+        plan, roles = self.plan, self.plan.roles
+        self.line(0, "pid = tl.program_id(0)" + (".to(tl.int64)" if plan.wide else ""))
+        parts: list[tuple[str, str]] = []
+        if roles.n:
+            parts.append(("n_tile", f"tl.cdiv({self.axis_size(roles.n)}, {self.config.n})"))
+        if roles.m:
+            parts.append(("m_tile", f"tl.cdiv({self.m_count()}, {self.config.m})"))
+        if plan.segment and not plan.segment.tiled:
+            parts.insert(0, (f"{plan.segment.row}_i", self.size(plan.segment.row)))
+        parts += [(f"{v}_i", self.size(v)) for v in reversed(roles.grid) if not plan.segment or v != plan.segment.row]
+        if self.shape.pieces:
+            parts.append(("piece", self.arg("piece_count")))
+        if self.config.group > 1 and len(parts) > 1:
+            self.grouped(parts[0], parts[1], last=len(parts) == 2)
+            parts = parts[2:]
+        for position, (name, count) in enumerate(parts):
+            last = position == len(parts) - 1
+            self.line(0, f"{name} = pid" if last else f"{name} = pid % {count}")
+            if not last:
+                self.line(0, f"pid = pid // {count}")
+        for var in (*roles.grid, *([plan.segment.row] if plan.segment and not plan.segment.tiled else [])):
+            self.vars[var] = Val(f"{var}_i")
+
+    def grouped(self, fast: tuple[str, str], slow: tuple[str, str], *, last: bool) -> None:
+        """The two fastest parts of the grid in groups: ``config.group`` places of the slower one before the next of the faster."""
+        (fast_name, fast_count), (slow_name, slow_count), group = fast, slow, self.config.group
+        self.line(0, f"fast_count = {fast_count}")
+        self.line(0, f"slow_count = {slow_count}")
+        self.line(0, "place = pid" if last else "place = pid % (fast_count * slow_count)")
+        if not last:
+            self.line(0, "pid = pid // (fast_count * slow_count)")
+        self.line(0, f"group_first = place // (fast_count * {group}) * {group}")
+        self.line(0, f"group_size = tl.minimum(slow_count - group_first, {group})")
+        self.line(0, f"place = place % (fast_count * {group})")
+        self.line(0, f"{slow_name} = group_first + place % group_size")
+        self.line(0, f"{fast_name} = place // group_size")
+
+    def m_count(self) -> str:
+        tiled = self.plan.segment is not None and self.plan.segment.tiled
+        return f"({self.arg('task_last')} - {self.arg('task_first')})" if tiled else self.axis_size(self.plan.roles.m)
+
+    def axis_size(self, axis: tuple[str, ...]) -> str:
+        return self.size(axis[0]) if len(axis) == 1 else "(" + " * ".join(self.size(v) for v in axis) + ")"
+
+    def axis(self, axis: str, variables_: tuple[str, ...], tile: int, even: bool) -> None:
+        if not variables_:
+            return
+        if axis == "M" and self.plan.segment and self.plan.segment.tiled:
+            return self.row_axis()
+        low = axis.lower()
+        flat = f"{variables_[0]}_i" if len(variables_) == 1 else f"{low}_flat"
+        self.line(0, f"{flat} = {low}_tile * {tile} + tl.arange(0, {tile})", (axis,))
+        if not even:
+            self.line(0, f"{low}_ok = {flat} < {self.axis_size(variables_)}", (axis,))
+            self.masks[axis] = Val(f"{low}_ok", (axis,))
+        if len(variables_) == 1:
+            self.vars[variables_[0]] = Val(flat, (axis,))
+            return
+        rest = flat
+        for depth, var in enumerate(reversed(variables_)):
+            first = var == variables_[0]
+            self.line(0, f"{var}_i = {rest}" if first else f"{var}_i = {rest} % {self.size(var)}", (axis,))
+            self.vars[var] = Val(f"{var}_i", (axis,))
+            if not first:
+                self.line(0, f"{low}_rest{depth} = {rest} // {self.size(var)}", (axis,))
+                rest = f"{low}_rest{depth}"
+
+    def row_axis(self) -> None:
+        """Several tasks (pieces of rows) in one tile: each has its own start, end and destination."""
+        segment = self.plan.segment
+        assert segment is not None
+        self.line(0, f"task = {self.arg('task_first')} + m_tile * {self.config.m} + tl.arange(0, {self.config.m})", ("M",))
+        self.line(0, f"m_ok = task < {self.arg('task_last')}", ("M",))
+        for name in ("start", "end", "row"):
+            self.line(0, f"seg_{name} = {self.widened(f'tl.load({self.arg(f_name(name))} + task, mask=m_ok, other=0)')}", ("M",))
+        self.masks["M"] = Val("m_ok", ("M",))
+        self.line(0, f"{segment.row}_i = tl.where(seg_row >= 0, seg_row, 0)" if self.plan.split else f"{segment.row}_i = seg_row", ("M",))
+        self.vars[segment.row] = Val(f"{segment.row}_i", ("M",))
+
+    def segment_bounds(self) -> None:
+        segment = self.plan.segment
+        if segment and not segment.tiled:
+            for name in ("start", "end"):
+                self.line(0, f"seg_{name} = {self.widened(f'tl.load({self.arg(f_name(name))} + {segment.row}_i)')}")
+
+    # --- the contraction's loop: one flat counter over segment, looped variables and tiles of K ---
+
+    def loops(self) -> None:
+        roles, segment = self.plan.roles, self.plan.segment
+        counts: list[tuple[str, Callable[[str], None]]] = []
+        in_k = bool(segment and segment.var in roles.k)
+        if segment and not in_k and segment.var not in roles.outer:
+            counts.append(("seg_end - seg_start", self.scalar_segment))
+        counts += [(self.size(v), self.scalar_loop(v)) for v in roles.loops if not segment or v != segment.var]
+        if roles.k:
+            counts.append((self.k_count(in_k), self.k_axis))
+        self.unpack_counter(counts)
+
+    def k_count(self, in_k: bool) -> str:
+        if not in_k:
+            return f"tl.cdiv({self.size(self.plan.roles.k[0])}, {self.config.k})"
+        segment = self.plan.segment
+        assert segment is not None
+        length = "tl.max(seg_end - seg_start, 0)" if segment.tiled else "seg_end - seg_start"
+        return f"tl.cdiv({length}, {self.slots})" if self.slots > 1 else length
+
+    @property
+    def slots(self) -> int:
+        """Entries of the segment that one tile of K holds."""
+        return max(1, self.config.k // self.shape.inner)
+
+    def unpack_counter(self, counts: list[tuple[str, Callable[[str], None]]]) -> None:
+        self.counters = [count for count, _ in counts]
+        rest = "t"
+        for position, (count, define) in reversed(list(enumerate(counts))):
+            if position == 0:
+                define(rest)
+                continue
+            self.line(0, f"count{position} = {count}")
+            self.line(2, f"counter{position} = {rest} % count{position}")
+            self.line(2, f"rest{position} = {rest} // count{position}")
+            rest = f"rest{position}"
+            define(f"counter{position}")
+
+    def scalar_segment(self, counter: str) -> None:
+        segment = self.plan.segment
+        assert segment is not None
+        self.line(2, f"{segment.var}_i = seg_start + {counter}")
+        self.vars[segment.var] = Val(f"{segment.var}_i", (), 2)
+
+    def scalar_loop(self, var: str) -> Callable[[str], None]:
+        def define(counter: str) -> None:
+            self.line(2, f"{var}_i = {self.widened(counter)}")
+            self.vars[var] = Val(f"{var}_i", (), 2)
+
+        return define
+
+    def k_axis(self, counter: str) -> None:
+        roles, segment = self.plan.roles, self.plan.segment
+        if segment and segment.var in roles.k:
+            return self.segment_k_axis(counter)
+        var, tile = roles.k[0], self.config.k
+        self.line(2, f"{var}_i = {self.widened(counter)} * {tile} + tl.arange(0, {tile})", ("K",))
+        self.vars[var] = Val(f"{var}_i", ("K",), 2)
+        if not self.shape.even_k:
+            self.line(2, f"k_ok = {var}_i < {self.size(var)}", ("K",))
+            self.masks["K"] = Val("k_ok", ("K",), 2)
+
+    def segment_k_axis(self, counter: str) -> None:
+        """K runs over entries of the segment, each with ``inner`` values of the variable flattened under it."""
+        roles, segment, tile, inner = self.plan.roles, self.plan.segment, self.config.k, self.shape.inner
+        assert segment is not None
+        slots = self.slots
+        if len(roles.k) == 2:
+            self.line(0, f"k_inner = tl.arange(0, {tile})" + (f" % {inner}" if slots > 1 else ""), ("K",))
+            self.vars[roles.k[1]] = Val("k_inner", ("K",))
+        if slots == 1 and not segment.tiled and len(roles.k) == 2:
+            self.line(2, f"{segment.var}_i = seg_start + {counter}")
+            self.vars[segment.var] = Val(f"{segment.var}_i", (), 2)
+            return
+        self.line(0, f"k_slot = tl.arange(0, {tile})" + (f" // {inner}" if inner > 1 else ""), ("K",))
+        base = f"seg_start + {counter} * {slots}" if slots > 1 else f"seg_start + {counter}"
+        axes = ("M", "K") if segment.tiled else ("K",)
+        if segment.tiled:
+            self.line(2, f"{segment.var}_i = ({base})[:, None] + k_slot[None, :]", axes)
+            self.line(2, f"k_ok = {segment.var}_i < seg_end[:, None]", axes)
+        else:
+            self.line(2, f"{segment.var}_i = {base} + k_slot", axes)
+            self.line(2, f"k_ok = {segment.var}_i < seg_end", axes)
+        self.vars[segment.var] = Val(f"{segment.var}_i", axes, 2)
+        self.masks["K"] = Val("k_ok", axes, 2)
+
+    def tile_axes(self) -> tuple[str, ...]:
+        roles = self.plan.roles
+        return tuple(a for a, v in (("M", roles.m), ("K", roles.k), ("N", roles.n)) if v)
+
+    def tile(self, axis: str) -> int:
+        return {"M": self.config.m, "N": self.config.n, "K": self.config.k, "I": power_of_two(self.shape.onehot)}[axis]
+
+
+def f_name(name: str) -> str:
+    return f"seg_{name}_at"

@@ -1,0 +1,204 @@
+"""Paths of a tensor product: how they are normalised, and how they are put together into as few statements as possible.
+
+A path couples one irrep of each input into one of the output, in one of e3nn's modes. The letters of a mode are the multiplicities of the first input,
+the second and the output; the weights of a path have one dimension for each letter:
+
+    uvw    Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q],v] * W[b,L[p],u,v,w]
+    uvu    Z[b,I[p,q],u] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q],v] * W[b,L[p],u,v]
+    uuu    Z[b,I[p,q],u] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q],u] * W[b,L[p],u]
+
+and so on for ``uvv``, ``uuw`` and ``uvuv``. ``V`` are the Clebsch-Gordan coefficients of all paths with the same mode and multiplicities, grouped by
+path ``L[p]``; ``I``, ``J`` and ``K`` are components. Multiplicities of 1 in the second input have no index.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from insum.errors import BindingError, UnsupportedError
+from insum.formats import GroupCOO
+from insum.nn.irreps import Irreps
+from insum.nn.wigner import wigner_3j
+
+MODES = ("uvw", "uvu", "uvv", "uuw", "uuu", "uvuv")
+
+
+@dataclass(frozen=True)
+class Path:
+    """One instruction: numbers of the irreps, mode, whether it has weights, its coefficient, the shape of its weights."""
+
+    i_in1: int
+    i_in2: int
+    i_out: int
+    mode: str
+    has_weight: bool
+    coefficient: float
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape) if self.has_weight else 0
+
+
+@dataclass(frozen=True)
+class Normalisation:
+    """How outputs are scaled: e3nn's options of the same names."""
+
+    irrep: str = "component"
+    path: str = "element"
+    in1_var: tuple[float, ...] | None = None
+    in2_var: tuple[float, ...] | None = None
+    out_var: tuple[float, ...] | None = None
+
+
+# --- instructions ---
+
+
+def paths_of(in1: Irreps, in2: Irreps, out: Irreps, instructions: Sequence[Sequence[object]], rule: Normalisation) -> tuple[Path, ...]:
+    """Checked and normalised paths from instructions ``(i_in1, i_in2, i_out, mode, has_weight[, path_weight])``."""
+    _check_rule(in1, in2, out, rule)
+    found = [_path(in1, in2, out, number, instruction) for number, instruction in enumerate(instructions)]
+    return tuple(replace(path, coefficient=_coefficient(path, found, in1, in2, out, rule)) for path in found)
+
+
+def _check_rule(in1: Irreps, in2: Irreps, out: Irreps, rule: Normalisation) -> None:
+    for name, value, first in (("irrep_normalization", rule.irrep, ("component", "norm")), ("path_normalization", rule.path, ("element", "path"))):
+        if value not in (allowed := (*first, "none")):
+            raise UnsupportedError(f"{name} is {value!r}", expected=" or ".join(map(repr, allowed)))
+    for name, variances, irreps in (("in1_var", rule.in1_var, in1), ("in2_var", rule.in2_var, in2), ("out_var", rule.out_var, out)):
+        if variances is not None and len(variances) != len(irreps):
+            raise BindingError(f"{name} has {len(variances)} value(s), but the irreps {irreps} have {len(irreps)} term(s)", expected="one for each term")
+
+
+def _path(in1: Irreps, in2: Irreps, out: Irreps, number: int, instruction: Sequence[object]) -> Path:
+    where = f"instruction {number}, {tuple(instruction)}"
+    if len(instruction) not in (5, 6):
+        raise BindingError(f"{where}, has {len(instruction)} parts", expected="(i_in1, i_in2, i_out, mode, has_weight) or these and path_weight")
+    a, b, c, mode, has_weight, weight = (*instruction, 1.0)[:6]
+    for name, i, irreps in (("i_in1", a, in1), ("i_in2", b, in2), ("i_out", c, out)):
+        if not isinstance(i, int) or not 0 <= i < len(irreps):
+            raise BindingError(f"{where}: {name} is {i}", expected=f"a term of {irreps}, from 0 to {len(irreps) - 1}")
+    assert isinstance(a, int) and isinstance(b, int) and isinstance(c, int) and isinstance(weight, int | float)
+    (mul1, ir1), (mul2, ir2), (mul3, ir3) = in1[a], in2[b], out[c]
+    if ir3 not in ir1 * ir2:
+        raise BindingError(f"{where}: {ir1} and {ir2} do not couple to {ir3}", expected="one of " + ", ".join(map(str, ir1 * ir2)))
+    if mode not in MODES:
+        raise UnsupportedError(f"{where}: there is no mode {mode!r}", expected=", ".join(MODES))
+    assert isinstance(mode, str)
+    sizes = _multiplicities(where, mode, mul1, mul2, mul3)
+    if not has_weight and mode == "uvw":
+        raise UnsupportedError(f"{where}: uvw without weights", expected="weights, which say how u and v become w")
+    return Path(a, b, c, mode, bool(has_weight), float(weight), tuple(sizes[letter] for letter in dict.fromkeys(mode)))
+
+
+def _multiplicities(where: str, mode: str, mul1: int, mul2: int, mul3: int) -> dict[str, int]:
+    """The extent of each letter of a mode; a letter that stands twice must mean one number."""
+    sizes = {mode[0]: mul1}
+    for letter, mul, which in ((mode[1], mul2, "the second input"), *(((mode[2], mul3, "the output"),) if len(mode) == 3 else ())):
+        if sizes.setdefault(letter, mul) != mul:
+            raise BindingError(f"{where}: {letter} is {sizes[letter]}, but {mul} in {which}", expected=f"equal multiplicities, as mode {mode} asks")
+    if mode == "uvuv" and mul3 != mul1 * mul2:
+        raise BindingError(f"{where}: the output has multiplicity {mul3}", expected=f"{mul1} * {mul2}, as mode uvuv asks")
+    return sizes
+
+
+def _coefficient(path: Path, paths: Sequence[Path], in1: Irreps, in2: Irreps, out: Irreps, rule: Normalisation) -> float:
+    """The square root of e3nn's alpha; ``path.coefficient`` is still the path weight."""
+    dims = in1[path.i_in1][1].dim, in2[path.i_in2][1].dim, out[path.i_out][1].dim
+    alpha = {"component": dims[2], "norm": dims[0] * dims[1], "none": 1}[rule.irrep]
+
+    def elements(p: Path) -> float:
+        variance = (rule.in1_var[p.i_in1] if rule.in1_var else 1.0) * (rule.in2_var[p.i_in2] if rule.in2_var else 1.0)
+        summed = {"uvw": in1[p.i_in1][0] * in2[p.i_in2][0], "uvu": in2[p.i_in2][0], "uvv": in1[p.i_in1][0], "uuw": in1[p.i_in1][0]}
+        return variance * summed.get(p.mode, 1)
+
+    others = [p for p in paths if p.i_out == path.i_out]
+    share = {"element": sum(map(elements, others)), "path": elements(path) * len(others), "none": 1.0}[rule.path]
+    scaled = alpha * (rule.out_var[path.i_out] if rule.out_var else 1.0) * path.coefficient
+    return math.sqrt(scaled / share if share > 0 else scaled)
+
+
+# --- statements ---
+
+
+@dataclass(frozen=True)
+class Group:
+    """All paths with one mode and one set of multiplicities: one statement."""
+
+    mode: str
+    muls: tuple[int, int, int]
+    has_weight: bool
+    paths: tuple[Path, ...]
+    offsets: tuple[int, ...]  # where each path's weights begin
+
+    def statement(self, shared: bool) -> str:
+        """The statement of this group, for weights that all items share or each has its own.
+
+        >>> Group("uvw", (16, 1, 16), True, (), ()).statement(shared=False)
+        'Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]'
+        """
+        x, y, z = self.mode[0], self.mode[1], self.mode[2:]
+        letters = [n for n in dict.fromkeys(self.mode) if n != "v" or not self.single]
+        weight = f" * W[{_list('' if shared else 'b', 'L[p]', *letters)}]" if self.has_weight else ""
+        return f"Z[b,I[p,q],{_list(*z)}] = V[p,q] * X[b,J[p,q],{x}] * Y[{_list('b', 'K[p,q]', '' if self.single else y)}]{weight}"
+
+    @property
+    def single(self) -> bool:
+        """Whether the second input's multiplicity is 1 and needs no index."""
+        return self.muls[1] == 1 and self.mode[1] == "v" and "v" not in self.mode[2:]
+
+    @property
+    def weight_shape(self) -> tuple[int, ...]:
+        return tuple(s for n, s in zip(dict.fromkeys(self.mode), self.paths[0].shape) if n != "v" or not self.single)
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """The extents of the output's letters."""
+        return self.muls[:2] if self.mode == "uvuv" else self.muls[2:]
+
+    def coefficients(self, in1: Irreps, in2: Irreps, out: Irreps) -> GroupCOO:
+        """``CG[i,j,k,l]`` over components of irreps with this group's multiplicities, grouped by path ``l``."""
+        axes = [components(irreps, mul) for irreps, mul in zip((in1, in2, out), self.muls)]
+        places, values = [], []
+        for number, path in enumerate(self.paths):
+            table = wigner_3j(in1[path.i_in1][1].l, in2[path.i_in2][1].l, out[path.i_out][1].l)
+            j, k, i = (table != 0).nonzero(as_tuple=True)
+            start = [axis[at] for axis, at in zip(axes, (path.i_in1, path.i_in2, path.i_out))]
+            places.append(torch.stack([i + start[2], j + start[0], k + start[1], torch.full_like(i, number)]))
+            values.append(path.coefficient * table[j, k, i])
+        shape = (*(extent(irreps, mul) for irreps, mul in zip((out, in1, in2), (self.muls[2], *self.muls[:2]))), len(self.paths))
+        return GroupCOO.from_entries(torch.cat(places, 1), torch.cat(values), shape, group_dims=3)
+
+
+def groups_of(paths: Sequence[Path], in1: Irreps, in2: Irreps, out: Irreps) -> tuple[Group, ...]:
+    """Paths by mode and multiplicities; paths without any element are left out."""
+    found: dict[tuple[object, ...], list[tuple[Path, int]]] = {}
+    offset = 0
+    for path in paths:
+        muls = in1[path.i_in1][0], in2[path.i_in2][0], out[path.i_out][0]
+        if 0 not in muls and path.coefficient != 0:
+            found.setdefault((path.mode, muls, path.has_weight), []).append((path, offset))
+        offset += path.numel
+    return tuple(Group(*key, *zip(*members)) for key, members in found.items())  # type: ignore[arg-type]
+
+
+def components(irreps: Irreps, mul: int) -> dict[int, int]:
+    """Terms with this multiplicity, and where each one's components begin when they are put side by side."""
+    found, start = {}, 0
+    for number, (m, ir) in enumerate(irreps):
+        if m == mul:
+            found[number] = start
+            start += ir.dim
+    return found
+
+
+def extent(irreps: Irreps, mul: int) -> int:
+    return sum(ir.dim for m, ir in irreps if m == mul)
+
+
+def _list(*indices: str) -> str:
+    return ",".join(i for i in indices if i)

@@ -1,0 +1,321 @@
+"""The search for the best choice: candidates by the model, compiled ahead in other processes, timed on the device, checked, remembered.
+
+Nothing is trusted that does not give the first guess's result. Where there is nothing to time (no GPU), the first guess stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from insum.errors import SettingsError
+from insum.lang.bind import Problem, Value
+from insum.plan import cost, space
+from insum.plan.config import Choice, Config, shown
+from insum.plan.prepare import CannotFuse, Prepared, Wishes
+from insum.runtime import cache, fused, launch
+from insum.runtime.build import OUT, WIDE, WORK, Program, assemble, first_choice, is_empty
+from insum.runtime.timing import Timer, replay_timer
+
+log = logging.getLogger("insum")
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much a search may cost: candidates, rounds of refinement, and seconds after which no new candidate is tried."""
+
+    candidates: int
+    refine: int
+    seconds: float
+
+
+EFFORTS = {"quick": Effort(8, 0, 10.0), "full": Effort(40, 12, 90.0)}
+#: Repeats of a first look, of a second, and of the final between the best.
+LOOK, MEASURE, FINAL = 3, 10, 25
+#: A candidate this much slower than the best so far is not looked at again, and a winner must be this much faster than the first guess.
+LOSER, MARGIN = 1.25, 1.02
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One choice that was tried; ``microseconds`` is infinite where it could not be run."""
+
+    choice: Choice
+    microseconds: float
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What a search found. Prints as one line; ``config`` can be given as ``config=``.
+
+    >>> import insum, torch
+    >>> tuned = insum.tune("y[i] = A[i,j] * x[j]", A=torch.ones(2, 3), x=torch.ones(3))
+    >>> tuned.source
+    'first guess: generated kernels do not run on cpu'
+    """
+
+    statement: str
+    choice: Choice  # of all products of the statement, one after the other
+    microseconds: float
+    first_guess: float
+    trials: tuple[Trial, ...] = ()
+    source: str = "search"
+
+    @property
+    def config(self) -> Config | Choice | None:
+        return None if not self.choice else self.choice[0] if len(self.choice) == 1 else self.choice
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast as the first guess."""
+        return self.first_guess / self.microseconds if self.microseconds else 1.0
+
+    def __str__(self) -> str:
+        config = f"; config={shown(self.choice)}" if self.choice else ""
+        if self.source != "search":
+            return f"insum: {self.statement!r}: {self.source}{config}"
+        times = f"{self.microseconds:.1f} µs, first guess {self.first_guess:.1f} µs ({self.speedup:.2f} times)"
+        return f"insum: {self.statement!r}: {times}, {len(self.trials)} configs tried{config}"
+
+
+# --- what is called --------------------------------------------------------------------------------------------------------------
+
+
+def tune(problem: Problem, values: Mapping[str, Value], target: Tensor | None, effort: str = "full", timer: Timer | None = None, workers: int = 0) -> Tuned:
+    """Search, remember what was found, and tell about it. ``timer`` replaces the device's clock, in tests."""
+    if effort not in EFFORTS:
+        raise SettingsError(f"effort is {effort!r}", expected="'quick' or 'full'")
+    reason = launch.available() or (fused.unusable(problem) or _untimed(problem) if timer is None else "")
+    wishes = fused.wishes_of(target is not None)
+    text = problem.statement.text or str(problem.statement)
+    try:
+        prepared = fused.prepare_all(problem, values, wishes)
+    except CannotFuse as error:
+        return Tuned(text, (), 0.0, 0.0, source=f"no kernel: {error}")
+    if reason:
+        guess = tuple(config for one in prepared for config in first_choice(one, wishes))
+        return Tuned(text, guess, 0.0, 0.0, source=f"first guess: {reason}")
+    return _Search(problem, prepared, values, target, wishes, EFFORTS[effort], timer or replay_timer(problem.device), workers, effort).run()
+
+
+def on_first_call(problem: Problem, prepared: Sequence[Prepared], values: Mapping[str, Value], target: Tensor | None, wishes: Wishes) -> list[Choice]:
+    """The choices for a call under ``settings.effort``: remembered ones, or a search where one can be made now."""
+    if not _untimed(problem):
+        tune(problem, values, target, wishes.settings.effort)
+    return [fused.recalled(problem, one, wishes) or first_choice(one, wishes) for one in prepared]
+
+
+def _untimed(problem: Problem) -> str:
+    """Why nothing can be timed now, or ''."""
+    if problem.device.type != "cuda":
+        return f"there is no GPU to time on, the tensors are on {problem.device.type}"
+    return "a CUDA graph is being captured" if torch.cuda.is_current_stream_capturing() else ""
+
+
+# --- the search ------------------------------------------------------------------------------------------------------------------
+
+Run: TypeAlias = Callable[[], Tensor]
+
+
+@dataclass(slots=True)
+class _Search:
+    problem: Problem
+    prepared: Sequence[Prepared]
+    values: Mapping[str, Value]
+    target: Tensor | None
+    wishes: Wishes
+    effort: Effort
+    timer: Timer
+    workers: int
+    named: str
+    trials: list[Trial] = field(default_factory=list)
+    deadline: float = 0.0
+    tick: Callable[[int], None] = lambda total: None
+
+    def run(self) -> Tuned:
+        """Tune one product after the other, the rest of the statement as it is known best."""
+        self.deadline = time.monotonic() + self.effort.seconds
+        choices = [first_choice(one, self.wishes) for one in self.prepared]
+        text = self.problem.statement.text or str(self.problem.statement)
+        first = best = 0.0
+        with _progress(text) as self.tick, fused.on_device(self.problem.device):
+            for position, one in enumerate(self.prepared):
+                if not is_empty(self.problem, one):
+                    choices[position], guessed, best = self.product(choices, position)
+                    first = first or guessed
+        tuned = Tuned(text, tuple(c for choice in choices for c in choice), best, first, tuple(self.trials))
+        _tell(tuned)
+        return tuned
+
+    def product(self, choices: list[Choice], position: int) -> tuple[Choice, float, float]:
+        """The best choice for one product, and the times of first guess and best."""
+        plan, extents = self.prepared[position].plan, self.prepared[position].extents
+        limits = self.limits(position)
+        timed = self.measure(choices, position, space.candidates(plan, extents, limits))
+        if self.effort.refine and timed:
+            centre = space.crossed(timed) or min(timed, key=lambda pair: pair[1])[0]
+            around = [centre, *space.neighbours(plan, extents, limits, centre)]
+            tried = {choice for choice, _ in timed}
+            timed += self.measure(choices, position, [c for c in around if c not in tried][: self.effort.refine], best=min(t for _, t in timed))
+        choice, guessed, best = self.decide(choices, position, timed)
+        statement = self.problem.statement.text or str(self.problem.statement)
+        key = cache.key_of(self.prepared[position], self.problem.device)
+        cache.remember(cache.Entry(key, statement, choice, best, guessed, self.named))
+        return choice, guessed, best
+
+    def limits(self, position: int) -> space.Limits:
+        device = cost.device_of(self.problem.device)
+        return space.Limits(device, cost.load_of(self.prepared[position], self.values), self.effort.candidates, self.wishes.settings.swap)
+
+    # --- timing ---
+
+    def measure(self, choices: list[Choice], position: int, candidates: Sequence[Choice], best: float = float("inf")) -> list[tuple[Choice, float]]:
+        """Times of the candidates that run; those that look slow are dropped after a short look."""
+        programs = [(choice, self.program(choices, position, choice)) for choice in candidates]
+        self.tick(len(programs))
+        self.compile_ahead([program for _, program in programs if isinstance(program, Program)])
+        timed: list[tuple[Choice, float]] = []
+        for choice, program in programs:
+            late = time.monotonic() > self.deadline and bool(timed)
+            found = Trial(choice, float("inf"), "no time left") if late else self.look(choice, program, best)
+            self.trials.append(found)
+            self.tick(0)
+            if found.microseconds < float("inf"):
+                best = min(best, found.microseconds)
+                timed.append((choice, found.microseconds))
+        return timed
+
+    def look(self, choice: Choice, program: Program | str, best: float) -> Trial:
+        if isinstance(program, str):
+            return Trial(choice, float("inf"), program)
+        try:
+            run = self.runner(program)
+            taken = self.timer(run, LOOK)
+            if taken <= LOSER * best:
+                taken = self.timer(run, MEASURE)
+            return Trial(choice, taken)
+        except Exception as error:  # out of shared memory, or whatever the compiler thinks of it: this choice is none
+            log.debug("insum: %s: %s", choice, error)
+            return Trial(choice, float("inf"), f"{type(error).__name__}: {error}"[:200])
+
+    def program(self, choices: list[Choice], position: int, choice: Choice) -> Program | str:
+        trial = [*choices[:position], choice, *choices[position + 1 :]]
+        try:
+            return assemble(self.problem, self.prepared, self.values, self.target, self.wishes, trial)
+        except (CannotFuse, SettingsError) as error:
+            return str(error)
+
+    def runner(self, program: Program) -> Run:
+        """A call that may be repeated: what accumulates does so into a copy."""
+        target = None if self.target is None else self.target.detach().clone(memory_format=torch.preserve_format)
+        return lambda: fused.execute(program, self.values, target)
+
+    def compile_ahead(self, programs: Sequence[Program]) -> None:
+        jobs = {str(job): job for program in programs for job in self.jobs(program)}
+        if len(jobs) > 1 and self.problem.device.type == "cuda" and self.workers >= 0:
+            with contextlib.suppress(OSError):
+                launch.compile_ahead(list(jobs.values()), launch.current_target(), workers=self.workers, seconds=self.effort.seconds)
+
+    def jobs(self, program: Program) -> Iterator[launch.Job]:
+        for step in program.steps:
+            for one in step.launches:
+                wide = WIDE[step.prepared.plan.accumulator]
+                kinds: dict[str, Any] = {OUT: torch.empty(0, dtype=program.buffer or self.problem.dtype), WORK: torch.empty(0, dtype=wide)}
+                arguments = list(one.arguments)
+                for position, name in one.names:
+                    arguments[position] = kinds[name] if name in kinds else self.values[name]
+                yield launch.job(one.function, one.kernel.name, arguments, one.config.warps, one.config.stages)
+
+    # --- deciding ---
+
+    def decide(self, choices: list[Choice], position: int, timed: Sequence[tuple[Choice, float]]) -> tuple[Choice, float, float]:
+        """Time the best few again beside the first guess, and take the fastest that gives the first guess's result."""
+        guess = choices[position]
+        known = dict(timed)
+        if guess not in known:
+            return guess, 0.0, 0.0
+        final = sorted((c for c in known if c != guess), key=lambda c: known[c])[:3]
+        times = {choice: self.timer(self.runner(self.built(choices, position, choice)), FINAL) for choice in (guess, *final)}
+        for choice in sorted(final, key=lambda c: times[c]):
+            if times[choice] * MARGIN >= times[guess]:
+                break
+            if self.agrees(choices, position, choice):
+                return choice, times[guess], times[choice]
+            log.warning("insum: %s gives another result than the first guess and is not used", shown(choice))
+        return guess, times[guess], times[guess]
+
+    def built(self, choices: list[Choice], position: int, choice: Choice) -> Program:
+        program = self.program(choices, position, choice)
+        assert isinstance(program, Program)
+        return program
+
+    def agrees(self, choices: list[Choice], position: int, choice: Choice) -> bool:
+        want, got = (self.runner(self.built(choices, position, c))() for c in (choices[position], choice))
+        return same(got, want, self.prepared[position].plan.precision == "tf32")
+
+
+#: Relative difference, as a norm, up to which two summation orders count as one result.
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 3e-5, torch.float64: 1e-12}
+
+
+def same(got: Tensor, want: Tensor, reduced: bool = False) -> bool:
+    """Whether two results differ by no more than rounding; ``reduced`` where products were rounded to TF32."""
+    tolerance = TOLERANCE.get(want.dtype)
+    if tolerance is None:
+        return bool(torch.equal(got, want))
+    finite = torch.isfinite(want)
+    if not torch.equal(torch.isfinite(got), finite) or not torch.equal(got[~finite].nan_to_num(), want[~finite].nan_to_num()):
+        return False
+    difference, size = (got[finite].double() - want[finite].double()).norm(), want[finite].double().norm()
+    return bool(difference <= max(tolerance, 4e-3 if reduced else 0.0) * size + 1e-30)
+
+
+# --- telling ---------------------------------------------------------------------------------------------------------------------
+
+
+def is_first_rank() -> bool:
+    """Whether this process speaks for its group: rank 0, or no group at all."""
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank() == 0
+    return os.environ.get("RANK", "0") in ("", "0")
+
+
+def _tell(tuned: Tuned) -> None:
+    if is_first_rank():
+        log.info("%s", tuned)
+        if sys.stderr.isatty() and not log.isEnabledFor(logging.INFO):
+            print(tuned, file=sys.stderr)
+
+
+@contextlib.contextmanager
+def _progress(text: str) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal; called with the number of candidates to come, and with 0 for each that is done."""
+    if not (sys.stderr.isatty() and is_first_rank()):
+        yield lambda total: None
+        return
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        yield lambda total: None
+        return
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(f"insum tunes {text[:60]}", total=0)
+        total = [0]
+
+        def tick(more: int) -> None:
+            total[0] += more
+            bar.update(task, total=total[0], advance=0 if more else 1)
+
+        yield tick

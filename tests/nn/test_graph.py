@@ -1,0 +1,136 @@
+"""Graph layers against PyG, with its own weights, and against dense references that need no PyG."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from insum.nn import GCNConv, GraphConv, RelationalConv, adjacency, gcn_norm
+
+
+@pytest.fixture(scope="module")
+def pyg() -> Any:
+    return pytest.importorskip("torch_geometric.nn", reason="torch_geometric is not installed: the comparison with PyG is left out")
+
+
+def graph(nodes: int = 9, edges: int = 24) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(0)
+    edge_index = torch.randint(0, nodes - 2, (2, edges))
+    edge_index[:, 0] = 3  # a loop
+    return edge_index, torch.rand(edges, dtype=torch.float64) + 0.1, torch.randn(nodes, 5, dtype=torch.float64)
+
+
+def compare(mine: torch.nn.Module, other: Any, x: Tensor, *rest: Tensor) -> None:
+    """The same outputs, gradients of inputs and of every parameter."""
+    mine.load_state_dict(other.state_dict())
+    a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+    got, want = mine(a, *rest), other(b, *rest)
+    assert_close(got, want)
+    upstream = torch.randn_like(want)
+    got.backward(upstream)
+    want.backward(upstream)
+    assert_close(a.grad, b.grad)
+    gradients = {name: p.grad for name, p in other.named_parameters()}
+    for name, parameter in mine.named_parameters():
+        assert_close(parameter.grad, gradients[name])
+
+
+@pytest.mark.parametrize("aggr", ["add", "mean", "max"])
+@pytest.mark.parametrize("out", [3, 8], ids=["narrower", "wider"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_graph_conv_is_pygs(pyg: Any, aggr: str, out: int, weighted: bool) -> None:
+    edge_index, weight, x = graph()
+    compare(GraphConv(5, out, aggr=aggr).double(), pyg.GraphConv(5, out, aggr=aggr).double(), x, edge_index, *([weight] if weighted else []))
+
+
+@pytest.mark.parametrize("options", [{}, {"improved": True}, {"add_self_loops": False}, {"normalize": False}, {"bias": False}], ids=str)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_gcn_conv_is_pygs(pyg: Any, options: dict[str, bool], weighted: bool) -> None:
+    edge_index, weight, x = graph()
+    given = [weight] if weighted else [torch.ones_like(weight)] if "improved" in options else []  # without weights PyG forgets `improved`
+    compare(GCNConv(5, 4, **options).double(), pyg.GCNConv(5, 4, **options).double(), x, edge_index, *given)
+
+
+@pytest.mark.parametrize("aggr", ["mean", "add"])
+def test_relational_conv_is_pygs(pyg: Any, aggr: str) -> None:
+    edge_index, _, x = graph()
+    rel = torch.arange(edge_index.shape[1]) % 3
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)  # PyG's layer makes its output in the default dtype
+    try:
+        compare(RelationalConv(5, 4, 4, aggr=aggr), pyg.RGCNConv(5, 4, 4, aggr=aggr), x, edge_index, rel)
+    finally:
+        torch.set_default_dtype(default)
+
+
+# --- without PyG ---
+
+
+def normalised(edge_index: Tensor, nodes: int) -> Tensor:
+    """The dense matrix D^-1/2 (A + I) D^-1/2, with a node's own loop where it has one."""
+    A = torch.zeros(nodes, nodes, dtype=torch.float64)
+    A[edge_index[1], edge_index[0]] = 1
+    A.fill_diagonal_(1)
+    root = A.sum(1).rsqrt()
+    return root[:, None] * A * root
+
+
+def test_gcn_conv_is_a_product_with_the_normalised_matrix() -> None:
+    edge_index, _, x = graph()
+    edge_index = edge_index.unique(dim=1)
+    layer = GCNConv(5, 4).double()
+    assert_close(layer(x, edge_index), normalised(edge_index, 9) @ x @ layer.lin.weight.T)
+    edges, weights = gcn_norm(edge_index, None, 9, dtype=torch.float64)
+    assert_close(layer(x, adjacency(edges, weights, num_nodes=9)), layer(x, edge_index))
+
+
+def test_the_gradient_of_edge_weights_flows_through_the_normalisation() -> None:
+    edge_index, weight, x = graph()
+    layer = GCNConv(5, 2).double()
+    assert torch.autograd.gradcheck(lambda w: layer(x, edge_index, w), (weight.requires_grad_(),))
+
+
+def test_graph_conv_with_two_kinds_of_nodes() -> None:
+    edge_index, weight, x = graph()
+    layer = GraphConv((5, 2), 4).double()
+    targets = torch.randn(11, 2, dtype=torch.float64)
+    sums = torch.zeros(11, 5, dtype=torch.float64).index_add(0, edge_index[1], weight[:, None] * x[edge_index[0]])
+    assert_close(layer((x, targets), edge_index, weight), layer.lin_rel(sums) + layer.lin_root(targets))
+    assert_close(layer((x, None), edge_index, weight, num_nodes=11), layer.lin_rel(sums))
+
+
+@pytest.mark.parametrize("aggr", ["mean", "sum"])
+def test_relational_conv_by_hand(aggr: str) -> None:
+    edge_index, _, x = graph()
+    rel = torch.arange(edge_index.shape[1]) % 3
+    layer = RelationalConv(5, 4, 3, aggr=aggr).double()
+    want = x @ layer.root + layer.bias
+    for r in range(3):
+        for node in range(9):
+            mine = x[edge_index[0, (rel == r) & (edge_index[1] == node)]]
+            if len(mine):
+                want[node] = want[node] + (mine.mean(0) if aggr == "mean" else mine.sum(0)) @ layer.weight[r]
+    assert_close(layer(x, edge_index, rel), want)
+    bare = RelationalConv(5, 4, 3, aggr=aggr, root_weight=False, bias=False).double()
+    bare.load_state_dict({"weight": layer.weight.detach()})
+    assert_close(bare(x, edge_index, rel), want - x @ layer.root - layer.bias)
+
+
+def test_a_graph_without_edges() -> None:
+    none, x = torch.zeros(2, 0, dtype=torch.long), torch.randn(4, 5)
+    for layer in (GraphConv(5, 3), GraphConv(5, 3, aggr="max"), GCNConv(5, 3)):
+        assert layer(x, none).shape == (4, 3)
+    assert RelationalConv(5, 3, 2)(x, none, torch.zeros(0, dtype=torch.long)).shape == (4, 3)
+
+
+def test_states_round_trip() -> None:
+    edge_index, _, x = graph()
+    rel = torch.zeros(edge_index.shape[1], dtype=torch.long)
+    for make, rest in ((lambda: GraphConv(5, 4), ()), (lambda: GCNConv(5, 4), ()), (lambda: RelationalConv(5, 4, 2), (rel,))):
+        one, two = make().double(), make().double()
+        two.load_state_dict(one.state_dict())
+        assert torch.equal(one(x, edge_index, *rest), two(x, edge_index, *rest))

@@ -1,0 +1,88 @@
+"""Every layer under `torch.compile(fullgraph=True)`: the same values and gradients as eager."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+from insum.nn import (
+    BlockSparseLinear,
+    FullyConnectedTensorProduct,
+    GCNConv,
+    GraphConv,
+    RelationalConv,
+    SparseConv3d,
+    SparseLinear,
+    SparseTensor,
+    TensorProduct,
+    adjacency,
+)
+
+EDGES = torch.tensor([[0, 1, 2, 3, 3], [1, 2, 2, 0, 2]])
+REL = torch.tensor([0, 1, 0, 1, 1])
+
+
+class Features(nn.Module):
+    """A convolution as a function of features, over voxels whose map has been built."""
+
+    def __init__(self, layer: SparseConv3d, x: SparseTensor) -> None:
+        super().__init__()
+        self.layer, self.x = layer, x
+        layer(x)
+
+    def forward(self, features: Tensor) -> Tensor:
+        out: Tensor = self.layer(self.x.with_features(features)).features
+        return out
+
+
+def voxels() -> SparseTensor:
+    coords = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 1, 1], [2, 2, 2]])
+    return SparseTensor(coords, torch.randn(4, 3))
+
+
+LAYERS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
+    "SparseLinear": lambda: (SparseLinear.from_dense(nn.Linear(6, 4), density=0.5), (torch.randn(2, 3, 6),)),
+    "BlockSparseLinear": lambda: (BlockSparseLinear.from_dense(nn.Linear(7, 6), density=0.5, block_shape=2), (torch.randn(3, 7),)),
+    "GraphConv": lambda: (GraphConv(3, 2), (torch.randn(4, 3), EDGES, torch.rand(5))),
+    "GraphConv, mean": lambda: (GraphConv(3, 2, aggr="mean"), (torch.randn(4, 3), EDGES)),
+    "GraphConv, max": lambda: (GraphConv(3, 2, aggr="max"), (torch.randn(4, 3), EDGES)),
+    "GraphConv, matrix": lambda: (GraphConv(3, 2), (torch.randn(4, 3), adjacency(EDGES, num_nodes=4))),
+    "GCNConv": lambda: (GCNConv(3, 2), (torch.randn(4, 3), EDGES)),
+    "RelationalConv": lambda: (RelationalConv(3, 2, 2), (torch.randn(4, 3), EDGES, REL)),
+    "SparseConv3d": lambda: (Features(SparseConv3d(3, 2, 3, submanifold=True), voxels()), (torch.randn(4, 3),)),
+    "SparseConv3d, strided": lambda: (Features(SparseConv3d(3, 2, 2, stride=2), voxels()), (torch.randn(4, 3),)),
+    "TensorProduct": lambda: (
+        TensorProduct("2x0e+2x1o", "0e+1o", "2x0e+2x1o", [(0, 0, 0, "uvu", True), (0, 1, 1, "uvu", False)]),
+        (torch.randn(3, 8), torch.randn(3, 4)),
+    ),
+    "FullyConnectedTensorProduct": lambda: (
+        FullyConnectedTensorProduct("2x0e+2x1o", "0e+1o", "2x0e+1x1o", shared_weights=False),
+        (torch.randn(3, 8), torch.randn(3, 4), torch.randn(3, 12)),
+    ),
+}
+
+
+def differentiated(function: Callable[..., Tensor], layer: nn.Module, given: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """The output, and the gradients of everything that has one."""
+    leaves = [t for t in given if isinstance(t, Tensor) and t.is_floating_point()]
+    for leaf in leaves:
+        leaf.requires_grad_()
+    out = function(*given)
+    upstream = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
+    return (out.detach(), *torch.autograd.grad(out, [*leaves, *layer.parameters()], upstream))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_compiled_is_eager(name: str) -> None:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    layer, given = LAYERS[name]()
+    backend = "inductor" if name == "BlockSparseLinear" else "aot_eager"  # one through to the end; tracing is what differs between layers
+    compiled = torch.compile(layer, fullgraph=True, backend=backend)
+    for got, want in zip(differentiated(compiled, layer, given), differentiated(layer, layer, given)):
+        assert_close(got, want)

@@ -1,0 +1,319 @@
+"""Generated kernels in Triton's interpreter: the applications and their gradients, strategies, caches, corners.
+
+Every new tensor holds NaN before a kernel writes to it, so that a place which is left out shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import applications
+import pytest
+import torch
+from applications import Application, relative_error
+from kernels import ONLY_FUSED, STRATEGIES, bound, error, plan_of, poisoned, run
+from torch import Tensor
+
+import insum
+from insum.plan import prepare
+from insum.runtime import fused
+
+pytestmark = pytest.mark.interpreter
+
+TOLERANCE = {torch.float16: 2e-3, torch.float32: 2e-6, torch.float64: 1e-14}
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.fixture(autouse=True)
+def kernels_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    with insum.settings(**ONLY_FUSED):
+        yield
+
+
+# --- applications ----------------------------------------------------------------------------------------------------------------
+
+#: Strategy of the forward kernel and of each gradient, in the order of `Application.wanted`.
+EXPECTED = {
+    "block SpMM, BlockCOO": ("segment", "store", "segment"),
+    "block SpMM, BlockGroupCOO": ("segment", "store", "segment"),
+    "SpMM, COO": ("segment", "store", "segment"),
+    "SpMM, GroupCOO": ("segment", "store", "segment"),
+    "convolution by voxel": ("store", "store", "store"),
+    "convolution by offset": ("store", "store", "store"),
+    "convolution, grouped": ("atomic", "atomic", "segment"),
+    "tensor product": ("onehot", "onehot", "onehot", "store"),
+    "tensor product, constant": ("unrolled", "unrolled", "onehot", "unrolled"),
+}
+
+
+def small(dtype: torch.dtype) -> list[Application]:
+    return applications.tiny(dtype=dtype)
+
+
+def check(application: Application, dtype: torch.dtype, wanted: tuple[str, ...] | None = None) -> list[str]:
+    """Forward and gradients against float64; the strategies that were used."""
+    upstream = application.upstream()
+    expected = {"": application.expected(), **application.expected_gradients(upstream)}
+    used = []
+    for name, call in {"": application.forward, **application.gradients(upstream)}.items():
+        if wanted is None or name in wanted:
+            result = call.run()
+            assert result.dtype == dtype
+            assert relative_error(result, expected[name]) < TOLERANCE[dtype], call.name
+            used.append(fused.strategy(call.problem(), call.values).removesuffix(" + tl.dot"))
+    return used
+
+
+@pytest.mark.parametrize("number", range(len(small(torch.float32))), ids=[a.name for a in small(torch.float32)])
+def test_application(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    application = small(torch.float32)[number]
+    if "tensor product" in application.name:
+        monkeypatch.setattr(prepare, "ONEHOT_WORK", 1)  # let small tensors have the strategy that large ones get
+    strategies = check(application, torch.float32)
+    if number != 5:  # the table that is not one-to-one has no inverse
+        assert tuple(strategies) == EXPECTED[application.name]
+    else:
+        assert tuple(strategies) == ("store", "atomic", "store")
+
+
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 4, 7])
+def test_application_in_half_precision(number: int) -> None:
+    check(small(torch.float16)[number], torch.float16)
+
+
+@pytest.mark.parametrize("number", [1, 3, 4, 7])
+def test_application_in_double_precision(number: int) -> None:
+    """Without tl.dot."""
+    check(small(torch.float64)[number], torch.float64)
+
+
+@pytest.mark.parametrize("option", [{"dot": "never"}, {"swap": False}, {"prefetch": False}])
+@pytest.mark.parametrize("number", [1, 4, 7])
+def test_application_without(number: int, option: dict[str, Any]) -> None:
+    with insum.settings(**option):
+        check(small(torch.float32)[number], torch.float32)
+
+
+@pytest.mark.parametrize("number", [0, 1, 3, 4, 7])
+def test_offsets_of_64_bits(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forced here; on a GPU a test has tensors that need them."""
+    monkeypatch.setattr(prepare._Preparation, "wide", lambda self, draft: True)
+    application = small(torch.float32)[number]
+    check(application, torch.float32)
+    assert fused.lookup(application.forward.problem(), application.values, None).steps[0].prepared.plan.wide
+    for kernel in fused.kernels(application.forward.problem(), application.values):
+        assert "tl.int64" in kernel.source and "tl.int32" not in kernel.source
+
+
+# --- long rows -------------------------------------------------------------------------------------------------------------------
+
+
+def skewed(**options: Any) -> Application:
+    return applications.spmm(rows=50, columns=20_000, n=8, entries=1500, heavy=4000, dtype=torch.float32, **options)
+
+
+@pytest.mark.parametrize("group", [0, 4])
+def test_long_rows_are_cut(group: int) -> None:
+    application = skewed(group=group)
+    assert relative_error(application.forward.run(), application.expected()) < 2e-6
+    (step,) = fused.lookup(application.forward.problem(), application.values, None).steps
+    assert step.workspace and len(step.launches) == 3, "long pieces, short rows, and their combination"
+
+
+def test_cut_rows_into_a_target() -> None:
+    application = skewed()
+    start = torch.randn(8, 50).t()
+    target = start.clone()
+    result = run(application.statement, C=target, **application.values)
+    assert result is target
+    assert relative_error(target, application.expected() + start) < 2e-6
+
+
+@pytest.mark.parametrize("operator", ["max=", "min="])
+def test_cut_rows_of_an_extremum(operator: str) -> None:
+    index = torch.cat([torch.zeros(5000), torch.arange(2, 40)]).long()
+    values = torch.randn(len(index), 3)
+    wanted = torch.full((40, 3), -INF if operator == "max=" else INF)
+    wanted.scatter_reduce_(0, index[:, None].expand(-1, 3), values, "amax" if operator == "max=" else "amin")
+    assert torch.equal(run(f"C[I[p],n] {operator} V[p,n]", {0: 40}, I=index, V=values), wanted)
+
+
+# --- accumulating into what is passed ----------------------------------------------------------------------------------------------
+
+
+def laid_out(kind: str, shape: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """A tensor of random numbers in some layout, and all of the memory around it."""
+    rows, columns = shape
+    memory = torch.full((2 * rows + 1, 2 * columns + 1), NAN, dtype=dtype)
+    match kind:
+        case "contiguous":
+            view = memory.reshape(-1)[: rows * columns].view(shape)
+        case "transposed":
+            view = memory.reshape(-1)[: rows * columns].view(columns, rows).t()
+        case "stepped":
+            view = memory[1::2, 1::2]
+        case "offset":
+            view = memory.reshape(-1)[3 : 3 + rows * columns].view(shape)
+        case _:
+            raise AssertionError(kind)
+    view.copy_(torch.randn(shape))
+    return view, memory
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "stepped", "offset"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_accumulate_into_a_target(strategy: str, layout: str, dtype: torch.dtype) -> None:
+    """What lies between the target's elements stays as it was."""
+    torch.manual_seed(0)
+    rows = torch.tensor([3, 1, 4, 0]) if strategy == "store" else torch.tensor([0, 1, 1, 4])
+    columns, scale, dense = torch.tensor([2, 0, 1, 2]), torch.randn(4).to(dtype), torch.randn(3, 9).to(dtype)
+    target, memory = laid_out(layout, (6, 9), dtype)
+    before, gaps = target.double(), memory.isnan()
+    statement = "C[AM[p],n] += AV[p] * B[AK[p],n]"
+    values = {"AM": rows, "AV": scale, "AK": columns, "B": dense, "C": target}
+    with insum.settings(scatter=strategy):
+        assert run(statement, **values) is target
+        problem = bound(statement, values)
+        (step,) = fused.lookup(problem, values, target).steps
+        assert strategy == "auto" or step.prepared.plan.strategy == strategy
+    wanted = before.index_add(0, rows, scale.double()[:, None] * dense.double()[columns])
+    assert error(target, wanted) < TOLERANCE[dtype]
+    assert torch.equal(memory.isnan(), gaps)
+
+
+@pytest.mark.parametrize("strategy", ["auto", "segment", "onehot", "atomic"])
+def test_accumulate_blocks_into_a_target(strategy: str) -> None:
+    """The same with tl.dot, into a target whose dimensions are permuted."""
+    application = small(torch.float32)[0]
+    start = torch.randn(40, 4, 16).permute(1, 2, 0)
+    target = start.clone()
+    with insum.settings(scatter=strategy):
+        run(application.statement, C=target, **application.values)
+    assert relative_error(target, application.expected() + start) < 2e-6
+
+
+def test_accumulate_a_sum_of_products() -> None:
+    a, b, c = torch.randn(5, 7), torch.randn(7), torch.randn(5)
+    target = torch.randn(5).half()
+    wanted = target.double() + a.double() @ b.double() - 2 * c.double()
+    assert error(run("y[i] += A[i,j] * b[j] - 2 * c[i]", y=target, A=a.half(), b=b.half(), c=c.half()), wanted) < 4e-3
+
+
+# --- sums of products, pointwise functions, extrema, scalars -----------------------------------------------------------------------
+
+
+def test_pointwise_functions_and_numbers() -> None:
+    a, x, b = torch.randn(5, 7), torch.arange(7.0), torch.randn(5)
+    wanted = (a * x).relu().sum(1) + 2 * b - 0.5 * a.tanh().sum(1)
+    assert error(run("y[i] = relu(A[i,j] * x[j]) + 2 * b[i] - alpha * tanh(A[i,j])", A=a, x=x, b=b, alpha=0.5), wanted) < 1e-6
+
+
+def test_functions_of_numbers_alone() -> None:
+    a = torch.tensor([1, 2, 3])
+    assert error(run("y[i] = A[i] * log(W) + exp(2)", A=a, W=3), a * torch.tensor(3.0).log() + torch.tensor(2.0).exp()) < 1e-6
+
+
+def test_scalars_and_histograms() -> None:
+    index = torch.randint(0, 4, (30,))
+    assert run("t[] = A[i,i]", A=3 * torch.eye(6)) == 18
+    assert torch.equal(run("h[I[p]] += 1", {0: 4}, I=index), torch.bincount(index, minlength=4))
+    assert torch.equal(run("h[I[p]] += 1", {0: 4}, I=index.sort().values), torch.bincount(index, minlength=4))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "segment", "atomic"])
+@pytest.mark.parametrize("operator", ["max=", "min="])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
+def test_extrema(operator: str, strategy: str, dtype: torch.dtype) -> None:
+    index, values = torch.randint(0, 4, (30,)), (10 * torch.randn(30, 6)).to(dtype)
+    start = torch.full((5, 6), (-INF if operator == "max=" else INF) if dtype.is_floating_point else torch.iinfo(dtype).min if operator == "max=" else torch.iinfo(dtype).max, dtype=dtype)
+    wanted = start.scatter_reduce(0, index[:, None].expand(30, 6), values, "amax" if operator == "max=" else "amin")
+    with insum.settings(scatter=strategy):
+        assert torch.equal(run(f"C[I[p],n] {operator} V[p,n]", {0: 5}, I=index, V=values), wanted)
+
+
+def test_zero_sizes() -> None:
+    none = torch.zeros(0, dtype=torch.int64)
+    assert torch.equal(run("C[I[p],n] += V[p,n]", {0: 3}, I=none, V=torch.ones(0, 4)), torch.zeros(3, 4))
+    assert run("C[I[p],n] += V[p,n]", {0: 3}, I=torch.tensor([0]), V=torch.ones(1, 0)).shape == (3, 0)
+    assert torch.equal(run("y[i] = A[i,j]", A=torch.ones(2, 0)), torch.zeros(2))
+    assert torch.equal(run("y[i] max= A[i,j]", A=torch.ones(2, 0)), torch.full((2,), -INF))
+    target = torch.ones(3, 4)
+    assert torch.equal(run("C[I[p],n] += V[p,n]", C=target, I=none, V=torch.ones(0, 4)), torch.ones(3, 4))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_rows_without_entries(strategy: str) -> None:
+    index, values = torch.tensor([1, 4, 6]), torch.randn(3, 5)
+    with insum.settings(scatter=strategy):
+        assert error(run("C[I[p],n] += V[p,n]", {0: 8}, I=index, V=values), torch.zeros(8, 5).index_add(0, index, values)) < 1e-6
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_absent_entries_contribute_nothing(strategy: str, bad: float) -> None:
+    """Not even where their values are infinite, or where the row that a clamped index would read is."""
+    index, slots = torch.tensor([0, 1, 1, 3]), torch.tensor([[1, -1], [2, 1], [-1, -1], [2, -1]])
+    values, dense = torch.randn(4, 2), torch.randn(3, 9)
+    values[slots < 0] = bad
+    dense[0] = bad
+    there = slots >= 0
+    parts = (torch.where(there, values, 0)[:, :, None] * torch.where(there[:, :, None], dense[slots.clamp(min=0)], 0)).sum(1)
+    with insum.settings(scatter=strategy):
+        result = run("C[AM[p],n] += AV[p,q] * B[AK[p,q],n]", {0: 5}, ("AK",), AM=index, AV=values, AK=slots, B=dense)
+    assert error(result, torch.zeros(5, 9).index_add(0, index, parts)) < 1e-6
+
+
+def test_absent_places_of_the_output() -> None:
+    index, values = torch.tensor([2, -1, 0, -1]), torch.randn(4, 5)
+    for strategy in STRATEGIES:
+        with insum.settings(scatter=strategy):
+            result = run("C[I[p],n] += V[p,n]", {0: 4}, ("I",), I=index, V=values)
+        assert error(result, torch.zeros(4, 5).index_add(0, torch.tensor([2, 0]), values[[0, 2]])) < 1e-6, strategy
+
+
+def test_padding_read_on_both_sides() -> None:
+    """The index that scatters also gathers, where its padding counts as well."""
+    index, dense = torch.tensor([3, -1, 0, 3]), torch.randn(5, 4)
+    there = index[index >= 0]
+    wanted = torch.zeros(5, 4).index_add(0, there, dense[there].sum(0).expand(3, 4))
+    for strategy in STRATEGIES:
+        with insum.settings(scatter=strategy):
+            assert error(run("C[D[j],i] = A[D[k],i]", {0: 5}, ("D",), D=index, A=dense), wanted) < 1e-6, strategy
+
+
+# --- names -----------------------------------------------------------------------------------------------------------------------
+
+HOSTILE = ("class", "lambda", "tl", "triton", "pid", "acc", "A_s0", "A_ptr", "row", "slot", "t", "out", "out_at", "out_stride", "out_stride0", "work_at", "work", "seg_start", "m_ok", "range", "task", "_", "__", "insum_kernel")
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_any_name_for_a_tensor(name: str) -> None:
+    """As the output, as an operand, and as the index tensor; none may take the place of a name of the kernel."""
+    rows, columns, scale, dense = torch.tensor([0, 1, 1, 4]), torch.tensor([2, 0, 1, 2]), torch.randn(4), torch.randn(3, 9)
+    wanted = torch.zeros(6, 9).index_add(0, rows, scale[:, None] * dense[columns])
+    for role in ("C", "AM", "AV", "AK", "B"):
+        names = {key: name if key == role else key for key in ("C", "AM", "AV", "AK", "B")}
+        statement = "{C}[{AM}[p],n] += {AV}[p] * {B}[{AK}[p],n]".format(**names)
+        values = {names["AM"]: rows, names["AV"]: scale, names["AK"]: columns, names["B"]: dense}
+        for strategy in ("segment", "atomic"):
+            with insum.settings(scatter=strategy):
+                assert error(run(statement, {0: 6}, **values), wanted) < 1e-6, (statement, strategy)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_any_name_for_an_index(name: str) -> None:
+    application = small(torch.float32)[1]
+    for variable in ("p", "q", "n", "bk"):
+        statement = application.statement.replace(f"[{variable},", f"[{name},").replace(f",{variable}]", f",{name}]").replace(f",{variable},", f",{name},").replace(f"[{variable}]", f"[{name}]")
+        assert name in statement
+        assert relative_error(run(statement, dict(application.sizes), application.padded, **application.values), application.expected()) < 2e-6, statement
+
+
+def test_names_that_differ_in_what_is_appended() -> None:
+    """A tensor ``A`` of two dimensions has strides ``A_s0`` and ``A_s1``; ``A_s0`` may be a tensor as well, and ``i_size`` an index."""
+    a, b = torch.randn(4, 5), torch.randn(5, 6)
+    statement = "C[i,i_size] = A[i,A_i] * A_s0[A_i,i_size]"
+    assert error(run(statement, A=a, A_s0=b), a @ b) < 1e-6

@@ -1,0 +1,125 @@
+"""Drawn statements through generated kernels in Triton's interpreter, against the oracle: every strategy forced in turn.
+
+What is drawn is the same in every run unless INSUM_FUZZ is set to a number, which is then the seed. The counts at the end say that each
+strategy, and each kind of contraction, was really used.
+"""
+
+from __future__ import annotations
+
+import os
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from kernels import ONLY_FUSED, STRATEGIES, poisoned
+from torch import Tensor
+
+import insum
+from insum.runtime import fused
+from insum.testing import Case, draw_cases
+
+pytestmark = pytest.mark.interpreter
+
+SEED = int(os.environ.get("INSUM_FUZZ") or 2026)
+#: The interpreter's dot and atomics do not know bfloat16, and kernels do not take wide unsigned indices.
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32)
+INDICES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+_PRODUCT = {"product_only": True, "max_rank": 3, "affine": False, "max_indirection": 1}
+#: How many of which kind, for each strategy.
+FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
+    "anything": (60, {}),
+    "products": (40, _PRODUCT),
+    "larger products": (40, {**_PRODUCT, "max_extent": 9, "zero_extents": False}),
+    "extrema": (20, {"operators": ("max=", "min=")}),
+    "padded": (20, {**_PRODUCT, "max_extent": 6, "dtypes": (torch.float32, torch.float64), "strided": False, "scalars": False}),
+}
+
+
+@pytest.fixture(autouse=True)
+def new_memory_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+
+
+@pytest.fixture
+def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """What the kernels that ran were like."""
+    found: Counter[str] = Counter()
+    execute = fused.execute
+
+    def watched(program: Any, *rest: Any) -> Tensor:
+        for step in program.steps:
+            plan = step.prepared.plan
+            found.update([plan.strategy, f"{plan.strategy}, {'dot' if plan.roles.dot else 'sum'}", "dot" if plan.roles.dot else "sum", plan.reduce])
+            found.update(label for label, holds in _labels(step, plan).items() if holds)
+        return execute(program, *rest)
+
+    monkeypatch.setattr(fused, "execute", watched)
+    yield found
+
+
+def _labels(step: Any, plan: Any) -> dict[str, bool]:
+    return {
+        "accumulate": plan.accumulate,
+        "padded": bool(plan.padded),
+        "sorted once": any("was sorted once" in why for why in plan.why),
+        "nothing to do": not step.launches,
+        "outer loop": bool(plan.roles.outer),
+        "flattened": len(plan.roles.m) > 1 or len(plan.roles.n) > 1,
+        "several rows per tile": bool(plan.segment and plan.segment.tiled),
+        "one row per tile": bool(plan.segment and not plan.segment.tiled),
+    }
+
+
+def failure(case: Case, changes: dict[str, Any]) -> str:
+    """Empty where the case passes, or has no kernel."""
+    try:
+        with insum.settings(**ONLY_FUSED, **changes), warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # NumPy, inside the interpreter, about infinities
+            case.check()
+    except insum.NotFusedError:
+        return ""
+    except Exception as error:
+        return f"{changes}\n{case!r}\n{''.join(traceback.format_exception(error))}"
+    return ""
+
+
+def drawn(family: str) -> Iterator[Case]:
+    count, options = FAMILIES[family]
+    return draw_cases(count, seed=SEED, **{"dtypes": DTYPES, "index_dtypes": INDICES, **options})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_statements(strategy: str, used: Counter[str]) -> None:
+    failures = []
+    for family in FAMILIES:
+        for number, case in enumerate(drawn(family)):
+            options = {"scatter": strategy, "dot": ("auto", "always", "never")[number % 3]}
+            options |= {"swap": number % 5 != 0, "prefetch": number % 7 != 0}
+            failures += filter(None, [failure(case, options)])
+    assert not failures, f"{len(failures)} failed, the shortest of them:\n{min(failures, key=len)}"
+    wanted = {"sum", "dot", "max", "min", "store", "accumulate", "padded", "nothing to do"}
+    if strategy != "auto":
+        wanted |= {strategy, f"{strategy}, dot", f"{strategy}, sum"} - {"unrolled, dot"}
+    else:
+        wanted |= {"segment", "atomic"}
+    if strategy == "segment":
+        wanted |= {"sorted once", "several rows per tile", "one row per tile"}
+    assert not wanted - set(used), f"never used: {sorted(wanted - set(used))}, but {dict(used)}"
+
+
+def test_statements_in_deterministic_mode(used: Counter[str]) -> None:
+    """Nothing is left to the order in which programs run."""
+    failures = []
+    torch.use_deterministic_algorithms(True)
+    try:
+        for family in ("anything", "larger products"):
+            for case in drawn(family):
+                failures += filter(None, [failure(case, {})])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not failures, f"{len(failures)} failed, the shortest of them:\n{min(failures, key=len)}"
+    assert used["segment"] and not used["atomic"]
