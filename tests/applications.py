@@ -331,6 +331,17 @@ def tiny(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Applic
     ]
 
 
+def smallest(device: str = "cpu", dtype: torch.dtype = torch.float32) -> list[Application]:
+    """Sizes at which even an interpreted kernel without matrix instructions ends soon."""
+    kind: dict[str, Any] = {"dtype": dtype, "device": device}
+    return [
+        block_spmm(rows=3, columns=3, block=4, n=5, density=0.4, group=2, **kind),
+        spmm(rows=5, columns=6, n=7, entries=12, group=2, **kind),
+        convolution(voxels=7, offsets=3, inputs=3, outputs=5, layout="by voxel", **kind),
+        convolution(voxels=7, offsets=3, inputs=3, outputs=5, layout="grouped", group=2, **kind),
+    ]
+
+
 def usual(device: str = "cpu", *, filled: bool = True, half: torch.dtype = torch.float16) -> list[Application]:
     """Sizes and dtypes as in use, so that plans and default configs are those that matter."""
     kind: dict[str, Any] = {"device": device, "filled": filled}

@@ -21,6 +21,8 @@ from insum.testing.fill import laid_out
 
 #: Loop points of one case: the oracle visits them one by one.
 MOST_POINTS = 4000
+#: What matrix instructions take.
+HALF_OR_SINGLE = (torch.float32, torch.float16, torch.bfloat16)
 LAYOUTS = ("contiguous", "contiguous", "permuted", "stepped", "offset")
 
 
@@ -31,14 +33,16 @@ class _Draft:
     extents: dict[str, int] = field(default_factory=dict)
     values: dict[str, Tensor] = field(default_factory=dict)
     padded: list[str] = field(default_factory=list)
+    matrix: bool = False  # the product is one of matrices, for each point of the rest
 
     def chance(self, percent: int) -> bool:
         return self.choose.randrange(100) < percent
 
     def case(self) -> Case:
+        self.matrix = self.chance(60)
         scattered = ("p", "q") if self.chance(30) else ("p",)
-        kept = self.choose.choice([("m", "n"), ("n",), ("m", "n"), ()])
-        summed = self.choose.choice([("k",), ("k",), ("k", "j"), ()])
+        kept = self.choose.choice([("m", "n")] if self.matrix else [("m", "n"), ("n",), ()])
+        summed = self.choose.choice([("k",), ("k", "j")] if self.matrix else [("k",), ("k", "j"), ()])
         self.draw_extents((*scattered, *kept, *summed))
         rows = self.choose.randint(1, 9)
         anchor = self.anchor(scattered, rows)
@@ -46,7 +50,7 @@ class _Draft:
         order = list(kept)
         self.choose.shuffle(order)
         target = [*order[:where], anchor, *order[where:]]
-        dtype = self.choose.choice(self.dtypes)
+        dtype = self.choose.choice([d for d in self.dtypes if d in HALF_OR_SINGLE] if self.matrix and self.chance(80) else self.dtypes)
         factors = self.factors(scattered, kept, summed, dtype)
         shape = [rows if index == anchor else self.extents[index] for index in target]
         operator = self.choose.choice(["=", "+=", "+="])
@@ -59,7 +63,8 @@ class _Draft:
     def draw_extents(self, names: tuple[str, ...]) -> None:
         """Several of them long enough for a side of a matrix product, as far as the oracle's patience goes."""
         for name in names:
-            self.extents[name] = {"p": self.choose.randint(1, 12), "q": self.choose.randint(1, 4), "j": self.choose.randint(1, 3)}.get(name, self.choose.choice([1, 3, 8, 9, 16, 17]))
+            few = {"p": self.choose.randint(1, 12), "q": self.choose.randint(1, 4), "j": self.choose.randint(1, 3)}
+            self.extents[name] = few.get(name, self.choose.choice([3, 8, 9, 16, 17] if self.matrix else [1, 3, 8, 9]))
         while math.prod(self.extents.values()) > MOST_POINTS:
             longest = max(self.extents, key=lambda name: self.extents[name])
             self.extents[longest] = (self.extents[longest] + 1) // 2
@@ -94,7 +99,7 @@ class _Draft:
         for number, v in enumerate(kept):
             sides[number % 2].append(v)
         for v in summed:
-            for side in self.choose.choice([sides, sides, sides[:1]]):
+            for side in sides if self.matrix and v == "k" else self.choose.choice([sides, sides[:1]]):
                 side.append(v)
         if self.chance(30):
             sides.append([v for v in (*scattered, *kept) if self.chance(40)])

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from applications import Application, block_spmm, spmm, tiny
 
+from applications import Application, block_spmm, spmm, tiny
 from insum.plan import cost, model
 from insum.plan.config import Config
 from insum.plan.prepare import Prepared

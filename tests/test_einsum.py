@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from insum.agnostic import einsum
 from insum.compat import compiled_graphs
-from insum.einsum import einsum, explain_einsum
 from insum.errors import BindingError, StatementError, UnsupportedError
 from insum.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, NeighborTable, SparseFormat
+from insum.formats.explained import explain_einsum
 
 warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
 
@@ -153,6 +154,17 @@ def test_gradients_of_sddmm() -> None:
             return einsum("S[m,n] = P[m,n] * A[m,k] * B[k,n]", P=x.with_values(values), A=a, B=b).to_dense()
 
         assert torch.autograd.gradcheck(through, (x.values.clone().requires_grad_(), a, b))
+
+
+def test_second_derivatives() -> None:
+    x, b = random(3, 4, density=0.5), random(4, 2, seed=1).requires_grad_()
+    for a in (COO.from_dense(x), GroupCOO.from_dense(x, group_size=2), ELL.from_dense(x), BlockGroupCOO.from_dense(x, block_shape=(2, 3), group_size=2)):
+        assert a.values is not None
+
+        def through(values: Tensor, b: Tensor, a: SparseFormat = a) -> Tensor:
+            return a.with_values(values).matmul(b)
+
+        assert torch.autograd.gradgradcheck(through, (a.values.clone().requires_grad_(), b))
 
 
 def test_operands_that_share_a_pattern() -> None:

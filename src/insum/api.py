@@ -121,7 +121,12 @@ def _insum(key: object, request: Request, tensors: dict[str, Value]) -> Tensor:
 
 
 class Compiled:
-    """A statement with its options, ready to be called with tensors; see `compile`."""
+    """A statement with its options, ready to be called with tensors; see `compile`.
+
+    >>> import insum, torch
+    >>> isinstance(insum.compile("y[i] = A[i,j] * x[j]"), insum.Compiled)
+    True
+    """
 
     def __init__(
         self, statement: str, out_shape: Sequence[Size] | None, sizes: SizesArgument, padded: Sequence[str], config: Config | Sequence[Config] | None = None
@@ -195,7 +200,7 @@ def explain(
     padded: Sequence[str] = (),
     config: Config | Sequence[Config] | None = None,
     **tensors: Value,
-) -> Explanation:
+) -> Explanation | EinsumExplanation:
     """What a call would do: extents, roles of the indices, the graph as Python, FLOPs and bytes. Nothing is computed.
 
     >>> import torch, insum
@@ -218,6 +223,10 @@ def explain(
     <BLANKLINE>
     12 FLOPs, 44 bytes at least, 0.3 FLOPs per byte
     """
+    if any(hasattr(value, "index_arrays") for value in tensors.values()):  # a sparse format
+        from insum.formats.explained import explain_einsum
+
+        return explain_einsum(statement, out_shape=out_shape, sizes=sizes, **cast(Any, tensors))
     return explained(request_of(statement, out_shape, sizes, padded, config), tensors)
 
 

@@ -20,8 +20,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from insum.agnostic import einsum
 from insum.api import insum
-from insum.einsum import einsum
 from insum.formats import BlockGroupCOO, GroupCOO
 from insum.lang.bind import bind
 from insum.lang.parser import parse

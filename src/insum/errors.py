@@ -92,40 +92,122 @@ def _with_caret(statement: str, span: Span | None) -> list[str]:
 
 
 class StatementError(InsumError, ValueError):
-    """The text is not a statement of the language."""
+    """The text is not a statement of the language.
+
+    >>> import insum, torch
+    >>> try:
+    ...     insum.compile("C[i = A[i]")
+    ... except insum.StatementError as error:
+    ...     print(error.fact)
+    unbalanced bracket: '[' is never closed
+    """
 
 
 class BindingError(InsumError, ValueError):
-    """The tensors that were passed do not fit the statement: names, ranks, extents, sizes."""
+    """The tensors that were passed do not fit the statement: names, ranks, extents, sizes.
+
+    >>> import insum, torch
+    >>> try:
+    ...     insum.insum("y[i] = A[i,j]", A=torch.ones(3))
+    ... except insum.BindingError as error:
+    ...     print(error.fact)
+    A has 1 dimension(s) (3,) but is indexed with 2: A[i,j]
+    """
 
 
 class DtypeError(InsumError, TypeError):
-    """A tensor has a dtype that the statement cannot use in that place."""
+    """A tensor has a dtype that the statement cannot use in that place.
+
+    >>> import insum, torch
+    >>> try:
+    ...     insum.insum("y[i] = A[D[i]]", A=torch.ones(3), D=torch.ones(2))
+    ... except insum.DtypeError as error:
+    ...     print(error.fact)
+    D indexes A but holds float32
+    """
 
 
 class DeviceError(InsumError, RuntimeError):
-    """The tensors of one statement are on different devices."""
+    """The tensors of one statement are on different devices.
+
+    >>> import insum, torch
+    >>> try:
+    ...     insum.insum("y[i] = A[i] * B[i]", A=torch.ones(3), B=torch.ones(3, device="meta"))
+    ... except insum.DeviceError as error:
+    ...     print(error.fact)
+    A is on cpu but B is on meta
+    """
 
 
 class IndexRangeError(InsumError, IndexError):
-    """An index value lies outside the dimension it indexes."""
+    """An index value lies outside the dimension it indexes.
+
+    >>> import insum, torch
+    >>> try:
+    ...     insum.insum("y[i] = A[i + 1]", sizes={"i": 3}, A=torch.ones(3))
+    ... except insum.IndexRangeError as error:
+    ...     print(error.fact)
+    index i + 1 of A reaches 3, outside dimension 0 of size 3
+    """
 
 
 class AutogradError(InsumError, RuntimeError):
-    """The call would do what autograd forbids, such as writing into a leaf that requires a gradient."""
+    """The call would do what autograd forbids, such as writing into a leaf that requires a gradient.
+
+    >>> import insum, torch
+    >>> try:
+    ...     insum.insum("C[i] += A[i]", C=torch.ones(3, requires_grad=True), A=torch.ones(3))
+    ... except insum.AutogradError as error:
+    ...     print(error.fact)
+    XXX
+    """
 
 
 class FormatError(InsumError, ValueError):
-    """The arrays of a sparse format contradict each other, or a conversion got input it cannot take."""
+    """The arrays of a sparse format contradict each other, or a conversion got input it cannot take.
+
+    >>> import insum, torch
+    >>> try:
+    ...     insum.formats.COO(torch.ones(1), (torch.tensor([7]),), shape=(3,))
+    ... except insum.FormatError as error:
+    ...     print(error.fact)
+    XXX
+    """
 
 
 class SettingsError(InsumError, ValueError):
-    """A setting has a value it cannot take."""
+    """A setting has a value it cannot take.
+
+    >>> import insum, torch
+    >>> try:
+    ...     insum.settings.check = "sometimes"
+    ... except insum.SettingsError as error:
+    ...     print(error.fact)
+    settings.check cannot be 'sometimes'
+    """
 
 
 class UnsupportedError(InsumError, NotImplementedError):
-    """A well-formed request that insum does not do; the message names the supported alternative."""
+    """A well-formed request that insum does not do; the message names the supported alternative.
+
+    >>> import insum, torch
+    >>> try:
+    ...     A, B = (insum.formats.COO.from_dense(torch.eye(3)) for _ in range(2))
+    ...     insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B)
+    ... except insum.UnsupportedError as error:
+    ...     print(error.fact)
+    XXX
+    """
 
 
 class NotFusedError(InsumError, RuntimeError):
-    """``settings.require_fused`` is on and the statement has no fused kernel; the message says why."""
+    """``settings.require_fused`` is on and the statement has no fused kernel; the message says why.
+
+    >>> import insum, torch
+    >>> try:
+    ...     with insum.settings(require_fused=True):
+    ...         insum.insum("t[] = A[i]", A=torch.ones(3, dtype=torch.complex64))
+    ... except insum.NotFusedError as error:
+    ...     print(error.fact)
+    XXX
+    """

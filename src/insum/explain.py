@@ -19,7 +19,13 @@ from insum.settings import settings
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """The parts of an explanation; prints as a page of text, in notebooks too."""
+    """The parts of an explanation; prints as a page of text, in notebooks too.
+
+    >>> import insum, torch
+    >>> explanation = insum.explain("y[i] = A[i,j] * x[j]", A=torch.ones(2, 3), x=torch.ones(3))
+    >>> explanation.roles, explanation.flops
+    ((('i', 2, 'free'), ('j', 3, 'reduced')), 12)
+    """
 
     statement: str
     roles: tuple[tuple[str, int, str], ...]

@@ -80,13 +80,13 @@ class Settings:
             raise AttributeError(f"insum.settings has no {name!r}; it has {', '.join(_names())}") from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, "_values", replace(self._values, **{name: _checked(name, value)}))
+        object.__setattr__(self, "_values", _one(replace(self._values, **{name: _checked(name, value)})))
 
     @contextmanager
     def __call__(self, **changes: Any) -> Iterator[Settings]:
         """Change settings for the length of a ``with`` block; they hold for the whole process, backward threads included."""
         before = self._values
-        new = replace(before, **{name: _checked(name, value) for name, value in changes.items()})
+        new = _one(replace(before, **{name: _checked(name, value) for name, value in changes.items()}))
         object.__setattr__(self, "_values", new)
         try:
             yield self
@@ -101,6 +101,14 @@ class Settings:
 
     def __repr__(self) -> str:
         return f"insum.settings({', '.join(f'{n}={getattr(self._values, n)!r}' for n in _names())})"
+
+
+_seen: dict[Values, Values] = {}
+
+
+def _one(values: Values) -> Values:
+    """The one object for equal values, so that what is remembered for settings can be told by identity."""
+    return _seen.setdefault(values, values)
 
 
 def _names() -> list[str]:
@@ -137,4 +145,4 @@ def _read(name: str, text: str) -> Any:
     return text.strip().lower() in ("1", "true", "on", "yes")
 
 
-settings = Settings(_from_environment(dict(os.environ)))
+settings = Settings(_one(_from_environment(dict(os.environ))))

@@ -69,7 +69,7 @@ CASES: dict[str, tuple[Callable[[], object], type[insum.InsumError], str]] = {
     ),
     "no grid": (lambda: cloud([[0, 0, 0]]).to_dense(), insum.BindingError, "the spatial shape of this tensor is not known"),
     # convolutions
-    "channels": (lambda: SparseConv3d(3, 4, 3)(cloud([[0, 0, 0]])), insum.BindingError, "the features has shape (1, 2)"),
+    "channels": (lambda: SparseConv3d(3, 4, 3)(cloud([[0, 0, 0]])), insum.BindingError, "x.features has shape (1, 2)"),
     "kernel": (lambda: SparseConv3d(3, 4, (3, 3)), insum.BindingError, "kernel_size is (3, 3)"),
     "stride 0": (lambda: SparseConv3d(3, 4, 3, stride=0), insum.BindingError, "stride is 0"),
     "even submanifold": (lambda: SparseConv3d(3, 4, 2, submanifold=True), insum.UnsupportedError, "expected: odd sizes, which have a centre"),
@@ -161,7 +161,7 @@ CASES: dict[str, tuple[Callable[[], object], type[insum.InsumError], str]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_message(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message(name: str) -> None:
     call, kind, text = CASES[name]
     with pytest.raises(kind) as caught:
         call()

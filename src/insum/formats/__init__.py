@@ -1,4 +1,12 @@
-"""Sparse formats: plain data over dense tensors, how to make and leave them, and which one to choose."""
+"""Sparse formats: plain data over dense tensors, how to make and leave them, and which one to choose.
+
+>>> import insum, torch
+>>> A = insum.formats.GroupCOO.from_dense(torch.eye(3), group_size="auto")
+>>> A @ torch.arange(3.0).reshape(3, 1)
+tensor([[0.],
+        [1.],
+        [2.]])
+"""
 
 from insum.formats.block import BlockCOO, BlockGroupCOO
 from insum.formats.convert import FORMATS, SparseFormat
@@ -18,6 +26,7 @@ from insum.formats.module import SparseParameter
 from insum.formats.picture import draw
 from insum.formats.suggest import Suggestion, suggest
 from insum.formats.table import NeighborTable
+from insum.formats.tune import TunedFormat, tune
 
 __all__ = [
     "COO",
@@ -30,6 +39,7 @@ __all__ = [
     "SparseFormat",
     "SparseParameter",
     "Suggestion",
+    "TunedFormat",
     "accesses_by_group_size",
     "best_group_size",
     "count_accesses",
@@ -40,4 +50,5 @@ __all__ = [
     "neighbouring_powers",
     "suggest",
     "suggested_group_size",
+    "tune",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -158,9 +159,16 @@ class BlockGroupCOO(_Blocked):
     def _build(cls, source: E.Entries, block_shape: Block = (), group_dims: Dims = None, group_size: GroupSize = "auto", **options: Any) -> Self:
         rank = len(source.shape)
         block, dims = checks.block_shape(block_shape, rank), checks.group_dims(group_dims, rank)
-        source = E.to_blocks(source, block, cls._order(rank, dims))
-        packed = pack(source, dims, group_size)
-        arrays = {"values": packed.values, "group_indices": packed.groups, "slot_indices": packed.slots}
+        order = cls._order(rank, dims)
+        if source.block_shape == block:
+            source = E.ordered(source, order)
+            packed = pack(source, dims, group_size)
+            values = packed.placed(source.values)
+        else:  # each value goes to its block's slot at once
+            found = E.in_blocks(E.to_elements(source), block, order)
+            packed = pack(found.blocks, dims, group_size)
+            values = found.placed(packed.place, math.prod(packed.shape)).reshape(*packed.shape, *block)
+        arrays = {"values": values, "group_indices": packed.groups, "slot_indices": packed.slots}
         return cls._trusted(padded=packed.padded, **arrays, shape=source.shape, block_shape=block, group_dims=dims)
 
     def _permuted(self, dims: tuple[int, ...]) -> Self:

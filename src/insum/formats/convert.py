@@ -31,6 +31,11 @@ class SparseFormat(FormatBase):
 
     Conversions take the options of the class that they are called on: ``group_dims`` (`ELL`, `GroupCOO`, `BlockGroupCOO`),
     ``group_size`` (`GroupCOO`, `BlockGroupCOO`), ``block_shape`` (`BlockCOO`, `BlockGroupCOO`), ``dim`` (`NeighborTable`).
+
+    >>> from insum.formats import ELL
+    >>> a = ELL.from_dense(torch.eye(3))
+    >>> isinstance(a, SparseFormat), a.shape, a.nnz, a.nbytes
+    (True, (3, 3), 3, 24)
     """
 
     _options: ClassVar[tuple[str, ...]] = ()
@@ -167,7 +172,12 @@ class SparseFormat(FormatBase):
     # --- leaving it ---
 
     def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The dense tensor, exactly. A pattern gives ones of ``dtype`` (torch's default where it is not said)."""
+        """The dense tensor, exactly. A pattern gives ones of ``dtype`` (torch's default where it is not said).
+
+        >>> from insum.formats import BlockCOO
+        >>> BlockCOO.from_dense(torch.eye(3), block_shape=2).to_dense().equal(torch.eye(3))
+        True
+        """
         block = self.block_shape_or_none or ()
         grid, total = self.grid, math.prod(self.grid)
         places = E.linear([c.long() for c in self.coordinates()], grid, tuple(range(self.ndim)))
@@ -180,15 +190,31 @@ class SparseFormat(FormatBase):
         return _assembled(cells, self.shape) if block else cells
 
     def to_torch(self, layout: torch.layout = torch.sparse_coo, *, block_shape: tuple[int, int] | None = None) -> Tensor:
-        """A `torch.sparse` tensor of the layout asked for; the block layouts take block formats, or any with ``block_shape``."""
+        """A `torch.sparse` tensor of the layout asked for; the block layouts take block formats, or any with ``block_shape``.
+
+        >>> from insum.formats import COO
+        >>> COO.from_dense(torch.eye(2)).to_torch(torch.sparse_csr).crow_indices()
+        tensor([0, 1, 2])
+        """
         return interop.to_torch(self, layout, block_shape)
 
     def to_scipy(self, format: Literal["coo", "csr", "csc", "bsr"] | None = None) -> Any:
-        """A `scipy.sparse` array: CSR for a matrix, COO for other ranks, BSR for blocks, unless told."""
+        """A `scipy.sparse` array: CSR for a matrix, COO for other ranks, BSR for blocks, unless told.
+
+        >>> from insum.formats import COO
+        >>> COO.from_dense(torch.eye(2)).to_scipy("csc").nnz
+        2
+        """
         return interop.to_scipy(self, format)
 
     def to_edge_index(self) -> tuple[Tensor, Tensor | None]:
-        """``edge_index`` and weights of the graph that this matrix describes."""
+        """``edge_index`` and weights of the graph that this matrix describes.
+
+        >>> from insum.formats import COO
+        >>> COO.from_dense(torch.tensor([[0.0, 5.0], [0.0, 0.0]])).to_edge_index()
+        (tensor([[0],
+                [1]]), tensor([5.]))
+        """
         return interop.to_edge_index(self)
 
     @overload
@@ -207,7 +233,12 @@ class SparseFormat(FormatBase):
         return cls._build(self.entries(), **options)
 
     def matmul(self, other: Tensor) -> Tensor:
-        """``self @ other`` for a matrix; under torch.compile, which breaks its graph at ``@`` between an object and a tensor, write this."""
+        """``self @ other`` for a matrix; under torch.compile, which breaks its graph at ``@`` between an object and a tensor, write this.
+
+        >>> from insum.formats import COO
+        >>> COO.from_dense(torch.eye(2) * 3).matmul(torch.ones(2))
+        tensor([3., 3.])
+        """
         product: Tensor = _matmul(self, other)
         return product
 

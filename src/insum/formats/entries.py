@@ -97,18 +97,40 @@ def blocks_from_dense(x: Tensor, block_shape: tuple[int, ...], order: tuple[int,
     return Entries(coords, blocks[found], tuple(x.shape), order, block_shape)
 
 
+@dataclass(frozen=True, eq=False)
+class InBlocks:
+    """Entries and the blocks they fall into: the blocks without their values, and for every entry its block and its place in it."""
+
+    blocks: Entries
+    values: Tensor
+    number: Tensor
+    inner: Tensor
+
+    def placed(self, slots: Tensor | None, count: int) -> Tensor:
+        """The values of ``count`` blocks, where block ``i`` comes to lie at ``slots[i]`` (at ``i``, where there are none)."""
+        block = self.blocks.block_shape or ()
+        at = self.number if slots is None else slots.index_select(0, self.number)
+        return placed(self.values, at * math.prod(block) + self.inner, count * math.prod(block)).reshape(count, *block)
+
+
+def in_blocks(entries: Entries, block_shape: tuple[int, ...], order: tuple[int, ...]) -> InBlocks:
+    """Finds the blocks of single entries, sorted by ``order``."""
+    grid = grid_of(entries.shape, block_shape)
+    outer = [c.div(b, rounding_mode="floor") for c, b in zip(entries.coords, block_shape)]
+    within = [c - o * b for c, o, b in zip(entries.coords, outer, block_shape)]
+    inner = _linear(within, block_shape, tuple(range(len(block_shape))), math.prod(block_shape))
+    coords, number = distinct(outer, grid, order)
+    values = entries.values if entries.values is not None else entries.coords[0].new_ones(entries.count, dtype=torch.get_default_dtype())
+    blocks = Entries(tuple(c.to(index_dtype(g)) for c, g in zip(coords, grid)), None, entries.shape, order, block_shape)
+    return InBlocks(blocks, values, number, inner)
+
+
 def to_blocks(entries: Entries, block_shape: tuple[int, ...], order: tuple[int, ...]) -> Entries:
     """The entries put into the blocks they fall into."""
     if entries.block_shape == block_shape:
         return ordered(entries, order)
-    entries = to_elements(entries)
-    grid, size = grid_of(entries.shape, block_shape), math.prod(block_shape)
-    outer = [c.div(b, rounding_mode="floor") for c, b in zip(entries.coords, block_shape)]
-    inner = _linear([c - o * b for c, o, b in zip(entries.coords, outer, block_shape)], block_shape, tuple(range(len(block_shape))), size)
-    coords, number = distinct(outer, grid, order)
-    values = entries.values if entries.values is not None else entries.coords[0].new_ones(entries.count, dtype=torch.get_default_dtype())
-    blocks = placed(values, number * size + inner, coords[0].shape[0] * size).reshape(-1, *block_shape)
-    return Entries(tuple(c.to(index_dtype(g)) for c, g in zip(coords, grid)), blocks, entries.shape, order, block_shape)
+    found = in_blocks(to_elements(entries), block_shape, order)
+    return replace(found.blocks, values=found.placed(None, found.blocks.count))
 
 
 def to_elements(entries: Entries) -> Entries:

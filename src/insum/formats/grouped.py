@@ -88,9 +88,8 @@ class GroupCOO(SparseFormat):
         dims = checks.group_dims(group_dims, len(source.shape))
         source = E.ordered(E.to_elements(source), cls._order(len(source.shape), dims))
         packed = pack(source, dims, group_size)
-        return cls._trusted(
-            padded=packed.padded, values=packed.values, group_indices=packed.groups, slot_indices=packed.slots, shape=source.shape, group_dims=dims
-        )
+        arrays = {"values": packed.placed(source.values), "group_indices": packed.groups, "slot_indices": packed.slots}
+        return cls._trusted(padded=packed.padded, **arrays, shape=source.shape, group_dims=dims)
 
     def _permuted(self, dims: tuple[int, ...]) -> Self:
         """Nothing moves: the grouped dimensions have other numbers, and the slot arrays another order."""
@@ -187,12 +186,23 @@ class Rows:
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """The arrays of a grouped format."""
+    """Entries in groups: the index arrays, and the slot of each entry."""
 
-    values: Tensor | None
     groups: tuple[Tensor, ...]
     slots: tuple[Tensor, ...]
-    padded: bool
+    place: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.slots[0].shape)
+
+    @property
+    def padded(self) -> bool:
+        return self.slots[0].numel() != self.place.shape[0]
+
+    def placed(self, values: Tensor | None) -> Tensor | None:
+        """Values of the entries at their slots, zero elsewhere."""
+        return None if values is None else E.placed(values, self.place, math.prod(self.shape)).reshape(*self.shape, *values.shape[1:])
 
 
 def pack(source: E.Entries, dims: tuple[int, ...], group_size: GroupSize) -> Packed:
@@ -205,10 +215,9 @@ def pack(source: E.Entries, dims: tuple[int, ...], group_size: GroupSize) -> Pac
     # A row's groups lie side by side, so that its entries move together: by one shift per row.
     shift = (ends - per_row) * size - rows.starts
     place = shift.index_select(0, rows.number) + torch.arange(source.count, device=shift.device)
-    values = None if source.values is None else E.placed(source.values, place, groups * size).reshape(groups, size, *source.values.shape[1:])
     heads = tuple(torch.repeat_interleave(c, per_row, output_size=groups) for c in rows.coords)
     slots = tuple(_slots(source.coords[d], place, groups * size).reshape(groups, size) for d in range(len(grid)) if d not in dims)
-    return Packed(values, heads, slots, groups * size != source.count)
+    return Packed(heads, slots, place)
 
 
 def rows_of(source: E.Entries, dims: tuple[int, ...]) -> Rows:

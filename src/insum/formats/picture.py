@@ -22,6 +22,9 @@ def draw(x: SparseFormat, *, title: str = "") -> Figure:
     """A spy plot, points of one group in one colour and blocks outlined, beside a histogram of the rows' occupancy.
 
     Tensors of more than two dimensions are shown as a matrix: the grouped dimensions (or the first) against all others.
+
+    >>> from insum.formats import GroupCOO
+    >>> draw(GroupCOO.from_dense(torch.eye(4))).savefig("picture.png")  # doctest: +SKIP
     """
     from matplotlib.figure import Figure
 

@@ -49,7 +49,11 @@ class Candidate:
 
 @dataclass(frozen=True, repr=False)
 class Suggestion:
-    """A proposal that prints its reasons, builds the format and draws the picture."""
+    """A proposal that prints its reasons, builds the format and draws the picture.
+
+    >>> print(suggest(torch.eye(4)).reasons[0])
+    4 entries in 4 rows: 1.0 on average, 1 at most, 0 rows empty
+    """
 
     format: str
     options: dict[str, Any]

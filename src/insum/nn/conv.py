@@ -103,7 +103,7 @@ class SparseConv3d(nn.Module):
         return made
 
     def forward(self, x: SparseTensor, like: SparseTensor | None = None) -> SparseTensor:
-        last_size("the features", x.features, self.in_channels, "in_channels")
+        last_size("x.features", x.features, self.in_channels, "in_channels")
         one_device(weight=self.weight, features=x.features, like=None if like is None else like.features)
         if like is not None and self.geometry.submanifold:
             raise UnsupportedError("like= with a submanifold convolution", expected="nothing: its outputs are at its inputs")

@@ -28,10 +28,12 @@ class Limits:
 
 
 def candidates(plan: Plan, extents: Mapping[str, int], limits: Limits) -> list[Choice]:
-    """Choices to try, the first guess first and then the most promising by the model."""
+    """Choices to try: the first guess, then in turn its neighbours and the rest of the space, each as the model ranks them."""
     guess = _guess(plan, extents, limits)
-    found = _best(plan, extents, limits, _every(plan, extents, limits, guess), limits.count - 1)
-    return [guess, *(choice for choice in found if choice != guess)][: limits.count]
+    near = neighbours(plan, extents, limits, guess)
+    far = _best(plan, extents, limits, _every(plan, extents, limits, guess), limits.count)
+    in_turn = (choice for pair in itertools.zip_longest(far, near) for choice in pair if choice is not None)
+    return list(dict.fromkeys([guess, *in_turn]))[: limits.count]
 
 
 def neighbours(plan: Plan, extents: Mapping[str, int], limits: Limits, centre: Choice) -> list[Choice]:

@@ -6,6 +6,7 @@ Nothing is trusted that does not give the first guess's result. Where there is n
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import sys
@@ -218,7 +219,7 @@ class _Search:
     def runner(self, program: Program) -> Run:
         """A call that may be repeated: what accumulates does so into a copy."""
         target = None if self.target is None else self.target.detach().clone(memory_format=torch.preserve_format)
-        return lambda: fused.execute(program, self.values, target)
+        return functools.partial(fused.execute, program, self.values, target)
 
     def compile_ahead(self, programs: Sequence[Program]) -> None:
         jobs = {str(job): job for program in programs for job in self.jobs(program)}
@@ -244,7 +245,8 @@ class _Search:
         known = dict(timed)
         if guess not in known:
             return guess, 0.0, 0.0
-        final = sorted((c for c in known if c != guess), key=lambda c: known[c])[:3]
+        near = [c for c in known if c != guess and known[c] <= LOSER * min(known.values())]
+        final = sorted(near, key=lambda c: known[c])[:3]
         times = {choice: self.timer(self.runner(self.built(choices, position, choice)), FINAL) for choice in (guess, *final)}
         for choice in sorted(final, key=lambda c: times[c]):
             if times[choice] * MARGIN >= times[guess]:

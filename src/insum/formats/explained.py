@@ -1,4 +1,4 @@
-"""`einsum`: one statement over sparse and dense operands, rewritten by the formats' own rules into indirect statements."""
+"""What `insum.einsum` makes of a call: its operands by name, the rewritten statements, and where their arguments come from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
-from typing import Any
 
 from torch import SymFloat, SymInt, Tensor, strided
 
@@ -21,45 +20,15 @@ from insum.formats.spell import Source
 from insum.lang.bind import Size
 
 
-def einsum(
-    statement: str,
-    *operands: Operand,
-    dense_output: bool = False,
-    out_shape: Sequence[Size] | None = None,
-    sizes: Mapping[str | int, Size | Sequence[Size]] | None = None,
-    **named: Operand,
-) -> Any:
-    """Run one statement whose operands may be sparse.
-
-    The statement is written as if every operand were dense, in insum's notation with named operands or in `torch.einsum`'s with
-    positional ones. Any number of operands may be dense; several may be sparse if they share one pattern or never meet in a
-    compressed dimension.
-
-    The result is dense, with one exception: where the left side has exactly the indices of a sparse operand that stands in every
-    term, nothing outside its pattern can be nonzero, and the result has that operand's format (``dense_output=True`` for a tensor).
-
-    >>> import torch
-    >>> from insum.formats import GroupCOO
-    >>> A = GroupCOO.from_dense(torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]), group_size=2)
-    >>> B = torch.arange(6.0).reshape(3, 2)
-    >>> einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B)
-    tensor([[ 8., 11.],
-            [ 6.,  9.]])
-    >>> einsum("mk,kn->mn", A, B).equal(A @ B)
-    True
-    >>> einsum("S[m,n] = A[m,n] * X[m,k] * Y[n,k]", A=A, X=torch.ones(2, 4), Y=torch.ones(3, 4))
-    GroupCOO(shape=(2, 3), float32, nnz=3, groups=2, group_size=2, group_dims=(0,), padding=25.0%, 40 bytes, cpu)
-    """
-    text, given = _named(statement, operands, named)
-    if not any(isinstance(x, SparseFormat) for x in given.values()):
-        return api.insum(text, out_shape=out_shape, sizes=sizes, **given)  # type: ignore[arg-type]
-    plan = rewritten(text, given, dense_output)
-    return Call(plan, given, out_shape, sizes).run()
-
-
 @dataclass(frozen=True, repr=False)
 class EinsumExplanation:
-    """What `einsum` makes of a statement: the rewritten statements, where their arguments come from, and what each would do."""
+    """What `einsum` makes of a statement: the rewritten statements, where their arguments come from, and what each would do.
+
+    >>> import torch
+    >>> from insum.formats import ELL
+    >>> explain_einsum("mk,k->m", ELL.from_dense(torch.eye(3)), torch.ones(3)).statements
+    ('Out[m] = AV[m,q] * B[AK[m,q]]',)
+    """
 
     statement: str
     statements: tuple[str, ...]
@@ -97,7 +66,7 @@ def explain_einsum(
         AK: A.slot_indices[0], -1 is padding
         AV: A.values
     """
-    text, given = _named(statement, operands, named)
+    text, given = named_operands(statement, operands, named)
     sparse = {name: x for name, x in given.items() if isinstance(x, SparseFormat)}
     if not sparse:
         return EinsumExplanation(text, (text,), text, (api.explain(text, out_shape=out_shape, sizes=sizes, **given),))  # type: ignore[arg-type]
@@ -129,7 +98,7 @@ def _origin(source: Source, piece: Piece) -> str:
 # --- operands ---
 
 
-def _named(statement: str, operands: tuple[Operand, ...], named: dict[str, Operand]) -> tuple[str, dict[str, Operand]]:
+def named_operands(statement: str, operands: tuple[Operand, ...], named: dict[str, Operand]) -> tuple[str, dict[str, Operand]]:
     """The statement in insum's notation and its operands by name."""
     if "[" in statement or "=" in statement:
         if operands:

@@ -1,0 +1,51 @@
+"""`insum.einsum`: one statement over sparse and dense operands, rewritten by the formats' own rules into indirect statements.
+
+The module is not called ``einsum``: a submodule of that name would replace the function in the package as soon as it is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from insum import api
+from insum.formats.convert import SparseFormat
+from insum.formats.explained import named_operands
+from insum.formats.run import Call, Operand, rewritten
+from insum.lang.bind import Size
+
+
+def einsum(
+    statement: str,
+    *operands: Operand,
+    dense_output: bool = False,
+    out_shape: Sequence[Size] | None = None,
+    sizes: Mapping[str | int, Size | Sequence[Size]] | None = None,
+    **named: Operand,
+) -> Any:
+    """Run one statement whose operands may be sparse.
+
+    The statement is written as if every operand were dense, in insum's notation with named operands or in `torch.einsum`'s with
+    positional ones. Any number of operands may be dense; several may be sparse if they share one pattern or never meet in a
+    compressed dimension.
+
+    The result is dense, with one exception: where the left side has exactly the indices of a sparse operand that stands in every
+    term, nothing outside its pattern can be nonzero, and the result has that operand's format (``dense_output=True`` for a tensor).
+
+    >>> import torch
+    >>> from insum.formats import GroupCOO
+    >>> A = GroupCOO.from_dense(torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]), group_size=2)
+    >>> B = torch.arange(6.0).reshape(3, 2)
+    >>> einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B)
+    tensor([[ 8., 11.],
+            [ 6.,  9.]])
+    >>> einsum("mk,kn->mn", A, B).equal(A @ B)
+    True
+    >>> einsum("S[m,n] = A[m,n] * X[m,k] * Y[n,k]", A=A, X=torch.ones(2, 4), Y=torch.ones(3, 4))
+    GroupCOO(shape=(2, 3), float32, nnz=3, groups=2, group_size=2, group_dims=(0,), padding=25.0%, 40 bytes, cpu)
+    """
+    text, given = named_operands(statement, operands, named)
+    if not any(isinstance(x, SparseFormat) for x in given.values()):
+        return api.insum(text, out_shape=out_shape, sizes=sizes, **given)  # type: ignore[arg-type]
+    plan = rewritten(text, given, dense_output)
+    return Call(plan, given, out_shape, sizes).run()

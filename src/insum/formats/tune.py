@@ -1,0 +1,105 @@
+"""The group size as part of the search: the neighbours of g* are timed on the statement itself, and the fastest is kept."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from insum.errors import BindingError, FormatError
+from insum.formats.convert import SparseFormat
+from insum.formats.groupsize import estimate_group_size, neighbouring_powers
+from insum.formats.run import Call, Operand, rewritten
+from insum.lang.expr import tensors_of
+from insum.lang.parser import parse
+from insum.runtime.timing import Timer, timer_for
+from insum.settings import settings
+
+#: How often a candidate is timed.
+REPEAT = 15
+
+
+@dataclass(frozen=True, slots=True)
+class TunedFormat:
+    """The fastest format, and what each group size took.
+
+    >>> import torch, insum
+    >>> A = insum.formats.GroupCOO.from_dense(torch.eye(8), group_size=1)
+    >>> tuned = insum.formats.tune(A, "C[m,n] = A[m,k] * B[k,n]", B=torch.ones(8, 4))
+    >>> sorted(tuned.microseconds), tuned.format.group_size in tuned.microseconds
+    ([1, 2], True)
+    """
+
+    format: SparseFormat
+    group_size: int
+    microseconds: Mapping[int, float]
+    estimate: float  # g*
+
+    def __str__(self) -> str:
+        times = ", ".join(f"{size}: {taken:.1f}" for size, taken in sorted(self.microseconds.items()))
+        return f"group size {self.group_size} (g* = {self.estimate:.1f}; µs by group size: {times})"
+
+
+def tune(A: SparseFormat, statement: str, *, effort: str = "none", timer: Timer | None = None, **operands: Operand) -> TunedFormat:
+    """Time a statement with ``A`` in groups of the sizes around g* = sqrt(S/n), and keep the fastest.
+
+    ``statement`` is one of `insum.einsum`; ``A`` stands in it under the one name that is not among ``operands``. ``effort`` is the
+    search that every group size gets for its kernel (``none``: the first guess). Where there is no GPU the graph path is timed.
+
+    >>> import torch, insum
+    >>> A = insum.formats.GroupCOO.from_dense(torch.ones(4, 16), group_size=1)
+    >>> tuned = insum.formats.tune(A, "y[m] = A[m,k] * x[k]", x=torch.ones(16), timer=lambda run, repeat: 1.0)
+    >>> sorted(tuned.microseconds)
+    [1, 2, 4, 8]
+    """
+    if "group_size" not in type(A)._options:
+        raise FormatError(f"{type(A).__name__} has no group size", expected="a GroupCOO or a BlockGroupCOO", remedy="A.to_format('GroupCOO')")
+    name = _name(statement, operands)
+    timer = timer or timer_for(A.device)
+    best = estimate(A)
+    times: dict[int, float] = {}
+    made: dict[int, SparseFormat] = {}
+    for size in sizes_around(best, A.group_size):  # type: ignore[attr-defined]
+        made[size] = A if size == A.group_size else _regrouped(A, size)  # type: ignore[attr-defined]
+        with settings(effort=effort):
+            times[size] = timer(_call(statement, {**operands, name: made[size]}).run, REPEAT)
+    fastest = min(times, key=lambda size: times[size])
+    return TunedFormat(made[fastest], fastest, times, best)
+
+
+def estimate(A: SparseFormat) -> float:
+    """g* of a grouped format: of its entries, or of its blocks."""
+    mask = A.mask()
+    entries = math.prod(A.positions) if mask is None else int(mask.sum())
+    return estimate_group_size(entries, math.prod(A.grid[d] for d in A.group_dims))  # type: ignore[attr-defined]
+
+
+def sizes_around(best: float, present: int) -> list[int]:
+    """The powers of two beside g*, one further on either side, and the size that A has now.
+
+    >>> sizes_around(5.0, 3), sizes_around(1.0, 1)
+    ([2, 3, 4, 8, 16], [1, 2])
+    """
+    beside = neighbouring_powers(best)
+    return sorted({max(1, beside[0] // 2), *beside, 2 * beside[-1], present})
+
+
+def _regrouped(A: SparseFormat, size: int) -> SparseFormat:
+    options: dict[str, Any] = {"group_size": size, "group_dims": A.group_dims}  # type: ignore[attr-defined]
+    block = A.block_shape_or_none
+    return A.to_format(type(A), **options, **({"block_shape": block} if block else {}))
+
+
+def _call(statement: str, given: Mapping[str, Operand]) -> Call:
+    return Call(rewritten(statement, given, False), given)
+
+
+def _name(statement: str, operands: Mapping[str, Operand]) -> str:
+    """The name under which A stands in the statement."""
+    parsed = parse(statement)
+    missing = [name for name in tensors_of(parsed) if name not in operands and name != parsed.target.tensor]
+    if len(missing) != 1:
+        found = ", ".join(missing) or "none"
+        raise BindingError(f"not exactly one tensor of the statement is missing among the operands: {found}", statement=statement, expected="one, which is A")
+    return missing[0]

@@ -1,0 +1,86 @@
+"""The shortest way to a kernel: what a fused call looked like, so that the next one like it only compares and launches.
+
+A site holds no tensor and no launch, only what to compare with and a weak reference: launches live as long as the index tensors that
+decided them. Whatever differs, in tensors, settings, modes or facts, sends the call down the long way, which checks everything anew.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum.compat import PLAIN, is_quiet
+from insum.plan.facts import known
+from insum.runtime import cache, fused
+from insum.runtime.build import Program
+from insum.settings import Values, settings
+
+#: Sites that one statement may have at a time; a call that fits none goes the long way.
+MOST = 8
+
+
+class Site:
+    """One kind of call of one statement, in plain eager mode, whose result is a new tensor."""
+
+    __slots__ = ("arguments", "count", "default", "deterministic", "epoch", "index", "precision", "program", "settings")
+
+    def __init__(self, program: Program, values: Mapping[str, Tensor], sources: tuple[str, ...], indices: tuple[str, ...], now: Values) -> None:
+        self.program = weakref.ref(program)
+        self.settings, self.epoch, self.count = now, cache.epoch(), len(values)
+        self.default, self.deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+        # The matmul precision matters where float32 operands may meet in a matrix product.
+        self.precision = torch.get_float32_matmul_precision() if any(v.dtype is torch.float32 for v in values.values()) else ""
+        self.index = program.problem.device.index if torch.cuda.is_available() and torch.cuda.device_count() > 1 else None
+        self.arguments = tuple(_argument(name, value, name in sources, name in indices) for name, value in values.items())
+
+    def __call__(self, tensors: Mapping[str, Any]) -> Tensor | None:
+        """The result, or None where this call is another."""
+        program = self.program()
+        if program is None or self.settings is not settings._values or len(tensors) != self.count or not self.same_modes():
+            return None
+        graded = torch.is_grad_enabled()
+        for name, kind, dtype, shape, device, layout, stride, facts, source in self.arguments:
+            tensor = tensors.get(name)
+            if tensor.__class__ is not kind or tensor.dtype is not dtype or tensor.shape != shape or tensor.device != device or tensor.layout is not layout:  # type: ignore[union-attr]
+                return None
+            if not tensor.is_contiguous() if stride is None else tensor.stride() != stride:  # type: ignore[union-attr]
+                return None
+            if facts is not None and facts_key(tensor) != facts:  # type: ignore[arg-type]
+                return None
+            if graded and source and tensor.requires_grad:  # type: ignore[union-attr]
+                return None
+        return fused.execute(program, tensors, None)
+
+    def same_modes(self) -> bool:
+        return (
+            is_quiet()
+            and self.epoch == cache.epoch()
+            and self.default is torch.get_default_dtype()
+            and self.deterministic is torch.are_deterministic_algorithms_enabled()
+            and (not self.precision or self.precision == torch.get_float32_matmul_precision())
+            and (self.index is None or self.index == torch.cuda.current_device())
+        )
+
+
+def _argument(name: str, value: Tensor, source: bool, index: bool) -> tuple[Any, ...]:
+    stride = None if value.is_contiguous() else value.stride()
+    return name, type(value), value.dtype, value.shape, value.device, value.layout, stride, facts_key(value) if index else None, source
+
+
+def facts_key(tensor: Tensor) -> tuple[int, bool] | None:
+    """Which facts are known of an index tensor as it is now; the number is never used twice."""
+    facts = known(tensor)
+    return None if facts is None else (facts.serial, facts.constant)
+
+
+def site_of(program: Program | str, values: Mapping[str, Any], sources: tuple[str, ...], indices: tuple[str, ...]) -> Site | None:
+    """A site for a call that was just made the long way, where there can be one: index values are not to be looked at again."""
+    if isinstance(program, str) or program.promote or program.problem.device.type == "cpu" or settings.check == "always":
+        return None
+    if any(type(v) not in PLAIN or v.is_neg() for v in values.values()) or any(known(values[name]) is None for name in indices):
+        return None
+    return Site(program, values, sources, indices, settings._values)

@@ -1,0 +1,203 @@
+"""What kernels remember of index tensors: orders, segments, inverse tables, values in the code. Never of other tensors, nor of other values.
+
+A stale plan gives wrong numbers without any sign, so every way in which an index tensor can change or be exchanged is tried.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+
+import applications
+import pytest
+import torch
+from applications import relative_error
+from kernels import ONLY_FUSED, error, poisoned, run
+from torch import Tensor
+
+import insum
+from insum.plan import segmenting
+from insum.plan.facts import facts_of
+from insum.runtime import fused
+
+pytestmark = pytest.mark.interpreter
+
+
+@pytest.fixture(autouse=True)
+def kernels_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    with insum.settings(**ONLY_FUSED):
+        yield
+
+
+def spmm(rows: Tensor, columns: Tensor, values: Tensor, dense: Tensor, size: int = 5) -> float:
+    """The error of one sparse product."""
+    result = run("C[AM[p],n] = AV[p] * B[AK[p],n]", {0: size}, AM=rows, AV=values, AK=columns, B=dense)
+    return error(result, torch.zeros(size, dense.shape[1]).index_add(0, rows.long(), values[:, None] * dense[columns.long()]))
+
+
+def arguments() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.tensor([0, 0, 1, 3, 4]), torch.tensor([0, 1, 2, 3, 0]), torch.randn(5), torch.randn(4, 6)
+
+
+CHANGES: dict[str, Callable[[Tensor], object]] = {
+    "copy_": lambda t: t.copy_(t.flip(0)),
+    "one element": lambda t: t.__setitem__(0, 3),
+    "through a view": lambda t: t[1:3].fill_(2),
+    "through another view": lambda t: t.view(5, 1).mul_(0),
+    "in no_grad": lambda t: torch.no_grad()(lambda: t.add_(1).clamp_(max=3))(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("which", ["rows", "columns", "both"])
+@pytest.mark.parametrize("start", ["sorted", "unsorted"])
+def test_index_tensors_that_are_written_to(start: str, which: str, change: str) -> None:
+    rows, columns, values, dense = arguments()
+    if start == "unsorted":
+        rows.copy_(rows[torch.tensor([3, 0, 4, 1, 2])])
+    assert spmm(rows, columns, values, dense) < 1e-6
+    for tensor in {"rows": [rows], "columns": [columns], "both": [rows, columns]}[which]:
+        CHANGES[change](tensor)
+    assert spmm(rows, columns, values, dense) < 1e-6
+    assert spmm(rows, columns, values, dense) < 1e-6
+
+
+@pytest.mark.parametrize("start", ["sorted", "unsorted"])
+def test_index_tensors_that_are_exchanged(start: str) -> None:
+    """The others stay; shapes and strides stay; then the first come back."""
+    rows, columns, values, dense = arguments()
+    if start == "unsorted":
+        rows = rows[torch.tensor([3, 0, 4, 1, 2])]
+    for r, c in ((rows, columns), (rows, columns.flip(0)), (rows.flip(0), columns), (rows, columns), (rows.flip(0), columns.flip(0))):
+        assert spmm(r, c, values, dense) < 1e-6
+
+
+@pytest.mark.parametrize("strategy", ["auto", "segment", "onehot", "unrolled", "atomic"])
+def test_groups_that_share_an_index_tensor(strategy: str) -> None:
+    """Slots of a group format are counted for one array of rows; another array of rows counts anew."""
+    slots, values, dense = torch.tensor([[0, 1], [2, -1], [3, 0], [1, -1]]), torch.randn(4, 2), torch.randn(4, 6)
+    parts = (torch.where(slots >= 0, values, 0)[:, :, None] * dense[slots.clamp(min=0)]).sum(1)
+    rows = torch.tensor([0, 1, 1, 3])
+    with insum.settings(scatter=strategy):
+        for r in (rows, torch.tensor([0, 0, 1, 2]), rows, rows.copy_(torch.tensor([1, 2, 2, 3])), rows):
+            result = run("C[AM[p],n] = AV[p,q] * B[AK[p,q],n]", {0: 4}, ("AK",), AM=r, AV=values, AK=slots, B=dense)
+            assert error(result, torch.zeros(4, 6).index_add(0, r, parts)) < 1e-6
+
+
+def test_one_index_tensor_in_two_statements() -> None:
+    """Variables stand for other dimensions in the second, although everything has the same name."""
+    index, by, dense = torch.tensor([[3, 0], [1, 3]]), torch.tensor([1, 0]), torch.randn(2, 5)
+    for statement, order in (("C[D[i,j],n] = X[F[i],n]", index), ("C[D[j,i],n] = X[F[i],n]", index.t())):
+        wanted = torch.zeros(4, 5).index_add(0, order.reshape(-1), dense[by].repeat_interleave(2, 0))
+        assert error(run(statement, {0: 4}, D=index, F=by, X=dense), wanted) < 1e-6, statement
+
+
+def test_two_sizes_of_output() -> None:
+    index, values = torch.tensor([2, 0, 1, 2]), torch.randn(4, 3)
+    for size in (3, 5, 3):
+        assert error(run("C[I[p],n] = V[p,n]", {0: size}, I=index, V=values), torch.zeros(size, 3).index_add(0, index, values)) < 1e-6
+
+
+def test_constants_that_are_exchanged_or_written_to() -> None:
+    """Their values are in the text of the kernel."""
+    to, source, dense = insum.constant(torch.tensor([2, 0, 1])), insum.constant(torch.tensor([0, 1, 2])), torch.randn(3, 40)
+    other = insum.constant(torch.tensor([2, 2, 1]))
+
+    def check(i: Tensor, j: Tensor) -> None:
+        assert error(run("C[I[p],n] = A[J[p],n]", {0: 3}, I=i, J=j, A=dense), torch.zeros(3, 40).index_add(0, i, dense[j])) < 1e-6
+
+    check(to, source)
+    assert facts_of(source).constant
+    check(to, other)
+    check(other, source)
+    check(to, source)
+    source.copy_(torch.tensor([1, 1, 0]))
+    check(to, source)
+    assert not facts_of(source).constant, "the promise ends with the first write"
+
+
+def test_patterns_that_are_promoted_are_still_read() -> None:
+    """A pattern that keeps coming back becomes code after some calls; then it is written to."""
+    application = applications.tensor_product(batch=2, channels=16, constant=False, dtype=torch.float32)
+    with insum.settings(scatter="auto"):
+        for _ in range(fused._PROMOTE_AT + 2):
+            assert relative_error(application.forward.run(), application.expected()) < 2e-6
+        application.values["I"].copy_(application.values["I"].flip(0))
+        application.values["J"].copy_(application.values["J"].flip(0))
+        application.values["K"].copy_(application.values["K"].flip(0))
+        application.values["V"].copy_(application.values["V"].flip(0))
+        assert relative_error(application.forward.run(), application.expected()) < 2e-6
+
+
+def test_an_order_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    sort = segmenting._sorted
+    monkeypatch.setattr(segmenting, "_sorted", lambda *args: calls.append(1) or sort(*args))
+    rows, columns, values, dense = arguments()
+    rows = rows.flip(0).contiguous()
+    for _ in range(3):
+        assert spmm(rows, columns, values, dense) < 1e-6
+        assert spmm(rows, columns, values.clone(), dense.clone()) < 1e-6
+    assert len(calls) == 1
+
+
+def test_inverse_tables() -> None:
+    """Where an offset leads to every voxel at most once, the gradient gathers; where not, it scatters."""
+    application = applications.tiny()[4]
+    upstream = application.upstream()
+    call = application.gradients(upstream)["In"]
+    (step,) = fused.lookup(call.problem(), call.values, None).steps
+    assert "has an inverse table" in step.prepared.plan.why[-1] and step.prepared.plan.strategy == "store"
+    table = application.values["Nb"]
+    table[3] = table[4]  # now two voxels have the same neighbours
+    assert relative_error(call.run(), application.expected_gradients(upstream)["In"]) < 2e-6
+    (step,) = fused.lookup(call.problem(), call.values, None).steps
+    assert step.prepared.plan.strategy != "store"
+
+
+def test_nothing_keeps_tensors_alive() -> None:
+    rows, columns, values, dense = arguments()
+    rows = rows.flip(0).contiguous()
+    spmm(rows, columns, values, dense)
+    watched = [weakref.ref(t) for t in (rows, values, dense)]
+    del rows, values, dense
+    gc.collect()
+    assert [w() for w in watched] == [None, None, None]
+
+
+# --- deterministic mode ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("number", [0, 3, 5, 7])
+def test_deterministic_mode_has_no_atomics(number: int, deterministic: None) -> None:
+    application = applications.tiny()[number]
+    upstream = application.upstream()
+    expected = {"": application.expected(), **application.expected_gradients(upstream)}
+    for name, call in {"": application.forward, **application.gradients(upstream)}.items():
+        if "convolution" in application.name and name == "In":
+            call = applications.smallest()[3].gradients(applications.smallest()[3].upstream())["In"]  # without matrix instructions, so smaller
+            assert all("atomic" not in kernel.source for kernel in fused.kernels(call.problem(), call.values))
+            continue
+        assert relative_error(call.run(), expected[name]) < 2e-6
+        assert all("atomic" not in kernel.source for kernel in fused.kernels(call.problem(), call.values)), call.name
+
+
+def test_deterministic_mode_refuses_what_it_cannot_order(deterministic: None) -> None:
+    index = torch.tensor([0, 1, 0])
+    with pytest.raises(insum.NotFusedError, match="deterministic mode, and the output is scattered through several indices"):
+        run("C[I[p],I[p]] += V[p]", {0: 3, 1: 3}, I=index, V=torch.randn(3))
+
+
+def test_atomics_that_were_asked_for_are_not_used_either(deterministic: None) -> None:
+    with insum.settings(scatter="atomic"):
+        rows, columns, values, dense = arguments()
+        assert spmm(rows.flip(0).contiguous(), columns, values, dense) < 1e-6

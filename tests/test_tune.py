@@ -1,0 +1,383 @@
+"""The search, with a clock that is not one: what is tried, what wins, what is not trusted, what is remembered and said."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import insum
+from applications import Application, block_spmm, spmm, tiny
+from insum.errors import SettingsError
+from insum.plan.config import Choice, Config
+from insum.runtime import build, cache, fused, launch, tune
+from insum.runtime.timing import wall_timer
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("INSUM_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("RANK", raising=False)
+    cache.forget()
+    return tmp_path
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are written but not run: whatever the config, the result is that of the graph."""
+
+    def execute(program: Any, values: Any, target: Any) -> torch.Tensor:
+        return torch.ones(program.shape, dtype=program.problem.dtype)
+
+    monkeypatch.setattr(fused, "execute", execute)
+
+
+def choice_in(run: Any) -> Choice:
+    assert isinstance(run, functools.partial)
+    return tuple(run.args[0].steps[0].choice)
+
+
+class Clock:
+    """Times by a rule; remembers what it was asked for."""
+
+    def __init__(self, rule: Callable[[Choice], float]) -> None:
+        self.rule = rule
+        self.asked: list[tuple[Choice, int]] = []
+
+    def __call__(self, run: Any, repeat: int) -> float:
+        self.asked.append((choice_in(run), repeat))
+        return self.rule(choice_in(run))
+
+    def count(self, choice: Choice) -> int:
+        return sum(1 for c, _ in self.asked if c == choice)
+
+
+def product() -> Application:
+    return block_spmm(rows=8, columns=8, block=32, n=512, density=0.3, dtype=torch.float16)
+
+
+def skewed() -> Application:
+    return spmm(rows=500, columns=500, n=64, entries=6000, heavy=400, dtype=torch.float32)
+
+
+def search(application: Application, clock: Callable[..., float], effort: str = "full", target: torch.Tensor | None = None) -> tune.Tuned:
+    return tune.tune(application.forward.problem(), application.values, target, effort, timer=clock)
+
+
+def first_guess(application: Application) -> Choice:
+    wishes = fused.wishes_of(False)
+    (one,) = fused.prepare_all(application.forward.problem(), application.values, wishes)
+    return fused.first_choice(one, wishes)
+
+
+# --- what wins -----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("computed")
+def test_the_fastest_wins_and_is_remembered() -> None:
+    wanted = None
+
+    def rule(choice: Choice) -> float:
+        return 5.0 if choice == wanted else 10.0
+
+    clock = Clock(rule)
+    first = search(product(), clock, "quick")
+    assert first.choice == first_guess(product()) and first.speedup == 1.0
+    wanted = next(c for c, _ in clock.asked if c != first.choice)
+    found = search(product(), clock, "quick")
+    assert (found.choice, found.microseconds, found.first_guess, found.speedup) == (wanted, 5.0, 10.0, 2.0)
+    cache.forget()
+    program = fused.plan_only(product().forward.problem(), product().values)
+    assert program.steps[0].choice != first.choice or wanted == first.choice, "a later build takes what was found"
+
+
+@pytest.mark.usefixtures("computed")
+def test_a_later_build_takes_what_was_found() -> None:
+    application = product()
+    found = search(application, Clock(lambda c: float(c[0].k + c[0].n)))
+    assert found.choice != first_guess(application)
+    for _ in range(2):  # from memory, then from the file
+        problem = application.forward.problem()
+        (one,) = fused.prepare_all(problem, application.values, fused.wishes_of(False))
+        assert fused.recalled(problem, one, fused.wishes_of(False)) == found.choice
+        cache.forget()
+
+
+@pytest.mark.usefixtures("computed")
+def test_losers_are_looked_at_once_and_the_best_again() -> None:
+    guess = first_guess(product())
+    clock = Clock(lambda choice: 10.0 if choice == guess else 9.0 if choice[0].stages == 3 else 100.0)
+    search(product(), clock, "quick")
+    slow = [c for c, _ in clock.asked if clock.rule(c) == 100.0]
+    assert slow and all(clock.count(c) == 1 for c in slow)
+    assert max(repeat for _, repeat in clock.asked) == tune.FINAL and clock.count(guess) == 3
+
+
+@pytest.mark.usefixtures("computed")
+def test_a_hair_is_not_enough() -> None:
+    guess = first_guess(product())
+    assert search(product(), Clock(lambda c: 10.0 if c == guess else 9.9)).choice == guess
+
+
+@pytest.mark.usefixtures("computed")
+def test_full_refines_around_the_best() -> None:
+    quick, full = Clock(lambda c: float(c[0].warps)), Clock(lambda c: float(c[0].warps))
+    assert len(search(product(), full, "full").trials) > 3 * len(search(product(), quick, "quick").trials)
+    assert len({c for c, _ in quick.asked}) <= 8
+
+
+@pytest.mark.usefixtures("computed")
+def test_short_and_long_rows_are_put_together() -> None:
+    base = first_guess(skewed())
+
+    def rule(choice: Choice) -> float:
+        return 20.0 - (4.0 if choice[0].m != base[0].m else 0.0) - (3.0 if choice[1].k != base[1].k else 0.0) - (2.0 if choice[0].split != base[0].split else 0.0)
+
+    found = search(skewed(), Clock(rule))
+    assert found.microseconds == 11.0, "each was best alone, and they were tried together"
+
+
+# --- what is not trusted ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_winner_with_another_result_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    guess = first_guess(product())
+    monkeypatch.setattr(fused, "execute", lambda program, values, target: torch.full((4,), 1.0 if program.steps[0].choice == guess else 1.5))
+    with caplog.at_level(logging.WARNING, "insum"):
+        found = search(product(), Clock(lambda c: 10.0 if c == guess else 1.0), "quick")
+    assert found.choice == guess and "another result" in caplog.text
+
+
+def test_a_candidate_that_fails_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "execute", lambda program, values, target: torch.ones(4))
+
+    def rule(choice: Choice) -> float:
+        if choice[0].stages > 3:
+            raise RuntimeError("out of resource: shared memory")
+        return 20.0 - choice[0].stages
+
+    found = search(product(), Clock(rule))
+    assert found.choice[0].stages <= 3
+    failed = [t for t in found.trials if t.microseconds == float("inf")]
+    assert failed and all("shared memory" in t.note for t in failed)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64])
+def test_results_are_compared_by_dtype(dtype: torch.dtype) -> None:
+    want = torch.arange(1, 200).to(dtype)
+    assert tune.same(want.clone(), want)
+    assert not tune.same(want * 2, want)
+    if dtype.is_floating_point:
+        want[3] = float("inf")
+        assert tune.same(want.clone(), want) and not tune.same(torch.where(torch.isinf(want), 1.0, want).to(dtype), want)
+        assert tune.same(want * (1 + torch.finfo(dtype).eps), want)
+
+
+# --- efforts, ranks, words ---------------------------------------------------------------------------------------------------------------
+
+
+def test_without_a_gpu_the_first_guess_stands_and_says_so() -> None:
+    application = tiny()[0]
+    tuned = insum.tune(application.statement, sizes=dict(application.sizes), padded=application.padded, **application.values)
+    assert tuned.source.startswith("first guess: ") and "cpu" in tuned.source and "config=insum.Config(" in str(tuned)
+    assert list(cache.entries()) == [], "a guess is not kept as if it had been measured"
+    compiled = insum.compile("y[i] = A[i,j] * x[j]")
+    assert compiled.tune(A=torch.ones(2, 3), x=torch.ones(3)).config is not None
+
+
+def test_wrong_efforts_are_refused() -> None:
+    for effort in ("none", "some"):
+        with pytest.raises(SettingsError, match="'quick' or 'full'"):
+            insum.tune("y[i] = A[i]", effort=effort, A=torch.ones(3))
+
+
+def test_tuning_finds_the_mistakes_that_a_call_would_find() -> None:
+    with pytest.raises(insum.BindingError):
+        insum.tune("y[i] = A[i,j] * x[j]", A=torch.ones(2, 3), x=torch.ones(4))
+    with pytest.raises(insum.IndexRangeError):
+        insum.tune("y[D[i]] = A[i]", out_shape=(2,), A=torch.ones(2), D=torch.tensor([0, 7]))
+
+
+@pytest.mark.usefixtures("computed")
+def test_the_winner_is_one_line_that_can_be_pasted(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    with caplog.at_level(logging.INFO, "insum"):
+        found = search(skewed(), Clock(lambda c: float(c[0].m)), "quick")
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert eval(line.partition("config=")[2], {"insum": insum}) == found.config == found.choice
+    caplog.clear()
+    monkeypatch.setenv("RANK", "3")
+    with caplog.at_level(logging.INFO, "insum"):
+        search(skewed(), Clock(lambda c: float(c[0].m)), "quick")
+    assert not caplog.records, "other ranks are silent"
+
+
+@pytest.mark.usefixtures("computed")
+def test_nothing_is_written_to_the_terminal_that_is_none(capfd: pytest.CaptureFixture[str]) -> None:
+    search(product(), Clock(lambda c: 1.0), "quick")
+    captured = capfd.readouterr()
+    assert captured.out == captured.err == ""
+
+
+@pytest.mark.usefixtures("computed")
+def test_a_terminal_gets_a_progress_bar_and_the_winner(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich")
+    import sys
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    search(product(), Clock(lambda c: 1.0), "quick")
+    assert "config=insum.Config(" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("computed")
+def test_accumulating_statements_are_tried_on_copies() -> None:
+    A, x, y = torch.ones(4, 3), torch.ones(3), torch.zeros(4)
+    problem = insum.request.request_of("y[i] += A[i,j] * x[j]", None, None, ()).bind({"A": A, "x": x, "y": y})
+    seen = []
+
+    def timer(run: Any, repeat: int) -> float:
+        seen.append(run.args[2])
+        return 1.0
+
+    tune.tune(problem, {"A": A, "x": x, "y": y}, y, "quick", timer=timer)
+    assert seen and all(t is not y and t.data_ptr() != y.data_ptr() for t in seen) and not y.any()
+
+
+@pytest.mark.usefixtures("computed")
+def test_a_sum_of_products_is_tuned_product_by_product() -> None:
+    A, B = torch.ones(64, 32), torch.ones(32, 64)
+    values = {"A": A, "B": B, "D": torch.ones(64, 64)}
+    problem = insum.request.request_of("C[i,j] = A[i,k] * B[k,j] + D[i,j]", None, None, ()).bind(values)
+    found = tune.tune(problem, values, None, "quick", timer=lambda run, repeat: 10.0 - 0.5 * run.args[0].steps[1].choice[0].warps)
+    assert len(found.choice) == 2 and len(list(cache.entries())) == 2
+    program = fused.plan_only(problem, values, config=found.choice)
+    assert tuple(step.choice[0] for step in program.steps) == found.choice
+
+
+def test_time_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "execute", lambda program, values, target: torch.ones(4))
+    monkeypatch.setitem(tune.EFFORTS, "quick", tune.Effort(8, 0, 0.0))
+    found = search(product(), Clock(lambda c: 1.0), "quick")
+    assert found.choice == first_guess(product()) and {t.note for t in found.trials[1:]} == {"no time left"}
+
+
+# --- the first call ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.interpreter
+def test_effort_tunes_the_first_call_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune, "_untimed", lambda problem: "")
+    monkeypatch.setattr(tune, "replay_timer", lambda device: lambda run, repeat: 50.0 - choice_in(run)[0].m)
+    application = tiny()[0]
+    searched: list[str] = []
+    real = tune.tune
+    monkeypatch.setattr(tune, "tune", lambda *args, **options: searched.append(args[3]) or real(*args, **options))
+
+    def call() -> torch.Tensor:
+        return insum.insum(application.statement, sizes=dict(application.sizes), padded=application.padded, **application.values)
+
+    with insum.settings(backend="fused", require_fused=True):
+        expected = call()
+        assert searched == []
+        with insum.settings(effort="quick"):
+            for _ in range(3):
+                assert torch.allclose(call(), expected, atol=1e-4)
+        assert searched == ["quick"]
+        assert torch.allclose(call(), expected, atol=1e-4)
+    assert len(list(cache.entries())) == 1
+
+
+@pytest.mark.interpreter
+def test_tuned_launches_replace_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    A, B = torch.randn(40, 33), torch.randn(33, 50)
+    statement = "C[i,j] = A[i,k] * B[k,j]"
+    with insum.settings(backend="fused", require_fused=True):
+        insum.insum(statement, A=A, B=B)
+        problem = insum.request.request_of(statement, None, None, ()).bind({"A": A, "B": B})
+        found = tune.tune(problem, {"A": A, "B": B}, None, "full", timer=lambda run, repeat: float(choice_in(run)[0].k))
+        assert found.choice[0].k == 16
+        assert torch.allclose(insum.insum(statement, A=A, B=B), A @ B, atol=1e-4)
+        assert "k=16" in str(insum.explain(statement, A=A, B=B))
+        assert "k=32" in str(insum.explain(statement, config=Config(m=16, n=16, k=32), A=A, B=B))
+
+
+# --- clocks and workers -----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_wall_clock() -> None:
+    import time
+
+    assert 2000 < wall_timer(lambda: time.sleep(0.003), 3) < 300_000
+
+
+@pytest.mark.compile_only
+def test_workers_compile_what_a_launch_would_look_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    application = product()
+    program = fused.plan_only(application.forward.problem(), application.values)
+    (one,) = program.steps[0].launches
+    named = {**application.values, build.OUT: torch.empty(0, dtype=torch.float16)}
+    arguments = [named[a] if isinstance(a, str) else a for a in one.arguments]
+    jobs = [launch.job(one.function, one.kernel.name, arguments, warps, 2) for warps in (4, 8)]
+    done: list[int] = []
+    assert launch.compile_ahead(jobs, ["cuda", 90, 32], workers=2, done=lambda: done.append(1)) == ["", ""]
+    assert len(done) == 2
+    before = {path.name for path in (tmp_path / "triton").iterdir()}
+    assert len(before) == 2
+    assert launch.compile_ahead([*jobs, ("nowhere.py", "x", [], 4, 2)], ["cuda", 90, 32], workers=2)[2] != ""
+    assert {path.name for path in (tmp_path / "triton").iterdir()} == before, "found, not compiled again"
+
+
+@pytest.mark.gpu
+def test_a_search_on_the_device() -> None:
+    application = block_spmm(rows=64, columns=64, block=32, n=2048, density=0.1, dtype=torch.float16, device="cuda")
+    expected = application.run()
+    tuned = insum.tune(application.statement, effort="quick", sizes=dict(application.sizes), padded=application.padded, **application.values)
+    assert tuned.source == "search" and tuned.microseconds <= tuned.first_guess * 1.01 and len(tuned.trials) >= 4
+    assert tune.same(application.run(), expected)
+    given = insum.insum(application.statement, sizes=dict(application.sizes), padded=application.padded, config=tuned.config, **application.values)
+    assert tune.same(given, expected)
+
+
+# --- the group size ---------------------------------------------------------------------------------------------------------------------
+
+
+def grouped(group_size: int = 1) -> Any:
+    dense = torch.zeros(8, 64)
+    dense[:, ::4] = torch.arange(1.0, 129.0).reshape(8, 16)
+    return insum.formats.GroupCOO.from_dense(dense, group_size=group_size)
+
+
+def test_the_fastest_group_size_is_kept() -> None:
+    A, B = grouped(), torch.randn(64, 5)
+    seen: list[int] = []
+
+    def timer(run: Any, repeat: int) -> float:
+        size = run.__self__.given["A"].group_size
+        seen.append(size)
+        assert torch.allclose(run(), A.to_dense() @ B, rtol=1e-4, atol=1e-4)
+        return abs(size - 8) + 1.0
+
+    tuned = insum.formats.tune(A, "C[m,n] = A[m,k] * B[k,n]", B=B, timer=timer)
+    assert seen == [1, 2, 4, 8] and tuned.estimate == 4.0 and tuned.group_size == 8 == tuned.format.group_size
+    assert tuned.format.to_dense().equal(A.to_dense()) and "group size 8" in str(tuned)
+
+
+def test_blocks_and_transposed_groups_keep_their_options() -> None:
+    blocks = insum.formats.BlockGroupCOO.from_dense(torch.ones(32, 64), block_shape=(8, 8), group_size=1)
+    tuned = insum.formats.tune(blocks, "C[m,n] = M[m,k] * B[k,n]", B=torch.ones(64, 3), timer=lambda run, repeat: 1.0 / run.__self__.given["M"].group_size)
+    assert tuned.format.block_shape_or_none == (8, 8) and tuned.group_size == max(tuned.microseconds)
+    columns = grouped().T
+    tuned = insum.formats.tune(columns, "C[k,n] = M[k,m] * B[m,n]", B=torch.ones(8, 3), timer=lambda run, repeat: 1.0)
+    assert tuned.format.group_dims == columns.group_dims
+
+
+def test_what_has_no_group_size_is_refused() -> None:
+    with pytest.raises(insum.FormatError, match="has no group size"):
+        insum.formats.tune(insum.formats.COO.from_dense(torch.eye(3)), "C[m,n] = A[m,k] * B[k,n]", B=torch.ones(3, 3))
+    with pytest.raises(insum.BindingError, match="A, B"):
+        insum.formats.tune(grouped(), "C[m,n] = A[m,k] * B[k,n]")
