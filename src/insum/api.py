@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from insum.settings import settings
 from insum.traced import traced
 
 if TYPE_CHECKING:
+    from insum.formats.explained import EinsumExplanation
     from insum.runtime.tune import Tuned
 
 

@@ -159,7 +159,7 @@ class AutogradError(InsumError, RuntimeError):
     ...     insum.insum("C[i] += A[i]", C=torch.ones(3, requires_grad=True), A=torch.ones(3))
     ... except insum.AutogradError as error:
     ...     print(error.fact)
-    XXX
+    C is a leaf that requires a gradient, so that it cannot be written in place
     """
 
 
@@ -168,10 +168,10 @@ class FormatError(InsumError, ValueError):
 
     >>> import insum, torch
     >>> try:
-    ...     insum.formats.COO(torch.ones(1), (torch.tensor([7]),), shape=(3,))
+    ...     insum.formats.COO(torch.ones(2), (torch.tensor([2, 0]),), shape=(3,))
     ... except insum.FormatError as error:
     ...     print(error.fact)
-    XXX
+    entry 1 at (0,) comes after entry 0 at (2,)
     """
 
 
@@ -196,7 +196,7 @@ class UnsupportedError(InsumError, NotImplementedError):
     ...     insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B)
     ... except insum.UnsupportedError as error:
     ...     print(error.fact)
-    XXX
+    A and B are both sparse and meet in index 'k': their entries would have to be intersected
     """
 
 
@@ -209,5 +209,5 @@ class NotFusedError(InsumError, RuntimeError):
     ...         insum.insum("t[] = A[i]", A=torch.ones(3, dtype=torch.complex64))
     ... except insum.NotFusedError as error:
     ...     print(error.fact)
-    XXX
+    no fused kernel: generated kernels do not run on cpu
     """

@@ -42,14 +42,20 @@ class Launch:
     header: str
     runner: Any = None  # the compiled kernel, for calls whose pointers are all aligned as the first such call's were
     addresses: tuple[Any, ...] = ()  # the arguments for the runner, which takes tensors by their address
+    reads: tuple[tuple[int, str], ...] = ()  # those of ``names`` that are the statement's tensors
 
     def __call__(self, values: Mapping[str, Any], out: Tensor, work: Tensor | None) -> None:
         if self.runner is not None:
             arguments, together = list(self.addresses), 0
-            for position, name in self.names:
-                at: int = (out if name == OUT else work if name == WORK else values[name]).data_ptr()  # type: ignore[union-attr]
-                arguments[position] = at
+            for position, name in self.reads:
+                arguments[position] = at = values[name].data_ptr()
                 together |= at
+            for own, tensor in ((OUT, out), (WORK, work)):
+                if tensor is not None:
+                    at = tensor.data_ptr()
+                    together |= at
+                    for position in self.places[own]:
+                        arguments[position] = at
             if not together & 15:
                 self.runner(*arguments)
                 return
