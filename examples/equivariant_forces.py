@@ -113,9 +113,8 @@ def check_rotation(model: nn.Module, positions: Tensor, edges: Tensor, count: in
     turn = torch.linalg.qr(torch.randn(3, 3)).Q.to(positions.device)
     energy, forces = model(positions, edges, count)
     turned_energy, turned_forces = model(positions @ turn.T, edges, count)
-    print(
-        f"after a rotation energies differ by {(turned_energy - energy).abs().max().item():.1e}, forces by {(turned_forces - forces @ turn.T).abs().max().item():.1e}"
-    )
+    apart = (turned_energy - energy).abs().max().item(), (turned_forces - forces @ turn.T).abs().max().item()
+    print(f"after a rotation energies differ by {apart[0]:.1e}, forces by {apart[1]:.1e}")
 
 
 def step_ms(model: nn.Module, *given: Tensor) -> float:
@@ -130,10 +129,8 @@ def against_e3nn(model: Potential, arguments: argparse.Namespace, *given: Tensor
         return "e3nn is not installed"
     other = Potential(arguments.channels, arguments.lmax, Theirs).to(given[0].device)
     other.load_state_dict(model.state_dict(), strict=False)
-    with torch.no_grad():
-        print(
-            f"largest difference from e3nn with the same weights: {(model(*given[:2], arguments.clusters)[1] - other(*given[:2], arguments.clusters)[1]).abs().max().item():.1e}"
-        )
+    apart = (model(*given[:2], arguments.clusters)[1] - other(*given[:2], arguments.clusters)[1]).abs().max().item()
+    print(f"largest difference from e3nn with the same weights: {apart:.1e}")
     return step_ms(other, *given)
 
 

@@ -346,8 +346,8 @@ def usual(device: str = "cpu", *, filled: bool = True, half: torch.dtype = torch
     """Sizes and dtypes as in use, so that plans and default configs are those that matter."""
     kind: dict[str, Any] = {"device": device, "filled": filled}
     return [
-        block_spmm(rows=64, columns=64, block=32, n=4096, density=0.1, dtype=half, **kind),
-        block_spmm(rows=64, columns=64, block=32, n=4096, density=0.1, group=4, dtype=half, **kind),
+        block_spmm(rows=128, columns=128, block=32, n=4096, density=0.1, dtype=half, **kind),
+        block_spmm(rows=128, columns=128, block=32, n=4096, density=0.1, group=4, dtype=half, **kind),
         spmm(rows=5000, columns=5000, n=128, entries=50_000, heavy=3000, dtype=torch.float32, **kind),
         spmm(rows=5000, columns=5000, n=128, entries=50_000, heavy=3000, group=4, dtype=half, **kind),
         convolution(voxels=4000, offsets=27, inputs=128, outputs=128, layout="by voxel", dtype=half, **kind),

@@ -9,17 +9,17 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator
 
-import applications
 import pytest
 import torch
-from applications import relative_error
-from kernels import ONLY_FUSED, error, poisoned, run
 from torch import Tensor
 
+import applications
 import insum
+from applications import relative_error
 from insum.plan import patterns, segmenting
 from insum.plan.facts import facts_of
 from insum.runtime import fused
+from kernels import ONLY_FUSED, error, poisoned, run
 
 pytestmark = pytest.mark.interpreter
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -15,12 +15,13 @@ from insum.inplace import add_in_place
 from insum.lang.bind import Problem, Size, Value
 from insum.ops import contract, differentiable
 from insum.plan.config import Config
-from insum.request import Prepared, Request, SizesArgument, head, kind_key, prepare, request_of
+from insum.request import MOST_SITES, Prepared, Request, SizesArgument, head, kind_key, prepare, request_of
 from insum.settings import settings
 from insum.traced import traced
 
 if TYPE_CHECKING:
     from insum.formats.explained import EinsumExplanation
+    from insum.runtime.site import Site
     from insum.runtime.tune import Tuned
 
 
@@ -57,6 +58,11 @@ def insum(
     """
     if torch.compiler.is_compiling():
         return traced(statement, out_shape, sizes, padded, config, tensors)
+    for given, site in _sites.get(statement, ()) if isinstance(statement, str) else ():
+        if _same(given, (out_shape, sizes, padded, config)):
+            result = site(tensors)
+            if result is not None:
+                return result
     try:
         key: object = (statement, torch.get_default_dtype(), *[(n, type(t), t.dtype, t.shape, t.device, t.layout) for n, t in tensors.items()])  # type: ignore[union-attr]
         if out_shape is not None or sizes or padded or config is not None:
@@ -65,7 +71,10 @@ def insum(
     except (AttributeError, TypeError):  # a Python number, or a mistake that binding explains
         key, call = None, None
     if call is not None and call.settings is settings._values and is_quiet():
-        return _run(call, tensors)
+        result = _run(call, tensors)
+        if call.is_frequent():
+            _note(statement, (out_shape, sizes, padded, config), call, tensors)
+        return result
     return _insum(key, request_of(statement, out_shape, sizes, padded, config), tensors)
 
 
@@ -73,6 +82,28 @@ Insum = insum
 
 _MAX_CALLS = 4096
 _calls: dict[object, Prepared] = {}
+
+
+#: By statement, what its fused calls looked like: their options, and what to compare their tensors with.
+_sites: dict[str, tuple[tuple[tuple[object, ...], Site], ...]] = {}
+
+
+def _same(given: tuple[object, ...], options: tuple[object, ...]) -> bool:
+    for a, b in zip(given, options):  # noqa: SIM110  # on the path of every call
+        if a is not b and (a.__class__ is not b.__class__ or a != b):
+            return False
+    return True
+
+
+def _note(statement: str, options: tuple[object, ...], call: Prepared, tensors: dict[str, Value]) -> None:
+    """Let the next call like this one take the short way, unless an option is a list, which may change behind our back."""
+    fixed = [dict(o) if isinstance(o, dict) else o for o in options]
+    inner = [v for o in fixed if isinstance(o, dict) for v in o.values()]
+    site = None if any(isinstance(o, list) for o in (*fixed, *inner)) else call.site(tensors)
+    if site is not None:
+        if len(_sites) >= _MAX_CALLS:
+            _sites.clear()
+        _sites[statement] = ((tuple(fixed), site), *_sites.get(statement, ())[: MOST_SITES - 1])
 
 
 def _options_key(out_shape: Sequence[Size] | None, sizes: SizesArgument, padded: Sequence[str], config: object) -> tuple[object, ...]:
@@ -139,23 +170,29 @@ class Compiled:
         self.sizes = dict(sizes) if sizes else None
         self.padded = request.padded
         self.config = request.config
+        self._request = request
         self._last: Problem | None = None
+        self._sites: tuple[Site, ...] = ()
 
     def __call__(self, **tensors: Value) -> Tensor:
+        for site in self._sites if not torch.compiler.is_compiling() else ():
+            found = site(tensors)
+            if found is not None:
+                return found
         result = insum(self.statement, out_shape=self.out_shape, sizes=self.sizes, padded=self.padded, config=self.config, **tensors)
         if self._last is None and not torch.compiler.is_compiling() and is_plain_call(tensors.values()):
-            self._last = prepare(self._request(), tensors).problem
+            self._last = prepare(self._request, tensors).problem
+        for _, site in _sites.get(self.statement, ()):  # what the call has noted for itself
+            if site not in self._sites and site.request == self._request:
+                self._sites = (site, *self._sites[: MOST_SITES - 1])
         return result
 
     def tune(self, *, effort: str = "full", **tensors: Value) -> Tuned:
         """Search for the config that is fastest for tensors of these sizes; later calls use what was found. See `insum.tune`."""
-        return tuned(self._request(), tensors, effort)
-
-    def _request(self) -> Request:
-        return request_of(self.statement, self.out_shape, self.sizes, self.padded, self.config)
+        return tuned(self._request, tensors, effort)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last": None}
+        return {**self.__dict__, "_last": None, "_sites": ()}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Compiled) and self._options() == other._options()
@@ -228,6 +265,19 @@ def explain(
         from insum.formats.explained import explain_einsum
 
         return explain_einsum(statement, out_shape=out_shape, sizes=sizes, **cast(Any, tensors))
+    return explain_dense(statement, tensors, out_shape=out_shape, sizes=sizes, padded=padded, config=config)
+
+
+def explain_dense(
+    statement: str,
+    tensors: Mapping[str, Value],
+    *,
+    out_shape: Sequence[Size] | None = None,
+    sizes: SizesArgument = None,
+    padded: Sequence[str] = (),
+    config: Config | Sequence[Config] | None = None,
+) -> Explanation:
+    """`explain` of a statement over tensors and numbers alone."""
     return explained(request_of(statement, out_shape, sizes, padded, config), tensors)
 
 

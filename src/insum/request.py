@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Integral
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,9 +20,14 @@ from insum.plan.config import Choice, Config, choice_of
 from insum.runtime.check import Use, in_range, ranges_of, uses_of, verify
 from insum.settings import Values, settings
 
+if TYPE_CHECKING:
+    from insum.runtime.site import Site
+
 SizesArgument: TypeAlias = Mapping[str | int, Size | Sequence[Size]] | None
 Sizes: TypeAlias = tuple[tuple[str | int, Size | tuple[Size, ...]], ...]
 _MAX_PREPARED = 4096
+#: Short ways that one statement may have at a time.
+MOST_SITES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +127,32 @@ class Prepared:
     """Index tensors, and the range in which all of their values are valid wherever they are used."""
     fusable: bool
     _graphs: dict[str, _Graph] = field(default_factory=dict)
+    _calls: int = 0
 
     def verify(self, values: Mapping[str, Value]) -> None:
         """Index values against their range, before anything is written."""
         if self.uses and not in_range(self.ranges, values):
             verify(self.problem, self.uses, values)
+
+    def is_frequent(self) -> bool:
+        """Whether fused calls have come the long way for the 2nd, 4th, 8th ... time, so that a shorter way may pay."""
+        self._calls += 1
+        return self.fusable and not self.target and self._calls > 1 and self._calls & (self._calls - 1) == 0
+
+    def site(self, values: Mapping[str, Value]) -> Site | None:
+        """The short way for calls like this one, which was just made."""
+        from insum.runtime import build, fused, site
+
+        if settings.backend == "graph" or not all(isinstance(v, Tensor) for v in values.values()):
+            return None
+        indices = build.anchors(self.problem) if settings.check == "never" else self._indices()
+        program = fused.lookup(self.problem, values, None, self.request.config)
+        return site.site_of(self.request, program, values, self.sources, indices)
+
+    def _indices(self) -> tuple[str, ...]:
+        statement = self.problem.statement
+        every = (statement.target, *accesses(statement.value))
+        return tuple(dict.fromkeys(inner.tensor for access in every for index in access.indices for inner in accesses(index)))
 
     def needs_gradient(self, values: Mapping[str, Value]) -> bool:
         for name in self.sources:  # noqa: SIM110  # on the path of every call, where a generator would cost as much as all else here

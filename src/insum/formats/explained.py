@@ -69,7 +69,7 @@ def explain_einsum(
     text, given = named_operands(statement, operands, named)
     sparse = {name: x for name, x in given.items() if isinstance(x, SparseFormat)}
     if not sparse:
-        return EinsumExplanation(text, (text,), text, (api.explain(text, out_shape=out_shape, sizes=sizes, **given),))  # type: ignore[arg-type]
+        return EinsumExplanation(text, (text,), text, (api.explain_dense(text, given, out_shape=out_shape, sizes=sizes),))  # type: ignore[arg-type]
     call = Call(rewritten(text, given, dense_output), given, out_shape, sizes)
     lines = [text, *(f"  {name}: {x!r}" for name, x in sparse.items()), "becomes"]
     for piece in call.plan.pieces:

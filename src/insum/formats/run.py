@@ -83,7 +83,7 @@ class Call:
         extents = self.check()
         like = self.given.get(self.plan.result_like)
         shape = self.values_shape(like) if isinstance(like, SparseFormat) else self.shape(extents)
-        return [api.explain(p.statement, **self.options(p, shape), **self.arguments(p)) for p in self.plan.pieces]
+        return [api.explain_dense(p.statement, self.arguments(p), **self.options(p, shape)) for p in self.plan.pieces]
 
     def check(self) -> dict[str, Size]:
         """Extents of all index variables, the same wherever they stand, and one device."""

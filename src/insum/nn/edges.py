@@ -1,13 +1,10 @@
 """Edges of a graph as index arrays that are prepared once: endpoints, degrees, self-loops, the normalisation of GCNs.
 
-What follows from an ``edge_index`` alone is kept with the facts about that tensor, for as long as it lives and is not written into.
-A second layer, or a second step of training, then finds the same index arrays and whatever the planner knows about them.
+What follows from an ``edge_index`` alone is remembered for that tensor. A second layer, or a second step of training, then finds the same
+index arrays, and the planner what it knows about them.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -16,21 +13,7 @@ import insum
 from insum.compat import is_plain_call
 from insum.errors import BindingError, IndexRangeError
 from insum.nn.checks import integers
-from insum.plan.facts import facts_of
-
-T = TypeVar("T")
-
-
-def remembered(tensor: Tensor, key: object, make: Callable[[], T]) -> T:
-    """``make()``, kept for this tensor in its present version. The result must not hold the tensor itself, nor a view of it."""
-    if not is_plain_call((tensor,)):
-        return make()
-    derived = facts_of(tensor).derived
-    found: T | None = derived.get(("nn", key))
-    if found is None:
-        with torch.inference_mode(False), torch.no_grad():
-            found = derived["nn", key] = make()
-    return found
+from insum.nn.memory import remembered
 
 
 def check_edges(edge_index: Tensor) -> None:
@@ -46,21 +29,23 @@ def endpoints(edge_index: Tensor, sources: int, targets: int) -> tuple[Tensor, T
     (tensor([0, 1], dtype=torch.int32), tensor([2, 0], dtype=torch.int32))
     """
     check_edges(edge_index)
+    check_range("edge_index", edge_index, (sources, targets), "nodes")
     kind = torch.int32 if max(sources, targets) < 2**31 else torch.int64
-    src, dst = remembered(edge_index, ("endpoints", kind), lambda: (edge_index[0].to(kind, copy=True), edge_index[1].to(kind, copy=True)))
-    if is_plain_call((edge_index,)):
-        for row, (ends, nodes) in enumerate(((src, sources), (dst, targets))):
-            check_range(f"edge_index[{row}", ends, nodes, "nodes")
-    return src, dst
+    return remembered(edge_index, ("endpoints", kind), lambda: (edge_index[0].to(kind, copy=True), edge_index[1].to(kind, copy=True)))
 
 
-def check_range(name: str, index: Tensor, limit: int, what: str) -> None:
-    """All values from 0 to ``limit - 1``; ``name`` is the access without its last index and bracket."""
-    facts = facts_of(index)
-    if facts.low < 0 or facts.high >= limit:
-        place = int(((index < 0) | (index >= limit)).nonzero()[0])
-        fact = f"{name}{', ' if '[' in name else '['}{place}] is {int(index[place])}, but there are {limit} {what}"
-        raise IndexRangeError(fact, expected=f"values from 0 to {limit - 1}" if limit else "no edges at all")
+def check_range(name: str, index: Tensor, limits: tuple[int, ...], what: str) -> None:
+    """All values of each row from 0 to below its limit; one look at the device for each tensor. Under a tracer the statement itself looks."""
+    if not is_plain_call((index,)) or index.device.type == "meta" or not index.numel():
+        return
+    rows = index.reshape(len(limits), -1)
+    bounds = remembered(index, "bounds", lambda: torch.stack(torch.aminmax(rows, dim=1), 1).tolist())
+    for number, ((low, high), limit) in enumerate(zip(bounds, limits)):
+        if low < 0 or high >= limit:
+            place = int(((rows[number] < 0) | (rows[number] >= limit)).nonzero()[0])
+            where = f"{number}, {place}" if index.dim() == 2 else f"{place}"
+            fact = f"{name}[{where}] is {int(rows[number, place])}, but there are {limit} {what}"
+            raise IndexRangeError(fact, expected=f"values from 0 to {limit - 1}" if limit else "no edges at all")
 
 
 def degrees(edge_index: Tensor, dst: Tensor, targets: int) -> Tensor:

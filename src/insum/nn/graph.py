@@ -10,9 +10,9 @@ from insum.compat import is_plain_call
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import COO, GroupCOO, SparseFormat
 from insum.nn.checks import integers, last_size, one_device
-from insum.nn.edges import check_range, endpoints, gcn_norm, remembered
+from insum.nn.edges import check_range, endpoints, gcn_norm
 from insum.nn.functional import _REDUCTIONS, _tensor, propagate
-from insum.plan.facts import facts_of
+from insum.nn.memory import remembered
 
 
 class GraphConv(nn.Module):
@@ -134,12 +134,13 @@ def relations(edge_index: Tensor, edge_type: Tensor, nodes: int, count: int, *, 
     shape = (nodes, nodes, count)
     if not is_plain_call((edge_index, edge_type)):
         return COO(_shares(dst, edge_type, nodes, count, mean, dtype), (dst, src, edge_type), shape, validate=False)
-    check_range("edge_type", edge_type, count, "relations")
+    check_range("edge_type", edge_type, (count,), "relations")
+    token = remembered(edge_index, "token", object)  # these edges in this version
 
     def make() -> GroupCOO:
         return GroupCOO.from_entries((dst, src, edge_type), _shares(dst, edge_type, nodes, count, mean, dtype), shape, group_dims=2, validate=False)
 
-    return remembered(edge_type, ("relations", facts_of(dst).serial, shape, mean, dtype), make)
+    return remembered(edge_type, ("relations", token, shape, mean, dtype), make)
 
 
 def _shares(dst: Tensor, edge_type: Tensor, nodes: int, count: int, mean: bool, dtype: torch.dtype) -> Tensor:

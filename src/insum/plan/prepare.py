@@ -62,7 +62,8 @@ class Preparation(Segmenting, Patterns):
             if unrolled is not None:
                 return unrolled
         segmentable = facts.sorted and clean and anchor.is_contiguous() and self.segments_fit(scatter)
-        if wished == "onehot" and self.reduce == "sum" or wished == "auto" and not segmentable and self.onehot_pays(scatter):
+        pays = wished == "auto" and not segmentable and self.onehot_pays(scatter) and not self.rows_have_dot(draft, scatter)
+        if wished == "onehot" and self.reduce == "sum" or pays:
             return self.onehot(draft, scatter)
         if facts.unique and clean and wished in ("auto", "store"):
             draft.why.append(f"{name} is unique")
@@ -87,6 +88,11 @@ class Preparation(Segmenting, Patterns):
     def atomic(self, draft: Draft, why: str) -> Prepared:
         draft.why.append(why)
         return self.finish(draft, "atomic", fill=True)
+
+    def rows_have_dot(self, draft: Draft, scatter: Scatter) -> bool:
+        """Whether the entries of one output row are matrix products by themselves, as blocks are: rows keep those, a register tile does not."""
+        roles = self.roles(draft)
+        return roles.dot and not set(scatter.variables) & {*roles.m, *roles.n}
 
     def atomic_has_dot(self, draft: Draft) -> bool:
         return self.roles(draft).dot

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,20 +43,14 @@ class Launch:
     header: str
     runner: Any = None  # the compiled kernel, for calls whose pointers are all aligned as the first such call's were
     addresses: tuple[Any, ...] = ()  # the arguments for the runner, which takes tensors by their address
-    reads: tuple[tuple[int, str], ...] = ()  # those of ``names`` that are the statement's tensors
 
     def __call__(self, values: Mapping[str, Any], out: Tensor, work: Tensor | None) -> None:
         if self.runner is not None:
             arguments, together = list(self.addresses), 0
-            for position, name in self.reads:
-                arguments[position] = at = values[name].data_ptr()
+            for position, name in self.names:
+                at: int = (out if name is OUT else work if name is WORK else values[name]).data_ptr()  # type: ignore[union-attr]
+                arguments[position] = at
                 together |= at
-            for own, tensor in ((OUT, out), (WORK, work)):
-                if tensor is not None:
-                    at = tensor.data_ptr()
-                    together |= at
-                    for position in self.places[own]:
-                        arguments[position] = at
             if not together & 15:
                 self.runner(*arguments)
                 return
@@ -65,13 +60,13 @@ class Launch:
         """Launch through Triton, which compiles for the kinds of the arguments, and keep what it compiled."""
         arguments = list(self.arguments)
         for position, name in self.names:
-            arguments[position] = out if name == OUT else work if name == WORK else values[name]
+            arguments[position] = out if name is OUT else work if name is WORK else values[name]
         compiled = self.function[self.grid](*arguments, num_warps=self.config.warps, num_stages=self.config.stages)
         # Numbers may be specialised by value, so calls that pass some look their kernel up anew.
         changing = [arguments[position] for position, _ in self.names]
         if compiled is not None and all(isinstance(v, Tensor) and v.data_ptr() % 16 == 0 for v in changing):
             self.addresses = tuple(v.data_ptr() if isinstance(v, Tensor) else v for v in self.arguments)
-            self.runner = compiled[(self.grid[0], 1, 1)]
+            self.runner = launch.runner_of(compiled, self.grid[0])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,9 +80,9 @@ class Step:
     choice: Choice = ()
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Program:
-    """All products of one statement, for one kind of input."""
+    """All products of one statement, for one kind of input. Has no slots, so that it can be referred to weakly."""
 
     problem: Problem  # held, as are the wishes, so that their identities stay taken
     wishes: Wishes
@@ -97,6 +92,13 @@ class Program:
     start: bool | int | float
     promote: tuple[str, ...] = ()  # index tensors that become constants of the code once they have come back often enough
     calls: list[int] = field(default_factory=lambda: [0])
+
+    @functools.cached_property
+    def plain(self) -> tuple[Launch, ...]:
+        """The launches, where they alone make the result: nothing is filled, buffered or kept in a workspace; else none."""
+        step = self.steps[0]
+        alone = len(self.steps) == 1 and self.buffer is None and not (step.atomic or step.prepared.fill or step.workspace)
+        return step.launches if alone else ()
 
 
 def assemble(

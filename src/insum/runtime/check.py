@@ -82,13 +82,18 @@ _FEW = 64
 
 
 def in_range(ranges: tuple[tuple[str, int, int], ...], values: Mapping[str, Value]) -> bool:
-    """The quick test for CPU tensors, made at every call. False says only that `verify` must look closer."""
+    """The quick test, made at every call: of values on the CPU, of facts elsewhere. False says only that `verify` must look closer."""
     if settings._values.check == "never":
         return True
     for name, low, high in ranges:
         tensor = values[name]
-        if not isinstance(tensor, Tensor) or not tensor.is_cpu:
+        if not isinstance(tensor, Tensor):
             return False
+        if not tensor.is_cpu:
+            facts = known(tensor)
+            if facts is None or facts.low < low or facts.high > high or settings._values.check == "always":
+                return False
+            continue
         if tensor.numel() <= _FEW and tensor.dim() == 1:
             few = tensor.tolist()
             if min(few) < low or max(few) > high:

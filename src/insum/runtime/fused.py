@@ -56,6 +56,11 @@ def run(problem: Problem, values: Mapping[str, Value], target: Tensor | None, co
 def execute(program: Program, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
     """Launch everything; without a ``target`` into a new tensor."""
     problem, buffer = program.problem, program.buffer
+    if target is None and program.plain:
+        out = torch.empty(program.shape, dtype=problem.dtype, device=problem.device)
+        for one in program.plain:
+            one(values, out, None)
+        return out
     if target is None:
         out = torch.empty(program.shape, dtype=buffer or problem.dtype, device=problem.device)
     else:

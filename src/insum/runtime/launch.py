@@ -93,7 +93,7 @@ def runner_of(compiled: Any, programs: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _launches_as_known(kind: type) -> bool:
+def _launches_as_known(kind: Any) -> bool:
     """Whether this Triton launches in the way that `runner_of` shortens."""
     try:
         from triton import knobs

@@ -7,7 +7,7 @@ decided them. Whatever differs, in tensors, settings, modes or facts, sends the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,20 +17,17 @@ from insum.compat import PLAIN, is_quiet
 from insum.plan.facts import known
 from insum.runtime import cache, fused
 from insum.runtime.build import Program
-from insum.settings import Values, settings
-
-#: Sites that one statement may have at a time; a call that fits none goes the long way.
-MOST = 8
+from insum.settings import settings
 
 
 class Site:
     """One kind of call of one statement, in plain eager mode, whose result is a new tensor."""
 
-    __slots__ = ("arguments", "count", "default", "deterministic", "epoch", "index", "precision", "program", "settings")
+    __slots__ = ("arguments", "count", "default", "deterministic", "epoch", "index", "precision", "program", "request", "settings")
 
-    def __init__(self, program: Program, values: Mapping[str, Tensor], sources: tuple[str, ...], indices: tuple[str, ...], now: Values) -> None:
-        self.program = weakref.ref(program)
-        self.settings, self.epoch, self.count = now, cache.epoch(), len(values)
+    def __init__(self, request: object, program: Program, values: Mapping[str, Tensor], sources: Sequence[str], indices: Sequence[str]) -> None:
+        self.request, self.program = request, weakref.ref(program)
+        self.settings, self.epoch, self.count = settings._values, cache.epoch(), len(values)
         self.default, self.deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
         # The matmul precision matters where float32 operands may meet in a matrix product.
         self.precision = torch.get_float32_matmul_precision() if any(v.dtype is torch.float32 for v in values.values()) else ""
@@ -40,20 +37,18 @@ class Site:
     def __call__(self, tensors: Mapping[str, Any]) -> Tensor | None:
         """The result, or None where this call is another."""
         program = self.program()
-        if program is None or self.settings is not settings._values or len(tensors) != self.count or not self.same_modes():
+        if program is None or self.settings is not settings._values or len(tensors) != self.count:
             return None
         graded = torch.is_grad_enabled()
-        for name, kind, dtype, shape, device, layout, stride, facts, source in self.arguments:
-            tensor = tensors.get(name)
-            if tensor.__class__ is not kind or tensor.dtype is not dtype or tensor.shape != shape or tensor.device != device or tensor.layout is not layout:  # type: ignore[union-attr]
+        for name, kind, shape, dtype, device, layout, stride, facts, source in self.arguments:
+            tensor: Any = tensors.get(name)
+            if tensor.__class__ is not kind or tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device or tensor.layout is not layout:
                 return None
-            if not tensor.is_contiguous() if stride is None else tensor.stride() != stride:  # type: ignore[union-attr]
+            if not tensor.is_contiguous() if stride is None else tensor.stride() != stride:
                 return None
-            if facts is not None and facts_key(tensor) != facts:  # type: ignore[arg-type]
+            if facts is not None and facts_key(tensor) != facts or source and graded and tensor.requires_grad:
                 return None
-            if graded and source and tensor.requires_grad:  # type: ignore[union-attr]
-                return None
-        return fused.execute(program, tensors, None)
+        return fused.execute(program, tensors, None) if self.same_modes() else None
 
     def same_modes(self) -> bool:
         return (
@@ -68,7 +63,7 @@ class Site:
 
 def _argument(name: str, value: Tensor, source: bool, index: bool) -> tuple[Any, ...]:
     stride = None if value.is_contiguous() else value.stride()
-    return name, type(value), value.dtype, value.shape, value.device, value.layout, stride, facts_key(value) if index else None, source
+    return name, type(value), value.shape, value.dtype, value.device, value.layout, stride, facts_key(value) if index else None, source
 
 
 def facts_key(tensor: Tensor) -> tuple[int, bool] | None:
@@ -77,10 +72,10 @@ def facts_key(tensor: Tensor) -> tuple[int, bool] | None:
     return None if facts is None else (facts.serial, facts.constant)
 
 
-def site_of(program: Program | str, values: Mapping[str, Any], sources: tuple[str, ...], indices: tuple[str, ...]) -> Site | None:
+def site_of(request: object, program: Program | str, values: Mapping[str, Any], sources: Sequence[str], indices: Sequence[str]) -> Site | None:
     """A site for a call that was just made the long way, where there can be one: index values are not to be looked at again."""
     if isinstance(program, str) or program.promote or program.problem.device.type == "cpu" or settings.check == "always":
         return None
     if any(type(v) not in PLAIN or v.is_neg() for v in values.values()) or any(known(values[name]) is None for name in indices):
         return None
-    return Site(program, values, sources, indices, settings._values)
+    return Site(request, program, values, sources, indices)
