@@ -141,7 +141,9 @@ class Maker:
 # --- block SpMM ------------------------------------------------------------------------------------------------------------------
 
 
-def block_spmm(*, rows: int, columns: int, block: int, n: int, density: float, group: int = 0, dtype: torch.dtype, device: str = "cpu", filled: bool = True) -> Application:
+def block_spmm(
+    *, rows: int, columns: int, block: int, n: int, density: float, group: int = 0, dtype: torch.dtype, device: str = "cpu", filled: bool = True
+) -> Application:
     """``C = A @ B`` with A in BlockCOO, or in BlockGroupCOO of this group size; the second row of blocks is empty, the first full."""
     make = Maker.of(dtype, device, filled)
     mask = make.chance(rows, columns) < density
@@ -181,7 +183,9 @@ def _block_groups(rows: int) -> Callable[[Mapping[str, Tensor]], Tensor]:
 # --- unstructured SpMM -----------------------------------------------------------------------------------------------------------
 
 
-def spmm(*, rows: int, columns: int, n: int, entries: int, heavy: int = 0, group: int = 0, dtype: torch.dtype, device: str = "cpu", filled: bool = True) -> Application:
+def spmm(
+    *, rows: int, columns: int, n: int, entries: int, heavy: int = 0, group: int = 0, dtype: torch.dtype, device: str = "cpu", filled: bool = True
+) -> Application:
     """``C = A @ B`` with A in COO or GroupCOO. ``heavy`` further entries lie in row 2, so that it is far longer than the others; row 1 is empty."""
     make = Maker.of(dtype, device, filled)
     row = make.below(rows, entries)
@@ -218,7 +222,18 @@ def _groups(rows: int) -> Callable[[Mapping[str, Tensor]], Tensor]:
 
 
 def convolution(
-    *, voxels: int, offsets: int, inputs: int, outputs: int, layout: str, density: float = 0.5, one_to_one: bool = True, group: int = 8, dtype: torch.dtype, device: str = "cpu", filled: bool = True
+    *,
+    voxels: int,
+    offsets: int,
+    inputs: int,
+    outputs: int,
+    layout: str,
+    density: float = 0.5,
+    one_to_one: bool = True,
+    group: int = 8,
+    dtype: torch.dtype,
+    device: str = "cpu",
+    filled: bool = True,
 ) -> Application:
     """Sparse convolution. ``layout``: ``by voxel`` and ``by offset`` are neighbour tables, ``grouped`` lists pairs of voxels for each offset.
 

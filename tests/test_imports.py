@@ -33,7 +33,7 @@ RANKS: tuple[frozenset[str], ...] = (
     frozenset({"formats", "api"}),
     frozenset({"agnostic"}),
     frozenset({""}),
-    frozenset({"cli", "demo", "bench", "nn", "distributed", "__main__"}),
+    frozenset({"cli", "demo", "doctor", "bench", "nn", "distributed", "__main__"}),
 )
 #: The test kit stands beside the order: it must not rest on what it tests.
 TESTING_MAY_IMPORT = frozenset({"testing", "lang", "errors"})

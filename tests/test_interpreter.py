@@ -5,6 +5,7 @@ Every new tensor holds NaN before a kernel writes to it, so that a place which i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -234,7 +235,9 @@ def test_scalars_and_histograms() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
 def test_extrema(operator: str, strategy: str, dtype: torch.dtype) -> None:
     index, values = torch.randint(0, 4, (30,)), (10 * torch.randn(30, 6)).to(dtype)
-    start = torch.full((5, 6), (-INF if operator == "max=" else INF) if dtype.is_floating_point else torch.iinfo(dtype).min if operator == "max=" else torch.iinfo(dtype).max, dtype=dtype)
+    info = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
+    nothing = (info.min if operator == "max=" else info.max) * (INF if dtype.is_floating_point else 1)
+    start = torch.full((5, 6), nothing, dtype=dtype)
     wanted = start.scatter_reduce(0, index[:, None].expand(30, 6), values, "amax" if operator == "max=" else "amin")
     with insum.settings(scatter=strategy):
         assert torch.equal(run(f"C[I[p],n] {operator} V[p,n]", {0: 5}, I=index, V=values), wanted)
@@ -292,7 +295,8 @@ def test_padding_read_on_both_sides() -> None:
 
 # --- names -----------------------------------------------------------------------------------------------------------------------
 
-HOSTILE = ("class", "lambda", "tl", "triton", "pid", "acc", "A_s0", "A_ptr", "row", "slot", "t", "out", "out_at", "out_stride", "out_stride0", "work_at", "work", "seg_start", "m_ok", "range", "task", "_", "__", "insum_kernel")
+HOSTILE = ("class", "lambda", "tl", "triton", "pid", "acc", "A_s0", "A_ptr", "row", "slot", "t", "out", "out_at", "out_stride", "out_stride0", "work_at")
+HOSTILE += ("work", "seg_start", "m_ok", "range", "task", "_", "__", "insum_kernel")
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -313,7 +317,7 @@ def test_any_name_for_a_tensor(name: str) -> None:
 def test_any_name_for_an_index(name: str) -> None:
     application = small(torch.float32)[1]
     for variable in ("p", "q", "n", "bk"):
-        statement = application.statement.replace(f"[{variable},", f"[{name},").replace(f",{variable}]", f",{name}]").replace(f",{variable},", f",{name},").replace(f"[{variable}]", f"[{name}]")
+        statement = re.sub(rf"\b{variable}\b", name, application.statement)
         assert name in statement
         assert relative_error(run(statement, dict(application.sizes), application.padded, **application.values), application.expected()) < 2e-6, statement
 

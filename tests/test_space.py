@@ -52,7 +52,10 @@ def test_configs_print_as_they_are_written() -> None:
     assert "swap" not in repr(Config()) and eval(shown((config, Config())), {"insum": insum}) == (config, Config())
 
 
-@pytest.mark.parametrize("wrong", [{"m": 3}, {"n": 0}, {"k": -1}, {"warps": 64}, {"stages": 0}, {"split": -1}, {"swap": 2}, {"swap": -2}, {"m": 16.0}, {"m": True}])
+WRONG = [{"m": 3}, {"n": 0}, {"k": -1}, {"warps": 64}, {"stages": 0}, {"split": -1}, {"swap": 2}, {"swap": -2}, {"m": 16.0}, {"m": True}]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=str)
 def test_configs_refuse(wrong: dict[str, Any]) -> None:
     with pytest.raises(SettingsError):
         Config(**wrong)

@@ -136,7 +136,8 @@ def test_short_and_long_rows_are_put_together() -> None:
     base = first_guess(skewed())
 
     def rule(choice: Choice) -> float:
-        return 20.0 - (4.0 if choice[0].m != base[0].m else 0.0) - (3.0 if choice[1].k != base[1].k else 0.0) - (2.0 if choice[0].split != base[0].split else 0.0)
+        short, long = choice
+        return 20.0 - 4.0 * (short.m != base[0].m) - 3.0 * (long.k != base[1].k) - 2.0 * (short.split != base[0].split)
 
     found = search(skewed(), Clock(rule))
     assert found.microseconds == 11.0, "each was best alone, and they were tried together"

@@ -77,6 +77,7 @@ class Wishes:
     deterministic: bool
     precision: str  # "ieee", "tf32x3" or "tf32"
     accumulate: bool
+    architecture: str = "sm_90"  # what the first guess of a config is made for
 
 
 def index_reads(problem: Problem, term: Term) -> tuple[Access, ...]:

@@ -73,6 +73,13 @@ def first_choice(plan: Plan, extents: Mapping[str, int], *, longest: int = 0, en
     return replace(guess, split=split_length(longest, entries)), long_rows(plan, extents)
 
 
+def suited(choice: Choice, architecture: str) -> Choice:
+    """The first guess is made for Hopper; on NVIDIA's other architectures its largest tiles would spill with four warps."""
+    if architecture.startswith(("sm_9", "gfx")):
+        return choice
+    return tuple(replace(one, warps=8) if one.warps == 4 and one.m * one.n >= 128 * 128 else one for one in choice)
+
+
 def in_rows(plan: Plan) -> bool:
     """Whether tiles hold rows of a segmented output, so that short and long rows are launched apart."""
     return plan.strategy != "unrolled" and plan.segment is not None and plan.segment.tiled

@@ -122,7 +122,8 @@ def first_choice(prepared: Prepared, wishes: Wishes) -> Choice:
     """What the model says, without any search."""
     plan = model.oriented(prepared.plan, prepared.extents, allowed=wishes.settings.swap)
     rows = prepared.segments
-    return model.first_choice(plan, prepared.extents, longest=rows.longest if rows else 0, entries=rows.entries if rows else 0)
+    choice = model.first_choice(plan, prepared.extents, longest=rows.longest if rows else 0, entries=rows.entries if rows else 0)
+    return model.suited(choice, wishes.architecture)
 
 
 def _step(problem: Problem, prepared: Prepared, values: Mapping[str, Value], target: Tensor | None, wishes: Wishes, choice: Choice) -> Step:

@@ -7,6 +7,7 @@ tensor decided anything, in one bounded table.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -45,6 +46,8 @@ class Refusal:
 
 def run(problem: Problem, values: Mapping[str, Value], target: Tensor | None, config: Choice | None = None) -> Tensor | None:
     """The statement's result, or None where no kernel can express it. With ``target``, accumulates into it in place."""
+    if any([isinstance(v, Tensor) and v.is_neg() for v in values.values()]):  # noqa: C419  # on the path of every call
+        values = {name: v.resolve_neg() if isinstance(v, Tensor) else v for name, v in values.items()}
     program = lookup(problem, values, target, config)
     if isinstance(program, str):
         _fall_back(problem, program)
@@ -136,7 +139,7 @@ def lookup(problem: Problem, values: Mapping[str, Value], target: Tensor | None,
 def _build_and_keep(
     table: dict[object, Any], key: tuple[object, ...], problem: Problem, values: Mapping[str, Value], target: Tensor | None, config: Choice | None
 ) -> Program | Refusal:
-    wishes = wishes_of(target is not None)
+    wishes = wishes_of(target is not None, problem.device)
     reason = unusable(problem)
     program = Refusal(problem, wishes, reason) if reason else _build(problem, values, target, wishes, config)
     if table is _launches and len(_launches) >= _MOST_LAUNCHES:
@@ -188,12 +191,26 @@ def unusable(problem: Problem) -> str:
     return ""
 
 
-def wishes_of(accumulate: bool) -> Wishes:
+def wishes_of(accumulate: bool, device: torch.device | None = None) -> Wishes:
     """What decides plans besides statement and tensors, as it is now."""
-    precision = "tf32" if torch.get_float32_matmul_precision() != "highest" else "tf32x3"
-    if launch.interpreting() or torch.version.hip:
-        precision = "ieee"
-    return Wishes(settings.values, torch.are_deterministic_algorithms_enabled(), precision, accumulate)
+    architecture = _architecture(device)
+    precision = "ieee" if launch.interpreting() else _precision(architecture)
+    return Wishes(settings.values, torch.are_deterministic_algorithms_enabled(), precision, accumulate, architecture)
+
+
+def _precision(architecture: str) -> str:
+    """How float32 operands are multiplied: exactly, or as PyTorch's own setting allows."""
+    if architecture.startswith("gfx"):
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+@functools.cache
+def _architecture(device: torch.device | None) -> str:
+    if device is None or device.type != "cuda" or not torch.cuda.is_available():
+        return "sm_90"
+    properties: Any = torch.cuda.get_device_properties(device)
+    return f"sm_{properties.major}{properties.minor}" if torch.version.hip is None else str(properties.gcnArchName).split(":")[0]
 
 
 # --- building ------------------------------------------------------------------------------------------------------------------
@@ -262,11 +279,16 @@ def describe(problem: Problem, values: Mapping[str, Value], target: Tensor | Non
     program = lookup(problem, values, target, config)
     if isinstance(program, str):
         return f"no fused kernel: {program}"
+    return told(program, values)
+
+
+def told(program: Program, values: Mapping[str, Value]) -> str:
+    """A program as text: plans, what the model predicts, configs and kernels."""
     parts = []
+    device = cost.device_of(program.problem.device)
     for step in program.steps:
         parts.append(step.prepared.plan.describe(step.prepared.extents))
         if step.launches:
-            device = cost.device_of(problem.device)
             parts.append(cost.predict(step.prepared.plan, step.prepared.extents, step.choice, device, cost.load_of(step.prepared, values)).describe())
         parts += [f"config       {one.config}\n\n{one.kernel.source}" for one in step.launches]
     return "\n\n".join(parts)
@@ -290,9 +312,11 @@ def strategy(problem: Problem, values: Mapping[str, Value]) -> str:
 # --- without a device ------------------------------------------------------------------------------------------------------------
 
 
-def plan_only(problem: Problem, values: Mapping[str, Value], target: Tensor | None = None, config: Choice | None = None) -> Program:
+def plan_only(
+    problem: Problem, values: Mapping[str, Value], target: Tensor | None = None, config: Choice | None = None, architecture: str = "sm_90"
+) -> Program:
     """The program of a statement as a GPU would get it, built from tensors that may lie anywhere; it cannot be run there."""
-    wishes = Wishes(settings.values, torch.are_deterministic_algorithms_enabled(), "tf32x3", target is not None)
+    wishes = Wishes(settings.values, torch.are_deterministic_algorithms_enabled(), _precision(architecture), target is not None, architecture)
     program = _build(problem, values, target, wishes, config)
     if isinstance(program, Refusal):
         raise CannotFuse(program.reason)
@@ -302,7 +326,7 @@ def plan_only(problem: Problem, values: Mapping[str, Value], target: Tensor | No
 def compile_only(problem: Problem, values: Mapping[str, Value], architecture: str) -> list[tuple[str, launch.Compiled]]:
     """Compile every kernel of a statement for an architecture that need not be here: (strategy, compiler's figures)."""
     found = []
-    program = plan_only(problem, values)
+    program = plan_only(problem, values, architecture=architecture)
     for step in program.steps:
         out = torch.empty(1, dtype=program.buffer or problem.dtype)
         work = torch.empty(1, dtype=WIDE[step.prepared.plan.accumulator])

@@ -75,7 +75,7 @@ def load(kernel: Kernel, header: str) -> Any:
 def runner_of(compiled: Any, programs: int) -> Callable[..., None]:
     """A compiled kernel as a function of its arguments, without what Triton does at every launch for hooks that nobody has set."""
     plain: Callable[..., None] = compiled[(programs, 1, 1)]
-    if not _launches_as_known(type(compiled)):
+    if not _launches_as_known():
         return plain
     from triton import knobs
     from triton.runtime import driver
@@ -93,12 +93,13 @@ def runner_of(compiled: Any, programs: int) -> Callable[..., None]:
 
 
 @functools.cache
-def _launches_as_known(kind: Any) -> bool:
+def _launches_as_known() -> bool:
     """Whether this Triton launches in the way that `runner_of` shortens."""
     try:
         from triton import knobs
+        from triton.compiler import CompiledKernel
 
-        text = " ".join(inspect.getsource(kind.__getitem__).split())
+        text = " ".join(inspect.getsource(CompiledKernel.__getitem__).split())
         known = "self.run(grid[0], grid[1], grid[2], stream, self.function, self.packed_metadata, launch_metadata,"
         return known in text and all(hasattr(hook, "calls") for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook))
     except (AttributeError, ImportError, OSError, TypeError):

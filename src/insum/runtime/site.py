@@ -46,7 +46,7 @@ class Site:
                 return None
             if not tensor.is_contiguous() if stride is None else tensor.stride() != stride:
                 return None
-            if facts is not None and facts_key(tensor) != facts or source and graded and tensor.requires_grad:
+            if facts is not None and facts_key(tensor) != facts or source and (graded and tensor.requires_grad or tensor.is_neg()):
                 return None
         return fused.execute(program, tensors, None) if self.same_modes() else None
 

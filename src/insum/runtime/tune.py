@@ -97,7 +97,7 @@ def tune(problem: Problem, values: Mapping[str, Value], target: Tensor | None, e
     if effort not in EFFORTS:
         raise SettingsError(f"effort is {effort!r}", expected="'quick' or 'full'")
     reason = launch.available() or (fused.unusable(problem) or _untimed(problem) if timer is None else "")
-    wishes = fused.wishes_of(target is not None)
+    wishes = fused.wishes_of(target is not None, problem.device)
     text = problem.statement.text or str(problem.statement)
     try:
         prepared = fused.prepare_all(problem, values, wishes)

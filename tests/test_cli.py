@@ -1,0 +1,129 @@
+"""The command line: every command, and what it says where something is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from insum import cli, doctor
+from insum.plan.config import Config
+from insum.runtime import cache
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("INSUM_CACHE_DIR", str(tmp_path / "cache"))
+    cache.forget()
+    return tmp_path
+
+
+def insum(*arguments: str, code: int = 0) -> str:
+    from typer.testing import CliRunner
+
+    result = CliRunner().invoke(cli.application(), list(arguments), prog_name="insum")
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def remember(sizes: str = "i:8", torch_version: str | None = None) -> None:
+    now = cache.versions()
+    key = cache.Key("plan", sizes, "a GPU", torch_version or now[0], *now[1:])
+    cache.remember(cache.Entry(key, "C[i] = A[i]", (Config(m=4, n=32),), 3.25, 4.5, "full"))
+
+
+def test_without_a_command_it_shows_them() -> None:
+    text = insum("--help")
+    assert all(name in text for name in ("cache", "doctor", "explain", "demo"))
+    assert all(name in insum("cache", "--help") for name in ("list", "clear", "export", "import"))
+
+
+def test_the_cache_commands(tmp_path: Path) -> None:
+    assert "0 entries" in insum("cache", "list")
+    remember("i:8")
+    remember("i:16")
+    listed = insum("cache", "list")
+    assert "2 entries" in listed and "C[i] = A[i]" in listed and "3.2" in listed and "insum.Config(" in listed
+    file = tmp_path / "shipped.json"
+    assert "2 entries" in insum("cache", "export", str(file))
+    assert "2 files removed" in insum("cache", "clear")
+    assert "2 entries taken over" in insum("cache", "import", str(file))
+    assert "2 entries" in insum("cache", "list")
+
+
+def test_importing_other_versions(tmp_path: Path) -> None:
+    remember(torch_version="0.1")
+    insum("cache", "export", str(tmp_path / "old.json"))
+    insum("cache", "clear")
+    assert "0 entries taken over, 1 of other versions left out" in insum("cache", "import", str(tmp_path / "old.json"))
+    assert "1 entries taken over" in insum("cache", "import", "--any-version", str(tmp_path / "old.json"))
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 1, "entries": [{}]}'])
+def test_importing_what_is_no_export(tmp_path: Path, text: str) -> None:
+    (tmp_path / "other.json").write_text(text)
+    insum("cache", "import", str(tmp_path / "other.json"), code=1)
+    insum("cache", "import", str(tmp_path / "missing.json"), code=1)
+
+
+def test_doctor_says_what_is_usable_and_why() -> None:
+    text = insum("doctor")
+    assert all(word in text for word in ("torch", "triton", "GPU", "cache folder", "interpreter", "numpy", "scipy"))
+    findings = {one.what: one for one in doctor.report()}
+    assert findings["torch"].why == torch.__version__
+    assert all(one.why for one in findings.values())
+    if not torch.cuda.is_available():
+        assert not findings["GPU"].usable and "graphs of torch operations" in findings["GPU"].why
+
+
+def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
+    assert {one.what for one in doctor.report() if "not installed" in one.why} >= set(doctor.OPTIONAL)
+
+
+def test_explain_shows_plan_model_and_kernel() -> None:
+    shapes = ["AM=100:int32<64", "AK=100:int32<64", "AV=100,32,32:float16", "B=64,32,256:float16"]
+    text = insum("explain", "C[AM[p],m,n] = AV[p,m,k] * B[AK[p],k,n]", *[a for s in shapes for a in ("--shape", s)], "--size", "0=64")
+    assert all(word in text for word in ("strategy", "segment", "model", "µs", "HBM", "config", "@triton.jit", "tl.dot"))
+
+
+def test_explain_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    insum("explain", "y[i] = A[i,j] * x[j]", "--shape", "A=3,4", "--shape", "x=5", code=1)
+    insum("explain", "y[i] = A[i", "--shape", "A=3", code=1)
+    insum("explain", "y[i] = A[i]", "--shape", "A=3:float99", code=1)
+    text = insum("explain", "y[i] = A[i]", "--shape", "A=3:complex64")
+    assert "no fused kernel" in text
+
+
+DESCRIBED = [("A=3,4", (3, 4), torch.float32), ("b=:float64", (), torch.float64), ("I=2,2:int64<4", (2, 2), torch.int64)]
+
+
+@pytest.mark.parametrize(("text", "shape", "dtype"), DESCRIBED)
+def test_described_tensors(text: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    name, tensor = cli.tensor_of(text)
+    assert name == text[0] and tuple(tensor.shape) == shape and tensor.dtype == dtype
+
+
+def test_the_demo_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import insum.demo
+
+    seen: list[Any] = []
+    monkeypatch.setattr(insum.demo, "main", lambda arguments: seen.append(arguments) or 0)
+    globals()["insum"]("demo", "--anything", "3")
+    assert seen == [["--anything", "3"]]
+
+
+@pytest.mark.parametrize("missing", ["typer", "rich"])
+def test_a_missing_package_gives_a_clear_message(missing: str) -> None:
+    code = f"import sys; sys.modules[{missing!r}] = None; from insum.cli import main; main(['doctor'])"
+    source = Path(__file__).parent.parent / "src"
+    environment = {"PYTHONPATH": str(source), "PATH": "", "HOME": str(source)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 1 and "insum[cli]" in done.stderr and missing in done.stderr and "Traceback" not in done.stderr

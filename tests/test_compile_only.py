@@ -1,0 +1,202 @@
+"""The kernels of the applications and of their gradients, compiled for GPUs that are not here, at their default configs.
+
+``pytest tests/test_compile_only.py -s`` prints what the compiler says of each.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import applications
+import insum
+from applications import Call
+from insum.plan.config import power_of_two
+from insum.runtime import fused, launch
+from insum.runtime.build import OUT, WIDE, WORK
+from kernels import bound
+
+pytestmark = pytest.mark.compile_only
+
+#: Registers that one thread can have: a kernel that takes them all had to do without some.
+MOST_REGISTERS = {"sm_80": 255, "sm_90": 255, "sm_100": 255, "gfx942": 512}
+APPLICATIONS = [
+    "block SpMM, BlockCOO",
+    "block SpMM, BlockGroupCOO",
+    "SpMM, COO",
+    "SpMM, GroupCOO",
+    "convolution by voxel",
+    "convolution by offset",
+    "convolution, grouped",
+    "tensor product",
+    "tensor product, constant",
+]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One compiled kernel."""
+
+    call: str
+    strategy: str
+    dot: bool
+    config: insum.Config
+    compiled: launch.Compiled
+    spilled: int
+
+    def __str__(self) -> str:
+        c = self.compiled
+        matrix = next((name for name in ("wgmma", "tcgen05.mma", "mfma", "mma.sync") if c.uses(name)), "-")
+        pipelined = "cp.async" if c.uses("cp.async") else "-"
+        figures = f"{c.registers:4} registers {self.spilled:4} spilled {c.shared:7} shared  {matrix:11} {pipelined:8}"
+        return f"{self.call:42} {c.target:7} {self.strategy:9} {figures}  {self.config}"
+
+
+@functools.cache
+def usual() -> dict[str, applications.Application]:
+    """Compiling reads no values, so none are written: the tensors take no memory."""
+    return {a.name: a for a in applications.usual(filled=False)}
+
+
+@functools.cache
+def calls(name: str) -> list[Call]:
+    return usual()[name].calls(filled=False)
+
+
+def compiled(call: Call, target: str) -> Iterator[Result]:
+    """Every kernel of a call."""
+    problem = call.problem()
+    program = fused.plan_only(problem, call.values, architecture=target)
+    for step in program.steps:
+        plan = step.prepared.plan
+        own: dict[str, Any] = {OUT: torch.empty(1, dtype=program.buffer or problem.dtype), WORK: torch.empty(1, dtype=WIDE[plan.accumulator])}
+        for one in step.launches:
+            arguments = list(one.arguments)
+            for position, name in one.names:
+                arguments[position] = own.get(name, call.values.get(name))
+            found = launch.compile_for(one.function, arguments, target, warps=one.config.warps, stages=one.config.stages)
+            yield Result(call.name, plan.strategy, plan.roles.dot, one.config, found, spilled(found))
+
+
+def spilled(found: launch.Compiled) -> int:
+    """Bytes of registers that were spilled. A stack frame may be there for other reasons, which the assembler tells when asked."""
+    if not found.stack or found.target.startswith("gfx"):
+        return found.stack
+    import triton
+
+    architecture = {"sm_90": "sm_90a", "sm_100": "sm_100a"}.get(found.target, found.target)
+    assemblers = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    for assembler in sorted(assemblers.glob("ptxas*")):
+        with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+            file.write(found.assembly["ptx"])
+            file.flush()
+            command = [assembler, "-v", f"--gpu-name={architecture}", file.name, "-o", "/dev/null"]
+            report = subprocess.run(command, capture_output=True, text=True, check=False).stderr
+        stores = re.search(r"(\d+) bytes spill stores", report)
+        if stores:
+            return int(stores.group(1))
+    return found.stack
+
+
+@pytest.mark.parametrize("target", launch.TARGETS)
+@pytest.mark.parametrize("name", APPLICATIONS)
+def test_application(name: str, target: str) -> None:
+    results = [result for call in calls(name) for result in compiled(call, target)]
+    print("", *results, sep="\n")
+    assert len(results) >= len(calls(name))
+    for result in results:
+        assert result.spilled == 0, result
+        assert 0 < result.compiled.registers < MOST_REGISTERS[target], result
+    forward = [result for result in results if result.call == name]
+    if target == "sm_90" and ("block SpMM" in name or "convolution" in name):
+        assert all(result.compiled.uses("wgmma") for result in forward), "Hopper's matrix instructions"
+        assert all(result.compiled.uses("cp.async") for result in forward), "gathers are pipelined"
+    if target == "sm_80" and any(result.dot for result in forward):
+        assert all(result.compiled.uses("cp.async") for result in forward)
+    if target == "gfx942" and any(result.dot for result in forward):
+        assert all(result.compiled.uses("mfma") for result in forward)
+
+
+def test_the_list_is_complete() -> None:
+    assert list(usual()) == APPLICATIONS
+
+
+@pytest.mark.parametrize("name", ["block SpMM, BlockGroupCOO", "convolution by voxel", "convolution, grouped"])
+def test_operands_are_born_in_their_layout(name: str) -> None:
+    """No reshape and no transposition, in the text and in what the compiler makes of it."""
+    for call in calls(name):
+        for step in fused.plan_only(call.problem(), call.values).steps:
+            for one in step.launches:
+                assert not re.search(r"tl\.(trans|permute|reshape|view)\b|\.T\b", one.kernel.source), one.kernel.source
+
+
+def test_half_outputs_are_accumulated_in_float32() -> None:
+    (result,) = compiled(calls("convolution, grouped")[0], "sm_90")
+    assert result.strategy == "atomic"
+    assert not re.search(r"(red|atom)\S*\.f16", result.compiled.assembly["ptx"])
+
+
+# --- how often -------------------------------------------------------------------------------------------------------------------
+
+
+def sources(statement: str, cases: list[dict[str, Any]], sizes: list[dict[int, int]]) -> set[str]:
+    """Texts of the kernels of one statement for many tensors."""
+    found = set()
+    for values, size in zip(cases, sizes, strict=True):
+        for step in fused.plan_only(bound(statement, values, size), values).steps:
+            found |= {one.kernel.source for one in step.launches}
+    return found
+
+
+def test_sizes_do_not_make_new_kernels() -> None:
+    """Fifty sparse matrices, no two alike in nonzeros, rows or columns: one text for all, and one compilation for each kind of strides."""
+    before = len(launch.loaded_kernels)
+    generator = torch.Generator().manual_seed(0)
+    cases, sizes = [], []
+    for number in range(50):
+        rows, columns, entries = 100 + 7 * number, 90 + 11 * number, 500 + 13 * number
+        index = torch.arange(entries) % rows
+        draw = torch.randint(0, columns, (entries,), generator=generator)
+        cases.append({"AM": index.sort().values.int(), "AV": torch.empty(entries), "AK": draw.int(), "B": torch.empty(columns, 64)})
+        sizes.append({0: rows})
+    assert len(sources("C[AM[p],n] += AV[p] * B[AK[p],n]", cases, sizes)) == 1
+    assert len(launch.loaded_kernels) - before <= 1
+
+
+def test_column_counts_make_few_kernels() -> None:
+    """The number of dense columns decides the tile: one text for each power of two, and for whether it divides."""
+    before = len(launch.loaded_kernels)
+    index = (torch.arange(900) // 9).int()
+    widths = [8 * n for n in range(1, 51)]
+    cases = [{"AM": index, "AV": torch.empty(900), "AK": index, "B": torch.empty(100, n)} for n in widths]
+    tiles = {(tile := min(256, power_of_two(n)), n % tile == 0) for n in widths}
+    assert len(sources("C[AM[p],n] += AV[p] * B[AK[p],n]", cases, [{0: 100}] * len(cases))) <= len(tiles)
+    assert len(launch.loaded_kernels) - before <= len(tiles)
+
+
+def test_block_products_of_any_size_are_one_kernel() -> None:
+    cases, sizes = [], []
+    for number in range(50):
+        rows, columns = 8 + number, 512 * (1 + number)
+        index = (torch.arange(5 * rows) // 5).int()
+        blocks, dense = (torch.empty(shape, dtype=torch.float16) for shape in ((5 * rows, 32, 32), (rows, 32, columns)))
+        cases.append({"AM": index, "AV": blocks, "AK": index, "B": dense})
+        sizes.append({0: rows})
+    assert len(sources("C[AM[p],bm,n] += AV[p,bm,bk] * B[AK[p],bk,n]", cases, sizes)) == 1
+
+
+def test_specialised_by_divisibility_alone() -> None:
+    """What compiling depends on besides the text: whether an integer is 1 or a multiple of 16, and kinds of pointers."""
+    assert launch._argument_kind(1) == ("constexpr", False)
+    assert launch._argument_kind(17) == ("i32", False) and launch._argument_kind(32) == ("i32", True)
+    assert launch._argument_kind(2**31) == ("i64", True) and launch._argument_kind(2**31 + 1) == ("i64", False)
+    assert launch._argument_kind(torch.empty(1, dtype=torch.bfloat16)) == ("*bf16", True)

@@ -1,0 +1,428 @@
+"""How statements are planned: roles, strategies and their reasons, widths and dtypes; what a plan prints; what has no kernel and why."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import applications
+import insum
+from insum.plan import model
+from insum.plan.config import Config
+from insum.plan.draft import CannotFuse
+from insum.plan.plan import Plan
+from insum.runtime import fused
+from kernels import bound, plan_of, plans_of
+
+pytestmark = pytest.mark.compile_only  # plans end in loaded kernels, for which triton must be there
+
+SPMM = "C[AM[p],n] += AV[p] * B[AK[p],n]"
+BLOCKS = "C[AM[p],bm,n] += AV[p,bm,bk] * B[AK[p],bk,n]"
+SORTED, UNSORTED, UNIQUE = torch.tensor([0, 0, 1, 3, 3]), torch.tensor([3, 0, 1, 3, 0]), torch.tensor([3, 0, 4, 1, 2])
+
+
+def spmm(index: torch.Tensor, n: int = 8, rows: int = 6, **more: Any) -> Plan:
+    return plan_of(SPMM, {0: rows}, AM=index, AV=torch.randn(5), AK=torch.zeros(5, dtype=torch.int64), B=torch.randn(2, n), **more)
+
+
+def blocks(index: torch.Tensor, size: int = 32, n: int = 64, dtype: torch.dtype = torch.float16) -> Plan:
+    values = {"AV": torch.empty(5, size, size, dtype=dtype), "B": torch.empty(2, size, n, dtype=dtype)}
+    return plan_of(BLOCKS, {0: 6}, AM=index, AK=torch.zeros(5, dtype=torch.int64), **values)
+
+
+# --- roles -------------------------------------------------------------------------------------------------------------------------
+
+
+def roles(plan: Plan) -> dict[str, tuple[str, ...]]:
+    return {name: found for name in ("m", "n", "k", "loops", "outer", "grid") if (found := getattr(plan.roles, name))}
+
+
+def test_a_matrix_product() -> None:
+    plan = plan_of("C[i,j] = A[i,k] * B[k,j]", A=torch.randn(64, 48), B=torch.randn(48, 64))
+    assert plan.roles.dot and roles(plan) == {"m": ("i",), "n": ("j",), "k": ("k",)}
+    assert (plan.roles.left, plan.roles.right, plan.roles.post) == ((0,), (1,), ())
+
+
+def test_the_order_of_factors_does_not_matter() -> None:
+    plan = plan_of("C[i,j] = B[k,j] * A[i,k]", A=torch.randn(64, 48), B=torch.randn(48, 64))
+    assert roles(plan) == {"m": ("i",), "n": ("j",), "k": ("k",)} and (plan.roles.left, plan.roles.right) == ((1,), (0,))
+
+
+def test_batches_and_scales() -> None:
+    plan = plan_of("C[b,i,j] = s[b] * A[b,i,k] * B[b,k,j] * t[j]", A=torch.randn(3, 64, 48), B=torch.randn(3, 48, 64), s=torch.randn(3), t=torch.randn(64))
+    assert roles(plan) == {"m": ("i",), "n": ("j",), "k": ("k",), "grid": ("b",)}
+    assert plan.roles.post == (0, 3), "factors without k are multiplied after the product"
+
+
+def test_short_variables_are_flattened_into_an_axis() -> None:
+    plan = plan_of("C[a,i,j] = A[a,i,k] * B[k,j]", A=torch.randn(20, 8, 48), B=torch.randn(48, 64))
+    assert set(plan.roles.m) == {"a", "i"} and plan.roles.n == ("j",) and not plan.roles.grid
+
+
+def test_entries_of_a_row_are_flattened_with_the_block() -> None:
+    plan = blocks(SORTED, 32)
+    assert plan.roles.k == ("p", "bk") and plan.segment is not None and not plan.segment.tiled
+
+
+def test_blocks_of_an_odd_size_are_looped_over() -> None:
+    plan = blocks(SORTED, 24)
+    assert plan.roles.k == ("bk",) and plan.roles.loops == ("p",)
+
+
+def test_small_extents_are_not_worth_a_matrix_instruction() -> None:
+    assert not plan_of("C[i,j] = A[i,k] * B[k,j]", A=torch.randn(4, 48), B=torch.randn(48, 64)).roles.dot
+    assert not plan_of("C[i] = A[i,k] * B[k]", A=torch.randn(64, 48), B=torch.randn(48)).roles.dot
+
+
+@pytest.mark.parametrize(("wish", "dot"), [("auto", True), ("always", True), ("never", False)])
+def test_matrix_instructions_as_wished(wish: str, dot: bool) -> None:
+    with insum.settings(dot=wish):
+        assert plan_of("C[i,j] = A[i,k] * B[k,j]", A=torch.randn(32, 48), B=torch.randn(48, 64)).roles.dot == dot
+    with insum.settings(dot=wish):
+        assert plan_of("C[i,j] = A[i,k] * B[k,j]", A=torch.randn(2, 3), B=torch.randn(3, 2)).roles.dot == (wish == "always")
+
+
+def test_maxima_have_no_matrix_instruction() -> None:
+    plan = plan_of("C[i,j] max= A[i,k] * B[k,j]", A=torch.randn(32, 48), B=torch.randn(48, 64))
+    assert not plan.roles.dot and plan.reduce == "max"
+
+
+def test_every_variable_has_one_place() -> None:
+    for application in applications.tiny():
+        for call in application.calls():
+            for plan in plans_of(call.problem(), call.values):
+                r = plan.roles
+                places = [*r.m, *r.n, *r.k, *r.loops, *r.outer, *r.grid]
+                used = {v for e in (plan.target, *plan.factors) for v in insum.lang.expr.variables(e)}
+                covered = used - set(plan.pattern.variables if plan.pattern else ())
+                assert len(places) == len(set(places)) and covered <= set(places), call.name
+
+
+# --- the operand swap --------------------------------------------------------------------------------------------------------------
+
+
+def test_the_wide_side_becomes_m() -> None:
+    with insum.settings(swap=False):
+        plain = blocks(SORTED, 32, n=512).roles
+    swapped = blocks(SORTED, 32, n=512).roles
+    assert (plain.m, plain.n) == (("bm",), ("n",))
+    assert (swapped.m, swapped.n, swapped.left, swapped.right) == (("n",), ("bm",), plain.right, plain.left)
+    assert model.swapped(swapped, {"bm": 32, "n": 512}) == swapped, "once is enough"
+
+
+def test_no_swap_where_m_is_wide_enough_or_settings_forbid_it() -> None:
+    plan = blocks(SORTED, 64, n=512)
+    assert model.swapped(plan.roles, {"bm": 64, "n": 512}) == plan.roles
+    values = {"AM": SORTED, "AV": torch.empty(5, 32, 32), "AK": SORTED, "B": torch.empty(4, 32, 512)}
+    problem = bound(BLOCKS, values, {0: 6})
+    for allowed, side in ((True, "n"), (False, "bm")):
+        with insum.settings(swap=allowed):
+            (one,) = fused.plan_only(problem, values).steps[0].launches
+        assert f"{side}_i = m_tile" in one.kernel.source
+
+
+def test_prefetched_indices_as_wished() -> None:
+    values = {"AM": SORTED, "AV": torch.empty(5, 32, 32), "AK": SORTED, "B": torch.empty(4, 32, 512)}
+    for wish in (True, False):
+        with insum.settings(prefetch=wish):
+            (one,) = fused.plan_only(bound(BLOCKS, values, {0: 6}), values).steps[0].launches
+        assert ("_next" in one.kernel.source) == wish
+
+
+# --- strategies and why ------------------------------------------------------------------------------------------------------------
+
+
+def test_direct_and_injective_outputs_are_stored() -> None:
+    assert plan_of("C[i,j] = A[j,i]", A=torch.randn(3, 4)).strategy == "store"
+    plan = plan_of("C[2*i + 1] = A[i]", {0: 9}, A=torch.randn(3))
+    assert plan.strategy == "store" and plan.why == ("no two points meet",)
+
+
+@pytest.mark.parametrize(
+    ("index", "strategy", "why"),
+    [
+        (SORTED, "segment", "AM is sorted"),
+        (UNSORTED, "segment", "AM was sorted once"),
+        (UNIQUE, "store", "AM is unique"),
+        (UNIQUE.sort().values, "store", "AM is unique"),
+    ],
+)
+def test_the_index_decides(index: torch.Tensor, strategy: str, why: str) -> None:
+    plan = spmm(index)
+    assert (plan.strategy, plan.why) == (strategy, (why,))
+
+
+def test_trailing_padding_is_skipped_and_other_padding_masked() -> None:
+    values, dense = torch.randn(3, 2), torch.randn(4, 9)
+    statement, index = "C[AM[p],n] += AV[p,q] * B[AK[p,q],n]", torch.tensor([0, 0, 2])
+    plan = plan_of(statement, {0: 3}, ("AK",), AM=index, AV=values, AK=torch.tensor([[0, 1], [2, -1], [3, -1]]), B=dense)
+    assert plan.why == ("AM is sorted", "padding ends each row and is skipped") and not plan.padded
+    plan = plan_of(statement, {0: 3}, ("AK",), AM=index, AV=values, AK=torch.tensor([[-1, 1], [2, -1], [3, -1]]), B=dense)
+    assert plan.why == ("AM is sorted",) and plan.padded == {"AK"}
+    plan = plan_of(statement, {0: 3}, ("AK",), AM=index, AV=values, AK=torch.tensor([[0, 1], [2, 0], [3, 0]]), B=dense)
+    assert not plan.padded, "padding that was allowed but is not there costs nothing"
+
+
+def test_a_small_scattered_dimension_stays_in_registers() -> None:
+    application = applications.usual(filled=False)[7]
+    plan = plans_of(application.forward.problem(), application.values)[0]
+    assert plan.strategy == "onehot" and plan.why == ("the scattered dimension has 4 places and stays in registers",) and plan.onehot == 1
+
+
+def test_constants_become_code() -> None:
+    application = applications.usual(filled=False)[8]
+    plan = plans_of(application.forward.problem(), application.values)[0]
+    assert plan.strategy == "unrolled" and plan.why == ("I, J, K, L are constants of the code",)
+    assert plan.pattern is not None and plan.pattern.variables == ("p", "q") and len(plan.pattern.points) == 10
+
+
+def test_blocks_are_sorted_even_where_the_output_is_small() -> None:
+    """Rows of blocks are matrix products; a register tile would give that up."""
+    application = applications.block_spmm(rows=64, columns=64, block=32, n=4096, density=0.1, dtype=torch.float16, filled=False)
+    plan = plans_of(*_gradient(application, "B"))[0]
+    assert plan.roles.dot and plan.strategy == "segment" and plan.why == ("AK was sorted once",)
+
+
+def test_a_neighbour_table_is_inverted() -> None:
+    application = applications.usual(filled=False)[4]
+    plan = plans_of(*_gradient(application, "In"))[0]
+    assert plan.strategy == "store" and plan.why == ("Nb has an inverse table",) and "Nb_inverse" in plan.padded
+
+
+def _gradient(application: applications.Application, name: str) -> tuple[Any, Any]:
+    call = application.gradients(application.upstream(filled=False))[name]
+    return call.problem(), call.values
+
+
+def test_tiles_of_several_entries_are_added_atomically() -> None:
+    application = applications.usual(filled=False)[6]
+    plan = plans_of(application.forward.problem(), application.values)[0]
+    assert plan.strategy == "atomic" and plan.why == ("X is not sorted, and its tiles hold several entries of it",)
+    torch.use_deterministic_algorithms(True)
+    try:
+        plan = plans_of(application.forward.problem(), application.values)[0]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert plan.strategy == "segment" and plan.why == ("X was sorted once",)
+
+
+@pytest.mark.parametrize("strategy", ["segment", "onehot", "unrolled", "atomic"])
+def test_strategies_as_wished(strategy: str) -> None:
+    with insum.settings(scatter=strategy):
+        assert spmm(SORTED).strategy == strategy
+        assert spmm(UNSORTED).strategy == strategy
+        assert plan_of("C[i,j] = A[j,i]", A=torch.randn(3, 4)).strategy == "store", "nothing is scattered there"
+
+
+def test_several_scattered_indices() -> None:
+    plan = plan_of("C[I[p],I[p]] += V[p]", {0: 5, 1: 5}, I=UNSORTED, V=torch.randn(5))
+    assert plan.strategy == "atomic" and plan.why == ("several scattered indices",)
+
+
+# --- widths and dtypes -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "accumulator", "operand"),
+    [
+        (torch.float16, "float32", "float16"),
+        (torch.bfloat16, "float32", "bfloat16"),
+        (torch.float32, "float32", "float32"),
+        (torch.float64, "float64", ""),
+        (torch.int64, "int64", ""),
+        (torch.int32, "int64", ""),
+    ],
+)
+def test_accumulators(dtype: torch.dtype, accumulator: str, operand: str) -> None:
+    plan = plan_of("C[i,j] = A[i,k] * B[k,j]", A=torch.zeros(32, 48, dtype=dtype), B=torch.zeros(48, 64, dtype=dtype))
+    assert (plan.accumulator, plan.operand) == (accumulator, operand)
+
+
+def test_mixed_operands_are_brought_to_one_dtype() -> None:
+    plan = plan_of("C[i,j] = A[i,k] * B[k,j]", A=torch.zeros(32, 48, dtype=torch.float16), B=torch.zeros(48, 64))
+    assert (plan.accumulator, plan.operand) == ("float32", "float32")
+
+
+def test_a_double_target_is_accumulated_in_double() -> None:
+    values = {"A": torch.zeros(32, 48), "B": torch.zeros(48, 64), "C": torch.zeros(32, 64, dtype=torch.float64)}
+    (plan,) = plans_of(bound("C[i,j] += A[i,k] * B[k,j]", values), values, values["C"])
+    assert plan.accumulator == "float64" and not plan.roles.dot and plan.accumulate
+
+
+@pytest.mark.parametrize(("setting", "precision"), [("highest", "tf32x3"), ("high", "tf32"), ("medium", "tf32")])
+def test_precision_follows_torch(setting: str, precision: str) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(setting)
+    try:
+        assert plan_of("C[i,j] = A[i,k] * B[k,j]", A=torch.zeros(32, 48), B=torch.zeros(48, 64)).precision == precision
+        assert plan_of("C[i,j] = A[i,k] * B[k,j]", A=torch.zeros(32, 48).half(), B=torch.zeros(48, 64).half()).precision == "", "only float32 has a choice"
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_offsets_of_64_bits_where_needed() -> None:
+    """Decided by shapes and strides; the tensors are never touched."""
+    large = torch.empty(2**26, 32, dtype=torch.int8, device="meta")
+    small = torch.empty(2**26 - 1, 32, dtype=torch.int8, device="meta")
+    assert _wide(large) and not _wide(small[:1])
+    assert _wide(small[:2].as_strided((2, 2), (2**31, 1))), "two rows, far apart"
+    assert not _wide(torch.empty(2, 2))
+
+
+def _wide(a: torch.Tensor) -> bool:
+    values = {"A": a}
+    problem = bound("y[i] = A[i,j]", values)
+    return fused.prepare_all(problem, values, fused.wishes_of(False))[0].plan.wide
+
+
+def test_large_outputs_need_64_bits() -> None:
+    values = {"a": torch.empty(2**16, device="meta"), "b": torch.empty(2**15, device="meta")}
+    problem = bound("C[i,j] = a[i] * b[j]", values)
+    assert fused.prepare_all(problem, values, fused.wishes_of(False))[0].plan.wide
+
+
+# --- what a plan prints --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_prints_itself() -> None:
+    values = {"AM": SORTED, "AV": torch.empty(5, 32, 32, dtype=torch.float16), "AK": SORTED, "B": torch.empty(4, 32, 512, dtype=torch.float16)}
+    step = fused.plan_only(bound(BLOCKS, values, {0: 6}), values).steps[0]
+    assert step.prepared.plan.describe(step.prepared.extents).splitlines() == [
+        "strategy     segment: AM is sorted",
+        "segments     p from start[row] to end[row]",
+        "computes     C[row,bm,n] += AV[p,bm,bk] * B[AK[p],bk,n]",
+        "contraction  tl.dot in float16",
+        "axes         M (n:512)  N (bm:32)  K (p:5, bk:32)",
+        "grid         (row:6)   loops -",
+        "accumulator  float32   offsets 32 bits",
+    ]
+
+
+def test_a_pattern_prints_its_points() -> None:
+    application = applications.usual(filled=False)[8]
+    step = fused.plan_only(application.forward.problem(), application.values).steps[0]
+    assert "pattern      10 points of (p, q) as straight-line code" in step.prepared.plan.describe(step.prepared.extents)
+
+
+def test_the_header_says_what_the_kernel_is_for() -> None:
+    values = {"A": torch.empty(32, 48), "B": torch.empty(48, 64)}
+    (one,) = fused.plan_only(bound("C[i,j] = A[i,k] * B[k,j]", values), values).steps[0].launches
+    lines = one.header.splitlines()
+    assert lines[0] == '"""C[i,j] = A[i,k] * B[k,j]' and lines[-1] == '"""'
+    assert f"config       {one.config}" in lines and "first seen   i=32, j=64, k=48" in lines
+
+
+def test_configs_print_as_they_are_written() -> None:
+    config = Config(m=64, n=128, k=32, warps=8, stages=3)
+    assert eval(repr(config)) == config
+
+
+# --- nothing of the user's text but names ----------------------------------------------------------------------------------------------
+
+
+ALLOWED = re.compile(r'[A-Za-z0-9_ \[\]()+\-*=.,:;%/<>&"\'?#@\n|!]*')
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        'C[i] = A[i] # """; import os',
+        "C[i] = A[i]\nimport os",
+        'C[i] = A[i] * "x"',
+        "C[i] = A[__import__('os')]",
+        "C[i] = A[i]; print(1)",
+        "C[i] = A[i] \\",
+        "C[i] = {A[i]}",
+        "C[i] = A[i] * \u00e9[i]",
+        "C[i] = A[i] * x\u200b[i]",
+        "C[\uff49] = A[\uff49]",
+        "C[i] = A.__class__[i]",
+        "C[i] = exec(A[i])",
+    ],
+)
+def test_hostile_statements_raise_and_nothing_else(statement: str) -> None:
+    with pytest.raises(insum.InsumError):
+        insum.insum(statement, A=torch.zeros(3), x=torch.zeros(3))
+
+
+def test_headers_hold_harmless_characters_only() -> None:
+    """Whatever blanks and signs a statement was written with."""
+    for statement in ("C[i]\t=\r\n   A[i]*2.5e-3", "  C [ i ] = A [ i ] - 1 * A[ i ]  ", "C[i] = -A[2 - i] + relu(A[i])"):
+        values = {"A": torch.zeros(3)}
+        for step in fused.plan_only(bound(statement, values), values).steps:
+            for one in step.launches:
+                assert ALLOWED.fullmatch(one.header) and ALLOWED.fullmatch(one.kernel.source), one.header
+                assert one.header.count('"""') == 2 and one.header.startswith('"""') and one.header.endswith('"""')
+
+
+def test_text_in_headers_is_filtered() -> None:
+    from insum.runtime.build import _comment
+
+    assert _comment('a"""b\\n\u00e9{}') == "a???b?n???" and len(_comment("x" * 1000)) == 400
+
+
+def test_every_name_of_a_kernel_has_a_suffix_or_is_ours() -> None:
+    """Names of the statement never stand alone, so that none can take the place of a name of the kernel."""
+    names = {"acc": torch.zeros(32, 48), "tl": torch.zeros(48, 64)}
+    (one,) = fused.plan_only(bound("pid[t,out] = acc[t,range] * tl[range,out]", names), names).steps[0].launches
+    assert set(one.kernel.arguments) == {
+        "t_size", "out_size", "range_size", "acc_s0", "acc_s1", "acc_ptr", "tl_s0", "tl_s1", "tl_ptr", "out_stride0", "out_stride1", "out_at",
+    }  # fmt: skip
+
+
+# --- what has no kernel -------------------------------------------------------------------------------------------------------------
+
+REFUSED = {
+    "C[i] += A[i] * C[i]": ({"A": torch.zeros(3), "C": torch.zeros(3)}, "the output is also read on the right side"),
+    "C[i] = A[i]": ({"A": torch.zeros(3, dtype=torch.complex64)}, "A holds complex64"),
+    "C[i] = A[i] * B[i]": ({"A": torch.zeros(3, dtype=torch.bool), "B": torch.zeros(3, dtype=torch.bool)}, "the result is bool"),
+    "C[i] max= A[i,j]": ({"A": torch.zeros(3, 3, dtype=torch.int32)}, "max of int32"),
+    "C[i] = A[I[i]]": ({"A": torch.zeros(3), "I": torch.zeros(3, dtype=torch.uint16)}, "I holds uint16"),
+    "C[i] = a * A[i]": ({"A": torch.zeros(3, dtype=torch.float64), "a": 2.0}, "a Python number would be passed in float32 to a float64 kernel"),
+}
+
+
+@pytest.mark.parametrize("statement", REFUSED)
+def test_what_has_no_kernel_says_why(statement: str) -> None:
+    values, why = REFUSED[statement]
+    with pytest.raises(CannotFuse, match=why):
+        fused.plan_only(bound(statement, values), values)
+
+
+def test_many_variables_have_no_kernel() -> None:
+    names = [f"v{n}" for n in range(25)]
+    values = {"A": torch.zeros([1] * 13), "B": torch.zeros([1] * 12)}
+    with pytest.raises(CannotFuse, match="more than 24 index variables"):
+        fused.plan_only(bound(f"C[] = A[{','.join(names[:13])}] * B[{','.join(names[13:])}]", values), values)
+
+
+def test_requiring_a_kernel_is_an_error_where_there_is_none() -> None:
+    with insum.settings(require_fused=True), pytest.raises(insum.NotFusedError) as caught:
+        insum.insum("C[i] = A[i]", A=torch.zeros(3))
+    message = str(caught.value)
+    assert "no fused kernel: generated kernels do not run on cpu" in message
+    assert "C[i] = A[i]" in message and "settings.require_fused = False" in message
+
+
+def test_falling_back_is_said_once() -> None:
+    statement = "C[i] = A[i] * 31"
+    with insum.settings(backend="fused"), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            assert torch.equal(insum.insum(statement, A=torch.ones(3)), torch.full((3,), 31.0))
+    assert [str(w.message) for w in caught] == [f"insum: {statement!r} runs as a graph of torch operations: generated kernels do not run on cpu"]
+
+
+def test_falling_back_by_itself_is_quiet_on_a_cpu() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        insum.insum("C[i] = A[i] * 32", A=torch.ones(3))
+
+
+def test_describe_without_a_kernel() -> None:
+    values = {"A": torch.zeros(3)}
+    assert fused.describe(bound("C[i] = A[i]", values), values) == "no fused kernel: generated kernels do not run on cpu"

@@ -1,0 +1,170 @@
+"""The short way: a site takes exactly the calls that are like the one it was made from, and computes what the long way does."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import insum
+from insum import api
+from insum.plan.facts import constant, facts_of
+from insum.request import request_of
+from insum.runtime import cache, fused
+from insum.runtime.site import Site, site_of
+
+pytestmark = pytest.mark.interpreter
+STATEMENT = "C[rows[p],n] = vals[p] * B[cols[p],n]"
+
+
+@pytest.fixture(autouse=True)
+def only_fused() -> Iterator[None]:
+    with insum.settings(backend="fused", require_fused=True):
+        yield
+
+
+def tensors() -> dict[str, Tensor]:
+    return {"rows": torch.tensor([0, 0, 2, 3]), "cols": torch.tensor([1, 0, 2, 1]), "vals": torch.randn(4), "B": torch.randn(3, 16)}
+
+
+def made(values: dict[str, Tensor]) -> tuple[Site, Any]:
+    """A site as a call on a GPU would make it; the program is returned too, because a site does not keep it."""
+    request = request_of(STATEMENT, None, {0: 4}, ())
+    for name in ("rows", "cols"):
+        facts_of(values[name])
+    program = fused.lookup(request.bind(values), values, None)
+    assert not isinstance(program, str)
+    return Site(request, program, values, ("vals", "B"), ("rows", "cols")), program
+
+
+def expected(values: dict[str, Tensor]) -> Tensor:
+    return torch.zeros(4, values["B"].shape[1]).index_add_(0, values["rows"], values["vals"][:, None] * values["B"][values["cols"]])
+
+
+def test_it_computes_what_the_long_way_does() -> None:
+    values = tensors()
+    site, _program = made(values)
+    for _ in range(2):
+        result = site(values)
+        assert result is not None and torch.allclose(result, expected(values))
+    values["vals"] = torch.randn(4)
+    result = site(values)
+    assert result is not None and torch.allclose(result, expected(values)), "other values of the same kind"
+
+
+OTHERS: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
+    "shape": lambda v: {**v, "B": torch.randn(3, 17)},
+    "dtype": lambda v: {**v, "B": v["B"].double()},
+    "strides": lambda v: {**v, "B": torch.randn(16, 3).t()},
+    "device": lambda v: {**v, "B": v["B"].to("meta")},
+    "layout": lambda v: {**v, "B": v["B"].to_sparse()},
+    "class": lambda v: {**v, "B": torch.nn.Parameter(v["B"])},
+    "a gradient": lambda v: {**v, "B": v["B"].clone().requires_grad_()},
+    "a negative view": lambda v: {**v, "B": torch._neg_view(v["B"])},
+    "a number": lambda v: {**v, "vals": 2.0},
+    "another index": lambda v: {**v, "cols": v["cols"].clone()},
+    "a tensor less": lambda v: {n: t for n, t in v.items() if n != "vals"},
+    "a tensor more": lambda v: {**v, "D": torch.ones(1)},
+    "another name": lambda v: {**{n: t for n, t in v.items() if n != "vals"}, "w": v["vals"]},
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_call_is_left_alone(other: str) -> None:
+    values = tensors()
+    site, _program = made(values)
+    assert site(OTHERS[other](values)) is None and site(values) is not None
+
+
+def test_an_index_that_was_changed_is_another() -> None:
+    values = tensors()
+    site, _program = made(values)
+    values["cols"][0] = 2
+    assert site(values) is None
+    values = tensors()
+    site, _program = made(values)
+    constant(values["rows"])
+    assert site(values) is None
+
+
+def test_a_gradient_does_not_matter_where_none_is_recorded() -> None:
+    values = tensors()
+    site, _program = made(values)
+    with torch.no_grad():
+        assert site({**values, "B": values["B"].clone().requires_grad_()}) is not None
+
+
+def test_modes_and_settings_matter() -> None:
+    values = tensors()
+    site, _program = made(values)
+    with insum.settings(check="never"):
+        assert site(values) is None
+    assert site(values) is not None, "the settings are back"
+    with torch.autocast("cpu", torch.bfloat16):
+        assert site(values) is None
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert site(values) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert site(values) is None
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert site(values) is not None
+    cache.forget()
+    assert site(values) is None, "something may have been tuned"
+
+
+def test_a_site_keeps_nothing_alive() -> None:
+    values = tensors()
+    site, program = made(values)
+    del program
+    assert site(values) is not None, "the index tensor keeps it"
+    request = site.request
+    kept = {n: t for n, t in values.items() if n != "rows"}
+    del values
+    gc.collect()
+    assert site.program() is None and site({**kept, "rows": torch.tensor([0, 0, 2, 3])}) is None and request is site.request
+
+
+def test_where_there_is_none() -> None:
+    values = tensors()
+    site, program = made(values)
+    assert site_of(site.request, program, values, (), ()) is None, "on the CPU index values are looked at in every call"
+    assert site_of(site.request, "no kernel", values, (), ()) is None
+
+
+@pytest.mark.parametrize("options", [{"sizes": {0: 4}}, {"out_shape": (4, 16)}, {"sizes": {"rows": 4}}, {"out_shape": [4, 16]}])
+def test_calls_through_the_front_door(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """With the CPU taken for a device: noted at the second warm call, used from then on, whatever the options were written as."""
+    monkeypatch.setattr("insum.runtime.site.site_of", lambda request, program, values, sources, indices: Site(request, program, values, sources, indices))
+    monkeypatch.setattr(api, "_sites", {})
+    values = tensors()
+    for name in ("rows", "cols"):
+        facts_of(values[name])
+    compiled = insum.compile(STATEMENT, **options)
+    for _ in range(4):
+        assert torch.allclose(insum.insum(STATEMENT, **options, **values), expected(values))
+        assert torch.allclose(compiled(**values), expected(values))
+    listed = any(isinstance(o, list) for o in options.values())
+    assert len(api._sites.get(STATEMENT, ())) >= 1
+    other = tensors()
+    assert torch.allclose(insum.insum(STATEMENT, **options, **other), expected(other))
+    assert torch.allclose(compiled(**other), expected(other))
+    values["vals"].requires_grad_()
+    assert insum.insum(STATEMENT, **options, **values).requires_grad and compiled(**values).requires_grad
+    if not listed:
+        assert compiled._sites
+
+
+def test_views_that_are_to_be_negated() -> None:
+    """torch marks the imaginary part of a conjugate as negated and leaves the memory as it is."""
+    A = torch.randn(5, dtype=torch.complex64).conj().imag
+    assert A.is_neg() and torch.equal(insum.insum("y[i] = A[i] * 2", A=A), A * 2)
