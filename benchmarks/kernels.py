@@ -248,7 +248,7 @@ def main() -> None:
         tensor_product(table, prototypes, static)
     print("\n" + "\n".join(table.line(row) for row in table.rows))
     if arguments.json:
-        about = {"command": " ".join(["python", *sys.argv]), "date": datetime.date.today().isoformat()}
+        about = {"command": " ".join(["python", *(Path(a).name if a.startswith("/") else a for a in sys.argv)]), "date": datetime.date.today().isoformat()}
         about |= {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "insum": insum.__version__, "rows": table.rows}
         Path(arguments.json).write_text(json.dumps(about, indent=1) + "\n")
     if not all(row["ok"] for row in table.rows):

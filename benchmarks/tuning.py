@@ -20,10 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import kernels
 import torch
 
 import insum
+import kernels
 from insum.plan.config import shown
 from insum.runtime import tune
 
@@ -70,7 +70,8 @@ class Searches(kernels.Table):
         print(self.line(row), flush=True)
 
     def line(self, row: dict[str, Any]) -> str:
-        times = f"first guess {row['first_guess_us']:9.1f} µs  {self.effort} {row['tuned_us']:9.1f} µs  ratio {row['ratio']:.2f}{' ' if row['ratio'] <= GOAL else '!'}"
+        mark = " " if row["ratio"] <= GOAL else "!"
+        times = f"first guess {row['first_guess_us']:9.1f} µs  {self.effort} {row['tuned_us']:9.1f} µs  ratio {row['ratio']:.2f}{mark}"
         wrong = "" if row["ok"] else f"  WRONG {row['error']:.1e}"
         return f"{row['application']:15s} {row['case']:34s} {times}  {row['tried']:3d} tried, {row['search_s']:4.1f} s  {row['config']}{wrong}"
 
@@ -80,7 +81,8 @@ def summary(table: Searches) -> str:
     if not ratios:
         return "nothing was tuned"
     over = [f"{row['application']} {row['case']} ({row['ratio']:.2f})" for row in table.rows if row["ratio"] > GOAL]
-    text = f"{len(ratios)} cases: ratio of first guess to {table.effort}: median {statistics.median(ratios):.2f}, largest {max(ratios):.2f}; above {GOAL}: {', '.join(over) or 'none'}"
+    text = f"{len(ratios)} cases, first guess to {table.effort}: median {statistics.median(ratios):.2f}, largest {max(ratios):.2f}"
+    text += f"; above {GOAL}: {', '.join(over) or 'none'}"
     return text + (f"\nno time for: {', '.join(table.skipped)}" if table.skipped else "")
 
 
@@ -118,7 +120,7 @@ def main() -> None:
     print("\n" + "\n".join(table.line(row) for row in table.rows))
     print("\n" + summary(table))
     if arguments.json:
-        about = {"command": " ".join(["python", *sys.argv]), "date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name()}
+        about = {"command": " ".join(["python", *(Path(a).name if a.startswith("/") else a for a in sys.argv)]), "date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name()}
         about |= {"torch": torch.__version__, "insum": insum.__version__, "rows": table.rows}
         Path(arguments.json).write_text(json.dumps(about, indent=1) + "\n")
     sys.exit(0 if all(row["ok"] for row in table.rows) else 1)

@@ -293,6 +293,31 @@ def test_padding_read_on_both_sides() -> None:
             assert error(run("C[D[j],i] = A[D[k],i]", {0: 5}, ("D",), D=index, A=dense), wanted) < 1e-6, strategy
 
 
+def test_absent_points_of_a_stored_output() -> None:
+    """Where another index says that a point is absent, its place gets zero, and no other place is touched."""
+    to, source = torch.tensor([3, 0, 1]), torch.tensor([-1, 2, -1])
+    dense, scale = torch.randn(3, 5), torch.randn(3, 5)
+    wanted = torch.zeros(4, 5)
+    wanted[0] = dense[2] * scale[1]
+    assert error(run("C[D[p],n] = A[E[p],n] * B[p,n]", {0: 4}, ("E",), D=to, E=source, A=dense, B=scale), wanted) < 1e-6
+    assert error(run("C[D[p],n] = A[E[p],n] * B[p,n]", {0: 4}, ("E",), D=torch.tensor([3, 0, 1]), E=source, A=dense, B=scale), wanted) < 1e-6
+    target = torch.randn(4, 5)
+    wanted = wanted + target
+    assert error(run("C[D[p],n] += A[E[p],n] * B[p,n]", None, ("E",), D=to, E=source, A=dense, B=scale, C=target), wanted) < 1e-6
+
+
+@pytest.mark.parametrize("index", [[0, 0, 2, 2, 3], [2, 0, 3, 2, 0]])
+def test_a_scale_for_each_block(index: list[int]) -> None:
+    """A factor that has the entry but not the contracted index is multiplied after each entry's product."""
+    rows, columns = torch.tensor(index), torch.tensor([1, 0, 2, 1, 1])
+    blocks, scale, both, dense = torch.randn(5, 16, 16), torch.randn(5), torch.randn(5, 16, 24), torch.randn(3, 16, 24)
+    products = blocks @ dense[columns]
+    for factor, parts in (("S[p]", scale[:, None, None] * products), ("T[p,bm,n]", both * products)):
+        values = {"S": scale} if factor == "S[p]" else {"T": both}
+        result = run(f"C[AM[p],bm,n] += {factor} * AV[p,bm,bk] * B[AK[p],bk,n]", {0: 5}, AM=rows, AV=blocks, AK=columns, B=dense, **values)
+        assert error(result, torch.zeros(5, 16, 24).index_add(0, rows, parts)) < 1e-5, factor
+
+
 # --- names -----------------------------------------------------------------------------------------------------------------------
 
 HOSTILE = ("class", "lambda", "tl", "triton", "pid", "acc", "A_s0", "A_ptr", "row", "slot", "t", "out", "out_at", "out_stride", "out_stride0", "work_at")

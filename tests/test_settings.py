@@ -33,7 +33,7 @@ def own() -> Settings:
 
 def test_defaults(own: Settings) -> None:
     assert (own.check, own.backend, own.scatter, own.dot, own.log) == ("first", "auto", "auto", "auto", "")
-    assert (own.require_fused, own.swap, own.prefetch) == (False, True, True)
+    assert (own.require_fused, own.swap, own.prefetch, own.effort) == (False, True, True, "none")
 
 
 def test_assignment(own: Settings) -> None:
@@ -69,6 +69,15 @@ def test_values_are_frozen_and_hashable(own: Settings) -> None:
         own.values.check = "never"  # type: ignore[misc]
 
 
+def test_equal_values_are_one_object(own: Settings) -> None:
+    """So that what is remembered for settings can be told by identity, and a block in a loop costs nothing."""
+    seen = []
+    for _ in range(2):
+        with own(check="never", effort="quick"):
+            seen.append(own.values)
+    assert seen[0] is seen[1]
+
+
 def test_it_shows_itself(own: Settings) -> None:
     assert repr(own).startswith("insum.settings(check='first', backend='auto'") and set(dir(own)) >= {"check", "log", "values"}
 
@@ -85,6 +94,7 @@ def test_copies_are_the_one_object() -> None:
         ("scatter", [], "settings.scatter cannot be []", "one of 'auto', 'segment'"),
         ("swap", 1, "settings.swap cannot be 1", "True or False"),
         ("log", 3, "settings.log cannot be 3", "a string"),
+        ("effort", "some", "settings.effort cannot be 'some'", "one of 'none', 'quick', 'full'"),
         ("chekc", "never", "there is no setting 'chekc'", "check, backend"),
         ("values", Values(), "there is no setting 'values'", "check, backend"),
     ],
@@ -111,6 +121,7 @@ def test_an_unknown_name_lists_the_known_ones(own: Settings) -> None:
         ({"INSUM_CHECK": " Always "}, Values(check="always")),
         ({"INSUM_REQUIRE_FUSED": "1", "INSUM_SWAP": "off"}, Values(require_fused=True, swap=False)),
         ({"INSUM_PREFETCH": "No", "INSUM_LOG": "plan,kernel"}, Values(prefetch=False, log="plan,kernel")),
+        ({"INSUM_EFFORT": "Quick"}, Values(effort="quick")),
         ({"INSUM_UNKNOWN": "1"}, Values()),
     ],
 )

@@ -125,6 +125,18 @@ def test_a_hair_is_not_enough() -> None:
 
 
 @pytest.mark.usefixtures("computed")
+def test_equals_are_told_apart_by_a_cold_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    guess = first_guess(product())
+    clock = Clock(lambda c: 10.0 if c == guess else 5.0)
+    cold = Clock(lambda c: float(c[0].k))
+    monkeypatch.setattr(tune, "_untimed", lambda problem: "")
+    monkeypatch.setattr(fused, "unusable", lambda problem: "")
+    monkeypatch.setattr(tune, "replay_timer", lambda device, cold=False, clocks=(clock, cold): clocks[cold])
+    found = tune.tune(product().forward.problem(), product().values, None, "quick")
+    assert cold.asked and found.choice[0].k == min(c[0].k for c, _ in cold.asked) and found.microseconds == 5.0
+
+
+@pytest.mark.usefixtures("computed")
 def test_full_refines_around_the_best() -> None:
     quick, full = Clock(lambda c: float(c[0].warps)), Clock(lambda c: float(c[0].warps))
     assert len(search(product(), full, "full").trials) > 3 * len(search(product(), quick, "quick").trials)
@@ -272,7 +284,7 @@ def test_time_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.interpreter
 def test_effort_tunes_the_first_call_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "_untimed", lambda problem: "")
-    monkeypatch.setattr(tune, "replay_timer", lambda device: lambda run, repeat: 50.0 - choice_in(run)[0].m)
+    monkeypatch.setattr(tune, "replay_timer", lambda device, cold=False: lambda run, repeat: 50.0 - choice_in(run)[0].m)
     application = tiny()[0]
     searched: list[str] = []
     real = tune.tune

@@ -180,7 +180,9 @@ class Compiled:
             if found is not None:
                 return found
         result = insum(self.statement, out_shape=self.out_shape, sizes=self.sizes, padded=self.padded, config=self.config, **tensors)
-        if self._last is None and not torch.compiler.is_compiling() and is_plain_call(tensors.values()):
+        if torch.compiler.is_compiling():
+            return result
+        if self._last is None and is_plain_call(tensors.values()):
             self._last = prepare(self._request, tensors).problem
         for _, site in _sites.get(self.statement, ()):  # what the call has noted for itself
             if site not in self._sites and site.request == self._request:

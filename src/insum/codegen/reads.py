@@ -38,18 +38,27 @@ class Reads(Frame):
             by_axes.setdefault(part.axes, []).append(part)
         return combine([combine(parts, "+") for parts in by_axes.values()], "+")
 
-    def mask_of(self, access: Access, offset: Val) -> Val | None:
+    def mask_of(self, access: Access, offset: Val, *, as_index: bool) -> Val | None:
         masks = [m for axis, m in self.masks.items() if axis in offset.axes and set(m.axes) <= set(offset.axes)]
         if any(m.axes == ("M", "K") for m in masks):  # a row beyond the last has no entries
             masks = [m for m in masks if m.axes != ("M",)]
-        depends = self.depends(access)
-        for index in access.indices:
-            masks += [m for vars_, m in self.point_masks if vars_ <= frozenset(variables(index)) and m not in masks]
-        masks += [m for vars_, m in self.point_masks if vars_ <= depends and set(m.axes) <= set(offset.axes) and m not in masks]
+        masks += self.inner_masks(access) if as_index else self.absent_masks(access, offset)
         # An index load that is out of range itself yields padding, so the padding's mask covers its axes.
         covered = {axis for m in masks if m.text.endswith(">= 0)") for axis in m.axes}
         masks = [m for m in masks if m.text.endswith(">= 0)") or not set(m.axes) <= covered]
         return combine(distinct(masks), "&") if masks else None
+
+    def absent_masks(self, access: Access, offset: Val) -> list[Val]:
+        """Points that some padded index marks as absent: their values are not read."""
+        depends, found = self.depends(access), []
+        for index in access.indices:
+            found += [m for vars_, m in self.point_masks if vars_ <= frozenset(variables(index))]
+        return found + [m for vars_, m in self.point_masks if vars_ <= depends and set(m.axes) <= set(offset.axes)]
+
+    def inner_masks(self, access: Access) -> list[Val]:
+        """Indices are read wherever they exist, absent point or not: they say where an output is stored, if only as zero."""
+        padded = [a for i in access.indices for a in accesses(i) if a.tensor in self.plan.padded]
+        return [Val(f"({v.text} >= 0)", v.axes, v.stage) for v in (self.load(a, as_index=True) for a in padded)]
 
     def depends(self, access: Access) -> frozenset[str]:
         return frozenset(variables(access))
@@ -61,7 +70,7 @@ class Reads(Frame):
         if key in self.loaded:
             return self.loaded[key]
         offset = self.offset(access)
-        mask = self.mask_of(access, offset)
+        mask = self.mask_of(access, offset, as_index=as_index)
         pointer = f"{self.arg(f'{access.tensor}_ptr')} + {offset.text}" if access.indices else self.arg(f"{access.tensor}_ptr")
         other = "-1" if as_index and access.tensor in self.plan.padded else "0"
         text = f"tl.load({pointer}" + (f", mask={mask.over(offset.axes)}, other={other})" if mask else ")")
