@@ -41,6 +41,7 @@ SCATTERS = 20
 @pytest.fixture(autouse=True)
 def new_memory_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_strided", poisoned(torch.empty_strided))
 
 
 @pytest.fixture

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.interpreter
 @pytest.fixture(autouse=True)
 def kernels_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_strided", poisoned(torch.empty_strided))
     with insum.settings(**ONLY_FUSED):
         yield
 

@@ -64,7 +64,6 @@ OTHERS: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
     "layout": lambda v: {**v, "B": v["B"].to_sparse()},
     "class": lambda v: {**v, "B": torch.nn.Parameter(v["B"])},
     "a gradient": lambda v: {**v, "B": v["B"].clone().requires_grad_()},
-    "a negative view": lambda v: {**v, "B": torch._neg_view(v["B"])},
     "a number": lambda v: {**v, "vals": 2.0},
     "another index": lambda v: {**v, "cols": v["cols"].clone()},
     "a tensor less": lambda v: {n: t for n, t in v.items() if n != "vals"},

@@ -32,7 +32,12 @@ _probed = _probe()
 
 def is_quiet() -> bool:
     """Whether nobody traces, transforms, autocasts or intercepts: ops on plain tensors do what they say and nothing else."""
-    if _probed is None or torch.compiler.is_compiling():
+    return not torch.compiler.is_compiling() and is_undisturbed()
+
+
+def is_undisturbed() -> bool:
+    """The same, where it is known that nothing is being compiled."""
+    if _probed is None:
         return False
     dispatch, function, functorch, autocast, tracing = _probed
     return not (dispatch() or function() or autocast()) and functorch() is None and forward_ad._current_level < 0 and tracing() is None

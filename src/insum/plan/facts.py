@@ -56,7 +56,10 @@ def known(tensor: Tensor) -> IndexFacts | None:
 
 def version_of(tensor: Tensor) -> int:
     """The counter that in-place writes advance; tensors made under inference mode keep none and count as never changed."""
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
 
 
 def declare(tensor: Tensor, *, low: int, high: int, sorted: bool, unique: bool, padded: bool = False, constant: bool = False) -> IndexFacts:

@@ -74,10 +74,10 @@ def first_choice(plan: Plan, extents: Mapping[str, int], *, longest: int = 0, en
 
 
 def suited(choice: Choice, architecture: str) -> Choice:
-    """The first guess is made for Hopper; on NVIDIA's other architectures its largest tiles would spill with four warps."""
+    """The first guess is made for Hopper; on NVIDIA's other architectures its largest tiles would spill, and half of them does not."""
     if architecture.startswith(("sm_9", "gfx")):
         return choice
-    return tuple(replace(one, warps=8) if one.warps == 4 and one.m * one.n >= 128 * 128 else one for one in choice)
+    return tuple(replace(one, m=one.m // 2) if one.warps == 4 and one.m * one.n >= 128 * 128 else one for one in choice)
 
 
 def in_rows(plan: Plan) -> bool:

@@ -17,6 +17,8 @@ from insum.plan.schedule import Segments, scaled, segments
 
 #: An inverse index table may have this many places per entry of the index.
 INVERT_UP_TO = 2
+#: All tensors together are this many times a sorted copy of one index tensor, if it is made.
+COMPOSE_SHARE = 32
 
 
 class Segmenting(Drafting):
@@ -94,10 +96,10 @@ class Segmenting(Drafting):
         slot = self.slot
         draft.extents[slot] = anchor.numel()
         order_name = fresh("order", self.taken)
+        self.compose(draft, scatter, anchor, flat_order, facts)
         merged = self.merge(draft, scatter.variables) if len(scatter.variables) > 1 else None
         if merged is not None:
             self.apply_merge(draft, replace(merged, into=self.flat))
-        self.compose(draft, scatter, anchor, flat_order, merged, facts)
         through = Affine(((1, Access(order_name, (index_of(slot),))),))
         change = {self.flat: through} if merged else self.positions(draft, scatter, anchor, flat_order, facts, through)
         draft.factors = tuple(substitute(f, change) for f in draft.factors)
@@ -144,9 +146,15 @@ class Segmenting(Drafting):
                 change[var] = Affine(((1, Access(name, (index_of(self.slot),))),))
         return change
 
-    def compose(self, draft: Draft, scatter: Scatter, anchor: Tensor, order: Tensor, merged: Merge | None, facts: IndexFacts) -> None:
-        """Index tensors over the scattered variables are gathered into sorted order once, so that the kernel reads them in a row."""
-        mine = {self.flat} if merged else set(scatter.variables)
+    def compose(self, draft: Draft, scatter: Scatter, anchor: Tensor, order: Tensor, facts: IndexFacts) -> None:
+        """Index tensors over the scattered variables are gathered into sorted order once, so that the kernel reads them in a row.
+
+        Left alone where the copy would be a noticeable part of all memory: the kernel then reads them through the order.
+        """
+        mine = set(scatter.variables)
+        total = sum(t.numel() * t.element_size() for t in self.tensors.values())
+        if len(mine) == 1 and COMPOSE_SHARE * order.numel() * order.element_size() > total:
+            return
         for factor in draft.factors:
             for access in list(accesses(factor)):
                 for index in access.indices:
@@ -157,10 +165,10 @@ class Segmenting(Drafting):
     def compose_one(self, draft: Draft, scatter: Scatter, anchor: Tensor, order: Tensor, atom: Access, facts: IndexFacts) -> None:
         source = self.tensors[atom.tensor]
         name = fresh(f"{atom.tensor}_sorted", self.taken)
-        dims = () if atom.indices == (index_of(self.flat),) else tuple(scatter.variables.index(str(i.var)) for i in atom.indices)
+        dims = tuple(scatter.variables.index(str(i.var)) for i in atom.indices)
 
         def compute() -> Tensor:
-            return source[tuple(_position(anchor, order, d).long() for d in dims)] if dims else source.reshape(-1)[order.long()]
+            return source[tuple(_position(anchor, order, d).long() for d in dims)]
 
         draft.arrays[name] = remembered(facts_of(source), ("composed", facts.serial, dims), compute)
         draft.baked.setdefault(atom.tensor)

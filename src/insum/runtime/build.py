@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,6 +25,8 @@ from insum.plan.roles import Contraction
 from insum.plan.schedule import Segments, Tasks, tasks
 from insum.runtime import launch
 
+#: The inputs are at least this many times the buffer in which pieces of a reduction meet.
+PIECES_SHARE = 16
 WIDE = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
 OUT, WORK = "<out>", "<work>"  # what is looked up for the arguments that are no tensors of the statement
 _OWN = {"out_at": OUT, "work_at": WORK}  # names of the statement's tensors end in _ptr
@@ -92,6 +94,12 @@ class Program:
     start: bool | int | float
     promote: tuple[str, ...] = ()  # index tensors that become constants of the code once they have come back often enough
     calls: list[int] = field(default_factory=lambda: [0])
+
+    @functools.cached_property
+    def empty(self) -> Callable[[], Tensor]:
+        """Makes the result; `torch.empty_strided` is a good deal quicker than `torch.empty`."""
+        strides = tuple(math.prod(self.shape[d + 1 :]) for d in range(len(self.shape)))
+        return functools.partial(torch.empty_strided, self.shape, strides, dtype=self.buffer or self.problem.dtype, device=self.problem.device)
 
     @functools.cached_property
     def plain(self) -> tuple[Launch, ...]:
@@ -162,7 +170,7 @@ class Builder:
 
     def tiles(self) -> Step:
         (config,) = self.choice
-        pieces = 1 if self.wishes.deterministic or self.target is not None else model.pieces(self.plan, config, self.extents)
+        pieces = model.pieces(self.plan, config, self.extents) if self.pieces_fit() else 1
         shape = self.shape(config, pieces)
         kernel = emit(self.plan, config, shape, prefetch=self.wishes.settings.prefetch)
         extra: dict[str, Any] = {"piece_count": pieces}
@@ -174,6 +182,13 @@ class Builder:
 
     def tile_count(self, config: Config) -> int:
         return math.ceil(model.extent(self.plan.roles.m, self.extents) / config.m) * math.ceil(model.extent(self.plan.roles.n, self.extents) / config.n)
+
+    def pieces_fit(self) -> bool:
+        """Whether a reduction may be cut into pieces that meet in atomics: its float32 buffer is small beside what is read."""
+        if self.wishes.deterministic or self.target is not None:
+            return False
+        read = sum(v.numel() * v.element_size() for v in self.values.values() if isinstance(v, Tensor))
+        return PIECES_SHARE * 4 * math.prod(self.problem.shape) <= read
 
     def shape(self, config: Config, pieces: int) -> Shape:
         roles, extents = self.plan.roles, self.extents

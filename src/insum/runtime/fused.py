@@ -58,14 +58,14 @@ def run(problem: Problem, values: Mapping[str, Value], target: Tensor | None, co
 
 def execute(program: Program, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
     """Launch everything; without a ``target`` into a new tensor."""
-    problem, buffer = program.problem, program.buffer
     if target is None and program.plain:
-        out = torch.empty(program.shape, dtype=problem.dtype, device=problem.device)
+        out = program.empty()
         for one in program.plain:
             one(values, out, None)
         return out
+    problem, buffer = program.problem, program.buffer
     if target is None:
-        out = torch.empty(program.shape, dtype=buffer or problem.dtype, device=problem.device)
+        out = program.empty()
     else:
         out = target.to(buffer, memory_format=torch.contiguous_format, copy=True) if buffer else target
     first = target is None
@@ -178,6 +178,8 @@ def _promotable(problem: Problem, prepared: Sequence[Prepared], config: Choice |
     """Index tensors of a short pattern that scatters into registers: straight-line code is faster still."""
     if config is not None or len(prepared) != 1 or prepared[0].plan.strategy != "onehot" or settings.scatter != "auto":
         return ()
+    if torch.are_deterministic_algorithms_enabled():
+        return ()  # another kernel would round differently from one call to the next
     reads = index_reads(problem, problem.terms[0])
     points = math.prod(int(problem.extents[v]) for v in dict.fromkeys(v for a in reads for v in variables(a)))
     return tuple(dict.fromkeys(a.tensor for a in reads)) if points <= PROMOTE_POINTS else ()

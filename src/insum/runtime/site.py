@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum.compat import PLAIN, is_quiet
+from insum.compat import PLAIN, is_undisturbed
 from insum.plan.facts import known
 from insum.runtime import cache, fused
 from insum.runtime.build import Program
@@ -35,41 +35,40 @@ class Site:
         self.arguments = tuple(_argument(name, value, name in sources, name in indices) for name, value in values.items())
 
     def __call__(self, tensors: Mapping[str, Any]) -> Tensor | None:
-        """The result, or None where this call is another."""
+        """The result, or None where this call is another. Called where nothing is being compiled, and long, because every warm call comes by."""
         program = self.program()
-        if program is None or self.settings is not settings._values or len(tensors) != self.count:
+        if program is None or self.settings is not settings._values or len(tensors) != self.count or self.epoch != cache.epoch():
             return None
         graded = torch.is_grad_enabled()
-        for name, kind, shape, dtype, device, layout, stride, facts, source in self.arguments:
+        for name, kind, shape, dtype, device, layout, stride, index, source, negatable in self.arguments:
             tensor: Any = tensors.get(name)
             if tensor.__class__ is not kind or tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device or tensor.layout is not layout:
                 return None
             if not tensor.is_contiguous() if stride is None else tensor.stride() != stride:
                 return None
-            if facts is not None and facts_key(tensor) != facts or source and (graded and tensor.requires_grad or tensor.is_neg()):
+            if index is not None and ((facts := known(tensor)) is None or facts.serial != index[0] or facts.constant is not index[1]):
+                return None
+            if source and graded and tensor.requires_grad or negatable and tensor.is_neg():
                 return None
         return fused.execute(program, tensors, None) if self.same_modes() else None
 
     def same_modes(self) -> bool:
         return (
-            is_quiet()
-            and self.epoch == cache.epoch()
-            and self.default is torch.get_default_dtype()
+            self.default is torch.get_default_dtype()
             and self.deterministic is torch.are_deterministic_algorithms_enabled()
             and (not self.precision or self.precision == torch.get_float32_matmul_precision())
             and (self.index is None or self.index == torch.cuda.current_device())
+            and is_undisturbed()
         )
 
 
 def _argument(name: str, value: Tensor, source: bool, index: bool) -> tuple[Any, ...]:
     stride = None if value.is_contiguous() else value.stride()
-    return name, type(value), value.shape, value.dtype, value.device, value.layout, stride, facts_key(value) if index else None, source
-
-
-def facts_key(tensor: Tensor) -> tuple[int, bool] | None:
-    """Which facts are known of an index tensor as it is now; the number is never used twice."""
-    facts = known(tensor)
-    return None if facts is None else (facts.serial, facts.constant)
+    facts = known(value) if index else None
+    # Views that torch marks as negated, imaginary parts of conjugates, have a stride of 2 where they have more than one element.
+    negatable = value.is_floating_point() and (stride is not None or value.numel() < 2)
+    seen = None if facts is None else (facts.serial, facts.constant)
+    return name, type(value), value.shape, value.dtype, value.device, value.layout, stride, seen, source, negatable
 
 
 def site_of(request: object, program: Program | str, values: Mapping[str, Any], sources: Sequence[str], indices: Sequence[str]) -> Site | None:
