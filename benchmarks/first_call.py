@@ -200,7 +200,8 @@ def main() -> None:
         import torch
 
         device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-        about = {"command": " ".join(["python", *(Path(a).name if a.startswith("/") else a for a in sys.argv)]), "date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__}
+        command = " ".join(["python", *(Path(a).name if a.startswith("/") else a for a in sys.argv)])
+        about = {"command": command, "date": datetime.date.today().isoformat(), "device": device, "torch": torch.__version__}
         Path(arguments.json).write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 

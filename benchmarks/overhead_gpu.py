@@ -83,7 +83,8 @@ def main() -> None:
                 pstats.Stats(profile).sort_stats("tottime").print_stats(14)
     if arguments.json:
         name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
-        about = {"command": " ".join(["python", *(Path(a).name if a.startswith("/") else a for a in sys.argv)]), "date": datetime.date.today().isoformat(), "device": name, "torch": torch.__version__}
+        command = " ".join(["python", *(Path(a).name if a.startswith("/") else a for a in sys.argv)])
+        about = {"command": command, "date": datetime.date.today().isoformat(), "device": name, "torch": torch.__version__}
         Path(arguments.json).write_text(json.dumps({**about, "insum": insum.__version__, "microseconds": times}, indent=1) + "\n")
 
 

@@ -120,7 +120,8 @@ def main() -> None:
     print("\n" + "\n".join(table.line(row) for row in table.rows))
     print("\n" + summary(table))
     if arguments.json:
-        about = {"command": " ".join(["python", *(Path(a).name if a.startswith("/") else a for a in sys.argv)]), "date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name()}
+        command = " ".join(["python", *(Path(a).name if a.startswith("/") else a for a in sys.argv)])
+        about = {"command": command, "date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name()}
         about |= {"torch": torch.__version__, "insum": insum.__version__, "rows": table.rows}
         Path(arguments.json).write_text(json.dumps(about, indent=1) + "\n")
     sys.exit(0 if all(row["ok"] for row in table.rows) else 1)

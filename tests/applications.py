@@ -230,6 +230,7 @@ def convolution(
     layout: str,
     density: float = 0.5,
     one_to_one: bool = True,
+    symmetric: bool = False,
     group: int = 8,
     dtype: torch.dtype,
     device: str = "cpu",
@@ -237,12 +238,19 @@ def convolution(
 ) -> Application:
     """Sparse convolution. ``layout``: ``by voxel`` and ``by offset`` are neighbour tables, ``grouped`` lists pairs of voxels for each offset.
 
-    In a real table an offset leads from a voxel to at most one voxel, and no two voxels to the same: ``one_to_one``.
+    In a real table an offset leads from a voxel to at most one voxel, and no two voxels to the same: ``one_to_one``. Where outputs are
+    the inputs' voxels, the opposite offset leads back: ``symmetric``.
     """
     make = Maker.of(dtype, device, filled)
     columns = [make.permutation(voxels) if one_to_one else make.below(voxels, voxels) for _ in range(offsets)]
     table = torch.stack([torch.where(make.chance(voxels) < density, c, -1) for c in columns], 1)
     table[0] = -1  # a voxel without neighbours
+    for z in range(offsets // 2 if symmetric else 0):
+        here = (table[:, z] >= 0).nonzero()[:, 0]
+        table[:, offsets - 1 - z] = -1
+        table[table[here, z].long(), offsets - 1 - z] = here.to(table.dtype)
+    if symmetric:
+        table[:, offsets // 2] = torch.arange(voxels, device=table.device)
     features, weights = make.normal(voxels, inputs), make.normal(offsets, inputs, outputs, scale=inputs**-0.5)
     wanted = ("In", "W")
     if layout == "by voxel":

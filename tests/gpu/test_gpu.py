@@ -214,7 +214,7 @@ def size_of(*tensors: Tensor) -> int:
 def large(name: str) -> Application:
     """Sizes of real graphs and clouds, where what is kept per row and per entry is seen beside the data and not beside nothing."""
     spmm = {"rows": 100_000, "columns": 100_000, "n": 128, "entries": 1_000_000, "heavy": 3000, "dtype": torch.float32}
-    table = {"voxels": 40_000, "offsets": 27, "inputs": 128, "outputs": 128, "dtype": torch.float16}
+    table = {"voxels": 40_000, "offsets": 27, "inputs": 128, "outputs": 128, "symmetric": True, "dtype": torch.float16}
     match name:
         case "SpMM, COO":
             return applications.spmm(**spmm, device=CUDA)

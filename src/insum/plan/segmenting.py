@@ -121,17 +121,27 @@ class Segmenting(Drafting):
         table = remembered(facts, ("inverse", dim, rows), lambda: _inverse(anchor, dim, rows))
         if table is None:
             return None
-        name = fresh(f"{scatter.access.tensor}_inverse", self.taken)
-        draft.why.append(f"{scatter.access.tensor} has an inverse table")
-        draft.arrays[name] = table
-        draft.padded.add(name)
         var = scatter.variables[dim]
-        indices = tuple(index_of(self.row if v == var else v) for v in scatter.variables)
-        draft.factors = tuple(substitute(f, {var: Affine(((1, Access(name, indices)),))}) for f in draft.factors)
+        read = self.mirrored(draft, scatter, var) if isinstance(table, str) else self.tabled(draft, scatter, var, table)
+        draft.factors = tuple(substitute(f, {var: Affine(((1, read),))}) for f in draft.factors)
         draft.target = Access(draft.target.tensor, tuple(index_of(self.row) if d == scatter.dim else i for d, i in enumerate(draft.target.indices)))
         draft.extents[self.row] = rows
         self.unpad(draft, scatter.access.tensor)
         return self.finish(draft, "store", fill=False)
+
+    def tabled(self, draft: Draft, scatter: Scatter, var: str, table: Tensor) -> Access:
+        """A read of the inverse table, which is kept with the index tensor."""
+        name = fresh(f"{scatter.access.tensor}_inverse", self.taken)
+        draft.why.append(f"{scatter.access.tensor} has an inverse table")
+        draft.arrays[name] = table
+        draft.padded.add(name)
+        return Access(name, tuple(index_of(self.row if v == var else v) for v in scatter.variables))
+
+    def mirrored(self, draft: Draft, scatter: Scatter, var: str) -> Access:
+        """A read of the index tensor itself, the other variables backwards: an offset leads back where its opposite leads to."""
+        draft.why.append(f"{scatter.access.tensor}, read backwards, is its own inverse table")
+        backwards = {v: Affine(((-1, Var(v)),), draft.extents[v] - 1) for v in scatter.variables}
+        return Access(scatter.access.tensor, tuple(index_of(self.row) if v == var else backwards[v] for v in scatter.variables))
 
     def positions(self, draft: Draft, scatter: Scatter, anchor: Tensor, order: Tensor, facts: IndexFacts, through: Affine) -> dict[str, Affine]:
         """Each scattered variable as an array over the sorted entries."""
@@ -190,8 +200,14 @@ def _sorted(anchor: Tensor, rows: int) -> tuple[Tensor, Segments]:
     return order.to(small), segments(values, rows)
 
 
-def _inverse(anchor: Tensor, dim: int, rows: int) -> Tensor | None:
-    """``inverse[.., y, ..] = x`` where ``anchor[.., x, ..] = y``, -1 where there is none; None where two x share a y."""
+MIRRORED = "mirrored"
+
+
+def _inverse(anchor: Tensor, dim: int, rows: int) -> Tensor | str | None:
+    """``inverse[.., y, ..] = x`` where ``anchor[.., x, ..] = y``, -1 where there is none; None where two x share a y.
+
+    A table that equals the anchor with its other dimensions reversed is not kept: `MIRRORED` says so.
+    """
     lines = anchor.movedim(dim, -1).reshape(-1, anchor.shape[dim])
     present = lines >= 0
     line = torch.arange(lines.shape[0], device=anchor.device)[:, None]
@@ -204,7 +220,10 @@ def _inverse(anchor: Tensor, dim: int, rows: int) -> Tensor | None:
     inverse[flat.reshape(-1)] = torch.arange(anchor.shape[dim], device=anchor.device, dtype=torch.int32).expand_as(lines).reshape(-1)
     inverse[-1] = -1
     shape = [s for d, s in enumerate(anchor.shape) if d != dim]
-    return inverse[:-1].reshape(*shape, rows).movedim(-1, dim).contiguous()
+    table = inverse[:-1].reshape(*shape, rows).movedim(-1, dim)
+    backwards = anchor.flip([d for d in range(anchor.dim()) if d != dim])
+    same = rows == anchor.shape[dim] and torch.equal(table, backwards.clamp(min=-1).to(table.dtype))
+    return MIRRORED if same else table.contiguous()
 
 
 def _position(anchor: Tensor, order: Tensor, dim: int) -> Tensor:
