@@ -62,7 +62,8 @@ class Launch:
         """Launch through Triton, which compiles for the kinds of the arguments, and keep what it compiled."""
         arguments = list(self.arguments)
         for position, name in self.names:
-            arguments[position] = out if name is OUT else work if name is WORK else values[name]
+            value = out if name is OUT else work if name is WORK else values[name]
+            arguments[position] = int(value) if isinstance(value, bool) else value  # a truth value counts as a number here
         compiled = self.function[self.grid](*arguments, num_warps=self.config.warps, num_stages=self.config.stages)
         # Numbers may be specialised by value, so calls that pass some look their kernel up anew.
         changing = [arguments[position] for position, _ in self.names]
