@@ -34,7 +34,7 @@ def table() -> str:
     result = json.loads(file.read_text())
     lines = [
         f"Medians in milliseconds on one {result['device']}, torch {result['torch']}, {result['date']}, default configs, CUDA-graph replay, rivals in the same",
-        "run. A ratio above 1 means that insum is faster. \"prototype\" is a kernel written by hand for that one case.",
+        "run. A ratio above 1 means that insum is faster. \"prototype\" is a kernel written by hand for that one case, not part of this repository.",
         "",
         "| application | case | insum | rivals | relative error |",
         "|---|---|--:|---|--:|",
