@@ -9,9 +9,11 @@ Everything is checked before it is timed. Times are medians in milliseconds, the
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import platform
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -219,7 +221,9 @@ def main() -> None:
         print(f"{name}: checked and timed", flush=True)
     size = group_size(options.device, options.budget)
     device = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s)"
-    result = {"device": device, "torch": torch.__version__, "block": options.block, "group_size": size, "graphs": [asdict(r) for r in rows]}
+    command = " ".join(["python", *(Path(a).name if a.startswith("/") else a for a in sys.argv)])
+    about = {"command": command, "date": datetime.date.today().isoformat()}
+    result = about | {"device": device, "torch": torch.__version__, "block": options.block, "group_size": size, "graphs": [asdict(r) for r in rows]}
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     print(f"\nCSR to each format, milliseconds, {device}, torch {torch.__version__}, blocks of {options.block}")
