@@ -41,7 +41,7 @@ class _Draft:
     def case(self) -> Case:
         self.matrix = self.chance(60)
         scattered = ("p", "q") if self.chance(30) else ("p",)
-        kept = self.choose.choice([("m", "n")] if self.matrix else [("m", "n"), ("n",), ()])
+        kept = self.choose.choice([("m", "n"), ("m", "n"), ("n",)] if self.matrix else [("m", "n"), ("n",), ()])
         summed = self.choose.choice([("k",), ("k", "j")] if self.matrix else [("k",), ("k", "j"), ()])
         self.draw_extents((*scattered, *kept, *summed))
         rows = self.choose.randint(1, 9)
@@ -53,12 +53,23 @@ class _Draft:
         dtype = self.choose.choice([d for d in self.dtypes if d in HALF_OR_SINGLE] if self.matrix and self.chance(80) else self.dtypes)
         factors = self.factors(scattered, kept, summed, dtype)
         shape = [rows if index == anchor else self.extents[index] for index in target]
-        operator = self.choose.choice(["=", "+=", "+="])
-        if operator == "+=" and self.chance(40):
+        operator = self.choose.choice(["=", "+=", "+="] if self.matrix or self.chance(60) else ["max=", "min="])
+        if operator != "=" and self.chance(40):
             self.values["C"] = self.numbers(shape, dtype)
         sizes: dict[str | int, Any] = {"C": tuple(shape)}
-        statement = f"C[{','.join(target)}] {operator} {' * '.join(factors)}"
+        value = " * ".join(self.function(f, dtype) for f in factors)
+        if operator in ("=", "+=") and self.chance(15):
+            value += self.second_term(scattered, kept, dtype)
+        statement = f"C[{','.join(target)}] {operator} {value}"
         return Case(statement, self.values, sizes, tuple(name for name in self.padded if name in self.values))
+
+    def function(self, factor: str, dtype: torch.dtype) -> str:
+        return f"{self.choose.choice(['relu', 'abs'])}({factor})" if dtype.is_floating_point and self.chance(10) else factor
+
+    def second_term(self, scattered: tuple[str, ...], kept: tuple[str, ...], dtype: torch.dtype) -> str:
+        """Another product over some of the same variables."""
+        access = self.access("Y", [v for v in (*scattered, *kept) if self.chance(60)], scattered, dtype)
+        return f" {self.choose.choice('+-')} {self.choose.choice(['', '2 * '])}{access}"
 
     def draw_extents(self, names: tuple[str, ...]) -> None:
         """Several of them long enough for a side of a matrix product, as far as the oracle's patience goes."""
@@ -84,7 +95,7 @@ class _Draft:
             flat[count - count // 3 :] = -1
         if "padded" in kind:
             self.padded.append("D")
-        self.values["D"] = self.index(flat.reshape([self.extents[v] for v in scattered]))
+        self.values["D"] = laid_out(self.index(flat.reshape([self.extents[v] for v in scattered])), self.choose.choice(LAYOUTS), source)
         return f"D[{','.join(scattered)}]"
 
     def index(self, values: np.ndarray[Any, Any]) -> Tensor:
@@ -94,7 +105,8 @@ class _Draft:
         """Left and right side of a contraction, and perhaps a scale; every variable stands in one of them."""
         sides: list[list[str]] = [[], []]
         for v in scattered:
-            for side in self.choose.choice([sides[:1], sides[1:], sides]):
+            tall = self.matrix and len(kept) == 1  # entries are one side of the product
+            for side in sides[1:] if tall else self.choose.choice([sides[:1], sides[1:], sides]):
                 side.append(v)
         for number, v in enumerate(kept):
             sides[number % 2].append(v)
@@ -127,7 +139,7 @@ class _Draft:
         if self.chance(40):
             values = np.where(source.random(values.shape) < 0.3, -1, values)
             self.padded.append(f"E{name}")
-        self.values[f"E{name}"] = self.index(values)
+        self.values[f"E{name}"] = laid_out(self.index(values), self.choose.choice(LAYOUTS), source)
         return f"E{name}[{','.join(scattered)}]"
 
     def numbers(self, shape: list[int], dtype: torch.dtype) -> Tensor:

@@ -319,6 +319,14 @@ def test_a_scale_for_each_block(index: list[int]) -> None:
         assert error(result, torch.zeros(5, 16, 24).index_add(0, rows, parts)) < 1e-5, factor
 
 
+def test_a_sorted_index_of_two_dimensions_over_tensors_that_do_not_flatten() -> None:
+    """Entries have no common number there, so that they are walked through positions."""
+    index, values = torch.tensor([[0, 0, 1], [1, 3, 3]]), torch.randn(3, 2).t()
+    for strategy in STRATEGIES:
+        with insum.settings(scatter=strategy):
+            assert error(run("C[D[p,q]] += V[p,q]", {0: 4}, D=index, V=values), torch.zeros(4).index_add(0, index.reshape(-1), values.reshape(-1))) < 1e-6
+
+
 # --- names -----------------------------------------------------------------------------------------------------------------------
 
 HOSTILE = ("class", "lambda", "tl", "triton", "pid", "acc", "A_s0", "A_ptr", "row", "slot", "t", "out", "out_at", "out_stride", "out_stride0", "work_at")

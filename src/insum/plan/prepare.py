@@ -21,7 +21,7 @@ from insum.lang.expand import Term
 from insum.plan.draft import CannotFuse, Draft, Prepared, Wishes, index_reads
 from insum.plan.facts import facts_of
 from insum.plan.patterns import PROMOTE_POINTS, Patterns
-from insum.plan.rewrite import Scatter, merge_of, scatter_of
+from insum.plan.rewrite import Scatter, scatter_of
 from insum.plan.segmenting import Segmenting
 
 __all__ = ["PROMOTE_POINTS", "CannotFuse", "Prepared", "Wishes", "index_reads", "prepare"]
@@ -61,7 +61,7 @@ class Preparation(Segmenting, Patterns):
             unrolled = self.unrolled(draft)
             if unrolled is not None:
                 return unrolled
-        segmentable = facts.sorted and clean and anchor.is_contiguous() and self.segments_fit(scatter)
+        segmentable = facts.sorted and clean and anchor.is_contiguous() and self.segments_fit(draft, scatter)
         pays = wished == "auto" and not segmentable and self.onehot_pays(scatter) and not self.rows_have_dot(draft, scatter)
         if wished == "onehot" and self.reduce == "sum" or pays:
             return self.onehot(draft, scatter)
@@ -82,8 +82,9 @@ class Preparation(Segmenting, Patterns):
             return self.sorted_once(draft, scatter, anchor, facts)
         return self.atomic(draft, f"{name} is not sorted, and its tiles hold several entries of it")
 
-    def segments_fit(self, scatter: Scatter) -> bool:
-        return len(scatter.access.indices) == 1 or merge_of(self.term.factors, scatter.variables, self.slot) is not None
+    def segments_fit(self, draft: Draft, scatter: Scatter) -> bool:
+        """Whether entries have one number: an index of one dimension, or of several that every tensor can be flattened over."""
+        return len(scatter.access.indices) == 1 or self.merge(draft, scatter.variables) is not None
 
     def atomic(self, draft: Draft, why: str) -> Prepared:
         draft.why.append(why)
