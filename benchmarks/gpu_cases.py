@@ -8,12 +8,15 @@ from __future__ import annotations
 import argparse
 import collections
 import multiprocessing
+import sys
 import traceback
+from pathlib import Path
 from typing import Any
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "any": {},
     "products": {"product_only": True, "max_rank": 3, "affine": False, "max_indirection": 1},
+    "scatters": {},  # contractions that scatter, of tests/scatters.py
     "larger": {"product_only": True, "max_rank": 3, "max_extent": 9, "zero_extents": False, "affine": False, "max_indirection": 1},
 }
 
@@ -21,8 +24,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def share(arguments: tuple[int, int]) -> tuple[collections.Counter[str], list[str]]:
     import torch
 
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
     import insum
     from insum.testing import draw_cases
+    from scatters import draw_scatters
 
     seed, count = arguments
     seen: collections.Counter[str] = collections.Counter()
@@ -30,7 +35,8 @@ def share(arguments: tuple[int, int]) -> tuple[collections.Counter[str], list[st
     dtypes = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32)
     for kind, options in OPTIONS.items():
         for strategy in ("auto", "segment", "onehot", "unrolled", "atomic"):
-            for number, case in enumerate(draw_cases(count, seed=1000 * seed + hash(kind) % 97, dtypes=dtypes, **options)):
+            draws = draw_scatters(count, seed=seed, dtypes=dtypes) if kind == "scatters" else draw_cases(count, seed=seed, dtypes=dtypes, **options)
+            for number, case in enumerate(draws):
                 dot = "always" if number % 2 else "auto"
                 with insum.settings(backend="fused", require_fused=True, scatter=strategy, dot=dot):
                     try:

@@ -327,6 +327,15 @@ def test_a_sorted_index_of_two_dimensions_over_tensors_that_do_not_flatten() -> 
             assert error(run("C[D[p,q]] += V[p,q]", {0: 4}, D=index, V=values), torch.zeros(4).index_add(0, index.reshape(-1), values.reshape(-1))) < 1e-6
 
 
+def test_registers_take_one_side_of_a_product() -> None:
+    """Both variables of the index would be sides of a matrix product; the register tile can take only one of them."""
+    index, a, b, scale = torch.randint(0, 5, (9, 8)), torch.randn(9, 8), torch.randn(8, 8), torch.randn(9, 8)
+    wanted = torch.zeros(5).index_add(0, index.reshape(-1), (scale * (a @ b.t())).reshape(-1))
+    for dot in ("auto", "always", "never"):
+        with insum.settings(scatter="onehot", dot=dot):
+            assert error(run("C[D[p,q]] = A[p,k] * B[q,k] * W[p,q]", {0: 5}, D=index, A=a, B=b, W=scale), wanted) < 1e-5
+
+
 # --- names -----------------------------------------------------------------------------------------------------------------------
 
 HOSTILE = ("class", "lambda", "tl", "triton", "pid", "acc", "A_s0", "A_ptr", "row", "slot", "t", "out", "out_at", "out_stride", "out_stride0", "work_at")

@@ -75,7 +75,8 @@ def _triples(roles: Roles, smallest: int) -> list[tuple[float, str, str, str]]:
         candidates = [v for v in (*roles.kept, *roles.held, *whole) if v not in (k, roles.row, roles.segment) and roles.extents[v] >= smallest]
         for m in candidates:
             for n in candidates:
-                if roles.extents[k] >= smallest and _splits(with_k, m, n) and _order(roles, m, n):
+                both_absorbed = {m, n} <= set(roles.absorbed)  # the register tile takes rows or columns of the product, not single places
+                if roles.extents[k] >= smallest and _splits(with_k, m, n) and _order(roles, m, n) and not both_absorbed:
                     found.append((_score(roles, m, n, k), m, n, k))
     return found
 
