@@ -3,7 +3,8 @@
     python benchmarks/first_call.py [--json FILE] [--only block-spmm,spmm,conv,tensor-product] [--rivals]
 
 Every figure comes from a process of its own. The clock starts after `import torch`; creating the CUDA context and the operands is
-reported apart. "total" is `import insum`, conversion to the format and the first call, until the result is there. ``--rivals`` also
+reported apart, and Python's bytecode is compiled beforehand, as it is when a package is installed. "total" is `import insum`, conversion
+to the format and the first call, until the result is there. ``--rivals`` also
 times the same computation in torch operations under torch.compile, from empty caches.
 """
 
@@ -152,7 +153,14 @@ def child(name: str, kind: str) -> None:
 
 
 def fresh(name: str, kind: str, folder: str) -> dict[str, float]:
-    environment = {**os.environ, "TRITON_CACHE_DIR": f"{folder}/triton", "INSUM_CACHE_DIR": f"{folder}/insum", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
+    bytecode = {"PYTHONPYCACHEPREFIX": os.path.join(tempfile.gettempdir(), "insum-first-call-bytecode"), "PYTHONDONTWRITEBYTECODE": ""}
+    environment = {
+        **os.environ,
+        **bytecode,
+        "TRITON_CACHE_DIR": f"{folder}/triton",
+        "INSUM_CACHE_DIR": f"{folder}/insum",
+        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+    }
     done = subprocess.run([sys.executable, __file__, "--child", name, kind], env=environment, capture_output=True, text=True, timeout=300)
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
@@ -165,6 +173,8 @@ def fresh(name: str, kind: str, folder: str) -> dict[str, float]:
 def measured(name: str, rivals: bool, repeat: int) -> list[dict[str, Any]]:
     """Cold, then warm, several times over; the best of each, as the machine disturbs it least."""
     kinds: dict[str, list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        fresh(name, "cold", folder)  # for the bytecode
     for _ in range(repeat):
         with tempfile.TemporaryDirectory() as folder:
             kinds.setdefault("cold", []).append(fresh(name, "cold", folder))

@@ -231,6 +231,7 @@ def convolution(
     density: float = 0.5,
     one_to_one: bool = True,
     symmetric: bool = False,
+    kinds: int = 0,
     group: int = 8,
     dtype: torch.dtype,
     device: str = "cpu",
@@ -239,11 +240,14 @@ def convolution(
     """Sparse convolution. ``layout``: ``by voxel`` and ``by offset`` are neighbour tables, ``grouped`` lists pairs of voxels for each offset.
 
     In a real table an offset leads from a voxel to at most one voxel, and no two voxels to the same: ``one_to_one``. Where outputs are
-    the inputs' voxels, the opposite offset leads back: ``symmetric``.
+    the inputs' voxels, the opposite offset leads back: ``symmetric``. Surfaces have voxels of few ``kinds``, each with offsets of its own.
     """
     make = Maker.of(dtype, device, filled)
     columns = [make.permutation(voxels) if one_to_one else make.below(voxels, voxels) for _ in range(offsets)]
     table = torch.stack([torch.where(make.chance(voxels) < density, c, -1) for c in columns], 1)
+    if kinds:
+        has = make.chance(kinds * offsets).reshape(kinds, offsets) < density
+        table = torch.where(has[make.below(kinds, voxels).long()], table, -1)
     table[0] = -1  # a voxel without neighbours
     for z in range(offsets // 2 if symmetric else 0):
         here = (table[:, z] >= 0).nonzero()[:, 0]
@@ -371,9 +375,9 @@ def usual(device: str = "cpu", *, filled: bool = True, half: torch.dtype = torch
     return [
         block_spmm(rows=128, columns=128, block=32, n=4096, density=0.1, dtype=half, **kind),
         block_spmm(rows=128, columns=128, block=32, n=4096, density=0.1, group=4, dtype=half, **kind),
-        spmm(rows=5000, columns=5000, n=128, entries=50_000, heavy=3000, dtype=torch.float32, **kind),
+        spmm(rows=50_000, columns=50_000, n=128, entries=300_000, heavy=3000, dtype=torch.float32, **kind),
         spmm(rows=5000, columns=5000, n=128, entries=50_000, heavy=3000, group=4, dtype=half, **kind),
-        convolution(voxels=4000, offsets=27, inputs=128, outputs=128, layout="by voxel", dtype=half, **kind),
+        convolution(voxels=4000, offsets=27, inputs=128, outputs=128, layout="by voxel", kinds=6, density=0.4, dtype=half, **kind),
         convolution(voxels=4000, offsets=27, inputs=128, outputs=128, layout="by offset", dtype=half, **kind),
         convolution(voxels=4000, offsets=27, inputs=128, outputs=128, layout="grouped", group=32, dtype=half, **kind),
         tensor_product(batch=2000, channels=64, constant=False, dtype=torch.float32, **kind),

@@ -196,7 +196,7 @@ def test_block_products_of_any_size_are_one_kernel() -> None:
 
 def test_specialised_by_divisibility_alone() -> None:
     """What compiling depends on besides the text: whether an integer is 1 or a multiple of 16, and kinds of pointers."""
-    assert launch._argument_kind(1) == ("constexpr", False)
-    assert launch._argument_kind(17) == ("i32", False) and launch._argument_kind(32) == ("i32", True)
-    assert launch._argument_kind(2**31) == ("i64", True) and launch._argument_kind(2**31 + 1) == ("i64", False)
-    assert launch._argument_kind(torch.empty(1, dtype=torch.bfloat16)) == ("*bf16", True)
+    assert launch.argument_kind(1) == ("constexpr", False)
+    assert launch.argument_kind(17) == ("i32", False) and launch.argument_kind(32) == ("i32", True)
+    assert launch.argument_kind(2**31) == ("i64", True) and launch.argument_kind(2**31 + 1) == ("i64", False)
+    assert launch.argument_kind(torch.empty(1, dtype=torch.bfloat16)) == ("*bf16", True)

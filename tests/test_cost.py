@@ -69,11 +69,16 @@ def test_matrix_instructions_want_a_long_m() -> None:
 
 
 def test_rows_have_a_part_for_each_launch() -> None:
-    names = [part.name for part in predicted(rows()).parts]
+    many = spmm(rows=40_000, columns=40_000, n=128, entries=400_000, heavy=1500, dtype=torch.float32)
+    names = [part.name for part in predicted(many).parts]
     assert names == ["long rows", "short rows", "sum of pieces"]
-    short, long = fused.first_choice(prepared(rows()), fused.wishes_of(False))
-    whole = predicted(rows(), dataclasses.replace(short, split=0), long)
-    assert [part.name for part in whole.parts] == ["long rows", "short rows"] and whole.launches < predicted(rows()).launches
+    short, long = fused.first_choice(prepared(many), fused.wishes_of(False))
+    whole = predicted(many, dataclasses.replace(short, split=0), long)
+    assert [part.name for part in whole.parts] == ["long rows", "short rows"] and whole.launches < predicted(many).launches
+
+
+def test_few_entries_are_cut_so_that_one_launch_takes_them() -> None:
+    assert [part.name for part in predicted(rows()).parts] == ["short rows", "sum of pieces"]
 
 
 def test_the_histogram_of_row_lengths() -> None:

@@ -14,10 +14,19 @@ from insum.lang.expr import variables
 from insum.plan.config import Choice, Config, power_of_two
 from insum.plan.plan import Plan
 from insum.plan.roles import Contraction, contiguity
+from insum.plan.schedule import SHORT
 
 #: Entries at which a long row is cut into pieces, and the length up to which rows are left whole.
 SPLIT_AT = 128
 LEAVE_WHOLE = 64
+#: Below so many entries rows are left whole, for one launch is all that it is worth.
+MANY_LAUNCHES = 4096
+#: Below so many entries a launch costs more than balance gains: rows are cut so short that all pieces go into one launch.
+FEW_ENTRIES, CUT_FEW = 2**18, 32
+#: And shorter still below so many.
+FEWER_ENTRIES, CUT_FEWER = 100_000, 16
+#: Below so many, the device is nowhere near full, and waiting for one gather after the other is all there is.
+TINY_ENTRIES = 2**15
 #: Programs that fill a device twice over; fewer than this and a long reduction is cut into pieces.
 ENOUGH_PROGRAMS = 264
 #: Shared memory for the operands of one program.
@@ -70,6 +79,8 @@ def first_choice(plan: Plan, extents: Mapping[str, int], *, longest: int = 0, en
     guess = first_guess(plan, extents)
     if not in_rows(plan):
         return (guess,)
+    if MANY_LAUNCHES <= entries < TINY_ENTRIES and not plan.roles.loops:
+        guess = _for_few_rows(guess)
     return replace(guess, split=split_length(longest, entries)), long_rows(plan, extents)
 
 
@@ -87,7 +98,11 @@ def in_rows(plan: Plan) -> bool:
 
 def split_length(longest: int, entries: int) -> int:
     """Entries at which rows are cut; 0: rows stay whole, where they are even or the whole thing is small."""
-    return 0 if longest <= LEAVE_WHOLE or entries < 4096 else SPLIT_AT
+    if longest <= SHORT or entries < MANY_LAUNCHES:
+        return 0
+    if entries < FEW_ENTRIES:
+        return CUT_FEWER if entries < FEWER_ENTRIES else CUT_FEW
+    return 0 if longest <= LEAVE_WHOLE else SPLIT_AT
 
 
 def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
@@ -102,6 +117,9 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
     m, n = held(plan, extents, m, n)
     k = _k_tile(plan, extents, size)
     warps = 8 if m * n >= 128 * 256 else 4
+    if plan.segment and plan.segment.var in plan.roles.loops and m * n >= 128 * 128 and size == 2:
+        # A tile takes its own few steps, so filling the pipeline counts: more warps have more gathers in flight.
+        return Config(m=m, n=n, k=k, warps=8, stages=3)
     # As many buffers as leave room for three programs on a multiprocessor: their waits overlap better than deeper pipelines do.
     stages = max(2, min(3, PIPELINE_BYTES // ((m + n) * k * size)))
     return Config(m=m, n=n, k=k, warps=warps, stages=stages)
@@ -135,6 +153,12 @@ def _for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
     return Config(m=max(4, min(64, 512 // n)), n=n, k=2, warps=2, stages=1)
 
 
+def _for_few_rows(guess: Config) -> Config:
+    """More gathers in flight, for lack of other programs to hide them behind."""
+    n = min(guess.n, 64)
+    return replace(guess, m=max(1, min(64, guess.m * guess.n // n)), n=n, k=8)
+
+
 def long_rows(plan: Plan, extents: Mapping[str, int]) -> Config:
     return _for_rows(plan, extents, long=True)
 
@@ -145,7 +169,7 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         m, n = held(plan, extents, min(m, 16), min(n, 64))
         if not {*plan.roles.m, *plan.roles.n} & set(variables(plan.target.indices[plan.onehot])):
             n, m = min(n, 32), 1 if plan.roles.m else m  # the register tile has a third axis, the scattered one
-        k = min(k, 16)
+        k = min(k, 16, max(4, 1024 // (m * n)))
         return Config(m=m, n=n, k=k, warps=max(1, min(4, m * n * k // 2048)), stages=2)
     if plan.roles.n and not set(plan.roles.n) & set(variables(plan.target)):
         k = min(k, max(1, 2048 // (n * m)))  # N is summed after the loop, so one tile holds all of it

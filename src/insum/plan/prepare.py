@@ -41,6 +41,7 @@ class Preparation(Segmenting, Patterns):
         scatter = scatter_of(self.problem.statement)
         wished = self.wishes.settings.scatter
         if scatter == "direct":
+            self.packed(draft)
             return self.finish(draft, "store", fill=False)
         if scatter == "injective":
             draft.why.append("no two points meet")

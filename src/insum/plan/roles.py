@@ -96,8 +96,9 @@ def _score(roles: Roles, m: str, n: str, k: str) -> float:
     size = [min(roles.extents[v], cap) for v, cap in ((m, 128), (n, 256), (k, 128))]
     innermost = 4 if roles.kept and n == roles.kept[-1] else 1
     both_kept = 16 if {m, n} <= {*roles.kept, *roles.absorbed} else 1
+    in_a_row = 4 if any(a.indices and a.indices[-1].var == k for f in roles.factors for a in accesses(f, nested=False)) else 1
     # Entries of a segment are few and scattered in memory: they fill the K axis only where nothing dense does.
-    return float(size[0] * size[1] * size[2] * innermost * both_kept) * (1e-3 if k == roles.segment else 1)
+    return float(size[0] * size[1] * size[2] * innermost * both_kept * in_a_row) * (1e-3 if k == roles.segment else 1)
 
 
 def _as_dot(roles: Roles, m: str, n: str, k: str) -> Contraction:

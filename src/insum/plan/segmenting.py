@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from insum.lang.expr import Access, Affine, Expr, Var, accesses, fresh, index_of, rewrite, variables
-from insum.plan.draft import Draft, Drafting, Prepared, remembered
+from insum.plan.draft import Draft, Prepared, remembered
 from insum.plan.facts import IndexFacts, facts_of
+from insum.plan.packing import Packing
 from insum.plan.rewrite import Merge, Scatter, merge_of, substitute
 from insum.plan.schedule import Segments, scaled, segments
 
@@ -21,7 +22,7 @@ INVERT_UP_TO = 2
 COMPOSE_SHARE = 32
 
 
-class Segmenting(Drafting):
+class Segmenting(Packing):
     """Scatter without atomics: every place of the output is written once."""
 
     def segmented(self, draft: Draft, scatter: Scatter, anchor: Tensor) -> Prepared:
@@ -127,6 +128,7 @@ class Segmenting(Drafting):
         draft.target = Access(draft.target.tensor, tuple(index_of(self.row) if d == scatter.dim else i for d, i in enumerate(draft.target.indices)))
         draft.extents[self.row] = rows
         self.unpad(draft, scatter.access.tensor)
+        self.packed(draft, facts)
         return self.finish(draft, "store", fill=False)
 
     def tabled(self, draft: Draft, scatter: Scatter, var: str, table: Tensor) -> Access:

@@ -30,7 +30,8 @@ log = logging.getLogger("insum")
 FORMAT = 1
 _found: dict[str, Choice] = {}
 _lock = threading.Lock()
-_state = {"epoch": 0}
+#: ``epoch`` goes up whenever what is remembered changes, so that launches made before are looked up anew.
+state = {"epoch": 0}
 
 
 # --- where ---------------------------------------------------------------------------------------------------------------------
@@ -138,14 +139,14 @@ def _version(package: str) -> str:
 
 def epoch() -> int:
     """Goes up whenever what is remembered changes, so that launches made before are looked up anew."""
-    return _state["epoch"]
+    return state["epoch"]
 
 
 def forget() -> None:
     """Drop what this process remembers; files stay."""
     with _lock:
         _found.clear()
-        _state["epoch"] += 1
+        state["epoch"] += 1
 
 
 def recall(key: Key) -> Choice | None:
@@ -163,7 +164,7 @@ def remember(entry: Entry) -> None:
     """Keep a choice for this process and, where files can be written, for the next."""
     with _lock:
         _found[entry.key.name] = entry.choice
-        _state["epoch"] += 1
+        state["epoch"] += 1
     try:
         _write(entries_folder() / f"{entry.key.name}.json", _as_json(entry))
     except OSError as error:

@@ -72,24 +72,37 @@ def load(kernel: Kernel, header: str) -> Any:
     return function
 
 
-def runner_of(compiled: Any, programs: int) -> Callable[..., None]:
-    """A compiled kernel as a function of its arguments, without what Triton does at every launch for hooks that nobody has set."""
+def runner_of(compiled: Any, programs: int) -> Callable[[Sequence[Any]], None]:
+    """A compiled kernel as a function of the list of its arguments, without what Triton does at every launch for hooks that nobody has set."""
     plain: Callable[..., None] = compiled[(programs, 1, 1)]
     if not _launches_as_known():
-        return plain
+        return lambda arguments: plain(*arguments)
     from triton import knobs
     from triton.runtime import driver
 
     run, function, metadata, hooks = compiled.run, compiled.function, compiled.packed_metadata, knobs.runtime
     device, stream_of = driver.active.get_current_device(), driver.active.get_current_stream
+    launch, cooperative, dependent = _without_scratch(run)
 
-    def direct(*arguments: Any) -> None:
+    def direct(arguments: Sequence[Any]) -> None:
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
             plain(*arguments)
-        else:
+        elif launch is None:
             run(programs, 1, 1, stream_of(device), function, metadata, None, None, None, *arguments)
+        else:
+            launch(programs, 1, 1, stream_of(device), function, cooperative, dependent, None, None, metadata, None, None, None, *arguments)
 
     return direct
+
+
+def _without_scratch(launcher: Any) -> tuple[Callable[..., None] | None, Any, Any]:
+    """What Triton's launcher calls in the end, where it is known to call it so and the kernel needs no scratch memory."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        text = " ".join(inspect.getsource(type(launcher).__call__).split())
+        known = "self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl, global_scratch, profile_scratch, *args)"
+        if known in text and not launcher.global_scratch_size and not launcher.profile_scratch_size:
+            return launcher.launch, launcher.launch_cooperative_grid, launcher.launch_pdl
+    return None, None, None
 
 
 @functools.cache
@@ -274,7 +287,7 @@ def compile_for(function: Any, arguments: Sequence[Any], target: str, *, warps: 
     constants: dict[str, int] = {}
     attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for position, (name, value) in enumerate(zip(function.arg_names, arguments, strict=True)):
-        kind, divisible = _argument_kind(value)
+        kind, divisible = argument_kind(value)
         signature[name] = kind
         if kind == "constexpr":
             constants[name] = value
@@ -288,7 +301,7 @@ def compile_for(function: Any, arguments: Sequence[Any], target: str, *, warps: 
     return Compiled(target, texts, binary.metadata.shared, registers, stack)
 
 
-def _argument_kind(value: Any) -> tuple[str, bool]:
+def argument_kind(value: Any) -> tuple[str, bool]:
     """Triton's type of an argument, and whether it is specialised as a multiple of 16."""
     if hasattr(value, "data_ptr"):
         return "*" + _POINTER[str(value.dtype).removeprefix("torch.").replace("bool", "int1")], True

@@ -19,11 +19,13 @@ from insum.runtime import cache, fused
 from insum.runtime.build import Program
 from insum.settings import settings
 
+state = cache.state
+
 
 class Site:
     """One kind of call of one statement, in plain eager mode, whose result is a new tensor."""
 
-    __slots__ = ("arguments", "count", "default", "deterministic", "epoch", "index", "precision", "program", "request", "settings")
+    __slots__ = ("alone", "arguments", "count", "default", "deterministic", "epoch", "index", "precision", "program", "request", "settings")
 
     def __init__(self, request: object, program: Program, values: Mapping[str, Tensor], sources: Sequence[str], indices: Sequence[str]) -> None:
         self.request, self.program = request, weakref.ref(program)
@@ -31,35 +33,31 @@ class Site:
         self.default, self.deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
         # The matmul precision matters where float32 operands may meet in a matrix product.
         self.precision = torch.get_float32_matmul_precision() if any(v.dtype is torch.float32 for v in values.values()) else ""
-        self.index = program.problem.device.index if torch.cuda.is_available() and torch.cuda.device_count() > 1 else None
+        self.alone = program.problem.device.type == "cuda" and torch.cuda.device_count() == 1  # a tensor that is on a GPU is on this one
+        self.index = program.problem.device.index if program.problem.device.type == "cuda" and not self.alone else None
         self.arguments = tuple(_argument(name, value, name in sources, name in indices) for name, value in values.items())
 
     def __call__(self, tensors: Mapping[str, Any]) -> Tensor | None:
         """The result, or None where this call is another. Called where nothing is being compiled, and long, because every warm call comes by."""
         program = self.program()
-        if program is None or self.settings is not settings._values or len(tensors) != self.count or self.epoch != cache.epoch():
+        if program is None or self.settings is not settings._values or len(tensors) != self.count or self.epoch != state["epoch"]:
             return None
-        graded = torch.is_grad_enabled()
+        graded, alone = torch.is_grad_enabled(), self.alone
         for name, kind, shape, dtype, device, layout, stride, index, source, negatable in self.arguments:
             tensor: Any = tensors.get(name)
-            if tensor.__class__ is not kind or tensor.shape != shape or tensor.dtype is not dtype or tensor.device != device or tensor.layout is not layout:
+            if tensor.__class__ is not kind or tensor.shape != shape or tensor.dtype is not dtype or tensor.layout is not layout:
                 return None
-            if not tensor.is_contiguous() if stride is None else tensor.stride() != stride:
+            if not (tensor.is_cuda if alone else tensor.device == device) or (not tensor.is_contiguous() if stride is None else tensor.stride() != stride):
                 return None
             if index is not None and ((facts := known(tensor)) is None or facts.serial != index[0] or facts.constant is not index[1]):
                 return None
             if source and graded and tensor.requires_grad or negatable and tensor.is_neg():
                 return None
-        return fused.execute(program, tensors, None) if self.same_modes() else None
-
-    def same_modes(self) -> bool:
-        return (
-            self.default is torch.get_default_dtype()
-            and self.deterministic is torch.are_deterministic_algorithms_enabled()
-            and (not self.precision or self.precision == torch.get_float32_matmul_precision())
-            and (self.index is None or self.index == torch.cuda.current_device())
-            and is_undisturbed()
-        )
+        if self.default is not torch.get_default_dtype() or self.deterministic is not torch.are_deterministic_algorithms_enabled():
+            return None
+        if self.precision and self.precision != torch.get_float32_matmul_precision() or self.index is not None and self.index != torch.cuda.current_device():
+            return None
+        return fused.execute(program, tensors, None) if is_undisturbed() else None
 
 
 def _argument(name: str, value: Tensor, source: bool, index: bool) -> tuple[Any, ...]:

@@ -38,13 +38,16 @@ def replay_timer(device: torch.device, *, cold: bool = False) -> Timer:
     Operands that fit L2 stay there from call to call; with ``cold`` L2 is overwritten before each.
     """
     held: list[_Replay] = []  # the last call's graph, for a second and longer look at it
+    pools: list[Any] = []  # one for all graphs, of which only the last is ever replayed: memory of a pool of its own does not come back
 
     def measure(run: Callable[[], object], repeat: int) -> float:
         with torch.cuda.device(device):
             if not held or held[0].run is not run:
-                for old in held:
+                pools[:] = pools or [torch.cuda.graph_pool_handle()]  # type: ignore[no-untyped-call, unused-ignore]
+                new = _Replay(run, 1 if cold else None, pools[0])
+                for old in held:  # not before the new one is there: a pool that nobody uses is gone
                     old.graph.reset()
-                held[:] = [_Replay(run, 1 if cold else None)]
+                held[:] = [new]
             return _events(held[0].graph.replay, repeat, _flush(device) if cold else None) / held[0].calls
 
     return measure
@@ -53,7 +56,7 @@ def replay_timer(device: torch.device, *, cold: bool = False) -> Timer:
 class _Replay:
     """A call, and a graph of some repetitions of it."""
 
-    def __init__(self, run: Callable[[], object], calls: int | None) -> None:
+    def __init__(self, run: Callable[[], object], calls: int | None, pool: Any) -> None:
         self.run = run
         once = _events(run, 2)  # compiles, and tells how many calls a replay should hold
         self.calls = calls or max(1, min(_MOST_CALLS, round(_REPLAY_US / max(once, 1.0))))
@@ -63,7 +66,7 @@ class _Replay:
         now = torch.cuda.current_stream()
         stream.wait_stream(now)
         with torch.cuda.stream(stream):
-            self.graph.capture_begin()
+            self.graph.capture_begin(pool=pool)
             try:
                 for _ in range(self.calls):
                     run()

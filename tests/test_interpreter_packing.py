@@ -1,0 +1,122 @@
+"""Rows of a padded table in an order that fills tiles: the same results, fewer steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import insum
+from insum.plan import packing
+from insum.request import request_of
+from insum.runtime import fused
+
+pytestmark = pytest.mark.interpreter
+ROWS, STEPS, CHANNELS = 1100, 9, 16
+
+
+@pytest.fixture(autouse=True)
+def only_fused() -> Iterator[None]:
+    with insum.settings(backend="fused", require_fused=True):
+        yield
+
+
+def table(rows: int = ROWS, steps: int = STEPS, density: float = 0.5) -> Tensor:
+    """Nb[z,x]: every row has the middle step and those of one of four kinds, at ``density``; no two rows lead to the same place."""
+    generator = torch.Generator().manual_seed(0)
+    kind = torch.randint(0, 4, (rows,), generator=generator)
+    found = torch.full((steps, rows), -1, dtype=torch.int32)
+    for z in range(steps):
+        some = (kind == z % 4) & (torch.rand(rows, generator=generator) < density)
+        found[z] = torch.where(some, torch.randperm(rows, generator=generator).int(), -1)
+    found[steps // 2] = torch.arange(rows)
+    return found
+
+
+def operands(steps: int = STEPS, rows: int = ROWS, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(1)
+    return torch.randn(rows, CHANNELS, dtype=dtype), torch.randn(steps, CHANNELS, 16, dtype=dtype)
+
+
+def expected(x: Tensor, nb: Tensor, w: Tensor) -> Tensor:
+    gathered = torch.where((nb >= 0)[:, :, None], x.double()[nb.clamp(min=0).long()], 0.0)
+    return torch.einsum("zxc,zcm->xm", gathered, w.double())
+
+
+def strategy(statement: str, values: dict[str, Tensor], shape: tuple[int, ...] | None = None) -> str:
+    program = fused.lookup(request_of(statement, shape, None, ("Nb",)).bind(values), values, None)
+    assert not isinstance(program, str)
+    return "; ".join(program.steps[0].prepared.plan.why)
+
+
+BY_STEP, BY_ROW = "Out[x,m] += In[Nb[z,x],c] * W[z,c,m]", "Out[x,m] += In[Nb[x,z],c] * W[z,c,m]"
+
+
+@pytest.mark.parametrize("statement", [BY_STEP, BY_ROW])
+@pytest.mark.parametrize("rows", [ROWS, 9 * packing.TILE])
+def test_values_and_gradients(statement: str, rows: int) -> None:
+    nb, (x, w) = table(rows), operands(rows=rows)
+    given = nb if statement == BY_STEP else nb.t().contiguous()
+    assert "ordered by what Nb has" in strategy(statement, {"In": x, "Nb": given, "W": w})
+    x, w = x.requires_grad_(), w.requires_grad_()
+    result = insum.insum(statement, padded=("Nb",), In=x, Nb=given, W=w)
+    want = expected(x, nb, w)
+    assert torch.allclose(result.double(), want, atol=1e-4)
+    upstream = torch.randn_like(result)
+    for got, true in zip(torch.autograd.grad(result, (x, w), upstream), torch.autograd.grad(want, (x, w), upstream.double()), strict=True):
+        assert torch.allclose(got.double(), true.double(), rtol=1e-4, atol=1e-3)
+
+
+def test_the_gradient_of_a_table_is_ordered_too() -> None:
+    nb, (x, w) = table(), operands()
+    statement, values = "dIn[Nb[z,x],c] += G[x,m] * W[z,c,m]", {"Nb": nb, "G": x, "W": w}
+    assert "ordered by what" in strategy(statement, values, (ROWS, CHANNELS))
+
+
+def test_it_adds_to_what_is_there() -> None:
+    nb, (x, w) = table(), operands()
+    target = torch.randn(ROWS, 16)
+    want = target.double() + expected(x, nb, w)
+    assert torch.allclose(insum.insum(BY_STEP, padded=("Nb",), Out=target, In=x, Nb=nb, W=w).double(), want, atol=1e-4)
+
+
+def test_rows_without_anything_are_zero() -> None:
+    nb, (x, w) = table(), operands()
+    nb[:, 100:300] = -1
+    result = insum.insum(BY_STEP, padded=("Nb",), In=x, Nb=nb, W=w)
+    assert torch.allclose(result.double(), expected(x, nb, w), atol=1e-4) and not result[100:300].any()
+
+
+def test_more_steps_than_a_sort_key_has_bits() -> None:
+    nb, (x, w) = table(steps=70, density=0.9), operands(steps=70)
+    assert torch.allclose(insum.insum(BY_STEP, padded=("Nb",), In=x, Nb=nb, W=w).double(), expected(x, nb, w), atol=1e-3)
+
+
+def test_a_table_that_is_written_to_is_ordered_anew() -> None:
+    nb, (x, w) = table(), operands()
+    insum.insum(BY_STEP, padded=("Nb",), In=x, Nb=nb, W=w)
+    nb.copy_(nb.roll(37, 1))
+    assert torch.allclose(insum.insum(BY_STEP, padded=("Nb",), In=x, Nb=nb, W=w).double(), expected(x, nb, w), atol=1e-4)
+
+
+def test_full_tables_and_short_ones_stay_as_they_are() -> None:
+    full = torch.stack([torch.randperm(ROWS).int() for _ in range(STEPS)])
+    full[0, 0] = -1
+    x, w = operands()
+    assert "ordered" not in strategy(BY_STEP, {"In": x, "Nb": full, "W": w})
+    assert "ordered" not in strategy(BY_STEP, {"In": x[:500], "Nb": table(500), "W": w})
+
+
+def test_the_order_leaves_out_only_what_is_absent_in_a_whole_tile() -> None:
+    present = table().t() >= 0
+    order = packing._order(present)
+    rows = order.rows.long()
+    assert sorted(rows[rows >= 0].tolist()) == list(range(ROWS)) and order.rows.shape[1] == packing.TILE
+    for tile, (start, end) in enumerate(zip(order.segments.start.tolist(), order.segments.end.tolist(), strict=True)):
+        inside = rows[tile][rows[tile] >= 0]
+        assert order.steps[start:end].tolist() == present[inside].any(0).nonzero()[:, 0].tolist()
+    lengths = (order.segments.end - order.segments.start).tolist()
+    assert lengths == sorted(lengths, reverse=True), "tiles with many steps come first"
+    assert order.share == pytest.approx(sum(lengths) / (len(lengths) * STEPS))
