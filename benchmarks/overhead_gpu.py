@@ -36,6 +36,7 @@ def cases(device: str) -> dict[str, Callable[[], object]]:
     linear = torch.nn.Linear(64, 64, device=device, dtype=torch.float16)
     return {
         "insum.insum, sparse product": lambda: insum.insum(STATEMENT, out_shape=(256, 64), rows=rows, cols=cols, vals=vals, B=B),
+        "insum.insum, sparse product, in place": lambda: insum.insum(STATEMENT.replace("=", "+=", 1), C=blank, rows=rows, cols=cols, vals=vals, B=B),
         "compiled, sparse product": lambda: spmm(rows=rows, cols=cols, vals=vals, B=B),
         "insum.insum, dense product": lambda: insum.insum("C[i,j] = A[i,k] * B[k,j]", A=A, B=X),
         "compiled, dense product": lambda: product(A=A, B=X),

@@ -143,7 +143,7 @@ def test_where_there_is_none() -> None:
 @pytest.mark.parametrize("options", [{"sizes": {0: 4}}, {"out_shape": (4, 16)}, {"sizes": {"rows": 4}}, {"out_shape": [4, 16]}])
 def test_calls_through_the_front_door(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     """With the CPU taken for a device: noted at the second warm call, used from then on, whatever the options were written as."""
-    monkeypatch.setattr("insum.runtime.site.site_of", lambda request, program, values, sources, indices: Site(request, program, values, sources, indices))
+    monkeypatch.setattr("insum.runtime.site.site_of", lambda *given: Site(*given))
     monkeypatch.setattr(api, "_sites", {})
     values = tensors()
     for name in ("rows", "cols"):
@@ -167,3 +167,32 @@ def test_views_that_are_to_be_negated() -> None:
     """torch marks the imaginary part of a conjugate as negated and leaves the memory as it is."""
     A = torch.randn(5, dtype=torch.complex64).conj().imag
     assert A.is_neg() and torch.equal(insum.insum("y[i] = A[i] * 2", A=A), A * 2)
+
+
+def test_accumulating_in_place() -> None:
+    statement, values = STATEMENT.replace("=", "+=", 1), {"C": torch.randn(4, 16), **tensors()}
+    request = request_of(statement, None, None, ())
+    for name in ("rows", "cols"):
+        facts_of(values[name])
+    program = fused.lookup(request.bind(values), values, values["C"])
+    assert not isinstance(program, str)
+    site = Site(request, program, values, ("vals", "B"), ("rows", "cols"), "C")
+    want, version = values["C"] + expected(values), values["C"]._version
+    result = site(values)
+    assert result is values["C"] and torch.allclose(result, want) and result._version > version, "autograd has to see that it was written"
+    room = torch.randn(7, 16)
+    assert site({**values, "C": room[:4], "B": room[3:6]}) is None, "the output lies in what is read"
+    assert site({**values, "C": room[:4], "B": room[4:]}) is not None
+    assert site({**values, "C": torch.randn(4, 16).requires_grad_()}) is None
+    with torch.inference_mode():
+        inside = torch.randn(4, 16)
+    assert site({**values, "C": inside}) is None
+
+
+def test_a_fused_call_into_a_tensor_is_seen_by_autograd() -> None:
+    values = {"C": torch.randn(4, 16), **tensors()}
+    weight = torch.randn(4, 16, requires_grad=True)
+    product = weight * values["C"]
+    insum.insum(STATEMENT.replace("=", "+=", 1), **values)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()

@@ -137,7 +137,7 @@ class Prepared:
     def is_frequent(self) -> bool:
         """Whether fused calls have come the long way for the 2nd, 4th, 8th ... time, so that a shorter way may pay."""
         self._calls += 1
-        return self.fusable and not self.target and self._calls > 1 and self._calls & (self._calls - 1) == 0
+        return self.fusable and self._calls > 1 and self._calls & (self._calls - 1) == 0
 
     def site(self, values: Mapping[str, Value]) -> Site | None:
         """The short way for calls like this one, which was just made."""
@@ -146,8 +146,9 @@ class Prepared:
         if settings.backend == "graph" or not all(isinstance(v, Tensor) for v in values.values()):
             return None
         indices = build.anchors(self.problem) if settings.check == "never" else self._indices()
-        program = fused.lookup(self.problem, values, None, self.request.config)
-        return site.site_of(self.request, program, values, self.sources, indices)
+        target = values[self.target] if self.target else None
+        program = fused.lookup(self.problem, values, target, self.request.config)  # type: ignore[arg-type]
+        return site.site_of(self.request, program, values, self.sources, indices, self.target)
 
     def _indices(self) -> tuple[str, ...]:
         statement = self.problem.statement

@@ -53,7 +53,15 @@ def run(problem: Problem, values: Mapping[str, Value], target: Tensor | None, co
         _fall_back(problem, program)
         return None
     with on_device(problem.device):
-        return execute(program, values, target)
+        return execute(program, values, None) if target is None else into(program, values, target)
+
+
+def into(program: Program, values: Mapping[str, Value], target: Tensor) -> Tensor:
+    """Accumulate into ``target``, and let autograd and facts about it know that it was written."""
+    result = execute(program, values, target)
+    if not target.is_inference():
+        torch.autograd.graph.increment_version(target)
+    return result
 
 
 def execute(program: Program, values: Mapping[str, Value], target: Tensor | None) -> Tensor:

@@ -23,11 +23,13 @@ state = cache.state
 
 
 class Site:
-    """One kind of call of one statement, in plain eager mode, whose result is a new tensor."""
+    """One kind of call of one statement, in plain eager mode, whose result is a new tensor, or the ``target`` that is accumulated into."""
 
-    __slots__ = ("alone", "arguments", "count", "default", "deterministic", "epoch", "index", "precision", "program", "request", "settings")
+    __slots__ = ("alone", "arguments", "count", "default", "deterministic", "epoch", "index", "precision", "program", "request", "settings", "sizes", "target")
 
-    def __init__(self, request: object, program: Program, values: Mapping[str, Tensor], sources: Sequence[str], indices: Sequence[str]) -> None:
+    def __init__(
+        self, request: object, program: Program, values: Mapping[str, Tensor], sources: Sequence[str], indices: Sequence[str], target: str = ""
+    ) -> None:
         self.request, self.program = request, weakref.ref(program)
         self.settings, self.epoch, self.count = settings._values, cache.epoch(), len(values)
         self.default, self.deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
@@ -35,7 +37,8 @@ class Site:
         self.precision = torch.get_float32_matmul_precision() if any(v.dtype is torch.float32 for v in values.values()) else ""
         self.alone = program.problem.device.type == "cuda" and torch.cuda.device_count() == 1  # a tensor that is on a GPU is on this one
         self.index = program.problem.device.index if program.problem.device.type == "cuda" and not self.alone else None
-        self.arguments = tuple(_argument(name, value, name in sources, name in indices) for name, value in values.items())
+        self.arguments = tuple(_argument(name, value, name in sources or name == target, name in indices) for name, value in values.items())
+        self.target, self.sizes = target, tuple((name, value.numel() * value.element_size()) for name, value in values.items())
 
     def __call__(self, tensors: Mapping[str, Any]) -> Tensor | None:
         """The result, or None where this call is another. Called where nothing is being compiled, and long, because every warm call comes by."""
@@ -57,7 +60,19 @@ class Site:
             return None
         if self.precision and self.precision != torch.get_float32_matmul_precision() or self.index is not None and self.index != torch.cuda.current_device():
             return None
-        return fused.execute(program, tensors, None) if is_undisturbed() else None
+        if not is_undisturbed():
+            return None
+        return self.into(program, tensors) if self.target else fused.execute(program, tensors, None)
+
+    def into(self, program: Program, tensors: Mapping[str, Any]) -> Tensor | None:
+        """Accumulate in place, where nothing that is read lies in the memory that is written."""
+        target: Tensor = tensors[self.target]
+        start = target.data_ptr()
+        end = start + target.nbytes
+        for name, size in self.sizes:
+            if name != self.target and start < (at := tensors[name].data_ptr()) + size and at < end:
+                return None
+        return None if target.is_inference() else fused.into(program, tensors, target)
 
 
 def _argument(name: str, value: Tensor, source: bool, index: bool) -> tuple[Any, ...]:
@@ -69,10 +84,14 @@ def _argument(name: str, value: Tensor, source: bool, index: bool) -> tuple[Any,
     return name, type(value), value.shape, value.dtype, value.device, value.layout, stride, seen, source, negatable
 
 
-def site_of(request: object, program: Program | str, values: Mapping[str, Any], sources: Sequence[str], indices: Sequence[str]) -> Site | None:
+def site_of(
+    request: object, program: Program | str, values: Mapping[str, Any], sources: Sequence[str], indices: Sequence[str], target: str = ""
+) -> Site | None:
     """A site for a call that was just made the long way, where there can be one: index values are not to be looked at again."""
     if isinstance(program, str) or program.promote or program.problem.device.type == "cpu" or settings.check == "always":
         return None
     if any(type(v) not in PLAIN or v.is_neg() for v in values.values()) or any(known(values[name]) is None for name in indices):
         return None
-    return Site(request, program, values, sources, indices)
+    if target and not all(v.is_contiguous() for v in values.values()):
+        return None  # else where a tensor lies is more than its first address and its size
+    return Site(request, program, values, sources, indices, target)
