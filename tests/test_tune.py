@@ -389,6 +389,20 @@ def test_blocks_and_transposed_groups_keep_their_options() -> None:
     assert tuned.format.group_dims == columns.group_dims
 
 
+def test_a_table_is_tried_as_a_table_and_in_groups() -> None:
+    table = torch.stack([torch.randperm(200) for _ in range(5)]).int()
+    table[torch.rand(5, 200) < 0.5] = -1
+    A = insum.formats.NeighborTable(table, (5, 200, 200), dim=2)
+    x, W = torch.randn(200, 4), torch.randn(5, 4, 3)
+    statement = "Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]"
+    for best in (0, 16):
+        clock = lambda run, repeat, best=best: float(getattr(run.__self__.given["Map"], "group_size", 0) != best)
+        tuned = insum.formats.tune(A, statement, In=x, W=W, timer=clock)
+        assert tuned.group_size == best and sorted(tuned.microseconds) == [0, 16]
+        assert type(tuned.format).__name__ == ("GroupCOO" if best else "NeighborTable") and ("group size 16" if best else "table (g*") in str(tuned)
+        assert torch.allclose(insum.einsum(statement, Map=tuned.format, In=x, W=W), insum.einsum(statement, Map=A, In=x, W=W), atol=1e-5)
+
+
 def test_what_has_no_group_size_is_refused() -> None:
     with pytest.raises(insum.FormatError, match="has no group size"):
         insum.formats.tune(insum.formats.COO.from_dense(torch.eye(3)), "C[m,n] = A[m,k] * B[k,n]", B=torch.ones(3, 3))

@@ -172,7 +172,7 @@ def test_maps_do_not_keep_their_voxels_alive() -> None:
 
 
 def test_density_decides_the_spelling() -> None:
-    layer = SparseConv3d(1, 1, 3, submanifold=True)
+    layer = SparseConv3d(1, 1, 5, submanifold=True)
     full = SparseTensor.from_dense(torch.ones(1, 1, 6, 6, 6)).voxels
     sparse = SparseTensor.from_dense((torch.arange(1000).reshape(1, 1, 10, 10, 10) % 37 == 0).float()).voxels
     assert isinstance(maps.kernel_map(full, layer.geometry)[1], NeighborTable)

@@ -1,4 +1,4 @@
-"""The group size as part of the search: the neighbours of g* are timed on the statement itself, and the fastest is kept."""
+"""The format as part of the search: the neighbours of g*, or a table against groups, are timed on the statement itself; the fastest is kept."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from typing import Any
 
 from insum.errors import BindingError, FormatError
 from insum.formats.convert import SparseFormat
+from insum.formats.grouped import GroupCOO
 from insum.formats.groupsize import estimate_group_size, neighbouring_powers
 from insum.formats.run import Call, Operand, rewritten
+from insum.formats.table import NeighborTable
 from insum.lang.expr import tensors_of
 from insum.lang.parser import parse
 from insum.runtime.timing import Timer, timer_for
@@ -18,11 +20,13 @@ from insum.settings import settings
 
 #: How often a candidate is timed.
 REPEAT = 15
+#: Sizes of the groups by the shortest dimension that a table is timed against.
+TABLE_GROUPS = (16, 32, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)
 class TunedFormat:
-    """The fastest format, and what each group size took.
+    """The fastest format, and what each group size took; a table's time stands under 0.
 
     >>> import torch, insum
     >>> A = insum.formats.GroupCOO.from_dense(torch.eye(8), group_size=1)
@@ -37,12 +41,13 @@ class TunedFormat:
     estimate: float  # g*
 
     def __str__(self) -> str:
-        times = ", ".join(f"{size}: {taken:.1f}" for size, taken in sorted(self.microseconds.items()))
-        return f"group size {self.group_size} (g* = {self.estimate:.1f}; µs by group size: {times})"
+        times = ", ".join(f"{size or 'table'}: {taken:.1f}" for size, taken in sorted(self.microseconds.items()))
+        found = f"group size {self.group_size}" if self.group_size else "table"
+        return f"{found} (g* = {self.estimate:.1f}; µs by group size: {times})"
 
 
 def tune(A: SparseFormat, statement: str, *, effort: str = "none", timer: Timer | None = None, **operands: Operand) -> TunedFormat:
-    """Time a statement with ``A`` in groups of the sizes around g* = sqrt(S/n), and keep the fastest.
+    """Time a statement with ``A`` in groups of the sizes around g* = sqrt(S/n), and keep the fastest; a `NeighborTable` also as it is.
 
     ``statement`` is one of `insum.einsum`; ``A`` stands in it under the one name that is not among ``operands``. ``effort`` is the
     search that every group size gets for its kernel (``none``: the first guess). Where there is no GPU the graph path is timed.
@@ -53,19 +58,30 @@ def tune(A: SparseFormat, statement: str, *, effort: str = "none", timer: Timer 
     >>> sorted(tuned.microseconds)
     [1, 2, 4, 8]
     """
-    if "group_size" not in type(A)._options:
-        raise FormatError(f"{type(A).__name__} has no group size", expected="a GroupCOO or a BlockGroupCOO", remedy="A.to_format('GroupCOO')")
+    if "group_size" not in type(A)._options and not isinstance(A, NeighborTable):
+        raise FormatError(f"{type(A).__name__} has no group size", expected="a GroupCOO, a BlockGroupCOO or a NeighborTable", remedy="A.to_format('GroupCOO')")
     name = _name(statement, operands)
     timer = timer or timer_for(A.device)
-    best = estimate(A)
+    made, best = _spellings(A)
     times: dict[int, float] = {}
-    made: dict[int, SparseFormat] = {}
-    for size in sizes_around(best, A.group_size):  # type: ignore[attr-defined]
-        made[size] = A if size == A.group_size else _regrouped(A, size)  # type: ignore[attr-defined]
+    for size, spelled in made.items():
         with settings(effort=effort):
-            times[size] = timer(_call(statement, {**operands, name: made[size]}).run, REPEAT)
+            times[size] = timer(_call(statement, {**operands, name: spelled}).run, REPEAT)
     fastest = min(times, key=lambda size: times[size])
     return TunedFormat(made[fastest], fastest, times, best)
+
+
+def _spellings(A: SparseFormat) -> tuple[dict[int, SparseFormat], float]:
+    """What is tried, by group size, 0 for a table; and g*."""
+    if not isinstance(A, NeighborTable):
+        best = estimate(A)
+        return {size: A if size == A.group_size else _regrouped(A, size) for size in sizes_around(best, A.group_size)}, best  # type: ignore[attr-defined]
+    shortest = min((d for d in range(A.ndim) if d != A.dim), key=lambda d: A.shape[d])
+    grouped = A.to_format(GroupCOO, group_dims=shortest, group_size=1)
+    best = estimate(grouped)
+    # Groups by offset are rows of a matrix product, and a long way from g* each offset fills whole tiles of any size.
+    sizes = [size for size in TABLE_GROUPS if size <= 2 * best] or [1]
+    return {0: A, **{size: _regrouped(grouped, size) for size in sizes}}, best
 
 
 def estimate(A: SparseFormat) -> float:

@@ -21,9 +21,10 @@ from insum.errors import BindingError
 from insum.formats import GroupCOO, NeighborTable, SparseFormat
 from insum.nn.voxels import Triple, Voxels, keys_of
 
-#: The table reads a place for every offset and output, the groups add with atomics: measured on an H200 with 128 channels, the table is
-#: ahead from about a fifth of all places filled (5.4 of 27 neighbours). The share of filled places decides, nothing else.
-TABLE_FROM = 0.2
+#: The table has a place for every offset and output, of which tiles of similar outputs skip most (insum/plan/packing.py); the groups have
+#: pairs alone, and add with atomics. The table was the faster at the lowest share of filled places measured, 13 % (`insum bench conv`); far
+#: below, its memory decides: a place takes half of what a pair takes.
+TABLE_FROM = 0.04
 #: Pairs in a group: the rows of one matrix product. More than an offset has on average would be padding.
 GROUP = 64
 #: Places that are searched at once.
