@@ -75,6 +75,20 @@ def test_the_gradient_of_a_table_is_ordered_too() -> None:
     assert "ordered by what" in strategy(statement, values, (ROWS, CHANNELS))
 
 
+def test_where_rows_are_summed_each_step_walks_its_tiles() -> None:
+    nb, x = table(rows=4096), torch.randn(4096, 64)
+    statement, values = "dW[z,c,m] += G[x,m] * In[Nb[z,x],c]", {"Nb": nb, "G": x, "In": x}
+    assert "left out" in strategy(statement, values)
+    result = insum.insum(statement, padded=("Nb",), **values)
+    gathered = torch.where((nb >= 0)[:, :, None], x.double()[nb.clamp(min=0).long()], 0.0)
+    assert torch.allclose(result.double(), torch.einsum("xm,zxc->zcm", x.double(), gathered), rtol=1e-4, atol=1e-3)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert "left out" not in strategy(statement, values), "pieces would meet in any order"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_it_adds_to_what_is_there() -> None:
     nb, (x, w) = table(), operands()
     target = torch.randn(ROWS, 16)

@@ -3,16 +3,20 @@
 In ``Out[x,m] += In[Nb[x,z],c] * W[z,c,m]`` a tile of rows multiplies with ``W[z]`` for every ``z`` that any of its rows has. Rows that
 have the same ``z`` belong into the same tile. So the rows are sorted by what they have, once per table; each tile walks the list of what
 its rows have between them, and writes every row to its own place. What is left out is only what is absent in the whole tile.
+
+In ``dW[z,c,m] += G[x,m] * In[Nb[x,z],c]``, where rows are summed, each ``z`` walks the tiles that have it, in pieces that meet in atomics.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from insum.lang.expr import Access, Affine, Var, accesses, fresh, index_of
+from insum.lang.expr import Access, Affine, Var, accesses, fresh, index_of, variables
 from insum.plan.draft import Draft, Drafting, remembered
 from insum.plan.facts import IndexFacts, facts_of
 from insum.plan.rewrite import substitute
@@ -24,6 +28,9 @@ LEAST_ROWS, LEAST_STEPS = 1024, 4
 #: The order is used where it leaves at most this share of all steps.
 WORTH = 0.8
 _WORD = 62  # bits of a sort key
+#: Pieces that the tiles of all steps are cut into, where rows are summed: programs enough for a large device.
+PIECES = 396
+BUFFER_SHARE = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,44 +42,73 @@ class Order:
     segments: Segments  # where each tile's steps start and end
     share: float  # of all steps
 
+    def by_step(self) -> tuple[Tensor, Tensor, Segments]:
+        """The same read the other way: tiles in the order of the steps that have them, and for each piece its step, start and end."""
+        tile = torch.repeat_interleave((self.segments.end - self.segments.start).long(), output_size=self.steps.numel())
+        ordered = torch.argsort(self.steps, stable=True)
+        count = torch.bincount(self.steps)
+        length = max(1, self.segments.entries // PIECES)
+        pieces = (count + length - 1) // length
+        step = torch.repeat_interleave(pieces)
+        nth = torch.arange(step.numel(), device=step.device) - (pieces.cumsum(0) - pieces)[step]
+        start = (count.cumsum(0) - count)[step] + nth * length
+        end = torch.minimum(start + length, count.cumsum(0)[step])
+        return tile[ordered].int(), step.int(), Segments(start.int(), end.int(), length, self.segments.entries)
+
 
 class Packing(Drafting):
     """Leaves out what is absent in a whole tile."""
 
-    def packed(self, draft: Draft, owner: IndexFacts | None = None) -> None:
-        """Rewrite a product that reads a padded table row by row, where an order of the rows pays; ``owner`` keeps what is derived."""
-        found = self.table(draft)
-        if found is None:
-            return
-        access, x, z = found
-        facts = owner or facts_of(self.tensors[access.tensor])
-        count, steps = draft.extents[x], draft.extents[z]
-        key = ("order", str(access.indices), x, z, count, steps)
-        order = remembered(facts, key, lambda: _order(self.lines(draft, access, x, z)))
-        if order.share > WORTH:
-            return
-        trial = replace(draft, extents=dict(draft.extents), padded=set(draft.padded), arrays=dict(draft.arrays), why=list(draft.why))
-        self.to_tiles(trial, access, x, z, order)
-        if self.roles(trial).dot:
-            for name in ("target", "factors", "extents", "padded", "arrays", "segments", "row", "segment", "why", "baked"):
-                setattr(draft, name, getattr(trial, name))
+    def packed(self, draft: Draft, owner: IndexFacts | None = None) -> bool:
+        """Rewrite a product that reads a padded table, where an order of its rows pays; ``owner`` keeps what is derived.
 
-    def table(self, draft: Draft) -> tuple[Access, str, str] | None:
-        """A padded index over a row of the tile and a variable that is summed one value at a time."""
-        if self.reduce != "sum" or draft.segment:
-            return None
-        roles = self.roles(draft)
-        if not roles.dot:
-            return None
-        rows = [axis[0] for axis in (roles.m, roles.n) if len(axis) == 1 and draft.extents[axis[0]] >= LEAST_ROWS]
+        Tells whether the pieces of a sum over rows now meet in the output.
+        """
+        if self.reduce != "sum" or draft.segment or not (roles := self.roles(draft)).dot:
+            return False
+        rows = [axis[0] for axis in (roles.m, roles.n) if len(axis) == 1]
+        meeting = not (self.wishes.deterministic or self.wishes.accumulate) and len(roles.k) == 1 and self.buffer_is_small()
+        found = self.table(draft, rows, roles.loops, kept=True)
+        summed = None if found or not meeting else self.table(draft, list(roles.k), roles.grid, kept=False)
+        if found is None and summed is None:
+            return False
+        access, x, z = found or summed  # type: ignore[misc]
+        facts = owner or facts_of(self.tensors[access.tensor])
+        order = remembered(facts, ("order", *self.asked(draft, access, x)), lambda: _order(self.lines(draft, access, x, z)))
+        if order.share > WORTH:
+            return False
+        trial = replace(draft, extents=dict(draft.extents), padded=set(draft.padded), arrays=dict(draft.arrays), why=list(draft.why))
+        if found:
+            self.to_tiles(trial, access, x, z, order)
+        else:
+            by_step = remembered(facts, ("order by step", *self.asked(draft, access, x)), order.by_step)
+            self.to_pieces(trial, access, x, z, order, *by_step)
+        if not self.roles(trial).dot:
+            return False
+        for name in ("target", "factors", "extents", "padded", "arrays", "segments", "row", "segment", "why", "baked"):
+            setattr(draft, name, getattr(trial, name))
+        return found is None
+
+    def buffer_is_small(self) -> bool:
+        """Whether a float32 buffer in which pieces meet is little beside what is read."""
+        read = sum(t.numel() * t.element_size() for t in self.tensors.values())
+        return BUFFER_SHARE * 4 * math.prod(int(s) for s in self.problem.shape) <= read
+
+    def asked(self, draft: Draft, access: Access, x: str) -> tuple[object, ...]:
+        """What an order depends on besides the index tensor: whether it is read itself or its inverse, and how; not what variables are called."""
+        return access.tensor in draft.arrays, *((i.var == x, i.terms[0][0], i.offset, draft.extents[variables(i)[0]]) for i in access.indices)
+
+    def table(self, draft: Draft, rows: Sequence[str], steps: Sequence[str], *, kept: bool) -> tuple[Access, str, str] | None:
+        """A padded index over one of ``rows`` and one of ``steps``; the rows are ``kept`` in the target, or the steps are."""
+        rows = [v for v in rows if draft.extents[v] >= LEAST_ROWS]
         reads = [a for f in draft.factors for access in accesses(f) for i in access.indices for _, a in i.terms if isinstance(a, Access)]
         for access in reads:
             if access.tensor not in draft.padded or len(access.indices) != 2:
                 continue
             for x_at in (0, 1):
                 x, z = access.indices[x_at].var, _walked(access.indices[1 - x_at])
-                direct = any(i.var == x for i in draft.target.indices)
-                if x in rows and z in roles.loops and draft.extents[z] >= LEAST_STEPS and direct and x is not None:
+                direct = any(i.var == (x if kept else z) for i in draft.target.indices)
+                if x is not None and z is not None and x in rows and z in steps and draft.extents[z] >= LEAST_STEPS and direct:
                     return access, x, z
         return None
 
@@ -104,6 +140,28 @@ class Packing(Drafting):
         if access.tensor in self.tensors:
             draft.baked.setdefault(access.tensor)
         draft.why.append(f"rows are ordered by what {access.tensor} has of them, which leaves {order.share:.0%} of the steps")
+
+
+    def to_pieces(self, draft: Draft, access: Access, x: str, z: str, order: Order, tiles: Tensor, steps: Tensor, pieces: Segments) -> None:
+        piece, lane, slot = (fresh(name, self.taken) for name in ("piece", "lane", "slot"))
+        rows, of_slot, of_piece = (fresh(name, self.taken) for name in (f"{x}_tiles", f"{x}_tile", f"{z}_pieces"))
+        tile = Affine(((1, Access(of_slot, (index_of(slot),))),))
+        change = {
+            x: Affine(((1, Access(rows, (tile, index_of(lane)))),)),
+            z: Affine(((1, Access(of_piece, (index_of(piece),))),)),
+        }
+        draft.factors = tuple(substitute(f, change) for f in draft.factors)
+        target = substitute(draft.target, change)
+        assert isinstance(target, Access)
+        draft.target = target
+        draft.arrays |= {rows: order.rows, of_slot: tiles, of_piece: steps}
+        draft.extents |= {piece: steps.numel(), lane: TILE, slot: tiles.numel()}
+        draft.row, draft.segment, draft.segments = piece, slot, pieces
+        if order.rows.numel() != draft.extents[x]:
+            draft.padded.add(rows)
+        if access.tensor in self.tensors:
+            draft.baked.setdefault(access.tensor)
+        draft.why.append(f"tiles of rows that {access.tensor} has nothing for are left out, which leaves {order.share:.0%} of them")
 
 
 def _walked(index: Affine) -> str | None:

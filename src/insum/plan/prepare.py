@@ -41,8 +41,8 @@ class Preparation(Segmenting, Patterns):
         scatter = scatter_of(self.problem.statement)
         wished = self.wishes.settings.scatter
         if scatter == "direct":
-            self.packed(draft)
-            return self.finish(draft, "store", fill=False)
+            meets = self.packed(draft)
+            return self.finish(draft, "atomic" if meets else "store", fill=meets)
         if scatter == "injective":
             draft.why.append("no two points meet")
             return self.finish(draft, "store", fill=True)
