@@ -76,7 +76,7 @@ def test_the_gradient_of_a_table_is_ordered_too() -> None:
 
 
 def test_where_rows_are_summed_each_step_walks_its_tiles() -> None:
-    nb, x = table(rows=4096), torch.randn(4096, 64)
+    nb, x = table(rows=5000), torch.randn(5000, 64)
     statement, values = "dW[z,c,m] += G[x,m] * In[Nb[z,x],c]", {"Nb": nb, "G": x, "In": x}
     assert "left out" in strategy(statement, values)
     result = insum.insum(statement, padded=("Nb",), **values)
