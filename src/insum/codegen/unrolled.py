@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TypeAlias
 
 from insum.codegen.emit import AFTER, Emitter, Kernel, Shape
@@ -19,8 +20,12 @@ from insum.plan.plan import Plan
 
 #: Factors that a summed variable touches -> (target, other factors) of the points that use them.
 Cores: TypeAlias = dict[tuple[Expr, ...], list[tuple[Access, tuple[Expr, ...]]]]
-#: Values of the innermost summed variable that are written out in the loop, for loads in flight: the first that divides it.
+#: Values of the innermost summed variable that are written out in the loop, for loads in flight: the first that divides it ...
 UNROLL = (8, 4, 2, 1)
+#: ... and that keeps the code of all points below this, for compilers take more than twice as long for twice the code.
+MOST_LINES = 400
+#: Longer patterns are cut into kernels that share neither an output nor the largest factor, so that nothing large is read twice.
+WHOLE_UP_TO = 48
 
 
 def emit_unrolled(plan: Plan, config: Config, extents: Mapping[str, int], name: str = "insum_kernel") -> tuple[Kernel, int]:
@@ -28,10 +33,28 @@ def emit_unrolled(plan: Plan, config: Config, extents: Mapping[str, int], name: 
     roles = plan.roles
     tiles = [math.ceil(math.prod(extents[v] for v in axis) / tile) for axis, tile in ((roles.m, config.m), (roles.n, config.n))]
     even = [math.prod(extents[v] for v in axis) % tile == 0 for axis, tile in ((roles.m, config.m), (roles.n, config.n))]
-    unroll = next(u for u in UNROLL if not roles.loops or extents[roles.loops[-1]] % u == 0)
+    points = len(plan.pattern.points) if plan.pattern else 0
+    unroll = next(u for u in UNROLL if u == 1 or not roles.loops or extents[roles.loops[-1]] % u == 0 and u * points <= MOST_LINES)
     emitter = _Unrolled(plan, config, Shape(even_m=even[0], even_n=even[1]))
     kernel = emitter.unrolled(name, unroll)
     return kernel, math.prod(tiles) * math.prod(extents[v] for v in roles.grid)
+
+
+def parts(plan: Plan) -> list[Plan]:
+    """The plan, or several that do its work between them: points are kept together by a common output or a common largest factor."""
+    pattern = plan.pattern
+    assert pattern is not None
+    if len(pattern.points) <= WHOLE_UP_TO:
+        return [plan]
+    leader = {point: max(point[1], key=lambda f: len(variables(f))) for point in pattern.points}
+    part: dict[Expr, int] = {}  # of outputs and largest factors
+    for number, point in enumerate(pattern.points):
+        old = {part[e] for e in (point[0], leader[point]) if e in part}
+        part |= dict.fromkeys((point[0], leader[point]), number) | {e: number for e, n in part.items() if n in old}
+    found: dict[int, list[tuple[Access, tuple[Expr, ...]]]] = {}
+    for point in pattern.points:
+        found.setdefault(part[point[0]], []).append(point)
+    return [replace(plan, pattern=replace(pattern, points=tuple(points))) for points in found.values()]
 
 
 class _Unrolled(Emitter):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from insum.codegen.emit import Kernel, Shape, emit
-from insum.codegen.unrolled import emit_unrolled
+from insum.codegen.unrolled import emit_unrolled, parts
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, index_of, variables
 from insum.lang.types import identity
@@ -282,8 +282,9 @@ class Builder:
 
     def unrolled(self) -> Step:
         (config,) = self.choice
-        kernel, programs = emit_unrolled(self.plan, config, self.extents)
-        return Step(self.prepared, (self.launch(self.plan, config, kernel, programs, {}),), (), False, self.choice)
+        written = [(part, *emit_unrolled(part, config, self.extents)) for part in parts(self.plan)]
+        launches = tuple(self.launch(part, config, kernel, programs, {}) for part, kernel, programs in written)
+        return Step(self.prepared, launches, (), False, self.choice)
 
     # --- arguments ---
 
