@@ -26,7 +26,7 @@ RANKS: tuple[frozenset[str], ...] = (
     frozenset({"lang"}),
     frozenset({"plan"}),
     frozenset({"codegen"}),
-    frozenset({"lang.derive", "graph", "graph_build", "graph_access", "graph_value", "graph_scatter", "runtime"}),
+    frozenset({"lang.derive", "graph", "graph_build", "graph_access", "graph_value", "graph_scatter", "graph_flatten", "inductor", "runtime"}),
     frozenset({"request"}),
     frozenset({"ops", "autograd", "batching"}),
     frozenset({"inplace", "traced", "explain"}),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -65,3 +67,56 @@ def compiled_graphs() -> int:
         return int(utils.counters["stats"]["unique_graphs"]) if utils is not None else 0
     except (AttributeError, KeyError, TypeError, ValueError):
         return 0
+
+
+# --- TorchInductor -----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _inductor_has() -> frozenset[str]:
+    """The options that this TorchInductor knows."""
+    try:
+        import torch._inductor
+
+        return frozenset(torch._inductor.list_options())
+    except (ImportError, AttributeError):
+        return frozenset()
+
+
+def inductor_options(native_matmul: bool) -> dict[str, Any]:
+    """Options of `torch.compile` for the graph of one statement; what this torch does not know is left out.
+
+    Index values have been checked already, so that gathers assert nothing. CUDA graphs of its own would overwrite earlier results.
+    """
+    wanted = {"triton.native_matmul": native_matmul, "assert_indirect_indexing": False, "triton.cudagraphs": False}
+    return {name: value for name, value in wanted.items() if name in _inductor_has()}
+
+
+def has_native_matmul() -> bool:
+    """Whether TorchInductor can write matrix products into the kernels that it generates."""
+    return "triton.native_matmul" in _inductor_has()
+
+
+def free_sizes() -> contextlib.AbstractContextManager[Any]:
+    """While this lasts, sizes that happen to be equal are not taken to be the same size; does nothing where torch cannot be told so."""
+    try:
+        from torch.fx.experimental import _config
+
+        if isinstance(_config.use_duck_shape, bool):
+            scope: contextlib.AbstractContextManager[Any] = _config.patch(use_duck_shape=False)
+            return scope
+    except (ImportError, AttributeError):
+        pass
+    return contextlib.nullcontext()
+
+
+@functools.cache
+def compile_errors() -> tuple[type[Exception], ...]:
+    """What `torch.compile` raises when it cannot compile; all of it is raised before compiled code runs."""
+    try:
+        from torch._dynamo import exc
+    except ImportError:
+        return (RuntimeError,)
+    names = ("TorchDynamoException", "FailOnRecompileLimitHit", "RecompileLimitExceeded")
+    found = tuple(kind for name in names if isinstance(kind := getattr(exc, name, None), type) and issubclass(kind, Exception))
+    return found or (RuntimeError,)

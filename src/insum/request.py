@@ -143,7 +143,7 @@ class Prepared:
         """The short way for calls like this one, which was just made."""
         from insum.runtime import build, fused, site
 
-        if settings.backend == "graph" or not all(isinstance(v, Tensor) for v in values.values()):
+        if settings.backend in ("graph", "inductor") or not all(isinstance(v, Tensor) for v in values.values()):
             return None
         indices = build.anchors(self.problem) if settings.check == "never" else self._indices()
         program = fused.lookup(self.problem, values, None, self.request.config)
@@ -175,7 +175,12 @@ class Prepared:
 
     def _graph(self, mode: str) -> _Graph:
         lowered: Lowered = lower(self.problem, mode)
-        graph = self._graphs[mode] = _Graph(lowered.module.forward, lowered.inputs, lowered.size_arguments(self.problem), lowered.late)
+        forward: Callable[..., Tensor] = lowered.module.forward
+        if settings.backend == "inductor":
+            from insum.inductor import forward_of  # which loads a good deal of torch
+
+            forward = forward_of(lowered, self.problem)
+        graph = self._graphs[mode] = _Graph(forward, lowered.inputs, lowered.size_arguments(self.problem), lowered.late)
         return graph
 
     def _run_fused(self, mode: str, values: Mapping[str, Value], target: Tensor | None) -> Tensor | None:
@@ -249,7 +254,8 @@ def _prepare(request: Request, values: Mapping[str, Value], initial: Tensor | No
     left = head(request.statement)
     target = left.target if left.operator != "=" and isinstance(values.get(left.target), Tensor) else ""
     uses = uses_of(problem)
-    fusable = settings.require_fused or settings.backend == "fused" or settings.backend == "auto" and problem.device.type == "cuda"
+    fusable = settings.backend == "fused" or settings.backend == "auto" and problem.device.type == "cuda"
+    fusable = fusable or settings.require_fused and settings.backend != "inductor"
     return Prepared(request, problem, settings.values, uses, _sources(problem), target, tensors_of(problem.statement), ranges_of(uses), fusable)
 
 
