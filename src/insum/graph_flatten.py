@@ -7,6 +7,7 @@ TorchInductor fuses with the gathers before and the scatter after.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,6 +39,9 @@ def flattened(module: GraphModule) -> GraphModule:
         if node.op == "call_function" and node.target is torch.einsum:
             equation, *operands = node.args
             copied[node] = _Contraction(graph, str(equation)).of([copied[o] for o in operands])
+        elif node.target is operator.getitem and all(isinstance(index, Node) for index in node.args[1]):
+            # Spelt with brackets, an index tensor without dimensions is taken for a number that a tracer cannot know.
+            copied[node] = graph.call_function(torch.ops.aten.index.Tensor, (copied[node.args[0]], [copied[i] for i in node.args[1]]))
         elif node.op == "output":
             graph.output(copied[node.args[0]])
         else:

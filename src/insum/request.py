@@ -169,9 +169,13 @@ class Prepared:
         graph = self._graphs.get(mode) or self._graph(mode)
         if target is None:
             return graph.forward(*[values[name] for name in graph.inputs], *graph.sizes)
-        if graph.late and mode == "into" and _shares_memory(target, values, graph.late):
+        if mode == "into" and (graph.late and _shares_memory(target, values, graph.late) or self._must_copy(target)):
             return target.copy_(self.run("from", values, target))
         return graph.forward(target, *[values[name] for name in graph.inputs], *graph.sizes)
+
+    def _must_copy(self, target: Tensor) -> bool:
+        """torch.compile takes a float64 tensor without dimensions on the CPU for a number, and forgets to write it."""
+        return self.settings.backend == "inductor" and target.dim() == 0
 
     def _graph(self, mode: str) -> _Graph:
         lowered: Lowered = lower(self.problem, mode)
