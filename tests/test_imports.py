@@ -29,7 +29,7 @@ RANKS: tuple[frozenset[str], ...] = (
     frozenset({"lang.derive", "graph", "graph_build", "graph_access", "graph_value", "graph_scatter", "graph_flatten", "inductor", "runtime"}),
     frozenset({"request"}),
     frozenset({"ops", "autograd", "batching"}),
-    frozenset({"inplace", "traced", "explain"}),
+    frozenset({"inplace", "traced", "explain", "export"}),
     frozenset({"formats", "api"}),
     frozenset({"agnostic"}),
     frozenset({""}),

@@ -103,7 +103,7 @@ def free_sizes() -> contextlib.AbstractContextManager[Any]:
         from torch.fx.experimental import _config
 
         if isinstance(_config.use_duck_shape, bool):
-            scope: contextlib.AbstractContextManager[Any] = _config.patch(use_duck_shape=False)
+            scope: contextlib.AbstractContextManager[Any] = _config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
             return scope
     except (ImportError, AttributeError):
         pass
@@ -120,3 +120,24 @@ def compile_errors() -> tuple[type[Exception], ...]:
     names = ("TorchDynamoException", "FailOnRecompileLimitHit", "RecompileLimitExceeded")
     found = tuple(kind for name in names if isinstance(kind := getattr(exc, name, None), type) and issubclass(kind, Exception))
     return found or (RuntimeError,)
+
+
+# --- exported programs -------------------------------------------------------------------------------------------------------
+
+
+def aot_packager() -> Callable[..., Any] | None:
+    """`torch._inductor.aoti_compile_and_package`, or None where this torch has not got it."""
+    try:
+        import torch._inductor
+    except ImportError:
+        return None
+    return getattr(torch._inductor, "aoti_compile_and_package", None)
+
+
+def functional_mode() -> type | None:
+    """The mode under which programs are functionalised, for which an op may register a rule; None where that is not to be had."""
+    try:
+        from torch._subclasses.functional_tensor import FunctionalTensorMode
+    except ImportError:
+        return None
+    return FunctionalTensorMode if hasattr(torch.library, "register_torch_dispatch") else None
