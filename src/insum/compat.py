@@ -141,3 +141,32 @@ def functional_mode() -> type | None:
     except ImportError:
         return None
     return FunctionalTensorMode if hasattr(torch.library, "register_torch_dispatch") else None
+
+
+def size_hint(size: torch.SymInt) -> int:
+    """The size that a symbol had when it was traced, or 0 where that is not known. Asking ties the symbol to nothing."""
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return hint if isinstance(hint, int) and hint > 0 else 0
+
+
+def wrap_triton() -> Callable[[Any], Any] | None:
+    """What lets a tracer see a Triton kernel, so that TorchInductor compiles it into its own code; None where torch has not got it."""
+    return getattr(torch.library, "wrap_triton", None)
+
+
+# --- CUDA graphs that torch.compile records ------------------------------------------------------------------------------------
+
+
+def cudagraph_state(device: torch.device) -> str:
+    """``warmup`` or ``recording`` while torch.compile(mode="reduce-overhead") runs a function so on this device; '' otherwise, or where torch does not tell."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")  # not loaded: nothing is recorded
+    if trees is None:
+        return ""
+    try:
+        manager = trees.get_manager(torch.cuda.current_device() if device.index is None else device.index, create_if_none_exists=False)
+        # Functions are warmed up and recorded on a stream that is current at no other time.
+        if manager is None or torch.cuda.current_stream(device) != manager.stream:
+            return ""
+        return "recording" if torch.cuda.is_current_stream_capturing() else "warmup"
+    except (AttributeError, TypeError, RuntimeError, AssertionError):
+        return ""

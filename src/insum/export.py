@@ -1,7 +1,7 @@
 """Exported programs that need no insum to run: statements are written out, and AOTInductor compiles them into the package.
 
 `torch.export` keeps a statement as one call of insum's op. While a program is functionalised on its way to a compiler, the op can be replaced
-by what it does: its graph of torch operations.
+by what it does: its graph of torch operations, or, on GPUs, launches of its generated kernels.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import contextlib
 import contextvars
 import functools
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,10 +24,12 @@ from insum.graph import lower
 from insum.graph_flatten import flattened
 from insum.lang.bind import Problem, Value
 from insum.ops import decode_exactly
+from insum.settings import settings
 
 __all__ = ["decompose", "package"]
 
-_inlining: contextvars.ContextVar[bool] = contextvars.ContextVar("insum_inlining", default=False)
+#: What an op becomes while programs are functionalised: itself (""), its "graph", or its "kernels" where it has some.
+_inlining: contextvars.ContextVar[str] = contextvars.ContextVar("insum_inlining", default="")
 
 
 def decompose(program: ExportedProgram) -> ExportedProgram:
@@ -43,13 +46,16 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
     >>> any("insum" in str(node.target) for node in program.graph.nodes)
     False
     """
-    with _inlined():
-        return program.run_decompositions({})
+    with _inlined("graph"):
+        written: ExportedProgram = program.run_decompositions({})
+    return written
 
 
-def package(program: ExportedProgram, path: str | os.PathLike[str], *, options: Mapping[str, Any] | None = None) -> str:
+def package(program: ExportedProgram, path: str | os.PathLike[str], *, kernels: bool = True, options: Mapping[str, Any] | None = None) -> str:
     """Compile a program with AOTInductor into one ``.pt2`` file that holds the code of its statements, and return the file's path.
 
+    On GPUs the file holds insum's generated kernels. They know nothing of index values, which come later: scatters use atomics. A statement
+    for which there is no such kernel, every statement on the CPU, and all of them with ``kernels=False``, are compiled by TorchInductor.
     ``torch._inductor.aoti_load_package`` loads it, in Python or C++, where there is no insum too. ``options`` are TorchInductor's; unless
     they say otherwise, matrix products are part of the generated kernels where this PyTorch can do that. Index values that are out of
     range are found by the compiled code.
@@ -60,14 +66,14 @@ def package(program: ExportedProgram, path: str | os.PathLike[str], *, options: 
     if not str(path).endswith(".pt2"):
         raise UnsupportedError(f"a package cannot be written to {str(path)!r}", expected="a file name that ends in .pt2")
     wanted = {name: value for name, value in compat.inductor_options(True).items() if name != "assert_indirect_indexing"}
-    with _inlined():
+    with _inlined("kernels" if kernels else "graph"):
         return str(compiler(program, package_path=str(path), inductor_configs={**wanted, **(options or {})}))
 
 
 @contextlib.contextmanager
-def _inlined() -> Iterator[None]:
+def _inlined(how: str) -> Iterator[None]:
     _register()
-    token = _inlining.set(True)
+    token = _inlining.set(how)
     try:
         yield
     finally:
@@ -93,7 +99,9 @@ def _rule(rule: Any, mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwar
 
 def _contract(*arguments: Any) -> Tensor:
     request, values = decode_exactly(arguments)
-    return _run(request.bind(values), "new", None, values)
+    problem = request.bind(values)
+    kernels = _kernels(problem, values) if _inlining.get() == "kernels" else None
+    return kernels() if kernels is not None else _run(problem, "new", None, values)
 
 
 def _accumulate(initial: Tensor, *arguments: Any) -> Tensor:
@@ -104,6 +112,24 @@ def _accumulate(initial: Tensor, *arguments: Any) -> Tensor:
 def _accumulate_(target: Tensor, *arguments: Any) -> None:
     request, values = decode_exactly(arguments)
     _run(request.bind(values, target), "into", target, values)
+
+
+def _kernels(problem: Problem, values: Mapping[str, Value]) -> Callable[[], Tensor] | None:
+    """The statement as launches that a tracer sees, or None where there is no kernel for it."""
+    wrap = compat.wrap_triton()
+    if problem.device.type != "cuda" or wrap is None or settings.backend in ("graph", "inductor"):
+        return None
+    from insum.plan.prepare import CannotFuse
+    from insum.runtime.fused import wishes_of
+    from insum.runtime.portable import portable
+
+    try:
+        found = portable(problem, values, wishes_of(False, problem.device))
+    except CannotFuse as reason:
+        if "fallback" in settings.log:
+            print(f"insum: {problem.statement.text!r} is packaged as a graph of torch operations: {reason}", file=sys.stderr)
+        return None
+    return functools.partial(found.run, problem, values, wrap)
 
 
 def _run(problem: Problem, mode: str, initial: Tensor | None, values: Mapping[str, Value]) -> Tensor:
