@@ -122,6 +122,22 @@ def compile_errors() -> tuple[type[Exception], ...]:
     return found or (RuntimeError,)
 
 
+# --- gradients inside compiled functions ---------------------------------------------------------------------------------------
+
+
+def traced_gradients() -> contextlib.AbstractContextManager[Any]:
+    """While this lasts, ``torch.compile`` traces ``torch.autograd.grad`` instead of breaking the graph; does nothing where torch cannot."""
+    try:
+        import torch._dynamo.config as config
+
+        if isinstance(config.trace_autograd_ops, bool):
+            scope: contextlib.AbstractContextManager[Any] = config.patch(trace_autograd_ops=True)  # type: ignore[attr-defined]
+            return scope
+    except (ImportError, AttributeError):
+        pass
+    return contextlib.nullcontext()
+
+
 # --- exported programs -------------------------------------------------------------------------------------------------------
 
 

@@ -99,11 +99,9 @@ class _Contraction:
     def grouped(self, x: _Operand, groups: tuple[str, ...]) -> Node:
         """The groups as one dimension each; an empty first group as none."""
         node = self.ordered(x, "".join(groups)).node
-        place = 0
-        for group in filter(None, groups):
+        for place, group in enumerate(filter(None, groups)):
             if len(group) > 1:
                 node = self.graph.call_function(torch.flatten, (node, place, place + len(group) - 1))
-            place += 1
         return node
 
     def ungrouped(self, node: Node, groups: tuple[str, ...], a: _Operand, b: _Operand) -> _Operand:
