@@ -22,7 +22,7 @@ from insum.plan.config import choice_from, choice_text
 from insum.request import Prepared, Request, head, prepare
 
 Scalar: TypeAlias = bool | int | float | complex
-Arguments: TypeAlias = tuple[str, str, list[Tensor], str, list[Scalar] | None, str, list[Size], str, torch.dtype | None, str]
+Arguments: TypeAlias = tuple[str, str, list[Tensor], str, list[Scalar] | None, str, list[Size] | None, str, torch.dtype | None, str]
 
 
 # --- what the rest of insum calls --------------------------------------------------------------------------------------------
@@ -163,9 +163,9 @@ def encode(request: Request, values: Mapping[str, Value]) -> Arguments:
         keys.append(f"{key}#{len(size)}" if isinstance(size, tuple) else str(key))
         sizes += size if isinstance(size, tuple) else (size,)
     padded, config = ",".join(request.padded), choice_text(request.config)
-    # No numbers are None and not an empty list, which torch.export cannot write to a file.
+    # No numbers, and no sizes, are None and not an empty list, which torch.export cannot write to a file or a package.
     named = ",".join(tensors), list(tensors.values()), ",".join(numbers), list(numbers.values()) or None
-    return request.statement, *named, ";".join(keys), sizes, padded, request.dtype, config
+    return request.statement, *named, ";".join(keys), sizes or None, padded, request.dtype, config
 
 
 def _can_encode(request: Request, numbers: Mapping[str, Value]) -> bool:
@@ -180,7 +180,7 @@ def decode(arguments: Sequence[Any]) -> tuple[Request, dict[str, Value]]:
     values: dict[str, Value] = dict(zip(_split(names, ","), tensors, strict=True))
     values.update(zip(_split(number_names, ","), map(_plain_number, numbers or ()), strict=True))
     read: list[tuple[str | int, Size | tuple[Size, ...]]] = []
-    rest = list(sizes or ())  # a package passes None for no sizes
+    rest = list(sizes or ())
     for key in _split(keys, ";"):
         name, mark, length = key.partition("#")
         read.append((int(name) if name.isdigit() else name, tuple(rest.pop(0) for _ in range(int(length))) if mark else rest.pop(0)))
@@ -209,7 +209,7 @@ def _plain_number(number: Any) -> Scalar:
 # --- registration ------------------------------------------------------------------------------------------------------------
 
 _VALUES = "str names, Tensor[] tensors, str scalar_names, Scalar[]? scalars"
-_ARGUMENTS = f"str statement, {_VALUES}, str size_names, SymInt[] sizes, str padded, ScalarType? dtype, str config"
+_ARGUMENTS = f"str statement, {_VALUES}, str size_names, SymInt[]? sizes, str padded, ScalarType? dtype, str config"
 _library = torch.library.Library("insum", "DEF")  # type: ignore[no-untyped-call]
 
 
