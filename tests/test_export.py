@@ -20,6 +20,8 @@ import insum
 from insum import compat
 
 KIND: dict[str, Any] = {"dtype": torch.float32}
+#: The wrapper around the kernels is long; compiled without optimisation it takes half the time.
+QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0"}
 
 
 class Four(nn.Module):
@@ -140,7 +142,7 @@ def test_the_decomposed_program_needs_no_insum(model: Four, program: ExportedPro
 @pytest.mark.slow
 def test_package(model: Four, program: ExportedProgram, tmp_path: Path) -> None:
     """One file with the compiled code of every statement; it runs here, and in a process that cannot import insum."""
-    path = insum.export.package(program, tmp_path / "four.pt2")
+    path = insum.export.package(program, tmp_path / "four.pt2", options=QUICK)
     assert path == str(tmp_path / "four.pt2")
     equal(model, torch._inductor.aoti_load_package(path))
     run_alone(model, Path(path), "package", tmp_path)
@@ -160,7 +162,7 @@ def small() -> ExportedProgram:
 @pytest.mark.slow
 def test_a_package_that_calls_back(small: ExportedProgram, tmp_path: Path) -> None:
     """Packaged as it is, a program calls insum's op, and gives what insum gives, where insum was imported."""
-    path = torch._inductor.aoti_compile_and_package(small, package_path=str(tmp_path / "op.pt2"))
+    path = torch._inductor.aoti_compile_and_package(small, package_path=str(tmp_path / "op.pt2"), inductor_configs=QUICK)
     run = torch._inductor.aoti_load_package(path)
     idx, x = torch.tensor([3, 3, 0, 2]), torch.randn(5)
     assert_close(run(idx, x), x[idx].square() + 2 * x[0])
