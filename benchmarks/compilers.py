@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import kernels
 import torch
 
 import insum
+import kernels
 from insum import compat
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import applications
 import pytest
 import torch
-from applications import Application
 from torch import Tensor
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
+import applications
 import insum
+from applications import Application
 from insum.formats import COO, BlockGroupCOO, GroupCOO
 from insum.testing import count_compiles
 

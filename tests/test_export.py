@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import applications
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.testing import assert_close
 
+import applications
 import insum
 from insum import compat
 

@@ -87,5 +87,5 @@ def test_ten_steps_compiled_are_ten_steps_eager(whole: bool) -> None:
             assert_close(found[name], want)
     else:
         part = torch.compile(compiled, fullgraph=True, dynamic=True, backend="aot_eager")
-        with pytest.raises(RuntimeError, match="double backward|create_graph=False"):
+        with pytest.raises(RuntimeError, match=r"double backward|create_graph=False"):
             trained(compiled, lambda _, *given: energy_and_forces(part, *given), edges)

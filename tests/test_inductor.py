@@ -130,7 +130,9 @@ try:
 except insum.NotFusedError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=300, env={**_environment(), "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"})
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=300, env={**_environment(), "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert int(lines[0]) == 1
@@ -272,7 +274,18 @@ def test_failure(monkeypatch: pytest.MonkeyPatch, unprepared: None) -> None:
 
 # --- contractions as matrix products ---------------------------------------------------------------------------------------------
 
-EQUATIONS = ["pqmk,pqkn->pmn", "ij,jk->ik", "pq,pqn->pn", "ab,cd->abcd", "ij,ij->", "pkqm,nqkp->nmp", "ab,bc,cd->ad", "ab,abc,bd->cd", "ijk,k->i", "ab,ab,ab->ba"]
+EQUATIONS = [
+    "pqmk,pqkn->pmn",
+    "ij,jk->ik",
+    "pq,pqn->pn",
+    "ab,cd->abcd",
+    "ij,ij->",
+    "pkqm,nqkp->nmp",
+    "ab,bc,cd->ad",
+    "ab,abc,bd->cd",
+    "ijk,k->i",
+    "ab,ab,ab->ba",
+]
 
 
 @pytest.mark.parametrize("equation", EQUATIONS)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import applications
 import pytest
 import torch
-from applications import Application, relative_error
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+import applications
 import insum
+from applications import Application, relative_error
 from insum import compat
 from insum.lang.bind import Problem
 from insum.plan import facts

@@ -102,12 +102,18 @@ def free_sizes() -> contextlib.AbstractContextManager[Any]:
     try:
         from torch.fx.experimental import _config
 
-        if isinstance(_config.use_duck_shape, bool):
-            scope: contextlib.AbstractContextManager[Any] = _config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
-            return scope
+        return _changed(_config, "use_duck_shape", False)
     except (ImportError, AttributeError):
         pass
     return contextlib.nullcontext()
+
+
+def _changed(config: Any, name: str, value: bool) -> contextlib.AbstractContextManager[Any]:
+    """A scope in which one of torch's switches has another value. Raises AttributeError where there is no such switch."""
+    if not isinstance(getattr(config, name), bool):
+        raise AttributeError(name)
+    scope: contextlib.AbstractContextManager[Any] = config.patch(**{name: value})
+    return scope
 
 
 @functools.cache
@@ -128,11 +134,9 @@ def compile_errors() -> tuple[type[Exception], ...]:
 def traced_gradients() -> contextlib.AbstractContextManager[Any]:
     """While this lasts, ``torch.compile`` traces ``torch.autograd.grad`` instead of breaking the graph; does nothing where torch cannot."""
     try:
-        import torch._dynamo.config as config
+        from torch._dynamo import config
 
-        if isinstance(config.trace_autograd_ops, bool):
-            scope: contextlib.AbstractContextManager[Any] = config.patch(trace_autograd_ops=True)  # type: ignore[attr-defined]
-            return scope
+        return _changed(config, "trace_autograd_ops", True)
     except (ImportError, AttributeError):
         pass
     return contextlib.nullcontext()

@@ -2,6 +2,14 @@
 
 `torch.export` keeps a statement as one call of insum's op. While a program is functionalised on its way to a compiler, the op can be replaced
 by what it does: its graph of torch operations, or, on GPUs, launches of its generated kernels.
+
+>>> import torch, insum
+>>> class Square(torch.nn.Module):
+...     def forward(self, x):
+...         return insum.insum("y[i] = x[i] * x[i]", x=x)
+>>> program = torch.export.export(Square(), (torch.arange(3.0),))
+>>> insum.export.decompose(program).module()(torch.arange(3.0))
+tensor([0., 1., 4.])
 """
 
 from __future__ import annotations
@@ -57,8 +65,12 @@ def package(program: ExportedProgram, path: str | os.PathLike[str], *, kernels: 
     On GPUs the file holds insum's generated kernels. They know nothing of index values, which come later: scatters use atomics. A statement
     for which there is no such kernel, every statement on the CPU, and all of them with ``kernels=False``, are compiled by TorchInductor.
     ``torch._inductor.aoti_load_package`` loads it, in Python or C++, where there is no insum too. ``options`` are TorchInductor's; unless
-    they say otherwise, matrix products are part of the generated kernels where this PyTorch can do that. Index values that are out of
-    range are found by the compiled code.
+    they say otherwise, matrix products are part of the generated kernels where this PyTorch can do that. Code that TorchInductor makes
+    checks index values; insum's kernels, in a package, do not.
+
+    >>> import insum, torch
+    >>> insum.export.package(program, "model.pt2")  # doctest: +SKIP
+    'model.pt2'
     """
     compiler = compat.aot_packager()
     if compiler is None:
