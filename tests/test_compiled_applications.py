@@ -123,6 +123,16 @@ def test_formats_are_arguments(kind: type) -> None:
     assert count.graphs == 1
 
 
+@pytest.mark.parametrize("name", FOUR)
+def test_traced_by_make_fx_with_symbols(name: str) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    function = call(FOUR[name](SIZES[0]))
+    module = make_fx(lambda values: function(**values), tracing_mode="symbolic")(dict(FOUR[name](SIZES[0]).values))
+    other = dict(FOUR[name](SIZES[1]).values)
+    assert_close(module(other), function(**other))
+
+
 # --- what torch.compile does not take, as docs/torch-compile.md says -----------------------------------------------------------------
 
 

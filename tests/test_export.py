@@ -114,38 +114,26 @@ ALONE = """
 import sys, torch
 sys.modules["insum"] = None  # importing it fails
 data = torch.load({data!r})
-if {kind!r} == "package":
-    run = torch._inductor.aoti_load_package({path!r})
-else:
-    run = torch.export.load({path!r}).module()
-for given, wanted in data:
-    for got, want in zip(run(*given), wanted, strict=True):
-        torch.testing.assert_close(got, want)
+for run in (torch.export.load({program!r}).module(), torch._inductor.aoti_load_package({package!r})):
+    for given, wanted in data:
+        for got, want in zip(run(*given), wanted, strict=True):
+            torch.testing.assert_close(got, want)
 print("equal")
 """
 
 
-def run_alone(model: nn.Module, path: Path, kind: str, folder: Path) -> None:
-    data = folder / "data.pt"
-    torch.save([(arguments(n), model(*arguments(n))) for n in (7, 10)], data)
+@pytest.mark.slow
+def test_neither_program_nor_package_needs_insum(model: Four, program: ExportedProgram, tmp_path: Path) -> None:
+    """A program of torch operations, and one file with the compiled code of every statement; both run in a process that cannot import insum."""
+    torch.export.save(insum.export.decompose(program), tmp_path / "program.pt2")
+    path = insum.export.package(program, tmp_path / "package.pt2", options=QUICK)
+    assert path == str(tmp_path / "package.pt2")
+    equal(model, torch._inductor.aoti_load_package(path))
+    torch.save([(arguments(n), model(*arguments(n))) for n in (7, 10)], tmp_path / "data.pt")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    text = ALONE.format(data=str(data), path=str(path), kind=kind)
+    text = ALONE.format(data=str(tmp_path / "data.pt"), program=str(tmp_path / "program.pt2"), package=path)
     done = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.strip().endswith("equal"), done.stderr[-2000:]
-
-
-def test_the_decomposed_program_needs_no_insum(model: Four, program: ExportedProgram, tmp_path: Path) -> None:
-    torch.export.save(insum.export.decompose(program), tmp_path / "program.pt2")
-    run_alone(model, tmp_path / "program.pt2", "program", tmp_path)
-
-
-@pytest.mark.slow
-def test_package(model: Four, program: ExportedProgram, tmp_path: Path) -> None:
-    """One file with the compiled code of every statement; it runs here, and in a process that cannot import insum."""
-    path = insum.export.package(program, tmp_path / "four.pt2", options=QUICK)
-    assert path == str(tmp_path / "four.pt2")
-    equal(model, torch._inductor.aoti_load_package(path))
-    run_alone(model, Path(path), "package", tmp_path)
 
 
 class Small(nn.Module):

@@ -6,7 +6,6 @@ Real compilations take seconds, so most tests send the graphs through ``aot_eage
 from __future__ import annotations
 
 import functools
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -113,36 +112,18 @@ def test_generated_code(unprepared: None) -> None:
     assert state() == before
 
 
-def test_a_missing_compiler_is_told_once_and_the_graph_runs() -> None:
-    text = """
-import warnings, torch, insum, torch._inductor.config as config
-config.cpp.cxx = (None, "no-such-compiler")
-insum.settings.backend = "inductor"
-with warnings.catch_warnings(record=True) as seen:
-    warnings.simplefilter("always")
-    for n in (3, 4):
-        insum.insum("y[i] = exp(x[i]) * x[i]", x=torch.ones(n))
-        insum.insum("z[i] = tanh(x[i])", x=torch.ones(n))
-print(len([w for w in seen if "TorchInductor did not compile" in str(w.message)]))
-insum.settings.require_fused = True
-try:
-    insum.insum("y[i] = exp(x[i]) * x[i]", x=torch.ones(5))
-except insum.NotFusedError as error:
-    print(error)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", text], capture_output=True, text=True, timeout=300, env={**_environment(), "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert int(lines[0]) == 1
-    assert "TorchInductor did not compile this statement" in lines[1]
+def test_a_missing_compiler_is_told_once_and_the_graph_runs(unprepared: None) -> None:
+    import torch._inductor.config as config
 
-
-def _environment() -> dict[str, str]:
-    import os
-
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    with config.patch({"cpp.cxx": (None, "no-such-compiler"), "force_disable_caches": True}), warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for n in (3, 4):
+            x = torch.randn(n)
+            assert_close(insum.insum("y[i] = exp(x[i]) * x[i]", x=x), x.exp() * x)
+            assert_close(insum.insum("z[i] = tanh(x[i])", x=x), x.tanh())
+        assert len([w for w in seen if "TorchInductor did not compile" in str(w.message)]) == 1
+        with insum.settings(require_fused=True), pytest.raises(insum.NotFusedError, match="TorchInductor did not compile this statement"):
+            insum.insum("y[i] = exp(x[i]) * x[i]", x=torch.ones(5))
 
 
 # --- what is asked of torch.compile ---------------------------------------------------------------------------------------------
@@ -199,7 +180,7 @@ def test_without_private_names_of_torch(monkeypatch: pytest.MonkeyPatch) -> None
 def test_drawn_statements(traced: Recorded) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # nothing falls back
-        for case in draw_cases(20, seed=11, dtypes=(torch.float32, torch.float64)):
+        for case in draw_cases(12, seed=11, dtypes=(torch.float32, torch.float64)):
             case.check()
 
 

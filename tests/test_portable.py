@@ -18,8 +18,8 @@ from insum import compat
 from insum.lang.bind import Problem
 from insum.plan import facts
 from insum.plan.prepare import CannotFuse
-from insum.runtime import capture, fused
-from insum.runtime.portable import TYPICAL, Portable, example, portable
+from insum.runtime import capture, fused, launch
+from insum.runtime.portable import TYPICAL, Portable, _argument, example, portable
 
 CPU = torch.device("cpu")
 
@@ -110,6 +110,21 @@ def test_examples_of_sizes() -> None:
         node = None
 
     assert compat.size_hint(Unknown()) == 0 and example(Unknown()) == TYPICAL
+
+
+@pytest.mark.compile_only
+@pytest.mark.parametrize("name", NAMES)
+def test_they_compile_for_gpus(name: str) -> None:
+    """With 64-bit offsets and nothing known to divide evenly they still fit, and matrix products stay on the matrix units."""
+    application = made(name, 6, torch.float16 if name != "tensor product" else torch.float32)
+    problem = application.forward.problem()
+    (part,) = planned(application, symbolic(dict(application.values))).parts
+    out = torch.empty([int(s) for s in problem.shape], dtype=torch.float32 if part.plan.strategy == "atomic" else problem.dtype)
+    arguments = [_argument(n, problem, application.values, out) for n in part.kernel.arguments]
+    for target in ("sm_80", "sm_90"):
+        function = launch.load(part.kernel, part.header)
+        compiled = launch.compile_for(function, arguments, target, warps=part.config.warps, stages=part.config.stages)
+        assert compiled.stack == 0 and (not part.plan.roles.dot or compiled.uses("mma"))
 
 
 # --- inside CUDA graphs --------------------------------------------------------------------------------------------------------------
