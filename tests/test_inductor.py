@@ -253,6 +253,19 @@ def test_failure(monkeypatch: pytest.MonkeyPatch, unprepared: None) -> None:
         product(5, values)
 
 
+def test_too_many_kinds_of_arguments(traced: Recorded) -> None:
+    """What exceeds torch's limit runs as a graph, and what was compiled before still runs compiled."""
+    first, second = blocks(4, 5), blocks(6, 5)
+    with torch._dynamo.config.patch(recompile_limit=1):
+        product(5, first)
+        with pytest.warns(UserWarning, match="RecompileLimit"):
+            assert_close(product(5, second), reference(5, second))
+        with warnings.catch_warnings(), count_compiles() as count:
+            warnings.simplefilter("error")
+            assert_close(product(5, first), reference(5, first))
+    assert count.graphs == 0
+
+
 # --- contractions as matrix products ---------------------------------------------------------------------------------------------
 
 EQUATIONS = [

@@ -116,6 +116,14 @@ def _changed(config: Any, name: str, value: bool) -> contextlib.AbstractContextM
     return scope
 
 
+_LIMITS = ("FailOnRecompileLimitHit", "RecompileLimitExceeded")
+
+
+def is_recompile_limit(error: Exception) -> bool:
+    """Whether torch gave up because a function has been compiled for too many kinds of arguments."""
+    return type(error).__name__ in _LIMITS
+
+
 @functools.cache
 def compile_errors() -> tuple[type[Exception], ...]:
     """What `torch.compile` raises when it cannot compile; all of it is raised before compiled code runs."""
@@ -123,8 +131,7 @@ def compile_errors() -> tuple[type[Exception], ...]:
         from torch._dynamo import exc
     except ImportError:
         return (RuntimeError,)
-    names = ("TorchDynamoException", "FailOnRecompileLimitHit", "RecompileLimitExceeded")
-    found = tuple(kind for name in names if isinstance(kind := getattr(exc, name, None), type) and issubclass(kind, Exception))
+    found = tuple(kind for name in ("TorchDynamoException", *_LIMITS) if isinstance(kind := getattr(exc, name, None), type) and issubclass(kind, Exception))
     return found or (RuntimeError,)
 
 

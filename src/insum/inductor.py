@@ -42,25 +42,27 @@ class Inductor:
 
     def run(self, problem: Problem, first: bool, arguments: tuple[Any, ...]) -> Tensor:
         if self.failure:
-            return self.fallback(problem, arguments)
+            return self.fallback(problem, arguments, self.failure)
         given = [_bare(a) if isinstance(a, Tensor) else a for a in arguments]
         scope = compat.free_sizes() if first else contextlib.nullcontext()
         try:
             with torch.no_grad(), scope:
                 result = self.function(*given)
         except compat.compile_errors() as error:  # raised before anything has run, so that nothing has been written
-            self.failure = f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
-            return self.fallback(problem, arguments)
+            reason = f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
+            if not compat.is_recompile_limit(error):  # what has been compiled before can still be run
+                self.failure = reason
+            return self.fallback(problem, arguments, reason)
         # Written in place, the result is the target itself, of which the compiled code saw another name.
         return arguments[0] if given and result is given[0] else result
 
-    def fallback(self, problem: Problem, arguments: tuple[Any, ...]) -> Tensor:
+    def fallback(self, problem: Problem, arguments: tuple[Any, ...], reason: str) -> Tensor:
         if settings.require_fused:
             remedy = "set insum.settings.require_fused = False to run it as a graph"
-            raise problem.complain(NotFusedError, f"TorchInductor did not compile this statement: {self.failure}", remedy=remedy)
-        if self.failure not in _said:
-            _said.add(self.failure)
-            warnings.warn(f"insum: TorchInductor did not compile {problem.statement.text!r}, which runs as a graph: {self.failure}", stacklevel=2)
+            raise problem.complain(NotFusedError, f"TorchInductor did not compile this statement: {reason}", remedy=remedy)
+        if reason not in _said:
+            _said.add(reason)
+            warnings.warn(f"insum: TorchInductor did not compile {problem.statement.text!r}, which runs as a graph: {reason}", stacklevel=2)
         return self.plain(*arguments)
 
 

@@ -107,7 +107,10 @@ def _part(problem: Problem, prepared: Prepared, wishes: Wishes, symbols: set[str
     moving = any(not isinstance(s, int) for kind in problem.kinds.values() for s in kind.shape) or bool(symbols)
     plan = replace(plan, wide=plan.wide or moving)
     kernel = emit(plan, choice[0], _shape(plan, choice[0], prepared.extents, symbols), prefetch=wishes.settings.prefetch)
-    return Part(plan, choice[0], kernel, '"""Part of an exported program."""', prepared.fill or plan.strategy == "atomic")
+    part = Part(plan, choice[0], kernel, '"""A kernel that knows nothing of index values."""', prepared.fill or plan.strategy == "atomic")
+    if part.grid(prepared.extents) >= 2**31:
+        raise CannotFuse(f"the grid would have {part.grid(prepared.extents)} programs")
+    return part
 
 
 def _shape(plan: Plan, config: Config, extents: Mapping[str, int], symbols: set[str]) -> Shape:
@@ -135,7 +138,8 @@ def _argument(name: str, problem: Problem, values: Mapping[str, Value], out: Ten
         return out.stride(int(name.removeprefix("out_stride")))
     base, _, suffix = name.rpartition("_")
     if suffix in ("ptr", "number"):
-        return values[base]
+        value = values[base]
+        return int(value) if isinstance(value, bool) else value  # a truth value counts as a number here
     if suffix == "size":
         return problem.extents[base]
     tensor = values[base]
