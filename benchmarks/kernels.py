@@ -110,7 +110,7 @@ def prototype_block(prototypes: Any, mask: torch.Tensor, dense: torch.Tensor, b:
     return lambda: prototypes.block_spmm[(blocks * (n // 256),)](v, col, ptr, b, c, n, blocks, block, 256, 1, 1, num_warps=4, num_stages=2)
 
 
-def spmm(table: Table, data: Path, names: tuple[str, ...], columns: int = 128) -> None:
+def spmm(table: Table, data: Path, names: tuple[str, ...], columns: int = 128, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)) -> None:
     from insum.formats import GroupCOO
 
     for name in names:
@@ -121,7 +121,7 @@ def spmm(table: Table, data: Path, names: tuple[str, ...], columns: int = 128) -
         loaded = np.load(file)
         indptr, indices = (torch.from_numpy(loaded[k].astype(np.int32)).to(DEVICE) for k in ("indptr", "indices"))
         shape = tuple(int(s) for s in loaded["shape"])
-        for dtype in (torch.float32, torch.float16):
+        for dtype in dtypes:
             torch.manual_seed(0)
             values = torch.randn(indices.numel(), device=DEVICE, dtype=dtype)
             csr = torch.sparse_csr_tensor(indptr, indices, values, shape)
@@ -182,9 +182,9 @@ def product_pattern() -> tuple[torch.Tensor, ...]:
     return index[:, :, 0].contiguous(), index[:, :, 1].contiguous(), index[:, :, 2].contiguous(), values
 
 
-def tensor_product(table: Table, prototypes: Any, static: Any, batch: int = 10_000) -> None:
+def tensor_product(table: Table, prototypes: Any, static: Any, batch: int = 10_000, widths: tuple[int, ...] = (16, 32, 64)) -> None:
     i, j, k, v = product_pattern()
-    for channels in (16, 32, 64):
+    for channels in widths:
         torch.manual_seed(0)
         x, y = torch.randn(batch, 4, channels, device=DEVICE), torch.randn(batch, 4, device=DEVICE)
         w = torch.randn(batch, 4, channels, channels, device=DEVICE)

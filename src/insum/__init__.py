@@ -30,7 +30,7 @@ from insum.plan.facts import constant
 from insum.settings import settings
 
 if TYPE_CHECKING:
-    from insum import formats
+    from insum import export, formats
     from insum.agnostic import einsum
 
 __version__ = "0.1.0"
@@ -55,6 +55,7 @@ __all__ = [
     "constant",
     "einsum",
     "explain",
+    "export",
     "formats",
     "insum",
     "settings",
@@ -62,7 +63,7 @@ __all__ = [
 ]
 
 #: Loaded when first asked for, so that importing insum stays quick.
-_LAZY = {"einsum": "insum.agnostic", "formats": "insum.formats", "nn": "insum.nn", "testing": "insum.testing"}
+_LAZY = {"einsum": "insum.agnostic", "export": "insum.export", "formats": "insum.formats", "nn": "insum.nn", "testing": "insum.testing"}
 
 
 def __getattr__(name: str) -> Any:

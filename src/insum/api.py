@@ -129,17 +129,18 @@ def _run(call: Prepared, tensors: dict[str, Value]) -> Tensor:
 
 def _insum(key: object, request: Request, tensors: dict[str, Value]) -> Tensor:
     left = head(request.statement)
-    if key is None:
+    plain = is_plain_call(tensors.values())
+    if key is None and plain:  # under a tracer sizes may be symbols, which are no keys
         key = _slow_key(request, tensors)
         call = _calls.get(key)
-        if call is not None and call.settings is settings._values and is_plain_call(tensors.values()):
+        if call is not None and call.settings is settings._values:
             return _run(call, tensors)
     in_place = left.operator != "=" and left.target in tensors
     if in_place and not isinstance(tensors[left.target], Tensor):
         problem = request.bind(tensors)
         fact, remedy = f"{left.target} is a number, but {left.operator} writes into it", f"pass {left.target}=torch.tensor({tensors[left.target]})"
         raise problem.complain(DtypeError, fact, span=problem.statement.target.span, expected="a tensor", remedy=remedy)
-    if not is_plain_call(tensors.values()):
+    if not plain:
         return add_in_place(request, None, tensors) if in_place else contract(request, tensors)
     call = prepare(request, tensors)
     if any(isinstance(v, Tensor) for v in tensors.values()):  # without a tensor the default device decides
@@ -318,5 +319,3 @@ def tuned(request: Request, tensors: dict[str, Value], effort: str) -> Tuned:
     target = tensors[call.target] if call.target else None
     assert target is None or isinstance(target, Tensor)
     return search.tune(call.problem, tensors, target, effort)
-
-

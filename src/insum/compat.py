@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -65,3 +67,133 @@ def compiled_graphs() -> int:
         return int(utils.counters["stats"]["unique_graphs"]) if utils is not None else 0
     except (AttributeError, KeyError, TypeError, ValueError):
         return 0
+
+
+# --- TorchInductor -----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _inductor_has() -> frozenset[str]:
+    """The options that this TorchInductor knows."""
+    try:
+        import torch._inductor
+
+        return frozenset(torch._inductor.list_options())
+    except (ImportError, AttributeError):
+        return frozenset()
+
+
+def inductor_options(native_matmul: bool) -> dict[str, Any]:
+    """Options of `torch.compile` for the graph of one statement; what this torch does not know is left out.
+
+    Index values have been checked already, so that gathers assert nothing. CUDA graphs of its own would overwrite earlier results.
+    """
+    wanted = {"triton.native_matmul": native_matmul, "assert_indirect_indexing": False, "triton.cudagraphs": False}
+    return {name: value for name, value in wanted.items() if name in _inductor_has()}
+
+
+def has_native_matmul() -> bool:
+    """Whether TorchInductor can write matrix products into the kernels that it generates."""
+    return "triton.native_matmul" in _inductor_has()
+
+
+def free_sizes() -> contextlib.AbstractContextManager[Any]:
+    """While this lasts, sizes that happen to be equal are not taken to be the same size; does nothing where torch cannot be told so."""
+    try:
+        from torch.fx.experimental import _config
+
+        return _changed(_config, "use_duck_shape", False)
+    except (ImportError, AttributeError):
+        pass
+    return contextlib.nullcontext()
+
+
+def _changed(config: Any, name: str, value: bool) -> contextlib.AbstractContextManager[Any]:
+    """A scope in which one of torch's switches has another value. Raises AttributeError where there is no such switch."""
+    if not isinstance(getattr(config, name), bool):
+        raise AttributeError(name)
+    scope: contextlib.AbstractContextManager[Any] = config.patch(**{name: value})
+    return scope
+
+
+_LIMITS = ("FailOnRecompileLimitHit", "RecompileLimitExceeded")
+
+
+def is_recompile_limit(error: Exception) -> bool:
+    """Whether torch gave up because a function has been compiled for too many kinds of arguments."""
+    return type(error).__name__ in _LIMITS
+
+
+@functools.cache
+def compile_errors() -> tuple[type[Exception], ...]:
+    """What `torch.compile` raises when it cannot compile; all of it is raised before compiled code runs."""
+    try:
+        from torch._dynamo import exc
+    except ImportError:
+        return (RuntimeError,)
+    found = tuple(kind for name in ("TorchDynamoException", *_LIMITS) if isinstance(kind := getattr(exc, name, None), type) and issubclass(kind, Exception))
+    return found or (RuntimeError,)
+
+
+# --- gradients inside compiled functions ---------------------------------------------------------------------------------------
+
+
+def traced_gradients() -> contextlib.AbstractContextManager[Any]:
+    """While this lasts, ``torch.compile`` traces ``torch.autograd.grad`` instead of breaking the graph; does nothing where torch cannot."""
+    try:
+        from torch._dynamo import config
+
+        return _changed(config, "trace_autograd_ops", True)
+    except (ImportError, AttributeError):
+        pass
+    return contextlib.nullcontext()
+
+
+# --- exported programs -------------------------------------------------------------------------------------------------------
+
+
+def aot_packager() -> Callable[..., Any] | None:
+    """`torch._inductor.aoti_compile_and_package`, or None where this torch has not got it."""
+    try:
+        import torch._inductor
+    except ImportError:
+        return None
+    return getattr(torch._inductor, "aoti_compile_and_package", None)
+
+
+def functional_mode() -> type | None:
+    """The mode under which programs are functionalised, for which an op may register a rule; None where that is not to be had."""
+    try:
+        from torch._subclasses.functional_tensor import FunctionalTensorMode
+    except ImportError:
+        return None
+    return FunctionalTensorMode if hasattr(torch.library, "register_torch_dispatch") else None
+
+
+def size_hint(size: torch.SymInt) -> int:
+    """The size that a symbol had when it was traced, or 0 where that is not known. Asking ties the symbol to nothing."""
+    hint = getattr(getattr(size, "node", None), "hint", None)
+    return hint if isinstance(hint, int) and hint > 0 else 0
+
+
+def wrap_triton() -> Callable[[Any], Any] | None:
+    """What lets a tracer see a Triton kernel, so that TorchInductor compiles it into its own code; None where torch has not got it."""
+    return getattr(torch.library, "wrap_triton", None)
+
+
+# --- CUDA graphs that torch.compile records ------------------------------------------------------------------------------------
+
+
+def cudagraph_state(device: torch.device) -> str:
+    """``warmup`` or ``recording`` while torch.compile(mode="reduce-overhead") runs a function so on this device; '' otherwise, or where torch does not tell."""
+    trees = sys.modules.get("torch._inductor.cudagraph_trees")  # not loaded: nothing is recorded
+    if trees is None:
+        return ""
+    try:
+        manager = trees.get_manager(torch.cuda.current_device() if device.index is None else device.index, create_if_none_exists=False)
+        # Functions are warmed up and recorded on a stream that is current at no other time.
+        if manager is None or torch.cuda.current_stream(device) != manager.stream:
+            return ""
+        return "recording" if torch.cuda.is_current_stream_capturing() else "warmup"
+    except (AttributeError, TypeError, RuntimeError, AssertionError):
+        return ""

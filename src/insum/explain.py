@@ -122,7 +122,7 @@ def _tensors(problem: Problem) -> tuple[tuple[str, str, str, str], ...]:
 
 def _fused(problem: Problem, values: Mapping[str, Value], config: Choice | None) -> str:
     """The plan and the kernel, where a call would look for one."""
-    if settings.backend == "graph" or settings.backend == "auto" and problem.device.type == "cpu":
+    if settings.backend in ("graph", "inductor") or settings.backend == "auto" and problem.device.type == "cpu":
         return ""
     try:
         from insum.runtime import fused  # type: ignore[attr-defined, unused-ignore]

@@ -22,7 +22,7 @@ from insum.plan.config import choice_from, choice_text
 from insum.request import Prepared, Request, head, prepare
 
 Scalar: TypeAlias = bool | int | float | complex
-Arguments: TypeAlias = tuple[str, str, list[Tensor], str, list[Scalar], str, list[Size], str, torch.dtype | None, str]
+Arguments: TypeAlias = tuple[str, str, list[Tensor], str, list[Scalar] | None, str, list[Size] | None, str, torch.dtype | None, str]
 
 
 # --- what the rest of insum calls --------------------------------------------------------------------------------------------
@@ -163,8 +163,9 @@ def encode(request: Request, values: Mapping[str, Value]) -> Arguments:
         keys.append(f"{key}#{len(size)}" if isinstance(size, tuple) else str(key))
         sizes += size if isinstance(size, tuple) else (size,)
     padded, config = ",".join(request.padded), choice_text(request.config)
-    named = ",".join(tensors), list(tensors.values()), ",".join(numbers), list(numbers.values())
-    return request.statement, *named, ";".join(keys), sizes, padded, request.dtype, config
+    # No numbers, and no sizes, are None and not an empty list, which torch.export cannot write to a file or a package.
+    named = ",".join(tensors), list(tensors.values()), ",".join(numbers), list(numbers.values()) or None
+    return request.statement, *named, ";".join(keys), sizes or None, padded, request.dtype, config
 
 
 def _can_encode(request: Request, numbers: Mapping[str, Value]) -> bool:
@@ -177,13 +178,20 @@ def decode(arguments: Sequence[Any]) -> tuple[Request, dict[str, Value]]:
     """The reverse of `encode`."""
     statement, names, tensors, number_names, numbers, keys, sizes, padded, dtype, config = arguments
     values: dict[str, Value] = dict(zip(_split(names, ","), tensors, strict=True))
-    values.update(zip(_split(number_names, ","), map(_plain_number, numbers), strict=True))
+    values.update(zip(_split(number_names, ","), map(_plain_number, numbers or ()), strict=True))
     read: list[tuple[str | int, Size | tuple[Size, ...]]] = []
-    rest = list(sizes)
+    rest = list(sizes or ())
     for key in _split(keys, ";"):
         name, mark, length = key.partition("#")
         read.append((int(name) if name.isdigit() else name, tuple(rest.pop(0) for _ in range(int(length))) if mark else rest.pop(0)))
     return Request(statement, tuple(read), tuple(_split(padded, ",")), dtype, choice_from(config)), values
+
+
+def decode_exactly(arguments: Sequence[Any]) -> tuple[Request, dict[str, Value]]:
+    """The same, with symbolic numbers as they are: for what is traced rather than only looked at."""
+    request, values = decode(arguments)
+    values.update(zip(_split(arguments[3], ","), arguments[4] or ()))
+    return request, values
 
 
 def _split(text: str, mark: str) -> list[str]:
@@ -200,8 +208,8 @@ def _plain_number(number: Any) -> Scalar:
 
 # --- registration ------------------------------------------------------------------------------------------------------------
 
-_VALUES = "str names, Tensor[] tensors, str scalar_names, Scalar[] scalars"
-_ARGUMENTS = f"str statement, {_VALUES}, str size_names, SymInt[] sizes, str padded, ScalarType? dtype, str config"
+_VALUES = "str names, Tensor[] tensors, str scalar_names, Scalar[]? scalars"
+_ARGUMENTS = f"str statement, {_VALUES}, str size_names, SymInt[]? sizes, str padded, ScalarType? dtype, str config"
 _library = torch.library.Library("insum", "DEF")  # type: ignore[no-untyped-call]
 
 
@@ -274,7 +282,7 @@ def _setup_accumulate(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None
 def _setup(ctx: Any, initial: Tensor | None, inputs: tuple[Any, ...], output: Tensor) -> None:
     request, values = decode(inputs)
     tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
-    numbers = dict(zip(_split(inputs[3], ","), inputs[4]))
+    numbers = dict(zip(_split(inputs[3], ","), inputs[4] or ()))
     _save(ctx, request, numbers, tuple(tensors), initial, list(tensors.values()), output)
     # torch takes any empty list for one of tensors, and wants a list back.
     ctx.rest = [[] if isinstance(value, list | tuple) and not value else None for value in inputs[3:]]

@@ -143,7 +143,7 @@ class Prepared:
         """The short way for calls like this one, which was just made."""
         from insum.runtime import build, fused, site
 
-        if settings.backend == "graph" or not all(isinstance(v, Tensor) for v in values.values()):
+        if settings.backend in ("graph", "inductor") or not all(isinstance(v, Tensor) for v in values.values()):
             return None
         indices = build.anchors(self.problem) if settings.check == "never" else self._indices()
         target = values[self.target] if self.target else None
@@ -170,13 +170,22 @@ class Prepared:
         graph = self._graphs.get(mode) or self._graph(mode)
         if target is None:
             return graph.forward(*[values[name] for name in graph.inputs], *graph.sizes)
-        if graph.late and mode == "into" and _shares_memory(target, values, graph.late):
+        if mode == "into" and (graph.late and _shares_memory(target, values, graph.late) or self._must_copy(target)):
             return target.copy_(self.run("from", values, target))
         return graph.forward(target, *[values[name] for name in graph.inputs], *graph.sizes)
 
+    def _must_copy(self, target: Tensor) -> bool:
+        """torch.compile takes a float64 tensor without dimensions on the CPU for a number, and forgets to write it."""
+        return self.settings.backend == "inductor" and target.dim() == 0
+
     def _graph(self, mode: str) -> _Graph:
         lowered: Lowered = lower(self.problem, mode)
-        graph = self._graphs[mode] = _Graph(lowered.module.forward, lowered.inputs, lowered.size_arguments(self.problem), lowered.late)
+        forward: Callable[..., Tensor] = lowered.module.forward
+        if settings.backend == "inductor":
+            from insum.inductor import forward_of  # which loads a good deal of torch
+
+            forward = forward_of(lowered, self.problem)
+        graph = self._graphs[mode] = _Graph(forward, lowered.inputs, lowered.size_arguments(self.problem), lowered.late)
         return graph
 
     def _run_fused(self, mode: str, values: Mapping[str, Value], target: Tensor | None) -> Tensor | None:
@@ -250,7 +259,8 @@ def _prepare(request: Request, values: Mapping[str, Value], initial: Tensor | No
     left = head(request.statement)
     target = left.target if left.operator != "=" and isinstance(values.get(left.target), Tensor) else ""
     uses = uses_of(problem)
-    fusable = settings.require_fused or settings.backend == "fused" or settings.backend == "auto" and problem.device.type == "cuda"
+    fusable = settings.backend == "fused" or settings.backend == "auto" and problem.device.type == "cuda"
+    fusable = fusable or settings.require_fused and settings.backend != "inductor"
     return Prepared(request, problem, settings.values, uses, _sources(problem), target, tensors_of(problem.statement), ranges_of(uses), fusable)
 
 

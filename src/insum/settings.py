@@ -15,7 +15,7 @@ from insum.errors import SettingsError
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "check": ("first", "always", "never"),
-    "backend": ("auto", "graph", "fused"),
+    "backend": ("auto", "graph", "fused", "inductor"),
     "scatter": ("auto", "segment", "onehot", "unrolled", "store", "atomic"),
     "dot": ("auto", "always", "never"),
     "effort": ("none", "quick", "full"),
@@ -28,8 +28,11 @@ class Values:
 
     - ``check``: when index values are checked against their range: ``first`` (on the CPU at every call; on other devices the
       first time a tensor is seen in its present version), ``always``, ``never``.
-    - ``backend``: ``auto`` (the fused kernel on GPUs, the graph elsewhere), ``graph``, ``fused``.
-    - ``require_fused``: a statement without a fused kernel is an error instead of a slower path.
+    - ``backend``: ``auto`` (the fused kernel on GPUs, the graph elsewhere), ``graph``, ``fused``, ``inductor`` (the graph, compiled by
+      TorchInductor).
+    - ``require_fused``: a statement without a fused kernel (or one that TorchInductor cannot compile, where that is the backend) is an error
+      instead of a slower path.
+    - ``native_matmul``: with ``backend="inductor"`` on GPUs, matrix products are part of the generated kernels.
     - ``scatter``: force one scatter strategy where it is applicable (tests and ablation).
     - ``dot``: whether contractions use ``tl.dot``.
     - ``swap``, ``prefetch``: allow the operand swap and hand-prefetched indices (ablation).
@@ -41,6 +44,7 @@ class Values:
     check: str = "first"
     backend: str = "auto"
     require_fused: bool = False
+    native_matmul: bool = True
     scatter: str = "auto"
     dot: str = "auto"
     swap: bool = True

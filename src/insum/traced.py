@@ -76,6 +76,15 @@ def _arguments(
         else:
             keys.append(key)
             sizes.append(size)
-    return statement, ",".join(tensors), list(tensors.values()), ",".join(numbers), list(numbers.values()), ";".join(keys), sizes, padded, dtype, config
-
-
+    return (
+        statement,
+        ",".join(tensors),
+        list(tensors.values()),
+        ",".join(numbers),
+        list(numbers.values()) or None,
+        ";".join(keys),
+        sizes or None,
+        padded,
+        dtype,
+        config,
+    )

@@ -12,7 +12,7 @@ from torch import Tensor
 from insum.errors import FormatError
 from insum.formats import entries as E
 from insum.formats import show, validate
-from insum.formats.layout import Coordinate, Layout, has_padding
+from insum.formats.layout import Coordinate, Layout, fixed, has_padding
 from insum.plan import facts
 
 if TYPE_CHECKING:
@@ -288,7 +288,7 @@ class FormatBase:
         dims = getattr(self, "group_dims", (getattr(self, "dim", 0),))
         places = tuple(-1 - c.axes[0] if c.field is None else (c.field, c.number) for c in self.layout.coordinates)
         even = all(size % b == 0 for size, b in zip(self.shape, block))
-        return self.ndim, type(self).__name__, dims, block, places, even
+        return self.ndim, type(self).__name__, fixed(dims), fixed(block), places, even
 
     def _fields(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in (*self._arrays, *self._static)}

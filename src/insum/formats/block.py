@@ -134,7 +134,7 @@ class BlockGroupCOO(_Blocked):
 
     @property
     def layout(self) -> layout.Layout:
-        return layout.grouped(self.ndim, self.group_dims, blocked=True)
+        return layout.grouped(self.ndim, layout.fixed(self.group_dims), blocked=True)
 
     @property
     def positions(self) -> tuple[int, ...]:

@@ -61,7 +61,7 @@ class GroupCOO(SparseFormat):
 
     @property
     def layout(self) -> layout.Layout:
-        return layout.grouped(self.ndim, self.group_dims)
+        return layout.grouped(self.ndim, layout.fixed(self.group_dims))
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -129,7 +129,7 @@ class ELL(SparseFormat):
 
     @property
     def layout(self) -> layout.Layout:
-        return layout.rowwise(self.ndim, self.group_dims)
+        return layout.rowwise(self.ndim, layout.fixed(self.group_dims))
 
     @property
     def positions(self) -> tuple[int, ...]:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
+import torch
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -27,6 +29,12 @@ def constant(function: Callable[P, R]) -> Callable[P, R]:
     # What torch.compiler.assume_constant_result does, without importing torch._dynamo, which takes seconds.
     call._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return call
+
+
+def fixed(numbers: tuple[int, ...]) -> tuple[int, ...]:
+    """Numbers that decide the statement; under ``torch.compile(dynamic=True)``, which takes every number for a variable, made constants again."""
+    # A length of a list is known to the tracer, and so the number becomes known.
+    return tuple(len([None] * n) for n in numbers) if torch.compiler.is_compiling() else numbers
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,7 +51,7 @@ class NeighborTable(SparseFormat):
 
     @property
     def layout(self) -> layout.Layout:
-        return layout.tabled(self.ndim, self.dim)
+        return layout.tabled(self.ndim, *layout.fixed((self.dim,)))
 
     @property
     def positions(self) -> tuple[int, ...]:

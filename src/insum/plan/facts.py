@@ -30,6 +30,7 @@ class IndexFacts:
     unique: bool
     padded: bool = False
     constant: bool = False  # the caller promises that the values are part of the program: they may become code
+    declared: bool = field(default=False, repr=False)  # said by whoever made the tensor, as formats do, rather than found by looking
     pointers: dict[int, Tensor] = field(default_factory=dict, repr=False)
     derived: dict[object, Any] = field(default_factory=dict, repr=False)  # schedules, orders and launches that live as long as the tensor
     serial: int = field(default_factory=itertools.count().__next__, repr=False)  # unlike id(), never used twice
@@ -65,7 +66,7 @@ def version_of(tensor: Tensor) -> int:
 
 def declare(tensor: Tensor, *, low: int, high: int, sorted: bool, unique: bool, padded: bool = False, constant: bool = False) -> IndexFacts:
     """Remember facts that the caller knows to be true, as formats do for their arrays."""
-    return _remember(tensor, IndexFacts(low, high, sorted, unique, padded, constant))
+    return _remember(tensor, IndexFacts(low, high, sorted, unique, padded, constant, declared=True))
 
 
 def _remember(tensor: Tensor, facts: IndexFacts) -> IndexFacts:

@@ -48,6 +48,9 @@ def run(problem: Problem, values: Mapping[str, Value], target: Tensor | None, co
     """The statement's result, or None where no kernel can express it. With ``target``, accumulates into it in place."""
     if any([isinstance(v, Tensor) and v.is_neg() for v in values.values()]):  # noqa: C419  # on the path of every call
         values = {name: v.resolve_neg() if isinstance(v, Tensor) else v for name, v in values.items()}
+    if problem.device.type == "cuda" and (how := _capture().state(problem)):
+        with on_device(problem.device):
+            return _capture().run(problem, values, target, config, how)  # type: ignore[no-any-return]
     program = lookup(problem, values, target, config)
     if isinstance(program, str):
         _fall_back(problem, program)
@@ -62,6 +65,13 @@ def into(program: Program, values: Mapping[str, Value], target: Tensor) -> Tenso
     if not target.is_inference():
         torch.autograd.graph.increment_version(target)
     return result
+
+
+@functools.cache
+def _capture() -> Any:
+    from insum.runtime import capture  # which rests on this module
+
+    return capture
 
 
 def execute(program: Program, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
@@ -117,6 +127,26 @@ def _fall_back(problem: Problem, why: str) -> None:
 
 def lookup(problem: Problem, values: Mapping[str, Value], target: Tensor | None, config: Choice | None = None) -> Program | str:
     """The program for this kind of call, built the first time; a string says why there is none."""
+    table, key = _place(problem, values, target)
+    program: Program | Refusal | None = table.get(key)
+    if program is None:
+        program = _build_and_keep(table, key, problem, values, target, config)
+    if isinstance(program, Refusal):
+        return program.reason
+    if program.promote and _promoted(program, values):
+        return lookup(problem, values, target, config)
+    return program
+
+
+def kept(problem: Problem, values: Mapping[str, Value], target: Tensor | None) -> Program | None:
+    """The program of an earlier call like this one. Asks nothing of the device where facts are known."""
+    table, key = _place(problem, values, target)
+    program = table.get(key)
+    return program if isinstance(program, Program) else None
+
+
+def _place(problem: Problem, values: Mapping[str, Value], target: Tensor | None) -> tuple[dict[object, Any], tuple[object, ...]]:
+    """Where the program for this kind of call is kept."""
     names = anchors(problem)
     facts = [facts_of(value) for name in names if isinstance(value := values[name], Tensor)] if names else ()
     table: dict[object, Any] = facts[0].derived if facts else _launches
@@ -132,16 +162,7 @@ def lookup(problem: Problem, values: Mapping[str, Value], target: Tensor | None,
         *[(f.serial, f.constant) for f in facts],
     )
     baked = table.get(("baked", key))
-    if baked:
-        table, key = _baked(baked, values, key)
-    program: Program | Refusal | None = table.get(key)
-    if program is None:
-        program = _build_and_keep(table, key, problem, values, target, config)
-    if isinstance(program, Refusal):
-        return program.reason
-    if program.promote and _promoted(program, values):
-        return lookup(problem, values, target, config)
-    return program
+    return _baked(baked, values, key) if baked else (table, key)
 
 
 def _build_and_keep(

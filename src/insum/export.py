@@ -1,0 +1,151 @@
+"""Exported programs that need no insum to run: statements are written out, and AOTInductor compiles them into the package.
+
+`torch.export` keeps a statement as one call of insum's op. While a program is functionalised on its way to a compiler, the op can be replaced
+by what it does: its graph of torch operations, or, on GPUs, launches of its generated kernels.
+
+>>> import torch, insum
+>>> class Square(torch.nn.Module):
+...     def forward(self, x):
+...         return insum.insum("y[i] = x[i] * x[i]", x=x)
+>>> program = torch.export.export(Square(), (torch.arange(3.0),))
+>>> insum.export.decompose(program).module()(torch.arange(3.0))
+tensor([0., 1., 4.])
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.export import ExportedProgram
+
+from insum import compat
+from insum.errors import UnsupportedError
+from insum.graph import lower
+from insum.graph_flatten import flattened
+from insum.lang.bind import Problem, Value
+from insum.ops import decode_exactly
+from insum.settings import settings
+
+__all__ = ["decompose", "package"]
+
+#: What an op becomes while programs are functionalised: itself (""), its "graph", or its "kernels" where it has some.
+_inlining: contextvars.ContextVar[str] = contextvars.ContextVar("insum_inlining", default="")
+
+
+def decompose(program: ExportedProgram) -> ExportedProgram:
+    """The program with every statement written out as torch operations. It can be saved, and loaded where there is no insum.
+
+    >>> import torch, insum, insum.export
+    >>> class Product(torch.nn.Module):
+    ...     def forward(self, idx, x):
+    ...         return insum.insum("y[p] = x[idx[p]] * x[idx[p]]", idx=idx, x=x)
+    >>> arguments = torch.tensor([2, 0]), torch.arange(3.0)
+    >>> program = insum.export.decompose(torch.export.export(Product(), arguments))
+    >>> program.module()(*arguments)
+    tensor([4., 0.])
+    >>> any("insum" in str(node.target) for node in program.graph.nodes)
+    False
+    """
+    with _inlined("graph"):
+        written: ExportedProgram = program.run_decompositions({})
+    return written
+
+
+def package(program: ExportedProgram, path: str | os.PathLike[str], *, kernels: bool = True, options: Mapping[str, Any] | None = None) -> str:
+    """Compile a program with AOTInductor into one ``.pt2`` file that holds the code of its statements, and return the file's path.
+
+    On GPUs the file holds insum's generated kernels. They know nothing of index values, which come later: scatters use atomics. A statement
+    for which there is no such kernel, every statement on the CPU, and all of them with ``kernels=False``, are compiled by TorchInductor.
+    ``torch._inductor.aoti_load_package`` loads it, in Python or C++, where there is no insum too. ``options`` are TorchInductor's; unless
+    they say otherwise, matrix products are part of the generated kernels where this PyTorch can do that. Code that TorchInductor makes
+    checks index values; insum's kernels, in a package, do not.
+
+    >>> import insum, torch
+    >>> insum.export.package(program, "model.pt2")  # doctest: +SKIP
+    'model.pt2'
+    """
+    compiler = compat.aot_packager()
+    if compiler is None:
+        raise UnsupportedError("this PyTorch has no AOTInductor packages", remedy="update torch, or save insum.export.decompose(program)")
+    if not str(path).endswith(".pt2"):
+        raise UnsupportedError(f"a package cannot be written to {str(path)!r}", expected="a file name that ends in .pt2")
+    wanted = {name: value for name, value in compat.inductor_options(True).items() if name != "assert_indirect_indexing"}
+    with _inlined("kernels" if kernels else "graph"):
+        return str(compiler(program, package_path=str(path), inductor_configs={**wanted, **(options or {})}))
+
+
+@contextlib.contextmanager
+def _inlined(how: str) -> Iterator[None]:
+    _register()
+    token = _inlining.set(how)
+    try:
+        yield
+    finally:
+        _inlining.reset(token)
+
+
+@functools.cache
+def _register() -> None:
+    """Tell torch's functionalisation about the ops; outside of `_inlined` they go through as they are."""
+    mode = compat.functional_mode()
+    if mode is None:
+        raise UnsupportedError("this PyTorch does not let an op say how it is functionalised", remedy="update torch")
+    for name, rule in (("contract", _contract), ("accumulate", _accumulate), ("accumulate_", _accumulate_)):
+        torch.library.register_torch_dispatch(f"insum::{name}", mode, functools.partial(_rule, rule))
+
+
+def _rule(rule: Any, mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Any:
+    if not _inlining.get():
+        return mode.__torch_dispatch__(op, types, args, kwargs or {})
+    with mode:
+        return rule(*args, **(kwargs or {}))
+
+
+def _contract(*arguments: Any) -> Tensor:
+    request, values = decode_exactly(arguments)
+    problem = request.bind(values)
+    kernels = _kernels(problem, values) if _inlining.get() == "kernels" else None
+    return kernels() if kernels is not None else _run(problem, "new", None, values)
+
+
+def _accumulate(initial: Tensor, *arguments: Any) -> Tensor:
+    request, values = decode_exactly(arguments)
+    return _run(request.bind(values, initial), "from", initial, values)
+
+
+def _accumulate_(target: Tensor, *arguments: Any) -> None:
+    request, values = decode_exactly(arguments)
+    _run(request.bind(values, target), "into", target, values)
+
+
+def _kernels(problem: Problem, values: Mapping[str, Value]) -> Callable[[], Tensor] | None:
+    """The statement as launches that a tracer sees, or None where there is no kernel for it."""
+    wrap = compat.wrap_triton()
+    if problem.device.type != "cuda" or wrap is None or settings.backend in ("graph", "inductor"):
+        return None
+    from insum.plan.prepare import CannotFuse
+    from insum.runtime.fused import wishes_of
+    from insum.runtime.portable import portable
+
+    try:
+        found = portable(problem, values, wishes_of(False, problem.device))
+    except CannotFuse as reason:
+        if "fallback" in settings.log:
+            print(f"insum: {problem.statement.text!r} is packaged as a graph of torch operations: {reason}", file=sys.stderr)
+        return None
+    return functools.partial(found.run, problem, values, wrap)
+
+
+def _run(problem: Problem, mode: str, initial: Tensor | None, values: Mapping[str, Value]) -> Tensor:
+    lowered = lower(problem, mode)
+    first = () if initial is None else (initial,)
+    result: Tensor = flattened(lowered.module).forward(*first, *(values[name] for name in lowered.inputs), *lowered.size_arguments(problem))
+    return result
