@@ -5,6 +5,7 @@ Every stage keeps what the stages before it have, and is a matter of settings an
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -74,7 +75,14 @@ def cases(options: Options) -> Iterator[Case]:
         given = block_spmm.inputs(size, SPARSITY, dtype, options.device, group_size=BLOCK_GROUP)
         name = f"{size}^3, {SPARSITY:.0%} sparse, {block_spmm.BLOCK} x {block_spmm.BLOCK} blocks"
         yield Case(
-            "ablation", name, dtype, FORWARD, options.device, lambda g=given: block_spmm.want(g, FORWARD), contenders(given, options), given.work(FORWARD)
+            "ablation",
+            name,
+            dtype,
+            FORWARD,
+            options.device,
+            functools.partial(block_spmm.want, given, FORWARD),
+            contenders(given, options),
+            given.work(FORWARD),
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor
 import insum
 from insum import compat
 from insum.bench import routes
+from insum.bench.data import Draw
 from insum.bench.measure import Case, Contender, Ready, Results, Work, autograd
 from insum.bench.options import Options
 from insum.bench.records import BOTH, FORWARD
@@ -56,12 +58,11 @@ def spread(mask: Tensor) -> Tensor:
 
 
 def inputs(size: int, sparsity: float, dtype: torch.dtype, device: torch.device, **options: Any) -> Inputs:
-    draw = torch.Generator(device=device).manual_seed(0)
-    normal = lambda: torch.randn(size, size, device=device, generator=draw).to(dtype)
-    mask = torch.rand(size // BLOCK, size // BLOCK, device=device, generator=draw) >= sparsity
-    dense = normal() * spread(mask)
+    draw = Draw(device, dtype)
+    mask = draw.chance(size // BLOCK, size // BLOCK) >= sparsity
+    dense = draw.normal(size, size) * spread(mask)
     a = BlockGroupCOO.from_dense(dense, block_shape=(BLOCK, BLOCK), **{"group_size": "auto", **options})
-    return Inputs(mask, dense, normal(), normal(), a)
+    return Inputs(mask, dense, draw.normal(size, size), draw.normal(size, size), a)
 
 
 def cases(options: Options) -> Iterator[Case]:
@@ -78,7 +79,7 @@ def cases(options: Options) -> Iterator[Case]:
                     dtype,
                     direction,
                     options.device,
-                    lambda g=given, d=direction: want(g, d),
+                    functools.partial(want, given, direction),
                     contenders(given, direction),
                     given.work(direction),
                 )
@@ -141,7 +142,11 @@ def torch_bsr(given: Inputs, direction: str, *, tuned: bool) -> Ready:
     if tuned:
         meta = tuned_meta(kernels, bsr, given.b)
         note = "torch.sparse._triton_ops_meta found " + ", ".join(f"{k} {v}" for k, v in meta.items())
-    product = lambda a, b: kernels.mm(b, a, b, beta=0, alpha=1, meta=meta)
+
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        out: Tensor = kernels.mm(b, a, b, beta=0, alpha=1, meta=meta)
+        return out
+
     if direction == FORWARD:
         return Ready(lambda: (product(bsr, given.b),), note=note)
     # What a layer over these kernels would do: the transposed matrix for one gradient, a sampled product for the other.

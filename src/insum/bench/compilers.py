@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,18 +32,22 @@ _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "INSUM_CACHE_DIR")
 def cases(options: Options) -> Iterator[Case]:
     warm_imports(options)
     for name, build in applications(options).items():
-        dtype, want, ours, compiled, convert, work = build()
-        note = f"format conversion {clock(convert, options.device, capture=False)[0]:.2f} ms" if convert else ""
-        found = [
-            Contender("insum, fused", _fresh(lambda ours=ours: _under(ours, backend="fused", require_fused=True)), lines=1, note=note),
-            Contender("torch operations, eager", lambda ours=ours: _under(ours, backend="graph"), note="settings.backend='graph'"),
-            Contender("torch.compile", _fresh(compiled)),
-        ]
-        if not runs_fused(options):
-            found = found[1:]
-        if options.gpu:
-            found.append(Contender("torch.compile, native matmul", _fresh(lambda compiled=compiled: compiled(**{"triton.native_matmul": True}))))
-        yield Case("compilers", name, dtype, FORWARD, options.device, want, found, work)
+        found = build(options)
+        yield Case("compilers", name, found.dtype, FORWARD, options.device, found.want, contenders(found, options), found.work)
+
+
+def contenders(found: Built, options: Options) -> list[Contender]:
+    note = f"format conversion {clock(found.convert, options.device, capture=False)[0]:.2f} ms" if found.convert else ""
+    fused = functools.partial(_under, found.ours, backend="fused", require_fused=True)
+    native = functools.partial(found.compiled, **{"triton.native_matmul": True})
+    every = [
+        Contender("insum, fused", _fresh(fused), lines=1, note=note),
+        Contender("torch operations, eager", functools.partial(_under, found.ours, backend="graph"), note="settings.backend='graph'"),
+        Contender("torch.compile", _fresh(found.compiled)),
+        Contender("torch.compile, native matmul", _fresh(native)),
+    ]
+    absent = {name for name, _ in not_here(options)}
+    return [contender for contender in every if contender.name not in absent]
 
 
 def warm_imports(options: Options) -> None:
@@ -49,60 +55,53 @@ def warm_imports(options: Options) -> None:
     torch.compile(lambda x: x + 1)(torch.ones(4, device=options.device))
 
 
-Build = tuple[torch.dtype, Callable[[], Results], Callable[[], Ready], Callable[..., Ready], Callable[[], Any] | None, Work]
+@dataclass(frozen=True, eq=False)
+class Built:
+    """An application: its reference, its line, the program for torch.compile, and the conversion to its format."""
+
+    dtype: torch.dtype
+    want: Callable[[], Results]
+    ours: Callable[[], Ready]
+    compiled: Callable[..., Ready]
+    convert: Callable[[], Any] | None
+    work: Work
 
 
-def applications(options: Options) -> dict[str, Callable[[], Build]]:
+def applications(options: Options) -> dict[str, Callable[[Options], Built]]:
     """The paper compares on the convolution; without --quick the other three follow."""
     every = {"convolution": _convolution, "block SpMM": _block, "SpMM": _spmm, "tensor product": _product}
-    return {name: (lambda make=make: make(options)) for name, make in every.items() if name == "convolution" or not options.quick}
+    return {name: make for name, make in every.items() if name == "convolution" or not options.quick}
 
 
-def _convolution(options: Options) -> Build:
+def _built(module: Any, given: Any, ours: Callable[[], Ready], convert: Callable[[], Any] | None) -> Built:
+    want, compiled = functools.partial(module.want, given, FORWARD), functools.partial(module.compiled, given)
+    return Built(given.upstream.dtype, want, ours, compiled, convert, given.work(FORWARD))
+
+
+def _convolution(options: Options) -> Built:
     names = data.cloud_names(options.data)
     name = "pc-s3dis-ucf-lobby" if "pc-s3dis-ucf-lobby" in names else names[0]
     voxels = data.cloud(name, options.data, options.device, None if options.gpu else 1000)
     given = conv.inputs(voxels, 128 if options.gpu else 16, torch.float16 if options.gpu else torch.float32)
-    convert = lambda: (data.neighbour_table(voxels),)
-    return (
-        given.x.dtype,
-        lambda: conv.want(given, FORWARD),
-        lambda: conv.ours(given, FORWARD, grouped=False),
-        _later(conv.compiled, given),
-        convert,
-        given.work(FORWARD),
-    )
+    return _built(conv, given, lambda: conv.ours(given, FORWARD, grouped=False), lambda: (data.neighbour_table(voxels),))
 
 
-def _block(options: Options) -> Build:
+def _block(options: Options) -> Built:
     given = block_spmm.inputs(4096 if options.gpu else 128, 0.9, torch.float16 if options.gpu else torch.float32, options.device)
-    convert = lambda: (insum.formats.BlockGroupCOO.from_dense(given.dense, block_shape=(32, 32)).values,)
-    return (
-        given.b.dtype,
-        lambda: block_spmm.want(given, FORWARD),
-        lambda: block_spmm.ours(given, FORWARD),
-        _later(block_spmm.compiled, given),
-        convert,
-        given.work(FORWARD),
-    )
+    convert = functools.partial(insum.formats.BlockGroupCOO.from_dense, given.dense, block_shape=(32, 32))
+    return _built(block_spmm, given, lambda: block_spmm.ours(given, FORWARD), convert)
 
 
-def _spmm(options: Options) -> Build:
+def _spmm(options: Options) -> Built:
     names = data.graph_names(options.data)
     name = "amazon0601" if options.gpu and "amazon0601" in names else names[0]
     given = spmm.inputs(data.graph(name, options.data, options.device), 128 if options.gpu else 16, torch.float32)
-    convert = lambda: (insum.formats.GroupCOO.from_torch(given.csr).values,)
-    return given.b.dtype, lambda: spmm.want(given, FORWARD), lambda: spmm.ours(given, FORWARD), _later(spmm.compiled, given), convert, given.work(FORWARD)
+    return _built(spmm, given, lambda: spmm.ours(given, FORWARD), functools.partial(insum.formats.GroupCOO.from_torch, given.csr))
 
 
-def _product(options: Options) -> Build:
+def _product(options: Options) -> Built:
     given = tensor_product.inputs(1, 32 if options.gpu else 8, 10_000 if options.gpu else 50, torch.float32, options.device)
-    want = lambda: tensor_product.want(given, FORWARD)
-    return given.x.dtype, want, lambda: tensor_product.ours(given, FORWARD), _later(tensor_product.compiled, given), None, given.work(FORWARD)
-
-
-def _later(compiled: Callable[..., Ready], given: Any) -> Callable[..., Ready]:
-    return lambda **options: compiled(given, **options)
+    return _built(tensor_product, given, lambda: tensor_product.ours(given, FORWARD), None)
 
 
 def _under(make: Callable[[], Ready], **changes: Any) -> Ready:

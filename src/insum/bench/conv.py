@@ -5,6 +5,7 @@ The kernel map is built before the clock starts, for everybody.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -61,10 +62,9 @@ class Inputs:
 
 
 def inputs(voxels: Tensor, channels: int, dtype: torch.dtype) -> Inputs:
-    draw = torch.Generator(device=voxels.device).manual_seed(0)
-    normal = lambda *shape: torch.randn(*shape, device=voxels.device, generator=draw)
-    x, w, g = normal(len(voxels), channels), normal(OFFSETS, channels, channels) / channels, normal(len(voxels), channels)
-    return Inputs(voxels, data.neighbour_table(voxels), x.to(dtype), w.to(dtype), g.to(dtype))
+    draw, count = data.Draw(voxels.device, dtype), len(voxels)
+    weights = draw.normal(OFFSETS, channels, channels, scale=1 / channels)
+    return Inputs(voxels, data.neighbour_table(voxels), draw.normal(count, channels), weights, draw.normal(count, channels))
 
 
 def cases(options: Options) -> Iterator[Case]:
@@ -83,7 +83,7 @@ def cases(options: Options) -> Iterator[Case]:
                     dtype,
                     direction,
                     options.device,
-                    lambda g=given, d=direction: want(g, d),
+                    functools.partial(want, given, direction),
                     contenders(given, direction),
                     given.work(direction),
                 )

@@ -44,6 +44,19 @@ CLOUD_STAND_INS: dict[str, tuple[int, float]] = {
 }
 
 
+class Draw:
+    """Random tensors of one kind, the same in every run."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+        self.device, self.dtype, self.generator = device, dtype, torch.Generator(device=device).manual_seed(seed)
+
+    def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, device=self.device, generator=self.generator) * scale).to(self.dtype)
+
+    def chance(self, *shape: int) -> Tensor:
+        return torch.rand(*shape, device=self.device, generator=self.generator)
+
+
 @dataclass(frozen=True, eq=False)
 class Graph:
     """A CSR pattern."""
@@ -126,8 +139,8 @@ def made_graph(name: str, device: torch.device) -> Graph:
     row = np.repeat(np.arange(rows), lengths)
     key = np.unique(row * rows + draw.integers(0, rows, len(row)))
     indptr = np.concatenate([[0], np.cumsum(np.bincount(key // rows, minlength=rows))])
-    to = lambda array: torch.from_numpy(array.astype(np.int32)).to(device)
-    return Graph(name, to(indptr), to(key % rows), (rows, rows))
+    starts, columns = (torch.from_numpy(array.astype(np.int32)).to(device) for array in (indptr, key % rows))
+    return Graph(name, starts, columns, (rows, rows))
 
 
 def cloud(name: str, place: Path | None, device: torch.device, most: int | None = None) -> Tensor:
@@ -136,7 +149,7 @@ def cloud(name: str, place: Path | None, device: torch.device, most: int | None 
     if name in found:
         with np.load(found[name]) as content:
             points = torch.from_numpy(content["points"]).to(device)
-        voxels = torch.unique(torch.floor(points.double() / VOXEL).long(), dim=0)
+        voxels: Tensor = torch.unique(torch.floor(points.double() / VOXEL).long(), dim=0)
     else:
         voxels = made_cloud(name, device)
     return voxels if most is None else voxels[:most].contiguous()
@@ -155,7 +168,8 @@ def made_cloud(name: str, device: torch.device) -> Tensor:
     x, y = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
     z = (4 * torch.sin(x / 9) + 4 * torch.cos(y / 7)).round().long()
     voxels = torch.stack([x, y, z], -1).reshape(-1, 3)
-    return torch.unique(voxels[torch.rand(len(voxels), generator=draw) < keep], dim=0).to(device)
+    kept: Tensor = torch.unique(voxels[torch.rand(len(voxels), generator=draw) < keep], dim=0)
+    return kept.to(device)
 
 
 def neighbour_table(voxels: Tensor) -> Tensor:

@@ -12,8 +12,10 @@ from insum.bench.table import HEAD, cells
 REPLACES = {"block-spmm": ("TorchBSR", 202), "spmm": ("Sputnik", 1918), "conv": ("TorchSparse", 4491), "tensor-product": ("e3nn", 225)}
 
 STYLE = """
-:root { color-scheme: light dark; --ink: #1d2129; --paper: #ffffff; --faint: #f3f4f6; --rule: #d5d9e0; --good: #1a7f4b; --bad: #b3261e; --soft: #5b6472; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6e8ec; --paper: #16181d; --faint: #20242b; --rule: #3a404b; --good: #5fd39a; --bad: #ff8a80; --soft: #a2abb8; } }
+:root { color-scheme: light dark; --ink: #1d2129; --paper: #ffffff; --faint: #f3f4f6; --rule: #d5d9e0;
+  --good: #1a7f4b; --bad: #b3261e; --soft: #5b6472; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e8ec; --paper: #16181d; --faint: #20242b; --rule: #3a404b; --good: #5fd39a; --bad: #ff8a80; --soft: #a2abb8; } }
 * { box-sizing: border-box; }
 body { margin: 0 auto; max-width: 76rem; padding: 1.5rem; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
 h1 { margin: 0 0 .3rem; font-size: 1.7rem; } h2 { margin: 2.6rem 0 .4rem; padding-top: .6rem; border-top: 2px solid var(--rule); }
@@ -72,7 +74,8 @@ def _summary(sections: Sequence[Section]) -> str:
             rows.append(f'<tr>{text}<td class="{kind}">{ahead} of {len(ratios)}</td>{numbers}</tr>')
     if not rows:
         return ""
-    head = '<th class="text">benchmark</th><th class="text">direction</th><th class="text">against</th><th>insum ahead</th><th>least</th><th>median</th><th>most</th>'
+    head = "".join(f'<th class="text">{name}</th>' for name in ("benchmark", "direction", "against"))
+    head += "".join(f"<th>{name}</th>" for name in ("insum ahead", "least", "median", "most"))
     return f'<h2>In short</h2><div class="scroll"><table><tr>{head}</tr>{"".join(rows)}</table></div>'
 
 
@@ -92,9 +95,8 @@ def _lines(sections: Sequence[Section]) -> str:
         if section.benchmark in REPLACES:
             name, lines = REPLACES[section.benchmark]
             count = len(section.statement.splitlines())
-            rows.append(
-                f'<tr><td class="text">{_e(section.title)}</td><td class="text"><code>{_e(section.statement)}</code></td><td>{count}</td><td>{name} {lines:,}</td></tr>'
-            )
+            code = f'<td class="text">{_e(section.title)}</td><td class="text"><code>{_e(section.statement)}</code></td>'
+            rows.append(f"<tr>{code}<td>{count}</td><td>{name} {lines:,}</td></tr>")
     if not rows:
         return ""
     head = '<th class="text">application</th><th class="text">user code</th><th>lines</th><th>replaces (lines, by the paper)</th>'

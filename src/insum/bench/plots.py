@@ -69,7 +69,7 @@ def _panel(axis: Any, rows: Sequence[Row], baseline: str, colours: dict[str, str
     for position, name in enumerate(names):
         found = {row.case: row.milliseconds for row in rows if row.contender == name and row.milliseconds}
         at = [i for i, case in enumerate(cases) if case in found and case in base]
-        heights = [base[cases[i]] / found[cases[i]] for i in at]  # type: ignore[operator]
+        heights = [base[cases[i]] / found[cases[i]] for i in at]
         if lines:
             axis.plot(at, heights, marker="o", label=name, color=colours[name])
         else:

@@ -36,5 +36,4 @@ def compiled(plain: Callable[..., Tensor], call: Callable[..., Any], **options: 
     if has_inductor() and not options:
         return under(call, backend="inductor"), "settings.backend='inductor'"
     torch.compiler.reset()
-    more = {"options": options} if options else {}
-    return torch.compile(plain, dynamic=False, **more), "gather, matmul and scatter written in torch operations"
+    return torch.compile(plain, dynamic=False, options=options or None), "gather, matmul and scatter written in torch operations"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -46,12 +47,11 @@ class Inputs:
 
 
 def inputs(graph: data.Graph, columns: int, dtype: torch.dtype) -> Inputs:
-    device = graph.indices.device
-    draw = torch.Generator(device=device).manual_seed(0)
-    normal = lambda *shape: torch.randn(*shape, device=device, generator=draw).to(dtype)
-    values = normal(graph.nonzeros)
+    draw = data.Draw(graph.indices.device, dtype)
+    values = draw.normal(graph.nonzeros)
     csr = torch.sparse_csr_tensor(graph.indptr, graph.indices, values, graph.shape, check_invariants=False)
-    return Inputs(graph, values, normal(graph.shape[1], columns), normal(graph.shape[0], columns), csr, GroupCOO.from_torch(csr, group_size="auto"))
+    b, upstream = (draw.normal(rows, columns) for rows in reversed(graph.shape))
+    return Inputs(graph, values, b, upstream, csr, GroupCOO.from_torch(csr, group_size="auto"))
 
 
 def cases(options: Options) -> Iterator[Case]:
@@ -71,7 +71,7 @@ def cases(options: Options) -> Iterator[Case]:
                     dtype,
                     direction,
                     options.device,
-                    lambda g=given, d=direction: want(g, d),
+                    functools.partial(want, given, direction),
                     contenders(given, direction),
                     given.work(direction),
                 )
@@ -83,9 +83,10 @@ def want(given: Inputs, direction: str) -> Results:
     if direction == FORWARD:
         return (exact @ b,)
     rows, columns, g = graph.rows().long(), graph.indices.long(), given.upstream.double()
-    sampled = [(g[r] * b[c]).sum(1) for r, c in zip(rows.split(AT_ONCE), columns.split(AT_ONCE), strict=True)]
-    to_b = torch.zeros_like(b)
-    for r, c, v in zip(rows.split(AT_ONCE), columns.split(AT_ONCE), values.split(AT_ONCE), strict=True):
+    sampled, to_b = [], torch.zeros_like(b)
+    for start in range(0, len(rows), AT_ONCE):
+        r, c, v = (t[start : start + AT_ONCE] for t in (rows, columns, values))
+        sampled.append((g[r] * b[c]).sum(1))
         to_b.index_add_(0, c, v[:, None] * g[r])
     return exact @ b, torch.cat(sampled), to_b
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from insum.bench import routes
+from insum.bench.data import Draw
 from insum.bench.measure import Case, Contender, Ready, Results, Work, autograd
 from insum.bench.options import Options
 from insum.bench.records import FORWARD
@@ -61,8 +63,8 @@ def irreps(degree: int, channels: int) -> tuple[str, str, str]:
     >>> irreps(2, 16)
     ('16x0e + 16x1o + 16x2e', '1x0e + 1x1o + 1x2e', '16x0e + 16x1o + 16x2e')
     """
-    text = lambda c: " + ".join(f"{c}x{l}{'eo'[l % 2]}" for l in range(degree + 1))
-    return text(channels), text(1), text(channels)
+    wide, one = (" + ".join(f"{c}x{l}{'eo'[l % 2]}" for l in range(degree + 1)) for c in (channels, 1))
+    return wide, one, wide
 
 
 def _reordered(t: Tensor, degree: int, channels: int, *, back: bool) -> Tensor:
@@ -77,10 +79,9 @@ def _reordered(t: Tensor, degree: int, channels: int, *, back: bool) -> Tensor:
 
 def inputs(degree: int, channels: int, batch: int, dtype: torch.dtype, device: torch.device) -> Inputs:
     made = FullyConnectedTensorProduct(*irreps(degree, channels), shared_weights=False, internal_weights=False, layout="ir_mul").to(device, dtype)
-    draw = torch.Generator(device=device).manual_seed(0)
-    normal = lambda size: torch.randn(batch, size, device=device, generator=draw).to(dtype)
-    wide = made.irreps_in1.dim
-    return Inputs(degree, channels, made, normal(wide), normal(made.irreps_in2.dim), normal(made.weight_numel), normal(wide))
+    draw, wide = Draw(device, dtype), made.irreps_in1.dim
+    x, y, w, upstream = (draw.normal(batch, size) for size in (wide, made.irreps_in2.dim, made.weight_numel, wide))
+    return Inputs(degree, channels, made, x, y, w, upstream)
 
 
 def cases(options: Options) -> Iterator[Case]:
@@ -96,7 +97,7 @@ def cases(options: Options) -> Iterator[Case]:
                     dtype,
                     direction,
                     options.device,
-                    lambda g=given, d=direction: want(g, d),
+                    functools.partial(want, given, direction),
                     contenders(given, direction),
                     given.work(direction),
                 )
