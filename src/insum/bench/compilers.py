@@ -30,7 +30,8 @@ _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "INSUM_CACHE_DIR")
 
 
 def cases(options: Options) -> Iterator[Case]:
-    warm_imports(options)
+    if options.slow:
+        warm_imports(options)
     for name, build in applications(options).items():
         found = build(options)
         yield Case("compilers", name, found.dtype, FORWARD, options.device, found.want, contenders(found, options), found.work)
@@ -43,8 +44,8 @@ def contenders(found: Built, options: Options) -> list[Contender]:
     every = [
         Contender("insum, fused", _fresh(fused), lines=1, note=note),
         Contender("torch operations, eager", functools.partial(_under, found.ours, backend="graph"), note="settings.backend='graph'"),
-        Contender("torch.compile", _fresh(found.compiled)),
-        Contender("torch.compile, native matmul", _fresh(native)),
+        Contender("torch.compile", _fresh(found.compiled), slow=True),
+        Contender("torch.compile, native matmul", _fresh(native), slow=True),
     ]
     absent = {name for name, _ in not_here(options)}
     return [contender for contender in every if contender.name not in absent]

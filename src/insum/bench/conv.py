@@ -72,7 +72,7 @@ def cases(options: Options) -> Iterator[Case]:
     if options.quick and not options.names:
         names = [name for name in names if name in QUICK] or names[:2]
     for name in names:
-        voxels = data.cloud(name, options.data, options.device, None if options.gpu else 2000)
+        voxels = data.cloud(name, options.data, options.device, None if options.gpu else 1000)
         for dtype in options.dtypes_or(torch.float16 if options.gpu else torch.float32):
             given = inputs(voxels, 128 if options.gpu else 16, dtype)
             for direction in options.directions:

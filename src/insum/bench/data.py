@@ -156,20 +156,21 @@ def cloud(name: str, place: Path | None, device: torch.device, most: int | None 
 
 
 def made_cloud(name: str, device: torch.device) -> Tensor:
-    """A thinned sheet with hills: a full one has about 11 of 27 neighbours, thinning brings them to the cloud's.
+    """A sheet with hills, which has about 9 of 27 neighbours: thinned where the cloud has fewer, with some of a second layer where it has more.
 
     >>> made_cloud("pc-pcl-room_scan1", torch.device("cpu")).shape[1]
     3
     """
     count, neighbours = CLOUD_STAND_INS[name]
-    keep = min(1.0, (neighbours - 1) / 10)
-    side = int((count / keep) ** 0.5)
+    keep, second = min(1.0, (neighbours - 1) / 8), max(0.0, (neighbours - 9) / 9)
+    side = int((count / (keep + second)) ** 0.5)
     draw = torch.Generator().manual_seed(side)
     x, y = torch.meshgrid(torch.arange(side), torch.arange(side), indexing="ij")
     z = (4 * torch.sin(x / 9) + 4 * torch.cos(y / 7)).round().long()
-    voxels = torch.stack([x, y, z], -1).reshape(-1, 3)
-    kept: Tensor = torch.unique(voxels[torch.rand(len(voxels), generator=draw) < keep], dim=0)
-    return kept.to(device)
+    sheet = torch.stack([x, y, z], -1).reshape(-1, 3)
+    chance = torch.rand(2, len(sheet), generator=draw)
+    voxels: Tensor = torch.unique(torch.cat([sheet[chance[0] < keep], (sheet + torch.tensor([0, 0, 1]))[chance[1] < second]]), dim=0)
+    return voxels.to(device)
 
 
 def neighbour_table(voxels: Tensor) -> Tensor:

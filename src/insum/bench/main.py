@@ -34,12 +34,13 @@ OUT = Path("out/bench")
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="insum bench", description="The paper's tables and figures against the rivals that are here.")
-    made.add_argument("what", help=f"{_names()}; report draws tables and figures anew from results")
+    made.add_argument("what", nargs="?", default="all", help=f"{_names()}; report draws tables and figures anew from results")
     made.add_argument("sources", nargs="*", type=Path, help="report: folders or bench.json files; of a benchmark that several have, the last counts")
     made.add_argument("--data", default=None, help="a folder with graphs/*.npz and clouds/*.npz; default: ../shared/data where it is; '': stand-ins")
     made.add_argument("--out", type=Path, default=OUT, help="where bench.json, bench.csv, figures and report.html go (default: out/bench)")
     made.add_argument("--json", type=Path, default=None, help="write the results to this file as well")
     made.add_argument("--quick", action="store_true", help="fewer cases; slow rivals only in the first; nothing new after a while")
+    made.add_argument("--no-slow", action="store_true", help="leave out rivals that take long to set up, such as what torch.compile compiles")
     made.add_argument("--dtypes", default="", help="fp32,fp16,bf16 (default: the paper's for each benchmark)")
     made.add_argument("--directions", default="both", help="forward, backward (forward and backward together) or both")
     made.add_argument("--only", default="", help="names of graphs or clouds, separated by commas")
@@ -76,6 +77,8 @@ def run(asked: argparse.Namespace, given: Sequence[str]) -> int:
         raise BenchError(f"there is no benchmark {asked.what!r}", expected=_names())
     if asked.sources:
         raise BenchError(f"{asked.sources[0]} was given to a benchmark", expected="one benchmark, and options", remedy="folders are for insum bench report")
+    if asked.only and asked.what not in ("spmm", "conv"):
+        raise BenchError(f"--only {asked.only} was given to {asked.what}", expected="names of graphs for spmm, of clouds for conv")
     options = options_of(asked)
     names = list(BENCHMARKS) if asked.what == "all" else [asked.what]
     budget = asked.budget or (QUICK_BUDGET[options.device.type] if asked.quick else math.inf)
@@ -91,7 +94,7 @@ def options_of(asked: argparse.Namespace) -> Options:
         raise BenchError(f"there is no device {device!r}", expected="cpu" + (" or cuda" if torch.cuda.is_available() else ""))
     names = tuple(filter(None, asked.only.split(",")))
     place = data.folder(asked.data)
-    return Options(torch.device(device), place, asked.quick, dtypes_of(asked.dtypes), directions_of(asked.directions), names)
+    return Options(torch.device(device), place, asked.quick, dtypes_of(asked.dtypes), directions_of(asked.directions), names, not asked.no_slow)
 
 
 def data_note(options: Options) -> str:
@@ -119,7 +122,7 @@ def section(name: str, options: Options, limits: measure.Limits, deadline: float
         machine.versions(), {}, data_note(options), options.quick,
     )  # fmt: skip
     made.missing = [*rivals.missing(name, options.device), *(Missing(*pair) for pair in _not_here(name, options))]
-    runner = measure.Runner(limits, deadline, slow_cases=1 if options.quick and name != "compilers" else 10**6)
+    runner = measure.Runner(limits, deadline, slow_cases=slow_cases(name, options))
     progress.start(benchmark.TITLE)
     try:
         for row in runner.rows(benchmark.cases(options)):
@@ -131,6 +134,13 @@ def section(name: str, options: Options, limits: measure.Limits, deadline: float
     made.limits = limits.told()
     made.seconds = time.monotonic() - start
     return made
+
+
+def slow_cases(name: str, options: Options) -> int:
+    """In how many cases rivals that take long to set up are tried."""
+    if not options.slow:
+        return 0
+    return 1 if options.quick and name != "compilers" else 10**6
 
 
 def _not_here(name: str, options: Options) -> list[tuple[str, str]]:

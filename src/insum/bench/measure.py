@@ -150,7 +150,6 @@ def peak_mib(run: Thunk, device: torch.device) -> float | None:
     """MiB that a warm call allocates at its peak, its results included; None where the device does not tell."""
     if device.type != "cuda":
         return None
-    gc.collect()
     wait(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -216,13 +215,13 @@ class Runner:
                     yield replace(blank, note=_joined(contender.note, reason))
                     continue
                 yield self.row(case, contender, want, blank)
-                release(case.device)
+            release(case.device)
 
     def skipped(self, contender: Contender, number: int) -> str:
         if time.monotonic() > self.deadline:
             return "no time left (--budget)"
         if contender.slow and number >= self.slow_cases:
-            return "takes long to set up: only in the first case with --quick"
+            return "takes long to set up: left out" + (" by --no-slow" if self.slow_cases == 0 else " but for the first case, by --quick")
         return ""
 
     def row(self, case: Case, contender: Contender, want: list[Results], blank: Row) -> Row:
@@ -261,8 +260,9 @@ class Runner:
 
 
 def release(device: torch.device) -> None:
-    gc.collect()
+    """Between cases: nobody's memory stays with the allocator."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 

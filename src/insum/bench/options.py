@@ -25,6 +25,7 @@ class Options:
     dtypes: tuple[torch.dtype, ...] = ()
     directions: tuple[str, ...] = (FORWARD, BOTH)
     names: tuple[str, ...] = ()  # graphs or clouds; all where empty
+    slow: bool = True  # rivals that take long to set up
 
     @property
     def gpu(self) -> bool:

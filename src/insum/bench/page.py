@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import statistics
 from collections.abc import Mapping, Sequence
 
 from insum.bench.records import Row, Section, ours, speedup
@@ -66,8 +67,7 @@ def _summary(sections: Sequence[Section]) -> str:
         if section.benchmark in ("ablation", "compilers"):
             continue
         for (name, direction), ratios in _ratios(section).items():
-            middle = sorted(ratios)[len(ratios) // 2]
-            ahead = sum(r > 1 for r in ratios)
+            middle, ahead = statistics.median(ratios), sum(r > 1 for r in ratios)
             kind = "good" if ahead == len(ratios) else "bad"
             numbers = "".join(f"<td>{value:.2f}x</td>" for value in (min(ratios), middle, max(ratios)))
             text = f'<td class="text">{_e(section.title)}</td><td class="text">{_e(direction)}</td><td class="text">{_e(name)}</td>'
