@@ -51,7 +51,13 @@ def test_the_stages_are_the_papers_and_ours() -> None:
         "+ operand swap",
         "+ index prefetch",
     ]
-    assert ablation.stages()[-1].settings | {"scatter": "auto"} == {**ablation.FUSED, "lazy_broadcasting": True, "scatter": "auto", "swap": True, "prefetch": True}
+    assert ablation.stages()[-1].settings | {"scatter": "auto"} == {
+        **ablation.FUSED,
+        "lazy_broadcasting": True,
+        "scatter": "auto",
+        "swap": True,
+        "prefetch": True,
+    }
 
 
 @pytest.mark.compile_only
@@ -125,7 +131,6 @@ def test_unfused_stages_are_right(stage: ablation.Stage) -> None:
 
 def test_settings_are_part_of_what_is_remembered() -> None:
     """The same statement on the same tensors, with another setting, is another program."""
-    bound, values = problem()
     for _ in range(2):
         first, second = source(FUSED[0]), source(FUSED[1])
         assert first != second

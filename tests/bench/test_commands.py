@@ -93,7 +93,9 @@ def test_missing_rivals_are_named_with_the_reason(sections: list[records.Section
 
 
 #: What would make a browser ask another machine for something.
-LOADS = re.compile(r"""(?:src|href|data|action|xlink:href)\s*=\s*["']?\s*(?:https?:)?//|url\(\s*["']?(?:https?:)?//|@import|<script|<link|<iframe""", re.IGNORECASE)
+LOADS = re.compile(
+    r"""(?:src|href|data|action|xlink:href)\s*=\s*["']?\s*(?:https?:)?//|url\(\s*["']?(?:https?:)?//|@import|<script|<link|<iframe""", re.IGNORECASE
+)
 
 
 def test_the_page_refers_to_nothing_outside_itself(out: Path) -> None:
@@ -191,3 +193,16 @@ def test_a_rival_that_is_there_but_broken_is_missing_too(tmp_path: Path, monkeyp
     monkeypatch.syspath_prepend(str(tmp_path))
     rival = rivals.Rival("broken", ("broken_rival",))
     assert rival.absent(torch.device("cpu")) == "OSError: libcuda.so.1: no such file"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_times_are_replays_and_memory_is_told(tmp_path: Path) -> None:
+    arguments = ["--quick", "--no-slow", "--data", "", "--out", str(tmp_path)]
+    for what in (["spmm", "--only", "cora"], ["conv", "--only", "pc-pcl-room_scan1"], ["block-spmm"], ["ablation"]):
+        assert command.main([*what, *arguments]) == 0
+        (section,) = records.read([tmp_path])
+        ours = [row for row in section.rows if row.contender.startswith("insum")]
+        assert ours and all((row.status, row.clock) == ("ok", "CUDA graph") and row.memory_mib for row in ours), [
+            row for row in ours if row.clock != "CUDA graph"
+        ]
+        assert not section.notes

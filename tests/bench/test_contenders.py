@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from insum import compat
 from insum.bench import block_spmm, conv, data, rivals, routes, spmm, tensor_product
 from insum.bench.measure import Contender, relative_error
 from insum.bench.options import Options
@@ -52,6 +55,74 @@ def test_the_program_for_torch_compile_is_right(name: str, monkeypatch: pytest.M
     given, module = inputs(name), MODULES[name]
     ready = module.compiled(given)
     assert relative_error(ready.canonical(ready.run()), module.want(given, FORWARD)) < 1e-5 and "torch operations" in ready.note
+
+
+@pytest.mark.parametrize("direction", [FORWARD, BOTH])
+def test_a_library_that_numbers_offsets_in_its_own_way(direction: str) -> None:
+    """The first axis fastest and from the far end, weights as (out, 3, 3, 3, in): found out, and gradients brought back."""
+    given = inputs("conv")
+    lists = given.lists()
+    numbers = torch.arange(27).reshape(3, 3, 3).permute(2, 1, 0).reshape(-1).flip(0)
+
+    def call(x: Tensor, w: Tensor) -> Tensor:
+        flat, out = conv._channels_last(w), torch.zeros(len(x), w.shape[0])
+        for position, z in enumerate(numbers.tolist()):
+            here, there = lists[z]
+            out = out.index_add(0, here, x[there] @ flat[position])
+        return out
+
+    library = conv.Library(call, lambda w: w.permute(2, 0, 1).reshape(w.shape[2], 3, 3, 3, w.shape[1]), conv._channels_last)
+    ready = conv.from_library(library, given, direction)
+    assert relative_error(ready.canonical(ready.run()), conv.want(given, direction)) < 1e-5
+    with pytest.raises(RuntimeError, match="no order of the offsets"):
+        conv.from_library(conv.Library(lambda x, w: x * 0, library.theirs, library.back), given, direction)
+
+
+@pytest.fixture
+def bsr_kernels(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stands for PyTorch's Triton kernels, which need a GPU; the search over parameters is PyTorch's own."""
+
+    def mm(blank: Tensor, bsr: Tensor, b: Tensor, *, beta: float, alpha: float, meta: Any) -> Tensor:
+        assert (beta, alpha) == (0, 1) and blank.shape == b.shape
+        return bsr.to_dense() @ b
+
+    def sampled(bsr: Tensor, a: Tensor, b: Tensor, *, beta: float) -> Tensor:
+        return (a @ b * (bsr.to_dense() != 0)).to_sparse_bsr((block_spmm.BLOCK, block_spmm.BLOCK))
+
+    found = compat.bsr_kernels()
+    assert not isinstance(found, str), found
+    kernels = SimpleNamespace(mm=mm, sampled=sampled, minimize=found.minimize)
+    monkeypatch.setattr(compat, "bsr_kernels", lambda: kernels)
+    return kernels
+
+
+@pytest.mark.parametrize("direction", [FORWARD, BOTH])
+def test_torch_bsr_forward_and_backward(bsr_kernels: SimpleNamespace, direction: str) -> None:
+    given = inputs("block-spmm")
+    ready = block_spmm.torch_bsr(given, direction, tuned=False)
+    assert relative_error(ready.canonical(ready.run()), block_spmm.want(given, direction)) < 1e-5
+
+
+def test_torch_bsr_is_tuned_by_pytorchs_search(bsr_kernels: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fastest parameters, by a clock that likes 2 stages and SPLIT_N 1, are found and used."""
+    tried: list[dict[str, int]] = []
+
+    def mm(blank: Tensor, bsr: Tensor, b: Tensor, *, meta: dict[str, int], **_: Any) -> Tensor:
+        tried.append(meta)
+        return bsr.to_dense() @ b
+
+    def timer(device: torch.device) -> Callable[[Callable[[], object], int], float]:
+        def microseconds(run: Callable[[], object], repeat: int) -> float:
+            run()
+            return 10.0 + abs(tried[-1]["num_stages"] - 2) + tried[-1]["SPLIT_N"]
+
+        return microseconds
+
+    bsr_kernels.mm = mm
+    monkeypatch.setattr(block_spmm.timing, "replay_timer", timer)
+    ready = block_spmm.torch_bsr(inputs("block-spmm"), FORWARD, tuned=True)
+    ready.run()
+    assert (tried[-1]["num_stages"], tried[-1]["SPLIT_N"]) == (2, 1) and "num_stages 2" in ready.note
 
 
 def test_the_reference_of_the_product_is_e3nns() -> None:

@@ -6,6 +6,7 @@ The kernel map is built before the clock starts, for everybody.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ from torch import Tensor
 
 import insum
 from insum.bench import data, routes
-from insum.bench.measure import Case, Contender, Ready, Results, Work, autograd
+from insum.bench.measure import TOLERANCE, Case, Contender, Ready, Results, Work, autograd, no_grad, relative_error
 from insum.bench.options import Options
 from insum.bench.records import FORWARD
 from insum.bench.rivals import FLEXGEMM, SPCONV, TORCHSPARSE, module
@@ -172,12 +173,44 @@ def _batched(voxels: Tensor) -> tuple[Tensor, list[int]]:
     return torch.nn.functional.pad(at, (1, 0)), [int(s) + 1 for s in at.amax(0)]
 
 
+@dataclass(frozen=True, eq=False)
+class Library:
+    """A sparse-convolution library: its call on features and on weights in its own shape, and the way there and back from (27, in, out)."""
+
+    call: Callable[[Tensor, Tensor], Tensor]
+    theirs: Callable[[Tensor], Tensor]
+    back: Callable[[Tensor], Tensor]
+
+
+def from_library(made: Library, given: Inputs, direction: str) -> Ready:
+    """The contender, with weights in the order in which the library walks through the offsets."""
+    order = offset_order(made, given)
+    ready = autograd(made.call, (given.x, made.theirs(given.w[order]).contiguous()), given.upstream, direction)
+
+    def canonical(results: Results) -> Results:
+        return (*results[:2], *(made.back(g)[torch.argsort(order)] for g in results[2:]))
+
+    return Ready(ready.run, canonical)
+
+
+def offset_order(made: Library, given: Inputs) -> Tensor:
+    """Libraries number the 27 offsets each in their way: axes in any order, from either end. The one that gives the result is taken."""
+    exact = want(given, FORWARD)
+    numbers = torch.arange(OFFSETS, device=given.x.device).reshape(3, 3, 3)
+    for axes in itertools.permutations(range(3)):
+        for order in (numbers.permute(axes).reshape(-1), numbers.permute(axes).reshape(-1).flip(0)):
+            if relative_error((no_grad(made.call, (given.x, made.theirs(given.w[order]).contiguous())),), exact) < TOLERANCE[given.x.dtype]:
+                return order
+    raise RuntimeError("no order of the offsets gives the result")
+
+
 def spconv(given: Inputs, direction: str) -> Ready:
     pytorch = module("spconv.pytorch")
     at, shape = _batched(given.voxels)
     layer = pytorch.SubMConv3d(given.w.shape[1], given.w.shape[2], 3, bias=False, indice_key="map").to(given.x.device, given.x.dtype)
-    weight = given.w.permute(2, 0, 1).reshape(layer.weight.shape).contiguous()
-    first = layer(pytorch.SparseConvTensor(given.x, at, shape, 1))
+    size = layer.weight.shape
+    with torch.no_grad():
+        first = layer(pytorch.SparseConvTensor(given.x, at, shape, 1))
 
     def call(x: Tensor, w: Tensor) -> Tensor:
         points = pytorch.SparseConvTensor(x, at, shape, 1)
@@ -185,8 +218,7 @@ def spconv(given: Inputs, direction: str) -> Ready:
         out: Tensor = torch.func.functional_call(layer, {"weight": w}, (points,)).features
         return out
 
-    ready = autograd(call, (given.x, weight), given.upstream, direction)
-    return Ready(ready.run, lambda r: (*r[:2], *(g.reshape(-1, OFFSETS, g.shape[-1]).permute(1, 2, 0) for g in r[2:])))
+    return from_library(Library(call, lambda w: w.permute(2, 0, 1).reshape(size), _channels_last), given, direction)
 
 
 def torchsparse(given: Inputs, direction: str) -> Ready:
@@ -194,7 +226,8 @@ def torchsparse(given: Inputs, direction: str) -> Ready:
     at, _ = _batched(given.voxels)
     layer = nn.Conv3d(given.w.shape[1], given.w.shape[2], 3, bias=False).to(given.x.device, given.x.dtype)
     points = package.SparseTensor(given.x, at)
-    layer(points)  # builds the map, which the tensor's caches keep
+    with torch.no_grad():
+        layer(points)  # builds the map, which the tensor's caches keep
 
     def call(x: Tensor, w: Tensor) -> Tensor:
         one = package.SparseTensor(x, at)
@@ -202,7 +235,7 @@ def torchsparse(given: Inputs, direction: str) -> Ready:
         out: Tensor = torch.func.functional_call(layer, {"kernel": w}, (one,)).feats
         return out
 
-    return autograd(call, (given.x, given.w), given.upstream, direction)
+    return from_library(Library(call, lambda w: w, lambda g: g), given, direction)
 
 
 def flexgemm(given: Inputs, direction: str) -> Ready:
@@ -210,8 +243,17 @@ def flexgemm(given: Inputs, direction: str) -> Ready:
     ops.set_algorithm(ops.Algorithm.MASKED_IMPLICIT_GEMM_SPLITK)
     at, size = _batched(given.voxels)
     shape = torch.Size([1, given.w.shape[1], *size])
-    weight = given.w.permute(2, 0, 1).reshape(given.w.shape[2], 3, 3, 3, given.w.shape[1]).contiguous()
-    _, kept = ops.sparse_submanifold_conv3d(given.x, at, shape, None, weight, None)
-    call = lambda x, w: ops.sparse_submanifold_conv3d(x, at, shape, kept, w, None)[0]
-    ready = autograd(call, (given.x, weight), given.upstream, direction)
-    return Ready(ready.run, lambda r: (*r[:2], *(g.reshape(-1, OFFSETS, g.shape[-1]).permute(1, 2, 0) for g in r[2:])))
+    kept: list[Any] = [None]
+
+    def call(x: Tensor, w: Tensor) -> Tensor:
+        out: Tensor
+        out, kept[0] = ops.sparse_submanifold_conv3d(x, at, shape, kept[0], w, None)
+        return out
+
+    theirs = lambda w: w.permute(2, 0, 1).reshape(w.shape[2], 3, 3, 3, w.shape[1])
+    return from_library(Library(call, theirs, _channels_last), given, direction)
+
+
+def _channels_last(weight: Tensor) -> Tensor:
+    """(out, 3, 3, 3, in) as (27, in, out)."""
+    return weight.reshape(weight.shape[0], OFFSETS, weight.shape[-1]).permute(1, 2, 0)

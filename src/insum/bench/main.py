@@ -29,6 +29,8 @@ BENCHMARKS: dict[str, ModuleType] = {
 }
 #: Seconds after which --quick begins nothing new.
 QUICK_BUDGET = {"cuda": 420.0, "cpu": 150.0}
+#: Share of the time that every later benchmark keeps for itself.
+RESERVED = 0.1
 OUT = Path("out/bench")
 
 
@@ -105,11 +107,12 @@ def measured(names: Sequence[str], options: Options, deadline: float, command: s
     """One section after the other, each kept as soon as it is there."""
     warnings.filterwarnings("ignore", message="Sparse")  # torch.sparse, a rival, announces that it is in beta
     limits = measure.Limits(options.device)
+    reserve = RESERVED * (deadline - time.monotonic()) if math.isfinite(deadline) else 0.0
     sections: list[Section] = []
     with Progress() as progress:
         for number, name in enumerate(names):
-            share = (deadline - time.monotonic()) / (len(names) - number)
-            sections.append(section(name, options, limits, time.monotonic() + share, command, progress))
+            later = reserve * (len(names) - number - 1)
+            sections.append(section(name, options, limits, deadline - later, command, progress))
             keep(sections)
     return sections
 

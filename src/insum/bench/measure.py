@@ -248,8 +248,7 @@ class Runner:
         allowed = TOLERANCE[case.dtype]
         if not error <= allowed:
             return replace(row, status="WRONG", note=_joined(note, f"relative error {error:.1e}, allowed {allowed:.0e}: no time is given"))
-        for _ in range(WARM if seconds < 5 else 2):
-            ready.run()
+        warm(ready.run, case.device)
         error = max(error, relative_error(ready.canonical(ready.run()), want))  # what warm calls do may be another kernel
         if not error <= allowed:
             return replace(row, status="WRONG", error=error, note=_joined(note, f"relative error {error:.1e} of a warm call: no time is given"))
@@ -257,6 +256,16 @@ class Runner:
         milliseconds, how = clock(ready.run, case.device, contender.capture)
         percent = 100 * self.limits.seconds(case.work, case.dtype) / (1e-3 * milliseconds)
         return replace(row, status="ok", error=error, milliseconds=milliseconds, clock=how, memory_mib=memory, limit_percent=percent)
+
+
+def warm(run: Thunk, device: torch.device) -> None:
+    """Some calls, fewer where one takes long."""
+    start = time.perf_counter()
+    for _ in range(WARM):
+        run()
+        wait(device)
+        if time.perf_counter() - start > 1:
+            return
 
 
 def release(device: torch.device) -> None:

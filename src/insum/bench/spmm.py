@@ -116,7 +116,10 @@ def ours(given: Inputs, direction: str) -> Ready:
 
 
 def cusparse(given: Inputs, direction: str) -> Ready:
-    """CSR times dense; backward by the sampled product and the transposed matrix, its pattern prepared ahead."""
+    """CSR times dense; backward by the sampled product and the transposed matrix, its pattern prepared ahead.
+
+    torch's sampled product takes no half precision on GPUs, so its operands are widened there.
+    """
     csr = given.csr
     if direction == FORWARD:
         return Ready(lambda: (csr @ given.b,))
@@ -125,12 +128,14 @@ def cusparse(given: Inputs, direction: str) -> Ready:
     order = torch.argsort(graph.indices.long() * graph.shape[0] + rows)
     starts = torch.nn.functional.pad(torch.bincount(graph.indices.long(), minlength=graph.shape[1]).cumsum(0), (1, 0)).int()
     turned = torch.sparse_csr_tensor(starts, rows[order].int(), given.values[order], graph.shape[::-1], check_invariants=False)
-    blank = torch.sparse_csr_tensor(graph.indptr, graph.indices, torch.zeros_like(given.values), graph.shape, check_invariants=False)
+    wide = torch.float32
+    blank = torch.sparse_csr_tensor(graph.indptr, graph.indices, torch.zeros_like(given.values, dtype=wide), graph.shape, check_invariants=False)
 
     def run() -> Results:
         c = csr @ given.b
         turned.values().copy_(given.values[order])
-        return c, torch.sparse.sampled_addmm(blank, given.upstream, given.b.T, beta=0.0).values(), turned @ given.upstream
+        sampled = torch.sparse.sampled_addmm(blank, given.upstream.to(wide), given.b.to(wide).T, beta=0.0)
+        return c, sampled.values().to(given.b.dtype), turned @ given.upstream
 
     return Ready(run)
 

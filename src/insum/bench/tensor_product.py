@@ -209,11 +209,11 @@ def cuequivariance(given: Inputs, direction: str) -> Ready:
 
 def openequivariance(given: Inputs, direction: str) -> Ready:
     package = module("openequivariance")
-    product = given.product
-    paths = [(p.i_in1, p.i_in2, p.i_out, "uvw", True) for p in product.instructions]
-    problem = package.TPProblem(*(package.Irreps(text) for text in given.irreps), paths, shared_weights=False, internal_weights=False)
+    kind = package.Irreps if hasattr(package, "Irreps") else module("e3nn.o3").Irreps
+    paths = [(p.i_in1, p.i_in2, p.i_out, "uvw", True) for p in given.product.instructions]
+    problem = package.TPProblem(*(kind(text) for text in given.irreps), paths, shared_weights=False, internal_weights=False)
     made = package.TensorProduct(problem)
-    return _in_e3nns_layout(given, direction, lambda x, y, w: made.forward(x, y, w))
+    return _in_e3nns_layout(given, direction, lambda x, y, w: made(x, y, w))
 
 
 def plain(x: Tensor, y: Tensor, w: Tensor, v: Tensor, i: Tensor, j: Tensor, k: Tensor, l: Tensor) -> Tensor:
