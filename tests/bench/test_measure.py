@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from insum.bench import measure
 from insum.bench.measure import Case, Contender, Limits, Ready, Runner, Work, autograd, clock, relative_error
 from insum.bench.records import BOTH, FORWARD, Row
 
@@ -119,3 +120,18 @@ def test_limits_follow_the_larger_of_bytes_and_flops(limits: Limits) -> None:
 def test_the_clock_is_about_right() -> None:
     milliseconds, how = clock(lambda: (time.sleep(0.01), ())[1], CPU)  # type: ignore[func-returns-value]
     assert how == "host" and 9 < milliseconds < 60
+
+
+def test_what_no_cuda_graph_can_hold_is_timed_with_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> Callable[..., float]:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(measure, "wait", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(measure.timing, "event_timer", lambda run, repeat: 2000.0)
+    monkeypatch.setattr(measure.timing, "replay_timer", refuse)
+    gpu = torch.device("cuda")
+    assert clock(lambda: (), gpu, capture=False) == (2.0, "events")
+    assert clock(lambda: (), gpu) == (2.0, "events; no CUDA graph (RuntimeError: operation not permitted when stream is capturing)")
+    monkeypatch.setattr(measure.timing, "replay_timer", lambda device: lambda run, repeat: 500.0)
+    assert clock(lambda: (), gpu) == (0.5, "CUDA graph")

@@ -59,7 +59,7 @@ def _speedups(section: Section) -> str:
         _panel(axis, rows, base, colours, lines=section.benchmark == "block-spmm")
         axis.set_title(f"{section.title}, {dtype}, {direction}")
         axis.set_ylabel(f"times as fast as {base}")
-    return _svg(figure)
+    return _svg(figure, section.benchmark)
 
 
 def baseline(rows: Sequence[Row], wanted: str) -> str:
@@ -123,7 +123,7 @@ def _ablation(section: Section) -> str:
     axis.set_xlim(right=max(speed) * (8 if max(speed) > 20 else 1.35))
     axis.set_title(f"{section.title}: {rows[0].case}, {rows[0].dtype}")
     axis.set_xlabel(f"times as fast as {section.baseline}")
-    return _svg(figure)
+    return _svg(figure, section.benchmark)
 
 
 def _compilers(section: Section) -> str:
@@ -138,11 +138,13 @@ def _compilers(section: Section) -> str:
             places = [i + (position - (len(names) - 1) / 2) * width for i in at]
             axis.bar(places, [found[cases[i]] for i in at], width, label=name, color=COLOURS[position % len(COLOURS)])
         axis.set_xticks(range(len(cases)), cases)
-        axis.set_yscale("log")
+        values = [getattr(row, field) for row in rows]
+        if max(values) > 20 * min(values):
+            axis.set_yscale("log")
         axis.set_ylabel(title)
         _legend(axis)
     axes[0].set_title(section.title)
-    return _svg(figure)
+    return _svg(figure, section.benchmark)
 
 
 # --- canvas ----------------------------------------------------------------------------------------------------------------------
@@ -155,7 +157,7 @@ def _canvas(panels: int, height: float) -> tuple[Any, Any]:
     return figure, [figure.add_subplot(panels, 1, i + 1) for i in range(panels)]
 
 
-def _svg(figure: Any) -> str:
+def _svg(figure: Any, name: str) -> str:
     import matplotlib
 
     for axis in figure.axes:
@@ -168,7 +170,7 @@ def _svg(figure: Any) -> str:
         for text in (axis.title, axis.xaxis.label, axis.yaxis.label, *axis.texts, *(axis.get_legend().get_texts() if axis.get_legend() else ())):
             text.set_color(INK)
     stream = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "insum"}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"insum {name}"}):
         figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     return inlined(stream.getvalue())
 
@@ -181,4 +183,5 @@ def inlined(svg: str) -> str:
     """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
+    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # nothing refers to groups, and figures on one page would share their names
     return svg.replace(INK, "currentColor")
