@@ -133,6 +133,13 @@ def test_the_reference_of_the_product_is_e3nns() -> None:
     assert relative_error(ready.canonical(ready.run()), tensor_product.want(given, BOTH)) < 1e-6
 
 
+@pytest.mark.parametrize("direction", [FORWARD, BOTH])
+def test_the_product_in_e3nns_layout(direction: str) -> None:
+    given = inputs("tensor-product")
+    ready = tensor_product.ours_as_e3nn(given, direction)
+    assert relative_error(ready.canonical(ready.run()), tensor_product.want(given, direction)) < 1e-6
+
+
 def test_work_counts_what_has_to_be_done() -> None:
     block = inputs("block-spmm")
     assert block.work(FORWARD).flops == 2 * block.blocks * 32 * 32 * 96 and block.work(BOTH).flops == 3 * block.work(FORWARD).flops
