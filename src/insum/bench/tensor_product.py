@@ -138,7 +138,9 @@ def formula(given: Inputs, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
 def contenders(given: Inputs, direction: str) -> list[Contender]:
     found = [
         Contender("insum", lambda: ours(given, direction), lines=1),
-        Contender("insum, e3nn's layout", lambda: ours_as_e3nn(given, direction), lines=1, slow=True, note="channels before components: reordered in each call"),
+        Contender(
+            "insum, e3nn's layout", lambda: ours_as_e3nn(given, direction), lines=1, slow=True, note="channels before components: reordered in each call"
+        ),
     ]
     makers: list[tuple[Any, str, Callable[[Inputs, str], Ready], bool]] = [
         (E3NN, "e3nn", e3nn, False),
