@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 
 import pytest
 import torch
 
 import insum
-from insum.bench import ablation, block_spmm
+from insum.bench import ablation, block_spmm, records
+from insum.bench.main import main
 from insum.bench.measure import relative_error
 from insum.bench.records import FORWARD
 from insum.formats import BlockGroupCOO
@@ -137,3 +139,19 @@ def test_settings_are_part_of_what_is_remembered() -> None:
     with insum.settings(lazy_broadcasting=False) as off:
         eager = off.values
     assert eager != insum.settings.values and hash(eager) != hash(insum.settings.values)
+
+
+@pytest.mark.interpreter
+def test_the_command_says_that_times_of_the_interpreter_mean_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = functools.partial(block_spmm.inputs, 64)
+    monkeypatch.setattr(block_spmm, "inputs", lambda size, *rest, **options: small(*rest, **options))
+    assert main(["ablation", "--quick", "--no-slow", "--device", "cpu", "--data", "", "--out", str(tmp_path)]) == 0
+    (section,) = records.read([tmp_path])
+    assert [row.contender for row in section.rows if row.status == "ok"] == [*(s.name for s in ablation.stages()), "torch.mm"]
+    assert (
+        "interpreter" in section.notes[0]
+        and section.notes[0] in capsys.readouterr().out
+        and section.notes[0] in (tmp_path / "report.html").read_text().replace("&#x27;", "'")
+    )

@@ -18,6 +18,7 @@ from insum.bench.options import Options, directions_of, dtypes_of
 from insum.bench.progress import Progress
 from insum.bench.records import Missing, Row, Section
 from insum.errors import BenchError
+from insum.runtime import launch
 
 BENCHMARKS: dict[str, ModuleType] = {
     "block-spmm": block_spmm,
@@ -125,6 +126,8 @@ def section(name: str, options: Options, limits: measure.Limits, deadline: float
         machine.versions(), {}, data_note(options), options.quick,
     )  # fmt: skip
     made.missing = [*rivals.missing(name, options.device), *(Missing(*pair) for pair in _not_here(name, options))]
+    if launch.interpreting():
+        made.notes.append("Kernels ran in Triton's interpreter, which shows that they are right; their times say nothing.")
     runner = measure.Runner(limits, deadline, slow_cases=slow_cases(name, options))
     progress.start(benchmark.TITLE)
     try:

@@ -49,6 +49,8 @@ def show(section: Section) -> None:
         print(f"\n{title}\n" + "\n".join(aligned([HEAD, *body(section)])))
     limits = ", ".join(f"{value:.3g} {unit}" for unit, value in section.limits.items())
     print(f"limits measured in this run: {limits}; {section.seconds:.0f} s")
+    for note in section.notes:
+        print(note)
     for one in section.missing:
         print(f"missing: {one.name}: {one.reason}")
 
