@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -119,11 +120,14 @@ def test_report_draws_the_same_from_the_results(out: Path, tmp_path: Path) -> No
 
 
 def test_results_of_several_runs_are_put_together(out: Path, tmp_path: Path, sections: list[records.Section]) -> None:
-    later = sections[0]
-    later.date = "2999-01-01"
+    again = [replace(row, milliseconds=77.0) for row in sections[0].rows if row.case == "50% sparse"] + [replace(sections[0].rows[0], case="42% sparse")]
+    later = replace(sections[0], date="2999-01-01", command="insum bench block-spmm --only 50", rows=again)
     (tmp_path / "later.json").write_text(records.to_json([later]))
+    (tmp_path / "elsewhere.json").write_text(records.to_json([replace(later, device="another")]))
     found = records.read([out, tmp_path / "later.json"])
-    assert len(found) == len(sections) and found[0].date == "2999-01-01"
+    assert len(found) == len(sections) and found[0].date == "2999-01-01" and found[0].command.endswith("; insum bench block-spmm --only 50")
+    assert len(found[0].rows) == len(sections[0].rows) + 1 and {r.milliseconds for r in found[0].rows if r.case == "50% sparse"} == {77.0}
+    assert records.read([out, tmp_path / "elsewhere.json"])[0].rows == again
 
 
 def test_without_matplotlib_the_page_says_so(sections: list[records.Section], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +171,9 @@ WRONG = [
     (["spmm", "--device", "tpu"], "there is no device 'tpu'", "cpu"),
     (["spmm", "--data", "", "--only", "nothing"], "there is no graph 'nothing'", "cora"),
     (["conv", "--data", "", "--only", "cora"], "there is no cloud 'cora'", "pc-s3dis-ucf-lobby"),
-    (["all", "--only", "cora"], "--only cora was given to all", "names of graphs for spmm"),
+    (["all", "--only", "cora"], "--only cora was given to all", "sparsities (90), graphs, clouds"),
+    (["block-spmm", "--only", "42"], "there is no sparsity '42'", "50, 70, 75, 80, 90, 95, 99"),
+    (["tensor-product", "--only", "4x16"], "there is no row '4x16'", "1x16, 1x32"),
     (["spmm", "somewhere"], "somewhere was given to a benchmark", "one benchmark, and options"),
     (["report", "nowhere"], "there is no nowhere", "a bench.json, or a folder with one"),
 ]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import insum
 from insum import compat
-from insum.bench import routes
+from insum.bench import data, routes
 from insum.bench.data import Draw
 from insum.bench.measure import Case, Contender, Ready, Results, Work, autograd
 from insum.bench.options import Options
@@ -69,7 +69,7 @@ def cases(options: Options) -> Iterator[Case]:
     size = 4096 if options.gpu else 256
     half = (torch.float16,) if options.quick else (torch.float16, torch.bfloat16)
     for dtype in options.dtypes_or(*(half if options.gpu else (torch.float32,))):
-        for sparsity in QUICK if options.quick else SPARSITIES:
+        for sparsity in sparsities(options):
             given = inputs(size, sparsity, dtype, options.device)
             for direction in options.directions:
                 name = f"{sparsity:.0%} sparse"
@@ -83,6 +83,13 @@ def cases(options: Options) -> Iterator[Case]:
                     contenders(given, direction),
                     given.work(direction),
                 )
+
+
+def sparsities(options: Options) -> list[float]:
+    every = {f"{100 * sparsity:.0f}": sparsity for sparsity in SPARSITIES}
+    if options.names:
+        return [every[name] for name in data.chosen(list(every), options.names, "sparsity")]
+    return list(QUICK if options.quick else SPARSITIES)
 
 
 def want(given: Inputs, direction: str) -> Results:

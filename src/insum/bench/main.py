@@ -38,7 +38,7 @@ OUT = Path("out/bench")
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="insum bench", description="The paper's tables and figures against the rivals that are here.")
     made.add_argument("what", nargs="?", default="all", help=f"{_names()}; report draws tables and figures anew from results")
-    made.add_argument("sources", nargs="*", type=Path, help="report: folders or bench.json files; of a benchmark that several have, the last counts")
+    made.add_argument("sources", nargs="*", type=Path, help="report: folders or bench.json files; where several have a case, the last counts")
     made.add_argument("--data", default=None, help="a folder with graphs/*.npz and clouds/*.npz; default: ../shared/data where it is; '': stand-ins")
     made.add_argument("--out", type=Path, default=OUT, help="where bench.json, bench.csv, figures and report.html go (default: out/bench)")
     made.add_argument("--json", type=Path, default=None, help="write the results to this file as well")
@@ -46,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--no-slow", action="store_true", help="leave out rivals that take long to set up, such as what torch.compile compiles")
     made.add_argument("--dtypes", default="", help="fp32,fp16,bf16 (default: the paper's for each benchmark)")
     made.add_argument("--directions", default="both", help="forward, backward (forward and backward together) or both")
-    made.add_argument("--only", default="", help="names of graphs or clouds, separated by commas")
+    made.add_argument("--only", default="", help="cases, separated by commas: names of graphs or clouds, sparsities (90), degree and channels (3x16)")
     made.add_argument("--device", default="", help="cuda or cpu (default: cuda where there is one)")
     made.add_argument("--budget", type=float, default=0.0, help="seconds after which nothing new is begun; what is left out is named")
     return made
@@ -80,8 +80,9 @@ def run(asked: argparse.Namespace, given: Sequence[str]) -> int:
         raise BenchError(f"there is no benchmark {asked.what!r}", expected=_names())
     if asked.sources:
         raise BenchError(f"{asked.sources[0]} was given to a benchmark", expected="one benchmark, and options", remedy="folders are for insum bench report")
-    if asked.only and asked.what not in ("spmm", "conv"):
-        raise BenchError(f"--only {asked.only} was given to {asked.what}", expected="names of graphs for spmm, of clouds for conv")
+    if asked.only and asked.what not in ("block-spmm", "spmm", "conv", "tensor-product"):
+        expected = "one of the four applications: sparsities (90), graphs, clouds, or rows of the product (3x16)"
+        raise BenchError(f"--only {asked.only} was given to {asked.what}", expected=expected)
     options = options_of(asked)
     names = list(BENCHMARKS) if asked.what == "all" else [asked.what]
     budget = asked.budget or (QUICK_BUDGET[options.device.type] if asked.quick else math.inf)

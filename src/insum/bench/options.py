@@ -24,7 +24,7 @@ class Options:
     quick: bool = False
     dtypes: tuple[torch.dtype, ...] = ()
     directions: tuple[str, ...] = (FORWARD, BOTH)
-    names: tuple[str, ...] = ()  # graphs or clouds; all where empty
+    names: tuple[str, ...] = ()  # cases; all where empty
     slow: bool = True  # rivals that take long to set up
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,14 +123,26 @@ def _section(found: Mapping[str, Any]) -> Section:
 
 
 def read(places: Iterable[Path]) -> list[Section]:
-    """The sections of files or folders; a benchmark that several of them have is taken from the last."""
+    """The sections of files or folders; where several have a benchmark, cases of the later replace those of the earlier."""
     sections: dict[str, Section] = {}
     for place in places:
         file = place / "bench.json" if place.is_dir() else place
         if not file.is_file():
             raise BenchError(f"there is no {file}", expected="a bench.json, or a folder with one", remedy="insum bench all writes out/bench/bench.json")
-        sections |= {s.benchmark: s for s in from_json(file.read_text(encoding="utf-8"), str(file))}
+        for section in from_json(file.read_text(encoding="utf-8"), str(file)):
+            sections[section.benchmark] = joined(sections.get(section.benchmark), section)
     return list(sections.values())
+
+
+def joined(earlier: Section | None, later: Section) -> Section:
+    """Two runs of one benchmark on one device as one; of another device's nothing is kept."""
+    if earlier is None or (earlier.device, earlier.versions, earlier.data) != (later.device, later.versions, later.data):
+        return later
+    again = later.cases()
+    rows = [row for row in earlier.rows if row.key not in again] + later.rows
+    commands = "; ".join(dict.fromkeys([earlier.command, later.command]))
+    notes = list(dict.fromkeys([*earlier.notes, *later.notes]))
+    return replace(later, rows=rows, command=commands, seconds=earlier.seconds + later.seconds, notes=notes, quick=earlier.quick or later.quick)
 
 
 def write_csv(sections: Iterable[Section], file: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum.bench import routes
+from insum.bench import data, routes
 from insum.bench.data import Draw
 from insum.bench.measure import Case, Contender, Ready, Results, Work, autograd
 from insum.bench.options import Options
@@ -85,7 +85,10 @@ def inputs(degree: int, channels: int, batch: int, dtype: torch.dtype, device: t
 
 
 def cases(options: Options) -> Iterator[Case]:
+    every = {f"{degree}x{channels}": (degree, channels) for degree, channels in ROWS}
     rows = (QUICK if options.quick else ROWS) if options.gpu else ON_CPU
+    if options.names:
+        rows = tuple(every[name] for name in data.chosen(list(every), options.names, "row"))
     for dtype in options.dtypes_or(torch.float32):
         for degree, channels in rows:
             given = inputs(degree, channels, 10_000 if options.gpu else 100, dtype, options.device)
