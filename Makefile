@@ -1,6 +1,6 @@
 # make demo    a short tour on whatever device is there
 # make test    lint, types, tests, doctests, examples of the documentation
-# make bench   the measurements; needs a GPU. Options: make bench ARGS="..."
+# make bench   the measurements, small where there is no GPU. Options: make bench ARGS="all --quick"
 # make docs    the documentation as a site, in site/
 # make clean   remove what was built; the virtual environment stays (remove .venv by hand)
 

@@ -11,52 +11,31 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import math
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 import insum
+from insum.bench import block_spmm as bench_block
+from insum.bench import conv as bench_conv
+from insum.bench import data as bench_data
+from insum.bench import spmm as bench_spmm
+from insum.bench.measure import clock, poison, relative_error
+from insum.bench.records import FORWARD
 
 DEVICE = "cuda"
 Rivals = dict[str, Callable[[], Any]]
 
 
-def replay_time(function: Callable[[], Any], repeat: int = 30) -> float:
-    """Median milliseconds of one call, from replays of a CUDA graph that holds several."""
-    for _ in range(3):
-        function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    inner = 10
-    with torch.cuda.graph(graph):
-        for _ in range(inner):
-            function()
-    graph.replay()
-    times = []
-    for _ in range(repeat):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / inner)
-    return statistics.median(times)
-
-
-def poison(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Leave NaN in the memory that the allocator hands out next."""
-    held = [torch.full(shape, math.nan, device=DEVICE, dtype=dtype) for _ in range(3)]
-    del held
-
-
 def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return ((got.double() - want.double()).norm() / want.double().norm()).item()
+    return relative_error((got,), (want,))
+
+
+def milliseconds(run: Callable[[], Any]) -> float:
+    return clock(lambda: (run(),), torch.device(DEVICE))[0]
 
 
 class Table:
@@ -64,13 +43,13 @@ class Table:
         self.rows: list[dict[str, Any]] = []
 
     def add(self, application: str, case: str, run: Callable[[], torch.Tensor], want: torch.Tensor, tolerance: float, rivals: Rivals) -> None:
-        poison(tuple(want.shape), want.dtype if want.dtype != torch.float64 else torch.float32)
+        poison((want,), torch.float32, torch.device(DEVICE))
         off = error(run(), want)
         if not off < tolerance:
             print(f"WRONG {application} {case}: relative error {off:.2e}", flush=True)
-        row: dict[str, Any] = {"application": application, "case": case, "error": off, "insum_ms": replay_time(run), "ok": off < tolerance}
+        row: dict[str, Any] = {"application": application, "case": case, "error": off, "insum_ms": milliseconds(run), "ok": off < tolerance}
         for name, rival in rivals.items():
-            row[name] = replay_time(rival)
+            row[name] = milliseconds(rival)
         self.rows.append(row)
         print(self.line(row), flush=True)
 
@@ -83,20 +62,13 @@ class Table:
 
 
 def block_spmm(table: Table, data: Path, prototypes: Any, sparsities: tuple[float, ...] = (0.5, 0.7, 0.8, 0.9, 0.95, 0.99)) -> None:
-    from insum.formats import BlockGroupCOO
-
-    size, block = 4096, 32
     for sparsity in sparsities:
-        torch.manual_seed(0)
-        blocks = size // block
-        mask = torch.rand(blocks, blocks, device=DEVICE) >= sparsity
-        dense = torch.randn(size, size, device=DEVICE, dtype=torch.float16) * mask.repeat_interleave(block, 0).repeat_interleave(block, 1)
-        b = torch.randn(size, size, device=DEVICE, dtype=torch.float16)
-        a = BlockGroupCOO.from_dense(dense, block_shape=(block, block), group_size="auto")
+        given = bench_block.inputs(4096, sparsity, torch.float16, torch.device(DEVICE))
+        a, dense, b = given.a, given.dense, given.b
         want = dense.double() @ b.double()
         rivals: Rivals = {"torch.mm": lambda d=dense, b=b: torch.mm(d, b)}
         if prototypes is not None:
-            rivals["prototype"] = prototype_block(prototypes, mask, dense, b, block)
+            rivals["prototype"] = prototype_block(prototypes, given.mask, dense, b, bench_block.BLOCK)
         run = lambda a=a, b=b: insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b)
         table.add("block-spmm", f"{sparsity:.0%} sparse", run, want, 2e-3, rivals)
 
@@ -111,55 +83,29 @@ def prototype_block(prototypes: Any, mask: torch.Tensor, dense: torch.Tensor, b:
 
 
 def spmm(table: Table, data: Path, names: tuple[str, ...], columns: int = 128, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.float16)) -> None:
-    from insum.formats import GroupCOO
-
+    found = bench_data.files(data, "indptr")
     for name in names:
-        file = data / f"{name}.npz"
-        if not file.exists():
-            print(f"skipped: {name} (no {file.name} in the data folder)")
+        if name not in found:
+            print(f"skipped: {name} (no {name}.npz in the data folder)")
             continue
-        loaded = np.load(file)
-        indptr, indices = (torch.from_numpy(loaded[k].astype(np.int32)).to(DEVICE) for k in ("indptr", "indices"))
-        shape = tuple(int(s) for s in loaded["shape"])
+        graph = bench_data.graph(name, data, torch.device(DEVICE))
         for dtype in dtypes:
-            torch.manual_seed(0)
-            values = torch.randn(indices.numel(), device=DEVICE, dtype=dtype)
-            csr = torch.sparse_csr_tensor(indptr, indices, values, shape)
-            b = torch.randn(shape[1], columns, device=DEVICE, dtype=dtype)
-            a = GroupCOO.from_torch(csr, group_size="auto")
-            want = torch.sparse_csr_tensor(indptr, indices, values.double(), shape) @ b.double()
-            run = lambda a=a, b=b: insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b)
-            table.add("spmm", f"{name} {str(dtype)[6:]}", run, want, 1e-5 if dtype == torch.float32 else 2e-3, {"torch.sparse": lambda csr=csr, b=b: csr @ b})
-
-
-def neighbour_table(points: np.ndarray[Any, Any], size: float) -> torch.Tensor:
-    """Nb[x,z]: the voxel at offset z (of 27) from voxel x, or -1; by sorting and searching."""
-    voxels = torch.unique(torch.floor(torch.from_numpy(points).to(DEVICE).double() / size).long(), dim=0)
-    low = voxels.min(0).values - 1
-    span = voxels.max(0).values - low + 2
-    key = lambda v: ((v[:, 0] - low[0]) * span[1] + (v[:, 1] - low[1])) * span[2] + (v[:, 2] - low[2])
-    keys = key(voxels)  # torch.unique sorts, so the keys ascend
-    offsets = torch.cartesian_prod(*[torch.arange(-1, 2, device=DEVICE)] * 3)
-    columns = []
-    for offset in offsets:
-        wanted = key(voxels + offset)
-        at = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
-        columns.append(torch.where(keys[at] == wanted, at, -1))
-    return torch.stack(columns, 1).int()
+            given = bench_spmm.inputs(graph, columns, dtype)
+            (want,) = bench_spmm.want(given, FORWARD)
+            run = lambda g=given: insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=g.a, B=g.b)
+            rivals: Rivals = {"torch.sparse": lambda g=given: g.csr @ g.b}
+            table.add("spmm", f"{name} {str(dtype)[6:]}", run, want, 1e-5 if dtype == torch.float32 else 2e-3, rivals)
 
 
 def conv(table: Table, data: Path, prototypes: Any, names: tuple[str, ...], channels: int = 128) -> None:
+    found = bench_data.files(data, "points")
     for name in names:
-        file = data / f"{name}.npz"
-        if not file.exists():
-            print(f"skipped: {name} (no {file.name} in the data folder)")
+        if name not in found:
+            print(f"skipped: {name} (no {name}.npz in the data folder)")
             continue
-        nb = neighbour_table(np.load(file)["points"], 0.05)
-        torch.manual_seed(0)
-        x = torch.randn(nb.shape[0], channels, device=DEVICE, dtype=torch.float16)
-        w = torch.randn(27, channels, channels, device=DEVICE, dtype=torch.float16) / channels
-        want = sum(torch.where((nb[:, z] >= 0)[:, None], x[nb[:, z].clamp(min=0).long()].double(), 0.0) @ w[z].double() for z in range(27))
-        nb_by_z = nb.t().contiguous()
+        given = bench_conv.inputs(bench_data.cloud(name, data, torch.device(DEVICE)), channels, torch.float16)
+        x, w, nb_by_z, nb = given.x, given.w, given.table, given.table.t().contiguous()
+        (want,) = bench_conv.want(given, FORWARD)
         rivals: Rivals = {}
         if prototypes is not None:
             out = torch.empty_like(x)

@@ -22,6 +22,7 @@ from torch import Tensor
 
 import insum
 import kernels
+from insum.bench import data
 
 WARM = 6
 GOAL = 1.1
@@ -89,7 +90,7 @@ def spmm(file: Path) -> dict[str, Any]:
 
 
 def convolution(file: Path) -> dict[str, Any]:
-    table = kernels.neighbour_table(np.load(file)["points"], 0.05).t().contiguous()
+    table = data.neighbour_table(data.cloud(file.stem, file.parent, torch.device("cuda")))
     values = {"In": torch.randn(table.shape[1], 128, device="cuda").half(), "Nb": table}
     values |= {"W": torch.randn(27, 128, 128, device="cuda").half() / 128}
     return measure("convolution", "Out[x,m] = In[Nb[z,x],c] * W[z,c,m]", values, ("In", "W"), padded=("Nb",))

@@ -15,6 +15,7 @@ import torch
 from applications import tiny
 from insum.plan.config import Config
 from insum.runtime import cache, fused
+from insum.settings import settings
 
 SOURCE = Path(__file__).parent.parent / "src"
 CHOICE = (Config(m=16, n=32, k=16, swap=1),)
@@ -53,6 +54,14 @@ def test_what_is_remembered_is_recalled_here_and_by_the_next_process() -> None:
     cache.forget()
     assert cache.recall(key()) == CHOICE, "from the file"
     assert [path.name for path in cache.entries_folder().iterdir()] == [f"{key().name}.json"], "nothing half-written is left"
+
+
+@pytest.mark.parametrize("change", [{"swap": False}, {"prefetch": False}, {"lazy_broadcasting": False}])
+def test_settings_that_change_the_kernel_have_entries_of_their_own(change: dict[str, bool]) -> None:
+    cache.remember(entry(key()))
+    with settings(**change):
+        assert cache.recall(key()) is None
+    assert cache.recall(key()) == CHOICE
 
 
 @pytest.mark.parametrize("change", [{"device": "another GPU"}, {"sizes": "i:8"}, {"torch": "9.9"}, {"triton": "9.9"}, {"insum": "9.9"}, {"plan": "x"}])

@@ -41,7 +41,7 @@ def remember(sizes: str = "i:8", torch_version: str | None = None) -> None:
 
 def test_without_a_command_it_shows_them() -> None:
     text = insum("--help")
-    assert all(name in text for name in ("cache", "doctor", "explain", "demo"))
+    assert all(name in text for name in ("bench", "cache", "doctor", "explain", "demo"))
     assert all(name in insum("cache", "--help") for name in ("list", "clear", "export", "import"))
 
 
@@ -118,6 +118,15 @@ def test_the_demo_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(insum.demo, "main", lambda arguments: seen.append(arguments) or 0)
     globals()["insum"]("demo", "--anything", "3")
     assert seen == [["--anything", "3"]]
+
+
+def test_bench_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import insum.bench.main
+
+    seen: list[Any] = []
+    monkeypatch.setattr(insum.bench.main, "main", lambda arguments: seen.append(arguments) or 2)
+    globals()["insum"]("bench", "spmm", "--quick", "--help", code=2)
+    assert seen == [["spmm", "--quick", "--help"]]
 
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])

@@ -33,7 +33,7 @@ def own() -> Settings:
 
 def test_defaults(own: Settings) -> None:
     assert (own.check, own.backend, own.scatter, own.dot, own.log) == ("first", "auto", "auto", "auto", "")
-    assert (own.require_fused, own.swap, own.prefetch, own.effort) == (False, True, True, "none")
+    assert (own.require_fused, own.swap, own.prefetch, own.lazy_broadcasting, own.effort) == (False, True, True, True, "none")
 
 
 def test_assignment(own: Settings) -> None:

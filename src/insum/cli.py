@@ -1,4 +1,4 @@
-"""The command ``insum``: cache, doctor, explain, demo. Needs typer and rich, which are imported only when it runs."""
+"""The command ``insum``: bench, cache, doctor, explain, demo. Needs typer and rich, which are imported only when it runs."""
 
 # Annotations are evaluated here, unlike elsewhere: typer reads them, and its own names are known only inside the functions.
 
@@ -54,6 +54,13 @@ def application() -> "typer.Typer":
         from insum import demo
 
         raise typer.Exit(demo.main(context.args))
+
+    @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+    def bench(context: typer.Context) -> None:
+        """The paper's tables and figures against the rivals that are here: block-spmm, spmm, conv, tensor-product, ablation, compilers, all, report."""
+        from insum.bench.main import main
+
+        raise typer.Exit(main(context.args))
 
     return app
 

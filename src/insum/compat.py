@@ -197,3 +197,19 @@ def cudagraph_state(device: torch.device) -> str:
         return "recording" if torch.cuda.is_current_stream_capturing() else "warmup"
     except (AttributeError, TypeError, RuntimeError, AssertionError):
         return ""
+
+
+# --- rivals of benchmarks ----------------------------------------------------------------------------------------------------
+
+
+def bsr_kernels() -> Any:
+    """PyTorch's Triton kernels for BSR matrices, as a namespace of ``mm``, ``sampled`` and ``minimize`` (their tuner); a text says why they are not there."""
+    from types import SimpleNamespace
+
+    try:
+        from torch.sparse import _triton_ops as ops
+        from torch.sparse import _triton_ops_meta as meta
+
+        return SimpleNamespace(mm=ops.bsr_dense_addmm, sampled=ops.sampled_addmm, minimize=meta.minimize)
+    except (ImportError, AttributeError) as error:
+        return f"this torch has no Triton kernels for BSR ({error})"

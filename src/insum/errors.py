@@ -211,3 +211,14 @@ class NotFusedError(InsumError, RuntimeError):
     ...     print(error.fact)
     no fused kernel: generated kernels do not run on cpu
     """
+
+
+class BenchError(InsumError, ValueError):
+    """``insum bench`` was asked for a benchmark, a folder or a file that there is not.
+
+    >>> from insum.bench.main import main
+    >>> main(["faster"])
+    insum bench: there is no benchmark 'faster'
+      expected: block-spmm, spmm, conv, tensor-product, ablation, compilers, all or report
+    2
+    """

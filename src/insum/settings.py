@@ -36,6 +36,8 @@ class Values:
     - ``scatter``: force one scatter strategy where it is applicable (tests and ablation).
     - ``dot``: whether contractions use ``tl.dot``.
     - ``swap``, ``prefetch``: allow the operand swap and hand-prefetched indices (ablation).
+    - ``lazy_broadcasting``: operands of ``tl.dot`` are loaded in the shape it takes; without it they are loaded with an axis for every
+      loop variable, then reshaped and transposed (ablation).
     - ``effort``: what the first call of a statement spends on a search for the best config: ``none`` (the first guess, or what an earlier
       search left in the cache), ``quick`` (seconds), ``full``.
     - ``log``: comma-separated topics to report on standard error: ``plan``, ``kernel``, ``fallback``.
@@ -49,6 +51,7 @@ class Values:
     dot: str = "auto"
     swap: bool = True
     prefetch: bool = True
+    lazy_broadcasting: bool = True
     effort: str = "none"
     log: str = ""
 

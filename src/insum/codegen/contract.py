@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from insum.codegen.frame import AFTER
 from insum.codegen.reads import Reads, distinct
-from insum.codegen.values import Val, combine, union
-from insum.lang.expr import Access, variables
+from insum.codegen.values import Eager, Val, combine, union
+from insum.lang.expr import Access
 
 IDENTITY: dict[str, Callable[[str], str]] = {
     "sum": lambda dtype: "0",
@@ -30,7 +30,10 @@ class Contract(Reads):
         precision = f", input_precision={plan.precision!r}" if plan.precision else ""
         self.line(1 if plan.roles.outer else 0, f"acc = tl.zeros([{config.m}, {config.n}], dtype=tl.{plan.accumulator})", ("M", "N"))
         self.line(2, f"acc = tl.dot({left}, {right}, acc{precision})", ("M", "N"))
-        return Val("acc", ("M", "N"), AFTER)
+        if not self.eager:
+            return Val("acc", ("M", "N"), AFTER)
+        self.line(AFTER, f"acc = tl.reshape(acc, [{config.m}, {config.n}, 1])")
+        return Val("acc", Eager(("M", "N")), AFTER)
 
     def operand(self, factors: tuple[int, ...], axes: tuple[str, ...], tile: tuple[int, ...]) -> str:
         plan = self.plan
@@ -39,9 +42,19 @@ class Contract(Reads):
         else:
             wide = combine([self.evaluate(plan.factors[f], plan.accumulator) for f in factors], "*")
             value = wide if plan.operand == plan.accumulator else Val(f"({wide.text}).to(tl.{plan.operand})", wide.axes, wide.stage)
+        if self.eager:
+            return self.reshaped(value, axes, tile)
         if value.axes == axes:
             return value.text
         return f"tl.broadcast_to({value.over(axes)}, [{tile[0]}, {tile[1]}])"
+
+    def reshaped(self, value: Val, axes: tuple[str, ...], tile: tuple[int, ...]) -> str:
+        """An operand that was loaded over (M, N, K), brought to the two axes that a dot takes."""
+        sizes = dict(zip(axes, tile, strict=True))
+        spread = [sizes.get(a, 1) for a in Eager.ORDER]
+        text = value.text if value.axes == axes else f"tl.broadcast_to({value.text}, {spread})"
+        flat = f"tl.reshape({text}, {[s for a, s in zip(Eager.ORDER, spread, strict=True) if a in axes]})"
+        return flat if axes == ("M", "K") else f"tl.trans({flat})"
 
     def multiply_and_sum(self) -> Val:
         plan = self.plan
@@ -103,8 +116,3 @@ class Contract(Reads):
         axes = union(value.axes, mask.axes)
         identity = IDENTITY[self.plan.reduce](self.plan.accumulator)
         return Val(f"tl.where({mask.over(axes)}, {value.over(axes)}, {identity})", axes, max(value.stage, mask.stage))
-
-    def summed_axis(self, axis: str) -> bool:
-        kept = {*variables(self.plan.target)}
-        roles = self.plan.roles
-        return not set(roles.m if axis == "M" else roles.n) & kept

@@ -13,9 +13,9 @@ from insum.plan.plan import Plan
 __all__ = ["AFTER", "Emitter", "Kernel", "Shape", "emit"]
 
 
-def emit(plan: Plan, config: Config, shape: Shape, *, prefetch: bool = True, name: str = "insum_kernel") -> Kernel:
+def emit(plan: Plan, config: Config, shape: Shape, *, prefetch: bool = True, lazy: bool = True, name: str = "insum_kernel") -> Kernel:
     """Source text of the kernel for a plan: readable, with the block shape of every tile beside its line."""
-    return Emitter(plan, config, shape, prefetch).kernel(name)
+    return Emitter(plan, config, shape, prefetch, lazy).kernel(name)
 
 
 class Emitter(Output):

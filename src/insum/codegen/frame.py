@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from insum.codegen.values import Val
-from insum.lang.expr import Access
+from insum.codegen.values import Eager, Val
+from insum.lang.expr import Access, variables
 from insum.plan.config import Config, power_of_two
 from insum.plan.plan import Plan
 
@@ -52,6 +52,7 @@ class Frame:
     config: Config
     shape: Shape
     prefetch: bool = True
+    lazy: bool = True
     stages: dict[int, list[str]] = field(default_factory=lambda: {0: [], 1: [], 2: [], AFTER: []})
     vars: dict[str, Val] = field(default_factory=dict)
     masks: dict[str, Val] = field(default_factory=dict)  # axis -> in range
@@ -93,6 +94,25 @@ class Frame:
 
     def size(self, var: str) -> str:
         return self.arg(f"{var}_size")
+
+    @property
+    def eager(self) -> bool:
+        """Whether every loop variable gets an axis of its own up front: only where a ``tl.dot`` then has to reshape its operands."""
+        plan = self.plan
+        plain = plan.onehot < 0 and not plan.roles.outer and not plan.split and not (plan.segment and plan.segment.tiled)
+        return not self.lazy and plan.roles.dot and plain and not (self.summed_axis("M") or self.summed_axis("N"))
+
+    def summed_axis(self, axis: str) -> bool:
+        kept = {*variables(self.plan.target)}
+        roles = self.plan.roles
+        return not set(roles.m if axis == "M" else roles.n) & kept
+
+    def over(self, axis: str) -> tuple[str, ...]:
+        """The axes of a value that runs along one axis."""
+        return Eager((axis,)) if self.eager else (axis,)
+
+    def arange(self, axis: str, tile: int) -> str:
+        return f"tl.arange(0, {tile})" + (Eager.marks(axis) if self.eager else "")
 
     # --- the frame: program ids, axes, loops ---
 
@@ -159,18 +179,18 @@ class Frame:
             return self.row_axis()
         low = axis.lower()
         flat = f"{variables_[0]}_i" if len(variables_) == 1 else f"{low}_flat"
-        self.line(0, f"{flat} = {low}_tile * {tile} + tl.arange(0, {tile})", (axis,))
+        self.line(0, f"{flat} = {low}_tile * {tile} + {self.arange(axis, tile)}", (axis,))
         if not even:
             self.line(0, f"{low}_ok = {flat} < {self.axis_size(variables_)}", (axis,))
-            self.masks[axis] = Val(f"{low}_ok", (axis,))
+            self.masks[axis] = Val(f"{low}_ok", self.over(axis))
         if len(variables_) == 1:
-            self.vars[variables_[0]] = Val(flat, (axis,))
+            self.vars[variables_[0]] = Val(flat, self.over(axis))
             return
         rest = flat
         for depth, var in enumerate(reversed(variables_)):
             first = var == variables_[0]
             self.line(0, f"{var}_i = {rest}" if first else f"{var}_i = {rest} % {self.size(var)}", (axis,))
-            self.vars[var] = Val(f"{var}_i", (axis,))
+            self.vars[var] = Val(f"{var}_i", self.over(axis))
             if not first:
                 self.line(0, f"{low}_rest{depth} = {rest} // {self.size(var)}", (axis,))
                 rest = f"{low}_rest{depth}"
@@ -250,11 +270,11 @@ class Frame:
         if segment and segment.var in roles.k:
             return self.segment_k_axis(counter)
         var, tile = roles.k[0], self.config.k
-        self.line(2, f"{var}_i = {self.widened(counter)} * {tile} + tl.arange(0, {tile})", ("K",))
-        self.vars[var] = Val(f"{var}_i", ("K",), 2)
+        self.line(2, f"{var}_i = {self.widened(counter)} * {tile} + {self.arange('K', tile)}", ("K",))
+        self.vars[var] = Val(f"{var}_i", self.over("K"), 2)
         if not self.shape.even_k:
             self.line(2, f"k_ok = {var}_i < {self.size(var)}", ("K",))
-            self.masks["K"] = Val("k_ok", ("K",), 2)
+            self.masks["K"] = Val("k_ok", self.over("K"), 2)
 
     def segment_k_axis(self, counter: str) -> None:
         """K runs over entries of the segment, each with ``inner`` values of the variable flattened under it."""
@@ -262,15 +282,15 @@ class Frame:
         assert segment is not None
         slots = self.slots
         if len(roles.k) == 2:
-            self.line(0, f"k_inner = tl.arange(0, {tile})" + (f" % {inner}" if slots > 1 else ""), ("K",))
-            self.vars[roles.k[1]] = Val("k_inner", ("K",))
+            self.line(0, f"k_inner = {self.arange('K', tile)}" + (f" % {inner}" if slots > 1 else ""), ("K",))
+            self.vars[roles.k[1]] = Val("k_inner", self.over("K"))
         if slots == 1 and not segment.tiled and len(roles.k) == 2:
             self.line(2, f"{segment.var}_i = seg_start + {counter}")
             self.vars[segment.var] = Val(f"{segment.var}_i", (), 2)
             return
-        self.line(0, f"k_slot = tl.arange(0, {tile})" + (f" // {inner}" if inner > 1 else ""), ("K",))
+        self.line(0, f"k_slot = {self.arange('K', tile)}" + (f" // {inner}" if inner > 1 else ""), ("K",))
         base = f"seg_start + {counter} * {slots}" if slots > 1 else f"seg_start + {counter}"
-        axes = ("M", "K") if segment.tiled else ("K",)
+        axes = ("M", "K") if segment.tiled else self.over("K")
         if segment.tiled:
             self.line(2, f"{segment.var}_i = ({base})[:, None] + k_slot[None, :]", axes)
             self.line(2, f"k_ok = {segment.var}_i < seg_end[:, None]", axes)

@@ -10,6 +10,18 @@ from dataclasses import dataclass
 ORDER = ("M", "K", "I", "N")
 
 
+class Eager(tuple[str, ...]):
+    """Axes of a value that was given an axis for each of (M, N, K) up front, as compilers without lazy broadcasting do (ablation)."""
+
+    __slots__ = ()
+    ORDER = ("M", "N", "K")
+
+    @staticmethod
+    def marks(axis: str) -> str:
+        """The subscript that gives a range over one axis all three."""
+        return "[" + ", ".join(":" if a == axis else "None" for a in Eager.ORDER) + "]"
+
+
 @dataclass(frozen=True, slots=True)
 class Val:
     """Text that evaluates to a scalar or a tile over ``axes``; ``stage`` is the innermost loop it depends on."""
@@ -20,15 +32,17 @@ class Val:
 
     def over(self, axes: tuple[str, ...]) -> str:
         """The text, with a new axis wherever ``axes`` has one that this value does not span."""
-        if not self.axes or self.axes == axes:
+        if not self.axes or self.axes == axes or isinstance(self.axes, Eager):
             return self.text
         marks = ", ".join(":" if a in self.axes else "None" for a in axes)
         return f"{_atom(self.text)}[{marks}]"
 
 
 def union(*groups: Iterable[str]) -> tuple[str, ...]:
+    groups = tuple(groups)
     present = {a for group in groups for a in group}
-    return tuple(a for a in ORDER if a in present)
+    found = tuple(a for a in ORDER if a in present)
+    return Eager(found) if any(isinstance(group, Eager) for group in groups) else found
 
 
 def combine(values: list[Val], operator: str) -> Val:

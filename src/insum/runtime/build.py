@@ -185,7 +185,8 @@ class Builder:
         (config,) = self.choice
         pieces = model.pieces(self.plan, config, self.extents) if self.pieces_fit() else 1
         shape = self.shape(config, pieces)
-        kernel = emit(self.plan, config, shape, prefetch=self.wishes.settings.prefetch)
+        wished = self.wishes.settings
+        kernel = emit(self.plan, config, shape, prefetch=wished.prefetch, lazy=wished.lazy_broadcasting)
         extra: dict[str, Any] = {"piece_count": pieces}
         if self.prepared.segments:
             extra |= {"seg_start_at": self.prepared.segments.start, "seg_end_at": self.prepared.segments.end}

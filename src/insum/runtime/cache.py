@@ -23,6 +23,7 @@ import torch
 
 from insum.plan.config import Choice, Config, power_of_two
 from insum.plan.prepare import Prepared
+from insum.settings import Values, settings
 
 log = logging.getLogger("insum")
 
@@ -93,7 +94,14 @@ class Entry:
 
 
 def key_of(prepared: Prepared, device: torch.device) -> Key:
-    return Key(plan_text(prepared), size_class(prepared), device_name(device), *versions())
+    return Key(plan_text(prepared) + unusual(), size_class(prepared), device_name(device), *versions())
+
+
+def unusual() -> str:
+    """Settings under which the same plan becomes another kernel, where they are not the usual ones: what is found then is found for them alone."""
+    now, usual = settings.values, Values()
+    names = ("swap", "prefetch", "lazy_broadcasting")
+    return "".join(f" | {name}={getattr(now, name)}" for name in names if getattr(now, name) != getattr(usual, name))
 
 
 def plan_text(prepared: Prepared) -> str:

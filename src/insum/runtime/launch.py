@@ -72,6 +72,12 @@ def load(kernel: Kernel, header: str) -> Any:
     return function
 
 
+def forget() -> None:
+    """Let go of every loaded kernel, so that the next call loads and compiles anew, as the first of a process does."""
+    with _lock:
+        loaded_kernels.clear()
+
+
 def runner_of(compiled: Any, programs: int) -> Callable[[Sequence[Any]], None]:
     """A compiled kernel as a function of the list of its arguments, without what Triton does at every launch for hooks that nobody has set."""
     plain: Callable[..., None] = compiled[(programs, 1, 1)]

@@ -1,0 +1,309 @@
+"""One case after the other, one contender after the other: set up, check against float64, then clock and memory.
+
+A wrong result gets no time. A contender that cannot run says why in its row; nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from insum.bench.records import BOTH, FORWARD, Row
+from insum.runtime import timing
+
+Results: TypeAlias = tuple[Tensor, ...]
+Thunk: TypeAlias = Callable[[], Results]
+#: Relative error, in the 2-norm, up to which a result counts as right.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+#: Calls before anything is timed: a pattern that keeps coming back is compiled into the code at the fourth.
+WARM = 5
+#: Seconds that the repetitions of one contender should take.
+SECONDS = {"cuda": 0.12, "cpu": 0.1}
+#: Numbers that are compared in double precision at a time.
+AT_ONCE = 1 << 26
+
+
+@dataclass(frozen=True, eq=False)
+class Ready:
+    """A contender that is set up: ``run`` gives the output (and gradients); ``canonical`` brings them to the reference's shapes, untimed."""
+
+    run: Thunk
+    canonical: Callable[[Results], Results] = lambda results: results
+    note: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Contender:
+    """Somebody who can do the case. ``make`` may raise; ``slow`` takes seconds to set up; ``capture``: its calls fit a CUDA graph."""
+
+    name: str
+    make: Callable[[], Ready]
+    lines: int | None = None
+    slow: bool = False
+    capture: bool = True
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least that any implementation has to do: bytes that cross memory once, and FLOPs."""
+
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """One comparison. ``want`` computes the float64 results."""
+
+    benchmark: str
+    name: str
+    dtype: torch.dtype
+    direction: str
+    device: torch.device
+    want: Callable[[], Results]
+    contenders: Sequence[Contender]
+    work: Work
+
+
+class Limits:
+    """What the device reaches, measured in the same run when it is first asked for: copies (bytes read and written) and dense matmuls."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.flops_per_s, self._bytes = device, dict[str, float](), 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        if not self._bytes:
+            source = torch.ones((2**30 if self.device.type == "cuda" else 2**25) // 4, device=self.device)
+            target = torch.empty_like(source)
+            self._bytes = 2 * source.numel() * 4 / (1e-3 * clock(lambda: (target.copy_(source),), self.device)[0])
+        return self._bytes
+
+    def rate(self, dtype: torch.dtype) -> float:
+        name, size = name_of(dtype), 4096 if self.device.type == "cuda" else 128
+        if name not in self.flops_per_s:
+            a = torch.randn(size, size, device=self.device).to(dtype)
+            self.flops_per_s[name] = 2 * size**3 / (1e-3 * clock(lambda: (a @ a,), self.device)[0])
+        return self.flops_per_s[name]
+
+    def seconds(self, work: Work, dtype: torch.dtype) -> float:
+        """The time that no implementation in this dtype can be expected to beat."""
+        return max(work.bytes / self.bytes_per_s, work.flops / self.rate(dtype))
+
+    def told(self) -> dict[str, float]:
+        return {"TB/s": self.bytes_per_s / 1e12, **{f"TFLOP/s {dtype}": rate / 1e12 for dtype, rate in self.flops_per_s.items()}}
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+# --- clock and memory ------------------------------------------------------------------------------------------------------------
+
+
+def clock(run: Thunk, device: torch.device, capture: bool = True) -> tuple[float, str]:
+    """Median milliseconds of one call, and by which clock."""
+    if device.type != "cuda":
+        return 1e-3 * timing.wall_timer(run, repeats(_once(run, device), "cpu")), "host"
+    times = repeats(_once(run, device), "cuda")
+    if not capture:
+        return 1e-3 * timing.event_timer(run, times), "events"
+    try:
+        return 1e-3 * timing.replay_timer(device)(run, times), "CUDA graph"
+    except Exception as error:
+        torch.cuda.synchronize()
+        why = f"{type(error).__name__}: {error}".splitlines()[0][:90]
+        return 1e-3 * timing.event_timer(run, times), f"events; no CUDA graph ({why})"
+
+
+def _once(run: Thunk, device: torch.device) -> float:
+    wait(device)
+    start = time.perf_counter()
+    run()
+    wait(device)
+    return time.perf_counter() - start
+
+
+def repeats(once: float, kind: str) -> int:
+    """How often to repeat what takes ``once`` seconds.
+
+    >>> repeats(10.0, "cpu"), repeats(0.01, "cpu"), repeats(1e-6, "cpu")
+    (1, 10, 50)
+    """
+    return max(1 if once > 1 else 3, min(50, int(SECONDS[kind] / max(once, 1e-6))))
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def peak_mib(run: Thunk, device: torch.device) -> float | None:
+    """MiB that a warm call allocates at its peak, its results included; None where the device does not tell."""
+    if device.type != "cuda":
+        return None
+    wait(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    results = run()
+    wait(device)
+    peak = torch.cuda.max_memory_allocated(device) - before
+    del results
+    return peak / 2**20
+
+
+# --- checking --------------------------------------------------------------------------------------------------------------------
+
+
+def poison(want: Results, dtype: torch.dtype, device: torch.device) -> None:
+    """Leave NaN in the memory that the allocator hands out next, so that what is not written is seen."""
+    held = [torch.full(t.shape, math.nan, device=device, dtype=dtype) for t in want for _ in range(2)]
+    del held
+
+
+def relative_error(got: Results, want: Results) -> float:
+    """The largest relative error of all results, in the 2-norm; infinite where one is not finite or has another shape.
+
+    >>> relative_error((torch.tensor([1.0, 2.0]),), (torch.tensor([1.0, 2.0]),))
+    0.0
+    """
+    if len(got) != len(want):
+        return math.inf
+    return max((_relative_error(g, w) for g, w in zip(got, want, strict=True)), default=0.0)
+
+
+def _relative_error(got: Tensor, want: Tensor) -> float:
+    if got.shape != want.shape:
+        return math.inf
+    total, norm = 0.0, 0.0
+    got, want = got.reshape(-1), want.reshape(-1)
+    for start in range(0, want.numel(), AT_ONCE):  # doubles in portions
+        g, w = got[start : start + AT_ONCE], want[start : start + AT_ONCE]
+        total += float((g.double() - w.to(g.device, torch.float64)).square().sum())
+        norm += float(w.double().square().sum())
+    return math.sqrt(total / max(norm, 1e-60)) if math.isfinite(total) else math.inf
+
+
+# --- running ---------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Runner:
+    """Turns cases into rows. ``deadline`` is the moment after which nothing new is begun; ``slow_cases`` bounds the slow contenders."""
+
+    limits: Limits
+    deadline: float = math.inf
+    slow_cases: int = 10**6
+
+    def rows(self, cases: Iterable[Case]) -> Iterator[Row]:
+        for number, case in enumerate(cases):
+            want: list[Results] = []  # computed for the first contender that runs
+            for contender in case.contenders:
+                blank = Row(
+                    case.benchmark, case.name, name_of(case.dtype), case.direction, contender.name, "skipped", lines=contender.lines, note=contender.note
+                )
+                reason = self.skipped(contender, number)
+                if reason:
+                    yield replace(blank, note=_joined(contender.note, reason))
+                    continue
+                yield self.row(case, contender, want, blank)
+            release(case.device)
+
+    def skipped(self, contender: Contender, number: int) -> str:
+        if time.monotonic() > self.deadline:
+            return "no time left (--budget)"
+        if contender.slow and number >= self.slow_cases:
+            return "takes long to set up: left out" + (" by --no-slow" if self.slow_cases == 0 else " but for the first case, by --quick")
+        return ""
+
+    def row(self, case: Case, contender: Contender, want: list[Results], blank: Row) -> Row:
+        try:
+            if not want:
+                want.append(case.want())
+            return self.measured(case, contender, want[0], blank)
+        except Exception as error:  # a rival's failure is a result
+            wait_quietly(case.device)
+            why = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
+            return replace(blank, status="failed", note=_joined(contender.note, why))
+
+    def measured(self, case: Case, contender: Contender, want: Results, blank: Row) -> Row:
+        start = time.perf_counter()
+        ready = contender.make()
+        poison(want, case.dtype, case.device)
+        first = ready.run()
+        wait(case.device)
+        seconds = time.perf_counter() - start
+        error = relative_error(ready.canonical(first), want)
+        del first
+        note = _joined(contender.note, ready.note)
+        row = replace(blank, first_call_s=seconds, error=error, note=note)
+        allowed = TOLERANCE[case.dtype]
+        if not error <= allowed:
+            return replace(row, status="WRONG", note=_joined(note, f"relative error {error:.1e}, allowed {allowed:.0e}: no time is given"))
+        warm(ready.run, case.device)
+        error = max(error, relative_error(ready.canonical(ready.run()), want))  # what warm calls do may be another kernel
+        if not error <= allowed:
+            return replace(row, status="WRONG", error=error, note=_joined(note, f"relative error {error:.1e} of a warm call: no time is given"))
+        memory = peak_mib(ready.run, case.device)
+        milliseconds, how = clock(ready.run, case.device, contender.capture)
+        percent = 100 * self.limits.seconds(case.work, case.dtype) / (1e-3 * milliseconds)
+        return replace(row, status="ok", error=error, milliseconds=milliseconds, clock=how, memory_mib=memory, limit_percent=percent)
+
+
+def warm(run: Thunk, device: torch.device) -> None:
+    """Some calls, fewer where one takes long."""
+    start = time.perf_counter()
+    for _ in range(WARM):
+        run()
+        wait(device)
+        if time.perf_counter() - start > 1:
+            return
+
+
+def release(device: torch.device) -> None:
+    """Between cases: nobody's memory stays with the allocator."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def wait_quietly(device: torch.device) -> None:
+    """After a failure: let the device settle; what it complains about was reported already."""
+    try:
+        wait(device)
+    except RuntimeError:
+        return
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(n for n in notes if n)
+
+
+# --- contenders from functions ---------------------------------------------------------------------------------------------------
+
+
+def autograd(function: Callable[..., Tensor], leaves: Sequence[Tensor], upstream: Tensor | None, direction: str, note: str = "") -> Ready:
+    """A contender that is a differentiable function: forward alone, or the output and the gradients of all ``leaves``."""
+    if direction == FORWARD:
+        return Ready(lambda: (no_grad(function, leaves),), note=note)
+    assert direction == BOTH and upstream is not None
+    held = [leaf.detach().requires_grad_() for leaf in leaves]
+
+    def run() -> Results:
+        out = function(*held)
+        return (out.detach(), *torch.autograd.grad(out, held, upstream))
+
+    return Ready(run, note=note)
+
+
+def no_grad(function: Callable[..., Tensor], leaves: Sequence[Tensor]) -> Tensor:
+    with torch.no_grad():
+        return function(*leaves)

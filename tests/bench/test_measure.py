@@ -1,0 +1,137 @@
+"""Correctness first: what is wrong, fails or has no time left gets no number."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from insum.bench import measure
+from insum.bench.measure import Case, Contender, Limits, Ready, Runner, Work, autograd, clock, relative_error
+from insum.bench.records import BOTH, FORWARD, Row
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def limits() -> Limits:
+    return Limits(CPU)
+
+
+def case(*contenders: Contender) -> Case:
+    return Case("made", "a case", torch.float32, FORWARD, CPU, lambda: (torch.arange(4.0, dtype=torch.float64),), contenders, Work(1.0, 1.0))
+
+
+def giving(value: Callable[[], Tensor], **options: object) -> Contender:
+    return Contender("one", lambda: Ready(lambda: (value(),)), **options)  # type: ignore[arg-type]
+
+
+def only(runner: Runner, contender: Contender) -> Row:
+    (row,) = runner.rows([case(contender)])
+    return row
+
+
+def test_a_right_result_is_timed(limits: Limits) -> None:
+    row = only(Runner(limits), giving(lambda: torch.arange(4.0), lines=7))
+    assert (row.status, row.error, row.lines, row.clock) == ("ok", 0.0, 7, "host")
+    assert row.milliseconds and row.limit_percent and row.first_call_s is not None and row.memory_mib is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [lambda: torch.arange(4.0) + 0.1, lambda: torch.full((4,), math.nan), lambda: torch.arange(5.0), lambda: torch.empty(0)],
+    ids=["off", "nan", "shape", "empty"],
+)
+def test_a_wrong_result_gets_no_time(limits: Limits, value: Callable[[], Tensor]) -> None:
+    row = only(Runner(limits), giving(value))
+    assert row.status == "WRONG" and row.milliseconds is None and row.limit_percent is None and "no time is given" in row.note
+
+
+def test_a_result_that_goes_wrong_later_gets_no_time(limits: Limits) -> None:
+    calls = iter(range(100))
+    row = only(Runner(limits), giving(lambda: torch.arange(4.0) + (next(calls) > 2)))
+    assert row.status == "WRONG" and "warm call" in row.note and row.milliseconds is None
+
+
+@pytest.mark.gpu
+def test_what_is_not_written_is_seen() -> None:
+    """Memory that outputs will take is filled with NaN first; a CPU's allocator does not tell which it hands out next."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    device = torch.device("cuda")
+    want = torch.arange(4096.0, device=device, dtype=torch.float64)
+    one = Case("made", "a case", torch.float32, FORWARD, device, lambda: (want,), [giving(lambda: torch.empty(4096, device=device))], Work(1.0, 1.0))
+    (row,) = Runner(Limits(device)).rows([one])
+    assert row.status == "WRONG" and row.error == math.inf
+
+
+def test_a_failure_is_a_result(limits: Limits) -> None:
+    def fail() -> Ready:
+        raise RuntimeError("no kernel image\nis available")
+
+    row = only(Runner(limits), Contender("one", fail, note="a rival"))
+    assert row.status == "failed" and row.note == "a rival; RuntimeError: no kernel image" and row.milliseconds is None
+
+
+def test_a_reference_that_fails_fails_the_row(limits: Limits) -> None:
+    def want() -> tuple[Tensor, ...]:
+        raise RuntimeError("out of memory")
+
+    broken = Case("made", "a case", torch.float32, FORWARD, CPU, want, [giving(lambda: torch.arange(4.0))] * 2, Work(1.0, 1.0))
+    assert [row.status for row in Runner(limits).rows([broken])] == ["failed", "failed"]
+
+
+def test_no_time_left(limits: Limits) -> None:
+    row = only(Runner(limits, deadline=time.monotonic() - 1), giving(lambda: torch.arange(4.0)))
+    assert row.status == "skipped" and "--budget" in row.note
+
+
+def test_slow_contenders_run_in_the_first_case_only(limits: Limits) -> None:
+    slow = giving(lambda: torch.arange(4.0), slow=True)
+    rows = list(Runner(limits, slow_cases=1).rows([case(slow), case(slow)]))
+    assert [row.status for row in rows] == ["ok", "skipped"] and "--quick" in rows[1].note
+    assert "--no-slow" in only(Runner(limits, slow_cases=0), slow).note
+
+
+def test_gradients_are_part_of_the_result() -> None:
+    a, b, g = torch.randn(3, 4), torch.randn(4, 5), torch.randn(3, 5)
+    out, to_a, to_b = autograd(torch.mm, (a, b), g, BOTH).run()
+    torch.testing.assert_close((out, to_a, to_b), (a @ b, g @ b.T, a.T @ g))
+    assert not out.requires_grad and len(autograd(torch.mm, (a, b), None, FORWARD).run()) == 1
+
+
+def test_relative_error() -> None:
+    want = torch.tensor([3.0, 4.0], dtype=torch.float64)
+    assert relative_error((torch.tensor([3.0, 4.5]),), (want,)) == pytest.approx(0.1)
+    assert relative_error((want.float(), want.float() * 2), (want, want)) == pytest.approx(1.0)
+    assert relative_error((), (want,)) == math.inf
+
+
+def test_limits_follow_the_larger_of_bytes_and_flops(limits: Limits) -> None:
+    small, wide = Work(1e9, 1.0), Work(1.0, 1e9)
+    assert limits.seconds(small, torch.float32) == pytest.approx(1e9 / limits.rate(torch.float32))
+    assert limits.seconds(wide, torch.float32) == pytest.approx(1e9 / limits.bytes_per_s)
+
+
+def test_the_clock_is_about_right() -> None:
+    milliseconds, how = clock(lambda: (time.sleep(0.01), ())[1], CPU)  # type: ignore[func-returns-value]
+    assert how == "host" and 9 < milliseconds < 60
+
+
+def test_what_no_cuda_graph_can_hold_is_timed_with_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> Callable[..., float]:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(measure, "wait", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    monkeypatch.setattr(measure.timing, "event_timer", lambda run, repeat: 2000.0)
+    monkeypatch.setattr(measure.timing, "replay_timer", refuse)
+    gpu = torch.device("cuda")
+    assert clock(lambda: (), gpu, capture=False) == (2.0, "events")
+    assert clock(lambda: (), gpu) == (2.0, "events; no CUDA graph (RuntimeError: operation not permitted when stream is capturing)")
+    monkeypatch.setattr(measure.timing, "replay_timer", lambda device: lambda run, repeat: 500.0)
+    assert clock(lambda: (), gpu) == (0.5, "CUDA graph")
