@@ -19,11 +19,43 @@ def test_parts_of_a_long_pattern_give_the_whole_product() -> None:
     torch.manual_seed(0)
     product = FullyConnectedTensorProduct(IRREPS, SCALARS, IRREPS, shared_weights=False, internal_weights=False)
     x, y, weight = torch.randn(3, 36), torch.randn(3, 9), torch.randn(3, product.weight_numel)
+    leaves = [t.requires_grad_() for t in (x, y, weight)]
+    upstream = torch.randn(3, 36)
     with insum.settings(backend="graph"):
         want = product(x, y, weight)
+        gradients = torch.autograd.grad(want, leaves, upstream)
     with insum.settings(backend="fused", require_fused=True):
         got = product(x, y, weight)
-    assert torch.allclose(got, want, atol=1e-4)
+        assert torch.allclose(got, want, atol=1e-4)
+        for mine, true in zip(torch.autograd.grad(got, leaves, upstream), gradients, strict=True):
+            assert torch.allclose(mine, true, atol=1e-3)
+
+
+@pytest.mark.parametrize("channels", [(5, 7), (8, 16), (3, 70)])
+def test_rows_along_a_summed_variable(channels: tuple[int, int]) -> None:
+    """Where the largest factor's rows lie along a summed variable: summed within the loop, or at the end where others are summed too."""
+    u, w = channels
+    torch.manual_seed(0)
+    out, path, column = torch.tensor([0, 1, 1, 2]), torch.tensor([0, 0, 1, 1]), torch.tensor([1, 0, 2, 1])
+    values = {"I": out, "L": path, "J": column, "X": torch.randn(4, 3, u), "G": torch.randn(4, 3, w), "W": torch.randn(4, 2, u, w)}
+    for name in "ILJ":
+        insum.constant(values[name])
+    picked = values["W"][:, path]
+    cases = {
+        "D[b,J[p],u] = G[b,I[p],w] * W[b,L[p],u,w]": ((4, 3, u), column, torch.einsum("bpw,bpuw->bpu", values["G"][:, out], picked)),
+        "S[b,J[p]] = G[b,I[p],w] * X[b,I[p],u] * W[b,L[p],u,w]": (
+            (4, 3),
+            column,
+            torch.einsum("bpw,bpu,bpuw->bp", values["G"][:, out], values["X"][:, out], picked),
+        ),
+    }
+    for statement, (shape, where, terms) in cases.items():
+        with insum.settings(backend="fused", require_fused=True):
+            used = {n: v for n, v in values.items() if n + "[" in statement}
+            problem = request_of(statement, shape, None, ()).bind(used)
+            assert fused.strategy(problem, used) == "unrolled"
+            got = insum.insum(statement, out_shape=shape, **used)
+        assert torch.allclose(got, torch.zeros(shape).index_add_(1, where, terms), atol=1e-4), statement
 
 
 def test_parts_share_neither_outputs_nor_large_factors() -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from insum.codegen.emit import AFTER, Emitter, Kernel, Shape
-from insum.codegen.values import Val, combine
+from insum.codegen.values import Val, combine, union
 from insum.lang.expr import Access, Expr, Number, variables
 from insum.plan.config import Config
 from insum.plan.plan import Plan
@@ -35,7 +35,8 @@ def emit_unrolled(plan: Plan, config: Config, extents: Mapping[str, int], name: 
     even = [math.prod(extents[v] for v in axis) % tile == 0 for axis, tile in ((roles.m, config.m), (roles.n, config.n))]
     points = len(plan.pattern.points) if plan.pattern else 0
     unroll = next(u for u in UNROLL if u == 1 or not roles.loops or extents[roles.loops[-1]] % u == 0 and u * points <= MOST_LINES)
-    emitter = _Unrolled(plan, config, Shape(even_m=even[0], even_n=even[1]))
+    k = extents[roles.k[0]] if roles.k else 1
+    emitter = _Unrolled(plan, config, Shape(even_m=even[0], even_n=even[1], even_k=k % config.k == 0, single_k=k <= config.k))
     kernel = emitter.unrolled(name, unroll)
     return kernel, math.prod(tiles) * math.prod(extents[v] for v in roles.grid)
 
@@ -62,7 +63,7 @@ class _Unrolled(Emitter):
         self.program_ids()
         self.axis("M", self.plan.roles.m, self.config.m, self.shape.even_m)
         self.axis("N", self.plan.roles.n, self.config.n, self.shape.even_n)
-        if self.plan.roles.loops:
+        if self.plan.roles.loops or self.plan.roles.k:
             self.with_sums(unroll)
         else:
             self.without_sums()
@@ -108,7 +109,7 @@ class _Unrolled(Emitter):
         """Largest summed factor -> summed factors -> (target, other factors) of the points that use them."""
         pattern = self.plan.pattern
         assert pattern is not None
-        summed = set(self.plan.roles.loops)
+        summed = {*self.plan.roles.loops, *self.plan.roles.k}
         groups: dict[Expr, Cores] = {}
         for target, factors in pattern.points:
             core = tuple(f for f in factors if set(variables(f)) & summed)
@@ -120,6 +121,11 @@ class _Unrolled(Emitter):
     def group(self, cores: Cores, outputs: Mapping[Access, Val], zero: str, axes: tuple[str, ...], unroll: int) -> None:
         sums = {core: Val(self.name("t"), axes) for core in cores}
         lines = [f"{value.text} = {zero}" for value in sums.values()]
+        if self.plan.roles.k:
+            self.stages[0] += lines + self.along_rows(sums)
+            for core, points in cores.items():
+                self.combine(sums[core], points, outputs)
+            return
         *outer, inner = self.plan.roles.loops
         for depth, var in enumerate(outer):
             lines.append("    " * depth + f"for {var}_i in range({self.size(var)}):")
@@ -131,6 +137,23 @@ class _Unrolled(Emitter):
         self.stages[0] += lines
         for core, points in cores.items():
             self.combine(sums[core], points, outputs)
+
+    def along_rows(self, sums: Mapping[tuple[Expr, ...], Val]) -> list[str]:
+        """Sums along the rows of the largest factor, a tile of them at a time."""
+        (var,), tile, before = self.plan.roles.k, self.config.k, dict(self.loaded)
+        first = "" if self.shape.single_k else f"{var}_0 + "
+        self.line(2, f"{var}_i = {first}tl.arange(0, {tile})", ("K",))
+        self.vars[var] = Val(f"{var}_i", ("K",), 2)
+        if not self.shape.even_k:
+            self.line(2, f"k_ok = {var}_i < {self.size(var)}", ("K",))
+            self.masks["K"] = Val("k_ok", ("K",), 2)
+        for core, total in sums.items():
+            value = combine([self.evaluate(f, self.plan.accumulator) for f in core], "*")
+            axes = union((*total.axes, "K"))
+            self.line(2, f"{total.text} += tl.sum({value.over(axes)}, axis={axes.index('K')})", total.axes)
+        self.loaded = before
+        lines, self.stages[2] = self.stages[2], []
+        return lines if self.shape.single_k else [f"for {var}_0 in range(0, {self.size(var)}, {tile}):", *("    " + line for line in lines)]
 
     def body(self, inner: str, sums: Mapping[tuple[Expr, ...], Val], unroll: int) -> list[str]:
         before = dict(self.loaded)
@@ -156,7 +179,7 @@ class _Unrolled(Emitter):
             self.line(0, f"{out.text} += {combine([text, total], '*').over(out.axes)}", out.axes)
 
     def write_out(self, target: Access, value: Val) -> None:
-        self.emit_store(target, value)
+        self.emit_store(target, self.sum_unkept(value))
         self.stages[0] += self.stages[AFTER]
         self.stages[AFTER] = []
 

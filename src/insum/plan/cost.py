@@ -334,13 +334,13 @@ def _unrolled(plan: Plan, extents: Mapping[str, int], config: Config) -> Part:
     points = len(plan.pattern.points)
     tiles = math.ceil(model.extent(roles.m, extents) / config.m) * math.ceil(model.extent(roles.n, extents) / config.n)
     programs = tiles * math.prod(extents[v] for v in roles.grid)
-    loops = math.prod(float(extents[v]) for v in roles.loops)
+    loops = math.prod(float(extents[v]) for v in roles.loops) * math.ceil(model.extent(roles.k, extents) / config.k)
     distinct = {a for _, factors in plan.pattern.points for f in factors for a in accesses(f)}
-    tile = {**dict.fromkeys(roles.m, config.m), **dict.fromkeys(roles.n, config.n)}
+    tile = {**dict.fromkeys(roles.m, config.m), **dict.fromkeys(roles.n, config.n), **dict.fromkeys(roles.k, config.k)}
     kinds = dict(plan.kinds)
     per_step = sum(_elements(plan, a, tile) * _BYTES.get(kinds.get(a.tensor, ""), 4) for a in distinct)
     targets = len({target for target, _ in plan.pattern.points})
     registers = 32 + 3 * targets * config.m * config.n // (32 * config.warps)
     written = targets * config.m * config.n * programs * _BYTES[plan.accumulator]
-    flops = 2.0 * points * config.m * config.n
+    flops = 2.0 * points * config.m * config.n * config.k
     return Part("straight-line code", config, programs, max(1.0, loops), per_step, flops, 0, registers, written, _rate(plan, config), 4.0)

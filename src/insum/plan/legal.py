@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from insum.errors import SettingsError
+from insum.lang.expr import variables
 from insum.plan import model
 from insum.plan.config import Choice, Config
 from insum.plan.plan import Plan
@@ -34,7 +35,7 @@ def broken(plan: Plan, extents: Mapping[str, int], choice: Choice) -> str:
 
 def _broken(plan: Plan, extents: Mapping[str, int], config: Config) -> str:
     roles = plan.roles
-    if plan.strategy == "unrolled" and config.k != 1:
+    if plan.strategy == "unrolled" and not roles.k and config.k != 1:
         return "straight-line code has no K axis: k=1"
     for axis, used in (("m", roles.m), ("n", roles.n), ("k", roles.k)):
         if not used and getattr(config, axis) != 1:
@@ -49,7 +50,11 @@ def _broken(plan: Plan, extents: Mapping[str, int], config: Config) -> str:
 
 def _too_small(plan: Plan, extents: Mapping[str, int], config: Config) -> str:
     """A tile covers the whole of an axis that is summed after the product, or that scatters into a register tile."""
-    if plan.strategy == "unrolled" or model.in_rows(plan):
+    roles = plan.roles
+    if plan.strategy == "unrolled":
+        whole = roles.n[0] not in variables(plan.target) and config.n < model.extent(roles.n, extents)
+        return f"one tile holds all of the N axis ({roles.n[0]}), which is summed at the end" if whole else ""
+    if model.in_rows(plan):
         return ""
     least = dict(zip("mn", model.held(plan, extents, 1, 1), strict=True))
     for axis, tile in least.items():

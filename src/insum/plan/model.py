@@ -64,6 +64,14 @@ def first_guess(plan: Plan, extents: Mapping[str, int]) -> Config:
     """The config used when nobody tuned."""
     if plan.strategy == "unrolled":
         n = min(64, power_of_two(extent(plan.roles.n, extents)))
+        if plan.roles.k:
+            k = min(64, power_of_two(extent(plan.roles.k, extents)))
+            n = min(n, max(1, 4096 // k))
+            m = max(1, 512 // (n * k)) if plan.roles.m else 1
+            return Config(m=m, n=n, k=k, warps=max(1, min(8, m * n * k // 512)), stages=1)  # several such tiles are in registers at once
+        if plan.roles.n[0] not in variables(plan.target):
+            n = power_of_two(extent(plan.roles.n, extents))  # summed at the end, so that one tile holds all of it
+            return Config(m=max(1, 64 // n) if plan.roles.m else 1, n=n, warps=max(1, n // 64), stages=1)
         if not plan.roles.loops and plan.roles.m:  # nothing to sum: as large a tile as the stores can use
             return Config(m=min(power_of_two(extent(plan.roles.m, extents)), max(1, 1024 // n)), n=n, warps=4, stages=1)
         return Config(m=max(1, 64 // n) if plan.roles.m else 1, n=n, warps=1, stages=1)

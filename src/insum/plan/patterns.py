@@ -24,6 +24,10 @@ ONEHOT_POINTS = 4096
 UNROLL_POINTS = 512
 #: A pattern this short that keeps coming back is taken for a constant, promise or no promise.
 PROMOTE_POINTS = 128
+#: One tile holds the whole of a summed variable whose sum is taken at the end.
+SUMMED_UP_TO = 256
+#: A summed variable and a row together of at most so many places are read at once: one warp sums them without a detour.
+AT_ONCE = 1024
 
 
 class Patterns(Drafting):
@@ -66,11 +70,24 @@ class Patterns(Drafting):
         prepared = self.finish(draft, "unrolled", fill=len({target for target, _ in points}) < places)
         kept = tuple(v for v in dict.fromkeys(v for i in draft.target.indices for v in variables(i)) if v not in over)
         summed = tuple(v for v in self.summed(draft) if v not in over)
-        if not kept or not points or not forced and self.leader_innermost(draft) & set(summed):
-            return None  # rows of the largest factor lie along a summed variable, which straight-line code walks one by one
-        n, m = kept[-1:], kept[:-1][-1:]
-        roles = Contraction(m, n, (), summed, (), kept[:-2], False)
+        if not kept or not points:
+            return None
+        roles = self.straight(draft, kept, summed)
+        if not forced and roles.n[0] not in kept and draft.extents[roles.n[0]] > SUMMED_UP_TO:
+            return None
         return replace(prepared, plan=replace(prepared.plan, pattern=Pattern(over, points), roles=roles, padded=frozenset()))
+
+    def straight(self, draft: Draft, kept: tuple[str, ...], summed: tuple[str, ...]) -> Contraction:
+        """The axes of straight-line code: rows of the largest factor are read whole, also where they lie along a summed variable."""
+        rows = next((v for v in summed if v in self.leader_innermost(draft)), "")
+        loops = tuple(v for v in summed if v != rows)
+        if not rows and len(loops) == 1 and draft.extents[loops[0]] * draft.extents[kept[-1]] <= AT_ONCE:
+            return Contraction(kept[:-1][-1:], kept[-1:], loops, (), (), kept[:-2], False)
+        if not rows:
+            return Contraction(kept[:-1][-1:], kept[-1:], (), loops, (), kept[:-2], False)
+        if loops:  # the others are summed first; what remains is one row, and summed at the end
+            return Contraction(kept[-1:], (rows,), (), loops, (), kept[:-1], False)
+        return Contraction(kept[:-1][-1:], kept[-1:], (rows,), (), (), kept[:-2], False)
 
     def leader_innermost(self, draft: Draft) -> set[str]:
         """Variables along the unit stride of the factor that has the most elements."""

@@ -172,6 +172,12 @@ def _rows(plan: Plan, extents: Mapping[str, int], limits: Limits, guess: Choice)
 
 def _unrolled(plan: Plan, extents: Mapping[str, int]) -> Iterator[Choice]:
     m_all, n_all = (power_of_two(model.extent(axis, extents)) if axis else 1 for axis in (plan.roles.m, plan.roles.n))
+    if plan.roles.k:
+        k_all = min(128, power_of_two(model.extent(plan.roles.k, extents)))
+        for m, n, k, warps in itertools.product(_powers(1, min(8, m_all)), _powers(min(8, n_all), min(64, n_all)), {k_all, min(k_all, 32)}, (1, 2, 4, 8)):
+            if 128 * warps <= m * n * k <= 2048 * warps:
+                yield (Config(m=m, n=n, k=k, warps=warps, stages=1),)
+        return
     for m, n, warps in itertools.product(_powers(1, min(32, m_all)), _powers(min(16, n_all), min(128, n_all)), (1, 2, 4)):
         if m * n <= 2048:
             yield (Config(m=m, n=n, warps=warps, stages=1),)
