@@ -1,0 +1,146 @@
+"""The pass: chains of a graph replaced by calls of one op each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from insum.fusion import op as _op  # noqa: F401  # registers the ops
+from insum.fusion.chains import Chain, find
+from insum.fusion.cost import objection
+from insum.fusion.report import Fused, Left, Report, add
+from insum.fusion.shapes import same, shape_of
+from insum.lang.bind import Size
+from insum.lang.expr import accesses
+
+aten = torch.ops.aten
+
+
+def fuse(graph: Graph, wish: str = "") -> Report:
+    """Replace every chain that is worth it by one op. ``wish`` goes before `settings.fuse`."""
+    chains = find(graph, lambda chain: objection(chain, wish))
+    backward = _backward(graph)
+    fused = []
+    for chain in chains.found:
+        fused.append(_told(chain, chain.root in backward))
+    left = tuple(Left(node.name, why, node in backward) for node, why in chains.left)
+    replaced: dict[Node, Node] = {}
+    for chain in chains.found:
+        replaced[chain.root] = _replace(graph, chain.after(replaced))
+    _sweep(graph, chains.found)
+    graph.lint()
+    found = Report(tuple(fused), left)
+    if found.fused or found.left:
+        add(found)
+    return found
+
+
+def _told(chain: Chain, backward: bool) -> Fused:
+    nodes = tuple(n.name for n in reversed(chain.inlined))
+    text = str(chain.statement).replace(" = ", " += ", 1) if chain.initial is not None else str(chain.statement)
+    return Fused(text, chain.root.name, nodes, backward, chain.saved, chain.notes)
+
+
+def _backward(graph: Graph) -> set[Node]:
+    """Nodes that depend on an upstream gradient."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" and str(node.target).startswith("tangents") or any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _replace(graph: Graph, chain: Chain) -> Node:
+    root = chain.root
+    with graph.inserting_before(root):
+        new = _call(graph, chain)
+        for dim in range(len(shape_of(root))):
+            if dim not in chain.dims:
+                new = _made(graph, aten.unsqueeze.default, (new, dim), new.meta["val"].unsqueeze(dim))
+        if chain.initial is not None:
+            new = _made(graph, aten.add.Tensor, (chain.initial, new), root.meta["val"])
+    root.replace_all_uses_with(new)
+    return new
+
+
+def _call(graph: Graph, chain: Chain) -> Node:
+    value = chain.root.meta["val"]
+    for dim in reversed(range(value.dim())):
+        value = value if dim in chain.dims else value.squeeze(dim)
+    bases: dict[Node, str] = {}
+    for t in chain.indices:
+        bases.setdefault(t.base, f"{t.base.name}_base")
+    tensors = {**dict(chain.tensors), **{name: node for node, name in bases.items()}}
+    views = ";".join(":".join([f"{t.name}<{bases[t.base]}", *(f"{d}.{p}" for d, p in t.selects)]) for t in chain.indices)
+    passing = ",".join(t.name for t in chain.indices if t.base.op != "placeholder")
+    keys, sizes = _sizes(graph, chain)
+    arguments = (str(chain.statement), ",".join(tensors), list(tensors.values()), views, keys, sizes, ",".join(chain.wrapped), passing)
+    return _made(graph, torch.ops.insum.fused.default, arguments, value)
+
+
+def _made(graph: Graph, target: Any, arguments: tuple[Any, ...], value: Any) -> Node:
+    node = graph.call_function(target, arguments)
+    node.meta["val"] = value
+    return node
+
+
+def _sizes(graph: Graph, chain: Chain) -> tuple[str, list[Any]]:
+    """The shape of a scattered result, and the extents of variables that stand alone in no dimension."""
+    keys: list[str] = []
+    sizes: list[Any] = []
+    direct = {i.var for access in accesses(chain.statement.value) for i in access.indices}
+    direct |= {i.var for index in chain.statement.target.indices for access in accesses(index) for i in access.indices}
+    if chain.zeros is not None or chain.initial is not None:
+        base = chain.zeros or chain.initial
+        assert base is not None
+        keys.append(f"out#{len(chain.dims)}")
+        sizes += [_size(graph, chain, base, d) for d in chain.dims]
+        direct |= {i.var for i in chain.statement.target.indices}
+    for name, (node, dim) in chain.extents.items():
+        if name not in direct:
+            keys.append(name)
+            sizes.append(_size(graph, chain, node, dim))
+    return ";".join(keys), sizes
+
+
+def _size(graph: Graph, chain: Chain, node: Node, dim: int) -> Any:
+    """A size as a number, or as the node that gives it."""
+    size: Size = shape_of(node)[dim]
+    if isinstance(size, int):
+        return size
+    for known in graph.nodes:  # a node that is that size
+        if known is chain.root:
+            break
+        value = known.meta.get("val")
+        if isinstance(value, torch.SymInt) and same(value, size):
+            return known
+    source, place = _owner(chain, size) or (node, dim)
+    return _made(graph, aten.sym_size.int, (source, place), size)
+
+
+def _owner(chain: Chain, size: Size) -> tuple[Node, int] | None:
+    """A tensor that the statement reads anyway and that has such a dimension."""
+    for node in chain.leaves:
+        for dim, other in enumerate(shape_of(node)):
+            if not isinstance(other, int) and same(size, other):
+                return node, dim
+    return None
+
+
+def _sweep(graph: Graph, chains: tuple[Chain, ...]) -> None:
+    """Remove what nobody reads any more: the chains, and what only they read."""
+    todo = [n for chain in chains for n in (chain.root, *chain.inlined, *chain.leaves, *([chain.zeros] if chain.zeros else []))]
+    erased: set[Node] = set()
+    order = {node: k for k, node in enumerate(graph.nodes)}
+    for node in sorted(dict.fromkeys(todo), key=lambda n: -order[n]):
+        stack = [node]
+        while stack:
+            one = stack.pop()
+            if one in erased or one.users or one.op != "call_function" or one.is_impure() or one.target is torch.ops.insum.fused.default:
+                continue
+            below = one.all_input_nodes
+            graph.erase_node(one)
+            erased.add(one)
+            stack += below
