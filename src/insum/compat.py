@@ -189,3 +189,11 @@ def register_backend(name: str, function: Callable[..., Any]) -> None:
 
     if name not in list_backends(()):
         register_backend(function, name=name)
+
+
+def functional_call() -> Any:
+    """The operator that calls an op that writes in place on copies, which Inductor leaves out where it can; None where this torch has none."""
+    try:
+        return torch.ops.higher_order.auto_functionalized
+    except AttributeError:
+        return None

@@ -84,7 +84,7 @@ def _round(graph: Graph, kept: frozenset[Node], accept: Callable[[Chain], str]) 
     for node in reversed(graph.nodes):
         if node.op != "call_function" or node.target not in ROOTS or node in inside and all(u in inside for u in node.users):
             continue
-        if not isinstance(node.meta.get("val"), torch.Tensor) or node.target not in SCATTERS and not reaches(node):
+        if not isinstance(node.meta.get("val"), torch.Tensor) or node.target not in SCATTERS and not any(map(reaches, node.all_input_nodes)):
             continue
         try:
             chain = ROOTS[node.target](node, kept, reaches)
@@ -108,8 +108,14 @@ def _needed(graph: Graph, chains: dict[Node, Chain]) -> frozenset[Node]:
         if node not in alive:
             alive.add(node)
             todo += chains[node].leaves if node in chains else node.all_input_nodes
-    through = {n for chain in chains.values() for n in chain.inlined if n is not chain.root and n.target not in VIEWS}
-    return frozenset(n for n in through & alive if n not in chains)
+    inside = {n for chain in chains.values() for n in chain.inlined} - chains.keys()
+    return frozenset(n for n in inside & alive if n.target not in VIEWS and _used_outside(n, inside, alive))
+
+
+def _used_outside(node: Node, inside: set[Node], alive: set[Node]) -> bool:
+    """Whether somebody outside of the chains reads a node, or a view of it. Those below such a node are looked at in the next round."""
+    users = [u for u in node.users if u in alive]
+    return any(_used_outside(u, inside, alive) if u.target in VIEWS else u not in inside for u in users)
 
 
 def _because(node: Node, why: str, kept: frozenset[Node]) -> str:

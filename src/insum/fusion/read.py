@@ -296,6 +296,8 @@ VIEWS: dict[Any, View] = {
 
 def _through(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     source, inner = VIEWS[node.target](node, at)
+    if not reader.reaches(source) and any(index.terms and index not in at for index in inner):
+        raise Stop("a view of a tensor that is there costs nothing, sums in indices do")
     reader.inline(node)
     return reader.value(source, inner, gathered=gathered)
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
+from insum.compat import functional_call
 from insum.fusion import op as _op  # noqa: F401  # registers the ops
 from insum.fusion.chains import Chain, find
 from insum.fusion.cost import objection
 from insum.fusion.report import Fused, Left, Report, add
-from insum.fusion.shapes import same, shape_of
+from insum.fusion.shapes import same, shape_of, value_of
 from insum.lang.bind import Size
 from insum.lang.expr import accesses
 
 aten = torch.ops.aten
+FUSED, INTO, IN_PLACE = torch.ops.insum.fused.default, torch.ops.insum.fused_into.default, torch.ops.insum.fused_into_.default
+#: Operations whose result lies in memory of its own whatever comes after.
+_OWN = (aten.mm.default, aten.bmm.default, aten.addmm.default)
 
 
 def fuse(graph: Graph, wish: str = "") -> Report:
@@ -30,6 +35,8 @@ def fuse(graph: Graph, wish: str = "") -> Report:
     for chain in chains.found:
         replaced[chain.root] = _replace(graph, chain.after(replaced))
     _sweep(graph, chains.found)
+    if chains.found:
+        _add_in_place(graph)
     graph.lint()
     found = Report(tuple(fused), left)
     if found.fused or found.left:
@@ -55,12 +62,15 @@ def _backward(graph: Graph) -> set[Node]:
 def _replace(graph: Graph, chain: Chain) -> Node:
     root = chain.root
     with graph.inserting_before(root):
-        new = _call(graph, chain)
-        for dim in range(len(shape_of(root))):
-            if dim not in chain.dims:
-                new = _made(graph, aten.unsqueeze.default, (new, dim), new.meta["val"].unsqueeze(dim))
-        if chain.initial is not None:
-            new = _made(graph, aten.add.Tensor, (chain.initial, new), root.meta["val"])
+        if chain.initial is not None and len(chain.dims) == len(shape_of(root)):
+            new = _into(graph, chain.initial, _arguments(graph, chain), root.meta["val"])
+        else:
+            new = _call(graph, chain)
+            for dim in range(len(shape_of(root))):
+                if dim not in chain.dims:
+                    new = _made(graph, aten.unsqueeze.default, (new, dim), new.meta["val"].unsqueeze(dim))
+            if chain.initial is not None:
+                new = _made(graph, aten.add.Tensor, (chain.initial, new), root.meta["val"])
     root.replace_all_uses_with(new)
     return new
 
@@ -69,6 +79,11 @@ def _call(graph: Graph, chain: Chain) -> Node:
     value = chain.root.meta["val"]
     for dim in reversed(range(value.dim())):
         value = value if dim in chain.dims else value.squeeze(dim)
+    return _made(graph, FUSED, _arguments(graph, chain), value)
+
+
+def _arguments(graph: Graph, chain: Chain) -> tuple[Any, ...]:
+    """What the op takes, in the order of its schema."""
     bases: dict[Node, str] = {}
     for t in chain.indices:
         bases.setdefault(t.base, f"{t.base.name}_base")
@@ -76,8 +91,53 @@ def _call(graph: Graph, chain: Chain) -> Node:
     views = ";".join(":".join([f"{t.name}<{bases[t.base]}", *(f"{d}.{p}" for d, p in t.selects)]) for t in chain.indices)
     passing = ",".join(t.name for t in chain.indices if t.base.op != "placeholder")
     keys, sizes = _sizes(graph, chain)
-    arguments = (str(chain.statement), ",".join(tensors), list(tensors.values()), views, keys, sizes, ",".join(chain.wrapped), passing)
-    return _made(graph, torch.ops.insum.fused.default, arguments, value)
+    return str(chain.statement), ",".join(tensors), list(tensors.values()), views, keys, sizes, ",".join(chain.wrapped), passing
+
+
+_NAMES = ("statement", "names", "tensors", "views", "size_names", "sizes", "wraps", "passing")
+
+
+def _into(graph: Graph, initial: Node, arguments: tuple[Any, ...], value: Any) -> Node:
+    """A sum with what is there: in place where Inductor finds that nobody else reads it."""
+    functional = functional_call()
+    if functional is None:
+        return _made(graph, INTO, (initial, *_accumulating(arguments)), value)
+    called = graph.call_function(functional, (IN_PLACE,), {"target": initial, **dict(zip(_NAMES, _accumulating(arguments)))})
+    called.meta["val"] = (None, value)
+    return _made(graph, operator.getitem, (called, 1), value)
+
+
+def _accumulating(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return arguments[0].replace(" = ", " += ", 1), *arguments[1:]
+
+
+def _add_in_place(graph: Graph) -> None:
+    """``a + fused(...)`` adds to ``a`` where ``a`` is a tensor of its own that nobody else reads."""
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
+            continue
+        for a, b in (node.args, node.args[::-1]):
+            if _can_take(a) and isinstance(b, Node) and b.target is FUSED and len(b.users) == 1 and _alike(a, b, node):
+                with graph.inserting_before(node):
+                    new = _into(graph, a, b.args, node.meta["val"])
+                node.replace_all_uses_with(new)
+                graph.erase_node(node)
+                graph.erase_node(b)
+                break
+
+
+def _can_take(node: Any) -> bool:
+    if not isinstance(node, Node) or node.op != "call_function" or len(node.users) != 1:
+        return False
+    inner = node.args[0] if node.target is operator.getitem else None
+    return node.target in (FUSED, INTO, *_OWN) or isinstance(inner, Node) and IN_PLACE in inner.args
+
+
+def _alike(*nodes: Node) -> bool:
+    a, *rest = (value_of(n) for n in nodes)
+    return all(a.dtype == b.dtype and a.dim() == b.dim() and all(map(same, a.shape, b.shape)) for b in rest)
+
+
 
 
 def _made(graph: Graph, target: Any, arguments: tuple[Any, ...], value: Any) -> Node:
@@ -129,6 +189,10 @@ def _owner(chain: Chain, size: Size) -> tuple[Node, int] | None:
     return None
 
 
+def _is_ours(node: Node) -> bool:
+    return node.target in (FUSED, INTO) or IN_PLACE in node.args
+
+
 def _sweep(graph: Graph, chains: tuple[Chain, ...]) -> None:
     """Remove what nobody reads any more: the chains, and what only they read."""
     todo = [n for chain in chains for n in (chain.root, *chain.inlined, *chain.leaves, *([chain.zeros] if chain.zeros else []))]
@@ -138,7 +202,7 @@ def _sweep(graph: Graph, chains: tuple[Chain, ...]) -> None:
         stack = [node]
         while stack:
             one = stack.pop()
-            if one in erased or one.users or one.op != "call_function" or one.is_impure() or one.target is torch.ops.insum.fused.default:
+            if one in erased or one.users or one.op != "call_function" or one.is_impure() or _is_ours(one):
                 continue
             below = one.all_input_nodes
             graph.erase_node(one)
