@@ -146,7 +146,7 @@ def mode_options(mode: str | None, dynamic: bool | None = None) -> dict[str, Any
 
 def aot(graph: Any, inputs: Any, compiler: Callable[[Any, Any], Any], on_joint: Callable[[Any], None]) -> Any:
     """A dynamo graph through AOT autograd as Inductor does it, with its decompositions; ``compiler`` gets forward and backward graphs."""
-    from functorch.compile import min_cut_rematerialization_partition
+    from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
 

@@ -41,11 +41,10 @@ class Chain:
 
     def after(self, replaced: dict[Node, Node]) -> Chain:
         """The same chain, when nodes that it reads have been replaced."""
-        new = lambda node: replaced.get(node, node)
-        indices = tuple(replace(t, base=new(t.base)) for t in self.indices)
-        extents = {v: (new(node), dim) for v, (node, dim) in self.extents.items()}
-        initial = new(self.initial) if self.initial is not None else None
-        return replace(self, initial=initial, tensors=tuple((name, new(n)) for name, n in self.tensors), indices=indices, extents=extents)
+        indices = tuple(replace(t, base=replaced.get(t.base, t.base)) for t in self.indices)
+        extents = {v: (replaced.get(node, node), dim) for v, (node, dim) in self.extents.items()}
+        initial = replaced.get(self.initial, self.initial) if self.initial is not None else None
+        return replace(self, initial=initial, tensors=tuple((name, replaced.get(n, n)) for name, n in self.tensors), indices=indices, extents=extents)
 
     @property
     def saved(self) -> int:

@@ -7,47 +7,20 @@ negative values that count from the end, and made anew at each call. They stand 
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from insum.compat import assert_async
-from insum.lang.bind import Value
+from insum.compat import PLAIN
+from insum.fusion import ways
+from insum.fusion.indices import Selects, is_passing, looks_are_free, part, seen_once, select, wrapped
 from insum.ops import decode
-from insum.plan.facts import known, pass_by, version_of
-from insum.request import Prepared, Request, prepare
+from insum.plan.facts import pass_by
+from insum.request import Request, prepare
+from insum.runtime import fused
 from insum.settings import settings
-
-#: Selects of the dimensions of a tensor: which, and at which place.
-Selects = tuple[tuple[int, int], ...]
-
-
-# --- index tensors that are parts of others -------------------------------------------------------------------------------------
-
-_parts: dict[int, tuple[weakref.ref[Tensor], int, dict[Selects, Tensor]]] = {}
-
-
-def part(base: Tensor, selects: Selects) -> Tensor:
-    """``base`` at fixed places of some dimensions; the same object as long as ``base`` lives unchanged, so that what is known of it stays known."""
-    if not selects:
-        return base
-    key, version = id(base), version_of(base)
-    entry = _parts.get(key)
-    if entry is None or entry[0]() is not base or entry[1] != version:
-        entry = _parts[key] = (weakref.ref(base, lambda _: _parts.pop(key, None)), version, {})
-    if selects not in entry[2]:
-        # Of .data, because a view would keep its base alive, and with it this entry.
-        entry[2][selects] = _select(base.data, selects)
-    return entry[2][selects]
-
-
-def _select(base: Tensor, selects: Selects) -> Tensor:
-    for dim, place in reversed(selects):
-        base = base.select(dim, place)
-    return base
 
 
 @functools.lru_cache(maxsize=4096)
@@ -61,110 +34,71 @@ def _views(text: str) -> tuple[tuple[str, str, Selects], ...]:
     return tuple(found)
 
 
-# --- index tensors that are seen once -------------------------------------------------------------------------------------------
-
-#: Calls of a statement with index tensors that were never seen before, less those with known ones; and the last tensor that was new.
-_strangers: dict[tuple[str, str], int] = {}
-_last: dict[tuple[str, str], weakref.ref[Tensor]] = {}
-_PATIENCE = 2
+@functools.lru_cache(maxsize=4096)
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(",")) if text else ()
 
 
-def is_passing(statement: str, name: str, tensor: Tensor, marked: bool) -> bool:
-    """Whether an index tensor is not worth looking at closely: it is made at every call, or each call has come with another."""
-    if tensor.is_cpu or torch.are_deterministic_algorithms_enabled():
-        return False
-    facts = known(tensor)
-    if facts is not None and not facts.passing:
-        _strangers[statement, name] = 0
-        return False
-    if marked or torch.cuda.is_current_stream_capturing():
-        return True
-    last = _last.get((statement, name))
-    if last is not None and last() is tensor:
-        _strangers[statement, name] = 0  # it came back
-        return False
-    _last[statement, name] = weakref.ref(tensor)
-    seen = _strangers[statement, name] = _strangers.get((statement, name), 0) + 1
-    return seen > _PATIENCE
-
-
-def _wrap(tensor: Tensor, size: int, passing: bool) -> Tensor:
-    """Negative values counted from the end, where there are any."""
-    if passing:
-        return torch.where(tensor < 0, tensor + size, tensor)
-    facts = known(tensor)
-    low = facts.low if facts is not None else int(tensor.min()) if tensor.numel() and not tensor.is_cpu else None
-    if low is None:
-        return torch.where(tensor < 0, tensor + size, tensor) if tensor.numel() and bool((tensor < 0).any()) else tensor
-    if low >= 0:
-        return tensor
-    if facts is None:
-        return torch.where(tensor < 0, tensor + size, tensor)
-    if ("wrapped", size) not in facts.derived:
-        facts.derived["wrapped", size] = torch.where(tensor < 0, tensor + size, tensor)
-    wrapped: Tensor = facts.derived["wrapped", size]
-    return wrapped
-
-
-# --- kernels --------------------------------------------------------------------------------------------------------------------
-
-
-def _read(arguments: Sequence[Any]) -> tuple[Request, dict[str, Value], tuple[str, ...], frozenset[str]]:
-    """Request, tensors by the names of the statement, index tensors that wrap, and those that were made for this call."""
-    statement, names, tensors, views, size_names, sizes, wraps, passing = arguments
-    request, bases = decode((statement, names, tensors, "", [], size_names, sizes, "", None, ""))
-    values: dict[str, Value] = {}
-    parts = _views(views)
-    taken = {base for _, base, _ in parts}
-    for name, value in bases.items():
-        if name not in taken:
-            values[name] = value
-    for name, base, selects in parts:
+def _values(names: str, tensors: Sequence[Tensor], views: str) -> dict[str, Any]:
+    """Tensors by the names of the statement."""
+    bases = dict(zip(_names(names), tensors))
+    found: dict[str, Any] = {}
+    for name, base, selects in _views(views):
         tensor = bases[base]
-        assert isinstance(tensor, Tensor)
-        values[name] = part(tensor, selects) if type(tensor) is Tensor else _select(tensor, selects)
-    return request, values, tuple(wraps.split(",")) if wraps else (), frozenset(passing.split(",")) if passing else frozenset()
+        found[name] = part(tensor, selects) if type(tensor) in PLAIN else select(tensor, selects)
+    taken = {base for _, base, _ in _views(views)}
+    found.update((name, tensor) for name, tensor in bases.items() if name not in taken)
+    return found
 
 
-def _ready(prepared: Prepared, values: dict[str, Value], wraps: tuple[str, ...], marked: frozenset[str]) -> Mapping[str, Value]:
-    """Index tensors as the statement takes them: without negative values, and known, or known to be seen once."""
-    limits = {name: high + 1 for name, _, high in prepared.ranges}
-    for name, limit in limits.items():
-        tensor = values[name]
-        assert isinstance(tensor, Tensor)
-        passing = is_passing(prepared.request.statement, name, tensor, name in marked)
-        if name in wraps:
-            tensor = values[name] = _wrap(tensor, limit, passing)
+def _request(statement: str, size_names: str, sizes: Sequence[Any]) -> Request:
+    return decode((statement, "", [], "", [], size_names, sizes, "", None, ""))[0]
+
+
+def _run(mode: str, target: Tensor | None, arguments: Sequence[Any]) -> Tensor:
+    statement, names, tensors, views, size_names, sizes, wraps, marked = arguments
+    values = _values(names, tensors, views)
+    made = _names(marked)
+    passing = [is_passing(statement, name, values[name], name in made) for name, _, _ in _views(views)]
+    key = statement, names, views, (*sizes,), mode, any(passing)
+    quick = ways.run(key, values, target) if target is None or mode == "into" else None
+    return quick if quick is not None else _run_long(mode, target, _request(statement, size_names, sizes), values, _names(wraps), any(passing), key)
+
+
+def _run_long(mode: str, target: Tensor | None, request: Request, values: dict[str, Any], wraps: tuple[str, ...], passing: bool, key: object) -> Tensor:
+    prepared = prepare(request, values, target)
+    limits = tuple((name, high + 1, name in wraps) for name, _, high in prepared.ranges)
+    given = dict(values)
+    for name, limit, wrap in limits:
         if passing:
-            if settings.check != "never" and tensor.numel():
-                low, high = torch.aminmax(tensor)
-                assert_async((low >= 0) & (high < limit), f"insum: an index of {name} is out of range")
-            pass_by(tensor, limit - 1)
+            values[name] = seen_once(name, values[name], limit, wrap)
+            pass_by(values[name], limit - 1)
+        elif wrap:
+            values[name] = wrapped(values[name], limit, False)
     prepared.verify(values)
-    return values
+    result = prepared.run(mode, values, target)
+    if prepared.fusable and mode != "from" and settings.check != "always" and (settings.check == "never" or not any(map(looks_are_free, values.values()))):
+        program = fused.lookup(prepared.problem, values, target, None)
+        if passing or all(values[name] is given[name] for name, _, _ in limits):
+            ways.keep(key, program, given, limits if passing else (), target)
+    return result
 
 
 def _fused(*arguments: Any) -> Tensor:
-    request, values, wraps, marked = _read(arguments)
-    prepared = prepare(request, values)
-    return prepared.run("new", _ready(prepared, values, wraps, marked), None)
+    return _run("new", None, arguments)
 
 
 def _fused_into(initial: Tensor, *arguments: Any) -> Tensor:
-    request, values, wraps, marked = _read(arguments)
-    prepared = prepare(request, values, initial)
-    return prepared.run("from", _ready(prepared, values, wraps, marked), initial)
+    return _run("from", initial, arguments)
 
 
 def _fused_into_(target: Tensor, *arguments: Any) -> None:
-    request, values, wraps, marked = _read(arguments)
-    prepared = prepare(request, values, target)
-    prepared.run("into", _ready(prepared, values, wraps, marked), target)
+    _run("into", target, arguments)
 
 
 def _fused_fake(*arguments: Any) -> Tensor:
-    request, values, _, _ = _read(arguments)
-    problem = request.bind(values)
+    statement, names, tensors, views, size_names, sizes, *_ = arguments
+    problem = _request(statement, size_names, sizes).bind(_values(names, tensors, views))
     return torch.empty(problem.shape, dtype=problem.dtype, device=problem.device)
 
 

@@ -20,7 +20,8 @@ class Fused:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"fused  {self.root}: {self.statement}  ({len(self.nodes)} nodes, {'backward' if self.backward else 'forward'}, {self.saved:,} elements not written)"
+        when = "backward" if self.backward else "forward"
+        return f"fused  {self.root}: {self.statement}  ({len(self.nodes)} nodes, {when}, {self.saved:,} elements not written)"
 
 
 @dataclass(frozen=True, slots=True)

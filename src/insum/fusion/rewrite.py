@@ -138,8 +138,6 @@ def _alike(*nodes: Node) -> bool:
     return all(a.dtype == b.dtype and a.dim() == b.dim() and all(map(same, a.shape, b.shape)) for b in rest)
 
 
-
-
 def _made(graph: Graph, target: Any, arguments: tuple[Any, ...], value: Any) -> Node:
     node = graph.call_function(target, arguments)
     node.meta["val"] = value
