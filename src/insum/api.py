@@ -318,3 +318,5 @@ def tuned(request: Request, tensors: dict[str, Value], effort: str) -> Tuned:
     target = tensors[call.target] if call.target else None
     assert target is None or isinstance(target, Tensor)
     return search.tune(call.problem, tensors, target, effort)
+
+

@@ -92,3 +92,5 @@ def _shared(
         count = count + held
     share = torch.where(count > 0, upstream / count, 0).to(upstream.dtype)
     return share, share * held.to(upstream.dtype)
+
+

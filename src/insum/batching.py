@@ -62,3 +62,5 @@ def _names(index: Affine, key: str) -> bool:
     """Whether ``sizes={key: n}`` speaks of this left-side index (but not as a variable)."""
     atom = index.atom
     return index.var is None and (str(index).replace(" ", "") == key.replace(" ", "") or isinstance(atom, Access) and atom.tensor == key)
+
+

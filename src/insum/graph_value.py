@@ -223,3 +223,4 @@ def _letters(vars: list[str]) -> dict[str, str]:
     names = {v: v for v in wanted if len(v) == 1 and v in ascii_letters}
     free = (c for c in ascii_letters if c not in names.values())
     return {v: names[v] if v in names else next(free) for v in wanted}
+

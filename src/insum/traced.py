@@ -77,3 +77,5 @@ def _arguments(
             keys.append(key)
             sizes.append(size)
     return statement, ",".join(tensors), list(tensors.values()), ",".join(numbers), list(numbers.values()), ";".join(keys), sizes, padded, dtype, config
+
+

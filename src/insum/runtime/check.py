@@ -216,3 +216,5 @@ def _at(index: Affine, values: Mapping[str, Value], point: dict[str, int]) -> in
         else:
             total += by * int(torch.as_tensor(values[atom.tensor])[tuple(_at(i, values, point) for i in atom.indices)])
     return total
+
+
