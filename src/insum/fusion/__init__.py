@@ -16,7 +16,7 @@
 
 from __future__ import annotations
 
-from insum.fusion.backend import backend, disable, enable, enabled, register
+from insum.fusion.entry import backend, disable, enable, enabled, register
 from insum.fusion.report import Fused, Left, Report, clear, report
 from insum.fusion.rewrite import fuse
 

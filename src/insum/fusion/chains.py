@@ -11,7 +11,9 @@ from torch.fx import Graph, Node
 
 from insum.fusion.read import CONTRACTIONS, FLOATS, VIEWS, IndexTensor, Indices, Reader, reaching
 from insum.fusion.shapes import ZERO, Stop, broadcast, is_contiguous, is_one, points, same, shape_of, value_of
-from insum.lang.expr import Access, Expr, Statement, product, tensors_of, variables
+from insum.lang.bind import Size
+from insum.lang.expr import Access, Expr, Statement, index_of, product, tensors_of, variables
+from insum.plan.rewrite import substitute
 
 aten = torch.ops.aten
 
@@ -31,7 +33,7 @@ class Chain:
     inlined: tuple[Node, ...]
     gathers: tuple[Node, ...]
     notes: tuple[str, ...]
-    dims: tuple[int, ...]  # of the root, that the statement's result has
+    dims: tuple[int | None, ...]  # of the root, one for each of the statement's result; None where it has several for one
 
     @property
     def leaves(self) -> tuple[Node, ...]:
@@ -156,18 +158,48 @@ def _scattered(node: Node, base: Node, message: Node, at: Callable[[Reader], tup
 
 
 def _index_put(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
-    base, tensors, message = node.args[:3]
     if len(node.args) < 4 or node.args[3] is not True:
         raise Stop("it overwrites, and does not add")
+    base, tensors, message = node.args[:3]
+    return _put(node, base, tensors, message, kept, reaches)
+
+
+def _masked_put(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
+    """The gradient of an embedding: a mask leaves out what lies outside of the table, and that would be an error before."""
+    base, mask, tensors, message = node.args[:4]
+    if not isinstance(tensors, list | tuple) or len(tensors) != 1 or not isinstance(base, Node) or not _only_range(mask, tensors[0], shape_of(base)[0]):
+        raise Stop("a mask leaves out some of what it adds")
+    return _put(node, base, tensors, message, kept, reaches)
+
+
+def _only_range(mask: Any, index: Any, size: Size) -> bool:
+    """Whether a mask is true for all values from 0 to ``size``."""
+    if not isinstance(mask, Node) or mask.op != "call_function":
+        return False
+    if mask.target in (aten.bitwise_and.Tensor, aten.logical_and.default):
+        return all(_only_range(part, index, size) for part in mask.args[:2])
+    if mask.target in (aten.unsqueeze.default, aten.view.default, aten.expand.default):
+        return _only_range(mask.args[0], index, size)
+    if mask.args[0] is not index:
+        return False
+    limit: Any = mask.args[1].meta.get("val") if isinstance(mask.args[1], Node) else mask.args[1]
+    if mask.target is aten.lt.Scalar:
+        return same(limit, size)
+    if not isinstance(limit, int):
+        return False
+    return mask.target is aten.ge.Scalar and limit <= 0 or mask.target is aten.ne.Scalar and limit < 0
+
+
+def _put(node: Node, base: Any, tensors: Any, message: Any, kept: frozenset[Node], reaches: Any) -> Chain:
     assert isinstance(base, Node) and isinstance(message, Node)
 
     def at(reader: Reader) -> tuple[Indices, Indices]:
-        places = [t for t in tensors if isinstance(t, Node)]  # type: ignore[union-attr]
+        places = [t for t in tensors if isinstance(t, Node)]
         if not places:
             raise Stop("nothing is indexed")
         widest = max(places, key=lambda t: value_of(t).dim())
         rank, size = value_of(widest).dim(), len(shape_of(base))
-        positions = [d for d, t in enumerate(tensors) if t is not None]  # type: ignore[arg-type]
+        positions = [d for d, t in enumerate(tensors) if t is not None]
         together = positions == list(range(positions[0], positions[-1] + 1))
         inner = []
         for d in range(rank):
@@ -176,7 +208,7 @@ def _index_put(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
         free = [ZERO if is_one(shape_of(base)[d]) else reader.variable("i", base, d) for d in range(size) if d not in positions]
         lead = positions[0] if together else 0
         full = (*free[:lead], *inner, *free[lead:])
-        return reader.placed(tensors, base, full), broadcast(full, shape_of(message))  # type: ignore[arg-type]
+        return reader.placed(tensors, base, full), broadcast(full, shape_of(message))
 
     return _scattered(node, base, message, at, kept, reaches)
 
@@ -229,6 +261,7 @@ def _biased(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
 SCATTERS: dict[Any, Callable[..., Chain]] = {
     aten.index_put.default: _index_put,
     aten._unsafe_index_put.default: _index_put,
+    aten._unsafe_masked_index_put_accumulate.default: _masked_put,
     aten.index_add.default: _index_add,
     aten.scatter_add.default: _scatter_add,
     aten.scatter_reduce.two: _scatter_add,
@@ -240,10 +273,15 @@ ROOTS: dict[Any, Callable[..., Chain]] = {**SCATTERS, **dict.fromkeys(CONTRACTIO
 
 
 def _chain(root: Node, reader: Reader, target: Indices, factors: list[Expr], base: Node | None) -> Chain:
-    if not reader.gathers:
-        raise Stop("nothing is gathered into it" + "".join(f"; {note}" for note in reader.notes[:1]))
-    # Dimensions of size 1 have no variable; they are put back when the result is there.
-    statement = Statement(Access("out", tuple(i for i in target if i.terms)), "=", product(factors))
+    if not reader.gathers and not (base is not None and reader.grown):
+        raise Stop(("nothing is gathered into it" if base is None else "nothing is gathered into it, and no product in it grows") + "".join(f"; {note}" for note in reader.notes[:1]))
+    # Dimensions of size 1 have no variable, and split ones several: the result is brought into shape when it is there.
+    parts = {name: tuple(index_of(part) for part, _ in split) for name, split in reader.splits.items()}
+    places = [(d, i) for d, index in enumerate(target) if index.terms for i in parts.get(index.var or "", (index,))]
+    change = reader.unsplit()
+    whole = substitute(Access("out", tuple(i for _, i in places)), change)
+    assert isinstance(whole, Access)
+    statement = Statement(whole, "=", product([substitute(f, change) for f in factors]))
     _check(root, reader)
     zero = base is not None and is_zero(base)
     reads = set(tensors_of(statement))
@@ -259,7 +297,7 @@ def _chain(root: Node, reader: Reader, target: Indices, factors: list[Expr], bas
         tuple(reader.inlined),
         tuple(reader.gathers),
         tuple(reader.notes),
-        tuple(d for d, i in enumerate(target) if i.terms),
+        tuple(None if index.var in reader.extents and target[d].var != index.var else d for d, index in places),
     )
 
 

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from insum.fusion.shapes import ZERO, Stop, broadcast, is_one, points, same, shape_of, through_view, value_of
+from insum.fusion.shapes import ZERO, Stop, broadcast, is_one, merged_dims, points, same, shape_of, through_view, value_of
 from insum.lang.bind import Size
-from insum.lang.expr import Access, Affine, Expr, Number, accesses, affine, fresh, index_of
+from insum.lang.expr import Access, Affine, Expr, Number, Var, accesses, affine, fresh, index_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
 Indices: TypeAlias = tuple[Affine, ...]
@@ -50,9 +50,11 @@ class Reader:
     wrapped: set[str] = field(default_factory=set)  # index tensors in which a negative value counts from the end
     inlined: dict[Node, None] = field(default_factory=dict)
     gathers: list[Node] = field(default_factory=list)
+    grown: list[Node] = field(default_factory=list)  # products with more elements than their factors
     contractions: int = 0
     beside: int = 0  # about how many elements that has which the node being read is multiplied with
     extents: dict[str, tuple[Node, int]] = field(default_factory=dict)  # of variables: a node and one of its dimensions
+    splits: dict[str, tuple[tuple[str, Size], ...]] = field(default_factory=dict)  # variables that views split, and their parts with sizes
     notes: list[str] = field(default_factory=list)
     taken: set[str] = field(default_factory=lambda: set(_RESERVED))
 
@@ -66,6 +68,29 @@ class Reader:
     def variables(self, node: Node) -> Indices:
         """One variable per dimension of a node; a dimension of size 1 needs none."""
         return tuple(ZERO if is_one(size) else self.variable("i", node, d) for d, size in enumerate(shape_of(node)))
+
+    def split(self, index: Affine, node: Node, dims: tuple[int, ...]) -> Indices:
+        """A variable over several dimensions of a node as one variable for each; the same ones when it is split so again."""
+        sizes = [shape_of(node)[d] for d in dims]
+        if index.var is None or not all(isinstance(s, int) for s in sizes[1:]):
+            raise Stop("a view merges dimensions")
+        if index.var not in self.splits:
+            self.splits[index.var] = tuple((self.variable("s", node, d).var or "", shape_of(node)[d]) for d in dims)
+        parts = self.splits[index.var]
+        if len(parts) != len(sizes) or not all(same(a, b) for (_, a), b in zip(parts, sizes, strict=True)):
+            raise Stop("two views merge dimensions in different ways")
+        return tuple(index_of(name) for name, _ in parts)
+
+    def unsplit(self) -> dict[str, Affine]:
+        """What each split variable is in terms of its parts."""
+        found: dict[str, Affine] = {}
+        for name, parts in self.splits.items():
+            scale, terms = 1, []
+            for part, size in reversed(parts):
+                terms.append((scale, Var(part)))
+                scale *= size if isinstance(size, int) else 1
+            found[name] = Affine(tuple(reversed(terms)))
+        return found
 
     # --- values ---
 
@@ -94,13 +119,13 @@ class Reader:
         self.contractions, self.beside = state[1:]
 
     def _parts(self) -> tuple[Any, ...]:
-        return self.names, self.indices, self.wrapped, self.inlined, self.gathers, self.extents, self.taken
+        return self.names, self.indices, self.wrapped, self.inlined, self.gathers, self.grown, self.extents, self.splits, self.taken
 
     def check_computed(self, node: Node, gathered: bool) -> None:
         if gathered:
             raise Stop("it is computed before it is gathered, and so once")
         if not self.reaches(node):
-            raise Stop("nothing is gathered below it")
+            raise Stop("nothing is gathered or grows below it")
         if points(shape_of(node)) * KEEP_SMALL <= self.beside:
             raise Stop("it is small beside what it is multiplied with")
         if node.target in CONTRACTIONS and self.contractions:
@@ -295,11 +320,30 @@ VIEWS: dict[Any, View] = {
 
 
 def _through(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
-    source, inner = VIEWS[node.target](node, at)
+    try:
+        source, inner = VIEWS[node.target](node, at)
+    except Stop:
+        if VIEWS[node.target] is not _view or not reader.reaches(node):
+            raise
+        source, inner = _merged(reader, node, at)
     if not reader.reaches(source) and any(index.terms and index not in at for index in inner):
         raise Stop("a view of a tensor that is there costs nothing, sums in indices do")
     reader.inline(node)
     return reader.value(source, inner, gathered=gathered)
+
+
+def _merged(reader: Reader, node: Node, at: Indices) -> tuple[Node, Indices]:
+    """A view that merges dimensions, read at a variable that is split into one for each of them."""
+    source = _input(node)
+    shape = shape_of(source)
+    inner = [ZERO] * len(shape)
+    for place, group in merged_dims(shape, shape_of(node)):
+        if len(group) == 1:
+            inner[group[0]] = at[place]
+            continue
+        for dim, part in zip(group, reader.split(at[place], source, group), strict=True):
+            inner[dim] = part
+    return source, tuple(inner)
 
 
 def _gathered(reader: Reader, node: Node, source: Node, at: Indices) -> list[Expr]:
@@ -342,6 +386,8 @@ def _mul(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     if any(not isinstance(n, int | float) or isinstance(n, bool) for n in numbers) or numbers and value_of(node).dtype == torch.float64:
         raise Stop("it is multiplied by a number that a kernel would round")
     reader.inline(node)
+    if grows(node):
+        reader.grown.append(node)
     before = reader.beside
     for operand, other in (node.args[:2], node.args[1::-1]):
         if isinstance(operand, Node):
@@ -413,8 +459,21 @@ RULES: dict[Any, Rule] = {**dict.fromkeys(VIEWS, _through), **GATHERS, **CONTRAC
 COMPUTE = {_mul, _neg, _sum, _matmul, _matvec}
 
 
+def grows(node: Node) -> bool:
+    """Whether a product has at least twice the elements of each of its factors, as an outer product has."""
+    factors = [_owner(a) for a in node.args[:2] if isinstance(a, Node)]
+    return len(factors) == 2 and all(2 * points(shape_of(f)) <= points(shape_of(node)) for f in factors)
+
+
+def _owner(node: Node) -> Node:
+    """The tensor of which a node is a view."""
+    while node.op == "call_function" and node.target in VIEWS and isinstance(node.args[0], Node) and isinstance(node.args[0].meta.get("val"), Tensor):
+        node = node.args[0]
+    return node
+
+
 def reaching(kept: frozenset[Node]) -> Callable[[Node], bool]:
-    """Whether a gather of numbers lies below a node, with nothing but views, products and sums above it."""
+    """Whether a gather of numbers, or a product that grows, lies below a node, with nothing but views, products and sums above it."""
     known: dict[Node, bool] = {}
 
     def reaches(node: Node) -> bool:
@@ -422,7 +481,8 @@ def reaching(kept: frozenset[Node]) -> Callable[[Node], bool]:
             known[node] = False
             rule = RULES.get(node.target) if node.op == "call_function" and node not in kept else None
             if rule is not None and isinstance(node.meta.get("val"), Tensor):
-                known[node] = node.target in GATHERS or any(isinstance(a, Node) and reaches(a) for a in node.args)
+                grown = node.target in GATHERS or node.target in PRODUCTS and grows(node)
+                known[node] = grown or any(isinstance(a, Node) and reaches(a) for a in node.args)
         return known[node]
 
     return reaches

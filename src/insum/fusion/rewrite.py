@@ -62,13 +62,14 @@ def _backward(graph: Graph) -> set[Node]:
 def _replace(graph: Graph, chain: Chain) -> Node:
     root = chain.root
     with graph.inserting_before(root):
-        if chain.initial is not None and len(chain.dims) == len(shape_of(root)):
+        shaped = chain.dims == tuple(range(len(shape_of(root))))
+        if chain.initial is not None and shaped:
             new = _into(graph, chain.initial, _arguments(graph, chain), root.meta["val"])
         else:
             new = _call(graph, chain)
-            for dim in range(len(shape_of(root))):
-                if dim not in chain.dims:
-                    new = _made(graph, aten.unsqueeze.default, (new, dim), new.meta["val"].unsqueeze(dim))
+            if not shaped:
+                shape = [_size(graph, chain, chain.zeros or chain.initial or root, d) for d in range(len(shape_of(root)))]
+                new = _made(graph, aten.view.default, (new, shape), root.meta["val"])
             if chain.initial is not None:
                 new = _made(graph, aten.add.Tensor, (chain.initial, new), root.meta["val"])
     root.replace_all_uses_with(new)
@@ -76,9 +77,9 @@ def _replace(graph: Graph, chain: Chain) -> Node:
 
 
 def _call(graph: Graph, chain: Chain) -> Node:
-    value = chain.root.meta["val"]
-    for dim in reversed(range(value.dim())):
-        value = value if dim in chain.dims else value.squeeze(dim)
+    root = value_of(chain.root)
+    sizes = [shape_of(node)[dim] for node, dim in _places(chain)]
+    value = root.new_empty(sizes) if chain.dims != tuple(range(root.dim())) else root
     return _made(graph, FUSED, _arguments(graph, chain), value)
 
 
@@ -151,16 +152,20 @@ def _sizes(graph: Graph, chain: Chain) -> tuple[str, list[Any]]:
     direct = {i.var for access in accesses(chain.statement.value) for i in access.indices}
     direct |= {i.var for index in chain.statement.target.indices for access in accesses(index) for i in access.indices}
     if chain.zeros is not None or chain.initial is not None:
-        base = chain.zeros or chain.initial
-        assert base is not None
         keys.append(f"out#{len(chain.dims)}")
-        sizes += [_size(graph, chain, base, d) for d in chain.dims]
+        sizes += [_size(graph, chain, node, dim) for node, dim in _places(chain)]
         direct |= {i.var for i in chain.statement.target.indices}
     for name, (node, dim) in chain.extents.items():
         if name not in direct:
             keys.append(name)
             sizes.append(_size(graph, chain, node, dim))
     return ";".join(keys), sizes
+
+
+def _places(chain: Chain) -> list[tuple[Node, int]]:
+    """For each dimension of the statement's result a node and a dimension of the same size."""
+    base = chain.zeros or chain.initial or chain.root
+    return [(base, d) if d is not None else chain.extents[str(i.var)] for d, i in zip(chain.dims, chain.statement.target.indices, strict=True)]
 
 
 def _size(graph: Graph, chain: Chain, node: Node, dim: int) -> Any:

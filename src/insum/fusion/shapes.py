@@ -83,6 +83,26 @@ def through_view(at: Sequence[Affine], before: Sequence[Size], after: Sequence[S
     return tuple(found)
 
 
+def merged_dims(before: Sequence[Size], after: Sequence[Size]) -> list[tuple[int, tuple[int, ...]]]:
+    """For a view that only merges dimensions: which dimensions each one was made of, those of size 1 left out."""
+    kept = [d for d, size in enumerate(before) if not is_one(size)]
+    found: list[tuple[int, tuple[int, ...]]] = []
+    for j, size in enumerate(after):
+        if is_one(size):
+            continue
+        group: list[int] = []
+        total: Size = 1
+        while kept and (not group or not same(total, size)):
+            group.append(kept.pop(0))
+            total = total * before[group[-1]]
+        if not same(total, size):
+            raise Stop("a view merges dimensions and splits others")
+        found.append((j, tuple(group)))
+    if kept:
+        raise Stop("a view merges dimensions and splits others")
+    return found
+
+
 def _split_end(size: Size, after: Sequence[Size], start: int) -> int:
     """Where the dimensions end that one dimension was split into."""
     total: Size = 1

@@ -1,0 +1,132 @@
+"""Fused ops as generated kernels, in Triton's interpreter, with index tensors taken as on a GPU: known, wrapped, or seen once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import insum
+from insum.fusion import indices, op, ways
+from insum.plan.facts import known
+
+from .programs import E, F, N, compiled, counts, graph_of
+
+pytestmark = pytest.mark.interpreter
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in (indices, op):
+        monkeypatch.setattr(module, "looks_are_free", lambda tensor: False)
+    for table in (ways._ways, indices._last, indices._strangers):
+        table.clear()
+    with insum.settings(backend="fused", require_fused=True):
+        yield
+
+
+def aggregate(x: Tensor, w: Tensor, edges: Tensor) -> Tensor:
+    return x.new_zeros(N, F).index_add(0, edges[1], x[edges[0]] * w[:, None])
+
+
+def count_ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each call from now on takes the short way."""
+    taken: list[bool] = []
+    original = ways.run
+
+    def run(*arguments: object) -> Tensor | None:
+        result = original(*arguments)  # type: ignore[arg-type]
+        taken.append(result is not None)
+        return result
+
+    monkeypatch.setattr(ways, "run", run)
+    return taken
+
+
+def test_edges_that_come_back_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, graphs = compiled(aggregate)
+    x, w, edges = torch.randn(N, F), torch.randn(E), graph_of()
+    taken = count_ways(monkeypatch)
+    for _ in range(3):
+        assert_close(run(x, w, edges), aggregate(x, w, edges))
+    assert taken == [False, True, True] and counts(graphs) == [1]
+    edges[1, 0] = (edges[1, 0] + 1) % N  # written to: what was known is void
+    assert_close(run(x, w, edges), aggregate(x, w, edges))
+    assert taken[-1] is False
+
+
+def test_edges_that_never_come_back_are_not_looked_at() -> None:
+    run, _ = compiled(aggregate)
+    x, w = torch.randn(N, F), torch.randn(E)
+    kept = [graph_of(seed=seed) for seed in range(6)]
+    for edges in kept:
+        assert_close(run(x, w, edges), aggregate(x, w, edges))
+    rows = [known(indices.part(edges, ((0, 1),))) for edges in kept]
+    assert [facts is not None and facts.passing for facts in rows] == [False, False, True, True, True, True]
+    assert_close(run(x, w, kept[-1]), aggregate(x, w, kept[-1]))  # now it has come back
+    facts = known(indices.part(kept[-1], ((0, 1),)))
+    assert facts is not None and not facts.passing
+
+
+def test_edges_made_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are new at every call, and their kernel is not."""
+
+    def program(x: Tensor, w: Tensor, edges: Tensor) -> Tensor:
+        return aggregate(x, w, edges.flip(1))
+
+    run, graphs = compiled(program)
+    x, w = torch.randn(N, F), torch.randn(E)
+    taken = count_ways(monkeypatch)
+    for seed in range(3):
+        edges = graph_of(seed=seed)
+        assert_close(run(x, w, edges), program(x, w, edges))
+    assert taken == [False, True, True] and counts(graphs) == [1]
+
+
+def test_new_edges_beside_known_ones() -> None:
+    """Nothing that was found out about the known ones may hold values of the new ones."""
+
+    def program(x: Tensor, w: Tensor, dst: Tensor, src: Tensor) -> Tensor:
+        return x.new_zeros(N, F).index_add(0, dst, x[src + 0] * w[:, None])
+
+    run, _ = compiled(program)
+    x, w, dst = torch.randn(N, F), torch.randn(E), graph_of()[1].sort().values
+    insum.insum("y[d[e]] = w[e]", d=dst, w=w, sizes={0: N})  # dst is known from elsewhere
+    for seed in range(4):
+        src = graph_of(seed=seed)[0]
+        assert_close(run(x, w, dst, src), program(x, w, dst, src))
+    facts = known(dst)
+    assert facts is not None and not facts.passing
+
+
+def test_negative_indices() -> None:
+    run, _ = compiled(aggregate)
+    x, w, edges = torch.randn(N, F), torch.randn(E), graph_of()
+    edges[0, ::4] -= N
+    for step in range(6):
+        given = edges.clone() if step > 2 else edges
+        assert_close(run(x, w, given), aggregate(x, w, given))
+
+
+@pytest.mark.parametrize("value", [N, -N - 1])
+def test_indices_out_of_range(value: int) -> None:
+    run, _ = compiled(lambda x, w, edges: aggregate(x, w, edges + 0))
+    edges = graph_of()
+    edges[0, 5] = value
+    with pytest.raises(RuntimeError, match="out of range"):
+        run(torch.randn(N, F), torch.randn(E), edges)
+
+
+def test_into_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(out: Tensor, x: Tensor, m: Tensor, edges: Tensor) -> Tensor:
+        return out.index_add_(0, edges[1], x[edges[0]] @ m)
+
+    edges, x, m, out = graph_of(), torch.randn(N, F), torch.randn(F, 16), torch.randn(N, 16)
+    for _ in range(3):
+        expected = program(out.clone(), x, m, edges)
+        arguments = ("out[d[i],j] += x[s[i],k] * m[k,j]", "x,m,e", [x, m, edges], "d<e:0.1;s<e:0.0", "", [], "s", "")
+        torch.ops.insum.fused_into_(out, *arguments)
+        assert_close(out, expected, rtol=1e-4, atol=1e-4)
