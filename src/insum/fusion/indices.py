@@ -80,35 +80,35 @@ def looks_are_free(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
-def wrapped(tensor: Tensor, size: int, passing: bool) -> Tensor:
+def wrapped(tensor: Tensor, size: int) -> Tensor:
     """Negative values counted from the end, where there are any."""
-    if passing:
-        return torch.where(tensor < 0, tensor + size, tensor)
     if looks_are_free(tensor):
-        return torch.where(tensor < 0, tensor + size, tensor) if bool((tensor < 0).any()) else tensor
+        return _wrap(tensor, size) if bool((tensor < 0).any()) else tensor
     facts = facts_of(tensor)
     if facts.low >= 0:
         return tensor
     key = "wrapped", size
     if key not in facts.derived:
-        facts.derived[key] = torch.where(tensor < 0, tensor + size, tensor)
+        facts.derived[key] = _wrap(tensor, size)
     found: Tensor = facts.derived[key]
     return found
+
+
+def _wrap(tensor: Tensor, size: int) -> Tensor:
+    return torch.where(tensor < 0, tensor + size, tensor)
 
 
 def seen_once(name: str, tensor: Tensor, limit: int, wraps: bool) -> Tensor:
     """An index tensor for a statement that takes its tensors as they come: checked on the device, which is not waited for."""
     facts = known(tensor)
-    if facts is not None and not facts.passing:  # known well, but used here beside others that are not
-        tensor = wrapped(tensor, limit, False).data
-        sound = facts.low >= 0 and facts.high < limit
-    else:
-        tensor = wrapped(tensor, limit, True) if wraps else tensor
-        sound = False
-    if not sound and settings.check != "never" and tensor.numel():
+    if facts is not None and not facts.passing and facts.low >= 0 and facts.high < limit:
+        return tensor.data  # known well, but used here beside others that are not: what is known stays with the other object
+    if not tensor.numel() or not limit:
+        return tensor.data
+    if settings.check != "never":
         low, high = torch.aminmax(tensor)
-        assert_async((low >= 0) & (high < limit), f"insum: an index of {name} is out of range")
-    return tensor
+        assert_async((low >= (-limit if wraps else 0)) & (high < limit), f"insum: an index of {name} is out of range")
+    return torch.remainder(tensor, limit) if wraps else tensor.data
 
 
 def shares_memory(target: Tensor, values: Mapping[str, Any]) -> bool:

@@ -74,7 +74,7 @@ def _run_long(mode: str, target: Tensor | None, request: Request, values: dict[s
             values[name] = seen_once(name, values[name], limit, wrap)
             pass_by(values[name], limit - 1)
         elif wrap:
-            values[name] = wrapped(values[name], limit, False)
+            values[name] = wrapped(values[name], limit)
     prepared.verify(values)
     result = prepared.run(mode, values, target)
     if prepared.fusable and mode != "from" and settings.check != "always" and (settings.check == "never" or not any(map(looks_are_free, values.values()))):
