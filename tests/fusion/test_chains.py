@@ -72,6 +72,7 @@ CHAINS: dict[str, tuple[Callable[..., Tensor], Callable[[], tuple[Any, ...]], li
         [1, 2],
     ),
     "result of size 1": (lambda x, w: zeros(x, N, 1).index_add(0, dst, x[src] * w[:, None]), lambda: (leaf(N, 1), torch.randn(E)), [1, 1]),
+    "a part of the weights": (lambda x, w: zeros(x, N, F).index_add(0, dst, x[src] * w[:E, None]), lambda: (leaf(N, F), leaf(2 * E)), [1, 2]),
     "split heads": (
         lambda x, w: zeros(x, N, 2, 4).index_add(0, dst, x.view(N, 2, 4)[src] * w[:, :, None]).view(N, F),
         lambda: (leaf(N, F), leaf(E, 2)),
@@ -99,7 +100,7 @@ CHAINS: dict[str, tuple[Callable[..., Tensor], Callable[[], tuple[Any, ...]], li
 def test_one_op_forward_and_backward(name: str) -> None:
     program, make, expected = CHAINS[name]
     run, graphs = compiled(program, fullgraph=True)
-    tolerance = dict(rtol=0.05, atol=0.1) if "half" in name else {}
+    tolerance = {"rtol": 0.05, "atol": 0.1} if "half" in name else {}
     agrees(program, run, make(), **tolerance)
     assert counts(graphs) == expected, str(insum.fusion.report())
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.interpreter
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (indices, op):
         monkeypatch.setattr(module, "looks_are_free", lambda tensor: False)
-    for table in (ways._ways, indices._last, indices._strangers):
+    for table in (ways._ways, indices._last, indices._strangers, indices._computed):
         table.clear()
     with insum.settings(backend="fused", require_fused=True):
         yield
@@ -75,7 +75,7 @@ def test_edges_made_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are new at every call, and their kernel is not."""
 
     def program(x: Tensor, w: Tensor, edges: Tensor) -> Tensor:
-        return aggregate(x, w, edges.flip(1))
+        return aggregate(x, w, edges.roll(1, 1).flip(1))
 
     run, graphs = compiled(program)
     x, w = torch.randn(N, F), torch.randn(E)
@@ -84,6 +84,29 @@ def test_edges_made_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         edges = graph_of(seed=seed)
         assert_close(run(x, w, edges), program(x, w, edges))
     assert taken == [False, True, True] and counts(graphs) == [1]
+
+
+def test_edges_computed_from_the_same_ones_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masked edges, self-loops: a function of tensors that do not change. The second time what is found out about them is kept, the third used."""
+
+    def program(x: Tensor, w: Tensor, edges: Tensor, kinds: Tensor) -> Tensor:
+        some = torch.cat([edges[:, kinds == 1], torch.arange(x.shape[0]).expand(2, -1)], 1)
+        return x.new_zeros(N, F).index_add(0, some[1], x[some[0]] * w[: some.shape[1], None])
+
+    x, w, edges, kinds = torch.randn(N, F, requires_grad=True), torch.randn(2 * E), graph_of(), torch.randint(0, 2, (E,))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run, graphs = compiled(program, fullgraph=True, dynamic=True)
+        taken = count_ways(monkeypatch)
+        for step in range(6):
+            if step == 4:
+                kinds[:5] = 1 - kinds[:5]  # other edges now
+            result, expected = run(x, w, edges, kinds), program(x, w, edges, kinds)
+            assert_close(result, expected)
+            assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (result, expected)))
+    assert counts(graphs) == [1, 1]
+    seen_twice = [entry for entry in indices._computed.values() if entry[2] is not None]
+    assert seen_twice and any((facts := known(indices.part(entry[2], ((0, 1),)))) is not None and not facts.passing for entry in seen_twice)
+    assert taken[4:8] == [True] * 4 and not taken[8]  # forward and backward of two steps; then the edges change
 
 
 def test_new_edges_beside_known_ones() -> None:
@@ -127,6 +150,6 @@ def test_into_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     edges, x, m, out = graph_of(), torch.randn(N, F), torch.randn(F, 16), torch.randn(N, 16)
     for _ in range(3):
         expected = program(out.clone(), x, m, edges)
-        arguments = ("out[d[i],j] += x[s[i],k] * m[k,j]", "x,m,e", [x, m, edges], "d<e:0.1;s<e:0.0", "", [], "s", "")
+        arguments = ("out[d[i],j] += x[s[i],k] * m[k,j]", "x,m,e", [x, m, edges], "d<e:0.1;s<e:0.0", "", [], "s", "", "")
         torch.ops.insum.fused_into_(out, *arguments)
         assert_close(out, expected, rtol=1e-4, atol=1e-4)

@@ -55,6 +55,11 @@ LEFT: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], str]] =
         lambda: (torch.randn(N, F),),
         "differ in shape",
     ),
+    "part of the columns gathered": (
+        lambda x: x.new_zeros(N, 4).index_add(0, dst, x.gather(0, src[:, None].expand(E, 4))),
+        lambda: (torch.randn(N, F),),
+        "a part of arg",
+    ),
     "integers": (lambda x: x.new_zeros(N, F).index_add(0, dst, x[src]), lambda: (torch.randint(0, 9, (N, F)),), "holds int64"),
     "narrowed": (
         lambda x, w: x.new_zeros(N, F, dtype=torch.float16).index_add(0, dst, (x[src] * w[:, None]).half()),
@@ -114,7 +119,7 @@ def test_a_product_before_the_gather_stays_dense() -> None:
 def test_small_products_are_computed_once_and_read() -> None:
     """The normalisation of a graph convolution has one number per edge, the message many."""
     program = lambda x, d, w: x.new_zeros(N, F).index_add(0, dst, (d[src] * w * d[dst])[:, None] * x[src])
-    run, graphs = compiled(program)
+    run, _ = compiled(program)
     agrees(program, run, (torch.randn(N, F), torch.rand(N), torch.rand(E)))
     (found,) = insum.fusion.report().fused
     assert found.statement.count("*") == 1 and any("small beside" in note for note in found.notes)

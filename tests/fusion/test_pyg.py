@@ -69,7 +69,7 @@ def test_relations_one_by_one() -> None:
 def test_relations_in_one_graph() -> None:
     layer = pyg.RGCNConv(8, 16, 3)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
-        run, graphs = compiled(layer, dynamic=True)
+        run, _ = compiled(layer, dynamic=True)
         agrees(layer, run, (leaf(N, 8), graph_of(), TYPES), list(layer.parameters()), rtol=1e-4, atol=1e-5)
     forward = [found for found in insum.fusion.report().fused if not found.backward]
     assert len(forward) >= 1

@@ -150,7 +150,7 @@ def test_duplicates_add_up() -> None:
 
 def test_ops_fit_their_schema() -> None:
     edges, x, w = graph_of(), torch.randn(N, F), torch.randn(E)
-    arguments = ("out[d[i],j] = x[s[i],j] * w[i]", "x,w,e", [x, w, edges], "d<e:0.1;s<e:0.0", "out#2", [N, F], "s", "")
+    arguments = ("out[d[i],j] = x[s[i],j] * w[i]", "x,w,e", [x, w, edges], "d<e:0.1;s<e:0.0", "out#2", [N, F], "s", "", "")
     expected = aggregate(x, w, edges)
     assert_close(torch.ops.insum.fused(*arguments), expected)
     into = (arguments[0].replace("=", "+="), *arguments[1:])

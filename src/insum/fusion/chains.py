@@ -274,7 +274,8 @@ ROOTS: dict[Any, Callable[..., Chain]] = {**SCATTERS, **dict.fromkeys(CONTRACTIO
 
 def _chain(root: Node, reader: Reader, target: Indices, factors: list[Expr], base: Node | None) -> Chain:
     if not reader.gathers and not (base is not None and reader.grown):
-        raise Stop(("nothing is gathered into it" if base is None else "nothing is gathered into it, and no product in it grows") + "".join(f"; {note}" for note in reader.notes[:1]))
+        what = "nothing is gathered into it" + (", and no product in it grows" if base is not None else "")
+        raise Stop(what + "".join(f"; {note}" for note in reader.notes[:1]))
     # Dimensions of size 1 have no variable, and split ones several: the result is brought into shape when it is there.
     parts = {name: tuple(index_of(part) for part, _ in split) for name, split in reader.splits.items()}
     places = [(d, i) for d, index in enumerate(target) if index.terms for i in parts.get(index.var or "", (index,))]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from insum.compat import PLAIN
 from insum.fusion import ways
-from insum.fusion.indices import Selects, is_passing, looks_are_free, part, seen_once, select, wrapped
+from insum.fusion.indices import Selects, is_passing, looks_are_free, part, recalled, seen_once, select, wrapped
 from insum.ops import decode
 from insum.plan.facts import pass_by
 from insum.request import Request, prepare
@@ -39,16 +39,37 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(",")) if text else ()
 
 
-def _values(names: str, tensors: Sequence[Tensor], views: str) -> dict[str, Any]:
-    """Tensors by the names of the statement."""
+@functools.lru_cache(maxsize=4096)
+def _origins(text: str) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
+    """``base=function@source,source;...`` taken apart."""
+    found = []
+    for one in text.split(";") if text else ():
+        base, _, rest = one.partition("=")
+        function, _, sources = rest.partition("@")
+        found.append((base, function, tuple(sources.split(","))))
+    return tuple(found)
+
+
+def _values(names: str, tensors: Sequence[Tensor], views: str, origins: str = "", sizes: tuple[int, ...] = ()) -> tuple[dict[str, Any], set[str]]:
+    """Tensors by the names of the statement, and those that are computed in each call from the same tensors as before."""
     bases = dict(zip(_names(names), tensors))
+    same: set[str] = set()
+    for base, function, sources in _origins(origins):
+        if type(bases[base]) in PLAIN and not looks_are_free(bases[base]):
+            known = recalled(function, sizes, tuple(bases[name] for name in sources), bases[base])
+            if known is not None:
+                bases[base] = known
+                same.add(base)
     found: dict[str, Any] = {}
+    steady: set[str] = set()
     for name, base, selects in _views(views):
         tensor = bases[base]
         found[name] = part(tensor, selects) if type(tensor) in PLAIN else select(tensor, selects)
-    taken = {base for _, base, _ in _views(views)}
+        if base in same:
+            steady.add(name)
+    taken = {base for _, base, _ in _views(views)} | {name for _, _, sources in _origins(origins) for name in sources}
     found.update((name, tensor) for name, tensor in bases.items() if name not in taken)
-    return found
+    return found, steady
 
 
 def _request(statement: str, size_names: str, sizes: Sequence[Any]) -> Request:
@@ -56,9 +77,9 @@ def _request(statement: str, size_names: str, sizes: Sequence[Any]) -> Request:
 
 
 def _run(mode: str, target: Tensor | None, arguments: Sequence[Any]) -> Tensor:
-    statement, names, tensors, views, size_names, sizes, wraps, marked = arguments
-    values = _values(names, tensors, views)
-    made = _names(marked)
+    statement, names, tensors, views, size_names, sizes, wraps, marked, origins = arguments
+    values, steady = _values(names, tensors, views, origins, (*sizes,) if origins else ())
+    made = set(_names(marked)) - steady
     passing = [is_passing(statement, name, values[name], name in made) for name, _, _ in _views(views)]
     key = statement, names, views, (*sizes,), mode, any(passing)
     quick = ways.run(key, values, target) if target is None or mode == "into" else None
@@ -97,8 +118,8 @@ def _fused_into_(target: Tensor, *arguments: Any) -> None:
 
 
 def _fused_fake(*arguments: Any) -> Tensor:
-    statement, names, tensors, views, size_names, sizes, *_ = arguments
-    problem = _request(statement, size_names, sizes).bind(_values(names, tensors, views))
+    statement, names, tensors, views, size_names, sizes, _, _, origins = arguments
+    problem = _request(statement, size_names, sizes).bind(_values(names, tensors, views, origins)[0])
     return torch.empty(problem.shape, dtype=problem.dtype, device=problem.device)
 
 
@@ -110,7 +131,7 @@ def _fused_into_fake_(target: Tensor, *arguments: Any) -> None:
     return None
 
 
-_ARGUMENTS = "str statement, str names, Tensor[] tensors, str views, str size_names, SymInt[] sizes, str wraps, str passing"
+_ARGUMENTS = "str statement, str names, Tensor[] tensors, str views, str size_names, SymInt[] sizes, str wraps, str passing, str origins"
 _library = torch.library.Library("insum", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 

@@ -137,9 +137,18 @@ class Reader:
             raise Stop(f"{node.name} holds {str(value.dtype).removeprefix('torch.')}")
         if value.layout != torch.strided:
             raise Stop(f"{node.name} is sparse")
+        self.check_extents(node, at)
         if node not in self.names:
             self.names[node] = fresh(node.name, self.taken)
         return Access(self.names[node], at)
+
+    def check_extents(self, node: Node, at: Indices) -> None:
+        """A variable ranges over the whole of every dimension that it stands in."""
+        for index, size in zip(at, shape_of(node), strict=True):
+            if index.var is not None:
+                owner, dim = self.extents[index.var]
+                if not same(shape_of(owner)[dim], size):
+                    raise Stop(f"a part of {node.name} is read")
 
     def inline(self, node: Node) -> None:
         self.inlined.setdefault(node)
@@ -158,6 +167,7 @@ class Reader:
         value = value_of(node)
         if value.dtype not in INDICES:
             raise Stop(f"the index {node.name} holds {str(value.dtype).removeprefix('torch.')}")
+        self.check_extents(node, at)
         selects = tuple((d, index.offset) for d, index in enumerate(at) if not index.terms)
         rest = tuple(index for index in at if index.terms)
         if not rest:

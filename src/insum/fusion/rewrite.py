@@ -12,6 +12,7 @@ from insum.compat import functional_call
 from insum.fusion import op as _op  # noqa: F401  # registers the ops
 from insum.fusion.chains import Chain, find
 from insum.fusion.cost import objection
+from insum.fusion.origin import origin_of
 from insum.fusion.report import Fused, Left, Report, add
 from insum.fusion.shapes import same, shape_of, value_of
 from insum.lang.bind import Size
@@ -92,10 +93,18 @@ def _arguments(graph: Graph, chain: Chain) -> tuple[Any, ...]:
     views = ";".join(":".join([f"{t.name}<{bases[t.base]}", *(f"{d}.{p}" for d, p in t.selects)]) for t in chain.indices)
     passing = ",".join(t.name for t in chain.indices if t.base.op != "placeholder")
     keys, sizes = _sizes(graph, chain)
-    return str(chain.statement), ",".join(tensors), list(tensors.values()), views, keys, sizes, ",".join(chain.wrapped), passing
+    origins = []
+    for base, name in bases.items():
+        origin = origin_of(base)
+        if origin is not None:
+            sources = [f"{name}_of_{k}" for k in range(len(origin.sources))]
+            tensors |= dict(zip(sources, origin.sources, strict=True))
+            sizes += origin.sizes
+            origins.append(f"{name}={origin.text}@{','.join(sources)}")
+    return str(chain.statement), ",".join(tensors), list(tensors.values()), views, keys, sizes, ",".join(chain.wrapped), passing, ";".join(origins)
 
 
-_NAMES = ("statement", "names", "tensors", "views", "size_names", "sizes", "wraps", "passing")
+_NAMES = ("statement", "names", "tensors", "views", "size_names", "sizes", "wraps", "passing", "origins")
 
 
 def _into(graph: Graph, initial: Node, arguments: tuple[Any, ...], value: Any) -> Node:
