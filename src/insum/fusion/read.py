@@ -23,7 +23,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 Indices: TypeAlias = tuple[Affine, ...]
 
 #: A product that has this many times fewer elements than what it is multiplied with is kept: it would be computed anew for each of those.
-KEEP_SMALL = 4
+KEEP_SMALL = 8
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 INDICES = (torch.int64, torch.int32, torch.int16, torch.int8)
 _RESERVED = {"max", "min", "statement", "out_shape", "sizes", "padded", "config", "backend", "dense_output", "out"}
