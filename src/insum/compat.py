@@ -194,6 +194,18 @@ def register_backend(name: str, function: Callable[..., Any]) -> None:
 def functional_call() -> Any:
     """The operator that calls an op that writes in place on copies, which Inductor leaves out where it can; None where this torch has none."""
     try:
+        import torch._higher_order_ops.auto_functionalize  # noqa: F401  # registers it
+
         return torch.ops.higher_order.auto_functionalized
-    except AttributeError:
+    except (ImportError, AttributeError):
         return None
+
+
+def uses_cuda_graphs() -> bool:
+    """Whether what Inductor compiles now will be replayed as a CUDA graph."""
+    try:
+        from torch._inductor import config
+
+        return bool(config.triton.cudagraphs)
+    except (ImportError, AttributeError):
+        return False

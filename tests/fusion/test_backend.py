@@ -117,6 +117,38 @@ def test_modes_are_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given[0]["max_autotune"] is True and "joint_custom_pre_pass" in given[0]
 
 
+def test_graphs_that_will_be_replayed_take_index_tensors_as_they_come(monkeypatch: pytest.MonkeyPatch, inductor_config: Any) -> None:
+    seen: list[str] = []
+    original = torch.fx.Graph.lint
+
+    def lint(graph: torch.fx.Graph) -> None:
+        seen.extend(n.args[7] for n in graph.nodes if n.target is torch.ops.insum.fused.default)
+        original(graph)
+
+    monkeypatch.setattr(torch.fx.Graph, "lint", lint)
+    for on, expected in ((False, ""), (True, "arg1_1_1,arg1_1_0")):
+        seen.clear()
+        graph = traced()
+        insum.fusion.fuse(graph, "always", captured=on)
+        assert seen == [expected]
+    assert compat.uses_cuda_graphs() is False
+    with inductor_config.patch({"triton.cudagraphs": True}):
+        assert compat.uses_cuda_graphs() is True
+
+
+def traced() -> torch.fx.Graph:
+    """The inference graph of `aggregate`, as the pass gets it."""
+    graphs: list[torch.fx.Graph] = []
+
+    def program(x: Tensor, edges: Tensor) -> Tensor:
+        return x.new_zeros(N, F).index_add(0, edges[1], x[edges[0]])
+
+    torch._dynamo.reset()
+    run = lambda module, inputs: (graphs.append(module.graph), module.forward)[1]
+    torch.compile(program, backend="insum", options={"insum.fuse": "never", "insum.rest": run})(torch.randn(N, F), EDGES)
+    return graphs[0]
+
+
 def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     with insum.settings(fuse="always", log="plan,fusion"):
         torch.compile(aggregate, backend="insum", options={"insum.rest": "eager"})(leaf(N, F), leaf(E))

@@ -54,8 +54,12 @@ def _fuse(graph: Graph, wish: str = "") -> None:
     fuse(graph, wish)
 
 
+def _fuse_for_inductor(graph: Graph, wish: str = "") -> None:
+    fuse(graph, wish, captured=compat.uses_cuda_graphs())
+
+
 def _pass(wish: str = "") -> Any:
-    return compat.joint_pass(functools.partial(_fuse, wish=wish), (_identity(), wish or settings.fuse))
+    return compat.joint_pass(functools.partial(_fuse_for_inductor, wish=wish), (_identity(), wish or settings.fuse))
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from insum.compat import PLAIN
 from insum.fusion import ways
 from insum.fusion.indices import Selects, is_passing, looks_are_free, part, recalled, seen_once, select, wrapped
 from insum.ops import decode
-from insum.plan.facts import pass_by
+from insum.plan.facts import known, pass_by
 from insum.request import Request, prepare
 from insum.runtime import fused
 from insum.settings import settings
@@ -56,9 +57,9 @@ def _values(names: str, tensors: Sequence[Tensor], views: str, origins: str = ""
     same: set[str] = set()
     for base, function, sources in _origins(origins):
         if type(bases[base]) in PLAIN and not looks_are_free(bases[base]):
-            known = recalled(function, sizes, tuple(bases[name] for name in sources), bases[base])
-            if known is not None:
-                bases[base] = known
+            before = recalled(function, sizes, tuple(bases[name] for name in sources), bases[base])
+            if before is not None:
+                bases[base] = before
                 same.add(base)
     found: dict[str, Any] = {}
     steady: set[str] = set()
@@ -97,12 +98,19 @@ def _run_long(mode: str, target: Tensor | None, request: Request, values: dict[s
         elif wrap:
             values[name] = wrapped(values[name], limit)
     prepared.verify(values)
+    if not passing and any(_out_of_sight(values[name]) for name, _, _ in limits):
+        return replace(prepared, fusable=False).run(mode, values, target)
     result = prepared.run(mode, values, target)
     if prepared.fusable and mode != "from" and settings.check != "always" and (settings.check == "never" or not any(map(looks_are_free, values.values()))):
         program = fused.lookup(prepared.problem, values, target, None)
         if passing or all(values[name] is given[name] for name, _, _ in limits):
             ways.keep(key, program, given, limits if passing else (), target)
     return result
+
+
+def _out_of_sight(tensor: Tensor) -> bool:
+    """Whether nothing is known of an index tensor and nothing can be found out, since a CUDA graph is being captured."""
+    return tensor.is_cuda and known(tensor) is None and torch.cuda.is_current_stream_capturing()
 
 
 def _fused(*arguments: Any) -> Tensor:

@@ -24,8 +24,11 @@ FUSED, INTO, IN_PLACE = torch.ops.insum.fused.default, torch.ops.insum.fused_int
 _OWN = (aten.mm.default, aten.bmm.default, aten.addmm.default)
 
 
-def fuse(graph: Graph, wish: str = "") -> Report:
-    """Replace every chain that is worth it by one op. ``wish`` goes before `settings.fuse`."""
+def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
+    """Replace every chain that is worth it by one op. ``wish`` goes before `settings.fuse`.
+
+    ``captured``: the graph will be replayed as a CUDA graph, on index tensors whose values nobody sees then. They are taken as they come.
+    """
     chains = find(graph, lambda chain: objection(chain, wish))
     backward = _backward(graph)
     fused = []
@@ -34,7 +37,7 @@ def fuse(graph: Graph, wish: str = "") -> Report:
     left = tuple(Left(node.name, why, node in backward) for node, why in chains.left)
     replaced: dict[Node, Node] = {}
     for chain in chains.found:
-        replaced[chain.root] = _replace(graph, chain.after(replaced))
+        replaced[chain.root] = _replace(graph, chain.after(replaced), captured)
     _sweep(graph, chains.found)
     if chains.found:
         _add_in_place(graph)
@@ -60,14 +63,14 @@ def _backward(graph: Graph) -> set[Node]:
     return found
 
 
-def _replace(graph: Graph, chain: Chain) -> Node:
+def _replace(graph: Graph, chain: Chain, captured: bool) -> Node:
     root = chain.root
     with graph.inserting_before(root):
         shaped = chain.dims == tuple(range(len(shape_of(root))))
         if chain.initial is not None and shaped:
-            new = _into(graph, chain.initial, _arguments(graph, chain), root.meta["val"])
+            new = _into(graph, chain.initial, _arguments(graph, chain, captured), root.meta["val"])
         else:
-            new = _call(graph, chain)
+            new = _call(graph, chain, captured)
             if not shaped:
                 shape = [_size(graph, chain, chain.zeros or chain.initial or root, d) for d in range(len(shape_of(root)))]
                 new = _made(graph, aten.view.default, (new, shape), root.meta["val"])
@@ -77,25 +80,25 @@ def _replace(graph: Graph, chain: Chain) -> Node:
     return new
 
 
-def _call(graph: Graph, chain: Chain) -> Node:
+def _call(graph: Graph, chain: Chain, captured: bool) -> Node:
     root = value_of(chain.root)
     sizes = [shape_of(node)[dim] for node, dim in _places(chain)]
     value = root.new_empty(sizes) if chain.dims != tuple(range(root.dim())) else root
-    return _made(graph, FUSED, _arguments(graph, chain), value)
+    return _made(graph, FUSED, _arguments(graph, chain, captured), value)
 
 
-def _arguments(graph: Graph, chain: Chain) -> tuple[Any, ...]:
+def _arguments(graph: Graph, chain: Chain, captured: bool) -> tuple[Any, ...]:
     """What the op takes, in the order of its schema."""
     bases: dict[Node, str] = {}
     for t in chain.indices:
         bases.setdefault(t.base, f"{t.base.name}_base")
     tensors = {**dict(chain.tensors), **{name: node for node, name in bases.items()}}
     views = ";".join(":".join([f"{t.name}<{bases[t.base]}", *(f"{d}.{p}" for d, p in t.selects)]) for t in chain.indices)
-    passing = ",".join(t.name for t in chain.indices if t.base.op != "placeholder")
+    passing = ",".join(t.name for t in chain.indices if captured or t.base.op != "placeholder")
     keys, sizes = _sizes(graph, chain)
     origins = []
     for base, name in bases.items():
-        origin = origin_of(base)
+        origin = None if captured else origin_of(base)
         if origin is not None:
             sources = [f"{name}_of_{k}" for k in range(len(origin.sources))]
             tensors |= dict(zip(sources, origin.sources, strict=True))
