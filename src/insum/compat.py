@@ -194,7 +194,7 @@ def register_backend(name: str, function: Callable[..., Any]) -> None:
 def functional_call() -> Any:
     """The operator that calls an op that writes in place on copies, which Inductor leaves out where it can; None where this torch has none."""
     try:
-        import torch._higher_order_ops.auto_functionalize  # noqa: F401  # registers it
+        import torch._higher_order_ops.auto_functionalize  # registers it
 
         return torch.ops.higher_order.auto_functionalized
     except (ImportError, AttributeError):

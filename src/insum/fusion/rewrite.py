@@ -76,8 +76,23 @@ def _replace(graph: Graph, chain: Chain, captured: bool) -> Node:
                 new = _made(graph, aten.view.default, (new, shape), root.meta["val"])
             if chain.initial is not None:
                 new = _made(graph, aten.add.Tensor, (chain.initial, new), root.meta["val"])
+    for node in _between(new, root):
+        node.meta = {**{k: v for k, v in root.meta.items() if k not in _OWN_META}, **node.meta}
     root.replace_all_uses_with(new)
     return new
+
+
+#: What tracing noted at a node about its value; the rest (where it comes from, whether to recompute it) goes over to what replaces it.
+_OWN_META = ("val", "tensor_meta", "unbacked_bindings", "eager_input_vals", "example_value")
+
+
+def _between(new: Node, root: Node) -> list[Node]:
+    """The nodes that were just made for a root: all of them stand right before it."""
+    made, node = [], root.prev
+    while node.op == "call_function" and "val" in node.meta and len(node.meta) == 1:
+        made.append(node)
+        node = node.prev
+    return made if new in made else [new]
 
 
 def _call(graph: Graph, chain: Chain, captured: bool) -> Node:
