@@ -150,6 +150,8 @@ def test_into_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     edges, x, m, out = graph_of(), torch.randn(N, F), torch.randn(F, 16), torch.randn(N, 16)
     for _ in range(3):
         expected = program(out.clone(), x, m, edges)
-        arguments = ("out[d[i],j] += x[s[i],k] * m[k,j]", "x,m,e", [x, m, edges], "d<e:0.1;s<e:0.0", "", [], "s", "", "")
-        torch.ops.insum.fused_into_(out, *arguments)
+        spec = op.Spec(
+            "out[d[i],j] += x[s[i],k] * m[k,j]", ("x", "m", "e"), (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),))), "", frozenset("s"), frozenset(), ()
+        )
+        torch.ops.insum.fused_into_(out, str(spec), [x, m, edges], [])
         assert_close(out, expected, rtol=1e-4, atol=1e-4)

@@ -10,6 +10,7 @@ from torch.testing import assert_close
 import insum.fusion
 from insum.compat import compiled_graphs
 from insum.errors import IndexRangeError
+from insum.fusion.op import Spec, spec_of
 
 from .programs import E, F, N, agrees, compiled, counts, graph_of, leaf
 
@@ -150,7 +151,10 @@ def test_duplicates_add_up() -> None:
 
 def test_ops_fit_their_schema() -> None:
     edges, x, w = graph_of(), torch.randn(N, F), torch.randn(E)
-    arguments = ("out[d[i],j] = x[s[i],j] * w[i]", "x,w,e", [x, w, edges], "d<e:0.1;s<e:0.0", "out#2", [N, F], "s", "", "")
+    views = (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),)))
+    spec = Spec("out[d[i],j] = x[s[i],j] * w[i]", ("x", "w", "e"), views, "out#2", frozenset("s"), frozenset(), ())
+    assert str(spec_of(str(spec))) == str(spec)
+    arguments = (str(spec), [x, w, edges], [N, F])
     expected = aggregate(x, w, edges)
     assert_close(torch.ops.insum.fused(*arguments), expected)
     into = (arguments[0].replace("=", "+="), *arguments[1:])

@@ -73,17 +73,17 @@ def recalled(text: str, sizes: tuple[int, ...], sources: tuple[Tensor, ...], res
 
 # --- index tensors that are seen once -------------------------------------------------------------------------------------------
 
-#: Calls of a statement in a row that came with an index tensor never seen before; and the last such tensor.
-_strangers: dict[tuple[str, str], int] = {}
-_last: dict[tuple[str, str], weakref.ref[Tensor]] = {}
+#: Calls of an op in a row that came with an index tensor never seen before; and the last such tensor.
+_strangers: dict[tuple[object, str], int] = {}
+_last: dict[tuple[object, str], weakref.ref[Tensor]] = {}
 _PATIENCE = 2
 
 
-def is_passing(statement: str, name: str, tensor: Tensor, marked: bool) -> bool:
+def is_passing(op: object, name: str, tensor: Tensor, marked: bool) -> bool:
     """Whether an index tensor is not worth looking at closely: it is made at every call, or each call has come with another."""
     if looks_are_free(tensor) or torch.are_deterministic_algorithms_enabled():
         return False
-    key = statement, name
+    key = op, name
     facts = known(tensor)
     if facts is not None and not facts.passing:
         _strangers[key] = 0

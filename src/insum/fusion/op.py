@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,72 +24,107 @@ from insum.runtime import fused
 from insum.settings import settings
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Spec:
+    """All of a fused op that is not a tensor or a size. As text, one line per field, it is the op's first argument."""
+
+    statement: str
+    names: tuple[str, ...]
+    """Of the tensors that are passed: those of the statement, tensors of which index tensors are parts, and what those were computed from."""
+    views: tuple[tuple[str, str, Selects], ...]
+    """Index tensors: name, tensor of which it is a part, and which part."""
+    size_names: str
+    wraps: frozenset[str]
+    """Index tensors in which a negative value counts from the end."""
+    passing: frozenset[str]
+    """Index tensors that the graph makes anew at each call."""
+    origins: tuple[tuple[str, str, tuple[str, ...]], ...]
+    """Computed tensors: name, function, and what it was applied to."""
+
+    def __str__(self) -> str:
+        views = ";".join(":".join([f"{name}<{base}", *(f"{d}.{p}" for d, p in selects)]) for name, base, selects in self.views)
+        origins = ";".join(f"{base}={function}@{','.join(sources)}" for base, function, sources in self.origins)
+        lines = self.statement, ",".join(self.names), views, self.size_names, ",".join(sorted(self.wraps)), ",".join(sorted(self.passing)), origins
+        return "\n".join(lines)
+
+    @property
+    def plain(self) -> tuple[tuple[str, int], ...]:
+        """Tensors that the statement reads as they are, and their places among those that are passed."""
+        taken = {base for _, base, _ in self.views} | {name for _, _, sources in self.origins for name in sources}
+        return tuple((name, place) for place, name in enumerate(self.names) if name not in taken)
+
+
 @functools.lru_cache(maxsize=4096)
-def _views(text: str) -> tuple[tuple[str, str, Selects], ...]:
-    """``name<base:dim.place:...;...`` taken apart."""
-    found = []
-    for one in text.split(";") if text else ():
+def spec_of(text: str) -> Spec:
+    """The reverse of ``str(spec)``."""
+    statement, names, views, size_names, wraps, passing, origins = text.split("\n")
+    read_views = []
+    for one in _split(views, ";"):
         name, _, rest = one.partition("<")
         base, *selects = rest.split(":")
-        found.append((name, base, tuple((int(d), int(p)) for d, _, p in (s.partition(".") for s in selects))))
-    return tuple(found)
-
-
-@functools.lru_cache(maxsize=4096)
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split(",")) if text else ()
-
-
-@functools.lru_cache(maxsize=4096)
-def _origins(text: str) -> tuple[tuple[str, str, tuple[str, ...]], ...]:
-    """``base=function@source,source;...`` taken apart."""
-    found = []
-    for one in text.split(";") if text else ():
+        read_views.append((name, base, tuple((int(d), int(p)) for d, _, p in (x.partition(".") for x in selects))))
+    read_origins = []
+    for one in _split(origins, ";"):
         base, _, rest = one.partition("=")
         function, _, sources = rest.partition("@")
-        found.append((base, function, tuple(sources.split(","))))
-    return tuple(found)
+        read_origins.append((base, function, tuple(sources.split(","))))
+    return Spec(
+        statement, _split(names, ","), tuple(read_views), size_names, frozenset(_split(wraps, ",")), frozenset(_split(passing, ",")), tuple(read_origins)
+    )
 
 
-def _values(names: str, tensors: Sequence[Tensor], views: str, origins: str = "", sizes: tuple[int, ...] = ()) -> tuple[dict[str, Any], set[str]]:
-    """Tensors by the names of the statement, and those that are computed in each call from the same tensors as before."""
-    bases = dict(zip(_names(names), tensors))
-    same: set[str] = set()
-    for base, function, sources in _origins(origins):
-        if type(bases[base]) in PLAIN and not looks_are_free(bases[base]):
-            before = recalled(function, sizes, tuple(bases[name] for name in sources), bases[base])
-            if before is not None:
-                bases[base] = before
-                same.add(base)
+def _split(line: str, mark: str) -> tuple[str, ...]:
+    return tuple(line.split(mark)) if line else ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _places(spec: Spec) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int, Selects], ...], tuple[tuple[int, str, tuple[int, ...]], ...]]:
+    """Plain tensors, index tensors and origins, by the places of the tensors among those that are passed."""
+    place = {name: k for k, name in enumerate(spec.names)}
+    origins = tuple((place[base], function, tuple(place[s] for s in sources)) for base, function, sources in spec.origins)
+    return spec.plain, tuple((name, place[base], selects) for name, base, selects in spec.views), origins
+
+
+def _values(spec: Spec, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> tuple[dict[str, Any], set[int]]:
+    """Tensors by the names of the statement, and the places of those that were computed from the same tensors as before."""
+    plain, views, origins = _places(spec)
+    steady: set[int] = set()
+    if origins:
+        tensors = list(tensors)
+        for place, function, sources in origins:
+            if type(tensors[place]) in PLAIN and not looks_are_free(tensors[place]):
+                before = recalled(function, sizes, tuple(tensors[k] for k in sources), tensors[place])
+                if before is not None:
+                    tensors[place] = before
+                    steady.add(place)
     found: dict[str, Any] = {}
-    steady: set[str] = set()
-    for name, base, selects in _views(views):
-        tensor = bases[base]
+    for name, place, selects in views:
+        tensor = tensors[place]
         found[name] = part(tensor, selects) if type(tensor) in PLAIN else select(tensor, selects)
-        if base in same:
-            steady.add(name)
-    taken = {base for _, base, _ in _views(views)} | {name for _, _, sources in _origins(origins) for name in sources}
-    found.update((name, tensor) for name, tensor in bases.items() if name not in taken)
+    for name, place in plain:
+        found[name] = tensors[place]
     return found, steady
 
 
-def _request(statement: str, size_names: str, sizes: Sequence[Any]) -> Request:
-    return decode((statement, "", [], "", [], size_names, sizes, "", None, ""))[0]
+def _request(spec: Spec, sizes: Sequence[Any]) -> Request:
+    return decode((spec.statement, "", [], "", [], spec.size_names, sizes, "", None, ""))[0]
 
 
-def _run(mode: str, target: Tensor | None, arguments: Sequence[Any]) -> Tensor:
-    statement, names, tensors, views, size_names, sizes, wraps, marked, origins = arguments
-    values, steady = _values(names, tensors, views, origins, (*sizes,) if origins else ())
-    made = set(_names(marked)) - steady
-    passing = [is_passing(statement, name, values[name], name in made) for name, _, _ in _views(views)]
-    key = statement, names, views, (*sizes,), mode, any(passing)
-    quick = ways.run(key, values, target) if target is None or mode == "into" else None
-    return quick if quick is not None else _run_long(mode, target, _request(statement, size_names, sizes), values, _names(wraps), any(passing), key)
+def _run(mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    spec = spec_of(text)
+    given = (*sizes,)
+    values, steady = _values(spec, tensors, given)
+    passing = False
+    for name, place, _ in _places(spec)[1]:
+        passing |= is_passing(spec, name, values[name], name in spec.passing and place not in steady)
+    key = spec, given, mode, passing
+    quick = ways.run(key, values, target) if mode != "from" else None
+    return quick if quick is not None else _run_long(mode, target, spec, given, values, passing, key)
 
 
-def _run_long(mode: str, target: Tensor | None, request: Request, values: dict[str, Any], wraps: tuple[str, ...], passing: bool, key: object) -> Tensor:
-    prepared = prepare(request, values, target)
-    limits = tuple((name, high + 1, name in wraps) for name, _, high in prepared.ranges)
+def _run_long(mode: str, target: Tensor | None, spec: Spec, sizes: tuple[int, ...], values: dict[str, Any], passing: bool, key: object) -> Tensor:
+    prepared = prepare(_request(spec, sizes), values, target)
+    limits = tuple((name, high + 1, name in spec.wraps) for name, _, high in prepared.ranges)
     given = dict(values)
     for name, limit, wrap in limits:
         if passing:
@@ -113,33 +148,33 @@ def _out_of_sight(tensor: Tensor) -> bool:
     return tensor.is_cuda and known(tensor) is None and torch.cuda.is_current_stream_capturing()
 
 
-def _fused(*arguments: Any) -> Tensor:
-    return _run("new", None, arguments)
+def _fused(spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
+    return _run("new", None, spec, tensors, sizes)
 
 
-def _fused_into(initial: Tensor, *arguments: Any) -> Tensor:
-    return _run("from", initial, arguments)
+def _fused_into(initial: Tensor, spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
+    return _run("from", initial, spec, tensors, sizes)
 
 
-def _fused_into_(target: Tensor, *arguments: Any) -> None:
-    _run("into", target, arguments)
+def _fused_into_(target: Tensor, spec: str, tensors: list[Tensor], sizes: list[int]) -> None:
+    _run("into", target, spec, tensors, sizes)
 
 
-def _fused_fake(*arguments: Any) -> Tensor:
-    statement, names, tensors, views, size_names, sizes, _, _, origins = arguments
-    problem = _request(statement, size_names, sizes).bind(_values(names, tensors, views, origins)[0])
+def _fused_fake(spec: str, tensors: list[Tensor], sizes: list[Any]) -> Tensor:
+    read = spec_of(spec)
+    problem = _request(read, sizes).bind(_values(read, tensors, ())[0])
     return torch.empty(problem.shape, dtype=problem.dtype, device=problem.device)
 
 
-def _fused_into_fake(initial: Tensor, *arguments: Any) -> Tensor:
+def _fused_into_fake(initial: Tensor, spec: str, tensors: list[Tensor], sizes: list[Any]) -> Tensor:
     return torch.empty(initial.shape, dtype=initial.dtype, device=initial.device)
 
 
-def _fused_into_fake_(target: Tensor, *arguments: Any) -> None:
+def _fused_into_fake_(target: Tensor, spec: str, tensors: list[Tensor], sizes: list[Any]) -> None:
     return None
 
 
-_ARGUMENTS = "str statement, str names, Tensor[] tensors, str views, str size_names, SymInt[] sizes, str wraps, str passing, str origins"
+_ARGUMENTS = "str spec, Tensor[] tensors, SymInt[] sizes"
 _library = torch.library.Library("insum", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 

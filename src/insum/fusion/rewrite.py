@@ -9,9 +9,9 @@ import torch
 from torch.fx import Graph, Node
 
 from insum.compat import functional_call
-from insum.fusion import op as _op  # noqa: F401  # registers the ops
 from insum.fusion.chains import Chain, find
 from insum.fusion.cost import objection
+from insum.fusion.op import Spec
 from insum.fusion.origin import origin_of
 from insum.fusion.report import Fused, Left, Report, add
 from insum.fusion.shapes import same, shape_of, value_of
@@ -108,21 +108,22 @@ def _arguments(graph: Graph, chain: Chain, captured: bool) -> tuple[Any, ...]:
     for t in chain.indices:
         bases.setdefault(t.base, f"{t.base.name}_base")
     tensors = {**dict(chain.tensors), **{name: node for node, name in bases.items()}}
-    views = ";".join(":".join([f"{t.name}<{bases[t.base]}", *(f"{d}.{p}" for d, p in t.selects)]) for t in chain.indices)
-    passing = ",".join(t.name for t in chain.indices if captured or t.base.op != "placeholder")
+    views = tuple((t.name, bases[t.base], t.selects) for t in chain.indices)
+    passing = frozenset(t.name for t in chain.indices if captured or t.base.op != "placeholder")
     keys, sizes = _sizes(graph, chain)
     origins = []
     for base, name in bases.items():
         origin = None if captured else origin_of(base)
         if origin is not None:
-            sources = [f"{name}_of_{k}" for k in range(len(origin.sources))]
+            sources = tuple(f"{name}_of_{k}" for k in range(len(origin.sources)))
             tensors |= dict(zip(sources, origin.sources, strict=True))
             sizes += origin.sizes
-            origins.append(f"{name}={origin.text}@{','.join(sources)}")
-    return str(chain.statement), ",".join(tensors), list(tensors.values()), views, keys, sizes, ",".join(chain.wrapped), passing, ";".join(origins)
+            origins.append((name, origin.text, sources))
+    spec = Spec(str(chain.statement), tuple(tensors), views, keys, frozenset(chain.wrapped), passing, tuple(origins))
+    return str(spec), list(tensors.values()), sizes
 
 
-_NAMES = ("statement", "names", "tensors", "views", "size_names", "sizes", "wraps", "passing", "origins")
+_NAMES = ("spec", "tensors", "sizes")
 
 
 def _into(graph: Graph, initial: Node, arguments: tuple[Any, ...], value: Any) -> Node:
