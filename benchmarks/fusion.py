@@ -123,9 +123,9 @@ def programs(arguments: argparse.Namespace, device: str) -> list[Callable[[], Pr
     def convolution() -> Program:
         where, voxels, found_pairs = pairs(found, arguments.cloud, device, small)
         torch.manual_seed(0)
-        edges = sum(p.shape[1] for p in found_pairs)
-        case = f"{where}, {voxels:,} voxels, {edges:,} pairs, {columns} channels"
-        return Program("convolution", case, Convolution(columns).to(device), (torch.randn(voxels, columns, device=device), *found_pairs), edges * columns)
+        edges, width = sum(p.shape[1] for p in found_pairs), 2 * columns
+        case = f"{where}, {voxels:,} voxels, {edges:,} pairs, {width} channels"
+        return Program("convolution", case, Convolution(width).to(device), (torch.randn(voxels, width, device=device), *found_pairs), edges * width)
 
     types = lambda edges: (torch.randint(0, relations, (edges,), device=device, generator=torch.Generator(device).manual_seed(1)),)
     return [

@@ -160,7 +160,8 @@ def test_into_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_that_compiled_code_uses_again() -> None:
     """Inductor may put other index values into the memory of an index tensor that it made, and no version counter tells."""
     x, w, rows = torch.randn(N, F), torch.randn(E), graph_of().clone()
-    spec = op.Spec("out[d[i],j] = x[s[i],j] * w[i]", ("x", "w", "e"), (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),))), "out#2", frozenset(), frozenset("ds"), ())
+    views = (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),)))
+    spec = op.Spec("out[d[i],j] = x[s[i],j] * w[i]", ("x", "w", "e"), views, "out#2", frozenset(), frozenset("ds"), ())
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
         try:

@@ -100,7 +100,13 @@ def _values(spec: Spec, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> tu
     found: dict[str, Any] = {}
     for name, place, selects in views:
         tensor = tensors[place]
-        found[name] = part(tensor, selects) if type(tensor) in PLAIN else select(tensor, selects)
+        if type(tensor) not in PLAIN:
+            found[name] = select(tensor, selects)
+        elif name in spec.passing and place not in steady:
+            # A new object: compiled code may fill this one with other values, which no version counter tells.
+            found[name] = select(tensor.data, selects)
+        else:
+            found[name] = part(tensor, selects)
     for name, place in plain:
         found[name] = tensors[place]
     return found, steady
