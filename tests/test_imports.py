@@ -30,7 +30,7 @@ RANKS: tuple[frozenset[str], ...] = (
     frozenset({"request"}),
     frozenset({"ops", "autograd", "batching"}),
     frozenset({"inplace", "traced", "explain", "export"}),
-    frozenset({"formats", "api"}),
+    frozenset({"formats", "api", "fusion"}),
     frozenset({"agnostic"}),
     frozenset({""}),
     frozenset({"cli", "demo", "doctor", "bench", "nn", "distributed", "__main__"}),

@@ -63,7 +63,14 @@ __all__ = [
 ]
 
 #: Loaded when first asked for, so that importing insum stays quick.
-_LAZY = {"einsum": "insum.agnostic", "export": "insum.export", "formats": "insum.formats", "nn": "insum.nn", "testing": "insum.testing"}
+_LAZY = {
+    "einsum": "insum.agnostic",
+    "export": "insum.export",
+    "formats": "insum.formats",
+    "fusion": "insum.fusion",
+    "nn": "insum.nn",
+    "testing": "insum.testing",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -213,3 +213,147 @@ def bsr_kernels() -> Any:
         return SimpleNamespace(mm=ops.bsr_dense_addmm, sampled=ops.sampled_addmm, minimize=meta.minimize)
     except (ImportError, AttributeError) as error:
         return f"this torch has no Triton kernels for BSR ({error})"
+
+
+# --- the compiler --------------------------------------------------------------------------------------------------------------
+
+
+def known_true(condition: Any) -> bool:
+    """Whether a symbolic truth holds for all values of its symbols. Asks for no guard."""
+    if isinstance(condition, bool):
+        return condition
+    try:
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return bool(statically_known_true(condition))
+    except Exception:
+        return False
+
+
+def size_or(size: Any, otherwise: int = 4096) -> int:
+    """The number that a symbolic size had when it was traced, or a guess where it comes from data."""
+    if isinstance(size, int):
+        return size
+    try:
+        hint = size.node.hint
+        return int(hint) if hint is not None else otherwise
+    except Exception:
+        return otherwise
+
+
+def assert_async(condition: Tensor, message: str) -> None:
+    """Fail on the device, without waiting for it; where this torch cannot, wait."""
+    check = getattr(torch, "_assert_async", None)
+    if check is not None:
+        check(condition, message)
+    elif not bool(condition):
+        raise IndexError(message)
+
+
+def joint_pass(function: Callable[[Any], None], identity: object) -> Any:
+    """A pass over Inductor's joint graphs that its caches can tell from others, or None where this torch has no place for one."""
+    try:
+        from torch._inductor import config
+        from torch._inductor.custom_graph_pass import CustomGraphPass
+
+        before = config.joint_custom_pre_pass
+    except (ImportError, AttributeError):
+        return None
+
+    class Pass(CustomGraphPass):
+        """``function``, after whatever pass is there already."""
+
+        def __call__(self, graph: Any) -> None:
+            for one in before if isinstance(before, list | tuple) else (before,):
+                if one is not None:
+                    one(graph)
+            function(graph)
+
+        def uuid(self) -> Any:
+            others = [getattr(one, "uuid", lambda: None)() for one in (before if isinstance(before, list | tuple) else (before,)) if one is not None]
+            return None if any(other is None for other in others) else (str(identity), *map(str, others))
+
+    return Pass()
+
+
+def inductor(graph: Any, inputs: Any, patches: dict[str, Any]) -> Any:
+    """A dynamo graph compiled by Inductor, with some of its configuration changed for this graph alone."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(graph, inputs, config_patches=patches)
+
+
+def mode_options(mode: str | None, dynamic: bool | None = None) -> dict[str, Any]:
+    """What ``torch.compile(mode=...)`` means for Inductor's configuration."""
+    if mode in (None, "default"):
+        return {}
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode, dynamic))
+
+
+def aot(graph: Any, inputs: Any, compiler: Callable[[Any, Any], Any], on_joint: Callable[[Any], None]) -> Any:
+    """A dynamo graph through AOT autograd as Inductor does it, with its decompositions; ``compiler`` gets forward and backward graphs."""
+    from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    def partition(joint: Any, arguments: Any, **options: Any) -> Any:
+        on_joint(joint.graph)
+        joint.recompile()
+        return min_cut_rematerialization_partition(joint, arguments, **options)
+
+    def inference(module: Any, arguments: Any) -> Any:
+        on_joint(module.graph)
+        module.recompile()
+        return compiler(module, arguments)
+
+    backend = aot_autograd(
+        fw_compiler=compiler, bw_compiler=compiler, inference_compiler=inference, partition_fn=partition, decompositions=select_decomp_table()
+    )
+    return backend(graph, inputs)
+
+
+def boxed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a list of arguments, as AOT autograd calls them best."""
+    from functorch.compile import make_boxed_func
+
+    result: Callable[..., Any] = make_boxed_func(function)
+    return result
+
+
+def exchange_joint_pass(new: Any) -> Any:
+    """Put a pass in the place that Inductor has for one; returns what was there."""
+    from torch._inductor import config
+
+    old = config.joint_custom_pre_pass
+    config.joint_custom_pre_pass = new
+    return old
+
+
+def register_backend(name: str, function: Callable[..., Any]) -> None:
+    """Name a backend of ``torch.compile``, unless that name is taken already."""
+    from torch._dynamo import list_backends, register_backend
+
+    if name not in list_backends(()):
+        register_backend(function, name=name)
+
+
+def functional_call() -> Any:
+    """The operator that calls an op that writes in place on copies, which Inductor leaves out where it can; None where this torch has none."""
+    try:
+        import torch._higher_order_ops.auto_functionalize  # registers it
+
+        return torch.ops.higher_order.auto_functionalized
+    except (ImportError, AttributeError):
+        return None
+
+
+def uses_cuda_graphs() -> bool:
+    """Whether what Inductor compiles now will be replayed as a CUDA graph."""
+    try:
+        from torch._inductor import config
+
+        return bool(config.triton.cudagraphs)
+    except (ImportError, AttributeError):
+        return False

@@ -19,6 +19,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "scatter": ("auto", "segment", "onehot", "unrolled", "store", "atomic"),
     "dot": ("auto", "always", "never"),
     "effort": ("none", "quick", "full"),
+    "fuse": ("auto", "always", "never"),
 }
 
 
@@ -40,7 +41,8 @@ class Values:
       loop variable, then reshaped and transposed (ablation).
     - ``effort``: what the first call of a statement spends on a search for the best config: ``none`` (the first guess, or what an earlier
       search left in the cache), ``quick`` (seconds), ``full``.
-    - ``log``: comma-separated topics to report on standard error: ``plan``, ``kernel``, ``fallback``.
+    - ``fuse``: whether compiled graphs (`insum.fusion`) fuse a chain: ``auto`` (where it pays), ``always`` (wherever it is one statement), ``never``.
+    - ``log``: comma-separated topics to report on standard error: ``plan``, ``kernel``, ``fallback``, ``fusion``. Also ``INSUM_LOGS``.
     """
 
     check: str = "first"
@@ -53,6 +55,7 @@ class Values:
     prefetch: bool = True
     lazy_broadcasting: bool = True
     effort: str = "none"
+    fuse: str = "auto"
     log: str = ""
 
 
@@ -139,6 +142,8 @@ def _from_environment(environment: dict[str, str]) -> Values:
     changes: dict[str, Any] = {}
     for name in _names():
         text = environment.get(f"INSUM_{name.upper()}")
+        if text is None and name == "log":
+            text = environment.get("INSUM_LOGS")
         if text is not None:
             changes[name] = _checked(name, _read(name, text))
     return replace(Values(), **changes)

@@ -31,6 +31,7 @@ class IndexFacts:
     padded: bool = False
     constant: bool = False  # the caller promises that the values are part of the program: they may become code
     declared: bool = field(default=False, repr=False)  # said by whoever made the tensor, as formats do, rather than found by looking
+    passing: bool = False  # the tensor is made anew at every call: nothing that takes long to find out will ever be used again
     pointers: dict[int, Tensor] = field(default_factory=dict, repr=False)
     derived: dict[object, Any] = field(default_factory=dict, repr=False)  # schedules, orders and launches that live as long as the tensor
     serial: int = field(default_factory=itertools.count().__next__, repr=False)  # unlike id(), never used twice
@@ -84,7 +85,7 @@ def facts_of(tensor: Tensor) -> IndexFacts:
     """Facts about ``tensor``, computed on its device the first time it is seen in this version.
 
     >>> facts_of(torch.tensor([0, 2, 2, 5]))
-    IndexFacts(low=0, high=5, sorted=True, unique=False, padded=False, constant=False)
+    IndexFacts(low=0, high=5, sorted=True, unique=False, padded=False, constant=False, passing=False)
     """
     return known(tensor) or _remember(tensor, _compute(tensor))
 
@@ -101,6 +102,21 @@ def _compute(tensor: Tensor) -> IndexFacts:
     low_, high_, ordered_, padded_ = (int(x) for x in torch.stack([low, high, ordered.long(), padded.long()]).tolist())
     unique = bool((steps > 0).all()) if ordered_ else bool((flat.sort().values.diff() > 0).all())
     return IndexFacts(low_, high_, bool(ordered_), unique, bool(padded_))
+
+
+_passing: dict[tuple[torch.device, int], IndexFacts] = {}
+_MOST_DERIVED = 512
+
+
+def pass_by(tensor: Tensor, high: int) -> IndexFacts:
+    """Take a tensor for one that is seen once, with values from 0 to ``high``: nothing is computed, and all such tensors share their facts."""
+    key = tensor.device, high
+    facts = _passing.get(key)
+    if facts is None or len(facts.derived) >= _MOST_DERIVED:
+        if len(_passing) >= _MOST_DERIVED:
+            _passing.clear()
+        facts = _passing[key] = IndexFacts(0, high, False, False, passing=True)
+    return _remember(tensor, facts)
 
 
 def segment_pointers(tensor: Tensor, rows: int) -> Tensor:

@@ -58,6 +58,8 @@ class Preparation(Segmenting, Patterns):
         facts = facts_of(anchor)
         name = scatter.access.tensor
         clean = not (facts.padded and name in self.problem.padded)
+        if facts.passing and not self.wishes.deterministic:
+            return self.atomic(draft, f"{name} is seen once")
         if wished == "unrolled" or wished == "auto" and facts.constant:
             unrolled = self.unrolled(draft)
             if unrolled is not None:

@@ -1,0 +1,299 @@
+"""Five programs in plain PyTorch on a GPU: eager, torch.compile alone, and torch.compile(backend="insum"), in one run.
+
+    python benchmarks/fusion.py --data DIR [--json FILE] [--only GCNConv,...] [--columns 64]
+
+PyG's layers, unmodified, over a graph, and a sparse convolution written by hand (for each of 27 offsets: gather, matrix product, index_add) over
+the voxels of a point cloud. ``DIR`` holds graphs and clouds as .npz files; without them, drawn ones of similar size are used and named so.
+Per program and way: median milliseconds of a forward and of a forward and backward pass (CUDA events), peak memory beyond what is there before,
+and the largest relative error, of the result and of every gradient, against eager in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import statistics
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import insum
+import insum.fusion
+
+GOAL = 1.5
+WARM, REPEAT, MOST_MS = 4, 30, 1500.0
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model and what it is called with; the first argument and the parameters have gradients."""
+
+    name: str
+    case: str
+    model: nn.Module
+    arguments: tuple[Any, ...]
+    messages: int
+    """Elements of a tensor with one row per edge and one column per channel."""
+
+
+# --- data ------------------------------------------------------------------------------------------------------------------------
+
+
+def files(folder: str) -> dict[str, Path]:
+    return {f.stem: f for f in Path(folder).rglob("*.npz")} if folder else {}
+
+
+def graph(found: dict[str, Path], name: str, device: str, small: bool) -> tuple[str, int, Tensor]:
+    """A name, the number of nodes, and edges (source, target)."""
+    if name in found and not small:
+        loaded = np.load(found[name])
+        nodes = int(loaded["shape"][0])
+        counts = torch.from_numpy(np.diff(loaded["indptr"]).astype(np.int64))
+        rows = torch.repeat_interleave(torch.arange(nodes), counts)
+        return name, nodes, torch.stack([torch.from_numpy(loaded["indices"].astype(np.int64)), rows]).to(device)
+    nodes, edges = (60, 400) if small else (80_000, 1_800_000)
+    print(f"{name} is not in the data folder: drawn edges instead" if not small else "small drawn edges")
+    return "drawn", nodes, torch.randint(0, nodes, (2, edges), generator=torch.Generator().manual_seed(0)).to(device)
+
+
+def pairs(found: dict[str, Path], name: str, device: str, small: bool) -> tuple[str, int, list[Tensor]]:
+    """A name, the number of voxels, and for each of 27 offsets the pairs (input voxel, output voxel)."""
+    if name in found and not small:
+        points = torch.from_numpy(np.load(found[name])["points"]).to(device)
+    else:
+        print(f"{name} is not in the data folder: a drawn surface instead" if not small else "a small drawn surface")
+        name, count = "drawn", 300 if small else 300_000
+        flat = torch.rand(count, 2, generator=torch.Generator().manual_seed(0)) * (1.0 if small else 12.0)
+        points = torch.cat([flat, 0.3 * torch.sin(flat.sum(1, keepdim=True))], 1).to(device)
+    voxels = torch.unique(torch.floor(points.double() / 0.05).long(), dim=0)
+    low = voxels.min(0).values - 1
+    span = voxels.max(0).values - low + 2
+    key = lambda v: ((v[:, 0] - low[0]) * span[1] + (v[:, 1] - low[1])) * span[2] + (v[:, 2] - low[2])
+    keys = key(voxels)  # torch.unique sorts, so the keys ascend
+    offsets = torch.cartesian_prod(*[torch.arange(-1, 2, device=device)] * 3)
+    result = []
+    for offset in offsets:
+        wanted = key(voxels + offset)
+        at = torch.searchsorted(keys, wanted).clamp(max=len(keys) - 1)
+        there = (keys[at] == wanted).nonzero()[:, 0]
+        result.append(torch.stack([at[there], there]).contiguous())
+    return name, len(voxels), result
+
+
+class Convolution(nn.Module):
+    """As people write it: for each offset gather the inputs, multiply, add to the outputs."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(27, channels, channels) / channels)
+
+    def forward(self, x: Tensor, *pairs: Tensor) -> Tensor:
+        out = x.new_zeros(x.shape[0], self.weight.shape[2])
+        for z, (i, o) in enumerate(pairs):
+            out.index_add_(0, o, x[i] @ self.weight[z])
+        return out
+
+
+def programs(arguments: argparse.Namespace, device: str) -> list[Callable[[], Program]]:
+    """Makers, so that only one program's tensors are there at a time."""
+    found, columns, small = files(arguments.data), arguments.columns, arguments.small
+    relations, heads = 4, 4
+
+    def on_graph(name: str, make: Callable[[Any], nn.Module], more: Callable[[int], tuple[Tensor, ...]] = lambda edges: ()) -> Callable[[], Program]:
+        def build() -> Program:
+            import torch_geometric.nn as pyg
+
+            where, nodes, edges = graph(found, arguments.graph, device, small)
+            torch.manual_seed(0)
+            x = torch.randn(nodes, columns, device=device)
+            case = f"{where}, {nodes:,} nodes, {edges.shape[1]:,} edges, {columns} channels"
+            return Program(name, case, make(pyg).to(device), (x, edges, *more(edges.shape[1])), edges.shape[1] * columns)
+
+        return build
+
+    def convolution() -> Program:
+        where, voxels, found_pairs = pairs(found, arguments.cloud, device, small)
+        torch.manual_seed(0)
+        edges, width = sum(p.shape[1] for p in found_pairs), 2 * columns
+        case = f"{where}, {voxels:,} voxels, {edges:,} pairs, {width} channels"
+        return Program("convolution", case, Convolution(width).to(device), (torch.randn(voxels, width, device=device), *found_pairs), edges * width)
+
+    types = lambda edges: (torch.randint(0, relations, (edges,), device=device, generator=torch.Generator(device).manual_seed(1)),)
+    return [
+        on_graph("GCNConv", lambda pyg: pyg.GCNConv(columns, columns, cached=True)),
+        on_graph("SAGEConv", lambda pyg: pyg.SAGEConv(columns, columns)),
+        on_graph("GATConv", lambda pyg: pyg.GATConv(columns, columns // heads, heads=heads, add_self_loops=False)),
+        on_graph("RGCNConv", lambda pyg: pyg.RGCNConv(columns, columns, relations), types),
+        on_graph("FastRGCNConv", lambda pyg: pyg.FastRGCNConv(columns, columns // 4, relations), types),
+        convolution,
+    ]
+
+
+# --- measuring -------------------------------------------------------------------------------------------------------------------
+
+
+def ways(model: nn.Module, fuse: str) -> dict[str, Callable[..., Tensor]]:
+    return {
+        "eager": model,
+        "torch.compile": torch.compile(model),
+        "insum": torch.compile(model, backend="insum", options={"insum.fuse": fuse}),
+    }
+
+
+def settle(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+
+
+def milliseconds(run: Callable[[], object], device: str) -> float:
+    """The median of single calls between CUDA events."""
+    if device != "cuda":
+        return float("nan")
+    times: list[float] = []
+    while len(times) < 5 or len(times) < REPEAT and sum(times) < MOST_MS:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def peak(run: Callable[[], object], device: str) -> int:
+    """Bytes allocated at the peak of a warm call, beyond those that were there."""
+    settle(device)
+    if device != "cuda":
+        return 0
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    held = run()
+    torch.cuda.synchronize()
+    most = torch.cuda.max_memory_allocated() - before
+    del held
+    return most
+
+
+def relative(got: Tensor, want: Tensor) -> float:
+    return ((got.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1e-30)).item()
+
+
+def results(model: nn.Module, run: Callable[..., Tensor], arguments: tuple[Any, ...], upstream: Tensor) -> list[Tensor]:
+    x = arguments[0].detach().requires_grad_()
+    out = run(x, *arguments[1:])
+    leaves = [x, *model.parameters()]
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype))]
+
+
+def reference(program: Program, upstream: Tensor) -> list[Tensor]:
+    """Values and gradients of the eager model in float64."""
+    import copy
+
+    model = copy.deepcopy(program.model).double()
+    for name in ("_cached_edge_index", "_cached_adj_t"):
+        if hasattr(model, name):
+            setattr(model, name, None)
+    wide = tuple(a.double() if isinstance(a, Tensor) and a.is_floating_point() else a for a in program.arguments)
+    return [t.float() for t in results(model, model, wide, upstream.double())]
+
+
+def measure(program: Program, fuse: str, device: str) -> dict[str, Any]:
+    with torch.no_grad():
+        shape = program.model(*program.arguments).shape
+    upstream = torch.randn(shape, device=device)
+    want = reference(program, upstream)
+    row: dict[str, Any] = {"program": program.name, "case": program.case, "messages": 4 * program.messages}
+    x = program.arguments[0].detach().requires_grad_()
+    leaves = [x, *program.model.parameters()]
+    for name, run in ways(program.model, fuse).items():
+        torch._dynamo.reset()
+        insum.fusion.clear()
+        settle(device)
+
+        def forward(run: Callable[..., Tensor] = run) -> Tensor:
+            with torch.no_grad():
+                return run(*program.arguments)
+
+        def both(run: Callable[..., Tensor] = run) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(run(x, *program.arguments[1:]), leaves, upstream)
+
+        errors = [relative(a, b) for a, b in zip(results(program.model, run, program.arguments, upstream), want, strict=True)]
+        for one in (forward, both):
+            for _ in range(WARM):
+                one()
+        errors += [relative(a, b) for a, b in zip(results(program.model, run, program.arguments, upstream), want, strict=True)]
+        row[name] = {"forward_ms": milliseconds(forward, device), "both_ms": milliseconds(both, device)}
+        row[name] |= {"forward_bytes": peak(forward, device), "both_bytes": peak(both, device), "error": max(errors)}
+        if name == "insum":
+            told = insum.fusion.report()
+            row[name] |= {"fused": [f.statement for f in told.fused], "left": [f"{f.root}: {f.why}" for f in told.left]}
+        print(line(program.name, name, row), flush=True)
+    del want
+    return row
+
+
+def line(program: str, name: str, row: dict[str, Any]) -> str:
+    one, rival = row[name], row.get("torch.compile")
+    faster = f"  {rival['forward_ms'] / one['forward_ms']:.2f}x, {rival['both_ms'] / one['both_ms']:.2f}x" if name == "insum" and rival else ""
+    mib = 2**20
+    memory = f"peak {one['forward_bytes'] / mib:8.1f} / {one['both_bytes'] / mib:8.1f} MiB"
+    return f"{program:13s} {name:14s} {one['forward_ms']:8.3f} / {one['both_ms']:8.3f} ms  {memory}  error {one['error']:.1e}{faster}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", default="../shared/data")
+    parser.add_argument("--json", default="")
+    parser.add_argument("--only", default="", help="names of programs, separated by commas")
+    parser.add_argument("--graph", default="ego-twitter")
+    parser.add_argument("--cloud", default="pc-s3dis-ucf-lobby")
+    parser.add_argument("--columns", type=int, default=64)
+    parser.add_argument("--small", action="store_true", help="tiny drawn data, on the CPU where there is no GPU: a check that all of it runs")
+    arguments = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cpu" and not arguments.small:
+        sys.exit("benchmarks/fusion.py needs a GPU; --small runs tiny sizes without one")
+    warnings.filterwarnings("ignore")
+    # Layers that mask edges have shapes that depend on data; so that no way has to break its graph there.
+    torch._dynamo.config.capture_dynamic_output_shape_ops = True
+    torch._dynamo.config.capture_scalar_outputs = True
+    rows, only = [], arguments.only.split(",") if arguments.only else []
+    print("milliseconds and peak memory: forward / forward and backward; times faster than torch.compile alone")
+    for build in programs(arguments, device):
+        try:
+            program = build()
+        except ImportError as missing:
+            print(f"skipped: {missing}")
+            continue
+        if only and program.name not in only:
+            continue
+        print(f"\n{program.name}: {program.case}; messages would take {4 * program.messages / 2**20:.1f} MiB", flush=True)
+        try:
+            rows.append(measure(program, "always" if device == "cpu" else "auto", device))
+        except Exception as failure:  # one program that fails does not hide the others
+            print(f"FAILED {program.name}: {type(failure).__name__}: {str(failure)[:500]}", flush=True)
+            rows.append({"program": program.name, "case": program.case, "failed": f"{type(failure).__name__}: {str(failure)[:500]}"})
+        del program
+        settle(device)
+    if arguments.json:
+        about = {"command": " ".join(["python", *(Path(a).name if a.startswith("/") else a for a in sys.argv)]), "date": datetime.date.today().isoformat()}
+        name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+        about |= {"device": name, "torch": torch.__version__, "insum": insum.__version__, "goal": GOAL, "rows": rows}
+        Path(arguments.json).write_text(json.dumps(about, indent=1) + "\n")
+    if any("failed" in row for row in rows):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,329 @@
+"""Finds chains in a graph: the roots (scatters and sums), the statement of each, and what is left and why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from insum.fusion.read import CONTRACTIONS, FLOATS, VIEWS, IndexTensor, Indices, Reader, reaching
+from insum.fusion.shapes import ZERO, Stop, broadcast, is_contiguous, is_one, points, same, shape_of, value_of
+from insum.lang.bind import Size
+from insum.lang.expr import Access, Expr, Statement, index_of, product, tensors_of, variables
+from insum.plan.rewrite import substitute
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chain:
+    """A root, and the one statement that it and what lies below it are."""
+
+    root: Node
+    statement: Statement
+    initial: Node | None  # what is added to, where that is not zero
+    zeros: Node | None  # the zeros that are added to
+    tensors: tuple[tuple[str, Node], ...]  # read as values
+    indices: tuple[IndexTensor, ...]
+    wrapped: tuple[str, ...]
+    extents: dict[str, tuple[Node, int]]
+    inlined: tuple[Node, ...]
+    gathers: tuple[Node, ...]
+    notes: tuple[str, ...]
+    dims: tuple[int | None, ...]  # of the root, one for each of the statement's result; None where it has several for one
+
+    @property
+    def leaves(self) -> tuple[Node, ...]:
+        """The nodes that the statement reads."""
+        more = [n for n in (self.initial,) if n is not None]
+        return tuple(dict.fromkeys([*(n for _, n in self.tensors), *(t.base for t in self.indices), *more]))
+
+    def after(self, replaced: dict[Node, Node]) -> Chain:
+        """The same chain, when nodes that it reads have been replaced."""
+        indices = tuple(replace(t, base=replaced.get(t.base, t.base)) for t in self.indices)
+        extents = {v: (replaced.get(node, node), dim) for v, (node, dim) in self.extents.items()}
+        initial = replaced.get(self.initial, self.initial) if self.initial is not None else None
+        return replace(self, initial=initial, tensors=tuple((name, replaced.get(n, n)) for name, n in self.tensors), indices=indices, extents=extents)
+
+    @property
+    def saved(self) -> int:
+        """About how many elements are no longer written to memory."""
+        return sum(points(shape_of(n)) for n in self.inlined if n is not self.root and n.target not in VIEWS)
+
+
+@dataclass(frozen=True, slots=True)
+class Chains:
+    """What was found in a graph; ``left`` tells of each root that is no chain why it is none."""
+
+    found: tuple[Chain, ...]
+    left: tuple[tuple[Node, str], ...]
+
+
+def find(graph: Graph, accept: Callable[[Chain], str]) -> Chains:
+    """Every chain of a graph that ``accept`` has nothing to say against.
+
+    What a chain reads through may still be needed by others. Then it is computed anyway and the chain takes it as it is; which may end
+    another chain. So it is decided in rounds, until nothing changes: the set of kept nodes only grows.
+    """
+    kept: frozenset[Node] = frozenset()
+    while True:
+        chains, left = _round(graph, kept, accept)
+        more = _needed(graph, chains) - kept
+        if not more:
+            return Chains(tuple(reversed(chains.values())), tuple((n, _because(n, why, kept)) for n, why in left.items()))
+        kept |= more
+
+
+def _round(graph: Graph, kept: frozenset[Node], accept: Callable[[Chain], str]) -> tuple[dict[Node, Chain], dict[Node, str]]:
+    chains: dict[Node, Chain] = {}
+    left: dict[Node, str] = {}
+    inside: set[Node] = set()
+    reaches = reaching(kept)
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or node.target not in ROOTS or node in inside and all(u in inside for u in node.users):
+            continue
+        if not isinstance(node.meta.get("val"), torch.Tensor) or node.target not in SCATTERS and not any(map(reaches, node.all_input_nodes)):
+            continue
+        try:
+            chain = ROOTS[node.target](node, kept, reaches)
+            why = accept(chain)
+        except Stop as reason:
+            why = str(reason)
+        if why:
+            left[node] = why
+        else:
+            chains[node] = chain
+            inside.update(chain.inlined)
+    return chains, left
+
+
+def _needed(graph: Graph, chains: dict[Node, Chain]) -> frozenset[Node]:
+    """Nodes that chains read through although somebody else needs their value."""
+    alive: set[Node] = set()
+    todo = [n for n in graph.nodes if n.op == "output" or n.op == "call_function" and n.is_impure()]
+    while todo:
+        node = todo.pop()
+        if node not in alive:
+            alive.add(node)
+            todo += chains[node].leaves if node in chains else node.all_input_nodes
+    inside = {n for chain in chains.values() for n in chain.inlined} - chains.keys()
+    return frozenset(n for n in inside & alive if n.target not in VIEWS and _used_outside(n, inside, alive))
+
+
+def _used_outside(node: Node, inside: set[Node], alive: set[Node]) -> bool:
+    """Whether somebody outside of the chains reads a node, or a view of it. Those below such a node are looked at in the next round."""
+    users = [u for u in node.users if u in alive]
+    return any(_used_outside(u, inside, alive) if u.target in VIEWS else u not in inside for u in users)
+
+
+def _because(node: Node, why: str, kept: frozenset[Node]) -> str:
+    below = [n for n in _below(node) if n in kept]
+    if not below:
+        return why
+    users = sorted({u.name for n in below for u in n.users if u is not node})
+    return f"{why}; {', '.join(n.name for n in below)} is needed by {', '.join(users[:3])} too and kept"
+
+
+def _below(node: Node) -> list[Node]:
+    found: dict[Node, None] = {}
+    todo = list(node.all_input_nodes)
+    while todo:
+        one = todo.pop()
+        if one not in found and len(found) < 16:
+            found.setdefault(one)
+            todo += one.all_input_nodes if one.target in VIEWS else []
+    return list(found)
+
+
+# --- roots -----------------------------------------------------------------------------------------------------------------------
+
+
+def _contraction(node: Node, kept: frozenset[Node], reaches: Callable[[Node], bool]) -> Chain:
+    """A sum over something gathered, with nothing scattered: dot products per edge, the gradient of a weight."""
+    reader = Reader(kept - {node}, reaches)
+    at = reader.variables(node)
+    factors = CONTRACTIONS[node.target](reader, node, at, False)
+    return _chain(node, reader, at, factors, None)
+
+
+def _scattered(node: Node, base: Node, message: Node, at: Callable[[Reader], tuple[Indices, Indices]], kept: frozenset[Node], reaches: Any) -> Chain:
+    """A scatter of ``message`` into ``base``; ``at`` gives the indices of both."""
+    reader = Reader(kept, reaches)
+    target, source = at(reader)
+    reader.inline(node)
+    return _chain(node, reader, target, reader.value(message, source), base)
+
+
+def _index_put(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
+    if len(node.args) < 4 or node.args[3] is not True:
+        raise Stop("it overwrites, and does not add")
+    base, tensors, message = node.args[:3]
+    return _put(node, base, tensors, message, kept, reaches)
+
+
+def _masked_put(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
+    """The gradient of an embedding: a mask leaves out what lies outside of the table, and that would be an error before."""
+    base, mask, tensors, message = node.args[:4]
+    if not isinstance(tensors, list | tuple) or len(tensors) != 1 or not isinstance(base, Node) or not _only_range(mask, tensors[0], shape_of(base)[0]):
+        raise Stop("a mask leaves out some of what it adds")
+    return _put(node, base, tensors, message, kept, reaches)
+
+
+def _only_range(mask: Any, index: Any, size: Size) -> bool:
+    """Whether a mask is true for all values from 0 to ``size``."""
+    if not isinstance(mask, Node) or mask.op != "call_function":
+        return False
+    if mask.target in (aten.bitwise_and.Tensor, aten.logical_and.default):
+        return all(_only_range(part, index, size) for part in mask.args[:2])
+    if mask.target in (aten.unsqueeze.default, aten.view.default, aten.expand.default):
+        return _only_range(mask.args[0], index, size)
+    if mask.args[0] is not index:
+        return False
+    limit: Any = mask.args[1].meta.get("val") if isinstance(mask.args[1], Node) else mask.args[1]
+    if mask.target is aten.lt.Scalar:
+        return same(limit, size)
+    if not isinstance(limit, int):
+        return False
+    return mask.target is aten.ge.Scalar and limit <= 0 or mask.target is aten.ne.Scalar and limit < 0
+
+
+def _put(node: Node, base: Any, tensors: Any, message: Any, kept: frozenset[Node], reaches: Any) -> Chain:
+    assert isinstance(base, Node) and isinstance(message, Node)
+
+    def at(reader: Reader) -> tuple[Indices, Indices]:
+        places = [t for t in tensors if isinstance(t, Node)]
+        if not places:
+            raise Stop("nothing is indexed")
+        widest = max(places, key=lambda t: value_of(t).dim())
+        rank, size = value_of(widest).dim(), len(shape_of(base))
+        positions = [d for d, t in enumerate(tensors) if t is not None]
+        together = positions == list(range(positions[0], positions[-1] + 1))
+        inner = []
+        for d in range(rank):
+            owner = next((t for t in places if value_of(t).dim() > rank - 1 - d and not is_one(shape_of(t)[d - rank])), None)
+            inner.append(ZERO if owner is None else reader.variable("i", owner, d - rank + value_of(owner).dim()))
+        free = [ZERO if is_one(shape_of(base)[d]) else reader.variable("i", base, d) for d in range(size) if d not in positions]
+        lead = positions[0] if together else 0
+        full = (*free[:lead], *inner, *free[lead:])
+        return reader.placed(tensors, base, full), broadcast(full, shape_of(message))
+
+    return _scattered(node, base, message, at, kept, reaches)
+
+
+def _index_add(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
+    base, dim, index, message = node.args[:4]
+    assert isinstance(base, Node) and isinstance(index, Node) and isinstance(message, Node)
+    if node.kwargs.get("alpha", 1) != 1:
+        raise Stop("it scales what it adds")
+    if value_of(index).dim() != 1 or not shape_of(base):
+        raise Stop("its index has no dimension")
+
+    def at(reader: Reader) -> tuple[Indices, Indices]:
+        source = reader.variables(message)
+        d = int(dim) % len(source)  # type: ignore[arg-type]
+        place = reader.index(index, (source[d],), shape_of(base)[d], wraps=False)
+        return (*source[:d], place, *source[d + 1 :]), source
+
+    return _scattered(node, base, message, at, kept, reaches)
+
+
+def _scatter_add(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
+    base, dim, index, message = node.args[:4]
+    if not isinstance(message, Node):
+        raise Stop("it adds a number")
+    assert isinstance(base, Node) and isinstance(index, Node)
+    if node.target is aten.scatter_reduce.two:
+        reduction = node.args[4]
+        if reduction != "sum":
+            raise Stop(f"it reduces by {reduction}, and rows without entries keep their value")
+        if node.kwargs.get("include_self", True) is not True:
+            raise Stop("it leaves out what is there")
+    d = int(dim) % len(shape_of(base)) if shape_of(base) else 0  # type: ignore[arg-type]
+    sizes = zip(shape_of(base), shape_of(index), shape_of(message), strict=True)
+    if not all(same(i, m) and (k == d or same(b, i)) for k, (b, i, m) in enumerate(sizes)):
+        raise Stop("index, message and result differ in shape")
+
+    def at(reader: Reader) -> tuple[Indices, Indices]:
+        source = reader.variables(message)
+        place = reader.index(index, source, shape_of(base)[d], wraps=False)
+        return (*source[:d], place, *source[d + 1 :]), source
+
+    return _scattered(node, base, message, at, kept, reaches)
+
+
+def _biased(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
+    raise Stop("it adds a bias to a product, which is two products")
+
+
+SCATTERS: dict[Any, Callable[..., Chain]] = {
+    aten.index_put.default: _index_put,
+    aten._unsafe_index_put.default: _index_put,
+    aten._unsafe_masked_index_put_accumulate.default: _masked_put,
+    aten.index_add.default: _index_add,
+    aten.scatter_add.default: _scatter_add,
+    aten.scatter_reduce.two: _scatter_add,
+}
+ROOTS: dict[Any, Callable[..., Chain]] = {**SCATTERS, **dict.fromkeys(CONTRACTIONS, _contraction), aten.addmm.default: _biased}
+
+
+# --- the statement ---------------------------------------------------------------------------------------------------------------
+
+
+def _chain(root: Node, reader: Reader, target: Indices, factors: list[Expr], base: Node | None) -> Chain:
+    if not reader.gathers and not (base is not None and reader.grown):
+        what = "nothing is gathered into it" + (", and no product in it grows" if base is not None else "")
+        raise Stop(what + "".join(f"; {note}" for note in reader.notes[:1]))
+    # Dimensions of size 1 have no variable, and split ones several: the result is brought into shape when it is there.
+    parts = {name: tuple(index_of(part) for part, _ in split) for name, split in reader.splits.items()}
+    places = [(d, i) for d, index in enumerate(target) if index.terms for i in parts.get(index.var or "", (index,))]
+    change = reader.unsplit()
+    whole = substitute(Access("out", tuple(i for _, i in places)), change)
+    assert isinstance(whole, Access)
+    statement = Statement(whole, "=", product([substitute(f, change) for f in factors]))
+    _check(root, reader)
+    zero = base is not None and is_zero(base)
+    reads = set(tensors_of(statement))
+    return Chain(
+        root,
+        statement,
+        None if zero else base,
+        base if zero else None,
+        tuple((name, node) for node, name in reader.names.items() if name in reads),
+        tuple(t for t in reader.indices if t.name in reads),
+        tuple(sorted(reader.wrapped & reads)),
+        {v: reader.extents[v] for v in dict.fromkeys((*variables(statement.target), *variables(statement.value)))},
+        tuple(reader.inlined),
+        tuple(reader.gathers),
+        tuple(reader.notes),
+        tuple(None if index.var in reader.extents and target[d].var != index.var else d for d, index in places),
+    )
+
+
+def _check(root: Node, reader: Reader) -> None:
+    """Dtypes, devices and layout: that the statement gives what the root gives."""
+    value = value_of(root)
+    values = [value_of(n) for n in reader.names]
+    if value.dtype not in FLOATS:
+        raise Stop(f"it holds {str(value.dtype).removeprefix('torch.')}")
+    ranked = [v.dtype for v in values if v.dim()] or [v.dtype for v in values]
+    natural = ranked[0]
+    for dtype in ranked[1:]:
+        natural = torch.promote_types(natural, dtype)
+    if natural != value.dtype:
+        raise Stop(f"its result is {value.dtype}, the product is {natural}".replace("torch.", ""))
+    if any(v.device != value.device for v in (*values, *(value_of(t.base) for t in reader.indices))):
+        raise Stop("its tensors are on several devices")
+    if not is_contiguous(value):
+        raise Stop("its result is laid out in an unusual way")
+
+
+def is_zero(node: Node) -> bool:
+    """Whether a node is zeros by construction."""
+    if node.op != "call_function":
+        return False
+    if node.target in (aten.full.default, aten.full_like.default, aten.new_full.default):
+        return bool(node.args[-1] == 0)
+    return node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)

@@ -1,0 +1,126 @@
+"""How the pass comes into ``torch.compile``: as the backend "insum", or as a pass of the default backend."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.fx import Graph, GraphModule
+
+from insum import compat
+from insum.errors import SettingsError
+from insum.fusion.rewrite import fuse
+from insum.settings import settings
+
+_RESTS = ("inductor", "eager")
+_warned: list[str] = []
+
+
+def backend(module: GraphModule, inputs: Any, *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+    """The backend that ``torch.compile(model, backend="insum")`` names.
+
+    ``mode`` and ``options`` are Inductor's. Two options are ours: ``insum.fuse`` (as `settings.fuse`, for this model alone) and ``insum.rest``, what
+    compiles the graph after fusion: ``"inductor"``, ``"eager"`` (nothing: quick to compile), or a function of a graph module and its inputs.
+    """
+    more = dict(options or {})
+    wish, rest = str(more.pop("insum.fuse", "")), more.pop("insum.rest", "inductor")
+    if wish not in ("", "auto", "always", "never"):
+        raise SettingsError(f"options['insum.fuse'] is {wish!r}", expected="'auto', 'always' or 'never'")
+    if not callable(rest) and rest not in _RESTS:
+        raise SettingsError(f"options['insum.rest'] is {rest!r}", expected="'inductor', 'eager' or a function of a graph module and its inputs")
+    if rest != "inductor":
+        compiled: Callable[..., Any] = compat.aot(module, inputs, rest if callable(rest) else _as_it_is, functools.partial(_fuse, wish=wish))
+        return compiled
+    patches = {**compat.mode_options(mode), **more}
+    found = _pass(wish)
+    if found is None:
+        _warn_once()
+    else:
+        patches["joint_custom_pre_pass"] = found
+    compiled = compat.inductor(module, inputs, patches)
+    return compiled
+
+
+def _as_it_is(module: GraphModule, inputs: Any) -> Callable[..., Any]:
+    return compat.boxed(module)
+
+
+def _fuse(graph: Graph, wish: str = "") -> None:
+    fuse(graph, wish)
+
+
+def _fuse_for_inductor(graph: Graph, wish: str = "") -> None:
+    fuse(graph, wish, captured=compat.uses_cuda_graphs())
+
+
+def _pass(wish: str = "") -> Any:
+    return compat.joint_pass(functools.partial(_fuse_for_inductor, wish=wish), (_identity(), wish or settings.fuse))
+
+
+@functools.cache
+def _identity() -> str:
+    """Tells this version of the pass from others, for caches of compiled graphs."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()
+
+
+def _warn_once() -> None:
+    if not _warned:
+        _warned.append("said")
+        warnings.warn("insum: this version of torch takes no pass over its graphs; models are compiled by the default backend, nothing is fused", stacklevel=3)
+
+
+# --- the default backend ---------------------------------------------------------------------------------------------------------
+
+_before: list[Any] = []
+
+
+def enable() -> bool:
+    """Fuse in everything that ``torch.compile`` compiles with its default backend from now on. False where this torch has no place for a pass.
+
+    >>> import insum.fusion
+    >>> insum.fusion.enable()
+    True
+    >>> insum.fusion.disable()
+    """
+    if _before:
+        return True
+    found = _pass()
+    if found is None:
+        _warn_once()
+        return False
+    _before.append(compat.exchange_joint_pass(found))
+    return True
+
+
+def disable() -> None:
+    """End what `enable` began. Models that are compiled stay as they are."""
+    if _before:
+        compat.exchange_joint_pass(_before.pop())
+
+
+@contextmanager
+def enabled() -> Iterator[None]:
+    """`enable` for the length of a ``with`` block: models that are compiled, that is, first called, within it.
+
+    >>> import insum.fusion
+    >>> with insum.fusion.enabled():
+    ...     pass
+    """
+    was = bool(_before)
+    enable()
+    try:
+        yield
+    finally:
+        if not was:
+            disable()
+
+
+def register() -> None:
+    """Make the name "insum" known to ``torch.compile``; where the package is installed, its entry point does."""
+    compat.register_backend("insum", backend)

@@ -1,0 +1,196 @@
+"""The ops that fused chains become: ``insum::fused`` and, into a tensor that is there, ``insum::fused_into`` and ``insum::fused_into_``.
+
+They mean what ``insum::contract`` means, and take index tensors the way compiled graphs have them: as rows of a larger tensor, with
+negative values that count from the end, and made anew at each call. They stand in graphs that hold their own backward; they have no gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum.compat import PLAIN
+from insum.fusion import ways
+from insum.fusion.indices import Selects, is_passing, looks_are_free, part, recalled, seen_once, select, wrapped
+from insum.ops import decode
+from insum.plan.facts import known, pass_by
+from insum.request import Request, prepare
+from insum.runtime import fused
+from insum.settings import settings
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spec:
+    """All of a fused op that is not a tensor or a size. As text, one line per field, it is the op's first argument."""
+
+    statement: str
+    names: tuple[str, ...]
+    """Of the tensors that are passed: those of the statement, tensors of which index tensors are parts, and what those were computed from."""
+    views: tuple[tuple[str, str, Selects], ...]
+    """Index tensors: name, tensor of which it is a part, and which part."""
+    size_names: str
+    wraps: frozenset[str]
+    """Index tensors in which a negative value counts from the end."""
+    passing: frozenset[str]
+    """Index tensors that the graph makes anew at each call."""
+    origins: tuple[tuple[str, str, tuple[str, ...]], ...]
+    """Computed tensors: name, function, and what it was applied to."""
+
+    def __str__(self) -> str:
+        views = ";".join(":".join([f"{name}<{base}", *(f"{d}.{p}" for d, p in selects)]) for name, base, selects in self.views)
+        origins = ";".join(f"{base}={function}@{','.join(sources)}" for base, function, sources in self.origins)
+        lines = self.statement, ",".join(self.names), views, self.size_names, ",".join(sorted(self.wraps)), ",".join(sorted(self.passing)), origins
+        return "\n".join(lines)
+
+    @property
+    def plain(self) -> tuple[tuple[str, int], ...]:
+        """Tensors that the statement reads as they are, and their places among those that are passed."""
+        taken = {base for _, base, _ in self.views} | {name for _, _, sources in self.origins for name in sources}
+        return tuple((name, place) for place, name in enumerate(self.names) if name not in taken)
+
+
+@functools.lru_cache(maxsize=4096)
+def spec_of(text: str) -> Spec:
+    """The reverse of ``str(spec)``."""
+    statement, names, views, size_names, wraps, passing, origins = text.split("\n")
+    read_views = []
+    for one in _split(views, ";"):
+        name, _, rest = one.partition("<")
+        base, *selects = rest.split(":")
+        read_views.append((name, base, tuple((int(d), int(p)) for d, _, p in (x.partition(".") for x in selects))))
+    read_origins = []
+    for one in _split(origins, ";"):
+        base, _, rest = one.partition("=")
+        function, _, sources = rest.partition("@")
+        read_origins.append((base, function, tuple(sources.split(","))))
+    return Spec(
+        statement, _split(names, ","), tuple(read_views), size_names, frozenset(_split(wraps, ",")), frozenset(_split(passing, ",")), tuple(read_origins)
+    )
+
+
+def _split(line: str, mark: str) -> tuple[str, ...]:
+    return tuple(line.split(mark)) if line else ()
+
+
+@functools.lru_cache(maxsize=4096)
+def _places(spec: Spec) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int, Selects], ...], tuple[tuple[int, str, tuple[int, ...]], ...]]:
+    """Plain tensors, index tensors and origins, by the places of the tensors among those that are passed."""
+    place = {name: k for k, name in enumerate(spec.names)}
+    origins = tuple((place[base], function, tuple(place[s] for s in sources)) for base, function, sources in spec.origins)
+    return spec.plain, tuple((name, place[base], selects) for name, base, selects in spec.views), origins
+
+
+def _values(spec: Spec, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> tuple[dict[str, Any], set[int]]:
+    """Tensors by the names of the statement, and the places of those that were computed from the same tensors as before."""
+    plain, views, origins = _places(spec)
+    steady: set[int] = set()
+    if origins:
+        tensors = list(tensors)
+        for place, function, sources in origins:
+            if type(tensors[place]) in PLAIN and not looks_are_free(tensors[place]):
+                before = recalled(function, sizes, tuple(tensors[k] for k in sources), tensors[place])
+                if before is not None:
+                    tensors[place] = before
+                    steady.add(place)
+    found: dict[str, Any] = {}
+    for name, place, selects in views:
+        tensor = tensors[place]
+        if type(tensor) not in PLAIN:
+            found[name] = select(tensor, selects)
+        elif name in spec.passing and place not in steady:
+            # A new object: compiled code may fill this one with other values, which no version counter tells.
+            found[name] = select(tensor.data, selects)
+        else:
+            found[name] = part(tensor, selects)
+    for name, place in plain:
+        found[name] = tensors[place]
+    return found, steady
+
+
+def _request(spec: Spec, sizes: Sequence[Any]) -> Request:
+    return decode((spec.statement, "", [], "", [], spec.size_names, sizes, "", None, ""))[0]
+
+
+def _run(mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    spec = spec_of(text)
+    given = (*sizes,)
+    values, steady = _values(spec, tensors, given)
+    passing = False
+    for name, place, _ in _places(spec)[1]:
+        passing |= is_passing(spec, name, values[name], name in spec.passing and place not in steady)
+    key = spec, given, mode, passing
+    quick = ways.run(key, values, target) if mode != "from" else None
+    return quick if quick is not None else _run_long(mode, target, spec, given, values, passing, key)
+
+
+def _run_long(mode: str, target: Tensor | None, spec: Spec, sizes: tuple[int, ...], values: dict[str, Any], passing: bool, key: object) -> Tensor:
+    prepared = prepare(_request(spec, sizes), values, target)
+    limits = tuple((name, high + 1, name in spec.wraps) for name, _, high in prepared.ranges)
+    given = dict(values)
+    for name, limit, wrap in limits:
+        if passing:
+            values[name] = seen_once(name, values[name], limit, wrap)
+            pass_by(values[name], limit - 1)
+        elif wrap:
+            values[name] = wrapped(values[name], limit)
+    prepared.verify(values)
+    if not passing and any(_out_of_sight(values[name]) for name, _, _ in limits):
+        return replace(prepared, fusable=False).run(mode, values, target)
+    result = prepared.run(mode, values, target)
+    if prepared.fusable and mode != "from" and settings.check != "always" and (settings.check == "never" or not any(map(looks_are_free, values.values()))):
+        program = fused.lookup(prepared.problem, values, target, None)
+        if passing or all(values[name] is given[name] for name, _, _ in limits):
+            ways.keep(key, program, given, limits if passing else (), target)
+    return result
+
+
+def _out_of_sight(tensor: Tensor) -> bool:
+    """Whether nothing is known of an index tensor and nothing can be found out, since a CUDA graph is being captured."""
+    return tensor.is_cuda and known(tensor) is None and torch.cuda.is_current_stream_capturing()
+
+
+def _fused(spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
+    return _run("new", None, spec, tensors, sizes)
+
+
+def _fused_into(initial: Tensor, spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
+    return _run("from", initial, spec, tensors, sizes)
+
+
+def _fused_into_(target: Tensor, spec: str, tensors: list[Tensor], sizes: list[int]) -> None:
+    _run("into", target, spec, tensors, sizes)
+
+
+def _fused_fake(spec: str, tensors: list[Tensor], sizes: list[Any]) -> Tensor:
+    read = spec_of(spec)
+    problem = _request(read, sizes).bind(_values(read, tensors, ())[0])
+    return torch.empty(problem.shape, dtype=problem.dtype, device=problem.device)
+
+
+def _fused_into_fake(initial: Tensor, spec: str, tensors: list[Tensor], sizes: list[Any]) -> Tensor:
+    return torch.empty(initial.shape, dtype=initial.dtype, device=initial.device)
+
+
+def _fused_into_fake_(target: Tensor, spec: str, tensors: list[Tensor], sizes: list[Any]) -> None:
+    return None
+
+
+_ARGUMENTS = "str spec, Tensor[] tensors, SymInt[] sizes"
+_library = torch.library.Library("insum", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _define(schema: str, kernel: Any, fake: Any) -> None:
+    name = schema.partition("(")[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+    _library.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"insum::{name}", fake, lib=_library)
+
+
+_define(f"fused({_ARGUMENTS}) -> Tensor", _fused, _fused_fake)
+_define(f"fused_into(Tensor initial, {_ARGUMENTS}) -> Tensor", _fused_into, _fused_into_fake)
+_define(f"fused_into_(Tensor(a!) target, {_ARGUMENTS}) -> ()", _fused_into_, _fused_into_fake_)

@@ -1,0 +1,498 @@
+"""Reads graph nodes at index expressions: indices are pulled from a root down to the tensors that are really there.
+
+``x.index_select(0, src)`` read at ``(e, f)`` is ``x`` read at ``(src[e], f)``; ``mm(a, b)`` read at ``(i, j)`` is ``a`` at ``(i, k)`` times ``b`` at
+``(k, j)`` with a new variable ``k``. Views only change indices. What cannot be read through is a leaf: a tensor that the statement takes as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from insum.fusion.shapes import ZERO, Stop, broadcast, is_one, merged_dims, points, same, shape_of, through_view, value_of
+from insum.lang.bind import Size
+from insum.lang.expr import Access, Affine, Expr, Number, Var, accesses, affine, fresh, index_of
+
+aten, prims = torch.ops.aten, torch.ops.prims
+Indices: TypeAlias = tuple[Affine, ...]
+
+#: A product that has this many times fewer elements than what it is multiplied with is kept: it would be computed anew for each of those.
+KEEP_SMALL = 8
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+INDICES = (torch.int64, torch.int32, torch.int16, torch.int8)
+_RESERVED = {"max", "min", "statement", "out_shape", "sizes", "padded", "config", "backend", "dense_output", "out"}
+
+
+@dataclass(frozen=True, slots=True)
+class IndexTensor:
+    """An index tensor of a statement: ``base`` at fixed positions of some dimensions, for indexing a dimension of a certain size."""
+
+    name: str
+    base: Node
+    selects: tuple[tuple[int, int], ...]
+    limit: Size
+
+
+@dataclass(slots=True)
+class Reader:
+    """One statement on its way: what its right side reads."""
+
+    kept: frozenset[Node]  # nodes that are computed anyway
+    reaches: Callable[[Node], bool]  # whether something is gathered somewhere below a node
+    names: dict[Node, str] = field(default_factory=dict)
+    indices: list[IndexTensor] = field(default_factory=list)
+    wrapped: set[str] = field(default_factory=set)  # index tensors in which a negative value counts from the end
+    inlined: dict[Node, None] = field(default_factory=dict)
+    gathers: list[Node] = field(default_factory=list)
+    grown: list[Node] = field(default_factory=list)  # products with more elements than their factors
+    contractions: int = 0
+    beside: int = 0  # about how many elements that has which the node being read is multiplied with
+    extents: dict[str, tuple[Node, int]] = field(default_factory=dict)  # of variables: a node and one of its dimensions
+    splits: dict[str, tuple[tuple[str, Size], ...]] = field(default_factory=dict)  # variables that views split, and their parts with sizes
+    notes: list[str] = field(default_factory=list)
+    taken: set[str] = field(default_factory=lambda: set(_RESERVED))
+
+    # --- variables ---
+
+    def variable(self, kind: str, node: Node, dim: int) -> Affine:
+        name = fresh(f"{kind}{sum(v.startswith(kind) for v in self.extents)}", self.taken)
+        self.extents[name] = (node, dim)
+        return index_of(name)
+
+    def variables(self, node: Node) -> Indices:
+        """One variable per dimension of a node; a dimension of size 1 needs none."""
+        return tuple(ZERO if is_one(size) else self.variable("i", node, d) for d, size in enumerate(shape_of(node)))
+
+    def split(self, index: Affine, node: Node, dims: tuple[int, ...]) -> Indices:
+        """A variable over several dimensions of a node as one variable for each; the same ones when it is split so again."""
+        sizes = [shape_of(node)[d] for d in dims]
+        if index.var is None or not all(isinstance(s, int) for s in sizes[1:]):
+            raise Stop("a view merges dimensions")
+        if index.var not in self.splits:
+            self.splits[index.var] = tuple((self.variable("s", node, d).var or "", shape_of(node)[d]) for d in dims)
+        parts = self.splits[index.var]
+        if len(parts) != len(sizes) or not all(same(a, b) for (_, a), b in zip(parts, sizes, strict=True)):
+            raise Stop("two views merge dimensions in different ways")
+        return tuple(index_of(name) for name, _ in parts)
+
+    def unsplit(self) -> dict[str, Affine]:
+        """What each split variable is in terms of its parts."""
+        found: dict[str, Affine] = {}
+        for name, parts in self.splits.items():
+            scale, terms = 1, []
+            for part, size in reversed(parts):
+                terms.append((scale, Var(part)))
+                scale *= size if isinstance(size, int) else 1
+            found[name] = Affine(tuple(reversed(terms)))
+        return found
+
+    # --- values ---
+
+    def value(self, node: Node, at: Indices, *, gathered: bool = False) -> list[Expr]:
+        """The factors of a node's value at ``at``. Below a gather nothing is computed: it would be computed anew at every point."""
+        rule = RULES.get(node.target) if node.op == "call_function" else None
+        if rule is None or node in self.kept:
+            return [self.leaf(node, at)]
+        before = self.state()
+        try:
+            if rule in COMPUTE:
+                self.check_computed(node, gathered)
+            return rule(self, node, at, gathered)
+        except Stop as reason:
+            self.restore(before)
+            self.notes.append(f"{node.name} is taken as it is: {reason}")
+            return [self.leaf(node, at)]
+
+    def state(self) -> tuple[Any, ...]:
+        return tuple(type(part)(part) for part in self._parts()), self.contractions, self.beside
+
+    def restore(self, state: tuple[Any, ...]) -> None:
+        for part, before in zip(self._parts(), state[0], strict=True):
+            part.clear()
+            part.extend(before) if isinstance(part, list) else part.update(before)
+        self.contractions, self.beside = state[1:]
+
+    def _parts(self) -> tuple[Any, ...]:
+        return self.names, self.indices, self.wrapped, self.inlined, self.gathers, self.grown, self.extents, self.splits, self.taken
+
+    def check_computed(self, node: Node, gathered: bool) -> None:
+        if gathered:
+            raise Stop("it is computed before it is gathered, and so once")
+        if not self.reaches(node):
+            raise Stop("nothing is gathered or grows below it")
+        if points(shape_of(node)) * KEEP_SMALL <= self.beside:
+            raise Stop("it is small beside what it is multiplied with")
+        if node.target in CONTRACTIONS and self.contractions:
+            raise Stop("a sum in a sum would be computed anew at every point")
+
+    def leaf(self, node: Node, at: Indices) -> Access:
+        value = value_of(node)
+        if value.dtype not in FLOATS:
+            raise Stop(f"{node.name} holds {str(value.dtype).removeprefix('torch.')}")
+        if value.layout != torch.strided:
+            raise Stop(f"{node.name} is sparse")
+        self.check_extents(node, at)
+        if node not in self.names:
+            self.names[node] = fresh(node.name, self.taken)
+        return Access(self.names[node], at)
+
+    def check_extents(self, node: Node, at: Indices) -> None:
+        """A variable ranges over the whole of every dimension that it stands in."""
+        for index, size in zip(at, shape_of(node), strict=True):
+            if index.var is not None:
+                owner, dim = self.extents[index.var]
+                if not same(shape_of(owner)[dim], size):
+                    raise Stop(f"a part of {node.name} is read")
+
+    def inline(self, node: Node) -> None:
+        self.inlined.setdefault(node)
+
+    # --- indices ---
+
+    def index(self, node: Node, at: Indices, limit: Size, *, wraps: bool) -> Affine:
+        """An integer tensor's element as an index of a dimension of size ``limit``."""
+        rule = VIEWS.get(node.target) if node.op == "call_function" else None
+        if rule is not None:
+            try:
+                source, inner = rule(node, at)
+                return self.index(source, inner, limit, wraps=wraps)
+            except Stop:
+                pass
+        value = value_of(node)
+        if value.dtype not in INDICES:
+            raise Stop(f"the index {node.name} holds {str(value.dtype).removeprefix('torch.')}")
+        self.check_extents(node, at)
+        selects = tuple((d, index.offset) for d, index in enumerate(at) if not index.terms)
+        rest = tuple(index for index in at if index.terms)
+        if not rest:
+            raise Stop(f"the index {node.name} is one number")
+        return Affine(((1, Access(self.index_name(node, selects, limit, wraps), rest)),))
+
+    def index_name(self, node: Node, selects: tuple[tuple[int, int], ...], limit: Size, wraps: bool) -> str:
+        found = next((t for t in self.indices if t.base is node and t.selects == selects and same(t.limit, limit)), None)
+        if found is None:
+            wanted = "_".join([node.name, *(str(i) for _, i in selects)])
+            found = IndexTensor(fresh(wanted, self.taken), node, selects, limit)
+            self.indices.append(found)
+        if wraps:
+            self.wrapped.add(found.name)
+        return found.name
+
+    def placed(self, tensors: Sequence[Node | None], source: Node, at: Indices) -> Indices:
+        """Indices of ``source[tensors]`` as indices of ``source``, by the rules of advanced indexing."""
+        shape = shape_of(source)
+        positions = [d for d, t in enumerate(tensors) if t is not None]
+        if not positions:
+            raise Stop("nothing is indexed")
+        if any(value_of(t).dtype not in INDICES for t in tensors if t is not None):
+            raise Stop("it is indexed by a mask")
+        rank = max(value_of(t).dim() for t in tensors if t is not None)
+        together = positions == list(range(positions[0], positions[-1] + 1))
+        lead = positions[0] if together else 0
+        inner, others = at[lead : lead + rank], iter(at[:lead] + at[lead + rank :])
+        found: list[Affine] = []
+        for d, size in enumerate(shape):
+            tensor = tensors[d] if d < len(tensors) else None
+            if tensor is None:
+                found.append(next(others))
+            else:
+                found.append(self.index(tensor, broadcast(inner, shape_of(tensor)), size, wraps=True))
+        return tuple(found)
+
+
+# --- views: the node below, and its indices ------------------------------------------------------------------------------------
+
+
+def _identity(node: Node, at: Indices) -> tuple[Node, Indices]:
+    return _input(node), at
+
+
+def _input(node: Node, place: int = 0) -> Node:
+    found = node.args[place]
+    if not isinstance(found, Node):
+        raise Stop(f"{node.name} has an argument that is no tensor")
+    return found
+
+
+def _view(node: Node, at: Indices) -> tuple[Node, Indices]:
+    source = _input(node)
+    return source, through_view(at, shape_of(source), shape_of(node))
+
+
+def _expand(node: Node, at: Indices) -> tuple[Node, Indices]:
+    source = _input(node)
+    return source, broadcast(at, shape_of(source))
+
+
+def _permute(node: Node, at: Indices) -> tuple[Node, Indices]:
+    source = _input(node)
+    order = [int(d) % len(at) for d in node.args[1]]  # type: ignore[union-attr, arg-type]
+    return source, tuple(at[order.index(d)] for d in range(len(at)))
+
+
+def _transpose(node: Node, at: Indices) -> tuple[Node, Indices]:
+    a, b = (int(d) % len(at) for d in node.args[1:3])  # type: ignore[arg-type]
+    moved = list(at)
+    moved[a], moved[b] = at[b], at[a]
+    return _input(node), tuple(moved)
+
+
+def _matrix_transpose(node: Node, at: Indices) -> tuple[Node, Indices]:
+    return _input(node), at[::-1]
+
+
+def _select(node: Node, at: Indices) -> tuple[Node, Indices]:
+    return _selected(_input(node), node.args[1], node.args[2], at)
+
+
+def _unbound(node: Node, at: Indices) -> tuple[Node, Indices]:
+    """One of the parts of ``unbind``."""
+    parts = _input(node)
+    if parts.op != "call_function" or parts.target is not aten.unbind.int:
+        raise Stop(f"{node.name} is one of several results")
+    return _selected(_input(parts), parts.args[1] if len(parts.args) > 1 else 0, node.args[1], at)
+
+
+def _selected(source: Node, dim: Any, place: Any, at: Indices) -> tuple[Node, Indices]:
+    shape = shape_of(source)
+    if not isinstance(dim, int) or not isinstance(place, int):
+        raise Stop("it selects at a place that is not a number")
+    dim %= len(shape)
+    size = shape[dim]
+    if place < 0:
+        if not isinstance(size, int):
+            raise Stop("it selects from the end of a dimension whose size is not a number")
+        place += size
+    return source, (*at[:dim], Affine((), place), *at[dim:])
+
+
+def _slice(node: Node, at: Indices) -> tuple[Node, Indices]:
+    source = _input(node)
+    dim, start, _, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])[:4]
+    if not isinstance(dim, int) or not isinstance(start, int | None) or not isinstance(step, int):
+        raise Stop("it is a slice by sizes that are not numbers")
+    dim %= len(at)
+    size = shape_of(source)[dim]
+    start = start or 0
+    if start < 0 or isinstance(size, int) and start > size or start and not isinstance(size, int):
+        raise Stop("it is a slice whose start is not known")
+    index = at[dim]
+    if any(accesses(index)):
+        raise Stop("it is a slice that is gathered from")
+    moved = affine([(step * c, a) for c, a in index.terms], start + step * index.offset)
+    return source, (*at[:dim], moved, *at[dim + 1 :])
+
+
+def _widened(node: Node, at: Indices) -> tuple[Node, Indices]:
+    """A conversion that loses nothing."""
+    source = _input(node)
+    before, after = value_of(source).dtype, value_of(node).dtype
+    kinds = FLOATS if before in FLOATS else INDICES
+    if before not in kinds or after not in kinds or torch.promote_types(before, after) != after:
+        raise Stop(f"it converts {before} to {after}".replace("torch.", ""))
+    if value_of(source).device != value_of(node).device:
+        raise Stop("it moves to another device")
+    return source, at
+
+
+View: TypeAlias = Callable[[Node, Indices], tuple[Node, Indices]]
+VIEWS: dict[Any, View] = {
+    aten.alias.default: _identity,
+    aten.clone.default: _identity,
+    aten.detach.default: _identity,
+    aten.contiguous.default: _identity,
+    aten.view.default: _view,
+    aten.reshape.default: _view,
+    aten._unsafe_view.default: _view,
+    aten.unsqueeze.default: _view,
+    aten.squeeze.default: _view,
+    aten.squeeze.dim: _view,
+    aten.squeeze.dims: _view,
+    aten.expand.default: _expand,
+    aten.permute.default: _permute,
+    aten.transpose.int: _transpose,
+    aten.t.default: _matrix_transpose,
+    aten.select.int: _select,
+    aten.slice.Tensor: _slice,
+    operator.getitem: _unbound,
+    aten._to_copy.default: _widened,
+    prims.convert_element_type.default: _widened,
+}
+
+
+# --- rules of values -----------------------------------------------------------------------------------------------------------
+
+
+def _through(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
+    try:
+        source, inner = VIEWS[node.target](node, at)
+    except Stop:
+        if VIEWS[node.target] is not _view or not reader.reaches(node):
+            raise
+        source, inner = _merged(reader, node, at)
+    if not reader.reaches(source) and any(index.terms and index not in at for index in inner):
+        raise Stop("a view of a tensor that is there costs nothing, sums in indices do")
+    reader.inline(node)
+    return reader.value(source, inner, gathered=gathered)
+
+
+def _merged(reader: Reader, node: Node, at: Indices) -> tuple[Node, Indices]:
+    """A view that merges dimensions, read at a variable that is split into one for each of them."""
+    source = _input(node)
+    shape = shape_of(source)
+    inner = [ZERO] * len(shape)
+    for place, group in merged_dims(shape, shape_of(node)):
+        if len(group) == 1:
+            inner[group[0]] = at[place]
+            continue
+        for dim, part in zip(group, reader.split(at[place], source, group), strict=True):
+            inner[dim] = part
+    return source, tuple(inner)
+
+
+def _gathered(reader: Reader, node: Node, source: Node, at: Indices) -> list[Expr]:
+    reader.inline(node)
+    reader.gathers.append(node)
+    return reader.value(source, at, gathered=True)
+
+
+def _index(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
+    source, tensors = _input(node), node.args[1]
+    return _gathered(reader, node, source, reader.placed(tensors, source, at))  # type: ignore[arg-type]
+
+
+def _index_select(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
+    source, dim, index = _input(node), int(node.args[1]) % len(at), _input(node, 2)  # type: ignore[arg-type]
+    if value_of(index).dim() != 1:
+        raise Stop("its index has no dimension")
+    inner = reader.index(index, (at[dim],), shape_of(source)[dim], wraps=False)
+    return _gathered(reader, node, source, (*at[:dim], inner, *at[dim + 1 :]))
+
+
+def _gather(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
+    source, index = _input(node), _input(node, 2)
+    if not at or value_of(source).dim() != len(at):
+        raise Stop("its operands have no dimension")
+    dim = int(node.args[1]) % len(at)  # type: ignore[arg-type]
+    inner = reader.index(index, at, shape_of(source)[dim], wraps=False)
+    return _gathered(reader, node, source, (*at[:dim], inner, *at[dim + 1 :]))
+
+
+def _embedding(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
+    weight, index = _input(node), _input(node, 1)
+    inner = reader.index(index, at[:-1], shape_of(weight)[0], wraps=False)
+    return _gathered(reader, node, weight, (inner, at[-1]))
+
+
+def _mul(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
+    factors: list[Expr] = []
+    numbers = [a for a in node.args[:2] if not isinstance(a, Node)]
+    if any(not isinstance(n, int | float) or isinstance(n, bool) for n in numbers) or numbers and value_of(node).dtype == torch.float64:
+        raise Stop("it is multiplied by a number that a kernel would round")
+    reader.inline(node)
+    if grows(node):
+        reader.grown.append(node)
+    before = reader.beside
+    for operand, other in (node.args[:2], node.args[1::-1]):
+        if isinstance(operand, Node):
+            reader.beside = max(before, points(shape_of(other)) if isinstance(other, Node) else 0)
+            factors += reader.value(operand, broadcast(at, shape_of(operand)))
+        else:
+            factors.append(Number(operand))  # type: ignore[arg-type]
+    reader.beside = before
+    return factors
+
+
+def _neg(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
+    reader.inline(node)
+    return [Number(-1), *reader.value(_input(node), at)]
+
+
+def _sum(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
+    source = _input(node)
+    if value_of(source).dtype != value_of(node).dtype:
+        raise Stop("it sums in another dtype")
+    rank = value_of(source).dim()
+    dims = {int(d) % rank for d in (node.args[1] if len(node.args) > 1 else None) or range(rank)}  # type: ignore[union-attr, arg-type]
+    keeps = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
+    reader.inline(node)
+    reader.contractions += 1
+    rest = iter(at if not keeps else [index for d, index in enumerate(at) if d not in dims])
+    inner = tuple((reader.variable("k", source, d) if not is_one(shape_of(source)[d]) else ZERO) if d in dims else next(rest) for d in range(rank))
+    return reader.value(source, inner)
+
+
+def _matmul(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
+    """``mm`` and ``bmm``: rows, a summed variable, columns, behind what both have."""
+    a, b = _input(node), _input(node, 1)
+    reader.inline(node)
+    reader.contractions += 1
+    size = shape_of(a)[-1]
+    k = ZERO if is_one(size) else reader.variable("k", a, len(at) - 1)
+    *batch, i, j = at
+    return [*reader.value(a, (*batch, i, k)), *reader.value(b, (*batch, k, j))]
+
+
+def _matvec(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
+    a, b = _input(node), _input(node, 1)
+    reader.inline(node)
+    reader.contractions += 1
+    k = reader.variable("k", b, 0)
+    return [*reader.value(a, (*at, k)), *reader.value(b, (k,))]
+
+
+Rule: TypeAlias = Callable[[Reader, Node, Indices, bool], list[Expr]]
+GATHERS: dict[Any, Rule] = {
+    aten.index.Tensor: _index,
+    aten._unsafe_index.Tensor: _index,
+    aten.index_select.default: _index_select,
+    aten.gather.default: _gather,
+    aten.embedding.default: _embedding,
+}
+CONTRACTIONS: dict[Any, Rule] = {
+    aten.sum.dim_IntList: _sum,
+    aten.sum.default: _sum,
+    aten.mm.default: _matmul,
+    aten.bmm.default: _matmul,
+    aten.mv.default: _matvec,
+    aten.dot.default: _matvec,
+}
+PRODUCTS: dict[Any, Rule] = {aten.mul.Tensor: _mul, aten.mul.Scalar: _mul, aten.neg.default: _neg}
+RULES: dict[Any, Rule] = {**dict.fromkeys(VIEWS, _through), **GATHERS, **CONTRACTIONS, **PRODUCTS}
+#: Rules that compute something, rather than read it elsewhere.
+COMPUTE = {_mul, _neg, _sum, _matmul, _matvec}
+
+
+def grows(node: Node) -> bool:
+    """Whether a product has at least twice the elements of each of its factors, as an outer product has."""
+    factors = [_owner(a) for a in node.args[:2] if isinstance(a, Node)]
+    return len(factors) == 2 and all(2 * points(shape_of(f)) <= points(shape_of(node)) for f in factors)
+
+
+def _owner(node: Node) -> Node:
+    """The tensor of which a node is a view."""
+    while node.op == "call_function" and node.target in VIEWS and isinstance(node.args[0], Node) and isinstance(node.args[0].meta.get("val"), Tensor):
+        node = node.args[0]
+    return node
+
+
+def reaching(kept: frozenset[Node]) -> Callable[[Node], bool]:
+    """Whether a gather of numbers, or a product that grows, lies below a node, with nothing but views, products and sums above it."""
+    known: dict[Node, bool] = {}
+
+    def reaches(node: Node) -> bool:
+        if node not in known:
+            known[node] = False
+            rule = RULES.get(node.target) if node.op == "call_function" and node not in kept else None
+            if rule is not None and isinstance(node.meta.get("val"), Tensor):
+                grown = node.target in GATHERS or node.target in PRODUCTS and grows(node)
+                known[node] = grown or any(isinstance(a, Node) and reaches(a) for a in node.args)
+        return known[node]
+
+    return reaches

@@ -1,0 +1,74 @@
+"""What the pass did to each graph: the statements it made, and what it left and why."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from insum.settings import settings
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """One statement, made of ``nodes``; about ``saved`` elements are no longer written to memory."""
+
+    statement: str
+    root: str
+    nodes: tuple[str, ...]
+    backward: bool
+    saved: int
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        when = "backward" if self.backward else "forward"
+        return f"fused  {self.root}: {self.statement}  ({len(self.nodes)} nodes, {when}, {self.saved:,} elements not written)"
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """One scatter or sum that stayed as it was."""
+
+    root: str
+    why: str
+    backward: bool
+
+    def __str__(self) -> str:
+        return f"left   {self.root}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All graphs since the last `clear`, or one of them."""
+
+    fused: tuple[Fused, ...] = ()
+    left: tuple[Left, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, (*self.fused, *self.left))) or "nothing to fuse"
+
+
+_reports: list[Report] = []
+_MOST = 1000
+
+
+def add(report: Report) -> None:
+    _reports.append(report)
+    del _reports[:-_MOST]
+    if "fusion" in settings.log.split(","):
+        print(f"insum: fusion\n  {str(report).replace(chr(10), chr(10) + '  ')}", file=sys.stderr)
+
+
+def report() -> Report:
+    """What was fused and what was left, of all graphs that were compiled since `clear`.
+
+    >>> import insum.fusion
+    >>> insum.fusion.clear()
+    >>> print(insum.fusion.report())
+    nothing to fuse
+    """
+    return Report(tuple(f for r in _reports for f in r.fused), tuple(x for r in _reports for x in r.left))
+
+
+def clear() -> None:
+    """Forget the reports so far."""
+    _reports.clear()

@@ -1,0 +1,241 @@
+"""The pass: chains of a graph replaced by calls of one op each."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from insum.compat import functional_call
+from insum.fusion.chains import Chain, find
+from insum.fusion.cost import objection
+from insum.fusion.op import Spec
+from insum.fusion.origin import origin_of
+from insum.fusion.report import Fused, Left, Report, add
+from insum.fusion.shapes import same, shape_of, value_of
+from insum.lang.bind import Size
+from insum.lang.expr import accesses
+
+aten = torch.ops.aten
+FUSED, INTO, IN_PLACE = torch.ops.insum.fused.default, torch.ops.insum.fused_into.default, torch.ops.insum.fused_into_.default
+#: Operations whose result lies in memory of its own whatever comes after.
+_OWN = (aten.mm.default, aten.bmm.default, aten.addmm.default)
+
+
+def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
+    """Replace every chain that is worth it by one op. ``wish`` goes before `settings.fuse`.
+
+    ``captured``: the graph will be replayed as a CUDA graph, on index tensors whose values nobody sees then. They are taken as they come.
+    """
+    chains = find(graph, lambda chain: objection(chain, wish))
+    backward = _backward(graph)
+    fused = []
+    for chain in chains.found:
+        fused.append(_told(chain, chain.root in backward))
+    left = tuple(Left(node.name, why, node in backward) for node, why in chains.left)
+    replaced: dict[Node, Node] = {}
+    for chain in chains.found:
+        replaced[chain.root] = _replace(graph, chain.after(replaced), captured)
+    _sweep(graph, chains.found)
+    if chains.found:
+        _add_in_place(graph)
+    graph.lint()
+    found = Report(tuple(fused), left)
+    if found.fused or found.left:
+        add(found)
+    return found
+
+
+def _told(chain: Chain, backward: bool) -> Fused:
+    nodes = tuple(n.name for n in reversed(chain.inlined))
+    text = str(chain.statement).replace(" = ", " += ", 1) if chain.initial is not None else str(chain.statement)
+    return Fused(text, chain.root.name, nodes, backward, chain.saved, chain.notes)
+
+
+def _backward(graph: Graph) -> set[Node]:
+    """Nodes that depend on an upstream gradient."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder" and str(node.target).startswith("tangents") or any(n in found for n in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
+def _replace(graph: Graph, chain: Chain, captured: bool) -> Node:
+    root = chain.root
+    with graph.inserting_before(root):
+        shaped = chain.dims == tuple(range(len(shape_of(root))))
+        if chain.initial is not None and shaped:
+            new = _into(graph, chain.initial, _arguments(graph, chain, captured), root.meta["val"])
+        else:
+            new = _call(graph, chain, captured)
+            if not shaped:
+                shape = [_size(graph, chain, chain.zeros or chain.initial or root, d) for d in range(len(shape_of(root)))]
+                new = _made(graph, aten.view.default, (new, shape), root.meta["val"])
+            if chain.initial is not None:
+                new = _made(graph, aten.add.Tensor, (chain.initial, new), root.meta["val"])
+    for node in _between(new, root):
+        node.meta = {**{k: v for k, v in root.meta.items() if k not in _OWN_META}, **node.meta}
+    root.replace_all_uses_with(new)
+    return new
+
+
+#: What tracing noted at a node about its value; the rest (where it comes from, whether to recompute it) goes over to what replaces it.
+_OWN_META = ("val", "tensor_meta", "unbacked_bindings", "eager_input_vals", "example_value")
+
+
+def _between(new: Node, root: Node) -> list[Node]:
+    """The nodes that were just made for a root: all of them stand right before it."""
+    made, node = [], root.prev
+    while node.op == "call_function" and "val" in node.meta and len(node.meta) == 1:
+        made.append(node)
+        node = node.prev
+    return made if new in made else [new]
+
+
+def _call(graph: Graph, chain: Chain, captured: bool) -> Node:
+    root = value_of(chain.root)
+    sizes = [shape_of(node)[dim] for node, dim in _places(chain)]
+    value = root.new_empty(sizes) if chain.dims != tuple(range(root.dim())) else root
+    return _made(graph, FUSED, _arguments(graph, chain, captured), value)
+
+
+def _arguments(graph: Graph, chain: Chain, captured: bool) -> tuple[Any, ...]:
+    """What the op takes, in the order of its schema."""
+    bases: dict[Node, str] = {}
+    for t in chain.indices:
+        bases.setdefault(t.base, f"{t.base.name}_base")
+    tensors = {**dict(chain.tensors), **{name: node for node, name in bases.items()}}
+    views = tuple((t.name, bases[t.base], t.selects) for t in chain.indices)
+    passing = frozenset(t.name for t in chain.indices if captured or t.base.op != "placeholder")
+    keys, sizes = _sizes(graph, chain)
+    origins = []
+    for base, name in bases.items():
+        origin = None if captured else origin_of(base)
+        if origin is not None:
+            sources = tuple(f"{name}_of_{k}" for k in range(len(origin.sources)))
+            tensors |= dict(zip(sources, origin.sources, strict=True))
+            sizes += origin.sizes
+            origins.append((name, origin.text, sources))
+    spec = Spec(str(chain.statement), tuple(tensors), views, keys, frozenset(chain.wrapped), passing, tuple(origins))
+    return str(spec), list(tensors.values()), sizes
+
+
+_NAMES = ("spec", "tensors", "sizes")
+
+
+def _into(graph: Graph, initial: Node, arguments: tuple[Any, ...], value: Any) -> Node:
+    """A sum with what is there: in place where Inductor finds that nobody else reads it."""
+    functional = functional_call()
+    if functional is None:
+        return _made(graph, INTO, (initial, *_accumulating(arguments)), value)
+    called = graph.call_function(functional, (IN_PLACE,), {"target": initial, **dict(zip(_NAMES, _accumulating(arguments)))})
+    called.meta["val"] = (None, value)
+    return _made(graph, operator.getitem, (called, 1), value)
+
+
+def _accumulating(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return arguments[0].replace(" = ", " += ", 1), *arguments[1:]
+
+
+def _add_in_place(graph: Graph) -> None:
+    """``a + fused(...)`` adds to ``a`` where ``a`` is a tensor of its own that nobody else reads."""
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
+            continue
+        for a, b in (node.args, node.args[::-1]):
+            if _can_take(a) and isinstance(b, Node) and b.target is FUSED and len(b.users) == 1 and _alike(a, b, node):
+                with graph.inserting_before(node):
+                    new = _into(graph, a, b.args, node.meta["val"])
+                node.replace_all_uses_with(new)
+                graph.erase_node(node)
+                graph.erase_node(b)
+                break
+
+
+def _can_take(node: Any) -> bool:
+    if not isinstance(node, Node) or node.op != "call_function" or len(node.users) != 1:
+        return False
+    inner = node.args[0] if node.target is operator.getitem else None
+    return node.target in (FUSED, INTO, *_OWN) or isinstance(inner, Node) and IN_PLACE in inner.args
+
+
+def _alike(*nodes: Node) -> bool:
+    a, *rest = (value_of(n) for n in nodes)
+    return all(a.dtype == b.dtype and a.dim() == b.dim() and all(map(same, a.shape, b.shape)) for b in rest)
+
+
+def _made(graph: Graph, target: Any, arguments: tuple[Any, ...], value: Any) -> Node:
+    node = graph.call_function(target, arguments)
+    node.meta["val"] = value
+    return node
+
+
+def _sizes(graph: Graph, chain: Chain) -> tuple[str, list[Any]]:
+    """The shape of a scattered result, and the extents of variables that stand alone in no dimension."""
+    keys: list[str] = []
+    sizes: list[Any] = []
+    direct = {i.var for access in accesses(chain.statement.value) for i in access.indices}
+    direct |= {i.var for index in chain.statement.target.indices for access in accesses(index) for i in access.indices}
+    if chain.zeros is not None or chain.initial is not None:
+        keys.append(f"out#{len(chain.dims)}")
+        sizes += [_size(graph, chain, node, dim) for node, dim in _places(chain)]
+        direct |= {i.var for i in chain.statement.target.indices}
+    for name, (node, dim) in chain.extents.items():
+        if name not in direct:
+            keys.append(name)
+            sizes.append(_size(graph, chain, node, dim))
+    return ";".join(keys), sizes
+
+
+def _places(chain: Chain) -> list[tuple[Node, int]]:
+    """For each dimension of the statement's result a node and a dimension of the same size."""
+    base = chain.zeros or chain.initial or chain.root
+    return [(base, d) if d is not None else chain.extents[str(i.var)] for d, i in zip(chain.dims, chain.statement.target.indices, strict=True)]
+
+
+def _size(graph: Graph, chain: Chain, node: Node, dim: int) -> Any:
+    """A size as a number, or as the node that gives it."""
+    size: Size = shape_of(node)[dim]
+    if isinstance(size, int):
+        return size
+    for known in graph.nodes:  # a node that is that size
+        if known is chain.root:
+            break
+        value = known.meta.get("val")
+        if isinstance(value, torch.SymInt) and same(value, size):
+            return known
+    source, place = _owner(chain, size) or (node, dim)
+    return _made(graph, aten.sym_size.int, (source, place), size)
+
+
+def _owner(chain: Chain, size: Size) -> tuple[Node, int] | None:
+    """A tensor that the statement reads anyway and that has such a dimension."""
+    for node in chain.leaves:
+        for dim, other in enumerate(shape_of(node)):
+            if not isinstance(other, int) and same(size, other):
+                return node, dim
+    return None
+
+
+def _is_ours(node: Node) -> bool:
+    return node.target in (FUSED, INTO) or IN_PLACE in node.args
+
+
+def _sweep(graph: Graph, chains: tuple[Chain, ...]) -> None:
+    """Remove what nobody reads any more: the chains, and what only they read."""
+    todo = [n for chain in chains for n in (chain.root, *chain.inlined, *chain.leaves, *([chain.zeros] if chain.zeros else []))]
+    erased: set[Node] = set()
+    order = {node: k for k, node in enumerate(graph.nodes)}
+    for node in sorted(dict.fromkeys(todo), key=lambda n: -order[n]):
+        stack = [node]
+        while stack:
+            one = stack.pop()
+            if one in erased or one.users or one.op != "call_function" or one.is_impure() or _is_ours(one):
+                continue
+            below = one.all_input_nodes
+            graph.erase_node(one)
+            erased.add(one)
+            stack += below

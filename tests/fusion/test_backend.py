@@ -1,0 +1,171 @@
+"""The backend by name, the pass of the default backend, options, reports, and a torch without a place for passes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import insum
+import insum.fusion
+from insum import compat
+from insum.errors import SettingsError
+from insum.fusion import entry as module
+from insum.settings import Values, _from_environment
+
+from .programs import E, F, N, agrees, graph_of, leaf
+
+ROOT = Path(__file__).parent.parent.parent
+EDGES = graph_of()
+
+
+def aggregate(x: Tensor, w: Tensor) -> Tensor:
+    return x.new_zeros(N, F).index_add(0, EDGES[1], x[EDGES[0]] * w[:, None]).relu()
+
+
+@pytest.fixture
+def inductor_config() -> Any:
+    from torch._inductor import config
+
+    with config.patch(force_disable_caches=True):
+        yield config
+
+
+def test_the_name_is_known() -> None:
+    assert "insum" in torch._dynamo.list_backends(())
+    assert '[project.entry-points."torch_dynamo_backends"]\ninsum = "insum.fusion:backend"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_through_inductor(inductor_config: Any) -> None:
+    run = torch.compile(aggregate, backend="insum", options={"insum.fuse": "always"}, fullgraph=True)
+    agrees(aggregate, run, (leaf(N, F), leaf(E)))
+    assert [found.backward for found in insum.fusion.report().fused] == [False, True, True]
+
+
+def test_the_default_backend(inductor_config: Any) -> None:
+    assert inductor_config.joint_custom_pre_pass is None
+    with insum.settings(fuse="always"), insum.fusion.enabled():
+        agrees(aggregate, torch.compile(aggregate), (leaf(N, F), leaf(E)))
+    assert len(insum.fusion.report().fused) == 3
+    assert inductor_config.joint_custom_pre_pass is None
+
+
+def test_enable_and_disable(inductor_config: Any) -> None:
+    mine = lambda graph: None
+    with inductor_config.patch(joint_custom_pre_pass=mine):
+        assert insum.fusion.enable() and insum.fusion.enable()
+        assert inductor_config.joint_custom_pre_pass is not mine
+        with insum.fusion.enabled():
+            pass
+        assert inductor_config.joint_custom_pre_pass is not mine  # it was on before the block
+        insum.fusion.disable()
+        insum.fusion.disable()
+        assert inductor_config.joint_custom_pre_pass is mine
+
+
+def test_a_pass_that_is_there_runs_first(inductor_config: Any) -> None:
+    seen: list[str] = []
+    with inductor_config.patch(joint_custom_pre_pass=lambda graph: seen.append("theirs")):
+        found = compat.joint_pass(lambda graph: seen.append("ours"), "key")
+        found(torch.fx.Graph())
+        assert seen == ["theirs", "ours"] and found.uuid() is None  # theirs cannot be told from others, so nothing is cached
+    assert compat.joint_pass(lambda graph: None, "key").uuid() is not None
+
+
+def test_a_torch_without_a_place_for_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "joint_pass", lambda function, identity: None)
+    monkeypatch.setattr(compat, "inductor", lambda graph, inputs, patches: graph.forward)
+    monkeypatch.setattr(module, "_warned", [])
+    x, w = torch.randn(N, F), torch.randn(E)
+    with pytest.warns(UserWarning, match="nothing is fused"):
+        assert_close(torch.compile(aggregate, backend="insum")(x, w), aggregate(x, w))
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        assert_close(torch.compile(aggregate, backend="insum")(x, w), aggregate(x, w))
+        assert insum.fusion.enable() is False
+
+
+def test_without_an_operator_for_writing_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    from insum.fusion import rewrite
+
+    monkeypatch.setattr(rewrite, "functional_call", lambda: None)
+    program = lambda x, y: y.index_add(0, EDGES[1], x[EDGES[0]])
+    run = torch.compile(program, backend="insum", options={"insum.fuse": "always", "insum.rest": "eager"})
+    agrees(program, run, (leaf(N, F), leaf(N, F)))
+
+
+@pytest.mark.parametrize(("options", "words"), [({"insum.fuse": "often"}, "insum.fuse"), ({"insum.rest": "lazy"}, "insum.rest")])
+def test_options_that_cannot_be(options: dict[str, str], words: str) -> None:
+    with pytest.raises(Exception, match=words) as caught:
+        torch.compile(aggregate, backend="insum", options=options)(torch.randn(N, F), torch.randn(E))
+    chain = [caught.value, caught.value.__cause__, getattr(caught.value, "inner_exception", None)]
+    assert any(isinstance(e, SettingsError) for e in chain)
+
+
+def test_modes_are_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setattr(compat, "inductor", lambda graph, inputs, patches: (given.append(patches), graph.forward)[1])
+    torch.compile(aggregate, backend="insum", mode="max-autotune-no-cudagraphs")(torch.randn(N, F), torch.randn(E))
+    assert given[0]["max_autotune"] is True and "joint_custom_pre_pass" in given[0]
+
+
+def test_graphs_that_will_be_replayed_take_index_tensors_as_they_come(monkeypatch: pytest.MonkeyPatch, inductor_config: Any) -> None:
+    seen: list[str] = []
+    original = torch.fx.Graph.lint
+
+    def lint(graph: torch.fx.Graph) -> None:
+        seen.extend(n.args[0].split("\n")[5] for n in graph.nodes if n.target is torch.ops.insum.fused.default)
+        original(graph)
+
+    monkeypatch.setattr(torch.fx.Graph, "lint", lint)
+    for on, expected in ((False, ""), (True, "arg1_1_0,arg1_1_1")):
+        seen.clear()
+        graph = traced()
+        insum.fusion.fuse(graph, "always", captured=on)
+        assert seen == [expected]
+    assert compat.uses_cuda_graphs() is False
+    with inductor_config.patch({"triton.cudagraphs": True}):
+        assert compat.uses_cuda_graphs() is True
+
+
+def traced() -> torch.fx.Graph:
+    """The inference graph of `aggregate`, as the pass gets it."""
+    graphs: list[torch.fx.Graph] = []
+
+    def program(x: Tensor, edges: Tensor) -> Tensor:
+        return x.new_zeros(N, F).index_add(0, edges[1], x[edges[0]])
+
+    torch._dynamo.reset()
+    run = lambda module, inputs: (graphs.append(module.graph), module.forward)[1]
+    torch.compile(program, backend="insum", options={"insum.fuse": "never", "insum.rest": run})(torch.randn(N, F), EDGES)
+    return graphs[0]
+
+
+def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
+    with insum.settings(fuse="always", log="plan,fusion"):
+        torch.compile(aggregate, backend="insum", options={"insum.rest": "eager"})(leaf(N, F), leaf(E))
+    text = capsys.readouterr().err
+    report = insum.fusion.report()
+    assert text.startswith("insum: fusion\n") and "fused  index_put:" in text and str(report.fused[0]) in text
+    assert report.fused[0].saved == 2 * E * F and "index" in report.fused[0].nodes
+    insum.fusion.clear()
+    assert str(insum.fusion.report()) == "nothing to fuse"
+
+
+def test_the_environment() -> None:
+    assert _from_environment({"INSUM_LOGS": "fusion"}) == Values(log="fusion")
+    assert _from_environment({"INSUM_LOG": "plan", "INSUM_LOGS": "fusion"}) == Values(log="plan")
+    assert _from_environment({"INSUM_FUSE": "always"}) == Values(fuse="always")
+
+
+def test_importing_insum_does_not_import_the_compiler() -> None:
+    code = "import sys, torch, insum; assert 'insum.fusion' not in sys.modules; insum.fusion; assert 'torch._dynamo' in sys.modules"
+    subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT / "src"), "PATH": ""}, check=True, timeout=120)

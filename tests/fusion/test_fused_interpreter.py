@@ -1,0 +1,172 @@
+"""Fused ops as generated kernels, in Triton's interpreter, with index tensors taken as on a GPU: known, wrapped, or seen once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import insum
+from insum.fusion import indices, op, ways
+from insum.plan.facts import known
+
+from .programs import E, F, N, compiled, counts, graph_of
+
+pytestmark = pytest.mark.interpreter
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in (indices, op):
+        monkeypatch.setattr(module, "looks_are_free", lambda tensor: False)
+    for table in (ways._ways, indices._last, indices._strangers, indices._computed):
+        table.clear()
+    with insum.settings(backend="fused", require_fused=True):
+        yield
+
+
+def aggregate(x: Tensor, w: Tensor, edges: Tensor) -> Tensor:
+    return x.new_zeros(N, F).index_add(0, edges[1], x[edges[0]] * w[:, None])
+
+
+def count_ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each call from now on takes the short way."""
+    taken: list[bool] = []
+    original = ways.run
+
+    def run(*arguments: object) -> Tensor | None:
+        result = original(*arguments)  # type: ignore[arg-type]
+        taken.append(result is not None)
+        return result
+
+    monkeypatch.setattr(ways, "run", run)
+    return taken
+
+
+def test_edges_that_come_back_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, graphs = compiled(aggregate)
+    x, w, edges = torch.randn(N, F), torch.randn(E), graph_of()
+    taken = count_ways(monkeypatch)
+    for _ in range(3):
+        assert_close(run(x, w, edges), aggregate(x, w, edges))
+    assert taken == [False, True, True] and counts(graphs) == [1]
+    edges[1, 0] = (edges[1, 0] + 1) % N  # written to: what was known is void
+    assert_close(run(x, w, edges), aggregate(x, w, edges))
+    assert taken[-1] is False
+
+
+def test_edges_that_never_come_back_are_not_looked_at() -> None:
+    run, _ = compiled(aggregate)
+    x, w = torch.randn(N, F), torch.randn(E)
+    kept = [graph_of(seed=seed) for seed in range(6)]
+    for edges in kept:
+        assert_close(run(x, w, edges), aggregate(x, w, edges))
+    rows = [known(indices.part(edges, ((0, 1),))) for edges in kept]
+    assert [facts is not None for facts in rows] == [True, True, False, False, False, False]
+    assert_close(run(x, w, kept[-1]), aggregate(x, w, kept[-1]))  # now it has come back
+    facts = known(indices.part(kept[-1], ((0, 1),)))
+    assert facts is not None and not facts.passing
+
+
+def test_edges_made_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are new at every call, and their kernel is not."""
+
+    def program(x: Tensor, w: Tensor, edges: Tensor) -> Tensor:
+        return aggregate(x, w, edges.roll(1, 1).flip(1))
+
+    run, graphs = compiled(program)
+    x, w = torch.randn(N, F), torch.randn(E)
+    taken = count_ways(monkeypatch)
+    for seed in range(3):
+        edges = graph_of(seed=seed)
+        assert_close(run(x, w, edges), program(x, w, edges))
+    assert taken == [False, True, True] and counts(graphs) == [1]
+
+
+def test_edges_computed_from_the_same_ones_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masked edges, self-loops: a function of tensors that do not change. The second time what is found out about them is kept, the third used."""
+
+    def program(x: Tensor, w: Tensor, edges: Tensor, kinds: Tensor) -> Tensor:
+        some = torch.cat([edges[:, kinds == 1], torch.arange(x.shape[0]).expand(2, -1)], 1)
+        return x.new_zeros(N, F).index_add(0, some[1], x[some[0]] * w[: some.shape[1], None])
+
+    x, w, edges, kinds = torch.randn(N, F, requires_grad=True), torch.randn(2 * E), graph_of(), torch.randint(0, 2, (E,))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run, graphs = compiled(program, fullgraph=True, dynamic=True)
+        taken = count_ways(monkeypatch)
+        for step in range(6):
+            if step == 4:
+                kinds[:5] = 1 - kinds[:5]  # other edges now
+            result, expected = run(x, w, edges, kinds), program(x, w, edges, kinds)
+            assert_close(result, expected)
+            assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (result, expected)))
+    assert counts(graphs) == [1, 1]
+    seen_twice = [entry for entry in indices._computed.values() if entry[2] is not None]
+    assert seen_twice and any((facts := known(indices.part(entry[2], ((0, 1),)))) is not None and not facts.passing for entry in seen_twice)
+    assert taken[4:8] == [True] * 4 and not taken[8]  # forward and backward of two steps; then the edges change
+
+
+def test_new_edges_beside_known_ones() -> None:
+    """Nothing that was found out about the known ones may hold values of the new ones."""
+
+    def program(x: Tensor, w: Tensor, dst: Tensor, src: Tensor) -> Tensor:
+        return x.new_zeros(N, F).index_add(0, dst, x[src + 0] * w[:, None])
+
+    run, _ = compiled(program)
+    x, w, dst = torch.randn(N, F), torch.randn(E), graph_of()[1].sort().values
+    insum.insum("y[d[e]] = w[e]", d=dst, w=w, sizes={0: N})  # dst is known from elsewhere
+    for seed in range(4):
+        src = graph_of(seed=seed)[0]
+        assert_close(run(x, w, dst, src), program(x, w, dst, src))
+    facts = known(dst)
+    assert facts is not None and not facts.passing
+
+
+def test_negative_indices() -> None:
+    run, _ = compiled(aggregate)
+    x, w, edges = torch.randn(N, F), torch.randn(E), graph_of()
+    edges[0, ::4] -= N
+    for step in range(6):
+        given = edges.clone() if step > 2 else edges
+        assert_close(run(x, w, given), aggregate(x, w, given))
+
+
+@pytest.mark.parametrize("value", [N, -N - 1])
+def test_indices_out_of_range(value: int) -> None:
+    run, _ = compiled(lambda x, w, edges: aggregate(x, w, edges + 0))
+    edges = graph_of()
+    edges[0, 5] = value
+    with pytest.raises(RuntimeError, match="out of range"):
+        run(torch.randn(N, F), torch.randn(E), edges)
+
+
+def test_into_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def program(out: Tensor, x: Tensor, m: Tensor, edges: Tensor) -> Tensor:
+        return out.index_add_(0, edges[1], x[edges[0]] @ m)
+
+    edges, x, m, out = graph_of(), torch.randn(N, F), torch.randn(F, 16), torch.randn(N, 16)
+    for _ in range(3):
+        expected = program(out.clone(), x, m, edges)
+        spec = op.Spec(
+            "out[d[i],j] += x[s[i],k] * m[k,j]", ("x", "m", "e"), (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),))), "", frozenset("s"), frozenset(), ()
+        )
+        torch.ops.insum.fused_into_(out, str(spec), [x, m, edges], [])
+        assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_memory_that_compiled_code_uses_again() -> None:
+    """Inductor may put other index values into the memory of an index tensor that it made, and no version counter tells."""
+    x, w, rows = torch.randn(N, F), torch.randn(E), graph_of().clone()
+    views = (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),)))
+    spec = op.Spec("out[d[i],j] = x[s[i],j] * w[i]", ("x", "w", "e"), views, "out#2", frozenset(), frozenset("ds"), ())
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        try:
+            for seed in range(3):
+                rows.data.copy_(graph_of(seed=seed))
+                assert_close(torch.ops.insum.fused(str(spec), [x, w, rows], [N, F]), aggregate(x, w, rows))
+        finally:
+            torch.use_deterministic_algorithms(False)

@@ -1,0 +1,150 @@
+"""Fused programs on a GPU: values, gradients, memory, kernels, CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.testing import assert_close
+
+import insum.fusion
+
+from .programs import graph_of
+
+pytestmark = pytest.mark.gpu
+
+NODES, EDGES, WIDTH = 2_000, 60_000, 64
+
+
+def aggregate(x: Tensor, w: Tensor, edges: Tensor) -> Tensor:
+    return torch.zeros_like(x).index_add(0, edges[1], x[edges[0]] * w[:, None])
+
+
+def convolution(x: Tensor, w: Tensor, *pairs: Tensor) -> Tensor:
+    out = torch.zeros_like(x)
+    for z, (i, o) in enumerate(pairs):
+        out.index_add_(0, o, x[i] @ w[z])
+    return out
+
+
+def fused(function: Callable[..., Any], **more: Any) -> Callable[..., Any]:
+    return torch.compile(function, backend="insum", **more)
+
+
+def gradients(function: Callable[..., Tensor], leaves: list[Tensor], *rest: Any) -> tuple[Tensor, ...]:
+    out = function(*leaves, *rest)
+    upstream = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=out.dtype).reshape(out.shape)
+    return out.detach(), *torch.autograd.grad(out, leaves, upstream)
+
+
+def close(got: tuple[Tensor, ...], want: tuple[Tensor, ...], tolerance: float = 1e-4) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert ((a.double() - b).norm() / b.norm()).item() < tolerance
+
+
+def drawn(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
+    leaves = [torch.randn(NODES, WIDTH, device="cuda", dtype=dtype), torch.randn(EDGES, device="cuda", dtype=dtype)]
+    return [t.requires_grad_() for t in leaves], graph_of(NODES, EDGES).cuda()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_weights_per_edge(dtype: torch.dtype) -> None:
+    leaves, edges = drawn(dtype)
+    want = gradients(aggregate, [t.detach().double().requires_grad_() for t in leaves], edges)
+    run = fused(aggregate, fullgraph=True)
+    for _ in range(4):  # the long way, the short way
+        close(gradients(run, leaves, edges), want, 1e-4 if dtype == torch.float32 else 5e-3)
+    assert len(insum.fusion.report().fused) == 3
+
+
+def test_new_edges_at_each_call() -> None:
+    leaves, _ = drawn()
+    run = fused(aggregate, fullgraph=True)
+    for seed in range(6):
+        edges = graph_of(NODES, EDGES, seed).cuda()
+        edges[0, ::7] -= NODES
+        close(gradients(run, leaves, edges), gradients(aggregate, [t.detach().double().requires_grad_() for t in leaves], edges))
+
+
+def test_steps_of_a_convolution() -> None:
+    pairs = [torch.stack([torch.randperm(NODES)[:1500], torch.randperm(NODES)[:1500]]).cuda() for _ in range(27)]
+    leaves = [torch.randn(NODES, WIDTH, device="cuda").requires_grad_(), (torch.randn(27, WIDTH, WIDTH, device="cuda") / 8).requires_grad_()]
+    want = gradients(convolution, [t.detach().double().requires_grad_() for t in leaves], *pairs)
+    run = fused(convolution, fullgraph=True)
+    for _ in range(3):
+        close(gradients(run, leaves, *pairs), want)
+    assert len(insum.fusion.report().fused) == 27 * 3
+
+
+def test_memory_is_that_of_the_nodes() -> None:
+    leaves, edges = drawn()
+    run = fused(aggregate, fullgraph=True)
+    upstream = torch.randn(NODES, WIDTH, device="cuda")
+    step = lambda: torch.autograd.grad(run(*leaves, edges), leaves, upstream)
+    for _ in range(4):
+        step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    held = step()
+    torch.cuda.synchronize()
+    used = torch.cuda.max_memory_allocated() - before
+    assert held and used < 4 * EDGES * WIDTH / 4  # far below one tensor of messages
+
+
+def test_one_kernel_per_step() -> None:
+    leaves, edges = drawn()
+    run = fused(aggregate, fullgraph=True)
+    with torch.no_grad():
+        for _ in range(4):
+            run(*leaves, edges)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            run(*leaves, edges)
+            torch.cuda.synchronize()
+    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA and "memset" not in e.name.lower()]
+    assert 1 <= len(kernels) <= 3, [e.name for e in kernels]  # rows of different length launch apart, long ones are put together
+
+
+def test_replayed_as_cuda_graphs() -> None:
+    """Other edges in the same place: nothing found out about the first ones may be used."""
+    leaves, _ = drawn()
+    run = fused(aggregate, mode="reduce-overhead", fullgraph=True)
+    x, w = (t.detach() for t in leaves)
+    for seed in range(8):
+        edges = graph_of(NODES, EDGES, seed % 4).cuda()
+        torch.compiler.cudagraph_mark_step_begin()
+        assert_close(run(x, w, edges).clone(), aggregate(x, w, edges), rtol=1e-3, atol=1e-3)
+
+
+def test_the_default_backend_with_the_pass() -> None:
+    leaves, edges = drawn()
+    with insum.fusion.enabled():
+        close(gradients(torch.compile(aggregate), leaves, edges), gradients(aggregate, [t.detach().double().requires_grad_() for t in leaves], edges))
+
+
+@pytest.mark.parametrize("name", ["GCNConv", "SAGEConv", "GATConv", "RGCNConv", "FastRGCNConv"])
+def test_layers_of_pyg(name: str) -> None:
+    pyg: Any = pytest.importorskip("torch_geometric.nn", reason="torch_geometric is not installed: PyG's layers are left out")
+    types = torch.randint(0, 3, (EDGES,), device="cuda")
+    make: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
+        "GCNConv": (lambda: pyg.GCNConv(WIDTH, WIDTH), ()),
+        "SAGEConv": (lambda: pyg.SAGEConv(WIDTH, WIDTH), ()),
+        "GATConv": (lambda: pyg.GATConv(WIDTH, 16, heads=4), ()),
+        "RGCNConv": (lambda: pyg.RGCNConv(WIDTH, WIDTH, 3), (types,)),
+        "FastRGCNConv": (lambda: pyg.FastRGCNConv(WIDTH, 16, 3), (types,)),
+    }
+    build, rest = make[name]
+    layer = build().cuda()
+    edges = graph_of(NODES, EDGES).cuda()
+    x = torch.randn(NODES, WIDTH, device="cuda")
+    leaves = [x.requires_grad_()]
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+        run = fused(layer)
+        got = [gradients(run, leaves, edges, *rest) for _ in range(4)]
+    want = gradients(layer.double(), [x.detach().double().requires_grad_()], edges, *rest)
+    for one in got:
+        close(one, want, 1e-3)
+    assert insum.fusion.report().fused

@@ -1,0 +1,182 @@
+"""What fusion must not change: index ranges, mutation, views, dtypes, shapes of any size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import insum.fusion
+from insum.compat import compiled_graphs
+from insum.errors import IndexRangeError
+from insum.fusion.op import Spec, spec_of
+
+from .programs import E, F, N, agrees, compiled, counts, graph_of, leaf
+
+
+def aggregate(x: Tensor, w: Tensor, edges: Tensor) -> Tensor:
+    return x.new_zeros(x.shape[0], x.shape[1]).index_add(0, edges[1], x[edges[0]] * w[:, None])
+
+
+def test_negative_indices_count_from_the_end_where_they_did() -> None:
+    edges = graph_of()
+    edges[0, ::3] -= N
+
+    def program(x: Tensor, w: Tensor, edges: Tensor) -> Tensor:
+        return x.new_zeros(N, F).index_put((edges[0],), x[edges[0]] * w[:, None], accumulate=True)
+
+    run, graphs = compiled(program, fullgraph=True)
+    agrees(program, run, (leaf(N, F), leaf(E), edges))
+    assert counts(graphs) == [1, 2]
+
+
+def test_negative_indices_of_dimensions_of_different_size() -> None:
+    """The same index tensor wraps around at two different sizes."""
+    index = torch.tensor([0, -1, 2, -3, 1])
+    program = lambda x, y: x.new_zeros(4, F).index_add(0, torch.tensor([0, 1, 2, 3, 0]), x[index] * y[index])
+    run, graphs = compiled(program, fullgraph=True)
+    agrees(program, run, (leaf(5, F), leaf(3, F)))
+    assert counts(graphs) == [1, 2]
+
+
+@pytest.mark.parametrize("bad", [(0, N), (1, N), (0, -N - 1)])
+def test_indices_out_of_range_are_still_an_error(bad: tuple[int, int]) -> None:
+    edges = graph_of()
+    edges[bad[0], 3] = bad[1]
+    run, _ = compiled(aggregate)
+    with pytest.raises((IndexRangeError, IndexError, RuntimeError), match=r"size|range|bounds"):
+        run(torch.randn(N, F), torch.randn(E), edges)
+
+
+def test_what_is_written_in_place_is_seen() -> None:
+    edges = graph_of()
+
+    def program(out: Tensor, view: Tensor, x: Tensor) -> Tensor:
+        out.index_add_(0, edges[1], x[edges[0]])
+        view.t().index_add_(1, edges[0], x[edges[1]].t())
+        return out.sum() + view.sum()
+
+    run, graphs = compiled(program, fullgraph=True)
+    x = torch.randn(N, F)
+    base, other = torch.randn(N, F), torch.randn(N + 2, F)
+    base_, other_ = base.clone(), other.clone()
+    assert_close(run(base, other[1:-1], x), program(base_, other_[1:-1], x))
+    assert_close(base, base_)
+    assert_close(other, other_)
+    assert counts(graphs) == [1]
+    assert [left.why for left in insum.fusion.report().left] == ["its result is laid out in an unusual way"]
+
+
+def test_the_tensor_that_is_read_is_written_too() -> None:
+    edges = graph_of()
+
+    def program(x: Tensor) -> Tensor:
+        x.index_add_(0, edges[1], x[edges[0]])
+        return x * 2
+
+    run, _ = compiled(program, fullgraph=True)
+    x = torch.randn(N, F)
+    y = x.clone()
+    assert_close(run(x), program(y))
+    assert_close(x, y)
+
+
+def test_operands_in_any_layout() -> None:
+    edges = graph_of().t().contiguous().t()
+    x = torch.randn(F, N).t().requires_grad_()
+    w = torch.randn(2 * E)[::2].requires_grad_()
+    run, graphs = compiled(aggregate)
+    agrees(aggregate, run, (x, w, edges))
+    assert counts(graphs) == [1, 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+def test_small_integers_as_indices(dtype: torch.dtype) -> None:
+    edges = graph_of().to(dtype)
+    program = lambda x, w: x.new_zeros(N, F).index_add(0, edges[1].long(), x[edges[0].long()] * w[:, None])
+    run, graphs = compiled(program)
+    agrees(program, run, (leaf(N, F), leaf(E)))
+    assert counts(graphs) == [1, 2]
+
+
+def test_no_edges_at_all() -> None:
+    run, _ = compiled(aggregate)
+    agrees(aggregate, run, (leaf(N, F), leaf(0), torch.zeros(2, 0, dtype=torch.int64)))
+
+
+def test_mixed_precision() -> None:
+    edges = graph_of()
+    run, graphs = compiled(aggregate)
+    agrees(
+        lambda x, w, e: x.new_zeros(N, F).index_add(0, e[1], x[e[0]] * w[:, None]),
+        run,
+        (leaf(N, F, dtype=torch.float64), leaf(E, dtype=torch.float64), edges),
+    )
+    assert counts(graphs) == [1, 2]
+    promoted = lambda x, w: torch.zeros(N, F).index_add(0, edges[1], x[edges[0]] * w[:, None])
+    run, graphs = compiled(promoted)
+    agrees(promoted, run, (torch.randn(N, F).half(), torch.randn(E)))  # half times float is float
+    assert counts(graphs) == [1]
+
+
+def test_no_compilation_for_another_number_of_edges_or_nodes() -> None:
+    run, graphs = compiled(aggregate, dynamic=True, fullgraph=True)
+    agrees(aggregate, run, (leaf(N, F), leaf(E), graph_of()))
+    before = compiled_graphs()
+    for nodes, edges in ((N, 45), (17, 90), (5, 7)):
+        agrees(aggregate, run, (leaf(nodes, F), leaf(edges), graph_of(nodes, edges)))
+    assert compiled_graphs() == before and counts(graphs) == [1, 2]
+
+
+def test_shapes_that_depend_on_data() -> None:
+    """Masked edges: their number is a symbol without a value."""
+
+    def program(x: Tensor, edges: Tensor, keep: Tensor) -> Tensor:
+        some = edges[:, keep]
+        return x.new_zeros(N, F).index_add(0, some[1], x[some[0]])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run, graphs = compiled(program, fullgraph=True)
+        for seed in range(3):
+            agrees(program, run, (leaf(N, F), graph_of(), torch.rand(E, generator=torch.Generator().manual_seed(seed)) > 0.5))
+        assert counts(graphs) == [1, 1], str(insum.fusion.report())
+
+
+def test_duplicates_add_up() -> None:
+    edges = torch.zeros(2, E, dtype=torch.int64)
+    run, _ = compiled(aggregate)
+    agrees(aggregate, run, (leaf(N, F), leaf(E), edges))
+
+
+def test_ops_fit_their_schema() -> None:
+    edges, x, w = graph_of(), torch.randn(N, F), torch.randn(E)
+    views = (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),)))
+    spec = Spec("out[d[i],j] = x[s[i],j] * w[i]", ("x", "w", "e"), views, "out#2", frozenset("s"), frozenset(), ())
+    assert str(spec_of(str(spec))) == str(spec)
+    arguments = (str(spec), [x, w, edges], [N, F])
+    expected = aggregate(x, w, edges)
+    assert_close(torch.ops.insum.fused(*arguments), expected)
+    into = (arguments[0].replace("=", "+="), *arguments[1:])
+    assert_close(torch.ops.insum.fused_into(x, *into), x + expected)
+    target = x.clone()
+    torch.ops.insum.fused_into_(target, *into)
+    assert_close(target, x + expected)
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(torch.ops.insum.fused.default, arguments, test_utils=checks)
+    torch.library.opcheck(torch.ops.insum.fused_into.default, (x, *into), test_utils=checks)
+    torch.library.opcheck(torch.ops.insum.fused_into_.default, (target, *into), test_utils=checks)
+
+
+def test_rows_of_an_index_tensor_are_the_same_object_while_it_lives_unchanged() -> None:
+    from insum.fusion.indices import _parts, part
+
+    edges = graph_of()
+    row = part(edges, ((0, 1),))
+    assert part(edges, ((0, 1),)) is row and torch.equal(row, edges[1])
+    edges[1, 0] = 3
+    assert part(edges, ((0, 1),)) is not row
+    key = id(edges)
+    assert key in _parts
+    del edges
+    assert key not in _parts
