@@ -92,7 +92,7 @@ def contenders(given: block_spmm.Inputs, options: Options) -> list[Contender]:
     found.append(Contender("torch.mm", lambda: block_spmm.dense(given, FORWARD)))
     if not TORCH_BSR.absent(options.device):
         found.append(Contender("TorchBSR", lambda: block_spmm.torch_bsr(given, FORWARD, tuned=False), lines=TORCH_BSR.lines))
-        found.append(Contender("TorchBSR, tuned", lambda: block_spmm.torch_bsr(given, FORWARD, tuned=True), lines=TORCH_BSR.lines))
+        found.append(Contender("TorchBSR, tuned", lambda: block_spmm.torch_bsr(given, FORWARD, tuned=True), lines=TORCH_BSR.lines, times=True))
     return found
 
 

@@ -106,7 +106,7 @@ def contenders(given: Inputs, direction: str) -> list[Contender]:
     if direction == BOTH:
         found.append(Contender("masked torch.mm", lambda: masked(given)))
     else:
-        found.append(Contender("TorchBSR, tuned", lambda: torch_bsr(given, direction, tuned=True), lines=TORCH_BSR.lines))
+        found.append(Contender("TorchBSR, tuned", lambda: torch_bsr(given, direction, tuned=True), lines=TORCH_BSR.lines, times=True))
         found.append(Contender("torch.sparse BSR", lambda: sparse_bsr(given)))
         found.append(Contender("torch.compile", lambda: compiled(given), slow=True))
     absent = bool(TORCH_BSR.absent(given.b.device))

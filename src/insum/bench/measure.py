@@ -5,8 +5,10 @@ A wrong result gets no time. A contender that cannot run says why in its row; no
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -49,6 +51,7 @@ class Contender:
     slow: bool = False
     capture: bool = True
     note: str = ""
+    times: bool = False  # setting it up is a search that uses clocks
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,21 @@ class Limits:
 
 def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+@contextlib.contextmanager
+def turn(wanted: bool = True) -> Iterator[None]:
+    """Runs that share a device take turns where ``INSUM_BENCH_TURNS`` names a file to lock: checks and clocks have the device to themselves,
+    while others set up and compile."""
+    path = os.environ.get("INSUM_BENCH_TURNS", "")
+    if not (path and wanted):
+        yield
+        return
+    import fcntl  # not on Windows
+
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield  # closing the file ends the turn
 
 
 # --- clock and memory ------------------------------------------------------------------------------------------------------------
@@ -227,7 +245,9 @@ class Runner:
     def row(self, case: Case, contender: Contender, want: list[Results], blank: Row) -> Row:
         try:
             if not want:
-                want.append(case.want())
+                with turn():
+                    want.append(case.want())
+                    wait(case.device)
             return self.measured(case, contender, want[0], blank)
         except Exception as error:  # a rival's failure is a result
             wait_quietly(case.device)
@@ -237,14 +257,21 @@ class Runner:
     def measured(self, case: Case, contender: Contender, want: Results, blank: Row) -> Row:
         start = time.perf_counter()
         ready = contender.make()
+        if contender.times and os.environ.get("INSUM_BENCH_TURNS"):
+            with turn():  # once more with the device for itself; everything is compiled by now
+                ready = contender.make()
         poison(want, case.dtype, case.device)
         first = ready.run()
         wait(case.device)
         seconds = time.perf_counter() - start
+        with turn():
+            return self.clocked(case, contender, ready, first, want, replace(blank, first_call_s=seconds))
+
+    def clocked(self, case: Case, contender: Contender, ready: Ready, first: Results, want: Results, row: Row) -> Row:
         error = relative_error(ready.canonical(first), want)
         del first
         note = _joined(contender.note, ready.note)
-        row = replace(blank, first_call_s=seconds, error=error, note=note)
+        row = replace(row, error=error, note=note)
         allowed = TOLERANCE[case.dtype]
         if not error <= allowed:
             return replace(row, status="WRONG", note=_joined(note, f"relative error {error:.1e}, allowed {allowed:.0e}: no time is given"))
