@@ -8,6 +8,7 @@ import torch
 import insum
 from insum.codegen import unrolled
 from insum.nn import FullyConnectedTensorProduct
+from insum.plan.patterns import LONG
 from insum.request import request_of
 from insum.runtime import fused
 
@@ -59,7 +60,7 @@ def test_rows_along_a_summed_variable(channels: tuple[int, int]) -> None:
 
 
 def test_parts_share_neither_outputs_nor_large_factors() -> None:
-    n = unrolled.WHOLE_UP_TO + 1
+    n = LONG + 1
     out, path, column = torch.arange(n) % 6, torch.arange(n) % 3, torch.arange(n) % 7
     values = {"I": out, "L": path, "J": column, "X": torch.randn(4, 7, 2), "W": torch.randn(4, 3, 2, 5)}
     for name in "ILJ":

@@ -16,6 +16,7 @@ from insum.codegen.emit import AFTER, Emitter, Kernel, Shape
 from insum.codegen.values import Val, combine, union
 from insum.lang.expr import Access, Expr, Number, variables
 from insum.plan.config import Config
+from insum.plan.patterns import LONG
 from insum.plan.plan import Plan
 
 #: Factors that a summed variable touches -> (target, other factors) of the points that use them.
@@ -24,8 +25,6 @@ Cores: TypeAlias = dict[tuple[Expr, ...], list[tuple[Access, tuple[Expr, ...]]]]
 UNROLL = (8, 4, 2, 1)
 #: ... and that keeps the code of all points below this, for compilers take more than twice as long for twice the code.
 MOST_LINES = 400
-#: Longer patterns are cut into kernels that share neither an output nor the largest factor, so that nothing large is read twice.
-WHOLE_UP_TO = 48
 
 
 def emit_unrolled(plan: Plan, config: Config, extents: Mapping[str, int], name: str = "insum_kernel") -> tuple[Kernel, int]:
@@ -42,10 +41,11 @@ def emit_unrolled(plan: Plan, config: Config, extents: Mapping[str, int], name: 
 
 
 def parts(plan: Plan) -> list[Plan]:
-    """The plan, or several that do its work between them: points are kept together by a common output or a common largest factor."""
+    """The plan, or several that do the work of a long pattern: points are kept together by a common output or a common largest factor, so that
+    nothing large is read twice."""
     pattern = plan.pattern
     assert pattern is not None
-    if len(pattern.points) <= WHOLE_UP_TO:
+    if len(pattern.points) <= LONG:
         return [plan]
     leader = {point: max(point[1], key=lambda f: len(variables(f))) for point in pattern.points}
     part: dict[Expr, int] = {}  # of outputs and largest factors

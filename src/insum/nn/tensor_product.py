@@ -186,7 +186,8 @@ class TensorProduct(nn.Module):
         """([b,] paths, u, v, w): a view where the paths of the group follow each other."""
         size, first = group.paths[0].numel, group.offsets[0]
         if group.offsets == tuple(range(first, first + size * len(group.paths), size)):
-            flat = weight.narrow(-1, first, size * len(group.paths))
+            whole = size * len(group.paths) == weight.shape[-1]  # a narrower view has a gradient that is filled and copied
+            flat = weight if whole else weight.narrow(-1, first, size * len(group.paths))
         else:
             flat = torch.cat([weight.narrow(-1, offset, size) for offset in group.offsets], -1)
         return flat.reshape(*weight.shape[:-1], len(group.paths), *group.weight_shape)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from insum.lang.expr import variables
+from insum.lang.expr import Access, variables
 from insum.plan.config import Choice, Config, power_of_two
 from insum.plan.plan import Plan
 from insum.plan.roles import Contraction, contiguity
@@ -66,7 +66,8 @@ def first_guess(plan: Plan, extents: Mapping[str, int]) -> Config:
         n = min(64, power_of_two(extent(plan.roles.n, extents)))
         if plan.roles.k:
             k = min(64, power_of_two(extent(plan.roles.k, extents)))
-            n = min(n, max(1, 4096 // k))
+            # Sums along rows stay inside a warp; sums across rows do so only where one warp has the whole tile.
+            n = min(n, max(1, (4096 if _along_rows(plan) else 512) // k))
             m = max(1, 512 // (n * k)) if plan.roles.m else 1
             return Config(m=m, n=n, k=k, warps=max(1, min(8, m * n * k // 512)), stages=1)  # several such tiles are in registers at once
         if plan.roles.n[0] not in variables(plan.target):
@@ -80,6 +81,13 @@ def first_guess(plan: Plan, extents: Mapping[str, int]) -> Config:
     if plan.segment:
         return _for_rows(plan, extents, long=False)
     return _for_sum(plan, extents)
+
+
+def _along_rows(plan: Plan) -> bool:
+    """Whether straight-line code sums along the innermost dimension of its largest factor."""
+    assert plan.pattern is not None
+    reads = [f for f in plan.factors if isinstance(f, Access) and f.indices]
+    return max(reads, key=lambda f: len(variables(f))).indices[-1].var == plan.roles.k[0]
 
 
 def first_choice(plan: Plan, extents: Mapping[str, int], *, longest: int = 0, entries: int = 0) -> Choice:

@@ -26,6 +26,8 @@ UNROLL_POINTS = 512
 PROMOTE_POINTS = 128
 #: One tile holds the whole of a summed variable whose sum is taken at the end.
 SUMMED_UP_TO = 256
+#: Patterns with more points than this are long: several kernels, which share neither an output nor the largest factor.
+LONG = 48
 #: A summed variable and a row together of at most so many places are read at once: one warp sums them without a detour.
 AT_ONCE = 1024
 
@@ -72,16 +74,19 @@ class Patterns(Drafting):
         summed = tuple(v for v in self.summed(draft) if v not in over)
         if not kept or not points:
             return None
-        roles = self.straight(draft, kept, summed)
+        roles = self.straight(draft, kept, summed, long=len(points) > LONG)
         if not forced and roles.n[0] not in kept and draft.extents[roles.n[0]] > SUMMED_UP_TO:
             return None
         return replace(prepared, plan=replace(prepared.plan, pattern=Pattern(over, points), roles=roles, padded=frozenset()))
 
-    def straight(self, draft: Draft, kept: tuple[str, ...], summed: tuple[str, ...]) -> Contraction:
-        """The axes of straight-line code: rows of the largest factor are read whole, also where they lie along a summed variable."""
+    def straight(self, draft: Draft, kept: tuple[str, ...], summed: tuple[str, ...], *, long: bool) -> Contraction:
+        """The axes of straight-line code: rows of the largest factor are read whole, also where they lie along a summed variable.
+
+        A ``long`` pattern holds much in registers, so that few programs run at once: each reads as much as it can in one go.
+        """
         rows = next((v for v in summed if v in self.leader_innermost(draft)), "")
         loops = tuple(v for v in summed if v != rows)
-        if not rows and len(loops) == 1 and draft.extents[loops[0]] * draft.extents[kept[-1]] <= AT_ONCE:
+        if not rows and long and len(loops) == 1 and draft.extents[loops[0]] * draft.extents[kept[-1]] <= AT_ONCE:
             return Contraction(kept[:-1][-1:], kept[-1:], loops, (), (), kept[:-2], False)
         if not rows:
             return Contraction(kept[:-1][-1:], kept[-1:], (), loops, (), kept[:-2], False)

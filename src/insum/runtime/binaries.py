@@ -38,6 +38,14 @@ def recalled(function: Any, arguments: Sequence[Any], warps: int, stages: int) -
         return None
 
 
+def is_noted(function: Any, arguments: Sequence[Any], warps: int, stages: int) -> bool:
+    """Whether some process has compiled such a kernel, as far as the notes say."""
+    try:
+        return _path(function, arguments, warps, stages).exists()
+    except Exception:
+        return False
+
+
 def note(compiled: Any, function: Any, arguments: Sequence[Any], warps: int, stages: int) -> None:
     """Write down where Triton keeps what it just compiled."""
     if launch.interpreting():

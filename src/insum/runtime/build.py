@@ -133,6 +133,23 @@ def assemble(
     return Program(problem, wishes, steps, shape, buffer, identity(problem.statement.operator, buffer or problem.dtype))
 
 
+def jobs(program: Program, values: Mapping[str, Value], *, new: bool = False) -> list[launch.Job]:
+    """What compiling workers need to compile the kernels of a program; of ``new`` ones alone, that no process has noted yet."""
+    found = []
+    for step in program.steps:
+        kinds: dict[str, Any] = {
+            OUT: torch.empty(0, dtype=program.buffer or program.problem.dtype),
+            WORK: torch.empty(0, dtype=WIDE[step.prepared.plan.accumulator]),
+        }
+        for one in step.launches:
+            arguments = list(one.arguments)
+            for position, name in one.names:
+                arguments[position] = kinds[name] if name in kinds else values[name]
+            if not (new and binaries.is_noted(one.function, arguments, one.config.warps, one.config.stages)):
+                found.append(launch.job(one.function, one.kernel.name, arguments, one.config.warps, one.config.stages))
+    return found
+
+
 def is_empty(problem: Problem, prepared: Prepared) -> bool:
     """Whether there is no point to sum over, or nowhere to write."""
     used = {*variables(prepared.plan.target), *(v for f in prepared.plan.factors for v in variables(f))}

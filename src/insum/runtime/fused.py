@@ -26,13 +26,15 @@ from insum.plan.facts import facts_of
 from insum.plan.plan import Plan
 from insum.plan.prepare import PROMOTE_POINTS, CannotFuse, Prepared, Wishes, index_reads, prepare
 from insum.runtime import cache, launch
-from insum.runtime.build import OUT, WIDE, WORK, Program, Step, anchors, assemble, first_choice, is_empty
+from insum.runtime.build import OUT, WIDE, WORK, Program, Step, anchors, assemble, first_choice, is_empty, jobs
 from insum.settings import settings
 
 _launches: dict[object, Program | Refusal] = {}
 _MOST_LAUNCHES = 1024
 _said: set[str] = set()
 _NOWHERE = contextlib.nullcontext()
+#: Lines from which on a kernel takes seconds to compile.
+LONG_KERNEL = 60
 
 
 @dataclass(slots=True, eq=False)
@@ -131,11 +133,22 @@ def lookup(problem: Problem, values: Mapping[str, Value], target: Tensor | None,
     program: Program | Refusal | None = table.get(key)
     if program is None:
         program = _build_and_keep(table, key, problem, values, target, config)
+        _compile_together(program, values)
     if isinstance(program, Refusal):
         return program.reason
     if program.promote and _promoted(program, values):
         return lookup(problem, values, target, config)
     return program
+
+
+def _compile_together(program: Program | Refusal, values: Mapping[str, Value]) -> None:
+    """Several long kernels are compiled at the same time, by worker processes, instead of one after the other."""
+    if isinstance(program, Refusal) or program.problem.device.type != "cuda" or launch.interpreting():
+        return
+    long = [one for step in program.steps for one in step.launches if one.kernel.source.count("\n") > LONG_KERNEL]
+    if len(long) > 1 and (wanted := jobs(program, values, new=True)):
+        with contextlib.suppress(OSError):
+            launch.compile_ahead(wanted, launch.current_target())
 
 
 def kept(problem: Problem, values: Mapping[str, Value], target: Tensor | None) -> Program | None:

@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from insum.plan import cost, space
 from insum.plan.config import Choice, Config, shown
 from insum.plan.prepare import CannotFuse, Prepared, Wishes
 from insum.runtime import cache, fused, launch
-from insum.runtime.build import OUT, WIDE, WORK, Program, assemble, first_choice, is_empty
+from insum.runtime.build import Program, assemble, first_choice, is_empty, jobs
 from insum.runtime.timing import Timer, replay_timer
 
 log = logging.getLogger("insum")
@@ -225,20 +225,10 @@ class _Search:
         return functools.partial(fused.execute, program, self.values, target)
 
     def compile_ahead(self, programs: Sequence[Program]) -> None:
-        jobs = {str(job): job for program in programs for job in self.jobs(program)}
-        if len(jobs) > 1 and self.problem.device.type == "cuda" and self.workers >= 0:
+        wanted = {str(job): job for program in programs for job in jobs(program, self.values)}
+        if len(wanted) > 1 and self.problem.device.type == "cuda" and self.workers >= 0:
             with contextlib.suppress(OSError):
-                launch.compile_ahead(list(jobs.values()), launch.current_target(), workers=self.workers, seconds=self.effort.seconds)
-
-    def jobs(self, program: Program) -> Iterator[launch.Job]:
-        for step in program.steps:
-            for one in step.launches:
-                wide = WIDE[step.prepared.plan.accumulator]
-                kinds: dict[str, Any] = {OUT: torch.empty(0, dtype=program.buffer or self.problem.dtype), WORK: torch.empty(0, dtype=wide)}
-                arguments = list(one.arguments)
-                for position, name in one.names:
-                    arguments[position] = kinds[name] if name in kinds else self.values[name]
-                yield launch.job(one.function, one.kernel.name, arguments, one.config.warps, one.config.stages)
+                launch.compile_ahead(list(wanted.values()), launch.current_target(), workers=self.workers, seconds=self.effort.seconds)
 
     # --- deciding ---
 
