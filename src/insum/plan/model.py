@@ -135,7 +135,11 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
     warps = 8 if m * n >= 128 * 256 else 4
     if plan.segment and plan.segment.var in plan.roles.loops and m * n >= 128 * 128 and size == 2:
         # A tile takes its own few steps, so filling the pipeline counts: more warps have more gathers in flight.
-        return Config(m=m, n=n, k=k, warps=8, stages=3)
+        tiles = extents[plan.segment.row] * math.ceil(extent(plan.roles.m, extents) / m) * math.ceil(extent(plan.roles.n, extents) / n)
+        if tiles >= ENOUGH_PROGRAMS:
+            return Config(m=m, n=n, k=k, warps=8, stages=3)
+        # All tiles run at once, so that the longest decides: half the tile, and longer strides through its steps.
+        return Config(m=m // 2, n=n, k=min(2 * k, max(16, power_of_two(extents[plan.roles.k[0]]))), warps=4, stages=2)
     # As many buffers as leave room for three programs on a multiprocessor: their waits overlap better than deeper pipelines do.
     stages = max(2, min(3, PIPELINE_BYTES // ((m + n) * k * size)))
     return Config(m=m, n=n, k=k, warps=warps, stages=stages)
