@@ -20,7 +20,7 @@ from insum.errors import SettingsError
 from insum.fusion import entry as module
 from insum.settings import Values, _from_environment
 
-from .programs import E, F, N, agrees, graph_of, leaf
+from .programs import E, F, N, agrees, compiled, fused_ops, graph_of, leaf
 
 ROOT = Path(__file__).parent.parent.parent
 EDGES = graph_of()
@@ -122,7 +122,7 @@ def test_graphs_that_will_be_replayed_take_index_tensors_as_they_come(monkeypatc
     original = torch.fx.Graph.lint
 
     def lint(graph: torch.fx.Graph) -> None:
-        seen.extend(n.args[0].split("\n")[5] for n in graph.nodes if n.target is torch.ops.insum.fused.default)
+        seen.extend(n.args[0].split("|")[5] for n in graph.nodes if n.target is torch.ops.insum.fused.default)
         original(graph)
 
     monkeypatch.setattr(torch.fx.Graph, "lint", lint)
@@ -134,6 +134,20 @@ def test_graphs_that_will_be_replayed_take_index_tensors_as_they_come(monkeypatc
     assert compat.uses_cuda_graphs() is False
     with inductor_config.patch({"triton.cudagraphs": True}):
         assert compat.uses_cuda_graphs() is True
+
+
+def test_fused_ops_can_be_quoted_in_comments() -> None:
+    """Inductor writes nodes, as they print, into comments of the code that it generates for GPUs."""
+
+    def program(x: Tensor, y: Tensor, edges: Tensor, keep: Tensor) -> Tensor:
+        some = edges[:, keep]  # from which comes an origin
+        return y.index_add(0, some[1], x[some[0]]).index_add(0, edges[0], x[edges[1]] * 0.5)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run, graphs = compiled(program, fullgraph=True)
+        agrees(program, run, (leaf(N, F), leaf(N, F), EDGES, torch.rand(E) > 0.5))
+    nodes = [n for g in graphs for n in g.graph.nodes if n.op == "call_function"]
+    assert sum(map(fused_ops, graphs)) >= 3 and all(len((n.format_node() or "").splitlines()) <= 1 for n in nodes)
 
 
 def traced() -> torch.fx.Graph:

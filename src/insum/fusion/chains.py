@@ -161,7 +161,23 @@ def _index_put(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
     if len(node.args) < 4 or node.args[3] is not True:
         raise Stop("it overwrites, and does not add")
     base, tensors, message = node.args[:3]
+    if str(node.meta.get("original_aten")) == str(aten.embedding_dense_backward.default):
+        message = _of_embedding(message, tensors)
     return _put(node, base, tensors, message, kept, reaches)
+
+
+def _of_embedding(message: Any, tensors: Any) -> Any:
+    """The gradient of an embedding without the mask that leaves out index -1, where that stands for no index: it would be an error before."""
+    if not isinstance(message, Node) or message.target is not aten.where.self:
+        return message
+    mask, nothing, value = message.args
+    while isinstance(mask, Node) and mask.target in (aten.unsqueeze.default, aten.view.default, aten.expand.default):
+        mask = mask.args[0]
+    if not isinstance(mask, Node) or not isinstance(nothing, Node) or not isinstance(value, Node) or not is_zero(nothing):
+        return message
+    alone = len(tensors) == 1 and mask.target is aten.eq.Scalar and mask.args[0] is tensors[0] and mask.args[1] == -1
+    same_shape = len(shape_of(value)) == len(shape_of(message)) and all(map(same, shape_of(value), shape_of(message)))
+    return value if alone and same_shape else message
 
 
 def _masked_put(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
@@ -324,6 +340,8 @@ def is_zero(node: Node) -> bool:
     """Whether a node is zeros by construction."""
     if node.op != "call_function":
         return False
+    if node.target is aten.scalar_tensor.default:
+        return bool(node.args[0] == 0)
     if node.target in (aten.full.default, aten.full_like.default, aten.new_full.default):
         return bool(node.args[-1] == 0)
     return node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)

@@ -26,7 +26,10 @@ from insum.settings import settings
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spec:
-    """All of a fused op that is not a tensor or a size. As text, one line per field, it is the op's first argument."""
+    """All of a fused op that is not a tensor or a size. As text it is the op's first argument.
+
+    The text is one line without quotes: Inductor writes the nodes of a graph, unquoted, into comments of the code that it generates.
+    """
 
     statement: str
     names: tuple[str, ...]
@@ -44,8 +47,8 @@ class Spec:
     def __str__(self) -> str:
         views = ";".join(":".join([f"{name}<{base}", *(f"{d}.{p}" for d, p in selects)]) for name, base, selects in self.views)
         origins = ";".join(f"{base}={function}@{','.join(sources)}" for base, function, sources in self.origins)
-        lines = self.statement, ",".join(self.names), views, self.size_names, ",".join(sorted(self.wraps)), ",".join(sorted(self.passing)), origins
-        return "\n".join(lines)
+        fields = self.statement, ",".join(self.names), views, self.size_names, ",".join(sorted(self.wraps)), ",".join(sorted(self.passing)), origins
+        return "|".join(fields)
 
     @property
     def plain(self) -> tuple[tuple[str, int], ...]:
@@ -57,7 +60,7 @@ class Spec:
 @functools.lru_cache(maxsize=4096)
 def spec_of(text: str) -> Spec:
     """The reverse of ``str(spec)``."""
-    statement, names, views, size_names, wraps, passing, origins = text.split("\n")
+    statement, names, views, size_names, wraps, passing, origins = text.split("|")
     read_views = []
     for one in _split(views, ";"):
         name, _, rest = one.partition("<")

@@ -43,20 +43,26 @@ class Launch:
     config: Config
     kernel: Kernel
     header: str
-    runner: Any = None  # the compiled kernel, for calls whose pointers are all aligned as the first such call's were
-    addresses: tuple[Any, ...] = ()  # the arguments for the runner, which takes tensors by their address
+    runner: Any = None  # the compiled kernel, for calls whose pointers are all aligned
+    others: dict[int, Any] = field(default_factory=dict)  # and those for calls in which some are not, as the rows of a tensor may be
+    addresses: tuple[Any, ...] = ()  # the arguments for runners, which take tensors by their address
 
     def __call__(self, values: Mapping[str, Any], out: Tensor, work: Tensor | None) -> None:
-        if self.runner is not None:
+        if self.addresses:
             arguments, together = list(self.addresses), 0
             for position, name in self.names:
                 at: int = (out if name is OUT else work if name is WORK else values[name]).data_ptr()  # type: ignore[union-attr]
                 arguments[position] = at
                 together |= at
-            if not together & 15:
-                self.runner(arguments)
+            runner = self.others.get(self.unaligned(arguments)) if together & 15 else self.runner
+            if runner is not None:
+                runner(arguments)
                 return
         self.first(values, out, work)
+
+    def unaligned(self, addresses: Sequence[int]) -> int:
+        """Which of the pointers that change are not aligned, one bit for each: kernels are compiled for that."""
+        return sum(1 << k for k, (position, _) in enumerate(self.names) if addresses[position] & 15)
 
     def first(self, values: Mapping[str, Any], out: Tensor, work: Tensor | None) -> None:
         """Launch through Triton, which compiles for the kinds of the arguments, and keep what it compiled."""
@@ -67,9 +73,15 @@ class Launch:
         compiled = self.compiled(arguments)
         # Numbers may be specialised by value, so calls that pass some look their kernel up anew.
         changing = [arguments[position] for position, _ in self.names]
-        if compiled is not None and all(isinstance(v, Tensor) and v.data_ptr() % 16 == 0 for v in changing):
-            self.addresses = tuple(v.data_ptr() if isinstance(v, Tensor) else v for v in self.arguments)
-            self.runner = launch.runner_of(compiled, self.grid[0])
+        if compiled is None or not all(isinstance(v, Tensor) for v in changing):
+            return
+        runner = launch.runner_of(compiled, self.grid[0])
+        addresses = tuple(v.data_ptr() if isinstance(v, Tensor) else v for v in arguments)
+        if which := self.unaligned(addresses):
+            self.others[which] = runner
+        else:
+            self.runner = runner
+        self.addresses = tuple(v.data_ptr() if isinstance(v, Tensor) else v for v in self.arguments)
 
     def compiled(self, arguments: list[Any]) -> Any:
         """Launch; the kernel that was launched, found on disk or compiled now."""
