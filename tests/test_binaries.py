@@ -24,6 +24,8 @@ def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNa
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     monkeypatch.setattr(launch, "source_folder", lambda: tmp_path)
     monkeypatch.setattr(launch, "current_target", lambda: TARGET)
+    monkeypatch.setattr(launch, "current_device", lambda: 0)
+    monkeypatch.setattr(binaries, "_held", {})
     application = block_spmm(rows=4, columns=4, block=16, n=64, density=0.5, dtype=torch.float16)
     problem = application.forward.problem()
     (one,) = fused.plan_only(problem, application.values).steps[0].launches
@@ -51,6 +53,7 @@ def test_a_noted_kernel_is_found(kernel: SimpleNamespace) -> None:
     found = binaries.recalled(kernel.function, kernel.arguments, 4, 2)
     assert found is not None and found.kernel == kernel.compiled.kernel and found.metadata == kernel.compiled.metadata
     assert found.src.signature == kernel.compiled.src.signature and found.src.constants == kernel.compiled.src.constants
+    assert binaries.recalled(kernel.function, kernel.arguments, 4, 2) is found, "loaded once"
 
 
 def test_other_arguments_are_another_kernel(kernel: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,8 @@ from typing import Any
 from insum.runtime import launch
 
 log = logging.getLogger("insum")
+#: What was recalled in this process, by note and device: a kernel is loaded once.
+_held: dict[tuple[str, int], Any] = {}
 _VERSION = 1
 #: Beginnings of environment variables that may change what is compiled; the folders do not.
 _COMPILING = ("TRITON", "LLVM", "MLIR", "PTXAS", "NVPTX", "AMDGCN", "DISABLE_", "ENABLE_", "ALLOW_", "USE_")
@@ -32,7 +34,10 @@ def recalled(function: Any, arguments: Sequence[Any], warps: int, stages: int) -
         if launch.interpreting() or _watched():
             return None
         path = _path(function, arguments, warps, stages)
-        return _load(function, json.loads(path.read_text())) if path.exists() else None
+        key = str(path), launch.current_device()
+        if key not in _held and path.exists() and (found := _load(function, json.loads(path.read_text()))) is not None:
+            _held[key] = found
+        return _held.get(key)
     except Exception as error:  # whatever this Triton does differently: it compiles as ever
         log.debug("insum: no compiled kernel recalled: %s: %s", type(error).__name__, error)
         return None

@@ -173,6 +173,12 @@ def current_target() -> list[Any]:
     return [target.backend, target.arch, target.warp_size]
 
 
+def current_device() -> int:
+    from triton.runtime import driver
+
+    return int(driver.active.get_current_device())
+
+
 def compile_ahead(jobs: Sequence[Job], target: Sequence[Any], *, workers: int = 0, seconds: float = 300, done: Callable[[], None] = lambda: None) -> list[str]:
     """Compile kernels in worker processes, so that Triton's cache on disk has them; for each job '' or what went wrong.
 
