@@ -44,13 +44,14 @@ class _Entry:
     facts: IndexFacts
 
 
-_known: dict[int, _Entry] = {}
+#: By identity of the tensor; a reader has to compare reference and version, as `known` does.
+entries: dict[int, _Entry] = {}
 _lock = threading.Lock()
 
 
 def known(tensor: Tensor) -> IndexFacts | None:
     """The facts remembered for this tensor as it is now, or None. Never touches the device."""
-    entry = _known.get(id(tensor))
+    entry = entries.get(id(tensor))
     try:  # `version_of` without the call, for every warm call asks here
         return entry.facts if entry is not None and entry.reference() is tensor and entry.version == tensor._version else None
     except RuntimeError:
@@ -73,11 +74,11 @@ def declare(tensor: Tensor, *, low: int, high: int, sorted: bool, unique: bool, 
 def _remember(tensor: Tensor, facts: IndexFacts) -> IndexFacts:
     key = id(tensor)
 
-    def forget(_: object, key: int = key, known: dict[int, _Entry] = _known) -> None:  # bound here: at exit the module's names are gone first
+    def forget(_: object, key: int = key, known: dict[int, _Entry] = entries) -> None:  # bound here: at exit the module's names are gone first
         known.pop(key, None)
 
     with _lock:
-        _known[key] = _Entry(weakref.ref(tensor, forget), version_of(tensor), facts)
+        entries[key] = _Entry(weakref.ref(tensor, forget), version_of(tensor), facts)
     return facts
 
 

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from insum.compat import PLAIN, is_undisturbed
+from insum.plan import facts
 from insum.plan.facts import known
 from insum.runtime import cache, fused
 from insum.runtime.build import Program
 from insum.settings import settings
 
-state = cache.state
+state, entries = cache.state, facts.entries
 
 
 class Site:
@@ -52,8 +53,12 @@ class Site:
                 return None
             if not (tensor.is_cuda if alone else tensor.device == device) or (not tensor.is_contiguous() if stride is None else tensor.stride() != stride):
                 return None
-            if index is not None and ((facts := known(tensor)) is None or facts.serial != index[0] or facts.constant is not index[1]):
-                return None
+            if index is not None:  # `known`, without the call
+                entry = entries.get(id(tensor))
+                if entry is None or entry.reference() is not tensor or entry.version != (-1 if tensor.is_inference() else tensor._version):  # type: ignore[union-attr]
+                    return None
+                if entry.facts.serial != index[0] or entry.facts.constant is not index[1]:
+                    return None
             if source and graded and tensor.requires_grad or negatable and tensor.is_neg():
                 return None
         if self.default is not torch.get_default_dtype() or self.deterministic is not torch.are_deterministic_algorithms_enabled():
@@ -62,7 +67,14 @@ class Site:
             return None
         if not is_undisturbed():
             return None
-        return self.into(program, tensors) if self.target else fused.execute(program, tensors, None)
+        if self.target:
+            return self.into(program, tensors)
+        if not program.plain:
+            return fused.execute(program, tensors, None)
+        out = program.empty()
+        for launch in program.plain:
+            launch(tensors, out, None)
+        return out
 
     def into(self, program: Program, tensors: Mapping[str, Any]) -> Tensor | None:
         """Accumulate in place, where nothing that is read lies in the memory that is written."""
@@ -77,10 +89,10 @@ class Site:
 
 def _argument(name: str, value: Tensor, source: bool, index: bool) -> tuple[Any, ...]:
     stride = None if value.is_contiguous() else value.stride()
-    facts = known(value) if index else None
+    found = known(value) if index else None
     # Views that torch marks as negated, imaginary parts of conjugates, have a stride of 2 where they have more than one element.
     negatable = value.is_floating_point() and (stride is not None or value.numel() < 2)
-    seen = None if facts is None else (facts.serial, facts.constant)
+    seen = None if found is None else (found.serial, found.constant)
     return name, type(value), value.shape, value.dtype, value.device, value.layout, stride, seen, source, negatable
 
 
