@@ -91,6 +91,13 @@ def names(folder: Path, *, clouds: bool) -> tuple[str, ...]:
     return tuple(sorted(f.stem for f in folder.glob("*.npz") if f.stem.startswith("pc-") == clouds))
 
 
+def write(table: Searches, file: Path) -> None:
+    command = " ".join(["python", *(Path(a).name if a.startswith("/") else a for a in sys.argv)])
+    about = {"command": command, "date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name()}
+    about |= {"torch": torch.__version__, "insum": insum.__version__, "rows": table.rows, "skipped": table.skipped}
+    file.write_text(json.dumps(about, indent=1) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", default="../shared/data", help="a folder with .npz files, or one with graphs/ and clouds/ in it")
@@ -109,21 +116,20 @@ def main() -> None:
     tune.EFFORTS[arguments.effort] = tune.Effort(arguments.candidates or usual.candidates, usual.refine, arguments.seconds)
     table, data, only = Searches(arguments.effort, arguments.budget), Path(arguments.data), arguments.only.split(",")
     graphs, clouds = (data / "graphs", data / "clouds") if (data / "graphs").is_dir() else (data, data)
-    if "block-spmm" in only:
-        kernels.block_spmm(table, data, None, tuple(float(s) for s in arguments.sparsities.split(",")))
-    if "conv" in only:
-        kernels.conv(table, clouds, None, tuple(filter(None, arguments.clouds.split(","))) or names(clouds, clouds=True))
-    if "tensor-product" in only:
-        kernels.tensor_product(table, None, None)
-    if "spmm" in only:
-        kernels.spmm(table, graphs, tuple(filter(None, arguments.graphs.split(","))) or names(graphs, clouds=False))
+    try:
+        if "block-spmm" in only:
+            kernels.block_spmm(table, data, None, tuple(float(s) for s in arguments.sparsities.split(",")))
+        if "conv" in only:
+            kernels.conv(table, clouds, None, tuple(filter(None, arguments.clouds.split(","))) or names(clouds, clouds=True))
+        if "tensor-product" in only:
+            kernels.tensor_product(table, None, None)
+        if "spmm" in only:
+            kernels.spmm(table, graphs, tuple(filter(None, arguments.graphs.split(","))) or names(graphs, clouds=False))
+    finally:  # what was found is kept, whatever happens to the rest
+        if arguments.json:
+            write(table, Path(arguments.json))
     print("\n" + "\n".join(table.line(row) for row in table.rows))
     print("\n" + summary(table))
-    if arguments.json:
-        command = " ".join(["python", *(Path(a).name if a.startswith("/") else a for a in sys.argv)])
-        about = {"command": command, "date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name()}
-        about |= {"torch": torch.__version__, "insum": insum.__version__, "rows": table.rows}
-        Path(arguments.json).write_text(json.dumps(about, indent=1) + "\n")
     sys.exit(0 if all(row["ok"] for row in table.rows) else 1)
 
 

@@ -111,8 +111,11 @@ def name_of(dtype: torch.dtype) -> str:
 
 @contextlib.contextmanager
 def turn(wanted: bool = True) -> Iterator[None]:
-    """Runs that share a device take turns where ``INSUM_BENCH_TURNS`` names a file to lock: checks and clocks have the device to themselves,
-    while others set up and compile."""
+    """Runs that share a device take turns where ``INSUM_BENCH_TURNS`` names a file to lock: while one checks and times, others set up and compile.
+
+    Good for finding out in a short time whether everything runs. First calls of the others still disturb kernels of a few microseconds: times to
+    publish come from a run that has the device to itself.
+    """
     path = os.environ.get("INSUM_BENCH_TURNS", "")
     if not (path and wanted):
         yield
@@ -134,12 +137,16 @@ def clock(run: Thunk, device: torch.device, capture: bool = True) -> tuple[float
     times = repeats(_once(run, device), "cuda")
     if not capture:
         return 1e-3 * timing.event_timer(run, times), "events"
+    timer: timing.Timer | None = None
     try:
-        return 1e-3 * timing.replay_timer(device)(run, times), "CUDA graph"
+        timer = timing.replay_timer(device)
+        return 1e-3 * timer(run, times), "CUDA graph"
     except Exception as error:
         torch.cuda.synchronize()
         why = f"{type(error).__name__}: {error}".splitlines()[0][:90]
         return 1e-3 * timing.event_timer(run, times), f"events; no CUDA graph ({why})"
+    finally:
+        getattr(timer, "close", lambda: None)()
 
 
 def _once(run: Thunk, device: torch.device) -> float:

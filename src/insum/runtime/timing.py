@@ -42,32 +42,47 @@ def replay_timer(device: torch.device, *, cold: bool = False) -> Timer:
 
     Operands that fit L2 stay there from call to call; with ``cold`` L2 is overwritten before each.
     """
-    held: list[_Replay] = []  # the last call's graph, for a second and longer look at it
-    pools: list[Any] = []  # one for all graphs, of which only the last is ever replayed: memory of a pool of its own does not come back
+    return ReplayTimer(device, cold)
 
-    def measure(run: Callable[[], object], repeat: int) -> float:
-        with torch.cuda.device(device):
-            if not held or held[0].run is not run:
-                pools[:] = pools or [torch.cuda.graph_pool_handle()]  # type: ignore[no-untyped-call, unused-ignore]
-                new = _Replay(run, 1 if cold else None, pools[0])
-                for old in held:  # not before the new one is there: a pool that nobody uses is gone
+
+class ReplayTimer:
+    """The last call's graph, for a second and longer look at it.
+
+    All graphs share a pool of memory and a stream, for only the last is ever replayed: memory that was freed on one stream is not used again on another.
+    """
+
+    def __init__(self, device: torch.device, cold: bool) -> None:
+        self.device, self.cold = device, cold
+        self.held: _Replay | None = None
+        self.room: tuple[Any, Any] | None = None
+
+    def __call__(self, run: Callable[[], object], repeat: int) -> float:
+        with torch.cuda.device(self.device):
+            if self.held is None or self.held.run is not run:
+                self.room = self.room or (torch.cuda.graph_pool_handle(), torch.cuda.Stream())  # type: ignore[no-untyped-call, unused-ignore]
+                old, self.held = self.held, _Replay(run, 1 if self.cold else None, *self.room)
+                if old is not None:  # not before the new one is there: a pool that nobody uses is gone
                     old.graph.reset()
-                held[:] = [new]
-            return _events(held[0].graph.replay, repeat, _flush(device) if cold else None) / held[0].calls
+            return _events(self.held.graph.replay, repeat, _flush(self.device) if self.cold else None) / self.held.calls
 
-    return measure
+    def close(self) -> None:
+        """Give the memory of the graphs back: the allocator does not do so by itself."""
+        if self.held is not None:
+            torch.cuda.synchronize(self.device)
+            self.held.graph.reset()
+            self.held = self.room = None
+            torch.cuda.empty_cache()
 
 
 class _Replay:
     """A call, and a graph of some repetitions of it."""
 
-    def __init__(self, run: Callable[[], object], calls: int | None, pool: Any) -> None:
+    def __init__(self, run: Callable[[], object], calls: int | None, pool: Any, stream: Any) -> None:
         self.run = run
         once = _events(run, 2)  # compiles, and tells how many calls a replay should hold
         self.calls = calls or max(1, min(_MOST_CALLS, round(_REPLAY_US / max(once, 1.0))))
         self.graph = torch.cuda.CUDAGraph()
         # Not `with torch.cuda.graph`: that collects garbage and empties the allocator's cache each time.
-        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
         now = torch.cuda.current_stream()
         stream.wait_stream(now)
         with torch.cuda.stream(stream):

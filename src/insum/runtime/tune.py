@@ -107,7 +107,12 @@ def tune(problem: Problem, values: Mapping[str, Value], target: Tensor | None, e
         guess = tuple(config for one in prepared for config in first_choice(one, wishes))
         return Tuned(text, guess, 0.0, 0.0, source=f"first guess: {reason}")
     cold = replay_timer(problem.device, cold=True) if timer is None else None
-    return _Search(problem, prepared, values, target, wishes, EFFORTS[effort], timer or replay_timer(problem.device), workers, effort, cold).run()
+    warm = timer or replay_timer(problem.device)
+    try:
+        return _Search(problem, prepared, values, target, wishes, EFFORTS[effort], warm, workers, effort, cold).run()
+    finally:
+        for clock in (warm, cold):
+            getattr(clock, "close", lambda: None)()
 
 
 def on_first_call(problem: Problem, prepared: Sequence[Prepared], values: Mapping[str, Value], target: Tensor | None, wishes: Wishes) -> list[Choice]:
