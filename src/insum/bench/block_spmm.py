@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import math
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +29,8 @@ BASELINE = "torch.mm"
 BLOCK = 32
 SPARSITIES = (0.5, 0.7, 0.75, 0.8, 0.9, 0.95, 0.99)
 QUICK = (0.5, 0.8, 0.95)
+#: TorchBSR's search compiles for every set of parameters it tries; the CUDA graph's clock then takes next to nothing.
+SEARCH_SECONDS = 45.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,12 +172,13 @@ def torch_bsr(given: Inputs, direction: str, *, tuned: bool) -> Ready:
 
 
 def tuned_meta(kernels: Any, bsr: Tensor, b: Tensor) -> dict[str, int]:
-    """PyTorch's own search over its kernel's parameters, by the clock that counts here: a CUDA graph."""
+    """PyTorch's own search over its kernel's parameters, by the clock that counts here: a CUDA graph. After a while nothing new is tried."""
     columns, clock = b.shape[1], timing.replay_timer(b.device)
+    end = time.monotonic() + SEARCH_SECONDS
     start = {"GROUP_SIZE_ROW": 1, "num_stages": 1, "num_warps": 4, "SPLIT_N": max(columns // BLOCK, 1)}
 
     def microseconds(meta: dict[str, int]) -> float:
-        return clock(lambda: kernels.mm(b, bsr, b, beta=0, alpha=1, meta=meta), 5)
+        return math.inf if time.monotonic() > end else clock(lambda: kernels.mm(b, bsr, b, beta=0, alpha=1, meta=meta), 5)
 
     def step(name: str, value: int, direction: int, meta: dict[str, int]) -> int:
         if name not in ("SPLIT_N", "num_warps"):
@@ -181,7 +186,10 @@ def tuned_meta(kernels: Any, bsr: Tensor, b: Tensor) -> dict[str, int]:
         moved = value << direction if direction > 0 else max(1, value >> -direction)
         return moved if name == "num_warps" or columns % moved == 0 and moved <= columns // BLOCK else value
 
-    found: dict[str, int] = kernels.minimize(microseconds, start, start, step, max_step=2)[0]
+    try:
+        found: dict[str, int] = kernels.minimize(microseconds, start, start, step, max_step=2)[0]
+    finally:
+        getattr(clock, "close", lambda: None)()
     return found
 
 

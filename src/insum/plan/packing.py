@@ -30,7 +30,7 @@ WORTH = 0.8
 _WORD = 62  # bits of a sort key
 #: Pieces that the tiles of all steps are cut into, where rows are summed: programs enough for a large device.
 PIECES = 396
-BUFFER_SHARE = 16
+BUFFER_SHARE = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -26,7 +26,7 @@ from insum.plan.schedule import Segments, Tasks, tasks
 from insum.runtime import binaries, launch
 
 #: The inputs are at least this many times the buffer in which pieces of a reduction meet.
-PIECES_SHARE = 16
+PIECES_SHARE = 8
 WIDE = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
 OUT, WORK = "<out>", "<work>"  # what is looked up for the arguments that are no tensors of the statement
 _OWN = {"out_at": OUT, "work_at": WORK}  # names of the statement's tensors end in _ptr
