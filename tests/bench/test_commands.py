@@ -90,7 +90,7 @@ def test_missing_rivals_are_named_with_the_reason(sections: list[records.Section
     if torch.cuda.is_available():
         return
     names = {m.name for s in sections for m in s.missing}
-    assert {"TorchBSR", "torch.compile, native matmul", "insum, fused"} <= names
+    assert {"TorchBSR", "insum, TorchInductor, native matmul", "insum, fused"} <= names
 
 
 #: What would make a browser ask another machine for something.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from insum import compat
-from insum.bench import block_spmm, conv, data, rivals, routes, spmm, tensor_product
+from insum.bench import block_spmm, conv, data, rivals, spmm, tensor_product
 from insum.bench.measure import Contender, relative_error
 from insum.bench.options import Options
 from insum.bench.records import BOTH, FORWARD
@@ -51,10 +51,11 @@ def test_every_quick_contender_agrees_with_the_reference(name: str, direction: s
 @pytest.mark.parametrize("name", MODULES)
 def test_the_program_for_torch_compile_is_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    monkeypatch.setattr(routes, "has_inductor", lambda: False)
     given, module = inputs(name), MODULES[name]
-    ready = module.compiled(given)
-    assert relative_error(ready.canonical(ready.run()), module.want(given, FORWARD)) < 1e-5 and "torch operations" in ready.note
+    for native in (None, False, True):
+        ready = module.compiled(given, native)
+        assert relative_error(ready.canonical(ready.run()), module.want(given, FORWARD)) < 1e-5
+        assert ("torch operations" if native is None else f"native_matmul={native}") in ready.note
 
 
 @pytest.mark.parametrize("direction", [FORWARD, BOTH])

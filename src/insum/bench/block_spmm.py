@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ import insum
 from insum import compat
 from insum.bench import data, routes
 from insum.bench.data import Draw
-from insum.bench.measure import Case, Contender, Ready, Results, Work, autograd
+from insum.bench.measure import Case, Contender, Ready, Results, Work, autograd, cases_of
 from insum.bench.options import Options
 from insum.bench.records import BOTH, FORWARD
 from insum.bench.rivals import TORCH_BSR
@@ -75,18 +74,7 @@ def cases(options: Options) -> Iterator[Case]:
     for dtype in options.dtypes_or(*(half if options.gpu else (torch.float32,))):
         for sparsity in sparsities(options):
             given = inputs(size, sparsity, dtype, options.device)
-            for direction in options.directions:
-                name = f"{sparsity:.0%} sparse"
-                yield Case(
-                    "block-spmm",
-                    name,
-                    dtype,
-                    direction,
-                    options.device,
-                    functools.partial(want, given, direction),
-                    contenders(given, direction),
-                    given.work(direction),
-                )
+            yield from cases_of("block-spmm", f"{sparsity:.0%} sparse", dtype, options, given, want, contenders)
 
 
 def sparsities(options: Options) -> list[float]:
@@ -220,10 +208,10 @@ def plain(values: Tensor, rows: Tensor, columns: Tensor, b: Tensor) -> Tensor:
     return out.index_add_(0, rows, parts.float()).to(b.dtype).reshape(b.shape)
 
 
-def compiled(given: Inputs, **options: Any) -> Ready:
+def compiled(given: Inputs, native: bool | None = None) -> Ready:
     at = given.mask.nonzero()
     blocks = len(given.mask)
     values = given.dense.reshape(blocks, BLOCK, blocks, BLOCK)[at[:, 0], :, at[:, 1]].contiguous()
     call = lambda *_: insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=given.a, B=given.b)
-    route, note = routes.compiled(plain, call, **options)
+    route, note = routes.compiled(plain, call, native)
     return autograd(route, (values, at[:, 0].contiguous(), at[:, 1].contiguous(), given.b), None, FORWARD, note)

@@ -26,6 +26,7 @@ from insum.runtime import launch
 TITLE = "Compilers"
 STATEMENT = conv.STATEMENT
 BASELINE = "torch operations, eager"
+NATIVE = "insum, TorchInductor, native matmul"
 _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "INSUM_CACHE_DIR")
 
 
@@ -40,12 +41,12 @@ def cases(options: Options) -> Iterator[Case]:
 def contenders(found: Built, options: Options) -> list[Contender]:
     note = f"format conversion {clock(found.convert, options.device, capture=False)[0]:.2f} ms" if found.convert else ""
     fused = functools.partial(_under, found.ours, backend="fused", require_fused=True)
-    native = functools.partial(found.compiled, **{"triton.native_matmul": True})
     every = [
         Contender("insum, fused", _fresh(fused), lines=1, note=note),
         Contender("torch operations, eager", functools.partial(_under, found.ours, backend="graph"), note="settings.backend='graph'"),
         Contender("torch.compile", _fresh(found.compiled), slow=True),
-        Contender("torch.compile, native matmul", _fresh(native), slow=True),
+        Contender("insum, TorchInductor", _fresh(functools.partial(found.compiled, native=False)), slow=True),
+        Contender(NATIVE, _fresh(functools.partial(found.compiled, native=True)), slow=True),
     ]
     absent = {name for name, _ in not_here(options)}
     return [contender for contender in every if contender.name not in absent]
@@ -146,4 +147,4 @@ def empty_caches() -> Iterator[None]:
 def not_here(options: Options) -> list[tuple[str, str]]:
     """Routes that cannot run on this device, and why."""
     fused = [] if runs_fused(options) else [("insum, fused", "fused kernels need a GPU, or TRITON_INTERPRET=1")]
-    return fused + ([] if options.gpu else [("torch.compile, native matmul", "needs a GPU")])
+    return fused + ([] if options.gpu else [(NATIVE, "needs a GPU")])

@@ -5,7 +5,6 @@ The kernel map is built before the clock starts, for everybody.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from torch import Tensor
 
 import insum
 from insum.bench import data, routes
-from insum.bench.measure import TOLERANCE, Case, Contender, Ready, Results, Work, autograd, no_grad, relative_error
+from insum.bench.measure import TOLERANCE, Case, Contender, Ready, Results, Work, autograd, cases_of, no_grad, relative_error
 from insum.bench.options import Options
 from insum.bench.records import FORWARD
 from insum.bench.rivals import FLEXGEMM, SPCONV, TORCHSPARSE, module
@@ -76,18 +75,8 @@ def cases(options: Options) -> Iterator[Case]:
         voxels = data.cloud(name, options.data, options.device, None if options.gpu else 1000)
         for dtype in options.dtypes_or(torch.float16 if options.gpu else torch.float32):
             given = inputs(voxels, 128 if options.gpu else 16, dtype)
-            for direction in options.directions:
-                label = f"{name} ({given.pairs() / len(voxels):.1f} of 27 neighbours)"
-                yield Case(
-                    "conv",
-                    label,
-                    dtype,
-                    direction,
-                    options.device,
-                    functools.partial(want, given, direction),
-                    contenders(given, direction),
-                    given.work(direction),
-                )
+            label = f"{name} ({given.pairs() / len(voxels):.1f} of 27 neighbours)"
+            yield from cases_of("conv", label, dtype, options, given, want, contenders)
 
 
 def want(given: Inputs, direction: str) -> Results:
@@ -160,10 +149,10 @@ def plain(x: Tensor, table: Tensor, there: Tensor, w: Tensor) -> Tensor:
     return torch.bmm(rows, w).sum(0)
 
 
-def compiled(given: Inputs, **options: Any) -> Ready:
+def compiled(given: Inputs, native: bool | None = None) -> Ready:
     found = given.map(False)
     call = lambda *_: insum.einsum("Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]", Map=found, In=given.x, W=given.w)
-    route, note = routes.compiled(plain, call, **options)
+    route, note = routes.compiled(plain, call, native)
     return autograd(route, (given.x, given.table.clamp(min=0).long(), (given.table >= 0)[:, :, None], given.w), None, FORWARD, note)
 
 

@@ -6,17 +6,19 @@ A wrong result gets no time. A contender that cannot run says why in its row; no
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from insum.bench.options import Options
 from insum.bench.records import BOTH, FORWARD, Row
 from insum.runtime import timing
 
@@ -62,6 +64,12 @@ class Work:
     bytes: float
 
 
+class Inputs(Protocol):
+    """What a case is about: knows the work that it is."""
+
+    def work(self, direction: str) -> Work: ...
+
+
 @dataclass(frozen=True, eq=False)
 class Case:
     """One comparison. ``want`` computes the float64 results."""
@@ -74,6 +82,15 @@ class Case:
     want: Callable[[], Results]
     contenders: Sequence[Contender]
     work: Work
+
+
+def cases_of(
+    benchmark: str, name: str, dtype: torch.dtype, options: Options, given: Inputs, want: Callable[..., Results], contenders: Callable[..., Sequence[Contender]]
+) -> Iterator[Case]:
+    """A case for every direction that was asked for; ``want`` and ``contenders`` take the inputs and the direction."""
+    for direction in options.directions:
+        exact = functools.partial(want, given, direction)
+        yield Case(benchmark, name, dtype, direction, options.device, exact, contenders(given, direction), given.work(direction))
 
 
 class Limits:

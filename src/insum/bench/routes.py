@@ -1,4 +1,4 @@
-"""The torch.compile route: insum's own backend for it where this version has one, else a program of torch operations written by hand."""
+"""The routes through TorchInductor: a program of torch operations as people write it, or a statement by ``settings.backend = "inductor"``."""
 
 from __future__ import annotations
 
@@ -9,31 +9,16 @@ import torch
 from torch import Tensor
 
 import insum
-from insum.errors import SettingsError
 
 
-def has_inductor() -> bool:
-    """Whether ``settings.backend`` knows "inductor"."""
-    try:
-        with insum.settings(backend="inductor"):
-            return True
-    except SettingsError:
-        return False
-
-
-def under(call: Callable[..., Any], **changes: Any) -> Callable[..., Any]:
-    """The call, run with these settings."""
+def compiled(plain: Callable[..., Tensor], call: Callable[..., Any], native: bool | None) -> tuple[Callable[..., Any], str]:
+    """The route for one application, and a note that says what is compiled; ``native`` is for statements, None for the program in torch operations."""
+    if native is None:
+        torch.compiler.reset()
+        return torch.compile(plain, dynamic=False), "gather, matmul and scatter written in torch operations"
 
     def run(*arguments: Any) -> Any:
-        with insum.settings(**changes):
+        with insum.settings(backend="inductor", native_matmul=native):
             return call(*arguments)
 
-    return run
-
-
-def compiled(plain: Callable[..., Tensor], call: Callable[..., Any], **options: Any) -> tuple[Callable[..., Any], str]:
-    """The route for one application, and a note that says which program it compiles."""
-    if has_inductor() and not options:
-        return under(call, backend="inductor"), "settings.backend='inductor'"
-    torch.compiler.reset()
-    return torch.compile(plain, dynamic=False, options=options or None), "gather, matmul and scatter written in torch operations"
+    return run, f"settings.backend='inductor', native_matmul={native}"

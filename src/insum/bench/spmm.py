@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import insum
 from insum.bench import data, routes
-from insum.bench.measure import Case, Contender, Ready, Results, Work, autograd
+from insum.bench.measure import Case, Contender, Ready, Results, Work, autograd, cases_of
 from insum.bench.options import Options
 from insum.bench.records import FORWARD
 from insum.bench.rivals import PYG, module
@@ -64,17 +62,7 @@ def cases(options: Options) -> Iterator[Case]:
         graph = data.graph(name, options.data, options.device)
         for dtype in options.dtypes_or(torch.float32, torch.float16):
             given = inputs(graph, 128 if options.gpu else 32, dtype)
-            for direction in options.directions:
-                yield Case(
-                    "spmm",
-                    name,
-                    dtype,
-                    direction,
-                    options.device,
-                    functools.partial(want, given, direction),
-                    contenders(given, direction),
-                    given.work(direction),
-                )
+            yield from cases_of("spmm", name, dtype, options, given, want, contenders)
 
 
 def want(given: Inputs, direction: str) -> Results:
@@ -159,7 +147,7 @@ def plain(values: Tensor, rows: Tensor, columns: Tensor, b: Tensor) -> Tensor:
     return out.index_add_(0, rows, (values[:, None] * b[columns]).float()).to(b.dtype)
 
 
-def compiled(given: Inputs, **options: Any) -> Ready:
+def compiled(given: Inputs, native: bool | None = None) -> Ready:
     call = lambda *_: insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=given.a, B=given.b)
-    route, note = routes.compiled(plain, call, **options)
+    route, note = routes.compiled(plain, call, native)
     return autograd(route, (given.values, given.graph.rows().long(), given.graph.indices.long(), given.b), None, FORWARD, note)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from insum.bench import data, routes
 from insum.bench.data import Draw
-from insum.bench.measure import Case, Contender, Ready, Results, Work, autograd
+from insum.bench.measure import Case, Contender, Ready, Results, Work, autograd, cases_of
 from insum.bench.options import Options
 from insum.bench.records import FORWARD
 from insum.bench.rivals import CUEQUIVARIANCE, E3NN, OPENEQUIVARIANCE, module
@@ -92,18 +91,7 @@ def cases(options: Options) -> Iterator[Case]:
     for dtype in options.dtypes_or(torch.float32):
         for degree, channels in rows:
             given = inputs(degree, channels, 10_000 if options.gpu else 100, dtype, options.device)
-            for direction in options.directions:
-                name = f"degree {degree}, {channels} channels"
-                yield Case(
-                    "tensor-product",
-                    name,
-                    dtype,
-                    direction,
-                    options.device,
-                    functools.partial(want, given, direction),
-                    contenders(given, direction),
-                    given.work(direction),
-                )
+            yield from cases_of("tensor-product", f"degree {degree}, {channels} channels", dtype, options, given, want, contenders)
 
 
 # --- reference: path by path in float64 ------------------------------------------------------------------------------------------
@@ -228,13 +216,13 @@ def plain(x: Tensor, y: Tensor, w: Tensor, v: Tensor, i: Tensor, j: Tensor, k: T
     return out.index_add(1, i, products * (v * y[:, k])[:, :, None])
 
 
-def compiled(given: Inputs, **options: Any) -> Ready:
+def compiled(given: Inputs, native: bool | None = None) -> Ready:
     (pattern,) = given.product._exact
     entries = pattern.entries()
     i, j, k, l = (c.long().to(given.x.device) for c in entries.coords)
     v = entries.values.to(given.x)  # type: ignore[union-attr]
     channels = given.channels
     x, w = given.x.reshape(len(given.x), -1, channels), given.w.reshape(len(given.w), -1, channels, channels)
-    route, note = routes.compiled(plain, lambda *_: given.product(given.x, given.y, given.w).reshape(x.shape), **options)
+    route, note = routes.compiled(plain, lambda *_: given.product(given.x, given.y, given.w).reshape(x.shape), native)
     ready = autograd(route, (x, given.y, w, v, i, j, k, l), None, FORWARD, note)
     return Ready(ready.run, lambda r: (r[0].reshape(given.x.shape),), note)
