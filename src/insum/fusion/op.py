@@ -16,7 +16,7 @@ from torch import Tensor
 
 from insum.compat import PLAIN
 from insum.fusion import ways
-from insum.fusion.indices import Selects, is_passing, looks_are_free, part, recalled, seen_once, select, wrapped
+from insum.fusion.indices import Selects, is_passing, looks_are_free, owner, part, recalled, seen_once, select, wrapped
 from insum.ops import decode
 from insum.plan.facts import known, pass_by
 from insum.request import Request, prepare
@@ -109,7 +109,7 @@ def _values(spec: Spec, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> tu
             # A new object: compiled code may fill this one with other values, which no version counter tells.
             found[name] = select(tensor.data, selects)
         else:
-            found[name] = part(tensor, selects)
+            found[name] = part(owner(tensor), selects)
     for name, place in plain:
         found[name] = tensors[place]
     return found, steady
