@@ -33,6 +33,7 @@ import insum.fusion
 
 GOAL = 1.5
 WARM, REPEAT, MOST_MS, REPLAYS = 3, 15, 200.0, 10
+REPLAYED = ("forward_replayed_ms", "both_replayed_ms")
 #: Programs that are run when they are named: torch.compile alone fails on the first with some versions of torch.
 ON_REQUEST = ("FastRGCNConv",)
 
@@ -291,7 +292,7 @@ def one_way(program: Program, run: Callable[..., Tensor], upstream: Tensor, want
     row: dict[str, Any] = {"error": max(error, worst()), "forward_ms": milliseconds(forward, device), "both_ms": milliseconds(both, device)}
     row |= {"forward_bytes": peak(forward, device), "both_bytes": peak(both, device)}
     if program.recordable:
-        row |= {"forward_replayed_ms": replayed(lambda: forward().detach(), device), "both_replayed_ms": replayed(both, device)}
+        row |= dict(zip(REPLAYED, (replayed(lambda: forward().detach(), device), replayed(both, device)), strict=True))
     return row
 
 
@@ -300,13 +301,11 @@ def line(program: str, name: str, row: dict[str, Any]) -> str:
     faster = ""
     if name == "insum" and rival and "failed" not in rival:
         faster = f"  {rival['forward_ms'] / one['forward_ms']:.2f}x, {rival['both_ms'] / one['both_ms']:.2f}x"
-        if one.get("both_replayed_ms") and rival.get("both_replayed_ms"):
-            forward, both = (rival[key] / one[key] for key in ("forward_replayed_ms", "both_replayed_ms"))
-            faster += (
-                f" (replayed {rival['forward_replayed_ms'] / one['forward_replayed_ms']:.2f}x, {rival['both_replayed_ms'] / one['both_replayed_ms']:.2f}x)"
-            )
+        if all(way.get(key) for way in (one, rival) for key in REPLAYED):
+            forward, both = (rival[key] / one[key] for key in REPLAYED)
+            faster += f" (replayed {forward:.2f}x, {both:.2f}x)"
     mib = 2**20
-    again = f" (replayed {one['forward_replayed_ms']:.3f} / {one['both_replayed_ms']:.3f})" if one.get("both_replayed_ms") else ""
+    again = f" (replayed {one['forward_replayed_ms']:.3f} / {one['both_replayed_ms']:.3f})" if all(one.get(key) for key in REPLAYED) else ""
     memory = f"peak {one['forward_bytes'] / mib:8.1f} / {one['both_bytes'] / mib:8.1f} MiB"
     return f"{program:13s} {name:14s} {one['forward_ms']:8.3f} / {one['both_ms']:8.3f} ms{again}  {memory}  error {one['error']:.1e}{faster}"
 
