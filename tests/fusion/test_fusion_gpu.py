@@ -135,10 +135,12 @@ def test_replayed_as_cuda_graphs() -> None:
     leaves, _ = drawn()
     run = fused(aggregate, mode="reduce-overhead", fullgraph=True)
     x, w = (t.detach() for t in leaves)
-    for seed in range(8):
-        edges = graph_of(NODES, EDGES, seed % 4).cuda()
-        torch.compiler.cudagraph_mark_step_begin()
-        assert_close(run(x, w, edges).clone(), aggregate(x, w, edges), rtol=1e-3, atol=1e-3)
+    with insum.settings(fuse="always"):  # by itself it would leave this to Inductor
+        for seed in range(8):
+            edges = graph_of(NODES, EDGES, seed % 4).cuda()
+            torch.compiler.cudagraph_mark_step_begin()
+            assert_close(run(x, w, edges).clone(), aggregate(x, w, edges), rtol=1e-3, atol=1e-3)
+    assert insum.fusion.report().fused
 
 
 def test_the_default_backend_with_the_pass() -> None:
