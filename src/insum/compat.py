@@ -135,6 +135,16 @@ def compile_errors() -> tuple[type[Exception], ...]:
     return found or (RuntimeError,)
 
 
+# --- the backward pass -----------------------------------------------------------------------------------------------------------
+
+_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine calls; False where this torch does not tell."""
+    return _graph_task() != -1
+
+
 # --- gradients inside compiled functions ---------------------------------------------------------------------------------------
 
 

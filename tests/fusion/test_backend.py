@@ -128,12 +128,40 @@ def test_graphs_that_will_be_replayed_take_index_tensors_as_they_come(monkeypatc
     monkeypatch.setattr(torch.fx.Graph, "lint", lint)
     for on, expected in ((False, ""), (True, "arg1_1_0,arg1_1_1")):
         seen.clear()
-        graph = traced()
+        graph = traced(gathered, torch.randn(N, F), EDGES)
         insum.fusion.fuse(graph, "always", captured=on)
         assert seen == [expected]
     assert compat.uses_cuda_graphs() is False
     with inductor_config.patch({"triton.cudagraphs": True}):
         assert compat.uses_cuda_graphs() is True
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_is_left_to_inductor_where_nothing_is_known(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, by itself: only chains with a matrix product in them gain from one kernel with atomics."""
+    from insum.fusion import cost
+
+    monkeypatch.setattr(cost, "value_of", lambda node: Somewhere())
+    why = "nothing is known of the index, and Inductor makes one kernel of it too"
+
+    def program(x: Tensor, w: Tensor, edges: Tensor, where: Tensor) -> Tensor:
+        found = where.long() * edges[0] % N  # depends on numbers: nothing is known of it
+        out = x.new_zeros(N, F).index_add(0, found, x[edges[0]])
+        out = out.relu().index_add(0, found, x[edges[1]] @ w)
+        return out.relu().index_add(0, edges[1], x[edges[0]] * 2.0)
+
+    arguments = torch.randn(N, F), torch.randn(F, F), EDGES, torch.rand(E)
+    graph = traced(program, *arguments)
+    report = insum.fusion.fuse(graph, "auto", captured=captured)
+    assert [found.why for found in report.left] == [why] * (2 if captured else 1)
+    assert ["@" in str(found) or "k0" in found.statement for found in report.fused] == ([True] if captured else [True, False])
+    assert len(insum.fusion.fuse(traced(program, *arguments), "always", captured=captured).fused) == 3
+
+
+class Somewhere:
+    """Of a fake tensor on a GPU, what the decision asks for."""
+
+    device = torch.device("cuda")
 
 
 def test_fused_ops_can_be_quoted_in_comments() -> None:
@@ -150,16 +178,16 @@ def test_fused_ops_can_be_quoted_in_comments() -> None:
     assert sum(map(fused_ops, graphs)) >= 3 and all(len((n.format_node() or "").splitlines()) <= 1 for n in nodes)
 
 
-def traced() -> torch.fx.Graph:
-    """The inference graph of `aggregate`, as the pass gets it."""
+def gathered(x: Tensor, edges: Tensor) -> Tensor:
+    return x.new_zeros(N, F).index_add(0, edges[1], x[edges[0]])
+
+
+def traced(program: Any, *arguments: Tensor) -> torch.fx.Graph:
+    """The inference graph of a program, as the pass gets it."""
     graphs: list[torch.fx.Graph] = []
-
-    def program(x: Tensor, edges: Tensor) -> Tensor:
-        return x.new_zeros(N, F).index_add(0, edges[1], x[edges[0]])
-
     torch._dynamo.reset()
     run = lambda module, inputs: (graphs.append(module.graph), module.forward)[1]
-    torch.compile(program, backend="insum", options={"insum.fuse": "never", "insum.rest": run})(torch.randn(N, F), EDGES)
+    torch.compile(program, backend="insum", options={"insum.fuse": "never", "insum.rest": run})(*arguments)
     return graphs[0]
 
 

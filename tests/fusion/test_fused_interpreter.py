@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 import insum
 from insum.fusion import indices, op, ways
+from insum.fusion.op import Spec
 from insum.plan.facts import known
 
 from .programs import E, F, N, compiled, counts, graph_of
@@ -33,9 +34,14 @@ def aggregate(x: Tensor, w: Tensor, edges: Tensor) -> Tensor:
 
 
 def count_ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each call from now on takes the short way."""
+    """Whether each call from now on takes a short way."""
     taken: list[bool] = []
-    original = ways.run
+    original, shorter = ways.run, ways.run_path
+
+    def run_path(*arguments: object) -> Tensor | None:
+        result = shorter(*arguments)  # type: ignore[arg-type]
+        taken.extend([True] * (result is not None))
+        return result
 
     def run(*arguments: object) -> Tensor | None:
         result = original(*arguments)  # type: ignore[arg-type]
@@ -43,6 +49,7 @@ def count_ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         return result
 
     monkeypatch.setattr(ways, "run", run)
+    monkeypatch.setattr(ways, "run_path", run_path)
     return taken
 
 
@@ -170,3 +177,48 @@ def test_memory_that_compiled_code_uses_again() -> None:
                 assert_close(torch.ops.insum.fused(str(spec), [x, w, rows], [N, F]), aggregate(x, w, rows))
         finally:
             torch.use_deterministic_algorithms(False)
+
+
+def test_the_shortest_way_compares_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Index tensors by identity and version, others by their kind; whatever differs goes the way that looks."""
+    run, _ = compiled(aggregate)
+    x, w, edges = torch.randn(N, F), torch.randn(E), graph_of()
+    asked: list[bool] = []
+    original = ways.run_path
+    monkeypatch.setattr(ways, "run_path", lambda *arguments: (result := original(*arguments), asked.append(result is not None))[0])
+    right = lambda *a: assert_close(run(*a), aggregate(*a))
+    for _ in range(3):
+        right(x, w, edges)
+    assert asked == [False, True, True]
+    right(x + 1, w * 2, edges)
+    assert asked[-1] is True  # other values of the same kind
+    with insum.settings(scatter="atomic"):
+        right(x, w, edges)
+    assert asked[-1] is False
+    right(torch.randn(F, N).t(), w, edges)
+    assert asked[-1] is False
+    other = graph_of(seed=3)
+    right(x, w, other)
+    assert asked[-1] is False
+    edges[0, 0] = (edges[0, 0] + 1) % N
+    right(x, w, edges)
+    assert asked[-1] is False
+    edges.data = graph_of(seed=4)
+    right(x, w, edges)
+    assert asked[-1] is False
+
+
+def test_the_shortest_way_writes_to_nothing_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    edges, views = graph_of(), (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),)))
+    spec = str(Spec("out[d[i],j] += x[s[i],j]", ("x", "e"), views, "out#2", frozenset(), frozenset(), ()))
+    taken = count_ways(monkeypatch)
+    for _ in range(2):
+        x, out = torch.randn(N, F), torch.randn(N, F)
+        expected = out.index_add(0, edges[1], x[edges[0]])
+        torch.ops.insum.fused_into_(out, spec, [x, edges], [N, F])
+        assert_close(out, expected)
+    both = torch.randn(N, F)
+    expected = both.index_add(0, edges[1], both[edges[0]])
+    torch.ops.insum.fused_into_(both, spec, [both, edges], [N, F])
+    assert_close(both, expected)
+    assert taken == [False, True, False]

@@ -109,21 +109,52 @@ def test_one_kernel_per_step() -> None:
     assert 1 <= len(kernels) <= 3, [e.name for e in kernels]  # rows of different length launch apart, long ones are put together
 
 
+@pytest.mark.parametrize("count", [EDGES, EDGES - 1])
+@pytest.mark.parametrize("view", [False, True])
+def test_the_backward_pass_knows_its_edges(view: bool, count: int) -> None:
+    """Views that autograd saves as new objects, and rows whose address is not aligned: no index is looked at again, no kernel loaded again."""
+    leaves, edges = drawn()
+    leaves[1] = leaves[1].detach()[:count].requires_grad_()
+    edges = torch.stack([*edges, edges[0]])[:2, :count] if view else edges[:, :count].clone()
+    run = fused(aggregate, fullgraph=True)
+    want = gradients(aggregate, [t.detach().double().requires_grad_() for t in leaves], edges)
+    for _ in range(5):
+        close(gradients(run, leaves, edges), want)
+    upstream = torch.randn(NODES, WIDTH, device="cuda")
+    out = run(*leaves, edges)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as profile:
+        torch.autograd.grad(out, leaves, upstream)
+        torch.cuda.synchronize()
+    names = [e.name for e in profile.events()]
+    assert not [n for n in names if any(word in n.lower() for word in ("aminmax", "remainder", "sort", "moduleload", "librarygetkernel"))], names
+
+
 def test_replayed_as_cuda_graphs() -> None:
     """Other edges in the same place: nothing found out about the first ones may be used."""
     leaves, _ = drawn()
     run = fused(aggregate, mode="reduce-overhead", fullgraph=True)
     x, w = (t.detach() for t in leaves)
-    for seed in range(8):
-        edges = graph_of(NODES, EDGES, seed % 4).cuda()
-        torch.compiler.cudagraph_mark_step_begin()
-        assert_close(run(x, w, edges).clone(), aggregate(x, w, edges), rtol=1e-3, atol=1e-3)
+    with insum.settings(fuse="always"):  # by itself it would leave this to Inductor
+        for seed in range(8):
+            edges = graph_of(NODES, EDGES, seed % 4).cuda()
+            torch.compiler.cudagraph_mark_step_begin()
+            assert_close(run(x, w, edges).clone(), aggregate(x, w, edges), rtol=1e-3, atol=1e-3)
+    assert insum.fusion.report().fused
 
 
 def test_the_default_backend_with_the_pass() -> None:
     leaves, edges = drawn()
     with insum.fusion.enabled():
         close(gradients(torch.compile(aggregate), leaves, edges), gradients(aggregate, [t.detach().double().requires_grad_() for t in leaves], edges))
+
+
+def failure(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    return ""
 
 
 @pytest.mark.parametrize("name", ["GCNConv", "SAGEConv", "GATConv", "RGCNConv", "FastRGCNConv"])
@@ -143,8 +174,14 @@ def test_layers_of_pyg(name: str) -> None:
     x = torch.randn(NODES, WIDTH, device="cuda")
     leaves = [x.requires_grad_()]
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
-        run = fused(layer)
-        got = [gradients(run, leaves, edges, *rest) for _ in range(4)]
+        try:
+            run = fused(layer)
+            got = [gradients(run, leaves, edges, *rest) for _ in range(4)]
+        except Exception:
+            torch._dynamo.reset()
+            if reason := failure(lambda: gradients(torch.compile(layer), leaves, edges, *rest)):
+                pytest.skip(f"torch.compile alone fails on {name} too: {reason}")
+            raise
     want = gradients(layer.double(), [x.detach().double().requires_grad_()], edges, *rest)
     for one in got:
         close(one, want, 1e-3)

@@ -180,3 +180,87 @@ def test_rows_of_an_index_tensor_are_the_same_object_while_it_lives_unchanged() 
     assert key in _parts
     del edges
     assert key not in _parts
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_views_are_the_same_tensor_in_the_backward_pass(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Autograd saves a view as a new object; what is known of the view is known of that. A torch that does not tell when is taken at its word."""
+    from insum import compat
+    from insum.fusion import op
+
+    seen: list[Tensor] = []
+    original = op.part
+    monkeypatch.setattr(op, "part", lambda base, selects: (seen.append(base), original(base, selects))[1])
+    if not told:
+        monkeypatch.setattr(compat, "_graph_task", lambda: -1)
+    view = graph_of(N, 2 * E)[:, E:]
+    run, _ = compiled(aggregate)
+    agrees(aggregate, run, (leaf(N, F), leaf(E), view))
+    assert len(seen) == 6 and all(base is view for base in seen[:2]) and all((base is view) is told for base in seen[2:])
+    assert not compat.in_backward()
+
+
+def other_objects(tensor: Tensor) -> dict[str, Tensor]:
+    return {
+        "detached": tensor.detach(),
+        "a view": tensor[:],
+        "data": tensor.data,
+        "strides": tensor.as_strided(tensor.shape, (1, tensor.shape[0])),
+        "dtype": tensor.view(torch.float64),
+        "a part": tensor[:1],
+        "a copy": tensor.clone(),
+    }
+
+
+def test_other_objects_for_the_same_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    from insum.fusion import indices
+
+    monkeypatch.setattr(indices, "in_backward", lambda: True)
+    edges = graph_of()
+    assert indices.owner(edges) is edges
+    found = {name: indices.owner(other) is edges for name, other in other_objects(edges).items()}
+    # Nobody has written to any of them, so that .data is as good as what is detached.
+    assert found == {"detached": True, "a view": True, "data": True, "strides": False, "dtype": False, "a part": False, "a copy": False}
+    monkeypatch.setattr(indices, "in_backward", lambda: False)
+    later = edges.detach()
+    assert indices.owner(later) is later
+
+
+@pytest.mark.parametrize("how", ["write", "write to the other", "write to data", "set", "resize", "data", "end", "inference"])
+def test_no_longer_the_same_tensor(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from insum.fusion import indices
+
+    monkeypatch.setattr(indices, "in_backward", lambda: True)
+    edges = graph_of()
+    if how == "inference":
+        with torch.inference_mode():
+            edges = edges.clone()
+    indices.owner(edges)
+    other = edges.detach() if how != "inference" else edges[:]
+    match how:
+        case "write":
+            edges[0, 0] = 1
+        case "write to the other":
+            other[0, 0] = 1
+        case "write to data":
+            other = edges.data
+            other[0, 0] = 1
+            edges[0, 1] = 1  # both counters are at 1 now, and are two
+        case "set":
+            edges.set_(graph_of())
+        case "resize":
+            edges.resize_(2, 4 * E)
+        case "data":
+            edges.data = graph_of()
+        case "end":
+            del edges
+    assert indices.owner(other) is other
+
+
+def test_rows_after_an_exchange_of_data() -> None:
+    from insum.fusion.indices import part
+
+    edges = graph_of()
+    assert torch.equal(part(edges, ((0, 1),)), edges[1])
+    edges.data = graph_of(seed=5)
+    assert torch.equal(part(edges, ((0, 1),)), edges[1])

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from insum.compat import assert_async
+from insum.compat import assert_async, in_backward
 from insum.plan.facts import facts_of, known, version_of
 from insum.settings import settings
 
@@ -21,14 +21,14 @@ Limits: TypeAlias = tuple[tuple[str, int, bool], ...]
 
 # --- index tensors that are parts of others -------------------------------------------------------------------------------------
 
-_parts: dict[int, tuple[weakref.ref[Tensor], int, dict[Selects, Tensor]]] = {}
+_parts: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], dict[Selects, Tensor]]] = {}
 
 
 def part(base: Tensor, selects: Selects) -> Tensor:
     """``base`` at fixed places of some dimensions; the same object as long as ``base`` lives unchanged, so that what is known of it stays known."""
     if not selects:
         return base
-    key, version = id(base), version_of(base)
+    key, version = id(base), (version_of(base), base.data_ptr())  # the latter, since ``base.data = other`` is no write
     entry = _parts.get(key)
     if entry is None or entry[0]() is not base or entry[1] != version:
         entry = _parts[key] = (weakref.ref(base, lambda _: _parts.pop(key, None)), version, {})
@@ -42,6 +42,34 @@ def select(base: Tensor, selects: Selects) -> Tensor:
     for dim, place in reversed(selects):
         base = base.select(dim, place)
     return base
+
+
+# --- other objects for the same tensor -------------------------------------------------------------------------------------------
+
+#: By address and shape, the index tensor that was passed there last.
+_owners: dict[tuple[int, torch.Size], weakref.ref[Tensor]] = {}
+
+
+def owner(tensor: Tensor) -> Tensor:
+    """The tensor object that was passed to the forward pass, for one that autograd saved of it; else ``tensor`` itself.
+
+    Autograd hands views to the backward pass as new objects. One that lies where an object that still lives lies, in the same layout, has its
+    values. Whether what is known of those is still true, version counters tell; two objects share theirs or not, and nobody says which.
+    Therefore both must be at 0: no counter has seen a write, shared or not.
+    """
+    key = tensor.data_ptr(), tensor.shape
+    reference = _owners.get(key)
+    first = None if reference is None else reference()
+    if first is tensor:
+        return tensor
+    if first is not None and in_backward() and version_of(first) == 0 == version_of(tensor) and _layout(first) == _layout(tensor):
+        return first
+    _owners[key] = weakref.ref(tensor, lambda gone: _owners.pop(key, None) if _owners.get(key) is gone else None)
+    return tensor
+
+
+def _layout(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 # --- index tensors that are computed from others ---------------------------------------------------------------------------------

@@ -16,11 +16,12 @@ from torch import Tensor
 
 from insum.compat import PLAIN
 from insum.fusion import ways
-from insum.fusion.indices import Selects, is_passing, looks_are_free, part, recalled, seen_once, select, wrapped
+from insum.fusion.indices import Selects, is_passing, looks_are_free, owner, part, recalled, seen_once, select, wrapped
 from insum.ops import decode
 from insum.plan.facts import known, pass_by
 from insum.request import Request, prepare
 from insum.runtime import fused
+from insum.runtime.build import Program
 from insum.settings import settings
 
 
@@ -96,7 +97,7 @@ def _values(spec: Spec, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> tu
         tensors = list(tensors)
         for place, function, sources in origins:
             if type(tensors[place]) in PLAIN and not looks_are_free(tensors[place]):
-                before = recalled(function, sizes, tuple(tensors[k] for k in sources), tensors[place])
+                before = recalled(function, sizes, tuple(owner(tensors[k]) for k in sources), tensors[place])
                 if before is not None:
                     tensors[place] = before
                     steady.add(place)
@@ -109,7 +110,7 @@ def _values(spec: Spec, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> tu
             # A new object: compiled code may fill this one with other values, which no version counter tells.
             found[name] = select(tensor.data, selects)
         else:
-            found[name] = part(tensor, selects)
+            found[name] = part(owner(tensor), selects)
     for name, place in plain:
         found[name] = tensors[place]
     return found, steady
@@ -120,18 +121,32 @@ def _request(spec: Spec, sizes: Sequence[Any]) -> Request:
 
 
 def _run(mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    quick = ways.run_path(text, mode, tensors, sizes, target)
+    if quick is not None:
+        return quick
     spec = spec_of(text)
     given = (*sizes,)
     values, steady = _values(spec, tensors, given)
-    passing = False
+    passing, made = False, False
     for name, place, _ in _places(spec)[1]:
-        passing |= is_passing(spec, name, values[name], name in spec.passing and place not in steady)
+        marked = name in spec.passing and place not in steady
+        passing |= is_passing(spec, name, values[name], marked)
+        made |= name in spec.passing
     key = spec, given, mode, passing
     quick = ways.run(key, values, target) if mode != "from" else None
-    return quick if quick is not None else _run_long(mode, target, spec, given, values, passing, key)
+    if quick is not None:
+        return quick
+    before = dict(values)
+    result, program = _run_long(mode, target, spec, given, values, passing, key)
+    if program is not None and not passing and not made and all(values[name] is before[name] for name in values):
+        ways.keep_path(text, mode, program, _places(spec)[:2], (tensors, given, target), values)
+    return result
 
 
-def _run_long(mode: str, target: Tensor | None, spec: Spec, sizes: tuple[int, ...], values: dict[str, Any], passing: bool, key: object) -> Tensor:
+def _run_long(
+    mode: str, target: Tensor | None, spec: Spec, sizes: tuple[int, ...], values: dict[str, Any], passing: bool, key: object
+) -> tuple[Tensor, Program | str | None]:
+    """The result, and the program for calls that are like this one, where it may be kept."""
     prepared = prepare(_request(spec, sizes), values, target)
     limits = tuple((name, high + 1, name in spec.wraps) for name, _, high in prepared.ranges)
     given = dict(values)
@@ -143,13 +158,15 @@ def _run_long(mode: str, target: Tensor | None, spec: Spec, sizes: tuple[int, ..
             values[name] = wrapped(values[name], limit)
     prepared.verify(values)
     if not passing and any(_out_of_sight(values[name]) for name, _, _ in limits):
-        return replace(prepared, fusable=False).run(mode, values, target)
+        return replace(prepared, fusable=False).run(mode, values, target), None
     result = prepared.run(mode, values, target)
-    if prepared.fusable and mode != "from" and settings.check != "always" and (settings.check == "never" or not any(map(looks_are_free, values.values()))):
-        program = fused.lookup(prepared.problem, values, target, None)
-        if passing or all(values[name] is given[name] for name, _, _ in limits):
-            ways.keep(key, program, given, limits if passing else (), target)
-    return result
+    looked = settings.check == "never" or settings.check != "always" and not any(map(looks_are_free, values.values()))
+    if not prepared.fusable or mode == "from" or not looked:
+        return result, None
+    program = fused.lookup(prepared.problem, values, target, None)
+    if passing or all(values[name] is given[name] for name, _, _ in limits):
+        ways.keep(key, program, given, limits if passing else (), target)
+    return result, program
 
 
 def _out_of_sight(tensor: Tensor) -> bool:

@@ -68,6 +68,11 @@ def origin_of(node: Node) -> Origin | None:
     return Origin(hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16], tuple(sources), tuple(sizes))
 
 
+def is_unknown(node: Node, captured: bool) -> bool:
+    """Whether nothing can be known of an index tensor before it is used: it is computed anew, or will be there when a CUDA graph is replayed."""
+    return captured or node.op != "placeholder" and origin_of(node) is None
+
+
 def _placeholder(node: Node, sources: dict[Node, str], sizes: dict[Node, str]) -> str | None:
     value = node.meta.get("val")
     if isinstance(value, Tensor):

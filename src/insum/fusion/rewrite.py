@@ -29,7 +29,7 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
 
     ``captured``: the graph will be replayed as a CUDA graph, on index tensors whose values nobody sees then. They are taken as they come.
     """
-    chains = find(graph, lambda chain: objection(chain, wish))
+    chains = find(graph, lambda chain: objection(chain, wish, captured))
     backward = _backward(graph)
     fused = []
     for chain in chains.found:

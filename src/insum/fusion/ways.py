@@ -1,16 +1,20 @@
-"""The short way for a fused op that has been called before with tensors of the same kinds: compare, then launch."""
+"""Short ways for a fused op that has been called before: compare, then launch.
+
+A `Way` is for tensors of the same kinds. A `Path` is shorter still, for index tensors that are the same objects as before, unchanged.
+Neither holds a tensor: programs live as long as the index tensors that decided them.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from insum.fusion.indices import Limits, seen_once, shares_memory
-from insum.plan.facts import known
+from insum.fusion.indices import Limits, Selects, seen_once, shares_memory
+from insum.plan.facts import known, version_of
 from insum.runtime import cache, fused
 from insum.runtime.build import Program
 from insum.settings import settings
@@ -19,17 +23,36 @@ from insum.settings import settings
 _MOST_WAYS = 4
 _MOST_OPS = 4096
 _ways: dict[object, list[Way]] = {}
+_paths: dict[tuple[str, str], list[Path]] = {}
+
+
+class Modes:
+    """What decides programs besides tensors, as it was."""
+
+    __slots__ = ("default", "deterministic", "epoch", "precision", "settings")
+
+    def __init__(self) -> None:
+        self.settings, self.epoch = settings._values, cache.epoch()
+        self.default, self.precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
+        self.deterministic = torch.are_deterministic_algorithms_enabled()
+
+    def still(self) -> bool:
+        return (
+            self.settings is settings._values
+            and self.epoch == cache.epoch()
+            and self.default is torch.get_default_dtype()
+            and self.deterministic is torch.are_deterministic_algorithms_enabled()
+            and self.precision == torch.get_float32_matmul_precision()
+        )
 
 
 class Way:
-    """What one call looked like, and the program that it ran. Holds no tensor: programs live as long as the index tensors that decided them."""
+    """What one call looked like, and the program that it ran."""
 
-    __slots__ = ("arguments", "default", "deterministic", "epoch", "limits", "precision", "program", "settings", "target")
+    __slots__ = ("arguments", "limits", "modes", "program", "target")
 
     def __init__(self, program: Program, values: Mapping[str, Any], limits: Limits, target: Tensor | None) -> None:
-        self.program, self.settings, self.epoch = weakref.ref(program), settings._values, cache.epoch()
-        self.default, self.precision = torch.get_default_dtype(), torch.get_float32_matmul_precision()
-        self.deterministic = torch.are_deterministic_algorithms_enabled()
+        self.program, self.modes = weakref.ref(program), Modes()
         self.target = None if target is None else (target.shape, target.stride(), target.dtype)
         self.limits = limits
         self.arguments = tuple((n, v.shape, v.stride(), v.dtype, v.device, None if limits else _serial(v)) for n, v in values.items())
@@ -37,7 +60,7 @@ class Way:
     def __call__(self, values: dict[str, Any], target: Tensor | None) -> Tensor | None:
         """The result, or None where this call is another."""
         program = self.program()
-        if program is None or self.settings is not settings._values or self.epoch != cache.epoch() or not self.same_modes():
+        if program is None or not self.modes.still():
             return None
         if target is not None and (target.shape, target.stride(), target.dtype) != self.target:
             return None
@@ -54,12 +77,62 @@ class Way:
         with fused.on_device(program.problem.device):
             return fused.execute(program, values, target)
 
-    def same_modes(self) -> bool:
-        return (
-            self.default is torch.get_default_dtype()
-            and self.deterministic is torch.are_deterministic_algorithms_enabled()
-            and self.precision == torch.get_float32_matmul_precision()
-        )
+
+class Path:
+    """The same for a call whose index tensors were all looked at and are the same objects now."""
+
+    __slots__ = ("bases", "modes", "parts", "plain", "program", "sizes", "target")
+
+    def __init__(self, program: Program, plain: Plain, views: Views, tensors: Sequence[Tensor], sizes: tuple[int, ...], values: Mapping[str, Any]) -> None:
+        self.program, self.modes, self.sizes = weakref.ref(program), Modes(), list(sizes)
+        places = dict.fromkeys(place for _, place, _ in views)
+        self.bases = tuple((place, weakref.ref(tensors[place]), tensors[place]._version, tensors[place].data_ptr()) for place in places)
+        self.parts = tuple((name, weakref.ref(values[name])) for name, _, _ in views)
+        self.plain = tuple((name, place, t.shape, t.stride(), t.dtype, t.device) for name, place in plain for t in (tensors[place],))
+        self.target: tuple[Any, ...] | None = None
+
+    def __call__(self, tensors: Sequence[Tensor], sizes: Sequence[int], target: Tensor | None) -> Tensor | None:
+        """The result, or None where this call is another. Long, because every warm call comes by."""
+        program = self.program()
+        if program is None or sizes != self.sizes:
+            return None
+        for place, reference, version, address in self.bases:
+            tensor = tensors[place]
+            if reference() is not tensor or tensor._version != version or tensor.data_ptr() != address:
+                return None
+        values: dict[str, Any] = {}
+        for name, part in self.parts:
+            values[name] = found = part()
+            if found is None:
+                return None
+        for name, place, shape, stride, dtype, device in self.plain:
+            values[name] = tensor = tensors[place]
+            if tensor.shape != shape or tensor.dtype is not dtype or tensor.stride() != stride or tensor.device != device:
+                return None
+        if not self.modes.still():
+            return None
+        if target is not None and ((target.shape, target.stride(), target.dtype) != self.target or _meets(target, self.plain, tensors)):
+            return None
+        with fused.on_device(program.problem.device):
+            return fused.execute(program, values, target)
+
+
+#: Names of the tensors that a statement reads as they are, with their places; and index tensors: name, place, and part of what is there.
+Plain: TypeAlias = tuple[tuple[str, int], ...]
+Views: TypeAlias = tuple[tuple[str, int, Selects], ...]
+#: What an op was called with: tensors, sizes, and the tensor that is written to.
+Call: TypeAlias = tuple[Sequence[Tensor], tuple[int, ...], Tensor | None]
+
+
+def _meets(target: Tensor, plain: Sequence[tuple[Any, ...]], tensors: Sequence[Tensor]) -> bool:
+    """Whether something that is read lies in the memory that is written to; both lie in one piece, as `keep_path` sees to."""
+    start = target.data_ptr()
+    end = start + target.nbytes
+    for _, place, *_ in plain:
+        at = tensors[place].data_ptr()
+        if at < end and start < at + tensors[place].nbytes:
+            return True
+    return False
 
 
 def _serial(value: Tensor) -> int | None:
@@ -89,3 +162,29 @@ def keep(key: object, program: Program | str, values: Mapping[str, Any], limits:
     ways = _ways.setdefault(key, [])
     ways.insert(0, Way(program, values, limits, target))
     del ways[_MOST_WAYS:]
+
+
+def run_path(text: str, mode: str, tensors: Sequence[Tensor], sizes: Sequence[int], target: Tensor | None) -> Tensor | None:
+    """The result, where a call with the same index tensors was made before."""
+    for path in _paths.get((text, mode), ()):
+        result = path(tensors, sizes, target)
+        if result is not None:
+            return result
+    return None
+
+
+def keep_path(text: str, mode: str, program: Program | str, places: tuple[Plain, Views], call: Call, values: Mapping[str, Any]) -> None:
+    """Remember a call that was just made the long way, all of whose index tensors were looked at."""
+    (plain, views), (tensors, sizes, target) = places, call
+    written = [] if target is None else [target, *(tensors[place] for _, place in plain)]
+    if isinstance(program, str) or program.promote or any(tensors[place].is_neg() for _, place in plain):
+        return
+    if any(version_of(tensors[place]) < 0 for _, place, _ in views) or not all(t.is_contiguous() for t in written):
+        return
+    path = Path(program, plain, views, tensors, sizes, values)
+    path.target = None if target is None else (target.shape, target.stride(), target.dtype)
+    if len(_paths) >= _MOST_OPS:
+        _paths.clear()
+    paths = _paths.setdefault((text, mode), [])
+    paths.insert(0, path)
+    del paths[_MOST_WAYS:]

@@ -62,7 +62,10 @@ class Launch:
 
     def unaligned(self, addresses: Sequence[int]) -> int:
         """Which of the pointers that change are not aligned, one bit for each: kernels are compiled for that."""
-        return sum(1 << k for k, (position, _) in enumerate(self.names) if addresses[position] & 15)
+        found = 0
+        for position, _ in self.names:
+            found = 2 * found + (addresses[position] & 15 != 0)
+        return found
 
     def first(self, values: Mapping[str, Any], out: Tensor, work: Tensor | None) -> None:
         """Launch through Triton, which compiles for the kinds of the arguments, and keep what it compiled."""
