@@ -170,7 +170,7 @@ def _for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
     n = min(256, power_of_two(extent(plan.roles.n, extents))) if plan.roles.n else 1
     if long:
         return Config(m=1, n=n, k=max(16, min(64, 2048 // n)), warps=1 if n <= 128 else 2, stages=1)
-    return Config(m=max(4, min(64, 512 // n)), n=n, k=2, warps=2, stages=1)
+    return Config(m=max(1, min(64, 512 // n)), n=n, k=2, warps=2, stages=1)
 
 
 def _for_few_rows(guess: Config) -> Config:
