@@ -42,7 +42,8 @@ def test_every_quick_contender_agrees_with_the_reference(name: str, direction: s
     given, module = inputs(name), MODULES[name]
     want = module.want(given, direction)
     found: list[Contender] = [c for c in module.contenders(given, direction) if not c.slow and c.name not in MAY_FAIL]
-    assert len(found) >= 2 and found[0].name.startswith("insum") and found[0].lines == 1
+    alone = name == "tensor-product" and importlib.util.find_spec("e3nn") is None  # its other rivals need a GPU, or a while
+    assert len(found) >= (1 if alone else 2) and found[0].name.startswith("insum") and found[0].lines == 1
     for contender in found:
         ready = contender.make()
         assert relative_error(ready.canonical(ready.run()), want) < 1e-5, contender.name
