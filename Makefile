@@ -35,6 +35,11 @@ $(VENV)/.insum-docs-installed: $(STAMP)
 	$(PIP) --no-build-isolation -e '.[docs]'
 	touch $@
 
+# What layers are compared with. Where it cannot be had, those tests say that they are skipped.
+$(VENV)/.insum-rivals-installed: $(STAMP)
+	$(PIP) --no-build-isolation -e '.[rivals]' || echo "e3nn and PyG were not installed: comparisons with them are skipped"
+	touch $@
+
 demo: $(STAMP)
 	$(PY) -m insum.demo $(ARGS)
 
@@ -43,7 +48,7 @@ lint: $(STAMP)
 	$(PY) -m mypy
 
 # Two runs, because Triton decides between interpreter and compiler once, when it is imported.
-test: lint
+test: lint $(VENV)/.insum-rivals-installed
 	$(PYTEST) --doctest-modules -m "not interpreter" src tests
 	TRITON_INTERPRET=1 $(PYTEST) -m interpreter tests
 
