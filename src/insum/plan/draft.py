@@ -50,7 +50,6 @@ class Prepared:
     views: Mapping[str, tuple[int, int]]  # tensor -> (first dimension, how many) that are flattened into one
     segments: Segments | None
     fill: bool  # the kernel does not write every place, or adds to what is there
-    buffer: bool  # contributions meet in a buffer of the accumulator's dtype
     baked: tuple[str, ...] = ()  # index tensors beside the target's whose values went into arrays or code
 
 
@@ -164,7 +163,6 @@ class Drafting:
         numbers = tuple(n for n, kind in self.problem.kinds.items() if kind.device is None and n in used)
         if numbers and accumulator == "float64":
             raise CannotFuse("a Python number would be passed in float32 to a float64 kernel; pass it as a 0-d tensor")
-        half = _TRITON[self.problem.dtype] != accumulator
         plan = Plan(
             statement=self.problem.statement.text or str(self.problem.statement),
             target=draft.target,
@@ -184,7 +182,7 @@ class Drafting:
             why=tuple(draft.why),
             numbers=numbers,
         )
-        return Prepared(plan, draft.extents, draft.arrays, draft.views, draft.segments, fill, strategy == "atomic" and half, tuple(draft.baked))
+        return Prepared(plan, draft.extents, draft.arrays, draft.views, draft.segments, fill, tuple(draft.baked))
 
     def wide(self, draft: Draft) -> bool:
         """Whether any offset can pass 2**31 elements."""
