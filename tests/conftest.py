@@ -35,11 +35,7 @@ def reason_to_skip(item: pytest.Item) -> str:
     return ""
 
 
-_index_select = torch.index_select
-
-
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    torch.index_select = _index_select  # which PyG exchanges for its own when a test imports it
     reason = reason_to_skip(item)
     if reason:
         pytest.skip(reason)
