@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from string import ascii_letters
 from typing import Any
@@ -36,6 +37,9 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.int64  # torch.einsum and torch.sum turn narrow integers into int64 at places of their own choice
     return torch.float32 if dtype.is_floating_point and dtype.itemsize == 1 else accumulator(dtype)
+
+#: Up to so many summed places, many small vectors are multiplied and summed rather than contracted.
+MOST_SUMMED = 64
 
 
 class Evaluator(Reader):
@@ -158,12 +162,24 @@ class Evaluator(Reader):
         if len(factors) == 1:
             return self._summed(factors[0], kept, dtype)
         letters = len({v for f in factors for v in f.vars})
-        if letters > len(ascii_letters) or not (dtype.is_floating_point or dtype.is_complex or self.problem.device.type == "cpu"):
+        usable = letters <= len(ascii_letters) and (dtype.is_floating_point or dtype.is_complex or self.problem.device.type == "cpu")
+        if not usable or self._of_many_vectors(factors, kept):
             result = factors[0]
             for factor in factors[1:]:
                 result = self.pointwise(torch.mul, result, factor)
             return self._summed(result, kept, dtype)
         return self._einsum(_in_order(factors, kept), kept, dtype)
+
+    def _of_many_vectors(self, factors: list[Value], kept: tuple[str, ...]) -> bool:
+        """Whether an einsum would be one small product of a vector after the other, which a CPU does far more slowly than it multiplies and sums."""
+        if self.problem.device.type != "cpu" or len(factors) != 2:
+            return False
+        small, large = sorted((set(f.vars) for f in factors), key=len)
+        summed = small - set(kept)
+        if not (small <= large and summed and small & set(kept)):
+            return False
+        sizes = [self.problem.extents[v] for v in summed]
+        return small == large or all(isinstance(size, int) for size in sizes) and math.prod(int(s) for s in sizes) <= MOST_SUMMED
 
     def _einsum(self, factors: list[Value], kept: tuple[str, ...], dtype: torch.dtype) -> Value:
         names = _letters([v for f in factors for v in f.vars])
