@@ -108,11 +108,7 @@ def contenders(given: Inputs, direction: str) -> list[Contender]:
 
 def ours(given: Inputs, direction: str) -> Ready:
     a = given.a
-    assert a.values is not None
-    call = lambda v, b: insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=a.with_values(v), B=b)
-    if direction == FORWARD:
-        call = lambda v, b: insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b)
-    ready = autograd(call, (a.values, given.b), given.upstream, direction)
+    ready = routes.sparse_product(a, given.b, given.upstream, direction)
 
     def canonical(results: Results) -> Results:
         c, *gradients = results

@@ -1,4 +1,7 @@
-"""The routes through TorchInductor: a program of torch operations as people write it, or a statement by ``settings.backend = "inductor"``."""
+"""Routes that several benchmarks take: the sparse product, and what goes through TorchInductor.
+
+The latter is a program of torch operations as people write it, or a statement by ``settings.backend = "inductor"``.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,9 @@ import torch
 from torch import Tensor
 
 import insum
+from insum.bench.measure import Ready, autograd
+from insum.bench.records import BOTH
+from insum.formats import SparseFormat
 
 
 def compiled(plain: Callable[..., Tensor], call: Callable[..., Any], native: bool | None) -> tuple[Callable[..., Any], str]:
@@ -22,3 +28,10 @@ def compiled(plain: Callable[..., Tensor], call: Callable[..., Any], native: boo
             return call(*arguments)
 
     return run, f"settings.backend='inductor', native_matmul={native}"
+
+
+def sparse_product(a: SparseFormat, b: Tensor, upstream: Tensor, direction: str) -> Ready:
+    """The one line; with gradients, of the stored values and of the dense matrix."""
+    assert a.values is not None
+    filled = a.with_values if direction == BOTH else lambda values: a
+    return autograd(lambda v, b: insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=filled(v), B=b), (a.values, b), upstream, direction)

@@ -94,11 +94,7 @@ def contenders(given: Inputs, direction: str) -> list[Contender]:
 
 def ours(given: Inputs, direction: str) -> Ready:
     a = given.a
-    assert a.values is not None
-    call = lambda v, b: insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=a.with_values(v), B=b)
-    if direction == FORWARD:
-        call = lambda v, b: insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b)
-    ready = autograd(call, (a.values, given.b), given.upstream, direction)
+    ready = routes.sparse_product(a, given.b, given.upstream, direction)
     there = a.slot_indices[0] >= 0
     return Ready(ready.run, lambda r: (r[0], r[1][there], r[2]) if len(r) == 3 else r)
 

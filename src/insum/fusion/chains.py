@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from insum.fusion.read import CONTRACTIONS, FLOATS, VIEWS, IndexTensor, Indices, Reader, reaching
+from insum.fusion.read import CONTRACTIONS, IndexTensor, Reader, reaching
 from insum.fusion.shapes import ZERO, Stop, broadcast, is_contiguous, is_one, points, same, shape_of, value_of
+from insum.fusion.views import FLOATS, VIEWS, Indices
 from insum.lang.bind import Size
 from insum.lang.expr import Access, Expr, Statement, index_of, product, tensors_of, variables
 from insum.plan.rewrite import substitute

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -15,17 +14,14 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from insum.fusion.shapes import ZERO, Stop, broadcast, is_one, merged_dims, points, same, shape_of, through_view, value_of
+from insum.fusion.shapes import ZERO, Stop, broadcast, is_one, merged_dims, points, same, shape_of, value_of
+from insum.fusion.views import FLOATS, INDICES, VIEWS, Indices, input_of, reshaped
 from insum.lang.bind import Size
-from insum.lang.expr import Access, Affine, Expr, Number, Var, accesses, affine, fresh, index_of
+from insum.lang.expr import Access, Affine, Expr, Number, Var, fresh, index_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
-Indices: TypeAlias = tuple[Affine, ...]
-
 #: A product that has this many times fewer elements than what it is multiplied with is kept: it would be computed anew for each of those.
 KEEP_SMALL = 8
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-INDICES = (torch.int64, torch.int32, torch.int16, torch.int8)
 _RESERVED = {"max", "min", "statement", "out_shape", "sizes", "padded", "config", "backend", "dense_output", "out"}
 
 
@@ -206,126 +202,6 @@ class Reader:
         return tuple(found)
 
 
-# --- views: the node below, and its indices ------------------------------------------------------------------------------------
-
-
-def _identity(node: Node, at: Indices) -> tuple[Node, Indices]:
-    return _input(node), at
-
-
-def _input(node: Node, place: int = 0) -> Node:
-    found = node.args[place]
-    if not isinstance(found, Node):
-        raise Stop(f"{node.name} has an argument that is no tensor")
-    return found
-
-
-def _view(node: Node, at: Indices) -> tuple[Node, Indices]:
-    source = _input(node)
-    return source, through_view(at, shape_of(source), shape_of(node))
-
-
-def _expand(node: Node, at: Indices) -> tuple[Node, Indices]:
-    source = _input(node)
-    return source, broadcast(at, shape_of(source))
-
-
-def _permute(node: Node, at: Indices) -> tuple[Node, Indices]:
-    source = _input(node)
-    order = [int(d) % len(at) for d in node.args[1]]  # type: ignore[union-attr, arg-type]
-    return source, tuple(at[order.index(d)] for d in range(len(at)))
-
-
-def _transpose(node: Node, at: Indices) -> tuple[Node, Indices]:
-    a, b = (int(d) % len(at) for d in node.args[1:3])  # type: ignore[arg-type]
-    moved = list(at)
-    moved[a], moved[b] = at[b], at[a]
-    return _input(node), tuple(moved)
-
-
-def _matrix_transpose(node: Node, at: Indices) -> tuple[Node, Indices]:
-    return _input(node), at[::-1]
-
-
-def _select(node: Node, at: Indices) -> tuple[Node, Indices]:
-    return _selected(_input(node), node.args[1], node.args[2], at)
-
-
-def _unbound(node: Node, at: Indices) -> tuple[Node, Indices]:
-    """One of the parts of ``unbind``."""
-    parts = _input(node)
-    if parts.op != "call_function" or parts.target is not aten.unbind.int:
-        raise Stop(f"{node.name} is one of several results")
-    return _selected(_input(parts), parts.args[1] if len(parts.args) > 1 else 0, node.args[1], at)
-
-
-def _selected(source: Node, dim: Any, place: Any, at: Indices) -> tuple[Node, Indices]:
-    shape = shape_of(source)
-    if not isinstance(dim, int) or not isinstance(place, int):
-        raise Stop("it selects at a place that is not a number")
-    dim %= len(shape)
-    size = shape[dim]
-    if place < 0:
-        if not isinstance(size, int):
-            raise Stop("it selects from the end of a dimension whose size is not a number")
-        place += size
-    return source, (*at[:dim], Affine((), place), *at[dim:])
-
-
-def _slice(node: Node, at: Indices) -> tuple[Node, Indices]:
-    source = _input(node)
-    dim, start, _, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])[:4]
-    if not isinstance(dim, int) or not isinstance(start, int | None) or not isinstance(step, int):
-        raise Stop("it is a slice by sizes that are not numbers")
-    dim %= len(at)
-    size = shape_of(source)[dim]
-    start = start or 0
-    if start < 0 or isinstance(size, int) and start > size or start and not isinstance(size, int):
-        raise Stop("it is a slice whose start is not known")
-    index = at[dim]
-    if any(accesses(index)):
-        raise Stop("it is a slice that is gathered from")
-    moved = affine([(step * c, a) for c, a in index.terms], start + step * index.offset)
-    return source, (*at[:dim], moved, *at[dim + 1 :])
-
-
-def _widened(node: Node, at: Indices) -> tuple[Node, Indices]:
-    """A conversion that loses nothing."""
-    source = _input(node)
-    before, after = value_of(source).dtype, value_of(node).dtype
-    kinds = FLOATS if before in FLOATS else INDICES
-    if before not in kinds or after not in kinds or torch.promote_types(before, after) != after:
-        raise Stop(f"it converts {before} to {after}".replace("torch.", ""))
-    if value_of(source).device != value_of(node).device:
-        raise Stop("it moves to another device")
-    return source, at
-
-
-View: TypeAlias = Callable[[Node, Indices], tuple[Node, Indices]]
-VIEWS: dict[Any, View] = {
-    aten.alias.default: _identity,
-    aten.clone.default: _identity,
-    aten.detach.default: _identity,
-    aten.contiguous.default: _identity,
-    aten.view.default: _view,
-    aten.reshape.default: _view,
-    aten._unsafe_view.default: _view,
-    aten.unsqueeze.default: _view,
-    aten.squeeze.default: _view,
-    aten.squeeze.dim: _view,
-    aten.squeeze.dims: _view,
-    aten.expand.default: _expand,
-    aten.permute.default: _permute,
-    aten.transpose.int: _transpose,
-    aten.t.default: _matrix_transpose,
-    aten.select.int: _select,
-    aten.slice.Tensor: _slice,
-    operator.getitem: _unbound,
-    aten._to_copy.default: _widened,
-    prims.convert_element_type.default: _widened,
-}
-
-
 # --- rules of values -----------------------------------------------------------------------------------------------------------
 
 
@@ -333,7 +209,7 @@ def _through(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Ex
     try:
         source, inner = VIEWS[node.target](node, at)
     except Stop:
-        if VIEWS[node.target] is not _view or not reader.reaches(node):
+        if VIEWS[node.target] is not reshaped or not reader.reaches(node):
             raise
         source, inner = _merged(reader, node, at)
     if not reader.reaches(source) and any(index.terms and index not in at for index in inner):
@@ -344,7 +220,7 @@ def _through(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Ex
 
 def _merged(reader: Reader, node: Node, at: Indices) -> tuple[Node, Indices]:
     """A view that merges dimensions, read at a variable that is split into one for each of them."""
-    source = _input(node)
+    source = input_of(node)
     shape = shape_of(source)
     inner = [ZERO] * len(shape)
     for place, group in merged_dims(shape, shape_of(node)):
@@ -363,12 +239,12 @@ def _gathered(reader: Reader, node: Node, source: Node, at: Indices) -> list[Exp
 
 
 def _index(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
-    source, tensors = _input(node), node.args[1]
+    source, tensors = input_of(node), node.args[1]
     return _gathered(reader, node, source, reader.placed(tensors, source, at))  # type: ignore[arg-type]
 
 
 def _index_select(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
-    source, dim, index = _input(node), int(node.args[1]) % len(at), _input(node, 2)  # type: ignore[arg-type]
+    source, dim, index = input_of(node), int(node.args[1]) % len(at), input_of(node, 2)  # type: ignore[arg-type]
     if value_of(index).dim() != 1:
         raise Stop("its index has no dimension")
     inner = reader.index(index, (at[dim],), shape_of(source)[dim], wraps=False)
@@ -376,7 +252,7 @@ def _index_select(reader: Reader, node: Node, at: Indices, gathered: bool) -> li
 
 
 def _gather(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
-    source, index = _input(node), _input(node, 2)
+    source, index = input_of(node), input_of(node, 2)
     if not at or value_of(source).dim() != len(at):
         raise Stop("its operands have no dimension")
     dim = int(node.args[1]) % len(at)  # type: ignore[arg-type]
@@ -385,7 +261,7 @@ def _gather(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Exp
 
 
 def _embedding(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
-    weight, index = _input(node), _input(node, 1)
+    weight, index = input_of(node), input_of(node, 1)
     inner = reader.index(index, at[:-1], shape_of(weight)[0], wraps=False)
     return _gathered(reader, node, weight, (inner, at[-1]))
 
@@ -411,11 +287,11 @@ def _mul(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
 
 def _neg(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     reader.inline(node)
-    return [Number(-1), *reader.value(_input(node), at)]
+    return [Number(-1), *reader.value(input_of(node), at)]
 
 
 def _sum(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
-    source = _input(node)
+    source = input_of(node)
     if value_of(source).dtype != value_of(node).dtype:
         raise Stop("it sums in another dtype")
     rank = value_of(source).dim()
@@ -430,7 +306,7 @@ def _sum(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
 
 def _matmul(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     """``mm`` and ``bmm``: rows, a summed variable, columns, behind what both have."""
-    a, b = _input(node), _input(node, 1)
+    a, b = input_of(node), input_of(node, 1)
     reader.inline(node)
     reader.contractions += 1
     size = shape_of(a)[-1]
@@ -440,7 +316,7 @@ def _matmul(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Exp
 
 
 def _matvec(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
-    a, b = _input(node), _input(node, 1)
+    a, b = input_of(node), input_of(node, 1)
     reader.inline(node)
     reader.contractions += 1
     k = reader.variable("k", b, 0)

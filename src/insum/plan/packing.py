@@ -10,12 +10,13 @@ In ``dW[z,c,m] += G[x,m] * In[Nb[x,z],c]``, where rows are summed, each ``z`` wa
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from insum.lang.bind import Size
 from insum.lang.expr import Access, Affine, Var, accesses, fresh, index_of, variables
 from insum.plan.draft import Draft, Drafting, remembered
 from insum.plan.facts import IndexFacts, facts_of
@@ -30,6 +31,7 @@ WORTH = 0.8
 _WORD = 62  # bits of a sort key
 #: Pieces that the tiles of all steps are cut into, where rows are summed: programs enough for a large device.
 PIECES = 396
+#: What is read is at least this many times the float32 buffer in which pieces of a sum meet.
 BUFFER_SHARE = 8
 
 
@@ -56,6 +58,11 @@ class Order:
         return tile[ordered].int(), step.int(), Segments(start.int(), end.int(), length, self.segments.entries)
 
 
+def buffer_is_small(shape: Sequence[Size], tensors: Iterable[Tensor]) -> bool:
+    """Whether a float32 buffer for a result of this shape is little beside the tensors that are read."""
+    return BUFFER_SHARE * 4 * math.prod(int(s) for s in shape) <= sum(t.numel() * t.element_size() for t in tensors)
+
+
 class Packing(Drafting):
     """Leaves out what is absent in a whole tile."""
 
@@ -67,7 +74,7 @@ class Packing(Drafting):
         if self.reduce != "sum" or draft.segment or not (roles := self.roles(draft)).dot:
             return False
         rows = [axis[0] for axis in (roles.m, roles.n) if len(axis) == 1]
-        meeting = not (self.wishes.deterministic or self.wishes.accumulate) and len(roles.k) == 1 and self.buffer_is_small()
+        meeting = not (self.wishes.deterministic or self.wishes.accumulate) and len(roles.k) == 1 and buffer_is_small(self.problem.shape, self.tensors.values())
         found = self.table(draft, rows, roles.loops, kept=True)
         summed = None if found or not meeting else self.table(draft, list(roles.k), roles.grid, kept=False)
         if found is None and summed is None:
@@ -77,7 +84,7 @@ class Packing(Drafting):
         order = remembered(facts, ("order", *self.asked(draft, access, x)), lambda: _order(self.lines(draft, access, x, z)))
         if order.share > WORTH:
             return False
-        trial = replace(draft, extents=dict(draft.extents), padded=set(draft.padded), arrays=dict(draft.arrays), why=list(draft.why))
+        trial = replace(draft, extents=dict(draft.extents), padded=set(draft.padded), arrays=dict(draft.arrays), why=list(draft.why), baked=dict(draft.baked))
         if found:
             self.to_tiles(trial, access, x, z, order)
         else:
@@ -88,11 +95,6 @@ class Packing(Drafting):
         for name in ("target", "factors", "extents", "padded", "arrays", "segments", "row", "segment", "why", "baked"):
             setattr(draft, name, getattr(trial, name))
         return found is None
-
-    def buffer_is_small(self) -> bool:
-        """Whether a float32 buffer in which pieces meet is little beside what is read."""
-        read = sum(t.numel() * t.element_size() for t in self.tensors.values())
-        return BUFFER_SHARE * 4 * math.prod(int(s) for s in self.problem.shape) <= read
 
     def asked(self, draft: Draft, access: Access, x: str) -> tuple[object, ...]:
         """What an order depends on besides the index tensor: whether it is read itself or its inverse, and how; not what variables are called."""
@@ -124,44 +126,36 @@ class Packing(Drafting):
     def to_tiles(self, draft: Draft, access: Access, x: str, z: str, order: Order) -> None:
         tile, lane, step = (fresh(name, self.taken) for name in ("tile", "lane", "step"))
         rows, steps = fresh(f"{x}_tiles", self.taken), fresh(f"{z}_steps", self.taken)
-        change = {
-            x: Affine(((1, Access(rows, (index_of(tile), index_of(lane)))),)),
-            z: Affine(((1, Access(steps, (index_of(step),))),)),
-        }
-        draft.factors = tuple(substitute(f, change) for f in draft.factors)
-        target = substitute(draft.target, change)
-        assert isinstance(target, Access)
-        draft.target = target
-        draft.arrays |= {rows: order.rows, steps: order.steps}
-        draft.extents |= {tile: order.rows.shape[0], lane: TILE, step: order.steps.numel()}
+        change = {x: _through(rows, index_of(tile), index_of(lane)), z: _through(steps, index_of(step))}
         draft.row, draft.segment, draft.segments = tile, step, order.segments
-        if order.rows.numel() != draft.extents[x]:
-            draft.padded.add(rows)
-        if access.tensor in self.tensors:
-            draft.baked.setdefault(access.tensor)
+        draft.extents |= {tile: order.rows.shape[0], lane: TILE, step: order.steps.numel()}
+        self.read_through(draft, access, change, {rows: order.rows, steps: order.steps}, rows, draft.extents[x])
         draft.why.append(f"rows are ordered by what {access.tensor} has of them, which leaves {order.share:.0%} of the steps")
-
 
     def to_pieces(self, draft: Draft, access: Access, x: str, z: str, order: Order, tiles: Tensor, steps: Tensor, pieces: Segments) -> None:
         piece, lane, slot = (fresh(name, self.taken) for name in ("piece", "lane", "slot"))
         rows, of_slot, of_piece = (fresh(name, self.taken) for name in (f"{x}_tiles", f"{x}_tile", f"{z}_pieces"))
-        tile = Affine(((1, Access(of_slot, (index_of(slot),))),))
-        change = {
-            x: Affine(((1, Access(rows, (tile, index_of(lane)))),)),
-            z: Affine(((1, Access(of_piece, (index_of(piece),))),)),
-        }
+        change = {x: _through(rows, _through(of_slot, index_of(slot)), index_of(lane)), z: _through(of_piece, index_of(piece))}
+        draft.row, draft.segment, draft.segments = piece, slot, pieces
+        draft.extents |= {piece: steps.numel(), lane: TILE, slot: tiles.numel()}
+        self.read_through(draft, access, change, {rows: order.rows, of_slot: tiles, of_piece: steps}, rows, draft.extents[x])
+        draft.why.append(f"tiles of rows that {access.tensor} has nothing for are left out, which leaves {order.share:.0%} of them")
+
+    def read_through(self, draft: Draft, access: Access, change: Mapping[str, Affine], arrays: Mapping[str, Tensor], rows: str, count: int) -> None:
+        """Replace the rows and steps of a product by reads of arrays that were derived from its table."""
         draft.factors = tuple(substitute(f, change) for f in draft.factors)
         target = substitute(draft.target, change)
         assert isinstance(target, Access)
         draft.target = target
-        draft.arrays |= {rows: order.rows, of_slot: tiles, of_piece: steps}
-        draft.extents |= {piece: steps.numel(), lane: TILE, slot: tiles.numel()}
-        draft.row, draft.segment, draft.segments = piece, slot, pieces
-        if order.rows.numel() != draft.extents[x]:
+        draft.arrays |= arrays
+        if arrays[rows].numel() != count:
             draft.padded.add(rows)
         if access.tensor in self.tensors:
             draft.baked.setdefault(access.tensor)
-        draft.why.append(f"tiles of rows that {access.tensor} has nothing for are left out, which leaves {order.share:.0%} of them")
+
+
+def _through(array: str, *at: Affine) -> Affine:
+    return Affine(((1, Access(array, at)),))
 
 
 def _walked(index: Affine) -> str | None:

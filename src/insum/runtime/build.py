@@ -19,14 +19,13 @@ from insum.lang.types import identity
 from insum.plan import model
 from insum.plan.config import Choice, Config, power_of_two
 from insum.plan.facts import IndexFacts, facts_of
+from insum.plan.packing import buffer_is_small
 from insum.plan.plan import Plan, Segment
 from insum.plan.prepare import CannotFuse, Prepared, Wishes
 from insum.plan.roles import Contraction
 from insum.plan.schedule import Segments, Tasks, tasks
 from insum.runtime import binaries, launch
 
-#: The inputs are at least this many times the buffer in which pieces of a reduction meet.
-PIECES_SHARE = 8
 WIDE = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
 OUT, WORK = "<out>", "<work>"  # what is looked up for the arguments that are no tensors of the statement
 _OWN = {"out_at": OUT, "work_at": WORK}  # names of the statement's tensors end in _ptr
@@ -233,8 +232,7 @@ class Builder:
         """Whether a reduction may be cut into pieces that meet in atomics: its float32 buffer is small beside what is read."""
         if self.wishes.deterministic or self.target is not None:
             return False
-        read = sum(v.numel() * v.element_size() for v in self.values.values() if isinstance(v, Tensor))
-        return PIECES_SHARE * 4 * math.prod(self.problem.shape) <= read
+        return buffer_is_small(self.problem.shape, [v for v in self.values.values() if isinstance(v, Tensor)])
 
     def shape(self, config: Config, pieces: int) -> Shape:
         roles, extents = self.plan.roles, self.extents
