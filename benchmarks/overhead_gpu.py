@@ -46,17 +46,20 @@ def cases(device: str) -> dict[str, Callable[[], object]]:
     }
 
 
-def microseconds(run: Callable[[], object], synchronize: Callable[[], object], calls: int = 200, repeat: int = 30) -> float:
-    for _ in range(20):
-        run()
-    best = float("inf")
-    for _ in range(repeat):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
+def microseconds(every: dict[str, Callable[[], object]], synchronize: Callable[[], object], calls: int = 50, rounds: int = 300) -> dict[str, float]:
+    """The least of many short runs of each: one after the other in every round, so that a slow moment of the host hits all of them."""
+    for run in every.values():
+        for _ in range(200):
             run()
-        best = min(best, time.perf_counter() - start)
-    return best / calls * 1e6
+    best = dict.fromkeys(every, float("inf"))
+    for _ in range(rounds):
+        for name, run in every.items():
+            synchronize()
+            start = time.perf_counter()
+            for _ in range(calls):
+                run()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return {name: taken / calls * 1e6 for name, taken in best.items()}
 
 
 def main() -> None:
@@ -68,8 +71,7 @@ def main() -> None:
     synchronize: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else lambda: None
     every = cases(device)
     with torch.no_grad():
-        microseconds(every["torch.mm"], synchronize, repeat=200)  # until clocks have gone up
-        times = {name: min(microseconds(run, synchronize) for _ in range(2)) for name, run in every.items()}
+        times = microseconds(every, synchronize)
         for name, taken in times.items():
             goal = next((f"   goal {limit:.0f}" for start, limit in GOALS.items() if name.startswith(start)), "")
             print(f"{name:40s}{taken:8.1f} µs  {taken / times['torch.mm']:5.2f} of torch.mm{goal}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -53,6 +53,24 @@ def is_plain_call(values: Iterable[object]) -> bool:
 def is_transformed() -> bool:
     """Whether a transform of torch.func is being applied in eager mode."""
     return _probed is not None and not torch.compiler.is_compiling() and _probed[2]() is not None
+
+
+def kinds_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
+    """Tells, in one call, whether other tensors are like these in type, dtype, device, sizes, strides, views' marks and need of a gradient.
+
+    None where this torch has no such thing, or one that does not tell.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes: Any = [list(t.shape) for t in tensors]
+        strides: Any = [list(t.stride()) for t in tensors]
+        check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        other = torch.empty(2, 3, 5, 7, 11, device="meta")
+        usable = check(*tensors) is True and not any(check(*tensors[:k], other, *tensors[k + 1 :]) for k in range(len(tensors)))
+    except Exception:
+        return None
+    return check if usable else None
 
 
 def base_of(tensor: Tensor) -> Tensor | None:

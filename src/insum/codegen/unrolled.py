@@ -25,6 +25,8 @@ Cores: TypeAlias = dict[tuple[Expr, ...], list[tuple[Access, tuple[Expr, ...]]]]
 UNROLL = (8, 4, 2, 1)
 #: ... and that keeps the code of all points below this, for compilers take more than twice as long for twice the code.
 MOST_LINES = 400
+#: Registers of a thread for tiles that are summed at the very end.
+LATE_REGISTERS = 128
 
 
 def emit_unrolled(plan: Plan, config: Config, extents: Mapping[str, int], name: str = "insum_kernel") -> tuple[Kernel, int]:
@@ -92,18 +94,48 @@ class _Unrolled(Emitter):
     # --- summed variables: contract the factors they touch, then combine ---
 
     def with_sums(self, unroll: int) -> None:
-        pattern = self.plan.pattern
-        assert pattern is not None
         axes = tuple(a for a, v in (("M", self.plan.roles.m), ("N", self.plan.roles.n)) if v)
-        tile = ", ".join(str(self.tile(a)) for a in axes)
+        late = self.sums_late(axes)
+        wide = union((*axes, "K")) if late else axes
+        tile = ", ".join(str(self.tile(a)) for a in wide)
         zero = f"tl.zeros([{tile}], dtype=tl.{self.plan.accumulator})"
-        outputs = {target: Val(f"z{i}", axes) for i, target in enumerate(self.targets())}
+        outputs = {target: Val(f"z{i}", wide) for i, target in enumerate(self.targets())}
         for value in outputs.values():
-            self.line(0, f"{value.text} = {zero}", axes)
-        for cores in self.by_leader().values():
-            self.group(cores, outputs, zero, axes, unroll)
+            self.line(0, f"{value.text} = {zero}", wide)
+        for leader, cores in self.by_leader().items():
+            if late:
+                self.stages[0] += self.weighted(leader, cores, outputs)
+            else:
+                self.group(cores, outputs, zero, axes, unroll)
         for target, value in outputs.items():
-            self.write_out(target, value)
+            self.write_out(target, self.define("sum", Val(f"tl.sum({value.text}, axis={wide.index('K')})", axes)) if late else value)
+
+    def sums_late(self, axes: tuple[str, ...]) -> bool:
+        """Whether products are added up over all points before they are summed: threads meet once for each output instead of once for
+        each product, but the outputs' tiles are as large as those of the largest factor until then."""
+        if not self.plan.roles.k:
+            return False
+        elements = len(self.targets()) * math.prod(self.tile(a) for a in (*axes, "K"))
+        return elements <= LATE_REGISTERS * 32 * self.config.warps
+
+    def weighted(self, leader: Expr, cores: Cores, outputs: Mapping[Access, Val]) -> list[str]:
+        """The largest factor, times what all points that use it have beside it, onto every output that they write."""
+        before = dict(self.loaded)
+        terms: dict[Access, list[Val]] = {}
+        self.row_steps()
+        for core, points in cores.items():
+            others = list(core)
+            others.remove(leader)
+            for target, scale in self.scales(points).items():
+                factors = [scale, *(self.evaluate(f, self.plan.accumulator) for f in others)]
+                terms.setdefault(target, []).append(combine(factors, "*"))
+        value = self.evaluate(leader, self.plan.accumulator)
+        for target, parts in terms.items():
+            factor = self.define("a", combine(parts, "+"))
+            out = outputs[target]
+            self.line(2, f"{out.text} += {combine([factor, value], '*').over(out.axes)}", out.axes)
+        self.loaded = {key: v for key, v in self.loaded.items() if key in before or self.shape.single_k or v.stage < 2}
+        return self.stepped()
 
     def by_leader(self) -> dict[Expr, Cores]:
         """Largest summed factor -> summed factors -> (target, other factors) of the points that use them."""
@@ -140,18 +172,28 @@ class _Unrolled(Emitter):
 
     def along_rows(self, sums: Mapping[tuple[Expr, ...], Val]) -> list[str]:
         """Sums along the rows of the largest factor, a tile of them at a time."""
-        (var,), tile, before = self.plan.roles.k, self.config.k, dict(self.loaded)
+        before = dict(self.loaded)
+        self.row_steps()
+        for core, total in sums.items():
+            value = combine([self.evaluate(f, self.plan.accumulator) for f in core], "*")
+            axes = union((*total.axes, "K"))
+            self.line(2, f"{total.text} += tl.sum({value.over(axes)}, axis={axes.index('K')})", total.axes)
+        self.loaded = before
+        return self.stepped()
+
+    def row_steps(self) -> None:
+        """The places of one step along the rows of the largest factor."""
+        (var,), tile = self.plan.roles.k, self.config.k
         first = "" if self.shape.single_k else f"{var}_0 + "
         self.line(2, f"{var}_i = {first}tl.arange(0, {tile})", ("K",))
         self.vars[var] = Val(f"{var}_i", ("K",), 2)
         if not self.shape.even_k:
             self.line(2, f"k_ok = {var}_i < {self.size(var)}", ("K",))
             self.masks["K"] = Val("k_ok", ("K",), 2)
-        for core, total in sums.items():
-            value = combine([self.evaluate(f, self.plan.accumulator) for f in core], "*")
-            axes = union((*total.axes, "K"))
-            self.line(2, f"{total.text} += tl.sum({value.over(axes)}, axis={axes.index('K')})", total.axes)
-        self.loaded = before
+
+    def stepped(self) -> list[str]:
+        """What was written for one step, repeated for all."""
+        (var,), tile = self.plan.roles.k, self.config.k
         lines, self.stages[2] = self.stages[2], []
         return lines if self.shape.single_k else [f"for {var}_0 in range(0, {self.size(var)}, {tile}):", *("    " + line for line in lines)]
 
@@ -168,15 +210,18 @@ class _Unrolled(Emitter):
         return lines
 
     def combine(self, total: Val, points: list[tuple[Access, tuple[Expr, ...]]], outputs: Mapping[Access, Val]) -> None:
-        by_target: dict[Access, list[Val]] = {}
+        for target, scale in self.scales(points).items():
+            out = outputs[target]
+            self.line(0, f"{out.text} += {combine([scale, total], '*').over(out.axes)}", out.axes)
+
+    def scales(self, points: list[tuple[Access, tuple[Expr, ...]]]) -> dict[Access, Val]:
+        """What the points of one product of summed factors have beside it, by the output that they write."""
+        found: dict[Access, list[Val]] = {}
         for target, rest in points:
             one = combine([self.evaluate(f, self.plan.accumulator) for f in rest], "*") if rest else Val("1")
-            by_target.setdefault(target, []).append(one)
-        for target, scales in by_target.items():
-            scale = combine(scales, "+")
-            out = outputs[target]
-            text = Val(f"({scale.text})", scale.axes) if len(scales) > 1 else scale
-            self.line(0, f"{out.text} += {combine([text, total], '*').over(out.axes)}", out.axes)
+            found.setdefault(target, []).append(one)
+        sums = {target: combine(scales, "+") for target, scales in found.items()}
+        return {target: Val(f"({value.text})", value.axes, value.stage) if len(found[target]) > 1 else value for target, value in sums.items()}
 
     def write_out(self, target: Access, value: Val) -> None:
         self.emit_store(target, self.sum_unkept(value))

@@ -7,13 +7,13 @@ decided them. Whatever differs, in tensors, settings, modes or facts, sends the 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from insum.compat import PLAIN, is_undisturbed
+from insum.compat import PLAIN, is_undisturbed, kinds_guard
 from insum.plan import facts
 from insum.plan.facts import known
 from insum.runtime import cache, fused
@@ -26,7 +26,10 @@ state, entries = cache.state, facts.entries
 class Site:
     """One kind of call of one statement, in plain eager mode, whose result is a new tensor, or the ``target`` that is accumulated into."""
 
-    __slots__ = ("alone", "arguments", "count", "default", "deterministic", "epoch", "index", "precision", "program", "request", "settings", "sizes", "target")
+    __slots__ = (
+        *("alike", "count", "default", "deterministic", "epoch", "graded", "index", "indices"),
+        *("names", "precision", "program", "request", "settings", "sizes", "target"),
+    )
 
     def __init__(
         self, request: object, program: Program, values: Mapping[str, Tensor], sources: Sequence[str], indices: Sequence[str], target: str = ""
@@ -36,9 +39,12 @@ class Site:
         self.default, self.deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
         # The matmul precision matters where float32 operands may meet in a matrix product.
         self.precision = torch.get_float32_matmul_precision() if any(v.dtype is torch.float32 for v in values.values()) else ""
-        self.alone = program.problem.device.type == "cuda" and torch.cuda.device_count() == 1  # a tensor that is on a GPU is on this one
-        self.index = program.problem.device.index if program.problem.device.type == "cuda" and not self.alone else None
-        self.arguments = tuple(_argument(name, value, name in sources or name == target, name in indices) for name, value in values.items())
+        alone = torch.cuda.is_available() and torch.cuda.device_count() == 1  # the current device is the one that a tensor on a GPU is on
+        self.index = program.problem.device.index if program.problem.device.type == "cuda" and not alone else None
+        self.names = tuple(values)
+        self.alike = kinds_guard(list(values.values())) or Kinds(values.values())
+        self.indices = tuple((place, f.serial, f.constant) for place, (n, v) in enumerate(values.items()) if n in indices and (f := known(v)) is not None)
+        self.graded = any(v.requires_grad for n, v in values.items() if n in sources or n == target)
         self.target, self.sizes = target, tuple((name, value.numel() * value.element_size()) for name, value in values.items())
 
     def __call__(self, tensors: Mapping[str, Any]) -> Tensor | None:
@@ -46,20 +52,18 @@ class Site:
         program = self.program()
         if program is None or self.settings is not settings._values or len(tensors) != self.count or self.epoch != state["epoch"]:
             return None
-        graded, alone = torch.is_grad_enabled(), self.alone
-        for name, kind, shape, dtype, device, layout, stride, index, source, negatable in self.arguments:
-            tensor: Any = tensors.get(name)
-            if tensor.__class__ is not kind or tensor.shape != shape or tensor.dtype is not dtype or tensor.layout is not layout:
+        try:
+            given = [tensors[name] for name in self.names]
+        except KeyError:
+            return None
+        if not self.alike(*given) or self.graded and torch.is_grad_enabled():
+            return None
+        for place, serial, constant in self.indices:  # `known`, without the call
+            tensor: Tensor = given[place]
+            entry = entries.get(id(tensor))
+            if entry is None or entry.reference() is not tensor or entry.version != (-1 if tensor.is_inference() else tensor._version):
                 return None
-            if not (tensor.is_cuda if alone else tensor.device == device) or (not tensor.is_contiguous() if stride is None else tensor.stride() != stride):
-                return None
-            if index is not None:  # `known`, without the call
-                entry = entries.get(id(tensor))
-                if entry is None or entry.reference() is not tensor or entry.version != (-1 if tensor.is_inference() else tensor._version):  # type: ignore[union-attr]
-                    return None
-                if entry.facts.serial != index[0] or entry.facts.constant is not index[1]:
-                    return None
-            if source and graded and tensor.requires_grad or negatable and tensor.is_neg():
+            if entry.facts.serial != serial or entry.facts.constant is not constant:
                 return None
         if self.default is not torch.get_default_dtype() or self.deterministic is not torch.are_deterministic_algorithms_enabled():
             return None
@@ -87,13 +91,22 @@ class Site:
         return None if target.is_inference() else fused.into(program, tensors, target)
 
 
-def _argument(name: str, value: Tensor, source: bool, index: bool) -> tuple[Any, ...]:
-    stride = None if value.is_contiguous() else value.stride()
-    found = known(value) if index else None
-    # Views that torch marks as negated, imaginary parts of conjugates, have a stride of 2 where they have more than one element.
-    negatable = value.is_floating_point() and (stride is not None or value.numel() < 2)
-    seen = None if found is None else (found.serial, found.constant)
-    return name, type(value), value.shape, value.dtype, value.device, value.layout, stride, seen, source, negatable
+class Kinds:
+    """What `compat.kinds_guard` does, where torch does not offer it."""
+
+    __slots__ = ("wanted",)
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        self.wanted = tuple(map(_kind, tensors))
+
+    def __call__(self, *tensors: Any) -> bool:
+        return all(isinstance(tensor, Tensor) and _kind(tensor) == wanted for tensor, wanted in zip(tensors, self.wanted, strict=True))
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    strided = tensor.layout is torch.strided
+    marks = tensor.requires_grad, tensor.is_inference(), tensor.is_neg()
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.layout, tensor.stride() if strided else None, marks
 
 
 def site_of(

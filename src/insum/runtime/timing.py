@@ -11,8 +11,9 @@ import torch
 
 #: Takes a call and how often to repeat it; returns the microseconds of one.
 Timer: TypeAlias = Callable[[Callable[[], object], int], float]
-#: One replay holds so many calls that it takes about this long.
-_REPLAY_US = 200.0
+#: One replay holds so many calls that it takes about this long, as long as launching from Python takes: short calls are then many, and what a replay
+#: itself costs does not show.
+_REPLAY_US = 600.0
 _MOST_CALLS = 20
 
 
