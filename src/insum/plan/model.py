@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from insum.lang.expr import Access, variables
+from insum.lang.expr import variables
 from insum.plan.config import Choice, Config, power_of_two
 from insum.plan.plan import Plan
 from insum.plan.roles import Contraction, contiguity
@@ -66,8 +66,6 @@ def first_guess(plan: Plan, extents: Mapping[str, int]) -> Config:
         n = min(64, power_of_two(extent(plan.roles.n, extents)))
         if plan.roles.k:
             k = min(64, power_of_two(extent(plan.roles.k, extents)))
-            # Sums along rows stay inside a warp; sums across rows do so only where one warp has the whole tile.
-            n = min(n, max(1, (4096 if _along_rows(plan) else 512) // k))
             m = max(1, 512 // (n * k)) if plan.roles.m else 1
             return Config(m=m, n=n, k=k, warps=max(1, min(8, m * n * k // 512)), stages=1)  # several such tiles are in registers at once
         if plan.roles.n[0] not in variables(plan.target):
@@ -83,21 +81,17 @@ def first_guess(plan: Plan, extents: Mapping[str, int]) -> Config:
     return _for_sum(plan, extents)
 
 
-def _along_rows(plan: Plan) -> bool:
-    """Whether straight-line code sums along the innermost dimension of its largest factor."""
-    assert plan.pattern is not None
-    reads = [f for f in plan.factors if isinstance(f, Access) and f.indices]
-    return max(reads, key=lambda f: len(variables(f))).indices[-1].var == plan.roles.k[0]
-
-
 def first_choice(plan: Plan, extents: Mapping[str, int], *, longest: int = 0, entries: int = 0) -> Choice:
     """The first guess for every kind of launch: one config, or two for short and long rows of a segmented output."""
     guess = first_guess(plan, extents)
     if not in_rows(plan):
         return (guess,)
+    split = split_length(longest, entries)
     if MANY_LAUNCHES <= entries < TINY_ENTRIES and not plan.roles.loops:
         guess = _for_few_rows(guess)
-    return replace(guess, split=split_length(longest, entries)), long_rows(plan, extents)
+    elif split and entries < FEW_ENTRIES:
+        guess = _for_pieces(plan, guess)
+    return replace(guess, split=split), long_rows(plan, extents)
 
 
 def suited(choice: Choice, architecture: str) -> Choice:
@@ -177,6 +171,11 @@ def _for_few_rows(guess: Config) -> Config:
     """More gathers in flight, for lack of other programs to hide them behind."""
     n = min(guess.n, 64)
     return replace(guess, m=max(1, min(64, guess.m * guess.n // n)), n=n, k=8)
+
+
+def _for_pieces(plan: Plan, guess: Config) -> Config:
+    """Half the rows for half the warps: rows were cut into pieces of even length, and more programs than the device holds balance what is left."""
+    return replace(guess, m=max(1, guess.m // 2), warps=1, k=4 if _BYTES.get(plan.operand, 4) == 2 else guess.k)
 
 
 def long_rows(plan: Plan, extents: Mapping[str, int]) -> Config:

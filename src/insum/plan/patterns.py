@@ -28,8 +28,10 @@ PROMOTE_POINTS = 128
 SUMMED_UP_TO = 256
 #: Patterns with more points than this are long: several kernels, which share neither an output nor the largest factor.
 LONG = 48
-#: A summed variable and a row together of at most so many places are read at once: one warp sums them without a detour.
+#: A summed variable and a row together of at most so many places are read at once in long patterns ...
 AT_ONCE = 1024
+#: ... and in all: a warp reads two of them.
+FEW_AT_ONCE = 256
 
 
 class Patterns(Drafting):
@@ -86,7 +88,7 @@ class Patterns(Drafting):
         """
         rows = next((v for v in summed if v in self.leader_innermost(draft)), "")
         loops = tuple(v for v in summed if v != rows)
-        if not rows and long and len(loops) == 1 and draft.extents[loops[0]] * draft.extents[kept[-1]] <= AT_ONCE:
+        if not rows and len(loops) == 1 and draft.extents[loops[0]] * draft.extents[kept[-1]] <= (AT_ONCE if long else FEW_AT_ONCE):
             return Contraction(kept[:-1][-1:], kept[-1:], loops, (), (), kept[:-2], False)
         if not rows:
             return Contraction(kept[:-1][-1:], kept[-1:], (), loops, (), kept[:-2], False)
