@@ -128,14 +128,14 @@ def test_a_chain_of_steps_adds_in_place() -> None:
     """The offsets of a convolution: the first step makes the result, the others add to it."""
     edges = [graph_of(seed=z) for z in range(3)]
 
-    def convolution(x: Tensor, w: Tensor) -> Tensor:
+    def convolution(x: Tensor, *w: Tensor) -> Tensor:
         out = zeros(x, N, 5)
         for z, (i, o) in enumerate(edges):
             out.index_add_(0, o, x[i] @ w[z])
         return out
 
     run, graphs = compiled(convolution, fullgraph=True)
-    agrees(convolution, run, (leaf(N, F), leaf(3, F, 5)), rtol=1e-4, atol=1e-4)
+    agrees(convolution, run, (leaf(N, F), *[leaf(F, 5) for _ in range(3)]), rtol=1e-4, atol=1e-4)
     assert counts(graphs) == [3, 6]
     in_place = [sum(str(torch.ops.insum.fused_into_.default) in map(str, n.args) for n in g.graph.nodes) for g in graphs]
     assert in_place == [2, 2]

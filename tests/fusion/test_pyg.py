@@ -115,4 +115,4 @@ def test_convolution_over_27_offsets() -> None:
 
     run, graphs = compiled(convolution, fullgraph=True)
     agrees(convolution, run, (leaf(20, 8), leaf(27, 8, 4)), rtol=1e-4, atol=1e-4)
-    assert counts(graphs) == [27, 54]
+    assert counts(graphs) == [1, 2], "all offsets together, forward; and backward for the inputs and for the weights"

@@ -122,7 +122,7 @@ class Reader:
             raise Stop("it is computed before it is gathered, and so once")
         if not self.reaches(node):
             raise Stop("nothing is gathered or grows below it")
-        if points(shape_of(node)) * KEEP_SMALL <= self.beside:
+        if 0 < points(shape_of(node)) * KEEP_SMALL <= self.beside:
             raise Stop("it is small beside what it is multiplied with")
         if node.target in CONTRACTIONS and self.contractions:
             raise Stop("a sum in a sum would be computed anew at every point")

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from insum.compat import functional_call
+from insum.fusion import series
 from insum.fusion.chains import Chain, find
 from insum.fusion.cost import objection
 from insum.fusion.op import Spec
 from insum.fusion.origin import origin_of
 from insum.fusion.report import Fused, Left, Report, add
+from insum.fusion.series import Series
 from insum.fusion.shapes import same, shape_of, value_of
 from insum.lang.bind import Size
 from insum.lang.expr import accesses
 
 aten = torch.ops.aten
 FUSED, INTO, IN_PLACE = torch.ops.insum.fused.default, torch.ops.insum.fused_into.default, torch.ops.insum.fused_into_.default
+SERIES = torch.ops.insum.fused_series.default
 #: Operations whose result lies in memory of its own whatever comes after.
 _OWN = (aten.mm.default, aten.bmm.default, aten.addmm.default)
 
@@ -31,14 +35,22 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
     """
     chains = find(graph, lambda chain: objection(chain, wish, captured))
     backward = _backward(graph)
-    fused = []
-    for chain in chains.found:
-        fused.append(_told(chain, chain.root in backward))
+    together = [] if captured else series.find(graph, chains.found)
+    joined = {piece.chain.root: one for one in together for piece in one.pieces}
+    fused = [_told(chain, chain.root in backward) for chain in chains.found if chain.root not in joined]
+    fused += [_told_together(one, one.top in backward) for one in together]
     left = tuple(Left(node.name, why, node in backward) for node, why in chains.left)
     replaced: dict[Node, Node] = {}
+    waiting = {one.top: len(one.pieces) for one in together}
     for chain in chains.found:
-        replaced[chain.root] = _replace(graph, chain.after(replaced), captured)
-    _sweep(graph, chains.found)
+        if chain.root not in joined:
+            replaced[chain.root] = _replace(graph, chain.after(replaced), captured)
+            continue
+        one = joined[chain.root]
+        waiting[one.top] -= 1
+        if not waiting[one.top]:  # all that it reads is there
+            replaced[one.top] = _replace_together(graph, one.after(replaced))
+    _sweep(graph, chains.found, [node for one in together for node in (one.top, *one.between)])
     if chains.found:
         _add_in_place(graph)
     graph.lint()
@@ -52,6 +64,13 @@ def _told(chain: Chain, backward: bool) -> Fused:
     nodes = tuple(n.name for n in reversed(chain.inlined))
     text = str(chain.statement).replace(" = ", " += ", 1) if chain.initial is not None else str(chain.statement)
     return Fused(text, chain.root.name, nodes, backward, chain.saved, chain.notes)
+
+
+def _told_together(one: Series, backward: bool) -> Fused:
+    chains = [piece.chain for piece in one.pieces]
+    nodes = tuple(dict.fromkeys(n.name for chain in chains for n in reversed(chain.inlined)))
+    note = f"{len(chains)} chains of one form, in one statement"
+    return Fused(one.pieces[0].form.template, one.top.name, nodes, backward, sum(chain.saved for chain in chains), (note, *chains[0].notes))
 
 
 def _backward(graph: Graph) -> set[Node]:
@@ -79,6 +98,24 @@ def _replace(graph: Graph, chain: Chain, captured: bool) -> Node:
     for node in _between(new, root):
         node.meta = {**{k: v for k, v in root.meta.items() if k not in _OWN_META}, **node.meta}
     root.replace_all_uses_with(new)
+    return new
+
+
+def _replace_together(graph: Graph, one: Series) -> Node:
+    """A series by one op, right before its last chain; what is added besides is added where it was."""
+    joined, tensors = one.joined()
+    value = one.top.meta["val"]
+    last = one.last.root
+    with graph.inserting_before(last):
+        sizes = [_size(graph, one.last, one.shaped, dim) for dim in range(value.dim())]
+        new = _made(graph, SERIES, (one.initial, str(joined), tensors, sizes), value)
+    for node in _between(new, last):
+        node.meta = {**{k: v for k, v in last.meta.items() if k not in _OWN_META}, **node.meta}
+    with graph.inserting_before(one.top):
+        for other in one.rest:
+            new = _made(graph, aten.add.Tensor, (new, other), value)
+            new.meta = {**one.top.meta, **new.meta}
+    one.top.replace_all_uses_with(new)
     return new
 
 
@@ -159,7 +196,7 @@ def _can_take(node: Any) -> bool:
     if not isinstance(node, Node) or node.op != "call_function" or len(node.users) != 1:
         return False
     inner = node.args[0] if node.target is operator.getitem else None
-    return node.target in (FUSED, INTO, *_OWN) or isinstance(inner, Node) and IN_PLACE in inner.args
+    return node.target in (FUSED, INTO, SERIES, *_OWN) or isinstance(inner, Node) and IN_PLACE in inner.args
 
 
 def _alike(*nodes: Node) -> bool:
@@ -221,12 +258,13 @@ def _owner(chain: Chain, size: Size) -> tuple[Node, int] | None:
 
 
 def _is_ours(node: Node) -> bool:
-    return node.target in (FUSED, INTO) or IN_PLACE in node.args
+    return node.target in (FUSED, INTO, SERIES) or IN_PLACE in node.args
 
 
-def _sweep(graph: Graph, chains: tuple[Chain, ...]) -> None:
+def _sweep(graph: Graph, chains: tuple[Chain, ...], more: Sequence[Node]) -> None:
     """Remove what nobody reads any more: the chains, and what only they read."""
     todo = [n for chain in chains for n in (chain.root, *chain.inlined, *chain.leaves, *([chain.zeros] if chain.zeros else []))]
+    todo += [n for node in more for n in (node, *node.all_input_nodes)]
     erased: set[Node] = set()
     order = {node: k for k, node in enumerate(graph.nodes)}
     for node in sorted(dict.fromkeys(todo), key=lambda n: -order[n]):

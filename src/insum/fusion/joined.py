@@ -1,0 +1,257 @@
+"""The op that a series of chains becomes, ``insum::fused_series``: their index tensors as one, made once and kept while those live unchanged.
+
+Where the rows that each chain writes (or reads) are unique, they become a table, a row of the table for each chain: no two points meet, and a kernel
+can order what it reads. Where they are not, or hardly any are there, the points of each chain are put into groups of equal size.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from insum.compat import PLAIN, assert_async
+from insum.fusion.indices import Selects, looks_are_free, owner, part, select, wrapped
+from insum.lang.expr import Access, Affine, Expr, Statement, accesses, index_of, rewrite
+from insum.lang.parser import parse
+from insum.plan.facts import facts_of, pass_by, version_of
+from insum.request import Request, prepare
+from insum.settings import settings
+
+#: Variables of a template: the points of a chain, and the number of the chain. In the statements it becomes, a row, or a group and a place in it.
+POINT, PIECE, ROW, GROUP, SLOT = "point", "piece", "row", "group", "slot"
+#: Points of one group, and how many times as many places as points a table may have.
+GROUP_SIZE, SPARSEST = 64, 8
+#: Calls in a row with other index tensors after which they are no longer looked at closely.
+PATIENCE = 2
+Part: TypeAlias = tuple[int, Selects]
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """All of an op that is not a tensor or a size. As text, one line without quotes, it is the op's first argument."""
+
+    template: str
+    values: tuple[str, ...]
+    parts: tuple[tuple[Part, ...], ...]
+    """For each index tensor and each chain: which of the tensors that are passed, and which part of it."""
+    wraps: frozenset[int]
+    """Index tensors in which a negative value counts from the end."""
+
+    def __str__(self) -> str:
+        parts = ";".join(",".join(":".join([str(place), *(f"{d}.{p}" for d, p in selects)]) for place, selects in one) for one in self.parts)
+        return "|".join([self.template, ",".join(self.values), parts, ",".join(map(str, sorted(self.wraps)))])
+
+
+@functools.lru_cache(maxsize=1024)
+def joined_of(text: str) -> Joined:
+    """The reverse of ``str(joined)``."""
+    template, values, parts, wraps = text.split("|")
+    numbers = frozenset(map(int, wraps.split(","))) if wraps else frozenset()
+    return Joined(template, tuple(values.split(",")), tuple(_parts(one) for one in parts.split(";")), numbers)
+
+
+def _parts(text: str) -> tuple[Part, ...]:
+    found = []
+    for one in text.split(","):
+        place, *selects = one.split(":")
+        found.append((int(place), tuple((int(d), int(p)) for d, _, p in (s.partition(".") for s in selects))))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def _template(text: str) -> Statement:
+    return parse(text)
+
+
+# --- the statement ---------------------------------------------------------------------------------------------------------------
+
+
+def as_table(template: Statement, rows: str) -> Statement:
+    """Points are rows of a table, named by the index tensor ``rows``: ``out[n0[point],m] = X[n1[point],c]`` is ``out[row,m] = X[n1[piece,row],c]``."""
+
+    def index(old: Affine) -> Affine:
+        atom = old.atom
+        if not isinstance(atom, Access):
+            return old
+        return index_of(ROW) if atom.tensor == rows else Affine(((1, Access(atom.tensor, (index_of(PIECE), index_of(ROW)))),))
+
+    return _indexed(template, index)
+
+
+def as_groups(template: Statement) -> Statement:
+    """Points are places in groups, each of one chain: ``W[piece,c]`` is ``W[pieces[group],c]``."""
+
+    def index(old: Affine) -> Affine:
+        atom = old.atom
+        if isinstance(atom, Access):
+            return Affine(((1, Access(atom.tensor, (index_of(GROUP), index_of(SLOT)))),))
+        return Affine(((1, Access("pieces", (index_of(GROUP),))),)) if old.var == PIECE else old
+
+    return _indexed(template, index)
+
+
+def _indexed(template: Statement, index: Callable[[Affine], Affine]) -> Statement:
+    def change(access: Access) -> Expr:
+        return Access(access.tensor, tuple(index(i) for i in access.indices))
+
+    target = change(template.target)
+    assert isinstance(target, Access)
+    return Statement(target, template.operator, rewrite(template.value, change))
+
+
+def limits(template: Statement, shapes: Mapping[str, Sequence[int]]) -> dict[str, set[int]]:
+    """The sizes of the dimensions that each index tensor indexes."""
+    found: dict[str, set[int]] = {}
+    for access in (template.target, *accesses(template.value, nested=False)):
+        for dim, index in enumerate(access.indices):
+            if isinstance(index.atom, Access):
+                found.setdefault(index.atom.tensor, set()).add(int(shapes[access.tensor][dim]))
+    return found
+
+
+# --- index tensors ---------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Made:
+    """One statement for all chains, and the index tensors that it reads."""
+
+    statement: str
+    indices: dict[str, Tensor]
+
+    @property
+    def padded(self) -> tuple[str, ...]:
+        return tuple(name for name in self.indices if name != "pieces")
+
+
+#: By op and index tensors: those, with their versions and addresses, and what was made of them.
+_made: dict[tuple[Any, ...], tuple[tuple[weakref.ref[Tensor], ...], tuple[Any, ...], Made]] = {}
+#: Calls of an op in a row for which something had to be made.
+_strangers: dict[str, int] = {}
+_MOST = 256
+
+
+def made_for(text: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Made:
+    joined = joined_of(text)
+    if any(type(t) not in PLAIN for t in tensors):
+        return _make(joined, tensors, sizes, select, closely=False)
+    count = len(joined.values)
+    bases = tuple(owner(t) for t in tensors[count:])
+    if looks_are_free(tensors[0]):  # and may change behind our back, through NumPy for one
+        return _make(joined, (*tensors[:count], *bases), sizes, lambda base, selects: select(base.data, selects), closely=True)
+    key = (text, tuple(sizes), *map(id, bases))
+    state = tuple((version_of(b), b.data_ptr()) for b in bases)
+    entry = _made.get(key)
+    if entry is not None and entry[1] == state and all(ref() is base for ref, base in zip(entry[0], bases)):
+        _strangers[text] = 0
+        return entry[2]
+    seen = _strangers[text] = _strangers.get(text, 0) + 1
+    hurried = torch.cuda.is_current_stream_capturing()
+    found = _make(joined, (*tensors[:count], *bases), sizes, part, closely=not hurried and seen <= PATIENCE + 1)
+    if hurried or any(v < 0 for v, _ in state):
+        return found
+    if len(_made) >= _MOST:
+        _made.clear()
+    _made[key] = (tuple(weakref.ref(b, lambda _: _made.pop(key, None)) for b in bases), state, found)
+    return found
+
+
+def _make(joined: Joined, tensors: Sequence[Tensor], sizes: Sequence[int], taken: Callable[[Tensor, Selects], Tensor], *, closely: bool) -> Made:
+    template = _template(joined.template)
+    shapes = {**dict(zip(joined.values, (t.shape for t in tensors))), template.target.tensor: tuple(sizes)}
+    most = limits(template, shapes)
+    parts = {f"n{k}": [taken(tensors[place], selects) for place, selects in one] for k, one in enumerate(joined.parts)}
+    for k in joined.wraps:
+        limit = min(most[f"n{k}"])
+        parts[f"n{k}"] = [wrapped(p, limit) if closely else torch.remainder(p, limit) for p in parts[f"n{k}"]]
+    rows = _rows(template, parts, most) if closely else None
+    if rows is not None:
+        return _table(template, parts, rows, min(most[rows]))
+    made = _groups(template, parts)
+    if not closely:
+        for name in made.padded:
+            _let_pass(name, made.indices[name], min(most[name]))
+    return made
+
+
+def _rows(template: Statement, parts: Mapping[str, list[Tensor]], most: Mapping[str, set[int]]) -> str | None:
+    """The index tensor whose values can number the rows of a table: no value comes twice in a chain, and most of them come."""
+    points, count = sum(map(len, next(iter(parts.values())))), len(next(iter(parts.values())))
+    scattered = [i.atom.tensor for i in template.target.indices if isinstance(i.atom, Access)]
+    for name in dict.fromkeys((*scattered, *parts)):
+        limit = min(most[name])
+        if len(parts) < 2 or len(most[name]) > 1 or scattered and name not in scattered or count * limit > SPARSEST * points:
+            continue
+        facts = [facts_of(p) for p in parts[name]]
+        if all(f.unique and f.low >= 0 and f.high < limit for f, p in zip(facts, parts[name]) if p.numel()):
+            return name
+    return None
+
+
+def _table(template: Statement, parts: Mapping[str, list[Tensor]], rows: str, count: int) -> Made:
+    found: dict[str, Tensor] = {}
+    for name, own in parts.items():
+        if name != rows:
+            table = found[name] = torch.full((len(own), count), -1, dtype=torch.int32, device=own[0].device)
+            for k, (at, values) in enumerate(zip(parts[rows], own)):
+                table[k, at.long()] = values.int()
+    return Made(str(as_table(template, rows)), found)
+
+
+def _groups(template: Statement, parts: Mapping[str, list[Tensor]]) -> Made:
+    own = next(iter(parts.values()))
+    counts = [math.ceil(p.numel() / GROUP_SIZE) for p in own]
+    found: dict[str, Tensor] = {}
+    for name, every in parts.items():
+        flat = found[name] = torch.full((sum(counts) * GROUP_SIZE,), -1, dtype=torch.int64, device=own[0].device)
+        start = 0
+        for piece, count in zip(every, counts):
+            flat[start : start + piece.numel()] = piece
+            start += count * GROUP_SIZE
+        found[name] = flat.view(-1, GROUP_SIZE)
+    pieces, start = torch.empty(sum(counts), dtype=torch.int64, device=own[0].device), 0
+    for k, count in enumerate(counts):
+        pieces[start : start + count] = k
+        start += count
+    found["pieces"] = pieces
+    return Made(str(as_groups(template)), found)
+
+
+def _let_pass(name: str, tensor: Tensor, limit: int) -> None:
+    """Checked on the device, which is not waited for; nothing else is known of it."""
+    if not looks_are_free(tensor):
+        if settings.check != "never" and tensor.numel():
+            low, high = torch.aminmax(tensor)
+            assert_async((low >= -1) & (high < limit), f"insum: an index of {name} is out of range")
+        pass_by(tensor, limit - 1)
+
+
+# --- the op ----------------------------------------------------------------------------------------------------------------------
+
+
+def _fused_series(initial: Tensor | None, spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
+    joined = joined_of(spec)
+    made = made_for(spec, tensors, sizes)
+    values = {**dict(zip(joined.values, tensors)), **made.indices}
+    request = Request(made.statement if initial is None else made.statement.replace(" = ", " += ", 1), (("out", tuple(sizes)),), made.padded)
+    prepared = prepare(request, values, initial)
+    prepared.verify(values)
+    return prepared.run("new" if initial is None else "from", values, initial)
+
+
+def _fused_series_fake(initial: Tensor | None, spec: str, tensors: list[Tensor], sizes: list[Any]) -> Tensor:
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors[: len(joined_of(spec).values)]))
+    return tensors[0].new_empty(sizes, dtype=dtype if initial is None else initial.dtype)
+
+
+_library = torch.library.Library("insum", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("fused_series(Tensor? initial, str spec, Tensor[] tensors, SymInt[] sizes) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+_library.impl("fused_series", _fused_series, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("insum::fused_series", _fused_series_fake, lib=_library)
