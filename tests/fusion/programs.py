@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.testing import assert_close
 
-OURS = (torch.ops.insum.fused, torch.ops.insum.fused_into, torch.ops.insum.fused_into_, torch.ops.insum.fused_series)
+OURS = tuple(getattr(torch.ops.insum, name) for name in ("fused", "fused_into", "fused_into_", "fused_series", "fused_extremum"))
 
 N, E, F = 10, 30, 8
 

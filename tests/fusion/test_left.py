@@ -34,10 +34,10 @@ LEFT: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], str]] =
         lambda: (torch.randn(N, F),),
         "it reduces by mean",
     ),
-    "amax": (
-        lambda x: x.new_zeros(N, F).scatter_reduce(0, dst[:, None].expand(E, F), x[src], "amax", include_self=False),
+    "amax by columns": (
+        lambda x: x.new_zeros(N, F).scatter_reduce(0, (dst[:, None] + torch.arange(F)) % N, x[src], "amax", include_self=False),
         lambda: (torch.randn(N, F),),
-        "it reduces by amax",
+        "it has an index for each column",
     ),
     "sum without what is there": (
         lambda x: x.scatter_reduce(0, dst[:, None].expand(E, F), x[src], "sum", include_self=False),

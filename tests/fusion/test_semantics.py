@@ -264,3 +264,34 @@ def test_rows_after_an_exchange_of_data() -> None:
     assert torch.equal(part(edges, ((0, 1),)), edges[1])
     edges.data = graph_of(seed=5)
     assert torch.equal(part(edges, ((0, 1),)), edges[1])
+
+
+@pytest.mark.parametrize("include_self", [True, False])
+@pytest.mark.parametrize("reduction", ["amax", "amin"])
+def test_largest_and_smallest_values(reduction: str, include_self: bool) -> None:
+    """Rows that nothing is scattered to keep what is there; NaN is the largest of all, and the smallest; minus infinity is a value."""
+    at = torch.tensor([0, 0, 2, 3, 3, 3])
+
+    def program(base: Tensor, x: Tensor) -> Tensor:
+        return base.scatter_reduce(0, at[:, None].expand(6, F), x, reduction, include_self=include_self)
+
+    run, graphs = compiled(program, fullgraph=True)
+    base, x = torch.randn(5, F), torch.randn(6, F)
+    x[1, 2], x[2, 1], x[2, 3] = float("nan"), -float("inf"), float("inf")
+    torch.testing.assert_close(run(base, x), program(base, x), equal_nan=True)
+    assert counts(graphs) == [1]
+    run, graphs = compiled(program, fullgraph=True)
+    agrees(program, run, (leaf(5, F), leaf(6, F)))
+    assert counts(graphs)[0] == 1
+
+
+def test_largest_values_of_a_column() -> None:
+    """Dimensions of size 1 come back."""
+    at = torch.tensor([0, 0, 2, 3, 3, 3])
+
+    def program(x: Tensor) -> Tensor:
+        return x.new_zeros(5, 1).scatter_reduce(0, at[:, None], x, "amax", include_self=False)
+
+    run, graphs = compiled(program, fullgraph=True)
+    agrees(program, run, (leaf(6, 1),))
+    assert counts(graphs)[0] == 1

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import insum.fusion
 from insum.fusion import joined
+
 from .programs import agrees, compiled, counts, graph_of, leaf
 
 N, PIECES = 20, 5

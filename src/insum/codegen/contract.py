@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from insum.codegen.frame import AFTER
+from insum.codegen.functions import reduced
 from insum.codegen.reads import Reads, distinct
 from insum.codegen.values import Eager, Val, combine, union
 from insum.lang.expr import Access
@@ -14,7 +15,7 @@ IDENTITY: dict[str, Callable[[str], str]] = {
     "max": lambda dtype: 'float("-inf")' if "float" in dtype else "-9223372036854775808" if dtype == "int64" else "-2147483648",
     "min": lambda dtype: 'float("inf")' if "float" in dtype else "9223372036854775807" if dtype == "int64" else "2147483647",
 }
-MERGE = {"sum": "{0} + {1}", "max": "tl.maximum({0}, {1})", "min": "tl.minimum({0}, {1})"}
+MERGE = {"sum": "{0} + {1}", "max": "insum_max({0}, {1})", "min": "insum_min({0}, {1})"}
 
 
 class Contract(Reads):
@@ -76,10 +77,10 @@ class Contract(Reads):
         text = value.over(over)
         if in_loop and "K" in axes:
             step = value if "K" in value.axes else self.full(value, axes)
-            text = f"tl.{plan.reduce}({step.over(axes)}, axis={axes.index('K')})"
+            text = reduced(plan.reduce, step.over(axes), axes.index("K"))
         self.line(2, f"acc = {MERGE[plan.reduce].format('acc', text)}", over)
         if not in_loop:
-            self.line(AFTER, f"acc = tl.{plan.reduce}(acc, axis={axes.index('K')})", kept)
+            self.line(AFTER, f"acc = {reduced(plan.reduce, 'acc', axes.index('K'))}", kept)
         return Val("acc", kept, AFTER)
 
     def start_accumulator(self, over: tuple[str, ...]) -> None:

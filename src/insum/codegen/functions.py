@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
-#: Helpers that a kernel needs when it uses their name; Triton has no tanh of its own.
+#: Helpers that a kernel needs when it uses their name; Triton has no tanh of its own, and its maximum of a number and NaN is the number.
 PRELUDE = {
+    "insum_max": """@triton.jit
+def insum_max(a, b):
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+""",
+    "insum_min": """@triton.jit
+def insum_min(a, b):
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+""",
     "insum_tanh(": '''@triton.jit
 def insum_tanh(x):
     """exp(-2|x|) never overflows; near zero a series keeps the relative accuracy."""
@@ -19,6 +31,11 @@ def insum_tanh(x):
 }
 
 
+def reduced(reduce: str, value: str, axis: int) -> str:
+    """All of one axis, as torch reduces it: what meets NaN is NaN."""
+    return f"tl.sum({value}, axis={axis})" if reduce == "sum" else f"tl.reduce({value}, {axis}, insum_{reduce})"
+
+
 def call(function: str, args: list[str], dtype: str) -> str:
     x = args[0]
     match function:
@@ -27,7 +44,7 @@ def call(function: str, args: list[str], dtype: str) -> str:
         case "sigmoid":
             return f"tl.sigmoid({x})"
         case "relu":
-            return f"tl.maximum({x}, 0)"
+            return f"tl.maximum({x}, 0, propagate_nan=tl.PropagateNan.ALL)"
         case "tanh":
             return f"insum_tanh({x})"
         case "reciprocal":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from insum.codegen.contract import MERGE, Contract
 from insum.codegen.frame import AFTER, OUTPUT, REGISTERS
+from insum.codegen.functions import reduced
 from insum.codegen.reads import distinct
 from insum.codegen.values import Val, combine, union
 from insum.lang.expr import Access, Affine, Var, accesses, variables
@@ -40,7 +41,7 @@ class Output(Contract):
         for axis in ("M", "N"):
             if axis in value.axes and self.summed_axis(axis):
                 axes = tuple(a for a in value.axes if a != axis)
-                value = self.define("sum", Val(f"tl.{self.plan.reduce}({value.text}, axis={value.axes.index(axis)})", axes, AFTER))
+                value = self.define("sum", Val(reduced(self.plan.reduce, value.text, value.axes.index(axis)), axes, AFTER))
         return value
 
     def finish_onehot(self, value: Val) -> None:

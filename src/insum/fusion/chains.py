@@ -35,6 +35,7 @@ class Chain:
     gathers: tuple[Node, ...]
     notes: tuple[str, ...]
     dims: tuple[int | None, ...]  # of the root, one for each of the statement's result; None where it has several for one
+    own: bool = True  # whether what is there already counts: rows that nothing is scattered to keep it in any case
 
     @property
     def leaves(self) -> tuple[Node, ...]:
@@ -150,12 +151,14 @@ def _contraction(node: Node, kept: frozenset[Node], reaches: Callable[[Node], bo
     return _chain(node, reader, at, factors, None)
 
 
-def _scattered(node: Node, base: Node, message: Node, at: Callable[[Reader], tuple[Indices, Indices]], kept: frozenset[Node], reaches: Any) -> Chain:
+def _scattered(
+    node: Node, base: Node, message: Node, at: Callable[[Reader], tuple[Indices, Indices]], kept: frozenset[Node], reaches: Any, operator: str = "="
+) -> Chain:
     """A scatter of ``message`` into ``base``; ``at`` gives the indices of both."""
     reader = Reader(kept, reaches)
     target, source = at(reader)
     reader.inline(node)
-    return _chain(node, reader, target, reader.value(message, source), base)
+    return _chain(node, reader, target, reader.value(message, source), base, operator)
 
 
 def _index_put(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
@@ -252,12 +255,7 @@ def _scatter_add(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
     if not isinstance(message, Node):
         raise Stop("it adds a number")
     assert isinstance(base, Node) and isinstance(index, Node)
-    if node.target is aten.scatter_reduce.two:
-        reduction = node.args[4]
-        if reduction != "sum":
-            raise Stop(f"it reduces by {reduction}, and rows without entries keep their value")
-        if node.kwargs.get("include_self", True) is not True:
-            raise Stop("it leaves out what is there")
+    operator, own = _reduction(node)
     d = int(dim) % len(shape_of(base)) if shape_of(base) else 0  # type: ignore[arg-type]
     sizes = zip(shape_of(base), shape_of(index), shape_of(message), strict=True)
     if not all(same(i, m) and (k == d or same(b, i)) for k, (b, i, m) in enumerate(sizes)):
@@ -266,9 +264,25 @@ def _scatter_add(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
     def at(reader: Reader) -> tuple[Indices, Indices]:
         source = reader.variables(message)
         place = reader.index(index, source, shape_of(base)[d], wraps=False)
+        if operator != "=" and (not isinstance(place.atom, Access) or len(place.atom.indices) != 1):
+            raise Stop("it has an index for each column, and rows that nothing is scattered to are not found out column by column")
         return (*source[:d], place, *source[d + 1 :]), source
 
-    return _scattered(node, base, message, at, kept, reaches)
+    return replace(_scattered(node, base, message, at, kept, reaches, operator), own=own)
+
+
+def _reduction(node: Node) -> tuple[str, bool]:
+    """How a scatter reduces, and whether what is there already counts."""
+    if node.target is not aten.scatter_reduce.two:
+        return "=", True
+    reduction, own = node.args[4], node.kwargs.get("include_self", True) is True
+    if reduction in ("amax", "amin"):
+        return {"amax": "max=", "amin": "min="}[str(reduction)], own
+    if reduction != "sum":
+        raise Stop(f"it reduces by {reduction}")
+    if not own:
+        raise Stop("it leaves out what is there")
+    return "=", True
 
 
 def _biased(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
@@ -289,8 +303,9 @@ ROOTS: dict[Any, Callable[..., Chain]] = {**SCATTERS, **dict.fromkeys(CONTRACTIO
 # --- the statement ---------------------------------------------------------------------------------------------------------------
 
 
-def _chain(root: Node, reader: Reader, target: Indices, factors: list[Expr], base: Node | None) -> Chain:
-    if not reader.gathers and not (base is not None and reader.grown):
+def _chain(root: Node, reader: Reader, target: Indices, factors: list[Expr], base: Node | None, operator: str = "=") -> Chain:
+    # Inductor has no kernel for a largest or smallest value: such a scatter is worth it by itself.
+    if operator == "=" and not reader.gathers and not (base is not None and reader.grown):
         what = "nothing is gathered into it" + (", and no product in it grows" if base is not None else "")
         raise Stop(what + "".join(f"; {note}" for note in reader.notes[:1]))
     # Dimensions of size 1 have no variable, and split ones several: the result is brought into shape when it is there.
@@ -299,9 +314,9 @@ def _chain(root: Node, reader: Reader, target: Indices, factors: list[Expr], bas
     change = reader.unsplit()
     whole = substitute(Access("out", tuple(i for _, i in places)), change)
     assert isinstance(whole, Access)
-    statement = Statement(whole, "=", product([substitute(f, change) for f in factors]))
+    statement = Statement(whole, operator, product([substitute(f, change) for f in factors]))
     _check(root, reader)
-    zero = base is not None and is_zero(base)
+    zero = base is not None and operator == "=" and is_zero(base)
     reads = set(tensors_of(statement))
     return Chain(
         root,

@@ -1,4 +1,5 @@
-"""The ops that fused chains become: ``insum::fused`` and, into a tensor that is there, ``insum::fused_into`` and ``insum::fused_into_``.
+"""The ops that fused chains become: ``insum::fused``, into a tensor that is there ``insum::fused_into`` and ``insum::fused_into_``, and for largest
+and smallest values ``insum::fused_extremum``.
 
 They mean what ``insum::contract`` means, and take index tensors the way compiled graphs have them: as rows of a larger tensor, with
 negative values that count from the end, and made anew at each call. They stand in graphs that hold their own backward; they have no gradient.
@@ -17,6 +18,8 @@ from torch import Tensor
 from insum.compat import PLAIN
 from insum.fusion import ways
 from insum.fusion.indices import Selects, is_passing, looks_are_free, owner, part, recalled, seen_once, select, wrapped
+from insum.lang.expr import Access
+from insum.lang.parser import parse
 from insum.ops import decode
 from insum.plan.facts import known, pass_by
 from insum.request import Request, prepare
@@ -186,6 +189,48 @@ def _fused_into_(target: Tensor, spec: str, tensors: list[Tensor], sizes: list[i
     _run("into", target, spec, tensors, sizes)
 
 
+def _fused_extremum(base: Tensor, spec: str, tensors: list[Tensor], sizes: list[int], include_self: bool) -> Tensor:
+    shape = base.shape
+    flat = base.reshape(sizes[: _rank(spec)])  # the statement has no dimensions of size 1
+    if include_self:
+        return _run("from", flat, spec, tensors, sizes).reshape(shape)
+    found = _run("new", None, spec, tensors, sizes)
+    present = _present(spec, tensors, tuple(sizes))
+    return (found if present is None else torch.where(present, found, flat)).reshape(shape)
+
+
+@functools.lru_cache(maxsize=4096)
+def _rank(text: str) -> int:
+    return len(parse(spec_of(text).statement).target.indices)
+
+
+def _present(text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor | None:
+    """Rows that something is scattered to, as a mask over the result; None where these are all."""
+    spec = spec_of(text)
+    target = parse(spec.statement).target
+    dim, index = next((d, i.atom) for d, i in enumerate(target.indices) if isinstance(i.atom, Access))
+    tensor = _values(spec, tensors, sizes)[0][index.tensor]
+    rows, facts = int(sizes[dim]), known(tensor) if type(tensor) in PLAIN else None
+    mask: Tensor | None
+    if facts is None or facts.passing or looks_are_free(tensor):
+        mask = _mask(tensor, rows)
+    elif ("present", rows) in facts.derived:
+        mask = facts.derived["present", rows]
+    else:
+        mask = found = _mask(tensor, rows)
+        if not torch.cuda.is_current_stream_capturing():
+            mask = facts.derived["present", rows] = None if bool(found.all()) else found
+    return None if mask is None else mask.view([rows if d == dim else 1 for d in range(len(target.indices))])
+
+
+def _mask(tensor: Tensor, rows: int) -> Tensor:
+    return torch.zeros(rows, dtype=torch.bool, device=tensor.device).index_fill(0, tensor.reshape(-1).long(), True)
+
+
+def _fused_extremum_fake(base: Tensor, spec: str, tensors: list[Tensor], sizes: list[Any], include_self: bool) -> Tensor:
+    return torch.empty(base.shape, dtype=base.dtype, device=base.device)
+
+
 def _fused_fake(spec: str, tensors: list[Tensor], sizes: list[Any]) -> Tensor:
     read = spec_of(spec)
     problem = _request(read, sizes).bind(_values(read, tensors, ())[0])
@@ -213,4 +258,5 @@ def _define(schema: str, kernel: Any, fake: Any) -> None:
 
 _define(f"fused({_ARGUMENTS}) -> Tensor", _fused, _fused_fake)
 _define(f"fused_into(Tensor initial, {_ARGUMENTS}) -> Tensor", _fused_into, _fused_into_fake)
+_define(f"fused_extremum(Tensor base, {_ARGUMENTS}, bool include_self) -> Tensor", _fused_extremum, _fused_extremum_fake)
 _define(f"fused_into_(Tensor(a!) target, {_ARGUMENTS}) -> ()", _fused_into_, _fused_into_fake_)

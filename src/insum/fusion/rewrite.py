@@ -23,7 +23,7 @@ from insum.lang.expr import accesses
 
 aten = torch.ops.aten
 FUSED, INTO, IN_PLACE = torch.ops.insum.fused.default, torch.ops.insum.fused_into.default, torch.ops.insum.fused_into_.default
-SERIES = torch.ops.insum.fused_series.default
+SERIES, EXTREMUM = torch.ops.insum.fused_series.default, torch.ops.insum.fused_extremum.default
 #: Operations whose result lies in memory of its own whatever comes after.
 _OWN = (aten.mm.default, aten.bmm.default, aten.addmm.default)
 
@@ -86,7 +86,9 @@ def _replace(graph: Graph, chain: Chain, captured: bool) -> Node:
     root = chain.root
     with graph.inserting_before(root):
         shaped = chain.dims == tuple(range(len(shape_of(root))))
-        if chain.initial is not None and shaped:
+        if chain.statement.operator != "=":
+            new = _extremum(graph, chain, captured)
+        elif chain.initial is not None and shaped:
             new = _into(graph, chain.initial, _arguments(graph, chain, captured), root.meta["val"])
         else:
             new = _call(graph, chain, captured)
@@ -130,6 +132,12 @@ def _between(new: Node, root: Node) -> list[Node]:
         made.append(node)
         node = node.prev
     return made if new in made else [new]
+
+
+def _extremum(graph: Graph, chain: Chain, captured: bool) -> Node:
+    """A largest or smallest value. The statement has no dimensions of size 1, what is there may have some."""
+    spec, tensors, sizes = _arguments(graph, chain, captured)
+    return _made(graph, EXTREMUM, (chain.initial, spec, tensors, sizes, chain.own), chain.root.meta["val"])
 
 
 def _call(graph: Graph, chain: Chain, captured: bool) -> Node:
@@ -258,7 +266,7 @@ def _owner(chain: Chain, size: Size) -> tuple[Node, int] | None:
 
 
 def _is_ours(node: Node) -> bool:
-    return node.target in (FUSED, INTO, SERIES) or IN_PLACE in node.args
+    return node.target in (FUSED, INTO, SERIES, EXTREMUM) or IN_PLACE in node.args
 
 
 def _sweep(graph: Graph, chains: tuple[Chain, ...], more: Sequence[Node]) -> None:

@@ -181,7 +181,7 @@ def _complete(pieces: Sequence[Piece | None]) -> tuple[Piece, ...] | None:
 
 def _piece(chain: Chain, written: tuple[int, int] | None) -> Piece | None:
     """A chain as a piece: with its own slice of one of the tensors that it reads, or, ``written``, of the result (dimension and place)."""
-    if chain.dims != tuple(range(len(shape_of(chain.root)))) or any(t.base.op != "placeholder" for t in chain.indices):
+    if chain.statement.operator != "=" or chain.dims != tuple(range(len(shape_of(chain.root)))) or any(t.base.op != "placeholder" for t in chain.indices):
         return None
     if not _has_points(chain) or any(re.fullmatch(r"n\d+|pieces", name) for name, _ in chain.tensors):
         return None
