@@ -117,8 +117,11 @@ def programs(arguments: argparse.Namespace, device: str) -> dict[str, Callable[[
 
     def on_graph(name: str, make: Callable[[Any], nn.Module], more: Callable[[int], tuple[Tensor, ...]] = lambda edges: ()) -> Callable[[], Program]:
         def build() -> Program:
+            import torch_geometric
             import torch_geometric.nn as pyg
 
+            # Else RGCNConv counts the edges of each relation in every call, and waits for the result, to choose between two ways of which one is there.
+            torch_geometric.backend.use_segment_matmul = False
             where, nodes, edges = graph(found, arguments.graph, device, small)
             torch.manual_seed(0)
             x = torch.randn(nodes, columns, device=device)

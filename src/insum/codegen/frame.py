@@ -166,8 +166,9 @@ class Frame:
         self.line(0, f"{fast_name} = place // group_size")
 
     def m_count(self) -> str:
-        tiled = self.plan.segment is not None and self.plan.segment.tiled
-        return f"({self.arg('task_last')} - {self.arg('task_first')})" if tiled else self.axis_size(self.plan.roles.m)
+        if self.plan.segment is None or not self.plan.segment.tiled:
+            return self.axis_size(self.plan.roles.m)
+        return " * ".join([f"({self.arg('task_last')} - {self.arg('task_first')})", *(self.size(v) for v in self.plan.roles.m[1:])])
 
     def axis_size(self, axis: tuple[str, ...]) -> str:
         return self.size(axis[0]) if len(axis) == 1 else "(" + " * ".join(self.size(v) for v in axis) + ")"
@@ -199,7 +200,13 @@ class Frame:
         """Several tasks (pieces of rows) in one tile: each has its own start, end and destination."""
         segment = self.plan.segment
         assert segment is not None
-        self.line(0, f"task = {self.arg('task_first')} + m_tile * {self.config.m} + tl.arange(0, {self.config.m})", ("M",))
+        place, beside = f"m_tile * {self.config.m} + tl.arange(0, {self.config.m})", self.plan.roles.m[1:]
+        for var in beside:
+            self.line(0, f"m_flat = {place}", ("M",))
+            self.line(0, f"{var}_i = m_flat % {self.size(var)}", ("M",))
+            self.vars[var] = Val(f"{var}_i", ("M",))
+            place = f"m_flat // {self.size(var)}"
+        self.line(0, f"task = {self.arg('task_first')} + {place}", ("M",))
         self.line(0, f"m_ok = task < {self.arg('task_last')}", ("M",))
         for name in ("start", "end", "row"):
             self.line(0, f"seg_{name} = {self.widened(f'tl.load({self.arg(f_name(name))} + task, mask=m_ok, other=0)')}", ("M",))

@@ -16,7 +16,7 @@ from insum.codegen.emit import AFTER, Emitter, Kernel, Shape
 from insum.codegen.values import Val, combine, union
 from insum.lang.expr import Access, Expr, Number, variables
 from insum.plan.config import Config
-from insum.plan.patterns import LONG
+from insum.plan.model import LONG
 from insum.plan.plan import Plan
 
 #: Factors that a summed variable touches -> (target, other factors) of the points that use them.

@@ -134,7 +134,7 @@ def _run(mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor],
     for name, place, _ in _places(spec)[1]:
         marked = name in spec.passing and place not in steady
         passing |= is_passing(spec, name, values[name], marked)
-        made |= name in spec.passing
+        made |= marked
     key = spec, given, mode, passing
     quick = ways.run(key, values, target) if mode != "from" else None
     if quick is not None:
@@ -142,7 +142,10 @@ def _run(mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor],
     before = dict(values)
     result, program = _run_long(mode, target, spec, given, values, passing, key)
     if program is not None and not passing and not made and all(values[name] is before[name] for name in values):
-        ways.keep_path(text, mode, program, _places(spec)[:2], (tensors, given, target), values)
+        plain, views, origins = _places(spec)
+        sources = {place: found for place, _, found in origins}
+        decisive = dict.fromkeys(k for _, place, _ in views for k in (sources[place] if place in steady else (place,)))
+        ways.keep_path(text, mode, program, plain, tuple(decisive), (tensors, given, target), values)
     return result
 
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from insum.fusion.indices import Limits, Selects, seen_once, shares_memory
+from insum.fusion.indices import Limits, owner, seen_once, shares_memory
 from insum.plan.facts import known, version_of
 from insum.runtime import cache, fused
 from insum.runtime.build import Program
@@ -79,16 +79,18 @@ class Way:
 
 
 class Path:
-    """The same for a call whose index tensors were all looked at and are the same objects now."""
+    """The same for a call whose index tensors were all looked at, and are now the same objects, or computed from the same objects."""
 
-    __slots__ = ("bases", "modes", "parts", "plain", "program", "sizes", "target")
+    __slots__ = ("bases", "kinds", "modes", "names", "parts", "places", "program", "sizes", "target")
 
-    def __init__(self, program: Program, plain: Plain, views: Views, tensors: Sequence[Tensor], sizes: tuple[int, ...], values: Mapping[str, Any]) -> None:
+    def __init__(self, program: Program, plain: Plain, places: Places, tensors: Sequence[Tensor], sizes: tuple[int, ...], values: Mapping[str, Any]) -> None:
         self.program, self.modes, self.sizes = weakref.ref(program), Modes(), list(sizes)
-        places = dict.fromkeys(place for _, place, _ in views)
-        self.bases = tuple((place, weakref.ref(tensors[place]), tensors[place]._version, tensors[place].data_ptr()) for place in places)
-        self.parts = tuple((name, weakref.ref(values[name])) for name, _, _ in views)
-        self.plain = tuple((name, place, t.shape, t.stride(), t.dtype, t.device) for name, place in plain for t in (tensors[place],))
+        owners = tuple((place, owner(tensors[place])) for place in places)
+        self.bases = tuple((place, weakref.ref(one), one._version, one.data_ptr()) for place, one in owners)
+        self.names, self.places = tuple(name for name, _ in plain), tuple(place for _, place in plain)
+        self.parts = tuple((name, weakref.ref(value)) for name, value in values.items() if name not in self.names)
+        # Not by torch's guards for tensors: those look at the dispatcher's state too, which is another within an op from call to call.
+        self.kinds = tuple((t.shape, t.stride(), t.dtype, t.device) for place in self.places for t in (tensors[place],))
         self.target: tuple[Any, ...] | None = None
 
     def __call__(self, tensors: Sequence[Tensor], sizes: Sequence[int], target: Tensor | None) -> Tensor | None:
@@ -97,42 +99,39 @@ class Path:
         if program is None or sizes != self.sizes:
             return None
         for place, reference, version, address in self.bases:
-            tensor = tensors[place]
-            if reference() is not tensor or tensor._version != version or tensor.data_ptr() != address:
+            tensor, first = tensors[place], reference()
+            if first is None or first is not tensor and first is not owner(tensor) or first._version != version or first.data_ptr() != address:
                 return None
         values: dict[str, Any] = {}
         for name, part in self.parts:
             values[name] = found = part()
             if found is None:
                 return None
-        for name, place, shape, stride, dtype, device in self.plain:
-            values[name] = tensor = tensors[place]
+        read = [tensors[place] for place in self.places]
+        for tensor, (shape, stride, dtype, device) in zip(read, self.kinds):
             if tensor.shape != shape or tensor.dtype is not dtype or tensor.stride() != stride or tensor.device != device:
                 return None
         if not self.modes.still():
             return None
-        if target is not None and ((target.shape, target.stride(), target.dtype) != self.target or _meets(target, self.plain, tensors)):
+        values.update(zip(self.names, read))
+        if target is not None and ((target.shape, target.stride(), target.dtype) != self.target or _meets(target, read)):
             return None
         with fused.on_device(program.problem.device):
             return fused.execute(program, values, target)
 
 
-#: Names of the tensors that a statement reads as they are, with their places; and index tensors: name, place, and part of what is there.
+#: Names of the tensors that a statement reads as they are, with their places; and the places of what decides its index tensors.
 Plain: TypeAlias = tuple[tuple[str, int], ...]
-Views: TypeAlias = tuple[tuple[str, int, Selects], ...]
+Places: TypeAlias = tuple[int, ...]
 #: What an op was called with: tensors, sizes, and the tensor that is written to.
 Call: TypeAlias = tuple[Sequence[Tensor], tuple[int, ...], Tensor | None]
 
 
-def _meets(target: Tensor, plain: Sequence[tuple[Any, ...]], tensors: Sequence[Tensor]) -> bool:
+def _meets(target: Tensor, read: Sequence[Tensor]) -> bool:
     """Whether something that is read lies in the memory that is written to; both lie in one piece, as `keep_path` sees to."""
     start = target.data_ptr()
     end = start + target.nbytes
-    for _, place, *_ in plain:
-        at = tensors[place].data_ptr()
-        if at < end and start < at + tensors[place].nbytes:
-            return True
-    return False
+    return any((at := one.data_ptr()) < end and start < at + one.nbytes for one in read)
 
 
 def _serial(value: Tensor) -> int | None:
@@ -173,15 +172,15 @@ def run_path(text: str, mode: str, tensors: Sequence[Tensor], sizes: Sequence[in
     return None
 
 
-def keep_path(text: str, mode: str, program: Program | str, places: tuple[Plain, Views], call: Call, values: Mapping[str, Any]) -> None:
-    """Remember a call that was just made the long way, all of whose index tensors were looked at."""
-    (plain, views), (tensors, sizes, target) = places, call
+def keep_path(text: str, mode: str, program: Program | str, plain: Plain, places: Places, call: Call, values: Mapping[str, Any]) -> None:
+    """Remember a call that was just made the long way, all of whose index tensors were looked at; ``places`` are those of what decides them."""
+    tensors, sizes, target = call
     written = [] if target is None else [target, *(tensors[place] for _, place in plain)]
     if isinstance(program, str) or program.promote or any(tensors[place].is_neg() for _, place in plain):
         return
-    if any(version_of(tensors[place]) < 0 for _, place, _ in views) or not all(t.is_contiguous() for t in written):
+    if any(version_of(tensors[place]) < 0 for place in places) or not all(t.is_contiguous() for t in written):
         return
-    path = Path(program, plain, views, tensors, sizes, values)
+    path = Path(program, plain, places, tensors, sizes, values)
     path.target = None if target is None else (target.shape, target.stride(), target.dtype)
     if len(_paths) >= _MOST_OPS:
         _paths.clear()

@@ -315,6 +315,8 @@ def _tasks(load: Load, split: int) -> list[tuple[float, float]]:
 def _row_part(plan: Plan, extents: Mapping[str, int], config: Config, name: str, tasks: Sequence[tuple[float, float]]) -> Part:
     columns = model.extent(plan.roles.n, extents)
     grid = math.ceil(columns / config.n) * math.prod(extents[v] for v in plan.roles.grid)
+    beside = model.extent(plan.roles.m[1:], extents)
+    tasks = [(length, count * beside) for length, count in tasks]
     rows = sum(count for _, count in tasks)
     programs = math.ceil(rows / config.m) * grid
     # The rows of a tile wait for the longest among them: about a class longer than the mean where several classes meet.

@@ -16,6 +16,9 @@ from insum.plan.plan import Plan
 from insum.plan.roles import Contraction, contiguity
 from insum.plan.schedule import SHORT
 
+#: Patterns with more points than this are long: several kernels, which share neither an output nor the largest factor.
+LONG = 48
+
 #: Entries at which a long row is cut into pieces, and the length up to which rows are left whole.
 SPLIT_AT = 128
 LEAVE_WHOLE = 64
@@ -66,7 +69,9 @@ def first_guess(plan: Plan, extents: Mapping[str, int]) -> Config:
         n = min(64, power_of_two(extent(plan.roles.n, extents)))
         if plan.roles.k:
             k = min(64, power_of_two(extent(plan.roles.k, extents)))
-            m = max(1, 512 // (n * k)) if plan.roles.m else 1
+            pattern = plan.pattern
+            wide = 512 if pattern and len(pattern.points) > LONG else 256  # short patterns leave room for more programs
+            m = max(1, wide // (n * k)) if plan.roles.m else 1
             return Config(m=m, n=n, k=k, warps=max(1, min(8, m * n * k // 512)), stages=1)  # several such tiles are in registers at once
         if plan.roles.n[0] not in variables(plan.target):
             n = power_of_two(extent(plan.roles.n, extents))  # summed at the end, so that one tile holds all of it
@@ -94,11 +99,12 @@ def first_choice(plan: Plan, extents: Mapping[str, int], *, longest: int = 0, en
     return replace(guess, split=split), long_rows(plan, extents)
 
 
-def suited(choice: Choice, architecture: str) -> Choice:
+def suited(plan: Plan, choice: Choice, architecture: str) -> Choice:
     """The first guess is made for Hopper; on NVIDIA's other architectures its largest tiles would spill, and half of them does not."""
     if architecture.startswith(("sm_9", "gfx")):
         return choice
-    return tuple(replace(one, m=one.m // 2) if one.warps == 4 and one.m * one.n >= 128 * 128 else one for one in choice)
+    most = 128 * 64 if plan.precision == "tf32x3" and architecture.startswith("sm_8") else 128 * 128
+    return tuple(replace(one, m=one.m // 2) if one.warps == 4 and one.m * one.n >= most else one for one in choice)
 
 
 def in_rows(plan: Plan) -> bool:
@@ -122,8 +128,8 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
     m, n = min(m_all, cap), min(n_all, cap)
     if n <= 32 and m_all >= 256 and size == 2:
         m = 256
-    if size == 4 and n <= 16:
-        m = min(m_all, 128)
+    if size == 4 and (n <= 16 or plan.onehot < 0 and plan.precision == "tf32x3"):
+        m = min(m_all, 128)  # the parts that a float32 operand is split into are used for more
     m, n = held(plan, extents, m, n)
     k = _k_tile(plan, extents, size)
     warps = 8 if m * n >= 128 * 256 else 4
@@ -163,7 +169,8 @@ def _for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
     """Tiles of several short rows, or of one long piece with many gathers in flight."""
     n = min(256, power_of_two(extent(plan.roles.n, extents))) if plan.roles.n else 1
     if long:
-        return Config(m=1, n=n, k=max(16, min(64, 2048 // n)), warps=1 if n <= 128 else 2, stages=1)
+        m = min(max(1, 64 // n), power_of_two(extent(plan.roles.m[1:], extents)))
+        return Config(m=m, n=n, k=max(16, min(64, 2048 // (m * n))), warps=1 if m * n <= 128 else 2, stages=1)
     return Config(m=max(1, min(64, 512 // n)), n=n, k=2, warps=2, stages=1)
 
 
@@ -195,6 +202,9 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         return Config(m=m, n=n, k=k, warps=max(1, min(4, m * n * k // 1024)), stages=2)
     if plan.roles.k and contiguity(plan.factors, plan.roles.k[-1]) and not any(contiguity(plan.factors, v) for v in plan.roles.n):
         k = min(k, 128)  # the summed variable walks memory in order: read whole rows of it
+        if m * k <= 64 and n >= 32:  # and all that lies beside it
+            n = min(n, 2048 // (m * k))
+            return Config(m=m, n=n, k=k, warps=max(1, m * n * k // 1024), stages=1)
         n = min(n, max(1, 2048 // k))
     n = min(n, 128)
     k = min(k, max(4, 1024 // n)) if plan.roles.k and k < 128 or n > 16 else k

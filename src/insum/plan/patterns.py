@@ -11,6 +11,7 @@ from typing import Any
 from insum.lang.expr import Access, Affine, Expr, Var, rewrite, variables
 from insum.plan.draft import Draft, Drafting, Prepared, index_reads, remembered
 from insum.plan.facts import facts_of
+from insum.plan.model import LONG
 from insum.plan.plan import Pattern
 from insum.plan.rewrite import Scatter
 from insum.plan.roles import Contraction
@@ -26,8 +27,6 @@ UNROLL_POINTS = 512
 PROMOTE_POINTS = 128
 #: One tile holds the whole of a summed variable whose sum is taken at the end.
 SUMMED_UP_TO = 256
-#: Patterns with more points than this are long: several kernels, which share neither an output nor the largest factor.
-LONG = 48
 #: A summed variable and a row together of at most so many places are read at once in long patterns ...
 AT_ONCE = 1024
 #: ... and in all: a warp reads two of them.

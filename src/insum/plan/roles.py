@@ -14,6 +14,8 @@ from insum.lang.expr import Expr, Number, accesses, variables
 
 #: Extents below this are not worth a tile axis of a matrix instruction, whose sides are at least 16.
 SMALLEST_DOT = 8
+#: A variable of at most this extent is put beside the rows of a segmented output.
+BESIDE_UP_TO = 16
 #: An inner variable of at most this extent may be flattened with the loop around it.
 FLATTEN_UP_TO = 64
 
@@ -152,11 +154,20 @@ def _as_sum(roles: Roles) -> Contraction:
         m = ""
     others = [v for v in roles.summed if v != n]
     k = roles.segment or (max(others, key=lambda v: (roles.extents[v], contiguity(roles.factors, v))) if others else "")
-    axes = {m, n, k}
+    m_axis = (*_one(m), *_beside_row(roles, {m, n, k}))
+    axes = {*m_axis, n, k}
     outer = tuple(v for v in roles.absorbed if v not in axes)
     loops = tuple(v for v in roles.summed if v not in axes)
     grid = tuple(v for v in roles.kept if v not in axes)
-    return Contraction(_one(m), _one(n), _one(k), loops, outer, grid, False, post=tuple(range(len(roles.factors))))
+    return Contraction(m_axis, _one(n), _one(k), loops, outer, grid, False, post=tuple(range(len(roles.factors))))
+
+
+def _beside_row(roles: Roles, axes: set[str]) -> tuple[str, ...]:
+    """A short kept variable, such as the heads of an attention, that goes with the rows of a segmented output: its values share the entries' indices."""
+    rest = [v for v in roles.kept if v not in axes]
+    if not roles.row or roles.row not in axes or not rest or not 1 < roles.extents[rest[-1]] <= BESIDE_UP_TO:
+        return ()
+    return (rest[-1],)
 
 
 def _widest_innermost(roles: Roles, kept: Sequence[str]) -> str:

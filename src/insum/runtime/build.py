@@ -175,7 +175,7 @@ def first_choice(prepared: Prepared, wishes: Wishes) -> Choice:
     plan = model.oriented(prepared.plan, prepared.extents, allowed=wishes.settings.swap)
     rows = prepared.segments
     choice = model.first_choice(plan, prepared.extents, longest=rows.longest if rows else 0, entries=rows.entries if rows else 0)
-    return model.suited(choice, wishes.architecture)
+    return model.suited(prepared.plan, choice, wishes.architecture)
 
 
 def _step(problem: Problem, prepared: Prepared, values: Mapping[str, Value], target: Tensor | None, wishes: Wishes, choice: Choice) -> Step:
@@ -288,6 +288,7 @@ class Builder:
 
     def row_programs(self, plan: Plan, config: Config, count: int) -> int:
         grid = math.prod(self.extents[v] for v in plan.roles.grid)
+        count *= model.extent(plan.roles.m[1:], self.extents)
         return math.ceil(count / config.m) * math.ceil(model.extent(plan.roles.n, self.extents) / config.n) * grid
 
     def combine(self, plan: Plan, work: Tasks) -> Launch:
