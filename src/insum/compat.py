@@ -269,6 +269,11 @@ def size_or(size: Any, otherwise: int = 4096) -> int:
         return otherwise
 
 
+def is_hinted(size: Any) -> bool:
+    """Whether a size was known when it was traced: it does not come from data."""
+    return isinstance(size, int) or size_or(size, -1) != -1
+
+
 def assert_async(condition: Tensor, message: str) -> None:
     """Fail on the device, without waiting for it; where this torch cannot, wait."""
     check = getattr(torch, "_assert_async", None)

@@ -158,6 +158,28 @@ def test_what_is_left_to_inductor_where_nothing_is_known(captured: bool, monkeyp
     assert len(insum.fusion.fuse(traced(program, *arguments), "always", captured=captured).fused) == 3
 
 
+@pytest.mark.parametrize("worth", [2**28, 1])
+def test_edges_that_are_counted_at_each_call(worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number is waited for. A few messages are then left to Inductor, many are worth the longer call."""
+    from insum.fusion import cost
+
+    monkeypatch.setattr(cost, "value_of", lambda node: Somewhere())
+    monkeypatch.setattr(cost, "WORTH_A_CALL", worth)
+
+    def program(x: Tensor, edges: Tensor, types: Tensor) -> Tensor:
+        some = edges[:, types == 1]
+        return x.new_zeros(N, F).index_add(0, some[1], x[some[0]])
+
+    arguments = torch.randn(N, F), EDGES, torch.randint(0, 2, (E,))
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run = torch.compile(program, backend="insum", fullgraph=True, options={"insum.rest": "eager"})
+        assert_close(run(*arguments), program(*arguments))
+    report = insum.fusion.report()
+    assert len(report.fused) == (worth == 1)
+    if worth > 1:
+        assert f"about {E * F:,} elements do not make up for a longer call" in report.left[0].why
+
+
 class Somewhere:
     """Of a fake tensor on a GPU, what the decision asks for."""
 

@@ -77,7 +77,7 @@ def test_steps_of_a_convolution() -> None:
     run = fused(convolution, fullgraph=True)
     for _ in range(3):
         close(gradients(run, leaves, *pairs), want)
-    assert len(insum.fusion.report().fused) == 27 * 3
+    assert len(insum.fusion.report().fused) == 3, "forward, and backward for inputs and weights"
 
 
 def test_memory_is_that_of_the_nodes() -> None:
@@ -175,7 +175,7 @@ def test_layers_of_pyg(name: str) -> None:
     leaves = [x.requires_grad_()]
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
         try:
-            run = fused(layer)
+            run = fused(layer, options={"insum.fuse": "always"})
             got = [gradients(run, leaves, edges, *rest) for _ in range(4)]
         except Exception:
             torch._dynamo.reset()

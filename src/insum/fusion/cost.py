@@ -4,14 +4,32 @@ from __future__ import annotations
 
 import torch
 
+from insum.compat import is_hinted
 from insum.fusion.chains import SCATTERS, Chain
-from insum.fusion.origin import is_unknown
+from insum.fusion.origin import is_unknown, origin_of
 from insum.fusion.shapes import points, shape_of, value_of
 from insum.settings import settings
 
 aten = torch.ops.aten
 #: What Inductor computes by itself, between kernels: what is gathered for it and what is scattered of it is written to memory.
 _MATRIX_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default}
+
+
+#: Elements of messages below which a kernel saves less time than calling it takes, where the device waits for the call.
+WORTH_A_CALL = 2**28
+
+
+def _counted(chain: Chain, captured: bool) -> int:
+    """About how many elements the messages have, where their number is found out at each call and they are few; else 0."""
+    if captured or _MATRIX_PRODUCTS & {n.target for n in (chain.root, *chain.inlined)}:
+        return 0
+    made = [t.base for t in chain.indices if t.base.op != "placeholder" and any(not is_hinted(s) for s in shape_of(t.base))]
+    origins = [origin for base in made if (origin := origin_of(base)) is not None]
+    if not origins:
+        return 0
+    entries = max(min(points(shape_of(source)) for source in origin.sources) for origin in origins)
+    columns = max(1, points(shape_of(chain.root)[1:]))
+    return entries * columns if entries * columns < WORTH_A_CALL else 0
 
 
 def objection(chain: Chain, wish: str = "", captured: bool = False) -> str:
@@ -26,6 +44,8 @@ def objection(chain: Chain, wish: str = "", captured: bool = False) -> str:
         return f"on {device} a fused statement runs as the same torch operations (settings.fuse = 'always' fuses it nevertheless)"
     if any(is_unknown(t.base, captured) for t in chain.indices) and not _MATRIX_PRODUCTS & {n.target for n in (chain.root, *chain.inlined)}:
         return "nothing is known of the index, and Inductor makes one kernel of it too"
+    if elements := _counted(chain, captured):
+        return f"its index is counted out at each call, which waits for the device; about {elements:,} elements do not make up for a longer call"
     result = points(shape_of(chain.root))
     if chain.root.target not in SCATTERS and chain.saved < result:
         return f"its result has {result:,} elements, and fusing would save only {chain.saved:,}"
