@@ -97,6 +97,12 @@ def test_slow_contenders_run_in_the_first_case_only(limits: Limits) -> None:
     assert "--no-slow" in only(Runner(limits, slow_cases=0), slow).note
 
 
+def test_rivals_that_nobody_asked_for(limits: Limits) -> None:
+    one = giving(lambda: torch.arange(4.0))
+    assert list(Runner(limits, unwanted=("nobody", one.name[1:])).rows([case(one)])) == []
+    assert len(list(Runner(limits, unwanted=("nobody",)).rows([case(one)]))) == 1
+
+
 def test_gradients_are_part_of_the_result() -> None:
     a, b, g = torch.randn(3, 4), torch.randn(4, 5), torch.randn(3, 5)
     out, to_a, to_b = autograd(torch.mm, (a, b), g, BOTH).run()

@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--json", type=Path, default=None, help="write the results to this file as well")
     made.add_argument("--quick", action="store_true", help="fewer cases; slow rivals only in the first; nothing new after a while")
     made.add_argument("--no-slow", action="store_true", help="leave out rivals that take long to set up, such as what torch.compile compiles")
+    made.add_argument("--skip", default="", help="rivals to leave out, separated by commas: those whose name contains one of these")
     made.add_argument("--dtypes", default="", help="fp32,fp16,bf16 (default: the paper's for each benchmark)")
     made.add_argument("--directions", default="both", help="forward, backward (forward and backward together) or both")
     made.add_argument("--only", default="", help="cases, separated by commas: names of graphs or clouds, sparsities (90), degree and channels (3x16)")
@@ -97,8 +98,9 @@ def options_of(asked: argparse.Namespace) -> Options:
     if device not in ("cuda", "cpu") or device == "cuda" and not torch.cuda.is_available():
         raise BenchError(f"there is no device {device!r}", expected="cpu" + (" or cuda" if torch.cuda.is_available() else ""))
     names = tuple(filter(None, asked.only.split(",")))
+    skip = tuple(filter(None, asked.skip.split(",")))
     place = data.folder(asked.data)
-    return Options(torch.device(device), place, asked.quick, dtypes_of(asked.dtypes), directions_of(asked.directions), names, not asked.no_slow)
+    return Options(torch.device(device), place, asked.quick, dtypes_of(asked.dtypes), directions_of(asked.directions), names, not asked.no_slow, skip)
 
 
 def data_note(options: Options) -> str:
@@ -129,7 +131,7 @@ def section(name: str, options: Options, limits: measure.Limits, deadline: float
     made.missing = [*rivals.missing(name, options.device), *(Missing(*pair) for pair in _not_here(name, options))]
     if launch.interpreting():
         made.notes.append("Kernels ran in Triton's interpreter, which shows that they are right; their times say nothing.")
-    runner = measure.Runner(limits, deadline, slow_cases=slow_cases(name, options))
+    runner = measure.Runner(limits, deadline, slow_cases(name, options), options.skip)
     progress.start(benchmark.TITLE)
     try:
         for row in runner.rows(benchmark.cases(options)):

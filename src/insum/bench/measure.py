@@ -240,16 +240,20 @@ def _relative_error(got: Tensor, want: Tensor) -> float:
 
 @dataclass
 class Runner:
-    """Turns cases into rows. ``deadline`` is the moment after which nothing new is begun; ``slow_cases`` bounds the slow contenders."""
+    """Turns cases into rows. ``deadline`` is the moment after which nothing new is begun; ``slow_cases`` bounds the slow contenders,
+    and those with ``unwanted`` parts in their names are left out."""
 
     limits: Limits
     deadline: float = math.inf
     slow_cases: int = 10**6
+    unwanted: tuple[str, ...] = ()
 
     def rows(self, cases: Iterable[Case]) -> Iterator[Row]:
         for number, case in enumerate(cases):
             want: list[Results] = []  # computed for the first contender that runs
             for contender in case.contenders:
+                if any(part in contender.name for part in self.unwanted):
+                    continue
                 blank = Row(
                     case.benchmark, case.name, name_of(case.dtype), case.direction, contender.name, "skipped", lines=contender.lines, note=contender.note
                 )

@@ -26,6 +26,7 @@ class Options:
     directions: tuple[str, ...] = (FORWARD, BOTH)
     names: tuple[str, ...] = ()  # cases; all where empty
     slow: bool = True  # rivals that take long to set up
+    skip: tuple[str, ...] = ()  # rivals to leave out: parts of their names
 
     @property
     def gpu(self) -> bool:
