@@ -1,7 +1,7 @@
-"""The README's table of measurements, made from the files under benchmarks/results/ and from nothing else.
+"""The tables of measurements in README.md and docs/results.md, made from the files under benchmarks/results/ and from nothing else.
 
-    python benchmarks/report.py            rewrite the table
-    python benchmarks/report.py --check    exit with 1 if the table is not what the files say
+    python benchmarks/report.py            rewrite the tables
+    python benchmarks/report.py --check    exit with 1 if a table is not what the files say
 
 ``bench.json`` is what ``insum bench all`` (or ``insum bench report``) leaves in its folder; where it is not, ``kernels.json`` is shown.
 """
@@ -17,32 +17,40 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+RESULTS, README, PAGE = ROOT / "benchmarks" / "results", ROOT / "README.md", ROOT / "docs" / "results.md"
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 _OURS = ("application", "case", "error", "insum_ms", "ok")
 Row = dict[str, Any]
 
 
-def table(folder: Path = ROOT / "benchmarks" / "results") -> str:
-    """Markdown of the newest results; ratios above 1 mean that insum is faster."""
+def table(folder: Path = RESULTS) -> str:
+    """Markdown of the newest results, in short; ratios above 1 mean that insum is faster."""
     for name, make in (("bench.json", bench_table), ("kernels.json", kernels_table)):
         if (folder / name).exists():
             return "\n".join(make(json.loads((folder / name).read_text(encoding="utf-8")))) + "\n"
     return "No measurements yet.\n"
 
 
+def page(folder: Path = RESULTS) -> str:
+    """All that was measured, case by case."""
+    parts = ["# Results", "", "Made by `python benchmarks/report.py` from the files under `benchmarks/results`; a test compares the two.", ""]
+    for name, make in (("bench.json", case_lines), ("fusion.json", fusion_lines), ("tuning.json", tuning_lines), ("overhead.json", overhead_lines)):
+        if (folder / name).exists():
+            parts += [*make(json.loads((folder / name).read_text(encoding="utf-8"))), ""]
+    return "\n".join(parts).rstrip() + "\n"
+
+
 # --- of insum bench --------------------------------------------------------------------------------------------------------------
 
 
 def bench_table(result: dict[str, Any]) -> list[str]:
-    """Forward case by case; training as the range of ratios over all cases; ablation and compilers row by row."""
+    """How often insum is ahead of each rival and by how much; ablation and compilers row by row."""
     sections = {s["benchmark"]: s for s in result["sections"]}
     compared = [s for name, s in sections.items() if name not in ("ablation", "compilers")]
     lines = _about(result["sections"])
-    lines += ["| application | case | insum ms | rivals ms | of the limit | error |", "|---|---|--:|---|--:|--:|"]
-    lines += [line for s in compared for line in forward_lines(s)]
-    lines += ["", "Forward and backward together, over all cases:", ""]
-    lines += ["| application | against | insum is faster in | least | median | most |", "|---|---|--:|--:|--:|--:|"]
-    lines += [line for s in compared for line in training_lines(s)]
+    lines += ["| application | against | | insum is faster in | least | median | most |", "|---|---|---|--:|--:|--:|--:|"]
+    lines += [line for s in compared for line in ratio_lines(s)]
+    lines += ["", "Every case, with its times: [docs/results.md](docs/results.md)."]
     if "ablation" in sections:
         lines += ["", "What each technique contributes (each line has what those before it have):", "", "| stage | ms | times as fast |", "|---|--:|--:|"]
         lines += ablation_lines(sections["ablation"])
@@ -51,8 +59,23 @@ def bench_table(result: dict[str, Any]) -> list[str]:
         lines += compiler_lines(sections["compilers"])
     missing = [f"{m['name']} ({s['title']})" for s in result["sections"] for m in s["missing"]]
     lines += ["", "Not measured there: " + ", ".join(dict.fromkeys(missing)) + "."] if missing else []
-    commands = ", ".join(f"`{c}`" for c in dict.fromkeys(s["command"] for s in result["sections"]))
-    return [*lines, "", f"Made by {commands}, then `python benchmarks/report.py`."]
+    return [*lines, "", f"Made by {_commands(result)}, then `python benchmarks/report.py`."]
+
+
+def case_lines(result: dict[str, Any]) -> list[str]:
+    """Forward, and forward and backward together, case by case."""
+    lines = ["## Applications", "", *_about(result["sections"])]
+    for section in result["sections"]:
+        if section["benchmark"] in ("ablation", "compilers"):
+            continue
+        lines += [f"### {section['title']}", "", "| case | | insum ms | rivals ms | of the limit | error |", "|---|---|--:|---|--:|--:|"]
+        lines += [*time_lines(section, "forward"), *time_lines(section, "forward+backward"), ""]
+        lines += [note + "\n" for note in section.get("notes", [])]
+    return [*lines, f"Made by {_commands(result)}."]
+
+
+def _commands(result: dict[str, Any]) -> str:
+    return ", ".join(f"`{c}`" for c in dict.fromkeys(c for s in result["sections"] for c in s["command"].split("; ")))
 
 
 def _about(sections: list[dict[str, Any]]) -> list[str]:
@@ -79,30 +102,39 @@ def ours(rows: list[Row]) -> Row | None:
     return next((r for r in rows if r["contender"].startswith("insum") and r["milliseconds"]), None)
 
 
-def forward_lines(section: dict[str, Any]) -> list[str]:
+def time_lines(section: dict[str, Any], direction: str) -> list[str]:
     lines = []
-    for (case, dtype), rows in grouped(section["rows"], "forward").items():
+    for (case, dtype), rows in grouped(section["rows"], direction).items():
         mine = ours(rows)
         if mine is None:
             continue
         others = [r for r in rows if r["milliseconds"] and r is not mine]
-        beside = ", ".join(f"{r['contender']} {r['milliseconds']:.3f} ({r['milliseconds'] / mine['milliseconds']:.2f}x)" for r in others)
-        numbers = f"{mine['milliseconds']:.3f} | {beside} | {mine['limit_percent']:.0f} % | {mine['error']:.0e}"
-        lines.append(f"| {section['benchmark']} | {case}, {dtype} | {numbers} |")
+        beside = ", ".join(f"{r['contender']} {_short(r)} ({r['milliseconds'] / mine['milliseconds']:.2f}x)" for r in others)
+        limit = "" if mine["limit_percent"] is None else f"{mine['limit_percent']:.0f} %"
+        error = "" if mine["error"] is None else f"{mine['error']:.0e}"
+        lines.append(f"| {case}, {dtype} | {direction} | {_short(mine)} | {beside} | {limit} | {error} |")
     return lines
 
 
-def training_lines(section: dict[str, Any]) -> list[str]:
-    ratios: dict[str, list[float]] = {}
-    for rows in grouped(section["rows"], "forward+backward").values():
-        mine = ours(rows)
-        for row in rows:
-            if mine is not None and row["milliseconds"] and not row["contender"].startswith("insum"):
-                ratios.setdefault(row["contender"], []).append(row["milliseconds"] / mine["milliseconds"])
+def _short(row: Row) -> str:
+    """Milliseconds, to a tenth of a microsecond where they are few."""
+    taken = row["milliseconds"]
+    return f"{taken:.4f}" if taken < 0.1 else f"{taken:.3f}"
+
+
+def ratio_lines(section: dict[str, Any]) -> list[str]:
     lines = []
-    for name, found in ratios.items():
-        ahead, middle = sum(r > 1 for r in found), statistics.median(found)
-        lines.append(f"| {section['benchmark']} | {name} | {ahead} of {len(found)} | {min(found):.2f}x | {middle:.2f}x | {max(found):.2f}x |")
+    for direction in ("forward", "forward+backward"):
+        ratios: dict[str, list[float]] = {}
+        for rows in grouped(section["rows"], direction).values():
+            mine = ours(rows)
+            for row in rows:
+                if mine is not None and row["milliseconds"] and not row["contender"].startswith("insum"):
+                    ratios.setdefault(row["contender"], []).append(row["milliseconds"] / mine["milliseconds"])
+        for name, found in ratios.items():
+            ahead, middle = sum(r > 1 for r in found), statistics.median(found)
+            numbers = f"{ahead} of {len(found)} | {min(found):.2f}x | {middle:.2f}x | {max(found):.2f}x"
+            lines.append(f"| {section['benchmark']} | {name} | {direction} | {numbers} |")
     return lines
 
 
@@ -118,6 +150,55 @@ def _times(base: float | None, row: Row) -> str:
 
 def compiler_lines(section: dict[str, Any]) -> list[str]:
     return [f"| {r['case']} | {r['contender']} | {r['first_call_s']:.2f} | {r['milliseconds']:.3f} |" for r in section["rows"] if r["milliseconds"]]
+
+
+# --- of fusion.py, tuning.py and overhead_gpu.py -----------------------------------------------------------------------------------
+
+
+def _measured(result: dict[str, Any]) -> str:
+    return f"{result['device']}, torch {result['torch']}, {result['date']}, `{result['command']}`."
+
+
+def fusion_lines(result: dict[str, Any]) -> list[str]:
+    """Programs in plain PyTorch: torch.compile alone, and with insum."""
+    lines = ["## Plain PyTorch, compiled", "", _measured(result), ""]
+    lines += ["Milliseconds, forward / forward and backward: replayed as a CUDA graph, and call by call, where the calls themselves take time. Peak of memory."]
+    lines += result.get("notes", [])
+    columns = ("program", "torch.compile, replayed", "insum, replayed", "times as fast", "torch.compile, calls", "insum, calls", "MiB, torch.compile")
+    head = "| " + " | ".join([*columns, "MiB, insum", "error"]) + " |"
+    lines += ["", head, "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
+    for row in result["rows"]:
+        a, b = row["torch.compile"], row["insum"]
+        replayed = [_pair(one, "forward_replayed_ms", "both_replayed_ms", 1) for one in (a, b)]
+        kind = "{}_replayed_ms" if all(replayed) else "{}_ms"
+        faster = " / ".join(f"{a[kind.format(d)] / b[kind.format(d)]:.2f}" for d in ("forward", "both"))
+        calls = [_pair(one, "forward_ms", "both_ms", 1) for one in (a, b)]
+        memory = [_pair(one, "forward_bytes", "both_bytes", 2**20) for one in (a, b)]
+        cells = [f"{row['program']}: {row['case']}", *(r or "-" for r in replayed), faster, *calls, *memory, f"{b['error']:.0e}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _pair(row: Row, first: str, second: str, unit: float) -> str:
+    if row.get(first) is None or row.get(second) is None:
+        return ""
+    digits = 3 if unit == 1 else 0
+    return f"{row[first] / unit:.{digits}f} / {row[second] / unit:.{digits}f}"
+
+
+def tuning_lines(result: dict[str, Any]) -> list[str]:
+    """The first guess against the best that a full search finds."""
+    ratios = [row["ratio"] for row in result["rows"]]
+    lines = ["## First guess against a full search", "", _measured(result), "", *result.get("notes", [])]
+    lines += ["", f"{len(ratios)} cases: median {statistics.median(ratios):.2f}, largest {max(ratios):.2f}.", ""]
+    lines += ["| application | case | first guess µs | full µs | ratio |", "|---|---|--:|--:|--:|"]
+    return lines + [f"| {r['application']} | {r['case']} | {r['first_guess_us']:.1f} | {r['tuned_us']:.1f} | {r['ratio']:.2f} |" for r in result["rows"]]
+
+
+def overhead_lines(result: dict[str, Any]) -> list[str]:
+    """CPU time of one warm call."""
+    lines = ["## CPU time of a warm call", "", _measured(result), "", "| call | µs |", "|---|--:|"]
+    return lines + [f"| {name} | {taken:.1f} |" for name, taken in result["microseconds"].items()]
 
 
 # --- of kernels.py ---------------------------------------------------------------------------------------------------------------
@@ -154,11 +235,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    readme = ROOT / "README.md"
-    text = readme.read_text()
+    wanted = {README: updated(README.read_text(encoding="utf-8")), PAGE: page()}
     if arguments.check:
-        sys.exit(0 if updated(text) == text else "README.md does not show benchmarks/results: run python benchmarks/report.py")
-    readme.write_text(updated(text))
+        old = [file.name for file, text in wanted.items() if not file.exists() or file.read_text(encoding="utf-8") != text]
+        sys.exit(f"{', '.join(old)}: not what benchmarks/results says; run python benchmarks/report.py" if old else 0)
+    for file, text in wanted.items():
+        file.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -42,8 +42,9 @@ def test_the_table_of_insum_bench(tmp_path: Path) -> None:
     ]
     (tmp_path / "bench.json").write_text(json.dumps({"format": 1, "sections": sections}))
     text = report.table(tmp_path)
-    assert "| block-spmm | 50% sparse, float16 | 0.500 | torch.mm 1.000 (2.00x) | 40 % | 2e-04 |" in text
-    assert "| block-spmm | torch.mm | 1 of 1 | 3.00x | 3.00x | 3.00x |" in text
+    assert "| block-spmm | torch.mm | forward | 1 of 1 | 2.00x | 2.00x | 2.00x |" in text
+    assert "| block-spmm | torch.mm | forward+backward | 1 of 1 | 3.00x | 3.00x | 3.00x |" in text
+    assert "| 50% sparse, float16 | forward | 0.500 | torch.mm 1.000 (2.00x) | 40 % | 2e-04 |" in report.page(tmp_path)
     assert "| insum: + index prefetch | 2.000 | 4.0x |" in text and "| 50% sparse | insum, fused | 1.50 | 0.100 |" in text
     assert "Not measured there: TorchBSR (block-spmm)." in text and "other" not in text
     assert report.table(tmp_path / "empty") == "No measurements yet.\n"

@@ -116,13 +116,15 @@ def measured(names: Sequence[str], options: Options, deadline: float, command: s
     with Progress() as progress:
         for number, name in enumerate(names):
             later = reserve * (len(names) - number - 1)
-            sections.append(section(name, options, limits, deadline - later, command, progress))
-            keep(sections)
+            so_far = list(sections)
+            sections.append(section(name, options, limits, deadline - later, command, progress, lambda made, so_far=so_far: keep([*so_far, made])))  # type: ignore[misc]
     return sections
 
 
-def section(name: str, options: Options, limits: measure.Limits, deadline: float, command: str, progress: Progress) -> Section:
-    """All rows of one benchmark, each shown when it is there."""
+def section(
+    name: str, options: Options, limits: measure.Limits, deadline: float, command: str, progress: Progress, keep: Callable[[Section], object]
+) -> Section:
+    """All rows of one benchmark, each shown, and kept, when it is there: a run that is cut off leaves what it measured."""
     benchmark, start = BENCHMARKS[name], time.monotonic()
     made = Section(
         name, benchmark.TITLE, benchmark.STATEMENT, benchmark.BASELINE, command, machine.today(), machine.device_name(options.device),
@@ -136,12 +138,14 @@ def section(name: str, options: Options, limits: measure.Limits, deadline: float
     try:
         for row in runner.rows(benchmark.cases(options)):
             made.rows.append(row)
+            made.limits, made.seconds = limits.told(), time.monotonic() - start
             progress.show(row, line(row, made.rows))
+            keep(made)
     except (RuntimeError, MemoryError) as error:  # inputs that do not fit: what was measured is kept
         made.notes.append(f"ended early: {type(error).__name__}: {str(error).splitlines()[0][:300]}")
         print(made.notes[-1], flush=True)
-    made.limits = limits.told()
-    made.seconds = time.monotonic() - start
+    made.limits, made.seconds = limits.told(), time.monotonic() - start
+    keep(made)
     return made
 
 
