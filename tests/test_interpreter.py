@@ -248,6 +248,32 @@ def test_extrema(operator: str, strategy: str, dtype: torch.dtype) -> None:
         assert torch.equal(run(f"C[I[p],n] {operator} V[p,n]", {0: 5}, I=index, V=values), wanted)
 
 
+@pytest.mark.parametrize("operator", ["max=", "min="])
+def test_what_meets_nan_is_nan(operator: str) -> None:
+    """As in torch, in sums over the tile and from step to step, for rows of any length."""
+    rows = torch.tensor([0] * 40 + [1, 1, 3])
+    values = torch.randn(43, 5)
+    values[7, 2], values[39, 0], values[42, 4] = (float("nan"),) * 3
+    want = torch.full((4, 5), -torch.inf if operator == "max=" else torch.inf)
+    want = want.scatter_reduce(0, rows[:, None].expand(43, 5), values, "amax" if operator == "max=" else "amin")
+    torch.testing.assert_close(run(f"C[r[e],f] {operator} v[e,f]", {0: 4}, r=rows, v=values), want, equal_nan=True)
+    torch.testing.assert_close(run(f"C[e] {operator} v[e,f]", v=values), values.amax(1) if operator == "max=" else values.amin(1), equal_nan=True)
+    torch.testing.assert_close(run("C[e,f] = relu(v[e,f])", v=values), values.relu(), equal_nan=True)
+
+
+@pytest.mark.parametrize("heads", [1, 3, 4, 20])
+@pytest.mark.parametrize("order", ["sorted", "shuffled"])
+def test_heads_beside_rows(heads: int, order: str) -> None:
+    """A short kept variable shares the tile with the rows of a segmented output, long and cut rows included."""
+    lengths = torch.tensor([0, 1, 300, 2, 0, 40, 7])
+    rows = torch.repeat_interleave(torch.arange(7), lengths)
+    rows = rows if order == "sorted" else rows[torch.randperm(len(rows))]
+    cols, a, x = torch.randint(0, 9, (len(rows),)), torch.randn(len(rows), heads), torch.randn(9, heads, 16)
+    want = torch.zeros(7, heads, 16).index_add(0, rows, a[:, :, None] * x[cols])
+    got = run("C[r[e],h,c] = a[e,h] * x[k[e],h,c]", {0: 7}, r=rows, k=cols, a=a, x=x)
+    assert error(got, want.double()) < 1e-5
+
+
 def test_zero_sizes() -> None:
     none = torch.zeros(0, dtype=torch.int64)
     assert torch.equal(run("C[I[p],n] += V[p,n]", {0: 3}, I=none, V=torch.ones(0, 4)), torch.zeros(3, 4))
