@@ -42,12 +42,22 @@ class Contract(Reads):
             value = self.evaluate(plan.factors[factors[0]], plan.operand)
         else:
             wide = combine([self.evaluate(plan.factors[f], plan.accumulator) for f in factors], "*")
+            wide = self.masked_operand(wide, axes) if plan.pointwise else wide
             value = wide if plan.operand == plan.accumulator else Val(f"({wide.text}).to(tl.{plan.operand})", wide.axes, wide.stage)
         if self.eager:
             return self.reshaped(value, axes, tile)
         if value.axes == axes:
             return value.text
         return f"tl.broadcast_to({value.over(axes)}, [{tile[0]}, {tile[1]}])"
+
+    def masked_operand(self, value: Val, axes: tuple[str, ...]) -> Val:
+        """Zero at absent and out-of-range points, whatever functions made of the zeros that were loaded there."""
+        masks = [m for axis, m in self.masks.items() if axis in axes] + [m for _, m in self.point_masks if set(m.axes) <= set(axes)]
+        if not masks:
+            return value
+        mask = combine(distinct(masks), "&")
+        over = union(value.axes, mask.axes)
+        return Val(f"tl.where({mask.over(over)}, {value.over(over)}, 0)", over, max(value.stage, mask.stage))
 
     def reshaped(self, value: Val, axes: tuple[str, ...], tile: tuple[int, ...]) -> str:
         """An operand that was loaded over (M, N, K), brought to the two axes that a dot takes."""

@@ -133,7 +133,7 @@ class _Unrolled(Emitter):
         for target, parts in terms.items():
             factor = self.define("a", combine(parts, "+"))
             out = outputs[target]
-            self.line(2, f"{out.text} += {combine([factor, value], '*').over(out.axes)}", out.axes)
+            self.line(2, f"{out.text} += {self.present(combine([factor, value], '*')).over(out.axes)}", out.axes)
         self.loaded = {key: v for key, v in self.loaded.items() if key in before or self.shape.single_k or v.stage < 2}
         return self.stepped()
 
@@ -175,7 +175,7 @@ class _Unrolled(Emitter):
         before = dict(self.loaded)
         self.row_steps()
         for core, total in sums.items():
-            value = combine([self.evaluate(f, self.plan.accumulator) for f in core], "*")
+            value = self.present(combine([self.evaluate(f, self.plan.accumulator) for f in core], "*"))
             axes = union((*total.axes, "K"))
             self.line(2, f"{total.text} += tl.sum({value.over(axes)}, axis={axes.index('K')})", total.axes)
         self.loaded = before
@@ -203,11 +203,15 @@ class _Unrolled(Emitter):
             self.loaded = dict(before)
             self.vars[inner] = Val(f"{inner}_0" if u == 0 else f"({inner}_0 + {u})", (), 2)
             for core, total in sums.items():
-                value = combine([self.evaluate(f, self.plan.accumulator) for f in core], "*")
+                value = self.present(combine([self.evaluate(f, self.plan.accumulator) for f in core], "*"))
                 self.line(2, f"{total.text} += {value.over(total.axes)}", total.axes)
         self.loaded = before
         lines, self.stages[2] = self.stages[2], []
         return lines
+
+    def present(self, value: Val) -> Val:
+        """Zero where nothing is: functions make something else of the zeros that are loaded there."""
+        return self.masked(value) if self.plan.pointwise else value
 
     def combine(self, total: Val, points: list[tuple[Access, tuple[Expr, ...]]], outputs: Mapping[Access, Val]) -> None:
         for target, scale in self.scales(points).items():

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from insum.lang.expr import Access, Affine, Expr, Var, rewrite, variables
+from insum.lang.expr import Access, Affine, Expr, Var, accesses, rewrite, variables
 from insum.plan.draft import Draft, Drafting, Prepared, index_reads, remembered
 from insum.plan.facts import facts_of
 from insum.plan.model import LONG
@@ -97,8 +97,10 @@ class Patterns(Drafting):
 
     def leader_innermost(self, draft: Draft) -> set[str]:
         """Variables along the unit stride of the factor that has the most elements."""
-        reads = [f for f in draft.factors if isinstance(f, Access) and f.tensor in self.tensors and f.indices]
-        leader = max(reads, key=lambda f: self.tensors[f.tensor].numel())
+        reads = [a for f in draft.factors for a in accesses(f, nested=False) if a.tensor in self.tensors and a.indices]
+        if not reads:
+            return set()
+        leader = max(reads, key=lambda a: self.tensors[a.tensor].numel())
         tensor = self.tensors[leader.tensor]
         return {v for d, i in enumerate(leader.indices) if tensor.stride(d) == 1 and tensor.shape[d] > 1 for v in variables(i)}
 
