@@ -222,3 +222,20 @@ def test_the_shortest_way_writes_to_nothing_that_is_read(monkeypatch: pytest.Mon
     torch.ops.insum.fused_into_(both, spec, [both, edges], [N, F])
     assert_close(both, expected)
     assert taken == [False, True, False]
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_rows_that_nothing_is_scattered_to_are_found_out_once(everywhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.arange(N).repeat(3) if everywhere else torch.arange(0, N, 2).repeat(5)
+    masks: list[Tensor] = []
+    original = op._mask
+    monkeypatch.setattr(op, "_mask", lambda *arguments: (masks.append(original(*arguments)), masks[-1])[1])
+
+    def program(x: Tensor, rows: Tensor) -> Tensor:
+        return x.new_ones(N, F).scatter_reduce(0, rows[:, None].expand(x.shape), x, "amax", include_self=False)
+
+    run, _ = compiled(program, fullgraph=True)
+    for _ in range(3):
+        x = torch.randn(len(rows), F)
+        assert_close(run(x, rows), program(x, rows))
+    assert len(masks) == 1 and bool(masks[0].all()) is everywhere

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -142,3 +143,49 @@ def test_as_kernels(pairs: list[Tensor]) -> None:
     run, _ = compiled(convolution, fullgraph=True)
     with insum.settings(backend="fused", require_fused=True):
         agrees(convolution, run, (leaf(N, 16), leaf(PIECES, 16, 16), *pairs), rtol=1e-3, atol=1e-3)
+
+
+class Counted:
+    """How index tensors were put together, as a GPU would have it: what is there is not looked at anew in every call."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.made: list[str] = []
+        for name in ("_table", "_groups"):
+            monkeypatch.setattr(joined, name, self.counting(name, getattr(joined, name)))
+        monkeypatch.setattr(joined, "looks_are_free", lambda tensor: False)
+        for table in ("_made", "_strangers"):
+            monkeypatch.setattr(joined, table, {})
+
+    def counting(self, name: str, make: Callable[..., joined.Made]) -> Callable[..., joined.Made]:
+        return lambda *arguments: (self.made.append(name[1:]), make(*arguments))[1]
+
+
+def test_index_tensors_are_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch)
+    run, _ = compiled(convolution, fullgraph=True)
+    x, w, pairs = torch.randn(N, 8), torch.randn(PIECES, 8, 4), unique_pairs()
+    right = lambda: torch.testing.assert_close(run(x, w, *pairs), convolution(x, w, *pairs), rtol=1e-4, atol=1e-4)
+    for _ in range(3):
+        right()
+    assert counted.made == ["table"]
+    pairs[0][1] = pairs[0][1].flip(0)
+    right()
+    right()
+    assert counted.made == ["table"] * 2, "one of them was written to"
+    assert len(joined._made) == 1
+    pairs.clear()
+    torch._dynamo.reset()
+    gc.collect()
+    assert not joined._made, "what was made lives as long as what it was made of"
+
+
+def test_other_index_tensors_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a few of them nothing is looked at any more, and nothing is kept of them for long."""
+    counted = Counted(monkeypatch)
+    run, _ = compiled(convolution, fullgraph=True)
+    x, w = torch.randn(N, 8), torch.randn(PIECES, 8, 4)
+    for seed in range(6):
+        pairs = unique_pairs(seed=seed)
+        torch.testing.assert_close(run(x, w, *pairs), convolution(x, w, *pairs), rtol=1e-4, atol=1e-4)
+    assert counted.made == ["table"] * 3 + ["groups"] * 3
+    assert len(joined._made) <= 2

@@ -153,7 +153,7 @@ def made_for(text: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Made
         _strangers[text] = 0
         return entry[2]
     seen = _strangers[text] = _strangers.get(text, 0) + 1
-    hurried = torch.cuda.is_current_stream_capturing()
+    hurried = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
     found = _make(joined, (*tensors[:count], *bases), sizes, part, closely=not hurried and seen <= PATIENCE + 1)
     if hurried or any(v < 0 for v, _ in state):
         return found

@@ -221,7 +221,7 @@ def _present(text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Te
         mask = facts.derived["present", rows]
     else:
         mask = found = _mask(tensor, rows)
-        if not torch.cuda.is_current_stream_capturing():
+        if not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
             mask = facts.derived["present", rows] = None if bool(found.all()) else found
     return None if mask is None else mask.view([rows if d == dim else 1 for d in range(len(target.indices))])
 
