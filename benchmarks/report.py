@@ -27,7 +27,10 @@ def table(folder: Path = RESULTS) -> str:
     """Markdown of the newest results, in short; ratios above 1 mean that insum is faster."""
     for name, make in (("bench.json", bench_table), ("kernels.json", kernels_table)):
         if (folder / name).exists():
-            return "\n".join(make(json.loads((folder / name).read_text(encoding="utf-8")))) + "\n"
+            lines = make(json.loads((folder / name).read_text(encoding="utf-8")))
+            if (folder / "fusion.json").exists():
+                lines += ["", *fusion_table(json.loads((folder / "fusion.json").read_text(encoding="utf-8")))]
+            return "\n".join(lines) + "\n"
     return "No measurements yet.\n"
 
 
@@ -157,6 +160,18 @@ def compiler_lines(section: dict[str, Any]) -> list[str]:
 
 def _measured(result: dict[str, Any]) -> str:
     return f"{result['device']}, torch {result['torch']}, {result['date']}, `{result['command']}`."
+
+
+def fusion_table(result: dict[str, Any]) -> list[str]:
+    """The same in short: programs that can be replayed."""
+    lines = ["Programs in plain PyTorch with `torch.compile(backend=\"insum\")`, times as fast as with `torch.compile` alone, replayed as CUDA graphs:", ""]
+    lines += ["| program | forward | forward and backward | peak MiB, torch.compile | peak MiB, insum |", "|---|--:|--:|--:|--:|"]
+    for row in result["rows"]:
+        a, b = row["torch.compile"], row["insum"]
+        if a.get("both_replayed_ms") and b.get("both_replayed_ms"):
+            ratios = [f"{a[key] / b[key]:.2f}" for key in ("forward_replayed_ms", "both_replayed_ms")]
+            lines.append("| " + " | ".join([row["program"], *ratios, *(f"{one['both_bytes'] / 2**20:.0f}" for one in (a, b))]) + " |")
+    return [*lines, "", f"Made by `{result['command']}`; times of calls, and of RGCNConv, in [docs/results.md](docs/results.md)."]
 
 
 def fusion_lines(result: dict[str, Any]) -> list[str]:
