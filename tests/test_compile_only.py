@@ -21,6 +21,7 @@ import applications
 import insum
 from applications import Call
 from insum.plan.config import power_of_two
+from insum.request import request_of
 from insum.runtime import fused, launch
 from insum.runtime.build import OUT, WIDE, WORK
 from kernels import bound
@@ -124,6 +125,25 @@ def test_application(name: str, target: str) -> None:
         assert all(result.compiled.uses("cp.async") for result in forward)
     if target == "gfx942" and any(result.dot for result in forward):
         assert all(result.compiled.uses("mfma") for result in forward)
+
+
+FLOAT32 = {
+    "a product": "C[i,j] = A[i,k] * B[k,j]",
+    "a gathered product": "C[I[i],j] = A[I[i],k] * B[k,j]",
+    "functions in a product": "C[i,j] = exp(A[i,k]) * sigmoid(B[k,j])",
+    "scales on both sides": "C[i,j] = A[i,k] * B[k,j] * u[i] * v[k]",
+}
+
+
+@pytest.mark.parametrize("target", launch.TARGETS)
+@pytest.mark.parametrize("name", FLOAT32)
+def test_float32_products_fit_the_registers(name: str, target: str) -> None:
+    """Exact products split their operands into parts, which takes registers; the first guess leaves room for that."""
+    every = {"A": torch.empty(4096, 512), "B": torch.empty(512, 384), "I": torch.arange(4096).flip(0), "u": torch.empty(4096), "v": torch.empty(512)}
+    values = {n: v for n, v in every.items() if f"{n}[" in FLOAT32[name]}
+    problem = request_of(FLOAT32[name], (4096, 384), None, ()).bind(values)
+    for _, found in fused.compile_only(problem, values, target):
+        assert spilled(found) == 0, f"{found.registers} registers"
 
 
 def test_the_list_is_complete() -> None:

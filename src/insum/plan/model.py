@@ -128,7 +128,7 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
     m, n = min(m_all, cap), min(n_all, cap)
     if n <= 32 and m_all >= 256 and size == 2:
         m = 256
-    if size == 4 and (n <= 16 or plan.onehot < 0 and plan.precision == "tf32x3"):
+    if size == 4 and (n <= 16 or plan.onehot < 0 and plan.precision == "tf32x3" and not plan.pointwise):
         m = min(m_all, 128)  # the parts that a float32 operand is split into are used for more
     m, n = held(plan, extents, m, n)
     k = _k_tile(plan, extents, size)
