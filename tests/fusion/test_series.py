@@ -116,11 +116,31 @@ def test_sizes_that_change() -> None:
     assert counts(graphs) == [1, 2] * 2, "compiled once more, for rows of any number"
 
 
-def test_an_index_beyond_the_rows_is_reported() -> None:
+def by_index_select(x: Tensor, w: Tensor, *pairs: Tensor) -> Tensor:
+    """The same as `convolution`; what is written to does not count from the end here. (What is read does: torch makes `index` of `index_select`.)"""
+    out = x.new_zeros(x.shape[0], w.shape[2])
+    for z, (i, o) in enumerate(pairs):
+        out = out.scatter_add(0, o[:, None].expand(-1, w.shape[2]), x.index_select(0, i) @ w[z])
+    return out
+
+
+@pytest.mark.parametrize("pairs", [unique_pairs(), DUPLICATES], ids=["table", "groups"])
+@pytest.mark.parametrize("side, value", [(0, N), (0, -N - 1), (0, 2**40), (1, N), (1, -1), (1, -N - 1), (1, 2**40)])
+def test_an_index_out_of_range_is_reported(side: int, value: int, pairs: list[Tensor]) -> None:
+    """-1 marks an absent point once index tensors are put together; before that it is a mistake like any other."""
+    run, graphs = compiled(by_index_select, fullgraph=True)
+    pairs = [p.clone() for p in pairs]
+    pairs[1][side, 3] = value
+    with pytest.raises(insum.IndexRangeError, match=f"an index is {value}, but it indexes a dimension of size {N}"):
+        run(torch.randn(N, 8), torch.randn(PIECES, 8, 4), *pairs)
+    assert counts(graphs) == [1]
+
+
+def test_an_index_before_the_beginning_is_reported() -> None:
     run, _ = compiled(convolution, fullgraph=True)
     pairs = [p.clone() for p in unique_pairs()]
-    pairs[1][0, 3] = N
-    with pytest.raises(IndexError, match="20"):
+    pairs[1][0, 3] = -N - 1
+    with pytest.raises(insum.IndexRangeError, match=f"values from {-N} to {N - 1}"):
         run(torch.randn(N, 8), torch.randn(PIECES, 8, 4), *pairs)
 
 
@@ -189,3 +209,7 @@ def test_other_index_tensors_in_every_call(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(run(x, w, *pairs), convolution(x, w, *pairs), rtol=1e-4, atol=1e-4)
     assert counted.made == ["table"] * 3 + ["groups"] * 3
     assert len(joined._made) <= 2
+    pairs = unique_pairs(seed=7)
+    pairs[2][0, 1] = N
+    with pytest.raises(RuntimeError, match="an index of n1 is out of range"):
+        run(x, w, *pairs)

@@ -116,8 +116,7 @@ def measured(names: Sequence[str], options: Options, deadline: float, command: s
     with Progress() as progress:
         for number, name in enumerate(names):
             later = reserve * (len(names) - number - 1)
-            so_far = list(sections)
-            sections.append(section(name, options, limits, deadline - later, command, progress, lambda made, so_far=so_far: keep([*so_far, made])))  # type: ignore[misc]
+            sections.append(section(name, options, limits, deadline - later, command, progress, lambda made: keep([*sections, made])))
     return sections
 
 

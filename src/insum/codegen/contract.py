@@ -53,11 +53,7 @@ class Contract(Reads):
     def masked_operand(self, value: Val, axes: tuple[str, ...]) -> Val:
         """Zero at absent and out-of-range points, whatever functions made of the zeros that were loaded there."""
         masks = [m for axis, m in self.masks.items() if axis in axes] + [m for _, m in self.point_masks if set(m.axes) <= set(axes)]
-        if not masks:
-            return value
-        mask = combine(distinct(masks), "&")
-        over = union(value.axes, mask.axes)
-        return Val(f"tl.where({mask.over(over)}, {value.over(over)}, 0)", over, max(value.stage, mask.stage))
+        return where(masks, value, "0")
 
     def reshaped(self, value: Val, axes: tuple[str, ...], tile: tuple[int, ...]) -> str:
         """An operand that was loaded over (M, N, K), brought to the two axes that a dot takes."""
@@ -121,9 +117,13 @@ class Contract(Reads):
         """Absent and out-of-range points become the reduction's identity, whatever the functions made of them."""
         masks = [m for axis, m in self.masks.items() if axis in self.tile_axes() and (axis == "K" or self.summed_axis(axis))]
         masks += [m for _, m in self.point_masks]
-        if not masks:
-            return value
-        mask = combine(distinct(masks), "&")
-        axes = union(value.axes, mask.axes)
-        identity = IDENTITY[self.plan.reduce](self.plan.accumulator)
-        return Val(f"tl.where({mask.over(axes)}, {value.over(axes)}, {identity})", axes, max(value.stage, mask.stage))
+        return where(masks, value, IDENTITY[self.plan.reduce](self.plan.accumulator))
+
+
+def where(masks: list[Val], value: Val, otherwise: str) -> Val:
+    """The value where all masks hold, elsewhere something that does not count."""
+    if not masks:
+        return value
+    mask = combine(distinct(masks), "&")
+    axes = union(value.axes, mask.axes)
+    return Val(f"tl.where({mask.over(axes)}, {value.over(axes)}, {otherwise})", axes, max(value.stage, mask.stage))

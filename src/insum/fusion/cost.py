@@ -13,15 +13,17 @@ from insum.settings import settings
 aten = torch.ops.aten
 #: What Inductor computes by itself, between kernels: what is gathered for it and what is scattered of it is written to memory.
 _MATRIX_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default}
-
-
 #: Elements of messages below which a kernel saves less time than calling it takes, where the device waits for the call.
 WORTH_A_CALL = 2**28
 
 
+def _has_product(chain: Chain) -> bool:
+    return bool(_MATRIX_PRODUCTS & {n.target for n in (chain.root, *chain.inlined)})
+
+
 def _counted(chain: Chain, captured: bool) -> int:
     """About how many elements the messages have, where their number is found out at each call and they are few; else 0."""
-    if captured or _MATRIX_PRODUCTS & {n.target for n in (chain.root, *chain.inlined)}:
+    if captured or _has_product(chain):
         return 0
     made = [t.base for t in chain.indices if t.base.op != "placeholder" and any(not is_hinted(s) for s in shape_of(t.base))]
     origins = [origin for base in made if (origin := origin_of(base)) is not None]
@@ -42,7 +44,7 @@ def objection(chain: Chain, wish: str = "", captured: bool = False) -> str:
     device = value_of(chain.root).device.type
     if device != "cuda":
         return f"on {device} a fused statement runs as the same torch operations (settings.fuse = 'always' fuses it nevertheless)"
-    if any(is_unknown(t.base, captured) for t in chain.indices) and not _MATRIX_PRODUCTS & {n.target for n in (chain.root, *chain.inlined)}:
+    if any(is_unknown(t.base, captured) for t in chain.indices) and not _has_product(chain):
         return "nothing is known of the index, and Inductor makes one kernel of it too"
     if elements := _counted(chain, captured):
         return f"its index is counted out at each call, which waits for the device; about {elements:,} elements do not make up for a longer call"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -36,6 +36,15 @@ def part(base: Tensor, selects: Selects) -> Tensor:
         # Of .data, because a view would keep its base alive, and with it this entry.
         entry[2][selects] = select(base.data, selects)
     return entry[2][selects]
+
+
+def written(selects: Selects) -> list[str]:
+    """Selects as text, for the specification of an op; `read` is the reverse."""
+    return [f"{dim}.{place}" for dim, place in selects]
+
+
+def read(texts: Sequence[str]) -> Selects:
+    return tuple((int(dim), int(place)) for dim, _, place in (text.partition(".") for text in texts))
 
 
 def select(base: Tensor, selects: Selects) -> Tensor:

@@ -16,13 +16,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from insum.compat import PLAIN, assert_async
-from insum.fusion.indices import Selects, looks_are_free, owner, part, select, wrapped
+from insum.compat import PLAIN
+from insum.errors import IndexRangeError
+from insum.fusion.indices import Selects, looks_are_free, owner, part, read, seen_once, select, wrapped, written
 from insum.lang.expr import Access, Affine, Expr, Statement, accesses, index_of, rewrite
 from insum.lang.parser import parse
 from insum.plan.facts import facts_of, pass_by, version_of
 from insum.request import Request, prepare
-from insum.settings import settings
 
 #: Variables of a template: the points of a chain, and the number of the chain. In the statements it becomes, a row, or a group and a place in it.
 POINT, PIECE, ROW, GROUP, SLOT = "point", "piece", "row", "group", "slot"
@@ -45,7 +45,7 @@ class Joined:
     """Index tensors in which a negative value counts from the end."""
 
     def __str__(self) -> str:
-        parts = ";".join(",".join(":".join([str(place), *(f"{d}.{p}" for d, p in selects)]) for place, selects in one) for one in self.parts)
+        parts = ";".join(",".join(":".join([str(place), *written(selects)]) for place, selects in one) for one in self.parts)
         return "|".join([self.template, ",".join(self.values), parts, ",".join(map(str, sorted(self.wraps)))])
 
 
@@ -61,13 +61,8 @@ def _parts(text: str) -> tuple[Part, ...]:
     found = []
     for one in text.split(","):
         place, *selects = one.split(":")
-        found.append((int(place), tuple((int(d), int(p)) for d, _, p in (s.partition(".") for s in selects))))
+        found.append((int(place), read(selects)))
     return tuple(found)
-
-
-@functools.lru_cache(maxsize=1024)
-def _template(text: str) -> Statement:
-    return parse(text)
 
 
 # --- the statement ---------------------------------------------------------------------------------------------------------------
@@ -164,21 +159,37 @@ def made_for(text: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Made
 
 
 def _make(joined: Joined, tensors: Sequence[Tensor], sizes: Sequence[int], taken: Callable[[Tensor, Selects], Tensor], *, closely: bool) -> Made:
-    template = _template(joined.template)
+    template = parse(joined.template)
     shapes = {**dict(zip(joined.values, (t.shape for t in tensors))), template.target.tensor: tuple(sizes)}
     most = limits(template, shapes)
-    parts = {f"n{k}": [taken(tensors[place], selects) for place, selects in one] for k, one in enumerate(joined.parts)}
-    for k in joined.wraps:
-        limit = min(most[f"n{k}"])
-        parts[f"n{k}"] = [wrapped(p, limit) if closely else torch.remainder(p, limit) for p in parts[f"n{k}"]]
+    parts: dict[str, list[Tensor]] = {}
+    for k, one in enumerate(joined.parts):
+        own, limit, wraps = [taken(tensors[place], selects) for place, selects in one], min(most[f"n{k}"]), k in joined.wraps
+        parts[f"n{k}"] = [_looked_at(joined, p, limit, wraps) for p in own] if closely else _unseen(f"n{k}", own, limit, wraps)
     rows = _rows(template, parts, most) if closely else None
     if rows is not None:
-        return _table(template, parts, rows, min(most[rows]))
+        return _table(template, parts, rows, most)
     made = _groups(template, parts)
     if not closely:
         for name in made.padded:
-            _let_pass(name, made.indices[name], min(most[name]))
+            pass_by(made.indices[name], min(most[name]) - 1)
     return made
+
+
+def _looked_at(joined: Joined, tensor: Tensor, limit: int, wraps: bool) -> Tensor:
+    """An index tensor with values from 0 to ``limit``, which is found out here: once it is put together with others, -1 is an absent point."""
+    found = wrapped(tensor, limit) if wraps else tensor
+    facts = facts_of(found)
+    if found.numel() and (facts.low < 0 or facts.high >= limit):
+        bad, low = facts.low if facts.low < 0 else facts.high, -limit if wraps else 0
+        fact = f"an index is {bad - limit if wraps and bad < 0 else bad}, but it indexes a dimension of size {limit}"
+        raise IndexRangeError(fact, statement=joined.template, expected=f"values from {low} to {limit - 1}")
+    return found
+
+
+def _unseen(name: str, own: list[Tensor], limit: int, wraps: bool) -> list[Tensor]:
+    """The same for index tensors that nobody looks at: checked on the device, all of them at once."""
+    return list(torch.split(seen_once(name, torch.cat(own), limit, wraps), [p.numel() for p in own]))
 
 
 def _rows(template: Statement, parts: Mapping[str, list[Tensor]], most: Mapping[str, set[int]]) -> str | None:
@@ -189,19 +200,19 @@ def _rows(template: Statement, parts: Mapping[str, list[Tensor]], most: Mapping[
         limit = min(most[name])
         if len(parts) < 2 or len(most[name]) > 1 or scattered and name not in scattered or count * limit > SPARSEST * points:
             continue
-        facts = [facts_of(p) for p in parts[name]]
-        if all(f.unique and f.low >= 0 and f.high < limit for f, p in zip(facts, parts[name]) if p.numel()):
+        if all(facts_of(p).unique for p in parts[name]):
             return name
     return None
 
 
-def _table(template: Statement, parts: Mapping[str, list[Tensor]], rows: str, count: int) -> Made:
+def _table(template: Statement, parts: Mapping[str, list[Tensor]], rows: str, most: Mapping[str, set[int]]) -> Made:
     found: dict[str, Tensor] = {}
     for name, own in parts.items():
         if name != rows:
-            table = found[name] = torch.full((len(own), count), -1, dtype=torch.int32, device=own[0].device)
+            dtype = torch.int32 if min(most[name]) < 2**31 else torch.int64
+            table = found[name] = torch.full((len(own), min(most[rows])), -1, dtype=dtype, device=own[0].device)
             for k, (at, values) in enumerate(zip(parts[rows], own)):
-                table[k, at.long()] = values.int()
+                table[k, at.long()] = values.to(dtype)
     return Made(str(as_table(template, rows)), found)
 
 
@@ -222,15 +233,6 @@ def _groups(template: Statement, parts: Mapping[str, list[Tensor]]) -> Made:
         start += count
     found["pieces"] = pieces
     return Made(str(as_groups(template)), found)
-
-
-def _let_pass(name: str, tensor: Tensor, limit: int) -> None:
-    """Checked on the device, which is not waited for; nothing else is known of it."""
-    if not looks_are_free(tensor):
-        if settings.check != "never" and tensor.numel():
-            low, high = torch.aminmax(tensor)
-            assert_async((low >= -1) & (high < limit), f"insum: an index of {name} is out of range")
-        pass_by(tensor, limit - 1)
 
 
 # --- the op ----------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from insum.compat import PLAIN
 from insum.fusion import ways
-from insum.fusion.indices import Selects, is_passing, looks_are_free, owner, part, recalled, seen_once, select, wrapped
+from insum.fusion.indices import Selects, is_passing, looks_are_free, owner, part, read, recalled, seen_once, select, wrapped, written
 from insum.lang.expr import Access
 from insum.lang.parser import parse
 from insum.ops import decode
@@ -49,7 +49,7 @@ class Spec:
     """Computed tensors: name, function, and what it was applied to."""
 
     def __str__(self) -> str:
-        views = ";".join(":".join([f"{name}<{base}", *(f"{d}.{p}" for d, p in selects)]) for name, base, selects in self.views)
+        views = ";".join(":".join([f"{name}<{base}", *written(selects)]) for name, base, selects in self.views)
         origins = ";".join(f"{base}={function}@{','.join(sources)}" for base, function, sources in self.origins)
         fields = self.statement, ",".join(self.names), views, self.size_names, ",".join(sorted(self.wraps)), ",".join(sorted(self.passing)), origins
         return "|".join(fields)
@@ -69,7 +69,7 @@ def spec_of(text: str) -> Spec:
     for one in _split(views, ";"):
         name, _, rest = one.partition("<")
         base, *selects = rest.split(":")
-        read_views.append((name, base, tuple((int(d), int(p)) for d, _, p in (x.partition(".") for x in selects))))
+        read_views.append((name, base, read(selects)))
     read_origins = []
     for one in _split(origins, ";"):
         base, _, rest = one.partition("=")
@@ -194,7 +194,7 @@ def _fused_into_(target: Tensor, spec: str, tensors: list[Tensor], sizes: list[i
 
 def _fused_extremum(base: Tensor, spec: str, tensors: list[Tensor], sizes: list[int], include_self: bool) -> Tensor:
     shape = base.shape
-    flat = base.reshape(sizes[: _rank(spec)])  # the statement has no dimensions of size 1
+    flat = base.reshape(sizes[: _scattered(spec)[0]])  # the statement has no dimensions of size 1
     if include_self:
         return _run("from", flat, spec, tensors, sizes).reshape(shape)
     found = _run("new", None, spec, tensors, sizes)
@@ -203,16 +203,17 @@ def _fused_extremum(base: Tensor, spec: str, tensors: list[Tensor], sizes: list[
 
 
 @functools.lru_cache(maxsize=4096)
-def _rank(text: str) -> int:
-    return len(parse(spec_of(text).statement).target.indices)
+def _scattered(text: str) -> tuple[int, int, str]:
+    """Of a statement's result the number of dimensions, the one that is scattered to, and the index tensor that does."""
+    indices = parse(spec_of(text).statement).target.indices
+    dim, name = next((d, i.atom.tensor) for d, i in enumerate(indices) if isinstance(i.atom, Access))
+    return len(indices), dim, name
 
 
 def _present(text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor | None:
     """Rows that something is scattered to, as a mask over the result; None where these are all."""
-    spec = spec_of(text)
-    target = parse(spec.statement).target
-    dim, index = next((d, i.atom) for d, i in enumerate(target.indices) if isinstance(i.atom, Access))
-    tensor = _values(spec, tensors, sizes)[0][index.tensor]
+    rank, dim, name = _scattered(text)
+    tensor = _values(spec_of(text), tensors, sizes)[0][name]
     rows, facts = int(sizes[dim]), known(tensor) if type(tensor) in PLAIN else None
     mask: Tensor | None
     if facts is None or facts.passing or looks_are_free(tensor):
@@ -223,7 +224,7 @@ def _present(text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Te
         mask = found = _mask(tensor, rows)
         if not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
             mask = facts.derived["present", rows] = None if bool(found.all()) else found
-    return None if mask is None else mask.view([rows if d == dim else 1 for d in range(len(target.indices))])
+    return None if mask is None else mask.view([rows if d == dim else 1 for d in range(rank)])
 
 
 def _mask(tensor: Tensor, rows: int) -> Tensor:

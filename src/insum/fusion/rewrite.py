@@ -41,14 +41,12 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
     fused += [_told_together(one, one.top in backward) for one in together]
     left = tuple(Left(node.name, why, node in backward) for node, why in chains.left)
     replaced: dict[Node, Node] = {}
-    waiting = {one.top: len(one.pieces) for one in together}
     for chain in chains.found:
         if chain.root not in joined:
             replaced[chain.root] = _replace(graph, chain.after(replaced), captured)
             continue
         one = joined[chain.root]
-        waiting[one.top] -= 1
-        if not waiting[one.top]:  # all that it reads is there
+        if chain is one.last:  # all that it reads is there
             replaced[one.top] = _replace_together(graph, one.after(replaced))
     _sweep(graph, chains.found, [node for one in together for node in (one.top, *one.between)])
     if chains.found:

@@ -50,7 +50,6 @@ class Series:
     initial: Node | None
     rest: tuple[Node, ...]
     between: tuple[Node, ...]  # nodes that nobody needs any more
-
     last: Chain
     """The one that comes last in the graph."""
     shaped: Node
@@ -194,16 +193,19 @@ def _piece(chain: Chain, written: tuple[int, int] | None) -> Piece | None:
             return Access(numbers[access.tensor], (index_of(POINT),))
         return Access(access.tensor, tuple(index(access, d, i) for d, i in enumerate(access.indices)))
 
+    def numbered(old: Affine) -> Affine:
+        return Affine(tuple((c, change(a) if isinstance(a, Access) else a) for c, a in old.terms), old.offset)  # type: ignore[misc]
+
     def index(access: Access, dim: int, old: Affine) -> Affine:
         size = shape_of(values[access.tensor])[dim]
         if not old.terms and not is_one(size):
             places.append((old.offset, size))
             return index_of(PIECE)
-        return Affine(tuple((c, change(a) if isinstance(a, Access) else a) for c, a in old.terms), old.offset)  # type: ignore[misc]
+        return numbered(old)
 
     value = rewrite(chain.statement.value, change)
     target = chain.statement.target
-    at = [Affine(tuple((c, change(a) if isinstance(a, Access) else a) for c, a in i.terms), i.offset) for i in target.indices]  # type: ignore[misc]
+    at = [numbered(i) for i in target.indices]
     if written is not None:
         at.insert(written[0], index_of(PIECE))
         places.append((written[1], shape_of(next(iter(chain.root.users)))[written[0]]))

@@ -18,7 +18,6 @@ from insum.plan.schedule import SHORT
 
 #: Patterns with more points than this are long: several kernels, which share neither an output nor the largest factor.
 LONG = 48
-
 #: Entries at which a long row is cut into pieces, and the length up to which rows are left whole.
 SPLIT_AT = 128
 LEAVE_WHOLE = 64
@@ -95,7 +94,7 @@ def first_choice(plan: Plan, extents: Mapping[str, int], *, longest: int = 0, en
     if MANY_LAUNCHES <= entries < TINY_ENTRIES and not plan.roles.loops:
         guess = _for_few_rows(guess)
     elif split and entries < FEW_ENTRIES:
-        guess = _for_pieces(plan, guess)
+        guess = _for_pieces(guess)
     return replace(guess, split=split), long_rows(plan, extents)
 
 
@@ -180,9 +179,9 @@ def _for_few_rows(guess: Config) -> Config:
     return replace(guess, m=max(1, min(64, guess.m * guess.n // n)), n=n, k=8)
 
 
-def _for_pieces(plan: Plan, guess: Config) -> Config:
+def _for_pieces(guess: Config) -> Config:
     """Half the rows for half the warps: rows were cut into pieces of even length, and more programs than the device holds balance what is left."""
-    return replace(guess, m=max(1, guess.m // 2), warps=1, k=4 if _BYTES.get(plan.operand, 4) == 2 else guess.k)
+    return replace(guess, m=max(1, guess.m // 2), warps=1)
 
 
 def long_rows(plan: Plan, extents: Mapping[str, int]) -> Config:

@@ -27,7 +27,7 @@ class Site:
     """One kind of call of one statement, in plain eager mode, whose result is a new tensor, or the ``target`` that is accumulated into."""
 
     __slots__ = (
-        *("alike", "count", "default", "deterministic", "epoch", "graded", "index", "indices"),
+        *("alike", "default", "deterministic", "epoch", "graded", "index", "indices"),
         *("names", "precision", "program", "request", "settings", "sizes", "target"),
     )
 
@@ -35,7 +35,7 @@ class Site:
         self, request: object, program: Program, values: Mapping[str, Tensor], sources: Sequence[str], indices: Sequence[str], target: str = ""
     ) -> None:
         self.request, self.program = request, weakref.ref(program)
-        self.settings, self.epoch, self.count = settings._values, cache.epoch(), len(values)
+        self.settings, self.epoch = settings._values, cache.epoch()
         self.default, self.deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
         # The matmul precision matters where float32 operands may meet in a matrix product.
         self.precision = torch.get_float32_matmul_precision() if any(v.dtype is torch.float32 for v in values.values()) else ""
@@ -50,7 +50,7 @@ class Site:
     def __call__(self, tensors: Mapping[str, Any]) -> Tensor | None:
         """The result, or None where this call is another. Called where nothing is being compiled, and long, because every warm call comes by."""
         program = self.program()
-        if program is None or self.settings is not settings._values or len(tensors) != self.count or self.epoch != state["epoch"]:
+        if program is None or self.settings is not settings._values or len(tensors) != len(self.names) or self.epoch != state["epoch"]:
             return None
         try:
             given = [tensors[name] for name in self.names]
