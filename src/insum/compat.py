@@ -274,6 +274,16 @@ def is_hinted(size: Any) -> bool:
     return isinstance(size, int) or size_or(size, -1) != -1
 
 
+def symbols_from_data(value: Any) -> frozenset[Any]:
+    """The symbols in a size, or in the shape of a tensor, that stand for numbers that come from data."""
+    try:
+        from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+        return frozenset(free_unbacked_symbols(value))
+    except Exception:
+        return frozenset()
+
+
 def assert_async(condition: Tensor, message: str) -> None:
     """Fail on the device, without waiting for it; where this torch cannot, wait."""
     check = getattr(torch, "_assert_async", None)

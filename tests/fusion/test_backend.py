@@ -159,24 +159,26 @@ def test_what_is_left_to_inductor_where_nothing_is_known(captured: bool, monkeyp
 
 
 @pytest.mark.parametrize("worth", [2**28, 1])
-def test_edges_that_are_counted_at_each_call(worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their number is waited for. A few messages are then left to Inductor, many are worth the longer call."""
+@pytest.mark.parametrize("others", [False, True])
+def test_edges_that_are_counted_at_each_call(others: bool, worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where others need their number too it is waited for in any case. A few messages are then left to Inductor, many are worth the longer call."""
     from insum.fusion import cost
 
     monkeypatch.setattr(cost, "value_of", lambda node: Somewhere())
     monkeypatch.setattr(cost, "WORTH_A_CALL", worth)
 
-    def program(x: Tensor, edges: Tensor, types: Tensor) -> Tensor:
+    def program(x: Tensor, edges: Tensor, types: Tensor) -> tuple[Tensor, ...]:
         some = edges[:, types == 1]
-        return x.new_zeros(N, F).index_add(0, some[1], x[some[0]])
+        out = x.new_zeros(N, F).index_add(0, some[1], x[some[0]])
+        return (out, x[some[0]].relu()) if others else (out,)
 
     arguments = torch.randn(N, F), EDGES, torch.randint(0, 2, (E,))
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         run = torch.compile(program, backend="insum", fullgraph=True, options={"insum.rest": "eager"})
         assert_close(run(*arguments), program(*arguments))
     report = insum.fusion.report()
-    assert len(report.fused) == (worth == 1)
-    if worth > 1:
+    assert len(report.fused) == (worth == 1 or not others)
+    if worth > 1 and others:
         assert f"about {E * F:,} elements do not make up for a longer call" in report.left[0].why
 
 

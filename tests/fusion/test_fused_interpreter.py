@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import insum
-from insum.fusion import indices, op, ways
+from insum.fusion import computed, indices, op, ways
 from insum.fusion.op import Spec
 from insum.plan.facts import known
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.interpreter
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (indices, op):
         monkeypatch.setattr(module, "looks_are_free", lambda tensor: False)
-    for table in (ways._ways, indices._last, indices._strangers, indices._computed):
+    for table in (ways._ways, indices._last, indices._strangers, computed._computed):
         table.clear()
     with insum.settings(backend="fused", require_fused=True):
         yield
@@ -94,7 +94,7 @@ def test_edges_made_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_edges_computed_from_the_same_ones_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Masked edges, self-loops: a function of tensors that do not change. The second time what is found out about them is kept, the third used."""
+    """Masked edges, self-loops: a function of tensors that do not change."""
 
     def program(x: Tensor, w: Tensor, edges: Tensor, kinds: Tensor) -> Tensor:
         some = torch.cat([edges[:, kinds == 1], torch.arange(x.shape[0]).expand(2, -1)], 1)
@@ -111,9 +111,9 @@ def test_edges_computed_from_the_same_ones_are_known(monkeypatch: pytest.MonkeyP
             assert_close(result, expected)
             assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (result, expected)))
     assert counts(graphs) == [1, 1]
-    seen_twice = [entry for entry in indices._computed.values() if entry[2] is not None]
-    assert seen_twice and any((facts := known(indices.part(entry[2], ((0, 1),)))) is not None and not facts.passing for entry in seen_twice)
-    assert taken[4:8] == [True] * 4 and not taken[8]  # forward and backward of two steps; then the edges change
+    found = [entry[2] for entry in computed._computed.values()]
+    assert found and any((facts := known(indices.part(edges, ((0, 1),)))) is not None and not facts.passing for edges in found)
+    assert taken == [False, False, *[True] * 6, False, False, True, True]  # forward and backward of four steps; then the edges change
 
 
 def test_new_edges_beside_known_ones() -> None:
@@ -143,11 +143,14 @@ def test_negative_indices() -> None:
 
 @pytest.mark.parametrize("value", [N, -N - 1])
 def test_indices_out_of_range(value: int) -> None:
-    run, _ = compiled(lambda x, w, edges: aggregate(x, w, edges + 0))
     edges = graph_of()
     edges[0, 5] = value
+    unseen, _ = compiled(lambda x, w, edges: aggregate(x, w, edges + (x[0, 0] > 99)))
     with pytest.raises(RuntimeError, match="out of range"):
-        run(torch.randn(N, F), torch.randn(E), edges)
+        unseen(torch.randn(N, F), torch.randn(E), edges)
+    looked_at, _ = compiled(lambda x, w, edges: aggregate(x, w, edges + 0))
+    with pytest.raises(insum.IndexRangeError, match="which has size 10"):
+        looked_at(torch.randn(N, F), torch.randn(E), edges)
 
 
 def test_into_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:

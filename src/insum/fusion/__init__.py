@@ -17,9 +17,9 @@
 from __future__ import annotations
 
 from insum.fusion.entry import backend, disable, enable, enabled, register
-from insum.fusion.report import Fused, Left, Report, clear, report
+from insum.fusion.report import Fused, Left, Once, Report, clear, report
 from insum.fusion.rewrite import fuse
 
-__all__ = ["Fused", "Left", "Report", "backend", "clear", "disable", "enable", "enabled", "fuse", "report"]
+__all__ = ["Fused", "Left", "Once", "Report", "backend", "clear", "disable", "enable", "enabled", "fuse", "report"]
 
 register()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from insum.fusion.origin import Origin, origin_of
 from insum.fusion.read import CONTRACTIONS, IndexTensor, Reader, reaching
 from insum.fusion.shapes import ZERO, Stop, broadcast, is_contiguous, is_one, points, same, shape_of, value_of
 from insum.fusion.views import FLOATS, VIEWS, Indices
@@ -49,6 +50,12 @@ class Chain:
         extents = {v: (replaced.get(node, node), dim) for v, (node, dim) in self.extents.items()}
         initial = replaced.get(self.initial, self.initial) if self.initial is not None else None
         return replace(self, initial=initial, tensors=tuple((name, replaced.get(n, n)) for name, n in self.tensors), indices=indices, extents=extents)
+
+    def origins(self) -> dict[Node, Origin]:
+        """Nodes that the statement reads and can compute itself: index tensors, and numbers that take long, from integer tensors alone."""
+        found = {t.base: origin for t in self.indices if (origin := origin_of(t.base)) is not None}
+        found |= {n: origin for _, n in self.tensors if n not in found and (origin := origin_of(n, sums=True)) is not None and origin.costly}
+        return found
 
     @property
     def saved(self) -> int:

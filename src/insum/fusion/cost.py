@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
+from torch.fx import Node
 
-from insum.compat import is_hinted
 from insum.fusion.chains import SCATTERS, Chain
 from insum.fusion.origin import is_unknown, origin_of
 from insum.fusion.shapes import points, shape_of, value_of
@@ -21,11 +21,11 @@ def _has_product(chain: Chain) -> bool:
     return bool(_MATRIX_PRODUCTS & {n.target for n in (chain.root, *chain.inlined)})
 
 
-def _counted(chain: Chain, captured: bool) -> int:
-    """About how many elements the messages have, where their number is found out at each call and they are few; else 0."""
-    if captured or _has_product(chain):
+def _counted(chain: Chain, waited: frozenset[Node]) -> int:
+    """About how many elements the messages have, where their number is found out at each call in any case and they are few; else 0."""
+    if _has_product(chain):
         return 0
-    made = [t.base for t in chain.indices if t.base.op != "placeholder" and any(not is_hinted(s) for s in shape_of(t.base))]
+    made = [t.base for t in chain.indices if t.base in waited]
     origins = [origin for base in made if (origin := origin_of(base)) is not None]
     if not origins:
         return 0
@@ -34,8 +34,8 @@ def _counted(chain: Chain, captured: bool) -> int:
     return entries * columns if entries * columns < WORTH_A_CALL else 0
 
 
-def objection(chain: Chain, wish: str = "", captured: bool = False) -> str:
-    """Why a chain had better stay as it is, or ''. ``captured``: as in `insum.fusion.fuse`."""
+def objection(chain: Chain, wish: str = "", captured: bool = False, waited: frozenset[Node] = frozenset()) -> str:
+    """Why a chain had better stay as it is, or ''. ``captured``: as in `insum.fusion.fuse`; ``waited``: index tensors that are counted out at each call."""
     wish = wish or settings.fuse
     if wish == "always":
         return ""
@@ -46,8 +46,8 @@ def objection(chain: Chain, wish: str = "", captured: bool = False) -> str:
         return f"on {device} a fused statement runs as the same torch operations (settings.fuse = 'always' fuses it nevertheless)"
     if any(is_unknown(t.base, captured) for t in chain.indices) and not _has_product(chain):
         return "nothing is known of the index, and Inductor makes one kernel of it too"
-    if elements := _counted(chain, captured):
-        return f"its index is counted out at each call, which waits for the device; about {elements:,} elements do not make up for a longer call"
+    if elements := _counted(chain, waited):
+        return f"its index is counted out at each call, for others too; about {elements:,} elements do not make up for a longer call"
     result = points(shape_of(chain.root))
     if chain.root.target not in SCATTERS and chain.saved < result:
         return f"its result has {result:,} elements, and fusing would save only {chain.saved:,}"

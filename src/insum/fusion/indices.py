@@ -81,33 +81,6 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
-# --- index tensors that are computed from others ---------------------------------------------------------------------------------
-
-#: By function, sizes and identity of what it is applied to: those tensors with their versions, and the result once it has come twice.
-_computed: dict[tuple[Any, ...], tuple[tuple[weakref.ref[Tensor], ...], tuple[int, ...], Tensor | None]] = {}
-_MOST_COMPUTED = 1024
-
-
-def recalled(text: str, sizes: tuple[int, ...], sources: tuple[Tensor, ...], result: Tensor) -> Tensor | None:
-    """The tensor that was computed before from the same unchanged tensors, which ``result`` equals; None the first time.
-
-    The second time a copy is kept, since compiled code may use the memory of ``result`` again. It lives as long as all of ``sources``.
-    """
-    key = text, sizes, *map(id, sources)
-    versions = tuple(map(version_of, sources))
-    entry = _computed.get(key)
-    if entry is None or entry[1] != versions or any(ref() is not source for ref, source in zip(entry[0], sources)):
-        if len(_computed) >= _MOST_COMPUTED:
-            _computed.clear()
-        _computed[key] = (tuple(weakref.ref(s, lambda _: _computed.pop(key, None)) for s in sources), versions, None)
-        return None
-    if entry[2] is None:
-        if result.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
-        entry = _computed[key] = (*entry[:2], result.clone())
-    return entry[2]
-
-
 # --- index tensors that are seen once -------------------------------------------------------------------------------------------
 
 #: Calls of an op in a row that came with an index tensor never seen before; and the last such tensor.

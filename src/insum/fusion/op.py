@@ -17,7 +17,8 @@ from torch import Tensor
 
 from insum.compat import PLAIN
 from insum.fusion import ways
-from insum.fusion.indices import Selects, is_passing, looks_are_free, owner, part, read, recalled, seen_once, select, wrapped, written
+from insum.fusion.computed import computed
+from insum.fusion.indices import Selects, is_passing, looks_are_free, owner, part, read, seen_once, select, wrapped, written
 from insum.lang.expr import Access
 from insum.lang.parser import parse
 from insum.ops import decode
@@ -26,6 +27,21 @@ from insum.request import Request, prepare
 from insum.runtime import fused
 from insum.runtime.build import Program
 from insum.settings import settings
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """A tensor that an op computes itself, from integer tensors that it is passed."""
+
+    name: str
+    program: str
+    sources: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Places of the sizes that the program takes among those of the op."""
+    dtype: str
+
+    def __str__(self) -> str:
+        return f"{self.name}={self.program}@{','.join(self.sources)}@{','.join(map(str, self.sizes))}@{self.dtype}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +53,7 @@ class Spec:
 
     statement: str
     names: tuple[str, ...]
-    """Of the tensors that are passed: those of the statement, tensors of which index tensors are parts, and what those were computed from."""
+    """Of the tensors that are passed: those of the statement, tensors of which index tensors are parts, and what others are computed from."""
     views: tuple[tuple[str, str, Selects], ...]
     """Index tensors: name, tensor of which it is a part, and which part."""
     size_names: str
@@ -45,19 +61,19 @@ class Spec:
     """Index tensors in which a negative value counts from the end."""
     passing: frozenset[str]
     """Index tensors that the graph makes anew at each call."""
-    origins: tuple[tuple[str, str, tuple[str, ...]], ...]
-    """Computed tensors: name, function, and what it was applied to."""
+    origins: tuple[Computed, ...] = ()
+    """Tensors that are computed from others, once while those stay the same. They are not passed."""
 
     def __str__(self) -> str:
         views = ";".join(":".join([f"{name}<{base}", *written(selects)]) for name, base, selects in self.views)
-        origins = ";".join(f"{base}={function}@{','.join(sources)}" for base, function, sources in self.origins)
+        origins = ";".join(map(str, self.origins))
         fields = self.statement, ",".join(self.names), views, self.size_names, ",".join(sorted(self.wraps)), ",".join(sorted(self.passing)), origins
         return "|".join(fields)
 
     @property
     def plain(self) -> tuple[tuple[str, int], ...]:
         """Tensors that the statement reads as they are, and their places among those that are passed."""
-        taken = {base for _, base, _ in self.views} | {name for _, _, sources in self.origins for name in sources}
+        taken = {base for _, base, _ in self.views} | {name for one in self.origins for name in one.sources}
         return tuple((name, place) for place, name in enumerate(self.names) if name not in taken)
 
 
@@ -70,53 +86,64 @@ def spec_of(text: str) -> Spec:
         name, _, rest = one.partition("<")
         base, *selects = rest.split(":")
         read_views.append((name, base, read(selects)))
-    read_origins = []
-    for one in _split(origins, ";"):
-        base, _, rest = one.partition("=")
-        function, _, sources = rest.partition("@")
-        read_origins.append((base, function, tuple(sources.split(","))))
-    return Spec(
-        statement, _split(names, ","), tuple(read_views), size_names, frozenset(_split(wraps, ",")), frozenset(_split(passing, ",")), tuple(read_origins)
-    )
+    found = tuple(map(_computed_of, _split(origins, ";")))
+    return Spec(statement, _split(names, ","), tuple(read_views), size_names, frozenset(_split(wraps, ",")), frozenset(_split(passing, ",")), found)
+
+
+def _computed_of(text: str) -> Computed:
+    name, _, rest = text.partition("=")
+    program, sources, sizes, dtype = rest.split("@")
+    return Computed(name, program, _split(sources, ","), tuple(map(int, _split(sizes, ","))), dtype)
 
 
 def _split(line: str, mark: str) -> tuple[str, ...]:
     return tuple(line.split(mark)) if line else ()
 
 
+@dataclass(frozen=True, slots=True)
+class Places:
+    """A specification by the places of tensors and sizes among those that are passed."""
+
+    plain: tuple[tuple[str, int], ...]
+    views: tuple[tuple[str, str, int | None, Selects], ...]
+    """Index tensors: name, tensor of which it is a part, its place where it is passed, and which part."""
+    origins: tuple[tuple[str, str, tuple[int, ...], tuple[int, ...]], ...]
+    """Computed tensors: name, program, and the places of tensors and sizes that it is applied to."""
+    decisive: tuple[int, ...]
+    """Tensors that decide index tensors, and what is computed."""
+
+
 @functools.lru_cache(maxsize=4096)
-def _places(spec: Spec) -> tuple[tuple[tuple[str, int], ...], tuple[tuple[str, int, Selects], ...], tuple[tuple[int, str, tuple[int, ...]], ...]]:
-    """Plain tensors, index tensors and origins, by the places of the tensors among those that are passed."""
+def _places(spec: Spec) -> Places:
     place = {name: k for k, name in enumerate(spec.names)}
-    origins = tuple((place[base], function, tuple(place[s] for s in sources)) for base, function, sources in spec.origins)
-    return spec.plain, tuple((name, place[base], selects) for name, base, selects in spec.views), origins
+    origins = tuple((one.name, one.program, tuple(place[s] for s in one.sources), one.sizes) for one in spec.origins)
+    views = tuple((name, base, place.get(base), selects) for name, base, selects in spec.views)
+    decisive = dict.fromkeys([at for _, _, at, _ in views if at is not None] + [k for _, _, sources, _ in origins for k in sources])
+    return Places(spec.plain, views, origins, tuple(decisive))
 
 
-def _values(spec: Spec, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> tuple[dict[str, Any], set[int]]:
-    """Tensors by the names of the statement, and the places of those that were computed from the same tensors as before."""
-    plain, views, origins = _places(spec)
-    steady: set[int] = set()
-    if origins:
-        tensors = list(tensors)
-        for place, function, sources in origins:
-            if type(tensors[place]) in PLAIN and not looks_are_free(tensors[place]):
-                before = recalled(function, sizes, tuple(owner(tensors[k]) for k in sources), tensors[place])
-                if before is not None:
-                    tensors[place] = before
-                    steady.add(place)
+def _values(spec: Spec, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> dict[str, Any]:
+    """Tensors by the names of the statement."""
+    places = _places(spec)
+    made: dict[str, Tensor] = {}
+    for name, program, sources, own in places.origins:
+        made[name] = computed(program, tuple(sizes[k] for k in own), tuple(owner(tensors[k]) for k in sources))
     found: dict[str, Any] = {}
-    for name, place, selects in views:
-        tensor = tensors[place]
-        if type(tensor) not in PLAIN:
-            found[name] = select(tensor, selects)
-        elif name in spec.passing and place not in steady:
+    for name, base, place, selects in places.views:
+        if place is None:
+            found[name] = (part if type(made[base]) in PLAIN else select)(made[base], selects)
+        elif type(tensors[place]) not in PLAIN:
+            found[name] = select(tensors[place], selects)
+        elif name in spec.passing:
             # A new object: compiled code may fill this one with other values, which no version counter tells.
-            found[name] = select(tensor.data, selects)
+            found[name] = select(tensors[place].data, selects)
         else:
-            found[name] = part(owner(tensor), selects)
-    for name, place in plain:
-        found[name] = tensors[place]
-    return found, steady
+            found[name] = part(owner(tensors[place]), selects)
+    bases = {base for _, base, _, _ in places.views}
+    found |= {name: value for name, value in made.items() if name not in bases}
+    for name, at in places.plain:
+        found[name] = tensors[at]
+    return found
 
 
 def _request(spec: Spec, sizes: Sequence[Any]) -> Request:
@@ -129,23 +156,19 @@ def _run(mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor],
         return quick
     spec = spec_of(text)
     given = (*sizes,)
-    values, steady = _values(spec, tensors, given)
-    passing, made = False, False
-    for name, place, _ in _places(spec)[1]:
-        marked = name in spec.passing and place not in steady
-        passing |= is_passing(spec, name, values[name], marked)
-        made |= marked
+    values = _values(spec, tensors, given)
+    passing = False
+    for name, _, _ in spec.views:
+        passing |= is_passing(spec, name, values[name], name in spec.passing)
     key = spec, given, mode, passing
     quick = ways.run(key, values, target) if mode != "from" else None
     if quick is not None:
         return quick
     before = dict(values)
     result, program = _run_long(mode, target, spec, given, values, passing, key)
-    if program is not None and not passing and not made and all(values[name] is before[name] for name in values):
-        plain, views, origins = _places(spec)
-        sources = {place: found for place, _, found in origins}
-        decisive = dict.fromkeys(k for _, place, _ in views for k in (sources[place] if place in steady else (place,)))
-        ways.keep_path(text, mode, program, plain, tuple(decisive), (tensors, given, target), values)
+    if program is not None and not passing and not spec.passing and all(values[name] is before[name] for name in values):
+        places = _places(spec)
+        ways.keep_path(text, mode, program, places.plain, places.decisive, (tensors, given, target), values)
     return result
 
 
@@ -213,7 +236,7 @@ def _scattered(text: str) -> tuple[int, int, str]:
 def _present(text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor | None:
     """Rows that something is scattered to, as a mask over the result; None where these are all."""
     rank, dim, name = _scattered(text)
-    tensor = _values(spec_of(text), tensors, sizes)[0][name]
+    tensor = _values(spec_of(text), tensors, sizes)[name]
     rows, facts = int(sizes[dim]), known(tensor) if type(tensor) in PLAIN else None
     mask: Tensor | None
     if facts is None or facts.passing or looks_are_free(tensor):
@@ -237,8 +260,24 @@ def _fused_extremum_fake(base: Tensor, spec: str, tensors: list[Tensor], sizes: 
 
 def _fused_fake(spec: str, tensors: list[Tensor], sizes: list[Any]) -> Tensor:
     read = spec_of(spec)
-    problem = _request(read, sizes).bind(_values(read, tensors, ())[0])
+    if read.origins:  # nothing is computed here: it may be counted out
+        return torch.empty(sizes[: _rank(read)], dtype=_dtype(read, tensors), device=tensors[0].device)
+    problem = _request(read, sizes).bind(_values(read, tensors, ()))
     return torch.empty(problem.shape, dtype=problem.dtype, device=problem.device)
+
+
+def _rank(spec: Spec) -> int:
+    """The number of dimensions of a scattered result, whose sizes come first."""
+    return len(parse(spec.statement).target.indices)
+
+
+def _dtype(spec: Spec, tensors: Sequence[Tensor]) -> torch.dtype:
+    """Of the result: that of the factors with a dimension, or where there are none, of all."""
+    bases = {base for _, base, _ in spec.views}
+    read = [(tensors[place].dtype, tensors[place].dim()) for _, place in spec.plain]
+    read += [(getattr(torch, one.dtype), 1) for one in spec.origins if one.name not in bases]
+    ranked = [dtype for dtype, rank in read if rank] or [dtype for dtype, _ in read]
+    return functools.reduce(torch.promote_types, ranked)
 
 
 def _fused_into_fake(initial: Tensor, spec: str, tensors: list[Tensor], sizes: list[Any]) -> Tensor:

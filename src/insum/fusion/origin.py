@@ -1,12 +1,15 @@
-"""Where an index tensor that a graph computes comes from: a pure function of integer tensors that are passed to the graph.
+"""Where a tensor that a graph computes comes from: a pure function of integer tensors that are passed to the graph.
 
-While those are the same and unchanged from call to call, so is the index tensor; what was found out about it once stays true.
+While those are the same and unchanged from call to call, so is the tensor; what was found out about it once stays true, and it need not be computed
+again. The function is kept as text, one line without quotes, which `evaluate` runs: ``aten.eq.Scalar(s1,0)~aten.index.Tensor(s0,[None,v0])``.
 """
 
 from __future__ import annotations
 
-import hashlib
+import ast
+import functools
 import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,58 +17,124 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from insum.compat import is_hinted
+
 aten, prims = torch.ops.aten, torch.ops.prims
 
 #: Operations whose result depends on nothing but their arguments, to the last bit and in its order (sorting, for one, may break ties either way).
-_PURE = {
-    *(aten.index.Tensor, aten.index_select.default, aten.select.int, aten.slice.Tensor, aten.unbind.int, operator.getitem, aten.nonzero.default),
+_EXACT: set[Any] = {
+    *(aten.index.Tensor, aten.index_select.default, aten.gather.default, aten.select.int, aten.slice.Tensor, aten.unbind.int, operator.getitem),
     *(aten.cat.default, aten.stack.default, aten.arange.default, aten.arange.start, aten.arange.start_step, prims.iota.default, aten.full.default),
     *(aten.eq.Scalar, aten.eq.Tensor, aten.ne.Scalar, aten.ne.Tensor, aten.lt.Scalar, aten.lt.Tensor, aten.le.Scalar, aten.le.Tensor),
     *(aten.gt.Scalar, aten.gt.Tensor, aten.ge.Scalar, aten.ge.Tensor, aten.bitwise_and.Tensor, aten.bitwise_or.Tensor, aten.bitwise_not.default),
-    *(aten.logical_and.default, aten.logical_or.default, aten.logical_not.default, aten.where.self, aten.masked_select.default),
-    *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.add.Scalar, aten.sub.Scalar, aten.mul.Scalar, aten.flip.default, aten.repeat.default),
+    *(aten.logical_and.default, aten.logical_or.default, aten.logical_not.default, aten.where.self, aten.masked_select.default, aten.nonzero.default),
+    *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.add.Scalar, aten.sub.Scalar, aten.mul.Scalar, aten.flip.default, prims.rev.default),
+    *(aten.repeat.default, aten.div.Tensor, aten.pow.Tensor_Scalar, aten.rsqrt.default, aten.sqrt.default, aten.reciprocal.default, aten.neg.default),
+    *(aten.clamp_min.default, aten.clamp_max.default, aten.clamp.default, aten.maximum.default, aten.minimum.default, aten.scalar_tensor.default),
     *(aten.view.default, aten.reshape.default, aten.expand.default, aten.permute.default, aten.unsqueeze.default, aten.squeeze.default),
     *(aten.squeeze.dim, aten.squeeze.dims, aten.clone.default, aten.alias.default, aten._to_copy.default, prims.convert_element_type.default),
     *(aten.sym_size.int, operator.add, operator.sub, operator.mul),
 }
+#: Sums of numbers, whose order and so whose last bits may be others each time. No index tensor may come from them.
+SUMS: set[Any] = {aten.scatter_add.default, aten.index_add.default, aten.index_put.default}
+_SYMBOLIC_SUM = getattr(torch, "sym_sum", None)
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    f"operator.{target.__name__}" if getattr(target, "__module__", "") == "_operator" else str(target): target for target in (*_EXACT, *SUMS)
+} | ({"sym_sum": _SYMBOLIC_SUM} if _SYMBOLIC_SUM is not None else {})
+_NAMES = {target: name for name, target in _FUNCTIONS.items()}
+_NUMBERS = {"inf": float("inf"), "nan": float("nan")}
 _MOST_SOURCES = 4
-_MOST_NODES = 64
+_MOST_NODES = 96
+_LINE = "~"
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """A function, by a digest of its text, and what it is applied to."""
+    """A function as text, and what it is applied to."""
 
-    text: str
+    program: str
     sources: tuple[Node, ...]
     sizes: tuple[Node, ...]
+    costly: bool
+    """Whether it waits for the device, because a mask is counted out, or sums up."""
 
 
-def origin_of(node: Node) -> Origin | None:
-    """The origin of a computed index tensor, or None where it depends on more than a few integer tensors and sizes."""
+def waits(node: Node) -> bool:
+    """Whether the shape of a node's result depends on values: whoever computes it waits for the device."""
+    if node.target in (aten.nonzero.default, aten.masked_select.default):
+        return True
+    return node.target is aten.index.Tensor and any(_is_mask(t) for t in node.args[1] if t is not None)  # type: ignore[union-attr]
+
+
+def _is_mask(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return isinstance(value, Tensor) and value.dtype == torch.bool
+
+
+def origin_of(*nodes: Node, sums: bool = False) -> Origin | None:
+    """The origin of computed tensors, or None where one depends on more than a few integer tensors and sizes. Of several, the program gives a list.
+
+    ``sums``: numbers may be added up on the way, in whatever order.
+    """
     sources: dict[Node, str] = {}
     sizes: dict[Node, str] = {}
     names: dict[Node, str] = {}
     lines: list[str] = []
+    costly = False
 
     def told(one: Node) -> str | None:
+        nonlocal costly
         if one in names:
             return names[one]
         if one.op == "placeholder":
             return _placeholder(one, sources, sizes)
-        if one.op != "call_function" or one.target not in _PURE or len(lines) >= _MOST_NODES:
+        if one.op != "call_function" or one.target not in _NAMES or len(lines) >= _MOST_NODES or one.target in SUMS and not _may_sum(one, sums):
             return None
         parts = [told(n) for n in one.all_input_nodes]
         if any(part is None for part in parts):
             return None
+        costly |= one.target in SUMS or waits(one)
         known = dict(zip(one.all_input_nodes, parts))
-        lines.append(f"{one.target}{_text(one.args, known)}{_text(dict(one.kwargs), known)}")
-        names[one] = f"%{len(lines)}"
+        devices = {v.device for s in sources if isinstance(v := s.meta["val"], Tensor)}
+        arguments = [_text(a, known, devices) for a in one.args] + [f"{k}={_text(a, known, devices)}" for k, a in one.kwargs.items()]
+        line = f"{_NAMES[one.target]}({','.join(arguments)})"
+        if _UNWRITABLE in line:
+            return None
+        lines.append(line)
+        names[one] = f"v{len(lines) - 1}"
         return names[one]
 
-    if node.op == "placeholder" or told(node) is None or not 0 < len(sources) <= _MOST_SOURCES:
+    # Sources first: what a graph makes out of nothing is made on their device.
+    if any(node.op == "placeholder" for node in nodes) or not _found(nodes, sources, sizes) or any(told(node) is None for node in nodes):
         return None
-    return Origin(hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16], tuple(sources), tuple(sizes))
+    if len(nodes) > 1:
+        lines.append(f"[{','.join(names[node] for node in nodes)}]")
+    return Origin(_LINE.join(lines), tuple(sources), tuple(sizes), costly)
+
+
+def _may_sum(node: Node, sums: bool) -> bool:
+    value = node.meta.get("val")
+    exact = isinstance(value, Tensor) and not value.dtype.is_floating_point
+    adds = node.target is not aten.index_put.default or len(node.args) > 3 and node.args[3] is True
+    return adds and (sums or exact)
+
+
+def _found(nodes: Sequence[Node], sources: dict[Node, str], sizes: dict[Node, str]) -> bool:
+    """Whether nodes depend on a few integer tensors and sizes, and nothing else that is passed; those are named."""
+    seen: set[Node] = set()
+    todo = list(reversed(nodes))
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if node.op == "placeholder":
+            if _placeholder(node, sources, sizes) is None:
+                return False
+        elif node.op != "call_function" or node.target not in _NAMES or len(seen) > 2 * _MOST_NODES:
+            return False
+        todo += reversed(node.all_input_nodes)
+    return 0 < len(sources) <= _MOST_SOURCES
 
 
 def is_unknown(node: Node, captured: bool) -> bool:
@@ -73,20 +142,100 @@ def is_unknown(node: Node, captured: bool) -> bool:
     return captured or node.op != "placeholder" and origin_of(node) is None
 
 
+def has_known_shape(node: Node) -> bool:
+    """Whether the shape of a tensor does not come from values."""
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and all(map(is_hinted, value.shape))
+
+
 def _placeholder(node: Node, sources: dict[Node, str], sizes: dict[Node, str]) -> str | None:
     value = node.meta.get("val")
     if isinstance(value, Tensor):
         is_integer = not (value.dtype.is_floating_point or value.dtype.is_complex)
-        return sources.setdefault(node, f"source{len(sources)}") if is_integer else None
-    return sizes.setdefault(node, f"size{len(sizes)}") if isinstance(value, int | torch.SymInt) else None
+        return sources.setdefault(node, f"s{len(sources)}") if is_integer else None
+    return sizes.setdefault(node, f"n{len(sizes)}") if isinstance(value, int | torch.SymInt) else None
 
 
-def _text(argument: Any, known: dict[Node, Any]) -> str:
+#: In place of an argument that has no text.
+_UNWRITABLE = "?"
+
+
+def _text(argument: Any, known: dict[Node, Any], devices: set[torch.device]) -> str:
     match argument:
         case Node():
             return str(known[argument])
         case list() | tuple():
-            return f"({','.join(_text(a, known) for a in argument)})"
-        case dict():
-            return f"({','.join(f'{k}={_text(v, known)}' for k, v in argument.items())})"
-    return repr(argument)
+            return f"[{','.join(_text(a, known, devices) for a in argument)}]"
+        case None | bool() | int() | float():
+            return repr(argument)
+        case torch.dtype() | torch.layout() | torch.memory_format():
+            return str(argument)
+        case torch.device():
+            return "device" if devices == {argument} else _UNWRITABLE
+    return _UNWRITABLE
+
+
+# --- running it ------------------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(program: str) -> tuple[ast.expr, ...]:
+    return tuple(ast.parse(line, mode="eval").body for line in program.split(_LINE))
+
+
+#: Of a call with a name for it that says what it is applied to, the result; from somewhere else, where that knows it.
+Share = Callable[[tuple[Any, ...], Callable[[], Any]], Any]
+
+
+def evaluate(program: str, sources: Sequence[Tensor], sizes: Sequence[int], share: Share = lambda name, run: run()) -> Any:
+    """What a program gives for tensors and sizes. What waits for the device goes through ``share``, so that programs that have it in common wait once.
+
+    >>> evaluate("aten.eq.Scalar(s1,0)~aten.index.Tensor(s0,[None,v0])", [torch.tensor([[1, 2], [3, 4]]), torch.tensor([0, 1])], [])
+    tensor([[1],
+            [3]])
+    """
+    values: dict[str, Any] = {f"s{k}": source for k, source in enumerate(sources)} | {f"n{k}": size for k, size in enumerate(sizes)}
+    names: dict[str, Any] = {f"s{k}": id(source) for k, source in enumerate(sources)} | {f"n{k}": size for k, size in enumerate(sizes)}
+    values |= {"device": sources[0].device, **_NUMBERS}
+    result: Any = None
+    for k, line in enumerate(_parsed(program)):
+        if not isinstance(line, ast.Call):
+            result = _value(line, values)
+            continue
+        function = _FUNCTIONS[ast.unparse(line.func)]
+        arguments, more = [_value(a, values) for a in line.args], {str(a.arg): _value(a.value, values) for a in line.keywords}
+        run = functools.partial(function, *arguments, **more)
+        name = names[f"v{k}"] = (str(function), *(_name(a, names) for a in line.args), *((a.arg, _name(a.value, names)) for a in line.keywords))
+        result = values[f"v{k}"] = share(name, run) if _is_masked(function, arguments) else run()
+    return result
+
+
+def _is_masked(function: Any, arguments: list[Any]) -> bool:
+    if function in (aten.nonzero.default, aten.masked_select.default):
+        return True
+    return function is aten.index.Tensor and any(t is not None and t.dtype == torch.bool for t in arguments[1])
+
+
+def _value(one: ast.expr, values: dict[str, Any]) -> Any:
+    match one:
+        case ast.Name(name):
+            return values[name]
+        case ast.Constant(value):
+            return value
+        case ast.List(items):
+            return [_value(item, values) for item in items]
+        case ast.UnaryOp(ast.USub(), operand):
+            return -_value(operand, values)
+        case ast.Attribute(ast.Name("torch"), name):
+            return getattr(torch, name)
+    raise ValueError(f"no such argument: {ast.unparse(one)}")
+
+
+def _name(one: ast.expr, names: dict[str, Any]) -> Any:
+    """An argument as a key: equal for equal functions of the same tensors."""
+    match one:
+        case ast.Name(name):
+            return names.get(name, name)
+        case ast.List(items):
+            return tuple(_name(item, names) for item in items)
+    return ast.unparse(one)

@@ -37,14 +37,26 @@ class Left:
 
 
 @dataclass(frozen=True, slots=True)
+class Once:
+    """Nodes that are a function of integer tensors alone, and computed again only when one of those is another or was written to."""
+
+    nodes: tuple[str, ...]
+    sources: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"once   {', '.join(self.nodes)}: while {', '.join(self.sources)} stay the same"
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """All graphs since the last `clear`, or one of them."""
 
     fused: tuple[Fused, ...] = ()
     left: tuple[Left, ...] = ()
+    once: tuple[Once, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join(map(str, (*self.fused, *self.left))) or "nothing to fuse"
+        return "\n".join(map(str, (*self.fused, *self.once, *self.left))) or "nothing to fuse"
 
 
 _reports: list[Report] = []
@@ -66,7 +78,8 @@ def report() -> Report:
     >>> print(insum.fusion.report())
     nothing to fuse
     """
-    return Report(tuple(f for r in _reports for f in r.fused), tuple(x for r in _reports for x in r.left))
+    every = [tuple(one for r in _reports for one in getattr(r, name)) for name in ("fused", "left", "once")]
+    return Report(*every)
 
 
 def clear() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Sequence
 from typing import Any
@@ -11,15 +12,15 @@ from torch.fx import Graph, Node
 
 from insum.compat import functional_call
 from insum.fusion import series
-from insum.fusion.chains import Chain, find
+from insum.fusion.chains import Chain, Chains, find
 from insum.fusion.cost import objection
-from insum.fusion.op import Spec
-from insum.fusion.origin import origin_of
-from insum.fusion.report import Fused, Left, Report, add
+from insum.fusion.hoist import hoist, still_waited_for, sweep
+from insum.fusion.op import Computed, Spec
+from insum.fusion.report import Fused, Left, Once, Report, add
 from insum.fusion.series import Series
 from insum.fusion.shapes import same, shape_of, value_of
 from insum.lang.bind import Size
-from insum.lang.expr import accesses
+from insum.lang.expr import accesses, fresh
 
 aten = torch.ops.aten
 FUSED, INTO, IN_PLACE = torch.ops.insum.fused.default, torch.ops.insum.fused_into.default, torch.ops.insum.fused_into_.default
@@ -33,11 +34,11 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
 
     ``captured``: the graph will be replayed as a CUDA graph, on index tensors whose values nobody sees then. They are taken as they come.
     """
-    chains = find(graph, lambda chain: objection(chain, wish, captured))
+    chains = _worth_it(graph, wish, captured)
     backward = _backward(graph)
     together = [] if captured else series.find(graph, chains.found)
     joined = {piece.chain.root: one for one in together for piece in one.pieces}
-    fused = [_told(chain, chain.root in backward) for chain in chains.found if chain.root not in joined]
+    fused = [_told(chain, chain.root in backward, captured) for chain in chains.found if chain.root not in joined]
     fused += [_told_together(one, one.top in backward) for one in together]
     left = tuple(Left(node.name, why, node in backward) for node, why in chains.left)
     replaced: dict[Node, Node] = {}
@@ -49,19 +50,34 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
         if chain is one.last:  # all that it reads is there
             replaced[one.top] = _replace_together(graph, one.after(replaced))
     _sweep(graph, chains.found, [node for one in together for node in (one.top, *one.between)])
+    once: tuple[Once, ...] = ()
     if chains.found:
         _add_in_place(graph)
+        once = () if captured else hoist(graph)
     graph.lint()
-    found = Report(tuple(fused), left)
+    found = Report(tuple(fused), left, once)
     if found.fused or found.left:
         add(found)
     return found
 
 
-def _told(chain: Chain, backward: bool) -> Fused:
+def _worth_it(graph: Graph, wish: str, captured: bool) -> Chains:
+    """All chains that nothing speaks against. That others need a masked index too, which a chain could do without, is seen when all chains are there."""
+    waited: frozenset[Node] = frozenset()
+    while True:
+        chains = find(graph, functools.partial(objection, wish=wish, captured=captured, waited=waited))
+        more = frozenset() if captured else still_waited_for(graph, chains.found) - waited
+        if not more:
+            return chains
+        waited |= more
+
+
+def _told(chain: Chain, backward: bool, captured: bool) -> Fused:
+    origins = {} if captured else chain.origins()
+    notes = [f"{n.name} is computed once, while {', '.join(s.name for s in o.sources)} stay the same" for n, o in origins.items()]
     nodes = tuple(n.name for n in reversed(chain.inlined))
     text = str(chain.statement).replace(" = ", " += ", 1) if chain.initial is not None else str(chain.statement)
-    return Fused(text, chain.root.name, nodes, backward, chain.saved, chain.notes)
+    return Fused(text, chain.root.name, nodes, backward, chain.saved, (*notes, *chain.notes))
 
 
 def _told_together(one: Series, backward: bool) -> Fused:
@@ -147,23 +163,33 @@ def _call(graph: Graph, chain: Chain, captured: bool) -> Node:
 
 def _arguments(graph: Graph, chain: Chain, captured: bool) -> tuple[Any, ...]:
     """What the op takes, in the order of its schema."""
-    bases: dict[Node, str] = {}
+    names: dict[Node, str] = {}
     for t in chain.indices:
-        bases.setdefault(t.base, f"{t.base.name}_base")
-    tensors = {**dict(chain.tensors), **{name: node for node, name in bases.items()}}
-    views = tuple((t.name, bases[t.base], t.selects) for t in chain.indices)
-    passing = frozenset(t.name for t in chain.indices if captured or t.base.op != "placeholder")
-    keys, sizes = _sizes(graph, chain)
-    origins = []
-    for base, name in bases.items():
-        origin = None if captured else origin_of(base)
-        if origin is not None:
-            sources = tuple(f"{name}_of_{k}" for k in range(len(origin.sources)))
-            tensors |= dict(zip(sources, origin.sources, strict=True))
-            sizes += origin.sizes
-            origins.append((name, origin.text, sources))
-    spec = Spec(str(chain.statement), tuple(tensors), views, keys, frozenset(chain.wrapped), passing, tuple(origins))
+        names.setdefault(t.base, f"{t.base.name}_base")
+    views = tuple((t.name, names[t.base], t.selects) for t in chain.indices)
+    origins = {} if captured else chain.origins()
+    passing = frozenset(t.name for t in chain.indices if t.base not in origins and (captured or t.base.op != "placeholder"))
+    tensors = {name: node for name, node in (*chain.tensors, *((name, node) for node, name in names.items())) if node not in origins}
+    names |= {node: name for name, node in chain.tensors}
+    keys, sizes = _sizes(graph, chain, shaped=bool(origins))
+    computed = []
+    for node, origin in origins.items():
+        own = tuple(_named(source, names[node], tensors) for source in origin.sources)
+        places = tuple(range(len(sizes), len(sizes) + len(origin.sizes)))
+        sizes += origin.sizes
+        computed.append(Computed(names[node], origin.program, own, places, str(value_of(node).dtype).removeprefix("torch.")))
+    spec = Spec(str(chain.statement), tuple(tensors), views, keys, frozenset(chain.wrapped), passing, tuple(computed))
     return str(spec), list(tensors.values()), sizes
+
+
+def _named(source: Node, of: str, tensors: dict[str, Node]) -> str:
+    """The name of a tensor that something is computed from, which may be passed already."""
+    for name, node in tensors.items():
+        if node is source:
+            return name
+    name = fresh(f"{of}_of_{len(tensors)}", set(tensors))
+    tensors[name] = source
+    return name
 
 
 _NAMES = ("spec", "tensors", "sizes")
@@ -216,13 +242,13 @@ def _made(graph: Graph, target: Any, arguments: tuple[Any, ...], value: Any) -> 
     return node
 
 
-def _sizes(graph: Graph, chain: Chain) -> tuple[str, list[Any]]:
-    """The shape of a scattered result, and the extents of variables that stand alone in no dimension."""
+def _sizes(graph: Graph, chain: Chain, shaped: bool) -> tuple[str, list[Any]]:
+    """The shape of a scattered result, or, ``shaped``, of any, and the extents of variables that stand alone in no dimension."""
     keys: list[str] = []
     sizes: list[Any] = []
     direct = {i.var for access in accesses(chain.statement.value) for i in access.indices}
     direct |= {i.var for index in chain.statement.target.indices for access in accesses(index) for i in access.indices}
-    if chain.zeros is not None or chain.initial is not None:
+    if shaped or chain.zeros is not None or chain.initial is not None:
         keys.append(f"out#{len(chain.dims)}")
         sizes += [_size(graph, chain, node, dim) for node, dim in _places(chain)]
         direct |= {i.var for i in chain.statement.target.indices}
@@ -271,15 +297,4 @@ def _sweep(graph: Graph, chains: tuple[Chain, ...], more: Sequence[Node]) -> Non
     """Remove what nobody reads any more: the chains, and what only they read."""
     todo = [n for chain in chains for n in (chain.root, *chain.inlined, *chain.leaves, *([chain.zeros] if chain.zeros else []))]
     todo += [n for node in more for n in (node, *node.all_input_nodes)]
-    erased: set[Node] = set()
-    order = {node: k for k, node in enumerate(graph.nodes)}
-    for node in sorted(dict.fromkeys(todo), key=lambda n: -order[n]):
-        stack = [node]
-        while stack:
-            one = stack.pop()
-            if one in erased or one.users or one.op != "call_function" or one.is_impure() or _is_ours(one):
-                continue
-            below = one.all_input_nodes
-            graph.erase_node(one)
-            erased.add(one)
-            stack += below
+    sweep(graph, todo, _is_ours)
