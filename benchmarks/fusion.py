@@ -1,6 +1,6 @@
-"""Five programs in plain PyTorch on a GPU: eager, torch.compile alone, and torch.compile(backend="insum"), in one run.
+"""Programs in plain PyTorch on a GPU: eager, torch.compile alone, and torch.compile(backend="insum"), in one run.
 
-    python benchmarks/fusion.py --data DIR [--json FILE] [--only GCNConv,...] [--columns 64] [--seconds 100]
+    python benchmarks/fusion.py --data DIR [--json FILE] [--only GCNConv,...] [--graph NAME] [--columns 64] [--seconds 100] [--fresh] [--breaks]
 
 PyG's layers, unmodified, over a graph, and a sparse convolution written by hand (for each of 27 offsets: gather, matrix product, index_add) over
 the voxels of a point cloud. ``DIR`` holds graphs and clouds as .npz files; without them, drawn ones of similar size are used and named so.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import gc
+import itertools
 import json
 import statistics
 import sys
@@ -36,6 +37,8 @@ WARM, REPEAT, MOST_MS, REPLAYS = 3, 15, 200.0, 10
 REPLAYED = ("forward_replayed_ms", "both_replayed_ms")
 #: Programs that are run when they are named: torch.compile alone fails on the first with some versions of torch.
 ON_REQUEST = ("FastRGCNConv",)
+#: Programs that mask edges: those of each relation, or self-loops.
+MASKING = ("RGCNConv", "GCNConv-uncached")
 
 
 @dataclass(frozen=True)
@@ -48,8 +51,8 @@ class Program:
     arguments: tuple[Any, ...]
     messages: int
     """Elements of a tensor with one row per edge and one column per channel."""
-    recordable: bool = True
-    """Whether nothing in it waits for the device, as masks do: then it can be recorded as a CUDA graph."""
+    waits: bool = False
+    """Whether something in it waits for the device, as masks do. Then it can be recorded as a CUDA graph only where that is gone."""
 
 
 # --- data ------------------------------------------------------------------------------------------------------------------------
@@ -126,7 +129,7 @@ def programs(arguments: argparse.Namespace, device: str) -> dict[str, Callable[[
             torch.manual_seed(0)
             x = torch.randn(nodes, columns, device=device)
             case = f"{where}, {nodes:,} nodes, {edges.shape[1]:,} edges, {columns} channels"
-            return Program(name, case, make(pyg).to(device), (x, edges, *more(edges.shape[1])), edges.shape[1] * columns, recordable=name != "RGCNConv")
+            return Program(name, case, make(pyg).to(device), (x, edges, *more(edges.shape[1])), edges.shape[1] * columns, name in MASKING)
 
         return build
 
@@ -140,6 +143,7 @@ def programs(arguments: argparse.Namespace, device: str) -> dict[str, Callable[[
     types = lambda edges: (torch.randint(0, relations, (edges,), device=device, generator=torch.Generator(device).manual_seed(1)),)
     every: dict[str, Callable[[], Program]] = {
         "GCNConv": on_graph("GCNConv", lambda pyg: pyg.GCNConv(columns, columns, cached=True)),
+        "GCNConv-uncached": on_graph("GCNConv-uncached", lambda pyg: pyg.GCNConv(columns, columns)),
         "convolution": convolution,
         "GATConv": on_graph("GATConv", lambda pyg: pyg.GATConv(columns, columns // heads, heads=heads, add_self_loops=False)),
         "SAGEConv": on_graph("SAGEConv", lambda pyg: pyg.SAGEConv(columns, columns)),
@@ -250,7 +254,7 @@ def reference(program: Program, upstream: Tensor) -> list[Tensor]:
     return [t.float() for t in results(model, model, wide, upstream.double())]
 
 
-def measure(program: Program, fuse: str, device: str) -> dict[str, Any]:
+def measure(program: Program, fuse: str, device: str, fresh: bool) -> dict[str, Any]:
     with torch.no_grad():
         shape = program.model(*program.arguments).shape
     upstream = torch.randn(shape, device=device)
@@ -261,7 +265,7 @@ def measure(program: Program, fuse: str, device: str) -> dict[str, Any]:
         insum.fusion.clear()
         settle(device)
         try:
-            row[name] = one_way(program, run, upstream, want, device)
+            row[name] = one_way(program, run, upstream, want, device, fresh, record=name == "insum" or not program.waits)
         except Exception as failure:  # one that fails does not hide the others
             row[name] = {"failed": f"{type(failure).__name__}: {str(failure)[:500]}"}
             print(f"{program.name:13s} {name:14s} FAILED {row[name]['failed']}", flush=True)
@@ -276,12 +280,17 @@ def measure(program: Program, fuse: str, device: str) -> dict[str, Any]:
     return row
 
 
-def one_way(program: Program, run: Callable[..., Tensor], upstream: Tensor, want: list[Tensor], device: str) -> dict[str, Any]:
+def one_way(
+    program: Program, run: Callable[..., Tensor], upstream: Tensor, want: list[Tensor], device: str, fresh: bool, record: bool
+) -> dict[str, Any]:
     x = program.arguments[0].detach().requires_grad_()
     leaves = [x, *program.model.parameters()]
 
+    calls = itertools.count(1)
+
     def forward() -> Tensor:
-        return run(x, *program.arguments[1:])
+        less = 37 * next(calls) % 1000 if fresh else 0
+        return run(x, *(a[..., : a.shape[-1] - less].clone() if fresh else a for a in program.arguments[1:]))
 
     def both() -> tuple[Tensor, ...]:
         return torch.autograd.grad(forward(), leaves, upstream)
@@ -294,7 +303,7 @@ def one_way(program: Program, run: Callable[..., Tensor], upstream: Tensor, want
         both()
     row: dict[str, Any] = {"error": max(error, worst()), "forward_ms": milliseconds(forward, device), "both_ms": milliseconds(both, device)}
     row |= {"forward_bytes": peak(forward, device), "both_bytes": peak(both, device)}
-    if program.recordable:
+    if record and not fresh:
         row |= dict(zip(REPLAYED, (replayed(lambda: forward().detach(), device), replayed(both, device)), strict=True))
     return row
 
@@ -332,14 +341,16 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=100.0, help="no program is begun later than this")
     parser.add_argument("--small", action="store_true", help="tiny drawn data, on the CPU where there is no GPU: a check that all of it runs")
+    parser.add_argument("--fresh", action="store_true", help="index tensors that were never seen before at each call, and of another length, as in mini-batches")
+    parser.add_argument("--breaks", action="store_true", help="Dynamo as it is by default: layers that mask edges break their graph")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu" and not arguments.small:
         sys.exit("benchmarks/fusion.py needs a GPU; --small runs tiny sizes without one")
     warnings.filterwarnings("ignore")
     # Layers that mask edges have shapes that depend on data; so that no way has to break its graph there.
-    torch._dynamo.config.capture_dynamic_output_shape_ops = True
-    torch._dynamo.config.capture_scalar_outputs = True
+    torch._dynamo.config.capture_dynamic_output_shape_ops = not arguments.breaks
+    torch._dynamo.config.capture_scalar_outputs = not arguments.breaks
     began = time.monotonic()
     rows: list[dict[str, Any]] = []
     print("milliseconds and peak memory: forward / forward and backward; times faster than torch.compile alone")
@@ -353,7 +364,7 @@ def main() -> None:
             print(f"skipped: {missing}")
             continue
         print(f"\n{program.name}: {program.case}; messages would take {4 * program.messages / 2**20:.1f} MiB", flush=True)
-        rows.append(measure(program, "always" if device == "cpu" else "auto", device))
+        rows.append(measure(program, "always" if device == "cpu" else "auto", device, arguments.fresh))
         write(arguments.json, rows, device)
         print(f"{program.name}: {time.monotonic() - began:.0f} s since the start", flush=True)
         del program

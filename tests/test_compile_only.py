@@ -22,7 +22,7 @@ import insum
 from applications import Call
 from insum.plan.config import power_of_two
 from insum.request import request_of
-from insum.runtime import fused, launch
+from insum.runtime import bounds, fused, launch
 from insum.runtime.build import OUT, WIDE, WORK
 from kernels import bound
 
@@ -125,6 +125,14 @@ def test_application(name: str, target: str) -> None:
         assert all(result.compiled.uses("cp.async") for result in forward)
     if target == "gfx942" and any(result.dot for result in forward):
         assert all(result.compiled.uses("mfma") for result in forward)
+
+
+@pytest.mark.parametrize("target", launch.TARGETS)
+@pytest.mark.parametrize("wraps", [False, True])
+def test_index_tensors_against_their_range(wraps: bool, target: str) -> None:
+    pointers = torch.empty(1, dtype=torch.int32), torch.empty(1, dtype=torch.int64), torch.empty(1, dtype=torch.int32)
+    found = launch.compile_for(bounds._function(wraps), [*pointers, 4099, 2**33], target, warps=4, stages=1)
+    assert found.stack == 0 and 0 < found.registers < 64
 
 
 FLOAT32 = {

@@ -216,10 +216,13 @@ def test_computed_while_the_tensors_live_unchanged() -> None:
 def test_programs_share_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     edges, runs = graph_of(), []
     original = computed._remembered
-    monkeypatch.setattr(computed, "_remembered", lambda name, sources, run: original(name, sources, lambda: (runs.append(name), run())[1]))
+    monkeypatch.setattr(computed, "_remembered", lambda name, *given: original(name, *given[:-1], lambda: (runs.append(name), given[-1]())[1]))
     rows = computed.computed(f"{MASKED}~aten.select.int(v1,0,1)", (), (edges, KINDS))
     assert_close(rows, computed.computed(MASKED, (), (edges, KINDS))[1])
     assert len(runs) == 3, "two programs, one mask"
+    counted = "aten.eq.Scalar(s0,0)~aten.full.default([n0],1,device=device)~aten.index.Tensor(s1,[None,v0])~aten.select.int(v2,0,0)"
+    assert_close(computed.computed(counted, (3,), (KINDS, edges)), edges[0, KINDS == 0])
+    assert len(runs) == 4, "the same mask, of tensors in another order"
 
 
 def test_a_view_keeps_nothing_alive() -> None:
@@ -243,8 +246,8 @@ def test_there_is_an_end_to_remembering(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_op_fits_its_schema() -> None:
-    arguments = (f"{MASKED}~aten.full.default([n0],0,dtype=torch.float32,device=device)~[v2]", [graph_of(), KINDS], "float32#1", [N], [N])
-    assert_close(torch.ops.insum.computed(*arguments), [torch.zeros(N)])
+    arguments = (f"{MASKED}~aten.full.default([n0],0,dtype=torch.float32,device=device)", [graph_of(), KINDS], "float32", [N], [N])
+    assert_close(torch.ops.insum.computed(*arguments), torch.zeros(N))
     torch.library.opcheck(torch.ops.insum.computed.default, arguments, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -308,7 +311,7 @@ def test_sums_of_numbers_are_no_index() -> None:
 
 
 def test_programs_call_nothing_else() -> None:
-    for bad in ("aten.rand.default([3])", "operator.setitem(s0,0,1)", "print(s0)", "aten.add.Tensor(s0,1 if s0 else 2)"):
+    for bad in ("aten.rand.default([3])", "operator.setitem(s0,0,1)", "print(s0)", "[s0]", "aten.add.Tensor(s0,1 if s0 else 2)"):
         with pytest.raises((KeyError, ValueError)):
             evaluate(bad, [graph_of()], [])
 

@@ -24,11 +24,11 @@ def computed(program: str, sizes: tuple[int, ...], sources: tuple[Tensor, ...]) 
     """What a program gives, as it was computed before where the tensors are the same and unchanged. Nobody may write to it."""
     if any(type(s) not in PLAIN for s in sources):
         return evaluate(program, sources, sizes)
-    return _remembered((program, sizes), sources, lambda: evaluate(program, sources, sizes, lambda name, run: _remembered(name, sources, run)))
+    return _remembered(program, sources, sizes, lambda: evaluate(program, sources, sizes, _remembered))
 
 
-def _remembered(name: tuple[Any, ...], sources: tuple[Tensor, ...], run: Callable[[], Any]) -> Any:
-    key = (*name, *map(id, sources))
+def _remembered(name: str, sources: tuple[Tensor, ...], sizes: tuple[int, ...], run: Callable[[], Any]) -> Any:
+    key = (name, sizes, *map(id, sources))
     state = tuple((version_of(s), s.data_ptr()) for s in sources)  # the latter, since ``s.data = other`` is no write
     entry = _computed.get(key)
     if entry is not None and entry[1] == state and all(ref() is source for ref, source in zip(entry[0], sources)):
@@ -43,8 +43,6 @@ def _remembered(name: tuple[Any, ...], sources: tuple[Tensor, ...], run: Callabl
 
 def _own(result: Any, sources: tuple[Tensor, ...]) -> Any:
     """A result that keeps none of the tensors alive that it was computed from: a view would."""
-    if isinstance(result, list):
-        return [_own(one, sources) for one in result]
     places = {s.untyped_storage().data_ptr() for s in sources}
     return result.clone() if isinstance(result, Tensor) and result.untyped_storage().data_ptr() in places else result
 
@@ -57,27 +55,19 @@ def _is_captured(tensor: Tensor) -> bool:
 # --- the op ----------------------------------------------------------------------------------------------------------------------
 
 
-def _op(program: str, tensors: list[Tensor], kinds: str, shapes: list[int], sizes: list[int]) -> list[Tensor]:
-    """Copies, because compiled code may use the memory of what it gets again."""
-    found = computed(program, (*sizes,), tuple(map(owner, tensors)))
-    return [t.clone(memory_format=torch.contiguous_format) for t in (found if isinstance(found, list) else [found])]
+def _op(program: str, tensors: list[Tensor], dtype: str, shape: list[int], sizes: list[int]) -> Tensor:
+    """A copy, because compiled code may use the memory of what it gets again."""
+    found: Tensor = computed(program, (*sizes,), tuple(map(owner, tensors)))
+    return found.clone(memory_format=torch.contiguous_format)
 
 
-def kinds_of(values: Sequence[Tensor]) -> str:
-    """Dtypes and numbers of dimensions, as the op takes them."""
-    return ",".join(f"{str(v.dtype).removeprefix('torch.')}#{v.dim()}" for v in values)
+def _fake(program: str, tensors: list[Tensor], dtype: str, shape: Sequence[Any], sizes: Sequence[Any]) -> Tensor:
+    return tensors[0].new_empty(shape, dtype=getattr(torch, dtype))
 
 
-def _fake(program: str, tensors: list[Tensor], kinds: str, shapes: Sequence[Any], sizes: Sequence[Any]) -> list[Tensor]:
-    found, start = [], 0
-    for dtype, _, rank in (kind.partition("#") for kind in kinds.split(",")):
-        found.append(tensors[0].new_empty(shapes[start : start + int(rank)], dtype=getattr(torch, dtype)))
-        start += int(rank)
-    return found
-
-
-_SCHEMA = "computed(str program, Tensor[] tensors, str kinds, SymInt[] shapes, SymInt[] sizes) -> Tensor[]"
+_SCHEMA = "computed(str program, Tensor[] tensors, str dtype, SymInt[] shape, SymInt[] sizes) -> Tensor"
 _library = torch.library.Library("insum", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
 _library.impl("computed", _op, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("insum::computed", _fake, lib=_library)
+OP = torch.ops.insum.computed.default

@@ -15,8 +15,8 @@ from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 
 from insum.compat import known_true, symbols_from_data
+from insum.fusion import computed
 from insum.fusion.chains import Chain
-from insum.fusion.computed import kinds_of
 from insum.fusion.origin import SUMS, Origin, has_known_shape, origin_of, waits
 from insum.fusion.report import Once
 from insum.fusion.shapes import is_contiguous, points, same, shape_of
@@ -24,7 +24,7 @@ from insum.fusion.views import VIEWS
 from insum.lang.bind import Size
 
 aten = torch.ops.aten
-COMPUTED = torch.ops.insum.computed.default
+COMPUTED = computed.OP
 #: Entries that are added up below which a copy of the result takes as long as adding them up again.
 WORTH_A_COPY = 2**22
 
@@ -186,29 +186,37 @@ def _reads_values(node: Node) -> bool:
 
 
 def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Nodes of the same sources together, as far as a program may be long."""
+    """Nodes of one shape and of the same sources together, as far as a program may be long: one call gives all of them."""
     groups: list[list[Node]] = []
     for node in nodes:
         for group in groups:
-            if (one := origin_of(*group, node, sums=True)) is not None and set(one.sources) == set(origin_of(*group, sums=True).sources):  # type: ignore[union-attr]
-                group.append(node)
-                break
+            if _are_alike(group[0], node) and (one := origin_of(*group, node, sums=True)) is not None:
+                first = origin_of(*group, sums=True)
+                if first is not None and set(one.sources) == set(first.sources):
+                    group.append(node)
+                    break
         else:
             groups.append([node])
     return groups
 
 
+def _are_alike(a: Node, b: Node) -> bool:
+    shapes = shape_of(a), shape_of(b)
+    return a.meta["val"].dtype == b.meta["val"].dtype and len(shapes[0]) == len(shapes[1]) and all(map(same, *shapes))
+
+
 def _replace(graph: Graph, nodes: list[Node], known: _Known) -> Once:
     origin = origin_of(*nodes, sums=True)
     assert origin is not None
-    values = [node.meta["val"] for node in nodes]
-    shapes = [known.size(s) for node in nodes for s in shape_of(node)]
-    arguments = (origin.program, list(origin.sources), kinds_of(values), shapes, list(origin.sizes))
+    value = nodes[0].meta["val"]
+    count = [len(nodes)] if len(nodes) > 1 else []
+    shape = [*count, *(known.size(s) for s in shape_of(nodes[0]))]
+    arguments = (origin.program, list(origin.sources), str(value.dtype).removeprefix("torch."), shape, list(origin.sizes))
     with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
         every = graph.call_function(COMPUTED, arguments)
-        every.meta["val"] = values
+        every.meta = {**nodes[0].meta, "val": value.new_empty([*count, *value.shape])}
         for k, node in enumerate(nodes):
-            one = graph.call_function(operator.getitem, (every, k))
-            one.meta = dict(node.meta)
+            one = graph.call_function(aten.select.int, (every, 0, k)) if count else every
+            one.meta = dict(node.meta) if count else one.meta
             node.replace_all_uses_with(one)
     return Once(tuple(node.name for node in nodes), tuple(s.name for s in origin.sources))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from insum.compat import assert_async, in_backward
 from insum.plan.facts import facts_of, known, version_of
+from insum.runtime import bounds, fused
 from insum.settings import settings
 
 #: Selects of the dimensions of a tensor: which, and at which place.
@@ -87,6 +88,8 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 _strangers: dict[tuple[object, str], int] = {}
 _last: dict[tuple[object, str], weakref.ref[Tensor]] = {}
 _PATIENCE = 2
+#: Index tensors that were checked on the device, by identity: with their version, and by limit what came out.
+_checked: dict[int, tuple[weakref.ref[Tensor], int, dict[tuple[int, bool], Tensor]]] = {}
 
 
 def is_passing(op: object, name: str, tensor: Tensor, marked: bool) -> bool:
@@ -104,6 +107,9 @@ def is_passing(op: object, name: str, tensor: Tensor, marked: bool) -> bool:
     if last is not None and last() is tensor:
         _strangers[key] = 0  # it came back
         return False
+    entry = _checked.get(id(tensor))
+    if entry is not None and entry[0]() is tensor:
+        return True  # the forward pass has taken it so
     if len(_last) > 4096:
         _last.clear()
         _strangers.clear()
@@ -136,15 +142,37 @@ def _wrap(tensor: Tensor, size: int) -> Tensor:
 
 
 def seen_once(name: str, tensor: Tensor, limit: int, wraps: bool) -> Tensor:
-    """An index tensor for a statement that takes its tensors as they come: checked on the device, which is not waited for."""
+    """An index tensor for a statement that takes its tensors as they come: checked on the device, which is not waited for.
+
+    The backward pass reads what the forward pass has read; it is not checked again.
+    """
     facts = known(tensor)
     if facts is not None and not facts.passing and facts.low >= 0 and facts.high < limit:
         return tensor.data  # known well, but used here beside others that are not: what is known stays with the other object
     if not tensor.numel() or not limit:
         return tensor.data
+    key, version, captured = id(tensor), version_of(tensor), tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    entry = _checked.get(key)
+    if entry is None or entry[0]() is not tensor or entry[1] != version or captured:
+        entry = (weakref.ref(tensor, lambda _: _checked.pop(key, None)), version, {})
+        if not captured:
+            _checked[key] = entry
+    if (limit, wraps) not in entry[2]:
+        entry[2][limit, wraps] = _looked_at(name, tensor, limit, wraps)
+    return entry[2][limit, wraps].data
+
+
+def _looked_at(name: str, tensor: Tensor, limit: int, wraps: bool) -> Tensor:
+    message = f"insum: an index of {name} is out of range"
+    if bounds.is_for(tensor) and settings.check != "never":
+        flag = bounds.flag(tensor.device)
+        with fused.on_device(tensor.device):
+            result = bounds.look(tensor, limit, wraps, flag)
+        assert_async(flag, message)
+        return result.data
     if settings.check != "never":
         low, high = torch.aminmax(tensor)
-        assert_async((low >= (-limit if wraps else 0)) & (high < limit), f"insum: an index of {name} is out of range")
+        assert_async((low >= (-limit if wraps else 0)) & (high < limit), message)
     return torch.remainder(tensor, limit) if wraps else tensor.data
 
 

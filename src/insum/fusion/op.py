@@ -162,6 +162,8 @@ def _run(mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor],
         passing |= is_passing(spec, name, values[name], name in spec.passing)
     key = spec, given, mode, passing
     quick = ways.run(key, values, target) if mode != "from" else None
+    if quick is None and passing and mode != "from":
+        quick = ways.stretch((spec, mode), values, given, target)
     if quick is not None:
         return quick
     before = dict(values)
@@ -195,6 +197,9 @@ def _run_long(
     program = fused.lookup(prepared.problem, values, target, None)
     if passing or all(values[name] is given[name] for name, _, _ in limits):
         ways.keep(key, program, given, limits if passing else (), target)
+    if passing:
+        rank = _rank(spec) if spec.size_names.startswith("out#") else 0
+        ways.keep_stretch((spec, mode), program, values, spec.wraps, rank, target)
     return result, program
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 import functools
 import operator
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ def _is_mask(node: Any) -> bool:
 
 
 def origin_of(*nodes: Node, sums: bool = False) -> Origin | None:
-    """The origin of computed tensors, or None where one depends on more than a few integer tensors and sizes. Of several, the program gives a list.
+    """The origin of computed tensors, or None where one depends on more than a few integer tensors and sizes. Several, of one shape, are stacked.
 
     ``sums``: numbers may be added up on the way, in whatever order.
     """
@@ -108,7 +109,7 @@ def origin_of(*nodes: Node, sums: bool = False) -> Origin | None:
     if any(node.op == "placeholder" for node in nodes) or not _found(nodes, sources, sizes) or any(told(node) is None for node in nodes):
         return None
     if len(nodes) > 1:
-        lines.append(f"[{','.join(names[node] for node in nodes)}]")
+        lines.append(f"aten.stack.default([{','.join(names[node] for node in nodes)}])")
     return Origin(_LINE.join(lines), tuple(sources), tuple(sizes), costly)
 
 
@@ -177,36 +178,77 @@ def _text(argument: Any, known: dict[Node, Any], devices: set[torch.device]) -> 
 
 # --- running it ------------------------------------------------------------------------------------------------------------------
 
+Values: TypeAlias = dict[str, Any]
+#: What waits for the device: a name for it, the tensors and sizes that it is a function of, and how to run it.
+Share: TypeAlias = Callable[[str, tuple[Tensor, ...], tuple[int, ...], Callable[[], Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One call of a program: the function, and how its arguments come out of the values so far."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Callable[[Values], Any], ...]
+    more: tuple[tuple[str, Callable[[Values], Any]], ...]
+    name: str
+    """The whole expression, in which tensors and sizes are numbered as they appear: the same in every program that has it."""
+    reads: tuple[str, ...]
+    """Those tensors and sizes."""
+
 
 @functools.lru_cache(maxsize=1024)
-def _parsed(program: str) -> tuple[ast.expr, ...]:
-    return tuple(ast.parse(line, mode="eval").body for line in program.split(_LINE))
+def _parsed(program: str) -> tuple[Line, ...]:
+    lines: list[Line] = []
+    whole: dict[str, ast.expr] = {}
+    for k, text in enumerate(program.split(_LINE)):
+        one = ast.parse(text, mode="eval").body
+        if not isinstance(one, ast.Call):
+            raise ValueError(f"not a call: {text}")
+        full = _Expand(whole).visit(ast.parse(text, mode="eval").body)
+        whole[f"v{k}"] = full
+        name, reads = _numbered(ast.unparse(full))
+        arguments = tuple(_argument(a) for a in one.args)
+        more = tuple((str(a.arg), _argument(a.value)) for a in one.keywords)
+        lines.append(Line(_FUNCTIONS[ast.unparse(one.func)], arguments, more, name, reads))
+    return tuple(lines)
 
 
-#: Of a call with a name for it that says what it is applied to, the result; from somewhere else, where that knows it.
-Share = Callable[[tuple[Any, ...], Callable[[], Any]], Any]
+def _numbered(expression: str) -> tuple[str, tuple[str, ...]]:
+    """An expression in which tensors and sizes are numbered as they appear, and their names."""
+    reads: dict[str, str] = {}
+    text = re.sub(r"\b[sn]\d+\b", lambda found: reads.setdefault(found[0], f"{found[0][0]}{len(reads)}_"), expression)
+    return text, tuple(reads)
 
 
-def evaluate(program: str, sources: Sequence[Tensor], sizes: Sequence[int], share: Share = lambda name, run: run()) -> Any:
+class _Expand(ast.NodeTransformer):
+    """Puts expressions in the place of their numbers."""
+
+    def __init__(self, whole: dict[str, ast.expr]) -> None:
+        self.whole = whole
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self.whole.get(node.id, node)
+
+
+def evaluate(program: str, sources: Sequence[Tensor], sizes: Sequence[int], share: Share | None = None) -> Any:
     """What a program gives for tensors and sizes. What waits for the device goes through ``share``, so that programs that have it in common wait once.
 
     >>> evaluate("aten.eq.Scalar(s1,0)~aten.index.Tensor(s0,[None,v0])", [torch.tensor([[1, 2], [3, 4]]), torch.tensor([0, 1])], [])
     tensor([[1],
             [3]])
     """
-    values: dict[str, Any] = {f"s{k}": source for k, source in enumerate(sources)} | {f"n{k}": size for k, size in enumerate(sizes)}
-    names: dict[str, Any] = {f"s{k}": id(source) for k, source in enumerate(sources)} | {f"n{k}": size for k, size in enumerate(sizes)}
-    values |= {"device": sources[0].device, **_NUMBERS}
+    values: Values = {f"s{k}": source for k, source in enumerate(sources)} | {f"n{k}": size for k, size in enumerate(sizes)}
+    values["device"] = sources[0].device
     result: Any = None
     for k, line in enumerate(_parsed(program)):
-        if not isinstance(line, ast.Call):
-            result = _value(line, values)
-            continue
-        function = _FUNCTIONS[ast.unparse(line.func)]
-        arguments, more = [_value(a, values) for a in line.args], {str(a.arg): _value(a.value, values) for a in line.keywords}
-        run = functools.partial(function, *arguments, **more)
-        name = names[f"v{k}"] = (str(function), *(_name(a, names) for a in line.args), *((a.arg, _name(a.value, names)) for a in line.keywords))
-        result = values[f"v{k}"] = share(name, run) if _is_masked(function, arguments) else run()
+        arguments = [argument(values) for argument in line.arguments]
+        run = functools.partial(line.function, *arguments, **{key: argument(values) for key, argument in line.more})
+        if share is not None and _is_masked(line.function, arguments):
+            reads = [values[name] for name in line.reads]
+            result = share(line.name, tuple(r for r in reads if isinstance(r, Tensor)), tuple(r for r in reads if not isinstance(r, Tensor)), run)
+        else:
+            result = run()
+        values[f"v{k}"] = result
     return result
 
 
@@ -216,26 +258,24 @@ def _is_masked(function: Any, arguments: list[Any]) -> bool:
     return function is aten.index.Tensor and any(t is not None and t.dtype == torch.bool for t in arguments[1])
 
 
-def _value(one: ast.expr, values: dict[str, Any]) -> Any:
+def _argument(one: ast.expr) -> Callable[[Values], Any]:
     match one:
+        case ast.Name(name) if name in _NUMBERS:
+            return _constant(_NUMBERS[name])
         case ast.Name(name):
-            return values[name]
+            return operator.itemgetter(name)
         case ast.Constant(value):
-            return value
+            return _constant(value)
         case ast.List(items):
-            return [_value(item, values) for item in items]
+            parts = [_argument(item) for item in items]
+            return lambda values: [part(values) for part in parts]
         case ast.UnaryOp(ast.USub(), operand):
-            return -_value(operand, values)
+            part = _argument(operand)
+            return lambda values: -part(values)
         case ast.Attribute(ast.Name("torch"), name):
-            return getattr(torch, name)
+            return _constant(getattr(torch, name))
     raise ValueError(f"no such argument: {ast.unparse(one)}")
 
 
-def _name(one: ast.expr, names: dict[str, Any]) -> Any:
-    """An argument as a key: equal for equal functions of the same tensors."""
-    match one:
-        case ast.Name(name):
-            return names.get(name, name)
-        case ast.List(items):
-            return tuple(_name(item, names) for item in items)
-    return ast.unparse(one)
+def _constant(value: Any) -> Callable[[Values], Any]:
+    return lambda values: value

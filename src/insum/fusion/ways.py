@@ -17,6 +17,7 @@ from insum.fusion.indices import Limits, owner, seen_once, shares_memory
 from insum.plan.facts import known, version_of
 from insum.runtime import cache, fused
 from insum.runtime.build import Program
+from insum.runtime.refit import Refit, refit_of
 from insum.settings import settings
 
 #: Ways that one op of one graph may have at a time.
@@ -24,6 +25,7 @@ _MOST_WAYS = 4
 _MOST_OPS = 4096
 _ways: dict[object, list[Way]] = {}
 _paths: dict[tuple[str, str], list[Path]] = {}
+_stretches: dict[object, list[Stretch]] = {}
 
 
 class Modes:
@@ -120,6 +122,37 @@ class Path:
             return fused.execute(program, values, target)
 
 
+class Stretch:
+    """The same for calls that take their index tensors as they come, whatever sizes they have: the kernels stay, the numbers change."""
+
+    __slots__ = ("arguments", "modes", "rank", "refit", "wraps")
+
+    def __init__(self, refit: Refit, values: Mapping[str, Any], wraps: frozenset[str], rank: int, target: Tensor | None) -> None:
+        self.refit, self.modes, self.wraps, self.rank = refit, Modes(), wraps, rank
+        self.arguments = tuple((name, v.dtype, v.dim(), v.device) for name, v in values.items())
+
+    def __call__(self, values: dict[str, Any], sizes: tuple[int, ...], target: Tensor | None) -> Tensor | None:
+        """The result, or None where this call is another."""
+        if not self.modes.still():
+            return None
+        for name, dtype, rank, device in self.arguments:
+            tensor = values[name]
+            if tensor.dtype is not dtype or tensor.dim() != rank or tensor.device != device:
+                return None
+        if target is not None and (not target.is_contiguous() or target.dtype is not self.refit.program.problem.dtype or shares_memory(target, values)):
+            return None
+        shape = self.refit.shape_of(values) if not self.rank else sizes[: self.rank]
+        if target is not None and target.shape != shape:
+            return None
+        program = self.refit(values, shape, target)
+        if program is None:
+            return None
+        for name, limit in self.refit.limits(values, shape).items():
+            values[name] = seen_once(name, values[name], limit, name in self.wraps)
+        with fused.on_device(program.problem.device):
+            return fused.execute(program, values, target)
+
+
 #: Names of the tensors that a statement reads as they are, with their places; and the places of what decides its index tensors.
 Plain: TypeAlias = tuple[tuple[str, int], ...]
 Places: TypeAlias = tuple[int, ...]
@@ -161,6 +194,29 @@ def keep(key: object, program: Program | str, values: Mapping[str, Any], limits:
     ways = _ways.setdefault(key, [])
     ways.insert(0, Way(program, values, limits, target))
     del ways[_MOST_WAYS:]
+
+
+def stretch(key: object, values: dict[str, Any], sizes: tuple[int, ...], target: Tensor | None) -> Tensor | None:
+    """The result, where a call like this one but for its sizes was made before."""
+    for one in _stretches.get(key, ()):
+        result = one(values, sizes, target)
+        if result is not None:
+            return result
+    return None
+
+
+def keep_stretch(key: object, program: Program | str, values: Mapping[str, Any], wraps: frozenset[str], rank: int, target: Tensor | None) -> None:
+    """Remember a call that was just made the long way, with index tensors that are new at each call; ``rank``: of a scattered result."""
+    if isinstance(program, str) or any(v.is_neg() for v in values.values()) or target is not None and not target.is_contiguous():
+        return
+    refit = refit_of(program, values, target)
+    if refit is None:
+        return
+    if len(_stretches) >= _MOST_OPS:
+        _stretches.clear()
+    every = _stretches.setdefault(key, [])
+    every.insert(0, Stretch(refit, values, wraps, rank, target))
+    del every[_MOST_WAYS:]
 
 
 def run_path(text: str, mode: str, tensors: Sequence[Tensor], sizes: Sequence[int], target: Tensor | None) -> Tensor | None:

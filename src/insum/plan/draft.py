@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from insum.lang.bind import Problem, Value
+from insum.lang.bind import Problem, Size, Value
 from insum.lang.expand import Term
 from insum.lang.expr import Access, Expr, accesses, fresh, names_of, variables
 from insum.plan.facts import IndexFacts, facts_of
@@ -185,10 +185,13 @@ class Drafting:
         return Prepared(plan, draft.extents, draft.arrays, draft.views, draft.segments, fill, tuple(draft.baked))
 
     def wide(self, draft: Draft) -> bool:
-        """Whether any offset can pass 2**31 elements."""
-        every = [t for t in (*self.tensors.values(), *draft.arrays.values()) if t.numel()]
-        reach = [sum((size - 1) * abs(stride) for size, stride in zip(t.shape, t.stride(), strict=True)) for t in every]
-        return max([*reach, math.prod(int(s) for s in self.problem.shape)], default=0) >= 2**31 - 1
+        return is_wide((*self.tensors.values(), *draft.arrays.values()), self.problem.shape)
+
+
+def is_wide(tensors: Iterable[Tensor], shape: Sequence[Size]) -> bool:
+    """Whether any offset into tensors, or into a result of this shape, can pass 2**31 elements."""
+    reach = [sum((size - 1) * abs(stride) for size, stride in zip(t.shape, t.stride(), strict=True)) for t in tensors if t.numel()]
+    return max([*reach, math.prod(int(s) for s in shape)], default=0) >= 2**31 - 1
 
 
 def _promoted(problem: Problem, term: Term) -> torch.dtype:

@@ -14,11 +14,11 @@ from torch import Tensor
 from insum.codegen.emit import Kernel, Shape, emit
 from insum.codegen.unrolled import emit_unrolled, parts
 from insum.lang.bind import Problem, Value
-from insum.lang.expr import Access, index_of, variables
+from insum.lang.expr import Access, accesses, index_of, variables
 from insum.lang.types import identity
 from insum.plan import model
 from insum.plan.config import Choice, Config, power_of_two
-from insum.plan.facts import IndexFacts, facts_of
+from insum.plan.facts import IndexFacts, facts_of, known
 from insum.plan.packing import buffer_is_small
 from insum.plan.plan import Plan, Segment
 from insum.plan.prepare import CannotFuse, Prepared, Wishes
@@ -45,6 +45,7 @@ class Launch:
     runner: Any = None  # the compiled kernel, for calls whose pointers are all aligned
     others: dict[int, Any] = field(default_factory=dict)  # and those for calls in which some are not, as the rows of a tensor may be
     addresses: tuple[Any, ...] = ()  # the arguments for runners, which take tensors by their address
+    told: Callable[[Any], None] | None = None  # is told the compiled kernel, where all pointers are aligned
 
     def __call__(self, values: Mapping[str, Any], out: Tensor, work: Tensor | None) -> None:
         if self.addresses:
@@ -83,6 +84,8 @@ class Launch:
             self.others[which] = runner
         else:
             self.runner = runner
+            if self.told is not None:
+                self.told(compiled)
         self.addresses = tuple(v.data_ptr() if isinstance(v, Tensor) else v for v in self.arguments)
 
     def compiled(self, arguments: list[Any]) -> Any:
@@ -203,6 +206,11 @@ def anchors(problem: Problem) -> tuple[str, ...]:
     return known[1]
 
 
+def points(problem: Problem) -> frozenset[str]:
+    """Variables that index tensors are read at."""
+    return frozenset(v for access, dim, index in problem.index_uses() for inner in accesses(index) for v in variables(inner))
+
+
 class Builder:
     """Turns one prepared product into launches."""
 
@@ -239,15 +247,21 @@ class Builder:
         inner = model.inner_extent(self.plan, extents)
         k = extents[roles.k[0]] if roles.k else 1
         alone = not roles.loops and not (self.plan.segment and self.plan.segment.var in (*roles.k, *roles.loops))
+        loose = self.loose()
         return Shape(
-            even_m=model.extent(roles.m, extents) % config.m == 0,
-            even_n=model.extent(roles.n, extents) % config.n == 0,
-            even_k=k % config.k == 0,
+            even_m=model.extent(roles.m, extents) % config.m == 0 and not loose & {*roles.m},
+            even_n=model.extent(roles.n, extents) % config.n == 0 and not loose & {*roles.n},
+            even_k=k % config.k == 0 and not loose & {*roles.k},
             inner=inner,
             onehot=int(self.problem.shape[self.plan.onehot]) if self.plan.onehot >= 0 else 0,
             single_k=bool(roles.k) and alone and k <= config.k,
             pieces=pieces > 1,
         )
+
+    def loose(self) -> frozenset[str]:
+        """Variables whose extent is another at each call: those of the points where index tensors are new at each call."""
+        passing = [v for name in anchors(self.problem) if isinstance(v := self.values[name], Tensor) and (facts := known(v)) is not None and facts.passing]
+        return points(self.problem) if passing else frozenset()
 
     # --- rows of a segmented output in the tile ---
 

@@ -103,12 +103,20 @@ def runner_of(compiled: Any, programs: int) -> Callable[[Sequence[Any]], None]:
 
 def _without_scratch(launcher: Any) -> tuple[Callable[..., None] | None, Any, Any]:
     """What Triton's launcher calls in the end, where it is known to call it so and the kernel needs no scratch memory."""
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        text = " ".join(inspect.getsource(type(launcher).__call__).split())
-        known = "self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl, global_scratch, profile_scratch, *args)"
-        if known in text and not launcher.global_scratch_size and not launcher.profile_scratch_size:
+    with contextlib.suppress(AttributeError, TypeError):
+        known: Any = type(launcher)
+        if _calls_as_known(known) and not launcher.global_scratch_size and not launcher.profile_scratch_size:
             return launcher.launch, launcher.launch_cooperative_grid, launcher.launch_pdl
     return None, None, None
+
+
+@functools.cache
+def _calls_as_known(launcher: Any) -> bool:
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        text = " ".join(inspect.getsource(launcher.__call__).split())
+        known = "self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl, global_scratch, profile_scratch, *args)"
+        return known in text
+    return False
 
 
 @functools.cache
