@@ -341,7 +341,7 @@ def main() -> None:
     parser.add_argument("--columns", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=100.0, help="no program is begun later than this")
     parser.add_argument("--small", action="store_true", help="tiny drawn data, on the CPU where there is no GPU: a check that all of it runs")
-    parser.add_argument("--fresh", action="store_true", help="index tensors that were never seen before at each call, and of another length, as in mini-batches")
+    parser.add_argument("--fresh", action="store_true", help="index tensors never seen before at each call, and of another length, as in mini-batches")
     parser.add_argument("--breaks", action="store_true", help="Dynamo as it is by default: layers that mask edges break their graph")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"

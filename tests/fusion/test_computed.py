@@ -68,10 +68,21 @@ def test_relations_do_not_wait() -> None:
     arguments = leaf(N, F), leaf(3, F, 4), graph_of(), KINDS
     for _ in range(3):
         agrees(relations, run, arguments, rtol=1e-4, atol=1e-5)
-    assert counts(graphs) == [3, 3] and not waiting(graphs), str(insum.fusion.report())
+    assert counts(graphs) == [1, 1] and not waiting(graphs), str(insum.fusion.report())
     (once,) = insum.fusion.report().once
-    assert len(once.nodes) == 3 and str(once).startswith("once   ") and str(once).endswith("stay the same")
-    assert all("is computed once, while" in found.notes[0] for found in insum.fusion.report().fused)
+    assert str(once).startswith("once   ") and str(once).endswith("stay the same")
+    assert all(found.notes[0].startswith("3 chains of one form, of which each has its own rows") for found in insum.fusion.report().fused)
+
+
+def test_relations_one_by_one_do_not_wait() -> None:
+    """With a number of nodes that is not known they are not put together."""
+    run, graphs = compiled(relations, fullgraph=True, dynamic=True)
+    arguments = leaf(N, F), leaf(3, F, 4), graph_of(), KINDS
+    for _ in range(3):
+        agrees(relations, run, arguments, rtol=1e-4, atol=1e-5)
+    assert counts(graphs) == [3, 3] and not [n for n in nodes(graphs) if waits(n)], str(insum.fusion.report())
+    (once,) = insum.fusion.report().once
+    assert len(once.nodes) == 3 and all("is computed once, while" in found.notes[0] for found in insum.fusion.report().fused)
 
 
 @pytest.mark.parametrize("dynamic", [None, True])

@@ -33,7 +33,7 @@ def sweep(graph: Graph, nodes: Iterable[Node], stays: Callable[[Node], bool] = l
     """Remove those of the nodes that nobody reads any more, and what only they read."""
     erased: set[Node] = set()
     order = {node: k for k, node in enumerate(graph.nodes)}
-    for node in sorted(dict.fromkeys(nodes), key=lambda n: -order[n]):
+    for node in sorted((n for n in dict.fromkeys(nodes) if n in order), key=lambda n: -order[n]):
         stack = [node]
         while stack:
             one = stack.pop()

@@ -45,7 +45,7 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 _NAMES = {target: name for name, target in _FUNCTIONS.items()}
 _NUMBERS = {"inf": float("inf"), "nan": float("nan")}
 _MOST_SOURCES = 4
-_MOST_NODES = 96
+_MOST_NODES = 1024
 _LINE = "~"
 
 

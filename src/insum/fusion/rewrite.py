@@ -17,8 +17,9 @@ from insum.fusion.cost import objection
 from insum.fusion.hoist import hoist, still_waited_for, sweep
 from insum.fusion.op import Computed, Spec
 from insum.fusion.report import Fused, Left, Once, Report, add
-from insum.fusion.series import Series
+from insum.fusion.series import Series, template_of
 from insum.fusion.shapes import same, shape_of, value_of
+from insum.fusion.siblings import Siblings
 from insum.lang.bind import Size
 from insum.lang.expr import accesses, fresh
 
@@ -35,11 +36,14 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
     ``captured``: the graph will be replayed as a CUDA graph, on index tensors whose values nobody sees then. They are taken as they come.
     """
     chains = _worth_it(graph, wish, captured)
+    relations = [] if captured else _join_relations(graph, chains)
+    if relations:
+        chains = _worth_it(graph, wish, captured)
     backward = _backward(graph)
     together = [] if captured else series.find(graph, chains.found)
     joined = {piece.chain.root: one for one in together for piece in one.pieces}
     fused = [_told(chain, chain.root in backward, captured) for chain in chains.found if chain.root not in joined]
-    fused += [_told_together(one, one.top in backward) for one in together]
+    fused += [_told_together(one, one.top in backward) for one in together] + relations
     left = tuple(Left(node.name, why, node in backward) for node, why in chains.left)
     replaced: dict[Node, Node] = {}
     for chain in chains.found:
@@ -51,13 +55,33 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
             replaced[one.top] = _replace_together(graph, one.after(replaced))
     _sweep(graph, chains.found, [node for one in together for node in (one.top, *one.between)])
     once: tuple[Once, ...] = ()
-    if chains.found:
+    if chains.found or relations:
         _add_in_place(graph)
         once = () if captured else hoist(graph)
     graph.lint()
     found = Report(tuple(fused), left, once)
     if found.fused or found.left:
         add(found)
+    return found
+
+
+def _join_relations(graph: Graph, chains: Chains) -> list[Fused]:
+    """Chains that differ in their edges alone, as one each; what is told about those."""
+    backward = _backward(graph)
+    made: list[Node] = []
+
+    def emit(chain: Chain) -> Node:
+        made.extend((chain.root, *(t.base for t in chain.indices)))
+        return _call(graph, chain, captured=False)
+
+    siblings = Siblings(graph, chains.found, emit)
+    siblings.run()
+    sweep(graph, made)
+    found = []
+    for group in siblings.found:
+        text, nodes = template_of(group[0]) or "", tuple(n.name for chain in group for n in reversed(chain.inlined))
+        note = f"{len(group)} chains of one form, of which each has its own rows: the number of the chain is one more dimension"
+        found.append(Fused(text, group[-1].root.name, nodes, group[0].root in backward, sum(chain.saved for chain in group), (note, *group[0].notes)))
     return found
 
 

@@ -113,7 +113,7 @@ def _after_each_other(last: Node, roots: dict[Node, Chain]) -> Iterator[Series]:
 
 def _added(top: Node, roots: dict[Node, Chain]) -> Iterator[Series]:
     """Chains, or slices that they fill, whose results are added."""
-    leaves, between = _leaves(top)
+    leaves, between = leaves_of(top)
     pieces = {leaf: _leaf_piece(leaf, roots) for leaf in leaves}
     for form in dict.fromkeys(p.form.template for p in pieces.values() if p is not None):
         own = {leaf: p for leaf, p in pieces.items() if p is not None and p.form.template == form}
@@ -127,7 +127,7 @@ def _added(top: Node, roots: dict[Node, Chain]) -> Iterator[Series]:
             return
 
 
-def _leaves(top: Node) -> tuple[list[Node], list[Node]]:
+def leaves_of(top: Node) -> tuple[list[Node], list[Node]]:
     """What a tree of sums adds, and the sums in it, but for the topmost."""
     leaves, between, todo = [], [], [top]
     while todo:
@@ -213,6 +213,23 @@ def _piece(chain: Chain, written: tuple[int, int] | None) -> Piece | None:
         return None
     text = str(Statement(Access(target.tensor, tuple(at)), "=", value))
     return Piece(chain, Form(text, chain.tensors, places[0][1]), places[0][0])
+
+
+def template_of(chain: Chain) -> str | None:
+    """What chains of one form have in common: the statement, with tensors numbered; None where its index tensors are not read at one variable alone."""
+    if not _has_points(chain):
+        return None
+    names = {t.name: f"n{k}" for k, t in enumerate(chain.indices)} | {name: f"t{k}" for k, (name, _) in enumerate(chain.tensors)}
+
+    def change(access: Access) -> Expr:
+        return Access(names.get(access.tensor, access.tensor), tuple(index(i) for i in access.indices))
+
+    def index(old: Affine) -> Affine:
+        return Affine(tuple((c, change(a) if isinstance(a, Access) else a) for c, a in old.terms), old.offset)  # type: ignore[misc]
+
+    target = change(chain.statement.target)
+    assert isinstance(target, Access)
+    return str(Statement(target, chain.statement.operator, rewrite(chain.statement.value, change)))
 
 
 def _has_points(chain: Chain) -> bool:

@@ -45,7 +45,7 @@ class Launch:
     runner: Any = None  # the compiled kernel, for calls whose pointers are all aligned
     others: dict[int, Any] = field(default_factory=dict)  # and those for calls in which some are not, as the rows of a tensor may be
     addresses: tuple[Any, ...] = ()  # the arguments for runners, which take tensors by their address
-    told: Callable[[Any], None] | None = None  # is told the compiled kernel, where all pointers are aligned
+    told: Callable[[int, Any], None] | None = None  # is told which pointers were not aligned, and the kernel that was compiled for it
 
     def __call__(self, values: Mapping[str, Any], out: Tensor, work: Tensor | None) -> None:
         if self.addresses:
@@ -84,8 +84,8 @@ class Launch:
             self.others[which] = runner
         else:
             self.runner = runner
-            if self.told is not None:
-                self.told(compiled)
+        if self.told is not None:
+            self.told(which, compiled)
         self.addresses = tuple(v.data_ptr() if isinstance(v, Tensor) else v for v in self.arguments)
 
     def compiled(self, arguments: list[Any]) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +18,7 @@ from insum.runtime.build import Builder, Launch, Program
 
 #: A config is good for sizes up to this many times larger or smaller.
 REACH = 4
+_MOST_MADE = 64
 OUT = ""  # stands for the output among the names of tensors
 
 
@@ -36,8 +36,10 @@ class Refit:
         builder = Builder(problem, self.prepared, values, target, program.wishes, step.choice)
         self.pieces = model.pieces(plan, self.config, prepared.extents) if builder.pieces_fit() else 1
         self.shape = builder.shape(self.config, self.pieces)
-        #: Compiled kernels by what Triton compiles numbers for.
-        self.compiled: dict[Any, Any] = {}
+        #: Compiled kernels by what Triton compiles numbers for, and by which pointers are not aligned.
+        self.compiled: dict[Any, dict[int, Any]] = {}
+        #: Programs that were made before, by shapes and strides.
+        self.made: dict[Any, Program | None] = {}
 
     def shape_of(self, values: Mapping[str, Any]) -> tuple[int, ...]:
         """The shape of a result that nothing is scattered to."""
@@ -51,6 +53,14 @@ class Refit:
 
     def __call__(self, values: Mapping[str, Any], shape: tuple[int, ...], target: Tensor | None) -> Program | None:
         """The program for these tensors and a result of this shape; None where it would be another kernel, or they do not fit together."""
+        key = shape, target is None, *((v.shape, v.stride()) for v in values.values())
+        if key not in self.made:
+            if len(self.made) >= _MOST_MADE:
+                self.made.clear()
+            self.made[key] = self._make(values, shape, target)
+        return self.made[key]
+
+    def _make(self, values: Mapping[str, Any], shape: tuple[int, ...], target: Tensor | None) -> Program | None:
         extents = self._extents(values, shape)
         if extents is None or is_wide(values.values(), shape) and not self.prepared.plan.wide:
             return None
@@ -85,11 +95,11 @@ class Refit:
         arguments = tuple(builder.argument(name, extra) for name in old.kernel.arguments)
         new = Launch(old.function, (programs,), arguments, old.names, old.config, old.kernel, old.header)
         kind = tuple((v == 1, v % 16 == 0, v >= 2**31) for v in arguments if isinstance(v, int))
-        compiled = self.compiled.get(kind)
-        if compiled is None:
-            new.told = functools.partial(self.compiled.__setitem__, kind)
-        else:
-            new.runner, new.addresses = launch.runner_of(compiled, programs), arguments
+        compiled = self.compiled.setdefault(kind, {})
+        new.told = compiled.__setitem__
+        if compiled:
+            new.others = {which: launch.runner_of(one, programs) for which, one in compiled.items()}
+            new.runner, new.addresses = new.others.get(0), arguments
         return new
 
 
