@@ -165,7 +165,8 @@ def hoist(graph: Graph) -> tuple[Once, ...]:
     """Take out of a graph what depends on integer tensors alone, and then what nobody reads any more."""
     known = _Known(graph)
     chosen = [node for node in graph.nodes if known.is_worth_it(node) and node.target not in VIEWS and _is_read(node, known)]
-    found = [_replace(graph, group, known) for group in _groups(chosen)]
+    groups = [(group, origin) for group in _groups(chosen) if (origin := origin_of(*group, sums=True)) is not None]
+    found = [_replace(graph, group, origin, known) for group, origin in groups]
     sweep(graph, chosen)
     alive = _alive(graph, {})
     for node in [n for n in graph.nodes if n not in alive and _certain(n) is not None]:
@@ -205,9 +206,7 @@ def _are_alike(a: Node, b: Node) -> bool:
     return a.meta["val"].dtype == b.meta["val"].dtype and len(shapes[0]) == len(shapes[1]) and all(map(same, *shapes))
 
 
-def _replace(graph: Graph, nodes: list[Node], known: _Known) -> Once:
-    origin = origin_of(*nodes, sums=True)
-    assert origin is not None
+def _replace(graph: Graph, nodes: list[Node], origin: Origin, known: _Known) -> Once:
     value = nodes[0].meta["val"]
     count = [len(nodes)] if len(nodes) > 1 else []
     shape = [*count, *(known.size(s) for s in shape_of(nodes[0]))]

@@ -163,7 +163,7 @@ class Siblings:
 
     def _stack(self, nodes: tuple[Node, ...]) -> Node:
         first = nodes[0]
-        if len({n.target for n in nodes}) != 1 or any(not _same_shape(n, first) for n in nodes):
+        if len({n.target for n in nodes}) != 1 or any(not _same_shape(n, first) for n in nodes) or points(shape_of(first)) * len(nodes) > MOST_ELEMENTS:
             raise Cannot
         if all(n in self.chains for n in nodes):
             return self.scattered([self.chains[n] for n in nodes])
@@ -178,7 +178,7 @@ class Siblings:
         raise Cannot
 
     def operand(self, nodes: list[Any]) -> Any:
-        if all(n is nodes[0] for n in nodes):
+        if all(n is nodes[0] or not isinstance(n, Node) and n == nodes[0] for n in nodes):
             if isinstance(nodes[0], Node) and shape_of(nodes[0]):
                 return self.made(aten.unsqueeze.default, nodes[0], 1) if len(shape_of(nodes[0])) == 2 else _no()
             return nodes[0]
@@ -217,8 +217,6 @@ class Siblings:
             raise Cannot
         shape = shape_of(first.root)
         count = len(chains)
-        if points(shape) * count > MOST_ELEMENTS:
-            raise Cannot
         zeros = self.made(aten.full.default, [_times(shape[0], count), *shape[1:]], 0, dtype=value_of(first.root).dtype, device=value_of(first.root).device)
         return self.made(aten.view.default, self.chain(chains, target.tensor, first.tensors, zeros), [shape[0], count, *shape[1:]])
 
