@@ -182,6 +182,31 @@ def test_edges_that_are_counted_at_each_call(others: bool, worth: int, monkeypat
         assert f"about {E * F:,} elements do not make up for a longer call" in report.left[0].why
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_edges_whose_number_changes(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mini-batches: nothing is known of their edges, and calling a kernel takes longer than Inductor's. A matrix product makes up for it."""
+    from insum.fusion import cost
+
+    monkeypatch.setattr(cost, "value_of", lambda node: Somewhere())
+
+    def program(x: Tensor, m: Tensor, edges: Tensor, types: Tensor) -> Tensor:
+        edges = edges[:, types == 1] if masked else edges
+        out = x.new_zeros(N, F).index_add(0, edges[1], x[edges[0]])
+        return out.relu().index_add(0, edges[1], x[edges[0]] @ m)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run = torch.compile(program, backend="insum", fullgraph=True, options={"insum.rest": "eager"})
+        for step, edges in enumerate((E, E, 45, 61)):
+            arguments = torch.randn(N, F), torch.randn(F, F), graph_of(N, edges, seed=step), torch.randint(0, 2, (edges,))
+            assert_close(run(*arguments), program(*arguments), rtol=1e-4, atol=1e-4)
+            if step == 1:
+                assert len(insum.fusion.report().fused) == 2 and not insum.fusion.report().left
+    report = insum.fusion.report()
+    assert len(report.fused) == 3 and [found.why for found in report.left] == [
+        "the number of its points is another from call to call, as in mini-batches, and Inductor makes one kernel of it too"
+    ]
+
+
 class Somewhere:
     """Of a fake tensor on a GPU, what the decision asks for."""
 

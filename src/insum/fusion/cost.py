@@ -34,6 +34,14 @@ def _counted(chain: Chain, waited: frozenset[Node]) -> int:
     return entries * columns if entries * columns < WORTH_A_CALL else 0
 
 
+def _changes(index: Node) -> bool:
+    """Whether the size of an index tensor, or of what it is computed from, is a symbol: it is another from call to call."""
+    if index.op == "placeholder":
+        return any(not isinstance(size, int) for size in shape_of(index))
+    origin = origin_of(index)
+    return origin is not None and any(map(_changes, origin.sources))
+
+
 def objection(chain: Chain, wish: str = "", captured: bool = False, waited: frozenset[Node] = frozenset()) -> str:
     """Why a chain had better stay as it is, or ''. ``captured``: as in `insum.fusion.fuse`; ``waited``: index tensors that are counted out at each call."""
     wish = wish or settings.fuse
@@ -46,6 +54,8 @@ def objection(chain: Chain, wish: str = "", captured: bool = False, waited: froz
         return f"on {device} a fused statement runs as the same torch operations (settings.fuse = 'always' fuses it nevertheless)"
     if any(is_unknown(t.base, captured) for t in chain.indices) and not _has_product(chain):
         return "nothing is known of the index, and Inductor makes one kernel of it too"
+    if any(_changes(t.base) for t in chain.indices) and not _has_product(chain):
+        return "the number of its points is another from call to call, as in mini-batches, and Inductor makes one kernel of it too"
     if elements := _counted(chain, waited):
         return f"its index is counted out at each call, for others too; about {elements:,} elements do not make up for a longer call"
     result = points(shape_of(chain.root))
