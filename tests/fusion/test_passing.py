@@ -89,6 +89,21 @@ def test_gradients_with_other_sizes(built: list[Any]) -> None:
     assert len(built) == plans
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+def test_index_tensors_that_do_not_lie_in_one_piece(dtype: torch.dtype, built: list[Any]) -> None:
+    """What is wrapped is a copy, laid out in another way than the tensor that was passed."""
+    run, _ = compiled(weighted, dynamic=True)
+    plans = 0
+    for step, (nodes, edges) in enumerate(SIZES):
+        x, w = torch.randn(nodes, F), torch.randn(2 * edges)[::2]
+        given = graph_of(nodes, edges, seed=step)
+        given[0, ::5] -= nodes
+        given = given.to(dtype).t().contiguous().t()
+        assert_close(run(x, w, given), weighted(x, w, given), rtol=1e-4, atol=1e-4)
+        plans = len(built) if step == 2 else plans
+    assert len(built) == plans
+
+
 def test_sizes_that_do_not_fit_together() -> None:
     """They are an error as before, and not read beyond their end."""
     run, _ = compiled(lambda x, y, edges: dotted(x, y, edges + (x[0, 0] > 99)), dynamic=True)

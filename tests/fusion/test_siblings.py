@@ -82,6 +82,15 @@ def test_through_inductor_and_without_gradients(name: str) -> None:
     agrees(program, run, (leaf(N, F), leaf(R, F, 6), graph_of(), KINDS), rtol=1e-4, atol=1e-4)
 
 
+def test_layers_after_each_other() -> None:
+    """The second reads a sum that was put together."""
+    layer = PROGRAMS["means"]
+    program = lambda x, w, edges, kinds: layer(layer(x, w, edges, kinds), w, edges, kinds)
+    run, graphs = compiled(program, fullgraph=True)
+    agrees(program, run, (leaf(N, F), leaf(R, F, F), graph_of(), KINDS), rtol=1e-3, atol=1e-3)
+    assert counts(graphs) == [2, 2]
+
+
 def some(x: Tensor, w: Tensor, edges: Tensor, kinds: Tensor) -> Tensor:
     """Not all slices of the weights."""
     out = x.new_zeros(x.shape[0], w.shape[2])

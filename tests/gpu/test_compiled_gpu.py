@@ -172,8 +172,11 @@ sys.modules["insum"] = None
 data = torch.load({data!r})
 for path, cases in data.items():
     run = torch._inductor.aoti_load_package(path)
+    print("loaded", path, flush=True)
     for given, want in cases:
         got = run(*given)
+        torch.cuda.synchronize()
+        print("ran", [tuple(g.shape) for g in given], flush=True)
         error = ((got.double() - want.double()).norm() / want.double().norm()).item()
         assert error < 1e-5, (path, error)
 print("equal")
@@ -197,8 +200,8 @@ def test_packages_with_kernels_inside() -> None:
         torch.save(data, Path(folder) / "data.pt")
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         text = ALONE.format(data=str(Path(folder) / "data.pt"))
-        done = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=600)
-        assert done.stdout.strip().endswith("equal"), f"exit status {done.returncode}\n{done.stdout[-500:]}\n{done.stderr[-3000:]}"
+        done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", text], env=environment, capture_output=True, text=True, timeout=600)
+        assert done.stdout.strip().endswith("equal"), f"exit status {done.returncode}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
 
 
 def _batch_only(application: Application) -> tuple[dict[int, Any], ...]:

@@ -44,6 +44,7 @@ class Siblings:
         self.chains = {chain.root: chain for chain in chains}
         self.stacked: dict[tuple[Node, ...], Node] = {}
         self.found: list[tuple[Chain, ...]] = []
+        self.replaced: dict[Node, Node] = {}
         self.mode: Any = next((m for c in chains if (m := getattr(value_of(c.root), "fake_mode", None)) is not None), contextlib.nullcontext())
 
     def run(self) -> bool:
@@ -73,6 +74,7 @@ class Siblings:
                     total = self.made(aten.add.Tensor, total, leaf)
             total.meta = {**top.meta, **total.meta}
             top.replace_all_uses_with(total)
+            self.replaced[top] = total  # which later chains may read
             sweep(self.graph, [top, *between])
         return changed
 
@@ -125,7 +127,7 @@ class Siblings:
 
     def chained(self, group: list[Node]) -> Node:
         """Chains that gather each from its own tensor and add to the same result: gathered from all of those at once."""
-        chains = [self.chains[leaf] for leaf in group]
+        chains = [self.chains[leaf].after(self.replaced) for leaf in group]
         own = [name for k, (name, node) in enumerate(chains[0].tensors) if any(c.tensors[k][1] is not node for c in chains)]
         if len(own) != 1:
             raise Cannot
@@ -166,7 +168,7 @@ class Siblings:
         if len({n.target for n in nodes}) != 1 or any(not _same_shape(n, first) for n in nodes) or points(shape_of(first)) * len(nodes) > MOST_ELEMENTS:
             raise Cannot
         if all(n in self.chains for n in nodes):
-            return self.scattered([self.chains[n] for n in nodes])
+            return self.scattered([self.chains[n].after(self.replaced) for n in nodes])
         if len(shape_of(first)) == 1 and (origin := origin_of(*nodes, sums=True)) is not None and origin.costly:
             return self.made(aten.stack.default, list(nodes), 1)
         if first.target in _POINTWISE and not any(n.kwargs for n in nodes):

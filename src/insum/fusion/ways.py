@@ -131,24 +131,24 @@ class Stretch:
         self.refit, self.modes, self.wraps, self.rank = refit, Modes(), wraps, rank
         self.arguments = tuple((name, v.dtype, v.dim(), v.device) for name, v in values.items())
 
-    def __call__(self, values: dict[str, Any], sizes: tuple[int, ...], target: Tensor | None) -> Tensor | None:
+    def __call__(self, given: Mapping[str, Any], sizes: tuple[int, ...], target: Tensor | None) -> Tensor | None:
         """The result, or None where this call is another."""
-        if not self.modes.still():
+        if not self.modes.still() or any(given[name].dim() != rank for name, _, rank, _ in self.arguments):
             return None
-        for name, dtype, rank, device in self.arguments:
-            tensor = values[name]
-            if tensor.dtype is not dtype or tensor.dim() != rank or tensor.device != device:
-                return None
-        if target is not None and (not target.is_contiguous() or target.dtype is not self.refit.program.problem.dtype or shares_memory(target, values)):
+        if target is not None and (not target.is_contiguous() or target.dtype is not self.refit.program.problem.dtype or shares_memory(target, given)):
             return None
-        shape = self.refit.shape_of(values) if not self.rank else sizes[: self.rank]
+        shape = self.refit.shape_of(given) if not self.rank else sizes[: self.rank]
         if target is not None and target.shape != shape:
             return None
+        values = dict(given)
+        for name, limit in self.refit.limits(values, shape).items():
+            values[name] = seen_once(name, values[name], limit, name in self.wraps)
+        for name, dtype, _, device in self.arguments:
+            if values[name].dtype is not dtype or values[name].device != device:
+                return None
         program = self.refit(values, shape, target)
         if program is None:
             return None
-        for name, limit in self.refit.limits(values, shape).items():
-            values[name] = seen_once(name, values[name], limit, name in self.wraps)
         with fused.on_device(program.problem.device):
             return fused.execute(program, values, target)
 
@@ -196,7 +196,7 @@ def keep(key: object, program: Program | str, values: Mapping[str, Any], limits:
     del ways[_MOST_WAYS:]
 
 
-def stretch(key: object, values: dict[str, Any], sizes: tuple[int, ...], target: Tensor | None) -> Tensor | None:
+def stretch(key: object, values: Mapping[str, Any], sizes: tuple[int, ...], target: Tensor | None) -> Tensor | None:
     """The result, where a call like this one but for its sizes was made before."""
     for one in _stretches.get(key, ()):
         result = one(values, sizes, target)
