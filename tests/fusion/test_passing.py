@@ -75,6 +75,17 @@ def test_other_sizes(program: Any, dtype: torch.dtype, built: list[Any]) -> None
     assert len(built) == plans
 
 
+def test_one_point() -> None:
+    """A tile of one row is always full."""
+    spec = op.Spec(
+        "out[d[i],j] = x[s[i],j] * w[i]", ("x", "w", "e"), (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),))), "out#2", frozenset("sd"), frozenset(), ()
+    )
+    for step in range(6):
+        x, w, edges = torch.randn(20, F), torch.randn(1), torch.tensor([[step], [3]])
+        expected = torch.zeros(20, F).index_put((edges[1],), x[edges[0]] * w[:, None], accumulate=True)
+        assert_close(torch.ops.insum.fused(str(spec), [x, w, edges], [20, F]), expected)
+
+
 def test_gradients_with_other_sizes(built: list[Any]) -> None:
     run, _ = compiled(weighted, dynamic=True)
     plans = 0

@@ -249,9 +249,9 @@ class Builder:
         alone = not roles.loops and not (self.plan.segment and self.plan.segment.var in (*roles.k, *roles.loops))
         loose = self.loose()
         return Shape(
-            even_m=model.extent(roles.m, extents) % config.m == 0 and not loose & {*roles.m},
-            even_n=model.extent(roles.n, extents) % config.n == 0 and not loose & {*roles.n},
-            even_k=k % config.k == 0 and not loose & {*roles.k},
+            even_m=model.extent(roles.m, extents) % config.m == 0 and (config.m == 1 or not loose & {*roles.m}),
+            even_n=model.extent(roles.n, extents) % config.n == 0 and (config.n == 1 or not loose & {*roles.n}),
+            even_k=k % config.k == 0 and (config.k == 1 or not loose & {*roles.k}),
             inner=inner,
             onehot=int(self.problem.shape[self.plan.onehot]) if self.plan.onehot >= 0 else 0,
             single_k=bool(roles.k) and alone and k <= config.k,
