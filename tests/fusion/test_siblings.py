@@ -116,9 +116,18 @@ def wider(x: Tensor, w: Tensor, edges: Tensor, kinds: Tensor) -> Tensor:
     return sum((total(x, *edges[:, kinds == r]) @ w[r] for r in range(R)), start=torch.zeros(N, 6, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("program", [some, twice, different, wider])
-def test_what_is_no_loop_over_relations(program: Callable[..., Tensor]) -> None:
-    run, _ = compiled(program, fullgraph=True)
+def scaled_sum(x: Tensor, w: Tensor, edges: Tensor, kinds: Tensor) -> Tensor:
+    """Sums that are no plain sums, of numbers too."""
+    out = x.new_zeros(x.shape[0], w.shape[2])
+    for r in range(R):
+        out = torch.add(out, total(x, *edges[:, kinds == r]) @ w[r], alpha=2)
+    return out + kinds.shape[0] + x.shape[0]
+
+
+@pytest.mark.parametrize("program", [some, twice, different, wider, scaled_sum])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_what_is_no_loop_over_relations(program: Callable[..., Tensor], dynamic: bool | None) -> None:
+    run, _ = compiled(program, fullgraph=True, dynamic=dynamic)
     agrees(program, run, (leaf(N, F), leaf(R, F, 6), graph_of(), KINDS), rtol=1e-4, atol=1e-4)
 
 

@@ -22,7 +22,7 @@ from insum.fusion.hoist import sweep
 from insum.fusion.origin import origin_of
 from insum.fusion.read import IndexTensor
 from insum.fusion.series import leaves_of, template_of
-from insum.fusion.shapes import points, same, shape_of, value_of
+from insum.fusion.shapes import Stop, points, same, shape_of, value_of
 from insum.lang.expr import Access, accesses
 
 aten = torch.ops.aten
@@ -50,7 +50,7 @@ class Siblings:
     def run(self) -> bool:
         """Whether anything was put together."""
         changed = False
-        for top in [n for n in self.graph.nodes if n.op == "call_function" and n.target is aten.add.Tensor]:
+        for top in [n for n in self.graph.nodes if n.op == "call_function" and n.target is aten.add.Tensor and not n.kwargs]:
             if not any(u.target is aten.add.Tensor and not u.kwargs for u in top.users):
                 changed |= self.sum(top)
         return changed
@@ -58,7 +58,8 @@ class Siblings:
     def sum(self, top: Node) -> bool:
         """Replace siblings among what a tree of sums adds by one term each."""
         leaves, between = leaves_of(top)
-        if len({value_of(n).dtype for n in (top, *leaves)}) > 1:
+        values = [n.meta.get("val") for n in (top, *leaves)]
+        if len({v.dtype if isinstance(v, Tensor) else None for v in values}) > 1:
             return False
         changed = False
         for group in _alike(leaves, self.kind):
@@ -85,7 +86,7 @@ class Siblings:
             try:
                 with self.graph.inserting_before(top):
                     return self.term(ordered)
-            except Cannot:
+            except (Cannot, Stop):
                 self.stacked = dict(stacked)
                 del self.found[count:]
                 sweep(self.graph, [n for n in self.graph.nodes if n not in known])
