@@ -149,6 +149,93 @@ def test_the_default_backend_with_the_pass() -> None:
         close(gradients(torch.compile(aggregate), leaves, edges), gradients(aggregate, [t.detach().double().requires_grad_() for t in leaves], edges))
 
 
+# --- masks, degrees, relations ---------------------------------------------------------------------------------------------------
+
+
+def relations(x: Tensor, w: Tensor, edges: Tensor, kinds: Tensor) -> Tensor:
+    out = x.new_zeros(x.shape[0], w.shape[2])
+    for r in range(w.shape[0]):
+        src, dst = edges[:, kinds == r]
+        degree = x.new_zeros(x.shape[0]).index_add(0, dst, x.new_ones(dst.shape[0])).clamp(min=1)
+        out = out + (torch.zeros_like(x).index_add(0, dst, x[src]) / degree[:, None]) @ w[r]
+    return out
+
+
+def related() -> tuple[list[Tensor], Tensor, Tensor]:
+    leaves = [torch.randn(NODES, WIDTH, device="cuda").requires_grad_(), (torch.randn(4, WIDTH, WIDTH, device="cuda") / 8).requires_grad_()]
+    return leaves, graph_of(NODES, EDGES).cuda(), torch.randint(0, 4, (EDGES,), device="cuda")
+
+
+def test_relations_wait_for_nothing() -> None:
+    """Nor does the backward pass; and the whole step can be recorded as a CUDA graph."""
+    leaves, edges, kinds = related()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run = fused(relations, fullgraph=True)
+        want = gradients(relations, [t.detach().double().requires_grad_() for t in leaves], edges, kinds)
+        for _ in range(4):
+            close(gradients(run, leaves, edges, kinds), want)
+    assert len(insum.fusion.report().fused) == 2 and insum.fusion.report().once
+    upstream = torch.linspace(-1, 1, NODES * WIDTH, device="cuda", dtype=torch.float64).to(torch.float16).float().reshape(NODES, WIDTH)
+    step = lambda: torch.autograd.grad(run(*leaves, edges, kinds), leaves, upstream)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
+        held = step()
+    for t in held:
+        t.fill_(torch.nan)
+    graph.replay()
+    close(held, want[1:])
+
+
+def test_edges_that_are_written_to() -> None:
+    leaves, edges, kinds = related()
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        run = fused(relations, fullgraph=True)
+        for step in range(5):
+            if step > 2:
+                edges[:, : EDGES // 2].random_(0, NODES)
+                kinds[::3] = step % 4
+            close(gradients(run, leaves, edges, kinds), gradients(relations, [t.detach().double().requires_grad_() for t in leaves], edges, kinds))
+
+
+def test_other_numbers_of_edges_at_each_call() -> None:
+    """The kernels of the first sizes serve the others: sizes that 16 divides or not, rows that are aligned or not."""
+    leaves, _ = drawn()
+    run = fused(aggregate, fullgraph=True, dynamic=True, options={"insum.fuse": "always"})
+    for seed in range(12):
+        edges = graph_of(NODES, EDGES - 37 * seed, seed).cuda()
+        edges[0, ::7] -= NODES
+        own = [leaves[0], torch.randn(edges.shape[1], device="cuda").requires_grad_()]
+        close(gradients(run, own, edges), gradients(aggregate, [t.detach().double().requires_grad_() for t in own], edges))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
+@pytest.mark.parametrize("count", [1, 1023, 4096, 100_003])
+def test_the_kernel_that_checks(count: int, dtype: torch.dtype) -> None:
+    from insum.runtime import bounds
+
+    for shift in (0, 1):  # an address that is not aligned
+        tensor = torch.randint(-50, 50, (count + shift,), device="cuda").to(dtype)[shift:]
+        assert bounds.is_for(tensor)
+        for _ in range(2):
+            flag = torch.ones((), dtype=torch.int32, device="cuda")
+            assert torch.equal(bounds.look(tensor, 50, True, flag), torch.remainder(tensor.long(), 50)) and flag == 1
+        for bad, wraps in ((50, True), (-51, True), (50, False), (-1, False)):
+            flag, wrong = torch.ones((), dtype=torch.int32, device="cuda"), tensor.abs() % 50
+            wrong[count // 2] = bad
+            bounds.look(wrong, 50, wraps, flag)
+            assert flag == 0
+
+
 def failure(function: Callable[[], Any]) -> str:
     try:
         function()
