@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from insum.compat import known_true, symbols_from_data
 from insum.fusion import computed
 from insum.fusion.chains import Chain
-from insum.fusion.origin import SUMS, Origin, has_known_shape, origin_of, waits
+from insum.fusion.origin import SUMS, Origin, has_known_shape, origin_of, pure_nodes, waits
 from insum.fusion.report import Once
 from insum.fusion.shapes import is_contiguous, points, same, shape_of
 from insum.fusion.views import VIEWS
@@ -129,11 +129,12 @@ class _Known:
 
     def __init__(self, graph: Graph) -> None:
         self.origins: dict[Node, Origin | None] = {}
+        self.pure = pure_nodes(graph)
         self.symbols = [n for n in graph.nodes if n.op == "placeholder" and isinstance(n.meta.get("val"), SymInt)]
 
     def origin(self, node: Node) -> Origin | None:
         if node not in self.origins:
-            computes = node.op == "call_function" and isinstance(node.meta.get("val"), Tensor)
+            computes = node.op == "call_function" and node in self.pure and isinstance(node.meta.get("val"), Tensor)
             self.origins[node] = origin_of(node, sums=True) if computes else None
         return self.origins[node]
 

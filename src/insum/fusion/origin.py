@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
 
 from insum.compat import is_hinted
 
@@ -136,6 +136,19 @@ def _found(nodes: Sequence[Node], sources: dict[Node, str], sizes: dict[Node, st
             return False
         todo += reversed(node.all_input_nodes)
     return 0 < len(sources) <= _MOST_SOURCES
+
+
+def pure_nodes(graph: Graph) -> set[Node]:
+    """Nodes that may have an origin: they depend on integer tensors and sizes alone. One look at each node, for graphs may be long."""
+    found: set[Node] = set()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            pure = _placeholder(node, {}, {}) is not None
+        else:
+            pure = node.op == "call_function" and node.target in _NAMES and all(n in found for n in node.all_input_nodes)
+        if pure:
+            found.add(node)
+    return found
 
 
 def is_unknown(node: Node, captured: bool) -> bool:
