@@ -321,6 +321,23 @@ def test_sums_of_numbers_are_no_index() -> None:
     assert origin_of(outputs[1]) is not None
 
 
+def test_long_programs_and_ones_that_use_results_twice() -> None:
+    """Neither recursion nor expressions that double with every line."""
+
+    def program(edges: Tensor) -> Tensor:
+        index = edges[:, edges[0] > 2]
+        for _ in range(400):
+            index = index + index - 1
+        return index
+
+    graph = traced(program, graph_of())
+    (output,) = next(n for n in graph.nodes if n.op == "output").args[0]
+    origin = origin_of(output)
+    assert origin is not None and origin.costly and origin.program.count("~") >= 800
+    edges = graph_of()
+    assert torch.equal(evaluate(origin.program, [edges], []), program(edges))
+
+
 def test_programs_call_nothing_else() -> None:
     for bad in ("aten.rand.default([3])", "operator.setitem(s0,0,1)", "print(s0)", "[s0]", "aten.add.Tensor(s0,1 if s0 else 2)"):
         with pytest.raises((KeyError, ValueError)):

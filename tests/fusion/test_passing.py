@@ -75,6 +75,17 @@ def test_other_sizes(program: Any, dtype: torch.dtype, built: list[Any]) -> None
     assert len(built) == plans
 
 
+def test_sizes_that_tiles_divide(built: list[Any]) -> None:
+    """They take the kernel that masks, as the others do."""
+    run, _ = compiled(multiplied, dynamic=True)
+    m, plans = torch.randn(F, 16), 0
+    for step, edges in enumerate((1000, 1001, 1002, 1024, 1025, 2048, 512)):
+        x, given = torch.randn(20, F), graph_of(20, edges, seed=step)
+        assert_close(run(x, m, given), multiplied(x, m, given), rtol=1e-4, atol=1e-3)
+        plans = len(built) if step == 2 else plans
+    assert len(built) == plans
+
+
 def test_one_point() -> None:
     """A tile of one row is always full."""
     spec = op.Spec(

@@ -19,7 +19,7 @@ from insum.fusion import computed
 from insum.fusion.chains import Chain
 from insum.fusion.origin import SUMS, Origin, has_known_shape, origin_of, pure_nodes, waits
 from insum.fusion.report import Once
-from insum.fusion.shapes import is_contiguous, points, same, shape_of
+from insum.fusion.shapes import alike, is_contiguous, points, same, shape_of
 from insum.fusion.views import VIEWS
 from insum.lang.bind import Size
 
@@ -192,7 +192,7 @@ def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
     groups: list[list[Node]] = []
     for node in nodes:
         for group in groups:
-            if _are_alike(group[0], node) and (one := origin_of(*group, node, sums=True)) is not None:
+            if alike(group[0], node) and (one := origin_of(*group, node, sums=True)) is not None:
                 first = origin_of(*group, sums=True)
                 if first is not None and set(one.sources) == set(first.sources):
                     group.append(node)
@@ -200,11 +200,6 @@ def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
         else:
             groups.append([node])
     return groups
-
-
-def _are_alike(a: Node, b: Node) -> bool:
-    shapes = shape_of(a), shape_of(b)
-    return a.meta["val"].dtype == b.meta["val"].dtype and len(shapes[0]) == len(shapes[1]) and all(map(same, *shapes))
 
 
 def _replace(graph: Graph, nodes: list[Node], origin: Origin, known: _Known) -> Once:

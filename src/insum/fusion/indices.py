@@ -88,8 +88,8 @@ def _layout(tensor: Tensor) -> tuple[Any, ...]:
 _strangers: dict[tuple[object, str], int] = {}
 _last: dict[tuple[object, str], weakref.ref[Tensor]] = {}
 _PATIENCE = 2
-#: Index tensors that were checked on the device, by identity: with their version, and by limit what came out.
-_checked: dict[int, tuple[weakref.ref[Tensor], int, dict[tuple[int, bool], Tensor]]] = {}
+#: Index tensors that were checked on the device, by identity: with their version, and by limit, wrapping and whether checks are on, what came out.
+_checked: dict[int, tuple[weakref.ref[Tensor], int, dict[tuple[int, bool, bool], Tensor]]] = {}
 
 
 def is_passing(op: object, name: str, tensor: Tensor, marked: bool) -> bool:
@@ -157,9 +157,10 @@ def seen_once(name: str, tensor: Tensor, limit: int, wraps: bool) -> Tensor:
         entry = (weakref.ref(tensor, lambda _: _checked.pop(key, None)), version, {})
         if not captured:
             _checked[key] = entry
-    if (limit, wraps) not in entry[2]:
-        entry[2][limit, wraps] = _looked_at(name, tensor, limit, wraps)
-    return entry[2][limit, wraps].data
+    how = limit, wraps, settings.check != "never"
+    if how not in entry[2]:
+        entry[2][how] = _looked_at(name, tensor, limit, wraps)
+    return entry[2][how].data
 
 
 def _looked_at(name: str, tensor: Tensor, limit: int, wraps: bool) -> Tensor:

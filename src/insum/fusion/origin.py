@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import hashlib
 import operator
 import re
 from collections.abc import Callable, Sequence
@@ -47,6 +48,8 @@ _NUMBERS = {"inf": float("inf"), "nan": float("nan")}
 _MOST_SOURCES = 4
 _MOST_NODES = 1024
 _LINE = "~"
+#: Tensors, sizes and lines in a program.
+_WORD = r"\b[snv]\d+\b"
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,40 +80,27 @@ def origin_of(*nodes: Node, sums: bool = False) -> Origin | None:
 
     ``sums``: numbers may be added up on the way, in whatever order.
     """
+    below = None if any(node.op == "placeholder" for node in nodes) else _below(nodes)
+    if below is None:
+        return None
+    # What is passed comes first: what a graph makes out of nothing is made on its device.
     sources: dict[Node, str] = {}
     sizes: dict[Node, str] = {}
-    names: dict[Node, str] = {}
-    lines: list[str] = []
-    costly = False
-
-    def told(one: Node) -> str | None:
-        nonlocal costly
-        if one in names:
-            return names[one]
-        if one.op == "placeholder":
-            return _placeholder(one, sources, sizes)
-        if one.op != "call_function" or one.target not in _NAMES or len(lines) >= _MOST_NODES or one.target in SUMS and not _may_sum(one, sums):
-            return None
-        parts = [told(n) for n in one.all_input_nodes]
-        if any(part is None for part in parts):
-            return None
-        costly |= one.target in SUMS or waits(one)
-        known = dict(zip(one.all_input_nodes, parts))
-        devices = {v.device for s in sources if isinstance(v := s.meta["val"], Tensor)}
-        arguments = [_text(a, known, devices) for a in one.args] + [f"{k}={_text(a, known, devices)}" for k, a in one.kwargs.items()]
-        line = f"{_NAMES[one.target]}({','.join(arguments)})"
-        if _UNWRITABLE in line:
-            return None
-        lines.append(line)
-        names[one] = f"v{len(lines) - 1}"
-        return names[one]
-
-    # Sources first: what a graph makes out of nothing is made on their device.
-    if any(node.op == "placeholder" for node in nodes) or not _found(nodes, sources, sizes) or any(told(node) is None for node in nodes):
+    names = {one: _placeholder(one, sources, sizes) for one in below if one.op == "placeholder"}
+    if None in names.values() or not 0 < len(sources) <= _MOST_SOURCES:
         return None
+    devices = {value.device for source in sources if isinstance(value := source.meta["val"], Tensor)}
+    calls = [one for one in below if one.op != "placeholder"]
+    lines: list[str] = []
+    for one in calls:
+        arguments = [_text(a, names, devices) for a in one.args] + [f"{k}={_text(a, names, devices)}" for k, a in one.kwargs.items()]
+        if one.target in SUMS and not _may_sum(one, sums) or any(_UNWRITABLE in a for a in arguments):
+            return None
+        names[one] = f"v{len(lines)}"
+        lines.append(f"{_NAMES[one.target]}({','.join(arguments)})")  # type: ignore[index]
     if len(nodes) > 1:
-        lines.append(f"aten.stack.default([{','.join(names[node] for node in nodes)}])")
-    return Origin(_LINE.join(lines), tuple(sources), tuple(sizes), costly)
+        lines.append(f"aten.stack.default([{','.join(str(names[node]) for node in nodes)}])")
+    return Origin(_LINE.join(lines), tuple(sources), tuple(sizes), any(one.target in SUMS or waits(one) for one in calls))
 
 
 def _may_sum(node: Node, sums: bool) -> bool:
@@ -120,22 +110,19 @@ def _may_sum(node: Node, sums: bool) -> bool:
     return adds and (sums or exact)
 
 
-def _found(nodes: Sequence[Node], sources: dict[Node, str], sizes: dict[Node, str]) -> bool:
-    """Whether nodes depend on a few integer tensors and sizes, and nothing else that is passed; those are named."""
-    seen: set[Node] = set()
-    todo = list(reversed(nodes))
+def _below(nodes: Sequence[Node]) -> list[Node] | None:
+    """All that nodes depend on, and they themselves, each after what it depends on; None where that is much, or more than pure functions."""
+    found: dict[Node, None] = {}
+    todo = [(node, False) for node in reversed(nodes)]
     while todo:
-        node = todo.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if node.op == "placeholder":
-            if _placeholder(node, sources, sizes) is None:
-                return False
-        elif node.op != "call_function" or node.target not in _NAMES or len(seen) > 2 * _MOST_NODES:
-            return False
-        todo += reversed(node.all_input_nodes)
-    return 0 < len(sources) <= _MOST_SOURCES
+        node, is_entered = todo.pop()
+        if is_entered:
+            found.setdefault(node)
+        elif node not in found:
+            if node.op != "placeholder" and (node.op != "call_function" or node.target not in _NAMES) or len(found) >= _MOST_NODES:
+                return None
+            todo += [(node, True), *((n, False) for n in reversed(node.all_input_nodes))]
+    return list(found)
 
 
 def pure_nodes(graph: Graph) -> set[Node]:
@@ -204,7 +191,7 @@ class Line:
     arguments: tuple[Callable[[Values], Any], ...]
     more: tuple[tuple[str, Callable[[Values], Any]], ...]
     name: str
-    """The whole expression, in which tensors and sizes are numbered as they appear: the same in every program that has it."""
+    """A digest of the whole expression, in which tensors and sizes are numbered as they appear: the same in every program that has it."""
     reads: tuple[str, ...]
     """Those tensors and sizes."""
 
@@ -212,35 +199,25 @@ class Line:
 @functools.lru_cache(maxsize=1024)
 def _parsed(program: str) -> tuple[Line, ...]:
     lines: list[Line] = []
-    whole: dict[str, ast.expr] = {}
-    for k, text in enumerate(program.split(_LINE)):
+    for text in program.split(_LINE):
         one = ast.parse(text, mode="eval").body
         if not isinstance(one, ast.Call):
             raise ValueError(f"not a call: {text}")
-        full = _Expand(whole).visit(ast.parse(text, mode="eval").body)
-        whole[f"v{k}"] = full
-        name, reads = _numbered(ast.unparse(full))
         arguments = tuple(_argument(a) for a in one.args)
         more = tuple((str(a.arg), _argument(a.value)) for a in one.keywords)
-        lines.append(Line(_FUNCTIONS[ast.unparse(one.func)], arguments, more, name, reads))
+        lines.append(Line(_FUNCTIONS[ast.unparse(one.func)], arguments, more, *_named(text, lines)))
     return tuple(lines)
 
 
-def _numbered(expression: str) -> tuple[str, tuple[str, ...]]:
-    """An expression in which tensors and sizes are numbered as they appear, and their names."""
-    reads: dict[str, str] = {}
-    text = re.sub(r"\b[sn]\d+\b", lambda found: reads.setdefault(found[0], f"{found[0][0]}{len(reads)}_"), expression)
-    return text, tuple(reads)
-
-
-class _Expand(ast.NodeTransformer):
-    """Puts expressions in the place of their numbers."""
-
-    def __init__(self, whole: dict[str, ast.expr]) -> None:
-        self.whole = whole
-
-    def visit_Name(self, node: ast.Name) -> ast.expr:
-        return self.whole.get(node.id, node)
+def _named(text: str, before: Sequence[Line]) -> tuple[str, tuple[str, ...]]:
+    """A name for what a line computes, the same in every program that computes it, and the tensors and sizes that it depends on."""
+    of = {f"v{k}": line for k, line in enumerate(before)}
+    words = [found[0] for found in re.finditer(_WORD, text)]
+    reads = tuple(dict.fromkeys(read for word in words for read in (of[word].reads if word in of else (word,))))
+    place = {read: f"{read[0]}{k}" for k, read in enumerate(reads)}
+    place |= {word: f"{line.name}({','.join(place[read] for read in line.reads)})" for word, line in of.items() if word in words}
+    numbered = re.sub(_WORD, lambda found: place[found[0]], text)
+    return hashlib.sha256(numbered.encode()).hexdigest(), reads
 
 
 def evaluate(program: str, sources: Sequence[Tensor], sizes: Sequence[int], share: Share | None = None) -> Any:

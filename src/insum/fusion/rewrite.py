@@ -18,7 +18,7 @@ from insum.fusion.hoist import hoist, still_waited_for, sweep
 from insum.fusion.op import Computed, Spec
 from insum.fusion.report import Fused, Left, Once, Report, add
 from insum.fusion.series import Series, template_of
-from insum.fusion.shapes import same, shape_of, value_of
+from insum.fusion.shapes import alike, same, shape_of, value_of
 from insum.fusion.siblings import Siblings
 from insum.lang.bind import Size
 from insum.lang.expr import accesses, fresh
@@ -76,7 +76,7 @@ def _join_relations(graph: Graph, chains: Chains) -> list[Fused]:
 
     siblings = Siblings(graph, chains.found, emit)
     siblings.run()
-    sweep(graph, made)
+    sweep(graph, made)  # what stood for the shapes of results and for index tensors, which the ops make themselves
     found = []
     for group in siblings.found:
         text, nodes = template_of(group[0]) or "", tuple(n.name for chain in group for n in reversed(chain.inlined))
@@ -239,7 +239,7 @@ def _add_in_place(graph: Graph) -> None:
         if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
             continue
         for a, b in (node.args, node.args[::-1]):
-            if _can_take(a) and isinstance(b, Node) and b.target is FUSED and len(b.users) == 1 and _alike(a, b, node):
+            if _can_take(a) and isinstance(b, Node) and b.target is FUSED and len(b.users) == 1 and alike(a, b, node):
                 with graph.inserting_before(node):
                     new = _into(graph, a, b.args, node.meta["val"])
                 node.replace_all_uses_with(new)
@@ -253,11 +253,6 @@ def _can_take(node: Any) -> bool:
         return False
     inner = node.args[0] if node.target is operator.getitem else None
     return node.target in (FUSED, INTO, SERIES, *_OWN) or isinstance(inner, Node) and IN_PLACE in inner.args
-
-
-def _alike(*nodes: Node) -> bool:
-    a, *rest = (value_of(n) for n in nodes)
-    return all(a.dtype == b.dtype and a.dim() == b.dim() and all(map(same, a.shape, b.shape)) for b in rest)
 
 
 def _made(graph: Graph, target: Any, arguments: tuple[Any, ...], value: Any) -> Node:

@@ -36,6 +36,13 @@ def same(a: Size, b: Size) -> bool:
     return a == b if isinstance(a, int) and isinstance(b, int) else known_true(a == b)
 
 
+def alike(*nodes: Node) -> bool:
+    """Whether nodes are tensors of one dtype and one shape."""
+    values = [value for node in nodes if isinstance(value := node.meta.get("val"), Tensor)]
+    first = values[0] if len(values) == len(nodes) else None
+    return first is not None and all(v.dtype == first.dtype and v.dim() == first.dim() and all(map(same, v.shape, first.shape)) for v in values)
+
+
 def is_one(size: Size) -> bool:
     return isinstance(size, int) and size == 1
 

@@ -22,7 +22,7 @@ from insum.fusion.hoist import sweep
 from insum.fusion.origin import origin_of
 from insum.fusion.read import IndexTensor
 from insum.fusion.series import leaves_of, template_of
-from insum.fusion.shapes import Stop, points, same, shape_of, value_of
+from insum.fusion.shapes import Stop, alike, points, same, shape_of, value_of
 from insum.lang.expr import Access, accesses
 
 aten = torch.ops.aten
@@ -47,22 +47,19 @@ class Siblings:
         self.replaced: dict[Node, Node] = {}
         self.mode: Any = next((m for c in chains if (m := getattr(value_of(c.root), "fake_mode", None)) is not None), contextlib.nullcontext())
 
-    def run(self) -> bool:
-        """Whether anything was put together."""
-        changed = False
+    def run(self) -> None:
         for top in [n for n in self.graph.nodes if n.op == "call_function" and n.target is aten.add.Tensor and not n.kwargs]:
             if not any(u.target is aten.add.Tensor and not u.kwargs for u in top.users):
-                changed |= self.sum(top)
-        return changed
+                self.sum(top)
 
-    def sum(self, top: Node) -> bool:
+    def sum(self, top: Node) -> None:
         """Replace siblings among what a tree of sums adds by one term each."""
         leaves, between = leaves_of(top)
         values = [n.meta.get("val") for n in (top, *leaves)]
         if len({v.dtype if isinstance(v, Tensor) else None for v in values}) > 1:
-            return False
+            return
         changed = False
-        for group in _alike(leaves, self.kind):
+        for group in _groups(leaves, self.kind):
             term = self.tried(top, group)
             if term is None:
                 continue
@@ -77,7 +74,6 @@ class Siblings:
             top.replace_all_uses_with(total)
             self.replaced[top] = total  # which later chains may read
             sweep(self.graph, [top, *between])
-        return changed
 
     def tried(self, top: Node, group: list[Node]) -> Node | None:
         """One term for siblings, in whatever order they are added; None where they are none, and nothing new stays."""
@@ -138,7 +134,7 @@ class Siblings:
         if not isinstance(index, Access):
             raise Cannot
         stacked = self.stack([c.tensors[place][1] for c in chains])
-        rows = self.made(aten.view.default, stacked, [_times(shape_of(stacked)[0], len(group)), *shape_of(stacked)[2:]])
+        rows = self.made(aten.view.default, stacked, [shape_of(stacked)[0] * len(group), *shape_of(stacked)[2:]])
         tensors = tuple((name, rows if name == own[0] else node) for name, node in chains[0].tensors)
         return self.chain(chains, index.tensor, tensors, chains[0].zeros)
 
@@ -166,7 +162,7 @@ class Siblings:
 
     def _stack(self, nodes: tuple[Node, ...]) -> Node:
         first = nodes[0]
-        if len({n.target for n in nodes}) != 1 or any(not _same_shape(n, first) for n in nodes) or points(shape_of(first)) * len(nodes) > MOST_ELEMENTS:
+        if len({n.target for n in nodes}) != 1 or not alike(*nodes) or points(shape_of(first)) * len(nodes) > MOST_ELEMENTS:
             raise Cannot
         if all(n in self.chains for n in nodes):
             return self.scattered([self.chains[n].after(self.replaced) for n in nodes])
@@ -220,7 +216,7 @@ class Siblings:
             raise Cannot
         shape = shape_of(first.root)
         count = len(chains)
-        zeros = self.made(aten.full.default, [_times(shape[0], count), *shape[1:]], 0, dtype=value_of(first.root).dtype, device=value_of(first.root).device)
+        zeros = self.made(aten.full.default, [shape[0] * count, *shape[1:]], 0, dtype=value_of(first.root).dtype, device=value_of(first.root).device)
         return self.made(aten.view.default, self.chain(chains, target.tensor, first.tensors, zeros), [shape[0], count, *shape[1:]])
 
     def chain(self, chains: list[Chain], numbered: str, tensors: tuple[tuple[str, Node], ...], zeros: Node | None) -> Node:
@@ -238,7 +234,7 @@ class Siblings:
                 parts = [self.made(aten.add.Tensor, self.made(aten.mul.Tensor, part, count), r) for r, part in enumerate(parts)]
             every = self.made(aten.cat.default, parts)
             limit = first.indices[k].limit
-            indices.append(IndexTensor(name, every, (), _times(limit, count) if name == numbered else limit))
+            indices.append(IndexTensor(name, every, (), limit * count if name == numbered else limit))
             if origin_of(every) is None:
                 raise Cannot
         extents = {v: self.place(v, place, first, indices[0].base, zeros) for v, place in first.extents.items()}
@@ -246,10 +242,10 @@ class Siblings:
         self.found.append(tuple(chains))
         return self.emit(merged)
 
-    def place(self, variable: str, place: tuple[Node, int], chain: Chain, points: Node, zeros: Node) -> tuple[Node, int]:
-        """A node and a dimension that a variable ranges over, none that is about to go."""
+    def place(self, variable: str, place: tuple[Node, int], chain: Chain, every: Node, zeros: Node) -> tuple[Node, int]:
+        """A node and a dimension that a variable ranges over, none that is about to go. ``every``: an index tensor over all points."""
         if variable == _point(chain):
-            return points, 0
+            return every, 0
         dim = next((d for d, i in enumerate(chain.statement.target.indices) if i.var == variable), None)
         return place if dim is None else (zeros, dim)
 
@@ -286,17 +282,7 @@ def _value(argument: Any) -> Any:
     return argument
 
 
-def _times(size: Any, count: int) -> Any:
-    return size * count
-
-
-def _same_shape(a: Node, b: Node) -> bool:
-    if not isinstance(a.meta.get("val"), Tensor) or not isinstance(b.meta.get("val"), Tensor):
-        return False
-    return len(shape_of(a)) == len(shape_of(b)) and all(map(same, shape_of(a), shape_of(b))) and value_of(a).dtype == value_of(b).dtype
-
-
-def _alike(leaves: Iterable[Node], kind: Callable[[Node], tuple[Any, ...] | None]) -> list[list[Node]]:
+def _groups(leaves: Iterable[Node], kind: Callable[[Node], tuple[Any, ...] | None]) -> list[list[Node]]:
     """Groups of leaves of one kind, two at least, none of which somebody else reads."""
     groups: dict[Any, list[Node]] = {}
     for leaf in leaves:

@@ -127,7 +127,7 @@ class Stretch:
 
     __slots__ = ("arguments", "modes", "rank", "refit", "wraps")
 
-    def __init__(self, refit: Refit, values: Mapping[str, Any], wraps: frozenset[str], rank: int, target: Tensor | None) -> None:
+    def __init__(self, refit: Refit, values: Mapping[str, Any], wraps: frozenset[str], rank: int) -> None:
         self.refit, self.modes, self.wraps, self.rank = refit, Modes(), wraps, rank
         self.arguments = tuple((name, v.dtype, v.dim(), v.device) for name, v in values.items())
 
@@ -215,7 +215,7 @@ def keep_stretch(key: object, program: Program | str, values: Mapping[str, Any],
     if len(_stretches) >= _MOST_OPS:
         _stretches.clear()
     every = _stretches.setdefault(key, [])
-    every.insert(0, Stretch(refit, values, wraps, rank, target))
+    every.insert(0, Stretch(refit, values, wraps, rank))
     del every[_MOST_WAYS:]
 
 

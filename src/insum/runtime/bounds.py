@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from insum.codegen.emit import Kernel
 from insum.runtime import launch
 
 _BLOCK = 1024
@@ -26,22 +26,11 @@ _WRAP = '''    value = tl.where(value < 0, value + limit, value)
 '''
 
 
-@dataclass(frozen=True, slots=True)
-class Kernel:
-    """A source text and the name of the function in it."""
-
-    source: str
-    name: str
-
-
-def kernel(wraps: bool) -> Kernel:
-    name = "insum_wrapped" if wraps else "insum_bounds"
-    return Kernel(_SOURCE.format(name=name, block=_BLOCK, body=_WRAP if wraps else ""), name)
-
-
 @functools.cache
 def _function(wraps: bool) -> Any:
-    return launch.load(kernel(wraps), '"""Index tensors against their range."""')  # type: ignore[arg-type]
+    name = "insum_wrapped" if wraps else "insum_bounds"
+    source = _SOURCE.format(name=name, block=_BLOCK, body=_WRAP if wraps else "")
+    return launch.load(Kernel(name, source, ("index_ptr", "result_ptr", "flag_ptr", "count", "limit")), '"""Index tensors against their range."""')
 
 
 #: Compiled kernels by what Triton compiles arguments for.
@@ -72,7 +61,7 @@ def look(tensor: Tensor, limit: int, wraps: bool, found: Tensor) -> Tensor:
     numbers, pointers = (count, limit), (tensor, result, found)
     programs = math.ceil(count / _BLOCK)
     addresses = [p.data_ptr() for p in pointers]
-    kind = (wraps, tensor.dtype, tensor.device, *((n == 1, n % 16 == 0, n >= 2**31) for n in numbers), *(a % 16 == 0 for a in addresses))
+    kind = (wraps, tensor.dtype, tensor.device, *launch.kind_of(*numbers), *(a % 16 == 0 for a in addresses))
     compiled = _compiled.get(kind)
     if compiled is None:
         made = _function(wraps)[(programs,)](*pointers, *numbers, num_warps=4)

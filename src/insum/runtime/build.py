@@ -214,9 +214,14 @@ def points(problem: Problem) -> frozenset[str]:
 class Builder:
     """Turns one prepared product into launches."""
 
-    def __init__(self, problem: Problem, prepared: Prepared, values: Mapping[str, Value], target: Tensor | None, wishes: Wishes, choice: Choice) -> None:
+    def __init__(
+        self, problem: Problem, prepared: Prepared, values: Mapping[str, Value], target: Tensor | None, wishes: Wishes, choice: Choice, *, loose: bool = False
+    ) -> None:
+        """``loose``: index tensors are new at each call; where facts about them say so it need not be told."""
         self.problem, self.prepared, self.values, self.target, self.wishes = problem, prepared, values, target, wishes
         self.plan, self.extents, self.choice = prepared.plan, prepared.extents, choice
+        #: Variables whose extent is another at each call.
+        self.loose = points(problem) if loose or self.is_passing() else frozenset()
 
     # --- dense tiles, with or without segments looped over inside ---
 
@@ -247,21 +252,19 @@ class Builder:
         inner = model.inner_extent(self.plan, extents)
         k = extents[roles.k[0]] if roles.k else 1
         alone = not roles.loops and not (self.plan.segment and self.plan.segment.var in (*roles.k, *roles.loops))
-        loose = self.loose()
         return Shape(
-            even_m=model.extent(roles.m, extents) % config.m == 0 and (config.m == 1 or not loose & {*roles.m}),
-            even_n=model.extent(roles.n, extents) % config.n == 0 and (config.n == 1 or not loose & {*roles.n}),
-            even_k=k % config.k == 0 and (config.k == 1 or not loose & {*roles.k}),
+            even_m=model.extent(roles.m, extents) % config.m == 0 and (config.m == 1 or not self.loose & {*roles.m}),
+            even_n=model.extent(roles.n, extents) % config.n == 0 and (config.n == 1 or not self.loose & {*roles.n}),
+            even_k=k % config.k == 0 and (config.k == 1 or not self.loose & {*roles.k}),
             inner=inner,
             onehot=int(self.problem.shape[self.plan.onehot]) if self.plan.onehot >= 0 else 0,
             single_k=bool(roles.k) and alone and k <= config.k,
             pieces=pieces > 1,
         )
 
-    def loose(self) -> frozenset[str]:
-        """Variables whose extent is another at each call: those of the points where index tensors are new at each call."""
-        passing = [v for name in anchors(self.problem) if isinstance(v := self.values[name], Tensor) and (facts := known(v)) is not None and facts.passing]
-        return points(self.problem) if passing else frozenset()
+    def is_passing(self) -> bool:
+        found = [known(v) for name in anchors(self.problem) if isinstance(v := self.values[name], Tensor)]
+        return any(facts is not None and facts.passing for facts in found)
 
     # --- rows of a segmented output in the tile ---
 

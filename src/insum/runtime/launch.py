@@ -78,6 +78,11 @@ def forget() -> None:
         loaded_kernels.clear()
 
 
+def kind_of(*numbers: int) -> tuple[tuple[bool, bool, bool], ...]:
+    """What Triton compiles a kernel for when it is passed these numbers: where this is equal, so is the kernel."""
+    return tuple((n == 1, n % 16 == 0, n >= 2**31) for n in numbers)
+
+
 def runner_of(compiled: Any, programs: int) -> Callable[[Sequence[Any]], None]:
     """A compiled kernel as a function of the list of its arguments, without what Triton does at every launch for hooks that nobody has set."""
     plain: Callable[..., None] = compiled[(programs, 1, 1)]

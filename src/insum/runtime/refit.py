@@ -33,7 +33,7 @@ class Refit:
         plan = model.oriented(prepared.plan, prepared.extents, self.config.swap, allowed=program.wishes.settings.swap)
         self.program, self.prepared = program, replace(prepared, plan=plan)
         self.places, self.indexed, self.fixed = _places(problem, values)
-        builder = Builder(problem, self.prepared, values, target, program.wishes, step.choice)
+        builder = Builder(problem, self.prepared, values, target, program.wishes, step.choice, loose=True)
         self.pieces = model.pieces(plan, self.config, prepared.extents) if builder.pieces_fit() else 1
         self.shape = builder.shape(self.config, self.pieces)
         #: Compiled kernels by what Triton compiles numbers for, and by which pointers are not aligned.
@@ -68,7 +68,7 @@ class Refit:
         (step,) = program.steps
         problem = replace(program.problem, extents=extents, shape=shape)
         prepared = replace(self.prepared, extents={v: extents[v] for v in self.prepared.extents})
-        builder = Builder(problem, prepared, values, target, program.wishes, step.choice)
+        builder = Builder(problem, prepared, values, target, program.wishes, step.choice, loose=True)
         if builder.shape(self.config, self.pieces) != self.shape:
             return None
         one = self._launch(builder)
@@ -94,7 +94,7 @@ class Refit:
         extra = {"piece_count": self.pieces}
         arguments = tuple(builder.argument(name, extra) for name in old.kernel.arguments)
         new = Launch(old.function, (programs,), arguments, old.names, old.config, old.kernel, old.header)
-        kind = tuple((v == 1, v % 16 == 0, v >= 2**31) for v in arguments if isinstance(v, int))
+        kind = launch.kind_of(*(v for v in arguments if isinstance(v, int)))
         compiled = self.compiled.setdefault(kind, {})
         new.told = compiled.__setitem__
         if compiled:
