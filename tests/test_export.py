@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.testing import assert_close
 
 import applications
 import insum
-from insum import compat
+from insum import compat, cxx_runtime
 
 KIND: dict[str, Any] = {"dtype": torch.float32}
 #: The wrapper around the kernels is long; compiled without optimisation it takes half the time.
@@ -154,6 +155,75 @@ def test_a_package_that_calls_back(small: ExportedProgram, tmp_path: Path) -> No
     run = torch._inductor.aoti_load_package(path)
     idx, x = torch.tensor([3, 3, 0, 2]), torch.randn(5)
     assert_close(run(idx, x), x[idx].square() + 2 * x[0])
+
+
+# --- the C++ runtime ----------------------------------------------------------------------------------------------------------------
+
+
+def compiler(folder: Path, script: str) -> str:
+    path = folder / "other-g++"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+@pytest.fixture
+def static(tmp_path: Path) -> str:
+    """A compiler that gives every shared library a C++ runtime of its own."""
+    if sys.platform != "linux" or shutil.which("g++") is None:
+        pytest.skip("needs g++ on Linux")
+    return compiler(tmp_path, 'for one in "$@"; do [ "$one" = -shared ] && exec g++ -static-libstdc++ "$@"; done\nexec g++ "$@"')
+
+
+def test_the_shared_runtime_is_asked_for_where_it_must_be(static: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "cxx_compiler", lambda: static)
+    assert cxx_runtime.libraries() == [":libstdc++.so.6"]
+    for usual in ("g++", str(tmp_path / "absent"), None):
+        monkeypatch.setattr(compat, "cxx_compiler", lambda: usual)  # noqa: B023
+        assert cxx_runtime.libraries() == []
+
+
+@pytest.mark.parametrize("script", ["exit 1", "exit 0"])
+def test_nothing_is_asked_of_a_compiler_that_does_not_compile(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = compiler(tmp_path, script)
+    monkeypatch.setattr(compat, "cxx_compiler", lambda: broken)
+    assert cxx_runtime.libraries() == []
+
+
+def test_libraries_of_the_user_are_kept(static: str, small: ExportedProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compat, "cxx_compiler", lambda: static)
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setattr(compat, "aot_packager", lambda: lambda program, package_path, inductor_configs: seen.append(inductor_configs) or package_path)
+    given = {"aot_inductor.custom_op_libs": ["mine"]}
+    for options in (None, given):
+        insum.export.package(small, tmp_path / "model.pt2", options=options)
+    assert [one["aot_inductor.custom_op_libs"] for one in seen] == [[":libstdc++.so.6"], ["mine", ":libstdc++.so.6"]]
+    assert given == {"aot_inductor.custom_op_libs": ["mine"]}
+
+
+def test_the_compiler_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch._inductor.cpp_builder", None)
+    assert compat.cxx_compiler() is None
+
+
+@pytest.mark.slow
+def test_a_package_from_a_compiler_with_a_static_runtime(static: str, tmp_path: Path) -> None:
+    """Without the shared runtime, the process that loads it fails; here it must not."""
+    text = STATIC.format(path=str(tmp_path / "small.pt2"), tests=str(Path(__file__).parent), options=QUICK)
+    environment = {**os.environ, "CXX": static, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip().endswith("equal"), done.stderr[-2000:]
+
+
+STATIC = """
+import sys, torch, insum
+sys.path.insert(0, {tests!r})
+from test_export import Small
+idx, x = torch.tensor([2, 0, 1]), torch.arange(3.0)
+path = insum.export.package(torch.export.export(Small(), (idx, x)), {path!r}, options={options!r})
+torch.testing.assert_close(torch._inductor.aoti_load_package(path)(idx, x), x[idx].square() + 2 * x[0])
+print("equal")
+"""
 
 
 # --- mistakes, and other versions of torch -----------------------------------------------------------------------------------------

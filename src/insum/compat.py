@@ -189,6 +189,16 @@ def aot_packager() -> Callable[..., Any] | None:
     return getattr(torch._inductor, "aoti_compile_and_package", None)
 
 
+def cxx_compiler() -> str | None:
+    """The C++ compiler that TorchInductor uses here; None where there is none, or where it cannot be asked."""
+    try:
+        from torch._inductor.cpp_builder import get_cpp_compiler
+
+        return str(get_cpp_compiler())
+    except Exception:  # TorchInductor says in many ways that there is no compiler
+        return None
+
+
 def functional_mode() -> type | None:
     """The mode under which programs are functionalised, for which an op may register a rule; None where that is not to be had."""
     try:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from insum import compat
+from insum import compat, cxx_runtime
 from insum.errors import UnsupportedError
 from insum.graph import lower
 from insum.graph_flatten import flattened
@@ -35,6 +35,9 @@ from insum.ops import decode_exactly
 from insum.settings import settings
 
 __all__ = ["decompose", "package"]
+
+#: TorchInductor's option for libraries that a package is linked with.
+_LIBRARIES = "aot_inductor.custom_op_libs"
 
 #: What an op becomes while programs are functionalised: itself (""), its "graph", or its "kernels" where it has some.
 _inlining: contextvars.ContextVar[str] = contextvars.ContextVar("insum_inlining", default="")
@@ -78,8 +81,10 @@ def package(program: ExportedProgram, path: str | os.PathLike[str], *, kernels: 
     if not str(path).endswith(".pt2"):
         raise UnsupportedError(f"a package cannot be written to {str(path)!r}", expected="a file name that ends in .pt2")
     wanted = {name: value for name, value in compat.inductor_options(True).items() if name != "assert_indirect_indexing"}
+    given = dict(options or {})
+    linked = [*(given.pop(_LIBRARIES, None) or ()), *cxx_runtime.libraries()]
     with _inlined("kernels" if kernels else "graph"):
-        return str(compiler(program, package_path=str(path), inductor_configs={**wanted, **(options or {})}))
+        return str(compiler(program, package_path=str(path), inductor_configs={**wanted, **given, **({_LIBRARIES: linked} if linked else {})}))
 
 
 @contextlib.contextmanager
