@@ -111,6 +111,33 @@ def test_private_names_are_there() -> None:
     assert compat._probe() is not None and compat.is_quiet()
 
 
+def test_an_op_that_cannot_be_shortened_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Other:
+        def __call__(self, *args: Any) -> Any:
+            return self.run(*args)  # type: ignore[attr-defined]
+
+    class Usual:
+        def __init__(self) -> None:
+            self._op = sum
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return self._op(*args, **kwargs)
+
+        def __hash__(self) -> int:
+            return hash(self._op)
+
+    quick = lambda values: (7,) if len(values) > 1 else None
+    assert not compat.shorten(Other(), quick)
+    op = Usual()
+    before = hash(op)
+    assert compat.shorten(op, quick) and hash(op) == before
+    with torch.no_grad():
+        assert (op([1, 2]), op([1]), op([1, 2], start=1)) == (7, 1, 4)
+    assert op([1, 2]) == 3  # with gradients on, as before
+    monkeypatch.setattr(compat, "_probed", None)
+    assert not compat.shorten(Usual(), quick)
+
+
 def test_second_gradient_through_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "_probed", None)
     values = tensors(gradient=True, dtype=torch.float64)

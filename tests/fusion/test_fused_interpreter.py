@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import insum
 from insum.fusion import computed, indices, op, ways
@@ -192,7 +194,7 @@ def test_the_shortest_way_compares_everything(monkeypatch: pytest.MonkeyPatch) -
     right = lambda *a: assert_close(run(*a), aggregate(*a))
     for _ in range(3):
         right(x, w, edges)
-    assert asked == [False, True, True]
+    assert asked == [False, False, True, True]  # the first call, before the dispatcher and behind it
     right(x + 1, w * 2, edges)
     assert asked[-1] is True  # other values of the same kind
     with insum.settings(scatter="atomic"):
@@ -211,18 +213,126 @@ def test_the_shortest_way_compares_everything(monkeypatch: pytest.MonkeyPatch) -
     assert asked[-1] is False
 
 
+def count_dispatches(monkeypatch: pytest.MonkeyPatch, op: Any) -> list[int]:
+    """Calls of an op that get as far as the dispatcher."""
+    seen, dispatch = [0], op._op.dispatch
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        seen[0] += 1
+        return dispatch(*arguments, **named)
+
+    monkeypatch.setattr(op._op, "dispatch", counted)
+    return seen
+
+
+VIEWS = (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),)))
+SPEC = str(Spec("out[d[i],j] += x[s[i],j]", ("x", "e"), VIEWS, "out#2", frozenset(), frozenset(), ()))
+
+
+class Named(Tensor):
+    """A subclass without behaviour of its own."""
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_calls_on_plain_terms_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    fused = torch.ops.insum.fused.default
+    x, edges = torch.randn(N, F), graph_of()
+    expected = torch.zeros(N, F).index_add(0, edges[1], x[edges[0]])
+    dispatched = count_dispatches(monkeypatch, fused)
+
+    def passes(result: Tensor) -> int:
+        assert_close(result, expected)
+        seen, dispatched[0] = dispatched[0], 0
+        return seen
+
+    call = lambda x=x: fused(SPEC, [x, edges], [N, F])
+    with torch.no_grad():
+        assert [passes(call()) for _ in range(4)] == [1, 0, 0, 0]
+        assert passes(fused(SPEC, tensors=[x, edges], sizes=[N, F])) == 1
+        assert passes(call(x.as_subclass(Named))) > 0
+        assert passes(call(x.t().contiguous().t())) == 1
+        with torch.autocast("cpu"):
+            assert passes(call()) == 1
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            assert passes(call()) == 1
+        assert any("insum::fused" in event.key for event in profile.key_averages())
+        with Seen() as mode:
+            assert passes(call()) > 0
+        assert any("insum.fused" in name for name in mode.names)
+        assert passes(call()) == 0
+    assert passes(call()) == 1  # gradients are the dispatcher's affair
+
+
+def test_a_step_of_training_skips_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, _ = compiled(aggregate)
+    x, w, edges = torch.randn(N, F, requires_grad=True), torch.randn(E), graph_of()
+    for _ in range(3):
+        run(x, w, edges).square().sum().backward()
+    dispatched = count_dispatches(monkeypatch, torch.ops.insum.fused.default)
+    x.grad = None
+    run(x, w, edges).square().sum().backward()
+    assert dispatched == [0]
+    (wanted,) = torch.autograd.grad(aggregate(x, w, edges).square().sum(), x)
+    assert_close(x.grad, wanted)
+
+
+def test_writing_in_place_skips_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    into, edges = torch.ops.insum.fused_into_.default, graph_of()
+    dispatched = count_dispatches(monkeypatch, into)
+    with torch.no_grad():
+        for _ in range(3):
+            x, out = torch.randn(N, F), torch.randn(N, F)
+            expected = out.index_add(0, edges[1], x[edges[0]])
+            assert into(out, SPEC, [x, edges], [N, F]) is None
+            assert_close(out, expected)
+    assert dispatched == [1]
+
+
+def test_largest_values_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest, edges, x = torch.ops.insum.fused_extremum.default, graph_of(), torch.randn(N, F)
+    spec = str(Spec("out[d[i],j] max= x[s[i],j]", ("x", "e"), VIEWS, "out#2", frozenset(), frozenset(), ()))
+    dispatched = count_dispatches(monkeypatch, largest)
+    for include_self in (False, True):
+        base = torch.full((N, F), 0.5)
+        expected = base.scatter_reduce(0, edges[1][:, None].expand(-1, F), x[edges[0]], "amax", include_self=include_self)
+        with torch.no_grad():
+            for _ in range(3):
+                assert_close(largest(base, spec, [x, edges], [N, F], include_self), expected)
+    assert dispatched[0] < 6
+
+
+def test_without_guards_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch has none, tensors are compared one property after the other."""
+    monkeypatch.setattr(ways, "kinds_guard", lambda tensors: None)
+    edges = graph_of(seed=5)
+    dispatched = count_dispatches(monkeypatch, torch.ops.insum.fused.default)
+    with torch.no_grad():
+        for _ in range(4):
+            x = torch.randn(N, F)
+            assert_close(torch.ops.insum.fused.default(SPEC, [x, edges], [N, F]), torch.zeros(N, F).index_add(0, edges[1], x[edges[0]]))
+    assert dispatched == [1]
+
+
 def test_the_shortest_way_writes_to_nothing_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    edges, views = graph_of(), (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),)))
-    spec = str(Spec("out[d[i],j] += x[s[i],j]", ("x", "e"), views, "out#2", frozenset(), frozenset(), ()))
+    edges = graph_of()
     taken = count_ways(monkeypatch)
     for _ in range(2):
         x, out = torch.randn(N, F), torch.randn(N, F)
         expected = out.index_add(0, edges[1], x[edges[0]])
-        torch.ops.insum.fused_into_(out, spec, [x, edges], [N, F])
+        torch.ops.insum.fused_into_(out, SPEC, [x, edges], [N, F])
         assert_close(out, expected)
     both = torch.randn(N, F)
     expected = both.index_add(0, edges[1], both[edges[0]])
-    torch.ops.insum.fused_into_(both, spec, [both, edges], [N, F])
+    torch.ops.insum.fused_into_(both, SPEC, [both, edges], [N, F])
     assert_close(both, expected)
     assert taken == [False, True, False]
 

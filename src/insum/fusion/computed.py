@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum.compat import PLAIN
+from insum.compat import PLAIN, are_plain, shorten
 from insum.fusion.indices import owner
 from insum.fusion.origin import evaluate
 from insum.plan.facts import version_of
@@ -71,3 +71,4 @@ _library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no
 _library.impl("computed", _op, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("insum::computed", _fake, lib=_library)
 OP = torch.ops.insum.computed.default
+shorten(OP, lambda program, tensors, *rest: (_op(program, tensors, *rest),) if are_plain(tensors) else None)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum.compat import PLAIN
+from insum.compat import PLAIN, are_plain, shorten
 from insum.fusion import ways
 from insum.fusion.computed import computed
 from insum.fusion.indices import Selects, is_passing, looks_are_free, owner, part, read, seen_once, select, wrapped, written
@@ -308,3 +308,30 @@ _define(f"fused({_ARGUMENTS}) -> Tensor", _fused, _fused_fake)
 _define(f"fused_into(Tensor initial, {_ARGUMENTS}) -> Tensor", _fused_into, _fused_into_fake)
 _define(f"fused_extremum(Tensor base, {_ARGUMENTS}, bool include_self) -> Tensor", _fused_extremum, _fused_extremum_fake)
 _define(f"fused_into_(Tensor(a!) target, {_ARGUMENTS}) -> ()", _fused_into_, _fused_into_fake_)
+
+
+# --- the same before the dispatcher is asked, for calls like earlier ones -----------------------------------------------------------
+
+
+def _quick(spec: str, tensors: list[Tensor], sizes: list[int]) -> tuple[Tensor] | None:
+    if not are_plain(tensors):
+        return None
+    found = ways.run_path(spec, "new", tensors, sizes, None, True)
+    return None if found is None else (found,)
+
+
+def _quick_into_(target: Tensor, spec: str, tensors: list[Tensor], sizes: list[int]) -> tuple[None] | None:
+    if type(target) not in PLAIN or not are_plain(tensors):
+        return None
+    return None if ways.run_path(spec, "into", tensors, sizes, target, True) is None else (None,)
+
+
+def _quick_extremum(base: Tensor, spec: str, tensors: list[Tensor], sizes: list[int], include_self: bool) -> tuple[Tensor] | None:
+    if include_self or type(base) not in PLAIN or not are_plain(tensors) or not ways.has_path(spec, "new"):
+        return None
+    return (_fused_extremum(base, spec, tensors, sizes, include_self),)
+
+
+shorten(torch.ops.insum.fused.default, _quick)
+shorten(torch.ops.insum.fused_into_.default, _quick_into_)
+shorten(torch.ops.insum.fused_extremum.default, _quick_extremum)

@@ -7,12 +7,13 @@ Neither holds a tensor: programs live as long as the index tensors that decided 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from insum.compat import kinds_guard
 from insum.fusion.indices import Limits, owner, seen_once, shares_memory
 from insum.plan.facts import known, version_of
 from insum.runtime import cache, fused
@@ -68,7 +69,7 @@ class Way:
             return None
         for name, shape, stride, dtype, device, serial in self.arguments:
             tensor = values[name]
-            if tensor.shape != shape or tensor.dtype is not dtype or tensor.stride() != stride or tensor.device != device:
+            if tensor.shape != shape or tensor.dtype is not dtype or tensor.stride() != stride or tensor.device != device or tensor.is_neg():
                 return None
             if serial is not None and ((facts := known(tensor)) is None or facts.serial != serial):
                 return None
@@ -76,14 +77,13 @@ class Way:
             values[name] = seen_once(name, values[name], limit, wraps)
         if target is not None and shares_memory(target, values):
             return None
-        with fused.on_device(program.problem.device):
-            return fused.execute(program, values, target)
+        return fused.execute_there(program, values, target)
 
 
 class Path:
     """The same for a call whose index tensors were all looked at, and are now the same objects, or computed from the same objects."""
 
-    __slots__ = ("bases", "kinds", "modes", "names", "parts", "places", "program", "sizes", "target")
+    __slots__ = ("alike", "bases", "kinds", "modes", "names", "parts", "places", "program", "sizes", "target")
 
     def __init__(self, program: Program, plain: Plain, places: Places, tensors: Sequence[Tensor], sizes: tuple[int, ...], values: Mapping[str, Any]) -> None:
         self.program, self.modes, self.sizes = weakref.ref(program), Modes(), list(sizes)
@@ -91,7 +91,7 @@ class Path:
         self.bases = tuple((place, weakref.ref(one), one._version, one.data_ptr()) for place, one in owners)
         self.names, self.places = tuple(name for name, _ in plain), tuple(place for _, place in plain)
         self.parts = tuple((name, weakref.ref(value)) for name, value in values.items() if name not in self.names)
-        # Not by torch's guards for tensors: those look at the dispatcher's state too, which is another within an op from call to call.
+        self.alike: Callable[..., bool] | None = None
         self.kinds = tuple((t.shape, t.stride(), t.dtype, t.device) for place in self.places for t in (tensors[place],))
         self.target: tuple[Any, ...] | None = None
 
@@ -110,16 +110,23 @@ class Path:
             if found is None:
                 return None
         read = [tensors[place] for place in self.places]
-        for tensor, (shape, stride, dtype, device) in zip(read, self.kinds):
-            if tensor.shape != shape or tensor.dtype is not dtype or tensor.stride() != stride or tensor.device != device:
-                return None
-        if not self.modes.still():
+        if not (self.alike is not None and self.alike(*read) or self.are_alike(read)) or not self.modes.still():
             return None
         values.update(zip(self.names, read))
         if target is not None and ((target.shape, target.stride(), target.dtype) != self.target or _meets(target, read)):
             return None
-        with fused.on_device(program.problem.device):
-            return fused.execute(program, values, target)
+        return fused.execute_there(program, values, target)
+
+    def are_alike(self, read: Sequence[Tensor]) -> bool:
+        """The same as `alike` tells, which looks at the state of the dispatcher too."""
+        for tensor, (shape, stride, dtype, device) in zip(read, self.kinds):
+            if tensor.shape != shape or tensor.dtype is not dtype or tensor.stride() != stride or tensor.device != device or tensor.is_neg():
+                return False
+        return True
+
+    def remember(self, tensors: Sequence[Tensor]) -> None:
+        """From now on compare tensors in one call of torch's; where calls come from elsewhere, and that says no, they are compared as before."""
+        self.alike = kinds_guard([tensors[place] for place in self.places]) or _never
 
 
 class Stretch:
@@ -149,8 +156,7 @@ class Stretch:
         program = self.refit(values, shape, target)
         if program is None:
             return None
-        with fused.on_device(program.problem.device):
-            return fused.execute(program, values, target)
+        return fused.execute_there(program, values, target)
 
 
 #: Names of the tensors that a statement reads as they are, with their places; and the places of what decides its index tensors.
@@ -158,6 +164,10 @@ Plain: TypeAlias = tuple[tuple[str, int], ...]
 Places: TypeAlias = tuple[int, ...]
 #: What an op was called with: tensors, sizes, and the tensor that is written to.
 Call: TypeAlias = tuple[Sequence[Tensor], tuple[int, ...], Tensor | None]
+
+
+def _never(*tensors: Tensor) -> bool:
+    return False
 
 
 def _meets(target: Tensor, read: Sequence[Tensor]) -> bool:
@@ -219,13 +229,20 @@ def keep_stretch(key: object, program: Program | str, values: Mapping[str, Any],
     del every[_MOST_WAYS:]
 
 
-def run_path(text: str, mode: str, tensors: Sequence[Tensor], sizes: Sequence[int], target: Tensor | None) -> Tensor | None:
-    """The result, where a call with the same index tensors was made before."""
+def run_path(text: str, mode: str, tensors: Sequence[Tensor], sizes: Sequence[int], target: Tensor | None, quick: bool = False) -> Tensor | None:
+    """The result, where a call with the same index tensors was made before; ``quick``: asked before the dispatcher was."""
     for path in _paths.get((text, mode), ()):
         result = path(tensors, sizes, target)
         if result is not None:
+            if quick and path.alike is None:
+                path.remember(tensors)
             return result
     return None
+
+
+def has_path(text: str, mode: str) -> bool:
+    """Whether some call of this op was remembered."""
+    return bool(_paths.get((text, mode)))
 
 
 def keep_path(text: str, mode: str, program: Program | str, plain: Plain, places: Places, call: Call, values: Mapping[str, Any]) -> None:

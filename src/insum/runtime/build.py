@@ -112,6 +112,12 @@ class Step:
     choice: Choice = ()
 
 
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
+    """Makes a tensor; `torch.empty_strided` is a good deal quicker than `torch.empty`."""
+    strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+    return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
+
+
 @dataclass(frozen=True, eq=False)
 class Program:
     """All products of one statement, for one kind of input. Has no slots, so that it can be referred to weakly."""
@@ -127,16 +133,27 @@ class Program:
 
     @functools.cached_property
     def empty(self) -> Callable[[], Tensor]:
-        """Makes the result; `torch.empty_strided` is a good deal quicker than `torch.empty`."""
-        strides = tuple(math.prod(self.shape[d + 1 :]) for d in range(len(self.shape)))
-        return functools.partial(torch.empty_strided, self.shape, strides, dtype=self.buffer or self.problem.dtype, device=self.problem.device)
+        """Makes the result."""
+        return _empty(self.shape, self.buffer or self.problem.dtype, self.problem.device)
+
+    @functools.cached_property
+    def index(self) -> int | None:
+        """Which of several GPUs it runs on; None where there is nothing to choose."""
+        device = self.problem.device
+        return device.index if device.type == "cuda" else None
 
     @functools.cached_property
     def plain(self) -> tuple[Launch, ...]:
-        """The launches, where they alone make the result: nothing is filled, buffered or kept in a workspace; else none."""
+        """The launches, where they alone make the result: nothing is filled or buffered; else none."""
         step = self.steps[0]
-        alone = len(self.steps) == 1 and self.buffer is None and not (step.atomic or step.prepared.fill or step.workspace)
+        alone = len(self.steps) == 1 and self.buffer is None and not (step.atomic or step.prepared.fill)
         return step.launches if alone else ()
+
+    @functools.cached_property
+    def room(self) -> Callable[[], Tensor] | None:
+        """Makes the workspace of the `plain` launches, where they have one."""
+        step = self.steps[0]
+        return _empty(step.workspace, WIDE[step.prepared.plan.accumulator], self.problem.device) if step.workspace else None
 
 
 def assemble(

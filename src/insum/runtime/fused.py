@@ -79,9 +79,9 @@ def _capture() -> Any:
 def execute(program: Program, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
     """Launch everything; without a ``target`` into a new tensor."""
     if target is None and program.plain:
-        out = program.empty()
+        out, work = program.empty(), None if program.room is None else program.room()
         for one in program.plain:
-            one(values, out, None)
+            one(values, out, work)
         return out
     problem, buffer = program.problem, program.buffer
     if target is None:
@@ -95,6 +95,14 @@ def execute(program: Program, values: Mapping[str, Value], target: Tensor | None
     if buffer is None:
         return out
     return out.to(problem.dtype) if target is None else target.copy_(out)
+
+
+def execute_there(program: Program, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
+    """The same on the program's device, whichever is the current one."""
+    if program.index is None or program.index == torch.cuda.current_device():
+        return execute(program, values, target)
+    with torch.cuda.device(program.index):
+        return execute(program, values, target)
 
 
 def _run_step(step: Step, out: Tensor, values: Mapping[str, Value], start: bool | int | float, first: bool) -> None:

@@ -73,12 +73,7 @@ class Site:
             return None
         if self.target:
             return self.into(program, tensors)
-        if not program.plain:
-            return fused.execute(program, tensors, None)
-        out = program.empty()
-        for launch in program.plain:
-            launch(tensors, out, None)
-        return out
+        return fused.execute(program, tensors, None)
 
     def into(self, program: Program, tensors: Mapping[str, Any]) -> Tensor | None:
         """Accumulate in place, where nothing that is read lies in the memory that is written."""
