@@ -163,38 +163,41 @@ def _measured(result: dict[str, Any]) -> str:
 
 
 def fusion_table(result: dict[str, Any]) -> list[str]:
-    """The same in short: programs that can be replayed."""
-    lines = ["Programs in plain PyTorch with `torch.compile(backend=\"insum\")`, times as fast as with `torch.compile` alone, replayed as CUDA graphs; where",
-             "`torch.compile` alone cannot be replayed, because it waits for the device, call by call:", ""]
-    lines += ["| program | forward | forward and backward | peak MiB, torch.compile | peak MiB, insum |", "|---|--:|--:|--:|--:|"]
+    """The same in short: times as fast, replayed and in a row."""
+    lines = ["Programs in plain PyTorch with `torch.compile(backend=\"insum\")`: times as fast as with `torch.compile` alone, forward / with backward.", ""]
+    lines += ["| program | replayed as CUDA graphs | calls in a row | peak MiB, torch.compile | peak MiB, insum |", "|---|--:|--:|--:|--:|"]
     for row in result["rows"]:
         a, b = row["torch.compile"], row["insum"]
-        recorded = bool(a.get("both_replayed_ms") and b.get("both_replayed_ms"))
-        kind = "{}_replayed_ms" if recorded else "{}_ms"
-        ratios = [f"{a[kind.format(key)] / b[kind.format(key)]:.2f}" for key in ("forward", "both")]
-        name = row["program"] + ("" if recorded else f", calls ({row['case'].split(',')[0]})")
-        lines.append("| " + " | ".join([name, *ratios, *(f"{one['both_bytes'] / 2**20:.0f}" for one in (a, b))]) + " |")
-    return [*lines, "", f"Made by `{result['command']}`; times of calls, mostly those of Python, in [docs/results.md](docs/results.md)."]
+        name = f"{row['program']}, {row['case'].split(',')[0]}"
+        memory = [f"{one['both_bytes'] / 2**20:.0f}" for one in (a, b)]
+        lines.append("| " + " | ".join([name, _ratios(a, b, "replayed_ms"), _ratios(a, b, "row_ms"), *memory]) + " |")
+    about = "`-`: `torch.compile` alone waits for the device, and cannot be replayed. Calls in a row are those of a training loop; on small graphs they take"
+    return [*lines, "", about, f"the host's time more than the device's. Made by `{result['command']}`; milliseconds in [docs/results.md](docs/results.md)."]
 
 
 def fusion_lines(result: dict[str, Any]) -> list[str]:
     """Programs in plain PyTorch: torch.compile alone, and with insum."""
     lines = ["## Plain PyTorch, compiled", "", _measured(result), ""]
-    lines += ["Milliseconds, forward / forward and backward: replayed as a CUDA graph, and call by call, where the calls themselves take time. Peak of memory."]
+    lines += ["Milliseconds, forward / forward and backward: replayed as a CUDA graph, and of calls in a row, where calls take time. Peak of memory."]
     lines += result.get("notes", [])
-    columns = ("program", "torch.compile, replayed", "insum, replayed", "times as fast", "torch.compile, calls", "insum, calls", "MiB, torch.compile")
-    head = "| " + " | ".join([*columns, "MiB, insum", "error"]) + " |"
-    lines += ["", head, "|---|--:|--:|--:|--:|--:|--:|--:|--:|"]
+    columns = ("program", "torch.compile, replayed", "insum, replayed", "times as fast", "torch.compile, calls", "insum, calls", "times as fast")
+    head = "| " + " | ".join([*columns, "MiB, torch.compile", "MiB, insum", "error"]) + " |"
+    lines += ["", head, "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"]
     for row in result["rows"]:
         a, b = row["torch.compile"], row["insum"]
-        replayed = [_pair(one, "forward_replayed_ms", "both_replayed_ms", 1) for one in (a, b)]
-        kind = "{}_replayed_ms" if all(replayed) else "{}_ms"
-        faster = " / ".join(f"{a[kind.format(d)] / b[kind.format(d)]:.2f}" for d in ("forward", "both"))
-        calls = [_pair(one, "forward_ms", "both_ms", 1) for one in (a, b)]
-        memory = [_pair(one, "forward_bytes", "both_bytes", 2**20) for one in (a, b)]
-        cells = [f"{row['program']}: {row['case']}", *(r or "-" for r in replayed), faster, *calls, *memory, f"{b['error']:.0e}"]
+        cells = [f"{row['program']}: {row['case']}"]
+        for kind in ("replayed_ms", "row_ms"):
+            cells += [*(_pair(one, f"forward_{kind}", f"both_{kind}", 1) or "-" for one in (a, b)), _ratios(a, b, kind)]
+        cells += [*(_pair(one, "forward_bytes", "both_bytes", 2**20) for one in (a, b)), f"{b['error']:.0e}"]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _ratios(a: Row, b: Row, kind: str) -> str:
+    """Times as fast, forward / forward and backward."""
+    if not all(one.get(f"both_{kind}") for one in (a, b)):
+        return "-"
+    return " / ".join(f"{a[f'{way}_{kind}'] / b[f'{way}_{kind}']:.2f}" for way in ("forward", "both"))
 
 
 def _pair(row: Row, first: str, second: str, unit: float) -> str:
