@@ -138,6 +138,25 @@ def test_an_op_that_cannot_be_shortened_stays_as_it_is(monkeypatch: pytest.Monke
     assert not compat.shorten(Usual(), quick)
 
 
+@pytest.mark.parametrize("shape", [(), (5,), (0, 3), (4, 3, 2)])
+@pytest.mark.parametrize("quickly", [True, False])
+def test_tensors_without_values(shape: tuple[int, ...], quickly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if quickly:
+        assert set(compat._strided()) == {"cpu", "cuda"}
+    else:
+        monkeypatch.setattr(compat, "_strided", dict)
+    made = compat.maker(shape, torch.bfloat16, torch.device("cpu"))
+    one, other = made(), made()
+    assert one.shape == shape and one.dtype is torch.bfloat16 and one.is_cpu and one.is_contiguous()
+    assert one.numel() == 0 or one.data_ptr() != other.data_ptr()
+
+
+def test_tensors_without_values_on_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+    monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
+    assert compat._strided.__wrapped__() == {}
+
+
 def test_second_gradient_through_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compat, "_probed", None)
     values = tensors(gradient=True, dtype=torch.float64)

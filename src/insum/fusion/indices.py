@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from insum.compat import assert_async, in_backward
+from insum.compat import PLAIN, assert_async, in_backward
 from insum.plan.facts import facts_of, known, version_of
 from insum.runtime import bounds, fused
 from insum.settings import settings
@@ -72,14 +72,17 @@ def owner(tensor: Tensor) -> Tensor:
     first = None if reference is None else reference()
     if first is tensor:
         return tensor
-    if first is not None and in_backward() and version_of(first) == 0 == version_of(tensor) and _layout(first) == _layout(tensor):
+    if first is not None and is_saved(first, tensor):
         return first
     _owners[key] = weakref.ref(tensor, lambda gone: _owners.pop(key, None) if _owners.get(key) is gone else None)
     return tensor
 
 
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+def is_saved(first: Tensor, tensor: Tensor) -> bool:
+    """Whether ``tensor`` is what autograd saved of ``first``, as `owner` explains."""
+    if not in_backward() or type(tensor) not in PLAIN or version_of(first) or version_of(tensor) or first.data_ptr() != tensor.data_ptr():
+        return False
+    return first.dtype is tensor.dtype and first.shape == tensor.shape and first.stride() == tensor.stride() and first.device == tensor.device
 
 
 # --- index tensors that are seen once -------------------------------------------------------------------------------------------

@@ -314,14 +314,12 @@ _define(f"fused_into_(Tensor(a!) target, {_ARGUMENTS}) -> ()", _fused_into_, _fu
 
 
 def _quick(spec: str, tensors: list[Tensor], sizes: list[int]) -> tuple[Tensor] | None:
-    if not are_plain(tensors):
-        return None
     found = ways.run_path(spec, "new", tensors, sizes, None, True)
     return None if found is None else (found,)
 
 
 def _quick_into_(target: Tensor, spec: str, tensors: list[Tensor], sizes: list[int]) -> tuple[None] | None:
-    if type(target) not in PLAIN or not are_plain(tensors):
+    if type(target) not in PLAIN:
         return None
     return None if ways.run_path(spec, "into", tensors, sizes, target, True) is None else (None,)
 

@@ -13,8 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from insum.compat import kinds_guard
-from insum.fusion.indices import Limits, owner, seen_once, shares_memory
+from insum.compat import PLAIN, kinds_guard
+from insum.fusion.indices import Limits, is_saved, owner, seen_once, shares_memory
 from insum.plan.facts import known, version_of
 from insum.runtime import cache, fused
 from insum.runtime.build import Program
@@ -102,7 +102,7 @@ class Path:
             return None
         for place, reference, version, address in self.bases:
             tensor, first = tensors[place], reference()
-            if first is None or first is not tensor and first is not owner(tensor) or first._version != version or first.data_ptr() != address:
+            if first is None or first is not tensor and not is_saved(first, tensor) or first._version != version or first.data_ptr() != address:
                 return None
         values: dict[str, Any] = {}
         for name, part in self.parts:
@@ -120,7 +120,9 @@ class Path:
     def are_alike(self, read: Sequence[Tensor]) -> bool:
         """The same as `alike` tells, which looks at the state of the dispatcher too."""
         for tensor, (shape, stride, dtype, device) in zip(read, self.kinds):
-            if tensor.shape != shape or tensor.dtype is not dtype or tensor.stride() != stride or tensor.device != device or tensor.is_neg():
+            if type(tensor) not in PLAIN or tensor.is_neg() or tensor.dtype is not dtype or tensor.device != device:
+                return False
+            if tensor.shape != shape or tensor.stride() != stride:
                 return False
         return True
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from insum import compat
 from insum.codegen.emit import Kernel, Shape, emit
 from insum.codegen.unrolled import emit_unrolled, parts
 from insum.lang.bind import Problem, Value
@@ -112,12 +113,6 @@ class Step:
     choice: Choice = ()
 
 
-def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """Makes a tensor; `torch.empty_strided` is a good deal quicker than `torch.empty`."""
-    strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-    return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
-
-
 @dataclass(frozen=True, eq=False)
 class Program:
     """All products of one statement, for one kind of input. Has no slots, so that it can be referred to weakly."""
@@ -133,8 +128,8 @@ class Program:
 
     @functools.cached_property
     def empty(self) -> Callable[[], Tensor]:
-        """Makes the result."""
-        return _empty(self.shape, self.buffer or self.problem.dtype, self.problem.device)
+        """Makes the result, or the buffer that it is computed in, on the current device."""
+        return compat.maker(self.shape, self.buffer or self.problem.dtype, self.problem.device)
 
     @functools.cached_property
     def index(self) -> int | None:
@@ -143,17 +138,20 @@ class Program:
         return device.index if device.type == "cuda" else None
 
     @functools.cached_property
-    def plain(self) -> tuple[Launch, ...]:
-        """The launches, where they alone make the result: nothing is filled or buffered; else none."""
-        step = self.steps[0]
-        alone = len(self.steps) == 1 and self.buffer is None and not (step.atomic or step.prepared.fill)
-        return step.launches if alone else ()
+    def alone(self) -> tuple[Launch, ...]:
+        """The launches, where there is one step and no buffer; else none."""
+        return self.steps[0].launches if len(self.steps) == 1 and self.buffer is None else ()
+
+    @functools.cached_property
+    def filled(self) -> bool:
+        """Whether the launches that are `alone` find the result filled with what it starts from."""
+        return self.steps[0].atomic or self.steps[0].prepared.fill
 
     @functools.cached_property
     def room(self) -> Callable[[], Tensor] | None:
-        """Makes the workspace of the `plain` launches, where they have one."""
+        """Makes the workspace of the launches that are `alone`, where they have one."""
         step = self.steps[0]
-        return _empty(step.workspace, WIDE[step.prepared.plan.accumulator], self.problem.device) if step.workspace else None
+        return compat.maker(step.workspace, WIDE[step.prepared.plan.accumulator], self.problem.device) if step.workspace else None
 
 
 def assemble(

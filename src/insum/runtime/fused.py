@@ -78,9 +78,15 @@ def _capture() -> Any:
 
 def execute(program: Program, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
     """Launch everything; without a ``target`` into a new tensor."""
-    if target is None and program.plain:
-        out, work = program.empty(), None if program.room is None else program.room()
-        for one in program.plain:
+    if program.alone:
+        if target is None:
+            out = program.empty()
+            if program.filled:
+                out.fill_(program.start)
+        else:
+            out = target
+        work = None if program.room is None else program.room()
+        for one in program.alone:
             one(values, out, work)
         return out
     problem, buffer = program.problem, program.buffer
