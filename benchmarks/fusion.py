@@ -5,9 +5,9 @@
 PyG's layers, unmodified, over a graph, and a sparse convolution written by hand (for each of 27 offsets: gather, matrix product, index_add) over
 the voxels of a point cloud. ``DIR`` holds graphs and clouds as .npz files; without them, drawn ones of similar size are used and named so.
 Per program and way: median milliseconds of the forward pass of a training step and of the whole step: of single calls that are waited for, of calls
-in a row, as a training loop makes them, and replayed as a CUDA graph where it can be recorded; peak memory beyond what is there before, and the
-largest relative error, of the result and of every gradient, against eager in float64. Programs that are not begun after ``--seconds`` are left
-out, and named; the file is written after each program.
+in a row, as a training loop makes them, both in rounds, in which the ways take turns because hosts are now quick, now slow; and replayed as a CUDA
+graph where it can be recorded. Peak memory beyond what is there before, and the largest relative error, of the result and of every gradient,
+against eager in float64. Programs that are not begun after ``--seconds`` are left out, and named; the file is written after each program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,9 @@ import insum
 import insum.fusion
 
 GOAL = 1.5
-WARM, REPEAT, MOST_MS, REPLAYS, ROW, ROWS = 15, 30, 200.0, 10, 10, 5
+WARM, REPEAT, MOST_MS, REPLAYS, ROW, ROUNDS = 15, 10, 100.0, 10, 10, 5
 REPLAYED = ("forward_replayed_ms", "both_replayed_ms")
+CALLS = ("forward_ms", "both_ms", "forward_row_ms", "both_row_ms")
 #: Programs that are run when they are named: torch.compile alone fails on the first with some versions of torch.
 ON_REQUEST = ("FastRGCNConv",)
 #: Programs that run over something else than a graph.
@@ -56,6 +57,16 @@ class Program:
     """Elements of a tensor with one row per edge and one column per channel."""
     waits: bool = False
     """Whether something in it waits for the device, as masks do. Then it can be recorded as a CUDA graph only where that is gone."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A program compiled in one way, or not at all: its calls, and what was measured."""
+
+    name: str
+    forward: Callable[[], Tensor]
+    both: Callable[[], tuple[Tensor, ...]]
+    row: dict[str, Any]
 
 
 # --- data ------------------------------------------------------------------------------------------------------------------------
@@ -183,36 +194,44 @@ def settle(device: str) -> None:
         torch.cuda.empty_cache()
 
 
-def milliseconds(run: Callable[[], object], device: str) -> float:
-    """The median of single calls between CUDA events."""
-    if device != "cuda":
-        return float("nan")
+def single(run: Callable[[], object]) -> list[float]:
+    """Milliseconds of calls that are waited for, one after the other, between CUDA events."""
     times: list[float] = []
-    while len(times) < 5 or len(times) < REPEAT and sum(times) < MOST_MS:
+    while len(times) < 3 or len(times) < REPEAT and sum(times) < MOST_MS:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    return statistics.median(times)
+    return times
 
 
-def in_a_row(run: Callable[[], object], device: str) -> float:
-    """Milliseconds of one of several calls, none of which is waited for: the host prepares the next while the device works. The median of several rows."""
+def in_a_row(run: Callable[[], object]) -> list[float]:
+    """Milliseconds of one of several calls, none of which is waited for: the host prepares the next while the device works."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    run()  # so that the device has something to do when the clock starts
+    start.record()
+    for _ in range(ROW):
+        run()
+    end.record()
+    end.synchronize()
+    return [start.elapsed_time(end) / ROW]
+
+
+def in_turns(every: Sequence[Way], device: str) -> None:
+    """Measure the calls of every way, in rounds, and put the medians into their rows."""
     if device != "cuda":
-        return float("nan")
-    times: list[float] = []
-    while len(times) < 3 or len(times) < ROWS and ROW * sum(times) < MOST_MS:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        run()  # so that the device has something to do when the clock starts
-        start.record()
-        for _ in range(ROW):
-            run()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / ROW)
-    return statistics.median(times)
+        for way in every:
+            way.row.update(dict.fromkeys(CALLS, float("nan")))
+        return
+    times: dict[tuple[str, str], list[float]] = {}
+    for _ in range(ROUNDS):
+        for way in every:
+            for key, measured, run in zip(CALLS, (single, single, in_a_row, in_a_row), (way.forward, way.both) * 2, strict=True):
+                times.setdefault((way.name, key), []).extend(measured(run))
+    for way in every:
+        way.row.update({key: statistics.median(times[way.name, key]) for key in CALLS})
 
 
 def replayed(run: Callable[[], object], device: str) -> float | None:
@@ -288,32 +307,33 @@ def measure(program: Program, fuse: str, device: str, fresh: bool) -> dict[str, 
     upstream = torch.randn(shape, device=device)
     want = reference(program, upstream)
     row: dict[str, Any] = {"program": program.name, "case": program.case, "messages": 4 * program.messages}
+    torch._dynamo.reset()
+    insum.fusion.clear()
+    prepared: list[Way] = []
     for name, run in ways(program.model, fuse).items():
-        torch._dynamo.reset()
-        insum.fusion.clear()
         settle(device)
         try:
-            row[name] = one_way(program, run, upstream, want, device, fresh, record=name == "insum" or not program.waits)
+            prepared.append(prepare(name, program, run, upstream, want, device, fresh))
         except Exception as failure:  # one that fails does not hide the others
             row[name] = {"failed": f"{type(failure).__name__}: {str(failure)[:500]}"}
             print(f"{program.name:13s} {name:14s} FAILED {row[name]['failed']}", flush=True)
-            continue
-        if name == "insum":
+    in_turns(prepared, device)
+    for way in prepared:
+        row[way.name] = way.row
+        if way.name == "insum":
             told = insum.fusion.report()
-            row[name] |= {"fused": [f.statement for f in told.fused], "left": [f"{f.root}: {f.why}" for f in told.left]}
-        print(line(program.name, name, row), flush=True)
+            way.row.update({"fused": [f.statement for f in told.fused], "left": [f"{f.root}: {f.why}" for f in told.left]})
+        print(line(program.name, way.name, row), flush=True)
     if "failed" in row["insum"]:
         also = " (and so does torch.compile alone)" if "failed" in row["torch.compile"] else ""
         row["failed"] = row["insum"]["failed"] + also
     return row
 
 
-def one_way(
-    program: Program, run: Callable[..., Tensor], upstream: Tensor, want: list[Tensor], device: str, fresh: bool, record: bool
-) -> dict[str, Any]:
+def prepare(name: str, program: Program, run: Callable[..., Tensor], upstream: Tensor, want: list[Tensor], device: str, fresh: bool) -> Way:
+    """Compile, compare with what is wanted, warm up; and measure what the host does not disturb."""
     x = program.arguments[0].detach().requires_grad_()
     leaves = [x, *program.model.parameters()]
-
     calls = itertools.count(1)
 
     def forward() -> Tensor:
@@ -329,12 +349,10 @@ def one_way(
     error = worst()
     for _ in range(2 * WARM if fresh else WARM):  # the latter until kernels are there for all kinds of sizes
         both()
-    row: dict[str, Any] = {"error": max(error, worst()), "forward_ms": milliseconds(forward, device), "both_ms": milliseconds(both, device)}
-    row |= {"forward_row_ms": in_a_row(forward, device), "both_row_ms": in_a_row(both, device)}
-    row |= {"forward_bytes": peak(forward, device), "both_bytes": peak(both, device)}
-    if record and not fresh:
+    row: dict[str, Any] = {"error": max(error, worst()), "forward_bytes": peak(forward, device), "both_bytes": peak(both, device)}
+    if not fresh and (name == "insum" or not program.waits):
         row |= dict(zip(REPLAYED, (replayed(lambda: forward().detach(), device), replayed(both, device)), strict=True))
-    return row
+    return Way(name, forward, both, row)
 
 
 def line(program: str, name: str, rows: dict[str, Any]) -> str:
