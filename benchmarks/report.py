@@ -37,7 +37,8 @@ def table(folder: Path = RESULTS) -> str:
 def page(folder: Path = RESULTS) -> str:
     """All that was measured, case by case."""
     parts = ["# Results", "", "Made by `python benchmarks/report.py` from the files under `benchmarks/results`; a test compares the two.", ""]
-    for name, make in (("bench.json", case_lines), ("fusion.json", fusion_lines), ("tuning.json", tuning_lines), ("overhead.json", overhead_lines)):
+    fused = (("fusion.json", fusion_lines), ("fusion_fresh.json", fresh_lines))
+    for name, make in (("bench.json", case_lines), *fused, ("tuning.json", tuning_lines), ("overhead.json", overhead_lines)):
         if (folder / name).exists():
             parts += [*make(json.loads((folder / name).read_text(encoding="utf-8"))), ""]
     return "\n".join(parts).rstrip() + "\n"
@@ -175,9 +176,14 @@ def fusion_table(result: dict[str, Any]) -> list[str]:
     return [*lines, "", about, f"the host's time more than the device's. Made by `{result['command']}`; milliseconds in [docs/results.md](docs/results.md)."]
 
 
-def fusion_lines(result: dict[str, Any]) -> list[str]:
+def fresh_lines(result: dict[str, Any]) -> list[str]:
+    """The same with index tensors that are new at each call."""
+    return fusion_lines(result, "Plain PyTorch, compiled, with other edges at each call")
+
+
+def fusion_lines(result: dict[str, Any], title: str = "Plain PyTorch, compiled") -> list[str]:
     """Programs in plain PyTorch: torch.compile alone, and with insum."""
-    lines = ["## Plain PyTorch, compiled", "", _measured(result), ""]
+    lines = [f"## {title}", "", _measured(result), ""]
     lines += ["Milliseconds, forward / forward and backward: replayed as a CUDA graph, and of calls in a row, where calls take time. Peak of memory."]
     lines += result.get("notes", [])
     columns = ("program", "torch.compile, replayed", "insum, replayed", "times as fast", "torch.compile, calls", "insum, calls", "times as fast")
