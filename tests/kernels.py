@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import insum
+from insum.compat import calls
 from insum.lang.bind import Problem, bind
 from insum.lang.parser import parse
 from insum.plan.plan import Plan
@@ -47,6 +49,14 @@ def poisoned(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return out.fill_(float("nan") if out.is_floating_point() or out.is_complex() else 77) if out.numel() and out.device.type != "meta" else out
 
     return make
+
+
+def poison_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tensor that is made without values starts as NaN, or as a number that stands out, whichever way it is made."""
+    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
+    monkeypatch.setattr(torch, "empty_strided", poisoned(torch.empty_strided))
+    quick = {kind: poisoned(make) for kind, make in calls._strided().items()}
+    monkeypatch.setattr(calls, "_strided", lambda: quick)
 
 
 def error(actual: Tensor, expected: Tensor) -> float:

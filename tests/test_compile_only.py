@@ -173,6 +173,16 @@ def test_half_outputs_are_accumulated_in_float32() -> None:
     assert not re.search(r"(red|atom)\S*\.f16", result.compiled.assembly["ptx"])
 
 
+@pytest.mark.parametrize("target", launch.TARGETS)
+@pytest.mark.parametrize("number", [1, 3, 2**40])
+@pytest.mark.parametrize("operator", ["max=", "+="])
+def test_integers_that_are_passed(operator: str, number: int, target: str) -> None:
+    """Triton makes a constant of 1, and passes others in 32 or 64 bits; the result is an int64 in any case."""
+    values: dict[str, Any] = {"D": torch.tensor([0, 1], dtype=torch.int8), "E": torch.tensor([0, -1, 1, 0], dtype=torch.int16), "a": number, "b": 7}
+    call = Call("numbers", request_of(f"C[E[2*D[j] + j]] {operator} -a * b", None, {0: 2}, ("E",)), values)
+    assert list(compiled(call, target))
+
+
 # --- how often -------------------------------------------------------------------------------------------------------------------
 
 

@@ -150,5 +150,5 @@ def test_transforms_of_torch_func_are_compiled_from_outside() -> None:
         torch.compile(torch.func.grad(f), fullgraph=True, backend="aot_eager")(x)
 
     gradient = lambda x: torch.autograd.grad(f(x), x)[0]
-    with insum.compat.traced_gradients():
+    with insum.compat.compiler.traced_gradients():
         assert_close(torch.compile(gradient, fullgraph=True, backend="aot_eager")(x.clone().requires_grad_()), torch.func.grad(f)(x))

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from insum.agnostic import einsum
-from insum.compat import compiled_graphs
+from insum.compat.compiler import compiled_graphs
 from insum.errors import BindingError, StatementError, UnsupportedError
 from insum.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, NeighborTable, SparseFormat
 from insum.formats.explained import explain_einsum

@@ -18,7 +18,7 @@ from torch.testing import assert_close
 
 import applications
 import insum
-from insum import compat, cxx_runtime
+from insum.compat import compiler, cxx_runtime
 
 KIND: dict[str, Any] = {"dtype": torch.float32}
 #: The wrapper around the kernels is long; compiled without optimisation it takes half the time.
@@ -160,7 +160,7 @@ def test_a_package_that_calls_back(small: ExportedProgram, tmp_path: Path) -> No
 # --- the C++ runtime ----------------------------------------------------------------------------------------------------------------
 
 
-def compiler(folder: Path, script: str) -> str:
+def other_compiler(folder: Path, script: str) -> str:
     path = folder / "other-g++"
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(0o755)
@@ -172,28 +172,28 @@ def static(tmp_path: Path) -> str:
     """A compiler that gives every shared library a C++ runtime of its own."""
     if sys.platform != "linux" or shutil.which("g++") is None:
         pytest.skip("needs g++ on Linux")
-    return compiler(tmp_path, 'for one in "$@"; do [ "$one" = -shared ] && exec g++ -static-libstdc++ "$@"; done\nexec g++ "$@"')
+    return other_compiler(tmp_path, 'for one in "$@"; do [ "$one" = -shared ] && exec g++ -static-libstdc++ "$@"; done\nexec g++ "$@"')
 
 
 def test_the_shared_runtime_is_asked_for_where_it_must_be(static: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "cxx_compiler", lambda: static)
+    monkeypatch.setattr(compiler, "cxx_compiler", lambda: static)
     assert cxx_runtime.libraries() == [":libstdc++.so.6"]
     for usual in ("g++", str(tmp_path / "absent"), None):
-        monkeypatch.setattr(compat, "cxx_compiler", lambda: usual)  # noqa: B023
+        monkeypatch.setattr(compiler, "cxx_compiler", lambda: usual)  # noqa: B023
         assert cxx_runtime.libraries() == []
 
 
 @pytest.mark.parametrize("script", ["exit 1", "exit 0"])
 def test_nothing_is_asked_of_a_compiler_that_does_not_compile(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = compiler(tmp_path, script)
-    monkeypatch.setattr(compat, "cxx_compiler", lambda: broken)
+    broken = other_compiler(tmp_path, script)
+    monkeypatch.setattr(compiler, "cxx_compiler", lambda: broken)
     assert cxx_runtime.libraries() == []
 
 
 def test_libraries_of_the_user_are_kept(static: str, small: ExportedProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "cxx_compiler", lambda: static)
+    monkeypatch.setattr(compiler, "cxx_compiler", lambda: static)
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(compat, "aot_packager", lambda: lambda program, package_path, inductor_configs: seen.append(inductor_configs) or package_path)
+    monkeypatch.setattr(compiler, "aot_packager", lambda: lambda program, package_path, inductor_configs: seen.append(inductor_configs) or package_path)
     given = {"aot_inductor.custom_op_libs": ["mine"]}
     for options in (None, given):
         insum.export.package(small, tmp_path / "model.pt2", options=options)
@@ -203,7 +203,7 @@ def test_libraries_of_the_user_are_kept(static: str, small: ExportedProgram, tmp
 
 def test_the_compiler_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch._inductor.cpp_builder", None)
-    assert compat.cxx_compiler() is None
+    assert compiler.cxx_compiler() is None
 
 
 @pytest.mark.slow
@@ -235,22 +235,22 @@ def test_the_name_of_a_package(small: ExportedProgram, tmp_path: Path) -> None:
 
 
 def test_without_packages(small: ExportedProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "aot_packager", lambda: None)
+    monkeypatch.setattr(compiler, "aot_packager", lambda: None)
     with pytest.raises(insum.UnsupportedError, match=r"no AOTInductor packages(.|\n)*insum.export.decompose"):
         insum.export.package(small, tmp_path / "model.pt2")
 
 
 def test_without_rules_for_functionalisation(small: ExportedProgram, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "functional_mode", lambda: None)
+    monkeypatch.setattr(compiler, "functional_mode", lambda: None)
     monkeypatch.setattr(insum.export, "_register", insum.export._register.__wrapped__)
     with pytest.raises(insum.UnsupportedError, match="how it is functionalised"):
         insum.export.decompose(small)
 
 
 def test_names_of_torch_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compat.aot_packager() is not None and compat.functional_mode() is not None and compat.wrap_triton() is not None
+    assert compiler.aot_packager() is not None and compiler.functional_mode() is not None and compiler.wrap_triton() is not None
     monkeypatch.setitem(sys.modules, "torch._subclasses.functional_tensor", None)
-    assert compat.functional_mode() is None
+    assert compiler.functional_mode() is None
 
 
 # --- with generated kernels inside, as far as can be seen without a GPU --------------------------------------------------------------

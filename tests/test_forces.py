@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from insum import compat
+from insum.compat import compiler
 from insum.nn import FullyConnectedTensorProduct
 from insum.testing import count_compiles
 
@@ -78,7 +78,7 @@ def test_ten_steps_compiled_are_ten_steps_eager(whole: bool) -> None:
     edges = [EDGES + 2 * (step % 3) for step in range(10)]
     expected = trained(eager, energy_and_forces, edges)
     if whole:
-        with compat.traced_gradients(), count_compiles() as count:
+        with compiler.traced_gradients(), count_compiles() as count:
             found = trained(compiled, torch.compile(energy_and_forces, fullgraph=True, dynamic=True, backend="aot_eager"), edges)
         assert count.graphs == 1
         assert expected.keys() == found.keys()

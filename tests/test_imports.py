@@ -22,7 +22,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "insum"
 #: From the bottom to the top. A module may import from its own group and from those before it. The longest matching name decides,
 #: so that `lang.derive` stands apart from `lang`. "" is the package's own `__init__`: the public names.
 RANKS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "settings", "compat", "cxx_runtime"}),
+    frozenset({"errors", "settings", "compat"}),
     frozenset({"lang"}),
     frozenset({"plan"}),
     frozenset({"codegen"}),

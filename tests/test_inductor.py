@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import insum
-from insum import compat, inductor
+from insum import inductor
+from insum.compat import compiler
 from insum.graph_flatten import flattened
 from insum.testing import count_compiles, draw_cases
 
@@ -148,30 +149,30 @@ def test_both_variants_are_kept(traced: Recorded) -> None:
 
 
 def test_options_that_torch_does_not_know_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compat.has_native_matmul()
-    monkeypatch.setattr(compat, "_inductor_has", lambda: frozenset({"triton.cudagraphs"}))
-    assert not compat.has_native_matmul()
-    assert compat.inductor_options(True) == {"triton.cudagraphs": False}
-    monkeypatch.setattr(compat, "_inductor_has", frozenset)
-    assert compat.inductor_options(True) == {}
+    assert compiler.has_native_matmul()
+    monkeypatch.setattr(compiler, "_inductor_has", lambda: frozenset({"triton.cudagraphs"}))
+    assert not compiler.has_native_matmul()
+    assert compiler.inductor_options(True) == {"triton.cudagraphs": False}
+    monkeypatch.setattr(compiler, "_inductor_has", frozenset)
+    assert compiler.inductor_options(True) == {}
 
 
 def test_private_names_of_torch_are_there() -> None:
     import torch.fx.experimental._config as config
 
-    with compat.free_sizes():
+    with compiler.free_sizes():
         assert config.use_duck_shape is False
     assert config.use_duck_shape is True
-    assert len(compat.compile_errors()) >= 2
+    assert len(compiler.compile_errors()) >= 2
 
 
 def test_without_private_names_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch.fx.experimental._config", None)
-    with compat.free_sizes():
+    with compiler.free_sizes():
         pass
     monkeypatch.setitem(sys.modules, "torch._dynamo.exc", None)
     monkeypatch.delattr(torch._dynamo, "exc")
-    assert compat.compile_errors.__wrapped__() == (RuntimeError,)
+    assert compiler.compile_errors.__wrapped__() == (RuntimeError,)
 
 
 # --- what it computes ------------------------------------------------------------------------------------------------------------

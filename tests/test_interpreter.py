@@ -19,7 +19,7 @@ from applications import Application, relative_error
 from insum.plan import model, patterns
 from insum.plan.prepare import Preparation
 from insum.runtime import fused
-from kernels import ONLY_FUSED, STRATEGIES, bound, error, poisoned, run
+from kernels import ONLY_FUSED, STRATEGIES, bound, error, poison_new_memory, run
 
 pytestmark = pytest.mark.interpreter
 
@@ -29,8 +29,7 @@ NAN, INF = float("nan"), float("inf")
 
 @pytest.fixture(autouse=True)
 def kernels_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    monkeypatch.setattr(torch, "empty_strided", poisoned(torch.empty_strided))
+    poison_new_memory(monkeypatch)
     with insum.settings(**ONLY_FUSED):
         yield
 
@@ -400,3 +399,42 @@ def test_names_that_differ_in_what_is_appended() -> None:
     a, b = torch.randn(4, 5), torch.randn(5, 6)
     statement = "C[i,i_size] = A[i,A_i] * A_s0[A_i,i_size]"
     assert error(run(statement, A=a, A_s0=b), a @ b) < 1e-6
+
+
+def test_memory_of_results_is_poisoned() -> None:
+    """Else the tests of this file would not see what a kernel forgets to write."""
+    x = torch.randn(5, 3)
+    problem = bound("C[i,j] = x[i,j]", {"x": x})
+    program = fused.lookup(problem, {"x": x}, None)
+    assert not isinstance(program, str) and program.empty().isnan().all()
+
+
+# --- numbers -----------------------------------------------------------------------------------------------------------------------
+
+BIG = 100_000
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32])
+@pytest.mark.parametrize(
+    ("statement", "numbers", "factor"),
+    [
+        ("C[i] = a * b * x[i]", {"a": BIG, "b": BIG}, BIG * BIG),
+        ("C[i] = (a + b) * x[i]", {"a": 2**31 - 1, "b": 2**31 - 1}, 2**32 - 2),
+        ("C[i] = -3 * a * b * x[i]", {"a": BIG, "b": 1}, -3 * BIG),
+        ("C[i] = a * b * x[i]", {"a": True, "b": BIG}, BIG),
+        ("C[i] = a * x[i]", {"a": 2**40}, 2**40),
+    ],
+)
+def test_integers_that_are_passed_do_not_overflow(statement: str, numbers: dict[str, int], factor: int, dtype: torch.dtype) -> None:
+    """A kernel gets an integer in 32 bits where it fits, but may not compute so."""
+    x = torch.tensor([1, 2, -3, 0, 5], dtype=dtype)
+    assert error(run(statement, x=x, **numbers), x * factor) < 1e-6
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(("operator", "wanted"), [("max=", [-3, -3]), ("min=", [-3, -3]), ("+=", [-3, -6])])
+def test_a_number_alone_where_points_are_absent(operator: str, wanted: list[int], strategy: str) -> None:
+    rows = torch.tensor([0, -1, 1, 0, -1, 1, 0], dtype=torch.int16)
+    with insum.settings(scatter=strategy):
+        result = run(f"C[E[2*D[j] + j]] {operator} -a", {0: 2}, ("E",), D=torch.tensor([0, 0, 0, 1], dtype=torch.int8), E=rows, a=3)
+    assert result.dtype == torch.int64 and result.tolist() == wanted

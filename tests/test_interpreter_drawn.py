@@ -23,7 +23,7 @@ from insum.lang.expr import Access, Call, Product, Statement, product
 from insum.lang.parser import parse
 from insum.runtime import fused
 from insum.testing import Case, draw_cases
-from kernels import ONLY_FUSED, STRATEGIES, poisoned
+from kernels import ONLY_FUSED, STRATEGIES, poison_new_memory
 from scatters import draw_scatters
 
 pytestmark = pytest.mark.interpreter
@@ -43,8 +43,7 @@ SCATTERS = 20
 
 @pytest.fixture(autouse=True)
 def new_memory_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    monkeypatch.setattr(torch, "empty_strided", poisoned(torch.empty_strided))
+    poison_new_memory(monkeypatch)
 
 
 @pytest.fixture

@@ -19,15 +19,14 @@ from applications import relative_error
 from insum.plan import patterns, segmenting
 from insum.plan.facts import facts_of
 from insum.runtime import fused
-from kernels import ONLY_FUSED, error, poisoned, run
+from kernels import ONLY_FUSED, error, poison_new_memory, run
 
 pytestmark = pytest.mark.interpreter
 
 
 @pytest.fixture(autouse=True)
 def kernels_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    monkeypatch.setattr(torch, "empty_strided", poisoned(torch.empty_strided))
+    poison_new_memory(monkeypatch)
     with insum.settings(**ONLY_FUSED):
         yield
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
 import insum
-from insum import compat
+from insum.compat import calls
 from insum.ops import decode, encode
 from insum.request import Request, head
 from insum.traced import left_side
@@ -97,8 +97,8 @@ def test_without_private_names_every_call_goes_through_the_op(monkeypatch: pytes
     values = tensors(gradient=True)
     expected = insum.insum(PRODUCT, out_shape=(4, 5), **values)
     gradients = torch.autograd.grad(expected.square().sum(), (values["A"], values["B"]))
-    monkeypatch.setattr(compat, "_probed", None)
-    assert not compat.is_quiet() and not compat.is_transformed()
+    monkeypatch.setattr(calls, "_probed", None)
+    assert not calls.is_quiet() and not calls.is_transformed()
     result = insum.insum(PRODUCT, out_shape=(4, 5), **values)
     torch.testing.assert_close(result, expected)
     for a, b in zip(torch.autograd.grad(result.square().sum(), (values["A"], values["B"])), gradients):
@@ -108,7 +108,7 @@ def test_without_private_names_every_call_goes_through_the_op(monkeypatch: pytes
 
 
 def test_private_names_are_there() -> None:
-    assert compat._probe() is not None and compat.is_quiet()
+    assert calls._probe() is not None and calls.is_quiet()
 
 
 def test_an_op_that_cannot_be_shortened_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,25 +127,25 @@ def test_an_op_that_cannot_be_shortened_stays_as_it_is(monkeypatch: pytest.Monke
             return hash(self._op)
 
     quick = lambda values: (7,) if len(values) > 1 else None
-    assert not compat.shorten(Other(), quick)
+    assert not calls.shorten(Other(), quick)
     op = Usual()
     before = hash(op)
-    assert compat.shorten(op, quick) and hash(op) == before
+    assert calls.shorten(op, quick) and hash(op) == before
     with torch.no_grad():
         assert (op([1, 2]), op([1]), op([1, 2], start=1)) == (7, 1, 4)
     assert op([1, 2]) == 3  # with gradients on, as before
-    monkeypatch.setattr(compat, "_probed", None)
-    assert not compat.shorten(Usual(), quick)
+    monkeypatch.setattr(calls, "_probed", None)
+    assert not calls.shorten(Usual(), quick)
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (0, 3), (4, 3, 2)])
 @pytest.mark.parametrize("quickly", [True, False])
 def test_tensors_without_values(shape: tuple[int, ...], quickly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if quickly:
-        assert set(compat._strided()) == {"cpu", "cuda"}
+        assert set(calls._strided()) == {"cpu", "cuda"}
     else:
-        monkeypatch.setattr(compat, "_strided", dict)
-    made = compat.maker(shape, torch.bfloat16, torch.device("cpu"))
+        monkeypatch.setattr(calls, "_strided", dict)
+    made = calls.maker(shape, torch.bfloat16, torch.device("cpu"))
     one, other = made(), made()
     assert one.shape == shape and one.dtype is torch.bfloat16 and one.is_cpu and one.is_contiguous()
     assert one.numel() == 0 or one.data_ptr() != other.data_ptr()
@@ -154,11 +154,11 @@ def test_tensors_without_values(shape: tuple[int, ...], quickly: bool, monkeypat
 def test_tensors_without_values_on_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
     monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
-    assert compat._strided.__wrapped__() == {}
+    assert calls._strided.__wrapped__() == {}
 
 
 def test_second_gradient_through_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "_probed", None)
+    monkeypatch.setattr(calls, "_probed", None)
     values = tensors(gradient=True, dtype=torch.float64)
     fixed = {n: v for n, v in values.items() if n in "DE"}
     for statement in (PRODUCT, "C[D[y],x] max= A[y,E[r]] * B[r,x]"):

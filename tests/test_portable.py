@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 import applications
 import insum
 from applications import Application, relative_error
-from insum import compat
+from insum.compat import calls, sizes
 from insum.lang.bind import Problem
 from insum.plan import facts
 from insum.plan.prepare import CannotFuse
@@ -109,7 +109,7 @@ def test_examples_of_sizes() -> None:
     class Unknown:
         node = None
 
-    assert compat.size_hint(Unknown()) == 0 and example(Unknown()) == TYPICAL
+    assert sizes.size_or(Unknown(), 0) == 0 and example(Unknown()) == TYPICAL
 
 
 @pytest.mark.compile_only
@@ -198,15 +198,15 @@ def test_the_state_of_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     device = torch.device("cuda", 0)
     monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)
-    assert compat.cudagraph_state(device) == ""
+    assert calls.cudagraph_state(device) == ""
     stream = object()
     manager = SimpleNamespace(stream=stream)
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace(get_manager=lambda index, create_if_none_exists: manager))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     for capturing, expected in ((True, "recording"), (False, "warmup")):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
-        assert compat.cudagraph_state(device) == expected
+        assert calls.cudagraph_state(device) == expected
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: object())
-    assert compat.cudagraph_state(device) == ""
+    assert calls.cudagraph_state(device) == ""
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace())
-    assert compat.cudagraph_state(device) == ""
+    assert calls.cudagraph_state(device) == ""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from insum.compat import is_plain_call, is_quiet
+from insum.compat.calls import is_plain_call, is_quiet
 from insum.errors import DtypeError, UnsupportedError
 from insum.explain import Explanation, explained, roles_line
 from insum.inplace import add_in_place

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from insum import compat, cxx_runtime
+from insum.compat import compiler, cxx_runtime
 from insum.errors import UnsupportedError
 from insum.graph import lower
 from insum.graph_flatten import flattened
@@ -75,16 +75,16 @@ def package(program: ExportedProgram, path: str | os.PathLike[str], *, kernels: 
     >>> insum.export.package(program, "model.pt2")  # doctest: +SKIP
     'model.pt2'
     """
-    compiler = compat.aot_packager()
-    if compiler is None:
+    packager = compiler.aot_packager()
+    if packager is None:
         raise UnsupportedError("this PyTorch has no AOTInductor packages", remedy="update torch, or save insum.export.decompose(program)")
     if not str(path).endswith(".pt2"):
         raise UnsupportedError(f"a package cannot be written to {str(path)!r}", expected="a file name that ends in .pt2")
-    wanted = {name: value for name, value in compat.inductor_options(True).items() if name != "assert_indirect_indexing"}
+    wanted = {name: value for name, value in compiler.inductor_options(True).items() if name != "assert_indirect_indexing"}
     given = dict(options or {})
     linked = [*(given.pop(_LIBRARIES, None) or ()), *cxx_runtime.libraries()]
     with _inlined("kernels" if kernels else "graph"):
-        return str(compiler(program, package_path=str(path), inductor_configs={**wanted, **given, **({_LIBRARIES: linked} if linked else {})}))
+        return str(packager(program, package_path=str(path), inductor_configs={**wanted, **given, **({_LIBRARIES: linked} if linked else {})}))
 
 
 @contextlib.contextmanager
@@ -100,7 +100,7 @@ def _inlined(how: str) -> Iterator[None]:
 @functools.cache
 def _register() -> None:
     """Tell torch's functionalisation about the ops; outside of `_inlined` they go through as they are."""
-    mode = compat.functional_mode()
+    mode = compiler.functional_mode()
     if mode is None:
         raise UnsupportedError("this PyTorch does not let an op say how it is functionalised", remedy="update torch")
     for name, rule in (("contract", _contract), ("accumulate", _accumulate), ("accumulate_", _accumulate_)):
@@ -133,7 +133,7 @@ def _accumulate_(target: Tensor, *arguments: Any) -> None:
 
 def _kernels(problem: Problem, values: Mapping[str, Value]) -> Callable[[], Tensor] | None:
     """The statement as launches that a tracer sees, or None where there is no kernel for it."""
-    wrap = compat.wrap_triton()
+    wrap = compiler.wrap_triton()
     if problem.device.type != "cuda" or wrap is None or settings.backend in ("graph", "inductor"):
         return None
     from insum.plan.prepare import CannotFuse

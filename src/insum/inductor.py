@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from insum import compat
+from insum.compat import compiler
 from insum.errors import NotFusedError
 from insum.graph import Lowered
 from insum.graph_flatten import flattened
@@ -36,7 +36,7 @@ class Inductor:
     def __init__(self, lowered: Lowered, native_matmul: bool) -> None:
         self.plain: Callable[..., Tensor] = lowered.module.forward
         self.failure = ""
-        options = compat.inductor_options(native_matmul)
+        options = compiler.inductor_options(native_matmul)
         self.module = flattened(lowered.module)
         self.function: Callable[..., Tensor] = torch.compile(self.module.forward, fullgraph=True, options=options)
 
@@ -44,13 +44,13 @@ class Inductor:
         if self.failure:
             return self.fallback(problem, arguments, self.failure)
         given = [_bare(a) if isinstance(a, Tensor) else a for a in arguments]
-        scope = compat.free_sizes() if first else contextlib.nullcontext()
+        scope = compiler.free_sizes() if first else contextlib.nullcontext()
         try:
             with torch.no_grad(), scope:
                 result = self.function(*given)
-        except compat.compile_errors() as error:  # raised before anything has run, so that nothing has been written
+        except compiler.compile_errors() as error:  # raised before anything has run, so that nothing has been written
             reason = f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
-            if not compat.is_recompile_limit(error):  # what has been compiled before can still be run
+            if not compiler.is_recompile_limit(error):  # what has been compiled before can still be run
                 self.failure = reason
             return self.fallback(problem, arguments, reason)
         # Written in place, the result is the target itself, of which the compiled code saw another name.

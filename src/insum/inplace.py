@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from insum.compat import base_of
+from insum.compat.calls import base_of
 from insum.errors import AutogradError, BindingError, InsumError
 from insum.lang.bind import Value
 from insum.ops import accumulate, accumulate_, contract

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from insum.autograd import gradients
 from insum.batching import batched, front
-from insum.compat import is_plain_call, is_transformed
+from insum.compat.calls import is_plain_call, is_transformed
 from insum.errors import AutogradError
 from insum.lang.bind import Size, Value
 from insum.plan.config import choice_from, choice_text

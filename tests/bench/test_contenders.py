@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from insum import compat
 from insum.bench import block_spmm, conv, data, rivals, spmm, tensor_product
 from insum.bench.measure import Contender, relative_error
 from insum.bench.options import Options
 from insum.bench.records import BOTH, FORWARD
+from insum.compat import sparse
 
 CPU = torch.device("cpu")
 
@@ -91,10 +91,10 @@ def bsr_kernels(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     def sampled(bsr: Tensor, a: Tensor, b: Tensor, *, beta: float) -> Tensor:
         return (a @ b * (bsr.to_dense() != 0)).to_sparse_bsr((block_spmm.BLOCK, block_spmm.BLOCK))
 
-    found = compat.bsr_kernels()
+    found = sparse.bsr_kernels()
     assert not isinstance(found, str), found
     kernels = SimpleNamespace(mm=mm, sampled=sampled, minimize=found.minimize)
-    monkeypatch.setattr(compat, "bsr_kernels", lambda: kernels)
+    monkeypatch.setattr(sparse, "bsr_kernels", lambda: kernels)
     return kernels
 
 

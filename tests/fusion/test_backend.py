@@ -15,7 +15,7 @@ from torch.testing import assert_close
 
 import insum
 import insum.fusion
-from insum import compat
+from insum.compat import compiler
 from insum.errors import SettingsError
 from insum.fusion import entry as module
 from insum.settings import Values, _from_environment
@@ -73,15 +73,15 @@ def test_enable_and_disable(inductor_config: Any) -> None:
 def test_a_pass_that_is_there_runs_first(inductor_config: Any) -> None:
     seen: list[str] = []
     with inductor_config.patch(joint_custom_pre_pass=lambda graph: seen.append("theirs")):
-        found = compat.joint_pass(lambda graph: seen.append("ours"), "key")
+        found = compiler.joint_pass(lambda graph: seen.append("ours"), "key")
         found(torch.fx.Graph())
         assert seen == ["theirs", "ours"] and found.uuid() is None  # theirs cannot be told from others, so nothing is cached
-    assert compat.joint_pass(lambda graph: None, "key").uuid() is not None
+    assert compiler.joint_pass(lambda graph: None, "key").uuid() is not None
 
 
 def test_a_torch_without_a_place_for_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compat, "joint_pass", lambda function, identity: None)
-    monkeypatch.setattr(compat, "inductor", lambda graph, inputs, patches: graph.forward)
+    monkeypatch.setattr(compiler, "joint_pass", lambda function, identity: None)
+    monkeypatch.setattr(compiler, "inductor", lambda graph, inputs, patches: graph.forward)
     monkeypatch.setattr(module, "_warned", [])
     x, w = torch.randn(N, F), torch.randn(E)
     with pytest.warns(UserWarning, match="nothing is fused"):
@@ -112,7 +112,7 @@ def test_options_that_cannot_be(options: dict[str, str], words: str) -> None:
 
 def test_modes_are_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
-    monkeypatch.setattr(compat, "inductor", lambda graph, inputs, patches: (given.append(patches), graph.forward)[1])
+    monkeypatch.setattr(compiler, "inductor", lambda graph, inputs, patches: (given.append(patches), graph.forward)[1])
     torch.compile(aggregate, backend="insum", mode="max-autotune-no-cudagraphs")(torch.randn(N, F), torch.randn(E))
     assert given[0]["max_autotune"] is True and "joint_custom_pre_pass" in given[0]
 
@@ -131,9 +131,9 @@ def test_graphs_that_will_be_replayed_take_index_tensors_as_they_come(monkeypatc
         graph = traced(gathered, torch.randn(N, F), EDGES)
         insum.fusion.fuse(graph, "always", captured=on)
         assert seen == [expected]
-    assert compat.uses_cuda_graphs() is False
+    assert compiler.uses_cuda_graphs() is False
     with inductor_config.patch({"triton.cudagraphs": True}):
-        assert compat.uses_cuda_graphs() is True
+        assert compiler.uses_cuda_graphs() is True
 
 
 @pytest.mark.parametrize("captured", [False, True])

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.testing import assert_close
 
 import insum.fusion
-from insum import compat
+from insum.compat import sizes
 from insum.fusion import computed, hoist
 from insum.fusion.origin import evaluate, origin_of, waits
 
@@ -366,4 +366,4 @@ def test_symbols_from_data_without_torchs_help(monkeypatch: pytest.MonkeyPatch) 
     import torch.fx.experimental.symbolic_shapes as shapes
 
     monkeypatch.delattr(shapes, "free_unbacked_symbols")
-    assert compat.symbols_from_data(torch.ones(2)) == frozenset()
+    assert sizes.symbols_from_data(torch.ones(2)) == frozenset()

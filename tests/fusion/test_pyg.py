@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import insum.fusion
-from insum.compat import compiled_graphs
+from insum.compat.compiler import compiled_graphs
 
 from .programs import E, N, agrees, compiled, counts, graph_of, leaf
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import insum.fusion
-from insum.compat import compiled_graphs
+from insum.compat.compiler import compiled_graphs
 from insum.errors import IndexRangeError
 from insum.fusion.op import Spec, spec_of
 
@@ -185,19 +185,19 @@ def test_rows_of_an_index_tensor_are_the_same_object_while_it_lives_unchanged() 
 @pytest.mark.parametrize("told", [True, False])
 def test_views_are_the_same_tensor_in_the_backward_pass(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd saves a view as a new object; what is known of the view is known of that. A torch that does not tell when is taken at its word."""
-    from insum import compat
+    from insum.compat import calls
     from insum.fusion import op
 
     seen: list[Tensor] = []
     original = op.part
     monkeypatch.setattr(op, "part", lambda base, selects: (seen.append(base), original(base, selects))[1])
     if not told:
-        monkeypatch.setattr(compat, "_graph_task", lambda: -1)
+        monkeypatch.setattr(calls, "_graph_task", lambda: -1)
     view = graph_of(N, 2 * E)[:, E:]
     run, _ = compiled(aggregate)
     agrees(aggregate, run, (leaf(N, F), leaf(E), view))
     assert len(seen) == 6 and all(base is view for base in seen[:2]) and all((base is view) is told for base in seen[2:])
-    assert not compat.in_backward()
+    assert not calls.in_backward()
 
 
 def other_objects(tensor: Tensor) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 import applications  # noqa: E402
 import insum  # noqa: E402
 from applications import Application, relative_error  # noqa: E402
-from insum import compat  # noqa: E402
+from insum.compat import compiler  # noqa: E402
 from insum.testing import count_compiles  # noqa: E402
 
 try:
@@ -232,7 +232,7 @@ def without_fallback() -> Iterator[None]:
 
 
 def test_the_inductor_backend() -> None:
-    assert compat.has_native_matmul()
+    assert compiler.has_native_matmul()
     for name, make in MAKERS.items():
         for native in (True, False):
             for n in (20, 27):

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import insum
-from insum import compat
 from insum.bench import data, routes
 from insum.bench.data import Draw
 from insum.bench.measure import Case, Contender, Ready, Results, Work, autograd, cases_of
 from insum.bench.options import Options
 from insum.bench.records import BOTH, FORWARD
 from insum.bench.rivals import TORCH_BSR
+from insum.compat import sparse
 from insum.formats import BlockGroupCOO
 from insum.runtime import timing
 
@@ -132,7 +132,7 @@ def masked(given: Inputs) -> Ready:
 
 
 def torch_bsr(given: Inputs, direction: str, *, tuned: bool) -> Ready:
-    kernels = compat.bsr_kernels()
+    kernels = sparse.bsr_kernels()
     bsr = as_bsr(given.dense)
     meta, note = None, ""
     if tuned:

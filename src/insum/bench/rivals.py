@@ -10,8 +10,8 @@ from types import ModuleType
 
 import torch
 
-from insum import compat
 from insum.bench.records import Missing
+from insum.compat import sparse
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Rival:
                 return reason
         if self.gpu and device.type != "cuda":
             return "needs a GPU"
-        if self.name == "TorchBSR" and isinstance(found := compat.bsr_kernels(), str):
+        if self.name == "TorchBSR" and isinstance(found := sparse.bsr_kernels(), str):
             return found
         return ""
 

@@ -97,7 +97,7 @@ class Reads(Frame):
             case Number(value):
                 return Val(repr(value) if math.isfinite(value) else f'float("{value}")')
             case Access(tensor, ()) if tensor in self.plan.numbers:
-                return Val(self.arg(f"{tensor}_number"))
+                return self.number(tensor, dtype)
             case Access():
                 loaded = self.load(expr)
                 return loaded if dict(self.plan.kinds)[expr.tensor] == dtype else Val(f"{loaded.text}.to(tl.{dtype})", loaded.axes, loaded.stage)
@@ -109,6 +109,13 @@ class Reads(Frame):
                 return combine([self.evaluate(f, dtype) for f in factors], "*")
             case Sum(terms):
                 return Val(f"({(total := combine([self.evaluate(t, dtype) for t in terms], '+')).text})", total.axes, total.stage)
+
+    def number(self, tensor: str, dtype: str) -> Val:
+        """A number that is passed; integers come in 32 bits where they fit, in which products of them, and identities of int64, need not."""
+        name = self.arg(f"{tensor}_number")
+        if dict(self.plan.kinds)[tensor].startswith("float"):
+            return Val(name)
+        return Val(f"tl.cast({name}, tl.{dtype})")
 
     def argument(self, expr: Expr, dtype: str) -> Val:
         """An argument of a function; numbers alone have no dtype yet, and functions want one."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum.compat import PLAIN, are_plain, shorten
+from insum.compat.calls import PLAIN, are_plain, shorten
 from insum.fusion.indices import owner
 from insum.fusion.origin import evaluate
 from insum.plan.facts import version_of

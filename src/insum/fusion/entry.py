@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
-from insum import compat
+from insum.compat import compiler
 from insum.errors import SettingsError
 from insum.fusion.rewrite import fuse
 from insum.settings import settings
@@ -34,20 +34,20 @@ def backend(module: GraphModule, inputs: Any, *, mode: str | None = None, option
     if not callable(rest) and rest not in _RESTS:
         raise SettingsError(f"options['insum.rest'] is {rest!r}", expected="'inductor', 'eager' or a function of a graph module and its inputs")
     if rest != "inductor":
-        compiled: Callable[..., Any] = compat.aot(module, inputs, rest if callable(rest) else _as_it_is, functools.partial(_fuse, wish=wish))
+        compiled: Callable[..., Any] = compiler.aot(module, inputs, rest if callable(rest) else _as_it_is, functools.partial(_fuse, wish=wish))
         return compiled
-    patches = {**compat.mode_options(mode), **more}
+    patches = {**compiler.mode_options(mode), **more}
     found = _pass(wish)
     if found is None:
         _warn_once()
     else:
         patches["joint_custom_pre_pass"] = found
-    compiled = compat.inductor(module, inputs, patches)
+    compiled = compiler.inductor(module, inputs, patches)
     return compiled
 
 
 def _as_it_is(module: GraphModule, inputs: Any) -> Callable[..., Any]:
-    return compat.boxed(module)
+    return compiler.boxed(module)
 
 
 def _fuse(graph: Graph, wish: str = "") -> None:
@@ -55,11 +55,11 @@ def _fuse(graph: Graph, wish: str = "") -> None:
 
 
 def _fuse_for_inductor(graph: Graph, wish: str = "") -> None:
-    fuse(graph, wish, captured=compat.uses_cuda_graphs())
+    fuse(graph, wish, captured=compiler.uses_cuda_graphs())
 
 
 def _pass(wish: str = "") -> Any:
-    return compat.joint_pass(functools.partial(_fuse_for_inductor, wish=wish), (_identity(), wish or settings.fuse))
+    return compiler.joint_pass(functools.partial(_fuse_for_inductor, wish=wish), (_identity(), wish or settings.fuse))
 
 
 @functools.cache
@@ -94,14 +94,14 @@ def enable() -> bool:
     if found is None:
         _warn_once()
         return False
-    _before.append(compat.exchange_joint_pass(found))
+    _before.append(compiler.exchange_joint_pass(found))
     return True
 
 
 def disable() -> None:
     """End what `enable` began. Models that are compiled stay as they are."""
     if _before:
-        compat.exchange_joint_pass(_before.pop())
+        compiler.exchange_joint_pass(_before.pop())
 
 
 @contextmanager
@@ -123,4 +123,4 @@ def enabled() -> Iterator[None]:
 
 def register() -> None:
     """Make the name "insum" known to ``torch.compile``; where the package is installed, its entry point does."""
-    compat.register_backend("insum", backend)
+    compiler.register_backend("insum", backend)

@@ -14,7 +14,7 @@ import torch
 from torch import SymInt, Tensor
 from torch.fx import Graph, Node
 
-from insum.compat import known_true, symbols_from_data
+from insum.compat.sizes import known_true, symbols_from_data
 from insum.fusion import computed
 from insum.fusion.chains import Chain
 from insum.fusion.origin import SUMS, Origin, has_known_shape, origin_of, pure_nodes, waits

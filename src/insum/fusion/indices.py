@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from insum.compat import PLAIN, assert_async, in_backward
+from insum.compat.calls import PLAIN, assert_async, in_backward
 from insum.plan.facts import facts_of, known, version_of
 from insum.runtime import bounds, fused
 from insum.settings import settings

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from insum.compat import PLAIN
+from insum.compat.calls import PLAIN
 from insum.errors import IndexRangeError
 from insum.fusion.indices import Selects, looks_are_free, owner, part, read, seen_once, select, wrapped, written
 from insum.lang.expr import Access, Affine, Expr, Statement, accesses, index_of, rewrite

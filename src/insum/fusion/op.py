@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum.compat import PLAIN, are_plain, shorten
+from insum.compat.calls import PLAIN, are_plain, shorten
 from insum.fusion import ways
 from insum.fusion.computed import computed
 from insum.fusion.indices import Selects, is_passing, looks_are_free, owner, part, read, seen_once, select, wrapped, written

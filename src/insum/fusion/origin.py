@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from insum.compat import is_hinted
+from insum.compat.sizes import is_hinted
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

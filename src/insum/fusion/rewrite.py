@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from insum.compat import functional_call
+from insum.compat.compiler import functional_call
 from insum.fusion import series
 from insum.fusion.chains import Chain, Chains, find
 from insum.fusion.cost import objection

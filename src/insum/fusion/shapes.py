@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.fx import Node
 
-from insum.compat import known_true, size_or
+from insum.compat.sizes import known_true, size_or
 from insum.lang.bind import Size
 from insum.lang.expr import Access, Affine, Atom, accesses, affine
 

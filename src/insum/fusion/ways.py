@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from insum.compat import PLAIN, kinds_guard
+from insum.compat.calls import PLAIN, kinds_guard
 from insum.fusion.indices import Limits, is_saved, owner, seen_once, shares_memory
 from insum.plan.facts import known, version_of
 from insum.runtime import cache, fused

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import insum
-from insum.compat import is_plain_call
+from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, IndexRangeError
 from insum.nn.checks import integers
 from insum.nn.memory import remembered

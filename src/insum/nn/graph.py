@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import insum
-from insum.compat import is_plain_call
+from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import COO, GroupCOO, SparseFormat
 from insum.nn.checks import integers, last_size, one_device

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from insum.compat import is_plain_call
+from insum.compat.calls import is_plain_call
 from insum.plan.facts import version_of
 
 T = TypeVar("T")

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum import compat
 from insum.codegen.emit import Kernel, Shape, emit
 from insum.codegen.unrolled import emit_unrolled, parts
+from insum.compat import calls
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, accesses, index_of, variables
 from insum.lang.types import identity
@@ -129,7 +129,7 @@ class Program:
     @functools.cached_property
     def empty(self) -> Callable[[], Tensor]:
         """Makes the result, or the buffer that it is computed in, on the current device."""
-        return compat.maker(self.shape, self.buffer or self.problem.dtype, self.problem.device)
+        return calls.maker(self.shape, self.buffer or self.problem.dtype, self.problem.device)
 
     @functools.cached_property
     def index(self) -> int | None:
@@ -151,7 +151,7 @@ class Program:
     def room(self) -> Callable[[], Tensor] | None:
         """Makes the workspace of the launches that are `alone`, where they have one."""
         step = self.steps[0]
-        return compat.maker(step.workspace, WIDE[step.prepared.plan.accumulator], self.problem.device) if step.workspace else None
+        return calls.maker(step.workspace, WIDE[step.prepared.plan.accumulator], self.problem.device) if step.workspace else None
 
 
 def assemble(

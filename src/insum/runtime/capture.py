@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from insum.compat import cudagraph_state
+from insum.compat.calls import cudagraph_state
 from insum.lang.bind import Problem, Value
 from insum.plan.config import Choice
 from insum.plan.facts import known

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from insum.codegen.emit import Kernel, Shape, emit
-from insum.compat import size_hint
+from insum.compat.sizes import size_or
 from insum.lang.bind import Problem, Size, Value
 from insum.lang.types import identity
 from insum.plan import model
@@ -152,7 +152,7 @@ def _argument(name: str, problem: Problem, values: Mapping[str, Value], out: Ten
 
 def example(size: Size) -> int:
     """A size, or one that a symbol may well have."""
-    return size if isinstance(size, int) else size_hint(size) or TYPICAL
+    return size if isinstance(size, int) else size_or(size, 0) or TYPICAL
 
 
 def _with_examples(problem: Problem) -> Problem:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum.compat import PLAIN, is_undisturbed, kinds_guard
+from insum.compat.calls import PLAIN, is_undisturbed, kinds_guard
 from insum.plan import facts
 from insum.plan.facts import known
 from insum.runtime import cache, fused
@@ -87,7 +87,7 @@ class Site:
 
 
 class Kinds:
-    """What `compat.kinds_guard` does, where torch does not offer it."""
+    """What `calls.kinds_guard` does, where torch does not offer it."""
 
     __slots__ = ("wanted",)
 

@@ -52,7 +52,7 @@ def count_compiles() -> Iterator[Compilations]:
 
 
 def _graphs() -> int:
-    from insum.compat import compiled_graphs
+    from insum.compat.compiler import compiled_graphs
 
     return compiled_graphs()
 

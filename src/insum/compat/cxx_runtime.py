@@ -13,7 +13,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from insum import compat
+from insum.compat import compiler
 
 #: As a linker's option -l takes it: this very file, wherever libraries are looked for.
 SHARED = ":libstdc++.so.6"
@@ -27,25 +27,25 @@ def libraries() -> list[str]:
     >>> libraries() in ([], [":libstdc++.so.6"])
     True
     """
-    compiler = compat.cxx_compiler()
-    return list(_needed(compiler)) if sys.platform == "linux" and compiler is not None else []
+    found = compiler.cxx_compiler()
+    return list(_needed(found)) if sys.platform == "linux" and found is not None else []
 
 
 @functools.cache
-def _needed(compiler: str) -> tuple[str, ...]:
-    if _linked(compiler) != "statically":
+def _needed(command: str) -> tuple[str, ...]:
+    if _linked(command) != "statically":
         return ()
-    return (SHARED,) if _linked(compiler, f"-l{SHARED}") == "dynamically" else ()
+    return (SHARED,) if _linked(command, f"-l{SHARED}") == "dynamically" else ()
 
 
-def _linked(compiler: str, *options: str) -> str:
+def _linked(command: str, *options: str) -> str:
     """How this compiler links the C++ runtime into a shared library: "dynamically", "statically", or "" where it cannot be told."""
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder) / "probe.cpp", Path(folder) / "probe.so"
         source.write_text(PROBE)
-        command = [compiler, "-shared", "-fPIC", str(source), "-o", str(library), *options]
+        arguments = ["-shared", "-fPIC", str(source), "-o", str(library), *options]
         try:
-            done = subprocess.run(command, capture_output=True, timeout=60, check=False)
+            done = subprocess.run([command, *arguments], capture_output=True, timeout=60, check=False)
         except (OSError, subprocess.TimeoutExpired):
             return ""
         if done.returncode or not library.exists():
