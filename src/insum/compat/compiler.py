@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -90,32 +91,22 @@ def uses_cuda_graphs() -> bool:
 
 def free_sizes() -> contextlib.AbstractContextManager[Any]:
     """While this lasts, sizes that happen to be equal are not taken to be the same size; does nothing where torch cannot be told so."""
-    try:
-        from torch.fx.experimental import _config
-
-        return _changed(_config, "use_duck_shape", False)
-    except (ImportError, AttributeError):
-        pass
-    return contextlib.nullcontext()
+    return _switched("torch.fx.experimental._config", "use_duck_shape", False)
 
 
 def traced_gradients() -> contextlib.AbstractContextManager[Any]:
     """While this lasts, ``torch.compile`` traces ``torch.autograd.grad`` instead of breaking the graph; does nothing where torch cannot."""
-    try:
-        from torch._dynamo import config
+    return _switched("torch._dynamo.config", "trace_autograd_ops", True)
 
-        return _changed(config, "trace_autograd_ops", True)
-    except (ImportError, AttributeError):
-        pass
+
+def _switched(module: str, name: str, value: bool) -> contextlib.AbstractContextManager[Any]:
+    """A scope in which one of torch's switches has another value; one that changes nothing where there is no such switch."""
+    with contextlib.suppress(ImportError, AttributeError):
+        config = importlib.import_module(module)
+        if isinstance(getattr(config, name), bool):
+            scope: contextlib.AbstractContextManager[Any] = config.patch(**{name: value})
+            return scope
     return contextlib.nullcontext()
-
-
-def _changed(config: Any, name: str, value: bool) -> contextlib.AbstractContextManager[Any]:
-    """A scope in which one of torch's switches has another value. Raises AttributeError where there is no such switch."""
-    if not isinstance(getattr(config, name), bool):
-        raise AttributeError(name)
-    scope: contextlib.AbstractContextManager[Any] = config.patch(**{name: value})
-    return scope
 
 
 # --- passes and backends -------------------------------------------------------------------------------------------------------
