@@ -221,13 +221,15 @@ def _fused_into_(target: Tensor, spec: str, tensors: list[Tensor], sizes: list[i
 
 
 def _fused_extremum(base: Tensor, spec: str, tensors: list[Tensor], sizes: list[int], include_self: bool) -> Tensor:
-    shape = base.shape
-    flat = base.reshape(sizes[: _scattered(spec)[0]])  # the statement has no dimensions of size 1
+    flat = sizes[: _scattered(spec)[0]]  # the statement has no dimensions of size 1
     if include_self:
-        return _run("from", flat, spec, tensors, sizes).reshape(shape)
-    found = _run("new", None, spec, tensors, sizes)
-    present = _present(spec, tensors, tuple(sizes))
-    return (found if present is None else torch.where(present, found, flat)).reshape(shape)
+        found = _run("from", base.reshape(flat), spec, tensors, sizes)
+    else:
+        found = _run("new", None, spec, tensors, sizes)
+        present = _present(spec, tensors, tuple(sizes))
+        if present is not None:
+            found = torch.where(present, found, base.reshape(flat))
+    return found if found.shape == base.shape else found.reshape(base.shape)
 
 
 @functools.lru_cache(maxsize=4096)
