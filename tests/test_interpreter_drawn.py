@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import insum
-from insum.lang.expr import Access, Call, Product, Statement, product
+from insum.lang.expr import Access, Call, Product, Statement, accesses, product
 from insum.lang.parser import parse
 from insum.runtime import fused
 from insum.testing import Case, draw_cases
@@ -131,6 +131,24 @@ def test_functions_of_factors(strategy: str, used: Counter[str]) -> None:
             failures += filter(None, [failure(functions_of_factors(case, number), choices)])
     assert not failures, f"{len(failures)} failed, the shortest of them:\n{min(failures, key=len)}"
     assert SEED != 2026 or used["dot"] and used["sum"]
+
+
+def large(case: Case) -> Case:
+    """The same with integers whose products need more than 32 bits; what indexes stays as it is."""
+    statement = parse(case.statement)
+    read = [*accesses(statement.value), *accesses(statement.target)]
+    indexing = {inner.tensor for access in read for index in access.indices for inner in accesses(index)}
+    factors = {name: 70_001 if isinstance(value, int) else 30_011 for name, value in case.values.items()}
+    return replace(case, values={name: value if name in indexing else value * factors[name] for name, value in case.values.items()})
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_large_integers(strategy: str) -> None:
+    options = {"dtypes": (torch.int64,), "index_dtypes": INDICES, "functions": ("abs", "relu", "sign", "eq"), "max_rank": 3}
+    failures = []
+    for number, case in enumerate(draw_cases(60, seed=SEED + 9, **options)):
+        failures += filter(None, [failure(large(case), {"scatter": strategy, "swap": number % 5 != 0})])
+    assert not failures, f"{len(failures)} failed, the shortest of them:\n{min(failures, key=len)}"
 
 
 def test_statements_in_deterministic_mode(used: Counter[str]) -> None:
