@@ -23,7 +23,6 @@ from applications import Call
 from insum.plan.config import power_of_two
 from insum.request import request_of
 from insum.runtime import bounds, fused, launch
-from insum.runtime.build import OUT, WIDE, WORK
 from kernels import bound
 
 pytestmark = pytest.mark.compile_only
@@ -79,11 +78,8 @@ def compiled(call: Call, target: str) -> Iterator[Result]:
     program = fused.plan_only(problem, call.values, architecture=target)
     for step in program.steps:
         plan = step.prepared.plan
-        own: dict[str, Any] = {OUT: torch.empty(1, dtype=program.buffer or problem.dtype), WORK: torch.empty(1, dtype=WIDE[plan.accumulator])}
         for one in step.launches:
-            arguments = list(one.arguments)
-            for position, name in one.names:
-                arguments[position] = own.get(name, call.values.get(name))
+            arguments = one.bound(call.values, *program.examples(step))
             found = launch.compile_for(one.function, arguments, target, warps=one.config.warps, stages=one.config.stages)
             yield Result(call.name, plan.strategy, plan.roles.dot, one.config, found, spilled(found))
 

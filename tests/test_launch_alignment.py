@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from insum.plan.config import Config
-from insum.runtime import build
-from insum.runtime.build import OUT, Launch
+from insum.runtime import program
+from insum.runtime.program import OUT, Launch
 
 
 def made(monkeypatch: pytest.MonkeyPatch) -> tuple[Launch, list[Any], list[Any]]:
@@ -18,7 +18,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> tuple[Launch, list[Any], list[Any]]
     asked: list[Any] = []
     launched: list[Any] = []
     monkeypatch.setattr(Launch, "compiled", lambda self, arguments: asked.append(arguments) or len(asked))
-    monkeypatch.setattr(build.launch, "runner_of", lambda compiled, programs: lambda arguments: launched.append((compiled, list(arguments))))
+    monkeypatch.setattr(program.launch, "runner_of", lambda compiled, programs: lambda arguments: launched.append((compiled, list(arguments))))
     one = Launch(None, (1,), ("a", OUT, 7), ((0, "a"), (1, OUT)), Config(), None, "")  # type: ignore[arg-type]
     return one, asked, launched
 

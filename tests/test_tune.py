@@ -15,7 +15,7 @@ import insum
 from applications import Application, block_spmm, spmm, tiny
 from insum.errors import SettingsError
 from insum.plan.config import Choice, Config
-from insum.runtime import build, cache, fused, launch, tune
+from insum.runtime import cache, fused, launch, tune
 from insum.runtime.timing import wall_timer
 
 
@@ -333,8 +333,7 @@ def test_workers_compile_what_a_launch_would_look_for(tmp_path: Path, monkeypatc
     application = product()
     program = fused.plan_only(application.forward.problem(), application.values)
     (one,) = program.steps[0].launches
-    named = {**application.values, build.OUT: torch.empty(0, dtype=torch.float16)}
-    arguments = [named[a] if isinstance(a, str) else a for a in one.arguments]
+    arguments = one.bound(application.values, *program.examples(program.steps[0]))
     jobs = [launch.job(one.function, one.kernel.name, arguments, warps, 2) for warps in (4, 8)]
     done: list[int] = []
     assert launch.compile_ahead(jobs, ["cuda", 90, 32], workers=2, done=lambda: done.append(1)) == ["", ""]

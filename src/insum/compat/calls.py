@@ -87,7 +87,7 @@ def is_plain_call(values: Iterable[object]) -> bool:
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether no tensor is of a subclass with behaviour of its own."""
-    return all([type(t) in PLAIN for t in tensors])  # noqa: C419  # a list is quicker, and this is asked in every call
+    return all(type(t) in PLAIN for t in tensors)
 
 
 class _Shortened:

@@ -25,7 +25,7 @@ from insum.ops import decode
 from insum.plan.facts import known, pass_by
 from insum.request import Request, prepare
 from insum.runtime import fused
-from insum.runtime.build import Program
+from insum.runtime.program import Program
 from insum.settings import settings
 
 

@@ -17,7 +17,7 @@ from insum.compat.calls import PLAIN, kinds_guard
 from insum.fusion.indices import Limits, is_saved, owner, seen_once, shares_memory
 from insum.plan.facts import known, version_of
 from insum.runtime import cache, fused
-from insum.runtime.build import Program
+from insum.runtime.program import Program
 from insum.runtime.refit import Refit, refit_of
 from insum.settings import settings
 
@@ -77,7 +77,7 @@ class Way:
             values[name] = seen_once(name, values[name], limit, wraps)
         if target is not None and shares_memory(target, values):
             return None
-        return fused.execute_there(program, values, target)
+        return fused.execute(program, values, target)
 
 
 class Path:
@@ -115,7 +115,7 @@ class Path:
         values.update(zip(self.names, read))
         if target is not None and ((target.shape, target.stride(), target.dtype) != self.target or _meets(target, read)):
             return None
-        return fused.execute_there(program, values, target)
+        return fused.execute(program, values, target)
 
     def are_alike(self, read: Sequence[Tensor]) -> bool:
         """The same as `alike` tells, which looks at the state of the dispatcher too."""
@@ -158,7 +158,7 @@ class Stretch:
         program = self.refit(values, shape, target)
         if program is None:
             return None
-        return fused.execute_there(program, values, target)
+        return fused.execute(program, values, target)
 
 
 #: Names of the tensors that a statement reads as they are, with their places; and the places of what decides its index tensors.

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from insum.codegen.emit import Kernel, Shape, emit
 from insum.codegen.unrolled import emit_unrolled, parts
-from insum.compat import calls
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, accesses, index_of, variables
 from insum.lang.types import identity
@@ -26,132 +23,9 @@ from insum.plan.prepare import CannotFuse, Prepared, Wishes
 from insum.plan.roles import Contraction
 from insum.plan.schedule import Segments, Tasks, tasks
 from insum.runtime import binaries, launch
+from insum.runtime.program import OUT, WIDE, WORK, Launch, Program, Step
 
-WIDE = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
-OUT, WORK = "<out>", "<work>"  # what is looked up for the arguments that are no tensors of the statement
 _OWN = {"out_at": OUT, "work_at": WORK}  # names of the statement's tensors end in _ptr
-
-
-@dataclass(slots=True, eq=False)
-class Launch:
-    """One kernel launch: ``arguments`` are constants, or ``names`` to look up among the call's tensors."""
-
-    function: Any
-    grid: tuple[int]
-    arguments: tuple[Any, ...]
-    names: tuple[tuple[int, str], ...]  # (position, name) of arguments that change from call to call
-    config: Config
-    kernel: Kernel
-    header: str
-    runner: Any = None  # the compiled kernel, for calls whose pointers are all aligned
-    others: dict[int, Any] = field(default_factory=dict)  # and those for calls in which some are not, as the rows of a tensor may be
-    addresses: tuple[Any, ...] = ()  # the arguments for runners, which take tensors by their address
-    told: Callable[[int, Any], None] | None = None  # is told which pointers were not aligned, and the kernel that was compiled for it
-
-    def __call__(self, values: Mapping[str, Any], out: Tensor, work: Tensor | None) -> None:
-        if self.addresses:
-            arguments, together = list(self.addresses), 0
-            for position, name in self.names:
-                at: int = (out if name is OUT else work if name is WORK else values[name]).data_ptr()  # type: ignore[union-attr]
-                arguments[position] = at
-                together |= at
-            runner = self.others.get(self.unaligned(arguments)) if together & 15 else self.runner
-            if runner is not None:
-                runner(arguments)
-                return
-        self.first(values, out, work)
-
-    def unaligned(self, addresses: Sequence[int]) -> int:
-        """Which of the pointers that change are not aligned, one bit for each: kernels are compiled for that."""
-        found = 0
-        for position, _ in self.names:
-            found = 2 * found + (addresses[position] & 15 != 0)
-        return found
-
-    def first(self, values: Mapping[str, Any], out: Tensor, work: Tensor | None) -> None:
-        """Launch through Triton, which compiles for the kinds of the arguments, and keep what it compiled."""
-        arguments = list(self.arguments)
-        for position, name in self.names:
-            value = out if name is OUT else work if name is WORK else values[name]
-            arguments[position] = int(value) if isinstance(value, bool) else value  # a truth value counts as a number here
-        compiled = self.compiled(arguments)
-        # Numbers may be specialised by value, so calls that pass some look their kernel up anew.
-        changing = [arguments[position] for position, _ in self.names]
-        if compiled is None or not all(isinstance(v, Tensor) for v in changing):
-            return
-        runner = launch.runner_of(compiled, self.grid[0])
-        addresses = tuple(v.data_ptr() if isinstance(v, Tensor) else v for v in arguments)
-        if which := self.unaligned(addresses):
-            self.others[which] = runner
-        else:
-            self.runner = runner
-        if self.told is not None:
-            self.told(which, compiled)
-        self.addresses = tuple(v.data_ptr() if isinstance(v, Tensor) else v for v in self.arguments)
-
-    def compiled(self, arguments: list[Any]) -> Any:
-        """Launch; the kernel that was launched, found on disk or compiled now."""
-        warps, stages = self.config.warps, self.config.stages
-        found = binaries.recalled(self.function, arguments, warps, stages)
-        if found is not None:
-            found[(self.grid[0], 1, 1)](*arguments)
-            return found
-        made = self.function[self.grid](*arguments, num_warps=warps, num_stages=stages)
-        if made is not None:
-            binaries.note(made, self.function, arguments, warps, stages)
-        return made
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """One product of the statement: its launches and what the output must be before them."""
-
-    prepared: Prepared
-    launches: tuple[Launch, ...]
-    workspace: tuple[int, ...]  # shape of the workspace for pieces of long rows, or ()
-    atomic: bool
-    choice: Choice = ()
-
-
-@dataclass(frozen=True, eq=False)
-class Program:
-    """All products of one statement, for one kind of input. Has no slots, so that it can be referred to weakly."""
-
-    problem: Problem  # held, as are the wishes, so that their identities stay taken
-    wishes: Wishes
-    steps: tuple[Step, ...]
-    shape: tuple[int, ...]
-    buffer: torch.dtype | None
-    start: bool | int | float
-    promote: tuple[str, ...] = ()  # index tensors that become constants of the code once they have come back often enough
-    calls: list[int] = field(default_factory=lambda: [0])
-
-    @functools.cached_property
-    def empty(self) -> Callable[[], Tensor]:
-        """Makes the result, or the buffer that it is computed in, on the current device."""
-        return calls.maker(self.shape, self.buffer or self.problem.dtype, self.problem.device)
-
-    @functools.cached_property
-    def index(self) -> int | None:
-        """Which of several GPUs it runs on; None where there is nothing to choose."""
-        device = self.problem.device
-        return device.index if device.type == "cuda" else None
-
-    @functools.cached_property
-    def alone(self) -> tuple[Launch, ...]:
-        """The launches, where there is one step and no buffer; else none."""
-        return self.steps[0].launches if len(self.steps) == 1 and self.buffer is None else ()
-
-    @functools.cached_property
-    def filled(self) -> bool:
-        """Whether the launches that are `alone` find the result filled with what it starts from."""
-        return self.steps[0].atomic or self.steps[0].prepared.fill
-
-    @functools.cached_property
-    def room(self) -> Callable[[], Tensor] | None:
-        """Makes the workspace of the launches that are `alone`, where they have one."""
-        step = self.steps[0]
-        return calls.maker(step.workspace, WIDE[step.prepared.plan.accumulator], self.problem.device) if step.workspace else None
 
 
 def assemble(
@@ -169,14 +43,8 @@ def jobs(program: Program, values: Mapping[str, Value], *, new: bool = False) ->
     """What compiling workers need to compile the kernels of a program; of ``new`` ones alone, that no process has noted yet."""
     found = []
     for step in program.steps:
-        kinds: dict[str, Any] = {
-            OUT: torch.empty(0, dtype=program.buffer or program.problem.dtype),
-            WORK: torch.empty(0, dtype=WIDE[step.prepared.plan.accumulator]),
-        }
         for one in step.launches:
-            arguments = list(one.arguments)
-            for position, name in one.names:
-                arguments[position] = kinds[name] if name in kinds else values[name]
+            arguments = one.bound(values, *program.examples(step))
             if not (new and binaries.is_noted(one.function, arguments, one.config.warps, one.config.stages)):
                 found.append(launch.job(one.function, one.kernel.name, arguments, one.config.warps, one.config.stages))
     return found

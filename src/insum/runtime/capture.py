@@ -19,8 +19,9 @@ from insum.plan.config import Choice
 from insum.plan.facts import known
 from insum.plan.prepare import CannotFuse
 from insum.runtime import fused
-from insum.runtime.build import Program, anchors
+from insum.runtime.build import anchors
 from insum.runtime.portable import Portable, portable
+from insum.runtime.program import Program
 from insum.settings import settings
 
 T = TypeVar("T")

@@ -26,7 +26,8 @@ from insum.plan.facts import facts_of
 from insum.plan.plan import Plan
 from insum.plan.prepare import PROMOTE_POINTS, CannotFuse, Prepared, Wishes, index_reads, prepare
 from insum.runtime import cache, launch
-from insum.runtime.build import OUT, WIDE, WORK, Program, Step, anchors, assemble, first_choice, is_empty, jobs
+from insum.runtime.build import anchors, assemble, first_choice, is_empty, jobs
+from insum.runtime.program import Program
 from insum.settings import settings
 
 _launches: dict[object, Program | Refusal] = {}
@@ -57,8 +58,7 @@ def run(problem: Problem, values: Mapping[str, Value], target: Tensor | None, co
     if isinstance(program, str):
         _fall_back(problem, program)
         return None
-    with on_device(problem.device):
-        return execute(program, values, None) if target is None else into(program, values, target)
+    return execute(program, values, None) if target is None else into(program, values, target)
 
 
 def into(program: Program, values: Mapping[str, Value], target: Tensor) -> Tensor:
@@ -77,46 +77,23 @@ def _capture() -> Any:
 
 
 def execute(program: Program, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
-    """Launch everything; without a ``target`` into a new tensor."""
-    if program.alone:
-        if target is None:
-            out = program.empty()
-            if program.filled:
-                out.fill_(program.start)
-        else:
-            out = target
-        work = None if program.room is None else program.room()
-        for one in program.alone:
-            one(values, out, work)
-        return out
-    problem, buffer = program.problem, program.buffer
+    """Launch everything, on the program's device; without a ``target`` into a new tensor."""
+    if program.index is not None and program.index != torch.cuda.current_device():
+        with torch.cuda.device(program.index):
+            return execute(program, values, target)
     if target is None:
         out = program.empty()
+        if program.filled:
+            out.fill_(program.start)
     else:
-        out = target.to(buffer, memory_format=torch.contiguous_format, copy=True) if buffer else target
-    first = target is None
-    for step in program.steps:
-        _run_step(step, out, values, program.start, first)
-        first = False
-    if buffer is None:
+        out = target if program.buffer is None else target.to(program.buffer, memory_format=torch.contiguous_format, copy=True)
+    for room, launches in program.work:
+        work = None if room is None else room()
+        for one in launches:
+            one(values, out, work)
+    if program.buffer is None:
         return out
-    return out.to(problem.dtype) if target is None else target.copy_(out)
-
-
-def execute_there(program: Program, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
-    """The same on the program's device, whichever is the current one."""
-    if program.index is None or program.index == torch.cuda.current_device():
-        return execute(program, values, target)
-    with torch.cuda.device(program.index):
-        return execute(program, values, target)
-
-
-def _run_step(step: Step, out: Tensor, values: Mapping[str, Value], start: bool | int | float, first: bool) -> None:
-    if first and (step.atomic or step.prepared.fill or not step.launches):
-        out.fill_(start)
-    work = torch.empty(step.workspace, dtype=WIDE[step.prepared.plan.accumulator], device=out.device) if step.workspace else None
-    for one in step.launches:
-        one(values, out, work)
+    return out.to(program.problem.dtype) if target is None else target.copy_(out)
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -386,12 +363,8 @@ def compile_only(problem: Problem, values: Mapping[str, Value], architecture: st
     found = []
     program = plan_only(problem, values, architecture=architecture)
     for step in program.steps:
-        out = torch.empty(1, dtype=program.buffer or problem.dtype)
-        work = torch.empty(1, dtype=WIDE[step.prepared.plan.accumulator])
         for one in step.launches:
-            arguments = list(one.arguments)
-            for position, name in one.names:
-                arguments[position] = out if name == OUT else work if name == WORK else values[name]
+            arguments = one.bound(values, *program.examples(step))
             compiled = launch.compile_for(one.function, arguments, architecture, warps=one.config.warps, stages=one.config.stages)
             found.append((step.prepared.plan.strategy, compiled))
     return found

@@ -23,7 +23,8 @@ from insum.plan.facts import declare
 from insum.plan.plan import Plan
 from insum.plan.prepare import CannotFuse, Prepared, Wishes, prepare
 from insum.runtime import launch
-from insum.runtime.build import WIDE, first_choice
+from insum.runtime.build import first_choice
+from insum.runtime.program import WIDE
 
 #: Sizes for which a kernel is laid out where a size is a symbol that gives no example.
 TYPICAL = 4096

@@ -14,7 +14,8 @@ from insum.lang.expr import Access, accesses
 from insum.plan import model
 from insum.plan.draft import is_wide
 from insum.runtime import launch
-from insum.runtime.build import Builder, Launch, Program
+from insum.runtime.build import Builder
+from insum.runtime.program import Launch, Program
 
 #: A config is good for sizes up to this many times larger or smaller.
 REACH = 4

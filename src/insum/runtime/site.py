@@ -17,7 +17,7 @@ from insum.compat.calls import PLAIN, is_undisturbed, kinds_guard
 from insum.plan import facts
 from insum.plan.facts import known
 from insum.runtime import cache, fused
-from insum.runtime.build import Program
+from insum.runtime.program import Program
 from insum.settings import settings
 
 state, entries = cache.state, facts.entries
@@ -27,7 +27,7 @@ class Site:
     """One kind of call of one statement, in plain eager mode, whose result is a new tensor, or the ``target`` that is accumulated into."""
 
     __slots__ = (
-        *("alike", "default", "deterministic", "epoch", "graded", "index", "indices"),
+        *("alike", "default", "deterministic", "epoch", "graded", "indices"),
         *("names", "precision", "program", "request", "settings", "sizes", "target"),
     )
 
@@ -39,8 +39,6 @@ class Site:
         self.default, self.deterministic = torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
         # The matmul precision matters where float32 operands may meet in a matrix product.
         self.precision = torch.get_float32_matmul_precision() if any(v.dtype is torch.float32 for v in values.values()) else ""
-        alone = torch.cuda.is_available() and torch.cuda.device_count() == 1  # the current device is the one that a tensor on a GPU is on
-        self.index = program.problem.device.index if program.problem.device.type == "cuda" and not alone else None
         self.names = tuple(values)
         self.alike = kinds_guard(list(values.values())) or Kinds(values.values())
         self.indices = tuple((place, f.serial, f.constant) for place, (n, v) in enumerate(values.items()) if n in indices and (f := known(v)) is not None)
@@ -67,9 +65,7 @@ class Site:
                 return None
         if self.default is not torch.get_default_dtype() or self.deterministic is not torch.are_deterministic_algorithms_enabled():
             return None
-        if self.precision and self.precision != torch.get_float32_matmul_precision() or self.index is not None and self.index != torch.cuda.current_device():
-            return None
-        if not is_undisturbed():
+        if self.precision and self.precision != torch.get_float32_matmul_precision() or not is_undisturbed():
             return None
         if self.target:
             return self.into(program, tensors)

@@ -24,7 +24,8 @@ from insum.plan import cost, space
 from insum.plan.config import Choice, Config, shown
 from insum.plan.prepare import CannotFuse, Prepared, Wishes
 from insum.runtime import cache, fused, launch
-from insum.runtime.build import Program, assemble, first_choice, is_empty, jobs
+from insum.runtime.build import assemble, first_choice, is_empty, jobs
+from insum.runtime.program import Program
 from insum.runtime.timing import Timer, replay_timer
 
 log = logging.getLogger("insum")
