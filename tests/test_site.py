@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -203,3 +205,22 @@ def test_a_fused_call_into_a_tensor_is_seen_by_autograd() -> None:
     insum.insum(STATEMENT.replace("=", "+=", 1), **values)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
+
+
+def test_a_program_runs_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several GPUs, whichever is the current one; where that is the right one already, nothing is switched."""
+    current, seen = [0], []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        before, current[0] = current[0], index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "device", device)
+    launched = lambda values, out, work: seen.append((current[0], work is None))
+    for index in (0, 1, None):
+        one = SimpleNamespace(index=index, empty=lambda: torch.empty(2), filled=True, start=0.0, buffer=None, work=((None, (launched,)),))
+        assert fused.execute(one, {}, None).tolist() == [0.0, 0.0]  # type: ignore[arg-type]
+    assert seen == [(0, True), (1, True), (0, True)] and current == [0]
