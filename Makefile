@@ -45,6 +45,7 @@ demo: $(STAMP)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
 # Two runs, because Triton decides between interpreter and compiler once, when it is imported.

@@ -1,4 +1,6 @@
-"""For tests and doctests alike: PyG exchanges ``torch.index_select`` for its own when a test imports it. That ends with the test."""
+"""For tests and doctests alike: PyG exchanges ``torch.index_select`` for its own when a test
+imports it. That ends with the test.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""How long building a format takes: CSR to every format, against torch.sparse and SciPy, and the exact group size against one sort.
+"""How long building a format takes: CSR to every format, against torch.sparse and SciPy, and the
+exact group size against one sort.
 
     python benchmarks/formats.py --data ../shared/data/graphs --device cpu --json out.json
 
-DIR holds ``*.npz`` files with ``indptr``, ``indices`` and ``shape`` (a CSR pattern); without it, generated stand-ins are used.
-Everything is checked before it is timed. Times are medians in milliseconds, the device synchronised around each.
+DIR holds ``*.npz`` files with ``indptr``, ``indices`` and ``shape`` (a CSR pattern); without it,
+generated stand-ins are used. Everything is checked before it is timed. Times are medians in
+milliseconds, the device synchronised around each.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ from insum.formats import COO, BlockCOO, BlockGroupCOO, GroupCOO, SparseFormat, 
 
 warnings.filterwarnings("ignore", message="Sparse .*")
 _MOST_BLOCK_VALUES = 1 << 28
-#: torch's conversion to BSR takes time in proportion to all places where a block could be: minutes beyond this many.
+#: torch's conversion to BSR takes time in proportion to all places where a block could be: minutes
+#: beyond this many.
 _MOST_PLACES_FOR_TORCH_BSR = 10_000_000
 Thunk = Callable[[], Any]
 
@@ -52,12 +55,18 @@ class Row:
 
 def graphs(data: Path | None, names: list[str]) -> dict[str, sp.csr_array]:
     """CSR matrices by name, with random values; stand-ins where there is no data."""
-    files = sorted(f for d in (data, data / "graphs") for f in d.glob("*.npz")) if data and data.exists() else []
+    files = (
+        sorted(f for d in (data, data / "graphs") for f in d.glob("*.npz"))
+        if data and data.exists()
+        else []
+    )
     found: dict[str, sp.csr_array] = {}
     for file in files:
         content = np.load(file)
         if "indptr" in content and (not names or file.stem in names):
-            found[file.stem] = _csr(content["indptr"], content["indices"], tuple(int(s) for s in content["shape"]))
+            found[file.stem] = _csr(
+                content["indptr"], content["indices"], tuple(int(s) for s in content["shape"])
+            )
     return found or stand_ins()
 
 
@@ -65,14 +74,23 @@ def stand_ins() -> dict[str, sp.csr_array]:
     """A skewed graph, an even one and a block-diagonal one."""
     generator = np.random.default_rng(0)
     skewed = np.minimum(generator.zipf(1.8, 50_000), 2000)
-    made = {"made-skewed": _random_rows(skewed, 50_000, generator), "made-even": _random_rows(np.full(100_000, 10), 100_000, generator)}
+    made = {
+        "made-skewed": _random_rows(skewed, 50_000, generator),
+        "made-even": _random_rows(np.full(100_000, 10), 100_000, generator),
+    }
     cliques = sp.block_diag([np.ones((24, 24), dtype=np.float32)] * 1000, format="csr")
     return made | {"made-cliques": sp.csr_array(cliques)}
 
 
-def _random_rows(occupancy: np.ndarray, columns: int, generator: np.random.Generator) -> sp.csr_array:
+def _random_rows(
+    occupancy: np.ndarray, columns: int, generator: np.random.Generator
+) -> sp.csr_array:
     indptr = np.concatenate([[0], np.cumsum(occupancy)]).astype(np.int32)
-    m = _csr(indptr, generator.integers(0, columns, indptr[-1]).astype(np.int32), (len(occupancy), columns))
+    m = _csr(
+        indptr,
+        generator.integers(0, columns, indptr[-1]).astype(np.int32),
+        (len(occupancy), columns),
+    )
     m.sum_duplicates()
     return m
 
@@ -105,7 +123,9 @@ def check(m: sp.csr_array, a: SparseFormat) -> None:
 
 
 def median_ms(run: Thunk, device: str, budget: float) -> float:
-    """Median over as many runs as fit the budget (at least three), after one to warm up; of a very slow one, that one."""
+    """Median over as many runs as fit the budget (at least three), after one to warm up; of a very
+    slow one, that one.
+    """
     wait = torch.cuda.synchronize if device == "cuda" else lambda: None
     times: list[float] = []
     start = time.perf_counter()
@@ -124,28 +144,42 @@ def median_ms(run: Thunk, device: str, budget: float) -> float:
 
 
 def conversions(m: sp.csr_array, t: Tensor, block: int, device: str) -> dict[str, Thunk | None]:
-    """Everything that is timed on one graph; None where the blocks would not fit, or torch would take minutes."""
+    """Everything that is timed on one graph; None where the blocks would not fit, or torch would
+    take minutes.
+    """
     padded = sp.csr_array((m.data, m.indices, m.indptr), shape=m.shape)
     padded.resize(*(-(-s // block) * block for s in m.shape))
     wide = to_torch(padded, device)
     coo = t.to_sparse_coo()
     places = wide.shape[0] // block * (wide.shape[1] // block)
-    blocks = BlockCOO.from_torch(wide, block_shape=block).positions[0] if _count_blocks(m, block) * block**2 < _MOST_BLOCK_VALUES else None
+    blocks = (
+        BlockCOO.from_torch(wide, block_shape=block).positions[0]
+        if _count_blocks(m, block) * block**2 < _MOST_BLOCK_VALUES
+        else None
+    )
     ours: dict[str, Thunk | None] = {
         "insum COO": lambda: COO.from_torch(t),
         "insum GroupCOO": lambda: GroupCOO.from_torch(t),
         "insum GroupCOO unchecked": lambda: GroupCOO.from_torch(t, validate=False),
         "insum GroupCOO exact": lambda: GroupCOO.from_torch(t, group_size="exact"),
-        "insum BlockGroupCOO": (lambda: BlockGroupCOO.from_torch(t, block_shape=block)) if blocks else None,
+        "insum BlockGroupCOO": (lambda: BlockGroupCOO.from_torch(t, block_shape=block))
+        if blocks
+        else None,
     }
     theirs: dict[str, Thunk | None] = {
         "torch to COO": t.to_sparse_coo,
         "torch COO to CSR": coo.to_sparse_csr,
         "torch to CSC": t.to_sparse_csc,
-        "torch to BSR": (lambda: wide.to_sparse_bsr((block, block))) if blocks and places < _MOST_PLACES_FOR_TORCH_BSR else None,
+        "torch to BSR": (lambda: wide.to_sparse_bsr((block, block)))
+        if blocks and places < _MOST_PLACES_FOR_TORCH_BSR
+        else None,
     }
     if device == "cpu":
-        theirs |= {"scipy to COO": m.tocoo, "scipy to CSC": m.tocsc, "scipy to BSR": (lambda: padded.tobsr((block, block))) if blocks else None}
+        theirs |= {
+            "scipy to COO": m.tocoo,
+            "scipy to CSC": m.tocsc,
+            "scipy to BSR": (lambda: padded.tobsr((block, block))) if blocks else None,
+        }
     return ours | theirs
 
 
@@ -160,7 +194,11 @@ def measure(name: str, m: sp.csr_array, device: str, block: int, budget: float) 
     check(m, a)
     row = Row(name, m.shape[0], m.nnz, a.group_size, a.padding)
     for label, run in conversions(m, t, block, device).items():
-        if run is not None and label in ("insum COO", "insum GroupCOO exact", "insum BlockGroupCOO"):
+        if run is not None and label in (
+            "insum COO",
+            "insum GroupCOO exact",
+            "insum BlockGroupCOO",
+        ):
             check(m, run())
         row.milliseconds[label] = None if run is None else median_ms(run, device, budget)
     return row
@@ -173,7 +211,13 @@ def group_size(device: str, budget: float, rows: int = 1_000_000) -> dict[str, f
     numbers = torch.randint(0, 2**31 - 1, (rows,), generator=generator).to(device)
     exact = median_ms(lambda: best_group_size(occupancy), device, budget)
     sort = median_ms(lambda: numbers.sort(), device, budget)
-    return {"rows": rows, "best": best_group_size(occupancy), "exact_ms": exact, "sort_ms": sort, "ratio": exact / sort}
+    return {
+        "rows": rows,
+        "best": best_group_size(occupancy),
+        "exact_ms": exact,
+        "sort_ms": sort,
+        "ratio": exact / sort,
+    }
 
 
 # --- reporting ---
@@ -182,10 +226,14 @@ def group_size(device: str, budget: float, rows: int = 1_000_000) -> dict[str, f
 def table(rows: list[Row]) -> str:
     labels = list(rows[0].milliseconds)
     width = max(map(len, (r.graph for r in rows)))
-    head = f"{'graph':<{width}} {'nonzeros':>11} {'g':>3} " + " ".join(f"{_short(label):>10}" for label in labels)
+    head = f"{'graph':<{width}} {'nonzeros':>11} {'g':>3} " + " ".join(
+        f"{_short(label):>10}" for label in labels
+    )
     lines = [head]
     for r in rows:
-        times = " ".join(f"{'-' if (x := r.milliseconds[label]) is None else f'{x:.2f}':>10}" for label in labels)
+        times = " ".join(
+            f"{'-' if (x := r.milliseconds[label]) is None else f'{x:.2f}':>10}" for label in labels
+        )
         lines.append(f"{r.graph:<{width}} {r.nonzeros:>11,} {r.group_size:>3} {times}")
     return "\n".join(lines)
 
@@ -206,11 +254,15 @@ def _short(label: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, help="folder with npz files of indptr, indices, shape")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--json", type=Path, help="where the results go")
-    parser.add_argument("--graphs", default="", help="names, separated by commas; all where it is empty")
+    parser.add_argument(
+        "--graphs", default="", help="names, separated by commas; all where it is empty"
+    )
     parser.add_argument("--block", type=int, default=16, help="block size of the block formats")
     parser.add_argument("--budget", type=float, default=0.5, help="seconds for each measurement")
     options = parser.parse_args()
@@ -220,17 +272,34 @@ def main() -> None:
         rows.append(measure(name, m, options.device, options.block, options.budget))
         print(f"{name}: checked and timed", flush=True)
     size = group_size(options.device, options.budget)
-    device = torch.cuda.get_device_name() if options.device == "cuda" else f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s)"
+    device = (
+        torch.cuda.get_device_name()
+        if options.device == "cuda"
+        else f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s)"
+    )
     command = " ".join(["python", *(Path(a).name if a.startswith("/") else a for a in sys.argv)])
     about = {"command": command, "date": datetime.date.today().isoformat()}
-    result = about | {"device": device, "torch": torch.__version__, "block": options.block, "group_size": size, "graphs": [asdict(r) for r in rows]}
+    result = about | {
+        "device": device,
+        "torch": torch.__version__,
+        "block": options.block,
+        "group_size": size,
+        "graphs": [asdict(r) for r in rows],
+    }
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"\nCSR to each format, milliseconds, {device}, torch {torch.__version__}, blocks of {options.block}")
-    print("i: insum, t: torch.sparse, s: SciPy; Group- without validation, Group* with the exact group size")
+    print(
+        f"\nCSR to each format, milliseconds, {device}, torch {torch.__version__}, blocks of "
+        f"{options.block}"
+    )
+    print(
+        "i: insum, t: torch.sparse, s: SciPy; Group- without validation, Group* with the exact "
+        "group size"
+    )
     print(table(rows))
     print(
-        f"exact group size of {size['rows']:,} rows: {size['exact_ms']:.2f} ms; sorting as many integers: {size['sort_ms']:.2f} ms; ratio {size['ratio']:.2f}"
+        f"exact group size of {size['rows']:,} rows: {size['exact_ms']:.2f} ms; sorting as "
+        f"many integers: {size['sort_ms']:.2f} ms; ratio {size['ratio']:.2f}"
     )
 
 

@@ -1,9 +1,11 @@
-"""The tables of measurements in README.md and docs/results.md, made from the files under benchmarks/results/ and from nothing else.
+"""The tables of measurements in README.md and docs/results.md, made from the files under
+benchmarks/results/ and from nothing else.
 
     python benchmarks/report.py            rewrite the tables
     python benchmarks/report.py --check    exit with 1 if a table is not what the files say
 
-``bench.json`` is what ``insum bench all`` (or ``insum bench report``) leaves in its folder; where it is not, ``kernels.json`` is shown.
+``bench.json`` is what ``insum bench all`` (or ``insum bench report``) leaves in its folder; where
+it is not, ``kernels.json`` is shown.
 """
 
 from __future__ import annotations
@@ -17,7 +19,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-RESULTS, README, PAGE = ROOT / "benchmarks" / "results", ROOT / "README.md", ROOT / "docs" / "results.md"
+RESULTS, README, PAGE = (
+    ROOT / "benchmarks" / "results",
+    ROOT / "README.md",
+    ROOT / "docs" / "results.md",
+)
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 _OURS = ("application", "case", "error", "insum_ms", "ok")
 Row = dict[str, Any]
@@ -29,22 +35,36 @@ def table(folder: Path = RESULTS) -> str:
         if (folder / name).exists():
             lines = make(json.loads((folder / name).read_text(encoding="utf-8")))
             if (folder / "fusion.json").exists():
-                lines += ["", *fusion_table(json.loads((folder / "fusion.json").read_text(encoding="utf-8")))]
+                lines += [
+                    "",
+                    *fusion_table(json.loads((folder / "fusion.json").read_text(encoding="utf-8"))),
+                ]
             return "\n".join(lines) + "\n"
     return "No measurements yet.\n"
 
 
 def page(folder: Path = RESULTS) -> str:
     """All that was measured, case by case."""
-    parts = ["# Results", "", "Made by `python benchmarks/report.py` from the files under `benchmarks/results`; a test compares the two.", ""]
+    parts = [
+        "# Results",
+        "",
+        "Made by `python benchmarks/report.py` from the files under `benchmarks/results`; a "
+        "test compares the two.",
+        "",
+    ]
     fused = (("fusion.json", fusion_lines), ("fusion_fresh.json", fresh_lines))
-    for name, make in (("bench.json", case_lines), *fused, ("tuning.json", tuning_lines), ("overhead.json", overhead_lines)):
+    for name, make in (
+        ("bench.json", case_lines),
+        *fused,
+        ("tuning.json", tuning_lines),
+        ("overhead.json", overhead_lines),
+    ):
         if (folder / name).exists():
             parts += [*make(json.loads((folder / name).read_text(encoding="utf-8"))), ""]
     return "\n".join(parts).rstrip() + "\n"
 
 
-# --- of insum bench --------------------------------------------------------------------------------------------------------------
+# --- of insum bench -------------------------------------------------------------------------------
 
 
 def bench_table(result: dict[str, Any]) -> list[str]:
@@ -52,17 +72,34 @@ def bench_table(result: dict[str, Any]) -> list[str]:
     sections = {s["benchmark"]: s for s in result["sections"]}
     compared = [s for name, s in sections.items() if name not in ("ablation", "compilers")]
     lines = _about(result["sections"])
-    lines += ["| application | against | | insum is faster in | least | median | most |", "|---|---|---|--:|--:|--:|--:|"]
+    lines += [
+        "| application | against | | insum is faster in | least | median | most |",
+        "|---|---|---|--:|--:|--:|--:|",
+    ]
     lines += [line for s in compared for line in ratio_lines(s)]
     lines += ["", "Every case, with its times: [docs/results.md](docs/results.md)."]
     if "ablation" in sections:
-        lines += ["", "What each technique contributes (each line has what those before it have):", "", "| stage | ms | times as fast |", "|---|--:|--:|"]
+        lines += [
+            "",
+            "What each technique contributes (each line has what those before it have):",
+            "",
+            "| stage | ms | times as fast |",
+            "|---|--:|--:|",
+        ]
         lines += ablation_lines(sections["ablation"])
     if "compilers" in sections:
-        lines += ["", "From one line to a result:", "", "| application | route | first call s | run ms |", "|---|---|--:|--:|"]
+        lines += [
+            "",
+            "From one line to a result:",
+            "",
+            "| application | route | first call s | run ms |",
+            "|---|---|--:|--:|",
+        ]
         lines += compiler_lines(sections["compilers"])
     missing = [f"{m['name']} ({s['title']})" for s in result["sections"] for m in s["missing"]]
-    lines += ["", "Not measured there: " + ", ".join(dict.fromkeys(missing)) + "."] if missing else []
+    lines += (
+        ["", "Not measured there: " + ", ".join(dict.fromkeys(missing)) + "."] if missing else []
+    )
     return [*lines, "", f"Made by {_commands(result)}, then `python benchmarks/report.py`."]
 
 
@@ -72,14 +109,22 @@ def case_lines(result: dict[str, Any]) -> list[str]:
     for section in result["sections"]:
         if section["benchmark"] in ("ablation", "compilers"):
             continue
-        lines += [f"### {section['title']}", "", "| case | | insum ms | rivals ms | of the limit | error |", "|---|---|--:|---|--:|--:|"]
+        lines += [
+            f"### {section['title']}",
+            "",
+            "| case | | insum ms | rivals ms | of the limit | error |",
+            "|---|---|--:|---|--:|--:|",
+        ]
         lines += [*time_lines(section, "forward"), *time_lines(section, "forward+backward"), ""]
         lines += [note + "\n" for note in section.get("notes", [])]
     return [*lines, f"Made by {_commands(result)}."]
 
 
 def _commands(result: dict[str, Any]) -> str:
-    return ", ".join(f"`{c}`" for c in dict.fromkeys(c for s in result["sections"] for c in s["command"].split("; ")))
+    return ", ".join(
+        f"`{c}`"
+        for c in dict.fromkeys(c for s in result["sections"] for c in s["command"].split("; "))
+    )
 
 
 def _about(sections: list[dict[str, Any]]) -> list[str]:
@@ -88,8 +133,13 @@ def _about(sections: list[dict[str, Any]]) -> list[str]:
     limits = place["limits"]
     rates = ", ".join(f"{value:.3g} {unit}" for unit, value in limits.items())
     return [
-        f"Medians in milliseconds on one {place['device']}, torch {place['versions']['torch']}, {dates}, default configs, CUDA-graph replay, rivals in the",
-        f"same run, every result checked against float64. A ratio above 1 means that insum is faster. Limits in that run: {rates}.",
+        (
+            f"Medians in milliseconds on one {place['device']}, torch "
+            f"{place['versions']['torch']}, {dates}, default configs, CUDA-graph replay, "
+            "rivals in the"
+        ),
+        "same run, every result checked against float64. A ratio above 1 means that insum is "
+        f"faster. Limits in that run: {rates}.",
         "",
     ]
 
@@ -113,10 +163,15 @@ def time_lines(section: dict[str, Any], direction: str) -> list[str]:
         if mine is None:
             continue
         others = [r for r in rows if r["milliseconds"] and r is not mine]
-        beside = ", ".join(f"{r['contender']} {_short(r)} ({r['milliseconds'] / mine['milliseconds']:.2f}x)" for r in others)
+        beside = ", ".join(
+            f"{r['contender']} {_short(r)} ({r['milliseconds'] / mine['milliseconds']:.2f}x)"
+            for r in others
+        )
         limit = "" if mine["limit_percent"] is None else f"{mine['limit_percent']:.0f} %"
         error = "" if mine["error"] is None else f"{mine['error']:.0e}"
-        lines.append(f"| {case}, {dtype} | {direction} | {_short(mine)} | {beside} | {limit} | {error} |")
+        lines.append(
+            f"| {case}, {dtype} | {direction} | {_short(mine)} | {beside} | {limit} | {error} |"
+        )
     return lines
 
 
@@ -133,11 +188,19 @@ def ratio_lines(section: dict[str, Any]) -> list[str]:
         for rows in grouped(section["rows"], direction).values():
             mine = ours(rows)
             for row in rows:
-                if mine is not None and row["milliseconds"] and not row["contender"].startswith("insum"):
-                    ratios.setdefault(row["contender"], []).append(row["milliseconds"] / mine["milliseconds"])
+                if (
+                    mine is not None
+                    and row["milliseconds"]
+                    and not row["contender"].startswith("insum")
+                ):
+                    ratios.setdefault(row["contender"], []).append(
+                        row["milliseconds"] / mine["milliseconds"]
+                    )
         for name, found in ratios.items():
             ahead, middle = sum(r > 1 for r in found), statistics.median(found)
-            numbers = f"{ahead} of {len(found)} | {min(found):.2f}x | {middle:.2f}x | {max(found):.2f}x"
+            numbers = (
+                f"{ahead} of {len(found)} | {min(found):.2f}x | {middle:.2f}x | {max(found):.2f}x"
+            )
             lines.append(f"| {section['benchmark']} | {name} | {direction} | {numbers} |")
     return lines
 
@@ -153,10 +216,14 @@ def _times(base: float | None, row: Row) -> str:
 
 
 def compiler_lines(section: dict[str, Any]) -> list[str]:
-    return [f"| {r['case']} | {r['contender']} | {r['first_call_s']:.2f} | {r['milliseconds']:.3f} |" for r in section["rows"] if r["milliseconds"]]
+    return [
+        f"| {r['case']} | {r['contender']} | {r['first_call_s']:.2f} | {r['milliseconds']:.3f} |"
+        for r in section["rows"]
+        if r["milliseconds"]
+    ]
 
 
-# --- of fusion.py, tuning.py and overhead_gpu.py -----------------------------------------------------------------------------------
+# --- of fusion.py, tuning.py and overhead_gpu.py --------------------------------------------------
 
 
 def _measured(result: dict[str, Any]) -> str:
@@ -165,15 +232,40 @@ def _measured(result: dict[str, Any]) -> str:
 
 def fusion_table(result: dict[str, Any]) -> list[str]:
     """The same in short: times as fast, replayed and in a row."""
-    lines = ["Programs in plain PyTorch with `torch.compile(backend=\"insum\")`: times as fast as with `torch.compile` alone, forward / with backward.", ""]
-    lines += ["| program | replayed as CUDA graphs | calls in a row | peak MiB, torch.compile | peak MiB, insum |", "|---|--:|--:|--:|--:|"]
+    lines = [
+        (
+            'Programs in plain PyTorch with `torch.compile(backend="insum")`: times as fast as '
+            "with `torch.compile` alone, forward / with backward."
+        ),
+        "",
+    ]
+    lines += [
+        (
+            "| program | replayed as CUDA graphs | calls in a row | peak MiB, torch.compile | peak "
+            "MiB, insum |"
+        ),
+        "|---|--:|--:|--:|--:|",
+    ]
     for row in result["rows"]:
         a, b = row["torch.compile"], row["insum"]
         name = f"{row['program']}, {row['case'].split(',')[0]}"
         memory = [f"{one['both_bytes'] / 2**20:.0f}" for one in (a, b)]
-        lines.append("| " + " | ".join([name, _ratios(a, b, "replayed_ms"), _ratios(a, b, "row_ms"), *memory]) + " |")
-    about = "`-`: `torch.compile` alone waits for the device, and cannot be replayed. Calls in a row are those of a training loop; on small graphs they take"
-    return [*lines, "", about, f"the host's time more than the device's. Made by `{result['command']}`; milliseconds in [docs/results.md](docs/results.md)."]
+        lines.append(
+            "| "
+            + " | ".join([name, _ratios(a, b, "replayed_ms"), _ratios(a, b, "row_ms"), *memory])
+            + " |"
+        )
+    about = (
+        "`-`: `torch.compile` alone waits for the device, and cannot be replayed. Calls in "
+        "a row are those of a training loop; on small graphs they take"
+    )
+    return [
+        *lines,
+        "",
+        about,
+        f"the host's time more than the device's. Made by `{result['command']}`; milliseconds "
+        "in [docs/results.md](docs/results.md).",
+    ]
 
 
 def fresh_lines(result: dict[str, Any]) -> list[str]:
@@ -184,17 +276,34 @@ def fresh_lines(result: dict[str, Any]) -> list[str]:
 def fusion_lines(result: dict[str, Any], title: str = "Plain PyTorch, compiled") -> list[str]:
     """Programs in plain PyTorch: torch.compile alone, and with insum."""
     lines = [f"## {title}", "", _measured(result), ""]
-    lines += ["Milliseconds, forward / forward and backward: replayed as a CUDA graph, and of calls in a row, where calls take time. Peak of memory."]
+    lines += [
+        "Milliseconds, forward / forward and backward: replayed as a CUDA graph, and of calls "
+        "in a row, where calls take time. Peak of memory."
+    ]
     lines += result.get("notes", [])
-    columns = ("program", "torch.compile, replayed", "insum, replayed", "times as fast", "torch.compile, calls", "insum, calls", "times as fast")
+    columns = (
+        "program",
+        "torch.compile, replayed",
+        "insum, replayed",
+        "times as fast",
+        "torch.compile, calls",
+        "insum, calls",
+        "times as fast",
+    )
     head = "| " + " | ".join([*columns, "MiB, torch.compile", "MiB, insum", "error"]) + " |"
     lines += ["", head, "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"]
     for row in result["rows"]:
         a, b = row["torch.compile"], row["insum"]
         cells = [f"{row['program']}: {row['case']}"]
         for kind in ("replayed_ms", "row_ms"):
-            cells += [*(_pair(one, f"forward_{kind}", f"both_{kind}", 1) or "-" for one in (a, b)), _ratios(a, b, kind)]
-        cells += [*(_pair(one, "forward_bytes", "both_bytes", 2**20) for one in (a, b)), f"{b['error']:.0e}"]
+            cells += [
+                *(_pair(one, f"forward_{kind}", f"both_{kind}", 1) or "-" for one in (a, b)),
+                _ratios(a, b, kind),
+            ]
+        cells += [
+            *(_pair(one, "forward_bytes", "both_bytes", 2**20) for one in (a, b)),
+            f"{b['error']:.0e}",
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 
@@ -203,7 +312,9 @@ def _ratios(a: Row, b: Row, kind: str) -> str:
     """Times as fast, forward / forward and backward."""
     if not all(one.get(f"both_{kind}") for one in (a, b)):
         return "-"
-    return " / ".join(f"{a[f'{way}_{kind}'] / b[f'{way}_{kind}']:.2f}" for way in ("forward", "both"))
+    return " / ".join(
+        f"{a[f'{way}_{kind}'] / b[f'{way}_{kind}']:.2f}" for way in ("forward", "both")
+    )
 
 
 def _pair(row: Row, first: str, second: str, unit: float) -> str:
@@ -216,10 +327,24 @@ def _pair(row: Row, first: str, second: str, unit: float) -> str:
 def tuning_lines(result: dict[str, Any]) -> list[str]:
     """The first guess against the best that a full search finds."""
     ratios = [row["ratio"] for row in result["rows"]]
-    lines = ["## First guess against a full search", "", _measured(result), "", *result.get("notes", [])]
-    lines += ["", f"{len(ratios)} cases: median {statistics.median(ratios):.2f}, largest {max(ratios):.2f}.", ""]
+    lines = [
+        "## First guess against a full search",
+        "",
+        _measured(result),
+        "",
+        *result.get("notes", []),
+    ]
+    lines += [
+        "",
+        f"{len(ratios)} cases: median {statistics.median(ratios):.2f}, largest {max(ratios):.2f}.",
+        "",
+    ]
     lines += ["| application | case | first guess µs | full µs | ratio |", "|---|---|--:|--:|--:|"]
-    return lines + [f"| {r['application']} | {r['case']} | {r['first_guess_us']:.1f} | {r['tuned_us']:.1f} | {r['ratio']:.2f} |" for r in result["rows"]]
+    return lines + [
+        f"| {r['application']} | {r['case']} | {r['first_guess_us']:.1f} | {r['tuned_us']:.1f} "
+        f"| {r['ratio']:.2f} |"
+        for r in result["rows"]
+    ]
 
 
 def overhead_lines(result: dict[str, Any]) -> list[str]:
@@ -228,22 +353,31 @@ def overhead_lines(result: dict[str, Any]) -> list[str]:
     return lines + [f"| {name} | {taken:.1f} |" for name, taken in result["microseconds"].items()]
 
 
-# --- of kernels.py ---------------------------------------------------------------------------------------------------------------
+# --- of kernels.py --------------------------------------------------------------------------------
 
 
 def rows_of(result: dict[str, Any]) -> list[str]:
     rows = []
     for row in result["rows"]:
         rivals = {name: value for name, value in row.items() if name not in _OURS}
-        beside = ", ".join(f"{name} {value:.3f} ({value / row['insum_ms']:.2f}x)" for name, value in rivals.items())
-        rows.append(f"| {row['application']} | {row['case']} | {row['insum_ms']:.3f} | {beside} | {row['error']:.0e} |")
+        beside = ", ".join(
+            f"{name} {value:.3f} ({value / row['insum_ms']:.2f}x)" for name, value in rivals.items()
+        )
+        rows.append(
+            f"| {row['application']} | {row['case']} | {row['insum_ms']:.3f} | {beside} | "
+            f"{row['error']:.0e} |"
+        )
     return rows
 
 
 def kernels_table(result: dict[str, Any]) -> list[str]:
     return [
-        f"Medians in milliseconds on one {result['device']}, torch {result['torch']}, {result['date']}, default configs, CUDA-graph replay, rivals in the same",
-        "run. A ratio above 1 means that insum is faster. \"prototype\" is a kernel written by hand for that one case, not part of this repository.",
+        (
+            f"Medians in milliseconds on one {result['device']}, torch {result['torch']}, "
+            f"{result['date']}, default configs, CUDA-graph replay, rivals in the same"
+        ),
+        'run. A ratio above 1 means that insum is faster. "prototype" is a kernel written by '
+        "hand for that one case, not part of this repository.",
         "",
         "| application | case | insum | rivals | relative error |",
         "|---|---|--:|---|--:|",
@@ -259,13 +393,23 @@ def updated(readme: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
     wanted = {README: updated(README.read_text(encoding="utf-8")), PAGE: page()}
     if arguments.check:
-        old = [file.name for file, text in wanted.items() if not file.exists() or file.read_text(encoding="utf-8") != text]
-        sys.exit(f"{', '.join(old)}: not what benchmarks/results says; run python benchmarks/report.py" if old else 0)
+        old = [
+            file.name
+            for file, text in wanted.items()
+            if not file.exists() or file.read_text(encoding="utf-8") != text
+        ]
+        sys.exit(
+            f"{', '.join(old)}: not what benchmarks/results says; run python benchmarks/report.py"
+            if old
+            else 0
+        )
     for file, text in wanted.items():
         file.write_text(text, encoding="utf-8")
 

@@ -1,4 +1,5 @@
-"""Learn energies and forces of small clusters of atoms with an equivariant message-passing network, and time it beside e3nn.
+"""Learn energies and forces of small clusters of atoms with an equivariant message-passing network,
+and time it beside e3nn.
 
     python examples/equivariant_forces.py --steps 40
 
@@ -6,7 +7,8 @@ A message is a tensor product with weights of its own for every edge, one statem
 
     Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]
 
-Forces are the gradient of the energy, so that training on them differentiates twice. The potential to be learned is Morse's.
+Forces are the gradient of the energy, so that training on them differentiates twice. The potential
+to be learned is Morse's.
 """
 
 from __future__ import annotations
@@ -44,9 +46,13 @@ def morse(positions: Tensor, edges: Tensor, count: int) -> tuple[Tensor, Tensor]
 
 
 class Potential(nn.Module):
-    """Two rounds of messages, then an energy for every atom. ``product`` is ours or e3nn's, which have the same weights."""
+    """Two rounds of messages, then an energy for every atom. ``product`` is ours or e3nn's, which
+    have the same weights.
+    """
 
-    def __init__(self, channels: int, lmax: int, product: type = FullyConnectedTensorProduct) -> None:
+    def __init__(
+        self, channels: int, lmax: int, product: type = FullyConnectedTensorProduct
+    ) -> None:
         super().__init__()
         harmonics = " + ".join(f"1x{l}y" for l in range(lmax + 1))
         hidden = " + ".join(f"{channels}x{l}y" for l in range(lmax + 1))
@@ -54,18 +60,29 @@ class Potential(nn.Module):
         self.start = nn.Parameter(torch.randn(channels))
         self.first = product(f"{channels}x0e", harmonics, hidden, shared_weights=False)
         self.second = product(hidden, harmonics, f"{channels}x0e", shared_weights=False)
-        self.radial = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, p.weight_numel)) for p in (self.first, self.second))
+        self.radial = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 32), nn.SiLU(), nn.Linear(32, p.weight_numel))
+            for p in (self.first, self.second)
+        )
         self.head = nn.Sequential(nn.Linear(channels, 32), nn.SiLU(), nn.Linear(32, 1))
 
     def energies(self, positions: Tensor, edges: Tensor, count: int) -> Tensor:
         vector = positions[edges[0]] - positions[edges[1]]
         distance = vector.norm(dim=1, keepdim=True)
-        waves = torch.sin(distance * torch.arange(1, 9, device=vector.device) * (math.pi / CUTOFF)) / distance
+        waves = (
+            torch.sin(distance * torch.arange(1, 9, device=vector.device) * (math.pi / CUTOFF))
+            / distance
+        )
         Y = spherical_harmonics(self.lmax, vector)
         x = self.start.expand(positions.shape[0], -1)
         for product, radial in zip((self.first, self.second), self.radial):
             message = product(x[edges[0]], Y, radial(waves))
-            x = insum.insum("Out[dst[e],f] = M[e,f]", dst=edges[1], M=message, out_shape=(positions.shape[0], message.shape[1]))
+            x = insum.insum(
+                "Out[dst[e],f] = M[e,f]",
+                dst=edges[1],
+                M=message,
+                out_shape=(positions.shape[0], message.shape[1]),
+            )
         return self.head(x).reshape(count, -1).sum(1)
 
     def forward(self, positions: Tensor, edges: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -76,13 +93,17 @@ class Potential(nn.Module):
         return energy, -gradient
 
 
-def loss_of(model: nn.Module, positions: Tensor, edges: Tensor, energy: Tensor, forces: Tensor) -> Tensor:
+def loss_of(
+    model: nn.Module, positions: Tensor, edges: Tensor, energy: Tensor, forces: Tensor
+) -> Tensor:
     found, pull = model(positions, edges, len(energy))
     return nn.functional.mse_loss(found, energy) + nn.functional.mse_loss(pull, forces)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clusters", type=int, default=16)
     parser.add_argument("--atoms", type=int, default=6, help="of each cluster, 2 to 8")
     parser.add_argument("--channels", type=int, default=8)
@@ -94,7 +115,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     positions, edges = clusters(arguments.clusters, arguments.atoms, arguments.device)
     energy, forces = morse(positions, edges, arguments.clusters)
     model = Potential(arguments.channels, arguments.lmax).to(positions.device)
-    print(f"{arguments.clusters} clusters of {arguments.atoms} atoms, {edges.shape[1]} edges, on {positions.device}")
+    print(
+        f"{arguments.clusters} clusters of {arguments.atoms} atoms, {edges.shape[1]} edges, on "
+        f"{positions.device}"
+    )
 
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for step in range(arguments.steps):
@@ -106,14 +130,21 @@ def main(argv: Sequence[str] | None = None) -> None:
             print(f"step {step:3d}  loss {loss.item():.4f}")
     check_rotation(model.eval(), positions, edges, arguments.clusters)
     ours = step_ms(model, positions, edges, energy, forces)
-    report("one step, forces included", ours, {"e3nn": against_e3nn(model, arguments, positions, edges, energy, forces)})
+    report(
+        "one step, forces included",
+        ours,
+        {"e3nn": against_e3nn(model, arguments, positions, edges, energy, forces)},
+    )
 
 
 def check_rotation(model: nn.Module, positions: Tensor, edges: Tensor, count: int) -> None:
     turn = torch.linalg.qr(torch.randn(3, 3)).Q.to(positions.device)
     energy, forces = model(positions, edges, count)
     turned_energy, turned_forces = model(positions @ turn.T, edges, count)
-    apart = (turned_energy - energy).abs().max().item(), (turned_forces - forces @ turn.T).abs().max().item()
+    apart = (
+        (turned_energy - energy).abs().max().item(),
+        (turned_forces - forces @ turn.T).abs().max().item(),
+    )
     print(f"after a rotation energies differ by {apart[0]:.1e}, forces by {apart[1]:.1e}")
 
 
@@ -129,7 +160,12 @@ def against_e3nn(model: Potential, arguments: argparse.Namespace, *given: Tensor
         return "e3nn is not installed"
     other = Potential(arguments.channels, arguments.lmax, Theirs).to(given[0].device)
     other.load_state_dict(model.state_dict(), strict=False)
-    apart = (model(*given[:2], arguments.clusters)[1] - other(*given[:2], arguments.clusters)[1]).abs().max().item()
+    apart = (
+        (model(*given[:2], arguments.clusters)[1] - other(*given[:2], arguments.clusters)[1])
+        .abs()
+        .max()
+        .item()
+    )
     print(f"largest difference from e3nn with the same weights: {apart:.1e}")
     return step_ms(other, *given)
 

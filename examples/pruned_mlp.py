@@ -2,8 +2,9 @@
 
     python examples/pruned_mlp.py --density 0.3
 
-The pruned layer is one statement: Y[i,WO[p],bo] = WV[p,q,bo,bk] * X[i,WK[p,q],bk]. The task is to tell which of several random networks
-made an input, so that there is something to learn at any size.
+The pruned layer is one statement: Y[i,WO[p],bo] = WV[p,q,bo,bk] * X[i,WK[p,q],bk]. The task is to
+tell which of several random networks made an input, so that there is something to learn at any
+size.
 """
 
 from __future__ import annotations
@@ -44,11 +45,21 @@ def accuracy(model: nn.Module, x: Tensor, labels: Tensor) -> float:
 def pruned(model: nn.Sequential, density: float, block: int) -> nn.Sequential:
     """All linear layers but the last, with the blocks of largest norm."""
     *body, last = model
-    return nn.Sequential(*(BlockSparseLinear.from_dense(m, density=density, block_shape=block) if isinstance(m, nn.Linear) else m for m in body), last)
+    return nn.Sequential(
+        *(
+            BlockSparseLinear.from_dense(m, density=density, block_shape=block)
+            if isinstance(m, nn.Linear)
+            else m
+            for m in body
+        ),
+        last,
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--density", type=float, default=0.3)
@@ -60,11 +71,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     x, labels = data(6000, width, 10, device)
     train_x, train_y, test_x, test_y = x[:5000], labels[:5000], x[5000:], labels[5000:]
 
-    dense = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)).to(device)
+    dense = nn.Sequential(
+        nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10)
+    ).to(device)
     train(dense, train_x, train_y, arguments.steps, 1e-3)
     print(f"dense:      accuracy {accuracy(dense, test_x, test_y):.3f}")
     sparse = pruned(dense, arguments.density, arguments.block)
-    print(f"pruned:     accuracy {accuracy(sparse, test_x, test_y):.3f} with {arguments.density:.0%} of the blocks of {arguments.block} x {arguments.block}")
+    print(
+        f"pruned:     accuracy {accuracy(sparse, test_x, test_y):.3f} with "
+        f"{arguments.density:.0%} of the blocks of {arguments.block} x {arguments.block}"
+    )
     train(sparse, train_x, train_y, arguments.steps, 1e-3)
     print(f"fine-tuned: accuracy {accuracy(sparse, test_x, test_y):.3f}")
     time_layers(dense[0], sparse[0], test_x[:256])

@@ -1,4 +1,6 @@
-"""Which tests can run here: kernels need a GPU, or Triton's interpreter, or its compiler. What is skipped says why."""
+"""Which tests can run here: kernels need a GPU, or Triton's interpreter, or its compiler. What is
+skipped says why.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,11 @@ import torch
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write the golden texts of tests/golden anew instead of comparing with them")
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="write the golden texts of tests/golden anew instead of comparing with them",
+    )
 
 
 def has_triton() -> bool:
@@ -23,7 +29,9 @@ def is_interpreting() -> bool:
 
 
 def reason_to_skip(item: pytest.Item) -> str:
-    kernels = [name for name in ("gpu", "interpreter", "compile_only") if item.get_closest_marker(name)]
+    kernels = [
+        name for name in ("gpu", "interpreter", "compile_only") if item.get_closest_marker(name)
+    ]
     if kernels and not has_triton():
         return "triton is not installed"
     if "gpu" in kernels and not torch.cuda.is_available():

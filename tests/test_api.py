@@ -17,7 +17,9 @@ def test_public_names() -> None:
     assert insum.Insum is insum.insum and insum.__version__ == "0.1.0"
     for name in insum.__all__:
         assert getattr(insum, name) is not None
-    assert issubclass(insum.StatementError, insum.InsumError) and issubclass(insum.StatementError, ValueError)
+    assert issubclass(insum.StatementError, insum.InsumError) and issubclass(
+        insum.StatementError, ValueError
+    )
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         insum.nothing  # noqa: B018
     assert {"insum", "einsum", "formats"} <= set(dir(insum))
@@ -27,7 +29,11 @@ def test_output_sizes() -> None:
     values: dict[str, Any] = {"x": torch.arange(3.0), "D": torch.tensor([4, 0, 4])}
     expected = [1.0, 0.0, 0.0, 0.0, 2.0]
     given: list[Any] = [{0: 5}, {"0": 5}, {"D": 5}, {"D[i]": 5}, {"y": (5,)}]
-    for options in [{"out_shape": (5,)}, {"out_shape": [5]}, *({"sizes": sizes} for sizes in given)]:
+    for options in [
+        {"out_shape": (5,)},
+        {"out_shape": [5]},
+        *({"sizes": sizes} for sizes in given),
+    ]:
         assert insum.insum("y[D[i]] = x[i]", **options, **values).tolist() == expected
     assert insum.insum("y[D[i]] = x[i]", y=torch.empty(5), **values).tolist() == expected
 
@@ -40,7 +46,12 @@ def test_numpy_sizes() -> None:
 
 def test_numbers_of_every_kind() -> None:
     x = torch.tensor([1, 2])
-    for number, dtype in ((2, torch.int64), (2.0, torch.float32), (True, torch.int64), (2j, torch.complex64)):
+    for number, dtype in (
+        (2, torch.int64),
+        (2.0, torch.float32),
+        (True, torch.int64),
+        (2j, torch.complex64),
+    ):
         for _ in range(2):  # the second time from the cache
             result = insum.insum("y[i] = x[i] * s", x=x, s=number)
             assert result.dtype == dtype and torch.equal(result, x * number)
@@ -84,12 +95,17 @@ def test_no_tensor_uses_the_default_device() -> None:
     assert insum.insum("y[i] = s", s=1, sizes={"i": 2}).device.type == "cpu"
 
 
-# --- compile ------------------------------------------------------------------------------------------------------------------------
+# --- compile --------------------------------------------------------------------------------------
 
 
 def test_compile() -> None:
     call = insum.compile("C[D[p],n] += v[p] * B[E[p],n]", out_shape=(4, 3))
-    values = {"v": torch.ones(2), "B": torch.randn(5, 3), "D": torch.tensor([1, 1]), "E": torch.tensor([4, 0])}
+    values = {
+        "v": torch.ones(2),
+        "B": torch.randn(5, 3),
+        "D": torch.tensor([1, 1]),
+        "E": torch.tensor([4, 0]),
+    }
     assert repr(call) == "insum.compile('C[D[p],n] += v[p] * B[E[p],n]', out_shape=(4, 3))"
     result = call(**values)
     torch.testing.assert_close(result[1], values["B"][4] + values["B"][0])
@@ -120,7 +136,9 @@ def test_compiled_statements_live_in_modules() -> None:
 
     layer, x = Layer(), torch.randn(3)
     torch.testing.assert_close(copy.deepcopy(layer)(x), layer.weight @ x)
-    torch.testing.assert_close(torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer.weight @ x)
+    torch.testing.assert_close(
+        torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer.weight @ x
+    )
     layer(x).sum().backward()
     assert layer.weight.grad is not None
 
@@ -130,18 +148,34 @@ def test_compile_reads_the_statement_at_once() -> None:
         insum.compile("y[i = x[i]")
 
 
-# --- explain ------------------------------------------------------------------------------------------------------------------------
+# --- explain --------------------------------------------------------------------------------------
 
 
 def test_explain() -> None:
-    values = {"AV": torch.ones(6, 2), "AM": torch.zeros(6, dtype=torch.int64), "AK": torch.zeros(6, 2, dtype=torch.int32), "B": torch.ones(5, 8)}
-    explanation = insum.explain("C[AM[p],n] += AV[p,q] * B[AK[p,q],n]", out_shape=(4, 8), padded=("AK",), **values)
+    values = {
+        "AV": torch.ones(6, 2),
+        "AM": torch.zeros(6, dtype=torch.int64),
+        "AK": torch.zeros(6, 2, dtype=torch.int32),
+        "B": torch.ones(5, 8),
+    }
+    explanation = insum.explain(
+        "C[AM[p],n] += AV[p,q] * B[AK[p,q],n]", out_shape=(4, 8), padded=("AK",), **values
+    )
     assert explanation.roles == (("p", 6, "scattered"), ("n", 8, "free"), ("q", 2, "reduced"))
     assert explanation.flops == 2 * 6 * 2 * 8
     assert explanation.bytes == 6 * 2 * 4 + 6 * 8 + 6 * 2 * 4 + 5 * 8 * 4 + 4 * 8 * 4
     assert explanation.intensity == pytest.approx(explanation.flops / explanation.bytes)
     text = str(explanation)
-    for part in ("C[AM[p],n] += AV[p,q] * B[AK[p,q],n]", "scattered", "cpu (padded)", "cpu (index)", "cpu (result)", "index_select", "torch.mul", "192 FLOPs"):
+    for part in (
+        "C[AM[p],n] += AV[p,q] * B[AK[p,q],n]",
+        "scattered",
+        "cpu (padded)",
+        "cpu (index)",
+        "cpu (result)",
+        "index_select",
+        "torch.mul",
+        "192 FLOPs",
+    ):
         assert part in text
     assert explanation._repr_html_().startswith("<pre>") and "&#x27;" in explanation._repr_html_()
 
@@ -156,9 +190,13 @@ def test_roles() -> None:
     def roles(statement: str, **values: Any) -> dict[str, str]:
         return {name: role for name, _, role in insum.explain(statement, **values).roles}
 
-    assert roles("C[b,i,j] = A[b,i,k] * B[b,k,j]", A=torch.ones(2, 3, 4), B=torch.ones(2, 4, 5)) == {"b": "batch", "i": "free", "j": "free", "k": "reduced"}
+    assert roles(
+        "C[b,i,j] = A[b,i,k] * B[b,k,j]", A=torch.ones(2, 3, 4), B=torch.ones(2, 4, 5)
+    ) == {"b": "batch", "i": "free", "j": "free", "k": "reduced"}
     assert roles("C[i] = A[i]", A=torch.ones(2)) == {"i": "free"}
 
 
 def test_explain_counts_functions_and_terms() -> None:
-    assert insum.explain("y[i] = exp(x[i] + 1) * 2 - x[i]", x=torch.ones(10)).flops == 10 * (1 + 1 + 1 + 1) + 10 * (1 + 1)
+    assert insum.explain("y[i] = exp(x[i] + 1) * 2 - x[i]", x=torch.ones(10)).flops == 10 * (
+        1 + 1 + 1 + 1
+    ) + 10 * (1 + 1)

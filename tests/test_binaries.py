@@ -1,4 +1,6 @@
-"""Notes that lead to kernels compiled by earlier processes, and everything that makes them lead nowhere."""
+"""Notes that lead to kernels compiled by earlier processes, and everything that makes them lead
+nowhere.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNa
     arguments = list(one.arguments)
     for position, name in one.names:
         arguments[position] = application.values.get(name, out)
-    yield SimpleNamespace(function=one.function, arguments=arguments, compiled=_compile(one.function, arguments))
+    yield SimpleNamespace(
+        function=one.function, arguments=arguments, compiled=_compile(one.function, arguments)
+    )
 
 
 def _compile(function: Any, arguments: list[Any]) -> Any:
@@ -43,28 +47,55 @@ def _compile(function: Any, arguments: list[Any]) -> Any:
 
     kinds = [launch.argument_kind(value)[0] for value in arguments]
     signature = dict(zip(function.arg_names, kinds, strict=True))
-    constants = {(at,): value for at, (kind, value) in enumerate(zip(kinds, arguments, strict=True)) if kind == "constexpr"}
-    return triton.compile(ASTSource(function, signature, constants), target=GPUTarget(*TARGET), options={"num_warps": 4, "num_stages": 2})
+    constants = {
+        (at,): value
+        for at, (kind, value) in enumerate(zip(kinds, arguments, strict=True))
+        if kind == "constexpr"
+    }
+    return triton.compile(
+        ASTSource(function, signature, constants),
+        target=GPUTarget(*TARGET),
+        options={"num_warps": 4, "num_stages": 2},
+    )
 
 
 def test_a_noted_kernel_is_found(kernel: SimpleNamespace) -> None:
     assert binaries.recalled(kernel.function, kernel.arguments, 4, 2) is None
     binaries.note(kernel.compiled, kernel.function, kernel.arguments, 4, 2)
     found = binaries.recalled(kernel.function, kernel.arguments, 4, 2)
-    assert found is not None and found.kernel == kernel.compiled.kernel and found.metadata == kernel.compiled.metadata
-    assert found.src.signature == kernel.compiled.src.signature and found.src.constants == kernel.compiled.src.constants
+    assert (
+        found is not None
+        and found.kernel == kernel.compiled.kernel
+        and found.metadata == kernel.compiled.metadata
+    )
+    assert (
+        found.src.signature == kernel.compiled.src.signature
+        and found.src.constants == kernel.compiled.src.constants
+    )
     assert binaries.recalled(kernel.function, kernel.arguments, 4, 2) is found, "loaded once"
 
 
-def test_other_arguments_are_another_kernel(kernel: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_arguments_are_another_kernel(
+    kernel: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     binaries.note(kernel.compiled, kernel.function, kernel.arguments, 4, 2)
     assert binaries.recalled(kernel.function, kernel.arguments, 8, 2) is None
     assert binaries.recalled(kernel.function, kernel.arguments, 4, 3) is None
-    position = next(i for i, value in enumerate(kernel.arguments) if isinstance(value, torch.Tensor) and value.numel() > 1)
-    shifted = [value.flatten()[1:] if i == position else value for i, value in enumerate(kernel.arguments)]
-    assert binaries.recalled(kernel.function, shifted, 4, 2) is None, "a pointer that is not aligned"
+    position = next(
+        i
+        for i, value in enumerate(kernel.arguments)
+        if isinstance(value, torch.Tensor) and value.numel() > 1
+    )
+    shifted = [
+        value.flatten()[1:] if i == position else value for i, value in enumerate(kernel.arguments)
+    ]
+    assert binaries.recalled(kernel.function, shifted, 4, 2) is None, (
+        "a pointer that is not aligned"
+    )
     monkeypatch.setenv("TRITON_SOMETHING", "1")
-    assert binaries.recalled(kernel.function, kernel.arguments, 4, 2) is None, "an environment that may compile otherwise"
+    assert binaries.recalled(kernel.function, kernel.arguments, 4, 2) is None, (
+        "an environment that may compile otherwise"
+    )
 
 
 def test_what_leads_nowhere_is_ignored(kernel: SimpleNamespace, tmp_path: Path) -> None:
@@ -79,7 +110,9 @@ def test_what_leads_nowhere_is_ignored(kernel: SimpleNamespace, tmp_path: Path) 
     assert binaries.recalled(kernel.function, kernel.arguments, 4, 2) is None, "the binary is gone"
 
 
-def test_who_watches_the_compiler_sees_it(kernel: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_watches_the_compiler_sees_it(
+    kernel: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from triton import knobs
 
     binaries.note(kernel.compiled, kernel.function, kernel.arguments, 4, 2)
@@ -87,7 +120,9 @@ def test_who_watches_the_compiler_sees_it(kernel: SimpleNamespace, monkeypatch: 
     assert binaries.recalled(kernel.function, kernel.arguments, 4, 2) is None
 
 
-def test_a_note_that_cannot_be_written_is_no_error(kernel: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_note_that_cannot_be_written_is_no_error(
+    kernel: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(launch, "source_folder", lambda: tmp_path / "absent")
     binaries.note(kernel.compiled, kernel.function, kernel.arguments, 4, 2)
     assert binaries.recalled(kernel.function, kernel.arguments, 4, 2) is None

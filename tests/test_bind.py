@@ -1,4 +1,6 @@
-"""Statement + arguments -> Problem: extents, output shape and dtype, and which combinations are refused. Texts of messages: test_messages."""
+"""Statement + arguments -> Problem: extents, output shape and dtype, and which combinations are
+refused. Texts of messages: test_messages.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,24 @@ def index(*shape: int) -> torch.Tensor:
     return torch.zeros(shape, dtype=torch.int64)
 
 
-# --- extents and shapes ---------------------------------------------------------------------------------------------------------
+# --- extents and shapes ---------------------------------------------------------------------------
 
 
 def test_the_papers_statement() -> None:
-    found = problem("C[AM[p],n] += AV[p,q] * B[AK[p,q],n]", C=ones(7, 5), AM=index(3), AV=ones(3, 2), B=ones(9, 5), AK=index(3, 2))
+    found = problem(
+        "C[AM[p],n] += AV[p,q] * B[AK[p,q],n]",
+        C=ones(7, 5),
+        AM=index(3),
+        AV=ones(3, 2),
+        B=ones(9, 5),
+        AK=index(3, 2),
+    )
     assert dict(found.extents) == {"p": 3, "n": 5, "q": 2}
     assert found.shape == (7, 5) and found.dtype == torch.float32 and found.device.type == "cpu"
-    assert [(str(a), d, str(i)) for a, d, i in found.index_uses()] == [("C[AM[p],n]", 0, "AM[p]"), ("B[AK[p,q],n]", 0, "AK[p,q]")]
+    assert [(str(a), d, str(i)) for a, d, i in found.index_uses()] == [
+        ("C[AM[p],n]", 0, "AM[p]"),
+        ("B[AK[p,q],n]", 0, "AK[p,q]"),
+    ]
     assert [found.size_of(a, d) for a, d, _ in found.index_uses()] == [7, 9]
 
 
@@ -52,7 +64,12 @@ def test_the_papers_statement() -> None:
         ("C[D[p]] = x[p]", {"x": ones(4), "D": index(4)}, {"D": 9}, (9,)),
         ("C[D[p]] = x[p]", {"x": ones(4), "D": index(4)}, {"D[p]": 9}, (9,)),
         ("C[2*D[p] + 1] = x[p]", {"x": ones(4), "D": index(4)}, {"2*D[p]+1": 9}, (9,)),
-        ("C[D[p],E[p]] = x[p]", {"x": ones(4), "D": index(4), "E": index(4)}, {"E": 9, "D": 8}, (8, 9)),
+        (
+            "C[D[p],E[p]] = x[p]",
+            {"x": ones(4), "D": index(4), "E": index(4)},
+            {"E": 9, "D": 8},
+            (8, 9),
+        ),
         ("C[D[p],D[p]] = x[p]", {"x": ones(4), "D": index(4)}, {"D": 9}, (9, 9)),
         ("C[3] = x[i]", {"x": ones(4)}, {0: 5}, (5,)),
         ("C[i] = 1", {}, {"i": 3}, (3,)),
@@ -63,7 +80,9 @@ def test_the_papers_statement() -> None:
         ("C[x] = I[x + r] * W[r]", {"I": ones(1), "W": ones(3)}, {"x": 0}, (0,)),
     ],
 )
-def test_output_shapes(statement: str, values: dict[str, Any], sizes: Any, shape: tuple[int, ...]) -> None:
+def test_output_shapes(
+    statement: str, values: dict[str, Any], sizes: Any, shape: tuple[int, ...]
+) -> None:
     assert problem(statement, sizes=sizes, **values).shape == shape
 
 
@@ -75,7 +94,9 @@ def test_python_numbers_and_scalar_tensors() -> None:
 
 
 def test_a_size_may_be_said_twice_if_it_is_the_same() -> None:
-    assert problem("C[i,k] = x[i]", x=ones(4), C=ones(4, 6), sizes={"k": 6, "C": (4, 6), "i": 4, 0: 4}).shape == (4, 6)
+    assert problem(
+        "C[i,k] = x[i]", x=ones(4), C=ones(4, 6), sizes={"k": 6, "C": (4, 6), "i": 4, 0: 4}
+    ).shape == (4, 6)
 
 
 def test_access_equality_does_not_confuse_the_target_with_a_read() -> None:
@@ -131,13 +152,17 @@ def test_contradictions_are_refused(statement: str, values: dict[str, Any], size
         ("y[i] = A[i - 1]", {"A": ones(3)}, {"i": 3}),
         ("y[i] = A[3] * x[i]", {"A": ones(3), "x": ones(2)}, None),
         ("y[i] = A[-1] * x[i]", {"A": ones(3), "x": ones(2)}, None),
-        ("y[i] = A[3] * x[i]", {"A": ones(3), "x": ones(0)}, None),  # wrong whatever the other sizes are
-        ("y[i] = A[i + 1] + B[j]", {"A": ones(3), "B": ones(0)}, {"i": 3}),  # the empty range of j empties its own term alone
+        # wrong whatever the other sizes are
+        ("y[i] = A[3] * x[i]", {"A": ones(3), "x": ones(0)}, None),
+        # the empty range of j empties its own term alone
+        ("y[i] = A[i + 1] + B[j]", {"A": ones(3), "B": ones(0)}, {"i": 3}),
         ("y[2*i] = x[i]", {"x": ones(3)}, {0: 4}),
         ("y[D[i]] = x[E[i + 1]]", {"x": ones(3), "D": index(3), "E": index(3)}, {0: 4}),
     ],
 )
-def test_affine_indices_are_checked_without_looking_at_data(statement: str, values: dict[str, Any], sizes: Any) -> None:
+def test_affine_indices_are_checked_without_looking_at_data(
+    statement: str, values: dict[str, Any], sizes: Any
+) -> None:
     with pytest.raises(IndexRangeError):
         problem(statement, sizes=sizes, **values)
 
@@ -146,7 +171,7 @@ def test_an_index_over_nothing_is_in_range() -> None:
     assert problem("y[i] = A[i + 7] * x[i]", A=ones(3), x=ones(0)).shape == (0,)
 
 
-# --- padding --------------------------------------------------------------------------------------------------------------------
+# --- padding --------------------------------------------------------------------------------------
 
 
 def test_padded_names_index_tensors() -> None:
@@ -157,10 +182,12 @@ def test_padded_names_index_tensors() -> None:
             problem("y[i] = A[D[i]]", A=ones(3), D=index(2), padded=wrong)
 
 
-# --- dtypes ---------------------------------------------------------------------------------------------------------------------
+# --- dtypes ---------------------------------------------------------------------------------------
 
 VALUES: list[Any] = [True, 3, 2.5, 1j]
-VALUES += [torch.tensor(1, dtype=d) for d in sorted(COMPUTABLE, key=str)] + [torch.ones(2, dtype=d) for d in sorted(COMPUTABLE, key=str)]
+VALUES += [torch.tensor(1, dtype=d) for d in sorted(COMPUTABLE, key=str)] + [
+    torch.ones(2, dtype=d) for d in sorted(COMPUTABLE, key=str)
+]
 
 
 def test_promotion_is_torchs_own() -> None:
@@ -180,15 +207,27 @@ def test_promotion_does_not_depend_on_the_order() -> None:
     ("statement", "values", "dtype"),
     [
         ("y[i] = A[i]", {"A": ones(2, dtype=torch.float16)}, torch.float16),
-        ("y[i] = A[i] * B[i]", {"A": ones(2, dtype=torch.float16), "B": ones(2, dtype=torch.bfloat16)}, torch.float32),
+        (
+            "y[i] = A[i] * B[i]",
+            {"A": ones(2, dtype=torch.float16), "B": ones(2, dtype=torch.bfloat16)},
+            torch.float32,
+        ),
         ("y[i] = 2.5 * A[i]", {"A": ones(2, dtype=torch.bfloat16)}, torch.bfloat16),
         ("y[i] = 2.5 * A[i]", {"A": ones(2, dtype=torch.int32)}, torch.float32),
         ("y[i] = 2 * A[i]", {"A": ones(2, dtype=torch.int8)}, torch.int8),
         ("y[i] = 2 * A[i]", {"A": ones(2, dtype=torch.bool)}, torch.int64),
         ("y[i] = A[i] * A[i]", {"A": ones(2, dtype=torch.bool)}, torch.bool),
-        ("y[i] = s * A[i]", {"A": ones(2), "s": torch.tensor(2.0, dtype=torch.float64)}, torch.float32),
+        (
+            "y[i] = s * A[i]",
+            {"A": ones(2), "s": torch.tensor(2.0, dtype=torch.float64)},
+            torch.float32,
+        ),
         ("y[i] = s * A[i]", {"A": ones(2), "s": 1j}, torch.complex64),
-        ("y[i] = s * A[i]", {"A": ones(2), "s": torch.tensor(1j, dtype=torch.complex128)}, torch.complex64),
+        (
+            "y[i] = s * A[i]",
+            {"A": ones(2), "s": torch.tensor(1j, dtype=torch.complex128)},
+            torch.complex64,
+        ),
         ("y[i] = exp(A[i])", {"A": ones(2, dtype=torch.int64)}, torch.float32),
         ("y[i] = relu(A[i])", {"A": ones(2, dtype=torch.int64)}, torch.int64),
         ("y[i] = abs(A[i])", {"A": ones(2, dtype=torch.complex128)}, torch.float64),
@@ -246,14 +285,22 @@ def test_there_is_no_complex_half() -> None:
 
 
 def test_identities_and_accumulators() -> None:
-    assert identity("+=", torch.float16) == 0 and identity("max=", torch.float32) == float("-inf") and identity("min=", torch.float32) == float("inf")
+    assert (
+        identity("+=", torch.float16) == 0
+        and identity("max=", torch.float32) == float("-inf")
+        and identity("min=", torch.float32) == float("inf")
+    )
     assert identity("max=", torch.int8) == -128 and identity("min=", torch.uint8) == 255
     assert identity("max=", torch.bool) is False and identity("min=", torch.bool) is True
-    assert accumulator(torch.bfloat16) == torch.float32 and accumulator(torch.float64) == torch.float64 and accumulator(torch.bool) == torch.int64
+    assert (
+        accumulator(torch.bfloat16) == torch.float32
+        and accumulator(torch.float64) == torch.float64
+        and accumulator(torch.bool) == torch.int64
+    )
     assert of_number(True) == Typed(torch.bool, 0) and of_number(1j).dtype == torch.complex64
 
 
-# --- devices --------------------------------------------------------------------------------------------------------------------
+# --- devices --------------------------------------------------------------------------------------
 
 
 def test_devices_must_agree() -> None:
@@ -262,5 +309,8 @@ def test_devices_must_agree() -> None:
 
 
 def test_a_scalar_on_the_cpu_goes_with_any_device() -> None:
-    assert problem("y[i] = s * A[i]", A=torch.ones(2, device="meta"), s=torch.tensor(2.0)).device.type == "meta"
+    assert (
+        problem("y[i] = s * A[i]", A=torch.ones(2, device="meta"), s=torch.tensor(2.0)).device.type
+        == "meta"
+    )
     assert problem("t[] = s * s", s=torch.tensor(2.0)).device.type == "cpu"

@@ -30,7 +30,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def key(**changes: str) -> cache.Key:
     application = tiny()[0]
-    (one,) = fused.prepare_all(application.forward.problem(), application.values, fused.wishes_of(False))
+    (one,) = fused.prepare_all(
+        application.forward.problem(), application.values, fused.wishes_of(False)
+    )
     found = cache.key_of(one, torch.device("cpu"))
     return cache.Key(**{**{name: getattr(found, name) for name in cache.Key.__slots__}, **changes})
 
@@ -43,7 +45,7 @@ def file_of(key: cache.Key) -> Path:
     return cache.entries_folder() / f"{key.name}.json"
 
 
-# --- remembering -------------------------------------------------------------------------------------------------------------------
+# --- remembering ----------------------------------------------------------------------------------
 
 
 def test_what_is_remembered_is_recalled_here_and_by_the_next_process() -> None:
@@ -53,10 +55,14 @@ def test_what_is_remembered_is_recalled_here_and_by_the_next_process() -> None:
     assert cache.recall(key()) == CHOICE and cache.epoch() > before
     cache.forget()
     assert cache.recall(key()) == CHOICE, "from the file"
-    assert [path.name for path in cache.entries_folder().iterdir()] == [f"{key().name}.json"], "nothing half-written is left"
+    assert [path.name for path in cache.entries_folder().iterdir()] == [f"{key().name}.json"], (
+        "nothing half-written is left"
+    )
 
 
-@pytest.mark.parametrize("change", [{"swap": False}, {"prefetch": False}, {"lazy_broadcasting": False}])
+@pytest.mark.parametrize(
+    "change", [{"swap": False}, {"prefetch": False}, {"lazy_broadcasting": False}]
+)
 def test_settings_that_change_the_kernel_have_entries_of_their_own(change: dict[str, bool]) -> None:
     cache.remember(entry(key()))
     with settings(**change):
@@ -64,7 +70,17 @@ def test_settings_that_change_the_kernel_have_entries_of_their_own(change: dict[
     assert cache.recall(key()) == CHOICE
 
 
-@pytest.mark.parametrize("change", [{"device": "another GPU"}, {"sizes": "i:8"}, {"torch": "9.9"}, {"triton": "9.9"}, {"insum": "9.9"}, {"plan": "x"}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"device": "another GPU"},
+        {"sizes": "i:8"},
+        {"torch": "9.9"},
+        {"triton": "9.9"},
+        {"insum": "9.9"},
+        {"plan": "x"},
+    ],
+)
 def test_everything_in_the_key_counts(change: dict[str, str]) -> None:
     cache.remember(entry(key()))
     assert cache.recall(key(**change)) is None
@@ -72,11 +88,18 @@ def test_everything_in_the_key_counts(change: dict[str, str]) -> None:
 
 def test_the_key_knows_plan_sizes_and_versions() -> None:
     found = key()
-    assert "segment" in found.plan and "entries:" in found.sizes and found.torch == torch.__version__ and found.device == "cpu"
+    assert (
+        "segment" in found.plan
+        and "entries:" in found.sizes
+        and found.torch == torch.__version__
+        and found.device == "cpu"
+    )
     assert all(int(size.partition(":")[2]).bit_count() == 1 for size in found.sizes.split())
 
 
-def test_the_folder_falls_back_to_a_temporary_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_folder_falls_back_to_a_temporary_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("INSUM_CACHE_DIR", str(tmp_path / "file" / "below"))
     with caplog.at_level(logging.WARNING, "insum"):
@@ -84,11 +107,15 @@ def test_the_folder_falls_back_to_a_temporary_one(tmp_path: Path, monkeypatch: p
     assert len(caplog.records) == 1, "said once"
 
 
-# --- files that are no entries --------------------------------------------------------------------------------------------------------
+# --- files that are no entries --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("damage", ["half", "empty", "binary", "list", "format", "version", "illegal", "missing"])
-def test_a_bad_entry_is_passed_over_with_one_line_and_written_anew(damage: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    "damage", ["half", "empty", "binary", "list", "format", "version", "illegal", "missing"]
+)
+def test_a_bad_entry_is_passed_over_with_one_line_and_written_anew(
+    damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     cache.remember(entry(key()))
     path = file_of(key())
     held = json.loads(path.read_text())
@@ -112,15 +139,20 @@ def test_a_bad_entry_is_passed_over_with_one_line_and_written_anew(damage: str, 
     cache.forget()
     with caplog.at_level(logging.DEBUG, "insum"):
         assert cache.recall(key()) is None
-    assert len(caplog.records) == 1 and path.name in caplog.text and caplog.records[0].levelno == logging.WARNING
+    assert (
+        len(caplog.records) == 1
+        and path.name in caplog.text
+        and caplog.records[0].levelno == logging.WARNING
+    )
     cache.remember(entry(key()))
     cache.forget()
     assert cache.recall(key()) == CHOICE
 
 
-# --- many processes -------------------------------------------------------------------------------------------------------------------
+# --- many processes -------------------------------------------------------------------------------
 
-#: Tunes one statement with a clock that is not one, so that no GPU is needed; every process prefers another config.
+#: Tunes one statement with a clock that is not one, so that no GPU is needed; every process prefers
+#: another config.
 TUNE = """
 import sys, torch
 from insum.plan.config import Config
@@ -148,16 +180,26 @@ print(found.config)
 
 def test_eight_processes_at_once_leave_one_valid_cache(folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-    running = [subprocess.Popen([sys.executable, "-c", TUNE, str(n % 4)], env=environment, stdout=subprocess.PIPE, text=True) for n in range(8)]
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", TUNE, str(n % 4)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for n in range(8)
+    ]
     printed = {process.communicate(timeout=300)[0].strip() for process in running}
-    assert all(process.returncode == 0 for process in running) and len(printed) > 1, "they did not agree"
+    assert all(process.returncode == 0 for process in running) and len(printed) > 1, (
+        "they did not agree"
+    )
     files = list((folder / "tuned").iterdir())
     assert len(files) == 1 and files[0].suffix == ".json", "one entry, nothing half-written"
     (held,) = cache.entries()
     assert repr(held.choice[0]) in printed and held.microseconds == 50.0
 
 
-# --- looking after the files ------------------------------------------------------------------------------------------------------------
+# --- looking after the files ----------------------------------------------------------------------
 
 
 def test_list_clear_export_import(tmp_path: Path) -> None:

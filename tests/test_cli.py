@@ -50,7 +50,12 @@ def test_the_cache_commands(tmp_path: Path) -> None:
     remember("i:8")
     remember("i:16")
     listed = insum("cache", "list")
-    assert "2 entries" in listed and "C[i] = A[i]" in listed and "3.2" in listed and "insum.Config(" in listed
+    assert (
+        "2 entries" in listed
+        and "C[i] = A[i]" in listed
+        and "3.2" in listed
+        and "insum.Config(" in listed
+    )
     file = tmp_path / "shipped.json"
     assert "2 entries" in insum("cache", "export", str(file))
     assert "2 files removed" in insum("cache", "clear")
@@ -62,8 +67,12 @@ def test_importing_other_versions(tmp_path: Path) -> None:
     remember(torch_version="0.1")
     insum("cache", "export", str(tmp_path / "old.json"))
     insum("cache", "clear")
-    assert "0 entries taken over, 1 of other versions left out" in insum("cache", "import", str(tmp_path / "old.json"))
-    assert "1 entries taken over" in insum("cache", "import", "--any-version", str(tmp_path / "old.json"))
+    assert "0 entries taken over, 1 of other versions left out" in insum(
+        "cache", "import", str(tmp_path / "old.json")
+    )
+    assert "1 entries taken over" in insum(
+        "cache", "import", "--any-version", str(tmp_path / "old.json")
+    )
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[]", '{"format": 1, "entries": [{}]}'])
@@ -75,7 +84,10 @@ def test_importing_what_is_no_export(tmp_path: Path, text: str) -> None:
 
 def test_doctor_says_what_is_usable_and_why() -> None:
     text = insum("doctor")
-    assert all(word in text for word in ("torch", "triton", "GPU", "cache folder", "interpreter", "numpy", "scipy"))
+    assert all(
+        word in text
+        for word in ("torch", "triton", "GPU", "cache folder", "interpreter", "numpy", "scipy")
+    )
     findings = {one.what: one for one in doctor.report()}
     assert findings["torch"].why == torch.__version__
     assert all(one.why for one in findings.values())
@@ -85,13 +97,24 @@ def test_doctor_says_what_is_usable_and_why() -> None:
 
 def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)  # type: ignore[attr-defined]
-    assert {one.what for one in doctor.report() if "not installed" in one.why} >= set(doctor.OPTIONAL)
+    assert {one.what for one in doctor.report() if "not installed" in one.why} >= set(
+        doctor.OPTIONAL
+    )
 
 
 def test_explain_shows_plan_model_and_kernel() -> None:
     shapes = ["AM=100:int32<64", "AK=100:int32<64", "AV=100,32,32:float16", "B=64,32,256:float16"]
-    text = insum("explain", "C[AM[p],m,n] = AV[p,m,k] * B[AK[p],k,n]", *[a for s in shapes for a in ("--shape", s)], "--size", "0=64")
-    assert all(word in text for word in ("strategy", "segment", "model", "µs", "HBM", "config", "@triton.jit", "tl.dot"))
+    text = insum(
+        "explain",
+        "C[AM[p],m,n] = AV[p,m,k] * B[AK[p],k,n]",
+        *[a for s in shapes for a in ("--shape", s)],
+        "--size",
+        "0=64",
+    )
+    assert all(
+        word in text
+        for word in ("strategy", "segment", "model", "µs", "HBM", "config", "@triton.jit", "tl.dot")
+    )
 
 
 def test_explain_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,7 +125,11 @@ def test_explain_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no fused kernel" in text
 
 
-DESCRIBED = [("A=3,4", (3, 4), torch.float32), ("b=:float64", (), torch.float64), ("I=2,2:int64<4", (2, 2), torch.int64)]
+DESCRIBED = [
+    ("A=3,4", (3, 4), torch.float32),
+    ("b=:float64", (), torch.float64),
+    ("I=2,2:int64<4", (2, 2), torch.int64),
+]
 
 
 @pytest.mark.parametrize(("text", "shape", "dtype"), DESCRIBED)
@@ -131,8 +158,17 @@ def test_bench_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("missing", ["typer", "rich"])
 def test_a_missing_package_gives_a_clear_message(missing: str) -> None:
-    code = f"import sys; sys.modules[{missing!r}] = None; from insum.cli import main; main(['doctor'])"
+    code = (
+        f"import sys; sys.modules[{missing!r}] = None; from insum.cli import main; main(['doctor'])"
+    )
     source = Path(__file__).parent.parent / "src"
     environment = {"PYTHONPATH": str(source), "PATH": "", "HOME": str(source)}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300)
-    assert done.returncode == 1 and "insum[cli]" in done.stderr and missing in done.stderr and "Traceback" not in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert (
+        done.returncode == 1
+        and "insum[cli]" in done.stderr
+        and missing in done.stderr
+        and "Traceback" not in done.stderr
+    )

@@ -1,4 +1,6 @@
-"""The four applications under torch.compile: whole graphs, sizes that change, activation checkpointing, generated code, and how often they are compiled."""
+"""The four applications under torch.compile: whole graphs, sizes that change, activation
+checkpointing, generated code, and how often they are compiled.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,16 @@ from insum.testing import count_compiles
 KIND: dict[str, Any] = {"dtype": torch.float32}
 #: One of each, at a size that can be chosen; what the statement takes as a constant stays the same.
 FOUR: dict[str, Callable[[int], Application]] = {
-    "block SpMM": lambda n: applications.block_spmm(rows=4, columns=n, block=4, n=6, density=0.6, group=2, **KIND),
+    "block SpMM": lambda n: applications.block_spmm(
+        rows=4, columns=n, block=4, n=6, density=0.6, group=2, **KIND
+    ),
     "SpMM": lambda n: applications.spmm(rows=9, columns=n, n=6, entries=5 * n, group=2, **KIND),
-    "convolution": lambda n: applications.convolution(voxels=3 * n, offsets=3, inputs=5, outputs=6, layout="by voxel", **KIND),
-    "tensor product": lambda n: applications.tensor_product(batch=n, channels=5, constant=False, **KIND),
+    "convolution": lambda n: applications.convolution(
+        voxels=3 * n, offsets=3, inputs=5, outputs=6, layout="by voxel", **KIND
+    ),
+    "tensor product": lambda n: applications.tensor_product(
+        batch=n, channels=5, constant=False, **KIND
+    ),
 }
 SIZES = (7, 10, 13)
 
@@ -39,10 +47,15 @@ def call(application: Application) -> Callable[..., Tensor]:
 
 
 def leaves(application: Application) -> dict[str, Tensor]:
-    return {name: v.clone().requires_grad_() if name in application.wanted else v for name, v in application.values.items()}
+    return {
+        name: v.clone().requires_grad_() if name in application.wanted else v
+        for name, v in application.values.items()
+    }
 
 
-def differentiated(function: Callable[..., Tensor], application: Application) -> tuple[Tensor | None, ...]:
+def differentiated(
+    function: Callable[..., Tensor], application: Application
+) -> tuple[Tensor | None, ...]:
     values = leaves(application)
     out = function(**values)
     out.sin().sum().backward()  # with .grad() reentrant checkpointing would not do
@@ -56,7 +69,9 @@ def test_one_graph_for_every_number_of_nonzeros(name: str) -> None:
     with count_compiles() as count:
         for n in SIZES:
             application = FOUR[name](n)
-            for got, want in zip(differentiated(compiled, application), differentiated(function, application)):
+            for got, want in zip(
+                differentiated(compiled, application), differentiated(function, application)
+            ):
                 assert_close(got, want)
     assert count.graphs == 1
 
@@ -80,19 +95,28 @@ def test_activation_checkpointing(name: str, reentrant: bool) -> None:
     function = call(application)
 
     def kept(**values: Tensor) -> Tensor:
-        result: Tensor = checkpoint(lambda *given: function(**dict(zip(values, given))), *values.values(), use_reentrant=reentrant)  # type: ignore[no-untyped-call]
+        result: Tensor = checkpoint(  # type: ignore[no-untyped-call]
+            lambda *given: function(**dict(zip(values, given))),
+            *values.values(),
+            use_reentrant=reentrant,
+        )
         return result
 
     expected = differentiated(function, application)
     for got, want in zip(differentiated(kept, application), expected):
         assert_close(got, want)
     if not reentrant:  # which torch.compile does not take
-        for got, want in zip(differentiated(torch.compile(kept, fullgraph=True, backend="aot_eager"), application), expected):
+        for got, want in zip(
+            differentiated(torch.compile(kept, fullgraph=True, backend="aot_eager"), application),
+            expected,
+        ):
             assert_close(got, want)
 
 
 def test_generated_code_of_all_four() -> None:
-    """Through TorchInductor, in one graph; on the CPU ``reduce-overhead`` is the same without CUDA graphs."""
+    """Through TorchInductor, in one graph; on the CPU ``reduce-overhead`` is the same without CUDA
+    graphs.
+    """
     four = {name: make(SIZES[0]) for name, make in FOUR.items()}
     functions = {name: call(application) for name, application in four.items()}
 
@@ -110,9 +134,19 @@ def test_generated_code_of_all_four() -> None:
 
 @pytest.mark.parametrize("kind", [COO, GroupCOO, BlockGroupCOO])
 def test_formats_are_arguments(kind: type) -> None:
-    """A format is a pytree of dense tensors: it goes through, and another number of nonzeros compiles nothing new."""
-    options = {"group_size": 2} if kind is GroupCOO else {"group_size": 2, "block_shape": (2, 4)} if kind is BlockGroupCOO else {}
-    compiled = torch.compile(lambda A, B: A.matmul(B), fullgraph=True, dynamic=True, backend="aot_eager")
+    """A format is a pytree of dense tensors: it goes through, and another number of nonzeros
+    compiles nothing new.
+    """
+    options = (
+        {"group_size": 2}
+        if kind is GroupCOO
+        else {"group_size": 2, "block_shape": (2, 4)}
+        if kind is BlockGroupCOO
+        else {}
+    )
+    compiled = torch.compile(
+        lambda A, B: A.matmul(B), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
     with count_compiles() as count:
         for n in (12, 14, 18):
             torch.manual_seed(n)
@@ -128,12 +162,14 @@ def test_traced_by_make_fx_with_symbols(name: str) -> None:
     from torch.fx.experimental.proxy_tensor import make_fx
 
     function = call(FOUR[name](SIZES[0]))
-    module = make_fx(lambda values: function(**values), tracing_mode="symbolic")(dict(FOUR[name](SIZES[0]).values))
+    module = make_fx(lambda values: function(**values), tracing_mode="symbolic")(
+        dict(FOUR[name](SIZES[0]).values)
+    )
     other = dict(FOUR[name](SIZES[1]).values)
     assert_close(module(other), function(**other))
 
 
-# --- what torch.compile does not take, as docs/torch-compile.md says -----------------------------------------------------------------
+# --- what torch.compile does not take, as docs/torch-compile.md says ------------------------------
 
 
 def test_the_operator_breaks_a_graph_and_the_method_does_not() -> None:
@@ -151,4 +187,9 @@ def test_transforms_of_torch_func_are_compiled_from_outside() -> None:
 
     gradient = lambda x: torch.autograd.grad(f(x), x)[0]
     with insum.compat.compiler.traced_gradients():
-        assert_close(torch.compile(gradient, fullgraph=True, backend="aot_eager")(x.clone().requires_grad_()), torch.func.grad(f)(x))
+        assert_close(
+            torch.compile(gradient, fullgraph=True, backend="aot_eager")(
+                x.clone().requires_grad_()
+            ),
+            torch.func.grad(f)(x),
+        )

@@ -17,14 +17,24 @@ DEVICE = cost.Device()
 
 
 def prepared(application: Application) -> Prepared:
-    (one,) = fused.prepare_all(application.forward.problem(), application.values, fused.wishes_of(False))
+    (one,) = fused.prepare_all(
+        application.forward.problem(), application.values, fused.wishes_of(False)
+    )
     return one
 
 
-def predicted(application: Application, *configs: Config, device: cost.Device = DEVICE) -> cost.Cost:
+def predicted(
+    application: Application, *configs: Config, device: cost.Device = DEVICE
+) -> cost.Cost:
     one = prepared(application)
     choice = configs or fused.first_choice(one, fused.wishes_of(False))
-    return cost.predict(model.oriented(one.plan, one.extents, choice[0].swap), one.extents, choice, device, cost.load_of(one, application.values))
+    return cost.predict(
+        model.oriented(one.plan, one.extents, choice[0].swap),
+        one.extents,
+        choice,
+        device,
+        cost.load_of(one, application.values),
+    )
 
 
 def blocks(density: float = 0.2, n: int = 2048) -> Application:
@@ -38,9 +48,26 @@ def rows(entries: int = 40_000, dtype: torch.dtype = torch.float32) -> Applicati
 @pytest.mark.parametrize("application", tiny(), ids=lambda a: a.name)
 def test_every_application_has_a_prediction(application: Application) -> None:
     found = predicted(application)
-    assert found.total > 0 and found.parts and min(found.hbm, found.l2, found.arithmetic, found.launches) >= 0
+    assert (
+        found.total > 0
+        and found.parts
+        and min(found.hbm, found.l2, found.arithmetic, found.launches) >= 0
+    )
     text = found.describe()
-    assert all(word in text for word in ("µs", "HBM", "L2", "arithmetic", "launches", "programs", "waves", "registers", "shared"))
+    assert all(
+        word in text
+        for word in (
+            "µs",
+            "HBM",
+            "L2",
+            "arithmetic",
+            "launches",
+            "programs",
+            "waves",
+            "registers",
+            "shared",
+        )
+    )
 
 
 def test_more_work_takes_longer() -> None:
@@ -64,17 +91,25 @@ def test_occupancy_is_limited_by_registers_and_shared_memory() -> None:
 
 
 def test_matrix_instructions_want_a_long_m() -> None:
-    tall, flat = predicted(blocks(), Config(m=128, n=32, k=32, swap=1)), predicted(blocks(), Config(m=32, n=128, k=32, swap=0))
+    tall, flat = (
+        predicted(blocks(), Config(m=128, n=32, k=32, swap=1)),
+        predicted(blocks(), Config(m=32, n=128, k=32, swap=0)),
+    )
     assert tall.parts[0].rate > flat.parts[0].rate
 
 
 def test_rows_have_a_part_for_each_launch() -> None:
-    many = spmm(rows=40_000, columns=40_000, n=128, entries=400_000, heavy=1500, dtype=torch.float32)
+    many = spmm(
+        rows=40_000, columns=40_000, n=128, entries=400_000, heavy=1500, dtype=torch.float32
+    )
     names = [part.name for part in predicted(many).parts]
     assert names == ["long rows", "short rows", "sum of pieces"]
     short, long = fused.first_choice(prepared(many), fused.wishes_of(False))
     whole = predicted(many, dataclasses.replace(short, split=0), long)
-    assert [part.name for part in whole.parts] == ["long rows", "short rows"] and whole.launches < predicted(many).launches
+    assert [part.name for part in whole.parts] == [
+        "long rows",
+        "short rows",
+    ] and whole.launches < predicted(many).launches
 
 
 def test_few_entries_are_cut_so_that_one_launch_takes_them() -> None:
@@ -95,4 +130,9 @@ def test_the_default_device_stands_in_where_there_is_none() -> None:
 @pytest.mark.gpu
 def test_the_device_is_described_by_the_driver() -> None:
     found = cost.device_of(torch.device("cuda", 0))
-    assert found.name == torch.cuda.get_device_name() and found.multiprocessors > 0 and 0.1 < found.hbm < 20 and found.shared >= 48 * 1024
+    assert (
+        found.name == torch.cuda.get_device_name()
+        and found.multiprocessors > 0
+        and 0.1 < found.hbm < 20
+        and found.shared >= 48 * 1024
+    )

@@ -1,4 +1,6 @@
-"""`insum.einsum` against `torch.einsum` on densified operands, in values and gradients, for every format."""
+"""`insum.einsum` against `torch.einsum` on densified operands, in values and gradients, for every
+format.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from insum.formats.explained import explain_einsum
 warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")
 
 
-def random(*shape: int, density: float = 1.0, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
+def random(
+    *shape: int, density: float = 1.0, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator, dtype=torch.float64)
     return torch.where(torch.rand(shape, generator=generator) < density, x, 0.0).to(dtype)
@@ -35,7 +39,11 @@ def forms(x: Tensor) -> list[SparseFormat]:
     block = (2, 3, 2, 2, 1)[:rank]
     made: list[SparseFormat] = [COO.from_dense(x), BlockCOO.from_dense(x, block_shape=block)]
     for d in dims:
-        made += [ELL.from_dense(x, group_dims=d), GroupCOO.from_dense(x, group_dims=d, group_size=2), GroupCOO.from_dense(x, group_dims=d, group_size=3)]
+        made += [
+            ELL.from_dense(x, group_dims=d),
+            GroupCOO.from_dense(x, group_dims=d, group_size=2),
+            GroupCOO.from_dense(x, group_dims=d, group_size=3),
+        ]
         made += [BlockGroupCOO.from_dense(x, block_shape=block, group_dims=d, group_size=2)]
     return made
 
@@ -65,7 +73,10 @@ def test_values_and_gradients_for_every_format(text: str, shapes: list[tuple[int
     for a in forms(x):
         assert a.values is not None
         a = a.with_values(a.values.clone().requires_grad_())
-        dense = [a.detach().to_dense().requires_grad_(), *(t.clone().requires_grad_() for t in others)]
+        dense = [
+            a.detach().to_dense().requires_grad_(),
+            *(t.clone().requires_grad_() for t in others),
+        ]
         ours = [t.clone().requires_grad_() for t in others]
         want, got = torch.einsum(text, *dense), einsum(text, a, *ours)
         assert torch.allclose(got, want), a
@@ -73,9 +84,16 @@ def test_values_and_gradients_for_every_format(text: str, shapes: list[tuple[int
         (want * weights).sum().backward()
         (got * weights).sum().backward()
         assert a.values is not None and a.values.grad is not None and dense[0].grad is not None
-        assert torch.allclose(a.with_values(a.values.grad).to_dense(), torch.where(a.pattern().to_dense() != 0, dense[0].grad, 0.0)), a
+        assert torch.allclose(
+            a.with_values(a.values.grad).to_dense(),
+            torch.where(a.pattern().to_dense() != 0, dense[0].grad, 0.0),
+        ), a
         for mine, theirs in zip(ours, dense[1:]):
-            assert mine.grad is not None and theirs.grad is not None and torch.allclose(mine.grad, theirs.grad), a
+            assert (
+                mine.grad is not None
+                and theirs.grad is not None
+                and torch.allclose(mine.grad, theirs.grad)
+            ), a
 
 
 @st.composite
@@ -84,16 +102,26 @@ def einsums(draw: Any) -> tuple[str, list[tuple[int, ...]], int]:
     letters = "abcdef"
     sizes = {c: draw(st.integers(0 if draw(st.booleans()) else 1, 5)) for c in letters}
     sparse = draw(st.lists(st.sampled_from(letters), min_size=1, max_size=4, unique=True))
-    dense = draw(st.lists(st.lists(st.sampled_from(letters), min_size=0, max_size=3, unique=True), max_size=3))
+    dense = draw(
+        st.lists(
+            st.lists(st.sampled_from(letters), min_size=0, max_size=3, unique=True), max_size=3
+        )
+    )
     known = sorted({*sparse, *(c for d in dense for c in d)})
     output = draw(st.lists(st.sampled_from(known), unique=True, max_size=4))
     text = ",".join("".join(labels) for labels in (sparse, *dense)) + "->" + "".join(output)
-    return text, [tuple(sizes[c] for c in labels) for labels in (sparse, *dense)], draw(st.integers(0, 999))
+    return (
+        text,
+        [tuple(sizes[c] for c in labels) for labels in (sparse, *dense)],
+        draw(st.integers(0, 999)),
+    )
 
 
 @settings(max_examples=80, deadline=None)
 @given(einsums(), st.data())
-def test_random_contractions(case: tuple[str, list[tuple[int, ...]], int], data: st.DataObject) -> None:
+def test_random_contractions(
+    case: tuple[str, list[tuple[int, ...]], int], data: st.DataObject
+) -> None:
     text, shapes, seed = case
     x = random(*shapes[0], density=0.5, seed=seed)
     others = [random(*s, seed=seed + 1 + i) for i, s in enumerate(shapes[1:])]
@@ -107,7 +135,12 @@ def test_notations_and_matmul_agree() -> None:
     x, b = random(5, 7, density=0.4), random(7, 3, seed=1)
     for a in forms(x):
         want = x @ b
-        for got in (einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b), einsum("mk,kn->mn", a, b), einsum("mk, kn", a, b), a @ b):
+        for got in (
+            einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b),
+            einsum("mk,kn->mn", a, b),
+            einsum("mk, kn", a, b),
+            a @ b,
+        ):
             assert torch.allclose(got, want)
         assert torch.allclose(a @ b[:, 0], x @ b[:, 0])
         assert torch.allclose(b.T @ a.T, b.T @ x.T) and torch.allclose(b[:, 0] @ a.T, b[:, 0] @ x.T)
@@ -116,10 +149,15 @@ def test_notations_and_matmul_agree() -> None:
 def test_ellipsis() -> None:
     x, b = random(5, 7, density=0.4), random(2, 3, 7, 4, seed=1)
     for a in forms(x)[:3]:
-        assert torch.allclose(einsum("mk,...kn->...mn", a, b), torch.einsum("mk,...kn->...mn", x, b))
+        assert torch.allclose(
+            einsum("mk,...kn->...mn", a, b), torch.einsum("mk,...kn->...mn", x, b)
+        )
         assert torch.allclose(einsum("mk,...kn", a, b), torch.einsum("mk,...kn", x, b))
     t = random(2, 5, 7, density=0.5)
-    assert torch.allclose(einsum("...k,kn->...n", COO.from_dense(t), b[0, 0]), torch.einsum("...k,kn->...n", t, b[0, 0]))
+    assert torch.allclose(
+        einsum("...k,kn->...n", COO.from_dense(t), b[0, 0]),
+        torch.einsum("...k,kn->...n", t, b[0, 0]),
+    )
 
 
 def test_sparse_output_has_the_pattern_of_its_operand() -> None:
@@ -129,7 +167,9 @@ def test_sparse_output_has_the_pattern_of_its_operand() -> None:
         s = einsum("S[m,n] = P[m,n] * A[m,k] * B[k,n]", P=x, A=a, B=b)
         assert type(s) is type(x) and torch.allclose(s.to_dense(), want)
         assert all(i is j for i, j in zip(list(s.tensors())[1:], list(x.tensors())[1:]))
-        assert torch.allclose(einsum("S[m,n] = P[m,n] * A[m,k] * B[k,n]", P=x, A=a, B=b, dense_output=True), want)
+        assert torch.allclose(
+            einsum("S[m,n] = P[m,n] * A[m,k] * B[k,n]", P=x, A=a, B=b, dense_output=True), want
+        )
         turned = einsum("S[n,m] = P[m,n] * A[m,k] * B[k,n]", P=x, A=a, B=b)
         assert type(turned) is type(x) and torch.allclose(turned.to_dense(), want.T)
         assert torch.allclose(einsum("mn,m->mn", x, a[:, 0]).to_dense(), p * a[:, :1])
@@ -146,19 +186,30 @@ def test_sddmm_on_a_pattern() -> None:
 
 
 def test_gradients_of_sddmm() -> None:
-    p, a, b = random(4, 5, density=0.5), random(4, 3, seed=1).requires_grad_(), random(3, 5, seed=2).requires_grad_()
+    p, a, b = (
+        random(4, 5, density=0.5),
+        random(4, 3, seed=1).requires_grad_(),
+        random(3, 5, seed=2).requires_grad_(),
+    )
     for x in forms(p):
         assert x.values is not None
 
         def through(values: Tensor, a: Tensor, b: Tensor, x: SparseFormat = x) -> Tensor:
-            return einsum("S[m,n] = P[m,n] * A[m,k] * B[k,n]", P=x.with_values(values), A=a, B=b).to_dense()
+            return einsum(
+                "S[m,n] = P[m,n] * A[m,k] * B[k,n]", P=x.with_values(values), A=a, B=b
+            ).to_dense()
 
         assert torch.autograd.gradcheck(through, (x.values.clone().requires_grad_(), a, b))
 
 
 def test_second_derivatives() -> None:
     x, b = random(3, 4, density=0.5), random(4, 2, seed=1).requires_grad_()
-    for a in (COO.from_dense(x), GroupCOO.from_dense(x, group_size=2), ELL.from_dense(x), BlockGroupCOO.from_dense(x, block_shape=(2, 3), group_size=2)):
+    for a in (
+        COO.from_dense(x),
+        GroupCOO.from_dense(x, group_size=2),
+        ELL.from_dense(x),
+        BlockGroupCOO.from_dense(x, block_shape=(2, 3), group_size=2),
+    ):
         assert a.values is not None
 
         def through(values: Tensor, b: Tensor, a: SparseFormat = a) -> Tensor:
@@ -175,14 +226,20 @@ def test_operands_that_share_a_pattern() -> None:
         want = (x * c.to_dense()) @ b
         assert torch.allclose(einsum("C[m,n] = A[m,k] * D[m,k] * B[k,n]", A=a, D=c, B=b), want)
         assert torch.allclose(einsum("C[m,n] = A[m,k] * A[m,k] * B[k,n]", A=a, B=b), (x * x) @ b)
-        assert torch.allclose(einsum("C[m,n] = A[m,k] * D[m,k] * B[k,n]", A=a, D=a.pattern(), B=b), (x * a.pattern().to_dense().double()) @ b)
+        assert torch.allclose(
+            einsum("C[m,n] = A[m,k] * D[m,k] * B[k,n]", A=a, D=a.pattern(), B=b),
+            (x * a.pattern().to_dense().double()) @ b,
+        )
         both = einsum("S[m,k] = A[m,k] * D[m,k]", A=a, D=c)
         assert type(both) is type(a) and torch.allclose(both.to_dense(), x * c.to_dense())
     grouped = GroupCOO.from_dense(x, group_size=2)
-    assert torch.allclose(einsum("C[m,n] = A[m,k] * D[k,m] * B[k,n]", A=grouped, D=grouped.T, B=b), (x * x) @ b)
+    assert torch.allclose(
+        einsum("C[m,n] = A[m,k] * D[k,m] * B[k,n]", A=grouped, D=grouped.T, B=b), (x * x) @ b
+    )
     table = ELL.from_dense(random(3, 3, 4, density=0.6), group_dims=(0, 1))
     turned = table.permute(1, 0, 2)
-    with pytest.raises(UnsupportedError):  # the same arrays, but read at other rows: not the same pattern
+    # the same arrays, but read at other rows: not the same pattern
+    with pytest.raises(UnsupportedError):
         einsum("s[] = A[i,j,k] * B[i,j,k]", A=table, B=turned)
 
 
@@ -195,7 +252,9 @@ def test_sparse_operands_that_do_not_meet() -> None:
 
 
 def test_sparse_operands_that_meet_where_one_is_dense() -> None:
-    """Rows of ELL are found by number, so that another sparse operand may choose them: no intersection is needed."""
+    """Rows of ELL are found by number, so that another sparse operand may choose them: no
+    intersection is needed.
+    """
     x, y, b = random(4, 5, density=0.5), random(5, 6, density=0.5, seed=1), random(6, 3, seed=2)
     for a in (COO.from_dense(x), GroupCOO.from_dense(x, group_size=2), ELL.from_dense(x)):
         got = einsum("C[m,n] = A[m,j] * D[j,k] * B[k,n]", A=a, D=ELL.from_dense(y), B=b)
@@ -208,10 +267,21 @@ def test_neighbour_tables() -> None:
     table = torch.tensor([[-1, 0, 1], [0, 1, 2], [1, 2, -1], [-1, -1, -1]])
     features, weights = random(3, 2), random(3, 2, 4, seed=1)
     weighted = NeighborTable(table, shape=(4, 3, 3), values=random(4, 3, seed=2))
-    for nb in (NeighborTable(table, shape=(4, 3, 3)), weighted, weighted.permute(2, 1, 0).permute(2, 1, 0)):
+    for nb in (
+        NeighborTable(table, shape=(4, 3, 3)),
+        weighted,
+        weighted.permute(2, 1, 0).permute(2, 1, 0),
+    ):
         got = einsum("Out[x,m] = Map[x,y,z] * In[y,c] * W[z,c,m]", Map=nb, In=features, W=weights)
-        assert torch.allclose(got, torch.einsum("xyz,yc,zcm->xm", nb.to_dense(torch.float64), features, weights))
-    (statement,) = explain_einsum("Out[x,m] = Map[x,y,z] * In[y,c] * W[z,c,m]", Map=NeighborTable(table, shape=(4, 3, 3)), In=features, W=weights).statements
+        assert torch.allclose(
+            got, torch.einsum("xyz,yc,zcm->xm", nb.to_dense(torch.float64), features, weights)
+        )
+    (statement,) = explain_einsum(
+        "Out[x,m] = Map[x,y,z] * In[y,c] * W[z,c,m]",
+        Map=NeighborTable(table, shape=(4, 3, 3)),
+        In=features,
+        W=weights,
+    ).statements
     assert statement == "Out[x,m] = In[MapY[x,z],c] * W[z,c,m]"
     counts = einsum("n[x] = Map[x,y,z]", Map=NeighborTable(table, shape=(4, 3, 3)))
     assert counts.tolist() == [2, 3, 2, 0]
@@ -227,7 +297,9 @@ def test_patterns_count_as_one() -> None:
         assert torch.allclose(einsum("d[m] = A[m,k]", A=p).double(), dense.sum(1))
         assert torch.allclose(einsum("d[k] = A[m,k]", A=p).double(), dense.sum(0))
         assert torch.allclose(einsum("t[] = 3 * A[m,k]", A=p).double(), 3 * dense.sum())
-        assert torch.allclose(einsum("d[m] = A[m,k] * y[m]", A=p, y=b[:5, 0]), dense.sum(1) * b[:5, 0])
+        assert torch.allclose(
+            einsum("d[m] = A[m,k] * y[m]", A=p, y=b[:5, 0]), dense.sum(1) * b[:5, 0]
+        )
         assert torch.allclose(einsum("C[m,k] = A[m,k]", A=p, dense_output=True).double(), dense)
 
 
@@ -236,7 +308,11 @@ def test_padding_contributes_nothing(bad: float) -> None:
     x = torch.tensor([[1.0, 2, 3], [0, 4, 0], [0, 0, 0], [5, 0, 6]])
     y = torch.tensor([1.0, bad, 1.0, 1.0])
     b = torch.tensor([[bad], [1.0], [1.0]])
-    made: list[SparseFormat] = [ELL.from_dense(x), GroupCOO.from_dense(x, group_size=2), BlockGroupCOO.from_dense(x, block_shape=(1, 1), group_size=2)]
+    made: list[SparseFormat] = [
+        ELL.from_dense(x),
+        GroupCOO.from_dense(x, group_size=2),
+        BlockGroupCOO.from_dense(x, block_shape=(1, 1), group_size=2),
+    ]
     for a in made:
         assert a.values is not None
         mask = a.mask()
@@ -247,12 +323,19 @@ def test_padding_contributes_nothing(bad: float) -> None:
             got = einsum("d[m] = A[m,k] * y[m]", A=junk, y=y)
             assert not math.isfinite(got[1]) and got[[0, 2, 3]].tolist() == [6, 0, 11]
             rows = einsum("S[m,k] = A[m,k] * y[m]", A=junk, y=y)
-            assert rows.to_dense()[[0, 2, 3]].tolist() == x[[0, 2, 3]].tolist() and rows.values[~mask].abs().sum() == 0
+            assert (
+                rows.to_dense()[[0, 2, 3]].tolist() == x[[0, 2, 3]].tolist()
+                and rows.values[~mask].abs().sum() == 0
+            )
             dense = einsum("C[m,k] = A[m,k]", A=junk, dense_output=True)
             assert dense.tolist() == x.tolist()
             junk.requires_grad_()
             (junk @ torch.ones(3, 1)).sum().backward()
-            assert junk.values is not None and junk.values.grad is not None and junk.values.grad[~mask].abs().sum() == 0
+            assert (
+                junk.values is not None
+                and junk.values.grad is not None
+                and junk.values.grad[~mask].abs().sum() == 0
+            )
             junk.requires_grad_(False)
 
 
@@ -266,8 +349,12 @@ def test_accumulating_in_place() -> None:
         out = einsum("C[m,n] += A[m,k] * B[k,n]", A=a, B=b, C=c)
         assert out is kept and torch.allclose(c, 1 + x @ b)
         assert torch.allclose(einsum("C[m,n] += A[m,k] * B[k,n]", A=a, B=b), x @ b)
-        s = einsum("S[m,k] += A[m,k] * y[m]", A=a, y=b[:6, 0], S=a.with_values(torch.ones_like(a.values)))  # type: ignore[arg-type]
-        assert torch.allclose(s.to_dense(), a.pattern().to_dense() * 1.0 + x * b[:6, :1]) or a.block_shape_or_none
+        ones = a.with_values(torch.ones_like(a.values))  # type: ignore[arg-type]
+        s = einsum("S[m,k] += A[m,k] * y[m]", A=a, y=b[:6, 0], S=ones)
+        assert (
+            torch.allclose(s.to_dense(), a.pattern().to_dense() * 1.0 + x * b[:6, :1])
+            or a.block_shape_or_none
+        )
 
 
 def test_sums_of_products() -> None:
@@ -276,13 +363,17 @@ def test_sums_of_products() -> None:
     for a in forms(x):
         got = einsum("y[i] = A[i,j] * v[j] + b[i]", A=a, v=v, b=bias)
         assert torch.allclose(got, x @ v + bias)
-        got = einsum("y[i] = A[i,j] * v[j] - 2 * D[i,j] * v[j] + b[i]", A=a, D=COO.from_dense(y), v=v, b=bias)
+        got = einsum(
+            "y[i] = A[i,j] * v[j] - 2 * D[i,j] * v[j] + b[i]", A=a, D=COO.from_dense(y), v=v, b=bias
+        )
         assert torch.allclose(got, x @ v - 2 * (y @ v) + bias)
         got = einsum("y[i] = A[i,j] * (v[j] + w[j])", A=a, v=v, w=v * v)
         assert torch.allclose(got, x @ (v + v * v))
         got = einsum("y[i] = relu(A[i,j] * v[j])", A=a, v=v)
         assert torch.allclose(got, torch.relu(x * v).sum(1))
-        total = einsum("y[i] += A[i,j] * v[j] + b[i]", A=a, v=v, b=bias, y=torch.ones(5, dtype=torch.float64))
+        total = einsum(
+            "y[i] += A[i,j] * v[j] + b[i]", A=a, v=v, b=bias, y=torch.ones(5, dtype=torch.float64)
+        )
         assert torch.allclose(total, 1 + x @ v + bias)
 
 
@@ -301,8 +392,15 @@ def test_index_expressions_beside_sparse_operands() -> None:
     x, b = random(5, 7, density=0.4), random(8, 3, seed=1)
     order = torch.tensor([3, 1, 6, 0, 2, 5, 4])
     for a in forms(x):
-        assert torch.allclose(einsum("C[m,n] = A[m,k] * B[I[k],n]", A=a, B=b[:7], I=order), x @ b[:7][order])
-        assert torch.allclose(einsum("C[I[m],n] = A[m,k] * B[k,n]", A=a, B=b[:7], I=order[:5], out_shape=(7, 3))[order[:5]], x @ b[:7])
+        assert torch.allclose(
+            einsum("C[m,n] = A[m,k] * B[I[k],n]", A=a, B=b[:7], I=order), x @ b[:7][order]
+        )
+        assert torch.allclose(
+            einsum("C[I[m],n] = A[m,k] * B[k,n]", A=a, B=b[:7], I=order[:5], out_shape=(7, 3))[
+                order[:5]
+            ],
+            x @ b[:7],
+        )
         if not a.block_shape_or_none:
             assert torch.allclose(einsum("C[m,n] = A[m,k] * B[k+1,n]", A=a, B=b), x @ b[1:])
 
@@ -327,7 +425,9 @@ def test_empty_operands() -> None:
 
 def test_only_dense_operands() -> None:
     a, b = random(3, 4), random(4, 2)
-    assert torch.allclose(einsum("mk,kn->mn", a, b), a @ b) and torch.allclose(einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b), a @ b)
+    assert torch.allclose(einsum("mk,kn->mn", a, b), a @ b) and torch.allclose(
+        einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b), a @ b
+    )
 
 
 def test_explain_shows_the_statement() -> None:
@@ -338,12 +438,22 @@ def test_explain_shows_the_statement() -> None:
         GroupCOO.from_dense(x, group_dims=1, group_size=2): "C[AM[p,q],n] = AV[p,q] * B[AK[p],n]",
         ELL.from_dense(x): "C[m,n] = AV[m,q] * B[AK[m,q],n]",
         BlockCOO.from_dense(x, block_shape=(2, 3)): "C[AM[p],bm,n] = AV[p,bm,bk] * B[AK[p],bk,n]",
-        BlockGroupCOO.from_dense(x, block_shape=(2, 3)): "C[AM[p],bm,n] = AV[p,q,bm,bk] * B[AK[p,q],bk,n]",
+        BlockGroupCOO.from_dense(
+            x, block_shape=(2, 3)
+        ): "C[AM[p],bm,n] = AV[p,q,bm,bk] * B[AK[p,q],bk,n]",
     }
     for a, statement in want.items():
         explained = explain_einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b)
-        assert explained.statements == (statement,) and statement in str(explained) and repr(a) in str(explained)
-    assert "pattern of P" in str(explain_einsum("S[m,n] = P[m,n] * A[m,k] * B[n,k]", P=COO.from_dense(x), A=random(6, 2), B=b[:, :2]))
+        assert (
+            explained.statements == (statement,)
+            and statement in str(explained)
+            and repr(a) in str(explained)
+        )
+    assert "pattern of P" in str(
+        explain_einsum(
+            "S[m,n] = P[m,n] * A[m,k] * B[n,k]", P=COO.from_dense(x), A=random(6, 2), B=b[:, :2]
+        )
+    )
 
 
 def test_torch_compile_fullgraph() -> None:
@@ -355,7 +465,12 @@ def test_torch_compile_fullgraph() -> None:
     def sampled(a: SparseFormat, b: Tensor) -> SparseFormat:
         return einsum("mk,k->mk", a, b[:, 0])
 
-    for a in (COO.from_dense(x), GroupCOO.from_dense(x, group_size=2), ELL.from_dense(x), BlockGroupCOO.from_dense(x, block_shape=(4, 2), group_size=2)):
+    for a in (
+        COO.from_dense(x),
+        GroupCOO.from_dense(x, group_size=2),
+        ELL.from_dense(x),
+        BlockGroupCOO.from_dense(x, block_shape=(4, 2), group_size=2),
+    ):
         torch.compiler.reset()
         assert a.values is not None
         a = a.with_values(a.values.clone().requires_grad_())
@@ -364,16 +479,23 @@ def test_torch_compile_fullgraph() -> None:
         want = product(a, b)
         assert torch.allclose(got, want)
         assert a.values is not None
-        for mine, theirs in zip(torch.autograd.grad(got.sum(), (a.values, b)), torch.autograd.grad(want.sum(), (a.values, b))):
+        for mine, theirs in zip(
+            torch.autograd.grad(got.sum(), (a.values, b)),
+            torch.autograd.grad(want.sum(), (a.values, b)),
+        ):
             assert torch.allclose(mine, theirs)
         compiled = torch.compile(sampled, fullgraph=True, backend="aot_eager")(a, b)
-        assert type(compiled) is type(a) and torch.allclose(compiled.to_dense(), sampled(a, b).to_dense())
+        assert type(compiled) is type(a) and torch.allclose(
+            compiled.to_dense(), sampled(a, b).to_dense()
+        )
 
 
 def test_other_numbers_of_entries_do_not_recompile() -> None:
     torch.compiler.reset()
     before = compiled_graphs()
-    step = torch.compile(lambda a, b: einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b), fullgraph=True, backend="eager")
+    step = torch.compile(
+        lambda a, b: einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b), fullgraph=True, backend="eager"
+    )
     b = random(32, 4, dtype=torch.float32)
     for density in (0.1, 0.2, 0.3, 0.4):
         x = random(32, 32, density=density, dtype=torch.float32)
@@ -384,7 +506,9 @@ def test_other_numbers_of_entries_do_not_recompile() -> None:
 def test_matmul_under_torch_compile() -> None:
     x, b = random(6, 6, density=0.4, dtype=torch.float32), random(6, 6, dtype=torch.float32)
     a = GroupCOO.from_dense(x, group_size=2)
-    assert torch.allclose(torch.compile(lambda a, b: a.matmul(b), fullgraph=True, backend="eager")(a, b), x @ b)
+    assert torch.allclose(
+        torch.compile(lambda a, b: a.matmul(b), fullgraph=True, backend="eager")(a, b), x @ b
+    )
     # Operators between tensors and objects break the graph, and still compute what they say.
     torch.compiler.reset()
     assert torch.allclose(torch.compile(lambda a, b: a @ b, backend="eager")(a, b), x @ b)
@@ -407,25 +531,72 @@ def test_export() -> None:
 X = COO.from_dense(torch.eye(3))
 B = torch.ones(3, 2)
 REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
-    (UnsupportedError, "C[m,n] = A[m,k] * D[k,n]", r"A and D are both sparse and meet in index 'k'.*to_dense\(\)", {"A": X, "D": COO.from_dense(torch.eye(3))}),
-    (UnsupportedError, "C[m,k] = A[m,k] * D[m,k]", "intersected", {"A": X, "D": COO.from_dense(torch.eye(3))}),
+    (
+        UnsupportedError,
+        "C[m,n] = A[m,k] * D[k,n]",
+        r"A and D are both sparse and meet in index 'k'.*to_dense\(\)",
+        {"A": X, "D": COO.from_dense(torch.eye(3))},
+    ),
+    (
+        UnsupportedError,
+        "C[m,k] = A[m,k] * D[m,k]",
+        "intersected",
+        {"A": X, "D": COO.from_dense(torch.eye(3))},
+    ),
     (UnsupportedError, "t[] = A[i,i]", "'i' indexes it twice", {"A": X}),
     (UnsupportedError, "C[m] = A[m,0]", "indexed by 0", {"A": X}),
     (UnsupportedError, "C[m] = A[m,k+1]", r"indexed by k \+ 1", {"A": X}),
     (UnsupportedError, "C[m,n] = B[A[m,k],n]", "stands in an index", {"A": X, "B": B}),
     (UnsupportedError, "C[m] = exp(A[m,k])", "not zero where A has no entry", {"A": X}),
-    (UnsupportedError, "C[m,n] = A[m,k] * B[k+1,n]", "runs over blocks", {"A": BlockCOO.from_dense(torch.eye(3), block_shape=2), "B": B}),
-    (BindingError, "C[m,n] = A[m,k] * B[k,n]", "B stands in the statement but was not passed", {"A": X}),
-    (BindingError, "C[m,n] = A[m,k] * B[k,n]", "D was passed but does not stand", {"A": X, "B": B, "D": B}),
+    (
+        UnsupportedError,
+        "C[m,n] = A[m,k] * B[k+1,n]",
+        "runs over blocks",
+        {"A": BlockCOO.from_dense(torch.eye(3), block_shape=2), "B": B},
+    ),
+    (
+        BindingError,
+        "C[m,n] = A[m,k] * B[k,n]",
+        "B stands in the statement but was not passed",
+        {"A": X},
+    ),
+    (
+        BindingError,
+        "C[m,n] = A[m,k] * B[k,n]",
+        "D was passed but does not stand",
+        {"A": X, "B": B, "D": B},
+    ),
     (BindingError, "C[m,n] = A[m,k] * B[k,n]", "C is the output of '='", {"A": X, "B": B, "C": B}),
-    (BindingError, "C[m,n] = A[m,k,l] * B[k,n]", r"A has 2 dimension\(s\) but A\[m,k,l\] has 3", {"A": X, "B": B}),
-    (BindingError, "C[m,n] = A[m,k] * B[k,n]", r"'k' has two extents: 3 in A \(dimension 1\) and 4 in B \(dimension 0\)", {"A": X, "B": torch.ones(4, 2)}),
-    (BindingError, "C[m,n] += A[m,k] * B[k,n]", "'m' has two extents: 5 in C", {"A": X, "B": B, "C": torch.ones(5, 2)}),
-    (UnsupportedError, "C[m,n] += A[m,k] * B[k,n]", "the output C is sparse", {"A": X, "B": torch.ones(3, 3), "C": X}),
+    (
+        BindingError,
+        "C[m,n] = A[m,k,l] * B[k,n]",
+        r"A has 2 dimension\(s\) but A\[m,k,l\] has 3",
+        {"A": X, "B": B},
+    ),
+    (
+        BindingError,
+        "C[m,n] = A[m,k] * B[k,n]",
+        r"'k' has two extents: 3 in A \(dimension 1\) and 4 in B \(dimension 0\)",
+        {"A": X, "B": torch.ones(4, 2)},
+    ),
+    (
+        BindingError,
+        "C[m,n] += A[m,k] * B[k,n]",
+        "'m' has two extents: 5 in C",
+        {"A": X, "B": B, "C": torch.ones(5, 2)},
+    ),
+    (
+        UnsupportedError,
+        "C[m,n] += A[m,k] * B[k,n]",
+        "the output C is sparse",
+        {"A": X, "B": torch.ones(3, 3), "C": X},
+    ),
 ]
 
 
-@pytest.mark.parametrize(("kind", "text", "message", "operands"), REFUSED, ids=[f"{r[1]} {r[2][:20]}" for r in REFUSED])
+@pytest.mark.parametrize(
+    ("kind", "text", "message", "operands"), REFUSED, ids=[f"{r[1]} {r[2][:20]}" for r in REFUSED]
+)
 def test_refusals(kind: type[Exception], text: str, message: str, operands: dict[str, Any]) -> None:
     with pytest.raises(kind, match=rf"(?s){message}"):
         einsum(text, **operands)
@@ -452,7 +623,9 @@ def test_refusals_of_the_other_notation() -> None:
         COO.from_dense(torch.ones(2, 2, 2)) @ B
     with pytest.raises(TypeError):
         X @ "text"
-    with pytest.raises(UnsupportedError, match=r"B is a torch.sparse tensor.*(?s:.*)from_torch\(B\)"):
+    with pytest.raises(
+        UnsupportedError, match=r"B is a torch.sparse tensor.*(?s:.*)from_torch\(B\)"
+    ):
         einsum("mk,kn->mn", X, B.to_sparse())
     with pytest.raises(BindingError, match=r"B is a csr_array(?s:.*)from_scipy\(B\)"):
         einsum("mk,kn->mn", X, sp.csr_array(B.numpy()))

@@ -1,4 +1,6 @@
-"""Exported programs: kept as one op, written out as torch operations, and packaged by AOTInductor to run where there is no insum."""
+"""Exported programs: kept as one op, written out as torch operations, and packaged by AOTInductor
+to run where there is no insum.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0"}
 
 
 class Four(nn.Module):
-    """The four applications and an accumulation in place: features are arguments, index tensors of the tensor product are buffers."""
+    """The four applications and an accumulation in place: features are arguments, index tensors of
+    the tensor product are buffers.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,22 +38,41 @@ class Four(nn.Module):
         for name in ("I", "J", "K", "L", "V"):
             self.register_buffer(name, self.calls["product"].values[name])
 
-    def forward(self, blocks: dict[str, Tensor], spmm: dict[str, Tensor], table: dict[str, Tensor], product: dict[str, Tensor]) -> list[Tensor]:
+    def forward(
+        self,
+        blocks: dict[str, Tensor],
+        spmm: dict[str, Tensor],
+        table: dict[str, Tensor],
+        product: dict[str, Tensor],
+    ) -> list[Tensor]:
         held = {name: getattr(self, name) for name in ("I", "J", "K", "L", "V")}
-        results = [self.run("blocks", blocks), self.run("spmm", spmm), self.run("table", table), self.run("product", {**held, **product})]
+        results = [
+            self.run("blocks", blocks),
+            self.run("spmm", spmm),
+            self.run("table", table),
+            self.run("product", {**held, **product}),
+        ]
         total = torch.ones(9, 6)
-        insum.insum("C[AM[p],n] += AV[p,q] * B[AK[p,q],n] * s", C=total, padded=("AK",), s=0.5, **spmm)
+        insum.insum(
+            "C[AM[p],n] += AV[p,q] * B[AK[p,q],n] * s", C=total, padded=("AK",), s=0.5, **spmm
+        )
         return [*results, total]
 
     def run(self, name: str, values: dict[str, Tensor]) -> Tensor:
         call = self.calls[name]
-        return insum.insum(call.statement, sizes=dict(call.sizes), padded=call.padded, **values).tanh()
+        return insum.insum(
+            call.statement, sizes=dict(call.sizes), padded=call.padded, **values
+        ).tanh()
 
 
 MAKERS = {
-    "blocks": lambda n: applications.block_spmm(rows=4, columns=n, block=4, n=6, density=0.6, group=2, **KIND),
+    "blocks": lambda n: applications.block_spmm(
+        rows=4, columns=n, block=4, n=6, density=0.6, group=2, **KIND
+    ),
     "spmm": lambda n: applications.spmm(rows=9, columns=n, n=6, entries=5 * n, group=2, **KIND),
-    "table": lambda n: applications.convolution(voxels=3 * n, offsets=3, inputs=5, outputs=6, layout="by voxel", **KIND),
+    "table": lambda n: applications.convolution(
+        voxels=3 * n, offsets=3, inputs=5, outputs=6, layout="by voxel", **KIND
+    ),
     "product": lambda n: applications.tensor_product(batch=n, channels=5, constant=False, **KIND),
 }
 
@@ -104,18 +127,26 @@ def test_decomposed(model: Four, program: ExportedProgram) -> None:
 
 
 def test_outside_of_a_package_the_op_stays(program: ExportedProgram) -> None:
-    """The rule for functionalisation is registered for good, and does nothing where it is not asked to."""
+    """The rule for functionalisation is registered for good, and does nothing where it is not asked
+    to.
+    """
     insum.export.decompose(program)
     assert sum("insum." in name for name in ops(program.run_decompositions({}))) >= 4
     x = torch.randn(4)
-    assert_close(torch.compile(lambda x: insum.insum("y[i] = x[i] * x[i]", x=x), fullgraph=True, backend="aot_eager")(x), x * x)
+    assert_close(
+        torch.compile(
+            lambda x: insum.insum("y[i] = x[i] * x[i]", x=x), fullgraph=True, backend="aot_eager"
+        )(x),
+        x * x,
+    )
 
 
 ALONE = """
 import sys, torch
 sys.modules["insum"] = None  # importing it fails
 data = torch.load({data!r})
-for run in (torch.export.load({program!r}).module(), torch._inductor.aoti_load_package({package!r})):
+module, package = torch.export.load({program!r}).module(), {package!r}
+for run in (module, torch._inductor.aoti_load_package(package)):
     for given, wanted in data:
         for got, want in zip(run(*given), wanted, strict=True):
             torch.testing.assert_close(got, want)
@@ -124,16 +155,24 @@ print("equal")
 
 
 @pytest.mark.slow
-def test_neither_program_nor_package_needs_insum(model: Four, program: ExportedProgram, tmp_path: Path) -> None:
-    """A program of torch operations, and one file with the compiled code of every statement; both run in a process that cannot import insum."""
+def test_neither_program_nor_package_needs_insum(
+    model: Four, program: ExportedProgram, tmp_path: Path
+) -> None:
+    """A program of torch operations, and one file with the compiled code of every statement; both
+    run in a process that cannot import insum.
+    """
     torch.export.save(insum.export.decompose(program), tmp_path / "program.pt2")
     path = insum.export.package(program, tmp_path / "package.pt2", options=QUICK)
     assert path == str(tmp_path / "package.pt2")
     equal(model, torch._inductor.aoti_load_package(path))
     torch.save([(arguments(n), model(*arguments(n))) for n in (7, 10)], tmp_path / "data.pt")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    text = ALONE.format(data=str(tmp_path / "data.pt"), program=str(tmp_path / "program.pt2"), package=path)
-    done = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=300)
+    text = ALONE.format(
+        data=str(tmp_path / "data.pt"), program=str(tmp_path / "program.pt2"), package=path
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.strip().endswith("equal"), done.stderr[-2000:]
 
 
@@ -145,19 +184,27 @@ class Small(nn.Module):
 
 @pytest.fixture(scope="module")
 def small() -> ExportedProgram:
-    return torch.export.export(Small(), (torch.tensor([2, 0, 1]), torch.arange(3.0)), dynamic_shapes=({0: Dim.AUTO}, {0: Dim.AUTO}))
+    return torch.export.export(
+        Small(),
+        (torch.tensor([2, 0, 1]), torch.arange(3.0)),
+        dynamic_shapes=({0: Dim.AUTO}, {0: Dim.AUTO}),
+    )
 
 
 @pytest.mark.slow
 def test_a_package_that_calls_back(small: ExportedProgram, tmp_path: Path) -> None:
-    """Packaged as it is, a program calls insum's op, and gives what insum gives, where insum was imported."""
-    path = torch._inductor.aoti_compile_and_package(small, package_path=str(tmp_path / "op.pt2"), inductor_configs=QUICK)
+    """Packaged as it is, a program calls insum's op, and gives what insum gives, where insum was
+    imported.
+    """
+    path = torch._inductor.aoti_compile_and_package(
+        small, package_path=str(tmp_path / "op.pt2"), inductor_configs=QUICK
+    )
     run = torch._inductor.aoti_load_package(path)
     idx, x = torch.tensor([3, 3, 0, 2]), torch.randn(5)
     assert_close(run(idx, x), x[idx].square() + 2 * x[0])
 
 
-# --- the C++ runtime ----------------------------------------------------------------------------------------------------------------
+# --- the C++ runtime ------------------------------------------------------------------------------
 
 
 def other_compiler(folder: Path, script: str) -> str:
@@ -172,10 +219,16 @@ def static(tmp_path: Path) -> str:
     """A compiler that gives every shared library a C++ runtime of its own."""
     if sys.platform != "linux" or shutil.which("g++") is None:
         pytest.skip("needs g++ on Linux")
-    return other_compiler(tmp_path, 'for one in "$@"; do [ "$one" = -shared ] && exec g++ -static-libstdc++ "$@"; done\nexec g++ "$@"')
+    return other_compiler(
+        tmp_path,
+        'for one in "$@"; do [ "$one" = -shared ] && exec g++ -static-libstdc++ "$@"; done\n'
+        'exec g++ "$@"',
+    )
 
 
-def test_the_shared_runtime_is_asked_for_where_it_must_be(static: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shared_runtime_is_asked_for_where_it_must_be(
+    static: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compiler, "cxx_compiler", lambda: static)
     assert cxx_runtime.libraries() == [":libstdc++.so.6"]
     for usual in ("g++", str(tmp_path / "absent"), None):
@@ -184,20 +237,35 @@ def test_the_shared_runtime_is_asked_for_where_it_must_be(static: str, tmp_path:
 
 
 @pytest.mark.parametrize("script", ["exit 1", "exit 0"])
-def test_nothing_is_asked_of_a_compiler_that_does_not_compile(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_asked_of_a_compiler_that_does_not_compile(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     broken = other_compiler(tmp_path, script)
     monkeypatch.setattr(compiler, "cxx_compiler", lambda: broken)
     assert cxx_runtime.libraries() == []
 
 
-def test_libraries_of_the_user_are_kept(static: str, small: ExportedProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_libraries_of_the_user_are_kept(
+    static: str, small: ExportedProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compiler, "cxx_compiler", lambda: static)
     seen: list[dict[str, Any]] = []
-    monkeypatch.setattr(compiler, "aot_packager", lambda: lambda program, package_path, inductor_configs: seen.append(inductor_configs) or package_path)
+    monkeypatch.setattr(
+        compiler,
+        "aot_packager",
+        lambda: (
+            lambda program, package_path, inductor_configs: (
+                seen.append(inductor_configs) or package_path
+            )
+        ),
+    )
     given = {"aot_inductor.custom_op_libs": ["mine"]}
     for options in (None, given):
         insum.export.package(small, tmp_path / "model.pt2", options=options)
-    assert [one["aot_inductor.custom_op_libs"] for one in seen] == [[":libstdc++.so.6"], ["mine", ":libstdc++.so.6"]]
+    assert [one["aot_inductor.custom_op_libs"] for one in seen] == [
+        [":libstdc++.so.6"],
+        ["mine", ":libstdc++.so.6"],
+    ]
     assert given == {"aot_inductor.custom_op_libs": ["mine"]}
 
 
@@ -209,9 +277,13 @@ def test_the_compiler_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_package_from_a_compiler_with_a_static_runtime(static: str, tmp_path: Path) -> None:
     """Without the shared runtime, the process that loads it fails; here it must not."""
-    text = STATIC.format(path=str(tmp_path / "small.pt2"), tests=str(Path(__file__).parent), options=QUICK)
+    text = STATIC.format(
+        path=str(tmp_path / "small.pt2"), tests=str(Path(__file__).parent), options=QUICK
+    )
     environment = {**os.environ, "CXX": static, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}
-    done = subprocess.run([sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.strip().endswith("equal"), done.stderr[-2000:]
 
 
@@ -221,26 +293,35 @@ sys.path.insert(0, {tests!r})
 from test_export import Small
 idx, x = torch.tensor([2, 0, 1]), torch.arange(3.0)
 path = insum.export.package(torch.export.export(Small(), (idx, x)), {path!r}, options={options!r})
-torch.testing.assert_close(torch._inductor.aoti_load_package(path)(idx, x), x[idx].square() + 2 * x[0])
+run = torch._inductor.aoti_load_package(path)
+torch.testing.assert_close(run(idx, x), x[idx].square() + 2 * x[0])
 print("equal")
 """
 
 
-# --- mistakes, and other versions of torch -----------------------------------------------------------------------------------------
+# --- mistakes, and other versions of torch --------------------------------------------------------
 
 
 def test_the_name_of_a_package(small: ExportedProgram, tmp_path: Path) -> None:
-    with pytest.raises(insum.UnsupportedError, match=r"cannot be written to '.*model.so'(.|\n)*ends in .pt2"):
+    with pytest.raises(
+        insum.UnsupportedError, match=r"cannot be written to '.*model.so'(.|\n)*ends in .pt2"
+    ):
         insum.export.package(small, tmp_path / "model.so")
 
 
-def test_without_packages(small: ExportedProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_packages(
+    small: ExportedProgram, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compiler, "aot_packager", lambda: None)
-    with pytest.raises(insum.UnsupportedError, match=r"no AOTInductor packages(.|\n)*insum.export.decompose"):
+    with pytest.raises(
+        insum.UnsupportedError, match=r"no AOTInductor packages(.|\n)*insum.export.decompose"
+    ):
         insum.export.package(small, tmp_path / "model.pt2")
 
 
-def test_without_rules_for_functionalisation(small: ExportedProgram, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rules_for_functionalisation(
+    small: ExportedProgram, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(compiler, "functional_mode", lambda: None)
     monkeypatch.setattr(insum.export, "_register", insum.export._register.__wrapped__)
     with pytest.raises(insum.UnsupportedError, match="how it is functionalised"):
@@ -248,17 +329,23 @@ def test_without_rules_for_functionalisation(small: ExportedProgram, monkeypatch
 
 
 def test_names_of_torch_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert compiler.aot_packager() is not None and compiler.functional_mode() is not None and compiler.wrap_triton() is not None
+    assert (
+        compiler.aot_packager() is not None
+        and compiler.functional_mode() is not None
+        and compiler.wrap_triton() is not None
+    )
     monkeypatch.setitem(sys.modules, "torch._subclasses.functional_tensor", None)
     assert compiler.functional_mode() is None
 
 
-# --- with generated kernels inside, as far as can be seen without a GPU --------------------------------------------------------------
+# --- with generated kernels inside, as far as can be seen without a GPU ---------------------------
 
 
 @pytest.fixture
 def absent_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Triton compile for a GPU that is not there, so that torch can see which arguments a kernel writes."""
+    """Let Triton compile for a GPU that is not there, so that torch can see which arguments a
+    kernel writes.
+    """
     from triton.runtime import driver
 
     from insum.runtime import launch
@@ -271,19 +358,42 @@ def absent_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_kernels_are_seen_by_the_tracer(absent_gpu: None, caplog: pytest.LogCaptureFixture) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    application = applications.block_spmm(rows=4, columns=5, block=16, n=40, density=0.4, group=2, **KIND)
+    application = applications.block_spmm(
+        rows=4, columns=5, block=16, n=40, density=0.4, group=2, **KIND
+    )
 
     class Product(nn.Module):
         def forward(self, AM: Tensor, AV: Tensor, AK: Tensor, B: Tensor) -> Tensor:
-            return insum.insum(application.statement, sizes=dict(application.sizes), padded=application.padded, AM=AM, AV=AV, AK=AK, B=B)
+            return insum.insum(
+                application.statement,
+                sizes=dict(application.sizes),
+                padded=application.padded,
+                AM=AM,
+                AV=AV,
+                AK=AK,
+                B=B,
+            )
 
     with FakeTensorMode():
-        given = tuple(torch.empty(application.values[n].shape, dtype=application.values[n].dtype, device="cuda:0") for n in ("AM", "AV", "AK", "B"))
+        given = tuple(
+            torch.empty(
+                application.values[n].shape, dtype=application.values[n].dtype, device="cuda:0"
+            )
+            for n in ("AM", "AV", "AK", "B")
+        )
     groups = Dim("groups")
-    exported = torch.export.export(Product(), given, dynamic_shapes=({0: groups}, {0: groups}, {0: groups}, None))
-    with caplog.at_level(logging.WARNING, "torch._higher_order_ops"), insum.export._inlined("kernels"):
+    exported = torch.export.export(
+        Product(), given, dynamic_shapes=({0: groups}, {0: groups}, {0: groups}, None)
+    )
+    with (
+        caplog.at_level(logging.WARNING, "torch._higher_order_ops"),
+        insum.export._inlined("kernels"),
+    ):
         written = exported.run_decompositions({})
-    (kernel,) = [node for node in written.graph.nodes if "triton_kernel_wrapper" in str(node.target)]
+    (kernel,) = [
+        node for node in written.graph.nodes if "triton_kernel_wrapper" in str(node.target)
+    ]
     assert kernel.kwargs["tensors_to_clone"] == ["out_at"]  # nothing else is written
-    assert not isinstance(kernel.kwargs["grid"][0][0], int)  # the number of programs follows the number of groups
+    # the number of programs follows the number of groups
+    assert not isinstance(kernel.kwargs["grid"][0][0], int)
     assert not any("insum." in name for name in ops(written))

@@ -1,4 +1,6 @@
-"""What is known about index tensors, for how long, and the schedules that are made of it, against plain loops."""
+"""What is known about index tensors, for how long, and the schedules that are made of it, against
+plain loops.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +25,13 @@ QUICK = settings(max_examples=150, deadline=None, database=None, derandomize=Tru
 values_of = st.lists(st.integers(-1, 12), max_size=30)
 
 
-# --- facts ---------------------------------------------------------------------------------------------------------------------------
+# --- facts ----------------------------------------------------------------------------------------
 
 
 @QUICK
-@given(values_of, st.sampled_from([torch.int64, torch.int32, torch.int16, torch.int8]), st.booleans())
+@given(
+    values_of, st.sampled_from([torch.int64, torch.int32, torch.int16, torch.int8]), st.booleans()
+)
 def test_facts_are_true(values: list[int], dtype: torch.dtype, folded: bool) -> None:
     tensor = torch.tensor(values, dtype=dtype)
     if folded and len(values) % 2 == 0:
@@ -144,7 +148,7 @@ def test_facts_from_several_threads() -> None:
     assert found == [[n - 1 for n in range(50)]] * 8
 
 
-# --- segments ------------------------------------------------------------------------------------------------------------------------
+# --- segments -------------------------------------------------------------------------------------
 
 
 def spans(base: Segments) -> list[list[int]]:
@@ -153,7 +157,11 @@ def spans(base: Segments) -> list[list[int]]:
 
 
 @QUICK
-@given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 14), st.sampled_from([torch.int64, torch.int32]))
+@given(
+    st.lists(st.integers(0, 9), max_size=40),
+    st.integers(1, 14),
+    st.sampled_from([torch.int64, torch.int32]),
+)
 def test_segments(values: list[int], rows: int, dtype: torch.dtype) -> None:
     values = sorted(v for v in values if v < rows)
     base = segments(torch.tensor(values, dtype=dtype), rows)
@@ -173,7 +181,12 @@ def test_entries_without_a_row_belong_to_none(values: list[int]) -> None:
 
 
 @QUICK
-@given(st.lists(st.tuples(st.integers(0, 4), st.lists(st.integers(-1, 3), min_size=3, max_size=3)), max_size=12))
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 4), st.lists(st.integers(-1, 3), min_size=3, max_size=3)),
+        max_size=12,
+    )
+)
 def test_slots_of_groups(groups: list[tuple[int, list[int]]]) -> None:
     """Every entry holds three slots; where padding only ends rows it is cut off, else it stays."""
     groups = sorted(groups, key=lambda g: g[0])
@@ -181,7 +194,14 @@ def test_slots_of_groups(groups: list[tuple[int, list[int]]]) -> None:
     slots = torch.tensor([g[1] for g in groups], dtype=torch.int64).reshape(-1, 3)
     base = segments(rows, 5)
     whole, trimmed = scaled(base, 3, None)
-    assert spans(whole) == [[3 * p + q for p, g in enumerate(groups) for q in range(3) if g[0] == r] for r in range(5)] and not trimmed
+    assert (
+        spans(whole)
+        == [
+            [3 * p + q for p, g in enumerate(groups) for q in range(3) if g[0] == r]
+            for r in range(5)
+        ]
+        and not trimmed
+    )
     found, trimmed = scaled(base, 3, slots >= 0)
     flat = slots.reshape(-1).tolist()
     held = [[k for k in row if flat[k] >= 0] for row in spans(whole)]
@@ -190,25 +210,33 @@ def test_slots_of_groups(groups: list[tuple[int, list[int]]]) -> None:
     assert spans(found) == (held if trailing else spans(whole))
 
 
-# --- tasks ---------------------------------------------------------------------------------------------------------------------------
+# --- tasks ----------------------------------------------------------------------------------------
 
 
 @QUICK
 @given(st.lists(st.integers(0, 150), min_size=1, max_size=12), st.integers(1, 80))
 def test_tasks_cover_every_entry_once(lengths: list[int], limit: int) -> None:
-    """Simulates the kernels: long pieces, short ones, then the combination of the rows that were cut."""
+    """Simulates the kernels: long pieces, short ones, then the combination of the rows that were
+    cut.
+    """
     ends = np.cumsum(lengths)
     starts = ends - lengths
-    base = Segments(torch.from_numpy(starts.copy()), torch.from_numpy(ends.copy()), max(lengths), int(ends[-1]))
+    base = Segments(
+        torch.from_numpy(starts.copy()), torch.from_numpy(ends.copy()), max(lengths), int(ends[-1])
+    )
     work = tasks(base, limit)
     numbers = np.random.default_rng(0).integers(1, 1000, int(ends[-1]))
     out, workspace = np.full(len(lengths), -1), np.full(work.slots, -1)
-    for start, end, row in zip(work.start.tolist(), work.end.tolist(), work.row.tolist(), strict=True):
+    for start, end, row in zip(
+        work.start.tolist(), work.end.tolist(), work.row.tolist(), strict=True
+    ):
         assert end - start <= limit
         place, at = (out, row) if row >= 0 else (workspace, -1 - row)
         assert place[at] == -1, "written twice"
         place[at] = numbers[start:end].sum()
-    for row, first, last in zip(work.split_rows.tolist(), work.split_start.tolist(), work.split_end.tolist(), strict=True):
+    for row, first, last in zip(
+        work.split_rows.tolist(), work.split_start.tolist(), work.split_end.tolist(), strict=True
+    ):
         assert out[row] == -1 and last - first > 1
         out[row] = workspace[first:last].sum()
     assert out.tolist() == [int(numbers[s:e].sum()) for s, e in zip(starts, ends, strict=True)]
@@ -220,21 +248,32 @@ def test_long_tasks_come_first(lengths: list[int], limit: int) -> None:
     ends = torch.tensor(lengths).cumsum(0)
     work = tasks(Segments(ends - torch.tensor(lengths), ends, max(lengths), int(ends[-1])), limit)
     sizes = (work.end - work.start).tolist()
-    assert all(size > SHORT for size in sizes[: work.long]) and all(size <= SHORT for size in sizes[work.long :])
+    assert all(size > SHORT for size in sizes[: work.long]) and all(
+        size <= SHORT for size in sizes[work.long :]
+    )
     assert work.count == len(sizes) == sum(max(1, -(-n // limit)) for n in lengths)
     short = work.row.tolist()[work.long :]
     whole = [row for row in short if row >= 0]
-    assert whole == sorted(whole), "short rows keep their order, and with it what lies near in memory"
+    assert whole == sorted(whole), (
+        "short rows keep their order, and with it what lies near in memory"
+    )
 
 
 def test_rows_that_are_short_enough_stay_whole() -> None:
     work = tasks(segments(torch.tensor([0, 0, 2]), 4), 2)
-    assert work.slots == 0 and work.split_rows.numel() == 0 and sorted(work.row.tolist()) == [0, 1, 2, 3]
+    assert (
+        work.slots == 0
+        and work.split_rows.numel() == 0
+        and sorted(work.row.tolist()) == [0, 1, 2, 3]
+    )
 
 
 def test_schedules_are_narrow_where_they_can_be() -> None:
     work = tasks(segments(torch.tensor([0, 0, 2]), 4), 1)
-    assert {t.dtype for t in (work.start, work.end, work.row, work.split_rows, work.split_start, work.split_end)} == {torch.int32}
+    assert {
+        t.dtype
+        for t in (work.start, work.end, work.row, work.split_rows, work.split_start, work.split_end)
+    } == {torch.int32}
     assert segments(torch.tensor([0, 0, 2]), 4).start.dtype == torch.int32
 
 

@@ -1,4 +1,6 @@
-"""Training on energies and forces, compiled: the recipe of docs/torch-compile.md, step by step the same as eager."""
+"""Training on energies and forces, compiled: the recipe of docs/torch-compile.md, step by step the
+same as eager.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ ATOMS, EDGES = 6, 14
 
 
 class Energy(nn.Module):
-    """A small equivariant potential: edge vectors -> tensor product -> sum over neighbours -> tensor product -> energy."""
+    """A small equivariant potential: edge vectors -> tensor product -> sum over neighbours ->
+    tensor product -> energy.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,12 +33,16 @@ class Energy(nn.Module):
         vectors = positions[edges[0]] - positions[edges[1]]
         filters = torch.cat([vectors.square().sum(1, keepdim=True), vectors], 1)
         messages = self.first(features[edges[1]], filters)
-        gathered = torch.zeros(features.shape[0], messages.shape[1], dtype=messages.dtype).index_add(0, edges[0], messages)
+        gathered = torch.zeros(
+            features.shape[0], messages.shape[1], dtype=messages.dtype
+        ).index_add(0, edges[0], messages)
         energy: Tensor = self.second(gathered, gathered).sum()
         return energy
 
 
-def energy_and_forces(model: nn.Module, features: Tensor, positions: Tensor, edges: Tensor) -> tuple[Tensor, Tensor]:
+def energy_and_forces(
+    model: nn.Module, features: Tensor, positions: Tensor, edges: Tensor
+) -> tuple[Tensor, Tensor]:
     energy = model(features, positions, edges)
     (gradient,) = torch.autograd.grad(energy, positions, create_graph=True)
     return energy, -gradient
@@ -71,18 +79,27 @@ def models() -> tuple[nn.Module, nn.Module]:
 
 @pytest.mark.parametrize("whole", [True, False])
 def test_ten_steps_compiled_are_ten_steps_eager(whole: bool) -> None:
-    """``whole``: energy and forces as one compiled function. Otherwise only the energy is compiled and the gradient is taken outside,
-    which torch refuses for second derivatives of compiled code, so that this must say so rather than be wrong."""
+    """``whole``: energy and forces as one compiled function. Otherwise only the energy is compiled
+    and the gradient is taken outside, which torch refuses for second derivatives of compiled code,
+    so that this must say so rather than be wrong.
+    """
     torch.compiler.reset()
     eager, compiled = models()
     edges = [EDGES + 2 * (step % 3) for step in range(10)]
     expected = trained(eager, energy_and_forces, edges)
     if whole:
         with compiler.traced_gradients(), count_compiles() as count:
-            found = trained(compiled, torch.compile(energy_and_forces, fullgraph=True, dynamic=True, backend="aot_eager"), edges)
+            found = trained(
+                compiled,
+                torch.compile(energy_and_forces, fullgraph=True, dynamic=True, backend="aot_eager"),
+                edges,
+            )
         assert count.graphs == 1
         assert expected.keys() == found.keys()
-        assert any(not torch.equal(before, expected[name]) for name, before in models()[0].named_parameters())
+        assert any(
+            not torch.equal(before, expected[name])
+            for name, before in models()[0].named_parameters()
+        )
         for name, want in expected.items():
             assert_close(found[name], want)
     else:

@@ -1,6 +1,8 @@
-"""The whole text of the applications' kernels and of their gradients' kernels, as kept in tests/golden.
+"""The whole text of the applications' kernels and of their gradients' kernels, as kept in
+tests/golden.
 
-After a change that was meant: ``pytest tests/test_golden.py --update-golden``, and read the difference as part of the change.
+After a change that was meant: ``pytest tests/test_golden.py --update-golden``, and read the
+difference as part of the change.
 """
 
 from __future__ import annotations
@@ -37,12 +39,16 @@ NAMES = list(usual())
 def text_of(call: Call) -> str:
     """Every kernel of a call as it is written to disk: header and source."""
     program = fused.plan_only(call.problem(), call.values)
-    return "\n\n".join(f"{one.header}\n{one.kernel.source}" for step in program.steps for one in step.launches)
+    return "\n\n".join(
+        f"{one.header}\n{one.kernel.source}" for step in program.steps for one in step.launches
+    )
 
 
 def page_of(application: Application) -> str:
     """All kernels of an application, forward first."""
-    parts = [f"# ==== {call.name} ====\n\n{text_of(call)}" for call in application.calls(filled=False)]
+    parts = [
+        f"# ==== {call.name} ====\n\n{text_of(call)}" for call in application.calls(filled=False)
+    ]
     return "\n\n".join(parts)
 
 
@@ -52,8 +58,15 @@ def test_kernels(name: str, update_golden: bool) -> None:
     if update_golden:
         file.write_text(now, encoding="utf-8")
     kept = file.read_text(encoding="utf-8") if file.exists() else ""
-    difference = "\n".join(difflib.unified_diff(kept.splitlines(), now.splitlines(), str(file.name), "now", lineterm=""))
-    assert kept == now, f"the generated text has changed; if that was meant, run pytest --update-golden\n{difference}"
+    difference = "\n".join(
+        difflib.unified_diff(
+            kept.splitlines(), now.splitlines(), str(file.name), "now", lineterm=""
+        )
+    )
+    assert kept == now, (
+        "the generated text has changed; if that was meant, run pytest --update-golden\n"
+        f"{difference}"
+    )
 
 
 def test_no_file_is_left_over() -> None:

@@ -1,6 +1,7 @@
 """Imports point one way, are lazy where they are heavy, and change nothing.
 
-The order is the order of the stages (docs/design.md). A new module must be given a place in `RANKS`.
+The order is the order of the stages (docs/design.md). A new module must be given a place in
+`RANKS`.
 """
 
 from __future__ import annotations
@@ -19,14 +20,27 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "insum"
 
-#: From the bottom to the top. A module may import from its own group and from those before it. The longest matching name decides,
-#: so that `lang.derive` stands apart from `lang`. "" is the package's own `__init__`: the public names.
+#: From the bottom to the top. A module may import from its own group and from those before it. The
+#: longest matching name decides, so that `lang.derive` stands apart from `lang`. "" is the
+#: package's own `__init__`: the public names.
 RANKS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "settings", "compat"}),
     frozenset({"lang"}),
     frozenset({"plan"}),
     frozenset({"codegen"}),
-    frozenset({"lang.derive", "graph", "graph_build", "graph_access", "graph_value", "graph_scatter", "graph_flatten", "inductor", "runtime"}),
+    frozenset(
+        {
+            "lang.derive",
+            "graph",
+            "graph_build",
+            "graph_access",
+            "graph_value",
+            "graph_scatter",
+            "graph_flatten",
+            "inductor",
+            "runtime",
+        }
+    ),
     frozenset({"request"}),
     frozenset({"ops", "autograd", "batching"}),
     frozenset({"inplace", "traced", "explain", "export"}),
@@ -40,7 +54,9 @@ TESTING_MAY_IMPORT = frozenset({"testing", "lang", "errors"})
 #: What it does on request: call the public function that it tests, count compilations.
 TESTING_MAY_CALL = TESTING_MAY_IMPORT | {"", "compat"}
 
-OPTIONAL = frozenset({"scipy", "matplotlib", "rich", "typer", "torch_geometric", "hypothesis", "pandas"})
+OPTIONAL = frozenset(
+    {"scipy", "matplotlib", "rich", "typer", "torch_geometric", "hypothesis", "pandas"}
+)
 TRITON_HOMES = ("runtime.launch", "runtime.binaries")
 
 
@@ -92,10 +108,20 @@ def _names(node: ast.AST, package: list[str]) -> list[str]:
         case ast.Import(names):
             return [alias.name for alias in names]
         case ast.ImportFrom(module, names, level):
-            base = ".".join([*(package[: len(package) - level + 1] if level else []), *filter(None, [module])])
+            base = ".".join(
+                [*(package[: len(package) - level + 1] if level else []), *filter(None, [module])]
+            )
             # `from insum import errors` imports a module, `from insum import insum` the package.
-            return [f"{base}.{alias.name}" if _is_module(f"{base}.{alias.name}") else base for alias in names]
-        case ast.Call(ast.Name("__import__") | ast.Attribute(attr="import_module") | ast.Name("import_module"), [ast.Constant(str(name)), *_]):
+            return [
+                f"{base}.{alias.name}" if _is_module(f"{base}.{alias.name}") else base
+                for alias in names
+            ]
+        case ast.Call(
+            ast.Name("__import__")
+            | ast.Attribute(attr="import_module")
+            | ast.Name("import_module"),
+            [ast.Constant(str(name)), *_],
+        ):
             return [name]
     return []
 
@@ -106,7 +132,9 @@ def _is_module(name: str) -> bool:
 
 def every_import() -> Iterator[Import]:
     for name, path in MODULES.items():
-        yield from imports_of(name, path.read_text(encoding="utf-8"), is_package=path.name == "__init__.py")
+        yield from imports_of(
+            name, path.read_text(encoding="utf-8"), is_package=path.name == "__init__.py"
+        )
 
 
 def top(name: str) -> str:
@@ -121,14 +149,16 @@ def rank(name: str) -> int:
         for place, group in enumerate(RANKS):
             if prefix in group:
                 return place
-    raise AssertionError(f"insum.{name} has no place in RANKS of tests/test_imports.py; give it one")
+    raise AssertionError(
+        f"insum.{name} has no place in RANKS of tests/test_imports.py; give it one"
+    )
 
 
 def inner(found: Import) -> str:
     return found.name.removeprefix("insum").removeprefix(".")
 
 
-# --- the order -----------------------------------------------------------------------------------------------------------------
+# --- the order ------------------------------------------------------------------------------------
 
 
 def test_imports_point_downward() -> None:
@@ -147,12 +177,20 @@ def test_every_module_has_a_place() -> None:
 
 def test_testing_rests_only_on_the_language() -> None:
     found = [f for f in every_import() if top(f.importer) == "testing" and top(f.name) == "insum"]
-    wrong = [str(f) for f in found if top(inner(f)) not in (TESTING_MAY_IMPORT if f.runs_on_import else TESTING_MAY_CALL)]
+    wrong = [
+        str(f)
+        for f in found
+        if top(inner(f)) not in (TESTING_MAY_IMPORT if f.runs_on_import else TESTING_MAY_CALL)
+    ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_triton_is_imported_by_the_runtime_alone_and_late() -> None:
-    wrong = [str(f) for f in every_import() if top(f.name) == "triton" and (f.importer not in TRITON_HOMES or f.runs_on_import)]
+    wrong = [
+        str(f)
+        for f in every_import()
+        if top(f.name) == "triton" and (f.importer not in TRITON_HOMES or f.runs_on_import)
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -171,28 +209,46 @@ def test_optional_packages_are_imported_inside_functions() -> None:
         ("demo", "from insum import insum", [("insum", True)]),
         ("api", "def f():\n    import triton.language as tl", [("triton.language", False)]),
         ("api", "class A:\n    import triton", [("triton", True)]),
-        ("api", "if TYPE_CHECKING:\n    import scipy\nelse:\n    import rich", [("scipy", False), ("rich", True)]),
+        (
+            "api",
+            "if TYPE_CHECKING:\n    import scipy\nelse:\n    import rich",
+            [("scipy", False), ("rich", True)],
+        ),
         ("api", "async def f():\n    if True:\n        import rich", [("rich", False)]),
         ("api", "try:\n    import triton\nexcept ImportError:\n    pass", [("triton", True)]),
-        ("api", "import importlib\nimportlib.import_module('triton')", [("importlib", True), ("triton", True)]),
+        (
+            "api",
+            "import importlib\nimportlib.import_module('triton')",
+            [("importlib", True), ("triton", True)],
+        ),
         ("api", "TEXT = 'import triton'", []),
     ],
 )
 def test_the_reader_of_imports(importer: str, text: str, expected: list[tuple[str, bool]]) -> None:
-    assert [(found.name, found.runs_on_import) for found in imports_of(importer, text, is_package=False)] == expected
+    assert [
+        (found.name, found.runs_on_import) for found in imports_of(importer, text, is_package=False)
+    ] == expected
 
 
-# --- what importing costs and changes ------------------------------------------------------------------------------------------
+# --- what importing costs and changes -------------------------------------------------------------
 
 #: What `import insum` may add to `import torch`.
 BUDGET_MS = 100.0
-#: Wall time on a machine that runs other tests beside this one: the best of five fresh processes may take twice the budget.
+#: Wall time on a machine that runs other tests beside this one: the best of five fresh processes
+#: may take twice the budget.
 NOISE, TRIES = 2.0, 5
 
 
 def python(*args: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(SOURCE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return subprocess.run([sys.executable, *args], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=True, timeout=300)
+    return subprocess.run(
+        [sys.executable, *args],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
 
 
 def import_ms() -> float:
@@ -209,7 +265,9 @@ def test_import_is_quick() -> None:
         best = min(best, import_ms())
         if best < BUDGET_MS:
             return
-    assert best < BUDGET_MS * NOISE, f"import insum adds {best:.0f} ms to import torch; the budget is {BUDGET_MS:.0f} ms"
+    assert best < BUDGET_MS * NOISE, (
+        f"import insum adds {best:.0f} ms to import torch; the budget is {BUDGET_MS:.0f} ms"
+    )
 
 
 STATE = r"""
@@ -220,6 +278,7 @@ def digest(thing):
     return hashlib.sha256(str(thing).encode()).hexdigest()[:12]
 
 def state():
+    cudnn = torch.backends.cudnn
     return {
         "default dtype": str(torch.get_default_dtype()),
         "default device": str(torch.get_default_device()),
@@ -235,7 +294,7 @@ def state():
         "interop threads": torch.get_num_interop_threads(),
         "grad": torch.is_grad_enabled(),
         "anomaly": torch.is_anomaly_enabled(),
-        "cudnn": [torch.backends.cudnn.enabled, torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.allow_tf32],
+        "cudnn": [cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32],
         "cuda initialised": torch.cuda.is_initialized(),
         "environment": sorted(os.environ.items()),
         "warnings": [str(f) for f in warnings.filters],
@@ -247,7 +306,8 @@ before, loaded = state(), set(sys.modules)
 import insum
 after = state()
 new = sorted({name.partition(".")[0] for name in set(sys.modules) - loaded})
-print(json.dumps({"changed": {k: [before[k], after[k]] for k in before if before[k] != after[k]}, "new": new}))
+changed = {k: [before[k], after[k]] for k in before if before[k] != after[k]}
+print(json.dumps({"changed": changed, "new": new}))
 """
 
 

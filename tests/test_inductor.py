@@ -1,6 +1,8 @@
-"""``settings.backend = "inductor"``: what it computes, what it compiles and how often, what it leaves alone, and what happens when it fails.
+"""``settings.backend = "inductor"``: what it computes, what it compiles and how often, what it
+leaves alone, and what happens when it fails.
 
-Real compilations take seconds, so most tests send the graphs through ``aot_eager``, which traces and differentiates but generates no code.
+Real compilations take seconds, so most tests send the graphs through ``aot_eager``, which traces
+and differentiates but generates no code.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     monkeypatch.setattr(inductor, "_compiled", {})
     monkeypatch.setattr(inductor, "_said", set())
-    with insum.settings(backend="inductor", check="first"):  # equal settings are one object: calls that were prepared are not prepared anew
+    # equal settings are one object: calls that were prepared are not prepared anew
+    with insum.settings(backend="inductor", check="first"):
         yield
     torch.compiler.reset()
 
@@ -49,7 +52,9 @@ class Recorded:
         self.options: list[dict[str, Any]] = []
         self.compile = torch.compile
 
-    def __call__(self, function: Callable[..., Any], *, fullgraph: bool, options: dict[str, Any]) -> Callable[..., Any]:
+    def __call__(
+        self, function: Callable[..., Any], *, fullgraph: bool, options: dict[str, Any]
+    ) -> Callable[..., Any]:
         self.options.append(options)
         return self.compile(function, fullgraph=fullgraph, backend="aot_eager")
 
@@ -61,7 +66,9 @@ def traced(monkeypatch: pytest.MonkeyPatch, unprepared: None) -> Recorded:
     return recorded
 
 
-def blocks(groups: int, rows: int, *, dtype: torch.dtype = torch.float32, gradient: bool = False) -> dict[str, Tensor]:
+def blocks(
+    groups: int, rows: int, *, dtype: torch.dtype = torch.float32, gradient: bool = False
+) -> dict[str, Tensor]:
     return {
         "AM": torch.randint(rows, (groups,)),
         "AK": torch.randint(-1, 3, (groups, 2)),
@@ -79,7 +86,7 @@ def reference(rows: int, values: dict[str, Tensor]) -> Tensor:
         return product(rows, values)
 
 
-# --- through to generated code -----------------------------------------------------------------------------------------------------
+# --- through to generated code --------------------------------------------------------------------
 
 
 def state() -> tuple[Any, ...]:
@@ -89,20 +96,33 @@ def state() -> tuple[Any, ...]:
     import torch.fx.experimental._config
 
     configs = torch._inductor.config, torch._dynamo.config, torch.fx.experimental._config
-    return tuple({k: v for k, v in c.get_config_copy().items() if isinstance(v, bool | int | float | str | None)} for c in configs)
+    return tuple(
+        {
+            k: v
+            for k, v in c.get_config_copy().items()
+            if isinstance(v, bool | int | float | str | None)
+        }
+        for c in configs
+    )
 
 
 def test_generated_code(unprepared: None) -> None:
-    """Values and gradients, sizes that change without compiling anew, and a configuration that is as it was."""
+    """Values and gradients, sizes that change without compiling anew, and a configuration that is
+    as it was.
+    """
     before = state()
     with count_compiles() as count:
         for groups, rows in ((3, 3), (5, 6)):
             values = blocks(groups, rows, gradient=True)
             result, expected = product(rows, values), reference(rows, values)
             assert_close(result, expected)
-            for a, b in zip(torch.autograd.grad(result.sin().sum(), values["AV"]), torch.autograd.grad(expected.sin().sum(), values["AV"])):
+            for a, b in zip(
+                torch.autograd.grad(result.sin().sum(), values["AV"]),
+                torch.autograd.grad(expected.sin().sum(), values["AV"]),
+            ):
                 assert_close(a, b)
-    assert 2 <= count.graphs <= 6  # forward and two gradients, each for its first sizes and once more for any
+    # forward and two gradients, each for its first sizes and once more for any
+    assert 2 <= count.graphs <= 6
     with count_compiles() as more:
         for groups, rows in ((7, 6), (8, 9), (9, 4)):
             values = blocks(groups, rows, gradient=True)
@@ -116,18 +136,26 @@ def test_generated_code(unprepared: None) -> None:
 def test_a_missing_compiler_is_told_once_and_the_graph_runs(unprepared: None) -> None:
     import torch._inductor.config as config
 
-    with config.patch({"cpp.cxx": (None, "no-such-compiler"), "force_disable_caches": True}), warnings.catch_warnings(record=True) as seen:
+    with (
+        config.patch({"cpp.cxx": (None, "no-such-compiler"), "force_disable_caches": True}),
+        warnings.catch_warnings(record=True) as seen,
+    ):
         warnings.simplefilter("always")
         for n in (3, 4):
             x = torch.randn(n)
             assert_close(insum.insum("y[i] = exp(x[i]) * x[i]", x=x), x.exp() * x)
             assert_close(insum.insum("z[i] = tanh(x[i])", x=x), x.tanh())
         assert len([w for w in seen if "TorchInductor did not compile" in str(w.message)]) == 1
-        with insum.settings(require_fused=True), pytest.raises(insum.NotFusedError, match="TorchInductor did not compile this statement"):
+        with (
+            insum.settings(require_fused=True),
+            pytest.raises(
+                insum.NotFusedError, match="TorchInductor did not compile this statement"
+            ),
+        ):
             insum.insum("y[i] = exp(x[i]) * x[i]", x=torch.ones(5))
 
 
-# --- what is asked of torch.compile ---------------------------------------------------------------------------------------------
+# --- what is asked of torch.compile ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -175,7 +203,7 @@ def test_without_private_names_of_torch(monkeypatch: pytest.MonkeyPatch) -> None
     assert compiler.compile_errors.__wrapped__() == (RuntimeError,)
 
 
-# --- what it computes ------------------------------------------------------------------------------------------------------------
+# --- what it computes -----------------------------------------------------------------------------
 
 
 def test_drawn_statements(traced: Recorded) -> None:
@@ -188,7 +216,10 @@ def test_drawn_statements(traced: Recorded) -> None:
 def test_second_derivatives(traced: Recorded) -> None:
     values = blocks(3, 2, dtype=torch.float64, gradient=True)
     f = lambda AV, B: product(2, {**values, "AV": AV, "B": B})
-    small = values["AV"][:, :, :2, :2].detach().requires_grad_(), values["B"][:, :2, :2].detach().requires_grad_()
+    small = (
+        values["AV"][:, :, :2, :2].detach().requires_grad_(),
+        values["B"][:, :2, :2].detach().requires_grad_(),
+    )
     assert torch.autograd.gradcheck(f, small)
     assert torch.autograd.gradgradcheck(f, small)
 
@@ -214,25 +245,34 @@ def test_in_place_without_dimensions(traced: Recorded, dtype: torch.dtype) -> No
 def test_conjugates_numbers_and_index_tensors_without_dimensions(traced: Recorded) -> None:
     x = torch.randn(3, 4, dtype=torch.complex64)
     assert_close(insum.insum("y[i] = x[i,j] * s", x=x.conj(), s=2.0), 2 * x.conj().sum(1))
-    assert_close(insum.insum("y[i] = x[E[],i] * z[E[],j]", x=x, z=x, E=torch.tensor(2)), x[2] * x[2].sum())
+    assert_close(
+        insum.insum("y[i] = x[E[],i] * z[E[],j]", x=x, z=x, E=torch.tensor(2)), x[2] * x[2].sum()
+    )
 
 
 def test_the_device_must_be_known_to_inductor(traced: Recorded) -> None:
-    assert insum.insum("y[i] = A[i,j] * x[j]", A=torch.empty(2, 3, device="meta"), x=torch.empty(3, device="meta")).shape == (2,)
+    assert insum.insum(
+        "y[i] = A[i,j] * x[j]", A=torch.empty(2, 3, device="meta"), x=torch.empty(3, device="meta")
+    ).shape == (2,)
     assert not traced.options
 
 
 def test_inside_a_compiled_function(traced: Recorded) -> None:
     values = blocks(4, 5, gradient=True)
     expected = reference(5, values).sin()
-    result = traced.compile(lambda **v: product(5, v).sin(), fullgraph=True, backend="aot_eager")(**values)
+    result = traced.compile(lambda **v: product(5, v).sin(), fullgraph=True, backend="aot_eager")(
+        **values
+    )
     assert_close(result, expected)
     assert traced.options  # the op, which a compiled function calls, compiles its own graph
-    for a, b in zip(torch.autograd.grad(result.sum(), (values["AV"], values["B"])), torch.autograd.grad(expected.sum(), (values["AV"], values["B"]))):
+    for a, b in zip(
+        torch.autograd.grad(result.sum(), (values["AV"], values["B"])),
+        torch.autograd.grad(expected.sum(), (values["AV"], values["B"])),
+    ):
         assert_close(a, b)
 
 
-# --- failing ---------------------------------------------------------------------------------------------------------------------
+# --- failing --------------------------------------------------------------------------------------
 
 
 def test_failure(monkeypatch: pytest.MonkeyPatch, unprepared: None) -> None:
@@ -244,18 +284,28 @@ def test_failure(monkeypatch: pytest.MonkeyPatch, unprepared: None) -> None:
 
     monkeypatch.setattr(inductor.torch, "compile", lambda *_, **__: refuse)
     values = blocks(4, 5)
-    with pytest.warns(UserWarning, match=r"TorchInductor did not compile .* which runs as a graph: TorchDynamoException: no luck$"):
+    with pytest.warns(
+        UserWarning,
+        match=r"TorchInductor did not compile .* which runs as a graph: TorchDynamoException: "
+        r"no luck$",
+    ):
         assert_close(product(5, values), reference(5, values))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         product(5, values)
     assert len(calls) == 1  # what cannot be compiled is not tried again
-    with insum.settings(require_fused=True), pytest.raises(insum.NotFusedError, match="did not compile this statement: TorchDynamoException: no luck"):
+    with (
+        insum.settings(require_fused=True),
+        pytest.raises(
+            insum.NotFusedError,
+            match="did not compile this statement: TorchDynamoException: no luck",
+        ),
+    ):
         product(5, values)
 
 
 def test_too_many_kinds_of_arguments(traced: Recorded) -> None:
-    """What exceeds torch's limit runs as a graph, and what was compiled before still runs compiled."""
+    """What exceeds torch's limit runs as a graph; what was compiled before still runs compiled."""
     first, second = blocks(4, 5), blocks(6, 5)
     with torch._dynamo.config.patch(recompile_limit=1):
         product(5, first)
@@ -267,7 +317,7 @@ def test_too_many_kinds_of_arguments(traced: Recorded) -> None:
     assert count.graphs == 0
 
 
-# --- contractions as matrix products ---------------------------------------------------------------------------------------------
+# --- contractions as matrix products --------------------------------------------------------------
 
 EQUATIONS = [
     "pqmk,pqkn->pmn",
@@ -297,7 +347,9 @@ def test_flattened(equation: str) -> None:
 
 
 def test_operands_keep_their_layout() -> None:
-    """The reduced variables of gathered blocks are flattened in the order in which they lie: no copy of what was gathered."""
+    """The reduced variables of gathered blocks are flattened in the order in which they lie: no
+    copy of what was gathered.
+    """
     graph = torch.fx.Graph()
     a, b = graph.placeholder("a"), graph.placeholder("b")
     graph.output(graph.call_function(torch.einsum, ("pqmk,pqkn->pmn", a, b)))
@@ -309,4 +361,8 @@ def test_operands_keep_their_layout() -> None:
     kept.run_node = functools.partial(lambda node: seen.setdefault(node.name, run_node(node)))  # type: ignore[method-assign]
     gathered = torch.randn(3, 2, 4, 5)
     kept.run(torch.randn(3, 2, 6, 4), gathered)
-    assert seen[right.name].data_ptr() == gathered.data_ptr() and seen[right.name].shape == (3, 8, 5)
+    assert seen[right.name].data_ptr() == gathered.data_ptr() and seen[right.name].shape == (
+        3,
+        8,
+        5,
+    )

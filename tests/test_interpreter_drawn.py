@@ -1,7 +1,8 @@
-"""Drawn statements through generated kernels in Triton's interpreter, against the oracle: every strategy forced in turn.
+"""Drawn statements through generated kernels in Triton's interpreter, against the oracle: every
+strategy forced in turn.
 
-What is drawn is the same in every run unless INSUM_FUZZ is set to a number, which is then the seed. The counts at the end say that each
-strategy, and each kind of contraction, was really used.
+What is drawn is the same in every run unless INSUM_FUZZ is set to a number, which is then the seed.
+The counts at the end say that each strategy, and each kind of contraction, was really used.
 """
 
 from __future__ import annotations
@@ -29,13 +30,24 @@ from scatters import draw_scatters
 pytestmark = pytest.mark.interpreter
 
 SEED = int(os.environ.get("INSUM_FUZZ") or 2026)
-#: The interpreter's dot and atomics do not know bfloat16, and kernels do not take wide unsigned indices.
+#: The interpreter's dot and atomics do not know bfloat16, and kernels do not take wide unsigned
+#: indices.
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32)
 INDICES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 #: How many of which kind, for each strategy.
 FAMILIES: dict[str, tuple[int, dict[str, Any]]] = {
     "anything": (40, {}),
-    "larger products": (30, {"product_only": True, "max_rank": 3, "affine": False, "max_indirection": 1, "max_extent": 9, "zero_extents": False}),
+    "larger products": (
+        30,
+        {
+            "product_only": True,
+            "max_rank": 3,
+            "affine": False,
+            "max_indirection": 1,
+            "max_extent": 9,
+            "zero_extents": False,
+        },
+    ),
     "extrema": (20, {"operators": ("max=", "min=")}),
 }
 SCATTERS = 20
@@ -55,7 +67,14 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     def watched(program: Any, *rest: Any) -> Tensor:
         for step in program.steps:
             plan = step.prepared.plan
-            found.update([plan.strategy, f"{plan.strategy}, {'dot' if plan.roles.dot else 'sum'}", "dot" if plan.roles.dot else "sum", plan.reduce])
+            found.update(
+                [
+                    plan.strategy,
+                    f"{plan.strategy}, {'dot' if plan.roles.dot else 'sum'}",
+                    "dot" if plan.roles.dot else "sum",
+                    plan.reduce,
+                ]
+            )
             found.update(label for label, holds in _labels(step, plan).items() if holds)
         return execute(program, *rest)
 
@@ -80,7 +99,8 @@ def failure(case: Case, changes: dict[str, Any]) -> str:
     """Empty where the case passes, or has no kernel."""
     try:
         with insum.settings(**ONLY_FUSED, **changes), warnings.catch_warnings():
-            warnings.simplefilter("ignore", RuntimeWarning)  # NumPy, inside the interpreter, about infinities
+            # NumPy, inside the interpreter, about infinities
+            warnings.simplefilter("ignore", RuntimeWarning)
             case.check()
     except insum.NotFusedError:
         return ""
@@ -91,7 +111,9 @@ def failure(case: Case, changes: dict[str, Any]) -> str:
 
 def drawn() -> Iterator[Case]:
     for count, options in FAMILIES.values():
-        yield from draw_cases(count, seed=SEED, **{"dtypes": DTYPES, "index_dtypes": INDICES, **options})
+        yield from draw_cases(
+            count, seed=SEED, **{"dtypes": DTYPES, "index_dtypes": INDICES, **options}
+        )
     yield from draw_scatters(SCATTERS, seed=SEED)
 
 
@@ -110,22 +132,46 @@ def test_statements(strategy: str, used: Counter[str]) -> None:
         wanted |= {"segment", "atomic"}
     if strategy == "segment":
         wanted |= {"sorted once", "several rows per tile", "one row per tile"}
-    assert SEED != 2026 or not wanted - set(used), f"never used: {sorted(wanted - set(used))}, but {dict(used)}"
+    assert SEED != 2026 or not wanted - set(used), (
+        f"never used: {sorted(wanted - set(used))}, but {dict(used)}"
+    )
 
 
 def functions_of_factors(case: Case, number: int) -> Case:
-    """The same product of functions that make something else of zero: what lies beyond the end of a tensor must not count."""
+    """The same product of functions that make something else of zero: what lies beyond the end of a
+    tensor must not count.
+    """
     statement = parse(case.statement)
-    factors = list(statement.value.factors) if isinstance(statement.value, Product) else [statement.value]
-    wrapped = [Call(("sigmoid", "exp")[k % 2], (f,)) if (number + k) % 3 and isinstance(f, Access) else f for k, f in enumerate(factors)]
-    return replace(case, statement=str(Statement(statement.target, statement.operator, product(wrapped))))
+    factors = (
+        list(statement.value.factors) if isinstance(statement.value, Product) else [statement.value]
+    )
+    wrapped = [
+        Call(("sigmoid", "exp")[k % 2], (f,)) if (number + k) % 3 and isinstance(f, Access) else f
+        for k, f in enumerate(factors)
+    ]
+    return replace(
+        case, statement=str(Statement(statement.target, statement.operator, product(wrapped)))
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_functions_of_factors(strategy: str, used: Counter[str]) -> None:
-    options = {"product_only": True, "max_rank": 3, "affine": False, "max_indirection": 1, "max_extent": 9, "zero_extents": False, "dtypes": (torch.float32,)}
+    options = {
+        "product_only": True,
+        "max_rank": 3,
+        "affine": False,
+        "max_indirection": 1,
+        "max_extent": 9,
+        "zero_extents": False,
+        "dtypes": (torch.float32,),
+    }
     failures = []
-    for number, case in enumerate([*draw_cases(30, seed=SEED + 7, index_dtypes=INDICES, **options), *draw_scatters(15, seed=SEED + 7)]):
+    for number, case in enumerate(
+        [
+            *draw_cases(30, seed=SEED + 7, index_dtypes=INDICES, **options),
+            *draw_scatters(15, seed=SEED + 7),
+        ]
+    ):
         if case.precision is torch.float32:
             choices = {"scatter": strategy, "dot": ("always", "auto")[number % 2]}
             failures += filter(None, [failure(functions_of_factors(case, number), choices)])
@@ -137,17 +183,34 @@ def large(case: Case) -> Case:
     """The same with integers whose products need more than 32 bits; what indexes stays as it is."""
     statement = parse(case.statement)
     read = [*accesses(statement.value), *accesses(statement.target)]
-    indexing = {inner.tensor for access in read for index in access.indices for inner in accesses(index)}
-    factors = {name: 70_001 if isinstance(value, int) else 30_011 for name, value in case.values.items()}
-    return replace(case, values={name: value if name in indexing else value * factors[name] for name, value in case.values.items()})
+    indexing = {
+        inner.tensor for access in read for index in access.indices for inner in accesses(index)
+    }
+    factors = {
+        name: 70_001 if isinstance(value, int) else 30_011 for name, value in case.values.items()
+    }
+    return replace(
+        case,
+        values={
+            name: value if name in indexing else value * factors[name]
+            for name, value in case.values.items()
+        },
+    )
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_large_integers(strategy: str) -> None:
-    options = {"dtypes": (torch.int64,), "index_dtypes": INDICES, "functions": ("abs", "relu", "sign", "eq"), "max_rank": 3}
+    options = {
+        "dtypes": (torch.int64,),
+        "index_dtypes": INDICES,
+        "functions": ("abs", "relu", "sign", "eq"),
+        "max_rank": 3,
+    }
     failures = []
     for number, case in enumerate(draw_cases(60, seed=SEED + 9, **options)):
-        failures += filter(None, [failure(large(case), {"scatter": strategy, "swap": number % 5 != 0})])
+        failures += filter(
+            None, [failure(large(case), {"scatter": strategy, "swap": number % 5 != 0})]
+        )
     assert not failures, f"{len(failures)} failed, the shortest of them:\n{min(failures, key=len)}"
 
 

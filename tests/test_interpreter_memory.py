@@ -1,6 +1,8 @@
-"""What kernels remember of index tensors: orders, segments, inverse tables, values in the code. Never of other tensors, nor of other values.
+"""What kernels remember of index tensors: orders, segments, inverse tables, values in the code.
+Never of other tensors, nor of other values.
 
-A stale plan gives wrong numbers without any sign, so every way in which an index tensor can change or be exchanged is tried.
+A stale plan gives wrong numbers without any sign, so every way in which an index tensor can change
+or be exchanged is tried.
 """
 
 from __future__ import annotations
@@ -33,12 +35,24 @@ def kernels_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def spmm(rows: Tensor, columns: Tensor, values: Tensor, dense: Tensor, size: int = 5) -> float:
     """The error of one sparse product."""
-    result = run("C[AM[p],n] = AV[p] * B[AK[p],n]", {0: size}, AM=rows, AV=values, AK=columns, B=dense)
-    return error(result, torch.zeros(size, dense.shape[1]).index_add(0, rows.long(), values[:, None] * dense[columns.long()]))
+    result = run(
+        "C[AM[p],n] = AV[p] * B[AK[p],n]", {0: size}, AM=rows, AV=values, AK=columns, B=dense
+    )
+    return error(
+        result,
+        torch.zeros(size, dense.shape[1]).index_add(
+            0, rows.long(), values[:, None] * dense[columns.long()]
+        ),
+    )
 
 
 def arguments() -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return torch.tensor([0, 0, 1, 3, 4]), torch.tensor([0, 1, 2, 3, 0]), torch.randn(5), torch.randn(4, 6)
+    return (
+        torch.tensor([0, 0, 1, 3, 4]),
+        torch.tensor([0, 1, 2, 3, 0]),
+        torch.randn(5),
+        torch.randn(4, 6),
+    )
 
 
 CHANGES: dict[str, Callable[[Tensor], object]] = {
@@ -70,43 +84,88 @@ def test_index_tensors_that_are_exchanged(start: str) -> None:
     rows, columns, values, dense = arguments()
     if start == "unsorted":
         rows = rows[torch.tensor([3, 0, 4, 1, 2])]
-    for r, c in ((rows, columns), (rows, columns.flip(0)), (rows.flip(0), columns), (rows, columns), (rows.flip(0), columns.flip(0))):
+    for r, c in (
+        (rows, columns),
+        (rows, columns.flip(0)),
+        (rows.flip(0), columns),
+        (rows, columns),
+        (rows.flip(0), columns.flip(0)),
+    ):
         assert spmm(r, c, values, dense) < 1e-6
 
 
 @pytest.mark.parametrize("strategy", ["auto", "segment", "onehot", "unrolled", "atomic"])
 def test_groups_that_share_an_index_tensor(strategy: str) -> None:
-    """Slots of a group format are counted for one array of rows; another array of rows counts anew."""
-    slots, values, dense = torch.tensor([[0, 1], [2, -1], [3, 0], [1, -1]]), torch.randn(4, 2), torch.randn(4, 6)
+    """Slots of a group format are counted for one array of rows; another array counts anew."""
+    slots, values, dense = (
+        torch.tensor([[0, 1], [2, -1], [3, 0], [1, -1]]),
+        torch.randn(4, 2),
+        torch.randn(4, 6),
+    )
     parts = (torch.where(slots >= 0, values, 0)[:, :, None] * dense[slots.clamp(min=0)]).sum(1)
     rows = torch.tensor([0, 1, 1, 3])
     with insum.settings(scatter=strategy):
-        for r in (rows, torch.tensor([0, 0, 1, 2]), rows, rows.copy_(torch.tensor([1, 2, 2, 3])), rows):
-            result = run("C[AM[p],n] = AV[p,q] * B[AK[p,q],n]", {0: 4}, ("AK",), AM=r, AV=values, AK=slots, B=dense)
+        for r in (
+            rows,
+            torch.tensor([0, 0, 1, 2]),
+            rows,
+            rows.copy_(torch.tensor([1, 2, 2, 3])),
+            rows,
+        ):
+            result = run(
+                "C[AM[p],n] = AV[p,q] * B[AK[p,q],n]",
+                {0: 4},
+                ("AK",),
+                AM=r,
+                AV=values,
+                AK=slots,
+                B=dense,
+            )
             assert error(result, torch.zeros(4, 6).index_add(0, r, parts)) < 1e-6
 
 
 def test_one_index_tensor_in_two_statements() -> None:
     """Variables stand for other dimensions in the second, although everything has the same name."""
     index, by, dense = torch.tensor([[3, 0], [1, 3]]), torch.tensor([1, 0]), torch.randn(2, 5)
-    for statement, order in (("C[D[i,j],n] = X[F[i],n]", index), ("C[D[j,i],n] = X[F[i],n]", index.t())):
-        wanted = torch.zeros(4, 5).index_add(0, order.reshape(-1), dense[by].repeat_interleave(2, 0))
+    for statement, order in (
+        ("C[D[i,j],n] = X[F[i],n]", index),
+        ("C[D[j,i],n] = X[F[i],n]", index.t()),
+    ):
+        wanted = torch.zeros(4, 5).index_add(
+            0, order.reshape(-1), dense[by].repeat_interleave(2, 0)
+        )
         assert error(run(statement, {0: 4}, D=index, F=by, X=dense), wanted) < 1e-6, statement
 
 
 def test_two_sizes_of_output() -> None:
     index, values = torch.tensor([2, 0, 1, 2]), torch.randn(4, 3)
     for size in (3, 5, 3):
-        assert error(run("C[I[p],n] = V[p,n]", {0: size}, I=index, V=values), torch.zeros(size, 3).index_add(0, index, values)) < 1e-6
+        assert (
+            error(
+                run("C[I[p],n] = V[p,n]", {0: size}, I=index, V=values),
+                torch.zeros(size, 3).index_add(0, index, values),
+            )
+            < 1e-6
+        )
 
 
 def test_constants_that_are_exchanged_or_written_to() -> None:
     """Their values are in the text of the kernel."""
-    to, source, dense = insum.constant(torch.tensor([2, 0, 1])), insum.constant(torch.tensor([0, 1, 2])), torch.randn(3, 40)
+    to, source, dense = (
+        insum.constant(torch.tensor([2, 0, 1])),
+        insum.constant(torch.tensor([0, 1, 2])),
+        torch.randn(3, 40),
+    )
     other = insum.constant(torch.tensor([2, 2, 1]))
 
     def check(i: Tensor, j: Tensor) -> None:
-        assert error(run("C[I[p],n] = A[J[p],n]", {0: 3}, I=i, J=j, A=dense), torch.zeros(3, 40).index_add(0, i, dense[j])) < 1e-6
+        assert (
+            error(
+                run("C[I[p],n] = A[J[p],n]", {0: 3}, I=i, J=j, A=dense),
+                torch.zeros(3, 40).index_add(0, i, dense[j]),
+            )
+            < 1e-6
+        )
 
     check(to, source)
     assert facts_of(source).constant
@@ -121,11 +180,17 @@ def test_constants_that_are_exchanged_or_written_to() -> None:
 def test_patterns_that_are_promoted_are_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pattern that keeps coming back becomes code after some calls; then it is written to."""
     monkeypatch.setattr(patterns, "ONEHOT_WORK", 1)
-    application = applications.tensor_product(batch=2, channels=8, constant=False, dtype=torch.float32)
+    application = applications.tensor_product(
+        batch=2, channels=8, constant=False, dtype=torch.float32
+    )
     used = []
     for _ in range(6):
         assert relative_error(application.forward.run(), application.expected()) < 2e-6
-        used.append(fused.strategy(application.forward.problem(), application.values).removesuffix(" + tl.dot"))
+        used.append(
+            fused.strategy(application.forward.problem(), application.values).removesuffix(
+                " + tl.dot"
+            )
+        )
     assert used[0] == "onehot" and used[-1] == "unrolled"
     for name in "IJKV":
         application.values[name].copy_(application.values[name].flip(0))
@@ -145,12 +210,17 @@ def test_an_order_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_inverse_tables() -> None:
-    """Where an offset leads to every voxel at most once, the gradient gathers; where not, it scatters."""
+    """Where an offset leads to every voxel at most once, the gradient gathers; where not, it
+    scatters.
+    """
     application = applications.tiny()[4]
     upstream = application.upstream()
     call = application.gradients(upstream)["In"]
     (step,) = fused.lookup(call.problem(), call.values, None).steps
-    assert "has an inverse table" in step.prepared.plan.why[-1] and step.prepared.plan.strategy == "store"
+    assert (
+        "has an inverse table" in step.prepared.plan.why[-1]
+        and step.prepared.plan.strategy == "store"
+    )
     table = application.values["Nb"]
     table[3] = table[4]  # now two voxels have the same neighbours
     assert relative_error(call.run(), application.expected_gradients(upstream)["In"]) < 2e-6
@@ -168,7 +238,7 @@ def test_nothing_keeps_tensors_alive() -> None:
     assert [w() for w in watched] == [None, None, None]
 
 
-# --- deterministic mode ------------------------------------------------------------------------------------------------------------
+# --- deterministic mode ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -180,17 +250,24 @@ def deterministic() -> Iterator[None]:
 
 @pytest.mark.parametrize("number", range(4))
 def test_deterministic_mode_has_no_atomics(number: int, deterministic: None) -> None:
-    application = [applications.tiny()[0], applications.tiny()[3], *applications.smallest()[2:]][number]
+    application = [applications.tiny()[0], applications.tiny()[3], *applications.smallest()[2:]][
+        number
+    ]
     upstream = application.upstream()
     expected = {"": application.expected(), **application.expected_gradients(upstream)}
     for name, call in {"": application.forward, **application.gradients(upstream)}.items():
         assert relative_error(call.run(), expected[name]) < 2e-6
-        assert all("atomic" not in kernel.source for kernel in fused.kernels(call.problem(), call.values)), call.name
+        assert all(
+            "atomic" not in kernel.source for kernel in fused.kernels(call.problem(), call.values)
+        ), call.name
 
 
 def test_deterministic_mode_refuses_what_it_cannot_order(deterministic: None) -> None:
     index = torch.tensor([0, 1, 0])
-    with pytest.raises(insum.NotFusedError, match="deterministic mode, and the output is scattered through several indices"):
+    with pytest.raises(
+        insum.NotFusedError,
+        match="deterministic mode, and the output is scattered through several indices",
+    ):
         run("C[I[p],I[p]] += V[p]", {0: 3, 1: 3}, I=index, V=torch.randn(3))
 
 

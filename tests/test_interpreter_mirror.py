@@ -1,4 +1,6 @@
-"""The gradient of a convolution through a symmetric neighbour table gathers through the table itself, read backwards."""
+"""The gradient of a convolution through a symmetric neighbour table gathers through the table
+itself, read backwards.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +17,20 @@ pytestmark = pytest.mark.interpreter
 
 @pytest.mark.parametrize("layout", ["by voxel", "by offset"])
 def test_a_symmetric_table_is_its_own_inverse(layout: str) -> None:
-    application = applications.convolution(voxels=40, offsets=5, inputs=16, outputs=16, layout=layout, symmetric=True, dtype=torch.float32)
+    application = applications.convolution(
+        voxels=40,
+        offsets=5,
+        inputs=16,
+        outputs=16,
+        layout=layout,
+        symmetric=True,
+        dtype=torch.float32,
+    )
     upstream = application.upstream()
-    call, expected = application.gradients(upstream)["In"], application.expected_gradients(upstream)["In"]
+    call, expected = (
+        application.gradients(upstream)["In"],
+        application.expected_gradients(upstream)["In"],
+    )
     with insum.settings(backend="fused", require_fused=True):
         assert relative_error(call.run(), expected) < 2e-6
         program = fused.lookup(call.problem(), call.values, None)

@@ -24,7 +24,9 @@ def only_fused() -> Iterator[None]:
 
 
 def table(rows: int = ROWS, steps: int = STEPS, density: float = 0.5) -> Tensor:
-    """Nb[z,x]: every row has the middle step and those of one of four kinds, at ``density``; no two rows lead to the same place."""
+    """Nb[z,x]: every row has the middle step and those of one of four kinds, at ``density``; no two
+    rows lead to the same place.
+    """
     generator = torch.Generator().manual_seed(0)
     kind = torch.randint(0, 4, (rows,), generator=generator)
     found = torch.full((steps, rows), -1, dtype=torch.int32)
@@ -35,7 +37,9 @@ def table(rows: int = ROWS, steps: int = STEPS, density: float = 0.5) -> Tensor:
     return found
 
 
-def operands(steps: int = STEPS, rows: int = ROWS, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def operands(
+    steps: int = STEPS, rows: int = ROWS, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     return torch.randn(rows, CHANNELS, dtype=dtype), torch.randn(steps, CHANNELS, 16, dtype=dtype)
 
@@ -45,7 +49,9 @@ def expected(x: Tensor, nb: Tensor, w: Tensor) -> Tensor:
     return torch.einsum("zxc,zcm->xm", gathered, w.double())
 
 
-def strategy(statement: str, values: dict[str, Tensor], shape: tuple[int, ...] | None = None) -> str:
+def strategy(
+    statement: str, values: dict[str, Tensor], shape: tuple[int, ...] | None = None
+) -> str:
     program = fused.lookup(request_of(statement, shape, None, ("Nb",)).bind(values), values, None)
     assert not isinstance(program, str)
     return "; ".join(program.steps[0].prepared.plan.why)
@@ -65,7 +71,11 @@ def test_values_and_gradients(statement: str, rows: int) -> None:
     want = expected(x, nb, w)
     assert torch.allclose(result.double(), want, atol=1e-4)
     upstream = torch.randn_like(result)
-    for got, true in zip(torch.autograd.grad(result, (x, w), upstream), torch.autograd.grad(want, (x, w), upstream.double()), strict=True):
+    for got, true in zip(
+        torch.autograd.grad(result, (x, w), upstream),
+        torch.autograd.grad(want, (x, w), upstream.double()),
+        strict=True,
+    ):
         assert torch.allclose(got.double(), true.double(), rtol=1e-4, atol=1e-3)
 
 
@@ -81,7 +91,9 @@ def test_where_rows_are_summed_each_step_walks_its_tiles() -> None:
     assert "left out" in strategy(statement, values)
     result = insum.insum(statement, padded=("Nb",), **values)
     gathered = torch.where((nb >= 0)[:, :, None], x.double()[nb.clamp(min=0).long()], 0.0)
-    assert torch.allclose(result.double(), torch.einsum("xm,zxc->zcm", x.double(), gathered), rtol=1e-4, atol=1e-3)
+    assert torch.allclose(
+        result.double(), torch.einsum("xm,zxc->zcm", x.double(), gathered), rtol=1e-4, atol=1e-3
+    )
     torch.use_deterministic_algorithms(True)
     try:
         assert "left out" not in strategy(statement, values), "pieces would meet in any order"
@@ -93,26 +105,38 @@ def test_it_adds_to_what_is_there() -> None:
     nb, (x, w) = table(), operands()
     target = torch.randn(ROWS, 16)
     want = target.double() + expected(x, nb, w)
-    assert torch.allclose(insum.insum(BY_STEP, padded=("Nb",), Out=target, In=x, Nb=nb, W=w).double(), want, atol=1e-4)
+    assert torch.allclose(
+        insum.insum(BY_STEP, padded=("Nb",), Out=target, In=x, Nb=nb, W=w).double(), want, atol=1e-4
+    )
 
 
 def test_rows_without_anything_are_zero() -> None:
     nb, (x, w) = table(), operands()
     nb[:, 100:300] = -1
     result = insum.insum(BY_STEP, padded=("Nb",), In=x, Nb=nb, W=w)
-    assert torch.allclose(result.double(), expected(x, nb, w), atol=1e-4) and not result[100:300].any()
+    assert (
+        torch.allclose(result.double(), expected(x, nb, w), atol=1e-4) and not result[100:300].any()
+    )
 
 
 def test_more_steps_than_a_sort_key_has_bits() -> None:
     nb, (x, w) = table(steps=70, density=0.9), operands(steps=70)
-    assert torch.allclose(insum.insum(BY_STEP, padded=("Nb",), In=x, Nb=nb, W=w).double(), expected(x, nb, w), atol=1e-3)
+    assert torch.allclose(
+        insum.insum(BY_STEP, padded=("Nb",), In=x, Nb=nb, W=w).double(),
+        expected(x, nb, w),
+        atol=1e-3,
+    )
 
 
 def test_a_table_that_is_written_to_is_ordered_anew() -> None:
     nb, (x, w) = table(), operands()
     insum.insum(BY_STEP, padded=("Nb",), In=x, Nb=nb, W=w)
     nb.copy_(nb.roll(37, 1))
-    assert torch.allclose(insum.insum(BY_STEP, padded=("Nb",), In=x, Nb=nb, W=w).double(), expected(x, nb, w), atol=1e-4)
+    assert torch.allclose(
+        insum.insum(BY_STEP, padded=("Nb",), In=x, Nb=nb, W=w).double(),
+        expected(x, nb, w),
+        atol=1e-4,
+    )
 
 
 def test_full_tables_and_short_ones_stay_as_they_are() -> None:
@@ -127,8 +151,13 @@ def test_the_order_leaves_out_only_what_is_absent_in_a_whole_tile() -> None:
     present = table().t() >= 0
     order = packing._order(present)
     rows = order.rows.long()
-    assert sorted(rows[rows >= 0].tolist()) == list(range(ROWS)) and order.rows.shape[1] == packing.TILE
-    for tile, (start, end) in enumerate(zip(order.segments.start.tolist(), order.segments.end.tolist(), strict=True)):
+    assert (
+        sorted(rows[rows >= 0].tolist()) == list(range(ROWS))
+        and order.rows.shape[1] == packing.TILE
+    )
+    for tile, (start, end) in enumerate(
+        zip(order.segments.start.tolist(), order.segments.end.tolist(), strict=True)
+    ):
         inside = rows[tile][rows[tile] >= 0]
         assert order.steps[start:end].tolist() == present[inside].any(0).nonzero()[:, 0].tolist()
     lengths = (order.segments.end - order.segments.start).tolist()

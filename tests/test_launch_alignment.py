@@ -1,4 +1,4 @@
-"""Kernels are kept for every pattern of aligned and unaligned pointers: none is looked for twice."""
+"""Kernels are kept for every pattern of aligned and unaligned pointers: none is sought twice."""
 
 from __future__ import annotations
 
@@ -14,11 +14,19 @@ from insum.runtime.program import OUT, Launch
 
 
 def made(monkeypatch: pytest.MonkeyPatch) -> tuple[Launch, list[Any], list[Any]]:
-    """A launch whose kernel does nothing, how often Triton was asked, and what was launched without asking it."""
+    """A launch whose kernel does nothing, how often Triton was asked, and what was launched without
+    asking it.
+    """
     asked: list[Any] = []
     launched: list[Any] = []
-    monkeypatch.setattr(Launch, "compiled", lambda self, arguments: asked.append(arguments) or len(asked))
-    monkeypatch.setattr(program.launch, "runner_of", lambda compiled, programs: lambda arguments: launched.append((compiled, list(arguments))))
+    monkeypatch.setattr(
+        Launch, "compiled", lambda self, arguments: asked.append(arguments) or len(asked)
+    )
+    monkeypatch.setattr(
+        program.launch,
+        "runner_of",
+        lambda compiled, programs: lambda arguments: launched.append((compiled, list(arguments))),
+    )
     one = Launch(None, (1,), ("a", OUT, 7), ((0, "a"), (1, OUT)), Config(), None, "")  # type: ignore[arg-type]
     return one, asked, launched
 
@@ -28,7 +36,12 @@ def test_each_pattern_of_alignment_is_compiled_once(monkeypatch: pytest.MonkeyPa
     base = torch.zeros(64)
     start = (-base.data_ptr() % 16) // 4
     aligned, shifted = base[start : start + 8], base[start + 1 : start + 9]
-    patterns: list[tuple[Tensor, Tensor]] = [(shifted, aligned), (aligned, aligned), (aligned, shifted), (shifted, shifted)]
+    patterns: list[tuple[Tensor, Tensor]] = [
+        (shifted, aligned),
+        (aligned, aligned),
+        (aligned, shifted),
+        (shifted, shifted),
+    ]
     for _ in range(3):
         for a, out in patterns:
             one({"a": a}, out, None)

@@ -1,4 +1,6 @@
-"""The registered ops and the short way past them: opcheck, transforms, tracers, autocast, writing in place."""
+"""The registered ops and the short way past them: opcheck, transforms, tracers, autocast, writing
+in place.
+"""
 
 from __future__ import annotations
 
@@ -40,48 +42,75 @@ REQUESTS = {
     "max": (Request("C[D[y],x] max= A[y,E[r]] * B[r,x]", SHAPE), {}),
     "pointwise": (Request("C[D[y],x] = exp(A[y,E[r]]) * relu(B[r,x]) - 2 * B[r,x]", SHAPE), {}),
     "numbers": (Request("C[D[y],x] = A[y,E[r]] * B[r,x] * s", SHAPE), {"s": 2.5}),
-    "padded": (Request("C[D[y],x] += A[y,E[r]] * B[r,x]", SHAPE, ("D", "E")), {"D": torch.tensor([0, -1, 2, 1]), "E": torch.tensor([8, -1, 3])}),
+    "padded": (
+        Request("C[D[y],x] += A[y,E[r]] * B[r,x]", SHAPE, ("D", "E")),
+        {"D": torch.tensor([0, -1, 2, 1]), "E": torch.tensor([8, -1, 3])},
+    ),
 }
 
 
-# --- opcheck ----------------------------------------------------------------------------------------------------------------------
+# --- opcheck --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", REQUESTS)
 @pytest.mark.parametrize("gradient", [False, True])
 def test_opcheck_contract(name: str, gradient: bool) -> None:
     request, more = REQUESTS[name]
-    torch.library.opcheck(OPS.contract.default, encode(request, {**tensors(gradient=gradient), **more}))
+    torch.library.opcheck(
+        OPS.contract.default, encode(request, {**tensors(gradient=gradient), **more})
+    )
 
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_opcheck_accumulate(name: str) -> None:
     request, more = REQUESTS[name]
     initial = torch.randn(4, 5, requires_grad=True)
-    torch.library.opcheck(OPS.accumulate.default, (initial, *encode(request, {**tensors(gradient=True), **more})))
+    torch.library.opcheck(
+        OPS.accumulate.default, (initial, *encode(request, {**tensors(gradient=True), **more}))
+    )
 
 
 @pytest.mark.parametrize("name", REQUESTS)
 def test_opcheck_accumulate_in_place(name: str) -> None:
     request, more = REQUESTS[name]
-    torch.library.opcheck(OPS.accumulate_.default, (torch.randn(4, 5), *encode(request, {**tensors(), **more})))
+    torch.library.opcheck(
+        OPS.accumulate_.default, (torch.randn(4, 5), *encode(request, {**tensors(), **more}))
+    )
 
 
 def test_opcheck_other_dtypes() -> None:
     for dtype in (torch.float16, torch.complex64, torch.int64, torch.bool):
-        values = {name: (v > 0 if dtype == torch.bool else v.to(dtype)) if v.is_floating_point() else v for name, v in tensors().items()}
+        values = {
+            name: (v > 0 if dtype == torch.bool else v.to(dtype)) if v.is_floating_point() else v
+            for name, v in tensors().items()
+        }
         torch.library.opcheck(OPS.contract.default, encode(Request(PRODUCT, SHAPE), values))
 
 
 def test_arguments_survive_encoding() -> None:
-    request = Request("C[D[y],2*x] = A[y] * s", (("C", (4, 5)), ("D[y]", 4), (1, 5), ("x", 2)), ("D",), torch.float64)
+    request = Request(
+        "C[D[y],2*x] = A[y] * s",
+        (("C", (4, 5)), ("D[y]", 4), (1, 5), ("x", 2)),
+        ("D",),
+        torch.float64,
+    )
     values = {"A": torch.ones(4), "D": torch.tensor([0, 1, 2, 3]), "s": 2j}
     decoded, read = decode(encode(request, values))
     assert decoded == request
     assert read.keys() == values.keys() and read["s"] == 2j
 
 
-LEFT_SIDES = ["t max= A[i]", "tmax = A[i]", "tmax=A[i]", "C[i]max=A[i]", "C[i] min =A[i]", "t+=t*2", "t[] = A[i]", "C[C[i]] = A[i]", "A[i]=AA[i]"]
+LEFT_SIDES = [
+    "t max= A[i]",
+    "tmax = A[i]",
+    "tmax=A[i]",
+    "C[i]max=A[i]",
+    "C[i] min =A[i]",
+    "t+=t*2",
+    "t[] = A[i]",
+    "C[C[i]] = A[i]",
+    "A[i]=AA[i]",
+]
 
 
 @pytest.mark.parametrize("statement", [*LEFT_SIDES, "C[\ni]\nmax\n=C [i]"])
@@ -90,10 +119,12 @@ def test_the_tracer_reads_the_left_side_as_the_parser_does(statement: str) -> No
     assert left_side(statement) == (parsed.target, parsed.operator, parsed.reads_target)
 
 
-# --- the fallback without private names of torch ------------------------------------------------------------------------------------
+# --- the fallback without private names of torch --------------------------------------------------
 
 
-def test_without_private_names_every_call_goes_through_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_private_names_every_call_goes_through_the_op(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     values = tensors(gradient=True)
     expected = insum.insum(PRODUCT, out_shape=(4, 5), **values)
     gradients = torch.autograd.grad(expected.square().sum(), (values["A"], values["B"]))
@@ -101,7 +132,9 @@ def test_without_private_names_every_call_goes_through_the_op(monkeypatch: pytes
     assert not calls.is_quiet() and not calls.is_transformed()
     result = insum.insum(PRODUCT, out_shape=(4, 5), **values)
     torch.testing.assert_close(result, expected)
-    for a, b in zip(torch.autograd.grad(result.square().sum(), (values["A"], values["B"])), gradients):
+    for a, b in zip(
+        torch.autograd.grad(result.square().sum(), (values["A"], values["B"])), gradients
+    ):
         torch.testing.assert_close(a, b)
     target = torch.zeros(4, 5)
     assert insum.insum(PRODUCT, C=target, **tensors()) is target
@@ -140,7 +173,9 @@ def test_an_op_that_cannot_be_shortened_stays_as_it_is(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("shape", [(), (5,), (0, 3), (4, 3, 2)])
 @pytest.mark.parametrize("quickly", [True, False])
-def test_tensors_without_values(shape: tuple[int, ...], quickly: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_without_values(
+    shape: tuple[int, ...], quickly: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if quickly:
         assert set(calls._strided()) == {"cpu", "cuda"}
     else:
@@ -162,12 +197,14 @@ def test_second_gradient_through_the_op(monkeypatch: pytest.MonkeyPatch) -> None
     values = tensors(gradient=True, dtype=torch.float64)
     fixed = {n: v for n, v in values.items() if n in "DE"}
     for statement in (PRODUCT, "C[D[y],x] max= A[y,E[r]] * B[r,x]"):
-        f = lambda A, B, statement=statement: insum.insum(statement, A=A, B=B, out_shape=(3, 5), **fixed)
+        f = lambda A, B, statement=statement: insum.insum(
+            statement, A=A, B=B, out_shape=(3, 5), **fixed
+        )
         assert torch.autograd.gradcheck(f, (values["A"], values["B"]))
         assert torch.autograd.gradgradcheck(f, (values["A"], values["B"]))
 
 
-# --- torch.compile and torch.export -------------------------------------------------------------------------------------------------
+# --- torch.compile and torch.export ---------------------------------------------------------------
 
 
 def product(A: Tensor, B: Tensor, D: Tensor, E: Tensor, rows: int) -> Tensor:
@@ -181,14 +218,19 @@ def test_compile_fullgraph(backend: str) -> None:
     expected, result = product(**values, rows=4), compiled(**values, rows=4)
     torch.testing.assert_close(result, expected)
     inputs = (values["A"], values["B"])
-    for a, b in zip(torch.autograd.grad(result.square().sum(), inputs), torch.autograd.grad(expected.square().sum(), inputs)):
+    for a, b in zip(
+        torch.autograd.grad(result.square().sum(), inputs),
+        torch.autograd.grad(expected.square().sum(), inputs),
+    ):
         torch.testing.assert_close(a, b)
 
 
 @pytest.mark.slow
 def test_compile_with_inductor() -> None:
     values = tensors()
-    torch.testing.assert_close(torch.compile(product, fullgraph=True)(**values, rows=4), product(**values, rows=4))
+    torch.testing.assert_close(
+        torch.compile(product, fullgraph=True)(**values, rows=4), product(**values, rows=4)
+    )
 
 
 def test_compile_dynamic_compiles_once() -> None:
@@ -200,7 +242,12 @@ def test_compile_dynamic_compiles_once() -> None:
 
     compiled = torch.compile(product, fullgraph=True, dynamic=True, backend=backend)
     for y, x, r, rows in ((4, 5, 3, 6), (7, 2, 5, 8), (3, 9, 2, 4)):
-        values = {"A": torch.randn(y, 9), "B": torch.randn(r, x), "D": torch.randint(rows, (y,)), "E": torch.randint(9, (r,))}
+        values = {
+            "A": torch.randn(y, 9),
+            "B": torch.randn(r, x),
+            "D": torch.randint(rows, (y,)),
+            "E": torch.randint(9, (r,)),
+        }
         torch.testing.assert_close(compiled(**values, rows=rows), product(**values, rows=rows))
     assert len(graphs) == 1
     calls = [n.target for n in graphs[0].graph.nodes if "insum" in str(n.target)]
@@ -227,18 +274,26 @@ def test_compile_in_place(operator: str, gradient: bool) -> None:
         return result + C
 
     values, C = tensors(gradient=gradient), torch.randn(4, 5, requires_grad=gradient)
-    expected, result = f(C, **values), torch.compile(f, fullgraph=True, backend="aot_eager")(C, **values)
+    expected, result = (
+        f(C, **values),
+        torch.compile(f, fullgraph=True, backend="aot_eager")(C, **values),
+    )
     torch.testing.assert_close(result, expected)
     if gradient:
         inputs = (C, values["A"], values["B"])
-        for a, b in zip(torch.autograd.grad(result.square().sum(), inputs), torch.autograd.grad(expected.square().sum(), inputs)):
+        for a, b in zip(
+            torch.autograd.grad(result.square().sum(), inputs),
+            torch.autograd.grad(expected.square().sum(), inputs),
+        ):
             torch.testing.assert_close(a, b)
 
 
 def test_compile_writes_into_an_argument() -> None:
     values, C = tensors(), torch.ones(4, 5)
     expected = insum.insum(PRODUCT, C=C.clone(), **values)
-    torch.compile(lambda C: insum.insum(PRODUCT, C=C, **values), fullgraph=True, backend="aot_eager")(C)
+    torch.compile(
+        lambda C: insum.insum(PRODUCT, C=C, **values), fullgraph=True, backend="aot_eager"
+    )(C)
     torch.testing.assert_close(C, expected)
 
 
@@ -254,7 +309,9 @@ def test_compile_second_gradient() -> None:
     expected = torch.autograd.grad(energy_and_force(x, w)[1].square().sum(), w)
     with torch._dynamo.config.patch(trace_autograd_ops=True):
         compiled = torch.compile(energy_and_force, fullgraph=True, backend="aot_eager")
-        torch.testing.assert_close(torch.autograd.grad(compiled(x, w)[1].square().sum(), w), expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(compiled(x, w)[1].square().sum(), w), expected
+        )
 
 
 def test_export() -> None:
@@ -264,8 +321,18 @@ def test_export() -> None:
 
     y, x = torch.export.Dim("y"), torch.export.Dim("x")
     example = tuple(tensors().values())
-    program = torch.export.export(Module(), (*example, torch.zeros(4, 5)), dynamic_shapes=({0: y}, {1: x}, {0: y}, None, {1: x}))
-    other = (torch.randn(6, 9), torch.randn(3, 8), torch.randint(4, (6,)), example[3], torch.zeros(4, 8))
+    program = torch.export.export(
+        Module(),
+        (*example, torch.zeros(4, 5)),
+        dynamic_shapes=({0: y}, {1: x}, {0: y}, None, {1: x}),
+    )
+    other = (
+        torch.randn(6, 9),
+        torch.randn(3, 8),
+        torch.randint(4, (6,)),
+        example[3],
+        torch.zeros(4, 8),
+    )
     torch.testing.assert_close(program.module()(*other), Module()(*other))
     assert any(n.target is OPS.contract.default for n in program.graph.nodes)
 
@@ -274,13 +341,18 @@ def test_fake_tensors_and_meta() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     with FakeTensorMode():
-        fakes = {"A": torch.empty(4, 9), "B": torch.empty(3, 5), "D": torch.empty(4, dtype=torch.long), "E": torch.empty(3, dtype=torch.long)}
+        fakes = {
+            "A": torch.empty(4, 9),
+            "B": torch.empty(3, 5),
+            "D": torch.empty(4, dtype=torch.long),
+            "E": torch.empty(3, dtype=torch.long),
+        }
         assert insum.insum(PRODUCT, out_shape=(7, 5), **fakes).shape == (7, 5)
     meta = {name: v.to("meta") for name, v in tensors().items()}
     assert insum.insum(PRODUCT, out_shape=(7, 5), **meta).shape == (7, 5)
 
 
-# --- vmap and torch.func ------------------------------------------------------------------------------------------------------------
+# --- vmap and torch.func --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -292,7 +364,10 @@ def test_fake_tensors_and_meta() -> None:
         ({"A": 0, "B": 0, "D": 0, "E": 0}, {"A": (6, 4, 9), "B": (6, 3, 5)}),
     ],
 )
-@pytest.mark.parametrize("statement", [PRODUCT, "C[D[y],x] max= A[y,E[r]] * B[r,x]", "C[D[y],x] = A[y,E[r]] - exp(B[r,x])"])
+@pytest.mark.parametrize(
+    "statement",
+    [PRODUCT, "C[D[y],x] max= A[y,E[r]] * B[r,x]", "C[D[y],x] = A[y,E[r]] - exp(B[r,x])"],
+)
 def test_vmap(statement: str, dims: dict[str, int], shapes: dict[str, tuple[int, ...]]) -> None:
     values = {**tensors(), **{name: torch.randn(shape) for name, shape in shapes.items()}}
     if "D" in dims:
@@ -303,7 +378,10 @@ def test_vmap(statement: str, dims: dict[str, int], shapes: dict[str, tuple[int,
     f = lambda *args: insum.insum(statement, sizes={"D[y]": 4}, **dict(zip(names, args)))
     in_dims = tuple(dims.get(n) for n in names)
     result = vmap(f, in_dims=in_dims)(*values.values())
-    each = [f(*(v.select(d, k) if d is not None else v for v, d in zip(values.values(), in_dims))) for k in range(6)]
+    each = [
+        f(*(v.select(d, k) if d is not None else v for v, d in zip(values.values(), in_dims)))
+        for k in range(6)
+    ]
     torch.testing.assert_close(result, torch.stack(each))
 
 
@@ -313,7 +391,9 @@ def test_vmap_in_place_and_given_output() -> None:
     result = vmap(lambda c: insum.insum(PRODUCT, C=c, **values), in_dims=1)(C)
     torch.testing.assert_close(result, expected)
     torch.testing.assert_close(C.movedim(1, 0), expected)
-    assigned = lambda a: insum.insum(PRODUCT.replace("+=", "="), C=torch.empty(4, 5), **{**values, "A": a})
+    assigned = lambda a: insum.insum(
+        PRODUCT.replace("+=", "="), C=torch.empty(4, 5), **{**values, "A": a}
+    )
     assert vmap(assigned)(torch.randn(2, 4, 9)).shape == (2, 4, 5)
 
 
@@ -327,7 +407,9 @@ def test_torch_func() -> None:
     plain = lambda a, b: torch.einsum("ij,jk,ij->", a.exp(), b, a)
     a, b = torch.randn(3, 4, dtype=torch.float64), torch.randn(5, 4, 2, dtype=torch.float64)
     torch.testing.assert_close(grad(f)(a, b[0]), grad(plain)(a, b[0]))
-    torch.testing.assert_close(vmap(grad(f), in_dims=(None, 0))(a, b), vmap(grad(plain), in_dims=(None, 0))(a, b))
+    torch.testing.assert_close(
+        vmap(grad(f), in_dims=(None, 0))(a, b), vmap(grad(plain), in_dims=(None, 0))(a, b)
+    )
     torch.testing.assert_close(jacrev(jacrev(f))(a, b[0]), jacrev(jacrev(plain))(a, b[0]))
 
 
@@ -348,7 +430,9 @@ def test_subclass_goes_through_the_dispatcher() -> None:
 
     class Logged(Tensor):
         @classmethod
-        def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_function__(
+            cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             seen.append(str(function))
             return super().__torch_function__(function, types, args, kwargs or {})
 
@@ -356,7 +440,7 @@ def test_subclass_goes_through_the_dispatcher() -> None:
     assert any("contract" in name for name in seen)
 
 
-# --- autocast -----------------------------------------------------------------------------------------------------------------------
+# --- autocast -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -365,18 +449,29 @@ def test_autocast(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=dtype):
         result = insum.insum(PRODUCT, out_shape=(4, 5), **values)
         assert result.dtype == dtype
-        assert torch.compile(product, fullgraph=True, backend="aot_eager")(**values, rows=4).dtype == dtype
+        assert (
+            torch.compile(product, fullgraph=True, backend="aot_eager")(**values, rows=4).dtype
+            == dtype
+        )
         into = insum.insum(PRODUCT, C=torch.zeros(4, 5), **tensors())
         assert into.dtype == torch.float32  # what is passed as the output keeps its dtype
-        assert insum.insum("C[D[y],x] = A[y,E[r]] * B[r,x]", C=torch.zeros(4, 5), **tensors()).dtype == torch.float32
-        assert insum.insum(PRODUCT, out_shape=(4, 5), **tensors(dtype=torch.float64)).dtype == torch.float64
+        assert (
+            insum.insum("C[D[y],x] = A[y,E[r]] * B[r,x]", C=torch.zeros(4, 5), **tensors()).dtype
+            == torch.float32
+        )
+        assert (
+            insum.insum(PRODUCT, out_shape=(4, 5), **tensors(dtype=torch.float64)).dtype
+            == torch.float64
+        )
     gradient = torch.autograd.grad(result.float().sum(), values["A"])[0]
     assert gradient.dtype == torch.float32
-    lowered = {name: v.detach().to(dtype) if v.is_floating_point() else v for name, v in values.items()}
+    lowered = {
+        name: v.detach().to(dtype) if v.is_floating_point() else v for name, v in values.items()
+    }
     torch.testing.assert_close(result, insum.insum(PRODUCT, out_shape=(4, 5), **lowered))
 
 
-# --- writing in place ---------------------------------------------------------------------------------------------------------------
+# --- writing in place -----------------------------------------------------------------------------
 
 
 def test_in_place_returns_the_same_object() -> None:
@@ -391,12 +486,18 @@ def test_assignment_leaves_the_passed_output_alone() -> None:
     C = torch.full((4, 5), 7.0)
     result = insum.insum("C[D[y],x] = A[y,E[r]] * B[r,x]", C=C, **tensors())
     assert result is not C and C.eq(7).all()
-    assert insum.insum("C[D[y],x] = A[y,E[r]] * B[r,x]", C=C.double(), **tensors()).dtype == torch.float64
+    assert (
+        insum.insum("C[D[y],x] = A[y,E[r]] * B[r,x]", C=C.double(), **tensors()).dtype
+        == torch.float64
+    )
 
 
 @pytest.mark.parametrize("operator", ["+=", "max=", "min="])
 def test_in_place_is_differentiable(operator: str) -> None:
-    values, start = tensors(gradient=True, dtype=torch.float64), torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
+    values, start = (
+        tensors(gradient=True, dtype=torch.float64),
+        torch.randn(4, 5, dtype=torch.float64, requires_grad=True),
+    )
 
     def f(A: Tensor, B: Tensor, start: Tensor) -> Tensor:
         C = start * 1
@@ -435,7 +536,12 @@ def test_arguments_in_the_memory_of_the_output() -> None:
 def test_targets_of_any_layout() -> None:
     values = tensors()
     expected = insum.insum(PRODUCT, out_shape=(4, 5), **values)
-    for C in (torch.zeros(5, 4).t(), torch.zeros(4, 10)[:, ::2], torch.zeros(8, 5)[::2], torch.zeros(4, 5, 3)[..., 1]):
+    for C in (
+        torch.zeros(5, 4).t(),
+        torch.zeros(4, 10)[:, ::2],
+        torch.zeros(8, 5)[::2],
+        torch.zeros(4, 5, 3)[..., 1],
+    ):
         insum.insum(PRODUCT, C=C, **values)
         torch.testing.assert_close(C, expected)
     C = torch.zeros(4, 5, dtype=torch.bfloat16)
@@ -456,7 +562,9 @@ def test_targets_of_any_layout() -> None:
     ],
 )
 @pytest.mark.parametrize("operator", ["+=", "max="])
-def test_failed_calls_leave_the_arguments_as_they_were(error: type[Exception], make: Any, operator: str) -> None:
+def test_failed_calls_leave_the_arguments_as_they_were(
+    error: type[Exception], make: Any, operator: str
+) -> None:
     C, values = make(), tensors()
     before = {name: v.clone() for name, v in {"C": C, **values}.items()}
     version = C._version
@@ -482,7 +590,7 @@ def test_a_leaf_may_be_written_without_grad_mode() -> None:
     assert C.ne(0).any()
 
 
-# --- checks of index values -----------------------------------------------------------------------------------------------------------
+# --- checks of index values -----------------------------------------------------------------------
 
 
 def test_unreferenced_values_are_no_error() -> None:
@@ -518,10 +626,16 @@ def test_checks_of_many_and_of_few_values(length: int, dtype: torch.dtype) -> No
 
 
 def test_inside_before_outside() -> None:
-    with pytest.raises(insum.IndexRangeError, match=r"E\[0\] is 9, but it indexes dimension 0 of D"):
-        insum.insum("y[i] = x[D[E[i]]]", x=torch.ones(2), D=torch.tensor([0, 1]), E=torch.tensor([9]))
+    with pytest.raises(
+        insum.IndexRangeError, match=r"E\[0\] is 9, but it indexes dimension 0 of D"
+    ):
+        insum.insum(
+            "y[i] = x[D[E[i]]]", x=torch.ones(2), D=torch.tensor([0, 1]), E=torch.tensor([9])
+        )
     with pytest.raises(insum.IndexRangeError, match=r"D\[1\] is 5"):
-        insum.insum("y[i] = x[D[E[i]]]", x=torch.ones(2), D=torch.tensor([0, 5]), E=torch.tensor([1]))
+        insum.insum(
+            "y[i] = x[D[E[i]]]", x=torch.ones(2), D=torch.tensor([0, 5]), E=torch.tensor([1])
+        )
 
 
 def test_padding_goes_no_lower_than_minus_one() -> None:

@@ -1,4 +1,6 @@
-"""Text -> Statement: what is read, what prints back, and that no text does anything but parse or raise StatementError."""
+"""Text -> Statement: what is read, what prints back, and that no text does anything but parse or
+raise StatementError.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,27 @@ from hypothesis import strategies as st
 
 from insum.errors import StatementError
 from insum.lang.expand import MAX_TERMS, expand
-from insum.lang.expr import FUNCTIONS, OPERATORS, Access, Affine, Call, Expr, Number, Product, Statement, Sum, Var, affine, index_of, product, total
+from insum.lang.expr import (
+    FUNCTIONS,
+    OPERATORS,
+    Access,
+    Affine,
+    Call,
+    Expr,
+    Number,
+    Product,
+    Statement,
+    Sum,
+    Var,
+    affine,
+    index_of,
+    product,
+    total,
+)
 from insum.lang.parser import MAX_DEPTH, MAX_LENGTH, RESERVED, parse
 from insum.testing import draw_cases
 
-# --- what is read ---------------------------------------------------------------------------------------------------------------
+# --- what is read ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -69,7 +87,9 @@ def test_reads_and_prints(text: str, printed: str) -> None:
 def test_the_tree_of_the_papers_statement() -> None:
     p, n, q = index_of("p"), index_of("n"), index_of("q")
     value = Product((Access("AV", (p, q)), Access("B", (Affine(((1, Access("AK", (p, q))),)), n))))
-    assert parse("C[AM[p],n] += AV[p,q] * B[AK[p,q],n]") == Statement(Access("C", (Affine(((1, Access("AM", (p,))),)), n)), "+=", value)
+    assert parse("C[AM[p],n] += AV[p,q] * B[AK[p,q],n]") == Statement(
+        Access("C", (Affine(((1, Access("AM", (p,))),)), n)), "+=", value
+    )
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -94,11 +114,16 @@ def test_spans_point_into_the_text() -> None:
     assert isinstance(statement.value, Product)
     _, call, access = statement.value.factors
     assert isinstance(call, Call) and isinstance(access, Access)
-    assert [shown(statement.target), shown(call), shown(access), shown(access.indices[0])] == ["C[AM[p], n]", "exp(AV[p])", "B[AK[p]+1,n]", "AK[p]+1"]
+    assert [shown(statement.target), shown(call), shown(access), shown(access.indices[0])] == [
+        "C[AM[p], n]",
+        "exp(AV[p])",
+        "B[AK[p]+1,n]",
+        "AK[p]+1",
+    ]
 
 
 def test_literals_of_different_type_are_different() -> None:
-    """They promote to different dtypes, so that nothing cached for one may be used for the other."""
+    """They promote to different dtypes, so nothing cached for one may be used for the other."""
     whole, floating = parse("y[i] = 2 * x[i]"), parse("y[i] = 2.0 * x[i]")
     assert whole != floating and Number(2) != Number(2.0) and Number(2) == Number(2)
     assert len({whole, floating, parse("y[i]=2*x[i]")}) == 2
@@ -113,7 +138,7 @@ def test_statements_are_values() -> None:
         statement.operator = "="  # type: ignore[misc]
 
 
-# --- round trip -----------------------------------------------------------------------------------------------------------------
+# --- round trip -----------------------------------------------------------------------------------
 
 _variable = st.sampled_from(["i", "j", "bm", "k9"]).map(Var)
 
@@ -121,26 +146,43 @@ _variable = st.sampled_from(["i", "j", "bm", "k9"]).map(Var)
 def _indices(atom: st.SearchStrategy[Var | Access]) -> st.SearchStrategy[Affine]:
     plain = st.sampled_from(["i", "j", "bm"]).map(index_of)
     term = st.tuples(st.integers(-4, 4).filter(bool), atom)
-    return plain | st.builds(lambda terms, offset: affine(terms, offset), st.lists(term, max_size=3), st.integers(-9, 9))
+    return plain | st.builds(
+        lambda terms, offset: affine(terms, offset), st.lists(term, max_size=3), st.integers(-9, 9)
+    )
 
 
 def _accesses(names: list[str], atom: st.SearchStrategy[Var | Access]) -> st.SearchStrategy[Access]:
-    return st.builds(lambda name, indices: Access(name, tuple(indices)), st.sampled_from(names), st.lists(_indices(atom), max_size=3))
+    return st.builds(
+        lambda name, indices: Access(name, tuple(indices)),
+        st.sampled_from(names),
+        st.lists(_indices(atom), max_size=3),
+    )
 
 
-_index_atom = st.deferred(lambda: _variable | _accesses(["D", "E"], _variable | _accesses(["F"], _variable)))
+_index_atom = st.deferred(
+    lambda: _variable | _accesses(["D", "E"], _variable | _accesses(["F"], _variable))
+)
 _access = _accesses(["A", "B", "C0"], _index_atom)
 _number = st.integers(-5, 5).map(Number) | st.floats(-1e30, 1e30, allow_nan=False).map(Number)
 
 
 def _larger(inner: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
     parts = st.lists(inner, min_size=1, max_size=3)
-    calls = st.sampled_from([f for f, n in FUNCTIONS.items() if n == 1]).flatmap(lambda f: inner.map(lambda a: Call(f, (a,))))
-    return parts.map(product) | parts.map(total) | calls | st.tuples(inner, inner).map(lambda pair: Call("eq", pair))
+    calls = st.sampled_from([f for f, n in FUNCTIONS.items() if n == 1]).flatmap(
+        lambda f: inner.map(lambda a: Call(f, (a,)))
+    )
+    return (
+        parts.map(product)
+        | parts.map(total)
+        | calls
+        | st.tuples(inner, inner).map(lambda pair: Call("eq", pair))
+    )
 
 
 _value = st.recursive(_access | _number, _larger, max_leaves=8)
-_statements = st.builds(Statement, _accesses(["R"], _index_atom), st.sampled_from(OPERATORS), _value)
+_statements = st.builds(
+    Statement, _accesses(["R"], _index_atom), st.sampled_from(OPERATORS), _value
+)
 
 
 def test_every_tree_prints_as_a_text_that_parses_back() -> None:
@@ -163,11 +205,13 @@ def test_drawn_statements_parse_back_however_they_are_spaced() -> None:
     spaces = random.Random(0)
     for case in draw_cases(200, seed=5):
         statement = parse(case.statement)
-        loose = "".join(c + " " * spaces.randrange(3) if c in "[](),*" else c for c in case.statement)
+        loose = "".join(
+            c + " " * spaces.randrange(3) if c in "[](),*" else c for c in case.statement
+        )
         assert parse(str(statement)) == statement == parse(loose)
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------------------
+# --- what is refused ------------------------------------------------------------------------------
 
 
 def refused(text: str) -> StatementError:
@@ -271,7 +315,9 @@ def test_refuses(text: str) -> None:
     str(error).encode()  # printable everywhere: no lone surrogate survives in the message
 
 
-@pytest.mark.parametrize("thing", [None, 3, b"C[i] = A[i]", ["C[i] = A[i]"], {}, parse("C[i] = A[i]")])
+@pytest.mark.parametrize(
+    "thing", [None, 3, b"C[i] = A[i]", ["C[i] = A[i]"], {}, parse("C[i] = A[i]")]
+)
 def test_refuses_what_is_no_text(thing: object) -> None:
     with pytest.raises(StatementError, match="a statement is a string, not"):
         parse(thing)  # type: ignore[arg-type]
@@ -311,7 +357,11 @@ def test_length_is_limited() -> None:
 def test_a_product_of_long_sums_is_refused_before_it_fills_the_memory() -> None:
     sums = "(" + " + ".join(["a[i]"] * 1000) + ")"
     start = time.perf_counter()
-    for text in (f"C[i] = {sums} * {sums} * {sums}", f"C[i] = b[i] * ({sums} + {sums} * ({sums} * {sums}))", "C[i] = " + " * ".join(["(a[i] + b[i])"] * 60)):
+    for text in (
+        f"C[i] = {sums} * {sums} * {sums}",
+        f"C[i] = b[i] * ({sums} + {sums} * ({sums} * {sums}))",
+        "C[i] = " + " * ".join(["(a[i] + b[i])"] * 60),
+    ):
         with pytest.raises(StatementError, match=f"more than {MAX_TERMS} products"):
             expand(parse(text))
     assert time.perf_counter() - start < 5
@@ -333,11 +383,45 @@ def test_each_term_ranges_over_its_own_variables() -> None:
     assert [t.variables for t in expand(parse("y[i] max= A[i,j] + b[k]"))] == [("i", "j", "k")]
 
 
-# --- hostile text ---------------------------------------------------------------------------------------------------------------
+# --- hostile text ---------------------------------------------------------------------------------
 
-_PIECES = [*"[](),+-*=", "+=", "max=", "min=", "==", "A", "B", "C[i]", "i", "j", "0", "2", "1.5", "9" * 19, "9" * 40, "1e308"]
+_PIECES = [
+    *"[](),+-*=",
+    "+=",
+    "max=",
+    "min=",
+    "==",
+    "A",
+    "B",
+    "C[i]",
+    "i",
+    "j",
+    "0",
+    "2",
+    "1.5",
+    "9" * 19,
+    "9" * 40,
+    "1e308",
+]
 _PIECES += ["exp", "exp(", "eq(", "conj(", "max", "sizes", " ", "\n"]
-_PIECES += ["C[i] =", "A[i]", "A[D[i]]", "é", "\0", "#", "'", "[" * 60, "(" * 60, "-" * 60, "]" * 60, "1e999", "0.", ".5", "_", "__class__"]
+_PIECES += [
+    "C[i] =",
+    "A[i]",
+    "A[D[i]]",
+    "é",
+    "\0",
+    "#",
+    "'",
+    "[" * 60,
+    "(" * 60,
+    "-" * 60,
+    "]" * 60,
+    "1e999",
+    "0.",
+    ".5",
+    "_",
+    "__class__",
+]
 
 
 def _undecoded(data: bytes) -> str:
@@ -345,7 +429,9 @@ def _undecoded(data: bytes) -> str:
 
 
 def parses_or_says_why(text: str) -> bool:
-    """True for a statement; its canonical text must then parse to it, and its terms must be countable or refused."""
+    """True for a statement; its canonical text must then parse to it, and its terms must be
+    countable or refused.
+    """
     try:
         statement = parse(text)
     except StatementError as error:
@@ -363,7 +449,11 @@ def test_arbitrary_text_parses_or_raises_a_statement_error() -> None:
     seen = 0
 
     @settings(max_examples=400, deadline=None, derandomize=True, database=None)
-    @given(st.text(max_size=60) | st.text(alphabet="ABCij[](),+-*= .e0129\n", max_size=60) | st.binary(max_size=40).map(_undecoded))
+    @given(
+        st.text(max_size=60)
+        | st.text(alphabet="ABCij[](),+-*= .e0129\n", max_size=60)
+        | st.binary(max_size=40).map(_undecoded)
+    )
     def check(text: str) -> None:
         nonlocal seen
         seen += 1
@@ -376,7 +466,10 @@ def test_arbitrary_text_parses_or_raises_a_statement_error() -> None:
 
 def test_token_soup_parses_or_raises_a_statement_error() -> None:
     source = random.Random(0)
-    good = sum(parses_or_says_why("".join(source.choices(_PIECES, k=source.randrange(1, 16)))) for _ in range(20_000))
+    good = sum(
+        parses_or_says_why("".join(source.choices(_PIECES, k=source.randrange(1, 16))))
+        for _ in range(20_000)
+    )
     assert good > 0
 
 

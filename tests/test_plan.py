@@ -1,4 +1,6 @@
-"""How statements are planned: roles, strategies and their reasons, widths and dtypes; what a plan prints; what has no kernel and why."""
+"""How statements are planned: roles, strategies and their reasons, widths and dtypes; what a plan
+prints; what has no kernel and why.
+"""
 
 from __future__ import annotations
 
@@ -22,23 +24,44 @@ pytestmark = pytest.mark.compile_only  # plans end in loaded kernels, for which 
 
 SPMM = "C[AM[p],n] += AV[p] * B[AK[p],n]"
 BLOCKS = "C[AM[p],bm,n] += AV[p,bm,bk] * B[AK[p],bk,n]"
-SORTED, UNSORTED, UNIQUE = torch.tensor([0, 0, 1, 3, 3]), torch.tensor([3, 0, 1, 3, 0]), torch.tensor([3, 0, 4, 1, 2])
+SORTED, UNSORTED, UNIQUE = (
+    torch.tensor([0, 0, 1, 3, 3]),
+    torch.tensor([3, 0, 1, 3, 0]),
+    torch.tensor([3, 0, 4, 1, 2]),
+)
 
 
 def spmm(index: torch.Tensor, n: int = 8, rows: int = 6, **more: Any) -> Plan:
-    return plan_of(SPMM, {0: rows}, AM=index, AV=torch.randn(5), AK=torch.zeros(5, dtype=torch.int64), B=torch.randn(2, n), **more)
+    return plan_of(
+        SPMM,
+        {0: rows},
+        AM=index,
+        AV=torch.randn(5),
+        AK=torch.zeros(5, dtype=torch.int64),
+        B=torch.randn(2, n),
+        **more,
+    )
 
 
-def blocks(index: torch.Tensor, size: int = 32, n: int = 64, dtype: torch.dtype = torch.float16) -> Plan:
-    values = {"AV": torch.empty(5, size, size, dtype=dtype), "B": torch.empty(2, size, n, dtype=dtype)}
+def blocks(
+    index: torch.Tensor, size: int = 32, n: int = 64, dtype: torch.dtype = torch.float16
+) -> Plan:
+    values = {
+        "AV": torch.empty(5, size, size, dtype=dtype),
+        "B": torch.empty(2, size, n, dtype=dtype),
+    }
     return plan_of(BLOCKS, {0: 6}, AM=index, AK=torch.zeros(5, dtype=torch.int64), **values)
 
 
-# --- roles -------------------------------------------------------------------------------------------------------------------------
+# --- roles ----------------------------------------------------------------------------------------
 
 
 def roles(plan: Plan) -> dict[str, tuple[str, ...]]:
-    return {name: found for name in ("m", "n", "k", "loops", "outer", "grid") if (found := getattr(plan.roles, name))}
+    return {
+        name: found
+        for name in ("m", "n", "k", "loops", "outer", "grid")
+        if (found := getattr(plan.roles, name))
+    }
 
 
 def test_a_matrix_product() -> None:
@@ -49,11 +72,20 @@ def test_a_matrix_product() -> None:
 
 def test_the_order_of_factors_does_not_matter() -> None:
     plan = plan_of("C[i,j] = B[k,j] * A[i,k]", A=torch.randn(64, 48), B=torch.randn(48, 64))
-    assert roles(plan) == {"m": ("i",), "n": ("j",), "k": ("k",)} and (plan.roles.left, plan.roles.right) == ((1,), (0,))
+    assert roles(plan) == {"m": ("i",), "n": ("j",), "k": ("k",)} and (
+        plan.roles.left,
+        plan.roles.right,
+    ) == ((1,), (0,))
 
 
 def test_batches_and_scales() -> None:
-    plan = plan_of("C[b,i,j] = s[b] * A[b,i,k] * B[b,k,j] * t[j]", A=torch.randn(3, 64, 48), B=torch.randn(3, 48, 64), s=torch.randn(3), t=torch.randn(64))
+    plan = plan_of(
+        "C[b,i,j] = s[b] * A[b,i,k] * B[b,k,j] * t[j]",
+        A=torch.randn(3, 64, 48),
+        B=torch.randn(3, 48, 64),
+        s=torch.randn(3),
+        t=torch.randn(64),
+    )
     assert roles(plan) == {"m": ("i",), "n": ("j",), "k": ("k",), "grid": ("b",)}
     assert plan.roles.post == (0, 3), "factors without k are multiplied after the product"
 
@@ -74,16 +106,25 @@ def test_blocks_of_an_odd_size_are_looped_over() -> None:
 
 
 def test_small_extents_are_not_worth_a_matrix_instruction() -> None:
-    assert not plan_of("C[i,j] = A[i,k] * B[k,j]", A=torch.randn(4, 48), B=torch.randn(48, 64)).roles.dot
+    assert not plan_of(
+        "C[i,j] = A[i,k] * B[k,j]", A=torch.randn(4, 48), B=torch.randn(48, 64)
+    ).roles.dot
     assert not plan_of("C[i] = A[i,k] * B[k]", A=torch.randn(64, 48), B=torch.randn(48)).roles.dot
 
 
 @pytest.mark.parametrize(("wish", "dot"), [("auto", True), ("always", True), ("never", False)])
 def test_matrix_instructions_as_wished(wish: str, dot: bool) -> None:
     with insum.settings(dot=wish):
-        assert plan_of("C[i,j] = A[i,k] * B[k,j]", A=torch.randn(32, 48), B=torch.randn(48, 64)).roles.dot == dot
+        assert (
+            plan_of(
+                "C[i,j] = A[i,k] * B[k,j]", A=torch.randn(32, 48), B=torch.randn(48, 64)
+            ).roles.dot
+            == dot
+        )
     with insum.settings(dot=wish):
-        assert plan_of("C[i,j] = A[i,k] * B[k,j]", A=torch.randn(2, 3), B=torch.randn(3, 2)).roles.dot == (wish == "always")
+        assert plan_of(
+            "C[i,j] = A[i,k] * B[k,j]", A=torch.randn(2, 3), B=torch.randn(3, 2)
+        ).roles.dot == (wish == "always")
 
 
 def test_maxima_have_no_matrix_instruction() -> None:
@@ -97,12 +138,14 @@ def test_every_variable_has_one_place() -> None:
             for plan in plans_of(call.problem(), call.values):
                 r = plan.roles
                 places = [*r.m, *r.n, *r.k, *r.loops, *r.outer, *r.grid]
-                used = {v for e in (plan.target, *plan.factors) for v in insum.lang.expr.variables(e)}
+                used = {
+                    v for e in (plan.target, *plan.factors) for v in insum.lang.expr.variables(e)
+                }
                 covered = used - set(plan.pattern.variables if plan.pattern else ())
                 assert len(places) == len(set(places)) and covered <= set(places), call.name
 
 
-# --- the operand swap --------------------------------------------------------------------------------------------------------------
+# --- the operand swap -----------------------------------------------------------------------------
 
 
 def test_the_wide_side_becomes_m() -> None:
@@ -110,14 +153,24 @@ def test_the_wide_side_becomes_m() -> None:
         plain = blocks(SORTED, 32, n=512).roles
     swapped = blocks(SORTED, 32, n=512).roles
     assert (plain.m, plain.n) == (("bm",), ("n",))
-    assert (swapped.m, swapped.n, swapped.left, swapped.right) == (("n",), ("bm",), plain.right, plain.left)
+    assert (swapped.m, swapped.n, swapped.left, swapped.right) == (
+        ("n",),
+        ("bm",),
+        plain.right,
+        plain.left,
+    )
     assert model.swapped(swapped, {"bm": 32, "n": 512}) == swapped, "once is enough"
 
 
 def test_no_swap_where_m_is_wide_enough_or_settings_forbid_it() -> None:
     plan = blocks(SORTED, 64, n=512)
     assert model.swapped(plan.roles, {"bm": 64, "n": 512}) == plan.roles
-    values = {"AM": SORTED, "AV": torch.empty(5, 32, 32), "AK": SORTED, "B": torch.empty(4, 32, 512)}
+    values = {
+        "AM": SORTED,
+        "AV": torch.empty(5, 32, 32),
+        "AK": SORTED,
+        "B": torch.empty(4, 32, 512),
+    }
     problem = bound(BLOCKS, values, {0: 6})
     for allowed, side in ((True, "n"), (False, "bm")):
         with insum.settings(swap=allowed):
@@ -126,14 +179,19 @@ def test_no_swap_where_m_is_wide_enough_or_settings_forbid_it() -> None:
 
 
 def test_prefetched_indices_as_wished() -> None:
-    values = {"AM": SORTED, "AV": torch.empty(5, 32, 32), "AK": SORTED, "B": torch.empty(4, 32, 512)}
+    values = {
+        "AM": SORTED,
+        "AV": torch.empty(5, 32, 32),
+        "AK": SORTED,
+        "B": torch.empty(4, 32, 512),
+    }
     for wish in (True, False):
         with insum.settings(prefetch=wish):
             (one,) = fused.plan_only(bound(BLOCKS, values, {0: 6}), values).steps[0].launches
         assert ("_next" in one.kernel.source) == wish
 
 
-# --- strategies and why ------------------------------------------------------------------------------------------------------------
+# --- strategies and why ---------------------------------------------------------------------------
 
 
 def test_direct_and_injective_outputs_are_stored() -> None:
@@ -159,30 +217,64 @@ def test_the_index_decides(index: torch.Tensor, strategy: str, why: str) -> None
 def test_trailing_padding_is_skipped_and_other_padding_masked() -> None:
     values, dense = torch.randn(3, 2), torch.randn(4, 9)
     statement, index = "C[AM[p],n] += AV[p,q] * B[AK[p,q],n]", torch.tensor([0, 0, 2])
-    plan = plan_of(statement, {0: 3}, ("AK",), AM=index, AV=values, AK=torch.tensor([[0, 1], [2, -1], [3, -1]]), B=dense)
+    plan = plan_of(
+        statement,
+        {0: 3},
+        ("AK",),
+        AM=index,
+        AV=values,
+        AK=torch.tensor([[0, 1], [2, -1], [3, -1]]),
+        B=dense,
+    )
     assert plan.why == ("AM is sorted", "padding ends each row and is skipped") and not plan.padded
-    plan = plan_of(statement, {0: 3}, ("AK",), AM=index, AV=values, AK=torch.tensor([[-1, 1], [2, -1], [3, -1]]), B=dense)
+    plan = plan_of(
+        statement,
+        {0: 3},
+        ("AK",),
+        AM=index,
+        AV=values,
+        AK=torch.tensor([[-1, 1], [2, -1], [3, -1]]),
+        B=dense,
+    )
     assert plan.why == ("AM is sorted",) and plan.padded == {"AK"}
-    plan = plan_of(statement, {0: 3}, ("AK",), AM=index, AV=values, AK=torch.tensor([[0, 1], [2, 0], [3, 0]]), B=dense)
+    plan = plan_of(
+        statement,
+        {0: 3},
+        ("AK",),
+        AM=index,
+        AV=values,
+        AK=torch.tensor([[0, 1], [2, 0], [3, 0]]),
+        B=dense,
+    )
     assert not plan.padded, "padding that was allowed but is not there costs nothing"
 
 
 def test_a_small_scattered_dimension_stays_in_registers() -> None:
     application = applications.usual(filled=False)[7]
     plan = plans_of(application.forward.problem(), application.values)[0]
-    assert plan.strategy == "onehot" and plan.why == ("the scattered dimension has 4 places and stays in registers",) and plan.onehot == 1
+    assert (
+        plan.strategy == "onehot"
+        and plan.why == ("the scattered dimension has 4 places and stays in registers",)
+        and plan.onehot == 1
+    )
 
 
 def test_constants_become_code() -> None:
     application = applications.usual(filled=False)[8]
     plan = plans_of(application.forward.problem(), application.values)[0]
     assert plan.strategy == "unrolled" and plan.why == ("I, J, K, L are constants of the code",)
-    assert plan.pattern is not None and plan.pattern.variables == ("p", "q") and len(plan.pattern.points) == 10
+    assert (
+        plan.pattern is not None
+        and plan.pattern.variables == ("p", "q")
+        and len(plan.pattern.points) == 10
+    )
 
 
 def test_blocks_are_sorted_even_where_the_output_is_small() -> None:
     """Rows of blocks are matrix products; a register tile would give that up."""
-    application = applications.block_spmm(rows=64, columns=64, block=32, n=4096, density=0.1, dtype=torch.float16, filled=False)
+    application = applications.block_spmm(
+        rows=64, columns=64, block=32, n=4096, density=0.1, dtype=torch.float16, filled=False
+    )
     plan = plans_of(*_gradient(application, "B"))[0]
     assert plan.roles.dot and plan.strategy == "segment" and plan.why == ("AK was sorted once",)
 
@@ -190,7 +282,11 @@ def test_blocks_are_sorted_even_where_the_output_is_small() -> None:
 def test_a_neighbour_table_is_inverted() -> None:
     application = applications.usual(filled=False)[4]
     plan = plans_of(*_gradient(application, "In"))[0]
-    assert plan.strategy == "store" and plan.why[0] == "Nb has an inverse table" and "Nb_inverse" in plan.padded
+    assert (
+        plan.strategy == "store"
+        and plan.why[0] == "Nb has an inverse table"
+        and "Nb_inverse" in plan.padded
+    )
 
 
 def _gradient(application: applications.Application, name: str) -> tuple[Any, Any]:
@@ -201,7 +297,9 @@ def _gradient(application: applications.Application, name: str) -> tuple[Any, An
 def test_tiles_of_several_entries_are_added_atomically() -> None:
     application = applications.usual(filled=False)[6]
     plan = plans_of(application.forward.problem(), application.values)[0]
-    assert plan.strategy == "atomic" and plan.why == ("X is not sorted, and its tiles hold several entries of it",)
+    assert plan.strategy == "atomic" and plan.why == (
+        "X is not sorted, and its tiles hold several entries of it",
+    )
     torch.use_deterministic_algorithms(True)
     try:
         plan = plans_of(application.forward.problem(), application.values)[0]
@@ -215,7 +313,9 @@ def test_strategies_as_wished(strategy: str) -> None:
     with insum.settings(scatter=strategy):
         assert spmm(SORTED).strategy == strategy
         assert spmm(UNSORTED).strategy == strategy
-        assert plan_of("C[i,j] = A[j,i]", A=torch.randn(3, 4)).strategy == "store", "nothing is scattered there"
+        assert plan_of("C[i,j] = A[j,i]", A=torch.randn(3, 4)).strategy == "store", (
+            "nothing is scattered there"
+        )
 
 
 def test_several_scattered_indices() -> None:
@@ -223,7 +323,7 @@ def test_several_scattered_indices() -> None:
     assert plan.strategy == "atomic" and plan.why == ("several scattered indices",)
 
 
-# --- widths and dtypes -------------------------------------------------------------------------------------------------------------
+# --- widths and dtypes ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -238,28 +338,54 @@ def test_several_scattered_indices() -> None:
     ],
 )
 def test_accumulators(dtype: torch.dtype, accumulator: str, operand: str) -> None:
-    plan = plan_of("C[i,j] = A[i,k] * B[k,j]", A=torch.zeros(32, 48, dtype=dtype), B=torch.zeros(48, 64, dtype=dtype))
+    plan = plan_of(
+        "C[i,j] = A[i,k] * B[k,j]",
+        A=torch.zeros(32, 48, dtype=dtype),
+        B=torch.zeros(48, 64, dtype=dtype),
+    )
     assert (plan.accumulator, plan.operand) == (accumulator, operand)
 
 
 def test_mixed_operands_are_brought_to_one_dtype() -> None:
-    plan = plan_of("C[i,j] = A[i,k] * B[k,j]", A=torch.zeros(32, 48, dtype=torch.float16), B=torch.zeros(48, 64))
+    plan = plan_of(
+        "C[i,j] = A[i,k] * B[k,j]",
+        A=torch.zeros(32, 48, dtype=torch.float16),
+        B=torch.zeros(48, 64),
+    )
     assert (plan.accumulator, plan.operand) == ("float32", "float32")
 
 
 def test_a_double_target_is_accumulated_in_double() -> None:
-    values = {"A": torch.zeros(32, 48), "B": torch.zeros(48, 64), "C": torch.zeros(32, 64, dtype=torch.float64)}
+    values = {
+        "A": torch.zeros(32, 48),
+        "B": torch.zeros(48, 64),
+        "C": torch.zeros(32, 64, dtype=torch.float64),
+    }
     (plan,) = plans_of(bound("C[i,j] += A[i,k] * B[k,j]", values), values, values["C"])
     assert plan.accumulator == "float64" and not plan.roles.dot and plan.accumulate
 
 
-@pytest.mark.parametrize(("setting", "precision"), [("highest", "tf32x3"), ("high", "tf32"), ("medium", "tf32")])
+@pytest.mark.parametrize(
+    ("setting", "precision"), [("highest", "tf32x3"), ("high", "tf32"), ("medium", "tf32")]
+)
 def test_precision_follows_torch(setting: str, precision: str) -> None:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(setting)
     try:
-        assert plan_of("C[i,j] = A[i,k] * B[k,j]", A=torch.zeros(32, 48), B=torch.zeros(48, 64)).precision == precision
-        assert plan_of("C[i,j] = A[i,k] * B[k,j]", A=torch.zeros(32, 48).half(), B=torch.zeros(48, 64).half()).precision == "", "only float32 has a choice"
+        assert (
+            plan_of(
+                "C[i,j] = A[i,k] * B[k,j]", A=torch.zeros(32, 48), B=torch.zeros(48, 64)
+            ).precision
+            == precision
+        )
+        assert (
+            plan_of(
+                "C[i,j] = A[i,k] * B[k,j]",
+                A=torch.zeros(32, 48).half(),
+                B=torch.zeros(48, 64).half(),
+            ).precision
+            == ""
+        ), "only float32 has a choice"
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -285,11 +411,16 @@ def test_large_outputs_need_64_bits() -> None:
     assert fused.prepare_all(problem, values, fused.wishes_of(False))[0].plan.wide
 
 
-# --- what a plan prints --------------------------------------------------------------------------------------------------------------
+# --- what a plan prints ---------------------------------------------------------------------------
 
 
 def test_a_plan_prints_itself() -> None:
-    values = {"AM": SORTED, "AV": torch.empty(5, 32, 32, dtype=torch.float16), "AK": SORTED, "B": torch.empty(4, 32, 512, dtype=torch.float16)}
+    values = {
+        "AM": SORTED,
+        "AV": torch.empty(5, 32, 32, dtype=torch.float16),
+        "AK": SORTED,
+        "B": torch.empty(4, 32, 512, dtype=torch.float16),
+    }
     step = fused.plan_only(bound(BLOCKS, values, {0: 6}), values).steps[0]
     assert step.prepared.plan.describe(step.prepared.extents).splitlines() == [
         "strategy     segment: AM is sorted",
@@ -305,7 +436,9 @@ def test_a_plan_prints_itself() -> None:
 def test_a_pattern_prints_its_points() -> None:
     application = applications.usual(filled=False)[8]
     step = fused.plan_only(application.forward.problem(), application.values).steps[0]
-    assert "pattern      10 points of (p, q) as straight-line code" in step.prepared.plan.describe(step.prepared.extents)
+    assert "pattern      10 points of (p, q) as straight-line code" in step.prepared.plan.describe(
+        step.prepared.extents
+    )
 
 
 def test_the_header_says_what_the_kernel_is_for() -> None:
@@ -321,7 +454,7 @@ def test_configs_print_as_they_are_written() -> None:
     assert eval(repr(config)) == config
 
 
-# --- nothing of the user's text but names ----------------------------------------------------------------------------------------------
+# --- nothing of the user's text but names ---------------------------------------------------------
 
 
 ALLOWED = re.compile(r'[A-Za-z0-9_ \[\]()+\-*=.,:;%/<>&"\'?#@\n|!]*')
@@ -351,12 +484,22 @@ def test_hostile_statements_raise_and_nothing_else(statement: str) -> None:
 
 def test_headers_hold_harmless_characters_only() -> None:
     """Whatever blanks and signs a statement was written with."""
-    for statement in ("C[i]\t=\r\n   A[i]*2.5e-3", "  C [ i ] = A [ i ] - 1 * A[ i ]  ", "C[i] = -A[2 - i] + relu(A[i])"):
+    for statement in (
+        "C[i]\t=\r\n   A[i]*2.5e-3",
+        "  C [ i ] = A [ i ] - 1 * A[ i ]  ",
+        "C[i] = -A[2 - i] + relu(A[i])",
+    ):
         values = {"A": torch.zeros(3)}
         for step in fused.plan_only(bound(statement, values), values).steps:
             for one in step.launches:
-                assert ALLOWED.fullmatch(one.header) and ALLOWED.fullmatch(one.kernel.source), one.header
-                assert one.header.count('"""') == 2 and one.header.startswith('"""') and one.header.endswith('"""')
+                assert ALLOWED.fullmatch(one.header) and ALLOWED.fullmatch(one.kernel.source), (
+                    one.header
+                )
+                assert (
+                    one.header.count('"""') == 2
+                    and one.header.startswith('"""')
+                    and one.header.endswith('"""')
+                )
 
 
 def test_text_in_headers_is_filtered() -> None:
@@ -366,23 +509,42 @@ def test_text_in_headers_is_filtered() -> None:
 
 
 def test_every_name_of_a_kernel_has_a_suffix_or_is_ours() -> None:
-    """Names of the statement never stand alone, so that none can take the place of a name of the kernel."""
+    """Names of the statement never stand alone, so that none can take the place of a name of the
+    kernel.
+    """
     names = {"acc": torch.zeros(32, 48), "tl": torch.zeros(48, 64)}
-    (one,) = fused.plan_only(bound("pid[t,out] = acc[t,range] * tl[range,out]", names), names).steps[0].launches
+    (one,) = (
+        fused.plan_only(bound("pid[t,out] = acc[t,range] * tl[range,out]", names), names)
+        .steps[0]
+        .launches
+    )
     assert set(one.kernel.arguments) == {
-        "t_size", "out_size", "range_size", "acc_s0", "acc_s1", "acc_ptr", "tl_s0", "tl_s1", "tl_ptr", "out_stride0", "out_stride1", "out_at",
+        "t_size", "out_size", "range_size", "acc_s0", "acc_s1", "acc_ptr",
+        "tl_s0", "tl_s1", "tl_ptr", "out_stride0", "out_stride1", "out_at",
     }  # fmt: skip
 
 
-# --- what has no kernel -------------------------------------------------------------------------------------------------------------
+# --- what has no kernel ---------------------------------------------------------------------------
 
 REFUSED = {
-    "C[i] += A[i] * C[i]": ({"A": torch.zeros(3), "C": torch.zeros(3)}, "the output is also read on the right side"),
+    "C[i] += A[i] * C[i]": (
+        {"A": torch.zeros(3), "C": torch.zeros(3)},
+        "the output is also read on the right side",
+    ),
     "C[i] = A[i]": ({"A": torch.zeros(3, dtype=torch.complex64)}, "A holds complex64"),
-    "C[i] = A[i] * B[i]": ({"A": torch.zeros(3, dtype=torch.bool), "B": torch.zeros(3, dtype=torch.bool)}, "the result is bool"),
+    "C[i] = A[i] * B[i]": (
+        {"A": torch.zeros(3, dtype=torch.bool), "B": torch.zeros(3, dtype=torch.bool)},
+        "the result is bool",
+    ),
     "C[i] max= A[i,j]": ({"A": torch.zeros(3, 3, dtype=torch.int32)}, "max of int32"),
-    "C[i] = A[I[i]]": ({"A": torch.zeros(3), "I": torch.zeros(3, dtype=torch.uint16)}, "I holds uint16"),
-    "C[i] = a * A[i]": ({"A": torch.zeros(3, dtype=torch.float64), "a": 2.0}, "a Python number would be passed in float32 to a float64 kernel"),
+    "C[i] = A[I[i]]": (
+        {"A": torch.zeros(3), "I": torch.zeros(3, dtype=torch.uint16)},
+        "I holds uint16",
+    ),
+    "C[i] = a * A[i]": (
+        {"A": torch.zeros(3, dtype=torch.float64), "a": 2.0},
+        "a Python number would be passed in float32 to a float64 kernel",
+    ),
 }
 
 
@@ -397,7 +559,9 @@ def test_many_variables_have_no_kernel() -> None:
     names = [f"v{n}" for n in range(25)]
     values = {"A": torch.zeros([1] * 13), "B": torch.zeros([1] * 12)}
     with pytest.raises(CannotFuse, match="more than 24 index variables"):
-        fused.plan_only(bound(f"C[] = A[{','.join(names[:13])}] * B[{','.join(names[13:])}]", values), values)
+        fused.plan_only(
+            bound(f"C[] = A[{','.join(names[:13])}] * B[{','.join(names[13:])}]", values), values
+        )
 
 
 def test_requiring_a_kernel_is_an_error_where_there_is_none() -> None:
@@ -414,7 +578,10 @@ def test_falling_back_is_said_once() -> None:
         warnings.simplefilter("always")
         for _ in range(3):
             assert torch.equal(insum.insum(statement, A=torch.ones(3)), torch.full((3,), 31.0))
-    assert [str(w.message) for w in caught] == [f"insum: {statement!r} runs as a graph of torch operations: generated kernels do not run on cpu"]
+    assert [str(w.message) for w in caught] == [
+        f"insum: {statement!r} runs as a graph of torch operations: generated kernels do not "
+        "run on cpu"
+    ]
 
 
 def test_falling_back_by_itself_is_quiet_on_a_cpu() -> None:
@@ -425,4 +592,7 @@ def test_falling_back_by_itself_is_quiet_on_a_cpu() -> None:
 
 def test_describe_without_a_kernel() -> None:
     values = {"A": torch.zeros(3)}
-    assert fused.describe(bound("C[i] = A[i]", values), values) == "no fused kernel: generated kernels do not run on cpu"
+    assert (
+        fused.describe(bound("C[i] = A[i]", values), values)
+        == "no fused kernel: generated kernels do not run on cpu"
+    )

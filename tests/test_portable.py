@@ -1,4 +1,6 @@
-"""Kernels that know nothing of index values: planned from symbols, run at sizes of every kind, and used inside CUDA graphs."""
+"""Kernels that know nothing of index values: planned from symbols, run at sizes of every kind, and
+used inside CUDA graphs.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +30,17 @@ def made(name: str, n: int, dtype: torch.dtype = torch.float32) -> Application:
     kind: dict[str, Any] = {"dtype": dtype}
     match name:
         case "block SpMM":
-            return applications.block_spmm(rows=4, columns=n, block=16, n=16 + n, density=0.6, group=2, **kind)
+            return applications.block_spmm(
+                rows=4, columns=n, block=16, n=16 + n, density=0.6, group=2, **kind
+            )
         case "SpMM":
-            return applications.spmm(rows=20, columns=3 * n, n=10 + n, entries=10 * n, group=3, **kind)
+            return applications.spmm(
+                rows=20, columns=3 * n, n=10 + n, entries=10 * n, group=3, **kind
+            )
         case "convolution":
-            return applications.convolution(voxels=8 * n, offsets=3, inputs=16 + n, outputs=20, layout="by voxel", **kind)
+            return applications.convolution(
+                voxels=8 * n, offsets=3, inputs=16 + n, outputs=20, layout="by voxel", **kind
+            )
         case _:
             return applications.tensor_product(batch=n, channels=16, constant=False, **kind)
 
@@ -68,7 +76,9 @@ def test_one_plan_serves_every_size(name: str) -> None:
     found = planned(made(name, 4), symbolic(dict(made(name, 4).values)))
     for n in (3, 4, 7):
         application = made(name, n)
-        got = found.run(application.forward.problem(), application.values, lambda function: function)
+        got = found.run(
+            application.forward.problem(), application.values, lambda function: function
+        )
         assert relative_error(got, application.expected()) < 1e-6
 
 
@@ -76,11 +86,19 @@ def test_one_plan_serves_every_size(name: str) -> None:
 def test_half_precision_is_rounded_once_and_several_products_meet() -> None:
     application = made("SpMM", 5, torch.float16)
     target = torch.ones(20, 15, dtype=torch.float16)
-    got = planned(application, dict(application.values)).run(application.forward.problem(), application.values, lambda f: f, target)
+    got = planned(application, dict(application.values)).run(
+        application.forward.problem(), application.values, lambda f: f, target
+    )
     assert got is target and relative_error(got, application.expected() + 1) < 1e-3
-    problem = bound("y[D[i]] = a[i] * b[i] + 2 * a[i]", values := {"a": torch.randn(9), "b": torch.randn(9), "D": torch.randint(4, (9,))}, {0: 4})
+    problem = bound(
+        "y[D[i]] = a[i] * b[i] + 2 * a[i]",
+        values := {"a": torch.randn(9), "b": torch.randn(9), "D": torch.randint(4, (9,))},
+        {0: 4},
+    )
     got = portable(problem, values, fused.wishes_of(False, CPU)).run(problem, values, lambda f: f)
-    torch.testing.assert_close(got, torch.zeros(4).index_add(0, values["D"], values["a"] * (values["b"] + 2)))
+    torch.testing.assert_close(
+        got, torch.zeros(4).index_add(0, values["D"], values["a"] * (values["b"] + 2))
+    )
 
 
 def bound(statement: str, values: dict[str, Tensor], sizes: dict[str | int, int]) -> Problem:
@@ -115,19 +133,26 @@ def test_examples_of_sizes() -> None:
 @pytest.mark.compile_only
 @pytest.mark.parametrize("name", NAMES)
 def test_they_compile_for_gpus(name: str) -> None:
-    """With 64-bit offsets and nothing known to divide evenly they still fit, and matrix products stay on the matrix units."""
+    """With 64-bit offsets and nothing known to divide evenly they still fit, and matrix products
+    stay on the matrix units.
+    """
     application = made(name, 6, torch.float16 if name != "tensor product" else torch.float32)
     problem = application.forward.problem()
     (part,) = planned(application, symbolic(dict(application.values))).parts
-    out = torch.empty([int(s) for s in problem.shape], dtype=torch.float32 if part.plan.strategy == "atomic" else problem.dtype)
+    out = torch.empty(
+        [int(s) for s in problem.shape],
+        dtype=torch.float32 if part.plan.strategy == "atomic" else problem.dtype,
+    )
     arguments = [_argument(n, problem, application.values, out) for n in part.kernel.arguments]
     for target in ("sm_80", "sm_90"):
         function = launch.load(part.kernel, part.header)
-        compiled = launch.compile_for(function, arguments, target, warps=part.config.warps, stages=part.config.stages)
+        compiled = launch.compile_for(
+            function, arguments, target, warps=part.config.warps, stages=part.config.stages
+        )
         assert compiled.stack == 0 and (not part.plan.roles.dot or compiled.uses("mma"))
 
 
-# --- inside CUDA graphs --------------------------------------------------------------------------------------------------------------
+# --- inside CUDA graphs ---------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -135,7 +160,13 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Calls behave as if a CUDA graph were recorded; the list says how."""
     how = ["recording"]
     monkeypatch.setattr(capture, "_elsewhere", lambda device, function: function())
-    monkeypatch.setattr(fused, "run", lambda problem, values, target, config=None: capture.run(problem, values, target, config, how[0]))
+    monkeypatch.setattr(
+        fused,
+        "run",
+        lambda problem, values, target, config=None: capture.run(
+            problem, values, target, config, how[0]
+        ),
+    )
     with insum.settings(backend="fused"):
         yield how
 
@@ -149,34 +180,60 @@ def no_facts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_asked_while_recording(recording: list[str], monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_nothing_is_asked_while_recording(
+    recording: list[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     no_facts(monkeypatch)
     application = made(name, 4)
     values = {n: v.clone() for n, v in application.values.items()}
-    got = insum.insum(application.statement, sizes=dict(application.sizes), padded=application.padded, **values)
+    got = insum.insum(
+        application.statement, sizes=dict(application.sizes), padded=application.padded, **values
+    )
     assert relative_error(got, application.expected()) < 1e-6
     values = {n: v.clone() for n, v in application.values.items()}
     target = torch.zeros_like(got)
-    insum.insum(application.statement, padded=application.padded, **{application.forward.problem().statement.target.tensor: target}, **values)
+    insum.insum(
+        application.statement,
+        padded=application.padded,
+        **{application.forward.problem().statement.target.tensor: target},
+        **values,
+    )
     assert relative_error(target, application.expected()) < 1e-6
 
 
 @pytest.mark.interpreter
-def test_what_formats_know_stays_known(recording: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A format's arrays do not change: the program of the warm-up, which rests on facts, is the one that is recorded."""
+def test_what_formats_know_stays_known(
+    recording: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A format's arrays do not change: the program of the warm-up, which rests on facts, is the one
+    that is recorded.
+    """
     seen = []
     execute = fused.execute
-    monkeypatch.setattr(fused, "execute", lambda program, values, target: seen.append(program) or execute(program, values, target))
+    monkeypatch.setattr(
+        fused,
+        "execute",
+        lambda program, values, target: seen.append(program) or execute(program, values, target),
+    )
     dense = torch.randn(6, 5) * (torch.rand(6, 5) < 0.5)
-    A, B = insum.formats.GroupCOO.from_dense(dense, group_dims=(0,), group_size=2), torch.randn(5, 4)
+    A, B = (
+        insum.formats.GroupCOO.from_dense(dense, group_dims=(0,), group_size=2),
+        torch.randn(5, 4),
+    )
     for how in ("warmup", "recording"):
         recording[0] = how
         torch.testing.assert_close(A @ B, dense @ B)
-    assert len(seen) == 2 and seen[0] is seen[1] and seen[0].steps[0].prepared.plan.strategy == "segment"
+    assert (
+        len(seen) == 2
+        and seen[0] is seen[1]
+        and seen[0].steps[0].prepared.plan.strategy == "segment"
+    )
 
 
 @pytest.mark.interpreter
-def test_a_graph_recorded_by_hand_uses_what_the_warm_up_found(recording: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_recorded_by_hand_uses_what_the_warm_up_found(
+    recording: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     recording[0] = "capturing"
     application = made("SpMM", 4)
     for tensor in application.values.values():
@@ -187,7 +244,11 @@ def test_a_graph_recorded_by_hand_uses_what_the_warm_up_found(recording: list[st
     no_facts(monkeypatch)
     seen = []
     execute = fused.execute
-    monkeypatch.setattr(fused, "execute", lambda program, values, target: seen.append(program) or execute(program, values, target))
+    monkeypatch.setattr(
+        fused,
+        "execute",
+        lambda program, values, target: seen.append(program) or execute(program, values, target),
+    )
     got = capture.run(problem, application.values, None, None, "capturing")
     assert got is not None and relative_error(got, application.expected()) < 1e-6 and len(seen) == 1
 
@@ -201,10 +262,16 @@ def test_the_state_of_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls.cudagraph_state(device) == ""
     stream = object()
     manager = SimpleNamespace(stream=stream)
-    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace(get_manager=lambda index, create_if_none_exists: manager))
+    monkeypatch.setitem(
+        sys.modules,
+        "torch._inductor.cudagraph_trees",
+        SimpleNamespace(get_manager=lambda index, create_if_none_exists: manager),
+    )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     for capturing, expected in ((True, "recording"), (False, "warmup")):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        monkeypatch.setattr(
+            torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing
+        )
         assert calls.cudagraph_state(device) == expected
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: object())
     assert calls.cudagraph_state(device) == ""

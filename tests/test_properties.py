@@ -1,4 +1,5 @@
-"""Drawn statements: the library against the oracle in value, and against finite differences in first and second derivatives.
+"""Drawn statements: the library against the oracle in value, and against finite differences in
+first and second derivatives.
 
 The draws are the same in every run unless INSUM_FUZZ is set, which makes them new each time.
 """
@@ -46,8 +47,25 @@ DERIVATIVES: dict[str, tuple[int, dict[str, Any]]] = {
     "complex": (30, {**_SMALL, "dtypes": (torch.complex128, torch.float64)}),
 }
 
-EVERYWHERE = {f"rank {n}" for n in range(6)} | {"repeated index", "shared index tensor", "zero extent", "strided", "nested indirection", "affine index"}
-EVERYWHERE |= {"literal index", "scatter", "Python number", "padding", "target passed", "broadcast", "reduction", "same tensor twice", "several factors"}
+EVERYWHERE = {f"rank {n}" for n in range(6)} | {
+    "repeated index",
+    "shared index tensor",
+    "zero extent",
+    "strided",
+    "nested indirection",
+    "affine index",
+}
+EVERYWHERE |= {
+    "literal index",
+    "scatter",
+    "Python number",
+    "padding",
+    "target passed",
+    "broadcast",
+    "reduction",
+    "same tensor twice",
+    "several factors",
+}
 
 
 def test_there_are_enough() -> None:
@@ -63,16 +81,29 @@ def failed(check: Callable[[Case], None], case: Case) -> str | None:
     return None
 
 
-def drawn(count: int, options: dict[str, Any], check: Callable[[Case], None], suitable: Callable[[Case], bool] = lambda case: True) -> Counter[str]:
+def drawn(
+    count: int,
+    options: dict[str, Any],
+    check: Callable[[Case], None],
+    suitable: Callable[[Case], bool] = lambda case: True,
+) -> Counter[str]:
     """Check ``count`` drawn cases and say what they held."""
     seen: Counter[str] = Counter()
 
-    @settings(max_examples=count, deadline=None, database=None, derandomize=not FUZZ, suppress_health_check=list(HealthCheck), report_multiple_bugs=False)
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=not FUZZ,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
     @given(statements(**options))
     def run(case: Case) -> None:
         assume(suitable(case))
         failure = failed(check, case)
-        # Raised here whatever went wrong: for hypothesis every generated graph would be another place, hence another bug to shrink.
+        # Raised here whatever went wrong: for hypothesis every generated graph would be another
+        # place, hence another bug to shrink.
         assert failure is None, failure
         seen.update({"cases", *case.features})
 
@@ -81,17 +112,21 @@ def drawn(count: int, options: dict[str, Any], check: Callable[[Case], None], su
     return seen
 
 
-# --- values ---------------------------------------------------------------------------------------------------------------------
+# --- values ---------------------------------------------------------------------------------------
 
 
 def check_value(case: Case) -> None:
     statement = parse(case.statement)
     arguments = case.clone().values
-    result = insum.insum(case.statement, sizes=dict(case.sizes) or None, padded=case.padded, **arguments)
+    result = insum.insum(
+        case.statement, sizes=dict(case.sizes) or None, padded=case.padded, **arguments
+    )
     problem = bind(statement, case.values, sizes=dict(case.sizes), padded=case.padded)
     assert result.dtype == problem.dtype and result.device == problem.device
     assert_close(result, case.expected(), case.precision)
-    check_arguments(case, arguments, result, statement.target.tensor if statement.operator != "=" else "")
+    check_arguments(
+        case, arguments, result, statement.target.tensor if statement.operator != "=" else ""
+    )
 
 
 def check_arguments(case: Case, arguments: Any, result: Tensor, written: str) -> None:
@@ -99,10 +134,16 @@ def check_arguments(case: Case, arguments: Any, result: Tensor, written: str) ->
     if written in arguments:
         assert result is arguments[written]
     else:
-        assert all(result.untyped_storage().data_ptr() != t.untyped_storage().data_ptr() for t in case.tensors.values() if t.numel())
+        assert all(
+            result.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
+            for t in case.tensors.values()
+            if t.numel()
+        )
     for name, before in case.tensors.items():
         if name != written:
-            assert torch.equal(before.isnan(), arguments[name].isnan()) and torch.equal(before.nan_to_num(), arguments[name].nan_to_num()), name
+            assert torch.equal(before.isnan(), arguments[name].isnan()) and torch.equal(
+                before.nan_to_num(), arguments[name].nan_to_num()
+            ), name
 
 
 @pytest.mark.parametrize("family", VALUES)
@@ -122,7 +163,9 @@ def test_values_from_a_seed() -> None:
 class Passing(TorchFunctionMode):
     """Takes a call off the short way past the dispatcher, and changes nothing else."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return function(*args, **(kwargs or {}))
 
 
@@ -131,13 +174,21 @@ def test_values_through_the_dispatcher() -> None:
     for case in draw_cases(200, seed=7, dtypes=(*FLOATS, *HALVES, *COMPLEX, torch.int32)):
         with Passing():
             through = case.run()
-        torch.testing.assert_close(through, case.run(), equal_nan=True, msg=lambda text, case=case: f"{text}\n{case}")
+        torch.testing.assert_close(
+            through, case.run(), equal_nan=True, msg=lambda text, case=case: f"{text}\n{case}"
+        )
 
 
 def test_absent_points_contribute_nothing_not_even_zero_times_infinity() -> None:
     """Whatever stands where a clamped -1 would read must not be seen, however it is reduced."""
     checked = 0
-    options: dict[str, Any] = {"dtypes": (torch.float32,), "functions": ("abs", "relu"), "max_points": 24, "max_elements": 16, "differentiable": True}
+    options: dict[str, Any] = {
+        "dtypes": (torch.float32,),
+        "functions": ("abs", "relu"),
+        "max_points": 24,
+        "max_elements": 16,
+        "differentiable": True,
+    }
     for number, case in enumerate(draw_cases(400, seed=1, **options)):
         spoiled = at_absent(case, (float("inf"), float("nan"))[number % 2])
         if spoiled is not None:
@@ -147,14 +198,21 @@ def test_absent_points_contribute_nothing_not_even_zero_times_infinity() -> None
 
 
 def at_absent(case: Case, bad: float) -> Case | None:
-    """The case with ``bad`` in the elements that no point reads, in factors that see which points are absent."""
+    """The case with ``bad`` in the elements that no point reads, in factors that see which points
+    are absent.
+    """
     if "padding" not in case.features:
         return None
     values, statement = dict(case.clone().values), parse(case.statement)
-    reads = [*(a for i in statement.target.indices for a in accesses(i)), *accesses(statement.value)]
+    reads = [
+        *(a for i in statement.target.indices for a in accesses(i)),
+        *accesses(statement.value),
+    ]
     masked = {v for access in reads if access.tensor in case.padded for v in variables(access)}
     for name in case.inputs:
-        if name != case.target and all(masked <= set(variables(a)) for a in reads if a.tensor == name):
+        if name != case.target and all(
+            masked <= set(variables(a)) for a in reads if a.tensor == name
+        ):
             unread = ~elements_read(case, name)
             values[name] = torch.where(unread, bad, values[name].detach())
     changed = any(not torch.equal(case.tensors[n], values[n]) for n in case.inputs)
@@ -162,23 +220,30 @@ def at_absent(case: Case, bad: float) -> Case | None:
 
 
 def elements_read(case: Case, name: str) -> Tensor:
-    """Where a tensor is read at a point that is not absent: mark an element, see whether the oracle's result changes."""
+    """Where a tensor is read at a point that is not absent: mark an element, see whether the
+    oracle's result changes.
+    """
     tensor = case.tensors[name]
     read = torch.zeros(tensor.numel(), dtype=torch.bool)
     expected = case.expected()
     for k in range(tensor.numel()):
         marked = tensor.flatten().clone()
         marked[k] = float("nan")
-        read[k] = not np.array_equal(replace(case, values={**case.values, name: marked.reshape(tensor.shape)}).expected(), expected)
+        read[k] = not np.array_equal(
+            replace(case, values={**case.values, name: marked.reshape(tensor.shape)}).expected(),
+            expected,
+        )
     return read.reshape(tensor.shape)
 
 
-# --- derivatives ----------------------------------------------------------------------------------------------------------------
+# --- derivatives ----------------------------------------------------------------------------------
 
 
 def inputs_of(case: Case) -> list[str]:
     statement = parse(case.statement)
-    read = {a.tensor for a in accesses(statement.value)} | ({statement.target.tensor} if statement.operator != "=" else set())
+    read = {a.tensor for a in accesses(statement.value)} | (
+        {statement.target.tensor} if statement.operator != "=" else set()
+    )
     return [name for name in case.inputs if name in read and case.tensors[name].numel()]
 
 
@@ -189,8 +254,11 @@ def differentiable(case: Case) -> tuple[Callable[..., Tensor], list[Tensor]]:
     def function(*inputs: Tensor) -> Tensor:
         values = {**case.values, **dict(zip(names, inputs, strict=True))}
         if statement.operator != "=" and statement.target.tensor in values:
-            values[statement.target.tensor] = values[statement.target.tensor].clone()  # the call writes into it
-        return insum.insum(case.statement, sizes=dict(case.sizes) or None, padded=case.padded, **values)
+            # the call writes into it
+            values[statement.target.tensor] = values[statement.target.tensor].clone()
+        return insum.insum(
+            case.statement, sizes=dict(case.sizes) or None, padded=case.padded, **values
+        )
 
     return function, [case.clone().tensors[name].requires_grad_() for name in names]
 
@@ -198,20 +266,40 @@ def differentiable(case: Case) -> tuple[Callable[..., Tensor], list[Tensor]]:
 def check_derivatives(case: Case) -> None:
     function, inputs = differentiable(case)
     assert gradcheck(function, inputs)
-    # The fast mode of gradgradcheck, here as with torch's own functions, takes a gradient that is constantly zero for another output's.
-    assert gradgradcheck(function, inputs, fast_mode=not case.features & {"sign()", "step()", "eq()"})
+    # The fast mode of gradgradcheck, here as with torch's own functions, takes a gradient that is
+    # constantly zero for another output's.
+    assert gradgradcheck(
+        function, inputs, fast_mode=not case.features & {"sign()", "step()", "eq()"}
+    )
 
 
 @pytest.mark.parametrize("family", DERIVATIVES)
 def test_derivatives(family: str) -> None:
     count, options = DERIVATIVES[family]
     seen = drawn(count, options, check_derivatives, suitable=lambda case: bool(inputs_of(case)))
-    assert {"repeated index", "shared index tensor", "strided", "scatter", "padding", "rank 0", "rank 4"} <= set(seen)
+    assert {
+        "repeated index",
+        "shared index tensor",
+        "strided",
+        "scatter",
+        "padding",
+        "rank 0",
+        "rank 4",
+    } <= set(seen)
 
 
 def test_derivatives_through_the_dispatcher() -> None:
     checked = 0
-    for case in draw_cases(15, seed=15, **{**_SMALL, "max_elements": 12, "max_points": 24, "dtypes": (torch.float64, torch.complex128)}):
+    for case in draw_cases(
+        15,
+        seed=15,
+        **{
+            **_SMALL,
+            "max_elements": 12,
+            "max_points": 24,
+            "dtypes": (torch.float64, torch.complex128),
+        },
+    ):
         if inputs_of(case):
             with Passing():
                 check_derivatives(case)

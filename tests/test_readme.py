@@ -1,7 +1,9 @@
-"""The documentation runs: every python block of README.md and docs/*.md, in order, the blocks of one page sharing one namespace.
+"""The documentation runs: every python block of README.md and docs/*.md, in order, the blocks of
+one page sharing one namespace.
 
-A block whose preceding line is `<!-- not run: reason -->` is left out and reported as skipped, with its reason. A block that
-holds `>>>` prompts is checked as a doctest; any other is executed. One page is one test, since its blocks build on each other.
+A block whose preceding line is `<!-- not run: reason -->` is left out and reported as skipped, with
+its reason. A block that holds `>>>` prompts is checked as a doctest; any other is executed. One
+page is one test, since its blocks build on each other.
 """
 
 from __future__ import annotations
@@ -19,13 +21,18 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FLAGS = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
 
-_BLOCK = re.compile(r"^(?P<indent>[ \t]*)```(?:python|py|pycon)\b[^\n]*\n(?P<code>.*?)^(?P=indent)```[ \t]*$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"^(?P<indent>[ \t]*)```(?:python|py|pycon)\b[^\n]*\n(?P<code>.*?)^(?P=indent)```[ \t]*$",
+    re.MULTILINE | re.DOTALL,
+)
 _NOT_RUN = re.compile(r"<!--\s*not run:\s*(?P<reason>.*?)\s*-->")
 
 
 @dataclass(frozen=True)
 class Block:
-    """A python block: the line of its first line of code (from 1), its code, and why it is not run, if so."""
+    """A python block: the line of its first line of code (from 1), its code, and why it is not run,
+    if so.
+    """
 
     line: int
     code: str
@@ -37,7 +44,13 @@ def blocks(text: str) -> list[Block]:
     for match in _BLOCK.finditer(text):
         above = text[: match.start()].rstrip().rpartition("\n")[2]
         note = _NOT_RUN.fullmatch(above.strip())
-        found.append(Block(text.count("\n", 0, match.start("code")) + 1, dedent(match["code"]), note["reason"] if note else None))
+        found.append(
+            Block(
+                text.count("\n", 0, match.start("code")) + 1,
+                dedent(match["code"]),
+                note["reason"] if note else None,
+            )
+        )
     return found
 
 
@@ -46,7 +59,9 @@ def run(block: Block, namespace: dict[str, object], filename: str) -> None:
     if ">>>" not in block.code:
         exec(compile("\n" * (block.line - 1) + block.code, filename, "exec"), namespace)
         return
-    example = doctest.DocTestParser().get_doctest(block.code, namespace, filename, filename, block.line - 1)
+    example = doctest.DocTestParser().get_doctest(
+        block.code, namespace, filename, filename, block.line - 1
+    )
     report: list[str] = []
     runner = doctest.DocTestRunner(optionflags=FLAGS, verbose=False)
     runner.run(example, out=report.append, clear_globs=False)
@@ -62,7 +77,8 @@ def page_name(page: Path) -> str:
 def test_blocks_run(page: Path) -> None:
     namespace: dict[str, object] = {"__name__": "__main__"}
     text = page.read_text(encoding="utf-8")
-    # A name that is no file: torch.compile reads the whole file of what it compiles as Python. Tracebacks find their lines here.
+    # A name that is no file: torch.compile reads the whole file of what it compiles as Python.
+    # Tracebacks find their lines here.
     name = f"<{page_name(page)}>"
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     for block in blocks(text):
@@ -71,8 +87,15 @@ def test_blocks_run(page: Path) -> None:
 
 
 def left_out() -> list[object]:
-    found = [(page, block) for page in PAGES for block in blocks(page.read_text(encoding="utf-8")) if block.not_run is not None]
-    return [pytest.param(block.not_run, id=f"{page_name(page)}:{block.line}") for page, block in found]
+    found = [
+        (page, block)
+        for page in PAGES
+        for block in blocks(page.read_text(encoding="utf-8"))
+        if block.not_run is not None
+    ]
+    return [
+        pytest.param(block.not_run, id=f"{page_name(page)}:{block.line}") for page, block in found
+    ]
 
 
 if left_out():  # else pytest would report an empty set of parameters as a skip
@@ -85,17 +108,24 @@ if left_out():  # else pytest would report an empty set of parameters as a skip
 
 @pytest.mark.parametrize("name", ["README.md", "docs/language.md"])
 def test_pages_with_examples_have_them(name: str) -> None:
-    assert sum(block.not_run is None for block in blocks((ROOT / name).read_text(encoding="utf-8"))) >= 5
+    assert (
+        sum(block.not_run is None for block in blocks((ROOT / name).read_text(encoding="utf-8")))
+        >= 5
+    )
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_links_within_the_repository_lead_somewhere(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)", text)
-    assert [t for t in targets if "://" not in t and not t.startswith("mailto:") and not (page.parent / t).exists()] == []
+    assert [
+        t
+        for t in targets
+        if "://" not in t and not t.startswith("mailto:") and not (page.parent / t).exists()
+    ] == []
 
 
-# --- the reader itself ---------------------------------------------------------------------------------------------------------
+# --- the reader itself ----------------------------------------------------------------------------
 
 SAMPLE = """\
 ```python

@@ -1,4 +1,6 @@
-"""What holds for the repository as a whole: no trace of one machine, a licence, and a docstring with an example for every public name."""
+"""What holds for the repository as a whole: no trace of one machine, a licence, and a docstring
+with an example for every public name.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +15,46 @@ import insum
 
 ROOT = Path(__file__).parent.parent
 
-#: Absolute paths of the machine on which something was written. Assembled, so that this file does not name them itself.
+#: Absolute paths of the machine on which something was written. Assembled, so that this file does
+#: not name them itself.
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:" + "|".join(["work", "root", "home"]) + r")/")
 #: Hosts from which packages come: where to install from is the user's choice.
-HOSTS = [("pypi", "org"), ("pythonhosted", "org"), ("download", "pytorch", "org"), ("anaconda", "org"), ("npmjs", "com"), ("npmjs", "org")]
+HOSTS = [
+    ("pypi", "org"),
+    ("pythonhosted", "org"),
+    ("download", "pytorch", "org"),
+    ("anaconda", "org"),
+    ("npmjs", "com"),
+    ("npmjs", "org"),
+]
 REGISTRY = re.compile("|".join(re.escape(".".join(host)) for host in HOSTS))
 #: Public names that are plain values and cannot carry a docstring.
 VALUES = frozenset({"__version__"})
 
 
 def repository_files() -> list[Path]:
-    """Files that are tracked or would be with `git add .`; in an unpacked archive, which has no git, the files of its known folders."""
-    listed = subprocess.run(["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, check=False)
+    """Files that are tracked or would be with `git add .`; in an unpacked archive, which has no
+    git, the files of its known folders.
+    """
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        check=False,
+    )
     if listed.returncode == 0 and listed.stdout:
-        return [ROOT / name for name in listed.stdout.decode().split("\0") if name and (ROOT / name).is_file()]
+        return [
+            ROOT / name
+            for name in listed.stdout.decode().split("\0")
+            if name and (ROOT / name).is_file()
+        ]
     folders = [ROOT / name for name in ("src", "tests", "docs", "benchmarks", ".ci")]
-    files = [path for folder in folders for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    files = [
+        path
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
     return files + [path for path in ROOT.iterdir() if path.is_file()]
 
 
@@ -60,19 +86,27 @@ def test_no_package_registry() -> None:
     assert places(REGISTRY) == []
 
 
-@pytest.mark.parametrize("text", ["see /" + "work/main", '"/' + 'root/.cache"', "(/" + "home/a)", "file:///" + "home/a"])
+@pytest.mark.parametrize(
+    "text", ["see /" + "work/main", '"/' + 'root/.cache"', "(/" + "home/a)", "file:///" + "home/a"]
+)
 def test_the_pattern_finds_paths(text: str) -> None:
     assert MACHINE_PATH.search(text)
 
 
-@pytest.mark.parametrize("text", ["src/" + "work/main", "https://example.org/" + "home/", "the work/" + "home balance"])
+@pytest.mark.parametrize(
+    "text", ["src/" + "work/main", "https://example.org/" + "home/", "the work/" + "home balance"]
+)
 def test_the_pattern_leaves_other_text_alone(text: str) -> None:
     assert not MACHINE_PATH.search(text)
 
 
 def test_licence() -> None:
     text = (ROOT / "LICENSE").read_text(encoding="utf-8")
-    assert "Apache License" in text and "Version 2.0, January 2004" in text and "END OF TERMS AND CONDITIONS" in text
+    assert (
+        "Apache License" in text
+        and "Version 2.0, January 2004" in text
+        and "END OF TERMS AND CONDITIONS" in text
+    )
 
 
 def test_public_names_exist() -> None:
@@ -87,6 +121,12 @@ def test_public_names_have_a_docstring_with_an_example() -> None:
 
 
 def own_doc(thing: object) -> str | None:
-    """The docstring of the thing itself, never one inherited from a base class; an instance speaks through its class."""
-    kind = thing if inspect.isclass(thing) or inspect.isroutine(thing) or inspect.ismodule(thing) else type(thing)
+    """The docstring of the thing itself, never one inherited from a base class; an instance speaks
+    through its class.
+    """
+    kind = (
+        thing
+        if inspect.isclass(thing) or inspect.isroutine(thing) or inspect.ismodule(thing)
+        else type(thing)
+    )
     return kind.__doc__

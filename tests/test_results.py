@@ -14,18 +14,42 @@ REPORT = ROOT / "benchmarks" / "report.py"
 
 
 def test_readme_shows_the_result_files() -> None:
-    done = subprocess.run([sys.executable, str(REPORT), "--check"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(REPORT), "--check"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
-def row(contender: str, milliseconds: float | None, direction: str = "forward", **more: Any) -> dict[str, Any]:
-    empty = {"case": "50% sparse", "dtype": "float16", "direction": direction, "contender": contender, "milliseconds": milliseconds}
+def row(
+    contender: str, milliseconds: float | None, direction: str = "forward", **more: Any
+) -> dict[str, Any]:
+    empty = {
+        "case": "50% sparse",
+        "dtype": "float16",
+        "direction": direction,
+        "contender": contender,
+        "milliseconds": milliseconds,
+    }
     return {**empty, "limit_percent": 40.0, "error": 2e-4, "first_call_s": 1.5, **more}
 
 
 def section(benchmark: str, rows: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-    about = {"benchmark": benchmark, "title": benchmark, "baseline": "COO, unfused", "command": "insum bench all", "date": "2026-01-02", "device": "GPU"}
-    return {**about, "versions": {"torch": "2.11"}, "limits": {"TB/s": 4.2}, "rows": rows, "missing": [], **more}
+    about = {
+        "benchmark": benchmark,
+        "title": benchmark,
+        "baseline": "COO, unfused",
+        "command": "insum bench all",
+        "date": "2026-01-02",
+        "device": "GPU",
+    }
+    return {
+        **about,
+        "versions": {"torch": "2.11"},
+        "limits": {"TB/s": 4.2},
+        "rows": rows,
+        "missing": [],
+        **more,
+    }
 
 
 def test_the_table_of_insum_bench(tmp_path: Path) -> None:
@@ -34,7 +58,13 @@ def test_the_table_of_insum_bench(tmp_path: Path) -> None:
     report = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(report)
     both = "forward+backward"
-    first = [row("insum", 0.5), row("torch.mm", 1.0), row("other", None), row("insum", 1.0, both), row("torch.mm", 3.0, both)]
+    first = [
+        row("insum", 0.5),
+        row("torch.mm", 1.0),
+        row("other", None),
+        row("insum", 1.0, both),
+        row("torch.mm", 3.0, both),
+    ]
     sections = [
         section("block-spmm", first, missing=[{"name": "TorchBSR", "reason": "needs a GPU"}]),
         section("ablation", [row("COO, unfused", 8.0), row("insum: + index prefetch", 2.0)]),
@@ -44,7 +74,13 @@ def test_the_table_of_insum_bench(tmp_path: Path) -> None:
     text = report.table(tmp_path)
     assert "| block-spmm | torch.mm | forward | 1 of 1 | 2.00x | 2.00x | 2.00x |" in text
     assert "| block-spmm | torch.mm | forward+backward | 1 of 1 | 3.00x | 3.00x | 3.00x |" in text
-    assert "| 50% sparse, float16 | forward | 0.500 | torch.mm 1.000 (2.00x) | 40 % | 2e-04 |" in report.page(tmp_path)
-    assert "| insum: + index prefetch | 2.000 | 4.0x |" in text and "| 50% sparse | insum, fused | 1.50 | 0.100 |" in text
+    assert (
+        "| 50% sparse, float16 | forward | 0.500 | torch.mm 1.000 (2.00x) | 40 % | 2e-04 |"
+        in report.page(tmp_path)
+    )
+    assert (
+        "| insum: + index prefetch | 2.000 | 4.0x |" in text
+        and "| 50% sparse | insum, fused | 1.50 | 0.100 |" in text
+    )
     assert "Not measured there: TorchBSR (block-spmm)." in text and "other" not in text
     assert report.table(tmp_path / "empty") == "No measurements yet.\n"

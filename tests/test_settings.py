@@ -32,8 +32,20 @@ def own() -> Settings:
 
 
 def test_defaults(own: Settings) -> None:
-    assert (own.check, own.backend, own.scatter, own.dot, own.log) == ("first", "auto", "auto", "auto", "")
-    assert (own.require_fused, own.swap, own.prefetch, own.lazy_broadcasting, own.effort) == (False, True, True, True, "none")
+    assert (own.check, own.backend, own.scatter, own.dot, own.log) == (
+        "first",
+        "auto",
+        "auto",
+        "auto",
+        "",
+    )
+    assert (own.require_fused, own.swap, own.prefetch, own.lazy_broadcasting, own.effort) == (
+        False,
+        True,
+        True,
+        True,
+        "none",
+    )
 
 
 def test_assignment(own: Settings) -> None:
@@ -70,7 +82,9 @@ def test_values_are_frozen_and_hashable(own: Settings) -> None:
 
 
 def test_equal_values_are_one_object(own: Settings) -> None:
-    """So that what is remembered for settings can be told by identity, and a block in a loop costs nothing."""
+    """So that what is remembered for settings can be told by identity, and a block in a loop costs
+    nothing.
+    """
     seen = []
     for _ in range(2):
         with own(check="never", effort="quick"):
@@ -79,17 +93,29 @@ def test_equal_values_are_one_object(own: Settings) -> None:
 
 
 def test_it_shows_itself(own: Settings) -> None:
-    assert repr(own).startswith("insum.settings(check='first', backend='auto'") and set(dir(own)) >= {"check", "log", "values"}
+    assert repr(own).startswith("insum.settings(check='first', backend='auto'") and set(
+        dir(own)
+    ) >= {"check", "log", "values"}
 
 
 def test_copies_are_the_one_object() -> None:
-    assert copy.deepcopy(settings) is settings is copy.copy(settings) is pickle.loads(pickle.dumps(settings))
+    assert (
+        copy.deepcopy(settings)
+        is settings
+        is copy.copy(settings)
+        is pickle.loads(pickle.dumps(settings))
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "value", "fact", "expected"),
     [
-        ("check", "sometimes", "settings.check cannot be 'sometimes'", "one of 'first', 'always', 'never'"),
+        (
+            "check",
+            "sometimes",
+            "settings.check cannot be 'sometimes'",
+            "one of 'first', 'always', 'never'",
+        ),
         ("backend", None, "settings.backend cannot be None", "one of 'auto', 'graph', 'fused'"),
         ("scatter", [], "settings.scatter cannot be []", "one of 'auto', 'segment'"),
         ("swap", 1, "settings.swap cannot be 1", "True or False"),
@@ -109,7 +135,9 @@ def test_refuses(own: Settings, name: str, value: object, fact: str, expected: s
 
 
 def test_an_unknown_name_lists_the_known_ones(own: Settings) -> None:
-    with pytest.raises(AttributeError, match=r"insum\.settings has no 'chekc'; it has check, backend"):
+    with pytest.raises(
+        AttributeError, match=r"insum\.settings has no 'chekc'; it has check, backend"
+    ):
         _ = own.chekc
 
 
@@ -120,7 +148,10 @@ def test_an_unknown_name_lists_the_known_ones(own: Settings) -> None:
         ({"INSUM_CHECK": "never", "CHECK": "always"}, Values(check="never")),
         ({"INSUM_CHECK": " Always "}, Values(check="always")),
         ({"INSUM_REQUIRE_FUSED": "1", "INSUM_SWAP": "off"}, Values(require_fused=True, swap=False)),
-        ({"INSUM_PREFETCH": "No", "INSUM_LOG": "plan,kernel"}, Values(prefetch=False, log="plan,kernel")),
+        (
+            {"INSUM_PREFETCH": "No", "INSUM_LOG": "plan,kernel"},
+            Values(prefetch=False, log="plan,kernel"),
+        ),
         ({"INSUM_EFFORT": "Quick"}, Values(effort="quick")),
         ({"INSUM_UNKNOWN": "1"}, Values()),
     ],
@@ -129,13 +160,26 @@ def test_environment(environment: dict[str, str], expected: Values) -> None:
     assert _from_environment(environment) == expected
 
 
-@pytest.mark.parametrize(("name", "text"), [("INSUM_CHECK", "maybe"), ("INSUM_SWAP", "2"), ("INSUM_REQUIRE_FUSED", "")])
+@pytest.mark.parametrize(
+    ("name", "text"), [("INSUM_CHECK", "maybe"), ("INSUM_SWAP", "2"), ("INSUM_REQUIRE_FUSED", "")]
+)
 def test_environment_refuses(name: str, text: str) -> None:
     with pytest.raises(SettingsError):
         _from_environment({name: text})
 
 
 def test_environment_is_read_at_import() -> None:
-    command = [sys.executable, "-c", "import insum; print(insum.settings.check, insum.settings.swap)"]
-    environment = {**os.environ, "INSUM_CHECK": "never", "INSUM_SWAP": "0", "PYTHONPATH": str(SOURCE)}
-    assert subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=300).stdout.split() == ["never", "False"]
+    command = [
+        sys.executable,
+        "-c",
+        "import insum; print(insum.settings.check, insum.settings.swap)",
+    ]
+    environment = {
+        **os.environ,
+        "INSUM_CHECK": "never",
+        "INSUM_SWAP": "0",
+        "PYTHONPATH": str(SOURCE),
+    }
+    assert subprocess.run(
+        command, env=environment, capture_output=True, text=True, check=True, timeout=300
+    ).stdout.split() == ["never", "False"]

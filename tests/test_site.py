@@ -1,4 +1,6 @@
-"""The short way: a site takes exactly the calls that are like the one it was made from, and computes what the long way does."""
+"""The short way: a site takes exactly the calls that are like the one it was made from, and
+computes what the long way does.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +36,18 @@ def only_fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 
 
 def tensors() -> dict[str, Tensor]:
-    return {"rows": torch.tensor([0, 0, 2, 3]), "cols": torch.tensor([1, 0, 2, 1]), "vals": torch.randn(4), "B": torch.randn(3, 16)}
+    return {
+        "rows": torch.tensor([0, 0, 2, 3]),
+        "cols": torch.tensor([1, 0, 2, 1]),
+        "vals": torch.randn(4),
+        "B": torch.randn(3, 16),
+    }
 
 
 def made(values: dict[str, Tensor]) -> tuple[Site, Any]:
-    """A site as a call on a GPU would make it; the program is returned too, because a site does not keep it."""
+    """A site as a call on a GPU would make it; the program is returned too, because a site does not
+    keep it.
+    """
     request = request_of(STATEMENT, None, {0: 4}, ())
     for name in ("rows", "cols"):
         facts_of(values[name])
@@ -48,7 +57,9 @@ def made(values: dict[str, Tensor]) -> tuple[Site, Any]:
 
 
 def expected(values: dict[str, Tensor]) -> Tensor:
-    return torch.zeros(4, values["B"].shape[1]).index_add_(0, values["rows"], values["vals"][:, None] * values["B"][values["cols"]])
+    return torch.zeros(4, values["B"].shape[1]).index_add_(
+        0, values["rows"], values["vals"][:, None] * values["B"][values["cols"]]
+    )
 
 
 def test_it_computes_what_the_long_way_does() -> None:
@@ -59,7 +70,9 @@ def test_it_computes_what_the_long_way_does() -> None:
         assert result is not None and torch.allclose(result, expected(values))
     values["vals"] = torch.randn(4)
     result = site(values)
-    assert result is not None and torch.allclose(result, expected(values)), "other values of the same kind"
+    assert result is not None and torch.allclose(result, expected(values)), (
+        "other values of the same kind"
+    )
 
 
 OTHERS: dict[str, Callable[[dict[str, Tensor]], dict[str, Any]]] = {
@@ -138,19 +151,32 @@ def test_a_site_keeps_nothing_alive() -> None:
     kept = {n: t for n, t in values.items() if n != "rows"}
     del values
     gc.collect()
-    assert site.program() is None and site({**kept, "rows": torch.tensor([0, 0, 2, 3])}) is None and request is site.request
+    assert (
+        site.program() is None
+        and site({**kept, "rows": torch.tensor([0, 0, 2, 3])}) is None
+        and request is site.request
+    )
 
 
 def test_where_there_is_none() -> None:
     values = tensors()
     site, program = made(values)
-    assert site_of(site.request, program, values, (), ()) is None, "on the CPU index values are looked at in every call"
+    assert site_of(site.request, program, values, (), ()) is None, (
+        "on the CPU index values are looked at in every call"
+    )
     assert site_of(site.request, "no kernel", values, (), ()) is None
 
 
-@pytest.mark.parametrize("options", [{"sizes": {0: 4}}, {"out_shape": (4, 16)}, {"sizes": {"rows": 4}}, {"out_shape": [4, 16]}])
-def test_calls_through_the_front_door(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
-    """With the CPU taken for a device: noted at the second warm call, used from then on, whatever the options were written as."""
+@pytest.mark.parametrize(
+    "options",
+    [{"sizes": {0: 4}}, {"out_shape": (4, 16)}, {"sizes": {"rows": 4}}, {"out_shape": [4, 16]}],
+)
+def test_calls_through_the_front_door(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """With the CPU taken for a device: noted at the second warm call, used from then on, whatever
+    the options were written as.
+    """
     monkeypatch.setattr("insum.runtime.site.site_of", lambda *given: Site(*given))
     for table in ("insum.api._sites", "insum.api._calls", "insum.request._prepared"):
         monkeypatch.setattr(table, {})
@@ -159,7 +185,11 @@ def test_calls_through_the_front_door(monkeypatch: pytest.MonkeyPatch, options: 
         facts_of(values[name])
     compiled = insum.compile(STATEMENT, **options)
     for _ in range(4):
-        for call in (lambda: insum.insum(STATEMENT, **options, **values), lambda: compiled(**values), lambda: compiled(**values)):
+        for call in (
+            lambda: insum.insum(STATEMENT, **options, **values),
+            lambda: compiled(**values),
+            lambda: compiled(**values),
+        ):
             assert torch.allclose(call(), expected(values))
     listed = any(isinstance(o, list) for o in options.values())
     assert len(api._sites.get(STATEMENT, ())) >= 1
@@ -167,7 +197,10 @@ def test_calls_through_the_front_door(monkeypatch: pytest.MonkeyPatch, options: 
     assert torch.allclose(insum.insum(STATEMENT, **options, **other), expected(other))
     assert torch.allclose(compiled(**other), expected(other))
     values["vals"].requires_grad_()
-    assert insum.insum(STATEMENT, **options, **values).requires_grad and compiled(**values).requires_grad
+    assert (
+        insum.insum(STATEMENT, **options, **values).requires_grad
+        and compiled(**values).requires_grad
+    )
     if not listed:
         assert compiled._sites
 
@@ -188,9 +221,13 @@ def test_accumulating_in_place() -> None:
     site = Site(request, program, values, ("vals", "B"), ("rows", "cols"), "C")
     want, version = values["C"] + expected(values), values["C"]._version
     result = site(values)
-    assert result is values["C"] and torch.allclose(result, want) and result._version > version, "autograd has to see that it was written"
+    assert result is values["C"] and torch.allclose(result, want) and result._version > version, (
+        "autograd has to see that it was written"
+    )
     room = torch.randn(7, 16)
-    assert site({**values, "C": room[:4], "B": room[3:6]}) is None, "the output lies in what is read"
+    assert site({**values, "C": room[:4], "B": room[3:6]}) is None, (
+        "the output lies in what is read"
+    )
     assert site({**values, "C": room[:4], "B": room[4:]}) is not None
     assert site({**values, "C": torch.randn(4, 16).requires_grad_()}) is None
     with torch.inference_mode():
@@ -208,7 +245,9 @@ def test_a_fused_call_into_a_tensor_is_seen_by_autograd() -> None:
 
 
 def test_a_program_runs_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several GPUs, whichever is the current one; where that is the right one already, nothing is switched."""
+    """Of several GPUs, whichever is the current one; where that is the right one already, nothing
+    is switched.
+    """
     current, seen = [0], []
 
     @contextmanager
@@ -221,6 +260,13 @@ def test_a_program_runs_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "device", device)
     launched = lambda values, out, work: seen.append((current[0], work is None))
     for index in (0, 1, None):
-        one = SimpleNamespace(index=index, empty=lambda: torch.empty(2), filled=True, start=0.0, buffer=None, work=((None, (launched,)),))
+        one = SimpleNamespace(
+            index=index,
+            empty=lambda: torch.empty(2),
+            filled=True,
+            start=0.0,
+            buffer=None,
+            work=((None, (launched,)),),
+        )
         assert fused.execute(one, {}, None).tolist() == [0.0, 0.0]  # type: ignore[arg-type]
     assert seen == [(0, True), (1, True), (0, True)] and current == [0]

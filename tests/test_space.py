@@ -28,7 +28,11 @@ def prepared(application: Application) -> Prepared:
 
 
 def limits(application: Application, count: int = 40, **changes: Any) -> space.Limits:
-    return space.Limits(dataclasses.replace(DEVICE, **changes), cost.load_of(prepared(application), application.values), count)
+    return space.Limits(
+        dataclasses.replace(DEVICE, **changes),
+        cost.load_of(prepared(application), application.values),
+        count,
+    )
 
 
 def candidates(application: Application, count: int = 40) -> list[Choice]:
@@ -43,16 +47,30 @@ def turned(one: Prepared, choice: Choice) -> Any:
 each_application = pytest.mark.parametrize("application", APPLICATIONS, ids=lambda a: a.name)
 
 
-# --- Config ------------------------------------------------------------------------------------------------------------------------
+# --- Config ---------------------------------------------------------------------------------------
 
 
 def test_configs_print_as_they_are_written() -> None:
     config = Config(m=64, n=16, k=32, warps=8, stages=3, split=4, group=8, swap=1)
     assert eval(repr(config)) == config and eval(repr(Config())) == Config()
-    assert "swap" not in repr(Config()) and eval(shown((config, Config())), {"insum": insum}) == (config, Config())
+    assert "swap" not in repr(Config()) and eval(shown((config, Config())), {"insum": insum}) == (
+        config,
+        Config(),
+    )
 
 
-WRONG = [{"m": 3}, {"n": 0}, {"k": -1}, {"warps": 64}, {"stages": 0}, {"split": -1}, {"swap": 2}, {"swap": -2}, {"m": 16.0}, {"m": True}]
+WRONG = [
+    {"m": 3},
+    {"n": 0},
+    {"k": -1},
+    {"warps": 64},
+    {"stages": 0},
+    {"split": -1},
+    {"swap": 2},
+    {"swap": -2},
+    {"m": 16.0},
+    {"m": True},
+]
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=str)
@@ -63,14 +81,19 @@ def test_configs_refuse(wrong: dict[str, Any]) -> None:
 
 def test_choices() -> None:
     one, two = Config(m=16), Config(n=32, swap=0)
-    assert choice_of(None) is None and choice_of(one) == (one,) and choice_of([one, two]) == (one, two)
-    assert choice_from(choice_text((one, two))) == (one, two) and choice_from(choice_text(None)) is None
+    assert (
+        choice_of(None) is None and choice_of(one) == (one,) and choice_of([one, two]) == (one, two)
+    )
+    assert (
+        choice_from(choice_text((one, two))) == (one, two)
+        and choice_from(choice_text(None)) is None
+    )
     for wrong in ("m=16", (), (one, 3), {"m": 16}):
         with pytest.raises(SettingsError, match=r"insum\.Config"):
             choice_of(wrong)  # type: ignore[arg-type]
 
 
-# --- the space ---------------------------------------------------------------------------------------------------------------------
+# --- the space ------------------------------------------------------------------------------------
 
 
 @each_application
@@ -78,7 +101,9 @@ def test_candidates_are_legal_and_start_with_the_first_guess(application: Applic
     one, found = prepared(application), candidates(application)
     rows = one.segments
     plan = model.oriented(one.plan, one.extents)
-    assert found[0] == model.first_choice(plan, one.extents, longest=rows.longest if rows else 0, entries=rows.entries if rows else 0)
+    assert found[0] == model.first_choice(
+        plan, one.extents, longest=rows.longest if rows else 0, entries=rows.entries if rows else 0
+    )
     assert len(set(found)) == len(found) <= 40
     for choice in found:
         assert legal.broken(turned(one, choice), one.extents, choice) == ""
@@ -98,23 +123,37 @@ def block_product() -> Application:
 def test_products_are_tried_both_ways_round_and_with_several_depths() -> None:
     found = candidates(block_product(), 200)
     assert {c[0].swap for c in found} >= {0, 1}
-    assert len({c[0].k for c in found}) > 1 and len({(c[0].m, c[0].n) for c in found}) > 3 and len({c[0].stages for c in found}) > 1
+    assert (
+        len({c[0].k for c in found}) > 1
+        and len({(c[0].m, c[0].n) for c in found}) > 3
+        and len({c[0].stages for c in found}) > 1
+    )
     assert all(c[0].k % 32 == 0 for c in found), "whole blocks"
 
 
 def test_rows_are_tried_with_several_splits() -> None:
     from applications import spmm
 
-    found = candidates(spmm(rows=2000, columns=2000, n=128, entries=20_000, heavy=1500, dtype=torch.float32), 400)
-    assert len({c[0].split for c in found}) > 2 and len({c[1] for c in found}) > 3 and len({c[0].m for c in found}) > 2
+    found = candidates(
+        spmm(rows=2000, columns=2000, n=128, entries=20_000, heavy=1500, dtype=torch.float32), 400
+    )
+    assert (
+        len({c[0].split for c in found}) > 2
+        and len({c[1] for c in found}) > 3
+        and len({c[0].m for c in found}) > 2
+    )
 
 
 def test_shared_memory_and_registers_prune() -> None:
     application = block_product()
     one = prepared(application)
     for shared in (48 * 1024, 227 * 1024):
-        for choice in space.candidates(one.plan, one.extents, limits(application, 500, shared=shared))[1:]:
-            (part,) = cost.parts_of(turned(one, choice), one.extents, choice, limits(application).load)
+        for choice in space.candidates(
+            one.plan, one.extents, limits(application, 500, shared=shared)
+        )[1:]:
+            (part,) = cost.parts_of(
+                turned(one, choice), one.extents, choice, limits(application).load
+            )
             assert part.shared <= shared and part.registers <= space.MOST_REGISTERS
 
 
@@ -125,22 +164,39 @@ def test_neighbours_differ_in_one_number() -> None:
     found = space.neighbours(one.plan, one.extents, limits(application), centre)
     assert found
     for choice in found:
-        assert sum(a != b for a, b in zip(dataclasses.astuple(choice[0]), dataclasses.astuple(centre[0]))) == 1
+        assert (
+            sum(
+                a != b
+                for a, b in zip(dataclasses.astuple(choice[0]), dataclasses.astuple(centre[0]))
+            )
+            == 1
+        )
 
 
 def test_crossed_takes_the_best_of_each_kind() -> None:
     base = (Config(m=4, split=128), Config(k=16))
-    faster_short, faster_long, faster_split = Config(m=8, split=128), Config(k=32), Config(m=4, split=64)
-    timed = [(base, 10.0), ((faster_short, base[1]), 9.0), ((base[0], faster_long), 8.0), ((faster_split, base[1]), 7.0)]
+    faster_short, faster_long, faster_split = (
+        Config(m=8, split=128),
+        Config(k=32),
+        Config(m=4, split=64),
+    )
+    timed = [
+        (base, 10.0),
+        ((faster_short, base[1]), 9.0),
+        ((base[0], faster_long), 8.0),
+        ((faster_split, base[1]), 7.0),
+    ]
     assert space.crossed(timed) == (Config(m=8, split=64), faster_long)
     assert space.crossed([((Config(),), 1.0)]) is None
 
 
-# --- what users may give -----------------------------------------------------------------------------------------------------------
+# --- what users may give --------------------------------------------------------------------------
 
 
 def given(application: Application, config: Any) -> Any:
-    return fused.plan_only(application.forward.problem(), application.values, config=choice_of(config))
+    return fused.plan_only(
+        application.forward.problem(), application.values, config=choice_of(config)
+    )
 
 
 def by_strategy(name: str, dot: bool | None = None) -> Application:
@@ -156,7 +212,9 @@ def test_the_config_that_was_chosen_can_be_given(application: Application) -> No
     chosen = given(application, None).steps[0].choice
     program = given(application, chosen)
     assert program.steps[0].choice == chosen
-    assert [one.kernel.source for one in program.steps[0].launches] == [one.kernel.source for one in given(application, None).steps[0].launches]
+    assert [one.kernel.source for one in program.steps[0].launches] == [
+        one.kernel.source for one in given(application, None).steps[0].launches
+    ]
 
 
 @pytest.mark.parametrize(
@@ -168,7 +226,9 @@ def test_the_config_that_was_chosen_can_be_given(application: Application) -> No
         (block_product(), (Config(m=64, n=32, k=32), Config(m=64, n=32, k=32)), "2 config"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_rule(application: Application, config: Any, rule: str) -> None:
+def test_what_cannot_be_is_refused_with_the_rule(
+    application: Application, config: Any, rule: str
+) -> None:
     with pytest.raises(SettingsError, match=rule):
         given(application, config)
 
@@ -180,7 +240,13 @@ def test_rows_take_two_configs() -> None:
     assert model.in_rows(prepared(application).plan)
     with pytest.raises(SettingsError, match="short rows, long rows"):
         given(application, Config(m=4, n=32, k=2))
-    program = given(application, (Config(m=2, n=32, k=4, warps=1, stages=1, split=16), Config(m=1, n=32, k=16, warps=1, stages=1)))
+    program = given(
+        application,
+        (
+            Config(m=2, n=32, k=4, warps=1, stages=1, split=16),
+            Config(m=1, n=32, k=16, warps=1, stages=1),
+        ),
+    )
     assert {one.config.k for one in program.steps[0].launches if one.config.m == 2} == {4}
     assert program.steps[0].workspace, "rows longer than 16 were cut"
 
@@ -204,17 +270,25 @@ def test_a_config_passes_through_torch_compile() -> None:
     assert torch.compile(call, backend="eager", fullgraph=True)(A, x).tolist() == [3.0, 3.0]
 
 
-# --- every candidate computes the same -----------------------------------------------------------------------------------------------
+# --- every candidate computes the same ------------------------------------------------------------
 
 
 @pytest.mark.interpreter
 @each_application
 def test_candidates_give_one_result(application: Application) -> None:
-    expected = application.formula({n: v.double() if v.is_floating_point() else v for n, v in application.values.items()})
+    expected = application.formula(
+        {n: v.double() if v.is_floating_point() else v for n, v in application.values.items()}
+    )
     every = candidates(application, 60)
     with insum.settings(backend="fused", require_fused=True):
         for choice in every[:: max(1, len(every) // 6)]:
-            got = insum.insum(application.statement, sizes=dict(application.sizes), padded=application.padded, config=choice, **application.values)
+            got = insum.insum(
+                application.statement,
+                sizes=dict(application.sizes),
+                padded=application.padded,
+                config=choice,
+                **application.values,
+            )
             assert torch.allclose(got.double(), expected, atol=2e-2, rtol=2e-2), choice
 
 
@@ -223,7 +297,9 @@ def test_candidates_give_one_result(application: Application) -> None:
 def test_groups_visit_every_tile_once(group: int) -> None:
     A, B = torch.randn(3, 80, 32), torch.randn(3, 32, 112)
     with insum.settings(backend="fused", require_fused=True):
-        got = insum.insum("C[b,i,j] = A[b,i,k] * B[b,k,j]", config=Config(m=16, n=16, k=16, group=group), A=A, B=B)
+        got = insum.insum(
+            "C[b,i,j] = A[b,i,k] * B[b,k,j]", config=Config(m=16, n=16, k=16, group=group), A=A, B=B
+        )
     assert torch.allclose(got, A @ B, atol=1e-4)
 
 
@@ -233,7 +309,12 @@ def test_groups_visit_every_tile_once(group: int) -> None:
 def test_swap_and_pieces(swap: int, split: int) -> None:
     A, B = torch.randn(20, 130), torch.randn(130, 40)
     with insum.settings(backend="fused", require_fused=True):
-        got = insum.insum("C[i,j] = A[i,k] * B[k,j]", config=Config(m=16, n=32, k=16, split=split, swap=swap), A=A, B=B)
+        got = insum.insum(
+            "C[i,j] = A[i,k] * B[k,j]",
+            config=Config(m=16, n=32, k=16, split=split, swap=swap),
+            A=A,
+            B=B,
+        )
     assert torch.allclose(got, A @ B, atol=1e-4)
 
 

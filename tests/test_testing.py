@@ -16,7 +16,16 @@ import insum.testing
 from insum.errors import BindingError, IndexRangeError, StatementError
 from insum.lang.bind import bind
 from insum.lang.parser import parse
-from insum.testing import Case, Options, assert_close, count_compiles, draw_cases, oracle, statements, tolerance
+from insum.testing import (
+    Case,
+    Options,
+    assert_close,
+    count_compiles,
+    draw_cases,
+    oracle,
+    statements,
+    tolerance,
+)
 from insum.testing.cases import COMPLEX, FLOATS, HALVES, INTEGERS
 
 SOURCE = Path(__file__).parent.parent / "src"
@@ -30,7 +39,7 @@ def ints(*values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.tensor(values, dtype=dtype)
 
 
-# --- the oracle, by hand --------------------------------------------------------------------------------------------------------
+# --- the oracle, by hand --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -52,8 +61,18 @@ def ints(*values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         ("y[D[p]] = v[p]", {"v": x, "D": ints(1, 1, 3)}, {"sizes": {"y": (4,)}}, [0, 11, 0, 100]),
         ("y[D[p]] += v[p]", {"v": x, "D": ints(1, 1, 3), "y": torch.ones(4)}, {}, [1, 12, 1, 101]),
         ("y[D[p]] = v[p]", {"v": x, "D": ints(1, 1, 3), "y": torch.ones(4)}, {}, [0, 11, 0, 100]),
-        ("y[D[p]] max= v[p]", {"v": x, "D": ints(1, 1, 3)}, {"sizes": {"y": (4,)}}, [-np.inf, 10, -np.inf, 100]),
-        ("y[D[p]] min= v[p]", {"v": x, "D": ints(1, 1, 2), "y": torch.full((3,), 5.0)}, {}, [5, 1, 5]),
+        (
+            "y[D[p]] max= v[p]",
+            {"v": x, "D": ints(1, 1, 3)},
+            {"sizes": {"y": (4,)}},
+            [-np.inf, 10, -np.inf, 100],
+        ),
+        (
+            "y[D[p]] min= v[p]",
+            {"v": x, "D": ints(1, 1, 2), "y": torch.full((3,), 5.0)},
+            {},
+            [5, 1, 5],
+        ),
         ("y[i] = A[i,j] * x[j] + b[i]", {"A": A, "x": x, "b": ints(1, 2)}, {}, [322, 656]),
         ("y[i] = b[i] + 1", {"b": ints(1, 2)}, {}, [2, 3]),
         ("y[i] = x[j]", {"x": x}, {"sizes": {"i": 2}}, [111, 111]),
@@ -70,15 +89,26 @@ def ints(*values: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         ("C[i] += C[j] * A[i,j]", {"C": torch.tensor([1.0, 2.0]), "A": square}, {}, [6, 13]),
     ],
 )
-def test_by_hand(statement: str, values: dict[str, Any], options: dict[str, Any], expected: Any) -> None:
+def test_by_hand(
+    statement: str, values: dict[str, Any], options: dict[str, Any], expected: Any
+) -> None:
     found = oracle(statement, values, **options)
     np.testing.assert_array_equal(found, np.array(expected, dtype=found.dtype))
 
 
 def test_absent_points_do_not_even_contribute_zero_times_infinity() -> None:
     bad = torch.tensor([float("inf"), 2.0])
-    assert oracle("y[] = w[p] * v[D[p]]", {"w": torch.tensor([0.0, 3.0]), "v": bad, "D": ints(-1, 1)}, padded=["D"]) == 6
-    found = oracle("y[D[p]] max= v[p]", {"v": bad, "D": ints(-1, 0)}, sizes={"y": (2,)}, padded=["D"])
+    assert (
+        oracle(
+            "y[] = w[p] * v[D[p]]",
+            {"w": torch.tensor([0.0, 3.0]), "v": bad, "D": ints(-1, 1)},
+            padded=["D"],
+        )
+        == 6
+    )
+    found = oracle(
+        "y[D[p]] max= v[p]", {"v": bad, "D": ints(-1, 0)}, sizes={"y": (2,)}, padded=["D"]
+    )
     np.testing.assert_array_equal(found, [2, -np.inf])
 
 
@@ -91,14 +121,23 @@ def test_booleans_are_or_and_and() -> None:
     a, b = torch.tensor([[True, False], [True, True]]), torch.tensor([True, True])
     found = oracle("y[i] = a[i,j] * b[j]", {"a": a, "b": b})
     assert found.dtype == np.bool_ and found.tolist() == [True, True]
-    assert oracle("y[i] = a[i,j] * c[j]", {"a": a, "c": torch.tensor([False, True])}).tolist() == [False, True]
-    assert oracle("t[] min= a[i,j]", {"a": a}).item() is False and oracle("t[] max= a[i,j]", {"a": a}).item() is True
+    assert oracle("y[i] = a[i,j] * c[j]", {"a": a, "c": torch.tensor([False, True])}).tolist() == [
+        False,
+        True,
+    ]
+    assert (
+        oracle("t[] min= a[i,j]", {"a": a}).item() is False
+        and oracle("t[] max= a[i,j]", {"a": a}).item() is True
+    )
 
 
 def test_integers_are_exact_and_wrap_once() -> None:
     big = 2**62
     assert oracle("t[] = v[i]", {"v": ints(big, big, big, -big)}).item() == -(2**63)
-    assert oracle("t[] = v[i] * v[i]", {"v": ints(100, 100, dtype=torch.uint8)}).tolist() == 20000 % 256
+    assert (
+        oracle("t[] = v[i] * v[i]", {"v": ints(100, 100, dtype=torch.uint8)}).tolist()
+        == 20000 % 256
+    )
     assert oracle("t[] = v[i] - w[i]", {"v": ints(2**60 + 1), "w": ints(2**60)}).item() == 1
     assert oracle("t[] max= v[i]", {"v": torch.zeros(0, dtype=torch.int8)}).item() == -128
 
@@ -108,14 +147,19 @@ def test_complex_and_wide_results() -> None:
     found = oracle("t[] = conj(z[i]) * z[i]", {"z": z})
     assert found.dtype == np.complex128 and found == 15
     assert oracle("t[] = abs(z[i])", {"z": z[:1]}).item() == pytest.approx(5**0.5)
-    assert oracle("t[] = v[i]", {"v": torch.full((3,), 1 / 3, dtype=torch.bfloat16)}).dtype == np.float64
+    assert (
+        oracle("t[] = v[i]", {"v": torch.full((3,), 1 / 3, dtype=torch.bfloat16)}).dtype
+        == np.float64
+    )
 
 
 def test_what_python_would_raise_for_is_infinite_or_nan() -> None:
     v = torch.tensor([0.0, -1.0])
     with np.errstate(all="raise"):
         assert oracle("y[i] = reciprocal(v[i])", {"v": v}).tolist() == [np.inf, -1]
-        assert oracle("y[i] = log(v[i])", {"v": v})[0] == -np.inf and np.isnan(oracle("y[i] = sqrt(v[i])", {"v": v})[1])
+        assert oracle("y[i] = log(v[i])", {"v": v})[0] == -np.inf and np.isnan(
+            oracle("y[i] = sqrt(v[i])", {"v": v})[1]
+        )
         assert oracle("t[] = exp(1000 * v[i])", {"v": -v}).item() == np.inf
     assert np.isnan(oracle("t[] max= v[i]", {"v": torch.tensor([1.0, np.nan, 2.0])}))
 
@@ -152,28 +196,39 @@ def test_the_oracle_refuses_what_the_library_refuses() -> None:
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.int64])
-def test_against_einsum(equation: str, statement: str, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> None:
+def test_against_einsum(
+    equation: str, statement: str, shapes: list[tuple[int, ...]], dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    tensors = [torch.randint(-5, 5, s).to(dtype) if dtype == torch.int64 else torch.randn(s, dtype=dtype) for s in shapes]
+    tensors = [
+        torch.randint(-5, 5, s).to(dtype) if dtype == torch.int64 else torch.randn(s, dtype=dtype)
+        for s in shapes
+    ]
     values = dict(zip(["A", "B", "D"], tensors, strict=False))
     assert_close(torch.einsum(equation, *tensors), oracle(statement, values))
 
 
 def test_against_torchs_scatter() -> None:
     torch.manual_seed(0)
-    C, v, D = torch.randn(5, 3, dtype=torch.float64), torch.randn(9, 3, dtype=torch.float64), torch.randint(5, (9,))
+    C, v, D = (
+        torch.randn(5, 3, dtype=torch.float64),
+        torch.randn(9, 3, dtype=torch.float64),
+        torch.randint(5, (9,)),
+    )
     assert_close(C.index_add(0, D, v), oracle("C[D[p],n] += v[p,n]", {"C": C, "v": v, "D": D}))
     expected = C.scatter_reduce(0, D[:, None].expand_as(v), v, "amax")
     assert_close(expected, oracle("C[D[p],n] max= v[p,n]", {"C": C, "v": v, "D": D}))
 
 
-# --- comparison -----------------------------------------------------------------------------------------------------------------
+# --- comparison -----------------------------------------------------------------------------------
 
 
 def test_tolerances_grow_with_coarseness() -> None:
     order = [torch.int64, torch.float64, torch.float32, torch.float16, torch.bfloat16]
     assert [tolerance(d) for d in order] == sorted(tolerance(d) for d in order)
-    assert tolerance(torch.bool) == (0, 0) and tolerance(torch.complex64) == tolerance(torch.float32)
+    assert tolerance(torch.bool) == (0, 0) and tolerance(torch.complex64) == tolerance(
+        torch.float32
+    )
 
 
 @pytest.mark.parametrize(
@@ -189,7 +244,9 @@ def test_tolerances_grow_with_coarseness() -> None:
         (torch.tensor([True]), np.array([False]), None),
     ],
 )
-def test_differences_are_seen(actual: torch.Tensor, expected: Any, dtype: torch.dtype | None) -> None:
+def test_differences_are_seen(
+    actual: torch.Tensor, expected: Any, dtype: torch.dtype | None
+) -> None:
     if dtype == torch.bfloat16 and actual.dtype == torch.int64:
         dtype = None
     with pytest.raises(AssertionError):
@@ -204,14 +261,21 @@ def test_equal_things_are_close() -> None:
     assert_close(torch.zeros(0, 3), np.zeros((0, 3)))
 
 
-# --- cases ----------------------------------------------------------------------------------------------------------------------
+# --- cases ----------------------------------------------------------------------------------------
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "any": {},
     "every dtype": {"dtypes": (*FLOATS, *HALVES, *COMPLEX, *INTEGERS, torch.bool)},
     "differentiable": {"dtypes": (torch.float64, torch.complex128), "differentiable": True},
     "products": {"product_only": True},
-    "plain": {"indirect": False, "affine": False, "strided": False, "zero_extents": False, "padded": False, "scalars": False},
+    "plain": {
+        "indirect": False,
+        "affine": False,
+        "strided": False,
+        "zero_extents": False,
+        "padded": False,
+        "scalars": False,
+    },
 }
 
 
@@ -219,7 +283,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 def test_drawn_cases_bind_and_have_a_meaning(family: str) -> None:
     options = Options(**FAMILIES[family])
     for case in draw_cases(150, seed=3, **FAMILIES[family]):
-        problem = bind(parse(case.statement), case.values, sizes=dict(case.sizes), padded=case.padded)
+        problem = bind(
+            parse(case.statement), case.values, sizes=dict(case.sizes), padded=case.padded
+        )
         assert case.expected().shape == problem.shape
         assert problem.statement.operator in options.operators
         points = [np.prod([int(problem.extents[v]) for v in t.variables]) for t in problem.terms]
@@ -229,8 +295,22 @@ def test_drawn_cases_bind_and_have_a_meaning(family: str) -> None:
 
 def test_options_are_kept() -> None:
     seen = set().union(*(case.features for case in draw_cases(200, **FAMILIES["plain"])))
-    assert not seen & {"indirect index", "affine index", "strided", "zero extent", "padding", "Python number"}
-    for case in draw_cases(100, operators=("min=",), functions=("exp",), dtypes=(torch.float16,), mixed=False, max_rank=2):
+    assert not seen & {
+        "indirect index",
+        "affine index",
+        "strided",
+        "zero extent",
+        "padding",
+        "Python number",
+    }
+    for case in draw_cases(
+        100,
+        operators=("min=",),
+        functions=("exp",),
+        dtypes=(torch.float16,),
+        mixed=False,
+        max_rank=2,
+    ):
         assert not case.features & {"=", "+=", "max=", "tanh()", "float32", "rank 3"}
     for case in draw_cases(100, product_only=True):
         assert not case.features & {"max=", "min=", "several terms"}
@@ -239,9 +319,32 @@ def test_options_are_kept() -> None:
 def test_every_feature_is_drawn() -> None:
     seen = set().union(*(case.features for case in draw_cases(400, **FAMILIES["every dtype"])))
     wanted = {f"rank {n}" for n in range(6)} | {"=", "+=", "max=", "min="}
-    wanted |= {"repeated index", "shared index tensor", "nested indirection", "affine index", "negative coefficient", "literal index", "zero extent", "strided"}
-    wanted |= {"expanded", "several terms", "several factors", "Python number", "padding", "scatter", "broadcast", "reduction", "target passed", "target read"}
-    wanted |= {str(d).removeprefix("torch.") for d in (*FLOATS, *HALVES, *COMPLEX, *INTEGERS, torch.bool, torch.uint16, torch.uint64)}
+    wanted |= {
+        "repeated index",
+        "shared index tensor",
+        "nested indirection",
+        "affine index",
+        "negative coefficient",
+        "literal index",
+        "zero extent",
+        "strided",
+    }
+    wanted |= {
+        "expanded",
+        "several terms",
+        "several factors",
+        "Python number",
+        "padding",
+        "scatter",
+        "broadcast",
+        "reduction",
+        "target passed",
+        "target read",
+    }
+    wanted |= {
+        str(d).removeprefix("torch.")
+        for d in (*FLOATS, *HALVES, *COMPLEX, *INTEGERS, torch.bool, torch.uint16, torch.uint64)
+    }
     assert not wanted - seen
 
 
@@ -253,8 +356,16 @@ def test_the_same_seed_gives_the_same_cases() -> None:
 
 def test_cases_do_not_depend_on_the_process() -> None:
     """A seed in a report means the same everywhere: nothing hangs on the hashes of strings."""
-    command = "from insum.testing import draw_cases; print(*map(repr, draw_cases(3, seed=7)), sep='\\n')"
-    found = subprocess.run([sys.executable, "-c", command], env={"PYTHONPATH": str(SOURCE), "PYTHONHASHSEED": "5"}, capture_output=True, text=True, check=True)
+    command = (
+        "from insum.testing import draw_cases; print(*map(repr, draw_cases(3, seed=7)), sep='\\n')"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", command],
+        env={"PYTHONPATH": str(SOURCE), "PYTHONHASHSEED": "5"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert found.stdout.splitlines() == list(map(repr, draw_cases(3, seed=7)))
 
 
@@ -267,7 +378,10 @@ def test_clone_and_to_keep_the_layout() -> None:
                 assert laid_out(other) == laid_out(tensor)
                 assert tensor.numel() == 0 or other.data_ptr() != tensor.data_ptr()
         moved = case.to("meta")
-        assert all(t.device.type == "meta" and t.stride() == case.tensors[n].stride() for n, t in moved.tensors.items())
+        assert all(
+            t.device.type == "meta" and t.stride() == case.tensors[n].stride()
+            for n, t in moved.tensors.items()
+        )
 
 
 def laid_out(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -281,14 +395,26 @@ def test_a_case_prints_as_the_call_that_runs_it() -> None:
             return Case(statement, values, sizes or {}, padded)
 
     for case in draw_cases(60, seed=6, **FAMILIES["every dtype"]):
-        again = eval(repr(case), {"insum": Recorder, "torch": torch, "nan": float("nan"), "inf": float("inf")})
-        assert (again.statement, again.sizes, again.padded) == (case.statement, case.sizes, case.padded)
-        assert all(t.stride() == again.tensors[n].stride() and t.dtype == again.tensors[n].dtype for n, t in case.tensors.items())
+        again = eval(
+            repr(case),
+            {"insum": Recorder, "torch": torch, "nan": float("nan"), "inf": float("inf")},
+        )
+        assert (again.statement, again.sizes, again.padded) == (
+            case.statement,
+            case.sizes,
+            case.padded,
+        )
+        assert all(
+            t.stride() == again.tensors[n].stride() and t.dtype == again.tensors[n].dtype
+            for n, t in case.tensors.items()
+        )
         np.testing.assert_array_equal(again.expected(), case.expected())
 
 
 def test_precision_is_the_coarsest_that_takes_part() -> None:
-    half, single, double, whole = (torch.ones(2, dtype=d) for d in (torch.float16, torch.float32, torch.float64, torch.int64))
+    half, single, double, whole = (
+        torch.ones(2, dtype=d) for d in (torch.float16, torch.float32, torch.float64, torch.int64)
+    )
     assert Case("y[i] = a[i] * b[i]", {"a": half, "b": double}).precision == torch.float16
     assert Case("y[i] = exp(a[i]) * b[i]", {"a": whole, "b": double}).precision == torch.float32
     assert Case("y[i] = 2.5 * a[i]", {"a": double}).precision == torch.float64
@@ -308,23 +434,38 @@ def test_the_strategy_draws_and_shrinks() -> None:
 
     check()
     assert len(seen) >= 20 and len(set(seen)) > 5
-    small = find(statements(), lambda case: "scatter" in case.features, settings=settings(max_examples=300, database=None, derandomize=True, deadline=None))
+    small = find(
+        statements(),
+        lambda case: "scatter" in case.features,
+        settings=settings(max_examples=300, database=None, derandomize=True, deadline=None),
+    )
     assert len(small.statement) < 40, small.statement
 
 
 def test_hypothesis_is_needed_for_strategies_alone() -> None:
-    command = "import sys; sys.modules['hypothesis'] = None; from insum.testing import draw_cases, oracle; list(draw_cases(2)); print('fine')"
-    found = subprocess.run([sys.executable, "-c", command], env={"PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, check=True)
+    command = (
+        "import sys; sys.modules['hypothesis'] = None; "
+        "from insum.testing import draw_cases, oracle; list(draw_cases(2)); print('fine')"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", command],
+        env={"PYTHONPATH": str(SOURCE)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert found.stdout.strip() == "fine"
 
 
 def test_public_names_have_docstrings_with_examples() -> None:
-    functions = [n for n in insum.testing.__all__ if n not in ("Tolerance", "Compilations", "Options")]
+    functions = [
+        n for n in insum.testing.__all__ if n not in ("Tolerance", "Compilations", "Options")
+    ]
     assert [n for n in functions if ">>>" not in (getattr(insum.testing, n).__doc__ or "")] == []
     assert all(getattr(insum.testing, n).__doc__ for n in insum.testing.__all__)
 
 
-# --- counting -------------------------------------------------------------------------------------------------------------------
+# --- counting -------------------------------------------------------------------------------------
 
 
 def test_compilations_are_counted() -> None:

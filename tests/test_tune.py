@@ -1,4 +1,6 @@
-"""The search, with a clock that is not one: what is tried, what wins, what is not trusted, what is remembered and said."""
+"""The search, with a clock that is not one: what is tried, what wins, what is not trusted, what is
+remembered and said.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,12 @@ def skewed() -> Application:
     return spmm(rows=500, columns=500, n=64, entries=6000, heavy=400, dtype=torch.float32)
 
 
-def search(application: Application, clock: Callable[..., float], effort: str = "full", target: torch.Tensor | None = None) -> tune.Tuned:
+def search(
+    application: Application,
+    clock: Callable[..., float],
+    effort: str = "full",
+    target: torch.Tensor | None = None,
+) -> tune.Tuned:
     return tune.tune(application.forward.problem(), application.values, target, effort, timer=clock)
 
 
@@ -75,7 +82,7 @@ def first_guess(application: Application) -> Choice:
     return fused.first_choice(one, wishes)
 
 
-# --- what wins -----------------------------------------------------------------------------------------------------------------------
+# --- what wins ------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("computed")
@@ -90,10 +97,17 @@ def test_the_fastest_wins_and_is_remembered() -> None:
     assert first.choice == first_guess(product()) and first.speedup == 1.0
     wanted = next(c for c, _ in clock.asked if c != first.choice)
     found = search(product(), clock, "quick")
-    assert (found.choice, found.microseconds, found.first_guess, found.speedup) == (wanted, 5.0, 10.0, 2.0)
+    assert (found.choice, found.microseconds, found.first_guess, found.speedup) == (
+        wanted,
+        5.0,
+        10.0,
+        2.0,
+    )
     cache.forget()
     program = fused.plan_only(product().forward.problem(), product().values)
-    assert program.steps[0].choice != first.choice or wanted == first.choice, "a later build takes what was found"
+    assert program.steps[0].choice != first.choice or wanted == first.choice, (
+        "a later build takes what was found"
+    )
 
 
 @pytest.mark.usefixtures("computed")
@@ -111,11 +125,16 @@ def test_a_later_build_takes_what_was_found() -> None:
 @pytest.mark.usefixtures("computed")
 def test_losers_are_looked_at_once_and_the_best_again() -> None:
     guess = first_guess(product())
-    clock = Clock(lambda choice: 10.0 if choice == guess else 9.0 if choice[0].stages == 3 else 100.0)
+    clock = Clock(
+        lambda choice: 10.0 if choice == guess else 9.0 if choice[0].stages == 3 else 100.0
+    )
     search(product(), clock, "quick")
     slow = [c for c, _ in clock.asked if clock.rule(c) == 100.0]
     assert slow and all(clock.count(c) == 1 for c in slow)
-    assert max(repeat for _, repeat in clock.asked) == tune.FINAL and clock.count(guess) == 2 + tune.ROUNDS
+    assert (
+        max(repeat for _, repeat in clock.asked) == tune.FINAL
+        and clock.count(guess) == 2 + tune.ROUNDS
+    )
 
 
 @pytest.mark.usefixtures("computed")
@@ -131,15 +150,23 @@ def test_equals_are_told_apart_by_a_cold_cache(monkeypatch: pytest.MonkeyPatch) 
     cold = Clock(lambda c: float(c[0].k))
     monkeypatch.setattr(tune, "_untimed", lambda problem: "")
     monkeypatch.setattr(fused, "unusable", lambda problem: "")
-    monkeypatch.setattr(tune, "replay_timer", lambda device, cold=False, clocks=(clock, cold): clocks[cold])
+    monkeypatch.setattr(
+        tune, "replay_timer", lambda device, cold=False, clocks=(clock, cold): clocks[cold]
+    )
     found = tune.tune(product().forward.problem(), product().values, None, "quick")
-    assert cold.asked and found.choice[0].k == min(c[0].k for c, _ in cold.asked) and found.microseconds == 5.0
+    assert (
+        cold.asked
+        and found.choice[0].k == min(c[0].k for c, _ in cold.asked)
+        and found.microseconds == 5.0
+    )
 
 
 @pytest.mark.usefixtures("computed")
 def test_full_refines_around_the_best() -> None:
     quick, full = Clock(lambda c: float(c[0].warps)), Clock(lambda c: float(c[0].warps))
-    assert len(search(product(), full, "full").trials) > 3 * len(search(product(), quick, "quick").trials)
+    assert len(search(product(), full, "full").trials) > 3 * len(
+        search(product(), quick, "quick").trials
+    )
     assert len({c for c, _ in quick.asked}) <= 8
 
 
@@ -149,18 +176,31 @@ def test_short_and_long_rows_are_put_together() -> None:
 
     def rule(choice: Choice) -> float:
         short, long = choice
-        return 20.0 - 4.0 * (short.m != base[0].m) - 3.0 * (long.k != base[1].k) - 2.0 * (short.split != base[0].split)
+        return (
+            20.0
+            - 4.0 * (short.m != base[0].m)
+            - 3.0 * (long.k != base[1].k)
+            - 2.0 * (short.split != base[0].split)
+        )
 
     found = search(skewed(), Clock(rule))
     assert found.microseconds == 11.0, "each was best alone, and they were tried together"
 
 
-# --- what is not trusted ---------------------------------------------------------------------------------------------------------------
+# --- what is not trusted --------------------------------------------------------------------------
 
 
-def test_a_winner_with_another_result_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_winner_with_another_result_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     guess = first_guess(product())
-    monkeypatch.setattr(fused, "execute", lambda program, values, target: torch.full((4,), 1.0 if program.steps[0].choice == guess else 1.5))
+    monkeypatch.setattr(
+        fused,
+        "execute",
+        lambda program, values, target: torch.full(
+            (4,), 1.0 if program.steps[0].choice == guess else 1.5
+        ),
+    )
     with caplog.at_level(logging.WARNING, "insum"):
         found = search(product(), Clock(lambda c: 10.0 if c == guess else 1.0), "quick")
     assert found.choice == guess and "another result" in caplog.text
@@ -180,24 +220,37 @@ def test_a_candidate_that_fails_is_passed_over(monkeypatch: pytest.MonkeyPatch) 
     assert failed and all("shared memory" in t.note for t in failed)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64]
+)
 def test_results_are_compared_by_dtype(dtype: torch.dtype) -> None:
     want = torch.arange(1, 200).to(dtype)
     assert tune.same(want.clone(), want)
     assert not tune.same(want * 2, want)
     if dtype.is_floating_point:
         want[3] = float("inf")
-        assert tune.same(want.clone(), want) and not tune.same(torch.where(torch.isinf(want), 1.0, want).to(dtype), want)
+        assert tune.same(want.clone(), want) and not tune.same(
+            torch.where(torch.isinf(want), 1.0, want).to(dtype), want
+        )
         assert tune.same(want * (1 + torch.finfo(dtype).eps), want)
 
 
-# --- efforts, ranks, words ---------------------------------------------------------------------------------------------------------------
+# --- efforts, ranks, words ------------------------------------------------------------------------
 
 
 def test_without_a_gpu_the_first_guess_stands_and_says_so() -> None:
     application = tiny()[0]
-    tuned = insum.tune(application.statement, sizes=dict(application.sizes), padded=application.padded, **application.values)
-    assert tuned.source.startswith("first guess: ") and "cpu" in tuned.source and "config=insum.Config(" in str(tuned)
+    tuned = insum.tune(
+        application.statement,
+        sizes=dict(application.sizes),
+        padded=application.padded,
+        **application.values,
+    )
+    assert (
+        tuned.source.startswith("first guess: ")
+        and "cpu" in tuned.source
+        and "config=insum.Config(" in str(tuned)
+    )
     assert list(cache.entries()) == [], "a guess is not kept as if it had been measured"
     compiled = insum.compile("y[i] = A[i,j] * x[j]")
     assert compiled.tune(A=torch.ones(2, 3), x=torch.ones(3)).config is not None
@@ -217,7 +270,9 @@ def test_tuning_finds_the_mistakes_that_a_call_would_find() -> None:
 
 
 @pytest.mark.usefixtures("computed")
-def test_the_winner_is_one_line_that_can_be_pasted(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_winner_is_one_line_that_can_be_pasted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with caplog.at_level(logging.INFO, "insum"):
         found = search(skewed(), Clock(lambda c: float(c[0].m)), "quick")
     (line,) = [r.getMessage() for r in caplog.records]
@@ -237,7 +292,9 @@ def test_nothing_is_written_to_the_terminal_that_is_none(capfd: pytest.CaptureFi
 
 
 @pytest.mark.usefixtures("computed")
-def test_a_terminal_gets_a_progress_bar_and_the_winner(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_gets_a_progress_bar_and_the_winner(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("rich")
     import sys
 
@@ -249,7 +306,9 @@ def test_a_terminal_gets_a_progress_bar_and_the_winner(monkeypatch: pytest.Monke
 @pytest.mark.usefixtures("computed")
 def test_accumulating_statements_are_tried_on_copies() -> None:
     A, x, y = torch.ones(4, 3), torch.ones(3), torch.zeros(4)
-    problem = insum.request.request_of("y[i] += A[i,j] * x[j]", None, None, ()).bind({"A": A, "x": x, "y": y})
+    problem = insum.request.request_of("y[i] += A[i,j] * x[j]", None, None, ()).bind(
+        {"A": A, "x": x, "y": y}
+    )
     seen = []
 
     def timer(run: Any, repeat: int) -> float:
@@ -264,8 +323,16 @@ def test_accumulating_statements_are_tried_on_copies() -> None:
 def test_a_sum_of_products_is_tuned_product_by_product() -> None:
     A, B = torch.ones(64, 32), torch.ones(32, 64)
     values = {"A": A, "B": B, "D": torch.ones(64, 64)}
-    problem = insum.request.request_of("C[i,j] = A[i,k] * B[k,j] + D[i,j]", None, None, ()).bind(values)
-    found = tune.tune(problem, values, None, "quick", timer=lambda run, repeat: 10.0 - 0.5 * run.args[0].steps[1].choice[0].warps)
+    problem = insum.request.request_of("C[i,j] = A[i,k] * B[k,j] + D[i,j]", None, None, ()).bind(
+        values
+    )
+    found = tune.tune(
+        problem,
+        values,
+        None,
+        "quick",
+        timer=lambda run, repeat: 10.0 - 0.5 * run.args[0].steps[1].choice[0].warps,
+    )
     assert len(found.choice) == 2 and len(list(cache.entries())) == 2
     program = fused.plan_only(problem, values, config=found.choice)
     assert tuple(step.choice[0] for step in program.steps) == found.choice
@@ -275,23 +342,36 @@ def test_time_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused, "execute", lambda program, values, target: torch.ones(4))
     monkeypatch.setitem(tune.EFFORTS, "quick", tune.Effort(8, 0, 0.0))
     found = search(product(), Clock(lambda c: 1.0), "quick")
-    assert found.choice == first_guess(product()) and {t.note for t in found.trials[1:]} == {"no time left"}
+    assert found.choice == first_guess(product()) and {t.note for t in found.trials[1:]} == {
+        "no time left"
+    }
 
 
-# --- the first call ------------------------------------------------------------------------------------------------------------------
+# --- the first call -------------------------------------------------------------------------------
 
 
 @pytest.mark.interpreter
 def test_effort_tunes_the_first_call_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "_untimed", lambda problem: "")
-    monkeypatch.setattr(tune, "replay_timer", lambda device, cold=False: lambda run, repeat: 50.0 - choice_in(run)[0].m)
+    monkeypatch.setattr(
+        tune,
+        "replay_timer",
+        lambda device, cold=False: lambda run, repeat: 50.0 - choice_in(run)[0].m,
+    )
     application = tiny()[0]
     searched: list[str] = []
     real = tune.tune
-    monkeypatch.setattr(tune, "tune", lambda *args, **options: searched.append(args[3]) or real(*args, **options))
+    monkeypatch.setattr(
+        tune, "tune", lambda *args, **options: searched.append(args[3]) or real(*args, **options)
+    )
 
     def call() -> torch.Tensor:
-        return insum.insum(application.statement, sizes=dict(application.sizes), padded=application.padded, **application.values)
+        return insum.insum(
+            application.statement,
+            sizes=dict(application.sizes),
+            padded=application.padded,
+            **application.values,
+        )
 
     with insum.settings(backend="fused", require_fused=True):
         expected = call()
@@ -311,14 +391,20 @@ def test_tuned_launches_replace_those_before(monkeypatch: pytest.MonkeyPatch) ->
     with insum.settings(backend="fused", require_fused=True):
         insum.insum(statement, A=A, B=B)
         problem = insum.request.request_of(statement, None, None, ()).bind({"A": A, "B": B})
-        found = tune.tune(problem, {"A": A, "B": B}, None, "full", timer=lambda run, repeat: float(choice_in(run)[0].k))
+        found = tune.tune(
+            problem,
+            {"A": A, "B": B},
+            None,
+            "full",
+            timer=lambda run, repeat: float(choice_in(run)[0].k),
+        )
         assert found.choice[0].k == 16
         assert torch.allclose(insum.insum(statement, A=A, B=B), A @ B, atol=1e-4)
         assert "k=16" in str(insum.explain(statement, A=A, B=B))
         assert "k=32" in str(insum.explain(statement, config=Config(m=16, n=16, k=32), A=A, B=B))
 
 
-# --- clocks and workers -----------------------------------------------------------------------------------------------------------------
+# --- clocks and workers ---------------------------------------------------------------------------
 
 
 def test_the_wall_clock() -> None:
@@ -328,7 +414,9 @@ def test_the_wall_clock() -> None:
 
 
 @pytest.mark.compile_only
-def test_workers_compile_what_a_launch_would_look_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_compile_what_a_launch_would_look_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
     application = product()
     program = fused.plan_only(application.forward.problem(), application.values)
@@ -336,26 +424,52 @@ def test_workers_compile_what_a_launch_would_look_for(tmp_path: Path, monkeypatc
     arguments = one.bound(application.values, *program.examples(program.steps[0]))
     jobs = [launch.job(one.function, one.kernel.name, arguments, warps, 2) for warps in (4, 8)]
     done: list[int] = []
-    assert launch.compile_ahead(jobs, ["cuda", 90, 32], workers=2, done=lambda: done.append(1)) == ["", ""]
+    assert launch.compile_ahead(jobs, ["cuda", 90, 32], workers=2, done=lambda: done.append(1)) == [
+        "",
+        "",
+    ]
     assert len(done) == 2
     before = {path.name for path in (tmp_path / "triton").iterdir()}
     assert len(before) == 2
-    assert launch.compile_ahead([*jobs, ("nowhere.py", "x", [], 4, 2)], ["cuda", 90, 32], workers=2)[2] != ""
-    assert {path.name for path in (tmp_path / "triton").iterdir()} == before, "found, not compiled again"
+    assert (
+        launch.compile_ahead([*jobs, ("nowhere.py", "x", [], 4, 2)], ["cuda", 90, 32], workers=2)[2]
+        != ""
+    )
+    assert {path.name for path in (tmp_path / "triton").iterdir()} == before, (
+        "found, not compiled again"
+    )
 
 
 @pytest.mark.gpu
 def test_a_search_on_the_device() -> None:
-    application = block_spmm(rows=64, columns=64, block=32, n=2048, density=0.1, dtype=torch.float16, device="cuda")
+    application = block_spmm(
+        rows=64, columns=64, block=32, n=2048, density=0.1, dtype=torch.float16, device="cuda"
+    )
     expected = application.run()
-    tuned = insum.tune(application.statement, effort="quick", sizes=dict(application.sizes), padded=application.padded, **application.values)
-    assert tuned.source == "search" and tuned.microseconds <= tuned.first_guess * 1.01 and len(tuned.trials) >= 4
+    tuned = insum.tune(
+        application.statement,
+        effort="quick",
+        sizes=dict(application.sizes),
+        padded=application.padded,
+        **application.values,
+    )
+    assert (
+        tuned.source == "search"
+        and tuned.microseconds <= tuned.first_guess * 1.01
+        and len(tuned.trials) >= 4
+    )
     assert tune.same(application.run(), expected)
-    given = insum.insum(application.statement, sizes=dict(application.sizes), padded=application.padded, config=tuned.config, **application.values)
+    given = insum.insum(
+        application.statement,
+        sizes=dict(application.sizes),
+        padded=application.padded,
+        config=tuned.config,
+        **application.values,
+    )
     assert tune.same(given, expected)
 
 
-# --- the group size ---------------------------------------------------------------------------------------------------------------------
+# --- the group size -------------------------------------------------------------------------------
 
 
 def grouped(group_size: int = 1) -> Any:
@@ -375,16 +489,31 @@ def test_the_fastest_group_size_is_kept() -> None:
         return abs(size - 8) + 1.0
 
     tuned = insum.formats.tune(A, "C[m,n] = A[m,k] * B[k,n]", B=B, timer=timer)
-    assert seen == [1, 2, 4, 8] and tuned.estimate == 4.0 and tuned.group_size == 8 == tuned.format.group_size
+    assert (
+        seen == [1, 2, 4, 8]
+        and tuned.estimate == 4.0
+        and tuned.group_size == 8 == tuned.format.group_size
+    )
     assert tuned.format.to_dense().equal(A.to_dense()) and "group size 8" in str(tuned)
 
 
 def test_blocks_and_transposed_groups_keep_their_options() -> None:
-    blocks = insum.formats.BlockGroupCOO.from_dense(torch.ones(32, 64), block_shape=(8, 8), group_size=1)
-    tuned = insum.formats.tune(blocks, "C[m,n] = M[m,k] * B[k,n]", B=torch.ones(64, 3), timer=lambda run, repeat: 1.0 / run.__self__.given["M"].group_size)
-    assert tuned.format.block_shape_or_none == (8, 8) and tuned.group_size == max(tuned.microseconds)
+    blocks = insum.formats.BlockGroupCOO.from_dense(
+        torch.ones(32, 64), block_shape=(8, 8), group_size=1
+    )
+    tuned = insum.formats.tune(
+        blocks,
+        "C[m,n] = M[m,k] * B[k,n]",
+        B=torch.ones(64, 3),
+        timer=lambda run, repeat: 1.0 / run.__self__.given["M"].group_size,
+    )
+    assert tuned.format.block_shape_or_none == (8, 8) and tuned.group_size == max(
+        tuned.microseconds
+    )
     columns = grouped().T
-    tuned = insum.formats.tune(columns, "C[k,n] = M[k,m] * B[m,n]", B=torch.ones(8, 3), timer=lambda run, repeat: 1.0)
+    tuned = insum.formats.tune(
+        columns, "C[k,n] = M[k,m] * B[m,n]", B=torch.ones(8, 3), timer=lambda run, repeat: 1.0
+    )
     assert tuned.format.group_dims == columns.group_dims
 
 
@@ -395,15 +524,27 @@ def test_a_table_is_tried_as_a_table_and_in_groups() -> None:
     x, W = torch.randn(200, 4), torch.randn(5, 4, 3)
     statement = "Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]"
     for best in (0, 16):
-        clock = lambda run, repeat, best=best: float(getattr(run.__self__.given["Map"], "group_size", 0) != best)
+        clock = lambda run, repeat, best=best: float(
+            getattr(run.__self__.given["Map"], "group_size", 0) != best
+        )
         tuned = insum.formats.tune(A, statement, In=x, W=W, timer=clock)
         assert tuned.group_size == best and sorted(tuned.microseconds) == [0, 16]
-        assert type(tuned.format).__name__ == ("GroupCOO" if best else "NeighborTable") and ("group size 16" if best else "table (g*") in str(tuned)
-        assert torch.allclose(insum.einsum(statement, Map=tuned.format, In=x, W=W), insum.einsum(statement, Map=A, In=x, W=W), atol=1e-5)
+        assert type(tuned.format).__name__ == ("GroupCOO" if best else "NeighborTable") and (
+            "group size 16" if best else "table (g*"
+        ) in str(tuned)
+        assert torch.allclose(
+            insum.einsum(statement, Map=tuned.format, In=x, W=W),
+            insum.einsum(statement, Map=A, In=x, W=W),
+            atol=1e-5,
+        )
 
 
 def test_what_has_no_group_size_is_refused() -> None:
     with pytest.raises(insum.FormatError, match="has no group size"):
-        insum.formats.tune(insum.formats.COO.from_dense(torch.eye(3)), "C[m,n] = A[m,k] * B[k,n]", B=torch.ones(3, 3))
+        insum.formats.tune(
+            insum.formats.COO.from_dense(torch.eye(3)),
+            "C[m,n] = A[m,k] * B[k,n]",
+            B=torch.ones(3, 3),
+        )
     with pytest.raises(insum.BindingError, match="A, B"):
         insum.formats.tune(grouped(), "C[m,n] = A[m,k] * B[k,n]")

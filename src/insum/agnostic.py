@@ -1,6 +1,8 @@
-"""`insum.einsum`: one statement over sparse and dense operands, rewritten by the formats' own rules into indirect statements.
+"""`insum.einsum`: one statement over sparse and dense operands, rewritten by the formats' own rules
+into indirect statements.
 
-The module is not called ``einsum``: a submodule of that name would replace the function in the package as soon as it is imported.
+The module is not called ``einsum``: a submodule of that name would replace the function in the
+package as soon as it is imported.
 """
 
 from __future__ import annotations
@@ -25,12 +27,13 @@ def einsum(
 ) -> Any:
     """Run one statement whose operands may be sparse.
 
-    The statement is written as if every operand were dense, in insum's notation with named operands or in `torch.einsum`'s with
-    positional ones. Any number of operands may be dense; several may be sparse if they share one pattern or never meet in a
-    compressed dimension.
+    The statement is written as if every operand were dense, in insum's notation with named operands
+    or in `torch.einsum`'s with positional ones. Any number of operands may be dense; several may be
+    sparse if they share one pattern or never meet in a compressed dimension.
 
-    The result is dense, with one exception: where the left side has exactly the indices of a sparse operand that stands in every
-    term, nothing outside its pattern can be nonzero, and the result has that operand's format (``dense_output=True`` for a tensor).
+    The result is dense, with one exception: where the left side has exactly the indices of a sparse
+    operand that stands in every term, nothing outside its pattern can be nonzero, and the result
+    has that operand's format (``dense_output=True`` for a tensor).
 
     >>> import torch
     >>> from insum.formats import GroupCOO
@@ -42,7 +45,8 @@ def einsum(
     >>> einsum("mk,kn->mn", A, B).equal(A @ B)
     True
     >>> einsum("S[m,n] = A[m,n] * X[m,k] * Y[n,k]", A=A, X=torch.ones(2, 4), Y=torch.ones(3, 4))
-    GroupCOO(shape=(2, 3), float32, nnz=3, groups=2, group_size=2, group_dims=(0,), padding=25.0%, 40 bytes, cpu)
+    GroupCOO(shape=(2, 3), float32, nnz=3, groups=2, group_size=2, group_dims=(0,),
+    padding=25.0%, 40 bytes, cpu)
     """
     text, given = named_operands(statement, operands, named)
     if not any(isinstance(x, SparseFormat) for x in given.values()):

@@ -8,44 +8,80 @@ from dataclasses import replace
 from torch import Tensor
 
 from insum.lang.bind import Size, Value
-from insum.lang.expr import Access, Affine, Atom, Expr, Statement, fresh, index_of, names_of, rewrite
+from insum.lang.expr import (
+    Access,
+    Affine,
+    Atom,
+    Expr,
+    Statement,
+    fresh,
+    index_of,
+    names_of,
+    rewrite,
+)
 from insum.lang.parser import parse
 from insum.request import Request
 
 
-def batched(request: Request, values: Mapping[str, Value], dims: Mapping[str, int | None], size: Size) -> tuple[Request, dict[str, Value]]:
-    """The request and values with the batch as a leading index variable. ``dims``: where each tensor has its batch dimension, if it has one."""
+def batched(
+    request: Request, values: Mapping[str, Value], dims: Mapping[str, int | None], size: Size
+) -> tuple[Request, dict[str, Value]]:
+    """The request and values with the batch as a leading index variable. ``dims``: where each
+    tensor has its batch dimension, if it has one.
+    """
     statement = parse(request.statement)
     batch = fresh("batch", names_of(statement))
     target = statement.target.tensor
-    # The output has the batch, so that a tensor which also gives the output's shape must have it too.
+    # The output has the batch, so that a tensor which also gives the output's shape must have it
+    # too.
     chosen = {name for name, dim in dims.items() if dim is not None} | ({target} & values.keys())
-    moved = {name: front(value, dims.get(name), size) if name in chosen and isinstance(value, Tensor) else value for name, value in values.items()}
+    moved = {
+        name: front(value, dims.get(name), size)
+        if name in chosen and isinstance(value, Tensor)
+        else value
+        for name, value in values.items()
+    }
     text = str(_led(statement, chosen, batch))
-    return replace(request, statement=text, sizes=_shifted(request, statement, batch, size), config=None), moved
+    return replace(
+        request, statement=text, sizes=_shifted(request, statement, batch, size), config=None
+    ), moved
 
 
 def front(tensor: Tensor, dim: int | None, size: Size) -> Tensor:
     """The tensor with its batch dimension first; one without gets an expanded one."""
-    return tensor.movedim(dim, 0) if dim is not None else tensor.unsqueeze(0).expand(size, *tensor.shape)
+    return (
+        tensor.movedim(dim, 0)
+        if dim is not None
+        else tensor.unsqueeze(0).expand(size, *tensor.shape)
+    )
 
 
 def _led(statement: Statement, chosen: set[str], batch: str) -> Statement:
     def lead(access: Access) -> Access:
         indices = tuple(map(lead_index, access.indices))
-        return Access(access.tensor, (index_of(batch), *indices) if access.tensor in chosen else indices)
+        return Access(
+            access.tensor, (index_of(batch), *indices) if access.tensor in chosen else indices
+        )
 
     def lead_index(index: Affine) -> Affine:
-        terms: tuple[tuple[int, Atom], ...] = tuple((c, lead(a) if isinstance(a, Access) else a) for c, a in index.terms)
+        terms: tuple[tuple[int, Atom], ...] = tuple(
+            (c, lead(a) if isinstance(a, Access) else a) for c, a in index.terms
+        )
         return Affine(terms, index.offset)
 
-    target = Access(statement.target.tensor, (index_of(batch), *map(lead_index, statement.target.indices)))
+    target = Access(
+        statement.target.tensor, (index_of(batch), *map(lead_index, statement.target.indices))
+    )
     value: Expr = rewrite(statement.value, lead)
     return Statement(target, statement.operator, value)
 
 
-def _shifted(request: Request, statement: Statement, batch: str, size: Size) -> tuple[tuple[str | int, Size | tuple[Size, ...]], ...]:
-    """Output dimensions move by one; sizes given by the text of an index become sizes of dimensions, because the text changes."""
+def _shifted(
+    request: Request, statement: Statement, batch: str, size: Size
+) -> tuple[tuple[str | int, Size | tuple[Size, ...]], ...]:
+    """Output dimensions move by one; sizes given by the text of an index become sizes of
+    dimensions, because the text changes.
+    """
     shifted: list[tuple[str | int, Size | tuple[Size, ...]]] = [(batch, size)]
     for key, value in request.sizes:
         if isinstance(value, tuple):
@@ -61,6 +97,8 @@ def _shifted(request: Request, statement: Statement, batch: str, size: Size) -> 
 def _names(index: Affine, key: str) -> bool:
     """Whether ``sizes={key: n}`` speaks of this left-side index (but not as a variable)."""
     atom = index.atom
-    return index.var is None and (str(index).replace(" ", "") == key.replace(" ", "") or isinstance(atom, Access) and atom.tensor == key)
-
-
+    return index.var is None and (
+        str(index).replace(" ", "") == key.replace(" ", "")
+        or isinstance(atom, Access)
+        and atom.tensor == key
+    )

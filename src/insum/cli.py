@@ -1,6 +1,9 @@
-"""The command ``insum``: bench, cache, doctor, explain, demo. Needs typer and rich, which are imported only when it runs."""
+"""The command ``insum``: bench, cache, doctor, explain, demo. Needs typer and rich, which are
+imported only when it runs.
+"""
 
-# Annotations are evaluated here, unlike elsewhere: typer reads them, and its own names are known only inside the functions.
+# Annotations are evaluated here, unlike elsewhere: typer reads them, and its own names are known
+# only inside the functions.
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 if TYPE_CHECKING:
     import typer
 
-_INSTALL = "the command line needs typer and rich, which are not installed ({error}): pip install 'insum[cli]'"
+_INSTALL = (
+    "the command line needs typer and rich, which are not installed ({error}): pip "
+    "install 'insum[cli]'"
+)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -28,24 +34,46 @@ def application() -> "typer.Typer":
     """All commands."""
     import typer
 
-    app = typer.Typer(add_completion=False, no_args_is_help=True, help="One line of indirect einsum, one fast sparse GPU kernel.")
-    app.add_typer(_cache_commands(), name="cache", help="The memory of tuning: list, clear, export, import.")
+    app = typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        help="One line of indirect einsum, one fast sparse GPU kernel.",
+    )
+    app.add_typer(
+        _cache_commands(), name="cache", help="The memory of tuning: list, clear, export, import."
+    )
 
     @app.command()
     def doctor() -> None:
         """What is usable here, and why the rest is not."""
         from insum.doctor import report
 
-        _print_table("insum doctor", ("what", "", "why"), [(one.what, "ok" if one.usable else "--", one.why) for one in report()])
+        _print_table(
+            "insum doctor",
+            ("what", "", "why"),
+            [(one.what, "ok" if one.usable else "--", one.why) for one in report()],
+        )
 
     @app.command()
     def explain(
         statement: str,
-        shape: Annotated[list[str] | None, typer.Option(help="A tensor: NAME=3,4:float32, or NAME=100:int32<7 for indices below 7.")] = None,
-        size: Annotated[list[str] | None, typer.Option(help="An extent: NAME=8, or 0=8 for an output dimension.")] = None,
-        padded: Annotated[list[str] | None, typer.Option(help="Index tensors in which -1 is padding.")] = None,
+        shape: Annotated[
+            list[str] | None,
+            typer.Option(
+                help="A tensor: NAME=3,4:float32, or NAME=100:int32<7 for indices below 7."
+            ),
+        ] = None,
+        size: Annotated[
+            list[str] | None,
+            typer.Option(help="An extent: NAME=8, or 0=8 for an output dimension."),
+        ] = None,
+        padded: Annotated[
+            list[str] | None, typer.Option(help="Index tensors in which -1 is padding.")
+        ] = None,
     ) -> None:
-        """What a statement would do: roles, graph, work, and the generated kernel where one can be written."""
+        """What a statement would do: roles, graph, work, and the generated kernel where one can be
+        written.
+        """
         typer.echo(explained(statement, shape or [], size or [], padded or []))
 
     @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
@@ -55,9 +83,17 @@ def application() -> "typer.Typer":
 
         raise typer.Exit(demo.main(context.args))
 
-    @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []})
+    @app.command(
+        context_settings={
+            "allow_extra_args": True,
+            "ignore_unknown_options": True,
+            "help_option_names": [],
+        }
+    )
     def bench(context: typer.Context) -> None:
-        """The paper's tables and figures against the rivals that are here: block-spmm, spmm, conv, tensor-product, ablation, compilers, all, report."""
+        """The paper's tables and figures against the rivals that are here: block-spmm, spmm, conv,
+        tensor-product, ablation, compilers, all, report.
+        """
         from insum.bench.main import main
 
         raise typer.Exit(main(context.args))
@@ -78,7 +114,7 @@ def _print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]])
     Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
-# --- cache -------------------------------------------------------------------------------------------------------------------------
+# --- cache ----------------------------------------------------------------------------------------
 
 
 def _cache_commands() -> "typer.Typer":
@@ -92,13 +128,29 @@ def _cache_commands() -> "typer.Typer":
     @app.command("list")
     def list_() -> None:
         """Every remembered config."""
-        rows = [(e.statement, e.key.sizes, e.key.device, f"{e.microseconds:.1f}", f"{e.first_guess:.1f}", shown(e.choice)) for e in cache.entries()]
+        rows = [
+            (
+                e.statement,
+                e.key.sizes,
+                e.key.device,
+                f"{e.microseconds:.1f}",
+                f"{e.first_guess:.1f}",
+                shown(e.choice),
+            )
+            for e in cache.entries()
+        ]
         typer.echo(f"{cache.folder()}: {len(rows)} entries")
         if rows:
-            _print_table("", ("statement", "sizes up to", "device", "µs", "first guess", "config"), rows)
+            _print_table(
+                "", ("statement", "sizes up to", "device", "µs", "first guess", "config"), rows
+            )
 
     @app.command()
-    def clear(kernels: Annotated[bool, typer.Option(help="Remove the sources of generated kernels too.")] = True) -> None:
+    def clear(
+        kernels: Annotated[
+            bool, typer.Option(help="Remove the sources of generated kernels too.")
+        ] = True,
+    ) -> None:
         """Forget everything."""
         typer.echo(f"{cache.folder()}: {cache.clear(kernels=kernels)} files removed")
 
@@ -108,23 +160,33 @@ def _cache_commands() -> "typer.Typer":
         typer.echo(f"{cache.export_file(file)} entries written to {file}")
 
     @app.command("import")
-    def import_(file: Path, any_version: Annotated[bool, typer.Option(help="Also take entries that other versions wrote.")] = False) -> None:
+    def import_(
+        file: Path,
+        any_version: Annotated[
+            bool, typer.Option(help="Also take entries that other versions wrote.")
+        ] = False,
+    ) -> None:
         """Take over the entries of an exported file."""
         try:
             taken, left = cache.import_file(file, any_version=any_version)
         except (OSError, ValueError, KeyError, TypeError) as error:
             typer.echo(f"{file}: {error}", err=True)
             raise typer.Exit(1) from None
-        typer.echo(f"{taken} entries taken over" + (f", {left} of other versions left out (--any-version takes them)" if left else ""))
+        typer.echo(
+            f"{taken} entries taken over"
+            + (f", {left} of other versions left out (--any-version takes them)" if left else "")
+        )
 
     return app
 
 
-# --- explain -----------------------------------------------------------------------------------------------------------------------
+# --- explain --------------------------------------------------------------------------------------
 
 
 def explained(statement: str, shapes: list[str], sizes: list[str], padded: list[str]) -> str:
-    """`insum.explain` of a statement over tensors that are described by text; the kernel as a GPU would get it."""
+    """`insum.explain` of a statement over tensors that are described by text; the kernel as a GPU
+    would get it.
+    """
     from insum.api import explain
     from insum.errors import InsumError
     from insum.plan.prepare import CannotFuse
@@ -133,7 +195,10 @@ def explained(statement: str, shapes: list[str], sizes: list[str], padded: list[
 
     try:
         tensors = dict(tensor_of(text) for text in shapes)
-        given = {int(name) if name.isdigit() else name: int(size) for name, _, size in (text.partition("=") for text in sizes)}
+        given = {
+            int(name) if name.isdigit() else name: int(size)
+            for name, _, size in (text.partition("=") for text in sizes)
+        }
         page = str(explain(statement, sizes=given, padded=padded, **tensors))
         if launch.available():
             return page
@@ -148,7 +213,8 @@ def explained(statement: str, shapes: list[str], sizes: list[str], padded: list[
 
 
 def tensor_of(text: str) -> tuple[str, Any]:
-    """``A=3,4:float32`` as a name and a tensor of that kind; integers are sorted and below ``<N``, as indices are.
+    """``A=3,4:float32`` as a name and a tensor of that kind; integers are sorted and below ``<N``,
+    as indices are.
 
     >>> name, tensor = tensor_of("D=5:int32<3")
     >>> name, tensor.dtype, tensor.tolist()
@@ -161,7 +227,10 @@ def tensor_of(text: str) -> tuple[str, Any]:
     kind, _, below = kind.partition("<")
     dtype = getattr(torch, kind or "float32", None)
     if not name.isidentifier() or not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{text!r} describes no tensor; write NAME=3,4:float32, or NAME=100:int32<7 for indices below 7")
+        raise ValueError(
+            f"{text!r} describes no tensor; write NAME=3,4:float32, or NAME=100:int32<7 for "
+            "indices below 7"
+        )
     extents = [int(extent) for extent in shape.split(",") if extent.strip()]
     if dtype.is_floating_point or dtype.is_complex:
         return name, torch.zeros(extents, dtype=dtype)

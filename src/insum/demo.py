@@ -1,10 +1,11 @@
-"""A short tour: the paper's four applications, each one line, checked and timed on whatever device there is.
+"""A short tour: the paper's four applications, each one line, checked and timed on whatever device
+there is.
 
     python -m insum.demo
 
-Every result is compared with a float64 reference, and timed beside what PyTorch itself offers for the job on this machine. On a
-machine without a GPU the statements run as graphs of torch operations; their fused kernels are still generated and compiled for
-a GPU that need not be here.
+Every result is compared with a float64 reference, and timed beside what PyTorch itself offers for
+the job on this machine. On a machine without a GPU the statements run as graphs of torch
+operations; their fused kernels are still generated and compiled for a GPU that need not be here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ Kernel: TypeAlias = tuple[str, dict[str, Any], dict[str | int, Any], tuple[str, 
 
 @dataclass(frozen=True)
 class Application:
-    """One application: the line of user code, how to run it, its reference and what else does the job here."""
+    """One application: the line of user code, how to run it, its reference and what else does the
+    job here.
+    """
 
     name: str
     line: str
@@ -43,17 +46,31 @@ class Application:
     kernel: Kernel
 
 
-# --- the applications ----------------------------------------------------------------------------------------------------------
+# --- the applications -----------------------------------------------------------------------------
 
 
 def block_spmm(device: str, dtype: torch.dtype, size: int, block: int = 32) -> Application:
     generator = torch.Generator().manual_seed(0)
-    mask = (torch.rand(size // block, size // block, generator=generator) < 0.1).repeat_interleave(block, 0).repeat_interleave(block, 1)
+    mask = (
+        (torch.rand(size // block, size // block, generator=generator) < 0.1)
+        .repeat_interleave(block, 0)
+        .repeat_interleave(block, 1)
+    )
     dense = (torch.randn(size, size, generator=generator) * mask).to(device, dtype)
     B = torch.randn(size, size, generator=generator).to(device, dtype)
     A = BlockGroupCOO.from_dense(dense, block_shape=(block, block), group_size="auto")
-    values: dict[str, Any] = {"AM": A.group_indices[0], "AK": A.slot_indices[0], "AV": A.values, "B": B.view(size // block, block, size)}
-    kernel: Kernel = "C[AM[p],bm,n] += AV[p,q,bm,bk] * B[AK[p,q],bk,n]", values, {0: size // block}, ("AK",)
+    values: dict[str, Any] = {
+        "AM": A.group_indices[0],
+        "AK": A.slot_indices[0],
+        "AV": A.values,
+        "B": B.view(size // block, block, size),
+    }
+    kernel: Kernel = (
+        "C[AM[p],bm,n] += AV[p,q,bm,bk] * B[AK[p,q],bk,n]",
+        values,
+        {0: size // block},
+        ("AK",),
+    )
     return Application(
         "block SpMM",
         'einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B)',
@@ -70,11 +87,24 @@ def graph_spmm(device: str, nodes: int, columns: int = 128, degree: int = 8) -> 
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(0, nodes, (nodes * degree,), generator=generator)
     columns_of = torch.randint(0, nodes, (nodes * degree,), generator=generator)
-    matrix = torch.sparse_coo_tensor(torch.stack([rows, columns_of]), torch.randn(nodes * degree, generator=generator), (nodes, nodes)).coalesce().to(device)
+    matrix = (
+        torch.sparse_coo_tensor(
+            torch.stack([rows, columns_of]),
+            torch.randn(nodes * degree, generator=generator),
+            (nodes, nodes),
+        )
+        .coalesce()
+        .to(device)
+    )
     csr = matrix.to_sparse_csr()
     B = torch.randn(nodes, columns, generator=generator).to(device)
     A = GroupCOO.from_torch(csr, group_size="auto")
-    values: dict[str, Any] = {"AM": A.group_indices[0], "AK": A.slot_indices[0], "AV": A.values, "B": B}
+    values: dict[str, Any] = {
+        "AM": A.group_indices[0],
+        "AK": A.slot_indices[0],
+        "AV": A.values,
+        "B": B,
+    }
     kernel: Kernel = "C[AM[p],n] += AV[p,q] * B[AK[p,q],n]", values, {0: nodes}, ("AK",)
     return Application(
         "graph SpMM",
@@ -91,7 +121,11 @@ def graph_spmm(device: str, nodes: int, columns: int = 128, degree: int = 8) -> 
 def convolution(device: str, dtype: torch.dtype, voxels: int, channels: int = 64) -> Application:
     generator = torch.Generator().manual_seed(0)
     neighbours = torch.stack([torch.randperm(voxels, generator=generator) for _ in range(27)])
-    table = torch.where(torch.rand(27, voxels, generator=generator) < 0.4, neighbours, -1).int().to(device)
+    table = (
+        torch.where(torch.rand(27, voxels, generator=generator) < 0.4, neighbours, -1)
+        .int()
+        .to(device)
+    )
     x = torch.randn(voxels, channels, generator=generator).to(device, dtype)
     w = (torch.randn(27, channels, channels, generator=generator) / channels).to(device, dtype)
     statement = "Out[x,m] = In[Nb[z,x],c] * W[z,c,m]"
@@ -118,17 +152,32 @@ def convolution(device: str, dtype: torch.dtype, voxels: int, channels: int = 64
 
 def tensor_product(device: str, batch: int, channels: int = 32) -> Application:
     generator = torch.Generator().manual_seed(0)
-    paths = [[(0, 0, 0)], [(1 + i, 0, 1 + i) for i in range(3)], [(1 + i, 1 + i, 0) for i in range(3)], [(0, 1 + i, 1 + i) for i in range(3)]]
-    rows = torch.tensor([[*p, *[(-1, -1, -1)] * (3 - len(p))] for p in paths], dtype=torch.int32, device=device)
+    paths = [
+        [(0, 0, 0)],
+        [(1 + i, 0, 1 + i) for i in range(3)],
+        [(1 + i, 1 + i, 0) for i in range(3)],
+        [(0, 1 + i, 1 + i) for i in range(3)],
+    ]
+    rows = torch.tensor(
+        [[*p, *[(-1, -1, -1)] * (3 - len(p))] for p in paths], dtype=torch.int32, device=device
+    )
     I, J, K = (rows[:, :, d].contiguous() for d in range(3))
     V = torch.where(I >= 0, 1 / 3**0.5, 0.0)
     L = torch.arange(4, dtype=torch.int32, device=device)
-    X, Y, W = (torch.randn(batch, *shape, generator=generator).to(device) for shape in ((4, channels), (4,), (4, channels, channels)))
+    X, Y, W = (
+        torch.randn(batch, *shape, generator=generator).to(device)
+        for shape in ((4, channels), (4,), (4, channels, channels))
+    )
     statement = "Z[b,I[p,q],w] += V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]"
     values: dict[str, Any] = {"V": V, "I": I, "J": J, "K": K, "L": L, "X": X, "Y": Y, "W": W}
     coefficients = torch.zeros(4, 4, 4, 4, device=device)
     at = (I >= 0).nonzero()
-    coefficients[I[at[:, 0], at[:, 1]].long(), J[at[:, 0], at[:, 1]].long(), K[at[:, 0], at[:, 1]].long(), at[:, 0]] = V[at[:, 0], at[:, 1]]
+    coefficients[
+        I[at[:, 0], at[:, 1]].long(),
+        J[at[:, 0], at[:, 1]].long(),
+        K[at[:, 0], at[:, 1]].long(),
+        at[:, 0],
+    ] = V[at[:, 0], at[:, 1]]
 
     def dense(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
         return torch.einsum("ijkl,bju,bk,bluw->biw", coefficients.to(x.dtype), x, y, w)
@@ -145,7 +194,7 @@ def tensor_product(device: str, batch: int, channels: int = 32) -> Application:
     )
 
 
-# --- checking, timing, printing ------------------------------------------------------------------------------------------------
+# --- checking, timing, printing -------------------------------------------------------------------
 
 
 def applications(device: str) -> list[Application]:
@@ -162,7 +211,8 @@ def applications(device: str) -> list[Application]:
 def milliseconds(function: Callable[[], Any], device: str, budget: float = 0.5) -> float:
     """Median time of a call, with the device's work waited for."""
     wait: Callable[[], None] = torch.cuda.synchronize if device == "cuda" else lambda: None
-    for _ in range(4):  # a short pattern that keeps coming back is compiled into the code at its third call
+    # a short pattern that keeps coming back is compiled into the code at its third call
+    for _ in range(4):
         function()
     wait()
     times: list[float] = []
@@ -180,7 +230,9 @@ def relative_error(got: Tensor, want: Tensor) -> float:
 
 
 def kernel_note(application: Application, device: str) -> str:
-    """What the generated kernel is: its strategy where it runs, the compiler's figures where there is no GPU to run it."""
+    """What the generated kernel is: its strategy where it runs, the compiler's figures where there
+    is no GPU to run it.
+    """
     from insum.runtime import fused
 
     statement, values, sizes, padded = application.kernel
@@ -196,26 +248,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
     >>> from insum.demo import main  # doctest: +SKIP
     >>> main()  # doctest: +SKIP
     """
-    warnings.filterwarnings("ignore", message="Sparse")  # torch.sparse, the rival, announces that it is in beta
+    # torch.sparse, the rival, announces that it is in beta
+    warnings.filterwarnings("ignore", message="Sparse")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    print(f"insum on {torch.cuda.get_device_name() if device == 'cuda' else 'the CPU (graphs of torch operations; kernels compiled for sm_90, not run)'}\n")
-    header = ("application", "error", "insum ms", "rival ms", "rival", "lines", "replaces (lines)", "kernel")
+    print(
+        f"insum on {torch.cuda.get_device_name()}\n"
+        if device == "cuda"
+        else "insum on the CPU (graphs of torch operations; kernels compiled for sm_90, not run)\n"
+    )
+    header = (
+        "application",
+        "error",
+        "insum ms",
+        "rival ms",
+        "rival",
+        "lines",
+        "replaces (lines)",
+        "kernel",
+    )
     rows, wrong = [header], 0
     for application in applications(device):
         print(f"  {application.name}: {application.line}", flush=True)
         error = relative_error(application.run(), application.reference())
         wrong += not error < 2e-3
-        ours, theirs = milliseconds(application.run, device), milliseconds(application.run_rival, device)
+        ours, theirs = (
+            milliseconds(application.run, device),
+            milliseconds(application.run_rival, device),
+        )
         note = kernel_note(application, device)
-        rows.append((application.name, f"{error:.1e}", f"{ours:.3f}", f"{theirs:.3f}", application.rival, "1", application.replaces, note))
+        rows.append(
+            (
+                application.name,
+                f"{error:.1e}",
+                f"{ours:.3f}",
+                f"{theirs:.3f}",
+                application.rival,
+                "1",
+                application.replaces,
+                note,
+            )
+        )
     print("\n" + "\n".join(_aligned(rows)))
-    print(f"\n{len(rows) - 1 - wrong} of {len(rows) - 1} applications agree with float64 references")
+    print(
+        f"\n{len(rows) - 1 - wrong} of {len(rows) - 1} applications agree with float64 references"
+    )
     return 1 if wrong else 0
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
 
 
 if __name__ == "__main__":

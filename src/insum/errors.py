@@ -1,7 +1,7 @@
 """One tree of errors. Every message states the fact, what was expected and what to do about it.
 
-The low levels raise with the fact alone; the statement, a caret and the tensors that were passed are added where they are
-known, so that a message reads the same whichever stage found the mistake.
+The low levels raise with the fact alone; the statement, a caret and the tensors that were passed
+are added where they are known, so that a message reads the same whichever stage found the mistake.
 """
 
 from __future__ import annotations
@@ -69,18 +69,36 @@ class InsumError(Exception):
         return "\n".join(lines)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild, (type(self), self.fact, self.expected, self.remedy, self.statement, self.span, self.passed)
+        return _rebuild, (
+            type(self),
+            self.fact,
+            self.expected,
+            self.remedy,
+            self.statement,
+            self.span,
+            self.passed,
+        )
 
 
-def _rebuild(kind: type[InsumError], fact: str, expected: str, remedy: str, statement: str, span: Span | None, passed: tuple[str, ...]) -> InsumError:
-    return kind(fact, expected=expected, remedy=remedy, statement=statement, span=span, passed=passed)
+def _rebuild(
+    kind: type[InsumError],
+    fact: str,
+    expected: str,
+    remedy: str,
+    statement: str,
+    span: Span | None,
+    passed: tuple[str, ...],
+) -> InsumError:
+    return kind(
+        fact, expected=expected, remedy=remedy, statement=statement, span=span, passed=passed
+    )
 
 
 _WIDTH = 100
 
 
 def _with_caret(statement: str, span: Span | None) -> list[str]:
-    """The statement on one line (cut around the caret where it is long) and a caret line under it."""
+    """The statement on one line (cut around the caret where long) and a caret line under it."""
     text = "".join(c if c.isprintable() else " " for c in statement)
     if span is None:
         return [f"    {text if len(text) <= _WIDTH else text[:_WIDTH] + '...'}"]
@@ -88,7 +106,10 @@ def _with_caret(statement: str, span: Span | None) -> list[str]:
     window = text[first : first + _WIDTH]
     left, right = "..." if first else "", "..." if first + _WIDTH < len(text) else ""
     width = max(1, min(span.end, first + _WIDTH) - span.start)
-    return [f"    {left}{window}{right}", "    " + " " * (len(left) + span.start - first) + "^" * width]
+    return [
+        f"    {left}{window}{right}",
+        "    " + " " * (len(left) + span.start - first) + "^" * width,
+    ]
 
 
 class StatementError(InsumError, ValueError):
@@ -152,7 +173,8 @@ class IndexRangeError(InsumError, IndexError):
 
 
 class AutogradError(InsumError, RuntimeError):
-    """The call would do what autograd forbids, such as writing into a leaf that requires a gradient.
+    """The call would do what autograd forbids, such as writing into a leaf that requires a
+    gradient.
 
     >>> import insum, torch
     >>> try:
@@ -164,7 +186,8 @@ class AutogradError(InsumError, RuntimeError):
 
 
 class FormatError(InsumError, ValueError):
-    """The arrays of a sparse format contradict each other, or a conversion got input it cannot take.
+    """The arrays of a sparse format contradict each other, or a conversion got input it cannot
+    take.
 
     >>> import insum, torch
     >>> try:

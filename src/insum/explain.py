@@ -41,10 +41,17 @@ class Explanation:
         return self.flops / self.bytes if self.bytes else 0.0
 
     def __str__(self) -> str:
-        work = f"{self.flops:,} FLOPs, {self.bytes:,} bytes at least, {self.intensity:.1f} FLOPs per byte"
+        work = (
+            f"{self.flops:,} FLOPs, {self.bytes:,} bytes at least, {self.intensity:.1f} "
+            "FLOPs per byte"
+        )
         indices = _table(("index", "extent", "role"), self.roles)
         tensors = _table(("tensor", "dtype", "shape", "device"), self.tensors)
-        return "\n\n".join(part for part in (self.statement, indices, tensors, self.graph, work, self.fused) if part)
+        return "\n\n".join(
+            part
+            for part in (self.statement, indices, tensors, self.graph, work, self.fused)
+            if part
+        )
 
     def _repr_html_(self) -> str:
         import html
@@ -59,11 +66,21 @@ def explained(request: Request, values: Mapping[str, Value]) -> Explanation:
     graph = lower(problem, "into" if in_place else "new").text
     described = tuple((v, int(problem.extents[v]), role) for v, role in roles(problem).items())
     fused = _fused(problem, values, request.config)
-    return Explanation(str(problem.statement), described, _tensors(problem), graph, flops(problem), traffic(problem, in_place), fused)
+    return Explanation(
+        str(problem.statement),
+        described,
+        _tensors(problem),
+        graph,
+        flops(problem),
+        traffic(problem, in_place),
+        fused,
+    )
 
 
 def roles(problem: Problem) -> dict[str, str]:
-    """What each index variable does: free, batch (free and in every factor), scattered (in the output through an index) or reduced."""
+    """What each index variable does: free, batch (free and in every factor), scattered (in the
+    output through an index) or reduced.
+    """
     target = problem.statement.target
     plain = {index.var for index in target.indices}
     written = set(variables(target))
@@ -77,12 +94,20 @@ def roles(problem: Problem) -> dict[str, str]:
 
 
 def roles_line(problem: Problem) -> str:
-    return "; ".join(f"{var}: {role}, {problem.extents[var]}" for var, role in roles(problem).items()) or "no index"
+    return (
+        "; ".join(f"{var}: {role}, {problem.extents[var]}" for var, role in roles(problem).items())
+        or "no index"
+    )
 
 
 def flops(problem: Problem) -> int:
-    """Multiplications, additions and function values, as a loop over every point of every term would do them."""
-    return sum(prod(int(problem.extents[v]) for v in term.variables) * _operations(term) for term in problem.terms)
+    """Multiplications, additions and function values, as a loop over every point of every term
+    would do them.
+    """
+    return sum(
+        prod(int(problem.extents[v]) for v in term.variables) * _operations(term)
+        for term in problem.terms
+    )
 
 
 def _operations(term: Term) -> int:
@@ -101,28 +126,57 @@ def _count(node: Expr) -> int:
 
 
 def traffic(problem: Problem, in_place: bool) -> int:
-    """Bytes when every argument is read once and the output written once (and read once, where it is accumulated into)."""
+    """Bytes when every argument is read once and the output written once (and read once, where it
+    is accumulated into).
+    """
     read = {*tensors_of(problem.statement)}
-    total = sum(prod(map(int, k.shape)) * k.dtype.itemsize for name, k in problem.kinds.items() if name in read and k.device is not None)
+    total = sum(
+        prod(map(int, k.shape)) * k.dtype.itemsize
+        for name, k in problem.kinds.items()
+        if name in read and k.device is not None
+    )
     return total + (2 if in_place else 1) * prod(map(int, problem.shape)) * problem.dtype.itemsize
 
 
 def _tensors(problem: Problem) -> tuple[tuple[str, str, str, str], ...]:
     rows = []
     target = problem.statement.target.tensor
-    indexing = {inner.tensor for a in (problem.statement.target, *accesses(problem.statement.value)) for i in a.indices for inner in accesses(i)}
+    indexing = {
+        inner.tensor
+        for a in (problem.statement.target, *accesses(problem.statement.value))
+        for i in a.indices
+        for inner in accesses(i)
+    }
     for name, kind in problem.kinds.items():
         if name != target or name in tensors_of(problem.statement):
             use = "padded" if name in problem.padded else "index" if name in indexing else ""
             where = "number" if kind.device is None else str(kind.device)
-            rows.append((name, str(kind.dtype).removeprefix("torch."), str(tuple(kind.shape)), f"{where} ({use})" if use else where))
-    rows.append((target, str(problem.dtype).removeprefix("torch."), str(tuple(problem.shape)), f"{problem.device} (result)"))
+            rows.append(
+                (
+                    name,
+                    str(kind.dtype).removeprefix("torch."),
+                    str(tuple(kind.shape)),
+                    f"{where} ({use})" if use else where,
+                )
+            )
+    rows.append(
+        (
+            target,
+            str(problem.dtype).removeprefix("torch."),
+            str(tuple(problem.shape)),
+            f"{problem.device} (result)",
+        )
+    )
     return tuple(rows)
 
 
 def _fused(problem: Problem, values: Mapping[str, Value], config: Choice | None) -> str:
     """The plan and the kernel, where a call would look for one."""
-    if settings.backend in ("graph", "inductor") or settings.backend == "auto" and problem.device.type == "cpu":
+    if (
+        settings.backend in ("graph", "inductor")
+        or settings.backend == "auto"
+        and problem.device.type == "cpu"
+    ):
         return ""
     try:
         from insum.runtime import fused  # type: ignore[attr-defined, unused-ignore]
@@ -139,5 +193,10 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     cells = [tuple(head), *(tuple(map(str, row)) for row in rows)]
     widths = [max(len(row[k]) for row in cells) for k in range(len(head))]
     right = [all(isinstance(row[k], int) for row in rows) for k in range(len(head))]
-    lines = ["  ".join(cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right)).rstrip() for row in cells]
+    lines = [
+        "  ".join(
+            cell.rjust(w) if r else cell.ljust(w) for cell, w, r in zip(row, widths, right)
+        ).rstrip()
+        for row in cells
+    ]
     return "\n".join(lines)

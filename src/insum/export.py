@@ -1,7 +1,9 @@
-"""Exported programs that need no insum to run: statements are written out, and AOTInductor compiles them into the package.
+"""Exported programs that need no insum to run: statements are written out, and AOTInductor compiles
+them into the package.
 
-`torch.export` keeps a statement as one call of insum's op. While a program is functionalised on its way to a compiler, the op can be replaced
-by what it does: its graph of torch operations, or, on GPUs, launches of its generated kernels.
+`torch.export` keeps a statement as one call of insum's op. While a program is functionalised on its
+way to a compiler, the op can be replaced by what it does: its graph of torch operations, or, on
+GPUs, launches of its generated kernels.
 
 >>> import torch, insum
 >>> class Square(torch.nn.Module):
@@ -39,12 +41,14 @@ __all__ = ["decompose", "package"]
 #: TorchInductor's option for libraries that a package is linked with.
 _LIBRARIES = "aot_inductor.custom_op_libs"
 
-#: What an op becomes while programs are functionalised: itself (""), its "graph", or its "kernels" where it has some.
+#: What an op becomes while programs are functionalised: itself (""), its "graph", or its "kernels"
+#: where it has some.
 _inlining: contextvars.ContextVar[str] = contextvars.ContextVar("insum_inlining", default="")
 
 
 def decompose(program: ExportedProgram) -> ExportedProgram:
-    """The program with every statement written out as torch operations. It can be saved, and loaded where there is no insum.
+    """The program with every statement written out as torch operations. It can be saved, and loaded
+    where there is no insum.
 
     >>> import torch, insum, insum.export
     >>> class Product(torch.nn.Module):
@@ -62,14 +66,23 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
     return written
 
 
-def package(program: ExportedProgram, path: str | os.PathLike[str], *, kernels: bool = True, options: Mapping[str, Any] | None = None) -> str:
-    """Compile a program with AOTInductor into one ``.pt2`` file that holds the code of its statements, and return the file's path.
+def package(
+    program: ExportedProgram,
+    path: str | os.PathLike[str],
+    *,
+    kernels: bool = True,
+    options: Mapping[str, Any] | None = None,
+) -> str:
+    """Compile a program with AOTInductor into one ``.pt2`` file that holds the code of its
+    statements, and return the file's path.
 
-    On GPUs the file holds insum's generated kernels. They know nothing of index values, which come later: scatters use atomics. A statement
-    for which there is no such kernel, every statement on the CPU, and all of them with ``kernels=False``, are compiled by TorchInductor.
-    ``torch._inductor.aoti_load_package`` loads it, in Python or C++, where there is no insum too. ``options`` are TorchInductor's; unless
-    they say otherwise, matrix products are part of the generated kernels where this PyTorch can do that. Code that TorchInductor makes
-    checks index values; insum's kernels, in a package, do not.
+    On GPUs the file holds insum's generated kernels. They know nothing of index values, which come
+    later: scatters use atomics. A statement for which there is no such kernel, every statement on
+    the CPU, and all of them with ``kernels=False``, are compiled by TorchInductor.
+    ``torch._inductor.aoti_load_package`` loads it, in Python or C++, where there is no insum too.
+    ``options`` are TorchInductor's; unless they say otherwise, matrix products are part of the
+    generated kernels where this PyTorch can do that. Code that TorchInductor makes checks index
+    values; insum's kernels, in a package, do not.
 
     >>> import insum, torch
     >>> insum.export.package(program, "model.pt2")  # doctest: +SKIP
@@ -77,14 +90,30 @@ def package(program: ExportedProgram, path: str | os.PathLike[str], *, kernels: 
     """
     packager = compiler.aot_packager()
     if packager is None:
-        raise UnsupportedError("this PyTorch has no AOTInductor packages", remedy="update torch, or save insum.export.decompose(program)")
+        raise UnsupportedError(
+            "this PyTorch has no AOTInductor packages",
+            remedy="update torch, or save insum.export.decompose(program)",
+        )
     if not str(path).endswith(".pt2"):
-        raise UnsupportedError(f"a package cannot be written to {str(path)!r}", expected="a file name that ends in .pt2")
-    wanted = {name: value for name, value in compiler.inductor_options(True).items() if name != "assert_indirect_indexing"}
+        raise UnsupportedError(
+            f"a package cannot be written to {str(path)!r}",
+            expected="a file name that ends in .pt2",
+        )
+    wanted = {
+        name: value
+        for name, value in compiler.inductor_options(True).items()
+        if name != "assert_indirect_indexing"
+    }
     given = dict(options or {})
     linked = [*(given.pop(_LIBRARIES, None) or ()), *cxx_runtime.libraries()]
     with _inlined("kernels" if kernels else "graph"):
-        return str(packager(program, package_path=str(path), inductor_configs={**wanted, **given, **({_LIBRARIES: linked} if linked else {})}))
+        return str(
+            packager(
+                program,
+                package_path=str(path),
+                inductor_configs={**wanted, **given, **({_LIBRARIES: linked} if linked else {})},
+            )
+        )
 
 
 @contextlib.contextmanager
@@ -99,15 +128,32 @@ def _inlined(how: str) -> Iterator[None]:
 
 @functools.cache
 def _register() -> None:
-    """Tell torch's functionalisation about the ops; outside of `_inlined` they go through as they are."""
+    """Tell torch's functionalisation about the ops; outside of `_inlined` they go through as they
+    are.
+    """
     mode = compiler.functional_mode()
     if mode is None:
-        raise UnsupportedError("this PyTorch does not let an op say how it is functionalised", remedy="update torch")
-    for name, rule in (("contract", _contract), ("accumulate", _accumulate), ("accumulate_", _accumulate_)):
-        torch.library.register_torch_dispatch(f"insum::{name}", mode, functools.partial(_rule, rule))
+        raise UnsupportedError(
+            "this PyTorch does not let an op say how it is functionalised", remedy="update torch"
+        )
+    for name, rule in (
+        ("contract", _contract),
+        ("accumulate", _accumulate),
+        ("accumulate_", _accumulate_),
+    ):
+        torch.library.register_torch_dispatch(
+            f"insum::{name}", mode, functools.partial(_rule, rule)
+        )
 
 
-def _rule(rule: Any, mode: Any, op: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Any:
+def _rule(
+    rule: Any,
+    mode: Any,
+    op: Any,
+    types: Any,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any] | None = None,
+) -> Any:
     if not _inlining.get():
         return mode.__torch_dispatch__(op, types, args, kwargs or {})
     with mode:
@@ -144,13 +190,21 @@ def _kernels(problem: Problem, values: Mapping[str, Value]) -> Callable[[], Tens
         found = portable(problem, values, wishes_of(False, problem.device))
     except CannotFuse as reason:
         if "fallback" in settings.log:
-            print(f"insum: {problem.statement.text!r} is packaged as a graph of torch operations: {reason}", file=sys.stderr)
+            print(
+                f"insum: {problem.statement.text!r} is packaged as a graph of torch "
+                f"operations: {reason}",
+                file=sys.stderr,
+            )
         return None
     return functools.partial(found.run, problem, values, wrap)
 
 
-def _run(problem: Problem, mode: str, initial: Tensor | None, values: Mapping[str, Value]) -> Tensor:
+def _run(
+    problem: Problem, mode: str, initial: Tensor | None, values: Mapping[str, Value]
+) -> Tensor:
     lowered = lower(problem, mode)
     first = () if initial is None else (initial,)
-    result: Tensor = flattened(lowered.module).forward(*first, *(values[name] for name in lowered.inputs), *lowered.size_arguments(problem))
+    result: Tensor = flattened(lowered.module).forward(
+        *first, *(values[name] for name in lowered.inputs), *lowered.size_arguments(problem)
+    )
     return result

@@ -1,7 +1,9 @@
-"""Problem -> torch.fx.GraphModule: gather, einsum, scatter. The reference semantics, and what runs where there is no faster path.
+"""Problem -> torch.fx.GraphModule: gather, einsum, scatter. The reference semantics, and what runs
+where there is no faster path.
 
-A graph is made once per *kind* of problem (statement, dtypes, ranks, device), takes sizes as arguments, and serves every shape.
-The stages are one class each, in the order of the data: `graph_access` gathers, `graph_value` computes, `graph_scatter` writes.
+A graph is made once per *kind* of problem (statement, dtypes, ranks, device), takes sizes as
+arguments, and serves every shape. The stages are one class each, in the order of the data:
+`graph_access` gathers, `graph_value` computes, `graph_scatter` writes.
 """
 
 from __future__ import annotations
@@ -26,20 +28,31 @@ _graphs: dict[object, Lowered] = {}
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A graph and how to call it: the old output first (unless ``mode`` is ``new``), then ``inputs``, then ``sizes`` ('' is the output's shape)."""
+    """A graph and how to call it: the old output first (unless ``mode`` is ``new``), then
+    ``inputs``, then ``sizes`` ('' is the output's shape).
+    """
 
     module: GraphModule
     inputs: tuple[str, ...]
     sizes: tuple[str, ...]
     mode: str
     late: tuple[str, ...] = ()
-    """Arguments that are still read while the output is written; they must not lie in its memory."""
+    (
+        """Arguments that are still read while the output is written; they must not lie in its """
+        """memory."""
+    )
 
     def size_arguments(self, problem: Problem) -> tuple[Size | tuple[Size, ...], ...]:
         return tuple(problem.extents[s] if s else problem.shape for s in self.sizes)
 
-    def __call__(self, problem: Problem, values: Mapping[str, Value], target: Tensor | None = None) -> Tensor:
-        arguments = [values[name] for name in self.inputs] if target is None else [target, *(values[name] for name in self.inputs)]
+    def __call__(
+        self, problem: Problem, values: Mapping[str, Value], target: Tensor | None = None
+    ) -> Tensor:
+        arguments = (
+            [values[name] for name in self.inputs]
+            if target is None
+            else [target, *(values[name] for name in self.inputs)]
+        )
         forward: Callable[..., Tensor] = self.module.forward
         return forward(*arguments, *self.size_arguments(problem))
 
@@ -47,12 +60,17 @@ class Lowered:
     def text(self) -> str:
         """The graph as readable Python."""
         code = re.sub(r";  .*= None$", "", self.module.code.strip(), flags=re.MULTILINE)
-        code = re.sub(r"torch\.(functional|_C\._nn)\.", "torch.", code.replace("(self, ", "(").replace("(self)", "()"))
+        code = re.sub(
+            r"torch\.(functional|_C\._nn)\.",
+            "torch.",
+            code.replace("(self, ", "(").replace("(self)", "()"),
+        )
         return "\n".join(line for line in code.splitlines() if line.strip())
 
 
 def lower(problem: Problem, mode: str = "new") -> Lowered:
-    """The graph of a problem. ``mode``: ``new`` starts from the identity, ``from`` from a given value, ``into`` writes in place.
+    """The graph of a problem. ``mode``: ``new`` starts from the identity, ``from`` from a given
+    value, ``into`` writes in place.
 
     >>> from insum.lang.bind import bind
     >>> from insum.lang.parser import parse
@@ -77,7 +95,8 @@ def lower(problem: Problem, mode: str = "new") -> Lowered:
 
 
 def live_terms(problem: Problem) -> list[Term]:
-    """Terms that contribute: their space has a point, and nothing is read from (or written to) a tensor without elements.
+    """Terms that contribute: their space has a point, and nothing is read from (or written to) a
+    tensor without elements.
 
     The latter is possible with valid indices only where all of them are padding.
     """
@@ -87,18 +106,37 @@ def live_terms(problem: Problem) -> list[Term]:
 
 
 def _is_empty(problem: Problem, term: Term) -> bool:
-    reads = {a.tensor for a in accesses(term.value)} | {a.tensor for i in problem.statement.target.indices for a in accesses(i)}
-    return any(problem.extents[v] == 0 for v in term.variables) or any(0 in problem.kinds[name].shape for name in reads)
+    reads = {a.tensor for a in accesses(term.value)} | {
+        a.tensor for i in problem.statement.target.indices for a in accesses(i)
+    }
+    return any(problem.extents[v] == 0 for v in term.variables) or any(
+        0 in problem.kinds[name].shape for name in reads
+    )
 
 
 def _kind(problem: Problem, live: tuple[int, ...], mode: str) -> object:
-    kinds = tuple((name, k.dtype, len(k.shape), k.device, k.strength) for name, k in problem.kinds.items())
-    return problem.statement, kinds, problem.dtype, problem.device, problem.padded, live, mode, torch.get_default_dtype()
+    kinds = tuple(
+        (name, k.dtype, len(k.shape), k.device, k.strength) for name, k in problem.kinds.items()
+    )
+    return (
+        problem.statement,
+        kinds,
+        problem.dtype,
+        problem.device,
+        problem.padded,
+        live,
+        mode,
+        torch.get_default_dtype(),
+    )
 
 
 def _build(problem: Problem, terms: list[Term], mode: str) -> Lowered:
     if problem.statement.operator in ("max=", "min=") and problem.dtype == torch.uint64:
-        raise problem.complain(UnsupportedError, f"{problem.statement.operator} is not done for uint64", remedy="use int64")
+        raise problem.complain(
+            UnsupportedError,
+            f"{problem.statement.operator} is not done for uint64",
+            remedy="use int64",
+        )
     writer = Writer(problem)
     if mode != "new":
         writer.initial(problem.statement.target.tensor)

@@ -1,4 +1,6 @@
-"""Reading a tensor at index expressions: views where they suffice, ``index_select`` for one index tensor, else advanced indexing."""
+"""Reading a tensor at index expressions: views where they suffice, ``index_select`` for one index
+tensor, else advanced indexing.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from insum.graph_build import Builder, Value, label
 from insum.lang.bind import Problem
 from insum.lang.expr import Access, Affine, Expr, Var, accesses
 
-#: A dimension of a view: the variable that runs along it, or the index values at which it is to be read or written.
+#: A dimension of a view: the variable that runs along it, or the index values at which it is to be
+#: read or written.
 Dim: TypeAlias = str | Value
 #: Dtypes that torch can convert but not gather.
 _ONLY_CAST = (torch.uint16, torch.uint32, torch.uint64)
@@ -46,8 +49,12 @@ class Reader(Builder):
 
     # --- views ---
 
-    def opened(self, node: Node, indices: Sequence[Affine], *, write: bool = False) -> tuple[Node, list[Dim]]:
-        """A view of ``node`` in which literals are selected, affine indices cut out and repeated variables taken on the diagonal."""
+    def opened(
+        self, node: Node, indices: Sequence[Affine], *, write: bool = False
+    ) -> tuple[Node, list[Dim]]:
+        """A view of ``node`` in which literals are selected, affine indices cut out and repeated
+        variables taken on the diagonal.
+        """
         dims: list[Dim] = []
         windows: list[str] = []
         for index in indices:
@@ -65,7 +72,9 @@ class Reader(Builder):
         return self._diagonals(node, dims)
 
     def _window(self, node: Node, dim: int, index: Affine) -> tuple[Node, str, list[str]]:
-        """``2*i + k + 1`` as a strided view: dimension ``dim`` becomes ``i``, the other variables get new dimensions at the end."""
+        """``2*i + k + 1`` as a strided view: dimension ``dim`` becomes ``i``, the other variables
+        get new dimensions at the end.
+        """
         (first_by, first), *others = [(c, a.name) for c, a in index.terms if isinstance(a, Var)]
         if others and index.offset:
             node = self._sliced(node, dim, slice(index.offset, None))
@@ -95,13 +104,20 @@ class Reader(Builder):
     # --- index values ---
 
     def index(self, index: Affine) -> Value:
-        """The values of an index expression, as int32 or int64; those of absent (padded) points are 0."""
+        """The values of an index expression, as int32 or int64; those of absent (padded) points are
+        0.
+        """
         atom = index.atom
         masks = self.masks(index)
         if isinstance(atom, Access):
             value = self._integers(self.read(atom))
             if len(masks) == 1 and atom.tensor in self.problem.padded:
-                return Value(self.call(torch.clamp, value.node, min=0, name=label(atom, "clamped")), value.vars, value.dtype, True)
+                return Value(
+                    self.call(torch.clamp, value.node, min=0, name=label(atom, "clamped")),
+                    value.vars,
+                    value.dtype,
+                    True,
+                )
         else:
             value = self._affine(index)
         for mask in masks:
@@ -111,9 +127,17 @@ class Reader(Builder):
     def _affine(self, index: Affine) -> Value:
         total = Value(index.offset)
         for by, atom in index.terms:
-            part = self.arange(atom.name) if isinstance(atom, Var) else self.cast(self._integers(self.read(atom)), torch.int64)
+            part = (
+                self.arange(atom.name)
+                if isinstance(atom, Var)
+                else self.cast(self._integers(self.read(atom)), torch.int64)
+            )
             part = self.pointwise(torch.mul, part, Value(by)) if by != 1 else part
-            total = part if total.node == 0 and total.dtype is None else self.pointwise(torch.add, part, total)
+            total = (
+                part
+                if total.node == 0 and total.dtype is None
+                else self.pointwise(torch.add, part, total)
+            )
         return total
 
     def _integers(self, value: Value) -> Value:
@@ -135,14 +159,21 @@ class Reader(Builder):
         if access not in self._masks:
             value = self.as_tensor(self.read(access), torch.int64)
             value = self.cast(value, torch.int64) if value.dtype in _ONLY_CAST else value
-            self._masks[access] = Value(self.call(torch.ge, value.node, 0, name=label(access, "present")), value.vars, torch.bool, True)
+            self._masks[access] = Value(
+                self.call(torch.ge, value.node, 0, name=label(access, "present")),
+                value.vars,
+                torch.bool,
+                True,
+            )
         return self._masks[access]
 
     def masked(self, value: Value, mask: Value, otherwise: bool | int | float) -> Value:
         """``value`` where the mask holds, broadcast over the variables of both."""
         order = tuple(dict.fromkeys((*value.vars, *mask.vars)))
         tensor = self.as_tensor(value, value.dtype or torch.float32)
-        node = self.call(torch.where, self.aligned(mask, order), self.aligned(tensor, order), otherwise)
+        node = self.call(
+            torch.where, self.aligned(mask, order), self.aligned(tensor, order), otherwise
+        )
         return Value(node, order, tensor.dtype, True)
 
     # --- gathering ---
@@ -162,20 +193,36 @@ class Reader(Builder):
         node = self.call(operator.getitem, node, indices, name=label(access, "gathered"))
         return Value(node, (*order, *(str(dims[k]) for k in rest)), dtype, True)
 
-    def _selected(self, access: Access, node: Node, dims: list[Dim], dim: int, index: Value, dtype: torch.dtype) -> Value:
+    def _selected(
+        self,
+        access: Access,
+        node: Node,
+        dims: list[Dim],
+        dim: int,
+        index: Value,
+        dtype: torch.dtype,
+    ) -> Value:
         """One index tensor whose variables stand nowhere else: ``index_select``."""
-        node = self.call(torch.index_select, node, dim, self.flat(index), name=label(access, "gathered"))
+        node = self.call(
+            torch.index_select, node, dim, self.flat(index), name=label(access, "gathered")
+        )
         node = self.unflat(node, dim, index.vars)
         vars = [v for d in dims for v in ((d,) if isinstance(d, str) else d.vars)]
         return Value(node, tuple(vars), dtype, True)
 
     def indexed_dims(self, dims: list[Dim]) -> tuple[dict[int, Value], tuple[str, ...]]:
-        """The dimensions that advanced indexing must index, and the variables the indices range over together.
+        """The dimensions that advanced indexing must index, and the variables the indices range
+        over together.
 
-        A dimension with a plain variable that an index shares (``A[i, D[i]]``) is indexed by the variable's values.
+        A dimension with a plain variable that an index shares (``A[i, D[i]]``) is indexed by the
+        variable's values.
         """
         order = tuple(dict.fromkeys(v for d in dims if isinstance(d, Value) for v in d.vars))
-        front = {k: d if isinstance(d, Value) else self.arange(d) for k, d in enumerate(dims) if isinstance(d, Value) or d in order}
+        front = {
+            k: d if isinstance(d, Value) else self.arange(d)
+            for k, d in enumerate(dims)
+            if isinstance(d, Value) or d in order
+        }
         return front, order
 
     def flat(self, index: Value) -> Node:
@@ -186,14 +233,23 @@ class Reader(Builder):
     def unflat(self, node: Node, dim: int, vars: tuple[str, ...]) -> Node:
         if len(vars) == 1:
             return node
-        return self.call(torch.unflatten, node, dim, tuple(self.size(v) for v in vars)) if vars else self.call(torch.squeeze, node, dim)
+        return (
+            self.call(torch.unflatten, node, dim, tuple(self.size(v) for v in vars))
+            if vars
+            else self.call(torch.squeeze, node, dim)
+        )
 
 
 def _index_reads(node: Expr | Affine) -> list[Access]:
     """Every access that stands in an index."""
     if isinstance(node, Affine):
         return list(accesses(node))
-    return [inner for access in accesses(node, nested=False) for index in access.indices for inner in accesses(index)]
+    return [
+        inner
+        for access in accesses(node, nested=False)
+        for index in access.indices
+        for inner in accesses(index)
+    ]
 
 
 def _is_window(index: Affine) -> bool:

@@ -1,4 +1,6 @@
-"""The nodes of a graph under construction: placeholders, sizes, names, and values whose dimensions are index variables."""
+"""The nodes of a graph under construction: placeholders, sizes, names, and values whose dimensions
+are index variables.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ Number: TypeAlias = bool | int | float | complex
 class Value:
     """A node (or a literal) and the index variable of each of its dimensions.
 
-    ``dtype`` is None for a Python number. ``fresh`` says that the memory belongs to the graph, so that it may be returned.
+    ``dtype`` is None for a Python number. ``fresh`` says that the memory belongs to the graph, so
+    that it may be returned.
     """
 
     node: Node | Number
@@ -69,16 +72,28 @@ class Builder:
     def _placeholder(self, key: str, name: str) -> Node:
         node = self._placeholders.get(key)
         if node is None:
-            with self.graph.inserting_after(self._last) if self._last is not None else self.graph.inserting_before():
+            with (
+                self.graph.inserting_after(self._last)
+                if self._last is not None
+                else self.graph.inserting_before()
+            ):
                 legal = name + "_" * (keyword.iskeyword(name) or name == "self")
-                node = self._placeholders[key] = self._last = self.graph.create_node("placeholder", name, name=legal)
+                node = self._placeholders[key] = self._last = self.graph.create_node(
+                    "placeholder", name, name=legal
+                )
             node.target = node.name  # the parameter's name: unique, and no keyword
         return node
 
     def finish(self, output: Node) -> GraphModule:
-        """The module, its arguments in their order: the output's old value where it is used, ``inputs``, ``sizes``."""
+        """The module, its arguments in their order: the output's old value where it is used,
+        ``inputs``, ``sizes``.
+        """
         self.graph.output(output)
-        keys = ["initial", *(f"tensor {name}" for name in self.inputs), *(f"size {s}" if s else "shape" for s in self.sizes)]
+        keys = [
+            "initial",
+            *(f"tensor {name}" for name in self.inputs),
+            *(f"size {s}" if s else "shape" for s in self.sizes),
+        ]
         for node in reversed([self._placeholders[k] for k in keys if k in self._placeholders]):
             first = next(iter(self.graph.nodes))
             if node is not first:
@@ -87,10 +102,14 @@ class Builder:
 
     # --- nodes ---
 
-    def call(self, function: Callable[..., Any], *args: Any, name: str | None = None, **kwargs: Any) -> Node:
+    def call(
+        self, function: Callable[..., Any], *args: Any, name: str | None = None, **kwargs: Any
+    ) -> Node:
         return self.graph.create_node("call_function", function, args, kwargs, name=name)
 
-    def method(self, method: str, node: Node, *args: Any, name: str | None = None, **kwargs: Any) -> Node:
+    def method(
+        self, method: str, node: Node, *args: Any, name: str | None = None, **kwargs: Any
+    ) -> Node:
         return self.graph.create_node("call_method", method, (node, *args), kwargs, name=name)
 
     def times(self, size: Node | int, by: int) -> Node | int:
@@ -104,7 +123,9 @@ class Builder:
     def arange(self, var: str) -> Value:
         """The values of an index variable as a tensor."""
         if var not in self._aranges:
-            node = self.call(torch.arange, self.size(var), device=self.problem.device, name=f"{var}_values")
+            node = self.call(
+                torch.arange, self.size(var), device=self.problem.device, name=f"{var}_values"
+            )
             self._aranges[var] = Value(node, (var,), torch.int64, True)
         return self._aranges[var]
 
@@ -115,7 +136,9 @@ class Builder:
         return replace(value, node=node, dtype=dtype, fresh=True)
 
     def aligned(self, value: Value, order: Sequence[str]) -> Node | Number:
-        """The value with one dimension per variable of ``order``: of size 1 where it does not depend on the variable."""
+        """The value with one dimension per variable of ``order``: of size 1 where it does not
+        depend on the variable.
+        """
         node = value.node
         if value.dtype is None or not isinstance(node, Node) or not value.vars:
             return node
@@ -123,7 +146,8 @@ class Builder:
         if wanted != value.vars:
             node = self.call(torch.permute, node, tuple(value.vars.index(v) for v in wanted))
         missing = [d for d, v in enumerate(order) if v not in value.vars]
-        leading = next((k for k, d in enumerate(missing) if d != k), len(missing))  # these come with broadcasting
+        # these come with broadcasting
+        leading = next((k for k, d in enumerate(missing) if d != k), len(missing))
         for d in reversed(missing[leading:]):
             node = self.call(torch.unsqueeze, node, d - len(order))
         return node
@@ -136,7 +160,9 @@ class Builder:
             return node
         return self.method("expand", node, tuple(self.size(v) for v in order))
 
-    def pointwise(self, function: Callable[..., Any], a: Value, b: Value, name: str | None = None) -> Value:
+    def pointwise(
+        self, function: Callable[..., Any], a: Value, b: Value, name: str | None = None
+    ) -> Value:
         """A function of two values, broadcast over the variables of both."""
         order = tuple(dict.fromkeys((*a.vars, *b.vars)))
         if a.dtype is None and b.dtype is None:
@@ -150,10 +176,17 @@ class Builder:
         """A Python number as a 0-d tensor."""
         if value.dtype is not None:
             return value
-        return Value(self.call(torch.full, (), value.node, dtype=dtype, device=self.problem.device), (), dtype, True)
+        return Value(
+            self.call(torch.full, (), value.node, dtype=dtype, device=self.problem.device),
+            (),
+            dtype,
+            True,
+        )
 
 
-def _fold(builder: Builder, function: Callable[..., Any], a: Node | Number, b: Node | Number) -> Node | Number:
+def _fold(
+    builder: Builder, function: Callable[..., Any], a: Node | Number, b: Node | Number
+) -> Node | Number:
     plain = operator.mul if function is torch.mul else operator.add
     if isinstance(a, Node) or isinstance(b, Node):
         return builder.call(plain, a, b)

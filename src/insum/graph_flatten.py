@@ -1,8 +1,10 @@
-"""Contractions of a graph as plain matrix products, whose reduced variables are one dimension in the order in which they are stored.
+"""Contractions of a graph as plain matrix products, whose reduced variables are one dimension in
+the order in which they are stored.
 
-`torch.einsum` flattens them in an order of its own, so that blocks of values are read with a stride and a compiler sees a copy. Here each
-step is a ``bmm`` (or ``mm``) over flattened dimensions, or, where one side would have a single row, a multiplication and a sum, which
-TorchInductor fuses with the gathers before and the scatter after.
+`torch.einsum` flattens them in an order of its own, so that blocks of values are read with a stride
+and a compiler sees a copy. Here each step is a ``bmm`` (or ``mm``) over flattened dimensions, or,
+where one side would have a single row, a multiplication and a sum, which TorchInductor fuses with
+the gathers before and the scatter after.
 """
 
 from __future__ import annotations
@@ -39,9 +41,15 @@ def flattened(module: GraphModule) -> GraphModule:
         if node.op == "call_function" and node.target is torch.einsum:
             equation, *operands = node.args
             copied[node] = _Contraction(graph, str(equation)).of([copied[o] for o in operands])
-        elif node.target is operator.getitem and all(isinstance(index, Node) for index in node.args[1]):
-            # Spelt with brackets, an index tensor without dimensions is taken for a number that a tracer cannot know.
-            copied[node] = graph.call_function(torch.ops.aten.index.Tensor, (copied[node.args[0]], [copied[i] for i in node.args[1]]))
+        elif node.target is operator.getitem and all(
+            isinstance(index, Node) for index in node.args[1]
+        ):
+            # Spelt with brackets, an index tensor without dimensions is taken for a number that a
+            # tracer cannot know.
+            copied[node] = graph.call_function(
+                torch.ops.aten.index.Tensor,
+                (copied[node.args[0]], [copied[i] for i in node.args[1]]),
+            )
         elif node.op == "output":
             graph.output(copied[node.args[0]])
         else:
@@ -78,10 +86,20 @@ class _Contraction:
 
     def summed(self, x: _Operand, kept: set[str]) -> _Operand:
         dims = tuple(d for d, v in enumerate(x.vars) if v not in kept)
-        return _Operand(self.graph.call_function(torch.sum, (x.node, dims)), "".join(v for v in x.vars if v in kept)) if dims else x
+        return (
+            _Operand(
+                self.graph.call_function(torch.sum, (x.node, dims)),
+                "".join(v for v in x.vars if v in kept),
+            )
+            if dims
+            else x
+        )
 
     def multiplied(self, a: _Operand, b: _Operand, order: str) -> _Operand:
-        return _Operand(self.graph.call_function(torch.mul, (self.spread(a, order), self.spread(b, order))), order)
+        return _Operand(
+            self.graph.call_function(torch.mul, (self.spread(a, order), self.spread(b, order))),
+            order,
+        )
 
     def spread(self, x: _Operand, order: str) -> Node:
         """Dimensions of ``order``, those that ``x`` has not of size 1."""
@@ -94,21 +112,30 @@ class _Contraction:
     def ordered(self, x: _Operand, order: str) -> _Operand:
         if x.vars == order:
             return x
-        return _Operand(self.graph.call_function(torch.permute, (x.node, tuple(x.vars.index(v) for v in order))), order)
+        return _Operand(
+            self.graph.call_function(
+                torch.permute, (x.node, tuple(x.vars.index(v) for v in order))
+            ),
+            order,
+        )
 
     def grouped(self, x: _Operand, groups: tuple[str, ...]) -> Node:
         """The groups as one dimension each; an empty first group as none."""
         node = self.ordered(x, "".join(groups)).node
         for place, group in enumerate(filter(None, groups)):
             if len(group) > 1:
-                node = self.graph.call_function(torch.flatten, (node, place, place + len(group) - 1))
+                node = self.graph.call_function(
+                    torch.flatten, (node, place, place + len(group) - 1)
+                )
         return node
 
     def ungrouped(self, node: Node, groups: tuple[str, ...], a: _Operand, b: _Operand) -> _Operand:
         place = 0
         for group in filter(None, groups):
             if len(group) > 1:
-                node = self.graph.call_function(torch.unflatten, (node, place, tuple(self.size(v, a, b) for v in group)))
+                node = self.graph.call_function(
+                    torch.unflatten, (node, place, tuple(self.size(v, a, b) for v in group))
+                )
             place += len(group)
         return _Operand(node, "".join(groups))
 

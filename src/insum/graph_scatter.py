@@ -1,4 +1,6 @@
-"""Writing contributions to the left side: the mirror of reading. Views where they suffice, ``index_add_``, ``index_put_`` or ``scatter_reduce_``."""
+"""Writing contributions to the left side: the mirror of reading. Views where they suffice,
+``index_add_``, ``index_put_`` or ``scatter_reduce_``.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from insum.lang.types import identity
 
 
 class Writer(Evaluator):
-    """A builder of whole graphs. ``mode``: ``new`` (from the identity), ``from`` (from a given value), ``into`` (in place)."""
+    """A builder of whole graphs. ``mode``: ``new`` (from the identity), ``from`` (from a given
+    value), ``into`` (in place).
+    """
 
     late: tuple[str, ...] = ()
 
@@ -63,7 +67,8 @@ class Writer(Evaluator):
     # --- through views and index tensors ---
 
     def _written(self, terms: list[Term], mode: str) -> Node:
-        # Every value is computed before anything is written: the output may be read on the right side too.
+        # Every value is computed before anything is written: the output may be read on the right
+        # side too.
         order = self._order()
         values = [self.term(t, order) for t in terms]
         self.late = self._late(values)
@@ -71,7 +76,11 @@ class Writer(Evaluator):
         target = self.problem.statement.target
         old = None if mode == "new" else self.initial(target.tensor)
         if not values:
-            unchanged = old if mode == "into" or old is None else self.method("clone", old, memory_format=torch.contiguous_format)
+            unchanged = (
+                old
+                if mode == "into" or old is None
+                else self.method("clone", old, memory_format=torch.contiguous_format)
+            )
             return self._start(self.problem.dtype) if unchanged is None else unchanged
         buffer = self._buffer(old, mode, narrow)
         view, dims = self.opened(buffer, target.indices, write=True)
@@ -79,14 +88,20 @@ class Writer(Evaluator):
             self._write(view, dims, value)
         if mode == "into" and narrow:
             assert old is not None
-            return self.method("copy_", old, self._merged(self.method("to", old, self.accumulator), buffer))
+            return self.method(
+                "copy_", old, self._merged(self.method("to", old, self.accumulator), buffer)
+            )
         return buffer if mode == "into" or not narrow else self._narrow(buffer)
 
     def _late(self, values: list[Value]) -> tuple[str, ...]:
-        """What is read after writing begins: views of arguments, and index tensors that could be the output itself."""
+        """What is read after writing begins: views of arguments, and index tensors that could be
+        the output itself.
+        """
         if not all(v.fresh for v in values):
             return tuple(self.inputs)
-        names = dict.fromkeys(a.tensor for i in self.problem.statement.target.indices for a in accesses(i))
+        names = dict.fromkeys(
+            a.tensor for i in self.problem.statement.target.indices for a in accesses(i)
+        )
         return tuple(n for n in names if self.problem.kinds[n].dtype == self.problem.dtype)
 
     def _order(self) -> tuple[str, ...]:
@@ -100,16 +115,26 @@ class Writer(Evaluator):
             return old
         name = self.problem.statement.target.tensor
         if narrow:
-            return self.method("contiguous", self.method("to", old, self.accumulator), name=f"{name}_sum")
+            return self.method(
+                "contiguous", self.method("to", old, self.accumulator), name=f"{name}_sum"
+            )
         return self.method("clone", old, memory_format=torch.contiguous_format, name=f"{name}_sum")
 
     def _start(self, dtype: torch.dtype) -> Node:
         """A new output that holds the identity of the operator."""
         name = f"{self.problem.statement.target.tensor}_new"
         if not self.extremum:
-            return self.call(torch.zeros, self.shape(), dtype=dtype, device=self.problem.device, name=name)
-        value = identity(self.problem.statement.operator, self.problem.dtype) if dtype == self.problem.dtype else self.identity
-        return self.call(torch.full, self.shape(), value, dtype=dtype, device=self.problem.device, name=name)
+            return self.call(
+                torch.zeros, self.shape(), dtype=dtype, device=self.problem.device, name=name
+            )
+        value = (
+            identity(self.problem.statement.operator, self.problem.dtype)
+            if dtype == self.problem.dtype
+            else self.identity
+        )
+        return self.call(
+            torch.full, self.shape(), value, dtype=dtype, device=self.problem.device, name=name
+        )
 
     def _write(self, view: Node, dims: list[Dim], value: Value) -> None:
         plain = {d for d in dims if isinstance(d, str)}
@@ -131,9 +156,13 @@ class Writer(Evaluator):
     def _merged(self, a: Node, b: Node) -> Node:
         if not self.extremum:
             return self.call(torch.add, a, b)
-        return self.call(torch.maximum if self.problem.statement.operator == "max=" else torch.minimum, a, b)
+        return self.call(
+            torch.maximum if self.problem.statement.operator == "max=" else torch.minimum, a, b
+        )
 
-    def _write_rows(self, view: Node, dims: list[Dim], dim: int, index: Value, value: Value) -> None:
+    def _write_rows(
+        self, view: Node, dims: list[Dim], dim: int, index: Value, value: Value
+    ) -> None:
         """One index tensor: the source gets its variables as one dimension."""
         order = [v for d in dims for v in ((d,) if isinstance(d, str) else d.vars)]
         source = self.expanded(value, order)
@@ -152,7 +181,15 @@ class Writer(Evaluator):
         for _ in range(rank - dim - 1):
             rows = self.call(torch.unsqueeze, rows, -1)
         rows = self.method("expand_as", rows, source)
-        self.method("scatter_reduce_", view, dim, rows, source, "amax" if self.problem.statement.operator == "max=" else "amin", name=self._result)
+        self.method(
+            "scatter_reduce_",
+            view,
+            dim,
+            rows,
+            source,
+            "amax" if self.problem.statement.operator == "max=" else "amin",
+            name=self._result,
+        )
 
     def _write_points(self, view: Node, dims: list[Dim], value: Value) -> None:
         """Several indices, or one that shares a variable with another dimension."""
@@ -166,25 +203,50 @@ class Writer(Evaluator):
         indices = tuple(self.aligned(v, order) for v in front.values())
         self.method("index_put_", view, indices, source, accumulate=True, name=self._result)
 
-    def _reduce_points(self, view: Node, front: dict[int, Value], rest: list[int], order: tuple[str, ...], source: Node) -> None:
-        """Reduce into a buffer in which the indexed dimensions are one, then merge that into the view."""
+    def _reduce_points(
+        self,
+        view: Node,
+        front: dict[int, Value],
+        rest: list[int],
+        order: tuple[str, ...],
+        source: Node,
+    ) -> None:
+        """Reduce into a buffer in which the indexed dimensions are one, then merge that into the
+        view.
+        """
         sizes = {d: self.method("size", view, d) for d in (*front, *rest)}
         linear = self._linear(front, sizes, order)
         rows = reduce(lambda a, b: self.call(operator.mul, a, b), (sizes[d] for d in front))
-        buffer = self.call(torch.full, (rows, *(sizes[d] for d in rest)), self.identity, dtype=self.accumulator, device=self.problem.device)
+        buffer = self.call(
+            torch.full,
+            (rows, *(sizes[d] for d in rest)),
+            self.identity,
+            dtype=self.accumulator,
+            device=self.problem.device,
+        )
         if len(order) != 1:
-            source = self.call(torch.flatten, source, 0, len(order) - 1) if order else self.call(torch.unsqueeze, source, 0)
+            source = (
+                self.call(torch.flatten, source, 0, len(order) - 1)
+                if order
+                else self.call(torch.unsqueeze, source, 0)
+            )
         self._reduce(buffer, 0, linear, source, 1 + len(rest))
         buffer = self.call(torch.unflatten, buffer, 0, tuple(sizes[d] for d in front))
         places = (*front, *rest)
         if list(places) != sorted(places):
-            buffer = self.call(torch.permute, buffer, tuple(places.index(d) for d in sorted(places)))
+            buffer = self.call(
+                torch.permute, buffer, tuple(places.index(d) for d in sorted(places))
+            )
         self.method("copy_", view, self._merged(view, buffer), name=self._result)
 
-    def _linear(self, front: dict[int, Value], sizes: dict[int, Node], order: tuple[str, ...]) -> Node:
+    def _linear(
+        self, front: dict[int, Value], sizes: dict[int, Node], order: tuple[str, ...]
+    ) -> Node:
         values = list(front.items())
         linear = self.cast(values[0][1], torch.int64)
         for dim, value in values[1:]:
-            scaled = Value(self.call(torch.mul, linear.node, sizes[dim]), linear.vars, torch.int64, True)
+            scaled = Value(
+                self.call(torch.mul, linear.node, sizes[dim]), linear.vars, torch.int64, True
+            )
             linear = self.pointwise(torch.add, scaled, self.cast(value, torch.int64))
         return self.method("reshape", self.expanded(linear, order), -1)

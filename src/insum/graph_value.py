@@ -1,4 +1,6 @@
-"""The right side of a statement as values over its variables: pointwise functions, then one einsum (or one reduction) a term."""
+"""The right side of a statement as values over its variables: pointwise functions, then one einsum
+(or one reduction) a term.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,14 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def computed_in(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which values of ``dtype`` are computed: wide, and one that torch has kernels for."""
+    """The dtype in which values of ``dtype`` are computed: wide, and one that torch has kernels
+    for.
+    """
     if not (dtype.is_floating_point or dtype.is_complex):
-        return torch.int64  # torch.einsum and torch.sum turn narrow integers into int64 at places of their own choice
+        # torch.einsum and torch.sum turn narrow integers into int64 at places of their own choice
+        return torch.int64
     return torch.float32 if dtype.is_floating_point and dtype.itemsize == 1 else accumulator(dtype)
+
 
 #: Up to so many summed places, many small vectors are multiplied and summed rather than contracted.
 MOST_SUMMED = 64
@@ -56,7 +62,9 @@ class Evaluator(Reader):
         return torch.promote_types(computed_in(self.problem.dtype), computed_in(value))
 
     def term(self, term: Term, order: tuple[str, ...]) -> Value:
-        """The contribution of a term, reduced to the variables of the left side; in ``order`` where that costs nothing."""
+        """The contribution of a term, reduced to the variables of the left side; in ``order`` where
+        that costs nothing.
+        """
         if self.problem.statement.operator in ("max=", "min="):
             return self._extremum(term.value, order)
         return self._product(term, order)
@@ -82,10 +90,16 @@ class Evaluator(Reader):
         if dtype.is_floating_point or dtype.is_complex:
             return float(value)
         if not -(2**63) <= value < 2**63:
-            raise self.problem.complain(DtypeError, f"the number {value} does not fit in int64", remedy=f"write it as {float(value)!r}")
+            raise self.problem.complain(
+                DtypeError,
+                f"the number {value} does not fit in int64",
+                remedy=f"write it as {float(value)!r}",
+            )
         return value
 
-    def _fold(self, function: Callable[..., Any], parts: tuple[Expr, ...], dtype: torch.dtype) -> Value:
+    def _fold(
+        self, function: Callable[..., Any], parts: tuple[Expr, ...], dtype: torch.dtype
+    ) -> Value:
         result = self.evaluate(parts[0], dtype)
         for part in parts[1:]:
             result = self.pointwise(function, result, self.evaluate(part, dtype))
@@ -96,11 +110,21 @@ class Evaluator(Reader):
         dtype = computed_in(joined)
         values = [self.as_tensor(self.evaluate(a, dtype), dtype) for a in args]
         if all(infer(a, self.types).dtype == torch.bool for a in args):
-            values = [self._truth(v) if isinstance(a, Product | Sum) else v for a, v in zip(args, values)]
+            values = [
+                self._truth(v) if isinstance(a, Product | Sum) else v for a, v in zip(args, values)
+            ]
         if function == "eq":
             return self._equal(args, values, dtype)
         if function == "step":
-            return self.cast(Value(self.call(torch.gt, values[0].node, 0, name="is_positive"), values[0].vars, torch.bool, True), dtype)
+            return self.cast(
+                Value(
+                    self.call(torch.gt, values[0].node, 0, name="is_positive"),
+                    values[0].vars,
+                    torch.bool,
+                    True,
+                ),
+                dtype,
+            )
         result = dtype.to_real() if function == "abs" and dtype.is_complex else dtype
         node = self.call(_FUNCTIONS[function], values[0].node)
         return Value(node, values[0].vars, result, function != "conj")
@@ -108,11 +132,17 @@ class Evaluator(Reader):
     def _truth(self, value: Value) -> Value:
         """Among truth values + means or: a sum of two is 1, not 2."""
         assert value.dtype is not None
-        return self.cast(Value(self.call(torch.ne, value.node, 0), value.vars, torch.bool, True), value.dtype)
+        return self.cast(
+            Value(self.call(torch.ne, value.node, 0), value.vars, torch.bool, True), value.dtype
+        )
 
     def _equal(self, args: tuple[Expr, ...], values: list[Value], dtype: torch.dtype) -> Value:
-        """Compared as rounded to the narrower of the two dtypes: a half-precision maximum equals the wide value it was rounded from."""
-        narrow = min((infer(a, self.types) for a in args), key=lambda t: (t.strength == 0, t.dtype.itemsize)).dtype
+        """Compared as rounded to the narrower of the two dtypes: a half-precision maximum equals
+        the wide value it was rounded from.
+        """
+        narrow = min(
+            (infer(a, self.types) for a in args), key=lambda t: (t.strength == 0, t.dtype.itemsize)
+        ).dtype
         if narrow.is_floating_point and narrow.itemsize < dtype.itemsize:
             values = [self.cast(v, narrow) for v in values]
         same = self.pointwise(torch.eq, values[0], values[1])
@@ -138,12 +168,16 @@ class Evaluator(Reader):
         return result
 
     def _term_dtype(self, term: Term) -> torch.dtype:
-        """Half precision is widened on the CPU, where that is faster and more exact; elsewhere einsum widens inside."""
+        """Half precision is widened on the CPU, where that is faster and more exact; elsewhere
+        einsum widens inside.
+        """
         dtype = infer(term.value, self.types).dtype
         return dtype if dtype in _HALVES and self.problem.device.type != "cpu" else self.accumulator
 
     def _masks_of(self, term: Term, order: tuple[str, ...]) -> tuple[list[Value], list[Value]]:
-        """Masks that may be applied to the result, because nothing they speak of is summed away, and those that may not."""
+        """Masks that may be applied to the result, because nothing they speak of is summed away,
+        and those that may not.
+        """
         masks = self.masks(term.value)
         for index in self.problem.statement.target.indices:
             masks += [m for m in self.masks(index) if m not in masks]
@@ -151,18 +185,27 @@ class Evaluator(Reader):
         return late, [m for m in masks if m not in late]
 
     def _masked_factors(self, factors: list[Value], mask: Value) -> list[Value]:
-        """Zero where absent, in every factor that sees the mask's variables or can without growing past one that does: 0 * inf is nan."""
+        """Zero where absent, in every factor that sees the mask's variables or can without growing
+        past one that does: 0 * inf is nan.
+        """
         spans = [set(f.vars) for f in factors if set(mask.vars) <= set(f.vars)]
-        return [self.masked(f, mask, 0) if any(set(f.vars) | set(mask.vars) <= s for s in spans) else f for f in factors]
+        return [
+            self.masked(f, mask, 0) if any(set(f.vars) | set(mask.vars) <= s for s in spans) else f
+            for f in factors
+        ]
 
-    def _contracted(self, factors: list[Value], order: tuple[str, ...], dtype: torch.dtype) -> Value | None:
+    def _contracted(
+        self, factors: list[Value], order: tuple[str, ...], dtype: torch.dtype
+    ) -> Value | None:
         if not factors:
             return None
         kept = tuple(v for v in order if any(v in f.vars for f in factors))
         if len(factors) == 1:
             return self._summed(factors[0], kept, dtype)
         letters = len({v for f in factors for v in f.vars})
-        usable = letters <= len(ascii_letters) and (dtype.is_floating_point or dtype.is_complex or self.problem.device.type == "cpu")
+        usable = letters <= len(ascii_letters) and (
+            dtype.is_floating_point or dtype.is_complex or self.problem.device.type == "cpu"
+        )
         if not usable or self._of_many_vectors(factors, kept):
             result = factors[0]
             for factor in factors[1:]:
@@ -171,7 +214,9 @@ class Evaluator(Reader):
         return self._einsum(_in_order(factors, kept), kept, dtype)
 
     def _of_many_vectors(self, factors: list[Value], kept: tuple[str, ...]) -> bool:
-        """Whether an einsum would be one small product of a vector after the other, which a CPU does far more slowly than it multiplies and sums."""
+        """Whether an einsum would be one small product of a vector after the other, which a CPU
+        does far more slowly than it multiplies and sums.
+        """
         if self.problem.device.type != "cpu" or len(factors) != 2:
             return False
         small, large = sorted((set(f.vars) for f in factors), key=len)
@@ -179,12 +224,25 @@ class Evaluator(Reader):
         if not (small <= large and summed and small & set(kept)):
             return False
         sizes = [self.problem.extents[v] for v in summed]
-        return small == large or all(isinstance(size, int) for size in sizes) and math.prod(int(s) for s in sizes) <= MOST_SUMMED
+        return (
+            small == large
+            or all(isinstance(size, int) for size in sizes)
+            and math.prod(int(s) for s in sizes) <= MOST_SUMMED
+        )
 
     def _einsum(self, factors: list[Value], kept: tuple[str, ...], dtype: torch.dtype) -> Value:
         names = _letters([v for f in factors for v in f.vars])
-        equation = ",".join("".join(names[v] for v in f.vars) for f in factors) + "->" + "".join(names[v] for v in kept)
-        return Value(self.call(torch.einsum, equation, *(f.node for f in factors), name="contracted"), kept, dtype, True)
+        equation = (
+            ",".join("".join(names[v] for v in f.vars) for f in factors)
+            + "->"
+            + "".join(names[v] for v in kept)
+        )
+        return Value(
+            self.call(torch.einsum, equation, *(f.node for f in factors), name="contracted"),
+            kept,
+            dtype,
+            True,
+        )
 
     def _summed(self, value: Value, kept: tuple[str, ...], dtype: torch.dtype) -> Value:
         dims = tuple(d for d, v in enumerate(value.vars) if v not in kept)
@@ -218,9 +276,17 @@ class Evaluator(Reader):
 
 
 def _in_order(factors: list[Value], kept: tuple[str, ...]) -> list[Value]:
-    """Neighbours share variables, so that einsum's left-to-right order forms no outer product early; and the output needs no transposing."""
+    """Neighbours share variables, so that einsum's left-to-right order forms no outer product
+    early; and the output needs no transposing.
+    """
     place = {v: k for k, v in enumerate(kept)}
-    rest = sorted(factors, key=lambda f: min(([place[v]] for v in f.vars if v in place and _alone(v, f, factors)), default=[len(place)]))
+    rest = sorted(
+        factors,
+        key=lambda f: min(
+            ([place[v]] for v in f.vars if v in place and _alone(v, f, factors)),
+            default=[len(place)],
+        ),
+    )
     chosen = [rest.pop(0)]
     while rest:
         seen = {v for f in chosen for v in f.vars}
@@ -239,4 +305,3 @@ def _letters(vars: list[str]) -> dict[str, str]:
     names = {v: v for v in wanted if len(v) == 1 and v in ascii_letters}
     free = (c for c in ascii_letters if c not in names.values())
     return {v: names[v] if v in names else next(free) for v in wanted}
-

@@ -1,7 +1,8 @@
-"""The graph of a statement compiled by TorchInductor: C++ on CPUs, Triton on GPUs, there with native matrix products where PyTorch has them.
+"""The graph of a statement compiled by TorchInductor: C++ on CPUs, Triton on GPUs, there with
+native matrix products where PyTorch has them.
 
-Everything is asked for in the options of one `torch.compile` call; the user's configuration is neither read nor changed. What cannot be
-compiled runs as the plain graph, and one warning says why.
+Everything is asked for in the options of one `torch.compile` call; the user's configuration is
+neither read nor changed. What cannot be compiled runs as the plain graph, and one warning says why.
 """
 
 from __future__ import annotations
@@ -31,14 +32,18 @@ _said: set[str] = set()
 
 
 class Inductor:
-    """A compiled graph. Sizes are those of `torch.compile`: the first are compiled for exactly, one that changes becomes a variable."""
+    """A compiled graph. Sizes are those of `torch.compile`: the first are compiled for exactly, one
+    that changes becomes a variable.
+    """
 
     def __init__(self, lowered: Lowered, native_matmul: bool) -> None:
         self.plain: Callable[..., Tensor] = lowered.module.forward
         self.failure = ""
         options = compiler.inductor_options(native_matmul)
         self.module = flattened(lowered.module)
-        self.function: Callable[..., Tensor] = torch.compile(self.module.forward, fullgraph=True, options=options)
+        self.function: Callable[..., Tensor] = torch.compile(
+            self.module.forward, fullgraph=True, options=options
+        )
 
     def run(self, problem: Problem, first: bool, arguments: tuple[Any, ...]) -> Tensor:
         if self.failure:
@@ -48,26 +53,42 @@ class Inductor:
         try:
             with torch.no_grad(), scope:
                 result = self.function(*given)
-        except compiler.compile_errors() as error:  # raised before anything has run, so that nothing has been written
-            reason = f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0]}"
-            if not compiler.is_recompile_limit(error):  # what has been compiled before can still be run
+        except compiler.compile_errors() as error:
+            # raised before anything has run, so that nothing has been written
+            reason = (
+                f"{type(error).__name__}: "
+                f"{(str(error).strip() or 'no reason given').splitlines()[0]}"
+            )
+            # what has been compiled before can still be run
+            if not compiler.is_recompile_limit(error):
                 self.failure = reason
             return self.fallback(problem, arguments, reason)
-        # Written in place, the result is the target itself, of which the compiled code saw another name.
+        # Written in place, the result is the target itself, of which the compiled code saw another
+        # name.
         return arguments[0] if given and result is given[0] else result
 
     def fallback(self, problem: Problem, arguments: tuple[Any, ...], reason: str) -> Tensor:
         if settings.require_fused:
             remedy = "set insum.settings.require_fused = False to run it as a graph"
-            raise problem.complain(NotFusedError, f"TorchInductor did not compile this statement: {reason}", remedy=remedy)
+            raise problem.complain(
+                NotFusedError,
+                f"TorchInductor did not compile this statement: {reason}",
+                remedy=remedy,
+            )
         if reason not in _said:
             _said.add(reason)
-            warnings.warn(f"insum: TorchInductor did not compile {problem.statement.text!r}, which runs as a graph: {reason}", stacklevel=2)
+            warnings.warn(
+                f"insum: TorchInductor did not compile {problem.statement.text!r}, which runs "
+                f"as a graph: {reason}",
+                stacklevel=2,
+            )
         return self.plain(*arguments)
 
 
 def forward_of(lowered: Lowered, problem: Problem) -> Callable[..., Tensor]:
-    """A function like ``lowered.module.forward`` that runs compiled code, for calls with this problem's sizes."""
+    """A function like ``lowered.module.forward`` that runs compiled code, for calls with this
+    problem's sizes.
+    """
     if problem.device.type not in DEVICES:
         return lowered.module.forward
     key = lowered.module, settings.native_matmul
@@ -88,7 +109,9 @@ def forward_of(lowered: Lowered, problem: Problem) -> Callable[..., Tensor]:
 
 
 def _bare(tensor: Tensor) -> Tensor:
-    """Without gradient, so that code is not compiled anew for tensors that have one; and with its signs in memory."""
+    """Without gradient, so that code is not compiled anew for tensors that have one; and with its
+    signs in memory.
+    """
     tensor = tensor.detach()
     if tensor.is_conj():
         tensor = tensor.resolve_conj()

@@ -1,4 +1,5 @@
-"""What the user wishes, for the whole process: attributes, environment variables ``INSUM_<NAME>``, and a context manager.
+"""What the user wishes, for the whole process: attributes, environment variables ``INSUM_<NAME>``,
+and a context manager.
 
 Kept apart from `Config`, which is what the planner or the tuner chooses for one kernel.
 """
@@ -27,22 +28,27 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 class Values:
     """All settings with their defaults.
 
-    - ``check``: when index values are checked against their range: ``first`` (on the CPU at every call; on other devices the
-      first time a tensor is seen in its present version), ``always``, ``never``.
-    - ``backend``: ``auto`` (the fused kernel on GPUs, the graph elsewhere), ``graph``, ``fused``, ``inductor`` (the graph, compiled by
-      TorchInductor).
-    - ``require_fused``: a statement without a fused kernel (or one that TorchInductor cannot compile, where that is the backend) is an error
-      instead of a slower path.
-    - ``native_matmul``: with ``backend="inductor"`` on GPUs, matrix products are part of the generated kernels.
+    - ``check``: when index values are checked against their range: ``first`` (on the CPU at every
+      call; on other devices the first time a tensor is seen in its present version), ``always``,
+      ``never``.
+    - ``backend``: ``auto`` (the fused kernel on GPUs, the graph elsewhere), ``graph``, ``fused``,
+      ``inductor`` (the graph, compiled by TorchInductor).
+    - ``require_fused``: a statement without a fused kernel (or one that TorchInductor cannot
+      compile, where that is the backend) is an error instead of a slower path.
+    - ``native_matmul``: with ``backend="inductor"`` on GPUs, matrix products are part of the
+      generated kernels.
     - ``scatter``: force one scatter strategy where it is applicable (tests and ablation).
     - ``dot``: whether contractions use ``tl.dot``.
     - ``swap``, ``prefetch``: allow the operand swap and hand-prefetched indices (ablation).
-    - ``lazy_broadcasting``: operands of ``tl.dot`` are loaded in the shape it takes; without it they are loaded with an axis for every
-      loop variable, then reshaped and transposed (ablation).
-    - ``effort``: what the first call of a statement spends on a search for the best config: ``none`` (the first guess, or what an earlier
-      search left in the cache), ``quick`` (seconds), ``full``.
-    - ``fuse``: whether compiled graphs (`insum.fusion`) fuse a chain: ``auto`` (where it pays), ``always`` (wherever it is one statement), ``never``.
-    - ``log``: comma-separated topics to report on standard error: ``plan``, ``kernel``, ``fallback``, ``fusion``. Also ``INSUM_LOGS``.
+    - ``lazy_broadcasting``: operands of ``tl.dot`` are loaded in the shape it takes; without it
+      they are loaded with an axis for every loop variable, then reshaped and transposed (ablation).
+    - ``effort``: what the first call of a statement spends on a search for the best config:
+      ``none`` (the first guess, or what an earlier search left in the cache), ``quick`` (seconds),
+      ``full``.
+    - ``fuse``: whether compiled graphs (`insum.fusion`) fuse a chain: ``auto`` (where it pays),
+      ``always`` (wherever it is one statement), ``never``.
+    - ``log``: comma-separated topics to report on standard error: ``plan``, ``kernel``,
+      ``fallback``, ``fusion``. Also ``INSUM_LOGS``.
     """
 
     check: str = "first"
@@ -87,16 +93,24 @@ class Settings:
         try:
             return getattr(self._values, name)
         except AttributeError:
-            raise AttributeError(f"insum.settings has no {name!r}; it has {', '.join(_names())}") from None
+            raise AttributeError(
+                f"insum.settings has no {name!r}; it has {', '.join(_names())}"
+            ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, "_values", _one(replace(self._values, **{name: _checked(name, value)})))
+        object.__setattr__(
+            self, "_values", _one(replace(self._values, **{name: _checked(name, value)}))
+        )
 
     @contextmanager
     def __call__(self, **changes: Any) -> Iterator[Settings]:
-        """Change settings for the length of a ``with`` block; they hold for the whole process, backward threads included."""
+        """Change settings for the length of a ``with`` block; they hold for the whole process,
+        backward threads included.
+        """
         before = self._values
-        new = _one(replace(before, **{name: _checked(name, value) for name, value in changes.items()}))
+        new = _one(
+            replace(before, **{name: _checked(name, value) for name, value in changes.items()})
+        )
         object.__setattr__(self, "_values", new)
         try:
             yield self
@@ -117,7 +131,9 @@ _seen: dict[Values, Values] = {}
 
 
 def _one(values: Values) -> Values:
-    """The one object for equal values, so that what is remembered for settings can be told by identity."""
+    """The one object for equal values, so that what is remembered for settings can be told by
+    identity.
+    """
     return _seen.setdefault(values, values)
 
 
@@ -129,7 +145,10 @@ def _checked(name: str, value: Any) -> Any:
     if name not in _names():
         raise SettingsError(f"there is no setting {name!r}", expected=", ".join(_names()))
     if name in _CHOICES and value not in _CHOICES[name]:
-        raise SettingsError(f"settings.{name} cannot be {value!r}", expected="one of " + ", ".join(map(repr, _CHOICES[name])))
+        raise SettingsError(
+            f"settings.{name} cannot be {value!r}",
+            expected="one of " + ", ".join(map(repr, _CHOICES[name])),
+        )
     default = getattr(Values(), name)
     if isinstance(default, bool) and not isinstance(value, bool):
         raise SettingsError(f"settings.{name} cannot be {value!r}", expected="True or False")

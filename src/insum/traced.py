@@ -1,4 +1,6 @@
-"""What a tracer sees of a call: lists are put together and one op is called. Nothing is parsed in traced code."""
+"""What a tracer sees of a call: lists are put together and one op is called. Nothing is parsed in
+traced code.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def left_side(statement: str) -> tuple[str, str, bool]:
-    """The output's name, the operator, and whether the right side reads the output. String methods only, which a tracer folds.
+    """The output's name, the operator, and whether the right side reads the output. String methods
+    only, which a tracer folds.
 
     >>> left_side("C[D[y],x] += A[y,E[r]] * C[r,x]")
     ('C', '+=', True)
@@ -45,25 +48,53 @@ def traced(
     if sizes is not None:
         given += [(str(key), size) for key, size in sizes.items()]
     padded_names = padded if isinstance(padded, str) else ",".join(padded)
-    chosen = "" if config is None else choice_text((config,) if isinstance(config, Config) else tuple(config))
+    chosen = (
+        ""
+        if config is None
+        else choice_text((config,) if isinstance(config, Config) else tuple(config))
+    )
     output = values.get(target)
     if operator == "=" or not isinstance(output, Tensor):
-        result: Tensor = torch.ops.insum.contract(*_arguments(statement, given, padded_names, values, None, chosen))
+        result: Tensor = torch.ops.insum.contract(
+            *_arguments(statement, given, padded_names, values, None, chosen)
+        )
         return result
-    reads = values if reads_target else {name: value for name, value in values.items() if name != target}
-    differentiable = torch.is_grad_enabled() and (output.requires_grad or any(isinstance(v, Tensor) and v.requires_grad for v in reads.values()))
+    reads = (
+        values
+        if reads_target
+        else {name: value for name, value in values.items() if name != target}
+    )
+    differentiable = torch.is_grad_enabled() and (
+        output.requires_grad
+        or any(isinstance(v, Tensor) and v.requires_grad for v in reads.values())
+    )
     if not differentiable:
-        torch.ops.insum.accumulate_(output, *_arguments(statement, given, padded_names, reads, None, chosen))
+        torch.ops.insum.accumulate_(
+            output, *_arguments(statement, given, padded_names, reads, None, chosen)
+        )
         return output
     if operator == "+=":
         wide = torch.float32 if output.dtype in _HALVES else output.dtype
         given = [(target, output.shape), *[(key, size) for key, size in given if key != target]]
-        return output.add_(torch.ops.insum.contract(*_arguments(statement, given, padded_names, reads, wide, chosen)))
-    return output.copy_(torch.ops.insum.accumulate(output, *_arguments(statement, given, padded_names, reads, None, chosen)))
+        return output.add_(
+            torch.ops.insum.contract(
+                *_arguments(statement, given, padded_names, reads, wide, chosen)
+            )
+        )
+    return output.copy_(
+        torch.ops.insum.accumulate(
+            output, *_arguments(statement, given, padded_names, reads, None, chosen)
+        )
+    )
 
 
 def _arguments(
-    statement: str, given: list[tuple[str, Any]], padded: str, values: Mapping[str, Value], dtype: torch.dtype | None, config: str
+    statement: str,
+    given: list[tuple[str, Any]],
+    padded: str,
+    values: Mapping[str, Value],
+    dtype: torch.dtype | None,
+    config: str,
 ) -> tuple[Any, ...]:
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}

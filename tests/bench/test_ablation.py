@@ -28,7 +28,9 @@ def problem() -> tuple[Problem, dict[str, torch.Tensor]]:
     """The ablation's statement at its size on a GPU; values are not touched."""
     groups, blocks = 500, 128
     values = {
-        "AM": torch.sort(torch.randint(0, blocks, (groups,), generator=torch.Generator().manual_seed(0))).values.int(),
+        "AM": torch.sort(
+            torch.randint(0, blocks, (groups,), generator=torch.Generator().manual_seed(0))
+        ).values.int(),
         "AK": torch.zeros(groups, ablation.BLOCK_GROUP, dtype=torch.int32),
         "AV": torch.empty(groups, ablation.BLOCK_GROUP, 32, 32, dtype=torch.float16),
         "B": torch.empty(blocks, 32, 4096, dtype=torch.float16),
@@ -45,7 +47,11 @@ def source(stage: ablation.Stage) -> str:
 
 def test_the_stages_are_the_papers_and_ours() -> None:
     names = [stage.name for stage in ablation.stages()]
-    assert names[:3] == ["COO, unfused", "+ groups (GroupCOO), unfused", "+ blocks (BlockGroupCOO), unfused"]
+    assert names[:3] == [
+        "COO, unfused",
+        "+ groups (GroupCOO), unfused",
+        "+ blocks (BlockGroupCOO), unfused",
+    ]
     assert [n.removeprefix("insum: ") for n in names[3:]] == [
         "+ fused, tl.dot",
         "+ lazy broadcasting",
@@ -72,8 +78,15 @@ def test_every_stage_changes_the_kernel() -> None:
 @pytest.mark.compile_only
 def test_what_each_stage_changes() -> None:
     eager, lazy, segmented, swapped, everything = (source(stage) for stage in FUSED)
-    assert "tl.trans(tl.reshape(" in eager and "[:, None, None]" in eager and "tl.trans(" not in lazy and "[:, None, None]" not in lazy
-    assert "tl.atomic_add(" in lazy and "tl.atomic_add(" not in segmented and "seg_start" in segmented
+    assert (
+        "tl.trans(tl.reshape(" in eager
+        and "[:, None, None]" in eager
+        and "tl.trans(" not in lazy
+        and "[:, None, None]" not in lazy
+    )
+    assert (
+        "tl.atomic_add(" in lazy and "tl.atomic_add(" not in segmented and "seg_start" in segmented
+    )
     shape = lambda text: text.split("acc = tl.zeros([")[1].split("]")[0]
     assert shape(segmented) != shape(swapped) and shape(swapped).endswith(", 32")
     assert "_next" not in swapped and "AK_v1_next" in everything
@@ -99,19 +112,30 @@ EAGER = [
 @pytest.mark.interpreter
 @pytest.mark.parametrize(("statement", "shapes"), EAGER, ids=[e[0] for e in EAGER])
 @pytest.mark.parametrize("scatter", ["auto", "atomic"])
-def test_eager_broadcasting_changes_no_result(statement: str, shapes: dict[str, tuple[int, ...]], scatter: str) -> None:
+def test_eager_broadcasting_changes_no_result(
+    statement: str, shapes: dict[str, tuple[int, ...]], scatter: str
+) -> None:
     draw = torch.Generator().manual_seed(0)
     values = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
     if "Nb" in values:
         values["Nb"] = torch.randint(-1, 37, shapes["Nb"], generator=draw, dtype=torch.int32)
     if "R" in values:
         values["R"] = torch.randint(0, 12, shapes["R"], generator=draw).sort().values
-    options = {"padded": ("Nb",) if "Nb" in values else (), "sizes": {0: 12} if "R" in values else {}}
+    options = {
+        "padded": ("Nb",) if "Nb" in values else (),
+        "sizes": {0: 12} if "R" in values else {},
+    }
     exact = {n: v.double() if v.is_floating_point() else v for n, v in values.items()}
     with insum.settings(backend="graph"):
         want = insum.insum(statement, **options, **exact)
     for lazy in (True, False):
-        with insum.settings(backend="fused", require_fused=True, dot="always", scatter=scatter, lazy_broadcasting=lazy):
+        with insum.settings(
+            backend="fused",
+            require_fused=True,
+            dot="always",
+            scatter=scatter,
+            lazy_broadcasting=lazy,
+        ):
             assert relative_error((insum.insum(statement, **options, **values),), (want,)) < 1e-6
 
 
@@ -123,7 +147,9 @@ def test_every_stage_is_right(stage: ablation.Stage) -> None:
     assert relative_error(ready.canonical(ready.run()), block_spmm.want(given, FORWARD)) < 1e-6
 
 
-@pytest.mark.parametrize("stage", [s for s in ablation.stages() if not s.fused], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "stage", [s for s in ablation.stages() if not s.fused], ids=lambda s: s.name
+)
 def test_unfused_stages_are_right(stage: ablation.Stage) -> None:
     given = block_spmm.inputs(128, 0.5, torch.float32, CPU, group_size=2)
     ready = ablation.ready(stage, given)
@@ -146,10 +172,30 @@ def test_the_command_says_that_times_of_the_interpreter_mean_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     small = functools.partial(block_spmm.inputs, 64)
-    monkeypatch.setattr(block_spmm, "inputs", lambda size, *rest, **options: small(*rest, **options))
-    assert main(["ablation", "--quick", "--no-slow", "--device", "cpu", "--data", "", "--out", str(tmp_path)]) == 0
+    monkeypatch.setattr(
+        block_spmm, "inputs", lambda size, *rest, **options: small(*rest, **options)
+    )
+    assert (
+        main(
+            [
+                "ablation",
+                "--quick",
+                "--no-slow",
+                "--device",
+                "cpu",
+                "--data",
+                "",
+                "--out",
+                str(tmp_path),
+            ]
+        )
+        == 0
+    )
     (section,) = records.read([tmp_path])
-    assert [row.contender for row in section.rows if row.status == "ok"] == [*(s.name for s in ablation.stages()), "torch.mm"]
+    assert [row.contender for row in section.rows if row.status == "ok"] == [
+        *(s.name for s in ablation.stages()),
+        "torch.mm",
+    ]
     assert (
         "interpreter" in section.notes[0]
         and section.notes[0] in capsys.readouterr().out

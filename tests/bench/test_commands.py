@@ -1,4 +1,6 @@
-"""``insum bench``: every command runs on a CPU and leaves all files; mistakes are told before anything runs."""
+"""``insum bench``: every command runs on a CPU and leaves all files; mistakes are told before
+anything runs.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,12 @@ def short() -> Iterator[None]:
 def out(short: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """All benchmarks once, on stand-ins."""
     folder = tmp_path_factory.mktemp("bench")
-    assert command.main(["all", "--quick", "--no-slow", "--device", "cpu", "--data", "", "--out", str(folder)]) == 0
+    assert (
+        command.main(
+            ["all", "--quick", "--no-slow", "--device", "cpu", "--data", "", "--out", str(folder)]
+        )
+        == 0
+    )
     return folder
 
 
@@ -49,9 +56,17 @@ def test_every_benchmark_has_rows_that_are_right(sections: list[records.Section]
     for section in sections:
         ok = [row for row in section.rows if row.status == "ok"]
         assert ok and not section.wrong
-        assert all(row.milliseconds and row.limit_percent and row.error is not None and row.clock == "host" for row in ok)
+        assert all(
+            row.milliseconds and row.limit_percent and row.error is not None and row.clock == "host"
+            for row in ok
+        )
         assert {row.status for row in section.rows} <= {"ok", "failed", "skipped"}
-    ours = [row for s in sections for row in s.rows if row.contender.startswith("insum") and row.status not in ("ok", "skipped")]
+    ours = [
+        row
+        for s in sections
+        for row in s.rows
+        if row.contender.startswith("insum") and row.status not in ("ok", "skipped")
+    ]
     assert not ours
 
 
@@ -62,9 +77,16 @@ def test_forward_and_backward_in_both_precisions(sections: list[records.Section]
     assert {row.dtype for row in spmm.rows} == {"float32", "float16"}
 
 
-def test_the_convolution_has_both_spellings_and_the_layers_choice(sections: list[records.Section]) -> None:
+def test_the_convolution_has_both_spellings_and_the_layers_choice(
+    sections: list[records.Section],
+) -> None:
     rows = next(s for s in sections if s.benchmark == "conv").rows
-    assert {"insum SparseConv3d", "insum, neighbour table", "insum, grouped pairs", "gather-matmul-scatter"} <= {row.contender for row in rows}
+    assert {
+        "insum SparseConv3d",
+        "insum, neighbour table",
+        "insum, grouped pairs",
+        "gather-matmul-scatter",
+    } <= {row.contender for row in rows}
     assert all("chose" in row.note for row in rows if row.contender == "insum SparseConv3d")
 
 
@@ -73,7 +95,9 @@ def test_all_files_are_there(out: Path) -> None:
     assert {f.name for f in out.iterdir()} == FILES | {f"{name}.svg" for name in command.BENCHMARKS}
 
 
-def test_csv_has_every_row_and_every_missing_rival(out: Path, sections: list[records.Section]) -> None:
+def test_csv_has_every_row_and_every_missing_rival(
+    out: Path, sections: list[records.Section]
+) -> None:
     with (out / "bench.csv").open(newline="") as stream:
         rows = list(csv.DictReader(stream))
     assert tuple(rows[0]) == records.COLUMNS
@@ -82,7 +106,9 @@ def test_csv_has_every_row_and_every_missing_rival(out: Path, sections: list[rec
     assert "needs a GPU" in missing["TorchBSR"]
 
 
-def test_missing_rivals_are_named_with_the_reason(sections: list[records.Section], out: Path) -> None:
+def test_missing_rivals_are_named_with_the_reason(
+    sections: list[records.Section], out: Path
+) -> None:
     text = (out / "report.html").read_text()
     for section in sections:
         for one in section.missing:
@@ -95,7 +121,8 @@ def test_missing_rivals_are_named_with_the_reason(sections: list[records.Section
 
 #: What would make a browser ask another machine for something.
 LOADS = re.compile(
-    r"""(?:src|href|data|action|xlink:href)\s*=\s*["']?\s*(?:https?:)?//|url\(\s*["']?(?:https?:)?//|@import|<script|<link|<iframe""", re.IGNORECASE
+    r"""(?:src|href|data|action|xlink:href)\s*=\s*["']?\s*(?:https?:)?//|url\(\s*["']?(?:https?:)?//|@import|<script|<link|<iframe""",
+    re.IGNORECASE,
 )
 
 
@@ -107,67 +134,178 @@ def test_the_page_refers_to_nothing_outside_itself(out: Path) -> None:
 
 def test_the_page_shows_everything(out: Path, sections: list[records.Section]) -> None:
     text = (out / "report.html").read_text()
-    assert all(f'id="{s.benchmark}"' in text and s.device in text and s.date in text and s.command in text for s in sections)
+    assert all(
+        f'id="{s.benchmark}"' in text and s.device in text and s.date in text and s.command in text
+        for s in sections
+    )
     assert text.count("<figure>") == len(sections) and "prefers-color-scheme: dark" in text
-    assert all(word in text for word in ("TorchBSR 202", "Sputnik 1,918", "TorchSparse 4,491", "e3nn 225", f"torch {torch.__version__}"))
+    assert all(
+        word in text
+        for word in (
+            "TorchBSR 202",
+            "Sputnik 1,918",
+            "TorchSparse 4,491",
+            "e3nn 225",
+            f"torch {torch.__version__}",
+        )
+    )
 
 
 def test_report_draws_the_same_from_the_results(out: Path, tmp_path: Path) -> None:
-    assert command.main(["report", str(out), "--out", str(tmp_path / "again"), "--json", str(tmp_path / "copy" / "bench.json")]) == 0
+    assert (
+        command.main(
+            [
+                "report",
+                str(out),
+                "--out",
+                str(tmp_path / "again"),
+                "--json",
+                str(tmp_path / "copy" / "bench.json"),
+            ]
+        )
+        == 0
+    )
     for name in sorted(f.name for f in out.iterdir()):
         assert (tmp_path / "again" / name).read_text() == (out / name).read_text(), name
     assert (tmp_path / "copy" / "bench.json").read_text() == (out / "bench.json").read_text()
 
 
-def test_results_of_several_runs_are_put_together(out: Path, tmp_path: Path, sections: list[records.Section]) -> None:
-    again = [replace(row, milliseconds=77.0) for row in sections[0].rows if row.case == "50% sparse"] + [replace(sections[0].rows[0], case="42% sparse")]
-    later = replace(sections[0], date="2999-01-01", command="insum bench block-spmm --only 50", rows=again)
+def test_results_of_several_runs_are_put_together(
+    out: Path, tmp_path: Path, sections: list[records.Section]
+) -> None:
+    again = [
+        replace(row, milliseconds=77.0) for row in sections[0].rows if row.case == "50% sparse"
+    ] + [replace(sections[0].rows[0], case="42% sparse")]
+    later = replace(
+        sections[0], date="2999-01-01", command="insum bench block-spmm --only 50", rows=again
+    )
     (tmp_path / "later.json").write_text(records.to_json([later]))
     (tmp_path / "elsewhere.json").write_text(records.to_json([replace(later, device="another")]))
     found = records.read([out, tmp_path / "later.json"])
-    assert len(found) == len(sections) and found[0].date == "2999-01-01" and found[0].command.endswith("; insum bench block-spmm --only 50")
-    assert len(found[0].rows) == len(sections[0].rows) + 1 and {r.milliseconds for r in found[0].rows if r.case == "50% sparse"} == {77.0}
+    assert (
+        len(found) == len(sections)
+        and found[0].date == "2999-01-01"
+        and found[0].command.endswith("; insum bench block-spmm --only 50")
+    )
+    assert len(found[0].rows) == len(sections[0].rows) + 1 and {
+        r.milliseconds for r in found[0].rows if r.case == "50% sparse"
+    } == {77.0}
     assert records.read([out, tmp_path / "elsewhere.json"])[0].rows == again
 
 
-def test_without_matplotlib_the_page_says_so(sections: list[records.Section], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_matplotlib_the_page_says_so(
+    sections: list[records.Section], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert plots.draw(sections) == {} and "insum bench report" in plots.why_not()
     assert "matplotlib is not installed" in page.page(sections, {}, plots.why_not())
 
 
 def test_a_baseline_that_is_missing_is_replaced() -> None:
-    rows = [records.Row("b", "c", "float32", "forward", name, "ok", milliseconds=1.0) for name in ("insum", "other")]
-    assert plots.baseline(rows, "e3nn") == "other" and plots.baseline(rows[:1], "e3nn") == "insum" and plots.baseline(rows, "ins") == "insum"
+    rows = [
+        records.Row("b", "c", "float32", "forward", name, "ok", milliseconds=1.0)
+        for name in ("insum", "other")
+    ]
+    assert (
+        plots.baseline(rows, "e3nn") == "other"
+        and plots.baseline(rows[:1], "e3nn") == "insum"
+        and plots.baseline(rows, "ins") == "insum"
+    )
 
 
 def test_it_runs_without_any_optional_package(tmp_path: Path) -> None:
     """As on a machine that has torch and nothing else."""
     absent = ("typer", "rich", "matplotlib", "e3nn", "torch_geometric", "scipy")
-    code = f"import sys; sys.modules.update(dict.fromkeys({absent}))\nfrom insum.bench.main import main\nsys.exit(main())"
-    arguments = ["spmm", "--quick", "--no-slow", "--device", "cpu", "--data", "", "--only", "cora", "--directions", "forward", "--out", str(tmp_path)]
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({absent}))\n"
+        "from insum.bench.main import main\nsys.exit(main())"
+    )
+    arguments = [
+        "spmm",
+        "--quick",
+        "--no-slow",
+        "--device",
+        "cpu",
+        "--data",
+        "",
+        "--only",
+        "cora",
+        "--directions",
+        "forward",
+        "--out",
+        str(tmp_path),
+    ]
     environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code, *arguments], env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
-    assert "missing: PyG: ModuleNotFoundError" in done.stdout and "contender" in done.stdout and {f.name for f in tmp_path.iterdir()} == FILES
+    assert (
+        "missing: PyG: ModuleNotFoundError" in done.stdout
+        and "contender" in done.stdout
+        and {f.name for f in tmp_path.iterdir()} == FILES
+    )
 
 
-def test_data_from_a_folder(short: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_data_from_a_folder(
+    short: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     indptr = np.arange(0, 4 * 65, 4, dtype=np.int32)
     (tmp_path / "graphs").mkdir()
-    np.savez(tmp_path / "graphs" / "ring.npz", indptr=indptr, indices=np.tile(np.arange(4, dtype=np.int32), 64), shape=np.array([64, 64]))
-    assert command.main(["spmm", "--no-slow", "--device", "cpu", "--data", str(tmp_path), "--dtypes", "fp32,bf16", "--out", str(tmp_path / "out")]) == 0
+    np.savez(
+        tmp_path / "graphs" / "ring.npz",
+        indptr=indptr,
+        indices=np.tile(np.arange(4, dtype=np.int32), 64),
+        shape=np.array([64, 64]),
+    )
+    assert (
+        command.main(
+            [
+                "spmm",
+                "--no-slow",
+                "--device",
+                "cpu",
+                "--data",
+                str(tmp_path),
+                "--dtypes",
+                "fp32,bf16",
+                "--out",
+                str(tmp_path / "out"),
+            ]
+        )
+        == 0
+    )
     rows = records.read([tmp_path / "out"])[0].rows
-    assert {row.case for row in rows} == {"ring"} and {row.dtype for row in rows} == {"float32", "bfloat16"}
-    assert str(tmp_path) not in records.read([tmp_path / "out"])[0].command  # no folder of this machine in what is kept
+    assert {row.case for row in rows} == {"ring"} and {row.dtype for row in rows} == {
+        "float32",
+        "bfloat16",
+    }
+    # no folder of this machine in what is kept
+    assert str(tmp_path) not in records.read([tmp_path / "out"])[0].command
     capsys.readouterr()
 
 
 WRONG = [
-    (["faster"], "there is no benchmark 'faster'", "block-spmm, spmm, conv, tensor-product, ablation, compilers, all or report"),
+    (
+        ["faster"],
+        "there is no benchmark 'faster'",
+        "block-spmm, spmm, conv, tensor-product, ablation, compilers, all or report",
+    ),
     (["spmm", "--dtypes", "fp8"], "there is no dtype 'fp8'", "fp32, fp16, bf16"),
-    (["spmm", "--directions", "sideways"], "there is no direction 'sideways'", "forward, backward, both"),
-    (["spmm", "--data", "nowhere"], "the data folder nowhere is not there", "graphs/*.npz and clouds/*.npz"),
+    (
+        ["spmm", "--directions", "sideways"],
+        "there is no direction 'sideways'",
+        "forward, backward, both",
+    ),
+    (
+        ["spmm", "--data", "nowhere"],
+        "the data folder nowhere is not there",
+        "graphs/*.npz and clouds/*.npz",
+    ),
     (["spmm", "--device", "tpu"], "there is no device 'tpu'", "cpu"),
     (["spmm", "--data", "", "--only", "nothing"], "there is no graph 'nothing'", "cora"),
     (["conv", "--data", "", "--only", "cora"], "there is no cloud 'cora'", "pc-s3dis-ucf-lobby"),
@@ -180,21 +318,32 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("arguments", "fact", "expected"), WRONG, ids=[w[1] for w in WRONG])
-def test_mistakes(arguments: list[str], fact: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes(
+    arguments: list[str], fact: str, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert command.main([*arguments, "--out", "never-written"]) == 2
     said = capsys.readouterr().out
     assert f"insum bench: {fact}" in said and expected in said
     assert not Path("never-written").exists()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"sections": [{}]}', '{"sections": [{"rows": [{"no": 1}], "missing": []}]}'])
-def test_a_file_that_is_no_result(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{}", '{"sections": [{}]}', '{"sections": [{"rows": [{"no": 1}], "missing": []}]}'],
+)
+def test_a_file_that_is_no_result(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "other.json").write_text(text)
-    assert command.main(["report", str(tmp_path / "other.json"), "--out", str(tmp_path / "out")]) == 2
+    assert (
+        command.main(["report", str(tmp_path / "other.json"), "--out", str(tmp_path / "out")]) == 2
+    )
     assert "is no result of insum bench" in capsys.readouterr().out
 
 
-def test_a_rival_that_is_there_but_broken_is_missing_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rival_that_is_there_but_broken_is_missing_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "broken_rival.py").write_text("raise OSError('libcuda.so.1: no such file')")
     monkeypatch.syspath_prepend(str(tmp_path))
     rival = rivals.Rival("broken", ("broken_rival",))
@@ -204,11 +353,16 @@ def test_a_rival_that_is_there_but_broken_is_missing_too(tmp_path: Path, monkeyp
 @pytest.mark.gpu
 def test_on_a_gpu_times_are_replays_and_memory_is_told(tmp_path: Path) -> None:
     arguments = ["--quick", "--no-slow", "--data", "", "--out", str(tmp_path)]
-    for what in (["spmm", "--only", "cora"], ["conv", "--only", "pc-pcl-room_scan1"], ["block-spmm"], ["ablation"]):
+    for what in (
+        ["spmm", "--only", "cora"],
+        ["conv", "--only", "pc-pcl-room_scan1"],
+        ["block-spmm"],
+        ["ablation"],
+    ):
         assert command.main([*what, *arguments]) == 0
         (section,) = records.read([tmp_path])
         ours = [row for row in section.rows if row.contender.startswith("insum")]
-        assert ours and all((row.status, row.clock) == ("ok", "CUDA graph") and row.memory_mib for row in ours), [
-            row for row in ours if row.clock != "CUDA graph"
-        ]
+        assert ours and all(
+            (row.status, row.clock) == ("ok", "CUDA graph") and row.memory_mib for row in ours
+        ), [row for row in ours if row.clock != "CUDA graph"]
         assert not section.notes

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from insum.bench import measure
-from insum.bench.measure import Case, Contender, Limits, Ready, Runner, Work, autograd, clock, relative_error
+from insum.bench.measure import (
+    Case,
+    Contender,
+    Limits,
+    Ready,
+    Runner,
+    Work,
+    autograd,
+    clock,
+    relative_error,
+)
 from insum.bench.records import BOTH, FORWARD, Row
 
 CPU = torch.device("cpu")
@@ -23,7 +33,16 @@ def limits() -> Limits:
 
 
 def case(*contenders: Contender) -> Case:
-    return Case("made", "a case", torch.float32, FORWARD, CPU, lambda: (torch.arange(4.0, dtype=torch.float64),), contenders, Work(1.0, 1.0))
+    return Case(
+        "made",
+        "a case",
+        torch.float32,
+        FORWARD,
+        CPU,
+        lambda: (torch.arange(4.0, dtype=torch.float64),),
+        contenders,
+        Work(1.0, 1.0),
+    )
 
 
 def giving(value: Callable[[], Tensor], **options: object) -> Contender:
@@ -38,17 +57,32 @@ def only(runner: Runner, contender: Contender) -> Row:
 def test_a_right_result_is_timed(limits: Limits) -> None:
     row = only(Runner(limits), giving(lambda: torch.arange(4.0), lines=7))
     assert (row.status, row.error, row.lines, row.clock) == ("ok", 0.0, 7, "host")
-    assert row.milliseconds and row.limit_percent and row.first_call_s is not None and row.memory_mib is None
+    assert (
+        row.milliseconds
+        and row.limit_percent
+        and row.first_call_s is not None
+        and row.memory_mib is None
+    )
 
 
 @pytest.mark.parametrize(
     "value",
-    [lambda: torch.arange(4.0) + 0.1, lambda: torch.full((4,), math.nan), lambda: torch.arange(5.0), lambda: torch.empty(0)],
+    [
+        lambda: torch.arange(4.0) + 0.1,
+        lambda: torch.full((4,), math.nan),
+        lambda: torch.arange(5.0),
+        lambda: torch.empty(0),
+    ],
     ids=["off", "nan", "shape", "empty"],
 )
 def test_a_wrong_result_gets_no_time(limits: Limits, value: Callable[[], Tensor]) -> None:
     row = only(Runner(limits), giving(value))
-    assert row.status == "WRONG" and row.milliseconds is None and row.limit_percent is None and "no time is given" in row.note
+    assert (
+        row.status == "WRONG"
+        and row.milliseconds is None
+        and row.limit_percent is None
+        and "no time is given" in row.note
+    )
 
 
 def test_a_result_that_goes_wrong_later_gets_no_time(limits: Limits) -> None:
@@ -59,12 +93,23 @@ def test_a_result_that_goes_wrong_later_gets_no_time(limits: Limits) -> None:
 
 @pytest.mark.gpu
 def test_what_is_not_written_is_seen() -> None:
-    """Memory that outputs will take is filled with NaN first; a CPU's allocator does not tell which it hands out next."""
+    """Memory that outputs will take is filled with NaN first; a CPU's allocator does not tell which
+    it hands out next.
+    """
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     device = torch.device("cuda")
     want = torch.arange(4096.0, device=device, dtype=torch.float64)
-    one = Case("made", "a case", torch.float32, FORWARD, device, lambda: (want,), [giving(lambda: torch.empty(4096, device=device))], Work(1.0, 1.0))
+    one = Case(
+        "made",
+        "a case",
+        torch.float32,
+        FORWARD,
+        device,
+        lambda: (want,),
+        [giving(lambda: torch.empty(4096, device=device))],
+        Work(1.0, 1.0),
+    )
     (row,) = Runner(Limits(device)).rows([one])
     assert row.status == "WRONG" and row.error == math.inf
 
@@ -74,14 +119,27 @@ def test_a_failure_is_a_result(limits: Limits) -> None:
         raise RuntimeError("no kernel image\nis available")
 
     row = only(Runner(limits), Contender("one", fail, note="a rival"))
-    assert row.status == "failed" and row.note == "a rival; RuntimeError: no kernel image" and row.milliseconds is None
+    assert (
+        row.status == "failed"
+        and row.note == "a rival; RuntimeError: no kernel image"
+        and row.milliseconds is None
+    )
 
 
 def test_a_reference_that_fails_fails_the_row(limits: Limits) -> None:
     def want() -> tuple[Tensor, ...]:
         raise RuntimeError("out of memory")
 
-    broken = Case("made", "a case", torch.float32, FORWARD, CPU, want, [giving(lambda: torch.arange(4.0))] * 2, Work(1.0, 1.0))
+    broken = Case(
+        "made",
+        "a case",
+        torch.float32,
+        FORWARD,
+        CPU,
+        want,
+        [giving(lambda: torch.arange(4.0))] * 2,
+        Work(1.0, 1.0),
+    )
     assert [row.status for row in Runner(limits).rows([broken])] == ["failed", "failed"]
 
 
@@ -138,6 +196,9 @@ def test_what_no_cuda_graph_can_hold_is_timed_with_events(monkeypatch: pytest.Mo
     monkeypatch.setattr(measure.timing, "replay_timer", refuse)
     gpu = torch.device("cuda")
     assert clock(lambda: (), gpu, capture=False) == (2.0, "events")
-    assert clock(lambda: (), gpu) == (2.0, "events; no CUDA graph (RuntimeError: operation not permitted when stream is capturing)")
+    assert clock(lambda: (), gpu) == (
+        2.0,
+        "events; no CUDA graph (RuntimeError: operation not permitted when stream is capturing)",
+    )
     monkeypatch.setattr(measure.timing, "replay_timer", lambda device: lambda run, repeat: 500.0)
     assert clock(lambda: (), gpu) == (0.5, "CUDA graph")

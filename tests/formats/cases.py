@@ -1,4 +1,6 @@
-"""What the tests of formats share: patterns that break things, every dtype, every format with its options."""
+"""What the tests of formats share: patterns that break things, every dtype, every format with its
+options.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,18 @@ from torch import Tensor
 
 from insum.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, NeighborTable, SparseFormat
 
-DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int8, torch.int32, torch.int64, torch.uint8, torch.bool]
+DTYPES = [
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.int8,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 #: Every format but the neighbour table, which does not hold every tensor.
 GENERAL = [COO, ELL, GroupCOO, BlockCOO, BlockGroupCOO]
@@ -49,15 +62,31 @@ def filled(mask: Tensor, dtype: torch.dtype, seed: int) -> Tensor:
     numbers = torch.randint(1, 100, mask.shape, generator=generator)
     if dtype.is_complex:
         return torch.where(mask, torch.complex(numbers.float(), -numbers.float()), 0).to(dtype)
-    sign = 1 if dtype in (torch.uint8, torch.bool) else torch.where(torch.rand(mask.shape, generator=generator) < 0.5, -1, 1)
+    sign = (
+        1
+        if dtype in (torch.uint8, torch.bool)
+        else torch.where(torch.rand(mask.shape, generator=generator) < 0.5, -1, 1)
+    )
     return torch.where(mask, numbers * sign, 0).to(dtype)
 
 
 @st.composite
-def dense_tensors(draw: Any, *, ranks: tuple[int, int] = (1, 5), dtypes: list[torch.dtype] | None = None, smallest: int = 0) -> Tensor:
+def dense_tensors(
+    draw: Any,
+    *,
+    ranks: tuple[int, int] = (1, 5),
+    dtypes: list[torch.dtype] | None = None,
+    smallest: int = 0,
+) -> Tensor:
     """A dense tensor with an adversarial pattern of nonzeros."""
     rank = draw(st.integers(*ranks))
-    shape = tuple(draw(st.lists(st.integers(smallest, [24, 12, 7, 5, 4][rank - 1]), min_size=rank, max_size=rank)))
+    shape = tuple(
+        draw(
+            st.lists(
+                st.integers(smallest, [24, 12, 7, 5, 4][rank - 1]), min_size=rank, max_size=rank
+            )
+        )
+    )
     seed = draw(st.integers(0, 2**16))
     mask = pattern(draw(st.sampled_from(PATTERNS)), shape, seed)
     return filled(mask, draw(st.sampled_from(dtypes or DTYPES)), seed)
@@ -73,7 +102,9 @@ def options_for(draw: Any, format: type[SparseFormat], rank: int) -> dict[str, A
     if "group_size" in format._options:
         options["group_size"] = draw(st.sampled_from(["auto", "exact", 1, 2, 3, 8]))
     if "block_shape" in format._options:
-        options["block_shape"] = tuple(draw(st.lists(st.integers(1, 4), min_size=rank, max_size=rank)))
+        options["block_shape"] = tuple(
+            draw(st.lists(st.integers(1, 4), min_size=rank, max_size=rank))
+        )
     return options
 
 
@@ -100,7 +131,10 @@ def every_format(x: Tensor) -> list[SparseFormat]:
         GroupCOO.from_dense(x, group_size=2),
         GroupCOO.from_dense(x, group_dims=last, group_size=3),
     ]
-    made += [ELL.from_dense(x, group_dims=last), BlockCOO.from_dense(x, block_shape=(2, 3, 2, 1, 2)[:rank])]
+    made += [
+        ELL.from_dense(x, group_dims=last),
+        BlockCOO.from_dense(x, block_shape=(2, 3, 2, 1, 2)[:rank]),
+    ]
     made += [
         BlockGroupCOO.from_dense(x, block_shape=(2, 3, 2, 1, 2)[:rank], group_size=2),
         BlockGroupCOO.from_dense(x, block_shape=2, group_dims=last, group_size=2),

@@ -24,11 +24,23 @@ SCIPY = ["coo", "csr", "csc", "bsr", "lil", "dok", "dia"]
 
 
 def as_layout(x: Tensor, layout: torch.layout, block: tuple[int, int]) -> Tensor:
-    return x.to_sparse(layout=layout, blocksize=block) if layout in (torch.sparse_bsr, torch.sparse_bsc) else x.to_sparse(layout=layout)
+    return (
+        x.to_sparse(layout=layout, blocksize=block)
+        if layout in (torch.sparse_bsr, torch.sparse_bsc)
+        else x.to_sparse(layout=layout)
+    )
 
 
 @settings(max_examples=100, deadline=None)
-@given(dense_tensors(ranks=(2, 2), dtypes=[torch.float32, torch.float64, torch.int64, torch.complex64], smallest=1), st.sampled_from(LAYOUTS), st.data())
+@given(
+    dense_tensors(
+        ranks=(2, 2),
+        dtypes=[torch.float32, torch.float64, torch.int64, torch.complex64],
+        smallest=1,
+    ),
+    st.sampled_from(LAYOUTS),
+    st.data(),
+)
 def test_from_every_torch_layout(x: Tensor, layout: torch.layout, data: st.DataObject) -> None:
     block = (2, 3)
     x = x.repeat_interleave(2, 0).repeat_interleave(3, 1)
@@ -36,29 +48,43 @@ def test_from_every_torch_layout(x: Tensor, layout: torch.layout, data: st.DataO
     options = data.draw(options_for(format, 2))
     a = format.from_torch(as_layout(x, layout, block), **options, validate=data.draw(st.booleans()))
     assert torch.equal(a.to_dense(), x)
-    assert [t.tolist() for t in a.tensors()] == [t.tolist() for t in format.from_dense(x, **options).tensors()]
+    assert [t.tolist() for t in a.tensors()] == [
+        t.tolist() for t in format.from_dense(x, **options).tensors()
+    ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_to_every_torch_layout(layout: torch.layout) -> None:
-    x = torch.tensor([[1.0, 0, 0, 0, 0, 2], [0, 0, 0, 0, 0, 0], [0, 3, 4, 0, 0, 0], [0, 0, 0, 0, 5, 6]])
+    x = torch.tensor(
+        [[1.0, 0, 0, 0, 0, 2], [0, 0, 0, 0, 0, 0], [0, 3, 4, 0, 0, 0], [0, 0, 0, 0, 5, 6]]
+    )
     for a in every_format(x):
         block = (2, 3) if layout in (torch.sparse_bsr, torch.sparse_bsc) else None
         t = a.to_torch(layout, block_shape=block)
         assert t.layout == layout and torch.equal(t.to_dense(), x)
         with torch.sparse.check_sparse_tensor_invariants():
-            torch.sparse_compressed_tensor(*_parts(t), t.shape, layout=layout) if layout != torch.sparse_coo else t.coalesce()
+            torch.sparse_compressed_tensor(
+                *_parts(t), t.shape, layout=layout
+            ) if layout != torch.sparse_coo else t.coalesce()
 
 
 def _parts(t: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     by_row = t.layout in (torch.sparse_csr, torch.sparse_bsr)
-    return (t.crow_indices(), t.col_indices(), t.values()) if by_row else (t.ccol_indices(), t.row_indices(), t.values())
+    return (
+        (t.crow_indices(), t.col_indices(), t.values())
+        if by_row
+        else (t.ccol_indices(), t.row_indices(), t.values())
+    )
 
 
 def test_block_tensors_keep_their_blocks() -> None:
     x = torch.block_diag(*[torch.ones(2, 2)] * 3)
     a = BlockCOO.from_torch(x.to_sparse_bsr((2, 2)), block_shape=(2, 2))
-    assert a.positions == (3,) and torch.equal(a.to_dense(), x) and a.to_torch(torch.sparse_bsr).values().shape == (3, 2, 2)
+    assert (
+        a.positions == (3,)
+        and torch.equal(a.to_dense(), x)
+        and a.to_torch(torch.sparse_bsr).values().shape == (3, 2, 2)
+    )
     with pytest.raises(UnsupportedError, match="not divisible"):
         BlockCOO.from_dense(torch.eye(3), block_shape=2).to_torch(torch.sparse_bsr)
     with pytest.raises(FormatError, match="needs a block shape"):
@@ -70,7 +96,12 @@ def test_uncoalesced_and_hybrid_coo() -> None:
     t = torch.sparse_coo_tensor(i, torch.tensor([1.0, 2.0, 3.0]), (2, 3))
     assert torch.equal(GroupCOO.from_torch(t).to_dense(), t.to_dense())
     hybrid = torch.sparse_coo_tensor(i, torch.arange(12.0).reshape(3, 4), (2, 3, 4))
-    for format, options in ((COO, {}), (GroupCOO, {"group_dims": 2}), (ELL, {}), (BlockCOO, {"block_shape": (1, 1, 4)})):
+    for format, options in (
+        (COO, {}),
+        (GroupCOO, {"group_dims": 2}),
+        (ELL, {}),
+        (BlockCOO, {"block_shape": (1, 1, 4)}),
+    ):
         assert torch.equal(format.from_torch(hybrid, **options).to_dense(), hybrid.to_dense())
 
 
@@ -79,7 +110,11 @@ def test_batched_compressed(layout: str) -> None:
     x = torch.stack([torch.eye(4), torch.eye(4).flip(0)]).reshape(2, 1, 4, 4).repeat(1, 3, 1, 1)
     to = getattr(x, f"to_sparse_{layout}")
     t = to((2, 2)) if layout in ("bsr", "bsc") else to()
-    for format, options in ((COO, {}), (GroupCOO, {"group_dims": (0, 2)}), (BlockCOO, {"block_shape": (1, 1, 2, 2)})):
+    for format, options in (
+        (COO, {}),
+        (GroupCOO, {"group_dims": (0, 2)}),
+        (BlockCOO, {"block_shape": (1, 1, 2, 2)}),
+    ):
         assert torch.equal(format.from_torch(t, **options).to_dense(), x)
 
 
@@ -92,7 +127,13 @@ def test_pointers_come_with_csr() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(
-    dense_tensors(ranks=(2, 2), dtypes=[torch.float32, torch.float64, torch.int32, torch.bool, torch.complex64], smallest=1), st.sampled_from(SCIPY), st.data()
+    dense_tensors(
+        ranks=(2, 2),
+        dtypes=[torch.float32, torch.float64, torch.int32, torch.bool, torch.complex64],
+        smallest=1,
+    ),
+    st.sampled_from(SCIPY),
+    st.data(),
 )
 def test_from_every_scipy_format(x: Tensor, kind: str, data: st.DataObject) -> None:
     format = data.draw(st.sampled_from(GENERAL))
@@ -104,7 +145,9 @@ def test_from_every_scipy_format(x: Tensor, kind: str, data: st.DataObject) -> N
 
 @pytest.mark.parametrize("kind", ["coo", "csr", "csc", "bsr", None])
 def test_to_scipy(kind: Any) -> None:
-    x = torch.tensor([[1.0, 0, 0, 0, 0, 2], [0, 0, 0, 0, 0, 0], [0, 3, 4, 0, 0, 0], [0, 0, 0, 0, 5, 6]])
+    x = torch.tensor(
+        [[1.0, 0, 0, 0, 0, 2], [0, 0, 0, 0, 0, 0], [0, 3, 4, 0, 0, 0], [0, 0, 0, 0, 5, 6]]
+    )
     for a in every_format(x):
         if kind == "bsr" and a.block_shape_or_none is None:
             continue
@@ -114,12 +157,18 @@ def test_to_scipy(kind: Any) -> None:
 
 
 def test_scipy_that_is_not_canonical() -> None:
-    m = sp.csr_array((np.array([1.0, 2.0, 4.0, 8.0]), np.array([2, 0, 2, 1]), np.array([0, 3, 4])), shape=(2, 3))
+    m = sp.csr_array(
+        (np.array([1.0, 2.0, 4.0, 8.0]), np.array([2, 0, 2, 1]), np.array([0, 3, 4])), shape=(2, 3)
+    )
     assert not m.has_canonical_format
     for format, options in ((COO, {}), (GroupCOO, {}), (BlockGroupCOO, {"block_shape": 2})):
         assert format.from_scipy(m, **options).to_dense().tolist() == [[2, 0, 5], [0, 8, 0]]
-    blocks = sp.bsr_array((np.ones((3, 2, 2)), np.array([1, 0, 1]), np.array([0, 3, 3])), shape=(4, 4))
-    assert BlockCOO.from_scipy(blocks, block_shape=2).to_dense().tolist() == blocks.toarray().tolist()
+    blocks = sp.bsr_array(
+        (np.ones((3, 2, 2)), np.array([1, 0, 1]), np.array([0, 3, 3])), shape=(4, 4)
+    )
+    assert (
+        BlockCOO.from_scipy(blocks, block_shape=2).to_dense().tolist() == blocks.toarray().tolist()
+    )
 
 
 def test_scipy_of_other_ranks_and_dtypes() -> None:
@@ -148,10 +197,18 @@ def test_edge_index(format: type[SparseFormat]) -> None:
     edges = torch.tensor([[3, 0, 1, 1, 3], [1, 2, 0, 3, 1]])
     weights = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0])
     want = torch.zeros(4, 4).index_put((edges[0], edges[1]), weights, accumulate=True)
-    assert torch.equal(format.from_edge_index(edges, weights, num_nodes=4, **options).to_dense(), want)
-    assert torch.equal(format.from_edge_index(edges, num_nodes=4, **options).to_dense(), (want != 0).float())
+    assert torch.equal(
+        format.from_edge_index(edges, weights, num_nodes=4, **options).to_dense(), want
+    )
+    assert torch.equal(
+        format.from_edge_index(edges, num_nodes=4, **options).to_dense(), (want != 0).float()
+    )
     index, back = format.from_edge_index(edges, weights, **options).to_edge_index()
-    assert index.tolist() == [[0, 1, 1, 3], [2, 0, 3, 1]] and back is not None and back.tolist() == [2, 3, 4, 6]
+    assert (
+        index.tolist() == [[0, 1, 1, 3], [2, 0, 3, 1]]
+        and back is not None
+        and back.tolist() == [2, 3, 4, 6]
+    )
     assert format.from_edge_index(edges, num_nodes=(5, 7), **options).shape == (5, 7)
     assert format.from_edge_index(edges[:, :0], **options).shape == (0, 0)
 

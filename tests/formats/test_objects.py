@@ -13,13 +13,26 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from insum.errors import FormatError
-from insum.formats import COO, ELL, FORMATS, BlockCOO, BlockGroupCOO, GroupCOO, NeighborTable, SparseFormat
+from insum.formats import (
+    COO,
+    ELL,
+    FORMATS,
+    BlockCOO,
+    BlockGroupCOO,
+    GroupCOO,
+    NeighborTable,
+    SparseFormat,
+)
 from insum.plan import facts
 
 from .cases import every_format
 
 X = torch.tensor([[1.0, 2, 3, 0], [4, 0, 0, 0], [0, 5, 0, 0], [0, 0, 6, 7]])
-TABLE = NeighborTable(torch.tensor([[-1, 0, 1], [0, 1, 2], [1, 2, -1]], dtype=torch.int32), shape=(3, 3, 3), values=torch.arange(9.0).reshape(3, 3))
+TABLE = NeighborTable(
+    torch.tensor([[-1, 0, 1], [0, 1, 2], [1, 2, -1]], dtype=torch.int32),
+    shape=(3, 3, 3),
+    values=torch.arange(9.0).reshape(3, 3),
+)
 
 
 def all_of_them() -> list[SparseFormat]:
@@ -27,11 +40,19 @@ def all_of_them() -> list[SparseFormat]:
 
 
 def same(a: SparseFormat, b: SparseFormat) -> bool:
-    return type(a) is type(b) and torch.equal(a.to_dense(), b.to_dense()) and all(getattr(a, s) == getattr(b, s) for s in a._static)
+    return (
+        type(a) is type(b)
+        and torch.equal(a.to_dense(), b.to_dense())
+        and all(getattr(a, s) == getattr(b, s) for s in a._static)
+    )
 
 
 def test_every_format_is_listed() -> None:
-    assert {type(a).__name__ for a in all_of_them()} == set(FORMATS) == {"COO", "GroupCOO", "ELL", "BlockCOO", "BlockGroupCOO", "NeighborTable"}
+    assert (
+        {type(a).__name__ for a in all_of_them()}
+        == set(FORMATS)
+        == {"COO", "GroupCOO", "ELL", "BlockCOO", "BlockGroupCOO", "NeighborTable"}
+    )
 
 
 @pytest.mark.parametrize("a", all_of_them(), ids=repr)
@@ -45,7 +66,9 @@ def test_frozen_and_equal_by_identity(a: SparseFormat) -> None:
 @pytest.mark.parametrize("a", all_of_them(), ids=repr)
 def test_pytree(a: SparseFormat) -> None:
     leaves, spec = pytree.tree_flatten(a)
-    assert all(isinstance(leaf, Tensor) for leaf in leaves) and len(leaves) == len(list(a.tensors()))
+    assert all(isinstance(leaf, Tensor) for leaf in leaves) and len(leaves) == len(
+        list(a.tensors())
+    )
     assert same(pytree.tree_unflatten(leaves, spec), a)
     # Unflattening takes anything, as transformations put placeholders there.
     assert type(pytree.tree_unflatten([None] * len(leaves), spec)) is type(a)
@@ -58,7 +81,9 @@ def test_pytree(a: SparseFormat) -> None:
 def test_pickle_copy_and_save(a: SparseFormat) -> None:
     for b in (pickle.loads(pickle.dumps(a)), copy.deepcopy(a), copy.copy(a)):
         assert same(a, b)
-        assert {d: (f.low, f.high, f.sorted, f.padded) for d, f in b.facts().items()} == {d: (f.low, f.high, f.sorted, f.padded) for d, f in a.facts().items()}
+        assert {d: (f.low, f.high, f.sorted, f.padded) for d, f in b.facts().items()} == {
+            d: (f.low, f.high, f.sorted, f.padded) for d, f in a.facts().items()
+        }
     buffer = io.BytesIO()
     torch.save({"a": a}, buffer)
     buffer.seek(0)
@@ -71,8 +96,15 @@ def test_moving_and_casting(a: SparseFormat) -> None:
     assert same(a.to("cpu"), a) and same(a.cpu(), a)
     half = a.to(torch.float16)
     assert half.dtype == (None if a.values is None else torch.float16)
-    assert a.to(torch.zeros(1, dtype=torch.float64)).dtype == (None if a.values is None else torch.float64)
-    assert all(x is y for x, y in zip(list(half.tensors())[a.values is not None :], list(a.tensors())[a.values is not None :]))
+    assert a.to(torch.zeros(1, dtype=torch.float64)).dtype == (
+        None if a.values is None else torch.float64
+    )
+    assert all(
+        x is y
+        for x, y in zip(
+            list(half.tensors())[a.values is not None :], list(a.tensors())[a.values is not None :]
+        )
+    )
     meta = a.to(device="meta")
     assert meta.device.type == "meta" and "meta" in repr(meta)
 
@@ -85,7 +117,10 @@ def test_torch_compile_and_export(a: SparseFormat) -> None:
 
     torch.compiler.reset()
     result, shifted = torch.compile(double, backend="eager", fullgraph=True)(a, torch.zeros(2))
-    assert torch.equal(result.to_dense(), a.to_dense() * (1 if a.values is None else 2)) and shifted.tolist() == [a.shape[0]] * 2
+    assert (
+        torch.equal(result.to_dense(), a.to_dense() * (1 if a.values is None else 2))
+        and shifted.tolist() == [a.shape[0]] * 2
+    )
 
     class Dense(torch.nn.Module):
         def forward(self, a: SparseFormat) -> Tensor:
@@ -112,19 +147,32 @@ def test_constructing_where_there_is_nothing_to_check() -> None:
         return ELL(None, (nearest,), shape=(3, 3)).to_dense()
 
     torch.compiler.reset()
-    assert torch.compile(build, backend="eager", fullgraph=True)(torch.tensor([[1], [0], [-1]])).tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 0]]
+    assert torch.compile(build, backend="eager", fullgraph=True)(
+        torch.tensor([[1], [0], [-1]])
+    ).tolist() == [[0, 1, 0], [1, 0, 0], [0, 0, 0]]
 
 
 def test_bytes_and_padding_of_the_papers_example() -> None:
     a = GroupCOO.from_dense(X, group_size=2)
-    assert a.nbytes == 4 * (5 * 2 + 5 * 2 + 5) and a.padding == pytest.approx(0.3) and a.stored == 10 and a.nnz == 7
+    assert (
+        a.nbytes == 4 * (5 * 2 + 5 * 2 + 5)
+        and a.padding == pytest.approx(0.3)
+        and a.stored == 10
+        and a.nnz == 7
+    )
     assert ELL.from_dense(X).stored == 12 and COO.from_dense(X).nbytes == 7 * 12
 
 
 def test_facts_are_handed_on() -> None:
     coo, grouped = COO.from_dense(X), GroupCOO.from_dense(X, group_size=2)
-    assert [(f.sorted, f.unique, f.low, f.high, f.padded) for f in coo.facts().values()] == [(True, False, 0, 3, False), (False, False, 0, 3, False)]
-    assert [(f.sorted, f.padded) for f in grouped.facts().values()] == [(True, False), (False, True)]
+    assert [(f.sorted, f.unique, f.low, f.high, f.padded) for f in coo.facts().values()] == [
+        (True, False, 0, 3, False),
+        (False, False, 0, 3, False),
+    ]
+    assert [(f.sorted, f.padded) for f in grouped.facts().values()] == [
+        (True, False),
+        (False, True),
+    ]
     assert facts.known(grouped.slot_indices[0]) is not None
     assert COO.from_dense(X[0]).facts()[0].unique
     assert not GroupCOO.from_dense(X, group_size=1).facts()[1].padded
@@ -145,6 +193,10 @@ def test_new_values_share_the_pattern() -> None:
 
 def test_transposing_groups_is_free() -> None:
     a = BlockGroupCOO.from_dense(X, block_shape=(2, 1), group_size=2)
-    assert a.T.group_dims == (1,) and a.T.slot_indices[0] is a.slot_indices[0] and a.T.block_shape == (1, 2)
+    assert (
+        a.T.group_dims == (1,)
+        and a.T.slot_indices[0] is a.slot_indices[0]
+        and a.T.block_shape == (1, 2)
+    )
     assert torch.equal(a.T.to_dense(), X.T) and torch.equal(a.transpose(-1, 0).to_dense(), X.T)
     assert BlockCOO.from_dense(X, block_shape=(2, 1)).T.block_shape == (1, 2)

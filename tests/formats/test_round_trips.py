@@ -1,4 +1,6 @@
-"""Dense -> format -> dense is exact, for every format, dtype and rank, on patterns that break things."""
+"""Dense -> format -> dense is exact, for every format, dtype and rank, on patterns that break
+things.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,18 @@ from torch import Tensor
 
 from insum.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, NeighborTable, SparseFormat
 
-from .cases import DTYPES, GENERAL, PATTERNS, dense_tensors, every_format, filled, options_for, pattern, single_along, sparse_cases
+from .cases import (
+    DTYPES,
+    GENERAL,
+    PATTERNS,
+    dense_tensors,
+    every_format,
+    filled,
+    options_for,
+    pattern,
+    single_along,
+    sparse_cases,
+)
 
 
 @settings(max_examples=250, deadline=None)
@@ -47,18 +60,24 @@ def test_neighbour_table_round_trip(x: Tensor, data: st.DataObject) -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(sparse_cases(), st.data())
-def test_formats_into_each_other(case: tuple[Tensor, type[SparseFormat], dict[str, Any]], data: st.DataObject) -> None:
+def test_formats_into_each_other(
+    case: tuple[Tensor, type[SparseFormat], dict[str, Any]], data: st.DataObject
+) -> None:
     x, format, options = case
     target = data.draw(st.sampled_from(GENERAL))
     into = data.draw(options_for(target, x.dim()))
     b = format.from_dense(x, **options).to_format(target, **into)
     assert type(b) is target and torch.equal(b.to_dense(), x)
-    assert [t.tolist() for t in b.tensors()] == [t.tolist() for t in target.from_dense(x, **into).tensors()]
+    assert [t.tolist() for t in b.tensors()] == [
+        t.tolist() for t in target.from_dense(x, **into).tensors()
+    ]
 
 
 @settings(max_examples=80, deadline=None)
 @given(sparse_cases(), st.data())
-def test_permutation_stays_in_the_format(case: tuple[Tensor, type[SparseFormat], dict[str, Any]], data: st.DataObject) -> None:
+def test_permutation_stays_in_the_format(
+    case: tuple[Tensor, type[SparseFormat], dict[str, Any]], data: st.DataObject
+) -> None:
     x, format, options = case
     dims = data.draw(st.permutations(range(x.dim())))
     b = format.from_dense(x, **options).permute(*dims)
@@ -68,10 +87,14 @@ def test_permutation_stays_in_the_format(case: tuple[Tensor, type[SparseFormat],
 
 @settings(max_examples=60, deadline=None)
 @given(sparse_cases(), st.data())
-def test_entries_in_any_order_with_duplicates(case: tuple[Tensor, type[SparseFormat], dict[str, Any]], data: st.DataObject) -> None:
+def test_entries_in_any_order_with_duplicates(
+    case: tuple[Tensor, type[SparseFormat], dict[str, Any]], data: st.DataObject
+) -> None:
     x, format, options = case
     coords = x.nonzero()
-    shuffle = torch.randperm(2 * len(coords), generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99))))
+    shuffle = torch.randperm(
+        2 * len(coords), generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    )
     twice = coords.repeat(2, 1)[shuffle]
     values = x[tuple(twice.T)] if len(coords) else x.new_zeros(0)
     a = format.from_entries(list(twice.T), values, x.shape, **options)
@@ -106,9 +129,15 @@ def test_a_dimension_beyond_64_bits_in_all() -> None:
     shape = (2**31 - 1, 2**31 - 1, 2**31 - 1)
     i = torch.tensor([5, 2, 5, 2**31 - 2])
     a = COO.from_entries([i, i.flip(0), i], torch.tensor([1.0, 2.0, 4.0, 8.0]), shape)
-    assert a.indices[0].tolist() == [2, 5, 5, 2**31 - 2] and a.values is not None and a.values.tolist() == [2.0, 4.0, 1.0, 8.0]
+    assert (
+        a.indices[0].tolist() == [2, 5, 5, 2**31 - 2]
+        and a.values is not None
+        and a.values.tolist() == [2.0, 4.0, 1.0, 8.0]
+    )
     merged = COO.from_entries([torch.cat([i, i])] * 3, torch.ones(8), shape)
-    assert merged.nnz == 3 and merged.values is not None and merged.values.tolist() == [2.0, 4.0, 2.0]
+    assert (
+        merged.nnz == 3 and merged.values is not None and merged.values.tolist() == [2.0, 4.0, 2.0]
+    )
     blocks = BlockCOO.from_entries([i, i, i], None, shape, block_shape=(1, 2, 1))
     assert blocks.to_format(COO).indices[1].tolist() == [2, 5, 2**31 - 2]
     grouped = merged.to_format(GroupCOO, group_dims=(0, 1), group_size=2)
@@ -117,7 +146,9 @@ def test_a_dimension_beyond_64_bits_in_all() -> None:
 
 def test_index_arrays_are_wide_where_they_must_be() -> None:
     a = COO.from_entries([torch.tensor([2**40]), torch.tensor([1])], torch.ones(1), (2**41, 3))
-    assert [t.dtype for t in a.indices] == [torch.int64, torch.int32] and a.indices[0].tolist() == [2**40]
+    assert [t.dtype for t in a.indices] == [torch.int64, torch.int32] and a.indices[0].tolist() == [
+        2**40
+    ]
 
 
 @pytest.mark.parametrize("format", GENERAL)
@@ -133,7 +164,9 @@ def test_gradients_reach_stored_values_only(format: type[SparseFormat]) -> None:
 
 
 def test_gradient_of_padding_is_zero() -> None:
-    a = GroupCOO.from_dense(torch.tensor([[1.0, 2.0, 3.0], [0.0, 4.0, 0.0]]), group_size=2).requires_grad_()
+    a = GroupCOO.from_dense(
+        torch.tensor([[1.0, 2.0, 3.0], [0.0, 4.0, 0.0]]), group_size=2
+    ).requires_grad_()
     a.to_dense().sum().backward()
     assert a.values is not None and a.values.grad is not None
     assert a.values.grad.tolist() == [[1, 1], [1, 0], [1, 0]]
@@ -153,4 +186,11 @@ def test_a_pattern_of_blocks_stays_inside_the_shape() -> None:
     p = BlockCOO.from_dense(torch.eye(3), block_shape=2).pattern()
     assert p.nnz == 5 and p.to_format(COO).nnz == 5
     assert p.to_dense().tolist() == [[1, 1, 0], [1, 1, 0], [0, 0, 1]]
-    assert ELL.from_dense(torch.eye(3)).pattern().to_format(BlockCOO, block_shape=2).to_dense().tolist() == torch.eye(3).tolist()
+    assert (
+        ELL.from_dense(torch.eye(3))
+        .pattern()
+        .to_format(BlockCOO, block_shape=2)
+        .to_dense()
+        .tolist()
+        == torch.eye(3).tolist()
+    )

@@ -9,7 +9,17 @@ import pytest
 import scipy.sparse as sp
 import torch
 
-from insum.formats import COO, ELL, BlockGroupCOO, GroupCOO, NeighborTable, SparseFormat, SparseParameter, draw, suggest
+from insum.formats import (
+    COO,
+    ELL,
+    BlockGroupCOO,
+    GroupCOO,
+    NeighborTable,
+    SparseFormat,
+    SparseParameter,
+    draw,
+    suggest,
+)
 
 from .cases import every_format
 
@@ -17,7 +27,9 @@ from .cases import every_format
 def skewed() -> torch.Tensor:
     x = torch.zeros(64, 64)
     for i in range(64):
-        x[i, torch.randperm(64, generator=torch.Generator().manual_seed(i))[: 4 + (i % 5) ** 2]] = 1.0
+        x[i, torch.randperm(64, generator=torch.Generator().manual_seed(i))[: 4 + (i % 5) ** 2]] = (
+            1.0
+        )
     return x
 
 
@@ -38,7 +50,9 @@ def neighbours() -> torch.Tensor:
         (banded(), "ELL", {}),
         (skewed(), "GroupCOO", {"group_dims": (0,)}),
         (
-            torch.eye(64).flip(0)[:, torch.randperm(64, generator=torch.Generator().manual_seed(0))][::2].repeat(2, 1)
+            torch.eye(64)
+            .flip(0)[:, torch.randperm(64, generator=torch.Generator().manual_seed(0))][::2]
+            .repeat(2, 1)
             * torch.tensor([1.0, 0.0]).repeat(32)[:, None],
             "COO",
             {},
@@ -59,7 +73,9 @@ def test_predictions_come_true() -> None:
     for x in (banded(), skewed(), torch.block_diag(*[torch.ones(16, 16)] * 3)):
         for c in suggest(x).candidates:
             a = COO.from_dense(x).to_format(c.format, **c.options)
-            assert (a.stored, a.nbytes) == (c.stored, c.nbytes) and a.padding == pytest.approx(c.padding), c
+            assert (a.stored, a.nbytes) == (c.stored, c.nbytes) and a.padding == pytest.approx(
+                c.padding
+            ), c
             if isinstance(a, GroupCOO | BlockGroupCOO):
                 assert c.accesses == sum(i.numel() for i in (*a.group_indices, *a.slot_indices))
 
@@ -73,13 +89,22 @@ def test_sources_and_ranks() -> None:
     t = torch.zeros(5, 40, 40)
     t[:, :16, :16] = 1
     s = suggest(t)
-    assert s.format == "BlockGroupCOO" and s.options["block_shape"] == (1, 16, 16) and torch.equal(s.build().to_dense(), t)
+    assert (
+        s.format == "BlockGroupCOO"
+        and s.options["block_shape"] == (1, 16, 16)
+        and torch.equal(s.build().to_dense(), t)
+    )
     assert suggest(torch.ones(5)).build().to_dense().tolist() == [1] * 5
     assert any("dense tensor" in r for r in suggest(torch.ones(8, 8)).reasons)
 
 
 def test_pictures() -> None:
-    formats: list[SparseFormat] = [*every_format(skewed()), COO.from_dense(torch.ones(4)), ELL.from_dense(neighbours()), COO.from_dense(torch.zeros(3, 3))]
+    formats: list[SparseFormat] = [
+        *every_format(skewed()),
+        COO.from_dense(torch.ones(4)),
+        ELL.from_dense(neighbours()),
+        COO.from_dense(torch.zeros(3, 3)),
+    ]
     for a in formats:
         picture = io.BytesIO()
         draw(a).savefig(picture, dpi=20)
@@ -94,10 +119,18 @@ def test_sparse_parameter() -> None:
     for a in every_format(skewed()):
         module = SparseParameter(a)
         assert a.values is not None and torch.equal(module().to_dense(), a.to_dense())
-        assert [n for n, _ in module.named_parameters()] == ["values"] and type(a).__name__ in repr(module)
+        assert [n for n, _ in module.named_parameters()] == ["values"] and type(a).__name__ in repr(
+            module
+        )
         (module() @ torch.ones(64, 1)).sum().backward()
-        assert module.values is not None and module.values.grad is not None and module.values.grad.shape == a.values.shape
-        assert module.double()().dtype == torch.float64 and {f.sorted for f in module().facts().values()} == {f.sorted for f in a.facts().values()}
+        assert (
+            module.values is not None
+            and module.values.grad is not None
+            and module.values.grad.shape == a.values.shape
+        )
+        assert module.double()().dtype == torch.float64 and {
+            f.sorted for f in module().facts().values()
+        } == {f.sorted for f in a.facts().values()}
     pattern = SparseParameter(COO.from_dense(skewed()).pattern())
     assert list(pattern.parameters()) == [] and pattern().values is None
 

@@ -11,7 +11,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.testing import assert_close
 
-OURS = tuple(getattr(torch.ops.insum, name) for name in ("fused", "fused_into", "fused_into_", "fused_series", "fused_extremum"))
+OURS = tuple(
+    getattr(torch.ops.insum, name)
+    for name in ("fused", "fused_into", "fused_into_", "fused_series", "fused_extremum")
+)
 
 N, E, F = 10, 30, 8
 
@@ -24,20 +27,30 @@ def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(*shape, dtype=dtype).requires_grad_()
 
 
-def compiled(function: Callable[..., Any], **options: Any) -> tuple[Callable[..., Any], list[GraphModule]]:
-    """The function compiled with fusion and nothing else, and the graphs that were compiled: forward, backward, forward of the next ..."""
+def compiled(
+    function: Callable[..., Any], **options: Any
+) -> tuple[Callable[..., Any], list[GraphModule]]:
+    """The function compiled with fusion and nothing else, and the graphs that were compiled:
+    forward, backward, forward of the next ...
+    """
     graphs: list[GraphModule] = []
 
     def keep(module: GraphModule, inputs: Any) -> Any:
         graphs.append(module)
         return make_boxed_func(module)
 
-    return torch.compile(function, backend="insum", options={"insum.fuse": "always", "insum.rest": keep}, **options), graphs
+    return torch.compile(
+        function, backend="insum", options={"insum.fuse": "always", "insum.rest": keep}, **options
+    ), graphs
 
 
 def fused_ops(graph: GraphModule) -> int:
     """How many of a graph's nodes are fused statements, in place or not."""
-    return sum(_is_ours(n.target) or any(_is_ours(a) for a in n.args) for n in graph.graph.nodes if n.op == "call_function")
+    return sum(
+        _is_ours(n.target) or any(_is_ours(a) for a in n.args)
+        for n in graph.graph.nodes
+        if n.op == "call_function"
+    )
 
 
 def _is_ours(target: Any) -> bool:
@@ -48,15 +61,25 @@ def counts(graphs: Sequence[GraphModule]) -> list[int]:
     return [fused_ops(g) for g in graphs]
 
 
-def agrees(function: Callable[..., Tensor], run: Callable[..., Tensor], arguments: Sequence[Any], parameters: Sequence[Tensor] = (), **tolerance: Any) -> None:
+def agrees(
+    function: Callable[..., Tensor],
+    run: Callable[..., Tensor],
+    arguments: Sequence[Any],
+    parameters: Sequence[Tensor] = (),
+    **tolerance: Any,
+) -> None:
     """Values and gradients of a compiled program equal those of the eager one."""
     leaves = [a for a in arguments if isinstance(a, Tensor) and a.requires_grad] + list(parameters)
     expected, result = function(*arguments), run(*arguments)
     assert_close(result, expected, **tolerance)
     if leaves:
-        upstream = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).reshape(expected.shape)
+        upstream = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).reshape(
+            expected.shape
+        )
         wanted = torch.autograd.grad(expected, leaves, upstream, allow_unused=True)
-        for a, b in zip(torch.autograd.grad(result, leaves, upstream, allow_unused=True), wanted, strict=True):
+        for a, b in zip(
+            torch.autograd.grad(result, leaves, upstream, allow_unused=True), wanted, strict=True
+        ):
             assert (a is None) == (b is None)
             if a is not None and b is not None:
                 assert_close(a, b, **tolerance)

@@ -1,4 +1,6 @@
-"""The backend by name, the pass of the default backend, options, reports, and a torch without a place for passes."""
+"""The backend by name, the pass of the default backend, options, reports, and a torch without a
+place for passes.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,16 @@ def inductor_config() -> Any:
 
 def test_the_name_is_known() -> None:
     assert "insum" in torch._dynamo.list_backends(())
-    assert '[project.entry-points."torch_dynamo_backends"]\ninsum = "insum.fusion:backend"' in (ROOT / "pyproject.toml").read_text()
+    assert (
+        '[project.entry-points."torch_dynamo_backends"]\ninsum = "insum.fusion:backend"'
+        in (ROOT / "pyproject.toml").read_text()
+    )
 
 
 def test_through_inductor(inductor_config: Any) -> None:
-    run = torch.compile(aggregate, backend="insum", options={"insum.fuse": "always"}, fullgraph=True)
+    run = torch.compile(
+        aggregate, backend="insum", options={"insum.fuse": "always"}, fullgraph=True
+    )
     agrees(aggregate, run, (leaf(N, F), leaf(E)))
     assert [found.backward for found in insum.fusion.report().fused] == [False, True, True]
 
@@ -75,7 +82,8 @@ def test_a_pass_that_is_there_runs_first(inductor_config: Any) -> None:
     with inductor_config.patch(joint_custom_pre_pass=lambda graph: seen.append("theirs")):
         found = compiler.joint_pass(lambda graph: seen.append("ours"), "key")
         found(torch.fx.Graph())
-        assert seen == ["theirs", "ours"] and found.uuid() is None  # theirs cannot be told from others, so nothing is cached
+        # theirs cannot be told from others, so nothing is cached
+        assert seen == ["theirs", "ours"] and found.uuid() is None
     assert compiler.joint_pass(lambda graph: None, "key").uuid() is not None
 
 
@@ -98,31 +106,50 @@ def test_without_an_operator_for_writing_in_place(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(rewrite, "functional_call", lambda: None)
     program = lambda x, y: y.index_add(0, EDGES[1], x[EDGES[0]])
-    run = torch.compile(program, backend="insum", options={"insum.fuse": "always", "insum.rest": "eager"})
+    run = torch.compile(
+        program, backend="insum", options={"insum.fuse": "always", "insum.rest": "eager"}
+    )
     agrees(program, run, (leaf(N, F), leaf(N, F)))
 
 
-@pytest.mark.parametrize(("options", "words"), [({"insum.fuse": "often"}, "insum.fuse"), ({"insum.rest": "lazy"}, "insum.rest")])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"insum.fuse": "often"}, "insum.fuse"), ({"insum.rest": "lazy"}, "insum.rest")],
+)
 def test_options_that_cannot_be(options: dict[str, str], words: str) -> None:
     with pytest.raises(Exception, match=words) as caught:
-        torch.compile(aggregate, backend="insum", options=options)(torch.randn(N, F), torch.randn(E))
+        torch.compile(aggregate, backend="insum", options=options)(
+            torch.randn(N, F), torch.randn(E)
+        )
     chain = [caught.value, caught.value.__cause__, getattr(caught.value, "inner_exception", None)]
     assert any(isinstance(e, SettingsError) for e in chain)
 
 
 def test_modes_are_inductors(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
-    monkeypatch.setattr(compiler, "inductor", lambda graph, inputs, patches: (given.append(patches), graph.forward)[1])
-    torch.compile(aggregate, backend="insum", mode="max-autotune-no-cudagraphs")(torch.randn(N, F), torch.randn(E))
+    monkeypatch.setattr(
+        compiler,
+        "inductor",
+        lambda graph, inputs, patches: (given.append(patches), graph.forward)[1],
+    )
+    torch.compile(aggregate, backend="insum", mode="max-autotune-no-cudagraphs")(
+        torch.randn(N, F), torch.randn(E)
+    )
     assert given[0]["max_autotune"] is True and "joint_custom_pre_pass" in given[0]
 
 
-def test_graphs_that_will_be_replayed_take_index_tensors_as_they_come(monkeypatch: pytest.MonkeyPatch, inductor_config: Any) -> None:
+def test_graphs_that_will_be_replayed_take_index_tensors_as_they_come(
+    monkeypatch: pytest.MonkeyPatch, inductor_config: Any
+) -> None:
     seen: list[str] = []
     original = torch.fx.Graph.lint
 
     def lint(graph: torch.fx.Graph) -> None:
-        seen.extend(n.args[0].split("|")[5] for n in graph.nodes if n.target is torch.ops.insum.fused.default)
+        seen.extend(
+            n.args[0].split("|")[5]
+            for n in graph.nodes
+            if n.target is torch.ops.insum.fused.default
+        )
         original(graph)
 
     monkeypatch.setattr(torch.fx.Graph, "lint", lint)
@@ -137,8 +164,12 @@ def test_graphs_that_will_be_replayed_take_index_tensors_as_they_come(monkeypatc
 
 
 @pytest.mark.parametrize("captured", [False, True])
-def test_what_is_left_to_inductor_where_nothing_is_known(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU, by itself: only chains with a matrix product in them gain from one kernel with atomics."""
+def test_what_is_left_to_inductor_where_nothing_is_known(
+    captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, by itself: only chains with a matrix product in them gain from one kernel with
+    atomics.
+    """
     from insum.fusion import cost
 
     monkeypatch.setattr(cost, "value_of", lambda node: Somewhere())
@@ -154,14 +185,22 @@ def test_what_is_left_to_inductor_where_nothing_is_known(captured: bool, monkeyp
     graph = traced(program, *arguments)
     report = insum.fusion.fuse(graph, "auto", captured=captured)
     assert [found.why for found in report.left] == [why] * (2 if captured else 1)
-    assert ["@" in str(found) or "k0" in found.statement for found in report.fused] == ([True] if captured else [True, False])
-    assert len(insum.fusion.fuse(traced(program, *arguments), "always", captured=captured).fused) == 3
+    assert ["@" in str(found) or "k0" in found.statement for found in report.fused] == (
+        [True] if captured else [True, False]
+    )
+    assert (
+        len(insum.fusion.fuse(traced(program, *arguments), "always", captured=captured).fused) == 3
+    )
 
 
 @pytest.mark.parametrize("worth", [2**28, 1])
 @pytest.mark.parametrize("others", [False, True])
-def test_edges_that_are_counted_at_each_call(others: bool, worth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where others need their number too it is waited for in any case. A few messages are then left to Inductor, many are worth the longer call."""
+def test_edges_that_are_counted_at_each_call(
+    others: bool, worth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where others need their number too it is waited for in any case. A few messages are then left
+    to Inductor, many are worth the longer call.
+    """
     from insum.fusion import cost
 
     monkeypatch.setattr(cost, "value_of", lambda node: Somewhere())
@@ -174,7 +213,9 @@ def test_edges_that_are_counted_at_each_call(others: bool, worth: int, monkeypat
 
     arguments = torch.randn(N, F), EDGES, torch.randint(0, 2, (E,))
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        run = torch.compile(program, backend="insum", fullgraph=True, options={"insum.rest": "eager"})
+        run = torch.compile(
+            program, backend="insum", fullgraph=True, options={"insum.rest": "eager"}
+        )
         assert_close(run(*arguments), program(*arguments))
     report = insum.fusion.report()
     assert len(report.fused) == (worth == 1 or not others)
@@ -184,7 +225,9 @@ def test_edges_that_are_counted_at_each_call(others: bool, worth: int, monkeypat
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_edges_whose_number_changes(masked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Mini-batches: nothing is known of their edges, and calling a kernel takes longer than Inductor's. A matrix product makes up for it."""
+    """Mini-batches: nothing is known of their edges, and calling a kernel takes longer than
+    Inductor's. A matrix product makes up for it.
+    """
     from insum.fusion import cost
 
     monkeypatch.setattr(cost, "value_of", lambda node: Somewhere())
@@ -195,15 +238,23 @@ def test_edges_whose_number_changes(masked: bool, monkeypatch: pytest.MonkeyPatc
         return out.relu().index_add(0, edges[1], x[edges[0]] @ m)
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
-        run = torch.compile(program, backend="insum", fullgraph=True, options={"insum.rest": "eager"})
+        run = torch.compile(
+            program, backend="insum", fullgraph=True, options={"insum.rest": "eager"}
+        )
         for step, edges in enumerate((E, E, 45, 61)):
-            arguments = torch.randn(N, F), torch.randn(F, F), graph_of(N, edges, seed=step), torch.randint(0, 2, (edges,))
+            arguments = (
+                torch.randn(N, F),
+                torch.randn(F, F),
+                graph_of(N, edges, seed=step),
+                torch.randint(0, 2, (edges,)),
+            )
             assert_close(run(*arguments), program(*arguments), rtol=1e-4, atol=1e-4)
             if step == 1:
                 assert len(insum.fusion.report().fused) == 2 and not insum.fusion.report().left
     report = insum.fusion.report()
     assert len(report.fused) == 3 and [found.why for found in report.left] == [
-        "the number of its points is another from call to call, as in mini-batches, and Inductor makes one kernel of it too"
+        "the number of its points is another from call to call, as in mini-batches, and "
+        "Inductor makes one kernel of it too"
     ]
 
 
@@ -214,7 +265,7 @@ class Somewhere:
 
 
 def test_fused_ops_can_be_quoted_in_comments() -> None:
-    """Inductor writes nodes, as they print, into comments of the code that it generates for GPUs."""
+    """Inductor writes nodes, as they print, into comments of the code it generates for GPUs."""
 
     def program(x: Tensor, y: Tensor, edges: Tensor, keep: Tensor) -> Tensor:
         some = edges[:, keep]  # from which comes an origin
@@ -224,7 +275,9 @@ def test_fused_ops_can_be_quoted_in_comments() -> None:
         run, graphs = compiled(program, fullgraph=True)
         agrees(program, run, (leaf(N, F), leaf(N, F), EDGES, torch.rand(E) > 0.5))
     nodes = [n for g in graphs for n in g.graph.nodes if n.op == "call_function"]
-    assert sum(map(fused_ops, graphs)) >= 3 and all(len((n.format_node() or "").splitlines()) <= 1 for n in nodes)
+    assert sum(map(fused_ops, graphs)) >= 3 and all(
+        len((n.format_node() or "").splitlines()) <= 1 for n in nodes
+    )
 
 
 def gathered(x: Tensor, edges: Tensor) -> Tensor:
@@ -236,16 +289,24 @@ def traced(program: Any, *arguments: Tensor) -> torch.fx.Graph:
     graphs: list[torch.fx.Graph] = []
     torch._dynamo.reset()
     run = lambda module, inputs: (graphs.append(module.graph), module.forward)[1]
-    torch.compile(program, backend="insum", options={"insum.fuse": "never", "insum.rest": run})(*arguments)
+    torch.compile(program, backend="insum", options={"insum.fuse": "never", "insum.rest": run})(
+        *arguments
+    )
     return graphs[0]
 
 
 def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     with insum.settings(fuse="always", log="plan,fusion"):
-        torch.compile(aggregate, backend="insum", options={"insum.rest": "eager"})(leaf(N, F), leaf(E))
+        torch.compile(aggregate, backend="insum", options={"insum.rest": "eager"})(
+            leaf(N, F), leaf(E)
+        )
     text = capsys.readouterr().err
     report = insum.fusion.report()
-    assert text.startswith("insum: fusion\n") and "fused  index_put:" in text and str(report.fused[0]) in text
+    assert (
+        text.startswith("insum: fusion\n")
+        and "fused  index_put:" in text
+        and str(report.fused[0]) in text
+    )
     assert report.fused[0].saved == 2 * E * F and "index" in report.fused[0].nodes
     insum.fusion.clear()
     assert str(insum.fusion.report()) == "nothing to fuse"
@@ -258,5 +319,13 @@ def test_the_environment() -> None:
 
 
 def test_importing_insum_does_not_import_the_compiler() -> None:
-    code = "import sys, torch, insum; assert 'insum.fusion' not in sys.modules; insum.fusion; assert 'torch._dynamo' in sys.modules"
-    subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": str(ROOT / "src"), "PATH": ""}, check=True, timeout=120)
+    code = (
+        "import sys, torch, insum; assert 'insum.fusion' not in sys.modules; insum.fusion; "
+        "assert 'torch._dynamo' in sys.modules"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(ROOT / "src"), "PATH": ""},
+        check=True,
+        timeout=120,
+    )

@@ -1,4 +1,6 @@
-"""Functions of integer tensors alone: masks, degrees, normalisations. Computed once while the tensors stay the same, and nobody waits for them."""
+"""Functions of integer tensors alone: masks, degrees, normalisations. Computed once while the
+tensors stay the same, and nobody waits for them.
+"""
 
 from __future__ import annotations
 
@@ -57,10 +59,16 @@ def nodes(graphs: list[GraphModule]) -> list[Node]:
 
 def waiting(graphs: list[GraphModule]) -> list[str]:
     """What waits for the device, or asks for a size that it would have to wait for."""
-    return [str(n) for n in nodes(graphs) if waits(n) or n.target is aten._assert_scalar.default or isinstance(n.meta.get("val"), torch.SymInt)]
+    return [
+        str(n)
+        for n in nodes(graphs)
+        if waits(n)
+        or n.target is aten._assert_scalar.default
+        or isinstance(n.meta.get("val"), torch.SymInt)
+    ]
 
 
-# --- whole programs --------------------------------------------------------------------------------------------------------------
+# --- whole programs -------------------------------------------------------------------------------
 
 
 def test_relations_do_not_wait() -> None:
@@ -71,7 +79,10 @@ def test_relations_do_not_wait() -> None:
     assert counts(graphs) == [1, 1] and not waiting(graphs), str(insum.fusion.report())
     (once,) = insum.fusion.report().once
     assert str(once).startswith("once   ") and str(once).endswith("stay the same")
-    assert all(found.notes[0].startswith("3 chains of one form, of which each has its own rows") for found in insum.fusion.report().fused)
+    assert all(
+        found.notes[0].startswith("3 chains of one form, of which each has its own rows")
+        for found in insum.fusion.report().fused
+    )
 
 
 def test_relations_one_by_one_do_not_wait() -> None:
@@ -80,9 +91,13 @@ def test_relations_one_by_one_do_not_wait() -> None:
     arguments = leaf(N, F), leaf(3, F, 4), graph_of(), KINDS
     for _ in range(3):
         agrees(relations, run, arguments, rtol=1e-4, atol=1e-5)
-    assert counts(graphs) == [3, 3] and not [n for n in nodes(graphs) if waits(n)], str(insum.fusion.report())
+    assert counts(graphs) == [3, 3] and not [n for n in nodes(graphs) if waits(n)], str(
+        insum.fusion.report()
+    )
     (once,) = insum.fusion.report().once
-    assert len(once.nodes) == 3 and all("is computed once, while" in found.notes[0] for found in insum.fusion.report().fused)
+    assert len(once.nodes) == 3 and all(
+        "is computed once, while" in found.notes[0] for found in insum.fusion.report().fused
+    )
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
@@ -90,15 +105,26 @@ def test_a_normalisation_is_part_of_the_statement(dynamic: bool | None) -> None:
     run, graphs = compiled(normalised, fullgraph=True, dynamic=dynamic)
     for _ in range(3):
         agrees(normalised, run, (leaf(N, F), graph_of()), rtol=1e-4, atol=1e-5)
-    assert counts(graphs) == [1, 1] and not [n for n in nodes(graphs) if waits(n)], str(insum.fusion.report())
+    assert counts(graphs) == [1, 1] and not [n for n in nodes(graphs) if waits(n)], str(
+        insum.fusion.report()
+    )
     assert not insum.fusion.report().once, "nobody else reads it"
 
 
 @pytest.mark.parametrize("dynamic", [None, True])
 def test_through_inductor(dynamic: bool | None) -> None:
     """Which must not miss the symbols that are gone."""
-    for program, arguments in ((relations, (leaf(N, F), leaf(3, F, 4), graph_of(), KINDS)), (normalised, (leaf(N, F), graph_of()))):
-        run = torch.compile(program, backend="insum", fullgraph=True, dynamic=dynamic, options={"insum.fuse": "always"})
+    for program, arguments in (
+        (relations, (leaf(N, F), leaf(3, F, 4), graph_of(), KINDS)),
+        (normalised, (leaf(N, F), graph_of())),
+    ):
+        run = torch.compile(
+            program,
+            backend="insum",
+            fullgraph=True,
+            dynamic=dynamic,
+            options={"insum.fuse": "always"},
+        )
         for _ in range(3):
             agrees(program, run, arguments, rtol=1e-4, atol=1e-5)  # type: ignore[arg-type]
 
@@ -118,7 +144,13 @@ def test_edges_that_change() -> None:
         change()
         agrees(relations, run, (x, w, edges, kinds), rtol=1e-4, atol=1e-5)
     for edge_count in (E, 12, 50):
-        agrees(relations, run, (x, w, graph_of(N, edge_count), torch.randint(0, 3, (edge_count,))), rtol=1e-4, atol=1e-5)
+        agrees(
+            relations,
+            run,
+            (x, w, graph_of(N, edge_count), torch.randint(0, 3, (edge_count,))),
+            rtol=1e-4,
+            atol=1e-5,
+        )
 
 
 def test_relations_without_edges() -> None:
@@ -175,9 +207,15 @@ def test_a_mask_that_others_read_too() -> None:
         return x.new_zeros(N, F).index_add(0, some[1], x[some[0]] * v[kinds == 1][:, None])
 
     # Not ``twice`` with Inductor, which fails on it without the pass too.
-    for function, options in ((program, {}), (program, {"insum.rest": "eager"}), (twice, {"insum.rest": "eager"})):
+    for function, options in (
+        (program, {}),
+        (program, {"insum.rest": "eager"}),
+        (twice, {"insum.rest": "eager"}),
+    ):
         torch._dynamo.reset()
-        run = torch.compile(function, backend="insum", fullgraph=True, options={"insum.fuse": "always", **options})
+        run = torch.compile(
+            function, backend="insum", fullgraph=True, options={"insum.fuse": "always", **options}
+        )
         for _ in range(3):
             agrees(function, run, (leaf(N, F), leaf(E), graph_of(), KINDS), rtol=1e-4, atol=1e-5)
 
@@ -202,19 +240,26 @@ def test_sums_are_copied_when_they_are_long(monkeypatch: pytest.MonkeyPatch) -> 
 def test_nothing_is_remembered_for_graphs_that_are_replayed() -> None:
     graphs: list[Graph] = []
     keep = lambda module, inputs: (graphs.append(module.graph), module.forward)[1]
-    torch.compile(normalised, backend="insum", options={"insum.fuse": "never", "insum.rest": keep})(torch.randn(N, F), graph_of())
+    torch.compile(normalised, backend="insum", options={"insum.fuse": "never", "insum.rest": keep})(
+        torch.randn(N, F), graph_of()
+    )
     report = insum.fusion.fuse(graphs[0], "always", captured=True)
-    assert report.fused and not any("once" in note for found in report.fused for note in found.notes)
+    assert report.fused and not any(
+        "once" in note for found in report.fused for note in found.notes
+    )
     assert any(waits(n) for n in graphs[0].nodes if n.op == "call_function")
 
 
-# --- what is remembered ----------------------------------------------------------------------------------------------------------
+# --- what is remembered ---------------------------------------------------------------------------
 
 
 def test_computed_while_the_tensors_live_unchanged() -> None:
     edges, kinds = graph_of(), KINDS.clone()
     first = computed.computed(MASKED, (), (edges, kinds))
-    assert torch.equal(first, edges[:, kinds == 0]) and computed.computed(MASKED, (), (edges, kinds)) is first
+    assert (
+        torch.equal(first, edges[:, kinds == 0])
+        and computed.computed(MASKED, (), (edges, kinds)) is first
+    )
     kinds[0] = 1 - kinds[0].clamp(max=1)
     second = computed.computed(MASKED, (), (edges, kinds))
     assert second is not first and torch.equal(second, edges[:, kinds == 0])
@@ -227,11 +272,20 @@ def test_computed_while_the_tensors_live_unchanged() -> None:
 def test_programs_share_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     edges, runs = graph_of(), []
     original = computed._remembered
-    monkeypatch.setattr(computed, "_remembered", lambda name, *given: original(name, *given[:-1], lambda: (runs.append(name), given[-1]())[1]))
+    monkeypatch.setattr(
+        computed,
+        "_remembered",
+        lambda name, *given: original(
+            name, *given[:-1], lambda: (runs.append(name), given[-1]())[1]
+        ),
+    )
     rows = computed.computed(f"{MASKED}~aten.select.int(v1,0,1)", (), (edges, KINDS))
     assert_close(rows, computed.computed(MASKED, (), (edges, KINDS))[1])
     assert len(runs) == 3, "two programs, one mask"
-    counted = "aten.eq.Scalar(s0,0)~aten.full.default([n0],1,device=device)~aten.index.Tensor(s1,[None,v0])~aten.select.int(v2,0,0)"
+    counted = (
+        "aten.eq.Scalar(s0,0)~aten.full.default([n0],1,device=device)"
+        "~aten.index.Tensor(s1,[None,v0])~aten.select.int(v2,0,0)"
+    )
     assert_close(computed.computed(counted, (3,), (KINDS, edges)), edges[0, KINDS == 0])
     assert len(runs) == 4, "the same mask, of tensors in another order"
 
@@ -239,13 +293,18 @@ def test_programs_share_what_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_view_keeps_nothing_alive() -> None:
     edges = graph_of()
     row = computed.computed("aten.select.int(s0,0,1)", (), (edges,))
-    assert torch.equal(row, edges[1]) and row.untyped_storage().data_ptr() != edges.untyped_storage().data_ptr()
+    assert (
+        torch.equal(row, edges[1])
+        and row.untyped_storage().data_ptr() != edges.untyped_storage().data_ptr()
+    )
 
 
 def test_tensors_without_a_version_are_not_remembered() -> None:
     with torch.inference_mode():
         edges = graph_of().clone()
-        assert computed.computed(MASKED, (), (edges, KINDS)) is not computed.computed(MASKED, (), (edges, KINDS))
+        assert computed.computed(MASKED, (), (edges, KINDS)) is not computed.computed(
+            MASKED, (), (edges, KINDS)
+        )
 
 
 def test_there_is_an_end_to_remembering(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,18 +316,28 @@ def test_there_is_an_end_to_remembering(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_the_op_fits_its_schema() -> None:
-    arguments = (f"{MASKED}~aten.full.default([n0],0,dtype=torch.float32,device=device)", [graph_of(), KINDS], "float32", [N], [N])
+    arguments = (
+        f"{MASKED}~aten.full.default([n0],0,dtype=torch.float32,device=device)",
+        [graph_of(), KINDS],
+        "float32",
+        [N],
+        [N],
+    )
     assert_close(torch.ops.insum.computed(*arguments), torch.zeros(N))
-    torch.library.opcheck(torch.ops.insum.computed.default, arguments, test_utils=("test_schema", "test_faketensor"))
+    torch.library.opcheck(
+        torch.ops.insum.computed.default, arguments, test_utils=("test_schema", "test_faketensor")
+    )
 
 
-# --- programs --------------------------------------------------------------------------------------------------------------------
+# --- programs -------------------------------------------------------------------------------------
 
 
 def traced(program: Any, *arguments: Tensor) -> Graph:
     graphs: list[Graph] = []
     keep = lambda module, inputs: (graphs.append(module.graph), module.forward)[1]
-    torch.compile(program, backend="insum", options={"insum.fuse": "never", "insum.rest": keep})(*arguments)
+    torch.compile(program, backend="insum", options={"insum.fuse": "never", "insum.rest": keep})(
+        *arguments
+    )
     return graphs[0]
 
 
@@ -281,7 +350,14 @@ def test_programs_say_what_graphs_do() -> None:
         count = torch.zeros(N, dtype=torch.int64).index_add(0, loops[0], torch.ones_like(loops[0]))
         degree = torch.zeros(N).scatter_add(0, loops[1], torch.full((loops.shape[1],), 0.5))
         scale = torch.where(degree > 0, degree.pow(-0.5), -1.0).clamp(-1e9, 1e9)
-        return x[loops[0]], count, scale, (scale[loops[1]] / 3).unsqueeze(1), torch.stack([count, -count]), kinds.nonzero()
+        return (
+            x[loops[0]],
+            count,
+            scale,
+            (scale[loops[1]] / 3).unsqueeze(1),
+            torch.stack([count, -count]),
+            kinds.nonzero(),
+        )
 
     edges = graph_of()
     graph = traced(program, torch.randn(N, F), edges, KINDS)
@@ -293,16 +369,27 @@ def test_programs_say_what_graphs_do() -> None:
         if origin is None:
             continue
         given = {"primals_2": edges, "arg1_1": edges, "arg2_1": KINDS}
-        sources = [given.get(s.name, KINDS if s.meta["val"].dim() == 1 else edges) for s in origin.sources]
-        assert "'" not in origin.program and '"' not in origin.program and "\n" not in origin.program
-        assert_close(evaluate(origin.program, sources, [s.meta["val"].node.hint for s in origin.sizes]), want)
+        sources = [
+            given.get(s.name, KINDS if s.meta["val"].dim() == 1 else edges) for s in origin.sources
+        ]
+        assert (
+            "'" not in origin.program and '"' not in origin.program and "\n" not in origin.program
+        )
+        assert_close(
+            evaluate(origin.program, sources, [s.meta["val"].node.hint for s in origin.sizes]), want
+        )
         told += 1
     assert told == 5, "all but what is read of numbers"
 
 
 def test_what_has_no_program() -> None:
     def program(x: Tensor, edges: Tensor) -> tuple[Tensor, ...]:
-        return x[edges[0]].argmax(1), edges.argsort(stable=False), edges + x.shape[0], torch.rand(3) + edges[0, 0]
+        return (
+            x[edges[0]].argmax(1),
+            edges.argsort(stable=False),
+            edges + x.shape[0],
+            torch.rand(3) + edges[0, 0],
+        )
 
     graph = traced(program, torch.randn(N, F), graph_of())
     outputs = next(n for n in graph.nodes if n.op == "output").args[0]
@@ -339,7 +426,13 @@ def test_long_programs_and_ones_that_use_results_twice() -> None:
 
 
 def test_programs_call_nothing_else() -> None:
-    for bad in ("aten.rand.default([3])", "operator.setitem(s0,0,1)", "print(s0)", "[s0]", "aten.add.Tensor(s0,1 if s0 else 2)"):
+    for bad in (
+        "aten.rand.default([3])",
+        "operator.setitem(s0,0,1)",
+        "print(s0)",
+        "[s0]",
+        "aten.add.Tensor(s0,1 if s0 else 2)",
+    ):
         with pytest.raises((KeyError, ValueError)):
             evaluate(bad, [graph_of()], [])
 
@@ -355,11 +448,22 @@ def test_certain_assertions() -> None:
 
     def is_certain(function: Any, *arguments: Any) -> bool:
         condition = graph.call_function(function, arguments)
-        return hoist._certain(graph.call_function(aten._assert_scalar.default, (condition, "message"))) is masked
+        return (
+            hoist._certain(graph.call_function(aten._assert_scalar.default, (condition, "message")))
+            is masked
+        )
 
-    assert is_certain(operator.ge, size, 0) and is_certain(operator.le, size, E) and is_certain(operator.le, size, E + 1)
+    assert (
+        is_certain(operator.ge, size, 0)
+        and is_certain(operator.le, size, E)
+        and is_certain(operator.le, size, E + 1)
+    )
     assert not is_certain(operator.le, size, E - 1) and not is_certain(operator.ge, size, 1)
-    assert not is_certain(operator.le, other, E) and not is_certain(operator.eq, size, 3) and not is_certain(operator.le, E, size)
+    assert (
+        not is_certain(operator.le, other, E)
+        and not is_certain(operator.eq, size, 3)
+        and not is_certain(operator.le, E, size)
+    )
 
 
 def test_symbols_from_data_without_torchs_help(monkeypatch: pytest.MonkeyPatch) -> None:

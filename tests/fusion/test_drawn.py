@@ -1,4 +1,6 @@
-"""Drawn programs: gathers, views, products and scatters in random order agree with eager in values and gradients, whatever is fused."""
+"""Drawn programs: gathers, views, products and scatters in random order agree with eager in values
+and gradients, whatever is fused.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ GATHERS: list[Step] = [
     lambda x, i: x[i - NODES],
     lambda x, i: torch.nn.functional.embedding(i, x.reshape(NODES, -1)).view(EDGES, HEADS, WIDTH),
 ]
-#: Of messages, the two tensors of nodes, weights per edge, per edge and head, matrices, a vector, and the edges.
+#: Of messages, the two tensors of nodes, weights per edge, per edge and head, matrices, a vector,
+#: and the edges.
 CHANGES: list[Step] = [
     lambda z, x, y, w, a, m, b, src, dst: z * w[:, None, None],
     lambda z, x, y, w, a, m, b, src, dst: a.unsqueeze(-1) * z,
@@ -57,9 +60,13 @@ SCATTERS: list[Step] = [
     lambda z, x, src, dst: x.index_add(0, dst, z),
     lambda z, x, src, dst: z.sum(-1),
     lambda z, x, src, dst: z.sum((0, 2)),
-    lambda z, x, src, dst: x.new_zeros(NODES, HEADS * WIDTH).index_add(0, dst, z.reshape(EDGES, -1)),
+    lambda z, x, src, dst: x.new_zeros(NODES, HEADS * WIDTH).index_add(
+        0, dst, z.reshape(EDGES, -1)
+    ),
     lambda z, x, src, dst: zeros(x).index_add(0, dst, z) + z.sum(0),
-    lambda z, x, src, dst: x.new_zeros(NODES, NODES, HEADS).index_put((dst, src), z.sum(-1), accumulate=True),
+    lambda z, x, src, dst: x.new_zeros(NODES, NODES, HEADS).index_put(
+        (dst, src), z.sum(-1), accumulate=True
+    ),
     lambda z, x, src, dst: zeros(x).scatter_reduce(0, spread(dst), z, "amax", include_self=False),
 ]
 
@@ -67,10 +74,16 @@ SCATTERS: list[Step] = [
 def drawn(seed: int) -> tuple[Step, tuple[Tensor, ...], Tensor]:
     """A program, its leaves, and edges."""
     choose = random.Random(seed)
-    gather, changes, scatter = choose.choice(GATHERS), choose.choices(CHANGES, k=choose.randrange(4)), choose.choice(SCATTERS)
+    gather, changes, scatter = (
+        choose.choice(GATHERS),
+        choose.choices(CHANGES, k=choose.randrange(4)),
+        choose.choice(SCATTERS),
+    )
     first, row = choose.randrange(2), choose.randrange(2)
 
-    def program(x: Tensor, y: Tensor, w: Tensor, a: Tensor, m: Tensor, b: Tensor, edges: Tensor) -> Tensor:
+    def program(
+        x: Tensor, y: Tensor, w: Tensor, a: Tensor, m: Tensor, b: Tensor, edges: Tensor
+    ) -> Tensor:
         src, dst = edges[0], edges[1]
         z = gather(y if first else x, dst if row else src)
         for change in changes:
@@ -78,9 +91,22 @@ def drawn(seed: int) -> tuple[Step, tuple[Tensor, ...], Tensor]:
         return scatter(z, x, src, dst)
 
     generator = torch.Generator().manual_seed(seed)
-    make = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64).requires_grad_()
-    shapes = ((NODES, HEADS, WIDTH), (NODES, HEADS, WIDTH), (EDGES,), (EDGES, HEADS), (HEADS, WIDTH, WIDTH), (WIDTH,))
-    return program, tuple(make(*shape) for shape in shapes), torch.randint(0, NODES, (2, EDGES), generator=generator)
+    make = lambda *shape: torch.randn(
+        *shape, generator=generator, dtype=torch.float64
+    ).requires_grad_()
+    shapes = (
+        (NODES, HEADS, WIDTH),
+        (NODES, HEADS, WIDTH),
+        (EDGES,),
+        (EDGES, HEADS),
+        (HEADS, WIDTH, WIDTH),
+        (WIDTH,),
+    )
+    return (
+        program,
+        tuple(make(*shape) for shape in shapes),
+        torch.randint(0, NODES, (2, EDGES), generator=generator),
+    )
 
 
 def run_drawn(seed: int) -> int:
@@ -92,7 +118,9 @@ def run_drawn(seed: int) -> int:
     expected, result = (f(*leaves, edges) for f in (program, run))
     assert_close(result, expected)
     upstream = torch.linspace(-1, 1, expected.numel(), dtype=expected.dtype).reshape(expected.shape)
-    wanted, got = (torch.autograd.grad(out, leaves, upstream, allow_unused=True) for out in (expected, result))
+    wanted, got = (
+        torch.autograd.grad(out, leaves, upstream, allow_unused=True) for out in (expected, result)
+    )
     for a, b in zip(got, wanted, strict=True):
         assert_close(torch.zeros(()) if a is None else a, torch.zeros(()) if b is None else b)
     return len(insum.fusion.report().fused)

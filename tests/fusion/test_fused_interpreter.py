@@ -1,4 +1,6 @@
-"""Fused ops as generated kernels, in Triton's interpreter, with index tensors taken as on a GPU: known, wrapped, or seen once."""
+"""Fused ops as generated kernels, in Triton's interpreter, with index tensors taken as on a GPU:
+known, wrapped, or seen once.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,12 @@ def test_edges_computed_from_the_same_ones_are_known(monkeypatch: pytest.MonkeyP
         some = torch.cat([edges[:, kinds == 1], torch.arange(x.shape[0]).expand(2, -1)], 1)
         return x.new_zeros(N, F).index_add(0, some[1], x[some[0]] * w[: some.shape[1], None])
 
-    x, w, edges, kinds = torch.randn(N, F, requires_grad=True), torch.randn(2 * E), graph_of(), torch.randint(0, 2, (E,))
+    x, w, edges, kinds = (
+        torch.randn(N, F, requires_grad=True),
+        torch.randn(2 * E),
+        graph_of(),
+        torch.randint(0, 2, (E,)),
+    )
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         run, graphs = compiled(program, fullgraph=True, dynamic=True)
         taken = count_ways(monkeypatch)
@@ -114,8 +121,12 @@ def test_edges_computed_from_the_same_ones_are_known(monkeypatch: pytest.MonkeyP
             assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (result, expected)))
     assert counts(graphs) == [1, 1]
     found = [entry[2] for entry in computed._computed.values()]
-    assert found and any((facts := known(indices.part(edges, ((0, 1),)))) is not None and not facts.passing for edges in found)
-    assert taken == [False, False, *[True] * 6, False, False, True, True]  # forward and backward of four steps; then the edges change
+    assert found and any(
+        (facts := known(indices.part(edges, ((0, 1),)))) is not None and not facts.passing
+        for edges in found
+    )
+    # forward and backward of four steps; then the edges change
+    assert taken == [False, False, *[True] * 6, False, False, True, True]
 
 
 def test_new_edges_beside_known_ones() -> None:
@@ -163,38 +174,63 @@ def test_into_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(3):
         expected = program(out.clone(), x, m, edges)
         spec = op.Spec(
-            "out[d[i],j] += x[s[i],k] * m[k,j]", ("x", "m", "e"), (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),))), "", frozenset("s"), frozenset(), ()
+            "out[d[i],j] += x[s[i],k] * m[k,j]",
+            ("x", "m", "e"),
+            (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),))),
+            "",
+            frozenset("s"),
+            frozenset(),
+            (),
         )
         torch.ops.insum.fused_into_(out, str(spec), [x, m, edges], [])
         assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_memory_that_compiled_code_uses_again() -> None:
-    """Inductor may put other index values into the memory of an index tensor that it made, and no version counter tells."""
+    """Inductor may put other index values into the memory of an index tensor that it made, and no
+    version counter tells.
+    """
     x, w, rows = torch.randn(N, F), torch.randn(E), graph_of().clone()
     views = (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),)))
-    spec = op.Spec("out[d[i],j] = x[s[i],j] * w[i]", ("x", "w", "e"), views, "out#2", frozenset(), frozenset("ds"), ())
+    spec = op.Spec(
+        "out[d[i],j] = x[s[i],j] * w[i]",
+        ("x", "w", "e"),
+        views,
+        "out#2",
+        frozenset(),
+        frozenset("ds"),
+        (),
+    )
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
         try:
             for seed in range(3):
                 rows.data.copy_(graph_of(seed=seed))
-                assert_close(torch.ops.insum.fused(str(spec), [x, w, rows], [N, F]), aggregate(x, w, rows))
+                assert_close(
+                    torch.ops.insum.fused(str(spec), [x, w, rows], [N, F]), aggregate(x, w, rows)
+                )
         finally:
             torch.use_deterministic_algorithms(False)
 
 
 def test_the_shortest_way_compares_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Index tensors by identity and version, others by their kind; whatever differs goes the way that looks."""
+    """Index tensors by identity and version, others by their kind; whatever differs goes the way
+    that looks.
+    """
     run, _ = compiled(aggregate)
     x, w, edges = torch.randn(N, F), torch.randn(E), graph_of()
     asked: list[bool] = []
     original = ways.run_path
-    monkeypatch.setattr(ways, "run_path", lambda *arguments: (result := original(*arguments), asked.append(result is not None))[0])
+    monkeypatch.setattr(
+        ways,
+        "run_path",
+        lambda *arguments: (result := original(*arguments), asked.append(result is not None))[0],
+    )
     right = lambda *a: assert_close(run(*a), aggregate(*a))
     for _ in range(3):
         right(x, w, edges)
-    assert asked == [False, False, True, True]  # the first call, before the dispatcher and behind it
+    # the first call, before the dispatcher and behind it
+    assert asked == [False, False, True, True]
     right(x + 1, w * 2, edges)
     assert asked[-1] is True  # other values of the same kind
     with insum.settings(scatter="atomic"):
@@ -226,7 +262,9 @@ def count_dispatches(monkeypatch: pytest.MonkeyPatch, op: Any) -> list[int]:
 
 
 VIEWS = (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),)))
-SPEC = str(Spec("out[d[i],j] += x[s[i],j]", ("x", "e"), VIEWS, "out#2", frozenset(), frozenset(), ()))
+SPEC = str(
+    Spec("out[d[i],j] += x[s[i],j]", ("x", "e"), VIEWS, "out#2", frozenset(), frozenset(), ())
+)
 
 
 class Named(Tensor):
@@ -299,11 +337,15 @@ def test_writing_in_place_skips_the_dispatcher(monkeypatch: pytest.MonkeyPatch) 
 
 def test_largest_values_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     largest, edges, x = torch.ops.insum.fused_extremum.default, graph_of(), torch.randn(N, F)
-    spec = str(Spec("out[d[i],j] max= x[s[i],j]", ("x", "e"), VIEWS, "out#2", frozenset(), frozenset(), ()))
+    spec = str(
+        Spec("out[d[i],j] max= x[s[i],j]", ("x", "e"), VIEWS, "out#2", frozenset(), frozenset(), ())
+    )
     dispatched = count_dispatches(monkeypatch, largest)
     for include_self in (False, True):
         base = torch.full((N, F), 0.5)
-        expected = base.scatter_reduce(0, edges[1][:, None].expand(-1, F), x[edges[0]], "amax", include_self=include_self)
+        expected = base.scatter_reduce(
+            0, edges[1][:, None].expand(-1, F), x[edges[0]], "amax", include_self=include_self
+        )
         with torch.no_grad():
             for _ in range(3):
                 assert_close(largest(base, spec, [x, edges], [N, F], include_self), expected)
@@ -318,7 +360,10 @@ def test_without_guards_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         for _ in range(4):
             x = torch.randn(N, F)
-            assert_close(torch.ops.insum.fused.default(SPEC, [x, edges], [N, F]), torch.zeros(N, F).index_add(0, edges[1], x[edges[0]]))
+            assert_close(
+                torch.ops.insum.fused.default(SPEC, [x, edges], [N, F]),
+                torch.zeros(N, F).index_add(0, edges[1], x[edges[0]]),
+            )
     assert dispatched == [1]
 
 
@@ -338,14 +383,20 @@ def test_the_shortest_way_writes_to_nothing_that_is_read(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
-def test_rows_that_nothing_is_scattered_to_are_found_out_once(everywhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_nothing_is_scattered_to_are_found_out_once(
+    everywhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = torch.arange(N).repeat(3) if everywhere else torch.arange(0, N, 2).repeat(5)
     masks: list[Tensor] = []
     original = op._mask
-    monkeypatch.setattr(op, "_mask", lambda *arguments: (masks.append(original(*arguments)), masks[-1])[1])
+    monkeypatch.setattr(
+        op, "_mask", lambda *arguments: (masks.append(original(*arguments)), masks[-1])[1]
+    )
 
     def program(x: Tensor, rows: Tensor) -> Tensor:
-        return x.new_ones(N, F).scatter_reduce(0, rows[:, None].expand(x.shape), x, "amax", include_self=False)
+        return x.new_ones(N, F).scatter_reduce(
+            0, rows[:, None].expand(x.shape), x, "amax", include_self=False
+        )
 
     run, _ = compiled(program, fullgraph=True)
     for _ in range(3):

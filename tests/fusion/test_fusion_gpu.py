@@ -34,10 +34,17 @@ def fused(function: Callable[..., Any], **more: Any) -> Callable[..., Any]:
     return torch.compile(function, backend="insum", **more)
 
 
-def gradients(function: Callable[..., Tensor], leaves: list[Tensor], *rest: Any) -> tuple[Tensor, ...]:
+def gradients(
+    function: Callable[..., Tensor], leaves: list[Tensor], *rest: Any
+) -> tuple[Tensor, ...]:
     out = function(*leaves, *rest)
     # In float16, whatever the program computes in: the reference then gets the same values.
-    upstream = torch.linspace(-1, 1, out.numel(), device=out.device, dtype=torch.float64).to(torch.float16).to(out.dtype).reshape(out.shape)
+    upstream = (
+        torch.linspace(-1, 1, out.numel(), device=out.device, dtype=torch.float64)
+        .to(torch.float16)
+        .to(out.dtype)
+        .reshape(out.shape)
+    )
     return out.detach(), *torch.autograd.grad(out, leaves, upstream)
 
 
@@ -47,7 +54,10 @@ def close(got: tuple[Tensor, ...], want: tuple[Tensor, ...], tolerance: float = 
 
 
 def drawn(dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
-    leaves = [torch.randn(NODES, WIDTH, device="cuda", dtype=dtype), torch.randn(EDGES, device="cuda", dtype=dtype)]
+    leaves = [
+        torch.randn(NODES, WIDTH, device="cuda", dtype=dtype),
+        torch.randn(EDGES, device="cuda", dtype=dtype),
+    ]
     return [t.requires_grad_() for t in leaves], graph_of(NODES, EDGES).cuda()
 
 
@@ -67,12 +77,21 @@ def test_new_edges_at_each_call() -> None:
     for seed in range(6):
         edges = graph_of(NODES, EDGES, seed).cuda()
         edges[0, ::7] -= NODES
-        close(gradients(run, leaves, edges), gradients(aggregate, [t.detach().double().requires_grad_() for t in leaves], edges))
+        close(
+            gradients(run, leaves, edges),
+            gradients(aggregate, [t.detach().double().requires_grad_() for t in leaves], edges),
+        )
 
 
 def test_steps_of_a_convolution() -> None:
-    pairs = [torch.stack([torch.randperm(NODES)[:1500], torch.randperm(NODES)[:1500]]).cuda() for _ in range(27)]
-    leaves = [torch.randn(NODES, WIDTH, device="cuda").requires_grad_(), (torch.randn(27, WIDTH, WIDTH, device="cuda") / 8).requires_grad_()]
+    pairs = [
+        torch.stack([torch.randperm(NODES)[:1500], torch.randperm(NODES)[:1500]]).cuda()
+        for _ in range(27)
+    ]
+    leaves = [
+        torch.randn(NODES, WIDTH, device="cuda").requires_grad_(),
+        (torch.randn(27, WIDTH, WIDTH, device="cuda") / 8).requires_grad_(),
+    ]
     want = gradients(convolution, [t.detach().double().requires_grad_() for t in leaves], *pairs)
     run = fused(convolution, fullgraph=True)
     for _ in range(3):
@@ -105,14 +124,21 @@ def test_one_kernel_per_step() -> None:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             run(*leaves, edges)
             torch.cuda.synchronize()
-    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA and "memset" not in e.name.lower()]
-    assert 1 <= len(kernels) <= 3, [e.name for e in kernels]  # rows of different length launch apart, long ones are put together
+    kernels = [
+        e
+        for e in profile.events()
+        if e.device_type == torch.autograd.DeviceType.CUDA and "memset" not in e.name.lower()
+    ]
+    # rows of different length launch apart, long ones are put together
+    assert 1 <= len(kernels) <= 3, [e.name for e in kernels]
 
 
 @pytest.mark.parametrize("count", [EDGES, EDGES - 1])
 @pytest.mark.parametrize("view", [False, True])
 def test_the_backward_pass_knows_its_edges(view: bool, count: int) -> None:
-    """Views that autograd saves as new objects, and rows whose address is not aligned: no index is looked at again, no kernel loaded again."""
+    """Views that autograd saves as new objects, and rows whose address is not aligned: no index is
+    looked at again, no kernel loaded again.
+    """
     leaves, edges = drawn()
     leaves[1] = leaves[1].detach()[:count].requires_grad_()
     edges = torch.stack([*edges, edges[0]])[:2, :count] if view else edges[:, :count].clone()
@@ -123,11 +149,20 @@ def test_the_backward_pass_knows_its_edges(view: bool, count: int) -> None:
     upstream = torch.randn(NODES, WIDTH, device="cuda")
     out = run(*leaves, edges)
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    ) as profile:
         torch.autograd.grad(out, leaves, upstream)
         torch.cuda.synchronize()
     names = [e.name for e in profile.events()]
-    assert not [n for n in names if any(word in n.lower() for word in ("aminmax", "remainder", "sort", "moduleload", "librarygetkernel"))], names
+    assert not [
+        n
+        for n in names
+        if any(
+            word in n.lower()
+            for word in ("aminmax", "remainder", "sort", "moduleload", "librarygetkernel")
+        )
+    ], names
 
 
 def test_replayed_as_cuda_graphs() -> None:
@@ -146,10 +181,13 @@ def test_replayed_as_cuda_graphs() -> None:
 def test_the_default_backend_with_the_pass() -> None:
     leaves, edges = drawn()
     with insum.fusion.enabled():
-        close(gradients(torch.compile(aggregate), leaves, edges), gradients(aggregate, [t.detach().double().requires_grad_() for t in leaves], edges))
+        close(
+            gradients(torch.compile(aggregate), leaves, edges),
+            gradients(aggregate, [t.detach().double().requires_grad_() for t in leaves], edges),
+        )
 
 
-# --- masks, degrees, relations ---------------------------------------------------------------------------------------------------
+# --- masks, degrees, relations --------------------------------------------------------------------
 
 
 def relations(x: Tensor, w: Tensor, edges: Tensor, kinds: Tensor) -> Tensor:
@@ -162,7 +200,10 @@ def relations(x: Tensor, w: Tensor, edges: Tensor, kinds: Tensor) -> Tensor:
 
 
 def related() -> tuple[list[Tensor], Tensor, Tensor]:
-    leaves = [torch.randn(NODES, WIDTH, device="cuda").requires_grad_(), (torch.randn(4, WIDTH, WIDTH, device="cuda") / 8).requires_grad_()]
+    leaves = [
+        torch.randn(NODES, WIDTH, device="cuda").requires_grad_(),
+        (torch.randn(4, WIDTH, WIDTH, device="cuda") / 8).requires_grad_(),
+    ]
     return leaves, graph_of(NODES, EDGES).cuda(), torch.randint(0, 4, (EDGES,), device="cuda")
 
 
@@ -171,11 +212,18 @@ def test_relations_wait_for_nothing() -> None:
     leaves, edges, kinds = related()
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         run = fused(relations, fullgraph=True)
-        want = gradients(relations, [t.detach().double().requires_grad_() for t in leaves], edges, kinds)
+        want = gradients(
+            relations, [t.detach().double().requires_grad_() for t in leaves], edges, kinds
+        )
         for _ in range(4):
             close(gradients(run, leaves, edges, kinds), want)
     assert len(insum.fusion.report().fused) == 2 and insum.fusion.report().once
-    upstream = torch.linspace(-1, 1, NODES * WIDTH, device="cuda", dtype=torch.float64).to(torch.float16).float().reshape(NODES, WIDTH)
+    upstream = (
+        torch.linspace(-1, 1, NODES * WIDTH, device="cuda", dtype=torch.float64)
+        .to(torch.float16)
+        .float()
+        .reshape(NODES, WIDTH)
+    )
     step = lambda: torch.autograd.grad(run(*leaves, edges, kinds), leaves, upstream)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
@@ -204,18 +252,28 @@ def test_edges_that_are_written_to() -> None:
             if step > 2:
                 edges[:, : EDGES // 2].random_(0, NODES)
                 kinds[::3] = step % 4
-            close(gradients(run, leaves, edges, kinds), gradients(relations, [t.detach().double().requires_grad_() for t in leaves], edges, kinds))
+            close(
+                gradients(run, leaves, edges, kinds),
+                gradients(
+                    relations, [t.detach().double().requires_grad_() for t in leaves], edges, kinds
+                ),
+            )
 
 
 def test_other_numbers_of_edges_at_each_call() -> None:
-    """The kernels of the first sizes serve the others: sizes that 16 divides or not, rows that are aligned or not."""
+    """The kernels of the first sizes serve the others: sizes that 16 divides or not, rows that are
+    aligned or not.
+    """
     leaves, _ = drawn()
     run = fused(aggregate, fullgraph=True, dynamic=True, options={"insum.fuse": "always"})
     for seed in range(12):
         edges = graph_of(NODES, EDGES - 37 * seed, seed).cuda()
         edges[0, ::7] -= NODES
         own = [leaves[0], torch.randn(edges.shape[1], device="cuda").requires_grad_()]
-        close(gradients(run, own, edges), gradients(aggregate, [t.detach().double().requires_grad_() for t in own], edges))
+        close(
+            gradients(run, own, edges),
+            gradients(aggregate, [t.detach().double().requires_grad_() for t in own], edges),
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -228,7 +286,10 @@ def test_the_kernel_that_checks(count: int, dtype: torch.dtype) -> None:
         assert bounds.is_for(tensor)
         for _ in range(2):
             flag = torch.ones((), dtype=torch.int32, device="cuda")
-            assert torch.equal(bounds.look(tensor, 50, True, flag), torch.remainder(tensor.long(), 50)) and flag == 1
+            assert (
+                torch.equal(bounds.look(tensor, 50, True, flag), torch.remainder(tensor.long(), 50))
+                and flag == 1
+            )
         for bad, wraps in ((50, True), (-51, True), (50, False), (-1, False)):
             flag, wrong = torch.ones((), dtype=torch.int32, device="cuda"), tensor.abs() % 50
             wrong[count // 2] = bad
@@ -246,7 +307,9 @@ def failure(function: Callable[[], Any]) -> str:
 
 @pytest.mark.parametrize("name", ["GCNConv", "SAGEConv", "GATConv", "RGCNConv", "FastRGCNConv"])
 def test_layers_of_pyg(name: str) -> None:
-    pyg: Any = pytest.importorskip("torch_geometric.nn", reason="torch_geometric is not installed: PyG's layers are left out")
+    pyg: Any = pytest.importorskip(
+        "torch_geometric.nn", reason="torch_geometric is not installed: PyG's layers are left out"
+    )
     types = torch.randint(0, 3, (EDGES,), device="cuda")
     make: dict[str, tuple[Callable[[], nn.Module], tuple[Tensor, ...]]] = {
         "GCNConv": (lambda: pyg.GCNConv(WIDTH, WIDTH), ()),
@@ -260,7 +323,9 @@ def test_layers_of_pyg(name: str) -> None:
     edges = graph_of(NODES, EDGES).cuda()
     x = torch.randn(NODES, WIDTH, device="cuda")
     leaves = [x.requires_grad_()]
-    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+    with torch._dynamo.config.patch(
+        capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True
+    ):
         try:
             run = fused(layer, options={"insum.fuse": "always"})
             got = [gradients(run, leaves, edges, *rest) for _ in range(4)]

@@ -19,7 +19,10 @@ src, dst = (row.clone() for row in graph_of())
 #: name -> program, arguments, words of the reason. No op in the forward graph.
 LEFT: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], str]] = {
     "the messages are used elsewhere": (
-        lambda x, w: (m := x[src] * w[:, None], x.new_zeros(N, F).index_add(0, dst, m) + m.relu().sum())[1],
+        lambda x, w: (
+            m := x[src] * w[:, None],
+            x.new_zeros(N, F).index_add(0, dst, m) + m.relu().sum(),
+        )[1],
         lambda: (torch.randn(N, F), torch.randn(E)),
         "is needed by",
     ),
@@ -28,14 +31,20 @@ LEFT: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], str]] =
         lambda: (torch.randn(N, F), torch.randn(E)),
         "mul is needed by",
     ),
-    "a scatter alone": (lambda m: m.new_zeros(N, F).index_add(0, dst, m), lambda: (torch.randn(E, F),), "nothing is gathered into it"),
+    "a scatter alone": (
+        lambda m: m.new_zeros(N, F).index_add(0, dst, m),
+        lambda: (torch.randn(E, F),),
+        "nothing is gathered into it",
+    ),
     "mean": (
         lambda x: x.new_zeros(N, F).scatter_reduce(0, dst[:, None].expand(E, F), x[src], "mean"),
         lambda: (torch.randn(N, F),),
         "it reduces by mean",
     ),
     "amax by columns": (
-        lambda x: x.new_zeros(N, F).scatter_reduce(0, (dst[:, None] + torch.arange(F)) % N, x[src], "amax", include_self=False),
+        lambda x: x.new_zeros(N, F).scatter_reduce(
+            0, (dst[:, None] + torch.arange(F)) % N, x[src], "amax", include_self=False
+        ),
         lambda: (torch.randn(N, F),),
         "it has an index for each column",
     ),
@@ -44,7 +53,11 @@ LEFT: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], str]] =
         lambda: (torch.randn(N, F),),
         "it leaves out what is there",
     ),
-    "overwritten": (lambda x: x.new_zeros(N, F).index_put((dst,), x[src]), lambda: (torch.randn(N, F),), "it overwrites"),
+    "overwritten": (
+        lambda x: x.new_zeros(N, F).index_put((dst,), x[src]),
+        lambda: (torch.randn(N, F),),
+        "it overwrites",
+    ),
     "part of the columns": (
         lambda x: x.new_zeros(N, F).scatter_add(0, dst[:, None].expand(E, 4), x[src][:, :4]),
         lambda: (torch.randn(N, F),),
@@ -60,9 +73,15 @@ LEFT: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], str]] =
         lambda: (torch.randn(N, F),),
         "a part of arg",
     ),
-    "integers": (lambda x: x.new_zeros(N, F).index_add(0, dst, x[src]), lambda: (torch.randint(0, 9, (N, F)),), "holds int64"),
+    "integers": (
+        lambda x: x.new_zeros(N, F).index_add(0, dst, x[src]),
+        lambda: (torch.randint(0, 9, (N, F)),),
+        "holds int64",
+    ),
     "narrowed": (
-        lambda x, w: x.new_zeros(N, F, dtype=torch.float16).index_add(0, dst, (x[src] * w[:, None]).half()),
+        lambda x, w: x.new_zeros(N, F, dtype=torch.float16).index_add(
+            0, dst, (x[src] * w[:, None]).half()
+        ),
         lambda: (torch.randn(N, F), torch.randn(E)),
         "it converts float32 to float16",
     ),
@@ -71,7 +90,11 @@ LEFT: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], str]] =
         lambda: (torch.randn(N, F).half(),),
         "its result is float32, the product is float16",
     ),
-    "complex": (lambda x: x.new_zeros(N, F).index_add(0, dst, x[src]), lambda: (torch.randn(N, F, dtype=torch.complex64),), "holds complex64"),
+    "complex": (
+        lambda x: x.new_zeros(N, F).index_add(0, dst, x[src]),
+        lambda: (torch.randn(N, F, dtype=torch.complex64),),
+        "holds complex64",
+    ),
     "a mask": (
         lambda x, m: x.new_zeros(N, F).index_add(0, dst, x.masked_fill(m[:, None], 0)[src].relu()),
         lambda: (torch.randn(N, F), torch.rand(N) > 0.5),
@@ -101,7 +124,11 @@ def test_left_with_a_reason(name: str) -> None:
     run, graphs = compiled(program, fullgraph=True)
     arguments = make()
     expected, result = program(*arguments), run(*arguments)
-    for a, b in zip(result if isinstance(result, tuple) else (result,), expected if isinstance(expected, tuple) else (expected,), strict=True):
+    for a, b in zip(
+        result if isinstance(result, tuple) else (result,),
+        expected if isinstance(expected, tuple) else (expected,),
+        strict=True,
+    ):
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2)
     report = insum.fusion.report()
     assert counts(graphs) == [0] and not report.fused, str(report)
@@ -118,7 +145,9 @@ def test_a_product_before_the_gather_stays_dense() -> None:
 
 def test_small_products_are_computed_once_and_read() -> None:
     """The normalisation of a graph convolution has one number per edge, the message many."""
-    program = lambda x, d, w: x.new_zeros(N, F).index_add(0, dst, (d[src] * w * d[dst])[:, None] * x[src])
+    program = lambda x, d, w: x.new_zeros(N, F).index_add(
+        0, dst, (d[src] * w * d[dst])[:, None] * x[src]
+    )
     run, _ = compiled(program)
     agrees(program, run, (torch.randn(N, F), torch.rand(N), torch.rand(E)))
     (found,) = insum.fusion.report().fused
@@ -140,8 +169,12 @@ def test_on_the_cpu_nothing_is_fused_unless_asked_for() -> None:
 
 def test_never() -> None:
     program = lambda x: x.new_zeros(N, F).index_add(0, dst, x[src])
-    torch.compile(program, backend="insum", options={"insum.rest": "eager", "insum.fuse": "never"})(leaf(N, F))
-    assert not insum.fusion.report().fused and {left.why for left in insum.fusion.report().left} == {"settings.fuse is 'never'"}
+    torch.compile(program, backend="insum", options={"insum.rest": "eager", "insum.fuse": "never"})(
+        leaf(N, F)
+    )
+    assert not insum.fusion.report().fused and {
+        left.why for left in insum.fusion.report().left
+    } == {"settings.fuse is 'never'"}
 
 
 def test_edges_that_take_gradients_and_integers_side_by_side() -> None:

@@ -1,4 +1,6 @@
-"""Index tensors that are new at each call, as in mini-batches: other sizes each time, the kernels stay. In Triton's interpreter."""
+"""Index tensors that are new at each call, as in mini-batches: other sizes each time, the kernels
+stay. In Triton's interpreter.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,15 @@ pytestmark = pytest.mark.interpreter
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (indices, op):
         monkeypatch.setattr(module, "looks_are_free", lambda tensor: False)
-    for table in (ways._ways, ways._paths, ways._stretches, indices._last, indices._strangers, computed._computed, indices._checked):
+    for table in (
+        ways._ways,
+        ways._paths,
+        ways._stretches,
+        indices._last,
+        indices._strangers,
+        computed._computed,
+        indices._checked,
+    ):
         table.clear()
     with insum.settings(backend="fused", require_fused=True):
         yield
@@ -50,23 +60,44 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What is planned and built from now on."""
     made: list[Any] = []
     original = fused._build
-    monkeypatch.setattr(fused, "_build", lambda problem, *rest: (made.append(problem.extents), original(problem, *rest))[1])
+    monkeypatch.setattr(
+        fused,
+        "_build",
+        lambda problem, *rest: (made.append(problem.extents), original(problem, *rest))[1],
+    )
     return made
 
 
-SIZES = [(20, 100), (20, 100), (20, 100), (24, 133), (31, 97), (16, 64), (17, 200), (20, 101), (9, 80)]
+SIZES = [
+    (20, 100),
+    (20, 100),
+    (20, 100),
+    (24, 133),
+    (31, 97),
+    (16, 64),
+    (17, 200),
+    (20, 101),
+    (9, 80),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("program", [weighted, multiplied, dotted, added])
 def test_other_sizes(program: Any, dtype: torch.dtype, built: list[Any]) -> None:
     run, graphs = compiled(program, dynamic=True)
-    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    tolerance = (
+        {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+    )
     m = torch.randn(F, 16).to(dtype)
     plans = 0
     for step, (nodes, edges) in enumerate(SIZES):
         x = torch.randn(nodes, F).to(dtype)
-        second = {weighted: torch.randn(edges), multiplied: m, dotted: torch.randn(nodes, F), added: torch.randn(nodes, F)}[program].to(dtype)
+        second = {
+            weighted: torch.randn(edges),
+            multiplied: m,
+            dotted: torch.randn(nodes, F),
+            added: torch.randn(nodes, F),
+        }[program].to(dtype)
         given = graph_of(nodes, edges, seed=step)
         given[0, ::5] -= nodes
         assert_close(run(x, second, given), program(x, second, given), **tolerance)
@@ -89,11 +120,19 @@ def test_sizes_that_tiles_divide(built: list[Any]) -> None:
 def test_one_point() -> None:
     """A tile of one row is always full."""
     spec = op.Spec(
-        "out[d[i],j] = x[s[i],j] * w[i]", ("x", "w", "e"), (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),))), "out#2", frozenset("sd"), frozenset(), ()
+        "out[d[i],j] = x[s[i],j] * w[i]",
+        ("x", "w", "e"),
+        (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),))),
+        "out#2",
+        frozenset("sd"),
+        frozenset(),
+        (),
     )
     for step in range(6):
         x, w, edges = torch.randn(20, F), torch.randn(1), torch.tensor([[step], [3]])
-        expected = torch.zeros(20, F).index_put((edges[1],), x[edges[0]] * w[:, None], accumulate=True)
+        expected = torch.zeros(20, F).index_put(
+            (edges[1],), x[edges[0]] * w[:, None], accumulate=True
+        )
         assert_close(torch.ops.insum.fused(str(spec), [x, w, edges], [20, F]), expected)
 
 
@@ -101,11 +140,19 @@ def test_gradients_with_other_sizes(built: list[Any]) -> None:
     run, _ = compiled(weighted, dynamic=True)
     plans = 0
     for step, (nodes, edges) in enumerate(SIZES):
-        x, w, given = torch.randn(nodes, F).requires_grad_(), torch.randn(edges).requires_grad_(), graph_of(nodes, edges, seed=step)
+        x, w, given = (
+            torch.randn(nodes, F).requires_grad_(),
+            torch.randn(edges).requires_grad_(),
+            graph_of(nodes, edges, seed=step),
+        )
         result, expected = run(x, w, given), weighted(x, w, given)
         assert_close(result, expected, rtol=1e-4, atol=1e-4)
         upstream = torch.randn_like(expected)
-        for a, b in zip(torch.autograd.grad(result, (x, w), upstream), torch.autograd.grad(expected, (x, w), upstream), strict=True):
+        for a, b in zip(
+            torch.autograd.grad(result, (x, w), upstream),
+            torch.autograd.grad(expected, (x, w), upstream),
+            strict=True,
+        ):
             assert_close(a, b, rtol=1e-4, atol=1e-4)
         plans = len(built) if step == 2 else plans
     assert len(built) == plans
@@ -139,7 +186,9 @@ def test_sizes_that_do_not_fit_together() -> None:
 
 def test_settings_that_change_between_calls(built: list[Any]) -> None:
     run, _ = compiled(weighted, dynamic=True)
-    call = lambda edges, seed: run(torch.randn(20, F), torch.randn(edges), graph_of(20, edges, seed=seed))
+    call = lambda edges, seed: run(
+        torch.randn(20, F), torch.randn(edges), graph_of(20, edges, seed=seed)
+    )
     for step in range(5):
         call(100 + step, step)
     plans = len(built)
@@ -148,19 +197,27 @@ def test_settings_that_change_between_calls(built: list[Any]) -> None:
     assert len(built) == plans + 1
 
 
-def test_the_forward_pass_has_checked_for_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_forward_pass_has_checked_for_the_backward_pass(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     looked: list[str] = []
     original = indices._looked_at
-    monkeypatch.setattr(indices, "_looked_at", lambda name, *rest: (looked.append(name), original(name, *rest))[1])
+    monkeypatch.setattr(
+        indices, "_looked_at", lambda name, *rest: (looked.append(name), original(name, *rest))[1]
+    )
     run, _ = compiled(weighted, dynamic=True)
     for step in range(5):
-        x, w, edges = torch.randn(20, F).requires_grad_(), torch.randn(90 + step).requires_grad_(), graph_of(20, 90 + step, seed=step)
+        x, w, edges = (
+            torch.randn(20, F).requires_grad_(),
+            torch.randn(90 + step).requires_grad_(),
+            graph_of(20, 90 + step, seed=step),
+        )
         before = len(looked)
         torch.autograd.grad(run(x, w, edges).sum(), (x, w))
     assert len(looked) - before == 2, "one for each row of the edges"
 
 
-# --- the kernel that checks ------------------------------------------------------------------------------------------------------
+# --- the kernel that checks -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -171,11 +228,23 @@ def test_values_in_range(count: int, dtype: torch.dtype) -> None:
     assert bounds.look(tensor, 50, False, flag) is tensor and flag == 1
     tensor[::3] -= 50
     wrapped = bounds.look(tensor, 50, True, flag)
-    assert flag == 1 and wrapped.dtype == torch.int64 and torch.equal(wrapped, torch.remainder(tensor.long(), 50))
+    assert (
+        flag == 1
+        and wrapped.dtype == torch.int64
+        and torch.equal(wrapped, torch.remainder(tensor.long(), 50))
+    )
 
 
 @pytest.mark.parametrize(
-    ("value", "wraps", "fine"), [(50, False, False), (-1, False, False), (50, True, False), (-51, True, False), (-50, True, True), (49, True, True)]
+    ("value", "wraps", "fine"),
+    [
+        (50, False, False),
+        (-1, False, False),
+        (50, True, False),
+        (-51, True, False),
+        (-50, True, True),
+        (49, True, True),
+    ],
 )
 @pytest.mark.parametrize("at", [0, 2047])
 def test_one_value(at: int, value: int, wraps: bool, fine: bool) -> None:
@@ -187,5 +256,9 @@ def test_one_value(at: int, value: int, wraps: bool, fine: bool) -> None:
 
 
 def test_where_the_kernel_is_used() -> None:
-    assert launch.interpreting() and not bounds.is_for(torch.zeros(3, dtype=torch.int64)), "on the CPU torch's own operations look"
-    assert bounds.flag(torch.device("cpu")) == 1 and bounds.flag(torch.device("cpu")) is bounds.flag(torch.device("cpu"))
+    assert launch.interpreting() and not bounds.is_for(torch.zeros(3, dtype=torch.int64)), (
+        "on the CPU torch's own operations look"
+    )
+    assert bounds.flag(torch.device("cpu")) == 1 and bounds.flag(
+        torch.device("cpu")
+    ) is bounds.flag(torch.device("cpu"))

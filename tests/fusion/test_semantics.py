@@ -34,7 +34,9 @@ def test_negative_indices_count_from_the_end_where_they_did() -> None:
 def test_negative_indices_of_dimensions_of_different_size() -> None:
     """The same index tensor wraps around at two different sizes."""
     index = torch.tensor([0, -1, 2, -3, 1])
-    program = lambda x, y: x.new_zeros(4, F).index_add(0, torch.tensor([0, 1, 2, 3, 0]), x[index] * y[index])
+    program = lambda x, y: x.new_zeros(4, F).index_add(
+        0, torch.tensor([0, 1, 2, 3, 0]), x[index] * y[index]
+    )
     run, graphs = compiled(program, fullgraph=True)
     agrees(program, run, (leaf(5, F), leaf(3, F)))
     assert counts(graphs) == [1, 2]
@@ -65,7 +67,9 @@ def test_what_is_written_in_place_is_seen() -> None:
     assert_close(base, base_)
     assert_close(other, other_)
     assert counts(graphs) == [1]
-    assert [left.why for left in insum.fusion.report().left] == ["its result is laid out in an unusual way"]
+    assert [left.why for left in insum.fusion.report().left] == [
+        "its result is laid out in an unusual way"
+    ]
 
 
 def test_the_tensor_that_is_read_is_written_too() -> None:
@@ -94,7 +98,9 @@ def test_operands_in_any_layout() -> None:
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
 def test_small_integers_as_indices(dtype: torch.dtype) -> None:
     edges = graph_of().to(dtype)
-    program = lambda x, w: x.new_zeros(N, F).index_add(0, edges[1].long(), x[edges[0].long()] * w[:, None])
+    program = lambda x, w: x.new_zeros(N, F).index_add(
+        0, edges[1].long(), x[edges[0].long()] * w[:, None]
+    )
     run, graphs = compiled(program)
     agrees(program, run, (leaf(N, F), leaf(E)))
     assert counts(graphs) == [1, 2]
@@ -139,7 +145,15 @@ def test_shapes_that_depend_on_data() -> None:
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         run, graphs = compiled(program, fullgraph=True)
         for seed in range(3):
-            agrees(program, run, (leaf(N, F), graph_of(), torch.rand(E, generator=torch.Generator().manual_seed(seed)) > 0.5))
+            agrees(
+                program,
+                run,
+                (
+                    leaf(N, F),
+                    graph_of(),
+                    torch.rand(E, generator=torch.Generator().manual_seed(seed)) > 0.5,
+                ),
+            )
         assert counts(graphs) == [1, 1], str(insum.fusion.report())
 
 
@@ -152,7 +166,15 @@ def test_duplicates_add_up() -> None:
 def test_ops_fit_their_schema() -> None:
     edges, x, w = graph_of(), torch.randn(N, F), torch.randn(E)
     views = (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),)))
-    spec = Spec("out[d[i],j] = x[s[i],j] * w[i]", ("x", "w", "e"), views, "out#2", frozenset("s"), frozenset(), ())
+    spec = Spec(
+        "out[d[i],j] = x[s[i],j] * w[i]",
+        ("x", "w", "e"),
+        views,
+        "out#2",
+        frozenset("s"),
+        frozenset(),
+        (),
+    )
     assert str(spec_of(str(spec))) == str(spec)
     arguments = (str(spec), [x, w, edges], [N, F])
     expected = aggregate(x, w, edges)
@@ -183,20 +205,30 @@ def test_rows_of_an_index_tensor_are_the_same_object_while_it_lives_unchanged() 
 
 
 @pytest.mark.parametrize("told", [True, False])
-def test_views_are_the_same_tensor_in_the_backward_pass(told: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Autograd saves a view as a new object; what is known of the view is known of that. A torch that does not tell when is taken at its word."""
+def test_views_are_the_same_tensor_in_the_backward_pass(
+    told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Autograd saves a view as a new object; what is known of the view is known of that. A torch
+    that does not tell when is taken at its word.
+    """
     from insum.compat import calls
     from insum.fusion import op
 
     seen: list[Tensor] = []
     original = op.part
-    monkeypatch.setattr(op, "part", lambda base, selects: (seen.append(base), original(base, selects))[1])
+    monkeypatch.setattr(
+        op, "part", lambda base, selects: (seen.append(base), original(base, selects))[1]
+    )
     if not told:
         monkeypatch.setattr(calls, "_graph_task", lambda: -1)
     view = graph_of(N, 2 * E)[:, E:]
     run, _ = compiled(aggregate)
     agrees(aggregate, run, (leaf(N, F), leaf(E), view))
-    assert len(seen) == 6 and all(base is view for base in seen[:2]) and all((base is view) is told for base in seen[2:])
+    assert (
+        len(seen) == 6
+        and all(base is view for base in seen[:2])
+        and all((base is view) is told for base in seen[2:])
+    )
     assert not calls.in_backward()
 
 
@@ -220,13 +252,24 @@ def test_other_objects_for_the_same_tensor(monkeypatch: pytest.MonkeyPatch) -> N
     assert indices.owner(edges) is edges
     found = {name: indices.owner(other) is edges for name, other in other_objects(edges).items()}
     # Nobody has written to any of them, so that .data is as good as what is detached.
-    assert found == {"detached": True, "a view": True, "data": True, "strides": False, "dtype": False, "a part": False, "a copy": False}
+    assert found == {
+        "detached": True,
+        "a view": True,
+        "data": True,
+        "strides": False,
+        "dtype": False,
+        "a part": False,
+        "a copy": False,
+    }
     monkeypatch.setattr(indices, "in_backward", lambda: False)
     later = edges.detach()
     assert indices.owner(later) is later
 
 
-@pytest.mark.parametrize("how", ["write", "write to the other", "write to data", "set", "resize", "data", "end", "inference"])
+@pytest.mark.parametrize(
+    "how",
+    ["write", "write to the other", "write to data", "set", "resize", "data", "end", "inference"],
+)
 def test_no_longer_the_same_tensor(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from insum.fusion import indices
 
@@ -269,11 +312,15 @@ def test_rows_after_an_exchange_of_data() -> None:
 @pytest.mark.parametrize("include_self", [True, False])
 @pytest.mark.parametrize("reduction", ["amax", "amin"])
 def test_largest_and_smallest_values(reduction: str, include_self: bool) -> None:
-    """Rows that nothing is scattered to keep what is there; NaN is the largest of all, and the smallest; minus infinity is a value."""
+    """Rows that nothing is scattered to keep what is there; NaN is the largest of all, and the
+    smallest; minus infinity is a value.
+    """
     at = torch.tensor([0, 0, 2, 3, 3, 3])
 
     def program(base: Tensor, x: Tensor) -> Tensor:
-        return base.scatter_reduce(0, at[:, None].expand(6, F), x, reduction, include_self=include_self)
+        return base.scatter_reduce(
+            0, at[:, None].expand(6, F), x, reduction, include_self=include_self
+        )
 
     run, graphs = compiled(program, fullgraph=True)
     base, x = torch.randn(5, F), torch.randn(6, F)

@@ -1,4 +1,6 @@
-"""Chains of one form that are added up become one op: as a table where the rows of each are unique, in groups where they are not."""
+"""Chains of one form that are added up become one op: as a table where the rows of each are unique,
+in groups where they are not.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ N, PIECES = 20, 5
 def unique_pairs(nodes: int = N, seed: int = 0) -> list[Tensor]:
     """As a submanifold convolution has them: no voxel twice on either side of an offset."""
     torch.manual_seed(seed)
-    return [torch.stack([torch.randperm(nodes)[:k], torch.randperm(nodes)[:k]]) for k in (12, 20, 9, 0, 15)]
+    return [
+        torch.stack([torch.randperm(nodes)[:k], torch.randperm(nodes)[:k]])
+        for k in (12, 20, 9, 0, 15)
+    ]
 
 
 def convolution(x: Tensor, w: Tensor, *pairs: Tensor) -> Tensor:
@@ -32,7 +37,13 @@ def convolution(x: Tensor, w: Tensor, *pairs: Tensor) -> Tensor:
 
 
 def summed(x: Tensor, w: Tensor, *pairs: Tensor) -> Tensor:
-    return functools.reduce(torch.add, [torch.zeros(x.shape[0], w.shape[2]).index_add(0, o, x[i] @ w[z]) for z, (i, o) in enumerate(pairs)])
+    return functools.reduce(
+        torch.add,
+        [
+            torch.zeros(x.shape[0], w.shape[2]).index_add(0, o, x[i] @ w[z])
+            for z, (i, o) in enumerate(pairs)
+        ],
+    )
 
 
 def started(x: Tensor, w: Tensor, *pairs: Tensor) -> Tensor:
@@ -50,7 +61,9 @@ DUPLICATES = [graph_of(N, 12 + z, seed=z) for z in range(PIECES)]
 
 
 @pytest.mark.parametrize("pairs", [unique_pairs(), DUPLICATES], ids=["table", "groups"])
-@pytest.mark.parametrize("program", [convolution, summed, started, with_more], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "program", [convolution, summed, started, with_more], ids=lambda f: f.__name__
+)
 def test_one_op(program: Callable[..., Tensor], pairs: list[Tensor]) -> None:
     run, graphs = compiled(program, fullgraph=True)
     agrees(program, run, (leaf(N, 8), leaf(PIECES, 8, 4), *pairs), rtol=1e-4, atol=1e-4)
@@ -68,7 +81,9 @@ def test_unique_rows_become_a_table_and_others_groups(monkeypatch: pytest.Monkey
         run(torch.randn(N, 8), torch.randn(PIECES, 8, 4), *unique_pairs())
         run(torch.randn(N, 8), torch.randn(PIECES, 8, 4), *DUPLICATES)
         run(torch.randn(300, 8), torch.randn(PIECES, 8, 4), *unique_pairs())
-    assert made == ["table", "groups", "groups"], "the last would be a table of which hardly anything is there"
+    assert made == ["table", "groups", "groups"], (
+        "the last would be a table of which hardly anything is there"
+    )
 
 
 def test_negative_values_count_from_the_end() -> None:
@@ -93,7 +108,9 @@ def test_values_per_point_are_left_one_by_one() -> None:
         return out
 
     run, graphs = compiled(program, fullgraph=True)
-    agrees(program, run, (leaf(N, 8), leaf(PIECES, 8, 4), leaf(30), *DUPLICATES), rtol=1e-4, atol=1e-4)
+    agrees(
+        program, run, (leaf(N, 8), leaf(PIECES, 8, 4), leaf(30), *DUPLICATES), rtol=1e-4, atol=1e-4
+    )
     assert counts(graphs)[0] == PIECES
 
 
@@ -112,12 +129,20 @@ def test_a_slice_that_is_used_twice_or_not_at_all() -> None:
 def test_sizes_that_change() -> None:
     run, graphs = compiled(convolution, fullgraph=True)
     for nodes, seed in ((20, 1), (33, 2), (41, 3)):
-        agrees(convolution, run, (leaf(nodes, 8), leaf(PIECES, 8, 4), *unique_pairs(20, seed)), rtol=1e-4, atol=1e-4)
+        agrees(
+            convolution,
+            run,
+            (leaf(nodes, 8), leaf(PIECES, 8, 4), *unique_pairs(20, seed)),
+            rtol=1e-4,
+            atol=1e-4,
+        )
     assert counts(graphs) == [1, 2] * 2, "compiled once more, for rows of any number"
 
 
 def by_index_select(x: Tensor, w: Tensor, *pairs: Tensor) -> Tensor:
-    """The same as `convolution`; what is written to does not count from the end here. (What is read does: torch makes `index` of `index_select`.)"""
+    """The same as `convolution`; what is written to does not count from the end here. (What is read
+    does: torch makes `index` of `index_select`.)
+    """
     out = x.new_zeros(x.shape[0], w.shape[2])
     for z, (i, o) in enumerate(pairs):
         out = out.scatter_add(0, o[:, None].expand(-1, w.shape[2]), x.index_select(0, i) @ w[z])
@@ -125,13 +150,19 @@ def by_index_select(x: Tensor, w: Tensor, *pairs: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("pairs", [unique_pairs(), DUPLICATES], ids=["table", "groups"])
-@pytest.mark.parametrize("side, value", [(0, N), (0, -N - 1), (0, 2**40), (1, N), (1, -1), (1, -N - 1), (1, 2**40)])
+@pytest.mark.parametrize(
+    "side, value", [(0, N), (0, -N - 1), (0, 2**40), (1, N), (1, -1), (1, -N - 1), (1, 2**40)]
+)
 def test_an_index_out_of_range_is_reported(side: int, value: int, pairs: list[Tensor]) -> None:
-    """-1 marks an absent point once index tensors are put together; before that it is a mistake like any other."""
+    """-1 marks an absent point once index tensors are put together; before that it is a mistake
+    like any other.
+    """
     run, graphs = compiled(by_index_select, fullgraph=True)
     pairs = [p.clone() for p in pairs]
     pairs[1][side, 3] = value
-    with pytest.raises(insum.IndexRangeError, match=f"an index is {value}, but it indexes a dimension of size {N}"):
+    with pytest.raises(
+        insum.IndexRangeError, match=f"an index is {value}, but it indexes a dimension of size {N}"
+    ):
         run(torch.randn(N, 8), torch.randn(PIECES, 8, 4), *pairs)
     assert counts(graphs) == [1]
 
@@ -148,12 +179,19 @@ def test_index_tensors_that_are_written_to() -> None:
     run, _ = compiled(convolution, fullgraph=True)
     x, w, pairs = torch.randn(N, 8), torch.randn(PIECES, 8, 4), unique_pairs()
     for _ in range(3):
-        torch.testing.assert_close(run(x, w, *pairs), convolution(x, w, *pairs), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            run(x, w, *pairs), convolution(x, w, *pairs), rtol=1e-4, atol=1e-4
+        )
         pairs[0].copy_(pairs[0].flip(1) if _ else pairs[0].flip(0))
 
 
 def test_the_specification_as_text() -> None:
-    spec = joined.Joined("out[n0[point]] = x[n1[point]] * w[piece]", ("x", "w"), (((2, ((0, 1),)), (3, ())), ((2, ((0, 0),)), (4, ()))), frozenset({1}))
+    spec = joined.Joined(
+        "out[n0[point]] = x[n1[point]] * w[piece]",
+        ("x", "w"),
+        (((2, ((0, 1),)), (3, ())), ((2, ((0, 0),)), (4, ()))),
+        frozenset({1}),
+    )
     assert joined.joined_of(str(spec)) == spec and "\n" not in str(spec) and '"' not in str(spec)
 
 
@@ -166,7 +204,9 @@ def test_as_kernels(pairs: list[Tensor]) -> None:
 
 
 class Counted:
-    """How index tensors were put together, as a GPU would have it: what is there is not looked at anew in every call."""
+    """How index tensors were put together, as a GPU would have it: what is there is not looked at
+    anew in every call.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[str] = []
@@ -184,7 +224,9 @@ def test_index_tensors_are_put_together_once(monkeypatch: pytest.MonkeyPatch) ->
     counted = Counted(monkeypatch)
     run, _ = compiled(convolution, fullgraph=True)
     x, w, pairs = torch.randn(N, 8), torch.randn(PIECES, 8, 4), unique_pairs()
-    right = lambda: torch.testing.assert_close(run(x, w, *pairs), convolution(x, w, *pairs), rtol=1e-4, atol=1e-4)
+    right = lambda: torch.testing.assert_close(
+        run(x, w, *pairs), convolution(x, w, *pairs), rtol=1e-4, atol=1e-4
+    )
     for _ in range(3):
         right()
     assert counted.made == ["table"]
@@ -206,7 +248,9 @@ def test_other_index_tensors_in_every_call(monkeypatch: pytest.MonkeyPatch) -> N
     x, w = torch.randn(N, 8), torch.randn(PIECES, 8, 4)
     for seed in range(6):
         pairs = unique_pairs(seed=seed)
-        torch.testing.assert_close(run(x, w, *pairs), convolution(x, w, *pairs), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            run(x, w, *pairs), convolution(x, w, *pairs), rtol=1e-4, atol=1e-4
+        )
     assert counted.made == ["table"] * 3 + ["groups"] * 3
     assert len(joined._made) <= 2
     pairs = unique_pairs(seed=7)

@@ -1,4 +1,6 @@
-"""Relations as one more dimension: loops over masked edges become one chain, one division, one product; and what must not."""
+"""Relations as one more dimension: loops over masked edges become one chain, one division, one
+product; and what must not.
+"""
 
 from __future__ import annotations
 
@@ -50,11 +52,21 @@ def degree(x: Tensor, dst: Tensor) -> Tensor:
 PROGRAMS = {
     "sums": loop(lambda x, w, src, dst, r: total(x, src, dst) @ w[r]),
     "sums, backwards": loop(lambda x, w, src, dst, r: total(x, src, dst) @ w[r], (3, 2, 1, 0)),
-    "sums, in another order": loop(lambda x, w, src, dst, r: total(x, src, dst) @ w[r], (2, 0, 3, 1)),
+    "sums, in another order": loop(
+        lambda x, w, src, dst, r: total(x, src, dst) @ w[r], (2, 0, 3, 1)
+    ),
     "means": loop(lambda x, w, src, dst, r: (total(x, src, dst) / degree(x, dst)[:, None]) @ w[r]),
-    "scaled": loop(lambda x, w, src, dst, r: (0.5 * total(x, src, dst) * degree(x, dst).rsqrt().unsqueeze(1)) @ w[r]),
+    "scaled": loop(
+        lambda x, w, src, dst, r: (
+            (0.5 * total(x, src, dst) * degree(x, dst).rsqrt().unsqueeze(1)) @ w[r]
+        )
+    ),
     "with the nodes themselves": loop(lambda x, w, src, dst, r: (total(x, src, dst) + x) @ w[r]),
-    "counted from the end": loop(lambda x, w, src, dst, r: torch.zeros_like(x).index_put((dst - N,), x[src - N], accumulate=True) @ w[r]),
+    "counted from the end": loop(
+        lambda x, w, src, dst, r: (
+            torch.zeros_like(x).index_put((dst - N,), x[src - N], accumulate=True) @ w[r]
+        )
+    ),
 }
 
 
@@ -65,9 +77,12 @@ def test_one_chain(name: str) -> None:
     arguments = leaf(N, F), leaf(R, F, 6), graph_of(), KINDS
     for _ in range(2):
         agrees(program, run, arguments, rtol=1e-4, atol=1e-4)
-    # In another order nothing but the forward sum is put together: gradients of products go by the order of the weights.
+    # In another order nothing but the forward sum is put together: gradients of products go by the
+    # order of the weights.
     forward, backward = counts(graphs)
-    assert forward == 1 and backward in ((1,) if name != "sums, in another order" else (1, R)), str(insum.fusion.report())
+    assert forward == 1 and backward in ((1,) if name != "sums, in another order" else (1, R)), str(
+        insum.fusion.report()
+    )
     products = [n for g in graphs for n in g.graph.nodes if n.target is torch.ops.aten.mm.default]
     assert len(products) == 3 if backward == 1 and "themselves" not in name else len(products) >= 3
 
@@ -107,13 +122,23 @@ def twice(x: Tensor, w: Tensor, edges: Tensor, kinds: Tensor) -> Tensor:
 
 def different(x: Tensor, w: Tensor, edges: Tensor, kinds: Tensor) -> Tensor:
     """Steps that are not alike."""
-    steps = [total(x, *edges[:, kinds == 0]), total(x, *edges[:, kinds == 1].flip(0)) * 2, total(x.relu(), *edges[:, kinds == 2]), x]
-    return sum((step @ w[r] for r, step in enumerate(steps)), start=x.new_zeros(x.shape[0], w.shape[2]))
+    steps = [
+        total(x, *edges[:, kinds == 0]),
+        total(x, *edges[:, kinds == 1].flip(0)) * 2,
+        total(x.relu(), *edges[:, kinds == 2]),
+        x,
+    ]
+    return sum(
+        (step @ w[r] for r, step in enumerate(steps)), start=x.new_zeros(x.shape[0], w.shape[2])
+    )
 
 
 def wider(x: Tensor, w: Tensor, edges: Tensor, kinds: Tensor) -> Tensor:
     """Sums in which a term has another dtype."""
-    return sum((total(x, *edges[:, kinds == r]) @ w[r] for r in range(R)), start=torch.zeros(N, 6, dtype=torch.float64))
+    return sum(
+        (total(x, *edges[:, kinds == r]) @ w[r] for r in range(R)),
+        start=torch.zeros(N, 6, dtype=torch.float64),
+    )
 
 
 def scaled_sum(x: Tensor, w: Tensor, edges: Tensor, kinds: Tensor) -> Tensor:
@@ -126,7 +151,9 @@ def scaled_sum(x: Tensor, w: Tensor, edges: Tensor, kinds: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("program", [some, twice, different, wider, scaled_sum])
 @pytest.mark.parametrize("dynamic", [None, True])
-def test_what_is_no_loop_over_relations(program: Callable[..., Tensor], dynamic: bool | None) -> None:
+def test_what_is_no_loop_over_relations(
+    program: Callable[..., Tensor], dynamic: bool | None
+) -> None:
     run, _ = compiled(program, fullgraph=True, dynamic=dynamic)
     agrees(program, run, (leaf(N, F), leaf(R, F, 6), graph_of(), KINDS), rtol=1e-4, atol=1e-4)
 
@@ -134,7 +161,9 @@ def test_what_is_no_loop_over_relations(program: Callable[..., Tensor], dynamic:
 def test_results_that_are_too_large_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(siblings, "MOST_ELEMENTS", R * N * F - 1)
     run, graphs = compiled(PROGRAMS["means"], fullgraph=True)
-    agrees(PROGRAMS["means"], run, (leaf(N, F), leaf(R, F, 6), graph_of(), KINDS), rtol=1e-4, atol=1e-4)
+    agrees(
+        PROGRAMS["means"], run, (leaf(N, F), leaf(R, F, 6), graph_of(), KINDS), rtol=1e-4, atol=1e-4
+    )
     assert counts(graphs) == [R, R]
 
 
@@ -145,7 +174,13 @@ def test_edges_that_are_passed_are_left_to_other_ways() -> None:
         return sum((total(x, *one) @ w[r] for r, one in enumerate(edges)), start=x.new_zeros(N, 6))
 
     run, graphs = compiled(program, fullgraph=True)
-    agrees(program, run, (leaf(N, F), leaf(R, F, 6), *(graph_of(N, 9 + r, seed=r) for r in range(R))), rtol=1e-4, atol=1e-4)
+    agrees(
+        program,
+        run,
+        (leaf(N, F), leaf(R, F, 6), *(graph_of(N, 9 + r, seed=r) for r in range(R))),
+        rtol=1e-4,
+        atol=1e-4,
+    )
     assert counts(graphs) == [R, R]
 
 
@@ -162,16 +197,29 @@ def test_indices_out_of_range_are_still_errors(row: int, value: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     run, graphs = compiled(PROGRAMS["means"], fullgraph=True)
-    tolerance = {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 5e-2, "atol": 5e-2}
-    agrees(PROGRAMS["means"], run, (leaf(N, F, dtype=dtype), leaf(R, F, 6, dtype=dtype), graph_of(), KINDS), **tolerance)
+    tolerance = (
+        {"rtol": 1e-10, "atol": 1e-10} if dtype == torch.float64 else {"rtol": 5e-2, "atol": 5e-2}
+    )
+    agrees(
+        PROGRAMS["means"],
+        run,
+        (leaf(N, F, dtype=dtype), leaf(R, F, 6, dtype=dtype), graph_of(), KINDS),
+        **tolerance,
+    )
     assert counts(graphs) == [1, 1]
 
 
 def test_many_relations() -> None:
     kinds = torch.randint(0, 40, (200,))
     program = lambda x, w, edges, kinds: sum(
-        ((total(x, *edges[:, kinds == r]) / degree(x, edges[1][kinds == r])[:, None]) @ w[r] for r in range(40)), start=x.new_zeros(N, 6)
+        (
+            (total(x, *edges[:, kinds == r]) / degree(x, edges[1][kinds == r])[:, None]) @ w[r]
+            for r in range(40)
+        ),
+        start=x.new_zeros(N, 6),
     )
     run, graphs = compiled(program, fullgraph=True)
-    agrees(program, run, (leaf(N, F), leaf(40, F, 6), graph_of(N, 200), kinds), rtol=1e-4, atol=1e-4)
+    agrees(
+        program, run, (leaf(N, F), leaf(40, F, 6), graph_of(N, 200), kinds), rtol=1e-4, atol=1e-4
+    )
     assert counts(graphs) == [1, 1]

@@ -1,6 +1,8 @@
-"""What only a GPU can tell of compiled programs: CUDA graphs that torch.compile records, packages with kernels inside, TorchInductor's own kernels.
+"""What only a GPU can tell of compiled programs: CUDA graphs that torch.compile records, packages
+with kernels inside, TorchInductor's own kernels.
 
-Runs under pytest (``pytest -m gpu tests/gpu/test_compiled_gpu.py``) and without it: ``python tests/gpu/test_compiled_gpu.py``.
+Runs under pytest (``pytest -m gpu tests/gpu/test_compiled_gpu.py``) and without it: ``python
+tests/gpu/test_compiled_gpu.py``.
 """
 
 from __future__ import annotations
@@ -38,11 +40,21 @@ CUDA = "cuda"
 KIND: dict[str, Any] = {"dtype": torch.float32, "device": CUDA}
 TOLERANCE = 2e-3  # TF32 is off, but what TorchInductor does with it is its own affair
 MAKERS: dict[str, Callable[[int], Application]] = {
-    "block SpMM": lambda n: applications.block_spmm(rows=16, columns=n, block=32, n=256, density=0.4, group=4, **KIND),
-    "SpMM": lambda n: applications.spmm(rows=500, columns=20 * n, n=64, entries=200 * n, group=4, **KIND),
-    "convolution": lambda n: applications.convolution(voxels=40 * n, offsets=27, inputs=32, outputs=64, layout="by voxel", **KIND),
-    "convolution, grouped": lambda n: applications.convolution(voxels=40 * n, offsets=27, inputs=32, outputs=64, layout="grouped", **KIND),
-    "tensor product": lambda n: applications.tensor_product(batch=20 * n, channels=32, constant=False, **KIND),
+    "block SpMM": lambda n: applications.block_spmm(
+        rows=16, columns=n, block=32, n=256, density=0.4, group=4, **KIND
+    ),
+    "SpMM": lambda n: applications.spmm(
+        rows=500, columns=20 * n, n=64, entries=200 * n, group=4, **KIND
+    ),
+    "convolution": lambda n: applications.convolution(
+        voxels=40 * n, offsets=27, inputs=32, outputs=64, layout="by voxel", **KIND
+    ),
+    "convolution, grouped": lambda n: applications.convolution(
+        voxels=40 * n, offsets=27, inputs=32, outputs=64, layout="grouped", **KIND
+    ),
+    "tensor product": lambda n: applications.tensor_product(
+        batch=20 * n, channels=32, constant=False, **KIND
+    ),
 }
 
 
@@ -61,8 +73,18 @@ def shuffled(application: Application, seed: int) -> Application:
             order = torch.randperm(values[names[0]].shape[0], generator=draw, device=CUDA)
             values |= {name: values[name][order].contiguous() for name in names}
     if "Nb" in values:
-        values["Nb"] = values["Nb"][torch.randperm(values["Nb"].shape[0], generator=draw, device=CUDA)].contiguous()
-    return Application(application.name, application.statement, values, application.sizes, application.padded, application.wanted, application.formula)
+        values["Nb"] = values["Nb"][
+            torch.randperm(values["Nb"].shape[0], generator=draw, device=CUDA)
+        ].contiguous()
+    return Application(
+        application.name,
+        application.statement,
+        values,
+        application.sizes,
+        application.padded,
+        application.wanted,
+        application.formula,
+    )
 
 
 @contextmanager
@@ -81,7 +103,7 @@ def skipped_graphs() -> int:
     return int(counters["inductor"]["cudagraph_skips"])
 
 
-# --- CUDA graphs -------------------------------------------------------------------------------------------------------------------
+# --- CUDA graphs ----------------------------------------------------------------------------------
 
 
 def test_reduce_overhead_with_other_indices_each_time() -> None:
@@ -109,7 +131,10 @@ def test_reduce_overhead_with_gradients() -> None:
         for step in range(4):
             torch.compiler.cudagraph_mark_step_begin()
             application = shuffled(base, step)
-            values = {n: v.clone().requires_grad_() if n in application.wanted else v for n, v in application.values.items()}
+            values = {
+                n: v.clone().requires_grad_() if n in application.wanted else v
+                for n, v in application.values.items()
+            }
             compiled(**values).backward(upstream)
             for wanted, expected in application.expected_gradients(upstream).items():
                 error = relative_error(values[wanted].grad, expected)
@@ -119,8 +144,13 @@ def test_reduce_overhead_with_gradients() -> None:
 def test_reduce_overhead_with_formats_and_without_synchronising() -> None:
     """A layer's pattern is a constant of the graph; replays wait for nothing."""
     torch.compiler.reset()
-    layer = insum.nn.BlockSparseLinear.from_dense(nn.Linear(256, 256), density=0.3, block_shape=(32, 32)).to(CUDA)
-    compiled, before = torch.compile(layer, fullgraph=True, mode="reduce-overhead"), skipped_graphs()
+    layer = insum.nn.BlockSparseLinear.from_dense(
+        nn.Linear(256, 256), density=0.3, block_shape=(32, 32)
+    ).to(CUDA)
+    compiled, before = (
+        torch.compile(layer, fullgraph=True, mode="reduce-overhead"),
+        skipped_graphs(),
+    )
     for step in range(6):
         x = torch.randn(64, 256, device=CUDA)
         with torch.no_grad():
@@ -135,12 +165,15 @@ def test_reduce_overhead_with_formats_and_without_synchronising() -> None:
 
 
 def test_a_graph_recorded_by_hand_with_tensors_never_seen() -> None:
-    """Nothing is known of the index tensors, and nothing may be asked: kernels that need to know nothing run, right for any values."""
+    """Nothing is known of the index tensors, and nothing may be asked: kernels that need to know
+    nothing run, right for any values.
+    """
     from insum.runtime import capture
 
     for name, make in MAKERS.items():
         base = make(20)
-        capture.run(base.forward.problem(), base.values, None, None, "recording")  # compiles: a kernel cannot be loaded while a graph is recorded
+        # compiles: a kernel cannot be loaded while a graph is recorded
+        capture.run(base.forward.problem(), base.values, None, None, "recording")
         held = {n: v.clone() for n, v in base.values.items()}
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -153,11 +186,13 @@ def test_a_graph_recorded_by_hand_with_tensors_never_seen() -> None:
             assert relative_error(out, application.expected()) < 1e-5, f"{name}, replay {step}"
 
 
-# --- packages ----------------------------------------------------------------------------------------------------------------------
+# --- packages -------------------------------------------------------------------------------------
 
 
 class Statements(nn.Module):
-    """Every application, one after the other, as one program with one package: most of the time goes into the C++ around the kernels."""
+    """Every application, one after the other, as one program with one package: most of the time
+    goes into the C++ around the kernels.
+    """
 
     def __init__(self, every: dict[str, Application]) -> None:
         super().__init__()
@@ -165,7 +200,10 @@ class Statements(nn.Module):
         self.calls = {name: call(one) for name, one in every.items()}
 
     def forward(self, given: dict[str, tuple[Tensor, ...]]) -> dict[str, Tensor]:
-        return {name: run(**dict(zip(self.names[name], given[name]))).tanh() for name, run in self.calls.items()}
+        return {
+            name: run(**dict(zip(self.names[name], given[name]))).tanh()
+            for name, run in self.calls.items()
+        }
 
 
 ALONE = """
@@ -185,22 +223,43 @@ print("equal")
 
 
 def test_packages_with_kernels_inside() -> None:
-    """Exported with sizes that change, packaged with the generated kernels, and run where there is no insum."""
+    """Exported with sizes that change, packaged with the generated kernels, and run where there is
+    no insum.
+    """
     every = {name: make(20) for name, make in MAKERS.items()}
     model = Statements(every)
     tensors = lambda drawn: {name: tuple(one.values.values()) for name, one in drawn.items()}
-    program = torch.export.export(model, (tensors(every),), dynamic_shapes=({name: _moving(name, one) for name, one in every.items()},))
+    program = torch.export.export(
+        model,
+        (tensors(every),),
+        dynamic_shapes=({name: _moving(name, one) for name, one in every.items()},),
+    )
     # In the grouped form the number of voxels is a constant of the statement.
-    cases = [tensors(every), tensors({name: make(20 if "grouped" in name else 27) for name, make in MAKERS.items()})]
+    cases = [
+        tensors(every),
+        tensors({name: make(20 if "grouped" in name else 27) for name, make in MAKERS.items()}),
+    ]
     with tempfile.TemporaryDirectory() as folder:
         with without_fallback():
-            path = insum.export.package(program, Path(folder) / "all.pt2", options={"aot_inductor.compile_wrapper_opt_level": "O0"})
+            path = insum.export.package(
+                program,
+                Path(folder) / "all.pt2",
+                options={"aot_inductor.compile_wrapper_opt_level": "O0"},
+            )
         torch.save([(case, model(case)) for case in cases], Path(folder) / "data.pt")
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         text = ALONE.format(path=path, data=str(Path(folder) / "data.pt"))
-        done = subprocess.run([sys.executable, "-X", "faulthandler", "-c", text], env=environment, capture_output=True, text=True, timeout=600)
+        done = subprocess.run(
+            [sys.executable, "-X", "faulthandler", "-c", text],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
+        )
         print(done.stdout)
-        assert "equal" in done.stdout.splitlines() and not done.returncode, f"exit status {done.returncode}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+        assert "equal" in done.stdout.splitlines() and not done.returncode, (
+            f"exit status {done.returncode}\n{done.stdout[-1500:]}\n{done.stderr[-3000:]}"
+        )
 
 
 def _moving(name: str, application: Application) -> tuple[dict[int, Any], ...]:
@@ -208,7 +267,9 @@ def _moving(name: str, application: Application) -> tuple[dict[int, Any], ...]:
     if not name.startswith(("conv", "tensor")):
         return ({0: torch.export.Dim.AUTO},) * len(application.values)
     moving = ("In", "Nb", "X", "Y", "Z") if "In" in application.values else ("X", "Y", "W")
-    return tuple({0: torch.export.Dim.AUTO} if name in moving else {} for name in application.values)
+    return tuple(
+        {0: torch.export.Dim.AUTO} if name in moving else {} for name in application.values
+    )
 
 
 @contextmanager
@@ -228,7 +289,7 @@ def without_fallback() -> Iterator[None]:
         insum.export._kernels = kept
 
 
-# --- TorchInductor's kernels ---------------------------------------------------------------------------------------------------------
+# --- TorchInductor's kernels ----------------------------------------------------------------------
 
 
 def test_the_inductor_backend() -> None:
@@ -246,11 +307,16 @@ def test_gradients_through_the_inductor_backend() -> None:
     for name in ("block SpMM", "convolution"):
         application = MAKERS[name](20)
         upstream = application.upstream()
-        values = {n: v.clone().requires_grad_() if n in application.wanted else v for n, v in application.values.items()}
+        values = {
+            n: v.clone().requires_grad_() if n in application.wanted else v
+            for n, v in application.values.items()
+        }
         with insum.settings(backend="inductor", require_fused=True):
             call(application)(**values).backward(upstream)
         for wanted, expected in application.expected_gradients(upstream).items():
-            assert relative_error(values[wanted].grad, expected) < TOLERANCE, f"{name}, gradient of {wanted}"
+            assert relative_error(values[wanted].grad, expected) < TOLERANCE, (
+                f"{name}, gradient of {wanted}"
+            )
 
 
 if __name__ == "__main__":

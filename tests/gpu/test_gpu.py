@@ -1,6 +1,8 @@
-"""What only a GPU can tell: results at full size, CUDA graphs, streams, memory, determinism, synchronisation.
+"""What only a GPU can tell: results at full size, CUDA graphs, streams, memory, determinism,
+synchronisation.
 
-Runs under pytest (``pytest -m gpu``) and without it: ``python tests/gpu/test_gpu.py [--processes 8] [--only NAME]``.
+Runs under pytest (``pytest -m gpu``) and without it: ``python tests/gpu/test_gpu.py [--processes 8]
+[--only NAME]``.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ NAMES = [a.name for a in applications.usual(filled=False)]
 WARM = 6
 
 
-# --- tools -------------------------------------------------------------------------------------------------------------------------
+# --- tools ----------------------------------------------------------------------------------------
 
 
 def usual(name: str, **options: Any) -> Application:
@@ -58,7 +60,9 @@ def clear() -> None:
 
 def poison(*tensors: Tensor) -> None:
     """Leave NaN in the memory that is handed out next for tensors of these sizes."""
-    held = [torch.full_like(t, math.nan) for t in tensors if t.is_floating_point() for _ in range(2)]
+    held = [
+        torch.full_like(t, math.nan) for t in tensors if t.is_floating_point() for _ in range(2)
+    ]
     del held
 
 
@@ -96,7 +100,9 @@ def for_each(names: list[str], check: Callable[[str], None], **options: Any) -> 
 
         label = "_".join("".join(c if c.isalnum() else " " for c in name).lower().split())
         test.__doc__ = check.__doc__
-        test.__name__ = test.__qualname__ = f"test_{check.__name__.strip('_')}_{label}" + "".join(f"_{v}" for v in options.values()).replace("torch.", "")
+        test.__name__ = test.__qualname__ = f"test_{check.__name__.strip('_')}_{label}" + "".join(
+            f"_{v}" for v in options.values()
+        ).replace("torch.", "")
         # pytest would take the default for a fixture's name.
         globals()[test.__name__] = _without_arguments(test)
 
@@ -110,19 +116,23 @@ def _without_arguments(test: Callable[..., None]) -> Callable[[], None]:
     return run
 
 
-# --- the applications, forward and backward ----------------------------------------------------------------------------------------
+# --- the applications, forward and backward -------------------------------------------------------
 
 
 def _values(name: str, half: torch.dtype = torch.float16) -> None:
     """Forward and backward through autograd, against float64."""
     application = usual(name, half=half)
     upstream = application.upstream()
-    leaves = {n: v.clone().requires_grad_(n in application.wanted) for n, v in application.values.items()}
+    leaves = {
+        n: v.clone().requires_grad_(n in application.wanted) for n, v in application.values.items()
+    }
     for name_, tensor in application.values.items():
         if not tensor.is_floating_point():
             leaves[name_] = tensor  # with the facts that its format declared
     poison(upstream, *(leaves[n] for n in application.wanted))
-    out = insum.insum(application.statement, sizes=dict(application.sizes), padded=application.padded, **leaves)
+    out = insum.insum(
+        application.statement, sizes=dict(application.sizes), padded=application.padded, **leaves
+    )
     allowed = TOLERANCE[out.dtype]
     assert relative_error(out.detach(), application.expected()) < allowed, "forward"
     poison(*(leaves[n].detach() for n in application.wanted))
@@ -134,7 +144,11 @@ def _values(name: str, half: torch.dtype = torch.float16) -> None:
 
 
 for_each(NAMES, _values)
-for_each([n for n in NAMES if "block" in n or "convolution" in n or "Group" in n], _values, half=torch.bfloat16)
+for_each(
+    [n for n in NAMES if "block" in n or "convolution" in n or "Group" in n],
+    _values,
+    half=torch.bfloat16,
+)
 
 
 def test_strategies_on_scattered_statements() -> None:
@@ -146,7 +160,7 @@ def test_strategies_on_scattered_statements() -> None:
             assert_close(case.to(CUDA).run(), case.expected(), case.precision)
 
 
-# --- CUDA graphs ---------------------------------------------------------------------------------------------------------------------
+# --- CUDA graphs ----------------------------------------------------------------------------------
 
 
 def _graphs(name: str) -> None:
@@ -167,7 +181,8 @@ def _graphs(name: str) -> None:
         graph.replay()
         torch.cuda.synchronize()
         if "atomic" in insum.runtime.fused.strategy(call.problem(), call.values):
-            assert relative_error(captured, eager.double()) < TOLERANCE[eager.dtype], call.name  # atomics meet in any order
+            # atomics meet in any order
+            assert relative_error(captured, eager.double()) < TOLERANCE[eager.dtype], call.name
         else:
             assert torch.equal(captured, eager), call.name
 
@@ -175,7 +190,7 @@ def _graphs(name: str) -> None:
 for_each(NAMES, _graphs)
 
 
-# --- determinism ---------------------------------------------------------------------------------------------------------------------
+# --- determinism ----------------------------------------------------------------------------------
 
 
 def _determinism(name: str) -> None:
@@ -194,17 +209,27 @@ for_each([n for n in NAMES if n != "convolution by offset"], _determinism)
 
 def test_determinism_where_a_table_has_no_inverse() -> None:
     application = applications.convolution(
-        voxels=2000, offsets=9, inputs=64, outputs=64, layout="by voxel", one_to_one=False, dtype=torch.float16, device=CUDA
+        voxels=2000,
+        offsets=9,
+        inputs=64,
+        outputs=64,
+        layout="by voxel",
+        one_to_one=False,
+        dtype=torch.float16,
+        device=CUDA,
     )
     upstream = application.upstream()
-    call, expected = application.gradients(upstream)["In"], application.expected_gradients(upstream)["In"]
+    call, expected = (
+        application.gradients(upstream)["In"],
+        application.expected_gradients(upstream)["In"],
+    )
     with only_fused(), deterministic():
         first = call.run()
         assert relative_error(first, expected) < 2e-3
         assert all(torch.equal(call.run(), first) for _ in range(99))
 
 
-# --- memory --------------------------------------------------------------------------------------------------------------------------
+# --- memory ---------------------------------------------------------------------------------------
 
 
 def size_of(*tensors: Tensor) -> int:
@@ -212,28 +237,55 @@ def size_of(*tensors: Tensor) -> int:
 
 
 def large(name: str) -> Application:
-    """Sizes of real graphs and clouds, where what is kept per row and per entry is seen beside the data and not beside nothing."""
-    spmm = {"rows": 100_000, "columns": 100_000, "n": 128, "entries": 1_000_000, "heavy": 3000, "dtype": torch.float32}
-    table = {"voxels": 40_000, "offsets": 27, "inputs": 128, "outputs": 128, "symmetric": True, "dtype": torch.float16}
+    """Sizes of real graphs and clouds, where what is kept per row and per entry is seen beside the
+    data and not beside nothing.
+    """
+    spmm = {
+        "rows": 100_000,
+        "columns": 100_000,
+        "n": 128,
+        "entries": 1_000_000,
+        "heavy": 3000,
+        "dtype": torch.float32,
+    }
+    table = {
+        "voxels": 40_000,
+        "offsets": 27,
+        "inputs": 128,
+        "outputs": 128,
+        "symmetric": True,
+        "dtype": torch.float16,
+    }
     match name:
         case "SpMM, COO":
             return applications.spmm(**spmm, device=CUDA)
         case "SpMM, GroupCOO":
             return applications.spmm(**spmm, group=4, device=CUDA)
         case "convolution by voxel" | "convolution by offset":
-            return applications.convolution(**table, layout=name.removeprefix("convolution "), device=CUDA)
+            return applications.convolution(
+                **table, layout=name.removeprefix("convolution "), device=CUDA
+            )
     return usual(name)
 
 
 def _memory(name: str) -> None:
-    """Peak of forward and backward: inputs and outputs, and a tenth of that. Kept schedules and orders are counted in."""
+    """Peak of forward and backward: inputs and outputs, and a tenth of that. Kept schedules and
+    orders are counted in.
+    """
     clear()
     start = torch.cuda.memory_allocated()
     application = large(name)
-    leaves = {n: v.detach().requires_grad_() if n in application.wanted else v for n, v in application.values.items()}
+    leaves = {
+        n: v.detach().requires_grad_() if n in application.wanted else v
+        for n, v in application.values.items()
+    }
     upstream = application.upstream()
     inputs = size_of(*leaves.values(), upstream)
-    options: dict[str, Any] = {"sizes": dict(application.sizes), "padded": application.padded, **leaves}
+    options: dict[str, Any] = {
+        "sizes": dict(application.sizes),
+        "padded": application.padded,
+        **leaves,
+    }
 
     def step() -> Tensor:
         out = insum.insum(application.statement, **options)
@@ -251,9 +303,12 @@ def _memory(name: str) -> None:
     torch.cuda.synchronize()
     forward = torch.cuda.max_memory_allocated() - start
     outputs = size_of(result)
-    # Contributions to a half-precision output meet in float32 where they meet in atomics: that buffer is part of the result.
+    # Contributions to a half-precision output meet in float32 where they meet in atomics: that
+    # buffer is part of the result.
     wide = 2 * outputs if "atomic" in _strategies(application) and result.dtype.itemsize == 2 else 0
-    assert forward <= 1.1 * (inputs + outputs) + wide, f"forward: {forward} bytes for {inputs} + {outputs}"
+    assert forward <= 1.1 * (inputs + outputs) + wide, (
+        f"forward: {forward} bytes for {inputs} + {outputs}"
+    )
     del result
     clear()
     torch.cuda.reset_peak_memory_stats()
@@ -263,27 +318,40 @@ def _memory(name: str) -> None:
     outputs = size_of(out, *(leaves[n].grad for n in application.wanted))  # type: ignore[arg-type]
     largest = max(size_of(leaves[n]) for n in application.wanted)
     wide = 2 * largest if "atomic" in _strategies(application) and out.dtype.itemsize == 2 else 0
-    assert peak <= 1.1 * (inputs + outputs) + wide, f"forward and backward: {peak} bytes for {inputs} + {outputs}"
+    assert peak <= 1.1 * (inputs + outputs) + wide, (
+        f"forward and backward: {peak} bytes for {inputs} + {outputs}"
+    )
 
 
 def _strategies(application: Application) -> str:
-    return " ".join(insum.runtime.fused.strategy(call.problem(), call.values) for call in application.calls(filled=False))
+    return " ".join(
+        insum.runtime.fused.strategy(call.problem(), call.values)
+        for call in application.calls(filled=False)
+    )
 
 
 for_each(NAMES, _memory)
 
 
-# --- streams and synchronisation -----------------------------------------------------------------------------------------------------
+# --- streams and synchronisation ------------------------------------------------------------------
 
 
 def _warm_calls_do_not_wait(name: str) -> None:
     """Forward and backward, after some calls: nothing is asked of the device."""
     application = usual(name)
-    leaves = {n: v.detach().requires_grad_() if n in application.wanted else v for n, v in application.values.items()}
+    leaves = {
+        n: v.detach().requires_grad_() if n in application.wanted else v
+        for n, v in application.values.items()
+    }
     upstream = application.upstream()
 
     def step() -> None:
-        out = insum.insum(application.statement, sizes=dict(application.sizes), padded=application.padded, **leaves)
+        out = insum.insum(
+            application.statement,
+            sizes=dict(application.sizes),
+            padded=application.padded,
+            **leaves,
+        )
         out.backward(upstream)
 
     for _ in range(WARM):
@@ -338,7 +406,7 @@ def test_two_threads() -> None:
     assert found == [True] * 4
 
 
-# --- sizes and alignment -------------------------------------------------------------------------------------------------------------
+# --- sizes and alignment --------------------------------------------------------------------------
 
 
 def test_reading_past_two_to_the_31() -> None:
@@ -348,9 +416,16 @@ def test_reading_past_two_to_the_31() -> None:
     last = torch.tensor([rows - 1, 0, rows - 2, rows - 1], device=CUDA)
     with only_fused():
         assert torch.equal(insum.insum("C[p,n] = B[I[p],n]", I=last, B=dense), dense[last])
-        index, scale = torch.tensor([0, 1, 1, 3], device=CUDA), torch.randn(4, device=CUDA, dtype=torch.float16)
-        result = insum.insum("C[AM[p],n] += AV[p] * B[AK[p],n]", sizes={0: 4}, AM=index, AV=scale, AK=last, B=dense)
-        wanted = torch.zeros(4, columns, device=CUDA, dtype=torch.float64).index_add_(0, index, scale.double()[:, None] * dense[last].double())
+        index, scale = (
+            torch.tensor([0, 1, 1, 3], device=CUDA),
+            torch.randn(4, device=CUDA, dtype=torch.float16),
+        )
+        result = insum.insum(
+            "C[AM[p],n] += AV[p] * B[AK[p],n]", sizes={0: 4}, AM=index, AV=scale, AK=last, B=dense
+        )
+        wanted = torch.zeros(4, columns, device=CUDA, dtype=torch.float64).index_add_(
+            0, index, scale.double()[:, None] * dense[last].double()
+        )
         assert relative_error(result, wanted) < 2e-3
 
 
@@ -358,11 +433,23 @@ def test_blocks_past_two_to_the_31() -> None:
     clear()
     count, block, columns = 2**11 + 3, 32, 2**15
     dense = torch.empty(count, block, columns, dtype=torch.float16, device=CUDA).normal_()
-    rows, last = torch.tensor([0, 0, 2], device=CUDA), torch.tensor([count - 1, 0, count - 2], device=CUDA)
+    rows, last = (
+        torch.tensor([0, 0, 2], device=CUDA),
+        torch.tensor([count - 1, 0, count - 2], device=CUDA),
+    )
     blocks = torch.randn(3, block, block, device=CUDA, dtype=torch.float16)
     with only_fused():
-        result = insum.insum("C[AM[p],bm,n] += AV[p,bm,bk] * B[AK[p],bk,n]", sizes={0: 3}, AM=rows, AV=blocks, AK=last, B=dense)
-    wanted = torch.zeros(3, block, columns, device=CUDA, dtype=torch.float64).index_add_(0, rows, blocks.double() @ dense[last].double())
+        result = insum.insum(
+            "C[AM[p],bm,n] += AV[p,bm,bk] * B[AK[p],bk,n]",
+            sizes={0: 3},
+            AM=rows,
+            AV=blocks,
+            AK=last,
+            B=dense,
+        )
+    wanted = torch.zeros(3, block, columns, device=CUDA, dtype=torch.float64).index_add_(
+        0, rows, blocks.double() @ dense[last].double()
+    )
     assert relative_error(result, wanted) < 2e-3
 
 
@@ -379,21 +466,34 @@ def test_writing_past_two_to_the_31() -> None:
             else:
                 result = insum.insum("C[I[p],n] = V[p,n]", sizes={0: rows}, I=index, V=values)
         assert relative_error(result[rows - 1], (values[0] + values[2]).double()) < 2e-3
-        assert relative_error(result[5], values[1].double()) < 2e-3 and relative_error(result[0], values[3].double()) < 2e-3
-        assert int(torch.count_nonzero(result[1:5])) == 0 and int(torch.count_nonzero(result[6 : rows - 1])) == 0
+        assert (
+            relative_error(result[5], values[1].double()) < 2e-3
+            and relative_error(result[0], values[3].double()) < 2e-3
+        )
+        assert (
+            int(torch.count_nonzero(result[1:5])) == 0
+            and int(torch.count_nonzero(result[6 : rows - 1])) == 0
+        )
         del result
         clear()
 
 
 def test_pointers_that_are_not_aligned() -> None:
-    """A kernel that was kept for aligned tensors is not used for others, and the other way round."""
+    """A kernel kept for aligned tensors is not used for others, and the other way round."""
     index = torch.arange(64, device=CUDA) // 4
     memory = torch.randn(64 * 32 + 8, device=CUDA, dtype=torch.float16)
     with only_fused():
         for offset in (0, 1, 0, 3, 8, 0):
             values = memory[offset : offset + 64 * 32].view(64, 32)
-            wanted = torch.zeros(16, 32, device=CUDA, dtype=torch.float64).index_add_(0, index, values.double())
-            assert relative_error(insum.insum("C[I[p],n] = V[p,n]", sizes={0: 16}, I=index, V=values), wanted) < 2e-3, offset
+            wanted = torch.zeros(16, 32, device=CUDA, dtype=torch.float64).index_add_(
+                0, index, values.double()
+            )
+            assert (
+                relative_error(
+                    insum.insum("C[I[p],n] = V[p,n]", sizes={0: 16}, I=index, V=values), wanted
+                )
+                < 2e-3
+            ), offset
 
 
 def test_numbers_that_change() -> None:
@@ -404,13 +504,16 @@ def test_numbers_that_change() -> None:
             assert torch.equal(insum.insum("y[i] = a * x[i]", a=number, x=x), number * x), number
 
 
-# --- precision -----------------------------------------------------------------------------------------------------------------------
+# --- precision ------------------------------------------------------------------------------------
 
 
 def test_half_outputs_are_accumulated_in_float32() -> None:
     """In half precision the sum of ones would stop growing at 2048, in bfloat16 at 256."""
     for dtype, count in ((torch.float16, 4096), (torch.bfloat16, 2048)):
-        ones, unsorted = torch.ones(2 * count, 16, device=CUDA, dtype=dtype), torch.arange(2 * count, device=CUDA) % 2
+        ones, unsorted = (
+            torch.ones(2 * count, 16, device=CUDA, dtype=dtype),
+            torch.arange(2 * count, device=CUDA) % 2,
+        )
         for strategy in ("auto", "segment", "onehot", "atomic"):
             for index in (unsorted, unsorted.sort().values):
                 with only_fused(scatter=strategy):
@@ -428,21 +531,29 @@ def test_float32_products_follow_torch() -> None:
         for setting in ("highest", "high"):
             torch.set_float32_matmul_precision(setting)
             with only_fused():
-                errors[setting] = relative_error(insum.insum("C[i,j] = A[i,k] * B[k,j]", A=a, B=b), a.double() @ b.double())
+                errors[setting] = relative_error(
+                    insum.insum("C[i,j] = A[i,k] * B[k,j]", A=a, B=b), a.double() @ b.double()
+                )
     finally:
         torch.set_float32_matmul_precision(before)
     assert errors["highest"] < 2e-6 < errors["high"] < 2e-3
 
 
 def test_autocast() -> None:
-    index, a, b = torch.arange(64, device=CUDA) // 4, torch.randn(64, 32, 32, device=CUDA), torch.randn(64, 32, 128, device=CUDA)
+    index, a, b = (
+        torch.arange(64, device=CUDA) // 4,
+        torch.randn(64, 32, 32, device=CUDA),
+        torch.randn(64, 32, 128, device=CUDA),
+    )
     a.requires_grad_()
     statement = "C[I[p],m,n] += A[p,m,k] * B[p,k,n]"
     with only_fused():
         with torch.autocast(CUDA, dtype=torch.float16):
             result = insum.insum(statement, sizes={0: 16}, I=index, A=a, B=b)
         assert result.dtype == torch.float16
-        wanted = torch.zeros(16, 32, 128, device=CUDA, dtype=torch.float64).index_add(0, index, a.detach().double() @ b.double())
+        wanted = torch.zeros(16, 32, 128, device=CUDA, dtype=torch.float64).index_add(
+            0, index, a.detach().double() @ b.double()
+        )
         assert relative_error(result.detach(), wanted) < 2e-3
         result.float().sum().backward()
     assert a.grad is not None and a.grad.dtype == torch.float32
@@ -451,11 +562,24 @@ def test_autocast() -> None:
 
 def test_double_backward() -> None:
     """First and second derivatives by finite differences, through generated kernels."""
-    index, columns = torch.tensor([0, 2, 2, 1, 0], device=CUDA), torch.tensor([1, 0, 1, 2, 2], device=CUDA)
-    values, dense = (torch.randn(*shape, device=CUDA, dtype=torch.float64, requires_grad=True) for shape in ((5,), (3, 4)))
+    index, columns = (
+        torch.tensor([0, 2, 2, 1, 0], device=CUDA),
+        torch.tensor([1, 0, 1, 2, 2], device=CUDA),
+    )
+    values, dense = (
+        torch.randn(*shape, device=CUDA, dtype=torch.float64, requires_grad=True)
+        for shape in ((5,), (3, 4))
+    )
 
     def product(values: Tensor, dense: Tensor) -> Tensor:
-        return insum.insum("C[AM[p],n] += AV[p] * B[AK[p],n]", sizes={0: 3}, AM=index, AV=values, AK=columns, B=dense)
+        return insum.insum(
+            "C[AM[p],n] += AV[p] * B[AK[p],n]",
+            sizes={0: 3},
+            AM=index,
+            AV=values,
+            AK=columns,
+            B=dense,
+        )
 
     with only_fused():
         assert torch.autograd.gradcheck(product, (values, dense), nondet_tol=1e-12)
@@ -463,29 +587,45 @@ def test_double_backward() -> None:
 
 
 def test_double_backward_of_an_application() -> None:
-    application = applications.block_spmm(rows=8, columns=8, block=32, n=256, density=0.4, group=2, dtype=torch.float32, device=CUDA)
+    application = applications.block_spmm(
+        rows=8, columns=8, block=32, n=256, density=0.4, group=2, dtype=torch.float32, device=CUDA
+    )
     exact = application.exact()
-    leaves = {n: v.detach().requires_grad_() if n in application.wanted else v for n, v in application.values.items()}
+    leaves = {
+        n: v.detach().requires_grad_() if n in application.wanted else v
+        for n, v in application.values.items()
+    }
     for name in application.wanted:
         exact[name].requires_grad_()
 
     def penalty(values: Any, run: Callable[[Any], Tensor]) -> list[Tensor]:
         out = run(values)
-        grads = torch.autograd.grad((out * out).sum(), [values[n] for n in application.wanted], create_graph=True)
+        grads = torch.autograd.grad(
+            (out * out).sum(), [values[n] for n in application.wanted], create_graph=True
+        )
         total = sum((torch.nan_to_num(g) ** 2).sum() for g in grads)
         return list(torch.autograd.grad(total, [values[n] for n in application.wanted]))
 
     with only_fused():
-        found = penalty(leaves, lambda v: insum.insum(application.statement, sizes=dict(application.sizes), padded=application.padded, **v))
+        found = penalty(
+            leaves,
+            lambda v: insum.insum(
+                application.statement, sizes=dict(application.sizes), padded=application.padded, **v
+            ),
+        )
     for one, wanted in zip(found, penalty(exact, application.formula), strict=True):
         assert relative_error(one, wanted) < 1e-4
 
 
-# --- without pytest ------------------------------------------------------------------------------------------------------------------
+# --- without pytest -------------------------------------------------------------------------------
 
 
 def every_test() -> dict[str, Callable[[], None]]:
-    return {name: thing for name, thing in globals().items() if name.startswith("test_") and callable(thing)}
+    return {
+        name: thing
+        for name, thing in globals().items()
+        if name.startswith("test_") and callable(thing)
+    }
 
 
 def attempt(name: str) -> tuple[str, float, str]:

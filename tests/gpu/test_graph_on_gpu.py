@@ -1,4 +1,6 @@
-"""The graph path on a GPU: the same values as the oracle, no waiting when warm, deterministic mode, autocast, capture."""
+"""The graph path on a GPU: the same values as the oracle, no waiting when warm, deterministic mode,
+autocast, capture.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ import torch
 import insum
 from insum.testing import assert_close, draw_cases
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 PRODUCT = "C[D[y],x] += A[y,E[r]] * B[r,x]"
 
@@ -24,11 +29,21 @@ def graph() -> Iterator[None]:
 
 def tensors(**more: Any) -> dict[str, Any]:
     torch.manual_seed(0)
-    values = {"A": torch.randn(40, 9), "B": torch.randn(30, 5), "D": torch.randint(4, (40,)), "E": torch.randint(9, (30,))}
+    values = {
+        "A": torch.randn(40, 9),
+        "B": torch.randn(30, 5),
+        "D": torch.randint(4, (40,)),
+        "E": torch.randint(9, (30,)),
+    }
     return {name: v.cuda() for name, v in values.items()} | more
 
 
-KINDS = [(torch.float32, torch.float64), (torch.int64, torch.int32, torch.bool), (torch.float16, torch.bfloat16), (torch.complex64, torch.float32)]
+KINDS = [
+    (torch.float32, torch.float64),
+    (torch.int64, torch.int32, torch.bool),
+    (torch.float16, torch.bfloat16),
+    (torch.complex64, torch.float32),
+]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -42,11 +57,21 @@ def test_numbers_in_cpu_memory() -> None:
     values = tensors(s=torch.tensor(2.0), k=torch.tensor(1))
     a, s = values["A"], values["s"]
     torch.testing.assert_close(insum.insum("y[i] = A[i,j] * s", A=a, s=s), a.sum(1) * 2)
-    torch.testing.assert_close(insum.insum("y[i] = exp(s) * A[i,j] + s", A=a, s=s), a.sum(1) * s.exp().cuda() + 2)
+    torch.testing.assert_close(
+        insum.insum("y[i] = exp(s) * A[i,j] + s", A=a, s=s), a.sum(1) * s.exp().cuda() + 2
+    )
     torch.testing.assert_close(insum.insum("y[j] = A[k[],j]", A=a, k=values["k"]), a[1])
 
 
-@pytest.mark.parametrize("statement", [PRODUCT, PRODUCT.replace("+=", "max="), "C[D[y],E[r]] += A[y,E[r]] * B[r,x]", "C[D[y],E[r]] min= A[y,E[r]] * B[r,x]"])
+@pytest.mark.parametrize(
+    "statement",
+    [
+        PRODUCT,
+        PRODUCT.replace("+=", "max="),
+        "C[D[y],E[r]] += A[y,E[r]] * B[r,x]",
+        "C[D[y],E[r]] min= A[y,E[r]] * B[r,x]",
+    ],
+)
 def test_deterministic(statement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -94,7 +119,9 @@ def test_autocast() -> None:
 
 
 def test_gradients() -> None:
-    values = {n: v.double().requires_grad_() if v.is_floating_point() else v for n, v in tensors().items()}
+    values = {
+        n: v.double().requires_grad_() if v.is_floating_point() else v for n, v in tensors().items()
+    }
     values["A"], values["D"] = values["A"][:6].detach().requires_grad_(), values["D"][:6]
     f = lambda A, B: insum.insum(PRODUCT, A=A, B=B, D=values["D"], E=values["E"], out_shape=(4, 5))
     assert torch.autograd.gradcheck(f, (values["A"], values["B"]), nondet_tol=1e-9)
@@ -103,5 +130,9 @@ def test_gradients() -> None:
 @pytest.mark.slow
 def test_compiled() -> None:
     values = tensors()
-    compiled = torch.compile(lambda **v: insum.insum(PRODUCT, out_shape=(4, 5), **v).sin(), fullgraph=True)
-    torch.testing.assert_close(compiled(**values), insum.insum(PRODUCT, out_shape=(4, 5), **values).sin())
+    compiled = torch.compile(
+        lambda **v: insum.insum(PRODUCT, out_shape=(4, 5), **v).sin(), fullgraph=True
+    )
+    torch.testing.assert_close(
+        compiled(**values), insum.insum(PRODUCT, out_shape=(4, 5), **values).sin()
+    )

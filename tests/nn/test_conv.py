@@ -1,4 +1,4 @@
-"""`SparseConv3d` against PyTorch's dense convolutions on grids with few voxels, in both spellings."""
+"""`SparseConv3d` against PyTorch's dense convolutions on grids of few voxels, both spellings."""
 
 from __future__ import annotations
 
@@ -27,13 +27,25 @@ def spelling(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     return str(request.param)
 
 
-def grid(density: float = 0.1, shape: tuple[int, int, int] = SHAPE, channels: int = 3, batches: int = 2, seed: int = 0) -> Tensor:
+def grid(
+    density: float = 0.1,
+    shape: tuple[int, int, int] = SHAPE,
+    channels: int = 3,
+    batches: int = 2,
+    seed: int = 0,
+) -> Tensor:
     torch.manual_seed(seed)
-    return torch.randn(batches, channels, *shape, dtype=torch.float64) * (torch.rand(batches, 1, *shape) < density)
+    return torch.randn(batches, channels, *shape, dtype=torch.float64) * (
+        torch.rand(batches, 1, *shape) < density
+    )
 
 
-def compare(layer: SparseConv3d, dense: nn.Module, full: Tensor, like: SparseTensor | None = None) -> SparseTensor:
-    """Outputs where there are outputs, nothing elsewhere in the dense result (unless outputs were asked for), and all gradients."""
+def compare(
+    layer: SparseConv3d, dense: nn.Module, full: Tensor, like: SparseTensor | None = None
+) -> SparseTensor:
+    """Outputs where there are outputs, nothing elsewhere in the dense result (unless outputs were
+    asked for), and all gradients.
+    """
     a, b = full.clone().requires_grad_(), full.clone().requires_grad_()
     x = SparseTensor.from_dense(a)
     got, want = layer(x, like), dense(b)
@@ -53,13 +65,17 @@ def compare(layer: SparseConv3d, dense: nn.Module, full: Tensor, like: SparseTen
 
 KERNELS = [
     (kernel, stride, padding, dilation)
-    for kernel, stride, padding, dilation in itertools.product((2, 3, (3, 1, 2)), (1, 2, 3), (0, 1), (1, 2))
+    for kernel, stride, padding, dilation in itertools.product(
+        (2, 3, (3, 1, 2)), (1, 2, 3), (0, 1), (1, 2)
+    )
     if kernel != (3, 1, 2) or padding == dilation - 1
 ]
 
 
 @pytest.mark.parametrize(("kernel", "stride", "padding", "dilation"), KERNELS)
-def test_strided(kernel: int | tuple[int, int, int], stride: int, padding: int, dilation: int, spelling: str) -> None:
+def test_strided(
+    kernel: int | tuple[int, int, int], stride: int, padding: int, dilation: int, spelling: str
+) -> None:
     dense = nn.Conv3d(3, 4, kernel, stride, padding, dilation, bias=False).double()  # type: ignore[arg-type]
     full = grid()
     got = compare(SparseConv3d.from_dense(dense), dense, full)
@@ -67,8 +83,18 @@ def test_strided(kernel: int | tuple[int, int, int], stride: int, padding: int, 
 
 
 @pytest.mark.parametrize(("kernel", "stride", "padding", "dilation"), KERNELS)
-def test_transposed(kernel: int | tuple[int, int, int], stride: int, padding: int, dilation: int, spelling: str) -> None:
-    dense = nn.ConvTranspose3d(3, 4, kernel, stride, padding, dilation=dilation, bias=False).double()  # type: ignore[arg-type]
+def test_transposed(
+    kernel: int | tuple[int, int, int], stride: int, padding: int, dilation: int, spelling: str
+) -> None:
+    dense = nn.ConvTranspose3d(
+        3,
+        4,
+        kernel,  # type: ignore[arg-type]
+        stride,
+        padding,
+        dilation=dilation,
+        bias=False,
+    ).double()
     full = grid(shape=(4, 3, 5))
     got = compare(SparseConv3d.from_dense(dense), dense, full)
     assert_close(got.to_dense(2), dense(full))
@@ -77,9 +103,12 @@ def test_transposed(kernel: int | tuple[int, int, int], stride: int, padding: in
 @pytest.mark.parametrize("kernel", [1, 3, 5, (3, 1, 5)], ids=str)
 @pytest.mark.parametrize("dilation", [1, 2])
 @pytest.mark.parametrize("density", [0.05, 0.6, 1.0])
-def test_submanifold(kernel: int | tuple[int, int, int], dilation: int, density: float, spelling: str) -> None:
+def test_submanifold(
+    kernel: int | tuple[int, int, int], dilation: int, density: float, spelling: str
+) -> None:
     sizes = (kernel,) * 3 if isinstance(kernel, int) else kernel
-    dense = nn.Conv3d(3, 4, kernel, padding=tuple(dilation * (k // 2) for k in sizes), dilation=dilation).double()  # type: ignore[arg-type]
+    padding = tuple(dilation * (k // 2) for k in sizes)
+    dense = nn.Conv3d(3, 4, kernel, padding=padding, dilation=dilation).double()  # type: ignore[arg-type]
     layer = SparseConv3d.from_dense(dense, submanifold=True)
     got = compare(layer, dense, grid(density))
     assert got.spatial_shape == SHAPE
@@ -104,7 +133,10 @@ def test_inverse_of_a_strided_convolution(spelling: str) -> None:
 
 def test_strided_to_given_voxels() -> None:
     full = grid()
-    x, like = SparseTensor.from_dense(full), SparseTensor.from_dense(grid(0.3, shape=(4, 3, 4), seed=1))
+    x, like = (
+        SparseTensor.from_dense(full),
+        SparseTensor.from_dense(grid(0.3, shape=(4, 3, 4), seed=1)),
+    )
     dense = nn.Conv3d(3, 4, 3, stride=2, padding=1).double()
     got = SparseConv3d.from_dense(dense)(x, like=like)
     assert_close(got.features, dense(full).movedim(1, -1)[tuple(like.coords.unbind(1))])
@@ -112,17 +144,37 @@ def test_strided_to_given_voxels() -> None:
 
 @pytest.mark.parametrize(
     ("options", "shift"),
-    [({"submanifold": True}, 6), ({"padding": 1}, 6), ({"stride": 2, "padding": 1}, 3), ({"stride": 2, "transposed": True}, 12)],
+    [
+        ({"submanifold": True}, 6),
+        ({"padding": 1}, 6),
+        ({"stride": 2, "padding": 1}, 3),
+        ({"stride": 2, "transposed": True}, 12),
+    ],
     ids=str,
 )
-def test_any_order_negative_coordinates_and_no_batch_column(options: dict[str, Any], shift: int) -> None:
-    """A cloud without bounds, moved to the middle of a grid, is the same cloud; ``shift`` is how far its outputs move."""
+def test_any_order_negative_coordinates_and_no_batch_column(
+    options: dict[str, Any], shift: int
+) -> None:
+    """A cloud without bounds, moved to the middle of a grid, is the same cloud; ``shift`` is how
+    far its outputs move.
+    """
     torch.manual_seed(0)
     place = torch.randperm(216)[:40]
-    coords, features = torch.stack([place // 36, place // 6 % 6, place % 6], 1) - 3, torch.randn(40, 3)
+    coords, features = (
+        torch.stack([place // 36, place // 6 % 6, place % 6], 1) - 3,
+        torch.randn(40, 3),
+    )
     layer = SparseConv3d(3, 4, 3, **options)
-    free, bounded = layer(SparseTensor(coords.int(), features)), layer(SparseTensor(coords + 6, features, spatial_shape=(16, 16, 16)))
-    one = {tuple(c): f for c, f in zip((free.coords + torch.tensor([0, shift, shift, shift])).tolist(), free.features)}
+    free, bounded = (
+        layer(SparseTensor(coords.int(), features)),
+        layer(SparseTensor(coords + 6, features, spatial_shape=(16, 16, 16))),
+    )
+    one = {
+        tuple(c): f
+        for c, f in zip(
+            (free.coords + torch.tensor([0, shift, shift, shift])).tolist(), free.features
+        )
+    }
     two = {tuple(c): f for c, f in zip(bounded.coords.tolist(), bounded.features)}
     assert one.keys() == two.keys()
     assert_close(torch.stack([one[c] for c in one]), torch.stack([two[c] for c in one]))
@@ -137,7 +189,9 @@ def test_batches_do_not_meet() -> None:
 
 
 def test_no_voxels(spelling: str) -> None:
-    x = SparseTensor(torch.zeros(0, 4, dtype=torch.int32), torch.zeros(0, 3), spatial_shape=(4, 4, 4))
+    x = SparseTensor(
+        torch.zeros(0, 4, dtype=torch.int32), torch.zeros(0, 3), spatial_shape=(4, 4, 4)
+    )
     for options in ({"submanifold": True}, {"stride": 2}, {"stride": 2, "transposed": True}):
         y = SparseConv3d(3, 4, 3, **options)(x)  # type: ignore[arg-type]
         assert y.features.shape == (0, 4)
@@ -166,7 +220,8 @@ def test_maps_do_not_keep_their_voxels_alive() -> None:
     gc.disable()
     try:
         del x
-        assert gone() is None  # by counting references alone: memory on a device is not held until a collection
+        # by counting references alone: memory on a device is not held until a collection
+        assert gone() is None
     finally:
         gc.enable()
 
@@ -174,7 +229,9 @@ def test_maps_do_not_keep_their_voxels_alive() -> None:
 def test_density_decides_the_spelling() -> None:
     layer = SparseConv3d(1, 1, 5, submanifold=True)
     full = SparseTensor.from_dense(torch.ones(1, 1, 6, 6, 6)).voxels
-    sparse = SparseTensor.from_dense((torch.arange(1000).reshape(1, 1, 10, 10, 10) % 37 == 0).float()).voxels
+    sparse = SparseTensor.from_dense(
+        (torch.arange(1000).reshape(1, 1, 10, 10, 10) % 37 == 0).float()
+    ).voxels
     assert isinstance(maps.kernel_map(full, layer.geometry)[1], NeighborTable)
     assert isinstance(maps.kernel_map(sparse, layer.geometry)[1], GroupCOO)
 
@@ -212,7 +269,10 @@ def test_state_round_trip_and_repr() -> None:
     one, two = (SparseConv3d(3, 4, 3, stride=2, dilation=2, bias=False) for _ in range(2))
     two.load_state_dict(one.state_dict())
     assert torch.equal(one(x).features, two(x).features)
-    assert repr(one) == "SparseConv3d(3, 4, kernel_size=(3, 3, 3), stride=(2, 2, 2), dilation=(2, 2, 2), bias=False)"
+    assert repr(one) == (
+        "SparseConv3d(3, 4, kernel_size=(3, 3, 3), stride=(2, 2, 2), dilation=(2, 2, 2), "
+        "bias=False)"
+    )
 
 
 def test_second_derivatives(spelling: str) -> None:
@@ -220,7 +280,8 @@ def test_second_derivatives(spelling: str) -> None:
     layer = SparseConv3d(2, 2, 3, submanifold=True, bias=False).double()
 
     def run(features: Tensor, weight: Tensor) -> Tensor:
-        return torch.func.functional_call(layer, {"weight": weight}, (x.with_features(features),)).features  # type: ignore[no-any-return]
+        given = (x.with_features(features),)
+        return torch.func.functional_call(layer, {"weight": weight}, given).features  # type: ignore[no-any-return]
 
     inputs = x.features.detach().requires_grad_(), layer.weight.detach().clone().requires_grad_()
     assert torch.autograd.gradgradcheck(run, inputs)

@@ -18,10 +18,14 @@ SMALL = {
     "equivariant_forces": "--clusters 3 --atoms 3 --channels 4 --steps 8",
 }
 
-pytestmark = pytest.mark.skipif(not EXAMPLES.is_dir(), reason="there is no folder of examples beside the tests")
+pytestmark = pytest.mark.skipif(
+    not EXAMPLES.is_dir(), reason="there is no folder of examples beside the tests"
+)
 
 
-def run(name: str, options: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+def run(
+    name: str, options: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> str:
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *options.split(), "--device", "cpu"])
     monkeypatch.syspath_prepend(str(EXAMPLES))
     runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
@@ -29,13 +33,17 @@ def run(name: str, options: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_example(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_example(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = run(name, SMALL[name], monkeypatch, capsys)
     losses = [float(number) for number in re.findall(r"loss (\d+\.\d+)", text)]
     assert not losses or losses[-1] < losses[0]
     assert losses or "fine-tuned: accuracy" in text
     assert re.search(r"insum \d+\.\d+ ms", text)
-    for number in re.findall(r"(?:difference from [\w ]+|differ by|forces by):? (\d\.\de[+-]\d\d)", text):
+    for number in re.findall(
+        r"(?:difference from [\w ]+|differ by|forces by):? (\d\.\de[+-]\d\d)", text
+    ):
         assert float(number) < 1e-4
 
 
@@ -43,7 +51,9 @@ def test_every_example_is_run() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} - {"timing"} == set(SMALL)
 
 
-def test_the_gcn_reads_a_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_gcn_reads_a_data_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     import numpy as np
 
     np.savez(
@@ -52,4 +62,6 @@ def test_the_gcn_reads_a_data_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
         indices=np.array([[(i + 1) % 20, (i - 1) % 20] for i in range(20)]).reshape(-1),
         shape=np.array([20, 20]),
     )
-    assert "20 nodes, 40 edges" in run("gcn", f"--data {tmp_path} --graph ring --epochs 2", monkeypatch, capsys)
+    assert "20 nodes, 40 edges" in run(
+        "gcn", f"--data {tmp_path} --graph ring --epochs 2", monkeypatch, capsys
+    )

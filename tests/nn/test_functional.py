@@ -12,7 +12,12 @@ from torch.testing import assert_close
 from insum.formats import COO, ELL, BlockCOO, GroupCOO
 from insum.nn import adjacency, propagate, sddmm, spmm
 
-FORMATS: list[tuple[Any, dict[str, Any]]] = [(COO, {}), (ELL, {}), (GroupCOO, {"group_size": 2}), (BlockCOO, {"block_shape": (2, 3)})]
+FORMATS: list[tuple[Any, dict[str, Any]]] = [
+    (COO, {}),
+    (ELL, {}),
+    (GroupCOO, {"group_size": 2}),
+    (BlockCOO, {"block_shape": (2, 3)}),
+]
 
 
 def matrix() -> Tensor:
@@ -24,7 +29,11 @@ def matrix() -> Tensor:
 @pytest.mark.parametrize("lead", [None, (), (2,), (2, 3)])
 def test_spmm(format: Any, options: dict[str, Any], lead: tuple[int, ...] | None) -> None:
     dense = matrix()
-    B = torch.randn(9, dtype=torch.float64) if lead is None else torch.randn(*lead, 9, 4, dtype=torch.float64)
+    B = (
+        torch.randn(9, dtype=torch.float64)
+        if lead is None
+        else torch.randn(*lead, 9, 4, dtype=torch.float64)
+    )
     assert_close(spmm(format.from_dense(dense, **options), B), dense @ B)
 
 
@@ -51,7 +60,9 @@ def test_gradients_of_the_products() -> None:
     X, Y = (torch.randn(*s, dtype=torch.float64, requires_grad=True) for s in ((6, 2), (2, 9)))
     B = torch.randn(9, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda v, b: spmm(A.with_values(v), b), (values, B))
-    assert torch.autograd.gradcheck(lambda v, x, y: sddmm(A.with_values(v), x, y).values, (values, X, Y))
+    assert torch.autograd.gradcheck(
+        lambda v, x, y: sddmm(A.with_values(v), x, y).values, (values, X, Y)
+    )
 
 
 # --- propagate ---
@@ -65,14 +76,26 @@ def graph(nodes: int = 8, edges: int = 20) -> tuple[Tensor, Tensor]:
     return edge_index, torch.randn(edges, dtype=torch.float64)
 
 
-def by_hand(edge_index: Tensor, x: Tensor, weight: Tensor | None, aggr: str, targets: int) -> Tensor:
+def by_hand(
+    edge_index: Tensor, x: Tensor, weight: Tensor | None, aggr: str, targets: int
+) -> Tensor:
     """One node after the other."""
-    messages = x[edge_index[0]] * (1 if weight is None else weight.reshape(-1, *[1] * (x.dim() - 1)))
+    messages = x[edge_index[0]] * (
+        1 if weight is None else weight.reshape(-1, *[1] * (x.dim() - 1))
+    )
     rows = []
     for node in range(targets):
         mine = messages[edge_index[1] == node]
         empty = messages.sum(0) * 0
-        rows.append(empty if not len(mine) else mine.amax(0) if aggr == "max" else mine.mean(0) if aggr == "mean" else mine.sum(0))
+        rows.append(
+            empty
+            if not len(mine)
+            else mine.amax(0)
+            if aggr == "max"
+            else mine.mean(0)
+            if aggr == "mean"
+            else mine.sum(0)
+        )
     return torch.stack(rows)
 
 
@@ -81,12 +104,16 @@ def by_hand(edge_index: Tensor, x: Tensor, weight: Tensor | None, aggr: str, tar
 @pytest.mark.parametrize("width", [(), (3,), (2, 2)])
 def test_propagate(aggr: str, weighted: bool, width: tuple[int, ...]) -> None:
     edge_index, weight = graph()
-    inputs = [torch.randn(8, *width, dtype=torch.float64, requires_grad=True)] + ([weight.requires_grad_()] if weighted else [])
+    inputs = [torch.randn(8, *width, dtype=torch.float64, requires_grad=True)] + (
+        [weight.requires_grad_()] if weighted else []
+    )
     got = propagate(edge_index, *inputs, aggr=aggr)
     want = by_hand(edge_index, inputs[0], inputs[1] if weighted else None, aggr, 8)
     assert_close(got, want)
     upstream = torch.randn_like(want)
-    for a, b in zip(torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(want, inputs, upstream)):
+    for a, b in zip(
+        torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(want, inputs, upstream)
+    ):
         assert_close(a, b)
 
 
@@ -94,7 +121,9 @@ def test_propagate(aggr: str, weighted: bool, width: tuple[int, ...]) -> None:
 def test_propagate_between_two_kinds_of_nodes(aggr: str) -> None:
     edge_index, _ = graph()
     x = torch.randn(6, 3, dtype=torch.float64)
-    assert_close(propagate(edge_index, x, aggr=aggr, num_nodes=11), by_hand(edge_index, x, None, aggr, 11))
+    assert_close(
+        propagate(edge_index, x, aggr=aggr, num_nodes=11), by_hand(edge_index, x, None, aggr, 11)
+    )
 
 
 @pytest.mark.parametrize("aggr", ["sum", "mean", "max"])

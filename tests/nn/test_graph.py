@@ -14,14 +14,21 @@ from insum.nn import GCNConv, GraphConv, RelationalConv, adjacency, gcn_norm
 
 @pytest.fixture(scope="module")
 def pyg() -> Any:
-    return pytest.importorskip("torch_geometric.nn", reason="torch_geometric is not installed: the comparison with PyG is left out")
+    return pytest.importorskip(
+        "torch_geometric.nn",
+        reason="torch_geometric is not installed: the comparison with PyG is left out",
+    )
 
 
 def graph(nodes: int = 9, edges: int = 24) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(0)
     edge_index = torch.randint(0, nodes - 2, (2, edges))
     edge_index[:, 0] = 3  # a loop
-    return edge_index, torch.rand(edges, dtype=torch.float64) + 0.1, torch.randn(nodes, 5, dtype=torch.float64)
+    return (
+        edge_index,
+        torch.rand(edges, dtype=torch.float64) + 0.1,
+        torch.randn(nodes, 5, dtype=torch.float64),
+    )
 
 
 def compare(mine: torch.nn.Module, other: Any, x: Tensor, *rest: Tensor) -> None:
@@ -44,15 +51,32 @@ def compare(mine: torch.nn.Module, other: Any, x: Tensor, *rest: Tensor) -> None
 @pytest.mark.parametrize("weighted", [False, True])
 def test_graph_conv_is_pygs(pyg: Any, aggr: str, out: int, weighted: bool) -> None:
     edge_index, weight, x = graph()
-    compare(GraphConv(5, out, aggr=aggr).double(), pyg.GraphConv(5, out, aggr=aggr).double(), x, edge_index, *([weight] if weighted else []))
+    compare(
+        GraphConv(5, out, aggr=aggr).double(),
+        pyg.GraphConv(5, out, aggr=aggr).double(),
+        x,
+        edge_index,
+        *([weight] if weighted else []),
+    )
 
 
-@pytest.mark.parametrize("options", [{}, {"improved": True}, {"add_self_loops": False}, {"normalize": False}, {"bias": False}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"improved": True}, {"add_self_loops": False}, {"normalize": False}, {"bias": False}],
+    ids=str,
+)
 @pytest.mark.parametrize("weighted", [False, True])
 def test_gcn_conv_is_pygs(pyg: Any, options: dict[str, bool], weighted: bool) -> None:
     edge_index, weight, x = graph()
-    given = [weight] if weighted else [torch.ones_like(weight)] if "improved" in options else []  # without weights PyG forgets `improved`
-    compare(GCNConv(5, 4, **options).double(), pyg.GCNConv(5, 4, **options).double(), x, edge_index, *given)
+    # without weights PyG forgets `improved`
+    given = [weight] if weighted else [torch.ones_like(weight)] if "improved" in options else []
+    compare(
+        GCNConv(5, 4, **options).double(),
+        pyg.GCNConv(5, 4, **options).double(),
+        x,
+        edge_index,
+        *given,
+    )
 
 
 @pytest.mark.parametrize("aggr", ["mean", "add"])
@@ -62,7 +86,9 @@ def test_relational_conv_is_pygs(pyg: Any, aggr: str) -> None:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # PyG's layer makes its output in the default dtype
     try:
-        compare(RelationalConv(5, 4, 4, aggr=aggr), pyg.RGCNConv(5, 4, 4, aggr=aggr), x, edge_index, rel)
+        compare(
+            RelationalConv(5, 4, 4, aggr=aggr), pyg.RGCNConv(5, 4, 4, aggr=aggr), x, edge_index, rel
+        )
     finally:
         torch.set_default_dtype(default)
 
@@ -98,8 +124,12 @@ def test_graph_conv_with_two_kinds_of_nodes() -> None:
     edge_index, weight, x = graph()
     layer = GraphConv((5, 2), 4).double()
     targets = torch.randn(11, 2, dtype=torch.float64)
-    sums = torch.zeros(11, 5, dtype=torch.float64).index_add(0, edge_index[1], weight[:, None] * x[edge_index[0]])
-    assert_close(layer((x, targets), edge_index, weight), layer.lin_rel(sums) + layer.lin_root(targets))
+    sums = torch.zeros(11, 5, dtype=torch.float64).index_add(
+        0, edge_index[1], weight[:, None] * x[edge_index[0]]
+    )
+    assert_close(
+        layer((x, targets), edge_index, weight), layer.lin_rel(sums) + layer.lin_root(targets)
+    )
     assert_close(layer((x, None), edge_index, weight, num_nodes=11), layer.lin_rel(sums))
 
 
@@ -113,7 +143,9 @@ def test_relational_conv_by_hand(aggr: str) -> None:
         for node in range(9):
             mine = x[edge_index[0, (rel == r) & (edge_index[1] == node)]]
             if len(mine):
-                want[node] = want[node] + (mine.mean(0) if aggr == "mean" else mine.sum(0)) @ layer.weight[r]
+                want[node] = (
+                    want[node] + (mine.mean(0) if aggr == "mean" else mine.sum(0)) @ layer.weight[r]
+                )
     assert_close(layer(x, edge_index, rel), want)
     bare = RelationalConv(5, 4, 3, aggr=aggr, root_weight=False, bias=False).double()
     bare.load_state_dict({"weight": layer.weight.detach()})
@@ -130,7 +162,11 @@ def test_a_graph_without_edges() -> None:
 def test_states_round_trip() -> None:
     edge_index, _, x = graph()
     rel = torch.zeros(edge_index.shape[1], dtype=torch.long)
-    for make, rest in ((lambda: GraphConv(5, 4), ()), (lambda: GCNConv(5, 4), ()), (lambda: RelationalConv(5, 4, 2), (rel,))):
+    for make, rest in (
+        (lambda: GraphConv(5, 4), ()),
+        (lambda: GCNConv(5, 4), ()),
+        (lambda: RelationalConv(5, 4, 2), (rel,)),
+    ):
         one, two = make().double(), make().double()
         two.load_state_dict(one.state_dict())
         assert torch.equal(one(x, edge_index, *rest), two(x, edge_index, *rest))

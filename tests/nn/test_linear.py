@@ -1,4 +1,6 @@
-"""Sparse linear layers against the dense layer with a masked weight: outputs, gradients, training, states."""
+"""Sparse linear layers against the dense layer with a masked weight: outputs, gradients, training,
+states.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from insum.formats import COO, ELL
 from insum.nn import BlockSparseLinear, SparseLinear, block_mask, magnitude_mask
 
 
-def dense_and_mask(bias: bool = True, shape: tuple[int, int] = (18, 30)) -> tuple[nn.Linear, Tensor]:
+def dense_and_mask(
+    bias: bool = True, shape: tuple[int, int] = (18, 30)
+) -> tuple[nn.Linear, Tensor]:
     torch.manual_seed(0)
     dense = nn.Linear(shape[1], shape[0], bias=bias).double()
     return dense, torch.rand(shape) < 0.3
@@ -51,16 +55,28 @@ def compare(sparse: SparseLinear, dense: nn.Linear, mask: Tensor, x: Tensor) -> 
 @pytest.mark.parametrize("lead", [(), (1,), (5,), (2, 3), (0,)])
 def test_sparse_linear_is_a_masked_linear(lead: tuple[int, ...], bias: bool) -> None:
     dense, mask = dense_and_mask(bias)
-    compare(SparseLinear.from_dense(dense, mask), dense, mask, torch.randn(*lead, 30, dtype=torch.float64))
+    compare(
+        SparseLinear.from_dense(dense, mask),
+        dense,
+        mask,
+        torch.randn(*lead, 30, dtype=torch.float64),
+    )
 
 
 @pytest.mark.parametrize("block", [(6, 10), (4, 8), (32, 32), (1, 1)], ids=str)
 @pytest.mark.parametrize("lead", [(5,), (2, 3), (0,)])
-def test_block_sparse_linear_is_a_masked_linear(lead: tuple[int, ...], block: tuple[int, int]) -> None:
+def test_block_sparse_linear_is_a_masked_linear(
+    lead: tuple[int, ...], block: tuple[int, int]
+) -> None:
     dense, _ = dense_and_mask()
     mask = blocks_of(dense, block)
     sparse = BlockSparseLinear.from_dense(dense, mask, block_shape=block)
-    compare(sparse, dense, spread(mask, block, dense.weight.shape), torch.randn(*lead, 30, dtype=torch.float64))
+    compare(
+        sparse,
+        dense,
+        spread(mask, block, dense.weight.shape),
+        torch.randn(*lead, 30, dtype=torch.float64),
+    )
 
 
 def test_a_mask_of_weights_keeps_the_blocks_it_touches() -> None:
@@ -74,13 +90,24 @@ def test_a_mask_of_weights_keeps_the_blocks_it_touches() -> None:
 @pytest.mark.parametrize("format", [COO, ELL])
 def test_any_format_will_do(format: Any) -> None:
     dense, mask = dense_and_mask()
-    compare(SparseLinear(format.from_dense(dense.weight.detach() * mask), dense.bias), dense, mask, torch.randn(4, 30, dtype=torch.float64))
+    compare(
+        SparseLinear(format.from_dense(dense.weight.detach() * mask), dense.bias),
+        dense,
+        mask,
+        torch.randn(4, 30, dtype=torch.float64),
+    )
 
 
 def test_weights_that_are_zero_are_kept_where_the_mask_says_so() -> None:
     layer = SparseLinear.from_dense(torch.zeros(3, 4), torch.ones(3, 4))
     assert layer.weight().nnz == 12 and layer.bias is None
-    assert BlockSparseLinear.from_dense(torch.zeros(4, 4), torch.ones(2, 2), block_shape=2).weight().entries().count == 4
+    assert (
+        BlockSparseLinear.from_dense(torch.zeros(4, 4), torch.ones(2, 2), block_shape=2)
+        .weight()
+        .entries()
+        .count
+        == 4
+    )
 
 
 def test_pruning_rules() -> None:
@@ -88,9 +115,12 @@ def test_pruning_rules() -> None:
     weight = torch.randn(20, 30)
     mask = magnitude_mask(weight, 0.25)
     assert mask.sum() == 150 and weight[mask].abs().min() >= weight[~mask].abs().max()
-    blocks = block_mask(weight, (8, 8), 0.5)  # blocks at the edge are smaller, and count as they are
+    # blocks at the edge are smaller, and count as they are
+    blocks = block_mask(weight, (8, 8), 0.5)
     norms = torch.nn.functional.pad(weight, (0, 2, 0, 4)).view(3, 8, 4, 8).square().sum((1, 3))
-    assert blocks.shape == (3, 4) and blocks.sum() == 6 and norms[blocks].min() >= norms[~blocks].max()
+    assert (
+        blocks.shape == (3, 4) and blocks.sum() == 6 and norms[blocks].min() >= norms[~blocks].max()
+    )
     assert not magnitude_mask(weight, 0.0).any() and magnitude_mask(weight, 1).all()
     assert block_mask(torch.randn(64, 64).half(), 32, 0.5).sum() == 2
 
@@ -138,7 +168,9 @@ def test_dtypes_and_moving() -> None:
     dense, mask = dense_and_mask()
     layer = SparseLinear.from_dense(dense, mask).to(torch.bfloat16)
     x = torch.randn(4, 30, dtype=torch.bfloat16)
-    want = nn.functional.linear(x.double(), layer.weight().to_dense().double(), layer.bias.detach().double())
+    want = nn.functional.linear(
+        x.double(), layer.weight().to_dense().double(), layer.bias.detach().double()
+    )
     assert layer(x).dtype == torch.bfloat16
     assert_close(layer(x).double(), want, atol=3e-2, rtol=2e-2)
 

@@ -46,18 +46,35 @@ def voxels() -> SparseTensor:
 
 
 LAYERS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
-    "SparseLinear": lambda: (SparseLinear.from_dense(nn.Linear(6, 4), density=0.5), (torch.randn(2, 3, 6),)),
-    "BlockSparseLinear": lambda: (BlockSparseLinear.from_dense(nn.Linear(7, 6), density=0.5, block_shape=2), (torch.randn(3, 7),)),
+    "SparseLinear": lambda: (
+        SparseLinear.from_dense(nn.Linear(6, 4), density=0.5),
+        (torch.randn(2, 3, 6),),
+    ),
+    "BlockSparseLinear": lambda: (
+        BlockSparseLinear.from_dense(nn.Linear(7, 6), density=0.5, block_shape=2),
+        (torch.randn(3, 7),),
+    ),
     "GraphConv": lambda: (GraphConv(3, 2), (torch.randn(4, 3), EDGES, torch.rand(5))),
     "GraphConv, mean": lambda: (GraphConv(3, 2, aggr="mean"), (torch.randn(4, 3), EDGES)),
     "GraphConv, max": lambda: (GraphConv(3, 2, aggr="max"), (torch.randn(4, 3), EDGES)),
-    "GraphConv, matrix": lambda: (GraphConv(3, 2), (torch.randn(4, 3), adjacency(EDGES, num_nodes=4))),
+    "GraphConv, matrix": lambda: (
+        GraphConv(3, 2),
+        (torch.randn(4, 3), adjacency(EDGES, num_nodes=4)),
+    ),
     "GCNConv": lambda: (GCNConv(3, 2), (torch.randn(4, 3), EDGES)),
     "RelationalConv": lambda: (RelationalConv(3, 2, 2), (torch.randn(4, 3), EDGES, REL)),
-    "SparseConv3d": lambda: (Features(SparseConv3d(3, 2, 3, submanifold=True), voxels()), (torch.randn(4, 3),)),
-    "SparseConv3d, strided": lambda: (Features(SparseConv3d(3, 2, 2, stride=2), voxels()), (torch.randn(4, 3),)),
+    "SparseConv3d": lambda: (
+        Features(SparseConv3d(3, 2, 3, submanifold=True), voxels()),
+        (torch.randn(4, 3),),
+    ),
+    "SparseConv3d, strided": lambda: (
+        Features(SparseConv3d(3, 2, 2, stride=2), voxels()),
+        (torch.randn(4, 3),),
+    ),
     "TensorProduct": lambda: (
-        TensorProduct("2x0e+2x1o", "0e+1o", "2x0e+2x1o", [(0, 0, 0, "uvu", True), (0, 1, 1, "uvu", False)]),
+        TensorProduct(
+            "2x0e+2x1o", "0e+1o", "2x0e+2x1o", [(0, 0, 0, "uvu", True), (0, 1, 1, "uvu", False)]
+        ),
         (torch.randn(3, 8), torch.randn(3, 4)),
     ),
     "FullyConnectedTensorProduct": lambda: (
@@ -67,7 +84,9 @@ LAYERS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
 }
 
 
-def differentiated(function: Callable[..., Tensor], layer: nn.Module, given: tuple[Any, ...]) -> tuple[Tensor, ...]:
+def differentiated(
+    function: Callable[..., Tensor], layer: nn.Module, given: tuple[Any, ...]
+) -> tuple[Tensor, ...]:
     """The output, and the gradients of everything that has one."""
     leaves = [t for t in given if isinstance(t, Tensor) and t.is_floating_point()]
     for leaf in leaves:
@@ -82,7 +101,10 @@ def test_compiled_is_eager(name: str) -> None:
     torch.manual_seed(0)
     torch.compiler.reset()
     layer, given = LAYERS[name]()
-    backend = "inductor" if name == "BlockSparseLinear" else "aot_eager"  # one through to the end; tracing is what differs between layers
+    # one through to the end; tracing is what differs between layers
+    backend = "inductor" if name == "BlockSparseLinear" else "aot_eager"
     compiled = torch.compile(layer, fullgraph=True, backend=backend)
-    for got, want in zip(differentiated(compiled, layer, given), differentiated(layer, layer, given)):
+    for got, want in zip(
+        differentiated(compiled, layer, given), differentiated(layer, layer, given)
+    ):
         assert_close(got, want)

@@ -1,4 +1,6 @@
-"""Every layer on a GPU equals itself on the CPU in float64: outputs, and gradients of inputs and parameters."""
+"""Every layer on a GPU equals itself on the CPU in float64: outputs, and gradients of inputs and
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,21 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from insum.nn import BlockSparseLinear, FullyConnectedTensorProduct, GCNConv, GraphConv, RelationalConv, SparseConv3d, SparseLinear, SparseTensor
+from insum.nn import (
+    BlockSparseLinear,
+    FullyConnectedTensorProduct,
+    GCNConv,
+    GraphConv,
+    RelationalConv,
+    SparseConv3d,
+    SparseLinear,
+    SparseTensor,
+)
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU"),
+]
 
 
 class OverVoxels(nn.Module):
@@ -40,8 +54,14 @@ def coords(density: float) -> Tensor:
 
 
 CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
-    "SparseLinear": lambda: (SparseLinear.from_dense(nn.Linear(96, 64), density=0.1), (torch.randn(50, 96),)),
-    "BlockSparseLinear": lambda: (BlockSparseLinear.from_dense(nn.Linear(128, 96), density=0.3), (torch.randn(50, 128),)),
+    "SparseLinear": lambda: (
+        SparseLinear.from_dense(nn.Linear(96, 64), density=0.1),
+        (torch.randn(50, 96),),
+    ),
+    "BlockSparseLinear": lambda: (
+        BlockSparseLinear.from_dense(nn.Linear(128, 96), density=0.3),
+        (torch.randn(50, 128),),
+    ),
     "GraphConv": lambda: (GraphConv(32, 16), (torch.randn(300, 32), graph()[0], torch.rand(2000))),
     "GraphConv, mean": lambda: (GraphConv(16, 32, aggr="mean"), (torch.randn(300, 16), graph()[0])),
     "GraphConv, max": lambda: (GraphConv(16, 32, aggr="max"), (torch.randn(300, 16), graph()[0])),
@@ -50,7 +70,11 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     "SparseConv3d, dense": lambda: (OverVoxels(), ((c := coords(0.5)), torch.randn(len(c), 16))),
     "SparseConv3d, sparse": lambda: (OverVoxels(), ((c := coords(0.03)), torch.randn(len(c), 16))),
     "FullyConnectedTensorProduct": lambda: (
-        (p := FullyConnectedTensorProduct("16x0e+16x1o+16x2e", "0e+1o+2e", "16x0e+16x1o+16x2e", shared_weights=False)),
+        (
+            p := FullyConnectedTensorProduct(
+                "16x0e+16x1o+16x2e", "0e+1o+2e", "16x0e+16x1o+16x2e", shared_weights=False
+            )
+        ),
         (torch.randn(70, p.irreps_in1.dim), torch.randn(70, 9), torch.randn(70, p.weight_numel)),
     ),
     "FullyConnectedTensorProduct, unequal": lambda: (
@@ -63,12 +87,16 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
 def differentiated(layer: nn.Module, given: tuple[Any, ...]) -> list[Tensor]:
     leaves = [t.requires_grad_() for t in given if t.is_floating_point()]
     out = layer(*given)
-    upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).reshape(out.shape)
+    upstream = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device).reshape(
+        out.shape
+    )
     return [out.detach(), *torch.autograd.grad(out, [*leaves, *layer.parameters()], upstream)]
 
 
 def moved(given: tuple[Any, ...], device: str, dtype: torch.dtype) -> tuple[Any, ...]:
-    return tuple(t.detach().to(device=device, dtype=dtype if t.is_floating_point() else None) for t in given)
+    return tuple(
+        t.detach().to(device=device, dtype=dtype if t.is_floating_point() else None) for t in given
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -85,6 +113,13 @@ def test_gpu_is_cpu(name: str) -> None:
 
 def test_forces_on_the_gpu() -> None:
     torch.manual_seed(0)
-    product = FullyConnectedTensorProduct("2x0e+2x1o", "0e+1o", "2x0e+2x1o", internal_weights=False).double().cuda()
-    given = tuple(torch.randn(*s, dtype=torch.float64, device="cuda", requires_grad=True) for s in ((2, 8), (2, 4), (product.weight_numel,)))
+    product = (
+        FullyConnectedTensorProduct("2x0e+2x1o", "0e+1o", "2x0e+2x1o", internal_weights=False)
+        .double()
+        .cuda()
+    )
+    given = tuple(
+        torch.randn(*s, dtype=torch.float64, device="cuda", requires_grad=True)
+        for s in ((2, 8), (2, 4), (product.weight_numel,))
+    )
     assert torch.autograd.gradgradcheck(product, given)

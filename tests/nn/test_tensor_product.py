@@ -1,4 +1,6 @@
-"""Tensor products: equal to e3nn's with e3nn's weights, equivariant under rotations and reflections, differentiable twice."""
+"""Tensor products: equal to e3nn's with e3nn's weights, equivariant under rotations and
+reflections, differentiable twice.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,23 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from insum.nn import FullyConnectedTensorProduct, Irrep, Irreps, TensorProduct, spherical_harmonics, wigner_3j
+from insum.nn import (
+    FullyConnectedTensorProduct,
+    Irrep,
+    Irreps,
+    TensorProduct,
+    spherical_harmonics,
+    wigner_3j,
+)
 
 
 @pytest.fixture(scope="module")
 def o3() -> Any:
-    e3nn = pytest.importorskip("e3nn", minversion="0.6", reason="e3nn 0.6 is not installed: the comparison with e3nn is left out")
+    e3nn = pytest.importorskip(
+        "e3nn",
+        minversion="0.6",
+        reason="e3nn 0.6 is not installed: the comparison with e3nn is left out",
+    )
     return pytest.importorskip(f"{e3nn.__name__}.o3")
 
 
@@ -31,14 +44,20 @@ def in_double() -> Any:
 
 def inputs(product: TensorProduct, lead: tuple[int, ...] = (3,)) -> tuple[Tensor, ...]:
     given = torch.randn(*lead, product.irreps_in1.dim), torch.randn(*lead, product.irreps_in2.dim)
-    return given if product.internal_weights or not product.weight_numel else (*given, torch.randn(*lead, product.weight_numel))
+    return (
+        given
+        if product.internal_weights or not product.weight_numel
+        else (*given, torch.randn(*lead, product.weight_numel))
+    )
 
 
 # --- rotations, without e3nn ---
 
 
 def generators(l: int) -> Tensor:
-    """Of infinitesimal rotations about x, y and z, from the coupling of a degree with a vector; checked to be what they should be."""
+    """Of infinitesimal rotations about x, y and z, from the coupling of a degree with a vector;
+    checked to be what they should be.
+    """
     if l == 0:
         return torch.zeros(3, 1, 1)
     made = wigner_3j(l, 1, l).permute(1, 2, 0) * math.sqrt(l * (l + 1) * (2 * l + 1))
@@ -52,7 +71,9 @@ def rotation(irreps: Irreps, axis: Tensor, inversion: bool) -> Tensor:
     """The matrix by which a rotation by ``axis`` (and an inversion) acts on a vector of irreps."""
     blocks = []
     for mul, ir in irreps:
-        one = torch.matrix_exp(torch.einsum("a,aij->ij", axis, generators(ir.l))) * (ir.p if inversion else 1)
+        one = torch.matrix_exp(torch.einsum("a,aij->ij", axis, generators(ir.l))) * (
+            ir.p if inversion else 1
+        )
         blocks += [one] * mul
     return torch.block_diag(*blocks)
 
@@ -64,7 +85,10 @@ def test_degree_one_rotates_as_vectors_do() -> None:
     assert_close(rotation(Irreps.of("1o"), axis, False), torch.matrix_exp(skew))
 
 
-@pytest.mark.parametrize(("l1", "l2", "l3"), [(0, 0, 0), (1, 1, 1), (1, 1, 2), (2, 1, 2), (2, 2, 3), (3, 2, 4), (4, 4, 4)])
+@pytest.mark.parametrize(
+    ("l1", "l2", "l3"),
+    [(0, 0, 0), (1, 1, 1), (1, 1, 2), (2, 1, 2), (2, 2, 3), (3, 2, 4), (4, 4, 4)],
+)
 def test_wigner_3j_is_invariant_and_of_norm_one(l1: int, l2: int, l3: int) -> None:
     axis, table = torch.randn(3), wigner_3j(l1, l2, l3)
     D = [rotation(Irreps.of(Irrep(l, 1)), axis, False) for l in (l1, l2, l3)]
@@ -88,13 +112,40 @@ PRODUCTS = [
     ("2x0e+3x1o", "4x0e+2x1o", "3x0e+2x1e+0x2e+2x3o+1x0o"),
 ]
 INSTRUCTIONS = {
-    "uvu": ("4x0e+4x1o", "3x0e+3x1o", "4x0e+4x1o", [(0, 0, 0, "uvu", True), (1, 0, 1, "uvu", True, 0.5), (1, 1, 0, "uvu", False), (0, 1, 1, "uvu", True)]),
-    "uuu": ("4x0e+4x1o", "4x0e+4x1o", "4x0e+4x1o+4x1e", [(0, 0, 0, "uuu", True), (1, 1, 0, "uuu", True), (1, 0, 1, "uuu", False), (1, 1, 2, "uuu", True)]),
+    "uvu": (
+        "4x0e+4x1o",
+        "3x0e+3x1o",
+        "4x0e+4x1o",
+        [
+            (0, 0, 0, "uvu", True),
+            (1, 0, 1, "uvu", True, 0.5),
+            (1, 1, 0, "uvu", False),
+            (0, 1, 1, "uvu", True),
+        ],
+    ),
+    "uuu": (
+        "4x0e+4x1o",
+        "4x0e+4x1o",
+        "4x0e+4x1o+4x1e",
+        [
+            (0, 0, 0, "uuu", True),
+            (1, 1, 0, "uuu", True),
+            (1, 0, 1, "uuu", False),
+            (1, 1, 2, "uuu", True),
+        ],
+    ),
     "others": (
         "4x0e+4x1o",
         "4x0e+4x1o",
         "4x0e+4x1o+3x1e+16x0e+16x1o+1x0e",
-        [(1, 1, 2, "uuw", True), (0, 0, 3, "uvuv", True), (0, 1, 4, "uvuv", False), (0, 1, 1, "uvv", True), (1, 1, 5, "uuw", False), (1, 1, 0, "uvw", True)],
+        [
+            (1, 1, 2, "uuw", True),
+            (0, 0, 3, "uvuv", True),
+            (0, 1, 4, "uvuv", False),
+            (0, 1, 1, "uvv", True),
+            (1, 1, 5, "uuw", False),
+            (1, 1, 0, "uvw", True),
+        ],
     ),
 }
 
@@ -107,16 +158,24 @@ def test_equivariance(irreps: tuple[str, str, str], dtype: torch.dtype, shared: 
     x, y, *weight = (t.to(dtype) for t in inputs(product, (20,)))
     for inversion in (False, True):
         axis = torch.randn(3) * 2
-        A, B, C = (rotation(i, axis, inversion).to(dtype) for i in (product.irreps_in1, product.irreps_in2, product.irreps_out))
+        A, B, C = (
+            rotation(i, axis, inversion).to(dtype)
+            for i in (product.irreps_in1, product.irreps_in2, product.irreps_out)
+        )
         rotated, after = product(x @ A.T, y @ B.T, *weight), product(x, y, *weight) @ C.T
-        assert (rotated - after).abs().max() < (1e-5 if dtype == torch.float32 else 1e-12) * after.abs().max()
+        assert (rotated - after).abs().max() < (
+            1e-5 if dtype == torch.float32 else 1e-12
+        ) * after.abs().max()
 
 
 @pytest.mark.parametrize("name", INSTRUCTIONS)
 def test_equivariance_of_instructions(name: str) -> None:
     product = TensorProduct(*INSTRUCTIONS[name])
     x, y = inputs(product)
-    A, B, C = (rotation(i, torch.ones(3), True) for i in (product.irreps_in1, product.irreps_in2, product.irreps_out))
+    A, B, C = (
+        rotation(i, torch.ones(3), True)
+        for i in (product.irreps_in1, product.irreps_in2, product.irreps_out)
+    )
     assert_close(product(x @ A.T, y @ B.T), product(x, y) @ C.T)
 
 
@@ -136,11 +195,24 @@ def compare(mine: TensorProduct, other: Any, lead: tuple[int, ...] = (2, 3)) -> 
 
 
 @pytest.mark.parametrize("irreps", PRODUCTS, ids=str)
-@pytest.mark.parametrize("normalisation", [("component", "element"), ("norm", "path"), ("component", "path"), ("none", "none")], ids=str)
+@pytest.mark.parametrize(
+    "normalisation",
+    [("component", "element"), ("norm", "path"), ("component", "path"), ("none", "none")],
+    ids=str,
+)
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "per item"])
-def test_fully_connected_is_e3nns(o3: Any, irreps: tuple[str, str, str], normalisation: tuple[str, str], shared: bool) -> None:
-    options = {"irrep_normalization": normalisation[0], "path_normalization": normalisation[1], "shared_weights": shared}
-    compare(FullyConnectedTensorProduct(*irreps, **options), o3.FullyConnectedTensorProduct(*irreps, **options))
+def test_fully_connected_is_e3nns(
+    o3: Any, irreps: tuple[str, str, str], normalisation: tuple[str, str], shared: bool
+) -> None:
+    options = {
+        "irrep_normalization": normalisation[0],
+        "path_normalization": normalisation[1],
+        "shared_weights": shared,
+    }
+    compare(
+        FullyConnectedTensorProduct(*irreps, **options),
+        o3.FullyConnectedTensorProduct(*irreps, **options),
+    )
 
 
 @pytest.mark.parametrize("name", INSTRUCTIONS)
@@ -150,9 +222,17 @@ def test_instructions_are_e3nns(o3: Any, name: str) -> None:
 
 def test_variances_are_e3nns(o3: Any) -> None:
     args = (o3.Irreps("2x0e+3x1o"), o3.Irreps("0e+1o"), o3.Irreps("2x0e+3x1o"))
-    instructions = [(0, 0, 0, "uvw", True, 2.0), (1, 1, 0, "uvw", True), (0, 1, 1, "uvw", True), (1, 0, 1, "uvw", True)]
+    instructions = [
+        (0, 0, 0, "uvw", True, 2.0),
+        (1, 1, 0, "uvw", True),
+        (0, 1, 1, "uvw", True),
+        (1, 0, 1, "uvw", True),
+    ]
     options: dict[str, Any] = {"in1_var": [1.0, 2.0], "in2_var": [0.5, 1.0], "out_var": [1.0, 3.0]}
-    compare(TensorProduct(*args, instructions, **options), o3.TensorProduct(*args, instructions, **options))
+    compare(
+        TensorProduct(*args, instructions, **options),
+        o3.TensorProduct(*args, instructions, **options),
+    )
 
 
 def test_weights_given_to_the_call_are_e3nns(o3: Any) -> None:
@@ -168,8 +248,14 @@ def test_wigner_3j_and_harmonics_are_e3nns(o3: Any) -> None:
         for l3 in range(abs(l1 - l2), l1 + l2 + 1):
             assert_close(wigner_3j(l1, l2, l3), o3.wigner_3j(l1, l2, l3))
     v = torch.randn(5, 3)
-    assert_close(spherical_harmonics(5, v), o3.spherical_harmonics(list(range(6)), v, normalize=True, normalization="component"))
-    assert_close(spherical_harmonics(3, v, normalize=False), o3.spherical_harmonics(list(range(4)), v, normalize=False, normalization="component"))
+    assert_close(
+        spherical_harmonics(5, v),
+        o3.spherical_harmonics(list(range(6)), v, normalize=True, normalization="component"),
+    )
+    assert_close(
+        spherical_harmonics(3, v, normalize=False),
+        o3.spherical_harmonics(list(range(4)), v, normalize=False, normalization="component"),
+    )
 
 
 # --- gradients ---
@@ -177,8 +263,14 @@ def test_wigner_3j_and_harmonics_are_e3nns(o3: Any) -> None:
 
 @pytest.mark.parametrize("shared", [True, False], ids=["shared", "per item"])
 def test_second_derivatives(shared: bool) -> None:
-    product = FullyConnectedTensorProduct("2x0e+2x1o", "0e+1o", "2x0e+2x1o", shared_weights=shared, internal_weights=False)
-    x, y, w = torch.randn(2, 8), torch.randn(2, 4), torch.randn(*(() if shared else (2,)), product.weight_numel)
+    product = FullyConnectedTensorProduct(
+        "2x0e+2x1o", "0e+1o", "2x0e+2x1o", shared_weights=shared, internal_weights=False
+    )
+    x, y, w = (
+        torch.randn(2, 8),
+        torch.randn(2, 4),
+        torch.randn(*(() if shared else (2,)), product.weight_numel),
+    )
     given = tuple(t.requires_grad_() for t in (x, y, w))
     assert torch.autograd.gradcheck(product, given)
     assert torch.autograd.gradgradcheck(product, given)
@@ -191,7 +283,9 @@ def test_second_derivatives_with_unequal_multiplicities() -> None:
 
 
 def test_training_on_forces() -> None:
-    """The gradient, with respect to weights, of a loss on the gradient with respect to positions: against finite differences."""
+    """The gradient, with respect to weights, of a loss on the gradient with respect to positions:
+    against finite differences.
+    """
     product = FullyConnectedTensorProduct("1x0e+1x1o+1x2e", "0e+1o+2e", "2x0e")
     positions = torch.randn(4, 3)
 
@@ -211,15 +305,25 @@ def test_training_on_forces() -> None:
 def test_leading_dimensions_broadcast() -> None:
     product = FullyConnectedTensorProduct("2x0e+2x1o", "0e+1o", "2x0e+2x1o", shared_weights=False)
     x, y, w = torch.randn(5, 1, 8), torch.randn(3, 4), torch.randn(5, 3, product.weight_numel)
-    want = product(x.expand(5, 3, 8).reshape(15, 8), y.expand(5, 3, 4).reshape(15, 4), w.reshape(15, -1)).reshape(5, 3, 8)
+    want = product(
+        x.expand(5, 3, 8).reshape(15, 8), y.expand(5, 3, 4).reshape(15, 4), w.reshape(15, -1)
+    ).reshape(5, 3, 8)
     assert_close(product(x, y, w), want)
     assert product(torch.randn(8), torch.randn(4), torch.randn(product.weight_numel)).shape == (8,)
-    assert product(torch.randn(0, 8), torch.randn(0, 4), torch.randn(0, product.weight_numel)).shape == (0, 8)
+    assert product(
+        torch.randn(0, 8), torch.randn(0, 4), torch.randn(0, product.weight_numel)
+    ).shape == (0, 8)
 
 
 def transposed(x: Tensor, irreps: Irreps) -> Tensor:
     """From (multiplicity, components) to (components, multiplicity), term by term."""
-    return torch.cat([x[..., s].unflatten(-1, (mul, ir.dim)).mT.flatten(-2) for s, (mul, ir) in zip(irreps.slices(), irreps)], -1)
+    return torch.cat(
+        [
+            x[..., s].unflatten(-1, (mul, ir.dim)).mT.flatten(-2)
+            for s, (mul, ir) in zip(irreps.slices(), irreps)
+        ],
+        -1,
+    )
 
 
 @pytest.mark.parametrize("irreps", PRODUCTS, ids=str)
@@ -233,8 +337,12 @@ def test_the_other_layout(irreps: tuple[str, str, str]) -> None:
 
 
 def test_equal_multiplicities_are_one_statement() -> None:
-    product = FullyConnectedTensorProduct("8x0e+8x1o+8x2e", "0e+1o+2e", "8x0e+8x1o+8x2e", shared_weights=False)
-    assert product.statements() == ("Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]",)
+    product = FullyConnectedTensorProduct(
+        "8x0e+8x1o+8x2e", "0e+1o+2e", "8x0e+8x1o+8x2e", shared_weights=False
+    )
+    assert product.statements() == (
+        "Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]",
+    )
     unequal = FullyConnectedTensorProduct("8x0e+4x1o", "0e+1o", "8x0e+4x1o")
     assert len(unequal.statements()) == 4  # one for each pair of multiplicities
 

@@ -1,6 +1,8 @@
-"""What each technique contributes, the paper's section 6.6: block SpMM at 90 % sparsity, from COO through unfused torch operations to all of it.
+"""What each technique contributes, the paper's section 6.6: block SpMM at 90 % sparsity, from COO
+through unfused torch operations to all of it.
 
-Every stage keeps what the stages before it have, and is a matter of settings and formats; the result is the same.
+Every stage keeps what the stages before it have, and is a matter of settings and formats; the
+result is the same.
 """
 
 from __future__ import annotations
@@ -29,7 +31,12 @@ SPARSITY = 0.9
 GROUP, BLOCK_GROUP = 16, 4
 UNFUSED: dict[str, Any] = {"backend": "graph"}
 FUSED: dict[str, Any] = {"backend": "fused", "require_fused": True, "dot": "always"}
-NOTHING: dict[str, Any] = {"lazy_broadcasting": False, "scatter": "atomic", "swap": False, "prefetch": False}
+NOTHING: dict[str, Any] = {
+    "lazy_broadcasting": False,
+    "scatter": "atomic",
+    "swap": False,
+    "prefetch": False,
+}
 
 
 @dataclass(frozen=True)
@@ -87,12 +94,30 @@ def cases(options: Options) -> Iterator[Case]:
 
 
 def contenders(given: block_spmm.Inputs, options: Options) -> list[Contender]:
-    # An unfused product copies a row of B for every nonzero: too large for a graph's private memory, so it is timed by events.
-    found = [Contender(s.name, _late(s, given), lines=1 if s.fused else None, capture=s.fused) for s in stages() if not s.fused or runs_fused(options)]
+    # An unfused product copies a row of B for every nonzero: too large for a graph's private
+    # memory, so it is timed by events.
+    found = [
+        Contender(s.name, _late(s, given), lines=1 if s.fused else None, capture=s.fused)
+        for s in stages()
+        if not s.fused or runs_fused(options)
+    ]
     found.append(Contender("torch.mm", lambda: block_spmm.dense(given, FORWARD)))
     if not TORCH_BSR.absent(options.device):
-        found.append(Contender("TorchBSR", lambda: block_spmm.torch_bsr(given, FORWARD, tuned=False), lines=TORCH_BSR.lines))
-        found.append(Contender("TorchBSR, tuned", lambda: block_spmm.torch_bsr(given, FORWARD, tuned=True), lines=TORCH_BSR.lines, times=True))
+        found.append(
+            Contender(
+                "TorchBSR",
+                lambda: block_spmm.torch_bsr(given, FORWARD, tuned=False),
+                lines=TORCH_BSR.lines,
+            )
+        )
+        found.append(
+            Contender(
+                "TorchBSR, tuned",
+                lambda: block_spmm.torch_bsr(given, FORWARD, tuned=True),
+                lines=TORCH_BSR.lines,
+                times=True,
+            )
+        )
     return found
 
 
@@ -102,7 +127,13 @@ def runs_fused(options: Options) -> bool:
 
 def not_here(options: Options) -> list[tuple[str, str]]:
     """Stages that cannot run on this device, and why."""
-    return [] if runs_fused(options) else [(s.name, "fused kernels need a GPU, or TRITON_INTERPRET=1") for s in stages() if s.fused]
+    return (
+        []
+        if runs_fused(options)
+        else [
+            (s.name, "fused kernels need a GPU, or TRITON_INTERPRET=1") for s in stages() if s.fused
+        ]
+    )
 
 
 def _late(stage: Stage, given: block_spmm.Inputs) -> Callable[[], Ready]:

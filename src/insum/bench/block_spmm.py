@@ -1,4 +1,6 @@
-"""Block SpMM, the paper's figure of speed-ups over dense matmul: 4096 x 4096 times 4096 x 4096, blocks of 32 x 32, by sparsity."""
+"""Block SpMM, the paper's figure of speed-ups over dense matmul: 4096 x 4096 times 4096 x 4096,
+blocks of 32 x 32, by sparsity.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ BASELINE = "torch.mm"
 BLOCK = 32
 SPARSITIES = (0.5, 0.7, 0.75, 0.8, 0.9, 0.95, 0.99)
 QUICK = (0.5, 0.8, 0.95)
-#: TorchBSR's search compiles for every set of parameters it tries; the CUDA graph's clock then takes next to nothing.
+#: TorchBSR's search compiles for every set of parameters it tries; the CUDA graph's clock then
+#: takes next to nothing.
 SEARCH_SECONDS = 24.0
 _found: dict[tuple[torch.dtype, int], dict[str, int]] = {}
 
@@ -61,11 +64,15 @@ def spread(mask: Tensor) -> Tensor:
     return mask.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
 
 
-def inputs(size: int, sparsity: float, dtype: torch.dtype, device: torch.device, **options: Any) -> Inputs:
+def inputs(
+    size: int, sparsity: float, dtype: torch.dtype, device: torch.device, **options: Any
+) -> Inputs:
     draw = Draw(device, dtype)
     mask = draw.chance(size // BLOCK, size // BLOCK) >= sparsity
     dense = draw.normal(size, size) * spread(mask)
-    a = BlockGroupCOO.from_dense(dense, block_shape=(BLOCK, BLOCK), **{"group_size": "auto", **options})
+    a = BlockGroupCOO.from_dense(
+        dense, block_shape=(BLOCK, BLOCK), **{"group_size": "auto", **options}
+    )
     return Inputs(mask, dense, draw.normal(size, size), draw.normal(size, size), a)
 
 
@@ -75,7 +82,9 @@ def cases(options: Options) -> Iterator[Case]:
     for dtype in options.dtypes_or(*(half if options.gpu else (torch.float32,))):
         for sparsity in sparsities(options):
             given = inputs(size, sparsity, dtype, options.device)
-            yield from cases_of("block-spmm", f"{sparsity:.0%} sparse", dtype, options, given, want, contenders)
+            yield from cases_of(
+                "block-spmm", f"{sparsity:.0%} sparse", dtype, options, given, want, contenders
+            )
 
 
 def sparsities(options: Options) -> list[float]:
@@ -94,12 +103,21 @@ def contenders(given: Inputs, direction: str) -> list[Contender]:
     found = [
         Contender("insum", lambda: ours(given, direction), lines=1),
         Contender("torch.mm", lambda: dense(given, direction)),
-        Contender("TorchBSR", lambda: torch_bsr(given, direction, tuned=False), lines=TORCH_BSR.lines),
+        Contender(
+            "TorchBSR", lambda: torch_bsr(given, direction, tuned=False), lines=TORCH_BSR.lines
+        ),
     ]
     if direction == BOTH:
         found.append(Contender("masked torch.mm", lambda: masked(given)))
     else:
-        found.append(Contender("TorchBSR, tuned", lambda: torch_bsr(given, direction, tuned=True), lines=TORCH_BSR.lines, times=True))
+        found.append(
+            Contender(
+                "TorchBSR, tuned",
+                lambda: torch_bsr(given, direction, tuned=True),
+                lines=TORCH_BSR.lines,
+                times=True,
+            )
+        )
         found.append(Contender("torch.sparse BSR", lambda: sparse_bsr(given)))
         found.append(Contender("torch.compile", lambda: compiled(given), slow=True))
     absent = bool(TORCH_BSR.absent(given.b.device))
@@ -125,10 +143,12 @@ def dense(given: Inputs, direction: str) -> Ready:
 
 def masked(given: Inputs) -> Ready:
     where = given.spread()
-    return autograd(lambda a, b: torch.mm(a * where, b), (given.dense, given.b), given.upstream, BOTH)
+    return autograd(
+        lambda a, b: torch.mm(a * where, b), (given.dense, given.b), given.upstream, BOTH
+    )
 
 
-# --- TorchBSR: PyTorch's Triton kernels for BSR ----------------------------------------------------------------------------------
+# --- TorchBSR: PyTorch's Triton kernels for BSR ---------------------------------------------------
 
 
 def torch_bsr(given: Inputs, direction: str, *, tuned: bool) -> Ready:
@@ -137,7 +157,9 @@ def torch_bsr(given: Inputs, direction: str, *, tuned: bool) -> Ready:
     meta, note = None, ""
     if tuned:
         meta = tuned_meta(kernels, bsr, given.b)
-        note = "torch.sparse._triton_ops_meta found " + ", ".join(f"{k} {v}" for k, v in meta.items())
+        note = "torch.sparse._triton_ops_meta found " + ", ".join(
+            f"{k} {v}" for k, v in meta.items()
+        )
 
     def product(a: Tensor, b: Tensor) -> Tensor:
         out: Tensor = kernels.mm(b, a, b, beta=0, alpha=1, meta=meta)
@@ -145,32 +167,52 @@ def torch_bsr(given: Inputs, direction: str, *, tuned: bool) -> Ready:
 
     if direction == FORWARD:
         return Ready(lambda: (product(bsr, given.b),), note=note)
-    # What a layer over these kernels would do: the transposed matrix for one gradient, a sampled product for the other.
+    # What a layer over these kernels would do: the transposed matrix for one gradient, a sampled
+    # product for the other.
     turned, order = as_bsr(given.dense.T.contiguous()), transposed_order(bsr)
 
     def run() -> Results:
         c = product(bsr, given.b)
         turned.values().copy_(bsr.values()[order].transpose(1, 2))
-        return c, kernels.sampled(bsr, given.upstream, given.b.T, beta=0.0), product(turned, given.upstream)
+        return (
+            c,
+            kernels.sampled(bsr, given.upstream, given.b.T, beta=0.0),
+            product(turned, given.upstream),
+        )
 
     return Ready(run, lambda r: (r[0], r[1].to_dense(), r[2]), note)
 
 
 def tuned_meta(kernels: Any, bsr: Tensor, b: Tensor) -> dict[str, int]:
-    """PyTorch's own search over its kernel's parameters, by the clock that counts here: a CUDA graph. After a while nothing new is tried."""
+    """PyTorch's own search over its kernel's parameters, by the clock that counts here: a CUDA
+    graph. After a while nothing new is tried.
+    """
     columns, clock = b.shape[1], timing.replay_timer(b.device)
     before = _found.get((b.dtype, columns))  # for another sparsity: a good place to start from
     end = time.monotonic() + (SEARCH_SECONDS if before is None else SEARCH_SECONDS / 3)
-    start = before or {"GROUP_SIZE_ROW": 1, "num_stages": 1, "num_warps": 4, "SPLIT_N": max(columns // BLOCK, 1)}
+    start = before or {
+        "GROUP_SIZE_ROW": 1,
+        "num_stages": 1,
+        "num_warps": 4,
+        "SPLIT_N": max(columns // BLOCK, 1),
+    }
 
     def microseconds(meta: dict[str, int]) -> float:
-        return math.inf if time.monotonic() > end else clock(lambda: kernels.mm(b, bsr, b, beta=0, alpha=1, meta=meta), 5)
+        return (
+            math.inf
+            if time.monotonic() > end
+            else clock(lambda: kernels.mm(b, bsr, b, beta=0, alpha=1, meta=meta), 5)
+        )
 
     def step(name: str, value: int, direction: int, meta: dict[str, int]) -> int:
         if name not in ("SPLIT_N", "num_warps"):
             return max(1, value + direction)
         moved = value << direction if direction > 0 else max(1, value >> -direction)
-        return moved if name == "num_warps" or columns % moved == 0 and moved <= columns // BLOCK else value
+        return (
+            moved
+            if name == "num_warps" or columns % moved == 0 and moved <= columns // BLOCK
+            else value
+        )
 
     try:
         found: dict[str, int] = kernels.minimize(microseconds, start, start, step, max_step=2)[0]
@@ -196,7 +238,7 @@ def sparse_bsr(given: Inputs) -> Ready:
     return Ready(lambda: (bsr @ given.b,))
 
 
-# --- torch.compile ---------------------------------------------------------------------------------------------------------------
+# --- torch.compile --------------------------------------------------------------------------------
 
 
 def plain(values: Tensor, rows: Tensor, columns: Tensor, b: Tensor) -> Tensor:
@@ -213,4 +255,6 @@ def compiled(given: Inputs, native: bool | None = None) -> Ready:
     values = given.dense.reshape(blocks, BLOCK, blocks, BLOCK)[at[:, 0], :, at[:, 1]].contiguous()
     call = lambda *_: insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=given.a, B=given.b)
     route, note = routes.compiled(plain, call, native)
-    return autograd(route, (values, at[:, 0].contiguous(), at[:, 1].contiguous(), given.b), None, FORWARD, note)
+    return autograd(
+        route, (values, at[:, 0].contiguous(), at[:, 1].contiguous(), given.b), None, FORWARD, note
+    )

@@ -1,4 +1,5 @@
-"""Sparse convolution over point clouds, the paper's figure against TorchSparse: 27 offsets, 128 to 128 channels, 5 cm voxels.
+"""Sparse convolution over point clouds, the paper's figure against TorchSparse: 27 offsets, 128 to
+128 channels, 5 cm voxels.
 
 The kernel map is built before the clock starts, for everybody.
 """
@@ -15,7 +16,18 @@ from torch import Tensor
 
 import insum
 from insum.bench import data, routes
-from insum.bench.measure import TOLERANCE, Case, Contender, Ready, Results, Work, autograd, cases_of, no_grad, relative_error
+from insum.bench.measure import (
+    TOLERANCE,
+    Case,
+    Contender,
+    Ready,
+    Results,
+    Work,
+    autograd,
+    cases_of,
+    no_grad,
+    relative_error,
+)
 from insum.bench.options import Options
 from insum.bench.records import FORWARD
 from insum.bench.rivals import FLEXGEMM, SPCONV, TORCHSPARSE, module
@@ -32,7 +44,7 @@ OFFSETS = 27
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Voxels with features, weights, a gradient of the output, and the neighbours ``table[z,x]``."""
+    """Voxels with features, weights, a gradient of the output, and neighbours ``table[z,x]``."""
 
     voxels: Tensor
     table: Tensor
@@ -57,14 +69,22 @@ class Inputs:
     def work(self, direction: str) -> Work:
         flops = 2.0 * self.pairs() * self.w.shape[1] * self.w.shape[2]
         item = self.x.element_size()
-        read = (self.x.numel() + self.upstream.numel() + self.w.numel()) * item + 4 * min(self.table.numel(), 2 * self.pairs())
+        read = (self.x.numel() + self.upstream.numel() + self.w.numel()) * item + 4 * min(
+            self.table.numel(), 2 * self.pairs()
+        )
         return Work(flops, read) if direction == FORWARD else Work(3 * flops, 3 * read)
 
 
 def inputs(voxels: Tensor, channels: int, dtype: torch.dtype) -> Inputs:
     draw, count = data.Draw(voxels.device, dtype), len(voxels)
     weights = draw.normal(OFFSETS, channels, channels, scale=1 / channels)
-    return Inputs(voxels, data.neighbour_table(voxels), draw.normal(count, channels), weights, draw.normal(count, channels))
+    return Inputs(
+        voxels,
+        data.neighbour_table(voxels),
+        draw.normal(count, channels),
+        weights,
+        draw.normal(count, channels),
+    )
 
 
 def cases(options: Options) -> Iterator[Case]:
@@ -95,40 +115,54 @@ def contenders(given: Inputs, direction: str) -> list[Contender]:
         Contender("insum SparseConv3d", lambda: layer(given, direction), lines=1),
         Contender("insum, neighbour table", lambda: ours(given, direction, grouped=False), lines=1),
         Contender("insum, grouped pairs", lambda: ours(given, direction, grouped=True), lines=1),
-        Contender("gather-matmul-scatter", lambda: gathered(given, direction), note="PyTorch; lists of pairs prepared ahead"),
+        Contender(
+            "gather-matmul-scatter",
+            lambda: gathered(given, direction),
+            note="PyTorch; lists of pairs prepared ahead",
+        ),
     ]
     if direction == FORWARD:
         found.append(Contender("torch.compile", lambda: compiled(given), slow=True))
     for rival, make in ((SPCONV, spconv), (TORCHSPARSE, torchsparse), (FLEXGEMM, flexgemm)):
         if not rival.absent(given.x.device):
-            found.append(Contender(rival.name, _late(make, given, direction), lines=rival.lines, slow=True))
+            found.append(
+                Contender(rival.name, _late(make, given, direction), lines=rival.lines, slow=True)
+            )
     return found
 
 
-def _late(make: Callable[[Inputs, str], Ready], given: Inputs, direction: str) -> Callable[[], Ready]:
+def _late(
+    make: Callable[[Inputs, str], Ready], given: Inputs, direction: str
+) -> Callable[[], Ready]:
     return lambda: make(given, direction)
 
 
 def ours(given: Inputs, direction: str, *, grouped: bool) -> Ready:
     found = given.map(grouped)
-    call = lambda x, w: insum.einsum("Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]", Map=found, In=x, W=w)
+    call = lambda x, w: insum.einsum(
+        "Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]", Map=found, In=x, W=w
+    )
     return autograd(call, (given.x, given.w), given.upstream, direction)
 
 
 def layer(given: Inputs, direction: str) -> Ready:
     """The layer as a user has it; it chooses the spelling."""
-    made = SparseConv3d(given.w.shape[1], given.w.shape[2], 3, bias=False, submanifold=True).to(given.x.device, given.x.dtype)
+    made = SparseConv3d(given.w.shape[1], given.w.shape[2], 3, bias=False, submanifold=True).to(
+        given.x.device, given.x.dtype
+    )
     points = SparseTensor(given.voxels, given.x)
     with torch.no_grad():
         made.weight.copy_(given.w)
         made(points)
     found = next(iter(points.voxels.maps.values()))[1]
     note = f"chose {'the neighbour table' if isinstance(found, NeighborTable) else 'grouped pairs'}"
-    call = lambda x, w: torch.func.functional_call(made, {"weight": w}, (points.with_features(x),)).features
+    call = lambda x, w: (
+        torch.func.functional_call(made, {"weight": w}, (points.with_features(x),)).features
+    )
     return autograd(call, (given.x, given.w), given.upstream, direction, note)
 
 
-# --- rivals ----------------------------------------------------------------------------------------------------------------------
+# --- rivals ---------------------------------------------------------------------------------------
 
 
 def gathered(given: Inputs, direction: str) -> Ready:
@@ -137,7 +171,11 @@ def gathered(given: Inputs, direction: str) -> Ready:
     def call(x: Tensor, w: Tensor) -> Tensor:
         out = torch.zeros(len(x), w.shape[2], device=x.device, dtype=x.dtype)
         for z, (here, there) in enumerate(lists):
-            out = out.index_add(0, here, x[there] @ w[z]) if torch.is_grad_enabled() else out.index_add_(0, here, x[there] @ w[z])
+            out = (
+                out.index_add(0, here, x[there] @ w[z])
+                if torch.is_grad_enabled()
+                else out.index_add_(0, here, x[there] @ w[z])
+            )
         return out
 
     return autograd(call, (given.x, given.w), given.upstream, direction)
@@ -151,9 +189,17 @@ def plain(x: Tensor, table: Tensor, there: Tensor, w: Tensor) -> Tensor:
 
 def compiled(given: Inputs, native: bool | None = None) -> Ready:
     found = given.map(False)
-    call = lambda *_: insum.einsum("Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]", Map=found, In=given.x, W=given.w)
+    call = lambda *_: insum.einsum(
+        "Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]", Map=found, In=given.x, W=given.w
+    )
     route, note = routes.compiled(plain, call, native)
-    return autograd(route, (given.x, given.table.clamp(min=0).long(), (given.table >= 0)[:, :, None], given.w), None, FORWARD, note)
+    return autograd(
+        route,
+        (given.x, given.table.clamp(min=0).long(), (given.table >= 0)[:, :, None], given.w),
+        None,
+        FORWARD,
+        note,
+    )
 
 
 def _batched(voxels: Tensor) -> tuple[Tensor, list[int]]:
@@ -164,7 +210,9 @@ def _batched(voxels: Tensor) -> tuple[Tensor, list[int]]:
 
 @dataclass(frozen=True, eq=False)
 class Library:
-    """A sparse-convolution library: its call on features and on weights in its own shape, and the way there and back from (27, in, out)."""
+    """A sparse-convolution library: its call on features and on weights in its own shape, and the
+    way there and back from (27, in, out).
+    """
 
     call: Callable[[Tensor, Tensor], Tensor]
     theirs: Callable[[Tensor], Tensor]
@@ -174,7 +222,9 @@ class Library:
 def from_library(made: Library, given: Inputs, direction: str) -> Ready:
     """The contender, with weights in the order in which the library walks through the offsets."""
     order = offset_order(made, given)
-    ready = autograd(made.call, (given.x, made.theirs(given.w[order]).contiguous()), given.upstream, direction)
+    ready = autograd(
+        made.call, (given.x, made.theirs(given.w[order]).contiguous()), given.upstream, direction
+    )
 
     def canonical(results: Results) -> Results:
         return (*results[:2], *(made.back(g)[torch.argsort(order)] for g in results[2:]))
@@ -183,12 +233,20 @@ def from_library(made: Library, given: Inputs, direction: str) -> Ready:
 
 
 def offset_order(made: Library, given: Inputs) -> Tensor:
-    """Libraries number the 27 offsets each in their way: axes in any order, from either end. The one that gives the result is taken."""
+    """Libraries number the 27 offsets each in their way: axes in any order, from either end. The
+    one that gives the result is taken.
+    """
     exact = want(given, FORWARD)
     numbers = torch.arange(OFFSETS, device=given.x.device).reshape(3, 3, 3)
     for axes in itertools.permutations(range(3)):
         for order in (numbers.permute(axes).reshape(-1), numbers.permute(axes).reshape(-1).flip(0)):
-            if relative_error((no_grad(made.call, (given.x, made.theirs(given.w[order]).contiguous())),), exact) < TOLERANCE[given.x.dtype]:
+            if (
+                relative_error(
+                    (no_grad(made.call, (given.x, made.theirs(given.w[order]).contiguous())),),
+                    exact,
+                )
+                < TOLERANCE[given.x.dtype]
+            ):
                 return order
     raise RuntimeError("no order of the offsets gives the result")
 
@@ -196,7 +254,9 @@ def offset_order(made: Library, given: Inputs) -> Tensor:
 def spconv(given: Inputs, direction: str) -> Ready:
     pytorch = module("spconv.pytorch")
     at, shape = _batched(given.voxels)
-    layer = pytorch.SubMConv3d(given.w.shape[1], given.w.shape[2], 3, bias=False, indice_key="map").to(given.x.device, given.x.dtype)
+    layer = pytorch.SubMConv3d(
+        given.w.shape[1], given.w.shape[2], 3, bias=False, indice_key="map"
+    ).to(given.x.device, given.x.dtype)
     size = layer.weight.shape
     with torch.no_grad():
         first = layer(pytorch.SparseConvTensor(given.x, at, shape, 1))
@@ -207,13 +267,17 @@ def spconv(given: Inputs, direction: str) -> Ready:
         out: Tensor = torch.func.functional_call(layer, {"weight": w}, (points,)).features
         return out
 
-    return from_library(Library(call, lambda w: w.permute(2, 0, 1).reshape(size), _channels_last), given, direction)
+    return from_library(
+        Library(call, lambda w: w.permute(2, 0, 1).reshape(size), _channels_last), given, direction
+    )
 
 
 def torchsparse(given: Inputs, direction: str) -> Ready:
     package, nn = module("torchsparse"), module("torchsparse.nn")
     at, _ = _batched(given.voxels)
-    layer = nn.Conv3d(given.w.shape[1], given.w.shape[2], 3, bias=False).to(given.x.device, given.x.dtype)
+    layer = nn.Conv3d(given.w.shape[1], given.w.shape[2], 3, bias=False).to(
+        given.x.device, given.x.dtype
+    )
     points = package.SparseTensor(given.x, at)
     with torch.no_grad():
         layer(points)  # builds the map, which the tensor's caches keep

@@ -1,4 +1,6 @@
-"""Graphs and point clouds: real ones from a folder, or generated stand-ins with the same statistics."""
+"""Graphs and point clouds: real ones from a folder, or generated stand-ins with the same
+statistics.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ USUAL = Path("../shared/data")
 SUBMANIFOLD = Geometry((3, 3, 3), padding=(1, 1, 1), submanifold=True)
 VOXEL = 0.05
 
-#: Rows, nonzeros and longest row of the graphs, for stand-ins: an even one, a skewed one, one of cliques, and citation graphs.
+#: Rows, nonzeros and longest row of the graphs, for stand-ins: an even one, a skewed one, one of
+#: cliques, and citation graphs.
 STAND_INS: dict[str, tuple[int, int, int]] = {
     "cora": (2_708, 10_556, 168),
     "citeseer": (3_327, 9_228, 99),
@@ -47,11 +50,19 @@ CLOUD_STAND_INS: dict[str, tuple[int, float]] = {
 class Draw:
     """Random tensors of one kind, the same in every run."""
 
-    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
-        self.device, self.dtype, self.generator = device, dtype, torch.Generator(device=device).manual_seed(seed)
+    def __init__(
+        self, device: torch.device, dtype: torch.dtype = torch.float32, seed: int = 0
+    ) -> None:
+        self.device, self.dtype, self.generator = (
+            device,
+            dtype,
+            torch.Generator(device=device).manual_seed(seed),
+        )
 
     def normal(self, *shape: int, scale: float = 1.0) -> Tensor:
-        return (torch.randn(*shape, device=self.device, generator=self.generator) * scale).to(self.dtype)
+        return (torch.randn(*shape, device=self.device, generator=self.generator) * scale).to(
+            self.dtype
+        )
 
     def chance(self, *shape: int) -> Tensor:
         return torch.rand(*shape, device=self.device, generator=self.generator)
@@ -72,11 +83,14 @@ class Graph:
 
     def rows(self) -> Tensor:
         counts = self.indptr.diff().long()
-        return torch.repeat_interleave(torch.arange(self.shape[0], device=counts.device, dtype=torch.int32), counts)
+        return torch.repeat_interleave(
+            torch.arange(self.shape[0], device=counts.device, dtype=torch.int32), counts
+        )
 
 
 def folder(given: str | None) -> Path | None:
-    """The data folder: the given one, which must be there, or the usual one where it is, or None for stand-ins.
+    """The data folder: the given one, which must be there, or the usual one where it is, or None
+    for stand-ins.
 
     >>> folder("") is None
     True
@@ -88,8 +102,14 @@ def folder(given: str | None) -> Path | None:
         return place
     if given is None:
         return None
-    remedy = "leave --data out: ../shared/data is used where it is, generated stand-ins where it is not"
-    raise BenchError(f"the data folder {given} is not there", expected="a folder with graphs/*.npz and clouds/*.npz", remedy=remedy)
+    remedy = (
+        "leave --data out: ../shared/data is used where it is, generated stand-ins where it is not"
+    )
+    raise BenchError(
+        f"the data folder {given} is not there",
+        expected="a folder with graphs/*.npz and clouds/*.npz",
+        remedy=remedy,
+    )
 
 
 def files(place: Path | None, key: str) -> dict[str, Path]:
@@ -117,14 +137,18 @@ def graph(name: str, place: Path | None, device: torch.device) -> Graph:
     found = files(place, "indptr")
     if name in found:
         with np.load(found[name]) as content:
-            indptr, indices = (torch.from_numpy(content[k].astype(np.int32)).to(device) for k in ("indptr", "indices"))
+            indptr, indices = (
+                torch.from_numpy(content[k].astype(np.int32)).to(device)
+                for k in ("indptr", "indices")
+            )
             shape = tuple(int(s) for s in content["shape"])
         return Graph(name, indptr, indices, (shape[0], shape[1]))
     return made_graph(name, device)
 
 
 def made_graph(name: str, device: torch.device) -> Graph:
-    """Random columns; lengths of rows follow a power law between 0 and the longest, scaled to the number of nonzeros.
+    """Random columns; lengths of rows follow a power law between 0 and the longest, scaled to the
+    number of nonzeros.
 
     >>> made = made_graph("cora", torch.device("cpu"))
     >>> made.shape, abs(made.nonzeros - 10556) < 2000
@@ -139,12 +163,16 @@ def made_graph(name: str, device: torch.device) -> Graph:
     row = np.repeat(np.arange(rows), lengths)
     key = np.unique(row * rows + draw.integers(0, rows, len(row)))
     indptr = np.concatenate([[0], np.cumsum(np.bincount(key // rows, minlength=rows))])
-    starts, columns = (torch.from_numpy(array.astype(np.int32)).to(device) for array in (indptr, key % rows))
+    starts, columns = (
+        torch.from_numpy(array.astype(np.int32)).to(device) for array in (indptr, key % rows)
+    )
     return Graph(name, starts, columns, (rows, rows))
 
 
 def cloud(name: str, place: Path | None, device: torch.device, most: int | None = None) -> Tensor:
-    """Occupied voxels (x, y, z) of a cloud at 5 cm, sorted; at most the first ``most``, which are neighbours of each other."""
+    """Occupied voxels (x, y, z) of a cloud at 5 cm, sorted; at most the first ``most``, which are
+    neighbours of each other.
+    """
     found = files(place, "points")
     if name in found:
         with np.load(found[name]) as content:
@@ -156,7 +184,8 @@ def cloud(name: str, place: Path | None, device: torch.device, most: int | None 
 
 
 def made_cloud(name: str, device: torch.device) -> Tensor:
-    """A sheet with hills, which has about 9 of 27 neighbours: thinned where the cloud has fewer, with some of a second layer where it has more.
+    """A sheet with hills, which has about 9 of 27 neighbours: thinned where the cloud has fewer,
+    with some of a second layer where it has more.
 
     >>> made_cloud("pc-pcl-room_scan1", torch.device("cpu")).shape[1]
     3
@@ -169,7 +198,10 @@ def made_cloud(name: str, device: torch.device) -> Tensor:
     z = (4 * torch.sin(x / 9) + 4 * torch.cos(y / 7)).round().long()
     sheet = torch.stack([x, y, z], -1).reshape(-1, 3)
     chance = torch.rand(2, len(sheet), generator=draw)
-    voxels: Tensor = torch.unique(torch.cat([sheet[chance[0] < keep], (sheet + torch.tensor([0, 0, 1]))[chance[1] < second]]), dim=0)
+    voxels: Tensor = torch.unique(
+        torch.cat([sheet[chance[0] < keep], (sheet + torch.tensor([0, 0, 1]))[chance[1] < second]]),
+        dim=0,
+    )
     return voxels.to(device)
 
 

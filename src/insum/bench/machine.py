@@ -10,11 +10,27 @@ from pathlib import Path
 
 import torch
 
-PACKAGES = ("insum", "torch", "triton", "numpy", "e3nn", "torch_geometric", "cuequivariance_torch", "openequivariance", "spconv", "torchsparse", "flex_gemm")
+PACKAGES = (
+    "insum",
+    "torch",
+    "triton",
+    "numpy",
+    "e3nn",
+    "torch_geometric",
+    "cuequivariance_torch",
+    "openequivariance",
+    "spconv",
+    "torchsparse",
+    "flex_gemm",
+)
 
 
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+    return (
+        torch.cuda.get_device_name(device)
+        if device.type == "cuda"
+        else f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+    )
 
 
 def versions() -> dict[str, str]:

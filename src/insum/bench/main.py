@@ -1,4 +1,6 @@
-"""The command: ``insum bench WHAT`` through typer, or ``python -m insum.bench WHAT`` with nothing but Python's own parser."""
+"""The command: ``insum bench WHAT`` through typer, or ``python -m insum.bench WHAT`` with nothing
+but Python's own parser.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,20 @@ from types import ModuleType
 
 import torch
 
-from insum.bench import ablation, block_spmm, compilers, conv, data, machine, measure, records, rivals, spmm, table, tensor_product
+from insum.bench import (
+    ablation,
+    block_spmm,
+    compilers,
+    conv,
+    data,
+    machine,
+    measure,
+    records,
+    rivals,
+    spmm,
+    table,
+    tensor_product,
+)
 from insum.bench.options import Options, directions_of, dtypes_of
 from insum.bench.progress import Progress
 from insum.bench.records import Missing, Row, Section
@@ -36,20 +51,73 @@ OUT = Path("out/bench")
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="insum bench", description="The paper's tables and figures against the rivals that are here.")
-    made.add_argument("what", nargs="?", default="all", help=f"{_names()}; report draws tables and figures anew from results")
-    made.add_argument("sources", nargs="*", type=Path, help="report: folders or bench.json files; where several have a case, the last counts")
-    made.add_argument("--data", default=None, help="a folder with graphs/*.npz and clouds/*.npz; default: ../shared/data where it is; '': stand-ins")
-    made.add_argument("--out", type=Path, default=OUT, help="where bench.json, bench.csv, figures and report.html go (default: out/bench)")
-    made.add_argument("--json", type=Path, default=None, help="write the results to this file as well")
-    made.add_argument("--quick", action="store_true", help="fewer cases; slow rivals only in the first; nothing new after a while")
-    made.add_argument("--no-slow", action="store_true", help="leave out rivals that take long to set up, such as what torch.compile compiles")
-    made.add_argument("--skip", default="", help="rivals to leave out, separated by commas: those whose name contains one of these")
-    made.add_argument("--dtypes", default="", help="fp32,fp16,bf16 (default: the paper's for each benchmark)")
-    made.add_argument("--directions", default="both", help="forward, backward (forward and backward together) or both")
-    made.add_argument("--only", default="", help="cases, separated by commas: names of graphs or clouds, sparsities (90), degree and channels (3x16)")
+    made = argparse.ArgumentParser(
+        prog="insum bench",
+        description="The paper's tables and figures against the rivals that are here.",
+    )
+    made.add_argument(
+        "what",
+        nargs="?",
+        default="all",
+        help=f"{_names()}; report draws tables and figures anew from results",
+    )
+    made.add_argument(
+        "sources",
+        nargs="*",
+        type=Path,
+        help="report: folders or bench.json files; where several have a case, the last counts",
+    )
+    made.add_argument(
+        "--data",
+        default=None,
+        help="a folder with graphs/*.npz and clouds/*.npz; default: ../shared/data where it "
+        "is; '': stand-ins",
+    )
+    made.add_argument(
+        "--out",
+        type=Path,
+        default=OUT,
+        help="where bench.json, bench.csv, figures and report.html go (default: out/bench)",
+    )
+    made.add_argument(
+        "--json", type=Path, default=None, help="write the results to this file as well"
+    )
+    made.add_argument(
+        "--quick",
+        action="store_true",
+        help="fewer cases; slow rivals only in the first; nothing new after a while",
+    )
+    made.add_argument(
+        "--no-slow",
+        action="store_true",
+        help="leave out rivals that take long to set up, such as what torch.compile compiles",
+    )
+    made.add_argument(
+        "--skip",
+        default="",
+        help="rivals to leave out, separated by commas: those whose name contains one of these",
+    )
+    made.add_argument(
+        "--dtypes", default="", help="fp32,fp16,bf16 (default: the paper's for each benchmark)"
+    )
+    made.add_argument(
+        "--directions",
+        default="both",
+        help="forward, backward (forward and backward together) or both",
+    )
+    made.add_argument(
+        "--only",
+        default="",
+        help="cases, separated by commas: names of graphs or clouds, sparsities (90), degree "
+        "and channels (3x16)",
+    )
     made.add_argument("--device", default="", help="cuda or cpu (default: cuda where there is one)")
-    made.add_argument("--budget", type=float, default=0.0, help="seconds after which nothing new is begun; what is left out is named")
+    made.add_argument(
+        "--budget",
+        type=float,
+        default=0.0,
+        help="seconds after which nothing new is begun; what is left out is named",
+    )
     return made
 
 
@@ -80,14 +148,24 @@ def run(asked: argparse.Namespace, given: Sequence[str]) -> int:
     if asked.what not in (*BENCHMARKS, "all"):
         raise BenchError(f"there is no benchmark {asked.what!r}", expected=_names())
     if asked.sources:
-        raise BenchError(f"{asked.sources[0]} was given to a benchmark", expected="one benchmark, and options", remedy="folders are for insum bench report")
+        raise BenchError(
+            f"{asked.sources[0]} was given to a benchmark",
+            expected="one benchmark, and options",
+            remedy="folders are for insum bench report",
+        )
     if asked.only and asked.what not in ("block-spmm", "spmm", "conv", "tensor-product"):
-        expected = "one of the four applications: sparsities (90), graphs, clouds, or rows of the product (3x16)"
+        expected = (
+            "one of the four applications: sparsities (90), graphs, clouds, or rows of "
+            "the product (3x16)"
+        )
         raise BenchError(f"--only {asked.only} was given to {asked.what}", expected=expected)
     options = options_of(asked)
     names = list(BENCHMARKS) if asked.what == "all" else [asked.what]
     budget = asked.budget or (QUICK_BUDGET[options.device.type] if asked.quick else math.inf)
-    print(f"insum bench on {machine.device_name(options.device)}; data: {data_note(options)}", flush=True)
+    print(
+        f"insum bench on {machine.device_name(options.device)}; data: {data_note(options)}",
+        flush=True,
+    )
     keep = lambda found: store(found, asked.out)
     sections = measured(names, options, time.monotonic() + budget, machine.command(given), keep)
     return finish(sections, asked)
@@ -96,42 +174,88 @@ def run(asked: argparse.Namespace, given: Sequence[str]) -> int:
 def options_of(asked: argparse.Namespace) -> Options:
     device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cuda", "cpu") or device == "cuda" and not torch.cuda.is_available():
-        raise BenchError(f"there is no device {device!r}", expected="cpu" + (" or cuda" if torch.cuda.is_available() else ""))
+        raise BenchError(
+            f"there is no device {device!r}",
+            expected="cpu" + (" or cuda" if torch.cuda.is_available() else ""),
+        )
     names = tuple(filter(None, asked.only.split(",")))
     skip = tuple(filter(None, asked.skip.split(",")))
     place = data.folder(asked.data)
-    return Options(torch.device(device), place, asked.quick, dtypes_of(asked.dtypes), directions_of(asked.directions), names, not asked.no_slow, skip)
+    return Options(
+        torch.device(device),
+        place,
+        asked.quick,
+        dtypes_of(asked.dtypes),
+        directions_of(asked.directions),
+        names,
+        not asked.no_slow,
+        skip,
+    )
 
 
 def data_note(options: Options) -> str:
-    return f"files of {options.data.name or options.data}" if options.data else "generated stand-ins"
+    return (
+        f"files of {options.data.name or options.data}" if options.data else "generated stand-ins"
+    )
 
 
-def measured(names: Sequence[str], options: Options, deadline: float, command: str, keep: Callable[[list[Section]], object]) -> list[Section]:
+def measured(
+    names: Sequence[str],
+    options: Options,
+    deadline: float,
+    command: str,
+    keep: Callable[[list[Section]], object],
+) -> list[Section]:
     """One section after the other, each kept as soon as it is there."""
-    warnings.filterwarnings("ignore", message="Sparse")  # torch.sparse, a rival, announces that it is in beta
+    # torch.sparse, a rival, announces that it is in beta
+    warnings.filterwarnings("ignore", message="Sparse")
     limits = measure.Limits(options.device)
     reserve = RESERVED * (deadline - time.monotonic()) if math.isfinite(deadline) else 0.0
     sections: list[Section] = []
     with Progress() as progress:
         for number, name in enumerate(names):
             later = reserve * (len(names) - number - 1)
-            sections.append(section(name, options, limits, deadline - later, command, progress, lambda made: keep([*sections, made])))
+            sections.append(
+                section(
+                    name,
+                    options,
+                    limits,
+                    deadline - later,
+                    command,
+                    progress,
+                    lambda made: keep([*sections, made]),
+                )
+            )
     return sections
 
 
 def section(
-    name: str, options: Options, limits: measure.Limits, deadline: float, command: str, progress: Progress, keep: Callable[[Section], object]
+    name: str,
+    options: Options,
+    limits: measure.Limits,
+    deadline: float,
+    command: str,
+    progress: Progress,
+    keep: Callable[[Section], object],
 ) -> Section:
-    """All rows of one benchmark, each shown, and kept, when it is there: a run that is cut off leaves what it measured."""
+    """All rows of one benchmark, each shown, and kept, when it is there: a run that is cut off
+    leaves what it measured.
+    """
     benchmark, start = BENCHMARKS[name], time.monotonic()
     made = Section(
-        name, benchmark.TITLE, benchmark.STATEMENT, benchmark.BASELINE, command, machine.today(), machine.device_name(options.device),
-        machine.versions(), {}, data_note(options), options.quick,
+        name, benchmark.TITLE, benchmark.STATEMENT, benchmark.BASELINE, command, machine.today(),
+        machine.device_name(options.device), machine.versions(), {}, data_note(options),
+        options.quick,
     )  # fmt: skip
-    made.missing = [*rivals.missing(name, options.device), *(Missing(*pair) for pair in _not_here(name, options))]
+    made.missing = [
+        *rivals.missing(name, options.device),
+        *(Missing(*pair) for pair in _not_here(name, options)),
+    ]
     if launch.interpreting():
-        made.notes.append("Kernels ran in Triton's interpreter, which shows that they are right; their times say nothing.")
+        made.notes.append(
+            "Kernels ran in Triton's interpreter, which shows that they are right; their times "
+            "say nothing."
+        )
     runner = measure.Runner(limits, deadline, slow_cases(name, options), options.skip)
     progress.start(benchmark.TITLE)
     try:
@@ -140,8 +264,11 @@ def section(
             made.limits, made.seconds = limits.told(), time.monotonic() - start
             progress.show(row, line(row, made.rows))
             keep(made)
-    except (RuntimeError, MemoryError) as error:  # inputs that do not fit: what was measured is kept
-        made.notes.append(f"ended early: {type(error).__name__}: {str(error).splitlines()[0][:300]}")
+    except (RuntimeError, MemoryError) as error:
+        # inputs that do not fit: what was measured is kept
+        made.notes.append(
+            f"ended early: {type(error).__name__}: {str(error).splitlines()[0][:300]}"
+        )
         print(made.notes[-1], flush=True)
     made.limits, made.seconds = limits.told(), time.monotonic() - start
     keep(made)
@@ -170,7 +297,10 @@ def line(row: Row, rows: Sequence[Row]) -> str:
     time_ = f"{row.milliseconds:9.4f} ms" if row.milliseconds is not None else f"{row.status:>12s}"
     beside = f" ({ratio:.2f}x)" if ratio is not None else ""
     note = f"  {row.note}" if row.note and row.status != "ok" else ""
-    return f"{row.benchmark:15s} {row.case:24s} {row.dtype:9s} {row.direction:17s} {row.contender:34s} {time_}{beside}{note}"
+    return (
+        f"{row.benchmark:15s} {row.case:24s} {row.dtype:9s} {row.direction:17s} "
+        f"{row.contender:34s} {time_}{beside}{note}"
+    )
 
 
 def finish(sections: Sequence[Section], asked: argparse.Namespace) -> int:
@@ -185,8 +315,15 @@ def finish(sections: Sequence[Section], asked: argparse.Namespace) -> int:
     print("written: " + ", ".join(str(f) for f in written))
     wrong = [row for one in sections for row in one.wrong]
     for row in wrong:
-        print(f"WRONG: {row.benchmark}, {row.case}, {row.dtype}, {row.direction}, {row.contender}: {row.note}")
-    return 1 if any(row.contender.startswith("insum") or row.benchmark == "ablation" for row in wrong) else 0
+        print(
+            f"WRONG: {row.benchmark}, {row.case}, {row.dtype}, {row.direction}, "
+            f"{row.contender}: {row.note}"
+        )
+    return (
+        1
+        if any(row.contender.startswith("insum") or row.benchmark == "ablation" for row in wrong)
+        else 0
+    )
 
 
 def write(sections: Sequence[Section], out: Path) -> list[Path]:

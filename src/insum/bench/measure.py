@@ -1,4 +1,5 @@
-"""One case after the other, one contender after the other: set up, check against float64, then clock and memory.
+"""One case after the other, one contender after the other: set up, check against float64, then
+clock and memory.
 
 A wrong result gets no time. A contender that cannot run says why in its row; nothing is dropped.
 """
@@ -26,7 +27,8 @@ Results: TypeAlias = tuple[Tensor, ...]
 Thunk: TypeAlias = Callable[[], Results]
 #: Relative error, in the 2-norm, up to which a result counts as right.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-#: Calls before anything is timed: a pattern that keeps coming back is compiled into the code at the fourth.
+#: Calls before anything is timed: a pattern that keeps coming back is compiled into the code at the
+#: fourth.
 WARM = 5
 #: Seconds that the repetitions of one contender should take.
 SECONDS = {"cuda": 0.12, "cpu": 0.1}
@@ -36,7 +38,9 @@ AT_ONCE = 1 << 26
 
 @dataclass(frozen=True, eq=False)
 class Ready:
-    """A contender that is set up: ``run`` gives the output (and gradients); ``canonical`` brings them to the reference's shapes, untimed."""
+    """A contender that is set up: ``run`` gives the output (and gradients); ``canonical`` brings
+    them to the reference's shapes, untimed.
+    """
 
     run: Thunk
     canonical: Callable[[Results], Results] = lambda results: results
@@ -45,7 +49,9 @@ class Ready:
 
 @dataclass(frozen=True, eq=False)
 class Contender:
-    """Somebody who can do the case. ``make`` may raise; ``slow`` takes seconds to set up; ``capture``: its calls fit a CUDA graph."""
+    """Somebody who can do the case. ``make`` may raise; ``slow`` takes seconds to set up;
+    ``capture``: its calls fit a CUDA graph.
+    """
 
     name: str
     make: Callable[[], Ready]
@@ -85,16 +91,35 @@ class Case:
 
 
 def cases_of(
-    benchmark: str, name: str, dtype: torch.dtype, options: Options, given: Inputs, want: Callable[..., Results], contenders: Callable[..., Sequence[Contender]]
+    benchmark: str,
+    name: str,
+    dtype: torch.dtype,
+    options: Options,
+    given: Inputs,
+    want: Callable[..., Results],
+    contenders: Callable[..., Sequence[Contender]],
 ) -> Iterator[Case]:
-    """A case for every direction that was asked for; ``want`` and ``contenders`` take the inputs and the direction."""
+    """A case for every direction that was asked for; ``want`` and ``contenders`` take the inputs
+    and the direction.
+    """
     for direction in options.directions:
         exact = functools.partial(want, given, direction)
-        yield Case(benchmark, name, dtype, direction, options.device, exact, contenders(given, direction), given.work(direction))
+        yield Case(
+            benchmark,
+            name,
+            dtype,
+            direction,
+            options.device,
+            exact,
+            contenders(given, direction),
+            given.work(direction),
+        )
 
 
 class Limits:
-    """What the device reaches, measured in the same run when it is first asked for: bytes read and written in a row, and dense matmuls."""
+    """What the device reaches, measured in the same run when it is first asked for: bytes read and
+    written in a row, and dense matmuls.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.flops_per_s, self._bytes = device, dict[str, float](), 0.0
@@ -102,10 +127,18 @@ class Limits:
     @property
     def bytes_per_s(self) -> float:
         if not self._bytes:
-            source = torch.ones((2**30 if self.device.type == "cuda" else 2**25) // 4, device=self.device)
+            source = torch.ones(
+                (2**30 if self.device.type == "cuda" else 2**25) // 4, device=self.device
+            )
             target = torch.empty_like(source)
-            # Not copy_: inside a CUDA graph that is done by an engine of its own, which is slower than kernels are.
-            self._bytes = 2 * source.numel() * 4 / (1e-3 * clock(lambda: (torch.mul(source, 2, out=target),), self.device)[0])
+            # Not copy_: inside a CUDA graph that is done by an engine of its own, which is slower
+            # than kernels are.
+            self._bytes = (
+                2
+                * source.numel()
+                * 4
+                / (1e-3 * clock(lambda: (torch.mul(source, 2, out=target),), self.device)[0])
+            )
         return self._bytes
 
     def rate(self, dtype: torch.dtype) -> float:
@@ -120,7 +153,10 @@ class Limits:
         return max(work.bytes / self.bytes_per_s, work.flops / self.rate(dtype))
 
     def told(self) -> dict[str, float]:
-        return {"TB/s": self.bytes_per_s / 1e12, **{f"TFLOP/s {dtype}": rate / 1e12 for dtype, rate in self.flops_per_s.items()}}
+        return {
+            "TB/s": self.bytes_per_s / 1e12,
+            **{f"TFLOP/s {dtype}": rate / 1e12 for dtype, rate in self.flops_per_s.items()},
+        }
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -129,10 +165,12 @@ def name_of(dtype: torch.dtype) -> str:
 
 @contextlib.contextmanager
 def turn(wanted: bool = True) -> Iterator[None]:
-    """Runs that share a device take turns where ``INSUM_BENCH_TURNS`` names a file to lock: while one checks and times, others set up and compile.
+    """Runs that share a device take turns where ``INSUM_BENCH_TURNS`` names a file to lock: while
+    one checks and times, others set up and compile.
 
-    Good for finding out in a short time whether everything runs. First calls of the others still disturb kernels of a few microseconds: times to
-    publish come from a run that has the device to itself.
+    Good for finding out in a short time whether everything runs. First calls of the others still
+    disturb kernels of a few microseconds: times to publish come from a run that has the device to
+    itself.
     """
     path = os.environ.get("INSUM_BENCH_TURNS", "")
     if not (path and wanted):
@@ -145,7 +183,7 @@ def turn(wanted: bool = True) -> Iterator[None]:
         yield  # closing the file ends the turn
 
 
-# --- clock and memory ------------------------------------------------------------------------------------------------------------
+# --- clock and memory -----------------------------------------------------------------------------
 
 
 def clock(run: Thunk, device: torch.device, capture: bool = True) -> tuple[float, str]:
@@ -190,7 +228,9 @@ def wait(device: torch.device) -> None:
 
 
 def peak_mib(run: Thunk, device: torch.device) -> float | None:
-    """MiB that a warm call allocates at its peak, its results included; None where the device does not tell."""
+    """MiB that a warm call allocates at its peak, its results included; None where the device does
+    not tell.
+    """
     if device.type != "cuda":
         return None
     wait(device)
@@ -203,17 +243,22 @@ def peak_mib(run: Thunk, device: torch.device) -> float | None:
     return peak / 2**20
 
 
-# --- checking --------------------------------------------------------------------------------------------------------------------
+# --- checking -------------------------------------------------------------------------------------
 
 
 def poison(want: Results, dtype: torch.dtype, device: torch.device) -> None:
-    """Leave NaN in the memory that the allocator hands out next, so that what is not written is seen."""
-    held = [torch.full(t.shape, math.nan, device=device, dtype=dtype) for t in want for _ in range(2)]
+    """Leave NaN in the memory that the allocator hands out next, so that what is not written is
+    seen.
+    """
+    held = [
+        torch.full(t.shape, math.nan, device=device, dtype=dtype) for t in want for _ in range(2)
+    ]
     del held
 
 
 def relative_error(got: Results, want: Results) -> float:
-    """The largest relative error of all results, in the 2-norm; infinite where one is not finite or has another shape.
+    """The largest relative error of all results, in the 2-norm; infinite where one is not finite or
+    has another shape.
 
     >>> relative_error((torch.tensor([1.0, 2.0]),), (torch.tensor([1.0, 2.0]),))
     0.0
@@ -235,13 +280,15 @@ def _relative_error(got: Tensor, want: Tensor) -> float:
     return math.sqrt(total / max(norm, 1e-60)) if math.isfinite(total) else math.inf
 
 
-# --- running ---------------------------------------------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------
 
 
 @dataclass
 class Runner:
-    """Turns cases into rows. ``deadline`` is the moment after which nothing new is begun; ``slow_cases`` bounds the slow contenders,
-    and those with ``unwanted`` parts in their names are left out."""
+    """Turns cases into rows. ``deadline`` is the moment after which nothing new is begun;
+    ``slow_cases`` bounds the slow contenders, and those with ``unwanted`` parts in their names are
+    left out.
+    """
 
     limits: Limits
     deadline: float = math.inf
@@ -255,7 +302,14 @@ class Runner:
                 if any(part in contender.name for part in self.unwanted):
                     continue
                 blank = Row(
-                    case.benchmark, case.name, name_of(case.dtype), case.direction, contender.name, "skipped", lines=contender.lines, note=contender.note
+                    case.benchmark,
+                    case.name,
+                    name_of(case.dtype),
+                    case.direction,
+                    contender.name,
+                    "skipped",
+                    lines=contender.lines,
+                    note=contender.note,
                 )
                 reason = self.skipped(contender, number)
                 if reason:
@@ -268,7 +322,9 @@ class Runner:
         if time.monotonic() > self.deadline:
             return "no time left (--budget)"
         if contender.slow and number >= self.slow_cases:
-            return "takes long to set up: left out" + (" by --no-slow" if self.slow_cases == 0 else " but for the first case, by --quick")
+            return "takes long to set up: left out" + (
+                " by --no-slow" if self.slow_cases == 0 else " but for the first case, by --quick"
+            )
         return ""
 
     def row(self, case: Case, contender: Contender, want: list[Results], blank: Row) -> Row:
@@ -294,24 +350,54 @@ class Runner:
         wait(case.device)
         seconds = time.perf_counter() - start
         with turn():
-            return self.clocked(case, contender, ready, first, want, replace(blank, first_call_s=seconds))
+            return self.clocked(
+                case, contender, ready, first, want, replace(blank, first_call_s=seconds)
+            )
 
-    def clocked(self, case: Case, contender: Contender, ready: Ready, first: Results, want: Results, row: Row) -> Row:
+    def clocked(
+        self,
+        case: Case,
+        contender: Contender,
+        ready: Ready,
+        first: Results,
+        want: Results,
+        row: Row,
+    ) -> Row:
         error = relative_error(ready.canonical(first), want)
         del first
         note = _joined(contender.note, ready.note)
         row = replace(row, error=error, note=note)
         allowed = TOLERANCE[case.dtype]
         if not error <= allowed:
-            return replace(row, status="WRONG", note=_joined(note, f"relative error {error:.1e}, allowed {allowed:.0e}: no time is given"))
+            return replace(
+                row,
+                status="WRONG",
+                note=_joined(
+                    note, f"relative error {error:.1e}, allowed {allowed:.0e}: no time is given"
+                ),
+            )
         warm(ready.run, case.device)
-        error = max(error, relative_error(ready.canonical(ready.run()), want))  # what warm calls do may be another kernel
+        # what warm calls do may be another kernel
+        error = max(error, relative_error(ready.canonical(ready.run()), want))
         if not error <= allowed:
-            return replace(row, status="WRONG", error=error, note=_joined(note, f"relative error {error:.1e} of a warm call: no time is given"))
+            return replace(
+                row,
+                status="WRONG",
+                error=error,
+                note=_joined(note, f"relative error {error:.1e} of a warm call: no time is given"),
+            )
         memory = peak_mib(ready.run, case.device)
         milliseconds, how = clock(ready.run, case.device, contender.capture)
         percent = 100 * self.limits.seconds(case.work, case.dtype) / (1e-3 * milliseconds)
-        return replace(row, status="ok", error=error, milliseconds=milliseconds, clock=how, memory_mib=memory, limit_percent=percent)
+        return replace(
+            row,
+            status="ok",
+            error=error,
+            milliseconds=milliseconds,
+            clock=how,
+            memory_mib=memory,
+            limit_percent=percent,
+        )
 
 
 def warm(run: Thunk, device: torch.device) -> None:
@@ -343,11 +429,19 @@ def _joined(*notes: str) -> str:
     return "; ".join(n for n in notes if n)
 
 
-# --- contenders from functions ---------------------------------------------------------------------------------------------------
+# --- contenders from functions --------------------------------------------------------------------
 
 
-def autograd(function: Callable[..., Tensor], leaves: Sequence[Tensor], upstream: Tensor | None, direction: str, note: str = "") -> Ready:
-    """A contender that is a differentiable function: forward alone, or the output and the gradients of all ``leaves``."""
+def autograd(
+    function: Callable[..., Tensor],
+    leaves: Sequence[Tensor],
+    upstream: Tensor | None,
+    direction: str,
+    note: str = "",
+) -> Ready:
+    """A contender that is a differentiable function: forward alone, or the output and the gradients
+    of all ``leaves``.
+    """
     if direction == FORWARD:
         return Ready(lambda: (no_grad(function, leaves),), note=note)
     assert direction == BOTH and upstream is not None

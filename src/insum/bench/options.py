@@ -17,7 +17,7 @@ DIRECTIONS = {"forward": (FORWARD,), "backward": (BOTH,), "both": (FORWARD, BOTH
 
 @dataclass(frozen=True)
 class Options:
-    """Sizes follow from the device: on a CPU they shrink, so that everything can be seen to work."""
+    """Sizes follow from the device: on a CPU they shrink, so that all can be seen to work."""
 
     device: torch.device
     data: Path | None = None
@@ -48,7 +48,11 @@ def directions_of(text: str) -> tuple[str, ...]:
     return DIRECTIONS[_known(text, DIRECTIONS, "direction")]
 
 
-def _known(name: str, names: Sequence[str] | dict[str, object] | dict[str, torch.dtype] | dict[str, tuple[str, ...]], kind: str) -> str:
+def _known(
+    name: str,
+    names: Sequence[str] | dict[str, object] | dict[str, torch.dtype] | dict[str, tuple[str, ...]],
+    kind: str,
+) -> str:
     if name not in names:
         raise BenchError(f"there is no {kind} {name!r}", expected=", ".join(names))
     return name

@@ -1,4 +1,6 @@
-"""The figures, as SVG text that takes its colours from the page around it; drawn with matplotlib where it is installed."""
+"""The figures, as SVG text that takes its colours from the page around it; drawn with matplotlib
+where it is installed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ def why_not() -> str:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        return f"no figures: matplotlib is not installed ({error}); where it is, insum bench report FOLDER draws them from bench.json"
+        return (
+            f"no figures: matplotlib is not installed ({error}); where it is, insum bench "
+            "report FOLDER draws them from bench.json"
+        )
     return ""
 
 
@@ -45,11 +50,13 @@ def _figure(section: Section) -> str:
     return _speedups(section)
 
 
-# --- speed-ups over the baseline, a panel for each dtype and direction -----------------------------------------------------------
+# --- speed-ups over the baseline, a panel for each dtype and direction ----------------------------
 
 
 def _speedups(section: Section) -> str:
-    panels = list(dict.fromkeys((row.dtype, row.direction) for row in section.rows if row.milliseconds))
+    panels = list(
+        dict.fromkeys((row.dtype, row.direction) for row in section.rows if row.milliseconds)
+    )
     figure, axes = _canvas(len(panels), 3.6)
     names = list(dict.fromkeys(row.contender for row in section.rows if row.milliseconds))
     colours = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
@@ -63,26 +70,47 @@ def _speedups(section: Section) -> str:
 
 
 def baseline(rows: Sequence[Row], wanted: str) -> str:
-    """The contender that the others are compared with: the paper's, or where it is missing the first rival that was timed, or we ourselves."""
+    """The contender that the others are compared with: the paper's, or where it is missing the
+    first rival that was timed, or we ourselves.
+    """
     timed = [row.contender for row in rows if row.milliseconds]
     rivals = [name for name in timed if not name.startswith("insum")]
     return next((name for name in timed if name.startswith(wanted)), (rivals or timed)[0])
 
 
-def _panel(axis: Any, rows: Sequence[Row], base_name: str, colours: dict[str, str], *, lines: bool) -> None:
+def _panel(
+    axis: Any, rows: Sequence[Row], base_name: str, colours: dict[str, str], *, lines: bool
+) -> None:
     cases = list(dict.fromkeys(row.case for row in rows))
-    base = {row.case: row.milliseconds for row in rows if row.contender == base_name and row.milliseconds}
+    base = {
+        row.case: row.milliseconds
+        for row in rows
+        if row.contender == base_name and row.milliseconds
+    }
     names = [n for n in colours if any(row.contender == n and row.milliseconds for row in rows)]
     width = 0.84 / max(1, len(names))
     for position, name in enumerate(names):
-        found = {row.case: row.milliseconds for row in rows if row.contender == name and row.milliseconds}
+        found = {
+            row.case: row.milliseconds for row in rows if row.contender == name and row.milliseconds
+        }
         at = [i for i, case in enumerate(cases) if case in found and case in base]
         heights = [base[cases[i]] / found[cases[i]] for i in at]
         if lines:
             axis.plot(at, heights, marker="o", label=name, color=colours[name])
         else:
-            axis.bar([i + (position - (len(names) - 1) / 2) * width for i in at], heights, width, label=name, color=colours[name])
-    axis.set_xticks(range(len(cases)), [_short(c) for c in cases], rotation=0 if len(cases) < 5 else 30, ha="center" if len(cases) < 5 else "right")
+            axis.bar(
+                [i + (position - (len(names) - 1) / 2) * width for i in at],
+                heights,
+                width,
+                label=name,
+                color=colours[name],
+            )
+    axis.set_xticks(
+        range(len(cases)),
+        [_short(c) for c in cases],
+        rotation=0 if len(cases) < 5 else 30,
+        ha="center" if len(cases) < 5 else "right",
+    )
     axis.axhline(1.0, color=INK, linewidth=0.8, linestyle=":")
     heights = [h for bar in (*axis.containers, *axis.lines) for h in _heights(bar)]
     if heights and max(heights) > 8:
@@ -104,18 +132,30 @@ def _short(case: str) -> str:
     return case.split(" (")[0].removeprefix("pc-").replace(" sparse", "")
 
 
-# --- the two that are not speed-ups by case --------------------------------------------------------------------------------------
+# --- the two that are not speed-ups by case -------------------------------------------------------
 
 
 def _ablation(section: Section) -> str:
     rows = [row for row in section.rows if row.milliseconds]
-    base = next((row.milliseconds for row in rows if row.contender == section.baseline), None) or rows[0].milliseconds
+    base = (
+        next((row.milliseconds for row in rows if row.contender == section.baseline), None)
+        or rows[0].milliseconds
+    )
     assert base is not None
     figure, (axis,) = _canvas(1, 0.42 * len(rows) + 1.2)
     speed = [base / row.milliseconds for row in rows if row.milliseconds]
     others = ("torch.mm", "TorchBSR")
-    bars = axis.barh(range(len(rows)), speed, color=[COLOURS[5] if row.contender.startswith(others) else COLOURS[0] for row in rows])
-    axis.bar_label(bars, [f"{s:.1f}x, {row.milliseconds:.3f} ms" for s, row in zip(speed, rows, strict=True)], padding=4, fontsize=8)
+    bars = axis.barh(
+        range(len(rows)),
+        speed,
+        color=[COLOURS[5] if row.contender.startswith(others) else COLOURS[0] for row in rows],
+    )
+    axis.bar_label(
+        bars,
+        [f"{s:.1f}x, {row.milliseconds:.3f} ms" for s, row in zip(speed, rows, strict=True)],
+        padding=4,
+        fontsize=8,
+    )
     axis.set_yticks(range(len(rows)), [row.contender for row in rows])
     axis.invert_yaxis()
     if max(speed) > 20:
@@ -128,15 +168,25 @@ def _ablation(section: Section) -> str:
 
 def _compilers(section: Section) -> str:
     rows = [row for row in section.rows if row.milliseconds]
-    names, cases = (list(dict.fromkeys(getattr(row, field) for row in rows)) for field in ("contender", "case"))
+    names, cases = (
+        list(dict.fromkeys(getattr(row, field) for row in rows)) for field in ("contender", "case")
+    )
     figure, axes = _canvas(2, 3.2)
-    for axis, (title, field) in zip(axes, (("first call, s", "first_call_s"), ("run time, ms", "milliseconds")), strict=True):
+    for axis, (title, field) in zip(
+        axes, (("first call, s", "first_call_s"), ("run time, ms", "milliseconds")), strict=True
+    ):
         width = 0.84 / len(names)
         for position, name in enumerate(names):
             found = {row.case: getattr(row, field) for row in rows if row.contender == name}
             at = [i for i, case in enumerate(cases) if case in found]
             places = [i + (position - (len(names) - 1) / 2) * width for i in at]
-            axis.bar(places, [found[cases[i]] for i in at], width, label=name, color=COLOURS[position % len(COLOURS)])
+            axis.bar(
+                places,
+                [found[cases[i]] for i in at],
+                width,
+                label=name,
+                color=COLOURS[position % len(COLOURS)],
+            )
         axis.set_xticks(range(len(cases)), cases)
         values = [getattr(row, field) for row in rows]
         if max(values) > 20 * min(values):
@@ -147,7 +197,7 @@ def _compilers(section: Section) -> str:
     return _svg(figure, section.benchmark)
 
 
-# --- canvas ----------------------------------------------------------------------------------------------------------------------
+# --- canvas ---------------------------------------------------------------------------------------
 
 
 def _canvas(panels: int, height: float) -> tuple[Any, Any]:
@@ -167,21 +217,34 @@ def _svg(figure: Any, name: str) -> str:
             spine.set_color(INK)
         axis.tick_params(which="both", colors=INK)
         axis.set_title(axis.get_title(), fontsize=10)
-        for text in (axis.title, axis.xaxis.label, axis.yaxis.label, *axis.texts, *(axis.get_legend().get_texts() if axis.get_legend() else ())):
+        for text in (
+            axis.title,
+            axis.xaxis.label,
+            axis.yaxis.label,
+            *axis.texts,
+            *(axis.get_legend().get_texts() if axis.get_legend() else ()),
+        ):
             text.set_color(INK)
     stream = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": f"insum {name}"}):
-        figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        figure.savefig(
+            stream, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
     return inlined(stream.getvalue())
 
 
 def inlined(svg: str) -> str:
-    """SVG that can stand in a page: no prologue, no metadata, no address of anything, the page's colour for text.
+    """SVG that can stand in a page: no prologue, no metadata, no address of anything, the page's
+    colour for text.
 
-    >>> inlined('<?xml version="1.0"?><svg xmlns="x"><metadata>m</metadata><path style="fill: #010203"/></svg>')
+    >>> inlined(
+    ...     '<?xml version="1.0"?><svg xmlns="x"><metadata>m</metadata>'
+    ...     '<path style="fill: #010203"/></svg>'
+    ... )
     '<svg xmlns="x"><path style="fill: currentColor"/></svg>'
     """
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, flags=re.DOTALL)
-    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)  # nothing refers to groups, and figures on one page would share their names
+    # nothing refers to groups, and figures on one page would share their names
+    svg = re.sub(r'<g id="[^"]*">', "<g>", svg)
     return svg.replace(INK, "currentColor")

@@ -10,7 +10,9 @@ from insum.bench.records import Row
 
 
 class Progress:
-    """``with Progress() as progress``: ``start`` a benchmark, ``show`` its rows. The bar is silent where standard error is no terminal."""
+    """``with Progress() as progress``: ``start`` a benchmark, ``show`` its rows. The bar is silent
+    where standard error is no terminal.
+    """
 
     def __init__(self) -> None:
         self.bar: Any = None
@@ -23,7 +25,12 @@ class Progress:
             self.bar.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self.bar is not None:
             self.bar.stop()
 
@@ -37,15 +44,32 @@ class Progress:
         if self.bar is None:
             print(line, flush=True)
         else:
-            self.bar.update(self.task, advance=1, detail=f"{row.case}, {row.dtype}, {row.direction}: {row.contender}")
+            self.bar.update(
+                self.task,
+                advance=1,
+                detail=f"{row.case}, {row.dtype}, {row.direction}: {row.contender}",
+            )
 
 
 def _rich_bar() -> Any:
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            SpinnerColumn,
+            TextColumn,
+            TimeElapsedColumn,
+        )
         from rich.progress import Progress as Bar
     except ImportError:
         return None
-    columns = [SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[detail]}")]
+    columns = [
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[detail]}"),
+    ]
     return Bar(*columns, console=Console(stderr=True), transient=True)

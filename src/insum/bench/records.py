@@ -1,4 +1,6 @@
-"""What was measured, as values that go to JSON and back: rows in sections, one section for each benchmark."""
+"""What was measured, as values that go to JSON and back: rows in sections, one section for each
+benchmark.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from typing import Any
 
 from insum.errors import BenchError
 
-#: A row's status. A wrong result has no time; "missing" and "failed" say why; "skipped" is what there was no time for.
+#: A row's status. A wrong result has no time; "missing" and "failed" say why; "skipped" is what
+#: there was no time for.
 STATUSES = ("ok", "WRONG", "missing", "failed", "skipped")
 FORWARD, BOTH = "forward", "forward+backward"
 
@@ -96,7 +99,7 @@ def speedup(row: Row, rows: Sequence[Row]) -> float | None:
     return row.milliseconds / mine.milliseconds
 
 
-# --- files -----------------------------------------------------------------------------------------------------------------------
+# --- files ----------------------------------------------------------------------------------------
 
 
 def to_json(sections: Iterable[Section]) -> str:
@@ -123,12 +126,18 @@ def _section(found: Mapping[str, Any]) -> Section:
 
 
 def read(places: Iterable[Path]) -> list[Section]:
-    """The sections of files or folders; where several have a benchmark, cases of the later replace those of the earlier."""
+    """The sections of files or folders; where several have a benchmark, cases of the later replace
+    those of the earlier.
+    """
     sections: dict[str, Section] = {}
     for place in places:
         file = place / "bench.json" if place.is_dir() else place
         if not file.is_file():
-            raise BenchError(f"there is no {file}", expected="a bench.json, or a folder with one", remedy="insum bench all writes out/bench/bench.json")
+            raise BenchError(
+                f"there is no {file}",
+                expected="a bench.json, or a folder with one",
+                remedy="insum bench all writes out/bench/bench.json",
+            )
         for section in from_json(file.read_text(encoding="utf-8"), str(file)):
             sections[section.benchmark] = joined(sections.get(section.benchmark), section)
     return list(sections.values())
@@ -136,13 +145,24 @@ def read(places: Iterable[Path]) -> list[Section]:
 
 def joined(earlier: Section | None, later: Section) -> Section:
     """Two runs of one benchmark on one device as one; of another device's nothing is kept."""
-    if earlier is None or (earlier.device, earlier.versions, earlier.data) != (later.device, later.versions, later.data):
+    if earlier is None or (earlier.device, earlier.versions, earlier.data) != (
+        later.device,
+        later.versions,
+        later.data,
+    ):
         return later
     again = later.cases()
     rows = [row for row in earlier.rows if row.key not in again] + later.rows
     commands = "; ".join(dict.fromkeys([earlier.command, later.command]))
     notes = list(dict.fromkeys([*earlier.notes, *later.notes]))
-    return replace(later, rows=rows, command=commands, seconds=earlier.seconds + later.seconds, notes=notes, quick=earlier.quick or later.quick)
+    return replace(
+        later,
+        rows=rows,
+        command=commands,
+        seconds=earlier.seconds + later.seconds,
+        notes=notes,
+        quick=earlier.quick or later.quick,
+    )
 
 
 def write_csv(sections: Iterable[Section], file: Path) -> None:
@@ -152,4 +172,7 @@ def write_csv(sections: Iterable[Section], file: Path) -> None:
         writer.writeheader()
         for section in sections:
             writer.writerows(asdict(row) for row in section.rows)
-            writer.writerows(asdict(Row(section.benchmark, "", "", "", m.name, "missing", note=m.reason)) for m in section.missing)
+            writer.writerows(
+                asdict(Row(section.benchmark, "", "", "", m.name, "missing", note=m.reason))
+                for m in section.missing
+            )

@@ -16,7 +16,9 @@ from insum.compat import sparse
 
 @dataclass(frozen=True)
 class Rival:
-    """A library or a part of PyTorch: what is imported, whether it needs a GPU, and the lines of kernel code behind it (the paper's counts)."""
+    """A library or a part of PyTorch: what is imported, whether it needs a GPU, and the lines of
+    kernel code behind it (the paper's counts).
+    """
 
     name: str
     modules: tuple[str, ...] = ()
@@ -71,7 +73,11 @@ def module(name: str) -> ModuleType:
 
 def missing(benchmark: str, device: torch.device) -> list[Missing]:
     """The rivals that are not measured, by name and reason."""
-    return [Missing(rival.name, reason) for rival in RIVALS[benchmark] if (reason := rival.absent(device))]
+    return [
+        Missing(rival.name, reason)
+        for rival in RIVALS[benchmark]
+        if (reason := rival.absent(device))
+    ]
 
 
 def present(rivals: Sequence[Rival], device: torch.device) -> list[Rival]:

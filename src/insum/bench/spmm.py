@@ -1,4 +1,6 @@
-"""Unstructured SpMM, the paper's figure of speed-ups over cuSPARSE: every graph of the data folder times a dense matrix of 128 columns."""
+"""Unstructured SpMM, the paper's figure of speed-ups over cuSPARSE: every graph of the data folder
+times a dense matrix of 128 columns.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ AT_ONCE = 1 << 22  # entries of the reference at a time
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """A graph with values as CSR, as entries, and in GroupCOO; a dense matrix; a gradient of the product."""
+    """A graph with values as CSR, as entries, and in GroupCOO; a dense matrix; a gradient of the
+    product.
+    """
 
     graph: data.Graph
     values: Tensor
@@ -47,7 +51,9 @@ class Inputs:
 def inputs(graph: data.Graph, columns: int, dtype: torch.dtype) -> Inputs:
     draw = data.Draw(graph.indices.device, dtype)
     values = draw.normal(graph.nonzeros)
-    csr = torch.sparse_csr_tensor(graph.indptr, graph.indices, values, graph.shape, check_invariants=False)
+    csr = torch.sparse_csr_tensor(
+        graph.indptr, graph.indices, values, graph.shape, check_invariants=False
+    )
     b, upstream = (draw.normal(rows, columns) for rows in reversed(graph.shape))
     return Inputs(graph, values, b, upstream, csr, GroupCOO.from_torch(csr, group_size="auto"))
 
@@ -67,7 +73,9 @@ def cases(options: Options) -> Iterator[Case]:
 
 def want(given: Inputs, direction: str) -> Results:
     graph, values, b = given.graph, given.values.double(), given.b.double()
-    exact = torch.sparse_csr_tensor(graph.indptr, graph.indices, values, graph.shape, check_invariants=False)
+    exact = torch.sparse_csr_tensor(
+        graph.indptr, graph.indices, values, graph.shape, check_invariants=False
+    )
     if direction == FORWARD:
         return (exact @ b,)
     rows, columns, g = graph.rows().long(), graph.indices.long(), given.upstream.double()
@@ -83,7 +91,10 @@ def contenders(given: Inputs, direction: str) -> list[Contender]:
     device = given.b.device
     found = [
         Contender("insum", lambda: ours(given, direction), lines=1),
-        Contender("torch.sparse (cuSPARSE)" if device.type == "cuda" else "torch.sparse", lambda: cusparse(given, direction)),
+        Contender(
+            "torch.sparse (cuSPARSE)" if device.type == "cuda" else "torch.sparse",
+            lambda: cusparse(given, direction),
+        ),
     ]
     if not PYG.absent(device):
         found.append(Contender("PyG", lambda: pyg(given, direction)))
@@ -100,7 +111,8 @@ def ours(given: Inputs, direction: str) -> Ready:
 
 
 def cusparse(given: Inputs, direction: str) -> Ready:
-    """CSR times dense; backward by the sampled product and the transposed matrix, its pattern prepared ahead.
+    """CSR times dense; backward by the sampled product and the transposed matrix, its pattern
+    prepared ahead.
 
     torch's sampled product takes no half precision on GPUs, so its operands are widened there.
     """
@@ -110,15 +122,27 @@ def cusparse(given: Inputs, direction: str) -> Ready:
     graph = given.graph
     rows = graph.rows().long()
     order = torch.argsort(graph.indices.long() * graph.shape[0] + rows)
-    starts = torch.nn.functional.pad(torch.bincount(graph.indices.long(), minlength=graph.shape[1]).cumsum(0), (1, 0)).int()
-    turned = torch.sparse_csr_tensor(starts, rows[order].int(), given.values[order], graph.shape[::-1], check_invariants=False)
+    starts = torch.nn.functional.pad(
+        torch.bincount(graph.indices.long(), minlength=graph.shape[1]).cumsum(0), (1, 0)
+    ).int()
+    turned = torch.sparse_csr_tensor(
+        starts, rows[order].int(), given.values[order], graph.shape[::-1], check_invariants=False
+    )
     wide = torch.float32
-    blank = torch.sparse_csr_tensor(graph.indptr, graph.indices, torch.zeros_like(given.values, dtype=wide), graph.shape, check_invariants=False)
+    blank = torch.sparse_csr_tensor(
+        graph.indptr,
+        graph.indices,
+        torch.zeros_like(given.values, dtype=wide),
+        graph.shape,
+        check_invariants=False,
+    )
 
     def run() -> Results:
         c = csr @ given.b
         turned.values().copy_(given.values[order])
-        sampled = torch.sparse.sampled_addmm(blank, given.upstream.to(wide), given.b.to(wide).T, beta=0.0)
+        sampled = torch.sparse.sampled_addmm(
+            blank, given.upstream.to(wide), given.b.to(wide).T, beta=0.0
+        )
         return c, sampled.values().to(given.b.dtype), turned @ given.upstream
 
     return Ready(run)
@@ -146,4 +170,10 @@ def plain(values: Tensor, rows: Tensor, columns: Tensor, b: Tensor) -> Tensor:
 def compiled(given: Inputs, native: bool | None = None) -> Ready:
     call = lambda *_: insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=given.a, B=given.b)
     route, note = routes.compiled(plain, call, native)
-    return autograd(route, (given.values, given.graph.rows().long(), given.graph.indices.long(), given.b), None, FORWARD, note)
+    return autograd(
+        route,
+        (given.values, given.graph.rows().long(), given.graph.indices.long(), given.b),
+        None,
+        FORWARD,
+        note,
+    )

@@ -7,7 +7,18 @@ from collections.abc import Sequence
 
 from insum.bench.records import Row, Section, speedup
 
-HEAD = ("case", "contender", "ms", "to insum", "MiB", "% of limit", "error", "first call s", "lines", "note")
+HEAD = (
+    "case",
+    "contender",
+    "ms",
+    "to insum",
+    "MiB",
+    "% of limit",
+    "error",
+    "first call s",
+    "lines",
+    "note",
+)
 
 
 def cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
@@ -23,7 +34,9 @@ def cells(row: Row, rows: Sequence[Row]) -> tuple[str, ...]:
         _number(row.error, ".0e"),
         _number(row.first_call_s, ".2f"),
         "" if row.lines is None else str(row.lines),
-        "; ".join(n for n in (row.note, "" if row.clock in ("CUDA graph", "host") else row.clock) if n),
+        "; ".join(
+            n for n in (row.note, "" if row.clock in ("CUDA graph", "host") else row.clock) if n
+        ),
     )
 
 
@@ -62,7 +75,11 @@ def _show_rich(title: str, section: Section) -> None:
 
     made = Table(title=Text(title), title_justify="left")
     for name in HEAD:
-        made.add_column(name, overflow="fold", justify="left" if name in ("case", "contender", "note") else "right")
+        made.add_column(
+            name,
+            overflow="fold",
+            justify="left" if name in ("case", "contender", "note") else "right",
+        )
     for line in body(section):
         made.add_row(*map(Text, line))
     Console(width=None if sys.stdout.isatty() else 200).print(made)
@@ -75,4 +92,7 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ['a     b', 'long  c']
     """
     widths = [max(len(row[c]) for row in rows) for c in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]

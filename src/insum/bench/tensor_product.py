@@ -1,4 +1,6 @@
-"""The equivariant tensor product, the paper's table of nine rows: degrees up to 1, 2, 3 and 16, 32, 64 channels, a weight for each item."""
+"""The equivariant tensor product, the paper's table of nine rows: degrees up to 1, 2, 3 and 16, 32,
+64 channels, a weight for each item.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from insum.bench.rivals import CUEQUIVARIANCE, E3NN, OPENEQUIVARIANCE, module
 from insum.nn import FullyConnectedTensorProduct
 
 TITLE = "Equivariant tensor product"
-STATEMENT = 'insum.insum("Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]", ...)'
+STATEMENT = (
+    'insum.insum("Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]", ...)'
+)
 BASELINE = "e3nn"
 ROWS = tuple((degree, channels) for degree in (1, 2, 3) for channels in (16, 32, 64))
 QUICK = ((1, 32), (2, 16), (3, 16))
@@ -28,7 +32,9 @@ AT_ONCE = 1000  # items of the reference at a time
 
 @dataclass(frozen=True, eq=False)
 class Inputs:
-    """Both factors and the weights, components before channels ("ir_mul"), and a gradient of the product; ``product`` holds the pattern."""
+    """Both factors and the weights, components before channels ("ir_mul"), and a gradient of the
+    product; ``product`` holds the pattern.
+    """
 
     degree: int
     channels: int
@@ -45,12 +51,16 @@ class Inputs:
     def work(self, direction: str) -> Work:
         item = self.x.element_size()
         read = (self.x.numel() + self.y.numel() + self.w.numel() + self.upstream.numel()) * item
-        rows = sum(2 * self.product.irreps_in1[path.i_in1][1].l + 1 for path in self.product.instructions)
+        rows = sum(
+            2 * self.product.irreps_in1[path.i_in1][1].l + 1 for path in self.product.instructions
+        )
         flops = 2.0 * len(self.x) * rows * self.channels**2
         return Work(flops, read) if direction == FORWARD else Work(3 * flops, 3 * read)
 
     def turned(self, t: Tensor) -> Tensor:
-        """From components before channels to e3nn's channels before components; and back by `returned`."""
+        """From components before channels to e3nn's channels before components; and back by
+        `returned`.
+        """
         return _reordered(t, self.degree, self.channels, back=False)
 
     def returned(self, t: Tensor) -> Tensor:
@@ -62,7 +72,9 @@ def irreps(degree: int, channels: int) -> tuple[str, str, str]:
     >>> irreps(2, 16)
     ('16x0e + 16x1o + 16x2e', '1x0e + 1x1o + 1x2e', '16x0e + 16x1o + 16x2e')
     """
-    wide, one = (" + ".join(f"{c}x{l}{'eo'[l % 2]}" for l in range(degree + 1)) for c in (channels, 1))
+    wide, one = (
+        " + ".join(f"{c}x{l}{'eo'[l % 2]}" for l in range(degree + 1)) for c in (channels, 1)
+    )
     return wide, one, wide
 
 
@@ -71,15 +83,23 @@ def _reordered(t: Tensor, degree: int, channels: int, *, back: bool) -> Tensor:
     for l in range(degree + 1):
         size = (2 * l + 1) * channels
         shape = (channels, 2 * l + 1) if back else (2 * l + 1, channels)
-        parts.append(t[:, start : start + size].reshape(-1, *shape).transpose(1, 2).reshape(-1, size))
+        parts.append(
+            t[:, start : start + size].reshape(-1, *shape).transpose(1, 2).reshape(-1, size)
+        )
         start += size
     return torch.cat(parts, 1).contiguous()
 
 
-def inputs(degree: int, channels: int, batch: int, dtype: torch.dtype, device: torch.device) -> Inputs:
-    made = FullyConnectedTensorProduct(*irreps(degree, channels), shared_weights=False, internal_weights=False, layout="ir_mul").to(device, dtype)
+def inputs(
+    degree: int, channels: int, batch: int, dtype: torch.dtype, device: torch.device
+) -> Inputs:
+    made = FullyConnectedTensorProduct(
+        *irreps(degree, channels), shared_weights=False, internal_weights=False, layout="ir_mul"
+    ).to(device, dtype)
     draw, wide = Draw(device, dtype), made.irreps_in1.dim
-    x, y, w, upstream = (draw.normal(batch, size) for size in (wide, made.irreps_in2.dim, made.weight_numel, wide))
+    x, y, w, upstream = (
+        draw.normal(batch, size) for size in (wide, made.irreps_in2.dim, made.weight_numel, wide)
+    )
     return Inputs(degree, channels, made, x, y, w, upstream)
 
 
@@ -91,10 +111,18 @@ def cases(options: Options) -> Iterator[Case]:
     for dtype in options.dtypes_or(torch.float32):
         for degree, channels in rows:
             given = inputs(degree, channels, 10_000 if options.gpu else 100, dtype, options.device)
-            yield from cases_of("tensor-product", f"degree {degree}, {channels} channels", dtype, options, given, want, contenders)
+            yield from cases_of(
+                "tensor-product",
+                f"degree {degree}, {channels} channels",
+                dtype,
+                options,
+                given,
+                want,
+                contenders,
+            )
 
 
-# --- reference: path by path in float64 ------------------------------------------------------------------------------------------
+# --- reference: path by path in float64 -----------------------------------------------------------
 
 
 def want(given: Inputs, direction: str) -> Results:
@@ -112,7 +140,9 @@ def want(given: Inputs, direction: str) -> Results:
 
 
 def formula(given: Inputs, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
-    """One dense contraction with Clebsch-Gordan coefficients for each path, from the module's exact pattern."""
+    """One dense contraction with Clebsch-Gordan coefficients for each path, from the module's exact
+    pattern.
+    """
     channels = given.channels
     (pattern,) = given.product._exact
     coefficients = pattern.to_dense().to(x)
@@ -123,14 +153,18 @@ def formula(given: Inputs, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     return out.reshape(len(x), -1)
 
 
-# --- contenders ------------------------------------------------------------------------------------------------------------------
+# --- contenders -----------------------------------------------------------------------------------
 
 
 def contenders(given: Inputs, direction: str) -> list[Contender]:
     found = [
         Contender("insum", lambda: ours(given, direction), lines=1),
         Contender(
-            "insum, e3nn's layout", lambda: ours_as_e3nn(given, direction), lines=1, slow=True, note="channels before components: reordered in each call"
+            "insum, e3nn's layout",
+            lambda: ours_as_e3nn(given, direction),
+            lines=1,
+            slow=True,
+            note="channels before components: reordered in each call",
         ),
     ]
     makers: list[tuple[Any, str, Callable[[Inputs, str], Ready], bool]] = [
@@ -141,13 +175,17 @@ def contenders(given: Inputs, direction: str) -> list[Contender]:
     ]
     for rival, name, make, slow in makers:
         if not rival.absent(given.x.device):
-            found.append(Contender(name, _late(make, given, direction), lines=rival.lines, slow=slow))
+            found.append(
+                Contender(name, _late(make, given, direction), lines=rival.lines, slow=slow)
+            )
     if direction == FORWARD:
         found.append(Contender("torch.compile", lambda: compiled(given), slow=True))
     return found
 
 
-def _late(make: Callable[[Inputs, str], Ready], given: Inputs, direction: str) -> Callable[[], Ready]:
+def _late(
+    make: Callable[[Inputs, str], Ready], given: Inputs, direction: str
+) -> Callable[[], Ready]:
     return lambda: make(given, direction)
 
 
@@ -156,23 +194,33 @@ def ours(given: Inputs, direction: str) -> Ready:
 
 
 def ours_as_e3nn(given: Inputs, direction: str) -> Ready:
-    made = FullyConnectedTensorProduct(*given.irreps, shared_weights=False, internal_weights=False).to(given.x.device, given.x.dtype)
+    made = FullyConnectedTensorProduct(
+        *given.irreps, shared_weights=False, internal_weights=False
+    ).to(given.x.device, given.x.dtype)
     return _in_e3nns_layout(given, direction, made)
 
 
 def _in_e3nns_layout(given: Inputs, direction: str, call: Callable[..., Tensor]) -> Ready:
-    ready = autograd(call, (given.turned(given.x), given.y, given.w), given.turned(given.upstream), direction)
+    ready = autograd(
+        call, (given.turned(given.x), given.y, given.w), given.turned(given.upstream), direction
+    )
 
     def canonical(results: Results) -> Results:
         out, *gradients = results
-        return (given.returned(out), given.returned(gradients[0]), *gradients[1:]) if gradients else (given.returned(out),)
+        return (
+            (given.returned(out), given.returned(gradients[0]), *gradients[1:])
+            if gradients
+            else (given.returned(out),)
+        )
 
     return Ready(ready.run, canonical)
 
 
 def e3nn_module(given: Inputs) -> Any:
     o3 = module("e3nn.o3")
-    made = o3.FullyConnectedTensorProduct(*given.irreps, shared_weights=False, internal_weights=False)
+    made = o3.FullyConnectedTensorProduct(
+        *given.irreps, shared_weights=False, internal_weights=False
+    )
     return made.to(given.x.device, given.x.dtype)
 
 
@@ -196,20 +244,28 @@ def cuequivariance(given: Inputs, direction: str) -> Ready:
     cue, layers = module("cuequivariance"), module("cuequivariance_torch")
     groups = [cue.Irreps("O3", text) for text in given.irreps]
     options = {"layout": cue.ir_mul, "shared_weights": False, "internal_weights": False}
-    made = layers.FullyConnectedTensorProduct(*groups, **options, device=given.x.device, dtype=given.x.dtype)
-    return autograd(lambda x, y, w: made(x, y, w), (given.x, given.y, given.w), given.upstream, direction)
+    made = layers.FullyConnectedTensorProduct(
+        *groups, **options, device=given.x.device, dtype=given.x.dtype
+    )
+    return autograd(
+        lambda x, y, w: made(x, y, w), (given.x, given.y, given.w), given.upstream, direction
+    )
 
 
 def openequivariance(given: Inputs, direction: str) -> Ready:
     package = module("openequivariance")
     kind = package.Irreps if hasattr(package, "Irreps") else module("e3nn.o3").Irreps
     paths = [(p.i_in1, p.i_in2, p.i_out, "uvw", True) for p in given.product.instructions]
-    problem = package.TPProblem(*(kind(text) for text in given.irreps), paths, shared_weights=False, internal_weights=False)
+    problem = package.TPProblem(
+        *(kind(text) for text in given.irreps), paths, shared_weights=False, internal_weights=False
+    )
     made = package.TensorProduct(problem)
     return _in_e3nns_layout(given, direction, lambda x, y, w: made(x, y, w))
 
 
-def plain(x: Tensor, y: Tensor, w: Tensor, v: Tensor, i: Tensor, j: Tensor, k: Tensor, l: Tensor) -> Tensor:
+def plain(
+    x: Tensor, y: Tensor, w: Tensor, v: Tensor, i: Tensor, j: Tensor, k: Tensor, l: Tensor
+) -> Tensor:
     """Gather, batched matmul, scatter over the entries of the pattern."""
     products = torch.einsum("bpu,bpuw->bpw", x[:, j], w[:, l])
     out = torch.zeros(len(x), int(x.shape[1]), w.shape[3], device=x.device, dtype=x.dtype)
@@ -222,7 +278,12 @@ def compiled(given: Inputs, native: bool | None = None) -> Ready:
     i, j, k, l = (c.long().to(given.x.device) for c in entries.coords)
     v = entries.values.to(given.x)  # type: ignore[union-attr]
     channels = given.channels
-    x, w = given.x.reshape(len(given.x), -1, channels), given.w.reshape(len(given.w), -1, channels, channels)
-    route, note = routes.compiled(plain, lambda *_: given.product(given.x, given.y, given.w).reshape(x.shape), native)
+    x, w = (
+        given.x.reshape(len(given.x), -1, channels),
+        given.w.reshape(len(given.w), -1, channels, channels),
+    )
+    route, note = routes.compiled(
+        plain, lambda *_: given.product(given.x, given.y, given.w).reshape(x.shape), native
+    )
     ready = autograd(route, (x, given.y, w, v, i, j, k, l), None, FORWARD, note)
     return Ready(ready.run, lambda r: (r[0].reshape(given.x.shape),), note)

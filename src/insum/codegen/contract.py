@@ -12,8 +12,20 @@ from insum.lang.expr import Access
 
 IDENTITY: dict[str, Callable[[str], str]] = {
     "sum": lambda dtype: "0",
-    "max": lambda dtype: 'float("-inf")' if "float" in dtype else "-9223372036854775808" if dtype == "int64" else "-2147483648",
-    "min": lambda dtype: 'float("inf")' if "float" in dtype else "9223372036854775807" if dtype == "int64" else "2147483647",
+    "max": lambda dtype: (
+        'float("-inf")'
+        if "float" in dtype
+        else "-9223372036854775808"
+        if dtype == "int64"
+        else "-2147483648"
+    ),
+    "min": lambda dtype: (
+        'float("inf")'
+        if "float" in dtype
+        else "9223372036854775807"
+        if dtype == "int64"
+        else "2147483647"
+    ),
 }
 MERGE = {"sum": "{0} + {1}", "max": "insum_max({0}, {1})", "min": "insum_min({0}, {1})"}
 
@@ -29,21 +41,31 @@ class Contract(Reads):
         left = self.operand(plan.roles.left, ("M", "K"), (config.m, config.k))
         right = self.operand(plan.roles.right, ("K", "N"), (config.k, config.n))
         precision = f", input_precision={plan.precision!r}" if plan.precision else ""
-        self.line(1 if plan.roles.outer else 0, f"acc = tl.zeros([{config.m}, {config.n}], dtype=tl.{plan.accumulator})", ("M", "N"))
+        self.line(
+            1 if plan.roles.outer else 0,
+            f"acc = tl.zeros([{config.m}, {config.n}], dtype=tl.{plan.accumulator})",
+            ("M", "N"),
+        )
         self.line(2, f"acc = tl.dot({left}, {right}, acc{precision})", ("M", "N"))
         if not self.eager:
             return Val("acc", ("M", "N"), AFTER)
         self.line(AFTER, f"acc = tl.reshape(acc, [{config.m}, {config.n}, 1])")
         return Val("acc", Eager(("M", "N")), AFTER)
 
-    def operand(self, factors: tuple[int, ...], axes: tuple[str, ...], tile: tuple[int, ...]) -> str:
+    def operand(
+        self, factors: tuple[int, ...], axes: tuple[str, ...], tile: tuple[int, ...]
+    ) -> str:
         plan = self.plan
         if len(factors) == 1 and isinstance(plan.factors[factors[0]], Access):
             value = self.evaluate(plan.factors[factors[0]], plan.operand)
         else:
             wide = combine([self.evaluate(plan.factors[f], plan.accumulator) for f in factors], "*")
             wide = self.masked_operand(wide, axes) if plan.pointwise else wide
-            value = wide if plan.operand == plan.accumulator else Val(f"({wide.text}).to(tl.{plan.operand})", wide.axes, wide.stage)
+            value = (
+                wide
+                if plan.operand == plan.accumulator
+                else Val(f"({wide.text}).to(tl.{plan.operand})", wide.axes, wide.stage)
+            )
         if self.eager:
             return self.reshaped(value, axes, tile)
         if value.axes == axes:
@@ -51,8 +73,12 @@ class Contract(Reads):
         return f"tl.broadcast_to({value.over(axes)}, [{tile[0]}, {tile[1]}])"
 
     def masked_operand(self, value: Val, axes: tuple[str, ...]) -> Val:
-        """Zero at absent and out-of-range points, whatever functions made of the zeros that were loaded there."""
-        masks = [m for axis, m in self.masks.items() if axis in axes] + [m for _, m in self.point_masks if set(m.axes) <= set(axes)]
+        """Zero at absent and out-of-range points, whatever functions made of the zeros that were
+        loaded there.
+        """
+        masks = [m for axis, m in self.masks.items() if axis in axes] + [
+            m for _, m in self.point_masks if set(m.axes) <= set(axes)
+        ]
         return where(masks, value, "0")
 
     def reshaped(self, value: Val, axes: tuple[str, ...], tile: tuple[int, ...]) -> str:
@@ -60,7 +86,10 @@ class Contract(Reads):
         sizes = dict(zip(axes, tile, strict=True))
         spread = [sizes.get(a, 1) for a in Eager.ORDER]
         text = value.text if value.axes == axes else f"tl.broadcast_to({value.text}, {spread})"
-        flat = f"tl.reshape({text}, {[s for a, s in zip(Eager.ORDER, spread, strict=True) if a in axes]})"
+        flat = (
+            f"tl.reshape({text}, "
+            f"{[s for a, s in zip(Eager.ORDER, spread, strict=True) if a in axes]})"
+        )
         return flat if axes == ("M", "K") else f"tl.trans({flat})"
 
     def multiply_and_sum(self) -> Val:
@@ -74,7 +103,9 @@ class Contract(Reads):
         return self.reduced(value, axes)
 
     def reduced(self, value: Val, axes: tuple[str, ...]) -> Val:
-        """Sum in the loop; over K inside it where entries are gathered a few at a time, after it where K is long."""
+        """Sum in the loop; over K inside it where entries are gathered a few at a time, after it
+        where K is long.
+        """
         plan = self.plan
         kept = tuple(a for a in axes if a != "K")
         in_loop = bool(plan.segment) or "K" not in axes
@@ -92,8 +123,15 @@ class Contract(Reads):
     def start_accumulator(self, over: tuple[str, ...]) -> None:
         plan = self.plan
         tile = ", ".join(str(self.tile(a)) for a in over)
-        start = f"tl.full([{tile or 1}], {IDENTITY[plan.reduce](plan.accumulator)}, dtype=tl.{plan.accumulator})"
-        self.line(1 if plan.roles.outer else 0, f"acc = {start}" if over else f"acc = tl.max({start}, axis=0)", over)
+        start = (
+            f"tl.full([{tile or 1}], {IDENTITY[plan.reduce](plan.accumulator)}, "
+            f"dtype=tl.{plan.accumulator})"
+        )
+        self.line(
+            1 if plan.roles.outer else 0,
+            f"acc = {start}" if over else f"acc = tl.max({start}, axis=0)",
+            over,
+        )
 
     def full(self, value: Val, axes: tuple[str, ...]) -> Val:
         """The value as a full tile over ``axes``."""
@@ -102,20 +140,39 @@ class Contract(Reads):
         tile = ", ".join(str(self.tile(a)) for a in axes)
         if not value.axes and not axes:
             return value
-        # Adding zeros, not tl.broadcast_to: the interpreter's atomics take a broadcast view for a full tile.
-        return Val(f"tl.zeros([{tile}], dtype=tl.{self.plan.accumulator}) + {value.over(axes)}", axes, value.stage)
+        # Adding zeros, not tl.broadcast_to: the interpreter's atomics take a broadcast view for a
+        # full tile.
+        return Val(
+            f"tl.zeros([{tile}], dtype=tl.{self.plan.accumulator}) + {value.over(axes)}",
+            axes,
+            value.stage,
+        )
 
     def zero_where_absent(self) -> bool:
-        """Whether masked loads alone make every absent point zero: each factor is masked there, so that none can be infinite."""
-        reads = [f for f in self.plan.factors if isinstance(f, Access) and f.tensor not in self.plan.numbers]
+        """Whether masked loads alone make every absent point zero: each factor is masked there, so
+        that none can be infinite.
+        """
+        reads = [
+            f
+            for f in self.plan.factors
+            if isinstance(f, Access) and f.tensor not in self.plan.numbers
+        ]
         spans = [set(self.loaded[(f, False)].axes) for f in reads]
         depends = [self.depends(f) for f in reads]
         tail = "K" not in self.masks or bool(reads) and all("K" in s for s in spans)
-        return tail and all(bool(reads) and all(vars_ <= d for d in depends) for vars_, _ in self.point_masks)
+        return tail and all(
+            bool(reads) and all(vars_ <= d for d in depends) for vars_, _ in self.point_masks
+        )
 
     def masked(self, value: Val) -> Val:
-        """Absent and out-of-range points become the reduction's identity, whatever the functions made of them."""
-        masks = [m for axis, m in self.masks.items() if axis in self.tile_axes() and (axis == "K" or self.summed_axis(axis))]
+        """Absent and out-of-range points become the reduction's identity, whatever the functions
+        made of them.
+        """
+        masks = [
+            m
+            for axis, m in self.masks.items()
+            if axis in self.tile_axes() and (axis == "K" or self.summed_axis(axis))
+        ]
         masks += [m for _, m in self.point_masks]
         return where(masks, value, IDENTITY[self.plan.reduce](self.plan.accumulator))
 
@@ -126,4 +183,8 @@ def where(masks: list[Val], value: Val, otherwise: str) -> Val:
         return value
     mask = combine(distinct(masks), "&")
     axes = union(value.axes, mask.axes)
-    return Val(f"tl.where({mask.over(axes)}, {value.over(axes)}, {otherwise})", axes, max(value.stage, mask.stage))
+    return Val(
+        f"tl.where({mask.over(axes)}, {value.over(axes)}, {otherwise})",
+        axes,
+        max(value.stage, mask.stage),
+    )

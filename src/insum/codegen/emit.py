@@ -13,8 +13,18 @@ from insum.plan.plan import Plan
 __all__ = ["AFTER", "Emitter", "Kernel", "Shape", "emit"]
 
 
-def emit(plan: Plan, config: Config, shape: Shape, *, prefetch: bool = True, lazy: bool = True, name: str = "insum_kernel") -> Kernel:
-    """Source text of the kernel for a plan: readable, with the block shape of every tile beside its line."""
+def emit(
+    plan: Plan,
+    config: Config,
+    shape: Shape,
+    *,
+    prefetch: bool = True,
+    lazy: bool = True,
+    name: str = "insum_kernel",
+) -> Kernel:
+    """Source text of the kernel for a plan: readable, with the block shape of every tile beside its
+    line.
+    """
     return Emitter(plan, config, shape, prefetch, lazy).kernel(name)
 
 
@@ -34,7 +44,11 @@ class Emitter(Output):
         inner: list[str] = []
         depth = 0
         for var in self.plan.roles.outer:
-            bounds = "seg_start, seg_end" if self.plan.segment and var == self.plan.segment.var else self.size(var)
+            bounds = (
+                "seg_start, seg_end"
+                if self.plan.segment and var == self.plan.segment.var
+                else self.size(var)
+            )
             body.append("    " * depth + f"for {var}_i in range({bounds}):")
             depth += 1
         inner += self.stages[1] + self.loop_text() + self.stages[AFTER]
@@ -42,16 +56,32 @@ class Emitter(Output):
         arguments = ", ".join(self.arguments)
         signature = f"def {name}({arguments}):"
         if len(signature) > 140:
-            signature = f"def {name}(\n    " + ",\n    ".join(_wrapped(list(self.arguments))) + ",\n):"
+            signature = (
+                f"def {name}(\n    " + ",\n    ".join(_wrapped(list(self.arguments))) + ",\n):"
+            )
         prelude = [line for key, line in PRELUDE.items() if any(key in text for text in body)]
-        return "\n".join([*prelude, "@triton.jit", signature, *("    " + line if line else "" for line in body)]) + "\n"
+        return (
+            "\n".join(
+                [
+                    *prelude,
+                    "@triton.jit",
+                    signature,
+                    *("    " + line if line else "" for line in body),
+                ]
+            )
+            + "\n"
+        )
 
     def loop_text(self) -> list[str]:
         indices = [line for _, line in self.index_lines]
         if not self.counters:
             return indices + self.stages[2]
         outermost, *nested = self.counters
-        count = " * ".join([f"({outermost})", *(f"count{depth + 1}" for depth in range(len(nested)))]) if nested else outermost
+        count = (
+            " * ".join([f"({outermost})", *(f"count{depth + 1}" for depth in range(len(nested)))])
+            if nested
+            else outermost
+        )
         first, last = "0", count
         lines: list[str] = []
         if self.shape.pieces:
@@ -60,16 +90,24 @@ class Emitter(Output):
         if self.shape.single_k and not self.shape.pieces:
             return ["t = 0", *self.ordered(indices)]
         if not (self.prefetch and indices):
-            return [*lines, f"for t in range({first}, {last}):", *("    " + line for line in self.ordered(indices))]
+            return [
+                *lines,
+                f"for t in range({first}, {last}):",
+                *("    " + line for line in self.ordered(indices)),
+            ]
         return [*lines, *self.prefetched(first, last)]
 
     def ordered(self, indices: list[str]) -> list[str]:
-        """Loop-variable definitions, then index loads, then the rest (loads of data and arithmetic)."""
+        """Loop-variable definitions, then index loads, then the rest (loads of data and
+        arithmetic).
+        """
         split = self.frame_lines
         return [*self.stages[2][:split], *indices, *self.stages[2][split:]]
 
     def prefetched(self, first: str, last: str) -> list[str]:
-        """Index loads run one iteration ahead of the data they address, so that the pipeline buffers data, not indices."""
+        """Index loads run one iteration ahead of the data they address, so that the pipeline
+        buffers data, not indices.
+        """
         frame, rest = self.stages[2][: self.frame_lines], self.stages[2][self.frame_lines :]
         ahead = [*frame, *(line for _, line in self.index_lines)]
         needed = _needed(ahead, {name for name, _ in self.index_lines})
@@ -84,10 +122,17 @@ class Emitter(Output):
         return lines
 
     def ahead(self, lines: list[str], defined: set[str], at: str) -> list[str]:
-        """The index loads of iteration ``at``; beyond the last iteration nothing may be read, so the loop's bound joins the mask."""
+        """The index loads of iteration ``at``; beyond the last iteration nothing may be read, so
+        the loop's bound joins the mask.
+        """
         names = {name for name, _ in self.index_lines}
         bound = f"{at.strip('()')} < t_last"
-        return [_with_bound(_renamed(line, defined, at), bound) if line.split(" = ")[0] in names else _renamed(line, defined, at) for line in lines]
+        return [
+            _with_bound(_renamed(line, defined, at), bound)
+            if line.split(" = ")[0] in names
+            else _renamed(line, defined, at)
+            for line in lines
+        ]
 
 
 def _wrapped(arguments: list[str], width: int = 120) -> list[str]:

@@ -1,8 +1,10 @@
-"""The frame of a kernel: program ids, tile axes, segment bounds and the one flat loop of the contraction.
+"""The frame of a kernel: program ids, tile axes, segment bounds and the one flat loop of the
+contraction.
 
-A kernel is written in stages: 0 before any loop, 1 inside the outer loop (variables that a scattered dimension absorbs), 2
-inside the contraction's loop, 3 after it. A line goes to the earliest stage in which everything it reads is known, so
-loop-invariant loads are hoisted by construction.
+A kernel is written in stages: 0 before any loop, 1 inside the outer loop (variables that a
+scattered dimension absorbs), 2 inside the contraction's loop, 3 after it. A line goes to the
+earliest stage in which everything it reads is known, so loop-invariant loads are hoisted by
+construction.
 """
 
 from __future__ import annotations
@@ -16,15 +18,18 @@ from insum.plan.config import Config, power_of_two
 from insum.plan.plan import Plan
 
 AFTER = 3
-#: The output's name inside the emitter. Names that come from the statement always carry a suffix (_ptr, _s0, _size, _number, _i,
-#: _v1), which names of our own never have, so that no spelling of a statement can collide with them.
+#: The output's name inside the emitter. Names that come from the statement always carry a suffix
+#: (_ptr, _s0, _size, _number, _i, _v1), which names of our own never have, so that no spelling of a
+#: statement can collide with them.
 OUTPUT = "<out>"
 REGISTERS = "<registers>"
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What the text depends on besides plan and config: which axes divide evenly, and extents that became constants."""
+    """What the text depends on besides plan and config: which axes divide evenly, and extents that
+    became constants.
+    """
 
     even_m: bool = False
     even_n: bool = False
@@ -60,7 +65,8 @@ class Frame:
     point_masks: list[tuple[frozenset[str], Val]] = field(default_factory=list)
     arguments: dict[str, None] = field(default_factory=dict)
     counters: list[str] = field(default_factory=list)  # how often each loop runs, outermost first
-    index_lines: list[tuple[str, str]] = field(default_factory=list)  # stage-2 index loads: (name, line), to prefetch
+    # stage-2 index loads: (name, line), to prefetch
+    index_lines: list[tuple[str, str]] = field(default_factory=list)
     tail: list[str] = field(default_factory=list)  # after the outer loops
     frame_lines: int = 0  # how many lines of stage 2 define loop variables
     late: bool = False
@@ -97,10 +103,22 @@ class Frame:
 
     @property
     def eager(self) -> bool:
-        """Whether every loop variable gets an axis of its own up front: only where a ``tl.dot`` then has to reshape its operands."""
+        """Whether every loop variable gets an axis of its own up front: only where a ``tl.dot``
+        then has to reshape its operands.
+        """
         plan = self.plan
-        plain = plan.onehot < 0 and not plan.roles.outer and not plan.split and not (plan.segment and plan.segment.tiled)
-        return not self.lazy and plan.roles.dot and plain and not (self.summed_axis("M") or self.summed_axis("N"))
+        plain = (
+            plan.onehot < 0
+            and not plan.roles.outer
+            and not plan.split
+            and not (plan.segment and plan.segment.tiled)
+        )
+        return (
+            not self.lazy
+            and plan.roles.dot
+            and plain
+            and not (self.summed_axis("M") or self.summed_axis("N"))
+        )
 
     def summed_axis(self, axis: str) -> bool:
         kept = {*variables(self.plan.target)}
@@ -137,7 +155,11 @@ class Frame:
             parts.append(("m_tile", f"tl.cdiv({self.m_count()}, {self.config.m})"))
         if plan.segment and not plan.segment.tiled:
             parts.insert(0, (f"{plan.segment.row}_i", self.size(plan.segment.row)))
-        parts += [(f"{v}_i", self.size(v)) for v in reversed(roles.grid) if not plan.segment or v != plan.segment.row]
+        parts += [
+            (f"{v}_i", self.size(v))
+            for v in reversed(roles.grid)
+            if not plan.segment or v != plan.segment.row
+        ]
         if self.shape.pieces:
             parts.append(("piece", self.arg("piece_count")))
         if self.config.group > 1 and len(parts) > 1:
@@ -148,11 +170,16 @@ class Frame:
             self.line(0, f"{name} = pid" if last else f"{name} = pid % {count}")
             if not last:
                 self.line(0, f"pid = pid // {count}")
-        for var in (*roles.grid, *([plan.segment.row] if plan.segment and not plan.segment.tiled else [])):
+        for var in (
+            *roles.grid,
+            *([plan.segment.row] if plan.segment and not plan.segment.tiled else []),
+        ):
             self.vars[var] = Val(f"{var}_i")
 
     def grouped(self, fast: tuple[str, str], slow: tuple[str, str], *, last: bool) -> None:
-        """The two fastest parts of the grid in groups: ``config.group`` places of the slower one before the next of the faster."""
+        """The two fastest parts of the grid in groups: ``config.group`` places of the slower one
+        before the next of the faster.
+        """
         (fast_name, fast_count), (slow_name, slow_count), group = fast, slow, self.config.group
         self.line(0, f"fast_count = {fast_count}")
         self.line(0, f"slow_count = {slow_count}")
@@ -168,10 +195,19 @@ class Frame:
     def m_count(self) -> str:
         if self.plan.segment is None or not self.plan.segment.tiled:
             return self.axis_size(self.plan.roles.m)
-        return " * ".join([f"({self.arg('task_last')} - {self.arg('task_first')})", *(self.size(v) for v in self.plan.roles.m[1:])])
+        return " * ".join(
+            [
+                f"({self.arg('task_last')} - {self.arg('task_first')})",
+                *(self.size(v) for v in self.plan.roles.m[1:]),
+            ]
+        )
 
     def axis_size(self, axis: tuple[str, ...]) -> str:
-        return self.size(axis[0]) if len(axis) == 1 else "(" + " * ".join(self.size(v) for v in axis) + ")"
+        return (
+            self.size(axis[0])
+            if len(axis) == 1
+            else "(" + " * ".join(self.size(v) for v in axis) + ")"
+        )
 
     def axis(self, axis: str, variables_: tuple[str, ...], tile: int, even: bool) -> None:
         if not variables_:
@@ -190,17 +226,22 @@ class Frame:
         rest = flat
         for depth, var in enumerate(reversed(variables_)):
             first = var == variables_[0]
-            self.line(0, f"{var}_i = {rest}" if first else f"{var}_i = {rest} % {self.size(var)}", (axis,))
+            self.line(
+                0, f"{var}_i = {rest}" if first else f"{var}_i = {rest} % {self.size(var)}", (axis,)
+            )
             self.vars[var] = Val(f"{var}_i", self.over(axis))
             if not first:
                 self.line(0, f"{low}_rest{depth} = {rest} // {self.size(var)}", (axis,))
                 rest = f"{low}_rest{depth}"
 
     def row_axis(self) -> None:
-        """Several tasks (pieces of rows) in one tile: each has its own start, end and destination."""
+        """Several tasks (pieces of rows) in one tile: each has its start, end and destination."""
         segment = self.plan.segment
         assert segment is not None
-        place, beside = f"m_tile * {self.config.m} + tl.arange(0, {self.config.m})", self.plan.roles.m[1:]
+        place, beside = (
+            f"m_tile * {self.config.m} + tl.arange(0, {self.config.m})",
+            self.plan.roles.m[1:],
+        )
         for var in beside:
             self.line(0, f"m_flat = {place}", ("M",))
             self.line(0, f"{var}_i = m_flat % {self.size(var)}", ("M",))
@@ -209,16 +250,31 @@ class Frame:
         self.line(0, f"task = {self.arg('task_first')} + {place}", ("M",))
         self.line(0, f"m_ok = task < {self.arg('task_last')}", ("M",))
         for name in ("start", "end", "row"):
-            self.line(0, f"seg_{name} = {self.widened(f'tl.load({self.arg(f_name(name))} + task, mask=m_ok, other=0)')}", ("M",))
+            self.line(
+                0,
+                f"seg_{name} = "
+                f"{self.widened(f'tl.load({self.arg(f_name(name))} + task, mask=m_ok, other=0)')}",
+                ("M",),
+            )
         self.masks["M"] = Val("m_ok", ("M",))
-        self.line(0, f"{segment.row}_i = tl.where(seg_row >= 0, seg_row, 0)" if self.plan.split else f"{segment.row}_i = seg_row", ("M",))
+        self.line(
+            0,
+            f"{segment.row}_i = tl.where(seg_row >= 0, seg_row, 0)"
+            if self.plan.split
+            else f"{segment.row}_i = seg_row",
+            ("M",),
+        )
         self.vars[segment.row] = Val(f"{segment.row}_i", ("M",))
 
     def segment_bounds(self) -> None:
         segment = self.plan.segment
         if segment and not segment.tiled:
             for name in ("start", "end"):
-                self.line(0, f"seg_{name} = {self.widened(f'tl.load({self.arg(f_name(name))} + {segment.row}_i)')}")
+                self.line(
+                    0,
+                    f"seg_{name} = "
+                    f"{self.widened(f'tl.load({self.arg(f_name(name))} + {segment.row}_i)')}",
+                )
 
     # --- the contraction's loop: one flat counter over segment, looped variables and tiles of K ---
 
@@ -228,7 +284,11 @@ class Frame:
         in_k = bool(segment and segment.var in roles.k)
         if segment and not in_k and segment.var not in roles.outer:
             counts.append(("seg_end - seg_start", self.scalar_segment))
-        counts += [(self.size(v), self.scalar_loop(v)) for v in roles.loops if not segment or v != segment.var]
+        counts += [
+            (self.size(v), self.scalar_loop(v))
+            for v in roles.loops
+            if not segment or v != segment.var
+        ]
         if roles.k:
             counts.append((self.k_count(in_k), self.k_axis))
         self.unpack_counter(counts)
@@ -277,25 +337,40 @@ class Frame:
         if segment and segment.var in roles.k:
             return self.segment_k_axis(counter)
         var, tile = roles.k[0], self.config.k
-        self.line(2, f"{var}_i = {self.widened(counter)} * {tile} + {self.arange('K', tile)}", ("K",))
+        self.line(
+            2, f"{var}_i = {self.widened(counter)} * {tile} + {self.arange('K', tile)}", ("K",)
+        )
         self.vars[var] = Val(f"{var}_i", self.over("K"), 2)
         if not self.shape.even_k:
             self.line(2, f"k_ok = {var}_i < {self.size(var)}", ("K",))
             self.masks["K"] = Val("k_ok", self.over("K"), 2)
 
     def segment_k_axis(self, counter: str) -> None:
-        """K runs over entries of the segment, each with ``inner`` values of the variable flattened under it."""
-        roles, segment, tile, inner = self.plan.roles, self.plan.segment, self.config.k, self.shape.inner
+        """K runs over entries of the segment, each with ``inner`` values of the variable flattened
+        under it.
+        """
+        roles, segment, tile, inner = (
+            self.plan.roles,
+            self.plan.segment,
+            self.config.k,
+            self.shape.inner,
+        )
         assert segment is not None
         slots = self.slots
         if len(roles.k) == 2:
-            self.line(0, f"k_inner = {self.arange('K', tile)}" + (f" % {inner}" if slots > 1 else ""), ("K",))
+            self.line(
+                0,
+                f"k_inner = {self.arange('K', tile)}" + (f" % {inner}" if slots > 1 else ""),
+                ("K",),
+            )
             self.vars[roles.k[1]] = Val("k_inner", self.over("K"))
         if slots == 1 and not segment.tiled and len(roles.k) == 2:
             self.line(2, f"{segment.var}_i = seg_start + {counter}")
             self.vars[segment.var] = Val(f"{segment.var}_i", (), 2)
             return
-        self.line(0, f"k_slot = {self.arange('K', tile)}" + (f" // {inner}" if inner > 1 else ""), ("K",))
+        self.line(
+            0, f"k_slot = {self.arange('K', tile)}" + (f" // {inner}" if inner > 1 else ""), ("K",)
+        )
         base = f"seg_start + {counter} * {slots}" if slots > 1 else f"seg_start + {counter}"
         axes = ("M", "K") if segment.tiled else self.over("K")
         if segment.tiled:
@@ -312,7 +387,12 @@ class Frame:
         return tuple(a for a, v in (("M", roles.m), ("K", roles.k), ("N", roles.n)) if v)
 
     def tile(self, axis: str) -> int:
-        return {"M": self.config.m, "N": self.config.n, "K": self.config.k, "I": power_of_two(self.shape.onehot)}[axis]
+        return {
+            "M": self.config.m,
+            "N": self.config.n,
+            "K": self.config.k,
+            "I": power_of_two(self.shape.onehot),
+        }[axis]
 
 
 def f_name(name: str) -> str:

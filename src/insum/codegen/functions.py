@@ -1,8 +1,11 @@
-"""The pointwise functions in Triton, spelled so that the compiler, the interpreter and every backend accept them."""
+"""The pointwise functions in Triton, spelled so that the compiler, the interpreter and every
+backend accept them.
+"""
 
 from __future__ import annotations
 
-#: Helpers that a kernel needs when it uses their name; Triton has no tanh of its own, and its maximum of a number and NaN is the number.
+#: Helpers that a kernel needs when it uses their name; Triton has no tanh of its own, and its
+#: maximum of a number and NaN is the number.
 PRELUDE = {
     "insum_max": """@triton.jit
 def insum_max(a, b):
@@ -27,13 +30,17 @@ def insum_tanh(x):
     return tl.where(x < 0, -magnitude, magnitude)
 
 
-''',
+''',  # noqa: E501
 }
 
 
 def reduced(reduce: str, value: str, axis: int) -> str:
     """All of one axis, as torch reduces it: what meets NaN is NaN."""
-    return f"tl.sum({value}, axis={axis})" if reduce == "sum" else f"tl.reduce({value}, {axis}, insum_{reduce})"
+    return (
+        f"tl.sum({value}, axis={axis})"
+        if reduce == "sum"
+        else f"tl.reduce({value}, {axis}, insum_{reduce})"
+    )
 
 
 def call(function: str, args: list[str], dtype: str) -> str:

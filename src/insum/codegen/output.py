@@ -1,4 +1,6 @@
-"""After the contraction: remaining factors, register tiles of small scattered dimensions, and the store."""
+"""After the contraction: remaining factors, register tiles of small scattered dimensions, and the
+store.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from insum.lang.expr import Access, Affine, Var, accesses, variables
 
 
 class Output(Contract):
-    """Brings a contracted tile to memory: plain stores, atomics, or one register tile for a whole scattered dimension."""
+    """Brings a contracted tile to memory: plain stores, atomics, or one register tile for a whole
+    scattered dimension.
+    """
 
     def finish(self, total: Val) -> None:
         plan = self.plan
@@ -19,7 +23,14 @@ class Output(Contract):
         if plan.roles.dot:
             post = [self.evaluate(plan.factors[f], plan.accumulator) for f in plan.roles.post]
             if post:
-                value = self.define("scaled", Val(combine([total, *post], "*").text, union(total.axes, *(p.axes for p in post)), AFTER))
+                value = self.define(
+                    "scaled",
+                    Val(
+                        combine([total, *post], "*").text,
+                        union(total.axes, *(p.axes for p in post)),
+                        AFTER,
+                    ),
+                )
         value = self.sum_unkept(value)
         if plan.onehot >= 0:
             return self.finish_onehot(value)
@@ -28,10 +39,18 @@ class Output(Contract):
         self.store(value)
 
     def finish_outer(self, value: Val) -> None:
-        """Variables looped over outside the contraction: add up what each iteration gives, store once after the loops."""
+        """Variables looped over outside the contraction: add up what each iteration gives, store
+        once after the loops.
+        """
         tile = ", ".join(str(self.tile(a)) for a in value.axes)
-        zero = f"tl.zeros([{tile}], dtype=tl.{self.plan.accumulator})" if tile else f"tl.sum(tl.zeros([1], dtype=tl.{self.plan.accumulator}), axis=0)"
-        self.stages[0].append(f"total = {zero}" + (f"  # ({','.join(value.axes)})" if value.axes else ""))
+        zero = (
+            f"tl.zeros([{tile}], dtype=tl.{self.plan.accumulator})"
+            if tile
+            else f"tl.sum(tl.zeros([1], dtype=tl.{self.plan.accumulator}), axis=0)"
+        )
+        self.stages[0].append(
+            f"total = {zero}" + (f"  # ({','.join(value.axes)})" if value.axes else "")
+        )
         self.stages[AFTER].append(f"total += {value.text}")
         lines, self.stages[AFTER] = self.stages[AFTER], []
         self.store(Val("total", value.axes))
@@ -41,7 +60,10 @@ class Output(Contract):
         for axis in ("M", "N"):
             if axis in value.axes and self.summed_axis(axis):
                 axes = tuple(a for a in value.axes if a != axis)
-                value = self.define("sum", Val(reduced(self.plan.reduce, value.text, value.axes.index(axis)), axes, AFTER))
+                value = self.define(
+                    "sum",
+                    Val(reduced(self.plan.reduce, value.text, value.axes.index(axis)), axes, AFTER),
+                )
         return value
 
     def finish_onehot(self, value: Val) -> None:
@@ -54,7 +76,9 @@ class Output(Contract):
         axes = union((*other, "I"))
         tile = ", ".join(str(self.tile(a)) for a in axes)
         self.stages[0].append(f"i_reg = tl.arange(0, {wide})  # (I)")
-        self.stages[0].append(f"total = tl.zeros([{tile}], dtype=tl.{plan.accumulator})  # ({','.join(axes)})")
+        self.stages[0].append(
+            f"total = tl.zeros([{tile}], dtype=tl.{plan.accumulator})  # ({','.join(axes)})"
+        )
         if scattered:
             value = self.full(value, union((scattered, *other)))
         if not value.text.isidentifier():
@@ -64,12 +88,21 @@ class Output(Contract):
 
     def onehot_line(self, value: Val, index: Val, scattered: str, axes: tuple[str, ...]) -> str:
         plan = self.plan
-        masks = " & ".join(f"({m.text})" if m.text.startswith("(") else m.text for m in ([self.masks[scattered]] if scattered in self.masks else []))
+        masks = " & ".join(
+            f"({m.text})" if m.text.startswith("(") else m.text
+            for m in ([self.masks[scattered]] if scattered in self.masks else [])
+        )
         if not scattered:
             hit = Val(f"(i_reg == {index.text})", ("I",))
-            return f"total += tl.where({hit.over(axes)}, {value.over(axes)}, 0)  # ({','.join(axes)})"
+            return (
+                f"total += tl.where({hit.over(axes)}, {value.over(axes)}, 0)  # ({','.join(axes)})"
+            )
         first = axes[0] == "I"
-        pick = f"(i_reg[:, None] == {index.text}[None, :])" if first else f"({index.text}[:, None] == i_reg[None, :])"
+        pick = (
+            f"(i_reg[:, None] == {index.text}[None, :])"
+            if first
+            else f"({index.text}[:, None] == i_reg[None, :])"
+        )
         if masks:
             pick += f" & {masks}[None, :]" if first else f" & {masks}[:, None]"
         sizes = [self.tile("I"), self.tile(scattered), *(self.tile(a) for a in axes if a != "I")]
@@ -79,10 +112,20 @@ class Output(Contract):
             pair = f"{hot}, {value.text}" if first else f"{value.text}, {hot}"
             return f"total = tl.dot({pair}, total{precision})  # ({','.join(axes)})"
         if len(axes) == 1:
-            return f"total += tl.sum(tl.where({pick}, {value.text}[{'None, :' if first else ':, None'}], 0), axis={1 if first else 0})  # ({','.join(axes)})"
+            return (
+                f"total += tl.sum(tl.where({pick}, "
+                f"{value.text}[{'None, :' if first else ':, None'}], 0), "
+                f"axis={1 if first else 0})  # ({','.join(axes)})"
+            )
         if first:
-            return f"total += tl.sum(tl.where(({pick})[:, :, None], {value.text}[None, :, :], 0), axis=1)  # ({','.join(axes)})"
-        return f"total += tl.sum(tl.where(({pick})[None, :, :], {value.text}[:, :, None], 0), axis=1)  # ({','.join(axes)})"
+            return (
+                f"total += tl.sum(tl.where(({pick})[:, :, None], {value.text}[None, :, :], "
+                f"0), axis=1)  # ({','.join(axes)})"
+            )
+        return (
+            f"total += tl.sum(tl.where(({pick})[None, :, :], {value.text}[:, :, None], 0), "
+            f"axis=1)  # ({','.join(axes)})"
+        )
 
     def store_registers(self, axes: tuple[str, ...]) -> None:
         dim = self.plan.onehot
@@ -92,8 +135,14 @@ class Output(Contract):
         index = Affine(((1, Var(REGISTERS)),))
         indices = tuple(index if d == dim else i for d, i in enumerate(target.indices))
         lines, self.stages[AFTER] = self.stages[AFTER], []
-        inside = [Val(f"(i_reg < {self.shape.onehot})", ("I",))] if self.shape.onehot != self.tile("I") else []
-        self.emit_store(Access(target.tensor, indices), Val("total", axes), extra=inside, order=axes)
+        inside = (
+            [Val(f"(i_reg < {self.shape.onehot})", ("I",))]
+            if self.shape.onehot != self.tile("I")
+            else []
+        )
+        self.emit_store(
+            Access(target.tensor, indices), Val("total", axes), extra=inside, order=axes
+        )
         self.tail = self.stages[AFTER]
         self.stages[AFTER], self.vars = lines, saved
 
@@ -101,37 +150,74 @@ class Output(Contract):
         plan = self.plan
         if plan.split:
             self.store_pieces(value)
-        self.emit_store(plan.target, value, extra=[Val("(seg_row >= 0)", ("M",))] if plan.split else [])
+        self.emit_store(
+            plan.target, value, extra=[Val("(seg_row >= 0)", ("M",))] if plan.split else []
+        )
 
     def store_pieces(self, value: Val) -> None:
-        """A piece of a long row goes to its slot of the workspace, rows of a dense table over the other kept variables."""
-        others = [v for v in variables(self.plan.target) if self.plan.segment and v != self.plan.segment.row]
+        """A piece of a long row goes to its slot of the workspace, rows of a dense table over the
+        other kept variables.
+        """
+        others = [
+            v
+            for v in variables(self.plan.target)
+            if self.plan.segment and v != self.plan.segment.row
+        ]
         offset: Val = Val("(-1 - seg_row)" + (".to(tl.int64)" if self.plan.wide else ""), ("M",), 0)
         for var in others:
-            offset = combine([Val(f"({offset.text}) * {self.size(var)}", offset.axes), self.vars[var]], "+")
-        masks = [Val("(seg_row < 0)", ("M",)), *(m for a, m in self.masks.items() if a in offset.axes)]
+            offset = combine(
+                [Val(f"({offset.text}) * {self.size(var)}", offset.axes), self.vars[var]], "+"
+            )
+        masks = [
+            Val("(seg_row < 0)", ("M",)),
+            *(m for a, m in self.masks.items() if a in offset.axes),
+        ]
         value = self.full(value, offset.axes)
-        self.line(AFTER, f"tl.store({self.arg('work_at')} + {offset.text}, {value.text}, mask={combine(masks, '&').over(offset.axes)})", offset.axes)
+        self.line(
+            AFTER,
+            f"tl.store({self.arg('work_at')} + {offset.text}, {value.text}, "
+            f"mask={combine(masks, '&').over(offset.axes)})",
+            offset.axes,
+        )
 
-    def emit_store(self, target: Access, value: Val, extra: list[Val] | None = None, order: tuple[str, ...] = ()) -> None:
+    def emit_store(
+        self,
+        target: Access,
+        value: Val,
+        extra: list[Val] | None = None,
+        order: tuple[str, ...] = (),
+    ) -> None:
         plan = self.plan
         offset = self.offset(Access(OUTPUT, target.indices))
         axes = order or union(offset.axes, value.axes)
         value = self.full(value, axes)
         masks = [m for a, m in self.masks.items() if a in axes and a != "K"] + (extra or [])
-        masks += [Val(f"({value.text} >= 0)", value.axes, value.stage) for value in self.padded_indices(target)]
+        masks += [
+            Val(f"({value.text} >= 0)", value.axes, value.stage)
+            for value in self.padded_indices(target)
+        ]
         mask = combine(distinct(masks), "&") if masks else None
         pointer = f"{self.arg('out_at')} + {offset.over(axes)}"
         masked = f", mask={mask.over(axes)}" if mask else ""
         text = value.text
         if plan.strategy == "atomic" or self.shape.pieces:
             operation = {"sum": "add", "max": "max", "min": "min"}[plan.reduce]
-            self.line(AFTER, f'tl.atomic_{operation}({pointer}, {text}{masked}, sem="relaxed")', axes)
+            self.line(
+                AFTER, f'tl.atomic_{operation}({pointer}, {text}{masked}, sem="relaxed")', axes
+            )
             return
         if plan.accumulate:
-            old = f"tl.load({pointer}{masked}" + (", other=0)" if masked else ")") + f".to(tl.{plan.accumulator})"
+            old = (
+                f"tl.load({pointer}{masked}"
+                + (", other=0)" if masked else ")")
+                + f".to(tl.{plan.accumulator})"
+            )
             text = MERGE[plan.reduce].format(old, text)
-        self.line(AFTER, f"tl.store({pointer}, ({text}).to({self.arg('out_at')}.dtype.element_ty){masked})", axes)
+        self.line(
+            AFTER,
+            f"tl.store({pointer}, ({text}).to({self.arg('out_at')}.dtype.element_ty){masked})",
+            axes,
+        )
 
     def padded_indices(self, target: Access) -> list[Val]:
         """Index values of the target that may be padding: such a point writes nothing."""

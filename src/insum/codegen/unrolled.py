@@ -1,8 +1,10 @@
-"""Straight-line kernels for small constant patterns: index tensors have become constants, wide sums are contracted first.
+"""Straight-line kernels for small constant patterns: index tensors have become constants, wide sums
+are contracted first.
 
-For ``Z[b,I[p],w] += V[p] * X[b,J[p],u] * Y[b,K[p]] * W[b,L[p],u,w]`` the points are grouped by the factors that the summed
-variable ``u`` touches. Each such product of tiles is accumulated once, in exact arithmetic, and then combined with the other
-factors' scalars into the output tiles. Points that share the largest factor share its loads.
+For ``Z[b,I[p],w] += V[p] * X[b,J[p],u] * Y[b,K[p]] * W[b,L[p],u,w]`` the points are grouped by the
+factors that the summed variable ``u`` touches. Each such product of tiles is accumulated once, in
+exact arithmetic, and then combined with the other factors' scalars into the output tiles. Points
+that share the largest factor share its loads.
 """
 
 from __future__ import annotations
@@ -21,30 +23,52 @@ from insum.plan.plan import Plan
 
 #: Factors that a summed variable touches -> (target, other factors) of the points that use them.
 Cores: TypeAlias = dict[tuple[Expr, ...], list[tuple[Access, tuple[Expr, ...]]]]
-#: Values of the innermost summed variable that are written out in the loop, for loads in flight: the first that divides it ...
+#: Values of the innermost summed variable that are written out in the loop, for loads in flight:
+#: the first that divides it ...
 UNROLL = (8, 4, 2, 1)
-#: ... and that keeps the code of all points below this, for compilers take more than twice as long for twice the code.
+#: ... and that keeps the code of all points below this, for compilers take more than twice as long
+#: for twice the code.
 MOST_LINES = 400
 #: Registers of a thread for tiles that are summed at the very end.
 LATE_REGISTERS = 128
 
 
-def emit_unrolled(plan: Plan, config: Config, extents: Mapping[str, int], name: str = "insum_kernel") -> tuple[Kernel, int]:
+def emit_unrolled(
+    plan: Plan, config: Config, extents: Mapping[str, int], name: str = "insum_kernel"
+) -> tuple[Kernel, int]:
     """The kernel for a plan with a pattern, and how many programs it takes."""
     roles = plan.roles
-    tiles = [math.ceil(math.prod(extents[v] for v in axis) / tile) for axis, tile in ((roles.m, config.m), (roles.n, config.n))]
-    even = [math.prod(extents[v] for v in axis) % tile == 0 for axis, tile in ((roles.m, config.m), (roles.n, config.n))]
+    tiles = [
+        math.ceil(math.prod(extents[v] for v in axis) / tile)
+        for axis, tile in ((roles.m, config.m), (roles.n, config.n))
+    ]
+    even = [
+        math.prod(extents[v] for v in axis) % tile == 0
+        for axis, tile in ((roles.m, config.m), (roles.n, config.n))
+    ]
     points = len(plan.pattern.points) if plan.pattern else 0
-    unroll = next(u for u in UNROLL if u == 1 or not roles.loops or extents[roles.loops[-1]] % u == 0 and u * points <= MOST_LINES)
+    unroll = next(
+        u
+        for u in UNROLL
+        if u == 1
+        or not roles.loops
+        or extents[roles.loops[-1]] % u == 0
+        and u * points <= MOST_LINES
+    )
     k = extents[roles.k[0]] if roles.k else 1
-    emitter = _Unrolled(plan, config, Shape(even_m=even[0], even_n=even[1], even_k=k % config.k == 0, single_k=k <= config.k))
+    emitter = _Unrolled(
+        plan,
+        config,
+        Shape(even_m=even[0], even_n=even[1], even_k=k % config.k == 0, single_k=k <= config.k),
+    )
     kernel = emitter.unrolled(name, unroll)
     return kernel, math.prod(tiles) * math.prod(extents[v] for v in roles.grid)
 
 
 def parts(plan: Plan) -> list[Plan]:
-    """The plan, or several that do the work of a long pattern: points are kept together by a common output or a common largest factor, so that
-    nothing large is read twice."""
+    """The plan, or several that do the work of a long pattern: points are kept together by a common
+    output or a common largest factor, so that nothing large is read twice.
+    """
     pattern = plan.pattern
     assert pattern is not None
     if len(pattern.points) <= LONG:
@@ -53,11 +77,15 @@ def parts(plan: Plan) -> list[Plan]:
     part: dict[Expr, int] = {}  # of outputs and largest factors
     for number, point in enumerate(pattern.points):
         old = {part[e] for e in (point[0], leader[point]) if e in part}
-        part |= dict.fromkeys((point[0], leader[point]), number) | {e: number for e, n in part.items() if n in old}
+        part |= dict.fromkeys((point[0], leader[point]), number) | {
+            e: number for e, n in part.items() if n in old
+        }
     found: dict[int, list[tuple[Access, tuple[Expr, ...]]]] = {}
     for point in pattern.points:
         found.setdefault(part[point[0]], []).append(point)
-    return [replace(plan, pattern=replace(pattern, points=tuple(points))) for points in found.values()]
+    return [
+        replace(plan, pattern=replace(pattern, points=tuple(points))) for points in found.values()
+    ]
 
 
 class _Unrolled(Emitter):
@@ -75,7 +103,10 @@ class _Unrolled(Emitter):
 
     def without_sums(self) -> None:
         for target, products in self.by_target().items():
-            values = [combine([self.evaluate(f, self.plan.accumulator) for f in factors], "*") for factors in products]
+            values = [
+                combine([self.evaluate(f, self.plan.accumulator) for f in factors], "*")
+                for factors in products
+            ]
             total = self.define("tile", combine(values, "+"))
             self.write_out(target, total)
 
@@ -108,18 +139,27 @@ class _Unrolled(Emitter):
             else:
                 self.group(cores, outputs, zero, axes, unroll)
         for target, value in outputs.items():
-            self.write_out(target, self.define("sum", Val(f"tl.sum({value.text}, axis={wide.index('K')})", axes)) if late else value)
+            self.write_out(
+                target,
+                self.define("sum", Val(f"tl.sum({value.text}, axis={wide.index('K')})", axes))
+                if late
+                else value,
+            )
 
     def sums_late(self, axes: tuple[str, ...]) -> bool:
-        """Whether products are added up over all points before they are summed: threads meet once for each output instead of once for
-        each product, but the outputs' tiles are as large as those of the largest factor until then."""
+        """Whether products are added up over all points before they are summed: threads meet once
+        for each output instead of once for each product, but the outputs' tiles are as large as
+        those of the largest factor until then.
+        """
         if not self.plan.roles.k:
             return False
         elements = len(self.targets()) * math.prod(self.tile(a) for a in (*axes, "K"))
         return elements <= LATE_REGISTERS * 32 * self.config.warps
 
     def weighted(self, leader: Expr, cores: Cores, outputs: Mapping[Access, Val]) -> list[str]:
-        """The largest factor, times what all points that use it have beside it, onto every output that they write."""
+        """The largest factor, times what all points that use it have beside it, onto every output
+        that they write.
+        """
         before = dict(self.loaded)
         terms: dict[Access, list[Val]] = {}
         self.row_steps()
@@ -133,12 +173,22 @@ class _Unrolled(Emitter):
         for target, parts in terms.items():
             factor = self.define("a", combine(parts, "+"))
             out = outputs[target]
-            self.line(2, f"{out.text} += {self.present(combine([factor, value], '*')).over(out.axes)}", out.axes)
-        self.loaded = {key: v for key, v in self.loaded.items() if key in before or self.shape.single_k or v.stage < 2}
+            self.line(
+                2,
+                f"{out.text} += {self.present(combine([factor, value], '*')).over(out.axes)}",
+                out.axes,
+            )
+        self.loaded = {
+            key: v
+            for key, v in self.loaded.items()
+            if key in before or self.shape.single_k or v.stage < 2
+        }
         return self.stepped()
 
     def by_leader(self) -> dict[Expr, Cores]:
-        """Largest summed factor -> summed factors -> (target, other factors) of the points that use them."""
+        """Largest summed factor -> summed factors -> (target, other factors) of the points that use
+        them.
+        """
         pattern = self.plan.pattern
         assert pattern is not None
         summed = {*self.plan.roles.loops, *self.plan.roles.k}
@@ -150,7 +200,14 @@ class _Unrolled(Emitter):
             groups.setdefault(leader, {}).setdefault(core, []).append((target, rest))
         return groups
 
-    def group(self, cores: Cores, outputs: Mapping[Access, Val], zero: str, axes: tuple[str, ...], unroll: int) -> None:
+    def group(
+        self,
+        cores: Cores,
+        outputs: Mapping[Access, Val],
+        zero: str,
+        axes: tuple[str, ...],
+        unroll: int,
+    ) -> None:
         sums = {core: Val(self.name("t"), axes) for core in cores}
         lines = [f"{value.text} = {zero}" for value in sums.values()]
         if self.plan.roles.k:
@@ -175,9 +232,13 @@ class _Unrolled(Emitter):
         before = dict(self.loaded)
         self.row_steps()
         for core, total in sums.items():
-            value = self.present(combine([self.evaluate(f, self.plan.accumulator) for f in core], "*"))
+            value = self.present(
+                combine([self.evaluate(f, self.plan.accumulator) for f in core], "*")
+            )
             axes = union((*total.axes, "K"))
-            self.line(2, f"{total.text} += tl.sum({value.over(axes)}, axis={axes.index('K')})", total.axes)
+            self.line(
+                2, f"{total.text} += tl.sum({value.over(axes)}, axis={axes.index('K')})", total.axes
+            )
         self.loaded = before
         return self.stepped()
 
@@ -195,7 +256,14 @@ class _Unrolled(Emitter):
         """What was written for one step, repeated for all."""
         (var,), tile = self.plan.roles.k, self.config.k
         lines, self.stages[2] = self.stages[2], []
-        return lines if self.shape.single_k else [f"for {var}_0 in range(0, {self.size(var)}, {tile}):", *("    " + line for line in lines)]
+        return (
+            lines
+            if self.shape.single_k
+            else [
+                f"for {var}_0 in range(0, {self.size(var)}, {tile}):",
+                *("    " + line for line in lines),
+            ]
+        )
 
     def body(self, inner: str, sums: Mapping[tuple[Expr, ...], Val], unroll: int) -> list[str]:
         before = dict(self.loaded)
@@ -203,29 +271,47 @@ class _Unrolled(Emitter):
             self.loaded = dict(before)
             self.vars[inner] = Val(f"{inner}_0" if u == 0 else f"({inner}_0 + {u})", (), 2)
             for core, total in sums.items():
-                value = self.present(combine([self.evaluate(f, self.plan.accumulator) for f in core], "*"))
+                value = self.present(
+                    combine([self.evaluate(f, self.plan.accumulator) for f in core], "*")
+                )
                 self.line(2, f"{total.text} += {value.over(total.axes)}", total.axes)
         self.loaded = before
         lines, self.stages[2] = self.stages[2], []
         return lines
 
     def present(self, value: Val) -> Val:
-        """Zero where nothing is: functions make something else of the zeros that are loaded there."""
+        """Zero where nothing is: functions make something else of the zeros loaded there."""
         return self.masked(value) if self.plan.pointwise else value
 
-    def combine(self, total: Val, points: list[tuple[Access, tuple[Expr, ...]]], outputs: Mapping[Access, Val]) -> None:
+    def combine(
+        self,
+        total: Val,
+        points: list[tuple[Access, tuple[Expr, ...]]],
+        outputs: Mapping[Access, Val],
+    ) -> None:
         for target, scale in self.scales(points).items():
             out = outputs[target]
             self.line(0, f"{out.text} += {combine([scale, total], '*').over(out.axes)}", out.axes)
 
     def scales(self, points: list[tuple[Access, tuple[Expr, ...]]]) -> dict[Access, Val]:
-        """What the points of one product of summed factors have beside it, by the output that they write."""
+        """What the points of one product of summed factors have beside it, by the output that they
+        write.
+        """
         found: dict[Access, list[Val]] = {}
         for target, rest in points:
-            one = combine([self.evaluate(f, self.plan.accumulator) for f in rest], "*") if rest else Val("1")
+            one = (
+                combine([self.evaluate(f, self.plan.accumulator) for f in rest], "*")
+                if rest
+                else Val("1")
+            )
             found.setdefault(target, []).append(one)
         sums = {target: combine(scales, "+") for target, scales in found.items()}
-        return {target: Val(f"({value.text})", value.axes, value.stage) if len(found[target]) > 1 else value for target, value in sums.items()}
+        return {
+            target: Val(f"({value.text})", value.axes, value.stage)
+            if len(found[target]) > 1
+            else value
+            for target, value in sums.items()
+        }
 
     def write_out(self, target: Access, value: Val) -> None:
         self.emit_store(target, self.sum_unkept(value))

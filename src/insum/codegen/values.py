@@ -1,17 +1,21 @@
-"""Values of generated code. Each knows which tile axes it spans, so it is broadcast only where it meets another (lazy broadcasting)."""
+"""Values of generated code. Each knows which tile axes it spans, so it is broadcast only where it
+meets another (lazy broadcasting).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-#: The one order of axes in every tile: operands of ``tl.dot`` are born (M,K) and (K,N), a register tile (I,N) or (M,I), and
-#: nothing is ever transposed.
+#: The one order of axes in every tile: operands of ``tl.dot`` are born (M,K) and (K,N), a register
+#: tile (I,N) or (M,I), and nothing is ever transposed.
 ORDER = ("M", "K", "I", "N")
 
 
 class Eager(tuple[str, ...]):
-    """Axes of a value that was given an axis for each of (M, N, K) up front, as compilers without lazy broadcasting do (ablation)."""
+    """Axes of a value that was given an axis for each of (M, N, K) up front, as compilers without
+    lazy broadcasting do (ablation).
+    """
 
     __slots__ = ()
     ORDER = ("M", "N", "K")
@@ -24,7 +28,9 @@ class Eager(tuple[str, ...]):
 
 @dataclass(frozen=True, slots=True)
 class Val:
-    """Text that evaluates to a scalar or a tile over ``axes``; ``stage`` is the innermost loop it depends on."""
+    """Text that evaluates to a scalar or a tile over ``axes``; ``stage`` is the innermost loop it
+    depends on.
+    """
 
     text: str
     axes: tuple[str, ...] = ()
@@ -46,7 +52,9 @@ def union(*groups: Iterable[str]) -> tuple[str, ...]:
 
 
 def combine(values: list[Val], operator: str) -> Val:
-    """``a + b + ...`` or ``a * b * ...`` over the union of the axes, scalars first so that they are added once."""
+    """``a + b + ...`` or ``a * b * ...`` over the union of the axes, scalars first so that they are
+    added once.
+    """
     if len(values) == 1:
         return values[0]
     axes = union(*(v.axes for v in values))
@@ -56,7 +64,11 @@ def combine(values: list[Val], operator: str) -> Val:
     if scalars:
         joined = f" {operator} ".join(_factor(v.text, operator) for v in scalars)
         texts.insert(0, f"({joined})" if len(scalars) > 1 and texts else joined)
-    return Val(f" {operator} ".join(_factor(t, operator) for t in texts), axes, max(v.stage for v in values))
+    return Val(
+        f" {operator} ".join(_factor(t, operator) for t in texts),
+        axes,
+        max(v.stage for v in values),
+    )
 
 
 def _atom(text: str) -> str:
@@ -68,7 +80,9 @@ def _factor(text: str, operator: str) -> str:
 
 
 def _closed(text: str) -> bool:
-    """Whether the text is one call, subscript or parenthesised group, so that it needs no further parentheses."""
+    """Whether the text is one call, subscript or parenthesised group, so that it needs no further
+    parentheses.
+    """
     depth = 0
     for position, character in enumerate(text):
         if character in "([":
@@ -77,6 +91,11 @@ def _closed(text: str) -> bool:
             depth -= 1
         elif depth == 0 and not (character.isalnum() or character in "_."):
             return False
-        if depth == 0 and position < len(text) - 1 and character in ")]" and text[position + 1] not in ".[":
+        if (
+            depth == 0
+            and position < len(text) - 1
+            and character in ")]"
+            and text[position + 1] not in ".["
+        ):
             return False
     return True

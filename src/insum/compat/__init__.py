@@ -1,1 +1,3 @@
-"""The only private names of torch that insum uses, each behind a check, by subject. Without them every call goes through the registered op."""
+"""The only private names of torch that insum uses, each behind a check, by subject. Without them
+every call goes through the registered op.
+"""

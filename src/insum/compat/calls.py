@@ -1,4 +1,6 @@
-"""How torch calls ops: which modes are on, what may be skipped, what a tensor is, where a call comes from."""
+"""How torch calls ops: which modes are on, what may be skipped, what a tensor is, where a call
+comes from.
+"""
 
 from __future__ import annotations
 
@@ -18,15 +20,38 @@ from torch.nn import Parameter
 PLAIN = (Tensor, Parameter)
 
 
-# --- which modes are on --------------------------------------------------------------------------------------------------------
+# --- which modes are on ---------------------------------------------------------------------------
 
 
-def _probe() -> tuple[Callable[[], int], Callable[[], int], Callable[[], Any], Callable[[], bool], Callable[[], Any]] | None:
-    """Functions that tell which of torch's modes are on, or None where this torch has not got them all."""
+def _probe() -> (
+    tuple[
+        Callable[[], int],
+        Callable[[], int],
+        Callable[[], Any],
+        Callable[[], bool],
+        Callable[[], Any],
+    ]
+    | None
+):
+    """Functions that tell which of torch's modes are on, or None where this torch has not got them
+    all.
+    """
     try:
         c: Any = torch._C
-        found = c._len_torch_dispatch_stack, c._len_torch_function_stack, c._functorch.peek_interpreter_stack, c._is_any_autocast_enabled, c._get_tracing_state
-        usable = found[0]() >= 0 and found[1]() >= 0 and found[2]() is None and found[3]() in (True, False) and found[4]() is None
+        found = (
+            c._len_torch_dispatch_stack,
+            c._len_torch_function_stack,
+            c._functorch.peek_interpreter_stack,
+            c._is_any_autocast_enabled,
+            c._get_tracing_state,
+        )
+        usable = (
+            found[0]() >= 0
+            and found[1]() >= 0
+            and found[2]() is None
+            and found[3]() in (True, False)
+            and found[4]() is None
+        )
         usable = usable and isinstance(forward_ad._current_level, int)
     except Exception:
         return None
@@ -37,7 +62,9 @@ _probed = _probe()
 
 
 def is_quiet() -> bool:
-    """Whether nobody traces, transforms, autocasts or intercepts: ops on plain tensors do what they say and nothing else."""
+    """Whether nobody traces, transforms, autocasts or intercepts: ops on plain tensors do what they
+    say and nothing else.
+    """
     return not torch.compiler.is_compiling() and is_undisturbed()
 
 
@@ -46,7 +73,12 @@ def is_undisturbed() -> bool:
     if _probed is None:
         return False
     dispatch, function, functorch, autocast, tracing = _probed
-    return not (dispatch() or function() or autocast()) and functorch() is None and forward_ad._current_level < 0 and tracing() is None
+    return (
+        not (dispatch() or function() or autocast())
+        and functorch() is None
+        and forward_ad._current_level < 0
+        and tracing() is None
+    )
 
 
 def is_transformed() -> bool:
@@ -63,12 +95,17 @@ def in_backward() -> bool:
 
 
 def cudagraph_state(device: torch.device) -> str:
-    """``warmup`` or ``recording`` while torch.compile(mode="reduce-overhead") runs a function so on this device; '' otherwise, or where torch does not tell."""
+    """``warmup`` or ``recording`` while torch.compile(mode="reduce-overhead") runs a function so on
+    this device; '' otherwise, or where torch does not tell.
+    """
     trees = sys.modules.get("torch._inductor.cudagraph_trees")  # not loaded: nothing is recorded
     if trees is None:
         return ""
     try:
-        manager = trees.get_manager(torch.cuda.current_device() if device.index is None else device.index, create_if_none_exists=False)
+        manager = trees.get_manager(
+            torch.cuda.current_device() if device.index is None else device.index,
+            create_if_none_exists=False,
+        )
         # Functions are warmed up and recorded on a stream that is current at no other time.
         if manager is None or torch.cuda.current_stream(device) != manager.stream:
             return ""
@@ -77,7 +114,7 @@ def cudagraph_state(device: torch.device) -> str:
         return ""
 
 
-# --- calls on plain terms ------------------------------------------------------------------------------------------------------
+# --- calls on plain terms -------------------------------------------------------------------------
 
 
 def is_plain_call(values: Iterable[object]) -> bool:
@@ -91,11 +128,15 @@ def are_plain(tensors: Sequence[Tensor]) -> bool:
 
 
 class _Shortened:
-    """What an op calls: first ``quick``, then the dispatcher as before. Equal hashes, because an op is found in tables by that of what it calls."""
+    """What an op calls: first ``quick``, then the dispatcher as before. Equal hashes, because an op
+    is found in tables by that of what it calls.
+    """
 
     __slots__ = ("dispatch", "profiled", "quick")
 
-    def __init__(self, dispatch: Any, quick: Callable[..., tuple[Any] | None], profiled: Callable[[], bool]) -> None:
+    def __init__(
+        self, dispatch: Any, quick: Callable[..., tuple[Any] | None], profiled: Callable[[], bool]
+    ) -> None:
         self.dispatch, self.quick, self.profiled = dispatch, quick, profiled
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
@@ -110,10 +151,12 @@ class _Shortened:
 
 
 def shorten(op: Any, quick: Callable[..., tuple[Any] | None]) -> bool:
-    """Let ``quick`` be asked before the dispatcher when one of insum's own ops is called on plain terms: no gradients, modes, transforms or profilers.
+    """Let ``quick`` be asked before the dispatcher when one of insum's own ops is called on plain
+    terms: no gradients, modes, transforms or profilers.
 
-    What it gives, in a tuple, is the result; None leaves the call to the dispatcher. Says whether this torch lets an op be called so. An op with a
-    Python kernel costs the dispatcher as much time as everything else about a launch.
+    What it gives, in a tuple, is the result; None leaves the call to the dispatcher. Says whether
+    this torch lets an op be called so. An op with a Python kernel costs the dispatcher as much time
+    as everything else about a launch.
     """
     try:
         usual = "return self._op(*args, **kwargs)" in inspect.getsource(type(op).__call__)
@@ -126,11 +169,12 @@ def shorten(op: Any, quick: Callable[..., tuple[Any] | None]) -> bool:
     return True
 
 
-# --- tensors -------------------------------------------------------------------------------------------------------------------
+# --- tensors --------------------------------------------------------------------------------------
 
 
 def kinds_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """Tells, in one call, whether other tensors are like these in type, dtype, device, sizes, strides, views' marks and need of a gradient.
+    """Tells, in one call, whether other tensors are like these in type, dtype, device, sizes,
+    strides, views' marks and need of a gradient.
 
     None where this torch has no such thing, or one that does not tell.
     """
@@ -139,16 +183,22 @@ def kinds_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
 
         sizes: Any = [list(t.shape) for t in tensors]
         strides: Any = [list(t.stride()) for t in tensors]
-        check: Callable[..., bool] = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        check: Callable[..., bool] = TensorGuards(
+            *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+        ).check
         other = torch.empty(2, 3, 5, 7, 11, device="meta")
-        usable = check(*tensors) is True and not any(check(*tensors[:k], other, *tensors[k + 1 :]) for k in range(len(tensors)))
+        usable = check(*tensors) is True and not any(
+            check(*tensors[:k], other, *tensors[k + 1 :]) for k in range(len(tensors))
+        )
     except Exception:
         return None
     return check if usable else None
 
 
 def maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:
-    """Makes contiguous tensors without values, on the current device where that is a GPU, in the quickest way that this torch has."""
+    """Makes contiguous tensors without values, on the current device where that is a GPU, in the
+    quickest way that this torch has.
+    """
     strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
     quick = _strided().get(device.type)
     if quick is not None:
@@ -158,13 +208,20 @@ def maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> C
 
 @functools.cache
 def _strided() -> dict[str, Callable[..., Tensor]]:
-    """By device, what compiled code of TorchInductor makes its tensors with; nothing where this torch has no such thing."""
+    """By device, what compiled code of TorchInductor makes its tensors with; nothing where this
+    torch has no such thing.
+    """
     try:
         from torch._C._dynamo import guards
 
         found = {kind: getattr(guards, f"_empty_strided_{kind}") for kind in ("cpu", "cuda")}
         made = found["cpu"]((2, 3), (3, 1), torch.float64)
-        usable = made.shape == (2, 3) and made.stride() == (3, 1) and made.dtype is torch.float64 and made.is_cpu
+        usable = (
+            made.shape == (2, 3)
+            and made.stride() == (3, 1)
+            and made.dtype is torch.float64
+            and made.is_cpu
+        )
     except Exception:
         return {}
     return found if usable else {}

@@ -1,4 +1,6 @@
-"""Dynamo, AOT autograd and TorchInductor: their options, passes and backends, and what they compile exported programs with."""
+"""Dynamo, AOT autograd and TorchInductor: their options, passes and backends, and what they compile
+exported programs with.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,13 @@ from typing import Any
 
 import torch
 
-# --- what torch.compile has done, and cannot do --------------------------------------------------------------------------------
+# --- what torch.compile has done, and cannot do ---------------------------------------------------
 
 
 def compiled_graphs() -> int:
-    """How many graphs ``torch.compile`` has compiled in this process, recompilations included; 0 where this torch does not tell."""
+    """How many graphs ``torch.compile`` has compiled in this process, recompilations included; 0
+    where this torch does not tell.
+    """
     utils = sys.modules.get("torch._dynamo.utils")  # not loaded: nothing was compiled
     try:
         return int(utils.counters["stats"]["unique_graphs"]) if utils is not None else 0
@@ -27,22 +31,28 @@ _LIMITS = ("FailOnRecompileLimitHit", "RecompileLimitExceeded")
 
 
 def is_recompile_limit(error: Exception) -> bool:
-    """Whether torch gave up because a function has been compiled for too many kinds of arguments."""
+    """Whether torch gave up because a function was compiled for too many kinds of arguments."""
     return type(error).__name__ in _LIMITS
 
 
 @functools.cache
 def compile_errors() -> tuple[type[Exception], ...]:
-    """What `torch.compile` raises when it cannot compile; all of it is raised before compiled code runs."""
+    """What `torch.compile` raises when it cannot compile; all of it is raised before compiled code
+    runs.
+    """
     try:
         from torch._dynamo import exc
     except ImportError:
         return (RuntimeError,)
-    found = tuple(kind for name in ("TorchDynamoException", *_LIMITS) if isinstance(kind := getattr(exc, name, None), type) and issubclass(kind, Exception))
+    found = tuple(
+        kind
+        for name in ("TorchDynamoException", *_LIMITS)
+        if isinstance(kind := getattr(exc, name, None), type) and issubclass(kind, Exception)
+    )
     return found or (RuntimeError,)
 
 
-# --- options -------------------------------------------------------------------------------------------------------------------
+# --- options --------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -57,11 +67,17 @@ def _inductor_has() -> frozenset[str]:
 
 
 def inductor_options(native_matmul: bool) -> dict[str, Any]:
-    """Options of `torch.compile` for the graph of one statement; what this torch does not know is left out.
+    """Options of `torch.compile` for the graph of one statement; what this torch does not know is
+    left out.
 
-    Index values have been checked already, so that gathers assert nothing. CUDA graphs of its own would overwrite earlier results.
+    Index values have been checked already, so that gathers assert nothing. CUDA graphs of its own
+    would overwrite earlier results.
     """
-    wanted = {"triton.native_matmul": native_matmul, "assert_indirect_indexing": False, "triton.cudagraphs": False}
+    wanted = {
+        "triton.native_matmul": native_matmul,
+        "assert_indirect_indexing": False,
+        "triton.cudagraphs": False,
+    }
     return {name: value for name, value in wanted.items() if name in _inductor_has()}
 
 
@@ -90,17 +106,23 @@ def uses_cuda_graphs() -> bool:
 
 
 def free_sizes() -> contextlib.AbstractContextManager[Any]:
-    """While this lasts, sizes that happen to be equal are not taken to be the same size; does nothing where torch cannot be told so."""
+    """While this lasts, sizes that happen to be equal are not taken to be the same size; does
+    nothing where torch cannot be told so.
+    """
     return _switched("torch.fx.experimental._config", "use_duck_shape", False)
 
 
 def traced_gradients() -> contextlib.AbstractContextManager[Any]:
-    """While this lasts, ``torch.compile`` traces ``torch.autograd.grad`` instead of breaking the graph; does nothing where torch cannot."""
+    """While this lasts, ``torch.compile`` traces ``torch.autograd.grad`` instead of breaking the
+    graph; does nothing where torch cannot.
+    """
     return _switched("torch._dynamo.config", "trace_autograd_ops", True)
 
 
 def _switched(module: str, name: str, value: bool) -> contextlib.AbstractContextManager[Any]:
-    """A scope in which one of torch's switches has another value; one that changes nothing where there is no such switch."""
+    """A scope in which one of torch's switches has another value; one that changes nothing where
+    there is no such switch.
+    """
     with contextlib.suppress(ImportError, AttributeError):
         config = importlib.import_module(module)
         if isinstance(getattr(config, name), bool):
@@ -109,11 +131,13 @@ def _switched(module: str, name: str, value: bool) -> contextlib.AbstractContext
     return contextlib.nullcontext()
 
 
-# --- passes and backends -------------------------------------------------------------------------------------------------------
+# --- passes and backends --------------------------------------------------------------------------
 
 
 def joint_pass(function: Callable[[Any], None], identity: object) -> Any:
-    """A pass over Inductor's joint graphs that its caches can tell from others, or None where this torch has no place for one."""
+    """A pass over Inductor's joint graphs that its caches can tell from others, or None where this
+    torch has no place for one.
+    """
     try:
         from torch._inductor import config
         from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -132,8 +156,16 @@ def joint_pass(function: Callable[[Any], None], identity: object) -> Any:
             function(graph)
 
         def uuid(self) -> Any:
-            others = [getattr(one, "uuid", lambda: None)() for one in (before if isinstance(before, list | tuple) else (before,)) if one is not None]
-            return None if any(other is None for other in others) else (str(identity), *map(str, others))
+            others = [
+                getattr(one, "uuid", lambda: None)()
+                for one in (before if isinstance(before, list | tuple) else (before,))
+                if one is not None
+            ]
+            return (
+                None
+                if any(other is None for other in others)
+                else (str(identity), *map(str, others))
+            )
 
     return Pass()
 
@@ -148,14 +180,20 @@ def exchange_joint_pass(new: Any) -> Any:
 
 
 def inductor(graph: Any, inputs: Any, patches: dict[str, Any]) -> Any:
-    """A dynamo graph compiled by Inductor, with some of its configuration changed for this graph alone."""
+    """A dynamo graph compiled by Inductor, with some of its configuration changed for this graph
+    alone.
+    """
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(graph, inputs, config_patches=patches)
 
 
-def aot(graph: Any, inputs: Any, compiler: Callable[[Any, Any], Any], on_joint: Callable[[Any], None]) -> Any:
-    """A dynamo graph through AOT autograd as Inductor does it, with its decompositions; ``compiler`` gets forward and backward graphs."""
+def aot(
+    graph: Any, inputs: Any, compiler: Callable[[Any, Any], Any], on_joint: Callable[[Any], None]
+) -> Any:
+    """A dynamo graph through AOT autograd as Inductor does it, with its decompositions;
+    ``compiler`` gets forward and backward graphs.
+    """
     from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor.decomposition import select_decomp_table
@@ -171,7 +209,11 @@ def aot(graph: Any, inputs: Any, compiler: Callable[[Any, Any], Any], on_joint: 
         return compiler(module, arguments)
 
     backend = aot_autograd(
-        fw_compiler=compiler, bw_compiler=compiler, inference_compiler=inference, partition_fn=partition, decompositions=select_decomp_table()
+        fw_compiler=compiler,
+        bw_compiler=compiler,
+        inference_compiler=inference,
+        partition_fn=partition,
+        decompositions=select_decomp_table(),
     )
     return backend(graph, inputs)
 
@@ -193,7 +235,9 @@ def register_backend(name: str, function: Callable[..., Any]) -> None:
 
 
 def functional_call() -> Any:
-    """The operator that calls an op that writes in place on copies, which Inductor leaves out where it can; None where this torch has none."""
+    """The operator that calls an op that writes in place on copies, which Inductor leaves out where
+    it can; None where this torch has none.
+    """
     try:
         import torch._higher_order_ops.auto_functionalize  # registers it
 
@@ -202,7 +246,7 @@ def functional_call() -> Any:
         return None
 
 
-# --- exported programs ---------------------------------------------------------------------------------------------------------
+# --- exported programs ----------------------------------------------------------------------------
 
 
 def aot_packager() -> Callable[..., Any] | None:
@@ -215,7 +259,9 @@ def aot_packager() -> Callable[..., Any] | None:
 
 
 def cxx_compiler() -> str | None:
-    """The C++ compiler that TorchInductor uses here; None where there is none, or where it cannot be asked."""
+    """The C++ compiler that TorchInductor uses here; None where there is none, or where it cannot
+    be asked.
+    """
     try:
         from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -225,7 +271,9 @@ def cxx_compiler() -> str | None:
 
 
 def functional_mode() -> type | None:
-    """The mode under which programs are functionalised, for which an op may register a rule; None where that is not to be had."""
+    """The mode under which programs are functionalised, for which an op may register a rule; None
+    where that is not to be had.
+    """
     try:
         from torch._subclasses.functional_tensor import FunctionalTensorMode
     except ImportError:
@@ -234,5 +282,7 @@ def functional_mode() -> type | None:
 
 
 def wrap_triton() -> Callable[[Any], Any] | None:
-    """What lets a tracer see a Triton kernel, so that TorchInductor compiles it into its own code; None where torch has not got it."""
+    """What lets a tracer see a Triton kernel, so that TorchInductor compiles it into its own code;
+    None where torch has not got it.
+    """
     return getattr(torch.library, "wrap_triton", None)

@@ -18,7 +18,7 @@ def known_true(condition: Any) -> bool:
 
 
 def size_or(size: Any, otherwise: int = 4096) -> int:
-    """The number that a symbolic size had when it was traced, or a guess where it comes from data."""
+    """The number that a symbolic size had when traced, or a guess where it comes from data."""
     if isinstance(size, int):
         return size
     try:
@@ -34,7 +34,9 @@ def is_hinted(size: Any) -> bool:
 
 
 def symbols_from_data(value: Any) -> frozenset[Any]:
-    """The symbols in a size, or in the shape of a tensor, that stand for numbers that come from data."""
+    """The symbols in a size, or in the shape of a tensor, that stand for numbers that come from
+    data.
+    """
     try:
         from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 

@@ -7,11 +7,15 @@ from typing import Any
 
 
 def bsr_kernels() -> Any:
-    """PyTorch's Triton kernels for BSR matrices, as a namespace of ``mm``, ``sampled`` and ``minimize`` (their tuner); a text says why they are not there."""
+    """PyTorch's Triton kernels for BSR matrices, as a namespace of ``mm``, ``sampled`` and
+    ``minimize`` (their tuner); a text says why they are not there.
+    """
     try:
         from torch.sparse import _triton_ops as ops
         from torch.sparse import _triton_ops_meta as meta
 
-        return SimpleNamespace(mm=ops.bsr_dense_addmm, sampled=ops.sampled_addmm, minimize=meta.minimize)
+        return SimpleNamespace(
+            mm=ops.bsr_dense_addmm, sampled=ops.sampled_addmm, minimize=meta.minimize
+        )
     except (ImportError, AttributeError) as error:
         return f"this torch has no Triton kernels for BSR ({error})"

@@ -1,4 +1,5 @@
-"""Sparse formats: plain data over dense tensors, how to make and leave them, and which one to choose.
+"""Sparse formats: plain data over dense tensors, how to make and leave them, and which one to
+choose.
 
 >>> import insum, torch
 >>> A = insum.formats.GroupCOO.from_dense(torch.eye(3), group_size="auto")

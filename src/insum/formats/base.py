@@ -1,4 +1,6 @@
-"""What all formats are: a frozen object over dense tensors that knows its shape, its arrays and how they name coordinates."""
+"""What all formats are: a frozen object over dense tensors that knows its shape, its arrays and how
+they name coordinates.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,14 @@ if TYPE_CHECKING:
 
 
 class FormatBase:
-    """The object itself: its arrays, what they say, what is known about them. Conversions are in `SparseFormat`."""
+    """The object itself: its arrays, what they say, what is known about them. Conversions are in
+    `SparseFormat`.
+    """
 
     values: Tensor | None
     shape: tuple[int, ...]
-    #: Fields that hold tensors (values first) and fields that do not: the pytree's children and context.
+    #: Fields that hold tensors (values first) and fields that do not: the pytree's children and
+    #: context.
     _arrays: ClassVar[tuple[str, ...]] = ("values",)
     _static: ClassVar[tuple[str, ...]] = ("shape",)
 
@@ -49,7 +54,9 @@ class FormatBase:
 
     @property
     def sorted_dims(self) -> tuple[int, ...]:
-        """The dimensions by which positions are sorted, most significant first; all of them have one index per `p`."""
+        """The dimensions by which positions are sorted, most significant first; all of them have
+        one index per `p`.
+        """
         return ()
 
     def _details(self) -> dict[str, object]:
@@ -60,7 +67,9 @@ class FormatBase:
 
     @classmethod
     def _make(cls, **fields: Any) -> Self:
-        """An object from its fields as they are: no checks, no facts. For arrays that are known, or that may be anything."""
+        """An object from its fields as they are: no checks, no facts. For arrays that are known, or
+        that may be anything.
+        """
         made = object.__new__(cls)
         for name, value in fields.items():
             object.__setattr__(made, name, value)
@@ -87,7 +96,9 @@ class FormatBase:
         self._declare(padded)
 
     def _declare(self, padded: bool, *, only_new: bool = False) -> None:
-        """Hand the index facts on to the planner. They are bounds, so that nothing is asked of the device."""
+        """Hand the index facts on to the planner. They are bounds, so that nothing is asked of the
+        device.
+        """
         if torch.compiler.is_compiling():
             return
         for dim, coordinate, array in self.index_arrays():
@@ -95,7 +106,14 @@ class FormatBase:
                 continue
             first = self.sorted_dims[:1] == (dim,)
             alone = first and self.ndim == 1
-            facts.declare(array, low=0, high=self.grid[dim] - 1, sorted=first, unique=alone, padded=coordinate.padded and padded)
+            facts.declare(
+                array,
+                low=0,
+                high=self.grid[dim] - 1,
+                sorted=first,
+                unique=alone,
+                padded=coordinate.padded and padded,
+            )
 
     # --- looking at it ---
 
@@ -118,7 +136,7 @@ class FormatBase:
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """The range of the index arrays: the shape, or the number of blocks along each dimension."""
+        """The range of the index arrays: the shape, or the number of blocks in each dimension."""
         block = self.block_shape_or_none
         return E.grid_of(self.shape, block) if block else self.shape
 
@@ -129,12 +147,22 @@ class FormatBase:
 
     @property
     def nnz(self) -> int:
-        """How many entries there are: for blocks their nonzero values, for the other formats everything that is not padding."""
+        """How many entries there are: for blocks their nonzero values, for the other formats
+        everything that is not padding.
+        """
         mask, block = self.mask(), self.block_shape_or_none
         if block is None:
             return self.stored if mask is None else int(mask.sum())
-        filled = E.inside(self.coordinates(), block, self.shape) if self.values is None else self.values.detach() != 0
-        per_block = filled.flatten(len(self.positions)).sum(-1) if self.stored else torch.zeros(self.positions, device=self.device)
+        filled = (
+            E.inside(self.coordinates(), block, self.shape)
+            if self.values is None
+            else self.values.detach() != 0
+        )
+        per_block = (
+            filled.flatten(len(self.positions)).sum(-1)
+            if self.stored
+            else torch.zeros(self.positions, device=self.device)
+        )
         return int(per_block.sum() if mask is None else per_block[mask].sum())
 
     @property
@@ -161,7 +189,8 @@ class FormatBase:
                 yield dim, coordinate, held[coordinate.number] if isinstance(held, tuple) else held
 
     def facts(self) -> dict[int, IndexFacts]:
-        """What is known about the index array of each compressed dimension: range, order, uniqueness, padding.
+        """What is known about the index array of each compressed dimension: range, order,
+        uniqueness, padding.
 
         >>> from insum.formats import COO
         >>> COO.from_dense(torch.eye(2)).facts()[0]
@@ -170,14 +199,18 @@ class FormatBase:
         return {dim: facts.facts_of(array) for dim, _, array in self.index_arrays()}
 
     def segment_pointers(self, dim: int | None = None) -> Tensor:
-        """``ptr`` with the positions of coordinate ``r`` at ``ptr[r] .. ptr[r+1]``, for the dimension that is sorted first.
+        """``ptr`` with the positions of coordinate ``r`` at ``ptr[r] .. ptr[r+1]``, for the
+        dimension that is sorted first.
 
         >>> from insum.formats import COO
         >>> COO.from_dense(torch.tensor([[1.0, 2.0], [0.0, 0.0], [3.0, 0.0]])).segment_pointers()
         tensor([0, 2, 2, 3], dtype=torch.int32)
         """
         if not self.sorted_dims or dim not in (None, self.sorted_dims[0]):
-            raise FormatError(f"a {type(self).__name__} has no segments along dimension {dim}", expected=f"dim in {list(self.sorted_dims[:1])}")
+            raise FormatError(
+                f"a {type(self).__name__} has no segments along dimension {dim}",
+                expected=f"dim in {list(self.sorted_dims[:1])}",
+            )
         array = next(a for d, _, a in self.index_arrays() if d == self.sorted_dims[0])
         return facts.segment_pointers(array, self.grid[self.sorted_dims[0]])
 
@@ -186,12 +219,22 @@ class FormatBase:
         return next((array >= 0 for _, c, array in self.index_arrays() if c.padded), None)
 
     def coordinates(self) -> tuple[Tensor, ...]:
-        """For every dimension the coordinate at every position, -1 at padding of the dimensions that mark it."""
+        """For every dimension the coordinate at every position, -1 at padding of the dimensions
+        that mark it.
+        """
         found: list[Tensor] = []
         positions = self.positions
         arrays = {dim: array for dim, _, array in self.index_arrays()}
         for dim, coordinate in enumerate(self.layout.coordinates):
-            array = arrays[dim] if dim in arrays else torch.arange(positions[coordinate.axes[0]], device=self.device, dtype=E.index_dtype(self.shape[dim]))
+            array = (
+                arrays[dim]
+                if dim in arrays
+                else torch.arange(
+                    positions[coordinate.axes[0]],
+                    device=self.device,
+                    dtype=E.index_dtype(self.shape[dim]),
+                )
+            )
             view = [positions[a] if a in coordinate.axes else 1 for a in range(len(positions))]
             found.append(array.reshape(view).expand(positions))
         return tuple(found)
@@ -199,12 +242,24 @@ class FormatBase:
     def entries(self) -> E.Entries:
         """Coordinates and values without the padding."""
         mask, block = self.mask(), self.block_shape_or_none
-        values = None if self.values is None else self.values.reshape(math.prod(self.positions), *(block or ()))
+        values = (
+            None
+            if self.values is None
+            else self.values.reshape(math.prod(self.positions), *(block or ()))
+        )
         if mask is None:
-            return E.Entries(tuple(c.reshape(-1) for c in self.coordinates()), values, self.shape, self.sorted_dims, block)
+            return E.Entries(
+                tuple(c.reshape(-1) for c in self.coordinates()),
+                values,
+                self.shape,
+                self.sorted_dims,
+                block,
+            )
         keep = mask.reshape(-1).nonzero().squeeze(1)
         coords = tuple(c.reshape(-1).index_select(0, keep) for c in self.coordinates())
-        return E.Entries(coords, None if values is None else values.index_select(0, keep), self.shape, (), block)
+        return E.Entries(
+            coords, None if values is None else values.index_select(0, keep), self.shape, (), block
+        )
 
     __repr__ = show.text
     _repr_html_ = show.html
@@ -238,11 +293,21 @@ class FormatBase:
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Ask for gradients of the values, in place as `torch.Tensor.requires_grad_`."""
         if self.values is None:
-            raise FormatError(f"this {type(self).__name__} is a pattern: it has no values that could have a gradient", remedy="with_values(...)")
+            raise FormatError(
+                f"this {type(self).__name__} is a pattern: it has no values that could have a "
+                "gradient",
+                remedy="with_values(...)",
+            )
         self.values.requires_grad_(requires_grad)
         return self
 
-    def to(self, *args: Any, device: Any = None, dtype: torch.dtype | None = None, non_blocking: bool = False) -> Self:
+    def to(
+        self,
+        *args: Any,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        non_blocking: bool = False,
+    ) -> Self:
         """As `torch.Tensor.to`: a dtype concerns the values, a device all arrays.
 
         >>> from insum.formats import COO
@@ -256,10 +321,17 @@ class FormatBase:
                 device, dtype = arg.device, arg.dtype
             else:
                 device = arg
-        values = None if self.values is None else self.values.to(device=device, dtype=dtype, non_blocking=non_blocking)
+        values = (
+            None
+            if self.values is None
+            else self.values.to(device=device, dtype=dtype, non_blocking=non_blocking)
+        )
         if device is None:
             return type(self)._make(**{**self._fields(), "values": values})
-        moved = {name: _mapped(lambda t: t.to(device, non_blocking=non_blocking), getattr(self, name)) for name in self._arrays[1:]}
+        moved = {
+            name: _mapped(lambda t: t.to(device, non_blocking=non_blocking), getattr(self, name))
+            for name in self._arrays[1:]
+        }
         made = type(self)._make(**{**self._fields(), **moved, "values": values})
         made._declare(self._may_be_padded(), only_new=True)
         return made
@@ -268,13 +340,21 @@ class FormatBase:
         return self.to("cpu")
 
     def cuda(self, device: torch.device | int | None = None) -> Self:
-        return self.to("cuda" if device is None else torch.device("cuda", device) if isinstance(device, int) else device)
+        return self.to(
+            "cuda"
+            if device is None
+            else torch.device("cuda", device)
+            if isinstance(device, int)
+            else device
+        )
 
     # --- keeping it ---
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What rewriting depends on, without tensors: rank, kind, grouped dimensions, blocks, where coordinates are found, whether blocks divide."""
+        """What rewriting depends on, without tensors: rank, kind, grouped dimensions, blocks, where
+        coordinates are found, whether blocks divide.
+        """
         if torch.compiler.is_compiling():
             return self._make_signature()
         known: tuple[Any, ...] | None = self.__dict__.get("_signature")
@@ -286,7 +366,10 @@ class FormatBase:
     def _make_signature(self) -> tuple[Any, ...]:
         block = self.block_shape_or_none or ()
         dims = getattr(self, "group_dims", (getattr(self, "dim", 0),))
-        places = tuple(-1 - c.axes[0] if c.field is None else (c.field, c.number) for c in self.layout.coordinates)
+        places = tuple(
+            -1 - c.axes[0] if c.field is None else (c.field, c.number)
+            for c in self.layout.coordinates
+        )
         even = all(size % b == 0 for size, b in zip(self.shape, block))
         return self.ndim, type(self).__name__, fixed(dims), fixed(block), places, even
 
@@ -306,7 +389,9 @@ class FormatBase:
         block, dtype = self.block_shape_or_none, dtype or torch.get_default_dtype()
         if block is not None and any(size % b for size, b in zip(self.shape, block)):
             return E.inside(self.coordinates(), block, self.shape).to(dtype)
-        return torch.ones((), dtype=dtype, device=self.device).expand(*self.positions, *(block or ()))
+        return torch.ones((), dtype=dtype, device=self.device).expand(
+            *self.positions, *(block or ())
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self._fields(), "padded": self._may_be_padded()}
@@ -317,5 +402,7 @@ class FormatBase:
         self._declare(state["padded"])
 
 
-def _mapped(function: Callable[[Tensor], Tensor], value: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+def _mapped(
+    function: Callable[[Tensor], Tensor], value: Tensor | tuple[Tensor, ...]
+) -> Tensor | tuple[Tensor, ...]:
     return tuple(function(t) for t in value) if isinstance(value, tuple) else function(value)

@@ -34,28 +34,39 @@ class _Blocked(SparseFormat):
 
     @classmethod
     def _read_dense(cls, x: Tensor, block_shape: Block = (), **options: Any) -> E.Entries:
-        return E.blocks_from_dense(x, checks.block_shape(block_shape, x.dim()), cls._order(x.dim(), **options))
+        return E.blocks_from_dense(
+            x, checks.block_shape(block_shape, x.dim()), cls._order(x.dim(), **options)
+        )
 
     @classmethod
     def _check_options(cls, options: dict[str, Any]) -> None:
         super()._check_options(options)
         if "block_shape" not in options:
-            raise FormatError(f"{cls.__name__} needs a block shape", remedy="block_shape=(32, 32), or one integer for all dimensions")
+            raise FormatError(
+                f"{cls.__name__} needs a block shape",
+                remedy="block_shape=(32, 32), or one integer for all dimensions",
+            )
 
     def _turned_values(self, dims: tuple[int, ...]) -> Tensor | None:
         lead = len(self.positions)
-        return None if self.values is None else self.values.permute(*range(lead), *(lead + d for d in dims))
+        return (
+            None
+            if self.values is None
+            else self.values.permute(*range(lead), *(lead + d for d in dims))
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockCOO(_Blocked):
-    """``values[p]`` is the block at block coordinates ``indices[0][p], indices[1][p], ...``, sorted, every block once.
+    """``values[p]`` is the block at block coordinates ``indices[0][p], indices[1][p], ...``,
+    sorted, every block once.
 
     Spells ``A[m,k]`` as ``AV[p,bm,bk]`` at ``(AM[p],bm), (AK[p],bk)``. Options: ``block_shape``.
 
     >>> import torch
     >>> BlockCOO.from_dense(torch.eye(5), block_shape=(2, 2))
-    BlockCOO(shape=(5, 5), float32, nnz=5, blocks=3, block_shape=(2, 2), padding=58.3%, 72 bytes, cpu)
+    BlockCOO(shape=(5, 5), float32, nnz=5, blocks=3, block_shape=(2, 2), padding=58.3%,
+    72 bytes, cpu)
     """
 
     values: Tensor | None
@@ -69,7 +80,9 @@ class BlockCOO(_Blocked):
 
     def __post_init__(self, validate: bool) -> None:
         self._begin()
-        object.__setattr__(self, "block_shape", checks.block_shape(self.block_shape, len(self.shape)))
+        object.__setattr__(
+            self, "block_shape", checks.block_shape(self.block_shape, len(self.shape))
+        )
         self._finish(validate)
 
     @property
@@ -92,27 +105,44 @@ class BlockCOO(_Blocked):
         rank = len(source.shape)
         block = checks.block_shape(block_shape, rank)
         source = E.to_blocks(source, block, tuple(range(rank)))
-        return cls._trusted(padded=False, values=source.values, indices=source.coords, shape=source.shape, block_shape=block)
+        return cls._trusted(
+            padded=False,
+            values=source.values,
+            indices=source.coords,
+            shape=source.shape,
+            block_shape=block,
+        )
 
     def _permuted(self, dims: tuple[int, ...]) -> Self:
-        coords, block = tuple(self.indices[d] for d in dims), tuple(self.block_shape[d] for d in dims)
-        return self._build(E.Entries(coords, self._turned_values(dims), tuple(self.shape[d] for d in dims), (), block), block_shape=block)
+        coords, block = (
+            tuple(self.indices[d] for d in dims),
+            tuple(self.block_shape[d] for d in dims),
+        )
+        return self._build(
+            E.Entries(
+                coords, self._turned_values(dims), tuple(self.shape[d] for d in dims), (), block
+            ),
+            block_shape=block,
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockGroupCOO(_Blocked):
     """Blocks that share their block coordinates in ``group_dims``, in groups of fixed size, padded.
 
-    ``values[p,q]`` is the block at block coordinates ``group_indices[i][p]`` in dimension ``group_dims[i]`` and ``slot_indices[j][p,q]``
-    in the j-th of the others; -1 there is padding. Spells ``A[m,k]`` as ``AV[p,q,bm,bk]`` at ``(AM[p],bm), (AK[p,q],bk)``.
+    ``values[p,q]`` is the block at block coordinates ``group_indices[i][p]`` in dimension
+    ``group_dims[i]`` and ``slot_indices[j][p,q]`` in the j-th of the others; -1 there is padding.
+    Spells ``A[m,k]`` as ``AV[p,q,bm,bk]`` at ``(AM[p],bm), (AK[p,q],bk)``.
 
-    Options: ``block_shape``, ``group_dims`` and ``group_size`` as in `GroupCOO`, where a block counts as one entry.
+    Options: ``block_shape``, ``group_dims`` and ``group_size`` as in `GroupCOO`, where a block
+    counts as one entry.
 
     >>> import torch
     >>> x = torch.zeros(6, 6)
     >>> x[:2] = 1
     >>> BlockGroupCOO.from_dense(x, block_shape=(2, 2), group_size=2)
-    BlockGroupCOO(shape=(6, 6), float32, nnz=12, groups=2, group_size=2, group_dims=(0,), block_shape=(2, 2), padding=25.0%, 88 bytes, cpu)
+    BlockGroupCOO(shape=(6, 6), float32, nnz=12, groups=2, group_size=2, group_dims=(0,),
+    block_shape=(2, 2), padding=25.0%, 88 bytes, cpu)
     """
 
     values: Tensor | None
@@ -128,7 +158,9 @@ class BlockGroupCOO(_Blocked):
 
     def __post_init__(self, validate: bool) -> None:
         self._begin()
-        object.__setattr__(self, "block_shape", checks.block_shape(self.block_shape, len(self.shape)))
+        object.__setattr__(
+            self, "block_shape", checks.block_shape(self.block_shape, len(self.shape))
+        )
         object.__setattr__(self, "group_dims", checks.group_dims(self.group_dims, len(self.shape)))
         self._finish(validate)
 
@@ -149,14 +181,26 @@ class BlockGroupCOO(_Blocked):
         return self.positions[1]
 
     def _details(self) -> dict[str, object]:
-        return {"groups": self.positions[0], "group_size": self.group_size, "group_dims": self.group_dims, "block_shape": self.block_shape}
+        return {
+            "groups": self.positions[0],
+            "group_size": self.group_size,
+            "group_dims": self.group_dims,
+            "block_shape": self.block_shape,
+        }
 
     @classmethod
     def _order(cls, rank: int, group_dims: Dims = None, **options: Any) -> tuple[int, ...]:
         return GroupCOO._order(rank, group_dims)
 
     @classmethod
-    def _build(cls, source: E.Entries, block_shape: Block = (), group_dims: Dims = None, group_size: GroupSize = "auto", **options: Any) -> Self:
+    def _build(
+        cls,
+        source: E.Entries,
+        block_shape: Block = (),
+        group_dims: Dims = None,
+        group_size: GroupSize = "auto",
+        **options: Any,
+    ) -> Self:
         rank = len(source.shape)
         block, dims = checks.block_shape(block_shape, rank), checks.group_dims(group_dims, rank)
         order = cls._order(rank, dims)
@@ -167,9 +211,13 @@ class BlockGroupCOO(_Blocked):
         else:  # each value goes to its block's slot at once
             found = E.in_blocks(E.to_elements(source), block, order)
             packed = pack(found.blocks, dims, group_size)
-            values = found.placed(packed.place, math.prod(packed.shape)).reshape(*packed.shape, *block)
+            values = found.placed(packed.place, math.prod(packed.shape)).reshape(
+                *packed.shape, *block
+            )
         arrays = {"values": values, "group_indices": packed.groups, "slot_indices": packed.slots}
-        return cls._trusted(padded=packed.padded, **arrays, shape=source.shape, block_shape=block, group_dims=dims)
+        return cls._trusted(
+            padded=packed.padded, **arrays, shape=source.shape, block_shape=block, group_dims=dims
+        )
 
     def _permuted(self, dims: tuple[int, ...]) -> Self:
         rest = [d for d in range(self.ndim) if d not in self.group_dims]

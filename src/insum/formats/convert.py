@@ -23,14 +23,17 @@ FORMATS: dict[str, type[SparseFormat]] = {}
 
 
 class SparseFormat(FormatBase):
-    """A sparse tensor held in dense tensors. Base of `COO`, `ELL`, `GroupCOO`, `BlockCOO`, `BlockGroupCOO` and `NeighborTable`.
+    """A sparse tensor held in dense tensors. Base of `COO`, `ELL`, `GroupCOO`, `BlockCOO`,
+    `BlockGroupCOO` and `NeighborTable`.
 
-    Never a tensor subclass: the arrays are ordinary tensors, the object is frozen, compares by identity and is a pytree node.
-    Index arrays made by conversions are int32 where the dimension allows it, else int64; padding in them is -1 and contributes
-    nothing. ``values`` is ``None`` in a pattern, whose entries all count as 1. Gradients flow to the stored values only.
+    Never a tensor subclass: the arrays are ordinary tensors, the object is frozen, compares by
+    identity and is a pytree node. Index arrays made by conversions are int32 where the dimension
+    allows it, else int64; padding in them is -1 and contributes nothing. ``values`` is ``None`` in
+    a pattern, whose entries all count as 1. Gradients flow to the stored values only.
 
-    Conversions take the options of the class that they are called on: ``group_dims`` (`ELL`, `GroupCOO`, `BlockGroupCOO`),
-    ``group_size`` (`GroupCOO`, `BlockGroupCOO`), ``block_shape`` (`BlockCOO`, `BlockGroupCOO`), ``dim`` (`NeighborTable`).
+    Conversions take the options of the class that they are called on: ``group_dims`` (`ELL`,
+    `GroupCOO`, `BlockGroupCOO`), ``group_size`` (`GroupCOO`, `BlockGroupCOO`), ``block_shape``
+    (`BlockCOO`, `BlockGroupCOO`), ``dim`` (`NeighborTable`).
 
     >>> from insum.formats import ELL
     >>> a = ELL.from_dense(torch.eye(3))
@@ -68,35 +71,50 @@ class SparseFormat(FormatBase):
 
     @classmethod
     def from_dense(cls, x: Tensor, **options: Any) -> Self:
-        """The nonzeros of a dense tensor. Differentiable: gradients flow back to the places that were nonzero.
+        """The nonzeros of a dense tensor. Differentiable: gradients flow back to the places that
+        were nonzero.
 
         >>> from insum.formats import GroupCOO
         >>> x = torch.tensor([[1.0, 2, 3], [4, 0, 0], [0, 5, 0], [6, 0, 7]])
         >>> GroupCOO.from_dense(x, group_dims=0, group_size=2)
-        GroupCOO(shape=(4, 3), float32, nnz=7, groups=5, group_size=2, group_dims=(0,), padding=30.0%, 100 bytes, cpu)
+        GroupCOO(shape=(4, 3), float32, nnz=7, groups=5, group_size=2, group_dims=(0,),
+        padding=30.0%, 100 bytes, cpu)
         """
         checks.check_dense(x)
         cls._check_options(options)
         return cls._build(cls._read_dense(x, **options), **options)
 
     @classmethod
-    def from_entries(cls, indices: Sequence[Tensor] | Tensor, values: Tensor | None, shape: Sequence[int], *, validate: bool = True, **options: Any) -> Self:
-        """From coordinates in any order, one index array per dimension; duplicates are summed (merged without values).
+    def from_entries(
+        cls,
+        indices: Sequence[Tensor] | Tensor,
+        values: Tensor | None,
+        shape: Sequence[int],
+        *,
+        validate: bool = True,
+        **options: Any,
+    ) -> Self:
+        """From coordinates in any order, one index array per dimension; duplicates are summed
+        (merged without values).
 
         >>> from insum.formats import COO
-        >>> a = COO.from_entries([torch.tensor([1, 0, 1]), torch.tensor([0, 2, 0])], torch.tensor([1.0, 2.0, 3.0]), shape=(2, 3))
+        >>> coords = [torch.tensor([1, 0, 1]), torch.tensor([0, 2, 0])]
+        >>> a = COO.from_entries(coords, torch.tensor([1.0, 2.0, 3.0]), shape=(2, 3))
         >>> a.to_dense()
         tensor([[0., 0., 2.],
                 [4., 0., 0.]])
         """
         cls._check_options(options)
         checks.check_shape(tuple(shape))
-        source = interop.from_entries(indices, values, tuple(shape), cls._order(len(shape), **options), validate)
+        source = interop.from_entries(
+            indices, values, tuple(shape), cls._order(len(shape), **options), validate
+        )
         return cls._build(source, **options)
 
     @classmethod
     def from_torch(cls, x: Tensor, *, validate: bool = True, **options: Any) -> Self:
-        """From `torch.sparse` COO (hybrid too), CSR, CSC, BSR or BSC, batched ones included; a dense tensor is taken as well.
+        """From `torch.sparse` COO (hybrid too), CSR, CSC, BSR or BSC, batched ones included; a
+        dense tensor is taken as well.
 
         >>> from insum.formats import COO
         >>> COO.from_torch(torch.eye(3).to_sparse_csr())
@@ -108,7 +126,15 @@ class SparseFormat(FormatBase):
         return cls.from_dense(x, **options)
 
     @classmethod
-    def from_scipy(cls, x: Any, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None, validate: bool = True, **options: Any) -> Self:
+    def from_scipy(
+        cls,
+        x: Any,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        validate: bool = True,
+        **options: Any,
+    ) -> Self:
         """From any `scipy.sparse` array or matrix; the data is copied.
 
         >>> import scipy.sparse
@@ -121,12 +147,20 @@ class SparseFormat(FormatBase):
 
     @classmethod
     def from_edge_index(
-        cls, edge_index: Tensor, weights: Tensor | None = None, *, num_nodes: int | tuple[int, int] | None = None, validate: bool = True, **options: Any
+        cls,
+        edge_index: Tensor,
+        weights: Tensor | None = None,
+        *,
+        num_nodes: int | tuple[int, int] | None = None,
+        validate: bool = True,
+        **options: Any,
     ) -> Self:
-        """The matrix ``A[i, j]`` of a graph, one entry per edge from ``i = edge_index[0]`` to ``j = edge_index[1]``, as PyG's utilities have it.
+        """The matrix ``A[i, j]`` of a graph, one entry per edge from ``i = edge_index[0]`` to ``j =
+        edge_index[1]``, as PyG's utilities have it.
 
-        Without weights the result is a pattern and an edge that is listed twice is one edge; with weights they are summed.
-        A bipartite graph has ``num_nodes=(sources, targets)``; ``None`` reads the largest node number.
+        Without weights the result is a pattern and an edge that is listed twice is one edge; with
+        weights they are summed. A bipartite graph has ``num_nodes=(sources, targets)``; ``None``
+        reads the largest node number.
 
         >>> from insum.formats import COO
         >>> COO.from_edge_index(torch.tensor([[0, 1, 1], [1, 0, 2]]), num_nodes=3).to_dense()
@@ -135,13 +169,21 @@ class SparseFormat(FormatBase):
                 [0., 0., 0.]])
         """
         cls._check_options(options)
-        return cls._build(interop.from_edge_index(edge_index, weights, num_nodes, cls._order(2, **options), validate), **options)
+        return cls._build(
+            interop.from_edge_index(
+                edge_index, weights, num_nodes, cls._order(2, **options), validate
+            ),
+            **options,
+        )
 
     @classmethod
     def _check_options(cls, options: dict[str, Any]) -> None:
         unknown = [name for name in options if name not in cls._options]
         if unknown:
-            raise FormatError(f"{cls.__name__} has no option {unknown[0]!r}", expected=f"options of {cls.__name__}: {', '.join(cls._options) or 'none'}")
+            raise FormatError(
+                f"{cls.__name__} has no option {unknown[0]!r}",
+                expected=f"options of {cls.__name__}: {', '.join(cls._options) or 'none'}",
+            )
 
     # --- the same tensor in another order ---
 
@@ -154,7 +196,9 @@ class SparseFormat(FormatBase):
         >>> b.group_dims, b.values is a.values
         ((1,), True)
         """
-        order = checks.permutation(dims[0] if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims, self.ndim)
+        order = checks.permutation(
+            dims[0] if len(dims) == 1 and isinstance(dims[0], tuple | list) else dims, self.ndim
+        )
         return self if order == tuple(range(self.ndim)) else self._permuted(order)
 
     def transpose(self, dim0: int, dim1: int) -> Self:
@@ -172,7 +216,8 @@ class SparseFormat(FormatBase):
     # --- leaving it ---
 
     def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The dense tensor, exactly. A pattern gives ones of ``dtype`` (torch's default where it is not said).
+        """The dense tensor, exactly. A pattern gives ones of ``dtype`` (torch's default where it is
+        not said).
 
         >>> from insum.formats import BlockCOO
         >>> BlockCOO.from_dense(torch.eye(3), block_shape=2).to_dense().equal(torch.eye(3))
@@ -183,14 +228,26 @@ class SparseFormat(FormatBase):
         places = E.linear([c.long() for c in self.coordinates()], grid, tuple(range(self.ndim)))
         mask = self.mask()
         if mask is not None:
-            places = torch.where(mask, places, total)  # one place more than there are, cut off again
-        values = self.ones(dtype) if self.values is None else self.values if dtype is None else self.values.to(dtype)
+            # one place more than there are, cut off again
+            places = torch.where(mask, places, total)
+        values = (
+            self.ones(dtype)
+            if self.values is None
+            else self.values
+            if dtype is None
+            else self.values.to(dtype)
+        )
         values = values.reshape(math.prod(self.positions), *block)
-        cells = E.placed(values, places.reshape(-1), total + (mask is not None))[:total].reshape(*grid, *block)
+        cells = E.placed(values, places.reshape(-1), total + (mask is not None))[:total].reshape(
+            *grid, *block
+        )
         return _assembled(cells, self.shape) if block else cells
 
-    def to_torch(self, layout: torch.layout = torch.sparse_coo, *, block_shape: tuple[int, int] | None = None) -> Tensor:
-        """A `torch.sparse` tensor of the layout asked for; the block layouts take block formats, or any with ``block_shape``.
+    def to_torch(
+        self, layout: torch.layout = torch.sparse_coo, *, block_shape: tuple[int, int] | None = None
+    ) -> Tensor:
+        """A `torch.sparse` tensor of the layout asked for; the block layouts take block formats, or
+        any with ``block_shape``.
 
         >>> from insum.formats import COO
         >>> COO.from_dense(torch.eye(2)).to_torch(torch.sparse_csr).crow_indices()
@@ -199,7 +256,8 @@ class SparseFormat(FormatBase):
         return interop.to_torch(self, layout, block_shape)
 
     def to_scipy(self, format: Literal["coo", "csr", "csc", "bsr"] | None = None) -> Any:
-        """A `scipy.sparse` array: CSR for a matrix, COO for other ranks, BSR for blocks, unless told.
+        """A `scipy.sparse` array: CSR for a matrix, COO for other ranks, BSR for blocks, unless
+        told.
 
         >>> from insum.formats import COO
         >>> COO.from_dense(torch.eye(2)).to_scipy("csc").nnz
@@ -233,7 +291,8 @@ class SparseFormat(FormatBase):
         return cls._build(self.entries(), **options)
 
     def matmul(self, other: Tensor) -> Tensor:
-        """``self @ other`` for a matrix; under torch.compile, which breaks its graph at ``@`` between an object and a tensor, write this.
+        """``self @ other`` for a matrix; under torch.compile, which breaks its graph at ``@``
+        between an object and a tensor, write this.
 
         >>> from insum.formats import COO
         >>> COO.from_dense(torch.eye(2) * 3).matmul(torch.ones(2))
@@ -250,7 +309,11 @@ class SparseFormat(FormatBase):
 
 
 Other = TypeVar("Other", bound=SparseFormat)
-_MATMUL = {(2, 2): "C[m,n] = A[m,k] * B[k,n]", (2, 1): "C[m] = A[m,k] * B[k]", (1, 2): "C[n] = A[k] * B[k,n]"}
+_MATMUL = {
+    (2, 2): "C[m,n] = A[m,k] * B[k,n]",
+    (2, 1): "C[m] = A[m,k] * B[k]",
+    (1, 2): "C[n] = A[k] * B[k,n]",
+}
 
 
 def _class_of(format: type[SparseFormat] | str) -> type[SparseFormat]:
@@ -258,7 +321,10 @@ def _class_of(format: type[SparseFormat] | str) -> type[SparseFormat]:
         return format
     found = FORMATS.get(format) if isinstance(format, str) else None
     if found is None:
-        raise FormatError(f"there is no format {format!r}", expected=f"one of {', '.join(FORMATS)}, by name or as a class")
+        raise FormatError(
+            f"there is no format {format!r}",
+            expected=f"one of {', '.join(FORMATS)}, by name or as a class",
+        )
     return found
 
 
@@ -275,9 +341,13 @@ def _matmul(left: Any, right: Any) -> Any:
     ranks = [x.ndim if isinstance(x, FormatBase | Tensor) else None for x in (left, right)]
     if None in ranks:
         return NotImplemented
-    if not all(r in (1, 2) for r in ranks) or any(isinstance(x, FormatBase) and x.ndim != 2 for x in (left, right)):
+    if not all(r in (1, 2) for r in ranks) or any(
+        isinstance(x, FormatBase) and x.ndim != 2 for x in (left, right)
+    ):
         raise UnsupportedError(
-            f"@ between {ranks[0]} and {ranks[1]} dimensions", expected="a 2-D format and a vector or matrix", remedy='insum.einsum("...", ...) for other ranks'
+            f"@ between {ranks[0]} and {ranks[1]} dimensions",
+            expected="a 2-D format and a vector or matrix",
+            remedy='insum.einsum("...", ...) for other ranks',
         )
     from insum.formats.run import Call, rewritten
 

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class COO(SparseFormat):
-    """``values[p]`` at ``indices[0][p], indices[1][p], ...``, sorted by dimension 0, then 1 and so on, every coordinate once.
+    """``values[p]`` at ``indices[0][p], indices[1][p], ...``, sorted by dimension 0, then 1 and so
+    on, every coordinate once.
 
     Spells ``A[m,k]`` as ``AV[p]`` at ``AM[p], AK[p]``. Takes no options.
 
@@ -56,12 +57,18 @@ class COO(SparseFormat):
     @classmethod
     def _build(cls, source: E.Entries, **options: Any) -> Self:
         source = E.ordered(E.to_elements(source), tuple(range(len(source.shape))))
-        made = cls._trusted(padded=False, values=source.values, indices=source.coords, shape=source.shape)
+        made = cls._trusted(
+            padded=False, values=source.values, indices=source.coords, shape=source.shape
+        )
         if source.pointers is not None:  # CSR came with them
-            facts.facts_of(made.indices[0]).pointers[source.shape[0]] = source.pointers.to(E.index_dtype(source.count))
+            facts.facts_of(made.indices[0]).pointers[source.shape[0]] = source.pointers.to(
+                E.index_dtype(source.count)
+            )
         return made
 
     def _permuted(self, dims: tuple[int, ...]) -> Self:
         source = self.entries()
-        turned = E.Entries(tuple(source.coords[d] for d in dims), source.values, tuple(self.shape[d] for d in dims))
+        turned = E.Entries(
+            tuple(source.coords[d] for d in dims), source.values, tuple(self.shape[d] for d in dims)
+        )
         return self._build(turned)

@@ -1,4 +1,6 @@
-"""What `insum.einsum` makes of a call: its operands by name, the rewritten statements, and where their arguments come from."""
+"""What `insum.einsum` makes of a call: its operands by name, the rewritten statements, and where
+their arguments come from.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from insum.lang.bind import Size
 
 @dataclass(frozen=True, repr=False)
 class EinsumExplanation:
-    """What `einsum` makes of a statement: the rewritten statements, where their arguments come from, and what each would do.
+    """What `einsum` makes of a statement: the rewritten statements, where their arguments come
+    from, and what each would do.
 
     >>> import torch
     >>> from insum.formats import ELL
@@ -59,7 +62,8 @@ def explain_einsum(
     >>> A = GroupCOO.from_dense(torch.eye(4), group_size=1)
     >>> print(explain_einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=torch.ones(4, 2)).rewriting)
     C[m,n] = A[m,k] * B[k,n]
-      A: GroupCOO(shape=(4, 4), float32, nnz=4, groups=4, group_size=1, group_dims=(0,), padding=0.0%, 48 bytes, cpu)
+      A: GroupCOO(shape=(4, 4), float32, nnz=4, groups=4, group_size=1, group_dims=(0,),
+         padding=0.0%, 48 bytes, cpu)
     becomes
       C[AM[p],n] = AV[p,q] * B[AK[p,q],n]
         AM: A.group_indices[0]
@@ -69,27 +73,49 @@ def explain_einsum(
     text, given = named_operands(statement, operands, named)
     sparse = {name: x for name, x in given.items() if isinstance(x, SparseFormat)}
     if not sparse:
-        return EinsumExplanation(text, (text,), text, (api.explain_dense(text, given, out_shape=out_shape, sizes=sizes),))  # type: ignore[arg-type]
+        return EinsumExplanation(
+            text,
+            (text,),
+            text,
+            (api.explain_dense(text, given, out_shape=out_shape, sizes=sizes),),  # type: ignore[arg-type]
+        )
     call = Call(rewritten(text, given, dense_output), given, out_shape, sizes)
     lines = [text, *(f"  {name}: {x!r}" for name, x in sparse.items()), "becomes"]
     for piece in call.plan.pieces:
-        lines += [f"  {piece.statement}", *(f"    {source.name}: {_origin(source, piece)}" for source in piece.sources if source.field or source.splits)]
+        lines += [
+            f"  {piece.statement}",
+            *(
+                f"    {source.name}: {_origin(source, piece)}"
+                for source in piece.sources
+                if source.field or source.splits
+            ),
+        ]
     if call.plan.result_like:
         lines.append(f"  with the pattern of {call.plan.result_like}")
-    return EinsumExplanation(text, tuple(piece.statement for piece in call.plan.pieces), "\n".join(lines), tuple(call.explained()))
+    return EinsumExplanation(
+        text,
+        tuple(piece.statement for piece in call.plan.pieces),
+        "\n".join(lines),
+        tuple(call.explained()),
+    )
 
 
 def _origin(source: Source, piece: Piece) -> str:
     """In words, where an argument comes from."""
     match source.field:
         case "":
-            return f"{source.operand} with " + ", ".join(f"dimension {dim} cut into blocks of {size}" for dim, size in source.splits)
+            return f"{source.operand} with " + ", ".join(
+                f"dimension {dim} cut into blocks of {size}" for dim, size in source.splits
+            )
         case "values" | "table":
             text = f"{source.operand}.{source.field}"
         case "ones":
             text = f"ones at the positions of {source.operand}"
         case "unit":
-            text = f"ones along dimension {source.number} of {source.operand}, read so that padding is seen"
+            text = (
+                f"ones along dimension {source.number} of {source.operand}, read so that "
+                "padding is seen"
+            )
         case _:
             text = f"{source.operand}.{source.field}[{source.number}]"
     return text + (", -1 is padding" if source.name in piece.padded else "")
@@ -98,7 +124,9 @@ def _origin(source: Source, piece: Piece) -> str:
 # --- operands ---
 
 
-def named_operands(statement: str, operands: tuple[Operand, ...], named: dict[str, Operand]) -> tuple[str, dict[str, Operand]]:
+def named_operands(
+    statement: str, operands: tuple[Operand, ...], named: dict[str, Operand]
+) -> tuple[str, dict[str, Operand]]:
     """The statement in insum's notation and its operands by name."""
     if "[" in statement or "=" in statement:
         if operands:
@@ -119,7 +147,9 @@ def named_operands(statement: str, operands: tuple[Operand, ...], named: dict[st
         )
     if not operands:
         raise StatementError(
-            "the statement has no operands", statement=statement, remedy='einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B) or einsum("mk,kn->mn", A, B)'
+            "the statement has no operands",
+            statement=statement,
+            remedy='einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B) or einsum("mk,kn->mn", A, B)',
         )
     _check_kinds(statement, dict(zip(ascii_uppercase, operands)))
     text, names = torch_notation(statement, tuple(_rank(x) for x in operands))
@@ -130,10 +160,26 @@ def _check_kinds(statement: str, given: Mapping[str, object]) -> None:
     for name, x in given.items():
         if isinstance(x, Tensor) and x.layout != strided:
             fact = f"{name} is a torch.sparse tensor of layout {x.layout}"
-            raise UnsupportedError(fact, statement=statement, expected="a format or a dense tensor", remedy=f"insum.formats.GroupCOO.from_torch({name})")
-        if not isinstance(x, SparseFormat | Tensor | bool | int | float | complex | SymInt | SymFloat):
-            remedy = f"GroupCOO.from_scipy({name})" if hasattr(x, "tocoo") else f"torch.as_tensor({name})"
-            raise BindingError(f"{name} is a {type(x).__name__}", statement=statement, expected="a format, a tensor or a number", remedy=remedy)
+            raise UnsupportedError(
+                fact,
+                statement=statement,
+                expected="a format or a dense tensor",
+                remedy=f"insum.formats.GroupCOO.from_torch({name})",
+            )
+        if not isinstance(
+            x, SparseFormat | Tensor | bool | int | float | complex | SymInt | SymFloat
+        ):
+            remedy = (
+                f"GroupCOO.from_scipy({name})"
+                if hasattr(x, "tocoo")
+                else f"torch.as_tensor({name})"
+            )
+            raise BindingError(
+                f"{name} is a {type(x).__name__}",
+                statement=statement,
+                expected="a format, a tensor or a number",
+                remedy=remedy,
+            )
 
 
 def _rank(x: Operand) -> int:

@@ -1,4 +1,6 @@
-"""GroupCOO, which stores some coordinates once per group, and ELL, which does not store them at all."""
+"""GroupCOO, which stores some coordinates once per group, and ELL, which does not store them at
+all.
+"""
 
 from __future__ import annotations
 
@@ -26,17 +28,20 @@ Dims = int | Sequence[int] | None
 class GroupCOO(SparseFormat):
     """Entries that share their coordinates in ``group_dims``, in groups of fixed size, padded.
 
-    ``values[p,q]`` lies at ``group_indices[i][p]`` in dimension ``group_dims[i]`` and at ``slot_indices[j][p,q]`` in the j-th of the
-    others; -1 there is padding. Groups are sorted by their coordinates, in the order of ``group_dims``. Group size 1 is COO, the
-    largest occupancy ELL. Spells ``A[m,k]`` as ``AV[p,q]`` at ``AM[p], AK[p,q]``.
+    ``values[p,q]`` lies at ``group_indices[i][p]`` in dimension ``group_dims[i]`` and at
+    ``slot_indices[j][p,q]`` in the j-th of the others; -1 there is padding. Groups are sorted by
+    their coordinates, in the order of ``group_dims``. Group size 1 is COO, the largest occupancy
+    ELL. Spells ``A[m,k]`` as ``AV[p,q]`` at ``AM[p], AK[p,q]``.
 
-    Options: ``group_dims`` (default: the first dimension; none for a vector) and ``group_size``: an integer, ``"auto"`` (default:
-    of the powers of two beside sqrt(S/n) the one with fewer gathers and scatters) or ``"exact"`` (of all sizes).
+    Options: ``group_dims`` (default: the first dimension; none for a vector) and ``group_size``: an
+    integer, ``"auto"`` (default: of the powers of two beside sqrt(S/n) the one with fewer gathers
+    and scatters) or ``"exact"`` (of all sizes).
 
     >>> import torch
     >>> x = torch.tensor([[1.0, 2, 3, 0], [4, 0, 0, 0], [0, 5, 0, 0], [0, 0, 6, 7]])
     >>> GroupCOO.from_dense(x, group_dims=0, group_size=2)
-    GroupCOO(shape=(4, 4), float32, nnz=7, groups=5, group_size=2, group_dims=(0,), padding=30.0%, 100 bytes, cpu)
+    GroupCOO(shape=(4, 4), float32, nnz=7, groups=5, group_size=2, group_dims=(0,),
+    padding=30.0%, 100 bytes, cpu)
     >>> GroupCOO.from_dense(x, group_size=3).slot_indices[0]
     tensor([[ 0,  1,  2],
             [ 0, -1, -1],
@@ -76,7 +81,11 @@ class GroupCOO(SparseFormat):
         return self.positions[1]
 
     def _details(self) -> dict[str, object]:
-        return {"groups": self.positions[0], "group_size": self.group_size, "group_dims": self.group_dims}
+        return {
+            "groups": self.positions[0],
+            "group_size": self.group_size,
+            "group_dims": self.group_dims,
+        }
 
     @classmethod
     def _order(cls, rank: int, group_dims: Dims = None, **options: Any) -> tuple[int, ...]:
@@ -84,27 +93,48 @@ class GroupCOO(SparseFormat):
         return (*first, *(d for d in range(rank) if d not in first))
 
     @classmethod
-    def _build(cls, source: E.Entries, group_dims: Dims = None, group_size: GroupSize = "auto", **options: Any) -> Self:
+    def _build(
+        cls,
+        source: E.Entries,
+        group_dims: Dims = None,
+        group_size: GroupSize = "auto",
+        **options: Any,
+    ) -> Self:
         dims = checks.group_dims(group_dims, len(source.shape))
         source = E.ordered(E.to_elements(source), cls._order(len(source.shape), dims))
         packed = pack(source, dims, group_size)
-        arrays = {"values": packed.placed(source.values), "group_indices": packed.groups, "slot_indices": packed.slots}
+        arrays = {
+            "values": packed.placed(source.values),
+            "group_indices": packed.groups,
+            "slot_indices": packed.slots,
+        }
         return cls._trusted(padded=packed.padded, **arrays, shape=source.shape, group_dims=dims)
 
     def _permuted(self, dims: tuple[int, ...]) -> Self:
-        """Nothing moves: the grouped dimensions have other numbers, and the slot arrays another order."""
+        """Nothing moves: the grouped dimensions have other numbers, and the slot arrays another
+        order.
+        """
         rest = [d for d in range(self.ndim) if d not in self.group_dims]
         slots = tuple(self.slot_indices[rest.index(d)] for d in dims if d in rest)
         groups = tuple(dims.index(d) for d in self.group_dims)
-        return self._make(**{**self._fields(), "slot_indices": slots, "shape": tuple(self.shape[d] for d in dims), "group_dims": groups})
+        return self._make(
+            **{
+                **self._fields(),
+                "slot_indices": slots,
+                "shape": tuple(self.shape[d] for d in dims),
+                "group_dims": groups,
+            }
+        )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class ELL(SparseFormat):
-    """As many slots for every row: the grouped dimensions are axes of the arrays, so that nothing is scattered.
+    """As many slots for every row: the grouped dimensions are axes of the arrays, so that nothing
+    is scattered.
 
-    ``values[m,q]`` lies in row ``m`` at ``indices[j][m,q]`` in the j-th of the other dimensions; -1 there is padding. With several
-    ``group_dims`` the arrays have one axis for each, in that order, before the slots. Spells ``A[m,k]`` as ``AV[m,q]`` at ``m, AK[m,q]``.
+    ``values[m,q]`` lies in row ``m`` at ``indices[j][m,q]`` in the j-th of the other dimensions; -1
+    there is padding. With several ``group_dims`` the arrays have one axis for each, in that order,
+    before the slots. Spells ``A[m,k]`` as ``AV[m,q]`` at ``m, AK[m,q]``.
 
     Options: ``group_dims`` (default: the first dimension; none for a vector).
 
@@ -157,15 +187,36 @@ class ELL(SparseFormat):
         shift = torch.arange(rows.counts.shape[0], device=rows.counts.device) * width - rows.starts
         place = shift.index_select(0, rows.number) + torch.arange(source.count, device=shift.device)
         total = math.prod(sizes) * width
-        values = None if source.values is None else E.placed(source.values, place, total).reshape(*sizes, width)
-        indices = tuple(_slots(source.coords[d], place, total).reshape(*sizes, width) for d in range(len(source.shape)) if d not in dims)
-        return cls._trusted(padded=total != source.count, values=values, indices=indices, shape=source.shape, group_dims=dims)
+        values = (
+            None
+            if source.values is None
+            else E.placed(source.values, place, total).reshape(*sizes, width)
+        )
+        indices = tuple(
+            _slots(source.coords[d], place, total).reshape(*sizes, width)
+            for d in range(len(source.shape))
+            if d not in dims
+        )
+        return cls._trusted(
+            padded=total != source.count,
+            values=values,
+            indices=indices,
+            shape=source.shape,
+            group_dims=dims,
+        )
 
     def _permuted(self, dims: tuple[int, ...]) -> Self:
         rest = [d for d in range(self.ndim) if d not in self.group_dims]
         indices = tuple(self.indices[rest.index(d)] for d in dims if d in rest)
         groups = tuple(dims.index(d) for d in self.group_dims)
-        return self._make(**{**self._fields(), "indices": indices, "shape": tuple(self.shape[d] for d in dims), "group_dims": groups})
+        return self._make(
+            **{
+                **self._fields(),
+                "indices": indices,
+                "shape": tuple(self.shape[d] for d in dims),
+                "group_dims": groups,
+            }
+        )
 
 
 # --- packing entries into groups, for plain entries and for blocks ---
@@ -173,7 +224,9 @@ class ELL(SparseFormat):
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Runs of entries with equal grouped coordinates: those coordinates, the entries of each row, and the row of each entry."""
+    """Runs of entries with equal grouped coordinates: those coordinates, the entries of each row,
+    and the row of each entry.
+    """
 
     coords: tuple[Tensor, ...]
     counts: Tensor
@@ -202,11 +255,19 @@ class Packed:
 
     def placed(self, values: Tensor | None) -> Tensor | None:
         """Values of the entries at their slots, zero elsewhere."""
-        return None if values is None else E.placed(values, self.place, math.prod(self.shape)).reshape(*self.shape, *values.shape[1:])
+        return (
+            None
+            if values is None
+            else E.placed(values, self.place, math.prod(self.shape)).reshape(
+                *self.shape, *values.shape[1:]
+            )
+        )
 
 
 def pack(source: E.Entries, dims: tuple[int, ...], group_size: GroupSize) -> Packed:
-    """Entries, sorted by ``dims`` first, into groups; one look at the device for the number of groups (and the group size)."""
+    """Entries, sorted by ``dims`` first, into groups; one look at the device for the number of
+    groups (and the group size).
+    """
     rows, grid = rows_of(source, dims), source.grid
     size = resolve(group_size, rows.counts, math.prod(grid[d] for d in dims))
     per_row = (rows.counts + (size - 1)).div(size, rounding_mode="floor")
@@ -216,7 +277,11 @@ def pack(source: E.Entries, dims: tuple[int, ...], group_size: GroupSize) -> Pac
     shift = (ends - per_row) * size - rows.starts
     place = shift.index_select(0, rows.number) + torch.arange(source.count, device=shift.device)
     heads = tuple(torch.repeat_interleave(c, per_row, output_size=groups) for c in rows.coords)
-    slots = tuple(_slots(source.coords[d], place, groups * size).reshape(groups, size) for d in range(len(grid)) if d not in dims)
+    slots = tuple(
+        _slots(source.coords[d], place, groups * size).reshape(groups, size)
+        for d in range(len(grid))
+        if d not in dims
+    )
     return Packed(heads, slots, place)
 
 
@@ -227,7 +292,9 @@ def rows_of(source: E.Entries, dims: tuple[int, ...]) -> Rows:
     first = E.changes([source.coords[d] for d in dims])
     starts = first.nonzero().squeeze(1)
     ends = torch.cat([starts[1:], starts.new_full((1,), source.count)])[: starts.shape[0]]
-    return Rows(tuple(source.coords[d][starts] for d in dims), ends - starts, torch.cumsum(first, 0) - 1)
+    return Rows(
+        tuple(source.coords[d][starts] for d in dims), ends - starts, torch.cumsum(first, 0) - 1
+    )
 
 
 def every_row(source: E.Entries, dims: tuple[int, ...]) -> Rows:
@@ -236,10 +303,16 @@ def every_row(source: E.Entries, dims: tuple[int, ...]) -> Rows:
     sizes = tuple(grid[d] for d in dims)
     rows = math.prod(sizes)
     number = E.linear(source.coords, grid, dims)
-    pointers = source.pointers if source.pointers is not None and dims == source.order[:1] else interop.pointers_of(number, rows)
+    pointers = (
+        source.pointers
+        if source.pointers is not None and dims == source.order[:1]
+        else interop.pointers_of(number, rows)
+    )
     every = torch.arange(rows, device=number.device, dtype=E.index_dtype(rows))
     coords = E.unravel(every, sizes, tuple(range(len(dims)))) if dims else ()
-    return Rows(tuple(c.to(E.index_dtype(s)) for c, s in zip(coords, sizes)), pointers.diff().long(), number)
+    return Rows(
+        tuple(c.to(E.index_dtype(s)) for c, s in zip(coords, sizes)), pointers.diff().long(), number
+    )
 
 
 def _slots(coords: Tensor, place: Tensor, total: int) -> Tensor:

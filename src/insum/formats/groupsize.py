@@ -1,7 +1,9 @@
-"""Group size, as in section 4.2 of the paper: how many gathers and scatters a group size costs, and which one costs least.
+"""Group size, as in section 4.2 of the paper: how many gathers and scatters a group size costs, and
+which one costs least.
 
-With occupancies ``occ`` (entries per row) a group size ``g`` makes ``sum(ceil(occ / g))`` groups, each with one scatter and ``g``
-gathers: ``F(g) = (g + 1) * sum(ceil(occ / g))``. Relaxing the ceiling gives the estimate ``g* = sqrt(S / n)``.
+With occupancies ``occ`` (entries per row) a group size ``g`` makes ``sum(ceil(occ / g))`` groups,
+each with one scatter and ``g`` gathers: ``F(g) = (g + 1) * sum(ceil(occ / g))``. Relaxing the
+ceiling gives the estimate ``g* = sqrt(S / n)``.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ def estimate_group_size(entries: int, rows: int) -> float:
 
 
 def neighbouring_powers(size: float) -> tuple[int, ...]:
-    """The powers of two around a group size: one where it is a power itself, else the next below and above.
+    """The powers of two around a group size: one where it is a power itself, else the next below
+    and above.
 
     >>> neighbouring_powers(5.0), neighbouring_powers(8.0), neighbouring_powers(0.3)
     ((4, 8), (8,), (1,))
@@ -74,15 +77,17 @@ def neighbouring_powers(size: float) -> tuple[int, ...]:
 def accesses_by_group_size(occupancy: Tensor | Sequence[int]) -> Tensor:
     """F(1), F(2), ... F(max occ), all at once, from one histogram of the occupancies.
 
-    ``sum(ceil(occ / g))`` counts, for j = 0, 1, 2 ..., the rows with more than ``j * g`` entries. Those counts are one suffix sum
-    of the histogram, so that all g together read ``max * (1 + 1/2 + 1/3 + ...)`` numbers, whatever the number of rows.
+    ``sum(ceil(occ / g))`` counts, for j = 0, 1, 2 ..., the rows with more than ``j * g`` entries.
+    Those counts are one suffix sum of the histogram, so that all g together read ``max * (1 + 1/2 +
+    1/3 + ...)`` numbers, whatever the number of rows.
 
     >>> accesses_by_group_size([3, 1, 1, 2])
     tensor([14, 15, 16])
     """
     occ = _as_tensor(occupancy)
     histogram = torch.bincount(occ) if occ.numel() else occ.new_zeros(1)
-    more_than = histogram.flip(0).cumsum(0).flip(0)[1:]  # more_than[x]: rows with more than x entries
+    # more_than[x]: rows with more than x entries
+    more_than = histogram.flip(0).cumsum(0).flip(0)[1:]
     longest = more_than.shape[0]
     sizes = torch.arange(1, longest + 1, device=occ.device)
     parts = [_groups_for(more_than, sizes[a:b]) for a, b in _chunks(longest)]
@@ -90,7 +95,8 @@ def accesses_by_group_size(occupancy: Tensor | Sequence[int]) -> Tensor:
 
 
 def best_group_size(occupancy: Tensor | Sequence[int]) -> int:
-    """The group size with the fewest gathers and scatters; of equals the larger, which has fewer scatters.
+    """The group size with the fewest gathers and scatters; of equals the larger, which has fewer
+    scatters.
 
     >>> best_group_size([3, 1, 1, 2]), best_group_size([8, 8, 8])
     (1, 8)
@@ -108,7 +114,9 @@ def suggested_group_size(occupancy: Tensor | Sequence[int], rows: int | None = N
     (1, 4)
     """
     occ = _as_tensor(occupancy)
-    candidates = neighbouring_powers(estimate_group_size(int(occ.sum()), occ.shape[0] if rows is None else rows))
+    candidates = neighbouring_powers(
+        estimate_group_size(int(occ.sum()), occ.shape[0] if rows is None else rows)
+    )
     if len(candidates) == 1:
         return candidates[0]
     costs = torch.stack([(g + 1) * _groups(occ, g) for g in candidates]).tolist()
@@ -116,7 +124,9 @@ def suggested_group_size(occupancy: Tensor | Sequence[int], rows: int | None = N
 
 
 def resolve(group_size: GroupSize, occupancy: Tensor, rows: int) -> int:
-    """What the user asked for as a number; ``occupancy`` may leave out empty rows, of which ``rows`` counts all."""
+    """What the user asked for as a number; ``occupancy`` may leave out empty rows, of which
+    ``rows`` counts all.
+    """
     if group_size == "auto":
         return suggested_group_size(occupancy, rows)
     if group_size == "exact":
@@ -126,12 +136,20 @@ def resolve(group_size: GroupSize, occupancy: Tensor, rows: int) -> int:
 
 def _positive(group_size: object) -> int:
     if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
-        raise FormatError(f"group_size is {group_size!r}", expected='an integer of at least 1, "auto" (the estimate sqrt(S/n)) or "exact" (the best by count)')
+        raise FormatError(
+            f"group_size is {group_size!r}",
+            expected='an integer of at least 1, "auto" (the estimate sqrt(S/n)) or "exact" '
+            "(the best by count)",
+        )
     return group_size
 
 
 def _as_tensor(occupancy: Tensor | Sequence[int]) -> Tensor:
-    return occupancy.long() if isinstance(occupancy, Tensor) else torch.tensor(list(occupancy), dtype=torch.int64)
+    return (
+        occupancy.long()
+        if isinstance(occupancy, Tensor)
+        else torch.tensor(list(occupancy), dtype=torch.int64)
+    )
 
 
 def _groups(occupancy: Tensor, group_size: int) -> Tensor:

@@ -21,20 +21,39 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 _BLOCKED = (torch.sparse_bsr, torch.sparse_bsc)
 
 
-def from_entries(indices: Sequence[Tensor] | Tensor, values: Tensor | None, shape: tuple[int, ...], order: tuple[int, ...], check: bool) -> E.Entries:
+def from_entries(
+    indices: Sequence[Tensor] | Tensor,
+    values: Tensor | None,
+    shape: tuple[int, ...],
+    order: tuple[int, ...],
+    check: bool,
+) -> E.Entries:
     """Entries from a user's own coordinates."""
     coords = tuple(indices)
     check_shape(shape)
     if len(coords) != len(shape):
-        raise FormatError(f"indices has {len(coords)} array(s), but shape {shape} has {len(shape)} dimension(s)")
+        raise FormatError(
+            f"indices has {len(coords)} array(s), but shape {shape} has {len(shape)} dimension(s)"
+        )
     for d, c in enumerate(coords):
         _check_coords(f"indices[{d}]", c, coords[0])
     if values is not None and (values.dim() != 1 or values.shape[0] != coords[0].shape[0]):
-        raise FormatError(f"values has shape {tuple(values.shape)}", expected=f"({coords[0].shape[0]},), one value per entry")
+        raise FormatError(
+            f"values has shape {tuple(values.shape)}",
+            expected=f"({coords[0].shape[0]},), one value per entry",
+        )
     if values is not None and values.device != coords[0].device:
-        raise DeviceError(f"values are on {values.device} but indices on {coords[0].device}", expected="all arrays on one device")
+        raise DeviceError(
+            f"values are on {values.device} but indices on {coords[0].device}",
+            expected="all arrays on one device",
+        )
     if check:
-        _check_ranges([(f"indices[{d}]", c, size, f"dimension {d} of size {size}") for d, (c, size) in enumerate(zip(coords, shape))])
+        _check_ranges(
+            [
+                (f"indices[{d}]", c, size, f"dimension {d} of size {size}")
+                for d, (c, size) in enumerate(zip(coords, shape))
+            ]
+        )
     return E.collect(coords, values, shape, order=order)
 
 
@@ -52,11 +71,16 @@ def from_torch(x: Tensor, check: bool) -> E.Entries:
     )
 
 
-def from_scipy(x: Any, device: torch.device | str | None, dtype: torch.dtype | None, check: bool) -> E.Entries:
-    """Entries of a SciPy array; CSR, CSC and BSR are read as they are, everything else through COO."""
+def from_scipy(
+    x: Any, device: torch.device | str | None, dtype: torch.dtype | None, check: bool
+) -> E.Entries:
+    """Entries of a SciPy array; CSR, CSC and BSR are read as they are, all else through COO."""
     kind = getattr(x, "format", None)
     if kind is None or not hasattr(x, "tocoo"):
-        raise FormatError(f"from_scipy takes a scipy.sparse array, not {type(x).__name__}", remedy="from_dense(torch.as_tensor(x))")
+        raise FormatError(
+            f"from_scipy takes a scipy.sparse array, not {type(x).__name__}",
+            remedy="from_dense(torch.as_tensor(x))",
+        )
     check_shape(tuple(x.shape))
     target = torch.device(device) if device is not None else torch.get_default_device()
     shape = tuple(int(s) for s in x.shape)
@@ -67,10 +91,21 @@ def from_scipy(x: Any, device: torch.device | str | None, dtype: torch.dtype | N
         return _compressed(compressed, plain, values, shape, kind == "csc", block, check)
     coo = x.tocoo()
     coords = coo.coords if hasattr(coo, "coords") else (coo.row, coo.col)
-    return E.collect([_array(c, target) for c in coords], _array(coo.data, target, dtype), shape, order=tuple(range(len(shape))))
+    return E.collect(
+        [_array(c, target) for c in coords],
+        _array(coo.data, target, dtype),
+        shape,
+        order=tuple(range(len(shape))),
+    )
 
 
-def from_edge_index(edge_index: Tensor, weights: Tensor | None, num_nodes: int | tuple[int, int] | None, order: tuple[int, ...], check: bool) -> E.Entries:
+def from_edge_index(
+    edge_index: Tensor,
+    weights: Tensor | None,
+    num_nodes: int | tuple[int, int] | None,
+    order: tuple[int, ...],
+    check: bool,
+) -> E.Entries:
     """Entries of a graph's matrix ``A[source, target]``."""
     if edge_index.dim() != 2 or edge_index.shape[0] != 2:
         raise FormatError(f"edge_index has shape {tuple(edge_index.shape)}", expected="(2, edges)")
@@ -86,7 +121,9 @@ def from_edge_index(edge_index: Tensor, weights: Tensor | None, num_nodes: int |
     shape = (num_nodes, num_nodes) if isinstance(num_nodes, int) else tuple(num_nodes)
     check_shape(shape)
     if check:
-        _check_ranges([(f"edge_index[{d}]", edge_index[d], shape[d], f"{shape[d]} nodes") for d in (0, 1)])
+        _check_ranges(
+            [(f"edge_index[{d}]", edge_index[d], shape[d], f"{shape[d]} nodes") for d in (0, 1)]
+        )
     return E.collect((edge_index[0], edge_index[1]), weights, shape, order=order)
 
 
@@ -94,14 +131,34 @@ def to_torch(x: FormatBase, layout: torch.layout, block_shape: tuple[int, int] |
     """A `torch.sparse` tensor."""
     if layout == torch.sparse_coo:
         entries = E.ordered(E.to_elements(x.entries()), tuple(range(x.ndim)))
-        return torch.sparse_coo_tensor(torch.stack([c.long() for c in entries.coords]), _values(entries), x.shape, is_coalesced=True, check_invariants=False)
+        return torch.sparse_coo_tensor(
+            torch.stack([c.long() for c in entries.coords]),
+            _values(entries),
+            x.shape,
+            is_coalesced=True,
+            check_invariants=False,
+        )
     if layout not in _COMPRESSED:
-        raise UnsupportedError(f"to_torch({layout})", expected="torch.sparse_coo, sparse_csr, sparse_csc, sparse_bsr or sparse_bsc")
+        raise UnsupportedError(
+            f"to_torch({layout})",
+            expected="torch.sparse_coo, sparse_csr, sparse_csc, sparse_bsr or sparse_bsc",
+        )
     _check_matrix(x, f"to_torch({layout})")
     order = (0, 1) if layout in (torch.sparse_csr, torch.sparse_bsr) else (1, 0)
-    entries = _blocks_for(x, block_shape, order) if layout in _BLOCKED else E.ordered(E.to_elements(x.entries()), order)
+    entries = (
+        _blocks_for(x, block_shape, order)
+        if layout in _BLOCKED
+        else E.ordered(E.to_elements(x.entries()), order)
+    )
     pointers = pointers_of(entries.coords[order[0]], entries.grid[order[0]])
-    return torch.sparse_compressed_tensor(pointers.long(), entries.coords[order[1]].long(), _values(entries), x.shape, layout=layout, check_invariants=False)
+    return torch.sparse_compressed_tensor(
+        pointers.long(),
+        entries.coords[order[1]].long(),
+        _values(entries),
+        x.shape,
+        layout=layout,
+        check_invariants=False,
+    )
 
 
 def to_scipy(x: FormatBase, kind: str | None) -> Any:
@@ -109,19 +166,37 @@ def to_scipy(x: FormatBase, kind: str | None) -> Any:
     import scipy.sparse as sp
 
     if x.dtype in (torch.float16, torch.bfloat16):
-        raise UnsupportedError(f"SciPy has no sparse arrays of {x.dtype}", remedy="x.to(torch.float32).to_scipy()")
+        raise UnsupportedError(
+            f"SciPy has no sparse arrays of {x.dtype}", remedy="x.to(torch.float32).to_scipy()"
+        )
     kind = kind or ("coo" if x.ndim != 2 else "bsr" if _fits_blocks(x) else "csr")
     if kind not in ("coo", "csr", "csc", "bsr"):
-        raise UnsupportedError(f"to_scipy({kind!r})", expected='"coo", "csr", "csc" or "bsr"', remedy=f'to_scipy("coo").asformat({kind!r})')
+        raise UnsupportedError(
+            f"to_scipy({kind!r})",
+            expected='"coo", "csr", "csc" or "bsr"',
+            remedy=f'to_scipy("coo").asformat({kind!r})',
+        )
     if kind == "coo":
         entries = E.ordered(E.to_elements(x.entries()), tuple(range(x.ndim)))
-        return sp.coo_array((_numpy(_values(entries)), tuple(_numpy(c) for c in entries.coords)), shape=x.shape)
+        return sp.coo_array(
+            (_numpy(_values(entries)), tuple(_numpy(c) for c in entries.coords)), shape=x.shape
+        )
     _check_matrix(x, f"to_scipy({kind!r})")
     order = (1, 0) if kind == "csc" else (0, 1)
-    entries = _blocks_for(x, None, order) if kind == "bsr" else E.ordered(E.to_elements(x.entries()), order)
+    entries = (
+        _blocks_for(x, None, order)
+        if kind == "bsr"
+        else E.ordered(E.to_elements(x.entries()), order)
+    )
     pointers = pointers_of(entries.coords[order[0]], entries.grid[order[0]])
-    parts = (_numpy(_values(entries)), _numpy(entries.coords[order[1]]), _numpy(pointers).astype("int32" if entries.count < 2**31 else "int64"))
-    return {"csr": sp.csr_array, "csc": sp.csc_array, "bsr": sp.bsr_array}[kind](parts, shape=x.shape)
+    parts = (
+        _numpy(_values(entries)),
+        _numpy(entries.coords[order[1]]),
+        _numpy(pointers).astype("int32" if entries.count < 2**31 else "int64"),
+    )
+    return {"csr": sp.csr_array, "csc": sp.csc_array, "bsr": sp.bsr_array}[kind](
+        parts, shape=x.shape
+    )
 
 
 def to_edge_index(x: FormatBase) -> tuple[Tensor, Tensor | None]:
@@ -132,11 +207,16 @@ def to_edge_index(x: FormatBase) -> tuple[Tensor, Tensor | None]:
 
 
 def pointers_of(sorted_coords: Tensor, rows: int) -> Tensor:
-    """Row pointers of sorted coordinates: counted on the CPU, searched for elsewhere, where counting needs atomics."""
+    """Row pointers of sorted coordinates: counted on the CPU, searched for elsewhere, where
+    counting needs atomics.
+    """
     if sorted_coords.device.type == "cpu":
         counts = torch.bincount(sorted_coords, minlength=rows)
         return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return torch.searchsorted(sorted_coords.contiguous(), torch.arange(rows + 1, device=sorted_coords.device, dtype=sorted_coords.dtype))
+    return torch.searchsorted(
+        sorted_coords.contiguous(),
+        torch.arange(rows + 1, device=sorted_coords.device, dtype=sorted_coords.dtype),
+    )
 
 
 # --- torch.sparse ---
@@ -150,17 +230,28 @@ def _from_coo(x: Tensor) -> E.Entries:
         return E.Entries(coords, x.values(), shape, tuple(range(sparse)))
     # A hybrid tensor's dense dimensions are one block each.
     block = (1,) * sparse + shape[sparse:]
-    zero = coords[0].new_zeros(coords[0].shape[0]) if coords else torch.zeros(x.values().shape[0], dtype=torch.int32, device=x.device)
+    zero = (
+        coords[0].new_zeros(coords[0].shape[0])
+        if coords
+        else torch.zeros(x.values().shape[0], dtype=torch.int32, device=x.device)
+    )
     blocks = x.values().reshape(-1, *block)
-    return E.Entries((*coords, *[zero] * (x.dim() - sparse)), blocks, shape, tuple(range(x.dim())), block)
+    return E.Entries(
+        (*coords, *[zero] * (x.dim() - sparse)), blocks, shape, tuple(range(x.dim())), block
+    )
 
 
 def _from_compressed(x: Tensor, check: bool) -> E.Entries:
     by_row = x.layout in (torch.sparse_csr, torch.sparse_bsr)
-    compressed, plain = (x.crow_indices(), x.col_indices()) if by_row else (x.ccol_indices(), x.row_indices())
+    compressed, plain = (
+        (x.crow_indices(), x.col_indices()) if by_row else (x.ccol_indices(), x.row_indices())
+    )
     values, batch = x.values(), tuple(x.shape[: compressed.dim() - 1])
     if values.dim() > compressed.dim() + 2 * (x.layout in _BLOCKED):
-        raise UnsupportedError("from_torch got a compressed tensor with dense dimensions", remedy="x.to_sparse_coo(), or x.to_dense() and from_dense")
+        raise UnsupportedError(
+            "from_torch got a compressed tensor with dense dimensions",
+            remedy="x.to_sparse_coo(), or x.to_dense() and from_dense",
+        )
     block = tuple(values.shape[compressed.dim() :]) if x.layout in _BLOCKED else None
     shape = tuple(x.shape)
     if not batch:
@@ -169,7 +260,13 @@ def _from_compressed(x: Tensor, check: bool) -> E.Entries:
 
 
 def _compressed(
-    compressed: Tensor, plain: Tensor, values: Tensor, shape: tuple[int, ...], by_column: bool, block: tuple[int, ...] | None, check: bool
+    compressed: Tensor,
+    plain: Tensor,
+    values: Tensor,
+    shape: tuple[int, ...],
+    by_column: bool,
+    block: tuple[int, ...] | None,
+    check: bool,
 ) -> E.Entries:
     """CSR, CSC, BSR and BSC alike: pointers over one dimension, coordinates of the other."""
     native = (1, 0) if by_column else (0, 1)
@@ -180,32 +277,66 @@ def _compressed(
     rows = torch.repeat_interleave(counts, output_size=plain.shape[0])
     columns = plain.to(E.index_dtype(shape[native[1]]))
     in_order = not check or bool(((columns[1:] > columns[:-1]) | (rows[1:] != rows[:-1])).all())
-    entries = E.collect((columns, rows) if by_column else (rows, columns), values, shape, order=native, block_shape=block, in_order=in_order)
+    entries = E.collect(
+        (columns, rows) if by_column else (rows, columns),
+        values,
+        shape,
+        order=native,
+        block_shape=block,
+        in_order=in_order,
+    )
     merged = entries.count < plain.shape[0]
     return replace(entries, pointers=None if merged or block else compressed)
 
 
-def _batched(compressed: Tensor, plain: Tensor, values: Tensor, shape: tuple[int, ...], by_column: bool, block: tuple[int, ...] | None) -> E.Entries:
-    """One matrix of the same number of entries per batch; the batch dimensions come first and are never blocked."""
+def _batched(
+    compressed: Tensor,
+    plain: Tensor,
+    values: Tensor,
+    shape: tuple[int, ...],
+    by_column: bool,
+    block: tuple[int, ...] | None,
+) -> E.Entries:
+    """One matrix of the same number of entries per batch; the batch dimensions come first and are
+    never blocked.
+    """
     batch, inner = shape[:-2], block or ()
     grid = E.grid_of(shape[-2:], block) if block else shape[-2:]
     lines = grid[1] if by_column else grid[0]
-    line = torch.repeat_interleave(torch.arange(math.prod(batch) * lines, device=plain.device), compressed.diff(dim=-1).reshape(-1), output_size=plain.numel())
+    line = torch.repeat_interleave(
+        torch.arange(math.prod(batch) * lines, device=plain.device),
+        compressed.diff(dim=-1).reshape(-1),
+        output_size=plain.numel(),
+    )
     outer, other = (line % lines, plain.reshape(-1)) if lines else (line, plain.reshape(-1))
-    leading = E.unravel(line.div(max(lines, 1), rounding_mode="floor"), batch, tuple(range(len(batch))))
+    leading = E.unravel(
+        line.div(max(lines, 1), rounding_mode="floor"), batch, tuple(range(len(batch)))
+    )
     coords = (*leading, *((other, outer) if by_column else (outer, other)))
     narrow = tuple(c.to(E.index_dtype(s)) for c, s in zip(coords, shape))
     ones = (1,) * len(batch)
-    return E.Entries(narrow, values.reshape(-1, *(ones if block else ()), *inner), shape, (), (*ones, *block) if block else None)
+    return E.Entries(
+        narrow,
+        values.reshape(-1, *(ones if block else ()), *inner),
+        shape,
+        (),
+        (*ones, *block) if block else None,
+    )
 
 
-def _blocks_for(x: FormatBase, block_shape: tuple[int, int] | None, order: tuple[int, ...]) -> E.Entries:
+def _blocks_for(
+    x: FormatBase, block_shape: tuple[int, int] | None, order: tuple[int, ...]
+) -> E.Entries:
     block = block_shape or x.block_shape_or_none
     if block is None:
-        raise FormatError(f"a block layout of a {type(x).__name__} needs a block shape", remedy="block_shape=(32, 32)")
+        raise FormatError(
+            f"a block layout of a {type(x).__name__} needs a block shape",
+            remedy="block_shape=(32, 32)",
+        )
     if any(s % b for s, b in zip(x.shape, block)):
         raise UnsupportedError(
-            f"shape {x.shape} is not divisible by blocks of {tuple(block)}, which block layouts of torch and SciPy require",
+            f"shape {x.shape} is not divisible by blocks of {tuple(block)}, which block "
+            "layouts of torch and SciPy require",
             remedy="the COO or CSR layout, or a block shape that divides",
         )
     return E.to_blocks(x.entries(), tuple(block), order)
@@ -217,7 +348,9 @@ def _blocks_for(x: FormatBase, block_shape: tuple[int, int] | None, order: tuple
 def _values(entries: E.Entries) -> Tensor:
     if entries.values is not None:
         return entries.values
-    return torch.ones((entries.count, *(entries.block_shape or ())), device=entries.coords[0].device)
+    return torch.ones(
+        (entries.count, *(entries.block_shape or ())), device=entries.coords[0].device
+    )
 
 
 def _fits_blocks(x: FormatBase) -> bool:
@@ -227,42 +360,80 @@ def _fits_blocks(x: FormatBase) -> bool:
 
 def _check_matrix(x: FormatBase, what: str) -> None:
     if x.ndim != 2:
-        raise UnsupportedError(f"{what} of a tensor with {x.ndim} dimension(s)", expected="a matrix", remedy="the COO layout, which has any rank")
+        raise UnsupportedError(
+            f"{what} of a tensor with {x.ndim} dimension(s)",
+            expected="a matrix",
+            remedy="the COO layout, which has any rank",
+        )
 
 
 def _check_coords(name: str, c: Tensor, first: Tensor) -> None:
     if c.dtype not in (torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8):
-        raise DtypeError(f"{name} holds {str(c.dtype).removeprefix('torch.')}", expected="integers", remedy=f"{name}.long()")
+        raise DtypeError(
+            f"{name} holds {str(c.dtype).removeprefix('torch.')}",
+            expected="integers",
+            remedy=f"{name}.long()",
+        )
     if c.dim() != 1 or c.shape != first.shape:
-        raise FormatError(f"{name} has shape {tuple(c.shape)}", expected=f"one coordinate per entry, {tuple(first.shape[:1])}")
+        raise FormatError(
+            f"{name} has shape {tuple(c.shape)}",
+            expected=f"one coordinate per entry, {tuple(first.shape[:1])}",
+        )
     if c.device != first.device:
-        raise DeviceError(f"{name} is on {c.device} but the first on {first.device}", expected="all arrays on one device")
+        raise DeviceError(
+            f"{name} is on {c.device} but the first on {first.device}",
+            expected="all arrays on one device",
+        )
 
 
 def _check_ranges(arrays: list[tuple[str, Tensor, int, str]]) -> None:
-    raise_first([v for name, array, size, what in arrays for v in range_verdicts(name, array, size, 0, what)])
+    raise_first(
+        [
+            v
+            for name, array, size, what in arrays
+            for v in range_verdicts(name, array, size, 0, what)
+        ]
+    )
 
 
 def raise_first(verdicts: list[Verdict]) -> None:
     """One look at the device for all verdicts."""
-    for verdict, bad in zip(verdicts, torch.stack([v.bad for v in verdicts]).tolist() if verdicts else ()):
+    for verdict, bad in zip(
+        verdicts, torch.stack([v.bad for v in verdicts]).tolist() if verdicts else ()
+    ):
         if bad:
             raise verdict.explain()
 
 
-def _check_pointers(compressed: Tensor, plain: Tensor, grid: tuple[int, ...], native: tuple[int, ...]) -> None:
+def _check_pointers(
+    compressed: Tensor, plain: Tensor, grid: tuple[int, ...], native: tuple[int, ...]
+) -> None:
     rows, columns = grid[native[0]], grid[native[1]]
     if compressed.shape != (rows + 1,):
-        raise FormatError(f"there are {compressed.shape[0]} row pointers for {rows} rows", expected=f"{rows + 1}")
+        raise FormatError(
+            f"there are {compressed.shape[0]} row pointers for {rows} rows", expected=f"{rows + 1}"
+        )
     bad = (compressed[0] != 0) | (compressed[-1] != plain.shape[0]) | (compressed.diff() < 0).any()
     wrong = Verdict(
-        bad, lambda: FormatError("the row pointers do not rise from 0 to the number of entries", expected=f"0 <= ... <= {plain.shape[0]}, never falling")
+        bad,
+        lambda: FormatError(
+            "the row pointers do not rise from 0 to the number of entries",
+            expected=f"0 <= ... <= {plain.shape[0]}, never falling",
+        ),
     )
-    raise_first([wrong, *range_verdicts("indices", plain, columns, 0, f"dimension {native[1]} of size {columns}")])
+    raise_first(
+        [
+            wrong,
+            *range_verdicts(
+                "indices", plain, columns, 0, f"dimension {native[1]} of size {columns}"
+            ),
+        ]
+    )
 
 
 def _array(a: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    return torch.tensor(a, device=device, dtype=dtype)  # a copy: what SciPy does to its arrays later is no business of ours
+    # a copy: what SciPy does to its arrays later is no business of ours
+    return torch.tensor(a, device=device, dtype=dtype)
 
 
 def _numpy(t: Tensor) -> Any:

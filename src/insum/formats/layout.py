@@ -1,8 +1,9 @@
 """How a format's arrays name the coordinates of its entries, said once and without any data.
 
-An *entry* (or a block of entries) sits at a *position*: `p` in COO, `(p, q)` in GroupCOO, `(m, q)` in ELL. For every dimension a
-layout says where the coordinate of the entry at a position is found: in an index array over some of the position's axes, or in
-the axis itself. Everything generic (decompression, facts, validation, the rewriting of statements) is written against this.
+An *entry* (or a block of entries) sits at a *position*: `p` in COO, `(p, q)` in GroupCOO, `(m, q)`
+in ELL. For every dimension a layout says where the coordinate of the entry at a position is found:
+in an index array over some of the position's axes, or in the axis itself. Everything generic
+(decompression, facts, validation, the rewriting of statements) is written against this.
 """
 
 from __future__ import annotations
@@ -19,20 +20,25 @@ R = TypeVar("R")
 
 
 def constant(function: Callable[P, R]) -> Callable[P, R]:
-    """Cached by its arguments, and taken as a constant by torch.compile, which would otherwise trace through it."""
+    """Cached by its arguments, and taken as a constant by torch.compile, which would otherwise
+    trace through it.
+    """
     cached = functools.lru_cache(maxsize=1024)(function)
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         return cached(*args, **kwargs)  # type: ignore[arg-type]
 
-    # What torch.compiler.assume_constant_result does, without importing torch._dynamo, which takes seconds.
+    # What torch.compiler.assume_constant_result does, without importing torch._dynamo, which takes
+    # seconds.
     call._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return call
 
 
 def fixed(numbers: tuple[int, ...]) -> tuple[int, ...]:
-    """Numbers that decide the statement; under ``torch.compile(dynamic=True)``, which takes every number for a variable, made constants again."""
+    """Numbers that decide the statement; under ``torch.compile(dynamic=True)``, which takes every
+    number for a variable, made constants again.
+    """
     # A length of a list is known to the tracer, and so the number becomes known.
     return tuple(len([None] * n) for n in numbers) if torch.compiler.is_compiling() else numbers
 
@@ -41,8 +47,9 @@ def fixed(numbers: tuple[int, ...]) -> tuple[int, ...]:
 class Coordinate:
     """Where one dimension's coordinate is found.
 
-    ``field`` and ``number`` name the index array (``None``: the coordinate is position axis ``axes[0]`` itself); ``axes`` are the
-    position axes that it spans; ``padded`` says that it holds -1 where there is no entry.
+    ``field`` and ``number`` name the index array (``None``: the coordinate is position axis
+    ``axes[0]`` itself); ``axes`` are the position axes that it spans; ``padded`` says that it holds
+    -1 where there is no entry.
     """
 
     field: str | None
@@ -53,14 +60,15 @@ class Coordinate:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The position axes by name, one `Coordinate` per dimension, and whether positions hold blocks."""
+    """Position axes by name, a `Coordinate` per dimension, and whether positions hold blocks."""
 
     axes: tuple[str, ...]
     coordinates: tuple[Coordinate, ...]
     blocked: bool = False
 
 
-# Functions rather than properties: torch.compile traces these, and not properties of an object that it takes for a constant.
+# Functions rather than properties: torch.compile traces these, and not properties of an object that
+# it takes for a constant.
 
 
 def implicit_axes(layout: Layout) -> dict[int, int]:
@@ -81,10 +89,14 @@ def listed(rank: int, *, blocked: bool = False) -> Layout:
 
 @constant
 def grouped(rank: int, group_dims: tuple[int, ...], *, blocked: bool = False) -> Layout:
-    """GroupCOO, BlockGroupCOO: coordinates of the grouped dimensions once per group, of the others once per slot."""
+    """GroupCOO, BlockGroupCOO: coordinates of the grouped dimensions once per group, of the others
+    once per slot.
+    """
     rest = [d for d in range(rank) if d not in group_dims]
     coordinates = [
-        Coordinate("group_indices", group_dims.index(d), (0,)) if d in group_dims else Coordinate("slot_indices", rest.index(d), (0, 1), padded=True)
+        Coordinate("group_indices", group_dims.index(d), (0,))
+        if d in group_dims
+        else Coordinate("slot_indices", rest.index(d), (0, 1), padded=True)
         for d in range(rank)
     ]
     return Layout(("p", "q"), tuple(coordinates), blocked)
@@ -96,14 +108,24 @@ def rowwise(rank: int, group_dims: tuple[int, ...]) -> Layout:
     rest = [d for d in range(rank) if d not in group_dims]
     every = tuple(range(len(group_dims) + 1))
     coordinates = [
-        Coordinate(None, 0, (group_dims.index(d),)) if d in group_dims else Coordinate("indices", rest.index(d), every, padded=True) for d in range(rank)
+        Coordinate(None, 0, (group_dims.index(d),))
+        if d in group_dims
+        else Coordinate("indices", rest.index(d), every, padded=True)
+        for d in range(rank)
     ]
     return Layout((*(f"r{i}" for i in range(len(group_dims))), "q"), tuple(coordinates))
 
 
 @constant
 def tabled(rank: int, dim: int) -> Layout:
-    """Neighbour table: every dimension but one is an axis; the array holds the coordinate of that one."""
+    """Neighbour table: every dimension but one is an axis; the array holds the coordinate of that
+    one.
+    """
     rest = [d for d in range(rank) if d != dim]
-    coordinates = [Coordinate("table", 0, tuple(range(rank - 1)), padded=True) if d == dim else Coordinate(None, 0, (rest.index(d),)) for d in range(rank)]
+    coordinates = [
+        Coordinate("table", 0, tuple(range(rank - 1)), padded=True)
+        if d == dim
+        else Coordinate(None, 0, (rest.index(d),))
+        for d in range(rank)
+    ]
     return Layout(tuple(f"r{i}" for i in range(rank - 1)), tuple(coordinates))

@@ -18,15 +18,22 @@ def torch_notation(text: str, ranks: tuple[int, ...]) -> tuple[str, tuple[str, .
     left, arrow, right = squeezed.partition("->")
     inputs = left.split(",")
     if len(inputs) != len(ranks):
-        raise BindingError(f"{text!r} has {len(inputs)} operand(s), but {len(ranks)} were passed", statement=text)
+        raise BindingError(
+            f"{text!r} has {len(inputs)} operand(s), but {len(ranks)} were passed", statement=text
+        )
     taken = set(squeezed)
-    rest = max((rank - len(labels) + 3 for labels, rank in zip(inputs, ranks) if "..." in labels), default=0)
+    rest = max(
+        (rank - len(labels) + 3 for labels, rank in zip(inputs, ranks) if "..." in labels),
+        default=0,
+    )
     many = [fresh(f"e{d}", taken) for d in range(rest)]
     indices = [_labels(text, labels, rank, many) for labels, rank in zip(inputs, ranks)]
     output = _labels(text, right, None, many) if arrow else _implied(inputs, many)
     names = tuple(fresh(chr(ord("A") + i % 26), taken) for i in range(len(inputs)))
     _check_output(text, output, {v for i in indices for v in i})
-    product_ = " * ".join(f"{name}[{','.join(i)}]" if i else name for name, i in zip(names, indices))
+    product_ = " * ".join(
+        f"{name}[{','.join(i)}]" if i else name for name, i in zip(names, indices)
+    )
     return f"{fresh('Out', taken)}[{','.join(output)}] = {product_}", names
 
 
@@ -35,10 +42,19 @@ def _labels(text: str, labels: str, rank: int | None, many: list[str]) -> list[s
     bad = next((c for c in before + after if not (c.isascii() and c.isalpha())), None)
     if bad is not None:
         at = text.find(bad)
-        raise StatementError(f"{bad!r} is no index of torch.einsum's notation", expected="letters, ',', '->' and '...'", statement=text, span=Span(at, at + 1))
+        raise StatementError(
+            f"{bad!r} is no index of torch.einsum's notation",
+            expected="letters, ',', '->' and '...'",
+            statement=text,
+            span=Span(at, at + 1),
+        )
     count = len(many) if rank is None else rank - len(before) - len(after)
     if rank is not None and (count < 0 or count and not dots):
-        raise BindingError(f"an operand of {rank} dimension(s) is written {labels!r}", statement=text, expected="one letter per dimension")
+        raise BindingError(
+            f"an operand of {rank} dimension(s) is written {labels!r}",
+            statement=text,
+            expected="one letter per dimension",
+        )
     return [*before, *(many[len(many) - count :] if dots else ()), *after]
 
 
@@ -51,5 +67,9 @@ def _implied(inputs: list[str], many: list[str]) -> list[str]:
 def _check_output(text: str, output: list[str], known: set[str]) -> None:
     for label in output:
         if label not in known or output.count(label) > 1:
-            why = "does not stand in any operand" if label not in known else "stands twice in the output"
+            why = (
+                "does not stand in any operand"
+                if label not in known
+                else "stands twice in the output"
+            )
             raise StatementError(f"index {label!r} {why}", statement=text)

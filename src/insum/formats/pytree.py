@@ -1,6 +1,8 @@
-"""Formats as pytree nodes: what makes torch.compile, export, tree_map and DDP see through them to their dense tensors.
+"""Formats as pytree nodes: what makes torch.compile, export, tree_map and DDP see through them to
+their dense tensors.
 
-The only file that uses `torch.utils._pytree`, whose registration functions are what torch documents for this purpose.
+The only file that uses `torch.utils._pytree`, whose registration functions are what torch documents
+for this purpose.
 """
 
 from __future__ import annotations
@@ -17,19 +19,28 @@ F = TypeVar("F", bound="type[SparseFormat]")
 
 
 def register(cls: F) -> F:
-    """Class decorator: the tensors are children, everything else is context. Unflattening never validates."""
+    """Class decorator: the tensors are children, everything else is context. Unflattening never
+    validates.
+    """
 
     def flatten(x: SparseFormat) -> tuple[list[Any], tuple[Any, ...]]:
         names = cls._arrays[x.values is None :]  # a pattern has no values, not a leaf that is None
-        return [getattr(x, name) for name in names], (names, *(getattr(x, name) for name in cls._static))
+        return [getattr(x, name) for name in names], (
+            names,
+            *(getattr(x, name) for name in cls._static),
+        )
 
     def flatten_with_keys(x: SparseFormat) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
         children, context = flatten(x)
-        return [(pytree.GetAttrKey(name), child) for name, child in zip(context[0], children)], context
+        return [
+            (pytree.GetAttrKey(name), child) for name, child in zip(context[0], children)
+        ], context
 
     def unflatten(children: Any, context: tuple[Any, ...]) -> SparseFormat:
         names, *static = context
-        return cls._make(**{"values": None, **dict(zip(names, children)), **dict(zip(cls._static, static))})
+        return cls._make(
+            **{"values": None, **dict(zip(names, children)), **dict(zip(cls._static, static))}
+        )
 
     pytree.register_pytree_node(
         cls,

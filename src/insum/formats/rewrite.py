@@ -1,4 +1,6 @@
-"""A statement over sparse operands -> indirect statements over dense arrays. Pure text and names: no tensor is touched here."""
+"""A statement over sparse operands -> indirect statements over dense arrays. Pure text and names:
+no tensor is touched here.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ _KEEP_ZERO = frozenset({"abs", "relu", "sqrt", "tanh", "sign", "conj"})
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One statement, the arguments it is called with, which of them hold padding, and how the output's dimensions are split."""
+    """One statement, the arguments it is called with, which of them hold padding, and how the
+    output's dimensions are split.
+    """
 
     statement: str
     sources: tuple[Source, ...]
@@ -42,7 +46,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Rewrite:
-    """What a call of `einsum` has to do. ``places`` are the operands' dimensions at which an index variable stands alone."""
+    """What a call of `einsum` has to do. ``places`` are the operands' dimensions at which an index
+    variable stands alone.
+    """
 
     text: str
     target: str
@@ -56,12 +62,16 @@ class Rewrite:
 
 @constant
 def rewrite(text: str, operands: tuple[tuple[object, ...], ...], dense_output: bool) -> Rewrite:
-    """The rewritten form of a statement for operands of these kinds (`Operand` as tuples); made once for each combination."""
+    """The rewritten form of a statement for operands of these kinds (`Operand` as tuples); made
+    once for each combination.
+    """
     return Rewriter(parse(text), {str(o[0]): Operand(*o) for o in operands}, dense_output).run()  # type: ignore[arg-type]
 
 
 class Rewriter:
-    def __init__(self, statement: Statement, operands: dict[str, Operand], dense_output: bool) -> None:
+    def __init__(
+        self, statement: Statement, operands: dict[str, Operand], dense_output: bool
+    ) -> None:
         self.statement, self.target = statement, statement.target
         self.text = statement.text or str(statement)
         self.operands, self.dense_output = operands, dense_output
@@ -78,14 +88,26 @@ class Rewriter:
             groups.setdefault(self.patterns_in(term.value), []).append(term.value)
         pieces = tuple(self.piece(keys, values, like) for keys, values in groups.items())
         dims = tuple(index.var for index in self.target.indices)
-        made = Rewrite(self.text, self.target.tensor, self.statement.operator, dims, pieces, self.places())
+        made = Rewrite(
+            self.text, self.target.tensor, self.statement.operator, dims, pieces, self.places()
+        )
         if like is None:
             return made
         access = self.output_access(like)
         order = [index.var for index in access.indices]
-        return replace(made, result_like=access.tensor, permutation=tuple(order.index(v) for v in dims))
+        return replace(
+            made, result_like=access.tensor, permutation=tuple(order.index(v) for v in dims)
+        )
 
-    def fail(self, kind: type[InsumError], fact: str, *, span: Span | None = None, expected: str = "", remedy: str = "") -> NoReturn:
+    def fail(
+        self,
+        kind: type[InsumError],
+        fact: str,
+        *,
+        span: Span | None = None,
+        expected: str = "",
+        remedy: str = "",
+    ) -> NoReturn:
         raise kind(fact, statement=self.text, span=span, expected=expected, remedy=remedy)
 
     def is_sparse(self, name: str) -> bool:
@@ -99,7 +121,12 @@ class Rewriter:
         for name in reads:
             if name not in self.operands:
                 span = next((a.span for a in self.every_access() if a.tensor == name), None)
-                self.fail(BindingError, f"{name} stands in the statement but was not passed", span=span, remedy=f"{name}=...")
+                self.fail(
+                    BindingError,
+                    f"{name} stands in the statement but was not passed",
+                    span=span,
+                    remedy=f"{name}=...",
+                )
         for name in self.operands:
             if name not in allowed:
                 what = (
@@ -107,18 +134,34 @@ class Rewriter:
                     if name == self.target.tensor
                     else f"{name} was passed but does not stand in the statement"
                 )
-                self.fail(BindingError, what, remedy=f"+= to accumulate into {name}" if name == self.target.tensor else "")
+                self.fail(
+                    BindingError,
+                    what,
+                    remedy=f"+= to accumulate into {name}" if name == self.target.tensor else "",
+                )
 
     def check_accesses(self) -> None:
         for access in self.every_access():
             operand = self.operands.get(access.tensor)
             if operand is not None and len(access.indices) != operand.rank:
-                fact = f"{access.tensor} has {operand.rank} dimension(s) but {access} has {len(access.indices)} index(es)"
-                self.fail(BindingError, fact, span=access.span, remedy="write one index per dimension")
+                fact = (
+                    f"{access.tensor} has {operand.rank} dimension(s) but {access} has "
+                    f"{len(access.indices)} index(es)"
+                )
+                self.fail(
+                    BindingError, fact, span=access.span, remedy="write one index per dimension"
+                )
             for index in access.indices:
-                inner = next((a for a in accesses(index, nested=False) if self.is_sparse(a.tensor)), None)
+                inner = next(
+                    (a for a in accesses(index, nested=False) if self.is_sparse(a.tensor)), None
+                )
                 if inner is not None:
-                    self.fail(UnsupportedError, f"{inner.tensor} is sparse and stands in an index", span=inner.span, remedy=f"{inner.tensor}.to_dense()")
+                    self.fail(
+                        UnsupportedError,
+                        f"{inner.tensor} is sparse and stands in an index",
+                        span=inner.span,
+                        remedy=f"{inner.tensor}.to_dense()",
+                    )
         for access in (self.target, *accesses(self.statement.value)):
             if self.is_sparse(access.tensor):
                 self.check_sparse(access)
@@ -145,7 +188,12 @@ class Rewriter:
             )
         if self.statement.operator in ("max=", "min=") and self.operands[access.tensor].block_shape:
             remedy = f'{access.tensor}.to_format("GroupCOO")'
-            self.fail(UnsupportedError, f"{self.statement.operator} over a block format would see the zeros inside blocks", span=access.span, remedy=remedy)
+            self.fail(
+                UnsupportedError,
+                f"{self.statement.operator} over a block format would see the zeros inside blocks",
+                span=access.span,
+                remedy=remedy,
+            )
 
     def every_access(self) -> Iterator[Access]:
         yield self.target
@@ -164,24 +212,32 @@ class Rewriter:
     # --- patterns ---
 
     def patterns_in(self, term: Expr) -> tuple[object, ...]:
-        """The patterns of the sparse accesses of a term, spelled; what is absent in one of them must not count."""
+        """The patterns of the sparse accesses of a term, spelled; what is absent in one of them
+        must not count.
+        """
         keys: dict[object, Access] = {}
         for access in accesses(term, nested=False):
             if self.is_sparse(access.tensor):
                 keys.setdefault(self.key_of(access), access)
         for key, access in keys.items():
             if key not in self.spellings:
-                self.spellings[key] = spell(self.operands[access.tensor], self.names_of(access), self.taken)
+                self.spellings[key] = spell(
+                    self.operands[access.tensor], self.names_of(access), self.taken
+                )
             if self.statement.operator in ("=", "+=") and not self.vanishes(term, key):
                 fact = f"the right side is not zero where {access.tensor} has no entry"
                 self.fail(
                     UnsupportedError,
                     fact,
                     span=access.span,
-                    expected="a product with the sparse operand, or a function of it that is 0 at 0",
+                    expected="a product with the sparse operand, or a function of it that is 0 "
+                    "at 0",
                     remedy=f"{access.tensor}.to_dense()",
                 )
-        self.check_meetings([self.spellings[k] for k in keys], {self.spellings[k].operand.name: a for k, a in keys.items()})
+        self.check_meetings(
+            [self.spellings[k] for k in keys],
+            {self.spellings[k].operand.name: a for k, a in keys.items()},
+        )
         return tuple(keys)
 
     def key_of(self, access: Access) -> object:
@@ -204,26 +260,39 @@ class Rewriter:
         return False
 
     def check_meetings(self, spellings: list[Spelling], where: dict[str, Access]) -> None:
-        """Two patterns may not both say where an index variable has entries: that would be an intersection."""
+        """Two patterns may not both say where an index variable has entries: that would be an
+        intersection.
+        """
         owner: dict[str, Spelling] = {}
         for spelling in spellings:
             for variable in spelling.variables:
                 other = owner.get(variable)
-                both = other is not None and variable in other.compressed and variable in spelling.compressed
+                both = (
+                    other is not None
+                    and variable in other.compressed
+                    and variable in spelling.compressed
+                )
                 blocks = other is not None and (other.blocks or spelling.blocks)
                 if other is not None and (both or blocks):
-                    self.refuse_intersection(other.operand.name, spelling.operand.name, variable, where)
+                    self.refuse_intersection(
+                        other.operand.name, spelling.operand.name, variable, where
+                    )
                 if other is None or variable in spelling.compressed:
                     owner[variable] = spelling
         self.check_cycles(spellings, where)
 
-    def refuse_intersection(self, one: str, two: str, variable: str, where: dict[str, Access]) -> NoReturn:
+    def refuse_intersection(
+        self, one: str, two: str, variable: str, where: dict[str, Access]
+    ) -> NoReturn:
         self.fail(
             UnsupportedError,
-            f"{one} and {two} are both sparse and meet in index {variable!r}: their entries would have to be intersected",
+            f"{one} and {two} are both sparse and meet in index {variable!r}: their entries "
+            "would have to be intersected",
             span=where[two].span,
-            expected="operands that share one pattern (the same index arrays, as with_values gives), or one that stores the shared dimension densely",
-            remedy=f"{two}.to_dense(), or bring both to one pattern first; {two}.to_format('ELL') where the shared index is its row",
+            expected="operands that share one pattern (the same index arrays, as with_values "
+            "gives), or one that stores the shared dimension densely",
+            remedy=f"{two}.to_dense(), or bring both to one pattern first; "
+            f"{two}.to_format('ELL') where the shared index is its row",
         )
 
     def check_cycles(self, spellings: list[Spelling], where: dict[str, Access]) -> None:
@@ -232,19 +301,37 @@ class Rewriter:
             seen, front = set(), {start}
             while front:
                 seen |= front
-                front = {v for name in front for form in becomes.get(name, ()) for v in variables(form)} & set(becomes)
+                front = {
+                    v for name in front for form in becomes.get(name, ()) for v in variables(form)
+                } & set(becomes)
                 if start in front:
                     names = list(where)
                     self.refuse_intersection(names[0], names[-1], start, where)
                 front -= seen
 
     def pattern_of_output(self) -> object | None:
-        """The pattern that the output has: that of a sparse operand with exactly its indices in every term; or none, for a dense output."""
+        """The pattern that the output has: that of a sparse operand with exactly its indices in
+        every term; or none, for a dense output.
+        """
         passed = self.operands.get(self.target.tensor)
-        like = None if self.dense_output or passed is not None and not passed.kind else self.common_pattern()
-        if passed is not None and passed.kind and (like is None or self.key_of(self.target) != like):
-            fact = f"the output {self.target.tensor} is sparse, but the right side does not keep to its pattern"
-            remedy = f"pass {self.target.tensor} as a dense tensor, or multiply by an operand with {self.target.tensor}'s own index arrays"
+        like = (
+            None
+            if self.dense_output or passed is not None and not passed.kind
+            else self.common_pattern()
+        )
+        if (
+            passed is not None
+            and passed.kind
+            and (like is None or self.key_of(self.target) != like)
+        ):
+            fact = (
+                f"the output {self.target.tensor} is sparse, but the right side does not "
+                "keep to its pattern"
+            )
+            remedy = (
+                f"pass {self.target.tensor} as a dense tensor, or multiply by an operand "
+                f"with {self.target.tensor}'s own index arrays"
+            )
             self.fail(UnsupportedError, fact, span=self.target.span, remedy=remedy)
         return like
 
@@ -254,13 +341,21 @@ class Rewriter:
         if len(wanted) < len(names):
             return None
         patterns = [
-            [self.key_of(a) for a in accesses(term.value, nested=False) if self.is_sparse(a.tensor) and set(self.names_of(a)) == wanted]
+            [
+                self.key_of(a)
+                for a in accesses(term.value, nested=False)
+                if self.is_sparse(a.tensor) and set(self.names_of(a)) == wanted
+            ]
             for term in expand(self.statement)
         ]
         return next((key for key in patterns[0] if all(key in p for p in patterns)), None)
 
     def output_access(self, key: object) -> Access:
-        return next(a for a in accesses(self.statement.value, nested=False) if self.is_sparse(a.tensor) and self.key_of(a) == key)
+        return next(
+            a
+            for a in accesses(self.statement.value, nested=False)
+            if self.is_sparse(a.tensor) and self.key_of(a) == key
+        )
 
     # --- one statement ---
 
@@ -270,7 +365,13 @@ class Rewriter:
         if like is None:
             target, splits = writer.access(self.target)
         else:
-            target, splits = Access(self.target.tensor, tuple(writer.index(i) for i in self.spellings[like].positions)), ()
+            target, splits = (
+                Access(
+                    self.target.tensor,
+                    tuple(writer.index(i) for i in self.spellings[like].positions),
+                ),
+                (),
+            )
         terms = [writer.term(value, target) for value in values]
         statement = Statement(target, self.statement.operator, total(terms))
         used = {target.tensor, *tensors_of(statement)}

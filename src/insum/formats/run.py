@@ -27,7 +27,9 @@ def rewritten(text: str, given: Mapping[str, Operand], dense_output: bool) -> Re
 
 
 def _signature(given: Mapping[str, Operand]) -> tuple[tuple[object, ...], ...]:
-    """What rewriting depends on: kinds, ranks, groups, blocks, and which index arrays are the same object."""
+    """What rewriting depends on: kinds, ranks, groups, blocks, and which index arrays are the same
+    object.
+    """
     seen: list[Tensor] = []
     return tuple(_signature_of(name, x, seen) for name, x in given.items())
 
@@ -36,7 +38,9 @@ def _signature_of(name: str, x: Operand, seen: list[Tensor]) -> tuple[object, ..
     if not isinstance(x, SparseFormat):
         return name, x.ndim if isinstance(x, Tensor) else 0
     rank, kind, dims, block, places, even = x.signature
-    numbers = tuple(_number(_array(x, *place), seen) if isinstance(place, tuple) else place for place in places)
+    numbers = tuple(
+        _number(_array(x, *place), seen) if isinstance(place, tuple) else place for place in places
+    )
     return name, rank, kind, dims, block, numbers, x.values is None, even
 
 
@@ -83,7 +87,10 @@ class Call:
         extents = self.check()
         like = self.given.get(self.plan.result_like)
         shape = self.values_shape(like) if isinstance(like, SparseFormat) else self.shape(extents)
-        return [api.explain_dense(p.statement, self.arguments(p), **self.options(p, shape)) for p in self.plan.pieces]
+        return [
+            api.explain_dense(p.statement, self.arguments(p), **self.options(p, shape))
+            for p in self.plan.pieces
+        ]
 
     def check(self) -> dict[str, Size]:
         """Extents of all index variables, the same wherever they stand, and one device."""
@@ -94,22 +101,43 @@ class Call:
             for size, name, dim in found[1:]:
                 if size != found[0][0]:
                     first = f"{found[0][0]} in {found[0][1]} (dimension {found[0][2]})"
-                    fact = f"index {variable!r} has two extents: {first} and {size} in {name} (dimension {dim})"
+                    fact = (
+                        f"index {variable!r} has two extents: {first} and {size} in {name} "
+                        f"(dimension {dim})"
+                    )
                     raise BindingError(
-                        fact, statement=self.plan.text, passed=self.passed(), remedy="check the order of the indices, or use another name for one of them"
+                        fact,
+                        statement=self.plan.text,
+                        passed=self.passed(),
+                        remedy="check the order of the indices, or use another name for one of "
+                        "them",
                     )
         self.check_devices()
         return extents
 
     def check_devices(self) -> None:
-        devices = [(name, x.device) for name, x in self.given.items() if isinstance(x, SparseFormat) or isinstance(x, Tensor) and x.ndim]
+        devices = [
+            (name, x.device)
+            for name, x in self.given.items()
+            if isinstance(x, SparseFormat) or isinstance(x, Tensor) and x.ndim
+        ]
         for name, device in devices[1:]:
             if device != devices[0][1]:
                 fact = f"{devices[0][0]} is on {devices[0][1]} but {name} is on {device}"
-                raise DeviceError(fact, statement=self.plan.text, expected="all operands on one device", remedy=f"{name}.to({str(devices[0][1])!r})")
+                raise DeviceError(
+                    fact,
+                    statement=self.plan.text,
+                    expected="all operands on one device",
+                    remedy=f"{name}.to({str(devices[0][1])!r})",
+                )
 
     def passed(self) -> list[str]:
-        return [f"{name}: {type(x).__name__} {tuple(x.shape)}" if isinstance(x, SparseFormat | Tensor) else f"{name}: {x!r}" for name, x in self.given.items()]
+        return [
+            f"{name}: {type(x).__name__} {tuple(x.shape)}"
+            if isinstance(x, SparseFormat | Tensor)
+            else f"{name}: {x!r}"
+            for name, x in self.given.items()
+        ]
 
     def shape(self, extents: Mapping[str, Size]) -> tuple[Size, ...] | None:
         """The shape of the output, where index variables and options tell it."""
@@ -118,17 +146,35 @@ class Call:
         told: dict[Any, Any] = dict(self.sizes or {})
         if self.plan.target in told:
             return tuple(told[self.plan.target])
-        found = [extents.get(name, told.get(name)) if name is not None else told.get(dim) for dim, name in enumerate(self.plan.dims)]
-        return None if any(size is None for size in found) else tuple(size for size in found if size is not None)
+        found = [
+            extents.get(name, told.get(name)) if name is not None else told.get(dim)
+            for dim, name in enumerate(self.plan.dims)
+        ]
+        return (
+            None
+            if any(size is None for size in found)
+            else tuple(size for size in found if size is not None)
+        )
 
     # --- outputs ---
 
     def options(self, piece: Piece, shape: tuple[Size, ...] | None) -> dict[str, Any]:
-        """Options of the statement's call: the shape where it is known, else what the user said of sizes."""
+        """Options of the statement's call: the shape where it is known, else what the user said of
+        sizes.
+        """
         if shape is not None:
-            return {"out_shape": _split_shape(shape, piece.splits), "sizes": self.other_sizes(), "padded": piece.padded}
+            return {
+                "out_shape": _split_shape(shape, piece.splits),
+                "sizes": self.other_sizes(),
+                "padded": piece.padded,
+            }
         if piece.splits:
-            raise BindingError("the shape of the output is not known", statement=self.plan.text, passed=self.passed(), remedy="out_shape=(...)")
+            raise BindingError(
+                "the shape of the output is not known",
+                statement=self.plan.text,
+                passed=self.passed(),
+                remedy="out_shape=(...)",
+            )
         return {"sizes": self.sizes, "padded": piece.padded}
 
     def dense(self, piece: Piece, shape: tuple[Size, ...] | None) -> Tensor:
@@ -138,34 +184,70 @@ class Call:
 
     def other_sizes(self) -> dict[str | int, Size | Sequence[Size]]:
         """``sizes=`` of variables that stand alone in no operand and not on the left."""
-        told = {name for name, _ in self.plan.places} | {self.plan.target, *(d for d in self.plan.dims if d)}
-        return {key: size for key, size in (self.sizes or {}).items() if isinstance(key, str) and key not in told}
+        told = {name for name, _ in self.plan.places} | {
+            self.plan.target,
+            *(d for d in self.plan.dims if d),
+        }
+        return {
+            key: size
+            for key, size in (self.sizes or {}).items()
+            if isinstance(key, str) and key not in told
+        }
 
     def into(self, target: Operand, shape: tuple[Size, ...] | None) -> Tensor:
-        """Accumulate into a dense tensor: directly where one statement does it and blocks divide it, else through a tensor beside it."""
+        """Accumulate into a dense tensor: directly where one statement does it and blocks divide
+        it, else through a tensor beside it.
+        """
         if not isinstance(target, Tensor):
-            raise BindingError(f"{self.plan.target} is a {type(target).__name__}", statement=self.plan.text, expected="a tensor to accumulate into")
+            raise BindingError(
+                f"{self.plan.target} is a {type(target).__name__}",
+                statement=self.plan.text,
+                expected="a tensor to accumulate into",
+            )
         first, name = self.plan.pieces[0], self.plan.target
-        if len(self.plan.pieces) == 1 and all(target.shape[dim] % size == 0 for dim, size in first.splits):
+        if len(self.plan.pieces) == 1 and all(
+            target.shape[dim] % size == 0 for dim, size in first.splits
+        ):
             view = target.view(_split_shape(target.shape, first.splits))
-            api.insum(first.statement, padded=first.padded, sizes=self.other_sizes(), **{**self.arguments(first), name: view})
+            api.insum(
+                first.statement,
+                padded=first.padded,
+                sizes=self.other_sizes(),
+                **{**self.arguments(first), name: view},
+            )
             return target
         sums = _sum([self.dense(piece, tuple(target.shape)) for piece in self.plan.pieces])
         indices = ",".join(f"i{d}" for d in range(target.ndim))
-        return api.insum(f"{name}[{indices}] += {name}_sum[{indices}]", **{name: target, f"{name}_sum": sums})  # type: ignore[arg-type]
+        return api.insum(
+            f"{name}[{indices}] += {name}_sum[{indices}]",
+            **{name: target, f"{name}_sum": sums},  # type: ignore[arg-type]
+        )
 
     def sparse(self, passed: Operand | None) -> SparseFormat:
         """The pattern of an operand with new values."""
         like = self.given[self.plan.result_like]
         assert isinstance(like, SparseFormat)
         if passed is None:
-            values = _sum([api.insum(p.statement, **self.options(p, self.values_shape(like)), **self.arguments(p)) for p in self.plan.pieces])
+            values = _sum(
+                [
+                    api.insum(
+                        p.statement, **self.options(p, self.values_shape(like)), **self.arguments(p)
+                    )
+                    for p in self.plan.pieces
+                ]
+            )
             return like.with_values(values).permute(*self.plan.permutation)
         if not isinstance(passed, SparseFormat) or passed.values is None:
-            fact = f"the output {self.plan.target} is a pattern and has no values to accumulate into"
+            fact = (
+                f"the output {self.plan.target} is a pattern and has no values to accumulate into"
+            )
             raise BindingError(fact, statement=self.plan.text, remedy="with_values(...)")
         for p in self.plan.pieces:
-            api.insum(p.statement, padded=p.padded, **{**self.arguments(p), self.plan.target: passed.values})
+            api.insum(
+                p.statement,
+                padded=p.padded,
+                **{**self.arguments(p), self.plan.target: passed.values},
+            )
         return passed
 
     def values_shape(self, x: SparseFormat) -> tuple[Size, ...]:
@@ -179,14 +261,20 @@ class Call:
     def argument(self, source: Source, piece: Piece) -> Value:
         x = self.given[source.operand]
         if not isinstance(x, SparseFormat):
-            return _split(x, source.splits, source.is_index) if isinstance(x, Tensor) and source.splits else x
+            return (
+                _split(x, source.splits, source.is_index)
+                if isinstance(x, Tensor) and source.splits
+                else x
+            )
         match source.field:
             case "values" if x.values is not None:
                 return x.values
             case "values" | "ones":
                 return x.ones(self.dtype(piece))
             case "unit":
-                return torch.ones((), dtype=self.dtype(piece), device=x.device).expand(x.grid[source.number])
+                return torch.ones((), dtype=self.dtype(piece), device=x.device).expand(
+                    x.grid[source.number]
+                )
             case field:
                 return _array(x, field, source.number)
 
@@ -194,7 +282,12 @@ class Call:
         """A dtype for ones that changes nothing: that of the first values in the statement."""
         for source in piece.sources:
             x = self.given[source.operand]
-            if not source.is_index and isinstance(x, SparseFormat | Tensor) and x.dtype is not None and source.field in ("", "values"):
+            if (
+                not source.is_index
+                and isinstance(x, SparseFormat | Tensor)
+                and x.dtype is not None
+                and source.field in ("", "values")
+            ):
                 return x.dtype
         return torch.get_default_dtype()
 
@@ -208,7 +301,9 @@ def _sum(results: Sequence[Tensor]) -> Tensor:
 
 
 def _split(x: Tensor, splits: tuple[tuple[int, int], ...], is_index: bool) -> Tensor:
-    """Dimensions cut into blocks, the last block padded: with zeros, or with -1 where the tensor is an index."""
+    """Dimensions cut into blocks, the last block padded: with zeros, or with -1 where the tensor is
+    an index.
+    """
     shape = list(x.shape)
     for dim, size in splits:
         shape[dim] = -(-shape[dim] // size) * size
@@ -217,7 +312,11 @@ def _split(x: Tensor, splits: tuple[tuple[int, int], ...], is_index: bool) -> Te
 
 def _split_shape(shape: Sequence[Size], splits: tuple[tuple[int, int], ...]) -> tuple[Size, ...]:
     sizes = dict(splits)
-    return tuple(part for dim, size in enumerate(shape) for part in ((-(-size // sizes[dim]), sizes[dim]) if dim in sizes else (size,)))
+    return tuple(
+        part
+        for dim, size in enumerate(shape)
+        for part in ((-(-size // sizes[dim]), sizes[dim]) if dim in sizes else (size,))
+    )
 
 
 def _joined(x: Tensor, shape: Sequence[Size], splits: tuple[tuple[int, int], ...]) -> Tensor:

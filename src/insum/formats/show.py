@@ -18,8 +18,18 @@ def text(x: FormatBase) -> str:
 
 def html(x: FormatBase) -> str:
     """A small table for notebooks."""
-    rows = {"shape": x.shape, "dtype": _dtype(x), **_facts(x), "bytes": f"{x.nbytes:,}", "device": x.device}
-    cells = "".join(f"<tr><th style='text-align:left'>{_html.escape(str(k))}</th><td>{_html.escape(str(v))}</td></tr>" for k, v in rows.items())
+    rows = {
+        "shape": x.shape,
+        "dtype": _dtype(x),
+        **_facts(x),
+        "bytes": f"{x.nbytes:,}",
+        "device": x.device,
+    }
+    cells = "".join(
+        f"<tr><th style='text-align:left'>{_html.escape(str(k))}</th>"
+        f"<td>{_html.escape(str(v))}</td></tr>"
+        for k, v in rows.items()
+    )
     return f"<table><caption><b>{type(x).__name__}</b></caption>{cells}</table>"
 
 

@@ -1,7 +1,8 @@
 """How a sparse operand is spelled in a statement: the rule of its layout, with names.
 
-`A[m,k]` in GroupCOO becomes the value access `AV[p,q]`; wherever else `m` and `k` stand, they become `AM[p]` and `AK[p,q]`. In a block
-format each becomes two indices, `(AM[p], bm)` and `(AK[p,q], bk)`, and the dimensions that they index are split in two.
+`A[m,k]` in GroupCOO becomes the value access `AV[p,q]`; wherever else `m` and `k` stand, they
+become `AM[p]` and `AK[p,q]`. In a block format each becomes two indices, `(AM[p], bm)` and
+`(AK[p,q], bk)`, and the dimensions that they index are split in two.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from insum.lang.expr import Access, Affine, fresh, index_of
 class Operand:
     """What the rewriting must know of one operand: hashable, without tensors.
 
-    ``kind`` is the format's name, or empty for a dense tensor (or number). ``dims`` are the grouped dimensions, or the compressed
-    one of a table. ``arrays`` numbers the index array of every dimension (-1: none), equal numbers for the same tensor object.
+    ``kind`` is the format's name, or empty for a dense tensor (or number). ``dims`` are the grouped
+    dimensions, or the compressed one of a table. ``arrays`` numbers the index array of every
+    dimension (-1: none), equal numbers for the same tensor object.
     """
 
     name: str
@@ -48,8 +50,9 @@ class Operand:
 class Source:
     """How one argument of the rewritten statement is made from an operand.
 
-    ``field``: ``values``, ``ones`` (values of 1), ``unit`` (a vector of ones along dimension ``number``), an index array's field, or
-    empty for a dense operand, whose dimensions in ``splits`` are cut into blocks: (dimension, block size).
+    ``field``: ``values``, ``ones`` (values of 1), ``unit`` (a vector of ones along dimension
+    ``number``), an index array's field, or empty for a dense operand, whose dimensions in
+    ``splits`` are cut into blocks: (dimension, block size).
     """
 
     name: str
@@ -86,15 +89,22 @@ class Spelling:
 
 
 def pattern_key(operand: Operand, variables: tuple[str, ...]) -> object:
-    """Equal for accesses that name the same positions: the same arrays and blocks for the same index variables."""
-    return operand.kind, frozenset(zip(variables, operand.arrays, operand.block_shape or (0,) * operand.rank))
+    """Equal for accesses that name the same positions: the same arrays and blocks for the same
+    index variables.
+    """
+    return operand.kind, frozenset(
+        zip(variables, operand.arrays, operand.block_shape or (0,) * operand.rank)
+    )
 
 
 def spell(operand: Operand, variables: tuple[str, ...], taken: set[str]) -> Spelling:
     """The spelling of ``operand[variables]`` with names that nothing else has."""
     form = operand.layout
     owners = {axis: variables[dim] for dim, axis in layout.implicit_axes(form).items()}
-    axes = [index_of(owners[a] if a in owners else fresh(name, taken)) for a, name in enumerate(form.axes)]
+    axes = [
+        index_of(owners[a] if a in owners else fresh(name, taken))
+        for a, name in enumerate(form.axes)
+    ]
     inner = [index_of(fresh(f"b{v}", taken)) for v in variables] if form.blocked else []
     spelling = Spelling(operand, variables, (*axes, *inner))
     for dim, (variable, coordinate) in enumerate(zip(variables, form.coordinates)):
@@ -103,6 +113,8 @@ def spell(operand: Operand, variables: tuple[str, ...], taken: set[str]) -> Spel
         name = fresh(f"{operand.name}{variable.upper()}", taken)
         access = Affine(((1, Access(name, tuple(axes[a] for a in coordinate.axes))),))
         spelling.becomes[variable] = (access, inner[dim]) if form.blocked else (access,)
-        spelling.sources[name] = Source(name, operand.name, coordinate.field, coordinate.number, is_index=True)
+        spelling.sources[name] = Source(
+            name, operand.name, coordinate.field, coordinate.number, is_index=True
+        )
         spelling.padded += (name,) if coordinate.padded else ()
     return spelling

@@ -1,4 +1,6 @@
-"""One statement rewritten: sparse accesses become value accesses, compressed variables what their spellings say."""
+"""One statement rewritten: sparse accesses become value accesses, compressed variables what their
+spellings say.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,19 @@ from typing import TYPE_CHECKING
 from insum.errors import UnsupportedError
 from insum.formats.layout import implicit_axes
 from insum.formats.spell import Operand, Source, Spelling
-from insum.lang.expr import Access, Affine, Atom, Expr, accesses, affine, fresh, index_of, product, rewrite, variables
+from insum.lang.expr import (
+    Access,
+    Affine,
+    Atom,
+    Expr,
+    accesses,
+    affine,
+    fresh,
+    index_of,
+    product,
+    rewrite,
+    variables,
+)
 
 if TYPE_CHECKING:
     from insum.formats.rewrite import Rewriter
@@ -22,7 +36,9 @@ class Writer:
         self.rewriter, self.spellings = rewriter, spellings
         self.becomes = {v: forms for s in spellings for v, forms in s.becomes.items()}
         self.blocks = {v: size for s in spellings for v, size in s.blocks.items()}
-        self.sources: dict[object, Source] = {name: source for s in spellings for name, source in s.sources.items()}
+        self.sources: dict[object, Source] = {
+            name: source for s in spellings for name, source in s.sources.items()
+        }
         self.spelled = set(self.sources)
         self.padded: list[str] = [name for s in spellings for name in s.padded]
 
@@ -42,35 +58,58 @@ class Writer:
         spelling = self.rewriter.spellings[self.rewriter.key_of(access)]
         return self.value_access(operand, spelling, self.rewriter.names_of(access))
 
-    def value_access(self, operand: Operand, spelling: Spelling, names: tuple[str, ...], field: str = "values") -> Access:
-        """The values at the spelling's positions, block axes in the operand's own order of dimensions."""
+    def value_access(
+        self, operand: Operand, spelling: Spelling, names: tuple[str, ...], field: str = "values"
+    ) -> Access:
+        """The values at the spelling's positions, block axes in the operand's own order of
+        dimensions.
+        """
         source = self.named(f"{operand.name}V", operand.name, field=field)
         lead = len(operand.layout.axes)
         axes = self.axes_of(operand, names, spelling)
-        inner = [spelling.positions[lead + spelling.variables.index(n)] for n in names] if operand.block_shape else []
+        inner = (
+            [spelling.positions[lead + spelling.variables.index(n)] for n in names]
+            if operand.block_shape
+            else []
+        )
         return Access(source.name, tuple(self.index(i) for i in (*axes, *inner)))
 
     def axes_of(self, operand: Operand, names: tuple[str, ...], spelling: Spelling) -> list[Affine]:
         """The position axes; those that are dimensions come in the operand's own order."""
         implicit = {axis: names[dim] for dim, axis in implicit_axes(operand.layout).items()}
-        return [index_of(implicit[a]) if a in implicit else spelling.positions[a] for a in range(len(operand.layout.axes))]
+        return [
+            index_of(implicit[a]) if a in implicit else spelling.positions[a]
+            for a in range(len(operand.layout.axes))
+        ]
 
     def completing(self, spelling: Spelling, so_far: Expr | None, target: Access) -> list[Expr]:
-        """What a term still lacks: ones where positions would not be summed over, a read of the padding where it would not be seen."""
+        """What a term still lacks: ones where positions would not be summed over, a read of the
+        padding where it would not be seen.
+        """
         lacking: list[Expr] = []
         wanted = {v for i in spelling.positions for v in variables(self.index(i))}
         seen = {*variables(target), *(variables(so_far) if so_far is not None else ())}
         if not wanted <= seen or so_far is None or not any(True for _ in accesses(so_far)):
-            lacking.append(self.value_access(spelling.operand, spelling, spelling.variables, "ones"))
+            lacking.append(
+                self.value_access(spelling.operand, spelling, spelling.variables, "ones")
+            )
         reads = {a.tensor for e in (so_far, *target.indices) if e is not None for a in accesses(e)}
         if spelling.padded and not reads & set(spelling.padded):
             dim = next(d for d, c in enumerate(spelling.operand.layout.coordinates) if c.padded)
-            unit = self.named(f"{spelling.operand.name}One", spelling.operand.name, field="unit", number=dim)
-            lacking.append(Access(unit.name, (self.index(spelling.becomes[spelling.variables[dim]][0]),)))
+            unit = self.named(
+                f"{spelling.operand.name}One", spelling.operand.name, field="unit", number=dim
+            )
+            lacking.append(
+                Access(unit.name, (self.index(spelling.becomes[spelling.variables[dim]][0]),))
+            )
         return lacking
 
-    def access(self, access: Access, *, is_index: bool = False) -> tuple[Access, tuple[tuple[int, int], ...]]:
-        """A dense access with every index rewritten; dimensions that a block format indexes are split in two."""
+    def access(
+        self, access: Access, *, is_index: bool = False
+    ) -> tuple[Access, tuple[tuple[int, int], ...]]:
+        """A dense access with every index rewritten; dimensions that a block format indexes are
+        split in two.
+        """
         indices: list[Affine] = []
         splits: list[tuple[int, int]] = []
         for dim, index in enumerate(access.indices):
@@ -95,7 +134,9 @@ class Writer:
                 terms.append((by, self.index_access(atom)))
             elif atom.name in self.blocks:
                 fact = f"{atom.name!r} runs over blocks and cannot be combined in the index {index}"
-                self.rewriter.fail(UnsupportedError, fact, span=index.span, remedy='to_format("GroupCOO")')
+                self.rewriter.fail(
+                    UnsupportedError, fact, span=index.span, remedy='to_format("GroupCOO")'
+                )
             elif atom.name in self.becomes:
                 terms += [(by * c, a) for c, a in self.index(self.becomes[atom.name][0]).terms]
             else:
@@ -107,13 +148,26 @@ class Writer:
             return Access(access.tensor, tuple(self.index(i) for i in access.indices))
         return self.access(access, is_index=True)[0]
 
-    def named(self, wanted: str, operand: str, *, field: str = "", number: int = 0, splits: tuple[tuple[int, int], ...] = (), is_index: bool = False) -> Source:
-        """The argument that is made in this way; the first that is made of a dense operand keeps its name."""
+    def named(
+        self,
+        wanted: str,
+        operand: str,
+        *,
+        field: str = "",
+        number: int = 0,
+        splits: tuple[tuple[int, int], ...] = (),
+        is_index: bool = False,
+    ) -> Source:
+        """The argument that is made in this way; the first that is made of a dense operand keeps
+        its name.
+        """
         key = operand, field, number, splits, bool(splits) and is_index
         known = self.rewriter.sources.get(key)
         if known is None:
             first = not field and all(s.operand != operand for s in self.rewriter.sources.values())
             name = wanted if first else fresh(wanted, self.rewriter.taken)
-            known = self.rewriter.sources[key] = Source(name, operand, field, number, splits, is_index)
+            known = self.rewriter.sources[key] = Source(
+                name, operand, field, number, splits, is_index
+            )
         self.sources[key] = known
         return known

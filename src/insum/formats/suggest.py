@@ -1,4 +1,6 @@
-"""Looks at a sparse tensor and proposes a format, with reasons and with what every candidate would cost."""
+"""Looks at a sparse tensor and proposes a format, with reasons and with what every candidate would
+cost.
+"""
 
 from __future__ import annotations
 
@@ -15,25 +17,35 @@ from insum.formats import validate as checks
 from insum.formats.convert import FORMATS, SparseFormat
 from insum.formats.coo import COO
 from insum.formats.grouped import rows_of
-from insum.formats.groupsize import best_group_size, count_groups, estimate_group_size, suggested_group_size
+from insum.formats.groupsize import (
+    best_group_size,
+    count_groups,
+    estimate_group_size,
+    suggested_group_size,
+)
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BLOCKS = (8, 16, 32, 64)
-#: Blocks pay where this share of their elements is used: dense arithmetic is that much cheaper than gathering.
+#: Blocks pay where this share of their elements is used: dense arithmetic is that much cheaper than
+#: gathering.
 ENOUGH_FILL = 0.25
-#: How fast arithmetic on full blocks is, relative to the largest (Tensor Cores want large operands; 32 and 64 measured on an H200).
+#: How fast arithmetic on full blocks is, relative to the largest (Tensor Cores want large operands;
+#: 32 and 64 measured on an H200).
 BLOCK_SPEED = {16: 0.35, 32: 0.65, 64: 1.0}
 #: ELL pays where no more than this share of its slots is padding: it saves the scatter.
 LITTLE_PADDING = 0.2
-#: A neighbour table pays where this share of it is filled; below, grouping by the other dimension does less work.
+#: A neighbour table pays where this share of it is filled; below, grouping by the other dimension
+#: does less work.
 FULL_TABLE = 1 / 3
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One format with its options: slots for values, padding share, gathers plus scatters, and bytes."""
+    """One format with its options: slots for values, padding share, gathers plus scatters, and
+    bytes.
+    """
 
     format: str
     options: dict[str, Any]
@@ -44,7 +56,10 @@ class Candidate:
 
     def __str__(self) -> str:
         options = ", ".join(f"{k}={v}" for k, v in self.options.items())
-        return f"{self.format + '(' + options + ')':<68} {self.stored:>12,} {self.padding:>8.1%} {self.accesses:>12,} {self.nbytes:>14,}"
+        return (
+            f"{self.format + '(' + options + ')':<68} {self.stored:>12,} "
+            f"{self.padding:>8.1%} {self.accesses:>12,} {self.nbytes:>14,}"
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,7 +83,9 @@ class Suggestion:
         return self.source.to_format(self.format, **self.options)
 
     def plot(self) -> Figure:
-        """Spy plot with the proposed blocks and groups, and the histogram of occupancies. Needs matplotlib."""
+        """Spy plot with the proposed blocks and groups, and the histogram of occupancies. Needs
+        matplotlib.
+        """
         from insum.formats.picture import draw
 
         return draw(self.build(), title=f"{self.format}, {self.options}")
@@ -76,7 +93,14 @@ class Suggestion:
     def __str__(self) -> str:
         head = f"{'':<68} {'stored':>12} {'padding':>8} {'accesses':>12} {'bytes':>14}"
         chosen = ", ".join(f"{k}={v!r}" for k, v in self.options.items())
-        return "\n".join([f"{self.format}({chosen})", *(f"  - {r}" for r in self.reasons), head, *map(str, self.candidates)])
+        return "\n".join(
+            [
+                f"{self.format}({chosen})",
+                *(f"  - {r}" for r in self.reasons),
+                head,
+                *map(str, self.candidates),
+            ]
+        )
 
     __repr__ = __str__
 
@@ -88,7 +112,8 @@ def suggest(x: Any, *, group_dims: int | Sequence[int] | None = None) -> Suggest
     >>> s.format, s.options["block_shape"]
     ('BlockGroupCOO', (16, 16))
     >>> s.build()
-    BlockGroupCOO(shape=(64, 64), float32, nnz=1024, groups=4, group_size=1, group_dims=(0,), block_shape=(16, 16), padding=0.0%, 4,128 bytes, cpu)
+    BlockGroupCOO(shape=(64, 64), float32, nnz=1024, groups=4, group_size=1, group_dims=(0,),
+    block_shape=(16, 16), padding=0.0%, 4,128 bytes, cpu)
     """
     source = _as_coo(x)
     return _Look(source, checks.group_dims(group_dims, source.ndim)).proposal()
@@ -112,7 +137,9 @@ class _Look:
         self.occupancy = rows_of(self.entries, dims).counts
         self.longest = int(self.occupancy.max()) if self.occupancy.numel() else 0
         self.blocks = {b: self.count_blocks(b) for b in BLOCKS if b <= max(self.shape) and self.nnz}
-        self.fill = {b: self.nnz / (count * self.block_size(b)) for b, (count, _) in self.blocks.items()}
+        self.fill = {
+            b: self.nnz / (count * self.block_size(b)) for b, (count, _) in self.blocks.items()
+        }
 
     # --- counting ---
 
@@ -127,7 +154,11 @@ class _Look:
         """How many blocks hold an entry, and how many of them each block row has."""
         shape, order = self.block_shape(b), self.entries.order
         grid = E.grid_of(self.shape, shape)
-        coords, _ = E.distinct([c.div(s, rounding_mode="floor") for c, s in zip(self.entries.coords, shape)], grid, order)
+        coords, _ = E.distinct(
+            [c.div(s, rounding_mode="floor") for c, s in zip(self.entries.coords, shape)],
+            grid,
+            order,
+        )
         blocks = E.Entries(coords, None, grid, order)
         return blocks.count, rows_of(blocks, self.dims).counts
 
@@ -136,10 +167,20 @@ class _Look:
         found = [self.candidate("COO", {}, self.nnz, 2 * self.nnz, rank * self.nnz)]
         slots = self.rows * self.longest
         found.append(self.candidate("ELL", {"group_dims": self.dims}, slots, slots, rest * slots))
-        for g in dict.fromkeys((suggested_group_size(self.occupancy, self.rows), best_group_size(self.occupancy))):
+        for g in dict.fromkeys(
+            (suggested_group_size(self.occupancy, self.rows), best_group_size(self.occupancy))
+        ):
             groups = count_groups(self.occupancy, g)
             options = {"group_dims": self.dims, "group_size": g}
-            found.append(self.candidate("GroupCOO", options, groups * g, (g + 1) * groups, groups * (len(self.dims) + rest * g)))
+            found.append(
+                self.candidate(
+                    "GroupCOO",
+                    options,
+                    groups * g,
+                    (g + 1) * groups,
+                    groups * (len(self.dims) + rest * g),
+                )
+            )
         return found + [self.block_candidate(b) for b in self.blocks]
 
     def block_candidate(self, b: int) -> Candidate:
@@ -149,11 +190,17 @@ class _Look:
         groups = count_groups(per_row, g)
         options = {"block_shape": self.block_shape(b), "group_dims": self.dims, "group_size": g}
         indices = groups * (len(self.dims) + (len(self.shape) - len(self.dims)) * g)
-        return self.candidate("BlockGroupCOO", options, groups * g * self.block_size(b), (g + 1) * groups, indices)
+        return self.candidate(
+            "BlockGroupCOO", options, groups * g * self.block_size(b), (g + 1) * groups, indices
+        )
 
-    def candidate(self, format: str, options: dict[str, Any], stored: int, accesses: int, indices: int) -> Candidate:
+    def candidate(
+        self, format: str, options: dict[str, Any], stored: int, accesses: int, indices: int
+    ) -> Candidate:
         padding = 1 - self.nnz / stored if stored else 0.0
-        return Candidate(format, options, stored, padding, accesses, stored * self.item + 4 * indices)
+        return Candidate(
+            format, options, stored, padding, accesses, stored * self.item + 4 * indices
+        )
 
     # --- choosing ---
 
@@ -168,32 +215,70 @@ class _Look:
             candidates.append(table)
             chosen, why = (
                 table,
-                f"at most one entry along dimension {table.options['dim']} and the table is {1 - table.padding:.0%} full: no scatter, no values to group",
+                f"at most one entry along dimension {table.options['dim']} and the table is "
+                f"{1 - table.padding:.0%} full: no scatter, no values to group",
             )
         elif best is not None:
-            chosen = next(c for c in candidates if c.options.get("block_shape") == self.block_shape(best))
-            why = f"{self.fill[best]:.0%} of each {best} x {best} block is used: dense blocks run on Tensor Cores"
+            chosen = next(
+                c for c in candidates if c.options.get("block_shape") == self.block_shape(best)
+            )
+            why = (
+                f"{self.fill[best]:.0%} of each {best} x {best} block is used: dense blocks "
+                "run on Tensor Cores"
+            )
         elif candidates[1].padding <= LITTLE_PADDING:
-            chosen, why = candidates[1], f"rows are even: ELL pads {candidates[1].padding:.0%} and needs no scatter"
+            chosen, why = (
+                candidates[1],
+                f"rows are even: ELL pads {candidates[1].padding:.0%} and needs no scatter",
+            )
         else:
             chosen, why = self.grouped(candidates)
         reasons += [why, *self.about_blocks(), *self.about_density()]
-        histogram = torch.bincount(self.occupancy) if self.occupancy.numel() else torch.zeros(1, dtype=torch.int64)
-        return Suggestion(chosen.format, chosen.options, tuple(reasons), tuple(candidates), self.fill, histogram, self.source)
+        histogram = (
+            torch.bincount(self.occupancy)
+            if self.occupancy.numel()
+            else torch.zeros(1, dtype=torch.int64)
+        )
+        return Suggestion(
+            chosen.format,
+            chosen.options,
+            tuple(reasons),
+            tuple(candidates),
+            self.fill,
+            histogram,
+            self.source,
+        )
 
     def grouped(self, candidates: list[Candidate]) -> tuple[Candidate, str]:
-        best = min((c for c in candidates if c.format in ("COO", "GroupCOO")), key=lambda c: (c.accesses, c.stored))
+        best = min(
+            (c for c in candidates if c.format in ("COO", "GroupCOO")),
+            key=lambda c: (c.accesses, c.stored),
+        )
         if best.format == "COO" or best.options["group_size"] == 1:
-            return candidates[0], f"rows hold {self.nnz / max(self.rows, 1):.1f} entries on average: grouping would only pad"
+            return (
+                candidates[0],
+                f"rows hold {self.nnz / max(self.rows, 1):.1f} entries on average: grouping "
+                "would only pad",
+            )
         g = estimate_group_size(self.nnz, self.rows)
-        return best, f"uneven rows: groups of {best.options['group_size']} need {best.accesses:,} gathers and scatters (COO {2 * self.nnz:,}); g* = {g:.1f}"
+        return (
+            best,
+            f"uneven rows: groups of {best.options['group_size']} need {best.accesses:,} "
+            f"gathers and scatters (COO {2 * self.nnz:,}); g* = {g:.1f}",
+        )
 
     def best_block(self) -> int | None:
-        useful = {b: self.fill[b] * speed for b, speed in BLOCK_SPEED.items() if self.fill.get(b, 0.0) >= ENOUGH_FILL}
+        useful = {
+            b: self.fill[b] * speed
+            for b, speed in BLOCK_SPEED.items()
+            if self.fill.get(b, 0.0) >= ENOUGH_FILL
+        }
         return max(useful, key=lambda b: useful[b], default=None)
 
     def table(self) -> Candidate | None:
-        """The smallest neighbour table, where an ungrouped dimension has at most one entry for every choice of the others."""
+        """The smallest neighbour table, where an ungrouped dimension has at most one entry for
+        every choice of the others.
+        """
         options: list[Candidate] = []
         for dim in (d for d in range(len(self.shape)) if d not in self.dims):
             rest = tuple(d for d in range(len(self.shape)) if d != dim)
@@ -202,20 +287,33 @@ class _Look:
                 continue
             key = E.linear([c.long() for c in self.entries.coords], self.shape, rest)
             if torch.unique(key).shape[0] == self.nnz:
-                options.append(self.candidate("NeighborTable", {"dim": dim}, places, places, places))
+                options.append(
+                    self.candidate("NeighborTable", {"dim": dim}, places, places, places)
+                )
         return min(options, key=lambda c: c.stored, default=None)
 
     def about_occupancy(self) -> str:
         empty = self.rows - int((self.occupancy > 0).sum())
         mean = self.nnz / max(self.rows, 1)
-        return f"{self.nnz:,} entries in {self.rows:,} rows: {mean:.1f} on average, {self.longest:,} at most, {empty:,} rows empty"
+        return (
+            f"{self.nnz:,} entries in {self.rows:,} rows: {mean:.1f} on average, "
+            f"{self.longest:,} at most, {empty:,} rows empty"
+        )
 
     def about_blocks(self) -> list[str]:
-        return ["block fill: " + ", ".join(f"{fill:.0%} at {b}" for b, fill in self.fill.items())] if self.fill else []
+        return (
+            ["block fill: " + ", ".join(f"{fill:.0%} at {b}" for b, fill in self.fill.items())]
+            if self.fill
+            else []
+        )
 
     def about_density(self) -> list[str]:
         density = self.nnz / max(math.prod(self.shape), 1)
-        return [f"{density:.0%} of all elements are entries: a dense tensor may well be faster"] if density >= 0.3 else []
+        return (
+            [f"{density:.0%} of all elements are entries: a dense tensor may well be faster"]
+            if density >= 0.3
+            else []
+        )
 
 
 __all__ = ["FORMATS", "Candidate", "Suggestion", "suggest"]

@@ -1,4 +1,6 @@
-"""NeighborTable: ELL with every dimension dense but one, as sparse convolutions and fixed-degree graphs have it."""
+"""NeighborTable: ELL with every dimension dense but one, as sparse convolutions and fixed-degree
+graphs have it.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class NeighborTable(SparseFormat):
-    """``Map[x,y,z]`` held as ``table[x,z] -> y``: at most one entry along ``dim`` for every choice of the other coordinates.
+    """``Map[x,y,z]`` held as ``table[x,z] -> y``: at most one entry along ``dim`` for every choice
+    of the other coordinates.
 
-    ``table`` has one axis for every dimension but ``dim``, in order; it holds the coordinate in ``dim``, or -1 for no entry.
-    ``values`` has the same shape, or is ``None``: then every neighbour counts as 1 and no factor is spelled for it, so that
-    ``Out[x,m] = Map[x,y,z] * In[y,c] * W[z,c,m]`` becomes ``Out[x,m] = In[Nb[x,z],c] * W[z,c,m]``.
+    ``table`` has one axis for every dimension but ``dim``, in order; it holds the coordinate in
+    ``dim``, or -1 for no entry. ``values`` has the same shape, or is ``None``: then every neighbour
+    counts as 1 and no factor is spelled for it, so that ``Out[x,m] = Map[x,y,z] * In[y,c] *
+    W[z,c,m]`` becomes ``Out[x,m] = In[Nb[x,z],c] * W[z,c,m]``.
 
     Options: ``dim`` (default 1), the dimension that is stored as a coordinate.
 
@@ -74,15 +78,30 @@ class NeighborTable(SparseFormat):
         sizes = tuple(source.shape[d] for d in rest)
         place = E.linear([c.long() for c in source.coords], source.shape, rest)
         _check_single(source, place, last, rest)
-        values = None if source.values is None else E.placed(source.values, place, math.prod(sizes)).reshape(sizes)
+        values = (
+            None
+            if source.values is None
+            else E.placed(source.values, place, math.prod(sizes)).reshape(sizes)
+        )
         table = _slots(source.coords[last], place, math.prod(sizes)).reshape(sizes)
-        return cls._trusted(padded=table.numel() != source.count, values=values, table=table, shape=source.shape, dim=last)
+        return cls._trusted(
+            padded=table.numel() != source.count,
+            values=values,
+            table=table,
+            shape=source.shape,
+            dim=last,
+        )
 
     def _permuted(self, dims: tuple[int, ...]) -> Self:
         rest = [d for d in range(self.ndim) if d != self.dim]
         axes = [rest.index(d) for d in dims if d != self.dim]
-        turned = {"values": None if self.values is None else self.values.permute(axes), "table": self.table.permute(axes)}
-        made = self._make(**turned, shape=tuple(self.shape[d] for d in dims), dim=dims.index(self.dim))
+        turned = {
+            "values": None if self.values is None else self.values.permute(axes),
+            "table": self.table.permute(axes),
+        }
+        made = self._make(
+            **turned, shape=tuple(self.shape[d] for d in dims), dim=dims.index(self.dim)
+        )
         made._declare(self._may_be_padded())
         return made
 
@@ -97,7 +116,9 @@ def _check_single(source: E.Entries, place: Tensor, dim: int, rest: tuple[int, .
     if not bool(twice.any()):
         return
     at = int(twice.nonzero()[0])
-    where = ", ".join(f"{int(source.coords[d][at])}" if d != dim else ":" for d in range(len(source.shape)))
+    where = ", ".join(
+        f"{int(source.coords[d][at])}" if d != dim else ":" for d in range(len(source.shape))
+    )
     first, second = (int(source.coords[dim][at + k]) for k in (0, 1))
     raise FormatError(
         f"[{where}] has more than one entry along dimension {dim}: at {first} and {second}",

@@ -1,4 +1,6 @@
-"""The format as part of the search: the neighbours of g*, or a table against groups, are timed on the statement itself; the fastest is kept."""
+"""The format as part of the search: the neighbours of g*, or a table against groups, are timed on
+the statement itself; the fastest is kept.
+"""
 
 from __future__ import annotations
 
@@ -41,25 +43,42 @@ class TunedFormat:
     estimate: float  # g*
 
     def __str__(self) -> str:
-        times = ", ".join(f"{size or 'table'}: {taken:.1f}" for size, taken in sorted(self.microseconds.items()))
+        times = ", ".join(
+            f"{size or 'table'}: {taken:.1f}" for size, taken in sorted(self.microseconds.items())
+        )
         found = f"group size {self.group_size}" if self.group_size else "table"
         return f"{found} (g* = {self.estimate:.1f}; µs by group size: {times})"
 
 
-def tune(A: SparseFormat, statement: str, *, effort: str = "none", timer: Timer | None = None, **operands: Operand) -> TunedFormat:
-    """Time a statement with ``A`` in groups of the sizes around g* = sqrt(S/n), and keep the fastest; a `NeighborTable` also as it is.
+def tune(
+    A: SparseFormat,
+    statement: str,
+    *,
+    effort: str = "none",
+    timer: Timer | None = None,
+    **operands: Operand,
+) -> TunedFormat:
+    """Time a statement with ``A`` in groups of the sizes around g* = sqrt(S/n), and keep the
+    fastest; a `NeighborTable` also as it is.
 
-    ``statement`` is one of `insum.einsum`; ``A`` stands in it under the one name that is not among ``operands``. ``effort`` is the
-    search that every group size gets for its kernel (``none``: the first guess). Where there is no GPU the graph path is timed.
+    ``statement`` is one of `insum.einsum`; ``A`` stands in it under the one name that is not among
+    ``operands``. ``effort`` is the search that every group size gets for its kernel (``none``: the
+    first guess). Where there is no GPU the graph path is timed.
 
     >>> import torch, insum
     >>> A = insum.formats.GroupCOO.from_dense(torch.ones(4, 16), group_size=1)
-    >>> tuned = insum.formats.tune(A, "y[m] = A[m,k] * x[k]", x=torch.ones(16), timer=lambda run, repeat: 1.0)
+    >>> tuned = insum.formats.tune(
+    ...     A, "y[m] = A[m,k] * x[k]", x=torch.ones(16), timer=lambda run, repeat: 1.0
+    ... )
     >>> sorted(tuned.microseconds)
     [1, 2, 4, 8]
     """
     if "group_size" not in type(A)._options and not isinstance(A, NeighborTable):
-        raise FormatError(f"{type(A).__name__} has no group size", expected="a GroupCOO, a BlockGroupCOO or a NeighborTable", remedy="A.to_format('GroupCOO')")
+        raise FormatError(
+            f"{type(A).__name__} has no group size",
+            expected="a GroupCOO, a BlockGroupCOO or a NeighborTable",
+            remedy="A.to_format('GroupCOO')",
+        )
     name = _name(statement, operands)
     timer = timer or timer_for(A.device)
     made, best = _spellings(A)
@@ -75,11 +94,14 @@ def _spellings(A: SparseFormat) -> tuple[dict[int, SparseFormat], float]:
     """What is tried, by group size, 0 for a table; and g*."""
     if not isinstance(A, NeighborTable):
         best = estimate(A)
-        return {size: A if size == A.group_size else _regrouped(A, size) for size in sizes_around(best, A.group_size)}, best  # type: ignore[attr-defined]
+        own: int = A.group_size  # type: ignore[attr-defined]
+        sizes = sizes_around(best, own)
+        return {size: A if size == own else _regrouped(A, size) for size in sizes}, best
     shortest = min((d for d in range(A.ndim) if d != A.dim), key=lambda d: A.shape[d])
     grouped = A.to_format(GroupCOO, group_dims=shortest, group_size=1)
     best = estimate(grouped)
-    # Groups by offset are rows of a matrix product, and a long way from g* each offset fills whole tiles of any size.
+    # Groups by offset are rows of a matrix product, and a long way from g* each offset fills whole
+    # tiles of any size.
     sizes = [size for size in TABLE_GROUPS if size <= 2 * best] or [1]
     return {0: A, **{size: _regrouped(grouped, size) for size in sizes}}, best
 
@@ -114,8 +136,14 @@ def _call(statement: str, given: Mapping[str, Operand]) -> Call:
 def _name(statement: str, operands: Mapping[str, Operand]) -> str:
     """The name under which A stands in the statement."""
     parsed = parse(statement)
-    missing = [name for name in tensors_of(parsed) if name not in operands and name != parsed.target.tensor]
+    missing = [
+        name for name in tensors_of(parsed) if name not in operands and name != parsed.target.tensor
+    ]
     if len(missing) != 1:
         found = ", ".join(missing) or "none"
-        raise BindingError(f"not exactly one tensor of the statement is missing among the operands: {found}", statement=statement, expected="one, which is A")
+        raise BindingError(
+            f"not exactly one tensor of the statement is missing among the operands: {found}",
+            statement=statement,
+            expected="one, which is A",
+        )
     return missing[0]

@@ -1,4 +1,6 @@
-"""Finds chains in a graph: the roots (scatters and sums), the statement of each, and what is left and why."""
+"""Finds chains in a graph: the roots (scatters and sums), the statement of each, and what is left
+and why.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,17 @@ from torch.fx import Graph, Node
 
 from insum.fusion.origin import Origin, origin_of
 from insum.fusion.read import CONTRACTIONS, IndexTensor, Reader, reaching
-from insum.fusion.shapes import ZERO, Stop, broadcast, is_contiguous, is_one, points, same, shape_of, value_of
+from insum.fusion.shapes import (
+    ZERO,
+    Stop,
+    broadcast,
+    is_contiguous,
+    is_one,
+    points,
+    same,
+    shape_of,
+    value_of,
+)
 from insum.fusion.views import FLOATS, VIEWS, Indices
 from insum.lang.bind import Size
 from insum.lang.expr import Access, Expr, Statement, index_of, product, tensors_of, variables
@@ -35,32 +47,52 @@ class Chain:
     inlined: tuple[Node, ...]
     gathers: tuple[Node, ...]
     notes: tuple[str, ...]
-    dims: tuple[int | None, ...]  # of the root, one for each of the statement's result; None where it has several for one
-    own: bool = True  # whether what is there already counts: rows that nothing is scattered to keep it in any case
+    # of the root, one for each of the statement's result; None where it has several for one
+    dims: tuple[int | None, ...]
+    # whether what is there already counts: rows that nothing is scattered to keep it in any case
+    own: bool = True
 
     @property
     def leaves(self) -> tuple[Node, ...]:
         """The nodes that the statement reads."""
         more = [n for n in (self.initial,) if n is not None]
-        return tuple(dict.fromkeys([*(n for _, n in self.tensors), *(t.base for t in self.indices), *more]))
+        return tuple(
+            dict.fromkeys([*(n for _, n in self.tensors), *(t.base for t in self.indices), *more])
+        )
 
     def after(self, replaced: dict[Node, Node]) -> Chain:
         """The same chain, when nodes that it reads have been replaced."""
         indices = tuple(replace(t, base=replaced.get(t.base, t.base)) for t in self.indices)
         extents = {v: (replaced.get(node, node), dim) for v, (node, dim) in self.extents.items()}
         initial = replaced.get(self.initial, self.initial) if self.initial is not None else None
-        return replace(self, initial=initial, tensors=tuple((name, replaced.get(n, n)) for name, n in self.tensors), indices=indices, extents=extents)
+        return replace(
+            self,
+            initial=initial,
+            tensors=tuple((name, replaced.get(n, n)) for name, n in self.tensors),
+            indices=indices,
+            extents=extents,
+        )
 
     def origins(self) -> dict[Node, Origin]:
-        """Nodes that the statement reads and can compute itself: index tensors, and numbers that take long, from integer tensors alone."""
+        """Nodes that the statement reads and can compute itself: index tensors, and numbers that
+        take long, from integer tensors alone.
+        """
         found = {t.base: origin for t in self.indices if (origin := origin_of(t.base)) is not None}
-        found |= {n: origin for _, n in self.tensors if n not in found and (origin := origin_of(n, sums=True)) is not None and origin.costly}
+        found |= {
+            n: origin
+            for _, n in self.tensors
+            if n not in found and (origin := origin_of(n, sums=True)) is not None and origin.costly
+        }
         return found
 
     @property
     def saved(self) -> int:
         """About how many elements are no longer written to memory."""
-        return sum(points(shape_of(n)) for n in self.inlined if n is not self.root and n.target not in VIEWS)
+        return sum(
+            points(shape_of(n))
+            for n in self.inlined
+            if n is not self.root and n.target not in VIEWS
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,27 +106,42 @@ class Chains:
 def find(graph: Graph, accept: Callable[[Chain], str]) -> Chains:
     """Every chain of a graph that ``accept`` has nothing to say against.
 
-    What a chain reads through may still be needed by others. Then it is computed anyway and the chain takes it as it is; which may end
-    another chain. So it is decided in rounds, until nothing changes: the set of kept nodes only grows.
+    What a chain reads through may still be needed by others. Then it is computed anyway and the
+    chain takes it as it is; which may end another chain. So it is decided in rounds, until nothing
+    changes: the set of kept nodes only grows.
     """
     kept: frozenset[Node] = frozenset()
     while True:
         chains, left = _round(graph, kept, accept)
         more = _needed(graph, chains) - kept
         if not more:
-            return Chains(tuple(reversed(chains.values())), tuple((n, _because(n, why, kept)) for n, why in left.items()))
+            return Chains(
+                tuple(reversed(chains.values())),
+                tuple((n, _because(n, why, kept)) for n, why in left.items()),
+            )
         kept |= more
 
 
-def _round(graph: Graph, kept: frozenset[Node], accept: Callable[[Chain], str]) -> tuple[dict[Node, Chain], dict[Node, str]]:
+def _round(
+    graph: Graph, kept: frozenset[Node], accept: Callable[[Chain], str]
+) -> tuple[dict[Node, Chain], dict[Node, str]]:
     chains: dict[Node, Chain] = {}
     left: dict[Node, str] = {}
     inside: set[Node] = set()
     reaches = reaching(kept)
     for node in reversed(graph.nodes):
-        if node.op != "call_function" or node.target not in ROOTS or node in inside and all(u in inside for u in node.users):
+        if (
+            node.op != "call_function"
+            or node.target not in ROOTS
+            or node in inside
+            and all(u in inside for u in node.users)
+        ):
             continue
-        if not isinstance(node.meta.get("val"), torch.Tensor) or node.target not in SCATTERS and not any(map(reaches, node.all_input_nodes)):
+        if (
+            not isinstance(node.meta.get("val"), torch.Tensor)
+            or node.target not in SCATTERS
+            and not any(map(reaches, node.all_input_nodes))
+        ):
             continue
         try:
             chain = ROOTS[node.target](node, kept, reaches)
@@ -119,13 +166,19 @@ def _needed(graph: Graph, chains: dict[Node, Chain]) -> frozenset[Node]:
             alive.add(node)
             todo += chains[node].leaves if node in chains else node.all_input_nodes
     inside = {n for chain in chains.values() for n in chain.inlined} - chains.keys()
-    return frozenset(n for n in inside & alive if n.target not in VIEWS and _used_outside(n, inside, alive))
+    return frozenset(
+        n for n in inside & alive if n.target not in VIEWS and _used_outside(n, inside, alive)
+    )
 
 
 def _used_outside(node: Node, inside: set[Node], alive: set[Node]) -> bool:
-    """Whether somebody outside of the chains reads a node, or a view of it. Those below such a node are looked at in the next round."""
+    """Whether somebody outside of the chains reads a node, or a view of it. Those below such a node
+    are looked at in the next round.
+    """
     users = [u for u in node.users if u in alive]
-    return any(_used_outside(u, inside, alive) if u.target in VIEWS else u not in inside for u in users)
+    return any(
+        _used_outside(u, inside, alive) if u.target in VIEWS else u not in inside for u in users
+    )
 
 
 def _because(node: Node, why: str, kept: frozenset[Node]) -> str:
@@ -133,7 +186,10 @@ def _because(node: Node, why: str, kept: frozenset[Node]) -> str:
     if not below:
         return why
     users = sorted({u.name for n in below for u in n.users if u is not node})
-    return f"{why}; {', '.join(n.name for n in below)} is needed by {', '.join(users[:3])} too and kept"
+    return (
+        f"{why}; {', '.join(n.name for n in below)} is needed by {', '.join(users[:3])} too "
+        "and kept"
+    )
 
 
 def _below(node: Node) -> list[Node]:
@@ -147,11 +203,13 @@ def _below(node: Node) -> list[Node]:
     return list(found)
 
 
-# --- roots -----------------------------------------------------------------------------------------------------------------------
+# --- roots ----------------------------------------------------------------------------------------
 
 
 def _contraction(node: Node, kept: frozenset[Node], reaches: Callable[[Node], bool]) -> Chain:
-    """A sum over something gathered, with nothing scattered: dot products per edge, the gradient of a weight."""
+    """A sum over something gathered, with nothing scattered: dot products per edge, the gradient of
+    a weight.
+    """
     reader = Reader(kept - {node}, reaches)
     at = reader.variables(node)
     factors = CONTRACTIONS[node.target](reader, node, at, False)
@@ -159,7 +217,13 @@ def _contraction(node: Node, kept: frozenset[Node], reaches: Callable[[Node], bo
 
 
 def _scattered(
-    node: Node, base: Node, message: Node, at: Callable[[Reader], tuple[Indices, Indices]], kept: frozenset[Node], reaches: Any, operator: str = "="
+    node: Node,
+    base: Node,
+    message: Node,
+    at: Callable[[Reader], tuple[Indices, Indices]],
+    kept: frozenset[Node],
+    reaches: Any,
+    operator: str = "=",
 ) -> Chain:
     """A scatter of ``message`` into ``base``; ``at`` gives the indices of both."""
     reader = Reader(kept, reaches)
@@ -178,23 +242,48 @@ def _index_put(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
 
 
 def _of_embedding(message: Any, tensors: Any) -> Any:
-    """The gradient of an embedding without the mask that leaves out index -1, where that stands for no index: it would be an error before."""
+    """The gradient of an embedding without the mask that leaves out index -1, where that stands for
+    no index: it would be an error before.
+    """
     if not isinstance(message, Node) or message.target is not aten.where.self:
         return message
     mask, nothing, value = message.args
-    while isinstance(mask, Node) and mask.target in (aten.unsqueeze.default, aten.view.default, aten.expand.default):
+    while isinstance(mask, Node) and mask.target in (
+        aten.unsqueeze.default,
+        aten.view.default,
+        aten.expand.default,
+    ):
         mask = mask.args[0]
-    if not isinstance(mask, Node) or not isinstance(nothing, Node) or not isinstance(value, Node) or not is_zero(nothing):
+    if (
+        not isinstance(mask, Node)
+        or not isinstance(nothing, Node)
+        or not isinstance(value, Node)
+        or not is_zero(nothing)
+    ):
         return message
-    alone = len(tensors) == 1 and mask.target is aten.eq.Scalar and mask.args[0] is tensors[0] and mask.args[1] == -1
-    same_shape = len(shape_of(value)) == len(shape_of(message)) and all(map(same, shape_of(value), shape_of(message)))
+    alone = (
+        len(tensors) == 1
+        and mask.target is aten.eq.Scalar
+        and mask.args[0] is tensors[0]
+        and mask.args[1] == -1
+    )
+    same_shape = len(shape_of(value)) == len(shape_of(message)) and all(
+        map(same, shape_of(value), shape_of(message))
+    )
     return value if alone and same_shape else message
 
 
 def _masked_put(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
-    """The gradient of an embedding: a mask leaves out what lies outside of the table, and that would be an error before."""
+    """The gradient of an embedding: a mask leaves out what lies outside of the table, and that
+    would be an error before.
+    """
     base, mask, tensors, message = node.args[:4]
-    if not isinstance(tensors, list | tuple) or len(tensors) != 1 or not isinstance(base, Node) or not _only_range(mask, tensors[0], shape_of(base)[0]):
+    if (
+        not isinstance(tensors, list | tuple)
+        or len(tensors) != 1
+        or not isinstance(base, Node)
+        or not _only_range(mask, tensors[0], shape_of(base)[0])
+    ):
         raise Stop("a mask leaves out some of what it adds")
     return _put(node, base, tensors, message, kept, reaches)
 
@@ -214,10 +303,14 @@ def _only_range(mask: Any, index: Any, size: Size) -> bool:
         return same(limit, size)
     if not isinstance(limit, int):
         return False
-    return mask.target is aten.ge.Scalar and limit <= 0 or mask.target is aten.ne.Scalar and limit < 0
+    return (
+        mask.target is aten.ge.Scalar and limit <= 0 or mask.target is aten.ne.Scalar and limit < 0
+    )
 
 
-def _put(node: Node, base: Any, tensors: Any, message: Any, kept: frozenset[Node], reaches: Any) -> Chain:
+def _put(
+    node: Node, base: Any, tensors: Any, message: Any, kept: frozenset[Node], reaches: Any
+) -> Chain:
     assert isinstance(base, Node) and isinstance(message, Node)
 
     def at(reader: Reader) -> tuple[Indices, Indices]:
@@ -230,9 +323,24 @@ def _put(node: Node, base: Any, tensors: Any, message: Any, kept: frozenset[Node
         together = positions == list(range(positions[0], positions[-1] + 1))
         inner = []
         for d in range(rank):
-            owner = next((t for t in places if value_of(t).dim() > rank - 1 - d and not is_one(shape_of(t)[d - rank])), None)
-            inner.append(ZERO if owner is None else reader.variable("i", owner, d - rank + value_of(owner).dim()))
-        free = [ZERO if is_one(shape_of(base)[d]) else reader.variable("i", base, d) for d in range(size) if d not in positions]
+            owner = next(
+                (
+                    t
+                    for t in places
+                    if value_of(t).dim() > rank - 1 - d and not is_one(shape_of(t)[d - rank])
+                ),
+                None,
+            )
+            inner.append(
+                ZERO
+                if owner is None
+                else reader.variable("i", owner, d - rank + value_of(owner).dim())
+            )
+        free = [
+            ZERO if is_one(shape_of(base)[d]) else reader.variable("i", base, d)
+            for d in range(size)
+            if d not in positions
+        ]
         lead = positions[0] if together else 0
         full = (*free[:lead], *inner, *free[lead:])
         return reader.placed(tensors, base, full), broadcast(full, shape_of(message))
@@ -272,7 +380,10 @@ def _scatter_add(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
         source = reader.variables(message)
         place = reader.index(index, source, shape_of(base)[d], wraps=False)
         if operator != "=" and (not isinstance(place.atom, Access) or len(place.atom.indices) != 1):
-            raise Stop("it has an index for each column, and rows that nothing is scattered to are not found out column by column")
+            raise Stop(
+                "it has an index for each column, and rows that nothing is scattered to are "
+                "not found out column by column"
+            )
         return (*source[:d], place, *source[d + 1 :]), source
 
     return replace(_scattered(node, base, message, at, kept, reaches, operator), own=own)
@@ -304,20 +415,41 @@ SCATTERS: dict[Any, Callable[..., Chain]] = {
     aten.scatter_add.default: _scatter_add,
     aten.scatter_reduce.two: _scatter_add,
 }
-ROOTS: dict[Any, Callable[..., Chain]] = {**SCATTERS, **dict.fromkeys(CONTRACTIONS, _contraction), aten.addmm.default: _biased}
+ROOTS: dict[Any, Callable[..., Chain]] = {
+    **SCATTERS,
+    **dict.fromkeys(CONTRACTIONS, _contraction),
+    aten.addmm.default: _biased,
+}
 
 
-# --- the statement ---------------------------------------------------------------------------------------------------------------
+# --- the statement --------------------------------------------------------------------------------
 
 
-def _chain(root: Node, reader: Reader, target: Indices, factors: list[Expr], base: Node | None, operator: str = "=") -> Chain:
+def _chain(
+    root: Node,
+    reader: Reader,
+    target: Indices,
+    factors: list[Expr],
+    base: Node | None,
+    operator: str = "=",
+) -> Chain:
     # Inductor has no kernel for a largest or smallest value: such a scatter is worth it by itself.
     if operator == "=" and not reader.gathers and not (base is not None and reader.grown):
-        what = "nothing is gathered into it" + (", and no product in it grows" if base is not None else "")
+        what = "nothing is gathered into it" + (
+            ", and no product in it grows" if base is not None else ""
+        )
         raise Stop(what + "".join(f"; {note}" for note in reader.notes[:1]))
-    # Dimensions of size 1 have no variable, and split ones several: the result is brought into shape when it is there.
-    parts = {name: tuple(index_of(part) for part, _ in split) for name, split in reader.splits.items()}
-    places = [(d, i) for d, index in enumerate(target) if index.terms for i in parts.get(index.var or "", (index,))]
+    # Dimensions of size 1 have no variable, and split ones several: the result is brought into
+    # shape when it is there.
+    parts = {
+        name: tuple(index_of(part) for part, _ in split) for name, split in reader.splits.items()
+    }
+    places = [
+        (d, i)
+        for d, index in enumerate(target)
+        if index.terms
+        for i in parts.get(index.var or "", (index,))
+    ]
     change = reader.unsplit()
     whole = substitute(Access("out", tuple(i for _, i in places)), change)
     assert isinstance(whole, Access)
@@ -333,11 +465,17 @@ def _chain(root: Node, reader: Reader, target: Indices, factors: list[Expr], bas
         tuple((name, node) for node, name in reader.names.items() if name in reads),
         tuple(t for t in reader.indices if t.name in reads),
         tuple(sorted(reader.wrapped & reads)),
-        {v: reader.extents[v] for v in dict.fromkeys((*variables(statement.target), *variables(statement.value)))},
+        {
+            v: reader.extents[v]
+            for v in dict.fromkeys((*variables(statement.target), *variables(statement.value)))
+        },
         tuple(reader.inlined),
         tuple(reader.gathers),
         tuple(reader.notes),
-        tuple(None if index.var in reader.extents and target[d].var != index.var else d for d, index in places),
+        tuple(
+            None if index.var in reader.extents and target[d].var != index.var else d
+            for d, index in places
+        ),
     )
 
 
@@ -353,7 +491,9 @@ def _check(root: Node, reader: Reader) -> None:
         natural = torch.promote_types(natural, dtype)
     if natural != value.dtype:
         raise Stop(f"its result is {value.dtype}, the product is {natural}".replace("torch.", ""))
-    if any(v.device != value.device for v in (*values, *(value_of(t.base) for t in reader.indices))):
+    if any(
+        v.device != value.device for v in (*values, *(value_of(t.base) for t in reader.indices))
+    ):
         raise Stop("its tensors are on several devices")
     if not is_contiguous(value):
         raise Stop("its result is laid out in an unusual way")

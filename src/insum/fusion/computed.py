@@ -1,5 +1,6 @@
-"""Tensors that are a function of integer tensors alone, computed once while those live unchanged; and the op ``insum::computed`` for those that
-somebody else than a fused statement reads."""
+"""Tensors that are a function of integer tensors alone, computed once while those live unchanged;
+and the op ``insum::computed`` for those that somebody else than a fused statement reads.
+"""
 
 from __future__ import annotations
 
@@ -15,36 +16,56 @@ from insum.fusion.indices import owner
 from insum.fusion.origin import evaluate
 from insum.plan.facts import version_of
 
-#: By function, sizes and identity of what it is applied to: those tensors, their versions and addresses, and the result.
+#: By function, sizes and identity of what it is applied to: those tensors, their versions and
+#: addresses, and the result.
 _computed: dict[tuple[Any, ...], tuple[tuple[weakref.ref[Tensor], ...], tuple[Any, ...], Any]] = {}
 _MOST = 1024
 
 
 def computed(program: str, sizes: tuple[int, ...], sources: tuple[Tensor, ...]) -> Any:
-    """What a program gives, as it was computed before where the tensors are the same and unchanged. Nobody may write to it."""
+    """What a program gives, as it was computed before where the tensors are the same and unchanged.
+    Nobody may write to it.
+    """
     if any(type(s) not in PLAIN for s in sources):
         return evaluate(program, sources, sizes)
-    return _remembered(program, sources, sizes, lambda: evaluate(program, sources, sizes, _remembered))
+    return _remembered(
+        program, sources, sizes, lambda: evaluate(program, sources, sizes, _remembered)
+    )
 
 
-def _remembered(name: str, sources: tuple[Tensor, ...], sizes: tuple[int, ...], run: Callable[[], Any]) -> Any:
+def _remembered(
+    name: str, sources: tuple[Tensor, ...], sizes: tuple[int, ...], run: Callable[[], Any]
+) -> Any:
     key = (name, sizes, *map(id, sources))
-    state = tuple((version_of(s), s.data_ptr()) for s in sources)  # the latter, since ``s.data = other`` is no write
+    # the latter, since ``s.data = other`` is no write
+    state = tuple((version_of(s), s.data_ptr()) for s in sources)
     entry = _computed.get(key)
-    if entry is not None and entry[1] == state and all(ref() is source for ref, source in zip(entry[0], sources)):
+    if (
+        entry is not None
+        and entry[1] == state
+        and all(ref() is source for ref, source in zip(entry[0], sources))
+    ):
         return entry[2]
     result = _own(run(), sources)
     if all(version >= 0 for version, _ in state) and not _is_captured(sources[0]):
         if len(_computed) >= _MOST:
             _computed.clear()
-        _computed[key] = (tuple(weakref.ref(s, lambda _: _computed.pop(key, None)) for s in sources), state, result)
+        _computed[key] = (
+            tuple(weakref.ref(s, lambda _: _computed.pop(key, None)) for s in sources),
+            state,
+            result,
+        )
     return result
 
 
 def _own(result: Any, sources: tuple[Tensor, ...]) -> Any:
     """A result that keeps none of the tensors alive that it was computed from: a view would."""
     places = {s.untyped_storage().data_ptr() for s in sources}
-    return result.clone() if isinstance(result, Tensor) and result.untyped_storage().data_ptr() in places else result
+    return (
+        result.clone()
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() in places
+        else result
+    )
 
 
 def _is_captured(tensor: Tensor) -> bool:
@@ -52,23 +73,32 @@ def _is_captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-# --- the op ----------------------------------------------------------------------------------------------------------------------
+# --- the op ---------------------------------------------------------------------------------------
 
 
-def _op(program: str, tensors: list[Tensor], dtype: str, shape: list[int], sizes: list[int]) -> Tensor:
+def _op(
+    program: str, tensors: list[Tensor], dtype: str, shape: list[int], sizes: list[int]
+) -> Tensor:
     """A copy, because compiled code may use the memory of what it gets again."""
     found: Tensor = computed(program, (*sizes,), tuple(map(owner, tensors)))
     return found.clone(memory_format=torch.contiguous_format)
 
 
-def _fake(program: str, tensors: list[Tensor], dtype: str, shape: Sequence[Any], sizes: Sequence[Any]) -> Tensor:
+def _fake(
+    program: str, tensors: list[Tensor], dtype: str, shape: Sequence[Any], sizes: Sequence[Any]
+) -> Tensor:
     return tensors[0].new_empty(shape, dtype=getattr(torch, dtype))
 
 
-_SCHEMA = "computed(str program, Tensor[] tensors, str dtype, SymInt[] shape, SymInt[] sizes) -> Tensor"
+_SCHEMA = (
+    "computed(str program, Tensor[] tensors, str dtype, SymInt[] shape, SymInt[] sizes) -> Tensor"
+)
 _library = torch.library.Library("insum", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
 _library.impl("computed", _op, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("insum::computed", _fake, lib=_library)
 OP = torch.ops.insum.computed.default
-shorten(OP, lambda program, tensors, *rest: (_op(program, tensors, *rest),) if are_plain(tensors) else None)
+shorten(
+    OP,
+    lambda program, tensors, *rest: (_op(program, tensors, *rest),) if are_plain(tensors) else None,
+)

@@ -11,9 +11,11 @@ from insum.fusion.shapes import points, shape_of, value_of
 from insum.settings import settings
 
 aten = torch.ops.aten
-#: What Inductor computes by itself, between kernels: what is gathered for it and what is scattered of it is written to memory.
+#: What Inductor computes by itself, between kernels: what is gathered for it and what is scattered
+#: of it is written to memory.
 _MATRIX_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default}
-#: Elements of messages below which a kernel saves less time than calling it takes, where the device waits for the call.
+#: Elements of messages below which a kernel saves less time than calling it takes, where the device
+#: waits for the call.
 WORTH_A_CALL = 2**28
 
 
@@ -22,7 +24,9 @@ def _has_product(chain: Chain) -> bool:
 
 
 def _counted(chain: Chain, waited: frozenset[Node]) -> int:
-    """About how many elements the messages have, where their number is found out at each call in any case and they are few; else 0."""
+    """About how many elements the messages have, where their number is found out at each call in
+    any case and they are few; else 0.
+    """
     if _has_product(chain):
         return 0
     made = [t.base for t in chain.indices if t.base in waited]
@@ -35,15 +39,21 @@ def _counted(chain: Chain, waited: frozenset[Node]) -> int:
 
 
 def _changes(index: Node) -> bool:
-    """Whether the size of an index tensor, or of what it is computed from, is a symbol: it is another from call to call."""
+    """Whether the size of an index tensor, or of what it is computed from, is a symbol: it is
+    another from call to call.
+    """
     if index.op == "placeholder":
         return any(not isinstance(size, int) for size in shape_of(index))
     origin = origin_of(index)
     return origin is not None and any(map(_changes, origin.sources))
 
 
-def objection(chain: Chain, wish: str = "", captured: bool = False, waited: frozenset[Node] = frozenset()) -> str:
-    """Why a chain had better stay as it is, or ''. ``captured``: as in `insum.fusion.fuse`; ``waited``: index tensors that are counted out at each call."""
+def objection(
+    chain: Chain, wish: str = "", captured: bool = False, waited: frozenset[Node] = frozenset()
+) -> str:
+    """Why a chain had better stay as it is, or ''. ``captured``: as in `insum.fusion.fuse`;
+    ``waited``: index tensors that are counted out at each call.
+    """
     wish = wish or settings.fuse
     if wish == "always":
         return ""
@@ -51,13 +61,22 @@ def objection(chain: Chain, wish: str = "", captured: bool = False, waited: froz
         return "settings.fuse is 'never'"
     device = value_of(chain.root).device.type
     if device != "cuda":
-        return f"on {device} a fused statement runs as the same torch operations (settings.fuse = 'always' fuses it nevertheless)"
+        return (
+            f"on {device} a fused statement runs as the same torch operations "
+            "(settings.fuse = 'always' fuses it nevertheless)"
+        )
     if any(is_unknown(t.base, captured) for t in chain.indices) and not _has_product(chain):
         return "nothing is known of the index, and Inductor makes one kernel of it too"
     if any(_changes(t.base) for t in chain.indices) and not _has_product(chain):
-        return "the number of its points is another from call to call, as in mini-batches, and Inductor makes one kernel of it too"
+        return (
+            "the number of its points is another from call to call, as in mini-batches, and "
+            "Inductor makes one kernel of it too"
+        )
     if elements := _counted(chain, waited):
-        return f"its index is counted out at each call, for others too; about {elements:,} elements do not make up for a longer call"
+        return (
+            f"its index is counted out at each call, for others too; about {elements:,} "
+            "elements do not make up for a longer call"
+        )
     result = points(shape_of(chain.root))
     if chain.root.target not in SCATTERS and chain.saved < result:
         return f"its result has {result:,} elements, and fusing would save only {chain.saved:,}"

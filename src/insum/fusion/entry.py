@@ -1,4 +1,6 @@
-"""How the pass comes into ``torch.compile``: as the backend "insum", or as a pass of the default backend."""
+"""How the pass comes into ``torch.compile``: as the backend "insum", or as a pass of the default
+backend.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +23,38 @@ _RESTS = ("inductor", "eager")
 _warned: list[str] = []
 
 
-def backend(module: GraphModule, inputs: Any, *, mode: str | None = None, options: Mapping[str, Any] | None = None) -> Callable[..., Any]:
+def backend(
+    module: GraphModule,
+    inputs: Any,
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
     """The backend that ``torch.compile(model, backend="insum")`` names.
 
-    ``mode`` and ``options`` are Inductor's. Two options are ours: ``insum.fuse`` (as `settings.fuse`, for this model alone) and ``insum.rest``, what
-    compiles the graph after fusion: ``"inductor"``, ``"eager"`` (nothing: quick to compile), or a function of a graph module and its inputs.
+    ``mode`` and ``options`` are Inductor's. Two options are ours: ``insum.fuse`` (as
+    `settings.fuse`, for this model alone) and ``insum.rest``, what compiles the graph after fusion:
+    ``"inductor"``, ``"eager"`` (nothing: quick to compile), or a function of a graph module and its
+    inputs.
     """
     more = dict(options or {})
     wish, rest = str(more.pop("insum.fuse", "")), more.pop("insum.rest", "inductor")
     if wish not in ("", "auto", "always", "never"):
-        raise SettingsError(f"options['insum.fuse'] is {wish!r}", expected="'auto', 'always' or 'never'")
+        raise SettingsError(
+            f"options['insum.fuse'] is {wish!r}", expected="'auto', 'always' or 'never'"
+        )
     if not callable(rest) and rest not in _RESTS:
-        raise SettingsError(f"options['insum.rest'] is {rest!r}", expected="'inductor', 'eager' or a function of a graph module and its inputs")
+        raise SettingsError(
+            f"options['insum.rest'] is {rest!r}",
+            expected="'inductor', 'eager' or a function of a graph module and its inputs",
+        )
     if rest != "inductor":
-        compiled: Callable[..., Any] = compiler.aot(module, inputs, rest if callable(rest) else _as_it_is, functools.partial(_fuse, wish=wish))
+        compiled: Callable[..., Any] = compiler.aot(
+            module,
+            inputs,
+            rest if callable(rest) else _as_it_is,
+            functools.partial(_fuse, wish=wish),
+        )
         return compiled
     patches = {**compiler.mode_options(mode), **more}
     found = _pass(wish)
@@ -59,7 +79,9 @@ def _fuse_for_inductor(graph: Graph, wish: str = "") -> None:
 
 
 def _pass(wish: str = "") -> Any:
-    return compiler.joint_pass(functools.partial(_fuse_for_inductor, wish=wish), (_identity(), wish or settings.fuse))
+    return compiler.joint_pass(
+        functools.partial(_fuse_for_inductor, wish=wish), (_identity(), wish or settings.fuse)
+    )
 
 
 @functools.cache
@@ -72,16 +94,21 @@ def _identity() -> str:
 def _warn_once() -> None:
     if not _warned:
         _warned.append("said")
-        warnings.warn("insum: this version of torch takes no pass over its graphs; models are compiled by the default backend, nothing is fused", stacklevel=3)
+        warnings.warn(
+            "insum: this version of torch takes no pass over its graphs; models are compiled "
+            "by the default backend, nothing is fused",
+            stacklevel=3,
+        )
 
 
-# --- the default backend ---------------------------------------------------------------------------------------------------------
+# --- the default backend --------------------------------------------------------------------------
 
 _before: list[Any] = []
 
 
 def enable() -> bool:
-    """Fuse in everything that ``torch.compile`` compiles with its default backend from now on. False where this torch has no place for a pass.
+    """Fuse in everything that ``torch.compile`` compiles with its default backend from now on.
+    False where this torch has no place for a pass.
 
     >>> import insum.fusion
     >>> insum.fusion.enable()
@@ -106,7 +133,8 @@ def disable() -> None:
 
 @contextmanager
 def enabled() -> Iterator[None]:
-    """`enable` for the length of a ``with`` block: models that are compiled, that is, first called, within it.
+    """`enable` for the length of a ``with`` block: models that are compiled, that is, first called,
+    within it.
 
     >>> import insum.fusion
     >>> with insum.fusion.enabled():
@@ -122,5 +150,7 @@ def enabled() -> Iterator[None]:
 
 
 def register() -> None:
-    """Make the name "insum" known to ``torch.compile``; where the package is installed, its entry point does."""
+    """Make the name "insum" known to ``torch.compile``; where the package is installed, its entry
+    point does.
+    """
     compiler.register_backend("insum", backend)

@@ -1,7 +1,9 @@
-"""What a graph need not do at each call: compute functions of integer tensors alone, and count out masks that nobody reads any more.
+"""What a graph need not do at each call: compute functions of integer tensors alone, and count out
+masks that nobody reads any more.
 
-Fused statements compute such tensors themselves, and once. Here others get them from ``insum::computed``; then the masks, the degrees and the
-assertions about their sizes are gone, and with them the waiting for the device.
+Fused statements compute such tensors themselves, and once. Here others get them from
+``insum::computed``; then the masks, the degrees and the assertions about their sizes are gone, and
+with them the waiting for the device.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ COMPUTED = computed.OP
 WORTH_A_COPY = 2**22
 
 
-def sweep(graph: Graph, nodes: Iterable[Node], stays: Callable[[Node], bool] = lambda node: False) -> None:
+def sweep(
+    graph: Graph, nodes: Iterable[Node], stays: Callable[[Node], bool] = lambda node: False
+) -> None:
     """Remove those of the nodes that nobody reads any more, and what only they read."""
     erased: set[Node] = set()
     order = {node: k for k, node in enumerate(graph.nodes)}
@@ -37,7 +41,13 @@ def sweep(graph: Graph, nodes: Iterable[Node], stays: Callable[[Node], bool] = l
         stack = [node]
         while stack:
             one = stack.pop()
-            if one in erased or one.users or one.op != "call_function" or one.is_impure() or stays(one):
+            if (
+                one in erased
+                or one.users
+                or one.op != "call_function"
+                or one.is_impure()
+                or stays(one)
+            ):
                 continue
             below = one.all_input_nodes
             graph.erase_node(one)
@@ -45,21 +55,33 @@ def sweep(graph: Graph, nodes: Iterable[Node], stays: Callable[[Node], bool] = l
             stack += below
 
 
-# --- what is alive ---------------------------------------------------------------------------------------------------------------
+# --- what is alive --------------------------------------------------------------------------------
 
 
 def still_waited_for(graph: Graph, chains: Sequence[Chain]) -> frozenset[Node]:
-    """Index tensors that are counted out at each call although the chains that read them could do without: somebody else reads them."""
+    """Index tensors that are counted out at each call although the chains that read them could do
+    without: somebody else reads them.
+    """
     bases = {base for chain in chains for base in chain.origins() if not has_known_shape(base)}
-    return frozenset(bases & _alive(graph, {chain.root: chain for chain in chains})) if bases else frozenset()
+    return (
+        frozenset(bases & _alive(graph, {chain.root: chain for chain in chains}))
+        if bases
+        else frozenset()
+    )
 
 
 def _alive(graph: Graph, chains: dict[Node, Chain]) -> set[Node]:
-    """Nodes that are needed when chains compute what they can themselves, `hoist` has done its work, and nobody asks for what is certain."""
+    """Nodes that are needed when chains compute what they can themselves, `hoist` has done its
+    work, and nobody asks for what is certain.
+    """
     known = _Known(graph)
     alive: set[Node] = set()
     certain = {n: source for n in graph.nodes if (source := _certain(n)) is not None}
-    todo = [n for n in graph.nodes if n.op == "output" or n.op == "call_function" and n.is_impure() and n not in certain]
+    todo = [
+        n
+        for n in graph.nodes
+        if n.op == "output" or n.op == "call_function" and n.is_impure() and n not in certain
+    ]
     while todo:
         while todo:
             node = todo.pop()
@@ -72,8 +94,18 @@ def _alive(graph: Graph, chains: dict[Node, Chain]) -> set[Node]:
             elif not known.is_worth_it(node):
                 todo += node.all_input_nodes
         # A size that other tensors have too: where it is asked for, its symbol gets its value.
-        symbols = {symbol for node in alive if isinstance(value := node.meta.get("val"), Tensor) for symbol in symbols_from_data(value)}
-        todo = [n for n, source in certain.items() if n not in alive and (source in alive or symbols & symbols_from_data(source.meta["val"]))]
+        symbols = {
+            symbol
+            for node in alive
+            if isinstance(value := node.meta.get("val"), Tensor)
+            for symbol in symbols_from_data(value)
+        }
+        todo = [
+            n
+            for n, source in certain.items()
+            if n not in alive
+            and (source in alive or symbols & symbols_from_data(source.meta["val"]))
+        ]
     return alive
 
 
@@ -81,7 +113,9 @@ def _sized_by(chain: Chain) -> list[Node]:
     """Nodes that a chain which scatters nothing asks for the shape of its result."""
     if chain.zeros is not None or chain.initial is not None:
         return [n for n in (chain.zeros, chain.initial) if n is not None]
-    return [node for node, dim in chain.extents.values() if not isinstance(shape_of(node)[dim], int)]
+    return [
+        node for node, dim in chain.extents.values() if not isinstance(shape_of(node)[dim], int)
+    ]
 
 
 def _certain(node: Node) -> Node | None:
@@ -121,7 +155,7 @@ def _most(node: Node, dim: Any) -> Size | None:
     return total
 
 
-# --- functions of integer tensors alone ------------------------------------------------------------------------------------------
+# --- functions of integer tensors alone -----------------------------------------------------------
 
 
 class _Known:
@@ -130,24 +164,41 @@ class _Known:
     def __init__(self, graph: Graph) -> None:
         self.origins: dict[Node, Origin | None] = {}
         self.pure = pure_nodes(graph)
-        self.symbols = [n for n in graph.nodes if n.op == "placeholder" and isinstance(n.meta.get("val"), SymInt)]
+        self.symbols = [
+            n
+            for n in graph.nodes
+            if n.op == "placeholder" and isinstance(n.meta.get("val"), SymInt)
+        ]
 
     def origin(self, node: Node) -> Origin | None:
         if node not in self.origins:
-            computes = node.op == "call_function" and node in self.pure and isinstance(node.meta.get("val"), Tensor)
+            computes = (
+                node.op == "call_function"
+                and node in self.pure
+                and isinstance(node.meta.get("val"), Tensor)
+            )
             self.origins[node] = origin_of(node, sums=True) if computes else None
         return self.origins[node]
 
     def is_worth_it(self, node: Node) -> bool:
         """Whether a tensor had better be copied than computed."""
         origin = self.origin(node)
-        if origin is None or not origin.costly or not has_known_shape(node) or not is_contiguous(node.meta["val"]):
+        if (
+            origin is None
+            or not origin.costly
+            or not has_known_shape(node)
+            or not is_contiguous(node.meta["val"])
+        ):
             return False
         return all(self.size(s) is not None for s in shape_of(node)) and _takes_long(node)
 
     def size(self, size: Size) -> int | Node | None:
         """A size as a number, or as the node that is passed for it."""
-        return size if isinstance(size, int) else next((n for n in self.symbols if same(n.meta["val"], size)), None)
+        return (
+            size
+            if isinstance(size, int)
+            else next((n for n in self.symbols if same(n.meta["val"], size)), None)
+        )
 
 
 def _takes_long(node: Node) -> bool:
@@ -158,15 +209,27 @@ def _takes_long(node: Node) -> bool:
         if one not in below:
             below.add(one)
             todo += one.all_input_nodes
-    summed = [points(shape_of(n)) for one in below if one.target in SUMS for n in one.all_input_nodes[1:]]
+    summed = [
+        points(shape_of(n)) for one in below if one.target in SUMS for n in one.all_input_nodes[1:]
+    ]
     return any(map(waits, below)) or max(summed, default=0) >= WORTH_A_COPY
 
 
 def hoist(graph: Graph) -> tuple[Once, ...]:
-    """Take out of a graph what depends on integer tensors alone, and then what nobody reads any more."""
+    """Take out of a graph what depends on integer tensors alone, and then what nobody reads any
+    more.
+    """
     known = _Known(graph)
-    chosen = [node for node in graph.nodes if known.is_worth_it(node) and node.target not in VIEWS and _is_read(node, known)]
-    groups = [(group, origin) for group in _groups(chosen) if (origin := origin_of(*group, sums=True)) is not None]
+    chosen = [
+        node
+        for node in graph.nodes
+        if known.is_worth_it(node) and node.target not in VIEWS and _is_read(node, known)
+    ]
+    groups = [
+        (group, origin)
+        for group in _groups(chosen)
+        if (origin := origin_of(*group, sums=True)) is not None
+    ]
     found = [_replace(graph, group, origin, known) for group, origin in groups]
     sweep(graph, chosen)
     alive = _alive(graph, {})
@@ -178,8 +241,11 @@ def hoist(graph: Graph) -> tuple[Once, ...]:
 
 
 def _is_read(node: Node, known: _Known) -> bool:
-    """Whether somebody reads a node, or a view of it, who does not depend on integer tensors alone."""
-    return any(_is_read(u, known) if u.target in VIEWS else known.origin(u) is None and _reads_values(u) for u in node.users)
+    """Whether somebody reads a node, or a view of it, who depends on more than integer tensors."""
+    return any(
+        _is_read(u, known) if u.target in VIEWS else known.origin(u) is None and _reads_values(u)
+        for u in node.users
+    )
 
 
 def _reads_values(node: Node) -> bool:
@@ -188,7 +254,9 @@ def _reads_values(node: Node) -> bool:
 
 
 def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
-    """Nodes of one shape and of the same sources together, as far as a program may be long: one call gives all of them."""
+    """Nodes of one shape and of the same sources together, as far as a program may be long: one
+    call gives all of them.
+    """
     groups: list[list[Node]] = []
     for node in nodes:
         for group in groups:
@@ -206,7 +274,13 @@ def _replace(graph: Graph, nodes: list[Node], origin: Origin, known: _Known) -> 
     value = nodes[0].meta["val"]
     count = [len(nodes)] if len(nodes) > 1 else []
     shape = [*count, *(known.size(s) for s in shape_of(nodes[0]))]
-    arguments = (origin.program, list(origin.sources), str(value.dtype).removeprefix("torch."), shape, list(origin.sizes))
+    arguments = (
+        origin.program,
+        list(origin.sources),
+        str(value.dtype).removeprefix("torch."),
+        shape,
+        list(origin.sizes),
+    )
     with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
         every = graph.call_function(COMPUTED, arguments)
         every.meta = {**nodes[0].meta, "val": value.new_empty([*count, *value.shape])}

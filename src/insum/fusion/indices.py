@@ -1,4 +1,6 @@
-"""Index tensors as compiled graphs have them: parts of others, with negative values that count from the end, and made anew at each call."""
+"""Index tensors as compiled graphs have them: parts of others, with negative values that count from
+the end, and made anew at each call.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +18,24 @@ from insum.settings import settings
 
 #: Selects of the dimensions of a tensor: which, and at which place.
 Selects: TypeAlias = tuple[tuple[int, int], ...]
-#: Index tensors that are seen once: name, the size of the dimension that it indexes, whether negative values count from the end.
+#: Index tensors that are seen once: name, the size of the dimension that it indexes, whether
+#: negative values count from the end.
 Limits: TypeAlias = tuple[tuple[str, int, bool], ...]
 
 
-# --- index tensors that are parts of others -------------------------------------------------------------------------------------
+# --- index tensors that are parts of others -------------------------------------------------------
 
 _parts: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], dict[Selects, Tensor]]] = {}
 
 
 def part(base: Tensor, selects: Selects) -> Tensor:
-    """``base`` at fixed places of some dimensions; the same object as long as ``base`` lives unchanged, so that what is known of it stays known."""
+    """``base`` at fixed places of some dimensions; the same object as long as ``base`` lives
+    unchanged, so that what is known of it stays known.
+    """
     if not selects:
         return base
-    key, version = id(base), (version_of(base), base.data_ptr())  # the latter, since ``base.data = other`` is no write
+    # the latter, since ``base.data = other`` is no write
+    key, version = id(base), (version_of(base), base.data_ptr())
     entry = _parts.get(key)
     if entry is None or entry[0]() is not base or entry[1] != version:
         entry = _parts[key] = (weakref.ref(base, lambda _: _parts.pop(key, None)), version, {})
@@ -45,7 +51,9 @@ def written(selects: Selects) -> list[str]:
 
 
 def read(texts: Sequence[str]) -> Selects:
-    return tuple((int(dim), int(place)) for dim, _, place in (text.partition(".") for text in texts))
+    return tuple(
+        (int(dim), int(place)) for dim, _, place in (text.partition(".") for text in texts)
+    )
 
 
 def select(base: Tensor, selects: Selects) -> Tensor:
@@ -54,18 +62,20 @@ def select(base: Tensor, selects: Selects) -> Tensor:
     return base
 
 
-# --- other objects for the same tensor -------------------------------------------------------------------------------------------
+# --- other objects for the same tensor ------------------------------------------------------------
 
 #: By address and shape, the index tensor that was passed there last.
 _owners: dict[tuple[int, torch.Size], weakref.ref[Tensor]] = {}
 
 
 def owner(tensor: Tensor) -> Tensor:
-    """The tensor object that was passed to the forward pass, for one that autograd saved of it; else ``tensor`` itself.
+    """The tensor object that was passed to the forward pass, for one that autograd saved of it;
+    else ``tensor`` itself.
 
-    Autograd hands views to the backward pass as new objects. One that lies where an object that still lives lies, in the same layout, has its
-    values. Whether what is known of those is still true, version counters tell; two objects share theirs or not, and nobody says which.
-    Therefore both must be at 0: no counter has seen a write, shared or not.
+    Autograd hands views to the backward pass as new objects. One that lies where an object that
+    still lives lies, in the same layout, has its values. Whether what is known of those is still
+    true, version counters tell; two objects share theirs or not, and nobody says which. Therefore
+    both must be at 0: no counter has seen a write, shared or not.
     """
     key = tensor.data_ptr(), tensor.shape
     reference = _owners.get(key)
@@ -74,29 +84,46 @@ def owner(tensor: Tensor) -> Tensor:
         return tensor
     if first is not None and is_saved(first, tensor):
         return first
-    _owners[key] = weakref.ref(tensor, lambda gone: _owners.pop(key, None) if _owners.get(key) is gone else None)
+    _owners[key] = weakref.ref(
+        tensor, lambda gone: _owners.pop(key, None) if _owners.get(key) is gone else None
+    )
     return tensor
 
 
 def is_saved(first: Tensor, tensor: Tensor) -> bool:
     """Whether ``tensor`` is what autograd saved of ``first``, as `owner` explains."""
-    if not in_backward() or type(tensor) not in PLAIN or version_of(first) or version_of(tensor) or first.data_ptr() != tensor.data_ptr():
+    if (
+        not in_backward()
+        or type(tensor) not in PLAIN
+        or version_of(first)
+        or version_of(tensor)
+        or first.data_ptr() != tensor.data_ptr()
+    ):
         return False
-    return first.dtype is tensor.dtype and first.shape == tensor.shape and first.stride() == tensor.stride() and first.device == tensor.device
+    return (
+        first.dtype is tensor.dtype
+        and first.shape == tensor.shape
+        and first.stride() == tensor.stride()
+        and first.device == tensor.device
+    )
 
 
-# --- index tensors that are seen once -------------------------------------------------------------------------------------------
+# --- index tensors that are seen once -------------------------------------------------------------
 
-#: Calls of an op in a row that came with an index tensor never seen before; and the last such tensor.
+#: Calls of an op in a row that came with an index tensor never seen before; and the last such
+#: tensor.
 _strangers: dict[tuple[object, str], int] = {}
 _last: dict[tuple[object, str], weakref.ref[Tensor]] = {}
 _PATIENCE = 2
-#: Index tensors that were checked on the device, by identity: with their version, and by limit, wrapping and whether checks are on, what came out.
+#: Index tensors that were checked on the device, by identity: with their version, and by limit,
+#: wrapping and whether checks are on, what came out.
 _checked: dict[int, tuple[weakref.ref[Tensor], int, dict[tuple[int, bool, bool], Tensor]]] = {}
 
 
 def is_passing(op: object, name: str, tensor: Tensor, marked: bool) -> bool:
-    """Whether an index tensor is not worth looking at closely: it is made at every call, or each call has come with another."""
+    """Whether an index tensor is not worth looking at closely: it is made at every call, or each
+    call has come with another.
+    """
     if looks_are_free(tensor) or torch.are_deterministic_algorithms_enabled():
         return False
     key = op, name
@@ -145,16 +172,23 @@ def _wrap(tensor: Tensor, size: int) -> Tensor:
 
 
 def seen_once(name: str, tensor: Tensor, limit: int, wraps: bool) -> Tensor:
-    """An index tensor for a statement that takes its tensors as they come: checked on the device, which is not waited for.
+    """An index tensor for a statement that takes its tensors as they come: checked on the device,
+    which is not waited for.
 
     The backward pass reads what the forward pass has read; it is not checked again.
     """
     facts = known(tensor)
     if facts is not None and not facts.passing and facts.low >= 0 and facts.high < limit:
-        return tensor.data  # known well, but used here beside others that are not: what is known stays with the other object
+        # known well, but used here beside others that are not: what is known stays with the other
+        # object
+        return tensor.data
     if not tensor.numel() or not limit:
         return tensor.data
-    key, version, captured = id(tensor), version_of(tensor), tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    key, version, captured = (
+        id(tensor),
+        version_of(tensor),
+        tensor.is_cuda and torch.cuda.is_current_stream_capturing(),
+    )
     entry = _checked.get(key)
     if entry is None or entry[0]() is not tensor or entry[1] != version or captured:
         entry = (weakref.ref(tensor, lambda _: _checked.pop(key, None)), version, {})

@@ -1,7 +1,9 @@
-"""The op that a series of chains becomes, ``insum::fused_series``: their index tensors as one, made once and kept while those live unchanged.
+"""The op that a series of chains becomes, ``insum::fused_series``: their index tensors as one, made
+once and kept while those live unchanged.
 
-Where the rows that each chain writes (or reads) are unique, they become a table, a row of the table for each chain: no two points meet, and a kernel
-can order what it reads. Where they are not, or hardly any are there, the points of each chain are put into groups of equal size.
+Where the rows that each chain writes (or reads) are unique, they become a table, a row of the table
+for each chain: no two points meet, and a kernel can order what it reads. Where they are not, or
+hardly any are there, the points of each chain are put into groups of equal size.
 """
 
 from __future__ import annotations
@@ -18,13 +20,24 @@ from torch import Tensor
 
 from insum.compat.calls import PLAIN
 from insum.errors import IndexRangeError
-from insum.fusion.indices import Selects, looks_are_free, owner, part, read, seen_once, select, wrapped, written
+from insum.fusion.indices import (
+    Selects,
+    looks_are_free,
+    owner,
+    part,
+    read,
+    seen_once,
+    select,
+    wrapped,
+    written,
+)
 from insum.lang.expr import Access, Affine, Expr, Statement, accesses, index_of, rewrite
 from insum.lang.parser import parse
 from insum.plan.facts import facts_of, pass_by, version_of
 from insum.request import Request, prepare
 
-#: Variables of a template: the points of a chain, and the number of the chain. In the statements it becomes, a row, or a group and a place in it.
+#: Variables of a template: the points of a chain, and the number of the chain. In the statements it
+#: becomes, a row, or a group and a place in it.
 POINT, PIECE, ROW, GROUP, SLOT = "point", "piece", "row", "group", "slot"
 #: Points of one group, and how many times as many places as points a table may have.
 GROUP_SIZE, SPARSEST = 64, 8
@@ -35,18 +48,28 @@ Part: TypeAlias = tuple[int, Selects]
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """All of an op that is not a tensor or a size. As text, one line without quotes, it is the op's first argument."""
+    """All of an op that is not a tensor or a size. As text, one line without quotes, it is the op's
+    first argument.
+    """
 
     template: str
     values: tuple[str, ...]
     parts: tuple[tuple[Part, ...], ...]
-    """For each index tensor and each chain: which of the tensors that are passed, and which part of it."""
+    (
+        """For each index tensor and each chain: which of the tensors that are passed, and which """
+        """part of it."""
+    )
     wraps: frozenset[int]
     """Index tensors in which a negative value counts from the end."""
 
     def __str__(self) -> str:
-        parts = ";".join(",".join(":".join([str(place), *written(selects)]) for place, selects in one) for one in self.parts)
-        return "|".join([self.template, ",".join(self.values), parts, ",".join(map(str, sorted(self.wraps)))])
+        parts = ";".join(
+            ",".join(":".join([str(place), *written(selects)]) for place, selects in one)
+            for one in self.parts
+        )
+        return "|".join(
+            [self.template, ",".join(self.values), parts, ",".join(map(str, sorted(self.wraps)))]
+        )
 
 
 @functools.lru_cache(maxsize=1024)
@@ -54,7 +77,9 @@ def joined_of(text: str) -> Joined:
     """The reverse of ``str(joined)``."""
     template, values, parts, wraps = text.split("|")
     numbers = frozenset(map(int, wraps.split(","))) if wraps else frozenset()
-    return Joined(template, tuple(values.split(",")), tuple(_parts(one) for one in parts.split(";")), numbers)
+    return Joined(
+        template, tuple(values.split(",")), tuple(_parts(one) for one in parts.split(";")), numbers
+    )
 
 
 def _parts(text: str) -> tuple[Part, ...]:
@@ -65,17 +90,23 @@ def _parts(text: str) -> tuple[Part, ...]:
     return tuple(found)
 
 
-# --- the statement ---------------------------------------------------------------------------------------------------------------
+# --- the statement --------------------------------------------------------------------------------
 
 
 def as_table(template: Statement, rows: str) -> Statement:
-    """Points are rows of a table, named by the index tensor ``rows``: ``out[n0[point],m] = X[n1[point],c]`` is ``out[row,m] = X[n1[piece,row],c]``."""
+    """Points are rows of a table, named by the index tensor ``rows``: ``out[n0[point],m] =
+    X[n1[point],c]`` is ``out[row,m] = X[n1[piece,row],c]``.
+    """
 
     def index(old: Affine) -> Affine:
         atom = old.atom
         if not isinstance(atom, Access):
             return old
-        return index_of(ROW) if atom.tensor == rows else Affine(((1, Access(atom.tensor, (index_of(PIECE), index_of(ROW)))),))
+        return (
+            index_of(ROW)
+            if atom.tensor == rows
+            else Affine(((1, Access(atom.tensor, (index_of(PIECE), index_of(ROW)))),))
+        )
 
     return _indexed(template, index)
 
@@ -111,7 +142,7 @@ def limits(template: Statement, shapes: Mapping[str, Sequence[int]]) -> dict[str
     return found
 
 
-# --- index tensors ---------------------------------------------------------------------------------------------------------------
+# --- index tensors --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,32 +171,70 @@ def made_for(text: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Made
     count = len(joined.values)
     bases = tuple(owner(t) for t in tensors[count:])
     if looks_are_free(tensors[0]):  # and may change behind our back, through NumPy for one
-        return _make(joined, (*tensors[:count], *bases), sizes, lambda base, selects: select(base.data, selects), closely=True)
+        return _make(
+            joined,
+            (*tensors[:count], *bases),
+            sizes,
+            lambda base, selects: select(base.data, selects),
+            closely=True,
+        )
     key = (text, tuple(sizes), *map(id, bases))
     state = tuple((version_of(b), b.data_ptr()) for b in bases)
     entry = _made.get(key)
-    if entry is not None and entry[1] == state and all(ref() is base for ref, base in zip(entry[0], bases)):
+    if (
+        entry is not None
+        and entry[1] == state
+        and all(ref() is base for ref, base in zip(entry[0], bases))
+    ):
         _strangers[text] = 0
         return entry[2]
     seen = _strangers[text] = _strangers.get(text, 0) + 1
     hurried = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    found = _make(joined, (*tensors[:count], *bases), sizes, part, closely=not hurried and seen <= PATIENCE + 1)
+    found = _make(
+        joined,
+        (*tensors[:count], *bases),
+        sizes,
+        part,
+        closely=not hurried and seen <= PATIENCE + 1,
+    )
     if hurried or any(v < 0 for v, _ in state):
         return found
     if len(_made) >= _MOST:
         _made.clear()
-    _made[key] = (tuple(weakref.ref(b, lambda _: _made.pop(key, None)) for b in bases), state, found)
+    _made[key] = (
+        tuple(weakref.ref(b, lambda _: _made.pop(key, None)) for b in bases),
+        state,
+        found,
+    )
     return found
 
 
-def _make(joined: Joined, tensors: Sequence[Tensor], sizes: Sequence[int], taken: Callable[[Tensor, Selects], Tensor], *, closely: bool) -> Made:
+def _make(
+    joined: Joined,
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+    taken: Callable[[Tensor, Selects], Tensor],
+    *,
+    closely: bool,
+) -> Made:
     template = parse(joined.template)
-    shapes = {**dict(zip(joined.values, (t.shape for t in tensors))), template.target.tensor: tuple(sizes)}
+    shapes = {
+        **dict(zip(joined.values, (t.shape for t in tensors))),
+        template.target.tensor: tuple(sizes),
+    }
     most = limits(template, shapes)
     parts: dict[str, list[Tensor]] = {}
     for k, one in enumerate(joined.parts):
-        own, limit, wraps = [taken(tensors[place], selects) for place, selects in one], min(most[f"n{k}"]), k in joined.wraps
-        parts[f"n{k}"] = [_looked_at(joined, p, limit, wraps) for p in own] if closely else _unseen(f"n{k}", own, limit, wraps)
+        own, limit, wraps = (
+            [taken(tensors[place], selects) for place, selects in one],
+            min(most[f"n{k}"]),
+            k in joined.wraps,
+        )
+        parts[f"n{k}"] = (
+            [_looked_at(joined, p, limit, wraps) for p in own]
+            if closely
+            else _unseen(f"n{k}", own, limit, wraps)
+        )
     rows = _rows(template, parts, most) if closely else None
     if rows is not None:
         return _table(template, parts, rows, most)
@@ -177,40 +246,63 @@ def _make(joined: Joined, tensors: Sequence[Tensor], sizes: Sequence[int], taken
 
 
 def _looked_at(joined: Joined, tensor: Tensor, limit: int, wraps: bool) -> Tensor:
-    """An index tensor with values from 0 to ``limit``, which is found out here: once it is put together with others, -1 is an absent point."""
+    """An index tensor with values from 0 to ``limit``, which is found out here: once it is put
+    together with others, -1 is an absent point.
+    """
     found = wrapped(tensor, limit) if wraps else tensor
     facts = facts_of(found)
     if found.numel() and (facts.low < 0 or facts.high >= limit):
         bad, low = facts.low if facts.low < 0 else facts.high, -limit if wraps else 0
-        fact = f"an index is {bad - limit if wraps and bad < 0 else bad}, but it indexes a dimension of size {limit}"
-        raise IndexRangeError(fact, statement=joined.template, expected=f"values from {low} to {limit - 1}")
+        fact = (
+            f"an index is {bad - limit if wraps and bad < 0 else bad}, but it indexes a "
+            f"dimension of size {limit}"
+        )
+        raise IndexRangeError(
+            fact, statement=joined.template, expected=f"values from {low} to {limit - 1}"
+        )
     return found
 
 
 def _unseen(name: str, own: list[Tensor], limit: int, wraps: bool) -> list[Tensor]:
-    """The same for index tensors that nobody looks at: checked on the device, all of them at once."""
-    return list(torch.split(seen_once(name, torch.cat(own), limit, wraps), [p.numel() for p in own]))
+    """The same for index tensors that nobody looks at: checked on the device, all at once."""
+    return list(
+        torch.split(seen_once(name, torch.cat(own), limit, wraps), [p.numel() for p in own])
+    )
 
 
-def _rows(template: Statement, parts: Mapping[str, list[Tensor]], most: Mapping[str, set[int]]) -> str | None:
-    """The index tensor whose values can number the rows of a table: no value comes twice in a chain, and most of them come."""
+def _rows(
+    template: Statement, parts: Mapping[str, list[Tensor]], most: Mapping[str, set[int]]
+) -> str | None:
+    """The index tensor whose values can number the rows of a table: no value comes twice in a
+    chain, and most of them come.
+    """
     points, count = sum(map(len, next(iter(parts.values())))), len(next(iter(parts.values())))
     scattered = [i.atom.tensor for i in template.target.indices if isinstance(i.atom, Access)]
     for name in dict.fromkeys((*scattered, *parts)):
         limit = min(most[name])
-        if len(parts) < 2 or len(most[name]) > 1 or scattered and name not in scattered or count * limit > SPARSEST * points:
+        if (
+            len(parts) < 2
+            or len(most[name]) > 1
+            or scattered
+            and name not in scattered
+            or count * limit > SPARSEST * points
+        ):
             continue
         if all(facts_of(p).unique for p in parts[name]):
             return name
     return None
 
 
-def _table(template: Statement, parts: Mapping[str, list[Tensor]], rows: str, most: Mapping[str, set[int]]) -> Made:
+def _table(
+    template: Statement, parts: Mapping[str, list[Tensor]], rows: str, most: Mapping[str, set[int]]
+) -> Made:
     found: dict[str, Tensor] = {}
     for name, own in parts.items():
         if name != rows:
             dtype = torch.int32 if min(most[name]) < 2**31 else torch.int64
-            table = found[name] = torch.full((len(own), min(most[rows])), -1, dtype=dtype, device=own[0].device)
+            table = found[name] = torch.full(
+                (len(own), min(most[rows])), -1, dtype=dtype, device=own[0].device
+            )
             for k, (at, values) in enumerate(zip(parts[rows], own)):
                 table[k, at.long()] = values.to(dtype)
     return Made(str(as_table(template, rows)), found)
@@ -221,7 +313,9 @@ def _groups(template: Statement, parts: Mapping[str, list[Tensor]]) -> Made:
     counts = [math.ceil(p.numel() / GROUP_SIZE) for p in own]
     found: dict[str, Tensor] = {}
     for name, every in parts.items():
-        flat = found[name] = torch.full((sum(counts) * GROUP_SIZE,), -1, dtype=torch.int64, device=own[0].device)
+        flat = found[name] = torch.full(
+            (sum(counts) * GROUP_SIZE,), -1, dtype=torch.int64, device=own[0].device
+        )
         start = 0
         for piece, count in zip(every, counts):
             flat[start : start + piece.numel()] = piece
@@ -235,25 +329,38 @@ def _groups(template: Statement, parts: Mapping[str, list[Tensor]]) -> Made:
     return Made(str(as_groups(template)), found)
 
 
-# --- the op ----------------------------------------------------------------------------------------------------------------------
+# --- the op ---------------------------------------------------------------------------------------
 
 
-def _fused_series(initial: Tensor | None, spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
+def _fused_series(
+    initial: Tensor | None, spec: str, tensors: list[Tensor], sizes: list[int]
+) -> Tensor:
     joined = joined_of(spec)
     made = made_for(spec, tensors, sizes)
     values = {**dict(zip(joined.values, tensors)), **made.indices}
-    request = Request(made.statement if initial is None else made.statement.replace(" = ", " += ", 1), (("out", tuple(sizes)),), made.padded)
+    request = Request(
+        made.statement if initial is None else made.statement.replace(" = ", " += ", 1),
+        (("out", tuple(sizes)),),
+        made.padded,
+    )
     prepared = prepare(request, values, initial)
     prepared.verify(values)
     return prepared.run("new" if initial is None else "from", values, initial)
 
 
-def _fused_series_fake(initial: Tensor | None, spec: str, tensors: list[Tensor], sizes: list[Any]) -> Tensor:
-    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors[: len(joined_of(spec).values)]))
+def _fused_series_fake(
+    initial: Tensor | None, spec: str, tensors: list[Tensor], sizes: list[Any]
+) -> Tensor:
+    dtype = functools.reduce(
+        torch.promote_types, (t.dtype for t in tensors[: len(joined_of(spec).values)])
+    )
     return tensors[0].new_empty(sizes, dtype=dtype if initial is None else initial.dtype)
 
 
 _library = torch.library.Library("insum", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("fused_series(Tensor? initial, str spec, Tensor[] tensors, SymInt[] sizes) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "fused_series(Tensor? initial, str spec, Tensor[] tensors, SymInt[] sizes) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 _library.impl("fused_series", _fused_series, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("insum::fused_series", _fused_series_fake, lib=_library)

@@ -1,8 +1,10 @@
-"""The ops that fused chains become: ``insum::fused``, into a tensor that is there ``insum::fused_into`` and ``insum::fused_into_``, and for largest
-and smallest values ``insum::fused_extremum``.
+"""The ops that fused chains become: ``insum::fused``, into a tensor that is there
+``insum::fused_into`` and ``insum::fused_into_``, and for largest and smallest values
+``insum::fused_extremum``.
 
-They mean what ``insum::contract`` means, and take index tensors the way compiled graphs have them: as rows of a larger tensor, with
-negative values that count from the end, and made anew at each call. They stand in graphs that hold their own backward; they have no gradient.
+They mean what ``insum::contract`` means, and take index tensors the way compiled graphs have them:
+as rows of a larger tensor, with negative values that count from the end, and made anew at each
+call. They stand in graphs that hold their own backward; they have no gradient.
 """
 
 from __future__ import annotations
@@ -18,7 +20,18 @@ from torch import Tensor
 from insum.compat.calls import PLAIN, are_plain, shorten
 from insum.fusion import ways
 from insum.fusion.computed import computed
-from insum.fusion.indices import Selects, is_passing, looks_are_free, owner, part, read, seen_once, select, wrapped, written
+from insum.fusion.indices import (
+    Selects,
+    is_passing,
+    looks_are_free,
+    owner,
+    part,
+    read,
+    seen_once,
+    select,
+    wrapped,
+    written,
+)
 from insum.lang.expr import Access
 from insum.lang.parser import parse
 from insum.ops import decode
@@ -41,19 +54,27 @@ class Computed:
     dtype: str
 
     def __str__(self) -> str:
-        return f"{self.name}={self.program}@{','.join(self.sources)}@{','.join(map(str, self.sizes))}@{self.dtype}"
+        return (
+            f"{self.name}={self.program}@{','.join(self.sources)}"
+            f"@{','.join(map(str, self.sizes))}@{self.dtype}"
+        )
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spec:
     """All of a fused op that is not a tensor or a size. As text it is the op's first argument.
 
-    The text is one line without quotes: Inductor writes the nodes of a graph, unquoted, into comments of the code that it generates.
+    The text is one line without quotes: Inductor writes the nodes of a graph, unquoted, into
+    comments of the code that it generates.
     """
 
     statement: str
     names: tuple[str, ...]
-    """Of the tensors that are passed: those of the statement, tensors of which index tensors are parts, and what others are computed from."""
+    (
+        """Of the tensors that are passed: those of the statement, tensors of which index """
+        """tensors """
+        """are parts, and what others are computed from."""
+    )
     views: tuple[tuple[str, str, Selects], ...]
     """Index tensors: name, tensor of which it is a part, and which part."""
     size_names: str
@@ -62,18 +83,35 @@ class Spec:
     passing: frozenset[str]
     """Index tensors that the graph makes anew at each call."""
     origins: tuple[Computed, ...] = ()
-    """Tensors that are computed from others, once while those stay the same. They are not passed."""
+    (
+        """Tensors that are computed from others, once while those stay the same. They are not """
+        """passed."""
+    )
 
     def __str__(self) -> str:
-        views = ";".join(":".join([f"{name}<{base}", *written(selects)]) for name, base, selects in self.views)
+        views = ";".join(
+            ":".join([f"{name}<{base}", *written(selects)]) for name, base, selects in self.views
+        )
         origins = ";".join(map(str, self.origins))
-        fields = self.statement, ",".join(self.names), views, self.size_names, ",".join(sorted(self.wraps)), ",".join(sorted(self.passing)), origins
+        fields = (
+            self.statement,
+            ",".join(self.names),
+            views,
+            self.size_names,
+            ",".join(sorted(self.wraps)),
+            ",".join(sorted(self.passing)),
+            origins,
+        )
         return "|".join(fields)
 
     @property
     def plain(self) -> tuple[tuple[str, int], ...]:
-        """Tensors that the statement reads as they are, and their places among those that are passed."""
-        taken = {base for _, base, _ in self.views} | {name for one in self.origins for name in one.sources}
+        """Tensors that the statement reads as they are, and their places among those that are
+        passed.
+        """
+        taken = {base for _, base, _ in self.views} | {
+            name for one in self.origins for name in one.sources
+        }
         return tuple((name, place) for place, name in enumerate(self.names) if name not in taken)
 
 
@@ -87,7 +125,15 @@ def spec_of(text: str) -> Spec:
         base, *selects = rest.split(":")
         read_views.append((name, base, read(selects)))
     found = tuple(map(_computed_of, _split(origins, ";")))
-    return Spec(statement, _split(names, ","), tuple(read_views), size_names, frozenset(_split(wraps, ",")), frozenset(_split(passing, ",")), found)
+    return Spec(
+        statement,
+        _split(names, ","),
+        tuple(read_views),
+        size_names,
+        frozenset(_split(wraps, ",")),
+        frozenset(_split(passing, ",")),
+        found,
+    )
 
 
 def _computed_of(text: str) -> Computed:
@@ -106,9 +152,16 @@ class Places:
 
     plain: tuple[tuple[str, int], ...]
     views: tuple[tuple[str, str, int | None, Selects], ...]
-    """Index tensors: name, tensor of which it is a part, its place where it is passed, and which part."""
+    (
+        """Index tensors: name, tensor of which it is a part, its place where it is passed, and """
+        """which part."""
+    )
     origins: tuple[tuple[str, str, tuple[int, ...], tuple[int, ...]], ...]
-    """Computed tensors: name, program, and the places of tensors and sizes that it is applied to."""
+    (
+        """Computed tensors: name, program, and the places of tensors and sizes that it is """
+        """applied """
+        """to."""
+    )
     decisive: tuple[int, ...]
     """Tensors that decide index tensors, and what is computed."""
 
@@ -116,9 +169,15 @@ class Places:
 @functools.lru_cache(maxsize=4096)
 def _places(spec: Spec) -> Places:
     place = {name: k for k, name in enumerate(spec.names)}
-    origins = tuple((one.name, one.program, tuple(place[s] for s in one.sources), one.sizes) for one in spec.origins)
+    origins = tuple(
+        (one.name, one.program, tuple(place[s] for s in one.sources), one.sizes)
+        for one in spec.origins
+    )
     views = tuple((name, base, place.get(base), selects) for name, base, selects in spec.views)
-    decisive = dict.fromkeys([at for _, _, at, _ in views if at is not None] + [k for _, _, sources, _ in origins for k in sources])
+    decisive = dict.fromkeys(
+        [at for _, _, at, _ in views if at is not None]
+        + [k for _, _, sources, _ in origins for k in sources]
+    )
     return Places(spec.plain, views, origins, tuple(decisive))
 
 
@@ -127,7 +186,9 @@ def _values(spec: Spec, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> di
     places = _places(spec)
     made: dict[str, Tensor] = {}
     for name, program, sources, own in places.origins:
-        made[name] = computed(program, tuple(sizes[k] for k in own), tuple(owner(tensors[k]) for k in sources))
+        made[name] = computed(
+            program, tuple(sizes[k] for k in own), tuple(owner(tensors[k]) for k in sources)
+        )
     found: dict[str, Any] = {}
     for name, base, place, selects in places.views:
         if place is None:
@@ -135,7 +196,8 @@ def _values(spec: Spec, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> di
         elif type(tensors[place]) not in PLAIN:
             found[name] = select(tensors[place], selects)
         elif name in spec.passing:
-            # A new object: compiled code may fill this one with other values, which no version counter tells.
+            # A new object: compiled code may fill this one with other values, which no version
+            # counter tells.
             found[name] = select(tensors[place].data, selects)
         else:
             found[name] = part(owner(tensors[place]), selects)
@@ -150,7 +212,9 @@ def _request(spec: Spec, sizes: Sequence[Any]) -> Request:
     return decode((spec.statement, "", [], "", [], spec.size_names, sizes, "", None, ""))[0]
 
 
-def _run(mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+def _run(
+    mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor], sizes: Sequence[int]
+) -> Tensor:
     quick = ways.run_path(text, mode, tensors, sizes, target)
     if quick is not None:
         return quick
@@ -168,14 +232,27 @@ def _run(mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor],
         return quick
     before = dict(values)
     result, program = _run_long(mode, target, spec, given, values, passing, key)
-    if program is not None and not passing and not spec.passing and all(values[name] is before[name] for name in values):
+    if (
+        program is not None
+        and not passing
+        and not spec.passing
+        and all(values[name] is before[name] for name in values)
+    ):
         places = _places(spec)
-        ways.keep_path(text, mode, program, places.plain, places.decisive, (tensors, given, target), values)
+        ways.keep_path(
+            text, mode, program, places.plain, places.decisive, (tensors, given, target), values
+        )
     return result
 
 
 def _run_long(
-    mode: str, target: Tensor | None, spec: Spec, sizes: tuple[int, ...], values: dict[str, Any], passing: bool, key: object
+    mode: str,
+    target: Tensor | None,
+    spec: Spec,
+    sizes: tuple[int, ...],
+    values: dict[str, Any],
+    passing: bool,
+    key: object,
 ) -> tuple[Tensor, Program | str | None]:
     """The result, and the program for calls that are like this one, where it may be kept."""
     prepared = prepare(_request(spec, sizes), values, target)
@@ -191,7 +268,11 @@ def _run_long(
     if not passing and any(_out_of_sight(values[name]) for name, _, _ in limits):
         return replace(prepared, fusable=False).run(mode, values, target), None
     result = prepared.run(mode, values, target)
-    looked = settings.check == "never" or settings.check != "always" and not any(map(looks_are_free, values.values()))
+    looked = (
+        settings.check == "never"
+        or settings.check != "always"
+        and not any(map(looks_are_free, values.values()))
+    )
     if not prepared.fusable or mode == "from" or not looked:
         return result, None
     program = fused.lookup(prepared.problem, values, target, None)
@@ -204,7 +285,9 @@ def _run_long(
 
 
 def _out_of_sight(tensor: Tensor) -> bool:
-    """Whether nothing is known of an index tensor and nothing can be found out, since a CUDA graph is being captured."""
+    """Whether nothing is known of an index tensor and nothing can be found out, since a CUDA graph
+    is being captured.
+    """
     return tensor.is_cuda and known(tensor) is None and torch.cuda.is_current_stream_capturing()
 
 
@@ -220,7 +303,9 @@ def _fused_into_(target: Tensor, spec: str, tensors: list[Tensor], sizes: list[i
     _run("into", target, spec, tensors, sizes)
 
 
-def _fused_extremum(base: Tensor, spec: str, tensors: list[Tensor], sizes: list[int], include_self: bool) -> Tensor:
+def _fused_extremum(
+    base: Tensor, spec: str, tensors: list[Tensor], sizes: list[int], include_self: bool
+) -> Tensor:
     flat = sizes[: _scattered(spec)[0]]  # the statement has no dimensions of size 1
     if include_self:
         found = _run("from", base.reshape(flat), spec, tensors, sizes)
@@ -234,9 +319,13 @@ def _fused_extremum(base: Tensor, spec: str, tensors: list[Tensor], sizes: list[
 
 @functools.lru_cache(maxsize=4096)
 def _scattered(text: str) -> tuple[int, int, str]:
-    """Of a statement's result the number of dimensions, the one that is scattered to, and the index tensor that does."""
+    """Of a statement's result the number of dimensions, the one that is scattered to, and the index
+    tensor that does.
+    """
     indices = parse(spec_of(text).statement).target.indices
-    dim, name = next((d, i.atom.tensor) for d, i in enumerate(indices) if isinstance(i.atom, Access))
+    dim, name = next(
+        (d, i.atom.tensor) for d, i in enumerate(indices) if isinstance(i.atom, Access)
+    )
     return len(indices), dim, name
 
 
@@ -258,17 +347,23 @@ def _present(text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Te
 
 
 def _mask(tensor: Tensor, rows: int) -> Tensor:
-    return torch.zeros(rows, dtype=torch.bool, device=tensor.device).index_fill(0, tensor.reshape(-1).long(), True)
+    return torch.zeros(rows, dtype=torch.bool, device=tensor.device).index_fill(
+        0, tensor.reshape(-1).long(), True
+    )
 
 
-def _fused_extremum_fake(base: Tensor, spec: str, tensors: list[Tensor], sizes: list[Any], include_self: bool) -> Tensor:
+def _fused_extremum_fake(
+    base: Tensor, spec: str, tensors: list[Tensor], sizes: list[Any], include_self: bool
+) -> Tensor:
     return torch.empty(base.shape, dtype=base.dtype, device=base.device)
 
 
 def _fused_fake(spec: str, tensors: list[Tensor], sizes: list[Any]) -> Tensor:
     read = spec_of(spec)
     if read.origins:  # nothing is computed here: it may be counted out
-        return torch.empty(sizes[: _rank(read)], dtype=_dtype(read, tensors), device=tensors[0].device)
+        return torch.empty(
+            sizes[: _rank(read)], dtype=_dtype(read, tensors), device=tensors[0].device
+        )
     problem = _request(read, sizes).bind(_values(read, tensors, ()))
     return torch.empty(problem.shape, dtype=problem.dtype, device=problem.device)
 
@@ -308,11 +403,15 @@ def _define(schema: str, kernel: Any, fake: Any) -> None:
 
 _define(f"fused({_ARGUMENTS}) -> Tensor", _fused, _fused_fake)
 _define(f"fused_into(Tensor initial, {_ARGUMENTS}) -> Tensor", _fused_into, _fused_into_fake)
-_define(f"fused_extremum(Tensor base, {_ARGUMENTS}, bool include_self) -> Tensor", _fused_extremum, _fused_extremum_fake)
+_define(
+    f"fused_extremum(Tensor base, {_ARGUMENTS}, bool include_self) -> Tensor",
+    _fused_extremum,
+    _fused_extremum_fake,
+)
 _define(f"fused_into_(Tensor(a!) target, {_ARGUMENTS}) -> ()", _fused_into_, _fused_into_fake_)
 
 
-# --- the same before the dispatcher is asked, for calls like earlier ones -----------------------------------------------------------
+# --- the same before the dispatcher is asked, for calls like earlier ones -------------------------
 
 
 def _quick(spec: str, tensors: list[Tensor], sizes: list[int]) -> tuple[Tensor] | None:
@@ -320,14 +419,23 @@ def _quick(spec: str, tensors: list[Tensor], sizes: list[int]) -> tuple[Tensor] 
     return None if found is None else (found,)
 
 
-def _quick_into_(target: Tensor, spec: str, tensors: list[Tensor], sizes: list[int]) -> tuple[None] | None:
+def _quick_into_(
+    target: Tensor, spec: str, tensors: list[Tensor], sizes: list[int]
+) -> tuple[None] | None:
     if type(target) not in PLAIN:
         return None
     return None if ways.run_path(spec, "into", tensors, sizes, target, True) is None else (None,)
 
 
-def _quick_extremum(base: Tensor, spec: str, tensors: list[Tensor], sizes: list[int], include_self: bool) -> tuple[Tensor] | None:
-    if include_self or type(base) not in PLAIN or not are_plain(tensors) or not ways.has_path(spec, "new"):
+def _quick_extremum(
+    base: Tensor, spec: str, tensors: list[Tensor], sizes: list[int], include_self: bool
+) -> tuple[Tensor] | None:
+    if (
+        include_self
+        or type(base) not in PLAIN
+        or not are_plain(tensors)
+        or not ways.has_path(spec, "new")
+    ):
         return None
     return (_fused_extremum(base, spec, tensors, sizes, include_self),)
 

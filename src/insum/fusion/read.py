@@ -1,7 +1,9 @@
-"""Reads graph nodes at index expressions: indices are pulled from a root down to the tensors that are really there.
+"""Reads graph nodes at index expressions: indices are pulled from a root down to the tensors that
+are really there.
 
-``x.index_select(0, src)`` read at ``(e, f)`` is ``x`` read at ``(src[e], f)``; ``mm(a, b)`` read at ``(i, j)`` is ``a`` at ``(i, k)`` times ``b`` at
-``(k, j)`` with a new variable ``k``. Views only change indices. What cannot be read through is a leaf: a tensor that the statement takes as it is.
+``x.index_select(0, src)`` read at ``(e, f)`` is ``x`` read at ``(src[e], f)``; ``mm(a, b)`` read at
+``(i, j)`` is ``a`` at ``(i, k)`` times ``b`` at ``(k, j)`` with a new variable ``k``. Views only
+change indices. What cannot be read through is a leaf: a tensor that the statement takes as it is.
 """
 
 from __future__ import annotations
@@ -14,20 +16,44 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from insum.fusion.shapes import ZERO, Stop, broadcast, is_one, merged_dims, points, same, shape_of, value_of
+from insum.fusion.shapes import (
+    ZERO,
+    Stop,
+    broadcast,
+    is_one,
+    merged_dims,
+    points,
+    same,
+    shape_of,
+    value_of,
+)
 from insum.fusion.views import FLOATS, INDICES, VIEWS, Indices, input_of, reshaped
 from insum.lang.bind import Size
 from insum.lang.expr import Access, Affine, Expr, Number, Var, fresh, index_of
 
 aten, prims = torch.ops.aten, torch.ops.prims
-#: A product that has this many times fewer elements than what it is multiplied with is kept: it would be computed anew for each of those.
+#: A product that has this many times fewer elements than what it is multiplied with is kept: it
+#: would be computed anew for each of those.
 KEEP_SMALL = 8
-_RESERVED = {"max", "min", "statement", "out_shape", "sizes", "padded", "config", "backend", "dense_output", "out"}
+_RESERVED = {
+    "max",
+    "min",
+    "statement",
+    "out_shape",
+    "sizes",
+    "padded",
+    "config",
+    "backend",
+    "dense_output",
+    "out",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class IndexTensor:
-    """An index tensor of a statement: ``base`` at fixed positions of some dimensions, for indexing a dimension of a certain size."""
+    """An index tensor of a statement: ``base`` at fixed positions of some dimensions, for indexing
+    a dimension of a certain size.
+    """
 
     name: str
     base: Node
@@ -43,14 +69,18 @@ class Reader:
     reaches: Callable[[Node], bool]  # whether something is gathered somewhere below a node
     names: dict[Node, str] = field(default_factory=dict)
     indices: list[IndexTensor] = field(default_factory=list)
-    wrapped: set[str] = field(default_factory=set)  # index tensors in which a negative value counts from the end
+    # index tensors in which a negative value counts from the end
+    wrapped: set[str] = field(default_factory=set)
     inlined: dict[Node, None] = field(default_factory=dict)
     gathers: list[Node] = field(default_factory=list)
-    grown: list[Node] = field(default_factory=list)  # products with more elements than their factors
+    # products with more elements than their factors
+    grown: list[Node] = field(default_factory=list)
     contractions: int = 0
     beside: int = 0  # about how many elements that has which the node being read is multiplied with
-    extents: dict[str, tuple[Node, int]] = field(default_factory=dict)  # of variables: a node and one of its dimensions
-    splits: dict[str, tuple[tuple[str, Size], ...]] = field(default_factory=dict)  # variables that views split, and their parts with sizes
+    # of variables: a node and one of its dimensions
+    extents: dict[str, tuple[Node, int]] = field(default_factory=dict)
+    # variables that views split, and their parts with sizes
+    splits: dict[str, tuple[tuple[str, Size], ...]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     taken: set[str] = field(default_factory=lambda: set(_RESERVED))
 
@@ -63,17 +93,26 @@ class Reader:
 
     def variables(self, node: Node) -> Indices:
         """One variable per dimension of a node; a dimension of size 1 needs none."""
-        return tuple(ZERO if is_one(size) else self.variable("i", node, d) for d, size in enumerate(shape_of(node)))
+        return tuple(
+            ZERO if is_one(size) else self.variable("i", node, d)
+            for d, size in enumerate(shape_of(node))
+        )
 
     def split(self, index: Affine, node: Node, dims: tuple[int, ...]) -> Indices:
-        """A variable over several dimensions of a node as one variable for each; the same ones when it is split so again."""
+        """A variable over several dimensions of a node as one variable for each; the same ones when
+        it is split so again.
+        """
         sizes = [shape_of(node)[d] for d in dims]
         if index.var is None or not all(isinstance(s, int) for s in sizes[1:]):
             raise Stop("a view merges dimensions")
         if index.var not in self.splits:
-            self.splits[index.var] = tuple((self.variable("s", node, d).var or "", shape_of(node)[d]) for d in dims)
+            self.splits[index.var] = tuple(
+                (self.variable("s", node, d).var or "", shape_of(node)[d]) for d in dims
+            )
         parts = self.splits[index.var]
-        if len(parts) != len(sizes) or not all(same(a, b) for (_, a), b in zip(parts, sizes, strict=True)):
+        if len(parts) != len(sizes) or not all(
+            same(a, b) for (_, a), b in zip(parts, sizes, strict=True)
+        ):
             raise Stop("two views merge dimensions in different ways")
         return tuple(index_of(name) for name, _ in parts)
 
@@ -91,7 +130,9 @@ class Reader:
     # --- values ---
 
     def value(self, node: Node, at: Indices, *, gathered: bool = False) -> list[Expr]:
-        """The factors of a node's value at ``at``. Below a gather nothing is computed: it would be computed anew at every point."""
+        """The factors of a node's value at ``at``. Below a gather nothing is computed: it would be
+        computed anew at every point.
+        """
         rule = RULES.get(node.target) if node.op == "call_function" else None
         if rule is None or node in self.kept:
             return [self.leaf(node, at)]
@@ -115,7 +156,17 @@ class Reader:
         self.contractions, self.beside = state[1:]
 
     def _parts(self) -> tuple[Any, ...]:
-        return self.names, self.indices, self.wrapped, self.inlined, self.gathers, self.grown, self.extents, self.splits, self.taken
+        return (
+            self.names,
+            self.indices,
+            self.wrapped,
+            self.inlined,
+            self.gathers,
+            self.grown,
+            self.extents,
+            self.splits,
+            self.taken,
+        )
 
     def check_computed(self, node: Node, gathered: bool) -> None:
         if gathered:
@@ -170,8 +221,17 @@ class Reader:
             raise Stop(f"the index {node.name} is one number")
         return Affine(((1, Access(self.index_name(node, selects, limit, wraps), rest)),))
 
-    def index_name(self, node: Node, selects: tuple[tuple[int, int], ...], limit: Size, wraps: bool) -> str:
-        found = next((t for t in self.indices if t.base is node and t.selects == selects and same(t.limit, limit)), None)
+    def index_name(
+        self, node: Node, selects: tuple[tuple[int, int], ...], limit: Size, wraps: bool
+    ) -> str:
+        found = next(
+            (
+                t
+                for t in self.indices
+                if t.base is node and t.selects == selects and same(t.limit, limit)
+            ),
+            None,
+        )
         if found is None:
             wanted = "_".join([node.name, *(str(i) for _, i in selects)])
             found = IndexTensor(fresh(wanted, self.taken), node, selects, limit)
@@ -181,7 +241,9 @@ class Reader:
         return found.name
 
     def placed(self, tensors: Sequence[Node | None], source: Node, at: Indices) -> Indices:
-        """Indices of ``source[tensors]`` as indices of ``source``, by the rules of advanced indexing."""
+        """Indices of ``source[tensors]`` as indices of ``source``, by the rules of advanced
+        indexing.
+        """
         shape = shape_of(source)
         positions = [d for d, t in enumerate(tensors) if t is not None]
         if not positions:
@@ -198,11 +260,13 @@ class Reader:
             if tensor is None:
                 found.append(next(others))
             else:
-                found.append(self.index(tensor, broadcast(inner, shape_of(tensor)), size, wraps=True))
+                found.append(
+                    self.index(tensor, broadcast(inner, shape_of(tensor)), size, wraps=True)
+                )
         return tuple(found)
 
 
-# --- rules of values -----------------------------------------------------------------------------------------------------------
+# --- rules of values ------------------------------------------------------------------------------
 
 
 def _through(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
@@ -269,7 +333,11 @@ def _embedding(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[
 def _mul(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     factors: list[Expr] = []
     numbers = [a for a in node.args[:2] if not isinstance(a, Node)]
-    if any(not isinstance(n, int | float) or isinstance(n, bool) for n in numbers) or numbers and value_of(node).dtype == torch.float64:
+    if (
+        any(not isinstance(n, int | float) or isinstance(n, bool) for n in numbers)
+        or numbers
+        and value_of(node).dtype == torch.float64
+    ):
         raise Stop("it is multiplied by a number that a kernel would round")
     reader.inline(node)
     if grows(node):
@@ -300,7 +368,12 @@ def _sum(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     reader.inline(node)
     reader.contractions += 1
     rest = iter(at if not keeps else [index for d, index in enumerate(at) if d not in dims])
-    inner = tuple((reader.variable("k", source, d) if not is_one(shape_of(source)[d]) else ZERO) if d in dims else next(rest) for d in range(rank))
+    inner = tuple(
+        (reader.variable("k", source, d) if not is_one(shape_of(source)[d]) else ZERO)
+        if d in dims
+        else next(rest)
+        for d in range(rank)
+    )
     return reader.value(source, inner)
 
 
@@ -346,26 +419,39 @@ COMPUTE = {_mul, _neg, _sum, _matmul, _matvec}
 
 
 def grows(node: Node) -> bool:
-    """Whether a product has at least twice the elements of each of its factors, as an outer product has."""
+    """Whether a product has at least twice the elements of each of its factors, as an outer product
+    has.
+    """
     factors = [_owner(a) for a in node.args[:2] if isinstance(a, Node)]
-    return len(factors) == 2 and all(2 * points(shape_of(f)) <= points(shape_of(node)) for f in factors)
+    return len(factors) == 2 and all(
+        2 * points(shape_of(f)) <= points(shape_of(node)) for f in factors
+    )
 
 
 def _owner(node: Node) -> Node:
     """The tensor of which a node is a view."""
-    while node.op == "call_function" and node.target in VIEWS and isinstance(node.args[0], Node) and isinstance(node.args[0].meta.get("val"), Tensor):
+    while (
+        node.op == "call_function"
+        and node.target in VIEWS
+        and isinstance(node.args[0], Node)
+        and isinstance(node.args[0].meta.get("val"), Tensor)
+    ):
         node = node.args[0]
     return node
 
 
 def reaching(kept: frozenset[Node]) -> Callable[[Node], bool]:
-    """Whether a gather of numbers, or a product that grows, lies below a node, with nothing but views, products and sums above it."""
+    """Whether a gather of numbers, or a product that grows, lies below a node, with nothing but
+    views, products and sums above it.
+    """
     known: dict[Node, bool] = {}
 
     def reaches(node: Node) -> bool:
         if node not in known:
             known[node] = False
-            rule = RULES.get(node.target) if node.op == "call_function" and node not in kept else None
+            rule = (
+                RULES.get(node.target) if node.op == "call_function" and node not in kept else None
+            )
             if rule is not None and isinstance(node.meta.get("val"), Tensor):
                 grown = node.target in GATHERS or node.target in PRODUCTS and grows(node)
                 known[node] = grown or any(isinstance(a, Node) and reaches(a) for a in node.args)

@@ -10,7 +10,7 @@ from insum.settings import settings
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """One statement, made of ``nodes``; about ``saved`` elements are no longer written to memory."""
+    """One statement, made of ``nodes``; about ``saved`` elements are not written to memory."""
 
     statement: str
     root: str
@@ -21,7 +21,10 @@ class Fused:
 
     def __str__(self) -> str:
         when = "backward" if self.backward else "forward"
-        return f"fused  {self.root}: {self.statement}  ({len(self.nodes)} nodes, {when}, {self.saved:,} elements not written)"
+        return (
+            f"fused  {self.root}: {self.statement}  ({len(self.nodes)} nodes, {when}, "
+            f"{self.saved:,} elements not written)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +41,9 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Once:
-    """Nodes that are a function of integer tensors alone, and computed again only when one of those is another or was written to."""
+    """Nodes that are a function of integer tensors alone, and computed again only when one of those
+    is another or was written to.
+    """
 
     nodes: tuple[str, ...]
     sources: tuple[str, ...]
@@ -78,7 +83,10 @@ def report() -> Report:
     >>> print(insum.fusion.report())
     nothing to fuse
     """
-    every = [tuple(one for r in _reports for one in getattr(r, name)) for name in ("fused", "left", "once")]
+    every = [
+        tuple(one for r in _reports for one in getattr(r, name))
+        for name in ("fused", "left", "once")
+    ]
     return Report(*every)
 
 

@@ -24,7 +24,11 @@ from insum.lang.bind import Size
 from insum.lang.expr import accesses, fresh
 
 aten = torch.ops.aten
-FUSED, INTO, IN_PLACE = torch.ops.insum.fused.default, torch.ops.insum.fused_into.default, torch.ops.insum.fused_into_.default
+FUSED, INTO, IN_PLACE = (
+    torch.ops.insum.fused.default,
+    torch.ops.insum.fused_into.default,
+    torch.ops.insum.fused_into_.default,
+)
 SERIES, EXTREMUM = torch.ops.insum.fused_series.default, torch.ops.insum.fused_extremum.default
 #: Operations whose result lies in memory of its own whatever comes after.
 _OWN = (aten.mm.default, aten.bmm.default, aten.addmm.default)
@@ -33,7 +37,8 @@ _OWN = (aten.mm.default, aten.bmm.default, aten.addmm.default)
 def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
     """Replace every chain that is worth it by one op. ``wish`` goes before `settings.fuse`.
 
-    ``captured``: the graph will be replayed as a CUDA graph, on index tensors whose values nobody sees then. They are taken as they come.
+    ``captured``: the graph will be replayed as a CUDA graph, on index tensors whose values nobody
+    sees then. They are taken as they come.
     """
     chains = _worth_it(graph, wish, captured)
     relations = [] if captured else _join_relations(graph, chains)
@@ -42,7 +47,11 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
     backward = _backward(graph)
     together = [] if captured else series.find(graph, chains.found)
     joined = {piece.chain.root: one for one in together for piece in one.pieces}
-    fused = [_told(chain, chain.root in backward, captured) for chain in chains.found if chain.root not in joined]
+    fused = [
+        _told(chain, chain.root in backward, captured)
+        for chain in chains.found
+        if chain.root not in joined
+    ]
     fused += [_told_together(one, one.top in backward) for one in together] + relations
     left = tuple(Left(node.name, why, node in backward) for node, why in chains.left)
     replaced: dict[Node, Node] = {}
@@ -76,20 +85,40 @@ def _join_relations(graph: Graph, chains: Chains) -> list[Fused]:
 
     siblings = Siblings(graph, chains.found, emit)
     siblings.run()
-    sweep(graph, made)  # what stood for the shapes of results and for index tensors, which the ops make themselves
+    # what stood for the shapes of results and for index tensors, which the ops make themselves
+    sweep(graph, made)
     found = []
     for group in siblings.found:
-        text, nodes = template_of(group[0]) or "", tuple(n.name for chain in group for n in reversed(chain.inlined))
-        note = f"{len(group)} chains of one form, of which each has its own rows: the number of the chain is one more dimension"
-        found.append(Fused(text, group[-1].root.name, nodes, group[0].root in backward, sum(chain.saved for chain in group), (note, *group[0].notes)))
+        text, nodes = (
+            template_of(group[0]) or "",
+            tuple(n.name for chain in group for n in reversed(chain.inlined)),
+        )
+        note = (
+            f"{len(group)} chains of one form, of which each has its own rows: the number "
+            "of the chain is one more dimension"
+        )
+        found.append(
+            Fused(
+                text,
+                group[-1].root.name,
+                nodes,
+                group[0].root in backward,
+                sum(chain.saved for chain in group),
+                (note, *group[0].notes),
+            )
+        )
     return found
 
 
 def _worth_it(graph: Graph, wish: str, captured: bool) -> Chains:
-    """All chains that nothing speaks against. That others need a masked index too, which a chain could do without, is seen when all chains are there."""
+    """All chains that nothing speaks against. That others need a masked index too, which a chain
+    could do without, is seen when all chains are there.
+    """
     waited: frozenset[Node] = frozenset()
     while True:
-        chains = find(graph, functools.partial(objection, wish=wish, captured=captured, waited=waited))
+        chains = find(
+            graph, functools.partial(objection, wish=wish, captured=captured, waited=waited)
+        )
         more = frozenset() if captured else still_waited_for(graph, chains.found) - waited
         if not more:
             return chains
@@ -98,9 +127,16 @@ def _worth_it(graph: Graph, wish: str, captured: bool) -> Chains:
 
 def _told(chain: Chain, backward: bool, captured: bool) -> Fused:
     origins = {} if captured else chain.origins()
-    notes = [f"{n.name} is computed once, while {', '.join(s.name for s in o.sources)} stay the same" for n, o in origins.items()]
+    notes = [
+        f"{n.name} is computed once, while {', '.join(s.name for s in o.sources)} stay the same"
+        for n, o in origins.items()
+    ]
     nodes = tuple(n.name for n in reversed(chain.inlined))
-    text = str(chain.statement).replace(" = ", " += ", 1) if chain.initial is not None else str(chain.statement)
+    text = (
+        str(chain.statement).replace(" = ", " += ", 1)
+        if chain.initial is not None
+        else str(chain.statement)
+    )
     return Fused(text, chain.root.name, nodes, backward, chain.saved, (*notes, *chain.notes))
 
 
@@ -108,14 +144,25 @@ def _told_together(one: Series, backward: bool) -> Fused:
     chains = [piece.chain for piece in one.pieces]
     nodes = tuple(dict.fromkeys(n.name for chain in chains for n in reversed(chain.inlined)))
     note = f"{len(chains)} chains of one form, in one statement"
-    return Fused(one.pieces[0].form.template, one.top.name, nodes, backward, sum(chain.saved for chain in chains), (note, *chains[0].notes))
+    return Fused(
+        one.pieces[0].form.template,
+        one.top.name,
+        nodes,
+        backward,
+        sum(chain.saved for chain in chains),
+        (note, *chains[0].notes),
+    )
 
 
 def _backward(graph: Graph) -> set[Node]:
     """Nodes that depend on an upstream gradient."""
     found: set[Node] = set()
     for node in graph.nodes:
-        if node.op == "placeholder" and str(node.target).startswith("tangents") or any(n in found for n in node.all_input_nodes):
+        if (
+            node.op == "placeholder"
+            and str(node.target).startswith("tangents")
+            or any(n in found for n in node.all_input_nodes)
+        ):
             found.add(node)
     return found
 
@@ -131,7 +178,10 @@ def _replace(graph: Graph, chain: Chain, captured: bool) -> Node:
         else:
             new = _call(graph, chain, captured)
             if not shaped:
-                shape = [_size(graph, chain, chain.zeros or chain.initial or root, d) for d in range(len(shape_of(root)))]
+                shape = [
+                    _size(graph, chain, chain.zeros or chain.initial or root, d)
+                    for d in range(len(shape_of(root)))
+                ]
                 new = _made(graph, aten.view.default, (new, shape), root.meta["val"])
             if chain.initial is not None:
                 new = _made(graph, aten.add.Tensor, (chain.initial, new), root.meta["val"])
@@ -142,7 +192,7 @@ def _replace(graph: Graph, chain: Chain, captured: bool) -> Node:
 
 
 def _replace_together(graph: Graph, one: Series) -> Node:
-    """A series by one op, right before its last chain; what is added besides is added where it was."""
+    """A series by one op, right before its last chain; what else is added is added where it was."""
     joined, tensors = one.joined()
     value = one.top.meta["val"]
     last = one.last.root
@@ -159,7 +209,8 @@ def _replace_together(graph: Graph, one: Series) -> Node:
     return new
 
 
-#: What tracing noted at a node about its value; the rest (where it comes from, whether to recompute it) goes over to what replaces it.
+#: What tracing noted at a node about its value; the rest (where it comes from, whether to recompute
+#: it) goes over to what replaces it.
 _OWN_META = ("val", "tensor_meta", "unbacked_bindings", "eager_input_vals", "example_value")
 
 
@@ -173,9 +224,13 @@ def _between(new: Node, root: Node) -> list[Node]:
 
 
 def _extremum(graph: Graph, chain: Chain, captured: bool) -> Node:
-    """A largest or smallest value. The statement has no dimensions of size 1, what is there may have some."""
+    """A largest or smallest value. The statement has no dimensions of size 1, what is there may
+    have some.
+    """
     spec, tensors, sizes = _arguments(graph, chain, captured)
-    return _made(graph, EXTREMUM, (chain.initial, spec, tensors, sizes, chain.own), chain.root.meta["val"])
+    return _made(
+        graph, EXTREMUM, (chain.initial, spec, tensors, sizes, chain.own), chain.root.meta["val"]
+    )
 
 
 def _call(graph: Graph, chain: Chain, captured: bool) -> Node:
@@ -192,8 +247,16 @@ def _arguments(graph: Graph, chain: Chain, captured: bool) -> tuple[Any, ...]:
         names.setdefault(t.base, f"{t.base.name}_base")
     views = tuple((t.name, names[t.base], t.selects) for t in chain.indices)
     origins = {} if captured else chain.origins()
-    passing = frozenset(t.name for t in chain.indices if t.base not in origins and (captured or t.base.op != "placeholder"))
-    tensors = {name: node for name, node in (*chain.tensors, *((name, node) for node, name in names.items())) if node not in origins}
+    passing = frozenset(
+        t.name
+        for t in chain.indices
+        if t.base not in origins and (captured or t.base.op != "placeholder")
+    )
+    tensors = {
+        name: node
+        for name, node in (*chain.tensors, *((name, node) for node, name in names.items()))
+        if node not in origins
+    }
     names |= {node: name for name, node in chain.tensors}
     keys, sizes = _sizes(graph, chain, shaped=bool(origins))
     computed = []
@@ -201,8 +264,24 @@ def _arguments(graph: Graph, chain: Chain, captured: bool) -> tuple[Any, ...]:
         own = tuple(_named(source, names[node], tensors) for source in origin.sources)
         places = tuple(range(len(sizes), len(sizes) + len(origin.sizes)))
         sizes += origin.sizes
-        computed.append(Computed(names[node], origin.program, own, places, str(value_of(node).dtype).removeprefix("torch.")))
-    spec = Spec(str(chain.statement), tuple(tensors), views, keys, frozenset(chain.wrapped), passing, tuple(computed))
+        computed.append(
+            Computed(
+                names[node],
+                origin.program,
+                own,
+                places,
+                str(value_of(node).dtype).removeprefix("torch."),
+            )
+        )
+    spec = Spec(
+        str(chain.statement),
+        tuple(tensors),
+        views,
+        keys,
+        frozenset(chain.wrapped),
+        passing,
+        tuple(computed),
+    )
     return str(spec), list(tensors.values()), sizes
 
 
@@ -224,7 +303,9 @@ def _into(graph: Graph, initial: Node, arguments: tuple[Any, ...], value: Any) -
     functional = functional_call()
     if functional is None:
         return _made(graph, INTO, (initial, *_accumulating(arguments)), value)
-    called = graph.call_function(functional, (IN_PLACE,), {"target": initial, **dict(zip(_NAMES, _accumulating(arguments)))})
+    called = graph.call_function(
+        functional, (IN_PLACE,), {"target": initial, **dict(zip(_NAMES, _accumulating(arguments)))}
+    )
     called.meta["val"] = (None, value)
     return _made(graph, operator.getitem, (called, 1), value)
 
@@ -234,12 +315,23 @@ def _accumulating(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def _add_in_place(graph: Graph) -> None:
-    """``a + fused(...)`` adds to ``a`` where ``a`` is a tensor of its own that nobody else reads."""
+    """``a + fused(...)`` adds to ``a`` where ``a`` is a tensor of its own, read by nobody else."""
     for node in graph.nodes:
-        if node.op != "call_function" or node.target is not aten.add.Tensor or node.kwargs or len(node.args) != 2:
+        if (
+            node.op != "call_function"
+            or node.target is not aten.add.Tensor
+            or node.kwargs
+            or len(node.args) != 2
+        ):
             continue
         for a, b in (node.args, node.args[::-1]):
-            if _can_take(a) and isinstance(b, Node) and b.target is FUSED and len(b.users) == 1 and alike(a, b, node):
+            if (
+                _can_take(a)
+                and isinstance(b, Node)
+                and b.target is FUSED
+                and len(b.users) == 1
+                and alike(a, b, node)
+            ):
                 with graph.inserting_before(node):
                     new = _into(graph, a, b.args, node.meta["val"])
                 node.replace_all_uses_with(new)
@@ -252,7 +344,11 @@ def _can_take(node: Any) -> bool:
     if not isinstance(node, Node) or node.op != "call_function" or len(node.users) != 1:
         return False
     inner = node.args[0] if node.target is operator.getitem else None
-    return node.target in (FUSED, INTO, SERIES, *_OWN) or isinstance(inner, Node) and IN_PLACE in inner.args
+    return (
+        node.target in (FUSED, INTO, SERIES, *_OWN)
+        or isinstance(inner, Node)
+        and IN_PLACE in inner.args
+    )
 
 
 def _made(graph: Graph, target: Any, arguments: tuple[Any, ...], value: Any) -> Node:
@@ -262,11 +358,18 @@ def _made(graph: Graph, target: Any, arguments: tuple[Any, ...], value: Any) -> 
 
 
 def _sizes(graph: Graph, chain: Chain, shaped: bool) -> tuple[str, list[Any]]:
-    """The shape of a scattered result, or, ``shaped``, of any, and the extents of variables that stand alone in no dimension."""
+    """The shape of a scattered result, or, ``shaped``, of any, and the extents of variables that
+    stand alone in no dimension.
+    """
     keys: list[str] = []
     sizes: list[Any] = []
     direct = {i.var for access in accesses(chain.statement.value) for i in access.indices}
-    direct |= {i.var for index in chain.statement.target.indices for access in accesses(index) for i in access.indices}
+    direct |= {
+        i.var
+        for index in chain.statement.target.indices
+        for access in accesses(index)
+        for i in access.indices
+    }
     if shaped or chain.zeros is not None or chain.initial is not None:
         keys.append(f"out#{len(chain.dims)}")
         sizes += [_size(graph, chain, node, dim) for node, dim in _places(chain)]
@@ -281,7 +384,10 @@ def _sizes(graph: Graph, chain: Chain, shaped: bool) -> tuple[str, list[Any]]:
 def _places(chain: Chain) -> list[tuple[Node, int]]:
     """For each dimension of the statement's result a node and a dimension of the same size."""
     base = chain.zeros or chain.initial or chain.root
-    return [(base, d) if d is not None else chain.extents[str(i.var)] for d, i in zip(chain.dims, chain.statement.target.indices, strict=True)]
+    return [
+        (base, d) if d is not None else chain.extents[str(i.var)]
+        for d, i in zip(chain.dims, chain.statement.target.indices, strict=True)
+    ]
 
 
 def _size(graph: Graph, chain: Chain, node: Node, dim: int) -> Any:
@@ -314,6 +420,15 @@ def _is_ours(node: Node) -> bool:
 
 def _sweep(graph: Graph, chains: tuple[Chain, ...], more: Sequence[Node]) -> None:
     """Remove what nobody reads any more: the chains, and what only they read."""
-    todo = [n for chain in chains for n in (chain.root, *chain.inlined, *chain.leaves, *([chain.zeros] if chain.zeros else []))]
+    todo = [
+        n
+        for chain in chains
+        for n in (
+            chain.root,
+            *chain.inlined,
+            *chain.leaves,
+            *([chain.zeros] if chain.zeros else []),
+        )
+    ]
     todo += [n for node in more for n in (node, *node.all_input_nodes)]
     sweep(graph, todo, _is_ours)

@@ -1,7 +1,8 @@
-"""Chains of one form whose results are added up: the offsets of a convolution, the relations of a graph, written as a loop.
+"""Chains of one form whose results are added up: the offsets of a convolution, the relations of a
+graph, written as a loop.
 
-Each reads its own index tensors and its own slice of one tensor, or writes its own slice of the result. Together they are one statement, in which
-the number of the chain is one more variable.
+Each reads its own index tensors and its own slice of one tensor, or writes its own slice of the
+result. Together they are one statement, in which the number of the chain is one more variable.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """What chains have in common that can be one: a statement in which index tensors are numbered, and the tensors that it reads."""
+    """What chains have in common that can be one: a statement in which index tensors are numbered,
+    and the tensors that it reads.
+    """
 
     template: str
     values: tuple[tuple[str, Node], ...]
@@ -43,7 +46,9 @@ class Piece:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Series:
-    """Pieces by the number of their slice; ``top`` is the node whose value they are, with ``rest`` added, or added to ``initial``."""
+    """Pieces by the number of their slice; ``top`` is the node whose value they are, with ``rest``
+    added, or added to ``initial``.
+    """
 
     pieces: tuple[Piece, ...]
     top: Node
@@ -58,11 +63,19 @@ class Series:
     def after(self, replaced: dict[Node, Node]) -> Series:
         """The same series, when nodes that it reads have been replaced."""
         pieces = tuple(
-            replace(p, chain=p.chain.after(replaced), form=replace(p.form, values=tuple((name, replaced.get(n, n)) for name, n in p.form.values)))
+            replace(
+                p,
+                chain=p.chain.after(replaced),
+                form=replace(
+                    p.form, values=tuple((name, replaced.get(n, n)) for name, n in p.form.values)
+                ),
+            )
             for p in self.pieces
         )
         initial = None if self.initial is None else replaced.get(self.initial, self.initial)
-        return replace(self, pieces=pieces, initial=initial, rest=tuple(replaced.get(n, n) for n in self.rest))
+        return replace(
+            self, pieces=pieces, initial=initial, rest=tuple(replaced.get(n, n) for n in self.rest)
+        )
 
     def joined(self) -> tuple[Joined, list[Node]]:
         """The op's specification, and the tensors that it takes."""
@@ -71,9 +84,19 @@ class Series:
         bases = list(dict.fromkeys(t.base for piece in self.pieces for t in piece.chain.indices))
         place = {node: len(tensors) + k for k, node in enumerate(bases)}
         count = len(self.pieces[0].chain.indices)
-        parts = tuple(tuple((place[p.chain.indices[n].base], p.chain.indices[n].selects) for p in self.pieces) for n in range(count))
-        wraps = frozenset(n for p in self.pieces for n, t in enumerate(p.chain.indices) if t.name in p.chain.wrapped)
-        return Joined(form.template, tuple(name for name, _ in form.values), parts, wraps), tensors + bases
+        parts = tuple(
+            tuple((place[p.chain.indices[n].base], p.chain.indices[n].selects) for p in self.pieces)
+            for n in range(count)
+        )
+        wraps = frozenset(
+            n
+            for p in self.pieces
+            for n, t in enumerate(p.chain.indices)
+            if t.name in p.chain.wrapped
+        )
+        return Joined(
+            form.template, tuple(name for name, _ in form.values), parts, wraps
+        ), tensors + bases
 
 
 def find(graph: Graph, chains: Sequence[Chain]) -> list[Series]:
@@ -108,7 +131,15 @@ def _after_each_other(last: Node, roots: dict[Node, Chain]) -> Iterator[Series]:
     whole = _complete(pieces)
     if whole is not None and len(whole) == len(pieces):
         first = every[-1]
-        yield Series(whole, last, first.initial, (), tuple(c.root for c in every[1:]), every[0], first.zeros or first.initial or last)
+        yield Series(
+            whole,
+            last,
+            first.initial,
+            (),
+            tuple(c.root for c in every[1:]),
+            every[0],
+            first.zeros or first.initial or last,
+        )
 
 
 def _added(top: Node, roots: dict[Node, Chain]) -> Iterator[Series]:
@@ -118,7 +149,11 @@ def _added(top: Node, roots: dict[Node, Chain]) -> Iterator[Series]:
     for form in dict.fromkeys(p.form.template for p in pieces.values() if p is not None):
         own = {leaf: p for leaf, p in pieces.items() if p is not None and p.form.template == form}
         whole = _complete(list(own.values()))
-        if whole is not None and len(whole) == len(own) and sum(leaf in own for leaf in leaves) == len(own):
+        if (
+            whole is not None
+            and len(whole) == len(own)
+            and sum(leaf in own for leaf in leaves) == len(own)
+        ):
             rest = tuple(leaf for leaf in leaves if leaf not in own)
             order = {node: k for k, node in enumerate(top.graph.nodes)}
             last = max((p.chain for p in whole), key=lambda chain: order[chain.root])
@@ -132,7 +167,12 @@ def leaves_of(top: Node) -> tuple[list[Node], list[Node]]:
     leaves, between, todo = [], [], [top]
     while todo:
         node = todo.pop()
-        inner = node is top or node.target is aten.add.Tensor and not node.kwargs and len(node.users) == 1
+        inner = (
+            node is top
+            or node.target is aten.add.Tensor
+            and not node.kwargs
+            and len(node.users) == 1
+        )
         if inner and all(isinstance(a, Node) for a in node.args):
             between.append(node)
             todo += node.args  # type: ignore[arg-type]
@@ -149,7 +189,12 @@ def _leaf_piece(leaf: Node, roots: dict[Node, Chain]) -> Piece | None:
     if leaf.target is not aten.select_scatter.default:
         return None
     base, value, dim, place = leaf.args
-    if not isinstance(base, Node) or not is_zero(base) or value not in roots or len(value.users) != 1:  # type: ignore[union-attr]
+    if (
+        not isinstance(base, Node)
+        or not is_zero(base)
+        or value not in roots
+        or len(value.users) != 1  # type: ignore[union-attr]
+    ):
         return None
     if not isinstance(dim, int) or not isinstance(place, int):
         return None
@@ -172,17 +217,27 @@ def _complete(pieces: Sequence[Piece | None]) -> tuple[Piece, ...] | None:
     if len(known) < 2 or len(known) != len(pieces):
         return None
     form = known[0].form
-    if any(p.form.template != form.template or p.form.values != form.values for p in known) or form.slots != len(known):
+    if any(
+        p.form.template != form.template or p.form.values != form.values for p in known
+    ) or form.slots != len(known):
         return None
     ordered = tuple(sorted(known, key=lambda p: p.place))
     return ordered if [p.place for p in ordered] == list(range(form.slots)) else None
 
 
 def _piece(chain: Chain, written: tuple[int, int] | None) -> Piece | None:
-    """A chain as a piece: with its own slice of one of the tensors that it reads, or, ``written``, of the result (dimension and place)."""
-    if chain.statement.operator != "=" or chain.dims != tuple(range(len(shape_of(chain.root)))) or any(t.base.op != "placeholder" for t in chain.indices):
+    """A chain as a piece: with its own slice of one of the tensors that it reads, or, ``written``,
+    of the result (dimension and place).
+    """
+    if (
+        chain.statement.operator != "="
+        or chain.dims != tuple(range(len(shape_of(chain.root))))
+        or any(t.base.op != "placeholder" for t in chain.indices)
+    ):
         return None
-    if not _has_points(chain) or any(re.fullmatch(r"n\d+|pieces", name) for name, _ in chain.tensors):
+    if not _has_points(chain) or any(
+        re.fullmatch(r"n\d+|pieces", name) for name, _ in chain.tensors
+    ):
         return None
     numbers = {t.name: f"n{k}" for k, t in enumerate(chain.indices)}
     values = dict(chain.tensors)
@@ -191,10 +246,15 @@ def _piece(chain: Chain, written: tuple[int, int] | None) -> Piece | None:
     def change(access: Access) -> Expr:
         if access.tensor in numbers:
             return Access(numbers[access.tensor], (index_of(POINT),))
-        return Access(access.tensor, tuple(index(access, d, i) for d, i in enumerate(access.indices)))
+        return Access(
+            access.tensor, tuple(index(access, d, i) for d, i in enumerate(access.indices))
+        )
 
     def numbered(old: Affine) -> Affine:
-        return Affine(tuple((c, change(a) if isinstance(a, Access) else a) for c, a in old.terms), old.offset)  # type: ignore[misc]
+        return Affine(
+            tuple((c, change(a) if isinstance(a, Access) else a) for c, a in old.terms),  # type: ignore[misc]
+            old.offset,
+        )
 
     def index(access: Access, dim: int, old: Affine) -> Affine:
         size = shape_of(values[access.tensor])[dim]
@@ -209,23 +269,36 @@ def _piece(chain: Chain, written: tuple[int, int] | None) -> Piece | None:
     if written is not None:
         at.insert(written[0], index_of(PIECE))
         places.append((written[1], shape_of(next(iter(chain.root.users)))[written[0]]))
-    if len(places) != 1 or not isinstance(places[0][1], int) or any(not i.terms for i in target.indices):
+    if (
+        len(places) != 1
+        or not isinstance(places[0][1], int)
+        or any(not i.terms for i in target.indices)
+    ):
         return None
     text = str(Statement(Access(target.tensor, tuple(at)), "=", value))
     return Piece(chain, Form(text, chain.tensors, places[0][1]), places[0][0])
 
 
 def template_of(chain: Chain) -> str | None:
-    """What chains of one form have in common: the statement, with tensors numbered; None where its index tensors are not read at one variable alone."""
+    """What chains of one form have in common: the statement, with tensors numbered; None where its
+    index tensors are not read at one variable alone.
+    """
     if not _has_points(chain):
         return None
-    names = {t.name: f"n{k}" for k, t in enumerate(chain.indices)} | {name: f"t{k}" for k, (name, _) in enumerate(chain.tensors)}
+    names = {t.name: f"n{k}" for k, t in enumerate(chain.indices)} | {
+        name: f"t{k}" for k, (name, _) in enumerate(chain.tensors)
+    }
 
     def change(access: Access) -> Expr:
-        return Access(names.get(access.tensor, access.tensor), tuple(index(i) for i in access.indices))
+        return Access(
+            names.get(access.tensor, access.tensor), tuple(index(i) for i in access.indices)
+        )
 
     def index(old: Affine) -> Affine:
-        return Affine(tuple((c, change(a) if isinstance(a, Access) else a) for c, a in old.terms), old.offset)  # type: ignore[misc]
+        return Affine(
+            tuple((c, change(a) if isinstance(a, Access) else a) for c, a in old.terms),  # type: ignore[misc]
+            old.offset,
+        )
 
     target = change(chain.statement.target)
     assert isinstance(target, Access)
@@ -233,12 +306,17 @@ def template_of(chain: Chain) -> str | None:
 
 
 def _has_points(chain: Chain) -> bool:
-    """Whether all index tensors are read at the same one variable, which nothing else is read at, and are indices by themselves."""
+    """Whether all index tensors are read at the same one variable, which nothing else is read at,
+    and are indices by themselves.
+    """
     names = {t.name for t in chain.indices}
     every = [chain.statement.target, *accesses(chain.statement.value, nested=False)]
     indices = [i for access in every for i in access.indices]
     inside = [i.atom for i in indices if any(accesses(i))]
-    if not inside or not all(isinstance(a, Access) and a.tensor in names and len(a.indices) == 1 and a.indices[0].var for a in inside):
+    if not inside or not all(
+        isinstance(a, Access) and a.tensor in names and len(a.indices) == 1 and a.indices[0].var
+        for a in inside
+    ):
         return False
     over = {a.indices[0].var for a in inside if isinstance(a, Access)}
     plain = {v for i in indices if not any(accesses(i)) for v in variables(i)}

@@ -1,4 +1,4 @@
-"""Shapes of graph nodes: what can be said about them without a guess, and how a view maps indices."""
+"""Shapes of graph nodes: what is known of them without a guess, and how a view maps indices."""
 
 from __future__ import annotations
 
@@ -40,7 +40,10 @@ def alike(*nodes: Node) -> bool:
     """Whether nodes are tensors of one dtype and one shape."""
     values = [value for node in nodes if isinstance(value := node.meta.get("val"), Tensor)]
     first = values[0] if len(values) == len(nodes) else None
-    return first is not None and all(v.dtype == first.dtype and v.dim() == first.dim() and all(map(same, v.shape, first.shape)) for v in values)
+    return first is not None and all(
+        v.dtype == first.dtype and v.dim() == first.dim() and all(map(same, v.shape, first.shape))
+        for v in values
+    )
 
 
 def is_one(size: Size) -> bool:
@@ -62,13 +65,19 @@ def is_contiguous(value: Tensor) -> bool:
 
 
 def broadcast(at: Sequence[Affine], shape: Sequence[Size]) -> tuple[Affine, ...]:
-    """Indices of a broadcast result as indices of one operand: dimensions are aligned at the end, and those of size 1 are read at 0."""
+    """Indices of a broadcast result as indices of one operand: dimensions are aligned at the end,
+    and those of size 1 are read at 0.
+    """
     tail = at[len(at) - len(shape) :]
     return tuple(ZERO if is_one(size) else index for index, size in zip(tail, shape, strict=True))
 
 
-def through_view(at: Sequence[Affine], before: Sequence[Size], after: Sequence[Size]) -> tuple[Affine, ...]:
-    """Indices of a view as indices of what it views. Dimensions may be split and those of size 1 come and go; merging would need a division."""
+def through_view(
+    at: Sequence[Affine], before: Sequence[Size], after: Sequence[Size]
+) -> tuple[Affine, ...]:
+    """Indices of a view as indices of what it views. Dimensions may be split and those of size 1
+    come and go; merging would need a division.
+    """
     found: list[Affine] = []
     j = 0
     for size in before:
@@ -91,7 +100,9 @@ def through_view(at: Sequence[Affine], before: Sequence[Size], after: Sequence[S
 
 
 def merged_dims(before: Sequence[Size], after: Sequence[Size]) -> list[tuple[int, tuple[int, ...]]]:
-    """For a view that only merges dimensions: which dimensions each one was made of, those of size 1 left out."""
+    """For a view that only merges dimensions: which dimensions each one was made of, those of size
+    1 left out.
+    """
     kept = [d for d, size in enumerate(before) if not is_one(size)]
     found: list[tuple[int, tuple[int, ...]]] = []
     for j, size in enumerate(after):

@@ -1,9 +1,11 @@
-"""A loop over relations as one more dimension: chains that differ in their edges alone, and what is done to each of their results.
+"""A loop over relations as one more dimension: chains that differ in their edges alone, and what is
+done to each of their results.
 
-``sum_r (mean over the edges of r of x) @ W[r]`` has a chain, a division and a product for each relation. Where all edges come from masks of the same
-tensors, they are one chain, over the edges of all relations, with rows ``node * relations + relation``; its result, nodes by relations by channels, is
-divided at once, and one product sums over relations and channels. The gradients, sums of the same form, follow. A row beyond the end, or counted from
-the end, stays one.
+``sum_r (mean over the edges of r of x) @ W[r]`` has a chain, a division and a product for each
+relation. Where all edges come from masks of the same tensors, they are one chain, over the edges of
+all relations, with rows ``node * relations + relation``; its result, nodes by relations by
+channels, is divided at once, and one product sums over relations and channels. The gradients, sums
+of the same form, follow. A row beyond the end, or counted from the end, stays one.
 """
 
 from __future__ import annotations
@@ -37,18 +39,29 @@ class Cannot(Exception):
 
 
 class Siblings:
-    """Puts together what can be in one graph. Everything new stands right before the sum that it is for."""
+    """Puts together what can be in one graph. Everything new stands right before the sum that it is
+    for.
+    """
 
-    def __init__(self, graph: Graph, chains: Sequence[Chain], emit: Callable[[Chain], Node]) -> None:
+    def __init__(
+        self, graph: Graph, chains: Sequence[Chain], emit: Callable[[Chain], Node]
+    ) -> None:
         self.graph, self.emit = graph, emit
         self.chains = {chain.root: chain for chain in chains}
         self.stacked: dict[tuple[Node, ...], Node] = {}
         self.found: list[tuple[Chain, ...]] = []
         self.replaced: dict[Node, Node] = {}
-        self.mode: Any = next((m for c in chains if (m := getattr(value_of(c.root), "fake_mode", None)) is not None), contextlib.nullcontext())
+        self.mode: Any = next(
+            (m for c in chains if (m := getattr(value_of(c.root), "fake_mode", None)) is not None),
+            contextlib.nullcontext(),
+        )
 
     def run(self) -> None:
-        for top in [n for n in self.graph.nodes if n.op == "call_function" and n.target is aten.add.Tensor and not n.kwargs]:
+        for top in [
+            n
+            for n in self.graph.nodes
+            if n.op == "call_function" and n.target is aten.add.Tensor and not n.kwargs
+        ]:
             if not any(u.target is aten.add.Tensor and not u.kwargs for u in top.users):
                 self.sum(top)
 
@@ -76,7 +89,9 @@ class Siblings:
             sweep(self.graph, [top, *between])
 
     def tried(self, top: Node, group: list[Node]) -> Node | None:
-        """One term for siblings, in whatever order they are added; None where they are none, and nothing new stays."""
+        """One term for siblings, in whatever order they are added; None where they are none, and
+        nothing new stays.
+        """
         known, stacked, count = set(self.graph.nodes), dict(self.stacked), len(self.found)
         for ordered in (group, group[::-1]):
             try:
@@ -96,7 +111,11 @@ class Siblings:
             return "chain", template_of(self.chains[leaf])
         if leaf.target is aten.mm.default and _slice(leaf.args[1]) is not None:
             return "product", _slice(leaf.args[1])[0]  # type: ignore[index]
-        if leaf.target is aten.select_scatter.default and is_zero(leaf.args[0]) and _is_product(leaf.args[1]):  # type: ignore[arg-type]
+        if (
+            leaf.target is aten.select_scatter.default
+            and is_zero(leaf.args[0])  # type: ignore[arg-type]
+            and _is_product(leaf.args[1])
+        ):
             return "slice", leaf.args[1].args[1]  # type: ignore[union-attr]
         return None
 
@@ -114,18 +133,32 @@ class Siblings:
     def slices(self, group: list[Node]) -> Node:
         """Slices ``A[r].T @ G`` of a gradient, each in its place."""
         size = shape_of(group[0])[0]
-        if any(leaf.args[2] != 0 for leaf in group) or size != len(group) or {leaf.args[3] for leaf in group} != {*range(len(group))}:
+        if (
+            any(leaf.args[2] != 0 for leaf in group)
+            or size != len(group)
+            or {leaf.args[3] for leaf in group} != {*range(len(group))}
+        ):
             raise Cannot
         ordered = sorted(group, key=lambda leaf: leaf.args[3])  # type: ignore[arg-type, return-value]
         products = [leaf.args[1] for leaf in ordered]
         wide = self.wide([_transposed(p.args[0]) for p in products])  # type: ignore[union-attr]
         turned = self.made(aten.permute.default, wide, [1, 0])
-        return self.made(aten.view.default, self.made(aten.mm.default, turned, products[0].args[1]), list(shape_of(group[0])))  # type: ignore[union-attr]
+        return self.made(
+            aten.view.default,
+            self.made(aten.mm.default, turned, products[0].args[1]),  # type: ignore[union-attr]
+            list(shape_of(group[0])),
+        )
 
     def chained(self, group: list[Node]) -> Node:
-        """Chains that gather each from its own tensor and add to the same result: gathered from all of those at once."""
+        """Chains that gather each from its own tensor and add to the same result: gathered from all
+        of those at once.
+        """
         chains = [self.chains[leaf].after(self.replaced) for leaf in group]
-        own = [name for k, (name, node) in enumerate(chains[0].tensors) if any(c.tensors[k][1] is not node for c in chains)]
+        own = [
+            name
+            for k, (name, node) in enumerate(chains[0].tensors)
+            if any(c.tensors[k][1] is not node for c in chains)
+        ]
         if len(own) != 1:
             raise Cannot
         place = [name for name, _ in chains[0].tensors].index(own[0])
@@ -134,8 +167,12 @@ class Siblings:
         if not isinstance(index, Access):
             raise Cannot
         stacked = self.stack([c.tensors[place][1] for c in chains])
-        rows = self.made(aten.view.default, stacked, [shape_of(stacked)[0] * len(group), *shape_of(stacked)[2:]])
-        tensors = tuple((name, rows if name == own[0] else node) for name, node in chains[0].tensors)
+        rows = self.made(
+            aten.view.default, stacked, [shape_of(stacked)[0] * len(group), *shape_of(stacked)[2:]]
+        )
+        tensors = tuple(
+            (name, rows if name == own[0] else node) for name, node in chains[0].tensors
+        )
         return self.chain(chains, index.tensor, tensors, chains[0].zeros)
 
     # --- results of siblings, put together ---
@@ -147,9 +184,19 @@ class Siblings:
     def flat(self, node: Node, end: int) -> Node:
         """Two dimensions as one: the first two (``end`` 2), or the two after the first."""
         shape = shape_of(node)
-        if len(shape) != 3 or not isinstance(shape[1], int) or not isinstance(shape[2], int) or end == 2 and not isinstance(shape[0], int):
+        if (
+            len(shape) != 3
+            or not isinstance(shape[1], int)
+            or not isinstance(shape[2], int)
+            or end == 2
+            and not isinstance(shape[0], int)
+        ):
             raise Cannot
-        return self.made(aten.view.default, node, [shape[0] * shape[1], shape[2]] if end == 2 else [shape[0], shape[1] * shape[2]])
+        return self.made(
+            aten.view.default,
+            node,
+            [shape[0] * shape[1], shape[2]] if end == 2 else [shape[0], shape[1] * shape[2]],
+        )
 
     def stack(self, nodes: Sequence[Any]) -> Node:
         """One tensor for all: ``[n, r, ...]`` of tensors ``[n, ...]``."""
@@ -162,14 +209,24 @@ class Siblings:
 
     def _stack(self, nodes: tuple[Node, ...]) -> Node:
         first = nodes[0]
-        if len({n.target for n in nodes}) != 1 or not alike(*nodes) or points(shape_of(first)) * len(nodes) > MOST_ELEMENTS:
+        if (
+            len({n.target for n in nodes}) != 1
+            or not alike(*nodes)
+            or points(shape_of(first)) * len(nodes) > MOST_ELEMENTS
+        ):
             raise Cannot
         if all(n in self.chains for n in nodes):
             return self.scattered([self.chains[n].after(self.replaced) for n in nodes])
-        if len(shape_of(first)) == 1 and (origin := origin_of(*nodes, sums=True)) is not None and origin.costly:
+        if (
+            len(shape_of(first)) == 1
+            and (origin := origin_of(*nodes, sums=True)) is not None
+            and origin.costly
+        ):
             return self.made(aten.stack.default, list(nodes), 1)
         if first.target in _POINTWISE and not any(n.kwargs for n in nodes):
-            return self.made(first.target, *(self.operand([n.args[k] for n in nodes]) for k in range(2)))
+            return self.made(
+                first.target, *(self.operand([n.args[k] for n in nodes]) for k in range(2))
+            )
         if first.target in (aten.view.default, aten.expand.default, aten.unsqueeze.default):
             return self.viewed(nodes)
         if first.target is aten.mm.default:
@@ -179,20 +236,33 @@ class Siblings:
     def operand(self, nodes: list[Any]) -> Any:
         if all(n is nodes[0] or not isinstance(n, Node) and n == nodes[0] for n in nodes):
             if isinstance(nodes[0], Node) and shape_of(nodes[0]):
-                return self.made(aten.unsqueeze.default, nodes[0], 1) if len(shape_of(nodes[0])) == 2 else _no()
+                return (
+                    self.made(aten.unsqueeze.default, nodes[0], 1)
+                    if len(shape_of(nodes[0])) == 2
+                    else _no()
+                )
             return nodes[0]
-        return self.stack(nodes) if all(isinstance(n, Node) and len(shape_of(n)) == 2 for n in nodes) else _no()
+        return (
+            self.stack(nodes)
+            if all(isinstance(n, Node) and len(shape_of(n)) == 2 for n in nodes)
+            else _no()
+        )
 
     def viewed(self, nodes: tuple[Node, ...]) -> Node:
         """A view that leaves rows alone, of all at once."""
         sources = [n.args[0] for n in nodes]
-        if not all(isinstance(s, Node) and shape_of(s) and same(shape_of(s)[0], shape_of(n)[0]) for s, n in zip(sources, nodes, strict=True)):
+        if not all(
+            isinstance(s, Node) and shape_of(s) and same(shape_of(s)[0], shape_of(n)[0])
+            for s, n in zip(sources, nodes, strict=True)
+        ):
             raise Cannot
         shape = shape_of(nodes[0])
         if len(shape) != 2 or not isinstance(shape[1], int):
             raise Cannot
         source = self.stack(sources)
-        target = aten.expand.default if nodes[0].target is aten.expand.default else aten.view.default
+        target = (
+            aten.expand.default if nodes[0].target is aten.expand.default else aten.view.default
+        )
         return self.made(target, source, [shape[0], len(nodes), shape[1]])
 
     def multiplied(self, nodes: tuple[Node, ...]) -> Node:
@@ -200,53 +270,106 @@ class Siblings:
         left = nodes[0].args[0]
         if any(n.args[0] is not left for n in nodes):
             raise Cannot
-        weight, ordered = _ordered(list(nodes), lambda n: _slice(_transposed(n.args[1], otherwise=n)))
+        weight, ordered = _ordered(
+            list(nodes), lambda n: _slice(_transposed(n.args[1], otherwise=n))
+        )
         if tuple(ordered) != nodes:
             raise Cannot
         turned = self.made(aten.permute.default, self.flat(weight, 2), [1, 0])
-        return self.made(aten.view.default, self.made(aten.mm.default, left, turned), [shape_of(nodes[0])[0], len(nodes), shape_of(nodes[0])[1]])
+        return self.made(
+            aten.view.default,
+            self.made(aten.mm.default, left, turned),
+            [shape_of(nodes[0])[0], len(nodes), shape_of(nodes[0])[1]],
+        )
 
     def scattered(self, chains: list[Chain]) -> Node:
         """Chains that gather from the same tensors and add each to its own result."""
         first = chains[0]
         target = first.statement.target.indices[0].atom
-        if any([n for _, n in c.tensors] != [n for _, n in first.tensors] for c in chains) or len({template_of(c) for c in chains}) != 1:
+        if (
+            any([n for _, n in c.tensors] != [n for _, n in first.tensors] for c in chains)
+            or len({template_of(c) for c in chains}) != 1
+        ):
             raise Cannot
         if not isinstance(target, Access) or first.zeros is None:
             raise Cannot
         shape = shape_of(first.root)
         count = len(chains)
-        zeros = self.made(aten.full.default, [shape[0] * count, *shape[1:]], 0, dtype=value_of(first.root).dtype, device=value_of(first.root).device)
-        return self.made(aten.view.default, self.chain(chains, target.tensor, first.tensors, zeros), [shape[0], count, *shape[1:]])
+        zeros = self.made(
+            aten.full.default,
+            [shape[0] * count, *shape[1:]],
+            0,
+            dtype=value_of(first.root).dtype,
+            device=value_of(first.root).device,
+        )
+        return self.made(
+            aten.view.default,
+            self.chain(chains, target.tensor, first.tensors, zeros),
+            [shape[0], count, *shape[1:]],
+        )
 
-    def chain(self, chains: list[Chain], numbered: str, tensors: tuple[tuple[str, Node], ...], zeros: Node | None) -> Node:
-        """One chain over the points of all; the index tensor ``numbered`` of each leads to its own rows."""
+    def chain(
+        self,
+        chains: list[Chain],
+        numbered: str,
+        tensors: tuple[tuple[str, Node], ...],
+        zeros: Node | None,
+    ) -> Node:
+        """One chain over the points of all; the index tensor ``numbered`` of each leads to its own
+        rows.
+        """
         first = chains[0]
         count = len(chains)
-        plain = all(c.initial is None and c.dims == tuple(range(len(shape_of(c.root)))) and c.statement.operator == "=" for c in chains)
-        if not plain or zeros is None or template_of(first) is None or any(c.zeros is None for c in chains):
+        plain = all(
+            c.initial is None
+            and c.dims == tuple(range(len(shape_of(c.root))))
+            and c.statement.operator == "="
+            for c in chains
+        )
+        if (
+            not plain
+            or zeros is None
+            or template_of(first) is None
+            or any(c.zeros is None for c in chains)
+        ):
             raise Cannot
         names = [t.name for t in first.indices]
         indices = []
         for k, name in enumerate(names):
             parts = [self.part(c.indices[k]) for c in chains]
             if name == numbered:
-                parts = [self.made(aten.add.Tensor, self.made(aten.mul.Tensor, part, count), r) for r, part in enumerate(parts)]
+                parts = [
+                    self.made(aten.add.Tensor, self.made(aten.mul.Tensor, part, count), r)
+                    for r, part in enumerate(parts)
+                ]
             every = self.made(aten.cat.default, parts)
             limit = first.indices[k].limit
-            indices.append(IndexTensor(name, every, (), limit * count if name == numbered else limit))
+            indices.append(
+                IndexTensor(name, every, (), limit * count if name == numbered else limit)
+            )
             if origin_of(every) is None:
                 raise Cannot
-        extents = {v: self.place(v, place, first, indices[0].base, zeros) for v, place in first.extents.items()}
-        merged = replace(first, root=zeros, zeros=zeros, tensors=tensors, indices=tuple(indices), extents=extents)
+        extents = {
+            v: self.place(v, place, first, indices[0].base, zeros)
+            for v, place in first.extents.items()
+        }
+        merged = replace(
+            first, root=zeros, zeros=zeros, tensors=tensors, indices=tuple(indices), extents=extents
+        )
         self.found.append(tuple(chains))
         return self.emit(merged)
 
-    def place(self, variable: str, place: tuple[Node, int], chain: Chain, every: Node, zeros: Node) -> tuple[Node, int]:
-        """A node and a dimension that a variable ranges over, none that is about to go. ``every``: an index tensor over all points."""
+    def place(
+        self, variable: str, place: tuple[Node, int], chain: Chain, every: Node, zeros: Node
+    ) -> tuple[Node, int]:
+        """A node and a dimension that a variable ranges over, none that is about to go. ``every``:
+        an index tensor over all points.
+        """
         if variable == _point(chain):
             return every, 0
-        dim = next((d for d, i in enumerate(chain.statement.target.indices) if i.var == variable), None)
+        dim = next(
+            (d for d, i in enumerate(chain.statement.target.indices) if i.var == variable), None
+        )
         return place if dim is None else (zeros, dim)
 
     def part(self, index: IndexTensor) -> Node:
@@ -260,7 +383,11 @@ class Siblings:
 
     def made(self, target: Any, *arguments: Any, **more: Any) -> Node:
         """A node, with the value that tracing would have left at it. Sizes have to be numbers."""
-        if any(isinstance(s, torch.SymInt) for a in arguments for s in (a if isinstance(a, list) else [a])):
+        if any(
+            isinstance(s, torch.SymInt)
+            for a in arguments
+            for s in (a if isinstance(a, list) else [a])
+        ):
             raise Cannot
         with self.mode:
             value = target(*[_value(a) for a in arguments], **more)
@@ -282,25 +409,38 @@ def _value(argument: Any) -> Any:
     return argument
 
 
-def _groups(leaves: Iterable[Node], kind: Callable[[Node], tuple[Any, ...] | None]) -> list[list[Node]]:
+def _groups(
+    leaves: Iterable[Node], kind: Callable[[Node], tuple[Any, ...] | None]
+) -> list[list[Node]]:
     """Groups of leaves of one kind, two at least, none of which somebody else reads."""
     groups: dict[Any, list[Node]] = {}
     for leaf in leaves:
         if isinstance(leaf, Node) and len(leaf.users) == 1 and (found := kind(leaf)) is not None:
             groups.setdefault(found, []).append(leaf)
-    return [group for group in groups.values() if 2 <= len(group) <= _MOST and len(set(group)) == len(group)]
+    return [
+        group
+        for group in groups.values()
+        if 2 <= len(group) <= _MOST and len(set(group)) == len(group)
+    ]
 
 
 def _slice(node: Any) -> tuple[Node, int] | None:
     """Of ``W[r]`` the tensor and the number."""
-    if not isinstance(node, Node) or node.target is not aten.select.int or node.args[1] != 0 or not isinstance(node.args[2], int):
+    if (
+        not isinstance(node, Node)
+        or node.target is not aten.select.int
+        or node.args[1] != 0
+        or not isinstance(node.args[2], int)
+    ):
         return None
     source = node.args[0]
     size = shape_of(source)[0]  # type: ignore[arg-type]
     return (source, node.args[2] % size) if isinstance(size, int) else None  # type: ignore[return-value]
 
 
-def _ordered(nodes: list[Node], slice_of: Callable[[Node], tuple[Node, int] | None]) -> tuple[Node, list[Node]]:
+def _ordered(
+    nodes: list[Node], slice_of: Callable[[Node], tuple[Node, int] | None]
+) -> tuple[Node, list[Node]]:
     """The tensor of which each node has its own slice, all of them, and the nodes in that order."""
     found = [slice_of(n) for n in nodes]
     if any(f is None for f in found):
@@ -309,7 +449,9 @@ def _ordered(nodes: list[Node], slice_of: Callable[[Node], tuple[Node, int] | No
     (source, *others) = sources
     if others or sorted(places) != list(range(len(nodes))) or shape_of(source)[0] != len(nodes):
         raise Cannot
-    return source, [node for _, node in sorted(zip(places, nodes, strict=True), key=lambda pair: pair[0])]
+    return source, [
+        node for _, node in sorted(zip(places, nodes, strict=True), key=lambda pair: pair[0])
+    ]
 
 
 def _is_product(node: Any) -> bool:
@@ -318,7 +460,11 @@ def _is_product(node: Any) -> bool:
 
 def _transposed(node: Any, otherwise: Any = None) -> Any:
     """Of ``A.T`` the matrix; else ``otherwise``."""
-    if isinstance(node, Node) and node.target is aten.permute.default and list(node.args[1]) == [1, 0]:  # type: ignore[arg-type]
+    if (
+        isinstance(node, Node)
+        and node.target is aten.permute.default
+        and list(node.args[1]) == [1, 0]  # type: ignore[arg-type]
+    ):
         return node.args[0]
     return otherwise
 
@@ -329,5 +475,10 @@ def _accesses(chain: Chain) -> list[Access]:
 
 def _point(chain: Chain) -> str | None:
     """The variable that all index tensors are read at."""
-    inner = [i.atom for access in (chain.statement.target, *_accesses(chain)) for i in access.indices if isinstance(i.atom, Access)]
+    inner = [
+        i.atom
+        for access in (chain.statement.target, *_accesses(chain))
+        for i in access.indices
+        if isinstance(i.atom, Access)
+    ]
     return inner[0].indices[0].var if inner else None

@@ -1,4 +1,6 @@
-"""Views: the node below, and where it is read. They only change indices, and so does a conversion that loses nothing."""
+"""Views: the node below, and where it is read. They only change indices, and so does a conversion
+that loses nothing.
+"""
 
 from __future__ import annotations
 

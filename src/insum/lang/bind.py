@@ -1,6 +1,8 @@
-"""Statement + tensors -> Problem: names, ranks, extents, dtypes, devices and output sizes, all checked before anything runs.
+"""Statement + tensors -> Problem: names, ranks, extents, dtypes, devices and output sizes, all
+checked before anything runs.
 
-Values inside index tensors are not looked at here (that needs the data); everything that shapes and dtypes tell is.
+Values inside index tensors are not looked at here (that needs the data); everything that shapes and
+dtypes tell is.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ def bind(
     sizes: Mapping[str | int, Size | Sequence[Size]] | None = None,
     padded: Sequence[str] = (),
 ) -> Problem:
-    """Check the arguments against the statement and work out extents, output shape, dtype and device.
+    """Check the arguments against the statement and work out extents, output shape, dtype and
+    device.
 
     >>> import torch
     >>> from insum.lang.parser import parse
@@ -51,4 +54,13 @@ class _Binder(Extents):
         shape = self.output_shape()
         extents = self.extents()
         self.check_affine_ranges(shape, extents)
-        return Problem(self.statement, terms, self.kinds, extents, shape, self.result_dtype(), device, self.padded)
+        return Problem(
+            self.statement,
+            terms,
+            self.kinds,
+            extents,
+            shape,
+            self.result_dtype(),
+            device,
+            self.padded,
+        )

@@ -17,9 +17,17 @@ _COMPUTABLE = "one of " + ", ".join(sorted(str(d).removeprefix("torch.") for d i
 
 
 class Binding:
-    """A statement and its arguments on their way to a problem; what is wrong with the arguments themselves is found here."""
+    """A statement and its arguments on their way to a problem; what is wrong with the arguments
+    themselves is found here.
+    """
 
-    def __init__(self, statement: Statement, values: Mapping[str, Value], sizes: Mapping[str | int, Size | Sequence[Size]], padded: Sequence[str]) -> None:
+    def __init__(
+        self,
+        statement: Statement,
+        values: Mapping[str, Value],
+        sizes: Mapping[str | int, Size | Sequence[Size]],
+        padded: Sequence[str],
+    ) -> None:
         self.statement, self.target = statement, statement.target
         self.text = statement.text or str(statement)
         self.reads = tensors_of(statement)
@@ -31,10 +39,19 @@ class Binding:
         self.sizes = sizes
 
     def fail(
-        self, kind: type[InsumError], fact: str, *, span: Span | None = None, expected: str = "", remedy: str = "", passed: Sequence[str] | None = None
+        self,
+        kind: type[InsumError],
+        fact: str,
+        *,
+        span: Span | None = None,
+        expected: str = "",
+        remedy: str = "",
+        passed: Sequence[str] | None = None,
     ) -> NoReturn:
         shown = describe(self.kinds) if passed is None else passed
-        raise kind(fact, expected=expected, remedy=remedy, statement=self.text, span=span, passed=shown)
+        raise kind(
+            fact, expected=expected, remedy=remedy, statement=self.text, span=span, passed=shown
+        )
 
     def every_access(self) -> Iterator[Access]:
         """The target first (as the same object, so that it can be told apart), then every read."""
@@ -47,11 +64,28 @@ class Binding:
         for name, value in values.items():
             if not isinstance(value, Tensor | bool | int | float | complex):
                 expected = "a torch.Tensor, or a Python number for a scalar"
-                self.fail(DtypeError, f"{name} is {_kind_name(value)}", span=self.span_of(name), expected=expected, remedy=_as_tensor(name, value), passed=())
+                self.fail(
+                    DtypeError,
+                    f"{name} is {_kind_name(value)}",
+                    span=self.span_of(name),
+                    expected=expected,
+                    remedy=_as_tensor(name, value),
+                    passed=(),
+                )
             if isinstance(value, Tensor) and value.layout != torch.strided:
-                remedy = f"insum.einsum with a format made by insum.formats.COO.from_torch({name}), or {name}.to_dense()"
+                remedy = (
+                    "insum.einsum with a format made by "
+                    f"insum.formats.COO.from_torch({name}), or {name}.to_dense()"
+                )
                 fact = f"{name} is a {str(value.layout).removeprefix('torch.')} tensor"
-                self.fail(DtypeError, fact, span=self.span_of(name), expected="a dense (strided) tensor", remedy=remedy, passed=())
+                self.fail(
+                    DtypeError,
+                    fact,
+                    span=self.span_of(name),
+                    expected="a dense (strided) tensor",
+                    remedy=remedy,
+                    passed=(),
+                )
 
     def check_names(self) -> None:
         missing = [name for name in self.reads if name not in self.kinds]
@@ -60,22 +94,35 @@ class Binding:
             remedy = f"pass {missing[0]}={missing[0]}"
             self.fail(
                 BindingError,
-                f"unknown tensor {missing[0]!r}: the statement reads it, but it was not passed (passed: {passed})",
+                f"unknown tensor {missing[0]!r}: the statement reads it, but it was not passed "
+                f"(passed: {passed})",
                 span=self.span_of(missing[0]),
                 remedy=remedy,
             )
-        unused = [name for name in self.kinds if name not in self.reads and name != self.target.tensor]
+        unused = [
+            name for name in self.kinds if name not in self.reads and name != self.target.tensor
+        ]
         if unused:
             self.fail(
                 BindingError,
-                f"unused tensor {unused[0]!r}: it was passed, but the statement does not mention it",
+                f"unused tensor {unused[0]!r}: it was passed, but the statement does not "
+                "mention it",
                 remedy=f"remove {unused[0]}=..., or check the spelling in the statement",
             )
-        indexing = {atom.tensor for access in self.every_access() for index in access.indices for atom in accesses(index)}
+        indexing = {
+            atom.tensor
+            for access in self.every_access()
+            for index in access.indices
+            for atom in accesses(index)
+        }
         stray = sorted(map(str, self.padded - indexing))
         if stray:
             expected = f"index tensors: {', '.join(sorted(indexing)) or 'this statement has none'}"
-            self.fail(BindingError, f"padded names {stray[0]!r}, which is no index tensor of the statement", expected=expected)
+            self.fail(
+                BindingError,
+                f"padded names {stray[0]!r}, which is no index tensor of the statement",
+                expected=expected,
+            )
 
     def span_of(self, name: str) -> Span | None:
         return next((a.span for a in self.every_access() if a.tensor == name), None)
@@ -85,8 +132,16 @@ class Binding:
         if kind is None or len(kind.shape) == len(access.indices):
             return
         have, want = len(kind.shape), len(access.indices)
-        fact = f"{access.tensor} has {have} dimension(s) {shown_shape(kind.shape)} but is indexed with {want}: {access if want else access.tensor + '[]'}"
-        self.fail(BindingError, fact, span=access.span, remedy="write one index per dimension; a dimension to sum over needs an index too")
+        fact = (
+            f"{access.tensor} has {have} dimension(s) {shown_shape(kind.shape)} but is "
+            f"indexed with {want}: {access if want else access.tensor + '[]'}"
+        )
+        self.fail(
+            BindingError,
+            fact,
+            span=access.span,
+            remedy="write one index per dimension; a dimension to sum over needs an index too",
+        )
 
     def check_index_dtypes(self) -> None:
         for access in self.every_access():
@@ -99,7 +154,9 @@ class Binding:
                             f"{atom.tensor} indexes {access.tensor} but holds {dtype}",
                             span=atom.span,
                             expected="an integer tensor (any integer dtype)",
-                            remedy=f"{atom.tensor}.long()" if self.kinds[atom.tensor].device is not None else f"int({atom.tensor})",
+                            remedy=f"{atom.tensor}.long()"
+                            if self.kinds[atom.tensor].device is not None
+                            else f"int({atom.tensor})",
                         )
 
     def check_value_dtypes(self) -> None:
@@ -107,11 +164,14 @@ class Binding:
             kind = self.kinds.get(access.tensor)
             if kind is not None and kind.dtype not in COMPUTABLE:
                 dtype = str(kind.dtype).removeprefix("torch.")
-                remedy = (
-                    f"{access.tensor}.long()" if kind.dtype in INTEGERS else f"{access.tensor}.to(torch.{'complex64' if kind.dtype.is_complex else 'float32'})"
-                )
+                wide = "complex64" if kind.dtype.is_complex else "float32"
+                to = "long()" if kind.dtype in INTEGERS else f"to(torch.{wide})"
                 self.fail(
-                    DtypeError, f"{access.tensor} holds {dtype}, which insum does not compute with", span=access.span, expected=_COMPUTABLE, remedy=remedy
+                    DtypeError,
+                    f"{access.tensor} holds {dtype}, which insum does not compute with",
+                    span=access.span,
+                    expected=_COMPUTABLE,
+                    remedy=f"{access.tensor}.{to}",
                 )
 
     def device(self) -> torch.device:
@@ -136,14 +196,28 @@ class Binding:
         value: Expr = self.statement.value
         bad = bad_call(value, types)
         if bad is not None:
-            self.fail(DtypeError, f"{bad.function} is not defined for complex numbers", span=bad.span)
+            self.fail(
+                DtypeError, f"{bad.function} is not defined for complex numbers", span=bad.span
+            )
         inferred = infer(value, types)
         if inferred.dtype not in COMPUTABLE:
-            self.fail(DtypeError, f"the right side is {str(inferred.dtype).removeprefix('torch.')}, which insum does not compute with", expected=_COMPUTABLE)
+            self.fail(
+                DtypeError,
+                f"the right side is {str(inferred.dtype).removeprefix('torch.')}, which insum "
+                "does not compute with",
+                expected=_COMPUTABLE,
+            )
         output = self.kinds.get(self.target.tensor)
-        if self.statement.operator in ("max=", "min=") and (inferred.dtype.is_complex or output is not None and output.dtype.is_complex):
+        if self.statement.operator in ("max=", "min=") and (
+            inferred.dtype.is_complex or output is not None and output.dtype.is_complex
+        ):
             span = self.target.span if not inferred.dtype.is_complex else None
-            self.fail(DtypeError, f"{self.statement.operator} is not defined for complex numbers", span=span, remedy="reduce abs(...) instead")
+            self.fail(
+                DtypeError,
+                f"{self.statement.operator} is not defined for complex numbers",
+                span=span,
+                remedy="reduce abs(...) instead",
+            )
         return self.check_output_dtype(inferred.dtype)
 
     def check_output_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -166,10 +240,18 @@ def _kind_name(value: object) -> str:
     if value is None:
         return "None"
     module = type(value).__module__.partition(".")[0]
-    return "a " + type(value).__name__ if module == "builtins" else f"a {module} {type(value).__name__}"
+    return (
+        "a " + type(value).__name__
+        if module == "builtins"
+        else f"a {module} {type(value).__name__}"
+    )
 
 
 def _as_tensor(name: str, value: object) -> str:
     if isinstance(value, list | tuple):
         return f"torch.tensor({name})"
-    return f"torch.as_tensor({name})" if hasattr(value, "__array__") else "insum.einsum takes sparse formats; insum takes tensors and numbers"
+    return (
+        f"torch.as_tensor({name})"
+        if hasattr(value, "__array__")
+        else "insum.einsum takes sparse formats; insum takes tensors and numbers"
+    )

@@ -1,11 +1,13 @@
 """Adjoints as statements: gradients of an indirect einsum are indirect einsums.
 
-For each occurrence ``T[e]`` in a product the adjoint is the same statement with left side and factor swapped::
+For each occurrence ``T[e]`` in a product the adjoint is the same statement with left side and
+factor swapped::
 
-    C[AM[p],n] += AV[p] * B[AK[p],n]        dAV[p] += dC[AM[p],n] * B[AK[p],n]        dB[AK[p],n] += dC[AM[p],n] * AV[p]
+    C[AM[p],n] += AV[p] * B[AK[p],n]        dAV[p] += dC[AM[p],n] * B[AK[p],n]        dB[AK[p],n] +=
+    dC[AM[p],n] * AV[p]
 
-Derivatives of functions are products of functions of the whole argument, never sums: a sum would be distributed, and each part reduced
-over its own variables only.
+Derivatives of functions are products of functions of the whole argument, never sums: a sum would be
+distributed, and each part reduced over its own variables only.
 """
 
 from __future__ import annotations
@@ -15,15 +17,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from insum.lang.expand import expand
-from insum.lang.expr import Access, Call, Expr, Number, Product, Statement, Sum, fresh, names_of, product, tensors_of, total
+from insum.lang.expr import (
+    Access,
+    Call,
+    Expr,
+    Number,
+    Product,
+    Statement,
+    Sum,
+    fresh,
+    names_of,
+    product,
+    tensors_of,
+    total,
+)
 from insum.lang.parser import parse
 
 
 @dataclass(frozen=True, slots=True)
 class Adjoint:
-    """Statements whose results add up to the gradient of ``tensor``; they read the gradient of the output as ``upstream``.
+    """Statements whose results add up to the gradient of ``tensor``; they read the gradient of the
+    output as ``upstream``.
 
-    For ``max=`` and ``min=`` they also read the result as ``result``, and ``upstream`` is the gradient divided by how many points share it.
+    For ``max=`` and ``min=`` they also read the result as ``result``, and ``upstream`` is the
+    gradient divided by how many points share it.
     """
 
     statements: tuple[str, ...]
@@ -34,7 +51,8 @@ class Adjoint:
 
 @functools.lru_cache(maxsize=4096)
 def adjoint(text: str, tensor: str, complex_names: frozenset[str] = frozenset()) -> Adjoint:
-    """How the gradient of ``tensor`` follows from that of the output. ``complex_names``: tensors with complex values, the output included.
+    """How the gradient of ``tensor`` follows from that of the output. ``complex_names``: tensors
+    with complex values, the output included.
 
     >>> adjoint("C[AM[p],n] += AV[p] * B[AK[p],n]", "B").statements
     ('dB[AK[p],n] += dC[AM[p],n] * AV[p]',)
@@ -44,7 +62,10 @@ def adjoint(text: str, tensor: str, complex_names: frozenset[str] = frozenset())
     statement = parse(text)
     names = _Names.of(statement, tensor)
     upstream = Access(names.upstream, statement.target.indices)
-    walker = _Walker(tensor, complex_names | ({names.upstream} if statement.target.tensor in complex_names else set()))
+    walker = _Walker(
+        tensor,
+        complex_names | ({names.upstream} if statement.target.tensor in complex_names else set()),
+    )
     found: list[Statement] = []
     for term in expand(statement):
         start: Expr = upstream
@@ -57,7 +78,8 @@ def adjoint(text: str, tensor: str, complex_names: frozenset[str] = frozenset())
 
 @functools.lru_cache(maxsize=4096)
 def winners(text: str) -> tuple[str, str, str]:
-    """For ``max=`` and ``min=``: the statement that counts the points which attain the result, its output's name, the result's name.
+    """For ``max=`` and ``min=``: the statement that counts the points which attain the result, its
+    output's name, the result's name.
 
     >>> winners("y[i] max= A[i,j]")
     ('count[i] += eq(A[i,j], y[i])', 'count', 'y')
@@ -71,7 +93,9 @@ def winners(text: str) -> tuple[str, str, str]:
 
 
 def _wins(statement: Statement, result: str) -> Expr:
-    """1 where a point attains the result, which is shared evenly among the points that do, as `torch.amax` does."""
+    """1 where a point attains the result, which is shared evenly among the points that do, as
+    `torch.amax` does.
+    """
     return Call("eq", (statement.value, Access(result, statement.target.indices)))
 
 
@@ -96,7 +120,7 @@ def _result_name(statement: Statement, taken: set[str]) -> str:
 
 
 class _Walker:
-    """Finds every occurrence of a tensor as a value and carries the upstream gradient down to it."""
+    """Finds every occurrence of a tensor as a value and carries the upstream gradient to it."""
 
     def __init__(self, tensor: str, complex_names: frozenset[str]) -> None:
         self.tensor, self.complex_names = tensor, complex_names
@@ -145,8 +169,14 @@ class _Walker:
                 return Call("conj", (node,))
 
     def real(self, node: Expr) -> Expr:
-        """The gradient of a real value is real; both halves have the same variables, so that distributing them loses none."""
-        return product([Number(0.5), total([node, self.conj(node)])]) if self.is_complex(node) else node
+        """The gradient of a real value is real; both halves have the same variables, so that
+        distributing them loses none.
+        """
+        return (
+            product([Number(0.5), total([node, self.conj(node)])])
+            if self.is_complex(node)
+            else node
+        )
 
 
 def _guarded(inner: Expr) -> Expr:
@@ -173,7 +203,13 @@ def _slope(function: str, u: Expr) -> Expr | None:
         case "sigmoid":
             return product([_f("sigmoid", u), _f("sigmoid", product([Number(-1), u]))])
         case "tanh":
-            return product([Number(4), _f("sigmoid", product([Number(2), u])), _f("sigmoid", product([Number(-2), u]))])
+            return product(
+                [
+                    Number(4),
+                    _f("sigmoid", product([Number(2), u])),
+                    _f("sigmoid", product([Number(-2), u])),
+                ]
+            )
     return None
 
 

@@ -44,13 +44,20 @@ def expand(statement: Statement) -> tuple[Term, ...]:
             remedy="compute the sums into tensors of their own first",
         )
     for factors in products:
-        if isinstance(factors[0], Number) and isinstance(factors[0].value, int) and not -(2**63) <= factors[0].value < 2**63:
+        if (
+            isinstance(factors[0], Number)
+            and isinstance(factors[0].value, int)
+            and not -(2**63) <= factors[0].value < 2**63
+        ):
             raise StatementError(
                 f"the literals of the product {product(list(factors))} do not fit into 64 bits",
                 statement=statement.text or str(statement),
                 remedy="write one of them as a float",
             )
-    return tuple(Term(factors, tuple(dict.fromkeys((*target, *(v for f in factors for v in variables(f)))))) for factors in products)
+    return tuple(
+        Term(factors, tuple(dict.fromkeys((*target, *(v for f in factors for v in variables(f))))))
+        for factors in products
+    )
 
 
 def _products(value: Expr) -> list[tuple[Expr, ...]]:
@@ -75,7 +82,8 @@ def _distribute(choices: list[list[tuple[Expr, ...]]]) -> list[tuple[Expr, ...]]
     result: list[tuple[Expr, ...]] = [()]
     for options in choices:
         if len(result) * len(options) > MAX_TERMS:
-            return [()] * (MAX_TERMS + 1)  # refused by the caller; the products themselves could fill the memory
+            # refused by the caller; the products themselves could fill the memory
+            return [()] * (MAX_TERMS + 1)
         result = [left + right for left in result for right in options]
     return [_factors_of(p) for p in result]
 

@@ -1,4 +1,5 @@
-"""The whole language on one screen: frozen values that print as the notation and parse back to equal values.
+"""The whole language on one screen: frozen values that print as the notation and parse back to
+equal values.
 
 Statement   C[AM[p],n] += AV[p,q] * B[AK[p,q],n]
 Access      B[AK[p,q],n]          a tensor and one index expression per dimension
@@ -16,8 +17,22 @@ from typing import TypeAlias
 from insum.errors import Span
 
 OPERATORS = ("=", "+=", "max=", "min=")
-#: Pointwise functions and how many arguments each takes. The last five exist so that derivatives are statements too.
-FUNCTIONS = {"exp": 1, "log": 1, "sqrt": 1, "abs": 1, "relu": 1, "sigmoid": 1, "tanh": 1, "reciprocal": 1, "sign": 1, "step": 1, "conj": 1, "eq": 2}
+#: Pointwise functions and how many arguments each takes. The last five exist so that derivatives
+#: are statements too.
+FUNCTIONS = {
+    "exp": 1,
+    "log": 1,
+    "sqrt": 1,
+    "abs": 1,
+    "relu": 1,
+    "sigmoid": 1,
+    "tanh": 1,
+    "reciprocal": 1,
+    "sign": 1,
+    "step": 1,
+    "conj": 1,
+    "eq": 2,
+}
 
 
 def _span() -> Span | None:
@@ -52,10 +67,17 @@ class Affine:
     @property
     def atom(self) -> Atom | None:
         """The variable or access where the expression is that and nothing else."""
-        return self.terms[0][1] if len(self.terms) == 1 and self.offset == 0 and self.terms[0][0] == 1 else None
+        return (
+            self.terms[0][1]
+            if len(self.terms) == 1 and self.offset == 0 and self.terms[0][0] == 1
+            else None
+        )
 
     def __str__(self) -> str:
-        parts = [_signed(c, f"{abs(c)}*{_in_index(a)}" if abs(c) != 1 else _in_index(a)) for c, a in self.terms]
+        parts = [
+            _signed(c, f"{abs(c)}*{_in_index(a)}" if abs(c) != 1 else _in_index(a))
+            for c, a in self.terms
+        ]
         if self.offset or not parts:
             parts.append(_signed(self.offset, str(abs(self.offset))))
         return _join_signed(parts)
@@ -81,7 +103,11 @@ class Number:
     span: Span | None = _span()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Number) and type(self.value) is type(other.value) and self.value == other.value
+        return (
+            isinstance(other, Number)
+            and type(self.value) is type(other.value)
+            and self.value == other.value
+        )
 
     def __hash__(self) -> int:
         return hash((type(self.value), self.value))
@@ -141,7 +167,10 @@ class Statement:
     text: str = field(default="", compare=False, repr=False)
 
     def __str__(self) -> str:
-        return f"{self.target if self.target.indices else self.target.tensor + '[]'} {self.operator} {self.value}"
+        return (
+            f"{self.target if self.target.indices else self.target.tensor + '[]'} "
+            f"{self.operator} {self.value}"
+        )
 
 
 def _signed(sign: int, text: str) -> tuple[str, str]:
@@ -150,7 +179,11 @@ def _signed(sign: int, text: str) -> tuple[str, str]:
 
 def _join_signed(parts: list[tuple[str, str]]) -> str:
     head, *rest = parts
-    return ("-" if head[0] == "-" else "") + head[1] + "".join(f" {sign} {text}" for sign, text in rest)
+    return (
+        ("-" if head[0] == "-" else "")
+        + head[1]
+        + "".join(f" {sign} {text}" for sign, text in rest)
+    )
 
 
 def _in_index(atom: Atom) -> str:
@@ -162,10 +195,14 @@ def _in_product(factor: Expr) -> str:
     return f"({factor})" if isinstance(factor, Sum) else str(factor)
 
 
-# --- building canonical values -------------------------------------------------------------------------------------------------
+# --- building canonical values --------------------------------------------------------------------
 
 
-def affine(terms: Iterator[tuple[int, Atom]] | list[tuple[int, Atom]], offset: int, span: Span | None = None) -> Affine:
+def affine(
+    terms: Iterator[tuple[int, Atom]] | list[tuple[int, Atom]],
+    offset: int,
+    span: Span | None = None,
+) -> Affine:
     """Merge equal atoms (``i + i`` is ``2*i``) and drop those that cancel."""
     merged: dict[Atom, int] = {}
     for coefficient, atom in terms:
@@ -206,11 +243,13 @@ def total(terms: list[Expr], span: Span | None = None) -> Expr:
     return flat[0] if len(flat) == 1 else Sum(tuple(flat), span)
 
 
-# --- looking inside ------------------------------------------------------------------------------------------------------------
+# --- looking inside -------------------------------------------------------------------------------
 
 
 def accesses(node: Expr | Affine | Var, *, nested: bool = True) -> Iterator[Access]:
-    """Every access in reading order, the outer before those inside its indices (left out with ``nested=False``)."""
+    """Every access in reading order, the outer before those inside its indices (left out with
+    ``nested=False``).
+    """
     match node:
         case Access(_, indices):
             yield node
@@ -247,14 +286,18 @@ def _variables(node: Expr | Affine | Var) -> Iterator[str]:
 
 
 def tensors_of(statement: Statement) -> tuple[str, ...]:
-    """Names of the tensors that are read, in order of first appearance, the target's index tensors first."""
+    """Names of the tensors that are read, in order of first appearance, the target's index tensors
+    first.
+    """
     reads = [a.tensor for index in statement.target.indices for a in accesses(index)]
     reads += [a.tensor for a in accesses(statement.value)]
     return tuple(dict.fromkeys(reads))
 
 
 def rewrite(node: Expr, change: Callable[[Access], Expr]) -> Expr:
-    """Replace every outermost access by ``change(access)``; index expressions are left to ``change``."""
+    """Replace every outermost access by ``change(access)``; index expressions are left to
+    ``change``.
+    """
     match node:
         case Access():
             return change(node)
@@ -269,7 +312,9 @@ def rewrite(node: Expr, change: Callable[[Access], Expr]) -> Expr:
 
 
 def fresh(wanted: str, taken: set[str]) -> str:
-    """``wanted``, or the first of ``wanted_1``, ``wanted_2`` ... that is free; the choice is added to ``taken``."""
+    """``wanted``, or the first of ``wanted_1``, ``wanted_2`` ... that is free; the choice is added
+    to ``taken``.
+    """
     name, k = wanted, 0
     while name in taken or name in FUNCTIONS:
         k += 1

@@ -1,4 +1,6 @@
-"""Extents of index variables and of the output, from tensors' shapes and from what the caller says; symbolic sizes included."""
+"""Extents of index variables and of the output, from tensors' shapes and from what the caller says;
+symbolic sizes included.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +16,28 @@ from insum.lang.problem import Size, shown_shape
 
 
 class Extents(Binding):
-    """Every variable has one extent, every dimension of the output one size, and affine indices stay inside."""
+    """Every variable has one extent, every dimension of the output one size, and affine indices
+    stay inside.
+    """
 
     def read_sizes(self) -> None:
-        """``sizes=``: by output dimension, by text of a left-side index, by index tensor, by variable, or the whole output."""
+        """``sizes=``: by output dimension, by text of a left-side index, by index tensor, by
+        variable, or the whole output.
+        """
         if not isinstance(self.sizes, Mapping):
-            self.fail(BindingError, f"sizes is a {type(self.sizes).__name__}", expected="a dictionary", remedy="sizes={'i': 8}, or out_shape=(8,)")
+            self.fail(
+                BindingError,
+                f"sizes is a {type(self.sizes).__name__}",
+                expected="a dictionary",
+                remedy="sizes={'i': 8}, or out_shape=(8,)",
+            )
         for key, size in self.sizes.items():
             if isinstance(key, bool) or not isinstance(key, str | int):
-                self.fail(BindingError, f"sizes has the key {key!r}", expected="a name, or the number of an output dimension")
+                self.fail(
+                    BindingError,
+                    f"sizes has the key {key!r}",
+                    expected="a name, or the number of an output dimension",
+                )
             if isinstance(size, Sequence) and not isinstance(size, str):
                 self.read_shape(key, size)
             else:
@@ -31,19 +46,27 @@ class Extents(Binding):
 
     def check_size(self, what: str, size: object) -> None:
         if isinstance(size, bool) or not isinstance(size, int | torch.SymInt):
-            self.fail(BindingError, f"{what} is {size!r}", expected="an integer", remedy="int(...) around it" if hasattr(size, "__index__") else "")
+            self.fail(
+                BindingError,
+                f"{what} is {size!r}",
+                expected="an integer",
+                remedy="int(...) around it" if hasattr(size, "__index__") else "",
+            )
         if isinstance(size, int) and size < 0:
             self.fail(BindingError, f"{what} is {size}", expected="a size of at least 0")
 
     def read_shape(self, key: str | int, shape: Sequence[Size]) -> None:
         if key != self.target.tensor:
             self.fail(
-                BindingError, f"sizes[{key!r}] is a shape, and {key!r} is not the output", remedy=f"sizes={{{self.target.tensor!r}: shape}}, or out_shape=shape"
+                BindingError,
+                f"sizes[{key!r}] is a shape, and {key!r} is not the output",
+                remedy=f"sizes={{{self.target.tensor!r}: shape}}, or out_shape=shape",
             )
         if len(shape) != len(self.dims):
             self.fail(
                 BindingError,
-                f"out_shape {shown_shape(shape)} has {len(shape)} dimension(s), but the left side {self.target} has {len(self.dims)}",
+                f"out_shape {shown_shape(shape)} has {len(shape)} dimension(s), but the left "
+                f"side {self.target} has {len(self.dims)}",
                 span=self.target.span,
                 expected="one size per index of the left side",
             )
@@ -54,8 +77,17 @@ class Extents(Binding):
     def read_size(self, key: str | int, size: Size) -> None:
         if isinstance(key, int) or key.isascii() and key.isdigit():
             if int(key) >= len(self.dims) or int(key) < 0:
-                expected = f"a number from 0 to {len(self.dims) - 1}" if self.dims else "no size: the output is a scalar"
-                self.fail(BindingError, f"sizes[{key!r}]: the output has {len(self.dims)} dimension(s)", span=self.target.span, expected=expected)
+                expected = (
+                    f"a number from 0 to {len(self.dims) - 1}"
+                    if self.dims
+                    else "no size: the output is a scalar"
+                )
+                self.fail(
+                    BindingError,
+                    f"sizes[{key!r}]: the output has {len(self.dims)} dimension(s)",
+                    span=self.target.span,
+                    expected=expected,
+                )
             return self.set_dim(int(key), size)
         if key in {*variables(self.target), *variables(self.statement.value)}:
             return self.see(key, size, f"sizes[{key!r}]", None)
@@ -63,7 +95,9 @@ class Extents(Binding):
         dims = [
             d
             for d, index in enumerate(self.target.indices)
-            if str(index).replace(" ", "") == text or isinstance(index.atom, Access) and index.atom.tensor == key
+            if str(index).replace(" ", "") == text
+            or isinstance(index.atom, Access)
+            and index.atom.tensor == key
         ]
         if key == self.target.tensor:
             self.fail(
@@ -76,7 +110,8 @@ class Extents(Binding):
             self.fail(
                 BindingError,
                 f"sizes has no use for {key!r}",
-                expected="an index variable, an output dimension (0, 1, ...), or a left-side index as it is written",
+                expected="an index variable, an output dimension (0, 1, ...), or a left-side "
+                "index as it is written",
             )
         for dim in dims:
             self.set_dim(dim, size)
@@ -84,7 +119,11 @@ class Extents(Binding):
     def set_dim(self, dim: int, size: Size) -> None:
         known = self.dims[dim]
         if known is not None and not _equal(known, size):
-            self.fail(BindingError, f"dimension {dim} of the output has two sizes: {known} and {size}", span=self.target.indices[dim].span)
+            self.fail(
+                BindingError,
+                f"dimension {dim} of the output has two sizes: {known} and {size}",
+                span=self.target.indices[dim].span,
+            )
         self.dims[dim] = size
 
     def read_extents(self, access: Access, shape: Sequence[Size]) -> None:
@@ -99,7 +138,8 @@ class Extents(Binding):
         if known is not None and not _equal(known, size):
             self.fail(
                 BindingError,
-                f"{self.target.tensor} has size {size} in dimension {dim}, but sizes or out_shape says {known}",
+                f"{self.target.tensor} has size {size} in dimension {dim}, but sizes or "
+                f"out_shape says {known}",
                 span=self.target.indices[dim].span,
             )
         self.dims[dim] = size
@@ -131,16 +171,36 @@ class Extents(Binding):
     def unknown_output(self, dim: int, index: Affine) -> NoReturn:
         name = self.target.tensor
         remedy = f"pass the output as {name}=, its shape as out_shape=(...), or sizes={{{dim}: n}}"
-        what = f"index {index.var!r} stands in no tensor that was passed" if index.var else f"it is written at {index}, whose values do not tell it"
-        self.fail(BindingError, f"the output's size in dimension {dim} is unknown: {what}", span=index.span, remedy=remedy)
+        what = (
+            f"index {index.var!r} stands in no tensor that was passed"
+            if index.var
+            else f"it is written at {index}, whose values do not tell it"
+        )
+        self.fail(
+            BindingError,
+            f"the output's size in dimension {dim} is unknown: {what}",
+            span=index.span,
+            remedy=remedy,
+        )
 
     def extents(self) -> dict[str, Size]:
         names = dict.fromkeys((*variables(self.target), *variables(self.statement.value)))
         for name in names:
             if name not in self.seen:
-                span = next((_var_span(i, name) for a in self.every_access() for i in a.indices if name in variables(i)), None)
+                span = next(
+                    (
+                        _var_span(i, name)
+                        for a in self.every_access()
+                        for i in a.indices
+                        if name in variables(i)
+                    ),
+                    None,
+                )
                 self.fail(
-                    BindingError, f"the extent of index {name!r} is unknown: it stands alone in no dimension", span=span, remedy=f"pass sizes={{{name!r}: n}}"
+                    BindingError,
+                    f"the extent of index {name!r} is unknown: it stands alone in no dimension",
+                    span=span,
+                    remedy=f"pass sizes={{{name!r}: n}}",
                 )
         return {name: self.seen[name][0] for name in names}
 
@@ -150,23 +210,47 @@ class Extents(Binding):
             for dim, index in enumerate(access.indices):
                 self.check_affine_range(access, dim, index, limits[dim], extents)
 
-    def check_affine_range(self, access: Access, dim: int, index: Affine, limit: Size, extents: Mapping[str, Size]) -> None:
+    def check_affine_range(
+        self, access: Access, dim: int, index: Affine, limit: Size, extents: Mapping[str, Size]
+    ) -> None:
         ends = [extents[a.name] for _, a in index.terms if isinstance(a, Var)]
-        if index.var is not None or len(ends) < len(index.terms) or not all(isinstance(e, int) for e in (*ends, limit)):
+        if (
+            index.var is not None
+            or len(ends) < len(index.terms)
+            or not all(isinstance(e, int) for e in (*ends, limit))
+        ):
             return
         if 0 in ends:
             return
         reach = [c * (int(e) - 1) for (c, _), e in zip(index.terms, ends, strict=True)]
-        low, high = index.offset + sum(min(0, r) for r in reach), index.offset + sum(max(0, r) for r in reach)
+        low, high = (
+            index.offset + sum(min(0, r) for r in reach),
+            index.offset + sum(max(0, r) for r in reach),
+        )
         bad = low if low < 0 else high
         if low < 0 or high >= limit:
-            fact = f"index {index} of {access.tensor} {f'reaches {bad},' if index.terms else 'is'} outside dimension {dim} of size {limit}"
-            remedy = "pass smaller extents with sizes=, or pad the tensor first" if index.terms else f"make {access.tensor} larger, or correct the index"
-            self.fail(IndexRangeError, fact, span=index.span, expected=f"values from 0 to {limit - 1}" if limit else "no index at all", remedy=remedy)
+            fact = (
+                f"index {index} of {access.tensor} {f'reaches {bad},' if index.terms else 'is'} "
+                f"outside dimension {dim} of size {limit}"
+            )
+            remedy = (
+                "pass smaller extents with sizes=, or pad the tensor first"
+                if index.terms
+                else f"make {access.tensor} larger, or correct the index"
+            )
+            self.fail(
+                IndexRangeError,
+                fact,
+                span=index.span,
+                expected=f"values from 0 to {limit - 1}" if limit else "no index at all",
+                remedy=remedy,
+            )
 
 
 def _equal(a: Size, b: Size) -> bool:
-    """Equality of extents; for symbolic ones a constraint that the tracer records instead of a guess."""
+    """Equality of extents; for symbolic ones a constraint that the tracer records instead of a
+    guess.
+    """
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     torch._check(a == b, lambda: f"insum: extents disagree: {a} and {b}")  # type: ignore[no-untyped-call]
@@ -174,4 +258,6 @@ def _equal(a: Size, b: Size) -> bool:
 
 
 def _var_span(index: Affine, name: str) -> Span | None:
-    return next((a.span for _, a in index.terms if isinstance(a, Var) and a.name == name), index.span)
+    return next(
+        (a.span for _, a in index.terms if isinstance(a, Var) and a.name == name), index.span
+    )

@@ -1,4 +1,5 @@
-"""Text -> Statement. A hand-written recursive descent, so that every mistake has a place and a remedy.
+"""Text -> Statement. A hand-written recursive descent, so that every mistake has a place and a
+remedy.
 
 statement := access operator sum                 operator := "=" | "+=" | "max=" | "min="
 sum       := ["-"] product (("+" | "-") product)*
@@ -42,7 +43,9 @@ MAX_DEPTH = 50
 #: Longer texts than this are refused before they are read.
 MAX_LENGTH = 100_000
 #: Names of options of ``insum.insum`` and friends: a tensor of that name could not be passed.
-OPTION_NAMES = frozenset({"statement", "out_shape", "sizes", "padded", "config", "backend", "dense_output"})
+OPTION_NAMES = frozenset(
+    {"statement", "out_shape", "sizes", "padded", "config", "backend", "dense_output"}
+)
 RESERVED = frozenset({*FUNCTIONS, *OPTION_NAMES, "max", "min"})
 
 _TOKEN = re.compile(
@@ -73,9 +76,16 @@ def parse(text: str) -> Statement:
     True
     """
     if not isinstance(text, str):
-        raise StatementError(f"a statement is a string, not {type(text).__name__}", remedy='insum("C[i] = A[i,j] * B[j]", A=A, B=B)')
+        raise StatementError(
+            f"a statement is a string, not {type(text).__name__}",
+            remedy='insum("C[i] = A[i,j] * B[j]", A=A, B=B)',
+        )
     if len(text) > MAX_LENGTH:
-        raise StatementError(f"the statement has {len(text)} characters; the limit is {MAX_LENGTH}", statement=text, remedy="split it into several statements")
+        raise StatementError(
+            f"the statement has {len(text)} characters; the limit is {MAX_LENGTH}",
+            statement=text,
+            remedy="split it into several statements",
+        )
     return _parse(text)
 
 
@@ -99,10 +109,15 @@ class _Parser:
         while position < len(self.text):
             found = _TOKEN.match(self.text, position)
             if found is None:
-                self._fail(*_stray(self.text[position], self.text[position : position + 2]), span=Span(position, position + 1))
+                self._fail(
+                    *_stray(self.text[position], self.text[position : position + 2]),
+                    span=Span(position, position + 1),
+                )
             kind = found.lastgroup or ""
             if kind != "space":
-                tokens.append(_Token(kind, re.sub(r"\s", "", found.group()), Span(position, found.end())))
+                tokens.append(
+                    _Token(kind, re.sub(r"\s", "", found.group()), Span(position, found.end()))
+                )
             position = found.end()
         tokens.append(_Token("end", "the end", Span(len(self.text), len(self.text) + 1)))
         return tokens
@@ -114,14 +129,24 @@ class _Parser:
                 open_.append(token)
             elif token.text in _CLOSING.values():
                 if not open_:
-                    self._fail(f"unbalanced bracket: {token.text!r} closes nothing", "remove it, or add the opening bracket", span=token.span)
+                    self._fail(
+                        f"unbalanced bracket: {token.text!r} closes nothing",
+                        "remove it, or add the opening bracket",
+                        span=token.span,
+                    )
                 opening = open_.pop()
                 if _CLOSING[opening.text] != token.text:
                     self._fail(
-                        f"unbalanced bracket: {opening.text!r} is closed by {token.text!r}", f"close it with {_CLOSING[opening.text]!r}", span=token.span
+                        f"unbalanced bracket: {opening.text!r} is closed by {token.text!r}",
+                        f"close it with {_CLOSING[opening.text]!r}",
+                        span=token.span,
                     )
         if open_:
-            self._fail(f"unbalanced bracket: {open_[-1].text!r} is never closed", f"add {_CLOSING[open_[-1].text]!r}", span=open_[-1].span)
+            self._fail(
+                f"unbalanced bracket: {open_[-1].text!r} is never closed",
+                f"add {_CLOSING[open_[-1].text]!r}",
+                span=open_[-1].span,
+            )
 
     def _fail(self, fact: str, remedy: str = "", *, expected: str = "", span: Span) -> NoReturn:
         raise StatementError(fact, expected=expected, remedy=remedy, statement=self.text, span=span)
@@ -150,7 +175,11 @@ class _Parser:
     def nest(self, token: _Token) -> None:
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            self._fail(f"the expression is nested more than {MAX_DEPTH} levels deep", "compute a part of it into a tensor of its own first", span=token.span)
+            self._fail(
+                f"the expression is nested more than {MAX_DEPTH} levels deep",
+                "compute a part of it into a tensor of its own first",
+                span=token.span,
+            )
 
     # --- grammar ---
 
@@ -158,10 +187,18 @@ class _Parser:
         target = self.target()
         token = self.take()
         if token.kind != "operator":
-            self._fail(f"found {_show(token)} after the left side", expected="one of =, +=, max=, min=", span=token.span)
+            self._fail(
+                f"found {_show(token)} after the left side",
+                expected="one of =, +=, max=, min=",
+                span=token.span,
+            )
         value = self.sum()
         if self.peek.kind != "end":
-            self._fail(f"found {_show(self.peek)} after the right side", expected="an operator (*, +, -) or the end of the statement", span=self.peek.span)
+            self._fail(
+                f"found {_show(self.peek)} after the right side",
+                expected="an operator (*, +, -) or the end of the statement",
+                span=self.peek.span,
+            )
         statement = Statement(target, token.text, value, self.text)
         self._check_names(statement)
         return statement
@@ -169,12 +206,20 @@ class _Parser:
     def target(self) -> Access:
         token = self.take()
         if token.kind != "name":
-            self._fail(f"a statement starts with its result, found {_show(token)}", remedy='write it as "C[i] = ..."', span=token.span)
+            self._fail(
+                f"a statement starts with its result, found {_show(token)}",
+                remedy='write it as "C[i] = ..."',
+                span=token.span,
+            )
         if self.peek.text == "[":
             return self.access(token)
         if self.peek.kind == "operator":
             return Access(token.text, (), token.span)
-        self._fail(f"found {_show(self.peek)} after the result's name", expected="'[' and its indices, or '[]' for a scalar", span=self.peek.span)
+        self._fail(
+            f"found {_show(self.peek)} after the result's name",
+            expected="'[' and its indices, or '[]' for a scalar",
+            span=self.peek.span,
+        )
 
     def sum(self) -> Expr:
         start = self.peek.span.start
@@ -190,7 +235,9 @@ class _Parser:
         while self.accept("*"):
             factors.append(self.factor())
         value = product(factors, self.since(start))
-        self.check_literal(value.factors[0] if isinstance(value, Product) else value, self.since(start))
+        self.check_literal(
+            value.factors[0] if isinstance(value, Product) else value, self.since(start)
+        )
         return value
 
     def factor(self) -> Expr:
@@ -214,12 +261,19 @@ class _Parser:
                 return self.call(token, name)
             case "name", name:
                 return self.access(token) if self.peek.text == "[" else Access(name, (), token.span)
-        self._fail(f"found {_show(token)} where a value was expected", expected="a tensor access, a number, a function or '('", span=token.span)
+        self._fail(
+            f"found {_show(token)} where a value was expected",
+            expected="a tensor access, a number, a function or '('",
+            span=token.span,
+        )
 
     def call(self, token: _Token, name: str) -> Expr:
         if name not in FUNCTIONS:
             self._fail(
-                f"unknown function {name!r}", f"the functions are {', '.join(FUNCTIONS)}; a tensor is indexed with brackets: {name}[...]", span=token.span
+                f"unknown function {name!r}",
+                f"the functions are {', '.join(FUNCTIONS)}; a tensor is indexed with brackets: "
+                f"{name}[...]",
+                span=token.span,
             )
         self.take()
         args = [self.sum()]
@@ -227,7 +281,10 @@ class _Parser:
             args.append(self.sum())
         self.expect(")", f"after the arguments of {name}")
         if len(args) != FUNCTIONS[name]:
-            self._fail(f"{name} takes {FUNCTIONS[name]} argument(s), found {len(args)}", span=self.since(token.span.start))
+            self._fail(
+                f"{name} takes {FUNCTIONS[name]} argument(s), found {len(args)}",
+                span=self.since(token.span.start),
+            )
         return Call(name, tuple(args), self.since(token.span.start))
 
     def access(self, token: _Token) -> Access:
@@ -267,8 +324,16 @@ class _Parser:
         while self.accept("*"):
             more, constant = self.index_factor()
             if terms and more:
-                self._fail("an index may multiply variables by integers only", "an affine index such as 2*i + k", span=self.since(start))
-            terms, offset = _scaled(constant, (terms, offset)) if not more else _scaled(offset, (more, constant))
+                self._fail(
+                    "an index may multiply variables by integers only",
+                    "an affine index such as 2*i + k",
+                    span=self.since(start),
+                )
+            terms, offset = (
+                _scaled(constant, (terms, offset))
+                if not more
+                else _scaled(offset, (more, constant))
+            )
         return terms, offset
 
     def index_factor(self) -> tuple[list[tuple[int, Atom]], int]:
@@ -292,10 +357,20 @@ class _Parser:
             case "mark", "-":
                 return _scaled(-1, self.index_factor())
             case "name", name if self.peek.text == "(":
-                self._fail(f"a function cannot stand in an index: {name}(...)", "compute the index tensor first", span=token.span)
+                self._fail(
+                    f"a function cannot stand in an index: {name}(...)",
+                    "compute the index tensor first",
+                    span=token.span,
+                )
             case "name", name:
-                return [(1, self.access(token) if self.peek.text == "[" else Var(name, token.span))], 0
-        self._fail(f"found {_show(token)} where an index was expected", expected="a variable, an integer or an access to an integer tensor", span=token.span)
+                return [
+                    (1, self.access(token) if self.peek.text == "[" else Var(name, token.span))
+                ], 0
+        self._fail(
+            f"found {_show(token)} where an index was expected",
+            expected="a variable, an integer or an access to an integer tensor",
+            span=token.span,
+        )
 
     # --- helpers ---
 
@@ -307,10 +382,16 @@ class _Parser:
         return value
 
     def check_literal(self, value: Expr, span: Span) -> None:
-        """Literals, also those that came of multiplying literals, must be values that a tensor can hold."""
+        """Literals, also those that came of multiplying literals, must be values that a tensor can
+        hold.
+        """
         match value:
             case Number(int(number)) if not _fits(number):
-                self._fail("an integer literal does not fit into 64 bits", "write it as a float, such as 1e20", span=span)
+                self._fail(
+                    "an integer literal does not fit into 64 bits",
+                    "write it as a float, such as 1e20",
+                    span=span,
+                )
             case Number(float(number)) if not math.isfinite(number):
                 self._fail("a literal is too large for a float64", span=span)
 
@@ -321,13 +402,35 @@ class _Parser:
         reserved = names_of(statement) & RESERVED
         if reserved:
             name = min(reserved)
-            self._fail(f"{name!r} is a reserved name", f"call it {name}_ instead; reserved are {', '.join(sorted(RESERVED))}", span=self.find(name))
-        both = {statement.target.tensor, *tensors_of(statement)} & {*variables(statement.target), *variables(statement.value)}
+            self._fail(
+                f"{name!r} is a reserved name",
+                f"call it {name}_ instead; reserved are {', '.join(sorted(RESERVED))}",
+                span=self.find(name),
+            )
+        both = {statement.target.tensor, *tensors_of(statement)} & {
+            *variables(statement.target),
+            *variables(statement.value),
+        }
         if both:
             name = min(both)
-            access = next(a for a in (statement.target, *accesses(statement.target), *accesses(statement.value)) if a.tensor == name)
-            remedy = "give one of them another name" if access.indices else "an index variable has no value of its own; pass torch.arange(n) under another name"
-            self._fail(f"{name!r} stands for a tensor and for an index variable", remedy, span=access.span or self.find(name))
+            access = next(
+                a
+                for a in (statement.target, *accesses(statement.target), *accesses(statement.value))
+                if a.tensor == name
+            )
+            remedy = (
+                "give one of them another name"
+                if access.indices
+                else (
+                    "an index variable has no value of its own; pass torch.arange(n) under "
+                    "another name"
+                )
+            )
+            self._fail(
+                f"{name!r} stands for a tensor and for an index variable",
+                remedy,
+                span=access.span or self.find(name),
+            )
 
     def find(self, name: str) -> Span:
         return next(t.span for t in self.tokens if t.kind == "name" and t.text == name)
@@ -337,7 +440,9 @@ def _fits(value: int) -> bool:
     return -(2**63) <= value < 2**63
 
 
-def _scaled(by: int, value: tuple[list[tuple[int, Atom]], int]) -> tuple[list[tuple[int, Atom]], int]:
+def _scaled(
+    by: int, value: tuple[list[tuple[int, Atom]], int]
+) -> tuple[list[tuple[int, Atom]], int]:
     terms, offset = value
     return [(by * c, a) for c, a in terms], by * offset
 
@@ -352,4 +457,8 @@ def _stray(character: str, pair: str) -> tuple[str, str]:
         return "'==' is no operator", "one of =, +=, max=, min="
     if character == "/":
         return "unknown character '/': the language has no division", "multiply by reciprocal(...)"
-    return f"unknown character {character!r}", "names are ASCII letters, digits and underscores; the operators are = += max= min= * + - ( ) [ ] ,"
+    return (
+        f"unknown character {character!r}",
+        "names are ASCII letters, digits and underscores; "
+        "the operators are = += max= min= * + - ( ) [ ] ,",
+    )

@@ -1,4 +1,6 @@
-"""Problem: a statement with everything that its arguments' shapes, dtypes and devices decide. What all later stages start from."""
+"""Problem: a statement with everything that its arguments' shapes, dtypes and devices decide. What
+all later stages start from.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ class Kind:
 
     def __str__(self) -> str:
         name = str(self.dtype).removeprefix("torch.")
-        return f"{name} scalar" if self.device is None else f"{name} {shown_shape(self.shape)} on {self.device}"
+        return (
+            f"{name} scalar"
+            if self.device is None
+            else f"{name} {shown_shape(self.shape)} on {self.device}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,21 +66,46 @@ class Problem:
         return self.statement.target.tensor in tensors_of(self.statement)
 
     def index_uses(self) -> Iterator[tuple[Access, int, Affine]]:
-        """Every dimension that is indexed through a tensor: the access, the dimension, the expression."""
+        """Every dimension that is indexed through a tensor: the access, the dimension, the
+        expression.
+        """
         target = self.statement.target
-        for access in (target, *(a for i in target.indices for a in accesses(i)), *accesses(self.statement.value)):
+        for access in (
+            target,
+            *(a for i in target.indices for a in accesses(i)),
+            *accesses(self.statement.value),
+        ):
             for dim, index in enumerate(access.indices):
                 if any(isinstance(atom, Access) for _, atom in index.terms):
                     yield access, dim, index
 
     def size_of(self, access: Access, dim: int) -> Size:
         """The length of the dimension that an access indexes; the target's is the output's."""
-        return self.shape[dim] if access is self.statement.target else self.kinds[access.tensor].shape[dim]
+        return (
+            self.shape[dim]
+            if access is self.statement.target
+            else self.kinds[access.tensor].shape[dim]
+        )
 
-    def complain(self, kind: type[InsumError], fact: str, *, span: Span | None = None, expected: str = "", remedy: str = "") -> InsumError:
+    def complain(
+        self,
+        kind: type[InsumError],
+        fact: str,
+        *,
+        span: Span | None = None,
+        expected: str = "",
+        remedy: str = "",
+    ) -> InsumError:
         """An error with this problem's statement and arguments in its message."""
         statement = self.statement
-        return kind(fact, expected=expected, remedy=remedy, statement=statement.text or str(statement), span=span, passed=describe(self.kinds))
+        return kind(
+            fact,
+            expected=expected,
+            remedy=remedy,
+            statement=statement.text or str(statement),
+            span=span,
+            passed=describe(self.kinds),
+        )
 
 
 def describe(kinds: Mapping[str, Kind]) -> list[str]:

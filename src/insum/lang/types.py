@@ -1,4 +1,6 @@
-"""Result dtypes: torch's own promotion, in which tensors outrank 0-d tensors and those outrank Python numbers."""
+"""Result dtypes: torch's own promotion, in which tensors outrank 0-d tensors and those outrank
+Python numbers.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,21 @@ _TO_FLOAT = frozenset({"exp", "log", "sqrt", "sigmoid", "tanh", "reciprocal"})
 _REAL_ONLY = frozenset({"relu", "sign", "step"})
 #: Half-width floats accumulate in float32.
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int64}
-INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64})
+INTEGERS = frozenset(
+    {
+        torch.uint8,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+    }
+)
 
-#: What can be computed with. Other dtypes (wide unsigned integers as index tensors) can only be read as indices.
+#: What can be computed with. Other dtypes (wide unsigned integers as index tensors) can only be
+#: read as indices.
 COMPUTABLE = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
     | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
@@ -23,7 +37,9 @@ COMPUTABLE = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Typed:
-    """A dtype and how strongly it is held: 2 a tensor with dimensions, 1 a 0-d tensor, 0 a Python number."""
+    """A dtype and how strongly it is held: 2 a tensor with dimensions, 1 a 0-d tensor, 0 a Python
+    number.
+    """
 
     dtype: torch.dtype
     strength: int
@@ -32,7 +48,11 @@ class Typed:
         strong, weak = (self, other) if self.strength >= other.strength else (other, self)
         if strong.strength != weak.strength and _category(weak.dtype) <= _category(strong.dtype):
             return strong
-        if strong.strength != weak.strength and weak.dtype.is_complex and strong.dtype.is_floating_point:
+        if (
+            strong.strength != weak.strength
+            and weak.dtype.is_complex
+            and strong.dtype.is_floating_point
+        ):
             return Typed(_complex_of(strong.dtype), strong.strength)
         return Typed(torch.promote_types(strong.dtype, weak.dtype), strong.strength)
 
@@ -64,11 +84,15 @@ def infer(expr: Expr, types: dict[str, Typed]) -> Typed:
 
 
 def bad_call(expr: Expr, types: dict[str, Typed]) -> Call | None:
-    """The first function that is applied to a dtype it is not defined for: complex numbers have no order."""
+    """The first function that is applied to a dtype it is not defined for: complex numbers have no
+    order.
+    """
     match expr:
         case Call(function, args):
             inner = next((bad for a in args if (bad := bad_call(a, types))), None)
-            return inner or (expr if function in _REAL_ONLY and _joined(args, types).dtype.is_complex else None)
+            return inner or (
+                expr if function in _REAL_ONLY and _joined(args, types).dtype.is_complex else None
+            )
         case Product(parts) | Sum(parts):
             return next((bad for p in parts if (bad := bad_call(p, types))), None)
     return None
@@ -113,7 +137,9 @@ def _of_call(function: str, arg: Typed) -> Typed:
 
 
 def _category(dtype: torch.dtype) -> int:
-    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype == torch.bool else 1
+    return (
+        3 if dtype.is_complex else 2 if dtype.is_floating_point else 0 if dtype == torch.bool else 1
+    )
 
 
 def _complex_of(dtype: torch.dtype) -> torch.dtype:

@@ -1,13 +1,17 @@
 """Layers with the habits of the libraries that they stand beside, each of them one statement.
 
-| layer | statement | stands beside |
-|---|---|---|
-| `SparseLinear`, `BlockSparseLinear` | ``Y[i,o] = W[o,k] * X[i,k]`` | `torch.nn.Linear`, `torch.sparse` BSR |
-| `spmm`, `sddmm` | ``C[m,n] = A[m,k] * B[k,n]``, ``S[m,n] = A[m,n] * X[m,k] * Y[k,n]`` | cuSPARSE |
-| `propagate`, `GraphConv`, `GCNConv` | ``Out[dst[e],f] = W[e] * X[src[e],f]`` | PyG |
-| `RelationalConv` | ``Out[dst[p],m] = N[p] * In[src[p],c] * W[rel[p],c,m]`` | PyG's `RGCNConv` |
-| `SparseConv3d` | ``Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]`` | spconv, TorchSparse, MinkowskiEngine |
-| `TensorProduct`, `FullyConnectedTensorProduct` | ``Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]`` | e3nn |
+- `SparseLinear`, `BlockSparseLinear`, beside `torch.nn.Linear` and `torch.sparse` BSR:
+  ``Y[i,o] = W[o,k] * X[i,k]``
+- `spmm`, `sddmm`, beside cuSPARSE:
+  ``C[m,n] = A[m,k] * B[k,n]``, ``S[m,n] = A[m,n] * X[m,k] * Y[k,n]``
+- `propagate`, `GraphConv`, `GCNConv`, beside PyG:
+  ``Out[dst[e],f] = W[e] * X[src[e],f]``
+- `RelationalConv`, beside PyG's `RGCNConv`:
+  ``Out[dst[p],m] = N[p] * In[src[p],c] * W[rel[p],c,m]``
+- `SparseConv3d`, beside spconv, TorchSparse and MinkowskiEngine:
+  ``Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]``
+- `TensorProduct`, `FullyConnectedTensorProduct`, beside e3nn:
+  ``Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]``
 
 >>> import torch
 >>> from insum.nn import GraphConv

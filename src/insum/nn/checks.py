@@ -23,16 +23,26 @@ def one_device(**tensors: Tensor | SparseFormat | None) -> None:
     for name, device in places[1:]:
         if device != places[0][1]:
             fact = f"{places[0][0]} is on {places[0][1]} but {name} is on {device}"
-            raise DeviceError(fact, expected="all tensors on one device", remedy=f"{name}.to({str(places[0][1])!r})")
+            raise DeviceError(
+                fact,
+                expected="all tensors on one device",
+                remedy=f"{name}.to({str(places[0][1])!r})",
+            )
 
 
 def integers(name: str, x: Tensor) -> None:
     """A tensor of coordinates or node numbers holds integers."""
     if x.is_floating_point() or x.is_complex() or str(x.dtype) == "torch.bool":
-        raise DtypeError(f"{name} holds {str(x.dtype).removeprefix('torch.')}", expected="integers", remedy=f"{name}.long()")
+        raise DtypeError(
+            f"{name} holds {str(x.dtype).removeprefix('torch.')}",
+            expected="integers",
+            remedy=f"{name}.long()",
+        )
 
 
 def last_size(name: str, x: Tensor, size: int, what: str) -> None:
     """The last dimension has the size that the layer was made for."""
     if x.dim() == 0 or x.shape[-1] != size:
-        raise BindingError(f"{name} has shape {tuple(x.shape)}", expected=f"{size} in the last dimension: {what}")
+        raise BindingError(
+            f"{name} has shape {tuple(x.shape)}", expected=f"{size} in the last dimension: {what}"
+        )

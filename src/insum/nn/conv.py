@@ -23,18 +23,24 @@ Size = int | Sequence[int]
 
 
 class SparseConv3d(nn.Module):
-    """A convolution over occupied voxels: ``insum.einsum("Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]", ...)``.
+    """A convolution over occupied voxels: ``insum.einsum("Out[x,m] = Map[z,x,y] * In[y,c] *
+    W[z,c,m]", ...)``.
 
-    ``Map`` tells which input voxel ``y`` reaches output voxel ``x`` through kernel offset ``z``. Sizes, stride, padding and dilation mean what they mean
-    in `torch.nn.Conv3d`, and outputs equal those of the dense convolution at the voxels where there are outputs:
+    ``Map`` tells which input voxel ``y`` reaches output voxel ``x`` through kernel offset ``z``.
+    Sizes, stride, padding and dilation mean what they mean in `torch.nn.Conv3d`, and outputs equal
+    those of the dense convolution at the voxels where there are outputs:
 
-    - by default wherever any input reaches (with stride 2, kernel 2: the occupied voxels of the next coarser grid);
-    - ``submanifold=True``: at the input voxels; the kernel is centred and the padding follows from it;
-    - ``transposed=True``: as `torch.nn.ConvTranspose3d`, wherever any input reaches, or, with ``layer(x, like=y)``, at the voxels of ``y``: the
-      inverse of a strided convolution when ``y`` was its input.
+    - by default wherever any input reaches (with stride 2, kernel 2: the occupied voxels of the
+      next coarser grid);
+    - ``submanifold=True``: at the input voxels; the kernel is centred and the padding follows from
+      it;
+    - ``transposed=True``: as `torch.nn.ConvTranspose3d`, wherever any input reaches, or, with
+      ``layer(x, like=y)``, at the voxels of ``y``: the inverse of a strided convolution when ``y``
+      was its input.
 
-    ``weight`` is (kernel volume, in_channels, out_channels), offsets in the order of a dense kernel. Maps are built on the device, once for each
-    kernel and set of voxels, and shared by all layers that use them.
+    ``weight`` is (kernel volume, in_channels, out_channels), offsets in the order of a dense
+    kernel. Maps are built on the device, once for each kernel and set of voxels, and shared by all
+    layers that use them.
 
     >>> coords = torch.cartesian_prod(*[torch.arange(4)] * 3)[::3]
     >>> x = SparseTensor(coords, torch.randn(len(coords), 8))
@@ -64,26 +70,34 @@ class SparseConv3d(nn.Module):
     ) -> None:
         super().__init__()
         self.in_channels, self.out_channels = in_channels, out_channels
-        self.geometry = _geometry(kernel_size, stride, padding, dilation, output_padding, submanifold, transposed)
+        self.geometry = _geometry(
+            kernel_size, stride, padding, dilation, output_padding, submanifold, transposed
+        )
         self.weight = nn.Parameter(torch.empty(self.geometry.volume, in_channels, out_channels))
         self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As `torch.nn.Conv3d`: uniform, bounded by the square root of the number of inputs of one output."""
+        """As `torch.nn.Conv3d`: uniform, bounded by the square root of the number of inputs of one
+        output.
+        """
         bound = 1 / math.sqrt(max(1, self.geometry.volume * self.in_channels))
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
     @classmethod
-    def from_dense(cls, layer: nn.Conv3d | nn.ConvTranspose3d, *, submanifold: bool = False) -> Self:
+    def from_dense(
+        cls, layer: nn.Conv3d | nn.ConvTranspose3d, *, submanifold: bool = False
+    ) -> Self:
         """The sparse layer with the weights of a dense one.
 
         >>> SparseConv3d.from_dense(nn.Conv3d(4, 8, 3, stride=2, padding=1))
         SparseConv3d(4, 8, kernel_size=(3, 3, 3), stride=(2, 2, 2), padding=(1, 1, 1))
         """
         if layer.groups != 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
-            raise UnsupportedError(f"{layer}", expected="one group, and zeros as padding given in numbers")
+            raise UnsupportedError(
+                f"{layer}", expected="one group, and zeros as padding given in numbers"
+            )
         transposed = isinstance(layer, nn.ConvTranspose3d)
         made = cls(
             layer.in_channels,
@@ -98,42 +112,92 @@ class SparseConv3d(nn.Module):
             output_padding=layer.output_padding,
         )
         axes = (2, 3, 4, 0, 1) if transposed else (2, 3, 4, 1, 0)
-        made.weight = nn.Parameter(layer.weight.detach().permute(axes).reshape(made.weight.shape).clone())
+        made.weight = nn.Parameter(
+            layer.weight.detach().permute(axes).reshape(made.weight.shape).clone()
+        )
         made.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach().clone())
         return made
 
     def forward(self, x: SparseTensor, like: SparseTensor | None = None) -> SparseTensor:
         last_size("x.features", x.features, self.in_channels, "in_channels")
-        one_device(weight=self.weight, features=x.features, like=None if like is None else like.features)
+        one_device(
+            weight=self.weight, features=x.features, like=None if like is None else like.features
+        )
         if like is not None and self.geometry.submanifold:
-            raise UnsupportedError("like= with a submanifold convolution", expected="nothing: its outputs are at its inputs")
+            raise UnsupportedError(
+                "like= with a submanifold convolution",
+                expected="nothing: its outputs are at its inputs",
+            )
         voxels, found = kernel_map(x.voxels, self.geometry, None if like is None else like.voxels)
-        out = _tensor(insum.einsum("Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]", Map=found, In=x.features, W=self.weight))
-        return SparseTensor(voxels.coords, out if self.bias is None else out + self.bias, voxels.spatial_shape, voxels)
+        out = _tensor(
+            insum.einsum(
+                "Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]",
+                Map=found,
+                In=x.features,
+                W=self.weight,
+            )
+        )
+        return SparseTensor(
+            voxels.coords,
+            out if self.bias is None else out + self.bias,
+            voxels.spatial_shape,
+            voxels,
+        )
 
     def extra_repr(self) -> str:
         default = Geometry(self.geometry.kernel)
         names = ("stride", "padding", "dilation", "output_padding", "transposed", "submanifold")
-        more = [f"{n}={getattr(self.geometry, n)}" for n in names if getattr(self.geometry, n) != getattr(default, n)]
+        more = [
+            f"{n}={getattr(self.geometry, n)}"
+            for n in names
+            if getattr(self.geometry, n) != getattr(default, n)
+        ]
         more += ["bias=False"] if self.bias is None else []
-        return ", ".join([f"{self.in_channels}, {self.out_channels}, kernel_size={self.geometry.kernel}", *more])
+        return ", ".join(
+            [f"{self.in_channels}, {self.out_channels}, kernel_size={self.geometry.kernel}", *more]
+        )
 
 
-def _geometry(kernel: Size, stride: Size, padding: Size, dilation: Size, output_padding: Size, submanifold: bool, transposed: bool) -> Geometry:
+def _geometry(
+    kernel: Size,
+    stride: Size,
+    padding: Size,
+    dilation: Size,
+    output_padding: Size,
+    submanifold: bool,
+    transposed: bool,
+) -> Geometry:
     sizes = _triple("kernel_size", kernel, 1)
     steps, holes = _triple("stride", stride, 1), _triple("dilation", dilation, 1)
     if not submanifold:
-        return Geometry(sizes, steps, _triple("padding", padding, 0), holes, _triple("output_padding", output_padding, 0), transposed)
+        return Geometry(
+            sizes,
+            steps,
+            _triple("padding", padding, 0),
+            holes,
+            _triple("output_padding", output_padding, 0),
+            transposed,
+        )
     if transposed or steps != (1, 1, 1) or _triple("padding", padding, 0) != (0, 0, 0):
-        raise UnsupportedError("a submanifold convolution with a stride, with padding, or transposed", expected="its outputs are its inputs: none of these")
+        raise UnsupportedError(
+            "a submanifold convolution with a stride, with padding, or transposed",
+            expected="its outputs are its inputs: none of these",
+        )
     if any(k % 2 == 0 for k in sizes):
-        raise UnsupportedError(f"a submanifold convolution with kernel_size {sizes}", expected="odd sizes, which have a centre")
+        raise UnsupportedError(
+            f"a submanifold convolution with kernel_size {sizes}",
+            expected="odd sizes, which have a centre",
+        )
     centre = [d * (k // 2) for d, k in zip(holes, sizes)]
-    return Geometry(sizes, padding=(centre[0], centre[1], centre[2]), dilation=holes, submanifold=True)
+    return Geometry(
+        sizes, padding=(centre[0], centre[1], centre[2]), dilation=holes, submanifold=True
+    )
 
 
 def _triple(name: str, size: Size, least: int) -> Triple:
     sizes = (size,) * 3 if isinstance(size, int) else tuple(size)
     if len(sizes) != 3 or not all(isinstance(s, int) and s >= least for s in sizes):
-        raise BindingError(f"{name} is {size!r}", expected=f"an integer of at least {least}, or three: x, y, z")
+        raise BindingError(
+            f"{name} is {size!r}", expected=f"an integer of at least {least}, or three: x, y, z"
+        )
     return (sizes[0], sizes[1], sizes[2])

@@ -1,7 +1,8 @@
-"""Edges of a graph as index arrays that are prepared once: endpoints, degrees, self-loops, the normalisation of GCNs.
+"""Edges of a graph as index arrays that are prepared once: endpoints, degrees, self-loops, the
+normalisation of GCNs.
 
-What follows from an ``edge_index`` alone is remembered for that tensor. A second layer, or a second step of training, then finds the same
-index arrays, and the planner what it knows about them.
+What follows from an ``edge_index`` alone is remembered for that tensor. A second layer, or a second
+step of training, then finds the same index arrays, and the planner what it knows about them.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ from insum.nn.memory import remembered
 
 def check_edges(edge_index: Tensor) -> None:
     if edge_index.dim() != 2 or edge_index.shape[0] != 2:
-        raise BindingError(f"edge_index has shape {tuple(edge_index.shape)}", expected="(2, edges): sources, then targets")
+        raise BindingError(
+            f"edge_index has shape {tuple(edge_index.shape)}",
+            expected="(2, edges): sources, then targets",
+        )
     integers("edge_index", edge_index)
 
 
@@ -31,21 +35,31 @@ def endpoints(edge_index: Tensor, sources: int, targets: int) -> tuple[Tensor, T
     check_edges(edge_index)
     check_range("edge_index", edge_index, (sources, targets), "nodes")
     kind = torch.int32 if max(sources, targets) < 2**31 else torch.int64
-    return remembered(edge_index, ("endpoints", kind), lambda: (edge_index[0].to(kind, copy=True), edge_index[1].to(kind, copy=True)))
+    return remembered(
+        edge_index,
+        ("endpoints", kind),
+        lambda: (edge_index[0].to(kind, copy=True), edge_index[1].to(kind, copy=True)),
+    )
 
 
 def check_range(name: str, index: Tensor, limits: tuple[int, ...], what: str) -> None:
-    """All values of each row from 0 to below its limit; one look at the device for each tensor. Under a tracer the statement itself looks."""
+    """All values of each row from 0 to below its limit; one look at the device for each tensor.
+    Under a tracer the statement itself looks.
+    """
     if not is_plain_call((index,)) or index.device.type == "meta" or not index.numel():
         return
     rows = index.reshape(len(limits), -1)
-    bounds = remembered(index, "bounds", lambda: torch.stack(torch.aminmax(rows, dim=1), 1).tolist())
+    bounds = remembered(
+        index, "bounds", lambda: torch.stack(torch.aminmax(rows, dim=1), 1).tolist()
+    )
     for number, ((low, high), limit) in enumerate(zip(bounds, limits)):
         if low < 0 or high >= limit:
             place = int(((rows[number] < 0) | (rows[number] >= limit)).nonzero()[0])
             where = f"{number}, {place}" if index.dim() == 2 else f"{place}"
             fact = f"{name}[{where}] is {int(rows[number, place])}, but there are {limit} {what}"
-            raise IndexRangeError(fact, expected=f"values from 0 to {limit - 1}" if limit else "no edges at all")
+            raise IndexRangeError(
+                fact, expected=f"values from 0 to {limit - 1}" if limit else "no edges at all"
+            )
 
 
 def degrees(edge_index: Tensor, dst: Tensor, targets: int) -> Tensor:
@@ -59,7 +73,9 @@ def degrees(edge_index: Tensor, dst: Tensor, targets: int) -> Tensor:
 
 
 def with_self_loops(edge_index: Tensor, nodes: int) -> Tensor:
-    """The edges, and behind them one loop for each node. Loops among the edges stay where they are: `gcn_norm` gives them no weight."""
+    """The edges, and behind them one loop for each node. Loops among the edges stay where they are:
+    `gcn_norm` gives them no weight.
+    """
 
     def make() -> Tensor:
         loops = torch.arange(nodes, device=edge_index.device, dtype=edge_index.dtype)
@@ -69,13 +85,21 @@ def with_self_loops(edge_index: Tensor, nodes: int) -> Tensor:
 
 
 def gcn_norm(
-    edge_index: Tensor, edge_weight: Tensor | None, num_nodes: int, *, improved: bool = False, add_self_loops: bool = True, dtype: torch.dtype | None = None
+    edge_index: Tensor,
+    edge_weight: Tensor | None,
+    num_nodes: int,
+    *,
+    improved: bool = False,
+    add_self_loops: bool = True,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Edges with self-loops, and weights ``w[e] / sqrt(degree[src[e]] * degree[dst[e]])``, as `torch_geometric.nn.GCNConv` has them.
+    """Edges with self-loops, and weights ``w[e] / sqrt(degree[src[e]] * degree[dst[e]])``, as
+    `torch_geometric.nn.GCNConv` has them.
 
-    A node with a loop of its own keeps that loop's weight (the last, where there are several); other loops weigh 1, or 2 where ``improved``
-    (which PyG 2.8 forgets where there are no weights). Shapes depend on shapes alone, so that this can be traced; without weights the
-    result is kept with ``edge_index``.
+    A node with a loop of its own keeps that loop's weight (the last, where there are several);
+    other loops weigh 1, or 2 where ``improved`` (which PyG 2.8 forgets where there are no weights).
+    Shapes depend on shapes alone, so that this can be traced; without weights the result is kept
+    with ``edge_index``.
 
     >>> edges, weights = gcn_norm(torch.tensor([[0, 1], [1, 0]]), None, 2)
     >>> edges
@@ -91,7 +115,11 @@ def gcn_norm(
     if edge_weight is not None:
         return edges, _normalised(edge_index, edge_weight, num_nodes, fill)
     ones = torch.ones(edge_index.shape[1], dtype=dtype, device=edge_index.device)
-    return edges, remembered(edge_index, ("gcn", num_nodes, fill, dtype), lambda: _normalised(edge_index, ones, num_nodes, fill))
+    return edges, remembered(
+        edge_index,
+        ("gcn", num_nodes, fill, dtype),
+        lambda: _normalised(edge_index, ones, num_nodes, fill),
+    )
 
 
 def _normalised(edge_index: Tensor, weight: Tensor, nodes: int, fill: float | None) -> Tensor:
@@ -105,7 +133,9 @@ def _normalised(edge_index: Tensor, weight: Tensor, nodes: int, fill: float | No
 
 
 def _looped(src: Tensor, dst: Tensor, weight: Tensor, nodes: int, fill: float) -> Tensor:
-    """Weights of the edges and of one loop for each node: a loop among the edges hands its weight on."""
+    """Weights of the edges and of one loop for each node: a loop among the edges hands its weight
+    on.
+    """
     is_loop = src == dst
     number = torch.where(is_loop, torch.arange(src.shape[0], device=src.device), -1)
     last = torch.full((nodes,), -1, device=src.device).scatter_reduce(0, src.long(), number, "amax")

@@ -21,8 +21,8 @@ _REDUCTIONS = {"sum": "sum", "add": "sum", "mean": "mean", "max": "max"}
 def spmm(A: SparseFormat | Tensor, B: Tensor) -> Tensor:
     """Sparse times dense: ``insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B)``.
 
-    ``A`` is a matrix in any format (a `torch.sparse` tensor is converted first, at every call); ``B`` is a vector, a matrix, or a
-    matrix with leading batch dimensions.
+    ``A`` is a matrix in any format (a `torch.sparse` tensor is converted first, at every call);
+    ``B`` is a vector, a matrix, or a matrix with leading batch dimensions.
 
     >>> A = GroupCOO.from_dense(torch.tensor([[0.0, 2.0], [1.0, 0.0]]))
     >>> spmm(A, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
@@ -32,17 +32,28 @@ def spmm(A: SparseFormat | Tensor, B: Tensor) -> Tensor:
     A = _matrix(A)
     one_device(A=A, B=B)
     if B.dim() == 0 or B.shape[-2 if B.dim() > 1 else -1] != A.shape[1]:
-        raise BindingError(f"A has shape {A.shape} but B {tuple(B.shape)}", expected=f"B of shape ({A.shape[1]},) or (..., {A.shape[1]}, columns)")
+        raise BindingError(
+            f"A has shape {A.shape} but B {tuple(B.shape)}",
+            expected=f"B of shape ({A.shape[1]},) or (..., {A.shape[1]}, columns)",
+        )
     if B.dim() <= 2:
-        return _tensor(insum.einsum("C[m] = A[m,k] * B[k]" if B.dim() == 1 else "C[m,n] = A[m,k] * B[k,n]", A=A, B=B))
+        return _tensor(
+            insum.einsum(
+                "C[m] = A[m,k] * B[k]" if B.dim() == 1 else "C[m,n] = A[m,k] * B[k,n]", A=A, B=B
+            )
+        )
     batch = B.reshape(math.prod(B.shape[:-2]), *B.shape[-2:])
-    return _tensor(insum.einsum("C[b,m,n] = A[m,k] * B[b,k,n]", A=A, B=batch)).reshape(*B.shape[:-2], A.shape[0], B.shape[-1])
+    return _tensor(insum.einsum("C[b,m,n] = A[m,k] * B[b,k,n]", A=A, B=batch)).reshape(
+        *B.shape[:-2], A.shape[0], B.shape[-1]
+    )
 
 
 def sddmm(A: SparseFormat | Tensor, X: Tensor, Y: Tensor) -> SparseFormat:
-    """Sampled dense times dense, ``A * (X @ Y)`` where ``A`` has entries: ``insum.einsum("S[m,n] = A[m,n] * X[m,k] * Y[k,n]", A=A, X=X, Y=Y)``.
+    """Sampled dense times dense, ``A * (X @ Y)`` where ``A`` has entries: ``insum.einsum("S[m,n] =
+    A[m,n] * X[m,k] * Y[k,n]", A=A, X=X, Y=Y)``.
 
-    The result has the pattern of ``A``; ``sddmm(A.pattern(), X, Y)`` leaves the values of ``A`` out.
+    The result has the pattern of ``A``; ``sddmm(A.pattern(), X, Y)`` leaves the values of ``A``
+    out.
 
     >>> A = GroupCOO.from_dense(torch.tensor([[0.0, 2.0], [1.0, 0.0]]))
     >>> sddmm(A, torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]])).to_dense()
@@ -51,7 +62,11 @@ def sddmm(A: SparseFormat | Tensor, X: Tensor, Y: Tensor) -> SparseFormat:
     """
     A = _matrix(A)
     one_device(A=A, X=X, Y=Y)
-    if X.dim() != 2 or Y.dim() != 2 or (X.shape[0], X.shape[1], Y.shape[1]) != (A.shape[0], Y.shape[0], A.shape[1]):
+    if (
+        X.dim() != 2
+        or Y.dim() != 2
+        or (X.shape[0], X.shape[1], Y.shape[1]) != (A.shape[0], Y.shape[0], A.shape[1])
+    ):
         fact = f"A has shape {A.shape}, X {tuple(X.shape)} and Y {tuple(Y.shape)}"
         raise BindingError(fact, expected=f"X of shape ({A.shape[0]}, k) and Y (k, {A.shape[1]})")
     result = insum.einsum("S[m,n] = A[m,n] * X[m,k] * Y[k,n]", A=A, X=X, Y=Y)
@@ -59,41 +74,61 @@ def sddmm(A: SparseFormat | Tensor, X: Tensor, Y: Tensor) -> SparseFormat:
     return result
 
 
-def propagate(edge_index: Tensor | SparseFormat, x: Tensor, edge_weight: Tensor | None = None, aggr: str = "sum", num_nodes: int | None = None) -> Tensor:
-    """What reaches each node along its edges, ``insum.insum("Out[dst[e],f] = W[e] * X[src[e],f]", ...)``, as PyG's `propagate`.
+def propagate(
+    edge_index: Tensor | SparseFormat,
+    x: Tensor,
+    edge_weight: Tensor | None = None,
+    aggr: str = "sum",
+    num_nodes: int | None = None,
+) -> Tensor:
+    """What reaches each node along its edges, ``insum.insum("Out[dst[e],f] = W[e] * X[src[e],f]",
+    ...)``, as PyG's `propagate`.
 
-    - ``edge_index``: (2, edges), sources then targets; or the transposed adjacency matrix ``A[target, source]`` in any format, whose
-      values are the weights.
+    - ``edge_index``: (2, edges), sources then targets; or the transposed adjacency matrix
+      ``A[target, source]`` in any format, whose values are the weights.
     - ``x``: features of the source nodes, one row for each.
     - ``edge_weight``: (edges,), or ``None`` for 1.
-    - ``aggr``: ``"sum"`` (or ``"add"``), ``"mean"`` (the sum divided by the number of edges) or ``"max"``; a node without edges gets 0.
+    - ``aggr``: ``"sum"`` (or ``"add"``), ``"mean"`` (the sum divided by the number of edges) or
+      ``"max"``; a node without edges gets 0.
     - ``num_nodes``: how many target nodes there are, where it is not the number of rows of ``x``.
 
     >>> edge_index = torch.tensor([[0, 1, 2], [1, 2, 2]])
-    >>> propagate(edge_index, torch.tensor([[1.0], [2.0], [3.0]]))
+    >>> x = torch.tensor([[1.0], [2.0], [3.0]])
+    >>> propagate(edge_index, x)
     tensor([[0.],
             [1.],
             [5.]])
-    >>> propagate(edge_index, torch.tensor([[1.0], [2.0], [3.0]]), edge_weight=torch.tensor([2.0, 1.0, 1.0]), aggr="max")
+    >>> propagate(edge_index, x, edge_weight=torch.tensor([2.0, 1.0, 1.0]), aggr="max")
     tensor([[0.],
             [2.],
             [3.]])
     """
     if aggr not in _REDUCTIONS:
-        raise UnsupportedError(f"there is no aggregation {aggr!r}", expected='"sum" (or "add"), "mean" or "max"')
+        raise UnsupportedError(
+            f"there is no aggregation {aggr!r}", expected='"sum" (or "add"), "mean" or "max"'
+        )
     rows = x.reshape(x.shape[0], math.prod(x.shape[1:]))
     if isinstance(edge_index, SparseFormat):
         out = _over_matrix(edge_index, rows, edge_weight, _REDUCTIONS[aggr])
     else:
-        out = _over_edges(edge_index, rows, edge_weight, _REDUCTIONS[aggr], x.shape[0] if num_nodes is None else num_nodes)
+        out = _over_edges(
+            edge_index,
+            rows,
+            edge_weight,
+            _REDUCTIONS[aggr],
+            x.shape[0] if num_nodes is None else num_nodes,
+        )
     return out.reshape(out.shape[0], *x.shape[1:])
 
 
-def adjacency(edge_index: Tensor, edge_weight: Tensor | None = None, *, num_nodes: int | tuple[int, int]) -> GroupCOO:
-    """The matrix ``A[target, source]`` for `propagate` and the graph layers, sorted by target; edges listed twice count twice.
+def adjacency(
+    edge_index: Tensor, edge_weight: Tensor | None = None, *, num_nodes: int | tuple[int, int]
+) -> GroupCOO:
+    """The matrix ``A[target, source]`` for `propagate` and the graph layers, sorted by target;
+    edges listed twice count twice.
 
-    ``num_nodes`` is the number of nodes, or (sources, targets) of a bipartite graph. Build it once: it has everything that a fast
-    kernel wants to know of the graph, also under `torch.compile`.
+    ``num_nodes`` is the number of nodes, or (sources, targets) of a bipartite graph. Build it once:
+    it has everything that a fast kernel wants to know of the graph, also under `torch.compile`.
 
     >>> adjacency(torch.tensor([[0, 1, 1], [1, 0, 2]]), num_nodes=3).to_dense()
     tensor([[0., 1., 0.],
@@ -103,14 +138,20 @@ def adjacency(edge_index: Tensor, edge_weight: Tensor | None = None, *, num_node
     sources, targets = (num_nodes, num_nodes) if isinstance(num_nodes, int) else num_nodes
     one_device(edge_index=edge_index, edge_weight=edge_weight)
     src, dst = endpoints(edge_index, sources, targets)
-    weight = torch.ones(src.shape[0], device=src.device) if edge_weight is None else _weights(edge_weight, src.shape[0])
+    weight = (
+        torch.ones(src.shape[0], device=src.device)
+        if edge_weight is None
+        else _weights(edge_weight, src.shape[0])
+    )
     return GroupCOO.from_entries((dst, src), weight, (targets, sources), validate=False)
 
 
 # --- one statement each ---
 
 
-def _over_edges(edge_index: Tensor, x: Tensor, weight: Tensor | None, reduction: str, nodes: int) -> Tensor:
+def _over_edges(
+    edge_index: Tensor, x: Tensor, weight: Tensor | None, reduction: str, nodes: int
+) -> Tensor:
     one_device(edge_index=edge_index, x=x, edge_weight=weight)
     src, dst = endpoints(edge_index, x.shape[0], nodes)
     tensors: dict[str, Any] = {"dst": dst, "src": src, "X": x}
@@ -128,28 +169,51 @@ def _over_edges(edge_index: Tensor, x: Tensor, weight: Tensor | None, reduction:
 
 def _over_matrix(A: SparseFormat, x: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
     if weight is not None:
-        raise BindingError("edge_weight was passed beside a matrix", expected="weights as the values of the matrix", remedy="A.with_values(...)")
+        raise BindingError(
+            "edge_weight was passed beside a matrix",
+            expected="weights as the values of the matrix",
+            remedy="A.with_values(...)",
+        )
     if A.ndim != 2 or A.shape[1] != x.shape[0]:
-        raise BindingError(f"the adjacency matrix has shape {A.shape}, but x has {x.shape[0]} rows", expected=f"(targets, {x.shape[0]})")
+        raise BindingError(
+            f"the adjacency matrix has shape {A.shape}, but x has {x.shape[0]} rows",
+            expected=f"(targets, {x.shape[0]})",
+        )
     one_device(A=A, x=x)
     if reduction == "sum":
         return _tensor(insum.einsum("Out[i,f] = A[i,j] * X[j,f]", A=A, X=x))
     degree = _tensor(insum.einsum("D[i] = P[i,j]", P=A.pattern()))
     if reduction == "mean":
-        return _tensor(insum.einsum("Out[i,f] = R[i] * A[i,j] * X[j,f]", R=degree.clamp(min=1).reciprocal().to(x.dtype), A=A, X=x))
-    return torch.where(degree[:, None] > 0, _tensor(insum.einsum("Out[i,f] max= A[i,j] * X[j,f]", A=A, X=x)), 0)
+        return _tensor(
+            insum.einsum(
+                "Out[i,f] = R[i] * A[i,j] * X[j,f]",
+                R=degree.clamp(min=1).reciprocal().to(x.dtype),
+                A=A,
+                X=x,
+            )
+        )
+    return torch.where(
+        degree[:, None] > 0, _tensor(insum.einsum("Out[i,f] max= A[i,j] * X[j,f]", A=A, X=x)), 0
+    )
 
 
 def _weights(weight: Tensor, edges: int) -> Tensor:
     if weight.numel() != edges or weight.dim() not in (1, 2):
-        raise BindingError(f"edge_weight has shape {tuple(weight.shape)}, but there are {edges} edges", expected=f"({edges},)")
+        raise BindingError(
+            f"edge_weight has shape {tuple(weight.shape)}, but there are {edges} edges",
+            expected=f"({edges},)",
+        )
     return weight.reshape(edges)
 
 
 def _matrix(A: SparseFormat | Tensor) -> SparseFormat:
     made = A if isinstance(A, SparseFormat) else GroupCOO.from_torch(A)
     if made.ndim != 2:
-        raise FormatError(f"A has {made.ndim} dimension(s)", expected="a matrix", remedy="insum.einsum takes sparse tensors of any rank")
+        raise FormatError(
+            f"A has {made.ndim} dimension(s)",
+            expected="a matrix",
+            remedy="insum.einsum takes sparse tensors of any rank",
+        )
     return made
 
 

@@ -16,11 +16,13 @@ from insum.nn.memory import remembered
 
 
 class GraphConv(nn.Module):
-    """``Y = aggregate(W[e] * X[src[e]]) @ lin_rel + X @ lin_root``, weight for weight `torch_geometric.nn.GraphConv`.
+    """``Y = aggregate(W[e] * X[src[e]]) @ lin_rel + X @ lin_root``, weight for weight
+    `torch_geometric.nn.GraphConv`.
 
-    The aggregation is one statement, ``Out[dst[e],f] = W[e] * X[src[e],f]`` (see `propagate`); sums and means are taken on the narrower
-    side of ``lin_rel``. ``edge_index`` may also be the transposed adjacency matrix in any format (see `adjacency`), ``x`` a pair
-    ``(sources, targets)``.
+    The aggregation is one statement, ``Out[dst[e],f] = W[e] * X[src[e],f]`` (see `propagate`); sums
+    and means are taken on the narrower side of ``lin_rel``. ``edge_index`` may also be the
+    transposed adjacency matrix in any format (see `adjacency`), ``x`` a pair ``(sources,
+    targets)``.
 
     >>> layer = GraphConv(3, 4, aggr="mean")
     >>> layer(torch.randn(5, 3), torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
@@ -29,23 +31,41 @@ class GraphConv(nn.Module):
     ['lin_rel.weight', 'lin_rel.bias', 'lin_root.weight']
     """
 
-    def __init__(self, in_channels: int | tuple[int, int], out_channels: int, aggr: str = "add", bias: bool = True) -> None:
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        aggr: str = "add",
+        bias: bool = True,
+    ) -> None:
         super().__init__()
         if aggr not in _REDUCTIONS:
-            raise UnsupportedError(f"there is no aggregation {aggr!r}", expected='"add" (or "sum"), "mean" or "max"')
+            raise UnsupportedError(
+                f"there is no aggregation {aggr!r}", expected='"add" (or "sum"), "mean" or "max"'
+            )
         source, target = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
         self.in_channels, self.out_channels, self.aggr = in_channels, out_channels, aggr
         self.lin_rel = nn.Linear(source, out_channels, bias=bias)
         self.lin_root = nn.Linear(target, out_channels, bias=False)
 
     def forward(
-        self, x: Tensor | tuple[Tensor, Tensor | None], edge_index: Tensor | SparseFormat, edge_weight: Tensor | None = None, num_nodes: int | None = None
+        self,
+        x: Tensor | tuple[Tensor, Tensor | None],
+        edge_index: Tensor | SparseFormat,
+        edge_weight: Tensor | None = None,
+        num_nodes: int | None = None,
     ) -> Tensor:
         source, target = (x, x) if isinstance(x, Tensor) else x
         last_size("x", source, self.lin_rel.in_features, "in_channels")
         nodes = num_nodes if target is None else target.shape[0]
         if self.out_channels < self.lin_rel.in_features and self.aggr != "max":
-            out = propagate(edge_index, nn.functional.linear(source, self.lin_rel.weight), edge_weight, self.aggr, nodes)
+            out = propagate(
+                edge_index,
+                nn.functional.linear(source, self.lin_rel.weight),
+                edge_weight,
+                self.aggr,
+                nodes,
+            )
             out = out if self.lin_rel.bias is None else out + self.lin_rel.bias
         else:
             out = self.lin_rel(propagate(edge_index, source, edge_weight, self.aggr, nodes))
@@ -56,10 +76,12 @@ class GraphConv(nn.Module):
 
 
 class GCNConv(nn.Module):
-    """``Y = N @ (X @ lin) + bias`` with the symmetrically normalised adjacency ``N``, weight for weight `torch_geometric.nn.GCNConv`.
+    """``Y = N @ (X @ lin) + bias`` with the symmetrically normalised adjacency ``N``, weight for
+    weight `torch_geometric.nn.GCNConv`.
 
-    One statement, ``Out[dst[e],f] = N[e] * X[src[e],f]``. Where there are no edge weights, ``N`` is computed once for each
-    ``edge_index`` and kept with it (see `gcn_norm`). A matrix passed as ``edge_index`` is taken as normalised already.
+    One statement, ``Out[dst[e],f] = N[e] * X[src[e],f]``. Where there are no edge weights, ``N`` is
+    computed once for each ``edge_index`` and kept with it (see `gcn_norm`). A matrix passed as
+    ``edge_index`` is taken as normalised already.
 
     >>> layer = GCNConv(3, 4)
     >>> layer(torch.randn(5, 3), torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
@@ -69,7 +91,13 @@ class GCNConv(nn.Module):
     """
 
     def __init__(
-        self, in_channels: int, out_channels: int, improved: bool = False, add_self_loops: bool = True, normalize: bool = True, bias: bool = True
+        self,
+        in_channels: int,
+        out_channels: int,
+        improved: bool = False,
+        add_self_loops: bool = True,
+        normalize: bool = True,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.in_channels, self.out_channels = in_channels, out_channels
@@ -78,11 +106,20 @@ class GCNConv(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_channels)) if bias else None
         nn.init.xavier_uniform_(self.lin.weight)
 
-    def forward(self, x: Tensor, edge_index: Tensor | SparseFormat, edge_weight: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, edge_index: Tensor | SparseFormat, edge_weight: Tensor | None = None
+    ) -> Tensor:
         last_size("x", x, self.in_channels, "in_channels")
         if self.normalize and isinstance(edge_index, Tensor):
             one_device(edge_index=edge_index, x=x, edge_weight=edge_weight)
-            edge_index, edge_weight = gcn_norm(edge_index, edge_weight, x.shape[0], improved=self.improved, add_self_loops=self.add_self_loops, dtype=x.dtype)
+            edge_index, edge_weight = gcn_norm(
+                edge_index,
+                edge_weight,
+                x.shape[0],
+                improved=self.improved,
+                add_self_loops=self.add_self_loops,
+                dtype=x.dtype,
+            )
         out = propagate(edge_index, self.lin(x), edge_weight)
         return out if self.bias is None else out + self.bias
 
@@ -91,62 +128,121 @@ class GCNConv(nn.Module):
 
 
 class RelationalConv(nn.Module):
-    """``Out[dst[p],m] = N[p] * In[src[p],c] * W[rel[p],c,m]``: a weight matrix for each relation, as `torch_geometric.nn.RGCNConv`.
+    """``Out[dst[p],m] = N[p] * In[src[p],c] * W[rel[p],c,m]``: a weight matrix for each relation,
+    as `torch_geometric.nn.RGCNConv`.
 
-    The edges are held as a sparse tensor ``A[target, source, relation]`` grouped by relation, and the layer is
-    ``insum.einsum("Out[x,m] = A[x,y,z] * In[y,c] * W[z,c,m]", ...)``. With ``aggr="mean"`` the edges of one relation into one node are
-    averaged, with ``"sum"`` they are added; the relations are summed.
+    The edges are held as a sparse tensor ``A[target, source, relation]`` grouped by relation, and
+    the layer is ``insum.einsum("Out[x,m] = A[x,y,z] * In[y,c] * W[z,c,m]", ...)``. With
+    ``aggr="mean"`` the edges of one relation into one node are averaged, with ``"sum"`` they are
+    added; the relations are summed.
 
     >>> layer = RelationalConv(3, 4, num_relations=2)
-    >>> layer(torch.randn(5, 3), torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.tensor([0, 1, 1])).shape
+    >>> edge_index, edge_type = torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.tensor([0, 1, 1])
+    >>> layer(torch.randn(5, 3), edge_index, edge_type).shape
     torch.Size([5, 4])
     >>> list(layer.state_dict())
     ['weight', 'root', 'bias']
     """
 
-    def __init__(self, in_channels: int, out_channels: int, num_relations: int, aggr: str = "mean", root_weight: bool = True, bias: bool = True) -> None:
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        num_relations: int,
+        aggr: str = "mean",
+        root_weight: bool = True,
+        bias: bool = True,
+    ) -> None:
         super().__init__()
         if _REDUCTIONS.get(aggr) not in ("sum", "mean"):
-            raise UnsupportedError(f"there is no aggregation {aggr!r} over relations", expected='"sum" (or "add") or "mean"')
-        self.in_channels, self.out_channels, self.num_relations, self.aggr = in_channels, out_channels, num_relations, aggr
-        self.weight = nn.Parameter(nn.init.xavier_uniform_(torch.empty(num_relations, in_channels, out_channels)))
-        self.root = nn.Parameter(nn.init.xavier_uniform_(torch.empty(in_channels, out_channels))) if root_weight else None
+            raise UnsupportedError(
+                f"there is no aggregation {aggr!r} over relations",
+                expected='"sum" (or "add") or "mean"',
+            )
+        self.in_channels, self.out_channels, self.num_relations, self.aggr = (
+            in_channels,
+            out_channels,
+            num_relations,
+            aggr,
+        )
+        self.weight = nn.Parameter(
+            nn.init.xavier_uniform_(torch.empty(num_relations, in_channels, out_channels))
+        )
+        self.root = (
+            nn.Parameter(nn.init.xavier_uniform_(torch.empty(in_channels, out_channels)))
+            if root_weight
+            else None
+        )
         self.bias = nn.Parameter(torch.zeros(out_channels)) if bias else None
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
         last_size("x", x, self.in_channels, "in_channels")
         one_device(edge_index=edge_index, edge_type=edge_type, x=x)
-        A = relations(edge_index, edge_type, x.shape[0], self.num_relations, mean=_REDUCTIONS[self.aggr] == "mean", dtype=x.dtype)
-        out = _tensor(insum.einsum("Out[x,m] = A[x,y,z] * In[y,c] * W[z,c,m]", A=A, In=x, W=self.weight))
+        A = relations(
+            edge_index,
+            edge_type,
+            x.shape[0],
+            self.num_relations,
+            mean=_REDUCTIONS[self.aggr] == "mean",
+            dtype=x.dtype,
+        )
+        out = _tensor(
+            insum.einsum("Out[x,m] = A[x,y,z] * In[y,c] * W[z,c,m]", A=A, In=x, W=self.weight)
+        )
         out = out if self.root is None else out + x @ self.root
         return out if self.bias is None else out + self.bias
 
     def extra_repr(self) -> str:
-        return f"{self.in_channels}, {self.out_channels}, num_relations={self.num_relations}, aggr={self.aggr!r}"
+        return (
+            f"{self.in_channels}, {self.out_channels}, num_relations={self.num_relations}, "
+            f"aggr={self.aggr!r}"
+        )
 
 
-def relations(edge_index: Tensor, edge_type: Tensor, nodes: int, count: int, *, mean: bool, dtype: torch.dtype) -> SparseFormat:
-    """Edges as ``A[target, source, relation]``: grouped by relation and kept with ``edge_index``; a plain list of edges under a tracer."""
+def relations(
+    edge_index: Tensor, edge_type: Tensor, nodes: int, count: int, *, mean: bool, dtype: torch.dtype
+) -> SparseFormat:
+    """Edges as ``A[target, source, relation]``: grouped by relation and kept with ``edge_index``; a
+    plain list of edges under a tracer.
+    """
     src, dst = endpoints(edge_index, nodes, nodes)
     if tuple(edge_type.shape) != (edge_index.shape[1],):
-        raise BindingError(f"edge_type has shape {tuple(edge_type.shape)}", expected=f"({edge_index.shape[1]},), one relation for each edge")
+        raise BindingError(
+            f"edge_type has shape {tuple(edge_type.shape)}",
+            expected=f"({edge_index.shape[1]},), one relation for each edge",
+        )
     integers("edge_type", edge_type)
     shape = (nodes, nodes, count)
     if not is_plain_call((edge_index, edge_type)):
-        return COO(_shares(dst, edge_type, nodes, count, mean, dtype), (dst, src, edge_type), shape, validate=False)
+        return COO(
+            _shares(dst, edge_type, nodes, count, mean, dtype),
+            (dst, src, edge_type),
+            shape,
+            validate=False,
+        )
     check_range("edge_type", edge_type, (count,), "relations")
     token = remembered(edge_index, "token", object)  # these edges in this version
 
     def make() -> GroupCOO:
-        return GroupCOO.from_entries((dst, src, edge_type), _shares(dst, edge_type, nodes, count, mean, dtype), shape, group_dims=2, validate=False)
+        return GroupCOO.from_entries(
+            (dst, src, edge_type),
+            _shares(dst, edge_type, nodes, count, mean, dtype),
+            shape,
+            group_dims=2,
+            validate=False,
+        )
 
     return remembered(edge_type, ("relations", token, shape, mean, dtype), make)
 
 
-def _shares(dst: Tensor, edge_type: Tensor, nodes: int, count: int, mean: bool, dtype: torch.dtype) -> Tensor:
+def _shares(
+    dst: Tensor, edge_type: Tensor, nodes: int, count: int, mean: bool, dtype: torch.dtype
+) -> Tensor:
     """1, or 1 over the number of edges with the same target and relation."""
     one = torch.ones(dst.shape[0], dtype=dtype, device=dst.device)
     if not mean:
         return one
-    total = insum.insum("D[dst[e],rel[e]] = one[e]", dst=dst, rel=edge_type, one=one, out_shape=(nodes, count))
+    total = insum.insum(
+        "D[dst[e],rel[e]] = one[e]", dst=dst, rel=edge_type, one=one, out_shape=(nodes, count)
+    )
     return insum.insum("S[e] = reciprocal(D[dst[e],rel[e]])", D=total, dst=dst, rel=edge_type)

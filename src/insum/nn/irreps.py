@@ -1,4 +1,6 @@
-"""Irreducible representations of rotations and reflections, and sums of them, as e3nn writes them: ``16x0e + 16x1o``."""
+"""Irreducible representations of rotations and reflections, and sums of them, as e3nn writes them:
+``16x0e + 16x1o``.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ class Irrep:
 
     def __mul__(self, other: Irrep) -> tuple[Irrep, ...]:
         """What the tensor product of two holds."""
-        return tuple(Irrep(l, self.p * other.p) for l in range(abs(self.l - other.l), self.l + other.l + 1))
+        return tuple(
+            Irrep(l, self.p * other.p) for l in range(abs(self.l - other.l), self.l + other.l + 1)
+        )
 
     def __str__(self) -> str:
         return f"{self.l}{'e' if self.p > 0 else 'o'}"
@@ -40,7 +44,8 @@ class Irrep:
 
 @dataclass(frozen=True)
 class Irreps:
-    """A sum of irreps with multiplicities, in order; a vector in it holds each term as (multiplicity, components).
+    """A sum of irreps with multiplicities, in order; a vector in it holds each term as
+    (multiplicity, components).
 
     >>> irreps = Irreps.of("8x0e + 4x1o")
     >>> irreps.dim, str(irreps), irreps.slices()[1]
@@ -51,14 +56,17 @@ class Irreps:
     insum.errors.StatementError: ' 4xo' is not an irrep
         8x0e + 4xo
               ^^^^
-      expected: terms such as 16x1o: multiplicity, x, degree, parity (e, o, or y for that of the spherical harmonics)
+      expected: terms such as 16x1o: multiplicity, x, degree, parity (e, o, or y for that of the
+      spherical harmonics)
     """
 
     terms: tuple[tuple[int, Irrep], ...]
 
     @classmethod
     def of(cls, irreps: object) -> Irreps:
-        """From text, from irreps of ours, or from anything that prints as such text, as e3nn's irreps do."""
+        """From text, from irreps of ours, or from anything that prints as such text, as e3nn's
+        irreps do.
+        """
         if isinstance(irreps, Irreps):
             return irreps
         if isinstance(irreps, Irrep):
@@ -95,8 +103,16 @@ def _terms(text: str) -> Iterator[tuple[int, Irrep]]:
     for part in text.split("+") if text.strip() else ():
         match = _TERM.fullmatch(part)
         if match is None:
-            expected = "terms such as 16x1o: multiplicity, x, degree, parity (e, o, or y for that of the spherical harmonics)"
-            raise StatementError(f"{part!r} is not an irrep", statement=text, span=Span(start, start + max(1, len(part))), expected=expected)
+            expected = (
+                "terms such as 16x1o: multiplicity, x, degree, parity (e, o, or y for "
+                "that of the spherical harmonics)"
+            )
+            raise StatementError(
+                f"{part!r} is not an irrep",
+                statement=text,
+                span=Span(start, start + max(1, len(part))),
+                expected=expected,
+            )
         l = int(match["l"])
         yield int(match["mul"] or 1), Irrep(l, _PARITY.get(match["parity"], (-1) ** l))
         start += len(part) + 1

@@ -1,10 +1,12 @@
-"""Which voxel meets which under each offset of a kernel: built by sorting and searching on the device, kept with the voxels.
+"""Which voxel meets which under each offset of a kernel: built by sorting and searching on the
+device, kept with the voxels.
 
-A map is a sparse tensor ``Map[z,x,y]``: offset ``z`` takes input voxel ``y`` to output voxel ``x``. It is held in one of two formats,
-and the statement of a convolution is spelled by the format:
+A map is a sparse tensor ``Map[z,x,y]``: offset ``z`` takes input voxel ``y`` to output voxel ``x``.
+It is held in one of two formats, and the statement of a convolution is spelled by the format:
 
-    NeighborTable    Out[x,m] = In[Nb[z,x],c] * W[z,c,m]            a place for every offset and output, -1 where there is no input
-    GroupCOO         Out[X[p,q],m] = In[Y[p,q],c] * W[Z[p],c,m]     the pairs that there are, grouped by offset, scattered
+    NeighborTable    Out[x,m] = In[Nb[z,x],c] * W[z,c,m]            a place for every offset and
+    output, -1 where there is no input GroupCOO         Out[X[p,q],m] = In[Y[p,q],c] * W[Z[p],c,m]
+    the pairs that there are, grouped by offset, scattered
 """
 
 from __future__ import annotations
@@ -21,11 +23,13 @@ from insum.errors import BindingError
 from insum.formats import GroupCOO, NeighborTable, SparseFormat
 from insum.nn.voxels import Triple, Voxels, keys_of
 
-#: The table has a place for every offset and output, of which tiles of similar outputs skip most (insum/plan/packing.py); the groups have
-#: pairs alone, and add with atomics. The table was the faster at the lowest share of filled places measured, 13 % (`insum bench conv`); far
-#: below, its memory decides: a place takes half of what a pair takes.
+#: The table has a place for every offset and output, of which tiles of similar outputs skip most
+#: (insum/plan/packing.py); the groups have pairs alone, and add with atomics. The table was the
+#: faster at the lowest share of filled places measured, 13 % (`insum bench conv`); far below, its
+#: memory decides: a place takes half of what a pair takes.
 TABLE_FROM = 0.04
-#: Pairs in a group: the rows of one matrix product. More than an offset has on average would be padding.
+#: Pairs in a group: the rows of one matrix product. More than an offset has on average would be
+#: padding.
 GROUP = 64
 #: Places that are searched at once.
 AT_ONCE = 1 << 24
@@ -33,7 +37,9 @@ AT_ONCE = 1 << 24
 
 @dataclass(frozen=True)
 class Geometry:
-    """A kernel: where its offsets lead. ``transposed`` exchanges the roles of inputs and outputs, as in `torch.nn.ConvTranspose3d`."""
+    """A kernel: where its offsets lead. ``transposed`` exchanges the roles of inputs and outputs,
+    as in `torch.nn.ConvTranspose3d`.
+    """
 
     kernel: Triple
     stride: Triple = (1, 1, 1)
@@ -54,12 +60,19 @@ class Geometry:
         return torch.nn.functional.pad(grid, (1, 0))
 
     def fine(self, coarse: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``coarse * stride - padding + offset``, (offsets, N, 4): inputs of outputs, or outputs of a transposed kernel's inputs."""
-        return coarse * _four(self.stride, coarse, 1) - _four(self.padding, coarse) + offsets[:, None], None
+        """``coarse * stride - padding + offset``, (offsets, N, 4): inputs of outputs, or outputs of
+        a transposed kernel's inputs.
+        """
+        return coarse * _four(self.stride, coarse, 1) - _four(self.padding, coarse) + offsets[
+            :, None
+        ], None
 
     def coarse(self, fine: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor | None]:
         """The reverse, and where it is a whole number."""
-        shifted, stride = fine + _four(self.padding, fine) - offsets[:, None], _four(self.stride, fine, 1)
+        shifted, stride = (
+            fine + _four(self.padding, fine) - offsets[:, None],
+            _four(self.stride, fine, 1),
+        )
         whole = shifted.div(stride, rounding_mode="floor")
         return whole, (whole * stride == shifted).all(-1) if max(self.stride) > 1 else None
 
@@ -69,16 +82,31 @@ class Geometry:
             return shape
         reach = [d * (k - 1) for d, k in zip(self.dilation, self.kernel)]
         if self.transposed:
-            sizes = [(n - 1) * s - 2 * p + r + o + 1 for n, s, p, r, o in zip(shape, self.stride, self.padding, reach, self.output_padding)]
+            sizes = [
+                (n - 1) * s - 2 * p + r + o + 1
+                for n, s, p, r, o in zip(
+                    shape, self.stride, self.padding, reach, self.output_padding
+                )
+            ]
         else:
-            sizes = [(n + 2 * p - r - 1) // s + 1 for n, s, p, r in zip(shape, self.stride, self.padding, reach)]
+            sizes = [
+                (n + 2 * p - r - 1) // s + 1
+                for n, s, p, r in zip(shape, self.stride, self.padding, reach)
+            ]
         if min(sizes) < 1:
-            raise BindingError(f"a grid of {shape} is too small for a kernel of {self.kernel}", expected="at least one output in every dimension")
+            raise BindingError(
+                f"a grid of {shape} is too small for a kernel of {self.kernel}",
+                expected="at least one output in every dimension",
+            )
         return (sizes[0], sizes[1], sizes[2])
 
 
-def kernel_map(inputs: Voxels, geometry: Geometry, target: Voxels | None = None) -> tuple[Voxels, SparseFormat]:
-    """The voxels that a kernel leads to (or those of ``target``) and the map to them; built once for each kernel and kept with ``inputs``."""
+def kernel_map(
+    inputs: Voxels, geometry: Geometry, target: Voxels | None = None
+) -> tuple[Voxels, SparseFormat]:
+    """The voxels that a kernel leads to (or those of ``target``) and the map to them; built once
+    for each kernel and kept with ``inputs``.
+    """
     target = inputs if geometry.submanifold else target
     if target is None:
         if geometry not in inputs.maps:
@@ -102,7 +130,9 @@ def build_map(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> SparseForm
         return NeighborTable(table, shape, dim=2, validate=False)
     z, x = (table >= 0).nonzero(as_tuple=True)
     group = min(GROUP, 1 << max(0, math.ceil(pairs / geometry.volume) - 1).bit_length())
-    return GroupCOO.from_entries((z, x, table[z, x]), None, shape, group_dims=0, group_size=group, validate=False)
+    return GroupCOO.from_entries(
+        (z, x, table[z, x]), None, shape, group_dims=0, group_size=group, validate=False
+    )
 
 
 def _searched(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> Tensor:
@@ -121,16 +151,26 @@ def _reached(inputs: Voxels, geometry: Geometry) -> Voxels:
     shape = geometry.spatial_shape(inputs.spatial_shape)
     targets = geometry.fine if geometry.transposed else geometry.coarse
     offsets = geometry.offsets(inputs.coords.device)
-    corners, _ = targets(torch.tensor([inputs.low, [a + b - 1 for a, b in zip(inputs.low, inputs.size)]]), offsets.cpu()[[0, -1]])
+    corners, _ = targets(
+        torch.tensor([inputs.low, [a + b - 1 for a, b in zip(inputs.low, inputs.size)]]),
+        offsets.cpu()[[0, -1]],
+    )
     low, high = corners.amin((0, 1)).tolist(), corners.amax((0, 1)).tolist()
     low, high = (low, high) if shape is None else ([0, 0, 0, 0], [high[0], *(s - 1 for s in shape)])
     size = tuple(b - a + 1 for a, b in zip(low, high))
-    keys = [_keys_inside(*targets(inputs.coords, part), low, size) for part in _parts(offsets, inputs.count)]
+    keys = [
+        _keys_inside(*targets(inputs.coords, part), low, size)
+        for part in _parts(offsets, inputs.count)
+    ]
     return Voxels.of_sorted(_unique(torch.cat(keys)), tuple(low), size, shape)
 
 
-def _keys_inside(coords: Tensor, whole: Tensor | None, low: Sequence[int], size: tuple[int, ...]) -> Tensor:
-    first, last = (torch.tensor(t, device=coords.device) for t in (low, [a + b for a, b in zip(low, size)]))
+def _keys_inside(
+    coords: Tensor, whole: Tensor | None, low: Sequence[int], size: tuple[int, ...]
+) -> Tensor:
+    first, last = (
+        torch.tensor(t, device=coords.device) for t in (low, [a + b for a, b in zip(low, size)])
+    )
     keep = ((coords >= first) & (coords < last)).all(-1)
     keep = keep if whole is None else keep & whole
     return _unique(keys_of(coords, low, size)[keep])

@@ -1,4 +1,6 @@
-"""`SparseLinear` and `BlockSparseLinear`: ``Y[i,o] = W[o,k] * X[i,k]`` with a sparse ``W`` that is trained."""
+"""`SparseLinear` and `BlockSparseLinear`: ``Y[i,o] = W[o,k] * X[i,k]`` with a sparse ``W`` that is
+trained.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ if TYPE_CHECKING:
 
 
 class SparseLinear(nn.Module):
-    """A linear layer with a sparse weight in any format: ``insum.einsum("Y[i,o] = W[o,k] * X[i,k]", W=W, X=X) + bias``.
+    """A linear layer with a sparse weight in any format: ``insum.einsum("Y[i,o] = W[o,k] * X[i,k]",
+    W=W, X=X) + bias``.
 
-    The stored values are trained, the pattern stays. ``x`` may have any leading dimensions. The state dict holds values, index
-    arrays and bias; a state with more or fewer entries can be loaded.
+    The stored values are trained, the pattern stays. ``x`` may have any leading dimensions. The
+    state dict holds values, index arrays and bias; a state with more or fewer entries can be
+    loaded.
 
     - ``weight``: a matrix (out_features, in_features) in one of `insum.formats`;
     - ``bias``: a tensor (out_features,), or ``None``.
@@ -36,7 +40,8 @@ class SparseLinear(nn.Module):
     >>> layer.weight().nnz
     205
     >>> list(layer.state_dict())
-    ['bias', 'weight.values', 'weight.group_indices_0', 'weight.slot_indices_0', 'weight._extra_state']
+    ['bias', 'weight.values', 'weight.group_indices_0', 'weight.slot_indices_0',
+    'weight._extra_state']
     """
 
     def __init__(self, weight: SparseFormat, bias: Tensor | None = None) -> None:
@@ -44,19 +49,32 @@ class SparseLinear(nn.Module):
         if not isinstance(weight, SparseFormat) or weight.ndim != 2 or weight.values is None:
             got = repr(weight) if isinstance(weight, SparseFormat) else type(weight).__name__
             expected = "a sparse matrix (out_features, in_features) with values"
-            raise FormatError(f"weight is {got}", expected=expected, remedy="SparseLinear.from_dense(layer, mask)")
+            raise FormatError(
+                f"weight is {got}", expected=expected, remedy="SparseLinear.from_dense(layer, mask)"
+            )
         self.out_features, self.in_features = weight.shape
         if bias is not None and tuple(bias.shape) != (self.out_features,):
-            raise BindingError(f"bias has shape {tuple(bias.shape)}", expected=f"({self.out_features},)")
+            raise BindingError(
+                f"bias has shape {tuple(bias.shape)}", expected=f"({self.out_features},)"
+            )
         one_device(weight=weight, bias=bias)
         self.weight = SparseParameter(weight)
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
 
     @classmethod
-    def from_dense(cls, layer: nn.Linear | Tensor, mask: Tensor | None = None, *, density: float | None = None, **options: Any) -> Self:
-        """From a linear layer (or its weight), keeping what ``mask`` says, or the largest weights up to ``density``.
+    def from_dense(
+        cls,
+        layer: nn.Linear | Tensor,
+        mask: Tensor | None = None,
+        *,
+        density: float | None = None,
+        **options: Any,
+    ) -> Self:
+        """From a linear layer (or its weight), keeping what ``mask`` says, or the largest weights
+        up to ``density``.
 
-        ``options`` are those of `GroupCOO`. Weights that the mask keeps are stored and trained even where they are zero.
+        ``options`` are those of `GroupCOO`. Weights that the mask keeps are stored and trained even
+        where they are zero.
 
         >>> import torch
         >>> dense = nn.Linear(3, 2, bias=False)
@@ -66,7 +84,9 @@ class SparseLinear(nn.Module):
         True
         """
         weight, bias = _parts(layer)
-        chosen = _chosen(mask, density, lambda share: magnitude_mask(weight, share), weight, tuple(weight.shape))
+        chosen = _chosen(
+            mask, density, lambda share: magnitude_mask(weight, share), weight, tuple(weight.shape)
+        )
         kept = chosen.nonzero(as_tuple=True)
         return cls(GroupCOO.from_entries(kept, weight[kept], tuple(weight.shape), **options), bias)
 
@@ -80,16 +100,24 @@ class SparseLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         last_size("x", x, self.in_features, "in_features")
-        y: Tensor = insum.einsum("Y[i,o] = W[o,k] * X[i,k]", W=self.weight(), X=x.reshape(math.prod(x.shape[:-1]), self.in_features))
+        y: Tensor = insum.einsum(
+            "Y[i,o] = W[o,k] * X[i,k]",
+            W=self.weight(),
+            X=x.reshape(math.prod(x.shape[:-1]), self.in_features),
+        )
         y = y if self.bias is None else y + self.bias
         return y.reshape(*x.shape[:-1], self.out_features)
 
     def extra_repr(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}"
+        )
 
 
 class BlockSparseLinear(SparseLinear):
-    """A linear layer whose weight is made of dense blocks, which Tensor Cores multiply: ``Y[i,WO[p],bo] = WV[p,q,bo,bk] * X[i,WK[p,q],bk]``.
+    """A linear layer whose weight is made of dense blocks, which Tensor Cores multiply:
+    ``Y[i,WO[p],bo] = WV[p,q,bo,bk] * X[i,WK[p,q],bk]``.
 
     >>> import torch
     >>> layer = BlockSparseLinear.from_dense(nn.Linear(128, 64), density=0.25, block_shape=(32, 32))
@@ -109,10 +137,12 @@ class BlockSparseLinear(SparseLinear):
         block_shape: int | tuple[int, ...] = (32, 32),
         **options: Any,
     ) -> Self:
-        """From a linear layer (or its weight), keeping the blocks that ``mask`` says, or those of largest norm up to ``density``.
+        """From a linear layer (or its weight), keeping the blocks that ``mask`` says, or those of
+        largest norm up to ``density``.
 
-        The mask has one element for each block. A mask of the weight's own shape is taken as well and keeps every block in which it
-        keeps anything; weights outside it start at zero. ``options`` are those of `BlockGroupCOO`.
+        The mask has one element for each block. A mask of the weight's own shape is taken as well
+        and keeps every block in which it keeps anything; weights outside it start at zero.
+        ``options`` are those of `BlockGroupCOO`.
 
         >>> import torch
         >>> dense, mask = nn.Linear(4, 4), torch.tensor([[True, False], [False, True]])
@@ -126,27 +156,55 @@ class BlockSparseLinear(SparseLinear):
         if mask is not None and tuple(mask.shape) == shape != grid_of(shape, block):
             one_device(weight=weight, mask=mask)
             weight, mask = weight * (mask != 0), in_blocks(mask != 0, block).any(3).any(1)
-        chosen = _chosen(mask, density, lambda share: block_mask(weight, block, share), weight, grid_of(shape, block))
+        chosen = _chosen(
+            mask,
+            density,
+            lambda share: block_mask(weight, block, share),
+            weight,
+            grid_of(shape, block),
+        )
         kept = over_blocks(chosen, block, shape).nonzero(as_tuple=True)
-        return cls(BlockGroupCOO.from_entries(kept, weight[kept], shape, block_shape=block, **options), bias)
+        return cls(
+            BlockGroupCOO.from_entries(kept, weight[kept], shape, block_shape=block, **options),
+            bias,
+        )
 
 
 def _parts(layer: nn.Linear | Tensor) -> tuple[Tensor, Tensor | None]:
     weight, bias = (layer, None) if isinstance(layer, Tensor) else (layer.weight, layer.bias)
     if weight.dim() != 2:
-        raise BindingError(f"the weight has shape {tuple(weight.shape)}", expected="a matrix (out_features, in_features)")
+        raise BindingError(
+            f"the weight has shape {tuple(weight.shape)}",
+            expected="a matrix (out_features, in_features)",
+        )
     return weight.detach(), bias
 
 
-def _chosen(mask: Tensor | None, density: float | None, rule: Callable[[float], Tensor], weight: Tensor, shape: tuple[int, ...]) -> Tensor:
+def _chosen(
+    mask: Tensor | None,
+    density: float | None,
+    rule: Callable[[float], Tensor],
+    weight: Tensor,
+    shape: tuple[int, ...],
+) -> Tensor:
     """The mask that was passed, or the one that the pruning rule gives."""
     if (mask is None) == (density is None):
-        raise FormatError(f"{'neither' if mask is None else 'both'} of mask and density given", expected="one of them")
+        raise FormatError(
+            f"{'neither' if mask is None else 'both'} of mask and density given",
+            expected="one of them",
+        )
     if mask is None:
         assert density is not None
         return rule(density)
     one_device(weight=weight, mask=mask)
     if tuple(mask.shape) != shape:
-        also = "" if shape == tuple(weight.shape) else f", one for each block, or {tuple(weight.shape)}"
-        raise FormatError(f"the mask has shape {tuple(mask.shape)}, but the weight {tuple(weight.shape)}", expected=f"{shape}{also}")
+        also = (
+            ""
+            if shape == tuple(weight.shape)
+            else f", one for each block, or {tuple(weight.shape)}"
+        )
+        raise FormatError(
+            f"the mask has shape {tuple(mask.shape)}, but the weight {tuple(weight.shape)}",
+            expected=f"{shape}{also}",
+        )
     return mask != 0

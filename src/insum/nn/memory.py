@@ -1,4 +1,4 @@
-"""What follows from a tensor alone, kept for as long as that tensor lives and is not written into."""
+"""What follows from a tensor alone, kept as long as that tensor lives and is not written into."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _memory: dict[int, _Kept] = {}
 
 
 def remembered(tensor: Tensor, key: object, make: Callable[[], T]) -> T:
-    """``make()``, once for each key and version of the tensor; at every call under a tracer or a transform.
+    """``make()``, once for each key and version of the tensor; at every call under a tracer or a
+    transform.
 
     What is made must not hold the tensor itself, nor a view of it, or neither would ever go.
 
@@ -51,5 +52,7 @@ def _things(tensor: Tensor) -> dict[object, Any]:
     number, version = id(tensor), version_of(tensor)
     kept = _memory.get(number)
     if kept is None or kept.reference() is not tensor or kept.version != version:
-        kept = _memory[number] = _Kept(weakref.ref(tensor, lambda _: _memory.pop(number, None)), version)
+        kept = _memory[number] = _Kept(
+            weakref.ref(tensor, lambda _: _memory.pop(number, None)), version
+        )
     return kept.things

@@ -1,14 +1,17 @@
-"""Paths of a tensor product: how they are normalised, and how they are put together into as few statements as possible.
+"""Paths of a tensor product: how they are normalised, and how they are put together into as few
+statements as possible.
 
-A path couples one irrep of each input into one of the output, in one of e3nn's modes. The letters of a mode are the multiplicities of the first input,
-the second and the output; the weights of a path have one dimension for each letter:
+A path couples one irrep of each input into one of the output, in one of e3nn's modes. The letters
+of a mode are the multiplicities of the first input, the second and the output; the weights of a
+path have one dimension for each letter:
 
     uvw    Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q],v] * W[b,L[p],u,v,w]
     uvu    Z[b,I[p,q],u] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q],v] * W[b,L[p],u,v]
     uuu    Z[b,I[p,q],u] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q],u] * W[b,L[p],u]
 
-and so on for ``uvv``, ``uuw`` and ``uvuv``. ``V`` are the Clebsch-Gordan coefficients of all paths with the same mode and multiplicities, grouped by
-path ``L[p]``; ``I``, ``J`` and ``K`` are components. Multiplicities of 1 in the second input have no index.
+and so on for ``uvv``, ``uuw`` and ``uvuv``. ``V`` are the Clebsch-Gordan coefficients of all paths
+with the same mode and multiplicities, grouped by path ``L[p]``; ``I``, ``J`` and ``K`` are
+components. Multiplicities of 1 in the second input have no index.
 """
 
 from __future__ import annotations
@@ -29,7 +32,9 @@ MODES = ("uvw", "uvu", "uvv", "uuw", "uuu", "uvuv")
 
 @dataclass(frozen=True)
 class Path:
-    """One instruction: numbers of the irreps, mode, whether it has weights, its coefficient, the shape of its weights."""
+    """One instruction: numbers of the irreps, mode, whether it has weights, its coefficient, the
+    shape of its weights.
+    """
 
     i_in1: int
     i_in2: int
@@ -58,66 +63,137 @@ class Normalisation:
 # --- instructions ---
 
 
-def paths_of(in1: Irreps, in2: Irreps, out: Irreps, instructions: Sequence[Sequence[object]], rule: Normalisation) -> tuple[Path, ...]:
-    """Checked and normalised paths from instructions ``(i_in1, i_in2, i_out, mode, has_weight[, path_weight])``."""
+def paths_of(
+    in1: Irreps,
+    in2: Irreps,
+    out: Irreps,
+    instructions: Sequence[Sequence[object]],
+    rule: Normalisation,
+) -> tuple[Path, ...]:
+    """Checked and normalised paths from instructions ``(i_in1, i_in2, i_out, mode, has_weight[,
+    path_weight])``.
+    """
     _check_rule(in1, in2, out, rule)
-    found = [_path(in1, in2, out, number, instruction) for number, instruction in enumerate(instructions)]
-    return tuple(replace(path, coefficient=_coefficient(path, found, in1, in2, out, rule)) for path in found)
+    found = [
+        _path(in1, in2, out, number, instruction) for number, instruction in enumerate(instructions)
+    ]
+    return tuple(
+        replace(path, coefficient=_coefficient(path, found, in1, in2, out, rule)) for path in found
+    )
 
 
 def _check_rule(in1: Irreps, in2: Irreps, out: Irreps, rule: Normalisation) -> None:
-    for name, value, first in (("irrep_normalization", rule.irrep, ("component", "norm")), ("path_normalization", rule.path, ("element", "path"))):
+    for name, value, first in (
+        ("irrep_normalization", rule.irrep, ("component", "norm")),
+        ("path_normalization", rule.path, ("element", "path")),
+    ):
         if value not in (allowed := (*first, "none")):
             raise UnsupportedError(f"{name} is {value!r}", expected=" or ".join(map(repr, allowed)))
-    for name, variances, irreps in (("in1_var", rule.in1_var, in1), ("in2_var", rule.in2_var, in2), ("out_var", rule.out_var, out)):
+    for name, variances, irreps in (
+        ("in1_var", rule.in1_var, in1),
+        ("in2_var", rule.in2_var, in2),
+        ("out_var", rule.out_var, out),
+    ):
         if variances is not None and len(variances) != len(irreps):
-            raise BindingError(f"{name} has {len(variances)} value(s), but the irreps {irreps} have {len(irreps)} term(s)", expected="one for each term")
+            raise BindingError(
+                f"{name} has {len(variances)} value(s), but the irreps {irreps} have "
+                f"{len(irreps)} term(s)",
+                expected="one for each term",
+            )
 
 
-def _path(in1: Irreps, in2: Irreps, out: Irreps, number: int, instruction: Sequence[object]) -> Path:
+def _path(
+    in1: Irreps, in2: Irreps, out: Irreps, number: int, instruction: Sequence[object]
+) -> Path:
     where = f"instruction {number}, {tuple(instruction)}"
     if len(instruction) not in (5, 6):
-        raise BindingError(f"{where}, has {len(instruction)} parts", expected="(i_in1, i_in2, i_out, mode, has_weight) or these and path_weight")
+        raise BindingError(
+            f"{where}, has {len(instruction)} parts",
+            expected="(i_in1, i_in2, i_out, mode, has_weight) or these and path_weight",
+        )
     a, b, c, mode, has_weight, weight = (*instruction, 1.0)[:6]
     for name, i, irreps in (("i_in1", a, in1), ("i_in2", b, in2), ("i_out", c, out)):
         if not isinstance(i, int) or not 0 <= i < len(irreps):
-            raise BindingError(f"{where}: {name} is {i}", expected=f"a term of {irreps}, from 0 to {len(irreps) - 1}")
-    assert isinstance(a, int) and isinstance(b, int) and isinstance(c, int) and isinstance(weight, int | float)
+            raise BindingError(
+                f"{where}: {name} is {i}",
+                expected=f"a term of {irreps}, from 0 to {len(irreps) - 1}",
+            )
+    assert (
+        isinstance(a, int)
+        and isinstance(b, int)
+        and isinstance(c, int)
+        and isinstance(weight, int | float)
+    )
     (mul1, ir1), (mul2, ir2), (mul3, ir3) = in1[a], in2[b], out[c]
     if ir3 not in ir1 * ir2:
-        raise BindingError(f"{where}: {ir1} and {ir2} do not couple to {ir3}", expected="one of " + ", ".join(map(str, ir1 * ir2)))
+        raise BindingError(
+            f"{where}: {ir1} and {ir2} do not couple to {ir3}",
+            expected="one of " + ", ".join(map(str, ir1 * ir2)),
+        )
     if mode not in MODES:
         raise UnsupportedError(f"{where}: there is no mode {mode!r}", expected=", ".join(MODES))
     assert isinstance(mode, str)
     sizes = _multiplicities(where, mode, mul1, mul2, mul3)
     if not has_weight and mode == "uvw":
-        raise UnsupportedError(f"{where}: uvw without weights", expected="weights, which say how u and v become w")
-    return Path(a, b, c, mode, bool(has_weight), float(weight), tuple(sizes[letter] for letter in dict.fromkeys(mode)))
+        raise UnsupportedError(
+            f"{where}: uvw without weights", expected="weights, which say how u and v become w"
+        )
+    return Path(
+        a,
+        b,
+        c,
+        mode,
+        bool(has_weight),
+        float(weight),
+        tuple(sizes[letter] for letter in dict.fromkeys(mode)),
+    )
 
 
 def _multiplicities(where: str, mode: str, mul1: int, mul2: int, mul3: int) -> dict[str, int]:
     """The extent of each letter of a mode; a letter that stands twice must mean one number."""
     sizes = {mode[0]: mul1}
-    for letter, mul, which in ((mode[1], mul2, "the second input"), *(((mode[2], mul3, "the output"),) if len(mode) == 3 else ())):
+    for letter, mul, which in (
+        (mode[1], mul2, "the second input"),
+        *(((mode[2], mul3, "the output"),) if len(mode) == 3 else ()),
+    ):
         if sizes.setdefault(letter, mul) != mul:
-            raise BindingError(f"{where}: {letter} is {sizes[letter]}, but {mul} in {which}", expected=f"equal multiplicities, as mode {mode} asks")
+            raise BindingError(
+                f"{where}: {letter} is {sizes[letter]}, but {mul} in {which}",
+                expected=f"equal multiplicities, as mode {mode} asks",
+            )
     if mode == "uvuv" and mul3 != mul1 * mul2:
-        raise BindingError(f"{where}: the output has multiplicity {mul3}", expected=f"{mul1} * {mul2}, as mode uvuv asks")
+        raise BindingError(
+            f"{where}: the output has multiplicity {mul3}",
+            expected=f"{mul1} * {mul2}, as mode uvuv asks",
+        )
     return sizes
 
 
-def _coefficient(path: Path, paths: Sequence[Path], in1: Irreps, in2: Irreps, out: Irreps, rule: Normalisation) -> float:
+def _coefficient(
+    path: Path, paths: Sequence[Path], in1: Irreps, in2: Irreps, out: Irreps, rule: Normalisation
+) -> float:
     """The square root of e3nn's alpha; ``path.coefficient`` is still the path weight."""
     dims = in1[path.i_in1][1].dim, in2[path.i_in2][1].dim, out[path.i_out][1].dim
     alpha = {"component": dims[2], "norm": dims[0] * dims[1], "none": 1}[rule.irrep]
 
     def elements(p: Path) -> float:
-        variance = (rule.in1_var[p.i_in1] if rule.in1_var else 1.0) * (rule.in2_var[p.i_in2] if rule.in2_var else 1.0)
-        summed = {"uvw": in1[p.i_in1][0] * in2[p.i_in2][0], "uvu": in2[p.i_in2][0], "uvv": in1[p.i_in1][0], "uuw": in1[p.i_in1][0]}
+        variance = (rule.in1_var[p.i_in1] if rule.in1_var else 1.0) * (
+            rule.in2_var[p.i_in2] if rule.in2_var else 1.0
+        )
+        summed = {
+            "uvw": in1[p.i_in1][0] * in2[p.i_in2][0],
+            "uvu": in2[p.i_in2][0],
+            "uvv": in1[p.i_in1][0],
+            "uuw": in1[p.i_in1][0],
+        }
         return variance * summed.get(p.mode, 1)
 
     others = [p for p in paths if p.i_out == path.i_out]
-    share = {"element": sum(map(elements, others)), "path": elements(path) * len(others), "none": 1.0}[rule.path]
+    share = {
+        "element": sum(map(elements, others)),
+        "path": elements(path) * len(others),
+        "none": 1.0,
+    }[rule.path]
     scaled = alpha * (rule.out_var[path.i_out] if rule.out_var else 1.0) * path.coefficient
     return math.sqrt(scaled / share if share > 0 else scaled)
 
@@ -143,8 +219,13 @@ class Group:
         """
         x, y, z = self.mode[0], self.mode[1], self.mode[2:]
         letters = [n for n in dict.fromkeys(self.mode) if n != "v" or not self.single]
-        weight = f" * W[{_list('' if shared else 'b', 'L[p]', *letters)}]" if self.has_weight else ""
-        return f"Z[b,I[p,q],{_list(*z)}] = V[p,q] * X[b,J[p,q],{x}] * Y[{_list('b', 'K[p,q]', '' if self.single else y)}]{weight}"
+        weight = (
+            f" * W[{_list('' if shared else 'b', 'L[p]', *letters)}]" if self.has_weight else ""
+        )
+        return (
+            f"Z[b,I[p,q],{_list(*z)}] = V[p,q] * X[b,J[p,q],{x}] * "
+            f"Y[{_list('b', 'K[p,q]', '' if self.single else y)}]{weight}"
+        )
 
     @property
     def single(self) -> bool:
@@ -153,7 +234,11 @@ class Group:
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        return tuple(s for n, s in zip(dict.fromkeys(self.mode), self.paths[0].shape) if n != "v" or not self.single)
+        return tuple(
+            s
+            for n, s in zip(dict.fromkeys(self.mode), self.paths[0].shape)
+            if n != "v" or not self.single
+        )
 
     @property
     def out_shape(self) -> tuple[int, ...]:
@@ -161,16 +246,26 @@ class Group:
         return self.muls[:2] if self.mode == "uvuv" else self.muls[2:]
 
     def coefficients(self, in1: Irreps, in2: Irreps, out: Irreps) -> GroupCOO:
-        """``CG[i,j,k,l]`` over components of irreps with this group's multiplicities, grouped by path ``l``."""
+        """``CG[i,j,k,l]`` over components of irreps with this group's multiplicities, grouped by
+        path ``l``.
+        """
         axes = [components(irreps, mul) for irreps, mul in zip((in1, in2, out), self.muls)]
         places, values = [], []
         for number, path in enumerate(self.paths):
             table = wigner_3j(in1[path.i_in1][1].l, in2[path.i_in2][1].l, out[path.i_out][1].l)
             j, k, i = (table != 0).nonzero(as_tuple=True)
             start = [axis[at] for axis, at in zip(axes, (path.i_in1, path.i_in2, path.i_out))]
-            places.append(torch.stack([i + start[2], j + start[0], k + start[1], torch.full_like(i, number)]))
+            places.append(
+                torch.stack([i + start[2], j + start[0], k + start[1], torch.full_like(i, number)])
+            )
             values.append(path.coefficient * table[j, k, i])
-        shape = (*(extent(irreps, mul) for irreps, mul in zip((out, in1, in2), (self.muls[2], *self.muls[:2]))), len(self.paths))
+        shape = (
+            *(
+                extent(irreps, mul)
+                for irreps, mul in zip((out, in1, in2), (self.muls[2], *self.muls[:2]))
+            ),
+            len(self.paths),
+        )
         return GroupCOO.from_entries(torch.cat(places, 1), torch.cat(values), shape, group_dims=3)
 
 
@@ -187,7 +282,9 @@ def groups_of(paths: Sequence[Path], in1: Irreps, in2: Irreps, out: Irreps) -> t
 
 
 def components(irreps: Irreps, mul: int) -> dict[int, int]:
-    """Terms with this multiplicity, and where each one's components begin when they are put side by side."""
+    """Terms with this multiplicity, and where each one's components begin when they are put side by
+    side.
+    """
     found, start = {}, 0
     for number, (m, ir) in enumerate(irreps):
         if m == mul:

@@ -23,7 +23,8 @@ def magnitude_mask(weight: Tensor, density: float) -> Tensor:
 
 
 def block_mask(weight: Tensor, block_shape: int | tuple[int, ...], density: float) -> Tensor:
-    """True at the given share of blocks that are largest in Frobenius norm; one element for each block of the grid.
+    """True at the given share of blocks that are largest in Frobenius norm; one element for each
+    block of the grid.
 
     >>> weight = torch.eye(4)
     >>> weight[:2, 2:] = 5
@@ -32,18 +33,24 @@ def block_mask(weight: Tensor, block_shape: int | tuple[int, ...], density: floa
             [False, False]])
     """
     blocks = in_blocks(weight.detach(), checked_block(block_shape, weight.dim()))
-    return _largest(blocks.to(torch.promote_types(weight.dtype, torch.float32)).square().sum((1, 3)), density)
+    return _largest(
+        blocks.to(torch.promote_types(weight.dtype, torch.float32)).square().sum((1, 3)), density
+    )
 
 
 def in_blocks(x: Tensor, block: tuple[int, ...]) -> Tensor:
     """A matrix as (block row, row, block column, column), the last blocks padded with zeros."""
     rows, columns = grid_of(x.shape, block)
-    return padded_to(x, (rows * block[0], columns * block[1])).reshape(rows, block[0], columns, block[1])
+    return padded_to(x, (rows * block[0], columns * block[1])).reshape(
+        rows, block[0], columns, block[1]
+    )
 
 
 def over_blocks(mask: Tensor, block: tuple[int, ...], shape: tuple[int, ...]) -> Tensor:
     """A mask of blocks as a mask of single weights."""
-    return mask.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[: shape[0], : shape[1]]
+    return mask.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)[
+        : shape[0], : shape[1]
+    ]
 
 
 def _largest(size: Tensor, density: float) -> Tensor:

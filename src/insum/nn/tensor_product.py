@@ -23,22 +23,28 @@ LAYOUTS = ("mul_ir", "ir_mul")
 
 
 class TensorProduct(nn.Module):
-    """A weighted tensor product of two vectors of irreps, path for path and weight for weight `e3nn.o3.TensorProduct`.
+    """A weighted tensor product of two vectors of irreps, path for path and weight for weight
+    `e3nn.o3.TensorProduct`.
 
-    One statement for all paths with the same multiplicities, for mode ``uvw`` and a second input of multiplicity 1
+    One statement for all paths with the same multiplicities, for mode ``uvw`` and a second input of
+    multiplicity 1
 
         Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]
 
-    with the Clebsch-Gordan coefficients ``V`` grouped by path. They are part of the program (`insum.constant`) and no parameters. Gradients of every
-    order are further statements, so that forces can be trained on.
+    with the Clebsch-Gordan coefficients ``V`` grouped by path. They are part of the program
+    (`insum.constant`) and no parameters. Gradients of every order are further statements, so that
+    forces can be trained on.
 
-    - ``irreps_in1``, ``irreps_in2``, ``irreps_out``: text such as ``"16x0e + 16x1o"``, or e3nn's own.
-    - ``instructions``: ``(i_in1, i_in2, i_out, mode, has_weight[, path_weight])``; modes ``uvw uvu uvv uuw uuu uvuv``.
-    - ``irrep_normalization`` (``component``, ``norm``, ``none``), ``path_normalization`` (``element``, ``path``, ``none``), ``in1_var``, ``in2_var``,
-      ``out_var``: as in e3nn 0.6.
-    - ``shared_weights``: one weight vector (weight_numel,) for all items, or one for each, (..., weight_numel). ``internal_weights``: whether
-      it is a parameter; by default where it is shared.
-    - ``layout``: ``"mul_ir"`` as in e3nn, each term as (multiplicity, components), or ``"ir_mul"``, (components, multiplicity), which needs no reordering.
+    - ``irreps_in1``, ``irreps_in2``, ``irreps_out``: text such as ``"16x0e + 16x1o"``, or e3nn's
+      own.
+    - ``instructions``: ``(i_in1, i_in2, i_out, mode, has_weight[, path_weight])``; modes ``uvw uvu
+      uvv uuw uuu uvuv``.
+    - ``irrep_normalization`` (``component``, ``norm``, ``none``), ``path_normalization``
+      (``element``, ``path``, ``none``), ``in1_var``, ``in2_var``, ``out_var``: as in e3nn 0.6.
+    - ``shared_weights``: one weight vector (weight_numel,) for all items, or one for each, (...,
+      weight_numel). ``internal_weights``: whether it is a parameter; by default where it is shared.
+    - ``layout``: ``"mul_ir"`` as in e3nn, each term as (multiplicity, components), or ``"ir_mul"``,
+      (components, multiplicity), which needs no reordering.
 
     A state dict of e3nn's module loads unchanged.
 
@@ -69,17 +75,33 @@ class TensorProduct(nn.Module):
     ) -> None:
         super().__init__()
         if layout not in LAYOUTS:
-            raise UnsupportedError(f"there is no layout {layout!r}", expected=" or ".join(map(repr, LAYOUTS)))
-        self.irreps_in1, self.irreps_in2, self.irreps_out = (Irreps.of(irreps) for irreps in (irreps_in1, irreps_in2, irreps_out))
+            raise UnsupportedError(
+                f"there is no layout {layout!r}", expected=" or ".join(map(repr, LAYOUTS))
+            )
+        self.irreps_in1, self.irreps_in2, self.irreps_out = (
+            Irreps.of(irreps) for irreps in (irreps_in1, irreps_in2, irreps_out)
+        )
         irreps = self.irreps_in1, self.irreps_in2, self.irreps_out
-        rule = Normalisation(irrep_normalization, path_normalization, *(None if v is None else tuple(map(float, v)) for v in (in1_var, in2_var, out_var)))
+        rule = Normalisation(
+            irrep_normalization,
+            path_normalization,
+            *(None if v is None else tuple(map(float, v)) for v in (in1_var, in2_var, out_var)),
+        )
         self.instructions = paths_of(*irreps, instructions, rule)
         self.weight_numel = sum(path.numel for path in self.instructions)
         self.layout = layout
         self.shared_weights = True if shared_weights is None else shared_weights
-        self.internal_weights = self.shared_weights and self.weight_numel > 0 if internal_weights is None else internal_weights
+        self.internal_weights = (
+            self.shared_weights and self.weight_numel > 0
+            if internal_weights is None
+            else internal_weights
+        )
         if self.internal_weights and not self.shared_weights:
-            raise BindingError("internal weights that are not shared", expected="weights for each item are passed to the call", remedy="internal_weights=False")
+            raise BindingError(
+                "internal weights that are not shared",
+                expected="weights for each item are passed to the call",
+                remedy="internal_weights=False",
+            )
         self._groups = groups_of(self.instructions, *irreps)
         self._register()
         self.register_load_state_dict_pre_hook(_without_compiled_parts)  # type: ignore[no-untyped-call]
@@ -90,19 +112,33 @@ class TensorProduct(nn.Module):
         else:
             self.register_buffer("weight", torch.empty(0))
         reached = {path.i_out for group in self._groups for path in group.paths}
-        mask = [torch.full((mul * ir.dim,), float(i in reached)) for i, (mul, ir) in enumerate(self.irreps_out)]
+        mask = [
+            torch.full((mul * ir.dim,), float(i in reached))
+            for i, (mul, ir) in enumerate(self.irreps_out)
+        ]
         self.register_buffer("output_mask", torch.cat([*mask, torch.ones(0)]))
-        self._exact = [group.coefficients(self.irreps_in1, self.irreps_in2, self.irreps_out) for group in self._groups]
+        self._exact = [
+            group.coefficients(self.irreps_in1, self.irreps_in2, self.irreps_out)
+            for group in self._groups
+        ]
         for number, pattern in enumerate(self._exact):
             for name, tensor in _arrays(pattern).items():
                 floating = tensor.is_floating_point()
-                self.register_buffer(f"{name}{number}", tensor.to(self.output_mask.device, self.output_mask.dtype if floating else None), persistent=False)
+                self.register_buffer(
+                    f"{name}{number}",
+                    tensor.to(
+                        self.output_mask.device, self.output_mask.dtype if floating else None
+                    ),
+                    persistent=False,
+                )
         self._renew()
 
     # --- the pattern as it moves with the module ---
 
     def _renew(self) -> None:
-        """Every array anew from the exact pattern, coefficients rounded once; index arrays are promised to be constant."""
+        """Every array anew from the exact pattern, coefficients rounded once; index arrays are
+        promised to be constant.
+        """
         for number, pattern in enumerate(self._exact):
             for name, exact in _arrays(pattern).items():
                 old = getattr(self, f"{name}{number}")
@@ -130,47 +166,82 @@ class TensorProduct(nn.Module):
         own = () if self.shared_weights else (weight.shape[:-1],)
         lead: tuple[int, ...] = torch.broadcast_shapes(x.shape[:-1], y.shape[:-1], *own)  # type: ignore[no-untyped-call]
         x, y = (t.expand(*lead, t.shape[-1]).reshape(math.prod(lead), t.shape[-1]) for t in (x, y))
-        weight = weight if self.shared_weights else weight.expand(*lead, -1).reshape(math.prod(lead), self.weight_numel)
+        weight = (
+            weight
+            if self.shared_weights
+            else weight.expand(*lead, -1).reshape(math.prod(lead), self.weight_numel)
+        )
         return self._product(x, y, weight).reshape(*lead, self.irreps_out.dim)
 
     def _weights(self, weight: Tensor | None) -> Tensor:
         if weight is None:
             if self.weight_numel and not self.internal_weights:
-                raise BindingError("this tensor product has no weights of its own", expected=f"weight= with {self.weight_numel} in the last dimension")
+                raise BindingError(
+                    "this tensor product has no weights of its own",
+                    expected=f"weight= with {self.weight_numel} in the last dimension",
+                )
             return self.weight
-        if self.shared_weights and tuple(weight.shape) != (self.weight_numel,) or not weight.dim() or weight.shape[-1] != self.weight_numel:
+        if (
+            self.shared_weights
+            and tuple(weight.shape) != (self.weight_numel,)
+            or not weight.dim()
+            or weight.shape[-1] != self.weight_numel
+        ):
             lead = "" if self.shared_weights else "..., "
-            raise BindingError(f"weight has shape {tuple(weight.shape)}", expected=f"({lead}{self.weight_numel}{',' if self.shared_weights else ''})")
+            raise BindingError(
+                f"weight has shape {tuple(weight.shape)}",
+                expected=f"({lead}{self.weight_numel}{',' if self.shared_weights else ''})",
+            )
         return weight
 
     def _product(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         outputs: dict[int, Tensor] = {}
         for number, group in enumerate(self._groups):
-            tensors = {n: getattr(self, f"{n}{number}") for n in ("VIJKL" if group.has_weight else "VIJK")}
+            tensors = {
+                n: getattr(self, f"{n}{number}") for n in ("VIJKL" if group.has_weight else "VIJK")
+            }
             tensors["X"] = self._by_component(x, self.irreps_in1, group.muls[0])
             tensors["Y"] = self._by_component(y, self.irreps_in2, group.muls[1])
             if group.single:
                 tensors["Y"] = tensors["Y"].squeeze(-1)
             if group.has_weight:
                 tensors["W"] = self._weights_of(group, weight)
-            shape = (x.shape[0], sum(ir.dim for mul, ir in self.irreps_out if mul == group.muls[2]), *group.out_shape)
-            z = insum.insum(group.statement(self.shared_weights), out_shape=shape, padded=("I", "J", "K"), **tensors).flatten(2)
+            shape = (
+                x.shape[0],
+                sum(ir.dim for mul, ir in self.irreps_out if mul == group.muls[2]),
+                *group.out_shape,
+            )
+            z = insum.insum(
+                group.statement(self.shared_weights),
+                out_shape=shape,
+                padded=("I", "J", "K"),
+                **tensors,
+            ).flatten(2)
             before = outputs.get(group.muls[2])
             outputs[group.muls[2]] = z if before is None else before + z
         return self._by_irrep(outputs, x)
 
     def _by_component(self, x: Tensor, irreps: Irreps, mul: int) -> Tensor:
         """(b, components of all terms with this multiplicity, multiplicity)."""
-        b, terms = x.shape[0], [(place, ir.dim) for place, (m, ir) in zip(irreps.slices(), irreps) if m == mul]
+        b, terms = (
+            x.shape[0],
+            [(place, ir.dim) for place, (m, ir) in zip(irreps.slices(), irreps) if m == mul],
+        )
         if mul != 1 and self.layout == "mul_ir":
-            return torch.cat([x[:, place].reshape(b, mul, dim).transpose(1, 2) for place, dim in terms], 1)
+            return torch.cat(
+                [x[:, place].reshape(b, mul, dim).transpose(1, 2) for place, dim in terms], 1
+            )
         if len(terms) == len(irreps):
             return x.reshape(b, irreps.dim // mul, mul)
         return torch.cat([x[:, place].reshape(b, dim, mul) for place, dim in terms], 1)
 
     def _by_irrep(self, outputs: dict[int, Tensor], like: Tensor) -> Tensor:
         """The terms of the output in their order, zeros where no path leads."""
-        if self.layout == "ir_mul" and len(outputs) == 1 and all(mul in outputs for mul, _ in self.irreps_out):
+        if (
+            self.layout == "ir_mul"
+            and len(outputs) == 1
+            and all(mul in outputs for mul, _ in self.irreps_out)
+        ):
             return next(iter(outputs.values())).flatten(1)
         parts = [like.new_zeros(like.shape[0], 0)]
         for number, (mul, ir) in enumerate(self.irreps_out):
@@ -186,7 +257,8 @@ class TensorProduct(nn.Module):
         """([b,] paths, u, v, w): a view where the paths of the group follow each other."""
         size, first = group.paths[0].numel, group.offsets[0]
         if group.offsets == tuple(range(first, first + size * len(group.paths), size)):
-            whole = size * len(group.paths) == weight.shape[-1]  # a narrower view has a gradient that is filled and copied
+            # a narrower view has a gradient that is filled and copied
+            whole = size * len(group.paths) == weight.shape[-1]
             flat = weight if whole else weight.narrow(-1, first, size * len(group.paths))
         else:
             flat = torch.cat([weight.narrow(-1, offset, size) for offset in group.offsets], -1)
@@ -201,7 +273,10 @@ class TensorProduct(nn.Module):
         return tuple(group.statement(self.shared_weights) for group in self._groups)
 
     def extra_repr(self) -> str:
-        return f"{self.irreps_in1} x {self.irreps_in2} -> {self.irreps_out} | {len(self.instructions)} paths | {self.weight_numel} weights"
+        return (
+            f"{self.irreps_in1} x {self.irreps_in2} -> {self.irreps_out} | "
+            f"{len(self.instructions)} paths | {self.weight_numel} weights"
+        )
 
 
 def _arrays(pattern: GroupCOO) -> dict[str, Tensor]:
@@ -211,14 +286,17 @@ def _arrays(pattern: GroupCOO) -> dict[str, Tensor]:
     return {"V": pattern.values, "I": i, "J": j, "K": k, "L": pattern.group_indices[0]}
 
 
-def _without_compiled_parts(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _without_compiled_parts(
+    module: nn.Module, state: dict[str, Any], prefix: str, *_: object
+) -> None:
     """e3nn keeps Wigner symbols in its states; here they are computed."""
     for key in [k for k in state if k.startswith(f"{prefix}_compiled_main_")]:
         del state[key]
 
 
 class FullyConnectedTensorProduct(TensorProduct):
-    """Every path that the selection rules allow, in mode ``uvw``: weight for weight `e3nn.o3.FullyConnectedTensorProduct`.
+    """Every path that the selection rules allow, in mode ``uvw``: weight for weight
+    `e3nn.o3.FullyConnectedTensorProduct`.
 
     >>> product = FullyConnectedTensorProduct("16x0e + 16x1o", "1x0e + 1x1o", "16x0e + 16x1o")
     >>> product
@@ -227,9 +305,15 @@ class FullyConnectedTensorProduct(TensorProduct):
     torch.Size([10, 64])
     """
 
-    def __init__(self, irreps_in1: object, irreps_in2: object, irreps_out: object, **options: Any) -> None:
+    def __init__(
+        self, irreps_in1: object, irreps_in2: object, irreps_out: object, **options: Any
+    ) -> None:
         in1, in2, out = (Irreps.of(irreps) for irreps in (irreps_in1, irreps_in2, irreps_out))
         instructions = [
-            (a, b, c, "uvw", True) for a, (_, ir1) in enumerate(in1) for b, (_, ir2) in enumerate(in2) for c, (_, ir3) in enumerate(out) if ir3 in ir1 * ir2
+            (a, b, c, "uvw", True)
+            for a, (_, ir1) in enumerate(in1)
+            for b, (_, ir2) in enumerate(in2)
+            for c, (_, ir3) in enumerate(out)
+            if ir3 in ir1 * ir2
         ]
         super().__init__(in1, in2, out, instructions, **options)

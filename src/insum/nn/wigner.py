@@ -1,7 +1,8 @@
-"""Real Wigner 3j symbols and spherical harmonics, in the basis of e3nn: degree 1 is (x, y, z), and y is the polar axis.
+"""Real Wigner 3j symbols and spherical harmonics, in the basis of e3nn: degree 1 is (x, y, z), and
+y is the polar axis.
 
-The complex coefficients come from Racah's formula in exact fractions; one change of basis makes them real. Everything is float64 on the
-CPU and kept.
+The complex coefficients come from Racah's formula in exact fractions; one change of basis makes
+them real. Everything is float64 on the CPU and kept.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from insum.nn.checks import last_size
 @constant
 @torch.inference_mode(False)
 def wigner_3j(l1: int, l2: int, l3: int) -> Tensor:
-    """The invariant tensor (2 l1 + 1, 2 l2 + 1, 2 l3 + 1) of three degrees, of norm 1; do not write into it.
+    """The invariant tensor (2 l1 + 1, 2 l2 + 1, 2 l3 + 1) of three degrees, of norm 1; do not write
+    into it.
 
     >>> wigner_3j(1, 1, 0)[:, :, 0]
     tensor([[0.5774, 0.0000, 0.0000],
@@ -28,31 +30,48 @@ def wigner_3j(l1: int, l2: int, l3: int) -> Tensor:
             [0.0000, 0.0000, 0.5774]], dtype=torch.float64)
     """
     if not abs(l1 - l2) <= l3 <= l1 + l2:
-        raise BindingError(f"degrees {l1}, {l2}, {l3} do not couple", expected=f"the third from {abs(l1 - l2)} to {l1 + l2}")
+        raise BindingError(
+            f"degrees {l1}, {l2}, {l3} do not couple",
+            expected=f"the third from {abs(l1 - l2)} to {l1 + l2}",
+        )
     coupled = torch.zeros(2 * l1 + 1, 2 * l2 + 1, 2 * l3 + 1, dtype=torch.complex128, device="cpu")
     for m1 in range(-l1, l1 + 1):
         for m2 in range(max(-l2, -l3 - m1), min(l2, l3 - m1) + 1):
             coupled[l1 + m1, l2 + m2, l3 + m1 + m2] = _clebsch_gordan(l1, m1, l2, m2, l3)
-    real = torch.einsum("ai,bj,ck,abc->ijk", _real_basis(l1), _real_basis(l2), _real_basis(l3).conj(), coupled).real
-    real = torch.where(real.abs() < 1e-14, 0, real)  # what should be zero is zero: it decides the pattern
+    real = torch.einsum(
+        "ai,bj,ck,abc->ijk", _real_basis(l1), _real_basis(l2), _real_basis(l3).conj(), coupled
+    ).real
+    # what should be zero is zero: it decides the pattern
+    real = torch.where(real.abs() < 1e-14, 0, real)
     return real.div(torch.linalg.vector_norm(real)).contiguous()
 
 
 def _clebsch_gordan(l1: int, m1: int, l2: int, m2: int, l3: int) -> float:
     """``<l1 m1 l2 m2 | l3 m1+m2>`` by Racah's formula."""
     f, m3 = math.factorial, m1 + m2
-    square = Fraction((2 * l3 + 1) * f(l3 + l1 - l2) * f(l3 - l1 + l2) * f(l1 + l2 - l3), f(l1 + l2 + l3 + 1))
+    square = Fraction(
+        (2 * l3 + 1) * f(l3 + l1 - l2) * f(l3 - l1 + l2) * f(l1 + l2 - l3), f(l1 + l2 + l3 + 1)
+    )
     square *= f(l3 + m3) * f(l3 - m3) * f(l1 - m1) * f(l1 + m1) * f(l2 - m2) * f(l2 + m2)
     total = Fraction(0)
     for k in range(max(0, l2 - l3 - m1, l1 - l3 + m2), min(l1 + l2 - l3, l1 - m1, l2 + m2) + 1):
-        below = f(k) * f(l1 + l2 - l3 - k) * f(l1 - m1 - k) * f(l2 + m2 - k) * f(l3 - l2 + m1 + k) * f(l3 - l1 - m2 + k)
+        below = (
+            f(k)
+            * f(l1 + l2 - l3 - k)
+            * f(l1 - m1 - k)
+            * f(l2 + m2 - k)
+            * f(l3 - l2 + m1 + k)
+            * f(l3 - l1 - m2 + k)
+        )
         total += Fraction((-1) ** k, below)
     return math.copysign(math.sqrt(square * total * total), total)
 
 
 @constant
 def _real_basis(l: int) -> Tensor:
-    """Rows are complex, columns real harmonics. The phase ``(-i)**l`` makes the coupled coefficients real."""
+    """Rows are complex, columns real harmonics. The phase ``(-i)**l`` makes the coupled
+    coefficients real.
+    """
     rows = [[0j] * (2 * l + 1) for _ in range(2 * l + 1)]
     root = 1 / math.sqrt(2)
     rows[l][l] = 1
@@ -63,10 +82,12 @@ def _real_basis(l: int) -> Tensor:
 
 
 def spherical_harmonics(lmax: int, vectors: Tensor, *, normalize: bool = True) -> Tensor:
-    """Real spherical harmonics of degrees 0 to ``lmax`` at vectors (..., 3): (..., (lmax + 1) ** 2), each degree with norm ``sqrt(2 l + 1)``.
+    """Real spherical harmonics of degrees 0 to ``lmax`` at vectors (..., 3): (..., (lmax + 1) **
+    2), each degree with norm ``sqrt(2 l + 1)``.
 
-    The irreps are ``1x0e + 1x1o + 1x2e + ...``, the values those of ``e3nn.o3.spherical_harmonics(..., normalization="component")``. With
-    ``normalize=False`` degree ``l`` grows as the length to the power ``l``. Differentiable to every order away from zero.
+    The irreps are ``1x0e + 1x1o + 1x2e + ...``, the values those of
+    ``e3nn.o3.spherical_harmonics(..., normalization="component")``. With ``normalize=False`` degree
+    ``l`` grows as the length to the power ``l``. Differentiable to every order away from zero.
 
     >>> spherical_harmonics(1, torch.tensor([0.0, 2.0, 0.0]))
     tensor([1.0000, 0.0000, 1.7321, 0.0000])
@@ -75,7 +96,11 @@ def spherical_harmonics(lmax: int, vectors: Tensor, *, normalize: bool = True) -
     unit = torch.nn.functional.normalize(vectors, dim=-1) if normalize else vectors
     found = [torch.ones_like(unit[..., :1])]
     for l in range(1, lmax + 1):
-        step = torch.tensor(_ladder_numbers(l), dtype=unit.dtype, device=unit.device) if torch.compiler.is_compiling() else _ladder(l).to(unit)
+        step = (
+            torch.tensor(_ladder_numbers(l), dtype=unit.dtype, device=unit.device)
+            if torch.compiler.is_compiling()
+            else _ladder(l).to(unit)
+        )
         found.append(torch.einsum("ijk,...i,...j->...k", step, unit, found[-1]))
     return torch.cat(found, -1)
 
@@ -83,7 +108,9 @@ def spherical_harmonics(lmax: int, vectors: Tensor, *, normalize: bool = True) -
 @constant
 @torch.inference_mode(False)
 def _ladder(l: int) -> Tensor:
-    """From degree ``l - 1`` and the vector itself to degree ``l``, scaled so that unit vectors give norm ``sqrt(2 l + 1)``."""
+    """From degree ``l - 1`` and the vector itself to degree ``l``, scaled so that unit vectors give
+    norm ``sqrt(2 l + 1)``.
+    """
     step = wigner_3j(1, l - 1, l)
     pole = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64, device="cpu")
     before = torch.zeros(2 * l - 1, dtype=torch.float64, device="cpu")

@@ -13,12 +13,15 @@ from insum.errors import SettingsError
 class Config:
     """Tile sizes and launch options of one generated kernel.
 
-    - ``m``, ``n``, ``k``: tile sizes of the three axes (powers of two; 1 where the axis is not used).
+    - ``m``, ``n``, ``k``: tile sizes of the three axes (powers of two; 1 where the axis is not
+      used).
     - ``warps``, ``stages``: Triton's launch options.
-    - ``split``: nonzeros at which a long row is cut (0: never), or the number of pieces of a long reduction (0: as many as fill the device).
-    - ``group``: tiles along the slower axis of the grid that are visited before the next one along the faster axis (reuse in L2); 0: all
-      of the faster axis first.
-    - ``swap``: whether the two sides of a matrix product are exchanged: 1 yes, 0 no, -1 where that puts the wide side on M.
+    - ``split``: nonzeros at which a long row is cut (0: never), or the number of pieces of a long
+      reduction (0: as many as fill the device).
+    - ``group``: tiles along the slower axis of the grid that are visited before the next one along
+      the faster axis (reuse in L2); 0: all of the faster axis first.
+    - ``swap``: whether the two sides of a matrix product are exchanged: 1 yes, 0 no, -1 where that
+      puts the wide side on M.
 
     >>> Config(m=64, n=128, k=32)
     Config(m=64, n=128, k=32, warps=4, stages=2, split=0, group=0)
@@ -36,8 +39,15 @@ class Config:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < (-1 if field.name == "swap" else 0):
-                raise SettingsError(f"config {field.name}={value!r}", expected="a non-negative integer" if field.name != "swap" else "1, 0 or -1")
+            if (
+                not isinstance(value, int)
+                or isinstance(value, bool)
+                or value < (-1 if field.name == "swap" else 0)
+            ):
+                raise SettingsError(
+                    f"config {field.name}={value!r}",
+                    expected="a non-negative integer" if field.name != "swap" else "1, 0 or -1",
+                )
         if self.swap > 1:
             raise SettingsError(f"config swap={self.swap}", expected="1, 0 or -1")
         for name in ("m", "n", "k", "warps"):
@@ -45,18 +55,26 @@ class Config:
             if value < 1 or value & (value - 1):
                 raise SettingsError(f"config {name}={value}", expected="a power of two")
         if self.warps > 32 or not 1 <= self.stages <= 16:
-            raise SettingsError(f"config warps={self.warps}, stages={self.stages}", expected="at most 32 warps, and 1 to 16 stages")
+            raise SettingsError(
+                f"config warps={self.warps}, stages={self.stages}",
+                expected="at most 32 warps, and 1 to 16 stages",
+            )
 
     def __repr__(self) -> str:
-        shown = [f"{name}={value}" for name, value in asdict(self).items() if name != "swap" or value >= 0]
+        shown = [
+            f"{name}={value}"
+            for name, value in asdict(self).items()
+            if name != "swap" or value >= 0
+        ]
         return f"Config({', '.join(shown)})"
 
     def as_dict(self) -> dict[str, int]:
         return asdict(self)
 
 
-#: What is chosen for one product: a config for each kind of launch. Tiles and unrolled patterns have one; rows of a segmented output two,
-#: for short rows and for long ones, and ``split`` of the first is the length at which rows are cut.
+#: What is chosen for one product: a config for each kind of launch. Tiles and unrolled patterns
+#: have one; rows of a segmented output two, for short rows and for long ones, and ``split`` of the
+#: first is the length at which rows are cut.
 Choice: TypeAlias = tuple[Config, ...]
 
 
@@ -68,19 +86,36 @@ def choice_of(config: Config | Sequence[Config] | None) -> Choice | None:
     """
     if config is None:
         return None
-    given = (config,) if isinstance(config, Config) else tuple(config) if isinstance(config, Sequence) else (config,)
+    given = (
+        (config,)
+        if isinstance(config, Config)
+        else tuple(config)
+        if isinstance(config, Sequence)
+        else (config,)
+    )
     if not given or not all(isinstance(one, Config) for one in given):
-        raise SettingsError(f"config is {config!r}", expected="an insum.Config, or a tuple of them", remedy="config=insum.Config(m=64, n=64, k=32)")
+        raise SettingsError(
+            f"config is {config!r}",
+            expected="an insum.Config, or a tuple of them",
+            remedy="config=insum.Config(m=64, n=64, k=32)",
+        )
     return given
 
 
 def choice_text(choice: Choice | None) -> str:
-    """A choice as one short string, for places that take nothing else; string formatting only, which tracers fold.
+    """A choice as one short string, for places that take nothing else; string formatting only,
+    which tracers fold.
 
     >>> choice_from(choice_text((Config(m=64, n=16, k=32),)))
     (Config(m=64, n=16, k=32, warps=4, stages=2, split=0, group=0),)
     """
-    return "" if choice is None else ";".join([f"{c.m},{c.n},{c.k},{c.warps},{c.stages},{c.split},{c.group},{c.swap}" for c in choice])
+    return (
+        ""
+        if choice is None
+        else ";".join(
+            [f"{c.m},{c.n},{c.k},{c.warps},{c.stages},{c.split},{c.group},{c.swap}" for c in choice]
+        )
+    )
 
 
 def choice_from(text: str) -> Choice | None:

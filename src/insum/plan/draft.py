@@ -1,4 +1,6 @@
-"""What every scatter strategy starts from and ends with: a draft of the rewritten product, and the plan made of it."""
+"""What every scatter strategy starts from and ends with: a draft of the rewritten product, and the
+plan made of it.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,18 @@ _TRITON = {
     torch.uint8: "uint8",
     torch.bool: "int1",
 }
-_ACCUMULATOR = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
+_ACCUMULATOR = {
+    "float16": "float32",
+    "bfloat16": "float32",
+    "float32": "float32",
+    "float64": "float64",
+}
 
 
 class CannotFuse(Exception):
-    """There is no fused kernel for this statement; the text says why. Never reaches the user unless fusion is required."""
+    """There is no fused kernel for this statement; the text says why. Never reaches the user unless
+    fusion is required.
+    """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,10 +56,12 @@ class Prepared:
     plan: Plan
     extents: Mapping[str, int]
     arrays: Mapping[str, Tensor]
-    views: Mapping[str, tuple[int, int]]  # tensor -> (first dimension, how many) that are flattened into one
+    # tensor -> (first dimension, how many) that are flattened into one
+    views: Mapping[str, tuple[int, int]]
     segments: Segments | None
     fill: bool  # the kernel does not write every place, or adds to what is there
-    baked: tuple[str, ...] = ()  # index tensors beside the target's whose values went into arrays or code
+    # index tensors beside the target's whose values went into arrays or code
+    baked: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -70,7 +81,9 @@ class Draft:
 
 @dataclass(frozen=True, slots=True)
 class Wishes:
-    """What decides between strategies besides the statement: settings, determinism, matmul precision."""
+    """What decides between strategies besides the statement: settings, determinism, matmul
+    precision.
+    """
 
     settings: Values
     deterministic: bool
@@ -82,17 +95,30 @@ class Wishes:
 def index_reads(problem: Problem, term: Term) -> tuple[Access, ...]:
     """Every access of a term, the target's included, that stands in an index."""
     exprs = (problem.statement.target, *term.factors)
-    return tuple(a for e in exprs for access in accesses(e) for i in access.indices for _, a in i.terms if isinstance(a, Access))
+    return tuple(
+        a
+        for e in exprs
+        for access in accesses(e)
+        for i in access.indices
+        for _, a in i.terms
+        if isinstance(a, Access)
+    )
 
 
 class Drafting:
     """One product of a statement on its way to a plan."""
 
-    def __init__(self, problem: Problem, term: Term, values: Mapping[str, Value], wishes: Wishes) -> None:
+    def __init__(
+        self, problem: Problem, term: Term, values: Mapping[str, Value], wishes: Wishes
+    ) -> None:
         self.problem, self.term, self.values, self.wishes = problem, term, values, wishes
         self.taken = names_of(problem.statement)
-        self.row, self.slot, self.flat = (fresh(name, self.taken) for name in ("row", "slot", "flat"))
-        self.reduce = {"=": "sum", "+=": "sum", "max=": "max", "min=": "min"}[problem.statement.operator]
+        self.row, self.slot, self.flat = (
+            fresh(name, self.taken) for name in ("row", "slot", "flat")
+        )
+        self.reduce = {"=": "sum", "+=": "sum", "max=": "max", "min=": "min"}[
+            problem.statement.operator
+        ]
         self.tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
     def check_supported(self) -> None:
@@ -104,35 +130,80 @@ class Drafting:
                 raise CannotFuse(f"{name} holds {str(kind.dtype).removeprefix('torch.')}")
         if problem.dtype == torch.bool or problem.dtype not in _TRITON:
             raise CannotFuse(f"the result is {str(problem.dtype).removeprefix('torch.')}")
-        if self.reduce != "sum" and problem.dtype not in (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64):
+        if self.reduce != "sum" and problem.dtype not in (
+            torch.float16,
+            torch.bfloat16,
+            torch.float32,
+            torch.float64,
+            torch.int64,
+        ):
             raise CannotFuse(f"{self.reduce} of {str(problem.dtype).removeprefix('torch.')}")
-        if any(kind.device is not None and kind.device != problem.device for kind in problem.kinds.values()):
+        if any(
+            kind.device is not None and kind.device != problem.device
+            for kind in problem.kinds.values()
+        ):
             raise CannotFuse("a 0-d tensor is on another device")
         if len(set(variables(self.term.value)) | set(variables(problem.statement.target))) > 24:
             raise CannotFuse("more than 24 index variables")
 
     def draft(self) -> Draft:
-        extents = {name: int(extent) for name, extent in self.problem.extents.items() if name in self.term.variables}
-        used = {a.tensor for f in (*self.term.factors, self.problem.statement.target) for a in accesses(f)}
-        padded = {name for name in self.problem.padded & used & self.tensors.keys() if facts_of(self.tensors[name]).padded}
+        extents = {
+            name: int(extent)
+            for name, extent in self.problem.extents.items()
+            if name in self.term.variables
+        }
+        used = {
+            a.tensor
+            for f in (*self.term.factors, self.problem.statement.target)
+            for a in accesses(f)
+        }
+        padded = {
+            name
+            for name in self.problem.padded & used & self.tensors.keys()
+            if facts_of(self.tensors[name]).padded
+        }
         target = self.problem.statement.target
         return Draft(Access(target.tensor, target.indices), self.term.factors, extents, padded)
 
     def summed(self, draft: Draft) -> tuple[str, ...]:
         kept = set(variables(draft.target))
-        return tuple(v for v in dict.fromkeys(v for f in draft.factors for v in variables(f)) if v not in kept)
+        return tuple(
+            v
+            for v in dict.fromkeys(v for f in draft.factors for v in variables(f))
+            if v not in kept
+        )
 
-    def roles(self, draft: Draft, absorbed: tuple[str, ...] = (), allow_dot: bool = True) -> Contraction:
+    def roles(
+        self, draft: Draft, absorbed: tuple[str, ...] = (), allow_dot: bool = True
+    ) -> Contraction:
         kept = tuple(v for v in variables(draft.target) if v not in absorbed)
-        kept = tuple(v for i in draft.target.indices for v in variables(i) if v in kept and v not in absorbed)
+        kept = tuple(
+            v for i in draft.target.indices for v in variables(i) if v in kept and v not in absorbed
+        )
         summed = tuple(v for v in self.summed(draft) if v not in absorbed)
-        roles = Roles(draft.factors, tuple(dict.fromkeys(kept)), summed, draft.extents, draft.row, draft.segment, absorbed)
+        roles = Roles(
+            draft.factors,
+            tuple(dict.fromkeys(kept)),
+            summed,
+            draft.extents,
+            draft.row,
+            draft.segment,
+            absorbed,
+        )
         wish = self.wishes.settings.dot
-        fits = self.reduce == "sum" and self.accumulator() == "float32" and self.operand(draft) in ("float16", "bfloat16", "float32")
-        return contraction(roles, allow_dot=allow_dot and fits and wish != "never", force_dot=wish == "always")
+        fits = (
+            self.reduce == "sum"
+            and self.accumulator() == "float32"
+            and self.operand(draft) in ("float16", "bfloat16", "float32")
+        )
+        return contraction(
+            roles, allow_dot=allow_dot and fits and wish != "never", force_dot=wish == "always"
+        )
 
     def tiles_scatter(self, draft: Draft, scatter: Scatter) -> bool:
-        """Whether a matrix product would have the scattered variables along one side of its tile: sorting would destroy that."""
+        """Whether a matrix product would have the scattered variables along one side of its tile:
+        sorting would destroy that.
+        """
         roles = self.roles(draft)
         return roles.dot and bool(set(scatter.variables) & {roles.m[-1], roles.n[-1]})
 
@@ -153,16 +224,32 @@ class Drafting:
             return "float64" if "float64" in (widest, name) else "float32"
         return "int64"
 
-    def finish(self, draft: Draft, strategy: str, *, fill: bool, absorbed: tuple[str, ...] = (), onehot: int = -1, allow_dot: bool = True) -> Prepared:
+    def finish(
+        self,
+        draft: Draft,
+        strategy: str,
+        *,
+        fill: bool,
+        absorbed: tuple[str, ...] = (),
+        onehot: int = -1,
+        allow_dot: bool = True,
+    ) -> Prepared:
         roles = self.roles(draft, absorbed, allow_dot)
         accumulator = self.accumulator()
         segment = Segment(draft.row, draft.segment, tiled=not roles.dot) if draft.segment else None
         used = {a.tensor for f in (*draft.factors, draft.target) for a in accesses(f)}
-        kinds = {name: _TRITON[kind.dtype] for name, kind in self.problem.kinds.items() if name in used}
+        kinds = {
+            name: _TRITON[kind.dtype] for name, kind in self.problem.kinds.items() if name in used
+        }
         kinds |= {name: _TRITON[array.dtype] for name, array in draft.arrays.items()}
-        numbers = tuple(n for n, kind in self.problem.kinds.items() if kind.device is None and n in used)
+        numbers = tuple(
+            n for n, kind in self.problem.kinds.items() if kind.device is None and n in used
+        )
         if numbers and accumulator == "float64":
-            raise CannotFuse("a Python number would be passed in float32 to a float64 kernel; pass it as a 0-d tensor")
+            raise CannotFuse(
+                "a Python number would be passed in float32 to a float64 kernel; pass it as a "
+                "0-d tensor"
+            )
         plan = Plan(
             statement=self.problem.statement.text or str(self.problem.statement),
             target=draft.target,
@@ -175,14 +262,18 @@ class Drafting:
             padded=frozenset(draft.padded),
             accumulator=accumulator,
             operand=self.operand(draft) if roles.dot else "",
-            precision=self.wishes.precision if roles.dot and self.operand(draft) == "float32" else "",
+            precision=self.wishes.precision
+            if roles.dot and self.operand(draft) == "float32"
+            else "",
             segment=segment,
             onehot=onehot,
             wide=self.wide(draft),
             why=tuple(draft.why),
             numbers=numbers,
         )
-        return Prepared(plan, draft.extents, draft.arrays, draft.views, draft.segments, fill, tuple(draft.baked))
+        return Prepared(
+            plan, draft.extents, draft.arrays, draft.views, draft.segments, fill, tuple(draft.baked)
+        )
 
     def wide(self, draft: Draft) -> bool:
         return is_wide((*self.tensors.values(), *draft.arrays.values()), self.problem.shape)
@@ -190,7 +281,11 @@ class Drafting:
 
 def is_wide(tensors: Iterable[Tensor], shape: Sequence[Size]) -> bool:
     """Whether any offset into tensors, or into a result of this shape, can pass 2**31 elements."""
-    reach = [sum((size - 1) * abs(stride) for size, stride in zip(t.shape, t.stride(), strict=True)) for t in tensors if t.numel()]
+    reach = [
+        sum((size - 1) * abs(stride) for size, stride in zip(t.shape, t.stride(), strict=True))
+        for t in tensors
+        if t.numel()
+    ]
     return max([*reach, math.prod(int(s) for s in shape)], default=0) >= 2**31 - 1
 
 

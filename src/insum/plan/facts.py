@@ -1,7 +1,8 @@
 """What is known about an index tensor: range, order, uniqueness, segment pointers.
 
-Formats know these by construction and `declare` them. For other tensors they are computed once on the tensor's device and
-remembered for that tensor object and its version counter, so that a warm call asks nothing of the device.
+Formats know these by construction and `declare` them. For other tensors they are computed once on
+the tensor's device and remembered for that tensor object and its version counter, so that a warm
+call asks nothing of the device.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from torch import Tensor
 class IndexFacts:
     """Facts about one integer tensor, read in row-major order.
 
-    ``low`` and ``high`` bound the values that are not padding (``0`` and ``-1`` where there are none); ``sorted`` and ``unique``
-    speak of all values, padding included, so that they are usable only where ``padded`` is false.
+    ``low`` and ``high`` bound the values that are not padding (``0`` and ``-1`` where there are
+    none); ``sorted`` and ``unique`` speak of all values, padding included, so that they are usable
+    only where ``padded`` is false.
     """
 
     low: int
@@ -29,12 +31,18 @@ class IndexFacts:
     sorted: bool
     unique: bool
     padded: bool = False
-    constant: bool = False  # the caller promises that the values are part of the program: they may become code
-    declared: bool = field(default=False, repr=False)  # said by whoever made the tensor, as formats do, rather than found by looking
-    passing: bool = False  # the tensor is made anew at every call: nothing that takes long to find out will ever be used again
+    # the caller promises that the values are part of the program: they may become code
+    constant: bool = False
+    # said by whoever made the tensor, as formats do, rather than found by looking
+    declared: bool = field(default=False, repr=False)
+    # the tensor is made anew at every call: nothing that takes long to find out will ever be used
+    # again
+    passing: bool = False
     pointers: dict[int, Tensor] = field(default_factory=dict, repr=False)
-    derived: dict[object, Any] = field(default_factory=dict, repr=False)  # schedules, orders and launches that live as long as the tensor
-    serial: int = field(default_factory=itertools.count().__next__, repr=False)  # unlike id(), never used twice
+    # schedules, orders and launches that live as long as the tensor
+    derived: dict[object, Any] = field(default_factory=dict, repr=False)
+    # unlike id(), never used twice
+    serial: int = field(default_factory=itertools.count().__next__, repr=False)
 
 
 @dataclass(slots=True)
@@ -53,20 +61,37 @@ def known(tensor: Tensor) -> IndexFacts | None:
     """The facts remembered for this tensor as it is now, or None. Never touches the device."""
     entry = entries.get(id(tensor))
     try:  # `version_of` without the call, for every warm call asks here
-        return entry.facts if entry is not None and entry.reference() is tensor and entry.version == tensor._version else None
+        return (
+            entry.facts
+            if entry is not None
+            and entry.reference() is tensor
+            and entry.version == tensor._version
+            else None
+        )
     except RuntimeError:
         return entry.facts if entry is not None and entry.version == -1 else None
 
 
 def version_of(tensor: Tensor) -> int:
-    """The counter that in-place writes advance; tensors made under inference mode keep none and count as never changed."""
+    """The counter that in-place writes advance; tensors made under inference mode keep none and
+    count as never changed.
+    """
     try:
         return tensor._version
     except RuntimeError:
         return -1
 
 
-def declare(tensor: Tensor, *, low: int, high: int, sorted: bool, unique: bool, padded: bool = False, constant: bool = False) -> IndexFacts:
+def declare(
+    tensor: Tensor,
+    *,
+    low: int,
+    high: int,
+    sorted: bool,
+    unique: bool,
+    padded: bool = False,
+    constant: bool = False,
+) -> IndexFacts:
     """Remember facts that the caller knows to be true, as formats do for their arrays."""
     return _remember(tensor, IndexFacts(low, high, sorted, unique, padded, constant, declared=True))
 
@@ -74,7 +99,8 @@ def declare(tensor: Tensor, *, low: int, high: int, sorted: bool, unique: bool, 
 def _remember(tensor: Tensor, facts: IndexFacts) -> IndexFacts:
     key = id(tensor)
 
-    def forget(_: object, key: int = key, known: dict[int, _Entry] = entries) -> None:  # bound here: at exit the module's names are gone first
+    # bound here: at exit the module's names are gone first
+    def forget(_: object, key: int = key, known: dict[int, _Entry] = entries) -> None:
         known.pop(key, None)
 
     with _lock:
@@ -86,7 +112,8 @@ def facts_of(tensor: Tensor) -> IndexFacts:
     """Facts about ``tensor``, computed on its device the first time it is seen in this version.
 
     >>> facts_of(torch.tensor([0, 2, 2, 5]))
-    IndexFacts(low=0, high=5, sorted=True, unique=False, padded=False, constant=False, passing=False)
+    IndexFacts(low=0, high=5, sorted=True, unique=False, padded=False, constant=False,
+    passing=False)
     """
     return known(tensor) or _remember(tensor, _compute(tensor))
 
@@ -99,8 +126,11 @@ def _compute(tensor: Tensor) -> IndexFacts:
     steps = flat.diff()
     ordered = (steps >= 0).all()
     padded = low < 0
-    # One transfer for all the small answers; uniqueness of unsorted values costs a sort, paid only when the rest has arrived.
-    low_, high_, ordered_, padded_ = (int(x) for x in torch.stack([low, high, ordered.long(), padded.long()]).tolist())
+    # One transfer for all the small answers; uniqueness of unsorted values costs a sort, paid only
+    # when the rest has arrived.
+    low_, high_, ordered_, padded_ = (
+        int(x) for x in torch.stack([low, high, ordered.long(), padded.long()]).tolist()
+    )
     unique = bool((steps > 0).all()) if ordered_ else bool((flat.sort().values.diff() > 0).all())
     return IndexFacts(low_, high_, bool(ordered_), unique, bool(padded_))
 
@@ -110,7 +140,9 @@ _MOST_DERIVED = 512
 
 
 def pass_by(tensor: Tensor, high: int) -> IndexFacts:
-    """Take a tensor for one that is seen once, with values from 0 to ``high``: nothing is computed, and all such tensors share their facts."""
+    """Take a tensor for one that is seen once, with values from 0 to ``high``: nothing is computed,
+    and all such tensors share their facts.
+    """
     key = tensor.device, high
     facts = _passing.get(key)
     if facts is None or len(facts.derived) >= _MOST_DERIVED:
@@ -121,21 +153,27 @@ def pass_by(tensor: Tensor, high: int) -> IndexFacts:
 
 
 def segment_pointers(tensor: Tensor, rows: int) -> Tensor:
-    """``ptr`` of length ``rows + 1``: entries ``ptr[r] .. ptr[r+1]`` of a sorted 1-D index tensor equal ``r``. Kept with the facts."""
+    """``ptr`` of length ``rows + 1``: entries ``ptr[r] .. ptr[r+1]`` of a sorted 1-D index tensor
+    equal ``r``. Kept with the facts.
+    """
     facts = facts_of(tensor)
     pointers = facts.pointers.get(rows)
     if pointers is None:
         bounds = torch.arange(rows + 1, device=tensor.device, dtype=tensor.dtype)
-        pointers = torch.searchsorted(tensor.detach().reshape(-1).contiguous(), bounds, out_int32=tensor.numel() < 2**31)
+        pointers = torch.searchsorted(
+            tensor.detach().reshape(-1).contiguous(), bounds, out_int32=tensor.numel() < 2**31
+        )
         facts.pointers[rows] = pointers
     return pointers
 
 
 def constant(tensor: Tensor) -> Tensor:
-    """Promise that an index tensor's values are part of the program, as Clebsch-Gordan patterns and stencils are.
+    """Promise that an index tensor's values are part of the program, as Clebsch-Gordan patterns and
+    stencils are.
 
-    Statements over small constant index tensors may become straight-line code with the values in it. A kernel is then compiled
-    for each pattern, so promise it only for tensors that live as long as the model. Writing into the tensor ends the promise.
+    Statements over small constant index tensors may become straight-line code with the values in
+    it. A kernel is then compiled for each pattern, so promise it only for tensors that live as long
+    as the model. Writing into the tensor ends the promise.
 
     >>> import insum, torch
     >>> pattern = insum.constant(torch.tensor([2, 0, 1]))

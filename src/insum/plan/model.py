@@ -1,7 +1,8 @@
 """The first guess: tile sizes from a plan and its extents, good enough that no search is needed.
 
-The numbers are properties of tiles, not of applications: matrix instructions want a side of at least 64 on M, accumulators and
-operands have to fit the registers, and gathers want enough independent loads in flight.
+The numbers are properties of tiles, not of applications: matrix instructions want a side of at
+least 64 on M, accumulators and operands have to fit the registers, and gathers want enough
+independent loads in flight.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from insum.plan.plan import Plan
 from insum.plan.roles import Contraction, contiguity
 from insum.plan.schedule import SHORT
 
-#: Patterns with more points than this are long: several kernels, which share neither an output nor the largest factor.
+#: Patterns with more points than this are long: several kernels, which share neither an output nor
+#: the largest factor.
 LONG = 48
 #: Entries at which a long row is cut into pieces, and the length up to which rows are left whole.
 SPLIT_AT = 128
 LEAVE_WHOLE = 64
 #: Below so many entries rows are left whole, for one launch is all that it is worth.
 MANY_LAUNCHES = 4096
-#: Below so many entries a launch costs more than balance gains: rows are cut so short that all pieces go into one launch.
+#: Below so many entries a launch costs more than balance gains: rows are cut so short that all
+#: pieces go into one launch.
 FEW_ENTRIES, CUT_FEW = 2**18, 32
 #: And shorter still below so many.
 FEWER_ENTRIES, CUT_FEWER = 100_000, 16
-#: Below so many, the device is nowhere near full, and waiting for one gather after the other is all there is.
+#: Below so many, the device is nowhere near full, and waiting for one gather after the other is all
+#: there is.
 TINY_ENTRIES = 2**15
 #: Programs that fill a device twice over; fewer than this and a long reduction is cut into pieces.
 ENOUGH_PROGRAMS = 264
@@ -41,7 +45,9 @@ def extent(axis: tuple[str, ...], extents: Mapping[str, int]) -> int:
 
 
 def swapped(roles: Contraction, extents: Mapping[str, int]) -> Contraction:
-    """The same product with its sides exchanged where that puts the wide side on M, as `wgmma` wants."""
+    """The same product with its sides exchanged where that puts the wide side on M, as `wgmma`
+    wants.
+    """
     m, n = extent(roles.m, extents), extent(roles.n, extents)
     return roles if not roles.dot or m >= 64 or n <= m else exchanged(roles)
 
@@ -50,8 +56,12 @@ def exchanged(roles: Contraction) -> Contraction:
     return replace(roles, m=roles.n, n=roles.m, left=roles.right, right=roles.left)
 
 
-def oriented(plan: Plan, extents: Mapping[str, int], swap: int = -1, *, allowed: bool = True) -> Plan:
-    """The plan with the sides of its matrix product as a config wants them; -1 leaves it to the rule, where settings allow it."""
+def oriented(
+    plan: Plan, extents: Mapping[str, int], swap: int = -1, *, allowed: bool = True
+) -> Plan:
+    """The plan with the sides of its matrix product as a config wants them; -1 leaves it to the
+    rule, where settings allow it.
+    """
     if swap == 0 or not plan.roles.dot or swap < 0 and plan.onehot < 0 and not allowed:
         return plan
     return replace(plan, roles=exchanged(plan.roles) if swap == 1 else swapped(plan.roles, extents))
@@ -69,14 +79,25 @@ def first_guess(plan: Plan, extents: Mapping[str, int]) -> Config:
         if plan.roles.k:
             k = min(64, power_of_two(extent(plan.roles.k, extents)))
             pattern = plan.pattern
-            wide = 512 if pattern and len(pattern.points) > LONG else 256  # short patterns leave room for more programs
+            # short patterns leave room for more programs
+            wide = 512 if pattern and len(pattern.points) > LONG else 256
             m = max(1, wide // (n * k)) if plan.roles.m else 1
-            return Config(m=m, n=n, k=k, warps=max(1, min(8, m * n * k // 512)), stages=1)  # several such tiles are in registers at once
+            # several such tiles are in registers at once
+            return Config(m=m, n=n, k=k, warps=max(1, min(8, m * n * k // 512)), stages=1)
         if plan.roles.n[0] not in variables(plan.target):
-            n = power_of_two(extent(plan.roles.n, extents))  # summed at the end, so that one tile holds all of it
-            return Config(m=max(1, 64 // n) if plan.roles.m else 1, n=n, warps=max(1, n // 64), stages=1)
-        if not plan.roles.loops and plan.roles.m:  # nothing to sum: as large a tile as the stores can use
-            return Config(m=min(power_of_two(extent(plan.roles.m, extents)), max(1, 1024 // n)), n=n, warps=4, stages=1)
+            # summed at the end, so that one tile holds all of it
+            n = power_of_two(extent(plan.roles.n, extents))
+            return Config(
+                m=max(1, 64 // n) if plan.roles.m else 1, n=n, warps=max(1, n // 64), stages=1
+            )
+        # nothing to sum: as large a tile as the stores can use
+        if not plan.roles.loops and plan.roles.m:
+            return Config(
+                m=min(power_of_two(extent(plan.roles.m, extents)), max(1, 1024 // n)),
+                n=n,
+                warps=4,
+                stages=1,
+            )
         return Config(m=max(1, 64 // n) if plan.roles.m else 1, n=n, warps=1, stages=1)
     if plan.roles.dot:
         return _for_dot(plan, extents)
@@ -85,8 +106,12 @@ def first_guess(plan: Plan, extents: Mapping[str, int]) -> Config:
     return _for_sum(plan, extents)
 
 
-def first_choice(plan: Plan, extents: Mapping[str, int], *, longest: int = 0, entries: int = 0) -> Choice:
-    """The first guess for every kind of launch: one config, or two for short and long rows of a segmented output."""
+def first_choice(
+    plan: Plan, extents: Mapping[str, int], *, longest: int = 0, entries: int = 0
+) -> Choice:
+    """The first guess for every kind of launch: one config, or two for short and long rows of a
+    segmented output.
+    """
     guess = first_guess(plan, extents)
     if not in_rows(plan):
         return (guess,)
@@ -99,20 +124,29 @@ def first_choice(plan: Plan, extents: Mapping[str, int], *, longest: int = 0, en
 
 
 def suited(plan: Plan, choice: Choice, architecture: str) -> Choice:
-    """The first guess is made for Hopper; on NVIDIA's other architectures its largest tiles would spill, and half of them does not."""
+    """The first guess is made for Hopper; on NVIDIA's other architectures its largest tiles would
+    spill, and half of them does not.
+    """
     if architecture.startswith(("sm_9", "gfx")):
         return choice
     most = 128 * 64 if plan.precision == "tf32x3" and architecture.startswith("sm_8") else 128 * 128
-    return tuple(replace(one, m=one.m // 2) if one.warps == 4 and one.m * one.n >= most else one for one in choice)
+    return tuple(
+        replace(one, m=one.m // 2) if one.warps == 4 and one.m * one.n >= most else one
+        for one in choice
+    )
 
 
 def in_rows(plan: Plan) -> bool:
-    """Whether tiles hold rows of a segmented output, so that short and long rows are launched apart."""
+    """Whether tiles hold rows of a segmented output, so that short and long rows are launched
+    apart.
+    """
     return plan.strategy != "unrolled" and plan.segment is not None and plan.segment.tiled
 
 
 def split_length(longest: int, entries: int) -> int:
-    """Entries at which rows are cut; 0: rows stay whole, where they are even or the whole thing is small."""
+    """Entries at which rows are cut; 0: rows stay whole, where they are even or the whole thing is
+    small.
+    """
     if longest <= SHORT or entries < MANY_LAUNCHES:
         return 0
     if entries < FEW_ENTRIES:
@@ -127,25 +161,42 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
     m, n = min(m_all, cap), min(n_all, cap)
     if n <= 32 and m_all >= 256 and size == 2:
         m = 256
-    if size == 4 and (n <= 16 or plan.onehot < 0 and plan.precision == "tf32x3" and not plan.pointwise):
+    if size == 4 and (
+        n <= 16 or plan.onehot < 0 and plan.precision == "tf32x3" and not plan.pointwise
+    ):
         m = min(m_all, 128)  # the parts that a float32 operand is split into are used for more
     m, n = held(plan, extents, m, n)
     k = _k_tile(plan, extents, size)
     warps = 8 if m * n >= 128 * 256 else 4
     if plan.segment and plan.segment.var in plan.roles.loops and m * n >= 128 * 128 and size == 2:
-        # A tile takes its own few steps, so filling the pipeline counts: more warps have more gathers in flight.
-        tiles = extents[plan.segment.row] * math.ceil(extent(plan.roles.m, extents) / m) * math.ceil(extent(plan.roles.n, extents) / n)
+        # A tile takes its own few steps, so filling the pipeline counts: more warps have more
+        # gathers in flight.
+        tiles = (
+            extents[plan.segment.row]
+            * math.ceil(extent(plan.roles.m, extents) / m)
+            * math.ceil(extent(plan.roles.n, extents) / n)
+        )
         if tiles >= ENOUGH_PROGRAMS:
             return Config(m=m, n=n, k=k, warps=8, stages=3)
-        # All tiles run at once, so that the longest decides: half the tile, and longer strides through its steps.
-        return Config(m=m // 2, n=n, k=min(2 * k, max(16, power_of_two(extents[plan.roles.k[0]]))), warps=4, stages=2)
-    # As many buffers as leave room for three programs on a multiprocessor: their waits overlap better than deeper pipelines do.
+        # All tiles run at once, so that the longest decides: half the tile, and longer strides
+        # through its steps.
+        return Config(
+            m=m // 2,
+            n=n,
+            k=min(2 * k, max(16, power_of_two(extents[plan.roles.k[0]]))),
+            warps=4,
+            stages=2,
+        )
+    # As many buffers as leave room for three programs on a multiprocessor: their waits overlap
+    # better than deeper pipelines do.
     stages = max(2, min(3, PIPELINE_BYTES // ((m + n) * k * size)))
     return Config(m=m, n=n, k=k, warps=warps, stages=stages)
 
 
 def held(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> tuple[int, int]:
-    """A tile holds all of a variable that scatters into a register tile, and all of one that is summed after the product."""
+    """A tile holds all of a variable that scatters into a register tile, and all of one that is
+    summed after the product.
+    """
     kept = set(variables(plan.target))
     scattered = set(variables(plan.target.indices[plan.onehot])) if plan.onehot >= 0 else set()
     least = 16 if plan.roles.dot else 1
@@ -169,7 +220,9 @@ def _for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
     n = min(256, power_of_two(extent(plan.roles.n, extents))) if plan.roles.n else 1
     if long:
         m = min(max(1, 64 // n), power_of_two(extent(plan.roles.m[1:], extents)))
-        return Config(m=m, n=n, k=max(16, min(64, 2048 // (m * n))), warps=1 if m * n <= 128 else 2, stages=1)
+        return Config(
+            m=m, n=n, k=max(16, min(64, 2048 // (m * n))), warps=1 if m * n <= 128 else 2, stages=1
+        )
     return Config(m=max(1, min(64, 512 // n)), n=n, k=2, warps=2, stages=1)
 
 
@@ -180,7 +233,9 @@ def _for_few_rows(guess: Config) -> Config:
 
 
 def _for_pieces(guess: Config) -> Config:
-    """Half the rows for half the warps: rows were cut into pieces of even length, and more programs than the device holds balance what is left."""
+    """Half the rows for half the warps: rows were cut into pieces of even length, and more programs
+    than the device holds balance what is left.
+    """
     return replace(guess, m=max(1, guess.m // 2), warps=1)
 
 
@@ -189,17 +244,26 @@ def long_rows(plan: Plan, extents: Mapping[str, int]) -> Config:
 
 
 def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
-    n, k, m = (power_of_two(extent(a, extents)) if a else 1 for a in (plan.roles.n, plan.roles.k, plan.roles.m))
+    n, k, m = (
+        power_of_two(extent(a, extents)) if a else 1
+        for a in (plan.roles.n, plan.roles.k, plan.roles.m)
+    )
     if plan.onehot >= 0:
         m, n = held(plan, extents, min(m, 16), min(n, 64))
         if not {*plan.roles.m, *plan.roles.n} & set(variables(plan.target.indices[plan.onehot])):
-            n, m = min(n, 32), 1 if plan.roles.m else m  # the register tile has a third axis, the scattered one
+            # the register tile has a third axis, the scattered one
+            n, m = min(n, 32), 1 if plan.roles.m else m
         k = min(k, 16, max(4, 1024 // (m * n)))
         return Config(m=m, n=n, k=k, warps=max(1, min(4, m * n * k // 2048)), stages=2)
     if plan.roles.n and not set(plan.roles.n) & set(variables(plan.target)):
-        k = min(k, max(1, 2048 // (n * m)))  # N is summed after the loop, so one tile holds all of it
+        # N is summed after the loop, so one tile holds all of it
+        k = min(k, max(1, 2048 // (n * m)))
         return Config(m=m, n=n, k=k, warps=max(1, min(4, m * n * k // 1024)), stages=2)
-    if plan.roles.k and contiguity(plan.factors, plan.roles.k[-1]) and not any(contiguity(plan.factors, v) for v in plan.roles.n):
+    if (
+        plan.roles.k
+        and contiguity(plan.factors, plan.roles.k[-1])
+        and not any(contiguity(plan.factors, v) for v in plan.roles.n)
+    ):
         k = min(k, 128)  # the summed variable walks memory in order: read whole rows of it
         if m * k <= 64 and n >= 32:  # and all that lies beside it
             n = min(n, 2048 // (m * k))
@@ -212,12 +276,18 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
 
 
 def pieces(plan: Plan, config: Config, extents: Mapping[str, int]) -> int:
-    """Into how many pieces a long reduction is cut when the output alone gives too little to do (1: not at all)."""
+    """Into how many pieces a long reduction is cut when the output alone gives too little to do (1:
+    not at all).
+    """
     if plan.segment or plan.strategy != "store" or plan.reduce != "sum" or not plan.roles.k:
         return 1
     programs = math.prod(extents[v] for v in plan.roles.grid)
-    programs *= math.ceil(extent(plan.roles.m, extents) / config.m) * math.ceil(extent(plan.roles.n, extents) / config.n)
-    steps = math.ceil(extents[plan.roles.k[0]] / config.k) * math.prod(extents[v] for v in plan.roles.loops)
+    programs *= math.ceil(extent(plan.roles.m, extents) / config.m) * math.ceil(
+        extent(plan.roles.n, extents) / config.n
+    )
+    steps = math.ceil(extents[plan.roles.k[0]] / config.k) * math.prod(
+        extents[v] for v in plan.roles.loops
+    )
     if config.split:
         return min(config.split, steps)
     if programs >= ENOUGH_PROGRAMS // 2 or steps < 16:

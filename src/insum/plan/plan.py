@@ -1,4 +1,6 @@
-"""Plan: how one product becomes one kernel. Frozen and printable; the code generator reads nothing else."""
+"""Plan: how one product becomes one kernel. Frozen and printable; the code generator reads nothing
+else.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from insum.plan.roles import Contraction
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Rows of the output own consecutive runs of ``var``; ``tiled`` when one program takes several rows (the M axis)."""
+    """Rows of the output own consecutive runs of ``var``; ``tiled`` when one program takes several
+    rows (the M axis).
+    """
 
     row: str
     var: str
@@ -20,7 +24,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A product whose index tensors became constants: what is written and what is multiplied, point by point."""
+    """A product whose index tensors became constants: what is written and what is multiplied, point
+    by point.
+    """
 
     variables: tuple[str, ...]
     points: tuple[tuple[Access, tuple[Expr, ...]], ...]
@@ -56,28 +62,45 @@ class Plan:
 
     @property
     def pointwise(self) -> bool:
-        """Whether absent points must be masked after the value is computed, because zero factors do not make it zero."""
-        return self.reduce != "sum" or any(not isinstance(f, Access) and type(f).__name__ != "Number" for f in self.factors)
+        """Whether absent points must be masked after the value is computed, because zero factors do
+        not make it zero.
+        """
+        return self.reduce != "sum" or any(
+            not isinstance(f, Access) and type(f).__name__ != "Number" for f in self.factors
+        )
 
     def describe(self, extents: Mapping[str, int]) -> str:
         """The plan in a few lines: roles, strategy and why."""
         r = self.roles
 
         def names(axis: tuple[str, ...]) -> str:
-            return "(" + ", ".join(f"{v}:{extents.get(v, '?')}" for v in axis) + ")" if axis else "-"
+            return (
+                "(" + ", ".join(f"{v}:{extents.get(v, '?')}" for v in axis) + ")" if axis else "-"
+            )
 
-        precision = f" in {self.operand}{', ' + self.precision if self.precision else ''}" if r.dot else ""
+        precision = (
+            f" in {self.operand}{', ' + self.precision if self.precision else ''}" if r.dot else ""
+        )
         lines = [
             f"strategy     {self.strategy}" + (f": {'; '.join(self.why)}" if self.why else ""),
-            f"computes     {self.target} {'+=' if self.reduce == 'sum' else self.reduce + '='} {self.value}",
+            f"computes     {self.target} {'+=' if self.reduce == 'sum' else self.reduce + '='} "
+            f"{self.value}",
             f"contraction  {'tl.dot' if r.dot else 'multiply and ' + self.reduce}{precision}",
             f"axes         M {names(r.m)}  N {names(r.n)}  K {names(r.k)}",
             f"grid         {names(r.grid)}   loops {names((*r.outer, *r.loops))}",
             f"accumulator  {self.accumulator}   offsets {'64' if self.wide else '32'} bits",
         ]
         if self.pattern:
-            lines.insert(1, f"pattern      {len(self.pattern.points)} points of ({', '.join(self.pattern.variables)}) as straight-line code")
+            lines.insert(
+                1,
+                f"pattern      {len(self.pattern.points)} points of "
+                f"({', '.join(self.pattern.variables)}) as straight-line code",
+            )
         if self.segment:
             several = ", several rows per tile" if self.segment.tiled else ""
-            lines.insert(1, f"segments     {self.segment.var} from start[{self.segment.row}] to end[{self.segment.row}]{several}")
+            lines.insert(
+                1,
+                f"segments     {self.segment.var} from start[{self.segment.row}] to "
+                f"end[{self.segment.row}]{several}",
+            )
         return "\n".join(lines)

@@ -1,11 +1,14 @@
-"""Problem + facts about index tensors -> Prepared: the scatter strategy, the rewritten product, and the arrays it needs.
+"""Problem + facts about index tensors -> Prepared: the scatter strategy, the rewritten product, and
+the arrays it needs.
 
 The strategies, in the order in which they are considered:
 
 - *store*: every place of the output is written at most once;
-- *unrolled*: the index tensors are small and declared constant, so their entries become constants of the code;
+- *unrolled*: the index tensors are small and declared constant, so their entries become constants
+  of the code;
 - *onehot*: the scattered dimension is small and stays whole in registers;
-- *segment*: the index is sorted (or sorting it once pays), so rows of the output own runs of entries: no atomics, no zero fill;
+- *segment*: the index is sorted (or sorting it once pays), so rows of the output own runs of
+  entries: no atomics, no zero fill;
 - *atomic*: everything else.
 """
 
@@ -49,7 +52,9 @@ class Preparation(Segmenting, Patterns):
         if isinstance(scatter, Scatter) and len(self.problem.terms) >= 1:
             return self.scattered(draft, scatter, wished)
         if self.wishes.deterministic:
-            raise CannotFuse("deterministic mode, and the output is scattered through several indices")
+            raise CannotFuse(
+                "deterministic mode, and the output is scattered through several indices"
+            )
         draft.why.append("several scattered indices")
         return self.finish(draft, "atomic", fill=True)
 
@@ -64,8 +69,15 @@ class Preparation(Segmenting, Patterns):
             unrolled = self.unrolled(draft)
             if unrolled is not None:
                 return unrolled
-        segmentable = facts.sorted and clean and anchor.is_contiguous() and self.segments_fit(draft, scatter)
-        pays = wished == "auto" and not segmentable and self.onehot_pays(scatter) and not self.rows_have_dot(draft, scatter)
+        segmentable = (
+            facts.sorted and clean and anchor.is_contiguous() and self.segments_fit(draft, scatter)
+        )
+        pays = (
+            wished == "auto"
+            and not segmentable
+            and self.onehot_pays(scatter)
+            and not self.rows_have_dot(draft, scatter)
+        )
         if wished == "onehot" and self.reduce == "sum" or pays:
             return self.onehot(draft, scatter)
         if facts.unique and clean and wished in ("auto", "store"):
@@ -75,18 +87,29 @@ class Preparation(Segmenting, Patterns):
         if wished == "atomic" and not self.wishes.deterministic:
             return self.atomic(draft, "asked for")
         if segmentable:
-            if wished != "segment" and not self.wishes.deterministic and self.atomic_has_dot(draft) and not self.segment_has_dot(draft, scatter, anchor):
+            if (
+                wished != "segment"
+                and not self.wishes.deterministic
+                and self.atomic_has_dot(draft)
+                and not self.segment_has_dot(draft, scatter, anchor)
+            ):
                 return self.atomic(draft, f"its tiles hold several entries of {name}")
             return self.segmented(draft, scatter, anchor)
         inverted = self.inverted(draft, scatter, anchor, facts) if wished == "auto" else None
         if inverted is not None:
             return inverted
-        if wished == "segment" or self.wishes.deterministic or not self.tiles_scatter(draft, scatter):
+        if (
+            wished == "segment"
+            or self.wishes.deterministic
+            or not self.tiles_scatter(draft, scatter)
+        ):
             return self.sorted_once(draft, scatter, anchor, facts)
         return self.atomic(draft, f"{name} is not sorted, and its tiles hold several entries of it")
 
     def segments_fit(self, draft: Draft, scatter: Scatter) -> bool:
-        """Whether entries have one number: an index of one dimension, or of several that every tensor can be flattened over."""
+        """Whether entries have one number: an index of one dimension, or of several that every
+        tensor can be flattened over.
+        """
         return len(scatter.access.indices) == 1 or self.merge(draft, scatter.variables) is not None
 
     def atomic(self, draft: Draft, why: str) -> Prepared:
@@ -94,7 +117,9 @@ class Preparation(Segmenting, Patterns):
         return self.finish(draft, "atomic", fill=True)
 
     def rows_have_dot(self, draft: Draft, scatter: Scatter) -> bool:
-        """Whether the entries of one output row are matrix products by themselves, as blocks are: rows keep those, a register tile does not."""
+        """Whether the entries of one output row are matrix products by themselves, as blocks are:
+        rows keep those, a register tile does not.
+        """
         roles = self.roles(draft)
         return roles.dot and not set(scatter.variables) & {*roles.m, *roles.n}
 
@@ -102,6 +127,13 @@ class Preparation(Segmenting, Patterns):
         return self.roles(draft).dot
 
     def segment_has_dot(self, draft: Draft, scatter: Scatter, anchor: Tensor) -> bool:
-        trial = replace(draft, extents=dict(draft.extents), padded=set(draft.padded), arrays={}, views={}, why=[])
+        trial = replace(
+            draft,
+            extents=dict(draft.extents),
+            padded=set(draft.padded),
+            arrays={},
+            views={},
+            why=[],
+        )
         self.to_segments(trial, scatter, anchor)
         return self.roles(trial).dot

@@ -1,11 +1,27 @@
-"""Rewriting a product for a scatter strategy: variables merged, replaced by index arrays, or replaced by output rows."""
+"""Rewriting a product for a scatter strategy: variables merged, replaced by index arrays, or
+replaced by output rows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from insum.lang.expr import Access, Affine, Atom, Call, Expr, Product, Statement, Sum, Var, accesses, affine, index_of, variables
+from insum.lang.expr import (
+    Access,
+    Affine,
+    Atom,
+    Call,
+    Expr,
+    Product,
+    Statement,
+    Sum,
+    Var,
+    accesses,
+    affine,
+    index_of,
+    variables,
+)
 
 
 def substitute(expr: Expr, change: Mapping[str, Affine]) -> Expr:
@@ -39,7 +55,9 @@ def _substitute_index(index: Affine, change: Mapping[str, Affine]) -> Affine:
 
 @dataclass(frozen=True, slots=True)
 class Merge:
-    """Adjacent variables that every access walks together become one; ``dims`` says where each tensor is flattened."""
+    """Adjacent variables that every access walks together become one; ``dims`` says where each
+    tensor is flattened.
+    """
 
     variables: tuple[str, ...]
     into: str
@@ -60,7 +78,10 @@ class Merge:
 
     def _indices(self, indices: tuple[Affine, ...]) -> tuple[Affine, ...]:
         at = position_of(indices, self.variables)
-        out = [affine([(c, self(a) if isinstance(a, Access) else a) for c, a in i.terms], i.offset) for i in indices]  # type: ignore[misc]
+        out = [
+            affine([(c, self(a) if isinstance(a, Access) else a) for c, a in i.terms], i.offset)  # type: ignore[misc]
+            for i in indices
+        ]
         if at is None:
             return tuple(out)
         return (*out[:at], index_of(self.into), *out[at + len(self.variables) :])
@@ -76,7 +97,9 @@ def position_of(indices: tuple[Affine, ...], together: tuple[str, ...]) -> int |
 
 
 def merge_of(exprs: tuple[Expr, ...], together: tuple[str, ...], into: str) -> Merge | None:
-    """The merge of ``together`` if every access that mentions one of them mentions all, side by side and nowhere else."""
+    """The merge of ``together`` if every access that mentions one of them mentions all, side by
+    side and nowhere else.
+    """
     dims: dict[str, int] = {}
     for expr in exprs:
         for access in accesses(expr):
@@ -84,14 +107,20 @@ def merge_of(exprs: tuple[Expr, ...], together: tuple[str, ...], into: str) -> M
             if not set(direct) & set(together):
                 continue
             at = position_of(access.indices, together)
-            if at is None or any(direct.count(v) != 1 for v in together) or dims.setdefault(access.tensor, at) != at:
+            if (
+                at is None
+                or any(direct.count(v) != 1 for v in together)
+                or dims.setdefault(access.tensor, at) != at
+            ):
                 return None
     return Merge(together, into, tuple(dims.items()))
 
 
 @dataclass(frozen=True, slots=True)
 class Scatter:
-    """The one dimension of a target that is written through an index tensor: ``C[..., T[p,q], ...]``."""
+    """The one dimension of a target that is written through an index tensor: ``C[..., T[p,q],
+    ...]``.
+    """
 
     dim: int
     access: Access
@@ -107,7 +136,9 @@ def scatter_of(statement: Statement) -> Scatter | str:
     plain = [i.var for i in indices]
     if None not in plain and len(set(plain)) == len(plain):
         return "direct"
-    affine_vars = {i.terms[0][1].name for i in indices if len(i.terms) == 1 and isinstance(i.terms[0][1], Var)}
+    affine_vars = {
+        i.terms[0][1].name for i in indices if len(i.terms) == 1 and isinstance(i.terms[0][1], Var)
+    }
     if set(variables(statement.target)) <= affine_vars:
         return "injective"
     special = [d for d, i in enumerate(indices) if i.var is None]
@@ -115,6 +146,12 @@ def scatter_of(statement: Statement) -> Scatter | str:
     if len(special) != 1 or len(set(rest)) != len(rest):
         return "general"
     atom = indices[special[0]].atom
-    if not isinstance(atom, Access) or any(i.var is None for i in atom.indices) or set(variables(atom)) & set(rest):
+    if (
+        not isinstance(atom, Access)
+        or any(i.var is None for i in atom.indices)
+        or set(variables(atom)) & set(rest)
+    ):
         return "general"
-    return Scatter(special[0], atom) if len(set(variables(atom))) == len(atom.indices) else "general"
+    return (
+        Scatter(special[0], atom) if len(set(variables(atom))) == len(atom.indices) else "general"
+    )

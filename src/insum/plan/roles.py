@@ -1,7 +1,8 @@
-"""Roles of the index variables in one product: which become the axes of a tile, which the grid, which the loops.
+"""Roles of the index variables in one product: which become the axes of a tile, which the grid,
+which the loops.
 
-The tile has up to three axes: M and N (kept) and K (summed). In a contraction by `tl.dot`, factors are split into a left side
-(M, K), a right side (K, N) and factors that are multiplied afterwards.
+The tile has up to three axes: M and N (kept) and K (summed). In a contraction by `tl.dot`, factors
+are split into a left side (M, K), a right side (K, N) and factors that are multiplied afterwards.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 
 from insum.lang.expr import Expr, Number, accesses, variables
 
-#: Extents below this are not worth a tile axis of a matrix instruction, whose sides are at least 16.
+#: Extents below this are not worth a tile axis of a matrix instruction, whose sides are at least
+#: 16.
 SMALLEST_DOT = 8
 #: A variable of at most this extent is put beside the rows of a segmented output.
 BESIDE_UP_TO = 16
@@ -46,7 +48,8 @@ class Roles:
     extents: Mapping[str, int]
     row: str = ""  # the variable that walks over the rows of a segmented output
     segment: str = ""  # the summed variable whose range depends on the row
-    absorbed: tuple[str, ...] = ()  # variables of a scattered dimension that is kept whole in registers
+    # variables of a scattered dimension that is kept whole in registers
+    absorbed: tuple[str, ...] = ()
 
     @property
     def held(self) -> tuple[str, ...]:
@@ -55,16 +58,28 @@ class Roles:
 
     def depends(self, factor: int) -> frozenset[str]:
         found = set(variables(self.factors[factor]))
-        return frozenset(found | {self.row}) if self.segment in found and self.segment else frozenset(found)
+        return (
+            frozenset(found | {self.row})
+            if self.segment in found and self.segment
+            else frozenset(found)
+        )
 
 
 def contraction(roles: Roles, *, allow_dot: bool, force_dot: bool = False) -> Contraction:
     """Choose the axes: a matrix product where one is worth it, else multiply and sum."""
-    best = max((c for c in _triples(roles, 1 if force_dot else SMALLEST_DOT)), default=None, key=lambda c: c[0]) if allow_dot else None
+    best = (
+        max(
+            (c for c in _triples(roles, 1 if force_dot else SMALLEST_DOT)),
+            default=None,
+            key=lambda c: c[0],
+        )
+        if allow_dot
+        else None
+    )
     return _as_dot(roles, *best[1:]) if best else _as_sum(roles)
 
 
-# --- matrix products -----------------------------------------------------------------------------------------------------------
+# --- matrix products ------------------------------------------------------------------------------
 
 
 def _triples(roles: Roles, smallest: int) -> list[tuple[float, str, str, str]]:
@@ -73,12 +88,23 @@ def _triples(roles: Roles, smallest: int) -> list[tuple[float, str, str, str]]:
     depends = [roles.depends(f) for f in range(len(roles.factors))]
     for k in roles.summed:
         with_k = [d for d in depends if k in d]
-        whole = [v for v in roles.summed if roles.extents[v] <= FLATTEN_UP_TO]  # summed, so one tile has to hold all of it
-        candidates = [v for v in (*roles.kept, *roles.held, *whole) if v not in (k, roles.row, roles.segment) and roles.extents[v] >= smallest]
+        # summed, so one tile has to hold all of it
+        whole = [v for v in roles.summed if roles.extents[v] <= FLATTEN_UP_TO]
+        candidates = [
+            v
+            for v in (*roles.kept, *roles.held, *whole)
+            if v not in (k, roles.row, roles.segment) and roles.extents[v] >= smallest
+        ]
         for m in candidates:
             for n in candidates:
-                both_absorbed = {m, n} <= set(roles.absorbed)  # the register tile takes rows or columns of the product, not single places
-                if roles.extents[k] >= smallest and _splits(with_k, m, n) and _order(roles, m, n) and not both_absorbed:
+                # the register tile takes rows or columns of the product, not single places
+                both_absorbed = {m, n} <= set(roles.absorbed)
+                if (
+                    roles.extents[k] >= smallest
+                    and _splits(with_k, m, n)
+                    and _order(roles, m, n)
+                    and not both_absorbed
+                ):
                     found.append((_score(roles, m, n, k), m, n, k))
     return found
 
@@ -98,9 +124,20 @@ def _score(roles: Roles, m: str, n: str, k: str) -> float:
     size = [min(roles.extents[v], cap) for v, cap in ((m, 128), (n, 256), (k, 128))]
     innermost = 4 if roles.kept and n == roles.kept[-1] else 1
     both_kept = 16 if {m, n} <= {*roles.kept, *roles.absorbed} else 1
-    in_a_row = 4 if any(a.indices and a.indices[-1].var == k for f in roles.factors for a in accesses(f, nested=False)) else 1
-    # Entries of a segment are few and scattered in memory: they fill the K axis only where nothing dense does.
-    return float(size[0] * size[1] * size[2] * innermost * both_kept * in_a_row) * (1e-3 if k == roles.segment else 1)
+    in_a_row = (
+        4
+        if any(
+            a.indices and a.indices[-1].var == k
+            for f in roles.factors
+            for a in accesses(f, nested=False)
+        )
+        else 1
+    )
+    # Entries of a segment are few and scattered in memory: they fill the K axis only where nothing
+    # dense does.
+    return float(size[0] * size[1] * size[2] * innermost * both_kept * in_a_row) * (
+        1e-3 if k == roles.segment else 1
+    )
 
 
 def _as_dot(roles: Roles, m: str, n: str, k: str) -> Contraction:
@@ -115,7 +152,8 @@ def _as_dot(roles: Roles, m: str, n: str, k: str) -> Contraction:
     summed = [v for v in roles.summed if v not in axes]
     post = tuple(f for f in range(len(depends)) if f not in with_k)
     post_on = frozenset().union(*(depends[f] for f in post)) if post else frozenset()
-    # A summed variable of a factor that is multiplied afterwards has to be looped over outside the contraction.
+    # A summed variable of a factor that is multiplied afterwards has to be looped over outside the
+    # contraction.
     outer = [v for v in summed if v in post_on] + [v for v in roles.absorbed if v not in axes]
     loops = [v for v in summed if v not in outer]
     k_axis: tuple[str, ...] = (k,)
@@ -123,13 +161,21 @@ def _as_dot(roles: Roles, m: str, n: str, k: str) -> Contraction:
         k_axis = (roles.segment, k)
         loops.remove(roles.segment)
     grid = tuple(v for v in roles.kept if v not in axes)
-    return Contraction(m_axis, n_axis, k_axis, tuple(loops), tuple(outer), grid, True, left, right, post)
+    return Contraction(
+        m_axis, n_axis, k_axis, tuple(loops), tuple(outer), grid, True, left, right, post
+    )
 
 
 def _flattened(roles: Roles, inner: str, alike: Callable[[str], bool]) -> tuple[str, ...]:
-    """The tile axis around ``inner``: while it is short, kept variables that play the same role are flattened onto it."""
+    """The tile axis around ``inner``: while it is short, kept variables that play the same role are
+    flattened onto it.
+    """
     axis, size = [inner], roles.extents[inner]
-    others = [v for v in roles.kept if v != inner and v != roles.row and alike(v)] if inner in roles.kept else []
+    others = (
+        [v for v in roles.kept if v != inner and v != roles.row and alike(v)]
+        if inner in roles.kept
+        else []
+    )
     for v in reversed(others):
         if size >= FLATTEN_UP_TO:
             break
@@ -142,30 +188,47 @@ def _is_power(n: int) -> bool:
     return n > 0 and n & (n - 1) == 0
 
 
-# --- multiply and sum ----------------------------------------------------------------------------------------------------------
+# --- multiply and sum -----------------------------------------------------------------------------
 
 
 def _as_sum(roles: Roles) -> Contraction:
     kept = [v for v in (*roles.held, *roles.kept) if v != roles.row]
     n = _summed_instead(roles) or _widest_innermost(roles, [v for v in kept if v in roles.kept])
     rest = [v for v in kept if v != n]
-    m = roles.row or _held_axis(roles) or (max(rest, key=lambda v: roles.extents[v]) if rest else "")
+    m = (
+        roles.row
+        or _held_axis(roles)
+        or (max(rest, key=lambda v: roles.extents[v]) if rest else "")
+    )
     if n in roles.summed and m not in roles.held:
         m = ""
     others = [v for v in roles.summed if v != n]
-    k = roles.segment or (max(others, key=lambda v: (roles.extents[v], contiguity(roles.factors, v))) if others else "")
+    k = roles.segment or (
+        max(others, key=lambda v: (roles.extents[v], contiguity(roles.factors, v)))
+        if others
+        else ""
+    )
     m_axis = (*_one(m), *_beside_row(roles, {m, n, k}))
     axes = {*m_axis, n, k}
     outer = tuple(v for v in roles.absorbed if v not in axes)
     loops = tuple(v for v in roles.summed if v not in axes)
     grid = tuple(v for v in roles.kept if v not in axes)
-    return Contraction(m_axis, _one(n), _one(k), loops, outer, grid, False, post=tuple(range(len(roles.factors))))
+    return Contraction(
+        m_axis, _one(n), _one(k), loops, outer, grid, False, post=tuple(range(len(roles.factors)))
+    )
 
 
 def _beside_row(roles: Roles, axes: set[str]) -> tuple[str, ...]:
-    """A short kept variable, such as the heads of an attention, that goes with the rows of a segmented output: its values share the entries' indices."""
+    """A short kept variable, such as the heads of an attention, that goes with the rows of a
+    segmented output: its values share the entries' indices.
+    """
     rest = [v for v in roles.kept if v not in axes]
-    if not roles.row or roles.row not in axes or not rest or not 1 < roles.extents[rest[-1]] <= BESIDE_UP_TO:
+    if (
+        not roles.row
+        or roles.row not in axes
+        or not rest
+        or not 1 < roles.extents[rest[-1]] <= BESIDE_UP_TO
+    ):
         return ()
     return (rest[-1],)
 
@@ -179,22 +242,36 @@ def _widest_innermost(roles: Roles, kept: Sequence[str]) -> str:
 
 
 def _held_axis(roles: Roles) -> str:
-    """Of the absorbed variables, the one that the fewest factors depend on: those are then read once for all of its values."""
+    """Of the absorbed variables, the one that the fewest factors depend on: those are then read
+    once for all of its values.
+    """
     depends = [roles.depends(f) for f in range(len(roles.factors))]
-    return max(roles.held, key=lambda v: (-sum(v in d for d in depends), roles.extents[v]), default="")
+    return max(
+        roles.held, key=lambda v: (-sum(v in d for d in depends), roles.extents[v]), default=""
+    )
 
 
 def _summed_instead(roles: Roles) -> str:
-    """A short summed variable for the N axis where the kept ones walk no innermost dimension and it does.
+    """A short summed variable for the N axis where the kept ones walk no innermost dimension and it
+    does.
 
-    Then the tile reads memory in order, and the axis is summed after the loop. Kept variables go to the grid.
+    Then the tile reads memory in order, and the axis is summed after the loop. Kept variables go to
+    the grid.
     """
     if roles.row or any(contiguity(roles.factors, v) for v in roles.kept):
         return ""
-    short = [v for v in roles.summed if SMALLEST_DOT <= roles.extents[v] <= FLATTEN_UP_TO and contiguity(roles.factors, v)]
+    short = [
+        v
+        for v in roles.summed
+        if SMALLEST_DOT <= roles.extents[v] <= FLATTEN_UP_TO and contiguity(roles.factors, v)
+    ]
     long = [v for v in roles.summed if v not in short]
     work = math.prod(roles.extents[v] for v in roles.kept)
-    return max(short, key=lambda v: contiguity(roles.factors, v)) if short and (long or len(roles.summed) > 1) and work >= 64 else ""
+    return (
+        max(short, key=lambda v: contiguity(roles.factors, v))
+        if short and (long or len(roles.summed) > 1) and work >= 64
+        else ""
+    )
 
 
 def contiguity(factors: Sequence[Expr], v: str) -> int:

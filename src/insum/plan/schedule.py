@@ -1,4 +1,5 @@
-"""Segments of a sorted index: where each output row's entries start and end, and how uneven rows are cut into even tasks.
+"""Segments of a sorted index: where each output row's entries start and end, and how uneven rows
+are cut into even tasks.
 
 Computed once per index tensor with a handful of device operations and kept with its facts.
 """
@@ -30,7 +31,9 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tasks:
-    """Rows cut into pieces, long pieces first; ``row`` is the output row, or ``-1 - slot`` of the workspace."""
+    """Rows cut into pieces, long pieces first; ``row`` is the output row, or ``-1 - slot`` of the
+    workspace.
+    """
 
     start: Tensor
     end: Tensor
@@ -54,9 +57,11 @@ def segments(index: Tensor, rows: int) -> Segments:
 
 
 def scaled(base: Segments, width: int, valid: Tensor | None) -> tuple[Segments, bool]:
-    """Segments over slots when every entry holds ``width`` of them; ``valid`` (entries x width) drops trailing padding.
+    """Segments over slots when every entry holds ``width`` of them; ``valid`` (entries x width)
+    drops trailing padding.
 
-    The second value says whether all padding was trailing, so that none is left inside the segments.
+    The second value says whether all padding was trailing, so that none is left inside the
+    segments.
     """
     start, end = base.start * width, base.end * width
     whole = Segments(start, end, base.longest * width, base.entries * width)
@@ -78,9 +83,11 @@ def _with_lengths(start: Tensor, end: Tensor, entries: int) -> Segments:
 
 
 def tasks(base: Segments, limit: int) -> Tasks:
-    """Cut rows into pieces of at most ``limit`` entries, long pieces first and otherwise in the order of the rows.
+    """Cut rows into pieces of at most ``limit`` entries, long pieces first and otherwise in the
+    order of the rows.
 
-    The order inside a class is kept: rows that are near in the output gather near inputs, and a full sort would lose that.
+    The order inside a class is kept: rows that are near in the output gather near inputs, and a
+    full sort would lose that.
     """
     count = (base.end - base.start).long()
     device = count.device
@@ -93,7 +100,9 @@ def tasks(base: Segments, limit: int) -> Tasks:
     split = pieces[row] > 1
     destination = torch.where(split, -split.long().cumsum(0), row)
     length = end - start
-    klass = torch.where(length <= SHORT, 0, torch.ceil(torch.log2(length.clamp(min=1).float())).long())
+    klass = torch.where(
+        length <= SHORT, 0, torch.ceil(torch.log2(length.clamp(min=1).float())).long()
+    )
     order = torch.argsort(-klass, stable=True)
     cut = (pieces > 1).nonzero()[:, 0]
     slot_end = pieces[cut].cumsum(0)

@@ -1,4 +1,6 @@
-"""Strategies that give each output row its own entries: segments of a sorted index, an index sorted once, an inverse table."""
+"""Strategies that give each output row its own entries: segments of a sorted index, an index sorted
+once, an inverse table.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,18 @@ class Segmenting(Packing):
         return self.finish(draft, "segment", fill=False)
 
     def to_segments(self, draft: Draft, scatter: Scatter, anchor: Tensor) -> None:
-        """Output rows own runs of the index; a summed variable that always follows it is merged, padding at its end dropped."""
+        """Output rows own runs of the index; a summed variable that always follows it is merged,
+        padding at its end dropped.
+        """
         rows = int(self.problem.shape[scatter.dim])
-        base = remembered(facts_of(anchor), ("segments", rows), lambda: segments(anchor.reshape(-1), rows))
+        base = remembered(
+            facts_of(anchor), ("segments", rows), lambda: segments(anchor.reshape(-1), rows)
+        )
         together = scatter.variables
         summed = [v for v in self.summed(draft) if v not in together]
-        merge = next((m for q in summed if (m := self.merge(draft, (*together, q)))), None) or (self.merge(draft, together) if len(together) > 1 else None)
+        merge = next((m for q in summed if (m := self.merge(draft, (*together, q)))), None) or (
+            self.merge(draft, together) if len(together) > 1 else None
+        )
         width = 1
         if merge is not None:
             width = math.prod(draft.extents[v] for v in merge.variables if v not in together)
@@ -48,7 +56,11 @@ class Segmenting(Packing):
 
     def merge(self, draft: Draft, together: tuple[str, ...]) -> Merge | None:
         merge = merge_of(draft.factors, together, self.slot)
-        if merge is None or not all(_flattens(self.tensors[t], at, len(together)) for t, at in merge.dims if t in self.tensors):
+        if merge is None or not all(
+            _flattens(self.tensors[t], at, len(together))
+            for t, at in merge.dims
+            if t in self.tensors
+        ):
             return None
         return merge
 
@@ -57,8 +69,12 @@ class Segmenting(Packing):
         draft.views |= {t: (at, len(merge.variables)) for t, at in merge.dims}
         draft.extents[merge.into] = math.prod(draft.extents[v] for v in merge.variables)
 
-    def widened(self, draft: Draft, base: Segments, width: int, slot: str, rows_from: IndexFacts) -> Segments:
-        reads = {a.tensor for f in draft.factors for a in accesses(f) if a.indices == (index_of(slot),)}
+    def widened(
+        self, draft: Draft, base: Segments, width: int, slot: str, rows_from: IndexFacts
+    ) -> Segments:
+        reads = {
+            a.tensor for f in draft.factors for a in accesses(f) if a.indices == (index_of(slot),)
+        }
         padded = [self.tensors[t] for t in sorted(reads & draft.padded)]
         if not padded:
             return scaled(base, width, None)[0]
@@ -80,17 +96,26 @@ class Segmenting(Packing):
     def to_rows(self, draft: Draft, scatter: Scatter, base: Segments, slot: str) -> None:
         draft.row, draft.segment, draft.segments = self.row, slot, base
         draft.extents |= {self.row: base.rows}
-        indices = tuple(index_of(self.row) if d == scatter.dim else i for d, i in enumerate(draft.target.indices))
+        indices = tuple(
+            index_of(self.row) if d == scatter.dim else i
+            for d, i in enumerate(draft.target.indices)
+        )
         draft.target = Access(draft.target.tensor, indices)
         self.unpad(draft, scatter.access.tensor)
 
     def unpad(self, draft: Draft, name: str) -> None:
-        """The target no longer reads this index tensor: its padding matters only where the right side reads it too."""
+        """The target no longer reads this index tensor: its padding matters only where the right
+        side reads it too.
+        """
         if name not in {a.tensor for f in draft.factors for a in accesses(f)}:
             draft.padded.discard(name)
 
-    def sorted_once(self, draft: Draft, scatter: Scatter, anchor: Tensor, facts: IndexFacts) -> Prepared:
-        """Sort the index once, keep the order with the tensor, and walk the entries in that order: segments again."""
+    def sorted_once(
+        self, draft: Draft, scatter: Scatter, anchor: Tensor, facts: IndexFacts
+    ) -> Prepared:
+        """Sort the index once, keep the order with the tensor, and walk the entries in that order:
+        segments again.
+        """
         draft.why.append(f"{scatter.access.tensor} was sorted once")
         rows = int(self.problem.shape[scatter.dim])
         flat_order, base = remembered(facts, ("sorted", rows), lambda: _sorted(anchor, rows))
@@ -102,20 +127,29 @@ class Segmenting(Packing):
         if merged is not None:
             self.apply_merge(draft, replace(merged, into=self.flat))
         through = Affine(((1, Access(order_name, (index_of(slot),))),))
-        change = {self.flat: through} if merged else self.positions(draft, scatter, anchor, flat_order, facts, through)
+        change = (
+            {self.flat: through}
+            if merged
+            else self.positions(draft, scatter, anchor, flat_order, facts, through)
+        )
         draft.factors = tuple(substitute(f, change) for f in draft.factors)
         if any(a.tensor == order_name for f in draft.factors for a in accesses(f)):
             draft.arrays[order_name] = flat_order
         self.to_rows(draft, scatter, base, slot)
         return self.finish(draft, "segment", fill=False)
 
-    def inverted(self, draft: Draft, scatter: Scatter, anchor: Tensor, facts: IndexFacts) -> Prepared | None:
-        """Where the other variables fix the scattered one (a neighbour table), the scatter is a gather through the inverse table."""
+    def inverted(
+        self, draft: Draft, scatter: Scatter, anchor: Tensor, facts: IndexFacts
+    ) -> Prepared | None:
+        """Where the other variables fix the scattered one (a neighbour table), the scatter is a
+        gather through the inverse table.
+        """
         if len(scatter.variables) < 2 or not self.tiles_scatter(draft, scatter):
             return None
         dim = max(range(anchor.dim()), key=lambda d: anchor.shape[d])
         if scatter.variables[dim] not in {v for f in draft.factors for v in variables(f)}:
-            return None  # the value does not depend on the inverted variable, so nothing would mask absent points
+            # the value does not depend on the inverted variable: nothing would mask absent points
+            return None
         rows = int(self.problem.shape[scatter.dim])
         if rows * (anchor.numel() // max(1, anchor.shape[dim])) > INVERT_UP_TO * anchor.numel():
             return None
@@ -123,9 +157,19 @@ class Segmenting(Packing):
         if table is None:
             return None
         var = scatter.variables[dim]
-        read = self.mirrored(draft, scatter, var) if isinstance(table, str) else self.tabled(draft, scatter, var, table)
+        read = (
+            self.mirrored(draft, scatter, var)
+            if isinstance(table, str)
+            else self.tabled(draft, scatter, var, table)
+        )
         draft.factors = tuple(substitute(f, {var: Affine(((1, read),))}) for f in draft.factors)
-        draft.target = Access(draft.target.tensor, tuple(index_of(self.row) if d == scatter.dim else i for d, i in enumerate(draft.target.indices)))
+        draft.target = Access(
+            draft.target.tensor,
+            tuple(
+                index_of(self.row) if d == scatter.dim else i
+                for d, i in enumerate(draft.target.indices)
+            ),
+        )
         draft.extents[self.row] = rows
         self.unpad(draft, scatter.access.tensor)
         self.packed(draft, facts)
@@ -140,12 +184,25 @@ class Segmenting(Packing):
         return Access(name, tuple(index_of(self.row if v == var else v) for v in scatter.variables))
 
     def mirrored(self, draft: Draft, scatter: Scatter, var: str) -> Access:
-        """A read of the index tensor itself, the other variables backwards: an offset leads back where its opposite leads to."""
+        """A read of the index tensor itself, the other variables backwards: an offset leads back
+        where its opposite leads to.
+        """
         draft.why.append(f"{scatter.access.tensor}, read backwards, is its own inverse table")
         backwards = {v: Affine(((-1, Var(v)),), draft.extents[v] - 1) for v in scatter.variables}
-        return Access(scatter.access.tensor, tuple(index_of(self.row) if v == var else backwards[v] for v in scatter.variables))
+        return Access(
+            scatter.access.tensor,
+            tuple(index_of(self.row) if v == var else backwards[v] for v in scatter.variables),
+        )
 
-    def positions(self, draft: Draft, scatter: Scatter, anchor: Tensor, order: Tensor, facts: IndexFacts, through: Affine) -> dict[str, Affine]:
+    def positions(
+        self,
+        draft: Draft,
+        scatter: Scatter,
+        anchor: Tensor,
+        order: Tensor,
+        facts: IndexFacts,
+        through: Affine,
+    ) -> dict[str, Affine]:
         """Each scattered variable as an array over the sorted entries."""
         if len(scatter.variables) == 1:
             return {scatter.variables[0]: through}
@@ -154,14 +211,20 @@ class Segmenting(Packing):
         for dim, var in enumerate(scatter.variables):
             if var in used:
                 name = fresh(f"{var}_order", self.taken)
-                draft.arrays[name] = remembered(facts, ("position", dim), functools.partial(_position, anchor, order, dim))
+                draft.arrays[name] = remembered(
+                    facts, ("position", dim), functools.partial(_position, anchor, order, dim)
+                )
                 change[var] = Affine(((1, Access(name, (index_of(self.slot),))),))
         return change
 
-    def compose(self, draft: Draft, scatter: Scatter, anchor: Tensor, order: Tensor, facts: IndexFacts) -> None:
-        """Index tensors over the scattered variables are gathered into sorted order once, so that the kernel reads them in a row.
+    def compose(
+        self, draft: Draft, scatter: Scatter, anchor: Tensor, order: Tensor, facts: IndexFacts
+    ) -> None:
+        """Index tensors over the scattered variables are gathered into sorted order once, so that
+        the kernel reads them in a row.
 
-        Left alone where the copy would be a noticeable part of all memory: the kernel then reads them through the order.
+        Left alone where the copy would be a noticeable part of all memory: the kernel then reads
+        them through the order.
         """
         mine = set(scatter.variables)
         total = sum(t.numel() * t.element_size() for t in self.tensors.values())
@@ -171,10 +234,23 @@ class Segmenting(Packing):
             for access in list(accesses(factor)):
                 for index in access.indices:
                     for _, atom in index.terms:
-                        if isinstance(atom, Access) and atom.tensor in self.tensors and atom.indices and all(i.var in mine for i in atom.indices):
+                        if (
+                            isinstance(atom, Access)
+                            and atom.tensor in self.tensors
+                            and atom.indices
+                            and all(i.var in mine for i in atom.indices)
+                        ):
                             self.compose_one(draft, scatter, anchor, order, atom, facts)
 
-    def compose_one(self, draft: Draft, scatter: Scatter, anchor: Tensor, order: Tensor, atom: Access, facts: IndexFacts) -> None:
+    def compose_one(
+        self,
+        draft: Draft,
+        scatter: Scatter,
+        anchor: Tensor,
+        order: Tensor,
+        atom: Access,
+        facts: IndexFacts,
+    ) -> None:
         source = self.tensors[atom.tensor]
         name = fresh(f"{atom.tensor}_sorted", self.taken)
         dims = tuple(scatter.variables.index(str(i.var)) for i in atom.indices)
@@ -192,7 +268,10 @@ class Segmenting(Packing):
 
 def _flattens(tensor: Tensor, at: int, count: int) -> bool:
     """Whether dimensions ``at .. at+count`` can be viewed as one."""
-    return all(tensor.shape[d] <= 1 or tensor.stride(d) == tensor.stride(d + 1) * tensor.shape[d + 1] for d in range(at, at + count - 1))
+    return all(
+        tensor.shape[d] <= 1 or tensor.stride(d) == tensor.stride(d + 1) * tensor.shape[d + 1]
+        for d in range(at, at + count - 1)
+    )
 
 
 def _sorted(anchor: Tensor, rows: int) -> tuple[Tensor, Segments]:
@@ -206,9 +285,11 @@ MIRRORED = "mirrored"
 
 
 def _inverse(anchor: Tensor, dim: int, rows: int) -> Tensor | str | None:
-    """``inverse[.., y, ..] = x`` where ``anchor[.., x, ..] = y``, -1 where there is none; None where two x share a y.
+    """``inverse[.., y, ..] = x`` where ``anchor[.., x, ..] = y``, -1 where there is none; None
+    where two x share a y.
 
-    A table that equals the anchor with its other dimensions reversed is not kept: `MIRRORED` says so.
+    A table that equals the anchor with its other dimensions reversed is not kept: `MIRRORED` says
+    so.
     """
     lines = anchor.movedim(dim, -1).reshape(-1, anchor.shape[dim])
     present = lines >= 0
@@ -219,7 +300,11 @@ def _inverse(anchor: Tensor, dim: int, rows: int) -> Tensor | str | None:
     if bool((taken > 1).any()):
         return None
     inverse = torch.full((lines.shape[0] * rows + 1,), -1, dtype=torch.int32, device=anchor.device)
-    inverse[flat.reshape(-1)] = torch.arange(anchor.shape[dim], device=anchor.device, dtype=torch.int32).expand_as(lines).reshape(-1)
+    inverse[flat.reshape(-1)] = (
+        torch.arange(anchor.shape[dim], device=anchor.device, dtype=torch.int32)
+        .expand_as(lines)
+        .reshape(-1)
+    )
     inverse[-1] = -1
     shape = [s for d, s in enumerate(anchor.shape) if d != dim]
     table = inverse[:-1].reshape(*shape, rows).movedim(-1, dim)
@@ -237,9 +322,15 @@ def _replaced(expr: Expr, old: Access, new: Access) -> Expr:
     """Replace an access that stands in index position."""
 
     def in_index(index: Affine) -> Affine:
-        return Affine(tuple((c, new if a == old else in_access(a)) for c, a in index.terms), index.offset)
+        return Affine(
+            tuple((c, new if a == old else in_access(a)) for c, a in index.terms), index.offset
+        )
 
     def in_access(atom: Var | Access) -> Var | Access:
-        return Access(atom.tensor, tuple(in_index(i) for i in atom.indices), atom.span) if isinstance(atom, Access) else atom
+        return (
+            Access(atom.tensor, tuple(in_index(i) for i in atom.indices), atom.span)
+            if isinstance(atom, Access)
+            else atom
+        )
 
     return rewrite(expr, lambda access: in_access(access))  # type: ignore[arg-type,return-value]

@@ -1,4 +1,6 @@
-"""The configs that are worth trying for a plan: legal ones, within the device's shared memory and registers, best by the model first."""
+"""The configs that are worth trying for a plan: legal ones, within the device's shared memory and
+registers, best by the model first.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,16 @@ from insum.plan.schedule import SHORT
 
 #: Registers that a thread may be estimated to need before a config counts as spilling.
 MOST_REGISTERS = 230
-#: Of one shape of tile at most so many variants of warps and stages are tried before the next shape's.
+#: Of one shape of tile at most so many variants of warps and stages are tried before the next
+#: shape's.
 VARIANTS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the space is cut to: the device, the load, how many candidates, and whether sides may be exchanged."""
+    """What the space is cut to: the device, the load, how many candidates, and whether sides may be
+    exchanged.
+    """
 
     device: cost.Device
     load: cost.Load
@@ -28,40 +33,59 @@ class Limits:
 
 
 def candidates(plan: Plan, extents: Mapping[str, int], limits: Limits) -> list[Choice]:
-    """Choices to try: the first guess, then in turn its neighbours and the rest of the space, each as the model ranks them."""
+    """Choices to try: the first guess, then in turn its neighbours and the rest of the space, each
+    as the model ranks them.
+    """
     guess = _guess(plan, extents, limits)
     near = neighbours(plan, extents, limits, guess)
     far = _best(plan, extents, limits, _every(plan, extents, limits, guess), limits.count)
-    in_turn = (choice for pair in itertools.zip_longest(far, near) for choice in pair if choice is not None)
+    in_turn = (
+        choice for pair in itertools.zip_longest(far, near) for choice in pair if choice is not None
+    )
     return list(dict.fromkeys([guess, *in_turn]))[: limits.count]
 
 
-def neighbours(plan: Plan, extents: Mapping[str, int], limits: Limits, centre: Choice) -> list[Choice]:
+def neighbours(
+    plan: Plan, extents: Mapping[str, int], limits: Limits, centre: Choice
+) -> list[Choice]:
     """Choices that differ from ``centre`` in one number, which is doubled or halved."""
     return _best(plan, extents, limits, _around(centre), limits.count)
 
 
 def crossed(timed: Sequence[tuple[Choice, float]]) -> Choice | None:
-    """Where short and long rows have configs of their own: the best of each, taken from trials that changed only one of them."""
+    """Where short and long rows have configs of their own: the best of each, taken from trials that
+    changed only one of them.
+    """
     if not timed or len(timed[0][0]) != 2:
         return None
     base = timed[0][0]
     shorts = [(t, c[0]) for c, t in timed if c[1] == base[1] and c[0].split == base[0].split]
     longs = [(t, c[1]) for c, t in timed if c[0] == base[0]]
-    splits = [(t, c[0].split) for c, t in timed if c[1] == base[1] and replace(c[0], split=base[0].split) == base[0]]
+    splits = [
+        (t, c[0].split)
+        for c, t in timed
+        if c[1] == base[1] and replace(c[0], split=base[0].split) == base[0]
+    ]
     short, long = min(shorts, key=lambda p: p[0])[1], min(longs, key=lambda p: p[0])[1]
     return replace(short, split=min(splits, key=lambda p: p[0])[1]), long
 
 
 def _guess(plan: Plan, extents: Mapping[str, int], limits: Limits) -> Choice:
     longest = max((length for length, _ in limits.load.lengths), default=0)
-    return model.first_choice(model.oriented(plan, extents, allowed=limits.swap), extents, longest=longest, entries=int(limits.load.entries))
+    return model.first_choice(
+        model.oriented(plan, extents, allowed=limits.swap),
+        extents,
+        longest=longest,
+        entries=int(limits.load.entries),
+    )
 
 
-# --- pruning ---------------------------------------------------------------------------------------------------------------------
+# --- pruning --------------------------------------------------------------------------------------
 
 
-def _best(plan: Plan, extents: Mapping[str, int], limits: Limits, every: Iterable[Choice], count: int) -> list[Choice]:
+def _best(
+    plan: Plan, extents: Mapping[str, int], limits: Limits, every: Iterable[Choice], count: int
+) -> list[Choice]:
     ranked = []
     for choice in dict.fromkeys(every):
         turned = model.oriented(plan, extents, choice[0].swap, allowed=limits.swap)
@@ -75,7 +99,10 @@ def _best(plan: Plan, extents: Mapping[str, int], limits: Limits, every: Iterabl
 
 def fits(predicted: cost.Cost, device: cost.Device) -> bool:
     """Whether every launch stays within shared memory and registers."""
-    return all(part.shared <= device.shared and part.registers <= MOST_REGISTERS for part in predicted.parts)
+    return all(
+        part.shared <= device.shared and part.registers <= MOST_REGISTERS
+        for part in predicted.parts
+    )
 
 
 def _varied(ranked: Sequence[Choice], count: int) -> list[Choice]:
@@ -90,10 +117,12 @@ def _varied(ranked: Sequence[Choice], count: int) -> list[Choice]:
     return [*kept, *rest][:count]
 
 
-# --- what there is ---------------------------------------------------------------------------------------------------------------
+# --- what there is --------------------------------------------------------------------------------
 
 
-def _every(plan: Plan, extents: Mapping[str, int], limits: Limits, guess: Choice) -> Iterator[Choice]:
+def _every(
+    plan: Plan, extents: Mapping[str, int], limits: Limits, guess: Choice
+) -> Iterator[Choice]:
     if plan.strategy == "unrolled":
         return _unrolled(plan, extents)
     if model.in_rows(plan):
@@ -103,20 +132,29 @@ def _every(plan: Plan, extents: Mapping[str, int], limits: Limits, guess: Choice
 
 def _powers(low: int, high: int) -> list[int]:
     """Powers of two from ``low`` to ``high``; ``high`` alone where there are none."""
-    return [1 << b for b in range(low.bit_length() - 1, high.bit_length()) if low <= 1 << b <= high] or [max(low, high)]
+    return [
+        1 << b for b in range(low.bit_length() - 1, high.bit_length()) if low <= 1 << b <= high
+    ] or [max(low, high)]
 
 
-def _dots(plan: Plan, extents: Mapping[str, int], limits: Limits, guess: Choice) -> Iterator[Choice]:
+def _dots(
+    plan: Plan, extents: Mapping[str, int], limits: Limits, guess: Choice
+) -> Iterator[Choice]:
     for swap in (0, 1) if limits.swap else (0,):
         turned = model.oriented(plan, extents, swap)
         m_held, n_held = model.held(turned, extents, 1, 1)
-        sizes = [max(16, min(256, power_of_two(model.extent(axis, extents)))) for axis in (turned.roles.m, turned.roles.n)]
+        sizes = [
+            max(16, min(256, power_of_two(model.extent(axis, extents))))
+            for axis in (turned.roles.m, turned.roles.n)
+        ]
         ms = [m_held] if m_held > 1 else _powers(16, sizes[0])
         ns = [n_held] if n_held > 1 else _powers(16, sizes[1])
         for m, n, k in itertools.product(ms, ns, _depths(turned, extents)):
             for warps, stages in itertools.product(_warps(m, n), (1, 2, 3, 4)):
                 for group in (0, 8) if sizes[0] > m and sizes[1] > n else (0,):
-                    yield (Config(m=m, n=n, k=k, warps=warps, stages=stages, group=group, swap=swap),)
+                    yield (
+                        Config(m=m, n=n, k=k, warps=warps, stages=stages, group=group, swap=swap),
+                    )
     yield from _pieces(plan, extents, guess)
 
 
@@ -142,8 +180,12 @@ def _pieces(plan: Plan, extents: Mapping[str, int], guess: Choice) -> Iterator[C
 def _sums(plan: Plan, extents: Mapping[str, int], guess: Choice) -> Iterator[Choice]:
     roles = plan.roles
     m_held, n_held = model.held(plan, extents, 1, 1)
-    m_all, n_all, k_all = (power_of_two(model.extent(axis, extents)) if axis else 1 for axis in (roles.m, roles.n, roles.k[:1]))
-    three = plan.onehot >= 0 and m_held == n_held == 1  # the register tile has the scattered axis too
+    m_all, n_all, k_all = (
+        power_of_two(model.extent(axis, extents)) if axis else 1
+        for axis in (roles.m, roles.n, roles.k[:1])
+    )
+    # the register tile has the scattered axis too
+    three = plan.onehot >= 0 and m_held == n_held == 1
     ms = [m_held] if m_held > 1 else _powers(1, min(64, m_all)) if not three else [guess[0].m]
     ns = [n_held] if n_held > 1 else _powers(min(16, n_all), min(256, n_all))
     for m, n, k in itertools.product(ms, ns, _powers(1, min(64, k_all))):
@@ -153,8 +195,12 @@ def _sums(plan: Plan, extents: Mapping[str, int], guess: Choice) -> Iterator[Cho
     yield from _pieces(plan, extents, guess)
 
 
-def _rows(plan: Plan, extents: Mapping[str, int], limits: Limits, guess: Choice) -> Iterator[Choice]:
-    """One of short rows, long rows and split length changed at a time; `crossed` puts the best of each together."""
+def _rows(
+    plan: Plan, extents: Mapping[str, int], limits: Limits, guess: Choice
+) -> Iterator[Choice]:
+    """One of short rows, long rows and split length changed at a time; `crossed` puts the best of
+    each together.
+    """
     short, long = guess
     n_all = power_of_two(model.extent(plan.roles.n, extents)) if plan.roles.n else 1
     longest = max((length for length, _ in limits.load.lengths), default=0)
@@ -171,25 +217,54 @@ def _rows(plan: Plan, extents: Mapping[str, int], limits: Limits, guess: Choice)
 
 
 def _unrolled(plan: Plan, extents: Mapping[str, int]) -> Iterator[Choice]:
-    m_all, n_all = (power_of_two(model.extent(axis, extents)) if axis else 1 for axis in (plan.roles.m, plan.roles.n))
+    m_all, n_all = (
+        power_of_two(model.extent(axis, extents)) if axis else 1
+        for axis in (plan.roles.m, plan.roles.n)
+    )
     if plan.roles.k:
         k_all = min(128, power_of_two(model.extent(plan.roles.k, extents)))
-        for m, n, k, warps in itertools.product(_powers(1, min(8, m_all)), _powers(min(8, n_all), min(64, n_all)), {k_all, min(k_all, 32)}, (1, 2, 4, 8)):
+        for m, n, k, warps in itertools.product(
+            _powers(1, min(8, m_all)),
+            _powers(min(8, n_all), min(64, n_all)),
+            {k_all, min(k_all, 32)},
+            (1, 2, 4, 8),
+        ):
             if 128 * warps <= m * n * k <= 2048 * warps:
                 yield (Config(m=m, n=n, k=k, warps=warps, stages=1),)
         return
-    for m, n, warps in itertools.product(_powers(1, min(32, m_all)), _powers(min(16, n_all), min(128, n_all)), (1, 2, 4)):
+    for m, n, warps in itertools.product(
+        _powers(1, min(32, m_all)), _powers(min(16, n_all), min(128, n_all)), (1, 2, 4)
+    ):
         if m * n <= 2048:
             yield (Config(m=m, n=n, warps=warps, stages=1),)
 
 
 def _around(centre: Choice) -> Iterator[Choice]:
     for position, one in enumerate(centre):
-        sizes = [(name, value) for name in ("m", "n", "k", "warps") for value in (getattr(one, name) * 2, getattr(one, name) // 2)]
-        changed = [replace(one, **{name: value}) for name, value in sizes if 1 <= value <= (16 if name == "warps" else 1024)]
-        changed += [replace(one, stages=value) for value in (one.stages + 1, one.stages - 1) if 1 <= value <= 6]
-        changed += [replace(one, group=value) for value in (0, 4, 8, 16) if one.swap >= 0 and value != one.group]
+        sizes = [
+            (name, value)
+            for name in ("m", "n", "k", "warps")
+            for value in (getattr(one, name) * 2, getattr(one, name) // 2)
+        ]
+        changed = [
+            replace(one, **{name: value})
+            for name, value in sizes
+            if 1 <= value <= (16 if name == "warps" else 1024)
+        ]
+        changed += [
+            replace(one, stages=value)
+            for value in (one.stages + 1, one.stages - 1)
+            if 1 <= value <= 6
+        ]
+        changed += [
+            replace(one, group=value)
+            for value in (0, 4, 8, 16)
+            if one.swap >= 0 and value != one.group
+        ]
         if len(centre) == 2 and position == 0 and one.split:
-            changed += [replace(one, split=one.split * 2), replace(one, split=max(16, one.split // 2))]
+            changed += [
+                replace(one, split=one.split * 2),
+                replace(one, split=max(16, one.split // 2)),
+            ]
         for new in changed:
             yield (*centre[:position], new, *centre[position + 1 :])

@@ -1,8 +1,9 @@
 """Kernels that earlier processes compiled, found without asking Triton.
 
-Triton finds them too, but its key reads its whole library, half a second in every process. Here a small note beside each kernel's
-source says under which hash Triton keeps the binary, for one kind of arguments on one target. A note that leads nowhere, or that this
-Triton cannot follow, costs a compilation and nothing else.
+Triton finds them too, but its key reads its whole library, half a second in every process. Here a
+small note beside each kernel's source says under which hash Triton keeps the binary, for one kind
+of arguments on one target. A note that leads nowhere, or that this Triton cannot follow, costs a
+compilation and nothing else.
 """
 
 from __future__ import annotations
@@ -24,18 +25,35 @@ log = logging.getLogger("insum")
 _held: dict[tuple[str, int], Any] = {}
 _VERSION = 1
 #: Beginnings of environment variables that may change what is compiled; the folders do not.
-_COMPILING = ("TRITON", "LLVM", "MLIR", "PTXAS", "NVPTX", "AMDGCN", "DISABLE_", "ENABLE_", "ALLOW_", "USE_")
+_COMPILING = (
+    "TRITON",
+    "LLVM",
+    "MLIR",
+    "PTXAS",
+    "NVPTX",
+    "AMDGCN",
+    "DISABLE_",
+    "ENABLE_",
+    "ALLOW_",
+    "USE_",
+)
 _FOLDERS = ("TRITON_CACHE_DIR", "TRITON_HOME")
 
 
 def recalled(function: Any, arguments: Sequence[Any], warps: int, stages: int) -> Any | None:
-    """The compiled kernel for such arguments, from Triton's cache on disk; None where there is none, or where someone watches Triton compile."""
+    """The compiled kernel for such arguments, from Triton's cache on disk; None where there is
+    none, or where someone watches Triton compile.
+    """
     try:
         if launch.interpreting() or _watched():
             return None
         path = _path(function, arguments, warps, stages)
         key = str(path), launch.current_device()
-        if key not in _held and path.exists() and (found := _load(function, json.loads(path.read_text()))) is not None:
+        if (
+            key not in _held
+            and path.exists()
+            and (found := _load(function, json.loads(path.read_text()))) is not None
+        ):
             _held[key] = found
         return _held.get(key)
     except Exception as error:  # whatever this Triton does differently: it compiles as ever
@@ -57,7 +75,14 @@ def note(compiled: Any, function: Any, arguments: Sequence[Any], warps: int, sta
         return
     try:
         constants = [[list(at), value] for at, value in compiled.src.constants.items()]
-        text = json.dumps({"hash": compiled.hash, "name": compiled.src.name, "signature": compiled.src.signature, "constants": constants})
+        text = json.dumps(
+            {
+                "hash": compiled.hash,
+                "name": compiled.src.name,
+                "signature": compiled.src.signature,
+                "constants": constants,
+            }
+        )
         path = _path(function, arguments, warps, stages)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(text)
@@ -73,18 +98,37 @@ def _load(function: Any, noted: dict[str, Any]) -> Any | None:
     group = get_cache_manager(noted["hash"]).get_group(f"{noted['name'][:150]}.json")
     if not group or not all(Path(file).exists() for file in group.values()):
         return None
-    source = ASTSource(function, noted["signature"], {tuple(at): value for at, value in noted["constants"]})
+    source = ASTSource(
+        function, noted["signature"], {tuple(at): value for at, value in noted["constants"]}
+    )
     return CompiledKernel(source, group, noted["hash"])
 
 
 def _path(function: Any, arguments: Sequence[Any], warps: int, stages: int) -> Path:
-    kinds = [[*launch.argument_kind(value), hasattr(value, "data_ptr") and value.data_ptr() % 16 == 0] for value in arguments]
-    asked = [_VERSION, function.fn.__module__, kinds, warps, stages, launch.current_target(), _triton(), _environment()]
-    return launch.source_folder() / f"b{hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:24]}.json"
+    kinds = [
+        [*launch.argument_kind(value), hasattr(value, "data_ptr") and value.data_ptr() % 16 == 0]
+        for value in arguments
+    ]
+    asked = [
+        _VERSION,
+        function.fn.__module__,
+        kinds,
+        warps,
+        stages,
+        launch.current_target(),
+        _triton(),
+        _environment(),
+    ]
+    return (
+        launch.source_folder()
+        / f"b{hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:24]}.json"
+    )
 
 
 def _environment() -> list[tuple[str, str]]:
-    return sorted((k, v) for k, v in os.environ.items() if k.startswith(_COMPILING) and k not in _FOLDERS)
+    return sorted(
+        (k, v) for k, v in os.environ.items() if k.startswith(_COMPILING) and k not in _FOLDERS
+    )
 
 
 @functools.cache
@@ -104,7 +148,17 @@ def _watched() -> bool:
     from triton import knobs
 
     compiling, running = knobs.compilation, knobs.runtime
-    wanted = [compiling.always_compile, compiling.override, compiling.dump_ir, compiling.listener, running.debug]
+    wanted = [
+        compiling.always_compile,
+        compiling.override,
+        compiling.dump_ir,
+        compiling.listener,
+        running.debug,
+    ]
     with contextlib.suppress(AttributeError):  # names of newer releases
-        wanted += [running.jit_cache_hook, running.jit_post_compile_hook, compiling.instrumentation_mode]
+        wanted += [
+            running.jit_cache_hook,
+            running.jit_post_compile_hook,
+            compiling.instrumentation_mode,
+        ]
     return any(bool(getattr(one, "calls", one)) for one in wanted)

@@ -1,8 +1,9 @@
-"""The memory of tuning: choices by plan, dtypes, size class, device and versions; in this process, and on disk for the next.
+"""The memory of tuning: choices by plan, dtypes, size class, device and versions; in this process,
+and on disk for the next.
 
-One JSON file per entry, written aside and renamed, so that any number of processes may read and write at once and nobody ever sees
-half a file. An entry that cannot be read, or that another version wrote, is passed over with one line in the log and written anew
-by the next search.
+One JSON file per entry, written aside and renamed, so that any number of processes may read and
+write at once and nobody ever sees half a file. An entry that cannot be read, or that another
+version wrote, is passed over with one line in the log and written anew by the next search.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ log = logging.getLogger("insum")
 FORMAT = 1
 _found: dict[str, Choice] = {}
 _lock = threading.Lock()
-#: ``epoch`` goes up whenever what is remembered changes, so that launches made before are looked up anew.
+#: ``epoch`` goes up whenever what is remembered changes, so that launches made before are looked up
+#: anew.
 state = {"epoch": 0}
 
 
-# --- where ---------------------------------------------------------------------------------------------------------------------
+# --- where ----------------------------------------------------------------------------------------
 
 
 @functools.cache
@@ -46,22 +48,33 @@ def _usable(wanted: str) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             return folder
     except OSError as error:
-        other = Path(tempfile.gettempdir()) / f"insum-{os.getuid() if hasattr(os, 'getuid') else os.environ.get('USERNAME', 'user')}"
-        log.warning("insum: the cache folder %s cannot be written (%s); %s is used instead", folder, error.strerror, other)
+        user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+        other = Path(tempfile.gettempdir()) / f"insum-{user}"
+        log.warning(
+            "insum: the cache folder %s cannot be written (%s); %s is used instead",
+            folder,
+            error.strerror,
+            other,
+        )
         other.mkdir(mode=0o700, parents=True, exist_ok=True)
         return other
 
 
 def folder() -> Path:
-    """Where kernels and tuned choices are kept: ``INSUM_CACHE_DIR``, else ``~/.cache/insum``, else a temporary folder."""
-    return _usable(os.environ.get("INSUM_CACHE_DIR") or os.path.join(os.path.expanduser("~"), ".cache", "insum"))
+    """Where kernels and tuned choices are kept: ``INSUM_CACHE_DIR``, else ``~/.cache/insum``, else
+    a temporary folder.
+    """
+    return _usable(
+        os.environ.get("INSUM_CACHE_DIR")
+        or os.path.join(os.path.expanduser("~"), ".cache", "insum")
+    )
 
 
 def entries_folder() -> Path:
     return folder() / "tuned"
 
 
-# --- keys and entries ------------------------------------------------------------------------------------------------------------
+# --- keys and entries -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,31 +107,65 @@ class Entry:
 
 
 def key_of(prepared: Prepared, device: torch.device) -> Key:
-    return Key(plan_text(prepared) + unusual(), size_class(prepared), device_name(device), *versions())
+    return Key(
+        plan_text(prepared) + unusual(), size_class(prepared), device_name(device), *versions()
+    )
 
 
 def unusual() -> str:
-    """Settings under which the same plan becomes another kernel, where they are not the usual ones: what is found then is found for them alone."""
+    """Settings under which the same plan becomes another kernel, where they are not the usual ones:
+    what is found then is found for them alone.
+    """
     now, usual = settings.values, Values()
     names = ("swap", "prefetch", "lazy_broadcasting")
-    return "".join(f" | {name}={getattr(now, name)}" for name in names if getattr(now, name) != getattr(usual, name))
+    return "".join(
+        f" | {name}={getattr(now, name)}"
+        for name in names
+        if getattr(now, name) != getattr(usual, name)
+    )
 
 
 def plan_text(prepared: Prepared) -> str:
-    """The plan as text: what decides the kernel but for its config; the user's spelling of the statement does not."""
+    """The plan as text: what decides the kernel but for its config; the user's spelling of the
+    statement does not.
+    """
     plan = prepared.plan
-    parts = [str(plan.target), *(str(f) for f in plan.factors), plan.reduce, plan.strategy, str(plan.roles), str(plan.kinds), str(sorted(plan.padded))]
-    parts += [plan.accumulator, plan.operand, plan.precision, str(plan.segment), str(plan.onehot), str(plan.wide), str(plan.accumulate), str(plan.numbers)]
+    parts = [
+        str(plan.target),
+        *(str(f) for f in plan.factors),
+        plan.reduce,
+        plan.strategy,
+        str(plan.roles),
+        str(plan.kinds),
+        str(sorted(plan.padded)),
+    ]
+    parts += [
+        plan.accumulator,
+        plan.operand,
+        plan.precision,
+        str(plan.segment),
+        str(plan.onehot),
+        str(plan.wide),
+        str(plan.accumulate),
+        str(plan.numbers),
+    ]
     if plan.pattern:
-        points = "\n".join(f"{target} {' '.join(map(str, factors))}" for target, factors in plan.pattern.points)
+        points = "\n".join(
+            f"{target} {' '.join(map(str, factors))}" for target, factors in plan.pattern.points
+        )
         parts.append(hashlib.sha256(points.encode()).hexdigest()[:16])
     return " | ".join(parts)
 
 
 def size_class(prepared: Prepared) -> str:
-    """Extents rounded up to powers of two, and for a segmented output the entries and the longest row as well."""
+    """Extents rounded up to powers of two, and for a segmented output the entries and the longest
+    row as well.
+    """
     rows = prepared.segments
-    sizes = {**prepared.extents, **({"entries": rows.entries, "longest": rows.longest} if rows else {})}
+    sizes = {
+        **prepared.extents,
+        **({"entries": rows.entries, "longest": rows.longest} if rows else {}),
+    }
     return " ".join(f"{name}:{power_of_two(size)}" for name, size in sizes.items())
 
 
@@ -142,11 +189,11 @@ def _version(package: str) -> str:
         return "none"
 
 
-# --- remembering ---------------------------------------------------------------------------------------------------------------
+# --- remembering ----------------------------------------------------------------------------------
 
 
 def epoch() -> int:
-    """Goes up whenever what is remembered changes, so that launches made before are looked up anew."""
+    """Goes up whenever what is remembered changes, so that earlier launches are looked up anew."""
     return state["epoch"]
 
 
@@ -208,23 +255,37 @@ def _entry(found: Any) -> Entry:
     choice = tuple(Config(**one) for one in found["choice"])
     if not choice:
         raise ValueError("no config")
-    return Entry(Key(**found["key"]), str(found["statement"]), choice, float(found["microseconds"]), float(found["first_guess"]), str(found["effort"]))
+    return Entry(
+        Key(**found["key"]),
+        str(found["statement"]),
+        choice,
+        float(found["microseconds"]),
+        float(found["first_guess"]),
+        str(found["effort"]),
+    )
 
 
 def _read(path: Path, key: Key | None = None) -> Entry | None:
     try:
         entry = _entry(json.loads(path.read_text(encoding="utf-8")))
         if key is not None and entry.key != key:
-            raise ValueError(f"written by torch {entry.key.torch}, triton {entry.key.triton}, insum {entry.key.insum}, or for something else")
+            raise ValueError(
+                f"written by torch {entry.key.torch}, triton {entry.key.triton}, insum "
+                f"{entry.key.insum}, or for something else"
+            )
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("insum: cache entry %s is passed over: %s", path.name, str(error).splitlines()[0] if str(error) else type(error).__name__)
+        log.warning(
+            "insum: cache entry %s is passed over: %s",
+            path.name,
+            str(error).splitlines()[0] if str(error) else type(error).__name__,
+        )
         return None
     return entry
 
 
-# --- looking after the files -----------------------------------------------------------------------------------------------------
+# --- looking after the files ----------------------------------------------------------------------
 
 
 def entries() -> Iterator[Entry]:
@@ -236,10 +297,14 @@ def entries() -> Iterator[Entry]:
 
 
 def clear(*, kernels: bool = True) -> int:
-    """Remove every entry, and the sources of generated kernels; returns how many files that were."""
+    """Remove every entry and the sources of generated kernels; returns how many files that were."""
     forget()
     doomed = [*entries_folder().glob("*.json"), *entries_folder().glob(".writing-*")]
-    doomed += [*(folder() / "kernels").glob("k*.py"), *(folder() / "kernels").glob("k*.tmp")] if kernels else []
+    doomed += (
+        [*(folder() / "kernels").glob("k*.py"), *(folder() / "kernels").glob("k*.tmp")]
+        if kernels
+        else []
+    )
     for path in doomed:
         path.unlink(missing_ok=True)
     return len(doomed)
@@ -253,7 +318,8 @@ def export_file(path: str | Path) -> int:
 
 
 def import_file(path: str | Path, *, any_version: bool = False) -> tuple[int, int]:
-    """Take over the entries of an exported file: how many, and how many were left out because other versions wrote them.
+    """Take over the entries of an exported file: how many, and how many were left out because other
+    versions wrote them.
 
     ``any_version`` takes those too, as if the present versions had found them.
     """
@@ -267,6 +333,15 @@ def import_file(path: str | Path, *, any_version: bool = False) -> tuple[int, in
         if now != entry.key and not any_version:
             left += 1
             continue
-        remember(Entry(now, entry.statement, entry.choice, entry.microseconds, entry.first_guess, entry.effort))
+        remember(
+            Entry(
+                now,
+                entry.statement,
+                entry.choice,
+                entry.microseconds,
+                entry.first_guess,
+                entry.effort,
+            )
+        )
         taken += 1
     return taken, left

@@ -1,8 +1,8 @@
 """Index values against the dimensions they index, before anything runs.
 
-First the range of each whole index tensor; only where that is too wide are the values looked at that the statement refers to, so that
-an unreferenced value is no error. On the CPU at every call; elsewhere once per tensor and version, so that a warm call does not wait
-for the device.
+First the range of each whole index tensor; only where that is too wide are the values looked at
+that the statement refers to, so that an unreferenced value is no error. On the CPU at every call;
+elsewhere once per tensor and version, so that a warm call does not wait for the device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _UNORDERED = (torch.uint16, torch.uint32, torch.uint64)
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """A dimension that is indexed through tensors: the bounds that the tensors' values must keep."""
+    """A dimension that is indexed through tensors: the bounds that their values must keep."""
 
     access: Access
     dim: int
@@ -39,7 +39,9 @@ class Use:
 
 
 def uses_of(problem: Problem) -> tuple[Use, ...]:
-    """Every indexed dimension of the statement that has a point, those inside an index before those around it."""
+    """Every indexed dimension of the statement that has a point, those inside an index before those
+    around it.
+    """
     if problem.device.type == "meta":
         return ()
     live = [t for t in problem.terms if all(problem.extents[v] != 0 for v in t.variables)]
@@ -52,9 +54,12 @@ def uses_of(problem: Problem) -> tuple[Use, ...]:
     for access in every:
         for dim, index in enumerate(access.indices):
             inner = [a.tensor for a in accesses(index)]
-            # An index tensor without elements has no values here: whatever indexes it is found out of range, or absent.
+            # An index tensor without elements has no values here: whatever indexes it is found out
+            # of range, or absent.
             if inner and not any(0 in problem.kinds[name].shape for name in inner):
-                found[access is target, access, dim] = _use(problem, access, dim, index, access is target)
+                found[access is target, access, dim] = _use(
+                    problem, access, dim, index, access is target
+                )
     return tuple(reversed(found.values()))
 
 
@@ -63,11 +68,21 @@ def _use(problem: Problem, access: Access, dim: int, index: Affine, is_target: b
     atom = index.atom
     simple = isinstance(atom, Access) and problem.kinds[atom.tensor].device is not None
     low = -1 if simple and isinstance(atom, Access) and atom.tensor in problem.padded else 0
-    return Use(access, dim, index, limit, low, limit - 1, atom.tensor if simple and isinstance(atom, Access) else "")
+    return Use(
+        access,
+        dim,
+        index,
+        limit,
+        low,
+        limit - 1,
+        atom.tensor if simple and isinstance(atom, Access) else "",
+    )
 
 
 def ranges_of(uses: tuple[Use, ...]) -> tuple[tuple[str, int, int], ...]:
-    """For each index tensor the range that every use of it allows; nothing where a use is more than one tensor."""
+    """For each index tensor the range that every use of it allows; nothing where a use is more than
+    one tensor.
+    """
     if not all(use.tensor for use in uses):
         return ()
     found: dict[str, tuple[int, int]] = {}
@@ -82,7 +97,9 @@ _FEW = 64
 
 
 def in_range(ranges: tuple[tuple[str, int, int], ...], values: Mapping[str, Value]) -> bool:
-    """The quick test, made at every call: of values on the CPU, of facts elsewhere. False says only that `verify` must look closer."""
+    """The quick test, made at every call: of values on the CPU, of facts elsewhere. False says only
+    that `verify` must look closer.
+    """
     if settings._values.check == "never":
         return True
     for name, low, high in ranges:
@@ -91,7 +108,12 @@ def in_range(ranges: tuple[tuple[str, int, int], ...], values: Mapping[str, Valu
             return False
         if not tensor.is_cpu:
             facts = known(tensor)
-            if facts is None or facts.low < low or facts.high > high or settings._values.check == "always":
+            if (
+                facts is None
+                or facts.low < low
+                or facts.high > high
+                or settings._values.check == "always"
+            ):
                 return False
             continue
         if tensor.numel() <= _FEW and tensor.dim() == 1:
@@ -130,7 +152,11 @@ def _bounds(value: Value) -> tuple[int, int] | None:
     if value.device.type == "cpu" or settings.check == "always":
         low, high = torch.aminmax(_sortable(value))
         return int(low), int(high)
-    if known(value) is None and value.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if (
+        known(value) is None
+        and value.device.type == "cuda"
+        and torch.cuda.is_current_stream_capturing()
+    ):
         return None
     facts = facts_of(value)
     return facts.low, facts.high
@@ -140,13 +166,20 @@ def _sortable(value: Tensor) -> Tensor:
     return value.detach().long() if value.dtype in _UNORDERED else value.detach()
 
 
-def _affine_bounds(problem: Problem, use: Use, values: Mapping[str, Value], bounds: dict[str, tuple[int, int] | None]) -> tuple[int, int] | None:
+def _affine_bounds(
+    problem: Problem,
+    use: Use,
+    values: Mapping[str, Value],
+    bounds: dict[str, tuple[int, int] | None],
+) -> tuple[int, int] | None:
     low = high = use.index.offset
     for by, atom in use.index.terms:
         if isinstance(atom, Var):
             ends: tuple[int, int] | None = (0, int(problem.extents[atom.name]) - 1)
         else:
-            ends = bounds[atom.tensor] = bounds[atom.tensor] if atom.tensor in bounds else _bounds(values[atom.tensor])
+            ends = bounds[atom.tensor] = (
+                bounds[atom.tensor] if atom.tensor in bounds else _bounds(values[atom.tensor])
+            )
         if ends is None:
             return None
         low, high = low + min(by * ends[0], by * ends[1]), high + max(by * ends[0], by * ends[1])
@@ -158,19 +191,31 @@ def _affine_bounds(problem: Problem, use: Use, values: Mapping[str, Value], boun
 
 def _verify_referenced(problem: Problem, use: Use, values: Mapping[str, Value]) -> None:
     vars = variables(use.index)
-    point = {v: _along(k, len(vars), int(problem.extents[v]), problem.device) for k, v in enumerate(vars)}
+    point = {
+        v: _along(k, len(vars), int(problem.extents[v]), problem.device) for k, v in enumerate(vars)
+    }
     index, present = _evaluated(problem, use.index, values, point)
-    bad = (((index < 0) | (index > use.high)) & present).expand([int(problem.extents[v]) for v in vars]).nonzero()
+    bad = (
+        (((index < 0) | (index > use.high)) & present)
+        .expand([int(problem.extents[v]) for v in vars])
+        .nonzero()
+    )
     if len(bad):
         _complain(problem, use, values, dict(zip(vars, bad[0].tolist(), strict=True)))
 
 
 def _along(axis: int, rank: int, extent: int, device: torch.device) -> Tensor:
-    return torch.arange(extent, device=device).reshape([-1 if k == axis else 1 for k in range(rank)])
+    return torch.arange(extent, device=device).reshape(
+        [-1 if k == axis else 1 for k in range(rank)]
+    )
 
 
-def _evaluated(problem: Problem, index: Affine, values: Mapping[str, Value], point: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """The value of an index expression at many points at once, and where none of the tensors in it is absent."""
+def _evaluated(
+    problem: Problem, index: Affine, values: Mapping[str, Value], point: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The value of an index expression at many points at once, and where none of the tensors in it
+    is absent.
+    """
     total = torch.full((), index.offset, device=problem.device)
     present = torch.ones((), dtype=torch.bool, device=problem.device)
     for by, atom in index.terms:
@@ -180,26 +225,41 @@ def _evaluated(problem: Problem, index: Affine, values: Mapping[str, Value], poi
         places = [_evaluated(problem, i, values, point) for i in atom.indices]
         for _, there in places:
             present = present & there
-        value = torch.as_tensor(values[atom.tensor]).long()[tuple(torch.where(there, place, 0) for place, there in places)].to(problem.device)
+        value = (
+            torch.as_tensor(values[atom.tensor])
+            .long()[tuple(torch.where(there, place, 0) for place, there in places)]
+            .to(problem.device)
+        )
         present = present & (value != -1) if atom.tensor in problem.padded else present
         total = total + by * value
     return total, present
 
 
-def _complain(problem: Problem, use: Use, values: Mapping[str, Value], point: dict[str, int]) -> NoReturn:
+def _complain(
+    problem: Problem, use: Use, values: Mapping[str, Value], point: dict[str, int]
+) -> NoReturn:
     value = _at(use.index, values, point)
     atom = use.index.atom
     where = _place(atom, values, point) if isinstance(atom, Access) else f"index {use.index}"
     at = ", ".join(f"{v}={k}" for v, k in point.items())
     at = f" (at {at})" if at and not isinstance(atom, Access) else ""
-    fact = f"{where} is {value}{at}, but it indexes dimension {use.dim} of {use.access.tensor}, which has size {use.limit}"
-    remedy = "a negative index does not count from the end" if value < 0 else f"make {use.access.tensor} larger, or correct the index"
+    fact = (
+        f"{where} is {value}{at}, but it indexes dimension {use.dim} of "
+        f"{use.access.tensor}, which has size {use.limit}"
+    )
+    remedy = (
+        "a negative index does not count from the end"
+        if value < 0
+        else f"make {use.access.tensor} larger, or correct the index"
+    )
     expected = f"values from 0 to {use.limit - 1}" if use.limit else "no index at all"
     if isinstance(atom, Access) and atom.tensor in problem.padded:
         expected += ", or -1 for an absent entry"
     elif value == -1 and isinstance(atom, Access):
         remedy = f"where -1 marks an absent entry, pass padded=({atom.tensor!r},)"
-    raise problem.complain(IndexRangeError, fact, span=use.index.span, expected=expected, remedy=remedy)
+    raise problem.complain(
+        IndexRangeError, fact, span=use.index.span, expected=expected, remedy=remedy
+    )
 
 
 def _place(access: Access, values: Mapping[str, Value], point: dict[str, int]) -> str:
@@ -214,7 +274,9 @@ def _at(index: Affine, values: Mapping[str, Value], point: dict[str, int]) -> in
         if isinstance(atom, Var):
             total += by * point[atom.name]
         else:
-            total += by * int(torch.as_tensor(values[atom.tensor])[tuple(_at(i, values, point) for i in atom.indices)])
+            total += by * int(
+                torch.as_tensor(values[atom.tensor])[
+                    tuple(_at(i, values, point) for i in atom.indices)
+                ]
+            )
     return total
-
-

@@ -1,6 +1,8 @@
-"""Generated source -> callable kernel. The only module that imports triton, and only when a kernel is wanted.
+"""Generated source -> callable kernel. The only module that imports triton, and only when a kernel
+is wanted.
 
-It is also what compiling workers run, as a file of its own: nothing of insum, and no torch, is imported here at run time.
+It is also what compiling workers run, as a file of its own: nothing of insum, and no torch, is
+imported here at run time.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ def interpreting() -> bool:
 @functools.cache
 def source_folder() -> Path:
     """Where kernels are written: a jitted function must live in a file."""
-    wanted = os.environ.get("INSUM_CACHE_DIR") or os.path.join(os.path.expanduser("~"), ".cache", "insum")
+    wanted = os.environ.get("INSUM_CACHE_DIR") or os.path.join(
+        os.path.expanduser("~"), ".cache", "insum"
+    )
     folder = Path(wanted) / "kernels"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -73,25 +77,36 @@ def load(kernel: Kernel, header: str) -> Any:
 
 
 def forget() -> None:
-    """Let go of every loaded kernel, so that the next call loads and compiles anew, as the first of a process does."""
+    """Let go of every loaded kernel, so that the next call loads and compiles anew, as the first of
+    a process does.
+    """
     with _lock:
         loaded_kernels.clear()
 
 
 def kind_of(*numbers: int) -> tuple[tuple[bool, bool, bool], ...]:
-    """What Triton compiles a kernel for when it is passed these numbers: where this is equal, so is the kernel."""
+    """What Triton compiles a kernel for when it is passed these numbers: where this is equal, so is
+    the kernel.
+    """
     return tuple((n == 1, n % 16 == 0, n >= 2**31) for n in numbers)
 
 
 def runner_of(compiled: Any, programs: int) -> Callable[[Sequence[Any]], None]:
-    """A compiled kernel as a function of the list of its arguments, without what Triton does at every launch for hooks that nobody has set."""
+    """A compiled kernel as a function of the list of its arguments, without what Triton does at
+    every launch for hooks that nobody has set.
+    """
     plain: Callable[..., None] = compiled[(programs, 1, 1)]
     if not _launches_as_known():
         return lambda arguments: plain(*arguments)
     from triton import knobs
     from triton.runtime import driver
 
-    run, function, metadata, hooks = compiled.run, compiled.function, compiled.packed_metadata, knobs.runtime
+    run, function, metadata, hooks = (
+        compiled.run,
+        compiled.function,
+        compiled.packed_metadata,
+        knobs.runtime,
+    )
     device, stream_of = driver.active.get_current_device(), driver.active.get_current_stream
     launch, cooperative, dependent = _without_scratch(run)
 
@@ -101,16 +116,37 @@ def runner_of(compiled: Any, programs: int) -> Callable[[Sequence[Any]], None]:
         elif launch is None:
             run(programs, 1, 1, stream_of(device), function, metadata, None, None, None, *arguments)
         else:
-            launch(programs, 1, 1, stream_of(device), function, cooperative, dependent, None, None, metadata, None, None, None, *arguments)
+            launch(
+                programs,
+                1,
+                1,
+                stream_of(device),
+                function,
+                cooperative,
+                dependent,
+                None,
+                None,
+                metadata,
+                None,
+                None,
+                None,
+                *arguments,
+            )
 
     return direct
 
 
 def _without_scratch(launcher: Any) -> tuple[Callable[..., None] | None, Any, Any]:
-    """What Triton's launcher calls in the end, where it is known to call it so and the kernel needs no scratch memory."""
+    """What Triton's launcher calls in the end, where it is known to call it so and the kernel needs
+    no scratch memory.
+    """
     with contextlib.suppress(AttributeError, TypeError):
         known: Any = type(launcher)
-        if _calls_as_known(known) and not launcher.global_scratch_size and not launcher.profile_scratch_size:
+        if (
+            _calls_as_known(known)
+            and not launcher.global_scratch_size
+            and not launcher.profile_scratch_size
+        ):
             return launcher.launch, launcher.launch_cooperative_grid, launcher.launch_pdl
     return None, None, None
 
@@ -119,7 +155,10 @@ def _without_scratch(launcher: Any) -> tuple[Callable[..., None] | None, Any, An
 def _calls_as_known(launcher: Any) -> bool:
     with contextlib.suppress(AttributeError, OSError, TypeError):
         text = " ".join(inspect.getsource(launcher.__call__).split())
-        known = "self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, self.launch_pdl, global_scratch, profile_scratch, *args)"
+        known = (
+            "self.launch(gridX, gridY, gridZ, stream, function, self.launch_cooperative_grid, "
+            "self.launch_pdl, global_scratch, profile_scratch, *args)"
+        )
         return known in text
     return False
 
@@ -132,8 +171,14 @@ def _launches_as_known() -> bool:
         from triton.compiler import CompiledKernel
 
         text = " ".join(inspect.getsource(CompiledKernel.__getitem__).split())
-        known = "self.run(grid[0], grid[1], grid[2], stream, self.function, self.packed_metadata, launch_metadata,"
-        return known in text and all(hasattr(hook, "calls") for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook))
+        known = (
+            "self.run(grid[0], grid[1], grid[2], stream, self.function, "
+            "self.packed_metadata, launch_metadata,"
+        )
+        return known in text and all(
+            hasattr(hook, "calls")
+            for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook)
+        )
     except (AttributeError, ImportError, OSError, TypeError):
         return False
 
@@ -161,9 +206,10 @@ def _import_file(path: Path) -> ModuleType:
     return module
 
 
-# --- compiling ahead, in other processes -----------------------------------------------------------------------------------------
+# --- compiling ahead, in other processes ----------------------------------------------------------
 
-#: One kernel to compile: the file of its source, its name, its arguments as `described`, warps and stages.
+#: One kernel to compile: the file of its source, its name, its arguments as `described`, warps and
+#: stages.
 Job: TypeAlias = tuple[str, str, list[list[Any]], int, int]
 _REPLY = "insum-worker "
 _WORKER = "import runpy, sys; runpy.run_path(sys.argv[1])['serve']()"
@@ -171,11 +217,21 @@ _WORKER = "import runpy, sys; runpy.run_path(sys.argv[1])['serve']()"
 
 def job(function: Any, name: str, arguments: Sequence[Any], warps: int, stages: int) -> Job:
     """What a worker needs to compile a kernel just as a launch with these arguments would."""
-    return inspect.getsourcefile(function.fn) or "", name, [_described(a) for a in arguments], warps, stages
+    return (
+        inspect.getsourcefile(function.fn) or "",
+        name,
+        [_described(a) for a in arguments],
+        warps,
+        stages,
+    )
 
 
 def _described(value: Any) -> list[Any]:
-    return ["pointer", str(value.dtype).removeprefix("torch.")] if hasattr(value, "data_ptr") else ["number", value]
+    return (
+        ["pointer", str(value.dtype).removeprefix("torch.")]
+        if hasattr(value, "data_ptr")
+        else ["number", value]
+    )
 
 
 def current_target() -> list[Any]:
@@ -192,15 +248,34 @@ def current_device() -> int:
     return int(driver.active.get_current_device())
 
 
-def compile_ahead(jobs: Sequence[Job], target: Sequence[Any], *, workers: int = 0, seconds: float = 300, done: Callable[[], None] = lambda: None) -> list[str]:
-    """Compile kernels in worker processes, so that Triton's cache on disk has them; for each job '' or what went wrong.
+def compile_ahead(
+    jobs: Sequence[Job],
+    target: Sequence[Any],
+    *,
+    workers: int = 0,
+    seconds: float = 300,
+    done: Callable[[], None] = lambda: None,
+) -> list[str]:
+    """Compile kernels in worker processes, so that Triton's cache on disk has them; for each job ''
+    or what went wrong.
 
-    Only a head start: what a worker could not do is compiled, or fails, at the kernel's first launch.
+    Only a head start: what a worker could not do is compiled, or fails, at the kernel's first
+    launch.
     """
     workers = min(workers or os.cpu_count() or 1, len(jobs), 16)
     answers = ["not compiled"] * len(jobs)
-    running = [_start(target, [(i, jobs[i]) for i in range(first, len(jobs), workers)]) for first in range(workers)] if workers > 1 else []
-    threads = [threading.Thread(target=_listen, args=(process, answers, done), daemon=True) for process in running]
+    running = (
+        [
+            _start(target, [(i, jobs[i]) for i in range(first, len(jobs), workers)])
+            for first in range(workers)
+        ]
+        if workers > 1
+        else []
+    )
+    threads = [
+        threading.Thread(target=_listen, args=(process, answers, done), daemon=True)
+        for process in running
+    ]
     end = time.monotonic() + seconds
     for thread in threads:
         thread.start()
@@ -215,7 +290,12 @@ def compile_ahead(jobs: Sequence[Job], target: Sequence[Any], *, workers: int = 
 def _start(target: Sequence[Any], jobs: Sequence[tuple[int, Job]]) -> subprocess.Popen[str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     process = subprocess.Popen(
-        [sys.executable, "-c", _WORKER, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+        [sys.executable, "-c", _WORKER, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin as stream:
@@ -234,7 +314,9 @@ def _listen(process: subprocess.Popen[str], answers: list[str], done: Callable[[
 
 
 def serve() -> None:
-    """The worker: compile what standard input asks for, as if the device were here; torch is kept out, for it takes seconds to import."""
+    """The worker: compile what standard input asks for, as if the device were here; torch is kept
+    out, for it takes seconds to import.
+    """
     asked = json.loads(sys.stdin.read())
     sys.modules["torch"] = None  # type: ignore[assignment]
     _pretend(asked["target"])
@@ -274,7 +356,7 @@ def _pretend(target: Sequence[Any]) -> None:
     driver.set_active(Absent())
 
 
-# --- compiling without a device ------------------------------------------------------------------------------------------------
+# --- compiling without a device -------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,11 +381,22 @@ TARGETS: dict[str, tuple[str, int | str, int]] = {
     "gfx942": ("hip", "gfx942", 64),
 }
 _POINTER = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
-_POINTER |= {"int1": "i1", "int8": "i8", "int16": "i16", "int32": "i32", "int64": "i64", "uint8": "u8"}
+_POINTER |= {
+    "int1": "i1",
+    "int8": "i8",
+    "int16": "i16",
+    "int32": "i32",
+    "int64": "i64",
+    "uint8": "u8",
+}
 
 
-def compile_for(function: Any, arguments: Sequence[Any], target: str, *, warps: int, stages: int) -> Compiled:
-    """Compile a kernel for a target that need not be here, specialised as a launch with these arguments would be."""
+def compile_for(
+    function: Any, arguments: Sequence[Any], target: str, *, warps: int, stages: int
+) -> Compiled:
+    """Compile a kernel for a target that need not be here, specialised as a launch with these
+    arguments would be.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -320,7 +413,11 @@ def compile_for(function: Any, arguments: Sequence[Any], target: str, *, warps: 
             attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
     backend, arch, width = TARGETS[target]
-    binary = triton.compile(source, target=GPUTarget(backend, arch, width), options={"num_warps": warps, "num_stages": stages})
+    binary = triton.compile(
+        source,
+        target=GPUTarget(backend, arch, width),
+        options={"num_warps": warps, "num_stages": stages},
+    )
     registers, stack = _resources(binary, target)
     texts = {key: text for key, text in binary.asm.items() if isinstance(text, str)}
     return Compiled(target, texts, binary.metadata.shared, registers, stack)
@@ -341,12 +438,20 @@ def _resources(binary: Any, target: str) -> tuple[int, int]:
     """Registers per thread and bytes of local memory, read from the binary."""
     if target.startswith("gfx"):
         text = binary.asm["amdgcn"]
-        found = {key: re.search(rf"\.{key}:\s+(\d+)", text) for key in ("vgpr_count", "private_segment_fixed_size")}
+        found = {
+            key: re.search(rf"\.{key}:\s+(\d+)", text)
+            for key in ("vgpr_count", "private_segment_fixed_size")
+        }
         return tuple(int(m.group(1)) if m else 0 for m in found.values())  # type: ignore[return-value]
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        report = subprocess.run([_cuobjdump(), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+        report = subprocess.run(
+            [_cuobjdump(), "--dump-resource-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
     registers, stack = re.search(r"REG:(\d+)", report), re.search(r"STACK:(\d+)", report)
     return int(registers.group(1)) if registers else 0, int(stack.group(1)) if stack else 0
 

@@ -1,6 +1,8 @@
-"""Kernels for calls whose index values are not known yet, and some of whose sizes may be symbols: what an exported program can hold.
+"""Kernels for calls whose index values are not known yet, and some of whose sizes may be symbols:
+what an exported program can hold.
 
-Nothing is asked of index tensors: scatters use atomics, padding is always looked for, and no axis whose size may change is taken to divide evenly.
+Nothing is asked of index tensors: scatters use atomics, padding is always looked for, and no axis
+whose size may change is taken to divide evenly.
 """
 
 from __future__ import annotations
@@ -62,17 +64,32 @@ class Portable:
     dtype: torch.dtype
     fill: bool
 
-    def run(self, problem: Problem, values: Mapping[str, Value], start: Callable[..., Any], target: Tensor | None = None) -> Tensor:
-        """Launch everything; with ``target``, add to it. ``start`` makes of a jitted function something that is launched like one, and can be traced."""
+    def run(
+        self,
+        problem: Problem,
+        values: Mapping[str, Value],
+        start: Callable[..., Any],
+        target: Tensor | None = None,
+    ) -> Tensor:
+        """Launch everything; with ``target``, add to it. ``start`` makes of a jitted function
+        something that is launched like one, and can be traced.
+        """
         shape = tuple(problem.shape)
         if self.fill:
-            out = torch.full(shape, identity(problem.statement.operator, self.dtype), dtype=self.dtype, device=problem.device)
+            out = torch.full(
+                shape,
+                identity(problem.statement.operator, self.dtype),
+                dtype=self.dtype,
+                device=problem.device,
+            )
         else:
             out = torch.empty(shape, dtype=self.dtype, device=problem.device)
         for part in self.parts:
             arguments = [_argument(name, problem, values, out) for name in part.kernel.arguments]
             kernel = start(launch.load(part.kernel, part.header))
-            kernel[(part.grid(problem.extents),)](*arguments, num_warps=part.config.warps, num_stages=part.config.stages)
+            kernel[(part.grid(problem.extents),)](
+                *arguments, num_warps=part.config.warps, num_stages=part.config.stages
+            )
         if target is not None:
             return target.add_(out)
         return out if self.dtype == problem.dtype else out.to(problem.dtype)
@@ -84,10 +101,15 @@ def portable(problem: Problem, values: Mapping[str, Value], wishes: Wishes) -> P
         raise CannotFuse("deterministic mode, and nothing is known of the index tensors")
     if launch.available():
         raise CannotFuse(launch.available())
-    wishes = replace(wishes, settings=replace(wishes.settings, scatter="atomic", effort="none"), accumulate=False)
+    wishes = replace(
+        wishes, settings=replace(wishes.settings, scatter="atomic", effort="none"), accumulate=False
+    )
     stand_ins, known = _stand_ins(problem, values), _with_examples(problem)
     symbols = {v for v, size in problem.extents.items() if not isinstance(size, int)}
-    prepared = [prepare(known, term, stand_ins, wishes if i == 0 else replace(wishes, accumulate=True)) for i, term in enumerate(known.terms)]
+    prepared = [
+        prepare(known, term, stand_ins, wishes if i == 0 else replace(wishes, accumulate=True))
+        for i, term in enumerate(known.terms)
+    ]
     wide = WIDE[prepared[0].plan.accumulator]
     atomic = any(p.plan.strategy == "atomic" for p in prepared)
     buffered = wide != problem.dtype and (len(prepared) > 1 or atomic)
@@ -96,19 +118,39 @@ def portable(problem: Problem, values: Mapping[str, Value], wishes: Wishes) -> P
 
 
 def _part(problem: Problem, prepared: Prepared, wishes: Wishes, symbols: set[str]) -> Part:
-    if prepared.arrays or prepared.views or prepared.segments or prepared.plan.strategy not in ("store", "atomic"):
+    if (
+        prepared.arrays
+        or prepared.views
+        or prepared.segments
+        or prepared.plan.strategy not in ("store", "atomic")
+    ):
         raise CannotFuse("its kernel needs values of index tensors")
     if 0 in prepared.extents.values():
         raise CannotFuse("there is nothing to compute")
     choice = first_choice(prepared, wishes)
-    plan = model.oriented(prepared.plan, prepared.extents, choice[0].swap, allowed=wishes.settings.swap)
+    plan = model.oriented(
+        prepared.plan, prepared.extents, choice[0].swap, allowed=wishes.settings.swap
+    )
     if model.in_rows(plan) or len(choice) != 1:
         raise CannotFuse("its kernel needs values of index tensors")
     # A tensor of changing size may grow past what 32 bits can address.
-    moving = any(not isinstance(s, int) for kind in problem.kinds.values() for s in kind.shape) or bool(symbols)
+    moving = any(
+        not isinstance(s, int) for kind in problem.kinds.values() for s in kind.shape
+    ) or bool(symbols)
     plan = replace(plan, wide=plan.wide or moving)
-    kernel = emit(plan, choice[0], _shape(plan, choice[0], prepared.extents, symbols), prefetch=wishes.settings.prefetch)
-    part = Part(plan, choice[0], kernel, '"""A kernel that knows nothing of index values."""', prepared.fill or plan.strategy == "atomic")
+    kernel = emit(
+        plan,
+        choice[0],
+        _shape(plan, choice[0], prepared.extents, symbols),
+        prefetch=wishes.settings.prefetch,
+    )
+    part = Part(
+        plan,
+        choice[0],
+        kernel,
+        '"""A kernel that knows nothing of index values."""',
+        prepared.fill or plan.strategy == "atomic",
+    )
     if part.grid(prepared.extents) >= 2**31:
         raise CannotFuse(f"the grid would have {part.grid(prepared.extents)} programs")
     return part
@@ -140,7 +182,8 @@ def _argument(name: str, problem: Problem, values: Mapping[str, Value], out: Ten
     base, _, suffix = name.rpartition("_")
     if suffix in ("ptr", "number"):
         value = values[base]
-        return int(value) if isinstance(value, bool) else value  # a truth value counts as a number here
+        # a truth value counts as a number here
+        return int(value) if isinstance(value, bool) else value
     if suffix == "size":
         return problem.extents[base]
     tensor = values[base]
@@ -148,7 +191,7 @@ def _argument(name: str, problem: Problem, values: Mapping[str, Value], out: Ten
     return tensor.stride(int(suffix.removeprefix("s")))
 
 
-# --- what stands for tensors that are not there ----------------------------------------------------------------------------------
+# --- what stands for tensors that are not there ---------------------------------------------------
 
 
 def example(size: Size) -> int:
@@ -157,8 +200,16 @@ def example(size: Size) -> int:
 
 
 def _with_examples(problem: Problem) -> Problem:
-    kinds = {name: replace(kind, shape=tuple(map(example, kind.shape))) for name, kind in problem.kinds.items()}
-    return replace(problem, extents={v: example(e) for v, e in problem.extents.items()}, shape=tuple(map(example, problem.shape)), kinds=kinds)
+    kinds = {
+        name: replace(kind, shape=tuple(map(example, kind.shape)))
+        for name, kind in problem.kinds.items()
+    }
+    return replace(
+        problem,
+        extents={v: example(e) for v, e in problem.extents.items()},
+        shape=tuple(map(example, problem.shape)),
+        kinds=kinds,
+    )
 
 
 def _stand_ins(problem: Problem, values: Mapping[str, Value]) -> dict[str, Value]:
@@ -169,7 +220,16 @@ def _stand_ins(problem: Problem, values: Mapping[str, Value]) -> dict[str, Value
             found[name] = value
             continue
         sizes, strides = [example(s) for s in value.shape], [example(s) for s in value.stride()]
-        found[name] = stand_in = torch.empty_strided(sizes, strides, dtype=value.dtype, device="meta")
+        found[name] = stand_in = torch.empty_strided(
+            sizes, strides, dtype=value.dtype, device="meta"
+        )
         if not (value.dtype.is_floating_point or value.dtype.is_complex):
-            declare(stand_in, low=0, high=max(0, math.prod(sizes)), sorted=False, unique=False, padded=name in problem.padded)
+            declare(
+                stand_in,
+                low=0,
+                high=max(0, math.prod(sizes)),
+                sorted=False,
+                unique=False,
+                padded=name in problem.padded,
+            )
     return found

@@ -1,4 +1,6 @@
-"""A program: the kernels of one statement with their arguments bound, for one kind of input. Launching it is all that is left to do."""
+"""A program: the kernels of one statement with their arguments bound, for one kind of input.
+Launching it is all that is left to do.
+"""
 
 from __future__ import annotations
 
@@ -18,30 +20,39 @@ from insum.plan.prepare import Prepared, Wishes
 from insum.runtime import binaries, launch
 
 WIDE = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
-OUT, WORK = "<out>", "<work>"  # what is looked up for the arguments that are no tensors of the statement
+# what is looked up for the arguments that are no tensors of the statement
+OUT, WORK = "<out>", "<work>"
 
 
 @dataclass(slots=True, eq=False)
 class Launch:
-    """One kernel launch: ``arguments`` are constants, or ``names`` to look up among the call's tensors."""
+    """One kernel launch: ``arguments`` are constants, or ``names`` to look up among the call's
+    tensors.
+    """
 
     function: Any
     grid: tuple[int]
     arguments: tuple[Any, ...]
-    names: tuple[tuple[int, str], ...]  # (position, name) of arguments that change from call to call
+    # (position, name) of arguments that change from call to call
+    names: tuple[tuple[int, str], ...]
     config: Config
     kernel: Kernel
     header: str
     runner: Any = None  # the compiled kernel, for calls whose pointers are all aligned
-    others: dict[int, Any] = field(default_factory=dict)  # and those for calls in which some are not, as the rows of a tensor may be
-    addresses: tuple[Any, ...] = ()  # the arguments for runners, which take tensors by their address
-    told: Callable[[int, Any], None] | None = None  # is told which pointers were not aligned, and the kernel that was compiled for it
+    # and those for calls in which some are not, as the rows of a tensor may be
+    others: dict[int, Any] = field(default_factory=dict)
+    # the arguments for runners, which take tensors by their address
+    addresses: tuple[Any, ...] = ()
+    # is told which pointers were not aligned, and the kernel that was compiled for it
+    told: Callable[[int, Any], None] | None = None
 
     def __call__(self, values: Mapping[str, Any], out: Tensor, work: Tensor | None) -> None:
         if self.addresses:
             arguments, together = list(self.addresses), 0
             for position, name in self.names:
-                at: int = (out if name is OUT else work if name is WORK else values[name]).data_ptr()  # type: ignore[union-attr]
+                at: int = (
+                    out if name is OUT else work if name is WORK else values[name]
+                ).data_ptr()  # type: ignore[union-attr]
                 arguments[position] = at
                 together |= at
             runner = self.others.get(self.unaligned(arguments)) if together & 15 else self.runner
@@ -51,7 +62,9 @@ class Launch:
         self.first(values, out, work)
 
     def unaligned(self, addresses: Sequence[int]) -> int:
-        """Which of the pointers that change are not aligned, one bit for each: kernels are compiled for that."""
+        """Which of the pointers that change are not aligned, one bit for each: kernels are compiled
+        for that.
+        """
         found = 0
         for position, _ in self.names:
             found = 2 * found + (addresses[position] & 15 != 0)
@@ -62,11 +75,14 @@ class Launch:
         arguments = list(self.arguments)
         for position, name in self.names:
             value = out if name is OUT else work if name is WORK else values[name]
-            arguments[position] = int(value) if isinstance(value, bool) else value  # a truth value counts as a number here
+            # a truth value counts as a number here
+            arguments[position] = int(value) if isinstance(value, bool) else value
         return arguments
 
     def first(self, values: Mapping[str, Any], out: Tensor, work: Tensor | None) -> None:
-        """Launch through Triton, which compiles for the kinds of the arguments, and keep what it compiled."""
+        """Launch through Triton, which compiles for the kinds of the arguments, and keep what it
+        compiled.
+        """
         arguments = self.bound(values, out, work)
         compiled = self.compiled(arguments)
         # Numbers may be specialised by value, so calls that pass some look their kernel up anew.
@@ -109,7 +125,9 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """All products of one statement, for one kind of input. Has no slots, so that it can be referred to weakly."""
+    """All products of one statement, for one kind of input. Has no slots, so that it can be
+    referred to weakly.
+    """
 
     problem: Problem  # held, as are the wishes, so that their identities stay taken
     wishes: Wishes
@@ -117,7 +135,8 @@ class Program:
     shape: tuple[int, ...]
     buffer: torch.dtype | None
     start: bool | int | float
-    promote: tuple[str, ...] = ()  # index tensors that become constants of the code once they have come back often enough
+    # index tensors that become constants of the code once they have come back often enough
+    promote: tuple[str, ...] = ()
     calls: list[int] = field(default_factory=lambda: [0])
 
     @functools.cached_property
@@ -140,9 +159,19 @@ class Program:
     @functools.cached_property
     def work(self) -> tuple[tuple[Callable[[], Tensor] | None, tuple[Launch, ...]], ...]:
         """Of each step what makes its workspace, where it has one, and its launches."""
-        kinds = [(step.workspace, WIDE[step.prepared.plan.accumulator], step.launches) for step in self.steps]
-        return tuple((calls.maker(shape, dtype, self.problem.device) if shape else None, launches) for shape, dtype, launches in kinds)
+        kinds = [
+            (step.workspace, WIDE[step.prepared.plan.accumulator], step.launches)
+            for step in self.steps
+        ]
+        return tuple(
+            (calls.maker(shape, dtype, self.problem.device) if shape else None, launches)
+            for shape, dtype, launches in kinds
+        )
 
     def examples(self, step: Step) -> tuple[Tensor, Tensor]:
-        """Tensors without elements of the kinds that the step's kernels take for the result and the workspace; compilers ask for no more."""
-        return torch.empty(0, dtype=self.buffer or self.problem.dtype), torch.empty(0, dtype=WIDE[step.prepared.plan.accumulator])
+        """Tensors without elements of the kinds that the step's kernels take for the result and the
+        workspace; compilers ask for no more.
+        """
+        return torch.empty(0, dtype=self.buffer or self.problem.dtype), torch.empty(
+            0, dtype=WIDE[step.prepared.plan.accumulator]
+        )

@@ -11,8 +11,8 @@ import torch
 
 #: Takes a call and how often to repeat it; returns the microseconds of one.
 Timer: TypeAlias = Callable[[Callable[[], object], int], float]
-#: One replay holds so many calls that it takes about this long, as long as launching from Python takes: short calls are then many, and what a replay
-#: itself costs does not show.
+#: One replay holds so many calls that it takes about this long, as long as launching from Python
+#: takes: short calls are then many, and what a replay itself costs does not show.
 _REPLAY_US = 600.0
 _MOST_CALLS = 20
 
@@ -34,12 +34,15 @@ def wall_timer(run: Callable[[], object], repeat: int) -> float:
 
 
 def event_timer(run: Callable[[], object], repeat: int) -> float:
-    """Median between two events on the GPU, launching from Python included, for what no CUDA graph can hold."""
+    """Median between two events on the GPU, launching from Python included, for what no CUDA graph
+    can hold.
+    """
     return _events(run, repeat)
 
 
 def replay_timer(device: torch.device, *, cold: bool = False) -> Timer:
-    """A clock that replays a CUDA graph of several calls, so that launching from Python is not timed.
+    """A clock that replays a CUDA graph of several calls, so that launching from Python is not
+    timed.
 
     Operands that fit L2 stay there from call to call; with ``cold`` L2 is overwritten before each.
     """
@@ -49,7 +52,8 @@ def replay_timer(device: torch.device, *, cold: bool = False) -> Timer:
 class ReplayTimer:
     """The last call's graph, for a second and longer look at it.
 
-    All graphs share a pool of memory and a stream, for only the last is ever replayed: memory that was freed on one stream is not used again on another.
+    All graphs share a pool of memory and a stream, for only the last is ever replayed: memory that
+    was freed on one stream is not used again on another.
     """
 
     def __init__(self, device: torch.device, cold: bool) -> None:
@@ -62,9 +66,13 @@ class ReplayTimer:
             if self.held is None or self.held.run is not run:
                 self.room = self.room or (torch.cuda.graph_pool_handle(), torch.cuda.Stream())  # type: ignore[no-untyped-call, unused-ignore]
                 old, self.held = self.held, _Replay(run, 1 if self.cold else None, *self.room)
-                if old is not None:  # not before the new one is there: a pool that nobody uses is gone
+                # not before the new one is there: a pool that nobody uses is gone
+                if old is not None:
                     old.graph.reset()
-            return _events(self.held.graph.replay, repeat, _flush(self.device) if self.cold else None) / self.held.calls
+            return (
+                _events(self.held.graph.replay, repeat, _flush(self.device) if self.cold else None)
+                / self.held.calls
+            )
 
     def close(self) -> None:
         """Give the memory of the graphs back: the allocator does not do so by itself."""
@@ -78,12 +86,15 @@ class ReplayTimer:
 class _Replay:
     """A call, and a graph of some repetitions of it."""
 
-    def __init__(self, run: Callable[[], object], calls: int | None, pool: Any, stream: Any) -> None:
+    def __init__(
+        self, run: Callable[[], object], calls: int | None, pool: Any, stream: Any
+    ) -> None:
         self.run = run
         once = _events(run, 2)  # compiles, and tells how many calls a replay should hold
         self.calls = calls or max(1, min(_MOST_CALLS, round(_REPLAY_US / max(once, 1.0))))
         self.graph = torch.cuda.CUDAGraph()
-        # Not `with torch.cuda.graph`: that collects garbage and empties the allocator's cache each time.
+        # Not `with torch.cuda.graph`: that collects garbage and empties the allocator's cache each
+        # time.
         now = torch.cuda.current_stream()
         stream.wait_stream(now)
         with torch.cuda.stream(stream):
@@ -97,7 +108,9 @@ class _Replay:
         self.graph.replay()
 
 
-def _events(run: Callable[[], object], repeat: int, flush: Callable[[], object] | None = None) -> float:
+def _events(
+    run: Callable[[], object], repeat: int, flush: Callable[[], object] | None = None
+) -> float:
     """Median microseconds between two events around ``run``."""
     run()
     times = []

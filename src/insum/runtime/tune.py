@@ -1,6 +1,8 @@
-"""The search for the best choice: candidates by the model, compiled ahead in other processes, timed on the device, checked, remembered.
+"""The search for the best choice: candidates by the model, compiled ahead in other processes, timed
+on the device, checked, remembered.
 
-Nothing is trusted that does not give the first guess's result. Where there is nothing to time (no GPU), the first guess stands.
+Nothing is trusted that does not give the first guess's result. Where there is nothing to time (no
+GPU), the first guess stands.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ log = logging.getLogger("insum")
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much a search may cost: candidates, rounds of refinement, and seconds after which no new candidate is tried."""
+    """How much a search may cost: candidates, rounds of refinement, and seconds after which no new
+    candidate is tried.
+    """
 
     candidates: int
     refine: int
@@ -43,9 +47,11 @@ class Effort:
 EFFORTS = {"quick": Effort(8, 0, 10.0), "full": Effort(40, 12, 90.0)}
 #: Repeats of a first look, of a second, and of the final between the best.
 LOOK, MEASURE, FINAL = 3, 10, 25
-#: Rounds of the final: the best of each counts, for a device has slow moments, and memory has places that are slower.
+#: Rounds of the final: the best of each counts, for a device has slow moments, and memory has
+#: places that are slower.
 ROUNDS = 3
-#: A candidate this much slower than the best so far is not looked at again, and a winner must be this much faster than the first guess.
+#: A candidate this much slower than the best so far is not looked at again, and a winner must be
+#: this much faster than the first guess.
 LOSER, MARGIN = 1.25, 1.02
 
 
@@ -88,18 +94,32 @@ class Tuned:
         config = f"; config={shown(self.choice)}" if self.choice else ""
         if self.source != "search":
             return f"insum: {self.statement!r}: {self.source}{config}"
-        times = f"{self.microseconds:.1f} µs, first guess {self.first_guess:.1f} µs ({self.speedup:.2f} times)"
+        times = (
+            f"{self.microseconds:.1f} µs, first guess {self.first_guess:.1f} µs "
+            f"({self.speedup:.2f} times)"
+        )
         return f"insum: {self.statement!r}: {times}, {len(self.trials)} configs tried{config}"
 
 
-# --- what is called --------------------------------------------------------------------------------------------------------------
+# --- what is called -------------------------------------------------------------------------------
 
 
-def tune(problem: Problem, values: Mapping[str, Value], target: Tensor | None, effort: str = "full", timer: Timer | None = None, workers: int = 0) -> Tuned:
-    """Search, remember what was found, and tell about it. ``timer`` replaces the device's clock, in tests."""
+def tune(
+    problem: Problem,
+    values: Mapping[str, Value],
+    target: Tensor | None,
+    effort: str = "full",
+    timer: Timer | None = None,
+    workers: int = 0,
+) -> Tuned:
+    """Search, remember what was found, and tell about it. ``timer`` replaces the device's clock, in
+    tests.
+    """
     if effort not in EFFORTS:
         raise SettingsError(f"effort is {effort!r}", expected="'quick' or 'full'")
-    reason = launch.available() or (fused.unusable(problem) or _untimed(problem) if timer is None else "")
+    reason = launch.available() or (
+        fused.unusable(problem) or _untimed(problem) if timer is None else ""
+    )
     wishes = fused.wishes_of(target is not None, problem.device)
     text = problem.statement.text or str(problem.statement)
     try:
@@ -112,14 +132,24 @@ def tune(problem: Problem, values: Mapping[str, Value], target: Tensor | None, e
     cold = replay_timer(problem.device, cold=True) if timer is None else None
     warm = timer or replay_timer(problem.device)
     try:
-        return _Search(problem, prepared, values, target, wishes, EFFORTS[effort], warm, workers, effort, cold).run()
+        return _Search(
+            problem, prepared, values, target, wishes, EFFORTS[effort], warm, workers, effort, cold
+        ).run()
     finally:
         for clock in (warm, cold):
             getattr(clock, "close", lambda: None)()
 
 
-def on_first_call(problem: Problem, prepared: Sequence[Prepared], values: Mapping[str, Value], target: Tensor | None, wishes: Wishes) -> list[Choice]:
-    """The choices for a call under ``settings.effort``: remembered ones, or a search where one can be made now."""
+def on_first_call(
+    problem: Problem,
+    prepared: Sequence[Prepared],
+    values: Mapping[str, Value],
+    target: Tensor | None,
+    wishes: Wishes,
+) -> list[Choice]:
+    """The choices for a call under ``settings.effort``: remembered ones, or a search where one can
+    be made now.
+    """
     if not _untimed(problem):
         tune(problem, values, target, wishes.settings.effort)
     return [fused.recalled(problem, one, wishes) or first_choice(one, wishes) for one in prepared]
@@ -132,7 +162,7 @@ def _untimed(problem: Problem) -> str:
     return "a CUDA graph is being captured" if torch.cuda.is_current_stream_capturing() else ""
 
 
-# --- the search ------------------------------------------------------------------------------------------------------------------
+# --- the search -----------------------------------------------------------------------------------
 
 Run: TypeAlias = Callable[[], Tensor]
 
@@ -164,7 +194,9 @@ class _Search:
                 if not is_empty(self.problem, one):
                     choices[position], guessed, best = self.product(choices, position)
                     first = first or guessed
-        tuned = Tuned(text, tuple(c for choice in choices for c in choice), best, first, tuple(self.trials))
+        tuned = Tuned(
+            text, tuple(c for choice in choices for c in choice), best, first, tuple(self.trials)
+        )
         _tell(tuned)
         return tuned
 
@@ -177,7 +209,12 @@ class _Search:
             centre = space.crossed(timed) or min(timed, key=lambda pair: pair[1])[0]
             around = [centre, *space.neighbours(plan, extents, limits, centre)]
             tried = {choice for choice, _ in timed}
-            timed += self.measure(choices, position, [c for c in around if c not in tried][: self.effort.refine], best=min(t for _, t in timed))
+            timed += self.measure(
+                choices,
+                position,
+                [c for c in around if c not in tried][: self.effort.refine],
+                best=min(t for _, t in timed),
+            )
         choice, guessed, best = self.decide(choices, position, timed)
         statement = self.problem.statement.text or str(self.problem.statement)
         key = cache.key_of(self.prepared[position], self.problem.device)
@@ -187,11 +224,22 @@ class _Search:
 
     def limits(self, position: int) -> space.Limits:
         device = cost.device_of(self.problem.device)
-        return space.Limits(device, cost.load_of(self.prepared[position], self.values), self.effort.candidates, self.wishes.settings.swap)
+        return space.Limits(
+            device,
+            cost.load_of(self.prepared[position], self.values),
+            self.effort.candidates,
+            self.wishes.settings.swap,
+        )
 
     # --- timing ---
 
-    def measure(self, choices: list[Choice], position: int, candidates: Sequence[Choice], best: float = float("inf")) -> list[tuple[Choice, float]]:
+    def measure(
+        self,
+        choices: list[Choice],
+        position: int,
+        candidates: Sequence[Choice],
+        best: float = float("inf"),
+    ) -> list[tuple[Choice, float]]:
         """Times of the candidates that run; those that look slow are dropped after a short look."""
         programs = [(choice, self.program(choices, position, choice)) for choice in candidates]
         self.tick(len(programs))
@@ -199,7 +247,11 @@ class _Search:
         timed: list[tuple[Choice, float]] = []
         for choice, program in programs:
             late = time.monotonic() > self.deadline and bool(timed)
-            found = Trial(choice, float("inf"), "no time left") if late else self.look(choice, program, best)
+            found = (
+                Trial(choice, float("inf"), "no time left")
+                if late
+                else self.look(choice, program, best)
+            )
             self.trials.append(found)
             self.tick(0)
             if found.microseconds < float("inf"):
@@ -216,55 +268,88 @@ class _Search:
             if taken <= LOSER * best:
                 taken = self.timer(run, MEASURE)
             return Trial(choice, taken)
-        except Exception as error:  # out of shared memory, or whatever the compiler thinks of it: this choice is none
+        except Exception as error:
+            # out of shared memory, or whatever the compiler thinks of it: this choice is none
             log.debug("insum: %s: %s", choice, error)
             return Trial(choice, float("inf"), f"{type(error).__name__}: {error}"[:200])
 
     def program(self, choices: list[Choice], position: int, choice: Choice) -> Program | str:
         trial = [*choices[:position], choice, *choices[position + 1 :]]
         try:
-            return assemble(self.problem, self.prepared, self.values, self.target, self.wishes, trial)
+            return assemble(
+                self.problem, self.prepared, self.values, self.target, self.wishes, trial
+            )
         except (CannotFuse, SettingsError) as error:
             return str(error)
 
     def runner(self, program: Program) -> Run:
         """A call that may be repeated: what accumulates does so into a copy."""
-        target = None if self.target is None else self.target.detach().clone(memory_format=torch.preserve_format)
+        target = (
+            None
+            if self.target is None
+            else self.target.detach().clone(memory_format=torch.preserve_format)
+        )
         return functools.partial(fused.execute, program, self.values, target)
 
     def compile_ahead(self, programs: Sequence[Program]) -> None:
         wanted = {str(job): job for program in programs for job in jobs(program, self.values)}
         if len(wanted) > 1 and self.problem.device.type == "cuda" and self.workers >= 0:
             with contextlib.suppress(OSError):
-                launch.compile_ahead(list(wanted.values()), launch.current_target(), workers=self.workers, seconds=self.effort.seconds)
+                launch.compile_ahead(
+                    list(wanted.values()),
+                    launch.current_target(),
+                    workers=self.workers,
+                    seconds=self.effort.seconds,
+                )
 
     # --- deciding ---
 
-    def decide(self, choices: list[Choice], position: int, timed: Sequence[tuple[Choice, float]]) -> tuple[Choice, float, float]:
-        """Time the best few again beside the first guess, and take the fastest that gives the first guess's result."""
+    def decide(
+        self, choices: list[Choice], position: int, timed: Sequence[tuple[Choice, float]]
+    ) -> tuple[Choice, float, float]:
+        """Time the best few again beside the first guess, and take the fastest that gives the first
+        guess's result.
+        """
         guess = choices[position]
         known = dict(timed)
         if guess not in known:
             return guess, 0.0, 0.0
         near = [c for c in known if c != guess and known[c] <= LOSER * min(known.values())]
         final = sorted(near, key=lambda c: known[c])[:3]
-        rivals = {choice: self.runner(self.built(choices, position, choice)) for choice in (guess, *final)}
-        rounds = [{choice: self.timer(run, FINAL) for choice, run in rivals.items()} for _ in range(ROUNDS)]
+        rivals = {
+            choice: self.runner(self.built(choices, position, choice)) for choice in (guess, *final)
+        }
+        rounds = [
+            {choice: self.timer(run, FINAL) for choice, run in rivals.items()}
+            for _ in range(ROUNDS)
+        ]
         times = {choice: min(one[choice] for one in rounds) for choice in rivals}
         for choice in self.ranked(choices, position, final, times):
             if times[choice] * MARGIN >= times[guess]:
                 continue
             if self.agrees(choices, position, choice):
                 return choice, times[guess], times[choice]
-            log.warning("insum: %s gives another result than the first guess and is not used", shown(choice))
+            log.warning(
+                "insum: %s gives another result than the first guess and is not used", shown(choice)
+            )
         return guess, times[guess], times[guess]
 
-    def ranked(self, choices: list[Choice], position: int, final: Sequence[Choice], times: Mapping[Choice, float]) -> list[Choice]:
-        """The fastest first; those that are equally fast with warm operands by their time with an L2 that holds something else."""
+    def ranked(
+        self,
+        choices: list[Choice],
+        position: int,
+        final: Sequence[Choice],
+        times: Mapping[Choice, float],
+    ) -> list[Choice]:
+        """The fastest first; those that are equally fast with warm operands by their time with an
+        L2 that holds something else.
+        """
         best = min((times[c] for c in final), default=0.0)
         close = [c for c in final if times[c] <= MARGIN * best]
         if self.cold is not None and len(close) > 1:
-            chilled = {c: self.cold(self.runner(self.built(choices, position, c)), MEASURE) for c in close}
+            chilled = {
+                c: self.cold(self.runner(self.built(choices, position, c)), MEASURE) for c in close
+            }
             close.sort(key=lambda c: chilled[c])
         return [*close, *sorted((c for c in final if c not in close), key=lambda c: times[c])]
 
@@ -274,7 +359,9 @@ class _Search:
         return program
 
     def agrees(self, choices: list[Choice], position: int, choice: Choice) -> bool:
-        want, got = (self.runner(self.built(choices, position, c))() for c in (choices[position], choice))
+        want, got = (
+            self.runner(self.built(choices, position, c))() for c in (choices[position], choice)
+        )
         return same(got, want, self.prepared[position].plan.precision == "tf32")
 
 
@@ -283,18 +370,25 @@ TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 3e-5, tor
 
 
 def same(got: Tensor, want: Tensor, reduced: bool = False) -> bool:
-    """Whether two results differ by no more than rounding; ``reduced`` where products were rounded to TF32."""
+    """Whether two results differ by no more than rounding; ``reduced`` where products were rounded
+    to TF32.
+    """
     tolerance = TOLERANCE.get(want.dtype)
     if tolerance is None:
         return bool(torch.equal(got, want))
     finite = torch.isfinite(want)
-    if not torch.equal(torch.isfinite(got), finite) or not torch.equal(got[~finite].nan_to_num(), want[~finite].nan_to_num()):
+    if not torch.equal(torch.isfinite(got), finite) or not torch.equal(
+        got[~finite].nan_to_num(), want[~finite].nan_to_num()
+    ):
         return False
-    difference, size = (got[finite].double() - want[finite].double()).norm(), want[finite].double().norm()
+    difference, size = (
+        (got[finite].double() - want[finite].double()).norm(),
+        want[finite].double().norm(),
+    )
     return bool(difference <= max(tolerance, 4e-3 if reduced else 0.0) * size + 1e-30)
 
 
-# --- telling ---------------------------------------------------------------------------------------------------------------------
+# --- telling --------------------------------------------------------------------------------------
 
 
 def is_first_rank() -> bool:
@@ -314,7 +408,9 @@ def _tell(tuned: Tuned) -> None:
 
 @contextlib.contextmanager
 def _progress(text: str) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal; called with the number of candidates to come, and with 0 for each that is done."""
+    """A bar on a terminal; called with the number of candidates to come, and with 0 for each that
+    is done.
+    """
     if not (sys.stderr.isatty() and is_first_rank()):
         yield lambda total: None
         return

@@ -1,6 +1,8 @@
-"""The test kit: an oracle, drawn statements, comparison to the precision of a dtype, and a counter of compilations.
+"""The test kit: an oracle, drawn statements, comparison to the precision of a dtype, and a counter
+of compilations.
 
-For testing code that builds on insum, and insum itself. hypothesis is imported only when a strategy is made.
+For testing code that builds on insum, and insum itself. hypothesis is imported only when a strategy
+is made.
 
 >>> from insum.testing import draw_cases
 >>> for case in draw_cases(3, seed=0):
@@ -12,4 +14,15 @@ from insum.testing.compare import Tolerance, assert_close, tolerance
 from insum.testing.counter import Compilations, count_compiles
 from insum.testing.oracle import oracle
 
-__all__ = ["Case", "Compilations", "Options", "Tolerance", "assert_close", "count_compiles", "draw_cases", "oracle", "statements", "tolerance"]
+__all__ = [
+    "Case",
+    "Compilations",
+    "Options",
+    "Tolerance",
+    "assert_close",
+    "count_compiles",
+    "draw_cases",
+    "oracle",
+    "statements",
+    "tolerance",
+]

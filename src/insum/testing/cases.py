@@ -1,4 +1,6 @@
-"""A statement together with arguments that fit it, and the two ways to get some: from hypothesis, or from a seed."""
+"""A statement together with arguments that fit it, and the two ways to get some: from hypothesis,
+or from a seed.
+"""
 
 from __future__ import annotations
 
@@ -28,25 +30,53 @@ FLOATS = (torch.float32, torch.float64)
 HALVES = (torch.float16, torch.bfloat16)
 COMPLEX = (torch.complex64, torch.complex128)
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-FUNCTIONS = ("abs", "relu", "tanh", "sigmoid", "exp", "sqrt", "log", "reciprocal", "sign", "step", "conj", "eq")
+FUNCTIONS = (
+    "abs",
+    "relu",
+    "tanh",
+    "sigmoid",
+    "exp",
+    "sqrt",
+    "log",
+    "reciprocal",
+    "sign",
+    "step",
+    "conj",
+    "eq",
+)
 
 
 @dataclass(frozen=True)
 class Options:
     """What drawn statements may hold.
 
-    - ``operators``, ``functions``, ``dtypes``, ``index_dtypes``: choose from these; one dtype per statement unless ``mixed``.
-    - ``differentiable``: values away from kinks, ties and overlapping memory, outputs always finite; use with float64 and complex128.
-    - ``product_only``: one product of accesses, perhaps with a literal, under ``=`` or ``+=``: what fused kernels take.
-    - ``max_points``, ``max_elements``: bounds on the loop points of a term and on the elements of one tensor.
-    - ``max_rank``, ``max_factors``, ``max_terms``, ``max_variables``, ``max_extent``, ``max_indirection``: sizes of things.
-    - ``zero_extents``, ``padded``, ``strided``, ``scalars``, ``affine``, ``indirect``: allow those (a scalar is a Python number).
+    - ``operators``, ``functions``, ``dtypes``, ``index_dtypes``: choose from these; one dtype per
+      statement unless ``mixed``.
+    - ``differentiable``: values away from kinks, ties and overlapping memory, outputs always
+      finite; use with float64 and complex128.
+    - ``product_only``: one product of accesses, perhaps with a literal, under ``=`` or ``+=``: what
+      fused kernels take.
+    - ``max_points``, ``max_elements``: bounds on the loop points of a term and on the elements of
+      one tensor.
+    - ``max_rank``, ``max_factors``, ``max_terms``, ``max_variables``, ``max_extent``,
+      ``max_indirection``: sizes of things.
+    - ``zero_extents``, ``padded``, ``strided``, ``scalars``, ``affine``, ``indirect``: allow those
+      (a scalar is a Python number).
     """
 
     operators: tuple[str, ...] = ("=", "+=", "max=", "min=")
     functions: tuple[str, ...] = FUNCTIONS
     dtypes: tuple[torch.dtype, ...] = FLOATS
-    index_dtypes: tuple[torch.dtype, ...] = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8, torch.uint16, torch.uint32, torch.uint64)
+    index_dtypes: tuple[torch.dtype, ...] = (
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.uint8,
+        torch.int8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+    )
     mixed: bool = True
     differentiable: bool = False
     product_only: bool = False
@@ -71,9 +101,11 @@ class Case:
     """A statement with arguments. Its ``repr`` is the call that runs it, strides and all.
 
     >>> import torch
-    >>> case = Case("C[D[p]] += A[p]", {"A": torch.ones(2), "D": torch.tensor([1, 1])}, sizes={"C": (3,)})
+    >>> values = {"A": torch.ones(2), "D": torch.tensor([1, 1])}
+    >>> case = Case("C[D[p]] += A[p]", values, sizes={"C": (3,)})
     >>> case
-    insum.insum('C[D[p]] += A[p]', sizes={'C': (3,)}, A=torch.tensor([1.0, 1.0]), D=torch.tensor([1, 1], dtype=torch.int64))
+    insum.insum('C[D[p]] += A[p]', sizes={'C': (3,)}, A=torch.tensor([1.0, 1.0]),
+    D=torch.tensor([1, 1], dtype=torch.int64))
     >>> case.expected()
     array([0., 2., 0.])
     >>> case.check()
@@ -91,7 +123,11 @@ class Case:
     @property
     def inputs(self) -> tuple[str, ...]:
         """Names of the arguments that can have a gradient: floating or complex tensors."""
-        return tuple(name for name, value in self.tensors.items() if value.is_floating_point() or value.is_complex())
+        return tuple(
+            name
+            for name, value in self.tensors.items()
+            if value.is_floating_point() or value.is_complex()
+        )
 
     @property
     def target(self) -> str:
@@ -99,7 +135,9 @@ class Case:
 
     @property
     def precision(self) -> torch.dtype:
-        """The coarsest dtype that takes part, which decides the tolerance; that of integers where nothing is floating."""
+        """The coarsest dtype that takes part, which decides the tolerance; that of integers where
+        nothing is floating.
+        """
         statement = parse(self.statement)
         types = {name: _typed(value) for name, value in self.values.items()}
         dtypes = [infer(e, types).dtype for e in _parts(statement.value)]
@@ -109,16 +147,30 @@ class Case:
 
     @property
     def features(self) -> frozenset[str]:
-        """Labels of what the case exercises, such as ``rank 3``, ``repeated index``, ``zero extent``, ``float16``."""
+        """Labels of what the case exercises, such as ``rank 3``, ``repeated index``, ``zero
+        extent``, ``float16``.
+        """
         return features(parse(self.statement), self.values, self.padded)
 
     def to(self, device: str | torch.device) -> Case:
         """The same case with its tensors on another device; strides and offsets are kept."""
-        return replace(self, values={name: _relaid(v, device) if isinstance(v, Tensor) else v for name, v in self.values.items()})
+        return replace(
+            self,
+            values={
+                name: _relaid(v, device) if isinstance(v, Tensor) else v
+                for name, v in self.values.items()
+            },
+        )
 
     def clone(self) -> Case:
         """The same case with tensors of its own, for calls that write into them."""
-        return replace(self, values={name: _relaid(v, v.device) if isinstance(v, Tensor) else v for name, v in self.values.items()})
+        return replace(
+            self,
+            values={
+                name: _relaid(v, v.device) if isinstance(v, Tensor) else v
+                for name, v in self.values.items()
+            },
+        )
 
     def run(self) -> Tensor:
         """The result of ``insum.insum`` on a clone."""
@@ -136,8 +188,10 @@ class Case:
         assert_close(self.run(), self.expected(), self.precision)
 
     def __repr__(self) -> str:
-        options = [f"sizes={dict(self.sizes)!r}"] * bool(self.sizes) + [f"padded={self.padded!r}"] * bool(self.padded)
-        return f"insum.insum({', '.join([repr(self.statement), *options, *(f'{n}={_show(v)}' for n, v in self.values.items())])})"
+        options = [f"sizes={dict(self.sizes)!r}"] * bool(self.sizes)
+        options += [f"padded={self.padded!r}"] * bool(self.padded)
+        values = (f"{n}={_show(v)}" for n, v in self.values.items())
+        return f"insum.insum({', '.join([repr(self.statement), *options, *values])})"
 
 
 def statements(**options: Any) -> SearchStrategy[Case]:
@@ -159,7 +213,8 @@ def statements(**options: Any) -> SearchStrategy[Case]:
 
 
 def draw_cases(count: int, seed: int = 0, **options: Any) -> Iterator[Case]:
-    """The same cases without hypothesis: ``count`` of them, the same ones for the same seed and options.
+    """The same cases without hypothesis: ``count`` of them, the same ones for the same seed and
+    options.
 
     >>> for case in draw_cases(2, seed=1, product_only=True):
     ...     case.check()
@@ -171,11 +226,13 @@ def draw_cases(count: int, seed: int = 0, **options: Any) -> Iterator[Case]:
         yield generate(random.Random(f"{seed}/{number}"), chosen)
 
 
-# --- tensors with their strides ---------------------------------------------------------------------------------------------------
+# --- tensors with their strides -------------------------------------------------------------------
 
 
 def _relaid(tensor: Tensor, device: str | torch.device) -> Tensor:
-    """A copy whose memory is laid out as the original's: gaps, offset, overlap and lazy conjugation included."""
+    """A copy whose memory is laid out as the original's: gaps, offset, overlap and lazy conjugation
+    included.
+    """
     if tensor.is_conj():
         return _relaid(tensor.conj(), device).conj()
     memory = _memory(tensor).clone().to(device)
@@ -184,7 +241,11 @@ def _relaid(tensor: Tensor, device: str | torch.device) -> Tensor:
 
 def _memory(tensor: Tensor) -> Tensor:
     """The flat memory from its start up to the tensor's last element."""
-    used = tensor.storage_offset() + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    used = (
+        tensor.storage_offset()
+        + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        + 1
+    )
     return torch.as_strided(tensor.detach(), (used if tensor.numel() else 0,), (1,), 0)
 
 
@@ -199,10 +260,13 @@ def _show(value: Value) -> str:
         return f"torch.tensor({value.tolist()}{dtype}){place}"
     if value.numel() == 0:
         return f"torch.empty_strided({tuple(value.shape)}, {value.stride()}{dtype}){place}"
-    return f"torch.tensor({_memory(value).tolist()}{dtype}){place}.as_strided({tuple(value.shape)}, {value.stride()}, {value.storage_offset()})"
+    return (
+        f"torch.tensor({_memory(value).tolist()}{dtype}){place}"
+        f".as_strided({tuple(value.shape)}, {value.stride()}, {value.storage_offset()})"
+    )
 
 
-# --- precision -------------------------------------------------------------------------------------------------------------------
+# --- precision ------------------------------------------------------------------------------------
 
 
 def _typed(value: Value) -> Typed:
@@ -212,7 +276,9 @@ def _typed(value: Value) -> Typed:
 
 
 def _parts(expr: Expr) -> Iterator[Expr]:
-    """The expression and what it is made of, for Python numbers aside: those are as exact as what they meet."""
+    """The expression and what it is made of, for Python numbers aside: those are as exact as what
+    they meet.
+    """
     yield expr
     match expr:
         case Call(_, args) | Product(args) | Sum(args):

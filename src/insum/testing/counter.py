@@ -1,4 +1,6 @@
-"""How often something was compiled, because a recompilation per size is what users suffer from most."""
+"""How often something was compiled, because a recompilation per size is what users suffer from
+most.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +60,7 @@ def _graphs() -> int:
 
 
 def _kernels() -> int:
-    launch = sys.modules.get("insum.runtime.launch")  # not loaded: nothing was compiled, and counting must not load triton
+    # not loaded: nothing was compiled, and counting must not load triton
+    launch = sys.modules.get("insum.runtime.launch")
     count = getattr(launch, "compile_count", 0)
     return int(count() if callable(count) else count)

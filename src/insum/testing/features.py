@@ -9,16 +9,45 @@ from torch import Tensor
 
 from insum.lang.bind import Value
 from insum.lang.expand import expand
-from insum.lang.expr import Access, Affine, Call, Expr, Product, Statement, Sum, Var, accesses, variables
+from insum.lang.expr import (
+    Access,
+    Affine,
+    Call,
+    Expr,
+    Product,
+    Statement,
+    Sum,
+    Var,
+    accesses,
+    variables,
+)
 
 
-def features(statement: Statement, values: Mapping[str, Value], padded: tuple[str, ...]) -> frozenset[str]:
-    """Labels such as ``rank 3``, ``repeated index``, ``nested indirection``, ``zero extent``, ``float16``."""
-    every = [statement.target, *(a for i in statement.target.indices for a in accesses(i)), *accesses(statement.value)]
-    found = {statement.operator, *(f"rank {len(a.indices)}" for a in every), *_of_values(values, padded)}
+def features(
+    statement: Statement, values: Mapping[str, Value], padded: tuple[str, ...]
+) -> frozenset[str]:
+    """Labels such as ``rank 3``, ``repeated index``, ``nested indirection``, ``zero extent``,
+    ``float16``.
+    """
+    every = [
+        statement.target,
+        *(a for i in statement.target.indices for a in accesses(i)),
+        *accesses(statement.value),
+    ]
+    found = {
+        statement.operator,
+        *(f"rank {len(a.indices)}" for a in every),
+        *_of_values(values, padded),
+    }
     found |= {label for access in every for index in access.indices for label in _of_index(index)}
-    found |= {"repeated index" for a in every if max(Counter(i.var for i in a.indices if i.var).values(), default=0) > 1}
-    uses = Counter(name for access in every for name in {a.tensor for i in access.indices for a in accesses(i)})
+    found |= {
+        "repeated index"
+        for a in every
+        if max(Counter(i.var for i in a.indices if i.var).values(), default=0) > 1
+    }
+    uses = Counter(
+        name for access in every for name in {a.tensor for i in access.indices for a in accesses(i)}
+    )
     found |= {"shared index tensor"} if max(uses.values(), default=0) > 1 else set()
     return frozenset(found | _of_statement(statement, values))
 
@@ -66,7 +95,10 @@ def _of_statement(statement: Statement, values: Mapping[str, Value]) -> set[str]
         "scatter": any(isinstance(a, Access) for i in target.indices for _, a in i.terms),
         "broadcast": not set(variables(target)) <= set(variables(statement.value)),
         "reduction": not set(variables(statement.value)) <= set(variables(target)),
-        "same tensor twice": max(Counter(a.tensor for a in accesses(statement.value, nested=False)).values(), default=0) > 1,
+        "same tensor twice": max(
+            Counter(a.tensor for a in accesses(statement.value, nested=False)).values(), default=0
+        )
+        > 1,
     }
     return found | {label for label, holds in labels.items() if holds}
 

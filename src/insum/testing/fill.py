@@ -1,4 +1,6 @@
-"""Tensors for drawn statements: values that are exact in every dtype, or generic ones for derivatives, in all kinds of memory layout."""
+"""Tensors for drawn statements: values that are exact in every dtype, or generic ones for
+derivatives, in all kinds of memory layout.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from insum.testing.cases import Options
 
 @dataclass
 class Array:
-    """What is decided about a tensor before it is filled; an index tensor has a ``bound`` that its values stay below."""
+    """What is decided about a tensor before it is filled; an index tensor has a ``bound`` that its
+    values stay below.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -61,7 +65,11 @@ def _exact(array: Array, random: np.random.Generator) -> np.ndarray[Any, Any]:
         low = 1 if array.positive else 0 if array.dtype == torch.uint8 else -3
         return random.integers(low, 4, array.shape)
     quarters = random.integers(2 if array.positive else -8, 9, array.shape) / 4
-    return quarters + 1j * random.integers(-8, 9, array.shape) / 4 if array.dtype.is_complex else quarters
+    return (
+        quarters + 1j * random.integers(-8, 9, array.shape) / 4
+        if array.dtype.is_complex
+        else quarters
+    )
 
 
 def _generic(array: Array, random: np.random.Generator) -> np.ndarray[Any, Any]:
@@ -95,4 +103,12 @@ def laid_out(tensor: Tensor, layout: str, random: np.random.Generator) -> Tensor
 
 
 def _garbage(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.full(shape, 1 if dtype == torch.bool else float("nan") if dtype.is_floating_point or dtype.is_complex else 99, dtype=dtype)
+    return torch.full(
+        shape,
+        1
+        if dtype == torch.bool
+        else float("nan")
+        if dtype.is_floating_point or dtype.is_complex
+        else 99,
+        dtype=dtype,
+    )

@@ -1,6 +1,8 @@
-"""The meaning of a statement as plainly as it can be written: loops over every point of its index variables.
+"""The meaning of a statement as plainly as it can be written: loops over every point of its index
+variables.
 
-Nothing of the graph or of the kernels is used, only the parsed and bound statement, so that an agreement means something.
+Nothing of the graph or of the kernels is used, only the parsed and bound statement, so that an
+agreement means something.
 """
 
 from __future__ import annotations
@@ -17,7 +19,18 @@ from torch import Tensor
 from insum.errors import IndexRangeError
 from insum.lang.bind import Problem, Size, Value, bind
 from insum.lang.expand import Term
-from insum.lang.expr import Access, Affine, Call, Expr, Number, Product, Statement, Sum, Var, product
+from insum.lang.expr import (
+    Access,
+    Affine,
+    Call,
+    Expr,
+    Number,
+    Product,
+    Statement,
+    Sum,
+    Var,
+    product,
+)
 from insum.lang.parser import parse
 from insum.lang.types import infer
 
@@ -32,16 +45,20 @@ def oracle(
     sizes: Mapping[str | int, Size | Sequence[Size]] | None = None,
     padded: Sequence[str] = (),
 ) -> np.ndarray[Any, Any]:
-    """What ``statement`` means for ``values``, computed point by point: slow, obvious, and in double precision.
+    """What ``statement`` means for ``values``, computed point by point: slow, obvious, and in
+    double precision.
 
-    Floating results come as float64, complex ones as complex128, booleans as bool. Integers are exact Python integers until
-    they are wrapped, once and at the end, to the dtype of the result (an overflow inside a function's argument is not modelled).
-    Nothing that is passed in is changed.
+    Floating results come as float64, complex ones as complex128, booleans as bool. Integers are
+    exact Python integers until they are wrapped, once and at the end, to the dtype of the result
+    (an overflow inside a function's argument is not modelled). Nothing that is passed in is
+    changed.
 
     >>> import torch
-    >>> oracle("y[i] = A[i,j] * x[j]", {"A": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "x": torch.tensor([1.0, 10.0])})
+    >>> A, x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1.0, 10.0])
+    >>> oracle("y[i] = A[i,j] * x[j]", {"A": A, "x": x})
     array([21., 43.])
-    >>> oracle("C[D[p]] += A[p]", {"A": torch.ones(3), "D": torch.tensor([0, 2, 2])}, sizes={"C": (4,)})
+    >>> values = {"A": torch.ones(3), "D": torch.tensor([0, 2, 2])}
+    >>> oracle("C[D[p]] += A[p]", values, sizes={"C": (4,)})
     array([1., 0., 2., 0.])
     """
     parsed = parse(statement) if isinstance(statement, str) else statement
@@ -91,7 +108,9 @@ class _Interpreter:
     # --- one reader for each node: a function of the point ---
 
     def value(self, expr: Expr, boolean: bool) -> _Reader:
-        """``boolean``: whether what the expression is a part of is a truth value, so that + means or."""
+        """``boolean``: whether what the expression is a part of is a truth value, so that + means
+        or.
+        """
         match expr:
             case Number(number):
                 return lambda _: number
@@ -112,7 +131,11 @@ class _Interpreter:
         return lambda point: join([read(point) for read in readers])
 
     def element(self, access: Access) -> _Reader:
-        array, place, padded = self.arrays[access.tensor], self.place(access), access.tensor in self.problem.padded
+        array, place, padded = (
+            self.arrays[access.tensor],
+            self.place(access),
+            access.tensor in self.problem.padded,
+        )
 
         def read(point: _Point) -> Any:
             value = array[place(point)]
@@ -133,7 +156,10 @@ class _Interpreter:
         def read(point: _Point) -> int:
             value = int(sum(c * atom(point) for c, atom in atoms) + index.offset)
             if not 0 <= value < limit:
-                fact = f"index {index} of {access.tensor} is {value}, outside dimension {dim} of size {limit}"
+                fact = (
+                    f"index {index} of {access.tensor} is {value}, outside dimension {dim} "
+                    f"of size {limit}"
+                )
                 raise self.problem.complain(IndexRangeError, fact, span=index.span)
             return value
 
@@ -151,7 +177,13 @@ def _exact(value: Value) -> np.ndarray[Any, Any]:
     if not isinstance(value, Tensor):
         return np.array(value, dtype=object)
     plain = value.detach().cpu().resolve_conj().resolve_neg()
-    wide = torch.complex128 if plain.is_complex() else torch.float64 if plain.is_floating_point() else plain.dtype
+    wide = (
+        torch.complex128
+        if plain.is_complex()
+        else torch.float64
+        if plain.is_floating_point()
+        else plain.dtype
+    )
     array = np.empty(tuple(plain.shape), dtype=object)
     array.reshape(-1)[:] = plain.to(wide).contiguous().reshape(-1).tolist()
     return array
@@ -174,7 +206,9 @@ def _finished(result: np.ndarray[Any, Any], dtype: torch.dtype) -> np.ndarray[An
     if dtype == torch.bool:
         return np.array([bool(c != 0) for c in cells], dtype=np.bool_).reshape(result.shape)
     if dtype.is_complex or dtype.is_floating_point:
-        return np.array(cells, dtype=np.complex128 if dtype.is_complex else np.float64).reshape(result.shape)
+        return np.array(cells, dtype=np.complex128 if dtype.is_complex else np.float64).reshape(
+            result.shape
+        )
     info = torch.iinfo(dtype)
     wrapped = [(int(c) - info.min) % 2**info.bits + info.min for c in cells]
     return np.array(wrapped, dtype=str(dtype).removeprefix("torch.")).reshape(result.shape)
@@ -188,11 +222,18 @@ def _smaller(a: Any, b: Any) -> Any:
     return a if a != a or a <= b else b
 
 
-_COMBINE: dict[str, Callable[[Any, Any], Any]] = {"=": lambda a, b: a + b, "+=": lambda a, b: a + b, "max=": _larger, "min=": _smaller}
+_COMBINE: dict[str, Callable[[Any, Any], Any]] = {
+    "=": lambda a, b: a + b,
+    "+=": lambda a, b: a + b,
+    "max=": _larger,
+    "min=": _smaller,
+}
 
 
 def _double(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A NumPy function in double precision, which yields inf and nan where Python's own would raise."""
+    """A NumPy function in double precision, which yields inf and nan where Python's own would
+    raise.
+    """
 
     def apply(x: Any) -> Any:
         return function(np.complex128(x) if isinstance(x, complex) else np.float64(x)).item()
