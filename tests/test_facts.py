@@ -4,7 +4,6 @@ plain loops.
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable
 
@@ -104,27 +103,6 @@ def test_writing_ends_a_promise() -> None:
 def test_a_promise_is_public_and_returns_its_tensor() -> None:
     tensor = torch.tensor([2, 0, 1])
     assert insum.constant(tensor) is tensor and facts_of(tensor).constant
-
-
-def test_facts_do_not_keep_tensors_alive() -> None:
-    tensor = torch.tensor([0, 1, 2])
-    facts_of(tensor).derived["something"] = torch.zeros(3)
-    key, entries = id(tensor), facts_module.entries
-    assert key in entries
-    del tensor
-    gc.collect()
-    assert key not in entries
-
-
-def test_an_id_that_is_used_again_gives_no_facts() -> None:
-    """An entry whose tensor is gone counts for nothing, even if it is still there."""
-    tensor = torch.tensor([0, 1, 2])
-    facts_of(tensor)
-    entry = facts_module.entries.pop(id(tensor))
-    other = torch.tensor([5])
-    facts_module.entries[id(other)] = entry
-    assert known(other) is None
-    del facts_module.entries[id(other)]
 
 
 def test_inference_tensors_have_facts() -> None:

@@ -25,6 +25,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "insum"
 #: package's own `__init__`: the public names.
 RANKS: tuple[frozenset[str], ...] = (
     frozenset({"errors", "settings", "compat"}),
+    frozenset({"memory"}),
     frozenset({"lang"}),
     frozenset({"plan"}),
     frozenset({"codegen"}),

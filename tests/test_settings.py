@@ -12,7 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
+import insum
+from insum import ops
 from insum.errors import SettingsError
 from insum.settings import Settings, Values, _from_environment, settings
 
@@ -65,14 +68,69 @@ def test_context_manager_restores_also_after_an_error(own: Settings) -> None:
     assert own.values == Values(check="always")
 
 
-def test_a_block_holds_for_other_threads_too(own: Settings) -> None:
-    """The backward pass runs in threads of its own."""
+def test_a_block_belongs_to_its_thread(own: Settings) -> None:
     seen: list[str] = []
     with own(check="never"):
         thread = threading.Thread(target=lambda: seen.append(own.check))
         thread.start()
         thread.join()
-    assert seen == ["never"]
+    assert seen == ["first"]
+
+
+def test_blocks_of_two_threads_that_end_in_any_order_leave_nothing(own: Settings) -> None:
+    first, second, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def one() -> None:
+        with own(check="never"):
+            first.set()
+            second.wait()
+        ended.set()
+
+    def other() -> None:
+        first.wait()
+        with own(dot="never"):
+            second.set()
+            ended.wait()
+
+    threads = [threading.Thread(target=target) for target in (one, other)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert own.values == Values()
+
+
+def test_an_assignment_outside_of_blocks_holds_for_all_threads(own: Settings) -> None:
+    own.check = "always"
+    seen: list[str] = []
+    thread = threading.Thread(target=lambda: seen.append(own.check))
+    thread.start()
+    thread.join()
+    assert seen == ["always"]
+
+
+def test_settings_of_a_call_reach_its_backward_pass_in_another_thread() -> None:
+    x = torch.ones(3, requires_grad=True)
+    bad = torch.tensor([0, 1, 2])
+    with settings(backend="graph", dot="never"):
+        y = insum.insum("y[i] = x[p[i]] * x[i]", x=x, p=bad)
+    held: list[object] = []
+    y.register_hook(lambda g: held.append(settings.dot))
+    seen: list[object] = []
+    original = ops.gradients
+
+    def spied(*arguments: object) -> object:
+        seen.append(settings.dot)
+        return original(*arguments)  # type: ignore[arg-type]
+
+    ops.gradients = spied  # type: ignore[assignment]
+    try:
+        thread = threading.Thread(target=lambda: y.sum().backward())
+        thread.start()
+        thread.join()
+    finally:
+        ops.gradients = original
+    assert seen == ["never"] and held == ["auto"] and x.grad is not None
 
 
 def test_values_are_frozen_and_hashable(own: Settings) -> None:

@@ -25,6 +25,7 @@ from insum.errors import (
     UnsupportedError,
 )
 from insum.explain import Explanation
+from insum.memory import forget, unchanging
 from insum.plan.config import Config
 from insum.plan.facts import constant
 from insum.settings import settings
@@ -56,10 +57,12 @@ __all__ = [
     "einsum",
     "explain",
     "export",
+    "forget",
     "formats",
     "insum",
     "settings",
     "tune",
+    "unchanging",
 ]
 
 #: Loaded when first asked for, so that importing insum stays quick.

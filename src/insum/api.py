@@ -92,7 +92,7 @@ def insum(
         call = _calls.get(key)
     except (AttributeError, TypeError):  # a Python number, or a mistake that binding explains
         key, call = None, None
-    if call is not None and call.settings is settings._values and is_quiet():
+    if call is not None and call.settings is settings.values and is_quiet():
         result = _run(call, tensors)
         if call.is_frequent():
             _note(statement, (out_shape, sizes, padded, config), call, tensors)
@@ -175,7 +175,7 @@ def _insum(key: object, request: Request, tensors: dict[str, Value]) -> Tensor:
     if key is None and plain:  # under a tracer sizes may be symbols, which are no keys
         key = _slow_key(request, tensors)
         call = _calls.get(key)
-        if call is not None and call.settings is settings._values:
+        if call is not None and call.settings is settings.values:
             return _run(call, tensors)
     in_place = left.operator != "=" and left.target in tensors
     if in_place and not isinstance(tensors[left.target], Tensor):

@@ -22,6 +22,7 @@ from insum.errors import AutogradError
 from insum.lang.bind import Size, Value
 from insum.plan.config import choice_from, choice_text
 from insum.request import Prepared, Request, head, prepare
+from insum.settings import settings
 
 Scalar: TypeAlias = bool | int | float | complex
 Arguments: TypeAlias = tuple[
@@ -173,7 +174,7 @@ def _save(
     tensors: Sequence[Tensor],
     result: Tensor,
 ) -> None:
-    ctx.request, ctx.numbers, ctx.names = request, numbers, names
+    ctx.request, ctx.numbers, ctx.names, ctx.settings = request, numbers, names, settings.values
     ctx.initial_dtype = None if initial is None else initial.dtype
     more: list[Tensor] = []
     if request.is_extremum:
@@ -190,7 +191,8 @@ def _backward(
     values = {**ctx.numbers, **dict(zip(ctx.names, saved[:count]))}
     result, held = (*saved[count:], None, None)[:2]
     wanted = [name for name, need in zip(ctx.names, needs) if need]
-    found = gradients(ctx.request, values, upstream, wanted, result, held, contract)
+    with settings.holding(ctx.settings):  # this may be a thread of autograd's
+        found = gradients(ctx.request, values, upstream, wanted, result, held, contract)
     to_initial = (
         found.initial.to(ctx.initial_dtype)
         if initial_needs and ctx.initial_dtype is not None

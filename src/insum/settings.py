@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -49,6 +50,8 @@ class Values:
       ``always`` (wherever it is one statement), ``never``.
     - ``log``: comma-separated topics to report on standard error: ``plan``, ``kernel``,
       ``fallback``, ``fusion``. Also ``INSUM_LOGS``.
+    - ``memory``: bytes that may be spent on what is derived from index tensors and kept with them
+      (orders, segments, tables); beyond it, what was not used for longest goes first.
     """
 
     check: str = "first"
@@ -63,10 +66,15 @@ class Values:
     effort: str = "none"
     fuse: str = "auto"
     log: str = ""
+    memory: int = 4 * 2**30
 
 
 class Settings:
-    """The process-wide settings object.
+    """The settings: of the process, and of blocks.
+
+    An assignment holds for the process. A ``with`` block holds for the thread, or the task, that
+    entered it and ends with it; an assignment inside a block belongs to the block. A call uses what
+    holds when it is made, for its backward pass too.
 
     >>> import insum
     >>> insum.settings.check
@@ -78,44 +86,53 @@ class Settings:
     'first'
     """
 
-    __slots__ = ("_values",)
-    _values: Values
+    __slots__ = ("_block", "_process")
+    _block: ContextVar[Values | None]
+    _process: Values
 
     def __init__(self, values: Values) -> None:
-        object.__setattr__(self, "_values", values)
+        object.__setattr__(self, "_block", ContextVar("insum_settings", default=None))
+        object.__setattr__(self, "_process", _one(values))
 
     @property
     def values(self) -> Values:
-        """A frozen snapshot; hashable, so that it can be part of a cache key."""
-        return self._values
+        """A frozen snapshot; hashable, so that it can be part of a cache key. Equal ones are one
+        object.
+        """
+        return self._block.get() or self._process
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return getattr(self._values, name)
+            return getattr(self.values, name)
         except AttributeError:
             raise AttributeError(
                 f"insum.settings has no {name!r}; it has {', '.join(_names())}"
             ) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(
-            self, "_values", _one(replace(self._values, **{name: _checked(name, value)}))
-        )
+        new = _one(replace(self.values, **{name: _checked(name, value)}))
+        if self._block.get() is None:
+            object.__setattr__(self, "_process", new)
+        else:
+            self._block.set(new)
 
     @contextmanager
     def __call__(self, **changes: Any) -> Iterator[Settings]:
-        """Change settings for the length of a ``with`` block; they hold for the whole process,
-        backward threads included.
-        """
-        before = self._values
-        new = _one(
-            replace(before, **{name: _checked(name, value) for name, value in changes.items()})
-        )
-        object.__setattr__(self, "_values", new)
-        try:
+        """Change settings for the length of a ``with`` block."""
+        checked = {name: _checked(name, value) for name, value in changes.items()}
+        with self.holding(_one(replace(self.values, **checked))):
             yield self
+
+    @contextmanager
+    def holding(self, values: Values) -> Iterator[None]:
+        """A block with the settings that held elsewhere: when a call was made whose backward pass
+        runs now, in a thread of autograd's.
+        """
+        token = self._block.set(values)
+        try:
+            yield
         finally:
-            object.__setattr__(self, "_values", before)
+            self._block.reset(token)
 
     def __dir__(self) -> list[str]:
         return [*_names(), "values"]
@@ -124,7 +141,8 @@ class Settings:
         return "settings"  # copies and unpickled ones are the one object of the process
 
     def __repr__(self) -> str:
-        return f"insum.settings({', '.join(f'{n}={getattr(self._values, n)!r}' for n in _names())})"
+        now = self.values
+        return f"insum.settings({', '.join(f'{n}={getattr(now, n)!r}' for n in _names())})"
 
 
 _seen: dict[Values, Values] = {}
@@ -152,6 +170,10 @@ def _checked(name: str, value: Any) -> Any:
     default = getattr(Values(), name)
     if isinstance(default, bool) and not isinstance(value, bool):
         raise SettingsError(f"settings.{name} cannot be {value!r}", expected="True or False")
+    if type(default) is int and (type(value) is not int or value < 0):
+        raise SettingsError(
+            f"settings.{name} cannot be {value!r}", expected="an integer of at least 0"
+        )
     if isinstance(default, str) and not isinstance(value, str):
         raise SettingsError(f"settings.{name} cannot be {value!r}", expected="a string")
     return value
@@ -169,11 +191,16 @@ def _from_environment(environment: dict[str, str]) -> Values:
 
 
 def _read(name: str, text: str) -> Any:
-    if not isinstance(getattr(Values(), name), bool):
+    default = getattr(Values(), name)
+    if type(default) is int:
+        if not text.strip().isdigit():
+            raise SettingsError(f"INSUM_{name.upper()} is {text!r}", expected="an integer")
+        return int(text)
+    if not isinstance(default, bool):
         return text.strip().lower() if name in _CHOICES else text
     if text.strip().lower() not in ("1", "0", "true", "false", "on", "off", "yes", "no"):
         raise SettingsError(f"INSUM_{name.upper()} is {text!r}", expected="1 or 0")
     return text.strip().lower() in ("1", "true", "on", "yes")
 
 
-settings = Settings(_one(_from_environment(dict(os.environ))))
+settings = Settings(_from_environment(dict(os.environ)))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from insum.fusion import computed
+from insum import memory
 
 from .programs import compiled
 
@@ -24,7 +24,7 @@ FIRST = int(os.environ.get("INSUM_FUZZ", "0")) * 1000
 
 @pytest.fixture(autouse=True)
 def everything_in_one_graph() -> Iterator[None]:
-    computed._computed.clear()
+    memory.forget()
     with torch._dynamo.config.patch(
         capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True
     ):

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import insum
-from insum.fusion import computed, indices, op, ways
+from insum import memory
+from insum.fusion import indices, op, ways
 from insum.runtime import bounds, fused, launch
 
 from .programs import F, compiled, counts, graph_of
@@ -25,14 +26,14 @@ pytestmark = pytest.mark.interpreter
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (indices, op):
         monkeypatch.setattr(module, "looks_are_free", lambda tensor: False)
+    monkeypatch.setattr(memory, "can_look", lambda tensor: False)
+    memory.forget()
     for table in (
         ways._ways,
         ways._paths,
         ways._stretches,
         indices._last,
         indices._strangers,
-        computed._computed,
-        indices._checked,
     ):
         table.clear()
     with insum.settings(backend="fused", require_fused=True):

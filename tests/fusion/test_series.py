@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import insum.fusion
+from insum import memory
 from insum.fusion import joined
 
 from .programs import agrees, compiled, counts, graph_of, leaf
@@ -213,8 +214,9 @@ class Counted:
         for name in ("_table", "_groups"):
             monkeypatch.setattr(joined, name, self.counting(name, getattr(joined, name)))
         monkeypatch.setattr(joined, "looks_are_free", lambda tensor: False)
-        for table in ("_made", "_strangers"):
-            monkeypatch.setattr(joined, table, {})
+        monkeypatch.setattr(memory, "can_look", lambda tensor: False)
+        monkeypatch.setattr(joined, "_strangers", {})
+        memory.forget()
 
     def counting(self, name: str, make: Callable[..., joined.Made]) -> Callable[..., joined.Made]:
         return lambda *arguments: (self.made.append(name[1:]), make(*arguments))[1]
@@ -234,11 +236,10 @@ def test_index_tensors_are_put_together_once(monkeypatch: pytest.MonkeyPatch) ->
     right()
     right()
     assert counted.made == ["table"] * 2, "one of them was written to"
-    assert len(joined._made) == 1
     pairs.clear()
     torch._dynamo.reset()
     gc.collect()
-    assert not joined._made, "what was made lives as long as what it was made of"
+    assert not memory.report().nbytes, "what was made lives as long as what it was made of"
 
 
 def test_other_index_tensors_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +253,6 @@ def test_other_index_tensors_in_every_call(monkeypatch: pytest.MonkeyPatch) -> N
             run(x, w, *pairs), convolution(x, w, *pairs), rtol=1e-4, atol=1e-4
         )
     assert counted.made == ["table"] * 3 + ["groups"] * 3
-    assert len(joined._made) <= 2
     pairs = unique_pairs(seed=7)
     pairs[2][0, 1] = N
     with pytest.raises(RuntimeError, match="an index of n1 is out of range"):

@@ -14,7 +14,8 @@ from torch.testing import assert_close
 
 import insum
 import insum.fusion
-from insum.fusion import computed, siblings
+from insum import memory
+from insum.fusion import siblings
 
 from .programs import E, F, N, agrees, compiled, counts, graph_of, leaf
 
@@ -24,7 +25,7 @@ KINDS = torch.randint(0, R, (E,), generator=torch.Generator().manual_seed(2))
 
 @pytest.fixture(autouse=True)
 def everything_in_one_graph() -> Iterator[None]:
-    computed._computed.clear()
+    memory.forget()
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         yield
 

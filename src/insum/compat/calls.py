@@ -94,6 +94,17 @@ def in_backward() -> bool:
     return _graph_task() != -1
 
 
+_raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def current_stream(device: torch.device) -> int:
+    """The stream that work for a GPU is put on now, as a number; quicker than the object."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if _raw_stream is None:
+        return int(torch.cuda.current_stream(index).cuda_stream)
+    return _raw_stream(index)
+
+
 def cudagraph_state(device: torch.device) -> str:
     """``warmup`` or ``recording`` while torch.compile(mode="reduce-overhead") runs a function so on
     this device; '' otherwise, or where torch does not tell.

@@ -4,22 +4,15 @@ and the op ``insum::computed`` for those that somebody else than a fused stateme
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from insum import memory
 from insum.compat.calls import PLAIN, are_plain, shorten
-from insum.fusion.indices import owner
 from insum.fusion.origin import evaluate
-from insum.plan.facts import version_of
-
-#: By function, sizes and identity of what it is applied to: those tensors, their versions and
-#: addresses, and the result.
-_computed: dict[tuple[Any, ...], tuple[tuple[weakref.ref[Tensor], ...], tuple[Any, ...], Any]] = {}
-_MOST = 1024
 
 
 def computed(program: str, sizes: tuple[int, ...], sources: tuple[Tensor, ...]) -> Any:
@@ -36,26 +29,10 @@ def computed(program: str, sizes: tuple[int, ...], sources: tuple[Tensor, ...]) 
 def _remembered(
     name: str, sources: tuple[Tensor, ...], sizes: tuple[int, ...], run: Callable[[], Any]
 ) -> Any:
-    key = (name, sizes, *map(id, sources))
-    # the latter, since ``s.data = other`` is no write
-    state = tuple((version_of(s), s.data_ptr()) for s in sources)
-    entry = _computed.get(key)
-    if (
-        entry is not None
-        and entry[1] == state
-        and all(ref() is source for ref, source in zip(entry[0], sources))
-    ):
-        return entry[2]
-    result = _own(run(), sources)
-    if all(version >= 0 for version, _ in state) and not _is_captured(sources[0]):
-        if len(_computed) >= _MOST:
-            _computed.clear()
-        _computed[key] = (
-            tuple(weakref.ref(s, lambda _: _computed.pop(key, None)) for s in sources),
-            state,
-            result,
-        )
-    return result
+    first, *others = sources
+    return memory.remembered(
+        first, ("computed", name, sizes), lambda: _own(run(), sources), *others
+    )
 
 
 def _own(result: Any, sources: tuple[Tensor, ...]) -> Any:
@@ -68,11 +45,6 @@ def _own(result: Any, sources: tuple[Tensor, ...]) -> Any:
     )
 
 
-def _is_captured(tensor: Tensor) -> bool:
-    """Whether what is computed now is computed when a CUDA graph is replayed, and not before."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
 # --- the op ---------------------------------------------------------------------------------------
 
 
@@ -80,7 +52,7 @@ def _op(
     program: str, tensors: list[Tensor], dtype: str, shape: list[int], sizes: list[int]
 ) -> Tensor:
     """A copy, because compiled code may use the memory of what it gets again."""
-    found: Tensor = computed(program, (*sizes,), tuple(map(owner, tensors)))
+    found: Tensor = computed(program, (*sizes,), tuple(tensors))
     return found.clone(memory_format=torch.contiguous_format)
 
 

@@ -11,8 +11,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from insum.compat.calls import PLAIN, assert_async, in_backward
-from insum.plan.facts import facts_of, known, version_of
+from insum import memory
+from insum.compat.calls import assert_async
+from insum.plan.facts import facts_of, known
 from insum.runtime import bounds, fused
 from insum.settings import settings
 
@@ -25,8 +26,6 @@ Limits: TypeAlias = tuple[tuple[str, int, bool], ...]
 
 # --- index tensors that are parts of others -------------------------------------------------------
 
-_parts: dict[int, tuple[weakref.ref[Tensor], tuple[int, int], dict[Selects, Tensor]]] = {}
-
 
 def part(base: Tensor, selects: Selects) -> Tensor:
     """``base`` at fixed places of some dimensions; the same object as long as ``base`` lives
@@ -34,15 +33,8 @@ def part(base: Tensor, selects: Selects) -> Tensor:
     """
     if not selects:
         return base
-    # the latter, since ``base.data = other`` is no write
-    key, version = id(base), (version_of(base), base.data_ptr())
-    entry = _parts.get(key)
-    if entry is None or entry[0]() is not base or entry[1] != version:
-        entry = _parts[key] = (weakref.ref(base, lambda _: _parts.pop(key, None)), version, {})
-    if selects not in entry[2]:
-        # Of .data, because a view would keep its base alive, and with it this entry.
-        entry[2][selects] = select(base.data, selects)
-    return entry[2][selects]
+    # Of .data, because a view would keep its base alive, and with it this entry.
+    return memory.remembered(base, ("part", selects), lambda: select(base.data, selects))
 
 
 def written(selects: Selects) -> list[str]:
@@ -62,52 +54,6 @@ def select(base: Tensor, selects: Selects) -> Tensor:
     return base
 
 
-# --- other objects for the same tensor ------------------------------------------------------------
-
-#: By address and shape, the index tensor that was passed there last.
-_owners: dict[tuple[int, torch.Size], weakref.ref[Tensor]] = {}
-
-
-def owner(tensor: Tensor) -> Tensor:
-    """The tensor object that was passed to the forward pass, for one that autograd saved of it;
-    else ``tensor`` itself.
-
-    Autograd hands views to the backward pass as new objects. One that lies where an object that
-    still lives lies, in the same layout, has its values. Whether what is known of those is still
-    true, version counters tell; two objects share theirs or not, and nobody says which. Therefore
-    both must be at 0: no counter has seen a write, shared or not.
-    """
-    key = tensor.data_ptr(), tensor.shape
-    reference = _owners.get(key)
-    first = None if reference is None else reference()
-    if first is tensor:
-        return tensor
-    if first is not None and is_saved(first, tensor):
-        return first
-    _owners[key] = weakref.ref(
-        tensor, lambda gone: _owners.pop(key, None) if _owners.get(key) is gone else None
-    )
-    return tensor
-
-
-def is_saved(first: Tensor, tensor: Tensor) -> bool:
-    """Whether ``tensor`` is what autograd saved of ``first``, as `owner` explains."""
-    if (
-        not in_backward()
-        or type(tensor) not in PLAIN
-        or version_of(first)
-        or version_of(tensor)
-        or first.data_ptr() != tensor.data_ptr()
-    ):
-        return False
-    return (
-        first.dtype is tensor.dtype
-        and first.shape == tensor.shape
-        and first.stride() == tensor.stride()
-        and first.device == tensor.device
-    )
-
-
 # --- index tensors that are seen once -------------------------------------------------------------
 
 #: Calls of an op in a row that came with an index tensor never seen before; and the last such
@@ -115,9 +61,6 @@ def is_saved(first: Tensor, tensor: Tensor) -> bool:
 _strangers: dict[tuple[object, str], int] = {}
 _last: dict[tuple[object, str], weakref.ref[Tensor]] = {}
 _PATIENCE = 2
-#: Index tensors that were checked on the device, by identity: with their version, and by limit,
-#: wrapping and whether checks are on, what came out.
-_checked: dict[int, tuple[weakref.ref[Tensor], int, dict[tuple[int, bool, bool], Tensor]]] = {}
 
 
 def is_passing(op: object, name: str, tensor: Tensor, marked: bool) -> bool:
@@ -137,8 +80,8 @@ def is_passing(op: object, name: str, tensor: Tensor, marked: bool) -> bool:
     if last is not None and last() is tensor:
         _strangers[key] = 0  # it came back
         return False
-    entry = _checked.get(id(tensor))
-    if entry is not None and entry[0]() is tensor:
+    entry = memory.known(tensor)
+    if entry is not None and entry.get("passing"):
         return True  # the forward pass has taken it so
     if len(_last) > 4096:
         _last.clear()
@@ -184,20 +127,12 @@ def seen_once(name: str, tensor: Tensor, limit: int, wraps: bool) -> Tensor:
         return tensor.data
     if not tensor.numel() or not limit:
         return tensor.data
-    key, version, captured = (
-        id(tensor),
-        version_of(tensor),
-        tensor.is_cuda and torch.cuda.is_current_stream_capturing(),
-    )
-    entry = _checked.get(key)
-    if entry is None or entry[0]() is not tensor or entry[1] != version or captured:
-        entry = (weakref.ref(tensor, lambda _: _checked.pop(key, None)), version, {})
-        if not captured:
-            _checked[key] = entry
+    if tensor.is_cuda and torch.cuda.is_current_stream_capturing():
+        return _looked_at(name, tensor, limit, wraps).data
+    entry = memory.entry_of(tensor)
+    entry.keep("passing", True)
     how = limit, wraps, settings.check != "never"
-    if how not in entry[2]:
-        entry[2][how] = _looked_at(name, tensor, limit, wraps)
-    return entry[2][how].data
+    return entry.remembered(how, lambda: _looked_at(name, tensor, limit, wraps)).data
 
 
 def _looked_at(name: str, tensor: Tensor, limit: int, wraps: bool) -> Tensor:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -18,12 +17,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from insum import memory
 from insum.compat.calls import PLAIN
 from insum.errors import IndexRangeError
 from insum.fusion.indices import (
     Selects,
     looks_are_free,
-    owner,
     part,
     read,
     seen_once,
@@ -33,7 +32,7 @@ from insum.fusion.indices import (
 )
 from insum.lang.expr import Access, Affine, Expr, Statement, accesses, index_of, rewrite
 from insum.lang.parser import parse
-from insum.plan.facts import facts_of, pass_by, version_of
+from insum.plan.facts import facts_of, pass_by
 from insum.request import Request, prepare
 
 #: Variables of a template: the points of a chain, and the number of the chain. In the statements it
@@ -157,56 +156,24 @@ class Made:
         return tuple(name for name in self.indices if name != "pieces")
 
 
-#: By op and index tensors: those, with their versions and addresses, and what was made of them.
-_made: dict[tuple[Any, ...], tuple[tuple[weakref.ref[Tensor], ...], tuple[Any, ...], Made]] = {}
 #: Calls of an op in a row for which something had to be made.
 _strangers: dict[str, int] = {}
-_MOST = 256
 
 
 def made_for(text: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Made:
     joined = joined_of(text)
     if any(type(t) not in PLAIN for t in tensors):
         return _make(joined, tensors, sizes, select, closely=False)
-    count = len(joined.values)
-    bases = tuple(owner(t) for t in tensors[count:])
-    if looks_are_free(tensors[0]):  # and may change behind our back, through NumPy for one
-        return _make(
-            joined,
-            (*tensors[:count], *bases),
-            sizes,
-            lambda base, selects: select(base.data, selects),
-            closely=True,
-        )
-    key = (text, tuple(sizes), *map(id, bases))
-    state = tuple((version_of(b), b.data_ptr()) for b in bases)
-    entry = _made.get(key)
-    if (
-        entry is not None
-        and entry[1] == state
-        and all(ref() is base for ref, base in zip(entry[0], bases))
-    ):
-        _strangers[text] = 0
-        return entry[2]
-    seen = _strangers[text] = _strangers.get(text, 0) + 1
     hurried = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    found = _make(
-        joined,
-        (*tensors[:count], *bases),
-        sizes,
-        part,
-        closely=not hurried and seen <= PATIENCE + 1,
-    )
-    if hurried or any(v < 0 for v, _ in state):
-        return found
-    if len(_made) >= _MOST:
-        _made.clear()
-    _made[key] = (
-        tuple(weakref.ref(b, lambda _: _made.pop(key, None)) for b in bases),
-        state,
-        found,
-    )
-    return found
+    before = _strangers.pop(text, 0)
+
+    def make() -> Made:
+        _strangers[text] = before + 1
+        closely = looks_are_free(tensors[0]) or not hurried and before <= PATIENCE
+        return _make(joined, tensors, sizes, part, closely=closely)
+
+    first, *others = tensors[len(joined.values) :]
+    return memory.remembered(first, ("joined", text, tuple(sizes)), make, *others)
 
 
 def _make(

@@ -24,7 +24,6 @@ from insum.fusion.indices import (
     Selects,
     is_passing,
     looks_are_free,
-    owner,
     part,
     read,
     seen_once,
@@ -187,7 +186,7 @@ def _values(spec: Spec, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> di
     made: dict[str, Tensor] = {}
     for name, program, sources, own in places.origins:
         made[name] = computed(
-            program, tuple(sizes[k] for k in own), tuple(owner(tensors[k]) for k in sources)
+            program, tuple(sizes[k] for k in own), tuple(tensors[k] for k in sources)
         )
     found: dict[str, Any] = {}
     for name, base, place, selects in places.views:
@@ -200,7 +199,7 @@ def _values(spec: Spec, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> di
             # counter tells.
             found[name] = select(tensors[place].data, selects)
         else:
-            found[name] = part(owner(tensors[place]), selects)
+            found[name] = part(tensors[place], selects)
     bases = {base for _, base, _, _ in places.views}
     found |= {name: value for name, value in made.items() if name not in bases}
     for name, at in places.plain:

@@ -14,9 +14,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from insum import memory
 from insum.compat.calls import PLAIN, kinds_guard
-from insum.fusion.indices import Limits, is_saved, owner, seen_once, shares_memory
-from insum.plan.facts import known, version_of
+from insum.fusion.indices import Limits, seen_once, shares_memory
+from insum.plan.facts import known
 from insum.runtime import cache, fused
 from insum.runtime.program import Program
 from insum.runtime.refit import Refit, refit_of
@@ -36,7 +37,7 @@ class Modes:
     __slots__ = ("default", "deterministic", "epoch", "precision", "settings")
 
     def __init__(self) -> None:
-        self.settings, self.epoch = settings._values, cache.epoch()
+        self.settings, self.epoch = settings.values, cache.epoch()
         self.default, self.precision = (
             torch.get_default_dtype(),
             torch.get_float32_matmul_precision(),
@@ -45,7 +46,7 @@ class Modes:
 
     def still(self) -> bool:
         return (
-            self.settings is settings._values
+            self.settings is settings.values
             and self.epoch == cache.epoch()
             and self.default is torch.get_default_dtype()
             and self.deterministic is torch.are_deterministic_algorithms_enabled()
@@ -123,10 +124,7 @@ class Path:
         values: Mapping[str, Any],
     ) -> None:
         self.program, self.modes, self.sizes = weakref.ref(program), Modes(), list(sizes)
-        owners = tuple((place, owner(tensors[place])) for place in places)
-        self.bases = tuple(
-            (place, weakref.ref(one), one._version, one.data_ptr()) for place, one in owners
-        )
+        self.bases = tuple((place, memory.entry_of(tensors[place]).serial) for place in places)
         self.names, self.places = (
             tuple(name for name, _ in plain),
             tuple(place for _, place in plain),
@@ -149,15 +147,9 @@ class Path:
         program = self.program()
         if program is None or sizes != self.sizes:
             return None
-        for place, reference, version, address in self.bases:
-            tensor, first = tensors[place], reference()
-            if (
-                first is None
-                or first is not tensor
-                and not is_saved(first, tensor)
-                or first._version != version
-                or first.data_ptr() != address
-            ):
+        for place, serial in self.bases:
+            entry = memory.known(tensors[place])
+            if entry is None or entry.serial != serial:
                 return None
         values: dict[str, Any] = {}
         for name, part in self.parts:
@@ -386,9 +378,9 @@ def keep_path(
         or any(tensors[place].is_neg() for _, place in plain)
     ):
         return
-    if any(version_of(tensors[place]) < 0 for place in places) or not all(
-        t.is_contiguous() for t in written
-    ):
+    if any(memory.known(tensors[place]) is None for place in places):
+        return
+    if not all(t.is_contiguous() for t in written):
         return
     path = Path(program, plain, places, tensors, sizes, values)
     path.target = None if target is None else (target.shape, target.stride(), target.dtype)

@@ -13,8 +13,8 @@ from torch import Tensor
 import insum
 from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, IndexRangeError
+from insum.memory import remembered
 from insum.nn.checks import integers
-from insum.nn.memory import remembered
 
 
 def check_edges(edge_index: Tensor) -> None:

@@ -9,10 +9,10 @@ import insum
 from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import COO, GroupCOO, SparseFormat
+from insum.memory import remembered
 from insum.nn.checks import integers, last_size, one_device
 from insum.nn.edges import check_range, endpoints, gcn_norm
 from insum.nn.functional import _REDUCTIONS, _tensor, propagate
-from insum.nn.memory import remembered
 
 
 class GraphConv(nn.Module):

@@ -8,13 +8,13 @@ call asks nothing of the device.
 from __future__ import annotations
 
 import itertools
-import threading
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from insum import memory
 
 
 @dataclass(slots=True, eq=False)
@@ -45,41 +45,10 @@ class IndexFacts:
     serial: int = field(default_factory=itertools.count().__next__, repr=False)
 
 
-@dataclass(slots=True)
-class _Entry:
-    reference: weakref.ref[Tensor]
-    version: int
-    facts: IndexFacts
-
-
-#: By identity of the tensor; a reader has to compare reference and version, as `known` does.
-entries: dict[int, _Entry] = {}
-_lock = threading.Lock()
-
-
 def known(tensor: Tensor) -> IndexFacts | None:
     """The facts remembered for this tensor as it is now, or None. Never touches the device."""
-    entry = entries.get(id(tensor))
-    try:  # `version_of` without the call, for every warm call asks here
-        return (
-            entry.facts
-            if entry is not None
-            and entry.reference() is tensor
-            and entry.version == tensor._version
-            else None
-        )
-    except RuntimeError:
-        return entry.facts if entry is not None and entry.version == -1 else None
-
-
-def version_of(tensor: Tensor) -> int:
-    """The counter that in-place writes advance; tensors made under inference mode keep none and
-    count as never changed.
-    """
-    try:
-        return tensor._version
-    except RuntimeError:
-        return -1
+    entry = memory.known(tensor)
+    return None if entry is None else entry.get("facts")
 
 
 def declare(
@@ -93,29 +62,18 @@ def declare(
     constant: bool = False,
 ) -> IndexFacts:
     """Remember facts that the caller knows to be true, as formats do for their arrays."""
-    return _remember(tensor, IndexFacts(low, high, sorted, unique, padded, constant, declared=True))
-
-
-def _remember(tensor: Tensor, facts: IndexFacts) -> IndexFacts:
-    key = id(tensor)
-
-    # bound here: at exit the module's names are gone first
-    def forget(_: object, key: int = key, known: dict[int, _Entry] = entries) -> None:
-        known.pop(key, None)
-
-    with _lock:
-        entries[key] = _Entry(weakref.ref(tensor, forget), version_of(tensor), facts)
-    return facts
+    facts = IndexFacts(low, high, sorted, unique, padded, constant, declared=True)
+    return memory.entry_of(tensor, declared=True).keep("facts", facts)
 
 
 def facts_of(tensor: Tensor) -> IndexFacts:
     """Facts about ``tensor``, computed on its device the first time it is seen in this version.
 
-    >>> facts_of(torch.tensor([0, 2, 2, 5]))
-    IndexFacts(low=0, high=5, sorted=True, unique=False, padded=False, constant=False,
-    passing=False)
+    >>> facts = facts_of(torch.tensor([0, 2, 2, 5]))
+    >>> facts.low, facts.high, facts.sorted, facts.unique
+    (0, 5, True, False)
     """
-    return known(tensor) or _remember(tensor, _compute(tensor))
+    return memory.entry_of(tensor).remembered("facts", lambda: _compute(tensor))
 
 
 def _compute(tensor: Tensor) -> IndexFacts:
@@ -149,7 +107,7 @@ def pass_by(tensor: Tensor, high: int) -> IndexFacts:
         if len(_passing) >= _MOST_DERIVED:
             _passing.clear()
         facts = _passing[key] = IndexFacts(0, high, False, False, passing=True)
-    return _remember(tensor, facts)
+    return memory.entry_of(tensor).keep("facts", facts)
 
 
 def segment_pointers(tensor: Tensor, rows: int) -> Tensor:

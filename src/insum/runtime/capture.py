@@ -111,7 +111,7 @@ def _portable(problem: Problem, values: Mapping[str, Value]) -> Portable | str:
     wishes = fused.wishes_of(False, problem.device)
     key = (
         id(problem),
-        id(settings._values),
+        id(settings.values),
         wishes.deterministic,
         wishes.precision,
         *[v.stride() for v in values.values() if isinstance(v, Tensor)],

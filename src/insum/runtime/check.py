@@ -100,7 +100,7 @@ def in_range(ranges: tuple[tuple[str, int, int], ...], values: Mapping[str, Valu
     """The quick test, made at every call: of values on the CPU, of facts elsewhere. False says only
     that `verify` must look closer.
     """
-    if settings._values.check == "never":
+    if settings.values.check == "never":
         return True
     for name, low, high in ranges:
         tensor = values[name]
@@ -112,7 +112,7 @@ def in_range(ranges: tuple[tuple[str, int, int], ...], values: Mapping[str, Valu
                 facts is None
                 or facts.low < low
                 or facts.high > high
-                or settings._values.check == "always"
+                or settings.values.check == "always"
             ):
                 return False
             continue

@@ -203,7 +203,7 @@ def _place(
     # settings, so that no id is used twice.
     key: tuple[object, ...] = (
         id(problem),
-        id(settings._values),
+        id(settings.values),
         cache.epoch(),
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from insum.compat.calls import PLAIN, is_undisturbed, kinds_guard
-from insum.plan import facts
 from insum.plan.facts import known
 from insum.runtime import cache, fused
 from insum.runtime.program import Program
 from insum.settings import settings
 
-state, entries = cache.state, facts.entries
+state = cache.state
 
 
 class Site:
@@ -45,7 +44,7 @@ class Site:
         target: str = "",
     ) -> None:
         self.request, self.program = request, weakref.ref(program)
-        self.settings, self.epoch = settings._values, cache.epoch()
+        self.settings, self.epoch = settings.values, cache.epoch()
         self.default, self.deterministic = (
             torch.get_default_dtype(),
             torch.are_deterministic_algorithms_enabled(),
@@ -76,7 +75,7 @@ class Site:
         program = self.program()
         if (
             program is None
-            or self.settings is not settings._values
+            or self.settings is not settings.values
             or len(tensors) != len(self.names)
             or self.epoch != state["epoch"]
         ):
@@ -87,16 +86,9 @@ class Site:
             return None
         if not self.alike(*given) or self.graded and torch.is_grad_enabled():
             return None
-        for place, serial, constant in self.indices:  # `known`, without the call
-            tensor: Tensor = given[place]
-            entry = entries.get(id(tensor))
-            if (
-                entry is None
-                or entry.reference() is not tensor
-                or entry.version != (-1 if tensor.is_inference() else tensor._version)
-            ):
-                return None
-            if entry.facts.serial != serial or entry.facts.constant is not constant:
+        for place, serial, constant in self.indices:
+            found = known(given[place])
+            if found is None or found.serial != serial or found.constant is not constant:
                 return None
         if (
             self.default is not torch.get_default_dtype()
