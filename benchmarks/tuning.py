@@ -27,8 +27,8 @@ import torch
 
 import insum
 import kernels
+from insum import search
 from insum.plan.config import shown
-from insum.runtime import tune
 
 GOAL = 1.3
 
@@ -39,10 +39,10 @@ class Searches(kernels.Table):
     def __init__(self, effort: str, budget: float) -> None:
         super().__init__()
         self.effort, self.end, self.skipped = effort, time.monotonic() + budget, [""][:0]
-        self.found: list[tune.Tuned] = []
-        search = tune.tune
-        tune.tune = lambda *args, **options: (  # type: ignore[assignment]
-            self.found.append(search(*args, **options)) or self.found[-1]
+        self.found: list[search.Tuned] = []
+        tune = search.tune
+        search.tune = lambda *args, **options: (  # type: ignore[assignment]
+            self.found.append(tune(*args, **options)) or self.found[-1]
         )
 
     def add(
@@ -172,8 +172,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     os.environ["INSUM_CACHE_DIR"] = tempfile.mkdtemp(prefix="insum-tuning-")
-    usual = tune.EFFORTS[arguments.effort]
-    tune.EFFORTS[arguments.effort] = tune.Effort(
+    usual = search.EFFORTS[arguments.effort]
+    search.EFFORTS[arguments.effort] = search.Effort(
         arguments.candidates or usual.candidates, usual.refine, arguments.seconds
     )
     table, data, only = (

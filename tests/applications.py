@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 import insum
-from insum.autograd import gradients
+from insum.autograd import Known, gradients
+from insum.call import Kinds
 from insum.formats import COO, BlockCOO, BlockGroupCOO, GroupCOO
 from insum.lang.bind import Problem
 from insum.ops import contract
@@ -71,12 +72,17 @@ class Application:
         calls: dict[str, Call] = {}
         for name in self.wanted:
 
-            def record(request: Request, values: Mapping[str, Any], name: str = name) -> Tensor:
+            def record(
+                kinds: Kinds, values: Mapping[str, Any], sizes: tuple[Any, ...], name: str = name
+            ) -> Tensor:
                 assert name not in calls, f"the gradient of {name} takes more than one statement"
+                request = kinds.form.request(sizes)
                 calls[name] = Call(f"{self.name}, gradient of {name}", request, values)
                 return torch.empty(())
 
-            gradients(self.forward.request, self.values, upstream, [name], None, None, record)
+            extents = self.forward.request.bind(self.values, upstream).extents
+            known = Known(self.forward.request.form, {}, extents)
+            gradients(known, self.values, upstream, [name], None, None, record)
         return calls
 
     def calls(self, *, filled: bool = True) -> list[Call]:

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 import insum
+from insum import inspection
 from insum.compat import calls
 from insum.lang.bind import Problem, bind
 from insum.lang.parser import parse
 from insum.plan.plan import Plan
-from insum.runtime import fused
+from insum.runtime.bind import Ready, Unseen
+from insum.runtime.program import Program, Refusal
 
 #: Only generated kernels, whatever the device.
 ONLY_FUSED: dict[str, Any] = {"backend": "fused", "require_fused": True}
@@ -36,7 +38,14 @@ def plans_of(
     problem: Problem, values: Mapping[str, Any], target: Tensor | None = None
 ) -> list[Plan]:
     """The plans of a statement, one for each product, as a GPU would get them. Runs nothing."""
-    return [step.prepared.plan for step in fused.plan_only(problem, values, target).steps]
+    return [step.planned.plan for step in inspection.plan_only(problem, values, target).steps]
+
+
+def lookup(problem: Problem, values: Mapping[str, Any], target: Tensor | None = None) -> Program:
+    """The program that a call runs here."""
+    found = inspection.Look(problem, values, target).program()
+    assert not isinstance(found, Refusal), found.reason
+    return found
 
 
 def plan_of(
@@ -82,6 +91,29 @@ def poison_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "empty_strided", poisoned(torch.empty_strided))
     quick = {kind: poisoned(make) for kind, make in calls._strided().items()}
     monkeypatch.setattr(calls, "_strided", lambda: quick)
+
+
+def watch_programs(
+    monkeypatch: pytest.MonkeyPatch, looks: list[bool] | None = None
+) -> list[Program]:
+    """Every program that is launched from now on, and whether it looks at indices."""
+    programs: list[Program] = []
+    for kind, name in ((Ready, "__call__"), (Unseen, "run")):
+        original = getattr(kind, name)
+
+        def watched(self: Any, *rest: Any, look: bool = False, original: Any = original) -> Tensor:
+            programs.append(self.program)
+            if looks is not None:
+                looks.append(look)
+            result: Tensor = original(self, *rest, look=look)
+            return result
+
+        monkeypatch.setattr(kind, name, watched)
+    return programs
+
+
+def strategy_of(program: Program) -> str:
+    return program.steps[0].planned.plan.strategy
 
 
 def error(actual: Tensor, expected: Tensor) -> float:

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from applications import tiny
+from insum.inspection import Look
 from insum.plan.config import Config
-from insum.runtime import cache, fused
+from insum.runtime import cache
 from insum.settings import settings
 
 SOURCE = Path(__file__).parent.parent / "src"
@@ -30,9 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def key(**changes: str) -> cache.Key:
     application = tiny()[0]
-    (one,) = fused.prepare_all(
-        application.forward.problem(), application.values, fused.wishes_of(False)
-    )
+    (one,) = Look(application.forward.problem(), application.values).planned()
     found = cache.key_of(one, torch.device("cpu"))
     return cache.Key(**{**{name: getattr(found, name) for name in cache.Key.__slots__}, **changes})
 
@@ -155,25 +154,25 @@ def test_a_bad_entry_is_passed_over_with_one_line_and_written_anew(
 #: another config.
 TUNE = """
 import sys, torch
-from insum.plan.config import Config
+from insum import search
 from insum.request import request_of
-from insum.runtime import fused, tune
+from insum.runtime.bind import Ready
 
 torch.set_num_threads(1)
 values = {"A": torch.ones(40, 32), "B": torch.ones(32, 48)}
 problem = request_of("C[i,j] = A[i,k] * B[k,j]", None, None, ()).bind(values)
-fused.execute = lambda program, values, target: torch.zeros(40, 48)
+Ready.__call__ = lambda self, values, target=None: torch.zeros(40, 48)
 favourite = int(sys.argv[1])
 order = []
 
 def timer(run, repeat):
-    choice = run.args[0].steps[0].choice
+    choice = run.func.program.steps[0].choice
     if choice not in order:
         order.append(choice)
     return 100.0 - (50.0 if order.index(choice) == 1 + favourite else 0.0)
 
 for _ in range(3):
-    found = tune.tune(problem, values, None, "quick", timer=timer)
+    found = search.tune(problem, values, None, "quick", timer=timer)
 print(found.config)
 """
 

@@ -8,33 +8,33 @@ import pytest
 import torch
 
 from applications import Application, block_spmm, spmm, tiny
+from insum.inspection import Look
 from insum.plan import cost, model
 from insum.plan.config import Config
-from insum.plan.prepare import Prepared
-from insum.runtime import fused
+from insum.plan.draft import Planned
+from insum.runtime.build import first_choice
+from insum.runtime.programs import wishes_of
 
 DEVICE = cost.Device()
 
 
-def prepared(application: Application) -> Prepared:
-    (one,) = fused.prepare_all(
-        application.forward.problem(), application.values, fused.wishes_of(False)
-    )
+def look_at(application: Application) -> Look:
+    return Look(application.forward.problem(), application.values)
+
+
+def prepared(application: Application) -> Planned:
+    (one,) = look_at(application).planned()
     return one
 
 
 def predicted(
     application: Application, *configs: Config, device: cost.Device = DEVICE
 ) -> cost.Cost:
-    one = prepared(application)
-    choice = configs or fused.first_choice(one, fused.wishes_of(False))
-    return cost.predict(
-        model.oriented(one.plan, one.extents, choice[0].swap),
-        one.extents,
-        choice,
-        device,
-        cost.load_of(one, application.values),
-    )
+    look = look_at(application)
+    (one,) = look.planned()
+    choice = configs or first_choice(one, look.wishes)
+    turned = model.oriented(one.plan, one.extents, choice[0].swap)
+    return cost.predict(turned, one.extents, choice, device, look.load(one))
 
 
 def blocks(density: float = 0.2, n: int = 2048) -> Application:
@@ -104,7 +104,7 @@ def test_rows_have_a_part_for_each_launch() -> None:
     )
     names = [part.name for part in predicted(many).parts]
     assert names == ["long rows", "short rows", "sum of pieces"]
-    short, long = fused.first_choice(prepared(many), fused.wishes_of(False))
+    short, long = first_choice(prepared(many), wishes_of(False))
     whole = predicted(many, dataclasses.replace(short, split=0), long)
     assert [part.name for part in whole.parts] == [
         "long rows",

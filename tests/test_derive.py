@@ -32,7 +32,11 @@ from insum.lang.parser import parse
             ["da[i] += dy[i] * sigmoid(a[i] + b[i]) * sigmoid(-(a[i] + b[i]))"],
         ),
         ("y[i] = step(x[i]) * sign(x[i]) * eq(x[i], x[i])", "x", []),
-        ("y[i] max= A[i,j]", "A", ["dA[i,j] += dy[i] * eq(A[i,j], y[i])"]),
+        (
+            "y[i] max= A[i,j]",
+            "A",
+            ["dA[i,j] += dy[i] * eq(eq(A[i,j], y[i]), eq(A[i,j], A[i,j]))"],
+        ),
         ("dC[i] += C[i] * dC[i]", "C", ["dC_1[i] += ddC[i] * dC[i]"]),
     ],
 )
@@ -59,9 +63,10 @@ def test_complex_factors_are_conjugated() -> None:
 
 
 def test_winners_count_the_points_that_attain_the_result() -> None:
-    assert winners("y[D[i]] min= A[i,j] * 2")[0] == "count[D[i]] += eq(2 * A[i,j], y[D[i]])"
+    attained, is_itself = "eq(2 * A[i,j], y[D[i]])", "eq(2 * A[i,j], 2 * A[i,j])"
+    assert winners("y[D[i]] min= A[i,j] * 2")[0] == f"count[D[i]] += eq({attained}, {is_itself})"
     assert winners("y[i] max= y[i] * A[i,j]") == (
-        "count[i] += eq(y[i] * A[i,j], y_result[i])",
+        "count[i] += eq(eq(y[i] * A[i,j], y_result[i]), eq(y[i] * A[i,j], y[i] * A[i,j]))",
         "count",
         "y_result",
     )

@@ -1,11 +1,12 @@
-"""What is known about index tensors, for how long, and the schedules that are made of it, against
-plain loops.
+"""What is known about index tensors, for how long, and what is derived from them before kernels
+run, against plain loops.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from random import Random
 
 import numpy as np
 import pytest
@@ -15,10 +16,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import insum
-from insum.plan import facts as facts_module
-from insum.plan import schedule
-from insum.plan.facts import constant, declare, facts_of, known, segment_pointers
-from insum.plan.schedule import SHORT, Segments, scaled, segments, tasks
+from insum import facts as facts_module
+from insum import memory
+from insum.facts import constant, declare, facts_of, known, segment_pointers
+from insum.plan import model
+from insum.plan.model import SHORT
+from insum.plan.sizes import power_of_two
+from insum.runtime import prologue
+from insum.runtime.prologue import Made, in_order, pieces, slots, tasks
 
 QUICK = settings(max_examples=150, deadline=None, database=None, derandomize=True)
 values_of = st.lists(st.integers(-1, 12), max_size=30)
@@ -52,8 +57,8 @@ def test_facts_read_in_row_major_order_whatever_the_strides() -> None:
 
 def test_facts_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    compute = facts_module._compute
-    monkeypatch.setattr(facts_module, "_compute", lambda t: calls.append(1) or compute(t))
+    compute = facts_module.compute
+    monkeypatch.setattr(facts_module, "compute", lambda t: calls.append(1) or compute(t))
     tensor = torch.tensor([0, 1, 2])
     assert facts_of(tensor) is facts_of(tensor) is known(tensor)
     assert len(calls) == 1
@@ -62,7 +67,7 @@ def test_facts_are_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_another_tensor_with_the_same_values_is_another_tensor() -> None:
     one, two = torch.tensor([0, 1]), torch.tensor([0, 1])
     assert known(two) is None and facts_of(one) is not facts_of(two)
-    assert facts_of(one).serial != facts_of(two).serial
+    assert memory.entry_of(one).serial != memory.entry_of(two).serial
 
 
 def test_declared_facts_are_taken_as_they_are() -> None:
@@ -85,11 +90,11 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 @pytest.mark.parametrize("write", WRITES)
 def test_writing_makes_facts_void(write: str) -> None:
     tensor = torch.tensor([0, 1, 2])
-    before = facts_of(tensor)
+    before, serial = facts_of(tensor), memory.entry_of(tensor).serial
     WRITES[write](tensor)
     assert known(tensor) is None
     after = facts_of(tensor)
-    assert after is not before and after.serial != before.serial
+    assert after is not before and memory.entry_of(tensor).serial != serial
     assert (after.low, after.high) == (int(tensor.min()), int(tensor.max()))
 
 
@@ -129,9 +134,27 @@ def test_facts_from_several_threads() -> None:
 # --- segments -------------------------------------------------------------------------------------
 
 
-def spans(base: Segments) -> list[list[int]]:
+def made(found: object) -> Made:
+    """On the CPU nothing is ever on its way."""
+    assert isinstance(found, Made)
+    return found
+
+
+def segments(values: Tensor, rows: int) -> Made:
+    return made(prologue.segments(segment_pointers(values, rows), values.numel()))
+
+
+def of_lengths(lengths: list[int]) -> Made:
+    """Segments of these lengths, one after the other."""
+    end = torch.tensor(lengths).cumsum(0)
+    arrays = {"start": end - torch.tensor(lengths), "end": end}
+    return Made(arrays, {"entries": int(end[-1])})
+
+
+def spans(base: Made) -> list[list[int]]:
     """The entries of every row."""
-    return [list(range(s, e)) for s, e in zip(base.start.tolist(), base.end.tolist(), strict=True)]
+    start, end = (base.arrays[name].tolist() for name in ("start", "end"))
+    return [list(range(s, e)) for s, e in zip(start, end, strict=True)]
 
 
 @QUICK
@@ -144,18 +167,19 @@ def test_segments(values: list[int], rows: int, dtype: torch.dtype) -> None:
     values = sorted(v for v in values if v < rows)
     base = segments(torch.tensor(values, dtype=dtype), rows)
     assert spans(base) == [[k for k, v in enumerate(values) if v == r] for r in range(rows)]
-    assert base.rows == rows and base.entries == len(values)
-    assert base.longest == max((values.count(r) for r in range(rows)), default=0)
+    assert base.counts == {"entries": len(values)}
+    longest = max(values.count(r) for r in range(rows))
+    assert base.summary.longest == (power_of_two(longest) if longest else 0)
     pointers = segment_pointers(torch.tensor(values, dtype=dtype), rows)
     assert pointers.tolist() == [sum(v < r for v in values) for r in range(rows + 1)]
 
 
 @QUICK
-@given(st.lists(st.integers(-1, 5), max_size=30))
+@given(st.lists(st.integers(-1, 7), max_size=30))
 def test_entries_without_a_row_belong_to_none(values: list[int]) -> None:
     values = sorted(values)
     found = {k for row in spans(segments(torch.tensor(values, dtype=torch.int64), 6)) for k in row}
-    assert found == {k for k, v in enumerate(values) if v >= 0}
+    assert found == {k for k, v in enumerate(values) if 0 <= v < 6}
 
 
 @QUICK
@@ -169,26 +193,92 @@ def test_slots_of_groups(groups: list[tuple[int, list[int]]]) -> None:
     """Every entry holds three slots; where padding only ends rows it is cut off, else it stays."""
     groups = sorted(groups, key=lambda g: g[0])
     rows = torch.tensor([g[0] for g in groups], dtype=torch.int64)
-    slots = torch.tensor([g[1] for g in groups], dtype=torch.int64).reshape(-1, 3)
+    index = torch.tensor([g[1] for g in groups], dtype=torch.int64).reshape(-1, 3)
     base = segments(rows, 5)
-    whole, trimmed = scaled(base, 3, None)
-    assert (
-        spans(whole)
-        == [
-            [3 * p + q for p, g in enumerate(groups) for q in range(3) if g[0] == r]
-            for r in range(5)
-        ]
-        and not trimmed
-    )
-    found, trimmed = scaled(base, 3, slots >= 0)
-    flat = slots.reshape(-1).tolist()
+    whole = made(slots(base, 3, ()))
+    assert not whole.summary.trimmed and whole.counts == {"entries": 3 * len(groups)}
+    assert spans(whole) == [
+        [3 * p + q for p, g in enumerate(groups) for q in range(3) if g[0] == r] for r in range(5)
+    ]
+    found = made(slots(base, 3, [index]))
+    flat = index.reshape(-1).tolist()
     held = [[k for k in row if flat[k] >= 0] for row in spans(whole)]
     trailing = all(row[: len(kept)] == kept for row, kept in zip(spans(whole), held, strict=True))
-    assert trimmed == trailing
+    assert found.summary.trimmed == trailing
     assert spans(found) == (held if trailing else spans(whole))
+    longest = max(map(len, spans(found)))
+    assert longest <= found.summary.longest <= (2 * longest if trailing else 4 * longest)
+
+
+def test_a_slot_is_there_where_all_padded_indices_have_it() -> None:
+    base = segments(torch.tensor([0, 1]), 2)
+    one, two = torch.tensor([[3, 3, -1], [3, 3, 3]]), torch.tensor([[3, -1, 3], [3, 3, -1]])
+    assert spans(made(slots(base, 3, [one, two]))) == [[0], [3, 4]]
+
+
+@QUICK
+@given(st.lists(st.integers(-4, 9), max_size=40), st.integers(1, 8), st.booleans())
+def test_the_order_of_an_index_that_is_not_sorted(
+    values: list[int], rows: int, wraps: bool
+) -> None:
+    """Entries of a row in the order in which they came; negative values count from the end where
+    they do.
+    """
+    found = made(in_order(torch.tensor(values, dtype=torch.int64), rows, wraps))
+    meant = [v + rows if wraps and v < 0 else v for v in values]
+    order = found.arrays["order"].tolist()
+    assert order == sorted(range(len(values)), key=lambda k: meant[k])
+    assert [[order[k] for k in row] for row in spans(found)] == [
+        [k for k, v in enumerate(meant) if v == r] for r in range(rows)
+    ]
+    assert found.counts == {"entries": len(values)}
+
+
+def test_slots_beyond_32_bits() -> None:
+    start, end = torch.tensor([0, 2**30]).int(), torch.tensor([2**30, 2**31 - 9]).int()
+    whole = made(slots(Made({"start": start, "end": end}, {"entries": 2**31 - 9}), 4, ()))
+    assert whole.arrays["start"].tolist() == [0, 2**32]
+    assert whole.arrays["end"].tolist() == [2**32, 2**33 - 36]
+    assert whole.counts == {"entries": 2**33 - 36}
+
+
+@QUICK
+@given(
+    st.lists(st.integers(0, 120), max_size=20),
+    st.integers(121, 400),
+    st.sampled_from([torch.int8, torch.uint8, torch.int16]),
+)
+def test_segments_of_more_rows_than_the_dtype_holds(
+    values: list[int], rows: int, dtype: torch.dtype
+) -> None:
+    index = torch.tensor(sorted(values), dtype=dtype)
+    expected = [sum(v < r for v in values) for r in range(rows + 1)]
+    assert segment_pointers(index, rows).tolist() == expected
+    assert segments(index, rows).arrays["start"].tolist() == expected[:-1]
 
 
 # --- tasks ----------------------------------------------------------------------------------------
+
+
+def simulated(work: Made, out: np.ndarray, entries: np.ndarray, limit: int) -> None:
+    """What the kernels do: pieces of rows, into the output or into the workspace, then the
+    combination of the rows that were cut. ``out`` holds -1 where nothing was written.
+    """
+    arrays = {name: array.tolist() for name, array in work.arrays.items()}
+    many, cut = work.counts["tasks"], work.counts["cut"]
+    many, cut = min(many, *arrays.get("count", [many])), min(cut, *arrays.get("cut_count", [cut]))
+    workspace = np.full(work.counts["slots"], -1)
+    for task in range(many):
+        start, end, row = (arrays[name][task] for name in ("start", "end", "row"))
+        assert 0 <= end - start <= limit
+        place, at = (out, row) if row >= 0 else (workspace, -1 - row)
+        assert place[at] == -1, "written twice"
+        place[at] = entries[start:end].sum()
+    for task in range(cut):
+        row, first, last = (arrays[f"cut_{name}"][task] for name in ("row", "start", "end"))
+        assert out[row] == -1 and last - first > 1
+        assert (workspace[first:last] >= 0).all(), "read before it was written"
+        out[row] = workspace[first:last].sum()
 
 
 @QUICK
@@ -199,38 +289,24 @@ def test_tasks_cover_every_entry_once(lengths: list[int], limit: int) -> None:
     """
     ends = np.cumsum(lengths)
     starts = ends - lengths
-    base = Segments(
-        torch.from_numpy(starts.copy()), torch.from_numpy(ends.copy()), max(lengths), int(ends[-1])
-    )
-    work = tasks(base, limit)
+    work = made(tasks(of_lengths(lengths), limit))
     numbers = np.random.default_rng(0).integers(1, 1000, int(ends[-1]))
-    out, workspace = np.full(len(lengths), -1), np.full(work.slots, -1)
-    for start, end, row in zip(
-        work.start.tolist(), work.end.tolist(), work.row.tolist(), strict=True
-    ):
-        assert end - start <= limit
-        place, at = (out, row) if row >= 0 else (workspace, -1 - row)
-        assert place[at] == -1, "written twice"
-        place[at] = numbers[start:end].sum()
-    for row, first, last in zip(
-        work.split_rows.tolist(), work.split_start.tolist(), work.split_end.tolist(), strict=True
-    ):
-        assert out[row] == -1 and last - first > 1
-        out[row] = workspace[first:last].sum()
+    out = np.full(len(lengths), -1)
+    simulated(work, out, numbers, limit)
     assert out.tolist() == [int(numbers[s:e].sum()) for s, e in zip(starts, ends, strict=True)]
 
 
 @QUICK
 @given(st.lists(st.integers(0, 150), min_size=1, max_size=12), st.integers(1, 80))
 def test_long_tasks_come_first(lengths: list[int], limit: int) -> None:
-    ends = torch.tensor(lengths).cumsum(0)
-    work = tasks(Segments(ends - torch.tensor(lengths), ends, max(lengths), int(ends[-1])), limit)
-    sizes = (work.end - work.start).tolist()
-    assert all(size > SHORT for size in sizes[: work.long]) and all(
-        size <= SHORT for size in sizes[work.long :]
-    )
-    assert work.count == len(sizes) == sum(max(1, -(-n // limit)) for n in lengths)
-    short = work.row.tolist()[work.long :]
+    work = made(tasks(of_lengths(lengths), limit))
+    sizes = (work.arrays["end"] - work.arrays["start"]).tolist()
+    long = work.counts["long"]
+    assert all(size > SHORT for size in sizes[:long])
+    assert all(size <= SHORT for size in sizes[long:])
+    expected = sum(max(1, -(-n // limit)) for n in lengths)
+    assert work.counts["tasks"] == len(sizes) == expected
+    short = work.arrays["row"].tolist()[long:]
     whole = [row for row in short if row >= 0]
     assert whole == sorted(whole), (
         "short rows keep their order, and with it what lies near in memory"
@@ -238,24 +314,69 @@ def test_long_tasks_come_first(lengths: list[int], limit: int) -> None:
 
 
 def test_rows_that_are_short_enough_stay_whole() -> None:
-    work = tasks(segments(torch.tensor([0, 0, 2]), 4), 2)
-    assert (
-        work.slots == 0
-        and work.split_rows.numel() == 0
-        and sorted(work.row.tolist()) == [0, 1, 2, 3]
-    )
+    work = made(tasks(segments(torch.tensor([0, 0, 2]), 4), 2))
+    assert work.counts["slots"] == work.counts["cut"] == work.arrays["cut_row"].numel() == 0
+    assert sorted(work.arrays["row"].tolist()) == [0, 1, 2, 3]
 
 
 def test_schedules_are_narrow_where_they_can_be() -> None:
-    work = tasks(segments(torch.tensor([0, 0, 2]), 4), 1)
-    assert {
-        t.dtype
-        for t in (work.start, work.end, work.row, work.split_rows, work.split_start, work.split_end)
-    } == {torch.int32}
-    assert segments(torch.tensor([0, 0, 2]), 4).start.dtype == torch.int32
+    work = made(tasks(segments(torch.tensor([0, 0, 2]), 4), 1))
+    assert {t.dtype for t in work.arrays.values()} == {torch.int32}
+    assert segments(torch.tensor([0, 0, 2]), 4).arrays["start"].dtype == torch.int32
+    sorted_first = made(in_order(torch.tensor([2, 0, 0]), 4, wraps=False))
+    assert {t.dtype for t in made(pieces(sorted_first, 2)).arrays.values()} == {torch.int32}
 
 
 def test_short_is_what_the_kernels_think_it_is() -> None:
-    from insum.plan import model
+    assert SHORT <= model.LEAVE_WHOLE <= model.SPLIT_AT
+    assert prologue.SHORT is model.SHORT
 
-    assert schedule.SHORT <= model.LEAVE_WHOLE <= model.SPLIT_AT
+
+# --- pieces of what was never seen ----------------------------------------------------------------
+
+
+@QUICK
+@given(
+    st.lists(st.tuples(st.integers(-3, 12), st.integers(1, 40)), min_size=1, max_size=12),
+    st.integers(1, 10),
+    st.integers(1, 70),
+    st.randoms(use_true_random=False),
+)
+def test_pieces_cover_every_entry_of_a_row_once(
+    runs: list[tuple[int, int]], rows: int, limit: int, random: Random
+) -> None:
+    """Simulates the kernels. Values below 0 and beyond the rows stand among the others, and belong
+    to none.
+    """
+    values = [value for value, count in runs for _ in range(count)]
+    random.shuffle(values)
+    base = made(in_order(torch.tensor(values), rows, wraps=False))
+    work = made(pieces(base, limit))
+    numbers = np.random.default_rng(0).integers(1, 1000, len(values))
+    out = np.full(rows, -1)
+    simulated(work, out, numbers[base.arrays["order"].numpy()], limit)
+    out[out == -1] = 0  # rows without entries have no task: the output starts from what is there
+    assert out.tolist() == [
+        int(sum(n for n, v in zip(numbers, values, strict=True) if v == r)) for r in range(rows)
+    ]
+
+
+@QUICK
+@given(
+    st.lists(st.integers(-2, 9), min_size=1, max_size=120), st.integers(1, 8), st.integers(1, 20)
+)
+def test_pieces_are_as_many_as_sizes_say(values: list[int], rows: int, limit: int) -> None:
+    """How large the arrays are follows from sizes; what they hold is counted on the device."""
+    order = made(in_order(torch.tensor(values), rows, wraps=False))
+    work = made(pieces(order, limit))
+    boundaries = -(-len(values) // limit)
+    most = min(len(values), rows + boundaries)
+    assert work.counts == {"tasks": most, "slots": 2 * boundaries, "cut": boundaries}
+    sizes = {name: array.numel() for name, array in work.arrays.items()}
+    assert {sizes[name] for name in ("start", "end", "row")} == {most}
+    assert {sizes[name] for name in ("cut_row", "cut_start", "cut_end")} == {boundaries}
+    count, cut = (int(work.arrays[name]) for name in ("count", "cut_count"))
+    assert 0 <= count <= most and 0 <= cut <= boundaries
+    start, end = (work.arrays[name].tolist() for name in ("start", "end"))
+    assert start[count:] == end[count:] == [0] * (most - count), "nothing to do beyond the last"
+    assert all(s // limit == (e - 1) // limit for s, e in zip(start[:count], end[:count]))

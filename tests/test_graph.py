@@ -127,7 +127,8 @@ def test_more_variables_than_letters() -> None:
     names = [f"i{k}" for k in range(60)]
     left, right = torch.randn((1,) * 29 + (2,)), torch.randn((2,) + (1,) * 30)
     statement = f"y[{names[0]},{names[59]}] = A[{','.join(names[:30])}] * B[{','.join(names[29:])}]"
-    assert "einsum" not in graph(statement, A=left, B=right)
+    # what one factor alone has is summed first
+    assert graph(statement, A=left, B=right).count("torch.sum") == 2
     torch.testing.assert_close(
         insum.insum(statement, A=left, B=right),
         torch.einsum("a,a->", left.flatten(), right.flatten()).reshape(1, 1),
@@ -402,3 +403,26 @@ def test_deterministic_mode() -> None:
             assert torch.equal(first, insum.insum(statement, out_shape=(4, 6), **values))
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+# --- one graph for all shapes that would get it ---------------------------------------------------
+
+
+@pytest.mark.parametrize("first", ["short", "long"])
+def test_what_sizes_decide_does_not_depend_on_who_came_first(first: str) -> None:
+    """Short sums are multiplied and summed, long ones contracted, whatever was seen before."""
+    from insum import graph as module
+
+    statement = "y[p,n] = v[p,q] * B[p,q,n]"
+    sizes = {"short": 3, "long": 1000}
+    module._graphs.clear()
+    found = {}
+    for name in (first, *sizes, *sizes):
+        size = sizes[name]
+        text = graph(statement, v=torch.ones(2, size), B=torch.ones(2, size, 4))
+        assert found.setdefault(name, text) == text
+    assert "einsum" not in found["short"] and "einsum" in found["long"]
+    for size in (1, 2, 63, 64):
+        assert graph(statement, v=torch.ones(5, size), B=torch.ones(5, size, 2)) == found["short"]
+    assert graph(statement, v=torch.ones(2, 65), B=torch.ones(2, 65, 4)) == found["long"]
+    assert sum(map(len, module._graphs.values())) == 2, "one for each decision, not for each size"

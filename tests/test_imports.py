@@ -24,8 +24,9 @@ SOURCE = Path(__file__).parent.parent / "src" / "insum"
 #: longest matching name decides, so that `lang.derive` stands apart from `lang`. "" is the
 #: package's own `__init__`: the public names.
 RANKS: tuple[frozenset[str], ...] = (
-    frozenset({"errors", "settings", "compat"}),
+    frozenset({"bounded", "errors", "settings", "compat"}),
     frozenset({"memory"}),
+    frozenset({"facts"}),
     frozenset({"lang"}),
     frozenset({"plan"}),
     frozenset({"codegen"}),
@@ -43,6 +44,7 @@ RANKS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"request"}),
+    frozenset({"call", "inspection", "search"}),
     frozenset({"ops", "autograd", "batching"}),
     frozenset({"inplace", "traced", "explain", "export"}),
     frozenset({"formats", "api", "fusion"}),

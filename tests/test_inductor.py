@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import insum
-from insum import inductor
+from insum import bounded, inductor
 from insum.compat import compiler
 from insum.graph_flatten import flattened
 from insum.testing import count_compiles, draw_cases
@@ -31,9 +31,9 @@ BLOCKS = "C[AM[p],m,n] = AV[p,q,m,k] * B[AK[p,q],k,n]"
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.manual_seed(0)
     monkeypatch.setattr(inductor, "_compiled", {})
-    monkeypatch.setattr(inductor, "_said", set())
+    bounded.say_again()
     # equal settings are one object: calls that were prepared are not prepared anew
-    with insum.settings(backend="inductor", check="first"):
+    with insum.settings(backend="inductor", check="async"):
         yield
     torch.compiler.reset()
 
@@ -41,8 +41,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def unprepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what earlier tests have left behind."""
-    monkeypatch.setattr("insum.request._prepared", {})
-    monkeypatch.setattr("insum.api._calls", {})
+    monkeypatch.setattr("insum.call._forms", {})
 
 
 class Recorded:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ from torch import Tensor
 import applications
 import insum
 from applications import Application, relative_error
-from insum.plan import model, patterns
-from insum.plan.prepare import Preparation
-from insum.runtime import fused
-from kernels import ONLY_FUSED, STRATEGIES, bound, error, poison_new_memory, run
+from insum import inspection
+from insum.plan import model
+from insum.runtime import classify
+from insum.runtime.program import Program
+from kernels import ONLY_FUSED, STRATEGIES, bound, error, lookup, poison_new_memory, run
 
 pytestmark = pytest.mark.interpreter
 
@@ -67,7 +69,7 @@ def check(
             result = call.run()
             assert result.dtype == dtype
             assert relative_error(result, expected[name]) < TOLERANCE[dtype], call.name
-            used.append(fused.strategy(call.problem(), call.values).removesuffix(" + tl.dot"))
+            used.append(inspection.strategy(call.problem(), call.values).removesuffix(" + tl.dot"))
     return used
 
 
@@ -78,7 +80,7 @@ def test_application(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     application = small(torch.float32)[number]
     if "tensor product" in application.name:
         # let small tensors have the strategy that large ones get
-        monkeypatch.setattr(patterns, "ONEHOT_WORK", 1)
+        monkeypatch.setattr("insum.plan.strategies.one_hot.ONEHOT_WORK", 1)
     strategies = check(application, torch.float32)
     if number != 5:  # the table that is not one-to-one has no inverse
         assert tuple(strategies) == EXPECTED[application.name]
@@ -112,15 +114,12 @@ def test_application_without_swap_and_prefetch(number: int) -> None:
 @pytest.mark.parametrize("number", [0, 1, 3, 4, 7])
 def test_offsets_of_64_bits(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forced here; on a GPU a test has tensors that need them."""
-    monkeypatch.setattr(Preparation, "wide", lambda self, draft: True)
+    narrow = classify.classified
+    monkeypatch.setattr(classify, "classified", lambda *args: replace(narrow(*args), wide=True))
     application = small(torch.float32)[number]
     check(application, torch.float32)
-    assert (
-        fused.lookup(application.forward.problem(), application.values, None)
-        .steps[0]
-        .prepared.plan.wide
-    )
-    for kernel in fused.kernels(application.forward.problem(), application.values):
+    assert lookup(application.forward.problem(), application.values).steps[0].planned.plan.wide
+    for kernel in inspection.kernels(application.forward.problem(), application.values):
         assert "tl.int64" in kernel.source and "tl.int32" not in kernel.source
 
 
@@ -141,7 +140,7 @@ def test_long_rows_are_cut(group: int, many: bool, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(model, "TINY_ENTRIES", 0)
     application = skewed(group=group)
     assert relative_error(application.forward.run(), application.expected()) < 2e-6
-    (step,) = fused.lookup(application.forward.problem(), application.values, None).steps
+    (step,) = lookup(application.forward.problem(), application.values).steps
     assert step.workspace and len(step.launches) == (3 if many else 2), (
         "long pieces, where there are many entries; short rows, and their combination"
     )
@@ -208,8 +207,8 @@ def test_accumulate_into_a_target(strategy: str, layout: str, dtype: torch.dtype
     with insum.settings(scatter=strategy):
         assert run(statement, **values) is target
         problem = bound(statement, values)
-        (step,) = fused.lookup(problem, values, target).steps
-        assert strategy == "auto" or step.prepared.plan.strategy == strategy
+        (step,) = lookup(problem, values, target).steps
+        assert strategy == "auto" or step.planned.plan.strategy == strategy
     wanted = before.index_add(0, rows, scale.double()[:, None] * dense.double()[columns])
     assert error(target, wanted) < TOLERANCE[dtype]
     assert torch.equal(memory.isnan(), gaps)
@@ -608,8 +607,9 @@ def test_memory_of_results_is_poisoned() -> None:
     """Else the tests of this file would not see what a kernel forgets to write."""
     x = torch.randn(5, 3)
     problem = bound("C[i,j] = x[i,j]", {"x": x})
-    program = fused.lookup(problem, {"x": x}, None)
-    assert not isinstance(program, str) and program.empty().isnan().all()
+    look = inspection.Look(problem, {"x": x})
+    program = look.program()
+    assert isinstance(program, Program) and look.ready(program).empty().isnan().all()
 
 
 # --- numbers --------------------------------------------------------------------------------------
@@ -654,3 +654,16 @@ def test_a_number_alone_where_points_are_absent(
             a=3,
         )
     assert result.dtype == torch.int64 and result.tolist() == wanted
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16], ids=str)
+@pytest.mark.parametrize("rows", [128, 256, 300])
+def test_rows_that_the_dtype_of_the_index_does_not_hold(dtype: torch.dtype, rows: int) -> None:
+    order = torch.tensor([0, 0, 3, 99])
+    for index in (order, order.flip(0), order[:, None].expand(4, 2).contiguous()):
+        value = torch.arange(1.0, 1 + index.numel()).reshape(index.shape)
+        statement = "y[r[p]] = v[p]" if index.dim() == 1 else "y[r[p,q]] = v[p,q]"
+        got = run(statement, {0: rows}, r=index.to(dtype), v=value)
+        assert torch.equal(
+            got, torch.zeros(rows).index_add(0, index.reshape(-1), value.reshape(-1))
+        )

@@ -22,7 +22,7 @@ from torch import Tensor
 import insum
 from insum.lang.expr import Access, Call, Product, Statement, accesses, product
 from insum.lang.parser import parse
-from insum.runtime import fused
+from insum.runtime.bind import Ready
 from insum.testing import Case, draw_cases
 from kernels import ONLY_FUSED, STRATEGIES, poison_new_memory
 from scatters import draw_scatters
@@ -62,11 +62,11 @@ def new_memory_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
 def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """What the kernels that ran were like."""
     found: Counter[str] = Counter()
-    execute = fused.execute
+    launch = Ready.__call__
 
-    def watched(program: Any, *rest: Any) -> Tensor:
-        for step in program.steps:
-            plan = step.prepared.plan
+    def watched(ready: Ready, *rest: Any) -> Tensor:
+        for step, (_, launches) in zip(ready.program.steps, ready.work, strict=True):
+            plan = step.planned.plan
             found.update(
                 [
                     plan.strategy,
@@ -75,19 +75,19 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
                     plan.reduce,
                 ]
             )
-            found.update(label for label, holds in _labels(step, plan).items() if holds)
-        return execute(program, *rest)
+            found.update(label for label, holds in _labels(launches, plan).items() if holds)
+        return launch(ready, *rest)
 
-    monkeypatch.setattr(fused, "execute", watched)
+    monkeypatch.setattr(Ready, "__call__", watched)
     yield found
 
 
-def _labels(step: Any, plan: Any) -> dict[str, bool]:
+def _labels(launches: Any, plan: Any) -> dict[str, bool]:
     return {
         "accumulate": plan.accumulate,
         "padded": bool(plan.padded),
         "sorted once": any("was sorted once" in why for why in plan.why),
-        "nothing to do": not step.launches,
+        "nothing to do": not launches,
         "outer loop": bool(plan.roles.outer),
         "flattened": len(plan.roles.m) > 1 or len(plan.roles.n) > 1,
         "several rows per tile": bool(plan.segment and plan.segment.tiled),

@@ -18,10 +18,11 @@ from torch import Tensor
 import applications
 import insum
 from applications import relative_error
-from insum.plan import patterns, segmenting
-from insum.plan.facts import facts_of
-from insum.runtime import fused
-from kernels import ONLY_FUSED, error, poison_new_memory, run
+from insum import inspection
+from insum.facts import facts_of
+from insum.runtime import prologue
+from insum.runtime.bind import Ready
+from kernels import ONLY_FUSED, error, lookup, poison_new_memory, run
 
 pytestmark = pytest.mark.interpreter
 
@@ -179,18 +180,21 @@ def test_constants_that_are_exchanged_or_written_to() -> None:
 
 def test_patterns_that_are_promoted_are_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pattern that keeps coming back becomes code after some calls; then it is written to."""
-    monkeypatch.setattr(patterns, "ONEHOT_WORK", 1)
+    monkeypatch.setattr("insum.plan.strategies.one_hot.ONEHOT_WORK", 1)
     application = applications.tensor_product(
         batch=2, channels=8, constant=False, dtype=torch.float32
     )
-    used = []
+    used, launched = [], []
+    run_ready = Ready.__call__
+
+    def watched(ready: Ready, *rest: object) -> Tensor:
+        launched.append(ready.program.steps[0].planned.plan.strategy)
+        return run_ready(ready, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Ready, "__call__", watched)
     for _ in range(6):
         assert relative_error(application.forward.run(), application.expected()) < 2e-6
-        used.append(
-            fused.strategy(application.forward.problem(), application.values).removesuffix(
-                " + tl.dot"
-            )
-        )
+        used.append(launched[-1])
     assert used[0] == "onehot" and used[-1] == "unrolled"
     for name in "IJKV":
         application.values[name].copy_(application.values[name].flip(0))
@@ -199,8 +203,8 @@ def test_patterns_that_are_promoted_are_still_read(monkeypatch: pytest.MonkeyPat
 
 def test_an_order_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    sort = segmenting._sorted
-    monkeypatch.setattr(segmenting, "_sorted", lambda *args: calls.append(1) or sort(*args))
+    sort = prologue.in_order
+    monkeypatch.setattr(prologue, "in_order", lambda *args: calls.append(1) or sort(*args))
     rows, columns, values, dense = arguments()
     rows = rows.flip(0).contiguous()
     for _ in range(3):
@@ -216,16 +220,16 @@ def test_inverse_tables() -> None:
     application = applications.tiny()[4]
     upstream = application.upstream()
     call = application.gradients(upstream)["In"]
-    (step,) = fused.lookup(call.problem(), call.values, None).steps
+    (step,) = lookup(call.problem(), call.values).steps
     assert (
-        "has an inverse table" in step.prepared.plan.why[-1]
-        and step.prepared.plan.strategy == "store"
+        "has an inverse table" in step.planned.plan.why[-1]
+        and step.planned.plan.strategy == "store"
     )
     table = application.values["Nb"]
     table[3] = table[4]  # now two voxels have the same neighbours
     assert relative_error(call.run(), application.expected_gradients(upstream)["In"]) < 2e-6
-    (step,) = fused.lookup(call.problem(), call.values, None).steps
-    assert step.prepared.plan.strategy != "store"
+    (step,) = lookup(call.problem(), call.values).steps
+    assert step.planned.plan.strategy != "store"
 
 
 def test_nothing_keeps_tensors_alive() -> None:
@@ -258,7 +262,8 @@ def test_deterministic_mode_has_no_atomics(number: int, deterministic: None) -> 
     for name, call in {"": application.forward, **application.gradients(upstream)}.items():
         assert relative_error(call.run(), expected[name]) < 2e-6
         assert all(
-            "atomic" not in kernel.source for kernel in fused.kernels(call.problem(), call.values)
+            "atomic" not in kernel.source
+            for kernel in inspection.kernels(call.problem(), call.values)
         ), call.name
 
 

@@ -10,7 +10,7 @@ import torch
 import applications
 import insum
 from applications import relative_error
-from insum.runtime import fused
+from kernels import lookup
 
 pytestmark = pytest.mark.interpreter
 
@@ -33,8 +33,8 @@ def test_a_symmetric_table_is_its_own_inverse(layout: str) -> None:
     )
     with insum.settings(backend="fused", require_fused=True):
         assert relative_error(call.run(), expected) < 2e-6
-        program = fused.lookup(call.problem(), call.values, None)
+        program = lookup(call.problem(), call.values)
     assert not isinstance(program, str)
-    prepared = program.steps[0].prepared
+    prepared = program.steps[0].planned
     assert prepared.plan.strategy == "store" and not prepared.arrays, "no table is kept"
     assert "read backwards" in prepared.plan.why[0]

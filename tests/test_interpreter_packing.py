@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 import insum
-from insum.plan import packing
+from insum.plan.strategies.packing import TILE
 from insum.request import request_of
-from insum.runtime import fused
+from insum.runtime import prologue
+from insum.runtime.prologue import Made, by_step, packed
+from kernels import lookup
 
 pytestmark = pytest.mark.interpreter
 ROWS, STEPS, CHANNELS = 1100, 9, 16
@@ -52,16 +54,16 @@ def expected(x: Tensor, nb: Tensor, w: Tensor) -> Tensor:
 def strategy(
     statement: str, values: dict[str, Tensor], shape: tuple[int, ...] | None = None
 ) -> str:
-    program = fused.lookup(request_of(statement, shape, None, ("Nb",)).bind(values), values, None)
+    program = lookup(request_of(statement, shape, None, ("Nb",)).bind(values), values)
     assert not isinstance(program, str)
-    return "; ".join(program.steps[0].prepared.plan.why)
+    return "; ".join(program.steps[0].planned.plan.why)
 
 
 BY_STEP, BY_ROW = "Out[x,m] += In[Nb[z,x],c] * W[z,c,m]", "Out[x,m] += In[Nb[x,z],c] * W[z,c,m]"
 
 
 @pytest.mark.parametrize("statement", [BY_STEP, BY_ROW])
-@pytest.mark.parametrize("rows", [ROWS, 9 * packing.TILE])
+@pytest.mark.parametrize("rows", [ROWS, 9 * TILE])
 def test_values_and_gradients(statement: str, rows: int) -> None:
     nb, (x, w) = table(rows), operands(rows=rows)
     given = nb if statement == BY_STEP else nb.t().contiguous()
@@ -147,19 +149,54 @@ def test_full_tables_and_short_ones_stay_as_they_are() -> None:
     assert "ordered" not in strategy(BY_STEP, {"In": x[:500], "Nb": table(500), "W": w})
 
 
+def ordered(present: Tensor) -> Made:
+    found = packed(present)
+    assert isinstance(found, Made)
+    return found
+
+
 def test_the_order_leaves_out_only_what_is_absent_in_a_whole_tile() -> None:
     present = table().t() >= 0
-    order = packing._order(present)
-    rows = order.rows.long()
-    assert (
-        sorted(rows[rows >= 0].tolist()) == list(range(ROWS))
-        and order.rows.shape[1] == packing.TILE
-    )
-    for tile, (start, end) in enumerate(
-        zip(order.segments.start.tolist(), order.segments.end.tolist(), strict=True)
-    ):
+    order = ordered(present)
+    rows, steps = order.arrays["rows"].long(), order.arrays["steps"]
+    assert sorted(rows[rows >= 0].tolist()) == list(range(ROWS)) and rows.shape[1] == TILE
+    start, end = (order.arrays[name].tolist() for name in ("start", "end"))
+    for tile, (first, last) in enumerate(zip(start, end, strict=True)):
         inside = rows[tile][rows[tile] >= 0]
-        assert order.steps[start:end].tolist() == present[inside].any(0).nonzero()[:, 0].tolist()
-    lengths = (order.segments.end - order.segments.start).tolist()
+        assert steps[first:last].tolist() == present[inside].any(0).nonzero()[:, 0].tolist()
+    lengths = [last - first for first, last in zip(start, end, strict=True)]
     assert lengths == sorted(lengths, reverse=True), "tiles with many steps come first"
-    assert order.share == pytest.approx(sum(lengths) / (len(lengths) * STEPS))
+    assert order.counts == {
+        "tiles": len(lengths),
+        "lanes": TILE,
+        "width": STEPS,
+        "total": sum(lengths),
+        "entries": sum(lengths),
+    }
+    assert order.summary.worth == (sum(lengths) <= prologue.WORTH * len(lengths) * STEPS)
+
+
+def test_an_order_is_worth_it_where_it_leaves_out_enough() -> None:
+    present = torch.zeros(4 * TILE, 4, dtype=torch.bool)
+    present[:, 0] = True
+    assert ordered(present).summary.worth
+    assert not ordered(torch.ones_like(present)).summary.worth
+
+
+@pytest.mark.parametrize("density", [0.01, 0.3, 1.0])
+def test_by_step_every_tile_of_a_step_is_walked_once(density: float) -> None:
+    order = ordered(torch.rand(ROWS, STEPS) < density)
+    pieces = by_step(order)
+    assert isinstance(pieces, Made)
+    tile, step, start, end = (
+        pieces.arrays[name].tolist() for name in ("tile", "step", "start", "end")
+    )
+    assert len(step) == len(start) == len(end) == pieces.counts["pieces"]
+    walked = [(s, tile[k]) for s, a, b in zip(step, start, end, strict=True) for k in range(a, b)]
+    bounds = zip(order.arrays["start"].tolist(), order.arrays["end"].tolist(), strict=True)
+    has = [
+        (int(s), number)
+        for number, (first, last) in enumerate(bounds)
+        for s in order.arrays["steps"][first:last]
+    ]
+    assert sorted(walked) == sorted(has)

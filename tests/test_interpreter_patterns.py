@@ -4,15 +4,20 @@ factor.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch import Tensor
 
 import insum
+from insum import inspection, memory
+from insum.bench import fresh
 from insum.codegen import unrolled
 from insum.nn import FullyConnectedTensorProduct
-from insum.plan.patterns import LONG
+from insum.plan.model import LONG
 from insum.request import request_of
-from insum.runtime import fused
+from kernels import lookup
 
 pytestmark = pytest.mark.interpreter
 IRREPS, SCALARS = "4x0e + 4x1o + 4x2e", "1x0e + 1x1o + 1x2e"
@@ -75,7 +80,7 @@ def test_rows_along_a_summed_variable(channels: tuple[int, int]) -> None:
         with insum.settings(backend="fused", require_fused=True):
             used = {n: v for n, v in values.items() if n + "[" in statement}
             problem = request_of(statement, shape, None, ()).bind(used)
-            assert fused.strategy(problem, used) == "unrolled"
+            assert inspection.strategy(problem, used) == "unrolled"
             got = insum.insum(statement, out_shape=shape, **used)
         assert torch.allclose(got, torch.zeros(shape).index_add_(1, where, terms), atol=1e-4), (
             statement
@@ -98,15 +103,15 @@ def test_parts_share_neither_outputs_nor_large_factors() -> None:
         values
     )
     with insum.settings(backend="fused", require_fused=True):
-        program = fused.lookup(problem, values, None)
+        program = lookup(problem, values)
         assert not isinstance(program, str) and len(program.steps[0].launches) == 3
         seen = [
             {point[0] for point in part.pattern.points}
-            for part in unrolled.parts(program.steps[0].prepared.plan)
+            for part in unrolled.parts(program.steps[0].planned.plan)
             if part.pattern
         ]
         assert sorted(len(targets) for targets in seen) == [2, 2, 2] and len(set.union(*seen)) == 6
-        got = fused.execute(program, values, None)
+        got = insum.insum(problem.statement.text, out_shape=(4, 6, 5), **values)
     terms = torch.einsum("bpu,bpuw->bpw", values["X"][:, column], values["W"][:, path])
     assert torch.allclose(got, torch.zeros(4, 6, 5).index_add_(1, out, terms), atol=1e-4)
 
@@ -117,3 +122,105 @@ def test_short_patterns_stay_whole() -> None:
     )
     with insum.settings(backend="fused", require_fused=True):
         product(torch.randn(2, 16), torch.randn(2, 4), torch.randn(2, product.weight_numel))
+
+
+# --- patterns inside of other scatters ---
+
+CONVOLUTION = "Z[dst[e],I[p,q],u] = V[p,q] * X[src[e],J[p,q],u] * Y[e,K[p,q]] * W[e,L[p],u]"
+
+
+def convolution(
+    nodes: int, edges: int, channels: int, in_order: bool = False
+) -> tuple[dict[str, Any], Tensor]:
+    """The tensors of a tensor-product convolution, and its result from a dense pattern."""
+    fixed: dict[str, Any] = fresh.pattern(torch.device("cpu"))
+    x, y = torch.randn(nodes, 4, channels), torch.randn(edges, 4)
+    w, ends = torch.randn(edges, 5, channels), torch.randint(0, nodes, (2, edges))
+    if in_order:
+        ends[1] = ends[1].sort().values
+    dense = torch.zeros(5, 4, 4, 4)
+    p, q = (fixed["I"] >= 0).nonzero(as_tuple=True)
+    dense[(fixed["L"][p].long(), *(fixed[n][p, q].long() for n in "IJK"))] = fixed["V"][p, q]
+    messages = torch.einsum("pijk,eju,ek,epu->eiu", dense, x[ends[0]], y, w)
+    want = torch.zeros(nodes, 4, channels).index_add(0, ends[1], messages)
+    values = {**fixed, "X": x, "Y": y, "W": w, "src": ends[0], "dst": ends[1]}
+    return values, want
+
+
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "can_look", lambda tensor: False)
+    monkeypatch.setattr("insum.call.kernels_look_on", lambda device: True)
+    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.api._fronts", {})
+
+
+@pytest.mark.parametrize("channels", [7, 16, 64])
+@pytest.mark.parametrize("way", ["sorted", "known", "unseen", "deterministic"])
+def test_a_pattern_nests_inside_of_a_scatter(
+    channels: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries of a row are walked in order, where there is one or one pays; else atomics."""
+    torch.manual_seed(0)
+    if way in ("unseen", "deterministic"):
+        as_on_a_gpu(monkeypatch)
+    if way == "deterministic":
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    values, want = convolution(9, 40, channels, in_order=way == "sorted")
+    options: dict[str, Any] = {"out_shape": want.shape, "padded": ("I", "J", "K")}
+    leaves = [values[n].requires_grad_() for n in ("X", "Y", "W", "V")]
+    upstream = torch.randn_like(want)
+    with insum.settings(backend="graph"):
+        exact = insum.insum(CONVOLUTION, **values, **options)
+        gradients = torch.autograd.grad(exact, leaves, upstream)
+    torch.testing.assert_close(exact, want, atol=1e-4, rtol=1e-4)
+    with insum.settings(backend="fused", require_fused=True):
+        got = insum.insum(CONVOLUTION, **values, **options)
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        for mine, true in zip(torch.autograd.grad(got, leaves, upstream), gradients, strict=True):
+            torch.testing.assert_close(mine, true, atol=1e-3, rtol=1e-3)
+    insum.synchronize()
+
+
+@pytest.mark.parametrize(("in_order", "known"), [(True, True), (False, True), (False, False)])
+def test_a_nested_pattern_is_one_kernel_of_straight_line_code(
+    in_order: bool, known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not known:
+        as_on_a_gpu(monkeypatch)
+    values, want = convolution(9, 40, 64, in_order)
+    request = request_of(CONVOLUTION, want.shape, None, ("I", "J", "K"), None)
+    program = lookup(request.bind(values), values)
+    (step,) = program.steps
+    (one,) = step.launches
+    assert one.plan.strategy == ("segment" if known else "atomic") and one.plan.pattern is not None
+    # one for each component of the output
+    assert one.kernel.source.count("tl.store" if known else "tl.atomic_add") == 4
+    loads = one.kernel.source.count("tl.load(W_ptr")
+    assert loads == 5, "the weights of each path are read once"
+
+
+def test_rows_without_entries_and_components_without_points() -> None:
+    values, _ = convolution(9, 40, 16, in_order=True)
+    values["dst"] = values["dst"].clone()
+    values["dst"][values["dst"] == 4] = 5
+    with insum.settings(backend="fused", require_fused=True):
+        got = insum.insum(CONVOLUTION, **values, out_shape=(12, 6, 16), padded=("I", "J", "K"))
+    assert not got[4].any() and not got[9:].any() and not got[:, 4:].any() and got[5].any()
+
+
+def test_an_index_out_of_range_beside_a_pattern(monkeypatch: pytest.MonkeyPatch) -> None:
+    as_on_a_gpu(monkeypatch)
+    values, want = convolution(9, 40, 8)
+    for name, place in (("src", 3), ("dst", 5)):
+        wrong = values[name].clone()
+        wrong[place] = 9
+        with insum.settings(backend="fused", require_fused=True):
+            got = insum.insum(
+                CONVOLUTION,
+                **{**values, name: wrong},
+                out_shape=want.shape,
+                padded=("I", "J", "K"),
+            )
+            with pytest.raises(insum.IndexRangeError, match=rf"{name}\[{place}\] is 9"):
+                insum.synchronize()
+        assert bool(got.isnan().any()) == (name == "src")

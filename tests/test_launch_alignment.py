@@ -1,4 +1,6 @@
-"""Kernels are kept for every pattern of aligned and unaligned pointers: none is sought twice."""
+"""Kernels are kept for every pattern of aligned and unaligned pointers: none is sought twice, and
+none for a number or a size.
+"""
 
 from __future__ import annotations
 
@@ -8,34 +10,52 @@ import pytest
 import torch
 from torch import Tensor
 
-from insum.plan.config import Config
-from insum.runtime import program
-from insum.runtime.program import OUT, Launch
+from insum import inspection
+from insum.runtime import bind
+from insum.runtime.bind import BoundLaunch
+from insum.runtime.program import Program
+from kernels import bound
+
+Launched = list[tuple[int, int, list[Any]]]
 
 
-def made(monkeypatch: pytest.MonkeyPatch) -> tuple[Launch, list[Any], list[Any]]:
-    """A launch whose kernel does nothing, how often Triton was asked, and what was launched without
-    asking it.
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Which kernels were compiled, by their unaligned pointers. They do nothing, but `launched`
+    tells that they were launched.
     """
-    asked: list[Any] = []
-    launched: list[Any] = []
-    monkeypatch.setattr(
-        Launch, "compiled", lambda self, arguments: asked.append(arguments) or len(asked)
-    )
-    monkeypatch.setattr(
-        program.launch,
-        "runner_of",
-        lambda compiled, programs: lambda arguments: launched.append((compiled, list(arguments))),
-    )
-    one = Launch(None, (1,), ("a", OUT, 7), ((0, "a"), (1, OUT)), Config(), None, "")  # type: ignore[arg-type]
-    return one, asked, launched
+    found: list[int] = []
+    monkeypatch.setattr(bind.launch, "interpreting", lambda: False)
+
+    def compiled(self: BoundLaunch, unaligned: int) -> object:
+        found.append(unaligned)
+        number = len(found)
+        return lambda programs, arguments: launched.append((number, programs, list(arguments)))
+
+    monkeypatch.setattr(BoundLaunch, "compiled", compiled)
+    launched.clear()
+    return found
 
 
-def test_each_pattern_of_alignment_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, asked, launched = made(monkeypatch)
+launched: Launched = []
+
+
+def look_at(statement: str, **values: Any) -> inspection.Look:
+    return inspection.elsewhere(bound(statement, values), values)
+
+
+def launch_of(look: inspection.Look, program: Program | None = None) -> BoundLaunch:
+    program = program or look.program(anywhere=True)  # type: ignore[assignment]
+    assert isinstance(program, Program)
+    (one,) = look.ready(program).launches
+    return one
+
+
+def test_each_pattern_of_alignment_is_compiled_once(asked: list[int]) -> None:
     base = torch.zeros(64)
     start = (-base.data_ptr() % 16) // 4
     aligned, shifted = base[start : start + 8], base[start + 1 : start + 9]
+    one = launch_of(look_at("y[i] = a[i]", a=aligned))
     patterns: list[tuple[Tensor, Tensor]] = [
         (shifted, aligned),
         (aligned, aligned),
@@ -44,14 +64,65 @@ def test_each_pattern_of_alignment_is_compiled_once(monkeypatch: pytest.MonkeyPa
     ]
     for _ in range(3):
         for a, out in patterns:
-            one({"a": a}, out, None)
-    assert len(asked) == 4 and len(launched) == 8
-    assert [kernel for kernel, _ in launched[:4]] == [1, 2, 3, 4]
-    assert launched[0][1] == [shifted.data_ptr(), aligned.data_ptr(), 7]
+            one({"a": a}, out, out)
+    assert len(asked) == len(set(asked)) == 4 and len(launched) == 12
+    assert [kernel for kernel, _, _ in launched] == [1, 2, 3, 4] * 3
+    names = [argument.name for argument in one.launch.arguments]
+    for (a, out), (_, programs, arguments) in zip(patterns, launched, strict=False):
+        passed = dict(zip(names, arguments, strict=True))
+        assert programs == one.programs > 0
+        assert passed.pop("a_ptr") == a.data_ptr() and passed.pop("out_at") == out.data_ptr()
+        assert passed == {"i_size": 1}, "in units of eight"
 
 
-def test_numbers_are_looked_up_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, asked, launched = made(monkeypatch)
-    for _ in range(3):
-        one({"a": 2.5}, torch.zeros(4), None)
-    assert len(asked) == 3 and not launched
+def test_unaligned_pointers_are_those_whose_bit_is_set(asked: list[int]) -> None:
+    """The bits that a kernel is compiled by are those that its launch counts."""
+    base = torch.zeros(64)
+    start = (-base.data_ptr() % 16) // 4
+    aligned, shifted = base[start : start + 8], base[start + 1 : start + 9]
+    one = launch_of(look_at("y[i] = a[i]", a=aligned))
+    for a, out in ((aligned, aligned), (shifted, aligned), (aligned, shifted)):
+        one({"a": a}, out, out)
+    pointers = [name for _, name, _ in one.pointers]
+    assert asked == [0, *(1 << pointers[::-1].index(name) for name in ("a", bind.OUT))]
+
+
+def test_index_tensors_may_begin_anywhere(asked: list[int]) -> None:
+    """Rows of a table of edges begin at any address: no kernel is made for each."""
+    index = torch.zeros(64, dtype=torch.int64)
+    a, out = torch.zeros(8), torch.zeros(8)
+    one = launch_of(look_at("y[i] = a[s[i]]", a=a, s=index[:8]))
+    for shift in range(4):
+        one({"a": a, "s": index[shift : shift + 8]}, out, out)
+    assert len(asked) == 1
+
+
+def test_numbers_are_passed_anew_and_no_kernel_is_made_for_them(asked: list[int]) -> None:
+    a, out = torch.zeros(8), torch.zeros(8)
+    one = launch_of(look_at("y[i] = s * a[i]", a=a, s=2.5))
+    for number in (2.5, 1.0, 0.0, 16.0):
+        one({"a": a, "s": number}, out, out)
+    place = [argument.name for argument in one.launch.arguments].index("s_number")
+    assert [arguments[place] for _, _, arguments in launched] == [2.5, 1.0, 0.0, 16.0]
+    assert len(set(asked)) == len(asked) <= 2, "one for each pattern of alignment"
+
+
+def test_sizes_of_one_class_share_their_kernels(asked: list[int]) -> None:
+    first = look_at("y[i] = a[i]", a=torch.zeros(200))
+    program = first.program(anywhere=True)
+    assert isinstance(program, Program)
+    for size in (200, 136, 184, 248):
+        look = look_at("y[i] = a[i]", a=torch.zeros(size))
+        assert look.sizes.key == first.sizes.key
+        out = torch.zeros(size)
+        launch_of(look, program)(look.values, out, out)
+    assert len(set(asked)) == len(asked), "compiled once for each pattern of alignment"
+    place = [argument.name for argument in program.steps[0].launches[0].arguments].index("i_size")
+    assert [arguments[place] for _, _, arguments in launched] == [25, 17, 23, 31]
+
+
+def test_an_empty_grid_launches_nothing(asked: list[int]) -> None:
+    one = launch_of(look_at("y[i] = a[i]", a=torch.zeros(8)))
+    one.programs = 0
+    one({"a": torch.zeros(8)}, torch.zeros(8), torch.zeros(8))
+    assert asked == [] and launched == []

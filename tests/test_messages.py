@@ -260,7 +260,7 @@ def test_values_that_are_not_referred_to_are_no_error() -> None:
 
 def test_index_values_are_looked_at_again_when_they_change() -> None:
     x, D = ones(3), tensor([0, 1, 2])
-    for check in ("first", "always"):
+    for check in ("async", "always"):
         with insum.settings(check=check):
             insum.insum("y[p] = x[D[p]]", x=x, D=D)
             D[1] = 7
@@ -297,7 +297,7 @@ def test_settings() -> None:
         insum.settings.check = "sometimes"
     assert (
         str(found[0])
-        == "settings.check cannot be 'sometimes'\n  expected: one of 'first', 'always', 'never'"
+        == "settings.check cannot be 'sometimes'\n  expected: one of 'async', 'always', 'never'"
     )
 
 

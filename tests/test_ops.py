@@ -420,11 +420,6 @@ def test_torch_func_maximum() -> None:
     torch.testing.assert_close(jacrev(f)(torch.zeros(4, 5)), expected)
 
 
-def test_forward_mode_is_refused_rather_than_wrong() -> None:
-    with pytest.raises(RuntimeError, match="jvp"):
-        torch.func.jvp(lambda a: insum.insum("t[] = a[i]", a=a), (torch.ones(2),), (torch.ones(2),))
-
-
 def test_subclass_goes_through_the_dispatcher() -> None:
     seen: list[str] = []
 
@@ -531,6 +526,103 @@ def test_arguments_in_the_memory_of_the_output() -> None:
     (ours,) = torch.autograd.grad(C.sum(), y)
     (expected_gradient,) = torch.autograd.grad((y + y * y.sum()).sum(), y)
     torch.testing.assert_close(ours, expected_gradient)
+
+
+def test_two_storages_over_the_same_memory() -> None:
+    import numpy as np
+
+    for operator, expected in (("+=", [1.0, 3.0, 5.0, 3.0]), ("max=", [1.0, 2.0, 3.0, 3.0])):
+        array = np.arange(4.0)
+        C, a = torch.from_numpy(array[:3]), torch.from_numpy(array[1:])
+        assert C.untyped_storage().data_ptr() != a.untyped_storage().data_ptr()
+        insum.insum(f"C[i] {operator} a[i]", C=C, a=a)
+        assert array.tolist() == expected
+    array = np.array([1, 2, 0, 0, 1])
+    C, D = torch.from_numpy(array[:3]), torch.from_numpy(array[1:])
+    insum.insum("C[D[i]] += x[i]", C=C, D=D, x=torch.ones(4, dtype=torch.int64))
+    assert array.tolist() == [3, 3, 1, 0, 1]
+    memory = torch.zeros(8)
+    insum.insum("C[i] += a[i]", C=memory[::2], a=torch.ones(4))  # side by side, and no overlap
+    assert memory.tolist() == [1, 0] * 4
+
+
+@pytest.mark.interpreter
+def test_two_storages_over_the_same_memory_in_kernels() -> None:
+    import numpy as np
+
+    array = np.arange(600.0, dtype=np.float32)
+    want = array.copy()
+    want[:500] += array[100:]
+    C, a = torch.from_numpy(array[:500]), torch.from_numpy(array[100:])
+    with insum.settings(backend="fused", require_fused=True):
+        insum.insum("C[i] += a[i]", C=C, a=a)
+    assert np.array_equal(array, want)
+
+
+# --- extrema that are NaN -------------------------------------------------------------------------
+
+NAN = float("nan")
+
+
+def nan_gradients() -> None:
+    for operator in ("max=", "min="):
+        for dtype in (torch.float16, torch.float32, torch.float64):
+            a = torch.tensor([[1.0, NAN, 3.0, NAN], [1.0, 2.0, 2.0, 1.0], [NAN, 1.0, 2.0, 3.0]])
+            a = a.to(dtype).requires_grad_()
+            y = insum.insum(f"y[i] {operator} a[i,j]", a=a)
+            (got,) = torch.autograd.grad(y, a, torch.ones(3, dtype=dtype))
+            middle = [0, 0.5, 0.5, 0] if operator == "max=" else [0.5, 0, 0, 0.5]
+            assert got.tolist() == [[0, 0.5, 0, 0.5], middle, [1, 0, 0, 0]]
+    rows = torch.tensor([2, 0, 2, 0])
+    a = torch.tensor([1.0, 5.0, NAN, 7.0], requires_grad=True)
+    y = insum.insum("y[rows[p]] max= a[p]", rows=rows, a=a, out_shape=(3,))
+    assert torch.autograd.grad(y[0] + y[2], a)[0].tolist() == [0, 0, 1, 1]
+
+
+def test_gradients_of_extrema_that_are_nan() -> None:
+    """They go to the points that are NaN, and to no other."""
+    nan_gradients()
+
+
+@pytest.mark.interpreter
+def test_gradients_of_extrema_that_are_nan_in_kernels() -> None:
+    with insum.settings(backend="fused", require_fused=True):
+        nan_gradients()
+
+
+def test_gradients_of_extrema_whose_initial_value_is_nan() -> None:
+    start = torch.tensor([NAN, 5.0, NAN, 1.0], requires_grad=True)
+    a = torch.tensor([1.0, 2.0, NAN, 1.0], requires_grad=True)
+    y = insum.insum("y[i] max= a[i]", y=start * 1, a=a)
+    to_start, to_a = torch.autograd.grad(y.sum(), (start, a))
+    assert to_start.tolist() == [1, 1, 0.5, 0.5] and to_a.tolist() == [0, 0, 0.5, 0.5]
+
+
+def test_second_gradients_of_extrema() -> None:
+    a = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    f = lambda a: insum.insum("y[i] max= a[i,j] * a[i,j] * a[i,j]", a=a)
+    assert torch.autograd.gradcheck(f, (a,)) and torch.autograd.gradgradcheck(f, (a,))
+
+
+# --- a number as an output ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operator", ["+=", "max=", "min="])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_number_is_no_output_in_traced_code_either(operator: str, backend: str) -> None:
+    message = f"t is a number, but {operator} writes into it"
+    f = lambda x, t=2.0: insum.insum(f"t[] {operator} x[i]", t=t, x=x)
+    with pytest.raises(insum.DtypeError) as eager:
+        f(torch.ones(3))
+    assert eager.value.fact == message
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match=message.replace("+", r"\+")):
+        torch.compile(f, backend=backend)(torch.ones(3))
+    with torch.autocast("cpu"), pytest.raises(insum.DtypeError, match=message.replace("+", r"\+")):
+        f(torch.ones(3))
+    with pytest.raises(insum.DtypeError, match=message.replace("+", r"\+")):
+        vmap(f)(torch.ones(2, 3))
+    assert insum.insum("t[] = x[i]", t=2.0, x=torch.ones(3)).item() == 3
 
 
 def test_targets_of_any_layout() -> None:

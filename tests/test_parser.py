@@ -356,7 +356,7 @@ def test_length_is_limited() -> None:
 
 def test_a_product_of_long_sums_is_refused_before_it_fills_the_memory() -> None:
     sums = "(" + " + ".join(["a[i]"] * 1000) + ")"
-    start = time.perf_counter()
+    start = time.process_time()
     for text in (
         f"C[i] = {sums} * {sums} * {sums}",
         f"C[i] = b[i] * ({sums} + {sums} * ({sums} * {sums}))",
@@ -364,7 +364,7 @@ def test_a_product_of_long_sums_is_refused_before_it_fills_the_memory() -> None:
     ):
         with pytest.raises(StatementError, match=f"more than {MAX_TERMS} products"):
             expand(parse(text))
-    assert time.perf_counter() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_literals_that_meet_only_in_the_expansion_are_checked_there() -> None:

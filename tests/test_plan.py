@@ -13,11 +13,12 @@ import torch
 
 import applications
 import insum
+from insum import inspection
+from insum.codegen.arguments import Passed, Pointer
 from insum.plan import model
 from insum.plan.config import Config
 from insum.plan.draft import CannotFuse
 from insum.plan.plan import Plan
-from insum.runtime import fused
 from kernels import bound, plan_of, plans_of
 
 pytestmark = pytest.mark.compile_only  # plans end in loaded kernels, for which triton must be there
@@ -174,7 +175,7 @@ def test_no_swap_where_m_is_wide_enough_or_settings_forbid_it() -> None:
     problem = bound(BLOCKS, values, {0: 6})
     for allowed, side in ((True, "n"), (False, "bm")):
         with insum.settings(swap=allowed):
-            (one,) = fused.plan_only(problem, values).steps[0].launches
+            (one,) = inspection.plan_only(problem, values).steps[0].launches
         assert f"{side}_i = m_tile" in one.kernel.source
 
 
@@ -187,7 +188,7 @@ def test_prefetched_indices_as_wished() -> None:
     }
     for wish in (True, False):
         with insum.settings(prefetch=wish):
-            (one,) = fused.plan_only(bound(BLOCKS, values, {0: 6}), values).steps[0].launches
+            (one,) = inspection.plan_only(bound(BLOCKS, values, {0: 6}), values).steps[0].launches
         assert ("_next" in one.kernel.source) == wish
 
 
@@ -254,7 +255,7 @@ def test_a_small_scattered_dimension_stays_in_registers() -> None:
     plan = plans_of(application.forward.problem(), application.values)[0]
     assert (
         plan.strategy == "onehot"
-        and plan.why == ("the scattered dimension has 4 places and stays in registers",)
+        and plan.why == ("the scattered dimension is small and stays in registers",)
         and plan.onehot == 1
     )
 
@@ -396,19 +397,21 @@ def test_offsets_of_64_bits_where_needed() -> None:
     small = torch.empty(2**26 - 1, 32, dtype=torch.int8, device="meta")
     assert _wide(large) and not _wide(small[:1])
     assert _wide(small[:2].as_strided((2, 2), (2**31, 1))), "two rows, far apart"
+    assert _wide(small[:1].as_strided((1, 2), (2**31, 1))), "a stride that is passed all the same"
+    assert _wide(small[0, :1].expand(2, 2**31)), "an extent that is"
     assert not _wide(torch.empty(2, 2))
 
 
 def _wide(a: torch.Tensor) -> bool:
     values = {"A": a}
     problem = bound("y[i] = A[i,j]", values)
-    return fused.prepare_all(problem, values, fused.wishes_of(False))[0].plan.wide
+    return inspection.Look(problem, values).planned()[0].plan.wide
 
 
 def test_large_outputs_need_64_bits() -> None:
     values = {"a": torch.empty(2**16, device="meta"), "b": torch.empty(2**15, device="meta")}
     problem = bound("C[i,j] = a[i] * b[j]", values)
-    assert fused.prepare_all(problem, values, fused.wishes_of(False))[0].plan.wide
+    assert inspection.Look(problem, values).planned()[0].plan.wide
 
 
 # --- what a plan prints ---------------------------------------------------------------------------
@@ -421,32 +424,36 @@ def test_a_plan_prints_itself() -> None:
         "AK": SORTED,
         "B": torch.empty(4, 32, 512, dtype=torch.float16),
     }
-    step = fused.plan_only(bound(BLOCKS, values, {0: 6}), values).steps[0]
-    assert step.prepared.plan.describe(step.prepared.extents).splitlines() == [
+    step = inspection.plan_only(bound(BLOCKS, values, {0: 6}), values).steps[0]
+    assert step.planned.plan.describe(step.planned.shown()).splitlines() == [
         "strategy     segment: AM is sorted",
         "segments     p from start[row] to end[row]",
         "computes     C[row,bm,n] += AV[p,bm,bk] * B[AK[p],bk,n]",
         "contraction  tl.dot in float16",
-        "axes         M (n:512)  N (bm:32)  K (p:5, bk:32)",
-        "grid         (row:6)   loops -",
+        "axes         M (n:512)  N (bm:32)  K (p:<=8, bk:32)",
+        "grid         (row:<=8)   loops -",
         "accumulator  float32   offsets 32 bits",
     ]
 
 
 def test_a_pattern_prints_its_points() -> None:
     application = applications.usual(filled=False)[8]
-    step = fused.plan_only(application.forward.problem(), application.values).steps[0]
-    assert "pattern      10 points of (p, q) as straight-line code" in step.prepared.plan.describe(
-        step.prepared.extents
+    step = inspection.plan_only(application.forward.problem(), application.values).steps[0]
+    assert "pattern      10 points of (p, q) as straight-line code" in step.planned.plan.describe(
+        step.planned.shown()
     )
 
 
 def test_the_header_says_what_the_kernel_is_for() -> None:
     values = {"A": torch.empty(32, 48), "B": torch.empty(48, 64)}
-    (one,) = fused.plan_only(bound("C[i,j] = A[i,k] * B[k,j]", values), values).steps[0].launches
+    problem = bound("C[i,j] = A[i,k] * B[k,j]", values)
+    (one,) = inspection.plan_only(problem, values).steps[0].launches
     lines = one.header.splitlines()
     assert lines[0] == '"""C[i,j] = A[i,k] * B[k,j]' and lines[-1] == '"""'
-    assert f"config       {one.config}" in lines and "first seen   i=32, j=64, k=48" in lines
+    assert f"config       {one.config}" in lines
+    assert "axes         M (j:64)  N (i:32)  K (k:<=64 by 16)" in lines, (
+        "classes of sizes, and the sides as the kernel has them"
+    )
 
 
 def test_configs_print_as_they_are_written() -> None:
@@ -490,7 +497,7 @@ def test_headers_hold_harmless_characters_only() -> None:
         "C[i] = -A[2 - i] + relu(A[i])",
     ):
         values = {"A": torch.zeros(3)}
-        for step in fused.plan_only(bound(statement, values), values).steps:
+        for step in inspection.plan_only(bound(statement, values), values).steps:
             for one in step.launches:
                 assert ALLOWED.fullmatch(one.header) and ALLOWED.fullmatch(one.kernel.source), (
                     one.header
@@ -514,14 +521,68 @@ def test_every_name_of_a_kernel_has_a_suffix_or_is_ours() -> None:
     """
     names = {"acc": torch.zeros(32, 48), "tl": torch.zeros(48, 64)}
     (one,) = (
-        fused.plan_only(bound("pid[t,out] = acc[t,range] * tl[range,out]", names), names)
+        inspection.plan_only(bound("pid[t,out] = acc[t,range] * tl[range,out]", names), names)
         .steps[0]
         .launches
     )
-    assert set(one.kernel.arguments) == {
-        "t_size", "out_size", "range_size", "acc_s0", "acc_s1", "acc_ptr",
-        "tl_s0", "tl_s1", "tl_ptr", "out_stride0", "out_stride1", "out_at",
+    assert {argument.name for argument in one.kernel.arguments} == {
+        "t_size", "out_size", "range_size", "acc_s0", "acc_ptr",
+        "tl_s0", "tl_ptr", "out_stride0", "out_at",
     }  # fmt: skip
+
+
+def test_names_of_the_statement_do_not_meet_names_of_arguments() -> None:
+    """An index variable, a tensor and a number may be called what a kernel calls something else."""
+    values = {
+        "out": torch.zeros(32, 48),
+        "work": torch.zeros(48, dtype=torch.float64),
+        "task": 2.0,
+    }
+    problem = bound("seg[m,n] = out[m,n] * work[n] * task", values)
+    (one,) = inspection.plan_only(problem, values).steps[0].launches
+    names = [argument.name for argument in one.kernel.arguments]
+    assert len(names) == len(set(names))
+    assert {"out_ptr", "out_at", "out_s0", "out_stride0", "task_number"} <= set(names)
+
+
+def test_arguments_have_types_and_are_never_specialised() -> None:
+    values = {"A": torch.zeros(32, 48), "x": torch.zeros(48), "a": 2.0, "b": 3}
+    problem = bound("y[i] = a * b * A[i,j] * x[j]", values)
+    (one,) = inspection.plan_only(problem, values).steps[0].launches
+    numbers = [a.name for a in one.kernel.arguments if not isinstance(a, Pointer)]
+    assert set(numbers) == {"i_size", "j_size", "A_s0", "a_number", "b_number"}
+    listed = ", ".join(f'"{name}"' for name in numbers)
+    assert f"@triton.jit(do_not_specialize=[{listed}])" in one.kernel.source
+    for name, type in (("i_size", "i32"), ("a_number", "fp32"), ("b_number", "i64")):
+        assert f'{name}: "{type}"' in one.kernel.source
+
+
+def test_numbers_are_passed_as_exactly_as_they_are_used() -> None:
+    values = {"A": torch.zeros(3, dtype=torch.float64), "a": 2.0}
+    (one,) = inspection.plan_only(bound("C[i] = a * A[i]", values), values).steps[0].launches
+    assert Passed("a", "fp64") in one.kernel.arguments
+
+
+@pytest.mark.parametrize(
+    ("strides", "passed", "text"),
+    [
+        ((200, 1), {"A_s0"}, "(A_s0 * 8)"),
+        ((100, 1), {"A_s0"}, "(A_s0 * 4)"),
+        ((99, 1), {"A_s0"}, "* A_s0"),
+        ((1, 200), {"A_s1"}, "(A_s1 * 8)"),
+        ((0, 1), set(), "(i_i * 0)[:, None] + j_i[None, :]"),
+        ((0, 0), set(), "(i_i * 0)[:, None] + (j_i * 0)[None, :]"),
+    ],
+)
+def test_strides_are_passed_where_they_are_not_known(
+    strides: tuple[int, int], passed: set[str], text: str
+) -> None:
+    """In units that keep wide loads provable; strides of 0 and 1 are not passed at all."""
+    values = {"A": torch.zeros(20_000, dtype=torch.float16).as_strided((40, 72), strides)}
+    (one,) = inspection.plan_only(bound("C[i,j] = A[i,j]", values), values).steps[0].launches
+    names = {argument.name for argument in one.kernel.arguments}
+    assert {name for name in names if name.startswith("A_s")} == passed
+    assert text in one.kernel.source, one.kernel.source
 
 
 # --- what has no kernel ---------------------------------------------------------------------------
@@ -541,10 +602,6 @@ REFUSED = {
         {"A": torch.zeros(3), "I": torch.zeros(3, dtype=torch.uint16)},
         "I holds uint16",
     ),
-    "C[i] = a * A[i]": (
-        {"A": torch.zeros(3, dtype=torch.float64), "a": 2.0},
-        "a Python number would be passed in float32 to a float64 kernel",
-    ),
 }
 
 
@@ -552,14 +609,14 @@ REFUSED = {
 def test_what_has_no_kernel_says_why(statement: str) -> None:
     values, why = REFUSED[statement]
     with pytest.raises(CannotFuse, match=why):
-        fused.plan_only(bound(statement, values), values)
+        inspection.plan_only(bound(statement, values), values)
 
 
 def test_many_variables_have_no_kernel() -> None:
     names = [f"v{n}" for n in range(25)]
     values = {"A": torch.zeros([1] * 13), "B": torch.zeros([1] * 12)}
     with pytest.raises(CannotFuse, match="more than 24 index variables"):
-        fused.plan_only(
+        inspection.plan_only(
             bound(f"C[] = A[{','.join(names[:13])}] * B[{','.join(names[13:])}]", values), values
         )
 
@@ -593,6 +650,6 @@ def test_falling_back_by_itself_is_quiet_on_a_cpu() -> None:
 def test_describe_without_a_kernel() -> None:
     values = {"A": torch.zeros(3)}
     assert (
-        fused.describe(bound("C[i] = A[i]", values), values)
+        inspection.describe(bound("C[i] = A[i]", values), values)
         == "no fused kernel: generated kernels do not run on cpu"
     )

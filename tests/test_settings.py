@@ -36,7 +36,7 @@ def own() -> Settings:
 
 def test_defaults(own: Settings) -> None:
     assert (own.check, own.backend, own.scatter, own.dot, own.log) == (
-        "first",
+        "async",
         "auto",
         "auto",
         "auto",
@@ -61,8 +61,8 @@ def test_context_manager_restores_also_after_an_error(own: Settings) -> None:
     own.check = "always"
     with pytest.raises(KeyError), own(check="never", backend="graph") as inside:
         assert inside is own and (own.check, own.backend) == ("never", "graph")
-        with own(check="first"):
-            assert (own.check, own.backend) == ("first", "graph")
+        with own(check="async"):
+            assert (own.check, own.backend) == ("async", "graph")
         own.log = "plan"
         raise KeyError
     assert own.values == Values(check="always")
@@ -74,7 +74,7 @@ def test_a_block_belongs_to_its_thread(own: Settings) -> None:
         thread = threading.Thread(target=lambda: seen.append(own.check))
         thread.start()
         thread.join()
-    assert seen == ["first"]
+    assert seen == ["async"]
 
 
 def test_blocks_of_two_threads_that_end_in_any_order_leave_nothing(own: Settings) -> None:
@@ -151,7 +151,7 @@ def test_equal_values_are_one_object(own: Settings) -> None:
 
 
 def test_it_shows_itself(own: Settings) -> None:
-    assert repr(own).startswith("insum.settings(check='first', backend='auto'") and set(
+    assert repr(own).startswith("insum.settings(check='async', backend='auto'") and set(
         dir(own)
     ) >= {"check", "log", "values"}
 
@@ -172,7 +172,7 @@ def test_copies_are_the_one_object() -> None:
             "check",
             "sometimes",
             "settings.check cannot be 'sometimes'",
-            "one of 'first', 'always', 'never'",
+            "one of 'async', 'always', 'never'",
         ),
         ("backend", None, "settings.backend cannot be None", "one of 'auto', 'graph', 'fused'"),
         ("scatter", [], "settings.scatter cannot be []", "one of 'auto', 'segment'"),

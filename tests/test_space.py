@@ -10,37 +10,48 @@ import torch
 
 import insum
 from applications import Application, tiny
+from insum import inspection
 from insum.errors import SettingsError
+from insum.inspection import Look
 from insum.plan import cost, legal, model, space
 from insum.plan.config import Choice, Config, choice_from, choice_of, choice_text, shown
-from insum.plan.prepare import Prepared
-from insum.runtime import fused
+from insum.plan.draft import CannotFuse, Planned
+from insum.runtime.build import first_choice
 from insum.settings import settings
+from insum.testing import draw_cases
+from kernels import bound
 
 APPLICATIONS = tiny()
 DEVICE = cost.Device()
 
 
-def prepared(application: Application) -> Prepared:
-    problem = application.forward.problem()
-    (one,) = fused.prepare_all(problem, application.values, fused.wishes_of(False))
+def look_at(application: Application) -> Look:
+    return Look(application.forward.problem(), application.values)
+
+
+def prepared(application: Application) -> Planned:
+    (one,) = look_at(application).planned()
     return one
 
 
 def limits(application: Application, count: int = 40, **changes: Any) -> space.Limits:
-    return space.Limits(
-        dataclasses.replace(DEVICE, **changes),
-        cost.load_of(prepared(application), application.values),
-        count,
-    )
+    look = look_at(application)
+    (one,) = look.planned()
+    return space.Limits(dataclasses.replace(DEVICE, **changes), look.load(one), count)
 
 
-def candidates(application: Application, count: int = 40) -> list[Choice]:
-    one = prepared(application)
-    return space.candidates(one.plan, one.extents, limits(application, count))
+def guess(application: Application) -> Choice:
+    look = look_at(application)
+    (one,) = look.planned()
+    return first_choice(one, look.wishes)
 
 
-def turned(one: Prepared, choice: Choice) -> Any:
+def candidates(application: Application, count: int = 40, **changes: Any) -> list[Choice]:
+    one, limited = prepared(application), limits(application, count, **changes)
+    return space.candidates(one.plan, one.extents, limited, guess(application))
+
+
+def turned(one: Planned, choice: Choice) -> Any:
     return model.oriented(one.plan, one.extents, choice[0].swap)
 
 
@@ -99,14 +110,25 @@ def test_choices() -> None:
 @each_application
 def test_candidates_are_legal_and_start_with_the_first_guess(application: Application) -> None:
     one, found = prepared(application), candidates(application)
-    rows = one.segments
-    plan = model.oriented(one.plan, one.extents)
-    assert found[0] == model.first_choice(
-        plan, one.extents, longest=rows.longest if rows else 0, entries=rows.entries if rows else 0
-    )
+    assert found[0] == guess(application)
     assert len(set(found)) == len(found) <= 40
     for choice in found:
         assert legal.broken(turned(one, choice), one.extents, choice) == ""
+
+
+def test_the_first_guess_is_legal_for_whatever_is_drawn() -> None:
+    planned = 0
+    for case in draw_cases(300, seed=5, max_extent=40, max_points=40_000, max_elements=4000):
+        look = Look(bound(case.statement, case.values, case.sizes, case.padded), case.values)
+        try:
+            products = look.planned()
+        except CannotFuse:
+            continue
+        for one in products:
+            choice = first_choice(one, look.wishes)
+            assert legal.broken(turned(one, choice), one.extents, choice) == "", case
+            planned += 1
+    assert planned > 100
 
 
 @each_application
@@ -148,9 +170,7 @@ def test_shared_memory_and_registers_prune() -> None:
     application = block_product()
     one = prepared(application)
     for shared in (48 * 1024, 227 * 1024):
-        for choice in space.candidates(
-            one.plan, one.extents, limits(application, 500, shared=shared)
-        )[1:]:
+        for choice in candidates(application, 500, shared=shared)[1:]:
             (part,) = cost.parts_of(
                 turned(one, choice), one.extents, choice, limits(application).load
             )
@@ -194,7 +214,7 @@ def test_crossed_takes_the_best_of_each_kind() -> None:
 
 
 def given(application: Application, config: Any) -> Any:
-    return fused.plan_only(
+    return inspection.plan_only(
         application.forward.problem(), application.values, config=choice_of(config)
     )
 
@@ -316,6 +336,26 @@ def test_swap_and_pieces(swap: int, split: int) -> None:
             B=B,
         )
     assert torch.allclose(got, A @ B, atol=1e-4)
+
+
+@pytest.mark.interpreter
+def test_rows_that_might_have_been_cut_and_are_not() -> None:
+    """How long the longest row is, is known as a power of two: there may be nothing to cut."""
+    AM, AK = torch.arange(4).repeat_interleave(5), torch.randint(0, 7, (20, 5))
+    AV, B = torch.randn(20, 5), torch.randn(7, 8)
+    config = Config(m=2, n=8, k=4, split=32), Config(m=1, n=8, k=16)
+    with insum.settings(backend="fused", require_fused=True):
+        got = insum.insum(
+            "C[AM[p],n] += AV[p,q] * B[AK[p,q],n]",
+            sizes={0: 4},
+            config=config,
+            AM=AM,
+            AV=AV,
+            AK=AK,
+            B=B,
+        )
+    expected = torch.zeros(4, 8).index_add(0, AM, (AV[:, :, None] * B[AK]).sum(1))
+    assert torch.allclose(got, expected, atol=1e-5)
 
 
 def test_the_settings_are_as_before() -> None:

@@ -416,7 +416,10 @@ def test_precision_is_the_coarsest_that_takes_part() -> None:
         torch.ones(2, dtype=d) for d in (torch.float16, torch.float32, torch.float64, torch.int64)
     )
     assert Case("y[i] = a[i] * b[i]", {"a": half, "b": double}).precision == torch.float16
-    assert Case("y[i] = exp(a[i]) * b[i]", {"a": whole, "b": double}).precision == torch.float32
+    assert Case("y[i] = exp(a[i]) * b[i]", {"a": whole, "b": double}).precision == torch.float64
+    assert Case("y[i] = exp(a[i]) * b[i]", {"a": single, "b": double}).precision == torch.float32
+    assert Case("y[i] = exp(2) * b[i]", {"b": double}).precision == torch.float64
+    assert Case("y[i] = exp(a[i])", {"a": whole}).precision == torch.float32
     assert Case("y[i] = 2.5 * a[i]", {"a": double}).precision == torch.float64
     assert Case("y[i] = 2 * a[i]", {"a": whole}).precision == torch.int64
     assert Case("y[i] += a[i]", {"a": double, "y": single}).precision == torch.float32
@@ -492,3 +495,46 @@ def test_kernels_are_counted_where_the_launcher_is_loaded(monkeypatch: pytest.Mo
         Launch.compile_count += 2
     Launch.compile_count += 10
     assert count.kernels == 2
+
+
+@pytest.mark.interpreter
+def test_interpreted_kernels_are_counted() -> None:
+    with insum.settings(backend="fused", require_fused=True):
+        f = lambda x: insum.insum("y[i] = 77.25 * x[i] + x[i] * x[i]", x=x)
+        with count_compiles() as first:
+            f(torch.ones(3))
+        with count_compiles() as second:
+            f(torch.ones(3))
+    assert (first.kernels, second.kernels) == (2, 0)
+
+
+def test_compiled_kernels_are_counted_once_for_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind of call is one kernel for pointers of each alignment; other sizes compile nothing."""
+    import triton
+
+    from insum import inspection
+    from insum.runtime import binaries, launch
+
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(binaries, "recalled", lambda *kind: None)
+    monkeypatch.setattr(binaries, "note", lambda *kind: None)
+    monkeypatch.setattr(triton, "compile", lambda source, **options: source)
+    monkeypatch.setattr(launch, "launcher_of", lambda compiled: lambda programs, arguments: None)
+    held = torch.zeros(200)
+    problem = bind(parse("y[i] = 2.5 * x[i]"), {"x": held[:96]})
+    program = inspection.plan_only(problem, {"x": held[:96]})
+
+    def call(values: torch.Tensor) -> None:
+        problem = bind(parse("y[i] = 2.5 * x[i]"), {"x": values})
+        inspection.elsewhere(problem, {"x": values}).ready(program)({"x": values})
+
+    with count_compiles() as count:
+        call(held[:96])
+        assert count.kernels == 1
+        call(held[:96])
+        call(held[:72])
+        assert count.kernels == 1, "other sizes of the same kind"
+        call(held[1:97])
+        assert count.kernels == 2, "an address that is not aligned"
+        launch.forget()
+        assert count.kernels == 2, "what was compiled was compiled"

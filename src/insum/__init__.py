@@ -25,14 +25,15 @@ from insum.errors import (
     UnsupportedError,
 )
 from insum.explain import Explanation
+from insum.facts import constant
 from insum.memory import forget, unchanging
 from insum.plan.config import Config
-from insum.plan.facts import constant
 from insum.settings import settings
 
 if TYPE_CHECKING:
     from insum import export, formats
     from insum.agnostic import einsum
+    from insum.runtime.record import synchronize
 
 __version__ = "0.1.0"
 
@@ -61,12 +62,14 @@ __all__ = [
     "formats",
     "insum",
     "settings",
+    "synchronize",
     "tune",
     "unchanging",
 ]
 
 #: Loaded when first asked for, so that importing insum stays quick.
 _LAZY = {
+    "synchronize": "insum.runtime.record",
     "einsum": "insum.agnostic",
     "export": "insum.export",
     "formats": "insum.formats",
@@ -82,7 +85,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     module = import_module(_LAZY[name])
-    value = module.einsum if name == "einsum" else module
+    value = getattr(module, name) if name in ("einsum", "synchronize") else module
     globals()[name] = value
     return value
 

@@ -19,6 +19,7 @@ from insum.lang.bind import Size
 
 def einsum(
     statement: str,
+    /,
     *operands: Operand,
     dense_output: bool = False,
     out_shape: Sequence[Size] | None = None,

@@ -8,34 +8,28 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from insum.compat.calls import is_plain_call, is_quiet
-from insum.errors import DtypeError, UnsupportedError
+from insum.bounded import keep
+from insum.call import MOST_FORMS, Kinds, kinds_of, prepare
+from insum.compat.calls import is_plain_call, is_undisturbed
+from insum.errors import BindingError, UnsupportedError
 from insum.explain import Explanation, explained, roles_line
 from insum.inplace import add_in_place
 from insum.lang.bind import Problem, Size, Value
-from insum.ops import contract, differentiable
+from insum.lang.expr import tensors_of
+from insum.lang.parser import parse
+from insum.ops import contract, run
 from insum.plan.config import Config
-from insum.request import (
-    MOST_SITES,
-    Prepared,
-    Request,
-    SizesArgument,
-    head,
-    kind_key,
-    prepare,
-    request_of,
-)
-from insum.settings import settings
+from insum.request import Request, SizesArgument, head, request_of
 from insum.traced import traced
 
 if TYPE_CHECKING:
     from insum.formats.explained import EinsumExplanation
-    from insum.runtime.site import Site
-    from insum.runtime.tune import Tuned
+    from insum.search import Tuned
 
 
 def insum(
     statement: str,
+    /,
     *,
     out_shape: Sequence[Size] | None = None,
     sizes: SizesArgument = None,
@@ -76,126 +70,53 @@ def insum(
     """
     if torch.compiler.is_compiling():
         return traced(statement, out_shape, sizes, padded, config, tensors)
-    for given, site in _sites.get(statement, ()) if isinstance(statement, str) else ():
-        if _same(given, (out_shape, sizes, padded, config)):
-            result = site(tensors)
-            if result is not None:
-                return result
-    try:
-        key: object = (
-            statement,
-            torch.get_default_dtype(),
-            *[(n, type(t), t.dtype, t.shape, t.device, t.layout) for n, t in tensors.items()],  # type: ignore[union-attr]
-        )
-        if out_shape is not None or sizes or padded or config is not None:
-            key = key, _options_key(out_shape, sizes, padded, config)
-        call = _calls.get(key)
-    except (AttributeError, TypeError):  # a Python number, or a mistake that binding explains
-        key, call = None, None
-    if call is not None and call.settings is settings.values and is_quiet():
-        result = _run(call, tensors)
-        if call.is_frequent():
-            _note(statement, (out_shape, sizes, padded, config), call, tensors)
-        return result
-    return _insum(key, request_of(statement, out_shape, sizes, padded, config), tensors)
+    kinds, given = _kinds(statement, out_shape, sizes, padded, config)
+    call = kinds.known(tensors, given)
+    if call is None or not is_undisturbed():
+        return _insum(kinds.form.request(given), tensors)
+    if call.prepared.target:
+        return add_in_place(kinds.form.request(given), call, tensors)
+    return run(call, tensors)
 
 
 Insum = insum
 
-_MAX_CALLS = 4096
-_calls: dict[object, Prepared] = {}
+#: By statement, how many sizes are given and what is padded, what is known of its calls; no other
+#: options.
+_fronts: dict[object, Kinds] = {}
 
 
-#: By statement, what its fused calls looked like: their options, and what to compare their tensors
-#: with.
-_sites: dict[str, tuple[tuple[tuple[object, ...], Site], ...]] = {}
+def _kinds(
+    statement: str,
+    out_shape: Sequence[Size] | None,
+    sizes: SizesArgument,
+    padded: Sequence[str],
+    config: object,
+) -> tuple[Kinds, tuple[Any, ...]]:
+    """What is known of the calls of a statement with these options, and the sizes among them."""
+    common = not sizes and type(padded) is tuple and config is None and type(statement) is str
+    if common and (out_shape is None or type(out_shape) in (tuple, torch.Size)):
+        given: tuple[Any, ...] = () if out_shape is None else tuple(out_shape)
+        found = _fronts.get((statement, None if out_shape is None else len(given), padded))
+        if found is not None:
+            return found, given
+    request = request_of(statement, out_shape, sizes, padded, config)  # type: ignore[arg-type]
+    found = kinds_of(request.form)
+    if common:
+        rank = None if out_shape is None else len(out_shape)
+        keep(_fronts, (statement, rank, padded), found, MOST_FORMS)
+    return found, request.size_values
 
 
-def _same(given: tuple[object, ...], options: tuple[object, ...]) -> bool:
-    for a, b in zip(given, options):  # a loop, on the path of every call
-        if a is not b and (a.__class__ is not b.__class__ or a != b):
-            return False
-    return True
-
-
-def _note(
-    statement: str, options: tuple[object, ...], call: Prepared, tensors: dict[str, Value]
-) -> None:
-    """Let the next call like this one take the short way, unless an option is a list, which may
-    change behind our back.
-    """
-    fixed = [dict(o) if isinstance(o, dict) else o for o in options]
-    inner = [v for o in fixed if isinstance(o, dict) for v in o.values()]
-    site = None if any(isinstance(o, list) for o in (*fixed, *inner)) else call.site(tensors)
-    if site is not None:
-        if len(_sites) >= _MAX_CALLS:
-            _sites.clear()
-        _sites[statement] = ((tuple(fixed), site), *_sites.get(statement, ())[: MOST_SITES - 1])
-
-
-def _options_key(
-    out_shape: Sequence[Size] | None, sizes: SizesArgument, padded: Sequence[str], config: object
-) -> tuple[object, ...]:
-    given = (
-        tuple((k, tuple(v) if isinstance(v, Sequence) else v) for k, v in sizes.items())
-        if sizes
-        else ()
-    )
-    chosen = tuple(config) if isinstance(config, list) else config
-    return (
-        None if out_shape is None else tuple(out_shape),
-        given,
-        (padded,) if isinstance(padded, str) else tuple(padded),
-        chosen,
-    )
-
-
-def _slow_key(request: Request, tensors: dict[str, Value]) -> object:
-    """A key for calls with Python numbers among the arguments."""
-    return (
-        request,
-        torch.get_default_dtype(),
-        *((name, type(v), kind_key(v)) for name, v in tensors.items()),
-    )
-
-
-def _run(call: Prepared, tensors: dict[str, Value]) -> Tensor:
-    """A call that has been prepared, in plain eager mode."""
-    if call.target:
-        return add_in_place(call.request, call, tensors)
-    call.verify(tensors)
-    if torch.is_grad_enabled() and call.needs_gradient(tensors):
-        return differentiable(call, None, tensors)
-    return call.run("new", tensors, None)
-
-
-def _insum(key: object, request: Request, tensors: dict[str, Value]) -> Tensor:
+def _insum(request: Request, tensors: dict[str, Value]) -> Tensor:
     left = head(request.statement)
-    plain = is_plain_call(tensors.values())
-    if key is None and plain:  # under a tracer sizes may be symbols, which are no keys
-        key = _slow_key(request, tensors)
-        call = _calls.get(key)
-        if call is not None and call.settings is settings.values:
-            return _run(call, tensors)
     in_place = left.operator != "=" and left.target in tensors
     if in_place and not isinstance(tensors[left.target], Tensor):
-        problem = request.bind(tensors)
-        fact, remedy = (
-            f"{left.target} is a number, but {left.operator} writes into it",
-            f"pass {left.target}=torch.tensor({tensors[left.target]})",
-        )
-        raise problem.complain(
-            DtypeError, fact, span=problem.statement.target.span, expected="a tensor", remedy=remedy
-        )
-    if not plain:
+        request.bind(tensors)  # which says that a number cannot be written into
+    if not is_plain_call(tensors.values()):
         return add_in_place(request, None, tensors) if in_place else contract(request, tensors)
     call = prepare(request, tensors)
-    # without a tensor the default device decides
-    if any(isinstance(v, Tensor) for v in tensors.values()):
-        if len(_calls) >= _MAX_CALLS:
-            _calls.clear()
-        _calls[key] = call
-    return add_in_place(request, call, tensors) if in_place else contract(request, tensors)
+    return add_in_place(request, call, tensors) if in_place else run(call, tensors)
 
 
 # --- a statement that is called often -------------------------------------------------------------
@@ -227,38 +148,25 @@ class Compiled:
         self.config = request.config
         self._request = request
         self._last: Problem | None = None
-        self._sites: tuple[Site, ...] = ()
 
-    def __call__(self, **tensors: Value) -> Tensor:
-        for site in self._sites if not torch.compiler.is_compiling() else ():
-            found = site(tensors)
-            if found is not None:
-                return found
-        result = insum(
-            self.statement,
-            out_shape=self.out_shape,
-            sizes=self.sizes,
-            padded=self.padded,
-            config=self.config,
-            **tensors,
-        )
+    def __call__(self, /, **tensors: Value) -> Tensor:
+        options = {"out_shape": self.out_shape, "sizes": self.sizes, "padded": self.padded}
+        result = insum(self.statement, config=self.config, **options, **tensors)  # type: ignore[arg-type]
         if torch.compiler.is_compiling():
             return result
         if self._last is None and is_plain_call(tensors.values()):
-            self._last = prepare(self._request, tensors).problem
-        for _, site in _sites.get(self.statement, ()):  # what the call has noted for itself
-            if site not in self._sites and site.request == self._request:
-                self._sites = (site, *self._sites[: MOST_SITES - 1])
+            self._last = self._request.bind(tensors)
         return result
 
-    def tune(self, *, effort: str = "full", **tensors: Value) -> Tuned:
+    def tune(self, /, *, effort: str = "full", **tensors: Value) -> Tuned:
         """Search for the config that is fastest for tensors of these sizes; later calls use what
         was found. See `insum.tune`.
         """
+        no_option(self.statement, "effort")
         return tuned(self._request, tensors, effort)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last": None, "_sites": ()}
+        return {**self.__dict__, "_last": None}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Compiled) and self._options() == other._options()
@@ -308,6 +216,7 @@ def compile(
 
 def explain(
     statement: str,
+    /,
     *,
     out_shape: Sequence[Size] | None = None,
     sizes: SizesArgument = None,
@@ -365,6 +274,7 @@ def explain_dense(
 
 def tune(
     statement: str,
+    /,
     *,
     effort: str = "full",
     out_shape: Sequence[Size] | None = None,
@@ -383,11 +293,24 @@ def tune(
     >>> tuned.trials
     ()
     """
+    no_option(statement, "effort")
     return tuned(request_of(statement, out_shape, sizes, padded), tensors, effort)
 
 
+def no_option(statement: str, *options: str) -> None:
+    """No tensor of a statement has the name of an option of the function that it is passed to."""
+    parsed = parse(statement)
+    taken = next((o for o in options if o in (parsed.target.tensor, *tensors_of(parsed))), None)
+    if taken is not None:
+        raise BindingError(
+            f"the statement names a tensor {taken!r}, which is an option here",
+            statement=statement,
+            remedy=f"call it {taken}_ instead",
+        )
+
+
 def tuned(request: Request, tensors: dict[str, Value], effort: str) -> Tuned:
-    from insum.runtime import tune as search
+    from insum import search
 
     if not is_plain_call(tensors.values()):
         raise UnsupportedError(
@@ -395,6 +318,7 @@ def tuned(request: Request, tensors: dict[str, Value], effort: str) -> Tuned:
         )
     call = prepare(request, tensors)
     call.verify(tensors)
-    target = tensors[call.target] if call.target else None
+    name = call.prepared.target
+    target = tensors[name] if name else None
     assert target is None or isinstance(target, Tensor)
-    return search.tune(call.problem, tensors, target, effort)
+    return search.tune(call.problem(tensors), tensors, target, effort)

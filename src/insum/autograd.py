@@ -1,23 +1,30 @@
 """Gradients of a call as further calls, on statements that `lang.derive` gives; hence gradients of
 every order.
+
+What is derived from a statement is found once for each kind of call, so that a backward pass only
+looks up and runs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from insum.lang.bind import Problem, Value
+from insum.call import Kinds, kinds_of
+from insum.lang.bind import Size, Value
 from insum.lang.derive import adjoint, winners
 from insum.lang.expr import tensors_of, variables
+from insum.lang.measure import SizeKeys
 from insum.lang.parser import parse
-from insum.request import Request, Sizes
+from insum.lang.problem import kind_of
+from insum.request import Form
 
-Contract: TypeAlias = Callable[[Request, Mapping[str, Value]], Tensor]
+#: Runs a statement, of which the kinds of calls are known, on these values and sizes.
+Run: TypeAlias = Callable[[Kinds, Mapping[str, Value], tuple[Any, ...]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,118 +35,152 @@ class Gradients:
     tensors: dict[str, Tensor]
 
 
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """A derived statement: what it reads, the variables whose extents it is given, and whether only
+    the real part of its value counts.
+    """
+
+    kinds: Kinds
+    reads: tuple[str, ...]
+    variables: tuple[str, ...]
+    real: bool
+
+    def __call__(
+        self,
+        values: Mapping[str, Any],
+        shape: Sequence[Size],
+        extents: Mapping[str, Size],
+        run: Run,
+    ) -> Tensor:
+        """Its value, of this shape, on those of the values that it reads."""
+        arguments = {name: values[name] for name in self.reads}
+        found = run(self.kinds, arguments, (*shape, *[extents[v] for v in self.variables]))
+        return found.real if self.real else found
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How the gradient of one tensor is computed: a sum of statements, over the gradient that
+    arrives and the result under these names.
+    """
+
+    statements: tuple[Derived, ...]
+    upstream: str
+    result: str
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What gradients need of a call besides its tensors.
+
+    Attributes:
+        rules: what was derived for this kind of call so far.
+    """
+
+    form: Form
+    rules: dict[object, Any]
+    extents: Mapping[str, Size]
+
+
 def gradients(
-    request: Request,
+    call: Known,
     values: Mapping[str, Value],
     upstream: Tensor,
     wanted: Sequence[str],
     result: Tensor | None,
     held: Tensor | None,
-    contract: Contract,
+    run: Run,
 ) -> Gradients:
     """Gradients of ``wanted``. ``result``, and where it ``held`` its initial value, matter for
     ``max=`` and ``min=`` only.
     """
-    problem = _problem(request, values, upstream)
+    to_initial = upstream
     if result is not None:
-        upstream, to_initial = _shared(request, problem, values, upstream, result, held, contract)
-    else:
-        to_initial = upstream
-    return Gradients(
-        to_initial,
-        {
-            name: _gradient(request, problem, name, values, upstream, result, contract)
-            for name in wanted
-        },
-    )
+        upstream, to_initial = _shared(call, values, upstream, result, held, run)
+    found = {}
+    for name in wanted:
+        source = values[name]
+        assert isinstance(source, Tensor)
+        rule = _rule(call, values, name, upstream.dtype)
+        known = {**values, rule.upstream: upstream, rule.result: result}
+        parts = [one(known, source.shape, call.extents, run) for one in rule.statements]
+        found[name] = _sum(parts) if parts else torch.zeros_like(source)
+    return Gradients(to_initial, found)
 
 
-def _problem(request: Request, values: Mapping[str, Value], upstream: Tensor) -> Problem:
-    """The forward problem: its extents are passed on, because a derived statement cannot always
-    tell them.
-    """
-    return request.bind(values, upstream.detach())
+def _sum(parts: list[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
 
 
-def _gradient(
-    request: Request,
-    problem: Problem,
-    name: str,
-    values: Mapping[str, Value],
-    upstream: Tensor,
-    result: Tensor | None,
-    contract: Contract,
-) -> Tensor:
-    source = values[name]
-    assert isinstance(source, Tensor)
-    kinds = {
-        **{n: k.dtype for n, k in problem.kinds.items()},
-        problem.statement.target.tensor: upstream.dtype,
-    }
-    rule = adjoint(
-        request.statement, name, frozenset(n for n, dtype in kinds.items() if dtype.is_complex)
-    )
-    total: Tensor | None = None
-    for text in rule.statements:
-        part = _derived(
-            request,
-            problem,
-            text,
-            values,
-            {rule.upstream: upstream, rule.result: result},
-            source.shape,
-            source.dtype,
-            contract,
+def _rule(call: Known, values: Mapping[str, Any], name: str, upstream: torch.dtype) -> Rule:
+    """The rule for one tensor, found once for a kind of call."""
+    key = name, upstream
+    found: Rule | None = call.rules.get(key)
+    if found is None:
+        dtypes = {n: v.dtype for n, v in values.items() if isinstance(v, Tensor)}
+        every = {n: kind_of(v).dtype for n, v in values.items()}
+        target = parse(call.form.statement).target.tensor
+        complexes = {n for n, d in {**every, target: upstream}.items() if d.is_complex}
+        derived = adjoint(call.form.statement, name, frozenset(complexes))
+        known = {**dtypes, derived.upstream: upstream, derived.result: upstream}
+        source = values[name]
+        found = call.rules[key] = Rule(
+            tuple(
+                _derived(call.form, text, source.dim(), source.dtype, known)
+                for text in derived.statements
+            ),
+            derived.upstream,
+            derived.result,
         )
-        total = part if total is None else total + part
-    return torch.zeros_like(source) if total is None else total
+    return found
 
 
 def _derived(
-    request: Request,
-    problem: Problem,
+    of: Form,
     text: str,
-    values: Mapping[str, Value],
-    more: Mapping[str, Tensor | None],
-    shape: Sequence[int | torch.SymInt],
+    rank: int,
     dtype: torch.dtype,
-    contract: Contract,
-) -> Tensor:
-    """One derived statement, run on those of the values that it reads."""
+    dtypes: Mapping[str, torch.dtype],
+) -> Derived:
     statement = parse(text)
     reads = tensors_of(statement)
-    known: dict[str, Value] = {**values, **{n: t for n, t in more.items() if t is not None}}
-    arguments = {n: known[n] for n in reads}
-    is_complex = not dtype.is_complex and any(
-        isinstance(v, Tensor) and v.is_complex() for v in arguments.values()
+    used = dict.fromkeys((*variables(statement.target), *variables(statement.value)))
+    real = not dtype.is_complex and any(n in dtypes and dtypes[n].is_complex for n in reads)
+    keys: SizeKeys = (*((dim, None) for dim in range(rank)), *((v, None) for v in used))
+    form = Form(
+        text,
+        keys,
+        tuple(p for p in of.padded if p in reads),
+        dtype.to_complex() if real else dtype,
+        None,
+        of.wraps & frozenset(reads),
     )
-    used = {*variables(statement.target), *variables(statement.value)}
-    sizes: Sizes = (*enumerate(shape), *((v, n) for v, n in problem.extents.items() if v in used))
-    padded = tuple(p for p in request.padded if p in reads)
-    value = contract(
-        Request(text, sizes, padded, dtype.to_complex() if is_complex else dtype), arguments
-    )
-    return value.real if is_complex else value
+    return Derived(kinds_of(form), reads, tuple(used), real)
 
 
 def _shared(
-    request: Request,
-    problem: Problem,
+    call: Known,
     values: Mapping[str, Value],
     upstream: Tensor,
     result: Tensor,
     held: Tensor | None,
-    contract: Contract,
+    run: Run,
 ) -> tuple[Tensor, Tensor]:
     """For a maximum: the gradient divided evenly among the points that attain it, and the part that
     goes to the initial value.
     """
-    text, _, name = winners(request.statement)
+    text, _, name = winners(call.form.statement)
+    wide = upstream.dtype if upstream.dtype.itemsize > 2 else torch.float32
+    key = "winners", wide
+    counting: Derived | None = call.rules.get(key)
+    if counting is None:
+        counting = call.rules[key] = _derived(call.form, text, result.dim(), wide, {})
     with torch.no_grad():
-        wide = upstream.dtype if upstream.dtype.itemsize > 2 else torch.float32
-        count = _derived(
-            request, problem, text, values, {name: result}, problem.shape, wide, contract
-        )
+        count = counting({**values, name: result}, result.shape, call.extents, run)
         held = torch.zeros_like(count) if held is None else held.to(wide)
         count = count + held
     share = torch.where(count > 0, upstream / count, 0).to(upstream.dtype)

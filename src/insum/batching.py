@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
-from insum.lang.bind import Size, Value
+from insum.lang.bind import Size, Value, kind_of
 from insum.lang.expr import (
     Access,
     Affine,
@@ -20,14 +21,20 @@ from insum.lang.expr import (
     rewrite,
 )
 from insum.lang.parser import parse
+from insum.lang.types import Typed, infer
 from insum.request import Request
 
 
 def batched(
-    request: Request, values: Mapping[str, Value], dims: Mapping[str, int | None], size: Size
+    request: Request,
+    values: Mapping[str, Value],
+    dims: Mapping[str, int | None],
+    size: Size,
+    *,
+    new: bool = False,
 ) -> tuple[Request, dict[str, Value]]:
     """The request and values with the batch as a leading index variable. ``dims``: where each
-    tensor has its batch dimension, if it has one.
+    tensor has its batch dimension, if it has one. ``new``: whether the result is a new tensor.
     """
     statement = parse(request.statement)
     batch = fresh("batch", names_of(statement))
@@ -42,9 +49,26 @@ def batched(
         for name, value in values.items()
     }
     text = str(_led(statement, chosen, batch))
-    return replace(
-        request, statement=text, sizes=_shifted(request, statement, batch, size), config=None
-    ), moved
+    dtype = request.dtype
+    if new and dtype is None and target not in values:
+        dtype = _dtype(statement, values, dims)
+    sizes = _shifted(request, statement, batch, size)
+    return replace(request, statement=text, sizes=sizes, dtype=dtype, config=None), moved
+
+
+def _dtype(
+    statement: Statement, values: Mapping[str, Value], dims: Mapping[str, int | None]
+) -> torch.dtype:
+    """The dtype that one item's result would have: a scalar promotes less than the tensor that a
+    batch of scalars is.
+    """
+    kinds = {name: kind_of(value) for name, value in values.items()}
+    ranks = {name: len(k.shape) - (dims.get(name) is not None) for name, k in kinds.items()}
+    types = {
+        name: Typed(k.dtype, k.strength if k.device is None else 2 if ranks[name] else 1)
+        for name, k in kinds.items()
+    }
+    return infer(statement.value, types).dtype
 
 
 def front(tensor: Tensor, dim: int | None, size: Size) -> Tensor:

@@ -187,11 +187,12 @@ def explained(statement: str, shapes: list[str], sizes: list[str], padded: list[
     """`insum.explain` of a statement over tensors that are described by text; the kernel as a GPU
     would get it.
     """
+    from insum import inspection
     from insum.api import explain
     from insum.errors import InsumError
-    from insum.plan.prepare import CannotFuse
+    from insum.plan.draft import CannotFuse
     from insum.request import request_of
-    from insum.runtime import fused, launch
+    from insum.runtime import launch
 
     try:
         tensors = dict(tensor_of(text) for text in shapes)
@@ -203,8 +204,11 @@ def explained(statement: str, shapes: list[str], sizes: list[str], padded: list[
         if launch.available():
             return page
         problem = request_of(statement, None, given, padded).bind(tensors)
-        program = fused.plan_only(problem, tensors)
-        return "\n\n".join([page.partition("\n\nno fused kernel")[0], fused.told(program, tensors)])
+        look = inspection.elsewhere(problem, tensors)
+        program = inspection.plan_only(problem, tensors)
+        return "\n\n".join(
+            [page.partition("\n\nno fused kernel")[0], inspection.told(look, program)]
+        )
     except CannotFuse as reason:
         return f"{page}\n\nno fused kernel: {reason}"
     except (InsumError, ValueError) as error:

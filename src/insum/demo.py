@@ -233,13 +233,13 @@ def kernel_note(application: Application, device: str) -> str:
     """What the generated kernel is: its strategy where it runs, the compiler's figures where there
     is no GPU to run it.
     """
-    from insum.runtime import fused
+    from insum import inspection
 
     statement, values, sizes, padded = application.kernel
     problem = bind(parse(statement), values, sizes=sizes, padded=padded)
     if device == "cuda":
-        return fused.strategy(problem, values)
-    return fused.compile_note(problem, values, "sm_90")
+        return inspection.strategy(problem, values)
+    return inspection.compile_note(problem, values, "sm_90")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

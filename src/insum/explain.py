@@ -178,12 +178,9 @@ def _fused(problem: Problem, values: Mapping[str, Value], config: Choice | None)
         and problem.device.type == "cpu"
     ):
         return ""
-    try:
-        from insum.runtime import fused  # type: ignore[attr-defined, unused-ignore]
-    except ImportError:
-        return ""
-    text: str | None = fused.describe(problem, values, config=config)
-    return text or ""
+    from insum import inspection
+
+    return inspection.describe(problem, values, config=config)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

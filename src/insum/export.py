@@ -82,7 +82,7 @@ def package(
     ``torch._inductor.aoti_load_package`` loads it, in Python or C++, where there is no insum too.
     ``options`` are TorchInductor's; unless they say otherwise, matrix products are part of the
     generated kernels where this PyTorch can do that. Code that TorchInductor makes checks index
-    values; insum's kernels, in a package, do not.
+    values; insum's kernels, in a package, treat what is out of range as absent, and say nothing.
 
     >>> import insum, torch
     >>> insum.export.package(program, "model.pt2")  # doctest: +SKIP
@@ -182,13 +182,11 @@ def _kernels(problem: Problem, values: Mapping[str, Value]) -> Callable[[], Tens
     wrap = compiler.wrap_triton()
     if problem.device.type != "cuda" or wrap is None or settings.backend in ("graph", "inductor"):
         return None
-    from insum.plan.prepare import CannotFuse
-    from insum.runtime.fused import wishes_of
-    from insum.runtime.portable import portable
+    from insum.runtime import symbolic
 
     try:
-        found = portable(problem, values, wishes_of(False, problem.device))
-    except CannotFuse as reason:
+        program = symbolic.program_of(problem, values)
+    except symbolic.CannotFuse as reason:
         if "fallback" in settings.log:
             print(
                 f"insum: {problem.statement.text!r} is packaged as a graph of torch "
@@ -196,7 +194,7 @@ def _kernels(problem: Problem, values: Mapping[str, Value]) -> Callable[[], Tens
                 file=sys.stderr,
             )
         return None
-    return functools.partial(found.run, problem, values, wrap)
+    return functools.partial(symbolic.run, program, problem, values, wrap)
 
 
 def _run(

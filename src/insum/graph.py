@@ -2,8 +2,8 @@
 where there is no faster path.
 
 A graph is made once per *kind* of problem (statement, dtypes, ranks, device), takes sizes as
-arguments, and serves every shape. The stages are one class each, in the order of the data:
-`graph_access` gathers, `graph_value` computes, `graph_scatter` writes.
+arguments, and serves every shape for which it would be made so. The stages are one class each, in
+the order of the data: `graph_access` gathers, `graph_value` computes, `graph_scatter` writes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from insum.bounded import keep
 from insum.errors import UnsupportedError
 from insum.graph_scatter import Writer
+from insum.graph_value import is_short
 from insum.lang.bind import Problem, Size, Value
 from insum.lang.expand import Term
 from insum.lang.expr import accesses
 
-_MAX_GRAPHS = 1024
-_graphs: dict[object, Lowered] = {}
+MOST_GRAPHS = 1024
+_graphs: dict[object, list[Lowered]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,12 @@ class Lowered:
         """Arguments that are still read while the output is written; they must not lie in its """
         """memory."""
     )
+    sums: tuple[tuple[tuple[str, ...], bool], ...] = ()
+    """What sizes decided: sums, and whether each is short."""
+
+    def suits(self, problem: Problem) -> bool:
+        """Whether a problem of the same kind would get the same graph."""
+        return all(is_short(problem, summed) is short for summed, short in self.sums)
 
     def size_arguments(self, problem: Problem) -> tuple[Size | tuple[Size, ...], ...]:
         return tuple(problem.extents[s] if s else problem.shape for s in self.sizes)
@@ -86,11 +94,10 @@ def lower(problem: Problem, mode: str = "new") -> Lowered:
     """
     terms = live_terms(problem)
     key = _kind(problem, tuple(map(problem.terms.index, terms)), mode)
-    graph = _graphs.get(key)
+    graph = next((g for g in _graphs.get(key, ()) if g.suits(problem)), None)
     if graph is None:
-        if len(_graphs) >= _MAX_GRAPHS:
-            _graphs.clear()
-        graph = _graphs[key] = _build(problem, terms, mode)
+        graph = _build(problem, terms, mode)
+        keep(_graphs, key, [], MOST_GRAPHS).append(graph)
     return graph
 
 
@@ -141,4 +148,11 @@ def _build(problem: Problem, terms: list[Term], mode: str) -> Lowered:
     if mode != "new":
         writer.initial(problem.statement.target.tensor)
     module = writer.finish(writer.build(terms, mode))
-    return Lowered(module, tuple(writer.inputs), tuple(writer.sizes), mode, writer.late)
+    return Lowered(
+        module,
+        tuple(writer.inputs),
+        tuple(writer.sizes),
+        mode,
+        writer.late,
+        tuple(writer.sums.items()),
+    )

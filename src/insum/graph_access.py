@@ -169,7 +169,7 @@ class Reader(Builder):
 
     def masked(self, value: Value, mask: Value, otherwise: bool | int | float) -> Value:
         """``value`` where the mask holds, broadcast over the variables of both."""
-        order = tuple(dict.fromkeys((*value.vars, *mask.vars)))
+        order = self.together(value, mask)
         tensor = self.as_tensor(value, value.dtype or torch.float32)
         node = self.call(
             torch.where, self.aligned(mask, order), self.aligned(tensor, order), otherwise

@@ -13,10 +13,13 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from insum.errors import UnsupportedError
 from insum.lang.bind import Problem
 from insum.lang.expr import Access
 
 Number: TypeAlias = bool | int | float | complex
+#: torch's own limit.
+MOST_DIMENSIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,13 +167,25 @@ class Builder:
         self, function: Callable[..., Any], a: Value, b: Value, name: str | None = None
     ) -> Value:
         """A function of two values, broadcast over the variables of both."""
-        order = tuple(dict.fromkeys((*a.vars, *b.vars)))
+        order = self.together(a, b)
         if a.dtype is None and b.dtype is None:
             return Value(_fold(self, function, a.node, b.node))
         if a.dtype is None and b.dtype is not None:
             a, b = b, a  # add and mul commute, and their first argument is a tensor
         node = self.call(function, self.aligned(a, order), self.aligned(b, order), name=name)
         return Value(node, order, a.dtype, True)
+
+    def together(self, a: Value, b: Value) -> tuple[str, ...]:
+        """The variables of two values that are broadcast over each other."""
+        order = tuple(dict.fromkeys((*a.vars, *b.vars)))
+        if len(order) > MOST_DIMENSIONS:
+            raise self.problem.complain(
+                UnsupportedError,
+                f"a value depends on {len(order)} index variables",
+                expected=f"at most {MOST_DIMENSIONS}, the dimensions that a tensor may have",
+                remedy="compute parts of it in statements of their own",
+            )
+        return order
 
     def as_tensor(self, value: Value, dtype: torch.dtype) -> Value:
         """A Python number as a 0-d tensor."""

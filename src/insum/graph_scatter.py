@@ -94,15 +94,12 @@ class Writer(Evaluator):
         return buffer if mode == "into" or not narrow else self._narrow(buffer)
 
     def _late(self, values: list[Value]) -> tuple[str, ...]:
-        """What is read after writing begins: views of arguments, and index tensors that could be
-        the output itself.
+        """What is read after writing begins: views of arguments, and index tensors, which may well
+        be the output itself.
         """
-        if not all(v.fresh for v in values):
-            return tuple(self.inputs)
-        names = dict.fromkeys(
-            a.tensor for i in self.problem.statement.target.indices for a in accesses(i)
-        )
-        return tuple(n for n in names if self.problem.kinds[n].dtype == self.problem.dtype)
+        indices = [a.tensor for i in self.problem.statement.target.indices for a in accesses(i)]
+        views = [] if all(v.fresh for v in values) else self.inputs
+        return tuple(dict.fromkeys((*views, *indices)))
 
     def _order(self) -> tuple[str, ...]:
         """The left side's variables in the order in which they are written."""

@@ -5,19 +5,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from string import ascii_letters
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from insum.errors import DtypeError
+from insum.errors import DtypeError, UnsupportedError
 from insum.graph_access import Reader
 from insum.graph_build import Value
+from insum.lang.bind import Problem
 from insum.lang.expand import Term
 from insum.lang.expr import Access, Call, Expr, Number, Product, Sum
-from insum.lang.types import Typed, accumulator, call_type, identity, infer
+from insum.lang.types import Typed, accumulator, call_type, identity, infer, is_rounded
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "exp": torch.exp,
@@ -48,8 +49,23 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 MOST_SUMMED = 64
 
 
+def is_short(problem: Problem, summed: Iterable[str]) -> bool:
+    """Whether the sum over these variables has few places."""
+    sizes = [problem.extents[v] for v in summed]
+    return (
+        all(isinstance(size, int) for size in sizes)
+        and math.prod(int(s) for s in sizes) <= MOST_SUMMED
+    )
+
+
 class Evaluator(Reader):
     """A builder that can evaluate terms."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__(problem)
+        #: What sizes decided: sums, and whether each `is_short`. Where they are not, the graph is
+        #: another.
+        self.sums: dict[tuple[str, ...], bool] = {}
 
     @property
     def types(self) -> dict[str, Typed]:
@@ -79,7 +95,7 @@ class Evaluator(Reader):
             case Number(value):
                 return Value(self._literal(value, dtype))
             case Call(function, args):
-                return self.cast(self._call(function, args), dtype)
+                return self.cast(self._call(function, args, dtype), dtype)
             case Product(parts):
                 return self._fold(torch.mul, parts, dtype)
             case Sum(parts):
@@ -105,8 +121,8 @@ class Evaluator(Reader):
             result = self.pointwise(function, result, self.evaluate(part, dtype))
         return result
 
-    def _call(self, function: str, args: tuple[Expr, ...]) -> Value:
-        joined = call_type(function, args, self.types)
+    def _call(self, function: str, args: tuple[Expr, ...], wanted: torch.dtype) -> Value:
+        joined = call_type(function, args, self.types, wanted)
         dtype = computed_in(joined)
         values = [self.as_tensor(self.evaluate(a, dtype), dtype) for a in args]
         if all(infer(a, self.types).dtype == torch.bool for a in args):
@@ -138,11 +154,10 @@ class Evaluator(Reader):
 
     def _equal(self, args: tuple[Expr, ...], values: list[Value], dtype: torch.dtype) -> Value:
         """Compared as rounded to the narrower of the two dtypes: a half-precision maximum equals
-        the wide value it was rounded from.
+        the wide value it was rounded from. Numbers and integers are not rounded.
         """
-        narrow = min(
-            (infer(a, self.types) for a in args), key=lambda t: (t.strength == 0, t.dtype.itemsize)
-        ).dtype
+        rounded = [infer(a, self.types).dtype for a in args if is_rounded(a, self.types)]
+        narrow = min(rounded, key=lambda d: d.itemsize, default=dtype)
         if narrow.is_floating_point and narrow.itemsize < dtype.itemsize:
             values = [self.cast(v, narrow) for v in values]
         same = self.pointwise(torch.eq, values[0], values[1])
@@ -202,16 +217,42 @@ class Evaluator(Reader):
         kept = tuple(v for v in order if any(v in f.vars for f in factors))
         if len(factors) == 1:
             return self._summed(factors[0], kept, dtype)
-        letters = len({v for f in factors for v in f.vars})
-        usable = letters <= len(ascii_letters) and (
-            dtype.is_floating_point or dtype.is_complex or self.problem.device.type == "cpu"
-        )
-        if not usable or self._of_many_vectors(factors, kept):
-            result = factors[0]
-            for factor in factors[1:]:
-                result = self.pointwise(torch.mul, result, factor)
-            return self._summed(result, kept, dtype)
-        return self._einsum(_in_order(factors, kept), kept, dtype)
+        if self._of_many_vectors(factors, kept):
+            return self._multiplied(factors, kept, dtype)
+        ordered = _in_order(factors, kept)
+        if self._has_einsum(dtype) and len(_variables(factors)) <= len(ascii_letters):
+            return self._einsum(ordered, kept, dtype)
+        return self._in_pairs(ordered, kept, dtype)
+
+    def _has_einsum(self, dtype: torch.dtype) -> bool:
+        """Elsewhere than on the CPU there are no matrix products of integers."""
+        return dtype.is_floating_point or dtype.is_complex or self.problem.device.type == "cpu"
+
+    def _in_pairs(self, factors: list[Value], kept: tuple[str, ...], dtype: torch.dtype) -> Value:
+        """One factor after the other, each time summed over what neither the result nor a later
+        factor has: no product over all variables is ever formed.
+        """
+        result = factors[0]
+        for at, factor in enumerate(factors[1:], 2):
+            needed = {*kept, *_variables(factors[at:])}
+            a = self._summed(result, (*needed, *factor.vars), dtype)
+            b = self._summed(factor, (*needed, *a.vars), dtype)
+            both = _variables([a, b])
+            if len(both) > len(ascii_letters):
+                raise self.problem.complain(
+                    UnsupportedError,
+                    f"two factors that are multiplied have {len(both)} index variables together",
+                    expected=f"at most {len(ascii_letters)}",
+                    remedy="multiply some of the factors in a statement of their own",
+                )
+            still = kept if at == len(factors) else tuple(v for v in both if v in needed)
+            contracted = self._einsum if self._has_einsum(dtype) else self._multiplied
+            result = contracted([a, b], still, dtype)
+        return result
+
+    def _multiplied(self, factors: list[Value], kept: tuple[str, ...], dtype: torch.dtype) -> Value:
+        a, b = factors
+        return self._summed(self.pointwise(torch.mul, a, b), kept, dtype)
 
     def _of_many_vectors(self, factors: list[Value], kept: tuple[str, ...]) -> bool:
         """Whether an einsum would be one small product of a vector after the other, which a CPU
@@ -223,12 +264,10 @@ class Evaluator(Reader):
         summed = small - set(kept)
         if not (small <= large and summed and small & set(kept)):
             return False
-        sizes = [self.problem.extents[v] for v in summed]
-        return (
-            small == large
-            or all(isinstance(size, int) for size in sizes)
-            and math.prod(int(s) for s in sizes) <= MOST_SUMMED
-        )
+        if small == large:
+            return True
+        found = self.sums[tuple(sorted(summed))] = is_short(self.problem, summed)
+        return found
 
     def _einsum(self, factors: list[Value], kept: tuple[str, ...], dtype: torch.dtype) -> Value:
         names = _letters([v for f in factors for v in f.vars])
@@ -293,6 +332,10 @@ def _in_order(factors: list[Value], kept: tuple[str, ...]) -> list[Value]:
         best = max(range(len(rest)), key=lambda k: (len(seen & set(rest[k].vars)), -k))
         chosen.append(rest.pop(best))
     return chosen
+
+
+def _variables(factors: list[Value]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(v for f in factors for v in f.vars))
 
 
 def _alone(var: str, factor: Value, factors: list[Value]) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from insum.bounded import is_first, keep
 from insum.compat import compiler
 from insum.errors import NotFusedError
 from insum.graph import Lowered
@@ -26,9 +27,8 @@ from insum.settings import settings
 
 #: Devices that TorchInductor has a code generator for.
 DEVICES = ("cpu", "cuda", "xpu")
-_MOST = 256
+MOST_COMPILED = 256
 _compiled: dict[tuple[GraphModule, bool], Inductor] = {}
-_said: set[str] = set()
 
 
 class Inductor:
@@ -75,8 +75,7 @@ class Inductor:
                 f"TorchInductor did not compile this statement: {reason}",
                 remedy=remedy,
             )
-        if reason not in _said:
-            _said.add(reason)
+        if is_first(f"inductor: {reason}"):
             warnings.warn(
                 f"insum: TorchInductor did not compile {problem.statement.text!r}, which runs "
                 f"as a graph: {reason}",
@@ -94,9 +93,7 @@ def forward_of(lowered: Lowered, problem: Problem) -> Callable[..., Tensor]:
     key = lowered.module, settings.native_matmul
     compiled = _compiled.get(key)
     if compiled is None:
-        if len(_compiled) >= _MOST:
-            _compiled.clear()
-        compiled = _compiled[key] = Inductor(lowered, settings.native_matmul)
+        compiled = keep(_compiled, key, Inductor(lowered, settings.native_matmul), MOST_COMPILED)
     seen: list[bool] = []
 
     @functools.wraps(compiled.plain)

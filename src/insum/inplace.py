@@ -10,16 +10,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from insum.call import BoundCall
 from insum.compat.calls import base_of
 from insum.errors import AutogradError, BindingError, InsumError
 from insum.lang.bind import Value
 from insum.ops import accumulate, accumulate_, contract
-from insum.request import Prepared, Request, Sizes, head
+from insum.request import Request, Sizes, head
 
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def add_in_place(request: Request, call: Prepared | None, tensors: Mapping[str, Value]) -> Tensor:
+def add_in_place(request: Request, call: BoundCall | None, tensors: Mapping[str, Value]) -> Tensor:
     """Accumulate into the output among ``tensors`` and return it. ``call`` is given in plain eager
     mode.
     """

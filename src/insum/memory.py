@@ -16,6 +16,7 @@ What no key can see is listed in ``docs/promises.md``; `forget` is the remedy.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import threading
 import weakref
@@ -25,7 +26,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from insum.compat.calls import current_stream, in_backward, is_plain_call
+from insum.compat.calls import (
+    current_stream,
+    in_backward,
+    is_plain_call,
+    is_recorded,
+    stream_object,
+    untracked,
+)
 from insum.settings import settings
 
 T = TypeVar("T")
@@ -34,6 +42,8 @@ Place = tuple[int | torch.SymInt, torch.Size, tuple[int, ...], torch.dtype]
 _serials = itertools.count()
 _stamps = itertools.count()
 _lock = threading.RLock()
+#: Things that are kept about one tensor, and ranges that kernels have looked at.
+MOST_THINGS, MOST_RANGES = 256, 64
 
 
 class Entry:
@@ -43,28 +53,50 @@ class Entry:
         serial: a number that no other entry ever has, for keys of what depends on several tensors.
         declared: whoever made the tensor says that it does not change; such entries are kept for
             inference tensors too, and what takes a while to find out is found out at once.
+        given: what is known of the tensor was known when it was made, and no more will be.
+        called: how messages name a value of the tensor, by its place, and what the values number,
+            where users know the tensor under another name than the statement does.
         sights: how many calls have met the tensor, as far as they counted.
+        looked: ranges that a kernel has looked at: what it found, it has reported.
         held: whether it is in the store, and can be found again.
+        in_graph: whether a CUDA graph reads what is kept here, so that it must stay where it is.
         nbytes: of the tensors that are kept here.
+        things: what is kept, by key.
     """
 
-    __slots__ = ("_streams", "_things", "declared", "held", "nbytes", "serial", "sights", "stamp")
+    __slots__ = (
+        *("_streams", "called", "declared", "given", "held", "in_graph", "looked", "nbytes"),
+        *("serial", "sights", "stamp", "things"),
+    )
 
     def __init__(self, declared: bool = False) -> None:
         self.serial = next(_serials)
         self.declared = declared
+        self.given = False
+        self.called: tuple[str, str] | None = None
         self.sights = 0
         self.nbytes = 0
-        self.held = False
+        self.held = self.in_graph = False
+        self.looked: set[object] = set()
         self.stamp = next(_stamps)
-        self._things: dict[object, Any] = {}
-        #: By key, the stream on which a thing was made with the event that ends its making, and
-        #: the streams that have waited for it.
-        self._streams: dict[object, tuple[Any, set[int]]] = {}
+        self.things: dict[object, Any] = {}
+        #: By key, the device of a thing, the stream that it was made on, and those that have waited
+        #: for it.
+        self._streams: dict[object, tuple[torch.device, int, set[int]]] = {}
+
+    def note_range(self, range_: object) -> None:
+        """A kernel looks at the tensor, for this range."""
+        if len(self.looked) >= MOST_RANGES:
+            self.looked.clear()  # other ranges are looked at again
+        self.looked.add(range_)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.things
 
     def get(self, key: object) -> Any | None:
         """What is kept under ``key``, ready for the current stream; None if nothing is."""
-        thing = self._things.get(key)
+        self.stamp = next(_stamps)
+        thing = self.things.get(key)
         if thing is not None and key in self._streams:
             self._await(key, thing)
         return thing
@@ -73,18 +105,35 @@ class Entry:
         """Keep something made on the current stream. Nothing is kept that a captured CUDA graph
         will compute: until it is replayed there is nothing in it.
         """
-        tensors = list(_tensors(thing))
+        tensors = _tensors(thing)
         on = next((t.device for t in tensors if t.is_cuda), None)
         if on is not None:
-            if torch.cuda.is_current_stream_capturing():
+            if is_recorded(on):
                 return thing
-            event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(on))
-            self._streams[key] = event, {current_stream(on)}
-        self._things[key] = thing
-        if tensors:
-            _account(self, sum(t.nbytes for t in tensors))
+            self._streams[key] = on, current_stream(on), set()
+        before = self.things.get(key)
+        if len(self.things) >= MOST_THINGS and before is None:
+            self._drop_oldest()
+        self.things[key] = thing
+        nbytes = 0
+        for tensor in tensors:
+            nbytes += tensor.nbytes
+        if before is not None:
+            nbytes -= sum([t.nbytes for t in _tensors(before)])
+        if nbytes:
+            _account(self, nbytes)
         return thing
+
+    def drop(self, unwanted: Callable[[object], bool]) -> None:
+        """Let go of what is kept under some keys."""
+        with _lock:
+            gone = [key for key in self.things if unwanted(key)]
+            nbytes = sum(t.nbytes for key in gone for t in _tensors(self.things.pop(key)))
+            for key in gone:
+                self._streams.pop(key, None)
+            self.nbytes -= nbytes
+            if self.held:
+                _total["bytes"] -= nbytes
 
     def remembered(self, key: object, make: Callable[[], T]) -> T:
         """What is kept under ``key``, made now if nothing is."""
@@ -96,17 +145,44 @@ class Entry:
                     found = self.keep(key, make())
         return found
 
+    def renew(self) -> None:
+        """Let go of everything that was decided so far, here and where this is one of several
+        tensors, because something was promised that decides it anew.
+        """
+        with _lock:
+            if self.held:
+                _total["bytes"] -= self.nbytes
+            self.things, self._streams, self.nbytes = {}, {}, 0
+            self.serial = next(_serials)
+
+    def _drop_oldest(self) -> None:
+        """What has a plain name stays: there are few such, and some were declared."""
+        with _lock:
+            key = next((k for k in self.things if not isinstance(k, str)), None)
+            if key is None or self.in_graph:
+                return
+            old = self.things.pop(key)
+            self._streams.pop(key, None)
+            _account(self, -sum(t.nbytes for t in _tensors(old)))
+
     def _await(self, key: object, thing: Any) -> None:
-        event, waited = self._streams[key]
-        tensors = [t for t in _tensors(thing) if t.is_cuda]
-        if not tensors or (stream := current_stream(tensors[0].device)) in waited:
+        device, made_on, waited = self._streams[key]
+        if torch.cuda.is_current_stream_capturing():
+            # What comes from before a capture cannot be waited for in it, and need not be: a
+            # capture begins on an idle device. The graph will read this at every replay.
+            self.in_graph = True
             return
-        current = torch.cuda.current_stream(tensors[0].device)
-        current.wait_event(event)
-        for tensor in tensors:
-            tensor.record_stream(current)
-        if not torch.cuda.is_current_stream_capturing():
-            waited.add(stream)
+        stream = current_stream(device)
+        if stream == made_on or stream in waited:
+            return
+        # No event was recorded when it was made, which takes longer than most makings: whoever
+        # comes from another stream waits for all that this one has been given since.
+        current = torch.cuda.current_stream(device)
+        current.wait_stream(stream_object(made_on, device))
+        for tensor in _tensors(thing):
+            if tensor.is_cuda:
+                tensor.record_stream(current)
+        waited.add(stream)
 
 
 class _Owner:
@@ -114,7 +190,7 @@ class _Owner:
 
     __slots__ = ("entries", "fingerprints", "reference", "version")
 
-    def __init__(self, reference: weakref.ref[Tensor], version: int | None) -> None:
+    def __init__(self, reference: weakref.ref[Any], version: int | None) -> None:
         self.reference, self.version = reference, version
         self.entries: dict[Place, Entry] = {}
         self.fingerprints: dict[Place, int] = {}
@@ -128,6 +204,19 @@ class _Held:
     def __init__(self, reference: weakref.ref[Any]) -> None:
         self.reference = reference
         self.owners: dict[int, _Owner] = {}
+
+
+def _storage_gone(number: int, reference: weakref.ref[Any]) -> None:
+    """Drop what is known of a storage that is gone, unless another has taken its number."""
+    held = _storages.get(number)
+    if held is not None and held.reference is reference:
+        _drop(number)
+
+
+def _owner_gone(owners: dict[int, _Owner], key: int, reference: weakref.ref[Any]) -> None:
+    owner = owners.get(key)
+    if owner is not None and owner.reference is reference:
+        _release(owners.pop(key))
 
 
 #: By identity of the storage; whoever reads compares the weak reference.
@@ -148,12 +237,17 @@ def known(tensor: Tensor) -> Entry | None:
         owner = _saved(held, tensor)
         if owner is None:
             return None
-    if owner.version != version_of(tensor):
+    try:
+        version: int | None = tensor._version
+    except RuntimeError:  # made under inference mode
+        version = None
+    if owner.version != version:
         return None
     place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    seen = owner.fingerprints.get(place)  # before the entry: `_made` writes it first
     entry = owner.entries.get(place)
-    if entry is not None and can_look(tensor) and owner.fingerprints[place] != fingerprint(tensor):
-        return None
+    if entry is not None and tensor.is_cpu and can_look(tensor):
+        return entry if seen == fingerprint(tensor) else None
     return entry
 
 
@@ -163,10 +257,10 @@ def entry_of(tensor: Tensor, *, declared: bool = False) -> Entry:
     """
     found = known(tensor)
     if found is None:
-        with _lock:  # another thread may have been quicker
-            found = known(tensor) or _made(tensor, declared)
-    found.declared |= declared
-    found.stamp = next(_stamps)
+        with _lock:
+            found = _made(tensor, declared)
+    if declared:
+        found.declared = True
     return found
 
 
@@ -187,7 +281,7 @@ def remembered(tensor: Tensor, key: object, make: Callable[[], T], *others: Tens
     key = (key, *[entry_of(other).serial for other in others]) if others else key
 
     def plainly() -> T:
-        with torch.inference_mode(False), torch.no_grad():
+        with untracked():
             return make()
 
     return entry_of(tensor).remembered(key, plainly)
@@ -299,41 +393,35 @@ def _saved(held: _Held, tensor: Tensor) -> _Owner | None:
 def _made(tensor: Tensor, declared: bool) -> Entry:
     version = version_of(tensor)
     entry = Entry(declared)
-    if version is None and not declared and not can_look(tensor):
+    look = tensor.is_cpu and can_look(tensor)
+    if version is None and not declared and not look:
         return entry
-    root = tensor._base
+    storage, root = tensor.untyped_storage(), tensor._base
     root = tensor if root is None else root
-    place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-    owner = _owner(tensor.untyped_storage(), root, version)
-    owner.entries[place] = entry
-    entry.held = True
-    if can_look(tensor):
-        owner.fingerprints[place] = fingerprint(tensor)
-    return entry
-
-
-def _owner(storage: Any, root: Tensor, version: int | None) -> _Owner:
     number, key = id(storage), id(root)
     held = _storages.get(number)
     if held is None or held.reference() is not storage:
-        # Bound here: at the end of the process the module's names are gone first.
-        def gone(_: object, number: int = number, drop: Callable[[int], None] = _drop) -> None:
-            drop(number)
-
+        gone = functools.partial(_storage_gone, number)
         held = _storages[number] = _Held(weakref.ref(storage, gone))
     owner = held.owners.get(key)
     if owner is None or owner.reference() is not root or owner.version != version:
-        owners = held.owners
-
-        def dead(reference: object, key: int = key) -> None:
-            found = owners.get(key)
-            if found is not None and found.reference is reference:
-                _release(owners.pop(key))
-
         if owner is not None:
             _release(owner)
-        owner = owners[key] = _Owner(weakref.ref(root, dead), version)
-    return owner
+        gone = functools.partial(_owner_gone, held.owners, key)
+        owner = held.owners[key] = _Owner(weakref.ref(root, gone), version)
+    place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    mark = fingerprint(tensor) if look else None
+    found = owner.entries.get(place)
+    if found is not None and (mark is None or owner.fingerprints.get(place) == mark):
+        return found  # another thread was quicker
+    if mark is not None:
+        owner.fingerprints[place] = mark
+    if found is not None and found.held:
+        found.held = False
+        _total["bytes"] -= found.nbytes
+    entry.held = True
+    owner.entries[place] = entry  # last: other threads look without the lock
+    return entry
 
 
 # --- the budget -----------------------------------------------------------------------------------
@@ -343,26 +431,28 @@ _total = {"bytes": 0}
 
 def _account(entry: Entry, nbytes: int) -> None:
     """Count what was just kept; where it is too much, what was not used for longest goes."""
-    entry.nbytes += nbytes
-    if not entry.held:
-        return
     with _lock:
+        entry.nbytes += nbytes
+        if not entry.held:
+            return
         _total["bytes"] += nbytes
         budget = settings.memory
         if _total["bytes"] <= budget:
             return
         for old in sorted(_entries(), key=lambda e: e.stamp):
-            if old is not entry and old.nbytes:
+            if old is not entry and old.nbytes and not old.in_graph:
                 _total["bytes"] -= old.nbytes
-                old._things, old._streams, old.nbytes = {}, {}, 0
+                old.things, old._streams, old.nbytes = {}, {}, 0
             if _total["bytes"] <= budget:
                 return
 
 
 def _release(owner: _Owner) -> None:
-    for entry in owner.entries.values():
-        entry.held = False
-        _total["bytes"] -= entry.nbytes
+    with _lock:
+        for entry in owner.entries.values():
+            if entry.held:
+                entry.held = False
+                _total["bytes"] -= entry.nbytes
 
 
 def _drop(number: int) -> None:
@@ -377,20 +467,33 @@ def _entries() -> Iterator[Entry]:
             yield from list(owner.entries.values())
 
 
-def _tensors(thing: Any) -> Iterator[Tensor]:
+def _tensors(thing: Any) -> list[Tensor]:
     """The tensors in something that is kept: in itself, in tuples, lists, dictionaries and
     dataclasses.
     """
-    if isinstance(thing, Tensor):
-        yield thing
-    elif isinstance(thing, tuple | list):
-        for one in thing:
-            yield from _tensors(one)
-    elif isinstance(thing, dict):
-        yield from _tensors(list(thing.values()))
-    elif dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        for field in dataclasses.fields(thing):
-            yield from _tensors(getattr(thing, field.name))
+    found, open_ = [], [thing]
+    while open_:
+        one = open_.pop()
+        if isinstance(one, Tensor):
+            found.append(one)
+        elif isinstance(one, tuple | list):
+            open_ += one
+        elif isinstance(one, dict):
+            open_ += one.values()
+        elif names := _field_names(type(one)):  # type: ignore[arg-type]
+            open_ += [getattr(one, name) for name in names]
+    return found
+
+
+@functools.lru_cache(maxsize=1024)
+def _field_names(kind: type) -> tuple[str, ...]:
+    """The fields of a dataclass that may hold tensors."""
+    if not dataclasses.is_dataclass(kind):
+        return ()
+    return tuple(f.name for f in dataclasses.fields(kind) if f.type not in _NUMBERS)
+
+
+_NUMBERS = ("int", "bool", "str", "int | None")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,13 +15,16 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from insum.autograd import gradients
+from insum.autograd import Known, gradients
 from insum.batching import batched, front
-from insum.compat.calls import is_plain_call, is_transformed
+from insum.call import BoundCall, Kinds, prepare
+from insum.compat.calls import apply_plainly, is_plain_call, is_transformed
+from insum.compat.tangents import register_autograd, with_tangent
 from insum.errors import AutogradError
 from insum.lang.bind import Size, Value
 from insum.plan.config import choice_from, choice_text
-from insum.request import Prepared, Request, head, prepare
+from insum.request import Form, Request, head
+from insum.runtime.check import raise_found
 from insum.settings import settings
 
 Scalar: TypeAlias = bool | int | float | complex
@@ -52,11 +55,19 @@ def contract(request: Request, values: Mapping[str, Value]) -> Tensor:
             else torch.ops.insum.contract(*encode(request, values))
         )
         return result
-    prepared = prepare(request, values)
-    prepared.verify(values)
-    if torch.is_grad_enabled() and prepared.needs_gradient(values):
-        return differentiable(prepared, None, values)
-    return prepared.run("new", values, None)
+    return run(prepare(request, values), values)
+
+
+def run(call: BoundCall, values: Mapping[str, Value]) -> Tensor:
+    """A call in plain eager mode, as a new tensor."""
+    prepared = call.prepared
+    if prepared.uses and not prepared.kernels_look:
+        call.look(values)
+    if torch.is_grad_enabled():
+        for name in prepared.sources:
+            if values[name].requires_grad:  # type: ignore[union-attr]
+                return differentiable(call, None, values)
+    return call.run("new", values, None)
 
 
 def accumulate(request: Request, initial: Tensor, values: Mapping[str, Value]) -> Tensor:
@@ -92,24 +103,50 @@ def accumulate_(request: Request, target: Tensor, values: Mapping[str, Value]) -
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Spec:
-    """What a differentiable call knows besides its tensors; ``prepared`` where the tensors are
-    plain and verified.
+    """What a differentiable call knows besides its tensors: the call itself, where the tensors are
+    plain and verified, else what was asked for.
     """
 
-    request: Request
+    asked: Request | None
     numbers: dict[str, Scalar]
     names: tuple[str, ...]
-    prepared: Prepared | None
+    call: BoundCall | None
+
+    @property
+    def request(self) -> Request:
+        if self.asked is not None:
+            return self.asked
+        assert self.call is not None
+        return self.call.request
+
+    @property
+    def form(self) -> Form:
+        return self.request.form if self.call is None else self.call.prepared.form
 
     def run(self, initial: Tensor | None, tensors: Sequence[Tensor]) -> Tensor:
         values = {**self.numbers, **dict(zip(self.names, tensors))}
-        if self.prepared is not None:
-            return self.prepared.run("new" if initial is None else "from", values, initial)
+        if self.call is not None:
+            return self.call.run("new" if initial is None else "from", values, initial)
+        request = self.request
         return (
-            contract(self.request, values)
-            if initial is None
-            else accumulate(self.request, initial, values)
+            contract(request, values) if initial is None else accumulate(request, initial, values)
         )
+
+
+class _Recorded(torch.autograd.Function):
+    """A call in plain eager mode. Without `setup_context`, for which torch would look at the
+    signature of ``forward`` at every call.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, spec: _Spec, initial: Tensor | None, *tensors: Tensor) -> Tensor:
+        result = spec.run(initial, tensors)
+        _save(ctx, spec, initial, tensors, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        return _to_all(ctx, upstream[0])
 
 
 class _Differentiable(torch.autograd.Function):
@@ -122,91 +159,131 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         spec, initial, *tensors = inputs
-        _save(ctx, spec.request, spec.numbers, spec.names, initial, tensors, output)
+        _save(ctx, spec, initial, tensors, output)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        to_initial, to_tensors = _backward(
-            ctx, upstream[0], ctx.needs_input_grad[1], ctx.needs_input_grad[2:]
-        )
-        return None, to_initial, *to_tensors
+        return _to_all(ctx, upstream[0])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        statement = ctx.spec.form.statement
+        names = ("", head(statement).target, *ctx.spec.names)
+        found = next(name for name, t in zip(names, tangents) if t is not None)
+        raise _no_tangents(statement, found)
 
     @staticmethod
     def vmap(
         info: Any, in_dims: tuple[Any, ...], spec: _Spec, initial: Tensor | None, *tensors: Tensor
     ) -> tuple[Tensor, int]:
         values = {**spec.numbers, **dict(zip(spec.names, tensors))}
-        request, moved = batched(
-            spec.request, values, dict(zip(spec.names, in_dims[2:])), info.batch_size
-        )
+        dims = dict(zip(spec.names, in_dims[2:]))
+        request, moved = batched(spec.request, values, dims, info.batch_size, new=initial is None)
         if initial is None:
             return contract(request, moved), 0
         return accumulate(request, front(initial, in_dims[1], info.batch_size), moved), 0
 
 
-def differentiable(
-    prepared: Prepared, initial: Tensor | None, values: Mapping[str, Value]
-) -> Tensor:
+def differentiable(call: BoundCall, initial: Tensor | None, values: Mapping[str, Value]) -> Tensor:
     """A verified call in plain eager mode, recorded for autograd."""
-    return _applied(prepared.request, prepared, initial, values)
-
-
-def _transformed(request: Request, initial: Tensor | None, values: Mapping[str, Value]) -> Tensor:
-    return _applied(request, None, initial, values)
-
-
-def _applied(
-    request: Request, prepared: Prepared | None, initial: Tensor | None, values: Mapping[str, Value]
-) -> Tensor:
-    tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
-    numbers = {n: v for n, v in values.items() if not isinstance(v, Tensor)}
-    spec = _Spec(request, numbers, tuple(tensors), prepared)
-    result: Tensor = _Differentiable.apply(spec, initial, *tensors.values())  # type: ignore[no-untyped-call]
+    spec, tensors = _apart(None, call, values)
+    result: Tensor = apply_plainly(_Recorded, spec, initial, *tensors)
     return result
 
 
+def _transformed(request: Request, initial: Tensor | None, values: Mapping[str, Value]) -> Tensor:
+    spec, tensors = _apart(request, None, values)
+    result: Tensor = _Differentiable.apply(spec, initial, *tensors)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _apart(
+    request: Request | None, call: BoundCall | None, values: Mapping[str, Value]
+) -> tuple[_Spec, list[Tensor]]:
+    """What autograd is to see, the tensors, and the rest."""
+    names: list[str] = []
+    tensors: list[Tensor] = []
+    numbers: dict[str, Scalar] = {}
+    for name, value in values.items():
+        if isinstance(value, Tensor):
+            names.append(name)
+            tensors.append(value)
+        else:
+            numbers[name] = value
+    return _Spec(request, numbers, tuple(names), call), tensors
+
+
+def _no_tangents(statement: str, name: str) -> AutogradError:
+    return AutogradError(
+        f"{name} carries a tangent, but statements have no derivatives in forward mode",
+        statement=statement,
+        expected="reverse mode: backward(), torch.autograd.grad, torch.func.vjp or jacrev",
+        remedy="torch.autograd.functional.jvp, which takes reverse mode twice; or "
+        "torch.func.jacrev(torch.func.jacrev(f)) for a hessian",
+    )
+
+
+def _run_derived(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ...]) -> Tensor:
+    if is_plain_call(values.values()):
+        return run(kinds.find(values, sizes), values)
+    return contract(kinds.form.request(sizes), values)
+
+
 def _save(
-    ctx: Any,
-    request: Request,
-    numbers: dict[str, Scalar],
-    names: tuple[str, ...],
-    initial: Tensor | None,
-    tensors: Sequence[Tensor],
-    result: Tensor,
+    ctx: Any, spec: _Spec, initial: Tensor | None, tensors: Sequence[Tensor], result: Tensor
 ) -> None:
-    ctx.request, ctx.numbers, ctx.names, ctx.settings = request, numbers, names, settings.values
+    ctx.spec, ctx.settings = spec, settings.values
     ctx.initial_dtype = None if initial is None else initial.dtype
     more: list[Tensor] = []
-    if request.is_extremum:
+    if spec.form.is_extremum:
         # The initial value itself is not kept: the in-place form overwrites it.
-        more = [result] if initial is None else [result, initial.detach() == result.detach()]
+        more = [result] if initial is None else [result, _held(initial.detach(), result.detach())]
     ctx.save_for_backward(*tensors, *more)
+
+
+def _held(initial: Tensor, result: Tensor) -> Tensor:
+    """Where an extremum is its initial value; one that is NaN stays."""
+    return (initial == result) | (initial != initial)
+
+
+def _to_all(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of all that a differentiable function was given."""
+    needs = ctx.needs_input_grad
+    to_initial, to_tensors = _backward(ctx, upstream, needs[1], needs[2:])
+    return None, to_initial, *to_tensors
 
 
 def _backward(
     ctx: Any, upstream: Tensor, initial_needs: bool, needs: Sequence[bool]
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    saved = list(ctx.saved_tensors)
-    count = len(ctx.names)
-    values = {**ctx.numbers, **dict(zip(ctx.names, saved[:count]))}
+    saved, spec = ctx.saved_tensors, ctx.spec
+    count, call = len(spec.names), spec.call
+    values = {**spec.numbers, **dict(zip(spec.names, saved[:count]))}
     result, held = (*saved[count:], None, None)[:2]
-    wanted = [name for name, need in zip(ctx.names, needs) if need]
+    wanted = [name for name, need in zip(spec.names, needs) if need]
+    raise_found()
     with settings.holding(ctx.settings):  # this may be a thread of autograd's
-        found = gradients(ctx.request, values, upstream, wanted, result, held, contract)
+        rules: dict[object, Any] = {} if call is None else call.prepared.adjoints
+        extents: Mapping[str, Size] = (
+            spec.request.bind(values, upstream.detach()).extents if call is None else call.extents
+        )
+        known = Known(spec.form, rules, extents)
+        found = gradients(known, values, upstream, wanted, result, held, _run_derived)
+    raise_found()
     to_initial = (
         found.initial.to(ctx.initial_dtype)
         if initial_needs and ctx.initial_dtype is not None
         else None
     )
-    return to_initial, [found.tensors.get(name) for name in ctx.names]
+    return to_initial, [found.tensors.get(name) for name in spec.names]
 
 
 # --- arguments of the ops -------------------------------------------------------------------------
 
 
 def encode(request: Request, values: Mapping[str, Value]) -> Arguments:
-    """A request and its values as arguments that a torch op can take; a shape among the sizes is
-    spelt ``name#length``.
+    """A request and its values as arguments that a torch op can take; sizes are named by
+    `size_name`.
     """
     tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
     numbers = {n: v for n, v in values.items() if not isinstance(v, Tensor)}
@@ -216,7 +293,7 @@ def encode(request: Request, values: Mapping[str, Value]) -> Arguments:
     keys: list[str] = []
     sizes: list[Size] = []
     for key, size in request.sizes:
-        keys.append(f"{key}#{len(size)}" if isinstance(size, tuple) else str(key))
+        keys.append(size_name(str(key), len(size) if isinstance(size, tuple) else None))
         sizes += size if isinstance(size, tuple) else (size,)
     padded, config = ",".join(request.padded), choice_text(request.config)
     # No numbers, and no sizes, are None and not an empty list, which torch.export cannot write to a
@@ -230,14 +307,28 @@ def encode(request: Request, values: Mapping[str, Value]) -> Arguments:
     return request.statement, *named, ";".join(keys), sizes or None, padded, request.dtype, config
 
 
+def size_name(key: str, length: int | None) -> str:
+    """How a key of ``sizes`` stands among the arguments of an op: ``name#length`` for a shape, and
+    for a single size the key itself, unless that would read as a shape.
+
+    No key with a mark of ours means anything, but it has to arrive where that is said.
+    """
+    key = key.replace(";", "?")
+    return f"{key}#{length}" if length is not None else f"{key}#" if "#" in key else key
+
+
 def _can_encode(request: Request, numbers: Mapping[str, Value]) -> bool:
     sizes = [s for _, size in request.sizes for s in (size if isinstance(size, tuple) else (size,))]
     keys_fit = all(isinstance(key, str | int) for key, _ in request.sizes)
     return (
         keys_fit
-        and all(isinstance(s, int | torch.SymInt) for s in sizes)
-        and all(isinstance(n, bool | int | float | complex) for n in numbers.values())
+        and all(isinstance(s, torch.SymInt) or _fits(s) for s in sizes)
+        and all(isinstance(n, float | complex) or _fits(n) for n in numbers.values())
     )
+
+
+def _fits(number: object) -> bool:
+    return isinstance(number, int) and -(2**63) <= number < 2**63
 
 
 def decode(arguments: Sequence[Any]) -> tuple[Request, dict[str, Value]]:
@@ -248,11 +339,12 @@ def decode(arguments: Sequence[Any]) -> tuple[Request, dict[str, Value]]:
     read: list[tuple[str | int, Size | tuple[Size, ...]]] = []
     rest = list(sizes or ())
     for key in _split(keys, ";"):
-        name, mark, length = key.partition("#")
+        name, mark, length = key.rpartition("#")
+        name = name if mark else key
         read.append(
             (
                 int(name) if name.isdigit() else name,
-                tuple(rest.pop(0) for _ in range(int(length))) if mark else rest.pop(0),
+                tuple(rest.pop(0) for _ in range(int(length))) if length and mark else rest.pop(0),
             )
         )
     return Request(
@@ -371,7 +463,8 @@ def _setup(ctx: Any, initial: Tensor | None, inputs: tuple[Any, ...], output: Te
     request, values = decode(inputs)
     tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
     numbers = dict(zip(_split(inputs[3], ","), inputs[4] or ()))
-    _save(ctx, request, numbers, tuple(tensors), initial, list(tensors.values()), output)
+    spec = _Spec(request, numbers, tuple(tensors), None)
+    _save(ctx, spec, initial, list(tensors.values()), output)
     # torch takes any empty list for one of tensors, and wants a list back.
     ctx.rest = [
         [] if isinstance(value, list | tuple) and not value else None for value in inputs[3:]
@@ -390,19 +483,40 @@ def _backward_accumulate(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
     return to_initial, None, None, to_tensors, *ctx.rest
 
 
-torch.library.register_autograd(
-    "insum::contract", _backward_contract, setup_context=_setup_contract, lib=_library
+def _look_contract(*arguments: Any) -> None:
+    place = with_tangent(arguments[2])
+    if place >= 0:
+        raise _no_tangents(arguments[0], _split(arguments[1], ",")[place])
+
+
+def _look_accumulate(initial: Tensor, *arguments: Any) -> None:
+    if with_tangent((initial,)) == 0:
+        raise _no_tangents(arguments[0], head(arguments[0]).target)
+    _look_contract(*arguments)
+
+
+register_autograd(
+    _library,
+    torch.ops.insum.contract.default,
+    _look_contract,
+    _backward_contract,
+    _setup_contract,
 )
-torch.library.register_autograd(
-    "insum::accumulate", _backward_accumulate, setup_context=_setup_accumulate, lib=_library
+register_autograd(
+    _library,
+    torch.ops.insum.accumulate.default,
+    _look_accumulate,
+    _backward_accumulate,
+    _setup_accumulate,
 )
+register_autograd(_library, torch.ops.insum.accumulate_.default, _look_accumulate)
 
 
 # vmap: the batch becomes an index variable.
 
 
 def _contract_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Tensor, int]:
-    request, values = _batched(info, in_dims, arguments)
+    request, values = _batched(info, in_dims, arguments, new=True)
     return contract(request, values), 0
 
 
@@ -427,11 +541,11 @@ def _accumulate_in_place_vmap(
 
 
 def _batched(
-    info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]
+    info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...], *, new: bool = False
 ) -> tuple[Request, dict[str, Value]]:
     request, values = decode(arguments)
     dims = dict(zip(_split(arguments[1], ","), in_dims[2]))
-    return batched(request, values, dims, info.batch_size)
+    return batched(request, values, dims, info.batch_size, new=new)
 
 
 for _name, _rule in (

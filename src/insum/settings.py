@@ -13,11 +13,13 @@ from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from insum.bounded import keep
 from insum.errors import SettingsError
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "check": ("first", "always", "never"),
+    "check": ("async", "always", "never"),
     "backend": ("auto", "graph", "fused", "inductor"),
+    "tier": ("auto", "stable"),
     "scatter": ("auto", "segment", "onehot", "unrolled", "store", "atomic"),
     "dot": ("auto", "always", "never"),
     "effort": ("none", "quick", "full"),
@@ -29,15 +31,17 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 class Values:
     """All settings with their defaults.
 
-    - ``check``: when index values are checked against their range: ``first`` (on the CPU at every
-      call; on other devices the first time a tensor is seen in its present version), ``always``,
-      ``never``.
+    - ``check``: how index values are checked against their range: ``async`` (on the CPU before
+      every call; on GPUs by the kernels, without waiting, so that a later call reports what is out
+      of range), ``always`` (before every call, also on GPUs, which waits), ``never``.
     - ``backend``: ``auto`` (the fused kernel on GPUs, the graph elsewhere), ``graph``, ``fused``,
       ``inductor`` (the graph, compiled by TorchInductor).
     - ``require_fused``: a statement without a fused kernel (or one that TorchInductor cannot
       compile, where that is the backend) is an error instead of a slower path.
     - ``native_matmul``: with ``backend="inductor"`` on GPUs, matrix products are part of the
       generated kernels.
+    - ``tier``: ``auto`` gives index tensors that come back a better schedule, which may change the
+      order of sums; ``stable`` keeps that of the first call.
     - ``scatter``: force one scatter strategy where it is applicable (tests and ablation).
     - ``dot``: whether contractions use ``tl.dot``.
     - ``swap``, ``prefetch``: allow the operand swap and hand-prefetched indices (ablation).
@@ -54,10 +58,11 @@ class Values:
       (orders, segments, tables); beyond it, what was not used for longest goes first.
     """
 
-    check: str = "first"
+    check: str = "async"
     backend: str = "auto"
     require_fused: bool = False
     native_matmul: bool = True
+    tier: str = "auto"
     scatter: str = "auto"
     dot: str = "auto"
     swap: bool = True
@@ -78,12 +83,12 @@ class Settings:
 
     >>> import insum
     >>> insum.settings.check
-    'first'
+    'async'
     >>> with insum.settings(check="never"):
     ...     insum.settings.check
     'never'
     >>> insum.settings.check
-    'first'
+    'async'
     """
 
     __slots__ = ("_block", "_process")
@@ -145,6 +150,7 @@ class Settings:
         return f"insum.settings({', '.join(f'{n}={getattr(now, n)!r}' for n in _names())})"
 
 
+MOST_SEEN = 1024
 _seen: dict[Values, Values] = {}
 
 
@@ -152,7 +158,7 @@ def _one(values: Values) -> Values:
     """The one object for equal values, so that what is remembered for settings can be told by
     identity.
     """
-    return _seen.setdefault(values, values)
+    return keep(_seen, values, values, MOST_SEEN)
 
 
 def _names() -> list[str]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from insum.lang.bind import Size, Value
+from insum.ops import size_name
 from insum.plan.config import Config, choice_text
 
 _HALVES = (torch.float16, torch.bfloat16)
@@ -102,10 +103,10 @@ def _arguments(
     sizes: list[Size] = []
     for key, size in given:
         if isinstance(size, tuple | list):
-            keys.append(f"{key}#{len(size)}")
+            keys.append(size_name(key, len(size)))
             sizes.extend(size)
         else:
-            keys.append(key)
+            keys.append(size_name(key, None))
             sizes.append(size)
     return (
         statement,

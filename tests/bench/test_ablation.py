@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import insum
+from insum import inspection
 from insum.bench import ablation, block_spmm, records
 from insum.bench.main import main
 from insum.bench.measure import relative_error
@@ -16,7 +17,6 @@ from insum.bench.records import FORWARD
 from insum.formats import BlockGroupCOO
 from insum.lang.bind import Problem, bind
 from insum.lang.parser import parse
-from insum.runtime import fused
 
 CPU = torch.device("cpu")
 FUSED = [stage for stage in ablation.stages() if stage.fused]
@@ -41,7 +41,7 @@ def problem() -> tuple[Problem, dict[str, torch.Tensor]]:
 def source(stage: ablation.Stage) -> str:
     bound, values = problem()
     with insum.settings(**stage.settings):
-        program = fused.plan_only(bound, values)
+        program = inspection.plan_only(bound, values)
     return "\n".join(one.kernel.source for step in program.steps for one in step.launches)
 
 
@@ -96,7 +96,7 @@ def test_what_each_stage_changes() -> None:
 def test_eager_broadcasting_compiles_and_uses_the_matrix_units() -> None:
     bound, values = problem()
     with insum.settings(**FUSED[0].settings):
-        ((_, compiled),) = fused.compile_only(bound, values, "sm_90")
+        ((_, compiled),) = inspection.compile_only(bound, values, "sm_90")
     assert compiled.uses("mma.sync") and compiled.stack == 0
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from insum.errors import FormatError, UnsupportedError
+from insum.errors import FormatError, IndexRangeError, InsumError, UnsupportedError
 from insum.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, SparseFormat
 
 from .cases import GENERAL, dense_tensors, every_format, options_for
@@ -218,3 +218,79 @@ def test_gradients_of_edge_weights() -> None:
     a = GroupCOO.from_edge_index(torch.tensor([[1, 0, 1], [0, 1, 0]]), weights, num_nodes=2)
     (a.to_dense() * torch.tensor([[1.0, 10.0], [100.0, 1.0]])).sum().backward()
     assert weights.grad is not None and weights.grad.tolist() == [100, 10, 100]
+
+
+# --- indices in narrow dtypes, and what others did not look at ------------------------------------
+
+NARROW = [torch.int8, torch.uint8, torch.int16, torch.int32]
+#: Around what each of the dtypes holds, where a limit that is converted to one wraps.
+LIMITS = [101, 127, 128, 200, 255, 256, 300, 32768, 65536, 65637, 2**31, 3 * 10**9, 2**33]
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("size", LIMITS)
+def test_a_limit_that_the_dtype_of_the_indices_does_not_hold(dtype: torch.dtype, size: int) -> None:
+    i, j = torch.tensor([100, 3, 100], dtype=dtype), torch.tensor([2, 0, 2], dtype=dtype)
+    a = COO.from_entries([i, j], torch.tensor([1.0, 2.0, 4.0]), shape=(size, size))
+    assert [c.tolist() for c in a.indices] == [[3, 100], [0, 2]]
+    assert a.values is not None and a.values.tolist() == [2.0, 5.0]
+    b = GroupCOO.from_edge_index(torch.stack([i, j]), num_nodes=(size, 3), group_dims=1)
+    assert b.shape == (size, 3) and b.nnz == 2
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_an_index_out_of_range_is_named_whatever_its_dtype(dtype: torch.dtype) -> None:
+    i = torch.tensor([0, 100, 5], dtype=dtype)
+    with pytest.raises(IndexRangeError, match=r"indices\[0\]\[1\] is 100, outside .* of size 100"):
+        COO.from_entries([i], torch.ones(3), shape=(100,))
+    if dtype.is_signed:
+        with pytest.raises(IndexRangeError, match=r"indices\[0\]\[0\] is -1, outside"):
+            COO.from_entries([-1 - i], torch.ones(3), shape=(300,))
+
+
+def test_a_dimension_that_int32_does_not_hold() -> None:
+    i = torch.tensor([0, 7], dtype=torch.int32)
+    a = COO(torch.ones(2), (i, i), (3 * 10**9, 5 * 10**9))
+    assert a.to_edge_index()[0].tolist() == [[0, 7], [0, 7]]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .*")
+def test_indices_that_torch_and_scipy_did_not_look_at() -> None:
+    far = torch.tensor([[0, 50], [0, 2]])
+    for coalesced in (True, False):
+        x = torch.sparse_coo_tensor(far, torch.ones(2), (3, 3), is_coalesced=coalesced)
+        with pytest.raises(IndexRangeError, match=r"indices\[0\]\[1\] is 50"):
+            GroupCOO.from_torch(x)
+    # 0,5 has the key of 1,2
+    x = torch.sparse_coo_tensor(torch.tensor([[0], [5]]), torch.ones(1), (3, 3))
+    with pytest.raises(IndexRangeError, match=r"indices\[1\]\[0\] is 5"):
+        COO.from_torch(x)
+    m = sp.coo_array(np.eye(3))
+    m.coords[0][1] = 77
+    with pytest.raises(IndexRangeError, match=r"indices\[0\]\[1\] is 77"):
+        COO.from_scipy(m)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .*")
+def test_a_claim_to_be_in_order_is_looked_at() -> None:
+    i = torch.tensor([[2, 0, 2], [1, 0, 1]])
+    v = torch.tensor([1.0, 2.0, 3.0])
+    a = COO.from_torch(torch.sparse_coo_tensor(i, v, (3, 3), is_coalesced=True))
+    assert a.to_dense().tolist() == [[2, 0, 0], [0, 0, 0], [0, 4, 0]]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse .*")
+@pytest.mark.parametrize(
+    ("pointers", "columns", "message"),
+    [
+        ([[0, 1, 2], [0, 1, 2]], [[0, 1], [0, 99]], r"indices\[1, 1\] is 99"),
+        ([[0, 1, 5], [0, 1, 2]], [[0, 1], [0, 1]], "row pointers do not rise"),
+        ([[0, 1, 2], [0, 2, 1]], [[0, 1], [0, 1]], "row pointers do not rise"),
+    ],
+)
+def test_batches_are_looked_at(pointers: Any, columns: Any, message: str) -> None:
+    x = torch.sparse_csr_tensor(
+        torch.tensor(pointers), torch.tensor(columns), torch.ones(2, 2), (2, 2, 2)
+    )
+    with pytest.raises(InsumError, match=message):
+        COO.from_torch(x)

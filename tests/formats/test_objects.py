@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import io
 import pickle
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor
 
+import insum
+from insum import facts
 from insum.errors import FormatError
 from insum.formats import (
     COO,
@@ -22,8 +27,8 @@ from insum.formats import (
     GroupCOO,
     NeighborTable,
     SparseFormat,
+    SparseParameter,
 )
-from insum.plan import facts
 
 from .cases import every_format
 
@@ -200,3 +205,137 @@ def test_transposing_groups_is_free() -> None:
     )
     assert torch.equal(a.T.to_dense(), X.T) and torch.equal(a.transpose(-1, 0).to_dense(), X.T)
     assert BlockCOO.from_dense(X, block_shape=(2, 1)).T.block_shape == (1, 2)
+
+
+# --- broken files ---------------------------------------------------------------------------------
+
+
+def broken_states(a: SparseFormat) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The state of a format with one thing wrong in it."""
+    state = a.__getstate__()
+    for name in state:
+        yield f"no {name}", {k: v for k, v in state.items() if k != name}
+        for junk in ("text", 7, None, [], {"a": 1}, (None,)):
+            if not (name == "values" and junk is None):
+                yield f"{name} {junk!r}", {**state, name: junk}
+    for name in a._arrays[1:]:
+        held = state[name]
+        arrays = held if isinstance(held, tuple) else (held,)
+        for k, array in enumerate(arrays):
+            for what, new in _broken(array):
+                many = (*arrays[:k], new, *arrays[k + 1 :])
+                yield (
+                    f"{name}[{k}] {what}",
+                    {
+                        **state,
+                        name: many if isinstance(held, tuple) else many[0],
+                    },
+                )
+    if a.values is not None:
+        yield "values of another shape", {**state, "values": a.values[:-1]}
+    yield "a smaller shape", {**state, "shape": tuple(1 for _ in a.shape)}
+    yield "another rank", {**state, "shape": (*a.shape, 2)}
+
+
+def _broken(array: Tensor) -> Iterator[tuple[str, Tensor]]:
+    for value in (2**30, -2, -(2**31)):
+        new = array.clone()
+        new.view(-1)[-1] = value
+        yield f"with {value}", new
+    yield "as floats", array.float()
+    yield "as bytes", array.to(torch.uint8)
+    yield "cut", array[:-1]
+    yield "of more dimensions", array[None]
+
+
+@pytest.mark.parametrize("a", all_of_them(), ids=repr)
+def test_a_broken_pickle_is_an_error(a: SparseFormat) -> None:
+    """Never a format whose arrays are declared to be what they are not; what is accepted is what a
+    constructor accepts.
+    """
+    refused = []
+    for what, state in broken_states(a):
+        made = object.__new__(type(a))
+        try:
+            made.__setstate__(state)
+        except insum.InsumError:
+            refused.append(what)
+        else:
+            assert same(made, type(a)(**state)), what
+    assert len([what for what in refused if "with" in what]) == 3 * len(list(a.index_arrays()))
+
+
+@pytest.mark.parametrize("a", all_of_them(), ids=repr)
+def test_a_broken_state_dict_is_an_error(a: SparseFormat) -> None:
+    held = SparseParameter(a)
+    whole = {k: copy.deepcopy(v) for k, v in held.state_dict().items()}
+    for name in held._buffer_names():
+        for what, new in _broken(whole[name]):
+            fresh = SparseParameter(a)
+            with pytest.raises(insum.InsumError):
+                fresh.load_state_dict({**whole, name: new})
+                pytest.fail(f"{name} {what}")
+            with (
+                pytest.raises(insum.InsumError)
+                if what not in ("as floats", "as bytes")
+                else (contextlib.nullcontext())
+            ):
+                fresh()  # nor can what was loaded in part be used
+    fresh = SparseParameter(a)
+    fresh.load_state_dict(whole)
+    assert same(fresh().detach(), a)
+    fresh.load_state_dict(whole, assign=True)
+    assert same(fresh().detach(), a)
+    for junk in (None, [], {"format": torch.ones(2)}, torch.ones(3)):
+        with pytest.raises(insum.FormatError, match="the saved state is of"):
+            fresh.set_extra_state(junk)  # type: ignore[arg-type]
+
+
+def test_loading_leaves_the_format_that_a_module_was_made_of_alone() -> None:
+    a, b = COO.from_dense(torch.eye(3)), COO.from_dense(torch.eye(3).flip(0))
+    one, two = SparseParameter(a), SparseParameter(a)
+    one.load_state_dict(SparseParameter(b).state_dict())
+    assert same(one().detach(), b) and same(two().detach(), a)
+    assert torch.equal(a.to_dense(), torch.eye(3))
+
+
+def test_index_arrays_of_another_width_are_loaded_whole() -> None:
+    a = COO(torch.ones(1), (torch.tensor([5]), torch.tensor([2])), (2**33, 8))
+    b = COO(torch.ones(1), (torch.tensor([1]).int(), torch.tensor([2]).int()), (2**33, 8))
+    layer, state = SparseParameter(b), SparseParameter(a).state_dict()
+    layer.load_state_dict(state)
+    assert layer().indices[0].dtype == torch.int64 and layer().indices[0].item() == 5  # type: ignore[attr-defined]
+    state["indices_0"] = torch.tensor([2**32 + 1])
+    layer.load_state_dict(state)
+    assert layer().indices[0].item() == 2**32 + 1  # type: ignore[attr-defined]
+    state["indices_0"] = torch.tensor([2**34 + 1])
+    with pytest.raises(insum.IndexRangeError, match=r"indices\[0\]\[0\] is"):
+        layer.load_state_dict(state)
+
+
+@pytest.mark.parametrize("a", all_of_them(), ids=repr)
+def test_arrays_that_nobody_vouches_for_are_looked_at(a: SparseFormat) -> None:
+    """After unflattening, moving and writing: nothing is declared that was not seen."""
+    spoilt = pytree.tree_map(lambda t: t if t.is_floating_point() else t + 2**20, a)
+    with pytest.raises(insum.InsumError):
+        spoilt.entries()
+    moved = spoilt.to(device="cpu")
+    assert all(facts.known(array) is None for _, _, array in moved.index_arrays())
+    with pytest.raises(insum.InsumError):
+        moved.to_format("COO")
+    turned = spoilt.permute(*reversed(range(a.ndim))) if a.sorted_dims == () else None
+    assert turned is None or all(
+        facts.known(array) is None for _, _, array in turned.index_arrays()
+    )
+    own = copy.deepcopy(a)
+    next(own.index_arrays())[2].add_(2**20)
+    with pytest.raises(insum.InsumError):
+        own.to_format("COO")
+
+
+def test_what_is_known_moves_with_the_arrays() -> None:
+    a = COO.from_dense(torch.eye(3))
+    b = a.to(device="meta")
+    assert [(f.low, f.high, f.sorted) for f in b.facts().values()] == [
+        (f.low, f.high, f.sorted) for f in a.facts().values()
+    ]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import insum.fusion
+from insum import memory
+from insum.runtime.fused import FusedCall
+from insum.runtime.programs import Programs
 
 
 @pytest.fixture(autouse=True)
@@ -17,3 +21,46 @@ def fresh() -> Iterator[None]:
     insum.fusion.clear()
     yield
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Generated kernels alone, with tensors whose values cannot be looked at: kernels check
+    indices, and what they find is reported later.
+    """
+    monkeypatch.setattr(memory, "can_look", lambda tensor: False)
+    monkeypatch.setattr("insum.call.kernels_look_on", lambda device: True)
+    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.api._fronts", {})
+    memory.forget()
+    with insum.settings(backend="fused", require_fused=True):
+        yield
+    insum.synchronize()
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """What is planned and built from now on."""
+    made: list[object] = []
+    original = Programs.build
+
+    def build(self: Programs, *rest: Any, **options: Any) -> Any:
+        made.append(self)
+        return original(self, *rest, **options)
+
+    monkeypatch.setattr(Programs, "build", build)
+    return made
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Calls whose program had to be looked for."""
+    found: list[object] = []
+    original = FusedCall.find
+
+    def find(self: Any, *rest: Any) -> Any:
+        found.append(self)
+        return original(self, *rest)
+
+    monkeypatch.setattr(FusedCall, "find", find)
+    return found

@@ -4,7 +4,6 @@ known, wrapped, or seen once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,90 +13,75 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import insum
-from insum import memory
-from insum.fusion import indices, op, ways
-from insum.fusion.op import Spec
-from insum.plan.facts import known
+from insum import facts
+from insum.compat import calls as guards
+from insum.facts import known
+from insum.fusion import computed, op
+from insum.fusion.indices import select
+from kernels import strategy_of, watch_programs
 
+from .op_specs import spec
 from .programs import E, F, N, compiled, counts, graph_of
 
-pytestmark = pytest.mark.interpreter
-
-
-@pytest.fixture(autouse=True)
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (indices, op):
-        monkeypatch.setattr(module, "looks_are_free", lambda tensor: False)
-    monkeypatch.setattr(memory, "can_look", lambda tensor: False)
-    memory.forget()
-    for table in (ways._ways, indices._last, indices._strangers):
-        table.clear()
-    with insum.settings(backend="fused", require_fused=True):
-        yield
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("as_on_a_gpu")]
+#: Calls until an index tensor that comes back has its schedule.
+KNOWN = facts.SEEN_AGAIN + 3
 
 
 def aggregate(x: Tensor, w: Tensor, edges: Tensor) -> Tensor:
     return x.new_zeros(N, F).index_add(0, edges[1], x[edges[0]] * w[:, None])
 
 
-def count_ways(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Whether each call from now on takes a short way."""
-    taken: list[bool] = []
-    original, shorter = ways.run, ways.run_path
-
-    def run_path(*arguments: object) -> Tensor | None:
-        result = shorter(*arguments)  # type: ignore[arg-type]
-        taken.extend([True] * (result is not None))
-        return result
-
-    def run(*arguments: object) -> Tensor | None:
-        result = original(*arguments)  # type: ignore[arg-type]
-        taken.append(result is not None)
-        return result
-
-    monkeypatch.setattr(ways, "run", run)
-    monkeypatch.setattr(ways, "run_path", run_path)
-    return taken
-
-
-def test_edges_that_come_back_take_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edges_that_come_back_take_the_short_way(
+    monkeypatch: pytest.MonkeyPatch, searches: list[object]
+) -> None:
     run, graphs = compiled(aggregate)
     x, w, edges = torch.randn(N, F), torch.randn(E), graph_of()
-    taken = count_ways(monkeypatch)
+    seen = watch_programs(monkeypatch)
+    for _ in range(KNOWN):
+        assert_close(run(x, w, edges), aggregate(x, w, edges))
+    assert strategy_of(seen[0]) == "atomic" and strategy_of(seen[-1]) == "segment"
+    before = len(searches)
     for _ in range(3):
         assert_close(run(x, w, edges), aggregate(x, w, edges))
-    assert taken == [False, True, True] and counts(graphs) == [1]
+    assert len(searches) == before and counts(graphs) == [1]
     edges[1, 0] = (edges[1, 0] + 1) % N  # written to: what was known is void
     assert_close(run(x, w, edges), aggregate(x, w, edges))
-    assert taken[-1] is False
+    assert len(searches) == before + 1 and strategy_of(seen[-1]) == "atomic"
 
 
-def test_edges_that_never_come_back_are_not_looked_at() -> None:
+def test_edges_that_never_come_back_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[Tensor] = []
+    original = facts.numbers_of
+    monkeypatch.setattr(facts, "numbers_of", lambda t: (looked.append(t), original(t))[1])
     run, _ = compiled(aggregate)
     x, w = torch.randn(N, F), torch.randn(E)
     kept = [graph_of(seed=seed) for seed in range(6)]
     for edges in kept:
         assert_close(run(x, w, edges), aggregate(x, w, edges))
-    rows = [known(indices.part(edges, ((0, 1),))) for edges in kept]
-    assert [facts is not None for facts in rows] == [True, True, False, False, False, False]
-    assert_close(run(x, w, kept[-1]), aggregate(x, w, kept[-1]))  # now it has come back
-    facts = known(indices.part(kept[-1], ((0, 1),)))
-    assert facts is not None and not facts.passing
+    assert not looked
+    assert [known(select(edges, ((0, 1),))) for edges in kept] == [None] * 6
+    for _ in range(KNOWN):  # now it has come back
+        assert_close(run(x, w, kept[-1]), aggregate(x, w, kept[-1]))
+    assert known(select(kept[-1], ((0, 1),))) is not None and len(looked) == 2, "each row once"
 
 
-def test_edges_made_in_the_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_edges_made_in_the_graph(
+    monkeypatch: pytest.MonkeyPatch, built: list[object], searches: list[object]
+) -> None:
     """They are new at every call, and their kernel is not."""
 
     def program(x: Tensor, w: Tensor, edges: Tensor) -> Tensor:
-        return aggregate(x, w, edges.roll(1, 1).flip(1))
+        return aggregate(x, w, edges.roll(1, 1).flip(1) + (x[0, 0] > 99))
 
     run, graphs = compiled(program)
     x, w = torch.randn(N, F), torch.randn(E)
-    taken = count_ways(monkeypatch)
-    for seed in range(3):
+    seen = watch_programs(monkeypatch)
+    for seed in range(6):
         edges = graph_of(seed=seed)
         assert_close(run(x, w, edges), program(x, w, edges))
-    assert taken == [False, True, True] and counts(graphs) == [1]
+    assert len({id(one) for one in seen[1:]}) == 1 and counts(graphs) == [1]
+    assert len(built) == 1, "also for the first call, which goes through the dispatcher"
 
 
 def test_edges_computed_from_the_same_ones_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,18 +97,23 @@ def test_edges_computed_from_the_same_ones_are_known(monkeypatch: pytest.MonkeyP
         graph_of(),
         torch.randint(0, 2, (E,)),
     )
+    evaluated: list[int] = []
+    original = computed.evaluate
+    monkeypatch.setattr(
+        computed, "evaluate", lambda *given: (evaluated.append(step), original(*given))[1]
+    )
+    seen = watch_programs(monkeypatch)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         run, graphs = compiled(program, fullgraph=True, dynamic=True)
-        taken = count_ways(monkeypatch)
-        for step in range(6):
-            if step == 4:
+        for step in range(2 * KNOWN):
+            if step == KNOWN:
+                assert {strategy_of(one) for one in seen[-2:]} == {"segment"}
                 kinds[:5] = 1 - kinds[:5]  # other edges now
             result, expected = run(x, w, edges, kinds), program(x, w, edges, kinds)
             assert_close(result, expected)
             assert_close(*(torch.autograd.grad(y.square().sum(), x)[0] for y in (result, expected)))
     assert counts(graphs) == [1, 1]
-    # forward and backward of four steps; then the edges change
-    assert taken == [False, False, *[True] * 6, False, False, True, True]
+    assert set(evaluated) == {0, KNOWN}, "at the first step, and when the edges have changed"
 
 
 def test_new_edges_beside_known_ones() -> None:
@@ -135,12 +124,13 @@ def test_new_edges_beside_known_ones() -> None:
 
     run, _ = compiled(program)
     x, w, dst = torch.randn(N, F), torch.randn(E), graph_of()[1].sort().values
-    insum.insum("y[d[e]] = w[e]", d=dst, w=w, sizes={0: N})  # dst is known from elsewhere
+    for _ in range(KNOWN):  # dst is known from elsewhere
+        insum.insum("y[d[e]] = w[e]", d=dst, w=w, sizes={0: N})
+    assert known(dst) is not None
     for seed in range(4):
         src = graph_of(seed=seed)[0]
         assert_close(run(x, w, dst, src), program(x, w, dst, src))
-    facts = known(dst)
-    assert facts is not None and not facts.passing
+    assert known(dst) is not None
 
 
 def test_negative_indices() -> None:
@@ -154,33 +144,30 @@ def test_negative_indices() -> None:
 
 @pytest.mark.parametrize("value", [N, -N - 1])
 def test_indices_out_of_range(value: int) -> None:
-    edges = graph_of()
+    """Whether the graph makes them, or computes them once: what they would have contributed shows
+    as NaN, and the error comes with the next call.
+    """
+    edges, x, w = graph_of(), torch.randn(N, F), torch.randn(E)
     edges[0, 5] = value
-    unseen, _ = compiled(lambda x, w, edges: aggregate(x, w, edges + (x[0, 0] > 99)))
-    with pytest.raises(RuntimeError, match="out of range"):
-        unseen(torch.randn(N, F), torch.randn(E), edges)
-    looked_at, _ = compiled(lambda x, w, edges: aggregate(x, w, edges + 0))
-    with pytest.raises(insum.IndexRangeError, match="which has size 10"):
-        looked_at(torch.randn(N, F), torch.randn(E), edges)
+    new, _ = compiled(lambda x, w, edges: aggregate(x, w, edges + (x[0, 0] > 99)))
+    once, _ = compiled(lambda x, w, edges: aggregate(x, w, edges + 0))
+    passed, _ = compiled(aggregate)
+    for run in (new, once, passed):
+        result = run(x, w, edges)
+        assert result.isnan().any(1).nonzero().tolist() == [[int(edges[1, 5])]]
+        with pytest.raises(insum.IndexRangeError, match=f"is {value}, .* which has size 10"):
+            run(x, w, graph_of())
 
 
-def test_into_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_into_what_is_there() -> None:
     def program(out: Tensor, x: Tensor, m: Tensor, edges: Tensor) -> Tensor:
         return out.index_add_(0, edges[1], x[edges[0]] @ m)
 
     edges, x, m, out = graph_of(), torch.randn(N, F), torch.randn(F, 16), torch.randn(N, 16)
-    for _ in range(3):
+    text = spec("out[d[i],j] += x[s[i],k] * m[k,j]", ("x", "m"), wraps="s", sizes="")
+    for _ in range(KNOWN):
         expected = program(out.clone(), x, m, edges)
-        spec = op.Spec(
-            "out[d[i],j] += x[s[i],k] * m[k,j]",
-            ("x", "m", "e"),
-            (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),))),
-            "",
-            frozenset("s"),
-            frozenset(),
-            (),
-        )
-        torch.ops.insum.fused_into_(out, str(spec), [x, m, edges], [])
+        torch.ops.insum.fused_into_(out, text, [x, m, edges], [])
         assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
@@ -189,62 +176,51 @@ def test_memory_that_compiled_code_uses_again() -> None:
     version counter tells.
     """
     x, w, rows = torch.randn(N, F), torch.randn(E), graph_of().clone()
-    views = (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),)))
-    spec = op.Spec(
-        "out[d[i],j] = x[s[i],j] * w[i]",
-        ("x", "w", "e"),
-        views,
-        "out#2",
-        frozenset(),
-        frozenset("ds"),
-        (),
-    )
+    text = spec("out[d[i],j] = x[s[i],j] * w[i]", ("x", "w"), passing="ds")
     for deterministic in (False, True):
         torch.use_deterministic_algorithms(deterministic)
         try:
-            for seed in range(3):
+            for seed in range(KNOWN):
                 rows.data.copy_(graph_of(seed=seed))
                 assert_close(
-                    torch.ops.insum.fused(str(spec), [x, w, rows], [N, F]), aggregate(x, w, rows)
+                    torch.ops.insum.fused(text, [x, w, rows], [N, F]), aggregate(x, w, rows)
                 )
         finally:
             torch.use_deterministic_algorithms(False)
+    rows.data[0, 7] = N
+    torch.ops.insum.fused(text, [x, w, rows], [N, F])
+    with pytest.raises(insum.IndexRangeError, match=r"s\[7\] is 10"):
+        insum.synchronize()
 
 
-def test_the_shortest_way_compares_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_short_way_compares_everything(searches: list[object]) -> None:
     """Index tensors by identity and version, others by their kind; whatever differs goes the way
     that looks.
     """
     run, _ = compiled(aggregate)
     x, w, edges = torch.randn(N, F), torch.randn(E), graph_of()
-    asked: list[bool] = []
-    original = ways.run_path
-    monkeypatch.setattr(
-        ways,
-        "run_path",
-        lambda *arguments: (result := original(*arguments), asked.append(result is not None))[0],
-    )
-    right = lambda *a: assert_close(run(*a), aggregate(*a))
-    for _ in range(3):
-        right(x, w, edges)
-    # the first call, before the dispatcher and behind it
-    assert asked == [False, False, True, True]
-    right(x + 1, w * 2, edges)
-    assert asked[-1] is True  # other values of the same kind
+
+    def is_short(*given: Tensor) -> bool:
+        before = len(searches)
+        assert_close(run(*given), aggregate(*given))
+        return len(searches) == before
+
+    for _ in range(KNOWN):
+        is_short(x, w, edges)
+    assert is_short(x, w, edges)
+    assert is_short(x + 1, w * 2, edges), "other values of the same kind"
     with insum.settings(scatter="atomic"):
-        right(x, w, edges)
-    assert asked[-1] is False
-    right(torch.randn(F, N).t(), w, edges)
-    assert asked[-1] is False
-    other = graph_of(seed=3)
-    right(x, w, other)
-    assert asked[-1] is False
+        assert not is_short(x, w, edges)
+    assert not is_short(torch.randn(F, N).t(), w, edges)
+    assert not is_short(x, w, graph_of(seed=3))
+    assert is_short(x, w, edges)
     edges[0, 0] = (edges[0, 0] + 1) % N
-    right(x, w, edges)
-    assert asked[-1] is False
+    assert not is_short(x, w, edges)
+    for _ in range(KNOWN):
+        is_short(x, w, edges)
+    assert is_short(x, w, edges)
     edges.data = graph_of(seed=4)
-    right(x, w, edges)
-    assert asked[-1] is False
+    assert not is_short(x, w, edges)
 
 
 def count_dispatches(monkeypatch: pytest.MonkeyPatch, op: Any) -> list[int]:
@@ -259,10 +235,7 @@ def count_dispatches(monkeypatch: pytest.MonkeyPatch, op: Any) -> list[int]:
     return seen
 
 
-VIEWS = (("d", "e", ((0, 1),)), ("s", "e", ((0, 0),)))
-SPEC = str(
-    Spec("out[d[i],j] += x[s[i],j]", ("x", "e"), VIEWS, "out#2", frozenset(), frozenset(), ())
-)
+SPEC = spec("out[d[i],j] += x[s[i],j]", ("x",))
 
 
 class Named(Tensor):
@@ -292,10 +265,10 @@ def test_calls_on_plain_terms_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatc
 
     call = lambda x=x: fused(SPEC, [x, edges], [N, F])
     with torch.no_grad():
-        assert [passes(call()) for _ in range(4)] == [1, 0, 0, 0]
+        assert [passes(call()) for _ in range(4)] == [0, 0, 0, 0]
         assert passes(fused(SPEC, tensors=[x, edges], sizes=[N, F])) == 1
         assert passes(call(x.as_subclass(Named))) > 0
-        assert passes(call(x.t().contiguous().t())) == 1
+        assert passes(call(x.t().contiguous().t())) == 0
         with torch.autocast("cpu"):
             assert passes(call()) == 1
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -330,14 +303,12 @@ def test_writing_in_place_skips_the_dispatcher(monkeypatch: pytest.MonkeyPatch) 
             expected = out.index_add(0, edges[1], x[edges[0]])
             assert into(out, SPEC, [x, edges], [N, F]) is None
             assert_close(out, expected)
-    assert dispatched == [1]
+    assert dispatched == [0]
 
 
 def test_largest_values_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
     largest, edges, x = torch.ops.insum.fused_extremum.default, graph_of(), torch.randn(N, F)
-    spec = str(
-        Spec("out[d[i],j] max= x[s[i],j]", ("x", "e"), VIEWS, "out#2", frozenset(), frozenset(), ())
-    )
+    text = spec("out[d[i],j] max= x[s[i],j]", ("x",))
     dispatched = count_dispatches(monkeypatch, largest)
     for include_self in (False, True):
         base = torch.full((N, F), 0.5)
@@ -346,13 +317,13 @@ def test_largest_values_skip_the_dispatcher(monkeypatch: pytest.MonkeyPatch) -> 
         )
         with torch.no_grad():
             for _ in range(3):
-                assert_close(largest(base, spec, [x, edges], [N, F], include_self), expected)
-    assert dispatched == [4]  # the first, and those that begin with what is there
+                assert_close(largest(base, text, [x, edges], [N, F], include_self), expected)
+    assert dispatched == [0]
 
 
 def test_without_guards_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where torch has none, tensors are compared one property after the other."""
-    monkeypatch.setattr(ways, "kinds_guard", lambda tensors: None)
+    monkeypatch.setattr(guards, "_tensor_guard", lambda tensors, exact: None)
     edges = graph_of(seed=5)
     dispatched = count_dispatches(monkeypatch, torch.ops.insum.fused.default)
     with torch.no_grad():
@@ -362,13 +333,12 @@ def test_without_guards_for_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
                 torch.ops.insum.fused.default(SPEC, [x, edges], [N, F]),
                 torch.zeros(N, F).index_add(0, edges[1], x[edges[0]]),
             )
-    assert dispatched == [1]
+    assert dispatched == [0]
 
 
-def test_the_shortest_way_writes_to_nothing_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_written_that_is_read() -> None:
     edges = graph_of()
-    taken = count_ways(monkeypatch)
-    for _ in range(2):
+    for _ in range(KNOWN):
         x, out = torch.randn(N, F), torch.randn(N, F)
         expected = out.index_add(0, edges[1], x[edges[0]])
         torch.ops.insum.fused_into_(out, SPEC, [x, edges], [N, F])
@@ -377,7 +347,6 @@ def test_the_shortest_way_writes_to_nothing_that_is_read(monkeypatch: pytest.Mon
     expected = both.index_add(0, edges[1], both[edges[0]])
     torch.ops.insum.fused_into_(both, SPEC, [both, edges], [N, F])
     assert_close(both, expected)
-    assert taken == [False, True, False]
 
 
 @pytest.mark.parametrize("everywhere", [True, False])

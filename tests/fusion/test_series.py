@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import insum.fusion
-from insum import memory
+from insum import facts, memory
 from insum.fusion import joined
 
 from .programs import agrees, compiled, counts, graph_of, leaf
@@ -205,17 +205,16 @@ def test_as_kernels(pairs: list[Tensor]) -> None:
 
 
 class Counted:
-    """How index tensors were put together, as a GPU would have it: what is there is not looked at
-    anew in every call.
+    """How index tensors were put together, where what is there is not looked at anew in every
+    call, as on a GPU.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: list[str] = []
         for name in ("_table", "_groups"):
             monkeypatch.setattr(joined, name, self.counting(name, getattr(joined, name)))
-        monkeypatch.setattr(joined, "looks_are_free", lambda tensor: False)
         monkeypatch.setattr(memory, "can_look", lambda tensor: False)
-        monkeypatch.setattr(joined, "_strangers", {})
+        monkeypatch.setattr(joined, "known_now", facts.facts_of)
         memory.forget()
 
     def counting(self, name: str, make: Callable[..., joined.Made]) -> Callable[..., joined.Made]:
@@ -243,8 +242,9 @@ def test_index_tensors_are_put_together_once(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_other_index_tensors_in_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a few of them nothing is looked at any more, and nothing is kept of them for long."""
+    """As on a GPU: of tensors that were never seen nothing is known, and nobody waits for it."""
     counted = Counted(monkeypatch)
+    monkeypatch.setattr(joined, "known_now", lambda tensor: None)
     run, _ = compiled(convolution, fullgraph=True)
     x, w = torch.randn(N, 8), torch.randn(PIECES, 8, 4)
     for seed in range(6):
@@ -252,8 +252,20 @@ def test_other_index_tensors_in_every_call(monkeypatch: pytest.MonkeyPatch) -> N
         torch.testing.assert_close(
             run(x, w, *pairs), convolution(x, w, *pairs), rtol=1e-4, atol=1e-4
         )
-    assert counted.made == ["table"] * 3 + ["groups"] * 3
+    assert counted.made == ["groups"] * 6
     pairs = unique_pairs(seed=7)
     pairs[2][0, 1] = N
-    with pytest.raises(RuntimeError, match="an index of n1 is out of range"):
+    with pytest.raises(insum.InsumError, match=rf"is {N}, but it indexes dimension 0"):
         run(x, w, *pairs)
+
+
+def test_index_tensors_that_come_back_become_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted(monkeypatch)
+    run, _ = compiled(convolution, fullgraph=True)
+    x, w, pairs = torch.randn(N, 8), torch.randn(PIECES, 8, 4), unique_pairs()
+    expected = convolution(x, w, *pairs)
+    with monkeypatch.context() as unseen:
+        unseen.setattr(joined, "known_now", lambda tensor: None)
+        torch.testing.assert_close(run(x, w, *pairs), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(run(x, w, *pairs), expected, rtol=1e-4, atol=1e-4)
+    assert counted.made == ["groups", "table"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
+import pickle
 import weakref
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from insum.errors import FormatError, IndexRangeError
 from insum.formats import GroupCOO, NeighborTable
 from insum.nn import SparseConv3d, SparseTensor
 from insum.nn import kernel_map as maps
@@ -224,6 +227,85 @@ def test_maps_do_not_keep_their_voxels_alive() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_maps_to_voxels_that_are_gone_are_gone() -> None:
+    layer = SparseConv3d(3, 3, 2, stride=2, transposed=True)
+    coarse = SparseConv3d(3, 3, 2, stride=2)(SparseTensor.from_dense(grid().float()))
+    held = lambda: len(coarse.voxels.maps)
+    for _ in range(5):
+        like = SparseTensor.from_dense(grid().float())
+        found = [weakref.ref(layer(coarse, like=like).voxels) for _ in range(2)]
+        assert found[0]() is found[1]() is like.voxels and held() == 1
+    del like
+    assert held() == 0
+
+
+def test_tensors_with_maps_can_be_copied_and_pickled() -> None:
+    x = SparseTensor.from_dense(grid().float())
+    layer, down = SparseConv3d(3, 3, 3, submanifold=True), SparseConv3d(3, 3, 2, stride=2)
+    want = layer(x).features, down(x).features
+    for again in (pickle.loads(pickle.dumps(x)), copy.deepcopy(x), copy.copy(x)):
+        assert_close((layer(again).features, down(again).features), want)
+
+
+# --- coordinates ---
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"submanifold": True}, {"padding": 1}, {"stride": 2}, {"stride": 2, "transposed": True}],
+    ids=str,
+)
+def test_coordinates_whose_difference_needs_more_than_32_bits(options: dict[str, Any]) -> None:
+    far = 2**31 - 5
+    coords = torch.tensor([[-far, 0, 0], [far, 0, 0], [far, 1, 0], [-far, 1, 0]])
+    features, layer = torch.randn(4, 2), SparseConv3d(2, 3, 3, **options)
+    got, want = (layer(SparseTensor(c, features)) for c in (coords.int(), coords))
+    assert torch.equal(got.coords, want.coords.to(got.coords.dtype))
+    assert_close(got.features, want.features)
+
+
+def test_a_box_of_outputs_without_keys_is_refused() -> None:
+    coords = torch.tensor([[-(2**30), 0, 0], [2**30, 2**29, 0]])
+    x = SparseTensor(coords, torch.ones(2, 1))
+    with pytest.raises(FormatError, match="too large for 64-bit keys"):
+        SparseConv3d(1, 1, 2, stride=2**17, transposed=True)(x)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.int64],
+    ids=str,
+)
+@pytest.mark.parametrize("columns", [3, 4])
+def test_coordinates_of_any_integer_dtype(dtype: torch.dtype, columns: int) -> None:
+    coords = torch.cartesian_prod(*[torch.arange(3)] * 3)[::2] + 100
+    coords = torch.nn.functional.pad(coords, (columns - 3, 0))
+    coords = coords + 2**31 * (dtype in (torch.uint32, torch.uint64)) * (columns == 3)
+    features, layer = torch.randn(len(coords), 2), SparseConv3d(2, 2, 3, submanifold=True)
+    want = layer(SparseTensor(coords, features)).features
+    assert_close(layer(SparseTensor(coords.to(dtype), features)).features, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("columns", [3, 4])
+def test_a_buffer_that_is_filled_anew_changes_nothing(dtype: torch.dtype, columns: int) -> None:
+    coords = torch.tensor([[0, 0, 0, 0], [0, 1, 0, 0], [0, 5, 5, 5], [0, 5, 5, 6]])[:, -columns:]
+    features, layer = torch.randn(4, 2), SparseConv3d(2, 2, 3, submanifold=True)
+    buffer = coords.to(dtype, copy=True)
+    x = SparseTensor(buffer, features)
+    buffer.random_(0, 50)
+    assert_close(layer(x).features, layer(SparseTensor(coords, features)).features)
+    assert torch.equal(x.coords[:, -columns:], coords.to(dtype))
+
+
+def test_a_spatial_shape_that_the_coordinates_dtype_does_not_hold() -> None:
+    coords = torch.tensor([[0, 7, 7, 7]], dtype=torch.int32)
+    shape = (3 * 10**9, 8, 8)
+    assert SparseTensor(coords, torch.ones(1, 1), spatial_shape=shape).voxels.count == 1
+    with pytest.raises(IndexRangeError, match=r"coords\[0\] is \(0, -1, 7, 7\), outside"):
+        SparseTensor(torch.tensor([[0, -1, 7, 7]]).int(), torch.ones(1, 1), spatial_shape=shape)
 
 
 def test_density_decides_the_spelling() -> None:

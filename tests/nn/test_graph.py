@@ -170,3 +170,23 @@ def test_states_round_trip() -> None:
         one, two = make().double(), make().double()
         two.load_state_dict(one.state_dict())
         assert torch.equal(one(x, edge_index, *rest), two(x, edge_index, *rest))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.int8, torch.uint8, torch.int16, torch.uint16, torch.uint32, torch.int32],
+    ids=str,
+)
+def test_edges_in_a_dtype_that_does_not_hold_every_node(dtype: torch.dtype) -> None:
+    edges, _, _ = graph()
+    x = torch.randn(300, 5)
+    relation = torch.arange(edges.shape[1]) % 2
+    kind = dtype if dtype not in (torch.uint16, torch.uint32) else torch.int64
+    for layer, more, narrow in (
+        (GCNConv(5, 4), (), ()),
+        (GCNConv(5, 4, add_self_loops=False), (), ()),
+        (GraphConv(5, 4, aggr="mean"), (), ()),
+        (GraphConv(5, 4, aggr="max"), (), ()),
+        (RelationalConv(5, 4, 300), (relation,), (relation.to(kind),)),
+    ):
+        assert_close(layer(x, edges.to(dtype), *narrow), layer(x, edges, *more))

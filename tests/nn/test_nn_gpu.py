@@ -4,8 +4,9 @@ parameters.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+import insum
 from insum.nn import (
     BlockSparseLinear,
     FullyConnectedTensorProduct,
@@ -123,3 +125,135 @@ def test_forces_on_the_gpu() -> None:
         for s in ((2, 8), (2, 4), (product.weight_numel,))
     )
     assert torch.autograd.gradgradcheck(product, given)
+
+
+# --- new data at every call -----------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def no_waits() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+class Submanifold(nn.Module):
+    """Two convolutions over one set of voxels."""
+
+    def __init__(self, kernel: int = 3, dilation: int = 1) -> None:
+        super().__init__()
+        self.one, self.two = (
+            SparseConv3d(16, 16, kernel, dilation=dilation, submanifold=True) for _ in range(2)
+        )
+
+    def forward(self, coords: Tensor, features: Tensor) -> Tensor:
+        out: Tensor = self.two(self.one(SparseTensor(coords, features))).features
+        return out
+
+
+def new_cloud(seed: int, count: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    batch, place = torch.randint(0, 2, (count, 1)), torch.randint(-12, 12, (count, 3))
+    coords = torch.unique(torch.cat([batch, place], 1), dim=0)
+    coords = coords[torch.randperm(len(coords))].int()
+    return coords, torch.randn(len(coords), 16)
+
+
+def new_graph(seed: int, edges: int) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed)
+    return torch.randn(300, 32), torch.randint(0, 300, (2, edges))
+
+
+FRESH: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]]] = {
+    "SparseConv3d": (Submanifold, lambda seed: new_cloud(seed, 5000 + 37 * seed)),
+    "SparseConv3d, few": (Submanifold, lambda seed: new_cloud(seed, 20 + seed)),
+    "SparseConv3d, kernel 5": (lambda: Submanifold(5), lambda seed: new_cloud(seed, 3000)),
+    "SparseConv3d, dilation 2": (lambda: Submanifold(3, 2), lambda seed: new_cloud(seed, 3000)),
+    "GCNConv": (lambda: GCNConv(32, 16), lambda seed: new_graph(seed, 2000 + 37 * seed)),
+    "GCNConv, weights": (
+        lambda: GCNConv(32, 16),
+        lambda seed: (*new_graph(seed, 2000 + 37 * seed), torch.rand(2000 + 37 * seed)),
+    ),
+    "GCNConv, no loops": (
+        lambda: GCNConv(32, 16, add_self_loops=False),
+        lambda seed: new_graph(seed, 2000 + 37 * seed),
+    ),
+    "GraphConv": (lambda: GraphConv(32, 16), lambda seed: new_graph(seed, 2000 + 37 * seed)),
+    "GraphConv, mean": (
+        lambda: GraphConv(32, 48, aggr="mean"),
+        lambda seed: new_graph(seed, 2000 + 37 * seed),
+    ),
+    "RelationalConv": (
+        lambda: RelationalConv(32, 16, 4),
+        lambda seed: (*new_graph(seed, 2000 + 37 * seed), torch.arange(2000 + 37 * seed) % 4),
+    ),
+    "GraphConv, max": (
+        lambda: GraphConv(32, 48, aggr="max"),
+        lambda seed: new_graph(seed, 2000 + 37 * seed),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_new_data_without_waits(name: str) -> None:
+    """Forward and backward; the first call compiles."""
+    torch.manual_seed(0)
+    make, draw = FRESH[name]
+    layer = make()
+    exact, on_gpu = copy.deepcopy(layer).double(), copy.deepcopy(layer).cuda()
+    for seed in range(6):
+        given = draw(seed)
+        want = differentiated(exact, moved(given, "cpu", torch.float64))
+        here = moved(given, "cuda", torch.float32)
+        torch.cuda.synchronize()
+        with no_waits() if seed else contextlib.nullcontext():
+            got = differentiated(on_gpu, here)
+        insum.synchronize()
+        for a, b in zip(got, want, strict=True):
+            assert_close(a.cpu().double(), b, atol=1e-4 * b.abs().max().item(), rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", FRESH)
+def test_the_same_data_without_waits(name: str) -> None:
+    torch.manual_seed(0)
+    make, draw = FRESH[name]
+    layer, given = make().cuda(), draw(1)
+    want = differentiated(copy.deepcopy(layer).double().cpu(), moved(given, "cpu", torch.float64))
+    here = moved(given, "cuda", torch.float32)
+    for step in range(8):
+        torch.cuda.synchronize()
+        with no_waits() if step else contextlib.nullcontext():
+            got = differentiated(layer, here)
+        for a, b in zip(got, want, strict=True):
+            assert_close(a.cpu().double(), b, atol=1e-4 * b.abs().max().item(), rtol=1e-4)
+
+
+def test_a_strided_convolution_waits_once() -> None:
+    layer = SparseConv3d(16, 16, 3, stride=2, padding=1).cuda()
+    for seed in range(3):
+        coords, features = (t.cuda() for t in new_cloud(seed, 3000))
+        with torch.profiler.profile() as profile:
+            layer(SparseTensor(coords, features))
+        reads = [e for e in profile.events() if e.name == "aten::_local_scalar_dense"]
+        copies = [e for e in profile.events() if "Memcpy DtoH" in e.name]
+        assert not reads and len(copies) <= 1
+
+
+def test_mistakes_are_reported_by_a_later_call() -> None:
+    coords = torch.tensor([[0, 1, 2], [3, 3, 3], [0, 1, 2]], device="cuda")
+    layer = SparseConv3d(2, 2, 3, submanifold=True).cuda()
+    with pytest.raises(
+        insum.FormatError, match=r"coords\[0\] and coords\[2\] are both \(0, 0, 1, 2\)"
+    ):
+        layer(SparseTensor(coords, torch.ones(3, 2, device="cuda")))
+        insum.synchronize()
+    x, edges = new_graph(0, 50)
+    edges[1, 7] = 300
+    with pytest.raises(
+        insum.IndexRangeError, match=r"edge_index\[1, 7\] is 300, but there are 300"
+    ):
+        GCNConv(32, 16).cuda()(x.cuda(), edges.cuda())
+        insum.synchronize()
+    insum.synchronize()

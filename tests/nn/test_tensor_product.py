@@ -376,7 +376,7 @@ def test_copies_states_and_meta() -> None:
 
 
 def test_the_pattern_is_promised_to_be_constant() -> None:
-    from insum.plan.facts import facts_of
+    from insum.facts import facts_of
 
     product = FullyConnectedTensorProduct(*PRODUCTS[0])
     for made in (product, copy.deepcopy(product), copy.deepcopy(product).float()):

@@ -33,7 +33,7 @@ from insum.bench.records import FORWARD
 from insum.bench.rivals import FLEXGEMM, SPCONV, TORCHSPARSE, module
 from insum.formats import GroupCOO, NeighborTable, SparseFormat
 from insum.nn import SparseConv3d, SparseTensor
-from insum.nn.kernel_map import GROUP
+from insum.nn.kernel_map import GROUP, kernel_map
 
 TITLE = "Sparse convolution"
 STATEMENT = 'insum.einsum("Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]", Map=Map, In=In, W=W)'
@@ -154,7 +154,7 @@ def layer(given: Inputs, direction: str) -> Ready:
     with torch.no_grad():
         made.weight.copy_(given.w)
         made(points)
-    found = next(iter(points.voxels.maps.values()))[1]
+    found = kernel_map(points.voxels, made.geometry)[1]
     note = f"chose {'the neighbour table' if isinstance(found, NeighborTable) else 'grouped pairs'}"
     call = lambda x, w: (
         torch.func.functional_call(made, {"weight": w}, (points.with_features(x),)).features

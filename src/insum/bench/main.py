@@ -21,6 +21,7 @@ from insum.bench import (
     compilers,
     conv,
     data,
+    fresh,
     machine,
     measure,
     records,
@@ -59,7 +60,8 @@ def parser() -> argparse.ArgumentParser:
         "what",
         nargs="?",
         default="all",
-        help=f"{_names()}; report draws tables and figures anew from results",
+        help=f"{_names()}; fresh times calls on data never seen; report draws tables and "
+        "figures anew from results",
     )
     made.add_argument(
         "sources",
@@ -122,7 +124,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _names() -> str:
-    return ", ".join([*BENCHMARKS, "all"]) + " or report"
+    return ", ".join([*BENCHMARKS, "all", "fresh"]) + " or report"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -145,6 +147,9 @@ def run(asked: argparse.Namespace, given: Sequence[str]) -> int:
     if asked.what == "report":
         sections = records.read(asked.sources or [asked.out])
         return finish(sections, asked)
+    if asked.what == "fresh":
+        file = asked.json or asked.out / "fresh.json"
+        return fresh.run(options_of(asked), machine.command(given), file)
     if asked.what not in (*BENCHMARKS, "all"):
         raise BenchError(f"there is no benchmark {asked.what!r}", expected=_names())
     if asked.sources:

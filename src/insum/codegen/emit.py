@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
+from insum.codegen.arguments import CALL, FLAGS, Argument, Count, Passed, Pointer, annotation
 from insum.codegen.frame import AFTER, Kernel, Shape
 from insum.codegen.functions import PRELUDE
 from insum.codegen.output import Output
 from insum.plan.config import Config
 from insum.plan.plan import Plan
 
-__all__ = ["AFTER", "Emitter", "Kernel", "Shape", "emit"]
+__all__ = ["AFTER", "FLAG_COUNT", "Emitter", "Kernel", "Shape", "emit", "signature"]
+
+#: Flags of calls; a call has that of its number.
+FLAG_COUNT = 1024
 
 
 def emit(
@@ -28,16 +33,35 @@ def emit(
     return Emitter(plan, config, shape, prefetch, lazy).kernel(name)
 
 
+def signature(name: str, arguments: Mapping[str, Argument], *, wide: bool) -> list[str]:
+    """The head of a kernel. Numbers have fixed types and are never specialised: no size is compiled
+    for.
+    """
+    types = {n: annotation(argument, wide=wide) for n, argument in arguments.items()}
+    numbers = [n for n, type in types.items() if type]
+    shown = [f'{n}: "{type}"' if type else n for n, type in types.items()]
+    decorator = f"@triton.jit(do_not_specialize={_listed(numbers)})" if numbers else "@triton.jit"
+    return [decorator, f"def {name}(", *(f"    {line}," for line in _wrapped(shown)), "):"]
+
+
 class Emitter(Output):
     """Puts the stages together into one function."""
 
     def kernel(self, name: str) -> Kernel:
+        self.leave_if_flagged()
         self.frame()
         self.prepare_masks()
         total = self.contract()
         self.late = True
         self.finish(total)
-        return Kernel(name, self.write(name), tuple(self.arguments))
+        return Kernel(name, self.write(name), tuple(self.arguments.values()))
+
+    def leave_if_flagged(self) -> None:
+        """A call in place changes nothing where one of its indices was found out of range."""
+        if self.plan.leaves:
+            flags, call = self.arg(Pointer(FLAGS)), self.arg(Passed(CALL, "i32"))
+            self.line(0, f"if tl.load({flags} + {call} % {FLAG_COUNT}) == {call}:")
+            self.line(0, "    return")
 
     def write(self, name: str) -> str:
         body = list(self.stages[0])
@@ -53,24 +77,10 @@ class Emitter(Output):
             depth += 1
         inner += self.stages[1] + self.loop_text() + self.stages[AFTER]
         body += ["    " * depth + line for line in inner] + self.tail
-        arguments = ", ".join(self.arguments)
-        signature = f"def {name}({arguments}):"
-        if len(signature) > 140:
-            signature = (
-                f"def {name}(\n    " + ",\n    ".join(_wrapped(list(self.arguments))) + ",\n):"
-            )
+        header = signature(name, self.arguments, wide=self.plan.wide)
         prelude = [line for key, line in PRELUDE.items() if any(key in text for text in body)]
-        return (
-            "\n".join(
-                [
-                    *prelude,
-                    "@triton.jit",
-                    signature,
-                    *("    " + line if line else "" for line in body),
-                ]
-            )
-            + "\n"
-        )
+        lines = [*prelude, *header, *("    " + line if line else "" for line in body)]
+        return "\n".join(lines) + "\n"
 
     def loop_text(self) -> list[str]:
         indices = [line for _, line in self.index_lines]
@@ -85,7 +95,10 @@ class Emitter(Output):
         first, last = "0", count
         lines: list[str] = []
         if self.shape.pieces:
-            lines += [f"t_count = {count}", f"t_step = tl.cdiv(t_count, {self.arg('piece_count')})"]
+            lines += [
+                f"t_count = {count}",
+                f"t_step = tl.cdiv(t_count, {self.arg(Count('piece_count'))})",
+            ]
             first, last = "piece * t_step", "tl.minimum(piece * t_step + t_step, t_count)"
         if self.shape.single_k and not self.shape.pieces:
             return ["t = 0", *self.ordered(indices)]
@@ -129,13 +142,17 @@ class Emitter(Output):
         bound = f"{at.strip('()')} < t_last"
         return [
             _with_bound(_renamed(line, defined, at), bound)
-            if line.split(" = ")[0] in names
+            if line.split(" = ")[0] in names and "tl.load(" in line
             else _renamed(line, defined, at)
             for line in lines
         ]
 
 
-def _wrapped(arguments: list[str], width: int = 120) -> list[str]:
+def _listed(names: list[str]) -> str:
+    return "[" + ", ".join(f'"{name}"' for name in names) + "]"
+
+
+def _wrapped(arguments: list[str], width: int = 90) -> list[str]:
     lines, line = [], ""
     for argument in arguments:
         if line and len(line) + len(argument) + 2 > width:

@@ -12,16 +12,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from insum.codegen.arguments import COUNT, END, ROW, START, Argument, Count, Pointer, Size
 from insum.codegen.values import Eager, Val
 from insum.lang.expr import Access, variables
-from insum.plan.config import Config, power_of_two
+from insum.plan.config import Config
 from insum.plan.plan import Plan
+from insum.plan.sizes import power_of_two
 
 AFTER = 3
-#: The output's name inside the emitter. Names that come from the statement always carry a suffix
-#: (_ptr, _s0, _size, _number, _i, _v1), which names of our own never have, so that no spelling of a
-#: statement can collide with them.
-OUTPUT = "<out>"
+#: A variable of our own. Names that come from the statement always carry a suffix (_ptr, _s0, _d0,
+#: _size, _number, _i, _v1), which names of our own never have, so that no spelling of a statement
+#: can collide with them.
 REGISTERS = "<registers>"
 
 
@@ -35,9 +36,11 @@ class Shape:
     even_n: bool = False
     even_k: bool = False
     inner: int = 1  # extent of the inner variable of a flattened K axis
-    onehot: int = 0  # extent of the dimension that is kept in registers
+    onehot: int = 0  # places of the register tile for the dimension that is kept in registers
     single_k: bool = False  # the K axis is covered by one tile and nothing else is looped over
     pieces: bool = False  # a long reduction is cut into pieces that meet in atomics
+    counted: bool = False  # how many tasks there are is known on the device alone
+    units: tuple[tuple[str, int], ...] = ()  # extents that are passed in units
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,7 @@ class Kernel:
 
     name: str
     source: str
-    arguments: tuple[str, ...]
+    arguments: tuple[Argument, ...]
 
 
 @dataclass
@@ -62,8 +65,9 @@ class Frame:
     vars: dict[str, Val] = field(default_factory=dict)
     masks: dict[str, Val] = field(default_factory=dict)  # axis -> in range
     loaded: dict[tuple[Access, bool], Val] = field(default_factory=dict)
+    wrapped: dict[tuple[str, str, int], Val] = field(default_factory=dict)
     point_masks: list[tuple[frozenset[str], Val]] = field(default_factory=list)
-    arguments: dict[str, None] = field(default_factory=dict)
+    arguments: dict[str, Argument] = field(default_factory=dict)
     counters: list[str] = field(default_factory=list)  # how often each loop runs, outermost first
     # stage-2 index loads: (name, line), to prefetch
     index_lines: list[tuple[str, str]] = field(default_factory=list)
@@ -74,9 +78,21 @@ class Frame:
 
     # --- small tools ---
 
-    def arg(self, name: str) -> str:
-        self.arguments.setdefault(name)
-        return name
+    def arg(self, argument: Argument) -> str:
+        self.arguments.setdefault(argument.name, argument)
+        return argument.name
+
+    def parameter(self, name: str) -> str:
+        """An argument as the signature has it: Triton passes floats in 32 bits unless it is told
+        otherwise.
+        """
+        base = name.removesuffix("_number")
+        double = (
+            base in self.plan.numbers
+            and self.plan.accumulator == "float64"
+            and dict(self.plan.kinds)[base].startswith("float")
+        )
+        return f'{name}: "fp64"' if name != base and double else name
 
     def line(self, stage: int, text: str, axes: tuple[str, ...] | None = None) -> None:
         comment = f"  # ({','.join(axes)})" if axes else ""
@@ -99,7 +115,12 @@ class Frame:
         return f"tl.cast({text}, tl.int64)" if self.plan.wide else text
 
     def size(self, var: str) -> str:
-        return self.arg(f"{var}_size")
+        """The extent of a variable; in units it is known to be a multiple of them, and so are masks
+        that compare with it: a condition for loads of several values at once.
+        """
+        unit = dict(self.shape.units).get(var, 1)
+        name = self.arg(Size(var, unit))
+        return name if unit == 1 else f"({name} * {unit})"
 
     @property
     def eager(self) -> bool:
@@ -161,7 +182,7 @@ class Frame:
             if not plan.segment or v != plan.segment.row
         ]
         if self.shape.pieces:
-            parts.append(("piece", self.arg("piece_count")))
+            parts.append(("piece", self.arg(Count("piece_count"))))
         if self.config.group > 1 and len(parts) > 1:
             self.grouped(parts[0], parts[1], last=len(parts) == 2)
             parts = parts[2:]
@@ -197,7 +218,7 @@ class Frame:
             return self.axis_size(self.plan.roles.m)
         return " * ".join(
             [
-                f"({self.arg('task_last')} - {self.arg('task_first')})",
+                f"({self.arg(Count('task_last'))} - {self.arg(Count('task_first'))})",
                 *(self.size(v) for v in self.plan.roles.m[1:]),
             ]
         )
@@ -247,15 +268,14 @@ class Frame:
             self.line(0, f"{var}_i = m_flat % {self.size(var)}", ("M",))
             self.vars[var] = Val(f"{var}_i", ("M",))
             place = f"m_flat // {self.size(var)}"
-        self.line(0, f"task = {self.arg('task_first')} + {place}", ("M",))
-        self.line(0, f"m_ok = task < {self.arg('task_last')}", ("M",))
-        for name in ("start", "end", "row"):
-            self.line(
-                0,
-                f"seg_{name} = "
-                f"{self.widened(f'tl.load({self.arg(f_name(name))} + task, mask=m_ok, other=0)')}",
-                ("M",),
-            )
+        self.line(0, f"task = {self.arg(Count('task_first'))} + {place}", ("M",))
+        last = self.arg(Count("task_last"))
+        if self.shape.counted:
+            last = f"tl.minimum({last}, tl.load({self.arg(Pointer(COUNT))}))"
+        self.line(0, f"m_ok = task < {last}", ("M",))
+        for name, array in (("start", START), ("end", END), ("row", ROW)):
+            loaded = f"tl.load({self.arg(Pointer(array))} + task, mask=m_ok, other=0)"
+            self.line(0, f"seg_{name} = {self.widened(loaded)}", ("M",))
         self.masks["M"] = Val("m_ok", ("M",))
         self.line(
             0,
@@ -269,12 +289,9 @@ class Frame:
     def segment_bounds(self) -> None:
         segment = self.plan.segment
         if segment and not segment.tiled:
-            for name in ("start", "end"):
-                self.line(
-                    0,
-                    f"seg_{name} = "
-                    f"{self.widened(f'tl.load({self.arg(f_name(name))} + {segment.row}_i)')}",
-                )
+            for name, array in (("start", START), ("end", END)):
+                loaded = f"tl.load({self.arg(Pointer(array))} + {segment.row}_i)"
+                self.line(0, f"seg_{name} = {self.widened(loaded)}")
 
     # --- the contraction's loop: one flat counter over segment, looped variables and tiles of K ---
 
@@ -393,7 +410,3 @@ class Frame:
             "K": self.config.k,
             "I": power_of_two(self.shape.onehot),
         }[axis]
-
-
-def f_name(name: str) -> str:
-    return f"seg_{name}_at"

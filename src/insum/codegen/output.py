@@ -4,12 +4,14 @@ store.
 
 from __future__ import annotations
 
+from insum.codegen.arguments import Length, Pointer
 from insum.codegen.contract import MERGE, Contract
-from insum.codegen.frame import AFTER, OUTPUT, REGISTERS
+from insum.codegen.frame import AFTER, REGISTERS
 from insum.codegen.functions import reduced
 from insum.codegen.reads import distinct
 from insum.codegen.values import Val, combine, union
 from insum.lang.expr import Access, Affine, Var, accesses, variables
+from insum.plan.plan import OUT, WORK
 
 
 class Output(Contract):
@@ -69,7 +71,7 @@ class Output(Contract):
     def finish_onehot(self, value: Val) -> None:
         """Add the contraction's tile into the rows of the register tile that its index names."""
         plan = self.plan
-        index = self.index(plan.target.indices[plan.onehot])
+        index = self.place(Access(OUT, plan.target.indices), plan.onehot)
         wide = self.tile("I")
         scattered = next((a for a in ("M", "N") if a in index.axes), "")
         other = tuple(a for a in value.axes if a not in ("I", scattered))
@@ -135,11 +137,7 @@ class Output(Contract):
         index = Affine(((1, Var(REGISTERS)),))
         indices = tuple(index if d == dim else i for d, i in enumerate(target.indices))
         lines, self.stages[AFTER] = self.stages[AFTER], []
-        inside = (
-            [Val(f"(i_reg < {self.shape.onehot})", ("I",))]
-            if self.shape.onehot != self.tile("I")
-            else []
-        )
+        inside = [Val(f"(i_reg < {self.arg(Length(OUT, dim))})", ("I",))]
         self.emit_store(
             Access(target.tensor, indices), Val("total", axes), extra=inside, order=axes
         )
@@ -175,10 +173,19 @@ class Output(Contract):
         value = self.full(value, offset.axes)
         self.line(
             AFTER,
-            f"tl.store({self.arg('work_at')} + {offset.text}, {value.text}, "
+            f"tl.store({self.arg(Pointer(WORK))} + {offset.text}, {value.text}, "
             f"mask={combine(masks, '&').over(offset.axes)})",
             offset.axes,
         )
+
+    def whole(self, mask: Val, axes: tuple[str, ...]) -> Val:
+        """A mask of one value as a full tile: the interpreter's atomics take a broadcast view for
+        one.
+        """
+        if not mask.axes or any(self.tile(a) > 1 for a in mask.axes):
+            return mask
+        tile = ", ".join(str(self.tile(a)) for a in axes)
+        return combine([mask, Val(f"tl.full([{tile}], 1, tl.int1)", axes)], "&")
 
     def emit_store(
         self,
@@ -188,7 +195,8 @@ class Output(Contract):
         order: tuple[str, ...] = (),
     ) -> None:
         plan = self.plan
-        offset = self.offset(Access(OUTPUT, target.indices))
+        place = Access(OUT, target.indices)
+        offset = self.offset(place)
         axes = order or union(offset.axes, value.axes)
         value = self.full(value, axes)
         masks = [m for a, m in self.masks.items() if a in axes and a != "K"] + (extra or [])
@@ -196,11 +204,13 @@ class Output(Contract):
             Val(f"({value.text} >= 0)", value.axes, value.stage)
             for value in self.padded_indices(target)
         ]
+        masks += self.ranges(place)
         mask = combine(distinct(masks), "&") if masks else None
-        pointer = f"{self.arg('out_at')} + {offset.over(axes)}"
+        pointer = f"{self.arg(Pointer(OUT))} + {offset.over(axes)}"
         masked = f", mask={mask.over(axes)}" if mask else ""
         text = value.text
         if plan.strategy == "atomic" or self.shape.pieces:
+            masked = f", mask={self.whole(mask, axes).over(axes)}" if mask else ""
             operation = {"sum": "add", "max": "max", "min": "min"}[plan.reduce]
             self.line(
                 AFTER, f'tl.atomic_{operation}({pointer}, {text}{masked}, sem="relaxed")', axes
@@ -215,7 +225,7 @@ class Output(Contract):
             text = MERGE[plan.reduce].format(old, text)
         self.line(
             AFTER,
-            f"tl.store({pointer}, ({text}).to({self.arg('out_at')}.dtype.element_ty){masked})",
+            f"tl.store({pointer}, ({text}).to({self.arg(Pointer(OUT))}.dtype.element_ty){masked})",
             axes,
         )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import re
 
-from insum.codegen.frame import OUTPUT, Frame
+from insum.codegen.arguments import Length, Passed, Pointer, Stride
+from insum.codegen.frame import Frame
 from insum.codegen.functions import call
 from insum.codegen.values import Val, combine, union
 from insum.lang.expr import (
@@ -41,19 +42,85 @@ class Reads(Frame):
         """Offset in elements; parts over the same axes are added first, so that two-dimensional
         arithmetic is done once.
         """
-        if not access.indices:
-            return Val("0")
         by_axes: dict[tuple[str, ...], list[Val]] = {}
-        for dim, index in enumerate(access.indices):
-            stride = Val(
-                self.arg(
-                    f"out_stride{dim}" if access.tensor == OUTPUT else f"{access.tensor}_s{dim}"
-                )
-            )
-            value = self.index(index)
-            part = Val(f"{_times(value.text)} * {stride.text}", value.axes, value.stage)
-            by_axes.setdefault(part.axes, []).append(part)
+        for dim, unit in enumerate(self.units(access.tensor)):
+            value = self.place(access, dim)
+            stride = self.stride(access.tensor, dim, unit)
+            text = value.text if unit == 1 else f"{_times(value.text)} * {stride}"
+            by_axes.setdefault(value.axes, []).append(Val(text, value.axes, value.stage))
+        if not by_axes:
+            return Val("0")
         return combine([combine(parts, "+") for parts in by_axes.values()], "+")
+
+    def units(self, tensor: str) -> tuple[int, ...]:
+        return dict(self.plan.strides)[tensor].units
+
+    def stride(self, tensor: str, dim: int, unit: int) -> str:
+        """In units the stride is known to be a multiple of them: a condition for loads of several
+        values at once.
+        """
+        if unit in (0, 1):
+            return str(unit)
+        name = self.arg(Stride(tensor, self.dimension(tensor, dim), -unit))
+        return name if unit == -1 else f"({name} * {-unit})"
+
+    def dimension(self, tensor: str, dim: int) -> int:
+        """The tensor's own dimension, where the plan walks several as one."""
+        first, count = dict(self.plan.views).get(tensor, (dim, 1))
+        return dim if dim < first else dim + count - 1
+
+    def length(self, tensor: str, dim: int) -> str:
+        return self.arg(Length(tensor, self.dimension(tensor, dim)))
+
+    def place(self, access: Access, dim: int) -> Val:
+        """The place that a dimension is accessed at; negative ones count from the end where the
+        statement came from a program in which they do.
+        """
+        index = access.indices[dim]
+        value, atom = self.index(index), index.atom
+        if not isinstance(atom, Access) or atom.tensor not in self.plan.wraps:
+            return value
+        key = value.text, access.tensor, dim
+        if key not in self.wrapped:
+            length = self.length(access.tensor, dim)
+            text = f"tl.where({value.text} < 0, {value.text} + {length}, {value.text})"
+            self.wrapped[key] = self.define_load(atom, Val(text, value.axes, value.stage), True)
+        return self.wrapped[key]
+
+    def guarded(self, access: Access) -> list[int]:
+        """Dimensions that are indexed by values which nobody has looked at."""
+        return [
+            dim
+            for dim in range(len(access.indices))
+            if (access.tensor, self.dimension(access.tensor, dim)) in self.plan.guarded
+        ]
+
+    def ranges(self, access: Access) -> list[Val]:
+        """Where unchecked indices are in range: nothing else is read or written."""
+        found = []
+        for dim in self.guarded(access):
+            value = self.place(access, dim)
+            text = _times(value.text)
+            inside = f"(0 <= {text}) & ({text} < {self.length(access.tensor, dim)})"
+            found.append(Val(f"({inside})", value.axes, value.stage))
+        return found
+
+    def offences(self, access: Access) -> list[Val]:
+        """Where an unchecked index is out of range, of an access and of those inside its indices.
+        A point that padding marks as absent has no index.
+        """
+        found = [v for i in access.indices for a in accesses(i) for v in self.offences(a)]
+        for dim in self.guarded(access):
+            value = self.place(access, dim)
+            text = _times(value.text)
+            outside = f"(({text} < 0) | ({text} >= {self.length(access.tensor, dim)}))"
+            masks = [m for axis, m in self.masks.items() if set(m.axes) <= set(value.axes)]
+            for inner in accesses(access.indices[dim]):
+                if inner.tensor in self.plan.padded:
+                    read = self.load(inner, as_index=True)
+                    masks.append(Val(f"({read.text} != -1)", read.axes, read.stage))
+            found.append(combine([*distinct(masks), Val(outside, value.axes, value.stage)], "&"))
+        return found
 
     def mask_of(self, access: Access, offset: Val, *, as_index: bool) -> Val | None:
         masks = [
@@ -64,6 +131,7 @@ class Reads(Frame):
         if any(m.axes == ("M", "K") for m in masks):  # a row beyond the last has no entries
             masks = [m for m in masks if m.axes != ("M",)]
         masks += self.inner_masks(access) if as_index else self.absent_masks(access, offset)
+        masks += self.ranges(access)
         # An index load that is out of range itself yields padding, so the padding's mask covers its
         # axes.
         covered = {axis for m in masks if m.text.endswith(">= 0)") for axis in m.axes}
@@ -98,7 +166,7 @@ class Reads(Frame):
         key = (access, as_index)
         if access.tensor in self.plan.numbers:
             return Val(
-                f"tl.cast({self.arg(f'{access.tensor}_number')}, "
+                f"tl.cast({self.passed(access.tensor)}, "
                 f"tl.{'int64' if self.plan.wide else 'int32'})"
             )
         if key in self.loaded:
@@ -106,9 +174,9 @@ class Reads(Frame):
         offset = self.offset(access)
         mask = self.mask_of(access, offset, as_index=as_index)
         pointer = (
-            f"{self.arg(f'{access.tensor}_ptr')} + {offset.text}"
+            f"{self.arg(Pointer(access.tensor))} + {offset.text}"
             if access.indices
-            else self.arg(f"{access.tensor}_ptr")
+            else self.arg(Pointer(access.tensor))
         )
         other = "-1" if as_index and access.tensor in self.plan.padded else "0"
         text = f"tl.load({pointer}" + (
@@ -126,7 +194,7 @@ class Reads(Frame):
         return value
 
     def define_load(self, access: Access, value: Val, as_index: bool) -> Val:
-        name = self.name(access.tensor)
+        name = self.name(access.tensor.strip("<>"))
         line = f"{name} = {value.text}"
         if as_index and value.stage == 2 and not self.late:
             self.index_lines.append(
@@ -141,16 +209,14 @@ class Reads(Frame):
     def evaluate(self, expr: Expr, dtype: str) -> Val:
         match expr:
             case Number(value):
-                return Val(repr(value) if math.isfinite(value) else f'float("{value}")')
+                return self.literal(value, dtype)
             case Access(tensor, ()) if tensor in self.plan.numbers:
                 return self.number(tensor, dtype)
             case Access():
                 loaded = self.load(expr)
-                return (
-                    loaded
-                    if dict(self.plan.kinds)[expr.tensor] == dtype
-                    else Val(f"{loaded.text}.to(tl.{dtype})", loaded.axes, loaded.stage)
-                )
+                if dict(self.plan.kinds)[expr.tensor] != dtype:
+                    loaded = Val(f"{loaded.text}.to(tl.{dtype})", loaded.axes, loaded.stage)
+                return self.poisoned(expr, loaded, dtype)
             case Call(function, args):
                 values = [self.argument(a, dtype) for a in args]
                 axes = union(*(v.axes for v in values))
@@ -168,19 +234,47 @@ class Reads(Frame):
                     total.stage,
                 )
 
+    def poisoned(self, access: Access, value: Val, dtype: str) -> Val:
+        """NaN where an index was out of range, so that it shows in the result."""
+        if not self.plan.guarded or not dtype.startswith("float"):
+            return value
+        offences = distinct(self.offences(access))
+        if not offences:
+            return value
+        anywhere = combine(offences, "|")
+        axes = union(value.axes, anywhere.axes)
+        return Val(
+            f'tl.where({anywhere.over(axes)}, float("nan"), {value.over(axes)})',
+            axes,
+            max(value.stage, anywhere.stage),
+        )
+
+    def passed(self, tensor: str) -> str:
+        """A Python number among the arguments."""
+        kind, wide = dict(self.plan.kinds)[tensor], self.plan.accumulator == "float64"
+        type = ("fp64" if wide else "fp32") if kind.startswith("float") else "i64"
+        return self.arg(Passed(tensor, type))
+
+    def literal(self, value: int | float, dtype: str) -> Val:
+        """A number of the statement. By itself Triton would take it for a float32."""
+        text = repr(value) if math.isfinite(value) else f'float("{value}")'
+        return Val(f"tl.full([], {text}, tl.float64)" if dtype == "float64" else text)
+
     def number(self, tensor: str, dtype: str) -> Val:
-        """A number that is passed; integers come in 32 bits where they fit, in which products of
-        them, and identities of int64, need not.
-        """
-        name = self.arg(f"{tensor}_number")
+        """A number that is passed; integers are computed with in the kind of the result."""
+        name = self.passed(tensor)
         if dict(self.plan.kinds)[tensor].startswith("float"):
-            return Val(name)
+            return Val(f"tl.full([], {name}, tl.float64)" if dtype == "float64" else name)
         return Val(f"tl.cast({name}, tl.{dtype})")
 
     def argument(self, expr: Expr, dtype: str) -> Val:
-        """An argument of a function; numbers alone have no dtype yet, and functions want one."""
+        """An argument of a function; numbers alone have no dtype yet, but in float64, and functions
+        want one.
+        """
         value = self.evaluate(expr, dtype)
-        typed = any(a.tensor not in self.plan.numbers for a in accesses(expr, nested=False))
+        typed = dtype == "float64" or any(
+            a.tensor not in self.plan.numbers for a in accesses(expr, nested=False)
+        )
         return (
             value
             if typed

@@ -34,35 +34,22 @@ LATE_REGISTERS = 128
 
 
 def emit_unrolled(
-    plan: Plan, config: Config, extents: Mapping[str, int], name: str = "insum_kernel"
-) -> tuple[Kernel, int]:
-    """The kernel for a plan with a pattern, and how many programs it takes."""
+    plan: Plan,
+    config: Config,
+    shape: Shape,
+    extents: Mapping[str, int],
+    name: str = "insum_kernel",
+) -> Kernel:
+    """The kernel for a plan with a pattern."""
     roles = plan.roles
-    tiles = [
-        math.ceil(math.prod(extents[v] for v in axis) / tile)
-        for axis, tile in ((roles.m, config.m), (roles.n, config.n))
-    ]
-    even = [
-        math.prod(extents[v] for v in axis) % tile == 0
-        for axis, tile in ((roles.m, config.m), (roles.n, config.n))
-    ]
     points = len(plan.pattern.points) if plan.pattern else 0
+    multiple = dict(shape.units).get(roles.loops[-1], 1) if roles.loops else 1
     unroll = next(
         u
         for u in UNROLL
-        if u == 1
-        or not roles.loops
-        or extents[roles.loops[-1]] % u == 0
-        and u * points <= MOST_LINES
+        if u == 1 or not roles.loops or multiple % u == 0 and u * points <= MOST_LINES
     )
-    k = extents[roles.k[0]] if roles.k else 1
-    emitter = _Unrolled(
-        plan,
-        config,
-        Shape(even_m=even[0], even_n=even[1], even_k=k % config.k == 0, single_k=k <= config.k),
-    )
-    kernel = emitter.unrolled(name, unroll)
-    return kernel, math.prod(tiles) * math.prod(extents[v] for v in roles.grid)
+    return _Unrolled(plan, config, shape).unrolled(name, unroll)
 
 
 def parts(plan: Plan) -> list[Plan]:
@@ -90,14 +77,17 @@ def parts(plan: Plan) -> list[Plan]:
 
 class _Unrolled(Emitter):
     def unrolled(self, name: str, unroll: int) -> Kernel:
+        self.leave_if_flagged()
         self.program_ids()
         self.axis("M", self.plan.roles.m, self.config.m, self.shape.even_m)
         self.axis("N", self.plan.roles.n, self.config.n, self.shape.even_n)
-        if self.plan.roles.loops or self.plan.roles.k:
+        if self.plan.segment:
+            self.over_entries()
+        elif self.plan.roles.loops or self.plan.roles.k:
             self.with_sums(unroll)
         else:
             self.without_sums()
-        return Kernel(name, self.text(name), tuple(self.arguments))
+        return Kernel(name, self.text(name), tuple(self.arguments.values()))
 
     # --- no summed variable: output tile by output tile ---
 
@@ -121,6 +111,34 @@ class _Unrolled(Emitter):
         """Every place of the scattered dimension, also those that no point writes."""
         assert self.plan.pattern is not None
         return list(dict.fromkeys(target for target, _ in self.plan.pattern.points))
+
+    # --- rows of a segmented output: all outputs of a row at once, entry by entry ---
+
+    def over_entries(self) -> None:
+        """Several entries of the row at a time, which are summed at the very end."""
+        self.segment_bounds()
+        axes = ("K", "N")
+        tile = ", ".join(str(self.tile(a)) for a in axes)
+        outputs = {target: Val(f"z{i}", axes) for i, target in enumerate(self.targets())}
+        for value in outputs.values():
+            self.line(
+                0, f"{value.text} = tl.zeros([{tile}], dtype=tl.{self.plan.accumulator})", axes
+            )
+        self.row_steps()
+        self.frame_lines = len(self.stages[2])
+        for target, products in self.by_target().items():
+            values = [
+                combine([self.evaluate(f, self.plan.accumulator) for f in factors], "*")
+                for factors in products
+            ]
+            total = self.present(combine(values, "+"))
+            self.line(2, f"{outputs[target].text} += {total.over(axes)}", axes)
+        self.stages[2] = self.ordered([line for _, line in self.index_lines])
+        self.index_lines = []
+        self.stages[0] += self.stepped()
+        for target, value in outputs.items():
+            total = Val(f"tl.sum({value.text}, axis={axes.index('K')})", ("N",))
+            self.write_out(target, self.define("sum", total))
 
     # --- summed variables: contract the factors they touch, then combine ---
 
@@ -249,21 +267,18 @@ class _Unrolled(Emitter):
         self.line(2, f"{var}_i = {first}tl.arange(0, {tile})", ("K",))
         self.vars[var] = Val(f"{var}_i", ("K",), 2)
         if not self.shape.even_k:
-            self.line(2, f"k_ok = {var}_i < {self.size(var)}", ("K",))
+            last = "seg_end" if self.plan.segment else self.size(var)
+            self.line(2, f"k_ok = {var}_i < {last}", ("K",))
             self.masks["K"] = Val("k_ok", ("K",), 2)
 
     def stepped(self) -> list[str]:
         """What was written for one step, repeated for all."""
         (var,), tile = self.plan.roles.k, self.config.k
         lines, self.stages[2] = self.stages[2], []
-        return (
-            lines
-            if self.shape.single_k
-            else [
-                f"for {var}_0 in range(0, {self.size(var)}, {tile}):",
-                *("    " + line for line in lines),
-            ]
-        )
+        if self.shape.single_k:
+            return lines
+        bounds = "seg_start, seg_end" if self.plan.segment else f"0, {self.size(var)}"
+        return [f"for {var}_0 in range({bounds}, {tile}):", *("    " + line for line in lines)]
 
     def body(self, inner: str, sums: Mapping[tuple[Expr, ...], Val], unroll: int) -> list[str]:
         before = dict(self.loaded)

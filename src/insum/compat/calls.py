@@ -8,13 +8,17 @@ import functools
 import inspect
 import math
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+
+T = TypeVar("T")
 
 #: Types that add no behaviour of their own.
 PLAIN = (Tensor, Parameter)
@@ -86,6 +90,20 @@ def is_transformed() -> bool:
     return _probed is not None and not torch.compiler.is_compiling() and _probed[2]() is not None
 
 
+_deterministic: Callable[[], Any] = getattr(
+    torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
+)
+_precision: Callable[[], Any] = getattr(
+    torch._C, "_get_float32_matmul_precision", torch.get_float32_matmul_precision
+)
+
+
+def modes_now(settings: Any) -> tuple[Any, ...]:
+    """What decides a call besides its arguments, as it is now."""
+    values = settings._block.get() or settings._process  # `settings.values` without the call
+    return values, torch.get_default_dtype(), _deterministic(), _precision()
+
+
 _graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
 
@@ -103,6 +121,18 @@ def current_stream(device: torch.device) -> int:
     if _raw_stream is None:
         return int(torch.cuda.current_stream(index).cuda_stream)
     return _raw_stream(index)
+
+
+def current_device() -> int:
+    """The GPU that is current, -1 where there is none."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else -1
+
+
+def stream_object(number: int, device: torch.device) -> Any:
+    """The stream that `current_stream` gave as a number."""
+    if not number:
+        return torch.cuda.default_stream(device)
+    return torch.cuda.ExternalStream(number, device)  # type: ignore[no-untyped-call]
 
 
 def cudagraph_state(device: torch.device) -> str:
@@ -125,12 +155,66 @@ def cudagraph_state(device: torch.device) -> str:
         return ""
 
 
+def is_recorded(device: torch.device) -> bool:
+    """Whether what is launched now becomes part of a CUDA graph, or lies in the memory of one."""
+    if device.type != "cuda":
+        return False
+    return torch.cuda.is_current_stream_capturing() or bool(cudagraph_state(device))
+
+
+def elsewhere(device: torch.device, function: Callable[[], T]) -> T:
+    """Call a function in a thread and on a stream of its own, so that what it allocates does not
+    lie in the memory of a CUDA graph that is being warmed up.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                results.append(function())
+            stream.synchronize()
+        except BaseException as error:
+            errors.append(error)
+
+    torch.cuda.current_stream(device).synchronize()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
 # --- calls on plain terms -------------------------------------------------------------------------
 
 
 def is_plain_call(values: Iterable[object]) -> bool:
     """Whether a call may skip the dispatcher: all is quiet, and no tensor is of a subclass."""
     return is_quiet() and all(type(v) in PLAIN or not isinstance(v, Tensor) for v in values)
+
+
+def untracked() -> AbstractContextManager[object]:
+    """Neither autograd nor inference mode, for what is kept: tensors made under inference mode
+    could not be used outside of it. Entering nothing is quicker, where nothing has to be changed.
+    """
+    if torch.is_inference_mode_enabled():
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        return stack
+    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+
+
+_NOTHING = nullcontext()
+
+
+def apply_plainly(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+    """``function.apply`` where no transform of torch.func is active: the part of it that is
+    compiled. torch's own checks for transforms take longer than recording the call.
+    """
+    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:
@@ -183,17 +267,41 @@ def shorten(op: Any, quick: Callable[..., tuple[Any] | None]) -> bool:
 # --- tensors --------------------------------------------------------------------------------------
 
 
-def kinds_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
-    """Tells, in one call, whether other tensors are like these in type, dtype, device, sizes,
-    strides, views' marks and need of a gradient.
+def kinds_guard(values: Sequence[object], *, exact: bool) -> Callable[..., bool]:
+    """Tells whether other values are like these: numbers of the same type, and tensors of the same
+    type, dtype, device, rank, marks of views and need of a gradient; where ``exact``, of the same
+    sizes and strides.
+    """
+    if all(isinstance(v, Tensor) for v in values):
+        guard = _tensor_guard([v for v in values if isinstance(v, Tensor)], exact=exact)
+        if guard is not None:
+            return guard
+    wanted = tuple(_kind(v, exact) for v in values)
 
-    None where this torch has no such thing, or one that does not tell.
+    def alike(*others: object) -> bool:
+        return wanted == tuple([_kind(v, exact) for v in others])
+
+    return alike
+
+
+def _kind(value: object, exact: bool) -> tuple[Any, ...]:
+    if not isinstance(value, Tensor):
+        fits = isinstance(value, int) and -(2**63) <= value < 2**63
+        return type(value), fits
+    marks = value.requires_grad, value.is_inference(), value.is_neg(), value.is_conj()
+    kind = type(value), value.dtype, value.device, value.layout, value.dim(), marks
+    return (*kind, value.shape, value.stride()) if exact else kind
+
+
+def _tensor_guard(tensors: Sequence[Tensor], *, exact: bool) -> Callable[..., bool] | None:
+    """The same in one call of torch's; None where this torch has no such thing, or one that does
+    not tell.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards
 
-        sizes: Any = [list(t.shape) for t in tensors]
-        strides: Any = [list(t.stride()) for t in tensors]
+        sizes: Any = [list(t.shape) if exact else [None] * t.dim() for t in tensors]
+        strides: Any = [list(t.stride()) if exact else [None] * t.dim() for t in tensors]
         check: Callable[..., bool] = TensorGuards(
             *tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
         ).check
@@ -204,6 +312,18 @@ def kinds_guard(tensors: Sequence[Tensor]) -> Callable[..., bool] | None:
     except Exception:
         return None
     return check if usable else None
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A contiguous tensor without values, made as `maker` makes them."""
+    quick = _strided().get(device.type)
+    if quick is None:
+        return torch.empty(shape, dtype=dtype, device=device)
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return quick(shape, tuple(reversed(strides)), dtype)
 
 
 def maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import operator
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -216,6 +217,42 @@ def aot(
         decompositions=select_decomp_table(),
     )
     return backend(graph, inputs)
+
+
+def written_inputs(graph: Any) -> frozenset[Any]:
+    """What is passed to a traced graph and written to at its end: in the graph, or by whoever calls
+    it with what the graph returns.
+    """
+    nodes = list(graph.nodes)
+    written = {
+        one
+        for node in nodes
+        if (schema := _schema(node.target)) is not None
+        for argument, declared in zip(node.args, schema.arguments)
+        if declared.alias_info is not None and declared.alias_info.is_write
+        for one in (argument if isinstance(argument, list | tuple) else (argument,))
+    }
+    outputs = nodes[-1].meta.get("desc") if nodes else None
+    described = [
+        one.mutated_input for one in (outputs or ()) if getattr(one, "mutated_input", None)
+    ]
+    return frozenset(
+        node
+        for node in nodes
+        if node.op == "placeholder" and (node in written or node.meta.get("desc") in described)
+    )
+
+
+def is_view(target: Any) -> bool:
+    """Whether a function gives its argument's memory, or parts of it, under another name."""
+    schema = _schema(target)
+    return target is operator.getitem or (
+        schema is not None and any(one.alias_info is not None for one in schema.returns)
+    )
+
+
+def _schema(target: Any) -> Any:
+    return target._schema if isinstance(target, torch._ops.OpOverload) else None
 
 
 def boxed(function: Callable[..., Any]) -> Callable[..., Any]:

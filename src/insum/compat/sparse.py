@@ -1,9 +1,11 @@
-"""PyTorch's own sparse kernels, which benchmarks compare with."""
+"""PyTorch's own sparse tensors, and its kernels for them, which benchmarks compare with."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+
+from torch import Tensor
 
 
 def bsr_kernels() -> Any:
@@ -19,3 +21,9 @@ def bsr_kernels() -> Any:
         )
     except (ImportError, AttributeError) as error:
         return f"this torch has no Triton kernels for BSR ({error})"
+
+
+def indices_of(x: Tensor) -> Tensor:
+    """The indices of a COO tensor as they were given: in any order, and never looked at."""
+    found: Tensor = x._indices()
+    return found

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from insum import facts
 from insum.errors import FormatError
 from insum.formats import entries as E
 from insum.formats import show, validate
 from insum.formats.layout import Coordinate, Layout, fixed, has_padding
-from insum.plan import facts
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from insum.plan.facts import IndexFacts
+    from insum.facts import IndexFacts
 
 
 class FormatBase:
@@ -59,6 +59,10 @@ class FormatBase:
         """
         return ()
 
+    def __post_init__(self, validate: bool) -> None:
+        """Bring the fields into their form, check them and declare what follows."""
+        raise NotImplementedError
+
     def _details(self) -> dict[str, object]:
         """What `repr` shows beside shape, dtype, nonzeros, padding and bytes."""
         return {}
@@ -94,6 +98,15 @@ class FormatBase:
         """The end of every constructor: check, declare."""
         padded = validate.check(self) if check else has_padding(self.layout)
         self._declare(padded)
+
+    def _look(self) -> None:
+        """Check arrays that nobody has vouched for, as they come out of a file, a pytree or the
+        hands of a user who wrote into them; nothing where all are known.
+        """
+        if torch.compiler.is_compiling() or self.device.type == "meta":
+            return
+        if any(facts.known(array) is None for _, _, array in self.index_arrays()):
+            self._declare(validate.check(self), only_new=True)
 
     def _declare(self, padded: bool, *, only_new: bool = False) -> None:
         """Hand the index facts on to the planner. They are bounds, so that nothing is asked of the
@@ -241,6 +254,7 @@ class FormatBase:
 
     def entries(self) -> E.Entries:
         """Coordinates and values without the padding."""
+        self._look()
         mask, block = self.mask(), self.block_shape_or_none
         values = (
             None
@@ -333,7 +347,8 @@ class FormatBase:
             for name in self._arrays[1:]
         }
         made = type(self)._make(**{**self._fields(), **moved, "values": values})
-        made._declare(self._may_be_padded(), only_new=True)
+        for (_, _, old), (_, _, new) in zip(self.index_arrays(), made.index_arrays()):
+            _hand_on(old, new)
         return made
 
     def cpu(self) -> Self:
@@ -394,12 +409,32 @@ class FormatBase:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self._fields(), "padded": self._may_be_padded()}
+        return self._fields()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """What is read is checked as what a user passes: a file may be broken."""
         for name in (*self._arrays, *self._static):
+            if name not in state:
+                raise FormatError(
+                    f"a stored {type(self).__name__} has no {name}",
+                    expected=", ".join((*self._arrays, *self._static)),
+                )
             object.__setattr__(self, name, state[name])
-        self._declare(state["padded"])
+        self.__post_init__(True)
+
+
+def _hand_on(old: Tensor, new: Tensor) -> None:
+    """What is known of an array holds for a copy of it."""
+    found = None if torch.compiler.is_compiling() or new is old else facts.known(old)
+    if found is not None and facts.known(new) is None:
+        facts.declare(
+            new,
+            low=found.low,
+            high=found.high,
+            sorted=found.sorted,
+            unique=found.unique,
+            padded=found.padded,
+        )
 
 
 def _mapped(

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
+from insum import facts
 from insum.formats import entries as E
 from insum.formats import layout
 from insum.formats.convert import SparseFormat
-from insum.plan import facts
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -61,9 +61,7 @@ class COO(SparseFormat):
             padded=False, values=source.values, indices=source.coords, shape=source.shape
         )
         if source.pointers is not None:  # CSR came with them
-            facts.facts_of(made.indices[0]).pointers[source.shape[0]] = source.pointers.to(
-                E.index_dtype(source.count)
-            )
+            facts.keep_pointers(made.indices[0], source.shape[0], source.pointers)
         return made
 
     def _permuted(self, dims: tuple[int, ...]) -> Self:

@@ -49,6 +49,7 @@ class EinsumExplanation:
 
 def explain_einsum(
     statement: str,
+    /,
     *operands: Operand,
     dense_output: bool = False,
     out_shape: Sequence[Size] | None = None,

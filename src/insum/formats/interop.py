@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from insum.compat.sparse import indices_of
 from insum.errors import DeviceError, DtypeError, FormatError, UnsupportedError
 from insum.formats import entries as E
 from insum.formats.validate import Verdict, check_shape, range_verdicts
@@ -48,12 +49,7 @@ def from_entries(
             expected="all arrays on one device",
         )
     if check:
-        _check_ranges(
-            [
-                (f"indices[{d}]", c, size, f"dimension {d} of size {size}")
-                for d, (c, size) in enumerate(zip(coords, shape))
-            ]
-        )
+        _check_ranges(_dimensions(coords, shape))
     return E.collect(coords, values, shape, order=order)
 
 
@@ -61,7 +57,7 @@ def from_torch(x: Tensor, check: bool) -> E.Entries:
     """Entries of a `torch.sparse` tensor."""
     check_shape(tuple(x.shape))
     if x.layout == torch.sparse_coo:
-        return _from_coo(x)
+        return _from_coo(x, check)
     if x.layout in _COMPRESSED:
         return _from_compressed(x, check)
     raise UnsupportedError(
@@ -90,9 +86,12 @@ def from_scipy(
         block = tuple(int(b) for b in x.blocksize) if kind == "bsr" else None
         return _compressed(compressed, plain, values, shape, kind == "csc", block, check)
     coo = x.tocoo()
-    coords = coo.coords if hasattr(coo, "coords") else (coo.row, coo.col)
+    held = coo.coords if hasattr(coo, "coords") else (coo.row, coo.col)
+    coords = [_array(c, target) for c in held]
+    if check:
+        _check_ranges(_dimensions(coords, shape))
     return E.collect(
-        [_array(c, target) for c in coords],
+        coords,
         _array(coo.data, target, dtype),
         shape,
         order=tuple(range(len(shape))),
@@ -222,12 +221,19 @@ def pointers_of(sorted_coords: Tensor, rows: int) -> Tensor:
 # --- torch.sparse ---
 
 
-def _from_coo(x: Tensor) -> E.Entries:
-    x = x if x.is_coalesced() else x.coalesce()
+def _from_coo(x: Tensor, check: bool) -> E.Entries:
+    """torch itself looks neither at the indices of a sparse tensor nor at the claim that they are
+    in order.
+    """
     shape, sparse = tuple(x.shape), x.sparse_dim()
+    if check:
+        # before torch sorts them by a key in which one out of range looks like another
+        _check_ranges(_dimensions(indices_of(x), shape))
+    x = x if x.is_coalesced() else x.coalesce()
     coords = tuple(c.to(E.index_dtype(s)) for c, s in zip(x.indices(), shape))
     if sparse == x.dim():
-        return E.Entries(coords, x.values(), shape, tuple(range(sparse)))
+        order = tuple(range(sparse))
+        return E.collect(coords, x.values(), shape, order=order, in_order=not check)
     # A hybrid tensor's dense dimensions are one block each.
     block = (1,) * sparse + shape[sparse:]
     zero = (
@@ -236,8 +242,13 @@ def _from_coo(x: Tensor) -> E.Entries:
         else torch.zeros(x.values().shape[0], dtype=torch.int32, device=x.device)
     )
     blocks = x.values().reshape(-1, *block)
-    return E.Entries(
-        (*coords, *[zero] * (x.dim() - sparse)), blocks, shape, tuple(range(x.dim())), block
+    return E.collect(
+        (*coords, *[zero] * (x.dim() - sparse)),
+        blocks,
+        shape,
+        order=tuple(range(x.dim())),
+        block_shape=block,
+        in_order=not check,
     )
 
 
@@ -256,7 +267,7 @@ def _from_compressed(x: Tensor, check: bool) -> E.Entries:
     shape = tuple(x.shape)
     if not batch:
         return _compressed(compressed, plain, values, shape, not by_row, block, check)
-    return _batched(compressed, plain, values, shape, not by_row, block)
+    return _batched(compressed, plain, values, shape, not by_row, block, check)
 
 
 def _compressed(
@@ -296,12 +307,15 @@ def _batched(
     shape: tuple[int, ...],
     by_column: bool,
     block: tuple[int, ...] | None,
+    check: bool,
 ) -> E.Entries:
     """One matrix of the same number of entries per batch; the batch dimensions come first and are
     never blocked.
     """
     batch, inner = shape[:-2], block or ()
     grid = E.grid_of(shape[-2:], block) if block else shape[-2:]
+    if check:
+        _check_pointers(compressed, plain, grid, (1, 0) if by_column else (0, 1))
     lines = grid[1] if by_column else grid[0]
     line = torch.repeat_interleave(
         torch.arange(math.prod(batch) * lines, device=plain.device),
@@ -386,6 +400,16 @@ def _check_coords(name: str, c: Tensor, first: Tensor) -> None:
         )
 
 
+def _dimensions(
+    coords: Sequence[Tensor] | Tensor, shape: tuple[int, ...]
+) -> list[tuple[str, Tensor, int, str]]:
+    """Coordinates and what each must stay below, as `_check_ranges` takes them."""
+    return [
+        (f"indices[{d}]", c, size, f"dimension {d} of size {size}")
+        for d, (c, size) in enumerate(zip(coords, shape))
+    ]
+
+
 def _check_ranges(arrays: list[tuple[str, Tensor, int, str]]) -> None:
     raise_first(
         [
@@ -408,17 +432,19 @@ def raise_first(verdicts: list[Verdict]) -> None:
 def _check_pointers(
     compressed: Tensor, plain: Tensor, grid: tuple[int, ...], native: tuple[int, ...]
 ) -> None:
+    """Of one matrix, or of a batch of them along the leading dimensions."""
     rows, columns = grid[native[0]], grid[native[1]]
-    if compressed.shape != (rows + 1,):
+    if compressed.shape[-1] != rows + 1:
         raise FormatError(
-            f"there are {compressed.shape[0]} row pointers for {rows} rows", expected=f"{rows + 1}"
+            f"there are {compressed.shape[-1]} row pointers for {rows} rows", expected=f"{rows + 1}"
         )
-    bad = (compressed[0] != 0) | (compressed[-1] != plain.shape[0]) | (compressed.diff() < 0).any()
+    wide = compressed.long()
+    bad = (wide[..., 0] != 0) | (wide[..., -1] != plain.shape[-1]) | (wide.diff() < 0).any(-1)
     wrong = Verdict(
-        bad,
+        bad.any(),
         lambda: FormatError(
             "the row pointers do not rise from 0 to the number of entries",
-            expected=f"0 <= ... <= {plain.shape[0]}, never falling",
+            expected=f"0 <= ... <= {plain.shape[-1]}, never falling",
         ),
     )
     raise_first(

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from insum.errors import FormatError
+from insum.errors import DtypeError, FormatError
+from insum.formats import validate
 from insum.formats.convert import FORMATS, SparseFormat
 
 
@@ -45,8 +46,14 @@ class SparseParameter(nn.Module):
         for name, tensor in zip(self._buffer_names(), list(x.tensors())[x.values is not None :]):
             self.register_buffer(name, tensor)
         self.register_load_state_dict_pre_hook(_make_room)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_look)  # type: ignore[no-untyped-call]
 
     def forward(self) -> SparseFormat:
+        made = self._made()
+        made._look()  # at arrays that were moved, loaded or written into
+        return made
+
+    def _made(self) -> SparseFormat:
         arrays: dict[str, Any] = {"values": self.values}
         for name, count in self._counts.items():
             arrays[name] = (
@@ -54,20 +61,17 @@ class SparseParameter(nn.Module):
                 if count is None
                 else tuple(getattr(self, f"{name}_{i}") for i in range(count))
             )
-        made = FORMATS[self._kind]._make(**arrays, **self._fixed)
-        # of arrays that were moved or loaded; what a format knows of them holds all the same
-        made._declare(True, only_new=True)
-        return made
+        return FORMATS[self._kind]._make(**arrays, **self._fixed)
 
     def extra_repr(self) -> str:
-        return repr(self.forward())
+        return repr(self._made())
 
     def get_extra_state(self) -> dict[str, Any]:
         return {"format": self._kind, **self._fixed}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         mine = self.get_extra_state()
-        if state != mine:
+        if repr(state) != repr(mine):  # of whatever the file holds: a tensor, say, compares to none
             raise FormatError(
                 f"the saved state is of {state}",
                 expected=f"{mine}",
@@ -83,15 +87,37 @@ class SparseParameter(nn.Module):
 
 
 def _make_room(module: nn.Module, state: dict[str, Tensor], prefix: str, *_: object) -> None:
-    """Before loading: arrays of other sizes than ours get new tensors to be loaded into."""
+    """Before loading: values of another size than ours get a new tensor to be loaded into, and
+    index arrays always do, for ours may be those of the caller's format, or of another module.
+    """
     assert isinstance(module, SparseParameter)
-    for name in ("values", *module._buffer_names()):
-        mine, theirs = getattr(module, name), state.get(prefix + name)
-        if mine is None or theirs is None or mine.shape == theirs.shape:
-            continue
-        room = torch.empty(theirs.shape, dtype=mine.dtype, device=mine.device)
-        setattr(
-            module,
-            name,
-            nn.Parameter(room, requires_grad=mine.requires_grad) if name == "values" else room,
+    held = {name: state.get(prefix + name) for name in module._buffer_names()}
+    # of anything but a tensor torch itself says what is wrong
+    room = {
+        name: _room(name, theirs, getattr(module, name).device)
+        for name, theirs in held.items()
+        if isinstance(theirs, Tensor)
+    }
+    for name, empty in room.items():  # once all of them are found to be index arrays
+        setattr(module, name, empty)
+    mine, theirs = module.values, state.get(prefix + "values")
+    if mine is not None and isinstance(theirs, Tensor) and mine.shape != theirs.shape:
+        empty = torch.empty(theirs.shape, dtype=mine.dtype, device=mine.device)
+        module.values = nn.Parameter(empty, requires_grad=mine.requires_grad)
+
+
+def _room(name: str, theirs: Tensor, device: torch.device) -> Tensor:
+    """Index arrays are loaded as they are: to round or to cut them would make others of them."""
+    if theirs.dtype not in (torch.int32, torch.int64):
+        raise DtypeError(
+            f"the saved {name} holds {str(theirs.dtype).removeprefix('torch.')}",
+            expected="int32 or int64",
         )
+    return torch.empty(theirs.shape, dtype=theirs.dtype, device=device)
+
+
+def _look(module: nn.Module, _: object) -> None:
+    """After loading: a broken file is an error here, and not at the first product."""
+    assert isinstance(module, SparseParameter)
+    made = module._made()
+    made._declare(validate.check(made))

@@ -8,8 +8,10 @@ import math
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from insum import facts
 from insum.errors import FormatError
 from insum.formats import entries as E
 from insum.formats import layout
@@ -102,7 +104,8 @@ class NeighborTable(SparseFormat):
         made = self._make(
             **turned, shape=tuple(self.shape[d] for d in dims), dim=dims.index(self.dim)
         )
-        made._declare(self._may_be_padded())
+        if not torch.compiler.is_compiling() and facts.known(self.table) is not None:
+            made._declare(self._may_be_padded())
         return made
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from insum.api import no_option
 from insum.errors import BindingError, FormatError
 from insum.formats.convert import SparseFormat
 from insum.formats.grouped import GroupCOO
@@ -53,6 +54,7 @@ class TunedFormat:
 def tune(
     A: SparseFormat,
     statement: str,
+    /,
     *,
     effort: str = "none",
     timer: Timer | None = None,
@@ -79,6 +81,7 @@ def tune(
             expected="a GroupCOO, a BlockGroupCOO or a NeighborTable",
             remedy="A.to_format('GroupCOO')",
         )
+    no_option(statement, "effort", "timer")
     name = _name(statement, operands)
     timer = timer or timer_for(A.device)
     made, best = _spellings(A)

@@ -192,12 +192,15 @@ def _verdicts(x: FormatBase) -> list[Verdict]:
 def range_verdicts(name: str, array: Tensor, size: int, low: int, what: str) -> list[Verdict]:
     """Whether all values lie in ``low .. size-1``: one pass, and a second to find the place only
     where they do not.
+
+    Compared as int64: beside an int8 tensor torch takes the limit 200 for -56.
     """
     if not array.numel():
         return []
 
     def explain() -> InsumError:
-        place = ((array < low) | (array >= size)).nonzero()[0].tolist()
+        wide = array.long()
+        place = ((wide < low) | (wide >= size)).nonzero()[0].tolist()
         value = int(array[tuple(place)])
         expected = f"values from {max(low, 0)} to {size - 1}" + (
             ", or -1 for padding" if low < 0 else ""
@@ -206,7 +209,7 @@ def range_verdicts(name: str, array: Tensor, size: int, low: int, what: str) -> 
             f"{name}[{', '.join(map(str, place))}] is {value}, outside {what}", expected=expected
         )
 
-    least, most = torch.aminmax(array)
+    least, most = (bound.long() for bound in torch.aminmax(array))
     return [Verdict((least < low) | (most >= size), explain)]
 
 

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from insum.fusion.later import Later, later_of
 from insum.fusion.origin import Origin, origin_of
-from insum.fusion.read import CONTRACTIONS, IndexTensor, Reader, reaching
+from insum.fusion.read import CONTRACTIONS, Around, IndexTensor, Reader, reaching
 from insum.fusion.shapes import (
     ZERO,
     Stop,
@@ -26,7 +27,17 @@ from insum.fusion.shapes import (
 )
 from insum.fusion.views import FLOATS, VIEWS, Indices
 from insum.lang.bind import Size
-from insum.lang.expr import Access, Expr, Statement, index_of, product, tensors_of, variables
+from insum.lang.expr import (
+    Access,
+    Expr,
+    Number,
+    Product,
+    Statement,
+    index_of,
+    product,
+    tensors_of,
+    variables,
+)
 from insum.plan.rewrite import substitute
 
 aten = torch.ops.aten
@@ -51,6 +62,8 @@ class Chain:
     dims: tuple[int | None, ...]
     # whether what is there already counts: rows that nothing is scattered to keep it in any case
     own: bool = True
+    # tensors that hold other values when the backward pass is run
+    overwritten: frozenset[Node] = frozenset()
 
     @property
     def leaves(self) -> tuple[Node, ...]:
@@ -75,7 +88,8 @@ class Chain:
 
     def origins(self) -> dict[Node, Origin]:
         """Nodes that the statement reads and can compute itself: index tensors, and numbers that
-        take long, from integer tensors alone.
+        take long, from integer tensors alone. Those must not be written to: the backward pass reads
+        what the forward pass has computed of them.
         """
         found = {t.base: origin for t in self.indices if (origin := origin_of(t.base)) is not None}
         found |= {
@@ -83,7 +97,7 @@ class Chain:
             for _, n in self.tensors
             if n not in found and (origin := origin_of(n, sums=True)) is not None and origin.costly
         }
-        return found
+        return {n: o for n, o in found.items() if not self.overwritten.intersection(o.sources)}
 
     @property
     def saved(self) -> int:
@@ -111,9 +125,10 @@ def find(graph: Graph, accept: Callable[[Chain], str]) -> Chains:
     changes: the set of kept nodes only grows.
     """
     kept: frozenset[Node] = frozenset()
+    later = later_of(graph)
     while True:
-        chains, left = _round(graph, kept, accept)
-        more = _needed(graph, chains) - kept
+        chains, left = _round(graph, kept, later, accept)
+        more = (_needed(graph, chains) | _saved(chains, later)) - kept
         if not more:
             return Chains(
                 tuple(reversed(chains.values())),
@@ -123,7 +138,10 @@ def find(graph: Graph, accept: Callable[[Chain], str]) -> Chains:
 
 
 def _round(
-    graph: Graph, kept: frozenset[Node], accept: Callable[[Chain], str]
+    graph: Graph,
+    kept: frozenset[Node],
+    later: Later,
+    accept: Callable[[Chain], str],
 ) -> tuple[dict[Node, Chain], dict[Node, str]]:
     chains: dict[Node, Chain] = {}
     left: dict[Node, str] = {}
@@ -144,7 +162,8 @@ def _round(
         ):
             continue
         try:
-            chain = ROOTS[node.target](node, kept, reaches)
+            around = Around(kept, reaches, later.overwritten, node in later.backward)
+            chain = ROOTS[node.target](node, around)
             why = accept(chain)
         except Stop as reason:
             why = str(reason)
@@ -169,6 +188,12 @@ def _needed(graph: Graph, chains: dict[Node, Chain]) -> frozenset[Node]:
     return frozenset(
         n for n in inside & alive if n.target not in VIEWS and _used_outside(n, inside, alive)
     )
+
+
+def _saved(chains: dict[Node, Chain], later: Later) -> frozenset[Node]:
+    """Nodes that chains of the backward pass read, and that have to be computed before it."""
+    leaves = (n for root, one in chains.items() if root in later.backward for n in one.leaves)
+    return later.computed.intersection(leaves)
 
 
 def _used_outside(node: Node, inside: set[Node], alive: set[Node]) -> bool:
@@ -206,11 +231,11 @@ def _below(node: Node) -> list[Node]:
 # --- roots ----------------------------------------------------------------------------------------
 
 
-def _contraction(node: Node, kept: frozenset[Node], reaches: Callable[[Node], bool]) -> Chain:
+def _contraction(node: Node, around: Around) -> Chain:
     """A sum over something gathered, with nothing scattered: dot products per edge, the gradient of
     a weight.
     """
-    reader = Reader(kept - {node}, reaches)
+    reader = Reader(replace(around, kept=around.kept - {node}))
     at = reader.variables(node)
     factors = CONTRACTIONS[node.target](reader, node, at, False)
     return _chain(node, reader, at, factors, None)
@@ -221,24 +246,23 @@ def _scattered(
     base: Node,
     message: Node,
     at: Callable[[Reader], tuple[Indices, Indices]],
-    kept: frozenset[Node],
-    reaches: Any,
+    around: Around,
     operator: str = "=",
 ) -> Chain:
     """A scatter of ``message`` into ``base``; ``at`` gives the indices of both."""
-    reader = Reader(kept, reaches)
+    reader = Reader(around, sums=operator == "=")
     target, source = at(reader)
     reader.inline(node)
     return _chain(node, reader, target, reader.value(message, source), base, operator)
 
 
-def _index_put(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
+def _index_put(node: Node, around: Around) -> Chain:
     if len(node.args) < 4 or node.args[3] is not True:
         raise Stop("it overwrites, and does not add")
     base, tensors, message = node.args[:3]
     if str(node.meta.get("original_aten")) == str(aten.embedding_dense_backward.default):
         message = _of_embedding(message, tensors)
-    return _put(node, base, tensors, message, kept, reaches)
+    return _put(node, base, tensors, message, around)
 
 
 def _of_embedding(message: Any, tensors: Any) -> Any:
@@ -273,7 +297,7 @@ def _of_embedding(message: Any, tensors: Any) -> Any:
     return value if alone and same_shape else message
 
 
-def _masked_put(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
+def _masked_put(node: Node, around: Around) -> Chain:
     """The gradient of an embedding: a mask leaves out what lies outside of the table, and that
     would be an error before.
     """
@@ -285,7 +309,7 @@ def _masked_put(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
         or not _only_range(mask, tensors[0], shape_of(base)[0])
     ):
         raise Stop("a mask leaves out some of what it adds")
-    return _put(node, base, tensors, message, kept, reaches)
+    return _put(node, base, tensors, message, around)
 
 
 def _only_range(mask: Any, index: Any, size: Size) -> bool:
@@ -308,9 +332,7 @@ def _only_range(mask: Any, index: Any, size: Size) -> bool:
     )
 
 
-def _put(
-    node: Node, base: Any, tensors: Any, message: Any, kept: frozenset[Node], reaches: Any
-) -> Chain:
+def _put(node: Node, base: Any, tensors: Any, message: Any, around: Around) -> Chain:
     assert isinstance(base, Node) and isinstance(message, Node)
 
     def at(reader: Reader) -> tuple[Indices, Indices]:
@@ -345,10 +367,10 @@ def _put(
         full = (*free[:lead], *inner, *free[lead:])
         return reader.placed(tensors, base, full), broadcast(full, shape_of(message))
 
-    return _scattered(node, base, message, at, kept, reaches)
+    return _scattered(node, base, message, at, around)
 
 
-def _index_add(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
+def _index_add(node: Node, around: Around) -> Chain:
     base, dim, index, message = node.args[:4]
     assert isinstance(base, Node) and isinstance(index, Node) and isinstance(message, Node)
     if node.kwargs.get("alpha", 1) != 1:
@@ -362,10 +384,10 @@ def _index_add(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
         place = reader.index(index, (source[d],), shape_of(base)[d], wraps=False)
         return (*source[:d], place, *source[d + 1 :]), source
 
-    return _scattered(node, base, message, at, kept, reaches)
+    return _scattered(node, base, message, at, around)
 
 
-def _scatter_add(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
+def _scatter_add(node: Node, around: Around) -> Chain:
     base, dim, index, message = node.args[:4]
     if not isinstance(message, Node):
         raise Stop("it adds a number")
@@ -386,7 +408,7 @@ def _scatter_add(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
             )
         return (*source[:d], place, *source[d + 1 :]), source
 
-    return replace(_scattered(node, base, message, at, kept, reaches, operator), own=own)
+    return replace(_scattered(node, base, message, at, around, operator), own=own)
 
 
 def _reduction(node: Node) -> tuple[str, bool]:
@@ -403,7 +425,7 @@ def _reduction(node: Node) -> tuple[str, bool]:
     return "=", True
 
 
-def _biased(node: Node, kept: frozenset[Node], reaches: Any) -> Chain:
+def _biased(node: Node, around: Around) -> Chain:
     raise Stop("it adds a bias to a product, which is two products")
 
 
@@ -454,6 +476,10 @@ def _chain(
     whole = substitute(Access("out", tuple(i for _, i in places)), change)
     assert isinstance(whole, Access)
     statement = Statement(whole, operator, product([substitute(f, change) for f in factors]))
+    used = {*variables(statement.target), *variables(statement.value)}
+    if operator == "=" and not reader.extents.keys() - reader.splits.keys() <= used:
+        raise Stop("it adds up equal values")
+    _check_number(statement)
     _check(root, reader)
     zero = base is not None and operator == "=" and is_zero(base)
     reads = set(tensors_of(statement))
@@ -476,7 +502,22 @@ def _chain(
             None if index.var in reader.extents and target[d].var != index.var else d
             for d, index in places
         ),
+        overwritten=reader.around.overwritten,
     )
+
+
+def _check_number(statement: Statement) -> None:
+    """That the product of all numbers is one that a kernel can write."""
+    value = statement.value
+    factors = value.factors if isinstance(value, Product) else (value,)
+    limits = torch.finfo(torch.float32)
+    for one in factors:
+        if (
+            isinstance(one, Number)
+            and one.value
+            and not limits.tiny <= abs(one.value) <= limits.max
+        ):
+            raise Stop("it is multiplied by numbers whose product is too large or too small")
 
 
 def _check(root: Node, reader: Reader) -> None:

@@ -14,13 +14,14 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule
 
+from insum.bounded import is_first
 from insum.compat import compiler
 from insum.errors import SettingsError
 from insum.fusion.rewrite import fuse
 from insum.settings import settings
 
+_FUSE, _REST = "insum.fuse", "insum.rest"
 _RESTS = ("inductor", "eager")
-_warned: list[str] = []
 
 
 def backend(
@@ -38,7 +39,13 @@ def backend(
     inputs.
     """
     more = dict(options or {})
-    wish, rest = str(more.pop("insum.fuse", "")), more.pop("insum.rest", "inductor")
+    wish, rest = str(more.pop(_FUSE, "")), more.pop(_REST, "inductor")
+    unknown = [name for name in more if name.startswith("insum.")]
+    if unknown:
+        raise SettingsError(
+            f"there is no option {unknown[0]!r}",
+            expected=f"{_FUSE!r} or {_REST!r}; options without 'insum.' are Inductor's",
+        )
     if wish not in ("", "auto", "always", "never"):
         raise SettingsError(
             f"options['insum.fuse'] is {wish!r}", expected="'auto', 'always' or 'never'"
@@ -92,8 +99,7 @@ def _identity() -> str:
 
 
 def _warn_once() -> None:
-    if not _warned:
-        _warned.append("said")
+    if is_first("no pass over graphs"):
         warnings.warn(
             "insum: this version of torch takes no pass over its graphs; models are compiled "
             "by the default backend, nothing is fused",

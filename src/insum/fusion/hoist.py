@@ -19,6 +19,7 @@ from torch.fx import Graph, Node
 from insum.compat.sizes import known_true, symbols_from_data
 from insum.fusion import computed
 from insum.fusion.chains import Chain
+from insum.fusion.later import later_of
 from insum.fusion.origin import SUMS, Origin, has_known_shape, origin_of, pure_nodes, waits
 from insum.fusion.report import Once
 from insum.fusion.shapes import alike, is_contiguous, points, same, shape_of
@@ -159,11 +160,13 @@ def _most(node: Node, dim: Any) -> Size | None:
 
 
 class _Known:
-    """Origins of nodes, each looked for once."""
+    """Origins of nodes, each looked for once. What is written to is none: the backward pass would
+    find something else there.
+    """
 
     def __init__(self, graph: Graph) -> None:
         self.origins: dict[Node, Origin | None] = {}
-        self.pure = pure_nodes(graph)
+        self.pure, self.overwritten = pure_nodes(graph), later_of(graph).overwritten
         self.symbols = [
             n
             for n in graph.nodes
@@ -177,7 +180,9 @@ class _Known:
                 and node in self.pure
                 and isinstance(node.meta.get("val"), Tensor)
             )
-            self.origins[node] = origin_of(node, sums=True) if computes else None
+            origin = origin_of(node, sums=True) if computes else None
+            gone = origin is not None and not self.overwritten.isdisjoint(origin.sources)
+            self.origins[node] = None if gone else origin
         return self.origins[node]
 
     def is_worth_it(self, node: Node) -> bool:

@@ -18,30 +18,20 @@ import torch
 from torch import Tensor
 
 from insum import memory
+from insum.call import prepare
 from insum.compat.calls import PLAIN
 from insum.errors import IndexRangeError
-from insum.fusion.indices import (
-    Selects,
-    looks_are_free,
-    part,
-    read,
-    seen_once,
-    select,
-    wrapped,
-    written,
-)
+from insum.facts import known_now
+from insum.fusion.indices import Selects, read, select, wrapped, written
 from insum.lang.expr import Access, Affine, Expr, Statement, accesses, index_of, rewrite
 from insum.lang.parser import parse
-from insum.plan.facts import facts_of, pass_by
-from insum.request import Request, prepare
+from insum.request import Request
 
 #: Variables of a template: the points of a chain, and the number of the chain. In the statements it
 #: becomes, a row, or a group and a place in it.
 POINT, PIECE, ROW, GROUP, SLOT = "point", "piece", "row", "group", "slot"
 #: Points of one group, and how many times as many places as points a table may have.
 GROUP_SIZE, SPARSEST = 64, 8
-#: Calls in a row with other index tensors after which they are no longer looked at closely.
-PATIENCE = 2
 Part: TypeAlias = tuple[int, Selects]
 
 
@@ -156,33 +146,19 @@ class Made:
         return tuple(name for name in self.indices if name != "pieces")
 
 
-#: Calls of an op in a row for which something had to be made.
-_strangers: dict[str, int] = {}
-
-
 def made_for(text: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Made:
     joined = joined_of(text)
-    if any(type(t) not in PLAIN for t in tensors):
-        return _make(joined, tensors, sizes, select, closely=False)
-    hurried = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
-    before = _strangers.pop(text, 0)
-
-    def make() -> Made:
-        _strangers[text] = before + 1
-        closely = looks_are_free(tensors[0]) or not hurried and before <= PATIENCE
-        return _make(joined, tensors, sizes, part, closely=closely)
-
     first, *others = tensors[len(joined.values) :]
-    return memory.remembered(first, ("joined", text, tuple(sizes)), make, *others)
+    make = functools.partial(_make, joined, tensors, sizes)
+    if any(type(t) not in PLAIN for t in tensors):
+        return make(closely=False)
+    closely = all(known_now(t) is not None for t in (first, *others))
+    key = "joined", text, tuple(sizes), closely
+    return memory.remembered(first, key, lambda: make(closely=closely), *others)
 
 
 def _make(
-    joined: Joined,
-    tensors: Sequence[Tensor],
-    sizes: Sequence[int],
-    taken: Callable[[Tensor, Selects], Tensor],
-    *,
-    closely: bool,
+    joined: Joined, tensors: Sequence[Tensor], sizes: Sequence[int], *, closely: bool
 ) -> Made:
     template = parse(joined.template)
     shapes = {
@@ -191,49 +167,36 @@ def _make(
     }
     most = limits(template, shapes)
     parts: dict[str, list[Tensor]] = {}
+    seen: dict[str, list[Tensor]] = {}
     for k, one in enumerate(joined.parts):
-        own, limit, wraps = (
-            [taken(tensors[place], selects) for place, selects in one],
-            min(most[f"n{k}"]),
-            k in joined.wraps,
-        )
-        parts[f"n{k}"] = (
-            [_looked_at(joined, p, limit, wraps) for p in own]
-            if closely
-            else _unseen(f"n{k}", own, limit, wraps)
-        )
-    rows = _rows(template, parts, most) if closely else None
-    if rows is not None:
-        return _table(template, parts, rows, most)
-    made = _groups(template, parts)
-    if not closely:
-        for name in made.padded:
-            pass_by(made.indices[name], min(most[name]) - 1)
-    return made
+        limit, wraps = min(most[f"n{k}"]), k in joined.wraps
+        own = [select(tensors[place], selects) for place, selects in one]
+        if closely:
+            for part in own:
+                _check(joined, part, limit, wraps)
+        parts[f"n{k}"] = [wrapped(p, limit) if wraps else _never_absent(p, limit) for p in own]
+        seen[f"n{k}"] = own
+    rows = _rows(template, seen, most) if closely else None
+    return _groups(template, parts) if rows is None else _table(template, parts, rows, most)
 
 
-def _looked_at(joined: Joined, tensor: Tensor, limit: int, wraps: bool) -> Tensor:
-    """An index tensor with values from 0 to ``limit``, which is found out here: once it is put
-    together with others, -1 is an absent point.
+def _never_absent(tensor: Tensor, limit: int) -> Tensor:
+    """Once put together with others, -1 is an absent point: a negative index is made one that is
+    out of range all the same.
     """
-    found = wrapped(tensor, limit) if wraps else tensor
-    facts = facts_of(found)
-    if found.numel() and (facts.low < 0 or facts.high >= limit):
-        bad, low = facts.low if facts.low < 0 else facts.high, -limit if wraps else 0
-        fact = (
-            f"an index is {bad - limit if wraps and bad < 0 else bad}, but it indexes a "
-            f"dimension of size {limit}"
-        )
-        raise IndexRangeError(
-            fact, statement=joined.template, expected=f"values from {low} to {limit - 1}"
-        )
-    return found
+    return torch.where(tensor < 0, limit, tensor)
 
 
-def _unseen(name: str, own: list[Tensor], limit: int, wraps: bool) -> list[Tensor]:
-    """The same for index tensors that nobody looks at: checked on the device, all at once."""
-    return list(
-        torch.split(seen_once(name, torch.cat(own), limit, wraps), [p.numel() for p in own])
+def _check(joined: Joined, tensor: Tensor, limit: int, wraps: bool) -> None:
+    """An index tensor whose values are known has none out of range."""
+    facts, low = known_now(tensor), -limit if wraps else 0
+    if facts is None or not tensor.numel() or facts.low >= low and facts.high < limit:
+        return
+    bad = facts.low if facts.low < low else facts.high
+    raise IndexRangeError(
+        f"an index is {bad}, but it indexes a dimension of size {limit}",
+        statement=joined.template,
+        expected=f"values from {low} to {limit - 1}",
     )
 
 
@@ -255,7 +218,7 @@ def _rows(
             or count * limit > SPARSEST * points
         ):
             continue
-        if all(facts_of(p).unique for p in parts[name]):
+        if all((f := known_now(p)) is not None and f.unique and f.low >= 0 for p in parts[name]):
             return name
     return None
 

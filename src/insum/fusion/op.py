@@ -17,28 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from insum import memory
+from insum.call import prepare
 from insum.compat.calls import PLAIN, are_plain, shorten
-from insum.fusion import ways
 from insum.fusion.computed import computed
-from insum.fusion.indices import (
-    Selects,
-    is_passing,
-    looks_are_free,
-    part,
-    read,
-    seen_once,
-    select,
-    wrapped,
-    written,
-)
+from insum.fusion.indices import Selects, read, select, wrapped, written
 from insum.lang.expr import Access
 from insum.lang.parser import parse
 from insum.ops import decode
-from insum.plan.facts import known, pass_by
-from insum.request import Request, prepare
-from insum.runtime import fused
-from insum.runtime.program import Program
-from insum.settings import settings
+from insum.request import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,8 +148,6 @@ class Places:
         """applied """
         """to."""
     )
-    decisive: tuple[int, ...]
-    """Tensors that decide index tensors, and what is computed."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -173,11 +158,7 @@ def _places(spec: Spec) -> Places:
         for one in spec.origins
     )
     views = tuple((name, base, place.get(base), selects) for name, base, selects in spec.views)
-    decisive = dict.fromkeys(
-        [at for _, _, at, _ in views if at is not None]
-        + [k for _, _, sources, _ in origins for k in sources]
-    )
-    return Places(spec.plain, views, origins, tuple(decisive))
+    return Places(spec.plain, views, origins)
 
 
 def _values(spec: Spec, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> dict[str, Any]:
@@ -191,15 +172,13 @@ def _values(spec: Spec, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> di
     found: dict[str, Any] = {}
     for name, base, place, selects in places.views:
         if place is None:
-            found[name] = (part if type(made[base]) in PLAIN else select)(made[base], selects)
-        elif type(tensors[place]) not in PLAIN:
-            found[name] = select(tensors[place], selects)
-        elif name in spec.passing:
+            found[name] = select(made[base], selects)
+        elif name in spec.passing and type(tensors[place]) in PLAIN:
             # A new object: compiled code may fill this one with other values, which no version
             # counter tells.
             found[name] = select(tensors[place].data, selects)
         else:
-            found[name] = part(tensors[place], selects)
+            found[name] = select(tensors[place], selects)
     bases = {base for _, base, _, _ in places.views}
     found |= {name: value for name, value in made.items() if name not in bases}
     for name, at in places.plain:
@@ -208,86 +187,18 @@ def _values(spec: Spec, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> di
 
 
 def _request(spec: Spec, sizes: Sequence[Any]) -> Request:
-    return decode((spec.statement, "", [], "", [], spec.size_names, sizes, "", None, ""))[0]
+    plain = decode((spec.statement, "", [], "", [], spec.size_names, sizes, "", None, ""))[0]
+    return replace(plain, wraps=spec.wraps)
 
 
 def _run(
     mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor], sizes: Sequence[int]
 ) -> Tensor:
-    quick = ways.run_path(text, mode, tensors, sizes, target)
-    if quick is not None:
-        return quick
-    spec = spec_of(text)
-    given = (*sizes,)
+    spec, given = spec_of(text), (*sizes,)
     values = _values(spec, tensors, given)
-    passing = False
-    for name, _, _ in spec.views:
-        passing |= is_passing(spec, name, values[name], name in spec.passing)
-    key = spec, given, mode, passing
-    quick = ways.run(key, values, target) if mode != "from" else None
-    if quick is None and passing and mode != "from":
-        quick = ways.stretch((spec, mode), values, given, target)
-    if quick is not None:
-        return quick
-    before = dict(values)
-    result, program = _run_long(mode, target, spec, given, values, passing, key)
-    if (
-        program is not None
-        and not passing
-        and not spec.passing
-        and all(values[name] is before[name] for name in values)
-    ):
-        places = _places(spec)
-        ways.keep_path(
-            text, mode, program, places.plain, places.decisive, (tensors, given, target), values
-        )
-    return result
-
-
-def _run_long(
-    mode: str,
-    target: Tensor | None,
-    spec: Spec,
-    sizes: tuple[int, ...],
-    values: dict[str, Any],
-    passing: bool,
-    key: object,
-) -> tuple[Tensor, Program | str | None]:
-    """The result, and the program for calls that are like this one, where it may be kept."""
-    prepared = prepare(_request(spec, sizes), values, target)
-    limits = tuple((name, high + 1, name in spec.wraps) for name, _, high in prepared.ranges)
-    given = dict(values)
-    for name, limit, wrap in limits:
-        if passing:
-            values[name] = seen_once(name, values[name], limit, wrap)
-            pass_by(values[name], limit - 1)
-        elif wrap:
-            values[name] = wrapped(values[name], limit)
-    prepared.verify(values)
-    if not passing and any(_out_of_sight(values[name]) for name, _, _ in limits):
-        return replace(prepared, fusable=False).run(mode, values, target), None
-    result = prepared.run(mode, values, target)
-    looked = (
-        settings.check == "never"
-        or settings.check != "always"
-        and not any(map(looks_are_free, values.values()))
-    )
-    if not prepared.fusable or mode == "from" or not looked:
-        return result, None
-    program = fused.lookup(prepared.problem, values, target, None)
-    if passing or all(values[name] is given[name] for name, _, _ in limits):
-        ways.keep(key, program, given, limits if passing else (), target)
-    if passing:
-        rank = _rank(spec) if spec.size_names.startswith("out#") else 0
-        ways.keep_stretch((spec, mode), program, values, spec.wraps, rank, target)
-    return result, program
-
-
-def _out_of_sight(tensor: Tensor) -> bool:
-    """Whether nothing is known of an index tensor and nothing can be found out, since a CUDA graph
-    is being captured.
-    """
-    return tensor.is_cuda and known(tensor) is None and torch.cuda.is_current_stream_capturing()
+    call = prepare(_request(spec, given), values, target)
+    call.verify(values)
+    return call.run(mode, values, target)
 
 
 def _fused(spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
@@ -311,8 +222,7 @@ def _fused_extremum(
     else:
         found = _run("new", None, spec, tensors, sizes)
         present = _present(spec, tensors, tuple(sizes))
-        if present is not None:
-            found = torch.where(present, found, base.reshape(flat))
+        found = torch.where(present, found, base.reshape(flat))
     return found if found.shape == base.shape else found.reshape(base.shape)
 
 
@@ -328,27 +238,23 @@ def _scattered(text: str) -> tuple[int, int, str]:
     return len(indices), dim, name
 
 
-def _present(text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor | None:
-    """Rows that something is scattered to, as a mask over the result; None where these are all."""
+def _present(text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
+    """Rows that something is scattered to, as a mask over the result."""
     rank, dim, name = _scattered(text)
-    tensor = _values(spec_of(text), tensors, sizes)[name]
-    rows, facts = int(sizes[dim]), known(tensor) if type(tensor) in PLAIN else None
-    mask: Tensor | None
-    if facts is None or facts.passing or looks_are_free(tensor):
-        mask = _mask(tensor, rows)
-    elif ("present", rows) in facts.derived:
-        mask = facts.derived["present", rows]
-    else:
-        mask = found = _mask(tensor, rows)
-        if not (tensor.is_cuda and torch.cuda.is_current_stream_capturing()):
-            mask = facts.derived["present", rows] = None if bool(found.all()) else found
-    return None if mask is None else mask.view([rows if d == dim else 1 for d in range(rank)])
-
-
-def _mask(tensor: Tensor, rows: int) -> Tensor:
-    return torch.zeros(rows, dtype=torch.bool, device=tensor.device).index_fill(
-        0, tensor.reshape(-1).long(), True
+    spec = spec_of(text)
+    tensor, rows = _values(spec, tensors, sizes)[name], int(sizes[dim])
+    mask = memory.remembered(
+        tensor, ("present", rows), lambda: _mask(tensor, rows, name in spec.wraps)
     )
+    return mask.view([rows if d == dim else 1 for d in range(rank)])
+
+
+def _mask(tensor: Tensor, rows: int, wraps: bool) -> Tensor:
+    """What is out of range is reported by the statement, and marks a row that is not there."""
+    places = wrapped(tensor.reshape(-1), rows) if wraps else tensor.reshape(-1)
+    places = torch.where((places >= 0) & (places < rows), places, rows).long()
+    found = torch.zeros(rows + 1, dtype=torch.bool, device=tensor.device)
+    return found.index_fill_(0, places, True)[:rows]
 
 
 def _fused_extremum_fake(
@@ -410,31 +316,26 @@ _define(
 _define(f"fused_into_(Tensor(a!) target, {_ARGUMENTS}) -> ()", _fused_into_, _fused_into_fake_)
 
 
-# --- the same before the dispatcher is asked, for calls like earlier ones -------------------------
+# --- the same before the dispatcher is asked, on plain terms --------------------------------------
 
 
 def _quick(spec: str, tensors: list[Tensor], sizes: list[int]) -> tuple[Tensor] | None:
-    found = ways.run_path(spec, "new", tensors, sizes, None, True)
-    return None if found is None else (found,)
+    return (_fused(spec, tensors, sizes),) if are_plain(tensors) else None
 
 
 def _quick_into_(
     target: Tensor, spec: str, tensors: list[Tensor], sizes: list[int]
 ) -> tuple[None] | None:
-    if type(target) not in PLAIN:
+    if not are_plain((target, *tensors)):
         return None
-    return None if ways.run_path(spec, "into", tensors, sizes, target, True) is None else (None,)
+    _fused_into_(target, spec, tensors, sizes)
+    return (None,)
 
 
 def _quick_extremum(
     base: Tensor, spec: str, tensors: list[Tensor], sizes: list[int], include_self: bool
 ) -> tuple[Tensor] | None:
-    if (
-        include_self
-        or type(base) not in PLAIN
-        or not are_plain(tensors)
-        or not ways.has_path(spec, "new")
-    ):
+    if not are_plain((base, *tensors)):
         return None
     return (_fused_extremum(base, spec, tensors, sizes, include_self),)
 

@@ -8,6 +8,7 @@ change indices. What cannot be read through is a leaf: a tensor that the stateme
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -29,7 +30,7 @@ from insum.fusion.shapes import (
 )
 from insum.fusion.views import FLOATS, INDICES, VIEWS, Indices, input_of, reshaped
 from insum.lang.bind import Size
-from insum.lang.expr import Access, Affine, Expr, Number, Var, fresh, index_of
+from insum.lang.expr import Access, Affine, Expr, Number, Var, fresh, index_of, variables
 
 aten, prims = torch.ops.aten, torch.ops.prims
 #: A product that has this many times fewer elements than what it is multiplied with is kept: it
@@ -61,12 +62,24 @@ class IndexTensor:
     limit: Size
 
 
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What is known of the graph that a chain stands in."""
+
+    kept: frozenset[Node]  # nodes that are computed anyway
+    reaches: Callable[[Node], bool]  # whether something is gathered somewhere below a node
+    # tensors that hold other values when the backward pass is run, and whether the chain is part
+    # of that
+    overwritten: frozenset[Node]
+    backward: bool
+
+
 @dataclass(slots=True)
 class Reader:
     """One statement on its way: what its right side reads."""
 
-    kept: frozenset[Node]  # nodes that are computed anyway
-    reaches: Callable[[Node], bool]  # whether something is gathered somewhere below a node
+    around: Around
+    sums: bool = True  # whether the statement may sum: a largest sum is no largest value
     names: dict[Node, str] = field(default_factory=dict)
     indices: list[IndexTensor] = field(default_factory=list)
     # index tensors in which a negative value counts from the end
@@ -134,7 +147,7 @@ class Reader:
         computed anew at every point.
         """
         rule = RULES.get(node.target) if node.op == "call_function" else None
-        if rule is None or node in self.kept:
+        if rule is None or node in self.around.kept:
             return [self.leaf(node, at)]
         before = self.state()
         try:
@@ -171,12 +184,14 @@ class Reader:
     def check_computed(self, node: Node, gathered: bool) -> None:
         if gathered:
             raise Stop("it is computed before it is gathered, and so once")
-        if not self.reaches(node):
+        if not self.around.reaches(node):
             raise Stop("nothing is gathered or grows below it")
         if 0 < points(shape_of(node)) * KEEP_SMALL <= self.beside:
             raise Stop("it is small beside what it is multiplied with")
         if node.target in CONTRACTIONS and self.contractions:
             raise Stop("a sum in a sum would be computed anew at every point")
+        if node.target in CONTRACTIONS and not self.sums:
+            raise Stop("it is a sum, of which the largest or smallest is looked for")
 
     def leaf(self, node: Node, at: Indices) -> Access:
         value = value_of(node)
@@ -184,6 +199,7 @@ class Reader:
             raise Stop(f"{node.name} holds {str(value.dtype).removeprefix('torch.')}")
         if value.layout != torch.strided:
             raise Stop(f"{node.name} is sparse")
+        self.check_there(node)
         self.check_extents(node, at)
         if node not in self.names:
             self.names[node] = fresh(node.name, self.taken)
@@ -196,6 +212,23 @@ class Reader:
                 owner, dim = self.extents[index.var]
                 if not same(shape_of(owner)[dim], size):
                     raise Stop(f"a part of {node.name} is read")
+
+    def check_there(self, node: Node) -> None:
+        if self.around.backward and node in self.around.overwritten:
+            raise Stop(f"{node.name} is written to before the backward pass reads it")
+
+    def check_summed(self, index: Affine, factors: list[Expr]) -> list[Expr]:
+        """Factors of a sum over a variable, which have to depend on it: that equal values are added
+        up so many times is nothing that a statement tells.
+        """
+        name = index.var
+        if name is None:
+            return factors
+        there = {v for factor in factors for v in variables(factor)}
+        parts = {part for part, _ in self.splits.get(name, ())}
+        if name not in there and not (parts and parts <= there):
+            raise Stop("it adds up equal values")
+        return factors
 
     def inline(self, node: Node) -> None:
         self.inlined.setdefault(node)
@@ -214,6 +247,7 @@ class Reader:
         value = value_of(node)
         if value.dtype not in INDICES:
             raise Stop(f"the index {node.name} holds {str(value.dtype).removeprefix('torch.')}")
+        self.check_there(node)
         self.check_extents(node, at)
         selects = tuple((d, index.offset) for d, index in enumerate(at) if not index.terms)
         rest = tuple(index for index in at if index.terms)
@@ -273,10 +307,12 @@ def _through(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Ex
     try:
         source, inner = VIEWS[node.target](node, at)
     except Stop:
-        if VIEWS[node.target] is not reshaped or not reader.reaches(node):
+        if VIEWS[node.target] is not reshaped or not reader.around.reaches(node):
             raise
         source, inner = _merged(reader, node, at)
-    if not reader.reaches(source) and any(index.terms and index not in at for index in inner):
+    if not reader.around.reaches(source) and any(
+        index.terms and index not in at for index in inner
+    ):
         raise Stop("a view of a tensor that is there costs nothing, sums in indices do")
     reader.inline(node)
     return reader.value(source, inner, gathered=gathered)
@@ -308,9 +344,10 @@ def _index(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr
 
 
 def _index_select(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
-    source, dim, index = input_of(node), int(node.args[1]) % len(at), input_of(node, 2)  # type: ignore[arg-type]
-    if value_of(index).dim() != 1:
-        raise Stop("its index has no dimension")
+    source, index = input_of(node), input_of(node, 2)
+    if not at or value_of(index).dim() != 1:
+        raise Stop("it has no dimension, or its index has none")
+    dim = int(node.args[1]) % len(at)  # type: ignore[arg-type]
     inner = reader.index(index, (at[dim],), shape_of(source)[dim], wraps=False)
     return _gathered(reader, node, source, (*at[:dim], inner, *at[dim + 1 :]))
 
@@ -335,10 +372,11 @@ def _mul(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     numbers = [a for a in node.args[:2] if not isinstance(a, Node)]
     if (
         any(not isinstance(n, int | float) or isinstance(n, bool) for n in numbers)
+        or not all(map(math.isfinite, numbers))  # type: ignore[arg-type]
         or numbers
         and value_of(node).dtype == torch.float64
     ):
-        raise Stop("it is multiplied by a number that a kernel would round")
+        raise Stop("it is multiplied by a number that a kernel would round, or cannot write")
     reader.inline(node)
     if grows(node):
         reader.grown.append(node)
@@ -363,7 +401,8 @@ def _sum(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     if value_of(source).dtype != value_of(node).dtype:
         raise Stop("it sums in another dtype")
     rank = value_of(source).dim()
-    dims = {int(d) % rank for d in (node.args[1] if len(node.args) > 1 else None) or range(rank)}  # type: ignore[union-attr, arg-type]
+    given = (node.args[1] if len(node.args) > 1 else None) or range(rank)
+    dims = {int(d) % rank for d in given} if rank else set()  # type: ignore[union-attr, arg-type]
     keeps = bool(node.args[2]) if len(node.args) > 2 else bool(node.kwargs.get("keepdim", False))
     reader.inline(node)
     reader.contractions += 1
@@ -374,7 +413,10 @@ def _sum(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
         else next(rest)
         for d in range(rank)
     )
-    return reader.value(source, inner)
+    factors = reader.value(source, inner)
+    for d in dims:
+        reader.check_summed(inner[d], factors)
+    return factors
 
 
 def _matmul(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
@@ -385,15 +427,16 @@ def _matmul(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Exp
     size = shape_of(a)[-1]
     k = ZERO if is_one(size) else reader.variable("k", a, len(at) - 1)
     *batch, i, j = at
-    return [*reader.value(a, (*batch, i, k)), *reader.value(b, (*batch, k, j))]
+    factors = [*reader.value(a, (*batch, i, k)), *reader.value(b, (*batch, k, j))]
+    return reader.check_summed(k, factors)
 
 
 def _matvec(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     a, b = input_of(node), input_of(node, 1)
     reader.inline(node)
     reader.contractions += 1
-    k = reader.variable("k", b, 0)
-    return [*reader.value(a, (*at, k)), *reader.value(b, (k,))]
+    k = ZERO if is_one(shape_of(b)[0]) else reader.variable("k", b, 0)
+    return reader.check_summed(k, [*reader.value(a, (*at, k)), *reader.value(b, (k,))])
 
 
 Rule: TypeAlias = Callable[[Reader, Node, Indices, bool], list[Expr]]

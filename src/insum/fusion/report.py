@@ -53,24 +53,39 @@ class Once:
 
 
 @dataclass(frozen=True, slots=True)
+class Failed:
+    """One of the passes that could not be done, which is a mistake of ours: the graph stayed as it
+    was before it.
+    """
+
+    stage: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"failed {self.stage}: {self.why}"
+
+
+@dataclass(frozen=True, slots=True)
 class Report:
     """All graphs since the last `clear`, or one of them."""
 
     fused: tuple[Fused, ...] = ()
     left: tuple[Left, ...] = ()
     once: tuple[Once, ...] = ()
+    failed: tuple[Failed, ...] = ()
 
     def __str__(self) -> str:
-        return "\n".join(map(str, (*self.fused, *self.once, *self.left))) or "nothing to fuse"
+        every = (*self.fused, *self.once, *self.left, *self.failed)
+        return "\n".join(map(str, every)) or "nothing to fuse"
 
 
 _reports: list[Report] = []
-_MOST = 1000
+MOST_REPORTS = 1000
 
 
 def add(report: Report) -> None:
     _reports.append(report)
-    del _reports[:-_MOST]
+    del _reports[:-MOST_REPORTS]
     if "fusion" in settings.log.split(","):
         print(f"insum: fusion\n  {str(report).replace(chr(10), chr(10) + '  ')}", file=sys.stderr)
 
@@ -85,7 +100,7 @@ def report() -> Report:
     """
     every = [
         tuple(one for r in _reports for one in getattr(r, name))
-        for name in ("fused", "left", "once")
+        for name in ("fused", "left", "once", "failed")
     ]
     return Report(*every)
 

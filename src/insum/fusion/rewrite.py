@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from insum.fusion import series
 from insum.fusion.chains import Chain, Chains, find
 from insum.fusion.cost import objection
 from insum.fusion.hoist import hoist, still_waited_for, sweep
+from insum.fusion.later import later_of, save
 from insum.fusion.op import Computed, Spec
 from insum.fusion.report import Fused, Left, Once, Report, add
 from insum.fusion.series import Series, template_of
-from insum.fusion.shapes import alike, same, shape_of, value_of
+from insum.fusion.shapes import alike, is_contiguous, same, shape_of, value_of
 from insum.fusion.siblings import Siblings
+from insum.fusion.trial import Trial
 from insum.lang.bind import Size
 from insum.lang.expr import accesses, fresh
 
@@ -40,43 +43,69 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
     ``captured``: the graph will be replayed as a CUDA graph, on index tensors whose values nobody
     sees then. They are taken as they come.
     """
-    chains = _worth_it(graph, wish, captured)
-    relations = [] if captured else _join_relations(graph, chains)
-    if relations:
-        chains = _worth_it(graph, wish, captured)
-    backward = _backward(graph)
-    together = [] if captured else series.find(graph, chains.found)
-    joined = {piece.chain.root: one for one in together for piece in one.pieces}
-    fused = [
-        _told(chain, chain.root in backward, captured)
-        for chain in chains.found
-        if chain.root not in joined
-    ]
-    fused += [_told_together(one, one.top in backward) for one in together] + relations
-    left = tuple(Left(node.name, why, node in backward) for node, why in chains.left)
+    trial = Trial(graph)
+    fused: list[Fused] = []
+    stages: dict[str, Callable[[Graph, Chains], list[Fused] | None]] = {}
+    if not captured:
+        stages |= {"relations": _join_relations, "series": _join_series}
+    stages["chains"] = functools.partial(_replace_each, captured=captured)
+    search = functools.partial(_worth_it, graph, wish, captured)
+    chains = trial.run("search", search, Chains((), ()))
+    left = _left(graph, chains)
+    for name, stage in stages.items():
+        if not chains.found:
+            break
+        found = trial.run(name, functools.partial(stage, graph, chains), None)
+        fused += found or []
+        if found != [] and name != "chains":  # done or put back, nodes are others now
+            chains = trial.run("search", search, Chains((), ()))
+            left = _left(graph, chains)
+    once: tuple[Once, ...] = ()
+    if fused:
+        trial.run("sums in place", functools.partial(_add_in_place, graph), None)
+        once = () if captured else trial.run("hoist", functools.partial(hoist, graph), ())
+        trial.run("saved values", functools.partial(save, graph), None)
+    report = Report(tuple(fused), left, once, tuple(trial.failed))
+    if report.fused or report.left or report.failed:
+        add(report)
+    return report
+
+
+def _left(graph: Graph, chains: Chains) -> tuple[Left, ...]:
+    backward = later_of(graph).backward
+    return tuple(Left(node.name, why, node in backward) for node, why in chains.left)
+
+
+def _replace_each(graph: Graph, chains: Chains, captured: bool) -> list[Fused]:
+    """Every chain by an op of its own."""
+    backward = later_of(graph).backward
+    found = [_told(chain, chain.root in backward, captured) for chain in chains.found]
     replaced: dict[Node, Node] = {}
     for chain in chains.found:
-        if chain.root not in joined:
-            replaced[chain.root] = _replace(graph, chain.after(replaced), captured)
-            continue
-        one = joined[chain.root]
-        if chain is one.last:  # all that it reads is there
+        replaced[chain.root] = _replace(graph, chain.after(replaced), captured)
+    _sweep(graph, chains.found, ())
+    return found
+
+
+def _join_series(graph: Graph, chains: Chains) -> list[Fused]:
+    """Chains of one form that are added up, by one op for all."""
+    backward = later_of(graph).backward
+    together = series.find(graph, chains.found)
+    found = [_told_together(one, one.top in backward) for one in together]
+    joined = {piece.chain.root: one for one in together for piece in one.pieces}
+    replaced: dict[Node, Node] = {}
+    for chain in chains.found:
+        one = joined.get(chain.root)
+        if one is not None and chain is one.last:  # all that it reads is there
             replaced[one.top] = _replace_together(graph, one.after(replaced))
-    _sweep(graph, chains.found, [node for one in together for node in (one.top, *one.between)])
-    once: tuple[Once, ...] = ()
-    if chains.found or relations:
-        _add_in_place(graph)
-        once = () if captured else hoist(graph)
-    graph.lint()
-    found = Report(tuple(fused), left, once)
-    if found.fused or found.left:
-        add(found)
+    gone = tuple(chain for chain in chains.found if chain.root in joined)
+    _sweep(graph, gone, [node for one in together for node in (one.top, *one.between)])
     return found
 
 
 def _join_relations(graph: Graph, chains: Chains) -> list[Fused]:
     """Chains that differ in their edges alone, as one each; what is told about those."""
-    backward = _backward(graph)
+    backward = later_of(graph).backward
     made: list[Node] = []
 
     def emit(chain: Chain) -> Node:
@@ -154,22 +183,11 @@ def _told_together(one: Series, backward: bool) -> Fused:
     )
 
 
-def _backward(graph: Graph) -> set[Node]:
-    """Nodes that depend on an upstream gradient."""
-    found: set[Node] = set()
-    for node in graph.nodes:
-        if (
-            node.op == "placeholder"
-            and str(node.target).startswith("tangents")
-            or any(n in found for n in node.all_input_nodes)
-        ):
-            found.add(node)
-    return found
-
-
 def _replace(graph: Graph, chain: Chain, captured: bool) -> Node:
     root = chain.root
     with graph.inserting_before(root):
+        if chain.statement.operator == "=":
+            chain = replace(chain, initial=_laid_out(graph, chain.initial))
         shaped = chain.dims == tuple(range(len(shape_of(root))))
         if chain.statement.operator != "=":
             new = _extremum(graph, chain, captured)
@@ -191,6 +209,16 @@ def _replace(graph: Graph, chain: Chain, captured: bool) -> Node:
     return new
 
 
+def _laid_out(graph: Graph, initial: Node | None) -> Node | None:
+    """What is added to, laid out as results are: the op that adds to it keeps its strides."""
+    if initial is None or is_contiguous(value_of(initial)):
+        return initial
+    value = value_of(initial).clone(memory_format=torch.contiguous_format)
+    new = _made(graph, aten.clone.default, (initial,), value)
+    new.kwargs = {"memory_format": torch.contiguous_format}
+    return new
+
+
 def _replace_together(graph: Graph, one: Series) -> Node:
     """A series by one op, right before its last chain; what else is added is added where it was."""
     joined, tensors = one.joined()
@@ -198,7 +226,8 @@ def _replace_together(graph: Graph, one: Series) -> Node:
     last = one.last.root
     with graph.inserting_before(last):
         sizes = [_size(graph, one.last, one.shaped, dim) for dim in range(value.dim())]
-        new = _made(graph, SERIES, (one.initial, str(joined), tensors, sizes), value)
+        initial = _laid_out(graph, one.initial)
+        new = _made(graph, SERIES, (initial, str(joined), tensors, sizes), value)
     for node in _between(new, last):
         node.meta = {**{k: v for k, v in last.meta.items() if k not in _OWN_META}, **node.meta}
     with graph.inserting_before(one.top):
@@ -328,6 +357,7 @@ def _add_in_place(graph: Graph) -> None:
             if (
                 _can_take(a)
                 and isinstance(b, Node)
+                and a is not b  # twice the same, which is not two results
                 and b.target is FUSED
                 and len(b.users) == 1
                 and alike(a, b, node)

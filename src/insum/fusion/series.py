@@ -17,13 +17,13 @@ from torch.fx import Graph, Node
 
 from insum.fusion.chains import Chain, is_zero
 from insum.fusion.joined import PIECE, POINT, Joined
-from insum.fusion.shapes import is_one, shape_of
+from insum.fusion.shapes import alike, is_one, shape_of
 from insum.lang.expr import Access, Affine, Expr, Statement, accesses, index_of, rewrite, variables
 
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Form:
     """What chains have in common that can be one: a statement in which index tensors are numbered,
     and the tensors that it reads.
@@ -31,6 +31,8 @@ class Form:
 
     template: str
     values: tuple[tuple[str, Node], ...]
+    wraps: frozenset[int]
+    """Numbers of the index tensors in which a negative value counts from the end."""
     slots: int
     """Chains that belong together: the size of the dimension that each has its own slice of."""
 
@@ -88,15 +90,8 @@ class Series:
             tuple((place[p.chain.indices[n].base], p.chain.indices[n].selects) for p in self.pieces)
             for n in range(count)
         )
-        wraps = frozenset(
-            n
-            for p in self.pieces
-            for n, t in enumerate(p.chain.indices)
-            if t.name in p.chain.wrapped
-        )
-        return Joined(
-            form.template, tuple(name for name, _ in form.values), parts, wraps
-        ), tensors + bases
+        names = tuple(name for name, _ in form.values)
+        return Joined(form.template, names, parts, form.wraps), tensors + bases
 
 
 def find(graph: Graph, chains: Sequence[Chain]) -> list[Series]:
@@ -145,7 +140,7 @@ def _after_each_other(last: Node, roots: dict[Node, Chain]) -> Iterator[Series]:
 def _added(top: Node, roots: dict[Node, Chain]) -> Iterator[Series]:
     """Chains, or slices that they fill, whose results are added."""
     leaves, between = leaves_of(top)
-    pieces = {leaf: _leaf_piece(leaf, roots) for leaf in leaves}
+    pieces = {leaf: _leaf_piece(leaf, roots) if alike(leaf, top) else None for leaf in leaves}
     for form in dict.fromkeys(p.form.template for p in pieces.values() if p is not None):
         own = {leaf: p for leaf, p in pieces.items() if p is not None and p.form.template == form}
         whole = _complete(list(own.values()))
@@ -163,7 +158,9 @@ def _added(top: Node, roots: dict[Node, Chain]) -> Iterator[Series]:
 
 
 def leaves_of(top: Node) -> tuple[list[Node], list[Node]]:
-    """What a tree of sums adds, and the sums in it, but for the topmost."""
+    """What a tree of sums adds, and the sums in it, but for the topmost. All of those have the same
+    shape: what is broadcast is a leaf, whatever it is.
+    """
     leaves, between, todo = [], [], [top]
     while todo:
         node = todo.pop()
@@ -172,6 +169,7 @@ def leaves_of(top: Node) -> tuple[list[Node], list[Node]]:
             or node.target is aten.add.Tensor
             and not node.kwargs
             and len(node.users) == 1
+            and alike(node, top)
         )
         if inner and all(isinstance(a, Node) for a in node.args):
             between.append(node)
@@ -185,7 +183,7 @@ def _leaf_piece(leaf: Node, roots: dict[Node, Chain]) -> Piece | None:
     if len(leaf.users) != 1:
         return None
     if leaf in roots:
-        return _piece(roots[leaf], None)
+        return _piece(roots[leaf], None) if roots[leaf].initial is None else None
     if leaf.target is not aten.select_scatter.default:
         return None
     base, value, dim, place = leaf.args
@@ -193,6 +191,7 @@ def _leaf_piece(leaf: Node, roots: dict[Node, Chain]) -> Piece | None:
         not isinstance(base, Node)
         or not is_zero(base)
         or value not in roots
+        or roots[value].initial is not None  # type: ignore[index]
         or len(value.users) != 1  # type: ignore[union-attr]
     ):
         return None
@@ -217,9 +216,7 @@ def _complete(pieces: Sequence[Piece | None]) -> tuple[Piece, ...] | None:
     if len(known) < 2 or len(known) != len(pieces):
         return None
     form = known[0].form
-    if any(
-        p.form.template != form.template or p.form.values != form.values for p in known
-    ) or form.slots != len(known):
+    if any(p.form != form for p in known) or form.slots != len(known):
         return None
     ordered = tuple(sorted(known, key=lambda p: p.place))
     return ordered if [p.place for p in ordered] == list(range(form.slots)) else None
@@ -276,7 +273,8 @@ def _piece(chain: Chain, written: tuple[int, int] | None) -> Piece | None:
     ):
         return None
     text = str(Statement(Access(target.tensor, tuple(at)), "=", value))
-    return Piece(chain, Form(text, chain.tensors, places[0][1]), places[0][0])
+    wraps = frozenset(n for n, t in enumerate(chain.indices) if t.name in chain.wrapped)
+    return Piece(chain, Form(text, chain.tensors, wraps, places[0][1]), places[0][0])
 
 
 def template_of(chain: Chain) -> str | None:

@@ -49,6 +49,8 @@ class Siblings:
         self.graph, self.emit = graph, emit
         self.chains = {chain.root: chain for chain in chains}
         self.stacked: dict[tuple[Node, ...], Node] = {}
+        self.new: set[Node] = set()
+        self.emitted: set[Node] = set()
         self.found: list[tuple[Chain, ...]] = []
         self.replaced: dict[Node, Node] = {}
         self.mode: Any = next(
@@ -72,7 +74,7 @@ class Siblings:
         if len({v.dtype if isinstance(v, Tensor) else None for v in values}) > 1:
             return
         changed = False
-        for group in _groups(leaves, self.kind):
+        for group in _groups([leaf for leaf in leaves if alike(leaf, top)], self.kind):
             term = self.tried(top, group)
             if term is None:
                 continue
@@ -96,19 +98,30 @@ class Siblings:
         for ordered in (group, group[::-1]):
             try:
                 with self.graph.inserting_before(top):
-                    return self.term(ordered)
+                    return self.rests_on_chains(self.term(ordered))
             except (Cannot, Stop):
                 self.stacked = dict(stacked)
                 del self.found[count:]
                 sweep(self.graph, [n for n in self.graph.nodes if n not in known])
         return None
 
+    def rests_on_chains(self, term: Node) -> Node:
+        """The term, which has to be made of chains: products of dense tensors alone are left."""
+        todo = [term]
+        while todo:
+            node = todo.pop()
+            if node in self.emitted:
+                return term
+            todo += node.all_input_nodes if node in self.new else []
+        raise Cannot
+
     # --- terms of a sum ---
 
     def kind(self, leaf: Node) -> tuple[Any, ...] | None:
         """Leaves of one kind may be siblings."""
         if leaf in self.chains:
-            return "chain", template_of(self.chains[leaf])
+            template = template_of(self.chains[leaf])
+            return None if template is None else ("chain", template)
         if leaf.target is aten.mm.default and _slice(leaf.args[1]) is not None:
             return "product", _slice(leaf.args[1])[0]  # type: ignore[index]
         if (
@@ -224,9 +237,12 @@ class Siblings:
         ):
             return self.made(aten.stack.default, list(nodes), 1)
         if first.target in _POINTWISE and not any(n.kwargs for n in nodes):
-            return self.made(
+            new = self.made(
                 first.target, *(self.operand([n.args[k] for n in nodes]) for k in range(2))
             )
+            # else it is the same for all
+            whole = len(shape_of(new)) == 3 and same(shape_of(new)[1], len(nodes))
+            return new if whole else _no()
         if first.target in (aten.view.default, aten.expand.default, aten.unsqueeze.default):
             return self.viewed(nodes)
         if first.target is aten.mm.default:
@@ -259,11 +275,12 @@ class Siblings:
         shape = shape_of(nodes[0])
         if len(shape) != 2 or not isinstance(shape[1], int):
             raise Cannot
-        source = self.stack(sources)
-        target = (
-            aten.expand.default if nodes[0].target is aten.expand.default else aten.view.default
-        )
-        return self.made(target, source, [shape[0], len(nodes), shape[1]])
+        target = aten.view.default
+        if nodes[0].target is aten.expand.default:
+            target = aten.expand.default
+            if any(len(shape_of(s)) != 2 for s in sources):  # type: ignore[arg-type]
+                raise Cannot  # rows that are made by expanding
+        return self.made(target, self.stack(sources), [shape[0], len(nodes), shape[1]])
 
     def multiplied(self, nodes: tuple[Node, ...]) -> Node:
         """``G @ W[r].T``, all of them beside each other."""
@@ -285,12 +302,10 @@ class Siblings:
     def scattered(self, chains: list[Chain]) -> Node:
         """Chains that gather from the same tensors and add each to its own result."""
         first = chains[0]
-        target = first.statement.target.indices[0].atom
-        if (
-            any([n for _, n in c.tensors] != [n for _, n in first.tensors] for c in chains)
-            or len({template_of(c) for c in chains}) != 1
-        ):
+        if any([n for _, n in c.tensors] != [n for _, n in first.tensors] for c in chains):
             raise Cannot
+        places = first.statement.target.indices
+        target = places[0].atom if places else None
         if not isinstance(target, Access) or first.zeros is None:
             raise Cannot
         shape = shape_of(first.root)
@@ -329,8 +344,10 @@ class Siblings:
         if (
             not plain
             or zeros is None
-            or template_of(first) is None
+            or len({_form(c) for c in chains}) != 1
+            or _form(first) is None
             or any(c.zeros is None for c in chains)
+            or _reads(first).count(numbered) != 1
         ):
             raise Cannot
         names = [t.name for t in first.indices]
@@ -338,16 +355,14 @@ class Siblings:
         for k, name in enumerate(names):
             parts = [self.part(c.indices[k]) for c in chains]
             if name == numbered:
-                parts = [
-                    self.made(aten.add.Tensor, self.made(aten.mul.Tensor, part, count), r)
-                    for r, part in enumerate(parts)
-                ]
+                parts = [self.numbered(part, r, count) for r, part in enumerate(parts)]
             every = self.made(aten.cat.default, parts)
             limit = first.indices[k].limit
             indices.append(
                 IndexTensor(name, every, (), limit * count if name == numbered else limit)
             )
-            if origin_of(every) is None:
+            origin = origin_of(every)
+            if origin is None or any(not c.overwritten.isdisjoint(origin.sources) for c in chains):
                 raise Cannot
         extents = {
             v: self.place(v, place, first, indices[0].base, zeros)
@@ -357,7 +372,17 @@ class Siblings:
             first, root=zeros, zeros=zeros, tensors=tensors, indices=tuple(indices), extents=extents
         )
         self.found.append(tuple(chains))
-        return self.emit(merged)
+        new = self.emit(merged)
+        self.emitted.add(new)
+        return new
+
+    def numbered(self, part: Node, number: int, count: int) -> Node:
+        """Rows as rows of all chains together, of which there may be more than a narrow dtype can
+        tell.
+        """
+        if value_of(part).dtype != torch.int64:
+            part = self.made(aten._to_copy.default, part, dtype=torch.int64)
+        return self.made(aten.add.Tensor, self.made(aten.mul.Tensor, part, count), number)
 
     def place(
         self, variable: str, place: tuple[Node, int], chain: Chain, every: Node, zeros: Node
@@ -393,6 +418,7 @@ class Siblings:
             value = target(*[_value(a) for a in arguments], **more)
         node = self.graph.call_function(target, tuple(arguments), more)
         node.meta["val"] = value
+        self.new.add(node)
         return node
 
 
@@ -471,6 +497,21 @@ def _transposed(node: Any, otherwise: Any = None) -> Any:
 
 def _accesses(chain: Chain) -> list[Access]:
     return list(accesses(chain.statement.value, nested=False))
+
+
+def _form(chain: Chain) -> tuple[str, tuple[bool, ...]] | None:
+    """What siblings have in common: the statement, and where negative indices count from the
+    end.
+    """
+    template = template_of(chain)
+    wraps = tuple(t.name in chain.wrapped for t in chain.indices)
+    return None if template is None else (template, wraps)
+
+
+def _reads(chain: Chain) -> list[str]:
+    """The index tensors that a statement reads, as often as it does."""
+    every = (chain.statement.target, *_accesses(chain))
+    return [i.atom.tensor for one in every for i in one.indices if isinstance(i.atom, Access)]
 
 
 def _point(chain: Chain) -> str | None:

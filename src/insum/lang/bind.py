@@ -54,13 +54,16 @@ class _Binder(Extents):
         shape = self.output_shape()
         extents = self.extents()
         self.check_affine_ranges(shape, extents)
+        dtype = self.result_dtype()
+        self.check_output_size(shape, dtype)
+        self.check_output()
         return Problem(
             self.statement,
             terms,
             self.kinds,
             extents,
             shape,
-            self.result_dtype(),
+            dtype,
             device,
             self.padded,
         )

@@ -72,6 +72,14 @@ class Binding:
                     remedy=_as_tensor(name, value),
                     passed=(),
                 )
+            if isinstance(value, int) and not -(2**63) <= value < 2**63:
+                self.fail(
+                    DtypeError,
+                    f"{name} is an integer that does not fit into 64 bits",
+                    span=self.span_of(name),
+                    remedy=f"pass {name}=float({name})",
+                    passed=(),
+                )
             if isinstance(value, Tensor) and value.layout != torch.strided:
                 remedy = (
                     "insum.einsum with a format made by "
@@ -219,6 +227,19 @@ class Binding:
                 remedy="reduce abs(...) instead",
             )
         return self.check_output_dtype(inferred.dtype)
+
+    def check_output(self) -> None:
+        """What is accumulated into can be written."""
+        name, operator = self.target.tensor, self.statement.operator
+        passed = self.kinds.get(name)
+        if passed is not None and passed.device is None and operator != "=":
+            self.fail(
+                DtypeError,
+                f"{name} is a number, but {operator} writes into it",
+                span=self.target.span,
+                expected="a tensor",
+                remedy=f"pass {name}=torch.tensor({name})",
+            )
 
     def check_output_dtype(self, dtype: torch.dtype) -> torch.dtype:
         passed = self.kinds.get(self.target.tensor)

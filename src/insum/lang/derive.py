@@ -82,7 +82,7 @@ def winners(text: str) -> tuple[str, str, str]:
     output's name, the result's name.
 
     >>> winners("y[i] max= A[i,j]")
-    ('count[i] += eq(A[i,j], y[i])', 'count', 'y')
+    ('count[i] += eq(eq(A[i,j], y[i]), eq(A[i,j], A[i,j]))', 'count', 'y')
     """
     statement = parse(text)
     taken = names_of(statement)
@@ -95,8 +95,12 @@ def winners(text: str) -> tuple[str, str, str]:
 def _wins(statement: Statement, result: str) -> Expr:
     """1 where a point attains the result, which is shared evenly among the points that do, as
     `torch.amax` does.
+
+    A point that is NaN attains it, for then the result is NaN: such a point equals neither the
+    result nor itself, and any other equals itself.
     """
-    return Call("eq", (statement.value, Access(result, statement.target.indices)))
+    attained = Call("eq", (statement.value, Access(result, statement.target.indices)))
+    return Call("eq", (attained, Call("eq", (statement.value, statement.value))))
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ symbolic sizes included.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
@@ -54,6 +55,8 @@ class Extents(Binding):
             )
         if isinstance(size, int) and size < 0:
             self.fail(BindingError, f"{what} is {size}", expected="a size of at least 0")
+        if isinstance(size, int) and size >= 2**63:
+            self.fail(BindingError, f"{what} is {size}", expected="a size below 2**63")
 
     def read_shape(self, key: str | int, shape: Sequence[Size]) -> None:
         if key != self.target.tensor:
@@ -167,6 +170,17 @@ class Extents(Binding):
                 self.unknown_output(dim, index)
             shape.append(size)
         return tuple(shape)
+
+    def check_output_size(self, shape: tuple[Size, ...], dtype: torch.dtype) -> None:
+        """Bytes are counted in 64 bits; whether there is so much memory is another question."""
+        sizes = [size for size in shape if isinstance(size, int)]
+        if len(sizes) == len(shape) and math.prod(sizes) * dtype.itemsize >= 2**63:
+            self.fail(
+                BindingError,
+                f"the output of shape {shown_shape(shape)} is too large to be addressed",
+                span=self.target.span,
+                expected="fewer than 2**63 bytes",
+            )
 
     def unknown_output(self, dim: int, index: Affine) -> NoReturn:
         name = self.target.tensor

@@ -5,7 +5,7 @@ all later stages start from.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import torch
@@ -106,6 +106,29 @@ class Problem:
             span=span,
             passed=describe(self.kinds),
         )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sized:
+    """A problem of any sizes, and those of one call: ``spans`` are the extents, in the order of the
+    problem's.
+    """
+
+    example: Problem
+    spans: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def extents(self) -> dict[str, int]:
+        return dict(zip(self.example.extents, self.spans))
+
+    def problem(self, shapes: Mapping[str, Sequence[int]]) -> Problem:
+        """The problem with these sizes, of tensors of these shapes."""
+        kinds = {
+            name: replace(kind, shape=tuple(shapes[name])) if name in shapes else kind
+            for name, kind in self.example.kinds.items()
+        }
+        return replace(self.example, kinds=kinds, extents=self.extents, shape=self.shape)
 
 
 def describe(kinds: Mapping[str, Kind]) -> list[str]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from insum.lang.expr import Access, Call, Expr, Number, Product, Sum
+from insum.lang.expr import Access, Call, Expr, Number, Product, Sum, accesses
 
 _TO_FLOAT = frozenset({"exp", "log", "sqrt", "sigmoid", "tanh", "reciprocal"})
 _REAL_ONLY = frozenset({"relu", "sign", "step"})
@@ -98,10 +98,27 @@ def bad_call(expr: Expr, types: dict[str, Typed]) -> Call | None:
     return None
 
 
-def call_type(function: str, args: tuple[Expr, ...], types: dict[str, Typed]) -> torch.dtype:
-    """The dtype in which a function takes its arguments."""
+def call_type(
+    function: str, args: tuple[Expr, ...], types: dict[str, Typed], wanted: torch.dtype
+) -> torch.dtype:
+    """The dtype in which a function takes its arguments, where its value is used in ``wanted``.
+
+    Numbers and integers have no precision of their own: what is made of them alone is computed as
+    exactly as what it meets, ``reciprocal(3) * x[i]`` in the dtype of ``x``.
+    """
     joined = _joined(args, types).dtype
-    return torch.get_default_dtype() if function in _TO_FLOAT and _category(joined) < 2 else joined
+    dtype = torch.get_default_dtype() if function in _TO_FLOAT and _category(joined) < 2 else joined
+    if _category(dtype) < 2 or _category(wanted) < 2 or any(is_rounded(a, types) for a in args):
+        return dtype
+    return torch.promote_types(dtype, wanted if dtype.is_complex else wanted.to_real())
+
+
+def is_rounded(expr: Expr, types: dict[str, Typed]) -> bool:
+    """Whether a tensor of floating point is among what an expression is made of."""
+    return any(
+        types[a.tensor].strength > 0 and _category(types[a.tensor].dtype) >= 2
+        for a in accesses(expr, nested=False)
+    )
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:

@@ -2,10 +2,33 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from insum import call
+from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, DeviceError, DtypeError
 from insum.formats import SparseFormat
+from insum.runtime.handwritten import on_device
+from insum.settings import settings
+
+
+def kernels_look(tensor: Tensor) -> bool:
+    """Whether kernels look at the values of a tensor and report what is out of range, so that the
+    host goes on; where it does not, it looks itself before anything runs.
+    """
+    return (
+        call.kernels_look_on(tensor.device)
+        and settings.values.check != "always"
+        and on_device(tensor)
+        and is_plain_call((tensor,))
+    )
+
+
+def sent(values: object, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A small tensor of numbers that the host knows, without waiting for the device."""
+    made = torch.tensor(values, dtype=dtype)
+    return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
 def one_device(**tensors: Tensor | SparseFormat | None) -> None:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import insum
 from insum.errors import BindingError, UnsupportedError
+from insum.formats import NeighborTable, SparseFormat
 from insum.nn.checks import last_size, one_device
 from insum.nn.functional import _tensor
 from insum.nn.kernel_map import Geometry, kernel_map
@@ -129,14 +130,7 @@ class SparseConv3d(nn.Module):
                 expected="nothing: its outputs are at its inputs",
             )
         voxels, found = kernel_map(x.voxels, self.geometry, None if like is None else like.voxels)
-        out = _tensor(
-            insum.einsum(
-                "Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]",
-                Map=found,
-                In=x.features,
-                W=self.weight,
-            )
-        )
+        out = _convolved(found, x.features, self.weight)
         return SparseTensor(
             voxels.coords,
             out if self.bias is None else out + self.bias,
@@ -156,6 +150,20 @@ class SparseConv3d(nn.Module):
         return ", ".join(
             [f"{self.in_channels}, {self.out_channels}, kernel_size={self.geometry.kernel}", *more]
         )
+
+
+def _convolved(found: SparseFormat, features: Tensor, weight: Tensor) -> Tensor:
+    """The statement as the format of the map spells it; that of a table without detours."""
+    if isinstance(found, NeighborTable):
+        return insum.insum(
+            "Out[x,m] = In[Nb[z,x],c] * W[z,c,m]",
+            padded=("Nb",),
+            Nb=found.table,
+            In=features,
+            W=weight,
+        )
+    statement = "Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]"
+    return _tensor(insum.einsum(statement, Map=found, In=features, W=weight))
 
 
 def _geometry(

@@ -3,18 +3,24 @@ normalisation of GCNs.
 
 What follows from an ``edge_index`` alone is remembered for that tensor. A second layer, or a second
 step of training, then finds the same index arrays, and the planner what it knows about them.
+
+On a GPU nobody looks at the edges before they are used: kernels do, and report what is no node.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 import insum
 from insum.compat.calls import is_plain_call
-from insum.errors import BindingError, IndexRangeError
-from insum.memory import remembered
-from insum.nn.checks import integers
+from insum.errors import BindingError, InsumError
+from insum.memory import entry_of, remembered
+from insum.nn.checks import integers, kernels_look
+from insum.runtime import loops
+from insum.runtime.record import out_of_range
 
 
 def check_edges(edge_index: Tensor) -> None:
@@ -27,12 +33,18 @@ def check_edges(edge_index: Tensor) -> None:
 
 
 def endpoints(edge_index: Tensor, sources: int, targets: int) -> tuple[Tensor, Tensor]:
-    """Source and target of every edge, each found to be a node.
+    """Source and target of every edge, each found to be a node; on a GPU as they are, for
+    statements, which look themselves.
 
     >>> endpoints(torch.tensor([[0, 1], [2, 0]]), 2, 3)
     (tensor([0, 1], dtype=torch.int32), tensor([2, 0], dtype=torch.int32))
     """
     check_edges(edge_index)
+    if kernels_look(edge_index):
+        source, target = plain(edge_index).unbind(0)
+        entry_of(source).called = ("edge_index[0, {}]", "nodes")
+        entry_of(target).called = ("edge_index[1, {}]", "nodes")
+        return source, target
     check_range("edge_index", edge_index, (sources, targets), "nodes")
     kind = torch.int32 if max(sources, targets) < 2**31 else torch.int64
     return remembered(
@@ -42,6 +54,13 @@ def endpoints(edge_index: Tensor, sources: int, targets: int) -> tuple[Tensor, T
     )
 
 
+def plain(index: Tensor) -> Tensor:
+    """An index tensor in a dtype that every kernel takes."""
+    if index.dtype in (torch.int32, torch.int64):
+        return index
+    return remembered(index, "int64", lambda: index.long())
+
+
 def check_range(name: str, index: Tensor, limits: tuple[int, ...], what: str) -> None:
     """All values of each row from 0 to below its limit; one look at the device for each tensor.
     Under a tracer the statement itself looks.
@@ -49,6 +68,7 @@ def check_range(name: str, index: Tensor, limits: tuple[int, ...], what: str) ->
     if not is_plain_call((index,)) or index.device.type == "meta" or not index.numel():
         return
     rows = index.reshape(len(limits), -1)
+    rows = rows if rows.dtype in (torch.int32, torch.int64) else rows.long()
     bounds = remembered(
         index, "bounds", lambda: torch.stack(torch.aminmax(rows, dim=1), 1).tolist()
     )
@@ -56,10 +76,17 @@ def check_range(name: str, index: Tensor, limits: tuple[int, ...], what: str) ->
         if low < 0 or high >= limit:
             place = int(((rows[number] < 0) | (rows[number] >= limit)).nonzero()[0])
             where = f"{number}, {place}" if index.dim() == 2 else f"{place}"
-            fact = f"{name}[{where}] is {int(rows[number, place])}, but there are {limit} {what}"
-            raise IndexRangeError(
-                fact, expected=f"values from 0 to {limit - 1}" if limit else "no edges at all"
-            )
+            raise out_of_range(f"{name}[{where}]", int(rows[number, place]), limit, what, when="")
+
+
+def edge_weights(weight: Tensor, edges: int) -> Tensor:
+    """One weight for each edge."""
+    if weight.numel() != edges or weight.dim() not in (1, 2):
+        raise BindingError(
+            f"edge_weight has shape {tuple(weight.shape)}, but there are {edges} edges",
+            expected=f"({edges},)",
+        )
+    return weight.reshape(edges)
 
 
 def degrees(edge_index: Tensor, dst: Tensor, targets: int) -> Tensor:
@@ -78,10 +105,16 @@ def with_self_loops(edge_index: Tensor, nodes: int) -> Tensor:
     """
 
     def make() -> Tensor:
-        loops = torch.arange(nodes, device=edge_index.device, dtype=edge_index.dtype)
-        return torch.cat([edge_index, loops.expand(2, -1)], 1)
+        kind = _looped_dtype(edge_index, nodes)
+        own = torch.arange(nodes, device=edge_index.device, dtype=kind)
+        return torch.cat([edge_index.to(kind), own.expand(2, -1)], 1)
 
     return remembered(edge_index, ("self-loops", nodes), make)
+
+
+def _looped_dtype(edge_index: Tensor, nodes: int) -> torch.dtype:
+    """A narrow dtype that holds the ends of the edges need not hold every node."""
+    return torch.int32 if edge_index.dtype == torch.int32 and nodes < 2**31 else torch.int64
 
 
 def gcn_norm(
@@ -109,9 +142,13 @@ def gcn_norm(
     tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
     check_edges(edge_index)
-    edges = with_self_loops(edge_index, num_nodes) if add_self_loops else edge_index
     dtype = dtype or torch.get_default_dtype()
-    fill = (2.0 if improved else 1.0) if add_self_loops else None
+    fill = (2 if improved else 1) if add_self_loops else None
+    if edge_weight is not None:
+        edge_weight = edge_weights(edge_weight, edge_index.shape[1])
+    if kernels_look(edge_index) and (edge_weight is None or is_plain_call((edge_weight,))):
+        return _normalised_on_device(edge_index, edge_weight, num_nodes, fill, dtype)
+    edges = with_self_loops(edge_index, num_nodes) if add_self_loops else edge_index
     if edge_weight is not None:
         return edges, _normalised(edge_index, edge_weight, num_nodes, fill)
     ones = torch.ones(edge_index.shape[1], dtype=dtype, device=edge_index.device)
@@ -122,11 +159,51 @@ def gcn_norm(
     )
 
 
+def _normalised_on_device(
+    edge_index: Tensor, weight: Tensor | None, nodes: int, fill: int | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """The same by kernels of our own; a gradient reaches weights through statements."""
+    edges, kind = plain(edge_index), _looped_dtype(edge_index, nodes)
+
+    def counted() -> loops.Counted:
+        return loops.counted(edges, nodes, _explained(nodes), apart=fill is not None)
+
+    if weight is None and fill is None:
+        # what is remembered must not hold the edges themselves
+        make = lambda: loops.normalised(edges, counted(), None, dtype, kind)[1]
+        return edge_index, remembered(edge_index, ("gcn", nodes, None, dtype), make)
+    if weight is None:
+        make_both = lambda: loops.normalised(edges, counted(), fill, dtype, kind)
+        return remembered(edge_index, ("gcn", nodes, fill, dtype), make_both)
+    if fill is None:
+        return edge_index, _by_degree(*endpoints(edge_index, nodes, nodes), weight, nodes)
+    ends, at, rest = remembered(
+        edge_index,
+        ("spread", nodes, fill, weight.dtype),
+        lambda: loops.spread(edges, counted(), fill, weight.dtype, kind),
+    )
+    every = insum.insum("S[e] = rest[e] + w[at[e]]", padded=("at",), rest=rest, w=weight, at=at)
+    return ends, _by_degree(*endpoints(ends, nodes, nodes), every, nodes)
+
+
+def _explained(nodes: int) -> Callable[[int, int, int], InsumError]:
+    """Makes the error of an end of an edge that is no node."""
+
+    def explain(end: int, edge: int, value: int) -> InsumError:
+        return out_of_range(f"edge_index[{end}, {edge}]", value, nodes, "nodes")
+
+    return explain
+
+
 def _normalised(edge_index: Tensor, weight: Tensor, nodes: int, fill: float | None) -> Tensor:
     src, dst = endpoints(edge_index, nodes, nodes)
     if fill is not None:
         weight = _looped(src, dst, weight, nodes, fill)
         src, dst = endpoints(with_self_loops(edge_index, nodes), nodes, nodes)
+    return _by_degree(src, dst, weight, nodes)
+
+
+def _by_degree(src: Tensor, dst: Tensor, weight: Tensor, nodes: int) -> Tensor:
     degree = insum.insum("D[dst[e]] = w[e]", dst=dst, w=weight, out_shape=(nodes,))
     root = torch.where(degree > 0, degree, 1).rsqrt() * (degree > 0)
     return insum.insum("N[e] = R[src[e]] * w[e] * R[dst[e]]", R=root, src=src, dst=dst, w=weight)

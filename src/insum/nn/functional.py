@@ -11,8 +11,9 @@ from torch import Tensor
 import insum
 from insum.errors import BindingError, FormatError, UnsupportedError
 from insum.formats import GroupCOO, SparseFormat
+from insum.memory import remembered
 from insum.nn.checks import one_device
-from insum.nn.edges import degrees, endpoints
+from insum.nn.edges import check_edges, check_range, degrees, edge_weights, endpoints
 
 #: Names of aggregations, PyG's and ours.
 _REDUCTIONS = {"sum": "sum", "add": "sum", "mean": "mean", "max": "max"}
@@ -137,11 +138,13 @@ def adjacency(
     """
     sources, targets = (num_nodes, num_nodes) if isinstance(num_nodes, int) else num_nodes
     one_device(edge_index=edge_index, edge_weight=edge_weight)
+    check_edges(edge_index)
+    check_range("edge_index", edge_index, (sources, targets), "nodes")
     src, dst = endpoints(edge_index, sources, targets)
     weight = (
         torch.ones(src.shape[0], device=src.device)
         if edge_weight is None
-        else _weights(edge_weight, src.shape[0])
+        else edge_weights(edge_weight, src.shape[0])
     )
     return GroupCOO.from_entries((dst, src), weight, (targets, sources), validate=False)
 
@@ -157,9 +160,13 @@ def _over_edges(
     tensors: dict[str, Any] = {"dst": dst, "src": src, "X": x}
     message = "X[src[e],f]"
     if weight is not None:
-        tensors["W"], message = _weights(weight, src.shape[0]), f"W[e] * {message}"
+        tensors["W"], message = edge_weights(weight, src.shape[0]), f"W[e] * {message}"
     if reduction == "mean":
-        tensors["R"] = degrees(edge_index, dst, nodes).clamp(min=1).reciprocal().to(x.dtype)
+        tensors["R"] = remembered(
+            edge_index,
+            ("shares", nodes, x.dtype),
+            lambda: degrees(edge_index, dst, nodes).clamp(min=1).reciprocal().to(x.dtype),
+        )
         message = f"R[dst[e]] * {message}"
     if reduction == "max":
         top = insum.insum(f"Out[dst[e],f] max= {message}", out_shape=(nodes, x.shape[1]), **tensors)
@@ -195,15 +202,6 @@ def _over_matrix(A: SparseFormat, x: Tensor, weight: Tensor | None, reduction: s
     return torch.where(
         degree[:, None] > 0, _tensor(insum.einsum("Out[i,f] max= A[i,j] * X[j,f]", A=A, X=x)), 0
     )
-
-
-def _weights(weight: Tensor, edges: int) -> Tensor:
-    if weight.numel() != edges or weight.dim() not in (1, 2):
-        raise BindingError(
-            f"edge_weight has shape {tuple(weight.shape)}, but there are {edges} edges",
-            expected=f"({edges},)",
-        )
-    return weight.reshape(edges)
 
 
 def _matrix(A: SparseFormat | Tensor) -> SparseFormat:

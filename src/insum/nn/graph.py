@@ -7,12 +7,15 @@ from torch import Tensor, nn
 
 import insum
 from insum.compat.calls import is_plain_call
-from insum.errors import BindingError, UnsupportedError
+from insum.errors import BindingError, InsumError, UnsupportedError
 from insum.formats import COO, GroupCOO, SparseFormat
 from insum.memory import remembered
-from insum.nn.checks import integers, last_size, one_device
-from insum.nn.edges import check_range, endpoints, gcn_norm
+from insum.nn.checks import integers, kernels_look, last_size, one_device
+from insum.nn.edges import check_edges, check_range, endpoints, gcn_norm, plain
 from insum.nn.functional import _REDUCTIONS, _tensor, propagate
+from insum.plan.sizes import power_of_two
+from insum.runtime import grouping
+from insum.runtime.record import out_of_range
 
 
 class GraphConv(nn.Module):
@@ -178,19 +181,30 @@ class RelationalConv(nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
         last_size("x", x, self.in_channels, "in_channels")
         one_device(edge_index=edge_index, edge_type=edge_type, x=x)
-        A = relations(
-            edge_index,
-            edge_type,
-            x.shape[0],
-            self.num_relations,
-            mean=_REDUCTIONS[self.aggr] == "mean",
-            dtype=x.dtype,
-        )
-        out = _tensor(
-            insum.einsum("Out[x,m] = A[x,y,z] * In[y,c] * W[z,c,m]", A=A, In=x, W=self.weight)
-        )
+        out = self._aggregated(x, edge_index, edge_type)
         out = out if self.root is None else out + x @ self.root
         return out if self.bias is None else out + self.bias
+
+    def _aggregated(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
+        mean, nodes, count = _REDUCTIONS[self.aggr] == "mean", x.shape[0], self.num_relations
+        check_edges(edge_index)
+        _check_relations(edge_index, edge_type)
+        if kernels_look(edge_index) and kernels_look(edge_type) and nodes < 2**31:
+            found = groups(edge_index, edge_type, nodes, count, mean=mean, dtype=x.dtype)
+            return insum.insum(
+                "Out[X[p,q],m] = V[p,q] * In[Y[p,q],c] * W[Z[p],c,m]",
+                out_shape=(nodes, self.out_channels),
+                padded=("X", "Y"),
+                X=found.target,
+                Y=found.source,
+                Z=found.relation,
+                V=found.weight,
+                In=x,
+                W=self.weight,
+            )
+        A = relations(edge_index, edge_type, nodes, count, mean=mean, dtype=x.dtype)
+        statement = "Out[x,m] = A[x,y,z] * In[y,c] * W[z,c,m]"
+        return _tensor(insum.einsum(statement, A=A, In=x, W=self.weight))
 
     def extra_repr(self) -> str:
         return (
@@ -206,12 +220,6 @@ def relations(
     plain list of edges under a tracer.
     """
     src, dst = endpoints(edge_index, nodes, nodes)
-    if tuple(edge_type.shape) != (edge_index.shape[1],):
-        raise BindingError(
-            f"edge_type has shape {tuple(edge_type.shape)}",
-            expected=f"({edge_index.shape[1]},), one relation for each edge",
-        )
-    integers("edge_type", edge_type)
     shape = (nodes, nodes, count)
     if not is_plain_call((edge_index, edge_type)):
         return COO(
@@ -233,6 +241,40 @@ def relations(
         )
 
     return remembered(edge_type, ("relations", token, shape, mean, dtype), make)
+
+
+def _check_relations(edge_index: Tensor, edge_type: Tensor) -> None:
+    if tuple(edge_type.shape) != (edge_index.shape[1],):
+        raise BindingError(
+            f"edge_type has shape {tuple(edge_type.shape)}",
+            expected=f"({edge_index.shape[1]},), one relation for each edge",
+        )
+    integers("edge_type", edge_type)
+
+
+#: Edges in a group on a GPU: the rows of one matrix product.
+GROUP = 64
+
+
+def groups(
+    edge_index: Tensor, edge_type: Tensor, nodes: int, count: int, *, mean: bool, dtype: torch.dtype
+) -> grouping.Grouped:
+    """The same on a GPU: grouped without waiting, and kept with the edges."""
+
+    def explain(offence: int, edge: int, value: int) -> InsumError:
+        if offence == grouping.RELATION:
+            return out_of_range(f"edge_type[{edge}]", value, count, "relations")
+        return out_of_range(f"edge_index[{offence}, {edge}]", value, nodes, "nodes")
+
+    def make() -> grouping.Grouped:
+        edges, relation = plain(edge_index), plain(edge_type)
+        counts = grouping.counted(edges, relation, nodes, count, explain)
+        src, dst = endpoints(edge_index, nodes, nodes)
+        shares = _shares(dst, relation, nodes, count, mean, dtype)
+        size = min(GROUP, power_of_two(src.shape[0] // max(1, count)))
+        return grouping.grouped(edges, relation, shares, counts, nodes, size)
+
+    return remembered(edge_type, ("groups", nodes, count, mean, dtype), make, edge_index)
 
 
 def _shares(

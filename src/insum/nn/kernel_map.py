@@ -1,16 +1,21 @@
-"""Which voxel meets which under each offset of a kernel: built by sorting and searching on the
-device, kept with the voxels.
+"""Which voxel meets which under each offset of a kernel: built on the device, kept with the voxels.
 
 A map is a sparse tensor ``Map[z,x,y]``: offset ``z`` takes input voxel ``y`` to output voxel ``x``.
 It is held in one of two formats, and the statement of a convolution is spelled by the format:
 
-    NeighborTable    Out[x,m] = In[Nb[z,x],c] * W[z,c,m]            a place for every offset and
-    output, -1 where there is no input GroupCOO         Out[X[p,q],m] = In[Y[p,q],c] * W[Z[p],c,m]
-    the pairs that there are, grouped by offset, scattered
+    NeighborTable    Out[x,m] = In[Nb[z,x],c] * W[z,c,m]
+        a place for every offset and output, -1 where there is no input
+    GroupCOO         Out[X[p,q],m] = In[Y[p,q],c] * W[Z[p],c,m]
+        the pairs that there are, grouped by offset, scattered
+
+On a GPU a map is searched in a hash table, and nothing waits for the device; but where the voxels
+that a kernel reaches are asked for, once, for their number.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
 import weakref
 from collections.abc import Sequence
@@ -19,10 +24,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from insum import facts, memory
+from insum.bounded import keep
+from insum.compat.calls import is_recorded, untracked
 from insum.errors import BindingError
 from insum.formats import GroupCOO, NeighborTable, SparseFormat
-from insum.nn.voxels import Triple, Voxels, keys_of
+from insum.nn.checks import sent
+from insum.nn.voxels import Box, Triple, Voxels, check_box, keys_of
+from insum.runtime import hashing, packs
 
+#: Kernel maps that are kept with the voxels they start from.
+MOST_MAPS = 64
 #: The table has a place for every offset and output, of which tiles of similar outputs skip most
 #: (insum/plan/packing.py); the groups have pairs alone, and add with atomics. The table was the
 #: faster at the lowest share of filled places measured, 13 % (`insum bench conv`); far below, its
@@ -33,6 +45,8 @@ TABLE_FROM = 0.04
 GROUP = 64
 #: Places that are searched at once.
 AT_ONCE = 1 << 24
+#: The key of no place.
+_NOWHERE = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -55,9 +69,18 @@ class Geometry:
 
     def offsets(self, device: torch.device) -> Tensor:
         """One row (0, dx, dy, dz) for every weight, in the order of a dense kernel."""
-        steps = [torch.arange(k, device=device) * d for k, d in zip(self.kernel, self.dilation)]
-        grid = torch.stack(torch.meshgrid(*steps, indexing="ij"), -1).reshape(-1, 3)
-        return torch.nn.functional.pad(grid, (1, 0))
+        return _sent(tuple((0, *offset) for offset in self.places()), device)
+
+    def places(self) -> list[Triple]:
+        """(dx, dy, dz) for every weight, in the order of a dense kernel."""
+        x, y, z = (range(0, k * d, d) for k, d in zip(self.kernel, self.dilation))
+        return list(itertools.product(x, y, z))
+
+    def stencil(self, device: torch.device) -> hashing.Stencil:
+        """Where the inputs of outputs are searched. The offsets that are nearest to the centre are
+        taken for the most frequent ones.
+        """
+        return _stencil(self, device)
 
     def fine(self, coarse: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor | None]:
         """``coarse * stride - padding + offset``, (offsets, N, 4): inputs of outputs, or outputs of
@@ -101,6 +124,21 @@ class Geometry:
         return (sizes[0], sizes[1], sizes[2])
 
 
+@functools.lru_cache(maxsize=256)
+def _stencil(geometry: Geometry, device: torch.device) -> hashing.Stencil:
+    places = geometry.places()
+    centre = [d * (k - 1) / 2 for k, d in zip(geometry.kernel, geometry.dilation)]
+    distance = [sum((a - b) ** 2 for a, b in zip(place, centre)) for place in places]
+    names = sorted(range(len(places)), key=distance.__getitem__)
+    return hashing.Stencil(
+        sent(places, torch.int64, device),
+        sent(names, torch.int32, device),
+        geometry.stride,
+        geometry.padding,
+        geometry.transposed,
+    )
+
+
 def kernel_map(
     inputs: Voxels, geometry: Geometry, target: Voxels | None = None
 ) -> tuple[Voxels, SparseFormat]:
@@ -109,20 +147,46 @@ def kernel_map(
     """
     target = inputs if geometry.submanifold else target
     if target is None:
-        if geometry not in inputs.maps:
-            outputs = _reached(inputs, geometry)
-            inputs.maps[geometry] = outputs, build_map(inputs, outputs, geometry)
-        made: tuple[Voxels, SparseFormat] = inputs.maps[geometry]
+        made: tuple[Voxels, SparseFormat] | None = inputs.maps.get(geometry)
+        if made is None:
+            made = _map_to_reached(inputs, geometry)
+            if not is_recorded(inputs.coords.device):
+                keep(inputs.maps, geometry, made, MOST_MAPS)
         return made
     key = geometry, id(target)
     held = inputs.maps.get(key)
     if held is None or held[0]() is not target:
-        held = inputs.maps[key] = weakref.ref(target), build_map(inputs, target, geometry)
+        gone = functools.partial(_let_go, weakref.ref(inputs), key)
+        held = weakref.ref(target, gone), build_map(inputs, target, geometry)
+        if not is_recorded(inputs.coords.device):
+            inputs.maps.pop(key, None)
+            keep(inputs.maps, key, held, MOST_MAPS)
     return target, held[1]
 
 
+def _let_go(owner: weakref.ref[Voxels], key: object, _: object) -> None:
+    """The map to voxels that are gone; by references that keep nothing alive themselves."""
+    inputs = owner()
+    if inputs is not None:
+        inputs.maps.pop(key, None)
+
+
+def _map_to_reached(inputs: Voxels, geometry: Geometry) -> tuple[Voxels, SparseFormat]:
+    """The voxels that a kernel reaches, and the map to them."""
+    if inputs.is_hashed and inputs.count:
+        with untracked():
+            outputs = _reached_at_once(inputs, geometry)
+    else:
+        outputs = _reached(inputs, geometry)
+    return outputs, build_map(inputs, outputs, geometry)
+
+
 def build_map(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> SparseFormat:
-    """``Map[z,x,y]`` as a table where enough of it is filled, else as groups of pairs."""
+    """``Map[z,x,y]`` as a table where enough of it is filled, else as groups of pairs; as a table
+    where counting would wait.
+    """
+    if inputs.is_hashed:
+        return _table_on_device(inputs, outputs, geometry)
     table = _searched(inputs, outputs, geometry)
     pairs = int((table >= 0).sum())
     shape = (geometry.volume, outputs.count, inputs.count)
@@ -133,6 +197,20 @@ def build_map(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> SparseForm
     return GroupCOO.from_entries(
         (z, x, table[z, x]), None, shape, group_dims=0, group_size=group, validate=False
     )
+
+
+def _table_on_device(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> NeighborTable:
+    """The table, with what statements over it ask for: it is not known to come back."""
+    stencil = geometry.stencil(outputs.coords.device)
+    with untracked():
+        table, words = hashing.find(inputs.table, outputs.coords, stencil)
+    high = inputs.count - 1
+    facts.declare(table, low=0, high=high, sorted=False, unique=False, padded=True, lasting=False)
+    # An offset leads back where the opposite one leads to, if it ends where it starts.
+    note = packs.KernelMap(stencil.names, words, mirrored=geometry.submanifold)
+    memory.entry_of(table).keep(packs.MAP, note)
+    shape = (geometry.volume, outputs.count, inputs.count)
+    return NeighborTable._make(table=table, shape=shape, dim=2, values=None)
 
 
 def _searched(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> Tensor:
@@ -150,19 +228,50 @@ def _reached(inputs: Voxels, geometry: Geometry) -> Voxels:
     """Every voxel that some input contributes to, in ascending order."""
     shape = geometry.spatial_shape(inputs.spatial_shape)
     targets = geometry.fine if geometry.transposed else geometry.coarse
-    offsets = geometry.offsets(inputs.coords.device)
+    offsets, box = geometry.offsets(inputs.coords.device), inputs.box
     corners, _ = targets(
-        torch.tensor([inputs.low, [a + b - 1 for a, b in zip(inputs.low, inputs.size)]]),
-        offsets.cpu()[[0, -1]],
+        torch.tensor([box.low, [a + b - 1 for a, b in zip(box.low, box.size)]]),
+        geometry.offsets(torch.device("cpu"))[[0, -1]],
     )
     low, high = corners.amin((0, 1)).tolist(), corners.amax((0, 1)).tolist()
     low, high = (low, high) if shape is None else ([0, 0, 0, 0], [high[0], *(s - 1 for s in shape)])
     size = tuple(b - a + 1 for a, b in zip(low, high))
+    check_box(size)
     keys = [
         _keys_inside(*targets(inputs.coords, part), low, size)
         for part in _parts(offsets, inputs.count)
     ]
-    return Voxels.of_sorted(_unique(torch.cat(keys)), tuple(low), size, shape)
+    return Voxels.of_sorted(_unique(torch.cat(keys)), Box(tuple(low), size), shape)
+
+
+def _reached_at_once(inputs: Voxels, geometry: Geometry) -> Voxels:
+    """The same on a GPU, where it waits once, for their number and the box that they lie in."""
+    shape = geometry.spatial_shape(inputs.spatial_shape)
+    targets = geometry.fine if geometry.transposed else geometry.coarse
+    offsets = geometry.offsets(inputs.coords.device)
+    ends = torch.stack(torch.aminmax(inputs.coords, dim=0))
+    reach, _ = targets(ends.long(), torch.stack([offsets[0], offsets[-1]]))
+    low, high = reach.amin((0, 1)), reach.amax((0, 1))
+    if shape is not None:
+        low = torch.zeros_like(low)
+        high = torch.cat([high[:1], _sent(shape, low.device) - 1])
+    size = high - low + 1
+    found = []
+    for part in _parts(offsets, inputs.count):
+        coords, keep = targets(inputs.coords, part)
+        inside = ((coords >= low) & (coords <= high)).all(-1)
+        keep = inside if keep is None else keep & inside
+        found.append(torch.where(keep, keys_of(coords, low, size), _NOWHERE).reshape(-1))
+    ranked = torch.cat(found).sort().values
+    first = ranked != _NOWHERE
+    first[1:] &= ranked[1:] != ranked[:-1]
+    place = first.cumsum(0)
+    count, *corners = torch.cat([place[-1:], low, size]).tolist()
+    box = Box(tuple(corners[:4]), tuple(corners[4:]))
+    check_box(box.size)
+    keys = ranked.new_empty(count + 1)
+    keys.scatter_(0, torch.where(first, place - 1, count), ranked)
+    return Voxels.of_sorted(keys[:count], box, shape)
 
 
 def _keys_inside(
@@ -188,4 +297,9 @@ def _parts(offsets: Tensor, voxels: int) -> list[Tensor]:
 
 
 def _four(triple: Triple, like: Tensor, batch: int = 0) -> Tensor:
-    return torch.tensor((batch, *triple), device=like.device)
+    return _sent((batch, *triple), like.device)
+
+
+@functools.lru_cache(maxsize=256)
+def _sent(values: tuple[object, ...], device: torch.device) -> Tensor:
+    return sent(values, torch.int64, device)

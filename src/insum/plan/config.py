@@ -131,12 +131,3 @@ def shown(choice: Choice) -> str:
     """
     each = [f"insum.{one}" for one in choice]
     return each[0] if len(each) == 1 else f"({', '.join(each)})"
-
-
-def power_of_two(at_least: int) -> int:
-    """The smallest power of two that is no smaller than the argument.
-
-    >>> [power_of_two(n) for n in (0, 1, 3, 16, 17)]
-    [1, 1, 4, 16, 32]
-    """
-    return 1 if at_least <= 1 else 1 << (at_least - 1).bit_length()

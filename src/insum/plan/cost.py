@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,11 +21,8 @@ from torch import Tensor
 from insum.lang.expr import Access, accesses, variables
 from insum.plan import model
 from insum.plan.config import Choice, Config
+from insum.plan.model import SHORT
 from insum.plan.plan import Plan
-from insum.plan.schedule import SHORT
-
-if TYPE_CHECKING:
-    from insum.plan.prepare import Prepared
 
 _BYTES = {
     "int1": 1,
@@ -113,12 +110,12 @@ class Load:
         return sum(length * rows for length, rows in self.lengths)
 
 
-def load_of(prepared: Prepared, values: Mapping[str, Any]) -> Load:
-    """The load of a prepared product. Asks the device for a histogram where rows are segmented."""
-    tensors = {**{n: v for n, v in values.items() if isinstance(v, Tensor)}, **prepared.arrays}
-    size = {name: t.numel() * t.element_size() for name, t in tensors.items()}
-    rows = prepared.segments
-    return Load(size, histogram(rows.end - rows.start) if rows is not None else ())
+def load_of(tensors: Mapping[str, Any], rows: tuple[Tensor, Tensor] | None) -> Load:
+    """The load of a product over these tensors, with the starts and ends of its segments where it
+    has some. Asks the device for a histogram.
+    """
+    size = {n: t.numel() * t.element_size() for n, t in tensors.items() if isinstance(t, Tensor)}
+    return Load(size, histogram(rows[1] - rows[0]) if rows is not None else ())
 
 
 def histogram(lengths: Tensor) -> tuple[tuple[int, int], ...]:
@@ -268,7 +265,7 @@ def _hbm_bytes(plan: Plan, parts: Sequence[Part], load: Load, device: Device) ->
 
 
 def parts_of(plan: Plan, extents: Mapping[str, int], choice: Choice, load: Load) -> list[Part]:
-    if plan.strategy == "unrolled":
+    if plan.pattern:
         return [_unrolled(plan, extents, choice[0])]
     return (
         _rows(plan, extents, choice, load)
@@ -498,9 +495,11 @@ def _unrolled(plan: Plan, extents: Mapping[str, int], config: Config) -> Part:
         model.extent(roles.n, extents) / config.n
     )
     programs = tiles * math.prod(extents[v] for v in roles.grid)
-    loops = math.prod(float(extents[v]) for v in roles.loops) * math.ceil(
-        model.extent(roles.k, extents) / config.k
-    )
+    along = model.extent(roles.k, extents)
+    if plan.segment:  # the entries of one row
+        programs *= extents[plan.segment.row]
+        along = max(1, along // max(1, extents[plan.segment.row]))
+    loops = math.prod(float(extents[v]) for v in roles.loops) * math.ceil(along / config.k)
     distinct = {a for _, factors in plan.pattern.points for f in factors for a in accesses(f)}
     tile = {
         **dict.fromkeys(roles.m, config.m),

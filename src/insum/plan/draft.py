@@ -1,29 +1,31 @@
-"""What every scatter strategy starts from and ends with: a draft of the rewritten product, and the
-plan made of it.
+"""One product of a statement on its way to a plan: what is planned, and the drafts that strategies
+make of it.
+
+Everything here is a value. A strategy takes a draft and gives another, or a plan.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TypeVar
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
 
-from insum.lang.bind import Problem, Size, Value
+from insum.lang.bind import Problem
 from insum.lang.expand import Term
 from insum.lang.expr import Access, Expr, accesses, fresh, names_of, variables
-from insum.plan.facts import IndexFacts, facts_of
-from insum.plan.plan import Plan, Segment
+from insum.lang.types import infer
+from insum.plan.plan import OUT, Plan, Segment
+from insum.plan.questions import Ask, AskExact, AskFacts, AskInside, Known
+from insum.plan.recipes import Array, Packed, PackedByStep, Rows, SizeExpr
 from insum.plan.rewrite import Scatter
 from insum.plan.roles import Contraction, Roles, contraction
-from insum.plan.schedule import Segments
+from insum.plan.sizes import SizeClass, Strides, contiguous, power_of_two
+from insum.plan.uses import Use
 from insum.settings import Values
 
-T = TypeVar("T")
-_TRITON = {
+TRITON = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
     torch.float32: "float32",
@@ -41,42 +43,14 @@ _ACCUMULATOR = {
     "float32": "float32",
     "float64": "float64",
 }
+#: A float32 buffer is small where what is read is at least this many times its size.
+BUFFER_SHARE = 8
 
 
 class CannotFuse(Exception):
     """There is no fused kernel for this statement; the text says why. Never reaches the user unless
     fusion is required.
     """
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Prepared:
-    """A plan, and everything that its launch needs beside the caller's tensors."""
-
-    plan: Plan
-    extents: Mapping[str, int]
-    arrays: Mapping[str, Tensor]
-    # tensor -> (first dimension, how many) that are flattened into one
-    views: Mapping[str, tuple[int, int]]
-    segments: Segments | None
-    fill: bool  # the kernel does not write every place, or adds to what is there
-    # index tensors beside the target's whose values went into arrays or code
-    baked: tuple[str, ...] = ()
-
-
-@dataclass(slots=True)
-class Draft:
-    target: Access
-    factors: tuple[Expr, ...]
-    extents: dict[str, int]
-    padded: set[str]
-    arrays: dict[str, Tensor] = field(default_factory=dict)
-    views: dict[str, tuple[int, int]] = field(default_factory=dict)
-    segments: Segments | None = None
-    row: str = ""
-    segment: str = ""
-    why: list[str] = field(default_factory=list)
-    baked: dict[str, None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,120 +66,133 @@ class Wishes:
     architecture: str = "sm_90"  # what the first guess of a config is made for
 
 
-def index_reads(problem: Problem, term: Term) -> tuple[Access, ...]:
-    """Every access of a term, the target's included, that stands in an index."""
-    exprs = (problem.statement.target, *term.factors)
-    return tuple(
-        a
-        for e in exprs
-        for access in accesses(e)
-        for i in access.indices
-        for _, a in i.terms
-        if isinstance(a, Access)
-    )
+@dataclass(frozen=True, slots=True, eq=False)
+class Planned:
+    """A plan, and everything that its launches need beside the caller's tensors."""
+
+    plan: Plan
+    extents: Mapping[str, int]  # typical ones
+    sizes: SizeClass
+    arrays: Mapping[str, Array]
+    segments: Rows | Packed | PackedByStep | None
+    fill: bool  # the kernel does not write every place, or adds to what is there
+    #: ... unless these two sizes are equal: so many places are written, and so many there are.
+    covers: tuple[SizeExpr, SizeExpr] | None = None
+    #: ... or unless a dimension has just as many places as a pattern writes.
+    written: tuple[int, int] | None = None
+    multiples: Mapping[str, int] = field(default_factory=dict)  # of variables of our own
+    small_buffer: bool = False  # a float32 buffer for the result is little beside what is read
+    longest: int = 0  # entries of a row, a power of two; 0 where nothing is known of them
+    entries: int = 0
+
+    def shown(self) -> dict[str, str]:
+        """The classes of all extents, for people."""
+        own = {v: f"<={power_of_two(n)}" for v, n in self.extents.items()}
+        own |= {v: str(n) for v, n in self.multiples.items()}
+        return own | {v: str(extent) for v, extent in self.sizes.extents.items()}
 
 
-class Drafting:
-    """One product of a statement on its way to a plan."""
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A product as it is rewritten for a strategy."""
 
-    def __init__(
-        self, problem: Problem, term: Term, values: Mapping[str, Value], wishes: Wishes
-    ) -> None:
-        self.problem, self.term, self.values, self.wishes = problem, term, values, wishes
-        self.taken = names_of(problem.statement)
-        self.row, self.slot, self.flat = (
-            fresh(name, self.taken) for name in ("row", "slot", "flat")
-        )
-        self.reduce = {"=": "sum", "+=": "sum", "max=": "max", "min=": "min"}[
-            problem.statement.operator
-        ]
-        self.tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+    target: Access
+    factors: tuple[Expr, ...]
+    extents: Mapping[str, int]
+    padded: frozenset[str]
+    arrays: Mapping[str, Array] = field(default_factory=dict)
+    views: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    made: Mapping[str, SizeExpr] = field(default_factory=dict)  # extents of variables of our own
+    multiples: Mapping[str, int] = field(default_factory=dict)
+    segments: Rows | Packed | PackedByStep | None = None
+    row: str = ""
+    segment: str = ""
+    longest: int = 0
+    entries: int = 0
+    why: tuple[str, ...] = ()
 
-    def check_supported(self) -> None:
-        problem = self.problem
-        if problem.target_read:
-            raise CannotFuse("the output is also read on the right side")
-        for name, kind in problem.kinds.items():
-            if kind.dtype not in _TRITON:
-                raise CannotFuse(f"{name} holds {str(kind.dtype).removeprefix('torch.')}")
-        if problem.dtype == torch.bool or problem.dtype not in _TRITON:
-            raise CannotFuse(f"the result is {str(problem.dtype).removeprefix('torch.')}")
-        if self.reduce != "sum" and problem.dtype not in (
-            torch.float16,
-            torch.bfloat16,
-            torch.float32,
-            torch.float64,
-            torch.int64,
-        ):
-            raise CannotFuse(f"{self.reduce} of {str(problem.dtype).removeprefix('torch.')}")
-        if any(
-            kind.device is not None and kind.device != problem.device
-            for kind in problem.kinds.values()
-        ):
-            raise CannotFuse("a 0-d tensor is on another device")
-        if len(set(variables(self.term.value)) | set(variables(problem.statement.target))) > 24:
-            raise CannotFuse("more than 24 index variables")
+    def because(self, reason: str) -> Draft:
+        return replace(self, why=(*self.why, reason))
 
-    def draft(self) -> Draft:
-        extents = {
-            name: int(extent)
-            for name, extent in self.problem.extents.items()
-            if name in self.term.variables
-        }
-        used = {
-            a.tensor
-            for f in (*self.term.factors, self.problem.statement.target)
-            for a in accesses(f)
-        }
-        padded = {
-            name
-            for name in self.problem.padded & used & self.tensors.keys()
-            if facts_of(self.tensors[name]).padded
-        }
-        target = self.problem.statement.target
-        return Draft(Access(target.tensor, target.indices), self.term.factors, extents, padded)
+    def reads(self) -> set[str]:
+        """Names of the tensors and arrays that the right side reads."""
+        return {a.tensor for f in self.factors for a in accesses(f)}
 
-    def summed(self, draft: Draft) -> tuple[str, ...]:
-        kept = set(variables(draft.target))
-        return tuple(
-            v
-            for v in dict.fromkeys(v for f in draft.factors for v in variables(f))
-            if v not in kept
-        )
+    def summed(self) -> tuple[str, ...]:
+        kept = set(variables(self.target))
+        found = dict.fromkeys(v for f in self.factors for v in variables(f))
+        return tuple(v for v in found if v not in kept)
 
-    def roles(
-        self, draft: Draft, absorbed: tuple[str, ...] = (), allow_dot: bool = True
-    ) -> Contraction:
-        kept = tuple(v for v in variables(draft.target) if v not in absorbed)
-        kept = tuple(
-            v for i in draft.target.indices for v in variables(i) if v in kept and v not in absorbed
-        )
-        summed = tuple(v for v in self.summed(draft) if v not in absorbed)
-        roles = Roles(
-            draft.factors,
-            tuple(dict.fromkeys(kept)),
-            summed,
-            draft.extents,
-            draft.row,
-            draft.segment,
-            absorbed,
-        )
-        wish = self.wishes.settings.dot
-        fits = (
-            self.reduce == "sum"
-            and self.accumulator() == "float32"
-            and self.operand(draft) in ("float16", "bfloat16", "float32")
-        )
-        return contraction(
-            roles, allow_dot=allow_dot and fits and wish != "never", force_dot=wish == "always"
-        )
-
-    def tiles_scatter(self, draft: Draft, scatter: Scatter) -> bool:
-        """Whether a matrix product would have the scattered variables along one side of its tile:
-        sorting would destroy that.
+    def without_padding(self, name: str) -> Draft:
+        """Where the target no longer reads an index tensor, its padding matters only if the right
+        side reads it too.
         """
-        roles = self.roles(draft)
-        return roles.dot and bool(set(scatter.variables) & {roles.m[-1], roles.n[-1]})
+        return self if name in self.reads() else replace(self, padded=self.padded - {name})
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is planned: one product of a problem, for a class of sizes."""
+
+    problem: Problem
+    term: Term
+    sizes: SizeClass
+    wishes: Wishes
+    uses: tuple[Use, ...]
+    wraps: frozenset[str]
+    ask: Ask
+
+    # --- the statement ---
+
+    @property
+    def reduce(self) -> str:
+        operators = {"=": "sum", "+=": "sum", "max=": "max", "min=": "min"}
+        return operators[self.problem.statement.operator]
+
+    def name(self, wanted: str, draft: Draft | None = None) -> str:
+        """A name that neither the statement nor the draft has."""
+        taken = names_of(self.problem.statement)
+        if draft is not None:
+            taken |= {*draft.extents, *draft.arrays}
+        return fresh(wanted, taken)
+
+    def rows(self, scatter: Scatter) -> int:
+        """How many places the scattered dimension has, typically."""
+        return self.sizes.shape[scatter.dim]
+
+    # --- index tensors ---
+
+    def known(self, name: str) -> Known | None:
+        """What is known of an index tensor; nothing of one that was never seen."""
+        found: Known | None = self.ask(AskFacts(name))
+        return found
+
+    def is_tensor(self, name: str) -> bool:
+        return self.problem.kinds[name].device is not None
+
+    def may_be_padded(self, name: str) -> bool:
+        if name not in self.problem.padded or not self.is_tensor(name):
+            return False
+        known = self.known(name)
+        return known is None or known.padded
+
+    def may_wrap(self, name: str) -> bool:
+        """Whether an index tensor may hold negative values that count from the end."""
+        known = self.known(name)
+        return name in self.wraps and (known is None or known.padded)
+
+    def is_clean(self, name: str) -> bool:
+        """Whether the values of an index tensor are places as they are."""
+        known = self.known(name)
+        if known is None or known.padded and name in self.problem.padded:
+            return False
+        return not self.may_wrap(name)
+
+    def last(self, var: str) -> int:
+        """The last value of a variable, as a number of the code."""
+        return int(self.ask(AskExact(var))) - 1
+
+    # --- types ---
 
     def operand(self, draft: Draft) -> str:
         """The dtype that every factor of a matrix product is brought to."""
@@ -215,93 +202,168 @@ class Drafting:
                 kind = self.problem.kinds.get(access.tensor)
                 if kind is not None and kind.strength == 2:
                     dtype = kind.dtype if dtype is None else torch.promote_types(dtype, kind.dtype)
-        return _TRITON.get(dtype, "") if dtype is not None else ""
+        return TRITON.get(dtype, "") if dtype is not None else ""
 
     def accumulator(self) -> str:
-        name = _TRITON[self.problem.dtype]
-        if name in _ACCUMULATOR:
-            widest = _TRITON.get(_promoted(self.problem, self.term), name)
-            return "float64" if "float64" in (widest, name) else "float32"
+        return accumulator_of(self.problem)
+
+    # --- memory ---
+
+    def buffer_is_small(self) -> bool:
+        """Whether a float32 buffer for the result is little beside the tensors that are read."""
+        return BUFFER_SHARE * 4 * math.prod(self.sizes.shape) <= self.bytes_read()
+
+    def bytes_read(self) -> int:
+        """Of all tensors that are read, about."""
+        kinds = self.problem.kinds
+        return sum(n * kinds[name].dtype.itemsize for name, n in self.sizes.numel.items())
+
+    def array(self, recipe: object, part: str, dtype: str = "", rank: int = 1) -> Array:
+        wide = "int64" if self.sizes.wide else "int32"
+        return Array(recipe, part, dtype or wide, rank)  # type: ignore[arg-type]
+
+
+def accumulator_of(problem: Problem) -> str:
+    """The dtype in which contributions meet: one for all products of a statement."""
+    name = TRITON[problem.dtype]
+    if name not in _ACCUMULATOR:
         return "int64"
-
-    def finish(
-        self,
-        draft: Draft,
-        strategy: str,
-        *,
-        fill: bool,
-        absorbed: tuple[str, ...] = (),
-        onehot: int = -1,
-        allow_dot: bool = True,
-    ) -> Prepared:
-        roles = self.roles(draft, absorbed, allow_dot)
-        accumulator = self.accumulator()
-        segment = Segment(draft.row, draft.segment, tiled=not roles.dot) if draft.segment else None
-        used = {a.tensor for f in (*draft.factors, draft.target) for a in accesses(f)}
-        kinds = {
-            name: _TRITON[kind.dtype] for name, kind in self.problem.kinds.items() if name in used
-        }
-        kinds |= {name: _TRITON[array.dtype] for name, array in draft.arrays.items()}
-        numbers = tuple(
-            n for n, kind in self.problem.kinds.items() if kind.device is None and n in used
-        )
-        if numbers and accumulator == "float64":
-            raise CannotFuse(
-                "a Python number would be passed in float32 to a float64 kernel; pass it as a "
-                "0-d tensor"
-            )
-        plan = Plan(
-            statement=self.problem.statement.text or str(self.problem.statement),
-            target=draft.target,
-            factors=draft.factors,
-            reduce=self.reduce,
-            roles=roles,
-            strategy=strategy,
-            accumulate=self.wishes.accumulate and strategy != "atomic",
-            kinds=tuple(sorted(kinds.items())),
-            padded=frozenset(draft.padded),
-            accumulator=accumulator,
-            operand=self.operand(draft) if roles.dot else "",
-            precision=self.wishes.precision
-            if roles.dot and self.operand(draft) == "float32"
-            else "",
-            segment=segment,
-            onehot=onehot,
-            wide=self.wide(draft),
-            why=tuple(draft.why),
-            numbers=numbers,
-        )
-        return Prepared(
-            plan, draft.extents, draft.arrays, draft.views, draft.segments, fill, tuple(draft.baked)
-        )
-
-    def wide(self, draft: Draft) -> bool:
-        return is_wide((*self.tensors.values(), *draft.arrays.values()), self.problem.shape)
+    widest = TRITON.get(_promoted(problem), name)
+    return "float64" if "float64" in (widest, name) else "float32"
 
 
-def is_wide(tensors: Iterable[Tensor], shape: Sequence[Size]) -> bool:
-    """Whether any offset into tensors, or into a result of this shape, can pass 2**31 elements."""
-    reach = [
-        sum((size - 1) * abs(stride) for size, stride in zip(t.shape, t.stride(), strict=True))
-        for t in tensors
-        if t.numel()
-    ]
-    return max([*reach, math.prod(int(s) for s in shape)], default=0) >= 2**31 - 1
+def _promoted(problem: Problem) -> torch.dtype:
+    """The wider of the result's dtype and the right side's own."""
+    types = {name: kind.type for name, kind in problem.kinds.items()}
+    return torch.promote_types(problem.dtype, infer(problem.statement.value, types).dtype)
 
 
-def _promoted(problem: Problem, term: Term) -> torch.dtype:
-    dtype = problem.dtype
-    for factor in term.factors:
-        for access in accesses(factor, nested=False):
-            kind = problem.kinds.get(access.tensor)
-            if kind is not None and kind.strength == 2 and kind.dtype.is_floating_point:
-                dtype = torch.promote_types(dtype, kind.dtype)
-    return dtype
+def check_supported(subject: Subject) -> None:
+    problem, reduce = subject.problem, subject.reduce
+    if problem.target_read:
+        raise CannotFuse("the output is also read on the right side")
+    for name, kind in problem.kinds.items():
+        if kind.dtype not in TRITON:
+            raise CannotFuse(f"{name} holds {str(kind.dtype).removeprefix('torch.')}")
+    if problem.dtype == torch.bool or problem.dtype not in TRITON:
+        raise CannotFuse(f"the result is {str(problem.dtype).removeprefix('torch.')}")
+    extremes = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)
+    if reduce != "sum" and problem.dtype not in extremes:
+        raise CannotFuse(f"{reduce} of {str(problem.dtype).removeprefix('torch.')}")
+    for kind in problem.kinds.values():
+        if kind.device is not None and kind.device != problem.device:
+            raise CannotFuse("a 0-d tensor is on another device")
+    used = set(variables(subject.term.value)) | set(variables(problem.statement.target))
+    if len(used) > 24:
+        raise CannotFuse("more than 24 index variables")
 
 
-def remembered(facts: IndexFacts, key: object, compute: Callable[[], T]) -> T:
-    """A value derived from an index tensor, computed once and kept with its facts."""
-    if key not in facts.derived:
-        facts.derived[key] = compute()
-    value: T = facts.derived[key]
-    return value
+def first_draft(subject: Subject) -> Draft:
+    """The product as it was written."""
+    problem, term = subject.problem, subject.term
+    typical = subject.sizes.typical()
+    extents = {name: typical[name] for name in problem.extents if name in term.variables}
+    target = problem.statement.target
+    used = {a.tensor for f in (*term.factors, target) for a in accesses(f)}
+    padded = frozenset(n for n in problem.padded & used if subject.may_be_padded(n))
+    return Draft(Access(target.tensor, target.indices), term.factors, extents, padded)
+
+
+def roles_of(
+    subject: Subject, draft: Draft, absorbed: tuple[str, ...] = (), allow_dot: bool = True
+) -> Contraction:
+    in_order = [v for i in draft.target.indices for v in variables(i)]
+    kept = tuple(dict.fromkeys(v for v in in_order if v not in absorbed))
+    summed = tuple(v for v in draft.summed() if v not in absorbed)
+    roles = Roles(draft.factors, kept, summed, draft.extents, draft.row, draft.segment, absorbed)
+    wish = subject.wishes.settings.dot
+    fits = (
+        subject.reduce == "sum"
+        and subject.accumulator() == "float32"
+        and subject.operand(draft) in ("float16", "bfloat16", "float32")
+    )
+    return contraction(
+        roles, allow_dot=allow_dot and fits and wish != "never", force_dot=wish == "always"
+    )
+
+
+def finish(
+    subject: Subject,
+    draft: Draft,
+    strategy: str,
+    *,
+    fill: bool,
+    absorbed: tuple[str, ...] = (),
+    onehot: int = -1,
+    allow_dot: bool = True,
+    roles: Contraction | None = None,
+) -> Planned:
+    """The plan of a draft."""
+    problem = subject.problem
+    roles = roles or roles_of(subject, draft, absorbed, allow_dot)
+    accumulator = subject.accumulator()
+    used = {a.tensor for f in (*draft.factors, draft.target) for a in accesses(f)}
+    kinds = {name: TRITON[kind.dtype] for name, kind in problem.kinds.items() if name in used}
+    kinds |= {name: array.dtype for name, array in draft.arrays.items()}
+    operand = subject.operand(draft) if roles.dot else ""
+    plan = Plan(
+        statement=problem.statement.text or str(problem.statement),
+        target=draft.target,
+        factors=draft.factors,
+        reduce=subject.reduce,
+        roles=roles,
+        strategy=strategy,
+        accumulate=subject.wishes.accumulate and strategy != "atomic",
+        kinds=tuple(sorted(kinds.items())),
+        strides=_strides(subject, draft, used),
+        views=tuple(sorted(draft.views.items())),
+        made=tuple(sorted(draft.made.items())),
+        padded=draft.padded,
+        guarded=_guarded(subject, draft),
+        wraps=frozenset(n for n in subject.wraps & used if subject.may_wrap(n)),
+        accumulator=accumulator,
+        operand=operand,
+        precision=subject.wishes.precision if operand == "float32" else "",
+        segment=Segment(draft.row, draft.segment, tiled=not roles.dot) if draft.segment else None,
+        onehot=onehot,
+        wide=subject.sizes.wide,
+        why=draft.why,
+        numbers=tuple(n for n in problem.kinds if n in used and not subject.is_tensor(n)),
+    )
+    return Planned(
+        plan,
+        draft.extents,
+        subject.sizes,
+        draft.arrays,
+        draft.segments,
+        fill,
+        multiples=draft.multiples,
+        small_buffer=subject.buffer_is_small(),
+        longest=draft.longest,
+        entries=draft.entries,
+    )
+
+
+def _strides(subject: Subject, draft: Draft, used: set[str]) -> tuple[tuple[str, Strides], ...]:
+    found = {OUT: subject.sizes.strides[OUT]}
+    for name in used:
+        if name in draft.arrays:
+            found[name] = contiguous(draft.arrays[name].rank)
+        elif name in subject.sizes.strides:
+            strides = subject.sizes.strides[name]
+            found[name] = strides.joined(*draft.views[name]) if name in draft.views else strides
+    return tuple(sorted(found.items()))
+
+
+def _guarded(subject: Subject, draft: Draft) -> frozenset[tuple[str, int]]:
+    """Dimensions that are indexed by values which nobody has looked at yet: kernels treat what is
+    out of range as absent. Indices of our own making are in range.
+    """
+    read = {a.tensor for f in draft.factors for a in accesses(f)}
+    target = any(isinstance(a, Access) for i in draft.target.indices for _, a in i.terms)
+    found = set()
+    for number, use in enumerate(subject.uses):
+        name = OUT if use.is_target else use.access.tensor
+        if (target if use.is_target else name in read) and not subject.ask(AskInside(number)):
+            found.add((name, use.dim))
+    return frozenset(found)

@@ -27,9 +27,7 @@ KINDS = {
 
 def kinds(plan: Plan) -> tuple[str, ...]:
     """The kinds of launches of a plan, in the order of its choice."""
-    return KINDS[
-        "unrolled" if plan.strategy == "unrolled" else "rows" if model.in_rows(plan) else "tiles"
-    ]
+    return KINDS["unrolled" if plan.pattern else "rows" if model.in_rows(plan) else "tiles"]
 
 
 def broken(plan: Plan, extents: Mapping[str, int], choice: Choice) -> str:
@@ -54,7 +52,7 @@ def broken(plan: Plan, extents: Mapping[str, int], choice: Choice) -> str:
 
 def _broken(plan: Plan, extents: Mapping[str, int], config: Config) -> str:
     roles = plan.roles
-    if plan.strategy == "unrolled" and not roles.k and config.k != 1:
+    if plan.pattern and not roles.k and config.k != 1:
         return "straight-line code has no K axis: k=1"
     for axis, used in (("m", roles.m), ("n", roles.n), ("k", roles.k)):
         if not used and getattr(config, axis) != 1:
@@ -75,7 +73,7 @@ def _too_small(plan: Plan, extents: Mapping[str, int], config: Config) -> str:
     register tile.
     """
     roles = plan.roles
-    if plan.strategy == "unrolled":
+    if plan.pattern:
         whole = roles.n[0] not in variables(plan.target) and config.n < model.extent(
             roles.n, extents
         )

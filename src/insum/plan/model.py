@@ -12,11 +12,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from insum.lang.expr import variables
-from insum.plan.config import Choice, Config, power_of_two
+from insum.plan.config import Choice, Config
 from insum.plan.plan import Plan
 from insum.plan.roles import Contraction, contiguity
-from insum.plan.schedule import SHORT
+from insum.plan.sizes import power_of_two
 
+#: Tasks up to this length count as short: several of them share a program.
+SHORT = 32
 #: Patterns with more points than this are long: several kernels, which share neither an output nor
 #: the largest factor.
 LONG = 48
@@ -74,8 +76,10 @@ def inner_extent(plan: Plan, extents: Mapping[str, int]) -> int:
 
 def first_guess(plan: Plan, extents: Mapping[str, int]) -> Config:
     """The config used when nobody tuned."""
-    if plan.strategy == "unrolled":
+    if plan.pattern:
         n = min(64, power_of_two(extent(plan.roles.n, extents)))
+        if plan.segment:  # a few entries of a row at a time, for many are short
+            return Config(m=1, n=n, k=2, warps=max(1, n // 32), stages=1)
         if plan.roles.k:
             k = min(64, power_of_two(extent(plan.roles.k, extents)))
             pattern = plan.pattern
@@ -140,7 +144,7 @@ def in_rows(plan: Plan) -> bool:
     """Whether tiles hold rows of a segmented output, so that short and long rows are launched
     apart.
     """
-    return plan.strategy != "unrolled" and plan.segment is not None and plan.segment.tiled
+    return plan.pattern is None and plan.segment is not None and plan.segment.tiled
 
 
 def split_length(longest: int, entries: int) -> int:
@@ -195,16 +199,21 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
 
 def held(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> tuple[int, int]:
     """A tile holds all of a variable that scatters into a register tile, and all of one that is
-    summed after the product.
+    summed after the product: the largest of its class.
     """
     kept = set(variables(plan.target))
     scattered = set(variables(plan.target.indices[plan.onehot])) if plan.onehot >= 0 else set()
     least = 16 if plan.roles.dot else 1
     if plan.roles.m and (scattered & set(plan.roles.m) or not kept & set(plan.roles.m)):
-        m = max(least, power_of_two(extent(plan.roles.m, extents)))
+        m = max(least, most(plan.roles.m, extents))
     if plan.roles.n and (scattered & set(plan.roles.n) or not kept & set(plan.roles.n)):
-        n = max(least, power_of_two(extent(plan.roles.n, extents)))
+        n = max(least, most(plan.roles.n, extents))
     return m, n
+
+
+def most(axis: tuple[str, ...], extents: Mapping[str, int]) -> int:
+    """What no extent of the classes of these typical ones exceeds."""
+    return math.prod(power_of_two(extents[v]) for v in axis)
 
 
 def _k_tile(plan: Plan, extents: Mapping[str, int], size: int) -> int:

@@ -7,8 +7,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from insum.lang.expr import Access, Expr, product
+from insum.lang.expr import Access, Expr, accesses, product
+from insum.plan.recipes import SizeExpr
 from insum.plan.roles import Contraction
+from insum.plan.sizes import Strides
+
+#: Names, among those of tensors, of what is written: the output, and the workspace for pieces of
+#: rows. No statement can spell them.
+OUT, WORK = "<out>", "<work>"
+#: Stands for the strides of a new contiguous output, beside those of one that was passed.
+NEW = "<new>"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,7 @@ class Plan:
     strategy: str  # "segment", "store", "atomic", "onehot", "unrolled"
     accumulate: bool  # the output holds values to start from
     kinds: tuple[tuple[str, str], ...]  # triton dtype name of every tensor, e.g. ("A", "float16")
+    strides: tuple[tuple[str, Strides], ...]  # of every tensor that is read, and of the output
     padded: frozenset[str]
     accumulator: str  # "float32", "float64", "int64", "int32"
     operand: str = ""  # dtype of the operands of tl.dot
@@ -55,10 +64,23 @@ class Plan:
     split: bool = False  # pieces of long rows go to a workspace
     why: tuple[str, ...] = field(default=(), compare=False)
     numbers: tuple[str, ...] = ()  # scalars passed as Python numbers
+    views: tuple[
+        tuple[str, tuple[int, int]], ...
+    ] = ()  # dimensions that are walked as one: first, count
+    made: tuple[tuple[str, SizeExpr], ...] = ()  # extents of variables that the plan has made
+    guarded: frozenset[tuple[str, int]] = frozenset()  # dimensions indexed by unchecked values
+    leaves: bool = False  # nothing is done where the call's indices were found out of range
+    wraps: frozenset[str] = frozenset()  # index tensors in which negative values count from the end
 
     @property
     def value(self) -> Expr:
         return product(list(self.factors))
+
+    @property
+    def index_tensors(self) -> frozenset[str]:
+        """The tensors that stand in an index."""
+        outer = [a for e in (self.target, *self.factors) for a in accesses(e, nested=False)]
+        return frozenset(a.tensor for one in outer for i in one.indices for a in accesses(i))
 
     @property
     def pointwise(self) -> bool:
@@ -69,7 +91,7 @@ class Plan:
             not isinstance(f, Access) and type(f).__name__ != "Number" for f in self.factors
         )
 
-    def describe(self, extents: Mapping[str, int]) -> str:
+    def describe(self, extents: Mapping[str, object]) -> str:
         """The plan in a few lines: roles, strategy and why."""
         r = self.roles
 

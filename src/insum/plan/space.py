@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from insum.plan import cost, legal, model
-from insum.plan.config import Choice, Config, power_of_two
+from insum.plan.config import Choice, Config
 from insum.plan.plan import Plan
-from insum.plan.schedule import SHORT
+from insum.plan.sizes import power_of_two
 
 #: Registers that a thread may be estimated to need before a config counts as spilling.
 MOST_REGISTERS = 230
@@ -32,11 +32,12 @@ class Limits:
     swap: bool = True
 
 
-def candidates(plan: Plan, extents: Mapping[str, int], limits: Limits) -> list[Choice]:
+def candidates(
+    plan: Plan, extents: Mapping[str, int], limits: Limits, guess: Choice
+) -> list[Choice]:
     """Choices to try: the first guess, then in turn its neighbours and the rest of the space, each
     as the model ranks them.
     """
-    guess = _guess(plan, extents, limits)
     near = neighbours(plan, extents, limits, guess)
     far = _best(plan, extents, limits, _every(plan, extents, limits, guess), limits.count)
     in_turn = (
@@ -68,16 +69,6 @@ def crossed(timed: Sequence[tuple[Choice, float]]) -> Choice | None:
     ]
     short, long = min(shorts, key=lambda p: p[0])[1], min(longs, key=lambda p: p[0])[1]
     return replace(short, split=min(splits, key=lambda p: p[0])[1]), long
-
-
-def _guess(plan: Plan, extents: Mapping[str, int], limits: Limits) -> Choice:
-    longest = max((length for length, _ in limits.load.lengths), default=0)
-    return model.first_choice(
-        model.oriented(plan, extents, allowed=limits.swap),
-        extents,
-        longest=longest,
-        entries=int(limits.load.entries),
-    )
 
 
 # --- pruning --------------------------------------------------------------------------------------
@@ -123,7 +114,7 @@ def _varied(ranked: Sequence[Choice], count: int) -> list[Choice]:
 def _every(
     plan: Plan, extents: Mapping[str, int], limits: Limits, guess: Choice
 ) -> Iterator[Choice]:
-    if plan.strategy == "unrolled":
+    if plan.pattern:
         return _unrolled(plan, extents)
     if model.in_rows(plan):
         return _rows(plan, extents, limits, guess)
@@ -209,7 +200,7 @@ def _rows(
         if 32 * warps <= m * n * k <= 8192:
             yield replace(short, m=m, n=n, k=k, warps=warps), long
     for n, k, warps in itertools.product(ns, (8, 16, 32, 64), (1, 2, 4)):
-        if longest > SHORT and n * k <= 8192:
+        if longest > model.SHORT and n * k <= 8192:
             yield short, replace(long, n=n, k=k, warps=warps)
     for split in (0, 32, 64, 128, 256, 512):
         if split == 0 or split < longest:

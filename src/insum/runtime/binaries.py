@@ -21,9 +21,7 @@ from typing import Any
 from insum.runtime import launch
 
 log = logging.getLogger("insum")
-#: What was recalled in this process, by note and device: a kernel is loaded once.
-_held: dict[tuple[str, int], Any] = {}
-_VERSION = 1
+_VERSION = 2
 #: Beginnings of environment variables that may change what is compiled; the folders do not.
 _COMPILING = (
     "TRITON",
@@ -40,36 +38,33 @@ _COMPILING = (
 _FOLDERS = ("TRITON_CACHE_DIR", "TRITON_HOME")
 
 
-def recalled(function: Any, arguments: Sequence[Any], warps: int, stages: int) -> Any | None:
+def recalled(
+    function: Any, types: Sequence[str], unaligned: int, warps: int, stages: int
+) -> Any | None:
     """The compiled kernel for such arguments, from Triton's cache on disk; None where there is
     none, or where someone watches Triton compile.
     """
     try:
         if launch.interpreting() or _watched():
             return None
-        path = _path(function, arguments, warps, stages)
-        key = str(path), launch.current_device()
-        if (
-            key not in _held
-            and path.exists()
-            and (found := _load(function, json.loads(path.read_text()))) is not None
-        ):
-            _held[key] = found
-        return _held.get(key)
+        path = _path(function, types, unaligned, warps, stages)
+        return _load(function, json.loads(path.read_text())) if path.exists() else None
     except Exception as error:  # whatever this Triton does differently: it compiles as ever
         log.debug("insum: no compiled kernel recalled: %s: %s", type(error).__name__, error)
         return None
 
 
-def is_noted(function: Any, arguments: Sequence[Any], warps: int, stages: int) -> bool:
+def is_noted(function: Any, types: Sequence[str], unaligned: int, warps: int, stages: int) -> bool:
     """Whether some process has compiled such a kernel, as far as the notes say."""
     try:
-        return _path(function, arguments, warps, stages).exists()
+        return _path(function, types, unaligned, warps, stages).exists()
     except Exception:
         return False
 
 
-def note(compiled: Any, function: Any, arguments: Sequence[Any], warps: int, stages: int) -> None:
+def note(
+    compiled: Any, function: Any, types: Sequence[str], unaligned: int, warps: int, stages: int
+) -> None:
     """Write down where Triton keeps what it just compiled."""
     if launch.interpreting():
         return
@@ -83,7 +78,7 @@ def note(compiled: Any, function: Any, arguments: Sequence[Any], warps: int, sta
                 "constants": constants,
             }
         )
-        path = _path(function, arguments, warps, stages)
+        path = _path(function, types, unaligned, warps, stages)
         temporary = path.with_suffix(f".{os.getpid()}.tmp")
         temporary.write_text(text)
         temporary.replace(path)
@@ -104,25 +99,20 @@ def _load(function: Any, noted: dict[str, Any]) -> Any | None:
     return CompiledKernel(source, group, noted["hash"])
 
 
-def _path(function: Any, arguments: Sequence[Any], warps: int, stages: int) -> Path:
-    kinds = [
-        [*launch.argument_kind(value), hasattr(value, "data_ptr") and value.data_ptr() % 16 == 0]
-        for value in arguments
-    ]
+def _path(function: Any, types: Sequence[str], unaligned: int, warps: int, stages: int) -> Path:
     asked = [
         _VERSION,
         function.fn.__module__,
-        kinds,
+        list(types),
+        unaligned,
         warps,
         stages,
         launch.current_target(),
         _triton(),
         _environment(),
     ]
-    return (
-        launch.source_folder()
-        / f"b{hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:24]}.json"
-    )
+    name = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:24]
+    return launch.source_folder() / f"b{name}.json"
 
 
 def _environment() -> list[tuple[str, str]]:

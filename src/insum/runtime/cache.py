@@ -22,14 +22,18 @@ from typing import Any
 
 import torch
 
-from insum.plan.config import Choice, Config, power_of_two
-from insum.plan.prepare import Prepared
+from insum.bounded import keep
+from insum.plan.config import Choice, Config
+from insum.plan.draft import Planned
+from insum.plan.sizes import power_of_two
+from insum.runtime import launch
 from insum.settings import Values, settings
 
 log = logging.getLogger("insum")
 
 #: The layout of the files. Raise it when that changes: entries of other layouts are passed over.
 FORMAT = 1
+MOST_CHOICES = 4096
 _found: dict[str, Choice] = {}
 _lock = threading.Lock()
 #: ``epoch`` goes up whenever what is remembered changes, so that launches made before are looked up
@@ -40,34 +44,9 @@ state = {"epoch": 0}
 # --- where ----------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _usable(wanted: str) -> Path:
-    folder = Path(wanted)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            return folder
-    except OSError as error:
-        user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
-        other = Path(tempfile.gettempdir()) / f"insum-{user}"
-        log.warning(
-            "insum: the cache folder %s cannot be written (%s); %s is used instead",
-            folder,
-            error.strerror,
-            other,
-        )
-        other.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return other
-
-
 def folder() -> Path:
-    """Where kernels and tuned choices are kept: ``INSUM_CACHE_DIR``, else ``~/.cache/insum``, else
-    a temporary folder.
-    """
-    return _usable(
-        os.environ.get("INSUM_CACHE_DIR")
-        or os.path.join(os.path.expanduser("~"), ".cache", "insum")
-    )
+    """Where kernels and tuned choices are kept."""
+    return launch.cache_folder()
 
 
 def entries_folder() -> Path:
@@ -106,9 +85,9 @@ class Entry:
     effort: str
 
 
-def key_of(prepared: Prepared, device: torch.device) -> Key:
+def key_of(planned: Planned, device: torch.device) -> Key:
     return Key(
-        plan_text(prepared) + unusual(), size_class(prepared), device_name(device), *versions()
+        plan_text(planned) + unusual(), size_class(planned), device_name(device), *versions()
     )
 
 
@@ -125,11 +104,11 @@ def unusual() -> str:
     )
 
 
-def plan_text(prepared: Prepared) -> str:
+def plan_text(planned: Planned) -> str:
     """The plan as text: what decides the kernel but for its config; the user's spelling of the
     statement does not.
     """
-    plan = prepared.plan
+    plan = planned.plan
     parts = [
         str(plan.target),
         *(str(f) for f in plan.factors),
@@ -157,21 +136,20 @@ def plan_text(prepared: Prepared) -> str:
     return " | ".join(parts)
 
 
-def size_class(prepared: Prepared) -> str:
+def size_class(planned: Planned) -> str:
     """Extents rounded up to powers of two, and for a segmented output the entries and the longest
     row as well.
     """
-    rows = prepared.segments
-    sizes = {
-        **prepared.extents,
-        **({"entries": rows.entries, "longest": rows.longest} if rows else {}),
-    }
+    rows = {"entries": planned.entries, "longest": planned.longest} if planned.segments else {}
+    sizes = {**planned.extents, **rows}
     return " ".join(f"{name}:{power_of_two(size)}" for name, size in sizes.items())
 
 
 @functools.cache
 def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    """Of a device that may not be here: programs can be exported for one."""
+    here = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.get_device_name(device) if here else device.type
 
 
 @functools.cache
@@ -211,14 +189,15 @@ def recall(key: Key) -> Choice | None:
         entry = _read(entries_folder() / f"{key.name}.json", key)
         choice = entry.choice if entry else None
         if choice is not None:
-            _found[key.name] = choice
+            keep(_found, key.name, choice, MOST_CHOICES)
     return choice
 
 
 def remember(entry: Entry) -> None:
     """Keep a choice for this process and, where files can be written, for the next."""
     with _lock:
-        _found[entry.key.name] = entry.choice
+        _found.pop(entry.key.name, None)
+        keep(_found, entry.key.name, entry.choice, MOST_CHOICES)
         state["epoch"] += 1
     try:
         _write(entries_folder() / f"{entry.key.name}.json", _as_json(entry))
@@ -285,6 +264,10 @@ def _read(path: Path, key: Key | None = None) -> Entry | None:
     return entry
 
 
+#: Generated kernels: sources, notes, what is half-written, and what earlier releases left.
+_GENERATED = ("k*.py", "b*.json", "[kb]*.tmp", "__pycache__/k*.pyc", ".probe-*")
+
+
 # --- looking after the files ----------------------------------------------------------------------
 
 
@@ -297,14 +280,14 @@ def entries() -> Iterator[Entry]:
 
 
 def clear(*, kernels: bool = True) -> int:
-    """Remove every entry and the sources of generated kernels; returns how many files that were."""
+    """Remove every entry, the sources of generated kernels and the notes about compiled ones;
+    returns how many files that were.
+    """
     forget()
     doomed = [*entries_folder().glob("*.json"), *entries_folder().glob(".writing-*")]
-    doomed += (
-        [*(folder() / "kernels").glob("k*.py"), *(folder() / "kernels").glob("k*.tmp")]
-        if kernels
-        else []
-    )
+    if kernels:
+        sources = launch.source_folder()
+        doomed += [path for pattern in _GENERATED for path in sources.glob(pattern)]
     for path in doomed:
         path.unlink(missing_ok=True)
     return len(doomed)

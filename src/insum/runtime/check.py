@@ -7,40 +7,38 @@ elsewhere once per tensor and version, so that a warm call does not wait for the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from insum.errors import IndexRangeError
+from insum.facts import facts_of, known
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, Affine, Var, accesses, variables
-from insum.plan.facts import facts_of, known
+from insum.plan.uses import Use
 from insum.settings import settings
 
 #: torch finds no least and greatest of these.
 _UNORDERED = (torch.uint16, torch.uint32, torch.uint64)
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
-    """A dimension that is indexed through tensors: the bounds that their values must keep."""
-
-    access: Access
-    dim: int
-    index: Affine
-    limit: int
-    low: int
-    high: int
-    tensor: str
-    """The index tensor where the index is that alone and not combined with anything else, or ''."""
+#: The records of devices, of which the first number is not 0 where something was found, and what
+#: raises it then; `runtime.record` puts them here.
+found: list[tuple[memoryview, Callable[[], None]]] = []
 
 
-def uses_of(problem: Problem) -> tuple[Use, ...]:
-    """Every indexed dimension of the statement that has a point, those inside an index before those
-    around it.
+def raise_found() -> None:
+    """Raise what earlier calls were found to have done wrong. Does not wait."""
+    for numbers, report in found:
+        if numbers[0]:
+            report()
+
+
+def live_uses(problem: Problem, uses: tuple[Use, ...]) -> tuple[Use, ...]:
+    """Those uses that have a point. An index tensor without elements has no values: whatever
+    indexes it is found out of range, or absent.
     """
     if problem.device.type == "meta":
         return ()
@@ -48,38 +46,17 @@ def uses_of(problem: Problem) -> tuple[Use, ...]:
     if not live:
         return ()
     target = problem.statement.target
-    read = [a for term in live for a in accesses(term.value)]
-    every = (target, *(a for i in target.indices for a in accesses(i)), *read)
-    found: dict[tuple[bool, Access, int], Use] = {}
-    for access in every:
-        for dim, index in enumerate(access.indices):
-            inner = [a.tensor for a in accesses(index)]
-            # An index tensor without elements has no values here: whatever indexes it is found out
-            # of range, or absent.
-            if inner and not any(0 in problem.kinds[name].shape for name in inner):
-                found[access is target, access, dim] = _use(
-                    problem, access, dim, index, access is target
-                )
-    return tuple(reversed(found.values()))
-
-
-def _use(problem: Problem, access: Access, dim: int, index: Affine, is_target: bool) -> Use:
-    limit = int(problem.shape[dim] if is_target else problem.kinds[access.tensor].shape[dim])
-    atom = index.atom
-    simple = isinstance(atom, Access) and problem.kinds[atom.tensor].device is not None
-    low = -1 if simple and isinstance(atom, Access) and atom.tensor in problem.padded else 0
-    return Use(
-        access,
-        dim,
-        index,
-        limit,
-        low,
-        limit - 1,
-        atom.tensor if simple and isinstance(atom, Access) else "",
+    read = {a for term in live for a in accesses(term.value)}
+    read |= {a for i in target.indices for a in accesses(i)}
+    return tuple(
+        use
+        for use in uses
+        if (use.is_target or use.access in read)
+        and not any(0 in problem.kinds[a.tensor].shape for a in accesses(use.index))
     )
 
 
-def ranges_of(uses: tuple[Use, ...]) -> tuple[tuple[str, int, int], ...]:
+def ranges_of(problem: Problem, uses: tuple[Use, ...]) -> tuple[tuple[str, int, int], ...]:
     """For each index tensor the range that every use of it allows; nothing where a use is more than
     one tensor.
     """
@@ -87,8 +64,9 @@ def ranges_of(uses: tuple[Use, ...]) -> tuple[tuple[str, int, int], ...]:
         return ()
     found: dict[str, tuple[int, int]] = {}
     for use in uses:
-        low, high = found.get(use.tensor, (use.low, use.high))
-        found[use.tensor] = max(low, use.low), min(high, use.high)
+        last = use.limit(problem) - 1
+        low, high = found.get(use.tensor, (use.low(problem), last))
+        found[use.tensor] = max(low, use.low(problem)), min(high, last)
     return tuple((name, *bounds) for name, bounds in found.items())
 
 
@@ -135,14 +113,38 @@ def verify(problem: Problem, uses: tuple[Use, ...], values: Mapping[str, Value])
         return
     bounds: dict[str, tuple[int, int] | None] = {}
     for use in uses:
-        if use.tensor:
-            if use.tensor not in bounds:
-                bounds[use.tensor] = _bounds(values[use.tensor])
-            range_ = bounds[use.tensor]
-        else:
-            range_ = _affine_bounds(problem, use, values, bounds)
-        if range_ is not None and (range_[0] < use.low or range_[1] > use.high):
+        if not is_inside(problem, use, values, bounds, _bounds):
             _verify_referenced(problem, use, values)
+
+
+def verify_values(problem: Problem, uses: tuple[Use, ...], values: Mapping[str, Value]) -> None:
+    """The same by looking at every value; waits for the device."""
+    for use in uses:
+        _verify_referenced(problem, use, values)
+
+
+def is_inside(
+    problem: Problem,
+    use: Use,
+    values: Mapping[str, Value],
+    bounds: dict[str, tuple[int, int] | None],
+    bounds_of: Callable[[Value], tuple[int, int] | None],
+) -> bool:
+    """Whether the bounds of index tensors, as far as they are known, show that a use stays in its
+    dimension. False says only that they do not.
+    """
+    low = high = use.index.offset
+    for by, atom in use.index.terms:
+        if isinstance(atom, Var):
+            ends: tuple[int, int] | None = (0, int(problem.extents[atom.name]) - 1)
+        else:
+            if atom.tensor not in bounds:
+                bounds[atom.tensor] = bounds_of(values[atom.tensor])
+            ends = bounds[atom.tensor]
+        if ends is None:
+            return False
+        low, high = low + min(by * ends[0], by * ends[1]), high + max(by * ends[0], by * ends[1])
+    return low >= use.low(problem) and high < use.limit(problem)
 
 
 def _bounds(value: Value) -> tuple[int, int] | None:
@@ -166,26 +168,6 @@ def _sortable(value: Tensor) -> Tensor:
     return value.detach().long() if value.dtype in _UNORDERED else value.detach()
 
 
-def _affine_bounds(
-    problem: Problem,
-    use: Use,
-    values: Mapping[str, Value],
-    bounds: dict[str, tuple[int, int] | None],
-) -> tuple[int, int] | None:
-    low = high = use.index.offset
-    for by, atom in use.index.terms:
-        if isinstance(atom, Var):
-            ends: tuple[int, int] | None = (0, int(problem.extents[atom.name]) - 1)
-        else:
-            ends = bounds[atom.tensor] = (
-                bounds[atom.tensor] if atom.tensor in bounds else _bounds(values[atom.tensor])
-            )
-        if ends is None:
-            return None
-        low, high = low + min(by * ends[0], by * ends[1]), high + max(by * ends[0], by * ends[1])
-    return low, high
-
-
 # --- the values that are referred to ---
 
 
@@ -196,7 +178,7 @@ def _verify_referenced(problem: Problem, use: Use, values: Mapping[str, Value]) 
     }
     index, present = _evaluated(problem, use.index, values, point)
     bad = (
-        (((index < 0) | (index > use.high)) & present)
+        (((index < min(0, use.low(problem))) | (index >= use.limit(problem))) & present)
         .expand([int(problem.extents[v]) for v in vars])
         .nonzero()
     )
@@ -238,28 +220,35 @@ def _evaluated(
 def _complain(
     problem: Problem, use: Use, values: Mapping[str, Value], point: dict[str, int]
 ) -> NoReturn:
-    value = _at(use.index, values, point)
     atom = use.index.atom
-    where = _place(atom, values, point) if isinstance(atom, Access) else f"index {use.index}"
     at = ", ".join(f"{v}={k}" for v, k in point.items())
-    at = f" (at {at})" if at and not isinstance(atom, Access) else ""
+    value = _at(use.index, values, point)
+    if isinstance(atom, Access):
+        raise complaint(problem, use, f"{_place(atom, values, point)} is {value}", value)
+    where = f" (at {at})" if at else ""
+    raise complaint(problem, use, f"index {use.index} is {value}{where}", value)
+
+
+def complaint(problem: Problem, use: Use, what: str, value: int) -> IndexRangeError:
+    """The error about one index value: where it stands and what it is, and what it indexes."""
+    limit, atom = use.limit(problem), use.index.atom
     fact = (
-        f"{where} is {value}{at}, but it indexes dimension {use.dim} of "
-        f"{use.access.tensor}, which has size {use.limit}"
+        f"{what}, but it indexes dimension {use.dim} of {use.access.tensor}, which has size {limit}"
     )
-    remedy = (
-        "a negative index does not count from the end"
-        if value < 0
-        else f"make {use.access.tensor} larger, or correct the index"
-    )
-    expected = f"values from 0 to {use.limit - 1}" if use.limit else "no index at all"
-    if isinstance(atom, Access) and atom.tensor in problem.padded:
+    remedy = f"make {use.access.tensor} larger, or correct the index"
+    if value < 0 and not use.wraps:
+        remedy = "a negative index does not count from the end"
+    expected = f"values from {-limit if use.wraps else 0} to {limit - 1}"
+    expected = expected if limit else "no index at all"
+    if use.padded:
         expected += ", or -1 for an absent entry"
     elif value == -1 and isinstance(atom, Access):
         remedy = f"where -1 marks an absent entry, pass padded=({atom.tensor!r},)"
-    raise problem.complain(
+    found = problem.complain(
         IndexRangeError, fact, span=use.index.span, expected=expected, remedy=remedy
     )
+    assert isinstance(found, IndexRangeError)
+    return found
 
 
 def _place(access: Access, values: Mapping[str, Value], point: dict[str, int]) -> str:

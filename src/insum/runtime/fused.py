@@ -1,558 +1,446 @@
-"""Runs a bound statement as generated kernels: plan once, keep the launch, then only look up and
-launch.
+"""A call's generated kernels: which program it runs, by what is known of its index tensors.
 
-A launch is kept with the facts of the index tensor that decided it (so it lives as long as that
-tensor), or, where no index tensor decided anything, in one bounded table.
+An index tensor that was never seen gets a program that needs to know nothing of it: scatters add
+atomically, or sort first where atomics are not allowed, and indices out of range are treated as
+absent. One that comes back is looked at, without waiting, and gets the better schedule; so does, at
+its first call, one that was declared to come back. What was made for a call is kept with the index
+tensors that decided it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import itertools
+import operator
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from insum.codegen.emit import Kernel
-from insum.errors import NotFusedError, SettingsError
+from insum import memory
+from insum.bounded import keep
+from insum.compat.calls import cudagraph_state, current_stream, elsewhere, is_recorded
+from insum.facts import IndexFacts, known_now
 from insum.lang.bind import Problem, Value
-from insum.lang.expr import variables
-from insum.plan import cost, legal, model
+from insum.lang.expr import accesses
+from insum.lang.problem import Sized
 from insum.plan.config import Choice
-from insum.plan.facts import facts_of
-from insum.plan.plan import Plan
-from insum.plan.prepare import PROMOTE_POINTS, CannotFuse, Prepared, Wishes, index_reads, prepare
-from insum.runtime import cache, launch
-from insum.runtime.build import anchors, assemble, first_choice, is_empty, jobs
-from insum.runtime.program import Program
-from insum.settings import settings
+from insum.plan.draft import Wishes
+from insum.plan.plan import OUT
+from insum.plan.recipes import Inverse, Packed, PackedByStep
+from insum.plan.sizes import SizeClass
+from insum.plan.strategies.unrolling import PROMOTE_POINTS
+from insum.plan.uses import Use
+from insum.runtime import cache, classify, packs
+from insum.runtime.answers import Answers
+from insum.runtime.bind import NotYet, Ready, Unseen, ready, unseen_of
+from insum.runtime.check import live_uses, raise_found
+from insum.runtime.program import Refusal
+from insum.runtime.programs import Programs, Shelf, wishes_of
+from insum.runtime.prologue import Made, Prologue
+from insum.runtime.record import record_of
 
-_launches: dict[object, Program | Refusal] = {}
-_MOST_LAUNCHES = 1024
-_said: set[str] = set()
-_NOWHERE = contextlib.nullcontext()
-#: Lines from which on a kernel takes seconds to compile.
-LONG_KERNEL = 60
-
-
-@dataclass(slots=True, eq=False)
-class Refusal:
-    """Why a statement has no kernel; holds what was asked about, so that identities stay taken."""
-
-    problem: Problem
-    wishes: Wishes
-    reason: str
-
-
-def run(
-    problem: Problem,
-    values: Mapping[str, Value],
-    target: Tensor | None,
-    config: Choice | None = None,
-) -> Tensor | None:
-    """The statement's result, or None where no kernel can express it. With ``target``, accumulates
-    into it in place.
-    """
-    if any([isinstance(v, Tensor) and v.is_neg() for v in values.values()]):  # noqa: C419  # on the path of every call
-        values = {
-            name: v.resolve_neg() if isinstance(v, Tensor) else v for name, v in values.items()
-        }
-    if problem.device.type == "cuda" and (how := _capture().state(problem)):
-        with on_device(problem.device):
-            return _capture().run(problem, values, target, config, how)  # type: ignore[no-any-return]
-    program = lookup(problem, values, target, config)
-    if isinstance(program, str):
-        _fall_back(problem, program)
-        return None
-    return execute(program, values, None) if target is None else into(program, values, target)
-
-
-def into(program: Program, values: Mapping[str, Value], target: Tensor) -> Tensor:
-    """Accumulate into ``target``, and let autograd and facts about it know that it was written."""
-    result = execute(program, values, target)
-    if not target.is_inference():
-        torch.autograd.graph.increment_version(target)
-    return result
-
-
-@functools.cache
-def _capture() -> Any:
-    from insum.runtime import capture  # which rests on this module
-
-    return capture
-
-
-def execute(program: Program, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
-    """Launch everything, on the program's device; without a ``target`` into a new tensor."""
-    if program.index is not None and program.index != torch.cuda.current_device():
-        with torch.cuda.device(program.index):
-            return execute(program, values, target)
-    if target is None:
-        out = program.empty()
-        if program.filled:
-            out.fill_(program.start)
-    else:
-        out = (
-            target
-            if program.buffer is None
-            else target.to(program.buffer, memory_format=torch.contiguous_format, copy=True)
-        )
-    for room, launches in program.work:
-        work = None if room is None else room()
-        for one in launches:
-            one(values, out, work)
-    if program.buffer is None:
-        return out
-    return out.to(program.problem.dtype) if target is None else target.copy_(out)
-
-
-def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    if device.type != "cuda" or device.index is None or device.index == torch.cuda.current_device():
-        return _NOWHERE
-    return torch.cuda.device(device)
-
-
-def _fall_back(problem: Problem, why: str) -> None:
-    text = problem.statement.text or str(problem.statement)
-    if settings.require_fused:
-        expected, remedy = (
-            "a statement that a kernel can express",
-            "settings.require_fused = False runs it as a graph of torch operations",
-        )
-        raise problem.complain(
-            NotFusedError, f"no fused kernel: {why}", expected=expected, remedy=remedy
-        )
-    if settings.backend == "fused" or "fallback" in settings.log:
-        import warnings
-
-        if text not in _said:
-            _said.add(text)
-            warnings.warn(
-                f"insum: {text!r} runs as a graph of torch operations: {why}", stacklevel=5
-            )
-
-
-# --- looking up -----------------------------------------------------------------------------------
-
-
-def lookup(
-    problem: Problem,
-    values: Mapping[str, Value],
-    target: Tensor | None,
-    config: Choice | None = None,
-) -> Program | str:
-    """The program for this kind of call, built the first time; a string says why there is none."""
-    table, key = _place(problem, values, target)
-    program: Program | Refusal | None = table.get(key)
-    if program is None:
-        program = _build_and_keep(table, key, problem, values, target, config)
-        _compile_together(program, values)
-    if isinstance(program, Refusal):
-        return program.reason
-    if program.promote and _promoted(program, values):
-        return lookup(problem, values, target, config)
-    return program
-
-
-def _compile_together(program: Program | Refusal, values: Mapping[str, Value]) -> None:
-    """Several long kernels are compiled at the same time, by worker processes, instead of one after
-    the other.
-    """
-    if (
-        isinstance(program, Refusal)
-        or program.problem.device.type != "cuda"
-        or launch.interpreting()
-    ):
-        return
-    long = [
-        one
-        for step in program.steps
-        for one in step.launches
-        if one.kernel.source.count("\n") > LONG_KERNEL
-    ]
-    if len(long) > 1 and (wanted := jobs(program, values, new=True)):
-        with contextlib.suppress(OSError):
-            launch.compile_ahead(wanted, launch.current_target())
-
-
-def kept(problem: Problem, values: Mapping[str, Value], target: Tensor | None) -> Program | None:
-    """The program of an earlier call like this one. Asks nothing of the device where facts are
-    known.
-    """
-    table, key = _place(problem, values, target)
-    program = table.get(key)
-    return program if isinstance(program, Program) else None
-
-
-def _place(
-    problem: Problem, values: Mapping[str, Value], target: Tensor | None
-) -> tuple[dict[object, Any], tuple[object, ...]]:
-    """Where the program for this kind of call is kept."""
-    names = anchors(problem)
-    facts = (
-        [facts_of(value) for name in names if isinstance(value := values[name], Tensor)]
-        if names
-        else ()
-    )
-    table: dict[object, Any] = facts[0].derived if facts else _launches
-    # The problem belongs to one request, hence to one config; program and refusal hold problem and
-    # settings, so that no id is used twice.
-    key: tuple[object, ...] = (
-        id(problem),
-        id(settings.values),
-        cache.epoch(),
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        None if target is None else target.stride(),
-        *[v.stride() if isinstance(v, Tensor) else None for v in values.values()],
-        *[(f.serial, f.constant) for f in facts],
-    )
-    baked = table.get(("baked", key))
-    return _baked(baked, values, key) if baked else (table, key)
-
-
-def _build_and_keep(
-    table: dict[object, Any],
-    key: tuple[object, ...],
-    problem: Problem,
-    values: Mapping[str, Value],
-    target: Tensor | None,
-    config: Choice | None,
-) -> Program | Refusal:
-    wishes = wishes_of(target is not None, problem.device)
-    reason = unusable(problem)
-    program = (
-        Refusal(problem, wishes, reason)
-        if reason
-        else _build(problem, values, target, wishes, config)
-    )
-    if table is _launches and len(_launches) >= _MOST_LAUNCHES:
-        _launches.clear()
-    # building may tune, and a later look-up then builds with what was found
-    if cache.epoch() == key[2]:
-        names = (
-            ()
-            if isinstance(program, Refusal)
-            else tuple(
-                dict.fromkeys(
-                    n for s in program.steps for n in s.prepared.baked if n not in anchors(problem)
-                )
-            )
-        )
-        if names and names != table.get(("baked", key)):
-            table["baked", key] = names
-            table, key = _baked(names, values, key)
-        table[key] = program
-    return program
-
-
-def _baked(
-    names: tuple[str, ...], values: Mapping[str, Value], key: tuple[object, ...]
-) -> tuple[dict[object, Any], tuple[object, ...]]:
-    """Where a program is kept that holds values of further index tensors: it is good for those
-    alone, and lives as long as the first.
-    """
-    facts = [facts_of(values[name]) for name in names]  # type: ignore[arg-type]
-    return facts[0].derived, (*key, *(f.serial for f in facts))
-
-
+T = TypeVar("T")
+_serial = operator.attrgetter("serial")
 #: A short pattern that comes back for this many calls is compiled into the code.
-_PROMOTE_AT = 3
+PROMOTE_AT = 3
+#: Classes of sizes for which programs of tensors that were never seen are kept.
+MOST_UNSEEN = 64
+#: Calls on one map of a kernel, which a network of several layers makes in one step, before the
+#: arguments of its launches are kept: making them takes as long as a few calls without.
+MOST_MET = 8
+#: What is made of maps of kernels without numbers that the host would have to wait for.
+_OF_MAPS = (Inverse, Packed, PackedByStep)
+_serials = itertools.count()
+#: What is kept of calls without index tensors.
+_plain = memory.Entry()
+
+Classify = Callable[[Mapping[str, Any], tuple[int, ...], tuple[int, ...], Any], tuple[Any, ...]]
 
 
-def _promoted(program: Program, values: Mapping[str, Value]) -> bool:
-    """Whether this call is the one at which a pattern that keeps coming back is taken for a
-    constant.
+@dataclass(frozen=True, eq=False)
+class FusedKind:
+    """What all calls of one kind share.
+
+    Attributes:
+        classify: the class of a call's sizes, as a key; the second for calls in place.
+        wishes: what decides plans besides the statement; the second for calls in place.
+        negated: whether some tensor is to be read as its negative.
+        numbers: scalars that are passed as Python numbers.
+        unseen: programs for index tensors that were never seen, by class of sizes.
+        mapped: programs for maps of kernels that were never seen, by class of sizes and what is
+            known of every map of their kind.
     """
-    program.calls[0] += 1
-    if (
-        program.calls[0] <= _PROMOTE_AT
-        or torch.cuda.is_available()
-        and torch.cuda.is_current_stream_capturing()
-    ):
-        return False
-    fresh = [facts for name in program.promote if not (facts := facts_of(values[name])).constant]  # type: ignore[arg-type]
-    for facts in fresh:
-        facts.constant = True
-    return bool(fresh)
+
+    programs: Programs
+    indices: tuple[str, ...]
+    runs: frozenset[str]
+    classify: tuple[Classify, Classify]
+    wishes: tuple[Wishes, Wishes]
+    negated: bool
+    numbers: tuple[str, ...]
+    unseen: dict[object, Unseen] = field(default_factory=dict)
+    mapped: dict[object, Unseen] = field(default_factory=dict)
+
+    @property
+    def problem(self) -> Problem:
+        return self.programs.problem
+
+    @functools.cached_property
+    def device(self) -> torch.device:
+        return self.programs.problem.device
+
+    @functools.cached_property
+    def on_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @functools.cached_property
+    def firm(self) -> bool:
+        """Whether what is found out about tensors later must change nothing."""
+        wishes = self.wishes[0]
+        return wishes.deterministic or wishes.settings.tier == "stable"
+
+    @functools.cached_property
+    def limits(self) -> tuple[tuple[str, str, int], ...] | None:
+        """Of every use its index tensor, what that indexes and where; None where a use is more."""
+        uses = self.programs.uses
+        if not all(use.tensor for use in uses):
+            return None
+        return tuple((u.tensor, OUT if u.is_target else u.access.tensor, u.dim) for u in uses)
+
+    @functools.cached_property
+    def exact(self) -> tuple[int, ...]:
+        """Places, among all extents, of those that all tensors of a layer share."""
+        return tuple(k for k, v in enumerate(self.problem.extents) if v not in self.runs)
+
+    def call(self, sized: Sized) -> FusedCall:
+        return FusedCall(self, sized)
 
 
-def _promotable(
-    problem: Problem, prepared: Sequence[Prepared], config: Choice | None
-) -> tuple[str, ...]:
-    """Index tensors of a short pattern that scatters into registers: straight-line code is faster
-    still.
-    """
-    if (
-        config is not None
-        or len(prepared) != 1
-        or prepared[0].plan.strategy != "onehot"
-        or settings.scatter != "auto"
-    ):
-        return ()
-    if torch.are_deterministic_algorithms_enabled():
-        return ()  # another kernel would round differently from one call to the next
-    reads = index_reads(problem, problem.terms[0])
-    points = math.prod(
-        int(problem.extents[v]) for v in dict.fromkeys(v for a in reads for v in variables(a))
-    )
-    return tuple(dict.fromkeys(a.tensor for a in reads)) if points <= PROMOTE_POINTS else ()
-
-
-def unusable(problem: Problem) -> str:
-    if launch.available():
-        return launch.available()
-    if problem.device.type not in ("cuda",) and not (
-        launch.interpreting() and problem.device.type == "cpu"
-    ):
-        return f"generated kernels do not run on {problem.device.type}"
-    return ""
-
-
-def wishes_of(accumulate: bool, device: torch.device | None = None) -> Wishes:
-    """What decides plans besides statement and tensors, as it is now."""
-    architecture = _architecture(device)
-    precision = "ieee" if launch.interpreting() else _precision(architecture)
-    return Wishes(
-        settings.values,
-        torch.are_deterministic_algorithms_enabled(),
-        precision,
-        accumulate,
-        architecture,
-    )
-
-
-def _precision(architecture: str) -> str:
-    """How float32 operands are multiplied: exactly, or as PyTorch's own setting allows."""
-    if architecture.startswith("gfx"):
-        return "ieee"
-    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-@functools.cache
-def _architecture(device: torch.device | None) -> str:
-    if device is None or device.type != "cuda" or not torch.cuda.is_available():
-        return "sm_90"
-    properties: Any = torch.cuda.get_device_properties(device)
-    return (
-        f"sm_{properties.major}{properties.minor}"
-        if torch.version.hip is None
-        else str(properties.gcnArchName).split(":")[0]
-    )
-
-
-# --- building -------------------------------------------------------------------------------------
-
-
-def prepare_all(problem: Problem, values: Mapping[str, Value], wishes: Wishes) -> list[Prepared]:
-    """Every product of the statement, planned; all but the first add to what is there."""
-    return [
-        prepare(problem, term, values, wishes if i == 0 else replace(wishes, accumulate=True))
-        for i, term in enumerate(problem.terms)
-    ]
-
-
-def _build(
+def fused_kind(
     problem: Problem,
-    values: Mapping[str, Value],
-    target: Tensor | None,
-    wishes: Wishes,
-    config: Choice | None = None,
-) -> Program | Refusal:
-    try:
-        prepared = prepare_all(problem, values, wishes)
-        choices = _choices(problem, prepared, values, target, wishes, config)
-        program = assemble(problem, prepared, values, target, wishes, choices)
-    except CannotFuse as reason:
-        return Refusal(problem, wishes, str(reason))
-    return replace(program, promote=_promotable(problem, prepared, config))
-
-
-def _choices(
-    problem: Problem,
-    prepared: Sequence[Prepared],
-    values: Mapping[str, Value],
-    target: Tensor | None,
-    wishes: Wishes,
+    uses: tuple[Use, ...],
+    wraps: frozenset[str],
     config: Choice | None,
-) -> list[Choice]:
-    """What the user gave, else what a search found and was kept, else what a search finds now, else
-    the first guess.
-    """
-    if config is not None:
-        return _given(problem, prepared, wishes, config)
-    found = [recalled(problem, one, wishes) for one in prepared]
-    if wishes.settings.effort != "none" and not all(found):
-        from insum.runtime import tune
-
-        return tune.on_first_call(problem, prepared, values, target, wishes)
-    return [
-        choice or first_choice(one, wishes) for choice, one in zip(found, prepared, strict=True)
-    ]
-
-
-def recalled(problem: Problem, prepared: Prepared, wishes: Wishes) -> Choice | None:
-    """A choice that was found for such a product before and is legal for this one."""
-    choice = cache.recall(cache.key_of(prepared, problem.device))
-    return (
-        choice
-        if choice
-        and not legal.broken(_oriented(prepared, wishes, choice), prepared.extents, choice)
-        else None
+    negated: bool,
+    shelf: Shelf,
+) -> FusedKind:
+    """A kind of call as generated kernels; ``shelf``: where its programs are kept."""
+    runs = classify.running(problem)
+    names = dict.fromkeys(a.tensor for use in uses for a in accesses(use.index))
+    return FusedKind(
+        Programs(problem, uses, wraps, config, shelf),
+        tuple(n for n in names if problem.kinds[n].device is not None),
+        runs,
+        (
+            classify.classifier(problem, runs, into=False),
+            classify.classifier(problem, runs, into=True),
+        ),
+        (wishes_of(False, problem.device), wishes_of(True, problem.device)),
+        negated,
+        tuple(n for n, kind in problem.kinds.items() if kind.device is None),
     )
 
 
-def _given(
-    problem: Problem, prepared: Sequence[Prepared], wishes: Wishes, config: Choice
-) -> list[Choice]:
-    """The user's configs, dealt out to the products of the statement."""
-    counts = [len(legal.kinds(one.plan)) for one in prepared]
-    if len(config) != sum(counts):
-        names = ", ".join(name for one in prepared for name in legal.kinds(one.plan))
-        raise problem.complain(
-            SettingsError, f"{len(config)} config(s) were given", expected=f"{sum(counts)}: {names}"
+class FusedCall:
+    """A call of certain sizes and strides, as generated kernels."""
+
+    __slots__ = ("kind", "serial", "sized")
+
+    def __init__(self, kind: FusedKind, sized: Sized) -> None:
+        self.kind, self.sized = kind, sized
+        self.serial = next(_serials)
+
+    def __call__(self, values: Mapping[str, Value], target: Tensor | None) -> Tensor | Refusal:
+        """The result (in ``target``, where one is given), or why there is no kernel."""
+        raise_found()
+        kind = self.kind
+        if kind.negated:
+            values = {n: v.resolve_neg() if isinstance(v, Tensor) else v for n, v in values.items()}
+        entries = []
+        for name in kind.indices:
+            index: Any = values[name]
+            entries.append(memory.known(index) or memory.entry_of(index))
+        found: Ready | Unseen | Refusal | None = self.kept(target, entries)
+        if found is None:
+            found = self.find(values, target, entries)
+        if isinstance(found, Refusal):
+            return found
+        if isinstance(found, Unseen):
+            return self.run_unseen(found, values, target, entries)
+        if found.promotable:
+            found = self.promoted(found, values, target, entries)
+        if found.check is None:
+            return found(values, target)
+        values, look = self.with_record(found, values, target, entries)
+        return found(values, target, look=look)
+
+    def run_unseen(
+        self,
+        found: Unseen,
+        values: Mapping[str, Value],
+        target: Tensor | None,
+        entries: list[memory.Entry],
+    ) -> Tensor:
+        sized, look, made = self.sized, False, []
+        if found.recipes:
+            made = self.made_of(found, values)
+        if found.check is not None:
+            values, look = self.with_record(found, values, target, entries)
+        return found.run(values, sized.spans, sized.shape, target, made, look=look)
+
+    def made_of(self, found: Unseen, values: Mapping[str, Value]) -> list[Made]:
+        sized = self.sized
+        wraps = self.kind.programs.wraps
+        prologue = Prologue(values, sized.extents, sized.shape, wraps, wait=False)
+        made = [prologue.soon(recipe) for recipe in found.recipes]
+        assert all(one is not None for one in made)  # of maps everything is known at once
+        return made  # type: ignore[return-value]
+
+    # --- what is kept ---
+
+    def key(self, target: Tensor | None, entries: list[memory.Entry]) -> tuple[object, ...]:
+        kind = self.kind
+        stream = current_stream(kind.device) if kind.on_gpu else 0
+        out = None if target is None else target.stride()
+        if len(entries) < 2:
+            return self.serial, stream, cache.state["epoch"], out
+        others = tuple(map(_serial, entries))
+        return self.serial, stream, cache.state["epoch"], out, others
+
+    def kept(self, target: Tensor | None, entries: list[memory.Entry]) -> Ready | Refusal | None:
+        """What an earlier call on the same index tensors was found to run."""
+        store = entries[0] if entries else _plain
+        if not store.things or self.kind.on_gpu and is_recorded(self.kind.device):
+            return None
+        found: Ready | Refusal | None = store.get(self.key(target, entries))
+        return found
+
+    def keep(self, key: tuple[object, ...], thing: T, entries: list[memory.Entry]) -> T:
+        return (entries[0] if entries else _plain).keep(key, thing)
+
+    # --- which program ---
+
+    def find(
+        self, values: Mapping[str, Value], target: Tensor | None, entries: list[memory.Entry]
+    ) -> Ready | Unseen | Refusal:
+        """What is kept for later calls once everything is known that can be."""
+        mapped = self.map_key(values, target, entries)
+        if mapped is not None and (held := self.kind.mapped.get(mapped)) is not None:
+            return held
+        if self.is_known(values, entries):
+            try:
+                found = self.make_now(values, target)
+            except NotYet:
+                pass
+            else:
+                if not is_recorded(self.kind.device):
+                    self.keep(self.key(target, entries), found, entries)
+                if mapped is not None and isinstance(found, Ready):
+                    self.hold_mapped(mapped, found, target)
+                return found
+        return self.make_unseen(values, target, entries)
+
+    def map_key(
+        self, values: Mapping[str, Value], target: Tensor | None, entries: list[memory.Entry]
+    ) -> tuple[object, ...] | None:
+        """What decides the program where all index tensors are maps of kernels that few calls have
+        met; None where they are not.
+        """
+        kind, sized = self.kind, self.sized
+        if not entries or not all(packs.MAP in entry for entry in entries):
+            return None
+        if kind.limits is None or is_recorded(kind.device):
+            return None
+        about, highest = [], {}
+        for name, entry in zip(kind.indices, entries):
+            entry.sights += 1
+            if entry.sights > MOST_MET:
+                # one that keeps coming back is worth arguments of its own, and a better order
+                _settle(entry)
+                return None
+            facts: IndexFacts | None = entry.get("facts")
+            if facts is None:
+                return None
+            highest[name] = facts.high
+            about.append((entry.get(packs.MAP).mirrored, values[name].shape[0]))  # type: ignore[union-attr]
+        for name, owner, dim in kind.limits:
+            limit = sized.shape[dim] if owner is OUT else values[owner].shape[dim]  # type: ignore[union-attr]
+            if highest[name] >= limit:
+                return None
+        exact = [sized.spans[k] for k in kind.exact]
+        return self.class_key(values, target), target is None, cache.state["epoch"], *about, *exact
+
+    def hold_mapped(self, key: object, found: Ready, target: Tensor | None) -> None:
+        kind = self.kind
+        code = unseen_of(found, tuple(kind.problem.extents), target is not None)
+        if code is not None and all(isinstance(r, _OF_MAPS) for r in code.recipes):
+            keep(kind.mapped, key, code, MOST_UNSEEN)
+
+    def is_known(self, values: Mapping[str, Value], entries: list[memory.Entry]) -> bool:
+        """Whether all index tensors have been looked at, or may be now. In deterministic mode what
+        is found out later must change nothing; and a recorded graph is replayed on other values.
+        """
+        tensors: list[Any] = [values[n] for n in self.kind.indices]
+        if self.kind.firm or is_recorded(self.kind.device):
+            return all(_is_settled(t, e) for t, e in zip(tensors, entries))
+        all_known = True
+        for tensor, entry in zip(tensors, entries):  # all of them are counted
+            all_known = known_now(tensor, entry) is not None and all_known
+        return all_known
+
+    def make_now(self, values: Mapping[str, Value], target: Tensor | None) -> Ready | Refusal:
+        device = self.kind.device
+        if device.type == "cuda" and cudagraph_state(device) == "warmup":
+            return elsewhere(device, lambda: self.make(values, target))
+        return self.make(values, target)
+
+    def make(
+        self,
+        values: Mapping[str, Value],
+        target: Tensor | None,
+        *,
+        known: bool = True,
+        promote: bool = False,
+    ) -> Ready | Refusal:
+        sized, prologue, uses = self.sized, self.prologue(values), self.kind.programs.uses
+        shapes = {n: v.shape for n, v in values.items() if isinstance(v, Tensor)}
+        problem = sized.problem(shapes)
+        live = live_uses(problem, uses)
+        answers = Answers(problem, uses, live, values, prologue, known, promote)
+        wishes = self.kind.wishes[target is not None]
+        key = self.class_key(values, target)
+        program = self.kind.programs.find(
+            key, lambda: self.size_class(values, target), wishes, answers
         )
-    dealt = iter(config)
-    choices = [tuple(next(dealt) for _ in range(count)) for count in counts]
-    for one, choice in zip(prepared, choices, strict=True):
-        rule = (
-            ""
-            if is_empty(problem, one)
-            else legal.broken(_oriented(one, wishes, choice), one.extents, choice)
+        if isinstance(program, Refusal):
+            return program
+        tensors = dict(values) if target is None else {**values, OUT: target}
+        return ready(program, tensors, sized.extents, sized.shape, prologue)
+
+    def prologue(self, values: Mapping[str, Value]) -> Prologue:
+        """It may wait for tensors that were declared to come back, and where what is found out
+        later must change nothing, while nobody records.
+        """
+        tensors = [v for n in self.kind.indices if isinstance(v := values[n], Tensor)]
+        firm = self.kind.firm
+        declared = all(
+            memory.can_look(t) or (e := memory.entry_of(t)).declared or firm and e.given
+            for t in tensors
         )
-        if rule:
-            remedy = "leave config= out, or take one that insum.tune found for this statement"
-            raise problem.complain(SettingsError, f"the config does not fit: {rule}", remedy=remedy)
-    return choices
+        recorded, sized = is_recorded(self.kind.device), self.sized
+        wait, wraps = declared and not recorded, self.kind.programs.wraps
+        return Prologue(values, sized.extents, sized.shape, wraps, wait=wait, recorded=recorded)
+
+    def class_key(self, values: Mapping[str, Value], target: Tensor | None) -> tuple[Any, ...]:
+        code = self.kind.classify[target is not None]
+        return code(values, self.sized.spans, self.sized.shape, target)
+
+    def size_class(self, values: Mapping[str, Value], target: Tensor | None) -> SizeClass:
+        sized, kind = self.sized, self.kind
+        return classify.classified(
+            kind.problem, kind.runs, values, sized.spans, sized.shape, target
+        )
+
+    def make_unseen(
+        self, values: Mapping[str, Value], target: Tensor | None, entries: list[memory.Entry]
+    ) -> Ready | Unseen | Refusal:
+        """What runs where nothing is known of undeclared tensors. Where it derives nothing from
+        them, it is kept with the kind of call, for all sizes of its class.
+        """
+        kind = self.kind
+        declared = [e.serial for e in entries if e.declared]
+        key = (self.class_key(values, target), target is None, cache.state["epoch"], *declared)
+        held = kind.unseen.get(key)
+        if held is not None:
+            return held
+        mine = (self.serial, "unseen", key)
+        kept: Ready | Refusal | None = None
+        if not is_recorded(kind.device):
+            kept = entries[0].get(mine)
+        if kept is not None:
+            return kept
+        found = self.make(values, target, known=False)
+        if isinstance(found, Ready) and found.holds_nothing:
+            codes, into = found.program.codes, target is not None
+            whole = all(launches for _, launches in found.work)
+            code: Unseen | None = codes.get(into) if whole else None
+            if code is None:
+                code = unseen_of(found, tuple(kind.problem.extents), into)
+            if code is not None:
+                codes[into] = code
+                return keep(kind.unseen, key, code, MOST_UNSEEN)
+        if not is_recorded(kind.device):
+            entries[0].keep(mine, found)
+        return found
+
+    def promoted(
+        self,
+        found: Ready,
+        values: Mapping[str, Value],
+        target: Tensor | None,
+        entries: list[memory.Entry],
+    ) -> Ready:
+        """A short pattern that keeps coming back is compiled into the code."""
+        for entry in entries:
+            entry.sights += 1
+        short = all(values[n].numel() <= PROMOTE_POINTS for n in self.kind.indices)  # type: ignore[union-attr]
+        if not short or min(entry.sights for entry in entries) <= PROMOTE_AT:
+            return found
+        key = (*self.key(target, entries), "promoted")
+        better: Ready | Refusal | None = entries[0].get(key)
+        if better is None and not is_recorded(self.kind.device):
+            try:
+                better = self.make(values, target, promote=True)
+            except NotYet:
+                return found
+            entries[0].keep(key, better)
+        return better if isinstance(better, Ready) else found
+
+    # --- checks ---
+
+    def with_record(
+        self,
+        found: Ready | Unseen,
+        values: Mapping[str, Value],
+        target: Tensor | None,
+        entries: list[memory.Entry],
+    ) -> tuple[Mapping[str, Value], bool]:
+        """The values with what kernels need to report indices out of range, and whether they are to
+        look: an earlier call may have, and has reported what it found. A call in place looks for
+        itself, because it must change nothing where one is out of range.
+        """
+        kind, sized, program = self.kind, self.sized, found.program
+        place = dict(zip(kind.indices, entries))
+        ranges = program.ranges(values, sized.shape)
+        if target is None and len(ranges) == len(program.unchecked):
+            for name, range_ in ranges:
+                if range_ not in place[name].looked:
+                    break
+            else:
+                return values, False
+        for name, range_ in ranges:
+            place[name].note_range(range_)
+        references = [(n, weakref.ref(values[n]), e.serial) for n, e in place.items()]
+        called = {n: e.called for n, e in place.items() if e.called is not None}
+        numbers = {n: values[n] for n in kind.numbers}
+        shapes = {n: v.shape for n, v in values.items() if isinstance(v, Tensor)}
+        made = (sized, program.unchecked, references, numbers, shapes, called)
+        return record_of(kind.device).next(made, values), True
 
 
-def _oriented(prepared: Prepared, wishes: Wishes, choice: Choice) -> Plan:
-    return model.oriented(
-        prepared.plan, prepared.extents, choice[0].swap, allowed=wishes.settings.swap
-    )
+def _is_settled(tensor: Tensor, entry: memory.Entry) -> bool:
+    """Whether the same is known of a tensor at every call."""
+    return memory.can_look(tensor) or entry.declared or entry.given
 
 
-# --- telling about it -----------------------------------------------------------------------------
-
-
-def describe(
-    problem: Problem,
-    values: Mapping[str, Value],
-    target: Tensor | None = None,
-    config: Choice | None = None,
-) -> str:
-    """The plan and the kernels of a statement, or why there are none."""
-    program = lookup(problem, values, target, config)
-    if isinstance(program, str):
-        return f"no fused kernel: {program}"
-    return told(program, values)
-
-
-def told(program: Program, values: Mapping[str, Value]) -> str:
-    """A program as text: plans, what the model predicts, configs and kernels."""
-    parts = []
-    device = cost.device_of(program.problem.device)
-    for step in program.steps:
-        parts.append(step.prepared.plan.describe(step.prepared.extents))
-        if step.launches:
-            parts.append(
-                cost.predict(
-                    step.prepared.plan,
-                    step.prepared.extents,
-                    step.choice,
-                    device,
-                    cost.load_of(step.prepared, values),
-                ).describe()
-            )
-        parts += [f"config       {one.config}\n\n{one.kernel.source}" for one in step.launches]
-    return "\n\n".join(parts)
-
-
-def kernels(
-    problem: Problem, values: Mapping[str, Value], target: Tensor | None = None
-) -> Sequence[Kernel]:
-    """The generated kernels of a statement, in launch order."""
-    program = lookup(problem, values, target)
-    return (
-        ()
-        if isinstance(program, str)
-        else tuple(one.kernel for step in program.steps for one in step.launches)
-    )
-
-
-def strategy(problem: Problem, values: Mapping[str, Value]) -> str:
-    """The scatter strategy of each product of a statement, or why there is no kernel."""
-    program = lookup(problem, values, None)
-    if isinstance(program, str):
-        return program
-    plans = [step.prepared.plan for step in program.steps]
-    return ", ".join(plan.strategy + (" + tl.dot" if plan.roles.dot else "") for plan in plans)
-
-
-# --- without a device -----------------------------------------------------------------------------
-
-
-def plan_only(
-    problem: Problem,
-    values: Mapping[str, Value],
-    target: Tensor | None = None,
-    config: Choice | None = None,
-    architecture: str = "sm_90",
-) -> Program:
-    """The program of a statement as a GPU would get it, built from tensors that may lie anywhere;
-    it cannot be run there.
-    """
-    wishes = Wishes(
-        settings.values,
-        torch.are_deterministic_algorithms_enabled(),
-        _precision(architecture),
-        target is not None,
-        architecture,
-    )
-    program = _build(problem, values, target, wishes, config)
-    if isinstance(program, Refusal):
-        raise CannotFuse(program.reason)
-    return program
-
-
-def compile_only(
-    problem: Problem, values: Mapping[str, Value], architecture: str
-) -> list[tuple[str, launch.Compiled]]:
-    """Compile every kernel of a statement for an architecture that need not be here: (strategy,
-    compiler's figures).
-    """
-    found = []
-    program = plan_only(problem, values, architecture=architecture)
-    for step in program.steps:
-        for one in step.launches:
-            arguments = one.bound(values, *program.examples(step))
-            compiled = launch.compile_for(
-                one.function,
-                arguments,
-                architecture,
-                warps=one.config.warps,
-                stages=one.config.stages,
-            )
-            found.append((step.prepared.plan.strategy, compiled))
-    return found
-
-
-def compile_note(problem: Problem, values: Mapping[str, Value], architecture: str) -> str:
-    """One line about the kernels of a statement, compiled for an architecture that need not be
-    here.
-    """
-    if launch.available() or launch.interpreting():
-        return launch.available() or "interpreted"
-    try:
-        compiled = compile_only(problem, values, architecture)
-    except CannotFuse as reason:
-        return str(reason)
-    name, figures = max(compiled, key=lambda c: c[1].registers)
-    return (
-        f"{name}{' + wgmma' if any(c.uses('wgmma') for _, c in compiled) else ''}, "
-        f"{figures.registers} registers, {figures.stack} bytes spilled"
-    )
+def _settle(entry: memory.Entry) -> None:
+    """What was packed in a hurry is packed anew."""
+    found: packs.KernelMap | None = entry.get(packs.MAP)
+    if found is None or found.comes_back:
+        return
+    found.comes_back = True
+    entry.drop(lambda key: isinstance(key, tuple) and isinstance(key[0], Packed | PackedByStep))

@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import importlib.util
 import inspect
 import json
+import linecache
+import logging
 import os
 import re
+import stat
 import subprocess
 import sys
 import tempfile
@@ -29,8 +31,14 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 if TYPE_CHECKING:
     from insum.codegen.emit import Kernel
 
-#: Kernels that were loaded in this process; a test counts them.
+log = logging.getLogger("insum")
+
+#: Kernels that were loaded in this process, by the hash of their text; a test counts them.
 loaded_kernels: dict[str, Any] = {}
+#: Texts, and launchers of compiled kernels, that are kept.
+MOST_LOADED = 4096
+_forgotten = 0  # kernels that were loaded and let go of
+_compiled = 0
 _lock = threading.Lock()
 
 
@@ -50,54 +58,135 @@ def interpreting() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-@functools.cache
 def source_folder() -> Path:
-    """Where kernels are written: a jitted function must live in a file."""
-    wanted = os.environ.get("INSUM_CACHE_DIR") or os.path.join(
-        os.path.expanduser("~"), ".cache", "insum"
+    """Where kernels are written, for compiling workers, for later processes and to be read."""
+    return cache_folder() / "kernels"
+
+
+def cache_folder() -> Path:
+    """Where kernels and tuned choices are kept: ``INSUM_CACHE_DIR``, else ``~/.cache/insum``, else
+    a temporary folder.
+    """
+    return _usable(
+        os.environ.get("INSUM_CACHE_DIR")
+        or os.path.join(os.path.expanduser("~"), ".cache", "insum")
     )
-    folder = Path(wanted) / "kernels"
+
+
+@functools.cache
+def _usable(wanted: str) -> Path:
+    """The folder that is wanted; one of our own among the temporary files where that cannot be
+    written, or where other users can write to it: what is kept there is run.
+    """
+    why = _unusable(Path(wanted))
+    if not why:
+        return Path(wanted)
+    user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
+    other = Path(tempfile.gettempdir()) / f"insum-{user}"
+    if _unusable(other):  # somebody else's, say, who was here first
+        other = Path(tempfile.mkdtemp(prefix="insum-"))
+    log.warning("insum: the cache folder %s %s; %s is used instead", wanted, why, other)
+    return other
+
+
+def _unusable(folder: Path) -> str:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f".probe-{os.getpid()}").touch()
-        (folder / f".probe-{os.getpid()}").unlink()
-    except OSError:
-        folder = Path(tempfile.mkdtemp(prefix="insum-"))
-    return folder
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+        parts = [
+            folder,
+            *(part for name in ("kernels", "tuned") if (part := folder / name).exists()),
+        ]
+        return "can be written by other users" if any(map(_is_shared, parts)) else ""
+    except OSError as error:
+        return f"cannot be written ({error.strerror})"
+
+
+def _is_shared(folder: Path) -> bool:
+    """Whether a folder belongs to somebody else, or others may write to it; a group of the user's
+    own name is no other.
+    """
+    if not hasattr(os, "getuid"):
+        return False
+    about, me = folder.stat(), os.getuid()
+    if about.st_uid not in (me, 0) or about.st_mode & stat.S_IWOTH:
+        return True
+    return bool(about.st_mode & stat.S_IWGRP) and not _is_own_group(about.st_gid, me)
+
+
+def _is_own_group(group: int, user: int) -> bool:
+    import grp
+    import pwd
+
+    try:
+        name, found = pwd.getpwuid(user).pw_name, grp.getgrgid(group)
+    except KeyError:
+        return False
+    return found.gr_name == name and set(found.gr_mem) <= {name}
 
 
 def load(kernel: Kernel, header: str) -> Any:
     """The jitted function for a source text, loaded once per process."""
-    key = hashlib.sha256(kernel.source.encode()).hexdigest()[:20]
+    key = key_of(kernel.source)
     with _lock:
         function = loaded_kernels.get(key)
         if function is None:
+            if len(loaded_kernels) >= MOST_LOADED:
+                _drop_kernel(next(iter(loaded_kernels)))
             function = loaded_kernels[key] = getattr(_import(key, header, kernel), kernel.name)
     return function
+
+
+def _drop_kernel(key: str) -> None:
+    """Let go of a kernel, and of what Python keeps of its module."""
+    global _forgotten
+    _forgotten += 1
+    del loaded_kernels[key]
+    sys.modules.pop(f"insum_generated.k{key}", None)
+    linecache.cache.pop(str(source_path(key)), None)
 
 
 def forget() -> None:
     """Let go of every loaded kernel, so that the next call loads and compiles anew, as the first of
     a process does.
     """
+    global _forgotten
     with _lock:
+        _forgotten += len(loaded_kernels)
         loaded_kernels.clear()
 
 
-def kind_of(*numbers: int) -> tuple[tuple[bool, bool, bool], ...]:
-    """What Triton compiles a kernel for when it is passed these numbers: where this is equal, so is
-    the kernel.
-    """
-    return tuple((n == 1, n % 16 == 0, n >= 2**31) for n in numbers)
+#: A compiled kernel as a function of the number of programs and the list of arguments.
+Launcher: TypeAlias = Callable[[int, Sequence[Any]], None]
 
 
-def runner_of(compiled: Any, programs: int) -> Callable[[Sequence[Any]], None]:
-    """A compiled kernel as a function of the list of its arguments, without what Triton does at
-    every launch for hooks that nobody has set.
+def compile_count() -> int:
+    """How many kernels were compiled for us in this process; those that were found compiled on disk
+    by our own notes are not among them. One that is interpreted counts once.
     """
-    plain: Callable[..., None] = compiled[(programs, 1, 1)]
+    with _lock:
+        return _compiled + (_forgotten + len(loaded_kernels) if interpreting() else 0)
+
+
+#: Launchers by the text of their kernel, types, alignment, warps, stages and device.
+loaded: dict[object, Launcher] = {}
+
+
+def keep_loaded(key: object, launcher: Launcher) -> Launcher:
+    with _lock:
+        if len(loaded) >= MOST_LOADED and key not in loaded:
+            del loaded[next(iter(loaded))]
+        return loaded.setdefault(key, launcher)
+
+
+def launcher_of(compiled: Any) -> Launcher:
+    """Launches a compiled kernel without what Triton does at every launch for hooks that nobody has
+    set.
+    """
+    compiled[(1, 1, 1)]  # which loads it onto the device
     if not _launches_as_known():
-        return lambda arguments: plain(*arguments)
+        return lambda programs, arguments: compiled[(programs, 1, 1)](*arguments)
     from triton import knobs
     from triton.runtime import driver
 
@@ -110,9 +199,9 @@ def runner_of(compiled: Any, programs: int) -> Callable[[Sequence[Any]], None]:
     device, stream_of = driver.active.get_current_device(), driver.active.get_current_stream
     launch, cooperative, dependent = _without_scratch(run)
 
-    def direct(arguments: Sequence[Any]) -> None:
+    def direct(programs: int, arguments: Sequence[Any]) -> None:
         if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-            plain(*arguments)
+            compiled[(programs, 1, 1)](*arguments)
         elif launch is None:
             run(programs, 1, 1, stream_of(device), function, metadata, None, None, None, *arguments)
         else:
@@ -183,55 +272,72 @@ def _launches_as_known() -> bool:
         return False
 
 
+_IMPORTS = "\nimport triton\nimport triton.language as tl\n\n\n"
+
+
 def _import(key: str, header: str, kernel: Kernel) -> ModuleType:
     path = source_path(key)
-    if not path.exists():
-        text = f"{header}\nimport triton\nimport triton.language as tl\n\n\n{kernel.source}"
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(text)
-        temporary.replace(path)  # atomic, so that another process never reads half a file
-    return _import_file(path)
+    text = _kept(path)
+    if text is None or not text.endswith(_IMPORTS + kernel.source):
+        text = f"{header}{_IMPORTS}{kernel.source}"
+        # the next process writes what this one cannot, on a full disk or in a folder that is gone
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            temporary = path.with_suffix(f".{os.getpid()}.tmp")
+            temporary.write_text(text, encoding="utf-8")
+            temporary.replace(path)  # atomic, so that another process never reads half a file
+    return _module(path, text)
 
 
 def source_path(key: str) -> Path:
     return source_folder() / f"k{key}.py"
 
 
-def _import_file(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"insum_generated.{path.stem}", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+def _kept(path: Path) -> str | None:
+    """The text of a file that an earlier process wrote: a heading, whose sizes are those that it
+    saw first, and the kernel that the file's name speaks of. None where it is anything else, as
+    after a full disk.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    header, _, source = text.partition(_IMPORTS)
+    plain = re.fullmatch(r'"""[^"\\]*"""', header) is not None
+    return text if plain and path.stem == f"k{key_of(source)}" else None
+
+
+def key_of(source: str) -> str:
+    return hashlib.sha256(source.encode()).hexdigest()[:20]
+
+
+def _module(path: Path, text: str) -> ModuleType:
+    """The module of a text that was looked at: neither the file nor compiled code beside it is read
+    again, by Python or by Triton, which asks for the source of its functions.
+    """
+    module = ModuleType(f"insum_generated.{path.stem}")
+    module.__file__ = str(path)
+    sys.modules[module.__name__] = module
+    linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
+    exec(compile(text, str(path), "exec", dont_inherit=True), module.__dict__)
     return module
 
 
 # --- compiling ahead, in other processes ----------------------------------------------------------
 
-#: One kernel to compile: the file of its source, its name, its arguments as `described`, warps and
-#: stages.
-Job: TypeAlias = tuple[str, str, list[list[Any]], int, int]
+#: One kernel to compile: the file of its source, its name, the types of its arguments, which
+#: pointers are not aligned (a bit each), warps and stages.
+Job: TypeAlias = tuple[str, str, list[str], int, int, int]
 _REPLY = "insum-worker "
 _WORKER = "import runpy, sys; runpy.run_path(sys.argv[1])['serve']()"
 
 
-def job(function: Any, name: str, arguments: Sequence[Any], warps: int, stages: int) -> Job:
-    """What a worker needs to compile a kernel just as a launch with these arguments would."""
-    return (
-        inspect.getsourcefile(function.fn) or "",
-        name,
-        [_described(a) for a in arguments],
-        warps,
-        stages,
-    )
-
-
-def _described(value: Any) -> list[Any]:
-    return (
-        ["pointer", str(value.dtype).removeprefix("torch.")]
-        if hasattr(value, "data_ptr")
-        else ["number", value]
-    )
+def job(
+    function: Any, name: str, types: Sequence[str], unaligned: int, warps: int, stages: int
+) -> Job:
+    """What a worker needs to compile a kernel just as a launch would."""
+    path = inspect.getsourcefile(function.fn) or ""
+    return path, name, list(types), unaligned, warps, stages
 
 
 def current_target() -> list[Any]:
@@ -330,12 +436,12 @@ def serve() -> None:
 
 
 def _compile_job(work: Job) -> None:
-    from triton.runtime.jit import MockTensor
-
-    path, name, arguments, warps, stages = work
-    function = getattr(_import_file(Path(path)), name)
-    values = [MockTensor(value) if kind == "pointer" else value for kind, value in arguments]
-    function.warmup(*values, grid=(1,), num_warps=warps, num_stages=stages)
+    path, name, types, unaligned, warps, stages = work
+    text = _kept(Path(path))
+    if text is None:
+        raise ValueError(f"{path} is not as it was written")
+    function = getattr(_module(Path(path), text), name)
+    compile_kernel(function, types, unaligned, warps, stages)
 
 
 def _pretend(target: Sequence[Any]) -> None:
@@ -356,7 +462,30 @@ def _pretend(target: Sequence[Any]) -> None:
     driver.set_active(Absent())
 
 
-# --- compiling without a device -------------------------------------------------------------------
+# --- compiling ------------------------------------------------------------------------------------
+
+
+def compile_kernel(
+    function: Any, types: Sequence[str], unaligned: int, warps: int, stages: int, target: Any = None
+) -> Any:
+    """Compile a kernel for arguments of these types; pointers are to 16 bytes but for those whose
+    bit is set, counted from the last pointer. Numbers are not specialised.
+    """
+    import triton
+    from triton.compiler import ASTSource
+
+    global _compiled
+    _compiled += target is None
+    signature = dict(zip(function.arg_names, types, strict=True))
+    pointers = [place for place, type in enumerate(types) if type.startswith("*")]
+    attributes = {
+        (place,): [["tt.divisibility", 16]]
+        for bit, place in enumerate(reversed(pointers))
+        if not unaligned >> bit & 1
+    }
+    source = ASTSource(fn=function, signature=signature, constexprs={}, attrs=attributes)
+    options = {"num_warps": warps, "num_stages": stages}
+    return triton.compile(source, target=target, options=options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -391,47 +520,21 @@ _POINTER |= {
 }
 
 
-def compile_for(
-    function: Any, arguments: Sequence[Any], target: str, *, warps: int, stages: int
-) -> Compiled:
-    """Compile a kernel for a target that need not be here, specialised as a launch with these
-    arguments would be.
-    """
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+def pointer_type(dtype: object) -> str:
+    """Triton's type of a pointer to elements of a torch dtype."""
+    return "*" + _POINTER[str(dtype).removeprefix("torch.").replace("bool", "int1")]
 
-    signature: dict[str, str] = {}
-    constants: dict[str, int] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for position, (name, value) in enumerate(zip(function.arg_names, arguments, strict=True)):
-        kind, divisible = argument_kind(value)
-        signature[name] = kind
-        if kind == "constexpr":
-            constants[name] = value
-        elif divisible:
-            attributes[(position,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=function, signature=signature, constexprs=constants, attrs=attributes)
-    backend, arch, width = TARGETS[target]
-    binary = triton.compile(
-        source,
-        target=GPUTarget(backend, arch, width),
-        options={"num_warps": warps, "num_stages": stages},
-    )
+
+def compile_for(
+    function: Any, types: Sequence[str], target: str, *, warps: int, stages: int, unaligned: int = 0
+) -> Compiled:
+    """Compile a kernel for a target that need not be here, as a launch would."""
+    from triton.backends.compiler import GPUTarget
+
+    binary = compile_kernel(function, types, unaligned, warps, stages, GPUTarget(*TARGETS[target]))
     registers, stack = _resources(binary, target)
     texts = {key: text for key, text in binary.asm.items() if isinstance(text, str)}
     return Compiled(target, texts, binary.metadata.shared, registers, stack)
-
-
-def argument_kind(value: Any) -> tuple[str, bool]:
-    """Triton's type of an argument, and whether it is specialised as a multiple of 16."""
-    if hasattr(value, "data_ptr"):
-        return "*" + _POINTER[str(value.dtype).removeprefix("torch.").replace("bool", "int1")], True
-    if isinstance(value, float):
-        return "fp32", False
-    if value == 1:
-        return "constexpr", False
-    return ("i32" if -(2**31) <= value < 2**31 else "i64"), value % 16 == 0
 
 
 def _resources(binary: Any, target: str) -> tuple[int, int]:

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from insum.lang.bind import Value
-from insum.lang.expr import Access, Call, Expr, Product, Sum
+from insum.lang.expr import Call, Expr, Product, Sum
 from insum.lang.parser import parse
-from insum.lang.types import Typed, infer
+from insum.lang.types import Typed, infer, is_rounded
 from insum.testing.compare import assert_close
 from insum.testing.features import features
 from insum.testing.oracle import oracle
@@ -140,7 +140,9 @@ class Case:
         """
         statement = parse(self.statement)
         types = {name: _typed(value) for name, value in self.values.items()}
-        dtypes = [infer(e, types).dtype for e in _parts(statement.value)]
+        # what is made of numbers and integers alone is as exact as what it meets
+        parts = [p for p in _parts(statement.value) if is_rounded(p, types)]
+        dtypes = [infer(e, types).dtype for e in (statement.value, *parts)]
         if statement.target.tensor in types:
             dtypes.append(types[statement.target.tensor].dtype)
         return max(dtypes, key=_coarseness)
@@ -276,15 +278,12 @@ def _typed(value: Value) -> Typed:
 
 
 def _parts(expr: Expr) -> Iterator[Expr]:
-    """The expression and what it is made of, for Python numbers aside: those are as exact as what
-    they meet.
-    """
+    """The expression and what it is made of."""
     yield expr
     match expr:
         case Call(_, args) | Product(args) | Sum(args):
             for arg in args:
-                if isinstance(arg, Access | Call | Product | Sum):
-                    yield from _parts(arg)
+                yield from _parts(arg)
 
 
 def _coarseness(dtype: torch.dtype) -> tuple[bool, float]:

@@ -20,14 +20,16 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from insum.errors import SettingsError
+from insum.errors import SettingsError, UnsupportedError
+from insum.inspection import Look
 from insum.lang.bind import Problem, Value
 from insum.plan import cost, space
 from insum.plan.config import Choice, Config, shown
-from insum.plan.prepare import CannotFuse, Prepared, Wishes
-from insum.runtime import cache, fused, launch
-from insum.runtime.build import assemble, first_choice, is_empty, jobs
-from insum.runtime.program import Program
+from insum.plan.draft import CannotFuse, Planned, Wishes
+from insum.runtime import cache, launch
+from insum.runtime.bind import Ready
+from insum.runtime.build import assemble, first_choice
+from insum.runtime.programs import recalled, unusable
 from insum.runtime.timing import Timer, replay_timer
 
 log = logging.getLogger("insum")
@@ -117,13 +119,12 @@ def tune(
     """
     if effort not in EFFORTS:
         raise SettingsError(f"effort is {effort!r}", expected="'quick' or 'full'")
-    reason = launch.available() or (
-        fused.unusable(problem) or _untimed(problem) if timer is None else ""
-    )
-    wishes = fused.wishes_of(target is not None, problem.device)
+    reason = launch.available() or (unusable(problem) or _untimed(problem) if timer is None else "")
+    look = Look(problem, values, target)
+    wishes = look.wishes
     text = problem.statement.text or str(problem.statement)
     try:
-        prepared = fused.prepare_all(problem, values, wishes)
+        prepared = look.planned()
     except CannotFuse as error:
         return Tuned(text, (), 0.0, 0.0, source=f"no kernel: {error}")
     if reason:
@@ -132,27 +133,25 @@ def tune(
     cold = replay_timer(problem.device, cold=True) if timer is None else None
     warm = timer or replay_timer(problem.device)
     try:
-        return _Search(
-            problem, prepared, values, target, wishes, EFFORTS[effort], warm, workers, effort, cold
-        ).run()
+        return _Search(look, prepared, wishes, EFFORTS[effort], warm, workers, effort, cold).run()
     finally:
         for clock in (warm, cold):
             getattr(clock, "close", lambda: None)()
 
 
 def on_first_call(
-    problem: Problem,
-    prepared: Sequence[Prepared],
-    values: Mapping[str, Value],
-    target: Tensor | None,
-    wishes: Wishes,
-) -> list[Choice]:
-    """The choices for a call under ``settings.effort``: remembered ones, or a search where one can
-    be made now.
-    """
-    if not _untimed(problem):
-        tune(problem, values, target, wishes.settings.effort)
-    return [fused.recalled(problem, one, wishes) or first_choice(one, wishes) for one in prepared]
+    problem: Problem, values: Mapping[str, Value], target: Tensor | None, effort: str
+) -> None:
+    """Search under ``settings.effort``, where nothing was found before and one can be made now."""
+    look = Look(problem, values, target)
+    if _untimed(problem) or unusable(problem):
+        return
+    try:
+        planned = look.planned()
+    except CannotFuse:
+        return
+    if not all(recalled(problem, one, look.wishes) for one in planned):
+        tune(problem, values, target, effort)
 
 
 def _untimed(problem: Problem) -> str:
@@ -169,10 +168,8 @@ Run: TypeAlias = Callable[[], Tensor]
 
 @dataclass(slots=True)
 class _Search:
-    problem: Problem
-    prepared: Sequence[Prepared]
-    values: Mapping[str, Value]
-    target: Tensor | None
+    look: Look
+    prepared: Sequence[Planned]
     wishes: Wishes
     effort: Effort
     timer: Timer
@@ -183,15 +180,19 @@ class _Search:
     deadline: float = 0.0
     tick: Callable[[int], None] = lambda total: None
 
+    @property
+    def problem(self) -> Problem:
+        return self.look.problem
+
     def run(self) -> Tuned:
         """Tune one product after the other, the rest of the statement as it is known best."""
         self.deadline = time.monotonic() + self.effort.seconds
         choices = [first_choice(one, self.wishes) for one in self.prepared]
         text = self.problem.statement.text or str(self.problem.statement)
         first = best = 0.0
-        with _progress(text) as self.tick, fused.on_device(self.problem.device):
+        with _progress(text) as self.tick, on_device(self.problem.device):
             for position, one in enumerate(self.prepared):
-                if not is_empty(self.problem, one):
+                if 0 not in one.extents.values() and 0 not in self.look.shape:
                     choices[position], guessed, best = self.product(choices, position)
                     first = first or guessed
         tuned = Tuned(
@@ -203,12 +204,12 @@ class _Search:
     def product(self, choices: list[Choice], position: int) -> tuple[Choice, float, float]:
         """The best choice for one product, and the times of first guess and best."""
         plan, extents = self.prepared[position].plan, self.prepared[position].extents
-        limits = self.limits(position)
-        timed = self.measure(choices, position, space.candidates(plan, extents, limits))
+        limits = self.limits_of(position)
+        tried = space.candidates(plan, extents, limits, choices[position])
+        timed = self.measure(choices, position, tried)
         if self.effort.refine and timed:
             centre = space.crossed(timed) or min(timed, key=lambda pair: pair[1])[0]
             around = [centre, *space.neighbours(plan, extents, limits, centre)]
-            tried = {choice for choice, _ in timed}
             timed += self.measure(
                 choices,
                 position,
@@ -222,11 +223,11 @@ class _Search:
             cache.remember(cache.Entry(key, statement, choice, best, guessed, self.named))
         return choice, guessed, best
 
-    def limits(self, position: int) -> space.Limits:
+    def limits_of(self, position: int) -> space.Limits:
         device = cost.device_of(self.problem.device)
         return space.Limits(
             device,
-            cost.load_of(self.prepared[position], self.values),
+            self.look.load(self.prepared[position]),
             self.effort.candidates,
             self.wishes.settings.swap,
         )
@@ -243,14 +244,14 @@ class _Search:
         """Times of the candidates that run; those that look slow are dropped after a short look."""
         programs = [(choice, self.program(choices, position, choice)) for choice in candidates]
         self.tick(len(programs))
-        self.compile_ahead([program for _, program in programs if isinstance(program, Program)])
+        self.compile_ahead([program for _, program in programs if isinstance(program, Ready)])
         timed: list[tuple[Choice, float]] = []
         for choice, program in programs:
             late = time.monotonic() > self.deadline and bool(timed)
             found = (
                 Trial(choice, float("inf"), "no time left")
                 if late
-                else self.look(choice, program, best)
+                else self.timed(choice, program, best)
             )
             self.trials.append(found)
             self.tick(0)
@@ -259,7 +260,7 @@ class _Search:
                 timed.append((choice, found.microseconds))
         return timed
 
-    def look(self, choice: Choice, program: Program | str, best: float) -> Trial:
+    def timed(self, choice: Choice, program: Ready | str, best: float) -> Trial:
         if isinstance(program, str):
             return Trial(choice, float("inf"), program)
         try:
@@ -273,26 +274,22 @@ class _Search:
             log.debug("insum: %s: %s", choice, error)
             return Trial(choice, float("inf"), f"{type(error).__name__}: {error}"[:200])
 
-    def program(self, choices: list[Choice], position: int, choice: Choice) -> Program | str:
+    def program(self, choices: list[Choice], position: int, choice: Choice) -> Ready | str:
         trial = [*choices[:position], choice, *choices[position + 1 :]]
         try:
-            return assemble(
-                self.problem, self.prepared, self.values, self.target, self.wishes, trial
-            )
-        except (CannotFuse, SettingsError) as error:
+            return self.look.ready(assemble(self.problem, self.prepared, self.wishes, trial))
+        except (CannotFuse, SettingsError, UnsupportedError) as error:
             return str(error)
 
-    def runner(self, program: Program) -> Run:
+    def runner(self, program: Ready) -> Run:
         """A call that may be repeated: what accumulates does so into a copy."""
-        target = (
-            None
-            if self.target is None
-            else self.target.detach().clone(memory_format=torch.preserve_format)
-        )
-        return functools.partial(fused.execute, program, self.values, target)
+        target = self.look.target
+        if target is not None:
+            target = target.detach().clone(memory_format=torch.preserve_format)
+        return functools.partial(program, self.look.values, target)
 
-    def compile_ahead(self, programs: Sequence[Program]) -> None:
-        wanted = {str(job): job for program in programs for job in jobs(program, self.values)}
+    def compile_ahead(self, programs: Sequence[Ready]) -> None:
+        wanted = {str(one.job()): one.job() for program in programs for one in program.launches}
         if len(wanted) > 1 and self.problem.device.type == "cuda" and self.workers >= 0:
             with contextlib.suppress(OSError):
                 launch.compile_ahead(
@@ -353,9 +350,9 @@ class _Search:
             close.sort(key=lambda c: chilled[c])
         return [*close, *sorted((c for c in final if c not in close), key=lambda c: times[c])]
 
-    def built(self, choices: list[Choice], position: int, choice: Choice) -> Program:
+    def built(self, choices: list[Choice], position: int, choice: Choice) -> Ready:
         program = self.program(choices, position, choice)
-        assert isinstance(program, Program)
+        assert isinstance(program, Ready)
         return program
 
     def agrees(self, choices: list[Choice], position: int, choice: Choice) -> bool:
@@ -429,3 +426,10 @@ def _progress(text: str) -> Iterator[Callable[[int], None]]:
             bar.update(task, total=total[0], advance=0 if more else 1)
 
         yield tick
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Work on the GPU that a statement's tensors are on."""
+    if device.type != "cuda" or device.index in (None, torch.cuda.current_device()):
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)

@@ -1,0 +1,459 @@
+"""One call, from tensors to its result.
+
+    Kinds          one statement with its options; which kinds of tensors it was called with
+    PreparedCall   one kind: dtypes, ranks, device, modes. Bound once; sizes are symbols
+    BoundCall      the same with the sizes and strides of a call: extents, shape, what is launched
+
+Eager calls, compiled statements, layers, gradients and fused programs all come here: a call finds
+its `PreparedCall` by one guard, its `BoundCall` by its sizes, and the program by what is known of
+its index tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from insum.bounded import is_first, keep
+from insum.compat.calls import kinds_guard, modes_now
+from insum.errors import NotFusedError
+from insum.graph import lower
+from insum.lang.bind import Problem, Value
+from insum.lang.expr import Access, accesses, tensors_of
+from insum.lang.measure import Measure, measure_of
+from insum.lang.problem import Sized
+from insum.plan.uses import Use, uses_of
+from insum.request import Form, Request, head
+from insum.runtime.check import in_range, live_uses, ranges_of, verify
+from insum.settings import Values, settings
+
+if TYPE_CHECKING:
+    from insum.runtime.fused import FusedCall, FusedKind
+
+#: Statements with their options, kinds of tensors of one, sizes of one kind, and those of them that
+#: are recognised by one comparison.
+MOST_FORMS, MOST_KINDS, MOST_SIZES, MOST_RECENT = 4096, 64, 16, 4
+#: Calls of the same sizes before they are recognised by one comparison.
+OFTEN = 2
+
+
+# --- kinds ----------------------------------------------------------------------------------------
+
+
+class Kinds:
+    """The kinds of calls of one statement with its options."""
+
+    __slots__ = ("calls", "form", "shelves")
+
+    def __init__(self, form: Form) -> None:
+        self.form = form
+        self.calls: list[PreparedCall] = []
+        #: By dtypes and device, the programs that kinds with other settings share.
+        self.shelves: dict[object, Any] = {}
+
+    def find(
+        self, values: Mapping[str, Value], sizes: tuple[Any, ...], initial: Tensor | None = None
+    ) -> BoundCall:
+        """The call for values of these kinds and sizes; ``initial`` is what is accumulated into,
+        where it is not among the values.
+        """
+        found = self.known(values, sizes, initial)
+        if found is not None:
+            return found
+        call = _prepare(self, values, sizes, initial)
+        given = (*values.values(),) if initial is None else (*values.values(), initial)
+        if any(isinstance(v, Tensor) for v in given):  # without one the default device decides
+            self.calls.insert(0, call)
+            del self.calls[MOST_KINDS:]
+        return call.bind(values, sizes, initial, given)
+
+    def known(
+        self, values: Mapping[str, Value], sizes: tuple[Any, ...], initial: Tensor | None = None
+    ) -> BoundCall | None:
+        """The same, where a call of this kind was made before."""
+        for size in sizes:
+            if type(size) is not int:  # which binding refuses
+                return None
+        names, modes = tuple(values), modes_now(settings)
+        given = (*values.values(),) if initial is None else (*values.values(), initial)
+        count = len(given)
+        for call in self.calls:
+            if call.names == names and call.count == count and call.modes == modes:
+                if call.alike(*given):
+                    return call.bind(values, sizes, initial, given)
+        return None
+
+
+_forms: dict[Form, Kinds] = {}
+
+
+def kinds_of(form: Form) -> Kinds:
+    """What is known of the calls of a statement with its options."""
+    found = _forms.get(form)
+    if found is None:
+        found = keep(_forms, form, Kinds(form), MOST_FORMS)
+    return found
+
+
+def prepare(
+    request: Request, values: Mapping[str, Value], initial: Tensor | None = None
+) -> BoundCall:
+    """The call of a request on these values."""
+    return kinds_of(request.form).find(values, request.size_values, initial)
+
+
+@dataclass(eq=False)
+class PreparedCall:
+    """A kind of call, ready to run on tensors of any sizes.
+
+    Attributes:
+        names: of the values, in the order in which they are passed; ``count`` counts what is
+            accumulated into, too, where it is not among them.
+        alike: whether other values are of this kind.
+        modes: what decides besides the values.
+        sources: tensors that are read as values and can have a gradient.
+        target: the output's name where it was passed and is to be accumulated into, or ''.
+        reads: every tensor that is read.
+        fusable: whether generated kernels are to be tried.
+        recent: calls of the same sizes that were made more than once, the last first.
+    """
+
+    form: Form
+    shelves: dict[object, Any]
+    problem: Problem  # with the sizes of the first call
+    names: tuple[str, ...]
+    count: int
+    alike: Callable[..., bool]
+    modes: tuple[Any, ...]
+    settings: Values
+    uses: tuple[Use, ...]
+    sources: tuple[str, ...]
+    target: str
+    reads: tuple[str, ...]
+    fusable: bool
+    kernels_look: bool
+    negated: bool  # some tensor is to be read as its negative
+    measure: Measure
+    recent: list[tuple[Callable[..., bool], tuple[int, ...], BoundCall]] = field(
+        default_factory=list
+    )
+    bound: dict[object, BoundCall] = field(default_factory=dict)
+    #: What `insum.autograd` has derived for the gradients of this kind of call.
+    adjoints: dict[object, Any] = field(default_factory=dict)
+
+    @functools.cached_property
+    def fused(self) -> FusedKind:
+        """This kind of call as generated kernels."""
+        from insum.runtime.fused import fused_kind  # which takes a while to import
+        from insum.runtime.programs import Shelf
+
+        form, problem = self.form, self.problem
+        dtypes = tuple((n, k.dtype, k.device, k.strength) for n, k in problem.kinds.items())
+        shelf = keep(self.shelves, (dtypes, problem.dtype, problem.device), Shelf(), MOST_KINDS)
+        return fused_kind(problem, self.uses, form.wraps, form.config, self.negated, shelf)
+
+    def bind(
+        self,
+        values: Mapping[str, Value],
+        sizes: tuple[int, ...],
+        initial: Tensor | None,
+        given: tuple[Any, ...],
+    ) -> BoundCall:
+        """The call for these sizes and strides; where they do not fit together, binding says so."""
+        for alike, wanted, call in self.recent:
+            if wanted == sizes and alike(*given):
+                return call
+        key = (sizes, *[(v.shape, v.stride()) for v in given if isinstance(v, Tensor)])
+        found = self.bound.get(key)
+        if found is None:
+            found = self.measured(values, sizes, initial)
+            return keep(self.bound, key, found, MOST_SIZES)
+        found.count += 1
+        if found.count == OFTEN:
+            self.remember(found, sizes, given)
+        return found
+
+    def remember(self, call: BoundCall, sizes: tuple[int, ...], given: tuple[Any, ...]) -> None:
+        """From now on calls like this one are recognised by one comparison."""
+        guard = kinds_guard(given, exact=True)
+        self.recent.insert(0, (guard, sizes, call))
+        del self.recent[MOST_RECENT:]
+
+    def measured(
+        self, values: Mapping[str, Value], sizes: tuple[int, ...], initial: Tensor | None
+    ) -> BoundCall:
+        target = self.problem.statement.target.tensor
+        named = values
+        if initial is not None and target not in values:
+            named = {**values, target: initial}
+        found = self.measure(named, sizes)
+        if found is None:
+            self.form.request(sizes).bind(values, initial)  # says what is wrong
+            raise AssertionError("sizes that bind and are not measured")
+        return BoundCall(self, Sized(self.problem, *found), sizes)
+
+    def needs_gradient(self, values: Mapping[str, Value]) -> bool:
+        for name in self.sources:  # noqa: SIM110  # on the path of every call
+            if values[name].requires_grad:  # type: ignore[union-attr]
+                return True
+        return False
+
+
+def _prepare(
+    kinds: Kinds,
+    values: Mapping[str, Value],
+    sizes: tuple[Any, ...],
+    initial: Tensor | None,
+) -> PreparedCall:
+    form = kinds.form
+    problem = form.request(sizes).bind(values, initial)
+    left, now = head(form.statement), settings.values
+    in_place = left.operator != "=" and isinstance(values.get(left.target), Tensor)
+    on_gpu = problem.device.type == "cuda"
+    fusable = now.backend == "fused" or now.backend == "auto" and on_gpu
+    fusable = fusable or now.require_fused and now.backend != "inductor"
+    uses = uses_of(problem, form.wraps)
+    given = (*values.values(),) if initial is None else (*values.values(), initial)
+    return PreparedCall(
+        form,
+        kinds.shelves,
+        problem,
+        tuple(values),
+        len(given),
+        kinds_guard(given, exact=False),
+        modes_now(settings),
+        now,
+        uses,
+        _sources(problem),
+        left.target if in_place else "",
+        tensors_of(problem.statement),
+        fusable,
+        fusable and kernels_look_on(problem.device) and now.check == "async",
+        any(isinstance(v, Tensor) and v.is_neg() for v in given),
+        measure_of(problem, form.size_keys),
+    )
+
+
+def kernels_look_on(device: torch.device) -> bool:
+    """Whether looking at index values would wait, so that kernels do it."""
+    return device.type == "cuda"
+
+
+def _sources(problem: Problem) -> tuple[str, ...]:
+    reads: list[Access] = list(accesses(problem.statement.value, nested=False))
+    names = dict.fromkeys(a.tensor for a in reads)
+    return tuple(
+        n
+        for n in names
+        if (k := problem.kinds[n]).device is not None
+        and (k.dtype.is_floating_point or k.dtype.is_complex)
+    )
+
+
+# --- calls ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Graph:
+    """A graph of torch operations, and the sizes to call it with."""
+
+    forward: Callable[..., Tensor]
+    inputs: tuple[str, ...]
+    sizes: tuple[Any, ...]
+    late: tuple[str, ...]
+
+
+class BoundCall:
+    """A call of certain sizes and strides."""
+
+    __slots__ = (
+        *("_fused", "_graphs", "_problem", "_ranges", "_uses"),
+        *("count", "prepared", "sized", "sizes"),
+    )
+
+    def __init__(self, prepared: PreparedCall, sized: Sized, sizes: tuple[int, ...]) -> None:
+        """``sizes`` are those that were given."""
+        self.prepared, self.sized, self.sizes = prepared, sized, sizes
+        self.count = 1
+        self._problem: Problem | None = None
+        self._uses: tuple[Use, ...] | None = None
+        self._ranges: tuple[tuple[str, int, int], ...] = ()
+        self._graphs: dict[str, _Graph] = {}
+        self._fused: FusedCall | None = None
+
+    @property
+    def request(self) -> Request:
+        """The request of this call, sizes included."""
+        return self.prepared.form.request(self.sizes)
+
+    @property
+    def extents(self) -> dict[str, int]:
+        return self.sized.extents
+
+    def problem(self, values: Mapping[str, Value]) -> Problem:
+        """The problem with the sizes of this call."""
+        if self._problem is None:
+            shapes = {n: v.shape for n, v in values.items() if isinstance(v, Tensor)}
+            self._problem = self.sized.problem(shapes)
+        return self._problem
+
+    def needs_gradient(self, values: Mapping[str, Value]) -> bool:
+        return self.prepared.needs_gradient(values)
+
+    # --- checks ---
+
+    def verify(self, values: Mapping[str, Value]) -> None:
+        """Index values against their range, before anything is written; where kernels look
+        themselves, they do.
+        """
+        if self.prepared.uses and not self.prepared.kernels_look:
+            self.look(values)
+
+    def look(self, values: Mapping[str, Value]) -> None:
+        uses = self.uses(values)
+        if uses and not in_range(self._ranges, values):
+            verify(self.problem(values), uses, values)
+
+    def uses(self, values: Mapping[str, Value]) -> tuple[Use, ...]:
+        """The indexed dimensions that have a point."""
+        if self._uses is None:
+            problem = self.problem(values)
+            self._uses = live_uses(problem, self.prepared.uses)
+            self._ranges = ranges_of(problem, self._uses)
+        return self._uses
+
+    # --- running ---
+
+    def run(self, mode: str, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
+        """Run generated kernels where there are some, else the graph. ``mode``: ``new``, ``from``
+        (a given value), ``into`` (in place).
+        """
+        if self.prepared.fusable:
+            result = self.run_fused(mode, values, target)
+            if result is not None:
+                return result
+            if self.prepared.kernels_look:
+                self.look(values)  # torch's own kernels would end the process' use of the device
+        if self.prepared.form.wraps:
+            values = self.wrapped(values)
+        return self.run_graph(mode, values, target)
+
+    def run_graph(self, mode: str, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
+        graph = self._graphs.get(mode) or self.lowered(mode, values)
+        inputs = [values[name] for name in graph.inputs]
+        if target is None:
+            return graph.forward(*inputs, *graph.sizes)
+        shared = graph.late and _shares_memory(target, values, graph.late)
+        if mode == "into" and (shared or self.must_copy(target)):
+            return target.copy_(self.run_graph("from", values, target))
+        return graph.forward(target, *inputs, *graph.sizes)
+
+    def lowered(self, mode: str, values: Mapping[str, Value]) -> _Graph:
+        problem = self.problem(values)
+        lowered = lower(problem, mode)
+        forward: Callable[..., Tensor] = lowered.module.forward
+        if self.prepared.settings.backend == "inductor":
+            from insum.inductor import forward_of  # which loads a good deal of torch
+
+            forward = forward_of(lowered, problem)
+        sizes = lowered.size_arguments(problem)
+        found = self._graphs[mode] = _Graph(forward, lowered.inputs, sizes, lowered.late)
+        return found
+
+    def wrapped(self, values: Mapping[str, Value]) -> Mapping[str, Value]:
+        """Negative values counted from the end, where they do: the graph takes places as they
+        are.
+        """
+        found, problem = dict(values), self.problem(values)
+        for use in self.uses(values):
+            index = values.get(use.tensor)
+            if use.wraps and isinstance(index, Tensor):
+                wide = index.to(torch.promote_types(index.dtype, torch.int32))
+                found[use.tensor] = torch.where(wide < 0, wide + use.limit(problem), wide)
+        return found
+
+    def must_copy(self, target: Tensor) -> bool:
+        """torch.compile takes a float64 tensor without dimensions on the CPU for a number, and
+        forgets to write it.
+        """
+        return self.prepared.settings.backend == "inductor" and target.dim() == 0
+
+    def run_fused(
+        self, mode: str, values: Mapping[str, Value], target: Tensor | None
+    ) -> Tensor | None:
+        """The result of generated kernels, or None where there are none."""
+        fused = self._fused
+        if fused is None:
+            if self.prepared.settings.backend == "graph":
+                self.fall_back(values, 'settings.backend is "graph"')
+                return None
+            fused = self._fused = self.prepared.fused.call(self.sized)
+            self.search(values, target)
+        into = target
+        if target is not None and (
+            mode == "from" or _shares_memory(target, values, self.prepared.reads)
+        ):
+            into = target.clone()
+        result = fused(values, into)
+        if not isinstance(result, Tensor):
+            self.fall_back(values, result.reason)
+            return None
+        if target is None or mode == "from":
+            return result
+        if into is not target:
+            return target.copy_(result)
+        if not target.is_inference():
+            torch.autograd.graph.increment_version(target)
+        return result
+
+    def search(self, values: Mapping[str, Value], target: Tensor | None) -> None:
+        """What ``settings.effort`` asks for at the first call."""
+        effort = self.prepared.settings.effort
+        if effort != "none" and self.prepared.form.config is None:
+            from insum import search  # which takes a while to import
+
+            search.on_first_call(self.problem(values), values, target, effort)
+
+    def fall_back(self, values: Mapping[str, Value], why: str) -> None:
+        problem, now = self.problem(values), self.prepared.settings
+        if now.require_fused:
+            raise problem.complain(
+                NotFusedError,
+                f"no fused kernel: {why}",
+                expected="a statement that a kernel can express",
+                remedy="settings.require_fused = False runs it as a graph of torch operations",
+            )
+        if now.backend == "fused" or "fallback" in now.log:
+            text = problem.statement.text or str(problem.statement)
+            message = f"insum: {text!r} runs as a graph of torch operations: {why}"
+            if is_first(f"fallback of {text}"):
+                warnings.warn(message, stacklevel=5)
+
+
+def _shares_memory(target: Tensor, values: Mapping[str, Value], names: tuple[str, ...]) -> bool:
+    """Whether one of the named arguments lies in the memory that is written to. By addresses: two
+    storages may be made over the same memory, as of one NumPy array.
+    """
+    start, end = _reach(target)
+    for name in names:
+        value = values.get(name)
+        if isinstance(value, Tensor) and value.device == target.device:
+            first, last = _reach(value)
+            if first < end and start < last:
+                return True
+    return False
+
+
+def _reach(tensor: Tensor) -> tuple[int, int]:
+    """The addresses from a tensor's first element to behind its last."""
+    first = tensor.data_ptr()
+    if tensor.numel() == 0:
+        return first, first
+    last = sum([(n - 1) * s for n, s in zip(tensor.shape, tensor.stride())])
+    return first, first + (last + 1) * tensor.element_size()

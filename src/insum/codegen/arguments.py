@@ -1,0 +1,112 @@
+"""What a kernel is passed, in terms of the statement: evaluated for each call by `runtime.bind`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from insum.plan.plan import OUT, WORK
+
+#: Arrays of a schedule, by what kernels call them.
+START, END, ROW, COUNT = "<start>", "<end>", "<row>", "<count>"
+#: Where offences are reported: flags of calls, who was first, the record; and the call's number.
+FLAGS, CLAIM, RECORD, CALL = "<flags>", "<claim>", "<record>", "<call>"
+_OWN = {
+    OUT: "out_at",
+    WORK: "work_at",
+    START: "seg_start_at",
+    END: "seg_end_at",
+    ROW: "seg_row_at",
+    COUNT: "task_count_at",
+    FLAGS: "flags_at",
+    CLAIM: "claim_at",
+    RECORD: "record_at",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pointer:
+    """Where a tensor begins."""
+
+    tensor: str
+
+    @property
+    def name(self) -> str:
+        return _OWN.get(self.tensor, f"{self.tensor}_ptr")
+
+
+@dataclass(frozen=True, slots=True)
+class Stride:
+    """A stride of a tensor, in units of so many elements."""
+
+    tensor: str
+    dim: int
+    unit: int
+
+    @property
+    def name(self) -> str:
+        own = {OUT: "out_stride", WORK: "work_stride"}
+        return f"{own.get(self.tensor, f'{self.tensor}_s')}{self.dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The extent of a variable, in units."""
+
+    var: str
+    unit: int = 1
+
+    @property
+    def name(self) -> str:
+        return f"{self.var}_size"
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """The length of a dimension that is indexed through tensors."""
+
+    tensor: str
+    dim: int
+
+    @property
+    def name(self) -> str:
+        return f"{'out_length' if self.tensor == OUT else f'{self.tensor}_d'}{self.dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """A scalar that comes with each call, by its type in the kernel: a Python number of the
+    user, or the number of the call.
+    """
+
+    tensor: str
+    type: str
+
+    @property
+    def name(self) -> str:
+        return "call_number" if self.tensor == CALL else f"{self.tensor}_number"
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """A number of the launch itself."""
+
+    what: str
+
+    @property
+    def name(self) -> str:
+        return self.what
+
+
+Argument: TypeAlias = Pointer | Stride | Size | Length | Passed | Count
+
+
+def annotation(argument: Argument, *, wide: bool) -> str:
+    """The type of an argument where it is no pointer; numbers are then never specialised."""
+    match argument:
+        case Pointer():
+            return ""
+        case Passed(_, type):
+            return type
+        case _:
+            return "i64" if wide else "i32"

@@ -1,0 +1,203 @@
+"""What about sizes and strides decides a plan: classes, so that programs are few.
+
+Extents that index tensors run over (nonzeros, edges, voxels) are known by their power of two alone.
+Extents of other variables (channels, columns, sides of blocks) also by what they are multiples of,
+which is what tiles and vector loads ask. Strides are 0, 1, or passed in units that keep 16-byte or
+8-byte loads provable. A plan is made for one class; its kernels are right for every size of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+#: Extents are told apart by powers of two that divide them up to this one, the side of the largest
+#: tile of a first guess: where it divides, nothing is masked.
+MOST_MULTIPLE = 256
+#: Up to so many entries an extent is taken for a side of groups, which stays, although index
+#: tensors run over it.
+FEW = 128
+#: Bytes of the widest load, and of the next narrower one that is worth telling apart.
+WIDE_LOAD, NARROW_LOAD = 16, 8
+
+#: Of each dimension how its stride is passed: 0 and 1 are not passed at all, ``-u`` in units of
+#: ``u`` elements.
+Units: TypeAlias = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A class of extents: a typical one, and what all of them are multiples of.
+
+    Every extent of the class is greater than half of ``most`` and at most that, unless it is
+    ``open``: the extent is a symbol, and what is typical is an example.
+    """
+
+    typical: int
+    multiple: int = 1
+    open: bool = False
+
+    @property
+    def most(self) -> int:
+        return power_of_two(self.typical) if self.typical else 0
+
+    def __str__(self) -> str:
+        if self.typical in (self.multiple, 0):
+            return str(self.typical)
+        return f"<={self.most}" + (f" by {self.multiple}" if self.multiple > 1 else "")
+
+
+def power_of_two(at_least: int) -> int:
+    """The smallest power of two that is no smaller than the argument.
+
+    >>> [power_of_two(n) for n in (0, 1, 3, 16, 17)]
+    [1, 1, 4, 16, 32]
+    """
+    return 1 if at_least <= 1 else 1 << (at_least - 1).bit_length()
+
+
+def class_of(extent: int, *, runs: bool) -> Extent:
+    """The class of an extent; ``runs``: index tensors run over the variable, so that every call
+    may have another.
+
+    >>> print(class_of(200, runs=False), class_of(256, runs=False), class_of(250_000, runs=True))
+    <=256 by 8 256 <=262144
+    """
+    if extent <= 2:
+        return Extent(extent, max(1, extent))
+    most = power_of_two(extent)
+    if runs and extent > FEW:
+        return Extent(most * 3 // 4)
+    if extent == most:
+        return Extent(extent, extent)
+    multiple = min(extent & -extent, MOST_MULTIPLE)
+    return Extent(_odd_multiple(most * 3 // 4, multiple), multiple)
+
+
+def _odd_multiple(near: int, multiple: int) -> int:
+    """An odd multiple near a number: what is typical must not divide better than the rest."""
+    count = near // multiple
+    return multiple * (count if count % 2 else count + 1)
+
+
+def typical(size: int) -> int:
+    """A size that stands for all of its power of two."""
+    return size if size <= 2 else power_of_two(size) * 3 // 4
+
+
+@dataclass(frozen=True, slots=True)
+class Strides:
+    """How a tensor lies in memory: its strides as they are passed, and of each dimension but the
+    last whether walking it goes on where walking the next one ends, so that both can be one.
+    """
+
+    units: Units
+    joins: tuple[bool, ...]
+
+    @property
+    def is_contiguous(self) -> bool:
+        return not self.units or self.units[-1] == 1 and all(self.joins)
+
+    def joined(self, at: int, count: int) -> Strides:
+        """With ``count`` dimensions from ``at`` on walked as one."""
+        units = (*self.units[:at], *self.units[at + count - 1 :])
+        return Strides(units, (*self.joins[:at], *self.joins[at + count - 1 :]))
+
+    def can_join(self, at: int, count: int) -> bool:
+        return all(self.joins[at : at + count - 1])
+
+
+def unit_of(stride: int, itemsize: int, *, vector: bool) -> int:
+    """How a stride is passed; ``vector``: values are loaded several at a time.
+
+    >>> [unit_of(s, 2, vector=True) for s in (0, 1, 200, 100, 7)]
+    [0, 1, -8, -4, -1]
+    """
+    if stride in (0, 1):
+        return stride
+    if vector:
+        for width in (WIDE_LOAD, NARROW_LOAD):
+            if width > itemsize and stride * itemsize % width == 0:
+                return -(width // itemsize)
+    return -1
+
+
+def strides_of(
+    shape: Sequence[int], strides: Sequence[int], itemsize: int, *, vector: bool
+) -> Strides:
+    """The class of a tensor's strides."""
+    units = tuple(unit_of(s, itemsize, vector=vector) for s in strides)
+    joins = tuple(
+        math.prod(shape[: d + 1]) <= 1 or strides[d] == strides[d + 1] * shape[d + 1]
+        for d in range(len(shape) - 1)
+    )
+    return Strides(units, joins)
+
+
+def contiguous(rank: int) -> Strides:
+    """Of arrays that are derived from index tensors."""
+    return Strides((*[-1] * (rank - 1), 1)[-rank:] if rank else (), (True,) * max(0, rank - 1))
+
+
+def passed(rank: int) -> Strides:
+    """Of any tensor: all strides are passed."""
+    return Strides((-1,) * rank, (False,) * max(0, rank - 1))
+
+
+@dataclass(frozen=True, eq=False)
+class SizeClass:
+    """Everything about sizes and strides that a plan may depend on, for one kind of call."""
+
+    extents: Mapping[str, Extent]
+    shape: tuple[int, ...]  # typical sizes of the output
+    numel: Mapping[str, int]  # of tensors, typical
+    strides: Mapping[str, Strides]
+    wide: bool  # offsets do not fit into 32 bits
+    runs: frozenset[str] = frozenset()  # variables that index tensors run over
+    general: bool = False  # it stands for all sizes
+
+    def typical(self) -> dict[str, int]:
+        """An extent for every variable."""
+        return {name: extent.typical for name, extent in self.extents.items()}
+
+    def multiple(self, names: Sequence[str]) -> int:
+        """What the product of these extents is a multiple of."""
+        found = 1
+        for name in names:
+            found *= self.extents[name].multiple if name in self.extents else 1
+        return found
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What equal classes of one kind of call have in common, and others have not."""
+        return (
+            *self.extents.values(),
+            self.shape,
+            *self.numel.values(),
+            *self.strides.values(),
+            self.wide,
+        )
+
+
+#: What is typical of the extents of a class for all sizes: more than any tile holds whole
+#: (`roles.FLATTEN_UP_TO`), and of those that index tensors run over.
+WIDTH, LENGTH = 96, 3072
+
+
+def general(sizes: SizeClass) -> SizeClass:
+    """The class of all sizes: nothing divides anything, and no tile holds all of a variable. Of
+    strides it says whether all tensors are contiguous.
+    """
+    plain = all(strides.is_contiguous for strides in sizes.strides.values())
+    ranks = {name: len(strides.units) for name, strides in sizes.strides.items()}
+    return SizeClass(
+        {v: Extent(LENGTH if v in sizes.runs else WIDTH, open=True) for v in sizes.extents},
+        (LENGTH,) * len(sizes.shape),
+        dict.fromkeys(sizes.numel, LENGTH),
+        {n: contiguous(rank) if plain else passed(rank) for n, rank in ranks.items()},
+        sizes.wide,
+        sizes.runs,
+        general=True,
+    )

@@ -1,0 +1,77 @@
+"""How contributions to the left side meet: an ordered list of rules, of which the first that
+applies decides.
+
+Each rule is a function of the product and its draft that gives a plan, or None where it does not
+apply or would not pay.
+
+- *store*: every place of the output is written at most once;
+- *unrolled*: the index tensors are small and constant, so their entries become constants of the
+  code; such a pattern also nests inside of what other index tensors scatter;
+- *onehot*: the scattered dimension is small and stays whole in registers;
+- *segment*: the index is sorted (or sorting it once pays), so rows of the output own runs of
+  entries: no atomics, no zero fill;
+- *atomic*: everything else.
+"""
+
+from __future__ import annotations
+
+from insum.plan.draft import (
+    CannotFuse,
+    Draft,
+    Planned,
+    Subject,
+    check_supported,
+    finish,
+    first_draft,
+)
+from insum.plan.rewrite import Scatter, scatter_of
+from insum.plan.strategies.atomics import atomic, atomic_is_asked_for, atomic_keeps_its_tiles
+from insum.plan.strategies.inverting import inverse
+from insum.plan.strategies.one_hot import onehot
+from insum.plan.strategies.packing import packed
+from insum.plan.strategies.segmenting import segments
+from insum.plan.strategies.sorting import sorted_first
+from insum.plan.strategies.storing import unique
+from insum.plan.strategies.unrolling import nested, unrolled
+
+#: For one dimension that is written through an index tensor.
+SCATTERED = (
+    unrolled,
+    onehot,
+    unique,
+    atomic_is_asked_for,
+    atomic_keeps_its_tiles,
+    segments,
+    inverse,
+    sorted_first,
+    atomic,
+)
+
+
+def plan(subject: Subject) -> Planned:
+    """Choose a strategy for one product of a statement and rewrite the product for it."""
+    check_supported(subject)
+    draft = first_draft(subject)
+    scatter = scatter_of(subject.problem.statement)
+    match scatter:
+        case "direct":
+            draft, meets = packed(subject, draft)
+            return finish(subject, draft, "atomic" if meets else "store", fill=meets)
+        case "injective":
+            return finish(subject, draft.because("no two points meet"), "store", fill=True)
+        case Scatter():
+            return _scattered(subject, draft, scatter)
+    planned = nested(subject, draft)
+    if planned is not None:
+        return planned
+    if subject.wishes.deterministic:
+        raise CannotFuse("deterministic mode, and the output is scattered through several indices")
+    return finish(subject, draft.because("several scattered indices"), "atomic", fill=True)
+
+
+def _scattered(subject: Subject, draft: Draft, scatter: Scatter) -> Planned:
+    for rule in SCATTERED:
+        planned = rule(subject, draft, scatter)
+        if planned is not None:
+            return planned
+    raise CannotFuse("no strategy applies")

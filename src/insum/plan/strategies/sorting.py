@@ -1,0 +1,154 @@
+"""An index that is not sorted: its entries are walked in sorted order, which is found once and kept
+with the tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from insum.lang.expr import Access, Affine, Expr, Var, accesses, index_of, rewrite, variables
+from insum.plan.draft import Draft, Planned, Subject, finish, roles_of
+from insum.plan.recipes import Composed, OfExtent, OfShape, Position, Sorted
+from insum.plan.rewrite import Scatter, substitute
+from insum.plan.strategies.segmenting import merge, merged, to_rows
+
+#: All tensors together are this many times a sorted copy of one index tensor, if it is made.
+COMPOSE_SHARE = 32
+
+
+def sorted_first(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:
+    if not _pays(subject, draft, scatter):
+        return None
+    return finish(subject, to_sorted_rows(subject, draft, scatter), "segment", fill=False)
+
+
+def to_sorted_rows(subject: Subject, draft: Draft, scatter: Scatter) -> Draft:
+    """The product over output rows, each of which walks its entries in sorted order."""
+    name = scatter.access.tensor
+    known = subject.known(name)
+    draft = draft.because(
+        f"{name} was sorted once" if known is not None else f"{name} is sorted first"
+    )
+    base = Sorted(name, OfShape(scatter.dim))
+    slot = subject.name("slot", draft)
+    numel = 1
+    for v in scatter.variables:
+        numel *= draft.extents[v]
+    draft = replace(
+        draft,
+        extents={**draft.extents, slot: numel},
+        made={**draft.made, slot: tuple(OfExtent(v) for v in scatter.variables)},
+    )
+    if known is not None:
+        draft = _composed(subject, draft, scatter, base, slot)
+    draft = _in_order(subject, draft, scatter, base, slot)
+    return to_rows(subject, draft, scatter, base, slot)
+
+
+def _pays(subject: Subject, draft: Draft, scatter: Scatter) -> bool:
+    """Always in deterministic mode, and for extrema, which have no atomics of torch's meaning. Else
+    only of a tensor that comes back, and not where the scattered variables are a side of a matrix
+    product: sorting would destroy that.
+    """
+    if subject.wishes.deterministic or subject.wishes.settings.scatter == "segment":
+        return True
+    if subject.known(scatter.access.tensor) is None:
+        return subject.reduce != "sum"
+    return not tiles_scatter(subject, draft, scatter)
+
+
+def tiles_scatter(subject: Subject, draft: Draft, scatter: Scatter) -> bool:
+    """Whether a matrix product would have the scattered variables along one side of its tile."""
+    roles = roles_of(subject, draft)
+    return roles.dot and bool(set(scatter.variables) & {roles.m[-1], roles.n[-1]})
+
+
+def _in_order(subject: Subject, draft: Draft, scatter: Scatter, base: Sorted, slot: str) -> Draft:
+    """The right side read at the entries in their order."""
+    order = subject.name("order", draft)
+    through = Affine(((1, Access(order, (index_of(slot),))),))
+    found = merge(subject, draft, scatter.variables) if len(scatter.variables) > 1 else None
+    if found is not None:
+        flat = subject.name("flat", draft)
+        draft = merged(draft, replace(found, into=flat))
+        change = {flat: through}
+    elif len(scatter.variables) == 1:
+        change = {scatter.variables[0]: through}
+    else:
+        draft, change = _positions(subject, draft, scatter, base, slot)
+    draft = replace(draft, factors=tuple(substitute(f, change) for f in draft.factors))
+    if order in draft.reads():
+        arrays = {**draft.arrays, order: subject.array(base, "order")}
+        draft = replace(draft, arrays=arrays)
+    return draft
+
+
+def _positions(
+    subject: Subject, draft: Draft, scatter: Scatter, base: Sorted, slot: str
+) -> tuple[Draft, dict[str, Affine]]:
+    """Each scattered variable as an array over the sorted entries."""
+    change: dict[str, Affine] = {}
+    used = {v for f in draft.factors for v in variables(f)}
+    for dim, var in enumerate(scatter.variables):
+        if var in used:
+            name = subject.name(f"{var}_order", draft)
+            array = subject.array(Position(base, dim), "")
+            draft = replace(draft, arrays={**draft.arrays, name: array})
+            change[var] = Affine(((1, Access(name, (index_of(slot),))),))
+    return draft, change
+
+
+def _composed(subject: Subject, draft: Draft, scatter: Scatter, base: Sorted, slot: str) -> Draft:
+    """Index tensors over the scattered variables are gathered into sorted order once, so that the
+    kernel reads them in a row.
+
+    Left alone where the copy would be a noticeable part of all memory: the kernel then reads them
+    through the order.
+    """
+    mine = set(scatter.variables)
+    width = 8 if subject.sizes.wide else 4
+    if len(mine) == 1 and COMPOSE_SHARE * draft.extents[slot] * width > subject.bytes_read():
+        return draft
+    atoms = dict.fromkeys(
+        atom
+        for factor in draft.factors
+        for access in accesses(factor)
+        for index in access.indices
+        for _, atom in index.terms
+        if isinstance(atom, Access)
+        and atom.tensor in subject.problem.kinds
+        and atom.indices
+        and all(i.var in mine for i in atom.indices)
+        and subject.known(atom.tensor) is not None
+        and not subject.may_wrap(atom.tensor)
+    )
+    for atom in atoms:
+        name = subject.name(f"{atom.tensor}_sorted", draft)
+        dims = tuple(scatter.variables.index(str(i.var)) for i in atom.indices)
+        array = subject.array(Composed(base, atom.tensor, dims), "")
+        new = Access(name, (index_of(slot),))
+        draft = replace(
+            draft,
+            arrays={**draft.arrays, name: array},
+            padded=draft.padded | {name} if atom.tensor in draft.padded else draft.padded,
+            factors=tuple(_replaced(f, atom, new) for f in draft.factors),
+        )
+    return draft
+
+
+def _replaced(expr: Expr, old: Access, new: Access) -> Expr:
+    """Replace an access that stands in index position."""
+
+    def in_index(index: Affine) -> Affine:
+        return Affine(
+            tuple((c, new if a == old else in_access(a)) for c, a in index.terms), index.offset
+        )
+
+    def in_access(atom: Var | Access) -> Var | Access:
+        return (
+            Access(atom.tensor, tuple(in_index(i) for i in atom.indices), atom.span)
+            if isinstance(atom, Access)
+            else atom
+        )
+
+    return rewrite(expr, lambda access: in_access(access))  # type: ignore[arg-type,return-value]

@@ -1,0 +1,284 @@
+"""Small constant patterns: the entries of index tensors become constants of straight-line code."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from insum.lang.expr import (
+    Access,
+    Affine,
+    Expr,
+    Number,
+    Statement,
+    Var,
+    accesses,
+    rewrite,
+    variables,
+)
+from insum.plan.draft import Draft, Planned, Subject, finish
+from insum.plan.model import LONG
+from insum.plan.plan import Pattern, Segment
+from insum.plan.questions import AskExact, AskValues
+from insum.plan.recipes import OfShape, Segments
+from insum.plan.rewrite import Scatter, scatter_of
+from insum.plan.roles import Contraction
+from insum.plan.strategies.segmenting import fits, to_rows
+from insum.plan.strategies.sorting import to_sorted_rows
+
+#: Longer patterns than this are not unrolled: the code would outgrow the instruction cache and the
+#: registers.
+UNROLL_POINTS = 512
+#: A pattern this short that keeps coming back is taken for a constant, promise or no promise.
+PROMOTE_POINTS = 128
+#: One tile holds the whole of a summed variable whose sum is taken at the end.
+SUMMED_UP_TO = 256
+#: A summed variable and a row together of at most so many places are read at once in long patterns
+#: ...
+AT_ONCE = 1024
+#: ... and in all: a warp reads two of them.
+FEW_AT_ONCE = 256
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What becomes code: index tensors, the variables that they run over, and the product at every
+    point of these.
+    """
+
+    names: tuple[str, ...]
+    points: tuple[tuple[Access, tuple[Expr, ...]], ...]
+    exact: Mapping[str, int]
+    values: Mapping[str, Any]
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        return tuple(self.exact)
+
+
+def unrolled(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:
+    """Straight-line code for an output that is scattered by a pattern alone."""
+    found = constants_of(subject, draft)
+    if found is None or scatter.access.tensor not in found.names:
+        return None
+    planned = _straight_line(subject, draft, found, "unrolled")
+    if planned is None or set(found.names) != set(index_names(subject)):
+        return planned
+    # Whether every place of the scattered dimension has a point is known for each call alone.
+    written = {target.indices[scatter.dim].offset for target, _ in found.points}
+    return replace(planned, written=(scatter.dim, len(written)))
+
+
+def nested(subject: Subject, draft: Draft) -> Planned | None:
+    """A pattern inside of what is scattered by other index tensors, too. The points that one entry
+    of those has are summed in registers; entries of one row are, where they can be walked in order,
+    and else meet in atomics.
+    """
+    found = constants_of(subject, draft)
+    if found is None:
+        return None
+    scatter = _other_scatter(found)
+    if scatter is not None and _walks_rows(subject, scatter):
+        return _in_rows(subject, draft, scatter, found)
+    if subject.wishes.deterministic:
+        return None
+    return _straight_line(subject, draft, found, "atomic")
+
+
+def _other_scatter(found: Constants) -> Scatter | None:
+    """The one dimension that is scattered by something else than the pattern, over a variable of
+    its own.
+    """
+    target, _ = found.points[0]
+    dims = [d for d, index in enumerate(target.indices) if index.terms]
+    rest = Access(target.tensor, tuple(target.indices[d] for d in dims))
+    scatter = scatter_of(Statement(rest, "=", Number(0)))
+    if not isinstance(scatter, Scatter) or len(scatter.variables) != 1:
+        return None
+    return Scatter(dims[scatter.dim], scatter.access)
+
+
+def _walks_rows(subject: Subject, scatter: Scatter) -> bool:
+    """As for other scatters: tensors that come back are worth an order, and deterministic mode
+    needs one.
+    """
+    wished = subject.wishes.deterministic or subject.known(scatter.access.tensor) is not None
+    return wished and not subject.may_wrap(scatter.access.tensor)
+
+
+def _in_rows(subject: Subject, draft: Draft, scatter: Scatter, found: Constants) -> Planned | None:
+    name = scatter.access.tensor
+    if fits(subject, draft, scatter):
+        draft = draft.because(f"{name} is sorted")
+        base = Segments(name, OfShape(scatter.dim))
+        draft = to_rows(subject, draft, scatter, base, scatter.variables[0])
+    else:
+        draft = to_sorted_rows(subject, draft, scatter)
+    points = tuple(_points(draft, found.exact, found.values))
+    kept = tuple(v for i in draft.target.indices for v in variables(i) if v not in found.over)
+    columns = tuple(v for v in kept if v != draft.row)
+    if not columns or len(set(draft.summed()) - {*found.over, draft.segment}):
+        return None
+    roles = Contraction((), columns[-1:], (draft.segment,), (), (), columns[:-1], False)
+    draft = draft.because(f"{', '.join(found.names)} are constants of the code")
+    planned = finish(subject, draft, "segment", fill=True, roles=roles)
+    segment = Segment(draft.row, draft.segment, tiled=False)
+    pattern = Pattern(found.over, points)
+    plan = replace(planned.plan, pattern=pattern, segment=segment, padded=frozenset())
+    return replace(planned, plan=plan)
+
+
+def constants_of(subject: Subject, draft: Draft) -> Constants | None:
+    """The index tensors of a product that may become code, if there are any."""
+    wished = subject.wishes.settings.scatter
+    if subject.reduce != "sum" or wished not in ("auto", "unrolled") or subject.sizes.general:
+        return None
+    names = tuple(n for n in index_names(subject) if _may_be_code(subject, n, wished))
+    reads = _index_reads(subject)
+    over = tuple(dict.fromkeys(v for a in reads if a.tensor in names for v in variables(a)))
+    beside = {v for a in reads if a.tensor not in names for v in variables(a)}
+    if not names or set(over) & beside or draft.padded - set(names):
+        return None
+    if set(over) & {i.var for i in draft.target.indices if i.var}:
+        return None
+    exact = {v: int(subject.ask(AskExact(v))) for v in over}
+    if math.prod(exact.values()) > UNROLL_POINTS:
+        return None
+    values = {n: subject.ask(AskValues(n)) for n in names}
+    if any(v is None for v in values.values()):
+        return None
+    points = tuple(_points(draft, exact, values))
+    return Constants(names, points, exact, values) if points else None
+
+
+def _may_be_code(subject: Subject, name: str, wished: str) -> bool:
+    if not subject.is_tensor(name) or subject.may_wrap(name):
+        return False  # a Python number is not known when code is written
+    if subject.sizes.numel[name] > 2 * UNROLL_POINTS:
+        return False
+    known = subject.known(name)
+    return wished == "unrolled" or known is not None and known.constant
+
+
+def _straight_line(
+    subject: Subject, draft: Draft, found: Constants, strategy: str
+) -> Planned | None:
+    in_order = dict.fromkeys(v for i in draft.target.indices for v in variables(i))
+    kept = tuple(v for v in in_order if v not in found.over)
+    if not kept:
+        return None
+    summed = tuple(v for v in draft.summed() if v not in found.over)
+    roles = _axes(subject, draft, kept, summed, long=len(found.points) > LONG)
+    forced = subject.wishes.settings.scatter == "unrolled"
+    whole = roles.n[0] not in kept and subject.sizes.extents[roles.n[0]].most > SUMMED_UP_TO
+    if not forced and whole:
+        return None
+    draft = draft.because(f"{', '.join(found.names)} are constants of the code")
+    planned = finish(subject, draft, strategy, fill=True, roles=roles)
+    pattern = Pattern(found.over, found.points)
+    return replace(planned, plan=replace(planned.plan, pattern=pattern, padded=frozenset()))
+
+
+def index_names(subject: Subject) -> tuple[str, ...]:
+    """The index tensors of a product."""
+    return tuple(dict.fromkeys(a.tensor for a in _index_reads(subject)))
+
+
+def _index_reads(subject: Subject) -> tuple[Access, ...]:
+    """Every access of a term, the target's included, that stands in an index."""
+    exprs = (subject.problem.statement.target, *subject.term.factors)
+    return tuple(
+        a
+        for e in exprs
+        for access in accesses(e)
+        for i in access.indices
+        for _, a in i.terms
+        if isinstance(a, Access)
+    )
+
+
+def _axes(
+    subject: Subject, draft: Draft, kept: tuple[str, ...], summed: tuple[str, ...], *, long: bool
+) -> Contraction:
+    """The axes of straight-line code: rows of the largest factor are read whole, also where they
+    lie along a summed variable.
+
+    A ``long`` pattern holds much in registers, so that few programs run at once: each reads as much
+    as it can in one go.
+    """
+    rows = next((v for v in summed if v in _along_leader(subject, draft)), "")
+    loops = tuple(v for v in summed if v != rows)
+    few = AT_ONCE if long else FEW_AT_ONCE
+    if not rows and len(loops) == 1 and draft.extents[loops[0]] * draft.extents[kept[-1]] <= few:
+        return Contraction(kept[:-1][-1:], kept[-1:], loops, (), (), kept[:-2], False)
+    if not rows:
+        return Contraction(kept[:-1][-1:], kept[-1:], (), loops, (), kept[:-2], False)
+    if loops:  # the others are summed first; what remains is one row, and summed at the end
+        return Contraction(kept[-1:], (rows,), (), loops, (), kept[:-1], False)
+    return Contraction(kept[:-1][-1:], kept[-1:], (rows,), (), (), kept[:-2], False)
+
+
+def _along_leader(subject: Subject, draft: Draft) -> set[str]:
+    """Variables along the unit stride of the factor that has the most elements."""
+    reads = [
+        a
+        for f in draft.factors
+        for a in accesses(f, nested=False)
+        if a.tensor in subject.sizes.strides and a.indices
+    ]
+    if not reads:
+        return set()
+    leader = max(reads, key=lambda a: subject.sizes.numel[a.tensor])
+    units = subject.sizes.strides[leader.tensor].units
+    return {v for d, i in enumerate(leader.indices) if units[d] == 1 for v in variables(i)}
+
+
+def _points(
+    draft: Draft, exact: Mapping[str, int], values: Mapping[str, Any]
+) -> Iterator[tuple[Access, tuple[Expr, ...]]]:
+    for place in itertools.product(*(range(n) for n in exact.values())):
+        at = dict(zip(exact, place, strict=True))
+        present = [True]
+        exprs = [
+            _constant(e, at, values, draft.padded, present) for e in (draft.target, *draft.factors)
+        ]
+        if present[0]:
+            yield exprs[0], tuple(exprs[1:])  # type: ignore[misc]
+
+
+def _constant(
+    expr: Expr,
+    at: Mapping[str, int],
+    values: Mapping[str, Any],
+    padded: frozenset[str],
+    present: list[bool],
+) -> Expr:
+    """The expression at one point of the unrolled variables, its index tensors replaced by their
+    values.
+    """
+
+    def value(atom: Var | Access) -> int:
+        if isinstance(atom, Var):
+            return at[atom.name]
+        found: Any = values[atom.tensor]
+        for index in atom.indices:
+            found = found[index.offset + sum(c * value(a) for c, a in index.terms)]
+        if found < 0 and atom.tensor in padded:
+            present[0] = False
+            return 0
+        return int(found)
+
+    def is_free(atom: Var | Access) -> bool:
+        return atom.name not in at if isinstance(atom, Var) else atom.tensor not in values
+
+    def index(old: Affine) -> Affine:
+        free = tuple((c, a) for c, a in old.terms if is_free(a))
+        fixed = sum(c * value(a) for c, a in old.terms if not is_free(a))
+        return Affine(free, old.offset + fixed)
+
+    return rewrite(
+        expr, lambda access: Access(access.tensor, tuple(index(i) for i in access.indices))
+    )

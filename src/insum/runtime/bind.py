@@ -1,0 +1,602 @@
+"""A program for one call: its recipes evaluated, so that only addresses are missing.
+
+`Ready` is what is left to do at every call of the same sizes and strides: put addresses into lists
+of numbers, and launch.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from insum.codegen.arguments import (
+    CLAIM,
+    FLAGS,
+    RECORD,
+    Argument,
+    Count,
+    Length,
+    Passed,
+    Pointer,
+    Size,
+    Stride,
+    annotation,
+)
+from insum.compat import calls
+from insum.errors import UnsupportedError
+from insum.lang.expr import Access, variables
+from insum.plan.plan import OUT, WORK, Plan
+from insum.plan.recipes import OfCount, OfExtent, OfShape, Recipe, SizeExpr
+from insum.runtime import binaries, launch
+from insum.runtime.program import WIDE, Launch, Program, Step
+from insum.runtime.prologue import Made, Prologue
+
+MOST_PROGRAMS = 2**31
+#: What the record of a device is made of.
+_OWN = {FLAGS: "*i32", CLAIM: "*i32", RECORD: "*i64"}
+
+
+#: Programs and arguments of each launch, of values, extents, shape, what is written to and what
+#: was made of index tensors.
+Numbers: TypeAlias = Callable[
+    [Mapping[str, Any], tuple[int, ...], tuple[int, ...], Tensor | None, Sequence[Made]],
+    list[tuple[int, list[Any]]],
+]
+
+
+class NotYet(Exception):
+    """Numbers that decide a schedule are still on their way from the device."""
+
+
+class Sizes:
+    """The numbers of one call: extents, shapes and strides, and what recipes gave. They may be
+    symbols.
+    """
+
+    __slots__ = ("extents", "made", "shape", "tensors")
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any],
+        extents: Mapping[str, int],
+        shape: tuple[int, ...],
+        made: Mapping[Recipe, Made],
+    ) -> None:
+        self.tensors, self.extents, self.shape, self.made = tensors, extents, shape, made
+
+    def expr(self, expr: SizeExpr) -> int:
+        found = 1
+        for one in expr:
+            match one:
+                case OfExtent(var):
+                    found *= self.extents[var]
+                case OfShape(dim):
+                    found *= self.shape[dim]
+                case OfCount(recipe, name):
+                    found *= self.made[recipe].counts[name]
+        return found
+
+    def extent(self, plan: Plan, var: str) -> int:
+        made = dict(plan.made)
+        return self.expr(made[var]) if var in made else self.extents[var]
+
+    def counts(self, one: Launch) -> dict[str, int]:
+        """The numbers of a launch itself."""
+        found = {
+            name: value if isinstance(value, int) else self.made[value.recipe].counts[value.name]
+            for name, value in one.counts.items()
+        }
+        if "task_last" in found:
+            found["task_count"] = max(0, found["task_last"] - found["task_first"])
+        return found
+
+    def programs(self, one: Launch, counts: Mapping[str, int]) -> int:
+        """How many programs a launch has."""
+        found = 1
+        for axis, tile in one.grid:
+            size = 1
+            for a in axis:
+                size *= counts[a.what] if isinstance(a, Count) else self.extent(one.plan, a.var)
+            found *= -(-size // tile)
+        return found
+
+    def number(self, one: Launch, argument: Argument, counts: Mapping[str, int]) -> int | None:
+        """A number among the arguments of a launch; None for what comes with each call."""
+        match argument:
+            case Size(var, unit):
+                return self.extent(one.plan, var) // unit
+            case Count(what):
+                return counts[what]
+            case Length(tensor, dim):
+                return self.shape[dim] if tensor == OUT else self.tensors[tensor].shape[dim]
+            case Stride(tensor, dim, unit):
+                return self.stride(one, tensor, dim) // unit
+            case _:
+                return None
+
+    def stride(self, one: Launch, tensor: str, dim: int) -> int:
+        if tensor == WORK:
+            return math.prod(self.extents[v] for v in _work_order(one.plan)[dim:])
+        if tensor == OUT and OUT not in self.tensors:
+            return math.prod(self.shape[dim + 1 :])
+        if tensor in one.arrays:
+            recipe, part = one.arrays[tensor]
+            return self.made[recipe].arrays[part].stride(dim)
+        found: int = self.tensors[tensor].stride(dim)
+        return found
+
+
+class BoundLaunch:
+    """One launch of one call: numbers in their places, and where addresses go."""
+
+    __slots__ = (
+        "arguments",
+        "held",
+        "launch",
+        "passed",
+        "pointers",
+        "programs",
+        "types",
+        "usual",
+        "variants",
+    )
+
+    def __init__(
+        self,
+        one: Launch,
+        plan: Plan,
+        sizes: Sizes,
+        out: torch.dtype,
+        numbers: Mapping[str, int] | None = None,
+    ) -> None:
+        counts = sizes.counts(one) | dict(numbers or {})
+        self.launch, self.programs = one, sizes.programs(one, counts)
+        if self.programs >= MOST_PROGRAMS:
+            raise UnsupportedError(f"the grid would have {self.programs} programs")
+        self.held = {
+            name: sizes.made[recipe].arrays[part] for name, (recipe, part) in one.arrays.items()
+        }
+        #: Place, name, and whether no use is made of an address that is a multiple of 16: rows of
+        #: an index tensor begin anywhere, and are read one place by a thread.
+        self.pointers: list[tuple[int, str, bool]] = []
+        self.passed: list[tuple[int, str]] = []
+        self.arguments: list[Any] = []
+        types: list[str] = []
+        work, indices = WIDE[plan.accumulator], plan.index_tensors
+        for place, argument in enumerate(one.arguments):
+            type = annotation(argument, wide=plan.wide)
+            number = sizes.number(one, argument, counts)
+            match argument:
+                case Pointer(name):
+                    anywhere = name in sizes.tensors and name in indices
+                    self.pointers.append((place, name, anywhere))
+                    number = self.held[name].data_ptr() if name in self.held else None
+                    own = {OUT: out, WORK: work}
+                    type = _OWN.get(name) or launch.pointer_type(
+                        own.get(name) or self.dtype(name, sizes)
+                    )
+                case Passed(name):
+                    self.passed.append((place, name))
+            self.arguments.append(number)
+            types.append(type)
+        self.types = tuple(types)
+        #: Which pointers are not aligned where all are that can be, a bit each.
+        bits = "".join(str(int(anywhere or one.general)) for _, _, anywhere in self.pointers)
+        self.usual = int("0" + bits, 2)
+        self.variants: dict[int, Any] = one.variants.setdefault(self.types, {})
+
+    def dtype(self, name: str, sizes: Sizes) -> torch.dtype:
+        found: Tensor = self.held[name] if name in self.held else sizes.tensors[name]
+        return found.dtype
+
+    def __call__(self, values: Mapping[str, Any], out: Tensor, work: Tensor) -> None:
+        self.start(self.programs, self.arguments.copy(), values, out, work)
+
+    def start(
+        self,
+        programs: int,
+        arguments: list[Any],
+        values: Mapping[str, Any],
+        out: Tensor,
+        work: Tensor,
+    ) -> None:
+        """Put addresses among the numbers, and launch."""
+        if not programs:
+            return
+        if launch.interpreting():
+            return self.interpret(programs, arguments, values, out, work)
+        unaligned = 0
+        for place, name, any_address in self.pointers:
+            at = arguments[place]
+            if at is None:
+                tensor = out if name is OUT else work if name is WORK else values[name]
+                arguments[place] = at = tensor.data_ptr()
+            unaligned = 2 * unaligned + (any_address or at & 15 != 0)
+        for place, name in self.passed:
+            arguments[place] = _plain(values[name])
+        launcher = self.variants.get(unaligned)
+        if launcher is None:
+            launcher = self.variants[unaligned] = self.compiled(unaligned)
+        launcher(programs, arguments)
+
+    def interpret(
+        self,
+        programs: int,
+        arguments: list[Any],
+        values: Mapping[str, Any],
+        out: Tensor,
+        work: Tensor,
+    ) -> None:
+        """In Triton's interpreter, which takes tensors and not addresses."""
+        for place, name, _ in self.pointers:
+            own = out if name is OUT else work if name is WORK else self.held.get(name)
+            arguments[place] = values[name] if own is None else own
+        for place, name in self.passed:
+            arguments[place] = _plain(values[name])
+        self.launch.function[(programs,)](*arguments)
+
+    def variant(self, unaligned: int) -> int:
+        """For which alignment of pointers a kernel is compiled that can take these: for just that,
+        while there is room for kernels of the statement, else for any.
+        """
+        one, room = self.launch, self.launch.room
+        if one.general or unaligned == self.usual:
+            return self.usual
+        if room is None or room.takes((*one.text, unaligned)):
+            return unaligned
+        return (1 << len(self.pointers)) - 1
+
+    def compiled(self, unaligned: int) -> launch.Launcher:
+        """The kernel for pointers of this alignment: found on disk, or compiled now."""
+        one, types = self.launch, self.types
+        unaligned = self.variant(unaligned)
+        warps, stages = one.config.warps, one.config.stages
+        # Programs of other sizes have the same text more often than not.
+        key = one.kernel.source, types, unaligned, warps, stages, calls.current_device()
+        loaded = launch.loaded.get(key)
+        if loaded is not None:
+            return loaded
+        found = binaries.recalled(one.function, types, unaligned, warps, stages)
+        if found is None:
+            found = launch.compile_kernel(one.function, types, unaligned, warps, stages)
+            binaries.note(found, one.function, types, unaligned, warps, stages)
+        return launch.keep_loaded(key, launch.launcher_of(found))
+
+    def job(self) -> launch.Job:
+        """What a compiling worker needs, for pointers that are aligned."""
+        one = self.launch
+        config = one.config
+        warps, stages = config.warps, config.stages
+        return launch.job(one.function, one.kernel.name, self.types, self.usual, warps, stages)
+
+    def is_noted(self) -> bool:
+        """Whether some process has compiled it, as far as is known."""
+        function, config = self.launch.function, self.launch.config
+        return binaries.is_noted(function, self.types, self.usual, config.warps, config.stages)
+
+
+def _plain(value: Any) -> Any:
+    """A truth value counts as a number in a kernel."""
+    return int(value) if isinstance(value, bool) else value
+
+
+def _work_order(plan: Plan) -> list[str]:
+    """The variables of a workspace behind its slots."""
+    indices = [i for f in plan.factors if isinstance(f, Access) for i in f.indices]
+    return [str(i.var) for i in indices[1:]]
+
+
+class Ready:
+    """A program with everything of one call but addresses: launching it is all that is left to
+    do. It can be called again with tensors of the same sizes and strides, and the same index
+    tensors where it holds what was derived from them.
+    """
+
+    __slots__ = (
+        *("buffer", "check", "device", "dtype", "empty", "filled", "holds_nothing", "index"),
+        *("program", "promotable", "start", "work"),
+    )
+
+    def __init__(self, program: Program, sizes: Sizes) -> None:
+        problem = program.problem
+        self.program, self.buffer, self.dtype = program, program.buffer, problem.dtype
+        self.start = program.start
+        strategies = [step.planned.plan.strategy for step in program.steps]
+        self.promotable = strategies == ["onehot"] and program.promotes
+        held = program.buffer or problem.dtype
+        device = self.device = problem.device
+        self.empty = calls.maker(sizes.shape, held, device)
+        new = OUT not in sizes.tensors
+        several = device.type == "cuda" and torch.cuda.device_count() > 1
+        self.index = device.index if several else None
+        if program.buffer is not None and OUT in sizes.tensors:
+            tensors = {n: t for n, t in sizes.tensors.items() if n != OUT}
+            sizes = Sizes(tensors, sizes.extents, sizes.shape, sizes.made)
+        self.work = tuple(_bound(step, sizes, held, device) for step in program.steps)
+        first = program.steps[0]
+        self.filled = first.atomic or not self.work[0][1] or _needs_fill(first, sizes)
+        self.holds_nothing = not sizes.made
+        self.check = None
+        if program.check is not None and self.launches:
+            self.check = _bound_check(program, sizes, held, filled=self.filled and new)
+
+    @property
+    def launches(self) -> list[BoundLaunch]:
+        return [one for _, launches in self.work for one in launches]
+
+    def __call__(
+        self, values: Mapping[str, Any], target: Tensor | None = None, *, look: bool = False
+    ) -> Tensor:
+        """Launch everything, on the program's device; without a ``target`` into a new tensor.
+        ``look``: at unchecked indices first, with what the record of the device takes among
+        ``values``.
+        """
+        if self.index is not None and self.index != torch.cuda.current_device():
+            with torch.cuda.device(self.index):
+                return self(values, target, look=look)
+        if target is None:
+            out = self.empty()
+            if self.filled and not look:
+                out.fill_(self.start)
+        elif self.buffer is None:
+            out = target
+        else:
+            out = target.to(self.buffer, memory_format=torch.contiguous_format, copy=True)
+        if look and self.check is not None:
+            self.check(values, out, out)
+        for room, launches in self.work:
+            work = out if room is None else room()  # of a workspace without slots nothing is read
+            for one in launches:
+                one.start(one.programs, one.arguments.copy(), values, out, work)
+        if self.buffer is None:
+            return out
+        return out.to(self.dtype) if target is None else target.copy_(out)
+
+
+def _bound(
+    step: Step, sizes: Sizes, dtype: torch.dtype, device: torch.device
+) -> tuple[Callable[[], Tensor] | None, tuple[BoundLaunch, ...]]:
+    """Of a step what makes its workspace, where it has one, and its launches."""
+    if any(sizes.extents[v] == 0 for v in step.variables) or 0 in sizes.shape:
+        return None, ()
+    launches = tuple(BoundLaunch(one, one.plan, sizes, dtype) for one in step.launches)
+    if not step.workspace:
+        return None, launches
+    shape = tuple(sizes.expr((one,)) for one in step.workspace)
+    wide = WIDE[step.planned.plan.accumulator]
+    return (calls.maker(shape, wide, device) if shape[0] else None), launches
+
+
+def _bound_check(
+    program: Program, sizes: Sizes, dtype: torch.dtype, *, filled: bool
+) -> BoundLaunch:
+    """The launch that looks at index values, and fills a new output where it is to be filled."""
+    one = program.check
+    assert one is not None
+    points = [math.prod(sizes.extents[v] for v in variables(u.index)) for u in program.unchecked]
+    count = math.prod(sizes.shape) if filled else 0
+    numbers = {"most": max([count, *points]), "out_count": count}
+    return BoundLaunch(one, one.plan, sizes, dtype, numbers)
+
+
+def _needs_fill(step: Step, sizes: Sizes) -> bool:
+    """Whether a new result is filled with what it starts from before anything is launched."""
+    planned = step.planned
+    if not planned.fill:
+        return False
+    if planned.covers is not None:
+        written, places = planned.covers
+        return sizes.expr(written) != sizes.expr(places)
+    if planned.written is not None:
+        dim, count = planned.written
+        return sizes.shape[dim] != count
+    return True
+
+
+def ready(
+    program: Program,
+    tensors: Mapping[str, Any],
+    extents: Mapping[str, int],
+    shape: tuple[int, ...],
+    prologue: Prologue,
+) -> Ready:
+    """The program for one call; `NotYet` where numbers are still on their way."""
+    made: dict[Recipe, Made] = {}
+    if all(extents[v] for step in program.steps for v in step.variables) and 0 not in shape:
+        for step in program.steps:
+            for recipe in step.recipes():
+                found = prologue.soon(recipe)
+                if found is None:
+                    raise NotYet
+                made[recipe] = found
+    return Ready(program, Sizes(tensors, extents, shape, made))
+
+
+# --- straight-line code for other sizes -----------------------------------------------------------
+
+
+class Unseen:
+    """A program for all sizes of its class, and for all index tensors of which the same is known:
+    its recipes are straight-line code, run for each call. It holds nothing of any index tensor.
+
+    Attributes:
+        recipes: what is made of the index tensors of each call.
+        arrays: by name, which array of which of them is passed.
+    """
+
+    __slots__ = (
+        *("arrays", "buffer", "check", "device", "dtype", "filled", "index", "launches"),
+        *("numbers", "program", "recipes", "start"),
+    )
+
+    def __init__(
+        self,
+        found: Ready,
+        numbers: Numbers,
+        recipes: tuple[Recipe, ...],
+        arrays: Mapping[str, tuple[int, str]],
+    ) -> None:
+        self.program, self.check, self.numbers = found.program, found.check, numbers
+        self.recipes, self.arrays = recipes, tuple((n, *at) for n, at in arrays.items())
+        self.launches = [_holding_nothing(one) for one in found.launches]
+        self.index, self.device, self.buffer = found.index, found.device, found.buffer
+        self.dtype, self.filled, self.start = found.dtype, found.filled, found.start
+
+    def run(
+        self,
+        values: Mapping[str, Any],
+        spans: tuple[int, ...],
+        shape: tuple[int, ...],
+        target: Tensor | None,
+        made: Sequence[Made] = (),
+        *,
+        look: bool,
+    ) -> Tensor:
+        """The same as `Ready`'s, for other sizes, and for what was ``made`` of index tensors."""
+        if self.index is not None and self.index != torch.cuda.current_device():
+            with torch.cuda.device(self.index):
+                return self.run(values, spans, shape, target, made, look=look)
+        if made:
+            values = {**values, **{n: made[k].arrays[part] for n, k, part in self.arrays}}
+        numbers = self.numbers(values, spans, shape, target, made)
+        if target is None:
+            out = calls.empty(shape, self.buffer or self.dtype, self.device)
+            if self.filled and not look:
+                out.fill_(self.start)
+        elif self.buffer is None:
+            out = target
+        else:
+            out = target.to(self.buffer, memory_format=torch.contiguous_format, copy=True)
+        if self.check is not None:
+            first = numbers.pop(0)
+            if look:
+                self.check.start(*first, values, out, out)
+        for one, (programs, arguments) in zip(self.launches, numbers):
+            one.start(programs, arguments, values, out, out)
+        if self.buffer is None:
+            return out
+        return out.to(self.dtype) if target is None else target.copy_(out)
+
+
+def _holding_nothing(one: BoundLaunch) -> BoundLaunch:
+    made = copy.copy(one)
+    made.held = {}
+    return made
+
+
+def unseen_of(found: Ready, extents: tuple[str, ...], into: bool) -> Unseen | None:
+    """Code that runs the program of a call on the sizes of others of its class; None where that
+    takes more than evaluating its recipes.
+    """
+    program = found.program
+    steps = [step.planned for step in program.steps]
+    if any(one.covers or one.written for one in steps):
+        return None
+    if not all(launches and room is None for room, launches in found.work):
+        return None  # there is nothing to launch for some product, or it has a workspace
+    recipes = tuple(dict.fromkeys(r for step in program.steps for r in step.recipes()))
+    arrays: dict[str, tuple[int, str]] = {}
+    for one in found.launches:
+        for name, (recipe, part) in one.launch.arrays.items():
+            at = recipes.index(recipe), part
+            if arrays.setdefault(name, at) != at or "task_last" in one.launch.counts:
+                return None
+    writer = _Binding(extents, into and program.buffer is None, recipes)
+    if found.check is not None:
+        counts = _check_counts(program, found.filled and not into, writer)
+        writer.launch(found.check.launch, counts)
+    for one in found.launches:
+        writer.launch(one.launch, {k: writer.count(v) for k, v in one.launch.counts.items()})
+    return Unseen(found, writer.write(), recipes, arrays)
+
+
+class _Binding:
+    """Writes the code that evaluates the recipes of launches."""
+
+    def __init__(
+        self, extents: tuple[str, ...], strided: bool, recipes: tuple[Recipe, ...]
+    ) -> None:
+        """``strided``: the output was passed, with strides of its own."""
+        self.extents = {name: f"x[{k}]" for k, name in enumerate(extents)}
+        self.strided, self.recipes = strided, recipes
+        self.lines: list[str] = []
+        self.known: dict[str, str] = {}
+        self.results: list[str] = []
+
+    def of(self, tensor: str, what: str) -> str:
+        """Shape or strides of a tensor, read once."""
+        text = f"v[{tensor!r}].{what}" if tensor != OUT else f"t.{what}"
+        if text not in self.known:
+            self.known[text] = f"k{len(self.known)}"
+            self.lines.append(f"{self.known[text]} = {text}")
+        return self.known[text]
+
+    def size(self, plan: Plan, var: str) -> str:
+        made = dict(plan.made)
+        if var not in made:
+            return self.extents[var]
+        return f"({' * '.join([self.count(one) for one in made[var]])})"
+
+    def count(self, one: int | OfExtent | OfShape | OfCount) -> str:
+        match one:
+            case OfExtent(var):
+                return self.extents[var]
+            case OfShape(dim):
+                return f"d[{dim}]"
+            case OfCount(recipe, name):
+                return f"m[{self.recipes.index(recipe)}].counts[{name!r}]"
+            case _:
+                return str(one)
+
+    def stride(self, tensor: str, dim: int, rank: int) -> str:
+        if tensor == OUT and not self.strided:
+            return f"({' * '.join([f'd[{k}]' for k in range(dim + 1, rank)]) or '1'})"
+        return f"{self.of(tensor, 'stride()')}[{dim}]"
+
+    def launch(self, one: Launch, counts: Mapping[str, str]) -> None:
+        rank = len(one.plan.target.indices)
+        grid = [
+            f"-(-({' * '.join(self.sized(one, a, counts) for a in axis) or '1'}) // {tile})"
+            for axis, tile in one.grid
+        ]
+        arguments = [self.number(one, argument, counts, rank) for argument in one.arguments]
+        self.results.append(f"({' * '.join(grid) or '1'}, [{', '.join(arguments)}])")
+
+    def sized(self, one: Launch, size: Size | Count, counts: Mapping[str, str]) -> str:
+        return counts[size.what] if isinstance(size, Count) else self.size(one.plan, size.var)
+
+    def number(self, one: Launch, argument: Argument, counts: Mapping[str, str], rank: int) -> str:
+        match argument:
+            case Size(var, unit):
+                return f"{self.size(one.plan, var)} // {unit}"
+            case Count(what):
+                return counts[what]
+            case Length(tensor, dim):
+                return f"d[{dim}]" if tensor == OUT else f"{self.of(tensor, 'shape')}[{dim}]"
+            case Stride(tensor, dim, unit):
+                return f"{self.stride(tensor, dim, rank)} // {unit}"
+            case _:
+                return "None"
+
+    def write(self) -> Numbers:
+        body = "\n    ".join([*self.lines, f"return [{', '.join(self.results)}]"])
+        names: dict[str, Any] = {}
+        exec(f"def numbers(v, x, d, t, m):\n    {body}\n", names)
+        found: Numbers = names["numbers"]
+        return found
+
+
+def _check_counts(program: Program, fill: bool, writer: _Binding) -> dict[str, str]:
+    """The numbers of the launch that looks at index values, as code."""
+    out = " * ".join(f"d[{k}]" for k in range(len(program.problem.shape))) or "1"
+    points = [
+        " * ".join(writer.extents[v] for v in variables(use.index)) or "1"
+        for use in program.unchecked
+    ]
+    count = out if fill else "0"
+    return {"most": f"max({', '.join([count, *points])})", "out_count": count}

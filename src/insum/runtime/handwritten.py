@@ -1,0 +1,82 @@
+"""Kernels that are written by hand, for what prologues do on the device: loaded, compiled and
+launched like generated ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum.codegen.emit import Kernel
+from insum.runtime import binaries, launch
+
+#: Elements that one program of most of these kernels takes.
+BLOCK = 1024
+
+
+class Handwritten:
+    """A kernel of fixed text. Tensors come first among its arguments, then integers of 64 bits."""
+
+    def __init__(self, name: str, source: str, *, warps: int = 4) -> None:
+        self.name, self.source, self.warps = name, source, warps
+        self._launchers: dict[tuple[Any, ...], launch.Launcher] = {}
+
+    def __call__(self, programs: int, *arguments: Tensor | int) -> None:
+        """Launch so many programs, on the device of the first tensor."""
+        if not programs:
+            return
+        if launch.interpreting():
+            self._function()[(programs,)](*arguments)
+            return
+        first = arguments[0]
+        assert isinstance(first, Tensor)
+        if first.is_cuda and first.device.index != torch.cuda.current_device():
+            with torch.cuda.device(first.device):
+                return self(programs, *arguments)
+        addresses, kinds, unaligned = [], [], 0
+        for argument in arguments:
+            if isinstance(argument, Tensor):
+                address = argument.data_ptr()
+                unaligned = 2 * unaligned + (address & 15 != 0)
+                addresses.append(address)
+                kinds.append(argument.dtype)
+            else:
+                addresses.append(argument)
+        key = unaligned, *kinds
+        found = self._launchers.get(key)
+        if found is None:
+            found = self._launchers[key] = self._compiled(kinds, len(arguments), unaligned)
+        found(programs, addresses)
+
+    def types(self, kinds: Sequence[torch.dtype], count: int) -> tuple[str, ...]:
+        """The types of all arguments, of the dtypes of the tensors among them."""
+        pointers = [launch.pointer_type(kind) for kind in kinds]
+        return (*pointers, *["i64"] * (count - len(kinds)))
+
+    def _compiled(
+        self, kinds: Sequence[torch.dtype], count: int, unaligned: int
+    ) -> launch.Launcher:
+        function, types = self._function(), self.types(kinds, count)
+        compiled = binaries.recalled(function, types, unaligned, self.warps, 1)
+        if compiled is None:
+            compiled = launch.compile_kernel(function, types, unaligned, self.warps, 1)
+            binaries.note(compiled, function, types, unaligned, self.warps, 1)
+        return launch.launcher_of(compiled)
+
+    def _function(self) -> Any:
+        kernel = Kernel(self.name, self.source, ())
+        return launch.load(kernel, f'"""{self.name}: written by hand."""')
+
+
+def on_device(tensor: Tensor) -> bool:
+    """Whether these kernels can work on a tensor."""
+    if launch.available():
+        return False
+    return tensor.is_cuda or launch.interpreting() and tensor.is_cpu
+
+
+def blocks(count: int, block: int = BLOCK) -> int:
+    return -(-count // block)

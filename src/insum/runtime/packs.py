@@ -1,0 +1,227 @@
+"""Rows of a padded table ordered by what they have, on the device and without waiting.
+
+Each row has words of bits, one bit for every step that it has. Rows are sorted by their words, and
+each tile of rows lists the steps that any of its rows has. Lists have room for every step, so that
+nothing has to be counted on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from insum.compat.calls import empty
+from insum.plan.strategies.packing import TILE
+from insum.runtime.handwritten import BLOCK, Handwritten, blocks
+
+#: Steps of the widest table that is packed here: its lists have room for all of them.
+MOST_STEPS = 512
+#: Pieces that the tiles of one step are cut into, where rows are summed.
+PIECES_PER_STEP = 16
+#: Under which whoever made a table keeps its `KernelMap` in the memory of the table.
+MAP = "kernel map"
+
+
+class KernelMap:
+    """What is known of a table ``Nb[z,x]`` from where it comes, so that nobody has to look: no two
+    ``x`` of one ``z`` lead to the same place.
+
+    Attributes:
+        names: the step that each bit stands for; the most frequent ones should have the lowest.
+        words: the words of the rows.
+        mirrored: whether the table read backwards along ``z`` is its own inverse.
+        comes_back: whether so many calls have met it that more work on its order pays.
+    """
+
+    __slots__ = ("comes_back", "mirrored", "names", "words")
+
+    def __init__(self, names: Tensor, words: Tensor, mirrored: bool) -> None:
+        self.names, self.words, self.mirrored = names, words, mirrored
+        self.comes_back = False
+
+
+def bits_per_word(steps: int) -> int:
+    """Short words are sorted in half the time."""
+    return 31 if steps <= 31 else 62
+
+
+def words_for(rows: int, steps: int, device: torch.device) -> Tensor:
+    """Room for the words of rows: (words, rows)."""
+    per = bits_per_word(steps)
+    dtype = torch.int32 if per == 31 else torch.int64
+    return empty((-(-steps // per), rows), dtype, device)
+
+
+_BITS = Handwritten(
+    "insum_bits",
+    """@triton.jit
+def insum_bits(
+    table_ptr, names_ptr, bits_ptr, rows: "i64", steps: "i64", per: "i64", row_stride: "i64",
+    step_stride: "i64", step_first: "i64",
+):
+    words = (steps + per - 1) // per
+    pid = tl.program_id(0).to(tl.int64)
+    word = pid % words
+    at = pid // words * 256 + tl.arange(0, 256)
+    there = at < rows
+    found = tl.zeros([256], tl.int64)
+    for bit in range(tl.minimum(per, steps - word * per)):
+        step = tl.load(names_ptr + word * per + bit).to(tl.int64)
+        place = at * row_stride + (step_first + step * step_stride)
+        value = tl.load(table_ptr + place, mask=there, other=-1)
+        found = found | (tl.where(value >= 0, 1, 0).to(tl.int64) << bit)
+    tl.store(bits_ptr + word * rows + at, found.to(bits_ptr.dtype.element_ty), mask=there)
+""",
+)
+_STEPS = Handwritten(
+    "insum_steps",
+    f"""@triton.jit
+def insum_either(a, b):
+    return a | b
+
+
+@triton.jit
+def insum_steps(
+    bits_ptr, order_ptr, names_ptr, rows_ptr, steps_ptr, start_ptr, end_ptr, held_ptr,
+    rows: "i64", steps: "i64", per: "i64",
+):
+    tile = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, {TILE})
+    at = tile * {TILE} + lane
+    there = at < rows
+    row = tl.load(order_ptr + at, mask=there, other=0)
+    tl.store(rows_ptr + at, tl.where(there, row, -1).to(tl.int32))
+    first = tile * steps
+    last = first
+    bit = tl.arange(0, 64)
+    for word in range((steps + per - 1) // per):
+        bits = tl.load(bits_ptr + word * rows + row, mask=there, other=0).to(tl.int64)
+        held = tl.reduce(bits, 0, insum_either)
+        has = ((held >> bit) & 1).to(tl.int64)
+        place = last + tl.cumsum(has, 0) - has
+        name = word * per + bit
+        step = tl.load(names_ptr + name, mask=name < steps, other=0)
+        tl.store(steps_ptr + place, step.to(tl.int32), mask=has > 0)
+        tl.store(held_ptr + word * tl.num_programs(0) + tile, held)
+        last += tl.sum(has, 0)
+    tl.store(start_ptr + tile, first.to(tl.int32))
+    tl.store(end_ptr + tile, last.to(tl.int32))
+""",
+)
+_BY_STEP = Handwritten(
+    "insum_by_step",
+    f"""@triton.jit
+def insum_by_step(
+    held_ptr, names_ptr, tile_ptr, step_ptr, start_ptr, end_ptr, tiles: "i64", per: "i64"
+):
+    name = tl.program_id(0).to(tl.int64)
+    bit = name % per
+    held_ptr += name // per * tiles
+    count = tl.zeros([], tl.int64)
+    for first in range(0, tiles, 1024):
+        tile = first + tl.arange(0, 1024)
+        held = tl.load(held_ptr + tile, mask=tile < tiles, other=0)
+        has = ((held >> bit) & 1).to(tl.int64)
+        place = count + tl.cumsum(has, 0) - has
+        tl.store(tile_ptr + name * tiles + place, tile.to(tl.int32), mask=has > 0)
+        count += tl.sum(has, 0)
+    piece = tl.arange(0, {PIECES_PER_STEP})
+    length = tl.maximum((count + {PIECES_PER_STEP - 1}) // {PIECES_PER_STEP}, 1)
+    start = tl.minimum(piece * length, count)
+    end = tl.minimum(start + length, count)
+    at = name * {PIECES_PER_STEP} + piece
+    step = tl.load(names_ptr + name).to(tl.int32)
+    tl.store(step_ptr + at, step + (piece * 0).to(tl.int32))
+    tl.store(start_ptr + at, (name * tiles + start).to(tl.int32))
+    tl.store(end_ptr + at, (name * tiles + end).to(tl.int32))
+""",
+)
+_INVERT = Handwritten(
+    "insum_invert",
+    f"""@triton.jit
+def insum_invert(table_ptr, inverse_ptr, columns: "i64", count: "i64", rows: "i64"):
+    at = tl.program_id(0).to(tl.int64) * {BLOCK} + tl.arange(0, {BLOCK})
+    there = at < count
+    row = tl.load(table_ptr + at, mask=there, other=-1).to(tl.int64)
+    line = at // columns
+    place = at - line * columns
+    inside = there & (row >= 0) & (row < rows)
+    tl.store(inverse_ptr + line * rows + row, place.to(tl.int32), mask=inside)
+""",
+)
+
+
+def names_by_frequency(table: Tensor, rows_at: int) -> Tensor:
+    """The step that each bit stands for: the most frequent one has the lowest."""
+    count = (table >= 0).sum(rows_at)
+    return torch.argsort(count, descending=True, stable=True).to(torch.int32)
+
+
+def bits_of(table: Tensor, names: Tensor, walks: Sequence[tuple[bool, int, int, int]]) -> Tensor:
+    """The words of the rows of a table, which is read as `plan.recipes.Walk` says: whether a
+    dimension is that of the rows, coefficient, offset, extent.
+    """
+    (row_at, (_, _, _, rows)), (step_at, (_, coefficient, offset, steps)) = sorted(
+        enumerate(walks), key=lambda pair: not pair[1][0]
+    )
+    words = words_for(rows, steps, table.device)
+    first = offset * table.stride(step_at)
+    strides = table.stride(row_at), coefficient * table.stride(step_at), first
+    programs = blocks(rows, 256) * words.shape[0]
+    _BITS(programs, table, names, words, rows, steps, bits_per_word(steps), *strides)
+    return words
+
+
+def order_of(words: Tensor) -> Tensor:
+    """Rows by their words; those with the rarest steps, which have the highest bits, come first."""
+    order = torch.argsort(words[0], descending=True, stable=True)
+    for word in words[1:]:
+        order = order[torch.argsort(word[order], descending=True, stable=True)]
+    return order
+
+
+def tiled(words: Tensor, order: Tensor, names: Tensor) -> dict[str, Tensor]:
+    """Tiles of rows in an order, and the steps of each, by the names of the bits."""
+    (count, rows), steps = words.shape, names.shape[0]
+    tiles, device = blocks(rows, TILE), words.device
+    found = {
+        "rows": empty((tiles, TILE), torch.int32, device),
+        "steps": empty((tiles * steps,), torch.int32, device),
+        "start": empty((tiles,), torch.int32, device),
+        "end": empty((tiles,), torch.int32, device),
+        "held": empty((count, tiles), torch.int64, device),
+    }
+    _STEPS(tiles, words, order, names, *found.values(), rows, steps, bits_per_word(steps))
+    return found
+
+
+def heaviest_first(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tiles, those with many steps first: what ends last is then short."""
+    order = torch.argsort(found["end"] - found["start"], descending=True, stable=True)
+    turned = {name: found[name][order] for name in ("rows", "start", "end")}
+    return {**found, **turned, "held": found["held"][:, order]}
+
+
+def by_step(held: Tensor, names: Tensor) -> dict[str, Tensor]:
+    """The tiles that have each step, in pieces."""
+    tiles, steps, device = held.shape[1], names.shape[0], held.device
+    pieces = steps * PIECES_PER_STEP
+    found = {
+        "tile": empty((steps * tiles,), torch.int32, device),
+        "step": empty((pieces,), torch.int32, device),
+        "start": empty((pieces,), torch.int32, device),
+        "end": empty((pieces,), torch.int32, device),
+    }
+    _BY_STEP(steps, held, names, *found.values(), tiles, bits_per_word(steps))
+    return found
+
+
+def inverted(table: Tensor, rows: int) -> Tensor:
+    """``inverse[z,y] = x`` where ``table[z,x] = y``, which at most one x does; else -1."""
+    table = table.contiguous()
+    found = torch.full((table.shape[0], rows), -1, dtype=torch.int32, device=table.device)
+    columns, count = table.shape[1], table.numel()
+    _INVERT(blocks(count), table, found, columns, count, rows)
+    return found

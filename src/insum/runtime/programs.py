@@ -1,0 +1,242 @@
+"""Finding the program of a call, by its size class and by what is known of its index tensors; built
+the first time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+
+from insum.bounded import keep
+from insum.errors import SettingsError
+from insum.lang.bind import Problem
+from insum.plan import legal, model
+from insum.plan.config import Choice
+from insum.plan.draft import CannotFuse, Planned, Subject, Wishes
+from insum.plan.plan import Plan
+from insum.plan.questions import Ask, AskInside, Question
+from insum.plan.sizes import SizeClass, general
+from insum.plan.strategies import plan
+from insum.plan.uses import Use
+from insum.runtime import cache, launch
+from insum.runtime.build import assemble, first_choice
+from insum.runtime.program import Program, Refusal, Room
+from insum.settings import Values, settings
+
+Found: TypeAlias = Program | Refusal
+#: Classes of sizes of one statement that have programs of their own, programs for all sizes, and
+#: answers to one question.
+MOST_CLASSES, MOST_GENERAL, MOST_ANSWERS = 256, 64, 64
+
+
+@dataclass(slots=True)
+class _Tree:
+    """The questions that planning asks for one class of sizes, and the program where it ends."""
+
+    question: Question | None = None
+    branches: dict[Any, _Tree] = field(default_factory=dict)
+    found: Found | None = None
+
+
+@dataclass(eq=False)
+class Shelf:
+    """The programs of one statement on tensors of the same dtypes, whatever the settings.
+
+    A class of sizes gets a program of its own while there is room for more kernels, and keeps it;
+    classes that come later share programs for all sizes. So a call runs the same program at all
+    times.
+
+    Attributes:
+        exact: by class of sizes and wishes, programs of classes.
+        general: by layout and wishes, programs for all sizes.
+    """
+
+    epoch: int = -1
+    room: Room = field(default_factory=Room)
+    exact: dict[object, _Tree] = field(default_factory=dict)
+    general: dict[object, _Tree] = field(default_factory=dict)
+
+    @property
+    def has_room(self) -> bool:
+        return self.room.is_left and len(self.exact) < MOST_CLASSES
+
+    def tree(self, key: object, wishes: Wishes, sizes: Callable[[], SizeClass]) -> _Tree:
+        """Where the program of a class of sizes is found, or is to be put."""
+        if self.epoch != cache.epoch():  # other configs were found: everything is written anew
+            self.epoch, self.room, self.exact, self.general = cache.epoch(), Room(), {}, {}
+        found = self.exact.get((key, wishes))
+        if found is not None:
+            return found
+        if self.has_room:
+            return self.exact.setdefault((key, wishes), _Tree())
+        return keep(self.general, (general(sizes()).key, wishes), _Tree(), MOST_GENERAL)
+
+
+@dataclass(frozen=True, eq=False)
+class Programs:
+    """The programs of one kind of call."""
+
+    problem: Problem  # of any sizes
+    uses: tuple[Use, ...]
+    wraps: frozenset[str]
+    config: Choice | None
+    shelf: Shelf = field(default_factory=Shelf)
+
+    def find(self, key: object, sizes: Callable[[], SizeClass], wishes: Wishes, ask: Ask) -> Found:
+        """The program for a class of sizes and what is known of index tensors."""
+        root = tree = self.shelf.tree(key, wishes, sizes)
+        while tree.question is not None:
+            tree = keep(tree.branches, ask(tree.question), _Tree(), MOST_ANSWERS)
+        if tree.found is None:
+            return self.grow(root, sizes(), wishes, ask)
+        return tree.found
+
+    def grow(self, tree: _Tree, sizes: SizeClass, wishes: Wishes, ask: Ask) -> Found:
+        """Plan and build, and note every question with its answer on the way."""
+        answers: dict[Question, Any] = {}
+
+        def noted(question: Question) -> Any:
+            if question not in answers:
+                answers[question] = ask(question)
+            return answers[question]
+
+        found = self.build(sizes if self.shelf.room.is_left else general(sizes), wishes, noted)
+        if isinstance(found, Program) and self.shelf.room.is_left:
+            self.shelf.room.kernels.update((*one.text,) for one in found.launches)
+        for question, answer in answers.items():
+            tree.question = question
+            tree = tree.branches.setdefault(answer, _Tree())
+        tree.found = found
+        return found
+
+    def build(self, sizes: SizeClass, wishes: Wishes, ask: Ask, *, anywhere: bool = False) -> Found:
+        """Plan and write the kernels; ``anywhere``: also where they cannot run."""
+        reason = "" if anywhere else unusable(self.problem)
+        if reason:
+            return Refusal(reason)
+        try:
+            planned = self.plan(sizes, wishes, ask)
+            choices = chosen(self.problem, planned, wishes, self.config)
+            unchecked = tuple(u for k, u in enumerate(self.uses) if not ask(AskInside(k)))
+            room = self.shelf.room
+            return assemble(self.problem, planned, wishes, choices, unchecked, room)
+        except CannotFuse as refused:
+            return Refusal(str(refused))
+
+    def plan(self, sizes: SizeClass, wishes: Wishes, ask: Ask) -> list[Planned]:
+        """Every product of the statement, planned; all but the first add to what is there."""
+        return [
+            plan(
+                Subject(
+                    self.problem,
+                    term,
+                    sizes,
+                    wishes if number == 0 else replace(wishes, accumulate=True),
+                    self.uses,
+                    self.wraps,
+                    ask,
+                )
+            )
+            for number, term in enumerate(self.problem.terms)
+        ]
+
+
+def unusable(problem: Problem) -> str:
+    """Why no kernel can run there, or ''."""
+    if launch.available():
+        return launch.available()
+    interpreted = launch.interpreting() and problem.device.type == "cpu"
+    if problem.device.type != "cuda" and not interpreted:
+        return f"generated kernels do not run on {problem.device.type}"
+    return ""
+
+
+# --- what decides besides the statement -----------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=256)
+def _wishes(
+    values: Values, deterministic: bool, precision: str, accumulate: bool, architecture: str
+) -> Wishes:
+    """One object for equal wishes: they are compared at every call."""
+    return Wishes(values, deterministic, precision, accumulate, architecture)
+
+
+def wishes_of(accumulate: bool, device: torch.device | None = None) -> Wishes:
+    """What decides plans besides statement and tensors, as it is now."""
+    architecture = _architecture(device)
+    precision = "ieee" if launch.interpreting() else precision_of(architecture)
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return _wishes(settings.values, deterministic, precision, accumulate, architecture)
+
+
+def precision_of(architecture: str) -> str:
+    """How float32 operands are multiplied: exactly, or as PyTorch's own setting allows."""
+    if architecture.startswith("gfx"):
+        return "ieee"
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+@functools.cache
+def _architecture(device: torch.device | None) -> str:
+    if device is None or device.type != "cuda" or not torch.cuda.is_available():
+        return "sm_90"
+    properties: Any = torch.cuda.get_device_properties(device)
+    if torch.version.hip is not None:
+        return str(properties.gcnArchName).split(":")[0]
+    return f"sm_{properties.major}{properties.minor}"
+
+
+# --- configs --------------------------------------------------------------------------------------
+
+
+def chosen(
+    problem: Problem, planned: Sequence[Planned], wishes: Wishes, config: Choice | None
+) -> list[Choice]:
+    """What the user gave, else what a search found and was kept, else the first guess."""
+    if config is not None:
+        return _given(problem, planned, wishes, config)
+    return [recalled(problem, one, wishes) or first_choice(one, wishes) for one in planned]
+
+
+def recalled(problem: Problem, planned: Planned, wishes: Wishes) -> Choice | None:
+    """A choice that was found for such a product before and is legal for this one."""
+    choice = cache.recall(cache.key_of(planned, problem.device))
+    fits = choice and not legal.broken(_oriented(planned, wishes, choice), planned.extents, choice)
+    return choice if fits else None
+
+
+def _given(
+    problem: Problem, planned: Sequence[Planned], wishes: Wishes, config: Choice
+) -> list[Choice]:
+    """The user's configs, dealt out to the products of the statement."""
+    counts = [len(legal.kinds(one.plan)) for one in planned]
+    if len(config) != sum(counts):
+        names = ", ".join(name for one in planned for name in legal.kinds(one.plan))
+        raise problem.complain(
+            SettingsError,
+            f"{len(config)} config(s) were given",
+            expected=f"{sum(counts)}: {names}",
+        )
+    dealt = iter(config)
+    choices = [tuple(next(dealt) for _ in range(count)) for count in counts]
+    for one, choice in zip(planned, choices, strict=True):
+        empty = 0 in one.extents.values() or 0 in one.sizes.shape
+        rule = "" if empty else legal.broken(_oriented(one, wishes, choice), one.extents, choice)
+        if rule:
+            raise problem.complain(
+                SettingsError,
+                f"the config does not fit: {rule}",
+                remedy="leave config= out, or take one that insum.tune found for this statement",
+            )
+    return choices
+
+
+def _oriented(planned: Planned, wishes: Wishes, choice: Choice) -> Plan:
+    return model.oriented(
+        planned.plan, planned.extents, choice[0].swap, allowed=wishes.settings.swap
+    )

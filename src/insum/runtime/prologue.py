@@ -1,0 +1,635 @@
+"""What is derived from index tensors before kernels run: orders, segments, tasks, tables.
+
+One function for each recipe of `plan.recipes`. Sizes of what is made follow from sizes that the
+host knows, so that nothing waits for the device; numbers that only the device knows (how long the
+longest row is, whether a table has an inverse) are sent for, and are there for a later call. What
+is made is kept with the index tensor that it is made of.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from insum import memory
+from insum.compat.calls import untracked
+from insum.facts import Coming, segment_pointers
+from insum.plan.model import SHORT
+from insum.plan.questions import Summary
+from insum.plan.recipes import (
+    Composed,
+    Inverse,
+    OfCount,
+    OfExtent,
+    OfShape,
+    Packed,
+    PackedByStep,
+    Pieces,
+    Position,
+    Recipe,
+    Segments,
+    SizeExpr,
+    Slots,
+    Sorted,
+    Tasks,
+    canonical,
+    sources,
+)
+from insum.plan.sizes import power_of_two
+from insum.plan.strategies.packing import TILE
+from insum.runtime import packs
+from insum.runtime.handwritten import on_device
+
+#: An order of rows is used where it leaves at most this share of all steps.
+WORTH = 0.8
+#: Pieces that the tiles of all steps are cut into, where rows are summed: programs enough for a
+#: large device.
+PIECES = 396
+_WORD = 62  # bits of a sort key
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Made:
+    """Arrays by the names that recipes give them, numbers, and what plans may know."""
+
+    arrays: Mapping[str, Tensor]
+    counts: Mapping[str, int]
+    summary: Summary = Summary()
+
+
+@dataclass(slots=True, eq=False)
+class Awaited:
+    """The same while numbers are still on the device. They are sent for when they are first asked
+    for: ``early``, where there is one, is enough for whoever needs none of them.
+    """
+
+    arrays: Mapping[str, Tensor]
+    numbers: Tensor
+    finish: Callable[[Sequence[int]], Made]
+    early: Made | None = None
+    coming: Coming | None = None
+
+    def arrived(self, *, wait: bool) -> Made | None:
+        coming = self.coming = self.coming or Coming(self.numbers)
+        return self.finish(coming.numbers()) if wait or coming.is_there() else None
+
+
+Result: TypeAlias = Made | Awaited
+
+
+def awaited(
+    arrays: Mapping[str, Tensor],
+    numbers: Sequence[Tensor],
+    finish: Callable[[Sequence[int]], Made],
+    early: Made | None = None,
+) -> Result:
+    """What is made of arrays and numbers on the device: at once on the CPU, else when the numbers
+    have arrived.
+    """
+    together = torch.stack([n.reshape(()).long() for n in numbers])
+    if together.is_cuda:
+        return Awaited(arrays, together, finish, early)
+    return finish(together.tolist())
+
+
+class Prologue:
+    """What one call derives from its index tensors.
+
+    ``wait``: whether it may wait for the device, as it may for tensors that were declared to come
+    back. ``recorded``: a graph is recorded and will be replayed on other values: what is kept with
+    tensors that nobody has declared does not count, and what is made serves this call alone.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Any],
+        extents: Mapping[str, int],
+        shape: Sequence[int],
+        wraps: frozenset[str] = frozenset(),
+        *,
+        wait: bool = True,
+        recorded: bool = False,
+    ) -> None:
+        self.tensors, self.extents, self.shape, self.wraps = tensors, extents, shape, wraps
+        self.wait, self.recorded = wait, recorded
+        self.own: dict[object, Result] = {}
+
+    def made(self, recipe: Recipe) -> Made | None:
+        """What a recipe makes; None while its numbers are on their way."""
+        found = self.result(recipe)
+        if not isinstance(found, Awaited):
+            return found
+        arrived = found.arrived(wait=self.wait)
+        if arrived is not None:
+            self.keep(*self.place(recipe), arrived)
+        return arrived
+
+    def soon(self, recipe: Recipe) -> Made | None:
+        """The same, for whoever has decided without the numbers, or has them already."""
+        found = self.result(recipe)
+        early = found.early if isinstance(found, Awaited) else None
+        return self.made(recipe) if early is None else early
+
+    def sorted(self, base: Sorted) -> Made:
+        """The order of an index tensor, which is there before its numbers are."""
+        found = self.soon(base)
+        assert found is not None
+        return found
+
+    def result(self, recipe: Recipe) -> Result | None:
+        """What was made before, or is made now; None where that takes numbers on their way."""
+        entry, key = self.place(recipe)
+        found: Result | None = self.own.get(key) if entry is None else entry.get(key)
+        if found is None:
+            with untracked():
+                found = self.make(recipe)
+            if found is not None:
+                self.keep(entry, key, found)
+        return found
+
+    def keep(self, entry: memory.Entry | None, key: tuple[object, ...], found: Result) -> None:
+        if entry is None:
+            self.own[key] = found
+        else:
+            entry.keep(key, found)
+
+    def place(self, recipe: Recipe) -> tuple[memory.Entry | None, tuple[object, ...]]:
+        """Where and under what a thing is kept; without an entry, for this call alone."""
+        names = sources(recipe)
+        entries = [memory.entry_of(self.tensors[n]) for n in names]
+        serials = tuple([entry.serial for entry in entries])
+        wraps = tuple([n in self.wraps for n in names])
+        key = canonical(recipe), self.numbers(recipe), serials, wraps
+        lasting = not self.recorded or all(entry.declared or entry.given for entry in entries)
+        return entries[0] if lasting else None, key
+
+    def numbers(self, recipe: Recipe) -> tuple[int, ...]:
+        """The sizes that a recipe names, as they are in this call."""
+        match recipe:
+            case Segments(_, rows) | Sorted(_, rows) | Inverse(_, _, rows):
+                return (self.shape[rows.dim],)
+            case Slots(base, width):
+                return (*self.numbers(base), self.size(width))
+            case Packed(table, walks):
+                inner = () if isinstance(table, str) else self.numbers(table)
+                return (*inner, *(self.size(w.extent) for w in walks))
+            case _:
+                return self.numbers(recipe.base)
+
+    def size(self, expr: SizeExpr) -> int:
+        return math.prod(self.one_size(one) for one in expr)
+
+    def one_size(self, one: OfExtent | OfShape | OfCount) -> int:
+        match one:
+            case OfExtent(var):
+                return self.extents[var]
+            case OfShape(dim):
+                return self.shape[dim]
+            case OfCount(recipe, name):
+                made = self.made(recipe)
+                assert made is not None
+                return made.counts[name]
+
+    def index(self, name: str) -> Tensor:
+        """An index tensor, with negative values counted from the end where they are."""
+        tensor: Tensor = self.tensors[name]
+        return tensor.detach()
+
+    def make(self, recipe: Recipe) -> Result | None:
+        match recipe:
+            case Segments(index, rows):
+                count = self.tensors[index].numel()
+                return segments(segment_pointers(self.tensors[index], self.shape[rows.dim]), count)
+            case Slots(base, width, padded):
+                made = self.made(base)
+                tensors = [self.index(n) for n in padded]
+                return None if made is None else slots(made, self.size(width), tensors)
+            case Sorted(index, rows):
+                return in_order(self.index(index), self.shape[rows.dim], index in self.wraps)
+            case Position(base, dim):
+                order = self.sorted(base).arrays["order"]
+                return _one(position(self.index(base.index), order, dim))
+            case Composed(base, source, dims):
+                anchor, order = self.index(base.index), self.sorted(base).arrays["order"]
+                return _one(composed(self.index(source), anchor, order, dims))
+            case Inverse():
+                return self.inverse(recipe)
+            case Packed():
+                return self.packed(recipe)
+            case PackedByStep(base):
+                made = self.soon(base)
+                return None if made is None else by_step(made)
+            case Tasks(base, limit):
+                made = self.made(base)
+                return None if made is None else tasks(made, limit)
+            case Pieces(base, limit):
+                return pieces(self.sorted(base), limit)
+
+    def map_of(self, index: str) -> packs.KernelMap | None:
+        """What is known of an index tensor that was made as the map of a kernel."""
+        found: packs.KernelMap | None = memory.entry_of(self.tensors[index]).get(packs.MAP)
+        return found
+
+    def inverse(self, recipe: Inverse) -> Result:
+        index, rows = self.index(recipe.index), self.shape[recipe.rows.dim]
+        of = self.map_of(recipe.index) if recipe.dim == 1 else None
+        if of is None:
+            return inverse(index, recipe.dim, rows)
+        if of.mirrored:
+            return Made({}, {}, Summary(mirrored=True))
+        return Made({"inverse": packs.inverted(index, rows)}, {})
+
+    def packed(self, recipe: Packed) -> Result | None:
+        if isinstance(recipe.table, str):
+            table, of = self.index(recipe.table), self.map_of(recipe.table)
+        else:
+            made = self.made(recipe.table)
+            if made is None:
+                return None
+            table, of = made.arrays["inverse"], self.map_of(recipe.table.index)
+        walks = [(w.is_row, w.coefficient, w.offset, self.size(w.extent)) for w in recipe.walks]
+        if (forwards := _forwards(recipe, walks, table)) is not None:
+            made = self.made(forwards)
+            return None if made is None else read_backwards(made)
+        (steps,) = (extent for is_row, _, _, extent in walks if not is_row)
+        if on_device(table) and steps <= packs.MOST_STEPS:
+            if of is None:
+                return packed_on_device(table, walks)
+            known = isinstance(recipe.table, str) and _is_whole(walks, table)
+            words = of.words if known else packs.bits_of(table, of.names, walks)
+            arrays = _packed(words, of.names)
+            if of.comes_back:
+                arrays = packs.heaviest_first(arrays)
+            return packed_made(arrays, steps, None)
+        for dim, (_, coefficient, offset, extent) in enumerate(walks):
+            places = torch.arange(extent, device=table.device)
+            table = table.index_select(dim, places * coefficient + offset)
+        return packed((table if recipe.walks[0].is_row else table.t()) >= 0)
+
+
+def _one(array: Tensor) -> Made:
+    return Made({"": array}, {})
+
+
+# --- segments -------------------------------------------------------------------------------------
+
+
+def segments(pointers: Tensor, entries: int) -> Result:
+    """Runs of equal values in a sorted index tensor: entries ``start[r] .. end[r]`` belong to row
+    ``r``. Values beyond the rows belong to none.
+    """
+    return _rows(pointers[:-1].contiguous(), pointers[1:].contiguous(), entries)
+
+
+def _rows(start: Tensor, end: Tensor, entries: int, **more: Tensor) -> Result:
+    arrays = {"start": start, "end": end, **more}
+
+    def finish(numbers: Sequence[int]) -> Made:
+        longest = power_of_two(numbers[0]) if numbers[0] else 0
+        return Made(arrays, {"entries": entries}, Summary(longest=longest))
+
+    longest = (end - start).max() if start.numel() else start.new_zeros(())
+    return awaited(arrays, [longest], finish, Made(arrays, {"entries": entries}))
+
+
+def slots(base: Made, width: int, padded: Sequence[Tensor]) -> Result:
+    """Segments over slots when every entry holds ``width`` of them, without the padding at the end
+    of rows.
+    """
+    entries = base.counts["entries"] * width
+    wide = torch.int64 if entries >= 2**31 else base.arrays["start"].dtype
+    start, end = (base.arrays[name].to(wide) * width for name in ("start", "end"))
+    whole = {"start": start, "end": end}
+    longest = base.summary.longest * power_of_two(width)
+    if not padded or not start.numel():
+        return Made(whole, {"entries": entries}, Summary(longest=longest))
+    valid = padded[0] >= 0
+    for other in padded[1:]:
+        valid = valid & (other >= 0)
+    counted = torch.zeros(valid.numel() + 1, dtype=torch.int64, device=valid.device)
+    torch.cumsum(valid.reshape(-1), 0, out=counted[1:])
+    filled = (counted[end.long()] - counted[start.long()]).to(start.dtype)
+    # Padding is trailing in a row exactly when the first `filled` slots hold all of them.
+    leading = counted[(start + filled).long()] - counted[start.long()]
+    arrays = {"start": start, "end": start + filled}
+
+    def finish(numbers: Sequence[int]) -> Made:
+        trailing, most = numbers
+        if not trailing:
+            return Made(whole, {"entries": entries}, Summary(longest=longest))
+        known = Summary(longest=power_of_two(most) if most else 0, trimmed=True)
+        return Made(arrays, {"entries": entries}, known)
+
+    return awaited({**arrays, "whole": end}, [(leading == filled).all(), filled.max()], finish)
+
+
+def in_order(anchor: Tensor, rows: int, wraps: bool) -> Result:
+    """The stable order of an index tensor, and the segments of what it sorts."""
+    flat = anchor.reshape(-1)
+    flat = flat.to(torch.promote_types(flat.dtype, torch.int32))
+    if wraps:
+        flat = torch.where(flat < 0, flat + rows, flat)
+    values, order = torch.sort(flat, stable=True)
+    small = torch.int32 if flat.numel() < 2**31 else torch.int64
+    bounds = torch.arange(rows + 1, device=flat.device, dtype=values.dtype)
+    found = segments(
+        torch.searchsorted(values, bounds, out_int32=small is torch.int32), flat.numel()
+    )
+    order = order.to(small)
+    if isinstance(found, Made):
+        return Made({**found.arrays, "order": order}, found.counts, found.summary)
+    arrays = {**found.arrays, "order": order}
+
+    def finish(numbers: Sequence[int]) -> Made:
+        made = found.finish(numbers)
+        return Made(arrays, made.counts, made.summary)
+
+    early = Made(arrays, {"entries": flat.numel()})
+    return Awaited(arrays, found.numbers, finish, early)
+
+
+def position(anchor: Tensor, order: Tensor, dim: int) -> Tensor:
+    after = math.prod(anchor.shape[dim + 1 :])
+    return (order.long() // after % anchor.shape[dim]).to(order.dtype)
+
+
+def composed(source: Tensor, anchor: Tensor, order: Tensor, dims: tuple[int, ...]) -> Tensor:
+    at = tuple(position(anchor, order, d).long() for d in dims)
+    return source[at].to(order.dtype)
+
+
+# --- tasks ----------------------------------------------------------------------------------------
+
+
+def tasks(base: Made, limit: int) -> Result:
+    """Cut rows into pieces of at most ``limit`` entries, long pieces first and otherwise in the
+    order of the rows; ``row`` is the output row, or ``-1 - slot`` of the workspace.
+
+    The order inside a class is kept: rows that are near in the output gather near inputs, and a
+    full sort would lose that.
+    """
+    start, end, entries = base.arrays["start"], base.arrays["end"], base.counts["entries"]
+    count = (end - start).long()
+    most = start.numel() + entries // limit  # of pieces; the rest stays empty
+    device = count.device
+    cut = torch.clamp((count + limit - 1) // limit, min=1)
+    last = cut.cumsum(0)
+    number = torch.arange(most, device=device)
+    row = torch.searchsorted(last, number, right=True).clamp_(max=max(0, start.numel() - 1))
+    there = number < last[-1:]
+    first = start.long()[row] + (number - (last - cut)[row]) * limit
+    stop = torch.minimum(first + limit, end.long()[row])
+    split = (cut[row] > 1) & there
+    target = torch.where(split, -split.long().cumsum(0), row)
+    length = torch.where(there, stop - first, -1)
+    klass = torch.where(
+        length <= SHORT, 0, torch.ceil(torch.log2(length.clamp(min=1).float())).long()
+    )
+    klass = torch.where(there, klass, -1)
+    order = torch.argsort(-klass, stable=True)
+    rows = torch.argsort((cut <= 1).to(torch.int8), stable=True)  # those that were cut come first
+    slot_end = torch.where(cut > 1, cut, 0)[rows].cumsum(0)
+    small = torch.int32 if entries < 2**31 and start.numel() < 2**31 else torch.int64
+    arrays = {
+        "start": first[order].to(small),
+        "end": stop[order].to(small),
+        "row": target[order].to(small),
+        "cut_row": rows.to(small),
+        "cut_start": (slot_end - cut[rows]).to(small),
+        "cut_end": slot_end.to(small),
+    }
+
+    def finish(numbers: Sequence[int]) -> Made:
+        total, long, slot_count, cut_count = numbers
+        counts = {"tasks": total, "long": long, "slots": slot_count, "cut": cut_count}
+        kept = {
+            name: array[: cut_count if name.startswith("cut") else total].clone()
+            for name, array in arrays.items()
+        }
+        return Made(kept, counts)
+
+    numbers = [last[-1], (length > SHORT).sum(), split.sum(), (cut > 1).sum()]
+    return awaited(arrays, numbers, finish)
+
+
+def pieces(base: Made, limit: int) -> Result:
+    """Runs of equal rows inside pieces of ``limit`` sorted entries: tasks whose number stays on the
+    device. A row that a boundary cuts has several, which meet in the workspace.
+    """
+    start, end, entries = base.arrays["start"], base.arrays["end"], base.counts["entries"]
+    rows, device = start.numel(), start.device
+    small = torch.int32 if entries < 2**31 and rows < 2**31 else torch.int64
+    boundaries = -(-entries // limit)
+    most = min(entries, rows + boundaries)
+    at = torch.arange(entries, device=device)
+    row = torch.searchsorted(end, at.to(end.dtype), right=True)  # below the first row: 0
+    inside = (at >= start[:1]) & (row < rows)
+    begins = inside & ((at % limit == 0) | (at == start[row.clamp(max=rows - 1)]))
+    number = begins.long().cumsum(0) - 1
+    place = torch.where(begins, number, most)
+    first = torch.zeros(most + 1, dtype=torch.int64, device=device).scatter_(0, place, at)[:most]
+    total = begins.sum()
+    task = torch.arange(most, device=device)
+    there = task < total
+    of = torch.where(there, row[first.clamp(max=max(0, entries - 1))], 0)
+    stop = torch.minimum((first // limit + 1) * limit, end.long()[of])
+    whole = (first == start.long()[of]) & (stop == end.long()[of])
+    split = there & ~whole
+    slot = split.long().cumsum(0)
+    target = torch.where(split, -slot, of)
+    opens = split & (first == start.long()[of])  # the first piece of a row that was cut
+    nth = torch.where(opens, opens.long().cumsum(0) - 1, boundaries)
+    blank = torch.zeros(boundaries + 1, dtype=torch.int64, device=device)
+    cut_row = blank.scatter(0, nth, of)[:boundaries]
+    cut_start = blank.scatter(0, nth, slot - 1)[:boundaries]
+    count = (end.long()[cut_row] - 1) // limit - start.long()[cut_row] // limit + 1
+    arrays = {
+        "start": torch.where(there, first, 0).to(small),
+        "end": torch.where(there, stop, 0).to(small),
+        "row": target.to(small),
+        "cut_row": cut_row.to(small),
+        "cut_start": cut_start.to(small),
+        "cut_end": (cut_start + count).to(small),
+        "count": total.reshape(1).to(small),
+        "cut_count": opens.sum().reshape(1).to(small),
+    }
+    counts = {"tasks": most, "slots": 2 * boundaries, "cut": boundaries}
+    return Made(arrays, counts)
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def inverse(anchor: Tensor, dim: int, rows: int) -> Result:
+    """``inverse[.., y, ..] = x`` where ``anchor[.., x, ..] = y``, -1 where there is none. Whether
+    no two x share a y, and whether the table equals the anchor with its other dimensions reversed.
+    """
+    lines = anchor.movedim(dim, -1).reshape(-1, anchor.shape[dim])
+    present = (lines >= 0) & (lines < rows)
+    line = torch.arange(lines.shape[0], device=anchor.device)[:, None]
+    flat = torch.where(present, line * rows + lines.long(), lines.shape[0] * rows)
+    taken = torch.zeros(lines.shape[0] * rows + 1, dtype=torch.int32, device=anchor.device)
+    taken.index_add_(0, flat.reshape(-1), present.reshape(-1).to(torch.int32))
+    found = torch.full((lines.shape[0] * rows + 1,), -1, dtype=torch.int32, device=anchor.device)
+    places = torch.arange(anchor.shape[dim], device=anchor.device, dtype=torch.int32)
+    found[flat.reshape(-1)] = places.expand_as(lines).reshape(-1)
+    found[-1:].fill_(-1)  # an assignment of a number would wait
+    shape = [s for d, s in enumerate(anchor.shape) if d != dim]
+    table = found[:-1].reshape(*shape, rows).movedim(-1, dim)
+    single = (taken <= 1).all()
+    if rows == anchor.shape[dim]:
+        backwards = anchor.flip([d for d in range(anchor.dim()) if d != dim])
+        mirrored = (table == backwards.clamp(min=-1)).all()
+    else:
+        mirrored = torch.zeros((), dtype=torch.bool, device=anchor.device)
+    arrays = {"inverse": table.contiguous()}
+
+    def finish(numbers: Sequence[int]) -> Made:
+        exists, same = (bool(n) for n in numbers)
+        kept = arrays if exists and not same else {}
+        return Made(kept, {}, Summary(exists=exists, mirrored=exists and same))
+
+    return awaited(arrays, [single, mirrored], finish)
+
+
+def packed(present: Tensor) -> Result:
+    """Sort rows by what they have, what is rare deciding first, and list each tile's steps; tiles
+    with many steps come first.
+    """
+    count, width = present.shape
+    device = present.device
+    by_frequency = torch.argsort(present.sum(0), descending=True, stable=True)
+    order = torch.arange(count, device=device)
+    for first in range(0, width, _WORD):  # the least significant word first; sorting is stable
+        word = present[:, by_frequency[first : first + _WORD]].long()
+        key = (word << torch.arange(word.shape[1], device=device)).sum(1)
+        order = order[torch.argsort(key[order], stable=True)]
+    tiles = -(-count // TILE)
+    rows = torch.full((tiles * TILE,), -1, dtype=torch.int64, device=device)
+    rows[:count] = order
+    absent = torch.zeros(1, width, dtype=torch.bool, device=device)
+    held = torch.cat([present, absent])[rows].view(tiles, TILE, width).any(1)
+    heavy = torch.argsort(held.sum(1), descending=True, stable=True)
+    held = held[heavy]
+    length = held.sum(1)
+    end = length.cumsum(0)
+    flat = held.reshape(-1)
+    slot = torch.where(flat, flat.long().cumsum(0) - 1, tiles * width)
+    steps = torch.zeros(tiles * width + 1, dtype=torch.int32, device=device)
+    steps.scatter_(0, slot, torch.arange(width, device=device, dtype=torch.int32).repeat(tiles))
+    arrays = {
+        "rows": rows.view(tiles, TILE)[heavy].int(),
+        "steps": steps,
+        "start": (end - length).int(),
+        "end": end.int(),
+    }
+
+    def finish(numbers: Sequence[int]) -> Made:
+        (total,) = numbers
+        counts = {"tiles": tiles, "lanes": TILE, "width": width, "total": total, "entries": total}
+        kept = {**arrays, "steps": steps[:total].clone()}
+        worth = total <= WORTH * tiles * width
+        return Made(kept, counts, Summary(worth=worth))
+
+    return awaited(arrays, [end[-1]], finish)
+
+
+def _is_whole(walks: Sequence[tuple[bool, int, int, int]], table: Tensor) -> bool:
+    """Whether a table with the steps first is read forwards, from its beginning to its end."""
+    (rows_first, *steps), (_, *rows) = walks
+    return not rows_first and steps == [1, 0, table.shape[0]] and rows == [1, 0, table.shape[1]]
+
+
+def _forwards(
+    recipe: Packed, walks: Sequence[tuple[bool, int, int, int]], table: Tensor
+) -> Packed | None:
+    """The recipe that reads a table forwards, where this one reads all of it backwards."""
+    at = next(d for d, walk in enumerate(walks) if not walk[0])
+    steps = table.shape[at]
+    if walks[at][1:] != (-1, steps - 1, steps):
+        return None
+    turned = replace(recipe.walks[at], coefficient=1, offset=0)
+    return Packed(recipe.table, (*recipe.walks[:at], turned, *recipe.walks[at + 1 :]))
+
+
+def read_backwards(base: Made) -> Made:
+    """The same tiles, steps counted from the other end: rows that have the same steps do so
+    whichever way they are read.
+    """
+    last = base.counts["width"] - 1
+    turned = {n: last - base.arrays[n] for n in ("steps", "names") if n in base.arrays}
+    return Made({**base.arrays, **turned}, base.counts, base.summary)
+
+
+def packed_on_device(table: Tensor, walks: Sequence[tuple[bool, int, int, int]]) -> Result:
+    """The same by kernels of our own, without waiting; how much it leaves out arrives later."""
+    rows_at = next(d for d, walk in enumerate(walks) if walk[0])
+    _, coefficient, offset, steps = walks[1 - rows_at]
+    names = packs.names_by_frequency(table, rows_at)
+    if coefficient < 0 or offset or steps != table.shape[1 - rows_at]:
+        names = _names_walked(names, coefficient, offset, steps)
+    arrays = packs.heaviest_first(_packed(packs.bits_of(table, names, walks), names))
+    total = (arrays["end"] - arrays["start"]).sum()
+    return packed_made(arrays, steps, total)
+
+
+def _packed(words: Tensor, names: Tensor) -> dict[str, Tensor]:
+    return {**packs.tiled(words, packs.order_of(words), names), "names": names}
+
+
+def _names_walked(names: Tensor, coefficient: int, offset: int, steps: int) -> Tensor:
+    """Places along a table as values of the variable that walks it; the rest is left out."""
+    walked = (names - offset) * coefficient
+    order = torch.argsort(((walked < 0) | (walked >= steps)).to(torch.int8), stable=True)
+    return walked[order][:steps].contiguous()
+
+
+def packed_made(arrays: Mapping[str, Tensor], steps: int, total: Tensor | None) -> Result:
+    """Tiles and their steps, in lists with room for every step. Without a ``total`` of steps it is
+    taken for worth while.
+    """
+    tiles = arrays["start"].shape[0]
+    counts = {"tiles": tiles, "lanes": TILE, "width": steps, "entries": tiles * steps}
+    if total is None:
+        return Made(arrays, counts)
+
+    def finish(numbers: Sequence[int]) -> Made:
+        return Made(arrays, counts, Summary(worth=numbers[0] <= WORTH * tiles * steps))
+
+    return awaited(arrays, [total], finish, Made(arrays, counts))
+
+
+def by_step(base: Made) -> Result:
+    """Tiles in the order of the steps that have them; for each piece its step, start and end."""
+    if "held" in base.arrays:
+        found = packs.by_step(base.arrays["held"], base.arrays["names"])
+        pieces = found["step"].shape[0]
+        return Made(found, {"pieces": pieces, "entries": base.counts["entries"]})
+    steps, entries, width = base.arrays["steps"], base.counts["entries"], base.counts["width"]
+    lengths = (base.arrays["end"] - base.arrays["start"]).long()
+    tile = torch.repeat_interleave(lengths, output_size=entries)
+    ordered = torch.argsort(steps[:entries], stable=True)
+    count = torch.zeros(width, dtype=torch.int64, device=steps.device)
+    count.index_add_(0, steps[:entries].long(), torch.ones_like(steps[:entries], dtype=torch.int64))
+    length = max(1, entries // PIECES)
+    number = (count + length - 1) // length
+    most = min(entries, 2 * PIECES) + width
+    last = number.cumsum(0)
+    piece = torch.arange(most, device=steps.device)
+    there = piece < last[-1:]
+    step = torch.searchsorted(last, piece, right=True).clamp_(max=width - 1)
+    nth = piece - (last - number)[step]
+    start = (count.cumsum(0) - count)[step] + nth * length
+    end = torch.minimum(start + length, count.cumsum(0)[step])
+    arrays = {
+        "tile": tile[ordered].int(),
+        "step": step.int(),
+        "start": torch.where(there, start, 0).int(),
+        "end": torch.where(there, end, 0).int(),
+    }
+    return Made(arrays, {"pieces": most, "entries": entries})

@@ -1,0 +1,354 @@
+"""Convolutions of clouds that are new at every call, as on a GPU: maps out of hash tables against
+maps out of sorted keys, without reading a value on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import insum
+from as_on_a_gpu import no_reads, pretended
+from insum import memory
+from insum.errors import FormatError, IndexRangeError
+from insum.formats import NeighborTable
+from insum.nn import SparseConv3d, SparseTensor, Voxels
+from insum.nn import kernel_map as maps
+from insum.nn.kernel_map import Geometry, build_map, kernel_map
+from insum.plan.recipes import Inverse, OfExtent, OfShape, Packed, Walk
+from insum.runtime import packs
+from insum.runtime.programs import Programs
+from insum.runtime.prologue import Made, Prologue, Result, inverse
+
+pytestmark = pytest.mark.interpreter
+
+
+@pytest.fixture
+def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with pretended(monkeypatch):
+        yield
+
+
+def cloud(count: int, reach: int = 5, seed: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
+    """Voxels in two batches around the origin, in any order."""
+    torch.manual_seed(seed)
+    batch, place = torch.randint(0, 2, (count, 1)), torch.randint(-reach, reach + 1, (count, 3))
+    found = torch.unique(torch.cat([batch, place], 1), dim=0)
+    shuffled: Tensor = found[torch.randperm(len(found))].to(dtype)
+    return shuffled
+
+
+def on_the_cpu(layer: SparseConv3d, *clouds: SparseTensor, **options: Any) -> SparseTensor:
+    with insum.settings(backend="graph", require_fused=False), pytest.MonkeyPatch.context() as m:
+        m.setattr("insum.call.kernels_look_on", lambda device: False)
+        m.setattr("insum.call._forms", {})
+        m.setattr("insum.api._fronts", {})
+        fresh = [SparseTensor(c.coords, c.features, c.spatial_shape) for c in clouds]
+        out: SparseTensor = layer(*fresh, **options)
+        return out
+
+
+GEOMETRIES = {
+    "3": {"kernel_size": 3, "submanifold": True},
+    "5": {"kernel_size": 5, "submanifold": True},
+    "1": {"kernel_size": 1, "submanifold": True},
+    "wide": {"kernel_size": (3, 1, 3), "dilation": 2, "submanifold": True},
+    "down": {"kernel_size": 2, "stride": 2},
+    "padded": {"kernel_size": 3, "stride": 2, "padding": 1},
+    "up": {"kernel_size": 3, "stride": 2, "padding": 1, "transposed": True},
+}
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("count", [0, 1, 80])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_maps(name: str, count: int, dtype: torch.dtype, on_device: None) -> None:
+    geometry = SparseConv3d(1, 1, **GEOMETRIES[name]).geometry  # type: ignore[arg-type]
+    coords = cloud(count, dtype=dtype)
+    voxels = Voxels.of(coords)
+    with no_reads(0 if geometry.submanifold else 1 if count else 9):
+        outputs, found = kernel_map(voxels, geometry)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("insum.call.kernels_look_on", lambda device: False)
+        patch.setattr(maps, "TABLE_FROM", 0.0)
+        want_outputs, want = kernel_map(Voxels.of(coords), geometry)
+        dense = found.to_format(NeighborTable, dim=2)
+    assert isinstance(want, NeighborTable) and isinstance(dense, NeighborTable)
+    assert torch.equal(outputs.coords, want_outputs.coords)
+    assert torch.equal(dense.table, want.table)
+
+
+def test_a_map_to_given_voxels_does_not_wait(on_device: None) -> None:
+    coarse, fine = Voxels.of(cloud(60, 2)), Voxels.of(cloud(300))
+    geometry = Geometry((3, 3, 3), (2, 2, 2), (1, 1, 1), transposed=True)
+    with no_reads():
+        _, found = kernel_map(coarse, geometry, fine)
+    assert isinstance(found, NeighborTable)
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+def test_searching_in_portions(name: str, on_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    geometry = SparseConv3d(1, 1, **GEOMETRIES[name]).geometry  # type: ignore[arg-type]
+    want = kernel_map(Voxels.of(cloud(100)), geometry)[0]
+    monkeypatch.setattr(maps, "AT_ONCE", 150)
+    assert torch.equal(kernel_map(Voxels.of(cloud(100)), geometry)[0].coords, want.coords)
+
+
+def test_voxels_that_are_searched_for(on_device: None) -> None:
+    voxels = Voxels.of(torch.tensor([[0, 2, 1], [5, 0, 0]]))
+    wanted = torch.tensor([[[0, 5, 0, 0], [0, 1, 1, 1]], [[0, 0, 2, 1], [1, 0, 2, 1]]])
+    with no_reads():
+        found = voxels.find(wanted)
+    assert found.tolist() == [[1, -1], [0, -1]]
+
+
+# --- layers ---
+
+
+def differentiated(layer: SparseConv3d, out: Tensor, features: Tensor) -> list[Tensor]:
+    upstream = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
+    leaves = [features, *layer.parameters()]
+    return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+
+@pytest.mark.parametrize("name", GEOMETRIES)
+@pytest.mark.parametrize("count", [1, 80])
+def test_layers(name: str, count: int, on_device: None) -> None:
+    if (name, count) == ("1", 1):
+        pytest.skip("Triton's interpreter does not broadcast the mask of one row's atomic_add")
+    layer = SparseConv3d(16, 16, **GEOMETRIES[name])  # type: ignore[arg-type]
+    allowed = 0 if layer.geometry.submanifold else 1
+    for seed in range(2):
+        coords = cloud(count, seed=seed)
+        features = torch.randn(len(coords), 16, requires_grad=True)
+        x = SparseTensor(coords, features)
+        want = differentiated(layer, on_the_cpu(layer, x).features, features)
+        with no_reads(allowed):
+            got = differentiated(layer, layer(SparseTensor(coords, features)).features, features)
+        for a, b in zip(got, want, strict=True):
+            assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("options", [{"submanifold": True}, {"padding": 1}], ids=str)
+def test_ordered_rows(options: dict[str, Any], deterministic: bool, on_device: None) -> None:
+    """A cloud that is large enough for tiles of similar rows, forwards and backwards."""
+    layer = SparseConv3d(16, 16, 3, **options)
+    coords = cloud(1400, 6)
+    assert len(coords) > 1024
+    features = torch.randn(len(coords), 16, requires_grad=True)
+    x = SparseTensor(coords, features)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        out = on_the_cpu(layer, x) if options == {"submanifold": True} else None
+        like = x if out is None else None
+        want = on_the_cpu(layer, x, like=like) if out is None else out
+        expected = differentiated(layer, want.features, features)
+        with no_reads():
+            got = differentiated(layer, layer(x, like=like).features, features)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for a, b in zip(got, expected, strict=True):
+        assert_close(a, b, atol=1e-3, rtol=1e-3)
+
+
+def test_without_channels_that_fill_a_tile(on_device: None) -> None:
+    layer = SparseConv3d(1, 2, 3, submanifold=True)
+    coords = cloud(200)
+    features = torch.randn(len(coords), 1, requires_grad=True)
+    want = on_the_cpu(layer, SparseTensor(coords, features)).features
+    with no_reads():
+        got = layer(SparseTensor(coords, features)).features
+    assert_close(got, want)
+    for a, b in zip(*(differentiated(layer, out, features) for out in (got, want))):
+        assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_a_cloud_that_comes_back(on_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Arguments of launches are kept after a few calls; the results stay the same."""
+    monkeypatch.setattr("insum.runtime.fused.MOST_MET", 4)
+    layer, coords = SparseConv3d(16, 16, 3, submanifold=True), cloud(1400, 6)
+    features = torch.randn(len(coords), 16, requires_grad=True)
+    x = SparseTensor(coords, features)
+    want = differentiated(layer, on_the_cpu(layer, x).features, features)
+    for _ in range(3):
+        with no_reads():
+            got = differentiated(layer, layer(x).features, features)
+        for a, b in zip(got, want, strict=True):
+            assert_close(a, b, atol=1e-3, rtol=1e-3)
+
+
+def test_maps_of_other_sizes_run_the_same_code(
+    on_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+    original = Programs.build
+
+    def build(self: Programs, *arguments: Any, **options: Any) -> Any:
+        built.append(self.problem.statement.text)
+        return original(self, *arguments, **options)
+
+    monkeypatch.setattr(Programs, "build", build)
+    layer = SparseConv3d(16, 16, 3, submanifold=True)
+    for seed in range(4):
+        coords = cloud(1300 + 10 * seed, 6, seed)
+        features = torch.randn(len(coords), 16, requires_grad=True)
+        want = on_the_cpu(layer, SparseTensor(coords, features)).features.detach()
+        out, *_ = differentiated(layer, layer(SparseTensor(coords, features)).features, features)
+        assert_close(out, want, atol=1e-3, rtol=1e-3)
+        assert len(built) == 3, built  # forward, and two gradients
+
+
+def test_inference_mode(on_device: None) -> None:
+    layer, coords = SparseConv3d(16, 16, 3, submanifold=True), cloud(300)
+    features = torch.randn(len(coords), 16)
+    want = on_the_cpu(layer, SparseTensor(coords, features)).features.detach()
+    with torch.inference_mode(), no_reads():
+        got = layer(SparseTensor(coords, features)).features
+    assert_close(got.clone(), want)
+
+
+# --- what is derived from maps ---
+
+
+def table_of(geometry: Geometry, coords: Tensor) -> Tensor:
+    voxels = Voxels.of(coords)
+    found = build_map(voxels, voxels, geometry)
+    assert isinstance(found, NeighborTable)
+    return found.table
+
+
+def made(table: Tensor, recipe: Any) -> Made:
+    rows = table.shape[1]
+    found = Prologue({"Nb": table}, {"z": table.shape[0], "x": rows}, (rows,)).made(recipe)
+    assert found is not None
+    return found
+
+
+def really(found: Result) -> Made:
+    """What is made when the numbers are there."""
+    arrived = found if isinstance(found, Made) else found.arrived(wait=True)
+    assert arrived is not None
+    return arrived
+
+
+CENTRED = SparseConv3d(1, 1, 3, submanifold=True).geometry
+WIDER = SparseConv3d(1, 1, 5, submanifold=True).geometry
+ROWS, STEPS = Walk(True, 1, 0, (OfExtent("x"),)), Walk(False, 1, 0, (OfExtent("z"),))
+
+
+@pytest.mark.parametrize("geometry", [CENTRED, WIDER], ids=["3", "5"])
+def test_a_centred_map_read_backwards_is_its_inverse(geometry: Geometry, on_device: None) -> None:
+    table = table_of(geometry, cloud(300))
+    found = made(table, Inverse("Nb", 1, OfShape(0)))
+    assert found.summary.mirrored and found.summary.exists
+    assert really(inverse(table, 1, table.shape[1])).summary.mirrored
+
+
+def test_the_inverse_of_another_map(on_device: None) -> None:
+    fine, coarse = Voxels.of(cloud(300)), Voxels.of(cloud(60, 2))
+    geometry = Geometry((3, 3, 3), (2, 2, 2), (1, 1, 1))
+    found = build_map(fine, coarse, geometry)
+    assert isinstance(found, NeighborTable)
+    prologue = Prologue({"Nb": found.table}, {}, (fine.count,))
+    got = prologue.made(Inverse("Nb", 1, OfShape(0)))
+    want = really(inverse(found.table, 1, fine.count))
+    assert got is not None
+    assert torch.equal(got.arrays["inverse"], want.arrays["inverse"])
+    assert got.summary == want.summary
+
+
+@pytest.mark.parametrize("geometry", [CENTRED, WIDER], ids=["3", "5"])
+@pytest.mark.parametrize("backwards", [False, True])
+def test_tiles(geometry: Geometry, backwards: bool, on_device: None) -> None:
+    table = table_of(geometry, cloud(280, 3))
+    last = table.shape[0] - 1
+    walk = Walk(False, -1, last, (OfExtent("z"),)) if backwards else STEPS
+    with no_reads():
+        found = made(table, Packed("Nb", (walk, ROWS))).arrays
+    read = table.flip(0) if backwards else table
+    rows = found["rows"]
+    assert sorted(rows[rows >= 0].tolist()) == list(range(table.shape[1]))
+    for tile, start, end in zip(rows, found["start"], found["end"]):
+        want = (read[:, tile[tile >= 0].long()] >= 0).any(1).nonzero().flatten()
+        assert torch.equal(found["steps"][start:end].sort().values, want.int())
+    pieces = packs.by_step(found["held"], found["names"])
+    for step in range(table.shape[0]):
+        of = (pieces["step"] == step).nonzero().flatten().tolist()
+        tiles = [t for p in of for t in pieces["tile"][pieces["start"][p] : pieces["end"][p]]]
+        has = [(read[step, t[t >= 0].long()] >= 0).any().item() for t in rows]
+        assert [int(t) for t in tiles] == [k for k, there in enumerate(has) if there]
+
+
+def test_maps_go_with_their_voxels(on_device: None) -> None:
+    before = memory.report().entries
+    for seed in range(3):
+        coords = cloud(300, seed=seed)
+        SparseConv3d(16, 16, 3, submanifold=True)(SparseTensor(coords, torch.ones(len(coords), 16)))
+    del coords
+    assert memory.report().entries <= before + 1
+
+
+# --- mistakes ---
+
+
+def convolved(coords: Tensor, shape: tuple[int, int, int] | None = None) -> None:
+    x = SparseTensor(coords, torch.ones(len(coords), 2), spatial_shape=shape)
+    SparseConv3d(2, 2, 3, submanifold=True)(x)
+    insum.synchronize()
+
+
+def test_a_voxel_twice(on_device: None) -> None:
+    coords = torch.cat([c := cloud(50), c[7:8]])
+    where = tuple(coords[7].tolist())
+    with pytest.raises(FormatError) as caught:
+        convolved(coords)
+    assert str(caught.value).startswith(
+        f"coords[7] and coords[{len(c)}] are both {where} (found on the device by an earlier "
+        "call)\n  expected: every voxel once\n  try: merge them first"
+    )
+    convolved(c)  # and nothing is left of it
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "text"),
+    [
+        (2, 7, "outside the spatial shape: y is 7 (found"),
+        (3, -1, "outside the spatial shape: z is -1 (found"),
+        (0, -2, ": batch -2 (found"),
+    ],
+)
+def test_a_voxel_outside(column: int, value: int, text: str, on_device: None) -> None:
+    coords = cloud(30, 1) + torch.tensor([0, 2, 2, 2])
+    coords[5, column] = value
+    with pytest.raises(IndexRangeError) as caught:
+        convolved(coords, (4, 4, 4))
+    assert f"coords[5] is {tuple(coords[5].tolist())}" in str(caught.value)
+    assert text in str(caught.value)
+
+
+def test_coordinates_that_are_gone(on_device: None) -> None:
+    x = SparseTensor(torch.tensor([[0, 0, 0], [0, 0, 0]]), torch.ones(2, 2))
+    assert x.voxels.table.mask
+    del x
+    with pytest.raises(FormatError, match=r"coords\[0\] and coords\[1\] are the same"):
+        insum.synchronize()
+
+
+def test_mistakes_at_once(on_device: None) -> None:
+    with (
+        insum.settings(check="always"),
+        pytest.raises(FormatError, match=r"coords\[0\] and coords\[1\] are both \(0, 3, 3, 3\)\n"),
+    ):
+        SparseTensor(torch.tensor([[3, 3, 3], [3, 3, 3]]), torch.ones(2, 2))
+
+
+def test_a_grid_of_voxels_outside_is_not_written(on_device: None) -> None:
+    x = SparseTensor(torch.tensor([[0, 0, 9]]), torch.ones(1, 2), spatial_shape=(4, 4, 4))
+    with pytest.raises(IndexRangeError, match="z is 9"):
+        x.to_dense()

@@ -1,0 +1,154 @@
+"""Derivatives in forward mode do not exist: wherever a tangent reaches a statement that is said,
+and nothing is written before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.func import hessian, jacfwd, jacrev, jvp, vmap
+
+import insum
+from insum import nn
+from insum.compat import calls, tangents
+from insum.formats import COO
+
+Function = Callable[[Tensor], Tensor]
+EDGES = torch.tensor([[0, 1], [1, 2]])
+EYE = COO.from_dense(torch.eye(3))
+SQUARE = insum.compile("y[i] = x[i] * x[i]")
+LAYER = nn.GraphConv(1, 1)
+ONES = torch.ones(3)
+
+REACHED: dict[str, Function] = {
+    "insum": lambda x: insum.insum("y[i] = x[i] * x[i]", x=x),
+    "compiled": lambda x: SQUARE(x=x),
+    "extremum": lambda x: insum.insum("t[] max= x[i]", x=x),
+    "scalar": lambda x: insum.insum("y[i] = a * b[i]", a=x[0], b=ONES),
+    "einsum": lambda x: insum.einsum("y[i] = A[i,j] * x[j]", A=EYE, x=x),  # type: ignore[return-value]
+    "matmul": lambda x: EYE @ x,
+    "values": lambda x: insum.einsum("y[i] = A[i,j]", A=EYE.with_values(x)),  # type: ignore[return-value]
+    "sparse result": lambda x: insum.einsum("S[i,j] = A[i,j] * x[j]", A=EYE, x=x).values,  # type: ignore[union-attr,return-value]
+    "layer": lambda x: LAYER(x[:, None], EDGES),
+    "propagate": lambda x: nn.propagate(EDGES, x[:, None]),
+    "in place": lambda x: insum.insum("C[i] += x[i]", C=torch.zeros(3), x=x),
+    "largest in place": lambda x: insum.insum("C[i] max= x[i]", C=torch.zeros(3), x=x),
+}
+MODES: dict[str, Callable[[Function, Tensor], Any]] = {
+    "dual": lambda f, x: _dual(f, x),
+    "dual, graded": lambda f, x: _dual(f, x.requires_grad_()),
+    "dual, no grad": lambda f, x: torch.no_grad()(_dual)(f, x),
+    "jvp": lambda f, x: jvp(f, (x,), (ONES,)),
+    "jacfwd": lambda f, x: jacfwd(f)(x),
+    "hessian": lambda f, x: hessian(lambda x: f(x).sum())(x),
+    "jvp of jvp": lambda f, x: jvp(lambda x: jvp(f, (x,), (ONES,))[1], (x,), (ONES,)),
+    "jvp of vmap": lambda f, x: jvp(vmap(f), (x[None],), (ONES[None],)),
+    "vmap of jvp": lambda f, x: vmap(lambda x: jvp(f, (x,), (ONES,))[1])(x[None]),
+}
+
+
+def _dual(f: Function, x: Tensor) -> Any:
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x))))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reached", REACHED)
+def test_a_tangent_is_refused(reached: str, mode: str) -> None:
+    f = REACHED[reached]
+    for _ in range(2):  # before and after a call that left something to be found again
+        # an output that is not batched is found first
+        with pytest.raises(insum.AutogradError, match=r"in forward mode|not batched"):
+            MODES[mode](f, torch.arange(3.0))
+        f(torch.arange(3.0))
+
+
+def test_the_message() -> None:
+    with pytest.raises(insum.AutogradError) as caught:
+        jvp(lambda x: insum.insum("y[i] = b[i] * x[i]", x=x, b=ONES), (ONES,), (ONES,))
+    assert str(caught.value).splitlines()[:2] == [
+        "x carries a tangent, but statements have no derivatives in forward mode",
+        "    y[i] = b[i] * x[i]",
+    ]
+    assert "functional.jvp" in caught.value.remedy
+    with pytest.raises(insum.AutogradError, match=r"^C carries a tangent"):
+        _dual(lambda C: insum.insum("C[i] += b[i]", C=C * 1, b=ONES), torch.zeros(3))
+    with pytest.raises(insum.AutogradError, match=r"^C carries a tangent"):
+        jvp(lambda C: insum.insum("C[i] max= b[i]", C=C * 1, b=ONES), (ONES,), (ONES,))
+
+
+def test_nothing_is_written_before() -> None:
+    C = torch.zeros(3)
+    with pytest.raises(insum.AutogradError):
+        _dual(lambda x: insum.insum("C[i] += x[i]", C=C, x=x), ONES)
+    assert not C.any()
+
+
+@pytest.mark.parametrize("mode", ["dual", "jvp", "jacfwd", "hessian", "jvp of jvp"])
+def test_what_has_no_tangent_is_computed(mode: str) -> None:
+    """Statements over constants, detached tensors and integers, inside of a derivative."""
+
+    def f(x: Tensor) -> Tensor:
+        constant = insum.insum("y[i] = b[i] * d[i]", b=2 * ONES, d=x.detach())
+        C = torch.zeros(3)
+        insum.insum("C[i] += b[i]", C=C, b=constant)
+        return x * C
+
+    plain = lambda x: x * 2 * x.detach()
+    got, want = (MODES[mode](g, torch.arange(3.0)) for g in (f, plain))
+    torch.testing.assert_close(got, want)
+
+
+def test_what_the_message_proposes_works() -> None:
+    f = REACHED["insum"]
+    x = torch.arange(3.0)
+    assert torch.equal(torch.autograd.functional.jvp(f, x, ONES)[1], 2 * x)
+    second = jacrev(jacrev(lambda x: f(x).sum()))(x)
+    assert torch.equal(second, 2 * torch.eye(3))
+
+
+def test_tangents_in_compiled_code() -> None:
+    f = REACHED["insum"]
+    x = torch.arange(3.0)
+    for inside in (
+        lambda x: jvp(f, (x,), (ONES,))[1],
+        lambda x: jvp(REACHED["in place"], (x,), (ONES,))[1],
+    ):
+        torch._dynamo.reset()
+        with pytest.raises(Exception, match="no derivatives in forward mode"):
+            torch.compile(inside, backend="aot_eager")(x)
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="no derivatives in forward mode"):
+        _dual(torch.compile(f, backend="eager"), x)
+
+
+def test_tangents_without_private_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_probed", None)
+    with pytest.raises(insum.AutogradError, match="no derivatives in forward mode"):
+        _dual(REACHED["insum"], ONES)
+    with pytest.raises(insum.AutogradError, match="no derivatives in forward mode"):
+        jvp(REACHED["insum"], (ONES,), (ONES,))
+
+
+def test_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the names that looking needs, gradients are registered all the same."""
+    library = torch.library.Library("insum_test_forward_mode", "DEF")  # type: ignore[no-untyped-call]
+    library.define("double(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
+    library.impl("double", lambda x: 2 * x, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    op = torch.ops.insum_test_forward_mode.double
+    with monkeypatch.context() as patch:
+        patch.delattr(torch._C, "_after_autograd_keyset")
+        tangents.register_autograd(
+            library, op.default, lambda x: None, lambda ctx, g: 2 * g, lambda ctx, inputs, output: 0
+        )
+    x = torch.ones(2, requires_grad=True)
+    op(x).sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [2, 2]
+    monkeypatch.delattr(torch._C, "_is_fwd_grad_enabled")
+    with forward_ad.dual_level():
+        assert tangents.with_tangent([forward_ad.make_dual(ONES, ONES)]) == -1

@@ -1,0 +1,93 @@
+"""Kernels that are written by hand, compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+import pytest
+import torch
+
+from insum.runtime import grouping, hashing, launch, loops, packs
+from insum.runtime.handwritten import Handwritten
+
+pytestmark = pytest.mark.compile_only
+
+I32, I64 = torch.int32, torch.int64
+#: Dtypes of the pointers that each is launched with: coordinates and edges come in two, words of
+#: bits and results in several.
+RECORD = (I32, I64, I32)
+KERNELS: dict[str, tuple[Handwritten, list[tuple[torch.dtype, ...]]]] = {
+    "insert": (hashing._INSERT, [(kind, kind, I32, *RECORD) for kind in (I32, I64)]),
+    **{
+        f"find, {per} bits": (
+            kernel,
+            [
+                (own, I32, other, I64, I32, I32, I32 if per == 31 else I64)
+                for own, other in itertools.product((I32, I64), (I32, I64))
+            ],
+        )
+        for per, (_, kernel) in hashing._FINDS.items()
+    },
+    "bits": (packs._BITS, [(table, I32, words) for table in (I32, I64) for words in (I32, I64)]),
+    "steps": (packs._STEPS, [(words, I64, *[I32] * 5, I64) for words in (I32, I64)]),
+    "by step": (packs._BY_STEP, [(I64, *[I32] * 5)]),
+    "invert": (packs._INVERT, [(I32, I32)]),
+    "count": (loops._COUNT, [(kind, I32, I64, *RECORD) for kind in (I32, I64)]),
+    "normalise": (
+        loops._NORMALISE,
+        [
+            (kind, I32, I64, kind, weight)
+            for kind in (I32, I64)
+            for weight in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+        ],
+    ),
+    "count relations": (
+        grouping._COUNT,
+        [(edge, kind, I32, *RECORD) for edge in (I32, I64) for kind in (I32, I64)],
+    ),
+    "start groups": (grouping._START, [(I32, I64, I64)]),
+    "fill groups": (
+        grouping._FILL,
+        [
+            (edge, kind, weight, I64, I64, I64, I32, weight, I32)
+            for edge, kind in ((I32, I64), (I64, I64))
+            for weight in (torch.float16, torch.float32)
+        ],
+    ),
+    "spread": (
+        loops._SPREAD,
+        [(kind, I64, kind, I64, w) for kind in (I32, I64) for w in (torch.float16, torch.float32)],
+    ),
+}
+
+
+@pytest.mark.parametrize("target", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_compiles(name: str, target: str) -> None:
+    kernel, every = KERNELS[name]
+    function = kernel._function()
+    count = len(function.arg_names)
+    for kinds in every:
+        for unaligned in (0, 1):
+            found = launch.compile_for(
+                function,
+                kernel.types(kinds, count),
+                target,
+                warps=kernel.warps,
+                stages=1,
+                unaligned=unaligned,
+            )
+            assert found.registers < 255
+
+
+def test_the_list_is_complete() -> None:
+    known = {kernel.name for kernel, _ in KERNELS.values()}
+    every = [
+        thing
+        for module in (grouping, hashing, packs, loops)
+        for _, thing in inspect.getmembers(module)
+        if isinstance(thing, Handwritten)
+    ]
+    every += [kernel for _, kernel in hashing._FINDS.values()]
+    assert {kernel.name for kernel in every} == known
