@@ -27,9 +27,9 @@ Results: TypeAlias = tuple[Tensor, ...]
 Thunk: TypeAlias = Callable[[], Results]
 #: Relative error, in the 2-norm, up to which a result counts as right.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-3, torch.bfloat16: 3e-2}
-#: Calls before anything is timed: a pattern that keeps coming back is compiled into the code at the
-#: fourth.
-WARM = 5
+#: Calls before anything is timed: what keeps coming back gets better schedules, the last of them at
+#: the ninth call.
+WARM = 10
 #: Seconds that the repetitions of one contender should take.
 SECONDS = {"cuda": 0.12, "cpu": 0.1}
 #: Numbers that are compared in double precision at a time.

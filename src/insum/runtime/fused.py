@@ -30,7 +30,7 @@ from insum.lang.problem import Sized
 from insum.plan.config import Choice
 from insum.plan.draft import Wishes
 from insum.plan.plan import OUT
-from insum.plan.recipes import Inverse, Packed, PackedByStep
+from insum.plan.recipes import Inverse, Packed, PackedByStep, Recipe
 from insum.plan.sizes import SizeClass
 from insum.plan.strategies.unrolling import PROMOTE_POINTS
 from insum.plan.uses import Use
@@ -53,7 +53,6 @@ MOST_UNSEEN = 64
 #: arguments of its launches are kept: making them takes as long as a few calls without.
 MOST_MET = 8
 #: What is made of maps of kernels without numbers that the host would have to wait for.
-_OF_MAPS = (Inverse, Packed, PackedByStep)
 _serials = itertools.count()
 #: What is kept of calls without index tensors.
 _plain = memory.Entry()
@@ -277,7 +276,7 @@ class FusedCall:
     def hold_mapped(self, key: object, found: Ready, target: Tensor | None) -> None:
         kind = self.kind
         code = unseen_of(found, tuple(kind.problem.extents), target is not None)
-        if code is not None and all(isinstance(r, _OF_MAPS) for r in code.recipes):
+        if code is not None and all(map(_is_known_at_once, code.recipes)):
             keep(kind.mapped, key, code, MOST_UNSEEN)
 
     def is_known(self, values: Mapping[str, Value], entries: list[memory.Entry]) -> bool:
@@ -435,6 +434,18 @@ class FusedCall:
 def _is_settled(tensor: Tensor, entry: memory.Entry) -> bool:
     """Whether the same is known of a tensor at every call."""
     return memory.can_look(tensor) or entry.declared or entry.given
+
+
+def _is_known_at_once(recipe: Recipe) -> bool:
+    """Whether the map of a kernel makes a recipe's result without any number of the device."""
+    match recipe:
+        case Inverse(_, dim):
+            return dim == 1
+        case Packed(table):
+            return isinstance(table, str) or _is_known_at_once(table)
+        case PackedByStep(base):
+            return _is_known_at_once(base)
+    return False
 
 
 def _settle(entry: memory.Entry) -> None:

@@ -374,47 +374,58 @@ def tasks(base: Made, limit: int) -> Result:
     full sort would lose that.
     """
     start, end, entries = base.arrays["start"], base.arrays["end"], base.counts["entries"]
-    count = (end - start).long()
-    most = start.numel() + entries // limit  # of pieces; the rest stays empty
-    device = count.device
-    cut = torch.clamp((count + limit - 1) // limit, min=1)
-    last = cut.cumsum(0)
-    number = torch.arange(most, device=device)
-    row = torch.searchsorted(last, number, right=True).clamp_(max=max(0, start.numel() - 1))
-    there = number < last[-1:]
-    first = start.long()[row] + (number - (last - cut)[row]) * limit
-    stop = torch.minimum(first + limit, end.long()[row])
-    split = (cut[row] > 1) & there
-    target = torch.where(split, -split.long().cumsum(0), row)
-    length = torch.where(there, stop - first, -1)
-    klass = torch.where(
-        length <= SHORT, 0, torch.ceil(torch.log2(length.clamp(min=1).float())).long()
-    )
-    klass = torch.where(there, klass, -1)
-    order = torch.argsort(-klass, stable=True)
-    rows = torch.argsort((cut <= 1).to(torch.int8), stable=True)  # those that were cut come first
-    slot_end = torch.where(cut > 1, cut, 0)[rows].cumsum(0)
+    if 0 < base.summary.longest <= min(limit, SHORT):
+        return _one_task_each(start, end)
+    # Numbers are as narrow as they can be, and let go of early: of very many rows each of these
+    # arrays is a noticeable part of all memory.
     small = torch.int32 if entries < 2**31 and start.numel() < 2**31 else torch.int64
-    arrays = {
-        "start": first[order].to(small),
-        "end": stop[order].to(small),
-        "row": target[order].to(small),
-        "cut_row": rows.to(small),
-        "cut_start": (slot_end - cut[rows]).to(small),
-        "cut_end": slot_end.to(small),
-    }
+    most = start.numel() + entries // limit  # of pieces; the rest stays empty
+    cut = (end - start).add_(limit - 1).div_(limit, rounding_mode="floor").clamp_(min=1).to(small)
+    last = cut.cumsum(0, dtype=small)
+    first = torch.arange(most, device=cut.device, dtype=small)
+    row = torch.searchsorted(last, first, right=True, out_int32=small is torch.int32)
+    row.clamp_(max=max(0, start.numel() - 1))
+    there = first < last[-1:]
+    first.sub_((last - cut)[row]).mul_(limit).add_(start[row])
+    stop = torch.minimum(first + limit, end[row])
+    split = (cut[row] > 1) & there
+    total, slot_count, cut_count = last[-1], split.sum(), (cut > 1).sum()
+    del last
+    row = torch.where(split, -split.cumsum(0, dtype=small), row)
+    length = torch.where(there, stop - first, -1)
+    long = (length > SHORT).sum()
+    klass = torch.where(length <= SHORT, 0, length.clamp_(min=1).log2().ceil_()).to(torch.int8)
+    del length, split
+    order = torch.argsort(torch.where(there, -klass, 1), stable=True)
+    del klass, there
+    arrays = {"start": first[order].to(small), "end": stop[order].to(small), "row": row[order]}
+    del first, stop, row, order
+    rows = torch.argsort((cut <= 1).to(torch.int8), stable=True)  # those that were cut come first
+    cut = torch.where(cut > 1, cut, 0)[rows]
+    slot_end = cut.cumsum(0, dtype=small)
+    arrays |= {"cut_row": rows.to(small), "cut_start": slot_end - cut, "cut_end": slot_end}
 
     def finish(numbers: Sequence[int]) -> Made:
         total, long, slot_count, cut_count = numbers
         counts = {"tasks": total, "long": long, "slots": slot_count, "cut": cut_count}
-        kept = {
-            name: array[: cut_count if name.startswith("cut") else total].clone()
-            for name, array in arrays.items()
-        }
-        return Made(kept, counts)
+        lengths = {n: cut_count if n.startswith("cut") else total for n in arrays}
+        return Made({n: _first(array, lengths[n]) for n, array in arrays.items()}, counts)
 
-    numbers = [last[-1], (length > SHORT).sum(), split.sum(), (cut > 1).sum()]
-    return awaited(arrays, numbers, finish)
+    return awaited(arrays, [total, long, slot_count, cut_count], finish)
+
+
+def _first(array: Tensor, count: int) -> Tensor:
+    """The beginning of an array, without the rest in memory."""
+    return array if array.numel() == count else array[:count].clone()
+
+
+def _one_task_each(start: Tensor, end: Tensor) -> Made:
+    """No row is cut, and none is long: they stay as they are, which takes no memory to speak of."""
+    row = torch.arange(start.numel(), device=start.device, dtype=start.dtype)
+    none = start[:0]
+    arrays = {"start": start, "end": end, "row": row}
+    arrays |= {"cut_row": none, "cut_start": none, "cut_end": none}
+    return Made(arrays, {"tasks": start.numel(), "long": 0, "slots": 0, "cut": 0})
 
 
 def pieces(base: Made, limit: int) -> Result:
