@@ -34,11 +34,10 @@ def table(folder: Path = RESULTS) -> str:
     for name, make in (("bench.json", bench_table), ("kernels.json", kernels_table)):
         if (folder / name).exists():
             lines = make(json.loads((folder / name).read_text(encoding="utf-8")))
-            if (folder / "fusion.json").exists():
-                lines += [
-                    "",
-                    *fusion_table(json.loads((folder / "fusion.json").read_text(encoding="utf-8"))),
-                ]
+            for more, more_lines in (("fresh.json", new_data_lines), ("fusion.json", fusion_table)):
+                if (folder / more).exists():
+                    found = json.loads((folder / more).read_text(encoding="utf-8"))
+                    lines += ["", *more_lines(found)]
             return "\n".join(lines) + "\n"
     return "No measurements yet.\n"
 
@@ -58,10 +57,82 @@ def page(folder: Path = RESULTS) -> str:
         *fused,
         ("tuning.json", tuning_lines),
         ("overhead.json", overhead_lines),
+        ("fresh.json", new_data_lines),
+        ("limits.json", limits_lines),
+        ("compare.json", compare_lines),
     ):
         if (folder / name).exists():
             parts += [*make(json.loads((folder / name).read_text(encoding="utf-8"))), ""]
     return "\n".join(parts).rstrip() + "\n"
+
+
+# --- of new data ----------------------------------------------------------------------------------
+
+
+def new_data_lines(result: dict[str, Any]) -> list[str]:
+    """Calls on tensors and sizes that were never seen."""
+    lines = [
+        f"### New data at each call ({result['device']}, torch {result['versions']['torch']}, "
+        f"{result['date']})",
+        "",
+        f"{result['calls']} calls each on tensors of a new size, wall time from an idle device to "
+        "an idle device, in turns with the rival; what was compiled after the tenth call; what a "
+        "call waited for. Most of these times are the host's, which differs between machines by "
+        "a third. A step is forward, sum, backward and SGD.",
+        "",
+        "| case | | median ms | p99 | most | wanted | compiled | waits | error |",
+        "|---|---|--:|--:|--:|--:|--:|---|--:|",
+    ]
+    for row in result["rows"]:
+        error = "" if row["error"] is None else f"{row['error']:.0e}"
+        wanted = f"{row['wanted_ms']:.2f}" if row["contender"] == "insum" else ""
+        lines.append(
+            f"| `{row['case']}` | {row['contender']} | {row['median_ms']:.3f} | "
+            f"{row['p99_ms']:.3f} | {row['max_ms']:.2f} | {wanted} | {row['compiled']} | "
+            f"{row['waits'] or '-'} | {error} |"
+        )
+    return [*lines, "", f"Made by `{result['command']}`."]
+
+
+def limits_lines(result: dict[str, Any]) -> list[str]:
+    """What must not grow, and what must not break."""
+    calls, many = result["calls"], result["nonzeros"]
+    resident = " and ".join(f"{m:.0f}" for m in calls["resident_mib"])
+    lines = [
+        "## Limits",
+        "",
+        f"{result['device']}, torch {result['torch']}, {result['date']}.",
+        "",
+        f"- {calls['calls']} calls of random sizes, strides and settings, in two dtypes: "
+        f"{calls['compiled']} kernels compiled, {resident} MiB resident after half of them and "
+        f"after all; remembered: {calls['remembered']}.",
+        f"- {many['nonzeros'] / 1e6:.0f} million nonzeros in sorted rows: "
+        f"{many['inputs_and_outputs_gib']:.2f} GiB of inputs and outputs, "
+        f"{100 * many['share']:.0f} % of that beside them at the peak, error {many['error']:.0e}.",
+        "- Indices out of range, each found on the device and reported, the next call right:",
+    ]
+    lines += [f"    - {name}: `{text}`" for name, text in result["offences"].items()]
+    return [*lines, "", f"Made by `{result['command']}`."]
+
+
+def compare_lines(result: dict[str, Any]) -> list[str]:
+    """Two versions beside each other."""
+    lines = [
+        "## Against the version before the one runtime",
+        "",
+        f"Milliseconds as CUDA-graph replays, in turns. {result['device']}, torch "
+        f"{result['torch']}, {result['date']}.",
+        "",
+        "| case | dtype | | contender | before | now | now / before |",
+        "|---|---|---|---|--:|--:|--:|",
+    ]
+    for row in result["rows"]:
+        old, new = row["old_ms"], row["new_ms"]
+        lines.append(
+            f"| {row['benchmark']}, {row['case']} | {row['dtype']} | {row['direction']} | "
+            f"{row['contender']} | {old:.4f} | {new:.4f} | {new / old:.2f} |"
+        )
+    return [*lines, "", f"Made by `{result['command']}`."]
 
 
 # --- of insum bench -------------------------------------------------------------------------------
