@@ -180,6 +180,7 @@ def test_every_module_has_a_place() -> None:
 
 def test_testing_rests_only_on_the_language() -> None:
     found = [f for f in every_import() if top(f.importer) == "testing" and top(f.name) == "insum"]
+    found = [f for f in found if f.importer != "testing.soak"]  # which is a command over all of it
     wrong = [
         str(f)
         for f in found

@@ -1,0 +1,430 @@
+"""A soak test: statements, formats, layers and fused programs, drawn at random and full of traps,
+each against the oracle or against plain PyTorch, for as long as one wishes.
+
+    python -m insum.testing.soak --minutes 60 [--gpu] [--seed 0] [--out FOLDER]
+    python -m insum.testing.soak --again fused:7:0.5      one trial, by its name, seed and scale
+
+With ``TRITON_INTERPRET=1`` statements run as generated kernels on a machine without a GPU. A trial
+that fails is tried again at smaller scales, and a script that repeats the smallest failing one is
+written to the folder. Each trial is decided by its name, its seed and its scale alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+import insum
+from insum.testing.cases import draw_cases
+
+SCALES = (1.0, 0.5, 0.25, 0.1)
+OUT = Path("out/soak")
+
+
+@dataclass(frozen=True)
+class Draw:
+    """What a trial draws from."""
+
+    random: random.Random
+    scale: float
+    device: torch.device
+
+    def size(self, least: int, most: int) -> int:
+        return self.random.randint(least, max(least, int(most * self.scale)))
+
+    def values(self, *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        return torch.randn(shape, dtype=dtype).to(self.device)
+
+    def index(self, count: int, below: int) -> Tensor:
+        """Places, perhaps sorted, in any dtype that holds them, perhaps a view of something."""
+        found = torch.randint(0, max(1, below), (count,))
+        if self.random.random() < 0.4:
+            found = found.sort().values
+        kinds = [torch.int64, torch.int32] + ([torch.uint8] if below <= 256 else [])
+        found = found.to(self.random.choice(kinds)).to(self.device)
+        return torch.stack([found, found], 1)[:, 0] if self.random.random() < 0.3 else found
+
+
+Trial: TypeAlias = Callable[[Draw], None]
+
+
+def agree(got: Tensor, want: Tensor, what: str) -> None:
+    coarse = got.dtype in (torch.float16, torch.bfloat16)
+    limit = 2e-2 if coarse else 1e-4 if got.dtype == torch.float32 else 1e-9
+    got, want = got.detach(), want.detach().to(got.device)
+    scale = float(want.double().abs().max()) if want.numel() else 0.0
+    torch.testing.assert_close(
+        got.double(),
+        want.double(),
+        rtol=limit,
+        atol=limit * (1 + scale),
+        msg=lambda m: f"{what}: {m}",
+    )
+
+
+# --- statements -----------------------------------------------------------------------------------
+
+
+def statements(draw: Draw) -> None:
+    """Drawn statements against the oracle, again after everything was written to."""
+    seed = draw.random.randrange(2**31)
+    for case in draw_cases(1, seed=seed):
+        case.check()
+        case.check()
+
+
+def aggregated(x: Tensor, w: Tensor, s: Tensor, d: Tensor) -> Tensor:
+    empty = torch.zeros(x.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
+    return empty.index_add(0, d.long(), x[s.long()] * w[:, None])
+
+
+def rewritten(draw: Draw) -> None:
+    """The same index tensors call after call, written to between calls in ways that can be seen."""
+    nodes, edges, width = draw.size(2, 60), draw.size(1, 400), draw.size(1, 24)
+    x, w = draw.values(nodes, width).requires_grad_(), draw.values(edges).requires_grad_()
+    s, d = draw.index(edges, nodes), draw.index(edges, nodes)
+    for _ in range(draw.random.randint(2, 8)):
+        got = insum.insum(
+            "y[d[e],f] = w[e] * x[s[e],f]", x=x, w=w, s=s, d=d, out_shape=(nodes, width)
+        )
+        want = aggregated(x, w, s, d)
+        agree(got, want, "forward")
+        upstream = torch.randn_like(want)
+        ours = torch.autograd.grad(got, (x, w), upstream)
+        for name, a, b in zip("xw", ours, torch.autograd.grad(want, (x, w), upstream), strict=True):
+            agree(a, b, f"gradient of {name}")
+        _write(draw, draw.random.choice((s, d)), nodes)
+
+
+def _write(draw: Draw, index: Tensor, below: int) -> None:
+    place = draw.random.randrange(index.numel())
+    new = torch.randint(0, below, index.shape).to(index)
+    match draw.random.randrange(5):
+        case 0:
+            index[place] = int(new[place])
+        case 1:
+            index.copy_(new)
+        case 2:
+            with torch.no_grad():
+                index.view(-1)[place:].fill_(int(new[place]))
+        case 3:
+            index.data = new
+        case _:
+            pass
+
+
+def in_place(draw: Draw) -> None:
+    """Accumulation into targets of any layout, which may be what is read."""
+    rows, count, width = draw.size(1, 40), draw.size(1, 200), draw.size(1, 20)
+    index, x = draw.index(count, rows), draw.values(count, width)
+    target = draw.values(rows, width)
+    target = target.t().contiguous().t() if draw.random.random() < 0.5 else target
+    operator = draw.random.choice(("+=", "max=", "min="))
+    where = index.long()[:, None].expand(count, width)
+    reduction = {"+=": "sum", "max=": "amax", "min=": "amin"}[operator]
+    want = target.clone().scatter_reduce(0, where, x, reduction)
+    got = insum.insum(f"C[i[e],f] {operator} x[e,f]", C=target, i=index, x=x)
+    assert got is target
+    agree(target, want, operator)
+
+
+def out_of_range(draw: Draw) -> None:
+    """One wrong index among many is reported, and the next call is right."""
+    rows, count = draw.size(1, 40), draw.size(1, 200)
+    x, index = draw.values(rows, 3), draw.index(count, rows).long()
+    place = draw.random.randrange(count)
+    good = index.clone()
+    index[place] = draw.random.choice((rows, rows + 7, -1))
+    try:
+        insum.insum("y[e,f] = x[i[e],f]", x=x, i=index)
+        insum.synchronize()
+    except insum.IndexRangeError as error:
+        assert f"i[{place}] is {int(index[place])}" in str(error), str(error)
+    else:
+        raise AssertionError("nothing was reported")
+    agree(insum.insum("y[e,f] = x[i[e],f]", x=x, i=good), x[good], "the next call")
+
+
+# --- formats --------------------------------------------------------------------------------------
+
+
+def formats(draw: Draw) -> None:
+    """A sparse matrix in every format: there and back, and times a matrix."""
+    block = draw.random.choice((1, 2, 4))
+    rows, columns = block * draw.size(1, 20), block * draw.size(1, 20)
+    dense = draw.values(rows, columns) * (torch.rand(rows, columns) < 0.3).to(draw.device)
+    B = draw.values(columns, draw.size(1, 9))
+    every: list[Any] = [
+        insum.formats.COO.from_dense(dense),
+        insum.formats.GroupCOO.from_dense(dense, group_dims=(0,), group_size="auto"),
+        insum.formats.BlockGroupCOO.from_dense(dense, block_shape=(block, block), group_size=2),
+    ]
+    for one in every:
+        name = type(one).__name__
+        agree(one.to_dense(), dense, f"{name} and back")
+        agree(one @ B, dense @ B, f"{name} times a matrix")
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+def convolutions(draw: Draw) -> None:
+    """A submanifold convolution against the dense one."""
+    side, count = draw.size(2, 8), draw.size(1, 120)
+    every = torch.cartesian_prod(*[torch.arange(side)] * 3)
+    coords = every[torch.randperm(len(every))[:count]]
+    inputs, outputs = draw.size(1, 9), draw.size(1, 9)
+    layer = insum.nn.SparseConv3d(inputs, outputs, 3, submanifold=True).double().to(draw.device)
+    features = draw.values(len(coords), inputs).requires_grad_()
+    shape = (side, side, side)
+    x = insum.nn.SparseTensor(coords.to(draw.device), features, spatial_shape=shape)
+    got = layer(x).features
+    grid = x.to_dense(1)
+    weight = layer.weight.reshape(3, 3, 3, inputs, outputs).permute(4, 3, 0, 1, 2)
+    full = nn.functional.conv3d(grid, weight, layer.bias, padding=1)
+    want = full[0].movedim(0, -1)[tuple(coords.to(draw.device).unbind(1))]
+    agree(got, want, "convolution")
+    upstream = torch.randn_like(want)
+    leaves = (features, layer.weight)
+    ours = torch.autograd.grad(got, leaves, upstream, retain_graph=True)
+    for a, b in zip(ours, torch.autograd.grad(want, leaves, upstream), strict=True):
+        agree(a, b, "gradient of a convolution")
+
+
+def graph_layers(draw: Draw) -> None:
+    """A GCN layer against a dense normalised adjacency."""
+    nodes, edges, width = draw.size(1, 30), draw.size(1, 200), draw.size(1, 12)
+    ends = torch.randint(0, nodes, (2, edges))
+    ends = ends[:, ends[0] != ends[1]].to(draw.device)
+    layer = insum.nn.GCNConv(width, 5).double().to(draw.device)
+    x = draw.values(nodes, width)
+    dense = torch.eye(nodes, dtype=torch.float64, device=draw.device)
+    dense.index_put_((ends[1], ends[0]), dense.new_ones(()), accumulate=True)
+    root = dense.sum(1).rsqrt()
+    want = (root[:, None] * dense * root) @ layer.lin(x) + layer.bias
+    for _ in range(draw.random.randint(1, 6)):
+        agree(layer(x, ends), want, "GCNConv")
+
+
+# --- fused programs -------------------------------------------------------------------------------
+
+
+def _twice(x: Tensor, w: Tensor, e: Tensor) -> Tensor:
+    m = x[e[0].long()] * w[:, None]
+    empty = torch.zeros_like(x)
+    return empty.index_add(0, e[1].long(), m) + 2 * empty.index_add(0, e[1].long(), m)
+
+
+def _largest(x: Tensor, w: Tensor, e: Tensor) -> Tensor:
+    m = x[e[0].long()] @ torch.ones(x.shape[1], 3, dtype=x.dtype, device=x.device) * w[:, None]
+    at = e[1].long()[:, None].expand(-1, 3)
+    return torch.zeros(x.shape[0], 3, dtype=x.dtype, device=x.device).scatter_reduce(
+        0, at, m, "amax"
+    )
+
+
+def _views(x: Tensor, w: Tensor, e: Tensor) -> Tensor:
+    both = torch.cat([e, e.flip(0)], 1)
+    m = x[both[0].long()] * torch.cat([w, w])[:, None]
+    return torch.zeros_like(x).index_add(0, both[1].long(), m).relu()
+
+
+def _chain(x: Tensor, w: Tensor, e: Tensor) -> Tensor:
+    first = torch.zeros_like(x).index_add(0, e[1].long(), x[e[0].long()])
+    return first.index_add(0, e[0].long(), first[e[1].long()] * w[:, None])
+
+
+PROGRAMS = (_twice, _largest, _views, _chain)
+
+
+def fused(draw: Draw) -> None:
+    """A program of plain PyTorch, compiled, on several graphs, forward and backward."""
+    program = draw.random.choice(PROGRAMS)
+    torch._dynamo.reset()
+    keep: dict[str, Any] = {"insum.fuse": "always", "insum.rest": "eager"}
+    run = torch.compile(program, backend="insum", options=keep)
+    for _ in range(2):
+        nodes, edges, width = draw.size(2, 30), draw.size(2, 200), draw.size(1, 9)
+        kind = draw.random.choice((torch.int64, torch.int32, torch.uint8))
+        ends = torch.randint(0, nodes, (2, edges)).to(kind).to(draw.device)
+        leaves = draw.values(nodes, width).requires_grad_(), draw.values(edges).requires_grad_()
+        got, want = run(*leaves, ends), program(*leaves, ends)
+        agree(got, want, program.__name__)
+        upstream = torch.randn_like(want)
+        ours = torch.autograd.grad(got, leaves, upstream)
+        for a, b in zip(ours, torch.autograd.grad(want, leaves, upstream), strict=True):
+            agree(a, b, f"gradient of {program.__name__}")
+
+
+# --- threads --------------------------------------------------------------------------------------
+
+
+def threads(draw: Draw) -> None:
+    """Trials in several threads at once, with settings of their own."""
+    errors: list[BaseException] = []
+
+    def work(seed: int) -> None:
+        own = Draw(random.Random(seed), draw.scale, draw.device)
+        try:
+            with insum.settings(tier=own.random.choice(("auto", "stable"))):
+                own.random.choice((rewritten, in_place, formats))(own)
+        except BaseException as error:
+            errors.append(error)
+
+    every = [threading.Thread(target=work, args=(draw.random.randrange(2**31),)) for _ in range(3)]
+    for one in every:
+        one.start()
+    for one in every:
+        one.join()
+    if errors:
+        raise errors[0]
+
+
+TRIALS: dict[str, Trial] = {
+    one.__name__: one
+    for one in (
+        *(statements, rewritten, in_place, out_of_range, formats, convolutions, graph_layers),
+        *(fused, threads),
+    )
+}
+#: Of so many trials one is of these, which take long to compile.
+RARE = {"fused": 8}
+
+
+# --- running --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Counts:
+    """What was tried, and what was found."""
+
+    tried: Counter[str] = field(default_factory=Counter)
+    found: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    def __str__(self) -> str:
+        every = ", ".join(f"{count} {name}" for name, count in sorted(self.tried.items()))
+        total, found = self.tried.total(), len(self.found)
+        return f"{total} trials in {self.seconds:.0f} s ({every}); {found} found"
+
+
+@contextmanager
+def drawn_settings(draw: Draw) -> Iterator[None]:
+    options: dict[str, Any] = {"tier": draw.random.choice(("auto", "stable"))}
+    if draw.random.random() < 0.2:
+        options["scatter"] = draw.random.choice(
+            ("atomic", "segment", "onehot", "unrolled", "store")
+        )
+    with insum.settings(**options):
+        yield
+
+
+def trial(name: str, seed: int, scale: float = 1.0, device: str = "cpu") -> None:
+    """One trial; raises where something is wrong.
+
+    >>> trial("in_place", seed=3)
+    """
+    torch.manual_seed(seed)
+    draw = Draw(random.Random(seed), scale, torch.device(device))
+    with drawn_settings(draw):
+        TRIALS[name](draw)
+
+
+def failure(name: str, seed: int, scale: float, device: str) -> str:
+    try:
+        trial(name, seed, scale, device)
+    except Exception:
+        return traceback.format_exc()
+    return ""
+
+
+def shrunk(name: str, seed: int, device: str) -> tuple[float, str]:
+    """The smallest scale at which a trial fails, and how."""
+    found = [(scale, failure(name, seed, scale, device)) for scale in SCALES]
+    return [pair for pair in found if pair[1]][-1]
+
+
+def soak(
+    seconds: float,
+    seed: int = 0,
+    device: str = "cpu",
+    out: Path | None = None,
+    names: tuple[str, ...] = (),
+) -> Counts:
+    """Trials until the time is up.
+
+    Args:
+        seconds: For how long.
+        seed: Of the first trial; each has the next.
+        device: Where tensors lie.
+        out: The folder that scripts of what fails go to; none are written without one.
+        names: Of the trials; all where none are given.
+
+    Returns:
+        What was tried and what was found, as names that ``--again`` takes.
+
+    Examples:
+        >>> soak(0.2, names=("in_place",)).found
+        []
+    """
+    counts, start = Counts(), time.monotonic()
+    every = [n for n in TRIALS if not names or n in names]
+    while time.monotonic() - start < seconds:
+        name = every[seed % len(every)]
+        seed += 1
+        if seed % RARE.get(name, 1) and len(every) > 1:
+            continue
+        counts.tried[name] += 1
+        if failure(name, seed, 1.0, device):
+            counts.found.append(_kept(name, seed, device, out))
+    counts.seconds = time.monotonic() - start
+    return counts
+
+
+def _kept(name: str, seed: int, device: str, out: Path | None) -> str:
+    scale, text = shrunk(name, seed, device)
+    found = f"{name}:{seed}:{scale}"
+    print(f"FOUND {found}\n{text}", flush=True)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        call = f"trial({name!r}, {seed}, {scale}, {device!r})"
+        script = f"from insum.testing.soak import trial\n\n{call}\n"
+        (out / f"{name}_{seed}.py").write_text(script, encoding="utf-8")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Drawn programs against PyTorch and an oracle.")
+    parser.add_argument("--minutes", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--only", default="", help=f"of {', '.join(TRIALS)}; separated by commas")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--again", default="", help="one trial: name:seed:scale")
+    asked = parser.parse_args()
+    device = "cuda" if asked.gpu else "cpu"
+    if asked.again:
+        name, seed, scale = asked.again.split(":")
+        trial(name, int(seed), float(scale), device)
+        return 0
+    names = tuple(filter(None, asked.only.split(",")))
+    counts = soak(60 * asked.minutes, asked.seed, device, asked.out, names)
+    print(counts)
+    return int(bool(counts.found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

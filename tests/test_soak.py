@@ -1,0 +1,45 @@
+"""Ten seconds of the soak test, and that it finds what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import insum
+from insum.testing import soak
+
+
+@pytest.mark.parametrize("names", [(), ("fused",)])
+def test_a_while_of_everything(names: tuple[str, ...]) -> None:
+    counts = soak.soak(8 if not names else 2, seed=1000, names=names)
+    assert not counts.found and counts.tried.total() > 0, str(counts)
+    if not names:
+        assert set(counts.tried) >= set(soak.TRIALS) - set(soak.RARE), str(counts)
+
+
+def test_what_is_wrong_is_found_and_made_smaller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = insum.insum
+    monkeypatch.setattr(insum, "insum", lambda *a, **k: right(*a, **k) + 1)
+    counts = soak.soak(0.3, names=("rewritten",), out=tmp_path)
+    assert counts.found and all(f.startswith("rewritten:") for f in counts.found)
+    assert counts.found[0].endswith(":0.1"), "also at the smallest scale"
+    script = next(tmp_path.glob("rewritten_*.py")).read_text()
+    assert "trial('rewritten'" in script
+    assert "FOUND" in capsys.readouterr().out
+    assert "rewritten" in str(counts)
+
+
+def test_a_trial_is_decided_by_its_seed() -> None:
+    soak.trial("formats", seed=5)
+    before = torch.random.get_rng_state()
+    soak.trial("formats", seed=5)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_one_trial_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["soak", "--again", "in_place:3:0.5"])
+    assert soak.main() == 0
