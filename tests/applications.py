@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import insum
-from insum.autograd import Known, gradients
+from insum.autograd import ForwardCall, gradients
 from insum.call import Kinds
 from insum.formats import COO, BlockCOO, BlockGroupCOO, GroupCOO
 from insum.lang.bind import Problem
@@ -81,7 +81,7 @@ class Application:
                 return torch.empty(())
 
             extents = self.forward.request.bind(self.values, upstream).extents
-            known = Known(self.forward.request.form, {}, extents)
+            known = ForwardCall(self.forward.request.form, {}, extents)
             gradients(known, self.values, upstream, [name], None, None, record)
         return calls
 

@@ -71,7 +71,7 @@ class Rule:
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class ForwardCall:
     """What gradients need of a call besides its tensors.
 
     Attributes:
@@ -84,7 +84,7 @@ class Known:
 
 
 def gradients(
-    call: Known,
+    call: ForwardCall,
     values: Mapping[str, Value],
     upstream: Tensor,
     wanted: Sequence[str],
@@ -116,7 +116,7 @@ def _sum(parts: list[Tensor]) -> Tensor:
     return total
 
 
-def _rule(call: Known, values: Mapping[str, Any], name: str, upstream: torch.dtype) -> Rule:
+def _rule(call: ForwardCall, values: Mapping[str, Any], name: str, upstream: torch.dtype) -> Rule:
     """The rule for one tensor, found once for a kind of call."""
     key = name, upstream
     found: Rule | None = call.rules.get(key)
@@ -163,7 +163,7 @@ def _derived(
 
 
 def _shared(
-    call: Known,
+    call: ForwardCall,
     values: Mapping[str, Value],
     upstream: Tensor,
     result: Tensor,

@@ -497,7 +497,7 @@ _NUMBERS = ("int", "bool", "str", "int | None")
 
 
 @dataclasses.dataclass(frozen=True)
-class Report:
+class MemoryReport:
     """What is remembered: tensors, entries, and bytes of what was derived from them."""
 
     tensors: int
@@ -508,12 +508,12 @@ class Report:
         return f"{self.entries} entries about {self.tensors} tensors, {self.nbytes / 2**20:.1f} MiB"
 
 
-def report() -> Report:
+def report() -> MemoryReport:
     """How much is remembered now.
 
     >>> report()  # doctest: +SKIP
-    Report(tensors=2, entries=3, nbytes=4096)
+    MemoryReport(tensors=2, entries=3, nbytes=4096)
     """
     entries = list(_entries())
     tensors = sum(len(held.owners) for held in list(_storages.values()))
-    return Report(tensors, len(entries), sum(e.nbytes for e in entries))
+    return MemoryReport(tensors, len(entries), sum(e.nbytes for e in entries))

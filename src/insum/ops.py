@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from insum.autograd import Known, gradients
+from insum.autograd import ForwardCall, gradients
 from insum.batching import batched, front
 from insum.call import BoundCall, Kinds, prepare
 from insum.compat.calls import apply_plainly, is_plain_call, is_transformed
@@ -267,7 +267,7 @@ def _backward(
         extents: Mapping[str, Size] = (
             spec.request.bind(values, upstream.detach()).extents if call is None else call.extents
         )
-        known = Known(spec.form, rules, extents)
+        known = ForwardCall(spec.form, rules, extents)
         found = gradients(known, values, upstream, wanted, result, held, _run_derived)
     raise_found()
     to_initial = (

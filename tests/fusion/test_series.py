@@ -217,7 +217,9 @@ class Counted:
         monkeypatch.setattr(joined, "known_now", facts.facts_of)
         memory.forget()
 
-    def counting(self, name: str, make: Callable[..., joined.Made]) -> Callable[..., joined.Made]:
+    def counting(
+        self, name: str, make: Callable[..., joined.JoinedStatement]
+    ) -> Callable[..., joined.JoinedStatement]:
         return lambda *arguments: (self.made.append(name[1:]), make(*arguments))[1]
 
 

@@ -43,7 +43,7 @@ Arguments = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Contender:
+class FreshContender:
     """Who runs a case. ``waits`` tells that it is not held to never waiting for the device."""
 
     name: str
@@ -52,7 +52,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Case:
+class FreshCase:
     """Data that are drawn anew for every call, who runs on them, and what is right.
 
     Attributes:
@@ -63,7 +63,7 @@ class Case:
     name: str
     wanted_ms: float
     draw: Callable[[random.Random], Arguments]
-    contenders: tuple[Contender, ...]
+    contenders: tuple[FreshContender, ...]
     exact: Callable[..., Tensor] | None = None
 
 
@@ -86,7 +86,7 @@ class Timed:
 
 
 @dataclass(frozen=True)
-class Sizes:
+class DataSizes:
     device: torch.device
     place: Path | None
     of: dict[str, int]
@@ -122,7 +122,7 @@ class Sizes:
         return x, y, w, ends
 
 
-def scene(sizes: Sizes) -> Tensor:
+def scene(sizes: DataSizes) -> Tensor:
     """Voxels of a cloud, and of copies beside it where it is too small for the largest part."""
     names = data.cloud_names(sizes.place)
     name = next((n for n in names if "lidar" in n.lower()), names[-1])
@@ -157,26 +157,26 @@ def pattern(device: torch.device) -> dict[str, Tensor]:
 # --- cases ----------------------------------------------------------------------------------------
 
 
-def cases(options: Options) -> Iterator[Case]:
+def cases(options: Options) -> Iterator[FreshCase]:
     cuda = options.device.type == "cuda"
-    sizes = Sizes(options.device, options.data, SIZES if cuda else SMALL)
+    sizes = DataSizes(options.device, options.data, SIZES if cuda else SMALL)
     yield from _graph_cases(sizes)
     yield from _cloud_cases(sizes)
     yield _product_case(sizes)
 
 
-def _graph_cases(sizes: Sizes) -> Iterator[Case]:
+def _graph_cases(sizes: DataSizes) -> Iterator[FreshCase]:
     def ours(x: Tensor, edges: Tensor) -> Tensor:
         return insum.insum(AGGREGATE, x=x, s=edges[0], d=edges[1], out_shape=x.shape)
 
     def torchs(x: Tensor, edges: Tensor) -> Tensor:
         return torch.zeros_like(x).index_add_(0, edges[1], x[edges[0]])
 
-    yield Case(
+    yield FreshCase(
         "y[d[e],f] = x[s[e],f], new edges",
         0.12,
         sizes.graph,
-        (Contender("insum", ours, False), Contender("torch index_add_", torchs)),
+        (FreshContender("insum", ours, False), FreshContender("torch index_add_", torchs)),
         lambda x, edges: torchs(x.double(), edges),
     )
     same = sizes.graph(random.Random(1))
@@ -184,20 +184,20 @@ def _graph_cases(sizes: Sizes) -> Iterator[Case]:
         ("GCNConv step, new edges", 1.0, sizes.graph),
         ("GCNConv step, same edges", 0.8, lambda drawn: same),
     ):
-        yield Case(name, wanted, draw, tuple(_gcn_contenders(sizes)), None)
+        yield FreshCase(name, wanted, draw, tuple(_gcn_contenders(sizes)), None)
 
 
-def _gcn_contenders(sizes: Sizes) -> Iterator[Contender]:
+def _gcn_contenders(sizes: DataSizes) -> Iterator[FreshContender]:
     from insum.nn import GCNConv
 
     columns = sizes.of["columns"]
-    yield Contender("insum", training(GCNConv(columns, columns).to(sizes.device)), False)
+    yield FreshContender("insum", training(GCNConv(columns, columns).to(sizes.device)), False)
     if not PYG.absent(sizes.device):
         theirs = module("torch_geometric.nn").GCNConv(columns, columns)
-        yield Contender("PyG", training(theirs.to(sizes.device)))
+        yield FreshContender("PyG", training(theirs.to(sizes.device)))
 
 
-def _cloud_cases(sizes: Sizes) -> Iterator[Case]:
+def _cloud_cases(sizes: DataSizes) -> Iterator[FreshCase]:
     from insum.nn import SparseConv3d, SparseTensor
 
     base, channels = scene(sizes), sizes.of["channels"]
@@ -214,16 +214,16 @@ def _cloud_cases(sizes: Sizes) -> Iterator[Case]:
     def exact(coords: Tensor, features: Tensor) -> Tensor:
         return exact_convolution(coords, features, layers[0].weight.detach())  # type: ignore[operator]
 
-    contenders = [Contender("insum", one, False)]
+    contenders = [FreshContender("insum", one, False)]
     if not FLEXGEMM.absent(sizes.device):
-        contenders.append(Contender("FlexGEMM", flexgemm(layers[0].weight.detach())))  # type: ignore[operator]
-    yield Case("map and convolution, new cloud", 0.40, draw, tuple(contenders), exact)
+        contenders.append(FreshContender("FlexGEMM", flexgemm(layers[0].weight.detach())))  # type: ignore[operator]
+    yield FreshCase("map and convolution, new cloud", 0.40, draw, tuple(contenders), exact)
     both = lambda coords, features: layers(SparseTensor(coords, features)).features
-    step = Contender("insum", training(both, layers), False)
-    yield Case("two convolutions, step, new cloud", 1.8, draw, (step,))
+    step = FreshContender("insum", training(both, layers), False)
+    yield FreshCase("two convolutions, step, new cloud", 1.8, draw, (step,))
 
 
-def _product_case(sizes: Sizes) -> Case:
+def _product_case(sizes: DataSizes) -> FreshCase:
     fixed: dict[str, Any] = pattern(sizes.device)
 
     def ours(x: Tensor, y: Tensor, w: Tensor, ends: Tensor) -> Tensor:
@@ -249,8 +249,10 @@ def _product_case(sizes: Sizes) -> Case:
         )
         return torch.zeros_like(x, dtype=torch.float64).index_add_(0, ends[1], own)
 
-    contenders = (Contender("insum", ours, False),)
-    return Case("tensor-product convolution, new edges", 0.30, sizes.molecules, contenders, exact)
+    contenders = (FreshContender("insum", ours, False),)
+    return FreshCase(
+        "tensor-product convolution, new edges", 0.30, sizes.molecules, contenders, exact
+    )
 
 
 def training(run: Callable[..., Tensor], layer: nn.Module | None = None) -> Callable[..., Tensor]:
@@ -305,7 +307,7 @@ def flexgemm(weight: Tensor) -> Callable[..., Tensor]:
 # --- timing ---------------------------------------------------------------------------------------
 
 
-def timed(case: Case, device: torch.device, calls: int) -> list[Timed]:
+def timed(case: FreshCase, device: torch.device, calls: int) -> list[Timed]:
     """All contenders of a case, in turns on the same data."""
     drawn, seconds = random.Random(0), {c.name: list[float]() for c in case.contenders}
     errors = {c.name: error_of(case, c, device) for c in case.contenders}
@@ -331,7 +333,7 @@ def timed(case: Case, device: torch.device, calls: int) -> list[Timed]:
 
 
 def _summary(
-    case: Case, name: str, seconds: list[float], compiled: int, waits: str, error: float | None
+    case: FreshCase, name: str, seconds: list[float], compiled: int, waits: str, error: float | None
 ) -> Timed:
     ranked = sorted(1e3 * s for s in seconds)
     p99 = ranked[min(len(ranked) - 1, math.ceil(0.99 * len(ranked)) - 1)]
@@ -348,7 +350,7 @@ def _summary(
     )
 
 
-def error_of(case: Case, contender: Contender, device: torch.device) -> float | None:
+def error_of(case: FreshCase, contender: FreshContender, device: torch.device) -> float | None:
     """The relative error of a first call, in memory that was poisoned."""
     if case.exact is None:
         return None
@@ -359,7 +361,9 @@ def error_of(case: Case, contender: Contender, device: torch.device) -> float | 
     return measure.relative_error((contender.run(*arguments),), (want,))
 
 
-def waited_for(case: Case, contender: Contender, device: torch.device, drawn: random.Random) -> str:
+def waited_for(
+    case: FreshCase, contender: FreshContender, device: torch.device, drawn: random.Random
+) -> str:
     """What a call waits for on the device: the first line of PyTorch's complaint, if any."""
     if device.type != "cuda" or contender.waits:
         return ""

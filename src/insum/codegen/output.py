@@ -204,7 +204,7 @@ class Output(Contract):
             Val(f"({value.text} >= 0)", value.axes, value.stage)
             for value in self.padded_indices(target)
         ]
-        masks += self.ranges(place)
+        masks += self.ranges(place, inner=True)
         mask = combine(distinct(masks), "&") if masks else None
         pointer = f"{self.arg(Pointer(OUT))} + {offset.over(axes)}"
         masked = f", mask={mask.over(axes)}" if mask else ""

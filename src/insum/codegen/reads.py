@@ -95,9 +95,12 @@ class Reads(Frame):
             if (access.tensor, self.dimension(access.tensor, dim)) in self.plan.guarded
         ]
 
-    def ranges(self, access: Access) -> list[Val]:
-        """Where unchecked indices are in range: nothing else is read or written."""
-        found = []
+    def ranges(self, access: Access, *, inner: bool = False) -> list[Val]:
+        """Where unchecked indices are in range: nothing else is read or written. ``inner``: also
+        those inside of indices, where they decide what is written to.
+        """
+        nested = [a for i in access.indices for a in accesses(i)] if inner else []
+        found = [v for a in nested for v in self.ranges(a, inner=True)]
         for dim in self.guarded(access):
             value = self.place(access, dim)
             text = _times(value.text)
@@ -183,15 +186,35 @@ class Reads(Frame):
             f", mask={mask.over(offset.axes)}, other={other})" if mask else ")"
         )
         stage = max(offset.stage, mask.stage if mask else 0)
-        value = self.define_load(
-            access, Val(self.cast_index(text) if as_index else text, offset.axes, stage), as_index
-        )
+        if as_index:
+            text = self.cast_index(self.bounded(access, text))
+        value = self.define_load(access, Val(text, offset.axes, stage), as_index)
         self.loaded[key] = value
         if as_index and access.tensor in self.plan.padded:
             self.point_masks.append(
                 (self.depends(access), Val(f"({value.text} >= 0)", value.axes, value.stage))
             )
         return value
+
+    def bounded(self, access: Access, text: str) -> str:
+        """An unchecked index value within what offsets are computed in: beyond it a value would be
+        cut to one that is in range.
+        """
+        kind = dict(self.plan.kinds).get(access.tensor, "")
+        wide = kind in ("int64", "uint64", "uint32")
+        if self.plan.wide or not self.plan.guarded or not (wide or self.steps(access) > 1):
+            return text
+        most = (2**31 - 1) // self.steps(access)
+        cast = f"({text}).to(tl.int64)"
+        if kind == "uint64":  # whose upper half would be negative
+            cast = f"tl.minimum({text}, {most}).to(tl.int64)"
+        return f"tl.minimum(tl.maximum({cast}, {-most}), {most})"
+
+    def steps(self, access: Access) -> int:
+        """The largest number that an index value is multiplied with."""
+        exprs = [self.plan.target, *self.plan.factors]
+        every = [i for e in exprs for a in accesses(e) for i in a.indices]
+        return max([abs(c) for i in every for c, a in i.terms if a == access], default=1)
 
     def define_load(self, access: Access, value: Val, as_index: bool) -> Val:
         name = self.name(access.tensor.strip("<>"))

@@ -131,8 +131,10 @@ class _Unrolled(Emitter):
                 combine([self.evaluate(f, self.plan.accumulator) for f in factors], "*")
                 for factors in products
             ]
-            total = self.present(combine(values, "+"))
-            self.line(2, f"{outputs[target].text} += {total.over(axes)}", axes)
+            text = self.present(combine(values, "+")).over(axes)
+            if any("K" not in value.axes for value in values):  # nothing that is read ends the row
+                text = f"tl.where({self.masks['K'].over(axes)}, {text}, 0)"
+            self.line(2, f"{outputs[target].text} += {text}", axes)
         self.stages[2] = self.ordered([line for _, line in self.index_lines])
         self.index_lines = []
         self.stages[0] += self.stepped()

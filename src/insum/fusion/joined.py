@@ -135,7 +135,7 @@ def limits(template: Statement, shapes: Mapping[str, Sequence[int]]) -> dict[str
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Made:
+class JoinedStatement:
     """One statement for all chains, and the index tensors that it reads."""
 
     statement: str
@@ -146,7 +146,7 @@ class Made:
         return tuple(name for name in self.indices if name != "pieces")
 
 
-def made_for(text: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Made:
+def made_for(text: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> JoinedStatement:
     joined = joined_of(text)
     first, *others = tensors[len(joined.values) :]
     make = functools.partial(_make, joined, tensors, sizes)
@@ -159,7 +159,7 @@ def made_for(text: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Made
 
 def _make(
     joined: Joined, tensors: Sequence[Tensor], sizes: Sequence[int], *, closely: bool
-) -> Made:
+) -> JoinedStatement:
     template = parse(joined.template)
     shapes = {
         **dict(zip(joined.values, (t.shape for t in tensors))),
@@ -225,7 +225,7 @@ def _rows(
 
 def _table(
     template: Statement, parts: Mapping[str, list[Tensor]], rows: str, most: Mapping[str, set[int]]
-) -> Made:
+) -> JoinedStatement:
     found: dict[str, Tensor] = {}
     for name, own in parts.items():
         if name != rows:
@@ -235,10 +235,10 @@ def _table(
             )
             for k, (at, values) in enumerate(zip(parts[rows], own)):
                 table[k, at.long()] = values.to(dtype)
-    return Made(str(as_table(template, rows)), found)
+    return JoinedStatement(str(as_table(template, rows)), found)
 
 
-def _groups(template: Statement, parts: Mapping[str, list[Tensor]]) -> Made:
+def _groups(template: Statement, parts: Mapping[str, list[Tensor]]) -> JoinedStatement:
     own = next(iter(parts.values()))
     counts = [math.ceil(p.numel() / GROUP_SIZE) for p in own]
     found: dict[str, Tensor] = {}
@@ -256,7 +256,7 @@ def _groups(template: Statement, parts: Mapping[str, list[Tensor]]) -> Made:
         pieces[start : start + count] = k
         start += count
     found["pieces"] = pieces
-    return Made(str(as_groups(template)), found)
+    return JoinedStatement(str(as_groups(template)), found)
 
 
 # --- the op ---------------------------------------------------------------------------------------

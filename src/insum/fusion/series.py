@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class SeriesForm:
     """What chains have in common that can be one: a statement in which index tensors are numbered,
     and the tensors that it reads.
     """
@@ -42,7 +42,7 @@ class Piece:
     """One chain of a series: its own slice, and its index tensors in the order of their numbers."""
 
     chain: Chain
-    form: Form
+    form: SeriesForm
     place: int
 
 
@@ -274,7 +274,7 @@ def _piece(chain: Chain, written: tuple[int, int] | None) -> Piece | None:
         return None
     text = str(Statement(Access(target.tensor, tuple(at)), "=", value))
     wraps = frozenset(n for n, t in enumerate(chain.indices) if t.name in chain.wrapped)
-    return Piece(chain, Form(text, chain.tensors, wraps, places[0][1]), places[0][0])
+    return Piece(chain, SeriesForm(text, chain.tensors, wraps, places[0][1]), places[0][0])
 
 
 def template_of(chain: Chain) -> str | None:

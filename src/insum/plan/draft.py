@@ -360,6 +360,7 @@ def _guarded(subject: Subject, draft: Draft) -> frozenset[tuple[str, int]]:
     out of range as absent. Indices of our own making are in range.
     """
     read = {a.tensor for f in draft.factors for a in accesses(f)}
+    read |= {a.tensor for i in draft.target.indices for a in accesses(i)}
     target = any(isinstance(a, Access) for i in draft.target.indices for _, a in i.terms)
     found = set()
     for number, use in enumerate(subject.uses):

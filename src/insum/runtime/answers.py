@@ -10,6 +10,7 @@ from torch import Tensor
 from insum import memory
 from insum.facts import Coming, IndexFacts, facts_of
 from insum.lang.bind import Problem, Value
+from insum.lang.expr import accesses
 from insum.plan.questions import (
     AskExact,
     AskFacts,
@@ -87,7 +88,8 @@ class Answers:
         """
         if settings.check == "never" or use not in self.live:
             return True
-        if self.problem.device.type == "cpu" and self.known:
+        tensors = [self.values[a.tensor] for a in accesses(use.index)]
+        if self.known and all(memory.can_look(t) for t in tensors if isinstance(t, Tensor)):
             return True
         seen: list[bool] = []
 

@@ -204,14 +204,14 @@ def _evaluated(
         if isinstance(atom, Var):
             total = total + by * point[atom.name]
             continue
-        places = [_evaluated(problem, i, values, point) for i in atom.indices]
-        for _, there in places:
+        tensor, places = torch.as_tensor(values[atom.tensor]).long(), []
+        for i, size in zip(atom.indices, tensor.shape, strict=True):
+            place, there = _evaluated(problem, i, values, point)
+            # of a place that is out of range itself another use complains
+            there = there & (place >= 0) & (place < size)
             present = present & there
-        value = (
-            torch.as_tensor(values[atom.tensor])
-            .long()[tuple(torch.where(there, place, 0) for place, there in places)]
-            .to(problem.device)
-        )
+            places.append(torch.where(there, place, 0))
+        value = tensor[tuple(places)].to(problem.device)
         present = present & (value != -1) if atom.tensor in problem.padded else present
         total = total + by * value
     return total, present

@@ -124,10 +124,16 @@ class Prologue:
         found = self.result(recipe)
         if not isinstance(found, Awaited):
             return found
-        arrived = found.arrived(wait=self.wait)
+        arrived = found.arrived(wait=self.may_wait(recipe))
         if arrived is not None:
             self.keep(*self.place(recipe), arrived)
         return arrived
+
+    def may_wait(self, recipe: Recipe) -> bool:
+        """Also where other tensors of the call are not known: of these everything is."""
+        if self.wait or self.recorded:
+            return self.wait
+        return all(memory.entry_of(self.tensors[n]).declared for n in sources(recipe))
 
     def soon(self, recipe: Recipe) -> Made | None:
         """The same, for whoever has decided without the numbers, or has them already."""

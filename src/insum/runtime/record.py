@@ -35,7 +35,7 @@ Explain: TypeAlias = Callable[[int, int, int], InsumError]
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class ReportableCall:
     """One call that may be reported: what it was, and its index tensors as they were."""
 
     sized: Sized
@@ -74,7 +74,7 @@ class Record:
 
     def next(self, explain: Explain | tuple[Any, ...], values: Mapping[str, Any]) -> dict[str, Any]:
         """The values of a checked call, with what its kernels need to report. ``explain`` may be
-        the fields of a `Made`.
+        the fields of a `ReportableCall`.
         """
         number = next(self.numbers) % (2**31 - 1) + 1
         self.calls[number % FLAG_COUNT] = explain
@@ -93,7 +93,7 @@ class Record:
             return IndexRangeError(
                 f"an index is {value}, which is out of range{EARLIER[:-1]}, which is long ago)"
             )
-        return (Made(*found) if isinstance(found, tuple) else found)(use, place, value)
+        return (ReportableCall(*found) if isinstance(found, tuple) else found)(use, place, value)
 
     def raise_found(self) -> None:
         error = self.report()
@@ -101,7 +101,7 @@ class Record:
             raise error
 
 
-def _again(made: Made) -> IndexRangeError | None:
+def _again(made: ReportableCall) -> IndexRangeError | None:
     """What the CPU would have said, where the index tensors are still there and unchanged."""
     values = dict(made.numbers)
     for name, reference, serial in made.entries:
@@ -138,7 +138,7 @@ def out_of_range(
     )
 
 
-def _from_record(made: Made, use: Use, place: int, value: int) -> IndexRangeError:
+def _from_record(made: ReportableCall, use: Use, place: int, value: int) -> IndexRangeError:
     """What can be said of a tensor that is gone, or was written to since."""
     point: dict[str, int] = {}
     for var in reversed(variables(use.index)):

@@ -22,7 +22,7 @@ from insum.lang.expr import (
 from insum.plan.draft import Draft, Planned, Subject, finish
 from insum.plan.model import LONG
 from insum.plan.plan import Pattern, Segment
-from insum.plan.questions import AskExact, AskValues
+from insum.plan.questions import AskExact, AskInside, AskValues
 from insum.plan.recipes import OfShape, Segments
 from insum.plan.rewrite import Scatter, scatter_of
 from insum.plan.roles import Contraction
@@ -145,13 +145,22 @@ def constants_of(subject: Subject, draft: Draft) -> Constants | None:
     if set(over) & {i.var for i in draft.target.indices if i.var}:
         return None
     exact = {v: int(subject.ask(AskExact(v))) for v in over}
-    if math.prod(exact.values()) > UNROLL_POINTS:
+    if math.prod(exact.values()) > UNROLL_POINTS or not _are_places(subject, names):
         return None
     values = {n: subject.ask(AskValues(n)) for n in names}
     if any(v is None for v in values.values()):
         return None
     points = tuple(_points(draft, exact, values))
     return Constants(names, points, exact, values) if points else None
+
+
+def _are_places(subject: Subject, names: tuple[str, ...]) -> bool:
+    """Whether the values of constants are in range, so that they can be looked up in each other."""
+    return all(
+        subject.ask(AskInside(number))
+        for number, use in enumerate(subject.uses)
+        if all(a.tensor in names for a in accesses(use.index))
+    )
 
 
 def _may_be_code(subject: Subject, name: str, wished: str) -> bool:
@@ -171,6 +180,9 @@ def _straight_line(
     if not kept:
         return None
     summed = tuple(v for v in draft.summed() if v not in found.over)
+    others = [a for a in _index_reads(subject) if a.tensor not in found.names]
+    if {v for a in others for v in variables(a)} & set(summed):
+        return None  # sums are taken before anything else, without looking up places
     roles = _axes(subject, draft, kept, summed, long=len(found.points) > LONG)
     forced = subject.wishes.settings.scatter == "unrolled"
     whole = roles.n[0] not in kept and subject.sizes.extents[roles.n[0]].most > SUMMED_UP_TO
