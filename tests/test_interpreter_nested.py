@@ -122,3 +122,10 @@ def test_a_pattern_beside_a_gather_that_is_summed_over(factors: str) -> None:
 
 def draw() -> Tensor:
     return torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(0))
+
+
+def test_every_call_on_a_tensor_that_is_out_of_range_is_reported() -> None:
+    index, x = torch.tensor([0, 9, 1]), torch.ones(3)
+    for _ in range(3):
+        got = insum.insum("y[e] = x[s[e]]", s=index, x=x)
+        assert "s[1] is 9" in reported() and got[1].isnan()

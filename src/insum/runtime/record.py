@@ -50,6 +50,14 @@ class ReportableCall:
         """The problem with the sizes of the call; its tensors may be gone."""
         return self.sized.problem(self.shapes)
 
+    def look_again(self) -> None:
+        """The next call on these index tensors reports, too."""
+        for _, reference, serial in self.entries:
+            tensor = reference()
+            entry = None if tensor is None else memory.known(tensor)
+            if entry is not None and entry.serial == serial:
+                entry.looked.clear()
+
     def __call__(self, use: int, place: int, value: int) -> InsumError:
         used = self.uses[use]
         if used.tensor in self.called:
@@ -93,7 +101,11 @@ class Record:
             return IndexRangeError(
                 f"an index is {value}, which is out of range{EARLIER[:-1]}, which is long ago)"
             )
-        return (ReportableCall(*found) if isinstance(found, tuple) else found)(use, place, value)
+        if not isinstance(found, tuple):
+            return found(use, place, value)
+        call = ReportableCall(*found)
+        call.look_again()
+        return call(use, place, value)
 
     def raise_found(self) -> None:
         error = self.report()

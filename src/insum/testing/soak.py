@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import insum
+from insum.runtime import launch
 from insum.testing.cases import draw_cases
 
 SCALES = (1.0, 0.5, 0.25, 0.1)
@@ -324,6 +325,8 @@ class Counts:
 @contextmanager
 def drawn_settings(draw: Draw) -> Iterator[None]:
     options: dict[str, Any] = {"tier": draw.random.choice(("auto", "stable"))}
+    if launch.interpreting():
+        options["backend"] = "fused"
     if draw.random.random() < 0.2:
         options["scatter"] = draw.random.choice(
             ("atomic", "segment", "onehot", "unrolled", "store")
@@ -354,7 +357,7 @@ def failure(name: str, seed: int, scale: float, device: str) -> str:
 def shrunk(name: str, seed: int, device: str) -> tuple[float, str]:
     """The smallest scale at which a trial fails, and how."""
     found = [(scale, failure(name, seed, scale, device)) for scale in SCALES]
-    return [pair for pair in found if pair[1]][-1]
+    return next((pair for pair in reversed(found) if pair[1]), (1.0, "it did not fail again"))
 
 
 def soak(
@@ -382,6 +385,8 @@ def soak(
     """
     counts, start = Counts(), time.monotonic()
     every = [n for n in TRIALS if not names or n in names]
+    if launch.interpreting():  # which runs in one thread at a time
+        every = [n for n in every if n != "threads"]
     while time.monotonic() - start < seconds:
         name = every[seed % len(every)]
         seed += 1
