@@ -87,7 +87,8 @@ def check(result: Tensor, given: dict[str, Any]) -> None:
     want = torch.zeros(given["out_shape"], dtype=torch.float64, device=CUDA)
     want.index_add_(0, given["d"], messages)
     scale = want.abs().max().item() + 1e-6
-    assert (result.double() - want).abs().max().item() < 2e-2 * scale
+    limit = 2e-2 if result.dtype == torch.float16 else 1e-5
+    assert (result.double() - want).abs().max().item() < limit * scale
 
 
 # --- many nonzeros --------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import insum
+from insum.bench.fresh import no_waits
 from insum.nn import (
     BlockSparseLinear,
     FullyConnectedTensorProduct,
@@ -128,15 +129,6 @@ def test_forces_on_the_gpu() -> None:
 
 
 # --- new data at every call -----------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def no_waits() -> Iterator[None]:
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 class Submanifold(nn.Module):

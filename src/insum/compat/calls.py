@@ -361,12 +361,3 @@ def _strided() -> dict[str, Callable[..., Tensor]]:
 def base_of(tensor: Tensor) -> Tensor | None:
     """The tensor of which ``tensor`` is a view."""
     return tensor._base if tensor._is_view() else None
-
-
-def assert_async(condition: Tensor, message: str) -> None:
-    """Fail on the device, without waiting for it; where this torch cannot, wait."""
-    check = getattr(torch, "_assert_async", None)
-    if check is not None:
-        check(condition, message)
-    elif not bool(condition):
-        raise IndexError(message)

@@ -68,9 +68,6 @@ class Config:
         ]
         return f"Config({', '.join(shown)})"
 
-    def as_dict(self) -> dict[str, int]:
-        return asdict(self)
-
 
 #: What is chosen for one product: a config for each kind of launch. Tiles and unrolled patterns
 #: have one; rows of a segmented output two, for short rows and for long ones, and ``split`` of the

@@ -202,7 +202,7 @@ class Prologue:
                 return made.counts[name]
 
     def index(self, name: str) -> Tensor:
-        """An index tensor, with negative values counted from the end where they are."""
+        """An index tensor as it is; where negative values count from the end, recipes see to it."""
         tensor: Tensor = self.tensors[name]
         return tensor.detach()
 
