@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import insum
+from as_on_a_gpu import pretended
 from insum.testing import soak
 
 
@@ -31,6 +32,14 @@ def test_what_is_wrong_is_found_and_made_smaller(
     assert "trial('rewritten'" in script
     assert "FOUND" in capsys.readouterr().out
     assert "rewritten" in str(counts)
+
+
+#: Indices written to between calls, where programs for tensors never seen hold what they derived.
+@pytest.mark.interpreter
+@pytest.mark.parametrize("seed", [7000274, 21000152, 21000404])
+def test_what_was_found_on_a_gpu(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pretended(monkeypatch):
+        soak.trial("rewritten", seed, 0.1)
 
 
 def test_a_trial_is_decided_by_its_seed() -> None:

@@ -356,7 +356,7 @@ class FusedCall:
         held = kind.unseen.get(key)
         if held is not None:
             return held
-        mine = (self.serial, "unseen", key)
+        mine = (*self.key(target, entries), "unseen", key)  # it may hold what others are, too
         kept: Ready | Refusal | None = None
         if not is_recorded(kind.device):
             kept = entries[0].get(mine)

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 import insum
+from insum import fusion
 from insum.runtime import launch
 from insum.testing.cases import draw_cases
 
@@ -255,6 +256,7 @@ def fused(draw: Draw) -> None:
     """A program of plain PyTorch, compiled, on several graphs, forward and backward."""
     program = draw.random.choice(PROGRAMS)
     torch._dynamo.reset()
+    fusion.register()  # also where only the sources are there
     keep: dict[str, Any] = {"insum.fuse": "always", "insum.rest": "eager"}
     run = torch.compile(program, backend="insum", options=keep)
     for _ in range(2):
