@@ -38,6 +38,7 @@ class Contract(Reads):
 
     def dot(self) -> Val:
         plan, config = self.plan, self.config
+        self.deferred = []
         left = self.operand(plan.roles.left, ("M", "K"), (config.m, config.k))
         right = self.operand(plan.roles.right, ("K", "N"), (config.k, config.n))
         precision = f", input_precision={plan.precision!r}" if plan.precision else ""
@@ -47,6 +48,10 @@ class Contract(Reads):
             ("M", "N"),
         )
         self.line(2, f"acc = tl.dot({left}, {right}, acc{precision})", ("M", "N"))
+        if self.deferred:
+            nowhere = combine(distinct(self.deferred), "|").text
+            self.line(AFTER, f'acc = tl.where({nowhere}, float("nan"), acc)', ("M", "N"))
+        self.deferred = None
         if not self.eager:
             return Val("acc", ("M", "N"), AFTER)
         self.line(AFTER, f"acc = tl.reshape(acc, [{config.m}, {config.n}, 1])")

@@ -50,6 +50,7 @@ class Emitter(Output):
     def kernel(self, name: str) -> Kernel:
         self.leave_if_flagged()
         self.frame()
+        self.leave_if_idle()
         self.prepare_masks()
         total = self.contract()
         self.late = True
@@ -61,6 +62,15 @@ class Emitter(Output):
         if self.plan.leaves:
             flags, call = self.arg(Pointer(FLAGS)), self.arg(Passed(CALL, "i32"))
             self.line(0, f"if tl.load({flags} + {call} % {FLAG_COUNT}) == {call}:")
+            self.line(0, "    return")
+
+    def leave_if_idle(self) -> None:
+        """A grid is as large as it may have to be: some programs find nothing to do."""
+        if self.plan.idle is not None:
+            tile, _ = self.plan.idle.indices
+            stride = self.stride(self.plan.idle.tensor, 0, self.units(self.plan.idle.tensor)[0])
+            first = f"{self.index(tile).text} * {stride}"
+            self.line(0, f"if tl.load({self.arg(Pointer(self.plan.idle.tensor))} + {first}) < 0:")
             self.line(0, "    return")
 
     def write(self, name: str) -> str:

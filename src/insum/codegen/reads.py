@@ -262,6 +262,9 @@ class Reads(Frame):
         if not self.plan.guarded or not dtype.startswith("float"):
             return value
         offences = distinct(self.offences(access))
+        if self.deferred is not None:  # what concerns all of a tile is seen to once, at its end
+            self.deferred += [v for v in offences if not v.axes and not v.stage]
+            offences = [v for v in offences if v.axes or v.stage]
         if not offences:
             return value
         anywhere = combine(offences, "|")

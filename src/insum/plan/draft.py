@@ -109,6 +109,7 @@ class Draft:
     segment: str = ""
     longest: int = 0
     entries: int = 0
+    idle: Access | None = None
     why: tuple[str, ...] = ()
 
     def because(self, reason: str) -> Draft:
@@ -329,6 +330,7 @@ def finish(
         wide=subject.sizes.wide,
         why=draft.why,
         numbers=tuple(n for n in problem.kinds if n in used and not subject.is_tensor(n)),
+        idle=draft.idle,
     )
     return Planned(
         plan,

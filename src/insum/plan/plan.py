@@ -71,6 +71,7 @@ class Plan:
     guarded: frozenset[tuple[str, int]] = frozenset()  # dimensions indexed by unchecked values
     leaves: bool = False  # nothing is done where the call's indices were found out of range
     wraps: frozenset[str] = frozenset()  # index tensors in which negative values count from the end
+    idle: Access | None = None  # a program has nothing to do where the first of these is negative
 
     @property
     def value(self) -> Expr:

@@ -133,6 +133,20 @@ class Pieces:
     limit: int
 
 
+@dataclass(frozen=True, slots=True)
+class SharedTiles:
+    """Entries of an index tensor in tiles of ``lanes``, each of one ``value``: of every entry its
+    ``place`` along each dimension, -1 where there is none. ``tensor``: what the values select from,
+    along a dimension. How many tiles there are at most follows from sizes.
+    """
+
+    index: str
+    tensor: str
+    dim: int
+    lanes: int
+    pads: bool  # -1 stands for an absent entry
+
+
 Rows: TypeAlias = Segments | Slots | Sorted
 Recipe: TypeAlias = (
     Segments
@@ -145,6 +159,7 @@ Recipe: TypeAlias = (
     | PackedByStep
     | Tasks
     | Pieces
+    | SharedTiles
 )
 
 
@@ -161,7 +176,7 @@ class Array:
 def index_of_recipe(recipe: Recipe) -> str:
     """The index tensor with which what a recipe makes is kept."""
     match recipe:
-        case Segments(index) | Sorted(index) | Inverse(index):
+        case Segments(index) | Sorted(index) | Inverse(index) | SharedTiles(index):
             return index
         case Packed(table):
             return table if isinstance(table, str) else table.index
@@ -210,3 +225,5 @@ def canonical(recipe: Recipe) -> tuple[object, ...]:
             return "tasks", canonical(base), limit
         case Pieces(base, limit):
             return "pieces", canonical(base), limit
+        case SharedTiles(_, _, _, lanes, pads):
+            return "shared tiles", lanes, pads

@@ -20,6 +20,7 @@ from insum.lang.expr import (
     accesses,
     affine,
     index_of,
+    rewrite,
     variables,
 )
 
@@ -51,6 +52,24 @@ def _substitute_index(index: Affine, change: Mapping[str, Affine]) -> Affine:
             inner = substitute(atom, change) if isinstance(atom, Access) else atom
             terms.append((coefficient, inner))  # type: ignore[arg-type]
     return affine(terms, offset)
+
+
+def replace_atom(expr: Expr, old: Access, new: Access) -> Expr:
+    """Replace an access that stands in index position."""
+
+    def in_index(index: Affine) -> Affine:
+        return Affine(
+            tuple((c, new if a == old else in_access(a)) for c, a in index.terms), index.offset
+        )
+
+    def in_access(atom: Var | Access) -> Var | Access:
+        return (
+            Access(atom.tensor, tuple(in_index(i) for i in atom.indices), atom.span)
+            if isinstance(atom, Access)
+            else atom
+        )
+
+    return rewrite(expr, lambda access: in_access(access))  # type: ignore[arg-type,return-value]
 
 
 @dataclass(frozen=True, slots=True)

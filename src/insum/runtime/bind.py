@@ -298,7 +298,7 @@ class Ready:
     """
 
     __slots__ = (
-        *("buffer", "check", "device", "dtype", "empty", "filled", "holds_nothing", "index"),
+        *("buffer", "check", "device", "dtype", "empty", "filled", "index"),
         *("program", "promotable", "start", "work"),
     )
 
@@ -320,7 +320,6 @@ class Ready:
         self.work = tuple(_bound(step, sizes, held, device) for step in program.steps)
         first = program.steps[0]
         self.filled = first.atomic or not self.work[0][1] or _needs_fill(first, sizes)
-        self.holds_nothing = not sizes.made
         self.check = None
         if program.check is not None and self.launches:
             self.check = _bound_check(program, sizes, held, filled=self.filled and new)

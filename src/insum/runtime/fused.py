@@ -30,7 +30,7 @@ from insum.lang.problem import Sized
 from insum.plan.config import Choice
 from insum.plan.draft import Wishes
 from insum.plan.plan import OUT
-from insum.plan.recipes import Inverse, Packed, PackedByStep, Recipe
+from insum.plan.recipes import Inverse, Packed, PackedByStep, Recipe, SharedTiles
 from insum.plan.sizes import SizeClass
 from insum.plan.strategies.unrolling import PROMOTE_POINTS
 from insum.plan.uses import Use
@@ -238,8 +238,9 @@ class FusedCall:
             else:
                 if not is_recorded(self.kind.device):
                     self.keep(self.key(target, entries), found, entries)
-                if mapped is not None and isinstance(found, Ready):
-                    self.hold_mapped(mapped, found, target)
+                code = self.code_of(found, target) if mapped and isinstance(found, Ready) else None
+                if code is not None:
+                    keep(self.kind.mapped, mapped, code, MOST_UNSEEN)
                 return found
         return self.make_unseen(values, target, entries)
 
@@ -272,12 +273,6 @@ class FusedCall:
                 return None
         exact = [sized.spans[k] for k in kind.exact]
         return self.class_key(values, target), target is None, cache.state["epoch"], *about, *exact
-
-    def hold_mapped(self, key: object, found: Ready, target: Tensor | None) -> None:
-        kind = self.kind
-        code = unseen_of(found, tuple(kind.problem.extents), target is not None)
-        if code is not None and all(map(_is_known_at_once, code.recipes)):
-            keep(kind.mapped, key, code, MOST_UNSEEN)
 
     def is_known(self, values: Mapping[str, Value], entries: list[memory.Entry]) -> bool:
         """Whether all index tensors have been looked at, or may be now. In deterministic mode what
@@ -363,18 +358,26 @@ class FusedCall:
         if kept is not None:
             return kept
         found = self.make(values, target, known=False)
-        if isinstance(found, Ready) and found.holds_nothing:
-            codes, into = found.program.codes, target is not None
-            whole = all(launches for _, launches in found.work)
-            code: Unseen | None = codes.get(into) if whole else None
-            if code is None:
-                code = unseen_of(found, tuple(kind.problem.extents), into)
-            if code is not None:
-                codes[into] = code
-                return keep(kind.unseen, key, code, MOST_UNSEEN)
+        code = self.code_of(found, target) if isinstance(found, Ready) else None
+        if code is not None:
+            return keep(kind.unseen, key, code, MOST_UNSEEN)
         if not is_recorded(kind.device):
             entries[0].keep(mine, found)
         return found
+
+    def code_of(self, found: Ready, target: Tensor | None) -> Unseen | None:
+        """What was found as code for all sizes of its class and all index tensors; None where it
+        needs numbers that only the device knows.
+        """
+        codes, into = found.program.codes, target is not None
+        whole = all(launches for _, launches in found.work)
+        code: Unseen | None = codes.get(into) if whole else None
+        if code is None:
+            code = unseen_of(found, tuple(self.kind.problem.extents), into)
+        if code is None or not all(map(_is_known_at_once, code.recipes)):
+            return None
+        codes[into] = code
+        return code
 
     def promoted(
         self,
@@ -437,8 +440,12 @@ def _is_settled(tensor: Tensor, entry: memory.Entry) -> bool:
 
 
 def _is_known_at_once(recipe: Recipe) -> bool:
-    """Whether the map of a kernel makes a recipe's result without any number of the device."""
+    """Whether a recipe's result is made without any number of the device; of tables, where they
+    are maps of kernels.
+    """
     match recipe:
+        case SharedTiles():
+            return True
         case Inverse(_, dim):
             return dim == 1
         case Packed(table):

@@ -33,6 +33,7 @@ from insum.plan.recipes import (
     Position,
     Recipe,
     Segments,
+    SharedTiles,
     SizeExpr,
     Slots,
     Sorted,
@@ -42,7 +43,7 @@ from insum.plan.recipes import (
 )
 from insum.plan.sizes import power_of_two
 from insum.plan.strategies.packing import TILE
-from insum.runtime import packs
+from insum.runtime import packs, sharing
 from insum.runtime.handwritten import on_device
 
 #: An order of rows is used where it leaves at most this share of all steps.
@@ -184,6 +185,8 @@ class Prologue:
             case Packed(table, walks):
                 inner = () if isinstance(table, str) else self.numbers(table)
                 return (*inner, *(self.size(w.extent) for w in walks))
+            case SharedTiles(_, tensor, dim):
+                return (self.tensors[tensor].shape[dim],)
             case _:
                 return self.numbers(recipe.base)
 
@@ -235,6 +238,9 @@ class Prologue:
                 return None if made is None else tasks(made, limit)
             case Pieces(base, limit):
                 return pieces(self.sorted(base), limit)
+            case SharedTiles(index, tensor, dim, lanes, pads):
+                values, wraps = self.tensors[tensor].shape[dim], index in self.wraps
+                return shared_tiles(self.index(index), values, lanes, wraps, pads)
 
     def map_of(self, index: str) -> packs.KernelMap | None:
         """What is known of an index tensor that was made as the map of a kernel."""
@@ -477,6 +483,20 @@ def pieces(base: Made, limit: int) -> Result:
     }
     counts = {"tasks": most, "slots": 2 * boundaries, "cut": boundaries}
     return Made(arrays, counts)
+
+
+# --- entries that share ---
+
+
+def shared_tiles(index: Tensor, values: int, lanes: int, wraps: bool, pads: bool) -> Made:
+    """Entries in tiles of equal values, and where they stand along each dimension."""
+    place, value = sharing.in_tiles(index, values, lanes, wraps=wraps, pads=pads)
+    arrays = {"value": value}
+    for dim, size in enumerate(index.shape):
+        after = math.prod(index.shape[dim + 1 :])
+        along = place if index.dim() == 1 else torch.where(place < 0, -1, place // after % size)
+        arrays[f"place{dim}"] = along.int()
+    return Made(arrays, {"tiles": place.shape[0], "lanes": lanes})
 
 
 # --- tables ---------------------------------------------------------------------------------------

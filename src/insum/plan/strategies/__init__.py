@@ -1,9 +1,11 @@
-"""How contributions to the left side meet: an ordered list of rules, of which the first that
-applies decides.
+"""How gathered tensors are shared, and how contributions to the left side meet: an ordered list of
+rules, of which the first that applies decides.
 
 Each rule is a function of the product and its draft that gives a plan, or None where it does not
 apply or would not pay.
 
+- *shared*: an index tensor selects whole matrices, and entries that select the same one are put
+  into tiles that share it; then, as below, they are stored or added;
 - *store*: every place of the output is written at most once;
 - *unrolled*: the index tensors are small and constant, so their entries become constants of the
   code; such a pattern also nests inside of what other index tensors scatter;
@@ -30,6 +32,7 @@ from insum.plan.strategies.inverting import inverse
 from insum.plan.strategies.one_hot import onehot
 from insum.plan.strategies.packing import packed
 from insum.plan.strategies.segmenting import segments
+from insum.plan.strategies.sharing import shared
 from insum.plan.strategies.sorting import sorted_first
 from insum.plan.strategies.storing import unique
 from insum.plan.strategies.unrolling import nested, unrolled
@@ -52,6 +55,9 @@ def plan(subject: Subject) -> Planned:
     """Choose a strategy for one product of a statement and rewrite the product for it."""
     check_supported(subject)
     draft = first_draft(subject)
+    planned = shared(subject, draft)
+    if planned is not None:
+        return planned
     scatter = scatter_of(subject.problem.statement)
     match scatter:
         case "direct":

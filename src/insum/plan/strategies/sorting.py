@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from insum.lang.expr import Access, Affine, Expr, Var, accesses, index_of, rewrite, variables
+from insum.lang.expr import Access, Affine, accesses, index_of, variables
 from insum.plan.draft import Draft, Planned, Subject, finish, roles_of
 from insum.plan.recipes import Composed, OfExtent, OfShape, Position, Sorted
-from insum.plan.rewrite import Scatter, substitute
+from insum.plan.rewrite import Scatter, replace_atom, substitute
 from insum.plan.strategies.segmenting import merge, merged, to_rows
 
 #: All tensors together are this many times a sorted copy of one index tensor, if it is made.
@@ -131,24 +131,6 @@ def _composed(subject: Subject, draft: Draft, scatter: Scatter, base: Sorted, sl
             draft,
             arrays={**draft.arrays, name: array},
             padded=draft.padded | {name} if atom.tensor in draft.padded else draft.padded,
-            factors=tuple(_replaced(f, atom, new) for f in draft.factors),
+            factors=tuple(replace_atom(f, atom, new) for f in draft.factors),
         )
     return draft
-
-
-def _replaced(expr: Expr, old: Access, new: Access) -> Expr:
-    """Replace an access that stands in index position."""
-
-    def in_index(index: Affine) -> Affine:
-        return Affine(
-            tuple((c, new if a == old else in_access(a)) for c, a in index.terms), index.offset
-        )
-
-    def in_access(atom: Var | Access) -> Var | Access:
-        return (
-            Access(atom.tensor, tuple(in_index(i) for i in atom.indices), atom.span)
-            if isinstance(atom, Access)
-            else atom
-        )
-
-    return rewrite(expr, lambda access: in_access(access))  # type: ignore[arg-type,return-value]
