@@ -22,6 +22,7 @@ from insum.bench import (
     conv,
     data,
     fresh,
+    gallery,
     machine,
     measure,
     records,
@@ -43,6 +44,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "tensor-product": tensor_product,
     "ablation": ablation,
     "compilers": compilers,
+    "gallery": gallery,
 }
 #: Seconds after which --quick begins nothing new.
 QUICK_BUDGET = {"cuda": 420.0, "cpu": 150.0}
@@ -158,7 +160,7 @@ def run(asked: argparse.Namespace, given: Sequence[str]) -> int:
             expected="one benchmark, and options",
             remedy="folders are for insum bench report",
         )
-    if asked.only and asked.what not in ("block-spmm", "spmm", "conv", "tensor-product"):
+    if asked.only and asked.what in ("ablation", "compilers", "all"):
         expected = (
             "one of the four applications: sparsities (90), graphs, clouds, or rows of "
             "the product (3x16)"

@@ -54,6 +54,7 @@ RIVALS: dict[str, tuple[Rival, ...]] = {
     "tensor-product": (E3NN, CUEQUIVARIANCE, OPENEQUIVARIANCE),
     "ablation": (TORCH_BSR,),
     "compilers": (),
+    "gallery": (),
 }
 
 

@@ -74,7 +74,9 @@ class Frame:
     tail: list[str] = field(default_factory=list)  # after the outer loops
     frame_lines: int = 0  # how many lines of stage 2 define loop variables
     late: bool = False
-    deferred: list[Val] | None = None  # where a whole tile is not to be had, while operands are read
+    deferred: list[Val] | None = (
+        None  # where a whole tile is not to be had, while operands are read
+    )
     serial: int = 0
 
     # --- small tools ---
