@@ -113,6 +113,9 @@ def cases(options: Options) -> Iterator[Case]:
 
 
 def _cases(exhibit: Exhibit, options: Options) -> Iterator[Case]:
+    for tensor in exhibit.tensors.values():
+        if not tensor.is_floating_point():
+            insum.unchanging(tensor)
     with torch.no_grad():
         out = exhibit.ours(*(exhibit.tensors[n] for n in exhibit.leaves)).numel()
     for direction in options.directions:

@@ -37,6 +37,8 @@ FEWER_ENTRIES, CUT_FEWER = 100_000, 16
 TINY_ENTRIES = 2**15
 #: Programs that fill a device twice over; fewer than this and a long reduction is cut into pieces.
 ENOUGH_PROGRAMS = 264
+#: Steps of a reduction that fill a deep pipeline.
+LARGE_STEPS = 8
 #: Shared memory for the operands of one program.
 PIPELINE_BYTES = 72 * 1024
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -171,6 +173,8 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
         m = min(m_all, 128)  # the parts that a float32 operand is split into are used for more
     m, n = held(plan, extents, m, n)
     k = _k_tile(plan, extents, size)
+    if _is_large(plan, extents, m, n, k, size):
+        return Config(m=m, n=2 * n, k=k, warps=8, stages=3)
     warps = 8 if m * n >= 128 * 256 else 4
     if plan.segment and plan.segment.var in plan.roles.loops and m * n >= 128 * 128 and size == 2:
         # A tile takes its own few steps, so filling the pipeline counts: more warps have more
@@ -195,6 +199,20 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
     # better than deeper pipelines do.
     stages = max(2, min(3, PIPELINE_BYTES // ((m + n) * k * size)))
     return Config(m=m, n=n, k=k, warps=warps, stages=stages)
+
+
+def _is_large(plan: Plan, extents: Mapping[str, int], m: int, n: int, k: int, size: int) -> bool:
+    """Whether a product is so large that arithmetic alone counts: the largest tiles, which leave
+    room for one program on a multiprocessor, still fill the device, and each has many steps.
+    """
+    if size != 2 or (m, n) != (128, 128) or plan.onehot >= 0 or plan.roles.loops:
+        return False
+    area = extent(plan.roles.m, extents) * extent(plan.roles.n, extents)
+    tiles = area / (m * 2 * n) * math.prod(extents[v] for v in plan.roles.grid)
+    steps: float = extents[plan.roles.k[0]] / k
+    if plan.segment and plan.segment.var in plan.roles.k:  # all rows together have so many
+        steps /= max(1, extents[plan.segment.row])
+    return tiles >= ENOUGH_PROGRAMS / 2 and steps >= LARGE_STEPS
 
 
 def held(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> tuple[int, int]:

@@ -30,7 +30,17 @@ from insum.lang.problem import Sized
 from insum.plan.config import Choice
 from insum.plan.draft import Wishes
 from insum.plan.plan import OUT
-from insum.plan.recipes import Inverse, Packed, PackedByStep, Recipe, SharedTiles
+from insum.plan.recipes import (
+    Composed,
+    Inverse,
+    Packed,
+    PackedByStep,
+    Pieces,
+    Position,
+    Recipe,
+    SharedTiles,
+    Sorted,
+)
 from insum.plan.sizes import SizeClass
 from insum.plan.strategies.unrolling import PROMOTE_POINTS
 from insum.plan.uses import Use
@@ -444,8 +454,8 @@ def _is_known_at_once(recipe: Recipe) -> bool:
     are maps of kernels.
     """
     match recipe:
-        case SharedTiles():
-            return True
+        case SharedTiles() | Sorted() | Pieces() | Position() | Composed():
+            return True  # of an order everything but how long rows are
         case Inverse(_, dim):
             return dim == 1
         case Packed(table):

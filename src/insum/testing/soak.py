@@ -256,9 +256,8 @@ def fused(draw: Draw) -> None:
     """A program of plain PyTorch, compiled, on several graphs, forward and backward."""
     program = draw.random.choice(PROGRAMS)
     torch._dynamo.reset()
-    fusion.register()  # also where only the sources are there
     keep: dict[str, Any] = {"insum.fuse": "always", "insum.rest": "eager"}
-    run = torch.compile(program, backend="insum", options=keep)
+    run = torch.compile(program, backend=fusion.backend, options=keep)
     for _ in range(2):
         nodes, edges, width = draw.size(2, 30), draw.size(2, 200), draw.size(1, 9)
         kind = draw.random.choice((torch.int64, torch.int32, torch.uint8))

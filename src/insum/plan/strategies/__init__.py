@@ -33,13 +33,14 @@ from insum.plan.strategies.one_hot import onehot
 from insum.plan.strategies.packing import packed
 from insum.plan.strategies.segmenting import segments
 from insum.plan.strategies.sharing import shared
-from insum.plan.strategies.sorting import sorted_first
+from insum.plan.strategies.sorting import sorted_first, sorted_for_heavy_rows
 from insum.plan.strategies.storing import unique
 from insum.plan.strategies.unrolling import nested, unrolled
 
 #: For one dimension that is written through an index tensor.
 SCATTERED = (
     unrolled,
+    sorted_for_heavy_rows,
     onehot,
     unique,
     atomic_is_asked_for,

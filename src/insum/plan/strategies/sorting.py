@@ -4,16 +4,34 @@ with the tensor.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from insum.lang.expr import Access, Affine, accesses, index_of, variables
 from insum.plan.draft import Draft, Planned, Subject, finish, roles_of
 from insum.plan.recipes import Composed, OfExtent, OfShape, Position, Sorted
 from insum.plan.rewrite import Scatter, replace_atom, substitute
-from insum.plan.strategies.segmenting import merge, merged, to_rows
+from insum.plan.strategies.segmenting import fits, merge, merged, to_rows
 
 #: All tensors together are this many times a sorted copy of one index tensor, if it is made.
 COMPOSE_SHARE = 32
+#: Elements of a row of the output, and additions to all of them, above which rows are heavy.
+HEAVY_ROW, HEAVY = 1024, 2**26
+
+
+def sorted_for_heavy_rows(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:
+    """Rows so large that sorting the entries is nothing beside adding them up by themselves, as in
+    the gradient of matrices that entries choose; also of tensors that were never seen.
+    """
+    if subject.reduce != "sum" or subject.wishes.settings.scatter != "auto":
+        return None
+    row = math.prod(draft.extents[v] for v in variables(draft.target) if v not in scatter.variables)
+    entries = math.prod(draft.extents[v] for v in scatter.variables)
+    if row < HEAVY_ROW or row * entries < HEAVY or fits(subject, draft, scatter):
+        return None
+    if tiles_scatter(subject, draft, scatter):
+        return None
+    return finish(subject, to_sorted_rows(subject, draft, scatter), "segment", fill=False)
 
 
 def sorted_first(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:
