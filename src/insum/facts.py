@@ -186,20 +186,35 @@ def keep_pointers(tensor: Tensor, rows: int, pointers: Tensor) -> None:
     memory.entry_of(tensor).keep(("pointers", rows), pointers.to(kind))
 
 
+#: Under which it is kept that the values of a floating-point tensor are part of the program.
+CONSTANT = "constant"
+
+
 def constant(tensor: Tensor) -> Tensor:
-    """Promise that an index tensor's values are part of the program, as Clebsch-Gordan patterns and
+    """Promise that a tensor's values are part of the program, as Clebsch-Gordan patterns and
     stencils are.
 
     Statements over small constant index tensors may become straight-line code with the values in
-    it. A kernel is then compiled for each pattern, so promise it only for tensors that live as long
-    as the model. Writing into the tensor ends the promise.
+    it; of floating-point tensors, the coefficients that belong to such a pattern. A kernel is then
+    compiled for each pattern, so promise it only for tensors that live as long as the model.
+    Writing into the tensor ends the promise.
+
+    Args:
+        tensor: an index tensor, or coefficients at the places of one.
+
+    Returns:
+        The same tensor.
 
     >>> import insum, torch
     >>> pattern = insum.constant(torch.tensor([2, 0, 1]))
     >>> insum.insum("C[P[i]] = A[i]", out_shape=(3,), P=pattern, A=torch.tensor([10.0, 20.0, 30.0]))
     tensor([20., 30., 10.])
     """
-    entry, facts = memory.entry_of(tensor, declared=True), facts_of(tensor)
+    entry = memory.entry_of(tensor, declared=True)
+    if tensor.is_floating_point():
+        entry.keep(CONSTANT, True)
+        return tensor
+    facts = facts_of(tensor)
     if not facts.constant:
         entry.renew()
         entry.keep("facts", replace(facts, constant=True))

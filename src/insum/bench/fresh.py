@@ -151,7 +151,7 @@ def pattern(device: torch.device) -> dict[str, Tensor]:
             found[name][p, : len(at)] = (at[:, axis] + (degrees[axis] > 0)).int()
     found["L"] = torch.arange(len(paths), dtype=torch.int32)
     made = {name: insum.constant(t.to(device)) for name, t in found.items()}
-    return {**made, "V": values.to(device)}
+    return {**made, "V": insum.constant(values.to(device))}
 
 
 # --- cases ----------------------------------------------------------------------------------------

@@ -254,7 +254,7 @@ def coefficients(degree: int, device: torch.device) -> tuple[dict[str, Tensor], 
                 found[name].append(value)
     made = {n: torch.tensor(v, dtype=torch.int32) for n, v in found.items() if n != "V"}
     constant = {n: insum.constant(t.to(device)) for n, t in made.items()}
-    return {**constant, "V": torch.tensor(found["V"]).to(device)}, len(paths)
+    return {**constant, "V": insum.constant(torch.tensor(found["V"]).to(device))}, len(paths)
 
 
 def convolutions(options: Options) -> Iterator[Exhibit]:

@@ -59,7 +59,7 @@ class Reads(Frame):
         """In units the stride is known to be a multiple of them: a condition for loads of several
         values at once.
         """
-        if unit in (0, 1):
+        if unit >= 0:
             return str(unit)
         name = self.arg(Stride(tensor, self.dimension(tensor, dim), -unit))
         return name if unit == -1 else f"({name} * {-unit})"

@@ -124,23 +124,49 @@ class _Unrolled(Emitter):
             self.line(
                 0, f"{value.text} = tl.zeros([{tile}], dtype=tl.{self.plan.accumulator})", axes
             )
-        self.row_steps()
+        self.counters = [self.k_count(True)]
+        self.segment_k_axis("t")
         self.frame_lines = len(self.stages[2])
-        for target, products in self.by_target().items():
-            values = [
-                combine([self.evaluate(f, self.plan.accumulator) for f in factors], "*")
-                for factors in products
-            ]
-            text = self.present(combine(values, "+")).over(axes)
-            if any("K" not in value.axes for value in values):  # nothing that is read ends the row
-                text = f"tl.where({self.masks['K'].over(axes)}, {text}, 0)"
-            self.line(2, f"{outputs[target].text} += {text}", axes)
-        self.stages[2] = self.ordered([line for _, line in self.index_lines])
-        self.index_lines = []
-        self.stages[0] += self.stepped()
+        for shared, points in self.by_shared().items():
+            for target, scale in self.scales(points).items():
+                value = self.evaluate(shared, self.plan.accumulator)
+                text = self.present(combine([scale, value], "*")).over(axes)
+                if not self.ends_with_the_row():
+                    text = f"tl.where({self.masks['K'].over(axes)}, {text}, 0)"
+                self.line(2, f"{outputs[target].text} += {text}", axes)
+        self.stages[0] += self.loop_text()
+        self.stages[2], self.index_lines, self.counters = [], [], []
         for target, value in outputs.items():
             total = Val(f"tl.sum({value.text}, axis={axes.index('K')})", ("N",))
             self.write_out(target, self.define("sum", total))
+
+    def by_shared(self) -> dict[Expr, list[tuple[Access, tuple[Expr, ...]]]]:
+        """Points by the factor that comes in most forms: each is read when it is used, for the
+        others stay in registers all along.
+        """
+        pattern = self.plan.pattern
+        assert pattern is not None
+        columns = set(self.plan.roles.n)
+        forms = [
+            (len({point[1][f] for point in pattern.points}), f)
+            for f, factor in enumerate(pattern.points[0][1])
+            if columns & set(variables(factor))
+        ]
+        _, at = max(forms, default=(0, 0))
+        found: dict[Expr, list[tuple[Access, tuple[Expr, ...]]]] = {}
+        for target, factors in pattern.points:
+            rest = (*factors[:at], *factors[at + 1 :])
+            found.setdefault(factors[at], []).append((target, rest))
+        return found
+
+    def ends_with_the_row(self) -> bool:
+        """Whether every factor is read as zero beyond the last entry of the row, so that none can
+        be infinite there.
+        """
+        pattern, segment = self.plan.pattern, self.plan.segment
+        assert pattern is not None and segment is not None
+        _, factors = pattern.points[0]
+        return all(isinstance(f, Number) or segment.var in variables(f) for f in factors)
 
     # --- summed variables: contract the factors they touch, then combine ---
 
@@ -269,8 +295,7 @@ class _Unrolled(Emitter):
         self.line(2, f"{var}_i = {first}tl.arange(0, {tile})", ("K",))
         self.vars[var] = Val(f"{var}_i", ("K",), 2)
         if not self.shape.even_k:
-            last = "seg_end" if self.plan.segment else self.size(var)
-            self.line(2, f"k_ok = {var}_i < {last}", ("K",))
+            self.line(2, f"k_ok = {var}_i < {self.size(var)}", ("K",))
             self.masks["K"] = Val("k_ok", ("K",), 2)
 
     def stepped(self) -> list[str]:
@@ -279,8 +304,8 @@ class _Unrolled(Emitter):
         lines, self.stages[2] = self.stages[2], []
         if self.shape.single_k:
             return lines
-        bounds = "seg_start, seg_end" if self.plan.segment else f"0, {self.size(var)}"
-        return [f"for {var}_0 in range({bounds}, {tile}):", *("    " + line for line in lines)]
+        count = self.size(var)
+        return [f"for {var}_0 in range(0, {count}, {tile}):", *("    " + line for line in lines)]
 
     def body(self, inner: str, sums: Mapping[tuple[Expr, ...], Val], unroll: int) -> list[str]:
         before = dict(self.loaded)

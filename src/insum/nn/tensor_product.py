@@ -136,15 +136,15 @@ class TensorProduct(nn.Module):
     # --- the pattern as it moves with the module ---
 
     def _renew(self) -> None:
-        """Every array anew from the exact pattern, coefficients rounded once; index arrays are
-        promised to be constant.
+        """Every array anew from the exact pattern, coefficients rounded once, promised to be
+        constant.
         """
         for number, pattern in enumerate(self._exact):
             for name, exact in _arrays(pattern).items():
                 old = getattr(self, f"{name}{number}")
                 new = exact.to(old.device, old.dtype)
                 setattr(self, f"{name}{number}", new)
-                if name != "V" and new.device.type != "meta":
+                if new.device.type != "meta":
                     insum.constant(new)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:

@@ -297,9 +297,17 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
             return Config(m=m, n=n, k=k, warps=max(1, m * n * k // 1024), stages=1)
         n = min(n, max(1, 2048 // k))
     n = min(n, 128)
+    if plan.roles.k and k >= 1024 and _columns(plan, extents) < 2 * ENOUGH_PROGRAMS * n:
+        # long sums over few columns: more programs, and more rows in flight
+        return Config(m=1, n=min(n, 32), k=64, warps=4, stages=2)
     k = min(k, max(4, 1024 // n)) if plan.roles.k and k < 128 or n > 16 else k
     m = min(m, max(1, 2048 // (n * k)))
     return Config(m=m, n=n, k=k, warps=4, stages=1 if k == 1 else 2)
+
+
+def _columns(plan: Plan, extents: Mapping[str, int]) -> int:
+    """Places of the output, where tiles are as high as one of them."""
+    return extent((*plan.roles.grid, *plan.roles.m, *plan.roles.n), extents)
 
 
 def pieces(plan: Plan, config: Config, extents: Mapping[str, int]) -> int:

@@ -55,6 +55,15 @@ class AskValues:
 
 
 @dataclass(frozen=True, slots=True)
+class AskCoefficients:
+    """All values of a floating-point tensor, as nested tuples; None where they were not promised to
+    be constant.
+    """
+
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
 class AskSummary:
     """What came out when something was derived from index tensors: a `Summary`."""
 
@@ -72,5 +81,5 @@ class Summary:
     worth: bool = True  # the order of rows leaves out enough
 
 
-Question: TypeAlias = AskFacts | AskInside | AskExact | AskValues | AskSummary
+Question: TypeAlias = AskFacts | AskInside | AskExact | AskValues | AskCoefficients | AskSummary
 Ask: TypeAlias = Callable[[Question], Any]

@@ -26,6 +26,14 @@ class OfShape:
 
 
 @dataclass(frozen=True, slots=True)
+class OfLength:
+    """A size of a tensor that is read."""
+
+    tensor: str
+    dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class OfCount:
     """A number that a recipe gave: how many tiles, steps, pieces there are."""
 
@@ -136,13 +144,12 @@ class Pieces:
 @dataclass(frozen=True, slots=True)
 class SharedTiles:
     """Entries of an index tensor in tiles of ``lanes``, each of one ``value``: of every entry its
-    ``place`` along each dimension, -1 where there is none. ``tensor``: what the values select from,
-    along a dimension. How many tiles there are at most follows from sizes.
+    ``place`` along each dimension, -1 where there is none. ``values``: how many there may be. How
+    many tiles there are at most follows from sizes.
     """
 
     index: str
-    tensor: str
-    dim: int
+    values: OfLength | OfShape
     lanes: int
     pads: bool  # -1 stands for an absent entry
 
@@ -225,5 +232,5 @@ def canonical(recipe: Recipe) -> tuple[object, ...]:
             return "tasks", canonical(base), limit
         case Pieces(base, limit):
             return "pieces", canonical(base), limit
-        case SharedTiles(_, _, _, lanes, pads):
+        case SharedTiles(_, _, lanes, pads):
             return "shared tiles", lanes, pads

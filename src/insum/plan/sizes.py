@@ -22,8 +22,8 @@ FEW = 128
 #: Bytes of the widest load, and of the next narrower one that is worth telling apart.
 WIDE_LOAD, NARROW_LOAD = 16, 8
 
-#: Of each dimension how its stride is passed: 0 and 1 are not passed at all, ``-u`` in units of
-#: ``u`` elements.
+#: Of each dimension how its stride is passed: ``-u`` in units of ``u`` elements. 0, 1 and other
+#: numbers that the code knows are not passed at all.
 Units: TypeAlias = tuple[int, ...]
 
 

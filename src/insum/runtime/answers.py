@@ -8,10 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from insum import memory
-from insum.facts import Coming, IndexFacts, facts_of
+from insum.facts import CONSTANT, Coming, IndexFacts, facts_of
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import accesses
 from insum.plan.questions import (
+    AskCoefficients,
     AskExact,
     AskFacts,
     AskInside,
@@ -61,6 +62,8 @@ class Answers:
                 return int(self.problem.extents[var])
             case AskValues(index):
                 return self.numbers(index)
+            case AskCoefficients(name):
+                return self.coefficients(name)
             case AskSummary(recipe):
                 made = self.prologue.made(recipe)
                 if made is None:
@@ -106,6 +109,14 @@ class Answers:
             return False
         verify_values(self.problem, (use,), self.values)
         return True
+
+    def coefficients(self, name: str) -> Any:
+        """The values of a floating-point tensor that were promised to be part of the program."""
+        entry = memory.known(self.values[name])
+        if entry is None or CONSTANT not in entry:
+            return None
+        tensor: Tensor = self.values[name].detach()
+        return entry.remembered("values", lambda: _nested(tensor.tolist()))
 
     def numbers(self, index: str) -> Any:
         """All values of a short index tensor; None while they are on their way."""

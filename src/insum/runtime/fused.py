@@ -23,7 +23,7 @@ from torch import Tensor
 from insum import memory
 from insum.bounded import keep
 from insum.compat.calls import cudagraph_state, current_stream, elsewhere, is_recorded
-from insum.facts import IndexFacts, known_now
+from insum.facts import CONSTANT, IndexFacts, known_now
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import accesses
 from insum.lang.problem import Sized
@@ -42,7 +42,7 @@ from insum.plan.recipes import (
     Sorted,
 )
 from insum.plan.sizes import SizeClass
-from insum.plan.strategies.unrolling import PROMOTE_POINTS
+from insum.plan.strategies.unrolling import PROMOTE_POINTS, UNROLL_POINTS
 from insum.plan.uses import Use
 from insum.runtime import cache, classify, packs
 from insum.runtime.answers import Answers
@@ -79,6 +79,7 @@ class FusedKind:
         wishes: what decides plans besides the statement; the second for calls in place.
         negated: whether some tensor is to be read as its negative.
         numbers: scalars that are passed as Python numbers.
+        coefficients: tensors at the places of index tensors, whose values may be promised.
         unseen: programs for index tensors that were never seen, by class of sizes.
         mapped: programs for maps of kernels that were never seen, by class of sizes and what is
             known of every map of their kind.
@@ -91,6 +92,7 @@ class FusedKind:
     wishes: tuple[Wishes, Wishes]
     negated: bool
     numbers: tuple[str, ...]
+    coefficients: tuple[str, ...]
     unseen: dict[object, Unseen] = field(default_factory=dict)
     mapped: dict[object, Unseen] = field(default_factory=dict)
 
@@ -151,6 +153,20 @@ def fused_kind(
         (wishes_of(False, problem.device), wishes_of(True, problem.device)),
         negated,
         tuple(n for n, kind in problem.kinds.items() if kind.device is None),
+        _coefficients(problem, runs),
+    )
+
+
+def _coefficients(problem: Problem, runs: frozenset[str]) -> tuple[str, ...]:
+    """Floating-point tensors that are read at the places of index tensors and nowhere else."""
+    reads = [a for a in accesses(problem.statement.value, nested=False) if a.indices]
+    return tuple(
+        dict.fromkeys(
+            a.tensor
+            for a in reads
+            if problem.kinds[a.tensor].dtype.is_floating_point
+            and all(i.var in runs for i in a.indices)
+        )
     )
 
 
@@ -173,6 +189,11 @@ class FusedCall:
         for name in kind.indices:
             index: Any = values[name]
             entries.append(memory.known(index) or memory.entry_of(index))
+        for name in kind.coefficients:
+            value: Any = values[name]
+            own = memory.known(value) if value.numel() <= 2 * UNROLL_POINTS else None
+            if own is not None and CONSTANT in own:
+                entries.append(own)  # its values may be part of the program
         found: Ready | Unseen | Refusal | None = self.kept(target, entries)
         if found is None:
             found = self.find(values, target, entries)
@@ -357,6 +378,8 @@ class FusedCall:
         """
         kind = self.kind
         declared = [e.serial for e in entries if e.declared]
+        if declared:  # code that was written for a pattern knows some extents
+            declared += [self.sized.spans[k] for k in kind.exact]
         key = (self.class_key(values, target), target is None, cache.state["epoch"], *declared)
         held = kind.unseen.get(key)
         if held is not None:

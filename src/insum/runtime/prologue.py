@@ -26,6 +26,7 @@ from insum.plan.recipes import (
     Inverse,
     OfCount,
     OfExtent,
+    OfLength,
     OfShape,
     Packed,
     PackedByStep,
@@ -185,10 +186,15 @@ class Prologue:
             case Packed(table, walks):
                 inner = () if isinstance(table, str) else self.numbers(table)
                 return (*inner, *(self.size(w.extent) for w in walks))
-            case SharedTiles(_, tensor, dim):
-                return (self.tensors[tensor].shape[dim],)
+            case SharedTiles(_, values):
+                return (self.value_count(values),)
             case _:
                 return self.numbers(recipe.base)
+
+    def value_count(self, values: OfLength | OfShape) -> int:
+        if isinstance(values, OfShape):
+            return self.shape[values.dim]
+        return int(self.tensors[values.tensor].shape[values.dim])
 
     def size(self, expr: SizeExpr) -> int:
         return math.prod(self.one_size(one) for one in expr)
@@ -238,9 +244,9 @@ class Prologue:
                 return None if made is None else tasks(made, limit)
             case Pieces(base, limit):
                 return pieces(self.sorted(base), limit)
-            case SharedTiles(index, tensor, dim, lanes, pads):
-                values, wraps = self.tensors[tensor].shape[dim], index in self.wraps
-                return shared_tiles(self.index(index), values, lanes, wraps, pads)
+            case SharedTiles(index, values, lanes, pads):
+                count, wraps = self.value_count(values), index in self.wraps
+                return shared_tiles(self.index(index), count, lanes, wraps, pads)
 
     def map_of(self, index: str) -> packs.KernelMap | None:
         """What is known of an index tensor that was made as the map of a kernel."""

@@ -32,7 +32,7 @@ from insum.plan.strategies.inverting import inverse
 from insum.plan.strategies.one_hot import onehot
 from insum.plan.strategies.packing import packed
 from insum.plan.strategies.segmenting import segments
-from insum.plan.strategies.sharing import shared
+from insum.plan.strategies.sharing import shared, shared_rows
 from insum.plan.strategies.sorting import sorted_first, sorted_for_heavy_rows
 from insum.plan.strategies.storing import unique
 from insum.plan.strategies.unrolling import nested, unrolled
@@ -40,6 +40,7 @@ from insum.plan.strategies.unrolling import nested, unrolled
 #: For one dimension that is written through an index tensor.
 SCATTERED = (
     unrolled,
+    shared_rows,
     sorted_for_heavy_rows,
     onehot,
     unique,

@@ -13,9 +13,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from insum.lang.expr import Access, Affine, accesses, index_of
+from insum.lang.expr import Access, Affine, accesses, index_of, variables
 from insum.plan.draft import Draft, Planned, Subject, finish, roles_of
-from insum.plan.recipes import OfCount, SharedTiles
+from insum.plan.recipes import OfCount, OfLength, OfShape, SharedTiles
 from insum.plan.rewrite import Scatter, replace_atom, scatter_of, substitute
 from insum.plan.sizes import power_of_two
 
@@ -28,6 +28,10 @@ LEAST_MATRIX = 256
 #: Elements of matrices that all entries together would read, above which it pays to find the tiles
 #: for one call; for index tensors that come back it nearly always does.
 PAYS_UNSEEN, PAYS = 2**26, 2**18
+#: A tile of the largest products, and programs that fill a device.
+AREA, PROGRAMS = 128 * 128, 264
+#: Entries that are summed in one tile, at least and at most, where few rows are written.
+FEWEST_SUMMED, MOST_SUMMED = 64, 4096
 
 
 def shared(subject: Subject, draft: Draft) -> Planned | None:
@@ -67,7 +71,7 @@ def _gathered(draft: Draft) -> list[tuple[Access, int, Access]]:
 def _over_tiles(
     subject: Subject, draft: Draft, gathered: tuple[Access, int, Access]
 ) -> Planned | None:
-    factor, _, index = gathered
+    factor, dim, index = gathered
     over = [str(i.var) for i in index.indices]
     matrix = math.prod(draft.extents[str(i.var)] for i in factor.indices if i.var is not None)
     entries = math.prod(draft.extents[v] for v in over)
@@ -79,7 +83,11 @@ def _over_tiles(
     if meeting is None:
         return None
     lanes = max(FEWEST_LANES, min(MOST_LANES, power_of_two(entries // matrices)))
-    trial = _in_tiles(subject, draft, gathered, over, lanes, entries // lanes + matrices)
+    recipe = SharedTiles(
+        index.tensor, OfLength(factor.tensor, dim), lanes, index.tensor in draft.padded
+    )
+    trial = _in_tiles(subject, draft, index, recipe, entries // lanes + matrices)
+    trial = trial.because(f"entries of equal {index.tensor} share the tiles of {factor.tensor}")
     roles = roles_of(subject, trial)
     if not roles.dot:
         return None
@@ -101,17 +109,36 @@ def _meeting(subject: Subject, draft: Draft, over: Sequence[str]) -> tuple[str, 
     return None if subject.wishes.deterministic else ("atomic", True)
 
 
+def shared_rows(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:
+    """Few rows of the output, to each of which very many entries add a matrix, as in the gradient
+    of small matrices that entries choose: tiles of entries of one row each add their sum to it.
+    """
+    if subject.wishes.settings.scatter != "auto" or subject.wishes.deterministic:
+        return None
+    over = scatter.variables
+    row = [v for v in variables(draft.target) if v not in over]
+    area = math.prod(draft.extents[v] for v in row)
+    entries, rows = math.prod(draft.extents[v] for v in over), subject.rows(scatter)
+    tiles = -(-area // AREA)
+    if subject.reduce != "sum" or len(row) < 2 or 2 * rows * tiles > PROGRAMS:
+        return None
+    if entries < PROGRAMS * FEWEST_SUMMED or entries < LEAST_SHARED * FEWEST_SUMMED * rows:
+        return None
+    lanes = power_of_two(entries * tiles // (2 * PROGRAMS))
+    lanes = max(FEWEST_SUMMED, min(MOST_SUMMED, lanes))
+    index = scatter.access
+    recipe = SharedTiles(index.tensor, OfShape(scatter.dim), lanes, index.tensor in draft.padded)
+    trial = _in_tiles(subject, draft, index, recipe, entries // lanes + rows)
+    trial = trial.because(f"tiles of entries of equal {index.tensor} add their sums")
+    roles = roles_of(subject, trial)
+    return finish(subject, trial, "atomic", fill=True, roles=roles) if roles.dot else None
+
+
 def _in_tiles(
-    subject: Subject,
-    draft: Draft,
-    gathered: tuple[Access, int, Access],
-    over: Sequence[str],
-    lanes: int,
-    tiles: int,
+    subject: Subject, draft: Draft, index: Access, recipe: SharedTiles, tiles: int
 ) -> Draft:
     """Entries read through the table of tiles, and the index as one value for each tile."""
-    factor, dim, index = gathered
-    recipe = SharedTiles(index.tensor, factor.tensor, dim, lanes, index.tensor in draft.padded)
+    over = [str(i.var) for i in index.indices]
     tile, lane = (subject.name(name, draft) for name in ("tile", "lane"))
     value = subject.name(f"{index.tensor}_tile", draft)
     places = [subject.name(f"{v}_tiles", draft) for v in over]
@@ -122,9 +149,7 @@ def _in_tiles(
         name: subject.array(recipe, f"place{k}", "int32", rank=2) for k, name in enumerate(places)
     }
     arrays[value] = subject.array(recipe, "value", "int32")
-    padded = draft.padded | set(places)
-    if index.tensor in padded:
-        padded |= {value}
+    padded = draft.padded | set(places) | ({value} if recipe.pads else set())
     factors = tuple(substitute(replace_atom(f, index, at_tile), change) for f in draft.factors)
     target = substitute(replace_atom(draft.target, index, at_tile), change)
     assert isinstance(target, Access)
@@ -134,10 +159,10 @@ def _in_tiles(
         factors=factors,
         arrays={**draft.arrays, **arrays},
         padded=padded,
-        extents={**draft.extents, tile: tiles, lane: lanes},
+        extents={**draft.extents, tile: tiles, lane: recipe.lanes},
         made={**draft.made, tile: (OfCount(recipe, "tiles"),), lane: (OfCount(recipe, "lanes"),)},
-        multiples={**draft.multiples, lane: lanes},
+        multiples={**draft.multiples, lane: recipe.lanes},
         idle=Access(places[0], both),
-    ).because(f"entries of equal {index.tensor} share the tiles of {factor.tensor}")
+    )
     reads = trial.reads() | {a.tensor for i in target.indices for a in accesses(i)}
     return trial if index.tensor in reads else replace(trial, padded=trial.padded - {index.tensor})

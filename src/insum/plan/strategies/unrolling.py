@@ -21,8 +21,8 @@ from insum.lang.expr import (
 )
 from insum.plan.draft import Draft, Planned, Subject, finish
 from insum.plan.model import LONG
-from insum.plan.plan import Pattern, Segment
-from insum.plan.questions import AskExact, AskInside, AskValues
+from insum.plan.plan import OUT, Pattern, Plan, Segment
+from insum.plan.questions import AskCoefficients, AskExact, AskInside, AskValues
 from insum.plan.recipes import OfShape, Segments
 from insum.plan.rewrite import Scatter, scatter_of
 from insum.plan.roles import Contraction
@@ -45,14 +45,15 @@ FEW_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Constants:
-    """What becomes code: index tensors, the variables that they run over, and the product at every
-    point of these.
+    """What becomes code: index tensors, the variables that they run over, coefficients at the
+    places of these, and the product at every point.
     """
 
     names: tuple[str, ...]
     points: tuple[tuple[Access, tuple[Expr, ...]], ...]
     exact: Mapping[str, int]
     values: Mapping[str, Any]
+    coefficients: Mapping[str, Any]
 
     @property
     def over(self) -> tuple[str, ...]:
@@ -117,7 +118,7 @@ def _in_rows(subject: Subject, draft: Draft, scatter: Scatter, found: Constants)
         draft = to_rows(subject, draft, scatter, base, scatter.variables[0])
     else:
         draft = to_sorted_rows(subject, draft, scatter)
-    points = tuple(_points(draft, found.exact, found.values))
+    points = tuple(_points(draft, found.exact, found.values, found.coefficients))
     kept = tuple(v for i in draft.target.indices for v in variables(i) if v not in found.over)
     columns = tuple(v for v in kept if v != draft.row)
     if not columns or len(set(draft.summed()) - {*found.over, draft.segment}):
@@ -128,7 +129,7 @@ def _in_rows(subject: Subject, draft: Draft, scatter: Scatter, found: Constants)
     segment = Segment(draft.row, draft.segment, tiled=False)
     pattern = Pattern(found.over, points)
     plan = replace(planned.plan, pattern=pattern, segment=segment, padded=frozenset())
-    return replace(planned, plan=plan)
+    return replace(planned, plan=_with_exact_strides(subject, plan))
 
 
 def constants_of(subject: Subject, draft: Draft) -> Constants | None:
@@ -150,8 +151,24 @@ def constants_of(subject: Subject, draft: Draft) -> Constants | None:
     values = {n: subject.ask(AskValues(n)) for n in names}
     if any(v is None for v in values.values()):
         return None
-    points = tuple(_points(draft, exact, values))
-    return Constants(names, points, exact, values) if points else None
+    coefficients = _coefficients(subject, draft, over)
+    points = tuple(_points(draft, exact, values, coefficients))
+    return Constants(names, points, exact, values, coefficients) if points else None
+
+
+def _coefficients(subject: Subject, draft: Draft, over: tuple[str, ...]) -> dict[str, Any]:
+    """Values of tensors at the places of the pattern, where they were promised not to change."""
+    found = {}
+    for factor in draft.factors:
+        if not isinstance(factor, Access) or not factor.indices:
+            continue
+        name, at = factor.tensor, [i.var for i in factor.indices]
+        small = subject.is_tensor(name) and subject.sizes.numel[name] <= 2 * UNROLL_POINTS
+        if small and set(at) <= set(over) and subject.problem.kinds[name].strength == 2:
+            values = subject.ask(AskCoefficients(name))
+            if values is not None:
+                found[name] = values
+    return found
 
 
 def _are_places(subject: Subject, names: tuple[str, ...]) -> bool:
@@ -191,7 +208,27 @@ def _straight_line(
     draft = draft.because(f"{', '.join(found.names)} are constants of the code")
     planned = finish(subject, draft, strategy, fill=True, roles=roles)
     pattern = Pattern(found.over, found.points)
-    return replace(planned, plan=replace(planned.plan, pattern=pattern, padded=frozenset()))
+    plan = replace(planned.plan, pattern=pattern, padded=frozenset())
+    return replace(planned, plan=_with_exact_strides(subject, plan))
+
+
+def _with_exact_strides(subject: Subject, plan: Plan) -> Plan:
+    """The plan with strides as numbers where rows of columns follow each other: straight-line code
+    reads many of them, and the offset of each would take a register all along.
+    """
+    columns = {
+        OUT if a is plan.target else a.tensor: a.indices[-1].var
+        for a in (plan.target, *(f for f in plan.factors if isinstance(f, Access)))
+        if len(a.indices) > 1 and a.indices[-1].var is not None and a.tensor not in dict(plan.views)
+    }
+    known = dict(plan.strides)
+    for name, column in columns.items():
+        strides = known.get(name)
+        if strides is not None and strides.units[-1] == 1 and strides.joins[-1]:
+            width = int(subject.ask(AskExact(str(column))))
+            units = (*strides.units[:-2], width, 1)
+            known[name] = replace(strides, units=units)
+    return replace(plan, strides=tuple(sorted(known.items())))
 
 
 def index_names(subject: Subject) -> tuple[str, ...]:
@@ -249,13 +286,17 @@ def _along_leader(subject: Subject, draft: Draft) -> set[str]:
 
 
 def _points(
-    draft: Draft, exact: Mapping[str, int], values: Mapping[str, Any]
+    draft: Draft,
+    exact: Mapping[str, int],
+    values: Mapping[str, Any],
+    coefficients: Mapping[str, Any],
 ) -> Iterator[tuple[Access, tuple[Expr, ...]]]:
     for place in itertools.product(*(range(n) for n in exact.values())):
         at = dict(zip(exact, place, strict=True))
         present = [True]
         exprs = [
-            _constant(e, at, values, draft.padded, present) for e in (draft.target, *draft.factors)
+            _constant(e, at, values, coefficients, draft.padded, present)
+            for e in (draft.target, *draft.factors)
         ]
         if present[0]:
             yield exprs[0], tuple(exprs[1:])  # type: ignore[misc]
@@ -265,19 +306,24 @@ def _constant(
     expr: Expr,
     at: Mapping[str, int],
     values: Mapping[str, Any],
+    coefficients: Mapping[str, Any],
     padded: frozenset[str],
     present: list[bool],
 ) -> Expr:
-    """The expression at one point of the unrolled variables, its index tensors replaced by their
-    values.
+    """The expression at one point of the unrolled variables, its index tensors and coefficients
+    replaced by their values.
     """
+
+    def looked_up(access: Access, among: Mapping[str, Any]) -> Any:
+        found = among[access.tensor]
+        for index in access.indices:
+            found = found[index.offset + sum(c * value(a) for c, a in index.terms)]
+        return found
 
     def value(atom: Var | Access) -> int:
         if isinstance(atom, Var):
             return at[atom.name]
-        found: Any = values[atom.tensor]
-        for index in atom.indices:
-            found = found[index.offset + sum(c * value(a) for c, a in index.terms)]
+        found = looked_up(atom, values)
         if found < 0 and atom.tensor in padded:
             present[0] = False
             return 0
@@ -291,6 +337,9 @@ def _constant(
         fixed = sum(c * value(a) for c, a in old.terms if not is_free(a))
         return Affine(free, old.offset + fixed)
 
-    return rewrite(
-        expr, lambda access: Access(access.tensor, tuple(index(i) for i in access.indices))
-    )
+    def outer(access: Access) -> Expr:
+        if access.tensor in coefficients:
+            return Number(float(looked_up(access, coefficients)))
+        return Access(access.tensor, tuple(index(i) for i in access.indices))
+
+    return rewrite(expr, outer)
