@@ -58,8 +58,8 @@ def parts(plan: Plan) -> list[Plan]:
     """
     pattern = plan.pattern
     assert pattern is not None
-    if len(pattern.points) <= LONG:
-        return [plan]
+    if len(pattern.points) <= LONG or not (plan.roles.loops or plan.roles.k):
+        return [plan]  # without sums nothing is held but what is read
     leader = {point: max(point[1], key=lambda f: len(variables(f))) for point in pattern.points}
     part: dict[Expr, int] = {}  # of outputs and largest factors
     for number, point in enumerate(pattern.points):
@@ -239,10 +239,12 @@ class _Unrolled(Emitter):
         assert pattern is not None
         summed = {*self.plan.roles.loops, *self.plan.roles.k}
         groups: dict[Expr, Cores] = {}
+        count = len(pattern.points[0][1])
+        forms = [len({point[1][f] for point in pattern.points}) for f in range(count)]
         for target, factors in pattern.points:
             core = tuple(f for f in factors if set(variables(f)) & summed)
             rest = tuple(f for f in factors if f not in core)
-            leader = max(core, key=lambda f: len(variables(f)))
+            leader = max(core, key=lambda f: (len(variables(f)), forms[factors.index(f)]))
             groups.setdefault(leader, {}).setdefault(core, []).append((target, rest))
         return groups
 

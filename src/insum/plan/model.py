@@ -11,9 +11,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from insum.lang.expr import variables
+from insum.lang.expr import accesses, variables
 from insum.plan.config import Choice, Config
-from insum.plan.plan import Plan
+from insum.plan.plan import Pattern, Plan
 from insum.plan.roles import Contraction, contiguity
 from insum.plan.sizes import power_of_two
 
@@ -22,6 +22,8 @@ SHORT = 32
 #: Patterns with more points than this are long: several kernels, which share neither an output nor
 #: the largest factor.
 LONG = 48
+#: Tiles of two elements a thread that straight-line code can hold at once.
+MOST_TILES = 24
 #: Entries at which a long row is cut into pieces, and the length up to which rows are left whole.
 SPLIT_AT = 128
 LEAVE_WHOLE = 64
@@ -68,7 +70,24 @@ def oriented(
     """
     if swap == 0 or not plan.roles.dot or swap < 0 and plan.onehot < 0 and not allowed:
         return plan
-    return replace(plan, roles=exchanged(plan.roles) if swap == 1 else swapped(plan.roles, extents))
+    if swap == 1 or _gathers_left(plan, extents):
+        return replace(plan, roles=exchanged(plan.roles))
+    return replace(plan, roles=swapped(plan.roles, extents))
+
+
+def _gathers_left(plan: Plan, extents: Mapping[str, int]) -> bool:
+    """Whether, of two wide sides whose product is summed over the entries of rows, the left one
+    alone is gathered: loads through indices are hidden better on the right.
+    """
+    if plan.segment is None or plan.segment.var not in plan.roles.k or plan.onehot >= 0:
+        return False
+    if min(extent(plan.roles.m, extents), extent(plan.roles.n, extents)) < 128:
+        return False
+    left, right = (
+        any(accesses(i) for f in side for a in accesses(plan.factors[f]) for i in a.indices)
+        for side in (plan.roles.left, plan.roles.right)
+    )
+    return left and not right
 
 
 def inner_extent(plan: Plan, extents: Mapping[str, int]) -> int:
@@ -79,37 +98,56 @@ def inner_extent(plan: Plan, extents: Mapping[str, int]) -> int:
 def first_guess(plan: Plan, extents: Mapping[str, int]) -> Config:
     """The config used when nobody tuned."""
     if plan.pattern:
-        n = min(64, power_of_two(extent(plan.roles.n, extents)))
-        if plan.segment:  # a few entries of a row at a time, for many are short
-            return Config(m=1, n=n, k=2, warps=max(1, n // 32), stages=1)
-        if plan.roles.k:
-            k = min(64, power_of_two(extent(plan.roles.k, extents)))
-            pattern = plan.pattern
-            # short patterns leave room for more programs
-            wide = 512 if pattern and len(pattern.points) > LONG else 256
-            m = max(1, wide // (n * k)) if plan.roles.m else 1
-            # several such tiles are in registers at once
-            return Config(m=m, n=n, k=k, warps=max(1, min(8, m * n * k // 512)), stages=1)
-        if plan.roles.n[0] not in variables(plan.target):
-            # summed at the end, so that one tile holds all of it
-            n = power_of_two(extent(plan.roles.n, extents))
-            return Config(
-                m=max(1, 64 // n) if plan.roles.m else 1, n=n, warps=max(1, n // 64), stages=1
-            )
-        # nothing to sum: as large a tile as the stores can use
-        if not plan.roles.loops and plan.roles.m:
-            return Config(
-                m=min(power_of_two(extent(plan.roles.m, extents)), max(1, 1024 // n)),
-                n=n,
-                warps=4,
-                stages=1,
-            )
-        return Config(m=max(1, 64 // n) if plan.roles.m else 1, n=n, warps=1, stages=1)
+        return _for_pattern(plan, plan.pattern, extents)
     if plan.roles.dot:
         return _for_dot(plan, extents)
     if plan.segment:
         return _for_rows(plan, extents, long=False)
     return _for_sum(plan, extents)
+
+
+def _for_pattern(plan: Plan, pattern: Pattern, extents: Mapping[str, int]) -> Config:
+    """Straight-line code holds many tiles in registers at once: the more, the smaller they are."""
+    n = min(64, power_of_two(extent(plan.roles.n, extents)))
+    few = len(pattern.points) <= LONG
+    if plan.segment:  # a few entries of a row at a time, for many are short
+        elements = 2 if _tiles_at_once(plan, pattern) <= MOST_TILES else 1
+        return Config(m=1, n=n, k=2, warps=max(1, n * 2 // (32 * elements)), stages=1)
+    if plan.roles.k:
+        k = min(64, power_of_two(extent(plan.roles.k, extents)))
+        if not few and not plan.roles.m and not plan.roles.loops and k >= 16:
+            # rows are summed: a warp takes a few, an element or two of each of its tiles
+            n = min(n, max(1, 4 * 32 // k))
+            return Config(m=1, n=n, k=k, warps=max(1, n * k // 64), stages=1)
+        # short patterns leave room for more programs
+        m = max(1, (256 if few else 512) // (n * k)) if plan.roles.m else 1
+        # several such tiles are in registers at once
+        return Config(m=m, n=n, k=k, warps=max(1, min(8, m * n * k // 512)), stages=1)
+    if plan.roles.n[0] not in variables(plan.target):
+        # summed at the end, so that one tile holds all of it
+        n = power_of_two(extent(plan.roles.n, extents))
+        return Config(
+            m=max(1, 64 // n) if plan.roles.m else 1, n=n, warps=max(1, n // 64), stages=1
+        )
+    # nothing to sum: as large a tile as the stores can use
+    if not plan.roles.loops and plan.roles.m:
+        wide = 1024 if few else 256
+        m = min(power_of_two(extent(plan.roles.m, extents)), max(1, wide // n))
+        return Config(m=m, n=n, warps=4, stages=1)
+    return Config(m=max(1, 64 // n) if plan.roles.m else 1, n=n, warps=1, stages=1)
+
+
+def _tiles_at_once(plan: Plan, pattern: Pattern) -> int:
+    """Tiles that straight-line code over the entries of rows holds all along: its outputs, and of
+    its factors all but the one that comes in most forms, which is read when it is used.
+    """
+    columns = set(plan.roles.n)
+    forms = [
+        len({point[1][f] for point in pattern.points})
+        for f, factor in enumerate(pattern.points[0][1])
+        if columns & set(variables(factor))
+    ]
+    return len({target for target, _ in pattern.points}) + sum(forms) - max(forms, default=0)
 
 
 def first_choice(
@@ -205,14 +243,11 @@ def _is_large(plan: Plan, extents: Mapping[str, int], m: int, n: int, k: int, si
     """Whether a product is so large that arithmetic alone counts: the largest tiles, which leave
     room for one program on a multiprocessor, still fill the device, and each has many steps.
     """
-    if size != 2 or (m, n) != (128, 128) or plan.onehot >= 0 or plan.roles.loops:
+    if size != 2 or (m, n) != (128, 128) or plan.onehot >= 0 or plan.roles.loops or plan.segment:
         return False
     area = extent(plan.roles.m, extents) * extent(plan.roles.n, extents)
     tiles = area / (m * 2 * n) * math.prod(extents[v] for v in plan.roles.grid)
-    steps: float = extents[plan.roles.k[0]] / k
-    if plan.segment and plan.segment.var in plan.roles.k:  # all rows together have so many
-        steps /= max(1, extents[plan.segment.row])
-    return tiles >= ENOUGH_PROGRAMS / 2 and steps >= LARGE_STEPS
+    return tiles >= ENOUGH_PROGRAMS / 2 and extents[plan.roles.k[0]] >= LARGE_STEPS * k
 
 
 def held(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> tuple[int, int]:
@@ -239,6 +274,8 @@ def _k_tile(plan: Plan, extents: Mapping[str, int], size: int) -> int:
         inner = inner_extent(plan, extents)
         return inner * max(1, 32 // inner)
     longest = power_of_two(extents[plan.roles.k[0]])
+    if plan.segment and plan.segment.var in plan.roles.k:
+        return max(16, min(longest, 32))  # rows end anywhere, and their entries are gathered
     return max(16, min(longest, 64 if size == 2 else 32))
 
 
@@ -299,7 +336,7 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
     n = min(n, 128)
     if plan.roles.k and k >= 1024 and _columns(plan, extents) < 2 * ENOUGH_PROGRAMS * n:
         # long sums over few columns: more programs, and more rows in flight
-        return Config(m=1, n=min(n, 32), k=64, warps=4, stages=2)
+        return Config(m=1, n=min(n, 64), k=128, warps=8, stages=1)
     k = min(k, max(4, 1024 // n)) if plan.roles.k and k < 128 or n > 16 else k
     m = min(m, max(1, 2048 // (n * k)))
     return Config(m=m, n=n, k=k, warps=4, stages=1 if k == 1 else 2)
