@@ -28,6 +28,7 @@ from insum.bench import (
     records,
     rivals,
     spmm,
+    sweep,
     table,
     tensor_product,
 )
@@ -62,8 +63,8 @@ def parser() -> argparse.ArgumentParser:
         "what",
         nargs="?",
         default="all",
-        help=f"{_names()}; fresh times calls on data never seen; report draws tables and "
-        "figures anew from results",
+        help=f"{_names()}; fresh times calls on data never seen, sweep sizes that nobody tuned "
+        "for; report draws tables and figures anew from results",
     )
     made.add_argument(
         "sources",
@@ -126,7 +127,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _names() -> str:
-    return ", ".join([*BENCHMARKS, "all", "fresh"]) + " or report"
+    return ", ".join([*BENCHMARKS, "all", "fresh", "sweep"]) + " or report"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -152,6 +153,9 @@ def run(asked: argparse.Namespace, given: Sequence[str]) -> int:
     if asked.what == "fresh":
         file = asked.json or asked.out / "fresh.json"
         return fresh.run(options_of(asked), machine.command(given), file)
+    if asked.what == "sweep":
+        file, budget = asked.json or asked.out / "sweep.json", asked.budget or math.inf
+        return sweep.run(options_of(asked), machine.command(given), file, budget)
     if asked.what not in (*BENCHMARKS, "all"):
         raise BenchError(f"there is no benchmark {asked.what!r}", expected=_names())
     if asked.sources:

@@ -39,6 +39,8 @@ FEWER_ENTRIES, CUT_FEWER = 100_000, 16
 TINY_ENTRIES = 2**15
 #: Programs that fill a device twice over; fewer than this and a long reduction is cut into pieces.
 ENOUGH_PROGRAMS = 264
+#: Places of an output that fill a device with tiles of 128 x 128.
+LARGE = ENOUGH_PROGRAMS * 128 * 128
 #: Steps of a reduction that fill a deep pipeline.
 LARGE_STEPS = 8
 #: Shared memory for the operands of one program.
@@ -84,10 +86,10 @@ def _gathers_left(plan: Plan, extents: Mapping[str, int]) -> bool:
     if min(extent(plan.roles.m, extents), extent(plan.roles.n, extents)) < 128:
         return False
     left, right = (
-        any(accesses(i) for f in side for a in accesses(plan.factors[f]) for i in a.indices)
+        [a for f in side for a in accesses(plan.factors[f]) if a.tensor in plan.index_tensors]
         for side in (plan.roles.left, plan.roles.right)
     )
-    return left and not right
+    return bool(left) and not right
 
 
 def inner_extent(plan: Plan, extents: Mapping[str, int]) -> int:
@@ -274,7 +276,7 @@ def _k_tile(plan: Plan, extents: Mapping[str, int], size: int) -> int:
         inner = inner_extent(plan, extents)
         return inner * max(1, 32 // inner)
     longest = power_of_two(extents[plan.roles.k[0]])
-    if plan.segment and plan.segment.var in plan.roles.k:
+    if plan.segment and plan.segment.var in plan.roles.k and _columns(plan, extents) >= LARGE:
         return max(16, min(longest, 32))  # rows end anywhere, and their entries are gathered
     return max(16, min(longest, 64 if size == 2 else 32))
 
