@@ -1,0 +1,66 @@
+"""The gallery and the sweep: small, on a CPU, so that all can be seen to work."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from insum.bench import gallery, main, sweep
+from insum.bench.records import FORWARD
+
+
+def options(*more: str) -> main.Options:
+    return main.options_of(main.parser().parse_args(["gallery", "--device", "cpu", *more]))
+
+
+def test_every_statement_is_right() -> None:
+    """Of each exhibit our result, and its gradients where it has some, against the formula."""
+    from insum.bench.measure import TOLERANCE, relative_error
+
+    names = []
+    for case in gallery.cases(options()):
+        ours = case.contenders[0]
+        assert ours.name == "insum"
+        error = relative_error(ours.make().run(), case.want())
+        assert error <= TOLERANCE[case.dtype], f"{case.name}, {case.direction}: {error}"
+        assert case.work.bytes > 0
+        names.append((case.name, case.direction))
+    assert len({name for name, _ in names}) >= 24
+    assert any(direction != FORWARD for _, direction in names)
+
+
+def test_a_section_of_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["gallery", "--only", "adapters", "--device", "cpu", "--out", str(tmp_path)]
+    assert main.main(given) == 0
+    (section,) = json.loads((tmp_path / "bench.json").read_text())["sections"]
+    assert {row["contender"] for row in section["rows"]} == {"insum", "torch"}
+    assert "adapters" in capsys.readouterr().out
+
+
+def test_a_sweep_goes_on_where_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["sweep", "--only", "blocks,spmm", "--device", "cpu", "--data", ""]
+    file = tmp_path / "sweep.json"
+    assert main.main([*given, "--json", str(file), "--budget", "0.001"]) == 0
+    first = json.loads(file.read_text())["rows"] if file.exists() else []
+    assert main.main([*given, "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert len(rows) == 6 and rows[: len(first)] == first
+    assert all(row["error"] < 1e-5 for row in rows)
+    monkeypatch.setattr(sweep, "swept", lambda *_: pytest.fail("measured again"))
+    assert main.main([*given, "--json", str(file)]) == 0
+    assert "the time is up" in capsys.readouterr().out
+
+
+def test_cliffs_are_told() -> None:
+    def row(size: int, milliseconds: float, rival: float) -> sweep.Swept:
+        return sweep.Swept("spmm", "g", "float16", (size,), milliseconds, "torch", rival, 0.0)
+
+    told = sweep.cliffs([row(100, 2.0, 3.0), row(128, 1.0, 0.5), row(120, 1.05, 2.0)])
+    assert told == [
+        "spmm g float16 100: 2.00 of size (128,)",
+        "spmm g float16 128: 0.50 of torch",
+    ]
