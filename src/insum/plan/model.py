@@ -39,6 +39,8 @@ FEWER_ENTRIES, CUT_FEWER = 100_000, 16
 TINY_ENTRIES = 2**15
 #: Programs that fill a device twice over; fewer than this and a long reduction is cut into pieces.
 ENOUGH_PROGRAMS = 264
+#: Columns in tiles of which the last may be half empty.
+MANY_COLUMNS = 512
 #: Places of an output that fill a device with tiles of 128 x 128.
 LARGE = ENOUGH_PROGRAMS * 128 * 128
 #: Steps of a reduction that fill a deep pipeline.
@@ -283,13 +285,21 @@ def _k_tile(plan: Plan, extents: Mapping[str, int], size: int) -> int:
 
 def _for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
     """Tiles of several short rows, or of one long piece with many gathers in flight."""
-    n = min(256, power_of_two(extent(plan.roles.n, extents))) if plan.roles.n else 1
+    n = _row_tile(extent(plan.roles.n, extents)) if plan.roles.n else 1
     if long:
         m = min(max(1, 64 // n), power_of_two(extent(plan.roles.m[1:], extents)))
         return Config(
             m=m, n=n, k=max(16, min(64, 2048 // (m * n))), warps=1 if m * n <= 128 else 2, stages=1
         )
     return Config(m=max(1, min(64, 512 // n)), n=n, k=2, warps=2, stages=1)
+
+
+def _row_tile(columns: int) -> int:
+    """Columns of a tile of gathered rows: a wide tile has few rows in flight, and one that columns
+    do not fill wastes threads.
+    """
+    n = min(128, power_of_two(columns))
+    return 64 if n == 128 and columns % 128 and 128 < columns < MANY_COLUMNS else n
 
 
 def _for_few_rows(guess: Config) -> Config:
