@@ -57,6 +57,7 @@ def page(folder: Path = RESULTS) -> str:
         *fused,
         ("tuning.json", tuning_lines),
         ("overhead.json", overhead_lines),
+        ("gallery.json", gallery_lines),
         ("fresh.json", new_data_lines),
         ("limits.json", limits_lines),
         ("compare.json", compare_lines),
@@ -64,6 +65,24 @@ def page(folder: Path = RESULTS) -> str:
         if (folder / name).exists():
             parts += [*make(json.loads((folder / name).read_text(encoding="utf-8"))), ""]
     return "\n".join(parts).rstrip() + "\n"
+
+
+# --- of the gallery ---
+
+
+def gallery_lines(result: dict[str, Any]) -> list[str]:
+    """Statements beside what people use for them."""
+    (section,) = result["sections"]
+    lines = [
+        "## Gallery",
+        "",
+        *_about([section]),
+        "| statement | | ms | others | of the limit | error |",
+        "|---|---|--:|---|--:|--:|",
+    ]
+    for direction in ("forward", "forward+backward"):
+        lines += time_lines(section, direction)
+    return [*lines, "", f"Made by `{section['command']}`."]
 
 
 # --- of new data ----------------------------------------------------------------------------------
