@@ -29,6 +29,7 @@ from insum.lang.expr import Access, accesses, tensors_of
 from insum.lang.measure import Measure, measure_of
 from insum.lang.problem import Sized
 from insum.plan.library import is_matrix_product
+from insum.plan.path import is_path
 from insum.plan.uses import Use, uses_of
 from insum.request import Form, Request, head
 from insum.runtime.check import in_range, live_uses, ranges_of, verify
@@ -192,9 +193,10 @@ class PreparedCall:
         all sizes of a class, whichever came first.
 
         A call in place must change nothing where an index is out of range. Kernels find that out
-        on the way, the last statement for itself alone: the others then have no indices.
+        on the way, the last statement for itself alone: the others then have no indices, unless a
+        path was asked for.
         """
-        may_index = not (in_place and self.kernels_look)
+        may_index = not (in_place and self.kernels_look) or is_path(self.form.optimize)
         key = (*size_key(problem), may_index)
         found = self.orders.get(key)
         if found is None:
@@ -365,6 +367,11 @@ class BoundCall:
         return self.prepared.form.request(self.sizes)
 
     @property
+    def asked(self) -> str:
+        """The order of contraction that was asked for."""
+        return self.prepared.form.optimize
+
+    @property
     def extents(self) -> dict[str, int]:
         return self.sized.extents
 
@@ -409,6 +416,8 @@ class BoundCall:
         if self.prepared.orderable:
             stages = self.staged(values, in_place=mode == "into")
             if stages:
+                if mode == "into" and self.prepared.kernels_look and is_path(self.asked):
+                    self.look(values)
                 return _run_stages(stages, mode, values, target)
         if self.prepared.fusable:
             result = self.run_fused(mode, values, target)

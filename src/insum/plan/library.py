@@ -4,6 +4,8 @@ indirection.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from insum.lang.bind import Problem
@@ -47,7 +49,7 @@ def is_matrix_product(problem: Problem, *, accumulates: bool) -> bool:
     return bool(rows and columns and summed) and rows | columns <= target <= a | b
 
 
-def _fits(problem: Problem, factors: list[Expr], more: bool) -> bool:
+def _fits(problem: Problem, factors: Sequence[Expr], more: bool) -> bool:
     """Whether everything has one dtype, that a library multiplies and rounds as we do; ``more``:
     something is done to the product.
     """

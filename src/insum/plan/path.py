@@ -42,6 +42,11 @@ def optimize_text(optimize: Optimize) -> str:
     return optimize if isinstance(optimize, str) else repr(optimize)
 
 
+def is_path(text: str) -> bool:
+    """Whether a text stands for a path rather than for a search."""
+    return text not in _WORDS
+
+
 def operands_of(term: Term) -> tuple[Expr, ...]:
     """What a path counts: the factors of a product, literals aside."""
     return tuple(f for f in term.factors if not isinstance(f, Number))
@@ -58,7 +63,7 @@ def wish_of(problem: Problem, text: str) -> str | Path:
     >>> wish_of(chain, "1,2;0,1")
     ((1, 2), (0, 1))
     """
-    if text in _WORDS:
+    if not is_path(text):
         return text
     path = _read(problem, text)
     if len(problem.terms) != 1 or problem.statement.operator in ("max=", "min="):
