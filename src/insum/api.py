@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from insum.bounded import keep
-from insum.call import MOST_FORMS, Kinds, kinds_of, prepare
+from insum.call import MOST_FORMS, BoundCall, Kinds, is_left_to_library, kinds_of, prepare
 from insum.compat.calls import is_plain_call, is_undisturbed
 from insum.errors import BindingError, UnsupportedError
 from insum.explain import Explanation, explained, roles_line
@@ -19,6 +19,7 @@ from insum.lang.expr import tensors_of
 from insum.lang.parser import parse
 from insum.ops import contract, run
 from insum.plan.config import Config
+from insum.plan.library import WHY
 from insum.plan.path import Optimize
 from insum.request import Request, SizesArgument, head, request_of
 from insum.traced import traced
@@ -350,4 +351,24 @@ def tuned(request: Request, tensors: dict[str, Value], effort: str) -> Tuned:
     name = call.prepared.target
     target = tensors[name] if name else None
     assert target is None or isinstance(target, Tensor)
-    return search.tune(call.problem(tensors), tensors, target, effort)
+    stages = call.staged(tensors, in_place=bool(name)) if call.prepared.orderable else ()
+    found, known = [], dict(tensors)
+    for one in stages:
+        given = one.given(known)
+        last = one is stages[-1]
+        part = one.kinds.find(given, one.sizes, target if last else None)
+        found.append(search.tune(part.problem(given), given, target if last else None, effort))
+        if not last:
+            known[one.stage.fills] = part.run("new", given, None)
+    return search.joined(request.statement, found) if found else _tuned_whole(call, tensors, effort)
+
+
+def _tuned_whole(call: BoundCall, tensors: dict[str, Value], effort: str) -> Tuned:
+    from insum import search
+
+    problem, name = call.problem(tensors), call.prepared.target
+    if not call.prepared.fusable and is_left_to_library(problem, accumulates=bool(name)):
+        return search.Tuned(str(problem.statement), (), 0.0, 0.0, source=f"no kernel: {WHY}")
+    target = tensors[name] if name else None
+    assert target is None or isinstance(target, Tensor)
+    return search.tune(problem, tensors, target, effort)

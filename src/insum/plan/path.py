@@ -75,7 +75,7 @@ def wish_of(problem: Problem, text: str) -> str | Path:
     left = count = len(operands_of(problem.terms[0]))
     for step in path:
         if len(set(step)) != len(step) or not all(0 <= p < left for p in step):
-            raise _misfit(problem, path, f"{step} takes other than {left} factors", count)
+            raise _misfit(problem, path, f"{step} is no choice among {left} factors", count)
         if len(step) < 2 and count > 1:
             raise _misfit(problem, path, f"{step} multiplies nothing", count)
         left -= len(step) - 1
