@@ -322,8 +322,10 @@ class _Builder:
         factors = tuple(self.open(f.value, walked) if f.inside in whole else f.value for f in taken)
         order = dict.fromkeys(v for f in factors for v in variables(f))
         rest = tuple(f for p, f in enumerate(state.factors) if p not in positions)
-        left, scattered = self.scattered(_State(state.target, rest), set(order))
-        later = left.variables()
+        # what is walked is read through its index later, whose variables are then needed
+        needed = {v for index in walked.values() for v in variables(index)}
+        left, scattered = self.scattered(_State(state.target, rest), set(order), needed)
+        later = left.variables() | needed
         kept = {v: index_of(v) for v in order if v in later and v not in walked}
         dims = (*walked, *scattered, *kept)
         written = (*map(index_of, walked), *scattered.values(), *kept.values())
@@ -342,10 +344,13 @@ class _Builder:
         self.shapes[name] = tuple(self.extents[v] for v in dims)
         self.dims |= {(name, d): self.places[v] for d, v in enumerate(dims) if v in self.places}
 
-    def scattered(self, left: _State, inside: set[str]) -> tuple[_State, dict[str, Affine]]:
+    def scattered(
+        self, left: _State, inside: set[str], needed: set[str]
+    ) -> tuple[_State, dict[str, Affine]]:
         """What is left where a buffer over the variables ``inside`` is scattered through indices of
         the left side and of other factors, with the variables that take their places: nothing
-        else depends on what is scattered, and there are fewer places than contributions.
+        else depends on what is scattered, ``needed`` has none of it, and there are fewer places
+        than contributions.
         """
         found = {
             place: index
@@ -355,7 +360,7 @@ class _Builder:
         while found:
             names = {self.variable(place, index): index for place, index in found.items()}
             after = self.replaced(left, found)
-            others = after.variables()
+            others = after.variables() | needed
             if all(set(variables(index)) - others for index in found.values()):
                 own = {v for index in found.values() for v in variables(index)} - others
                 few = self.size_of(names) <= self.size_of(own)

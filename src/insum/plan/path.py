@@ -35,11 +35,22 @@ def optimize_text(optimize: Optimize) -> str:
         steps = [step for step in optimize if step != "einsum_path"]
         return ";".join(
             [
-                ",".join([str(p) for p in step]) if isinstance(step, list | tuple) else repr(step)
+                ",".join([_position_text(p) for p in step])
+                if isinstance(step, list | tuple)
+                else repr(step)
                 for step in steps
             ]
         )
     return optimize if isinstance(optimize, str) else repr(optimize)
+
+
+#: A tracer that takes the numbers of a path for symbols has to look one up, and so to fix it.
+_POSITIONS = tuple(map(str, range(64)))
+
+
+def _position_text(position: int) -> str:
+    usual = isinstance(position, int) and 0 <= position < len(_POSITIONS)
+    return _POSITIONS[position] if usual else repr(position)
 
 
 def is_path(text: str) -> bool:
