@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import insum
+from as_on_a_gpu import pretended
+from insum.call import prepare
 from insum.plan import order
 from insum.plan.library import is_matrix_product
 from insum.plan.order import Path
@@ -570,3 +572,37 @@ def test_gradients_through_kernels(eager_splits: None) -> None:
     want = torch.zeros(6, 4, dtype=torch.float64).index_add(0, values["dst"], rows)
     for a, b in zip(got, torch.autograd.grad(want.square().sum(), leaves), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("optimize", EVERY_WAY)
+@pytest.mark.parametrize("name", ["src", "dst"])
+def test_an_output_stays_as_it_was_where_an_index_is_out_of_range(
+    name: str, optimize: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where kernels find out: nothing may have been written by then."""
+    values = graph()
+    values[name][7] = 6
+    with pretended(monkeypatch):
+        total = torch.ones(6, 4)
+        with pytest.raises(insum.IndexRangeError):
+            insum.insum(AGGREGATE.replace("=", "+="), Y=total, optimize=optimize, **values)
+            insum.synchronize()
+        assert bool((total == 1).all())
+
+
+@pytest.mark.interpreter
+def test_statements_before_the_last_have_no_indices_in_place(
+    monkeypatch: pytest.MonkeyPatch, eager_splits: None
+) -> None:
+    values = {**graph(), "W": torch.randn(5, 32)}
+    values["dst"] %= 2
+    request = request_of(AGGREGATE.replace("=", "+="), (2, 32), None, ())
+    with pretended(monkeypatch):
+        call = prepare(request, {**values, "Y": torch.zeros(2, 32)})
+        found = [
+            [one.kinds.form.statement for one in call.staged(values, in_place=in_place)]
+            for in_place in (False, True)
+        ]
+    assert found[0][0] == "v_X[dst[e],f] = v[e] * X[src[e],f]"
+    assert found[1][0] == "X_W[x0,h] = X[x0,f] * W[f,h]"
