@@ -44,6 +44,7 @@ RANKS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"request"}),
+    frozenset({"stages"}),
     frozenset({"call", "inspection", "search"}),
     frozenset({"ops", "autograd", "batching"}),
     frozenset({"inplace", "traced", "explain", "export"}),

@@ -61,8 +61,11 @@ def arguments(title: str) -> tuple[str, dict[str, Any]]:
     return statement, keywords
 
 
+OPTIONS = ("sizes", "out_shape", "padded", "optimize")
+
+
 def options_of(keywords: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    options = {k: v for k, v in keywords.items() if k in ("sizes", "out_shape", "padded")}
+    options = {k: v for k, v in keywords.items() if k in OPTIONS}
     return options, {k: v for k, v in keywords.items() if k not in options}
 
 

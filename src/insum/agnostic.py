@@ -15,6 +15,7 @@ from insum.formats.convert import SparseFormat
 from insum.formats.explained import named_operands
 from insum.formats.run import Call, Operand, rewritten
 from insum.lang.bind import Size
+from insum.plan.path import Optimize
 
 
 def einsum(
@@ -24,6 +25,7 @@ def einsum(
     dense_output: bool = False,
     out_shape: Sequence[Size] | None = None,
     sizes: Mapping[str | int, Size | Sequence[Size]] | None = None,
+    optimize: Optimize = True,
     **named: Operand,
 ) -> Any:
     """Run one statement whose operands may be sparse.
@@ -31,6 +33,9 @@ def einsum(
     The statement is written as if every operand were dense, in insum's notation with named operands
     or in `torch.einsum`'s with positional ones. Any number of operands may be dense; several may be
     sparse if they share one pattern or never meet in a compressed dimension.
+
+    Three and more operands are multiplied in the order that ``optimize`` says, as in `insum`; a
+    path counts the factors of the rewritten statement, which `explain` prints.
 
     The result is dense, with one exception: where the left side has exactly the indices of a sparse
     operand that stands in every term, nothing outside its pattern can be nonzero, and the result
@@ -51,6 +56,6 @@ def einsum(
     """
     text, given = named_operands(statement, operands, named)
     if not any(isinstance(x, SparseFormat) for x in given.values()):
-        return api.insum(text, out_shape=out_shape, sizes=sizes, **given)  # type: ignore[arg-type]
+        return api.insum(text, out_shape=out_shape, sizes=sizes, optimize=optimize, **given)  # type: ignore[arg-type]
     plan = rewritten(text, given, dense_output)
-    return Call(plan, given, out_shape, sizes).run()
+    return Call(plan, given, out_shape, sizes, optimize).run()

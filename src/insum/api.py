@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from insum.bounded import keep
-from insum.call import MOST_FORMS, Kinds, kinds_of, prepare
+from insum.call import MOST_FORMS, BoundCall, Kinds, is_left_to_library, kinds_of, prepare
 from insum.compat.calls import is_plain_call, is_undisturbed
 from insum.errors import BindingError, UnsupportedError
 from insum.explain import Explanation, explained, roles_line
@@ -19,6 +19,8 @@ from insum.lang.expr import tensors_of
 from insum.lang.parser import parse
 from insum.ops import contract, run
 from insum.plan.config import Config
+from insum.plan.library import WHY
+from insum.plan.path import Optimize
 from insum.request import Request, SizesArgument, head, request_of
 from insum.traced import traced
 
@@ -35,6 +37,7 @@ def insum(
     sizes: SizesArgument = None,
     padded: Sequence[str] = (),
     config: Config | Sequence[Config] | None = None,
+    optimize: Optimize = True,
     **tensors: Value,
 ) -> Tensor:
     """Compute one indirect einsum.
@@ -51,6 +54,10 @@ def insum(
       contributes nothing.
     - ``config``: tile sizes and launch options of the generated kernel, as `insum.tune` prints
       them; a path without one takes no notice.
+    - ``optimize``: the order in which three and more factors are multiplied, as in opt_einsum:
+      ``True`` or ``"auto"`` (several statements where that is clearly better than one), ``False``
+      or ``"never"`` (one statement), ``"optimal"``, ``"greedy"`` (wherever several are cheaper), or
+      a path such as ``[(1, 2), (0, 1)]``. `explain` prints the path.
     - ``tensors``: every tensor that the statement names; a scalar may be a Python number.
 
     >>> import torch, insum
@@ -69,8 +76,8 @@ def insum(
             [1., 2.]])
     """
     if torch.compiler.is_compiling():
-        return traced(statement, out_shape, sizes, padded, config, tensors)
-    kinds, given = _kinds(statement, out_shape, sizes, padded, config)
+        return traced(statement, out_shape, sizes, padded, config, optimize, tensors)
+    kinds, given = _kinds(statement, out_shape, sizes, padded, config, optimize)
     call = kinds.known(tensors, given)
     if call is None or not is_undisturbed():
         return _insum(kinds.form.request(given), tensors)
@@ -92,15 +99,17 @@ def _kinds(
     sizes: SizesArgument,
     padded: Sequence[str],
     config: object,
+    optimize: Optimize,
 ) -> tuple[Kinds, tuple[Any, ...]]:
     """What is known of the calls of a statement with these options, and the sizes among them."""
     common = not sizes and type(padded) is tuple and config is None and type(statement) is str
+    common = common and optimize is True
     if common and (out_shape is None or type(out_shape) in (tuple, torch.Size)):
         given: tuple[Any, ...] = () if out_shape is None else tuple(out_shape)
         found = _fronts.get((statement, None if out_shape is None else len(given), padded))
         if found is not None:
             return found, given
-    request = request_of(statement, out_shape, sizes, padded, config)  # type: ignore[arg-type]
+    request = request_of(statement, out_shape, sizes, padded, config, optimize)  # type: ignore[arg-type]
     found = kinds_of(request.form)
     if common:
         rank = None if out_shape is None else len(out_shape)
@@ -137,21 +146,29 @@ class Compiled:
         sizes: SizesArgument,
         padded: Sequence[str],
         config: Config | Sequence[Config] | None = None,
+        optimize: Optimize = True,
     ) -> None:
         # what cannot be read fails here rather than at the first call
-        request = request_of(statement, out_shape, sizes, padded, config)
+        request = request_of(statement, out_shape, sizes, padded, config, optimize)
         head(statement)
         self.statement = request.statement
         self.out_shape = None if out_shape is None else tuple(out_shape)
         self.sizes = dict(sizes) if sizes else None
         self.padded = request.padded
         self.config = request.config
+        self.optimize = optimize
         self._request = request
         self._last: Problem | None = None
 
     def __call__(self, /, **tensors: Value) -> Tensor:
-        options = {"out_shape": self.out_shape, "sizes": self.sizes, "padded": self.padded}
-        result = insum(self.statement, config=self.config, **options, **tensors)  # type: ignore[arg-type]
+        options: dict[str, Any] = {
+            "out_shape": self.out_shape,
+            "sizes": self.sizes,
+            "padded": self.padded,
+            "config": self.config,
+            "optimize": self.optimize,
+        }
+        result = insum(self.statement, **options, **tensors)  # type: ignore[arg-type]
         if torch.compiler.is_compiling():
             return result
         if self._last is None and is_plain_call(tensors.values()):
@@ -175,7 +192,8 @@ class Compiled:
         return hash(self.statement)
 
     def _options(self) -> tuple[object, ...]:
-        return self.statement, self.out_shape, self.sizes, self.padded, self.config
+        rest = self.padded, self.config, self._request.optimize
+        return self.statement, self.out_shape, self.sizes, *rest
 
     def __repr__(self) -> str:
         options = [
@@ -185,8 +203,9 @@ class Compiled:
                 ("sizes", self.sizes),
                 ("padded", self.padded),
                 ("config", self.config),
+                ("optimize", "" if self.optimize is True else self.optimize),
             )
-            if v
+            if v or v is False
         ]
         text = f"insum.compile({', '.join([repr(self.statement), *options])})"
         return text if self._last is None else f"{text}\n  {roles_line(self._last)}"
@@ -199,6 +218,7 @@ def compile(
     sizes: SizesArgument = None,
     padded: Sequence[str] = (),
     config: Config | Sequence[Config] | None = None,
+    optimize: Optimize = True,
 ) -> Compiled:
     """A reusable callable for one statement; the options are those of `insum`. It can be pickled
     and copied, and it prints itself.
@@ -211,7 +231,7 @@ def compile(
     insum.compile('y[i] = A[i,j] * x[j]')
       i: free, 2; j: reduced, 3
     """
-    return Compiled(statement, out_shape, sizes, padded, config)
+    return Compiled(statement, out_shape, sizes, padded, config, optimize)
 
 
 def explain(
@@ -222,6 +242,7 @@ def explain(
     sizes: SizesArgument = None,
     padded: Sequence[str] = (),
     config: Config | Sequence[Config] | None = None,
+    optimize: Optimize = True,
     **tensors: Value,
 ) -> Explanation | EinsumExplanation:
     """What a call would do: extents, roles of the indices, the graph as Python, FLOPs and bytes.
@@ -250,9 +271,17 @@ def explain(
     if any(hasattr(value, "index_arrays") for value in tensors.values()):  # a sparse format
         from insum.formats.explained import explain_einsum
 
-        return explain_einsum(statement, out_shape=out_shape, sizes=sizes, **cast(Any, tensors))
+        return explain_einsum(
+            statement, out_shape=out_shape, sizes=sizes, optimize=optimize, **cast(Any, tensors)
+        )
     return explain_dense(
-        statement, tensors, out_shape=out_shape, sizes=sizes, padded=padded, config=config
+        statement,
+        tensors,
+        out_shape=out_shape,
+        sizes=sizes,
+        padded=padded,
+        config=config,
+        optimize=optimize,
     )
 
 
@@ -264,9 +293,10 @@ def explain_dense(
     sizes: SizesArgument = None,
     padded: Sequence[str] = (),
     config: Config | Sequence[Config] | None = None,
+    optimize: Optimize = True,
 ) -> Explanation:
     """`explain` of a statement over tensors and numbers alone."""
-    return explained(request_of(statement, out_shape, sizes, padded, config), tensors)
+    return explained(request_of(statement, out_shape, sizes, padded, config, optimize), tensors)
 
 
 # --- tuning ---------------------------------------------------------------------------------------
@@ -321,4 +351,24 @@ def tuned(request: Request, tensors: dict[str, Value], effort: str) -> Tuned:
     name = call.prepared.target
     target = tensors[name] if name else None
     assert target is None or isinstance(target, Tensor)
-    return search.tune(call.problem(tensors), tensors, target, effort)
+    stages = call.staged(tensors, in_place=bool(name)) if call.prepared.orderable else ()
+    found, known = [], dict(tensors)
+    for one in stages:
+        given = one.given(known)
+        last = one is stages[-1]
+        part = one.kinds.find(given, one.sizes, target if last else None)
+        found.append(search.tune(part.problem(given), given, target if last else None, effort))
+        if not last:
+            known[one.stage.fills] = part.run("new", given, None)
+    return search.joined(request.statement, found) if found else _tuned_whole(call, tensors, effort)
+
+
+def _tuned_whole(call: BoundCall, tensors: dict[str, Value], effort: str) -> Tuned:
+    from insum import search
+
+    problem, name = call.problem(tensors), call.prepared.target
+    if not call.prepared.fusable and is_left_to_library(problem, accumulates=bool(name)):
+        return search.Tuned(str(problem.statement), (), 0.0, 0.0, source=f"no kernel: {WHY}")
+    target = tensors[name] if name else None
+    assert target is None or isinstance(target, Tensor)
+    return search.tune(problem, tensors, target, effort)

@@ -21,6 +21,7 @@ from insum.lang.expr import tensors_of, variables
 from insum.lang.measure import SizeKeys
 from insum.lang.parser import parse
 from insum.lang.problem import kind_of
+from insum.plan.path import AUTO, is_path
 from insum.request import Form
 
 #: Runs a statement, of which the kinds of calls are known, on these values and sizes.
@@ -158,6 +159,8 @@ def _derived(
         dtype.to_complex() if real else dtype,
         None,
         of.wraps & frozenset(reads),
+        # a path counts the factors of the forward statement
+        AUTO if is_path(of.optimize) else of.optimize,
     )
     return Derived(kinds_of(form), reads, tuple(used), real)
 

@@ -28,10 +28,13 @@ from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, accesses, tensors_of
 from insum.lang.measure import Measure, measure_of
 from insum.lang.problem import Sized
+from insum.plan.library import is_matrix_product
+from insum.plan.path import is_path
 from insum.plan.uses import Use, uses_of
 from insum.request import Form, Request, head
 from insum.runtime.check import in_range, live_uses, ranges_of, verify
 from insum.settings import Values, settings
+from insum.stages import Stage, is_orderable, size_key, stages_of
 
 if TYPE_CHECKING:
     from insum.runtime.fused import FusedCall, FusedKind
@@ -39,6 +42,8 @@ if TYPE_CHECKING:
 #: Statements with their options, kinds of tensors of one, sizes of one kind, and those of them that
 #: are recognised by one comparison.
 MOST_FORMS, MOST_KINDS, MOST_SIZES, MOST_RECENT = 4096, 64, 16, 4
+#: Classes of sizes of one kind for which the order of contraction is kept.
+MOST_ORDERS = 64
 #: Calls of the same sizes before they are recognised by one comparison.
 OFTEN = 2
 
@@ -121,6 +126,8 @@ class PreparedCall:
         target: the output's name where it was passed and is to be accumulated into, or ''.
         reads: every tensor that is read.
         fusable: whether generated kernels are to be tried.
+        orderable: whether several statements may be better than one; ``orders`` are those, by
+            sizes.
         recent: calls of the same sizes that were made more than once, the last first.
     """
 
@@ -137,6 +144,7 @@ class PreparedCall:
     target: str
     reads: tuple[str, ...]
     fusable: bool
+    orderable: bool
     kernels_look: bool
     negated: bool  # some tensor is to be read as its negative
     measure: Measure
@@ -144,6 +152,7 @@ class PreparedCall:
         default_factory=list
     )
     bound: dict[object, BoundCall] = field(default_factory=dict)
+    orders: dict[object, tuple[Stage, ...]] = field(default_factory=dict)
     #: What `insum.autograd` has derived for the gradients of this kind of call.
     adjoints: dict[object, Any] = field(default_factory=dict)
 
@@ -177,6 +186,22 @@ class PreparedCall:
         found.count += 1
         if found.count == OFTEN:
             self.remember(found, sizes, given)
+        return found
+
+    def stages(self, problem: Problem, *, in_place: bool) -> tuple[Stage, ...]:
+        """The statements that a call of these sizes is made of; none where it is one. The same for
+        all sizes of a class, whichever came first.
+
+        A call in place must change nothing where an index is out of range. Kernels find that out
+        on the way, the last statement for itself alone: the others then have no indices, unless a
+        path was asked for.
+        """
+        may_index = not (in_place and self.kernels_look) or is_path(self.form.optimize)
+        key = (*size_key(problem), may_index)
+        found = self.orders.get(key)
+        if found is None:
+            stages = stages_of(problem, self.form, may_index=may_index)
+            found = keep(self.orders, key, stages, MOST_ORDERS)
         return found
 
     def remember(self, call: BoundCall, sizes: tuple[int, ...], given: tuple[Any, ...]) -> None:
@@ -215,9 +240,8 @@ def _prepare(
     problem = form.request(sizes).bind(values, initial)
     left, now = head(form.statement), settings.values
     in_place = left.operator != "=" and isinstance(values.get(left.target), Tensor)
-    on_gpu = problem.device.type == "cuda"
-    fusable = now.backend == "fused" or now.backend == "auto" and on_gpu
-    fusable = fusable or now.require_fused and now.backend != "inductor"
+    accumulates = left.operator != "=" and (in_place or initial is not None)
+    fusable = is_fusable(problem, now, form.config is not None, accumulates=accumulates)
     uses = uses_of(problem, form.wraps)
     given = (*values.values(),) if initial is None else (*values.values(), initial)
     return PreparedCall(
@@ -234,9 +258,32 @@ def _prepare(
         left.target if in_place else "",
         tensors_of(problem.statement),
         fusable,
+        is_orderable(problem, form),
         fusable and kernels_look_on(problem.device) and now.check == "async",
         any(isinstance(v, Tensor) and v.is_neg() for v in given),
         measure_of(problem, form.size_keys),
+    )
+
+
+def is_fusable(problem: Problem, now: Values, chosen: bool, *, accumulates: bool) -> bool:
+    """Whether generated kernels are to be tried; ``chosen``: a config was given for one."""
+    if now.backend == "fused" or now.require_fused and now.backend != "inductor":
+        return True
+    return (
+        now.backend == "auto"
+        and problem.device.type == "cuda"
+        and (chosen or not is_left_to_library(problem, accumulates=accumulates))
+    )
+
+
+def is_left_to_library(problem: Problem, *, accumulates: bool) -> bool:
+    """Whether a matrix library runs a statement better than a kernel of ours. In deterministic mode
+    a kernel does, because torch refuses cuBLAS there unless its environment was prepared.
+    """
+    return (
+        problem.device.type == "cuda"
+        and not torch.are_deterministic_algorithms_enabled()
+        and is_matrix_product(problem, accumulates=accumulates)
     )
 
 
@@ -269,11 +316,37 @@ class _Graph:
     late: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundStage:
+    """One statement of several, and its sizes in a call."""
+
+    kinds: Kinds
+    stage: Stage
+    sizes: tuple[Any, ...]
+
+    def given(self, values: Mapping[str, Value]) -> dict[str, Value]:
+        """Of all values and buffers, those that it reads."""
+        return {name: values[name] for name in self.stage.reads}
+
+
+def _run_stages(
+    stages: tuple[BoundStage, ...], mode: str, values: Mapping[str, Value], target: Tensor | None
+) -> Tensor:
+    """Fill one buffer after the other, then run the last statement as the whole was to be run."""
+    *before, last = stages
+    known = dict(values)
+    for one in before:
+        given = one.given(known)
+        known[one.stage.fills] = one.kinds.find(given, one.sizes).run("new", given, None)
+    given = last.given(known)
+    return last.kinds.find(given, last.sizes, target).run(mode, given, target)
+
+
 class BoundCall:
     """A call of certain sizes and strides."""
 
     __slots__ = (
-        *("_fused", "_graphs", "_problem", "_ranges", "_uses"),
+        *("_fused", "_graphs", "_problem", "_ranges", "_staged", "_uses"),
         *("count", "prepared", "sized", "sizes"),
     )
 
@@ -286,11 +359,17 @@ class BoundCall:
         self._ranges: tuple[tuple[str, int, int], ...] = ()
         self._graphs: dict[str, _Graph] = {}
         self._fused: FusedCall | None = None
+        self._staged: dict[bool, tuple[BoundStage, ...]] = {}
 
     @property
     def request(self) -> Request:
         """The request of this call, sizes included."""
         return self.prepared.form.request(self.sizes)
+
+    @property
+    def asked(self) -> str:
+        """The order of contraction that was asked for."""
+        return self.prepared.form.optimize
 
     @property
     def extents(self) -> dict[str, int]:
@@ -334,6 +413,12 @@ class BoundCall:
         """Run generated kernels where there are some, else the graph. ``mode``: ``new``, ``from``
         (a given value), ``into`` (in place).
         """
+        if self.prepared.orderable:
+            stages = self.staged(values, in_place=mode == "into")
+            if stages:
+                if mode == "into" and self.prepared.kernels_look and is_path(self.asked):
+                    self.look(values)
+                return _run_stages(stages, mode, values, target)
         if self.prepared.fusable:
             result = self.run_fused(mode, values, target)
             if result is not None:
@@ -343,6 +428,17 @@ class BoundCall:
         if self.prepared.form.wraps:
             values = self.wrapped(values)
         return self.run_graph(mode, values, target)
+
+    def staged(self, values: Mapping[str, Value], *, in_place: bool) -> tuple[BoundStage, ...]:
+        """The statements that this call is made of, with their sizes; none where it is one."""
+        found = self._staged.get(in_place)
+        if found is None:
+            problem = self.problem(values)
+            stages = self.prepared.stages(problem, in_place=in_place)
+            found = self._staged[in_place] = tuple(
+                BoundStage(kinds_of(one.form), one, one.size_values(problem)) for one in stages
+            )
+        return found
 
     def run_graph(self, mode: str, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
         graph = self._graphs.get(mode) or self.lowered(mode, values)

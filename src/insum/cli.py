@@ -190,6 +190,7 @@ def explained(statement: str, shapes: list[str], sizes: list[str], padded: list[
     from insum import inspection
     from insum.api import explain
     from insum.errors import InsumError
+    from insum.explain import parts_of
     from insum.plan.draft import CannotFuse
     from insum.request import request_of
     from insum.runtime import launch
@@ -203,12 +204,11 @@ def explained(statement: str, shapes: list[str], sizes: list[str], padded: list[
         page = str(explain(statement, sizes=given, padded=padded, **tensors))
         if launch.available():
             return page
-        problem = request_of(statement, None, given, padded).bind(tensors)
-        look = inspection.elsewhere(problem, tensors)
-        program = inspection.plan_only(problem, tensors)
-        return "\n\n".join(
-            [page.partition("\n\nno fused kernel")[0], inspection.told(look, program)]
-        )
+        kernels = []
+        for part in parts_of(request_of(statement, None, given, padded), tensors):
+            look = inspection.elsewhere(part.problem, part.values)
+            kernels.append(inspection.told(look, inspection.plan_only(part.problem, part.values)))
+        return "\n\n".join([page.partition("\n\nno fused kernel")[0], *kernels])
     except CannotFuse as reason:
         return f"{page}\n\nno fused kernel: {reason}"
     except (InsumError, ValueError) as error:

@@ -6,15 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
 
+from insum.call import is_fusable, prepare
 from insum.graph import lower
 from insum.lang.bind import Problem, Value
 from insum.lang.expand import Term
 from insum.lang.expr import Call, Expr, Number, Product, Sum, accesses, tensors_of, variables
 from insum.plan.config import Choice
+from insum.plan.library import WHY
+from insum.plan.path import operands_of
 from insum.request import Request, head
 from insum.settings import settings
+from insum.stages import is_orderable
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,7 @@ class Explanation:
     flops: int
     bytes: int
     fused: str = ""
+    order: str = ""
 
     @property
     def intensity(self) -> float:
@@ -49,7 +55,7 @@ class Explanation:
         tensors = _table(("tensor", "dtype", "shape", "device"), self.tensors)
         return "\n\n".join(
             part
-            for part in (self.statement, indices, tensors, self.graph, work, self.fused)
+            for part in (self.statement, indices, tensors, self.order, self.graph, work, self.fused)
             if part
         )
 
@@ -62,19 +68,69 @@ class Explanation:
 def explained(request: Request, values: Mapping[str, Value]) -> Explanation:
     problem = request.bind(values)
     left = head(request.statement)
-    in_place = left.operator != "=" and isinstance(values.get(left.target), Tensor)
-    graph = lower(problem, "into" if in_place else "new").text
+    target = values.get(left.target) if left.operator != "=" else None
+    parts = parts_of(request, values)
+    modes = [*["new"] * (len(parts) - 1), "new" if target is None else "into"]
     described = tuple((v, int(problem.extents[v]), role) for v, role in roles(problem).items())
-    fused = _fused(problem, values, request.config)
+    graphs = [lower(part.problem, mode).text for part, mode in zip(parts, modes, strict=True)]
+    fused = [
+        _fused(part, request.config, accumulates=mode == "into")
+        for part, mode in zip(parts, modes, strict=True)
+    ]
+    work = sum(flops(part.problem) for part in parts)
     return Explanation(
         str(problem.statement),
         described,
         _tensors(problem),
-        graph,
-        flops(problem),
-        traffic(problem, in_place),
-        fused,
+        "\n\n".join(graphs),
+        work,
+        traffic(problem, target is not None),
+        "\n\n".join(filter(None, fused)),
+        _order(problem, request, parts, work),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One statement of those that a call runs: bound, with the values and buffers that it reads,
+    and what it takes of the factors that are left.
+    """
+
+    problem: Problem
+    values: Mapping[str, Value]
+    positions: tuple[int, ...] = ()
+
+
+def parts_of(request: Request, values: Mapping[str, Value]) -> tuple[Part, ...]:
+    """The statements that a call runs. Buffers have no values: nothing is computed."""
+    target = values.get(head(request.statement).target)
+    in_place = head(request.statement).operator != "=" and isinstance(target, Tensor)
+    call = prepare(request, values)
+    stages = call.staged(values, in_place=in_place) if call.prepared.orderable else ()
+    if not stages:
+        return (Part(request.bind(values), values),)
+    known, parts = dict(values), []
+    for one in stages:
+        given = one.given(known)
+        initial = target if in_place and one is stages[-1] else None
+        found = one.kinds.form.request(one.sizes).bind(given, initial)  # type: ignore[arg-type]
+        parts.append(Part(found, given, one.stage.positions))
+        shape = [int(size) for size in found.shape]
+        known[one.stage.fills] = torch.empty(shape, dtype=found.dtype, device=found.device)
+    return tuple(parts)
+
+
+def _order(problem: Problem, request: Request, parts: Sequence[Part], work: int) -> str:
+    """The path that a product of three and more factors takes, and what it saves."""
+    if not is_orderable(problem, request.form):
+        return ""
+    if len(parts) == 1:
+        counts = ", ".join(str(tuple(range(len(operands_of(term))))) for term in problem.terms)
+        return f"order of contraction: one statement, path [{counts}]"
+    path = ", ".join(str(part.positions) for part in parts)
+    head = f"order of contraction: {len(parts)} statements, path [{path}], {work:,} FLOPs instead "
+    lines = [f"  {part.problem.statement}" for part in parts]
+    return "\n".join([f"{head}of {flops(problem):,}", *lines])
 
 
 def roles(problem: Problem) -> dict[str, str]:
@@ -170,17 +226,21 @@ def _tensors(problem: Problem) -> tuple[tuple[str, str, str, str], ...]:
     return tuple(rows)
 
 
-def _fused(problem: Problem, values: Mapping[str, Value], config: Choice | None) -> str:
+def _fused(part: Part, config: Choice | None, *, accumulates: bool) -> str:
     """The plan and the kernel, where a call would look for one."""
+    problem, now = part.problem, settings.values
     if (
-        settings.backend in ("graph", "inductor")
-        or settings.backend == "auto"
-        and problem.device.type == "cpu"
+        now.backend in ("graph", "inductor")
+        or now.backend == "auto"
+        and problem.device.type != "cuda"
+        and not now.require_fused
     ):
         return ""
+    if not is_fusable(problem, now, config is not None, accumulates=accumulates):
+        return f"no fused kernel: {WHY}"
     from insum import inspection
 
-    return inspection.describe(problem, values, config=config)
+    return inspection.describe(problem, part.values, config=config)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -28,13 +28,16 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
+from insum.call import is_fusable
 from insum.compat import compiler, cxx_runtime
 from insum.errors import UnsupportedError
 from insum.graph import lower
 from insum.graph_flatten import flattened
 from insum.lang.bind import Problem, Value
 from insum.ops import decode_exactly
+from insum.request import Request
 from insum.settings import settings
+from insum.stages import stages_of
 
 __all__ = ["decompose", "package"]
 
@@ -161,26 +164,47 @@ def _rule(
 
 
 def _contract(*arguments: Any) -> Tensor:
-    request, values = decode_exactly(arguments)
-    problem = request.bind(values)
-    kernels = _kernels(problem, values) if _inlining.get() == "kernels" else None
-    return kernels() if kernels is not None else _run(problem, "new", None, values)
+    return _written_out(*decode_exactly(arguments), "new", None)
 
 
 def _accumulate(initial: Tensor, *arguments: Any) -> Tensor:
-    request, values = decode_exactly(arguments)
-    return _run(request.bind(values, initial), "from", initial, values)
+    return _written_out(*decode_exactly(arguments), "from", initial)
 
 
 def _accumulate_(target: Tensor, *arguments: Any) -> None:
-    request, values = decode_exactly(arguments)
-    _run(request.bind(values, target), "into", target, values)
+    _written_out(*decode_exactly(arguments), "into", target)
+
+
+def _written_out(
+    request: Request, values: Mapping[str, Value], mode: str, initial: Tensor | None
+) -> Tensor:
+    """A statement, in the order of contraction that suits the sizes it was traced with."""
+    problem = request.bind(values, initial)
+    known = dict(values)
+    for stage in stages_of(problem, request.form):
+        given = {name: known[name] for name in stage.reads}
+        part = stage.form.request(stage.size_values(problem))
+        if not stage.fills:
+            return _one(part.bind(given, initial), mode, initial, given)
+        known[stage.fills] = _one(part.bind(given), "new", None, given)
+    return _one(problem, mode, initial, values)
+
+
+def _one(
+    problem: Problem, mode: str, initial: Tensor | None, values: Mapping[str, Value]
+) -> Tensor:
+    kernels = None
+    if mode == "new" and _inlining.get() == "kernels":
+        kernels = _kernels(problem, values)
+    return kernels() if kernels is not None else _run(problem, mode, initial, values)
 
 
 def _kernels(problem: Problem, values: Mapping[str, Value]) -> Callable[[], Tensor] | None:
     """The statement as launches that a tracer sees, or None where there is no kernel for it."""
     wrap = compiler.wrap_triton()
     if problem.device.type != "cuda" or wrap is None or settings.backend in ("graph", "inductor"):
+        return None
+    if not is_fusable(problem, settings.values, False, accumulates=False):
         return None
     from insum.runtime import symbolic
 

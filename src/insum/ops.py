@@ -39,6 +39,7 @@ Arguments: TypeAlias = tuple[
     str,
     torch.dtype | None,
     str,
+    str,
 ]
 
 
@@ -304,7 +305,8 @@ def encode(request: Request, values: Mapping[str, Value]) -> Arguments:
         ",".join(numbers),
         list(numbers.values()) or None,
     )
-    return request.statement, *named, ";".join(keys), sizes or None, padded, request.dtype, config
+    rest = padded, request.dtype, config, request.optimize
+    return request.statement, *named, ";".join(keys), sizes or None, *rest
 
 
 def size_name(key: str, length: int | None) -> str:
@@ -333,7 +335,8 @@ def _fits(number: object) -> bool:
 
 def decode(arguments: Sequence[Any]) -> tuple[Request, dict[str, Value]]:
     """The reverse of `encode`."""
-    statement, names, tensors, number_names, numbers, keys, sizes, padded, dtype, config = arguments
+    statement, names, tensors, number_names, numbers, keys, sizes, *rest = arguments
+    padded, dtype, config, optimize = rest
     values: dict[str, Value] = dict(zip(_split(names, ","), tensors, strict=True))
     values.update(zip(_split(number_names, ","), map(_plain_number, numbers or ()), strict=True))
     read: list[tuple[str | int, Size | tuple[Size, ...]]] = []
@@ -347,9 +350,9 @@ def decode(arguments: Sequence[Any]) -> tuple[Request, dict[str, Value]]:
                 tuple(rest.pop(0) for _ in range(int(length))) if length and mark else rest.pop(0),
             )
         )
-    return Request(
-        statement, tuple(read), tuple(_split(padded, ",")), dtype, choice_from(config)
-    ), values
+    padded_names, choice = tuple(_split(padded, ",")), choice_from(config)
+    request = Request(statement, tuple(read), padded_names, dtype, choice, optimize=optimize)
+    return request, values
 
 
 def decode_exactly(arguments: Sequence[Any]) -> tuple[Request, dict[str, Value]]:
@@ -384,7 +387,7 @@ def _plain_number(number: Any) -> Scalar:
 _VALUES = "str names, Tensor[] tensors, str scalar_names, Scalar[]? scalars"
 _ARGUMENTS = (
     f"str statement, {_VALUES}, str size_names, SymInt[]? sizes, str padded, "
-    "ScalarType? dtype, str config"
+    "ScalarType? dtype, str config, str optimize"
 )
 _library = torch.library.Library("insum", "DEF")  # type: ignore[no-untyped-call]
 

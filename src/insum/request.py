@@ -17,6 +17,7 @@ from insum.lang.expr import tensors_of
 from insum.lang.measure import SizeKeys
 from insum.lang.parser import parse
 from insum.plan.config import Choice, Config, choice_of
+from insum.plan.path import AUTO, Optimize, optimize_text, wish_of
 
 SizesArgument: TypeAlias = Mapping[str | int, Size | Sequence[Size]] | None
 Sizes: TypeAlias = tuple[tuple[str | int, Size | tuple[Size, ...]], ...]
@@ -31,6 +32,7 @@ class Form:
         dtype: overrides that of the result (for gradients, which must have their input's).
         wraps: index tensors in which negative values count from the end, as in programs that were
             fused.
+        optimize: the order of contraction that is wished for, as text (`plan.path`).
     """
 
     statement: str
@@ -39,6 +41,7 @@ class Form:
     dtype: torch.dtype | None = None
     config: Choice | None = None
     wraps: frozenset[str] = frozenset()
+    optimize: str = AUTO
 
     @property
     def is_extremum(self) -> bool:
@@ -46,14 +49,13 @@ class Form:
 
     def request(self, sizes: Sequence[Size]) -> Request:
         """The request with these sizes."""
-        rest, named = list(sizes), []
+        left, named = list(sizes), []
         for key, length in self.size_keys:
             count = 1 if length is None else length
-            mine, rest = rest[:count], rest[count:]
+            mine, left = left[:count], left[count:]
             named.append((key, mine[0] if length is None else tuple(mine)))
-        return Request(
-            self.statement, tuple(named), self.padded, self.dtype, self.config, self.wraps
-        )
+        rest = (self.padded, self.dtype, self.config, self.wraps, self.optimize)
+        return Request(self.statement, tuple(named), *rest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +68,12 @@ class Request:
     dtype: torch.dtype | None = None
     config: Choice | None = None
     wraps: frozenset[str] = frozenset()
+    optimize: str = AUTO
 
     @property
     def form(self) -> Form:
-        return Form(
-            self.statement, self.size_keys, self.padded, self.dtype, self.config, self.wraps
-        )
+        rest = (self.padded, self.dtype, self.config, self.wraps, self.optimize)
+        return Form(self.statement, self.size_keys, *rest)
 
     @property
     def size_keys(self) -> SizeKeys:
@@ -87,6 +89,8 @@ class Request:
         if initial is not None and statement.target.tensor not in values:
             values = {**values, statement.target.tensor: initial}
         problem = bind(statement, values, sizes=dict(self.sizes), padded=self.padded)
+        if self.optimize != AUTO:
+            wish_of(problem, self.optimize)  # which says what is wrong with it
         return problem if self.dtype is None else replace(problem, dtype=self.dtype)
 
 
@@ -96,6 +100,7 @@ def request_of(
     sizes: SizesArgument,
     padded: Sequence[str],
     config: Config | Sequence[Config] | None = None,
+    optimize: Optimize = True,
 ) -> Request:
     """A request from the options as users give them."""
     if not isinstance(statement, str):
@@ -126,6 +131,7 @@ def request_of(
         (padded,) if isinstance(padded, str) else tuple(padded),
         None,
         choice_of(config),
+        optimize=optimize_text(optimize),
     )
 
 

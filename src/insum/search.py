@@ -139,6 +139,22 @@ def tune(
             getattr(clock, "close", lambda: None)()
 
 
+def joined(statement: str, parts: Sequence[Tuned]) -> Tuned:
+    """What was found for the statements that one is made of. There is no config for all of them:
+    later calls find those of each.
+    """
+    trials = tuple(trial for part in parts for trial in part.trials)
+    source = "search" if trials else "; ".join(dict.fromkeys(part.source for part in parts))
+    return Tuned(
+        statement,
+        (),
+        sum(part.microseconds for part in parts),
+        sum(part.first_guess for part in parts),
+        trials,
+        source,
+    )
+
+
 def on_first_call(
     problem: Problem, values: Mapping[str, Value], target: Tensor | None, effort: str
 ) -> None:

@@ -34,8 +34,9 @@ class Values:
     - ``check``: how index values are checked against their range: ``async`` (on the CPU before
       every call; on GPUs by the kernels, without waiting, so that a later call reports what is out
       of range), ``always`` (before every call, also on GPUs, which waits), ``never``.
-    - ``backend``: ``auto`` (the fused kernel on GPUs, the graph elsewhere), ``graph``, ``fused``,
-      ``inductor`` (the graph, compiled by TorchInductor).
+    - ``backend``: ``auto`` (the fused kernel on GPUs, where plain matrix products are left to
+      cuBLAS; the graph elsewhere), ``graph``, ``fused``, ``inductor`` (the graph, compiled by
+      TorchInductor).
     - ``require_fused``: a statement without a fused kernel (or one that TorchInductor cannot
       compile, where that is the backend) is an error instead of a slower path.
     - ``native_matmul``: with ``backend="inductor"`` on GPUs, matrix products are part of the

@@ -13,6 +13,7 @@ from torch import Tensor
 from insum.lang.bind import Size, Value
 from insum.ops import size_name
 from insum.plan.config import Config, choice_text
+from insum.plan.path import Optimize, optimize_text
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -42,6 +43,7 @@ def traced(
     sizes: Mapping[str | int, Size | Sequence[Size]] | None,
     padded: Sequence[str],
     config: Config | Sequence[Config] | None,
+    optimize: Optimize,
     values: dict[str, Value],
 ) -> Tensor:
     target, operator, reads_target = left_side(statement)
@@ -54,10 +56,11 @@ def traced(
         if config is None
         else choice_text((config,) if isinstance(config, Config) else tuple(config))
     )
+    wished = optimize_text(optimize)
     output = values.get(target)
     if operator == "=" or not isinstance(output, Tensor):
         result: Tensor = torch.ops.insum.contract(
-            *_arguments(statement, given, padded_names, values, None, chosen)
+            *_arguments(statement, given, padded_names, values, None, chosen, wished)
         )
         return result
     reads = (
@@ -71,7 +74,7 @@ def traced(
     )
     if not differentiable:
         torch.ops.insum.accumulate_(
-            output, *_arguments(statement, given, padded_names, reads, None, chosen)
+            output, *_arguments(statement, given, padded_names, reads, None, chosen, wished)
         )
         return output
     if operator == "+=":
@@ -79,12 +82,12 @@ def traced(
         given = [(target, output.shape), *[(key, size) for key, size in given if key != target]]
         return output.add_(
             torch.ops.insum.contract(
-                *_arguments(statement, given, padded_names, reads, wide, chosen)
+                *_arguments(statement, given, padded_names, reads, wide, chosen, wished)
             )
         )
     return output.copy_(
         torch.ops.insum.accumulate(
-            output, *_arguments(statement, given, padded_names, reads, None, chosen)
+            output, *_arguments(statement, given, padded_names, reads, None, chosen, wished)
         )
     )
 
@@ -96,6 +99,7 @@ def _arguments(
     values: Mapping[str, Value],
     dtype: torch.dtype | None,
     config: str,
+    optimize: str,
 ) -> tuple[Any, ...]:
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     numbers = {name: value for name, value in values.items() if not isinstance(value, Tensor)}
@@ -119,4 +123,5 @@ def _arguments(
         padded,
         dtype,
         config,
+        optimize,
     )

@@ -20,6 +20,7 @@ from insum.formats.rewrite import Piece
 from insum.formats.run import Call, Operand, rewritten
 from insum.formats.spell import Source
 from insum.lang.bind import Size
+from insum.plan.path import Optimize
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,6 +55,7 @@ def explain_einsum(
     dense_output: bool = False,
     out_shape: Sequence[Size] | None = None,
     sizes: Mapping[str | int, Size | Sequence[Size]] | None = None,
+    optimize: Optimize = True,
     **named: Operand,
 ) -> EinsumExplanation:
     """The rewritten form of a call of `einsum` and what it would do. Nothing is computed.
@@ -78,9 +80,17 @@ def explain_einsum(
             text,
             (text,),
             text,
-            (api.explain_dense(text, given, out_shape=out_shape, sizes=sizes),),  # type: ignore[arg-type]
+            (
+                api.explain_dense(
+                    text,
+                    given,  # type: ignore[arg-type]
+                    out_shape=out_shape,
+                    sizes=sizes,
+                    optimize=optimize,
+                ),
+            ),
         )
-    call = Call(rewritten(text, given, dense_output), given, out_shape, sizes)
+    call = Call(rewritten(text, given, dense_output), given, out_shape, sizes, optimize)
     lines = [text, *(f"  {name}: {x!r}" for name, x in sparse.items()), "becomes"]
     for piece in call.plan.pieces:
         lines += [

@@ -16,6 +16,7 @@ from insum.formats.entries import padded_to
 from insum.formats.rewrite import Piece, Rewrite, rewrite
 from insum.formats.spell import Source
 from insum.lang.bind import Size, Value
+from insum.plan.path import Optimize
 
 Operand: TypeAlias = SparseFormat | Value
 Sizes: TypeAlias = Mapping[str | int, Size | Sequence[Size]]
@@ -69,8 +70,10 @@ class Call:
         given: Mapping[str, Operand],
         out_shape: Sequence[Size] | None = None,
         sizes: Sizes | None = None,
+        optimize: Optimize = True,
     ) -> None:
         self.plan, self.given, self.out_shape, self.sizes = plan, given, out_shape, sizes
+        self.optimize = optimize
 
     def run(self) -> Any:
         extents = self.check()
@@ -162,12 +165,10 @@ class Call:
         """Options of the statement's call: the shape where it is known, else what the user said of
         sizes.
         """
+        always = {"padded": piece.padded, "optimize": self.optimize}
         if shape is not None:
-            return {
-                "out_shape": _split_shape(shape, piece.splits),
-                "sizes": self.other_sizes(),
-                "padded": piece.padded,
-            }
+            told = {"out_shape": _split_shape(shape, piece.splits), "sizes": self.other_sizes()}
+            return {**told, **always}
         if piece.splits:
             raise BindingError(
                 "the shape of the output is not known",
@@ -175,7 +176,7 @@ class Call:
                 passed=self.passed(),
                 remedy="out_shape=(...)",
             )
-        return {"sizes": self.sizes, "padded": piece.padded}
+        return {"sizes": self.sizes, **always}
 
     def dense(self, piece: Piece, shape: tuple[Size, ...] | None) -> Tensor:
         """A new dense tensor."""
@@ -213,6 +214,7 @@ class Call:
                 first.statement,
                 padded=first.padded,
                 sizes=self.other_sizes(),
+                optimize=self.optimize,
                 **{**self.arguments(first), name: view},
             )
             return target
@@ -246,6 +248,7 @@ class Call:
             api.insum(
                 p.statement,
                 padded=p.padded,
+                optimize=self.optimize,
                 **{**self.arguments(p), self.plan.target: passed.values},
             )
         return passed

@@ -25,6 +25,7 @@ from insum.fusion.indices import Selects, read, select, wrapped, written
 from insum.lang.expr import Access
 from insum.lang.parser import parse
 from insum.ops import decode
+from insum.plan.path import AUTO
 from insum.request import Request
 
 
@@ -187,7 +188,7 @@ def _values(spec: Spec, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> di
 
 
 def _request(spec: Spec, sizes: Sequence[Any]) -> Request:
-    plain = decode((spec.statement, "", [], "", [], spec.size_names, sizes, "", None, ""))[0]
+    plain = decode((spec.statement, "", [], "", [], spec.size_names, sizes, "", None, "", AUTO))[0]
     return replace(plain, wraps=spec.wraps)
 
 

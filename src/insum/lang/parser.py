@@ -43,7 +43,9 @@ MAX_DEPTH = 50
 #: Longer texts than this are refused before they are read.
 MAX_LENGTH = 100_000
 #: Names of options of ``insum.insum`` and friends: a tensor of that name could not be passed.
-OPTION_NAMES = frozenset({"out_shape", "sizes", "padded", "config", "backend", "dense_output"})
+OPTION_NAMES = frozenset(
+    {"out_shape", "sizes", "padded", "config", "optimize", "backend", "dense_output"}
+)
 RESERVED = frozenset({*FUNCTIONS, *OPTION_NAMES, "max", "min"})
 
 _TOKEN = re.compile(

@@ -1,0 +1,70 @@
+"""What a library does best is left to it: a matrix product of dense tensors, without any
+indirection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from insum.lang.bind import Problem
+from insum.lang.expr import Access, Expr, Number
+
+#: Said where a statement is left to the library.
+WHY = "a product of two dense tensors, without indices: cuBLAS runs it, through the graph"
+_HALVES = (torch.float16, torch.bfloat16)
+_DTYPES = (*_HALVES, torch.float32, torch.float64)
+
+
+def is_matrix_product(problem: Problem, *, accumulates: bool) -> bool:
+    """Whether a statement is one matrix product, perhaps a batch of them, that means the same done
+    by a library. ``accumulates``: it is added to what is there.
+
+    Half precision is rounded once, so that nothing may follow the product; and what a library
+    would have to convert, sum or scale beforehand is better done on the way, by a kernel.
+
+    >>> from insum.lang.bind import bind
+    >>> from insum.lang.parser import parse
+    >>> values = {"A": torch.ones(2, 3), "B": torch.ones(3, 4), "s": torch.ones(3)}
+    >>> def looked(text, *names):
+    ...     problem = bind(parse(text), {name: values[name] for name in names})
+    ...     return is_matrix_product(problem, accumulates=False)
+    >>> looked("C[i,j] = A[i,k] * B[k,j]", "A", "B")
+    True
+    >>> looked("C[i,j] = A[i,k] * s[k] * B[k,j]", "A", "B", "s")
+    False
+    """
+    if len(problem.terms) != 1 or problem.statement.operator not in ("=", "+="):
+        return False
+    (term,) = problem.terms
+    factors = [f for f in term.factors if not isinstance(f, Number)]
+    if len(factors) != 2 or not _fits(problem, factors, accumulates or len(term.factors) > 2):
+        return False
+    target = _plain(problem.statement.target)
+    a, b = map(_plain, factors)
+    if target is None or a is None or b is None:
+        return False
+    rows, columns, summed = a - b, b - a, (a & b) - target
+    return bool(rows and columns and summed) and rows | columns <= target <= a | b
+
+
+def _fits(problem: Problem, factors: Sequence[Expr], more: bool) -> bool:
+    """Whether everything has one dtype, that a library multiplies and rounds as we do; ``more``:
+    something is done to the product.
+    """
+    if not all(isinstance(f, Access) for f in factors):
+        return False
+    dtypes = {problem.kinds[f.tensor].dtype for f in factors if isinstance(f, Access)}
+    if dtypes != {problem.dtype} or problem.dtype not in _DTYPES:
+        return False
+    return problem.dtype not in _HALVES or not more
+
+
+def _plain(access: Expr) -> set[str] | None:
+    """The variables of an access that has nothing else, and each once."""
+    if not isinstance(access, Access):
+        return None
+    names = [index.var for index in access.indices]
+    found = {name for name in names if name is not None}
+    return found if len(found) == len(names) else None

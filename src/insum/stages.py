@@ -1,0 +1,240 @@
+"""A statement as several, where its order of contraction has buffers.
+
+The statements before the last each fill a buffer; the last has the left side of the whole, its
+operator and its other terms. Each is a call of its own, of a kind of its own: it is planned, bound,
+checked and launched as if a user had written it, and so may be left to a library or to the graph.
+Buffers have the dtype in which contributions meet, so that nothing is rounded between statements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import torch
+
+from insum.errors import UnsupportedError
+from insum.lang import expand
+from insum.lang.bind import Problem, Size
+from insum.lang.expr import (
+    Access,
+    Expr,
+    Number,
+    Statement,
+    accesses,
+    names_of,
+    product,
+    tensors_of,
+    total,
+    variables,
+)
+from insum.lang.types import Typed, accumulator, infer, is_rounded
+from insum.plan.order import CannotOrder, Ordered, Path, Place, Step, Term, ordered
+from insum.plan.path import NEVER, operands_of, wish_of
+from insum.plan.sizes import typical
+from insum.request import Form
+from insum.runtime.classify import example
+
+#: Statements of more products than this run as they are.
+MOST_TERMS = 16
+#: Where a size is found in the whole: the extent of a variable, or a dimension of a tensor.
+Found: TypeAlias = str | Place
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One statement of several.
+
+    Attributes:
+        fills: the buffer that it makes, or '' for the last.
+        reads: tensors and buffers, by name.
+        sizes: where the sizes that its form asks for are found.
+        positions: what it takes of the factors that are left, as in opt_einsum.
+    """
+
+    form: Form
+    fills: str
+    reads: tuple[str, ...]
+    sizes: tuple[Found, ...]
+    positions: tuple[int, ...]
+
+    def size_values(self, problem: Problem) -> tuple[Size, ...]:
+        """The sizes that its form asks for, in a call of these."""
+        return tuple([_size(problem, found) for found in self.sizes])
+
+
+def is_orderable(problem: Problem, form: Form) -> bool:
+    """Whether a call may be worth several statements, whatever its sizes. A config is one for a
+    single kernel; a maximum is no contraction; truth values are not added up.
+    """
+    return (
+        form.config is None
+        and form.optimize != NEVER
+        and problem.statement.operator in ("=", "+=")
+        and problem.dtype != torch.bool
+        and len(problem.terms) <= MOST_TERMS
+        and any(len(operands_of(term)) >= 3 for term in problem.terms)
+    )
+
+
+def size_key(problem: Problem) -> tuple[int, ...]:
+    """What of all sizes decides: their powers of two."""
+    shapes = (problem.shape, *(kind.shape for kind in problem.kinds.values()))
+    sizes = (*problem.extents.values(), *(size for shape in shapes for size in shape))
+    return tuple([typical(example(size)) for size in sizes])
+
+
+def stages_of(problem: Problem, form: Form, *, may_index: bool = True) -> tuple[Stage, ...]:
+    """The statements of a call, none where one is best. ``may_index``: whether those before the
+    last may read or write through index tensors.
+
+    >>> import torch
+    >>> from insum.request import request_of
+    >>> request = request_of("Y[i,l] = A[i,j] * B[j,k] * C[k,l]", None, None, ())
+    >>> problem = request.bind(dict.fromkeys("ABC", torch.empty(1024, 1024, device="meta")))
+    >>> [stage.form.statement for stage in stages_of(problem, request.form)]
+    ['A_B[i,k] = A[i,j] * B[j,k]', 'Y[i,l] = A_B[i,k] * C[k,l]']
+    """
+    if not is_orderable(problem, form):
+        return ()
+    wish = wish_of(problem, form.optimize)
+    chosen = _Chosen(problem, may_index)
+    paths = [chosen.path(term, wish) for term in problem.terms]
+    if all(path is None or len(path.steps) == 1 for path in paths):
+        return ()
+    return _Writer(problem, form).written(paths)
+
+
+class _Chosen:
+    """Decides on terms, one after the other, so that their names do not meet."""
+
+    def __init__(self, problem: Problem, may_index: bool) -> None:
+        self.problem, self.may_index = problem, may_index
+        self.types = {name: kind.type for name, kind in problem.kinds.items()}
+        self.taken = names_of(problem.statement) | set(problem.kinds)
+        self.extents = {v: typical(example(n)) for v, n in problem.extents.items()}
+        self.shapes = {name: _typical(kind.shape) for name, kind in problem.kinds.items()}
+
+    def path(self, term: expand.Term, wish: str | Path) -> Ordered | None:
+        operands = operands_of(term)
+        if len(operands) < 3 or infer(term.value, self.types).dtype == torch.bool:
+            return None
+        try:
+            found = ordered(self.described(term, operands), wish)
+        except CannotOrder as reason:
+            raise self.problem.complain(
+                UnsupportedError,
+                f"the factors at {reason.positions} of optimize cannot be a statement of their own",
+                expected="factors with a precision of their own, and no padded index whose "
+                "variable others have",
+                remedy='optimize="auto"',
+            ) from None
+        self.taken |= {step.target.tensor for step in found.steps} | set(found.places)
+        return found
+
+    def described(self, term: expand.Term, operands: tuple[Expr, ...]) -> Term:
+        number = infer(term.value, self.types).dtype
+        exact = number.is_floating_point or number.is_complex
+        loose = [not is_rounded(f, self.types) for f in operands]
+        return Term(
+            self.problem.statement.target,
+            operands,
+            frozenset(k for k, f in enumerate(operands) if loose[k] and _has_call(f)),
+            frozenset(k for k in range(len(operands)) if exact and loose[k]),
+            self.extents,
+            self.shapes,
+            _typical(self.problem.shape),
+            self.problem.padded,
+            frozenset(self.taken),
+            may_scatter=len(self.problem.terms) == 1,
+            may_index=self.may_index,
+        )
+
+
+def _typical(shape: tuple[Size, ...]) -> tuple[int, ...]:
+    return tuple(typical(example(size)) for size in shape)
+
+
+def _has_call(factor: Expr) -> bool:
+    return not isinstance(factor, Access)
+
+
+class _Writer:
+    """Writes paths down as statements with their options."""
+
+    def __init__(self, problem: Problem, form: Form) -> None:
+        self.problem, self.form = problem, form
+        self.types = {name: kind.type for name, kind in problem.kinds.items()}
+
+    def written(self, paths: list[Ordered | None]) -> tuple[Stage, ...]:
+        stages: list[Stage] = []
+        values: list[Expr] = []
+        places: dict[str, Place] = {}
+        target = self.problem.statement.target
+        positions: tuple[int, ...] = ()
+        for term, path in zip(self.problem.terms, paths, strict=True):
+            if path is None:
+                values.append(term.value)
+                continue
+            places |= path.places
+            dtype = self.dtype_of(term)
+            stages += [self.filling(step, dtype, places) for step in path.steps[:-1]]
+            numbers = [f for f in term.factors if isinstance(f, Number)]
+            values.append(product([*numbers, *path.steps[-1].factors]))
+            if len(path.steps) > 1:
+                # of several terms none is scattered early, so that the left side is the same
+                target, positions = path.steps[-1].target, path.steps[-1].positions
+        whole = Statement(target, self.problem.statement.operator, total(values))
+        dims: tuple[Found, ...] = tuple(("", d) for d in range(len(target.indices)))
+        return *stages, self.stage(whole, "", dims, places, self.problem.dtype, positions)
+
+    def dtype_of(self, term: expand.Term) -> torch.dtype:
+        """Of buffers: what contributions meet in, and never narrower than the product."""
+        return accumulator(
+            torch.promote_types(infer(term.value, self.types).dtype, self.problem.dtype)
+        )
+
+    def filling(self, step: Step, dtype: torch.dtype, places: Mapping[str, Place]) -> Stage:
+        value = product(list(step.factors))
+        real = not infer(value, self.types).dtype.is_complex and dtype.is_complex
+        dtype = dtype.to_real() if real else dtype
+        self.types[step.target.tensor] = Typed(dtype, 2 if step.dims else 1)
+        dims = tuple(places.get(v, v) for v in step.dims)
+        statement = Statement(step.target, "=", value)
+        return self.stage(statement, step.target.tensor, dims, places, dtype, step.positions)
+
+    def stage(
+        self,
+        statement: Statement,
+        fills: str,
+        dims: tuple[Found, ...],
+        places: Mapping[str, Place],
+        dtype: torch.dtype,
+        positions: tuple[int, ...],
+    ) -> Stage:
+        used = dict.fromkeys((*variables(statement.target), *variables(statement.value)))
+        reads = tensors_of(statement)
+        form = Form(
+            str(statement),
+            (*((d, None) for d in range(len(dims))), *((v, None) for v in used)),
+            tuple(name for name in self.form.padded if name in _indexing(statement)),
+            dtype,
+            None,
+            self.form.wraps & frozenset(reads),
+            NEVER,
+        )
+        return Stage(form, fills, reads, (*dims, *(places.get(v, v) for v in used)), positions)
+
+
+def _indexing(statement: Statement) -> set[str]:
+    """The index tensors of a statement."""
+    every = (statement.target, *accesses(statement.target), *accesses(statement.value))
+    return {a.tensor for access in every for index in access.indices for a in accesses(index)}
+
+
+def _size(problem: Problem, found: Found) -> Size:
+    if isinstance(found, str):
+        return problem.extents[found]
+    tensor, dim = found
+    return problem.kinds[tensor].shape[dim] if tensor else problem.shape[dim]

@@ -1,0 +1,608 @@
+"""The order of contraction: which statements are split and which are not, and that a path means
+the same as one statement.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+import insum
+from as_on_a_gpu import pretended
+from insum.call import prepare
+from insum.plan import order
+from insum.plan.library import is_matrix_product
+from insum.plan.order import Path
+from insum.plan.path import operands_of
+from insum.request import request_of
+from insum.stages import Stage, stages_of
+from insum.testing import Case, assert_close, draw_cases, oracle
+from kernels import ONLY_FUSED, bound
+
+CHAIN = "Y[i,l] = A[i,j] * B[j,k] * C[k,l]"
+AGGREGATE = "Y[dst[e],h] = v[e] * X[src[e],f] * W[f,h]"
+EVERY_WAY = [True, False, "optimal", "greedy", [(0, 1), (0, 1)], [(0, 2), (0, 1)], [(1, 2), (0, 1)]]
+
+
+@pytest.fixture
+def eager_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path is taken wherever it has fewer points, however small the sizes."""
+    for name, value in {"STARTED": 0, "MOVED": 0, "CLEARLY": 1, "BY_FAR": 1}.items():
+        monkeypatch.setattr(order, name, value)
+    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.api._fronts", {})
+
+
+def described(shapes: Mapping[str, tuple[int, ...]], indices: str = "") -> dict[str, Tensor]:
+    """Tensors of these shapes without memory; those named in ``indices`` hold integers."""
+    names = indices.split()
+    return {
+        name: torch.empty(shape, device="meta", dtype=torch.int64 if name in names else None)
+        for name, shape in shapes.items()
+    }
+
+
+def stages(
+    statement: str,
+    values: Mapping[str, Any],
+    out_shape: tuple[int, ...] | None = None,
+    padded: tuple[str, ...] = (),
+    optimize: Any = True,
+) -> tuple[Stage, ...]:
+    request = request_of(statement, out_shape, None, padded, None, optimize)
+    return stages_of(request.bind(values), request.form)
+
+
+def texts(found: tuple[Stage, ...]) -> list[str]:
+    return [stage.form.statement for stage in found]
+
+
+# --- what is decided ------------------------------------------------------------------------------
+
+E, N = 1_000_000, 60_000
+GRAPH = {"v": (E,), "X": (N, 64), "W": (64, 64), "src": (E,), "dst": (E,)}
+
+SPLIT: dict[str, tuple[str, dict[str, tuple[int, ...]], str, tuple[int, ...] | None, list[str]]] = {
+    "a chain": (
+        CHAIN,
+        dict.fromkeys("ABC", (1024, 1024)),
+        "",
+        None,
+        ["A_B[i,k] = A[i,j] * B[j,k]", "Y[i,l] = A_B[i,k] * C[k,l]"],
+    ),
+    "a chain that ends in a vector": (
+        CHAIN,
+        {"A": (1024, 1024), "B": (1024, 1024), "C": (1024, 1)},
+        "",
+        None,
+        ["B_C[j,l] = B[j,k] * C[k,l]", "Y[i,l] = A[i,j] * B_C[j,l]"],
+    ),
+    "a product of every row that is gathered": (
+        AGGREGATE,
+        GRAPH,
+        "src dst",
+        (N, 64),
+        ["X_W[x0,h] = X[x0,f] * W[f,h]", "Y[dst[e],h] = v[e] * X_W[src[e],h]"],
+    ),
+    "a sum before the product": (
+        AGGREGATE,
+        {**GRAPH, "X": (8 * N, 64), "W": (64, 256)},
+        "src dst",
+        (N // 8, 256),
+        ["v_X[dst[e],f] = v[e] * X[src[e],f]", "Y[y0,h] = v_X[y0,f] * W[f,h]"],
+    ),
+    "the gradient of weights": (
+        "dW[f,h] += dY[dst[e],h] * v[e] * X[src[e],f]",
+        {**{name: shape for name, shape in GRAPH.items() if name != "W"}, "dY": (N, 64)},
+        "src dst",
+        None,
+        ["dY_v[src[e],h] = dY[dst[e],h] * v[e]", "dW[f,h] += dY_v[x0,h] * X[x0,f]"],
+    ),
+    "a bilinear form on edges": (
+        "S[e] = X[i[e],f] * W[f,g] * Z[j[e],g]",
+        {"X": (N, 64), "W": (64, 64), "Z": (N, 64), "i": (E,), "j": (E,)},
+        "i j",
+        None,
+        ["X_W[x0,g] = X[x0,f] * W[f,g]", "S[e] = X_W[i[e],g] * Z[j[e],g]"],
+    ),
+    "of two terms, the one that pays": (
+        "Y[i,l] = A[i,j] * B[j,k] * C[k,l] - 2 * b[l]",
+        {**dict.fromkeys("ABC", (1024, 1024)), "b": (1024,)},
+        "",
+        None,
+        ["A_B[i,k] = A[i,j] * B[j,k]", "Y[i,l] = A_B[i,k] * C[k,l] - 2 * b[l]"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPLIT)
+def test_what_is_split(name: str) -> None:
+    statement, shapes, indices, out_shape, want = SPLIT[name]
+    assert texts(stages(statement, described(shapes, indices), out_shape)) == want
+
+
+def equivariant(edges: int, points: int, degree: int, paths: int) -> dict[str, tuple[int, ...]]:
+    size = (degree + 1) ** 2
+    return {
+        "V": (points,),
+        "X": (edges // 10, size, 64),
+        "Y": (edges, size),
+        "W": (edges, paths, 64),
+        **dict.fromkeys("IJKL", (points,)),
+        **dict.fromkeys(("src", "dst"), (edges,)),
+    }
+
+
+CONVOLUTION = "Z[dst[e],I[p],u] = V[p] * X[src[e],J[p],u] * Y[e,K[p]] * W[e,L[p],u]"
+LAYER = "Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[L[p],u,w]"
+FUSED: dict[str, tuple[str, dict[str, tuple[int, ...]], str, tuple[int, ...] | None]] = {
+    "a product with scales": (
+        "C[AM[p],n] = s[AM[p]] * AV[p,q] * B[AK[p,q],n] * t[n]",
+        {"s": (N,), "AV": (E // 8, 8), "AM": (E // 8,), "AK": (E // 8, 8), "B": (N, 128)}
+        | {"t": (128,)},
+        "AM AK",
+        (N, 128),
+    ),
+    "MTTKRP": (
+        "M[i[p],r] = v[p] * B[j[p],r] * C[k[p],r]",
+        {"v": (E,), "B": (N, 64), "C": (N, 64), **dict.fromkeys("ijk", (E,))},
+        "i j k",
+        (N, 64),
+    ),
+    "SDDMM": (
+        "S[p] = v[p] * A[i[p],k] * B[j[p],k]",
+        {"v": (E,), "A": (N, 64), "B": (N, 64), **dict.fromkeys("ij", (E,))},
+        "i j",
+        None,
+    ),
+    "an equivariant convolution of degree 1": (
+        CONVOLUTION,
+        equivariant(100_000, 11, 1, 4),
+        "I J K L src dst",
+        (10_000, 4, 64),
+    ),
+    "an equivariant convolution of degree 2": (
+        CONVOLUTION,
+        equivariant(100_000, 83, 2, 11),
+        "I J K L src dst",
+        (10_000, 9, 64),
+    ),
+    "an equivariant convolution of degree 3": (
+        CONVOLUTION,
+        equivariant(50_000, 480, 3, 34),
+        "I J K L src dst",
+        (5_000, 16, 64),
+    ),
+    "a layer of equivariant products": (
+        LAYER,
+        {"V": (34, 20), "X": (10_000, 16, 64), "Y": (10_000, 16), "W": (34, 64, 64), "L": (34,)}
+        | dict.fromkeys("IJK", (34, 20)),
+        "I J K L",
+        (10_000, 16, 64),
+    ),
+    "a convolution over pairs of voxels": (
+        "Out[X[p,q],m] = V[p,q] * In[Y[p,q],c] * W[Z[p],c,m]",
+        {"V": (16_000, 64), "X": (16_000, 64), "Y": (16_000, 64), "Z": (16_000,)}
+        | {"In": (100_000, 128), "W": (27, 128, 128)},
+        "X Y Z",
+        (100_000, 128),
+    ),
+    "a scaled dense product": (
+        "Y[i,j] = A[i,k] * s[k] * B[k,j]",
+        {"A": (4096, 4096), "s": (4096,), "B": (4096, 4096)},
+        "",
+        None,
+    ),
+    "a short chain": (CHAIN, dict.fromkeys("ABC", (16, 16)), "", None),
+    "a largest value": (CHAIN.replace("=", "max="), dict.fromkeys("ABC", (1024, 1024)), "", None),
+}
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_what_stays_one_statement(name: str) -> None:
+    statement, shapes, indices, out_shape = FUSED[name]
+    assert stages(statement, described(shapes, indices), out_shape) == ()
+
+
+def test_truth_values_stay_one_statement() -> None:
+    values = {name: torch.empty(1024, 1024, dtype=torch.bool, device="meta") for name in "ABC"}
+    assert stages(CHAIN, values) == ()
+
+
+def test_a_config_is_for_one_kernel() -> None:
+    values = described(dict.fromkeys("ABC", (1024, 1024)))
+    request = request_of(CHAIN, None, None, (), insum.Config(m=64, n=64, k=32))
+    assert stages_of(request.bind(values), request.form) == ()
+
+
+def test_no_buffer_as_large_as_nonzeros_times_columns() -> None:
+    """Many kinds of edges: fewer points do not pay for so much memory."""
+    shapes = {**GRAPH, "v": (E, 8), "W": (64, 8, 64)}
+    values = described(shapes, "src dst")
+    statement = "Y[dst[e],h] = v[e,g] * X[src[e],f] * W[f,g,h]"
+    assert stages(statement, values, (N, 64)) == ()
+    assert len(stages(statement, values, (N, 64), optimize="optimal")) == 2
+
+
+def test_sizes_of_a_class_take_the_same_path() -> None:
+    """Whichever of them comes first."""
+    for first, second in ((130, 250), (250, 130)):
+        found = []
+        for size in (first, second):
+            found.append(texts(stages(CHAIN, described(dict.fromkeys("ABC", (size, size))))))
+        assert found[0] == found[1]
+
+
+def test_the_kept_order_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.api._fronts", {})
+    searches = []
+    monkeypatch.setattr(
+        "insum.call.stages_of",
+        lambda *given, **more: searches.append(1) or stages_of(*given, **more),
+    )
+    for size in (129, 200, 256, 129):
+        values = {name: torch.ones(size, size) for name in "ABC"}
+        assert insum.insum(CHAIN, **values)[0, 0] == size * size
+    assert len(searches) == 1
+
+
+def test_absent_points_stay_absent() -> None:
+    """What is 0 because it is absent must not meet what others have for that point."""
+    D, nan = torch.tensor([0, -1, 1]), float("nan")
+    a, b, w = torch.ones(3), torch.ones(2, 4), torch.tensor([1.0, nan, 1.0])
+    values = {"a": a, "b": b, "w": w, "D": D}
+    statement = "y[n] = a[p] * b[D[p],n] * w[p]"
+    assert insum.insum(statement, padded=("D",), **values).tolist() == [2.0] * 4
+    for path in EVERY_WAY[4:]:
+        found = insum.insum(statement, padded=("D",), optimize=path, **values)
+        assert found.tolist() == [2.0] * 4
+    with pytest.raises(insum.UnsupportedError, match="cannot be a statement of their own"):
+        insum.insum(
+            "y[n] = a[p] * relu(b[D[p],n] + a[p]) * w[p]",
+            padded=("D",),
+            optimize=[(0, 1), (0, 1)],
+            **values,
+        )
+
+
+# --- what it means --------------------------------------------------------------------------------
+
+
+def paths(count: int, source: random.Random) -> Path:
+    """A path of so many factors, drawn."""
+    steps = []
+    while count > 2 and source.random() < 0.8:
+        size = source.randint(2, count - 1)
+        steps.append(tuple(sorted(source.sample(range(count), size))))
+        count -= size - 1
+    return (*steps, tuple(range(count)))
+
+
+def long_cases(count: int, **options: Any) -> Iterator[tuple[Case, int]]:
+    """Drawn cases with a product of three and more factors, and how many those are."""
+    for case in draw_cases(count, **options):
+        terms = bound(case.statement, case.values, case.sizes, case.padded).terms
+        most = max(len(operands_of(term)) for term in terms)
+        if most >= 3:
+            yield case, most
+
+
+def called(case: Case, **options: Any) -> Tensor:
+    copy = case.clone()
+    return insum.insum(
+        copy.statement, sizes=copy.sizes, padded=copy.padded, **copy.values, **options
+    )  # type: ignore[arg-type]
+
+
+def test_drawn_statements_in_every_order(eager_splits: None) -> None:
+    """All that a statement may hold, with searches that split wherever they can."""
+    split = 0
+    for case, _ in long_cases(400, seed=31, max_factors=5, dtypes=(torch.float64,), mixed=False):
+        want = case.expected()
+        for wish in ("optimal", "greedy"):
+            request = request_of(case.statement, None, dict(case.sizes), case.padded, None, wish)
+            split += bool(stages_of(request.bind(case.values), request.form))
+            assert_close(called(case, optimize=wish), want, case.precision)
+    assert split > 50, "too few of them were split to tell"
+
+
+def test_drawn_products_on_drawn_paths() -> None:
+    source, taken = random.Random(7), 0
+    options = {"max_factors": 5, "max_variables": 5, "dtypes": (torch.float64,), "mixed": False}
+    for case, count in long_cases(500, seed=32, product_only=True, **options):
+        if len(bound(case.statement, case.values, case.sizes, case.padded).terms) != 1:
+            continue
+        path = paths(count, source)
+        try:
+            found = called(case, optimize=list(path))
+        except insum.UnsupportedError as error:
+            assert "of their own" in str(error)
+            continue
+        taken += len(path) > 1
+        assert_close(found, case.expected(), case.precision)
+    assert taken > 100, "too few of them took a path to tell"
+
+
+def test_drawn_statements_of_all_dtypes(eager_splits: None) -> None:
+    kinds = (torch.float16, torch.float32, torch.complex64, torch.int32, torch.uint8)
+    for case, _ in long_cases(300, seed=33, max_factors=4, dtypes=kinds):
+        found = called(case, optimize="optimal")
+        assert found.dtype == called(case, optimize=False).dtype
+        assert_close(found, case.expected(), case.precision)
+
+
+def graph(edges: int = 40, nodes: int = 6, **options: Any) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    return {
+        "v": torch.randn(edges, **options),
+        "X": torch.randn(nodes, 5, **options),
+        "W": torch.randn(5, 4, **options),
+        "src": torch.randint(nodes, (edges,)),
+        "dst": torch.randint(nodes, (edges,)),
+    }
+
+
+@pytest.mark.parametrize("optimize", EVERY_WAY)
+def test_gradients_of_both_orders(optimize: Any, eager_splits: None) -> None:
+    values = graph(dtype=torch.float64)
+    wanted = ("v", "X", "W")
+
+    def aggregate(*leaves: Tensor) -> Tensor:
+        named = {**values, **dict(zip(wanted, leaves, strict=True))}
+        return insum.insum(AGGREGATE, out_shape=(6, 4), optimize=optimize, **named)
+
+    leaves = tuple(values[name].requires_grad_() for name in wanted)
+    assert gradcheck(aggregate, leaves)
+    assert gradgradcheck(aggregate, leaves)
+
+
+def test_gradients_are_split_themselves(eager_splits: None) -> None:
+    leaves = {name: torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for name in "ABC"}
+    torch.autograd.grad(insum.insum(CHAIN, **leaves).sum(), list(leaves.values()))
+    known = {form.statement for form in insum.call._forms}
+    assert {"dY_C[i,k] = dY[i,l] * C[k,l]", "dA[i,j] += dY_C[i,k] * B[j,k]"} <= known
+
+
+@pytest.mark.parametrize("optimize", EVERY_WAY)
+@pytest.mark.parametrize("operator", ["=", "+="])
+def test_every_way_to_accumulate(optimize: Any, operator: str) -> None:
+    values = graph(dtype=torch.float64)
+    statement = AGGREGATE.replace("=", operator)
+    given = {**values, "Y": torch.ones(6, 4, dtype=torch.float64)}
+    want = oracle(statement, given)
+    assert_close(insum.insum(statement, optimize=optimize, **given), want)
+    assert bool(torch.equal(given["Y"], torch.ones(6, 4).double())) is (operator == "=")
+
+
+def test_the_output_may_be_a_factor() -> None:
+    C, A, B = (torch.randn(3, 3, dtype=torch.float64) for _ in range(3))
+    want = C + C @ A @ B
+    found = insum.insum("C[i,l] += C[i,j] * A[j,k] * B[k,l]", C=C, A=A, B=B, optimize=EVERY_WAY[-1])
+    assert found is C
+    torch.testing.assert_close(C, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_buffers_are_as_wide_as_sums(dtype: torch.dtype) -> None:
+    """A half-precision buffer would overflow, and would round once more."""
+    torch.manual_seed(0)
+    A, B = (300 * torch.randn(64, 64).to(dtype) for _ in range(2))
+    C = (1e-3 * torch.randn(64, 64)).to(dtype)
+    exact = A.double() @ B.double() @ C.double()
+    assert float((A.double() @ B.double()).abs().max()) > 65504
+    for path in EVERY_WAY[4:]:
+        found = insum.insum(CHAIN, A=A, B=B, C=C, optimize=path)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found, exact.to(dtype), rtol=1e-2, atol=1.0)
+        rounded = (found.double() - exact).abs() <= torch.finfo(dtype).eps * exact.abs() + 0.05
+        assert bool(rounded.all())
+
+
+def test_deterministic_mode_repeats_every_bit() -> None:
+    values = graph(4000, 50)
+    try:
+        torch.use_deterministic_algorithms(True)
+        for optimize in EVERY_WAY:
+            first = insum.insum(AGGREGATE, out_shape=(50, 4), optimize=optimize, **values)
+            assert torch.equal(
+                first, insum.insum(AGGREGATE, out_shape=(50, 4), optimize=optimize, **values)
+            )
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_indices_out_of_range_are_named_as_before() -> None:
+    values = graph()
+    values["src"][7] = 6
+    for optimize in EVERY_WAY:
+        with pytest.raises(insum.IndexRangeError) as caught:
+            insum.insum(AGGREGATE, out_shape=(6, 4), optimize=optimize, **values)
+        assert "src[7] is 6, but it indexes dimension 0 of X" in str(caught.value)
+
+
+@pytest.mark.parametrize("optimize", EVERY_WAY)
+def test_transforms(optimize: Any, eager_splits: None) -> None:
+    values = graph(dtype=torch.float64)
+
+    def aggregate(X: Tensor) -> Tensor:
+        named = {**values, "X": X}
+        return insum.insum(AGGREGATE, out_shape=(6, 4), optimize=optimize, **named)
+
+    want = aggregate(values["X"])
+    many = torch.vmap(aggregate)(torch.stack([values["X"], 2 * values["X"]]))
+    torch.testing.assert_close(many, torch.stack([want, 2 * want]))
+    compiled = torch.compile(aggregate, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(values["X"]), want)
+
+
+def test_formats_pass_the_wish_on() -> None:
+    torch.manual_seed(0)
+    dense = torch.randn(12, 9) * (torch.rand(12, 9) < 0.4)
+    A = insum.formats.GroupCOO.from_dense(dense, group_size=2)
+    X, W = torch.randn(9, 5), torch.randn(5, 4)
+    statement = "Y[m,h] = A[m,k] * X[k,f] * W[f,h]"
+    for optimize in (*EVERY_WAY[:4], EVERY_WAY[-1]):
+        found = insum.einsum(statement, A=A, X=X, W=W, optimize=optimize)
+        torch.testing.assert_close(found, dense @ X @ W)
+    page = str(insum.explain(statement, A=A, X=X, W=W, optimize=EVERY_WAY[-1]))  # type: ignore[arg-type]
+    assert "X_W[x0,h] = X[x0,f] * W[f,h]" in page
+
+
+# --- what is said ---------------------------------------------------------------------------------
+
+
+def test_explain_shows_the_path() -> None:
+    values = {name: torch.ones(256, 256) for name in "ABC"}
+    found = insum.explain(CHAIN, **values)
+    assert "path [(0, 1), (0, 1)], 67,108,864 FLOPs instead of 12,884,901,888" in str(found)
+    assert "  A_B[i,k] = A[i,j] * B[j,k]\n  Y[i,l] = A_B[i,k] * C[k,l]" in str(found)
+    assert "one statement, path [(0, 1, 2)]" in str(
+        insum.explain(CHAIN, **values, optimize=[(0, 1, 2)])
+    )
+    assert "order" not in str(
+        insum.explain("y[i] = A[i,j] * x[j]", A=values["A"], x=torch.ones(256))
+    )
+
+
+def test_paths_as_numpy_and_opt_einsum_write_them() -> None:
+    values = {name: torch.rand(4, 4) for name in "ABC"}
+    want = values["A"] @ values["B"] @ values["C"]
+    for path in (["einsum_path", (1, 2), (0, 1)], [[1, 2], [0, 1]], ((1, 2), (0, 1))):
+        torch.testing.assert_close(insum.insum(CHAIN, **values, optimize=path), want)
+
+
+def test_compiled_statements_hold_their_path() -> None:
+    chain = insum.compile(CHAIN, optimize=[(1, 2), (0, 1)])
+    assert repr(chain) == f"insum.compile({CHAIN!r}, optimize=[(1, 2), (0, 1)])"
+    assert chain == insum.compile(CHAIN, optimize=((1, 2), (0, 1))) != insum.compile(CHAIN)
+    values = {name: torch.rand(4, 4) for name in "ABC"}
+    torch.testing.assert_close(chain(**values), values["A"] @ values["B"] @ values["C"])
+
+
+# --- what is left to a library --------------------------------------------------------------------
+
+PLAIN = {"A": torch.ones(2, 3), "B": torch.ones(3, 4), "s": torch.ones(()), "D": torch.ones(3, 3)}
+LIBRARY = [
+    ("C[i,j] = A[i,k] * B[k,j]", True),
+    ("C[j,i] += A[i,k] * B[k,j]", True),
+    ("C[i,j] = 2 * A[i,k] * B[k,j]", True),
+    ("C[i,j] = relu(A[i,k]) * B[k,j]", False),
+    ("C[i,j] = s * A[i,k] * B[k,j]", False),
+    ("C[i,j] = A[i,k] * B[k,j] + 1.0", False),
+    ("C[i,j] max= A[i,k] * B[k,j]", False),
+    ("C[i] = A[i,k] * B[k,j]", False),
+    ("C[i,k,j] = A[i,k] * B[k,j]", False),
+    ("C[i,k] = A[i,k] * D[k,k]", False),
+    ("C[i,j] = A[i,1] * B[k,j]", False),
+]
+
+
+@pytest.mark.parametrize(("statement", "left"), LIBRARY)
+def test_what_is_a_matrix_product(statement: str, left: bool) -> None:
+    values = {name: value for name, value in PLAIN.items() if name in statement.partition("=")[2]}
+    assert is_matrix_product(bound(statement, values), accumulates=False) is left
+
+
+def test_half_precision_is_rounded_once() -> None:
+    values = {name: PLAIN[name].half() for name in "AB"}
+    problem = bound("C[i,j] = A[i,k] * B[k,j]", values)
+    assert is_matrix_product(problem, accumulates=False)
+    assert not is_matrix_product(problem, accumulates=True)
+    doubled = bound("C[i,j] = 2 * A[i,k] * B[k,j]", values)
+    assert not is_matrix_product(doubled, accumulates=False)
+    mixed = bound("C[i,j] = A[i,k] * B[k,j]", {**values, "A": PLAIN["A"]})
+    assert not is_matrix_product(mixed, accumulates=False)
+
+
+# --- as generated kernels -------------------------------------------------------------------------
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("optimize", EVERY_WAY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_kernels_on_every_path(optimize: Any, dtype: torch.dtype) -> None:
+    values = graph(dtype=torch.float32)
+    for name in ("v", "X", "W"):
+        values[name] = values[name].to(dtype)
+    want = oracle(AGGREGATE, values, sizes={"Y": (6, 4)})
+    with insum.settings(**ONLY_FUSED):
+        found = insum.insum(AGGREGATE, out_shape=(6, 4), optimize=optimize, **values)
+        assert found.dtype == dtype
+        assert_close(found, want)
+        total = torch.zeros(6, 4, dtype=dtype)
+        insum.insum(AGGREGATE.replace("=", "+="), Y=total, optimize=optimize, **values)
+        assert_close(total, want)
+
+
+@pytest.mark.interpreter
+def test_kernels_of_drawn_products_on_drawn_paths() -> None:
+    source, taken = random.Random(11), 0
+    options = {"max_factors": 4, "dtypes": (torch.float64, torch.float16), "max_points": 60}
+    with insum.settings(**ONLY_FUSED):
+        for case, count in itertools.islice(
+            long_cases(200, seed=34, product_only=True, mixed=False, **options), 40
+        ):
+            if len(bound(case.statement, case.values, case.sizes, case.padded).terms) != 1:
+                continue
+            try:
+                found = called(case, optimize=list(paths(count, source)))
+            except (insum.UnsupportedError, insum.NotFusedError):
+                continue
+            taken += 1
+            assert_close(found, case.expected(), case.precision)
+    assert taken > 15
+
+
+@pytest.mark.interpreter
+def test_gradients_through_kernels(eager_splits: None) -> None:
+    values = graph(20, dtype=torch.float64)
+    leaves = [values[name].requires_grad_() for name in ("v", "X", "W")]
+    with insum.settings(**ONLY_FUSED):
+        found = insum.insum(AGGREGATE, out_shape=(6, 4), optimize="optimal", **values)
+        got = torch.autograd.grad(found.square().sum(), leaves)
+    rows = values["v"][:, None] * (values["X"] @ values["W"])[values["src"]]
+    want = torch.zeros(6, 4, dtype=torch.float64).index_add(0, values["dst"], rows)
+    for a, b in zip(got, torch.autograd.grad(want.square().sum(), leaves), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("optimize", EVERY_WAY)
+@pytest.mark.parametrize("name", ["src", "dst"])
+def test_an_output_stays_as_it_was_where_an_index_is_out_of_range(
+    name: str, optimize: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where kernels find out: nothing may have been written by then."""
+    values = graph()
+    values[name][7] = 6
+    with pretended(monkeypatch):
+        total = torch.ones(6, 4)
+        with pytest.raises(insum.IndexRangeError):
+            insum.insum(AGGREGATE.replace("=", "+="), Y=total, optimize=optimize, **values)
+            insum.synchronize()
+        assert bool((total == 1).all())
+
+
+@pytest.mark.interpreter
+def test_statements_before_the_last_have_no_indices_in_place(
+    monkeypatch: pytest.MonkeyPatch, eager_splits: None
+) -> None:
+    values = {**graph(), "W": torch.randn(5, 32)}
+    values["dst"] %= 2
+    request = request_of(AGGREGATE.replace("=", "+="), (2, 32), None, ())
+    with pretended(monkeypatch):
+        call = prepare(request, {**values, "Y": torch.zeros(2, 32)})
+        found = [
+            [one.kinds.form.statement for one in call.staged(values, in_place=in_place)]
+            for in_place in (False, True)
+        ]
+    assert found[0][0] == "v_X[dst[e],f] = v[e] * X[src[e],f]"
+    assert found[1][0] == "X_W[x0,h] = X[x0,f] * W[f,h]"
