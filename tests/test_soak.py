@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import insum
-from as_on_a_gpu import pretended
 from insum.testing import soak
 
 
@@ -37,9 +36,8 @@ def test_what_is_wrong_is_found_and_made_smaller(
 #: Indices written to between calls, where programs for tensors never seen hold what they derived.
 @pytest.mark.interpreter
 @pytest.mark.parametrize("seed", [7000274, 21000152, 21000404])
-def test_what_was_found_on_a_gpu(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pretended(monkeypatch):
-        soak.trial("rewritten", seed, 0.1)
+def test_what_was_found_on_a_gpu(seed: int) -> None:
+    soak.trial("rewritten", seed, 0.1, as_on_a_gpu=True)
 
 
 def test_a_trial_is_decided_by_its_seed() -> None:
