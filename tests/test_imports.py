@@ -24,7 +24,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "insum"
 #: longest matching name decides, so that `lang.derive` stands apart from `lang`. "" is the
 #: package's own `__init__`: the public names.
 RANKS: tuple[frozenset[str], ...] = (
-    frozenset({"bounded", "errors", "settings", "compat"}),
+    frozenset({"accepted", "bounded", "errors", "settings", "compat"}),
     frozenset({"memory"}),
     frozenset({"facts"}),
     frozenset({"lang"}),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from insum import memory
+from insum.accepted import INDICES, takes
 from insum.compat.calls import is_recorded, untracked
 
 #: torch finds no least and greatest of these, and does not sort them.
@@ -186,6 +187,7 @@ def keep_pointers(tensor: Tensor, rows: int, pointers: Tensor) -> None:
     memory.entry_of(tensor).keep(("pointers", rows), pointers.to(kind))
 
 
+@takes(tensor=INDICES)
 def constant(tensor: Tensor) -> Tensor:
     """Promise that an index tensor's values are part of the program, as Clebsch-Gordan patterns and
     stencils are.

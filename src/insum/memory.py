@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from insum.accepted import ELEMENTS, TENSOR, takes
 from insum.compat.calls import (
     current_stream,
     in_backward,
@@ -287,6 +288,7 @@ def remembered(tensor: Tensor, key: object, make: Callable[[], T], *others: Tens
     return entry_of(tensor).remembered(key, plainly)
 
 
+@takes(tensor=ELEMENTS)
 def unchanging(tensor: Tensor) -> Tensor:
     """Promise that an index tensor is not written to as long as it lives.
 
@@ -308,6 +310,7 @@ def unchanging(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@takes(tensor=TENSOR.optional)
 def forget(tensor: Tensor | None = None) -> None:
     """Let go of what is remembered about a tensor and all that shares its storage, or about all.
 

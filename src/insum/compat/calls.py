@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 T = TypeVar("T")
 
@@ -83,6 +84,11 @@ def is_undisturbed() -> bool:
         and forward_ad._current_level < 0
         and tracing() is None
     )
+
+
+def is_intercepted() -> bool:
+    """Whether a mode of torch's sees every op, as that of fake tensors does."""
+    return _probed is None or torch.compiler.is_compiling() or _probed[0]() > 0
 
 
 def is_transformed() -> bool:
@@ -288,6 +294,10 @@ def _kind(value: object, exact: bool) -> tuple[Any, ...]:
     if not isinstance(value, Tensor):
         fits = isinstance(value, int) and -(2**63) <= value < 2**63
         return type(value), fits
+    if isinstance(
+        value, UninitializedParameter | UninitializedBuffer
+    ):  # which has nothing to be compared
+        return type(value), False
     marks = value.requires_grad, value.is_inference(), value.is_neg(), value.is_conj()
     kind = type(value), value.dtype, value.device, value.layout, value.dim(), marks
     return (*kind, value.shape, value.stride()) if exact else kind

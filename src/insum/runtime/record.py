@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 import torch
 
 from insum import memory
+from insum.accepted import DEVICE, takes
 from insum.codegen.arguments import CALL, CLAIM, FLAGS, RECORD
 from insum.codegen.checking import SEAL
 from insum.codegen.emit import FLAG_COUNT
@@ -188,6 +189,7 @@ def _made(device: torch.device) -> Record:
     return record
 
 
+@takes(device=DEVICE.optional)
 def synchronize(device: torch.device | str | int | None = None) -> None:
     """Wait for the device, and raise where a call so far was found to have an index out of range.
 

@@ -29,10 +29,11 @@ import torch
 from torch import Tensor, nn
 
 import insum
-from insum import fusion
+from insum.fusion.entry import register
 from insum.runtime import launch
 from insum.testing.as_on_a_gpu import pretended
 from insum.testing.cases import draw_cases
+from insum.testing.hostile import attempt, quiet
 
 SCALES = (1.0, 0.5, 0.25, 0.1)
 OUT = Path("out/soak")
@@ -329,7 +330,7 @@ def fused(draw: Draw) -> None:
     """A program of plain PyTorch, compiled, on several graphs, forward and backward."""
     program = draw.random.choice(PROGRAMS)
     torch._dynamo.reset()
-    fusion.register()  # also where only the sources are there
+    register()  # also where only the sources are there
     keep: dict[str, Any] = {"insum.fuse": "always", "insum.rest": "eager"}
     run = torch.compile(program, backend="insum", options=keep)
     for _ in range(2):
@@ -343,6 +344,17 @@ def fused(draw: Draw) -> None:
         ours = torch.autograd.grad(got, leaves, upstream)
         for a, b in zip(ours, torch.autograd.grad(want, leaves, upstream), strict=True):
             agree(a, b, f"gradient of {program.__name__}")
+
+
+# --- arguments that nobody should pass -------------------------------------------------------------
+
+
+def hostile(draw: Draw) -> None:
+    """Right calls with a wrong argument or two: a result or an error of insum's."""
+    with quiet():
+        for _ in range(max(1, int(20 * draw.scale))):
+            outcome = attempt(draw.random.randrange(2**31))
+            assert not outcome.wrong, f"{outcome}\n{outcome.trace}"
 
 
 # --- threads --------------------------------------------------------------------------------------
@@ -377,7 +389,7 @@ TRIALS: dict[str, Trial] = {
     one.__name__: one
     for one in (
         *(statements, rewritten, in_place, aliases, extrema, repeated, out_of_range),
-        *(formats, convolutions, graph_layers, fused, threads),
+        *(formats, convolutions, graph_layers, fused, hostile, threads),
     )
 }
 #: These take long to compile, and come once in so many turns.
