@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from insum.accepted import ELEMENTS, SIZE, TENSOR, VALUES, Accepted, require, takes
+from insum.accepted import ELEMENTS, SHAPE, SIZE, TENSOR, VALUES, Accepted, require, takes
 from insum.compat.calls import empty, untracked
 from insum.errors import BindingError, FormatError, IndexRangeError, InsumError
 from insum.nn.checks import integers, kernels_look, one_device, sent
@@ -242,11 +242,7 @@ class SparseTensor:
 def _checked_shape(shape: Sequence[int] | None) -> Triple | None:
     if shape is None:
         return None
-    if (
-        not isinstance(shape, tuple | list)
-        or len(shape) != 3
-        or not all(is_size(s, 1, 2**63) for s in shape)
-    ):
+    if not SHAPE.fits(shape) or len(shape) != 3 or 0 in shape:
         raise BindingError(
             f"spatial_shape is {shape!r}", expected="three sizes of at least 1: x, y, z"
         )

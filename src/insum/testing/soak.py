@@ -346,7 +346,7 @@ def fused(draw: Draw) -> None:
             agree(a, b, f"gradient of {program.__name__}")
 
 
-# --- arguments that nobody should pass -------------------------------------------------------------
+# --- arguments that nobody should pass ------------------------------------------------------------
 
 
 def hostile(draw: Draw) -> None:
