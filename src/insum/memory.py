@@ -32,6 +32,7 @@ from insum.compat.calls import (
     in_backward,
     is_plain_call,
     is_recorded,
+    renew_in_children,
     stream_object,
     untracked,
 )
@@ -42,9 +43,11 @@ T = TypeVar("T")
 Place = tuple[int | torch.SymInt, torch.Size, tuple[int, ...], torch.dtype]
 _serials = itertools.count()
 _stamps = itertools.count()
-_lock = threading.RLock()
 #: Things that are kept about one tensor, and ranges that kernels have looked at.
 MOST_THINGS, MOST_RANGES = 256, 64
+
+_lock = threading.RLock()
+renew_in_children(_lock)
 
 
 class Entry:

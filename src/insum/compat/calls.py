@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -191,6 +192,14 @@ def elsewhere(device: torch.device, function: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     return results[0]
+
+
+def renew_in_children(lock: Any) -> None:
+    """Let a forked process begin with a lock that is free: a thread that held it is not there to
+    let go of it.
+    """
+    if hasattr(os, "register_at_fork") and hasattr(lock, "_at_fork_reinit"):
+        os.register_at_fork(after_in_child=lock._at_fork_reinit)
 
 
 # --- calls on plain terms -------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from insum.accepted import ELEMENTS, VALUES, Accepted, takes
-from insum.errors import FormatError
+from insum.errors import BindingError, FormatError
 from insum.formats.entries import grid_of, padded_to
 from insum.formats.validate import block_shape as checked_block
 
@@ -40,6 +40,8 @@ def block_mask(weight: Tensor, block_shape: int | tuple[int, ...], density: floa
     tensor([[False,  True],
             [False, False]])
     """
+    if weight.dim() != 2:
+        raise BindingError(f"weight has {weight.dim()} dimension(s)", expected="a matrix")
     blocks = in_blocks(weight.detach().abs(), checked_block(block_shape, weight.dim()))
     return _largest(
         blocks.to(torch.promote_types(blocks.dtype, torch.float32)).square().sum((1, 3)), density

@@ -21,7 +21,7 @@ from insum.accepted import DEVICE, takes
 from insum.codegen.arguments import CALL, CLAIM, FLAGS, RECORD
 from insum.codegen.checking import SEAL
 from insum.codegen.emit import FLAG_COUNT
-from insum.compat.calls import cudagraph_state, elsewhere
+from insum.compat.calls import cudagraph_state, elsewhere, renew_in_children
 from insum.errors import IndexRangeError, InsumError
 from insum.lang.bind import Problem
 from insum.lang.expr import Access, variables
@@ -170,6 +170,7 @@ def _from_record(made: ReportableCall, use: Use, place: int, value: int) -> Inde
 
 _records: dict[torch.device, Record] = {}
 _lock = threading.Lock()
+renew_in_children(_lock)
 
 
 def record_of(device: torch.device) -> Record:
