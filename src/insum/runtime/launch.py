@@ -40,17 +40,9 @@ MOST_LOADED = 4096
 _forgotten = 0  # kernels that were loaded and let go of
 _compiled = 0
 _lock = threading.Lock()
-
-
-def renew_in_children(lock: Any) -> None:
-    """Let a forked process begin with a lock that is free: a thread that held it is not there to
-    let go of it.
-    """
-    if hasattr(os, "register_at_fork") and hasattr(lock, "_at_fork_reinit"):
-        os.register_at_fork(after_in_child=lock._at_fork_reinit)
-
-
-renew_in_children(_lock)
+# as `compat.calls.renew_in_children`, which compiling workers do not have
+if hasattr(os, "register_at_fork") and hasattr(_lock, "_at_fork_reinit"):
+    os.register_at_fork(after_in_child=_lock._at_fork_reinit)
 
 
 @functools.cache
