@@ -1,6 +1,4 @@
-"""CPU tensors taken for ones on a GPU: their values cannot be looked at, kernels check indices
-themselves, and whoever reads a value on the host is found out.
-"""
+"""Whoever reads a value on the host, which would wait for a GPU, is found out."""
 
 from __future__ import annotations
 
@@ -12,60 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import insum
-from insum import memory
 from insum.facts import Coming
-from insum.runtime import prologue
-from kernels import ONLY_FUSED, poison_new_memory
+from insum.testing.as_on_a_gpu import waits
 
 #: What waits for a device when it is asked of a tensor there.
 READS = (
     *("__bool__", "__int__", "__float__", "__index__", "__contains__", "item", "tolist"),
     *("nonzero", "masked_select", "unique", "unique_consecutive", "equal", "cpu"),
 )
-
-
-_tolist = Tensor.tolist
-
-
-class Slow:
-    """Numbers that arrive when they are asked for again."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self.found, self.asked = _tolist(numbers), 0
-
-    def is_there(self) -> bool:
-        self.asked += 1
-        return self.asked > 1
-
-    def numbers(self) -> list[int]:
-        if self.asked <= 1:
-            waits.append("a number of a prologue")
-        return self.found
-
-
-#: Numbers that were waited for.
-waits: list[str] = []
-
-
-def awaited(arrays: Any, numbers: Any, finish: Any, early: Any = None) -> prologue.Awaited:
-    together = torch.stack([n.reshape(()).long() for n in numbers])
-    return prologue.Awaited(arrays, together, finish, early, Slow(together))  # type: ignore[arg-type]
-
-
-@contextlib.contextmanager
-def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Only generated kernels, on tensors that nobody has seen."""
-    monkeypatch.setattr(memory, "can_look", lambda tensor: False)
-    monkeypatch.setattr("insum.call.kernels_look_on", lambda device: True)
-    monkeypatch.setattr("insum.call._forms", {})
-    monkeypatch.setattr("insum.api._fronts", {})
-    monkeypatch.setattr(prologue, "awaited", awaited)
-    poison_new_memory(monkeypatch)
-    memory.forget()
-    with insum.settings(**ONLY_FUSED):
-        yield
-    insum.synchronize()
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ memory that holds NaN.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -13,15 +13,13 @@ from torch import Tensor
 
 import insum
 from insum import inspection
-from insum.compat import calls
 from insum.lang.bind import Problem, bind
 from insum.lang.parser import parse
 from insum.plan.plan import Plan
 from insum.runtime.bind import Ready, Unseen
 from insum.runtime.program import Program, Refusal
+from insum.testing.as_on_a_gpu import ONLY_FUSED, poisonous
 
-#: Only generated kernels, whatever the device.
-ONLY_FUSED: dict[str, Any] = {"backend": "fused", "require_fused": True}
 STRATEGIES = ("auto", "segment", "onehot", "unrolled", "store", "atomic")
 
 
@@ -69,28 +67,12 @@ def run(
         return insum.insum(statement, sizes=sizes, padded=padded, **values)
 
 
-def poisoned(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """`torch.empty` whose memory holds NaN, or a number that would show."""
-
-    def make(*args: Any, **options: Any) -> Tensor:
-        out = empty(*args, **options)
-        return (
-            out.fill_(float("nan") if out.is_floating_point() or out.is_complex() else 77)
-            if out.numel() and out.device.type != "meta"
-            else out
-        )
-
-    return make
-
-
 def poison_new_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor that is made without values starts as NaN, or as a number that stands out,
     whichever way it is made.
     """
-    monkeypatch.setattr(torch, "empty", poisoned(torch.empty))
-    monkeypatch.setattr(torch, "empty_strided", poisoned(torch.empty_strided))
-    quick = {kind: poisoned(make) for kind, make in calls._strided().items()}
-    monkeypatch.setattr(calls, "_strided", lambda: quick)
+    for owner, name, new in poisonous():
+        monkeypatch.setattr(owner, name, new)
 
 
 def watch_programs(

@@ -99,6 +99,7 @@ def test_who_watches_the_compiler_sees_it(
 def test_a_note_that_cannot_be_written_is_no_error(
     kernel: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(launch, "source_folder", lambda: tmp_path / "absent")
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(launch, "source_folder", lambda: tmp_path / "file" / "absent")
     binaries.note(kernel.compiled, kernel.function, kernel.types, 0, 4, 2)
     assert binaries.recalled(kernel.function, kernel.types, 0, 4, 2) is None

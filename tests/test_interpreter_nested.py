@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 import insum
-from as_on_a_gpu import pretended
 from insum import facts
+from insum.testing.as_on_a_gpu import pretended
 
 pytestmark = pytest.mark.interpreter
 
 
 @pytest.fixture(autouse=True)
-def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with pretended(monkeypatch):
+def on_a_gpu() -> Iterator[None]:
+    with pretended():
         yield
 
 

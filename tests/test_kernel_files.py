@@ -106,10 +106,10 @@ def test_the_source_is_at_hand_without_the_file() -> None:
 def test_a_kernel_that_cannot_be_written_is_run_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def full(self: Path, *args: object, **options: object) -> int:
+    def full(*args: object, **options: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(tempfile, "mkstemp", full)
     loaded()
     assert not path_of().exists()
 

@@ -22,9 +22,11 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, ones, tensor, zeros
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import insum
+from insum.accepted import odd_tensor
 from insum.errors import InsumError, Span
 from insum.lang.types import INTEGERS as INDEX_DTYPES
 from insum.testing import Case, assert_close, draw_cases
@@ -81,11 +83,9 @@ def shown(error: InsumError) -> str:
 
 
 def snapshot(value: Any) -> Any:
-    if (
-        not isinstance(value, Tensor)
-        or value.device.type == "meta"
-        or value.layout != torch.strided
-    ):
+    if isinstance(value, Tensor) and odd_tensor(value):
+        return odd_tensor(value)
+    if not isinstance(value, Tensor) or value.device.type == "meta":
         return repr(value)
     raw = bytes(value.detach().untyped_storage().tolist())
     return (
@@ -307,6 +307,48 @@ def test_settings() -> None:
 @pytest.mark.parametrize("bad", ["y[i] = ", "y[i] = A[i"])
 def test_a_statement_that_cannot_be_read_fails_when_it_is_compiled(bad: str) -> None:
     assert isinstance(error_of(lambda: insum.compile(bad)), insum.StatementError)
+
+
+def test_a_fake_tensor_beside_others() -> None:
+    with FakeTensorMode():
+        fake = ones(3)
+    error = error_of(lambda: insum.insum("y[i] = x[i] * w[i]", x=fake, w=ones(3)))
+    assert isinstance(error, insum.DeviceError)
+    assert error.fact == "x is a fake tensor, but w is none"
+    assert "all tensors of one FakeTensorMode" in error.expected
+
+
+def test_a_gradient_beside_a_tensor_of_inference_mode() -> None:
+    call = partial(insum.insum, "y[i] = x[i] * w[i]", x=inference(), w=ones(3, requires_grad=True))
+    error = error_of(call)
+    assert isinstance(error, insum.AutogradError)
+    assert error.fact.startswith("x was made under inference mode, so that no gradient")
+    assert "x=x.clone()" in error.remedy
+
+
+@pytest.mark.parametrize(
+    ("call", "fact", "expected"),
+    [
+        (lambda: insum.unchanging([1]), "tensor is [1]", "a dense tensor whose elements are here"),
+        (lambda: insum.constant(ones(2)), "tensor is a float32 tensor (2,) on cpu", "integers"),
+        (lambda: insum.synchronize("nowhere"), "device is 'nowhere'", "a device that holds"),
+        (lambda: insum.nn.GCNConv(None, 2), "in_channels is None", "an integer of at least 0"),
+        (lambda: insum.nn.Irrep(1, 3), "p is 3", "1 or -1"),
+        (
+            lambda: insum.formats.COO.from_dense(torch.eye(2)).to_dense("float32"),
+            "dtype is 'float32'",
+            "a torch.dtype, or None",
+        ),
+        (
+            lambda: insum.formats.COO.from_dense(torch.eye(2, device="meta")),
+            "x is a float32 tensor (2, 2) on meta",
+            "a dense tensor of numbers that insum computes with",
+        ),
+    ],
+)
+def test_kinds_of_arguments(call: Callable[[], object], fact: str, expected: str) -> None:
+    error = error_of(call)
+    assert error.fact == fact and expected in error.expected
 
 
 def test_explain_says_the_same() -> None:

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import insum
-from as_on_a_gpu import pretended
 from insum.testing import soak
 
 
@@ -37,9 +36,20 @@ def test_what_is_wrong_is_found_and_made_smaller(
 #: Indices written to between calls, where programs for tensors never seen hold what they derived.
 @pytest.mark.interpreter
 @pytest.mark.parametrize("seed", [7000274, 21000152, 21000404])
-def test_what_was_found_on_a_gpu(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pretended(monkeypatch):
-        soak.trial("rewritten", seed, 0.1)
+def test_what_was_found_on_a_gpu(seed: int) -> None:
+    soak.trial("rewritten", seed, 0.1, as_on_a_gpu=True)
+
+
+@pytest.mark.interpreter
+def test_a_while_as_on_a_gpu() -> None:
+    names = ("rewritten", "in_place", "aliases", "repeated", "extrema")
+    counts = soak.soak(4, seed=3000, where=soak.Where(as_on_a_gpu=True), names=names)
+    assert not counts.found and counts.tried.total() > 0, str(counts)
+
+
+def test_scripts_say_where_a_trial_ran() -> None:
+    call = soak.Where("cpu", as_on_a_gpu=True).call("in_place", 3, 0.5)
+    assert call == "trial('in_place', 3, 0.5, 'cpu', True)"
 
 
 def test_a_trial_is_decided_by_its_seed() -> None:

@@ -11,11 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from insum import api
-from insum.formats.convert import SparseFormat
+from insum.accepted import FLAG, require
+from insum.errors import InsumError
+from insum.formats.convert import SparseFormat, refuse_broken
 from insum.formats.explained import named_operands
 from insum.formats.run import Call, Operand, rewritten
 from insum.lang.bind import Size
 from insum.plan.path import Optimize
+from insum.request import given_sizes
 
 
 def einsum(
@@ -57,5 +60,12 @@ def einsum(
     text, given = named_operands(statement, operands, named)
     if not any(isinstance(x, SparseFormat) for x in given.values()):
         return api.insum(text, out_shape=out_shape, sizes=sizes, optimize=optimize, **given)  # type: ignore[arg-type]
-    plan = rewritten(text, given, dense_output)
-    return Call(plan, given, out_shape, sizes, optimize).run()
+    require("dense_output", dense_output, FLAG)
+    given_sizes(text, out_shape, sizes)  # which says what is wrong with them
+    try:
+        return Call(rewritten(text, given, dense_output), given, out_shape, sizes, optimize).run()
+    except InsumError:
+        raise
+    except Exception:
+        refuse_broken(given)
+        raise

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from insum.accepted import is_fake, odd_tensor
 from insum.bounded import keep
 from insum.call import MOST_FORMS, BoundCall, Kinds, is_left_to_library, kinds_of, prepare
-from insum.compat.calls import is_plain_call, is_undisturbed
-from insum.errors import BindingError, UnsupportedError
+from insum.compat.calls import is_intercepted, is_plain_call, is_undisturbed
+from insum.errors import BindingError, DeviceError, UnsupportedError
 from insum.explain import Explanation, explained, roles_line
 from insum.inplace import add_in_place
 from insum.lang.bind import Problem, Size, Value
@@ -102,11 +103,15 @@ def _kinds(
     optimize: Optimize,
 ) -> tuple[Kinds, tuple[Any, ...]]:
     """What is known of the calls of a statement with these options, and the sizes among them."""
-    common = not sizes and type(padded) is tuple and config is None and type(statement) is str
+    plain = sizes is None or type(sizes) is dict and not sizes
+    common = plain and type(padded) is tuple and config is None and type(statement) is str
     common = common and optimize is True
     if common and (out_shape is None or type(out_shape) in (tuple, torch.Size)):
         given: tuple[Any, ...] = () if out_shape is None else tuple(out_shape)
-        found = _fronts.get((statement, None if out_shape is None else len(given), padded))
+        try:
+            found = _fronts.get((statement, None if out_shape is None else len(given), padded))
+        except TypeError:  # names that are none, which binding refuses
+            found = None
         if found is not None:
             return found, given
     request = request_of(statement, out_shape, sizes, padded, config, optimize)  # type: ignore[arg-type]
@@ -123,9 +128,27 @@ def _insum(request: Request, tensors: dict[str, Value]) -> Tensor:
     if in_place and not isinstance(tensors[left.target], Tensor):
         request.bind(tensors)  # which says that a number cannot be written into
     if not is_plain_call(tensors.values()):
+        _refuse_strangers(request, tensors)
         return add_in_place(request, None, tensors) if in_place else contract(request, tensors)
     call = prepare(request, tensors)
     return add_in_place(request, call, tensors) if in_place else run(call, tensors)
+
+
+def _refuse_strangers(request: Request, tensors: dict[str, Value]) -> None:
+    """What torch's dispatcher would stumble over: tensors without shape or strides, and a tracer's
+    tensors beside others where nothing is traced.
+    """
+    given = {name: value for name, value in tensors.items() if isinstance(value, Tensor)}
+    if any(map(odd_tensor, given.values())):
+        request.bind(tensors)  # which says what is wrong
+    fake = [name for name, value in given.items() if is_fake(value)]
+    if fake and len(fake) < len(given) and not is_intercepted():
+        other = next(name for name in given if name not in fake)
+        raise DeviceError(
+            f"{fake[0]} is a fake tensor, but {other} is none",
+            statement=request.statement,
+            expected="all tensors of one FakeTensorMode, or none",
+        )
 
 
 # --- a statement that is called often -------------------------------------------------------------

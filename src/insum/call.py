@@ -87,6 +87,9 @@ class Kinds:
                 return None
         names, modes = tuple(values), modes_now(settings)
         given = (*values.values(),) if initial is None else (*values.values(), initial)
+        for value in given:  # torch's guards end the process at one
+            if type(value) is Tensor and value.is_nested:
+                return None
         count = len(given)
         for call in self.calls:
             if call.names == names and call.count == count and call.modes == modes:

@@ -53,8 +53,8 @@ class InsumError(Exception):
         span: Span | None = None,
         passed: Sequence[str] = (),
     ) -> None:
-        self.fact, self.expected, self.remedy = fact, expected, remedy
-        self.statement, self.span, self.passed = statement, span, tuple(passed)
+        self.fact, self.expected, self.remedy = map(_cut, (fact, expected, remedy))
+        self.statement, self.span, self.passed = statement, span, tuple(map(_cut, passed))
         super().__init__(self._message())
 
     def _message(self) -> str:
@@ -95,6 +95,14 @@ def _rebuild(
 
 
 _WIDTH = 100
+#: Characters of one part of a message; what users pass may be of any length.
+_LENGTH = 1000
+
+
+def _cut(text: str) -> str:
+    """Short enough to be read, and of characters that can be written."""
+    text = text if len(text) <= _LENGTH else text[: _LENGTH - 3] + "..."
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _with_caret(statement: str, span: Span | None) -> list[str]:

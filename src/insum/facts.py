@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from insum import memory
+from insum.accepted import CONSTANTS, takes
 from insum.compat.calls import is_recorded, untracked
 
 #: torch finds no least and greatest of these, and does not sort them.
@@ -190,6 +191,7 @@ def keep_pointers(tensor: Tensor, rows: int, pointers: Tensor) -> None:
 CONSTANT = "constant"
 
 
+@takes(tensor=CONSTANTS)
 def constant(tensor: Tensor) -> Tensor:
     """Promise that a tensor's values are part of the program, as Clebsch-Gordan patterns and
     stencils are.

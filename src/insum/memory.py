@@ -26,11 +26,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from insum.accepted import ELEMENTS, TENSOR, takes
 from insum.compat.calls import (
     current_stream,
     in_backward,
     is_plain_call,
     is_recorded,
+    renew_in_children,
     stream_object,
     untracked,
 )
@@ -41,9 +43,11 @@ T = TypeVar("T")
 Place = tuple[int | torch.SymInt, torch.Size, tuple[int, ...], torch.dtype]
 _serials = itertools.count()
 _stamps = itertools.count()
-_lock = threading.RLock()
 #: Things that are kept about one tensor, and ranges that kernels have looked at.
 MOST_THINGS, MOST_RANGES = 256, 64
+
+_lock = threading.RLock()
+renew_in_children(_lock)
 
 
 class Entry:
@@ -287,6 +291,7 @@ def remembered(tensor: Tensor, key: object, make: Callable[[], T], *others: Tens
     return entry_of(tensor).remembered(key, plainly)
 
 
+@takes(tensor=ELEMENTS)
 def unchanging(tensor: Tensor) -> Tensor:
     """Promise that an index tensor is not written to as long as it lives.
 
@@ -308,6 +313,7 @@ def unchanging(tensor: Tensor) -> Tensor:
     return tensor
 
 
+@takes(tensor=TENSOR.optional)
 def forget(tensor: Tensor | None = None) -> None:
     """Let go of what is remembered about a tensor and all that shares its storage, or about all.
 

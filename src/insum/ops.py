@@ -20,7 +20,7 @@ from insum.batching import batched, front
 from insum.call import BoundCall, Kinds, prepare
 from insum.compat.calls import apply_plainly, is_plain_call, is_transformed
 from insum.compat.tangents import register_autograd, with_tangent
-from insum.errors import AutogradError
+from insum.errors import AutogradError, InsumError
 from insum.lang.bind import Size, Value
 from insum.plan.config import choice_from, choice_text
 from insum.request import Form, Request, head
@@ -188,7 +188,17 @@ class _Differentiable(torch.autograd.Function):
 def differentiable(call: BoundCall, initial: Tensor | None, values: Mapping[str, Value]) -> Tensor:
     """A verified call in plain eager mode, recorded for autograd."""
     spec, tensors = _apart(None, call, values)
-    result: Tensor = apply_plainly(_Recorded, spec, initial, *tensors)
+    try:
+        result: Tensor = apply_plainly(_Recorded, spec, initial, *tensors)
+    except RuntimeError as error:
+        made = [n for n, v in values.items() if isinstance(v, Tensor) and v.is_inference()]
+        if not made or isinstance(error, InsumError):
+            raise
+        raise AutogradError(
+            f"{made[0]} was made under inference mode, so that no gradient can be recorded with it",
+            statement=spec.request.statement,
+            remedy=f"pass {made[0]}={made[0]}.clone(), or call under torch.no_grad()",
+        ) from error
     return result
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import TypeAlias
@@ -105,20 +105,8 @@ def request_of(
     """A request from the options as users give them."""
     if not isinstance(statement, str):
         parse(statement)  # which says what a statement is
-    given: Sizes = ()
-    if out_shape is not None:
-        given = ((head(statement).target, _shape(statement, "out_shape", out_shape)),)
-    if sizes is not None:
-        if not isinstance(sizes, Mapping):
-            remedy = "the whole shape of the output is given as out_shape="
-            raise BindingError(
-                f"sizes is {sizes!r}",
-                statement=statement,
-                expected="a dict such as {'i': 8}",
-                remedy=remedy,
-            )
-        given += tuple((key, _size(statement, key, size)) for key, size in sizes.items())
-    if not isinstance(padded, Iterable):
+    given = given_sizes(statement, out_shape, sizes)
+    if not isinstance(padded, str) and not _are_names(padded):
         raise BindingError(
             f"padded is {padded!r}",
             statement=statement,
@@ -133,6 +121,30 @@ def request_of(
         choice_of(config),
         optimize=optimize_text(optimize),
     )
+
+
+def given_sizes(statement: str, out_shape: Sequence[Size] | None, sizes: SizesArgument) -> Sizes:
+    """The sizes that were given, by what they are of."""
+    given: Sizes = ()
+    if out_shape is not None:
+        given = ((head(statement).target, _shape(statement, "out_shape", out_shape)),)
+    if sizes is not None:
+        if not isinstance(sizes, Mapping):
+            remedy = "the whole shape of the output is given as out_shape="
+            raise BindingError(
+                f"sizes is {sizes!r}",
+                statement=statement,
+                expected="a dict such as {'i': 8}",
+                remedy=remedy,
+            )
+        given += tuple((key, _size(statement, key, size)) for key, size in sizes.items())
+    return given
+
+
+def _are_names(padded: object) -> bool:
+    if not isinstance(padded, Collection) or isinstance(padded, Tensor):
+        return False
+    return all(isinstance(name, str) for name in padded)
 
 
 def _shape(statement: str, name: str, shape: Sequence[Size]) -> tuple[Size, ...]:

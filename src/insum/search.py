@@ -117,7 +117,7 @@ def tune(
     """Search, remember what was found, and tell about it. ``timer`` replaces the device's clock, in
     tests.
     """
-    if effort not in EFFORTS:
+    if not isinstance(effort, str) or effort not in EFFORTS:
         raise SettingsError(f"effort is {effort!r}", expected="'quick' or 'full'")
     reason = launch.available() or (unusable(problem) or _untimed(problem) if timer is None else "")
     look = Look(problem, values, target)

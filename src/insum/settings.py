@@ -169,7 +169,7 @@ def _names() -> list[str]:
 def _checked(name: str, value: Any) -> Any:
     if name not in _names():
         raise SettingsError(f"there is no setting {name!r}", expected=", ".join(_names()))
-    if name in _CHOICES and value not in _CHOICES[name]:
+    if name in _CHOICES and not (isinstance(value, str) and value in _CHOICES[name]):
         raise SettingsError(
             f"settings.{name} cannot be {value!r}",
             expected="one of " + ", ".join(map(repr, _CHOICES[name])),

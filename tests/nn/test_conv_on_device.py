@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import insum
-from as_on_a_gpu import no_reads, pretended
+from as_on_a_gpu import no_reads
 from insum import memory
 from insum.errors import FormatError, IndexRangeError
 from insum.formats import NeighborTable
@@ -24,13 +24,14 @@ from insum.plan.recipes import Inverse, OfExtent, OfShape, Packed, Walk
 from insum.runtime import packs
 from insum.runtime.programs import Programs
 from insum.runtime.prologue import Made, Prologue, Result, inverse
+from insum.testing.as_on_a_gpu import pretended
 
 pytestmark = pytest.mark.interpreter
 
 
 @pytest.fixture
-def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with pretended(monkeypatch):
+def on_device() -> Iterator[None]:
+    with pretended():
         yield
 
 

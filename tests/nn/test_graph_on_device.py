@@ -13,16 +13,17 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import insum
-from as_on_a_gpu import no_reads, pretended
+from as_on_a_gpu import no_reads
 from insum import memory
 from insum.nn import GCNConv, GraphConv, RelationalConv, gcn_norm, propagate
+from insum.testing.as_on_a_gpu import pretended
 
 pytestmark = pytest.mark.interpreter
 
 
 @pytest.fixture
-def on_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    with pretended(monkeypatch):
+def on_device() -> Iterator[None]:
+    with pretended():
         yield
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import inspect
 import math
+import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 T = TypeVar("T")
 
@@ -83,6 +85,11 @@ def is_undisturbed() -> bool:
         and forward_ad._current_level < 0
         and tracing() is None
     )
+
+
+def is_intercepted() -> bool:
+    """Whether a mode of torch's sees every op, as that of fake tensors does."""
+    return _probed is None or torch.compiler.is_compiling() or _probed[0]() > 0
 
 
 def is_transformed() -> bool:
@@ -187,6 +194,14 @@ def elsewhere(device: torch.device, function: Callable[[], T]) -> T:
     return results[0]
 
 
+def renew_in_children(lock: Any) -> None:
+    """Let a forked process begin with a lock that is free: a thread that held it is not there to
+    let go of it.
+    """
+    if hasattr(os, "register_at_fork") and hasattr(lock, "_at_fork_reinit"):
+        os.register_at_fork(after_in_child=lock._at_fork_reinit)
+
+
 # --- calls on plain terms -------------------------------------------------------------------------
 
 
@@ -288,6 +303,10 @@ def _kind(value: object, exact: bool) -> tuple[Any, ...]:
     if not isinstance(value, Tensor):
         fits = isinstance(value, int) and -(2**63) <= value < 2**63
         return type(value), fits
+    if isinstance(
+        value, UninitializedParameter | UninitializedBuffer
+    ):  # which has nothing to be compared
+        return type(value), False
     marks = value.requires_grad, value.is_inference(), value.is_neg(), value.is_conj()
     kind = type(value), value.dtype, value.device, value.layout, value.dim(), marks
     return (*kind, value.shape, value.stride()) if exact else kind

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from insum import facts
+from insum.accepted import DTYPE, FLAG, INTEGER, TENSOR, require, takes
 from insum.errors import FormatError
 from insum.formats import entries as E
 from insum.formats import show, validate
@@ -93,9 +94,11 @@ class FormatBase:
             if isinstance(value, list | torch.Size):
                 object.__setattr__(self, name, tuple(value))
         validate.check_shape(self.shape)
+        validate.check_kinds(self)
 
     def _finish(self, check: bool) -> None:
         """The end of every constructor: check, declare."""
+        require("validate", check, FLAG, FormatError)
         padded = validate.check(self) if check else has_padding(self.layout)
         self._declare(padded)
 
@@ -211,6 +214,7 @@ class FormatBase:
         """
         return {dim: facts.facts_of(array) for dim, _, array in self.index_arrays()}
 
+    @takes(FormatError, dim=INTEGER.optional)
     def segment_pointers(self, dim: int | None = None) -> Tensor:
         """``ptr`` with the positions of coordinate ``r`` at ``ptr[r] .. ptr[r+1]``, for the
         dimension that is sorted first.
@@ -280,6 +284,7 @@ class FormatBase:
 
     # --- the same pattern with other values, elsewhere ---
 
+    @takes(FormatError, values=TENSOR.optional)
     def with_values(self, values: Tensor | None) -> Self:
         """The same pattern, the very same index arrays, with other values.
 
@@ -399,6 +404,7 @@ class FormatBase:
                 return known is None or known.padded
         return False
 
+    @takes(dtype=DTYPE.optional)
     def ones(self, dtype: torch.dtype | None = None) -> Tensor:
         """Values of 1 at every position; where blocks reach over the edge, 0 there."""
         block, dtype = self.block_shape_or_none, dtype or torch.get_default_dtype()

@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from insum.errors import FormatError, UnsupportedError
+from insum.accepted import (
+    ANY_TENSOR,
+    COUNTS,
+    DEVICE,
+    DTYPE,
+    ELEMENTS,
+    FLAG,
+    LAYOUT,
+    SHAPE,
+    TENSOR,
+    TENSORS,
+    TEXT,
+    VALUES,
+    Accepted,
+    explains,
+    is_size,
+    require,
+    require_sound,
+    takes,
+)
+from insum.errors import FormatError, InsumError, UnsupportedError
 from insum.formats import entries as E
 from insum.formats import interop, pytree
 from insum.formats import validate as checks
@@ -20,6 +40,12 @@ if TYPE_CHECKING:
 
 #: Formats by name, for `to_format("ELL")`.
 FORMATS: dict[str, type[SparseFormat]] = {}
+
+
+VALUES_HERE = Accepted(VALUES.expected, lambda v: VALUES.fits(v) and ELEMENTS.fits(v))
+NODES = Accepted("a number of nodes", lambda v: is_size(v, limit=2**63))
+#: Index arrays as the rows of one tensor.
+ROWS = Accepted("one tensor of them", lambda v: ELEMENTS.fits(v) and v.dim() > 0)
 
 
 class SparseFormat(FormatBase):
@@ -70,6 +96,7 @@ class SparseFormat(FormatBase):
     # --- making one ---
 
     @classmethod
+    @explains(FormatError, x=VALUES_HERE)
     def from_dense(cls, x: Tensor, **options: Any) -> Self:
         """The nonzeros of a dense tensor. Differentiable: gradients flow back to the places that
         were nonzero.
@@ -85,6 +112,7 @@ class SparseFormat(FormatBase):
         return cls._build(cls._read_dense(x, **options), **options)
 
     @classmethod
+    @takes(FormatError, indices=TENSORS | ROWS, values=VALUES.optional, shape=SHAPE, validate=FLAG)
     def from_entries(
         cls,
         indices: Sequence[Tensor] | Tensor,
@@ -112,6 +140,7 @@ class SparseFormat(FormatBase):
         return cls._build(source, **options)
 
     @classmethod
+    @takes(FormatError, x=ANY_TENSOR, validate=FLAG)
     def from_torch(cls, x: Tensor, *, validate: bool = True, **options: Any) -> Self:
         """From `torch.sparse` COO (hybrid too), CSR, CSC, BSR or BSC, batched ones included; a
         dense tensor is taken as well.
@@ -126,6 +155,7 @@ class SparseFormat(FormatBase):
         return cls.from_dense(x, **options)
 
     @classmethod
+    @takes(FormatError, device=DEVICE.optional, dtype=DTYPE.optional, validate=FLAG)
     def from_scipy(
         cls,
         x: Any,
@@ -146,6 +176,13 @@ class SparseFormat(FormatBase):
         return cls._build(interop.from_scipy(x, device, dtype, validate), **options)
 
     @classmethod
+    @takes(
+        FormatError,
+        edge_index=ELEMENTS,
+        weights=VALUES_HERE.optional,
+        validate=FLAG,
+        num_nodes=(NODES | SHAPE).optional,
+    )
     def from_edge_index(
         cls,
         edge_index: Tensor,
@@ -215,6 +252,7 @@ class SparseFormat(FormatBase):
 
     # --- leaving it ---
 
+    @takes(dtype=DTYPE.optional)
     def to_dense(self, dtype: torch.dtype | None = None) -> Tensor:
         """The dense tensor, exactly. A pattern gives ones of ``dtype`` (torch's default where it is
         not said).
@@ -243,6 +281,7 @@ class SparseFormat(FormatBase):
         )
         return _assembled(cells, self.shape) if block else cells
 
+    @takes(FormatError, layout=LAYOUT, block_shape=COUNTS.optional)
     def to_torch(
         self, layout: torch.layout = torch.sparse_coo, *, block_shape: tuple[int, int] | None = None
     ) -> Tensor:
@@ -255,6 +294,7 @@ class SparseFormat(FormatBase):
         """
         return interop.to_torch(self, layout, block_shape)
 
+    @takes(FormatError, format=TEXT.optional)
     def to_scipy(self, format: Literal["coo", "csr", "csc", "bsr"] | None = None) -> Any:
         """A `scipy.sparse` array: CSR for a matrix, COO for other ranks, BSR for blocks, unless
         told.
@@ -308,6 +348,26 @@ class SparseFormat(FormatBase):
         return _matmul(other, self)
 
 
+def _sound(x: SparseFormat) -> None:
+    """Raise where a format is not what its constructor made."""
+    checks.check_shape(x.shape)
+    checks.check(x)
+
+
+FORMAT = Accepted("a format of insum.formats", lambda v: isinstance(v, SparseFormat), _sound)
+#: Where a function says itself what it takes: only that a format is as it was made.
+UNBROKEN = Accepted(
+    FORMAT.expected, lambda v: True, lambda v: _sound(v) if FORMAT.fits(v) else None
+)
+
+
+def refuse_broken(given: Mapping[str, object]) -> None:
+    """After a failure: say so where a format among the operands was tampered with."""
+    for name, x in given.items():
+        if isinstance(x, SparseFormat):
+            require_sound(name, x, FORMAT, FormatError)
+
+
 Other = TypeVar("Other", bound=SparseFormat)
 _MATMUL = {
     (2, 2): "C[m,n] = A[m,k] * B[k,n]",
@@ -338,6 +398,19 @@ def _assembled(cells: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _matmul(left: Any, right: Any) -> Any:
     """``A @ B``, where at least one is a format."""
+    try:
+        return _product(left, right)
+    except InsumError:
+        raise
+    except Exception:
+        refuse_broken({"A": left, "B": right})
+        raise
+
+
+def _product(left: Any, right: Any) -> Any:
+    for name, x in (("A", left), ("B", right)):
+        if isinstance(x, Tensor):
+            require(name, x, TENSOR)
     ranks = [x.ndim if isinstance(x, FormatBase | Tensor) else None for x in (left, right)]
     if None in ranks:
         return NotImplemented

@@ -12,15 +12,18 @@ from string import ascii_uppercase
 from torch import SymFloat, SymInt, Tensor, strided
 
 from insum import api
-from insum.errors import BindingError, StatementError, UnsupportedError
+from insum.accepted import TENSOR, require
+from insum.errors import BindingError, InsumError, StatementError, UnsupportedError
 from insum.explain import Explanation
-from insum.formats.convert import SparseFormat
+from insum.formats.convert import SparseFormat, refuse_broken
 from insum.formats.notation import torch_notation
 from insum.formats.rewrite import Piece
 from insum.formats.run import Call, Operand, rewritten
 from insum.formats.spell import Source
 from insum.lang.bind import Size
+from insum.lang.parser import parse
 from insum.plan.path import Optimize
+from insum.request import given_sizes
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,6 +77,24 @@ def explain_einsum(
         AV: A.values
     """
     text, given = named_operands(statement, operands, named)
+    given_sizes(text, out_shape, sizes)
+    try:
+        return _explained(text, given, dense_output, out_shape, sizes, optimize)
+    except InsumError:
+        raise
+    except Exception:
+        refuse_broken(given)
+        raise
+
+
+def _explained(
+    text: str,
+    given: dict[str, Operand],
+    dense_output: bool,
+    out_shape: Sequence[Size] | None,
+    sizes: Mapping[str | int, Size | Sequence[Size]] | None,
+    optimize: Optimize,
+) -> EinsumExplanation:
     sparse = {name: x for name, x in given.items() if isinstance(x, SparseFormat)}
     if not sparse:
         return EinsumExplanation(
@@ -139,6 +160,8 @@ def named_operands(
     statement: str, operands: tuple[Operand, ...], named: dict[str, Operand]
 ) -> tuple[str, dict[str, Operand]]:
     """The statement in insum's notation and its operands by name."""
+    if not isinstance(statement, str):
+        parse(statement)  # which says what a statement is
     if "[" in statement or "=" in statement:
         if operands:
             raise BindingError(
@@ -177,6 +200,8 @@ def _check_kinds(statement: str, given: Mapping[str, object]) -> None:
                 expected="a format or a dense tensor",
                 remedy=f"insum.formats.GroupCOO.from_torch({name})",
             )
+        if isinstance(x, Tensor):
+            require(name, x, TENSOR)
         if not isinstance(
             x, SparseFormat | Tensor | bool | int | float | complex | SymInt | SymFloat
         ):

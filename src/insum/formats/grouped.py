@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from insum.errors import FormatError
 from insum.formats import entries as E
 from insum.formats import interop, layout
 from insum.formats import validate as checks
@@ -297,11 +298,21 @@ def rows_of(source: E.Entries, dims: tuple[int, ...]) -> Rows:
     )
 
 
+#: Rows that are held whether they have entries or not.
+MOST_ROWS = 2**38
+
+
 def every_row(source: E.Entries, dims: tuple[int, ...]) -> Rows:
     """Every row, empty ones too."""
     grid = source.grid
     sizes = tuple(grid[d] for d in dims)
     rows = math.prod(sizes)
+    if rows >= MOST_ROWS:
+        raise FormatError(
+            f"a format with a place for each of {rows} rows",
+            expected=f"fewer than {MOST_ROWS}",
+            remedy="COO or GroupCOO, which hold the rows that have entries",
+        )
     number = E.linear(source.coords, grid, dims)
     pointers = (
         source.pointers

@@ -16,6 +16,18 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from insum.accepted import (
+    COUNT,
+    COUNTS,
+    ELEMENTS,
+    INTEGER_DTYPES,
+    LIMIT,
+    is_number,
+    is_size,
+    require,
+    shown,
+    takes,
+)
 from insum.errors import FormatError
 
 GroupSize: TypeAlias = int | Literal["auto", "exact"]
@@ -52,6 +64,7 @@ def count_padding(occupancy: Tensor | Sequence[int], group_size: int) -> int:
     return group_size * groups - int(occ.sum())
 
 
+@takes(FormatError, entries=COUNT, rows=COUNT)
 def estimate_group_size(entries: int, rows: int) -> float:
     """g* = sqrt(S / n), where the relaxed F is least; n counts empty rows too, as in the paper.
 
@@ -68,6 +81,8 @@ def neighbouring_powers(size: float) -> tuple[int, ...]:
     >>> neighbouring_powers(5.0), neighbouring_powers(8.0), neighbouring_powers(0.3)
     ((4, 8), (8,), (1,))
     """
+    if not is_number(size) or not math.isfinite(size):
+        raise FormatError(f"size is {shown(size)}", expected="a finite number")
     if size <= 1:
         return (1,)
     below = 1 << math.floor(math.log2(size))
@@ -85,6 +100,11 @@ def accesses_by_group_size(occupancy: Tensor | Sequence[int]) -> Tensor:
     tensor([14, 15, 16])
     """
     occ = _as_tensor(occupancy)
+    if occ.numel() and not 0 <= int(occ.min()) <= int(occ.max()) < LIMIT:
+        raise FormatError(
+            f"occupancy holds values from {int(occ.min())} to {int(occ.max())}",
+            expected="how many entries each row has",
+        )
     histogram = torch.bincount(occ) if occ.numel() else occ.new_zeros(1)
     # more_than[x]: rows with more than x entries
     more_than = histogram.flip(0).cumsum(0).flip(0)[1:]
@@ -107,6 +127,7 @@ def best_group_size(occupancy: Tensor | Sequence[int]) -> int:
     return cost.shape[0] - int(cost.flip(0).argmin())
 
 
+@takes(FormatError, rows=COUNT.optional)
 def suggested_group_size(occupancy: Tensor | Sequence[int], rows: int | None = None) -> int:
     """Of the powers of two beside g*, the one with fewer gathers and scatters.
 
@@ -127,6 +148,8 @@ def resolve(group_size: GroupSize, occupancy: Tensor, rows: int) -> int:
     """What the user asked for as a number; ``occupancy`` may leave out empty rows, of which
     ``rows`` counts all.
     """
+    if not isinstance(group_size, str):
+        return _positive(group_size)
     if group_size == "auto":
         return suggested_group_size(occupancy, rows)
     if group_size == "exact":
@@ -135,7 +158,11 @@ def resolve(group_size: GroupSize, occupancy: Tensor, rows: int) -> int:
 
 
 def _positive(group_size: object) -> int:
-    if isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1:
+    if (
+        isinstance(group_size, bool)
+        or not isinstance(group_size, int)
+        or not is_size(group_size, 1)
+    ):
         raise FormatError(
             f"group_size is {group_size!r}",
             expected='an integer of at least 1, "auto" (the estimate sqrt(S/n)) or "exact" '
@@ -144,7 +171,19 @@ def _positive(group_size: object) -> int:
     return group_size
 
 
+OCCUPANCY = ELEMENTS | COUNTS
+
+
 def _as_tensor(occupancy: Tensor | Sequence[int]) -> Tensor:
+    require("occupancy", occupancy, OCCUPANCY, FormatError)
+    if isinstance(occupancy, Tensor) and (
+        occupancy.dim() != 1 or occupancy.dtype not in INTEGER_DTYPES
+    ):
+        kind = str(occupancy.dtype).removeprefix("torch.")
+        raise FormatError(
+            f"occupancy is a tensor {tuple(occupancy.shape)} of {kind}",
+            expected="one dimension of integers: the entries of each row",
+        )
     return (
         occupancy.long()
         if isinstance(occupancy, Tensor)

@@ -117,7 +117,7 @@ def from_edge_index(
         )
     if num_nodes is None:
         num_nodes = int(edge_index.max()) + 1 if edge_index.numel() else 0
-    shape = (num_nodes, num_nodes) if isinstance(num_nodes, int) else tuple(num_nodes)
+    shape = tuple(map(int, num_nodes if isinstance(num_nodes, tuple | list) else (num_nodes,) * 2))
     check_shape(shape)
     if check:
         _check_ranges(

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from insum.accepted import FLAG, takes
 from insum.errors import DtypeError, FormatError
 from insum.formats import validate
-from insum.formats.convert import FORMATS, SparseFormat
+from insum.formats.convert import FORMAT, FORMATS, SparseFormat
 
 
 class SparseParameter(nn.Module):
@@ -30,8 +31,10 @@ class SparseParameter(nn.Module):
     padding=50.0%, 60 bytes, cpu)
     """
 
+    @takes(FormatError, x=FORMAT, requires_grad=FLAG)
     def __init__(self, x: SparseFormat, *, requires_grad: bool = True) -> None:
         super().__init__()
+        validate.check_arrays(x)
         self._kind, self._fixed = type(x).__name__, {name: getattr(x, name) for name in x._static}
         self._counts = {
             name: len(held) if isinstance(held := getattr(x, name), tuple) else None

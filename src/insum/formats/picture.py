@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from insum.accepted import TEXT, takes
+from insum.errors import FormatError
 from insum.formats import entries as E
-from insum.formats.convert import SparseFormat
+from insum.formats.convert import FORMAT, SparseFormat
 from insum.formats.grouped import rows_of
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ _MOST_POINTS = 100_000
 _MOST_BLOCKS = 4_000
 
 
+@takes(FormatError, x=FORMAT, title=TEXT)
 def draw(x: SparseFormat, *, title: str = "") -> Figure:
     """A spy plot, points of one group in one colour and blocks outlined, beside a histogram of the
     rows' occupancy.

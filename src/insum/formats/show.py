@@ -11,6 +11,13 @@ if TYPE_CHECKING:
 
 def text(x: FormatBase) -> str:
     """One line: format, shape, dtype, nonzeros, groups and blocks, padding share, bytes, device."""
+    try:
+        return _line(x)
+    except Exception:  # somebody has tampered with it, and an error message tells so
+        return f"{type(x).__name__}(broken)"
+
+
+def _line(x: FormatBase) -> str:
     parts = [f"shape={x.shape}", _dtype(x)]
     parts += [f"{name}={value}" for name, value in _facts(x).items()]
     return f"{type(x).__name__}({', '.join([*parts, f'{x.nbytes:,} bytes', str(x.device)])})"

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from insum.accepted import ANY_TENSOR, Accepted, explains
+from insum.errors import FormatError
 from insum.formats import entries as E
 from insum.formats import validate as checks
-from insum.formats.convert import FORMATS, SparseFormat
+from insum.formats.convert import FORMAT, FORMATS, SparseFormat
 from insum.formats.coo import COO
 from insum.formats.grouped import rows_of
 from insum.formats.groupsize import (
@@ -105,6 +107,10 @@ class Suggestion:
     __repr__ = __str__
 
 
+SPARSE_ARRAY = Accepted("a sparse array of SciPy", lambda v: hasattr(v, "tocoo"))
+
+
+@explains(FormatError, x=ANY_TENSOR | FORMAT | SPARSE_ARRAY)
 def suggest(x: Any, *, group_dims: int | Sequence[int] | None = None) -> Suggestion:
     """Propose a format for a dense, `torch.sparse` or SciPy tensor, or for a format.
 

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from insum.accepted import TEXT, explains
 from insum.api import no_option
 from insum.errors import BindingError, FormatError
-from insum.formats.convert import SparseFormat
+from insum.formats.convert import FORMAT, SparseFormat
+from insum.formats.explained import named_operands
 from insum.formats.grouped import GroupCOO
 from insum.formats.groupsize import estimate_group_size, neighbouring_powers
 from insum.formats.run import Call, Operand, rewritten
@@ -51,6 +53,7 @@ class TunedFormat:
         return f"{found} (g* = {self.estimate:.1f}; µs by group size: {times})"
 
 
+@explains(FormatError, A=FORMAT, effort=TEXT)
 def tune(
     A: SparseFormat,
     statement: str,
@@ -83,6 +86,7 @@ def tune(
         )
     no_option(statement, "effort", "timer")
     name = _name(statement, operands)
+    named_operands(statement, (), {**operands, name: A})  # which says what is no operand
     timer = timer or timer_for(A.device)
     made, best = _spellings(A)
     times: dict[int, float] = {}

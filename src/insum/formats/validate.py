@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from insum.accepted import LIMIT, TENSOR, VALUES, is_size, require, shown
 from insum.errors import (
     DeviceError,
     DtypeError,
@@ -48,7 +49,7 @@ def check(x: FormatBase) -> bool:
     Contents are not looked at where there are none to see: on the meta device and while
     torch.compile traces.
     """
-    _check_arrays(x)
+    check_arrays(x)
     if torch.compiler.is_compiling() or x.device.type == "meta":
         return has_padding(x.layout)
     verdicts = _verdicts(x)
@@ -87,6 +88,17 @@ def check_shape(shape: object) -> None:
         )
 
 
+def check_kinds(x: FormatBase) -> None:
+    """Every array is a dense tensor, as far as can be told before their number is known."""
+    for name in x._arrays:
+        value = getattr(x, name)
+        if name not in ("values", "table") and not isinstance(value, tuple):
+            raise FormatError(f"{name} is {shown(value)}", expected="a tuple of index arrays")
+        for held in _each(value):
+            if isinstance(held, Tensor):
+                require(f"an array of {name}", held, TENSOR, FormatError)
+
+
 def check_values(x: FormatBase, values: Tensor) -> None:
     want = (*x.positions, *(x.block_shape_or_none or ()))
     if tuple(values.shape) != want:
@@ -95,6 +107,7 @@ def check_values(x: FormatBase, values: Tensor) -> None:
             expected=f"{want}, one value for every position"
             f"{' and block element' if x.block_shape_or_none else ''}",
         )
+    require("values", values, VALUES, FormatError)
     where = next((a.device for _, _, a in x.index_arrays()), values.device)
     if values.device != where:
         raise DeviceError(
@@ -104,7 +117,7 @@ def check_values(x: FormatBase, values: Tensor) -> None:
         )
 
 
-def _check_arrays(x: FormatBase) -> None:
+def check_arrays(x: FormatBase) -> None:
     tensors = [t for name in x._arrays[1:] for t in _each(getattr(x, name))]
     if not all(isinstance(t, Tensor) for t in tensors) or not (
         x.values is None or isinstance(x.values, Tensor)
@@ -122,6 +135,12 @@ def _check_arrays(x: FormatBase) -> None:
             remedy="torch.as_tensor(array)",
         )
     _check_counts(x)
+    for dim, coordinate, array in x.index_arrays():
+        if array.dim() != len(coordinate.axes):
+            raise FormatError(
+                f"{_name(coordinate)} has {array.dim()} dimension(s)",
+                expected=f"{len(coordinate.axes)}, as the index array of dimension {dim}",
+            )
     for dim, coordinate, array in x.index_arrays():
         name = _name(coordinate)
         if array.dtype not in _INDEX_DTYPES:
@@ -161,11 +180,6 @@ def _check_counts(x: FormatBase) -> None:
 
 def _check_one_shape(x: FormatBase, name: str, dim: int, coordinate: object, array: Tensor) -> None:
     axes = coordinate.axes  # type: ignore[attr-defined]
-    if array.dim() != len(axes):
-        raise FormatError(
-            f"{name} has {array.dim()} dimension(s)",
-            expected=f"{len(axes)}, as the index array of dimension {dim}",
-        )
     want = tuple(x.positions[a] for a in axes)
     if tuple(array.shape) != want:
         raise FormatError(
@@ -342,9 +356,8 @@ def group_dims(dims: int | Sequence[int] | None, rank: int) -> tuple[int, ...]:
     """
     if dims is None:
         return (0,) if rank > 1 else ()
-    chosen = tuple(
-        dimension(d, rank, "group_dims") for d in ((dims,) if isinstance(dims, int) else dims)
-    )
+    listed = dims if isinstance(dims, tuple | list) else (dims,)
+    chosen = tuple(dimension(d, rank, "group_dims") for d in listed)
     if len(set(chosen)) < len(chosen):
         raise FormatError(
             f"group_dims {tuple(dims) if not isinstance(dims, int) else dims} names a "
@@ -373,7 +386,7 @@ def block_shape(shape: int | Sequence[int], rank: int) -> tuple[int, ...]:
             f"block_shape is {shape!r}, but the tensor has {rank} dimension(s)",
             expected="one block size per dimension, or one integer for all",
         )
-    if not all(isinstance(b, int) and b >= 1 for b in block):
+    if not all(is_size(b, 1) for b in block) or math.prod(block) >= LIMIT:
         raise FormatError(f"block_shape is {shape!r}", expected="block sizes of at least 1")
     return block
 

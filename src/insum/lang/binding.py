@@ -8,6 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from insum.accepted import odd_tensor
 from insum.errors import BindingError, DeviceError, DtypeError, InsumError, Span
 from insum.lang.expr import Access, Expr, Statement, accesses, tensors_of
 from insum.lang.problem import Size, Value, describe, kind_of, shown_shape
@@ -80,20 +81,21 @@ class Binding:
                     remedy=f"pass {name}=float({name})",
                     passed=(),
                 )
-            if isinstance(value, Tensor) and value.layout != torch.strided:
-                remedy = (
-                    "insum.einsum with a format made by "
-                    f"insum.formats.COO.from_torch({name}), or {name}.to_dense()"
-                )
-                fact = f"{name} is a {str(value.layout).removeprefix('torch.')} tensor"
-                self.fail(
-                    DtypeError,
-                    fact,
-                    span=self.span_of(name),
-                    expected="a dense (strided) tensor",
-                    remedy=remedy,
-                    passed=(),
-                )
+            if isinstance(value, Tensor):
+                self.check_tensor(name, value)
+
+    def check_tensor(self, name: str, value: Tensor) -> None:
+        """What is called a tensor has a shape and strides, and elements that are numbers."""
+        odd = odd_tensor(value)
+        if odd:
+            self.fail(
+                DtypeError,
+                f"{name} is {odd}",
+                span=self.span_of(name),
+                expected="a dense (strided) tensor",
+                remedy=_as_dense(name, odd),
+                passed=(),
+            )
 
     def check_names(self) -> None:
         missing = [name for name in self.reads if name not in self.kinds]
@@ -265,6 +267,20 @@ def _kind_name(value: object) -> str:
         "a " + type(value).__name__
         if module == "builtins"
         else f"a {module} {type(value).__name__}"
+    )
+
+
+def _as_dense(name: str, odd: str) -> str:
+    match odd.split()[1]:
+        case "parameter":
+            return "run the layer that it belongs to once"
+        case "nested" | "jagged":
+            return f"{name}.values() of a jagged one, with an index tensor that tells the row"
+        case "quantised":
+            return f"{name}.dequantize()"
+    return (
+        "insum.einsum with a format made by "
+        f"insum.formats.COO.from_torch({name}), or {name}.to_dense()"
     )
 
 

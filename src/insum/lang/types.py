@@ -8,31 +8,17 @@ from dataclasses import dataclass
 
 import torch
 
+from insum import accepted
 from insum.lang.expr import Access, Call, Expr, Number, Product, Sum, accesses
 
 _TO_FLOAT = frozenset({"exp", "log", "sqrt", "sigmoid", "tanh", "reciprocal"})
 _REAL_ONLY = frozenset({"relu", "sign", "step"})
 #: Half-width floats accumulate in float32.
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int64}
-INTEGERS = frozenset(
-    {
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-    }
-)
-
+INTEGERS = accepted.INTEGER_DTYPES
 #: What can be computed with. Other dtypes (wide unsigned integers as index tensors) can only be
 #: read as indices.
-COMPUTABLE = frozenset(
-    {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
-    | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-)
+COMPUTABLE = accepted.COMPUTABLE
 
 
 @dataclass(frozen=True, slots=True)

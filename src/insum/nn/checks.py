@@ -2,15 +2,53 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 import torch
 from torch import Tensor
 
 from insum import call
+from insum.accepted import COUNTS, TENSOR, Accepted, F, explains, require
 from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, DeviceError, DtypeError
 from insum.formats import SparseFormat
+from insum.formats.convert import FORMAT
+from insum.lang.types import INTEGERS
 from insum.runtime.handwritten import on_device
 from insum.settings import settings
+
+#: The edges of a graph and their weights.
+EDGES = {"edge_index": TENSOR | FORMAT, "edge_weight": TENSOR.optional}
+#: Of a graph between two sets of nodes: sources, targets.
+PAIR = Accepted("a pair of them", lambda v: COUNTS.fits(v) and len(v) == 2)
+
+
+def layer_takes(**kinds: Accepted) -> Callable[[F], F]:
+    """The arguments of ``forward``, looked at where it fails: their kinds, then their dtypes beside
+    that of the layer's parameters.
+    """
+    return explains(also=_one_dtype, **kinds)
+
+
+def _one_dtype(layer: torch.nn.Module, *arguments: object) -> None:
+    own = next((p.dtype for p in layer.parameters() if p.is_floating_point()), None)
+    for number, value in enumerate(_tensors_in(arguments)):
+        indices = INTEGERS if number else ()  # features come first, and are no integers
+        if own is not None and value.dtype not in (own, *indices):
+            raise DtypeError(
+                f"a tensor of {str(value.dtype).removeprefix('torch.')} was passed to a layer of "
+                f"{str(own).removeprefix('torch.')}",
+                expected="one dtype",
+                remedy=f"x.to({own}), or layer.to({value.dtype})",
+            )
+
+
+def _tensors_in(arguments: tuple[object, ...]) -> Iterator[Tensor]:
+    for value in arguments:
+        if isinstance(value, tuple):
+            yield from _tensors_in(value)
+        elif isinstance(features := getattr(value, "features", value), Tensor):
+            yield features
 
 
 def kernels_look(tensor: Tensor) -> bool:
@@ -65,6 +103,7 @@ def integers(name: str, x: Tensor) -> None:
 
 def last_size(name: str, x: Tensor, size: int, what: str) -> None:
     """The last dimension has the size that the layer was made for."""
+    require(name, x, TENSOR)
     if x.dim() == 0 or x.shape[-1] != size:
         raise BindingError(
             f"{name} has shape {tuple(x.shape)}", expected=f"{size} in the last dimension: {what}"

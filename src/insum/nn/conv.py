@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import insum
+from insum.accepted import COUNT, FLAG, TENSOR, Accepted, is_size, takes
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import NeighborTable, SparseFormat
-from insum.nn.checks import last_size, one_device
+from insum.nn.checks import last_size, layer_takes, one_device
 from insum.nn.functional import _tensor
 from insum.nn.kernel_map import Geometry, kernel_map
 from insum.nn.voxels import SparseTensor, Triple
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 Size = int | Sequence[int]
+
+
+VOXELS = Accepted("a SparseTensor", lambda v: isinstance(v, SparseTensor))
+DENSE_LAYER = Accepted(
+    "an nn.Conv3d or an nn.ConvTranspose3d",
+    lambda v: isinstance(v, nn.Conv3d | nn.ConvTranspose3d) and TENSOR.fits(v.weight),
+)
 
 
 class SparseConv3d(nn.Module):
@@ -55,6 +63,13 @@ class SparseConv3d(nn.Module):
     True
     """
 
+    @takes(
+        in_channels=COUNT,
+        out_channels=COUNT,
+        bias=FLAG,
+        submanifold=FLAG,
+        transposed=FLAG,
+    )
     def __init__(
         self,
         in_channels: int,
@@ -87,6 +102,7 @@ class SparseConv3d(nn.Module):
             nn.init.uniform_(parameter, -bound, bound)
 
     @classmethod
+    @takes(layer=DENSE_LAYER, submanifold=FLAG)
     def from_dense(
         cls, layer: nn.Conv3d | nn.ConvTranspose3d, *, submanifold: bool = False
     ) -> Self:
@@ -119,6 +135,7 @@ class SparseConv3d(nn.Module):
         made.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach().clone())
         return made
 
+    @layer_takes(x=VOXELS, like=VOXELS.optional)
     def forward(self, x: SparseTensor, like: SparseTensor | None = None) -> SparseTensor:
         last_size("x.features", x.features, self.in_channels, "in_channels")
         one_device(
@@ -203,8 +220,8 @@ def _geometry(
 
 
 def _triple(name: str, size: Size, least: int) -> Triple:
-    sizes = (size,) * 3 if isinstance(size, int) else tuple(size)
-    if len(sizes) != 3 or not all(isinstance(s, int) and s >= least for s in sizes):
+    sizes = tuple(size) if isinstance(size, tuple | list) else (size,) * 3
+    if len(sizes) != 3 or not all(is_size(s, least) for s in sizes):
         raise BindingError(
             f"{name} is {size!r}", expected=f"an integer of at least {least}, or three: x, y, z"
         )

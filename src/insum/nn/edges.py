@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 
 import insum
+from insum.accepted import COUNT, DTYPE, FLAG, TENSOR, explains, require
 from insum.compat.calls import is_plain_call
-from insum.errors import BindingError, InsumError
+from insum.errors import BindingError, DtypeError, InsumError
 from insum.memory import entry_of, remembered
-from insum.nn.checks import integers, kernels_look
+from insum.nn.checks import integers, kernels_look, one_device
 from insum.runtime import loops
 from insum.runtime.record import out_of_range
 
 
 def check_edges(edge_index: Tensor) -> None:
+    require("edge_index", edge_index, TENSOR)
     if edge_index.dim() != 2 or edge_index.shape[0] != 2:
         raise BindingError(
             f"edge_index has shape {tuple(edge_index.shape)}",
@@ -117,6 +119,21 @@ def _looped_dtype(edge_index: Tensor, nodes: int) -> torch.dtype:
     return torch.int32 if edge_index.dtype == torch.int32 and nodes < 2**31 else torch.int64
 
 
+def _weights_fit(edge_index: Tensor, edge_weight: Tensor | None, *_: object) -> None:
+    one_device(edge_index=edge_index, edge_weight=edge_weight)
+    if edge_weight is not None and edge_weight.is_complex():
+        raise DtypeError("edge_weight holds complex numbers", expected="real weights")
+
+
+@explains(
+    also=_weights_fit,
+    edge_index=TENSOR,
+    edge_weight=TENSOR.optional,
+    num_nodes=COUNT,
+    improved=FLAG,
+    add_self_loops=FLAG,
+    dtype=DTYPE.optional,
+)
 def gcn_norm(
     edge_index: Tensor,
     edge_weight: Tensor | None,

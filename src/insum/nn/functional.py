@@ -9,16 +9,19 @@ import torch
 from torch import Tensor
 
 import insum
+from insum.accepted import ANY_TENSOR, COUNT, ELEMENTS, TENSOR, TEXT, VALUES, explains, takes
 from insum.errors import BindingError, FormatError, UnsupportedError
 from insum.formats import GroupCOO, SparseFormat
+from insum.formats.convert import FORMAT
 from insum.memory import remembered
-from insum.nn.checks import one_device
+from insum.nn.checks import PAIR, one_device
 from insum.nn.edges import check_edges, check_range, degrees, edge_weights, endpoints
 
 #: Names of aggregations, PyG's and ours.
 _REDUCTIONS = {"sum": "sum", "add": "sum", "mean": "mean", "max": "max"}
 
 
+@explains(A=FORMAT | ANY_TENSOR, B=TENSOR)
 def spmm(A: SparseFormat | Tensor, B: Tensor) -> Tensor:
     """Sparse times dense: ``insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B)``.
 
@@ -49,6 +52,7 @@ def spmm(A: SparseFormat | Tensor, B: Tensor) -> Tensor:
     )
 
 
+@explains(A=FORMAT | ANY_TENSOR, X=TENSOR, Y=TENSOR)
 def sddmm(A: SparseFormat | Tensor, X: Tensor, Y: Tensor) -> SparseFormat:
     """Sampled dense times dense, ``A * (X @ Y)`` where ``A`` has entries: ``insum.einsum("S[m,n] =
     A[m,n] * X[m,k] * Y[k,n]", A=A, X=X, Y=Y)``.
@@ -75,6 +79,13 @@ def sddmm(A: SparseFormat | Tensor, X: Tensor, Y: Tensor) -> SparseFormat:
     return result
 
 
+@explains(
+    edge_index=TENSOR | FORMAT,
+    edge_weight=TENSOR.optional,
+    x=TENSOR,
+    aggr=TEXT,
+    num_nodes=COUNT.optional,
+)
 def propagate(
     edge_index: Tensor | SparseFormat,
     x: Tensor,
@@ -108,6 +119,8 @@ def propagate(
         raise UnsupportedError(
             f"there is no aggregation {aggr!r}", expected='"sum" (or "add"), "mean" or "max"'
         )
+    if x.dim() == 0:
+        raise BindingError("x has no dimensions", expected="one row for each source node")
     rows = x.reshape(x.shape[0], math.prod(x.shape[1:]))
     if isinstance(edge_index, SparseFormat):
         out = _over_matrix(edge_index, rows, edge_weight, _REDUCTIONS[aggr])
@@ -122,6 +135,7 @@ def propagate(
     return out.reshape(out.shape[0], *x.shape[1:])
 
 
+@takes(edge_index=ELEMENTS, edge_weight=VALUES.optional, num_nodes=COUNT | PAIR)
 def adjacency(
     edge_index: Tensor, edge_weight: Tensor | None = None, *, num_nodes: int | tuple[int, int]
 ) -> GroupCOO:
@@ -136,7 +150,8 @@ def adjacency(
             [1., 0., 0.],
             [0., 1., 0.]])
     """
-    sources, targets = (num_nodes, num_nodes) if isinstance(num_nodes, int) else num_nodes
+    both = num_nodes if isinstance(num_nodes, tuple | list) else (num_nodes, num_nodes)
+    sources, targets = map(int, both)
     one_device(edge_index=edge_index, edge_weight=edge_weight)
     check_edges(edge_index)
     check_range("edge_index", edge_index, (sources, targets), "nodes")

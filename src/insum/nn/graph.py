@@ -6,16 +6,30 @@ import torch
 from torch import Tensor, nn
 
 import insum
+from insum.accepted import COUNT, FLAG, SIZE, TENSOR, TEXT, Accepted, takes
 from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, InsumError, UnsupportedError
 from insum.formats import COO, GroupCOO, SparseFormat
 from insum.memory import remembered
-from insum.nn.checks import integers, kernels_look, last_size, one_device
+from insum.nn.checks import (
+    EDGES,
+    PAIR,
+    integers,
+    kernels_look,
+    last_size,
+    layer_takes,
+    one_device,
+)
 from insum.nn.edges import check_edges, check_range, endpoints, gcn_norm, plain
 from insum.nn.functional import _REDUCTIONS, _tensor, propagate
 from insum.plan.sizes import power_of_two
 from insum.runtime import grouping
 from insum.runtime.record import out_of_range
+
+SIDES = Accepted(
+    "a pair of them: sources, and targets or None",
+    lambda v: isinstance(v, tuple | list) and len(v) == 2 and all(map(TENSOR.optional.fits, v)),
+)
 
 
 class GraphConv(nn.Module):
@@ -34,6 +48,7 @@ class GraphConv(nn.Module):
     ['lin_rel.weight', 'lin_rel.bias', 'lin_root.weight']
     """
 
+    @takes(in_channels=COUNT | PAIR, out_channels=COUNT, aggr=TEXT, bias=FLAG)
     def __init__(
         self,
         in_channels: int | tuple[int, int],
@@ -46,11 +61,13 @@ class GraphConv(nn.Module):
             raise UnsupportedError(
                 f"there is no aggregation {aggr!r}", expected='"add" (or "sum"), "mean" or "max"'
             )
-        source, target = (in_channels, in_channels) if isinstance(in_channels, int) else in_channels
+        both = in_channels if isinstance(in_channels, tuple | list) else (in_channels, in_channels)
+        source, target = map(int, both)
         self.in_channels, self.out_channels, self.aggr = in_channels, out_channels, aggr
         self.lin_rel = nn.Linear(source, out_channels, bias=bias)
         self.lin_root = nn.Linear(target, out_channels, bias=False)
 
+    @layer_takes(x=TENSOR | SIDES, **EDGES, num_nodes=COUNT.optional)
     def forward(
         self,
         x: Tensor | tuple[Tensor, Tensor | None],
@@ -93,6 +110,14 @@ class GCNConv(nn.Module):
     ['bias', 'lin.weight']
     """
 
+    @takes(
+        in_channels=COUNT,
+        out_channels=COUNT,
+        improved=FLAG,
+        add_self_loops=FLAG,
+        normalize=FLAG,
+        bias=FLAG,
+    )
     def __init__(
         self,
         in_channels: int,
@@ -109,6 +134,7 @@ class GCNConv(nn.Module):
         self.bias = nn.Parameter(torch.zeros(out_channels)) if bias else None
         nn.init.xavier_uniform_(self.lin.weight)
 
+    @layer_takes(x=TENSOR, **EDGES)
     def forward(
         self, x: Tensor, edge_index: Tensor | SparseFormat, edge_weight: Tensor | None = None
     ) -> Tensor:
@@ -147,6 +173,14 @@ class RelationalConv(nn.Module):
     ['weight', 'root', 'bias']
     """
 
+    @takes(
+        in_channels=SIZE,
+        out_channels=SIZE,
+        num_relations=SIZE,
+        aggr=TEXT,
+        root_weight=FLAG,
+        bias=FLAG,
+    )
     def __init__(
         self,
         in_channels: int,
@@ -178,6 +212,7 @@ class RelationalConv(nn.Module):
         )
         self.bias = nn.Parameter(torch.zeros(out_channels)) if bias else None
 
+    @layer_takes(x=TENSOR, edge_index=TENSOR, edge_type=TENSOR)
     def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
         last_size("x", x, self.in_channels, "in_channels")
         one_device(edge_index=edge_index, edge_type=edge_type, x=x)

@@ -9,10 +9,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from insum.accepted import COUNT, Accepted, is_integer, require
 from insum.errors import Span, StatementError
 
 _TERM = re.compile(r"\s*(?:(?P<mul>\d+)\s*x\s*)?(?P<l>\d+)\s*(?P<parity>[eoy])\s*")
 _PARITY = {"e": 1, "o": -1}
+PARITY = Accepted("1 or -1", lambda v: is_integer(v) and abs(v) == 1)
 
 
 @dataclass(frozen=True, order=True)
@@ -28,12 +30,17 @@ class Irrep:
     l: int
     p: int
 
+    def __post_init__(self) -> None:
+        require("l", self.l, COUNT)
+        require("p", self.p, PARITY)
+
     @property
     def dim(self) -> int:
         return 2 * self.l + 1
 
     def __mul__(self, other: Irrep) -> tuple[Irrep, ...]:
         """What the tensor product of two holds."""
+        require("what an irrep is multiplied with", other, IRREP)
         return tuple(
             Irrep(l, self.p * other.p) for l in range(abs(self.l - other.l), self.l + other.l + 1)
         )
@@ -61,6 +68,9 @@ class Irreps:
     """
 
     terms: tuple[tuple[int, Irrep], ...]
+
+    def __post_init__(self) -> None:
+        require("terms", self.terms, TERMS)
 
     @classmethod
     def of(cls, irreps: object) -> Irreps:
@@ -96,6 +106,21 @@ class Irreps:
 
     def __str__(self) -> str:
         return "+".join(f"{mul}x{ir}" for mul, ir in self.terms)
+
+
+IRREP = Accepted("an Irrep", lambda v: isinstance(v, Irrep))
+
+
+def _is_term(value: object) -> bool:
+    if not isinstance(value, tuple) or len(value) != 2:
+        return False
+    return COUNT.fits(value[0]) and IRREP.fits(value[1])
+
+
+TERMS = Accepted(
+    "a tuple of pairs: a multiplicity and an Irrep",
+    lambda v: isinstance(v, tuple) and all(map(_is_term, v)),
+)
 
 
 def _terms(text: str) -> Iterator[tuple[int, Irrep]]:

@@ -11,15 +11,21 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 import insum
+from insum.accepted import ELEMENTS, FLOATS, TENSOR, VALUES, Accepted, takes
 from insum.errors import BindingError, FormatError
 from insum.formats import BlockGroupCOO, GroupCOO, SparseFormat, SparseParameter
+from insum.formats.convert import UNBROKEN
 from insum.formats.entries import grid_of
 from insum.formats.validate import block_shape as checked_block
-from insum.nn.checks import last_size, one_device
+from insum.nn.checks import last_size, layer_takes, one_device
 from insum.nn.prune import block_mask, in_blocks, magnitude_mask, over_blocks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+WEIGHTS = Accepted("a tensor of weights", lambda v: VALUES.fits(v) and ELEMENTS.fits(v))
+LINEAR = Accepted("an nn.Linear", lambda v: isinstance(v, nn.Linear) and WEIGHTS.fits(v.weight))
 
 
 class SparseLinear(nn.Module):
@@ -44,6 +50,7 @@ class SparseLinear(nn.Module):
     'weight._extra_state']
     """
 
+    @takes(weight=UNBROKEN, bias=FLOATS.optional)
     def __init__(self, weight: SparseFormat, bias: Tensor | None = None) -> None:
         super().__init__()
         if not isinstance(weight, SparseFormat) or weight.ndim != 2 or weight.values is None:
@@ -62,6 +69,7 @@ class SparseLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
 
     @classmethod
+    @takes(layer=WEIGHTS | LINEAR, mask=TENSOR.optional)
     def from_dense(
         cls,
         layer: nn.Linear | Tensor,
@@ -98,6 +106,7 @@ class SparseLinear(nn.Module):
             dense.bias = nn.Parameter(self.bias.detach().clone())
         return dense
 
+    @layer_takes(x=TENSOR)
     def forward(self, x: Tensor) -> Tensor:
         last_size("x", x, self.in_features, "in_features")
         y: Tensor = insum.einsum(
@@ -128,6 +137,7 @@ class BlockSparseLinear(SparseLinear):
     """
 
     @classmethod
+    @takes(layer=WEIGHTS | LINEAR, mask=TENSOR.optional)
     def from_dense(
         cls,
         layer: nn.Linear | Tensor,

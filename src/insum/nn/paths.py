@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from insum.accepted import NUMBER, require
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import GroupCOO
 from insum.nn.irreps import Irreps
@@ -118,6 +119,7 @@ def _path(
                 f"{where}: {name} is {i}",
                 expected=f"a term of {irreps}, from 0 to {len(irreps) - 1}",
             )
+    require(f"{where}: path_weight", weight, NUMBER)
     assert (
         isinstance(a, int)
         and isinstance(b, int)

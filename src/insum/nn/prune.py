@@ -7,11 +7,18 @@ import math
 import torch
 from torch import Tensor
 
-from insum.errors import FormatError
+from insum.accepted import ELEMENTS, VALUES, Accepted, takes
+from insum.errors import BindingError, FormatError
 from insum.formats.entries import grid_of, padded_to
 from insum.formats.validate import block_shape as checked_block
 
+WEIGHTS = Accepted(
+    "a dense tensor of numbers",
+    lambda v: VALUES.fits(v) and ELEMENTS.fits(v) and v.dtype is not torch.bool,
+)
 
+
+@takes(weight=WEIGHTS)
 def magnitude_mask(weight: Tensor, density: float) -> Tensor:
     """True at the given share of weights that are largest in magnitude.
 
@@ -22,6 +29,7 @@ def magnitude_mask(weight: Tensor, density: float) -> Tensor:
     return _largest(weight.detach().abs(), density)
 
 
+@takes(weight=WEIGHTS)
 def block_mask(weight: Tensor, block_shape: int | tuple[int, ...], density: float) -> Tensor:
     """True at the given share of blocks that are largest in Frobenius norm; one element for each
     block of the grid.
@@ -32,9 +40,11 @@ def block_mask(weight: Tensor, block_shape: int | tuple[int, ...], density: floa
     tensor([[False,  True],
             [False, False]])
     """
-    blocks = in_blocks(weight.detach(), checked_block(block_shape, weight.dim()))
+    if weight.dim() != 2:
+        raise BindingError(f"weight has {weight.dim()} dimension(s)", expected="a matrix")
+    blocks = in_blocks(weight.detach().abs(), checked_block(block_shape, weight.dim()))
     return _largest(
-        blocks.to(torch.promote_types(weight.dtype, torch.float32)).square().sum((1, 3)), density
+        blocks.to(torch.promote_types(blocks.dtype, torch.float32)).square().sum((1, 3)), density
     )
 
 

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import insum
+from insum.accepted import FLAG, NUMBERS, TENSOR, TEXT, Accepted, takes
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import GroupCOO
-from insum.nn.checks import last_size, one_device
+from insum.nn.checks import last_size, layer_takes, one_device
 from insum.nn.irreps import Irreps
 from insum.nn.paths import Group, Normalisation, components, groups_of, paths_of
 
@@ -20,6 +21,22 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 LAYOUTS = ("mul_ir", "ir_mul")
+
+
+def _broadcast(*shapes: torch.Size) -> tuple[int, ...]:
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        raise BindingError(
+            f"x, y and weight have items of shapes {', '.join(str(tuple(s)) for s in shapes)}",
+            expected="leading dimensions that can be broadcast",
+        ) from error
+
+
+INSTRUCTIONS = Accepted(
+    "a list of (i_in1, i_in2, i_out, mode, has_weight[, path_weight])",
+    lambda v: isinstance(v, tuple | list) and all(isinstance(one, tuple | list) for one in v),
+)
 
 
 class TensorProduct(nn.Module):
@@ -58,6 +75,17 @@ class TensorProduct(nn.Module):
     weight: Tensor
     output_mask: Tensor
 
+    @takes(
+        in1_var=NUMBERS.optional,
+        in2_var=NUMBERS.optional,
+        out_var=NUMBERS.optional,
+        internal_weights=FLAG.optional,
+        shared_weights=FLAG.optional,
+        irrep_normalization=TEXT,
+        path_normalization=TEXT,
+        layout=TEXT,
+        instructions=INSTRUCTIONS,
+    )
     def __init__(
         self,
         irreps_in1: object,
@@ -158,13 +186,14 @@ class TensorProduct(nn.Module):
 
     # --- the product ---
 
+    @layer_takes(x=TENSOR, y=TENSOR, weight=TENSOR.optional)
     def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
         last_size("x", x, self.irreps_in1.dim, f"irreps_in1 {self.irreps_in1}")
         last_size("y", y, self.irreps_in2.dim, f"irreps_in2 {self.irreps_in2}")
         weight = self._weights(weight)
         one_device(module=self.output_mask, x=x, y=y, weight=weight)
         own = () if self.shared_weights else (weight.shape[:-1],)
-        lead: tuple[int, ...] = torch.broadcast_shapes(x.shape[:-1], y.shape[:-1], *own)  # type: ignore[no-untyped-call]
+        lead = _broadcast(x.shape[:-1], y.shape[:-1], *own)
         x, y = (t.expand(*lead, t.shape[-1]).reshape(math.prod(lead), t.shape[-1]) for t in (x, y))
         weight = (
             weight

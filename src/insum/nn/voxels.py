@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from insum.accepted import ELEMENTS, SHAPE, SIZE, TENSOR, VALUES, Accepted, require, takes
 from insum.compat.calls import empty, untracked
 from insum.errors import BindingError, FormatError, IndexRangeError, InsumError
 from insum.nn.checks import integers, kernels_look, one_device, sent
@@ -146,6 +147,9 @@ def _here(device: torch.device) -> hashing.Stencil:
     return hashing.Stencil(offsets, first, (1, 1, 1), (0, 0, 0), coarse=False)
 
 
+VOXEL_SET = Accepted("Voxels", lambda v: isinstance(v, Voxels))
+
+
 @dataclass(frozen=True, eq=False)
 class SparseTensor:
     """Features at voxels: ``coords`` (N, 4) as batch, x, y, z or (N, 3) for a single one, and
@@ -169,6 +173,9 @@ class SparseTensor:
     voxels: Voxels = field(default=None, repr=False)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        require("coords", self.coords, TENSOR)
+        require("features", self.features, VALUES)
+        require("voxels", self.voxels, VOXEL_SET.optional)
         if self.voxels is None:
             one_device(coords=self.coords, features=self.features)
             object.__setattr__(self, "voxels", Voxels.of(self.coords, self.spatial_shape))
@@ -182,6 +189,7 @@ class SparseTensor:
         object.__setattr__(self, "spatial_shape", self.voxels.spatial_shape)
 
     @classmethod
+    @takes(grid=ELEMENTS)
     def from_dense(cls, grid: Tensor) -> Self:
         """The voxels of a grid (batch, channels, x, y, z) that hold anything but zero."""
         if grid.dim() != 5:
@@ -196,6 +204,7 @@ class SparseTensor:
             spatial_shape=(grid.shape[2], grid.shape[3], grid.shape[4]),
         )
 
+    @takes(batch_size=SIZE.optional)
     def to_dense(self, batch_size: int | None = None) -> Tensor:
         """The grid (batch, channels, x, y, z), zero where there is no voxel."""
         if self.spatial_shape is None:
@@ -233,7 +242,7 @@ class SparseTensor:
 def _checked_shape(shape: Sequence[int] | None) -> Triple | None:
     if shape is None:
         return None
-    if len(shape) != 3 or not all(isinstance(s, int) and s >= 1 for s in shape):
+    if not SHAPE.fits(shape) or len(shape) != 3 or 0 in shape:
         raise BindingError(
             f"spatial_shape is {shape!r}", expected="three sizes of at least 1: x, y, z"
         )
@@ -241,6 +250,7 @@ def _checked_shape(shape: Sequence[int] | None) -> Triple | None:
 
 
 def _checked_coords(coords: Tensor) -> Tensor:
+    require("coords", coords, ELEMENTS)
     integers("coords", coords)
     if coords.dim() != 2 or coords.shape[1] not in (3, 4):
         raise BindingError(

@@ -13,11 +13,20 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
+from insum.accepted import FLAG, FLOATS, Accepted, is_size, takes
 from insum.errors import BindingError
 from insum.formats.layout import constant
 from insum.nn.checks import last_size
 
+#: Beyond it the numbers take hours, and nobody has use for them.
+MOST_DEGREE = 50
+VECTORS = Accepted(FLOATS.expected, lambda v: FLOATS.fits(v) and v.dim() <= 32)
+DEGREE = Accepted(
+    f"a degree from 0 to {MOST_DEGREE}", lambda v: is_size(v) and bool(v <= MOST_DEGREE)
+)
 
+
+@takes(l1=DEGREE, l2=DEGREE, l3=DEGREE)
 @constant
 @torch.inference_mode(False)
 def wigner_3j(l1: int, l2: int, l3: int) -> Tensor:
@@ -81,6 +90,7 @@ def _real_basis(l: int) -> Tensor:
     return (-1j) ** l * torch.tensor(rows, dtype=torch.complex128, device="cpu")
 
 
+@takes(lmax=DEGREE, vectors=VECTORS, normalize=FLAG)
 def spherical_harmonics(lmax: int, vectors: Tensor, *, normalize: bool = True) -> Tensor:
     """Real spherical harmonics of degrees 0 to ``lmax`` at vectors (..., 3): (..., (lmax + 1) **
     2), each degree with norm ``sqrt(2 l + 1)``.

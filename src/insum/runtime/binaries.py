@@ -78,10 +78,7 @@ def note(
                 "constants": constants,
             }
         )
-        path = _path(function, types, unaligned, warps, stages)
-        temporary = path.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(text)
-        temporary.replace(path)
+        launch.write_whole(_path(function, types, unaligned, warps, stages), text)
     except Exception as error:
         log.debug("insum: no note of a compiled kernel: %s: %s", type(error).__name__, error)
 

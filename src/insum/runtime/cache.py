@@ -12,8 +12,6 @@ import functools
 import hashlib
 import json
 import logging
-import os
-import tempfile
 import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -23,6 +21,7 @@ from typing import Any
 import torch
 
 from insum.bounded import keep
+from insum.compat.calls import renew_in_children
 from insum.plan.config import Choice, Config
 from insum.plan.draft import Planned
 from insum.plan.sizes import power_of_two
@@ -36,6 +35,7 @@ FORMAT = 1
 MOST_CHOICES = 4096
 _found: dict[str, Choice] = {}
 _lock = threading.Lock()
+renew_in_children(_lock)
 #: ``epoch`` goes up whenever what is remembered changes, so that launches made before are looked up
 #: anew.
 state = {"epoch": 0}
@@ -200,22 +200,9 @@ def remember(entry: Entry) -> None:
         keep(_found, entry.key.name, entry.choice, MOST_CHOICES)
         state["epoch"] += 1
     try:
-        _write(entries_folder() / f"{entry.key.name}.json", _as_json(entry))
+        launch.write_whole(entries_folder() / f"{entry.key.name}.json", _as_json(entry))
     except OSError as error:
-        log.warning("insum: the tuned config is kept for this process only: %s", error)
-
-
-def _write(path: Path, text: str) -> None:
-    """All or nothing: written under another name, then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=".writing-")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        launch.warn_unwritten(entries_folder(), error.strerror or "it cannot be written")
 
 
 def _as_dict(entry: Entry) -> dict[str, Any]:
@@ -254,7 +241,7 @@ def _read(path: Path, key: Key | None = None) -> Entry | None:
             )
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         log.warning(
             "insum: cache entry %s is passed over: %s",
             path.name,
@@ -265,7 +252,7 @@ def _read(path: Path, key: Key | None = None) -> Entry | None:
 
 
 #: Generated kernels: sources, notes, what is half-written, and what earlier releases left.
-_GENERATED = ("k*.py", "b*.json", "[kb]*.tmp", "__pycache__/k*.pyc", ".probe-*")
+_GENERATED = ("k*.py", "b*.json", ".writing-*", "[kb]*.tmp", "__pycache__/k*.pyc", ".probe-*")
 
 
 # --- looking after the files ----------------------------------------------------------------------
@@ -296,7 +283,8 @@ def clear(*, kernels: bool = True) -> int:
 def export_file(path: str | Path) -> int:
     """Write all entries to one file, to be shipped with a model; returns how many."""
     held = [_as_dict(entry) for entry in entries()]
-    _write(Path(path).absolute(), json.dumps({"format": FORMAT, "entries": held}, indent=1) + "\n")
+    text = json.dumps({"format": FORMAT, "entries": held}, indent=1) + "\n"
+    launch.write_whole(Path(path).absolute(), text)
     return len(held)
 
 

@@ -40,6 +40,9 @@ MOST_LOADED = 4096
 _forgotten = 0  # kernels that were loaded and let go of
 _compiled = 0
 _lock = threading.Lock()
+# as `compat.calls.renew_in_children`, which compiling workers do not have
+if hasattr(os, "register_at_fork") and hasattr(_lock, "_at_fork_reinit"):
+    os.register_at_fork(after_in_child=_lock._at_fork_reinit)
 
 
 @functools.cache
@@ -67,10 +70,8 @@ def cache_folder() -> Path:
     """Where kernels and tuned choices are kept: ``INSUM_CACHE_DIR``, else ``~/.cache/insum``, else
     a temporary folder.
     """
-    return _usable(
-        os.environ.get("INSUM_CACHE_DIR")
-        or os.path.join(os.path.expanduser("~"), ".cache", "insum")
-    )
+    wanted = os.environ.get("INSUM_CACHE_DIR")
+    return _usable(wanted or os.path.join(os.path.expanduser("~"), ".cache", "insum"))
 
 
 @functools.cache
@@ -80,16 +81,59 @@ def _usable(wanted: str) -> Path:
     """
     why = _unusable(Path(wanted))
     if not why:
-        return Path(wanted)
+        return _tidied(Path(wanted))
     user = os.getuid() if hasattr(os, "getuid") else os.environ.get("USERNAME", "user")
-    other = Path(tempfile.gettempdir()) / f"insum-{user}"
-    if _unusable(other):  # somebody else's, say, who was here first
-        other = Path(tempfile.mkdtemp(prefix="insum-"))
+    try:
+        other = Path(tempfile.gettempdir()) / f"insum-{user}"
+        if _unusable(other):  # somebody else's, say, who was here first
+            other = Path(tempfile.mkdtemp(prefix="insum-"))
+    except OSError:  # nothing can be written anywhere
+        log.warning("insum: the cache folder %s %s; nothing is kept on disk", wanted, why)
+        return Path(wanted)
     log.warning("insum: the cache folder %s %s; %s is used instead", wanted, why, other)
-    return other
+    return _tidied(other)
+
+
+#: Seconds after which a file that is being written has no writer any more.
+ABANDONED = 3600.0
+_HALF_WRITTEN = ".writing-"
+
+
+def _tidied(folder: Path) -> Path:
+    """A folder without what writers have left that were killed."""
+    for part in (folder / "kernels", folder / "tuned"):
+        with contextlib.suppress(OSError):
+            for path in (*part.glob(f"{_HALF_WRITTEN}*"), *part.glob("[kb]*.tmp")):
+                if time.time() - path.stat().st_mtime > ABANDONED:
+                    path.unlink(missing_ok=True)
+    return folder
+
+
+def write_whole(path: Path, text: str) -> None:
+    """All or nothing: written under another name, then renamed, so that nobody ever reads half a
+    file; nothing is left where that fails.
+    """
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=_HALF_WRITTEN)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+
+
+@functools.lru_cache(maxsize=256)
+def warn_unwritten(folder: Path, why: str) -> None:
+    """Say once that what is made is not kept on disk, and why."""
+    log.warning("insum: nothing is kept in %s (%s); all else works as before", folder, why)
 
 
 def _unusable(folder: Path) -> str:
+    if folder.parts[:1] == ("~",):
+        return "cannot be found: there is no home folder"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
@@ -280,12 +324,10 @@ def _import(key: str, header: str, kernel: Kernel) -> ModuleType:
     text = _kept(path)
     if text is None or not text.endswith(_IMPORTS + kernel.source):
         text = f"{header}{_IMPORTS}{kernel.source}"
-        # the next process writes what this one cannot, on a full disk or in a folder that is gone
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            temporary = path.with_suffix(f".{os.getpid()}.tmp")
-            temporary.write_text(text, encoding="utf-8")
-            temporary.replace(path)  # atomic, so that another process never reads half a file
+        try:
+            write_whole(path, text)
+        except OSError as error:  # the next process writes what this one cannot, on a full disk
+            warn_unwritten(path.parent, error.strerror or "it cannot be written")
     return _module(path, text)
 
 

@@ -17,10 +17,11 @@ from typing import Any, TypeAlias
 import torch
 
 from insum import memory
+from insum.accepted import DEVICE, takes
 from insum.codegen.arguments import CALL, CLAIM, FLAGS, RECORD
 from insum.codegen.checking import SEAL
 from insum.codegen.emit import FLAG_COUNT
-from insum.compat.calls import cudagraph_state, elsewhere
+from insum.compat.calls import cudagraph_state, elsewhere, renew_in_children
 from insum.errors import IndexRangeError, InsumError
 from insum.lang.bind import Problem
 from insum.lang.expr import Access, variables
@@ -169,6 +170,7 @@ def _from_record(made: ReportableCall, use: Use, place: int, value: int) -> Inde
 
 _records: dict[torch.device, Record] = {}
 _lock = threading.Lock()
+renew_in_children(_lock)
 
 
 def record_of(device: torch.device) -> Record:
@@ -188,6 +190,7 @@ def _made(device: torch.device) -> Record:
     return record
 
 
+@takes(device=DEVICE.optional)
 def synchronize(device: torch.device | str | int | None = None) -> None:
     """Wait for the device, and raise where a call so far was found to have an index out of range.
 

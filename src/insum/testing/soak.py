@@ -4,9 +4,10 @@ each against the oracle or against plain PyTorch, for as long as one wishes.
     python -m insum.testing.soak --minutes 60 [--gpu] [--seed 0] [--out FOLDER]
     python -m insum.testing.soak --again fused:7:0.5      one trial, by its name, seed and scale
 
-With ``TRITON_INTERPRET=1`` statements run as generated kernels on a machine without a GPU. A trial
-that fails is tried again at smaller scales, and a script that repeats the smallest failing one is
-written to the folder. Each trial is decided by its name, its seed and its scale alone.
+With ``TRITON_INTERPRET=1`` statements run as generated kernels on a machine without a GPU; with
+``--as-on-a-gpu`` also nothing is known of the values of tensors, as there. A trial that fails is
+tried again at smaller scales, and a script that repeats the smallest failing one is written to the
+folder. Each trial is decided by its name, its seed and its scale alone.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -28,9 +29,11 @@ import torch
 from torch import Tensor, nn
 
 import insum
-from insum import fusion
+from insum.fusion import backend
 from insum.runtime import launch
+from insum.testing.as_on_a_gpu import pretended
 from insum.testing.cases import draw_cases
+from insum.testing.hostile import attempt, quiet
 
 SCALES = (1.0, 0.5, 0.25, 0.1)
 OUT = Path("out/soak")
@@ -143,6 +146,58 @@ def in_place(draw: Draw) -> None:
     agree(target, want, operator)
 
 
+def aliases(draw: Draw) -> None:
+    """What is accumulated into lies, in part, over what is read: as if that were copied before."""
+    rows, count, width = draw.size(1, 30), draw.size(1, 60), draw.size(1, 8)
+    memory = draw.values(rows + count, width)
+    start = draw.random.randint(0, rows)
+    target, x = memory[:rows], memory[start : start + count]
+    index = draw.index(count, rows)
+    want = target.clone().index_add(0, index.long(), 2 * x.clone())
+    if draw.random.random() < 0.3:  # the same memory, of which torch knows nothing
+        x = x.detach()
+    insum.insum("C[i[e],f] += 2 * x[e,f]", C=target, i=index, x=x)
+    agree(target, want, "an alias")
+
+
+def extrema(draw: Draw) -> None:
+    """The largest or smallest of products, through narrow indices, with gradients."""
+    nodes, edges, width = draw.size(1, 30), draw.size(1, 200), draw.size(1, 9)
+    x, w = draw.values(nodes, width).requires_grad_(), draw.values(edges, width).requires_grad_()
+    s, d = draw.index(edges, nodes), draw.index(edges, nodes)
+    least = draw.random.random() < 0.5
+    text = f"y[d[e],f] {'min=' if least else 'max='} x[s[e],f] * w[e,f]"
+    got = insum.insum(text, x=x, w=w, s=s, d=d, out_shape=(nodes, width))
+    start = torch.full((nodes, width), float("inf" if least else "-inf"), dtype=x.dtype)
+    where = d.long()[:, None].expand(-1, width)
+    want = start.to(draw.device).scatter_reduce(
+        0, where, x[s.long()] * w, "amin" if least else "amax"
+    )
+    empty = want.isinf()
+    assert torch.equal(got.isinf(), empty), "rows without edges"
+    agree(got.masked_fill(empty, 0), want.masked_fill(empty, 0), "an extremum")
+    upstream = torch.randn_like(want).masked_fill(empty, 0)
+    ours = torch.autograd.grad(got, (x, w), upstream)
+    for name, a, b in zip("xw", ours, torch.autograd.grad(want, (x, w), upstream), strict=True):
+        agree(a, b, f"gradient of an extremum by {name}")
+
+
+def repeated(draw: Draw) -> None:
+    """One subexpression, one tensor and one index tensor in several places of a statement."""
+    nodes, edges, width = draw.size(1, 40), draw.size(1, 200), draw.size(1, 12)
+    x, w = draw.values(nodes, width).requires_grad_(), draw.values(edges).requires_grad_()
+    s = draw.index(edges, nodes)
+    text = "y[s[e],f] = (w[e] * x[s[e],f] + x[s[e],f]) * (w[e] * x[s[e],f] - x[s[e],f])"
+    got = insum.insum(text, x=x, w=w, s=s, out_shape=(nodes, width))
+    at, scaled = s.long(), x[s.long()] * w[:, None]
+    want = torch.zeros_like(x).index_add(0, at, scaled**2 - x[at] ** 2)
+    agree(got, want, "a repeated subexpression")
+    upstream = torch.randn_like(want)
+    ours = torch.autograd.grad(got, (x, w), upstream)
+    for name, a, b in zip("xw", ours, torch.autograd.grad(want, (x, w), upstream), strict=True):
+        agree(a, b, f"gradient of a repeated subexpression by {name}")
+
+
 def out_of_range(draw: Draw) -> None:
     """One wrong index among many is reported, and the next call is right."""
     rows, count = draw.size(1, 40), draw.size(1, 200)
@@ -249,7 +304,26 @@ def _chain(x: Tensor, w: Tensor, e: Tensor) -> Tensor:
     return first.index_add(0, e[0].long(), first[e[1].long()] * w[:, None])
 
 
-PROGRAMS = (_twice, _largest, _views, _chain)
+def _written(x: Tensor, w: Tensor, e: Tensor) -> Tensor:
+    """Writes in place between reads, of values and of indices."""
+    at = e[1].long().clone()
+    at[: at.numel() // 2] = e[0, : at.numel() // 2].long()
+    first = torch.zeros_like(x).index_add_(0, at, x[e[0].long()] * w[:, None])
+    y = x.clone()
+    y[: x.shape[0] // 2].mul_(2)
+    return first.index_add_(0, at, y[e[1].long()]) * y
+
+
+def _softmax(x: Tensor, w: Tensor, e: Tensor) -> Tensor:
+    """Attention over edges: an extremum, an exponential, a sum and a quotient."""
+    at, score = e[1].long(), (x[e[0].long()] * x[e[1].long()]).sum(1) * w
+    most = torch.full_like(x[:, 0], float("-inf")).scatter_reduce(0, at, score, "amax").detach()
+    weight = (score - most[at]).exp()
+    total = torch.zeros_like(x[:, 0]).index_add(0, at, weight)
+    return torch.zeros_like(x).index_add(0, at, x[e[0].long()] * (weight / total[at])[:, None])
+
+
+PROGRAMS = (_twice, _largest, _views, _chain, _written, _softmax)
 
 
 def fused(draw: Draw) -> None:
@@ -257,7 +331,7 @@ def fused(draw: Draw) -> None:
     program = draw.random.choice(PROGRAMS)
     torch._dynamo.reset()
     keep: dict[str, Any] = {"insum.fuse": "always", "insum.rest": "eager"}
-    run = torch.compile(program, backend=fusion.backend, options=keep)
+    run = torch.compile(program, backend=backend, options=keep)
     for _ in range(2):
         nodes, edges, width = draw.size(2, 30), draw.size(2, 200), draw.size(1, 9)
         kind = draw.random.choice((torch.int64, torch.int32, torch.uint8))
@@ -271,7 +345,22 @@ def fused(draw: Draw) -> None:
             agree(a, b, f"gradient of {program.__name__}")
 
 
+# --- arguments that nobody should pass ------------------------------------------------------------
+
+
+def hostile(draw: Draw) -> None:
+    """Right calls with a wrong argument or two: a result or an error of insum's."""
+    with quiet():
+        for _ in range(max(1, int(20 * draw.scale))):
+            outcome = attempt(draw.random.randrange(2**31))
+            assert not outcome.wrong, f"{outcome}\n{outcome.trace}"
+
+
 # --- threads --------------------------------------------------------------------------------------
+
+
+#: Trials of which several may run at once.
+THREADED = (rewritten, in_place, formats, repeated, extrema, graph_layers, aliases)
 
 
 def threads(draw: Draw) -> None:
@@ -282,7 +371,7 @@ def threads(draw: Draw) -> None:
         own = Draw(random.Random(seed), draw.scale, draw.device)
         try:
             with insum.settings(tier=own.random.choice(("auto", "stable"))):
-                own.random.choice((rewritten, in_place, formats))(own)
+                own.random.choice(THREADED)(own)
         except BaseException as error:
             errors.append(error)
 
@@ -298,11 +387,11 @@ def threads(draw: Draw) -> None:
 TRIALS: dict[str, Trial] = {
     one.__name__: one
     for one in (
-        *(statements, rewritten, in_place, out_of_range, formats, convolutions, graph_layers),
-        *(fused, threads),
+        *(statements, rewritten, in_place, aliases, extrema, repeated, out_of_range),
+        *(formats, convolutions, graph_layers, fused, hostile, threads),
     )
 }
-#: Of so many trials one is of these, which take long to compile.
+#: These take long to compile, and come once in so many turns.
 RARE = {"fused": 8}
 
 
@@ -323,9 +412,23 @@ class Counts:
         return f"{total} trials in {self.seconds:.0f} s ({every}); {found} found"
 
 
+#: Settings that change how a result is computed, and not what it is.
+UNUSUAL: dict[str, tuple[Any, ...]] = {
+    "check": ("always",),
+    "dot": ("always", "never"),
+    "swap": (False,),
+    "prefetch": (False,),
+    "lazy_broadcasting": (False,),
+    "memory": (0, 1000),
+}
+
+
 @contextmanager
 def drawn_settings(draw: Draw) -> Iterator[None]:
     options: dict[str, Any] = {"tier": draw.random.choice(("auto", "stable"))}
+    for name, others in UNUSUAL.items():
+        if draw.random.random() < 0.1:
+            options[name] = draw.random.choice(others)
     if launch.interpreting():
         options["backend"] = "fused"
     if draw.random.random() < 0.2:
@@ -336,35 +439,53 @@ def drawn_settings(draw: Draw) -> Iterator[None]:
         yield
 
 
-def trial(name: str, seed: int, scale: float = 1.0, device: str = "cpu") -> None:
+def trial(
+    name: str, seed: int, scale: float = 1.0, device: str = "cpu", as_on_a_gpu: bool = False
+) -> None:
     """One trial; raises where something is wrong.
 
     >>> trial("in_place", seed=3)
     """
     torch.manual_seed(seed)
     draw = Draw(random.Random(seed), scale, torch.device(device))
-    with drawn_settings(draw):
+    with pretended(require_fused=False) if as_on_a_gpu else nullcontext(), drawn_settings(draw):
         TRIALS[name](draw)
 
 
-def failure(name: str, seed: int, scale: float, device: str) -> str:
-    try:
-        trial(name, seed, scale, device)
-    except Exception:
-        return traceback.format_exc()
-    return ""
+@dataclass(frozen=True)
+class Where:
+    """Where trials run."""
+
+    device: str = "cpu"
+    as_on_a_gpu: bool = False
+
+    def failure(self, name: str, seed: int, scale: float) -> str:
+        try:
+            trial(name, seed, scale, self.device, self.as_on_a_gpu)
+        except Exception:
+            return traceback.format_exc()
+        return ""
+
+    def call(self, name: str, seed: int, scale: float) -> str:
+        """What repeats a trial, as text."""
+        return f"trial({name!r}, {seed}, {scale}, {self.device!r}, {self.as_on_a_gpu})"
+
+    @property
+    def names(self) -> list[str]:
+        """The trials that can run there: the interpreter runs in one thread at a time."""
+        return [n for n in TRIALS if n not in ("threads",) or not launch.interpreting()]
 
 
-def shrunk(name: str, seed: int, device: str) -> tuple[float, str]:
+def shrunk(name: str, seed: int, where: Where) -> tuple[float, str]:
     """The smallest scale at which a trial fails, and how."""
-    found = [(scale, failure(name, seed, scale, device)) for scale in SCALES]
+    found = [(scale, where.failure(name, seed, scale)) for scale in SCALES]
     return next((pair for pair in reversed(found) if pair[1]), (1.0, "it did not fail again"))
 
 
 def soak(
     seconds: float,
     seed: int = 0,
-    device: str = "cpu",
+    where: Where | None = None,
     out: Path | None = None,
     names: tuple[str, ...] = (),
 ) -> Counts:
@@ -373,7 +494,7 @@ def soak(
     Args:
         seconds: For how long.
         seed: Of the first trial; each has the next.
-        device: Where tensors lie.
+        where: The device, and whether tensors are taken for ones on a GPU; the CPU.
         out: The folder that scripts of what fails go to; none are written without one.
         names: Of the trials; all where none are given.
 
@@ -384,30 +505,28 @@ def soak(
         >>> soak(0.2, names=("in_place",)).found
         []
     """
-    counts, start = Counts(), time.monotonic()
-    every = [n for n in TRIALS if not names or n in names]
-    if launch.interpreting():  # which runs in one thread at a time
-        every = [n for n in every if n != "threads"]
+    counts, start, where = Counts(), time.monotonic(), where or Where()
+    every = [n for n in where.names if not names or n in names]
     while time.monotonic() - start < seconds:
-        name = every[seed % len(every)]
+        turn, place = divmod(seed, len(every))
+        name = every[place]
         seed += 1
-        if seed % RARE.get(name, 1) and len(every) > 1:
+        if turn % RARE.get(name, 1) and len(every) > 1:
             continue
         counts.tried[name] += 1
-        if failure(name, seed, 1.0, device):
-            counts.found.append(_kept(name, seed, device, out))
+        if where.failure(name, seed, 1.0):
+            counts.found.append(_kept(name, seed, where, out))
     counts.seconds = time.monotonic() - start
     return counts
 
 
-def _kept(name: str, seed: int, device: str, out: Path | None) -> str:
-    scale, text = shrunk(name, seed, device)
+def _kept(name: str, seed: int, where: Where, out: Path | None) -> str:
+    scale, text = shrunk(name, seed, where)
     found = f"{name}:{seed}:{scale}"
     print(f"FOUND {found}\n{text}", flush=True)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        call = f"trial({name!r}, {seed}, {scale}, {device!r})"
-        script = f"from insum.testing.soak import trial\n\n{call}\n"
+        script = f"from insum.testing.soak import trial\n\n{where.call(name, seed, scale)}\n"
         (out / f"{name}_{seed}.py").write_text(script, encoding="utf-8")
     return found
 
@@ -417,17 +536,18 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--as-on-a-gpu", action="store_true", help="with TRITON_INTERPRET=1")
     parser.add_argument("--only", default="", help=f"of {', '.join(TRIALS)}; separated by commas")
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--again", default="", help="one trial: name:seed:scale")
     asked = parser.parse_args()
-    device = "cuda" if asked.gpu else "cpu"
+    where = Where("cuda" if asked.gpu else "cpu", asked.as_on_a_gpu)
     if asked.again:
         name, seed, scale = asked.again.split(":")
-        trial(name, int(seed), float(scale), device)
+        trial(name, int(seed), float(scale), where.device, where.as_on_a_gpu)
         return 0
     names = tuple(filter(None, asked.only.split(",")))
-    counts = soak(60 * asked.minutes, asked.seed, device, asked.out, names)
+    counts = soak(60 * asked.minutes, asked.seed, where, asked.out, names)
     print(counts)
     return int(bool(counts.found))
 
