@@ -20,17 +20,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from insum import memory
 from insum.bounded import is_first, keep
-from insum.compat.calls import kinds_guard, modes_now
+from insum.compat.calls import is_undisturbed, kinds_guard, modes_now
 from insum.errors import NotFusedError
 from insum.graph import lower
+from insum.host.choose import Lowering, choose
+from insum.host.places import Call, Entries
+from insum.host.roles import index_names
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, accesses, tensors_of
 from insum.lang.measure import Measure, measure_of
 from insum.lang.problem import Sized
 from insum.plan.uses import Use, uses_of
 from insum.request import Form, Request, head
-from insum.runtime.check import in_range, live_uses, ranges_of, verify
+from insum.runtime.check import bounds_of, in_range, live_uses, ranges_of, verify
 from insum.settings import Values, settings
 
 if TYPE_CHECKING:
@@ -121,6 +125,7 @@ class PreparedCall:
         target: the output's name where it was passed and is to be accumulated into, or ''.
         reads: every tensor that is read.
         fusable: whether generated kernels are to be tried.
+        on_host: whether a CPU may go its own ways (`insum.host`).
         recent: calls of the same sizes that were made more than once, the last first.
     """
 
@@ -137,6 +142,7 @@ class PreparedCall:
     target: str
     reads: tuple[str, ...]
     fusable: bool
+    on_host: bool
     kernels_look: bool
     negated: bool  # some tensor is to be read as its negative
     measure: Measure
@@ -234,6 +240,7 @@ def _prepare(
         left.target if in_place else "",
         tensors_of(problem.statement),
         fusable,
+        now.backend == "auto" and not fusable and problem.device.type == "cpu",
         fusable and kernels_look_on(problem.device) and now.check == "async",
         any(isinstance(v, Tensor) and v.is_neg() for v in given),
         measure_of(problem, form.size_keys),
@@ -273,7 +280,7 @@ class BoundCall:
     """A call of certain sizes and strides."""
 
     __slots__ = (
-        *("_fused", "_graphs", "_problem", "_ranges", "_uses"),
+        *("_fused", "_graphs", "_lowerings", "_problem", "_ranges", "_uses"),
         *("count", "prepared", "sized", "sizes"),
     )
 
@@ -286,6 +293,8 @@ class BoundCall:
         self._ranges: tuple[tuple[str, int, int], ...] = ()
         self._graphs: dict[str, _Graph] = {}
         self._fused: FusedCall | None = None
+        #: By whether the result is new or accumulated.
+        self._lowerings: dict[bool, Lowering | None] = {}
 
     @property
     def request(self) -> Request:
@@ -316,6 +325,11 @@ class BoundCall:
             self.look(values)
 
     def look(self, values: Mapping[str, Value]) -> None:
+        """The same, unless the host looks when it runs: at what it remembers of the tensors."""
+        if not self.prepared.on_host or self.lowering("new", values) is None:
+            self.look_now(values)
+
+    def look_now(self, values: Mapping[str, Value]) -> None:
         uses = self.uses(values)
         if uses and not in_range(self._ranges, values):
             verify(self.problem(values), uses, values)
@@ -339,10 +353,53 @@ class BoundCall:
             if result is not None:
                 return result
             if self.prepared.kernels_look:
-                self.look(values)  # torch's own kernels would end the process' use of the device
+                self.look_now(values)  # torch's own kernels would end the process' use of the device
+        elif self.prepared.on_host and (lowering := self.lowering(mode, values)) is not None:
+            if is_undisturbed():
+                return self.run_lowered(lowering, mode, values, target)
+            self.look_now(values)
         if self.prepared.form.wraps:
             values = self.wrapped(values)
         return self.run_graph(mode, values, target)
+
+    # --- on a CPU ---
+
+    def lowering(self, mode: str, values: Mapping[str, Value]) -> Lowering | None:
+        """How a CPU runs this call; None: as one graph."""
+        new = mode == "new"
+        if new not in self._lowerings:
+            self._lowerings[new] = choose(self.problem(values), new=new)
+        return self._lowerings[new]
+
+    def run_lowered(
+        self,
+        lowering: Lowering,
+        mode: str,
+        values: Mapping[str, Value],
+        target: Tensor | None,
+    ) -> Tensor:
+        entries = {n: memory.entry_of(values[n]) for n in index_names(self.problem(values))}  # type: ignore[arg-type]
+        self.check(entries, values)
+        wraps = self.prepared.form.wraps
+        seen = functools.cache(lambda: self.wrapped(values)) if wraps else lambda: values
+        result = lowering(Call(values, seen, entries))
+        if target is None:
+            return result
+        return target.add_(result) if mode == "into" else (target + result).to(target.dtype)
+
+    def check(self, entries: Entries, values: Mapping[str, Value]) -> None:
+        """Index values against their range, by what is remembered of them."""
+        uses = self.uses(values)
+        if not uses or self.prepared.settings.check == "never":
+            return
+        for name, low, high in self._ranges:
+            bounds = entries[name].remembered("bounds", functools.partial(bounds_of, values[name]))
+            if bounds is None or bounds[0] < low or bounds[1] > high:
+                break
+        else:
+            if self._ranges:
+                return
+        verify(self.problem(values), uses, values)
 
     def run_graph(self, mode: str, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
         graph = self._graphs.get(mode) or self.lowered(mode, values)
