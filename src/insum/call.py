@@ -123,7 +123,7 @@ class PreparedCall:
         modes: what decides besides the values.
         sources: tensors that are read as values and can have a gradient.
         target: the output's name where it was passed and is to be accumulated into, or ''.
-        reads: every tensor that is read.
+        reads: every tensor that is read; ``indices``: those that stand in an index.
         fusable: whether generated kernels are to be tried.
         on_host: whether a CPU may go its own ways (`insum.host`).
         recent: calls of the same sizes that were made more than once, the last first.
@@ -146,6 +146,7 @@ class PreparedCall:
     kernels_look: bool
     negated: bool  # some tensor is to be read as its negative
     measure: Measure
+    indices: tuple[str, ...]
     recent: list[tuple[Callable[..., bool], tuple[int, ...], BoundCall]] = field(
         default_factory=list
     )
@@ -244,6 +245,7 @@ def _prepare(
         fusable and kernels_look_on(problem.device) and now.check == "async",
         any(isinstance(v, Tensor) and v.is_neg() for v in given),
         measure_of(problem, form.size_keys),
+        index_names(problem),
     )
 
 
@@ -353,7 +355,9 @@ class BoundCall:
             if result is not None:
                 return result
             if self.prepared.kernels_look:
-                self.look_now(values)  # torch's own kernels would end the process' use of the device
+                self.look_now(
+                    values
+                )  # torch's own kernels would end the process' use of the device
         elif self.prepared.on_host and (lowering := self.lowering(mode, values)) is not None:
             if is_undisturbed():
                 return self.run_lowered(lowering, mode, values, target)
@@ -378,7 +382,7 @@ class BoundCall:
         values: Mapping[str, Value],
         target: Tensor | None,
     ) -> Tensor:
-        entries = {n: memory.entry_of(values[n]) for n in index_names(self.problem(values))}  # type: ignore[arg-type]
+        entries = {name: memory.entry_of(values[name]) for name in self.prepared.indices}  # type: ignore[arg-type]
         self.check(entries, values)
         wraps = self.prepared.form.wraps
         seen = functools.cache(lambda: self.wrapped(values)) if wraps else lambda: values

@@ -4,7 +4,7 @@ fewest steps, and writes least on the way.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
@@ -40,39 +40,61 @@ def cheapest(
     >>> cheapest(["ij", "jk", "kl"], "il", sizes).pairs
     ((1, 2), (0, 1))
     """
-    sets = tuple(frozenset(f) for f in factors)
-    sizes = tuple(sorted((v, int(extents[v])) for v in frozenset().union(*sets)))
-    return _cheapest(sets, frozenset(kept), sizes)
+    given = tuple(tuple(f) for f in factors)
+    sizes = tuple(sorted((v, int(extents[v])) for v in {v for f in given for v in f}))
+    return _cheapest(given, (True,) * len(given), frozenset(kept), sizes)
 
 
 @lru_cache(maxsize=1024)
 def _cheapest(
-    factors: tuple[frozenset[str], ...],
+    factors: tuple[tuple[str, ...], ...],
+    given: tuple[bool, ...],
     kept: frozenset[str],
     sizes: tuple[tuple[str, int], ...],
 ) -> Order:
+    """``given`` says whose variables have an order already; products are written in the order that
+    suits.
+    """
     if len(factors) < 2:
         return Order()
     extents = dict(sizes)
-    found: list[tuple[int, Pair, tuple[frozenset[str], ...]]] = []
+    choices = []
     for b in range(len(factors)):
         for a in range(b):
-            rest = tuple(f for k, f in enumerate(factors) if k not in (a, b))
-            both = factors[a] | factors[b]
-            product = both & kept.union(*rest)
-            writing = _WRITING * _volume(product, extents) if rest else 0
-            found.append((_volume(both, extents) + writing, (a, b), (*rest, product)))
+            rest = [k for k in range(len(factors)) if k not in (a, b)]
+            product = _product(factors[a], factors[b], kept.union(*(factors[k] for k in rest)))
+            steps = _volume({*factors[a], *factors[b]}, extents)
+            steps += _WRITING * _volume(product, extents) if rest else 0
+            for one, other in ((a, b), (b, a)):
+                if given[one] and _is_moved(factors[one], factors[other], product):
+                    steps += _WRITING * _volume(factors[one], extents)
+            choices.append((steps, (a, b), rest, product))
     if len(factors) > _FEW:
-        found = [min(found, key=lambda one: one[0])]
+        choices = [min(choices, key=lambda choice: choice[0])]
     orders = []
-    for steps, pair, left in found:
-        after = _cheapest(left, kept, sizes)
+    for steps, pair, rest, product in choices:
+        left = (*[factors[k] for k in rest], product)
+        after = _cheapest(left, (*[given[k] for k in rest], False), kept, sizes)
         largest = after.largest
-        if len(left) > 1 and _volume(left[-1], extents) > _volume(largest, extents):
-            largest = left[-1]
+        if rest and _volume(product, extents) > _volume(largest, extents):
+            largest = frozenset(product)
         orders.append(Order((pair, *after.pairs), steps + after.steps, largest))
     return min(orders, key=lambda order: order.steps)
 
 
-def _volume(vars: frozenset[str], extents: Mapping[str, int]) -> int:
+def _product(a: tuple[str, ...], b: tuple[str, ...], needed: frozenset[str]) -> tuple[str, ...]:
+    return tuple(sorted({*a, *b} & needed))
+
+
+def _is_moved(factor: tuple[str, ...], other: tuple[str, ...], product: tuple[str, ...]) -> bool:
+    """Whether a matrix product would have to copy a factor first: what both and the product have
+    comes first, and what is summed stands together.
+    """
+    kinds = ["summed" if v not in product else "both" if v in other else "own" for v in factor]
+    runs = [kind for k, kind in enumerate(kinds) if k == 0 or kinds[k - 1] != kind]
+    rest = runs[1:] if runs[:1] == ["both"] else runs
+    return len(rest) != len(set(rest)) or "both" in rest
+
+
+def _volume(vars: Iterable[str], extents: Mapping[str, int]) -> int:
     return prod(extents[v] for v in vars)

@@ -90,7 +90,7 @@ def _volume(vars: frozenset[str], extents: Mapping[str, int]) -> int:
 
 def _intermediates(problem: Problem, term: Term) -> list[frozenset[str]]:
     """The variables of everything that the graph makes on its way and nobody asked for."""
-    factors = [frozenset(variables(f)) for f in term.factors if variables(f)]
+    factors = [variables(f) for f in term.factors if variables(f)]
     found = [
         frozenset(variables(a))
         for f in term.factors
@@ -101,7 +101,7 @@ def _intermediates(problem: Problem, term: Term) -> list[frozenset[str]]:
     if any(True for i in problem.statement.target.indices for _ in accesses(i)):
         found.append(kept)
     if len(factors) > 2:
-        found.append(cheapest([tuple(f) for f in factors], tuple(kept), problem.extents).largest)
+        found.append(cheapest(factors, tuple(kept), problem.extents).largest)
     return found
 
 

@@ -29,12 +29,13 @@ class Dots:
 
     roles: Roles
     finish: Finish
+    key: tuple[object, ...]
     name = "dots"
     why = "a scalar product for each point is a product of two matrices, sampled at the points"
 
     def __call__(self, call: Call) -> Tensor:
         roles = self.roles
-        found = call.kept(("dots", roles.problem.statement, roles.sizes), lambda: self.made(call))
+        found = call.kept(self.key, lambda: self.made(call))
         columns = roles.shared[0, 1]
         a, b = (
             side.matrices(as_tensor(call.values[side.access.tensor]).to(roles.dtype), columns)
@@ -60,4 +61,4 @@ class Dots:
 def dots_of(roles: Roles) -> Dots | None:
     if len(roles.wide) != 2 or set(roles.shared) != {(0, 1)}:
         return None
-    return Dots(roles, finish_of(roles))
+    return Dots(roles, finish_of(roles), ("dots", *roles.key))

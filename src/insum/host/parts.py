@@ -73,8 +73,8 @@ def tensor_kind(shape: tuple[int, ...], dtype: torch.dtype) -> Kind:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Weights:
-    """One number for each point: a tensor as it is, the value of a statement, or nothing, which is
-    one.
+    """One number for each point: a tensor (its dimensions in this order, where they are not yet),
+    the value of a statement, or nothing, which is one.
     """
 
     name: str = ""
@@ -86,7 +86,10 @@ class Weights:
             return self.part(call.indices()).reshape(-1).to(dtype)
         if not self.name:
             return None
-        return as_tensor(call.values[self.name]).permute(self.order).reshape(-1).to(dtype)
+        found = as_tensor(call.values[self.name])
+        if self.order:
+            found = found.permute(self.order)
+        return found.reshape(-1).to(dtype)
 
 
 def weights_of(roles: Roles) -> Weights:
@@ -98,7 +101,8 @@ def weights_of(roles: Roles) -> Weights:
         is_tensor = isinstance(factor, Access) and roles.problem.kinds[factor.tensor].device
         if is_tensor and len(vars) == len(set(vars)) == len(roles.points):
             assert isinstance(factor, Access)
-            return Weights(factor.tensor, tuple(vars.index(v) for v in roles.points))
+            order = tuple(vars.index(v) for v in roles.points)
+            return Weights(factor.tensor, () if vars == roles.points else order)
     target = Access(_free_name(roles, "scale"), tuple(index_of(v) for v in roles.points))
     problem = sub_problem(
         roles.problem, target, list(roles.narrow), roles.sizes, roles.dtype, {}, {}

@@ -60,6 +60,7 @@ class Patterns:
     reads: tuple[str, ...]
     then: Lowering
     exactly: Lowering
+    key: tuple[object, ...]
     name = "patterns"
 
     @property
@@ -69,7 +70,7 @@ class Patterns:
 
     def __call__(self, call: Call) -> Tensor:
         more = [memory.entry_of(as_tensor(call.values[n])).serial for n in self.reads]
-        key = ("pattern", self.problem.statement, self.problem.shape, *more)
+        key = (self.key, *more)
         dense = call.kept(key, lambda: self.made(call))
         values = {**call.indices(), self.name_of_dense: dense}
         found = self.then(Call(values, lambda: values, call.entries))
@@ -108,9 +109,7 @@ def _indices(factors: tuple[Expr, ...]) -> list[Affine]:
     return [i for f in factors for a in accesses(f) for i in a.indices if any(accesses(i))]
 
 
-def patterns_of(
-    problem: Problem, choose: Callable[[Problem], Lowering]
-) -> Patterns | None:
+def patterns_of(problem: Problem, choose: Callable[[Problem], Lowering]) -> Patterns | None:
     """``choose`` says how the dense statement is run."""
     (term,) = live_terms(problem)
     pattern = _pattern(problem, term)
@@ -142,6 +141,7 @@ def patterns_of(
         tuple(n for n in reads if n not in indices and problem.kinds[n].device is not None),
         choose(dense),
         lambda call: whole(call.indices()),
+        ("pattern", str(problem.statement), *(n for _, n in pattern.axes)),
     )
 
 

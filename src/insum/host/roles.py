@@ -44,18 +44,22 @@ class Side:
 
     def matrices(self, tensor: Tensor, *groups: tuple[str, ...]) -> Tensor:
         """The tensor with its rows first and then one dimension for each group of variables."""
-        at = dict(self.columns)
-        order = (*self.rows, *(at[name] for group in groups for name in group))
-        shape = (self.count, *(self.extent(group) for group in groups))
-        return tensor.permute(order).reshape(shape)
+        order = self.order(groups)
+        if order != tuple(range(len(order))):
+            tensor = tensor.permute(order)
+        return tensor.reshape((self.count, *(self.extent(group) for group in groups)))
 
     def restored(self, matrices: Tensor, *groups: tuple[str, ...]) -> Tensor:
         """The reverse of `matrices`."""
+        order = self.order(groups)
+        whole = matrices.view([self.shape[d] for d in order])
+        if order == tuple(range(len(order))):
+            return whole
+        return whole.permute(sorted(range(len(order)), key=order.__getitem__)).contiguous()
+
+    def order(self, groups: tuple[tuple[str, ...], ...]) -> tuple[int, ...]:
         at = dict(self.columns)
-        order = (*self.rows, *(at[name] for group in groups for name in group))
-        back = sorted(range(len(order)), key=order.__getitem__)
-        whole = matrices.reshape([self.shape[d] for d in order])
-        return whole.permute(back).contiguous()
+        return (*self.rows, *[at[name] for group in groups for name in group])
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,13 @@ class Roles:
     @property
     def sizes(self) -> tuple[int, ...]:
         return tuple(int(self.problem.extents[v]) for v in self.points)
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What decides, besides index values, which rows the points pick. Made once and kept: a
+        text knows its hash.
+        """
+        return str(self.problem.statement), self.sizes, *(side.shape for side in self.sides)
 
     @property
     def sides(self) -> tuple[Side, ...]:

@@ -4,7 +4,9 @@ ever lying side by side.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -13,8 +15,11 @@ from insum.host.parts import Weights, weights_of
 from insum.host.places import Call, Segments, places_of, segments
 from insum.host.roles import Roles, as_tensor
 
-#: From so many columns on torch's own product in float64 is quicker than the library's.
+#: Measured. In float64 bags have no vector code: from so many columns on torch's own product is
+#: quicker than the library's. In float32 the library's is quicker than bags up to so many columns,
+#: where rows have so many entries.
 _WIDE = 64
+_NARROW, _FULL = 16, 12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,28 +28,20 @@ class Rows:
 
     roles: Roles
     weights: Weights
+    key: tuple[object, ...]
+    dtype: torch.dtype
     name = "rows"
     why = "a sum of scaled rows is a sparse matrix (CSR, kept with the index tensors) times a dense"
 
     def __call__(self, call: Call) -> Tensor:
         roles, (side,) = self.roles, self.roles.wide
         columns = roles.shared.get((-1, 0), ())
-        found = call.kept(("rows", roles.problem.statement, roles.sizes), lambda: self.made(call))
+        found = call.kept(self.key, lambda: self.made(call))
         matrix = as_tensor(call.values[side.access.tensor])
-        dtype = roles.problem.dtype if self.is_half(matrix) else roles.dtype
-        weights = found.taken(self.weights(call, dtype))
-        dense = side.matrices(matrix.to(dtype), columns)
+        weights = found.taken(self.weights(call, self.dtype))
+        dense = side.matrices(matrix.to(self.dtype), columns)
         result = sum_of_rows(found, weights, dense)
         return roles.target.restored(result, columns).to(roles.problem.dtype)
-
-    def is_half(self, matrix: Tensor) -> bool:
-        """Whether all is in one narrow dtype, whose sums the kernel takes in float32 by itself."""
-        narrow = self.roles.problem.dtype
-        return narrow.itemsize == 2 and all(
-            kind.dtype == narrow
-            for kind in self.roles.problem.kinds.values()
-            if kind.dtype.is_floating_point and kind.device is not None
-        )
 
     def made(self, call: Call) -> Segments:
         places = places_of(self.roles, call)
@@ -54,12 +51,24 @@ class Rows:
 def rows_of(roles: Roles) -> Rows | None:
     if len(roles.wide) != 1 or set(roles.shared) != {(-1, 0)}:
         return None
-    return Rows(roles, weights_of(roles))
+    weights = weights_of(roles)
+    return Rows(roles, weights, ("rows", *roles.key), _dtype(roles, weights))
+
+
+def _dtype(roles: Roles, weights: Weights) -> torch.dtype:
+    """Where all is in one narrow dtype, that: the kernel takes its sums in float32 by itself. What
+    is computed here is not to be rounded.
+    """
+    kinds = [k for k in roles.problem.kinds.values() if k.device is not None]
+    narrow = {k.dtype for k in kinds if k.dtype.is_floating_point} | {roles.problem.dtype}
+    return roles.dtype if weights.part is not None or len(narrow) > 1 else roles.problem.dtype
 
 
 def sum_of_rows(entries: Segments, weights: Tensor | None, dense: Tensor) -> Tensor:
     """For each row the sum of the rows of ``dense`` that its entries name, each times its weight."""
-    if dense.dtype == torch.float64:
+    narrow = dense.dtype == torch.float32 and dense.shape[1] <= _NARROW
+    full = len(entries.columns) >= _FULL * (len(entries.starts) - 1)
+    if dense.dtype == torch.float64 or narrow and full:
         return _product(entries, weights, dense)
     return torch.embedding_bag(
         dense.contiguous(),
@@ -74,7 +83,7 @@ def sum_of_rows(entries: Segments, weights: Tensor | None, dense: Tensor) -> Ten
 
 
 def _product(entries: Segments, weights: Tensor | None, dense: Tensor) -> Tensor:
-    """In float64, where bags have no vector code."""
+    """As a sparse matrix that torch knows."""
     if weights is None:
         weights = dense.new_ones(len(entries.columns))
     shape = len(entries.starts) - 1, len(dense)
@@ -85,6 +94,15 @@ def _product(entries: Segments, weights: Tensor | None, dense: Tensor) -> Tensor
 
 
 def csr(entries: Segments, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    _announce()
     return torch.sparse_csr_tensor(
         entries.starts, entries.columns, values, shape, check_invariants=False
     )
+
+
+@cache
+def _announce() -> None:
+    """torch says once that such matrices are in beta; not to whoever does not know of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0], [], [], (0, 0))  # type: ignore[arg-type]

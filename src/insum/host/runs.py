@@ -52,6 +52,7 @@ class Products:
 
     roles: Roles
     weights: Weights
+    key: tuple[object, ...]
     matrix: int
     name = "runs"
     why = "points that share a matrix are one matrix product, summed while they are in cache"
@@ -63,8 +64,7 @@ class Products:
 
     def __call__(self, call: Call) -> Tensor:
         roles, (rows, matrices) = self.roles, self.sides
-        key = ("runs", roles.problem.statement, roles.sizes, roles.target.shape)
-        chunks = call.kept(key, lambda: tuple(self.made(call)))
+        chunks = call.kept(self.key, lambda: tuple(self.made(call)))
         inner, outer = roles.shared[0, 1], roles.shared[-1, self.matrix]
         x = rows.matrices(as_tensor(call.values[rows.access.tensor]), inner)
         w = matrices.matrices(as_tensor(call.values[matrices.access.tensor]), inner, outer)
@@ -141,13 +141,13 @@ class Sums:
 
     roles: Roles
     weights: Weights
+    key: tuple[object, ...]
     name = "runs"
     why = "points that add to the same matrix are one matrix product"
 
     def __call__(self, call: Call) -> Tensor:
         roles, (left, right) = self.roles, self.roles.wide
-        key = ("sums", roles.problem.statement, roles.sizes)
-        found = call.kept(key, lambda: self.made(call))
+        found = call.kept(self.key, lambda: self.made(call))
         rows, columns = roles.shared[-1, 0], roles.shared[-1, 1]
         a = left.matrices(as_tensor(call.values[left.access.tensor]), rows)
         b = right.matrices(as_tensor(call.values[right.access.tensor]), columns)
@@ -160,8 +160,7 @@ class Sums:
             for start in range(run.start, run.end, step):
                 here = slice(start, min(start + step, run.end))
                 x, y = (
-                    _part(t, reads, here).to(roles.dtype)
-                    for t, reads in zip((a, b), found.reads)
+                    _part(t, reads, here).to(roles.dtype) for t, reads in zip((a, b), found.reads)
                 )
                 if weights is not None:
                     y = y * weights[here, None]
@@ -205,9 +204,10 @@ def runs_of(roles: Roles) -> Products | Sums | None:
         return None
     if (0, 1) not in roles.shared:
         enough = roles.count >= LEAST_RUN * roles.target.count
-        return Sums(roles, weights_of(roles)) if enough else None
+        return Sums(roles, weights_of(roles), ("sums", *roles.key)) if enough else None
     matrix = 0 if (-1, 0) in roles.shared else 1
     count, step = roles.wide[matrix].count, at_once(roles)
     few = roles.count <= step * roles.target.count
     long = min(roles.count, step) >= LEAST_RUN * count
-    return Products(roles, weights_of(roles), matrix) if few and long else None
+    key = ("runs", *roles.key)
+    return Products(roles, weights_of(roles), key, matrix) if few and long else None
