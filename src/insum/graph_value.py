@@ -370,7 +370,7 @@ def _summed_last(
     vars: tuple[str, ...], kept: tuple[str, ...], left: list[Value], pairs: tuple[Pair, ...]
 ) -> list[str]:
     """The variables that are summed later: those of the next product last, in its order."""
-    sets = [list(f.vars) for f in left] + [[v for v in vars]]
+    sets = [list(f.vars) for f in left] + [list(vars)]
     found: list[str] = []
     for a, b in pairs:
         second, first = sets.pop(b), sets.pop(a)

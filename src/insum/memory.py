@@ -362,6 +362,7 @@ def _as_words(tensor: Tensor) -> tuple[Tensor, int]:
     flat = tensor.reshape(-1)
     if flat.dtype is torch.int64:
         return flat, 0
+    flat = flat.contiguous()
     if flat.storage_offset() * flat.itemsize % 8:
         flat = flat.clone()
     whole = flat.numel() * flat.itemsize // 8 * 8 // flat.itemsize

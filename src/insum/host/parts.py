@@ -98,9 +98,7 @@ def weights_of(roles: Roles) -> Weights:
     if len(roles.narrow) == 1:
         (factor,) = roles.narrow
         vars = plain_variables(factor)
-        is_tensor = isinstance(factor, Access) and roles.problem.kinds[factor.tensor].device
-        if is_tensor and len(vars) == len(set(vars)) == len(roles.points):
-            assert isinstance(factor, Access)
+        if isinstance(factor, Access) and _is_point(roles, factor):
             order = tuple(vars.index(v) for v in roles.points)
             return Weights(factor.tensor, () if vars == roles.points else order)
     target = Access(_free_name(roles, "scale"), tuple(index_of(v) for v in roles.points))
@@ -126,7 +124,7 @@ class Finish:
 
 def finish_of(roles: Roles) -> Finish:
     left = plain_variables(roles.target.access)
-    if not roles.narrow and len(left) == len(set(left)) == len(roles.points):
+    if not roles.narrow and _is_point(roles, roles.target.access):
         return Finish(tuple(roles.points.index(v) for v in left))
     name = _free_name(roles, "dots")
     factor = Access(name, tuple(index_of(v) for v in roles.points))
@@ -140,6 +138,14 @@ def finish_of(roles: Roles) -> Finish:
         {},
     )
     return Finish(name=name, part=Part(problem, lower(problem)))
+
+
+def _is_point(roles: Roles, access: Access) -> bool:
+    """Whether an access has one place for each point: every variable is a dimension of its own."""
+    vars = plain_variables(access)
+    kind = roles.problem.kinds.get(access.tensor)
+    is_number = kind is not None and kind.device is None
+    return not is_number and len(access.indices) == len(set(vars)) == len(roles.points)
 
 
 def _free_name(roles: Roles, wanted: str) -> str:

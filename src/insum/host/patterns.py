@@ -84,10 +84,12 @@ class Patterns:
             v: torch.arange(n).reshape([-1 if k == at else 1 for k in range(len(sizes))])
             for at, (v, n) in enumerate(zip(pattern.vars, sizes))
         }
-        present, places = torch.ones(sizes, dtype=torch.bool), []
+        present = torch.ones(sizes, dtype=torch.bool)
+        places: list[Tensor] = []
         for index, _ in pattern.axes:
             place, there = evaluated(problem, index, values, grid)
-            present, places = present & there, [*places, place.expand(sizes)]
+            present = present & there
+            places.append(place.expand(sizes))
         for index in _indices(pattern.factors):
             present = present & evaluated(problem, index, values, grid)[1]
         dense = torch.zeros([n for _, n in pattern.axes], dtype=self.dtype)
@@ -159,14 +161,22 @@ def _pattern(problem: Problem, term: Term) -> Pattern | None:
         if fewer == vars:
             break
         vars = fewer
-    own = tuple(f for f in term.factors if variables(f) and set(variables(f)) <= vars)
+    own = tuple(f for f in term.factors if variables(f) and _is_own(problem, f, vars))
     ordered = tuple(v for v in term.variables if v in vars)
     if not vars or prod(int(problem.extents[v]) for v in vars) > MOST_POINTS:
         return None
     axes = _axes(problem, term, own, vars)
-    if axes is None or prod(n for _, n in axes) > MOST_ELEMENTS:
+    rest = any(variables(f) for f in term.factors if f not in own)
+    if not axes or not rest or prod(n for _, n in axes) > MOST_ELEMENTS:
         return None
     return Pattern(ordered, own, axes)
+
+
+def _is_own(problem: Problem, factor: Expr, vars: set[str]) -> bool:
+    """Whether a factor is part of the pattern: short, and of its variables alone."""
+    tensors = {a.tensor for a in accesses(factor)}
+    sizes = [prod(int(s) for s in problem.kinds[name].shape) for name in tensors]
+    return set(variables(factor)) <= vars and max(sizes, default=0) <= MOST_POINTS
 
 
 def _is_outside(problem: Problem, term: Term, access: Access) -> bool:

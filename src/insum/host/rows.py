@@ -65,7 +65,7 @@ def _dtype(roles: Roles, weights: Weights) -> torch.dtype:
 
 
 def sum_of_rows(entries: Segments, weights: Tensor | None, dense: Tensor) -> Tensor:
-    """For each row the sum of the rows of ``dense`` that its entries name, each times its weight."""
+    """For each row the sum of the rows of ``dense`` that its entries name, times their weights."""
     narrow = dense.dtype == torch.float32 and dense.shape[1] <= _NARROW
     full = len(entries.columns) >= _FULL * (len(entries.starts) - 1)
     if dense.dtype == torch.float64 or narrow and full:
@@ -89,7 +89,8 @@ def _product(entries: Segments, weights: Tensor | None, dense: Tensor) -> Tensor
     shape = len(entries.starts) - 1, len(dense)
     matrix = csr(entries, weights, shape)
     if dense.shape[1] >= _WIDE:
-        return torch.sparse.mm(matrix, dense.contiguous(), reduce="sum")
+        result: Tensor = torch.sparse.mm(matrix, dense.contiguous(), reduce="sum")
+        return result
     return torch.mm(matrix, dense.contiguous())
 
 
@@ -105,4 +106,4 @@ def _announce() -> None:
     """torch says once that such matrices are in beta; not to whoever does not know of them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.sparse_csr_tensor([0], [], [], (0, 0))  # type: ignore[arg-type]
+        torch.sparse_csr_tensor([0], [], [], (0, 0))
