@@ -9,6 +9,7 @@ from math import prod
 from torch import Tensor
 
 from insum.graph import lower
+from insum.host.choose import choose
 from insum.lang.bind import Problem, Value
 from insum.lang.expand import Term
 from insum.lang.expr import Call, Expr, Number, Product, Sum, accesses, tensors_of, variables
@@ -34,6 +35,7 @@ class Explanation:
     flops: int
     bytes: int
     fused: str = ""
+    host: str = ""
 
     @property
     def intensity(self) -> float:
@@ -49,7 +51,7 @@ class Explanation:
         tensors = _table(("tensor", "dtype", "shape", "device"), self.tensors)
         return "\n\n".join(
             part
-            for part in (self.statement, indices, tensors, self.graph, work, self.fused)
+            for part in (self.statement, indices, tensors, self.graph, self.host, work, self.fused)
             if part
         )
 
@@ -74,6 +76,7 @@ def explained(request: Request, values: Mapping[str, Value]) -> Explanation:
         flops(problem),
         traffic(problem, in_place),
         fused,
+        _host(problem, new=not in_place),
     )
 
 
@@ -181,6 +184,14 @@ def _fused(problem: Problem, values: Mapping[str, Value], config: Choice | None)
     from insum import inspection
 
     return inspection.describe(problem, values, config=config)
+
+
+def _host(problem: Problem, *, new: bool) -> str:
+    """The way that a CPU takes instead of the graph, and why."""
+    if settings.backend != "auto" or settings.require_fused or problem.device.type != "cpu":
+        return ""
+    found = choose(problem, new=new)
+    return "" if found is None else f"on the CPU: {found.name}: {found.why}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

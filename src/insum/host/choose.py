@@ -13,6 +13,7 @@ from torch import Tensor
 
 from insum.graph import lower
 from insum.graph_value import meeting_dtype
+from insum.host.blocks import blocks_of
 from insum.host.chunks import chunks_of
 from insum.host.dots import dots_of
 from insum.host.parts import Part
@@ -70,10 +71,10 @@ def choose(problem: Problem, *, new: bool = True) -> Lowering | None:
 
 
 def _first(roles: Roles) -> Lowering | None:
-    """Sums of rows, scalar products and runs of a matrix have kernels of their own; anything else
-    can be done a part at a time.
+    """Sums of rows, scalar products, runs of a matrix and blocks are products of matrices; anything
+    else can be done a part at a time.
     """
-    rules: tuple[Callable[[Roles], Lowering | None], ...] = (rows_of, dots_of, runs_of)
+    rules: tuple[Callable[[Roles], Lowering | None], ...] = (rows_of, dots_of, runs_of, blocks_of)
     if _is_sparse(roles):
         for rule in rules:
             found = rule(roles)
