@@ -25,8 +25,8 @@ from insum.bounded import is_first, keep
 from insum.compat.calls import is_undisturbed, kinds_guard, modes_now
 from insum.errors import NotFusedError
 from insum.graph import lower
-from insum.host.choose import Lowering, choose
-from insum.host.places import Call, Entries
+from insum.host.choose import choose
+from insum.host.places import Call, Entries, Lowering
 from insum.host.roles import index_names
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, accesses, tensors_of

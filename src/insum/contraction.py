@@ -17,7 +17,7 @@ Pair: TypeAlias = tuple[int, int]
 #: Up to so many factors every order is looked at.
 _FEW = 5
 #: What writing an element of an intermediate product costs, in multiplications.
-_WRITING = 8
+WRITING = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +64,10 @@ def _cheapest(
             rest = [k for k in range(len(factors)) if k not in (a, b)]
             product = _product(factors[a], factors[b], kept.union(*(factors[k] for k in rest)))
             steps = _volume({*factors[a], *factors[b]}, extents)
-            steps += _WRITING * _volume(product, extents) if rest else 0
+            steps += WRITING * _volume(product, extents) if rest else 0
             for one, other in ((a, b), (b, a)):
                 if given[one] and _is_moved(factors[one], factors[other], product):
-                    steps += _WRITING * _volume(factors[one], extents)
+                    steps += WRITING * _volume(factors[one], extents)
             choices.append((steps, (a, b), rest, product))
     if len(factors) > _FEW:
         choices = [min(choices, key=lambda choice: choice[0])]

@@ -8,8 +8,12 @@ from math import prod
 
 from torch import Tensor
 
+from insum import memory
 from insum.graph import lower
 from insum.host.choose import choose
+from insum.host.patterns import Patterns
+from insum.host.places import Call as Arguments
+from insum.host.roles import as_tensor, index_names
 from insum.lang.bind import Problem, Value
 from insum.lang.expand import Term
 from insum.lang.expr import Call, Expr, Number, Product, Sum, accesses, tensors_of, variables
@@ -76,7 +80,7 @@ def explained(request: Request, values: Mapping[str, Value]) -> Explanation:
         flops(problem),
         traffic(problem, in_place),
         fused,
-        _host(problem, new=not in_place),
+        _host(problem, values, new=not in_place),
     )
 
 
@@ -186,12 +190,15 @@ def _fused(problem: Problem, values: Mapping[str, Value], config: Choice | None)
     return inspection.describe(problem, values, config=config)
 
 
-def _host(problem: Problem, *, new: bool) -> str:
+def _host(problem: Problem, values: Mapping[str, Value], *, new: bool) -> str:
     """The way that a CPU takes instead of the graph, and why."""
     if settings.backend != "auto" or settings.require_fused or problem.device.type != "cpu":
         return ""
     found = choose(problem, new=new)
-    return "" if found is None else f"on the CPU: {found.name}: {found.why}"
+    if isinstance(found, Patterns):
+        entries = {n: memory.entry_of(as_tensor(values[n])) for n in index_names(problem)}
+        found = found.chosen(Arguments(values, lambda: values, entries))
+    return "" if found is None or not found.why else f"on the CPU: {found.name}: {found.why}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

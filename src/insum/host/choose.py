@@ -7,7 +7,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import prod
-from typing import Protocol
 
 from torch import Tensor
 
@@ -18,7 +17,7 @@ from insum.host.chunks import chunks_of
 from insum.host.dots import dots_of
 from insum.host.parts import Part
 from insum.host.patterns import patterns_of
-from insum.host.places import Call
+from insum.host.places import Call, Lowering
 from insum.host.roles import FLOATS, Roles, roles_of
 from insum.host.rows import rows_of
 from insum.host.runs import runs_of
@@ -31,24 +30,12 @@ LEAST_WORK = 1 << 14
 MOST_PER_ELEMENT = 4
 
 
-class Lowering(Protocol):
-    """One way to run a statement: its result, as a new tensor."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def why(self) -> str: ...
-
-    def __call__(self, call: Call) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Whole:
     """The graph, at once."""
 
     part: Part
-    name = "graph"
+    name, gathers = "graph", True
     why = ""
 
     def __call__(self, call: Call) -> Tensor:
@@ -67,7 +54,8 @@ def choose(problem: Problem, *, new: bool = True) -> Lowering | None:
     roles = roles_of(problem)
     if roles is None:
         return None
-    return patterns_of(problem, _without_patterns) or _first(roles)
+    found = patterns_of(problem, _without_patterns, lambda: _without_patterns(problem))
+    return found or _first(roles)
 
 
 def _first(roles: Roles) -> Lowering | None:

@@ -37,7 +37,7 @@ class Chunks:
     step: int
     dims: Mapping[str, int]
     along: int
-    name = "chunks"
+    name, gathers = "chunks", True
 
     @property
     def why(self) -> str:

@@ -30,7 +30,7 @@ class Dots:
     roles: Roles
     finish: Finish
     key: tuple[object, ...]
-    name = "dots"
+    name, gathers = "dots", False
     why = "a scalar product for each point is a product of two matrices, sampled at the points"
 
     def __call__(self, call: Call) -> Tensor:

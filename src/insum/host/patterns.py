@@ -5,18 +5,18 @@ the statement loses its index tensors and becomes matrix products.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
-from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from insum import memory
-from insum.contraction import cheapest
+from insum.contraction import WRITING, cheapest
 from insum.graph import live_terms, lower
+from insum.graph_value import meeting_dtype
 from insum.host.parts import Part, sub_problem, tensor_kind
-from insum.host.places import Call
+from insum.host.places import Call, Lowering
 from insum.host.roles import as_tensor
 from insum.lang.bind import Problem
 from insum.lang.expand import Term
@@ -35,9 +35,9 @@ from insum.lang.expr import (
 from insum.runtime.check import evaluated
 
 #: Points of a pattern, elements of the dense tensor, and by how much more the dense product may
-#: multiply than there are points: matrix products are so much faster.
+#: multiply than there are points, where the other way gathers nothing: matrix products are so much
+#: faster.
 MOST_POINTS, MOST_ELEMENTS, MORE_WORK = 4096, 1 << 20, 8
-Lowering: TypeAlias = Callable[[Call], Tensor]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,32 +52,73 @@ class Pattern:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _Made:
+    """What is made of a pattern's values: the dense tensor, and for each axis that another one
+    determines, a table from there (``follows``: which; ``tables``: whereto).
+    """
+
+    dense: Tensor
+    follows: tuple[tuple[str, str], ...]
+    tables: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Patterns:
+    """A statement in which a short pattern becomes a dense tensor, where that takes less work, or
+    which goes the way ``otherwise``.
+    """
+
     problem: Problem
+    term: Term
     pattern: Pattern
-    name_of_dense: str
     coefficients: Part | None
     reads: tuple[str, ...]
-    then: Lowering
-    exactly: Lowering
+    choose: Callable[[Problem], Lowering]
+    otherwise: Lowering
     key: tuple[object, ...]
-    name = "patterns"
-
-    @property
-    def why(self) -> str:
-        inner = getattr(self.then, "why", "")
-        return "a short pattern is a small dense tensor, kept with it" + (inner and f"; {inner}")
+    #: By which axes follow others: the dense statement, its way, and names of what is made for it.
+    ways: dict[object, tuple[Lowering, tuple[str, ...]] | None] = field(default_factory=dict)
+    name, gathers = "patterns", False
+    why = "a short pattern is a small dense tensor, kept with it, and the rest matrix products"
 
     def __call__(self, call: Call) -> Tensor:
-        more = [memory.entry_of(as_tensor(call.values[n])).serial for n in self.reads]
-        key = (self.key, *more)
-        dense = call.kept(key, lambda: self.made(call))
-        values = {**call.indices(), self.name_of_dense: dense}
-        found = self.then(Call(values, lambda: values, call.entries))
+        made, way = self.way(call)
+        if way is None:
+            return self.otherwise(call)
+        lowering, names = way
+        values = {**call.indices(), **dict(zip(names, (made.dense, *made.tables)))}
+        found = lowering(Call(values, lambda: values, call.entries))
         # Zeros of the dense tensor are absent points, which must not meet what is not finite.
-        return found if found.sum().isfinite() else self.exactly(call)
+        return found if found.sum().isfinite() else self.otherwise(call)
 
-    def made(self, call: Call) -> Tensor:
+    def chosen(self, call: Call) -> Lowering:
+        """This, or the other way where values decide for that."""
+        return self if self.way(call)[1] is not None else self.otherwise
+
+    def way(self, call: Call) -> tuple[_Made, tuple[Lowering, tuple[str, ...]] | None]:
+        more = [memory.entry_of(as_tensor(call.values[n])).serial for n in self.reads]
+        made = call.kept((self.key, *more), lambda: self.made(call))
+        if made.follows not in self.ways:
+            self.ways[made.follows] = self.dense_way(made.follows)
+        return made, self.ways[made.follows]
+
+    # --- the dense statement ---
+
+    def dense_way(
+        self, follows: tuple[tuple[str, str], ...]
+    ) -> tuple[Lowering, tuple[str, ...]] | None:
+        taken = names_of(self.problem.statement) | set(self.pattern.axes.values())
+        names = tuple(fresh("pattern", taken) for _ in range(1 + len(follows)))
+        dense = _dense(self.problem, self.term, self.pattern, dict(follows), names)
+        points = prod(int(self.problem.extents[v]) for v in self.term.variables)
+        steps = _steps(self.problem) if self.otherwise.gathers else MORE_WORK * points
+        if _steps(dense) > steps:
+            return None
+        return self.choose(dense), names
+
+    # --- values ---
+
+    def made(self, call: Call) -> _Made:
         problem, pattern, values = self.problem, self.pattern, call.indices()
         sizes = [int(problem.extents[v]) for v in pattern.vars]
         grid = {
@@ -85,66 +126,104 @@ class Patterns:
             for at, (v, n) in enumerate(zip(pattern.vars, sizes))
         }
         present = torch.ones(sizes, dtype=torch.bool)
-        places: list[Tensor] = []
-        for index, _ in pattern.axes:
+        places: dict[str, Tensor] = {}
+        for (index, _), axis in pattern.axes.items():
             place, there = evaluated(problem, index, values, grid)
-            present = present & there
-            places.append(place.expand(sizes))
+            present, places[axis] = present & there, place.expand(sizes)
         for index in _indices(pattern.factors):
             present = present & evaluated(problem, index, values, grid)[1]
-        dense = torch.zeros([n for _, n in pattern.axes], dtype=self.dtype)
-        scale = dense.new_ones(sizes)
+        at = {axis: place[present] for axis, place in places.items()}
+        scale = torch.ones(sizes, dtype=self.dtype)
         if self.coefficients is not None:
             scale = self.coefficients(values).to(self.dtype)
-        at = tuple(place[present] for place in places)
-        return dense.index_put_(at, scale[present], accumulate=True)
+        extents = {axis: n for (_, n), axis in pattern.axes.items()}
+        follows = self.worth(_follows(at, extents))
+        kept = [axis for axis in at if axis not in dict(follows)]
+        dense = torch.zeros([extents[axis] for axis in kept], dtype=self.dtype)
+        dense.index_put_(tuple(at[axis] for axis in kept), scale[present], accumulate=True)
+        tables = [
+            torch.zeros(extents[base], dtype=torch.int64).index_put_((at[base],), at[axis])
+            for axis, base in follows
+        ]
+        return _Made(dense, follows, tuple(tables))
+
+    def worth(self, follows: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+        """Those axes that follow others, if leaving them out takes less work."""
+        names = ("dense", *(f"table_{k}" for k in range(len(follows))))
+        with_all = _dense(self.problem, self.term, self.pattern, {}, names[:1])
+        without = _dense(self.problem, self.term, self.pattern, dict(follows), names)
+        return follows if _steps(without) < _steps(with_all) else ()
 
     @property
     def dtype(self) -> torch.dtype:
-        wide = self.problem.dtype == torch.float64 or any(
-            k.dtype == torch.float64 for k in self.problem.kinds.values()
-        )
-        return torch.float64 if wide else torch.float32
+        return meeting_dtype(self.problem)
+
+
+def _follows(at: Mapping[str, Tensor], extents: Mapping[str, int]) -> tuple[tuple[str, str], ...]:
+    """Axes whose place is known from that of another one, longer and not left out itself."""
+    kept: list[str] = []
+    found: list[tuple[str, str]] = []
+    for axis in sorted(at, key=lambda name: -extents[name]):
+        base = next((b for b in kept if _determines(at[b], at[axis], extents[axis])), None)
+        if base is None:
+            kept.append(axis)
+        else:
+            found.append((axis, base))
+    return tuple(found)
+
+
+def _determines(base: Tensor, other: Tensor, extent: int) -> bool:
+    return len(torch.unique(base * extent + other)) == len(torch.unique(base))
+
+
+def _steps(problem: Problem) -> int:
+    """What a product takes: the best order, and what is gathered for it."""
+    (term,) = problem.terms
+    factors = [variables(f) for f in term.factors]
+    order = cheapest(factors, variables(problem.statement.target), problem.extents)
+    gathered = [f for f in (problem.statement.target, *term.factors) if _indices((f,))]
+    moved = [prod(int(problem.extents[v]) for v in variables(f)) for f in gathered]
+    return order.steps + WRITING * sum(moved)
 
 
 def _indices(factors: tuple[Expr, ...]) -> list[Affine]:
     return [i for f in factors for a in accesses(f) for i in a.indices if any(accesses(i))]
 
 
-def patterns_of(problem: Problem, choose: Callable[[Problem], Lowering]) -> Patterns | None:
-    """``choose`` says how the dense statement is run."""
+def patterns_of(
+    problem: Problem, choose: Callable[[Problem], Lowering], otherwise: Callable[[], Lowering]
+) -> Patterns | None:
+    """``choose`` says how the dense statement is run, ``otherwise`` how this one is without."""
     (term,) = live_terms(problem)
     pattern = _pattern(problem, term)
     if pattern is None:
         return None
-    taken = names_of(problem.statement) | set(pattern.axes.values())
-    name = fresh("pattern", taken)
-    dense = _dense(problem, term, pattern, name)
-    factors = [variables(f) for t in dense.terms for f in t.factors]
-    steps = cheapest(factors, variables(dense.statement.target), dense.extents).steps
-    points = prod(int(problem.extents[v]) for v in term.variables)
-    if steps > MORE_WORK * points:
-        return None
-    part = None
-    if pattern.factors:
-        target = Access(fresh("scale", taken), tuple(index_of(v) for v in pattern.vars))
-        shape = tuple(int(problem.extents[v]) for v in pattern.vars)
-        wide = torch.float64
-        scale = sub_problem(problem, target, list(pattern.factors), shape, wide, {}, {})
-        part = Part(scale, lower(scale))
+    part = _coefficients(problem, pattern)
     indices = {a.tensor for _, _, i in problem.index_uses() for a in accesses(i)}
     reads = tensors_of(part.problem.statement) if part is not None else ()
-    whole = Part(problem, lower(problem))
     return Patterns(
         problem,
+        term,
         pattern,
-        name,
         part,
         tuple(n for n in reads if n not in indices and problem.kinds[n].device is not None),
-        choose(dense),
-        lambda call: whole(call.indices()),
+        choose,
+        otherwise(),
         ("pattern", str(problem.statement), *(n for _, n in pattern.axes)),
     )
+
+
+def _coefficients(problem: Problem, pattern: Pattern) -> Part | None:
+    """What scales the points of a pattern."""
+    if not pattern.factors:
+        return None
+    name = fresh("scale", names_of(problem.statement))
+    target = Access(name, tuple(index_of(v) for v in pattern.vars))
+    shape = tuple(int(problem.extents[v]) for v in pattern.vars)
+    scale = sub_problem(
+        problem, target, list(pattern.factors), shape, meeting_dtype(problem), {}, {}
+    )
+    return Part(scale, lower(scale))
 
 
 def _pattern(problem: Problem, term: Term) -> Pattern | None:
@@ -213,28 +292,45 @@ def _axes(
     return found
 
 
-def _dense(problem: Problem, term: Term, pattern: Pattern, name: str) -> Problem:
-    """The statement with the pattern as a tensor."""
+def _dense(
+    problem: Problem,
+    term: Term,
+    pattern: Pattern,
+    follows: Mapping[str, str],
+    names: tuple[str, ...],
+) -> Problem:
+    """The statement with the pattern as a tensor, and tables for the axes that follow others; these
+    have the names.
+    """
+    extents = {axis: n for (_, n), axis in pattern.axes.items()}
+    tables = dict(zip(follows, names[1:]))
+
+    def place(axis: str) -> Affine:
+        if axis not in follows:
+            return index_of(axis)
+        return Affine(((1, Access(tables[axis], (index_of(follows[axis]),))),))
 
     def changed(access: Access) -> Access:
         is_target = access is problem.statement.target
         shape = problem.shape if is_target else problem.kinds[access.tensor].shape
         indices = [
-            index_of(axis) if (axis := pattern.axes.get((index, int(size)))) else index
+            place(axis) if (axis := pattern.axes.get((index, int(size)))) else index
             for index, size in zip(access.indices, shape)
         ]
         return Access(access.tensor, tuple(indices))
 
     rest = [rewrite(f, changed) for f in term.factors if f not in pattern.factors]
-    table = Access(name, tuple(index_of(axis) for axis in pattern.axes.values()))
-    shape = tuple(n for _, n in pattern.axes)
-    wide = torch.float64 if problem.dtype == torch.float64 else torch.float32
+    kept = [axis for axis in pattern.axes.values() if axis not in follows]
+    dense = Access(names[0], tuple(index_of(axis) for axis in kept))
+    kinds = {names[0]: tensor_kind(tuple(extents[a] for a in kept), meeting_dtype(problem))}
+    for axis, base in follows.items():
+        kinds[tables[axis]] = tensor_kind((extents[base],), torch.int64)
     return sub_problem(
         problem,
         changed(problem.statement.target),
-        [table, *rest],
+        [dense, *rest],
         tuple(int(s) for s in problem.shape),
         problem.dtype,
-        {name: tensor_kind(shape, wide)},
-        {axis: n for (_, n), axis in pattern.axes.items()},
+        kinds,
+        extents,
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,23 @@ class Call:
                 return make()
 
         return first.remembered((key, *[e.serial for e in others]), plainly)
+
+
+class Lowering(Protocol):
+    """One way to run a statement: its result, as a new tensor."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def why(self) -> str: ...
+
+    @property
+    def gathers(self) -> bool:
+        """Whether rows that are read come to lie side by side."""
+        ...
+
+    def __call__(self, call: Call) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
