@@ -54,7 +54,7 @@ def choose(problem: Problem, *, new: bool = True) -> Lowering | None:
     roles = roles_of(problem)
     if roles is None:
         return None
-    found = patterns_of(problem, _without_patterns, lambda: _without_patterns(problem))
+    found = patterns_of(problem, _whole, lambda: _first(roles) or _whole(problem))
     return found or _first(roles)
 
 
@@ -71,10 +71,8 @@ def _first(roles: Roles) -> Lowering | None:
     return chunks_of(roles.problem)
 
 
-def _without_patterns(problem: Problem) -> Lowering:
-    roles = roles_of(problem)
-    found = chunks_of(problem) if roles is None else _first(roles)
-    return found or Whole(Part(problem, lower(problem)))
+def _whole(problem: Problem) -> Lowering:
+    return chunks_of(problem) or Whole(Part(problem, lower(problem)))
 
 
 def _is_sparse(roles: Roles) -> bool:

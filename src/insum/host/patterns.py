@@ -53,11 +53,12 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Made:
-    """What is made of a pattern's values: the dense tensor, and for each axis that another one
-    determines, a table from there (``follows``: which; ``tables``: whereto).
+    """What is made of a pattern's values: the dense tensor, None where it would be too large, and
+    for each axis that another one determines, a table from there (``follows``: which; ``tables``:
+    whereto; on the left side, as a matrix of ones).
     """
 
-    dense: Tensor
+    dense: Tensor | None
     follows: tuple[tuple[str, str], ...]
     tables: tuple[Tensor, ...]
 
@@ -83,7 +84,7 @@ class Patterns:
 
     def __call__(self, call: Call) -> Tensor:
         made, way = self.way(call)
-        if way is None:
+        if way is None or made.dense is None:
             return self.otherwise(call)
         lowering, names = way
         values = {**call.indices(), **dict(zip(names, (made.dense, *made.tables)))}
@@ -93,7 +94,8 @@ class Patterns:
 
     def chosen(self, call: Call) -> Lowering:
         """This, or the other way where values decide for that."""
-        return self if self.way(call)[1] is not None else self.otherwise
+        made, way = self.way(call)
+        return self.otherwise if way is None or made.dense is None else self
 
     def way(self, call: Call) -> tuple[_Made, tuple[Lowering, tuple[str, ...]] | None]:
         more = [memory.entry_of(as_tensor(call.values[n])).serial for n in self.reads]
@@ -139,10 +141,16 @@ class Patterns:
         extents = {axis: n for (_, n), axis in pattern.axes.items()}
         follows = self.worth(_follows(at, extents))
         kept = [axis for axis in at if axis not in dict(follows)]
-        dense = torch.zeros([extents[axis] for axis in kept], dtype=self.dtype)
+        sizes = [extents[axis] for axis in kept]
+        if prod(sizes) > MOST_ELEMENTS:
+            return _Made(None, follows, ())
+        dense = torch.zeros(sizes, dtype=self.dtype)
         dense.index_put_(tuple(at[axis] for axis in kept), scale[present], accumulate=True)
+        left = _left_axes(self.problem, self.pattern)
         tables = [
-            torch.zeros(extents[base], dtype=torch.int64).index_put_((at[base],), at[axis])
+            _ones(at[axis], extents[axis], at[base], extents[base], self.dtype)
+            if axis in left
+            else torch.zeros(extents[base], dtype=torch.int64).index_put_((at[base],), at[axis])
             for axis, base in follows
         ]
         return _Made(dense, follows, tuple(tables))
@@ -174,6 +182,20 @@ def _follows(at: Mapping[str, Tensor], extents: Mapping[str, int]) -> tuple[tupl
 
 def _determines(base: Tensor, other: Tensor, extent: int) -> bool:
     return len(torch.unique(base * extent + other)) == len(torch.unique(base))
+
+
+def _left_axes(problem: Problem, pattern: Pattern) -> set[str]:
+    """Axes of the left side: what is scattered through a short table is a matrix product."""
+    target = problem.statement.target
+    keys = zip(target.indices, (int(s) for s in problem.shape))
+    return {axis for key in keys if (axis := pattern.axes.get(key)) is not None}
+
+
+def _ones(rows: Tensor, count: int, columns: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """A matrix with ones at these places."""
+    return torch.zeros(count, width, dtype=dtype).index_put_(
+        (rows, columns), torch.ones((), dtype=dtype)
+    )
 
 
 def _steps(problem: Problem) -> int:
@@ -246,7 +268,7 @@ def _pattern(problem: Problem, term: Term) -> Pattern | None:
         return None
     axes = _axes(problem, term, own, vars)
     rest = any(variables(f) for f in term.factors if f not in own)
-    if not axes or not rest or prod(n for _, n in axes) > MOST_ELEMENTS:
+    if not axes or not rest:
         return None
     return Pattern(ordered, own, axes)
 
@@ -304,9 +326,10 @@ def _dense(
     """
     extents = {axis: n for (_, n), axis in pattern.axes.items()}
     tables = dict(zip(follows, names[1:]))
+    left = _left_axes(problem, pattern)
 
     def place(axis: str) -> Affine:
-        if axis not in follows:
+        if axis not in follows or axis in left:
             return index_of(axis)
         return Affine(((1, Access(tables[axis], (index_of(follows[axis]),))),))
 
@@ -324,7 +347,12 @@ def _dense(
     dense = Access(names[0], tuple(index_of(axis) for axis in kept))
     kinds = {names[0]: tensor_kind(tuple(extents[a] for a in kept), meeting_dtype(problem))}
     for axis, base in follows.items():
-        kinds[tables[axis]] = tensor_kind((extents[base],), torch.int64)
+        if axis in left:
+            rest.append(Access(tables[axis], (index_of(axis), index_of(base))))
+            shape = extents[axis], extents[base]
+            kinds[tables[axis]] = tensor_kind(shape, meeting_dtype(problem))
+        else:
+            kinds[tables[axis]] = tensor_kind((extents[base],), torch.int64)
     return sub_problem(
         problem,
         changed(problem.statement.target),
