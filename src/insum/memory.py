@@ -362,9 +362,9 @@ def _as_words(tensor: Tensor) -> tuple[Tensor, int]:
     flat = tensor.reshape(-1)
     if flat.dtype is torch.int64:
         return flat, 0
-    flat = flat.contiguous()
-    if flat.storage_offset() * flat.itemsize % 8:
-        flat = flat.clone()
+    # a single element may have any stride and be contiguous
+    if flat.stride(0) != 1 or flat.storage_offset() * flat.itemsize % 8:
+        flat = flat.new_empty(flat.numel()).copy_(flat)
     whole = flat.numel() * flat.itemsize // 8 * 8 // flat.itemsize
     rest = flat[whole:].view(torch.uint8).tolist()
     return flat[:whole].view(torch.int64), int.from_bytes(bytes(rest), "little")

@@ -33,7 +33,7 @@ class Blocks:
     roles: Roles
     weights: Weights
     key: tuple[object, ...]
-    name, gathers = "blocks", False
+    name, slowness = "blocks", 2
     why = "a matrix product for each point, on matrices where they lie"
 
     def __call__(self, call: Call) -> Tensor:

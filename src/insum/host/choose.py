@@ -35,7 +35,7 @@ class Whole:
     """The graph, at once."""
 
     part: Part
-    name, gathers = "graph", True
+    name, slowness = "graph", 0
     why = ""
 
     def __call__(self, call: Call) -> Tensor:

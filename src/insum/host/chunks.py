@@ -37,7 +37,7 @@ class Chunks:
     step: int
     dims: Mapping[str, int]
     along: int
-    name, gathers = "chunks", True
+    name, slowness = "chunks", 0
 
     @property
     def why(self) -> str:

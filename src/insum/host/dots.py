@@ -22,6 +22,28 @@ class _Pairs:
     entries: Segments
     first: int
 
+    def dots(self, a: Tensor, b: Tensor) -> Tensor:
+        entries = self.entries
+        blank = csr(entries, a.new_zeros(len(entries.columns)), (len(a), len(b)))
+        found: Tensor = torch.sparse.sampled_addmm(blank, a, b.T, beta=0.0).values()
+        return found
+
+    @property
+    def take(self) -> Tensor | None:
+        return self.entries.take
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Every:
+    """More points than there are pairs of rows: all products, and where each point's is."""
+
+    at: Tensor
+    take: Tensor | None
+    first: int = 0
+
+    def dots(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.mm(a, b.T).reshape(-1).index_select(0, self.at)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dots:
@@ -30,7 +52,7 @@ class Dots:
     roles: Roles
     finish: Finish
     key: tuple[object, ...]
-    name, gathers = "dots", False
+    name, slowness = "dots", 8
     why = "a scalar product for each point is a product of two matrices, sampled at the points"
 
     def __call__(self, call: Call) -> Tensor:
@@ -41,17 +63,17 @@ class Dots:
             side.matrices(as_tensor(call.values[side.access.tensor]).to(roles.dtype), columns)
             for side in (roles.wide[found.first], roles.wide[1 - found.first])
         )
-        entries = found.entries
-        blank = csr(entries, a.new_zeros(len(entries.columns)), (len(a), len(b)))
-        dots = torch.sparse.sampled_addmm(blank, a.contiguous(), b.contiguous().T, beta=0.0)
-        result = dots.values()
-        if entries.take is not None:
-            result = a.new_zeros(roles.count).index_copy_(0, entries.take.long(), result)
+        result = found.dots(a.contiguous(), b.contiguous())
+        if found.take is not None:
+            result = a.new_zeros(roles.count).index_copy_(0, found.take.long(), result)
         return self.finish(call, result.reshape(roles.sizes)).to(roles.problem.dtype)
 
-    def made(self, call: Call) -> _Pairs:
+    def made(self, call: Call) -> _Pairs | _Every:
         places = places_of(self.roles, call)
         _, a, b = places.rows
+        count = [side.count for side in self.roles.wide]
+        if len(a) >= count[0] * count[1]:
+            return _Every(a * count[1] + b, places.take)
         first = 1 if is_sorted(b) and not is_sorted(a) else 0
         rows, columns = (b, a) if first else (a, b)
         side = self.roles.wide[first]

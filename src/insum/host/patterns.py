@@ -34,10 +34,8 @@ from insum.lang.expr import (
 )
 from insum.runtime.check import evaluated
 
-#: Points of a pattern, elements of the dense tensor, and by how much more the dense product may
-#: multiply than there are points, where the other way gathers nothing: matrix products are so much
-#: faster.
-MOST_POINTS, MOST_ELEMENTS, MORE_WORK = 4096, 1 << 20, 8
+#: Points of a pattern, and elements of the dense tensor.
+MOST_POINTS, MOST_ELEMENTS = 4096, 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +77,7 @@ class Patterns:
     key: tuple[object, ...]
     #: By which axes follow others: the dense statement, its way, and names of what is made for it.
     ways: dict[object, tuple[Lowering, tuple[str, ...]] | None] = field(default_factory=dict)
-    name, gathers = "patterns", False
+    name, slowness = "patterns", 1
     why = "a short pattern is a small dense tensor, kept with it, and the rest matrix products"
 
     def __call__(self, call: Call) -> Tensor:
@@ -113,8 +111,7 @@ class Patterns:
         names = tuple(fresh("pattern", taken) for _ in range(1 + len(follows)))
         dense = _dense(self.problem, self.term, self.pattern, dict(follows), names)
         points = prod(int(self.problem.extents[v]) for v in self.term.variables)
-        steps = _steps(self.problem) if self.otherwise.gathers else MORE_WORK * points
-        if _steps(dense) > steps:
+        if _steps(dense) > (self.otherwise.slowness * points or _steps(self.problem)):
             return None
         return self.choose(dense), names
 

@@ -54,8 +54,10 @@ class Lowering(Protocol):
     def why(self) -> str: ...
 
     @property
-    def gathers(self) -> bool:
-        """Whether rows that are read come to lie side by side."""
+    def slowness(self) -> int:
+        """How many times longer it takes for a multiplication than a dense product, measured; 0
+        where it gathers first, and that is what counts.
+        """
         ...
 
     def __call__(self, call: Call) -> Tensor: ...

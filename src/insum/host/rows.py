@@ -30,7 +30,7 @@ class Rows:
     weights: Weights
     key: tuple[object, ...]
     dtype: torch.dtype
-    name, gathers = "rows", False
+    name, slowness = "rows", 8
     why = "a sum of scaled rows is a sparse matrix (CSR, kept with the index tensors) times a dense"
 
     def __call__(self, call: Call) -> Tensor:

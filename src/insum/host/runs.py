@@ -54,7 +54,7 @@ class Products:
     weights: Weights
     key: tuple[object, ...]
     matrix: int
-    name, gathers = "runs", True
+    name, slowness = "runs", 0
     why = "points that share a matrix are one matrix product, summed while they are in cache"
 
     @property
@@ -142,7 +142,7 @@ class Sums:
     roles: Roles
     weights: Weights
     key: tuple[object, ...]
-    name, gathers = "runs", True
+    name, slowness = "runs", 0
     why = "points that add to the same matrix are one matrix product"
 
     def __call__(self, call: Call) -> Tensor:
