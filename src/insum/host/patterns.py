@@ -34,8 +34,9 @@ from insum.lang.expr import (
 )
 from insum.runtime.check import evaluated
 
-#: Points of a pattern, and elements of the dense tensor.
-MOST_POINTS, MOST_ELEMENTS = 4096, 1 << 20
+#: Points of a pattern, elements of the dense tensor, and by how much more it may take where the
+#: other way gathers: its products are of small matrices.
+MOST_POINTS, MOST_ELEMENTS, GATHERING = 4096, 1 << 20, 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -111,7 +112,7 @@ class Patterns:
         names = tuple(fresh("pattern", taken) for _ in range(1 + len(follows)))
         dense = _dense(self.problem, self.term, self.pattern, dict(follows), names)
         points = prod(int(self.problem.extents[v]) for v in self.term.variables)
-        if _steps(dense) > (self.otherwise.slowness * points or _steps(self.problem)):
+        if _steps(dense) > (self.otherwise.slowness * points or GATHERING * _steps(self.problem)):
             return None
         return self.choose(dense), names
 

@@ -19,7 +19,7 @@ from insum.host.roles import Roles, as_tensor
 #: quicker than the library's. In float32 the library's is quicker than bags up to so many columns,
 #: where rows have so many entries.
 _WIDE = 64
-_NARROW, _FULL = 16, 12
+_NARROW, _FULL = 16, 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
