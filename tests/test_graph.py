@@ -111,7 +111,8 @@ def test_ops(
 
 def test_three_factors_form_no_outer_product_first() -> None:
     text = graph("y[i,l] = A[i,j] * C[k,l] * B[j,k]", A=A, B=B, C=torch.randn(5, 3))
-    assert "einsum('ij,jk,kl->il'" in text
+    assert "einsum('kl,jk->lj', C, B)" in text
+    assert "einsum('ij,lj->il', A, contracted)" in text
 
 
 def test_output_needs_no_transposing() -> None:

@@ -20,10 +20,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from insum import memory
 from insum.bounded import is_first, keep
-from insum.compat.calls import kinds_guard, modes_now
+from insum.compat.calls import is_undisturbed, kinds_guard, modes_now
 from insum.errors import NotFusedError
 from insum.graph import lower
+from insum.host.choose import choose
+from insum.host.places import Call, Entries, Lowering
+from insum.host.roles import index_names
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, accesses, tensors_of
 from insum.lang.measure import Measure, measure_of
@@ -32,7 +36,7 @@ from insum.plan.library import is_matrix_product
 from insum.plan.path import is_path
 from insum.plan.uses import Use, uses_of
 from insum.request import Form, Request, head
-from insum.runtime.check import in_range, live_uses, ranges_of, verify
+from insum.runtime.check import bounds_of, in_range, live_uses, ranges_of, verify
 from insum.settings import Values, settings
 from insum.stages import Stage, is_orderable, size_key, stages_of
 
@@ -127,10 +131,11 @@ class PreparedCall:
         modes: what decides besides the values.
         sources: tensors that are read as values and can have a gradient.
         target: the output's name where it was passed and is to be accumulated into, or ''.
-        reads: every tensor that is read.
+        reads: every tensor that is read; ``indices``: those that stand in an index.
         fusable: whether generated kernels are to be tried.
         orderable: whether several statements may be better than one; ``orders`` are those, by
             sizes.
+        on_host: whether a CPU may go its own ways (`insum.host`).
         recent: calls of the same sizes that were made more than once, the last first.
     """
 
@@ -148,9 +153,11 @@ class PreparedCall:
     reads: tuple[str, ...]
     fusable: bool
     orderable: bool
+    on_host: bool
     kernels_look: bool
     negated: bool  # some tensor is to be read as its negative
     measure: Measure
+    indices: tuple[str, ...]
     recent: list[tuple[Callable[..., bool], tuple[int, ...], BoundCall]] = field(
         default_factory=list
     )
@@ -267,9 +274,11 @@ def _prepare(
         tensors_of(problem.statement),
         fusable,
         is_orderable(problem, form),
+        now.backend == "auto" and not fusable and problem.device.type == "cpu",
         fusable and kernels_look_on(problem.device) and now.check == "async",
         any(isinstance(v, Tensor) and v.is_neg() for v in given),
         measure_of(problem, form.size_keys),
+        index_names(problem),
     )
 
 
@@ -354,7 +363,7 @@ class BoundCall:
     """A call of certain sizes and strides."""
 
     __slots__ = (
-        *("_fused", "_graphs", "_problem", "_ranges", "_staged", "_uses"),
+        *("_fused", "_graphs", "_lowerings", "_problem", "_ranges", "_staged", "_uses"),
         *("count", "prepared", "sized", "sizes"),
     )
 
@@ -368,6 +377,8 @@ class BoundCall:
         self._graphs: dict[str, _Graph] = {}
         self._fused: FusedCall | None = None
         self._staged: dict[bool, tuple[BoundStage, ...]] = {}
+        #: By whether the result is new or accumulated.
+        self._lowerings: dict[bool, Lowering | None] = {}
 
     @property
     def request(self) -> Request:
@@ -398,6 +409,11 @@ class BoundCall:
             self.look(values)
 
     def look(self, values: Mapping[str, Value]) -> None:
+        """The same, unless the host looks when it runs: at what it remembers of the tensors."""
+        if not self.prepared.on_host or self.lowering("new", values) is None:
+            self.look_now(values)
+
+    def look_now(self, values: Mapping[str, Value]) -> None:
         uses = self.uses(values)
         if uses and not in_range(self._ranges, values):
             verify(self.problem(values), uses, values)
@@ -427,7 +443,13 @@ class BoundCall:
             if result is not None:
                 return result
             if self.prepared.kernels_look:
-                self.look(values)  # torch's own kernels would end the process' use of the device
+                self.look_now(
+                    values
+                )  # torch's own kernels would end the process' use of the device
+        elif self.prepared.on_host and (lowering := self.lowering(mode, values)) is not None:
+            if is_undisturbed():
+                return self.run_lowered(lowering, mode, values, target)
+            self.look_now(values)
         if self.prepared.form.wraps:
             values = self.wrapped(values)
         return self.run_graph(mode, values, target)
@@ -442,6 +464,45 @@ class BoundCall:
                 BoundStage(kinds_of(one.form), one, one.size_values(problem)) for one in stages
             )
         return found
+
+    # --- on a CPU ---
+
+    def lowering(self, mode: str, values: Mapping[str, Value]) -> Lowering | None:
+        """How a CPU runs this call; None: as one graph."""
+        new = mode == "new"
+        if new not in self._lowerings:
+            self._lowerings[new] = choose(self.problem(values), new=new)
+        return self._lowerings[new]
+
+    def run_lowered(
+        self,
+        lowering: Lowering,
+        mode: str,
+        values: Mapping[str, Value],
+        target: Tensor | None,
+    ) -> Tensor:
+        entries = {name: memory.entry_of(values[name]) for name in self.prepared.indices}  # type: ignore[arg-type]
+        self.check(entries, values)
+        wraps = self.prepared.form.wraps
+        seen = functools.cache(lambda: self.wrapped(values)) if wraps else lambda: values
+        result = lowering(Call(values, seen, entries))
+        if target is None:
+            return result
+        return target.add_(result) if mode == "into" else (target + result).to(target.dtype)
+
+    def check(self, entries: Entries, values: Mapping[str, Value]) -> None:
+        """Index values against their range, by what is remembered of them."""
+        uses = self.uses(values)
+        if not uses or self.prepared.settings.check == "never":
+            return
+        for name, low, high in self._ranges:
+            bounds = entries[name].remembered("bounds", functools.partial(bounds_of, values[name]))
+            if bounds is None or bounds[0] < low or bounds[1] > high:
+                break
+        else:
+            if self._ranges:
+                return
+        verify(self.problem(values), uses, values)
 
     def run_graph(self, mode: str, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
         graph = self._graphs.get(mode) or self.lowered(mode, values)

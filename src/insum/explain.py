@@ -9,8 +9,13 @@ from math import prod
 import torch
 from torch import Tensor
 
+from insum import memory
 from insum.call import is_fusable, prepare
 from insum.graph import lower
+from insum.host.choose import choose
+from insum.host.patterns import Patterns
+from insum.host.places import Call as Arguments
+from insum.host.roles import as_tensor, index_names
 from insum.lang.bind import Problem, Value
 from insum.lang.expand import Term
 from insum.lang.expr import Call, Expr, Number, Product, Sum, accesses, tensors_of, variables
@@ -40,6 +45,7 @@ class Explanation:
     bytes: int
     fused: str = ""
     order: str = ""
+    host: str = ""
 
     @property
     def intensity(self) -> float:
@@ -55,7 +61,16 @@ class Explanation:
         tensors = _table(("tensor", "dtype", "shape", "device"), self.tensors)
         return "\n\n".join(
             part
-            for part in (self.statement, indices, tensors, self.order, self.graph, work, self.fused)
+            for part in (
+                self.statement,
+                indices,
+                tensors,
+                self.order,
+                self.graph,
+                self.host,
+                work,
+                self.fused,
+            )
             if part
         )
 
@@ -77,6 +92,10 @@ def explained(request: Request, values: Mapping[str, Value]) -> Explanation:
         _fused(part, request.config, accumulates=mode == "into")
         for part, mode in zip(parts, modes, strict=True)
     ]
+    hosts = [
+        _host(part.problem, part.values, new=mode == "new")
+        for part, mode in zip(parts, modes, strict=True)
+    ]
     work = sum(flops(part.problem) for part in parts)
     return Explanation(
         str(problem.statement),
@@ -87,6 +106,7 @@ def explained(request: Request, values: Mapping[str, Value]) -> Explanation:
         traffic(problem, target is not None),
         "\n\n".join(filter(None, fused)),
         _order(problem, request, parts, work),
+        "\n\n".join(filter(None, hosts)),
     )
 
 
@@ -241,6 +261,17 @@ def _fused(part: Part, config: Choice | None, *, accumulates: bool) -> str:
     from insum import inspection
 
     return inspection.describe(problem, part.values, config=config)
+
+
+def _host(problem: Problem, values: Mapping[str, Value], *, new: bool) -> str:
+    """The way that a CPU takes instead of the graph, and why."""
+    if settings.backend != "auto" or settings.require_fused or problem.device.type != "cpu":
+        return ""
+    found = choose(problem, new=new)
+    if isinstance(found, Patterns):
+        entries = {n: memory.entry_of(as_tensor(values[n])) for n in index_names(problem)}
+        found = found.chosen(Arguments(values, lambda: values, entries))
+    return "" if found is None or not found.why else f"on the CPU: {found.name}: {found.why}"
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -17,9 +17,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from insum.bounded import keep
+from insum.contraction import Pair
 from insum.errors import UnsupportedError
 from insum.graph_scatter import Writer
-from insum.graph_value import is_short
+from insum.graph_value import Ordered, best_order, is_short
 from insum.lang.bind import Problem, Size, Value
 from insum.lang.expand import Term
 from insum.lang.expr import accesses
@@ -45,10 +46,14 @@ class Lowered:
     )
     sums: tuple[tuple[tuple[str, ...], bool], ...] = ()
     """What sizes decided: sums, and whether each is short."""
+    orders: tuple[tuple[Ordered, tuple[Pair, ...]], ...] = ()
+    """Likewise: products, and in which order their factors are multiplied."""
 
     def suits(self, problem: Problem) -> bool:
         """Whether a problem of the same kind would get the same graph."""
-        return all(is_short(problem, summed) is short for summed, short in self.sums)
+        return all(is_short(problem, summed) is short for summed, short in self.sums) and all(
+            best_order(problem, *product) == order for product, order in self.orders
+        )
 
     def size_arguments(self, problem: Problem) -> tuple[Size | tuple[Size, ...], ...]:
         return tuple(problem.extents[s] if s else problem.shape for s in self.sizes)
@@ -155,4 +160,5 @@ def _build(problem: Problem, terms: list[Term], mode: str) -> Lowered:
         mode,
         writer.late,
         tuple(writer.sums.items()),
+        tuple(writer.orders.items()),
     )

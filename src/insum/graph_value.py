@@ -7,11 +7,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from string import ascii_letters
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from insum.contraction import Pair, cheapest
 from insum.errors import DtypeError, UnsupportedError
 from insum.graph_access import Reader
 from insum.graph_build import Value
@@ -32,6 +33,8 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "sign": torch.sign,
     "conj": torch.conj,
 }
+#: Variables of factors, and those that are kept.
+Ordered: TypeAlias = tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -43,6 +46,13 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
         # torch.einsum and torch.sum turn narrow integers into int64 at places of their own choice
         return torch.int64
     return torch.float32 if dtype.is_floating_point and dtype.itemsize == 1 else accumulator(dtype)
+
+
+def meeting_dtype(problem: Problem) -> torch.dtype:
+    """The dtype in which contributions meet; never narrower than the values themselves."""
+    types = {name: kind.type for name, kind in problem.kinds.items()}
+    value = infer(problem.statement.value, types).dtype
+    return torch.promote_types(computed_in(problem.dtype), computed_in(value))
 
 
 #: Up to so many summed places, many small vectors are multiplied and summed rather than contracted.
@@ -66,6 +76,8 @@ class Evaluator(Reader):
         #: What sizes decided: sums, and whether each `is_short`. Where they are not, the graph is
         #: another.
         self.sums: dict[tuple[str, ...], bool] = {}
+        #: Likewise by variables of factors, and those that are kept: the order of products.
+        self.orders: dict[Ordered, tuple[Pair, ...]] = {}
 
     @property
     def types(self) -> dict[str, Typed]:
@@ -73,9 +85,7 @@ class Evaluator(Reader):
 
     @property
     def accumulator(self) -> torch.dtype:
-        """The dtype in which contributions meet; never narrower than the values themselves."""
-        value = infer(self.problem.statement.value, self.types).dtype
-        return torch.promote_types(computed_in(self.problem.dtype), computed_in(value))
+        return meeting_dtype(self.problem)
 
     def term(self, term: Term, order: tuple[str, ...]) -> Value:
         """The contribution of a term, reduced to the variables of the left side; in ``order`` where
@@ -220,10 +230,41 @@ class Evaluator(Reader):
             return self._summed(factors[0], kept, dtype)
         if self._of_many_vectors(factors, kept):
             return self._multiplied(factors, kept, dtype)
+        if len(factors) > 2 and self._sizes_decide(dtype):
+            return self._in_best_order(factors, kept, dtype)
         ordered = _in_order(factors, kept)
         if self._has_einsum(dtype) and len(_variables(factors)) <= len(ascii_letters):
             return self._einsum(ordered, kept, dtype)
         return self._in_pairs(ordered, kept, dtype)
+
+    def _sizes_decide(self, dtype: torch.dtype) -> bool:
+        """Whether sizes are known, and matrix products are all there is to choose from."""
+        return (
+            self.problem.device.type == "cpu"
+            and dtype.is_floating_point
+            and all(isinstance(size, int) for size in self.problem.extents.values())
+        )
+
+    def _in_best_order(
+        self, factors: list[Value], kept: tuple[str, ...], dtype: torch.dtype
+    ) -> Value:
+        """Two factors at a time, the cheapest first. What is summed later stands last, so that it
+        need not be moved there.
+        """
+        names = tuple(f.vars for f in factors)
+        pairs = self.orders[names, kept] = best_order(self.problem, names, kept)
+        left = list(factors)
+        for at, (a, b) in enumerate(pairs):
+            second, first = left.pop(b), left.pop(a)
+            both = _variables([first, second])
+            later = {*kept, *_variables(left)}
+            still = [v for v in kept if v in both]
+            still += _summed_last(both, kept, left, pairs[at + 1 :])
+            result = tuple(v for v in still if v in later)
+            if len(both) > len(ascii_letters):
+                return self._in_pairs([first, second, *left], kept, dtype)
+            left.append(self._einsum([first, second], result, dtype))
+        return left[0]
 
     def _has_einsum(self, dtype: torch.dtype) -> bool:
         """Elsewhere than on the CPU there are no matrix products of integers."""
@@ -313,6 +354,33 @@ class Evaluator(Reader):
         """What contributions start from, in the accumulator's dtype."""
         value = identity(self.problem.statement.operator, self.problem.dtype)
         return int(value) if isinstance(value, bool) else value
+
+
+def best_order(
+    problem: Problem, factors: tuple[tuple[str, ...], ...], kept: tuple[str, ...]
+) -> tuple[Pair, ...]:
+    """The order in which factors with these variables are multiplied; nothing where sizes are not
+    known.
+    """
+    if not all(isinstance(size, int) for size in problem.extents.values()):
+        return ()
+    return cheapest(factors, kept, problem.extents).pairs
+
+
+def _summed_last(
+    vars: tuple[str, ...], kept: tuple[str, ...], left: list[Value], pairs: tuple[Pair, ...]
+) -> list[str]:
+    """The variables that are summed later: those of the next product last, in its order."""
+    sets = [list(f.vars) for f in left] + [list(vars)]
+    found: list[str] = []
+    for a, b in pairs:
+        second, first = sets.pop(b), sets.pop(a)
+        needed = {*kept, *(v for s in sets for v in s)}
+        other = second if set(first) >= set(second) or first == list(vars) else first
+        done = [v for v in (*other, *first, *second) if v in vars and v not in needed]
+        found = [v for v in dict.fromkeys(done) if v not in found] + found
+        sets.append([v for v in dict.fromkeys((*first, *second)) if v in needed])
+    return [v for v in dict.fromkeys((*found, *vars)) if v not in kept]
 
 
 def _in_order(factors: list[Value], kept: tuple[str, ...]) -> list[Value]:

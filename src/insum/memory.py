@@ -250,7 +250,7 @@ def known(tensor: Tensor) -> Entry | None:
     place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
     seen = owner.fingerprints.get(place)  # before the entry: `_made` writes it first
     entry = owner.entries.get(place)
-    if entry is not None and tensor.is_cpu and can_look(tensor):
+    if entry is not None and not entry.declared and tensor.is_cpu and can_look(tensor):
         return entry if seen == fingerprint(tensor) else None
     return entry
 
@@ -354,15 +354,26 @@ _CHUNK = 1 << 16
 
 def fingerprint(tensor: Tensor) -> int:
     """A number that other values have with a probability of 2**-64."""
-    flat = tensor.detach().reshape(-1)
-    if flat.dtype is not torch.int64:
-        flat = flat.to(torch.float64).view(torch.int64) if flat.is_floating_point() else flat.long()
-    total = flat.numel()
+    flat, rest = _as_words(tensor.detach())
+    total = tensor.numel() + rest
     for start in range(0, flat.numel(), _CHUNK):
         chunk = flat[start : start + _CHUNK]
         mixed = int(torch.dot(chunk, _weights(chunk.numel())))
         total = (total * 0x9E3779B97F4A7C15 + mixed) % 2**64
     return total
+
+
+def _as_words(tensor: Tensor) -> tuple[Tensor, int]:
+    """The bytes of a tensor, eight at a time, and what is left of them as a number."""
+    flat = tensor.reshape(-1)
+    if flat.dtype is torch.int64:
+        return flat, 0
+    # a single element may have any stride and be contiguous
+    if flat.stride(0) != 1 or flat.storage_offset() * flat.itemsize % 8:
+        flat = flat.new_empty(flat.numel()).copy_(flat)
+    whole = flat.numel() * flat.itemsize // 8 * 8 // flat.itemsize
+    rest = flat[whole:].view(torch.uint8).tolist()
+    return flat[:whole].view(torch.int64), int.from_bytes(bytes(rest), "little")
 
 
 def _weights(count: int) -> Tensor:

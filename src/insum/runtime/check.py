@@ -113,7 +113,7 @@ def verify(problem: Problem, uses: tuple[Use, ...], values: Mapping[str, Value])
         return
     bounds: dict[str, tuple[int, int] | None] = {}
     for use in uses:
-        if not is_inside(problem, use, values, bounds, _bounds):
+        if not is_inside(problem, use, values, bounds, bounds_of):
             _verify_referenced(problem, use, values)
 
 
@@ -128,7 +128,7 @@ def is_inside(
     use: Use,
     values: Mapping[str, Value],
     bounds: dict[str, tuple[int, int] | None],
-    bounds_of: Callable[[Value], tuple[int, int] | None],
+    find: Callable[[Value], tuple[int, int] | None],
 ) -> bool:
     """Whether the bounds of index tensors, as far as they are known, show that a use stays in its
     dimension. False says only that they do not.
@@ -139,7 +139,7 @@ def is_inside(
             ends: tuple[int, int] | None = (0, int(problem.extents[atom.name]) - 1)
         else:
             if atom.tensor not in bounds:
-                bounds[atom.tensor] = bounds_of(values[atom.tensor])
+                bounds[atom.tensor] = find(values[atom.tensor])
             ends = bounds[atom.tensor]
         if ends is None:
             return False
@@ -147,7 +147,7 @@ def is_inside(
     return low >= use.low(problem) and high < use.limit(problem)
 
 
-def _bounds(value: Value) -> tuple[int, int] | None:
+def bounds_of(value: Value) -> tuple[int, int] | None:
     """Least and greatest value, or None where they cannot be known now."""
     if not isinstance(value, Tensor):
         return int(value.real), int(value.real)
@@ -176,7 +176,7 @@ def _verify_referenced(problem: Problem, use: Use, values: Mapping[str, Value]) 
     point = {
         v: _along(k, len(vars), int(problem.extents[v]), problem.device) for k, v in enumerate(vars)
     }
-    index, present = _evaluated(problem, use.index, values, point)
+    index, present = evaluated(problem, use.index, values, point)
     bad = (
         (((index < min(0, use.low(problem))) | (index >= use.limit(problem))) & present)
         .expand([int(problem.extents[v]) for v in vars])
@@ -192,7 +192,7 @@ def _along(axis: int, rank: int, extent: int, device: torch.device) -> Tensor:
     )
 
 
-def _evaluated(
+def evaluated(
     problem: Problem, index: Affine, values: Mapping[str, Value], point: Mapping[str, Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The value of an index expression at many points at once, and where none of the tensors in it
@@ -206,7 +206,7 @@ def _evaluated(
             continue
         tensor, places = torch.as_tensor(values[atom.tensor]).long(), []
         for i, size in zip(atom.indices, tensor.shape, strict=True):
-            place, there = _evaluated(problem, i, values, point)
+            place, there = evaluated(problem, i, values, point)
             # of a place that is out of range itself another use complains
             there = there & (place >= 0) & (place < size)
             present = present & there

@@ -1,0 +1,80 @@
+"""Which way a CPU goes for a statement: the first of a few that suits it. Statement and sizes alone
+decide; what is made of index values is kept with the index tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from math import prod
+
+from torch import Tensor
+
+from insum.graph import lower
+from insum.graph_value import meeting_dtype
+from insum.host.blocks import blocks_of
+from insum.host.chunks import chunks_of
+from insum.host.dots import dots_of
+from insum.host.parts import Part
+from insum.host.patterns import patterns_of
+from insum.host.places import Call, Lowering
+from insum.host.roles import FLOATS, Roles, roles_of
+from insum.host.rows import rows_of
+from insum.host.runs import runs_of
+from insum.lang.bind import Problem
+
+#: Fewer points than this are done before anything is looked up.
+LEAST_WORK = 1 << 14
+#: How many times more points there may be than any tensor has elements: more are no sparse matrix,
+#: but a dense product in disguise.
+MOST_PER_ELEMENT = 4
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Whole:
+    """The graph, at once."""
+
+    part: Part
+    name, slowness = "graph", 0
+    why = ""
+
+    def __call__(self, call: Call) -> Tensor:
+        return self.part(call.indices())
+
+
+def choose(problem: Problem, *, new: bool = True) -> Lowering | None:
+    """How a CPU runs this problem; None: as one graph. ``new``: the result is a new tensor, not
+    something to be added to another, which is then not rounded.
+    """
+    work = prod(int(n) for n in problem.extents.values())
+    if work < LEAST_WORK or not new and 2 * work < prod(int(n) for n in problem.shape):
+        return None
+    if not new and problem.dtype in FLOATS:
+        problem = replace(problem, dtype=meeting_dtype(problem))
+    roles = roles_of(problem)
+    if roles is None:
+        return None
+    found = patterns_of(problem, _whole, lambda: _first(roles) or _whole(problem))
+    return found or _first(roles)
+
+
+def _first(roles: Roles) -> Lowering | None:
+    """Sums of rows, scalar products, runs of a matrix and blocks are products of matrices; anything
+    else can be done a part at a time.
+    """
+    rules: tuple[Callable[[Roles], Lowering | None], ...] = (rows_of, dots_of, runs_of, blocks_of)
+    if _is_sparse(roles):
+        for rule in rules:
+            found = rule(roles)
+            if found is not None:
+                return found
+    return chunks_of(roles.problem)
+
+
+def _whole(problem: Problem) -> Lowering:
+    return chunks_of(problem) or Whole(Part(problem, lower(problem)))
+
+
+def _is_sparse(roles: Roles) -> bool:
+    elements = [prod(int(s) for s in kind.shape) for kind in roles.problem.kinds.values()]
+    return roles.count <= MOST_PER_ELEMENT * max(elements)

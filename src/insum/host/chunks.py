@@ -1,0 +1,135 @@
+"""The graph, a part of one variable at a time: what is gathered stays in cache, and nothing of the
+size of all points is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from insum.contraction import cheapest
+from insum.graph import Lowered, live_terms, lower
+from insum.graph_value import meeting_dtype
+from insum.host.places import Call
+from insum.host.roles import as_tensor
+from insum.lang.bind import Problem
+from insum.lang.expand import Term
+from insum.lang.expr import Access, accesses, variables
+
+#: Bytes of the largest intermediate that are made at a time.
+AT_ONCE = 1 << 22
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Chunks:
+    """The same statement over ``step`` places of ``var`` after the other. ``dims`` are the
+    dimensions of tensors along which it runs; ``along`` is that of the output, -1 where it is
+    summed.
+    """
+
+    problem: Problem
+    graph: Lowered
+    var: str
+    step: int
+    dims: Mapping[str, int]
+    along: int
+    name, slowness = "chunks", 0
+
+    @property
+    def why(self) -> str:
+        return f"{self.step} of {self.var} at a time, so that what is gathered stays in cache"
+
+    def __call__(self, call: Call) -> Tensor:
+        problem, values = self.problem, dict(call.indices())
+        out = torch.zeros(problem.shape, dtype=meeting_dtype(problem))
+        whole = {name: as_tensor(values[name]) for name in self.dims}
+        extent = int(problem.extents[self.var])
+        for start in range(0, extent, self.step):
+            length = min(self.step, extent - start)
+            for name, dim in self.dims.items():
+                values[name] = whole[name].narrow(dim, start, length)
+            into = out if self.along < 0 else out.narrow(self.along, start, length)
+            self.graph(_shortened(problem, self.var, length, into), values, into)
+        return out.to(problem.dtype)
+
+
+def _shortened(problem: Problem, var: str, length: int, into: Tensor) -> Problem:
+    return replace(problem, extents={**problem.extents, var: length}, shape=tuple(into.shape))
+
+
+def chunks_of(problem: Problem) -> Chunks | None:
+    terms = live_terms(problem)
+    if len(terms) != 1:
+        return None
+    (term,) = terms
+    extents = {v: int(n) for v, n in problem.extents.items()}
+    largest = max(_intermediates(problem, term), key=lambda vs: _volume(vs, extents), default=None)
+    if largest is None:
+        return None
+    wide = meeting_dtype(problem)
+    nbytes = wide.itemsize * _volume(largest, extents)
+    if nbytes <= 2 * AT_ONCE:
+        return None
+    for var in sorted(largest, key=lambda v: -extents[v]):
+        found = _dims(problem, var)
+        if found is not None and extents[var] > 1:
+            dims, along = found
+            step = max(1, extents[var] * AT_ONCE // nbytes)
+            graph = lower(replace(problem, dtype=wide), "into")
+            return Chunks(problem, graph, var, step, dims, along)
+    return None
+
+
+def _volume(vars: frozenset[str], extents: Mapping[str, int]) -> int:
+    return prod(extents[v] for v in vars)
+
+
+def _intermediates(problem: Problem, term: Term) -> list[frozenset[str]]:
+    """The variables of everything that the graph makes on its way and nobody asked for."""
+    factors = [variables(f) for f in term.factors if variables(f)]
+    found = [
+        frozenset(variables(a))
+        for f in term.factors
+        for a in accesses(f, nested=False)
+        if any(i.var is None and i.terms for i in a.indices)
+    ]
+    kept = frozenset(variables(problem.statement.target))
+    if any(True for i in problem.statement.target.indices for _ in accesses(i)):
+        found.append(kept)
+    if len(factors) > 2:
+        found.append(cheapest(factors, tuple(kept), problem.extents).largest)
+    return found
+
+
+def _dims(problem: Problem, var: str) -> tuple[dict[str, int], int] | None:
+    """The dimension of each tensor along which a variable runs, and of the output; None where it
+    is anything else than a dimension of its own.
+    """
+    target = problem.statement.target
+    places: dict[str, set[int]] = {}
+    reads = [a for term in live_terms(problem) for f in term.factors for a in accesses(f)]
+    for access in (*reads, *(a for i in target.indices for a in accesses(i))):
+        places.setdefault(access.tensor, set()).add(_dim(access, var))
+    places_of_target = _dim(target, var)
+    if places_of_target == _TANGLED or any(len(p) > 1 or _TANGLED in p for p in places.values()):
+        return None
+    return {n: d for n, (d,) in places.items() if d >= 0}, places_of_target
+
+
+#: Not a dimension of the access; and in it otherwise than as one whole dimension.
+_NONE, _TANGLED = -1, -2
+
+
+def _dim(access: Access, var: str) -> int:
+    outside = [d for d, index in enumerate(access.indices) if index.var == var]
+    mixed = any(
+        index.var != var and var in (a.name for _, a in index.terms if not isinstance(a, Access))
+        for index in access.indices
+    )
+    if mixed or len(outside) > 1:
+        return _TANGLED
+    return outside[0] if outside else _NONE

@@ -1,0 +1,86 @@
+"""A scalar product for each point: a product of two dense matrices, sampled where there are points.
+Neither matrix is gathered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from insum.host.parts import Finish, finish_of
+from insum.host.places import Call, Segments, is_sorted, places_of, segments
+from insum.host.roles import Roles, as_tensor
+from insum.host.rows import csr
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Pairs:
+    """Entries by row of one factor and column of the other; ``first`` says which has the rows."""
+
+    entries: Segments
+    first: int
+
+    def dots(self, a: Tensor, b: Tensor) -> Tensor:
+        entries = self.entries
+        blank = csr(entries, a.new_zeros(len(entries.columns)), (len(a), len(b)))
+        found: Tensor = torch.sparse.sampled_addmm(blank, a, b.T, beta=0.0).values()
+        return found
+
+    @property
+    def take(self) -> Tensor | None:
+        return self.entries.take
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Every:
+    """More points than there are pairs of rows: all products, and where each point's is."""
+
+    at: Tensor
+    take: Tensor | None
+    first: int = 0
+
+    def dots(self, a: Tensor, b: Tensor) -> Tensor:
+        return torch.mm(a, b.T).reshape(-1).index_select(0, self.at)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dots:
+    """``S[p] = A[row(p),n] * B[column(p),n]``, summed over n."""
+
+    roles: Roles
+    finish: Finish
+    key: tuple[object, ...]
+    name, slowness = "dots", 8
+    why = "a scalar product for each point is a product of two matrices, sampled at the points"
+
+    def __call__(self, call: Call) -> Tensor:
+        roles = self.roles
+        found = call.kept(self.key, lambda: self.made(call))
+        columns = roles.shared[0, 1]
+        a, b = (
+            side.matrices(as_tensor(call.values[side.access.tensor]).to(roles.dtype), columns)
+            for side in (roles.wide[found.first], roles.wide[1 - found.first])
+        )
+        result = found.dots(a.contiguous(), b.contiguous())
+        if found.take is not None:
+            result = a.new_zeros(roles.count).index_copy_(0, found.take.long(), result)
+        return self.finish(call, result.reshape(roles.sizes)).to(roles.problem.dtype)
+
+    def made(self, call: Call) -> _Pairs | _Every:
+        places = places_of(self.roles, call)
+        _, a, b = places.rows
+        count = [side.count for side in self.roles.wide]
+        if len(a) >= count[0] * count[1]:
+            return _Every(a * count[1] + b, places.take)
+        first = 1 if is_sorted(b) and not is_sorted(a) else 0
+        rows, columns = (b, a) if first else (a, b)
+        side = self.roles.wide[first]
+        return _Pairs(segments(rows, side.count, columns, places.take), first)
+
+
+def dots_of(roles: Roles) -> Dots | None:
+    if len(roles.wide) != 2 or set(roles.shared) != {(0, 1)}:
+        return None
+    return Dots(roles, finish_of(roles), ("dots", *roles.key))

@@ -1,0 +1,362 @@
+"""A short pattern of index tensors, such as Clebsch-Gordan coefficients, as one small dense tensor:
+the statement loses its index tensors and becomes matrix products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+import torch
+from torch import Tensor
+
+from insum import memory
+from insum.contraction import WRITING, cheapest
+from insum.graph import live_terms, lower
+from insum.graph_value import meeting_dtype
+from insum.host.parts import Part, sub_problem, tensor_kind
+from insum.host.places import Call, Lowering
+from insum.host.roles import as_tensor
+from insum.lang.bind import Problem
+from insum.lang.expand import Term
+from insum.lang.expr import (
+    Access,
+    Affine,
+    Expr,
+    accesses,
+    fresh,
+    index_of,
+    names_of,
+    rewrite,
+    tensors_of,
+    variables,
+)
+from insum.runtime.check import evaluated
+
+#: Points of a pattern, elements of the dense tensor, and by how much more it may take where the
+#: other way gathers: its products are of small matrices.
+MOST_POINTS, MOST_ELEMENTS, GATHERING = 4096, 1 << 20, 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pattern:
+    """The variables of a pattern, the factors that belong to it, and the axes of the dense tensor:
+    the name of each, its extent, and the index that picks a place along it.
+    """
+
+    vars: tuple[str, ...]
+    factors: tuple[Expr, ...]
+    axes: Mapping[tuple[Affine, int], str]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Made:
+    """What is made of a pattern's values: the dense tensor, None where it would be too large, and
+    for each axis that another one determines, a table from there (``follows``: which; ``tables``:
+    whereto; on the left side, as a matrix of ones).
+    """
+
+    dense: Tensor | None
+    follows: tuple[tuple[str, str], ...]
+    tables: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Patterns:
+    """A statement in which a short pattern becomes a dense tensor, where that takes less work, or
+    which goes the way ``otherwise``.
+    """
+
+    problem: Problem
+    term: Term
+    pattern: Pattern
+    coefficients: Part | None
+    reads: tuple[str, ...]
+    choose: Callable[[Problem], Lowering]
+    otherwise: Lowering
+    key: tuple[object, ...]
+    #: By which axes follow others: the dense statement, its way, and names of what is made for it.
+    ways: dict[object, tuple[Lowering, tuple[str, ...]] | None] = field(default_factory=dict)
+    name, slowness = "patterns", 1
+    why = "a short pattern is a small dense tensor, kept with it, and the rest matrix products"
+
+    def __call__(self, call: Call) -> Tensor:
+        made, way = self.way(call)
+        if way is None or made.dense is None:
+            return self.otherwise(call)
+        lowering, names = way
+        values = {**call.indices(), **dict(zip(names, (made.dense, *made.tables)))}
+        found = lowering(Call(values, lambda: values, call.entries))
+        # Zeros of the dense tensor are absent points, which must not meet what is not finite.
+        return found if found.sum().isfinite() else self.otherwise(call)
+
+    def chosen(self, call: Call) -> Lowering:
+        """This, or the other way where values decide for that."""
+        made, way = self.way(call)
+        return self.otherwise if way is None or made.dense is None else self
+
+    def way(self, call: Call) -> tuple[_Made, tuple[Lowering, tuple[str, ...]] | None]:
+        more = [memory.entry_of(as_tensor(call.values[n])).serial for n in self.reads]
+        made = call.kept((self.key, *more), lambda: self.made(call))
+        if made.follows not in self.ways:
+            self.ways[made.follows] = self.dense_way(made.follows)
+        return made, self.ways[made.follows]
+
+    # --- the dense statement ---
+
+    def dense_way(
+        self, follows: tuple[tuple[str, str], ...]
+    ) -> tuple[Lowering, tuple[str, ...]] | None:
+        taken = names_of(self.problem.statement) | set(self.pattern.axes.values())
+        names = tuple(fresh("pattern", taken) for _ in range(1 + len(follows)))
+        dense = _dense(self.problem, self.term, self.pattern, dict(follows), names)
+        points = prod(int(self.problem.extents[v]) for v in self.term.variables)
+        if _steps(dense) > (self.otherwise.slowness * points or GATHERING * _steps(self.problem)):
+            return None
+        return self.choose(dense), names
+
+    # --- values ---
+
+    def made(self, call: Call) -> _Made:
+        problem, pattern, values = self.problem, self.pattern, call.indices()
+        sizes = [int(problem.extents[v]) for v in pattern.vars]
+        grid = {
+            v: torch.arange(n).reshape([-1 if k == at else 1 for k in range(len(sizes))])
+            for at, (v, n) in enumerate(zip(pattern.vars, sizes))
+        }
+        present = torch.ones(sizes, dtype=torch.bool)
+        places: dict[str, Tensor] = {}
+        for (index, _), axis in pattern.axes.items():
+            place, there = evaluated(problem, index, values, grid)
+            present, places[axis] = present & there, place.expand(sizes)
+        for index in _indices(pattern.factors):
+            present = present & evaluated(problem, index, values, grid)[1]
+        at = {axis: place[present] for axis, place in places.items()}
+        scale = torch.ones(sizes, dtype=self.dtype)
+        if self.coefficients is not None:
+            scale = self.coefficients(values).to(self.dtype)
+        extents = {axis: n for (_, n), axis in pattern.axes.items()}
+        follows = self.worth(_follows(at, extents))
+        kept = [axis for axis in at if axis not in dict(follows)]
+        sizes = [extents[axis] for axis in kept]
+        if prod(sizes) > MOST_ELEMENTS:
+            return _Made(None, follows, ())
+        dense = torch.zeros(sizes, dtype=self.dtype)
+        dense.index_put_(tuple(at[axis] for axis in kept), scale[present], accumulate=True)
+        left = _left_axes(self.problem, self.pattern)
+        tables = [
+            _ones(at[axis], extents[axis], at[base], extents[base], self.dtype)
+            if axis in left
+            else torch.zeros(extents[base], dtype=torch.int64).index_put_((at[base],), at[axis])
+            for axis, base in follows
+        ]
+        return _Made(dense, follows, tuple(tables))
+
+    def worth(self, follows: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+        """Those axes that follow others, if leaving them out takes less work."""
+        names = ("dense", *(f"table_{k}" for k in range(len(follows))))
+        with_all = _dense(self.problem, self.term, self.pattern, {}, names[:1])
+        without = _dense(self.problem, self.term, self.pattern, dict(follows), names)
+        return follows if _steps(without) < _steps(with_all) else ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return meeting_dtype(self.problem)
+
+
+def _follows(at: Mapping[str, Tensor], extents: Mapping[str, int]) -> tuple[tuple[str, str], ...]:
+    """Axes whose place is known from that of another one, longer and not left out itself."""
+    kept: list[str] = []
+    found: list[tuple[str, str]] = []
+    for axis in sorted(at, key=lambda name: -extents[name]):
+        base = next((b for b in kept if _determines(at[b], at[axis], extents[axis])), None)
+        if base is None:
+            kept.append(axis)
+        else:
+            found.append((axis, base))
+    return tuple(found)
+
+
+def _determines(base: Tensor, other: Tensor, extent: int) -> bool:
+    return len(torch.unique(base * extent + other)) == len(torch.unique(base))
+
+
+def _left_axes(problem: Problem, pattern: Pattern) -> set[str]:
+    """Axes of the left side: what is scattered through a short table is a matrix product."""
+    target = problem.statement.target
+    keys = zip(target.indices, (int(s) for s in problem.shape))
+    return {axis for key in keys if (axis := pattern.axes.get(key)) is not None}
+
+
+def _ones(rows: Tensor, count: int, columns: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """A matrix with ones at these places."""
+    return torch.zeros(count, width, dtype=dtype).index_put_(
+        (rows, columns), torch.ones((), dtype=dtype)
+    )
+
+
+def _steps(problem: Problem) -> int:
+    """What a product takes: the best order, and what is gathered for it."""
+    (term,) = problem.terms
+    factors = [variables(f) for f in term.factors]
+    order = cheapest(factors, variables(problem.statement.target), problem.extents)
+    gathered = [f for f in (problem.statement.target, *term.factors) if _indices((f,))]
+    moved = [prod(int(problem.extents[v]) for v in variables(f)) for f in gathered]
+    return order.steps + WRITING * sum(moved)
+
+
+def _indices(factors: tuple[Expr, ...]) -> list[Affine]:
+    return [i for f in factors for a in accesses(f) for i in a.indices if any(accesses(i))]
+
+
+def patterns_of(
+    problem: Problem, choose: Callable[[Problem], Lowering], otherwise: Callable[[], Lowering]
+) -> Patterns | None:
+    """``choose`` says how the dense statement is run, ``otherwise`` how this one is without."""
+    (term,) = live_terms(problem)
+    pattern = _pattern(problem, term)
+    if pattern is None:
+        return None
+    part = _coefficients(problem, pattern)
+    indices = {a.tensor for _, _, i in problem.index_uses() for a in accesses(i)}
+    reads = tensors_of(part.problem.statement) if part is not None else ()
+    return Patterns(
+        problem,
+        term,
+        pattern,
+        part,
+        tuple(n for n in reads if n not in indices and problem.kinds[n].device is not None),
+        choose,
+        otherwise(),
+        ("pattern", str(problem.statement), *(n for _, n in pattern.axes)),
+    )
+
+
+def _coefficients(problem: Problem, pattern: Pattern) -> Part | None:
+    """What scales the points of a pattern."""
+    if not pattern.factors:
+        return None
+    name = fresh("scale", names_of(problem.statement))
+    target = Access(name, tuple(index_of(v) for v in pattern.vars))
+    shape = tuple(int(problem.extents[v]) for v in pattern.vars)
+    scale = sub_problem(
+        problem, target, list(pattern.factors), shape, meeting_dtype(problem), {}, {}
+    )
+    return Part(scale, lower(scale))
+
+
+def _pattern(problem: Problem, term: Term) -> Pattern | None:
+    """The short index tensors that share no variable with a long one."""
+    uses = [(a, d, i) for a, d, i in problem.index_uses()]
+    outside = [(a, d, i) for a, d, i in uses if _is_outside(problem, term, a)]
+    short = {id(i): _is_short(problem, i) for _, _, i in outside}
+    if not outside or any(a.indices and not _is_outside(problem, term, a) for a, _, _ in uses):
+        return None
+    vars: set[str] = {v for _, _, i in outside if short[id(i)] for v in variables(i)}
+    while True:
+        long = [i for _, _, i in outside if not (short[id(i)] and set(variables(i)) <= vars)]
+        fewer = vars - {v for i in long for v in variables(i)}
+        if fewer == vars:
+            break
+        vars = fewer
+    own = tuple(f for f in term.factors if variables(f) and _is_own(problem, f, vars))
+    ordered = tuple(v for v in term.variables if v in vars)
+    if not vars or prod(int(problem.extents[v]) for v in vars) > MOST_POINTS:
+        return None
+    axes = _axes(problem, term, own, vars)
+    rest = any(variables(f) for f in term.factors if f not in own)
+    if not axes or not rest:
+        return None
+    return Pattern(ordered, own, axes)
+
+
+def _is_own(problem: Problem, factor: Expr, vars: set[str]) -> bool:
+    """Whether a factor is part of the pattern: short, and of its variables alone."""
+    tensors = {a.tensor for a in accesses(factor)}
+    sizes = [prod(int(s) for s in problem.kinds[name].shape) for name in tensors]
+    return set(variables(factor)) <= vars and max(sizes, default=0) <= MOST_POINTS
+
+
+def _is_outside(problem: Problem, term: Term, access: Access) -> bool:
+    """Whether an access is a value, or the left side, rather than part of an index."""
+    values = [a for f in term.factors for a in accesses(f, nested=False)]
+    return access is problem.statement.target or any(access == a for a in values)
+
+
+def _is_short(problem: Problem, index: Affine) -> bool:
+    atom = index.atom
+    if not isinstance(atom, Access) or any(i.var is None for i in atom.indices):
+        return False
+    return prod(int(s) for s in problem.kinds[atom.tensor].shape) <= MOST_POINTS
+
+
+def _axes(
+    problem: Problem, term: Term, own: tuple[Expr, ...], vars: set[str]
+) -> dict[tuple[Affine, int], str] | None:
+    """An axis for each index that the pattern decides, and for each of its variables that is an
+    index by itself.
+    """
+    taken, found = names_of(problem.statement), {}
+    others = [a for f in term.factors if f not in own for a in accesses(f, nested=False)]
+    for access in (problem.statement.target, *others):
+        for dim, index in enumerate(access.indices):
+            mentioned = set(variables(index)) & vars
+            if not mentioned:
+                continue
+            if not mentioned >= set(variables(index)) or index.atom is None:
+                return None
+            key = index, int(problem.size_of(access, dim))
+            if key not in found:
+                found[key] = index.var or fresh("x", taken)
+    return found
+
+
+def _dense(
+    problem: Problem,
+    term: Term,
+    pattern: Pattern,
+    follows: Mapping[str, str],
+    names: tuple[str, ...],
+) -> Problem:
+    """The statement with the pattern as a tensor, and tables for the axes that follow others; these
+    have the names.
+    """
+    extents = {axis: n for (_, n), axis in pattern.axes.items()}
+    tables = dict(zip(follows, names[1:]))
+    left = _left_axes(problem, pattern)
+
+    def place(axis: str) -> Affine:
+        if axis not in follows or axis in left:
+            return index_of(axis)
+        return Affine(((1, Access(tables[axis], (index_of(follows[axis]),))),))
+
+    def changed(access: Access) -> Access:
+        is_target = access is problem.statement.target
+        shape = problem.shape if is_target else problem.kinds[access.tensor].shape
+        indices = [
+            place(axis) if (axis := pattern.axes.get((index, int(size)))) else index
+            for index, size in zip(access.indices, shape)
+        ]
+        return Access(access.tensor, tuple(indices))
+
+    rest = [rewrite(f, changed) for f in term.factors if f not in pattern.factors]
+    kept = [axis for axis in pattern.axes.values() if axis not in follows]
+    dense = Access(names[0], tuple(index_of(axis) for axis in kept))
+    kinds = {names[0]: tensor_kind(tuple(extents[a] for a in kept), meeting_dtype(problem))}
+    for axis, base in follows.items():
+        if axis in left:
+            rest.append(Access(tables[axis], (index_of(axis), index_of(base))))
+            shape = extents[axis], extents[base]
+            kinds[tables[axis]] = tensor_kind(shape, meeting_dtype(problem))
+        else:
+            kinds[tables[axis]] = tensor_kind((extents[base],), torch.int64)
+    return sub_problem(
+        problem,
+        changed(problem.statement.target),
+        [dense, *rest],
+        tuple(int(s) for s in problem.shape),
+        problem.dtype,
+        kinds,
+        extents,
+    )

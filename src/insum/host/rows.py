@@ -1,0 +1,109 @@
+"""A sum of scaled rows: a sparse matrix in CSR times a dense one, without the rows that were read
+ever lying side by side.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from insum.host.parts import Weights, weights_of
+from insum.host.places import Call, Segments, places_of, segments
+from insum.host.roles import Roles, as_tensor
+
+#: Measured. In float64 bags have no vector code: from so many columns on torch's own product is
+#: quicker than the library's. In float32 the library's is quicker than bags up to so many columns,
+#: where rows have so many entries.
+_WIDE = 64
+_NARROW, _FULL = 16, 8
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """``C[row(p),n] += scale(p) * B[column(p),n]``."""
+
+    roles: Roles
+    weights: Weights
+    key: tuple[object, ...]
+    dtype: torch.dtype
+    name, slowness = "rows", 8
+    why = "a sum of scaled rows is a sparse matrix (CSR, kept with the index tensors) times a dense"
+
+    def __call__(self, call: Call) -> Tensor:
+        roles, (side,) = self.roles, self.roles.wide
+        columns = roles.shared.get((-1, 0), ())
+        found = call.kept(self.key, lambda: self.made(call))
+        matrix = as_tensor(call.values[side.access.tensor])
+        weights = found.taken(self.weights(call, self.dtype))
+        dense = side.matrices(matrix.to(self.dtype), columns)
+        result = sum_of_rows(found, weights, dense)
+        return roles.target.restored(result, columns).to(roles.problem.dtype)
+
+    def made(self, call: Call) -> Segments:
+        places = places_of(self.roles, call)
+        return segments(places.rows[0], self.roles.target.count, places.rows[1], places.take)
+
+
+def rows_of(roles: Roles) -> Rows | None:
+    if len(roles.wide) != 1 or set(roles.shared) != {(-1, 0)}:
+        return None
+    weights = weights_of(roles)
+    return Rows(roles, weights, ("rows", *roles.key), _dtype(roles, weights))
+
+
+def _dtype(roles: Roles, weights: Weights) -> torch.dtype:
+    """Where all is in one narrow dtype, that: the kernel takes its sums in float32 by itself. What
+    is computed here is not to be rounded.
+    """
+    kinds = [k for k in roles.problem.kinds.values() if k.device is not None]
+    narrow = {k.dtype for k in kinds if k.dtype.is_floating_point} | {roles.problem.dtype}
+    return roles.dtype if weights.part is not None or len(narrow) > 1 else roles.problem.dtype
+
+
+def sum_of_rows(entries: Segments, weights: Tensor | None, dense: Tensor) -> Tensor:
+    """For each row the sum of the rows of ``dense`` that its entries name, times their weights."""
+    narrow = dense.dtype == torch.float32 and dense.shape[1] <= _NARROW
+    full = len(entries.columns) >= _FULL * (len(entries.starts) - 1)
+    if dense.dtype == torch.float64 or narrow and full:
+        return _product(entries, weights, dense)
+    return torch.embedding_bag(
+        dense.contiguous(),
+        entries.columns,
+        entries.starts,
+        False,
+        0,  # sum
+        False,
+        weights,
+        True,  # the last start is an end
+    )[0]
+
+
+def _product(entries: Segments, weights: Tensor | None, dense: Tensor) -> Tensor:
+    """As a sparse matrix that torch knows."""
+    if weights is None:
+        weights = dense.new_ones(len(entries.columns))
+    shape = len(entries.starts) - 1, len(dense)
+    matrix = csr(entries, weights, shape)
+    if dense.shape[1] >= _WIDE:
+        result: Tensor = torch.sparse.mm(matrix, dense.contiguous(), reduce="sum")
+        return result
+    return torch.mm(matrix, dense.contiguous())
+
+
+def csr(entries: Segments, values: Tensor, shape: tuple[int, int]) -> Tensor:
+    _announce()
+    return torch.sparse_csr_tensor(
+        entries.starts, entries.columns, values, shape, check_invariants=False
+    )
+
+
+@cache
+def _announce() -> None:
+    """torch says once that such matrices are in beta; not to whoever does not know of them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.sparse_csr_tensor([0], [], [], (0, 0))

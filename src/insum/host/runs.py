@@ -1,0 +1,213 @@
+"""Points that share a matrix, as one matrix product a run of them: sparse convolutions, experts,
+relations; and the gradient of such matrices, a product for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+import torch
+from torch import Tensor
+
+from insum.host.parts import Weights, weights_of
+from insum.host.places import (
+    Call,
+    Segments,
+    is_counting,
+    is_sorted,
+    narrow,
+    places_of,
+    segments,
+    sorting,
+)
+from insum.host.roles import Roles, Side, as_tensor
+from insum.host.rows import sum_of_rows
+
+#: Bytes of the rows that are multiplied at a time: as much as a cache holds, and long enough for a
+#: matrix product.
+AT_ONCE = 1 << 23
+#: Points that a matrix must have on the average, and columns on each side.
+LEAST_RUN = 16
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chunk:
+    """Some output rows: the rows that are read for them, sorted by matrix; how many each matrix
+    has; and the sums of products that they are, None where they are the products.
+    """
+
+    first: int
+    last: int
+    reads: Tensor
+    runs: tuple[tuple[int, int, int], ...]
+    sums: Segments | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Products:
+    """``Out[o(p),m] += scale(p) * In[i(p),k] * W[w(p),k,m]``."""
+
+    roles: Roles
+    weights: Weights
+    key: tuple[object, ...]
+    matrix: int
+    name, slowness = "runs", 0
+    why = "points that share a matrix are one matrix product, summed while they are in cache"
+
+    @property
+    def sides(self) -> tuple[Side, Side]:
+        """The rows that are read, and the matrices."""
+        return self.roles.wide[1 - self.matrix], self.roles.wide[self.matrix]
+
+    def __call__(self, call: Call) -> Tensor:
+        roles, (rows, matrices) = self.roles, self.sides
+        chunks = call.kept(self.key, lambda: tuple(self.made(call)))
+        inner, outer = roles.shared[0, 1], roles.shared[-1, self.matrix]
+        x = rows.matrices(as_tensor(call.values[rows.access.tensor]), inner)
+        w = matrices.matrices(as_tensor(call.values[matrices.access.tensor]), inner, outer)
+        w = w.to(roles.dtype)
+        weights = self.weights(call, roles.dtype)
+        out = x.new_empty((roles.target.count, w.shape[2]), dtype=roles.dtype)
+        for chunk in chunks:
+            _run(chunk, x, w, weights, out[chunk.first : chunk.last])
+        return roles.target.restored(out, outer).to(roles.problem.dtype)
+
+    def made(self, call: Call) -> Iterator[_Chunk]:
+        places = places_of(self.roles, call)
+        to, *read = places.rows
+        reads, which = read[1 - self.matrix], read[self.matrix]
+        take = places.take
+        count = self.roles.target.count
+        length = torch.bincount(to, minlength=count)
+        chunk_of = (length.cumsum(0) - length) // at_once(self.roles)
+        # by chunk of the output, then by matrix
+        order = sorting(chunk_of[to] * self.sides[1].count + which)
+        to, reads, which = to[order], reads[order], which[order]
+        points = order if take is None else take[order]
+        numbers = torch.arange(int(chunk_of[-1]) + 2)
+        starts = torch.searchsorted(chunk_of[to], numbers).tolist()
+        firsts = torch.searchsorted(chunk_of, numbers).tolist()
+        for (a, b), (first, last) in zip(pairwise(starts), pairwise(firsts)):
+            if first < last:
+                here = slice(a, b)
+                sums = self.sums(to[here] - first, last - first, points[here])
+                yield _Chunk(first, last, narrow(reads[here]), _runs(which[here]), sums)
+
+    def sums(self, to: Tensor, count: int, points: Tensor) -> Segments | None:
+        """How the products of a chunk are summed: by output, with the point of each."""
+        if not self.roles.narrow and len(to) == count and is_counting(to):
+            return None
+        found = segments(to, count, torch.arange(len(to)), None)
+        ordered = narrow(points[found.columns.long()]) if self.roles.narrow else None
+        return Segments(found.starts, found.columns, ordered)
+
+
+def _run(chunk: _Chunk, x: Tensor, w: Tensor, weights: Tensor | None, out: Tensor) -> None:
+    read = x.index_select(0, chunk.reads).to(w.dtype)
+    sums = chunk.sums
+    products = out if sums is None else out.new_empty((len(read), out.shape[1]))
+    for matrix, start, end in chunk.runs:
+        torch.mm(read[start:end], w[matrix], out=products[start:end])
+    if sums is not None and not len(read):
+        out.zero_()
+    elif sums is not None:
+        out.copy_(sum_of_rows(sums, sums.taken(weights), products))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Run:
+    """The points of one matrix: which rows of each factor they read, None where they are counted
+    from the start on; and which points they are.
+    """
+
+    matrix: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Sorted:
+    reads: tuple[Tensor | None, Tensor | None]
+    points: Tensor | None
+    runs: tuple[_Run, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sums:
+    """``W[w(p),k,m] += scale(p) * A[a(p),k] * B[b(p),m]``."""
+
+    roles: Roles
+    weights: Weights
+    key: tuple[object, ...]
+    name, slowness = "runs", 0
+    why = "points that add to the same matrix are one matrix product"
+
+    def __call__(self, call: Call) -> Tensor:
+        roles, (left, right) = self.roles, self.roles.wide
+        found = call.kept(self.key, lambda: self.made(call))
+        rows, columns = roles.shared[-1, 0], roles.shared[-1, 1]
+        a = left.matrices(as_tensor(call.values[left.access.tensor]), rows)
+        b = right.matrices(as_tensor(call.values[right.access.tensor]), columns)
+        weights = self.weights(call, roles.dtype)
+        if weights is not None and found.points is not None:
+            weights = weights.index_select(0, found.points)
+        out = a.new_zeros((roles.target.count, a.shape[1], b.shape[1]), dtype=roles.dtype)
+        step = at_once(roles)
+        for run in found.runs:
+            for start in range(run.start, run.end, step):
+                here = slice(start, min(start + step, run.end))
+                x, y = (
+                    _part(t, reads, here).to(roles.dtype) for t, reads in zip((a, b), found.reads)
+                )
+                if weights is not None:
+                    y = y * weights[here, None]
+                out[run.matrix].addmm_(x.T, y)
+        result = roles.target.restored(out, rows, columns)
+        return result.to(roles.problem.dtype)
+
+    def made(self, call: Call) -> _Sorted:
+        places = places_of(self.roles, call)
+        to, *reads = places.rows
+        points = places.take
+        if not is_sorted(to):
+            order = sorting(to)
+            to, reads = to[order], [r[order] for r in reads]
+            points = order if points is None else points[order]
+        a, b = (None if is_counting(r) else narrow(r) for r in reads)
+        runs = tuple(_Run(*run) for run in _runs(to))
+        return _Sorted((a, b), points, runs)
+
+
+def _part(rows: Tensor, reads: Tensor | None, here: slice) -> Tensor:
+    return rows[here] if reads is None else rows.index_select(0, reads[here])
+
+
+def _runs(which: Tensor) -> tuple[tuple[int, int, int], ...]:
+    """For each matrix, in order, where its points begin and end."""
+    matrices, counts = torch.unique_consecutive(which, return_counts=True)
+    ends = counts.cumsum(0)
+    return tuple(zip(matrices.tolist(), (ends - counts).tolist(), ends.tolist()))
+
+
+def at_once(roles: Roles) -> int:
+    """How many points are multiplied at a time."""
+    extents = roles.problem.extents
+    widths = [prod(int(extents[v]) for v in names) for names in roles.shared.values()]
+    return max(LEAST_RUN, AT_ONCE // (roles.dtype.itemsize * max(widths)))
+
+
+def runs_of(roles: Roles) -> Products | Sums | None:
+    if len(roles.wide) != 2 or len(roles.shared) != 2:
+        return None
+    if (0, 1) not in roles.shared:
+        enough = roles.count >= LEAST_RUN * roles.target.count
+        return Sums(roles, weights_of(roles), ("sums", *roles.key)) if enough else None
+    matrix = 0 if (-1, 0) in roles.shared else 1
+    count, step = roles.wide[matrix].count, at_once(roles)
+    few = roles.count <= step * roles.target.count
+    long = min(roles.count, step) >= LEAST_RUN * count
+    key = ("runs", *roles.key)
+    return Products(roles, weights_of(roles), key, matrix) if few and long else None

@@ -1,0 +1,519 @@
+"""The ways of a CPU: each is taken where it should be, and gives what the oracle gives."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import insum
+from insum.call import BoundCall, kinds_of
+from insum.contraction import cheapest
+from insum.host import choose as chooser
+from insum.host import chunks, runs
+from insum.host.places import Lowering
+from insum.request import request_of
+from insum.testing import Case, assert_close, draw_cases
+from scatters import draw_scatters
+
+FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small statements too, in chunks so small that there are several."""
+    monkeypatch.setattr(chooser, "LEAST_WORK", 0)
+    monkeypatch.setattr(chunks, "AT_ONCE", 256)
+    monkeypatch.setattr(runs, "AT_ONCE", 1 << 14)
+    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.api._fronts", {})
+
+
+@dataclass(frozen=True)
+class Statement:
+    """A statement, how to draw its arguments, and the way that it takes."""
+
+    way: str
+    text: str
+    draw: Callable[[torch.dtype], dict[str, Any]]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.way}: {self.text}"
+
+
+def whole(high: int, *shape: int, low: int = 0) -> Tensor:
+    return torch.randint(low, high, shape)
+
+
+def real(dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+SPMM = "C[AM[p],n] = AV[p] * B[AK[p],n]"
+GROUPED = "C[AM[p],n] = AV[p,q] * B[AK[p,q],n]"
+CONVOLUTION = "Out[x,m] = In[Nb[x,z],c] * W[z,c,m]"
+EXPERTS = "Y[p,n] = X[tok[p],k] * W[e[p],k,n]"
+PRODUCT = "Z[b,I[p],w] = V[p] * X[b,J[p],u] * Y[b,K[p]] * W[b,L[p],u,w]"
+SHORT = dict(zip("IJKL", ((4, 12), (4, 12), (3, 12), (5, 12))))
+
+
+def pattern(dtype: torch.dtype, *weights: int) -> dict[str, Any]:
+    short = {name: whole(*size) for name, size in SHORT.items()}
+    return {
+        **short,
+        "V": real(dtype, 12),
+        "X": real(dtype, 20, 4, 16),
+        "Y": real(dtype, 20, 3),
+        "W": real(dtype, 20, 5, *weights),
+    }
+
+
+STATEMENTS = [
+    Statement(
+        "rows",
+        SPMM,
+        lambda d: {
+            "AM": whole(30, 5000),
+            "AK": whole(40, 5000),
+            "AV": real(d, 5000),
+            "B": real(d, 40, 5),
+        },
+        {"out_shape": (30, 5)},
+    ),
+    Statement(
+        "rows",
+        SPMM,
+        lambda d: {
+            "AM": whole(300, 900).sort().values.int(),
+            "AK": whole(400, 900).int(),
+            "AV": real(d, 900),
+            "B": real(d, 7, 400).T,
+        },
+        {"out_shape": (300, 7)},
+    ),
+    Statement(
+        "rows",
+        GROUPED,
+        lambda d: {
+            "AM": whole(300, 600),
+            "AK": whole(400, 600, 4, low=-1),
+            "AV": real(d, 600, 8)[:, ::2],
+            "B": real(d, 400, 70),
+        },
+        {"out_shape": (300, 70), "padded": ("AK",)},
+    ),
+    Statement(
+        "rows",
+        "C[d[e],h,f] = a[e,h] * X[s[e],h,f]",
+        lambda d: {
+            "d": whole(30, 5000),
+            "s": whole(40, 5000),
+            "a": real(d, 5000, 3),
+            "X": real(d, 40, 3, 4),
+        },
+        {"out_shape": (30, 3, 4)},
+    ),
+    Statement(
+        "rows",
+        "C[d[e],f] = -0.5 * r[s[e]] * a[e] * t[d[e]] * X[s[e],f]",
+        lambda d: {
+            "d": whole(40, 5000),
+            "s": whole(40, 5000),
+            "a": real(d, 5000),
+            "r": real(d, 40),
+            "t": real(d, 40),
+            "X": real(d, 40, 8),
+        },
+        {"out_shape": (40, 8)},
+    ),
+    Statement(
+        "rows",
+        "C[d[e],f] = X[s[e],f]",
+        lambda d: {"d": whole(40, 5000), "s": whole(40, 5000), "X": real(d, 40, 8)},
+        {"out_shape": (40, 8)},
+    ),
+    Statement(
+        "rows",
+        "Y[i,AM[p]] = AV[p] * X[i,AK[p]]",
+        lambda d: {
+            "AM": whole(30, 5000),
+            "AK": whole(40, 5000),
+            "AV": real(d, 5000),
+            "X": real(d, 9, 40),
+        },
+        {"out_shape": (9, 30)},
+    ),
+    Statement(
+        "dots",
+        "S[p] = A[AM[p],n] * B[AK[p],n]",
+        lambda d: {
+            "AM": whole(30, 5000),
+            "AK": whole(40, 5000),
+            "A": real(d, 30, 6),
+            "B": real(d, 40, 6),
+        },
+    ),
+    Statement(
+        "dots",
+        "S[r[p]] = v[p,q] * A[AM[p],n] * B[AK[p,q],n]",
+        lambda d: {
+            "r": whole(9, 1500),
+            "v": real(d, 1500, 3),
+            "AM": whole(30, 1500),
+            "AK": whole(40, 1500, 3, low=-1),
+            "A": real(d, 30, 6),
+            "B": real(d, 40, 6),
+        },
+        {"out_shape": (9,), "padded": ("AK",)},
+    ),
+    Statement(
+        "runs",
+        CONVOLUTION,
+        lambda d: {"Nb": whole(600, 600, 9, low=-1), "In": real(d, 600, 6), "W": real(d, 9, 6, 5)},
+        {"padded": ("Nb",)},
+    ),
+    Statement(
+        "runs",
+        EXPERTS,
+        lambda d: {
+            "tok": whole(200, 5000),
+            "e": whole(4, 5000),
+            "X": real(d, 200, 6),
+            "W": real(d, 4, 6, 5),
+        },
+    ),
+    Statement(
+        "runs",
+        EXPERTS,
+        lambda d: {
+            "tok": whole(200, 5000),
+            "e": whole(4, 5000).sort().values,
+            "X": real(d, 200, 6),
+            "W": real(d, 4, 6, 5),
+        },
+    ),
+    Statement(
+        "runs",
+        "Y[d[p],n] = s[p] * X[tok[p],k] * W[e[p],k,n]",
+        lambda d: {
+            "d": whole(50, 5000),
+            "s": real(d, 5000),
+            "tok": whole(200, 5000),
+            "e": whole(4, 5000),
+            "X": real(d, 200, 6),
+            "W": real(d, 4, 6, 5),
+        },
+        {"out_shape": (50, 5)},
+    ),
+    Statement(
+        "runs",
+        "G[e[p],k,n] = s[p] * X[tok[p],k] * Y[p,n]",
+        lambda d: {
+            "s": real(d, 5000),
+            "tok": whole(200, 5000),
+            "e": whole(4, 5000),
+            "X": real(d, 200, 6),
+            "Y": real(d, 5000, 5),
+        },
+        {"out_shape": (4, 6, 5)},
+    ),
+    Statement(
+        "blocks",
+        "C[AM[p],a,n] = s[p] * AV[p,q,a,b] * B[AK[p,q],b,n]",
+        lambda d: {
+            "s": real(d, 20),
+            "AM": whole(16, 20),
+            "AK": whole(16, 20, 2, low=-1),
+            "AV": real(d, 20, 2, 8, 16),
+            "B": real(d, 16, 16, 256),
+        },
+        {"out_shape": (16, 8, 256), "padded": ("AK",)},
+    ),
+    Statement("patterns", PRODUCT, lambda d: pattern(d, 16, 16), {"out_shape": (20, 4, 16)}),
+    Statement(
+        "patterns",
+        "Z[b,I[p],u] = V[p] * X[b,J[p],u] * Y[b,K[p]] * W[b,L[p],u]",
+        lambda d: {**pattern(d, 16), "I": torch.arange(12), "L": torch.arange(12) // 3},
+        {"out_shape": (20, 12, 16)},
+    ),
+    Statement(
+        "chunks",
+        "C[D[i],j] = tanh(A[i,k] * B[E[i,k],j])",
+        lambda d: {
+            "D": whole(5, 90),
+            "E": whole(60, 90, 50),
+            "A": real(d, 90, 50),
+            "B": real(d, 60, 50),
+        },
+        {"out_shape": (5, 50)},
+    ),
+]
+
+
+def way_of(statement: Statement, values: dict[str, Any]) -> str:
+    options = {"out_shape": None, "sizes": None, "padded": (), **statement.options}
+    text = str(insum.explain(statement.text, **options, **values))
+    return text.partition("on the CPU: ")[2].partition(":")[0]
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("statement", STATEMENTS, ids=str)
+def test_values_and_gradients(statement: Statement, dtype: torch.dtype) -> None:
+    """Against the graph in float64, rounded once; gradients likewise."""
+    torch.manual_seed(0)
+    values = statement.draw(dtype)
+    assert way_of(statement, values) == statement.way
+    names = [n for n, v in values.items() if v.is_floating_point()]
+
+    def run(**wide: torch.dtype) -> list[Tensor]:
+        mine = {
+            n: v.detach().to(wide.get("dtype", v.dtype)) if n in names else v
+            for n, v in values.items()
+        }
+        leaves = [mine[n].requires_grad_() for n in names]
+        out = insum.insum(statement.text, **statement.options, **mine)
+        generator = torch.Generator().manual_seed(1)
+        upstream = torch.randn(out.shape, generator=generator).to(dtype).to(out.dtype)
+        return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
+
+    found = run()
+    with insum.settings(backend="graph"):
+        wanted = run(dtype=torch.float64)
+    eps = torch.finfo(dtype).eps
+    for ours, exact in zip(found, wanted):
+        assert ours.dtype == dtype and ours.is_contiguous()
+        scale = float(exact.abs().max())
+        slack = 64 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps * scale
+        # rounded once: half a unit in the last place, and what wide sums differ by
+        assert bool(((ours.double() - exact).abs() <= 0.5 * eps * exact.abs() * 1.01 + slack).all())
+
+
+def cases() -> Iterator[Case]:
+    yield from draw_cases(150, seed=3, dtypes=FLOATS, product_only=True)
+    yield from draw_scatters(150, seed=4)
+
+
+def test_drawn_statements() -> None:
+    for case in cases():
+        assert_close(case.run(), case.expected(), case.precision)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+@pytest.mark.parametrize("text", [SPMM, EXPERTS, "S[p] = A[AM[p],n] * B[AK[p],n]"])
+def test_no_point_and_one(text: str, count: int) -> None:
+    every = {
+        "AM": whole(3, count),
+        "AK": whole(3, count),
+        "AV": torch.randn(count),
+        "A": torch.randn(3, 4),
+        "B": torch.randn(3, 4),
+        "tok": whole(3, count),
+        "e": whole(2, count),
+        "X": torch.randn(3, 4),
+        "W": torch.randn(2, 4, 4),
+    }
+    values = {
+        name: every[name]
+        for name in every
+        if f"{name}[" in text.partition("=")[2] or name == "AM" and "AM" in text
+    }
+    shape = {"out_shape": (3, 4)} if text == SPMM else {}
+    with insum.settings(backend="graph"):
+        wanted = insum.insum(text, **shape, **values)
+    torch.testing.assert_close(insum.insum(text, **shape, **values), wanted)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize(
+    "statement", [s for s in STATEMENTS if s.text in (GROUPED, CONVOLUTION)], ids=str
+)
+def test_absent_points_meet_nothing(statement: Statement, dtype: torch.dtype) -> None:
+    values = statement.draw(dtype)
+    wanted = insum.insum(statement.text, **statement.options, **values)
+    index, read = ("AK", "B") if statement.text == GROUPED else ("Nb", "In")
+    values[index] = torch.where(values[index] == 0, -1, values[index])
+    clean = insum.insum(statement.text, **statement.options, **values)
+    values[read] = values[read].clone()
+    values[read][0] = torch.inf
+    if "AV" in values:
+        values["AV"] = torch.where(values[index] < 0, torch.nan, values["AV"])
+    assert torch.equal(insum.insum(statement.text, **statement.options, **values), clean)
+    assert wanted.isfinite().all()
+
+
+def test_a_pattern_does_not_spread_what_is_not_finite() -> None:
+    values = pattern(torch.float32, 16, 16)
+    values["X"][3, 1] = torch.inf
+    found = insum.insum(PRODUCT, out_shape=(20, 4, 16), **values)
+    with insum.settings(backend="graph"):
+        wanted = insum.insum(PRODUCT, out_shape=(20, 4, 16), **values)
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+    assert found.isfinite().all(dim=-1).sum() >= 20 * 4 - 4
+
+
+def test_index_tensors_that_change_are_seen() -> None:
+    values = STATEMENTS[0].draw(torch.float64)
+    for _ in range(3):
+        values["AM"].numpy()[:] = whole(30, 5000).numpy()
+        values["AK"].random_(0, 40)
+        found = insum.insum(SPMM, out_shape=(30, 5), **values)
+        with insum.settings(backend="graph"):
+            torch.testing.assert_close(found, insum.insum(SPMM, out_shape=(30, 5), **values))
+
+
+def test_values_of_a_pattern_that_change_are_seen() -> None:
+    values = pattern(torch.float64, 16, 16)
+    for _ in range(3):
+        values["V"].normal_()
+        found = insum.insum(PRODUCT, out_shape=(20, 4, 16), **values)
+        with insum.settings(backend="graph"):
+            torch.testing.assert_close(found, insum.insum(PRODUCT, out_shape=(20, 4, 16), **values))
+
+
+def test_indices_out_of_range_are_found_before_anything_is_written() -> None:
+    values = STATEMENTS[0].draw(torch.float32)
+    C = torch.ones(30, 5)
+    for bad in (40, -1):
+        values["AK"][7] = bad
+        with pytest.raises(insum.IndexRangeError, match=rf"AK\[7\] is {bad}"):
+            insum.insum(SPMM.replace("=", "+="), C=C, **values)
+    assert torch.equal(C, torch.ones(30, 5))
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_accumulated_in_place(dtype: torch.dtype) -> None:
+    values = STATEMENTS[0].draw(dtype)
+    C = real(dtype, 30, 10)[:, ::2]
+    wide = {n: v.double() if v.is_floating_point() else v for n, v in values.items()}
+    exact = C.double() + insum.insum(SPMM, out_shape=(30, 5), **wide)
+    assert insum.insum(SPMM.replace("=", "+="), C=C, **values) is C
+    torch.testing.assert_close(C, exact.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-4)
+
+
+def test_few_points_into_a_large_tensor_leave_the_rest_alone() -> None:
+    values = {"AM": whole(9, 4), "AK": whole(9, 4), "AV": torch.randn(4), "B": torch.randn(9, 3)}
+    call = _call(SPMM.replace("=", "+="), C=torch.zeros(10_000, 3), **values)
+    assert call.lowering("into", {**values, "C": torch.zeros(10_000, 3)}) is None
+
+
+def _call(text: str, **values: Any) -> BoundCall:
+    request = request_of(text, None, None, ())
+    return kinds_of(request.form).find(values, request.size_values)
+
+
+@pytest.mark.parametrize("statement", STATEMENTS, ids=str)
+def test_the_same_bits_each_time(statement: Statement) -> None:
+    values = statement.draw(torch.float32)
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, second = (
+            insum.insum(statement.text, **statement.options, **values) for _ in range(2)
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(first, second)
+
+
+def test_second_derivatives() -> None:
+    AM, AK = whole(6, 40), whole(7, 40)
+    AV, B = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((40,), (7, 3)))
+    product = lambda AV, B: insum.insum(SPMM, AM=AM, AK=AK, AV=AV, B=B, out_shape=(6, 3))
+    assert torch.autograd.gradcheck(product, (AV, B))
+    assert torch.autograd.gradgradcheck(product, (AV, B))
+
+
+def test_traced_calls_keep_the_graph() -> None:
+    """What depends on values is no part of a trace."""
+    values = STATEMENTS[0].draw(torch.float32)
+    wanted = insum.insum(SPMM, out_shape=(30, 5), **values)
+    call = lambda AK: insum.insum(SPMM, out_shape=(30, 5), **{**values, "AK": AK})
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(values["AK"]), wanted)
+    traced = torch.jit.trace(call, (values["AK"],), check_trace=False)
+    other = values["AK"].flip(0)
+    torch.testing.assert_close(traced(other), call(other))
+    batch = torch.stack([values["AK"], other])
+    torch.testing.assert_close(torch.func.vmap(call)(batch), torch.stack([wanted, call(other)]))
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("way", ["rows", "dots", "runs"])
+def test_nothing_has_the_size_of_points_times_columns(
+    way: str, backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "AT_ONCE", 1 << 20)
+    points, columns = 60_000, 64
+    indices = {"AM": whole(300, points), "AK": whole(400, points)}
+    read = {"B": torch.randn(400, columns)}
+    match way:
+        case "rows":
+            text, more = SPMM, {"AV": torch.randn(points)}
+        case "dots":
+            text, more = "S[p] = A[AM[p],n] * B[AK[p],n]", {"A": torch.randn(300, columns)}
+        case _:
+            text = "C[AM[p],n] = B[AK[p],k] * W[e[p],k,n]"
+            more = {"e": whole(8, points), "W": torch.randn(8, columns, columns)}
+    shape = {} if way == "dots" else {"out_shape": (300, columns)}
+    leaves = [
+        t.requires_grad_(backward)
+        for t in (*read.values(), *more.values())
+        if t.is_floating_point()
+    ]
+
+    def run() -> None:
+        out = insum.insum(text, **shape, **indices, **read, **more)
+        if backward:
+            torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    run()
+    assert _largest(run) < points * columns * 4 / 2
+
+
+def _largest(run: Callable[[], object]) -> int:
+    """The largest allocation of a warm call, in bytes."""
+    with torch.profiler.profile(profile_memory=True, record_shapes=True) as profile:
+        run()
+    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
+    return max(e.nbytes() for e in events if e.name() == "[memory]")
+
+
+def test_explain_says_which_way_and_why() -> None:
+    values = STATEMENTS[0].draw(torch.float32)
+    text = str(insum.explain(SPMM, out_shape=(30, 5), **values))
+    assert "on the CPU: rows: a sum of scaled rows is a sparse matrix (CSR" in text
+    with insum.settings(backend="graph"):
+        assert "on the CPU" not in str(insum.explain(SPMM, out_shape=(30, 5), **values))
+
+
+def test_small_statements_are_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chooser, "LEAST_WORK", 1 << 14)
+    values = STATEMENTS[0].draw(torch.float32)
+    few = {n: v[:9] if n != "B" else v for n, v in values.items()}
+    request = request_of(SPMM, (30, 5), None, ())
+    found: Lowering | None = chooser.choose(request.bind(few))
+    assert found is None
+
+
+def test_the_order_of_products_follows_from_sizes() -> None:
+    tall = cheapest(["ij", "jk", "kl"], "il", {"i": 1000, "j": 1000, "k": 1000, "l": 1})
+    assert tall.pairs == ((1, 2), (0, 1))
+    assert cheapest(["ij", "jk", "kl"], "il", {"i": 1, "j": 1000, "k": 1000, "l": 1000}).pairs[
+        0
+    ] == (0, 1)
+    # the large factor is not moved about before it is multiplied
+    product = cheapest(
+        ["xacd", "bau", "bc", "bduw"], "bxw", dict(zip("xacdbuw", (4, 4, 4, 4, 900, 32, 32)))
+    )
+    assert product.pairs[-1] == (0, 1) and product.largest == frozenset("bxdu")
+
+
+def test_many_factors_have_an_order() -> None:
+    letters = "abcdefgh"
+    factors = [a + b for a, b in itertools.pairwise(letters)]
+    assert len(cheapest(factors, "ah", dict.fromkeys(letters, 5)).pairs) == len(factors) - 1
