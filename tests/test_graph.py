@@ -427,3 +427,15 @@ def test_what_sizes_decide_does_not_depend_on_who_came_first(first: str) -> None
         assert graph(statement, v=torch.ones(5, size), B=torch.ones(5, size, 2)) == found["short"]
     assert graph(statement, v=torch.ones(2, 65), B=torch.ones(2, 65, 4)) == found["long"]
     assert sum(map(len, module._graphs.values())) == 2, "one for each decision, not for each size"
+
+
+def test_half_precision_products_of_a_library_are_not_widened() -> None:
+    """On a GPU; but what is no more than an argument is still copied."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        values = {n: torch.empty(5, 5, device="cuda", dtype=torch.float16) for n in "AB"}
+    product = lower(bind(parse("C[i,j] = A[i,k] * B[k,j]"), values), "new").text
+    assert "float32" not in product
+    copied = lower(bind(parse("C[i,j] = A[i,j]"), {"A": values["A"]}), "new").text
+    assert ".to(" in copied or "clone" in copied

@@ -47,6 +47,8 @@ class Builder:
         self._placeholders: dict[str, Node] = {}
         self._aranges: dict[str, Value] = {}
         self._last: Node | None = None
+        #: Of values that were cast, what they were cast from.
+        self.widened: dict[Node, Value] = {}
 
     # --- what the graph is called with ---
 
@@ -136,6 +138,7 @@ class Builder:
         if value.dtype is None or value.dtype == dtype or not isinstance(value.node, Node):
             return value
         node = self.method("to", value.node, dtype, name=f"{value.node.name}_{short(dtype)}")
+        self.widened[node] = value
         return replace(value, node=node, dtype=dtype, fresh=True)
 
     def aligned(self, value: Value, order: Sequence[str]) -> Node | Number:

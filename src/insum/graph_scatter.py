@@ -62,7 +62,13 @@ class Writer(Evaluator):
     def _narrow(self, node: Node) -> Node:
         if self.problem.dtype == torch.bool:
             return self.call(torch.ne, node, 0)
-        return self.method("to", node, self.problem.dtype)
+        before = self.widened.get(node)
+        if before is None or before.dtype != self.problem.dtype or not before.fresh:
+            return self.method("to", node, self.problem.dtype)
+        if not node.users:  # nothing was done with the wide value, which was never more than that
+            self.graph.erase_node(node)
+        assert isinstance(before.node, Node)
+        return before.node
 
     # --- through views and index tensors ---
 
