@@ -352,23 +352,26 @@ def tuned(request: Request, tensors: dict[str, Value], effort: str) -> Tuned:
     target = tensors[name] if name else None
     assert target is None or isinstance(target, Tensor)
     stages = call.staged(tensors, in_place=bool(name)) if call.prepared.orderable else ()
-    found, known = [], dict(tensors)
+    parts, known = [], dict(tensors)
     for one in stages:
         given = one.given(known)
-        last = one is stages[-1]
-        part = one.kinds.find(given, one.sizes, target if last else None)
-        found.append(search.tune(part.problem(given), given, target if last else None, effort))
-        if not last:
+        into = None if one.stage.fills else target
+        part = one.kinds.find(given, one.sizes, into)
+        parts.append(_tuned_one(part, given, into, effort))
+        if one.stage.fills:
             known[one.stage.fills] = part.run("new", given, None)
-    return search.joined(request.statement, found) if found else _tuned_whole(call, tensors, effort)
+    if parts:
+        return search.joined(request.statement, parts)
+    return _tuned_one(call, tensors, target, effort)
 
 
-def _tuned_whole(call: BoundCall, tensors: dict[str, Value], effort: str) -> Tuned:
+def _tuned_one(
+    call: BoundCall, values: Mapping[str, Value], target: Tensor | None, effort: str
+) -> Tuned:
     from insum import search
 
-    problem, name = call.problem(tensors), call.prepared.target
-    if not call.prepared.fusable and is_left_to_library(problem, accumulates=bool(name)):
+    problem = call.problem(values)
+    accumulates = target is not None
+    if not call.prepared.fusable and is_left_to_library(problem, accumulates=accumulates):
         return search.Tuned(str(problem.statement), (), 0.0, 0.0, source=f"no kernel: {WHY}")
-    target = tensors[name] if name else None
-    assert target is None or isinstance(target, Tensor)
-    return search.tune(problem, tensors, target, effort)
+    return search.tune(problem, values, target, effort)

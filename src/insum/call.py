@@ -157,6 +157,11 @@ class PreparedCall:
     adjoints: dict[object, Any] = field(default_factory=dict)
 
     @functools.cached_property
+    def on_path(self) -> bool:
+        """Whether a path was asked for, rather than looked for."""
+        return is_path(self.form.optimize)
+
+    @functools.cached_property
     def fused(self) -> FusedKind:
         """This kind of call as generated kernels."""
         from insum.runtime.fused import fused_kind  # which takes a while to import
@@ -196,7 +201,7 @@ class PreparedCall:
         on the way, the last statement for itself alone: the others then have no indices, unless a
         path was asked for.
         """
-        may_index = not (in_place and self.kernels_look) or is_path(self.form.optimize)
+        may_index = not (in_place and self.kernels_look) or self.on_path
         key = (*size_key(problem), may_index)
         found = self.orders.get(key)
         if found is None:
@@ -367,11 +372,6 @@ class BoundCall:
         return self.prepared.form.request(self.sizes)
 
     @property
-    def asked(self) -> str:
-        """The order of contraction that was asked for."""
-        return self.prepared.form.optimize
-
-    @property
     def extents(self) -> dict[str, int]:
         return self.sized.extents
 
@@ -416,7 +416,7 @@ class BoundCall:
         if self.prepared.orderable:
             stages = self.staged(values, in_place=mode == "into")
             if stages:
-                if mode == "into" and self.prepared.kernels_look and is_path(self.asked):
+                if mode == "into" and self.prepared.kernels_look and self.prepared.on_path:
                     self.look(values)
                 return _run_stages(stages, mode, values, target)
         if self.prepared.fusable:

@@ -184,10 +184,11 @@ class Evaluator(Reader):
 
     def _term_dtype(self, term: Term) -> torch.dtype:
         """Half precision is widened on the CPU, where that is faster and more exact; elsewhere
-        einsum widens inside.
+        einsum widens inside, but rounds its result, which a wide one must not be.
         """
         dtype = infer(term.value, self.types).dtype
-        return dtype if dtype in _HALVES and self.problem.device.type != "cpu" else self.accumulator
+        narrow = dtype in _HALVES and self.problem.dtype in _HALVES
+        return dtype if narrow and self.problem.device.type != "cpu" else self.accumulator
 
     def _masks_of(self, term: Term, order: tuple[str, ...]) -> tuple[list[Value], list[Value]]:
         """Masks that may be applied to the result, because nothing they speak of is summed away,
