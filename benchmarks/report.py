@@ -61,6 +61,7 @@ def page(folder: Path = RESULTS) -> str:
         ("fresh.json", new_data_lines),
         ("limits.json", limits_lines),
         ("compare.json", compare_lines),
+        ("cpu.json", cpu_lines),
     ):
         if (folder / name).exists():
             parts += [*make(json.loads((folder / name).read_text(encoding="utf-8"))), ""]
@@ -150,6 +151,27 @@ def compare_lines(result: dict[str, Any]) -> list[str]:
         lines.append(
             f"| {row['benchmark']}, {row['case']} | {row['dtype']} | {row['direction']} | "
             f"{row['contender']} | {old:.4f} | {new:.4f} | {new / old:.2f} |"
+        )
+    return [*lines, "", f"Made by `{result['command']}`."]
+
+
+def cpu_lines(result: dict[str, Any]) -> list[str]:
+    """A CPU beside what PyTorch and e3nn have there."""
+    lines = [
+        "## On a CPU",
+        "",
+        f"Milliseconds, {result['threads']} thread, float32, in turns, {result['turns']} each; a "
+        "ratio is the median of the rival's time by ours. SpMM is `insum.einsum` over a GroupCOO "
+        "of the usual group size; torch.sparse has its transposed matrix prepared. torch "
+        f"{result['torch']}, {result['date']}.",
+        "",
+        "| application | case | | rival | insum | rival | ratio |",
+        "|---|---|---|---|--:|--:|--:|",
+    ]
+    for row in result["rows"]:
+        lines.append(
+            f"| {row['application']} | {row['case']} | {row['direction']} | {row['rival']} | "
+            f"{row['insum_ms']:.3f} | {row['rival_ms']:.3f} | {row['ratio']:.2f} |"
         )
     return [*lines, "", f"Made by `{result['command']}`."]
 

@@ -4,8 +4,9 @@ there is.
     python -m insum.demo
 
 Every result is compared with a float64 reference, and timed beside what PyTorch itself offers for
-the job on this machine. On a machine without a GPU the statements run as graphs of torch
-operations; their fused kernels are still generated and compiled for a GPU that need not be here.
+the job on this machine. On a machine without a GPU the statements run as torch operations, in the
+way that suits a CPU; their fused kernels are still generated and compiled for a GPU that need not
+be here.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor
 from insum.agnostic import einsum
 from insum.api import insum
 from insum.formats import BlockGroupCOO, GroupCOO
+from insum.host.choose import choose
 from insum.lang.bind import bind
 from insum.lang.parser import parse
 
@@ -251,6 +253,15 @@ def kernel_note(application: Application, device: str) -> str:
     return inspection.compile_note(problem, values, "sm_90")
 
 
+def way_note(application: Application, device: str) -> str:
+    """Which way a CPU takes."""
+    if device != "cpu":
+        return ""
+    statement, values, sizes, padded = application.kernel
+    found = choose(bind(parse(statement), values, sizes=sizes, padded=padded))
+    return f"{'graph' if found is None else found.name} | "
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the tour; the exit status is 1 if a result is wrong.
 
@@ -263,7 +274,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(
         f"insum on {torch.cuda.get_device_name()}\n"
         if device == "cuda"
-        else "insum on the CPU (graphs of torch operations; kernels compiled for sm_90, not run)\n"
+        else "insum on the CPU (kernels compiled for sm_90, not run)\n"
     )
     header = (
         "application",
@@ -274,7 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "speed-up",
         "lines",
         "replaces (lines)",
-        "kernel",
+        "kernel" if device == "cuda" else "way | kernel",
     )
     rows, wrong = [header], 0
     for application in applications(device):
@@ -282,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         error = relative_error(application.run(), application.reference())
         wrong += not error < 2e-3
         ours, theirs = milliseconds((application.run, application.run_rival), device)
-        note = kernel_note(application, device)
+        note = way_note(application, device) + kernel_note(application, device)
         rows.append(
             (
                 application.name,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from insum import memory
+from insum.bounded import keep
 from insum.contraction import WRITING, cheapest
 from insum.graph import live_terms, lower
 from insum.graph_value import meeting_dtype
@@ -37,6 +38,8 @@ from insum.runtime.check import evaluated
 #: Points of a pattern, elements of the dense tensor, and by how much more it may take where the
 #: other way gathers: its products are of small matrices.
 MOST_POINTS, MOST_ELEMENTS, GATHERING = 4096, 1 << 20, 8
+#: Dense statements that are kept for one statement: patterns of other values may need others.
+MOST_WAYS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +66,16 @@ class _Made:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Way:
+    """How the dense statement is run, None where it takes more than without; and the names of what
+    is made for it.
+    """
+
+    lowering: Lowering | None = None
+    names: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Patterns:
     """A statement in which a short pattern becomes a dense tensor, where that takes less work, or
     which goes the way ``otherwise``.
@@ -76,45 +89,43 @@ class Patterns:
     choose: Callable[[Problem], Lowering]
     otherwise: Lowering
     key: tuple[object, ...]
-    #: By which axes follow others: the dense statement, its way, and names of what is made for it.
-    ways: dict[object, tuple[Lowering, tuple[str, ...]] | None] = field(default_factory=dict)
+    #: By which axes follow others.
+    ways: dict[object, Way] = field(default_factory=dict)
     name, slowness = "patterns", 1
     why = "a short pattern is a small dense tensor, kept with it, and the rest matrix products"
 
     def __call__(self, call: Call) -> Tensor:
         made, way = self.way(call)
-        if way is None or made.dense is None:
+        if way.lowering is None or made.dense is None:
             return self.otherwise(call)
-        lowering, names = way
-        values = {**call.indices(), **dict(zip(names, (made.dense, *made.tables)))}
-        found = lowering(Call(values, lambda: values, call.entries))
+        values = {**call.indices(), **dict(zip(way.names, (made.dense, *made.tables)))}
+        found = way.lowering(Call(values, lambda: values, call.entries))
         # Zeros of the dense tensor are absent points, which must not meet what is not finite.
         return found if found.sum().isfinite() else self.otherwise(call)
 
     def chosen(self, call: Call) -> Lowering:
         """This, or the other way where values decide for that."""
         made, way = self.way(call)
-        return self.otherwise if way is None or made.dense is None else self
+        return self.otherwise if way.lowering is None or made.dense is None else self
 
-    def way(self, call: Call) -> tuple[_Made, tuple[Lowering, tuple[str, ...]] | None]:
+    def way(self, call: Call) -> tuple[_Made, Way]:
         more = [memory.entry_of(as_tensor(call.values[n])).serial for n in self.reads]
         made = call.kept((self.key, *more), lambda: self.made(call))
-        if made.follows not in self.ways:
-            self.ways[made.follows] = self.dense_way(made.follows)
-        return made, self.ways[made.follows]
+        found = self.ways.get(made.follows)
+        if found is None:
+            found = keep(self.ways, made.follows, self.dense_way(made.follows), MOST_WAYS)
+        return made, found
 
     # --- the dense statement ---
 
-    def dense_way(
-        self, follows: tuple[tuple[str, str], ...]
-    ) -> tuple[Lowering, tuple[str, ...]] | None:
+    def dense_way(self, follows: tuple[tuple[str, str], ...]) -> Way:
         taken = names_of(self.problem.statement) | set(self.pattern.axes.values())
         names = tuple(fresh("pattern", taken) for _ in range(1 + len(follows)))
         dense = _dense(self.problem, self.term, self.pattern, dict(follows), names)
         points = prod(int(self.problem.extents[v]) for v in self.term.variables)
         if _steps(dense) > (self.otherwise.slowness * points or GATHERING * _steps(self.problem)):
-            return None
-        return self.choose(dense), names
+            return Way()
+        return Way(self.choose(dense), names)
 
     # --- values ---
 
