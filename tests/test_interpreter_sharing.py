@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 import insum
-from as_on_a_gpu import no_reads, pretended
+from as_on_a_gpu import no_reads
 from insum.plan.strategies import sharing, sorting
 from insum.runtime.sharing import in_tiles, most_tiles
+from insum.testing.as_on_a_gpu import pretended
 from kernels import ONLY_FUSED, watch_programs
 
 pytestmark = pytest.mark.interpreter
@@ -32,7 +33,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=["known", "unseen"])
 def seen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "unseen":
-        with pretended(monkeypatch):
+        with pretended():
             yield "unseen"
     else:
         with insum.settings(**ONLY_FUSED):
@@ -144,7 +145,7 @@ def test_few_rows_get_sums_of_tiles(seen: str, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("value", [4, 2**31, -1, -(2**40)])
 def test_out_of_range_is_reported_and_shows(monkeypatch: pytest.MonkeyPatch, value: int) -> None:
-    with pretended(monkeypatch):
+    with pretended():
         X, W, t, e = drawn(60, 4, 32, 48)
         e = e.long()
         e[17] = value
@@ -157,7 +158,7 @@ def test_out_of_range_is_reported_and_shows(monkeypatch: pytest.MonkeyPatch, val
 
 
 def test_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pretended(monkeypatch):
+    with pretended():
         for entries in (100, 111, 123):
             X, W, t, e = drawn(entries, 4, 32, 48)
             with no_reads():

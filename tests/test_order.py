@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import insum
-from as_on_a_gpu import pretended
 from insum.call import prepare
 from insum.plan import order
 from insum.plan.library import is_matrix_product
@@ -24,6 +23,7 @@ from insum.plan.path import operands_of
 from insum.request import request_of
 from insum.stages import Stage, stages_of
 from insum.testing import Case, assert_close, draw_cases, oracle
+from insum.testing.as_on_a_gpu import pretended
 from kernels import ONLY_FUSED, bound
 
 CHAIN = "Y[i,l] = A[i,j] * B[j,k] * C[k,l]"
@@ -583,7 +583,7 @@ def test_an_output_stays_as_it_was_where_an_index_is_out_of_range(
     """As on a GPU, where kernels find out: nothing may have been written by then."""
     values = graph()
     values[name][7] = 6
-    with pretended(monkeypatch):
+    with pretended():
         total = torch.ones(6, 4)
         with pytest.raises(insum.IndexRangeError):
             insum.insum(AGGREGATE.replace("=", "+="), Y=total, optimize=optimize, **values)
@@ -598,7 +598,7 @@ def test_statements_before_the_last_have_no_indices_in_place(
     values = {**graph(), "W": torch.randn(5, 32)}
     values["dst"] %= 2
     request = request_of(AGGREGATE.replace("=", "+="), (2, 32), None, ())
-    with pretended(monkeypatch):
+    with pretended():
         call = prepare(request, {**values, "Y": torch.zeros(2, 32)})
         found = [
             [one.kinds.form.statement for one in call.staged(values, in_place=in_place)]
