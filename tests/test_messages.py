@@ -330,7 +330,11 @@ def test_a_gradient_beside_a_tensor_of_inference_mode() -> None:
     ("call", "fact", "expected"),
     [
         (lambda: insum.unchanging([1]), "tensor is [1]", "a dense tensor whose elements are here"),
-        (lambda: insum.constant(ones(2)), "tensor is a float32 tensor (2,) on cpu", "integers"),
+        (
+            lambda: insum.constant(ones(2).to(torch.complex64)),
+            "tensor is a complex64 tensor (2,) on cpu",
+            "integers or floating-point numbers",
+        ),
         (lambda: insum.synchronize("nowhere"), "device is 'nowhere'", "a device that holds"),
         (lambda: insum.nn.GCNConv(None, 2), "in_channels is None", "an integer of at least 0"),
         (lambda: insum.nn.Irrep(1, 3), "p is 3", "1 or -1"),

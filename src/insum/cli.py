@@ -92,7 +92,7 @@ def application() -> "typer.Typer":
     )
     def bench(context: typer.Context) -> None:
         """The paper's tables and figures against the rivals that are here: block-spmm, spmm, conv,
-        tensor-product, ablation, compilers, all, report.
+        tensor-product, ablation, compilers, all, gallery, fresh, sweep, report.
         """
         from insum.bench.main import main
 

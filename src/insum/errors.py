@@ -250,6 +250,7 @@ class BenchError(InsumError, ValueError):
     >>> from insum.bench.main import main
     >>> main(["faster"])
     insum bench: there is no benchmark 'faster'
-      expected: block-spmm, spmm, conv, tensor-product, ablation, compilers, all, fresh or report
+      expected: block-spmm, spmm, conv, tensor-product, ablation, compilers, all, gallery,
+      fresh, sweep or report
     2
     """
