@@ -192,3 +192,8 @@ def test_nothing_is_remembered_of_what_was_refused() -> None:
     with pytest.raises(insum.DtypeError):
         insum.constant(ones(3).to(torch.complex64))
     assert memory.report().entries == 0
+
+
+def test_rows_that_no_memory_holds() -> None:
+    with pytest.raises(insum.FormatError, match="each of 2147483648 rows"):
+        formats.ELL.from_edge_index(torch.tensor([[0], [1]]), num_nodes=2**31)

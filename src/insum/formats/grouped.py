@@ -299,7 +299,7 @@ def rows_of(source: E.Entries, dims: tuple[int, ...]) -> Rows:
 
 
 #: Rows that are held whether they have entries or not.
-MOST_ROWS = 2**38
+MOST_ROWS = 2**31
 
 
 def every_row(source: E.Entries, dims: tuple[int, ...]) -> Rows:

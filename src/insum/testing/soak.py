@@ -351,7 +351,7 @@ def fused(draw: Draw) -> None:
 def hostile(draw: Draw) -> None:
     """Right calls with a wrong argument or two: a result or an error of insum's."""
     with quiet():
-        for _ in range(max(1, int(20 * draw.scale))):
+        for _ in range(max(1, int(8 * draw.scale))):
             outcome = attempt(draw.random.randrange(2**31))
             assert not outcome.wrong, f"{outcome}\n{outcome.trace}"
 
