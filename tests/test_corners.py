@@ -95,7 +95,7 @@ def ring(count: int, size: int = 2) -> tuple[str, dict[str, Tensor]]:
     }
 
 
-@pytest.mark.parametrize("count", [51, 52, 53, 60, 120])
+@pytest.mark.parametrize("count", [51, 53, 80])
 def test_more_variables_than_letters(count: int) -> None:
     statement, values = ring(count)
     want = torch.linalg.multi_dot(list(values.values())).trace()

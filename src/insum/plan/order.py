@@ -35,6 +35,8 @@ from insum.lang.expr import (
 #: number to or from memory takes as long as so many points, one more statement as so many.
 MOVED, STARTED = 16, 2**22
 #: A path is taken on its own account where it is so many times cheaper than one statement; where
+#: Factors of a product whose order is looked for unasked: looking takes their number cubed.
+MOST_FACTORS = 16
 #: its buffers are larger than everything that is read and written, so many times.
 CLEARLY, BY_FAR = 4, 16
 #: Buffers of more elements than this, and of more than so many times those of all arguments, are
@@ -156,6 +158,8 @@ def ordered(term: Term, wish: str | Path = "auto") -> Ordered:
     match wish:
         case tuple():
             return _made(term, wish)
+        case "auto" if len(term.factors) > MOST_FACTORS:
+            return together
         case "auto" if together.cost <= CLEARLY * _least(term):
             return together
         case "auto":
