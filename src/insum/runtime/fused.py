@@ -185,11 +185,13 @@ class FusedCall:
         kind = self.kind
         if kind.negated:
             values = {n: v.resolve_neg() if isinstance(v, Tensor) else v for n, v in values.items()}
-        entries = []
+        entries, promised = [], False
         for name in kind.indices:
             index: Any = values[name]
-            entries.append(memory.known(index) or memory.entry_of(index))
-        for name in kind.coefficients:
+            entry = memory.known(index) or memory.entry_of(index)
+            promised = promised or entry.declared  # which the index tensors of a pattern are
+            entries.append(entry)
+        for name in kind.coefficients if promised else ():
             value: Any = values[name]
             own = memory.known(value) if value.numel() <= 2 * UNROLL_POINTS else None
             if own is not None and CONSTANT in own:
