@@ -402,6 +402,30 @@ def test_few_points_into_a_large_tensor_leave_the_rest_alone() -> None:
     assert call.lowering("into", {**values, "C": torch.zeros(10_000, 3)}) is None
 
 
+def test_few_points_out_of_range_are_found_before_anything_is_written() -> None:
+    """The graph runs such a call: it does not look itself."""
+    values = {"AM": whole(9, 4), "AK": whole(9, 4), "AV": torch.randn(4), "B": torch.randn(9, 3)}
+    C = torch.zeros(10_000, 3)
+    for bad in (10_000, -1):
+        values["AM"][2] = bad
+        with pytest.raises(insum.IndexRangeError, match=rf"AM\[2\] is {bad}"):
+            insum.insum(SPMM.replace("=", "+="), C=C, **values)
+    assert torch.equal(C, torch.zeros(10_000, 3))
+
+
+def test_errors_of_several_statements_name_what_was_given() -> None:
+    values = {"v": torch.randn(200_000), "X": torch.randn(3000, 64), "W": torch.randn(64, 64)}
+    ends = {"s": whole(3000, 200_000), "d": whole(3000, 200_000)}
+    text = "Y[d[e],h] = v[e] * X[s[e],f] * W[f,h]"
+    assert "2 statements" in str(insum.explain(text, **values, **ends, out_shape=(3000, 64)))
+    for name, bad in itertools.product("sd", (3000, -1)):
+        kept = ends[name].clone()
+        ends[name][7] = bad
+        with pytest.raises(insum.IndexRangeError, match=rf"^{name}\[7\] is {bad}"):
+            insum.insum(text, **values, **ends, out_shape=(3000, 64))
+        ends[name] = kept
+
+
 def _call(text: str, **values: Any) -> BoundCall:
     request = request_of(text, None, None, ())
     return kinds_of(request.form).find(values, request.size_values)

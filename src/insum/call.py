@@ -409,9 +409,17 @@ class BoundCall:
             self.look(values)
 
     def look(self, values: Mapping[str, Value]) -> None:
-        """The same, unless the host looks when it runs: at what it remembers of the tensors."""
-        if not self.prepared.on_host or self.lowering("new", values) is None:
+        """The same, unless the host looks when it runs."""
+        if not self.host_looks(values):
             self.look_now(values)
+
+    def host_looks(self, values: Mapping[str, Value]) -> bool:
+        """Whether indices are looked at when this call is run: at what is remembered of them.
+        Where it is several statements, none of them knows what all of them read.
+        """
+        if not self.prepared.on_host or self.lowering("new", values) is None:
+            return False
+        return not (self.prepared.orderable and self.staged(values, in_place=False))
 
     def look_now(self, values: Mapping[str, Value]) -> None:
         uses = self.uses(values)
@@ -443,11 +451,11 @@ class BoundCall:
             if result is not None:
                 return result
             if self.prepared.kernels_look:
-                self.look_now(
-                    values
-                )  # torch's own kernels would end the process' use of the device
-        elif self.prepared.on_host and (lowering := self.lowering(mode, values)) is not None:
-            if is_undisturbed():
+                # torch's own kernels would end the process' use of the device
+                self.look_now(values)
+        elif self.host_looks(values):
+            lowering = self.lowering(mode, values)
+            if lowering is not None and is_undisturbed():
                 return self.run_lowered(lowering, mode, values, target)
             self.look_now(values)
         if self.prepared.form.wraps:
