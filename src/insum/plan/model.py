@@ -363,7 +363,7 @@ def pieces(plan: Plan, config: Config, extents: Mapping[str, int]) -> int:
     """Into how many pieces a long reduction is cut when the output alone gives too little to do (1:
     not at all).
     """
-    if plan.segment or plan.strategy != "store" or plan.reduce != "sum" or not plan.roles.k:
+    if plan.segment or plan.strategy != "store" or not plan.roles.k:
         return 1
     programs = math.prod(extents[v] for v in plan.roles.grid)
     programs *= math.ceil(extent(plan.roles.m, extents) / config.m) * math.ceil(

@@ -42,7 +42,7 @@ class OfCount:
 
 
 #: A product of sizes.
-SizeExpr: TypeAlias = tuple[OfExtent | OfShape | OfCount, ...]
+SizeExpr: TypeAlias = tuple[OfExtent | OfShape | OfCount | int, ...]
 
 
 @dataclass(frozen=True, slots=True)

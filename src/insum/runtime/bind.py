@@ -79,6 +79,8 @@ class Sizes:
                     found *= self.shape[dim]
                 case OfCount(recipe, name):
                     found *= self.made[recipe].counts[name]
+                case int():
+                    found *= one
         return found
 
     def extent(self, plan: Plan, var: str) -> int:
@@ -121,7 +123,7 @@ class Sizes:
 
     def stride(self, one: Launch, tensor: str, dim: int) -> int:
         if tensor == WORK:
-            return math.prod(self.extents[v] for v in _work_order(one.plan)[dim:])
+            return math.prod(self.extent(one.plan, v) for v in _work_order(one.plan)[dim:])
         if tensor == OUT and OUT not in self.tensors:
             return math.prod(self.shape[dim + 1 :])
         if tensor in one.arrays:

@@ -199,8 +199,10 @@ class Prologue:
     def size(self, expr: SizeExpr) -> int:
         return math.prod(self.one_size(one) for one in expr)
 
-    def one_size(self, one: OfExtent | OfShape | OfCount) -> int:
+    def one_size(self, one: OfExtent | OfShape | OfCount | int) -> int:
         match one:
+            case int():
+                return one
             case OfExtent(var):
                 return self.extents[var]
             case OfShape(dim):
