@@ -160,8 +160,7 @@ class _Build:
 
     def tiles(self) -> Step:
         (config,) = self.choice
-        pieces = model.pieces(self.plan, config, self.extents)
-        apart = pieces > 1 and not self.may_meet()
+        pieces, apart = self.pieces(config)
         wished = self.wishes.settings
         kernel = emit(
             self.plan,
@@ -211,13 +210,16 @@ class _Build:
         recipe = self.planned.segments
         return {} if recipe is None else {START: (recipe, "start"), END: (recipe, "end")}
 
-    def may_meet(self) -> bool:
-        """Whether pieces of a reduction may meet in atomics: sums, whose float32 buffer is small
-        beside what is read.
+    def pieces(self, config: Config) -> tuple[int, bool]:
+        """Into how many pieces a long reduction is cut, and whether each has a buffer of its own:
+        all of them are to be little beside what is read. Sums whose order may differ need one,
+        they meet in atomics.
         """
-        if self.plan.reduce != "sum" or self.wishes.deterministic or self.wishes.accumulate:
-            return False
-        return self.planned.small_buffer
+        wanted = model.pieces(self.plan, config, self.extents)
+        alone = self.plan.reduce != "sum" or self.wishes.deterministic or self.wishes.accumulate
+        most = self.planned.buffers if alone or not self.planned.buffers else wanted
+        found = max(1, min(wanted, most))
+        return found, alone and found > 1
 
     # --- rows of a segmented output in the tile ---
 
