@@ -374,6 +374,8 @@ def pieces(plan: Plan, config: Config, extents: Mapping[str, int]) -> int:
     )
     if config.split:
         return min(config.split, steps)
-    if programs >= ENOUGH_PROGRAMS // 2 or steps < 16:
+    # without matrix units all waits for memory, and many programs wait at once
+    enough = ENOUGH_PROGRAMS if plan.roles.dot else 4 * ENOUGH_PROGRAMS
+    if programs >= enough // 2 or steps < 16:
         return 1
-    return max(1, min(ENOUGH_PROGRAMS // programs, steps // 8))
+    return max(1, min(enough // programs, steps // 8))
