@@ -138,26 +138,33 @@ def _sides(options: Options) -> Iterator[Point]:
     columns = COLUMNS[0] if options.gpu else COLUMNS[1]
     kind = torch.float16 if options.gpu else torch.float32
     for block in BLOCKS if options.gpu else BLOCKS[:2]:
-        make = functools.partial(_blocks, side, columns, block, kind, options.device)
-        yield Point("blocks", "90 % zeros", kind, block, "dense", make)
+        zeros = f"90 % zeros in blocks of {block[0]} x {block[1]}"
+        # the same matrix in blocks of its own, and in the next larger friendly ones
+        for stored in dict.fromkeys((block, (friendly(block[0]), friendly(block[1])))):
+            make = functools.partial(_blocks, side, columns, block, stored, kind, options.device)
+            yield Point("blocks", zeros, kind, stored, "dense" if stored == block else "", make)
 
 
 def _blocks(
-    side: int, columns: int, block: tuple[int, int], dtype: torch.dtype, device: torch.device
+    side: int,
+    columns: int,
+    block: tuple[int, int],
+    stored: tuple[int, int],
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> tuple[measure.Thunk, measure.Thunk | None, Tensor]:
     draw = data.Draw(device, dtype)
     rows, cols = (-(-side // b) for b in block)
     kept = (draw.chance(rows, cols) < 0.1).repeat_interleave(block[0], 0)
     kept = kept.repeat_interleave(block[1], 1)
     a = draw.normal(*kept.shape) * kept
-    b = draw.normal(kept.shape[1], columns, scale=side**-0.5)
-    sparse = BlockGroupCOO.from_dense(a, block_shape=block, group_size="auto")
+    over = [-size % by for size, by in zip(a.shape, stored, strict=True)]
+    a = torch.nn.functional.pad(a, (0, over[1], 0, over[0]))
+    b = draw.normal(a.shape[1], columns, scale=side**-0.5)
+    sparse = BlockGroupCOO.from_dense(a, block_shape=stored, group_size="auto")
     want = a.double() @ b.double()
-    return (
-        lambda: (insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=sparse, B=b),),
-        lambda: (a @ b,),
-        want,
-    )
+    ours = lambda: (insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=sparse, B=b),)
+    return ours, (lambda: (a @ b,)) if stored == block else None, want
 
 
 # --- running --------------------------------------------------------------------------------------
