@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from insum.testing import soak  # noqa: E402
 
 TOOLS = ("memcheck", "racecheck", "initcheck")
 #: Processes at a time, each with a tool of its own.
-AT_ONCE = 5
+AT_ONCE = 9
 
 
 def small(device: str) -> list[applications.Application]:
@@ -121,7 +121,7 @@ def trials_agree() -> Iterator[tuple[str, bool]]:
     """
     for number, name in enumerate(n for n in soak.TRIALS if n not in ("fused", "hostile")):
         try:
-            soak.trial(name, 1000 + number, 0.5, "cuda")
+            soak.trial(name, 1000 + number, 0.25, "cuda")
         except AssertionError as error:
             print(error)
             yield name, False
@@ -174,7 +174,9 @@ def under_every_tool(names: Sequence[str], json_file: Path) -> int:
         "results": [],
     }
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        for result in pool.map(lambda pair: under(*pair), itertools.product(TOOLS, names)):
+        runs = [pool.submit(under, *pair) for pair in itertools.product(TOOLS, names)]
+        for done in as_completed(runs):
+            result = done.result()
             record["results"].append(result)
             print(json.dumps(result), flush=True)
             json_file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
