@@ -45,6 +45,9 @@ MANY_COLUMNS = 512
 LARGE = ENOUGH_PROGRAMS * 128 * 128
 #: Steps of a reduction that fill a deep pipeline.
 LARGE_STEPS = 8
+#: Side of a tile that is read along one axis and written along the other: a line of memory each
+#: way.
+TURNED = 64
 #: Shared memory for the operands of one program.
 PIPELINE_BYTES = 72 * 1024
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -247,11 +250,14 @@ def _is_large(plan: Plan, extents: Mapping[str, int], m: int, n: int, k: int, si
     """Whether a product is so large that arithmetic alone counts: the largest tiles, which leave
     room for one program on a multiprocessor, still fill the device, and each has many steps.
     """
-    if size != 2 or (m, n) != (128, 128) or plan.onehot >= 0 or plan.roles.loops or plan.segment:
+    if size != 2 or (m, n) != (128, 128) or plan.onehot >= 0 or plan.segment:
+        return False
+    if plan.roles.loops and plan.index_tensors:  # gathers are hidden behind other programs
         return False
     area = extent(plan.roles.m, extents) * extent(plan.roles.n, extents)
     tiles = area / (m * 2 * n) * math.prod(extents[v] for v in plan.roles.grid)
-    return tiles >= ENOUGH_PROGRAMS / 2 and extents[plan.roles.k[0]] >= LARGE_STEPS * k
+    steps = extents[plan.roles.k[0]] * math.prod(extents[v] for v in plan.roles.loops)
+    return tiles >= ENOUGH_PROGRAMS / 2 and steps >= LARGE_STEPS * k
 
 
 def held(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> tuple[int, int]:
@@ -345,6 +351,8 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
             n = min(n, 2048 // (m * k))
             return Config(m=m, n=n, k=k, warps=max(1, m * n * k // 1024), stages=1)
         n = min(n, max(1, 2048 // k))
+    if _is_turned(plan) and min(m, n) >= TURNED // 2:
+        return Config(m=min(m, TURNED), n=min(n, TURNED), warps=4, stages=1)
     n = min(n, 128)
     if plan.roles.k and k >= 1024 and _columns(plan, extents) < 2 * ENOUGH_PROGRAMS * n:
         # long sums over few columns: more programs, and more rows in flight
@@ -352,6 +360,14 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
     k = min(k, max(4, 1024 // n)) if plan.roles.k and k < 128 or n > 16 else k
     m = min(m, max(1, 2048 // (n * k)))
     return Config(m=m, n=n, k=k, warps=4, stages=1 if k == 1 else 2)
+
+
+def _is_turned(plan: Plan) -> bool:
+    """Whether nothing is summed, and what is read lies along M and what is written along N."""
+    along_m, along_n = (
+        any(contiguity(plan.factors, v) for v in axis) for axis in (plan.roles.m, plan.roles.n)
+    )
+    return not plan.roles.k and not plan.roles.loops and along_m and not along_n
 
 
 def _columns(plan: Plan, extents: Mapping[str, int]) -> int:

@@ -16,6 +16,8 @@ from insum.lang.expr import Expr, Number, accesses, variables
 #: Extents below this are not worth a tile axis of a matrix instruction, whose sides are at least
 #: 16.
 SMALLEST_DOT = 8
+#: Numbers that lie together and are worth reading together.
+SHORTEST_RUN = 16
 #: A variable of at most this extent is put beside the rows of a segmented output.
 BESIDE_UP_TO = 16
 #: An inner variable of at most this extent may be flattened with the loop around it.
@@ -198,7 +200,7 @@ def _as_sum(roles: Roles) -> Contraction:
     m = (
         roles.row
         or _held_axis(roles)
-        or (max(rest, key=lambda v: roles.extents[v]) if rest else "")
+        or (max(rest, key=lambda v: (_turns(roles, n, v), roles.extents[v])) if rest else "")
     )
     if n in roles.summed and m not in roles.held:
         m = ""
@@ -216,6 +218,14 @@ def _as_sum(roles: Roles) -> Contraction:
     return Contraction(
         m_axis, _one(n), _one(k), loops, outer, grid, False, post=tuple(range(len(roles.factors)))
     )
+
+
+def _turns(roles: Roles, n: str, v: str) -> bool:
+    """Whether ``v`` walks what is read in order where ``n`` does not: a tile of both is then read
+    and written in order.
+    """
+    long = roles.extents[v] >= SHORTEST_RUN
+    return long and contiguity(roles.factors, v) > 0 and not contiguity(roles.factors, n)
 
 
 def _beside_row(roles: Roles, axes: set[str]) -> tuple[str, ...]:
