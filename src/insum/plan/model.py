@@ -43,6 +43,8 @@ ENOUGH_PROGRAMS = 264
 MANY_COLUMNS = 512
 #: Places of an output that fill a device with tiles of 128 x 128.
 LARGE = ENOUGH_PROGRAMS * 128 * 128
+#: Sides of the tiles that arithmetic alone decides on: this, and twice this on N.
+LARGE_SIDE = 128
 #: Steps of a reduction that fill a deep pipeline.
 LARGE_STEPS = 8
 #: Side of a tile that is read along one axis and written along the other: a line of memory each
@@ -77,7 +79,7 @@ def oriented(
     """
     if swap == 0 or not plan.roles.dot or swap < 0 and plan.onehot < 0 and not allowed:
         return plan
-    if swap == 1 or _gathers_left(plan, extents):
+    if swap == 1 or _gathers_left(plan, extents) or _holds_short_side(plan, extents):
         return replace(plan, roles=exchanged(plan.roles))
     return replace(plan, roles=swapped(plan.roles, extents))
 
@@ -95,6 +97,14 @@ def _gathers_left(plan: Plan, extents: Mapping[str, int]) -> bool:
         for side in (plan.roles.left, plan.roles.right)
     )
     return bool(left) and not right
+
+
+def _holds_short_side(plan: Plan, extents: Mapping[str, int]) -> bool:
+    """Whether the largest tile would hold all of the short side, were it on N: the long side is
+    then read by one program alone.
+    """
+    m, n = (power_of_two(extent(axis, extents)) for axis in (plan.roles.m, plan.roles.n))
+    return m == 2 * LARGE_SIDE < n and _is_large(plan, extents)
 
 
 def inner_extent(plan: Plan, extents: Mapping[str, int]) -> int:
@@ -181,10 +191,15 @@ def suited(plan: Plan, choice: Choice, architecture: str) -> Choice:
     if architecture.startswith(("sm_9", "gfx")):
         return choice
     most = 128 * 64 if plan.precision == "tf32x3" and architecture.startswith("sm_8") else 128 * 128
-    return tuple(
-        replace(one, m=one.m // 2) if one.warps == 4 and one.m * one.n >= most else one
-        for one in choice
-    )
+    return tuple(replace(one, m=one.m // 2) if _spills(plan, one, most) else one for one in choice)
+
+
+def _spills(plan: Plan, config: Config, most: int) -> bool:
+    """``most``: numbers of a tile that four warps cannot hold; eight can hold twice as many, unless
+    bounds take registers, too.
+    """
+    area = config.m * config.n
+    return area >= most if config.warps == 4 else bool(plan.bounds) and area >= 2 * most
 
 
 def in_rows(plan: Plan) -> bool:
@@ -218,7 +233,7 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
         m = min(m_all, 128)  # the parts that a float32 operand is split into are used for more
     m, n = held(plan, extents, m, n)
     k = _k_tile(plan, extents, size)
-    if _is_large(plan, extents, m, n, k, size):
+    if (m, n) == (LARGE_SIDE, LARGE_SIDE) and _is_large(plan, extents):
         return Config(m=m, n=2 * n, k=k, warps=8, stages=3)
     warps = 8 if m * n >= 128 * 256 else 4
     if plan.segment and plan.segment.var in plan.roles.loops and m * n >= 128 * 128 and size == 2:
@@ -246,18 +261,20 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
     return Config(m=m, n=n, k=k, warps=warps, stages=stages)
 
 
-def _is_large(plan: Plan, extents: Mapping[str, int], m: int, n: int, k: int, size: int) -> bool:
+def _is_large(plan: Plan, extents: Mapping[str, int]) -> bool:
     """Whether a product is so large that arithmetic alone counts: the largest tiles, which leave
     room for one program on a multiprocessor, still fill the device, and each has many steps.
     """
-    if size != 2 or (m, n) != (128, 128) or plan.onehot >= 0 or plan.segment:
+    if _BYTES.get(plan.operand) != 2 or plan.onehot >= 0 or plan.segment:
         return False
     if plan.roles.loops and plan.index_tensors:  # gathers are hidden behind other programs
         return False
-    area = extent(plan.roles.m, extents) * extent(plan.roles.n, extents)
-    tiles = area / (m * 2 * n) * math.prod(extents[v] for v in plan.roles.grid)
+    sides = [extent(axis, extents) for axis in (plan.roles.m, plan.roles.n)]
+    if min(sides) <= LARGE_SIDE // 2:
+        return False
+    tiles = math.prod(sides) / (2 * LARGE_SIDE**2) * math.prod(extents[v] for v in plan.roles.grid)
     steps = extents[plan.roles.k[0]] * math.prod(extents[v] for v in plan.roles.loops)
-    return tiles >= ENOUGH_PROGRAMS / 2 and steps >= LARGE_STEPS * k
+    return tiles >= ENOUGH_PROGRAMS / 2 and steps >= LARGE_STEPS * _k_tile(plan, extents, 2)
 
 
 def held(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> tuple[int, int]:
