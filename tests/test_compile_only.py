@@ -35,6 +35,8 @@ pytestmark = pytest.mark.compile_only
 
 #: Registers that one thread can have: a kernel that takes them all had to do without some.
 MOST_REGISTERS = {"sm_80": 255, "sm_90": 255, "sm_100": 255, "gfx942": 512}
+#: Bytes of shared memory for one program.
+MOST_SHARED = {"sm_80": 163 * 2**10, "sm_90": 227 * 2**10, "sm_100": 227 * 2**10, "gfx942": 2**16}
 #: Bytes of a thread that may wait on the stack while its loops run: the assembler for Blackwell
 #: puts an offset of the output there that is needed at the very end, though it has registers left.
 MOST_SPILLED = 4
@@ -227,6 +229,11 @@ WINDOWS = {
         {"x": (32, 58, 58, 128), "w": (128, 3, 3, 128)},
         {2: 56, 3: 56},
     ),
+    "small images": (
+        "y[b,o,i,j] = x[b,i+r,j+s,c] * w[o,r,s,c]",
+        {"x": (32, 16, 16, 512), "w": (512, 3, 3, 512)},
+        {2: 14, 3: 14},
+    ),
     "gradient of x": (
         "y[b,c,t+r] = g[b,t,o] * w[c,r,o]",
         {"g": (32, 2048, 256), "w": (256, 3, 256)},
@@ -256,6 +263,7 @@ def test_windows(name: str, dtype: torch.dtype, target: str) -> None:
     found = compile_one(one, target)
     plan = one.launch.plan
     assert spilled(found) <= MOST_SPILLED, one.launch.config
+    assert found.shared <= MOST_SHARED[target], one.launch.config
     assert plan.strategy == "store"
     assert plan.roles.dot == ("copy" not in name)
     if plan.roles.dot and target == "sm_90":

@@ -52,6 +52,8 @@ LARGE_STEPS = 8
 TURNED = 64
 #: Shared memory for the operands of one program.
 PIPELINE_BYTES = 72 * 1024
+#: And where there is the least of it.
+SMALL_SHARED = 64 * 1024
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -186,12 +188,22 @@ def first_choice(
 
 def suited(plan: Plan, choice: Choice, architecture: str) -> Choice:
     """The first guess is made for Hopper; on NVIDIA's other architectures its largest tiles would
-    spill, and half of them does not.
+    spill, and half of them does not. AMD's have less shared memory.
     """
-    if architecture.startswith(("sm_9", "gfx")):
+    if architecture.startswith("sm_9"):
         return choice
+    if architecture.startswith("gfx"):
+        return tuple(_within(plan, one) for one in choice)
     most = 128 * 64 if plan.precision == "tf32x3" and architecture.startswith("sm_8") else 128 * 128
     return tuple(replace(one, m=one.m // 2) if _spills(plan, one, most) else one for one in choice)
+
+
+def _within(plan: Plan, config: Config) -> Config:
+    """With no more buffers than fit."""
+    if not plan.roles.dot:
+        return config
+    buffers = SMALL_SHARED // ((config.m + config.n) * config.k * _BYTES.get(plan.operand, 4))
+    return replace(config, stages=max(1, min(config.stages, 1 + buffers)))
 
 
 def _spills(plan: Plan, config: Config, most: int) -> bool:
@@ -235,6 +247,10 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
     k = _k_tile(plan, extents, size)
     if (m, n) == (LARGE_SIDE, LARGE_SIDE) and _is_large(plan, extents):
         return Config(m=m, n=2 * n, k=k, warps=8, stages=3)
+    if plan.roles.loops and (m, n) == (LARGE_SIDE, LARGE_SIDE) and _is_dense(plan):
+        # places in flattened axes, and bounds, take registers
+        several = plan.bounds or len(plan.roles.m) > 1 or len(plan.roles.n) > 1
+        return Config(m=m, n=n, k=k, warps=8 if several else 4, stages=3)
     warps = 8 if m * n >= 128 * 256 else 4
     if plan.segment and plan.segment.var in plan.roles.loops and m * n >= 128 * 128 and size == 2:
         # A tile takes its own few steps, so filling the pipeline counts: more warps have more
@@ -267,7 +283,7 @@ def _is_large(plan: Plan, extents: Mapping[str, int]) -> bool:
     """
     if _BYTES.get(plan.operand) != 2 or plan.onehot >= 0 or plan.segment:
         return False
-    if plan.roles.loops and plan.index_tensors:  # gathers are hidden behind other programs
+    if plan.roles.loops and not _is_dense(plan):  # gathers are hidden behind other programs
         return False
     sides = [extent(axis, extents) for axis in (plan.roles.m, plan.roles.n)]
     if min(sides) <= LARGE_SIDE // 2:
@@ -275,6 +291,10 @@ def _is_large(plan: Plan, extents: Mapping[str, int]) -> bool:
     tiles = math.prod(sides) / (2 * LARGE_SIDE**2) * math.prod(extents[v] for v in plan.roles.grid)
     steps = extents[plan.roles.k[0]] * math.prod(extents[v] for v in plan.roles.loops)
     return tiles >= ENOUGH_PROGRAMS / 2 and steps >= LARGE_STEPS * _k_tile(plan, extents, 2)
+
+
+def _is_dense(plan: Plan) -> bool:
+    return plan.segment is None and not plan.index_tensors
 
 
 def held(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> tuple[int, int]:
