@@ -145,6 +145,7 @@ def test_scatters(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatc
     assert all(strategy_of(program) == ("atomic" if far else "store") for program in programs)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value")
 def test_an_absent_point_meets_no_infinity() -> None:
     """Where factors are multiplied one by one, as on every other path."""
     values = {"g": torch.ones(6), "w": torch.tensor([1.0, math.inf])}

@@ -88,6 +88,7 @@ def test_one_copy_serves_two_readings() -> None:
     ("statement", "options"),
     [
         (CONVOLUTION, {"optimize": False}),
+        (CONVOLUTION, {"optimize": [(0, 1)]}),
         (CONVOLUTION, {"config": insum.Config(m=64, n=64, k=32)}),
         ("y[b,o,t] max= x[b,c,t+r] * w[o,c,r]", {}),
         ("y[b,o,t] = exp(x[b,c,t+r]) * w[o,c,r]", {}),

@@ -36,7 +36,7 @@ from insum.lang.expr import (
 )
 from insum.lang.types import Typed, accumulator, infer, is_rounded
 from insum.plan.order import CannotOrder, Ordered, Path, Place, Step, Term, ordered
-from insum.plan.path import NEVER, operands_of, wish_of
+from insum.plan.path import NEVER, is_path, operands_of, wish_of
 from insum.plan.sizes import Layout, layout_of, typical
 from insum.request import Form
 from insum.runtime.classify import example
@@ -91,7 +91,9 @@ def is_copyable(problem: Problem, form: Form) -> bool:
     """Whether kernels may be better off with factors in another layout, whatever the sizes: in
     products of dense tensors, which matrix units multiply.
     """
-    if form.config is not None or form.optimize == NEVER or len(problem.terms) != 1:
+    if form.config is not None or form.optimize == NEVER or is_path(form.optimize):
+        return False
+    if len(problem.terms) != 1:
         return False
     operands = operands_of(problem.terms[0])
     kinds = [problem.kinds[a.tensor] for f in operands for a in accesses(f)]
