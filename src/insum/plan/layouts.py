@@ -22,8 +22,8 @@ from insum.plan.sizes import Layout
 from insum.plan.windows import gathered
 
 #: Points for each number that is copied, from which on a copy pays: a product that reads number by
-#: number takes 20 to 50 ns longer for a million points, and a copy of a million numbers 1.2 µs.
-LEAST_USES = 96
+#: number takes 20 to 50 ns longer for a million points, and a copy of a million numbers 1.3 µs.
+LEAST_USES = 48
 #: Points of a product that is worth more than one launch.
 LEAST_POINTS = 2**27
 
