@@ -541,3 +541,7 @@ def test_many_factors_have_an_order() -> None:
     letters = "abcdefgh"
     factors = [a + b for a, b in itertools.pairwise(letters)]
     assert len(cheapest(factors, "ah", dict.fromkeys(letters, 5)).pairs) == len(factors) - 1
+    names = [f"v{k}" for k in range(301)]
+    chain = list(itertools.pairwise(names))
+    found = cheapest(chain, ("v0", "v300"), dict.fromkeys(names, 8))
+    assert found.steps < 300 * 8**3 * 3 and len(found.largest) == 2, "matrices times matrices"

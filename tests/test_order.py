@@ -254,6 +254,33 @@ def test_the_kept_order_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(searches) == 1
 
 
+def long_chain(count: int, side: int) -> tuple[str, dict[str, Tensor]]:
+    ends = [f"v{number}" for number in range(count + 1)]
+    steps = [f"A{k}[{a},{b}]" for k, (a, b) in enumerate(itertools.pairwise(ends))]
+    shapes = {f"A{k}": (side, side) for k in range(count)}
+    return f"Y[{ends[0]},{ends[-1]}] = " + " * ".join(steps), described(shapes)
+
+
+@pytest.mark.parametrize("count", [20, 60])
+def test_long_chains_are_split_and_few_pairs_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    looked, look = [], order._Builder.buffer
+    monkeypatch.setattr(order._Builder, "buffer", lambda *a: looked.append(a[2]) or look(*a))
+    statement, values = long_chain(count, 512)
+    assert len(stages(statement, values)) == count - 1, "as many products of two matrices"
+    assert len(looked) <= 6 * count
+
+
+def test_a_variable_of_all_factors_makes_few_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked, look = [], order._Builder.buffer
+    monkeypatch.setattr(order._Builder, "buffer", lambda *a: looked.append(a[2]) or look(*a))
+    factors = " * ".join(f"A{k}[p,q{k}]" for k in range(40))
+    values = described({f"A{k}": (4096, 512) for k in range(40)})
+    assert len(stages(f"y[p] = {factors}", values, optimize="greedy")) > 1
+    assert len(looked) <= 15 * 40
+
+
 def test_absent_points_stay_absent() -> None:
     """What is 0 because it is absent must not meet what others have for that point."""
     D, nan = torch.tensor([0, -1, 1]), float("nan")

@@ -1,12 +1,15 @@
-"""The order in which the factors of a product are multiplied, two at a time: the one that takes the
-fewest steps, and writes least on the way.
+"""The order in which the factors of one dense product are multiplied, two at a time: the one that
+takes the fewest steps, and writes least on the way. (Which products become statements of their own,
+indices and all, is decided before: ``plan/order.py``.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import combinations
 from math import prod
 from typing import TypeAlias
 
@@ -34,7 +37,8 @@ class Order:
 def cheapest(
     factors: Sequence[Sequence[str]], kept: Sequence[str], extents: Mapping[str, Size]
 ) -> Order:
-    """The best order for factors with these variables, of which some are kept.
+    """The best order for factors with these variables, of which some are kept; of many factors, one
+    cheapest pair after the other.
 
     >>> sizes = dict(i=1000, j=2, k=1000, l=2)
     >>> cheapest(["ij", "jk", "kl"], "il", sizes).pairs
@@ -42,48 +46,92 @@ def cheapest(
     """
     given = tuple(tuple(f) for f in factors)
     sizes = tuple(sorted((v, int(extents[v])) for v in {v for f in given for v in f}))
-    return _cheapest(given, (True,) * len(given), frozenset(kept), sizes)
+    return _cheapest(given, frozenset(kept), sizes)
 
 
 @lru_cache(maxsize=1024)
 def _cheapest(
-    factors: tuple[tuple[str, ...], ...],
-    given: tuple[bool, ...],
-    kept: frozenset[str],
-    sizes: tuple[tuple[str, int], ...],
+    factors: tuple[tuple[str, ...], ...], kept: frozenset[str], sizes: tuple[tuple[str, int], ...]
 ) -> Order:
-    """``given`` says whose variables have an order already; products are written in the order that
-    suits.
-    """
-    if len(factors) < 2:
-        return Order()
     extents = dict(sizes)
-    choices = []
-    for b in range(len(factors)):
-        for a in range(b):
-            rest = [k for k in range(len(factors)) if k not in (a, b)]
-            product = _product(factors[a], factors[b], kept.union(*(factors[k] for k in rest)))
-            steps = _volume({*factors[a], *factors[b]}, extents)
-            steps += WRITING * _volume(product, extents) if rest else 0
-            for one, other in ((a, b), (b, a)):
-                if given[one] and _is_moved(factors[one], factors[other], product):
-                    steps += WRITING * _volume(factors[one], extents)
-            choices.append((steps, (a, b), rest, product))
-    if len(factors) > _FEW:
-        choices = [min(choices, key=lambda choice: choice[0])]
-    orders = []
-    for steps, pair, rest, product in choices:
-        left = (*[factors[k] for k in rest], product)
-        after = _cheapest(left, (*[given[k] for k in rest], False), kept, sizes)
-        largest = after.largest
-        if rest and _volume(product, extents) > _volume(largest, extents):
-            largest = frozenset(product)
-        orders.append(Order((pair, *after.pairs), steps + after.steps, largest))
+    left, taken = _Left(factors, (True,) * len(factors), kept), []
+    while len(left.factors) > _FEW:
+        taken.append(min(left.choices(extents, left.likely(extents)), key=lambda c: c.steps))
+        left = taken[-1].left
+    order = _every(left, extents)
+    for choice in reversed(taken):
+        order = choice.before(order, extents)
+    return order
+
+
+def _every(left: _Left, extents: Mapping[str, int]) -> Order:
+    """The best of all orders."""
+    if len(left.factors) < 2:
+        return Order()
+    pairs = combinations(range(len(left.factors)), 2)
+    orders = (c.before(_every(c.left, extents), extents) for c in left.choices(extents, pairs))
     return min(orders, key=lambda order: order.steps)
 
 
-def _product(a: tuple[str, ...], b: tuple[str, ...], needed: frozenset[str]) -> tuple[str, ...]:
-    return tuple(sorted({*a, *b} & needed))
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """Two factors that are multiplied next, and what is left then."""
+
+    pair: Pair
+    steps: int
+    left: _Left
+
+    def before(self, after: Order, extents: Mapping[str, int]) -> Order:
+        product, largest = self.left.factors[-1], after.largest
+        if len(self.left.factors) > 1 and _volume(product, extents) > _volume(largest, extents):
+            largest = frozenset(product)
+        return Order((self.pair, *after.pairs), self.steps + after.steps, largest)
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """Factors that are left; ``given`` says whose variables have an order already: products are
+    written in the order that suits.
+    """
+
+    factors: tuple[tuple[str, ...], ...]
+    given: tuple[bool, ...]
+    kept: frozenset[str]
+
+    def choices(self, extents: Mapping[str, int], pairs: Iterable[Pair]) -> Iterator[_Choice]:
+        readers = Counter(v for f in self.factors for v in set(f))
+        for a, b in pairs:
+            yield self.choice(a, b, readers, extents)
+
+    def choice(
+        self, a: int, b: int, readers: Mapping[str, int], extents: Mapping[str, int]
+    ) -> _Choice:
+        mine = Counter([*set(self.factors[a]), *set(self.factors[b])])
+        product = tuple(sorted(v for v in mine if v in self.kept or readers[v] > mine[v]))
+        rest = [k for k in range(len(self.factors)) if k not in (a, b)]
+        steps = _volume(mine, extents)
+        steps += WRITING * _volume(product, extents) if rest else 0
+        for one, other in ((a, b), (b, a)):
+            if self.given[one] and _is_moved(self.factors[one], self.factors[other], product):
+                steps += WRITING * _volume(self.factors[one], extents)
+        left = _Left(
+            (*(self.factors[k] for k in rest), product),
+            (*(self.given[k] for k in rest), False),
+            self.kept,
+        )
+        return _Choice((a, b), steps, left)
+
+    def likely(self, extents: Mapping[str, int]) -> set[Pair]:
+        """Pairs of the smallest factors that share a variable, or of the smallest of all where none
+        do.
+        """
+        by_size = sorted(range(len(self.factors)), key=lambda k: _volume(self.factors[k], extents))
+        sharing: dict[str, list[int]] = {}
+        for k in by_size:
+            for v in set(self.factors[k]):
+                sharing.setdefault(v, []).append(k)
+        found = {p for some in sharing.values() for p in combinations(sorted(some[:_FEW]), 2)}
+        return found or {*combinations(sorted(by_size[:2]), 2)}
 
 
 def _is_moved(factor: tuple[str, ...], other: tuple[str, ...], product: tuple[str, ...]) -> bool:

@@ -141,8 +141,9 @@ def _contenders(exhibit: Exhibit, direction: str) -> Iterator[Contender]:
 
 
 def _sizes(options: Options, *sizes: int) -> tuple[int, ...]:
-    """As they are on a GPU, far smaller elsewhere: all can be seen to work."""
-    return sizes if options.gpu else tuple(max(8, n // 64) for n in sizes)
+    """As they are on a GPU, far smaller elsewhere and with --quick: all can be seen to work."""
+    full = options.gpu and not options.quick
+    return sizes if full else tuple(max(8, n // 64) for n in sizes)
 
 
 # --- matrices that entries choose -----------------------------------------------------------------

@@ -38,7 +38,8 @@ class Shape:
     inner: int = 1  # extent of the inner variable of a flattened K axis
     onehot: int = 0  # places of the register tile for the dimension that is kept in registers
     single_k: bool = False  # the K axis is covered by one tile and nothing else is looped over
-    pieces: bool = False  # a long reduction is cut into pieces that meet in atomics
+    pieces: bool = False  # a long reduction is cut into pieces, which meet in atomics
+    apart: bool = False  # or rather go to a workspace, piece by piece
     counted: bool = False  # how many tasks there are is known on the device alone
     units: tuple[tuple[str, int], ...] = ()  # extents that are passed in units
 

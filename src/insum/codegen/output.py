@@ -4,6 +4,8 @@ store.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from insum.codegen.arguments import Length, Pointer
 from insum.codegen.contract import MERGE, Contract
 from insum.codegen.frame import AFTER, REGISTERS
@@ -146,36 +148,33 @@ class Output(Contract):
 
     def store(self, value: Val) -> None:
         plan = self.plan
+        if self.shape.apart:
+            self.store_piece(Val("piece", ()), value)
+            return
         if plan.split:
-            self.store_pieces(value)
+            self.store_piece(Val("(-1 - seg_row)", ("M",)), value, [Val("(seg_row < 0)", ("M",))])
         self.emit_store(
             plan.target, value, extra=[Val("(seg_row >= 0)", ("M",))] if plan.split else []
         )
 
-    def store_pieces(self, value: Val) -> None:
-        """A piece of a long row goes to its slot of the workspace, rows of a dense table over the
-        other kept variables.
+    def store_piece(self, slot: Val, value: Val, masks: Sequence[Val] = ()) -> None:
+        """A piece of a long sum goes to its slot of the workspace, a dense table over the kept
+        variables; but for the row, where it is a piece of one.
         """
-        others = [
-            v
-            for v in variables(self.plan.target)
-            if self.plan.segment and v != self.plan.segment.row
-        ]
-        offset: Val = Val("(-1 - seg_row)" + (".to(tl.int64)" if self.plan.wide else ""), ("M",), 0)
-        for var in others:
+        row = self.plan.segment.row if self.plan.segment else ""
+        offset = Val(slot.text + (".to(tl.int64)" if self.plan.wide else ""), slot.axes, 0)
+        for var in dict.fromkeys(v for v in variables(self.plan.target) if v != row):
             offset = combine(
                 [Val(f"({offset.text}) * {self.size(var)}", offset.axes), self.vars[var]], "+"
             )
-        masks = [
-            Val("(seg_row < 0)", ("M",)),
-            *(m for a, m in self.masks.items() if a in offset.axes),
-        ]
-        value = self.full(value, offset.axes)
+        axes = union(offset.axes, value.axes)
+        masks = [*masks, *(m for a, m in self.masks.items() if a in axes and a != "K")]
+        masked = f", mask={combine(masks, '&').over(axes)}" if masks else ""
         self.line(
             AFTER,
-            f"tl.store({self.arg(Pointer(WORK))} + {offset.text}, {value.text}, "
-            f"mask={combine(masks, '&').over(offset.axes)})",
-            offset.axes,
+            f"tl.store({self.arg(Pointer(WORK))} + {offset.over(axes)}, "
+            f"{self.full(value, axes).text}{masked})",
+            axes,
         )
 
     def whole(self, mask: Val, axes: tuple[str, ...]) -> Val:

@@ -148,7 +148,7 @@ def segments(rows: Tensor, count: int, columns: Tensor, take: Tensor | None) -> 
 
 def starts_of(rows: Tensor, count: int) -> Tensor:
     """Where each of ``count`` rows begins among sorted numbers of rows, and where the last ends."""
-    return torch.searchsorted(rows, torch.arange(count + 1))
+    return torch.searchsorted(rows.contiguous(), torch.arange(count + 1))
 
 
 def is_sorted(rows: Tensor) -> bool:

@@ -81,7 +81,7 @@ class Planned:
     #: ... or unless a dimension has just as many places as a pattern writes.
     written: tuple[int, int] | None = None
     multiples: Mapping[str, int] = field(default_factory=dict)  # of variables of our own
-    small_buffer: bool = False  # a float32 buffer for the result is little beside what is read
+    buffers: int = 0  # float32 buffers for the result that are little beside what is read
     longest: int = 0  # entries of a row, a power of two; 0 where nothing is known of them
     entries: int = 0
 
@@ -211,9 +211,9 @@ class Subject:
 
     # --- memory ---
 
-    def buffer_is_small(self) -> bool:
-        """Whether a float32 buffer for the result is little beside the tensors that are read."""
-        return BUFFER_SHARE * 4 * math.prod(self.sizes.shape) <= self.bytes_read()
+    def small_buffers(self) -> int:
+        """How many float32 buffers for the result are little beside the tensors that are read."""
+        return self.bytes_read() // max(1, BUFFER_SHARE * 4 * math.prod(self.sizes.shape))
 
     def bytes_read(self) -> int:
         """Of all tensors that are read, about."""
@@ -342,7 +342,7 @@ def finish(
         draft.segments,
         fill,
         multiples=draft.multiples,
-        small_buffer=subject.buffer_is_small(),
+        buffers=subject.small_buffers(),
         longest=draft.longest,
         entries=draft.entries,
     )

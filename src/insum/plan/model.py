@@ -416,7 +416,7 @@ def pieces(plan: Plan, config: Config, extents: Mapping[str, int]) -> int:
     """Into how many pieces a long reduction is cut when the output alone gives too little to do (1:
     not at all).
     """
-    if plan.segment or plan.strategy != "store" or plan.reduce != "sum" or not plan.roles.k:
+    if plan.segment or plan.strategy != "store" or not plan.roles.k:
         return 1
     programs = math.prod(extents[v] for v in plan.roles.grid)
     programs *= math.ceil(extent(plan.roles.m, extents) / config.m) * math.ceil(
@@ -427,6 +427,8 @@ def pieces(plan: Plan, config: Config, extents: Mapping[str, int]) -> int:
     )
     if config.split:
         return min(config.split, steps)
-    if programs >= ENOUGH_PROGRAMS // 2 or steps < 16:
+    # without matrix units all waits for memory, and many programs wait at once
+    enough = ENOUGH_PROGRAMS if plan.roles.dot else 4 * ENOUGH_PROGRAMS
+    if programs >= enough // 2 or steps < 16:
         return 1
-    return max(1, min(ENOUGH_PROGRAMS // programs, steps // 8))
+    return max(1, min(enough // programs, steps // 8))

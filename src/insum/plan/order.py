@@ -35,16 +35,14 @@ from insum.lang.expr import (
 #: number to or from memory takes as long as so many points, one more statement as so many.
 MOVED, STARTED = 16, 2**22
 #: A path is taken on its own account where it is so many times cheaper than one statement; where
-#: Factors of a product whose order is looked for unasked: looking takes their number cubed.
-MOST_FACTORS = 16
 #: its buffers are larger than everything that is read and written, so many times.
 CLEARLY, BY_FAR = 4, 16
 #: Buffers of more elements than this, and of more than so many times those of all arguments, are
 #: never made.
 MOST_BUFFERED, MOST_OF_ARGUMENTS = 2**24, 8
 #: Up to so many factors every order is looked at, and up to so many where that is asked for;
-#: beyond it the next step is the cheapest one.
-MOST_SEARCHED, MOST_ASKED = 5, 8
+#: beyond it the next step is the cheapest one, of so many factors that share a variable.
+MOST_SEARCHED, MOST_ASKED, MOST_SHARING = 5, 8, 6
 #: Up to so many factors of one step that read through indices, every way to read them is looked at.
 MOST_OPENED = 3
 
@@ -158,8 +156,6 @@ def ordered(term: Term, wish: str | Path = "auto") -> Ordered:
     match wish:
         case tuple():
             return _made(term, wish)
-        case "auto" if len(term.factors) > MOST_FACTORS:
-            return together
         case "auto" if together.cost <= CLEARLY * _least(term):
             return together
         case "auto":
@@ -538,10 +534,53 @@ def _greedy(builder: _Builder) -> _Taken:
     state, spent = builder.start, 0.0
     steps: _Taken = ()
     best: tuple[float, _Taken] = (builder.last(state).cost, ())
-    while pairs := list(_next(builder, state, 2)):
-        taken, made = min(pairs, key=lambda pair: pair[1].step.cost)
+    costs: dict[tuple[int, int], float] = {}
+    while (pair := _cheapest_pair(builder, state, costs)) is not None:
+        made = builder.buffer(state, pair)
+        taken = tuple(state.factors[p].inside for p in pair)
+        if made is None:  # what could be a statement before can be none any more
+            costs[taken[0], taken[1]] = math.inf
+            continue
+        if not _is_as_before(state, made.after):
+            costs.clear()
         state, spent, steps = made.after, spent + made.step.cost, (*steps, taken)
         cost = spent + builder.last(state).cost
         if cost < best[0]:
             best = cost, steps
     return best[1]
+
+
+def _cheapest_pair(
+    builder: _Builder, state: _State, costs: dict[tuple[int, int], float]
+) -> tuple[int, int] | None:
+    """The positions of the cheapest pair but the last; ``costs`` are known, and are added to."""
+    if len(state.factors) < 3:
+        return None
+    found: dict[tuple[int, int], float] = {}
+    for a, b in _sharing_pairs(builder, state):
+        key = state.factors[a].inside, state.factors[b].inside
+        if key not in costs:
+            made = builder.buffer(state, (a, b))
+            costs[key] = math.inf if made is None else made.step.cost
+        found[a, b] = costs[key]
+    best = min(found, key=lambda pair: found[pair], default=None)
+    return best if best is not None and found[best] < math.inf else None
+
+
+def _sharing_pairs(builder: _Builder, state: _State) -> set[tuple[int, int]]:
+    """Pairs of the smallest factors that share a variable."""
+    names = [set(variables(f.value)) for f in state.factors]
+    sharing: dict[str, list[int]] = {}
+    for position in sorted(range(len(names)), key=lambda p: builder.size_of(names[p])):
+        for v in names[position]:
+            sharing.setdefault(v, []).append(position)
+    return {
+        pair
+        for some in sharing.values()
+        for pair in itertools.combinations(sorted(some[:MOST_SHARING]), 2)
+    }
+
+
+def _is_as_before(state: _State, after: _State) -> bool:
+    """Whether a step has left the target and the factors that it did not take as they were."""
+    return after.target == state.target and {*state.factors} >= {*after.factors[:-1]}

@@ -125,7 +125,7 @@ class Sizes:
 
     def stride(self, one: Launch, tensor: str, dim: int) -> int:
         if tensor == WORK:
-            return math.prod(self.extents[v] for v in _work_order(one.plan)[dim:])
+            return math.prod(self.extent(one.plan, v) for v in _work_order(one.plan)[dim:])
         if tensor == OUT and OUT not in self.tensors:
             return math.prod(self.shape[dim + 1 :])
         if tensor in one.arrays:

@@ -11,14 +11,14 @@ from insum.codegen.checking import BLOCK, emit_check
 from insum.codegen.emit import Kernel, Shape, emit
 from insum.codegen.unrolled import emit_unrolled, parts
 from insum.lang.bind import Problem
-from insum.lang.expr import Access, index_of, variables
+from insum.lang.expr import Access, accesses, fresh, index_of, variables
 from insum.lang.types import identity
 from insum.plan import model
 from insum.plan.config import Choice, Config
 from insum.plan.draft import Planned, Wishes
 from insum.plan.plan import NEW, OUT, WORK, Plan, Segment
 from insum.plan.recipes import OfCount, OfExtent, Pieces, Recipe, SizeExpr, Sorted, Tasks
-from insum.plan.roles import Contraction
+from insum.plan.roles import Contraction, Roles, contraction
 from insum.plan.sizes import Strides, power_of_two
 from insum.plan.uses import Use
 from insum.runtime import launch
@@ -161,39 +161,66 @@ class _Build:
 
     def tiles(self) -> Step:
         (config,) = self.choice
-        pieces = model.pieces(self.plan, config, self.extents) if self.may_be_cut() else 1
+        pieces, apart = self.pieces(config)
         wished = self.wishes.settings
         kernel = emit(
             self.plan,
             config,
-            self.shape(config, pieces),
+            replace(self.shape(config, pieces), apart=apart),
             prefetch=wished.prefetch,
             lazy=wished.lazy_broadcasting,
         )
-        grid = (*self.tile_grid(config), ((Count("piece_count"),), 1))
+        grid = (*tile_grid(self.plan.roles, config), ((Count("piece_count"),), 1))
         counts = {"piece_count": pieces}
         one = self.launch(self.plan, config, kernel, grid, self.segment_arrays(), counts)
+        if apart:
+            kept = dict.fromkeys(variables(self.plan.target))
+            made = dict(self.plan.made)
+            workspace = (pieces, *(one for v in kept for one in made.get(v, (OfExtent(v),))))
+            return self.step((one, self.together(pieces)), workspace=workspace)
         return self.step((one,), atomic=self.plan.strategy == "atomic" or pieces > 1)
+
+    def together(self, pieces: int) -> Launch:
+        """The pieces of a long reduction, from the workspace: a reduction over them."""
+        plan, kept = self.plan, tuple(dict.fromkeys(variables(self.plan.target)))
+        piece = fresh("piece", {*self.extents, *dict(plan.made)})
+        read = Access(WORK, (index_of(piece), *map(index_of, kept)))
+        extents = {**self.extents, piece: pieces}
+        used = {OUT, *(a.tensor for i in plan.target.indices for a in accesses(i))}
+        plan = replace(
+            plan,
+            factors=(read,),
+            roles=contraction(Roles((read,), kept, (piece,), extents), allow_dot=False),
+            kinds=(*((n, kind) for n, kind in plan.kinds if n in used), (WORK, plan.accumulator)),
+            strides=(
+                *((n, s) for n, s in plan.strides if n in used),
+                (WORK, self.work_strides(kept)),
+            ),
+            views=tuple((n, view) for n, view in plan.views if n in used),
+            made=(*plan.made, (piece, (pieces,))),
+            numbers=(),
+            operand="",
+            precision="",
+            idle=None,
+        )
+        config = model.first_guess(plan, extents)
+        kernel = emit(plan, config, Shape(units=self.units()), prefetch=False)
+        return self.launch(plan, config, kernel, tile_grid(plan.roles, config), {}, {})
 
     def segment_arrays(self) -> dict[str, tuple[Recipe, str]]:
         recipe = self.planned.segments
         return {} if recipe is None else {START: (recipe, "start"), END: (recipe, "end")}
 
-    def tile_grid(self, config: Config) -> Grid:
-        roles = self.plan.roles
-        axes = ((roles.m, config.m), (roles.n, config.n))
-        found: list[tuple[tuple[Size | Count, ...], int]] = [
-            (tuple(Size(v) for v in axis), tile) for axis, tile in axes if axis
-        ]
-        return (*found, *(((Size(v),), 1) for v in roles.grid))
-
-    def may_be_cut(self) -> bool:
-        """Whether a reduction may be cut into pieces that meet in atomics: its float32 buffer is
-        small beside what is read.
+    def pieces(self, config: Config) -> tuple[int, bool]:
+        """Into how many pieces a long reduction is cut, and whether each has a buffer of its own:
+        all of them are to be little beside what is read. Sums whose order may differ need one,
+        they meet in atomics.
         """
-        if self.wishes.deterministic or self.wishes.accumulate:
-            return False
-        return self.planned.small_buffer
+        wanted = model.pieces(self.plan, config, self.extents)
+        alone = self.plan.reduce != "sum" or self.wishes.deterministic or self.wishes.accumulate
+        most = self.planned.buffers if alone or not self.planned.buffers else wanted
+        found = max(1, min(wanted, most))
+        return found, alone and found > 1
 
     # --- rows of a segmented output in the tile ---
 
@@ -306,7 +333,7 @@ class _Build:
     def unrolled(self) -> Step:
         (config,) = self.choice
         shape = self.shape(config)
-        grid, arrays = self.tile_grid(config), self.segment_arrays()
+        grid, arrays = tile_grid(self.plan.roles, config), self.segment_arrays()
         if self.plan.segment:
             shape = replace(shape, even_k=False)
             grid = (*grid, ((Size(self.plan.segment.row),), 1))
@@ -347,6 +374,14 @@ class _Build:
             '"""',
         ]
         return "\n".join(lines)
+
+
+def tile_grid(roles: Contraction, config: Config) -> Grid:
+    axes = ((roles.m, config.m), (roles.n, config.n))
+    found: list[tuple[tuple[Size | Count, ...], int]] = [
+        (tuple(Size(v) for v in axis), tile) for axis, tile in axes if axis
+    ]
+    return (*found, *(((Size(v),), 1) for v in roles.grid))
 
 
 _TASK = {START: "start", END: "end", ROW: "row"}

@@ -202,6 +202,8 @@ class Prologue:
 
     def one_size(self, one: OfExtent | OfShape | OfCount | Share | int) -> int:
         match one:
+            case int():
+                return one
             case OfExtent(var):
                 return self.extents[var]
             case OfShape(dim):
@@ -212,8 +214,6 @@ class Prologue:
                 return made.counts[name]
             case Share(size, by):
                 return -(-self.one_size(size) // by)
-            case int():
-                return one
 
     def index(self, name: str) -> Tensor:
         """An index tensor as it is; where negative values count from the end, recipes see to it."""

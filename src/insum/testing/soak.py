@@ -1,7 +1,7 @@
 """A soak test: statements, formats, layers and fused programs, drawn at random and full of traps,
 each against the oracle or against plain PyTorch, for as long as one wishes.
 
-    python -m insum.testing.soak --minutes 60 [--gpu] [--seed 0] [--out FOLDER]
+    python -m insum.testing.soak --minutes 60 [--gpu] [--seed 0] [--out FOLDER] [--json FILE]
     python -m insum.testing.soak --again fused:7:0.5      one trial, by its name, seed and scale
 
 With ``TRITON_INTERPRET=1`` statements run as generated kernels on a machine without a GPU; with
@@ -13,6 +13,8 @@ folder. Each trial is decided by its name, its seed and its scale alone.
 from __future__ import annotations
 
 import argparse
+import datetime
+import json
 import random
 import sys
 import threading
@@ -80,6 +82,14 @@ def agree(got: Tensor, want: Tensor, what: str) -> None:
     )
 
 
+def compare_gradients(got: Tensor, want: Tensor, leaves: dict[str, Tensor], what: str) -> None:
+    upstream = torch.randn_like(want)
+    ours = torch.autograd.grad(got, tuple(leaves.values()), upstream)
+    theirs = torch.autograd.grad(want, tuple(leaves.values()), upstream)
+    for name, a, b in zip(leaves, ours, theirs, strict=True):
+        agree(a, b, f"gradient of {what} by {name}")
+
+
 # --- statements -----------------------------------------------------------------------------------
 
 
@@ -87,8 +97,9 @@ def statements(draw: Draw) -> None:
     """Drawn statements against the oracle, again after everything was written to."""
     seed = draw.random.randrange(2**31)
     for case in draw_cases(1, seed=seed):
-        case.check()
-        case.check()
+        there = case.to(draw.device)
+        there.check()
+        there.check()
 
 
 def aggregated(x: Tensor, w: Tensor, s: Tensor, d: Tensor) -> Tensor:
@@ -107,10 +118,7 @@ def rewritten(draw: Draw) -> None:
         )
         want = aggregated(x, w, s, d)
         agree(got, want, "forward")
-        upstream = torch.randn_like(want)
-        ours = torch.autograd.grad(got, (x, w), upstream)
-        for name, a, b in zip("xw", ours, torch.autograd.grad(want, (x, w), upstream), strict=True):
-            agree(a, b, f"gradient of {name}")
+        compare_gradients(got, want, {"x": x, "w": w}, "a sum of rows")
         _write(draw, draw.random.choice((s, d)), nodes)
 
 
@@ -192,10 +200,75 @@ def repeated(draw: Draw) -> None:
     at, scaled = s.long(), x[s.long()] * w[:, None]
     want = torch.zeros_like(x).index_add(0, at, scaled**2 - x[at] ** 2)
     agree(got, want, "a repeated subexpression")
-    upstream = torch.randn_like(want)
-    ours = torch.autograd.grad(got, (x, w), upstream)
-    for name, a, b in zip("xw", ours, torch.autograd.grad(want, (x, w), upstream), strict=True):
-        agree(a, b, f"gradient of a repeated subexpression by {name}")
+    compare_gradients(got, want, {"x": x, "w": w}, "a repeated subexpression")
+
+
+def runs(draw: Draw) -> None:
+    """Entries that choose a whole matrix, stored one by one or added to chosen rows."""
+    rows, entries, matrices = draw.size(1, 40), draw.size(1, 100), draw.size(1, 8)
+    k, n = draw.size(1, 24), draw.size(1, 24)
+    dtype = draw.random.choice((torch.float32, torch.float64, torch.float16))
+    X = draw.values(rows, k, dtype=dtype).requires_grad_()
+    W = draw.values(matrices, k, n, dtype=dtype).requires_grad_()
+    t, e = draw.index(entries, rows), draw.index(entries, matrices)
+    for _ in range(draw.random.randint(1, 3)):
+        products = (X.double()[t.long()][:, None] @ W.double()[e.long()])[:, 0]
+        got = insum.insum("Y[p,n] = X[t[p],k] * W[e[p],k,n]", X=X, W=W, t=t, e=e)
+        agree(got, products, "a run")
+        compare_gradients(got.double(), products, {"X": X, "W": W}, "a run")
+        d = draw.index(entries, rows)
+        want = torch.zeros(rows, n, dtype=torch.float64, device=X.device)
+        text, shape = "Y[d[p],n] = X[t[p],k] * W[e[p],k,n]", (rows, n)
+        added = insum.insum(text, X=X, W=W, t=t, e=e, d=d, out_shape=shape)
+        agree(added, want.index_add(0, d.long(), products.detach()), "a run that is scattered")
+        _write(draw, draw.random.choice((t, e)), min(rows, matrices))
+
+
+def chains(draw: Draw) -> None:
+    """Several factors, in the order that pays or as asked for."""
+    nodes, edges = draw.size(1, 40), draw.size(1, 200)
+    f, g, h = (draw.size(1, 24) for _ in range(3))
+    X, V = draw.values(nodes, f).requires_grad_(), draw.values(g, h).requires_grad_()
+    W, w = draw.values(f, g).requires_grad_(), draw.values(edges).requires_grad_()
+    s, d = draw.index(edges, nodes), draw.index(edges, nodes)
+    order: bool | str = draw.random.choice(("auto", True, False, "greedy", "optimal"))
+    got = insum.insum(
+        "y[d[e],h] = w[e] * X[s[e],f] * W[f,g] * V[g,h]",
+        X=X,
+        W=W,
+        V=V,
+        w=w,
+        s=s,
+        d=d,
+        out_shape=(nodes, h),
+        optimize=order,
+    )
+    want = aggregated(X @ W @ V, w, s, d)
+    agree(got, want, f"a chain, optimize={order!r}")
+    compare_gradients(got, want, {"X": X, "W": W, "V": V, "w": w}, f"a chain, optimize={order!r}")
+
+
+def patterns(draw: Draw) -> None:
+    """A short pattern of constants, alone and inside of edges."""
+    nodes, edges, width = draw.size(1, 30), draw.size(1, 120), draw.size(1, 40)
+    size, terms = draw.size(1, 5), draw.size(1, 12)
+    X, Y = draw.values(nodes, size, width).requires_grad_(), draw.values(edges, size)
+    Y = Y.requires_grad_()
+    fixed = {name: torch.randint(0, size, (terms,)).to(draw.device) for name in "IJK"}
+    V = draw.values(terms)
+    if draw.random.random() < 0.7:
+        fixed = {name: insum.constant(one) for name, one in fixed.items()}
+        V = insum.constant(V) if draw.random.random() < 0.5 else V
+    s, d = draw.index(edges, nodes), draw.index(edges, nodes)
+    text = "Z[d[e],I[p],u] = V[p] * X[s[e],J[p],u] * Y[e,K[p]]"
+    tensors: dict[str, Any] = {"X": X, "Y": Y, "V": V, "s": s, "d": d, **fixed}
+    got = insum.insum(text, out_shape=(nodes, size, width), **tensors)
+    parts = X[s.long()][:, fixed["J"]] * (V * Y[:, fixed["K"]])[:, :, None]
+    inner = torch.zeros(edges, size, width, dtype=X.dtype, device=X.device)
+    inner = inner.index_add(1, fixed["I"], parts)
+    want = torch.zeros_like(X).index_add(0, d.long(), inner)
+    agree(got, want, "a pattern")
+    compare_gradients(got, want, {"X": X, "Y": Y}, "a pattern")
 
 
 def out_of_range(draw: Draw) -> None:
@@ -360,7 +433,7 @@ def hostile(draw: Draw) -> None:
 
 
 #: Trials of which several may run at once.
-THREADED = (rewritten, in_place, formats, repeated, extrema, graph_layers, aliases)
+THREADED = (rewritten, in_place, formats, repeated, extrema, graph_layers, aliases, runs, chains)
 
 
 def threads(draw: Draw) -> None:
@@ -388,6 +461,7 @@ TRIALS: dict[str, Trial] = {
     one.__name__: one
     for one in (
         *(statements, rewritten, in_place, aliases, extrema, repeated, out_of_range),
+        *(runs, chains, patterns),
         *(formats, convolutions, graph_layers, fused, hostile, threads),
     )
 }
@@ -531,6 +605,20 @@ def _kept(name: str, seed: int, where: Where, out: Path | None) -> str:
     return found
 
 
+def _record(counts: Counts, where: Where) -> dict[str, Any]:
+    on_gpu = where.device == "cuda"
+    return {
+        "command": " ".join(["python -m insum.testing.soak", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+        "torch": torch.__version__,
+        "seconds": round(counts.seconds),
+        "trials": counts.tried.total(),
+        "tried": dict(sorted(counts.tried.items())),
+        "found": counts.found,
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description="Drawn programs against PyTorch and an oracle.")
     parser.add_argument("--minutes", type=float, default=1.0)
@@ -539,6 +627,7 @@ def main() -> int:
     parser.add_argument("--as-on-a-gpu", action="store_true", help="with TRITON_INTERPRET=1")
     parser.add_argument("--only", default="", help=f"of {', '.join(TRIALS)}; separated by commas")
     parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--json", type=Path, help="where to write what was tried and found")
     parser.add_argument("--again", default="", help="one trial: name:seed:scale")
     asked = parser.parse_args()
     where = Where("cuda" if asked.gpu else "cpu", asked.as_on_a_gpu)
@@ -549,6 +638,8 @@ def main() -> int:
     names = tuple(filter(None, asked.only.split(",")))
     counts = soak(60 * asked.minutes, asked.seed, where, asked.out, names)
     print(counts)
+    if asked.json:
+        asked.json.write_text(json.dumps(_record(counts, where), indent=1) + "\n", encoding="utf-8")
     return int(bool(counts.found))
 
 

@@ -49,7 +49,7 @@ def packed(subject: Subject, draft: Draft) -> tuple[Draft, bool]:
     meeting = (
         not (subject.wishes.deterministic or subject.wishes.accumulate)
         and len(roles.k) == 1
-        and subject.buffer_is_small()
+        and subject.small_buffers()
     )
     if not meeting:
         return draft, False

@@ -1,0 +1,101 @@
+"""Long reductions over few places of the output are cut into pieces: sums meet in atomics, and
+where the order must not differ, or there are none, in a second kernel over a workspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import insum
+
+pytestmark = pytest.mark.interpreter
+
+LONG = 2600
+STATEMENTS: dict[str, dict[str, tuple[int, ...]]] = {
+    "y[j] max= a[i,j]": {"a": (LONG, 5)},
+    "y[] min= a[i]": {"a": (5 * LONG,)},
+    "y[i] min= a[i,j]": {"a": (3, LONG)},
+    "y[j] = a[i,j]": {"a": (LONG, 5)},
+    "y[j,k] max= a[i,j] * b[i,k]": {"a": (LONG, 5), "b": (LONG, 3)},
+    "y[k,j] = 2 * a[i,j] * b[i,k]": {"a": (LONG, 17), "b": (LONG, 9)},
+    "y[u[j]] max= a[i,j]": {"a": (LONG, 5)},
+    "y[j] = a[s[i],j]": {"a": (50, 5)},
+}
+
+
+def drawn(statement: str, dtype: torch.dtype) -> dict[str, Any]:
+    values: dict[str, Any] = {n: torch.randn(s).to(dtype) for n, s in STATEMENTS[statement].items()}
+    if "u[" in statement:
+        values["u"] = insum.constant(torch.tensor([4, 1, 6, 0, 2]))
+        values["out_shape"] = (8,)
+    if "s[" in statement:
+        values["s"] = torch.randint(0, 50, (LONG,))
+    return values
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    torch.use_deterministic_algorithms(wanted)
+    try:
+        with insum.settings(backend="fused", require_fused=True):
+            yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def exact(statement: str, values: dict[str, Any]) -> Tensor:
+    wide = {
+        n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
+        for n, v in values.items()
+    }
+    return insum.insum(statement, **wide)
+
+
+@pytest.mark.parametrize("statement", STATEMENTS)
+@pytest.mark.parametrize("repeats", [False, True])
+def test_pieces(statement: str, repeats: bool) -> None:
+    dtype = torch.float16 if repeats else torch.float32
+    values = drawn(statement, dtype)
+    with deterministic(repeats):
+        got = insum.insum(statement, **values)
+        again = insum.insum(statement, **values)
+        told = str(insum.explain(statement, **values))
+    apart = repeats or "max=" in statement or "min=" in statement
+    assert ("work_at" in told) == apart and ("piece" in told)
+    assert not repeats or torch.equal(got, again)
+    want = exact(statement, values)
+    torch.testing.assert_close(
+        got.double(), want, rtol=2e-3, atol=2e-3 * float(want[want.isfinite()].abs().max())
+    )
+
+
+@pytest.mark.parametrize("operator", ["+=", "max="])
+def test_pieces_in_place(operator: str) -> None:
+    a, C = torch.randn(LONG, 5), torch.full((5,), 3.75)
+    want = C + a.sum(0) if operator == "+=" else torch.maximum(C, a.amax(0))
+    with deterministic(False):
+        assert insum.insum(f"C[j] {operator} a[i,j]", C=C, a=a) is C
+    torch.testing.assert_close(C, want, rtol=1e-5, atol=1e-3)
+
+
+def test_nan_in_one_piece_is_seen() -> None:
+    a = torch.randn(LONG, 5)
+    a[LONG - 1, 2] = torch.nan
+    with deterministic(False):
+        got = insum.insum("y[j] max= a[i,j]", a=a)
+    assert got.isnan().tolist() == [False, False, True, False, False]
+
+
+def test_gradients_through_pieces() -> None:
+    a = torch.randn(LONG, 3, dtype=torch.float64, requires_grad=True)
+    with deterministic(True):
+        got = insum.insum("y[j] max= a[i,j]", a=a)
+        (found,) = torch.autograd.grad(got.sum(), a)
+    (want,) = torch.autograd.grad(a.amax(0).sum(), a)
+    assert torch.equal(found, want)
