@@ -35,6 +35,8 @@ pytestmark = pytest.mark.compile_only
 
 #: Registers that one thread can have: a kernel that takes them all had to do without some.
 MOST_REGISTERS = {"sm_80": 255, "sm_90": 255, "sm_100": 255, "gfx942": 512}
+#: Bytes of shared memory for one program.
+MOST_SHARED = {"sm_80": 163 * 2**10, "sm_90": 227 * 2**10, "sm_100": 227 * 2**10, "gfx942": 2**16}
 #: Bytes of a thread that may wait on the stack while its loops run: the assembler for Blackwell
 #: puts an offset of the output there that is needed at the very end, though it has registers left.
 MOST_SPILLED = 4
@@ -206,6 +208,66 @@ def test_index_tensors_that_nobody_has_looked_at(name: str, target: str) -> None
     assert found[0].launch.plan.guarded
     for one in found:
         assert spilled(compile_one(one, target)) == 0, one.launch.config
+
+
+#: A convolution as its statements are run: copies, the product, and both gradients.
+WINDOWS = {
+    "a copy": ("z[b,u,c] = x[b,c,u]", {"x": (8, 256, 2050)}, {}),
+    "a copy of images": ("z[b,u,v,c] = x[b,c,u,v]", {"x": (8, 128, 58, 58)}, {}),
+    "channels first": (
+        "y[b,o,t] = x[b,t+r,c] * w[o,r,c]",
+        {"x": (32, 2050, 256), "w": (256, 3, 256)},
+        {2: 2048},
+    ),
+    "channels last": (
+        "y[b,t,o] = x[b,t+r,c] * w[r,c,o]",
+        {"x": (32, 2050, 256), "w": (3, 256, 256)},
+        {1: 2048},
+    ),
+    "images": (
+        "y[b,o,i,j] = x[b,i+r,j+s,c] * w[o,r,s,c]",
+        {"x": (32, 58, 58, 128), "w": (128, 3, 3, 128)},
+        {2: 56, 3: 56},
+    ),
+    "small images": (
+        "y[b,o,i,j] = x[b,i+r,j+s,c] * w[o,r,s,c]",
+        {"x": (32, 16, 16, 512), "w": (512, 3, 3, 512)},
+        {2: 14, 3: 14},
+    ),
+    "gradient of x": (
+        "y[b,c,t+r] = g[b,t,o] * w[c,r,o]",
+        {"g": (32, 2048, 256), "w": (256, 3, 256)},
+        {2: 2050},
+    ),
+    "gradient of x, apart": (
+        "y[b,c,2*t+r] = g[b,t,o] * w[c,r,o]",
+        {"g": (32, 1024, 256), "w": (256, 3, 256)},
+        {2: 2049},
+    ),
+    "gradient of w": (
+        "y[o,c,r] = g[b,o,t] * x[b,t+r,c]",
+        {"g": (32, 256, 2048), "x": (32, 2050, 256)},
+        {2: 3},
+    ),
+}
+
+
+@pytest.mark.parametrize("target", launch.TARGETS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows(name: str, dtype: torch.dtype, target: str) -> None:
+    statement, shapes, sizes = WINDOWS[name]
+    values = {n: torch.empty(shape, dtype=dtype, device="meta") for n, shape in shapes.items()}
+    problem = bound(statement, values, sizes)
+    (one,) = launches(inspection.elsewhere(problem, values, architecture=target))
+    found = compile_one(one, target)
+    plan = one.launch.plan
+    assert spilled(found) <= MOST_SPILLED, one.launch.config
+    assert found.shared <= MOST_SHARED[target], one.launch.config
+    assert plan.strategy == "store"
+    assert plan.roles.dot == ("copy" not in name)
+    if plan.roles.dot and target == "sm_90":
+        assert found.uses("wgmma") and found.uses("cp.async")
 
 
 FLOAT32 = {

@@ -38,7 +38,7 @@ from insum.plan.uses import Use, uses_of
 from insum.request import Form, Request, head
 from insum.runtime.check import bounds_of, in_range, live_uses, ranges_of, verify
 from insum.settings import Values, settings
-from insum.stages import Stage, is_orderable, size_key, stages_of
+from insum.stages import Stage, is_copyable, is_orderable, layouts_of, size_key, stages_of
 
 if TYPE_CHECKING:
     from insum.runtime.fused import FusedCall, FusedKind
@@ -134,7 +134,7 @@ class PreparedCall:
         reads: every tensor that is read; ``indices``: those that stand in an index.
         fusable: whether generated kernels are to be tried.
         orderable: whether several statements may be better than one; ``orders`` are those, by
-            sizes.
+            sizes; ``copyable``: also because kernels read tensors better in other layouts.
         on_host: whether a CPU may go its own ways (`insum.host`).
         recent: calls of the same sizes that were made more than once, the last first.
     """
@@ -153,6 +153,7 @@ class PreparedCall:
     reads: tuple[str, ...]
     fusable: bool
     orderable: bool
+    copyable: bool
     on_host: bool
     kernels_look: bool
     negated: bool  # some tensor is to be read as its negative
@@ -203,19 +204,22 @@ class PreparedCall:
             self.remember(found, sizes, given)
         return found
 
-    def stages(self, problem: Problem, *, in_place: bool) -> tuple[Stage, ...]:
+    def stages(
+        self, problem: Problem, values: Mapping[str, Value], *, in_place: bool
+    ) -> tuple[Stage, ...]:
         """The statements that a call of these sizes is made of; none where it is one. The same for
-        all sizes of a class, whichever came first.
+        all sizes and layouts of a class, whichever came first.
 
         A call in place must change nothing where an index is out of range. Kernels find that out
         on the way, the last statement for itself alone: the others then have no indices, unless a
         path was asked for.
         """
         may_index = not (in_place and self.kernels_look) or self.on_path
-        key = (*size_key(problem), may_index)
+        layouts = layouts_of(problem, values) if self.copyable else ()
+        key = (*size_key(problem), may_index, layouts)
         found = self.orders.get(key)
         if found is None:
-            stages = stages_of(problem, self.form, may_index=may_index)
+            stages = stages_of(problem, self.form, may_index=may_index, layouts=layouts)
             found = keep(self.orders, key, stages, MOST_ORDERS)
         return found
 
@@ -257,6 +261,7 @@ def _prepare(
     in_place = left.operator != "=" and isinstance(values.get(left.target), Tensor)
     accumulates = left.operator != "=" and (in_place or initial is not None)
     fusable = is_fusable(problem, now, form.config is not None, accumulates=accumulates)
+    copyable = fusable and is_copyable(problem, form)
     uses = uses_of(problem, form.wraps)
     given = (*values.values(),) if initial is None else (*values.values(), initial)
     return PreparedCall(
@@ -273,7 +278,8 @@ def _prepare(
         left.target if in_place else "",
         tensors_of(problem.statement),
         fusable,
-        is_orderable(problem, form),
+        copyable or is_orderable(problem, form),
+        copyable,
         now.backend == "auto" and not fusable and problem.device.type == "cpu",
         fusable and kernels_look_on(problem.device) and now.check == "async",
         any(isinstance(v, Tensor) and v.is_neg() for v in given),
@@ -467,7 +473,7 @@ class BoundCall:
         found = self._staged.get(in_place)
         if found is None:
             problem = self.problem(values)
-            stages = self.prepared.stages(problem, in_place=in_place)
+            stages = self.prepared.stages(problem, values, in_place=in_place)
             found = self._staged[in_place] = tuple(
                 BoundStage(kinds_of(one.form), one, one.size_values(problem)) for one in stages
             )

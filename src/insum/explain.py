@@ -141,7 +141,12 @@ def parts_of(request: Request, values: Mapping[str, Value]) -> tuple[Part, ...]:
 
 
 def _order(problem: Problem, request: Request, parts: Sequence[Part], work: int) -> str:
-    """The path that a product of three and more factors takes, and what it saves."""
+    """The path that a product of three and more factors takes, and what it saves; what is copied
+    into another layout first.
+    """
+    if len(parts) > 1 and not parts[-1].positions:
+        lines = [f"  {part.problem.statement}" for part in parts]
+        return "\n".join(["layouts: copies first, so that kernels read in wide loads", *lines])
     if not is_orderable(problem, request.form):
         return ""
     if len(parts) == 1:

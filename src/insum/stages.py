@@ -1,10 +1,12 @@
-"""A statement as several, where its order of contraction has buffers.
+"""A statement as several, where its order of contraction has buffers, or where factors are copied
+into another layout first.
 
 The statements before the last each fill a buffer; the last has the left side of the whole, its
 operator and its other terms. Each is a call of its own, of a kind of its own: it is planned, bound,
 checked and launched as if a user had written it, and so may be left to a library or to the graph.
 Buffers have the dtype in which contributions meet, so that nothing is rounded between statements;
-but for half precision on GPUs, where they are rounded as the intermediates of PyTorch are.
+but for half precision on GPUs, where they are rounded as the intermediates of PyTorch are, and for
+copies.
 """
 
 from __future__ import annotations
@@ -14,15 +16,17 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
 from insum.errors import UnsupportedError
 from insum.lang import expand
-from insum.lang.bind import Problem, Size
+from insum.lang.bind import Problem, Size, Value
 from insum.lang.expr import (
     Access,
     Expr,
     Number,
     Statement,
+    Var,
     accesses,
     names_of,
     product,
@@ -32,13 +36,17 @@ from insum.lang.expr import (
 )
 from insum.lang.types import Typed, accumulator, infer, is_rounded
 from insum.plan.order import CannotOrder, Ordered, Path, Place, Step, Term, ordered
-from insum.plan.path import NEVER, operands_of, wish_of
-from insum.plan.sizes import typical
+from insum.plan.path import NEVER, is_path, operands_of, wish_of
+from insum.plan.sizes import Layout, layout_of, typical
 from insum.request import Form
 from insum.runtime.classify import example
 
 #: Statements of more products than this run as they are.
 MOST_TERMS = 16
+#: Dtypes that matrix units multiply.
+_MULTIPLIED = (torch.float16, torch.bfloat16, torch.float32)
+#: How every tensor of a call lies in memory, by name.
+Layouts: TypeAlias = tuple[tuple[str, Layout], ...]
 #: Where a size is found in the whole: the extent of a variable, or a dimension of a tensor.
 Found: TypeAlias = str | Place
 
@@ -79,6 +87,43 @@ def is_orderable(problem: Problem, form: Form) -> bool:
     )
 
 
+def is_copyable(problem: Problem, form: Form) -> bool:
+    """Whether kernels may be better off with factors in another layout, whatever the sizes: in
+    products of dense tensors, which matrix units multiply.
+    """
+    if form.config is not None or form.optimize == NEVER or is_path(form.optimize):
+        return False
+    if len(problem.terms) != 1:
+        return False
+    operands = operands_of(problem.terms[0])
+    kinds = [problem.kinds[a.tensor] for f in operands for a in accesses(f)]
+    return (
+        problem.statement.operator in ("=", "+=")
+        and not problem.target_read
+        and len(operands) >= 2
+        and all(map(_is_dense, operands))
+        and all(isinstance(a, Var) for i in problem.statement.target.indices for _, a in i.terms)
+        and all(kind.dtype in _MULTIPLIED and kind.device == problem.device for kind in kinds)
+    )
+
+
+def _is_dense(factor: Expr) -> bool:
+    """Whether a factor reads one tensor, by variables alone."""
+    return isinstance(factor, Access) and all(
+        isinstance(atom, Var) for index in factor.indices for _, atom in index.terms
+    )
+
+
+def layouts_of(problem: Problem, values: Mapping[str, Value]) -> Layouts:
+    """How the tensors that a call reads lie in memory."""
+    found = {name: values[name] for name in tensors_of(problem.statement)}
+    return tuple(
+        (name, layout_of(value.shape, value.stride(), value.itemsize))
+        for name, value in found.items()
+        if isinstance(value, Tensor)
+    )
+
+
 def size_key(problem: Problem) -> tuple[int, ...]:
     """What of all sizes decides: their powers of two."""
     shapes = (problem.shape, *(kind.shape for kind in problem.kinds.values()))
@@ -86,9 +131,12 @@ def size_key(problem: Problem) -> tuple[int, ...]:
     return tuple([typical(example(size)) for size in sizes])
 
 
-def stages_of(problem: Problem, form: Form, *, may_index: bool = True) -> tuple[Stage, ...]:
+def stages_of(
+    problem: Problem, form: Form, *, may_index: bool = True, layouts: Layouts = ()
+) -> tuple[Stage, ...]:
     """The statements of a call, none where one is best. ``may_index``: whether those before the
-    last may read or write through index tensors.
+    last may read or write through index tensors. ``layouts``: of a call whose factors may be
+    copied into others.
 
     >>> import torch
     >>> from insum.request import request_of
@@ -97,11 +145,13 @@ def stages_of(problem: Problem, form: Form, *, may_index: bool = True) -> tuple[
     >>> [stage.form.statement for stage in stages_of(problem, request.form)]
     ['A_B[i,k] = A[i,j] * B[j,k]', 'Y[i,l] = A_B[i,k] * C[k,l]']
     """
-    if not is_orderable(problem, form):
-        return ()
-    wish = wish_of(problem, form.optimize)
     chosen = _Chosen(problem, may_index)
-    paths = [chosen.path(term, wish) for term in problem.terms]
+    paths: list[Ordered | None] = []
+    if is_orderable(problem, form):
+        wish = wish_of(problem, form.optimize)
+        paths = [chosen.path(term, wish) for term in problem.terms]
+    if layouts and all(path is None or len(path.steps) == 1 for path in paths):
+        paths = [chosen.copies(problem.terms[0], layouts)]
     if all(path is None or len(path.steps) == 1 for path in paths):
         return ()
     return _Writer(problem, form).written(paths)
@@ -133,6 +183,11 @@ class _Chosen:
             ) from None
         self.taken |= {step.target.tensor for step in found.steps} | set(found.places)
         return found
+
+    def copies(self, term: expand.Term, layouts: Layouts) -> Ordered | None:
+        from insum.plan.layouts import copied  # which takes a while to import
+
+        return copied(self.described(term, operands_of(term)), dict(layouts))
 
     def described(self, term: expand.Term, operands: tuple[Expr, ...]) -> Term:
         number = infer(term.value, self.types).dtype
@@ -202,6 +257,8 @@ class _Writer:
 
     def filling(self, step: Step, dtype: torch.dtype, places: Mapping[str, Place]) -> Stage:
         value = product(list(step.factors))
+        if isinstance(value, Access):  # a copy
+            dtype = self.types[value.tensor].dtype
         real = not infer(value, self.types).dtype.is_complex and dtype.is_complex
         dtype = dtype.to_real() if real else dtype
         self.types[step.target.tensor] = Typed(dtype, 2 if step.dims else 1)

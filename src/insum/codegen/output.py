@@ -203,7 +203,7 @@ class Output(Contract):
             Val(f"({value.text} >= 0)", value.axes, value.stage)
             for value in self.padded_indices(target)
         ]
-        masks += self.ranges(place, inner=True)
+        masks += self.ranges(place, inner=True) + self.edges(place)
         mask = combine(distinct(masks), "&") if masks else None
         pointer = f"{self.arg(Pointer(OUT))} + {offset.over(axes)}"
         masked = f", mask={mask.over(axes)}" if mask else ""
@@ -227,6 +227,14 @@ class Output(Contract):
             f"tl.store({pointer}, ({text}).to({self.arg(Pointer(OUT))}.dtype.element_ty){masked})",
             axes,
         )
+
+    def edges(self, place: Access) -> list[Val]:
+        """Where places that are walked by several variables end: the last of them may walk past."""
+        if not self.plan.bounds:
+            return []
+        several = [dim for dim, index in enumerate(place.indices) if len(index.terms) > 1]
+        found = [(self.place(place, dim), self.length(OUT, dim)) for dim in several]
+        return [Val(f"({v.text} < {length})", v.axes, v.stage) for v, length in found]
 
     def padded_indices(self, target: Access) -> list[Val]:
         """Index values of the target that may be padding: such a point writes nothing."""

@@ -309,8 +309,13 @@ class Reads(Frame):
 
     def prepare_masks(self) -> None:
         """Load every padded index tensor first, so that all other loads know the points that are
-        absent.
+        absent; and those that a window does not reach.
         """
+        for bound in self.plan.bounds:
+            place = self.define("place", self.index(bound.index))
+            inside = f"(0 <= {place.text}) & ({place.text} < {self.size(bound.var)})"
+            mask = self.define("inside", Val(inside, place.axes, place.stage))
+            self.point_masks.append((frozenset(variables(bound.index)), mask))
         for factor in (*self.plan.factors, self.plan.target):
             for access in accesses(factor):
                 for index in access.indices:

@@ -16,7 +16,7 @@ from insum.lang.bind import Problem
 from insum.lang.expand import Term
 from insum.lang.expr import Access, Expr, accesses, fresh, names_of, variables
 from insum.lang.types import infer
-from insum.plan.plan import OUT, Plan, Segment
+from insum.plan.plan import OUT, Bound, Plan, Segment
 from insum.plan.questions import Ask, AskExact, AskFacts, AskInside, Known
 from insum.plan.recipes import Array, Packed, PackedByStep, Rows, SizeExpr
 from insum.plan.rewrite import Scatter
@@ -110,6 +110,7 @@ class Draft:
     longest: int = 0
     entries: int = 0
     idle: Access | None = None
+    bounds: tuple[Bound, ...] = ()
     why: tuple[str, ...] = ()
 
     def because(self, reason: str) -> Draft:
@@ -331,6 +332,7 @@ def finish(
         why=draft.why,
         numbers=tuple(n for n in problem.kinds if n in used and not subject.is_tensor(n)),
         idle=draft.idle,
+        bounds=draft.bounds,
     )
     return Planned(
         plan,

@@ -43,10 +43,17 @@ ENOUGH_PROGRAMS = 264
 MANY_COLUMNS = 512
 #: Places of an output that fill a device with tiles of 128 x 128.
 LARGE = ENOUGH_PROGRAMS * 128 * 128
+#: Sides of the tiles that arithmetic alone decides on: this, and twice this on N.
+LARGE_SIDE = 128
 #: Steps of a reduction that fill a deep pipeline.
 LARGE_STEPS = 8
+#: Side of a tile that is read along one axis and written along the other: a line of memory each
+#: way.
+TURNED = 64
 #: Shared memory for the operands of one program.
 PIPELINE_BYTES = 72 * 1024
+#: And where there is the least of it.
+SMALL_SHARED = 64 * 1024
 _BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 
@@ -74,7 +81,7 @@ def oriented(
     """
     if swap == 0 or not plan.roles.dot or swap < 0 and plan.onehot < 0 and not allowed:
         return plan
-    if swap == 1 or _gathers_left(plan, extents):
+    if swap == 1 or _gathers_left(plan, extents) or _holds_short_side(plan, extents):
         return replace(plan, roles=exchanged(plan.roles))
     return replace(plan, roles=swapped(plan.roles, extents))
 
@@ -92,6 +99,14 @@ def _gathers_left(plan: Plan, extents: Mapping[str, int]) -> bool:
         for side in (plan.roles.left, plan.roles.right)
     )
     return bool(left) and not right
+
+
+def _holds_short_side(plan: Plan, extents: Mapping[str, int]) -> bool:
+    """Whether the largest tile would hold all of the short side, were it on N: the long side is
+    then read by one program alone.
+    """
+    m, n = (power_of_two(extent(axis, extents)) for axis in (plan.roles.m, plan.roles.n))
+    return m == 2 * LARGE_SIDE < n and _is_large(plan, extents)
 
 
 def inner_extent(plan: Plan, extents: Mapping[str, int]) -> int:
@@ -173,15 +188,30 @@ def first_choice(
 
 def suited(plan: Plan, choice: Choice, architecture: str) -> Choice:
     """The first guess is made for Hopper; on NVIDIA's other architectures its largest tiles would
-    spill, and half of them does not.
+    spill, and half of them does not. AMD's have less shared memory.
     """
-    if architecture.startswith(("sm_9", "gfx")):
+    if architecture.startswith("sm_9"):
         return choice
+    if architecture.startswith("gfx"):
+        return tuple(_within(plan, one) for one in choice)
     most = 128 * 64 if plan.precision == "tf32x3" and architecture.startswith("sm_8") else 128 * 128
-    return tuple(
-        replace(one, m=one.m // 2) if one.warps == 4 and one.m * one.n >= most else one
-        for one in choice
-    )
+    return tuple(replace(one, m=one.m // 2) if _spills(plan, one, most) else one for one in choice)
+
+
+def _within(plan: Plan, config: Config) -> Config:
+    """With no more buffers than fit."""
+    if not plan.roles.dot:
+        return config
+    buffers = SMALL_SHARED // ((config.m + config.n) * config.k * _BYTES.get(plan.operand, 4))
+    return replace(config, stages=max(1, min(config.stages, 1 + buffers)))
+
+
+def _spills(plan: Plan, config: Config, most: int) -> bool:
+    """``most``: numbers of a tile that four warps cannot hold; eight can hold twice as many, unless
+    bounds take registers, too.
+    """
+    area = config.m * config.n
+    return area >= most if config.warps == 4 else bool(plan.bounds) and area >= 2 * most
 
 
 def in_rows(plan: Plan) -> bool:
@@ -215,8 +245,12 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
         m = min(m_all, 128)  # the parts that a float32 operand is split into are used for more
     m, n = held(plan, extents, m, n)
     k = _k_tile(plan, extents, size)
-    if _is_large(plan, extents, m, n, k, size):
+    if (m, n) == (LARGE_SIDE, LARGE_SIDE) and _is_large(plan, extents):
         return Config(m=m, n=2 * n, k=k, warps=8, stages=3)
+    if plan.roles.loops and (m, n) == (LARGE_SIDE, LARGE_SIDE) and _is_dense(plan):
+        # places in flattened axes, and bounds, take registers
+        several = plan.bounds or len(plan.roles.m) > 1 or len(plan.roles.n) > 1
+        return Config(m=m, n=n, k=k, warps=8 if several else 4, stages=3)
     warps = 8 if m * n >= 128 * 256 else 4
     if plan.segment and plan.segment.var in plan.roles.loops and m * n >= 128 * 128 and size == 2:
         # A tile takes its own few steps, so filling the pipeline counts: more warps have more
@@ -243,15 +277,24 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
     return Config(m=m, n=n, k=k, warps=warps, stages=stages)
 
 
-def _is_large(plan: Plan, extents: Mapping[str, int], m: int, n: int, k: int, size: int) -> bool:
+def _is_large(plan: Plan, extents: Mapping[str, int]) -> bool:
     """Whether a product is so large that arithmetic alone counts: the largest tiles, which leave
     room for one program on a multiprocessor, still fill the device, and each has many steps.
     """
-    if size != 2 or (m, n) != (128, 128) or plan.onehot >= 0 or plan.roles.loops or plan.segment:
+    if _BYTES.get(plan.operand) != 2 or plan.onehot >= 0 or plan.segment:
         return False
-    area = extent(plan.roles.m, extents) * extent(plan.roles.n, extents)
-    tiles = area / (m * 2 * n) * math.prod(extents[v] for v in plan.roles.grid)
-    return tiles >= ENOUGH_PROGRAMS / 2 and extents[plan.roles.k[0]] >= LARGE_STEPS * k
+    if plan.roles.loops and not _is_dense(plan):  # gathers are hidden behind other programs
+        return False
+    sides = [extent(axis, extents) for axis in (plan.roles.m, plan.roles.n)]
+    if min(sides) <= LARGE_SIDE // 2:
+        return False
+    tiles = math.prod(sides) / (2 * LARGE_SIDE**2) * math.prod(extents[v] for v in plan.roles.grid)
+    steps = extents[plan.roles.k[0]] * math.prod(extents[v] for v in plan.roles.loops)
+    return tiles >= ENOUGH_PROGRAMS / 2 and steps >= LARGE_STEPS * _k_tile(plan, extents, 2)
+
+
+def _is_dense(plan: Plan) -> bool:
+    return plan.segment is None and not plan.index_tensors
 
 
 def held(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> tuple[int, int]:
@@ -345,6 +388,8 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
             n = min(n, 2048 // (m * k))
             return Config(m=m, n=n, k=k, warps=max(1, m * n * k // 1024), stages=1)
         n = min(n, max(1, 2048 // k))
+    if _is_turned(plan) and min(m, n) >= TURNED // 2:
+        return Config(m=min(m, TURNED), n=min(n, TURNED), warps=4, stages=1)
     n = min(n, 128)
     if plan.roles.k and k >= 1024 and _columns(plan, extents) < 2 * ENOUGH_PROGRAMS * n:
         # long sums over few columns: more programs, and more rows in flight
@@ -352,6 +397,14 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
     k = min(k, max(4, 1024 // n)) if plan.roles.k and k < 128 or n > 16 else k
     m = min(m, max(1, 2048 // (n * k)))
     return Config(m=m, n=n, k=k, warps=4, stages=1 if k == 1 else 2)
+
+
+def _is_turned(plan: Plan) -> bool:
+    """Whether nothing is summed, and what is read lies along M and what is written along N."""
+    along_m, along_n = (
+        any(contiguity(plan.factors, v) for v in axis) for axis in (plan.roles.m, plan.roles.n)
+    )
+    return not plan.roles.k and not plan.roles.loops and along_m and not along_n
 
 
 def _columns(plan: Plan, extents: Mapping[str, int]) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from insum.lang.expr import Access, Expr, accesses, product
+from insum.lang.expr import Access, Affine, Expr, accesses, product
 from insum.plan.recipes import SizeExpr
 from insum.plan.roles import Contraction
 from insum.plan.sizes import Strides
@@ -38,6 +38,17 @@ class Pattern:
 
     variables: tuple[str, ...]
     points: tuple[tuple[Access, tuple[Expr, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A point exists where an index is a value of the variable in whose place it stands."""
+
+    index: Affine
+    var: str
+
+    def __str__(self) -> str:
+        return f"0 <= {self.index} < {self.var}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +83,7 @@ class Plan:
     leaves: bool = False  # nothing is done where the call's indices were found out of range
     wraps: frozenset[str] = frozenset()  # index tensors in which negative values count from the end
     idle: Access | None = None  # a program has nothing to do where the first of these is negative
+    bounds: tuple[Bound, ...] = ()  # where there are points
 
     @property
     def value(self) -> Expr:
@@ -113,6 +125,8 @@ class Plan:
             f"grid         {names(r.grid)}   loops {names((*r.outer, *r.loops))}",
             f"accumulator  {self.accumulator}   offsets {'64' if self.wide else '32'} bits",
         ]
+        if self.bounds:
+            lines.insert(2, f"where        {' and '.join(map(str, self.bounds))}")
         if self.pattern:
             lines.insert(
                 1,

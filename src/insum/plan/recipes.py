@@ -41,8 +41,16 @@ class OfCount:
     name: str
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A size divided by a number, rounded up."""
+
+    size: OfExtent | OfShape
+    by: int
+
+
 #: A product of sizes.
-SizeExpr: TypeAlias = tuple[OfExtent | OfShape | OfCount | int, ...]
+SizeExpr: TypeAlias = tuple[OfExtent | OfShape | OfCount | Share | int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,10 @@ from insum.lang.expr import Expr, Number, accesses, variables
 #: Extents below this are not worth a tile axis of a matrix instruction, whose sides are at least
 #: 16.
 SMALLEST_DOT = 8
+#: Side of a wide tile, and an axis of few of them.
+WIDE_TILE, SHORT_AXIS = 128, 1024
+#: Numbers that lie together and are worth reading together.
+SHORTEST_RUN = 16
 #: A variable of at most this extent is put beside the rows of a segmented output.
 BESIDE_UP_TO = 16
 #: An inner variable of at most this extent may be flattened with the loop around it.
@@ -168,20 +172,24 @@ def _as_dot(roles: Roles, m: str, n: str, k: str) -> Contraction:
 
 def _flattened(roles: Roles, inner: str, alike: Callable[[str], bool]) -> tuple[str, ...]:
     """The tile axis around ``inner``: while it is short, kept variables that play the same role are
-    flattened onto it.
+    flattened onto it, the innermost of the target first. What is flattened already goes on while
+    tiles would end beyond it.
     """
-    axis, size = [inner], roles.extents[inner]
-    others = (
-        [v for v in roles.kept if v != inner and v != roles.row and alike(v)]
-        if inner in roles.kept
-        else []
-    )
-    for v in reversed(others):
-        if size >= FLATTEN_UP_TO:
+    if inner not in roles.kept or roles.extents[inner] >= FLATTEN_UP_TO:
+        return (inner,)
+    axis: list[str] = []
+    size = 1
+    for v in reversed([v for v in roles.kept if v != roles.row and (v == inner or alike(v))]):
+        if size >= FLATTEN_UP_TO and (len(axis) < 2 or not _is_cut(size)):
             break
         axis.insert(0, v)
         size *= roles.extents[v]
     return tuple(axis)
+
+
+def _is_cut(size: int) -> bool:
+    """Whether the last tile along a short axis would be half empty, or nearly."""
+    return size < SHORT_AXIS and size % WIDE_TILE != 0
 
 
 def _is_power(n: int) -> bool:
@@ -198,7 +206,7 @@ def _as_sum(roles: Roles) -> Contraction:
     m = (
         roles.row
         or _held_axis(roles)
-        or (max(rest, key=lambda v: roles.extents[v]) if rest else "")
+        or (max(rest, key=lambda v: (_turns(roles, n, v), roles.extents[v])) if rest else "")
     )
     if n in roles.summed and m not in roles.held:
         m = ""
@@ -216,6 +224,14 @@ def _as_sum(roles: Roles) -> Contraction:
     return Contraction(
         m_axis, _one(n), _one(k), loops, outer, grid, False, post=tuple(range(len(roles.factors)))
     )
+
+
+def _turns(roles: Roles, n: str, v: str) -> bool:
+    """Whether ``v`` walks what is read in order where ``n`` does not: a tile of both is then read
+    and written in order.
+    """
+    long = roles.extents[v] >= SHORTEST_RUN
+    return long and contiguity(roles.factors, v) > 0 and not contiguity(roles.factors, n)
 
 
 def _beside_row(roles: Roles, axes: set[str]) -> tuple[str, ...]:

@@ -136,6 +136,32 @@ def strides_of(
     return Strides(units, joins)
 
 
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How a tensor lies in memory.
+
+    Attributes:
+        along: the dimension whose neighbours lie together; -1 where none has such.
+        aligned: whether all else keeps wide loads aligned.
+        fills: of each dimension, whether its size is a multiple of the widest load.
+    """
+
+    along: int
+    aligned: bool
+    fills: tuple[bool, ...]
+
+
+def layout_of(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Layout:
+    """
+    >>> layout_of((32, 256, 2050), (524800, 2050, 1), 2)
+    Layout(along=2, aligned=False, fills=(True, True, False))
+    """
+    steps = [(step, dim) for dim, step in enumerate(strides) if shape[dim] > 1]
+    along = next((dim for step, dim in steps if step == 1), -1)
+    aligned = all(step * itemsize % NARROW_LOAD == 0 for step, dim in steps if dim != along)
+    return Layout(along, aligned, tuple(size * itemsize % WIDE_LOAD == 0 for size in shape))
+
+
 def contiguous(rank: int) -> Strides:
     """Of arrays that are derived from index tensors."""
     return Strides((*[-1] * (rank - 1), 1)[-rank:] if rank else (), (True,) * max(0, rank - 1))

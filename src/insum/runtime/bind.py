@@ -31,7 +31,7 @@ from insum.compat import calls
 from insum.errors import UnsupportedError
 from insum.lang.expr import Access, variables
 from insum.plan.plan import OUT, WORK, Plan
-from insum.plan.recipes import OfCount, OfExtent, OfShape, Recipe, SizeExpr
+from insum.plan.recipes import OfCount, OfExtent, OfShape, Recipe, Share, SizeExpr
 from insum.runtime import binaries, launch
 from insum.runtime.program import WIDE, Launch, Program, Step
 from insum.runtime.prologue import Made, Prologue
@@ -79,6 +79,8 @@ class Sizes:
                     found *= self.shape[dim]
                 case OfCount(recipe, name):
                     found *= self.made[recipe].counts[name]
+                case Share(size, by):
+                    found *= -(-self.expr((size,)) // by)
                 case int():
                     found *= one
         return found
@@ -543,7 +545,7 @@ class _Binding:
             return self.extents[var]
         return f"({' * '.join([self.count(one) for one in made[var]])})"
 
-    def count(self, one: int | OfExtent | OfShape | OfCount) -> str:
+    def count(self, one: int | OfExtent | OfShape | OfCount | Share) -> str:
         match one:
             case OfExtent(var):
                 return self.extents[var]
@@ -551,6 +553,8 @@ class _Binding:
                 return f"d[{dim}]"
             case OfCount(recipe, name):
                 return f"m[{self.recipes.index(recipe)}].counts[{name!r}]"
+            case Share(size, by):
+                return f"-(-{self.count(size)} // {by})"
             case _:
                 return str(one)
 

@@ -118,6 +118,7 @@ class _Build:
         used = {*variables(self.plan.target), *(v for f in self.plan.factors for v in variables(f))}
         made = dict(self.plan.made)
         inner = {one.var for v in used for one in made.get(v, ()) if isinstance(one, OfExtent)}
+        inner |= {bound.var for bound in self.plan.bounds}
         names = tuple(v for v in (*used, *inner) if v not in made)
         return Step(self.planned, tuple(launches), workspace, atomic, self.choice, names)
 

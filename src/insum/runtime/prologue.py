@@ -34,6 +34,7 @@ from insum.plan.recipes import (
     Position,
     Recipe,
     Segments,
+    Share,
     SharedTiles,
     SizeExpr,
     Slots,
@@ -199,7 +200,7 @@ class Prologue:
     def size(self, expr: SizeExpr) -> int:
         return math.prod(self.one_size(one) for one in expr)
 
-    def one_size(self, one: OfExtent | OfShape | OfCount | int) -> int:
+    def one_size(self, one: OfExtent | OfShape | OfCount | Share | int) -> int:
         match one:
             case int():
                 return one
@@ -211,6 +212,8 @@ class Prologue:
                 made = self.made(recipe)
                 assert made is not None
                 return made.counts[name]
+            case Share(size, by):
+                return -(-self.one_size(size) // by)
 
     def index(self, name: str) -> Tensor:
         """An index tensor as it is; where negative values count from the end, recipes see to it."""

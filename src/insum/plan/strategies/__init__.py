@@ -6,7 +6,8 @@ apply or would not pay.
 
 - *shared*: an index tensor selects whole matrices, and entries that select the same one are put
   into tiles that share it; then, as below, they are stored or added;
-- *store*: every place of the output is written at most once;
+- *store*: every place of the output is written at most once, also where points meet through
+  windows, which are then gathered;
 - *unrolled*: the index tensors are small and constant, so their entries become constants of the
   code; such a pattern also nests inside of what other index tensors scatter;
 - *onehot*: the scattered dimension is small and stays whole in registers;
@@ -36,6 +37,7 @@ from insum.plan.strategies.sharing import shared, shared_rows
 from insum.plan.strategies.sorting import sorted_first, sorted_for_heavy_rows
 from insum.plan.strategies.storing import unique
 from insum.plan.strategies.unrolling import nested, unrolled
+from insum.plan.strategies.windowing import gathered_windows
 
 #: For one dimension that is written through an index tensor.
 SCATTERED = (
@@ -58,6 +60,9 @@ def plan(subject: Subject) -> Planned:
     check_supported(subject)
     draft = first_draft(subject)
     planned = shared(subject, draft)
+    if planned is not None:
+        return planned
+    planned = gathered_windows(subject, draft)
     if planned is not None:
         return planned
     scatter = scatter_of(subject.problem.statement)

@@ -1,0 +1,186 @@
+"""Windows, ``t + r``: factors copied into other layouts, scatters that are gathered, forward and
+backward, in the interpreter.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import insum
+from insum.plan import layouts
+from insum.testing.oracle import oracle
+from kernels import ONLY_FUSED, error, plan_of, strategy_of, watch_programs
+
+pytestmark = pytest.mark.interpreter
+TOLERANCE = {torch.float16: 2e-3, torch.float32: 1e-5}
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies pay as if everything were larger; calls of other tests decided without."""
+    monkeypatch.setattr(layouts, "LEAST_POINTS", 1)
+    monkeypatch.setattr(layouts, "LEAST_USES", 0)
+    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.api._fronts", {})
+
+
+def drawn(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(sum(map(math.prod, shapes.values())))
+    return {n: torch.randn(s, generator=generator).to(dtype) for n, s in shapes.items()}
+
+
+FORWARD = {
+    "channels first": (
+        "y[b,o,t] = x[b,c,t+r] * w[o,c,r]",
+        {"x": (2, 16, 21), "w": (24, 16, 3)},
+        {2: 19},
+    ),
+    "channels last": (
+        "y[b,t,o] = x[b,t+r,c] * w[r,c,o]",
+        {"x": (2, 21, 16), "w": (3, 16, 24)},
+        {1: 19},
+    ),
+    "odd": ("y[b,o,t] = x[b,c,t+r] * w[o,c,r]", {"x": (3, 9, 22), "w": (11, 9, 5)}, {2: 18}),
+    "apart": ("y[b,o,t] = x[b,c,2*t+r] * w[o,c,r]", {"x": (2, 16, 21), "w": (9, 16, 3)}, {2: 10}),
+    "three apart": (
+        "y[b,o,t] = x[b,c,3*t+r] * w[o,c,r]",
+        {"x": (1, 16, 32), "w": (16, 16, 2)},
+        {2: 10},
+    ),
+    "spread": ("y[b,o,t] = x[b,c,t+2*r] * w[o,c,r]", {"x": (2, 16, 21), "w": (9, 16, 3)}, {2: 17}),
+    "both": ("y[b,o,t] = x[b,c,2*t+3*r] * w[o,c,r]", {"x": (2, 16, 21), "w": (9, 16, 3)}, {2: 7}),
+    "backwards": (
+        "y[b,o,t] = x[b,c,t-r+2] * w[o,c,r]",
+        {"x": (2, 16, 21), "w": (9, 16, 3)},
+        {2: 19},
+    ),
+    "in two dimensions": (
+        "y[b,o,i,j] = x[b,c,i+r,j+s] * w[o,c,r,s]",
+        {"x": (1, 16, 7, 8), "w": (16, 16, 3, 2)},
+        {2: 5, 3: 7},
+    ),
+    "scaled": (
+        "y[b,o,t] = 2 * x[b,c,t+r] * w[o,c,r] * s[c]",
+        {"x": (1, 16, 18), "w": (16, 16, 3), "s": (16,)},
+        {2: 16},
+    ),
+    "without channels": ("y[b,t] = x[b,t+r] * w[r]", {"x": (3, 40), "w": (5,)}, {1: 36}),
+    "functions": ("y[o,t] = exp(x[c,t+r]) * w[o,c,r]", {"x": (16, 20), "w": (16, 16, 3)}, {1: 18}),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", FORWARD)
+def test_values_and_gradients(name: str, dtype: torch.dtype) -> None:
+    statement, shapes, sizes = FORWARD[name]
+    values = drawn(shapes, dtype)
+    want = torch.from_numpy(oracle(statement, values, sizes=sizes))
+    leaves = {n: v.requires_grad_() for n, v in values.items()}
+    with insum.settings(**ONLY_FUSED):
+        got = insum.insum(statement, sizes=sizes, **leaves)
+        upstream = torch.randn(want.shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+        ours = torch.autograd.grad(got, list(leaves.values()), upstream)
+    assert error(got.detach(), want) < TOLERANCE[dtype]
+    exact = {n: v.detach().double().requires_grad_() for n, v in leaves.items()}
+    with insum.settings(backend="graph"):
+        result = insum.insum(statement, sizes=sizes, **exact)
+    theirs = torch.autograd.grad(result, list(exact.values()), upstream.double())
+    for mine, right in zip(ours, theirs, strict=True):
+        assert error(mine, right) < TOLERANCE[dtype]
+
+
+SCATTERED = {
+    "a window": ("y[c,t+r] += g[o,t] * w[o,c,r]", {"g": (16, 30), "w": (16, 20, 3)}, (20, 32)),
+    "a longer output": ("y[t+r] += g[t] * w[r]", {"g": (30,), "w": (3,)}, (40,)),
+    "a far longer output": ("y[t+r] += g[t] * w[r]", {"g": (3,), "w": (3,)}, (400,)),
+    "an offset": ("y[t+r+2] += g[t] * w[r]", {"g": (30,), "w": (3,)}, (37,)),
+    "backwards": ("y[r-t+29] += g[t] * w[r]", {"g": (30,), "w": (3,)}, (32,)),
+    "three variables": ("y[t+r+s] += g[t] * w[r,s]", {"g": (30,), "w": (3, 2)}, (33,)),
+    "apart": ("y[c,2*t+r] += g[o,t] * w[o,c,r]", {"g": (16, 30), "w": (16, 20, 3)}, (20, 61)),
+    "apart, even": ("y[2*t+r] += g[t] * w[r]", {"g": (30,), "w": (4,)}, (64,)),
+    "apart, never meeting": ("y[4*t+r] += g[t] * w[r]", {"g": (30,), "w": (3,)}, (119,)),
+    "only through the left side": ("y[t+r] += g[t]", {"g": (30,)}, (32,)),
+    "a factor of neither": (
+        "y[t+r] += g[t] * w[r] * h[k]",
+        {"g": (9,), "w": (3,), "h": (4,)},
+        (11,),
+    ),
+    "of two dimensions": (
+        "y[c,i+r,2*j+s] += g[o,i,j] * w[o,c,r,s]",
+        {"g": (16, 5, 6), "w": (16, 16, 3, 3)},
+        (16, 7, 13),
+    ),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", SCATTERED)
+def test_scatters(name: str, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    statement, shapes, shape = SCATTERED[name]
+    values: dict[str, Any] = drawn(shapes, torch.float32)
+    sizes: dict[Any, int] = dict(enumerate(shape))
+    if name == "only through the left side":
+        sizes["r"] = 3
+    want = torch.from_numpy(oracle(statement, values, sizes=sizes))
+    programs = watch_programs(monkeypatch)
+    far = name == "a far longer output"
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        with insum.settings(**(ONLY_FUSED if not (far and deterministic) else {})):
+            got = insum.insum(statement, sizes=sizes, **values)
+            into = torch.ones(shape)
+            insum.insum(
+                statement, y=into, sizes={k: v for k, v in sizes.items() if k == "r"}, **values
+            )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert error(got, want) < 1e-5
+    assert error(into, want + 1) < 1e-5
+    assert all(strategy_of(program) == ("atomic" if far else "store") for program in programs)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")
+def test_an_absent_point_meets_no_infinity() -> None:
+    """Where factors are multiplied one by one, as on every other path."""
+    values = {"g": torch.ones(6), "w": torch.tensor([1.0, math.inf])}
+    with insum.settings(**ONLY_FUSED):
+        got = insum.insum("y[t+r] += g[t] * w[r]", sizes={0: 7}, **values)
+    assert got[0] == 1 and torch.isinf(got[1:]).all()
+
+
+def test_what_is_read_through_indices_is_scattered() -> None:
+    values = {"g": torch.ones(30), "I": torch.arange(30), "w": torch.ones(3)}
+    plan = plan_of("y[t+r] += g[I[t]] * w[r]", {0: 32}, **values)
+    assert plan.strategy == "atomic" and not plan.bounds
+
+
+@pytest.mark.parametrize("extent", [0, 1])
+@pytest.mark.parametrize("var", ["t", "r", "b", "c"])
+def test_empty_and_single(var: str, extent: int) -> None:
+    sizes = {"b": 2, "c": 16, "o": 16, "t": 10, "r": 3, var: extent}
+    b, c, o, t, r = (sizes[v] for v in "bcotr")
+    long = max(t + r - 1, 0)
+    values = drawn({"g": (b, o, t), "w": (o, c, r)}, torch.float32)
+    statement = "y[b,c,t+r] += g[b,o,t] * w[o,c,r]"
+    shape = dict(enumerate((b, c, long)))
+    with insum.settings(**ONLY_FUSED):
+        got = insum.insum(statement, sizes=shape, **values)
+    assert error(got, torch.from_numpy(oracle(statement, values, sizes=shape))) < 1e-5
+
+
+def test_other_sizes_and_layouts_of_one_statement() -> None:
+    """What was decided for one call is not taken for another that lies otherwise in memory."""
+    statement = "y[b,o,t] = x[b,c,t+r] * w[o,c,r]"
+    for t, c in ((21, 16), (22, 16), (21, 12), (40, 32)):
+        values = drawn({"x": (2, c, t), "w": (16, c, 3)}, torch.float16)
+        last = {n: v.transpose(1, 2).contiguous().transpose(1, 2) for n, v in values.items()}
+        want = torch.from_numpy(oracle(statement, values, sizes={2: t - 2}))
+        with insum.settings(**ONLY_FUSED):
+            for given in (values, last):
+                assert error(insum.insum(statement, sizes={2: t - 2}, **given), want) < 2e-3
