@@ -101,9 +101,30 @@ def test_entries_of_a_row_are_flattened_with_the_block() -> None:
     assert plan.roles.k == ("p", "bk") and plan.segment is not None and not plan.segment.tiled
 
 
-def test_blocks_of_an_odd_size_are_looped_over() -> None:
-    plan = blocks(SORTED, 24)
+@pytest.mark.parametrize("size", [12, 20, 24, 40, 48, 100])
+def test_entries_that_divide_no_tile_are_joined_all_the_same(size: int) -> None:
+    plan = blocks(SORTED, size)
+    assert plan.roles.k == ("p", "bk") and not plan.roles.loops
+
+
+@pytest.mark.parametrize("size", [128, 200])
+def test_long_entries_are_looped_over(size: int) -> None:
+    plan = blocks(SORTED, size)
     assert plan.roles.k == ("bk",) and plan.roles.loops == ("p",)
+
+
+def test_entries_with_an_index_for_each_place_of_a_tile_are_looped_over() -> None:
+    """A tile of several entries would read a matrix of indices instead of a few."""
+    index = torch.zeros(5, 64, dtype=torch.int64)
+    plan = plan_of(
+        "C[AM[p],i,n] += A[J[p,i],k] * W[p,k,n]",
+        {0: 6},
+        AM=SORTED,
+        J=index,
+        A=torch.empty(9, 24, dtype=torch.float16),
+        W=torch.empty(5, 24, 64, dtype=torch.float16),
+    )
+    assert plan.roles.dot and plan.roles.k == ("k",) and plan.roles.loops == ("p",)
 
 
 def test_small_extents_are_not_worth_a_matrix_instruction() -> None:

@@ -318,8 +318,16 @@ class Frame:
             return f"tl.cdiv({self.size(self.plan.roles.k[0])}, {self.config.k})"
         segment = self.plan.segment
         assert segment is not None
+        if self.uneven:
+            self.line(0, f"seg_length = (seg_end - seg_start) * {self.shape.inner}")
+            return f"tl.cdiv(seg_length, {self.config.k})"
         length = "tl.max(seg_end - seg_start, 0)" if segment.tiled else "seg_end - seg_start"
         return f"tl.cdiv({length}, {self.slots})" if self.slots > 1 else length
+
+    @property
+    def uneven(self) -> bool:
+        """Whether tiles of K end inside of entries, because these divide no tile."""
+        return self.config.k % self.shape.inner != 0
 
     @property
     def slots(self) -> int:
@@ -376,6 +384,8 @@ class Frame:
             self.shape.inner,
         )
         assert segment is not None
+        if self.uneven:
+            return self.uneven_k_axis(counter)
         slots = self.slots
         if len(roles.k) == 2:
             self.line(
@@ -400,6 +410,19 @@ class Frame:
             self.line(2, f"{segment.var}_i = {base} + k_slot", axes)
             self.line(2, f"k_ok = {segment.var}_i < seg_end", axes)
         self.vars[segment.var] = Val(f"{segment.var}_i", axes, 2)
+        self.masks["K"] = Val("k_ok", axes, 2)
+
+    def uneven_k_axis(self, counter: str) -> None:
+        """K runs through the values of all entries of the segment, one after the other."""
+        segment, tile, inner = self.plan.segment, self.config.k, self.shape.inner
+        assert segment is not None
+        axes = self.over("K")
+        self.line(2, f"k_flat = {self.widened(counter)} * {tile} + {self.arange('K', tile)}", axes)
+        self.line(2, f"{segment.var}_i = seg_start + k_flat // {inner}", axes)
+        self.line(2, f"k_inner = k_flat % {inner}", axes)
+        self.line(2, "k_ok = k_flat < seg_length", axes)
+        self.vars[segment.var] = Val(f"{segment.var}_i", axes, 2)
+        self.vars[self.plan.roles.k[1]] = Val("k_inner", axes, 2)
         self.masks["K"] = Val("k_ok", axes, 2)
 
     def tile_axes(self) -> tuple[str, ...]:

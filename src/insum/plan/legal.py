@@ -11,6 +11,7 @@ from insum.lang.expr import variables
 from insum.plan import model
 from insum.plan.config import Choice, Config
 from insum.plan.plan import Plan
+from insum.plan.sizes import power_of_two
 
 #: Sides of `tl.dot` are at least this long.
 LEAST_DOT = 16
@@ -63,7 +64,7 @@ def _broken(plan: Plan, extents: Mapping[str, int], config: Config) -> str:
             f"k={config.k}"
         )
     inner = model.inner_extent(plan, extents)
-    if config.k % inner:
+    if inner == power_of_two(inner) and config.k % inner:
         return f"k is a multiple of {inner}, the extent of {roles.k[1]}, but k={config.k}"
     return _too_small(plan, extents, config) or _too_large(plan, config)
 

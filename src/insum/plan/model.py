@@ -276,7 +276,7 @@ def most(axis: tuple[str, ...], extents: Mapping[str, int]) -> int:
 def _k_tile(plan: Plan, extents: Mapping[str, int], size: int) -> int:
     if len(plan.roles.k) == 2:
         inner = inner_extent(plan, extents)
-        return inner * max(1, 32 // inner)
+        return inner * max(1, 32 // inner) if inner == power_of_two(inner) else 64
     longest = power_of_two(extents[plan.roles.k[0]])
     if plan.segment and plan.segment.var in plan.roles.k and _columns(plan, extents) >= LARGE:
         return max(16, min(longest, 32))  # rows end anywhere, and their entries are gathered
