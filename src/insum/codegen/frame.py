@@ -37,7 +37,8 @@ class Shape:
     even_k: bool = False
     inner: int = 1  # extent of the inner variable of a flattened K axis
     onehot: int = 0  # places of the register tile for the dimension that is kept in registers
-    single_k: bool = False  # the K axis is covered by one tile and nothing else is looped over
+    whole_k: bool = False  # the K axis is one variable and covered by one tile
+    single_k: bool = False  # ... and nothing else is looped over
     pieces: bool = False  # a long reduction is cut into pieces that meet in atomics
     counted: bool = False  # how many tasks there are is known on the device alone
     units: tuple[tuple[str, int], ...] = ()  # extents that are passed in units
@@ -309,7 +310,9 @@ class Frame:
             for v in roles.loops
             if not segment or v != segment.var
         ]
-        if roles.k:
+        if roles.k and self.shape.whole_k and counts:
+            self.whole_k_axis()
+        elif roles.k:
             counts.append((self.k_count(in_k), self.k_axis))
         self.unpack_counter(counts)
 
@@ -372,6 +375,15 @@ class Frame:
         if not self.shape.even_k:
             self.line(2, f"k_ok = {var}_i < {self.size(var)}", ("K",))
             self.masks["K"] = Val("k_ok", self.over("K"), 2)
+
+    def whole_k_axis(self) -> None:
+        """One tile holds all of K: it is the same in every step of what is looped over."""
+        var = self.plan.roles.k[0]
+        self.line(0, f"{var}_i = {self.arange('K', self.config.k)}", ("K",))
+        self.vars[var] = Val(f"{var}_i", self.over("K"))
+        if not self.shape.even_k:
+            self.line(0, f"k_ok = {var}_i < {self.size(var)}", ("K",))
+            self.masks["K"] = Val("k_ok", self.over("K"))
 
     def segment_k_axis(self, counter: str) -> None:
         """K runs over entries of the segment, each with ``inner`` values of the variable flattened

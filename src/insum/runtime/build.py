@@ -134,13 +134,16 @@ class _Build:
         segmented = plan.segment is not None and plan.segment.var in (*roles.k, *roles.loops)
         alone = not roles.loops and not segmented
         k = roles.k[:1]
+        in_k = plan.segment is not None and plan.segment.var in k
+        whole = bool(k) and not in_k and self.fits_one_tile(k, config.k)
         return Shape(
             even_m=self.multiple(roles.m) % config.m == 0,
             even_n=self.multiple(roles.n) % config.n == 0,
             even_k=self.multiple(k) % config.k == 0,
             inner=model.inner_extent(plan, self.extents),
             onehot=power_of_two(self.planned.sizes.shape[plan.onehot]) if plan.onehot >= 0 else 0,
-            single_k=bool(k) and alone and self.fits_one_tile(k, config.k),
+            whole_k=whole,
+            single_k=whole and alone,
             pieces=pieces > 1,
             units=self.units(),
         )
