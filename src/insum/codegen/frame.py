@@ -16,6 +16,7 @@ from insum.codegen.arguments import COUNT, END, ROW, START, Argument, Count, Poi
 from insum.codegen.values import Eager, Val
 from insum.lang.expr import Access, variables
 from insum.plan.config import Config
+from insum.plan.model import whole_entries
 from insum.plan.plan import Plan
 from insum.plan.sizes import power_of_two
 
@@ -37,8 +38,8 @@ class Shape:
     even_k: bool = False
     inner: int = 1  # extent of the inner variable of a flattened K axis
     onehot: int = 0  # places of the register tile for the dimension that is kept in registers
-    whole_k: bool = False  # the K axis is one variable and covered by one tile
-    single_k: bool = False  # ... and nothing else is looped over
+    k_tiles: int = 0  # how many tiles cover the K axis, where that is the same for every size
+    single_k: bool = False  # the K axis is covered by one tile and nothing else is looped over
     pieces: bool = False  # a long reduction is cut into pieces that meet in atomics
     counted: bool = False  # how many tasks there are is known on the device alone
     units: tuple[tuple[str, int], ...] = ()  # extents that are passed in units
@@ -310,10 +311,12 @@ class Frame:
             for v in roles.loops
             if not segment or v != segment.var
         ]
-        if roles.k and self.shape.whole_k and counts:
+        if roles.k and counts and self.shape.k_tiles == 1:
             self.whole_k_axis()
         elif roles.k:
-            counts.append((self.k_count(in_k), self.k_axis))
+            # the counter of a loop is divided by it: cheap where it is a number of the code
+            known = str(self.shape.k_tiles) if counts and self.shape.k_tiles else ""
+            counts.append((known or self.k_count(in_k), self.k_axis))
         self.unpack_counter(counts)
 
     def k_count(self, in_k: bool) -> str:
@@ -329,8 +332,8 @@ class Frame:
 
     @property
     def uneven(self) -> bool:
-        """Whether tiles of K end inside of entries, because these divide no tile."""
-        return self.config.k % self.shape.inner != 0
+        """Whether tiles of K end inside of entries, because these fill no tile."""
+        return not whole_entries(self.config.k, self.shape.inner)
 
     @property
     def slots(self) -> int:
@@ -409,6 +412,9 @@ class Frame:
         if slots == 1 and not segment.tiled and len(roles.k) == 2:
             self.line(2, f"{segment.var}_i = seg_start + {counter}")
             self.vars[segment.var] = Val(f"{segment.var}_i", (), 2)
+            if inner < tile:
+                self.line(0, f"k_ok = k_inner < {inner}", ("K",))
+                self.masks["K"] = Val("k_ok", self.over("K"))
             return
         self.line(
             0, f"k_slot = {self.arange('K', tile)}" + (f" // {inner}" if inner > 1 else ""), ("K",)
@@ -419,8 +425,9 @@ class Frame:
             self.line(2, f"{segment.var}_i = ({base})[:, None] + k_slot[None, :]", axes)
             self.line(2, f"k_ok = {segment.var}_i < seg_end[:, None]", axes)
         else:
+            end = f"tl.minimum({base} + {slots}, seg_end)" if slots * inner < tile else "seg_end"
             self.line(2, f"{segment.var}_i = {base} + k_slot", axes)
-            self.line(2, f"k_ok = {segment.var}_i < seg_end", axes)
+            self.line(2, f"k_ok = {segment.var}_i < {end}", axes)
         self.vars[segment.var] = Val(f"{segment.var}_i", axes, 2)
         self.masks["K"] = Val("k_ok", axes, 2)
 

@@ -58,7 +58,7 @@ def _broken(plan: Plan, extents: Mapping[str, int], config: Config) -> str:
     for axis, used in (("m", roles.m), ("n", roles.n), ("k", roles.k)):
         if not used and getattr(config, axis) != 1:
             return f"the {axis.upper()} axis is not used: {axis}=1"
-    if roles.dot and min(config.m, config.n, config.k) < LEAST_DOT:
+    if roles.dot and (min(config.m, config.k) < LEAST_DOT or config.n < model.least_n(plan)):
         return (
             f"sides of tl.dot are at least {LEAST_DOT}, but m={config.m}, n={config.n}, "
             f"k={config.k}"
