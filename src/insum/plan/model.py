@@ -14,7 +14,7 @@ from dataclasses import replace
 from insum.lang.expr import accesses, variables
 from insum.plan.config import Choice, Config
 from insum.plan.plan import Pattern, Plan, Segment
-from insum.plan.roles import FLATTEN_UP_TO, Contraction, contiguity
+from insum.plan.roles import FLATTEN_UP_TO, Contraction, contiguity, one_place_an_entry
 from insum.plan.sizes import power_of_two
 
 #: Tasks up to this length count as short: several of them share a program.
@@ -238,8 +238,8 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
     size = _BYTES.get(plan.operand, 4)
     m_all, n_all = (power_of_two(extent(a, extents)) for a in (plan.roles.m, plan.roles.n))
     cap = 128 if size == 2 else 64
-    m, n = max(16, min(m_all, cap)), max(least_n(plan), min(n_all, cap))
     k = _k_tile(plan, extents, size)
+    m, n = max(16, min(m_all, cap)), max(least_n(plan) if k <= 32 else 16, min(n_all, cap))
     if n <= 32 and m_all >= 256 and size == 2 and not _fills_deep_tile(plan, extents, k):
         m = 256
     if m == HIGH and k <= 32 and n_all >= 256 and size == 2 and walks_entries(plan):
@@ -256,7 +256,8 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
         return _for_large_entries(plan, plan.segment, extents, m, n, k)
     # As many buffers as leave room for three programs on a multiprocessor: their waits overlap
     # better than deeper pipelines do.
-    stages = max(2, min(3, PIPELINE_BYTES // ((m + n) * k * size)))
+    most = 2 if n <= 32 < k and walks_entries(plan) else 3
+    stages = max(2, min(most, PIPELINE_BYTES // ((m + n) * k * size)))
     return Config(m=m, n=n, k=k, warps=warps, stages=stages)
 
 
@@ -264,7 +265,7 @@ def _for_large_entries(
     plan: Plan, segment: Segment, extents: Mapping[str, int], m: int, n: int, k: int
 ) -> Config:
     """A tile takes its own few steps, so filling the pipeline counts: more warps have more gathers
-    in flight.
+    in flight, or where an entry is read at one place, shallow steps have more buffers.
     """
     tiles = (
         extents[segment.row]
@@ -272,6 +273,10 @@ def _for_large_entries(
         * math.ceil(extent(plan.roles.n, extents) / n)
     )
     if tiles >= ENOUGH_PROGRAMS:
+        inner = inner_extent(plan, extents)
+        fits = 32 % inner == 0 or inner != power_of_two(inner)
+        if fits and one_place_an_entry(plan.factors, segment.var, segment.row):
+            return Config(m=m, n=n, k=32, warps=4, stages=4)
         return Config(m=m, n=n, k=k, warps=8, stages=3)
     # All tiles run at once, so that the longest decides: half the tile, and longer strides through
     # its steps.
@@ -287,8 +292,8 @@ def least_n(plan: Plan) -> int:
 
 
 def _fills_deep_tile(plan: Plan, extents: Mapping[str, int], k: int) -> bool:
-    """Whether one entry fills a deep tile: then three buffers of half the width are better than two
-    of the whole.
+    """Whether one entry fills a deep tile: then more programs on half the width are better than
+    fewer on the whole.
     """
     return k > 32 and inner_extent(plan, extents) == k
 

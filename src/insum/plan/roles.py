@@ -175,15 +175,17 @@ def _joins_entries(roles: Roles, k: str) -> bool:
     """
     if _is_power(roles.extents[k]):
         return roles.extents[k] <= FLATTEN_UP_TO
-    return k in roles.exact and roles.extents[k] <= JOIN_UP_TO and _picks_one_place_an_entry(roles)
+    if k not in roles.exact or roles.extents[k] > JOIN_UP_TO:
+        return False
+    return one_place_an_entry(roles.factors, roles.segment, roles.row)
 
 
-def _picks_one_place_an_entry(roles: Roles) -> bool:
+def one_place_an_entry(factors: Sequence[Expr], segment: str, row: str) -> bool:
     """Whether indices that depend on a segment's entries depend on nothing else: then a tile of
     several entries reads one index for each, and not one for each of its places.
     """
-    picked = (set(variables(a)) for f in roles.factors for a in _indices(f))
-    return all(vars_ <= {roles.segment, roles.row} for vars_ in picked if roles.segment in vars_)
+    picked = (set(variables(a)) for f in factors for a in _indices(f))
+    return all(vars_ <= {segment, row} for vars_ in picked if segment in vars_)
 
 
 def _indices(factor: Expr) -> list[Access]:
