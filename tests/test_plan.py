@@ -127,6 +127,44 @@ def test_entries_with_an_index_for_each_place_of_a_tile_are_looped_over() -> Non
     assert plan.roles.dot and plan.roles.k == ("k",) and plan.roles.loops == ("p",)
 
 
+#: What is decided for blocks by their sides: rows of blocks on M, the tile, and its buffers.
+TILES = {
+    (8, 8): (False, (256, 8, 32), 3),
+    (12, 12): (False, (256, 16, 64), 2),  # five blocks nearly fill a tile of 64
+    (20, 20): (False, (256, 32, 64), 2),
+    (24, 24): (False, (256, 32, 32), 3),  # no tile is nearly filled: tiles end inside of blocks
+    (8, 64): (False, (128, 16, 64), 2),
+    (40, 40): (True, (64, 256, 32), 3),
+    (48, 48): (True, (64, 256, 32), 3),
+    (64, 8): (True, (64, 256, 32), 3),
+    (64, 64): (True, (64, 128, 64), 3),
+    (128, 128): (True, (128, 128, 32), 4),
+    (128, 64): (True, (128, 128, 64), 3),
+}
+
+
+@pytest.mark.parametrize("block", TILES, ids=str)
+def test_tiles_by_the_sides_of_blocks(block: tuple[int, int]) -> None:
+    high, tile, stages = TILES[block]
+    one = applications.block_spmm(
+        rows=64, columns=64, block=block, n=4096, density=0.1, dtype=torch.float16, filled=False
+    )
+    (step,) = inspection.plan_only(one.forward.problem(), one.values).steps
+    ((config,), (launch,)) = step.choice, step.launches
+    assert (launch.plan.roles.m == ("bm",)) == high
+    assert ((config.m, config.n, config.k), config.stages) == (tile, stages)
+
+
+def test_tiles_for_other_architectures_are_halved_across_their_wide_side() -> None:
+    one = applications.block_spmm(
+        rows=64, columns=64, block=48, n=4096, density=0.1, dtype=torch.float16, filled=False
+    )
+    for architecture, tile in (("sm_80", (64, 128)), ("sm_100", (64, 128)), ("gfx942", (64, 256))):
+        program = inspection.plan_only(one.forward.problem(), one.values, architecture=architecture)
+        (config,) = program.steps[0].choice
+        assert (config.m, config.n) == tile
+
+
 def test_small_extents_are_not_worth_a_matrix_instruction() -> None:
     assert not plan_of(
         "C[i,j] = A[i,k] * B[k,j]", A=torch.randn(4, 48), B=torch.randn(48, 64)

@@ -88,7 +88,7 @@ def _fills_high_tile(plan: Plan, extents: Mapping[str, int]) -> bool:
     are padded to it on either side, and on N the wide side is read in longer rows.
     """
     high = extent(plan.roles.m, extents) > HIGH // 2
-    return high and walks_entries(plan) and _BYTES.get(plan.operand, 4) == 2
+    return high and _walks_matrices(plan) and _BYTES.get(plan.operand, 4) == 2
 
 
 def _gathers_left(plan: Plan, extents: Mapping[str, int]) -> bool:
@@ -242,7 +242,7 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
     m, n = max(16, min(m_all, cap)), max(least_n(plan) if k <= 32 else 16, min(n_all, cap))
     if n <= 32 and m_all >= 256 and size == 2 and not _fills_deep_tile(plan, extents, k):
         m = 256
-    if m == HIGH and k <= 32 and n_all >= 256 and size == 2 and walks_entries(plan):
+    if m == HIGH and k <= 32 and n_all >= 256 and size == 2 and _walks_matrices(plan):
         n = 256  # of a shallow tile that is no wider than high, less is read than multiplied
     if size == 4 and (
         n <= 16 or plan.onehot < 0 and plan.precision == "tf32x3" and not plan.pointwise
@@ -256,7 +256,7 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
         return _for_large_entries(plan, plan.segment, extents, m, n, k)
     # As many buffers as leave room for three programs on a multiprocessor: their waits overlap
     # better than deeper pipelines do.
-    most = 2 if n <= 32 < k and walks_entries(plan) else 3
+    most = 2 if n <= 32 < k and _walks_matrices(plan) else 3  # narrow and deep: more programs
     stages = max(2, min(most, PIPELINE_BYTES // ((m + n) * k * size)))
     return Config(m=m, n=n, k=k, warps=warps, stages=stages)
 
@@ -275,7 +275,7 @@ def _for_large_entries(
     if tiles >= ENOUGH_PROGRAMS:
         inner = inner_extent(plan, extents)
         fits = 32 % inner == 0 or inner != power_of_two(inner)
-        if fits and one_place_an_entry(plan.factors, segment.var, segment.row):
+        if fits and _walks_matrices(plan):
             return Config(m=m, n=n, k=32, warps=4, stages=4)
         return Config(m=m, n=n, k=k, warps=8, stages=3)
     # All tiles run at once, so that the longest decides: half the tile, and longer strides through
@@ -299,10 +299,18 @@ def _fills_deep_tile(plan: Plan, extents: Mapping[str, int], k: int) -> bool:
 
 
 def walks_entries(plan: Plan) -> bool:
-    """Whether the steps of a tile go through the entries of a row, each of them a matrix."""
+    """Whether the steps of a tile go through the entries of a row, each with its own K axis."""
     if plan.segment is None:
         return False
     return plan.segment.var in plan.roles.loops or len(plan.roles.k) == 2
+
+
+def _walks_matrices(plan: Plan) -> bool:
+    """... and both sides of the product are read at one place for each entry."""
+    segment = plan.segment
+    if segment is None or not walks_entries(plan):
+        return False
+    return one_place_an_entry(plan.factors, segment.var, segment.row)
 
 
 def _is_large(plan: Plan, extents: Mapping[str, int], m: int, n: int, k: int, size: int) -> bool:
