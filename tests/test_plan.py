@@ -155,6 +155,26 @@ def test_tiles_by_the_sides_of_blocks(block: tuple[int, int]) -> None:
     assert ((config.m, config.n, config.k), config.stages) == (tile, stages)
 
 
+@pytest.mark.parametrize(("channels", "tile"), [(128, 64), (120, 128), (72, 128)])
+def test_rows_that_begin_anywhere_in_a_line_are_shared_by_higher_tiles(
+    channels: int, tile: int
+) -> None:
+    """Where all tiles run at once they are halved, unless what each of them reads would double."""
+    one = applications.convolution(
+        voxels=3000,
+        offsets=9,
+        inputs=128,
+        outputs=channels,
+        layout="by voxel",
+        density=0.3,
+        kinds=4,
+        dtype=torch.float16,
+        filled=False,
+    )
+    (step,) = inspection.plan_only(one.forward.problem(), one.values).steps
+    assert step.choice[0].m == tile
+
+
 def test_tiles_for_other_architectures_are_halved_across_their_wide_side() -> None:
     one = applications.block_spmm(
         rows=64, columns=64, block=48, n=4096, density=0.1, dtype=torch.float16, filled=False

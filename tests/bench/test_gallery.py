@@ -48,7 +48,9 @@ def test_a_sweep_goes_on_where_it_ended(
     first = json.loads(file.read_text())["rows"] if file.exists() else []
     assert main.main([*given, "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]
-    assert len(rows) == 6 and rows[: len(first)] == first
+    assert len(rows) == 7 and rows[: len(first)] == first
+    stored = {tuple(row["size"]) for row in rows if "blocks of 12 x 12" in row["case"]}
+    assert stored == {(12, 12), (16, 16)}, "one matrix, in its own blocks and in friendly ones"
     assert all(row["error"] < 1e-5 for row in rows)
     monkeypatch.setattr(sweep, "swept", lambda *_: pytest.fail("measured again"))
     assert main.main([*given, "--json", str(file)]) == 0

@@ -45,6 +45,9 @@ MANY_COLUMNS = 512
 LARGE = ENOUGH_PROGRAMS * 128 * 128
 #: Steps of a reduction that fill a deep pipeline.
 LARGE_STEPS = 8
+#: Columns of half precision that fill a line of cache. Rows of others begin anywhere in a line, and
+#: reading them takes up to twice as long: higher tiles read them less often.
+ALIGNED = 64
 #: The least M of Hopper's matrix instructions.
 HIGH = 64
 #: Shared memory for the operands of one program.
@@ -272,7 +275,7 @@ def _for_large_entries(
         * math.ceil(extent(plan.roles.m, extents) / m)
         * math.ceil(extent(plan.roles.n, extents) / n)
     )
-    if tiles >= ENOUGH_PROGRAMS:
+    if tiles >= ENOUGH_PROGRAMS or extents[plan.roles.n[-1]] % ALIGNED:
         inner = inner_extent(plan, extents)
         fits = 32 % inner == 0 or inner != power_of_two(inner)
         if fits and _walks_matrices(plan):
