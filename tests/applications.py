@@ -178,7 +178,7 @@ def block_spmm(
     *,
     rows: int,
     columns: int,
-    block: int,
+    block: int | tuple[int, int],
     n: int,
     density: float,
     group: int = 0,
@@ -193,10 +193,11 @@ def block_spmm(
     mask = make.chance(rows, columns) < density
     mask[0], mask[min(1, rows - 1)] = True, False
     at = mask.nonzero().int()
-    values = make.normal(len(at), block, block, scale=block**-0.5)
-    shape = (rows * block, columns * block)
-    coo = BlockCOO(values, (at[:, 0].contiguous(), at[:, 1].contiguous()), shape, (block, block))
-    b = make.normal(columns, block, n)
+    sides = (block, block) if isinstance(block, int) else block
+    values = make.normal(len(at), *sides, scale=sides[1] ** -0.5)
+    shape = (rows * sides[0], columns * sides[1])
+    coo = BlockCOO(values, (at[:, 0].contiguous(), at[:, 1].contiguous()), shape, sides)
+    b = make.normal(columns, sides[1], n)
     if not group:
         names = {"AM": coo.indices[0], "AV": coo.values, "AK": coo.indices[1], "B": b}
         return Application(
@@ -208,7 +209,7 @@ def block_spmm(
             ("AV", "B"),
             _blocks(rows),
         )
-    a = coo.to_format(BlockGroupCOO, block_shape=(block, block), group_size=group)
+    a = coo.to_format(BlockGroupCOO, block_shape=sides, group_size=group)
     slots = a.slot_indices[0]
     names = {"AM": a.group_indices[0], "AV": make.holes(a.values, slots < 0), "AK": slots, "B": b}
     statement = "C[AM[p],bm,n] += AV[p,q,bm,bk] * B[AK[p,q],bk,n]"

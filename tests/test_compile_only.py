@@ -159,6 +159,41 @@ def test_application(name: str, target: str) -> None:
         assert all(result.compiled.uses("mfma") for result in forward)
 
 
+MATRIX = {"sm_80": "mma.sync", "sm_90": "mma", "sm_100": "mma", "gfx942": "mfma"}
+#: Blocks, and the bytes in which their values can be read.
+SHAPES = [((8, 8), 4), ((20, 20), 8), ((24, 40), 16), ((48, 48), 16), ((64, 8), 16), ((100, 12), 8)]
+
+
+def block_product(block: tuple[int, int]) -> Call:
+    one = applications.block_spmm(
+        rows=64,
+        columns=64,
+        block=block,
+        n=2048,
+        density=0.1,
+        group=4,
+        dtype=torch.float16,
+        filled=False,
+    )
+    return one.forward
+
+
+@pytest.mark.parametrize("target", launch.TARGETS)
+@pytest.mark.parametrize(("block", "width"), SHAPES, ids=str)
+def test_blocks_of_any_shape(block: tuple[int, int], width: int, target: str) -> None:
+    """On matrix instructions, with nothing spilled, in loads as wide as their rows allow."""
+    call = block_product(block)
+    (result,) = compiled(call, target)
+    assert result.dot and result.compiled.uses(MATRIX[target]), result
+    assert result.spilled <= MOST_SPILLED and result.compiled.registers < MOST_REGISTERS[target]
+    if target == "sm_90":
+        (one,) = launches(inspection.elsewhere(call.problem(), call.values))
+        found = loads(one)
+        assert found["B"] == {16} and found["AV"] == {width}, one.launch.kernel.source
+        assert result.compiled.uses("cp.async"), "gathers are pipelined"
+        assert result.compiled.uses("wgmma") or result.config.n == 8
+
+
 class Unseen:
     """Answers for index tensors that nobody has looked at: nothing is known, and nothing is known
     to be in range.

@@ -101,9 +101,88 @@ def test_entries_of_a_row_are_flattened_with_the_block() -> None:
     assert plan.roles.k == ("p", "bk") and plan.segment is not None and not plan.segment.tiled
 
 
-def test_blocks_of_an_odd_size_are_looped_over() -> None:
-    plan = blocks(SORTED, 24)
+@pytest.mark.parametrize("size", [12, 20, 24, 40, 48, 100])
+def test_entries_that_divide_no_tile_are_joined_all_the_same(size: int) -> None:
+    plan = blocks(SORTED, size)
+    assert plan.roles.k == ("p", "bk") and not plan.roles.loops
+
+
+@pytest.mark.parametrize("size", [128, 200])
+def test_long_entries_are_looped_over(size: int) -> None:
+    plan = blocks(SORTED, size)
     assert plan.roles.k == ("bk",) and plan.roles.loops == ("p",)
+
+
+def test_entries_with_an_index_for_each_place_of_a_tile_are_looped_over() -> None:
+    """A tile of several entries would read a matrix of indices instead of a few."""
+    index = torch.zeros(5, 64, dtype=torch.int64)
+    plan = plan_of(
+        "C[AM[p],i,n] += A[J[p,i],k] * W[p,k,n]",
+        {0: 6},
+        AM=SORTED,
+        J=index,
+        A=torch.empty(9, 24, dtype=torch.float16),
+        W=torch.empty(5, 24, 64, dtype=torch.float16),
+    )
+    assert plan.roles.dot and plan.roles.k == ("k",) and plan.roles.loops == ("p",)
+
+
+#: What is decided for blocks by their sides: rows of blocks on M, the tile, and its buffers.
+TILES = {
+    (8, 8): (False, (256, 8, 32), 3),
+    (12, 12): (False, (256, 16, 64), 2),  # five blocks nearly fill a tile of 64
+    (20, 20): (False, (256, 32, 64), 2),
+    (24, 24): (False, (256, 32, 32), 3),  # no tile is nearly filled: tiles end inside of blocks
+    (8, 64): (False, (128, 16, 64), 2),
+    (40, 40): (True, (64, 256, 32), 3),
+    (48, 48): (True, (64, 256, 32), 3),
+    (64, 8): (True, (64, 256, 32), 3),
+    (64, 64): (True, (64, 128, 64), 3),
+    (128, 128): (True, (128, 128, 32), 4),
+    (128, 64): (True, (128, 128, 64), 3),
+}
+
+
+@pytest.mark.parametrize("block", TILES, ids=str)
+def test_tiles_by_the_sides_of_blocks(block: tuple[int, int]) -> None:
+    high, tile, stages = TILES[block]
+    one = applications.block_spmm(
+        rows=64, columns=64, block=block, n=4096, density=0.1, dtype=torch.float16, filled=False
+    )
+    (step,) = inspection.plan_only(one.forward.problem(), one.values).steps
+    ((config,), (launch,)) = step.choice, step.launches
+    assert (launch.plan.roles.m == ("bm",)) == high
+    assert ((config.m, config.n, config.k), config.stages) == (tile, stages)
+
+
+@pytest.mark.parametrize(("channels", "tile"), [(128, 64), (120, 128), (72, 128)])
+def test_rows_that_begin_anywhere_in_a_line_are_shared_by_higher_tiles(
+    channels: int, tile: int
+) -> None:
+    """Where all tiles run at once they are halved, unless what each of them reads would double."""
+    one = applications.convolution(
+        voxels=3000,
+        offsets=9,
+        inputs=128,
+        outputs=channels,
+        layout="by voxel",
+        density=0.3,
+        kinds=4,
+        dtype=torch.float16,
+        filled=False,
+    )
+    (step,) = inspection.plan_only(one.forward.problem(), one.values).steps
+    assert step.choice[0].m == tile
+
+
+def test_tiles_for_other_architectures_are_halved_across_their_wide_side() -> None:
+    one = applications.block_spmm(
+        rows=64, columns=64, block=48, n=4096, density=0.1, dtype=torch.float16, filled=False
+    )
+    for architecture, tile in (("sm_80", (64, 128)), ("sm_100", (64, 128)), ("gfx942", (64, 256))):
+        program = inspection.plan_only(one.forward.problem(), one.values, architecture=architecture)
+        (config,) = program.steps[0].choice
+        assert (config.m, config.n) == tile
 
 
 def test_small_extents_are_not_worth_a_matrix_instruction() -> None:

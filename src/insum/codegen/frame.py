@@ -16,6 +16,7 @@ from insum.codegen.arguments import COUNT, END, ROW, START, Argument, Count, Poi
 from insum.codegen.values import Eager, Val
 from insum.lang.expr import Access, variables
 from insum.plan.config import Config
+from insum.plan.model import whole_entries
 from insum.plan.plan import Plan
 from insum.plan.sizes import power_of_two
 
@@ -37,6 +38,7 @@ class Shape:
     even_k: bool = False
     inner: int = 1  # extent of the inner variable of a flattened K axis
     onehot: int = 0  # places of the register tile for the dimension that is kept in registers
+    k_tiles: int = 0  # how many tiles cover the K axis, where that is the same for every size
     single_k: bool = False  # the K axis is covered by one tile and nothing else is looped over
     pieces: bool = False  # a long reduction is cut into pieces, which meet in atomics
     apart: bool = False  # or rather go to a workspace, piece by piece
@@ -310,8 +312,12 @@ class Frame:
             for v in roles.loops
             if not segment or v != segment.var
         ]
-        if roles.k:
-            counts.append((self.k_count(in_k), self.k_axis))
+        if roles.k and counts and self.shape.k_tiles == 1:
+            self.whole_k_axis()
+        elif roles.k:
+            # the counter of a loop is divided by it: cheap where it is a number of the code
+            known = str(self.shape.k_tiles) if counts and self.shape.k_tiles else ""
+            counts.append((known or self.k_count(in_k), self.k_axis))
         self.unpack_counter(counts)
 
     def k_count(self, in_k: bool) -> str:
@@ -319,8 +325,16 @@ class Frame:
             return f"tl.cdiv({self.size(self.plan.roles.k[0])}, {self.config.k})"
         segment = self.plan.segment
         assert segment is not None
+        if self.uneven:
+            self.line(0, f"seg_length = (seg_end - seg_start) * {self.shape.inner}")
+            return f"tl.cdiv(seg_length, {self.config.k})"
         length = "tl.max(seg_end - seg_start, 0)" if segment.tiled else "seg_end - seg_start"
         return f"tl.cdiv({length}, {self.slots})" if self.slots > 1 else length
+
+    @property
+    def uneven(self) -> bool:
+        """Whether tiles of K end inside of entries, because these fill no tile."""
+        return not whole_entries(self.config.k, self.shape.inner)
 
     @property
     def slots(self) -> int:
@@ -366,6 +380,15 @@ class Frame:
             self.line(2, f"k_ok = {var}_i < {self.size(var)}", ("K",))
             self.masks["K"] = Val("k_ok", self.over("K"), 2)
 
+    def whole_k_axis(self) -> None:
+        """One tile holds all of K: it is the same in every step of what is looped over."""
+        var = self.plan.roles.k[0]
+        self.line(0, f"{var}_i = {self.arange('K', self.config.k)}", ("K",))
+        self.vars[var] = Val(f"{var}_i", self.over("K"))
+        if not self.shape.even_k:
+            self.line(0, f"k_ok = {var}_i < {self.size(var)}", ("K",))
+            self.masks["K"] = Val("k_ok", self.over("K"))
+
     def segment_k_axis(self, counter: str) -> None:
         """K runs over entries of the segment, each with ``inner`` values of the variable flattened
         under it.
@@ -377,6 +400,8 @@ class Frame:
             self.shape.inner,
         )
         assert segment is not None
+        if self.uneven:
+            return self.uneven_k_axis(counter)
         slots = self.slots
         if len(roles.k) == 2:
             self.line(
@@ -388,6 +413,9 @@ class Frame:
         if slots == 1 and not segment.tiled and len(roles.k) == 2:
             self.line(2, f"{segment.var}_i = seg_start + {counter}")
             self.vars[segment.var] = Val(f"{segment.var}_i", (), 2)
+            if inner < tile:
+                self.line(0, f"k_ok = k_inner < {inner}", ("K",))
+                self.masks["K"] = Val("k_ok", self.over("K"))
             return
         self.line(
             0, f"k_slot = {self.arange('K', tile)}" + (f" // {inner}" if inner > 1 else ""), ("K",)
@@ -398,9 +426,23 @@ class Frame:
             self.line(2, f"{segment.var}_i = ({base})[:, None] + k_slot[None, :]", axes)
             self.line(2, f"k_ok = {segment.var}_i < seg_end[:, None]", axes)
         else:
+            end = f"tl.minimum({base} + {slots}, seg_end)" if slots * inner < tile else "seg_end"
             self.line(2, f"{segment.var}_i = {base} + k_slot", axes)
-            self.line(2, f"k_ok = {segment.var}_i < seg_end", axes)
+            self.line(2, f"k_ok = {segment.var}_i < {end}", axes)
         self.vars[segment.var] = Val(f"{segment.var}_i", axes, 2)
+        self.masks["K"] = Val("k_ok", axes, 2)
+
+    def uneven_k_axis(self, counter: str) -> None:
+        """K runs through the values of all entries of the segment, one after the other."""
+        segment, tile, inner = self.plan.segment, self.config.k, self.shape.inner
+        assert segment is not None
+        axes = self.over("K")
+        self.line(2, f"k_flat = {self.widened(counter)} * {tile} + {self.arange('K', tile)}", axes)
+        self.line(2, f"{segment.var}_i = seg_start + k_flat // {inner}", axes)
+        self.line(2, f"k_inner = k_flat % {inner}", axes)
+        self.line(2, "k_ok = k_flat < seg_length", axes)
+        self.vars[segment.var] = Val(f"{segment.var}_i", axes, 2)
+        self.vars[self.plan.roles.k[1]] = Val("k_inner", axes, 2)
         self.masks["K"] = Val("k_ok", axes, 2)
 
     def tile_axes(self) -> tuple[str, ...]:

@@ -324,10 +324,8 @@ def _steps(plan: Plan, extents: Mapping[str, int], config: Config, load: Load) -
     )
     if segment and segment.var in (*roles.k, *roles.loops):
         rows = max(1, extents[segment.row])
-        slots = (
-            max(1, config.k // model.inner_extent(plan, extents)) if segment.var in roles.k else 1
-        )
-        steps *= sum(math.ceil(length / slots) * count for length, count in load.lengths) / rows
+        share = model.inner_extent(plan, extents) / config.k if segment.var in roles.k else 1
+        steps *= sum(math.ceil(length * share) * count for length, count in load.lengths) / rows
         return steps * (
             math.ceil(extents[roles.k[0]] / config.k)
             if roles.k and segment.var not in roles.k

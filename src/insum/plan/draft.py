@@ -277,7 +277,11 @@ def roles_of(
     in_order = [v for i in draft.target.indices for v in variables(i)]
     kept = tuple(dict.fromkeys(v for v in in_order if v not in absorbed))
     summed = tuple(v for v in draft.summed() if v not in absorbed)
-    roles = Roles(draft.factors, kept, summed, draft.extents, draft.row, draft.segment, absorbed)
+    sizes = subject.sizes
+    exact = frozenset(v for v, size in sizes.extents.items() if not size.open) - sizes.runs
+    roles = Roles(
+        draft.factors, kept, summed, draft.extents, draft.row, draft.segment, absorbed, exact
+    )
     wish = subject.wishes.settings.dot
     fits = (
         subject.reduce == "sum"
@@ -303,6 +307,7 @@ def finish(
     """The plan of a draft."""
     problem = subject.problem
     roles = roles or roles_of(subject, draft, absorbed, allow_dot)
+    draft = _with_exact_entries(subject, draft, roles)
     accumulator = subject.accumulator()
     used = {a.tensor for f in (*draft.factors, draft.target) for a in accesses(f)}
     kinds = {name: TRITON[kind.dtype] for name, kind in problem.kinds.items() if name in used}
@@ -346,6 +351,16 @@ def finish(
         longest=draft.longest,
         entries=draft.entries,
     )
+
+
+def _with_exact_entries(subject: Subject, draft: Draft, roles: Contraction) -> Draft:
+    """Where entries are joined on the K axis, how long each is: a number of the code, for it is
+    divided by.
+    """
+    if len(roles.k) < 2 or draft.extents[roles.k[1]] == power_of_two(draft.extents[roles.k[1]]):
+        return draft
+    inner = roles.k[1]
+    return replace(draft, extents={**draft.extents, inner: int(subject.ask(AskExact(inner)))})
 
 
 def _strides(subject: Subject, draft: Draft, used: set[str]) -> tuple[tuple[str, Strides], ...]:

@@ -11,6 +11,7 @@ from insum.lang.expr import variables
 from insum.plan import model
 from insum.plan.config import Choice, Config
 from insum.plan.plan import Plan
+from insum.plan.sizes import power_of_two
 
 #: Sides of `tl.dot` are at least this long.
 LEAST_DOT = 16
@@ -57,13 +58,13 @@ def _broken(plan: Plan, extents: Mapping[str, int], config: Config) -> str:
     for axis, used in (("m", roles.m), ("n", roles.n), ("k", roles.k)):
         if not used and getattr(config, axis) != 1:
             return f"the {axis.upper()} axis is not used: {axis}=1"
-    if roles.dot and min(config.m, config.n, config.k) < LEAST_DOT:
+    if roles.dot and (min(config.m, config.k) < LEAST_DOT or config.n < model.least_n(plan)):
         return (
             f"sides of tl.dot are at least {LEAST_DOT}, but m={config.m}, n={config.n}, "
             f"k={config.k}"
         )
     inner = model.inner_extent(plan, extents)
-    if config.k % inner:
+    if inner == power_of_two(inner) and config.k % inner:
         return f"k is a multiple of {inner}, the extent of {roles.k[1]}, but k={config.k}"
     return _too_small(plan, extents, config) or _too_large(plan, config)
 

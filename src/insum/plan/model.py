@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from insum.lang.expr import accesses, variables
 from insum.plan.config import Choice, Config
-from insum.plan.plan import Pattern, Plan
-from insum.plan.roles import Contraction, contiguity
+from insum.plan.plan import Pattern, Plan, Segment
+from insum.plan.roles import FLATTEN_UP_TO, Contraction, contiguity, one_place_an_entry
 from insum.plan.sizes import power_of_two
 
 #: Tasks up to this length count as short: several of them share a program.
@@ -50,6 +50,11 @@ LARGE_STEPS = 8
 #: Side of a tile that is read along one axis and written along the other: a line of memory each
 #: way.
 TURNED = 64
+#: Columns of half precision that fill a line of cache. With rows that begin anywhere in a line,
+#: kernels were measured to take 1.2 to 1.4 times as long; higher tiles read them less often.
+ALIGNED = 64
+#: The least M of Hopper's matrix instructions.
+HIGH = 64
 #: Shared memory for the operands of one program.
 PIPELINE_BYTES = 72 * 1024
 #: And where there is the least of it.
@@ -83,7 +88,17 @@ def oriented(
         return plan
     if swap == 1 or _gathers_left(plan, extents) or _holds_short_side(plan, extents):
         return replace(plan, roles=exchanged(plan.roles))
+    if _fills_high_tile(plan, extents):
+        return plan
     return replace(plan, roles=swapped(plan.roles, extents))
+
+
+def _fills_high_tile(plan: Plan, extents: Mapping[str, int]) -> bool:
+    """Whether entries of half precision are more than half as high as the least M of `wgmma`: tiles
+    are padded to it on either side, and on N the wide side is read in longer rows.
+    """
+    high = extent(plan.roles.m, extents) > HIGH // 2
+    return high and _walks_matrices(plan) and _BYTES.get(plan.operand, 4) == 2
 
 
 def _gathers_left(plan: Plan, extents: Mapping[str, int]) -> bool:
@@ -112,6 +127,16 @@ def _holds_short_side(plan: Plan, extents: Mapping[str, int]) -> bool:
 def inner_extent(plan: Plan, extents: Mapping[str, int]) -> int:
     """Extent of the variable flattened under the segment's entries on the K axis."""
     return extents[plan.roles.k[1]] if len(plan.roles.k) == 2 else 1
+
+
+def whole_entries(k: int, inner: int) -> bool:
+    """Whether a tile of K holds entries as a whole, so that places in it are numbers of the code:
+    those that fill it, or nearly. Elsewhere tiles end inside of entries.
+
+    >>> [whole_entries(64, inner) for inner in (1, 8, 20, 24, 64, 128)]
+    [True, True, True, False, True, False]
+    """
+    return 16 * (k // inner * inner) >= 15 * k
 
 
 def first_guess(plan: Plan, extents: Mapping[str, int]) -> Config:
@@ -188,14 +213,17 @@ def first_choice(
 
 def suited(plan: Plan, choice: Choice, architecture: str) -> Choice:
     """The first guess is made for Hopper; on NVIDIA's other architectures its largest tiles would
-    spill, and half of them does not. AMD's have less shared memory.
+    spill, and half of them does not. An N of 8 is a matter of NVIDIA's older instructions. AMD's
+    have less shared memory.
     """
     if architecture.startswith("sm_9"):
         return choice
+    if plan.roles.dot and not architecture.startswith("sm_8"):
+        choice = tuple(replace(one, n=max(16, one.n)) for one in choice)
     if architecture.startswith("gfx"):
         return tuple(_within(plan, one) for one in choice)
     most = 128 * 64 if plan.precision == "tf32x3" and architecture.startswith("sm_8") else 128 * 128
-    return tuple(replace(one, m=one.m // 2) if _spills(plan, one, most) else one for one in choice)
+    return tuple(_halved(one) if _spills(plan, one, most) else one for one in choice)
 
 
 def _within(plan: Plan, config: Config) -> Config:
@@ -212,6 +240,13 @@ def _spills(plan: Plan, config: Config, most: int) -> bool:
     """
     area = config.m * config.n
     return area >= most if config.warps == 4 else bool(plan.bounds) and area >= 2 * most
+
+
+def _halved(config: Config) -> Config:
+    """Half a tile, cut across its wide side."""
+    if config.n > config.m:
+        return replace(config, n=config.n // 2)
+    return replace(config, m=config.m // 2)
 
 
 def in_rows(plan: Plan) -> bool:
@@ -234,17 +269,19 @@ def split_length(longest: int, entries: int) -> int:
 
 def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
     size = _BYTES.get(plan.operand, 4)
-    m_all, n_all = (max(16, power_of_two(extent(a, extents))) for a in (plan.roles.m, plan.roles.n))
+    m_all, n_all = (power_of_two(extent(a, extents)) for a in (plan.roles.m, plan.roles.n))
     cap = 128 if size == 2 else 64
-    m, n = min(m_all, cap), min(n_all, cap)
-    if n <= 32 and m_all >= 256 and size == 2:
+    k = _k_tile(plan, extents, size)
+    m, n = max(16, min(m_all, cap)), max(least_n(plan) if k <= 32 else 16, min(n_all, cap))
+    if n <= 32 and m_all >= 256 and size == 2 and not _fills_deep_tile(plan, extents, k):
         m = 256
+    if m == HIGH and k <= 32 and n_all >= 256 and size == 2 and _walks_matrices(plan):
+        n = 256  # of a shallow tile that is no wider than high, less is read than multiplied
     if size == 4 and (
         n <= 16 or plan.onehot < 0 and plan.precision == "tf32x3" and not plan.pointwise
     ):
-        m = min(m_all, 128)  # the parts that a float32 operand is split into are used for more
+        m = max(16, min(m_all, 128))  # the parts of a split float32 operand are used for more
     m, n = held(plan, extents, m, n)
-    k = _k_tile(plan, extents, size)
     if (m, n) == (LARGE_SIDE, LARGE_SIDE) and _is_large(plan, extents):
         return Config(m=m, n=2 * n, k=k, warps=8, stages=3)
     if plan.roles.loops and (m, n) == (LARGE_SIDE, LARGE_SIDE) and _is_dense(plan):
@@ -252,29 +289,65 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
         several = plan.bounds or len(plan.roles.m) > 1 or len(plan.roles.n) > 1
         return Config(m=m, n=n, k=k, warps=8 if several else 4, stages=3)
     warps = 8 if m * n >= 128 * 256 else 4
-    if plan.segment and plan.segment.var in plan.roles.loops and m * n >= 128 * 128 and size == 2:
-        # A tile takes its own few steps, so filling the pipeline counts: more warps have more
-        # gathers in flight.
-        tiles = (
-            extents[plan.segment.row]
-            * math.ceil(extent(plan.roles.m, extents) / m)
-            * math.ceil(extent(plan.roles.n, extents) / n)
-        )
-        if tiles >= ENOUGH_PROGRAMS:
-            return Config(m=m, n=n, k=k, warps=8, stages=3)
-        # All tiles run at once, so that the longest decides: half the tile, and longer strides
-        # through its steps.
-        return Config(
-            m=m // 2,
-            n=n,
-            k=min(2 * k, max(16, power_of_two(extents[plan.roles.k[0]]))),
-            warps=4,
-            stages=2,
-        )
+    if plan.segment and walks_entries(plan) and min(m, n) >= 128 and size == 2:
+        return _for_large_entries(plan, plan.segment, extents, m, n, k)
     # As many buffers as leave room for three programs on a multiprocessor: their waits overlap
     # better than deeper pipelines do.
-    stages = max(2, min(3, PIPELINE_BYTES // ((m + n) * k * size)))
+    most = 2 if n <= 32 < k and _walks_matrices(plan) else 3  # narrow and deep: more programs
+    stages = max(2, min(most, PIPELINE_BYTES // ((m + n) * k * size)))
     return Config(m=m, n=n, k=k, warps=warps, stages=stages)
+
+
+def _for_large_entries(
+    plan: Plan, segment: Segment, extents: Mapping[str, int], m: int, n: int, k: int
+) -> Config:
+    """A tile takes its own few steps, so filling the pipeline counts: more warps have more gathers
+    in flight, or where an entry is read at one place, shallow steps have more buffers.
+    """
+    tiles = (
+        extents[segment.row]
+        * math.ceil(extent(plan.roles.m, extents) / m)
+        * math.ceil(extent(plan.roles.n, extents) / n)
+    )
+    if tiles >= ENOUGH_PROGRAMS or extents[plan.roles.n[-1]] % ALIGNED:
+        inner = inner_extent(plan, extents)
+        fits = 32 % inner == 0 or inner != power_of_two(inner)
+        if fits and _walks_matrices(plan):
+            return Config(m=m, n=n, k=32, warps=4, stages=4)
+        return Config(m=m, n=n, k=k, warps=8, stages=3)
+    # All tiles run at once, so that the longest decides: half the tile, and longer strides through
+    # its steps.
+    deep = min(2 * k, max(16, power_of_two(extents[plan.roles.k[-1]])))
+    return Config(m=m // 2, n=n, k=deep, warps=4, stages=2)
+
+
+def least_n(plan: Plan) -> int:
+    """The least N of a tile: of half precision, where entries are walked through, 8, for what is
+    read beside it counts, and not how matrix instructions are filled.
+    """
+    return 8 if walks_entries(plan) and _BYTES.get(plan.operand, 4) == 2 else 16
+
+
+def _fills_deep_tile(plan: Plan, extents: Mapping[str, int], k: int) -> bool:
+    """Whether one entry fills a deep tile: then more programs on half the width are better than
+    fewer on the whole.
+    """
+    return k > 32 and inner_extent(plan, extents) == k
+
+
+def walks_entries(plan: Plan) -> bool:
+    """Whether the steps of a tile go through the entries of a row, each with its own K axis."""
+    if plan.segment is None:
+        return False
+    return plan.segment.var in plan.roles.loops or len(plan.roles.k) == 2
+
+
+def _walks_matrices(plan: Plan) -> bool:
+    """... and both sides of the product are read at one place for each entry."""
+    segment = plan.segment
+    if segment is None or not walks_entries(plan):
+        return False
+    return one_place_an_entry(plan.factors, segment.var, segment.row)
 
 
 def _is_large(plan: Plan, extents: Mapping[str, int]) -> bool:
@@ -319,7 +392,10 @@ def most(axis: tuple[str, ...], extents: Mapping[str, int]) -> int:
 def _k_tile(plan: Plan, extents: Mapping[str, int], size: int) -> int:
     if len(plan.roles.k) == 2:
         inner = inner_extent(plan, extents)
-        return inner * max(1, 32 // inner)
+        if inner == power_of_two(inner):
+            return inner * max(1, 32 // inner)
+        deep = 64 if size == 2 else 32
+        return deep if whole_entries(deep, inner) or inner > FLATTEN_UP_TO else 32
     longest = power_of_two(extents[plan.roles.k[0]])
     if plan.segment and plan.segment.var in plan.roles.k and _columns(plan, extents) >= LARGE:
         return max(16, min(longest, 32))  # rows end anywhere, and their entries are gathered

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from insum.lang.expr import Expr, Number, accesses, variables
+from insum.lang.expr import Access, Expr, Number, accesses, variables
 
 #: Extents below this are not worth a tile axis of a matrix instruction, whose sides are at least
 #: 16.
@@ -24,6 +24,8 @@ SHORTEST_RUN = 16
 BESIDE_UP_TO = 16
 #: An inner variable of at most this extent may be flattened with the loop around it.
 FLATTEN_UP_TO = 64
+#: ... and one of at most this extent where it divides no tile: what a tile of its own would waste.
+JOIN_UP_TO = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class Roles:
     segment: str = ""  # the summed variable whose range depends on the row
     # variables of a scattered dimension that is kept whole in registers
     absorbed: tuple[str, ...] = ()
+    exact: frozenset[str] = frozenset()  # variables whose extents the code may know
 
     @property
     def held(self) -> tuple[str, ...]:
@@ -161,13 +164,38 @@ def _as_dot(roles: Roles, m: str, n: str, k: str) -> Contraction:
     outer = [v for v in summed if v in post_on] + [v for v in roles.absorbed if v not in axes]
     loops = [v for v in summed if v not in outer]
     k_axis: tuple[str, ...] = (k,)
-    if roles.segment in loops and roles.extents[k] <= FLATTEN_UP_TO and _is_power(roles.extents[k]):
+    if roles.segment in loops and _joins_entries(roles, k):
         k_axis = (roles.segment, k)
         loops.remove(roles.segment)
     grid = tuple(v for v in roles.kept if v not in axes)
     return Contraction(
         m_axis, n_axis, k_axis, tuple(loops), tuple(outer), grid, True, left, right, post
     )
+
+
+def _joins_entries(roles: Roles, k: str) -> bool:
+    """Whether the K axis runs over the entries of a segment with all values of ``k`` for each, so
+    that one tile holds several short ones, and no part of it is empty where no tile divides ``k``.
+    """
+    if _is_power(roles.extents[k]):
+        return roles.extents[k] <= FLATTEN_UP_TO
+    if k not in roles.exact or roles.extents[k] > JOIN_UP_TO:
+        return False
+    return one_place_an_entry(roles.factors, roles.segment, roles.row)
+
+
+def one_place_an_entry(factors: Sequence[Expr], segment: str, row: str) -> bool:
+    """Whether indices that depend on a segment's entries depend on nothing else: then a tile of
+    several entries reads one index for each, and not one for each of its places.
+    """
+    picked = (set(variables(a)) for f in factors for a in _indices(f))
+    return all(vars_ <= {segment, row} for vars_ in picked if segment in vars_)
+
+
+def _indices(factor: Expr) -> list[Access]:
+    """The accesses inside of indices."""
+    outer = accesses(factor, nested=False)
+    return [a for access in outer for index in access.indices for a in accesses(index)]
 
 
 def _flattened(roles: Roles, inner: str, alike: Callable[[str], bool]) -> tuple[str, ...]:

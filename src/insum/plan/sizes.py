@@ -43,6 +43,11 @@ class Extent:
     def most(self) -> int:
         return power_of_two(self.typical) if self.typical else 0
 
+    @property
+    def exact(self) -> bool:
+        """Whether there is one extent in the class."""
+        return not self.open and self.typical in (self.multiple, 0)
+
     def __str__(self) -> str:
         if self.typical in (self.multiple, 0):
             return str(self.typical)

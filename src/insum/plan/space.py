@@ -156,7 +156,7 @@ def _warps(m: int, n: int) -> tuple[int, ...]:
 def _depths(plan: Plan, extents: Mapping[str, int]) -> list[int]:
     """Tiles of K: several entries of a segment, or a part of a plain extent."""
     inner = model.inner_extent(plan, extents)
-    if inner > 1:
+    if inner > 1 and inner == power_of_two(inner):
         return [k for k in (inner * e for e in (1, 2, 4, 8)) if 16 <= k <= max(128, inner)]
     return _powers(16, max(16, min(128, power_of_two(extents[plan.roles.k[0]]))))
 

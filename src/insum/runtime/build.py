@@ -134,17 +134,30 @@ class _Build:
         roles, plan = self.plan.roles, self.plan
         segmented = plan.segment is not None and plan.segment.var in (*roles.k, *roles.loops)
         alone = not roles.loops and not segmented
-        k = roles.k[:1]
+        k, tiles = roles.k[:1], self.k_tiles(config)
         return Shape(
             even_m=self.multiple(roles.m) % config.m == 0,
             even_n=self.multiple(roles.n) % config.n == 0,
             even_k=self.multiple(k) % config.k == 0,
             inner=model.inner_extent(plan, self.extents),
             onehot=power_of_two(self.planned.sizes.shape[plan.onehot]) if plan.onehot >= 0 else 0,
-            single_k=bool(k) and alone and self.fits_one_tile(k, config.k),
+            k_tiles=tiles,
+            single_k=tiles == 1 and alone,
             pieces=pieces > 1,
             units=self.units(),
         )
+
+    def k_tiles(self, config: Config) -> int:
+        """How many tiles cover the K axis, where that is the same for every extent of the class;
+        else 0, as for the entries of segments.
+        """
+        k, segment = self.plan.roles.k[:1], self.plan.segment
+        if not k or segment is not None and segment.var in k:
+            return 0
+        if self.fits_one_tile(k, config.k):
+            return 1
+        size = self.planned.sizes.extents.get(k[0])
+        return -(-size.typical // config.k) if size is not None and size.exact else 0
 
     def fits_one_tile(self, axis: tuple[str, ...], tile: int) -> bool:
         """Whether every extent of the class does."""
