@@ -70,7 +70,7 @@ def odd_tensor(value: Tensor) -> str:
     """What a tensor is called that has no shape and strides, or no numbers as elements; '' for
     others.
     """
-    if isinstance(value, SHAPELESS):
+    if type(value) is not Tensor and isinstance(value, SHAPELESS):
         return "a parameter without a shape yet"
     if value.is_nested:
         return "a nested tensor"

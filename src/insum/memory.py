@@ -109,8 +109,11 @@ class Entry:
         """Keep something made on the current stream. Nothing is kept that a captured CUDA graph
         will compute: until it is replayed there is nothing in it.
         """
-        tensors = _tensors(thing)
-        on = next((t.device for t in tensors if t.is_cuda), None)
+        on, nbytes = None, 0
+        for tensor in _tensors(thing):
+            nbytes += tensor.nbytes
+            if tensor.is_cuda:
+                on = tensor.device
         if on is not None:
             if is_recorded(on):
                 return thing
@@ -119,9 +122,6 @@ class Entry:
         if len(self.things) >= MOST_THINGS and before is None:
             self._drop_oldest()
         self.things[key] = thing
-        nbytes = 0
-        for tensor in tensors:
-            nbytes += tensor.nbytes
         if before is not None:
             nbytes -= sum([t.nbytes for t in _tensors(before)])
         if nbytes:
@@ -259,13 +259,16 @@ def entry_of(tensor: Tensor, *, declared: bool = False) -> Entry:
     """The entry of a tensor as it is now, made if there is none; one that nobody will find again
     where a change of the tensor could not be seen.
     """
-    found = known(tensor)
-    if found is None:
-        with _lock:
-            found = _made(tensor, declared)
+    found = known(tensor) or made(tensor, declared)
     if declared:
         found.declared = True
     return found
+
+
+def made(tensor: Tensor, declared: bool = False) -> Entry:
+    """A new entry for a tensor that has none as it is now."""
+    with _lock:
+        return _made(tensor, declared)
 
 
 def remembered(tensor: Tensor, key: object, make: Callable[[], T], *others: Tensor) -> T:
@@ -453,7 +456,7 @@ def _account(entry: Entry, nbytes: int) -> None:
         if not entry.held:
             return
         _total["bytes"] += nbytes
-        budget = settings.memory
+        budget = settings.values.memory
         if _total["bytes"] <= budget:
             return
         for old in sorted(_entries(), key=lambda e: e.stamp):
@@ -497,8 +500,9 @@ def _tensors(thing: Any) -> list[Tensor]:
             open_ += one
         elif isinstance(one, dict):
             open_ += one.values()
-        elif names := _field_names(type(one)):  # type: ignore[arg-type]
-            open_ += [getattr(one, name) for name in names]
+        else:
+            for name in _field_names(type(one)):  # type: ignore[arg-type]
+                open_.append(getattr(one, name))
     return found
 
 

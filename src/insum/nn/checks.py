@@ -80,20 +80,23 @@ def one_device(**tensors: Tensor | SparseFormat | None) -> None:
       expected: all tensors on one device
       try: mask.to('cpu')
     """
-    places = [(name, t.device) for name, t in tensors.items() if t is not None]
-    for name, device in places[1:]:
-        if device != places[0][1]:
-            fact = f"{places[0][0]} is on {places[0][1]} but {name} is on {device}"
+    first, place = "", None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if place is None:
+            first, place = name, tensor.device
+        elif tensor.device != place:
             raise DeviceError(
-                fact,
+                f"{first} is on {place} but {name} is on {tensor.device}",
                 expected="all tensors on one device",
-                remedy=f"{name}.to({str(places[0][1])!r})",
+                remedy=f"{name}.to({str(place)!r})",
             )
 
 
 def integers(name: str, x: Tensor) -> None:
     """A tensor of coordinates or node numbers holds integers."""
-    if x.is_floating_point() or x.is_complex() or str(x.dtype) == "torch.bool":
+    if x.dtype not in INTEGERS:
         raise DtypeError(
             f"{name} holds {str(x.dtype).removeprefix('torch.')}",
             expected="integers",
