@@ -514,7 +514,7 @@ def _field_names(kind: type) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(kind) if f.type not in _NUMBERS)
 
 
-_NUMBERS = ("int", "bool", "str", "int | None")
+_NUMBERS = ("int", "bool", "str", "int | None", "Mapping[str, int]")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -276,7 +276,7 @@ def test_tiles(geometry: Geometry, backwards: bool, on_device: None) -> None:
     for tile, start, end in zip(rows, found["start"], found["end"]):
         want = (read[:, tile[tile >= 0].long()] >= 0).any(1).nonzero().flatten()
         assert torch.equal(found["steps"][start:end].sort().values, want.int())
-    pieces = packs.by_step(found["held"], found["names"])
+    pieces = packs.by_step(found["held"], found["names"], turned=False)
     for step in range(table.shape[0]):
         of = (pieces["step"] == step).nonzero().flatten().tolist()
         tiles = [t for p in of for t in pieces["tile"][pieces["start"][p] : pieces["end"][p]]]

@@ -135,6 +135,18 @@ def current_device() -> int:
     return torch.cuda.current_device() if torch.cuda.is_available() else -1
 
 
+def is_elsewhere(device: torch.device) -> bool:
+    """Whether a GPU is another than the one that is current."""
+    return (
+        device.type == "cuda" and _gpu_count() > 1 and device.index != torch.cuda.current_device()
+    )
+
+
+@functools.cache
+def _gpu_count() -> int:
+    return torch.cuda.device_count()
+
+
 def stream_object(number: int, device: torch.device) -> Any:
     """The stream that `current_stream` gave as a number."""
     if not number:
