@@ -196,10 +196,11 @@ class _Differentiable(torch.autograd.Function):
 
 def differentiable(call: BoundCall, initial: Tensor | None, values: Mapping[str, Value]) -> Tensor:
     """A verified call in plain eager mode, recorded for autograd."""
+    tensors: Collection[Any] = values.values()
     if call.prepared.scalars:
         spec, tensors = _apart(None, call, values)
     else:
-        spec, tensors = _Spec(None, {}, call.prepared.names, call), values.values()
+        spec = _Spec(None, {}, call.prepared.names, call)
     try:
         result: Tensor = apply_plainly(_Recorded, spec, values, initial, *tensors)
     except RuntimeError as error:
@@ -222,7 +223,7 @@ def _transformed(request: Request, initial: Tensor | None, values: Mapping[str, 
 
 def _apart(
     request: Request | None, call: BoundCall | None, values: Mapping[str, Value]
-) -> tuple[_Spec, Collection[Tensor]]:
+) -> tuple[_Spec, list[Tensor]]:
     """What autograd is to see, the tensors, and the rest."""
     names: list[str] = []
     tensors: list[Tensor] = []

@@ -251,9 +251,7 @@ class _NoGrad:
         _set_grad(True)
 
 
-_set_grad: Callable[[bool], object] = getattr(
-    torch._C, "_set_grad_enabled", torch.set_grad_enabled
-)
+_set_grad: Callable[[bool], object] = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enabled)
 _NOTHING, _NO_GRAD = nullcontext(), _NoGrad()
 
 
