@@ -81,6 +81,17 @@ def odd_tensor(value: Tensor) -> str:
     return ""
 
 
+def is_common(value: object) -> bool:
+    """Whether a value is a tensor of torch's own type as most are, which every kind of tensor
+    allows but for its dtype: asked first where every step of a network asks.
+    """
+    return (
+        type(value) is Tensor
+        and value.layout is torch.strided
+        and not (value.is_nested or value.is_quantized or value.is_meta)
+    )
+
+
 def is_dense(value: object) -> bool:
     return isinstance(value, Tensor) and not odd_tensor(value)
 

@@ -128,6 +128,10 @@ class Entry:
             _account(self, nbytes)
         return thing
 
+    def note(self, key: str, thing: object) -> None:
+        """Keep what was known when the tensor was made: it goes with it, and is not counted."""
+        self.things[key] = thing
+
     def drop(self, unwanted: Callable[[object], bool]) -> None:
         """Let go of what is kept under some keys."""
         with _lock:
@@ -338,14 +342,6 @@ def forget(tensor: Tensor | None = None) -> None:
             _drop(id(tensor.untyped_storage()))
 
 
-def version_of(tensor: Tensor) -> int | None:
-    """The counter that in-place writes advance; tensors made under inference mode have none."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return None
-
-
 def can_look(tensor: Tensor) -> bool:
     """Whether values can be looked at, at every call, without waiting for a device."""
     return tensor.is_cpu
@@ -411,7 +407,10 @@ def _saved(held: _Held, tensor: Tensor) -> _Owner | None:
 
 
 def _made(tensor: Tensor, declared: bool) -> Entry:
-    version = version_of(tensor)
+    try:
+        version: int | None = tensor._version
+    except RuntimeError:  # made under inference mode
+        version = None
     entry = Entry(declared)
     look = tensor.is_cpu and can_look(tensor)
     if version is None and not declared and not look:

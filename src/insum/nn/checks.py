@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from insum import call
-from insum.accepted import COUNTS, TENSOR, Accepted, F, explains, require
+from insum.accepted import COUNTS, TENSOR, Accepted, F, explains, is_common, require
 from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, DeviceError, DtypeError
 from insum.formats import SparseFormat
@@ -106,7 +106,8 @@ def integers(name: str, x: Tensor) -> None:
 
 def last_size(name: str, x: Tensor, size: int, what: str) -> None:
     """The last dimension has the size that the layer was made for."""
-    require(name, x, TENSOR)
+    if not is_common(x):
+        require(name, x, TENSOR)
     if x.dim() == 0 or x.shape[-1] != size:
         raise BindingError(
             f"{name} has shape {tuple(x.shape)}", expected=f"{size} in the last dimension: {what}"

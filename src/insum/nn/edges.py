@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import insum
-from insum.accepted import COUNT, DTYPE, FLAG, TENSOR, explains, require
+from insum.accepted import COUNT, DTYPE, FLAG, TENSOR, explains, is_common, require
 from insum.compat.calls import base_of, is_plain_call
 from insum.errors import BindingError, DtypeError, InsumError
 from insum.memory import entry_of, remembered
@@ -26,7 +26,8 @@ from insum.runtime.record import out_of_range
 
 
 def check_edges(edge_index: Tensor) -> None:
-    require("edge_index", edge_index, TENSOR)
+    if not is_common(edge_index):
+        require("edge_index", edge_index, TENSOR)
     if edge_index.dim() != 2 or edge_index.shape[0] != 2:
         raise BindingError(
             f"edge_index has shape {tuple(edge_index.shape)}",

@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from insum.accepted import ELEMENTS, SHAPE, SIZE, TENSOR, VALUES, Accepted, require, takes
+from insum.accepted import (
+    COMPUTABLE,
+    ELEMENTS,
+    SHAPE,
+    SIZE,
+    TENSOR,
+    VALUES,
+    Accepted,
+    is_common,
+    require,
+    takes,
+)
 from insum.compat.calls import empty, untracked
 from insum.errors import BindingError, FormatError, IndexRangeError, InsumError
 from insum.nn.checks import integers, kernels_look, one_device, sent
@@ -147,7 +158,7 @@ def _here(device: torch.device) -> hashing.Stencil:
     return hashing.Stencil(offsets, first, (1, 1, 1), (0, 0, 0), coarse=False)
 
 
-VOXEL_SET = Accepted("Voxels", lambda v: isinstance(v, Voxels)).optional
+VOXEL_SET = Accepted("Voxels, or None", lambda v: isinstance(v, Voxels))
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,9 +185,11 @@ class SparseTensor:
 
     def __post_init__(self) -> None:
         features, voxels = self.features, self.voxels
-        require("features", features, VALUES)
+        if not is_common(features) or features.dtype not in COMPUTABLE:
+            require("features", features, VALUES)
         if type(voxels) is not Voxels:
-            require("voxels", voxels, VOXEL_SET)
+            if voxels is not None:
+                require("voxels", voxels, VOXEL_SET)
             if type(self.coords) is not Tensor:
                 require("coords", self.coords, TENSOR)
             one_device(coords=self.coords, features=features)
@@ -253,7 +266,8 @@ def _checked_shape(shape: Sequence[int] | None) -> Triple | None:
 
 
 def _checked_coords(coords: Tensor) -> Tensor:
-    require("coords", coords, ELEMENTS)
+    if not is_common(coords):
+        require("coords", coords, ELEMENTS)
     integers("coords", coords)
     if coords.dim() != 2 or coords.shape[1] not in (3, 4):
         raise BindingError(

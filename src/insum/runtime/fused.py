@@ -235,9 +235,12 @@ class FusedCall:
         wraps = self.kind.programs.wraps
         known = dict(zip(self.kind.indices, entries))
         prologue = Prologue(values, sized.extents, sized.shape, wraps, wait=False, entries=known)
-        made = [prologue.soon(recipe) for recipe in found.recipes]
-        assert None not in made  # of maps everything is known at once
-        return made  # type: ignore[return-value]
+        made = []
+        for recipe in found.recipes:
+            one = prologue.soon(recipe)
+            assert one is not None  # of maps everything is known at once
+            made.append(one)
+        return made
 
     # --- what is kept ---
 
@@ -291,7 +294,8 @@ class FusedCall:
         kind, sized = self.kind, self.sized
         if kind.limits is None or len(entries) > 1 and not _are_maps(entries):
             return None
-        about, highest = [], {}
+        about: list[object] = []
+        highest = {}
         for name, entry in zip(kind.indices, entries):
             entry.sights += 1
             if entry.sights > MOST_MET:
@@ -302,13 +306,15 @@ class FusedCall:
             if facts is None:
                 return None
             highest[name] = facts.high
-            about.append((entry.get(packs.MAP).mirrored, values[name].shape[0]))  # type: ignore[union-attr]
+            about.append((entry.things[packs.MAP].mirrored, values[name].shape[0]))  # type: ignore[union-attr]
         for name, owner, dim in kind.limits:
             limit = sized.shape[dim] if owner is OUT else values[owner].shape[dim]  # type: ignore[union-attr]
             if highest[name] >= limit:
                 return None
-        exact = [sized.spans[k] for k in kind.exact]
-        return self.class_key(values, target), target is None, cache.state["epoch"], *about, *exact
+        for k in kind.exact:
+            about.append(sized.spans[k])
+        sizes = kind.classify[target is not None](values, sized.spans, sized.shape, target)
+        return sizes, target is None, cache.state["epoch"], *about
 
     def is_known(
         self, values: Mapping[str, Value], entries: list[memory.Entry], recorded: bool
@@ -387,7 +393,10 @@ class FusedCall:
         them, it is kept with the kind of call, for all sizes of its class.
         """
         kind = self.kind
-        declared = [e.serial for e in entries if e.declared]
+        declared = []
+        for entry in entries:
+            if entry.declared:
+                declared.append(entry.serial)
         if declared:  # code that was written for a pattern knows some extents
             declared += [self.sized.spans[k] for k in kind.exact]
         key = (self.class_key(values, target), target is None, cache.state["epoch"], *declared)
