@@ -30,6 +30,7 @@ from insum.accepted import ELEMENTS, TENSOR, takes
 from insum.compat.calls import (
     current_stream,
     in_backward,
+    is_capturing,
     is_plain_call,
     is_recorded,
     renew_in_children,
@@ -175,7 +176,7 @@ class Entry:
 
     def _await(self, key: object, thing: Any) -> None:
         device, made_on, waited = self._streams[key]
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             # What comes from before a capture cannot be waited for in it, and need not be: a
             # capture begins on an idle device. The graph will read this at every replay.
             self.in_graph = True

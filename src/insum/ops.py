@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, TypeAlias
 
 import torch
@@ -249,7 +250,7 @@ def _no_tangents(statement: str, name: str) -> AutogradError:
 
 def _run_derived(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ...]) -> Tensor:
     if is_plain_call(values.values()):
-        return run(kinds.find(values, sizes), values)
+        return run(kinds.known(values, sizes) or kinds.find(values, sizes), values)
     return contract(kinds.form.request(sizes), values)
 
 
@@ -277,7 +278,7 @@ def _backward(
     count, call = len(spec.names), spec.call
     values = {**spec.numbers, **dict(zip(spec.names, saved[:count]))}
     result, held = (*saved[count:], None, None)[:2]
-    wanted = [name for name, need in zip(spec.names, needs) if need]
+    wanted = list(compress(spec.names, needs))
     raise_found()
     token = settings.hold(ctx.settings)  # this may be a thread of autograd's
     try:
@@ -295,7 +296,7 @@ def _backward(
         if initial_needs and ctx.initial_dtype is not None
         else None
     )
-    return to_initial, [found.tensors.get(name) for name in spec.names]
+    return to_initial, list(map(found.tensors.get, spec.names))
 
 
 # --- arguments of the ops -------------------------------------------------------------------------

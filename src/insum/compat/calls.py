@@ -154,6 +154,12 @@ def stream_object(number: int, device: torch.device) -> Any:
     return torch.cuda.ExternalStream(number, device)  # type: ignore[no-untyped-call]
 
 
+#: Whether a CUDA graph is captured on the current stream; without the call of Python's in between.
+is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
+
+
 def cudagraph_state(device: torch.device) -> str:
     """``warmup`` or ``recording`` while torch.compile(mode="reduce-overhead") runs a function so on
     this device; '' otherwise, or where torch does not tell.
@@ -178,7 +184,9 @@ def is_recorded(device: torch.device) -> bool:
     """Whether what is launched now becomes part of a CUDA graph, or lies in the memory of one."""
     if device.type != "cuda":
         return False
-    return torch.cuda.is_current_stream_capturing() or bool(cudagraph_state(device))
+    if is_capturing():
+        return True
+    return "torch._inductor.cudagraph_trees" in sys.modules and bool(cudagraph_state(device))
 
 
 def elsewhere(device: torch.device, function: Callable[[], T]) -> T:
@@ -372,6 +380,8 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         return quick(shape, (1,), dtype)
     if len(shape) == 2:
         return quick(shape, (shape[1], 1), dtype)
+    if len(shape) == 3:
+        return quick(shape, (shape[1] * shape[2], shape[2], 1), dtype)
     return quick(shape, tuple([math.prod(shape[d + 1 :]) for d in range(len(shape))]), dtype)
 
 

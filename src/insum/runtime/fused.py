@@ -515,9 +515,9 @@ def _are_maps(entries: list[memory.Entry]) -> bool:
 
 
 def _settle(entry: memory.Entry) -> None:
-    """What was packed in a hurry is packed anew."""
+    """What was packed in a hurry is packed anew, unless a CUDA graph reads it where it is."""
     found: packs.KernelMap | None = entry.get(packs.MAP)
-    if found is None or found.comes_back:
+    if found is None or found.comes_back or entry.in_graph:
         return
     found.comes_back = True
     entry.drop(is_packed)

@@ -156,11 +156,12 @@ class Prologue:
         """What was made before, or is made now; None where that takes numbers on their way."""
         entry, key = self.place(recipe)
         found: Result | None = self.own.get(key) if entry is None else entry.get(key)
-        if found is None:
-            with untracked():
-                found = self.make(recipe)
-            if found is not None:
-                self.keep(entry, key, found)
+        if found is not None:
+            return found
+        with untracked():
+            found = self.make(recipe)
+        if found is not None:
+            self.keep(entry, key, found)
         return found
 
     def keep(self, entry: memory.Entry | None, key: tuple[object, ...], found: Result) -> None:
