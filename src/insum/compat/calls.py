@@ -137,14 +137,10 @@ def current_device() -> int:
 
 def is_elsewhere(device: torch.device) -> bool:
     """Whether a GPU is another than the one that is current."""
-    return (
-        device.type == "cuda" and _gpu_count() > 1 and device.index != torch.cuda.current_device()
-    )
+    return device.type == "cuda" and device.index != _device_now()
 
 
-@functools.cache
-def _gpu_count() -> int:
-    return torch.cuda.device_count()
+_device_now: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def stream_object(number: int, device: torch.device) -> Any:
