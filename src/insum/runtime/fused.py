@@ -198,7 +198,7 @@ class FusedCall:
             if own is not None and CONSTANT in own:
                 entries.append(own)  # its values may be part of the program
         found: Ready | Unseen | Refusal | None = None
-        recorded = kind.on_gpu and is_recorded(kind.device)
+        recorded = is_recorded(kind.device)
         if self.keeps and not recorded:
             found = (entries[0] if entries else _plain).get(self.key(target, entries))
         if found is None:
