@@ -30,15 +30,18 @@ KERNELS: dict[str, tuple[Handwritten, list[tuple[torch.dtype, ...]]]] = {
         for per, (_, kernel) in hashing._FINDS.items()
     },
     "bits": (packs._BITS, [(table, I32, words) for table in (I32, I64) for words in (I32, I64)]),
-    "steps": (packs._STEPS, [(words, I64, *[I32] * 5, I64) for words in (I32, I64)]),
+    "steps": (packs._STEPS, [(words, I64, *[I32] * 6, I64) for words in (I32, I64)]),
     "by step": (packs._BY_STEP, [(I64, *[I32] * 5)]),
     "invert": (packs._INVERT, [(I32, I32)]),
-    "count": (loops._COUNT, [(kind, I32, I64, *RECORD) for kind in (I32, I64)]),
+    "count": (
+        loops._COUNT,
+        [(kind, counts, *RECORD) for kind in (I32, I64) for counts in (I32, I64)],
+    ),
     "normalise": (
         loops._NORMALISE,
         [
-            (kind, I32, I64, kind, weight)
-            for kind in (I32, I64)
+            (kind, counts, kind, weight)
+            for kind, counts in ((I32, I32), (I64, I32), (I64, I64))
             for weight in (torch.float16, torch.bfloat16, torch.float32, torch.float64)
         ],
     ),
@@ -57,7 +60,11 @@ KERNELS: dict[str, tuple[Handwritten, list[tuple[torch.dtype, ...]]]] = {
     ),
     "spread": (
         loops._SPREAD,
-        [(kind, I64, kind, I64, w) for kind in (I32, I64) for w in (torch.float16, torch.float32)],
+        [
+            (kind, counts, kind, I64, w)
+            for kind, counts in ((I32, I32), (I64, I32), (I64, I64))
+            for w in (torch.float16, torch.float32)
+        ],
     ),
 }
 

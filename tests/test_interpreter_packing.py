@@ -172,6 +172,7 @@ def test_the_order_leaves_out_only_what_is_absent_in_a_whole_tile() -> None:
         "width": STEPS,
         "total": sum(lengths),
         "entries": sum(lengths),
+        "turned": 0,
     }
     assert order.summary.worth == (sum(lengths) <= prologue.WORTH * len(lengths) * STEPS)
 

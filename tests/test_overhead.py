@@ -18,7 +18,9 @@ from torch import Tensor
 
 import insum
 from insum import memory
+from insum.nn import GCNConv, SparseConv3d, SparseTensor
 from insum.runtime.bind import BoundLaunch
+from insum.runtime.handwritten import Handwritten
 from kernels import ONLY_FUSED
 
 pytestmark = pytest.mark.interpreter
@@ -29,6 +31,10 @@ WARM = 30
 FORWARD, BACKWARD = 20, 60
 
 
+#: What was launched.
+launched: list[str] = []
+
+
 @pytest.fixture(autouse=True)
 def stubbed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a GPU, without launching."""
@@ -36,7 +42,8 @@ def stubbed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("insum.call.kernels_look_on", lambda device: True)
     monkeypatch.setattr("insum.call._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
-    monkeypatch.setattr(BoundLaunch, "interpret", lambda self, *arguments: None)
+    monkeypatch.setattr(BoundLaunch, "interpret", lambda self, *_: launched.append("generated"))
+    launched.clear()
     memory.forget()
     with insum.settings(**ONLY_FUSED):
         yield
@@ -107,4 +114,118 @@ def test_a_call_on_new_tensors_of_a_new_size() -> None:
         called(drawn(900 + size))
     values = drawn(999)
     calls = python_calls(lambda: called(values))
-    assert calls.total() <= 75, calls
+    assert calls.total() <= 65, calls
+
+
+# --- steps of layers ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels written by hand are not run either: of what they make nothing is read."""
+    monkeypatch.setattr(Handwritten, "__call__", lambda self, *_: launched.append(self.name))
+
+
+def torch_ops(function: Callable[[], Any]) -> Counter[str]:
+    """The operations of torch that are called, but for those inside of others."""
+    with torch.autograd.profiler.profile() as profile:
+        function()
+    events = [e for e in profile.function_events if e.name.startswith("aten::")]
+    return Counter(e.name for e in events if not is_inside(e, events))
+
+
+def is_inside(event: Any, others: list[Any]) -> bool:
+    span = event.time_range
+    return any(
+        o is not event and o.time_range.start <= span.start and span.end <= o.time_range.end
+        for o in others
+    )
+
+
+def work_of(
+    step: Callable[..., Any], draw: Callable[[int], tuple[Any, ...]]
+) -> tuple[int, list[str], Counter[str]]:
+    """Of a step on data that are drawn for it: Python calls of our own, launches, torch ops."""
+    for number in range(WARM):
+        step(*draw(number))
+    own, given = str(Path(insum.__file__).parent), draw(WARM)
+    calls = python_calls(lambda: step(*given), own)
+    given = draw(WARM + 1)
+    launched.clear()
+    step(*given)
+    names, given = list(launched), draw(WARM + 2)
+    return calls.total(), names, torch_ops(lambda: step(*given))
+
+
+def training(net: torch.nn.Module, run: Callable[..., Tensor]) -> Callable[..., None]:
+    update = torch.optim.SGD(net.parameters(), 1e-6)
+
+    def step(*given: Any) -> None:
+        result = run(*given)
+        update.zero_grad()
+        result.sum().backward()  # type: ignore[no-untyped-call]
+        update.step()
+
+    return step
+
+
+def graph(number: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(100 + number, 16), torch.randint(0, 100, (2, 700 + number))
+
+
+#: What torch itself does in a step of such a layer: the linear map, the bias, the sum, and what
+#: autograd and the optimiser make of them.
+LINEAR = Counter({"aten::linear": 1, "aten::add": 1, "aten::sum": 2, "aten::ones_like": 1})
+LINEAR += Counter({"aten::expand": 1, "aten::detach": 2, "aten::t": 3, "aten::mm": 1})
+LINEAR += Counter({"aten::view": 1, "aten::add_": 2})
+
+
+def test_a_step_on_new_edges(unwritten: None) -> None:
+    layer = GCNConv(16, 16)
+    calls, names, ops = work_of(training(layer, layer), graph)
+    assert names == ["insum_count_edges", "insum_normalise_edges", *["generated"] * 2]
+    ours = ops - LINEAR
+    assert ours == {"aten::zeros": 1, "aten::unbind": 1, "aten::fill_": 2}, ours
+    assert calls <= 170, calls
+
+
+def test_a_step_on_the_same_edges() -> None:
+    layer, same = GCNConv(16, 16), graph(0)
+    calls, names, ops = work_of(training(layer, layer), lambda number: same)
+    assert len(names) <= 4, names
+    assert not ops - LINEAR, ops - LINEAR
+    assert calls <= 90, calls
+
+
+def cloud(number: int) -> tuple[Tensor, Tensor]:
+    places = torch.cartesian_prod(*[torch.arange(18)] * 3).int()
+    coords = torch.nn.functional.pad(places[: 5000 + number], (1, 0))
+    return coords, torch.randn(len(coords), 64)
+
+
+MAP = ["insum_insert", "insum_find", "insum_steps"]
+
+
+def test_a_map_and_a_convolution(unwritten: None) -> None:
+    layer = SparseConv3d(64, 64, 3, submanifold=True, bias=False)
+
+    def step(coords: Tensor, features: Tensor) -> Tensor:
+        with torch.no_grad():
+            return layer(SparseTensor(coords, features)).features  # type: ignore[no-any-return]
+
+    calls, names, ops = work_of(step, cloud)
+    assert names == [*MAP, "generated"]
+    assert ops == {"aten::full": 1, "aten::argsort": 1}, ops
+    assert calls <= 140, calls
+
+
+def test_a_step_of_two_convolutions(unwritten: None) -> None:
+    layers = torch.nn.Sequential(
+        *(SparseConv3d(64, 64, 3, submanifold=True, bias=False) for _ in range(2))
+    )
+    run = lambda coords, features: layers(SparseTensor(coords, features)).features
+    calls, names, ops = work_of(training(layers, run), cloud)
+    assert sorted(names) == sorted([*MAP, "insum_by_step", *["generated"] * 5])
+    ours = ops - LINEAR
+    assert ours == {"aten::full": 1, "aten::argsort": 1, "aten::fill_": 2}, ours
+    assert calls <= 395, calls

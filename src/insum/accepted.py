@@ -70,7 +70,7 @@ def odd_tensor(value: Tensor) -> str:
     """What a tensor is called that has no shape and strides, or no numbers as elements; '' for
     others.
     """
-    if isinstance(value, SHAPELESS):
+    if type(value) is not Tensor and isinstance(value, SHAPELESS):
         return "a parameter without a shape yet"
     if value.is_nested:
         return "a nested tensor"
@@ -79,6 +79,17 @@ def odd_tensor(value: Tensor) -> str:
     if value.layout != torch.strided:
         return f"a {str(value.layout).removeprefix('torch.')} tensor"
     return ""
+
+
+def is_common(value: object) -> bool:
+    """Whether a value is a tensor of torch's own type as most are, which every kind of tensor
+    allows but for its dtype: asked first where every step of a network asks.
+    """
+    return (
+        type(value) is Tensor
+        and value.layout is torch.strided
+        and not (value.is_nested or value.is_quantized or value.is_meta)
+    )
 
 
 def is_dense(value: object) -> bool:

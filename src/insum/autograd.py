@@ -55,8 +55,12 @@ class Derived:
         run: Run,
     ) -> Tensor:
         """Its value, of this shape, on those of the values that it reads."""
-        arguments = {name: values[name] for name in self.reads}
-        found = run(self.kinds, arguments, (*shape, *[extents[v] for v in self.variables]))
+        arguments, sizes = {}, [*shape]
+        for name in self.reads:
+            arguments[name] = values[name]
+        for var in self.variables:
+            sizes.append(extents[var])
+        found = run(self.kinds, arguments, tuple(sizes))
         return found.real if self.real else found
 
 
@@ -105,16 +109,12 @@ def gradients(
         assert isinstance(source, Tensor)
         rule = _rule(call, values, name, upstream.dtype)
         known = {**values, rule.upstream: upstream, rule.result: result}
-        parts = [one(known, source.shape, call.extents, run) for one in rule.statements]
-        found[name] = _sum(parts) if parts else torch.zeros_like(source)
+        total: Tensor | None = None
+        for one in rule.statements:
+            part = one(known, source.shape, call.extents, run)
+            total = part if total is None else total + part
+        found[name] = torch.zeros_like(source) if total is None else total
     return Gradients(to_initial, found)
-
-
-def _sum(parts: list[Tensor]) -> Tensor:
-    total = parts[0]
-    for part in parts[1:]:
-        total = total + part
-    return total
 
 
 def _rule(call: ForwardCall, values: Mapping[str, Any], name: str, upstream: torch.dtype) -> Rule:

@@ -157,6 +157,7 @@ class PreparedCall:
     on_host: bool
     kernels_look: bool
     negated: bool  # some tensor is to be read as its negative
+    scalars: bool  # some value is a Python number
     measure: Measure
     indices: tuple[str, ...]
     recent: list[tuple[Callable[..., bool], tuple[int, ...], BoundCall]] = field(
@@ -171,6 +172,15 @@ class PreparedCall:
     def on_path(self) -> bool:
         """Whether a path was asked for, rather than looked for."""
         return is_path(self.form.optimize)
+
+    @functools.cached_property
+    def is_extremum(self) -> bool:
+        return self.form.is_extremum
+
+    @functools.cached_property
+    def searches(self) -> bool:
+        """Whether a first call looks for the best config."""
+        return self.settings.effort != "none" and self.form.config is None
 
     @functools.cached_property
     def fused(self) -> FusedKind:
@@ -283,6 +293,7 @@ def _prepare(
         now.backend == "auto" and not fusable and problem.device.type == "cpu",
         fusable and kernels_look_on(problem.device) and now.check == "async",
         any(isinstance(v, Tensor) and v.is_neg() for v in given),
+        not all(isinstance(v, Tensor) for v in given),
         measure_of(problem, form.size_keys),
         index_names(problem),
     )
@@ -568,7 +579,8 @@ class BoundCall:
                 self.fall_back(values, 'settings.backend is "graph"')
                 return None
             fused = self._fused = self.prepared.fused.call(self.sized)
-            self.search(values, target)
+            if self.prepared.searches:
+                self.search(values, target)
         into = target
         if target is not None and (
             mode == "from" or _shares_memory(target, values, self.prepared.reads)
@@ -588,11 +600,10 @@ class BoundCall:
 
     def search(self, values: Mapping[str, Value], target: Tensor | None) -> None:
         """What ``settings.effort`` asks for at the first call."""
-        effort = self.prepared.settings.effort
-        if effort != "none" and self.prepared.form.config is None:
-            from insum import search  # which takes a while to import
+        from insum import search  # which takes a while to import
 
-            search.on_first_call(self.problem(values), values, target, effort)
+        effort = self.prepared.settings.effort
+        search.on_first_call(self.problem(values), values, target, effort)
 
     def fall_back(self, values: Mapping[str, Value], why: str) -> None:
         problem, now = self.problem(values), self.prepared.settings

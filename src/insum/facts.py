@@ -54,14 +54,12 @@ def declare(
     unique: bool,
     padded: bool = False,
     constant: bool = False,
-    lasting: bool = True,
 ) -> IndexFacts:
-    """Remember facts that the caller knows to be true, as formats do for their arrays. ``lasting``:
-    the tensor stays as it is and will come back, so that it is worth waiting for the best schedule;
-    maps of point clouds, which are new at every call, are not.
+    """Remember facts that the caller knows to be true, as formats do for their arrays: the tensor
+    stays as it is and will come back, so that it is worth waiting for the best schedule.
     """
     facts = IndexFacts(low, high, sorted, unique, padded, constant)
-    entry = memory.entry_of(tensor, declared=lasting)
+    entry = memory.entry_of(tensor, declared=True)
     entry.given = True
     return entry.keep("facts", facts)
 

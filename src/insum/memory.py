@@ -30,6 +30,7 @@ from insum.accepted import ELEMENTS, TENSOR, takes
 from insum.compat.calls import (
     current_stream,
     in_backward,
+    is_capturing,
     is_plain_call,
     is_recorded,
     renew_in_children,
@@ -109,8 +110,11 @@ class Entry:
         """Keep something made on the current stream. Nothing is kept that a captured CUDA graph
         will compute: until it is replayed there is nothing in it.
         """
-        tensors = _tensors(thing)
-        on = next((t.device for t in tensors if t.is_cuda), None)
+        on, nbytes = None, 0
+        for tensor in _tensors(thing):
+            nbytes += tensor.nbytes
+            if tensor.is_cuda:
+                on = tensor.device
         if on is not None:
             if is_recorded(on):
                 return thing
@@ -119,14 +123,15 @@ class Entry:
         if len(self.things) >= MOST_THINGS and before is None:
             self._drop_oldest()
         self.things[key] = thing
-        nbytes = 0
-        for tensor in tensors:
-            nbytes += tensor.nbytes
         if before is not None:
             nbytes -= sum([t.nbytes for t in _tensors(before)])
         if nbytes:
             _account(self, nbytes)
         return thing
+
+    def note(self, key: str, thing: object) -> None:
+        """Keep what was known when the tensor was made: it goes with it, and is not counted."""
+        self.things[key] = thing
 
     def drop(self, unwanted: Callable[[object], bool]) -> None:
         """Let go of what is kept under some keys."""
@@ -171,7 +176,7 @@ class Entry:
 
     def _await(self, key: object, thing: Any) -> None:
         device, made_on, waited = self._streams[key]
-        if torch.cuda.is_current_stream_capturing():
+        if is_capturing():
             # What comes from before a capture cannot be waited for in it, and need not be: a
             # capture begins on an idle device. The graph will read this at every replay.
             self.in_graph = True
@@ -259,13 +264,16 @@ def entry_of(tensor: Tensor, *, declared: bool = False) -> Entry:
     """The entry of a tensor as it is now, made if there is none; one that nobody will find again
     where a change of the tensor could not be seen.
     """
-    found = known(tensor)
-    if found is None:
-        with _lock:
-            found = _made(tensor, declared)
+    found = known(tensor) or made(tensor, declared)
     if declared:
         found.declared = True
     return found
+
+
+def made(tensor: Tensor, declared: bool = False) -> Entry:
+    """A new entry for a tensor that has none as it is now."""
+    with _lock:
+        return _made(tensor, declared)
 
 
 def remembered(tensor: Tensor, key: object, make: Callable[[], T], *others: Tensor) -> T:
@@ -335,14 +343,6 @@ def forget(tensor: Tensor | None = None) -> None:
             _drop(id(tensor.untyped_storage()))
 
 
-def version_of(tensor: Tensor) -> int | None:
-    """The counter that in-place writes advance; tensors made under inference mode have none."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return None
-
-
 def can_look(tensor: Tensor) -> bool:
     """Whether values can be looked at, at every call, without waiting for a device."""
     return tensor.is_cpu
@@ -408,7 +408,10 @@ def _saved(held: _Held, tensor: Tensor) -> _Owner | None:
 
 
 def _made(tensor: Tensor, declared: bool) -> Entry:
-    version = version_of(tensor)
+    try:
+        version: int | None = tensor._version
+    except RuntimeError:  # made under inference mode
+        version = None
     entry = Entry(declared)
     look = tensor.is_cpu and can_look(tensor)
     if version is None and not declared and not look:
@@ -453,7 +456,7 @@ def _account(entry: Entry, nbytes: int) -> None:
         if not entry.held:
             return
         _total["bytes"] += nbytes
-        budget = settings.memory
+        budget = settings.values.memory
         if _total["bytes"] <= budget:
             return
         for old in sorted(_entries(), key=lambda e: e.stamp):
@@ -497,8 +500,9 @@ def _tensors(thing: Any) -> list[Tensor]:
             open_ += one
         elif isinstance(one, dict):
             open_ += one.values()
-        elif names := _field_names(type(one)):  # type: ignore[arg-type]
-            open_ += [getattr(one, name) for name in names]
+        else:
+            for name in _field_names(type(one)):  # type: ignore[arg-type]
+                open_.append(getattr(one, name))
     return found
 
 
@@ -510,7 +514,7 @@ def _field_names(kind: type) -> tuple[str, ...]:
     return tuple(f.name for f in dataclasses.fields(kind) if f.type not in _NUMBERS)
 
 
-_NUMBERS = ("int", "bool", "str", "int | None")
+_NUMBERS = ("int", "bool", "str", "int | None", "Mapping[str, int]")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,8 +8,9 @@ which means the same.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, TypeAlias
 
 import torch
@@ -125,10 +126,7 @@ class _Spec:
         return self.request.form if self.call is None else self.call.prepared.form
 
     def run(self, initial: Tensor | None, tensors: Sequence[Tensor]) -> Tensor:
-        values = {**self.numbers, **dict(zip(self.names, tensors))}
-        if self.call is not None:
-            return self.call.run("new" if initial is None else "from", values, initial)
-        request = self.request
+        values, request = {**self.numbers, **dict(zip(self.names, tensors))}, self.request
         return (
             contract(request, values) if initial is None else accumulate(request, initial, values)
         )
@@ -140,14 +138,24 @@ class _Recorded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, spec: _Spec, initial: Tensor | None, *tensors: Tensor) -> Tensor:
-        result = spec.run(initial, tensors)
+    def forward(
+        ctx: Any,
+        spec: _Spec,
+        values: Mapping[str, Value],
+        initial: Tensor | None,
+        *tensors: Tensor,
+    ) -> Tensor:
+        """``values`` are the tensors by name, and numbers; the context holds none of them."""
+        assert spec.call is not None
+        result = spec.call.run("new" if initial is None else "from", values, initial)
         _save(ctx, spec, initial, tensors, result)
         return result
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return _to_all(ctx, upstream[0])
+        needs = ctx.needs_input_grad
+        to_initial, to_tensors = _backward(ctx, upstream[0], needs[2], needs[3:])
+        return None, None, to_initial, *to_tensors
 
 
 class _Differentiable(torch.autograd.Function):
@@ -164,7 +172,9 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return _to_all(ctx, upstream[0])
+        needs = ctx.needs_input_grad
+        to_initial, to_tensors = _backward(ctx, upstream[0], needs[1], needs[2:])
+        return None, to_initial, *to_tensors
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
@@ -187,9 +197,13 @@ class _Differentiable(torch.autograd.Function):
 
 def differentiable(call: BoundCall, initial: Tensor | None, values: Mapping[str, Value]) -> Tensor:
     """A verified call in plain eager mode, recorded for autograd."""
-    spec, tensors = _apart(None, call, values)
+    tensors: Collection[Any] = values.values()
+    if call.prepared.scalars:
+        spec, tensors = _apart(None, call, values)
+    else:
+        spec = _Spec(None, {}, call.prepared.names, call)
     try:
-        result: Tensor = apply_plainly(_Recorded, spec, initial, *tensors)
+        result: Tensor = apply_plainly(_Recorded, spec, values, initial, *tensors)
     except RuntimeError as error:
         made = [n for n, v in values.items() if isinstance(v, Tensor) and v.is_inference()]
         if not made or isinstance(error, InsumError):
@@ -236,7 +250,7 @@ def _no_tangents(statement: str, name: str) -> AutogradError:
 
 def _run_derived(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ...]) -> Tensor:
     if is_plain_call(values.values()):
-        return run(kinds.find(values, sizes), values)
+        return run(kinds.known(values, sizes) or kinds.find(values, sizes), values)
     return contract(kinds.form.request(sizes), values)
 
 
@@ -246,7 +260,7 @@ def _save(
     ctx.spec, ctx.settings = spec, settings.values
     ctx.initial_dtype = None if initial is None else initial.dtype
     more: list[Tensor] = []
-    if spec.form.is_extremum:
+    if spec.call.prepared.is_extremum if spec.call is not None else spec.form.is_extremum:
         # The initial value itself is not kept: the in-place form overwrites it.
         more = [result] if initial is None else [result, _held(initial.detach(), result.detach())]
     ctx.save_for_backward(*tensors, *more)
@@ -257,13 +271,6 @@ def _held(initial: Tensor, result: Tensor) -> Tensor:
     return (initial == result) | (initial != initial)
 
 
-def _to_all(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-    """Gradients of all that a differentiable function was given."""
-    needs = ctx.needs_input_grad
-    to_initial, to_tensors = _backward(ctx, upstream, needs[1], needs[2:])
-    return None, to_initial, *to_tensors
-
-
 def _backward(
     ctx: Any, upstream: Tensor, initial_needs: bool, needs: Sequence[bool]
 ) -> tuple[Tensor | None, list[Tensor | None]]:
@@ -271,22 +278,25 @@ def _backward(
     count, call = len(spec.names), spec.call
     values = {**spec.numbers, **dict(zip(spec.names, saved[:count]))}
     result, held = (*saved[count:], None, None)[:2]
-    wanted = [name for name, need in zip(spec.names, needs) if need]
+    wanted = list(compress(spec.names, needs))
     raise_found()
-    with settings.holding(ctx.settings):  # this may be a thread of autograd's
+    token = settings.hold(ctx.settings)  # this may be a thread of autograd's
+    try:
         rules: dict[object, Any] = {} if call is None else call.prepared.adjoints
         extents: Mapping[str, Size] = (
             spec.request.bind(values, upstream.detach()).extents if call is None else call.extents
         )
         known = ForwardCall(spec.form, rules, extents)
         found = gradients(known, values, upstream, wanted, result, held, _run_derived)
+    finally:
+        settings.let_go(token)
     raise_found()
     to_initial = (
         found.initial.to(ctx.initial_dtype)
         if initial_needs and ctx.initial_dtype is not None
         else None
     )
-    return to_initial, [found.tensors.get(name) for name in spec.names]
+    return to_initial, list(map(found.tensors.get, spec.names))
 
 
 # --- arguments of the ops -------------------------------------------------------------------------

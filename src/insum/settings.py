@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -126,19 +126,20 @@ class Settings:
     def __call__(self, **changes: Any) -> Iterator[Settings]:
         """Change settings for the length of a ``with`` block."""
         checked = {name: _checked(name, value) for name, value in changes.items()}
-        with self.holding(_one(replace(self.values, **checked))):
-            yield self
-
-    @contextmanager
-    def holding(self, values: Values) -> Iterator[None]:
-        """A block with the settings that held elsewhere: when a call was made whose backward pass
-        runs now, in a thread of autograd's.
-        """
-        token = self._block.set(values)
+        token = self.hold(_one(replace(self.values, **checked)))
         try:
-            yield
+            yield self
         finally:
-            self._block.reset(token)
+            self.let_go(token)
+
+    def hold(self, values: Values) -> Token[Values | None]:
+        """Begin a block with the settings that held elsewhere: when a call was made whose backward
+        pass runs now, in a thread of autograd's. `let_go` ends it.
+        """
+        return self._block.set(values)
+
+    def let_go(self, token: Token[Values | None]) -> None:
+        self._block.reset(token)
 
     def __dir__(self) -> list[str]:
         return [*_names(), "values"]

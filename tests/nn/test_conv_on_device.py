@@ -269,14 +269,15 @@ def test_tiles(geometry: Geometry, backwards: bool, on_device: None) -> None:
     last = table.shape[0] - 1
     walk = Walk(False, -1, last, (OfExtent("z"),)) if backwards else STEPS
     with no_reads():
-        found = made(table, Packed("Nb", (walk, ROWS))).arrays
+        packed = made(table, Packed("Nb", (walk, ROWS)))
+    found, turned = packed.arrays, packed.counts["turned"] > 0
     read = table.flip(0) if backwards else table
     rows = found["rows"]
     assert sorted(rows[rows >= 0].tolist()) == list(range(table.shape[1]))
     for tile, start, end in zip(rows, found["start"], found["end"]):
         want = (read[:, tile[tile >= 0].long()] >= 0).any(1).nonzero().flatten()
         assert torch.equal(found["steps"][start:end].sort().values, want.int())
-    pieces = packs.by_step(found["held"], found["names"])
+    pieces = packs.by_step(found["held"], found["names"], turned=turned)
     for step in range(table.shape[0]):
         of = (pieces["step"] == step).nonzero().flatten().tolist()
         tiles = [t for p in of for t in pieces["tile"][pieces["start"][p] : pieces["end"][p]]]

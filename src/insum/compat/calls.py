@@ -135,11 +135,25 @@ def current_device() -> int:
     return torch.cuda.current_device() if torch.cuda.is_available() else -1
 
 
+def is_elsewhere(device: torch.device) -> bool:
+    """Whether a GPU is another than the one that is current."""
+    return device.type == "cuda" and device.index != _device_now()
+
+
+_device_now: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+
+
 def stream_object(number: int, device: torch.device) -> Any:
     """The stream that `current_stream` gave as a number."""
     if not number:
         return torch.cuda.default_stream(device)
     return torch.cuda.ExternalStream(number, device)  # type: ignore[no-untyped-call]
+
+
+#: Whether a CUDA graph is captured on the current stream; without the call of Python's in between.
+is_capturing: Callable[[], bool] = getattr(
+    torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing
+)
 
 
 def cudagraph_state(device: torch.device) -> str:
@@ -166,7 +180,9 @@ def is_recorded(device: torch.device) -> bool:
     """Whether what is launched now becomes part of a CUDA graph, or lies in the memory of one."""
     if device.type != "cuda":
         return False
-    return torch.cuda.is_current_stream_capturing() or bool(cudagraph_state(device))
+    if is_capturing():
+        return True
+    return "torch._inductor.cudagraph_trees" in sys.modules and bool(cudagraph_state(device))
 
 
 def elsewhere(device: torch.device, function: Callable[[], T]) -> T:
@@ -207,7 +223,12 @@ def renew_in_children(lock: Any) -> None:
 
 def is_plain_call(values: Iterable[object]) -> bool:
     """Whether a call may skip the dispatcher: all is quiet, and no tensor is of a subclass."""
-    return is_quiet() and all(type(v) in PLAIN or not isinstance(v, Tensor) for v in values)
+    if torch.compiler.is_compiling() or not is_undisturbed():
+        return False
+    for value in values:  # noqa: SIM110  # on the path of every call
+        if type(value) not in PLAIN and isinstance(value, Tensor):
+            return False
+    return True
 
 
 def untracked() -> AbstractContextManager[object]:
@@ -219,10 +240,23 @@ def untracked() -> AbstractContextManager[object]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         return stack
-    return torch.no_grad() if torch.is_grad_enabled() else _NOTHING
+    return _NO_GRAD if torch.is_grad_enabled() else _NOTHING
 
 
-_NOTHING = nullcontext()
+class _NoGrad:
+    """`torch.no_grad`, entered where gradients are enabled, without what makes it a decorator."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _set_grad(False)
+
+    def __exit__(self, *error: object) -> None:
+        _set_grad(True)
+
+
+_set_grad: Callable[[bool], object] = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enabled)
+_NOTHING, _NO_GRAD = nullcontext(), _NoGrad()
 
 
 def apply_plainly(function: type[torch.autograd.Function], *arguments: Any) -> Any:
@@ -338,11 +372,26 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
     quick = _strided().get(device.type)
     if quick is None:
         return torch.empty(shape, dtype=dtype, device=device)
-    strides, step = [], 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= size
-    return quick(shape, tuple(reversed(strides)), dtype)
+    if len(shape) == 1:
+        return quick(shape, (1,), dtype)
+    if len(shape) == 2:
+        return quick(shape, (shape[1], 1), dtype)
+    if len(shape) == 3:
+        return quick(shape, (shape[1] * shape[2], shape[2], 1), dtype)
+    return quick(shape, tuple([math.prod(shape[d + 1 :]) for d in range(len(shape))]), dtype)
+
+
+def empties(
+    dtype: torch.dtype, device: torch.device, *shapes: tuple[int, ...]
+) -> tuple[Tensor, ...]:
+    """Several tensors without values, of one or two dimensions."""
+    quick = _strided().get(device.type)
+    if quick is None:
+        return tuple([torch.empty(shape, dtype=dtype, device=device) for shape in shapes])
+    found = []
+    for shape in shapes:
+        found.append(quick(shape, (1,) if len(shape) == 1 else (shape[1], 1), dtype))
+    return tuple(found)
 
 
 def maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from insum import call
-from insum.accepted import COUNTS, TENSOR, Accepted, F, explains, require
+from insum.accepted import COUNTS, TENSOR, Accepted, F, explains, is_common, require
 from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, DeviceError, DtypeError
 from insum.formats import SparseFormat
@@ -80,20 +80,23 @@ def one_device(**tensors: Tensor | SparseFormat | None) -> None:
       expected: all tensors on one device
       try: mask.to('cpu')
     """
-    places = [(name, t.device) for name, t in tensors.items() if t is not None]
-    for name, device in places[1:]:
-        if device != places[0][1]:
-            fact = f"{places[0][0]} is on {places[0][1]} but {name} is on {device}"
+    first, place = "", None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if place is None:
+            first, place = name, tensor.device
+        elif tensor.device != place:
             raise DeviceError(
-                fact,
+                f"{first} is on {place} but {name} is on {tensor.device}",
                 expected="all tensors on one device",
-                remedy=f"{name}.to({str(places[0][1])!r})",
+                remedy=f"{name}.to({str(place)!r})",
             )
 
 
 def integers(name: str, x: Tensor) -> None:
     """A tensor of coordinates or node numbers holds integers."""
-    if x.is_floating_point() or x.is_complex() or str(x.dtype) == "torch.bool":
+    if x.dtype not in INTEGERS:
         raise DtypeError(
             f"{name} holds {str(x.dtype).removeprefix('torch.')}",
             expected="integers",
@@ -103,7 +106,8 @@ def integers(name: str, x: Tensor) -> None:
 
 def last_size(name: str, x: Tensor, size: int, what: str) -> None:
     """The last dimension has the size that the layer was made for."""
-    require(name, x, TENSOR)
+    if not is_common(x):
+        require(name, x, TENSOR)
     if x.dim() == 0 or x.shape[-1] != size:
         raise BindingError(
             f"{name} has shape {tuple(x.shape)}", expected=f"{size} in the last dimension: {what}"

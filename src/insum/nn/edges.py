@@ -10,13 +10,14 @@ On a GPU nobody looks at the edges before they are used: kernels do, and report 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 import insum
-from insum.accepted import COUNT, DTYPE, FLAG, TENSOR, explains, require
-from insum.compat.calls import is_plain_call
+from insum.accepted import COUNT, DTYPE, FLAG, TENSOR, explains, is_common, require
+from insum.compat.calls import base_of, is_plain_call
 from insum.errors import BindingError, DtypeError, InsumError
 from insum.memory import entry_of, remembered
 from insum.nn.checks import integers, kernels_look, one_device
@@ -25,7 +26,8 @@ from insum.runtime.record import out_of_range
 
 
 def check_edges(edge_index: Tensor) -> None:
-    require("edge_index", edge_index, TENSOR)
+    if not is_common(edge_index):
+        require("edge_index", edge_index, TENSOR)
     if edge_index.dim() != 2 or edge_index.shape[0] != 2:
         raise BindingError(
             f"edge_index has shape {tuple(edge_index.shape)}",
@@ -88,7 +90,7 @@ def edge_weights(weight: Tensor, edges: int) -> Tensor:
             f"edge_weight has shape {tuple(weight.shape)}, but there are {edges} edges",
             expected=f"({edges},)",
         )
-    return weight.reshape(edges)
+    return weight if weight.dim() == 1 else weight.reshape(edges)
 
 
 def degrees(edge_index: Tensor, dst: Tensor, targets: int) -> Tensor:
@@ -158,49 +160,80 @@ def gcn_norm(
     >>> weights
     tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
+    fill = (2 if improved else 1) if add_self_loops else None
+    return _normalised(edge_index, edge_weight, num_nodes, fill, dtype)[:2]
+
+
+def gcn_ends(
+    edge_index: Tensor, weight: Tensor | None, nodes: int, fill: int | None, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with sources and targets apart; ``fill`` is what loops weigh, None: there are none
+    to be added.
+    """
+    edges, weights, ends = _normalised(edge_index, weight, nodes, fill, dtype)
+    source, target = ends or endpoints(edges, nodes, nodes)
+    return source, target, weights
+
+
+#: Edges, their weights, and, where they are at hand, sources and targets.
+_Normalised: TypeAlias = tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]
+
+
+def _normalised(
+    edge_index: Tensor,
+    weight: Tensor | None,
+    nodes: int,
+    fill: int | None,
+    dtype: torch.dtype | None,
+) -> _Normalised:
     check_edges(edge_index)
     dtype = dtype or torch.get_default_dtype()
-    fill = (2 if improved else 1) if add_self_loops else None
-    if edge_weight is not None:
-        edge_weight = edge_weights(edge_weight, edge_index.shape[1])
-    if kernels_look(edge_index) and (edge_weight is None or is_plain_call((edge_weight,))):
-        return _normalised_on_device(edge_index, edge_weight, num_nodes, fill, dtype)
-    edges = with_self_loops(edge_index, num_nodes) if add_self_loops else edge_index
-    if edge_weight is not None:
-        return edges, _normalised(edge_index, edge_weight, num_nodes, fill)
+    if weight is not None:
+        weight = edge_weights(weight, edge_index.shape[1])
+    if kernels_look(edge_index) and (weight is None or is_plain_call((weight,))):
+        return _normalised_on_device(edge_index, weight, nodes, fill, dtype)
+    edges = edge_index if fill is None else with_self_loops(edge_index, nodes)
+    if weight is not None:
+        return edges, _weighed(edge_index, weight, nodes, fill), None
     ones = torch.ones(edge_index.shape[1], dtype=dtype, device=edge_index.device)
-    return edges, remembered(
-        edge_index,
-        ("gcn", num_nodes, fill, dtype),
-        lambda: _normalised(edge_index, ones, num_nodes, fill),
-    )
+    make = lambda: _weighed(edge_index, ones, nodes, fill)
+    return edges, remembered(edge_index, ("gcn", nodes, fill, dtype), make), None
 
 
 def _normalised_on_device(
     edge_index: Tensor, weight: Tensor | None, nodes: int, fill: int | None, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+) -> _Normalised:
     """The same by kernels of our own; a gradient reaches weights through statements."""
     edges, kind = plain(edge_index), _looped_dtype(edge_index, nodes)
 
-    def counted() -> loops.Counted:
+    def counted() -> Tensor:
         return loops.counted(edges, nodes, _explained(nodes), apart=fill is not None)
+
+    def looped() -> tuple[Tensor, Tensor, Tensor]:
+        ends, weights = loops.normalised(edges, counted(), fill, dtype, kind)
+        source, target = ends.unbind(0)
+        for end in (source, target):  # what is no node was reported, and leads to the first one
+            entry_of(end).note_range((0, nodes))
+        return weights, source, target
 
     if weight is None and fill is None:
         # what is remembered must not hold the edges themselves
         make = lambda: loops.normalised(edges, counted(), None, dtype, kind)[1]
-        return edge_index, remembered(edge_index, ("gcn", nodes, None, dtype), make)
+        return edge_index, remembered(edge_index, ("gcn", nodes, None, dtype), make), None
     if weight is None:
-        make_both = lambda: loops.normalised(edges, counted(), fill, dtype, kind)
-        return remembered(edge_index, ("gcn", nodes, fill, dtype), make_both)
+        weights, *both = remembered(edge_index, ("gcn", nodes, fill, dtype), looped)
+        return base_of(both[0]), weights, tuple(both)  # type: ignore[return-value]
     if fill is None:
-        return edge_index, _by_degree(*endpoints(edge_index, nodes, nodes), weight, nodes)
+        src, dst = endpoints(edge_index, nodes, nodes)
+        return edge_index, _by_degree(src, dst, weight, nodes), (src, dst)
     ends, at, rest = remembered(
         edge_index,
         ("spread", nodes, fill, weight.dtype),
         lambda: loops.spread(edges, counted(), fill, weight.dtype, kind),
     )
     every = insum.insum("S[e] = rest[e] + w[at[e]]", padded=("at",), rest=rest, w=weight, at=at)
-    return ends, _by_degree(*endpoints(ends, nodes, nodes), every, nodes)
+    src, dst = endpoints(ends, nodes, nodes)
+    return ends, _by_degree(src, dst, every, nodes), (src, dst)
 
 
 def _explained(nodes: int) -> Callable[[int, int, int], InsumError]:
@@ -212,7 +245,7 @@ def _explained(nodes: int) -> Callable[[int, int, int], InsumError]:
     return explain
 
 
-def _normalised(edge_index: Tensor, weight: Tensor, nodes: int, fill: float | None) -> Tensor:
+def _weighed(edge_index: Tensor, weight: Tensor, nodes: int, fill: float | None) -> Tensor:
     src, dst = endpoints(edge_index, nodes, nodes)
     if fill is not None:
         weight = _looped(src, dst, weight, nodes, fill)

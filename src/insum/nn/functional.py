@@ -121,7 +121,7 @@ def propagate(
         )
     if x.dim() == 0:
         raise BindingError("x has no dimensions", expected="one row for each source node")
-    rows = x.reshape(x.shape[0], math.prod(x.shape[1:]))
+    rows = x if x.dim() == 2 else x.reshape(x.shape[0], math.prod(x.shape[1:]))
     if isinstance(edge_index, SparseFormat):
         out = _over_matrix(edge_index, rows, edge_weight, _REDUCTIONS[aggr])
     else:
@@ -132,7 +132,7 @@ def propagate(
             _REDUCTIONS[aggr],
             x.shape[0] if num_nodes is None else num_nodes,
         )
-    return out.reshape(out.shape[0], *x.shape[1:])
+    return out if x.dim() == 2 else out.reshape(out.shape[0], *x.shape[1:])
 
 
 @takes(edge_index=ELEMENTS, edge_weight=VALUES.optional, num_nodes=COUNT | PAIR)
@@ -172,6 +172,8 @@ def _over_edges(
 ) -> Tensor:
     one_device(edge_index=edge_index, x=x, edge_weight=weight)
     src, dst = endpoints(edge_index, x.shape[0], nodes)
+    if weight is not None and reduction == "sum":
+        return over_ends(src, dst, edge_weights(weight, src.shape[0]), x, nodes)
     tensors: dict[str, Any] = {"dst": dst, "src": src, "X": x}
     message = "X[src[e],f]"
     if weight is not None:
@@ -187,6 +189,21 @@ def _over_edges(
         top = insum.insum(f"Out[dst[e],f] max= {message}", out_shape=(nodes, x.shape[1]), **tensors)
         return torch.where(degrees(edge_index, dst, nodes)[:, None] > 0, top, 0)
     return insum.insum(f"Out[dst[e],f] = {message}", out_shape=(nodes, x.shape[1]), **tensors)
+
+
+def over_ends(src: Tensor, dst: Tensor, weight: Tensor, x: Tensor, nodes: int) -> Tensor:
+    """The weighted sum of what reaches each of so many nodes, along edges between these ends."""
+    if x.dim() != 2:  # views are recorded for autograd, each for a pass through the host
+        rows = x.reshape(x.shape[0], math.prod(x.shape[1:]))
+        return over_ends(src, dst, weight, rows, nodes).reshape(nodes, *x.shape[1:])
+    return insum.insum(
+        "Out[dst[e],f] = W[e] * X[src[e],f]",
+        out_shape=(nodes, x.shape[1]),
+        dst=dst,
+        src=src,
+        X=x,
+        W=weight,
+    )
 
 
 def _over_matrix(A: SparseFormat, x: Tensor, weight: Tensor | None, reduction: str) -> Tensor:

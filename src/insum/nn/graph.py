@@ -20,8 +20,8 @@ from insum.nn.checks import (
     layer_takes,
     one_device,
 )
-from insum.nn.edges import check_edges, check_range, endpoints, gcn_norm, plain
-from insum.nn.functional import _REDUCTIONS, _tensor, propagate
+from insum.nn.edges import check_edges, check_range, endpoints, gcn_ends, plain
+from insum.nn.functional import _REDUCTIONS, _tensor, over_ends, propagate
 from insum.plan.sizes import power_of_two
 from insum.runtime import grouping
 from insum.runtime.record import out_of_range
@@ -141,15 +141,11 @@ class GCNConv(nn.Module):
         last_size("x", x, self.in_channels, "in_channels")
         if self.normalize and isinstance(edge_index, Tensor):
             one_device(edge_index=edge_index, x=x, edge_weight=edge_weight)
-            edge_index, edge_weight = gcn_norm(
-                edge_index,
-                edge_weight,
-                x.shape[0],
-                improved=self.improved,
-                add_self_loops=self.add_self_loops,
-                dtype=x.dtype,
-            )
-        out = propagate(edge_index, self.lin(x), edge_weight)
+            fill = (2 if self.improved else 1) if self.add_self_loops else None
+            ends = gcn_ends(edge_index, edge_weight, x.shape[0], fill, x.dtype)
+            out = over_ends(*ends, self.lin(x), x.shape[0])
+        else:
+            out = propagate(edge_index, self.lin(x), edge_weight)
         return out if self.bias is None else out + self.bias
 
     def extra_repr(self) -> str:

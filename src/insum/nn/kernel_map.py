@@ -204,12 +204,13 @@ def _table_on_device(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> Nei
     stencil = geometry.stencil(outputs.coords.device)
     with untracked():
         table, words = hashing.find(inputs.table, outputs.coords, stencil)
-    high = inputs.count - 1
-    facts.declare(table, low=0, high=high, sorted=False, unique=False, padded=True, lasting=False)
+    shape = (*table.shape, inputs.coords.shape[0])
+    entry = memory.made(table)
+    entry.given = True
+    entry.note("facts", facts.IndexFacts(0, shape[2] - 1, False, False, padded=True))
     # An offset leads back where the opposite one leads to, if it ends where it starts.
     note = packs.KernelMap(stencil.names, words, mirrored=geometry.submanifold)
-    memory.entry_of(table).keep(packs.MAP, note)
-    shape = (geometry.volume, outputs.count, inputs.count)
+    entry.note(packs.MAP, note)
     return NeighborTable._make(table=table, shape=shape, dim=2, values=None)
 
 

@@ -12,7 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from insum.accepted import ELEMENTS, SHAPE, SIZE, TENSOR, VALUES, Accepted, require, takes
+from insum.accepted import (
+    COMPUTABLE,
+    ELEMENTS,
+    SHAPE,
+    SIZE,
+    TENSOR,
+    VALUES,
+    Accepted,
+    is_common,
+    require,
+    takes,
+)
 from insum.compat.calls import empty, untracked
 from insum.errors import BindingError, FormatError, IndexRangeError, InsumError
 from insum.nn.checks import integers, kernels_look, one_device, sent
@@ -147,7 +158,7 @@ def _here(device: torch.device) -> hashing.Stencil:
     return hashing.Stencil(offsets, first, (1, 1, 1), (0, 0, 0), coarse=False)
 
 
-VOXEL_SET = Accepted("Voxels", lambda v: isinstance(v, Voxels))
+VOXEL_SET = Accepted("Voxels, or None", lambda v: isinstance(v, Voxels))
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,20 +184,25 @@ class SparseTensor:
     voxels: Voxels = field(default=None, repr=False)  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        require("coords", self.coords, TENSOR)
-        require("features", self.features, VALUES)
-        require("voxels", self.voxels, VOXEL_SET.optional)
-        if self.voxels is None:
-            one_device(coords=self.coords, features=self.features)
-            object.__setattr__(self, "voxels", Voxels.of(self.coords, self.spatial_shape))
-        if self.features.dim() != 2 or self.features.shape[0] != self.voxels.count:
-            count = self.voxels.count
+        features, voxels = self.features, self.voxels
+        if not is_common(features) or features.dtype not in COMPUTABLE:
+            require("features", features, VALUES)
+        if type(voxels) is not Voxels:
+            if voxels is not None:
+                require("voxels", voxels, VOXEL_SET)
+            if type(self.coords) is not Tensor:
+                require("coords", self.coords, TENSOR)
+            one_device(coords=self.coords, features=features)
+            voxels = voxels or Voxels.of(self.coords, self.spatial_shape)
+            object.__setattr__(self, "voxels", voxels)
+        count = voxels.coords.shape[0]
+        if features.dim() != 2 or features.shape[0] != count:
             raise BindingError(
-                f"features have shape {tuple(self.features.shape)}, but there are {count} voxels",
+                f"features have shape {tuple(features.shape)}, but there are {count} voxels",
                 expected=f"({count}, channels)",
             )
-        object.__setattr__(self, "coords", self.voxels.coords)
-        object.__setattr__(self, "spatial_shape", self.voxels.spatial_shape)
+        object.__setattr__(self, "coords", voxels.coords)
+        object.__setattr__(self, "spatial_shape", voxels.spatial_shape)
 
     @classmethod
     @takes(grid=ELEMENTS)
@@ -250,14 +266,18 @@ def _checked_shape(shape: Sequence[int] | None) -> Triple | None:
 
 
 def _checked_coords(coords: Tensor) -> Tensor:
-    require("coords", coords, ELEMENTS)
+    if not is_common(coords):
+        require("coords", coords, ELEMENTS)
     integers("coords", coords)
     if coords.dim() != 2 or coords.shape[1] not in (3, 4):
         raise BindingError(
             f"coords have shape {tuple(coords.shape)}",
             expected="(voxels, 4) for batch, x, y, z, or (voxels, 3) for x, y, z",
         )
-    return coords.to(torch.int32 if coords.dtype in _NARROW else torch.int64).contiguous()
+    kind = torch.int32 if coords.dtype in _NARROW else torch.int64
+    if coords.dtype is kind and coords.is_contiguous():
+        return coords
+    return coords.to(kind).contiguous()
 
 
 def _copied(coords: Tensor) -> Tensor:

@@ -7,7 +7,8 @@ resolved for each call.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 
@@ -54,15 +55,35 @@ SizeExpr: TypeAlias = tuple[OfExtent | OfShape | OfCount | Share | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Segments:
+class Outline:
+    """What decides where the result of a recipe is kept: every index tensor that it looks at, the
+    one with which it is kept first; what it does, whatever they are called; and the sizes that it
+    names, an extent as its variable.
+    """
+
+    names: tuple[str, ...]
+    does: tuple[object, ...]
+    sizes: tuple[str | SizeExpr | OfLength, ...]
+
+
+class _Outlined:
+    """Found once for each recipe: every call on new tensors asks for it."""
+
+    @functools.cached_property
+    def outline(self) -> Outline:
+        return Outline(sources(self), canonical(self), _named(_sizes(self)))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Segments(_Outlined):
     """``start`` and ``end`` of the runs of each value in a sorted index tensor."""
 
     index: str
     rows: OfShape
 
 
-@dataclass(frozen=True, slots=True)
-class Slots:
+@dataclass(frozen=True)
+class Slots(_Outlined):
     """The same over slots, where every entry of a sorted index holds several, those at the end of
     a row that are padding in ``padded`` left out.
     """
@@ -72,24 +93,24 @@ class Slots:
     padded: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Sorted:
+@dataclass(frozen=True)
+class Sorted(_Outlined):
     """The stable ``order`` in which an index tensor is sorted, and the segments in that order."""
 
     index: str
     rows: OfShape
 
 
-@dataclass(frozen=True, slots=True)
-class Position:
+@dataclass(frozen=True)
+class Position(_Outlined):
     """Where the sorted entries stand along one dimension of their index tensor."""
 
     base: Sorted
     dim: int
 
 
-@dataclass(frozen=True, slots=True)
-class Composed:
+@dataclass(frozen=True)
+class Composed(_Outlined):
     """An index tensor over (some of) the dimensions of a sorted one, in its order."""
 
     base: Sorted
@@ -97,8 +118,8 @@ class Composed:
     dims: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Inverse:
+@dataclass(frozen=True)
+class Inverse(_Outlined):
     """``inverse[.., y, ..] = x`` where ``index[.., x, ..] = y``; -1 where there is none."""
 
     index: str
@@ -116,31 +137,37 @@ class Walk:
     extent: SizeExpr
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+@dataclass(frozen=True)
+class Packed(_Outlined):
     """Tiles of similar ``rows`` of a padded table, and the ``steps`` that each tile has to take."""
 
     table: str | Inverse
     walks: tuple[Walk, ...]
 
+    @functools.cached_property
+    def forwards(self) -> Packed:
+        """The same with the steps walked forwards, from the first."""
+        turned = [w if w.is_row else replace(w, coefficient=1, offset=0) for w in self.walks]
+        return Packed(self.table, tuple(turned))
 
-@dataclass(frozen=True, slots=True)
-class PackedByStep:
+
+@dataclass(frozen=True)
+class PackedByStep(_Outlined):
     """The same read the other way: pieces of the tiles that each step occurs in."""
 
     base: Packed
 
 
-@dataclass(frozen=True, slots=True)
-class Tasks:
+@dataclass(frozen=True)
+class Tasks(_Outlined):
     """Rows of segments cut into pieces of at most ``limit`` entries, long pieces first."""
 
     base: Segments | Slots | Sorted
     limit: int
 
 
-@dataclass(frozen=True, slots=True)
-class Pieces:
+@dataclass(frozen=True)
+class Pieces(_Outlined):
     """The entries of an index tensor that nothing is known of, sorted and cut into runs of equal
     values of at most ``limit`` entries. Its counts stay on the device.
     """
@@ -149,8 +176,8 @@ class Pieces:
     limit: int
 
 
-@dataclass(frozen=True, slots=True)
-class SharedTiles:
+@dataclass(frozen=True)
+class SharedTiles(_Outlined):
     """Entries of an index tensor in tiles of ``lanes``, each of one ``value``: of every entry its
     ``place`` along each dimension, -1 where there is none. ``values``: how many there may be. How
     many tiles there are at most follows from sizes.
@@ -242,3 +269,33 @@ def canonical(recipe: Recipe) -> tuple[object, ...]:
             return "pieces", canonical(base), limit
         case SharedTiles(_, _, lanes, pads):
             return "shared tiles", lanes, pads
+
+
+def is_packed(key: object) -> bool:
+    """Whether what is kept under a key are tiles of similar rows, or was made of them."""
+    does = key[0] if isinstance(key, tuple) else None
+    return isinstance(does, tuple) and does[0] in ("packed", "packed by step")
+
+
+def _sizes(recipe: Recipe) -> tuple[SizeExpr | OfLength, ...]:
+    match recipe:
+        case Segments(_, rows) | Sorted(_, rows) | Inverse(_, _, rows):
+            return ((rows,),)
+        case Slots(base, width):
+            return *_sizes(base), width
+        case Packed(table, walks):
+            inner = () if isinstance(table, str) else _sizes(table)
+            return (*inner, *[w.extent for w in walks])
+        case SharedTiles(_, values):
+            return (values if isinstance(values, OfLength) else (values,),)
+        case _:
+            return _sizes(recipe.base)
+
+
+def _named(sizes: tuple[SizeExpr | OfLength, ...]) -> tuple[str | SizeExpr | OfLength, ...]:
+    return tuple(
+        size[0].var
+        if isinstance(size, tuple) and len(size) == 1 and isinstance(size[0], OfExtent)
+        else size
+        for size in sizes
+    )

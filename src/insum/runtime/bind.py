@@ -465,7 +465,10 @@ class Unseen:
             with torch.cuda.device(self.index):
                 return self.run(values, spans, shape, target, made, look=look)
         if made:
-            values = {**values, **{n: made[k].arrays[part] for n, k, part in self.arrays}}
+            every = dict(values)
+            for name, k, part in self.arrays:
+                every[name] = made[k].arrays[part]
+            values = every
         numbers = self.numbers(values, spans, shape, target, made)
         if target is None:
             out = calls.empty(shape, self.buffer or self.dtype, self.device)

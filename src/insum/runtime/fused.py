@@ -15,7 +15,7 @@ import operator
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +40,7 @@ from insum.plan.recipes import (
     Recipe,
     SharedTiles,
     Sorted,
+    is_packed,
 )
 from insum.plan.sizes import SizeClass
 from insum.plan.strategies.unrolling import PROMOTE_POINTS, UNROLL_POINTS
@@ -53,7 +54,6 @@ from insum.runtime.programs import Programs, Shelf, wishes_of
 from insum.runtime.prologue import Made, Prologue
 from insum.runtime.record import record_of
 
-T = TypeVar("T")
 _serial = operator.attrgetter("serial")
 #: A short pattern that comes back for this many calls is compiled into the code.
 PROMOTE_AT = 3
@@ -173,11 +173,12 @@ def _coefficients(problem: Problem, runs: frozenset[str]) -> tuple[str, ...]:
 class FusedCall:
     """A call of certain sizes and strides, as generated kernels."""
 
-    __slots__ = ("kind", "serial", "sized")
+    __slots__ = ("keeps", "kind", "serial", "sized")
 
     def __init__(self, kind: FusedKind, sized: Sized) -> None:
         self.kind, self.sized = kind, sized
         self.serial = next(_serials)
+        self.keeps = False  # whether something is kept under this serial
 
     def __call__(self, values: Mapping[str, Value], target: Tensor | None) -> Tensor | Refusal:
         """The result (in ``target``, where one is given), or why there is no kernel."""
@@ -188,7 +189,7 @@ class FusedCall:
         entries, promised = [], False
         for name in kind.indices:
             index: Any = values[name]
-            entry = memory.known(index) or memory.entry_of(index)
+            entry = memory.known(index) or memory.made(index)
             promised = promised or entry.declared  # which the index tensors of a pattern are
             entries.append(entry)
         for name in kind.coefficients if promised else ():
@@ -196,9 +197,12 @@ class FusedCall:
             own = memory.known(value) if value.numel() <= 2 * UNROLL_POINTS else None
             if own is not None and CONSTANT in own:
                 entries.append(own)  # its values may be part of the program
-        found: Ready | Unseen | Refusal | None = self.kept(target, entries)
+        found: Ready | Unseen | Refusal | None = None
+        recorded = is_recorded(kind.device)
+        if self.keeps and not recorded:
+            found = (entries[0] if entries else _plain).get(self.key(target, entries))
         if found is None:
-            found = self.find(values, target, entries)
+            found = self.find(values, target, entries, recorded)
         if isinstance(found, Refusal):
             return found
         if isinstance(found, Unseen):
@@ -219,18 +223,24 @@ class FusedCall:
     ) -> Tensor:
         sized, look, made = self.sized, False, []
         if found.recipes:
-            made = self.made_of(found, values)
+            made = self.made_of(found, values, entries)
         if found.check is not None:
             values, look = self.with_record(found, values, target, entries)
         return found.run(values, sized.spans, sized.shape, target, made, look=look)
 
-    def made_of(self, found: Unseen, values: Mapping[str, Value]) -> list[Made]:
+    def made_of(
+        self, found: Unseen, values: Mapping[str, Value], entries: list[memory.Entry]
+    ) -> list[Made]:
         sized = self.sized
         wraps = self.kind.programs.wraps
-        prologue = Prologue(values, sized.extents, sized.shape, wraps, wait=False)
-        made = [prologue.soon(recipe) for recipe in found.recipes]
-        assert all(one is not None for one in made)  # of maps everything is known at once
-        return made  # type: ignore[return-value]
+        known = dict(zip(self.kind.indices, entries))
+        prologue = Prologue(values, sized.extents, sized.shape, wraps, wait=False, entries=known)
+        made = []
+        for recipe in found.recipes:
+            one = prologue.soon(recipe)
+            assert one is not None  # of maps everything is known at once
+            made.append(one)
+        return made
 
     # --- what is kept ---
 
@@ -243,39 +253,37 @@ class FusedCall:
         others = tuple(map(_serial, entries))
         return self.serial, stream, cache.state["epoch"], out, others
 
-    def kept(self, target: Tensor | None, entries: list[memory.Entry]) -> Ready | Refusal | None:
-        """What an earlier call on the same index tensors was found to run."""
-        store = entries[0] if entries else _plain
-        if not store.things or self.kind.on_gpu and is_recorded(self.kind.device):
-            return None
-        found: Ready | Refusal | None = store.get(self.key(target, entries))
-        return found
-
-    def keep(self, key: tuple[object, ...], thing: T, entries: list[memory.Entry]) -> T:
-        return (entries[0] if entries else _plain).keep(key, thing)
-
     # --- which program ---
 
     def find(
-        self, values: Mapping[str, Value], target: Tensor | None, entries: list[memory.Entry]
+        self,
+        values: Mapping[str, Value],
+        target: Tensor | None,
+        entries: list[memory.Entry],
+        recorded: bool,
     ) -> Ready | Unseen | Refusal:
-        """What is kept for later calls once everything is known that can be."""
-        mapped = self.map_key(values, target, entries)
+        """What is kept for later calls once everything is known that can be; nothing is where it
+        is ``recorded``: a graph is replayed on other values.
+        """
+        mapped = None
+        if not recorded and entries and packs.MAP in entries[0]:
+            mapped = self.map_key(values, target, entries)
         if mapped is not None and (held := self.kind.mapped.get(mapped)) is not None:
             return held
-        if self.is_known(values, entries):
+        if self.is_known(values, entries, recorded):
             try:
                 found = self.make_now(values, target)
             except NotYet:
                 pass
             else:
-                if not is_recorded(self.kind.device):
-                    self.keep(self.key(target, entries), found, entries)
+                if not recorded:
+                    self.keeps = True
+                    (entries[0] if entries else _plain).keep(self.key(target, entries), found)
                 code = self.code_of(found, target) if mapped and isinstance(found, Ready) else None
                 if code is not None:
                     keep(self.kind.mapped, mapped, code, MOST_UNSEEN)
                 return found
-        return self.make_unseen(values, target, entries)
+        return self.make_unseen(values, target, entries, recorded)
 
     def map_key(
         self, values: Mapping[str, Value], target: Tensor | None, entries: list[memory.Entry]
@@ -284,11 +292,10 @@ class FusedCall:
         met; None where they are not.
         """
         kind, sized = self.kind, self.sized
-        if not entries or not all(packs.MAP in entry for entry in entries):
+        if kind.limits is None or len(entries) > 1 and not _are_maps(entries):
             return None
-        if kind.limits is None or is_recorded(kind.device):
-            return None
-        about, highest = [], {}
+        about: list[object] = []
+        highest = {}
         for name, entry in zip(kind.indices, entries):
             entry.sights += 1
             if entry.sights > MOST_MET:
@@ -299,24 +306,27 @@ class FusedCall:
             if facts is None:
                 return None
             highest[name] = facts.high
-            about.append((entry.get(packs.MAP).mirrored, values[name].shape[0]))  # type: ignore[union-attr]
+            about.append((entry.things[packs.MAP].mirrored, values[name].shape[0]))  # type: ignore[union-attr]
         for name, owner, dim in kind.limits:
             limit = sized.shape[dim] if owner is OUT else values[owner].shape[dim]  # type: ignore[union-attr]
             if highest[name] >= limit:
                 return None
-        exact = [sized.spans[k] for k in kind.exact]
-        return self.class_key(values, target), target is None, cache.state["epoch"], *about, *exact
+        for k in kind.exact:
+            about.append(sized.spans[k])
+        sizes = kind.classify[target is not None](values, sized.spans, sized.shape, target)
+        return sizes, target is None, cache.state["epoch"], *about
 
-    def is_known(self, values: Mapping[str, Value], entries: list[memory.Entry]) -> bool:
+    def is_known(
+        self, values: Mapping[str, Value], entries: list[memory.Entry], recorded: bool
+    ) -> bool:
         """Whether all index tensors have been looked at, or may be now. In deterministic mode what
         is found out later must change nothing; and a recorded graph is replayed on other values.
         """
-        tensors: list[Any] = [values[n] for n in self.kind.indices]
-        if self.kind.firm or is_recorded(self.kind.device):
-            return all(_is_settled(t, e) for t, e in zip(tensors, entries))
-        all_known = True
-        for tensor, entry in zip(tensors, entries):  # all of them are counted
-            all_known = known_now(tensor, entry) is not None and all_known
+        settled, all_known = self.kind.firm or recorded, True
+        for name, entry in zip(self.kind.indices, entries):  # all of them are counted
+            tensor: Any = values[name]
+            known = _is_settled(tensor, entry) if settled else known_now(tensor, entry) is not None
+            all_known = known and all_known
         return all_known
 
     def make_now(self, values: Mapping[str, Value], target: Tensor | None) -> Ready | Refusal:
@@ -373,13 +383,20 @@ class FusedCall:
         )
 
     def make_unseen(
-        self, values: Mapping[str, Value], target: Tensor | None, entries: list[memory.Entry]
+        self,
+        values: Mapping[str, Value],
+        target: Tensor | None,
+        entries: list[memory.Entry],
+        recorded: bool,
     ) -> Ready | Unseen | Refusal:
         """What runs where nothing is known of undeclared tensors. Where it derives nothing from
         them, it is kept with the kind of call, for all sizes of its class.
         """
         kind = self.kind
-        declared = [e.serial for e in entries if e.declared]
+        declared = []
+        for entry in entries:
+            if entry.declared:
+                declared.append(entry.serial)
         if declared:  # code that was written for a pattern knows some extents
             declared += [self.sized.spans[k] for k in kind.exact]
         key = (self.class_key(values, target), target is None, cache.state["epoch"], *declared)
@@ -388,7 +405,7 @@ class FusedCall:
             return held
         mine = (*self.key(target, entries), "unseen", key)  # it may hold what others are, too
         kept: Ready | Refusal | None = None
-        if not is_recorded(kind.device):
+        if not recorded:
             kept = entries[0].get(mine)
         if kept is not None:
             return kept
@@ -396,7 +413,7 @@ class FusedCall:
         code = self.code_of(found, target) if isinstance(found, Ready) else None
         if code is not None:
             return keep(kind.unseen, key, code, MOST_UNSEEN)
-        if not is_recorded(kind.device):
+        if not recorded:
             entries[0].keep(mine, found)
         return found
 
@@ -461,9 +478,12 @@ class FusedCall:
                 return values, False
         for name, range_ in ranges:
             place[name].note_range(range_)
-        references = [(n, weakref.ref(values[n]), e.serial) for n, e in place.items()]
-        called = {n: e.called for n, e in place.items() if e.called is not None}
-        numbers = {n: values[n] for n in kind.numbers}
+        references, called = [], {}
+        for name, entry in place.items():
+            references.append((name, weakref.ref(values[name]), entry.serial))
+            if entry.called is not None:
+                called[name] = entry.called
+        numbers = {n: values[n] for n in kind.numbers} if kind.numbers else {}
         shapes = {n: v.shape for n, v in values.items() if isinstance(v, Tensor)}
         made = (sized, program.unchecked, references, numbers, shapes, called)
         return record_of(kind.device).next(made, values), True
@@ -490,10 +510,14 @@ def _is_known_at_once(recipe: Recipe) -> bool:
     return False
 
 
+def _are_maps(entries: list[memory.Entry]) -> bool:
+    return all(packs.MAP in entry for entry in entries)
+
+
 def _settle(entry: memory.Entry) -> None:
-    """What was packed in a hurry is packed anew."""
+    """What was packed in a hurry is packed anew, unless a CUDA graph reads it where it is."""
     found: packs.KernelMap | None = entry.get(packs.MAP)
-    if found is None or found.comes_back:
+    if found is None or found.comes_back or entry.in_graph:
         return
     found.comes_back = True
-    entry.drop(lambda key: isinstance(key, tuple) and isinstance(key[0], Packed | PackedByStep))
+    entry.drop(is_packed)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from insum.codegen.emit import Kernel
+from insum.compat import calls
 from insum.runtime import binaries, launch
 
 #: Elements that one program of most of these kernels takes.
@@ -22,6 +23,9 @@ class Handwritten:
 
     def __init__(self, name: str, source: str, *, warps: int = 4) -> None:
         self.name, self.source, self.warps = name, source, warps
+        head = source.partition(f"def {name}(")[2].partition(":\n")[0]
+        #: How many tensors there are: what has no type is a pointer.
+        self.tensors = sum(":" not in one for one in head.rstrip(" )\n,").split(","))
         self._launchers: dict[tuple[Any, ...], launch.Launcher] = {}
 
     def __call__(self, programs: int, *arguments: Tensor | int) -> None:
@@ -31,20 +35,17 @@ class Handwritten:
         if launch.interpreting():
             self._function()[(programs,)](*arguments)
             return
-        first = arguments[0]
-        assert isinstance(first, Tensor)
-        if first.is_cuda and first.device.index != torch.cuda.current_device():
-            with torch.cuda.device(first.device):
+        given: Any = arguments
+        if calls.is_elsewhere(given[0].device):
+            with torch.cuda.device(given[0].device):
                 return self(programs, *arguments)
-        addresses, kinds, unaligned = [], [], 0
-        for argument in arguments:
-            if isinstance(argument, Tensor):
-                address = argument.data_ptr()
-                unaligned = 2 * unaligned + (address & 15 != 0)
-                addresses.append(address)
-                kinds.append(argument.dtype)
-            else:
-                addresses.append(argument)
+        count, unaligned, kinds = self.tensors, 0, []
+        addresses = [*arguments]
+        for place in range(count):
+            tensor = given[place]
+            kinds.append(tensor.dtype)
+            addresses[place] = address = tensor.data_ptr()
+            unaligned = 2 * unaligned + (address & 15 != 0)
         key = unaligned, *kinds
         found = self._launchers.get(key)
         if found is None:

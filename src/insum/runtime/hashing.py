@@ -225,8 +225,8 @@ def find(table: Table, places: Tensor, stencil: Stencil) -> tuple[Tensor, Tensor
     """
     steps, count = stencil.offsets.shape[0], places.shape[0]
     found = empty((steps, count), torch.int32, places.device)
-    words = words_for(count, steps, places.device)
-    lanes, kernel = _FINDS[bits_per_word(steps)]
+    words, per = words_for(count, steps, places.device), bits_per_word(steps)
+    lanes, kernel = _FINDS[per]
     kernel(
         blocks(count, AT_ONCE // lanes),
         table.coords,
@@ -238,7 +238,7 @@ def find(table: Table, places: Tensor, stencil: Stencil) -> tuple[Tensor, Tensor
         words,
         count,
         steps,
-        bits_per_word(steps),
+        per,
         table.mask,
         int(stencil.coarse),
         *stencil.stride,

@@ -7,7 +7,6 @@ there are several. Ends of edges that are no nodes are reported, and such edges 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,8 +40,8 @@ _COUNT = Handwritten(
     + _ENDS
     + """@triton.jit
 def insum_count_edges(
-    edges_ptr, degree_ptr, last_ptr, claim_at, record_at, flags_at, edges: "i64",
-    end_stride: "i64", edge_stride: "i64", nodes: "i64", apart: "i64", call: "i64",
+    edges_ptr, counts_ptr, claim_at, record_at, flags_at, edges: "i64", end_stride: "i64",
+    edge_stride: "i64", nodes: "i64", apart: "i64", call: "i64",
 ):
     edge = insum_place()
     there = edge < edges
@@ -56,18 +55,19 @@ def insum_count_edges(
     insum_report(bad, edge, target, 1, claim_at, record_at, flags_at, number)
     source, target, inside = insum_ends(edges_ptr, edge, edges, end_stride, edge_stride, nodes)
     loop = inside & (source == target) & (apart > 0)
-    one = (edge * 0 + 1).to(tl.int32)
-    tl.atomic_add(degree_ptr + target, one, mask=inside & (loop == 0), sem="relaxed")
-    tl.atomic_max(last_ptr + target, edge + 1, mask=loop, sem="relaxed")
+    kind = counts_ptr.dtype.element_ty
+    one = (edge * 0 + 1).to(kind)
+    tl.atomic_add(counts_ptr + target, one, mask=inside & (loop == 0), sem="relaxed")
+    tl.atomic_max(counts_ptr + nodes + target, (edge + 1).to(kind), mask=loop, sem="relaxed")
 """,
 )
 _NORMALISE = Handwritten(
     "insum_normalise_edges",
     _ENDS
     + """@triton.jit
-def insum_root(degree_ptr, last_ptr, node, mask, fill):
-    own = tl.load(last_ptr + node, mask=mask, other=0) > 0
-    degree = tl.load(degree_ptr + node, mask=mask, other=0).to(tl.int64)
+def insum_root(counts_ptr, nodes, node, mask, fill):
+    own = tl.load(counts_ptr + nodes + node, mask=mask, other=0) > 0
+    degree = tl.load(counts_ptr + node, mask=mask, other=0).to(tl.int64)
     degree += tl.where(own & (fill > 0), 1, fill)
     root = 1.0 / tl.sqrt(tl.maximum(degree, 1).to(tl.float64))
     return tl.where(degree > 0, root, 0.0), own
@@ -75,7 +75,7 @@ def insum_root(degree_ptr, last_ptr, node, mask, fill):
 
 @triton.jit
 def insum_normalise_edges(
-    edges_ptr, degree_ptr, last_ptr, ends_ptr, weight_ptr, edges: "i64", end_stride: "i64",
+    edges_ptr, counts_ptr, ends_ptr, weight_ptr, edges: "i64", end_stride: "i64",
     edge_stride: "i64", nodes: "i64", fill: "i64",
 ):
     edge = insum_place()
@@ -85,8 +85,8 @@ def insum_normalise_edges(
     source = tl.where(added, edge - edges, source)
     target = tl.where(added, edge - edges, target)
     there = inside | added
-    one, own = insum_root(degree_ptr, last_ptr, source, there, fill)
-    two, _ = insum_root(degree_ptr, last_ptr, target, there, fill)
+    one, own = insum_root(counts_ptr, nodes, source, there, fill)
+    two, _ = insum_root(counts_ptr, nodes, target, there, fill)
     weight = tl.where(added & (own == 0), fill, 1).to(tl.float64)
     weight = tl.where(inside & (source == target) & (fill > 0), 0.0, weight * one * two)
     weight = tl.where(there, weight, 0.0)
@@ -103,7 +103,7 @@ _SPREAD = Handwritten(
     _ENDS
     + """@triton.jit
 def insum_spread_weights(
-    edges_ptr, last_ptr, ends_ptr, at_ptr, fill_ptr, edges: "i64", end_stride: "i64",
+    edges_ptr, counts_ptr, ends_ptr, at_ptr, fill_ptr, edges: "i64", end_stride: "i64",
     edge_stride: "i64", nodes: "i64", fill: "i64",
 ):
     edge = insum_place()
@@ -112,7 +112,7 @@ def insum_spread_weights(
     added = (edge >= edges) & (edge < every)
     source = tl.where(added, edge - edges, source)
     target = tl.where(added, edge - edges, target)
-    last = tl.load(last_ptr + source, mask=added, other=0) - 1
+    last = tl.load(counts_ptr + nodes + source, mask=added, other=0).to(tl.int64) - 1
     own = tl.where(inside & (source != target), edge, -1)
     at = tl.where(added, last, own)
     rest = tl.where(added & (last < 0), fill, 0)
@@ -126,58 +126,46 @@ def insum_spread_weights(
 )
 
 
-@dataclass(frozen=True, eq=False)
-class Counted:
-    """Of each node how many edges end there, loops apart; and the number of its last loop, from 1,
-    or 0.
+def counted(edges: Tensor, nodes: int, explain: Explain, *, apart: bool) -> Tensor:
+    """Of each node how many of the edges (2, E) end there, and the number of its last loop, from 1,
+    or 0: (2, nodes). ``apart``: loops are no edges. Ends that are no nodes are reported.
     """
-
-    degree: Tensor
-    last: Tensor
-
-
-def counted(edges: Tensor, nodes: int, explain: Explain, *, apart: bool) -> Counted:
-    """Count the edges (2, E) of each node; ``apart``: loops among them are no edges. Ends that are
-    no nodes are reported.
-    """
-    device = edges.device
-    # One tensor of zeros, read as two: the host pays for each operation. Both are aligned.
-    room = -(-nodes // 4) * 4
-    zeros = torch.zeros(3 * room, dtype=torch.int32, device=device)
-    degree, last = zeros[2 * room : 2 * room + nodes], zeros[: 2 * room].view(torch.int64)
+    device, count = edges.device, edges.shape[1]
+    kind = torch.int32 if count < 2**31 - 1 else torch.int64
+    counts = torch.zeros((2, nodes), dtype=kind, device=device)
     record: dict[str, Any] = record_of(device).next(explain, {})
     where = record[CLAIM], record[RECORD], record[FLAGS]
-    numbers = edges.shape[1], *edges.stride(), nodes, int(apart), record[CALL]
-    _COUNT(blocks(edges.shape[1]), edges, degree, last, *where, *numbers)
-    return Counted(degree, last)
+    numbers = count, *edges.stride(), nodes, int(apart), record[CALL]
+    _COUNT(blocks(count), edges, counts, *where, *numbers)
+    return counts
 
 
 def normalised(
-    edges: Tensor, counts: Counted, fill: int | None, dtype: torch.dtype, kind: torch.dtype
+    edges: Tensor, counts: Tensor, fill: int | None, dtype: torch.dtype, kind: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Edges of dtype ``kind`` with one loop for each node, which weighs ``fill`` where the node has
     none of its own, and weights ``1 / sqrt(degree[source] * degree[target])``. Without ``fill``
     there are no more loops, and the edges are those that were passed.
     """
-    nodes, device = counts.degree.shape[0], edges.device
+    nodes, device = counts.shape[1], edges.device
     every = edges.shape[1] + (0 if fill is None else nodes)
     ends = edges if fill is None else empty((2, every), kind, device)
     weight = empty((every,), dtype, device)
     numbers = edges.shape[1], *edges.stride(), nodes, fill or 0
-    _NORMALISE(blocks(every), edges, counts.degree, counts.last, ends, weight, *numbers)
+    _NORMALISE(blocks(every), edges, counts, ends, weight, *numbers)
     return ends, weight
 
 
 def spread(
-    edges: Tensor, counts: Counted, fill: int, dtype: torch.dtype, kind: torch.dtype
+    edges: Tensor, counts: Tensor, fill: int, dtype: torch.dtype, kind: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Edges with one loop for each node; which edge each has its weight from, or -1; and what it
     weighs besides: ``fill`` where a node has no loop of its own.
     """
-    nodes, device = counts.degree.shape[0], edges.device
+    nodes, device = counts.shape[1], edges.device
     every = edges.shape[1] + nodes
     ends, at = empty((2, every), kind, device), empty((every,), torch.int64, device)
     rest = empty((every,), dtype, device)
     numbers = edges.shape[1], *edges.stride(), nodes, fill
-    _SPREAD(blocks(every), edges, counts.last, ends, at, rest, *numbers)
+    _SPREAD(blocks(every), edges, counts, ends, at, rest, *numbers)
     return ends, at, rest

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from insum.compat.calls import empty
+from insum.compat.calls import empties, empty
 from insum.plan.strategies.packing import TILE
 from insum.runtime.handwritten import BLOCK, Handwritten, blocks
 
@@ -84,7 +84,7 @@ def insum_either(a, b):
 
 @triton.jit
 def insum_steps(
-    bits_ptr, order_ptr, names_ptr, rows_ptr, steps_ptr, start_ptr, end_ptr, held_ptr,
+    bits_ptr, order_ptr, names_ptr, rows_ptr, steps_ptr, back_ptr, start_ptr, end_ptr, held_ptr,
     rows: "i64", steps: "i64", per: "i64",
 ):
     tile = tl.program_id(0).to(tl.int64)
@@ -104,6 +104,7 @@ def insum_steps(
         name = word * per + bit
         step = tl.load(names_ptr + name, mask=name < steps, other=0)
         tl.store(steps_ptr + place, step.to(tl.int32), mask=has > 0)
+        tl.store(back_ptr + place, (steps - 1 - step).to(tl.int32), mask=has > 0)
         tl.store(held_ptr + word * tl.num_programs(0) + tile, held)
         last += tl.sum(has, 0)
     tl.store(start_ptr + tile, first.to(tl.int32))
@@ -114,7 +115,8 @@ _BY_STEP = Handwritten(
     "insum_by_step",
     f"""@triton.jit
 def insum_by_step(
-    held_ptr, names_ptr, tile_ptr, step_ptr, start_ptr, end_ptr, tiles: "i64", per: "i64"
+    held_ptr, names_ptr, tile_ptr, step_ptr, start_ptr, end_ptr, tiles: "i64", per: "i64",
+    turned: "i64",
 ):
     name = tl.program_id(0).to(tl.int64)
     bit = name % per
@@ -133,6 +135,7 @@ def insum_by_step(
     end = tl.minimum(start + length, count)
     at = name * {PIECES_PER_STEP} + piece
     step = tl.load(names_ptr + name).to(tl.int32)
+    step = tl.where(turned > 0, tl.num_programs(0) - 1 - step, step)
     tl.store(step_ptr + at, step + (piece * 0).to(tl.int32))
     tl.store(start_ptr + at, (name * tiles + start).to(tl.int32))
     tl.store(end_ptr + at, (name * tiles + end).to(tl.int32))
@@ -176,6 +179,8 @@ def bits_of(table: Tensor, names: Tensor, walks: Sequence[tuple[bool, int, int, 
 
 def order_of(words: Tensor) -> Tensor:
     """Rows by their words; those with the rarest steps, which have the highest bits, come first."""
+    if words.shape[0] == 1:
+        return torch.argsort(words, descending=True, stable=True)  # the host pays for every view
     order = torch.argsort(words[0], descending=True, stable=True)
     for word in words[1:]:
         order = order[torch.argsort(word[order], descending=True, stable=True)]
@@ -183,18 +188,16 @@ def order_of(words: Tensor) -> Tensor:
 
 
 def tiled(words: Tensor, order: Tensor, names: Tensor) -> dict[str, Tensor]:
-    """Tiles of rows in an order, and the steps of each, by the names of the bits."""
+    """Tiles of rows in an order, and the steps of each, by the names of the bits: forwards, and
+    ``back``, counted from the last.
+    """
     (count, rows), steps = words.shape, names.shape[0]
     tiles, device = blocks(rows, TILE), words.device
-    found = {
-        "rows": empty((tiles, TILE), torch.int32, device),
-        "steps": empty((tiles * steps,), torch.int32, device),
-        "start": empty((tiles,), torch.int32, device),
-        "end": empty((tiles,), torch.int32, device),
-        "held": empty((count, tiles), torch.int64, device),
-    }
-    _STEPS(tiles, words, order, names, *found.values(), rows, steps, bits_per_word(steps))
-    return found
+    most = (tiles * steps,)
+    made = empties(torch.int32, device, (tiles, TILE), most, most, (tiles,), (tiles,))
+    held = empty((count, tiles), torch.int64, device)
+    _STEPS(tiles, words, order, names, *made, held, rows, steps, bits_per_word(steps))
+    return {**dict(zip(("rows", "steps", "back", "start", "end"), made)), "held": held}
 
 
 def heaviest_first(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -204,18 +207,13 @@ def heaviest_first(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {**found, **turned, "held": found["held"][:, order]}
 
 
-def by_step(held: Tensor, names: Tensor) -> dict[str, Tensor]:
-    """The tiles that have each step, in pieces."""
+def by_step(held: Tensor, names: Tensor, *, turned: bool) -> dict[str, Tensor]:
+    """The tiles that have each step, in pieces; ``turned``: steps are counted from the last."""
     tiles, steps, device = held.shape[1], names.shape[0], held.device
     pieces = steps * PIECES_PER_STEP
-    found = {
-        "tile": empty((steps * tiles,), torch.int32, device),
-        "step": empty((pieces,), torch.int32, device),
-        "start": empty((pieces,), torch.int32, device),
-        "end": empty((pieces,), torch.int32, device),
-    }
-    _BY_STEP(steps, held, names, *found.values(), tiles, bits_per_word(steps))
-    return found
+    made = empties(torch.int32, device, (steps * tiles,), (pieces,), (pieces,), (pieces,))
+    _BY_STEP(steps, held, names, *made, tiles, bits_per_word(steps), int(turned))
+    return dict(zip(("tile", "step", "start", "end"), made))
 
 
 def inverted(table: Tensor, rows: int) -> Tensor:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -40,8 +41,6 @@ from insum.plan.recipes import (
     Slots,
     Sorted,
     Tasks,
-    canonical,
-    sources,
 )
 from insum.plan.sizes import power_of_two
 from insum.plan.strategies.packing import TILE
@@ -106,6 +105,7 @@ class Prologue:
     ``wait``: whether it may wait for the device, as it may for tensors that were declared to come
     back. ``recorded``: a graph is recorded and will be replayed on other values: what is kept with
     tensors that nobody has declared does not count, and what is made serves this call alone.
+    ``entries``: what is remembered about index tensors, as far as the call has looked for it.
     """
 
     def __init__(
@@ -117,8 +117,10 @@ class Prologue:
         *,
         wait: bool = True,
         recorded: bool = False,
+        entries: Mapping[str, memory.Entry] = MappingProxyType({}),
     ) -> None:
         self.tensors, self.extents, self.shape, self.wraps = tensors, extents, shape, wraps
+        self.entries = entries
         self.wait, self.recorded = wait, recorded
         self.own: dict[object, Result] = {}
 
@@ -136,13 +138,14 @@ class Prologue:
         """Also where other tensors of the call are not known: of these everything is."""
         if self.wait or self.recorded:
             return self.wait
-        return all(memory.entry_of(self.tensors[n]).declared for n in sources(recipe))
+        return all(self.entry(n).declared for n in recipe.outline.names)
 
     def soon(self, recipe: Recipe) -> Made | None:
         """The same, for whoever has decided without the numbers, or has them already."""
         found = self.result(recipe)
-        early = found.early if isinstance(found, Awaited) else None
-        return self.made(recipe) if early is None else early
+        if not isinstance(found, Awaited):
+            return found
+        return self.made(recipe) if found.early is None else found.early
 
     def sorted(self, base: Sorted) -> Made:
         """The order of an index tensor, which is there before its numbers are."""
@@ -154,11 +157,12 @@ class Prologue:
         """What was made before, or is made now; None where that takes numbers on their way."""
         entry, key = self.place(recipe)
         found: Result | None = self.own.get(key) if entry is None else entry.get(key)
-        if found is None:
-            with untracked():
-                found = self.make(recipe)
-            if found is not None:
-                self.keep(entry, key, found)
+        if found is not None:
+            return found
+        with untracked():
+            found = self.make(recipe)
+        if found is not None:
+            self.keep(entry, key, found)
         return found
 
     def keep(self, entry: memory.Entry | None, key: tuple[object, ...], found: Result) -> None:
@@ -169,56 +173,47 @@ class Prologue:
 
     def place(self, recipe: Recipe) -> tuple[memory.Entry | None, tuple[object, ...]]:
         """Where and under what a thing is kept; without an entry, for this call alone."""
-        names = sources(recipe)
-        entries = [memory.entry_of(self.tensors[n]) for n in names]
-        serials = tuple([entry.serial for entry in entries])
-        wraps = tuple([n in self.wraps for n in names])
-        key = canonical(recipe), self.numbers(recipe), serials, wraps
-        lasting = not self.recorded or all(entry.declared or entry.given for entry in entries)
-        return entries[0] if lasting else None, key
+        outline, known, first, lasting = recipe.outline, self.entries, None, True
+        key: list[object] = [outline.does]
+        for size in outline.sizes:
+            key.append(self.extents[size] if type(size) is str else self.size(size))  # type: ignore[arg-type]
+        for name in outline.names:
+            entry = known[name] if name in known else self.entry(name)
+            first = first or entry
+            lasting = lasting and (not self.recorded or entry.declared or entry.given)
+            key.append((entry.serial, name in self.wraps))
+        return first if lasting else None, tuple(key)
 
-    def numbers(self, recipe: Recipe) -> tuple[int, ...]:
-        """The sizes that a recipe names, as they are in this call."""
-        match recipe:
-            case Segments(_, rows) | Sorted(_, rows) | Inverse(_, _, rows):
-                return (self.shape[rows.dim],)
-            case Slots(base, width):
-                return (*self.numbers(base), self.size(width))
-            case Packed(table, walks):
-                inner = () if isinstance(table, str) else self.numbers(table)
-                return (*inner, *(self.size(w.extent) for w in walks))
-            case SharedTiles(_, values):
-                return (self.value_count(values),)
-            case _:
-                return self.numbers(recipe.base)
+    def entry(self, name: str) -> memory.Entry:
+        """What is remembered about an index tensor."""
+        found = self.entries.get(name)
+        return memory.entry_of(self.tensors[name]) if found is None else found
 
-    def value_count(self, values: OfLength | OfShape) -> int:
-        if isinstance(values, OfShape):
-            return self.shape[values.dim]
-        return int(self.tensors[values.tensor].shape[values.dim])
-
-    def size(self, expr: SizeExpr) -> int:
-        return math.prod(self.one_size(one) for one in expr)
-
-    def one_size(self, one: OfExtent | OfShape | OfCount | Share | int) -> int:
-        match one:
-            case int():
-                return one
-            case OfExtent(var):
-                return self.extents[var]
-            case OfShape(dim):
-                return self.shape[dim]
-            case OfCount(recipe, name):
-                made = self.made(recipe)
-                assert made is not None
-                return made.counts[name]
-            case Share(size, by):
-                return -(-self.one_size(size) // by)
+    def size(self, expr: SizeExpr | OfLength) -> int:
+        """A size that a recipe names, as it is in this call."""
+        if isinstance(expr, OfLength):
+            return int(self.tensors[expr.tensor].shape[expr.dim])
+        found = 1
+        for one in expr:
+            match one:
+                case OfExtent(var):
+                    found *= self.extents[var]
+                case OfShape(dim):
+                    found *= self.shape[dim]
+                case OfCount(recipe, name):
+                    made = self.made(recipe)
+                    assert made is not None
+                    found *= made.counts[name]
+                case Share(size, by):
+                    found *= -(-self.size((size,)) // by)
+                case int():
+                    found *= one
+        return found
 
     def index(self, name: str) -> Tensor:
         """An index tensor as it is; where negative values count from the end, recipes see to it."""
         tensor: Tensor = self.tensors[name]
-        return tensor.detach()
+        return tensor
 
     def make(self, recipe: Recipe) -> Result | None:
         match recipe:
@@ -250,12 +245,13 @@ class Prologue:
             case Pieces(base, limit):
                 return pieces(self.sorted(base), limit)
             case SharedTiles(index, values, lanes, pads):
-                count, wraps = self.value_count(values), index in self.wraps
+                of: SizeExpr | OfLength = values if isinstance(values, OfLength) else (values,)
+                count, wraps = self.size(of), index in self.wraps
                 return shared_tiles(self.index(index), count, lanes, wraps, pads)
 
     def map_of(self, index: str) -> packs.KernelMap | None:
         """What is known of an index tensor that was made as the map of a kernel."""
-        found: packs.KernelMap | None = memory.entry_of(self.tensors[index]).get(packs.MAP)
+        found: packs.KernelMap | None = self.entry(index).get(packs.MAP)
         return found
 
     def inverse(self, recipe: Inverse) -> Result:
@@ -269,17 +265,20 @@ class Prologue:
 
     def packed(self, recipe: Packed) -> Result | None:
         if isinstance(recipe.table, str):
-            table, of = self.index(recipe.table), self.map_of(recipe.table)
+            table, of = self.tensors[recipe.table], self.map_of(recipe.table)
         else:
             made = self.made(recipe.table)
             if made is None:
                 return None
             table, of = made.arrays["inverse"], self.map_of(recipe.table.index)
-        walks = [(w.is_row, w.coefficient, w.offset, self.size(w.extent)) for w in recipe.walks]
-        if (forwards := _forwards(recipe, walks, table)) is not None:
-            made = self.made(forwards)
+        walks, steps = [], 0
+        for w in recipe.walks:
+            extent = self.size(w.extent)
+            walks.append((w.is_row, w.coefficient, w.offset, extent))
+            steps = steps if w.is_row else extent
+        if _is_backwards(walks, table):
+            made = self.made(recipe.forwards)
             return None if made is None else read_backwards(made)
-        (steps,) = (extent for is_row, _, _, extent in walks if not is_row)
         if on_device(table) and steps <= packs.MOST_STEPS:
             if of is None:
                 return packed_on_device(table, walks)
@@ -580,7 +579,8 @@ def packed(present: Tensor) -> Result:
     def finish(numbers: Sequence[int]) -> Made:
         (total,) = numbers
         counts = {"tiles": tiles, "lanes": TILE, "width": width, "total": total, "entries": total}
-        kept = {**arrays, "steps": steps[:total].clone()}
+        counts["turned"] = 0
+        kept = {**arrays, "steps": steps[:total].clone(), "back": width - 1 - steps[:total]}
         worth = total <= WORTH * tiles * width
         return Made(kept, counts, Summary(worth=worth))
 
@@ -593,25 +593,20 @@ def _is_whole(walks: Sequence[tuple[bool, int, int, int]], table: Tensor) -> boo
     return not rows_first and steps == [1, 0, table.shape[0]] and rows == [1, 0, table.shape[1]]
 
 
-def _forwards(
-    recipe: Packed, walks: Sequence[tuple[bool, int, int, int]], table: Tensor
-) -> Packed | None:
-    """The recipe that reads a table forwards, where this one reads all of it backwards."""
-    at = next(d for d, walk in enumerate(walks) if not walk[0])
+def _is_backwards(walks: Sequence[tuple[bool, int, int, int]], table: Tensor) -> bool:
+    """Whether all steps of a table are read from the last to the first."""
+    at = 1 if walks[0][0] else 0
     steps = table.shape[at]
-    if walks[at][1:] != (-1, steps - 1, steps):
-        return None
-    turned = replace(recipe.walks[at], coefficient=1, offset=0)
-    return Packed(recipe.table, (*recipe.walks[:at], turned, *recipe.walks[at + 1 :]))
+    return walks[at][1:] == (-1, steps - 1, steps)
 
 
 def read_backwards(base: Made) -> Made:
     """The same tiles, steps counted from the other end: rows that have the same steps do so
     whichever way they are read.
     """
-    last = base.counts["width"] - 1
-    turned = {n: last - base.arrays[n] for n in ("steps", "names") if n in base.arrays}
-    return Made({**base.arrays, **turned}, base.counts, base.summary)
+    turned = {"steps": base.arrays["back"], "back": base.arrays["steps"]}
+    counts = {**base.counts, "turned": 1 - base.counts["turned"]}
+    return Made({**base.arrays, **turned}, counts, base.summary)
 
 
 def packed_on_device(table: Tensor, walks: Sequence[tuple[bool, int, int, int]]) -> Result:
@@ -642,7 +637,7 @@ def packed_made(arrays: Mapping[str, Tensor], steps: int, total: Tensor | None) 
     taken for worth while.
     """
     tiles = arrays["start"].shape[0]
-    counts = {"tiles": tiles, "lanes": TILE, "width": steps, "entries": tiles * steps}
+    counts = {"tiles": tiles, "lanes": TILE, "width": steps, "entries": tiles * steps, "turned": 0}
     if total is None:
         return Made(arrays, counts)
 
@@ -655,7 +650,8 @@ def packed_made(arrays: Mapping[str, Tensor], steps: int, total: Tensor | None) 
 def by_step(base: Made) -> Result:
     """Tiles in the order of the steps that have them; for each piece its step, start and end."""
     if "held" in base.arrays:
-        found = packs.by_step(base.arrays["held"], base.arrays["names"])
+        turned = bool(base.counts["turned"])
+        found = packs.by_step(base.arrays["held"], base.arrays["names"], turned=turned)
         pieces = found["step"].shape[0]
         return Made(found, {"pieces": pieces, "entries": base.counts["entries"]})
     steps, entries, width = base.arrays["steps"], base.counts["entries"], base.counts["width"]
