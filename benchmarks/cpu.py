@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from insum.bench import conv, data, spmm, tensor_product
-from insum.bench.measure import Ready, Results, relative_error
+from insum.bench.measure import ReadyContender, Results, relative_error
 from insum.bench.records import FORWARD
 
 CPU = torch.device("cpu")
@@ -45,7 +45,7 @@ class Case:
     application: str
     name: str
     direction: str
-    contenders: dict[str, Ready]
+    contenders: dict[str, ReadyContender]
     exact: Results
 
 
@@ -69,7 +69,7 @@ def cases(place: Path | None) -> Iterator[Case]:
         yield from product_cases(degree, channels)
 
 
-def spmm_cases(graph: data.Graph, columns: int) -> Iterator[Case]:
+def spmm_cases(graph: data.CsrPattern, columns: int) -> Iterator[Case]:
     given = spmm.inputs(graph, columns, torch.float32)
     wide = replace(graph, indptr=graph.indptr.long(), indices=graph.indices.long())
     longer = replace(given, graph=wide, csr=_csr(wide, given.values))
@@ -83,7 +83,7 @@ def spmm_cases(graph: data.Graph, columns: int) -> Iterator[Case]:
         yield Case("SpMM", label, direction, found, spmm.want(given, direction))
 
 
-def _csr(graph: data.Graph, values: Tensor) -> Tensor:
+def _csr(graph: data.CsrPattern, values: Tensor) -> Tensor:
     return torch.sparse_csr_tensor(
         graph.indptr, graph.indices, values, graph.shape, check_invariants=False
     )

@@ -26,7 +26,7 @@ from insum.compat.calls import is_undisturbed, kinds_guard, modes_now
 from insum.errors import NotFusedError
 from insum.graph import lower
 from insum.host.choose import choose
-from insum.host.places import Call, Entries, Lowering
+from insum.host.places import HostCall, IndexEntries, Lowering
 from insum.host.roles import index_names
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, accesses, tensors_of
@@ -37,7 +37,7 @@ from insum.plan.path import is_path
 from insum.plan.uses import Use, uses_of
 from insum.request import Form, Request, head
 from insum.runtime.check import bounds_of, in_range, live_uses, ranges_of, verify
-from insum.settings import Values, settings
+from insum.settings import SettingValues, settings
 from insum.stages import Stage, is_orderable, size_key, stages_of
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class PreparedCall:
     count: int
     alike: Callable[..., bool]
     modes: tuple[Any, ...]
-    settings: Values
+    settings: SettingValues
     uses: tuple[Use, ...]
     sources: tuple[str, ...]
     target: str
@@ -282,7 +282,7 @@ def _prepare(
     )
 
 
-def is_fusable(problem: Problem, now: Values, chosen: bool, *, accumulates: bool) -> bool:
+def is_fusable(problem: Problem, now: SettingValues, chosen: bool, *, accumulates: bool) -> bool:
     """Whether generated kernels are to be tried; ``chosen``: a config was given for one."""
     if now.backend == "fused" or now.require_fused and now.backend != "inductor":
         return True
@@ -324,7 +324,7 @@ def _sources(problem: Problem) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Graph:
+class _SizedGraph:
     """A graph of torch operations, and the sizes to call it with."""
 
     forward: Callable[..., Tensor]
@@ -374,7 +374,7 @@ class BoundCall:
         self._problem: Problem | None = None
         self._uses: tuple[Use, ...] | None = None
         self._ranges: tuple[tuple[str, int, int], ...] = ()
-        self._graphs: dict[str, _Graph] = {}
+        self._graphs: dict[str, _SizedGraph] = {}
         self._fused: FusedCall | None = None
         self._staged: dict[bool, tuple[BoundStage, ...]] = {}
         #: By whether the result is new or accumulated.
@@ -493,12 +493,12 @@ class BoundCall:
         self.check(entries, values)
         wraps = self.prepared.form.wraps
         seen = functools.cache(lambda: self.wrapped(values)) if wraps else lambda: values
-        result = lowering(Call(values, seen, entries))
+        result = lowering(HostCall(values, seen, entries))
         if target is None:
             return result
         return target.add_(result) if mode == "into" else (target + result).to(target.dtype)
 
-    def check(self, entries: Entries, values: Mapping[str, Value]) -> None:
+    def check(self, entries: IndexEntries, values: Mapping[str, Value]) -> None:
         """Index values against their range, by what is remembered of them."""
         uses = self.uses(values)
         if not uses or self.prepared.settings.check == "never":
@@ -522,7 +522,7 @@ class BoundCall:
             return target.copy_(self.run_graph("from", values, target))
         return graph.forward(target, *inputs, *graph.sizes)
 
-    def lowered(self, mode: str, values: Mapping[str, Value]) -> _Graph:
+    def lowered(self, mode: str, values: Mapping[str, Value]) -> _SizedGraph:
         problem = self.problem(values)
         lowered = lower(problem, mode)
         forward: Callable[..., Tensor] = lowered.module.forward
@@ -531,7 +531,7 @@ class BoundCall:
 
             forward = forward_of(lowered, problem)
         sizes = lowered.size_arguments(problem)
-        found = self._graphs[mode] = _Graph(forward, lowered.inputs, sizes, lowered.late)
+        found = self._graphs[mode] = _SizedGraph(forward, lowered.inputs, sizes, lowered.late)
         return found
 
     def wrapped(self, values: Mapping[str, Value]) -> Mapping[str, Value]:

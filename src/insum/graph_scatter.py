@@ -11,21 +11,21 @@ import torch
 from torch.fx import Node
 
 from insum.graph_access import Dim
-from insum.graph_build import Value
+from insum.graph_build import GraphValue
 from insum.graph_value import Evaluator
-from insum.lang.expand import Term
+from insum.lang.expand import ProductTerm
 from insum.lang.expr import accesses, variables
 from insum.lang.types import identity
 
 
-class Writer(Evaluator):
+class GraphWriter(Evaluator):
     """A builder of whole graphs. ``mode``: ``new`` (from the identity), ``from`` (from a given
     value), ``into`` (in place).
     """
 
     late: tuple[str, ...] = ()
 
-    def build(self, terms: list[Term], mode: str) -> Node:
+    def build(self, terms: list[ProductTerm], mode: str) -> Node:
         target = self.problem.statement.target
         names = [index.var for index in target.indices]
         plain = tuple(n for n in names if n is not None)
@@ -43,7 +43,7 @@ class Writer(Evaluator):
 
     # --- every output element is one point of the left side's variables ---
 
-    def _dense(self, terms: list[Term], order: tuple[str, ...]) -> Node:
+    def _dense(self, terms: list[ProductTerm], order: tuple[str, ...]) -> Node:
         values = [self.term(t, order) for t in terms]
         if not values:
             return self._start(self.problem.dtype)
@@ -72,7 +72,7 @@ class Writer(Evaluator):
 
     # --- through views and index tensors ---
 
-    def _written(self, terms: list[Term], mode: str) -> Node:
+    def _written(self, terms: list[ProductTerm], mode: str) -> Node:
         # Every value is computed before anything is written: the output may be read on the right
         # side too.
         order = self._order()
@@ -99,7 +99,7 @@ class Writer(Evaluator):
             )
         return buffer if mode == "into" or not narrow else self._narrow(buffer)
 
-    def _late(self, values: list[Value]) -> tuple[str, ...]:
+    def _late(self, values: list[GraphValue]) -> tuple[str, ...]:
         """What is read after writing begins: views of arguments, and index tensors, which may well
         be the output itself.
         """
@@ -139,9 +139,9 @@ class Writer(Evaluator):
             torch.full, self.shape(), value, dtype=dtype, device=self.problem.device, name=name
         )
 
-    def _write(self, view: Node, dims: list[Dim], value: Value) -> None:
+    def _write(self, view: Node, dims: list[Dim], value: GraphValue) -> None:
         plain = {d for d in dims if isinstance(d, str)}
-        indexed = [(k, d) for k, d in enumerate(dims) if isinstance(d, Value)]
+        indexed = [(k, d) for k, d in enumerate(dims) if isinstance(d, GraphValue)]
         if not indexed:
             self._write_view(view, self.aligned(value, [str(d) for d in dims]))
         elif len(indexed) == 1 and plain.isdisjoint(indexed[0][1].vars):
@@ -164,7 +164,7 @@ class Writer(Evaluator):
         )
 
     def _write_rows(
-        self, view: Node, dims: list[Dim], dim: int, index: Value, value: Value
+        self, view: Node, dims: list[Dim], dim: int, index: GraphValue, value: GraphValue
     ) -> None:
         """One index tensor: the source gets its variables as one dimension."""
         order = [v for d in dims for v in ((d,) if isinstance(d, str) else d.vars)]
@@ -194,7 +194,7 @@ class Writer(Evaluator):
             name=self._result,
         )
 
-    def _write_points(self, view: Node, dims: list[Dim], value: Value) -> None:
+    def _write_points(self, view: Node, dims: list[Dim], value: GraphValue) -> None:
         """Several indices, or one that shares a variable with another dimension."""
         front, order = self.indexed_dims(dims)
         rest = [k for k in range(len(dims)) if k not in front]
@@ -209,7 +209,7 @@ class Writer(Evaluator):
     def _reduce_points(
         self,
         view: Node,
-        front: dict[int, Value],
+        front: dict[int, GraphValue],
         rest: list[int],
         order: tuple[str, ...],
         source: Node,
@@ -243,12 +243,12 @@ class Writer(Evaluator):
         self.method("copy_", view, self._merged(view, buffer), name=self._result)
 
     def _linear(
-        self, front: dict[int, Value], sizes: dict[int, Node], order: tuple[str, ...]
+        self, front: dict[int, GraphValue], sizes: dict[int, Node], order: tuple[str, ...]
     ) -> Node:
         values = list(front.items())
         linear = self.cast(values[0][1], torch.int64)
         for dim, value in values[1:]:
-            scaled = Value(
+            scaled = GraphValue(
                 self.call(torch.mul, linear.node, sizes[dim]), linear.vars, torch.int64, True
             )
             linear = self.pointwise(torch.add, scaled, self.cast(value, torch.int64))

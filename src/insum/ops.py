@@ -103,7 +103,7 @@ def accumulate_(request: Request, target: Tensor, values: Mapping[str, Value]) -
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Spec:
+class _DifferentiableCall:
     """What a differentiable call knows besides its tensors: the call itself, where the tensors are
     plain and verified, else what was asked for.
     """
@@ -140,7 +140,9 @@ class _Recorded(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, spec: _Spec, initial: Tensor | None, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, spec: _DifferentiableCall, initial: Tensor | None, *tensors: Tensor
+    ) -> Tensor:
         result = spec.run(initial, tensors)
         _save(ctx, spec, initial, tensors, result)
         return result
@@ -154,7 +156,7 @@ class _Differentiable(torch.autograd.Function):
     """In the form that torch.func can transform; the registered op's own autograd cannot be."""
 
     @staticmethod
-    def forward(spec: _Spec, initial: Tensor | None, *tensors: Tensor) -> Tensor:
+    def forward(spec: _DifferentiableCall, initial: Tensor | None, *tensors: Tensor) -> Tensor:
         return spec.run(initial, tensors)
 
     @staticmethod
@@ -175,7 +177,11 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], spec: _Spec, initial: Tensor | None, *tensors: Tensor
+        info: Any,
+        in_dims: tuple[Any, ...],
+        spec: _DifferentiableCall,
+        initial: Tensor | None,
+        *tensors: Tensor,
     ) -> tuple[Tensor, int]:
         values = {**spec.numbers, **dict(zip(spec.names, tensors))}
         dims = dict(zip(spec.names, in_dims[2:]))
@@ -210,7 +216,7 @@ def _transformed(request: Request, initial: Tensor | None, values: Mapping[str, 
 
 def _apart(
     request: Request | None, call: BoundCall | None, values: Mapping[str, Value]
-) -> tuple[_Spec, list[Tensor]]:
+) -> tuple[_DifferentiableCall, list[Tensor]]:
     """What autograd is to see, the tensors, and the rest."""
     names: list[str] = []
     tensors: list[Tensor] = []
@@ -221,7 +227,7 @@ def _apart(
             tensors.append(value)
         else:
             numbers[name] = value
-    return _Spec(request, numbers, tuple(names), call), tensors
+    return _DifferentiableCall(request, numbers, tuple(names), call), tensors
 
 
 def _no_tangents(statement: str, name: str) -> AutogradError:
@@ -241,7 +247,11 @@ def _run_derived(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ..
 
 
 def _save(
-    ctx: Any, spec: _Spec, initial: Tensor | None, tensors: Sequence[Tensor], result: Tensor
+    ctx: Any,
+    spec: _DifferentiableCall,
+    initial: Tensor | None,
+    tensors: Sequence[Tensor],
+    result: Tensor,
 ) -> None:
     ctx.spec, ctx.settings = spec, settings.values
     ctx.initial_dtype = None if initial is None else initial.dtype
@@ -476,7 +486,7 @@ def _setup(ctx: Any, initial: Tensor | None, inputs: tuple[Any, ...], output: Te
     request, values = decode(inputs)
     tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
     numbers = dict(zip(_split(inputs[3], ","), inputs[4] or ()))
-    spec = _Spec(request, numbers, tuple(tensors), None)
+    spec = _DifferentiableCall(request, numbers, tuple(tensors), None)
     _save(ctx, spec, initial, list(tensors.values()), output)
     # torch takes any empty list for one of tensors, and wants a list back.
     ctx.rest = [

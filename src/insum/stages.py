@@ -40,7 +40,7 @@ from insum.runtime.classify import example
 #: Statements of more products than this run as they are.
 MOST_TERMS = 16
 #: Where a size is found in the whole: the extent of a variable, or a dimension of a tensor.
-Found: TypeAlias = str | Place
+SizeSource: TypeAlias = str | Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Stage:
     form: Form
     fills: str
     reads: tuple[str, ...]
-    sizes: tuple[Found, ...]
+    sizes: tuple[SizeSource, ...]
     positions: tuple[int, ...]
 
     def size_values(self, problem: Problem) -> tuple[Size, ...]:
@@ -104,7 +104,7 @@ def stages_of(problem: Problem, form: Form, *, may_index: bool = True) -> tuple[
     paths = [chosen.path(term, wish) for term in problem.terms]
     if all(path is None or len(path.steps) == 1 for path in paths):
         return ()
-    return _Writer(problem, form).written(paths)
+    return _StageWriter(problem, form).written(paths)
 
 
 class _Chosen:
@@ -117,7 +117,7 @@ class _Chosen:
         self.extents = {v: typical(example(n)) for v, n in problem.extents.items()}
         self.shapes = {name: _typical(kind.shape) for name, kind in problem.kinds.items()}
 
-    def path(self, term: expand.Term, wish: str | Path) -> Ordered | None:
+    def path(self, term: expand.ProductTerm, wish: str | Path) -> Ordered | None:
         operands = operands_of(term)
         if len(operands) < 3 or infer(term.value, self.types).dtype == torch.bool:
             return None
@@ -134,7 +134,7 @@ class _Chosen:
         self.taken |= {step.target.tensor for step in found.steps} | set(found.places)
         return found
 
-    def described(self, term: expand.Term, operands: tuple[Expr, ...]) -> Term:
+    def described(self, term: expand.ProductTerm, operands: tuple[Expr, ...]) -> Term:
         number = infer(term.value, self.types).dtype
         exact = number.is_floating_point or number.is_complex
         loose = [not is_rounded(f, self.types) for f in operands]
@@ -161,7 +161,7 @@ def _has_call(factor: Expr) -> bool:
     return not isinstance(factor, Access)
 
 
-class _Writer:
+class _StageWriter:
     """Writes paths down as statements with their options."""
 
     def __init__(self, problem: Problem, form: Form) -> None:
@@ -187,10 +187,10 @@ class _Writer:
                 # of several terms none is scattered early, so that the left side is the same
                 target, positions = path.steps[-1].target, path.steps[-1].positions
         whole = Statement(target, self.problem.statement.operator, total(values))
-        dims: tuple[Found, ...] = tuple(("", d) for d in range(len(target.indices)))
+        dims: tuple[SizeSource, ...] = tuple(("", d) for d in range(len(target.indices)))
         return *stages, self.stage(whole, "", dims, places, self.problem.dtype, positions)
 
-    def dtype_of(self, term: expand.Term) -> torch.dtype:
+    def dtype_of(self, term: expand.ProductTerm) -> torch.dtype:
         """Of buffers: what contributions meet in, and never narrower than the product. Between
         products of half precision on a GPU it is that, as in ``(A @ B) @ C``: matrix units multiply
         nothing wider at their speed.
@@ -213,7 +213,7 @@ class _Writer:
         self,
         statement: Statement,
         fills: str,
-        dims: tuple[Found, ...],
+        dims: tuple[SizeSource, ...],
         places: Mapping[str, Place],
         dtype: torch.dtype,
         positions: tuple[int, ...],
@@ -238,7 +238,7 @@ def _indexing(statement: Statement) -> set[str]:
     return {a.tensor for access in every for index in access.indices for a in accesses(index)}
 
 
-def _size(problem: Problem, found: Found) -> Size:
+def _size(problem: Problem, found: SizeSource) -> Size:
     if isinstance(found, str):
         return problem.extents[found]
     tensor, dim = found

@@ -47,7 +47,7 @@ CLOUD_STAND_INS: dict[str, tuple[int, float]] = {
 }
 
 
-class Draw:
+class RandomTensors:
     """Random tensors of one kind, the same in every run."""
 
     def __init__(
@@ -69,7 +69,7 @@ class Draw:
 
 
 @dataclass(frozen=True, eq=False)
-class Graph:
+class CsrPattern:
     """A CSR pattern."""
 
     name: str
@@ -133,7 +133,7 @@ def cloud_names(place: Path | None) -> list[str]:
     return sorted(found or CLOUD_STAND_INS, key=lambda name: CLOUD_STAND_INS.get(name, (0, 0.0))[0])
 
 
-def graph(name: str, place: Path | None, device: torch.device) -> Graph:
+def graph(name: str, place: Path | None, device: torch.device) -> CsrPattern:
     found = files(place, "indptr")
     if name in found:
         with np.load(found[name]) as content:
@@ -142,11 +142,11 @@ def graph(name: str, place: Path | None, device: torch.device) -> Graph:
                 for k in ("indptr", "indices")
             )
             shape = tuple(int(s) for s in content["shape"])
-        return Graph(name, indptr, indices, (shape[0], shape[1]))
+        return CsrPattern(name, indptr, indices, (shape[0], shape[1]))
     return made_graph(name, device)
 
 
-def made_graph(name: str, device: torch.device) -> Graph:
+def made_graph(name: str, device: torch.device) -> CsrPattern:
     """Random columns; lengths of rows follow a power law between 0 and the longest, scaled to the
     number of nonzeros.
 
@@ -166,7 +166,7 @@ def made_graph(name: str, device: torch.device) -> Graph:
     starts, columns = (
         torch.from_numpy(array.astype(np.int32)).to(device) for array in (indptr, key % rows)
     )
-    return Graph(name, starts, columns, (rows, rows))
+    return CsrPattern(name, starts, columns, (rows, rows))
 
 
 def cloud(name: str, place: Path | None, device: torch.device, most: int | None = None) -> Tensor:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 import insum
 from insum.bench import data, machine, measure
-from insum.bench.options import Options
+from insum.bench.options import BenchOptions
 from insum.bench.rivals import FLEXGEMM, PYG, module
 from insum.bench.table import aligned
 from insum.runtime import launch
@@ -39,7 +39,7 @@ AGGREGATE = "y[d[e],f] = x[s[e],f]"
 PRODUCT = "Z[dst[e],I[p,q],u] = V[p,q] * X[src[e],J[p,q],u] * Y[e,K[p,q]] * W[e,L[p],u]"
 HEAD = ("case", "contender", "median ms", "p99", "max", "wanted", "compiled", "waits", "error")
 
-Arguments = tuple[Any, ...]
+CallArguments = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class FreshCase:
 
     name: str
     wanted_ms: float
-    draw: Callable[[random.Random], Arguments]
+    draw: Callable[[random.Random], CallArguments]
     contenders: tuple[FreshContender, ...]
     exact: Callable[..., Tensor] | None = None
 
@@ -94,12 +94,12 @@ class DataSizes:
     def near(self, name: str, drawn: random.Random) -> int:
         return int(self.of[name] * drawn.uniform(1 - SPREAD, 1 + SPREAD))
 
-    def graph(self, drawn: random.Random) -> Arguments:
+    def graph(self, drawn: random.Random) -> CallArguments:
         nodes, edges = self.near("nodes", drawn), self.near("edges", drawn)
         x = torch.randn(nodes, self.of["columns"], device=self.device)
         return x, torch.randint(0, nodes, (2, edges), device=self.device)
 
-    def cloud(self, base: Tensor, drawn: random.Random) -> Arguments:
+    def cloud(self, base: Tensor, drawn: random.Random) -> CallArguments:
         """A part of a scene, moved and turned, with features."""
         wanted = self.near("voxels", drawn)
         first = drawn.randrange(max(1, base.shape[0] - wanted))
@@ -110,7 +110,7 @@ class DataSizes:
         features = torch.randn(len(coords), self.of["channels"], device=self.device, dtype=kind)
         return coords, features
 
-    def molecules(self, drawn: random.Random) -> Arguments:
+    def molecules(self, drawn: random.Random) -> CallArguments:
         """Edges of atoms, in the order in which a neighbour list has them."""
         nodes, edges = self.near("nodes", drawn) // 4, self.near("edges", drawn) // 2
         ends = torch.randint(0, nodes, (2, edges), device=self.device)
@@ -157,7 +157,7 @@ def pattern(device: torch.device) -> dict[str, Tensor]:
 # --- cases ----------------------------------------------------------------------------------------
 
 
-def cases(options: Options) -> Iterator[FreshCase]:
+def cases(options: BenchOptions) -> Iterator[FreshCase]:
     cuda = options.device.type == "cuda"
     sizes = DataSizes(options.device, options.data, SIZES if cuda else SMALL)
     yield from _graph_cases(sizes)
@@ -389,7 +389,7 @@ def no_waits() -> Iterator[None]:
 # --- the command ----------------------------------------------------------------------------------
 
 
-def run(options: Options, command: str, file: Path) -> int:
+def run(options: BenchOptions, command: str, file: Path) -> int:
     """Measure, show and write; 1 if a result is wrong."""
     rows: list[Timed] = []
     for case in cases(options):
@@ -402,7 +402,7 @@ def run(options: Options, command: str, file: Path) -> int:
     return int(any(row.error is not None and not row.error < 1e-2 for row in rows))
 
 
-def write(rows: list[Timed], options: Options, command: str, file: Path) -> None:
+def write(rows: list[Timed], options: BenchOptions, command: str, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "command": command,

@@ -32,7 +32,7 @@ from insum.bench import (
     table,
     tensor_product,
 )
-from insum.bench.options import Options, directions_of, dtypes_of
+from insum.bench.options import BenchOptions, directions_of, dtypes_of
 from insum.bench.progress import Progress
 from insum.bench.records import Missing, Row, Section
 from insum.errors import BenchError
@@ -183,7 +183,7 @@ def run(asked: argparse.Namespace, given: Sequence[str]) -> int:
     return finish(sections, asked)
 
 
-def options_of(asked: argparse.Namespace) -> Options:
+def options_of(asked: argparse.Namespace) -> BenchOptions:
     device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cuda", "cpu") or device == "cuda" and not torch.cuda.is_available():
         raise BenchError(
@@ -193,7 +193,7 @@ def options_of(asked: argparse.Namespace) -> Options:
     names = tuple(filter(None, asked.only.split(",")))
     skip = tuple(filter(None, asked.skip.split(",")))
     place = data.folder(asked.data)
-    return Options(
+    return BenchOptions(
         torch.device(device),
         place,
         asked.quick,
@@ -205,7 +205,7 @@ def options_of(asked: argparse.Namespace) -> Options:
     )
 
 
-def data_note(options: Options) -> str:
+def data_note(options: BenchOptions) -> str:
     return (
         f"files of {options.data.name or options.data}" if options.data else "generated stand-ins"
     )
@@ -213,7 +213,7 @@ def data_note(options: Options) -> str:
 
 def measured(
     names: Sequence[str],
-    options: Options,
+    options: BenchOptions,
     deadline: float,
     command: str,
     keep: Callable[[list[Section]], object],
@@ -221,7 +221,7 @@ def measured(
     """One section after the other, each kept as soon as it is there."""
     # torch.sparse, a rival, announces that it is in beta
     warnings.filterwarnings("ignore", message="Sparse")
-    limits = measure.Limits(options.device)
+    limits = measure.DeviceLimits(options.device)
     reserve = RESERVED * (deadline - time.monotonic()) if math.isfinite(deadline) else 0.0
     sections: list[Section] = []
     with Progress() as progress:
@@ -243,8 +243,8 @@ def measured(
 
 def section(
     name: str,
-    options: Options,
-    limits: measure.Limits,
+    options: BenchOptions,
+    limits: measure.DeviceLimits,
     deadline: float,
     command: str,
     progress: Progress,
@@ -287,14 +287,14 @@ def section(
     return made
 
 
-def slow_cases(name: str, options: Options) -> int:
+def slow_cases(name: str, options: BenchOptions) -> int:
     """In how many cases rivals that take long to set up are tried."""
     if not options.slow:
         return 0
     return 1 if options.quick and name != "compilers" else 10**6
 
 
-def _not_here(name: str, options: Options) -> list[tuple[str, str]]:
+def _not_here(name: str, options: BenchOptions) -> list[tuple[str, str]]:
     if name == "ablation":
         return ablation.not_here(options)
     if name == "compilers":

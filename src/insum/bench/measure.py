@@ -19,7 +19,7 @@ from typing import Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-from insum.bench.options import Options
+from insum.bench.options import BenchOptions
 from insum.bench.records import BOTH, FORWARD, Row
 from insum.runtime import timing
 
@@ -37,7 +37,7 @@ AT_ONCE = 1 << 26
 
 
 @dataclass(frozen=True, eq=False)
-class Ready:
+class ReadyContender:
     """A contender that is set up: ``run`` gives the output (and gradients); ``canonical`` brings
     them to the reference's shapes, untimed.
     """
@@ -54,7 +54,7 @@ class Contender:
     """
 
     name: str
-    make: Callable[[], Ready]
+    make: Callable[[], ReadyContender]
     lines: int | None = None
     slow: bool = False
     capture: bool = True
@@ -77,7 +77,7 @@ class Inputs(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class Comparison:
     """One comparison. ``want`` computes the float64 results."""
 
     benchmark: str
@@ -94,17 +94,17 @@ def cases_of(
     benchmark: str,
     name: str,
     dtype: torch.dtype,
-    options: Options,
+    options: BenchOptions,
     given: Inputs,
     want: Callable[..., Results],
     contenders: Callable[..., Sequence[Contender]],
-) -> Iterator[Case]:
+) -> Iterator[Comparison]:
     """A case for every direction that was asked for; ``want`` and ``contenders`` take the inputs
     and the direction.
     """
     for direction in options.directions:
         exact = functools.partial(want, given, direction)
-        yield Case(
+        yield Comparison(
             benchmark,
             name,
             dtype,
@@ -116,7 +116,7 @@ def cases_of(
         )
 
 
-class Limits:
+class DeviceLimits:
     """What the device reaches, measured in the same run when it is first asked for: bytes read and
     written in a row, and dense matmuls.
     """
@@ -290,12 +290,12 @@ class Runner:
     left out.
     """
 
-    limits: Limits
+    limits: DeviceLimits
     deadline: float = math.inf
     slow_cases: int = 10**6
     unwanted: tuple[str, ...] = ()
 
-    def rows(self, cases: Iterable[Case]) -> Iterator[Row]:
+    def rows(self, cases: Iterable[Comparison]) -> Iterator[Row]:
         for number, case in enumerate(cases):
             want: list[Results] = []  # computed for the first contender that runs
             for contender in case.contenders:
@@ -327,7 +327,7 @@ class Runner:
             )
         return ""
 
-    def row(self, case: Case, contender: Contender, want: list[Results], blank: Row) -> Row:
+    def row(self, case: Comparison, contender: Contender, want: list[Results], blank: Row) -> Row:
         try:
             if not want:
                 with turn():
@@ -339,7 +339,7 @@ class Runner:
             why = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
             return replace(blank, status="failed", note=_joined(contender.note, why))
 
-    def measured(self, case: Case, contender: Contender, want: Results, blank: Row) -> Row:
+    def measured(self, case: Comparison, contender: Contender, want: Results, blank: Row) -> Row:
         start = time.perf_counter()
         ready = contender.make()
         if contender.times and os.environ.get("INSUM_BENCH_TURNS"):
@@ -356,9 +356,9 @@ class Runner:
 
     def clocked(
         self,
-        case: Case,
+        case: Comparison,
         contender: Contender,
-        ready: Ready,
+        ready: ReadyContender,
         first: Results,
         want: Results,
         row: Row,
@@ -438,12 +438,12 @@ def autograd(
     upstream: Tensor | None,
     direction: str,
     note: str = "",
-) -> Ready:
+) -> ReadyContender:
     """A contender that is a differentiable function: forward alone, or the output and the gradients
     of all ``leaves``.
     """
     if direction == FORWARD:
-        return Ready(lambda: (no_grad(function, leaves),), note=note)
+        return ReadyContender(lambda: (no_grad(function, leaves),), note=note)
     assert direction == BOTH and upstream is not None
     held = [leaf.detach().requires_grad_() for leaf in leaves]
 
@@ -451,7 +451,7 @@ def autograd(
         out = function(*held)
         return (out.detach(), *torch.autograd.grad(out, held, upstream))
 
-    return Ready(run, note=note)
+    return ReadyContender(run, note=note)
 
 
 def no_grad(function: Callable[..., Tensor], leaves: Sequence[Tensor]) -> Tensor:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import insum
 from insum.bench import conv, data, machine, measure, spmm
-from insum.bench.options import Options
+from insum.bench.options import BenchOptions
 from insum.bench.records import FORWARD
 from insum.formats import BlockGroupCOO
 from insum.runtime import cache
@@ -73,13 +73,13 @@ class Point:
 # --- sizes ----------------------------------------------------------------------------------------
 
 
-def points(options: Options) -> Iterator[Point]:
+def points(options: BenchOptions) -> Iterator[Point]:
     kinds = {"spmm": _columns, "conv": _channels, "blocks": _sides}
     for name in options.names or kinds:
         yield from kinds[name](options)
 
 
-def _columns(options: Options) -> Iterator[Point]:
+def _columns(options: BenchOptions) -> Iterator[Point]:
     names = data.graph_names(options.data)[: None if options.gpu else 1]
     chosen = names[:: max(1, len(names) // GRAPHS)][:GRAPHS]
     usual = (torch.float16, torch.float32, torch.bfloat16) if options.gpu else (torch.float32,)
@@ -92,7 +92,7 @@ def _columns(options: Options) -> Iterator[Point]:
 
 
 def _spmm(
-    graph: Callable[[], data.Graph], n: int, dtype: torch.dtype
+    graph: Callable[[], data.CsrPattern], n: int, dtype: torch.dtype
 ) -> tuple[measure.Thunk, measure.Thunk | None, Tensor]:
     given = spmm.inputs(graph(), n, dtype)
     (want,) = spmm.want(given, FORWARD)
@@ -100,7 +100,7 @@ def _spmm(
     return ours.run, theirs.run, want
 
 
-def _channels(options: Options) -> Iterator[Point]:
+def _channels(options: BenchOptions) -> Iterator[Point]:
     names = data.cloud_names(options.data)[: CLOUDS if options.gpu else 1]
     kind = torch.float16 if options.gpu else torch.float32
     pairs = [(c, m) for c in CHANNELS for m in CHANNELS]
@@ -133,7 +133,7 @@ def _conv(
     return run, None, want
 
 
-def _sides(options: Options) -> Iterator[Point]:
+def _sides(options: BenchOptions) -> Iterator[Point]:
     side = SIDE[0] if options.gpu else SIDE[1]
     columns = COLUMNS[0] if options.gpu else COLUMNS[1]
     kind = torch.float16 if options.gpu else torch.float32
@@ -145,7 +145,7 @@ def _sides(options: Options) -> Iterator[Point]:
 def _blocks(
     side: int, columns: int, block: tuple[int, int], dtype: torch.dtype, device: torch.device
 ) -> tuple[measure.Thunk, measure.Thunk | None, Tensor]:
-    draw = data.Draw(device, dtype)
+    draw = data.RandomTensors(device, dtype)
     rows, cols = (-(-side // b) for b in block)
     kept = (draw.chance(rows, cols) < 0.1).repeat_interleave(block[0], 0)
     kept = kept.repeat_interleave(block[1], 1)
@@ -177,7 +177,7 @@ def swept(point: Point, device: torch.device) -> Swept:
     return Swept(point.kind, point.case, name, point.size, min(times), point.rival, rival, error)
 
 
-def run(options: Options, command: str, file: Path, budget: float) -> int:
+def run(options: BenchOptions, command: str, file: Path, budget: float) -> int:
     """Measure what the record lacks until the time is up; 1 if something was wrong."""
     record = _read(file)
     rows = {row.key: row for row in record}

@@ -50,7 +50,7 @@ class Stride:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class ExtentArgument:
     """The extent of a variable, in units."""
 
     var: str
@@ -98,7 +98,7 @@ class Count:
         return self.what
 
 
-Argument: TypeAlias = Pointer | Stride | Size | Length | Passed | Count
+Argument: TypeAlias = Pointer | Stride | ExtentArgument | Length | Passed | Count
 
 
 def annotation(argument: Argument, *, wide: bool) -> str:

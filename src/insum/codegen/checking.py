@@ -16,10 +16,10 @@ from insum.codegen.arguments import (
     RECORD,
     Argument,
     Count,
+    ExtentArgument,
     Length,
     Passed,
     Pointer,
-    Size,
     Stride,
 )
 from insum.codegen.emit import FLAG_COUNT, Kernel, signature
@@ -111,7 +111,7 @@ class _Check:
 
     def unpacked(self, names: Sequence[str]) -> Mapping[str, str]:
         """The point that each lane looks at, as values of the variables; which lanes have one."""
-        sizes = [self.arg(Size(v)) for v in names]
+        sizes = [self.arg(ExtentArgument(v)) for v in names]
         self.lines.append(f"there = at < {' * '.join(sizes) or '1'}")
         found, rest = {}, "at"
         for var, size in reversed(list(zip(names, sizes, strict=True))):

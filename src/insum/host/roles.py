@@ -63,7 +63,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Roles:
+class HostRoles:
     """A product of floating numbers, taken apart.
 
     Attributes:
@@ -104,7 +104,7 @@ class Roles:
         return self.target, *self.wide
 
 
-def roles_of(problem: Problem) -> Roles | None:
+def roles_of(problem: Problem) -> HostRoles | None:
     """The roles of a statement that is one product of real floating numbers with an index tensor in
     it; None for others.
     """
@@ -123,7 +123,7 @@ def roles_of(problem: Problem) -> Roles | None:
         pair = places[a], places[b]
         shared[pair] = (*shared.get(pair, ()), name)
     points = tuple(v for v in term.variables if v not in dense)
-    return Roles(
+    return HostRoles(
         problem,
         sides[0],
         tuple(sides[k] for k in sorted(sides) if k),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from insum.errors import InsumError, Span
-from insum.lang.expand import Term
+from insum.lang.expand import ProductTerm
 from insum.lang.expr import Access, Affine, Statement, accesses, tensors_of
 from insum.lang.types import Typed, accumulator, of_number
 
@@ -47,7 +47,7 @@ class Problem:
     """A statement with everything that its arguments' shapes, dtypes and devices decide."""
 
     statement: Statement
-    terms: tuple[Term, ...]
+    terms: tuple[ProductTerm, ...]
     kinds: Mapping[str, Kind]
     extents: Mapping[str, Size]
     shape: tuple[Size, ...]

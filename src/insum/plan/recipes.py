@@ -154,7 +154,7 @@ class SharedTiles:
     pads: bool  # -1 stands for an absent entry
 
 
-Rows: TypeAlias = Segments | Slots | Sorted
+RowRecipe: TypeAlias = Segments | Slots | Sorted
 Recipe: TypeAlias = (
     Segments
     | Slots
@@ -171,7 +171,7 @@ Recipe: TypeAlias = (
 
 
 @dataclass(frozen=True, slots=True)
-class Array:
+class RecipeArray:
     """One array of what a recipe makes, as kernels see it."""
 
     recipe: Recipe
