@@ -47,8 +47,8 @@ class GraphBuilder:
         self._placeholders: dict[str, Node] = {}
         self._aranges: dict[str, GraphValue] = {}
         self._last: Node | None = None
-        #: Of values that were cast, what they were cast from.
-        self.widened: dict[Node, GraphValue] = {}
+        #: What casts were made of.
+        self.before_cast: dict[Node, GraphValue] = {}
 
     # --- what the graph is called with ---
 
@@ -138,7 +138,7 @@ class GraphBuilder:
         if value.dtype is None or value.dtype == dtype or not isinstance(value.node, Node):
             return value
         node = self.method("to", value.node, dtype, name=f"{value.node.name}_{short(dtype)}")
-        self.widened[node] = value
+        self.before_cast[node] = value
         return replace(value, node=node, dtype=dtype, fresh=True)
 
     def aligned(self, value: GraphValue, order: Sequence[str]) -> Node | PythonNumber:

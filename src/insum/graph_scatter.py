@@ -62,7 +62,7 @@ class GraphWriter(Evaluator):
     def _narrow(self, node: Node) -> Node:
         if self.problem.dtype == torch.bool:
             return self.call(torch.ne, node, 0)
-        before = self.widened.get(node)
+        before = self.before_cast.get(node)
         if before is None or before.dtype != self.problem.dtype or not before.fresh:
             return self.method("to", node, self.problem.dtype)
         if not node.users:  # nothing was done with the wide value, which was never more than that

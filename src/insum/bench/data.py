@@ -15,6 +15,7 @@ from torch import Tensor
 from insum.errors import BenchError
 from insum.nn.kernel_map import Geometry, build_map
 from insum.nn.voxels import Voxels
+from insum.nn.wigner import wigner_3j
 
 USUAL = Path("../shared/data")
 #: 3 x 3 x 3 around a voxel, outputs where inputs are.
@@ -222,3 +223,31 @@ def chosen(names: Sequence[str], wanted: Sequence[str], kind: str) -> list[str]:
     if unknown:
         raise BenchError(f"there is no {kind} {unknown[0]!r}", expected=", ".join(names))
     return list(wanted or names)
+
+
+# --- equivariant products -------------------------------------------------------------------------
+
+
+def degrees(highest: int) -> list[tuple[int, int, int]]:
+    """The degrees of both factors and of the result, of all products up to the highest.
+
+    >>> degrees(1)
+    [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, 1)]
+    """
+    every = range(highest + 1)
+    return [(a, b, c) for a in every for b in every for c in every if abs(a - b) <= c <= a + b]
+
+
+def coefficients(products: Sequence[tuple[int, int, int]]) -> dict[str, Tensor]:
+    """The nonzero coefficients of products of these degrees, one product after the other: values
+    ``V``, components of the result ``I`` and of both factors ``J`` and ``K``, products ``L``.
+    """
+    found: dict[str, list[float]] = {name: [] for name in "VIJKL"}
+    for number, (a, b, c) in enumerate(products):
+        block = wigner_3j(a, b, c)
+        for i, j, k in block.nonzero().tolist():
+            entry = (float(block[i, j, k]), k + c * c, i + a * a, j + b * b, number)
+            for name, value in zip("VIJKL", entry, strict=True):
+                found[name].append(value)
+    made = {n: torch.tensor(v, dtype=torch.int32) for n, v in found.items() if n != "V"}
+    return {**made, "V": torch.tensor(found["V"])}

@@ -133,25 +133,18 @@ def scene(sizes: DataSizes) -> Tensor:
     return torch.cat([base + k * step for k in range(needed)])
 
 
-def pattern(device: torch.device) -> dict[str, Tensor]:
+def grouped_coefficients(device: torch.device) -> dict[str, Tensor]:
     """The coefficients of the products of degrees up to 1, a group for each of the five paths."""
-    from insum.nn.wigner import wigner_3j
-
-    paths = [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, 1)]
-    longest = 6
-    found: dict[str, Tensor] = {
-        n: torch.full((len(paths), longest), -1, dtype=torch.int32) for n in "IJK"
-    }
-    values = torch.zeros(len(paths), longest)
-    for p, degrees in enumerate(paths):
-        block = wigner_3j(*degrees)
-        at = block.nonzero()
-        values[p, : len(at)] = block[tuple(at.unbind(1))].float()
-        for axis, name in enumerate("JKI"):
-            found[name][p, : len(at)] = (at[:, axis] + (degrees[axis] > 0)).int()
-    found["L"] = torch.arange(len(paths), dtype=torch.int32)
-    made = {name: insum.constant(t.to(device)) for name, t in found.items()}
-    return {**made, "V": insum.constant(values.to(device))}
+    found = data.coefficients(data.degrees(1))
+    counts = found["L"].bincount()
+    path, slot = (torch.arange(int(counts.max())) < counts[:, None]).nonzero(as_tuple=True)
+    shape = len(counts), int(counts.max())
+    made = {name: torch.full(shape, -1, dtype=torch.int32) for name in "IJK"}
+    made["V"] = torch.zeros(shape)
+    for name, table in made.items():
+        table[path, slot] = found[name]
+    made["L"] = torch.arange(len(counts), dtype=torch.int32)
+    return {name: insum.constant(table.to(device)) for name, table in made.items()}
 
 
 # --- cases ----------------------------------------------------------------------------------------
@@ -224,7 +217,7 @@ def _cloud_cases(sizes: DataSizes) -> Iterator[FreshCase]:
 
 
 def _product_case(sizes: DataSizes) -> FreshCase:
-    fixed: dict[str, Any] = pattern(sizes.device)
+    fixed: dict[str, Any] = grouped_coefficients(sizes.device)
 
     def ours(x: Tensor, y: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         return insum.insum(

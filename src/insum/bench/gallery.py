@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import insum
-from insum.bench.data import RandomTensors
+from insum.bench.data import RandomTensors, coefficients, degrees
 from insum.bench.measure import Comparison, Contender, ReadyContender, Results, Work, autograd
 from insum.bench.options import BenchOptions
 from insum.bench.records import FORWARD
@@ -236,31 +236,12 @@ def adapters(options: BenchOptions) -> Iterator[Exhibit]:
 # --- equivariant networks -------------------------------------------------------------------------
 
 
-def coefficients(degree: int, device: torch.device) -> tuple[dict[str, Tensor], int]:
-    """All products of degrees up to one, coefficient by coefficient: values, components of the
-    result and of both factors, paths; and how many paths there are.
-    """
-    from insum.nn.wigner import wigner_3j
-
-    found: dict[str, list[float]] = {name: [] for name in "VIJKL"}
-    every = range(degree + 1)
-    paths = [(a, b, c) for a in every for b in every for c in every if abs(a - b) <= c <= a + b]
-    paths = [path for path in paths if sum(path) % 2 == 0]  # parity
-    for number, (a, b, c) in enumerate(paths):
-        block = wigner_3j(a, b, c)
-        for i, j, k in block.nonzero().tolist():
-            entry = (float(block[i, j, k]), k + c * c, i + a * a, j + b * b, number)
-            for name, value in zip("VIJKL", entry, strict=True):
-                found[name].append(value)
-    made = {n: torch.tensor(v, dtype=torch.int32) for n, v in found.items() if n != "V"}
-    constant = {n: insum.constant(t.to(device)) for n, t in made.items()}
-    return {**constant, "V": insum.constant(torch.tensor(found["V"]).to(device))}, len(paths)
-
-
 def convolutions(options: BenchOptions) -> Iterator[Exhibit]:
     for degree, edges in ((1, 100_000), (2, 100_000), (3, 50_000)):
         edges, nodes = _sizes(options, edges, edges // 20)
-        fixed, paths = coefficients(degree, options.device)
+        products = [path for path in degrees(degree) if sum(path) % 2 == 0]  # parity
+        found, paths = coefficients(products), len(products)
+        fixed = {name: insum.constant(t.to(options.device)) for name, t in found.items()}
         draw, size = RandomTensors(options.device), (degree + 1) ** 2
         dst = (draw.chance(edges) * nodes).int().sort().values
         tensors = {

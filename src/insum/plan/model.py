@@ -41,8 +41,9 @@ TINY_ENTRIES = 2**15
 ENOUGH_PROGRAMS = 264
 #: Columns in tiles of which the last may be half empty.
 MANY_COLUMNS = 512
-#: Places of an output that fill a device with tiles of 128 x 128.
-LARGE = ENOUGH_PROGRAMS * 128 * 128
+#: A tile of the largest products, and places of an output that fill a device with such tiles.
+LARGE_TILE = 128 * 128
+LARGE = ENOUGH_PROGRAMS * LARGE_TILE
 #: Steps of a reduction that fill a deep pipeline.
 LARGE_STEPS = 8
 #: Shared memory for the operands of one program.
@@ -278,7 +279,7 @@ def _k_tile(plan: Plan, extents: Mapping[str, int], size: int) -> int:
         inner = inner_extent(plan, extents)
         return inner * max(1, 32 // inner)
     longest = power_of_two(extents[plan.roles.k[0]])
-    if plan.segment and plan.segment.var in plan.roles.k and _columns(plan, extents) >= LARGE:
+    if plan.segment and plan.segment.var in plan.roles.k and _output_places(plan, extents) >= LARGE:
         return max(16, min(longest, 32))  # rows end anywhere, and their entries are gathered
     return max(16, min(longest, 64 if size == 2 else 32))
 
@@ -346,7 +347,7 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
             return Config(m=m, n=n, k=k, warps=max(1, m * n * k // 1024), stages=1)
         n = min(n, max(1, 2048 // k))
     n = min(n, 128)
-    if plan.roles.k and k >= 1024 and _columns(plan, extents) < 2 * ENOUGH_PROGRAMS * n:
+    if plan.roles.k and k >= 1024 and _output_places(plan, extents) < 2 * ENOUGH_PROGRAMS * n:
         # long sums over few columns: more programs, and more rows in flight
         return Config(m=1, n=min(n, 64), k=128, warps=8, stages=1)
     k = min(k, max(4, 1024 // n)) if plan.roles.k and k < 128 or n > 16 else k
@@ -354,8 +355,8 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
     return Config(m=m, n=n, k=k, warps=4, stages=1 if k == 1 else 2)
 
 
-def _columns(plan: Plan, extents: Mapping[str, int]) -> int:
-    """Places of the output, where tiles are as high as one of them."""
+def _output_places(plan: Plan, extents: Mapping[str, int]) -> int:
+    """How many elements of the output a plan computes: all values of what it does not sum."""
     return extent((*plan.roles.grid, *plan.roles.m, *plan.roles.n), extents)
 
 

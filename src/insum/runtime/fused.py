@@ -80,9 +80,8 @@ class FusedKind:
         negated: whether some tensor is to be read as its negative.
         numbers: scalars that are passed as Python numbers.
         coefficients: tensors at the places of index tensors, whose values may be promised.
-        unseen: programs for index tensors that were never seen, by class of sizes.
-        mapped: programs for maps of kernels that were never seen, by class of sizes and what is
-            known of every map of their kind.
+        unseen: programs for index tensors that were never seen, by class of sizes; for maps of
+            kernels by what is known of every map of their kind, too.
     """
 
     programs: Programs
@@ -94,7 +93,6 @@ class FusedKind:
     numbers: tuple[str, ...]
     coefficients: tuple[str, ...]
     unseen: dict[object, Unseen] = field(default_factory=dict)
-    mapped: dict[object, Unseen] = field(default_factory=dict)
 
     @property
     def problem(self) -> Problem:
@@ -261,7 +259,7 @@ class FusedCall:
     ) -> Ready | Unseen | Refusal:
         """What is kept for later calls once everything is known that can be."""
         mapped = self.map_key(values, target, entries)
-        if mapped is not None and (held := self.kind.mapped.get(mapped)) is not None:
+        if mapped is not None and (held := self.kind.unseen.get(mapped)) is not None:
             return held
         if self.is_known(values, entries):
             try:
@@ -273,7 +271,7 @@ class FusedCall:
                     self.keep(self.key(target, entries), found, entries)
                 code = self.code_of(found, target) if mapped and isinstance(found, Ready) else None
                 if code is not None:
-                    keep(self.kind.mapped, mapped, code, MOST_UNSEEN)
+                    keep(self.kind.unseen, mapped, code, MOST_UNSEEN)
                 return found
         return self.make_unseen(values, target, entries)
 
