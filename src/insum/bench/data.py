@@ -251,3 +251,19 @@ def coefficients(products: Sequence[tuple[int, int, int]]) -> dict[str, Tensor]:
                 found[name].append(value)
     made = {n: torch.tensor(v, dtype=torch.int32) for n, v in found.items() if n != "V"}
     return {**made, "V": torch.tensor(found["V"])}
+
+
+def grouped_coefficients(
+    products: Sequence[tuple[int, int, int]], device: torch.device
+) -> dict[str, Tensor]:
+    """The same with a row for each product, as long as the longest, padded with -1."""
+    found = coefficients(products)
+    counts = found["L"].bincount()
+    row, slot = (torch.arange(int(counts.max())) < counts[:, None]).nonzero(as_tuple=True)
+    shape = len(counts), int(counts.max())
+    made = {name: torch.full(shape, -1, dtype=torch.int32) for name in "IJK"}
+    made["V"] = torch.zeros(shape)
+    for name, table in made.items():
+        table[row, slot] = found[name]
+    made["L"] = torch.arange(len(counts), dtype=torch.int32)
+    return {name: table.to(device) for name, table in made.items()}

@@ -8,11 +8,10 @@ training step is forward, sum, backward and an update by SGD.
 
 from __future__ import annotations
 
-import json
+import functools
 import math
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 import insum
-from insum.bench import data, machine, measure
+from insum.bench import data, measure
 from insum.bench.options import BenchOptions
 from insum.bench.rivals import FLEXGEMM, PYG, module
+from insum.bench.study import Study
 from insum.bench.table import aligned
 from insum.runtime import launch
 
@@ -133,20 +133,6 @@ def scene(sizes: DataSizes) -> Tensor:
     return torch.cat([base + k * step for k in range(needed)])
 
 
-def grouped_coefficients(device: torch.device) -> dict[str, Tensor]:
-    """The coefficients of the products of degrees up to 1, a group for each of the five paths."""
-    found = data.coefficients(data.degrees(1))
-    counts = found["L"].bincount()
-    path, slot = (torch.arange(int(counts.max())) < counts[:, None]).nonzero(as_tuple=True)
-    shape = len(counts), int(counts.max())
-    made = {name: torch.full(shape, -1, dtype=torch.int32) for name in "IJK"}
-    made["V"] = torch.zeros(shape)
-    for name, table in made.items():
-        table[path, slot] = found[name]
-    made["L"] = torch.arange(len(counts), dtype=torch.int32)
-    return {name: insum.constant(table.to(device)) for name, table in made.items()}
-
-
 # --- cases ----------------------------------------------------------------------------------------
 
 
@@ -217,7 +203,10 @@ def _cloud_cases(sizes: DataSizes) -> Iterator[FreshCase]:
 
 
 def _product_case(sizes: DataSizes) -> FreshCase:
-    fixed: dict[str, Any] = grouped_coefficients(sizes.device)
+    fixed: dict[str, Any] = {
+        name: insum.constant(table)
+        for name, table in data.grouped_coefficients(data.degrees(1), sizes.device).items()
+    }
 
     def ours(x: Tensor, y: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         return insum.insum(
@@ -312,11 +301,8 @@ def timed(case: FreshCase, device: torch.device, calls: int) -> list[Timed]:
     for _ in range(calls):
         arguments = case.draw(drawn)
         for one in case.contenders:
-            measure.wait(device)
-            before, start = launch.compile_count(), time.perf_counter()
-            one.run(*arguments)
-            measure.wait(device)
-            seconds[one.name].append(time.perf_counter() - start)
+            before = launch.compile_count()
+            seconds[one.name].append(measure.once(functools.partial(one.run, *arguments), device))
             compiled[one.name] += launch.compile_count() - before
     waits = {c.name: waited_for(case, c, device, drawn) for c in case.contenders}
     return [
@@ -382,30 +368,17 @@ def no_waits() -> Iterator[None]:
 # --- the command ----------------------------------------------------------------------------------
 
 
-def run(options: BenchOptions, command: str, file: Path) -> int:
+def run(study: Study) -> int:
     """Measure, show and write; 1 if a result is wrong."""
     rows: list[Timed] = []
-    for case in cases(options):
-        rows += timed(case, options.device, CALLS if options.device.type == "cuda" else 3)
-        write(rows, options, command, file)
+    for case in cases(study.options):
+        rows += timed(case, study.device, CALLS if study.options.gpu else 3)
+        study.keep(calls=CALLS, rows=[asdict(row) for row in rows])
         for row in rows[-len(case.contenders) :]:
             print("  ".join(_cells(row)), flush=True)
     print("\n".join(aligned([HEAD, *map(_cells, rows)])))
-    print(f"written: {file}")
+    print(f"written: {study.file}")
     return int(any(row.error is not None and not row.error < 1e-2 for row in rows))
-
-
-def write(rows: list[Timed], options: BenchOptions, command: str, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "command": command,
-        "date": machine.today(),
-        "device": machine.device_name(options.device),
-        "versions": machine.versions(),
-        "calls": CALLS,
-        "rows": [asdict(row) for row in rows],
-    }
-    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def _cells(row: Timed) -> tuple[str, ...]:

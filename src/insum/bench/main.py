@@ -20,11 +20,15 @@ from insum.bench import (
     block_spmm,
     compilers,
     conv,
+    cpu,
     data,
+    formats,
     fresh,
     gallery,
     machine,
     measure,
+    memory,
+    overhead,
     records,
     rivals,
     spmm,
@@ -35,6 +39,7 @@ from insum.bench import (
 from insum.bench.options import BenchOptions, directions_of, dtypes_of
 from insum.bench.progress import Progress
 from insum.bench.records import Missing, Row, Section
+from insum.bench.study import Study
 from insum.errors import BenchError
 from insum.runtime import launch
 
@@ -48,6 +53,17 @@ BENCHMARKS: dict[str, ModuleType] = {
 }
 #: What is no part of ``all``, which is the paper's.
 MORE: dict[str, ModuleType] = {"gallery": gallery}
+#: What has a record of its own.
+STUDIES: dict[str, ModuleType] = {
+    "fresh": fresh,
+    "sweep": sweep,
+    "cpu": cpu,
+    "formats": formats,
+    "memory": memory,
+    "overhead": overhead,
+}
+#: What takes folders.
+TAKES_SOURCES = ("report", "compare")
 #: Seconds after which --quick begins nothing new.
 QUICK_BUDGET = {"cuda": 420.0, "cpu": 150.0}
 #: Share of the time that every later benchmark keeps for itself.
@@ -55,7 +71,8 @@ RESERVED = 0.1
 OUT = Path("out/bench")
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(what: str = "") -> argparse.ArgumentParser:
+    """``what``: the study whose own options are to be understood, too."""
     made = argparse.ArgumentParser(
         prog="insum bench",
         description="The paper's tables and figures against the rivals that are here.",
@@ -64,14 +81,15 @@ def parser() -> argparse.ArgumentParser:
         "what",
         nargs="?",
         default="all",
-        help=f"{_names()}; fresh times calls on data never seen, sweep sizes that nobody tuned "
-        "for; report draws tables and figures anew from results",
+        help=f"{_names()}; report draws tables and figures anew from results; the others are told "
+        "of in docs/benchmarks.md, and `insum bench NAME --help` tells of their own options",
     )
     made.add_argument(
         "sources",
         nargs="*",
         type=Path,
-        help="report: folders or bench.json files; where several have a case, the last counts",
+        help="report: folders or bench.json files; where several have a case, the last counts; "
+        "compare: the src folders of two versions",
     )
     made.add_argument(
         "--data",
@@ -124,11 +142,13 @@ def parser() -> argparse.ArgumentParser:
         default=0.0,
         help="seconds after which nothing new is begun; what is left out is named",
     )
+    if what in STUDIES and hasattr(STUDIES[what], "add_options"):
+        STUDIES[what].add_options(made.add_argument_group(f"options of {what}"))
     return made
 
 
 def _names() -> str:
-    return ", ".join([*BENCHMARKS, "all", *MORE, "fresh", "sweep"]) + " or report"
+    return ", ".join([*BENCHMARKS, "all", *MORE, *STUDIES]) + " or report"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return run(parser().parse_args(given), given)
+        return run(parser(given[0] if given else "").parse_args(given), given)
     except BenchError as error:
         print(f"insum bench: {error}")
         return 2
@@ -151,20 +171,17 @@ def run(asked: argparse.Namespace, given: Sequence[str]) -> int:
     if asked.what == "report":
         sections = records.read(asked.sources or [asked.out])
         return finish(sections, asked)
-    if asked.what == "fresh":
-        file = asked.json or asked.out / "fresh.json"
-        return fresh.run(options_of(asked), machine.command(given), file)
-    if asked.what == "sweep":
-        file, budget = asked.json or asked.out / "sweep.json", asked.budget or math.inf
-        return sweep.run(options_of(asked), machine.command(given), file, budget)
-    if asked.what not in (*BENCHMARKS, *MORE, "all"):
+    if asked.what not in (*BENCHMARKS, *MORE, *STUDIES, "all"):
         raise BenchError(f"there is no benchmark {asked.what!r}", expected=_names())
-    if asked.sources:
+    if asked.sources and asked.what not in TAKES_SOURCES:
         raise BenchError(
             f"{asked.sources[0]} was given to a benchmark",
             expected="one benchmark, and options",
             remedy="folders are for insum bench report",
         )
+    if asked.what in STUDIES:
+        status: int = STUDIES[asked.what].run(study_of(asked, given))
+        return status
     if asked.only and asked.what in ("ablation", "compilers", "all"):
         expected = (
             "one of the four applications: sparsities (90), graphs, clouds, or rows of "
@@ -181,6 +198,13 @@ def run(asked: argparse.Namespace, given: Sequence[str]) -> int:
     keep = lambda found: store(found, asked.out)
     sections = measured(names, options, time.monotonic() + budget, machine.command(given), keep)
     return finish(sections, asked)
+
+
+def study_of(asked: argparse.Namespace, given: Sequence[str]) -> Study:
+    file = asked.json or asked.out / f"{asked.what.replace('-', '_')}.json"
+    end = time.monotonic() + (asked.budget or math.inf)
+    command = machine.command(given)
+    return Study(asked.what, options_of(asked), asked, command, file, end, asked.sources)
 
 
 def options_of(asked: argparse.Namespace) -> BenchOptions:
@@ -255,10 +279,15 @@ def section(
     """
     benchmark, start = {**BENCHMARKS, **MORE}[name], time.monotonic()
     made = Section(
-        name, benchmark.TITLE, benchmark.STATEMENT, benchmark.BASELINE, command, machine.today(),
-        machine.device_name(options.device), machine.versions(), {}, data_note(options),
-        options.quick,
-    )  # fmt: skip
+        name,
+        benchmark.TITLE,
+        benchmark.STATEMENT,
+        benchmark.BASELINE,
+        **machine.about(command, options.device),
+        limits={},
+        data=data_note(options),
+        quick=options.quick,
+    )
     made.missing = [
         *rivals.missing(name, options.device),
         *(Missing(*pair) for pair in _not_here(name, options)),

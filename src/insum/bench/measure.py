@@ -12,7 +12,7 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
@@ -189,8 +189,8 @@ def turn(wanted: bool = True) -> Iterator[None]:
 def clock(run: Thunk, device: torch.device, capture: bool = True) -> tuple[float, str]:
     """Median milliseconds of one call, and by which clock."""
     if device.type != "cuda":
-        return 1e-3 * timing.wall_timer(run, repeats(_once(run, device), "cpu")), "host"
-    times = repeats(_once(run, device), "cuda")
+        return 1e-3 * timing.wall_timer(run, repeats(once(run, device), "cpu")), "host"
+    times = repeats(once(run, device), "cuda")
     if not capture:
         return 1e-3 * timing.event_timer(run, times), "events"
     timer: timing.Timer | None = None
@@ -205,21 +205,43 @@ def clock(run: Thunk, device: torch.device, capture: bool = True) -> tuple[float
         getattr(timer, "close", lambda: None)()
 
 
-def _once(run: Thunk, device: torch.device) -> float:
+def once(run: Callable[[], object], device: torch.device, *, wait_for_end: bool = True) -> float:
+    """Seconds of one call by the host's clock, from an idle device to an idle device; without
+    ``wait_for_end``, to where the host is done.
+    """
     wait(device)
     start = time.perf_counter()
     run()
-    wait(device)
+    if wait_for_end:
+        wait(device)
     return time.perf_counter() - start
 
 
-def repeats(once: float, kind: str) -> int:
-    """How often to repeat what takes ``once`` seconds.
+def in_turns(
+    runs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    time_of: Callable[[Callable[[], object]], float],
+) -> dict[str, list[float]]:
+    """The times of each by ``time_of``; one after the other in every round, so that a slow moment
+    of the machine hits all of them.
+
+    >>> in_turns({"a": lambda: 1, "b": lambda: 2}, 2, lambda run: float(run()))
+    {'a': [1.0, 1.0], 'b': [2.0, 2.0]}
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name].append(time_of(run))
+    return times
+
+
+def repeats(taken: float, kind: str) -> int:
+    """How often to repeat what takes so many seconds.
 
     >>> repeats(10.0, "cpu"), repeats(0.01, "cpu"), repeats(1e-6, "cpu")
     (1, 10, 50)
     """
-    return max(1 if once > 1 else 3, min(50, int(SECONDS[kind] / max(once, 1e-6))))
+    return max(1 if taken > 1 else 3, min(50, int(SECONDS[kind] / max(taken, 1e-6))))
 
 
 def wait(device: torch.device) -> None:
@@ -231,8 +253,11 @@ def peak_mib(run: Thunk, device: torch.device) -> float | None:
     """MiB that a warm call allocates at its peak, its results included; None where the device does
     not tell.
     """
-    if device.type != "cuda":
-        return None
+    return peak_bytes(run, device) / 2**20 if device.type == "cuda" else None
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Bytes that a call allocates on a GPU at its peak, beyond those that were there."""
     wait(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -240,7 +265,7 @@ def peak_mib(run: Thunk, device: torch.device) -> float | None:
     wait(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del results
-    return peak / 2**20
+    return peak
 
 
 # --- checking -------------------------------------------------------------------------------------

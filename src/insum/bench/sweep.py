@@ -9,19 +9,18 @@ from __future__ import annotations
 import functools
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import insum
-from insum.bench import conv, data, machine, measure, spmm
+from insum.bench import conv, data, measure, spmm
 from insum.bench.options import BenchOptions
 from insum.bench.records import FORWARD
+from insum.bench.study import Study
 from insum.formats import BlockGroupCOO
 from insum.runtime import cache
 
@@ -177,25 +176,23 @@ def swept(point: Point, device: torch.device) -> Swept:
     return Swept(point.kind, point.case, name, point.size, min(times), point.rival, rival, error)
 
 
-def run(options: BenchOptions, command: str, file: Path, budget: float) -> int:
+def run(study: Study) -> int:
     """Measure what the record lacks until the time is up; 1 if something was wrong."""
-    record = _read(file)
-    rows = {row.key: row for row in record}
-    end, wrong = time.monotonic() + budget, 0
-    for point in points(options):
+    rows, wrong = {row.key: row for row in _read(study.file)}, 0
+    for point in points(study.options):
         if point.key in rows:
             continue
-        if time.monotonic() > end:
+        if not study.has_time():
             print("the time is up; the same command goes on from here")
             break
-        row = swept(point, options.device)
+        row = swept(point, study.device)
         rows[row.key] = row
         wrong += not row.error <= measure.TOLERANCE[point.dtype]
         beside = f" {row.rival} {row.rival_ms:.4f}" if row.rival_ms is not None else ""
         print(f"{row.kind} {row.case} {row.dtype} {row.size}: {row.milliseconds:.4f} ms{beside}")
-        _write(list(rows.values()), command, file, options.device)
+        study.keep(rows=[asdict(row) for row in rows.values()])
         cache.forget()  # a process has room for so many kernels of a statement
-        measure.release(options.device)
+        measure.release(study.device)
     for line in cliffs(list(rows.values())):
         print(line)
     return 1 if wrong else 0
@@ -206,18 +203,6 @@ def _read(file: Path) -> list[Swept]:
         return []
     found = json.loads(file.read_text(encoding="utf-8"))["rows"]
     return [Swept(**{**row, "size": tuple(row["size"])}) for row in found]
-
-
-def _write(rows: list[Swept], command: str, file: Path, device: torch.device) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {
-        "command": command,
-        "date": machine.today(),
-        "device": machine.device_name(device),
-        "versions": machine.versions(),
-        "rows": [asdict(row) for row in rows],
-    }
-    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 # --- what it tells --------------------------------------------------------------------------------
