@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from insum.bench import data, formats, memory, overhead
-from insum.bench.main import STUDIES, main, parser
+import insum
+from insum import search
+from insum.bench import (
+    compare,
+    data,
+    first_process,
+    formats,
+    machine,
+    memory,
+    overhead,
+    tuning,
+)
+from insum.bench.main import STUDIES, main, parser, store, study_of
+from insum.bench.records import Row, Section
+from insum.bench.study import Study
 from insum.lang.bind import bind
 from insum.lang.parser import parse
 
@@ -19,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def record_of(tmp_path: Path, name: str, *more: str) -> dict[str, Any]:
-    given = [name, "--quick", "--device", "cpu", "--data", "", "--out", str(tmp_path), *more]
+    given = [name, *more, "--quick", "--device", "cpu", "--data", "", "--out", str(tmp_path)]
     assert main(given) == 0
     record: dict[str, Any] = json.loads((tmp_path / f"{name.replace('-', '_')}.json").read_text())
     assert set(record) >= ABOUT
@@ -38,6 +52,10 @@ def test_every_study_has_its_own_options() -> None:
 def test_folders_are_for_those_that_take_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["overhead", "somewhere"]) == 2
     assert "somewhere was given to a benchmark" in capsys.readouterr().out
+
+
+def test_parts_that_are_not_there() -> None:
+    assert main(["cpu", "--only", "nothing", "--device", "cpu"]) == 2
 
 
 def test_cpu(tmp_path: Path) -> None:
@@ -85,3 +103,76 @@ def test_what_memory_measures_is_right() -> None:
     ):
         bind(parse(case.statement), case.values, **case.options)
         assert set(case.leaves) < set(case.values)
+
+
+def test_first_call(tmp_path: Path) -> None:
+    record = record_of(tmp_path, "first-call", "--only", "spmm", "--repeat", "1")
+    cold, warm = record["rows"]
+    assert (cold["kind"], warm["kind"]) == ("cold", "warm")
+    for row in (cold, warm):
+        counted = row["import insum"] + row["convert"] + row["first call"]
+        assert row["total"] == pytest.approx(counted)
+
+
+@pytest.mark.parametrize("name", ["spmm", "tensor-product"])
+def test_what_a_first_call_computes_is_what_its_rival_does(name: str) -> None:
+    torch.manual_seed(0)
+    given = first_process.OPERANDS[name]("cpu", torch.float32)
+    want = first_process.BY_HAND[name](given)()
+    got = first_process.called(name, first_process.converted(name, given))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+class Done:
+    """A process that has run."""
+
+    def wait(self) -> int:
+        return 0
+
+
+def test_two_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([9.0, 9.0, 3.0, 2.0, 2.0, 4.0])  # warm, then old and new in each of two rounds
+
+    def started(source: Path, case: str, study: Study, out: Path) -> Done:
+        rows = [
+            Row("spmm", "cora", "float32", "forward", "insum", "ok", next(times)),
+            Row("spmm", "cora", "float32", "forward", "rival", "ok", 1.0),
+        ]
+        about = {**machine.about("", CPU), "limits": {}, "data": "", "quick": True}
+        store([Section("spmm", "SpMM", "", "", **about, rows=rows)], out)
+        return Done()
+
+    monkeypatch.setattr(compare, "started", started)
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    folders = [str(tmp_path / name) for name in ("old", "new")]
+    (row,) = record_of(tmp_path, "compare", *folders, "--only", "spmm")["rows"]
+    assert (row["contender"], row["old_ms"], row["new_ms"]) == ("insum", 2.0, 2.0)
+
+
+@pytest.mark.parametrize("folders", [(), ("not-there", "nor-this")])
+def test_two_versions_need_two_folders(folders: tuple[str, ...]) -> None:
+    assert main(["compare", *folders, "--device", "cpu"]) == 2
+
+
+def test_searches_are_watched_and_their_caches_are_their_own() -> None:
+    before, usual = os.environ.get("INSUM_CACHE_DIR"), search.EFFORTS["quick"]
+    with tuning.empty_cache(), tuning.limited("quick", 3, 1.5), tuning.watched() as found:
+        assert os.environ["INSUM_CACHE_DIR"] != before
+        assert search.EFFORTS["quick"] == search.Effort(3, usual.refine, 1.5)
+        insum.tune("y[i] = A[i,j] * x[j]", A=torch.ones(2, 3), x=torch.ones(3))
+    assert len(found) == 1 and search.EFFORTS["quick"] == usual
+    assert os.environ.get("INSUM_CACHE_DIR") == before
+    assert tuning._told(found[0])["ratio"] == 1.0
+    assert tuning.summary([], "quick") == "nothing was tuned"
+
+
+def test_tuning_takes_the_forward_cases_of_all_applications() -> None:
+    asked = parser("tuning").parse_args(["tuning", "--quick", "--device", "cpu", "--data", ""])
+    study = study_of(asked, ["tuning"])
+    found = [(name, case) for name, case in tuning.cases(study)]
+    assert {name for name, _ in found} == set(tuning.APPLICATIONS)
+    assert {case.direction for _, case in found} == {"forward"}
+    # on a CPU there is no kernel to search for; what is run is right all the same
+    ((name, case),) = [one for one in found if one[0] == "tensor-product"][:1]
+    assert list(tuning.tuned(name, case, "quick")) == []

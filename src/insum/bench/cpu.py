@@ -24,6 +24,7 @@ from insum.bench.records import BOTH, FORWARD
 from insum.bench.study import Study
 
 CPU = torch.device("cpu")
+APPLICATIONS = ("spmm", "conv", "tensor-product")
 DIRECTIONS = (FORWARD, BOTH)
 #: None of these was looked at while the ways of a CPU were chosen.
 GRAPHS, COLUMNS = ("PROTEINS_full", "c-46", "ego-twitter"), (16, 96, 128)
@@ -46,18 +47,18 @@ class CpuCase:
 def cases(study: Study) -> Iterator[CpuCase]:
     """All, or the first of each application; made when their turn comes."""
     most = 1 if study.options.quick else None
-    place = study.options.data
-    if study.wants("spmm"):
+    place, wanted = study.options.data, study.wanted(APPLICATIONS)
+    if "spmm" in wanted:
         for name in GRAPHS[:most]:
             graph = data.graph(name, place, CPU)
             for columns in COLUMNS[:most]:
                 yield from spmm_cases(graph, columns)
-    if study.wants("conv"):
+    if "conv" in wanted:
         for name in CLOUDS[:most]:
             voxels = data.cloud(name, place, CPU, MOST_VOXELS)
             for channels in CHANNELS[:most]:
                 yield from conv_cases(name, voxels, channels)
-    if study.wants("tensor-product"):
+    if "tensor-product" in wanted:
         for degree, channels in PRODUCTS[:most]:
             yield from product_cases(degree, channels)
 

@@ -18,10 +18,12 @@ import torch
 from insum.bench import (
     ablation,
     block_spmm,
+    compare,
     compilers,
     conv,
     cpu,
     data,
+    first_call,
     formats,
     fresh,
     gallery,
@@ -35,6 +37,7 @@ from insum.bench import (
     sweep,
     table,
     tensor_product,
+    tuning,
 )
 from insum.bench.options import BenchOptions, directions_of, dtypes_of
 from insum.bench.progress import Progress
@@ -57,10 +60,13 @@ MORE: dict[str, ModuleType] = {"gallery": gallery}
 STUDIES: dict[str, ModuleType] = {
     "fresh": fresh,
     "sweep": sweep,
-    "cpu": cpu,
-    "formats": formats,
-    "memory": memory,
+    "tuning": tuning,
+    "first-call": first_call,
     "overhead": overhead,
+    "memory": memory,
+    "formats": formats,
+    "cpu": cpu,
+    "compare": compare,
 }
 #: What takes folders.
 TAKES_SOURCES = ("report", "compare")

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from insum.bench import machine, records
+from insum.bench import data, machine, records
 from insum.bench.options import BenchOptions
 from insum.errors import BenchError
 
@@ -44,9 +44,9 @@ class Study:
     def has_time(self) -> bool:
         return time.monotonic() < self.end
 
-    def wants(self, name: str) -> bool:
-        """Whether a part is among those of ``--only``, or none are named."""
-        return not self.options.names or name in self.options.names
+    def wanted(self, parts: Sequence[str]) -> list[str]:
+        """Those that ``--only`` names, all where it names none."""
+        return data.chosen(parts, self.options.names, "part")
 
     def require_gpu(self) -> None:
         if not self.options.gpu:
