@@ -48,7 +48,8 @@ def page(folder: Path = RESULTS) -> str:
         "# Results",
         "",
         "Made by `python benchmarks/report.py` from the files under `benchmarks/results`; a "
-        "test compares the two.",
+        "test compares the two. Commands are those of the day: scripts that are no longer there "
+        "are studies of `insum bench` now.",
         "",
     ]
     fused = (("fusion.json", fusion_lines), ("fusion_fresh.json", fresh_lines))

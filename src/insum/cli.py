@@ -93,7 +93,7 @@ def application() -> "typer.Typer":
     def bench(context: typer.Context) -> None:
         """The paper's tables and figures against the rivals that are here: block-spmm, spmm, conv,
         tensor-product, ablation, compilers, all, report; and what else is measured: gallery, fresh,
-        sweep, tuning, first-call, overhead, memory, formats, cpu, compare.
+        sweep, fusion, tuning, first-call, overhead, memory, formats, cpu, compare.
         """
         from insum.bench.main import main
 

@@ -17,9 +17,11 @@ from insum.bench import (
     data,
     first_process,
     formats,
+    fusion,
     machine,
     memory,
     overhead,
+    programs,
     tuning,
 )
 from insum.bench.main import STUDIES, main, parser, store, study_of
@@ -176,3 +178,35 @@ def test_tuning_takes_the_forward_cases_of_all_applications() -> None:
     # on a CPU there is no kernel to search for; what is run is right all the same
     ((name, case),) = [one for one in found if one[0] == "tensor-product"][:1]
     assert list(tuning.tuned(name, case, "quick")) == []
+
+
+@pytest.mark.parametrize("more", [(), ("--fresh", "--breaks")])
+def test_fusion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]) -> None:
+    keep = {"insum.fuse": "always", "insum.rest": "eager"}  # TorchInductor takes a minute
+    quick = lambda model, fuse: {
+        "eager": model,
+        "torch.compile": torch.compile(model, backend="eager"),
+        "insum": torch.compile(model, backend="insum", options=keep),
+    }
+    monkeypatch.setattr(fusion, "ways", quick)
+    monkeypatch.setattr(programs, "SMALL_CLOUD", 30)
+    record = record_of(tmp_path, "fusion", "--only", "convolution", "--columns", "4", *more)
+    (row,) = record["rows"]
+    assert row["program"] == "convolution" and row["insum"]["error"] < 1e-5
+    assert bool(row["insum"]["fused"]) and "failed" not in row
+    for way in ("eager", "torch.compile", "insum"):
+        assert row[way]["both_row_ms"] > 0 and row[way]["forward_ms"] > 0
+
+
+def test_a_program_that_fails_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*arguments: object) -> torch.Tensor:
+        raise ValueError("not today")
+
+    ways = {"torch.compile": refuses, "insum": refuses}
+    monkeypatch.setattr(fusion, "ways", lambda model, fuse: {"eager": model, **ways})
+    monkeypatch.setattr(programs, "SMALL_CLOUD", 30)
+    (row,) = record_of(tmp_path, "fusion", "--only", "convolution", "--columns", "4")["rows"]
+    assert row["failed"] == "ValueError: not today (and so does torch.compile alone)"
+    assert row["eager"]["error"] < 1e-5

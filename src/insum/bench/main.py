@@ -26,6 +26,7 @@ from insum.bench import (
     first_call,
     formats,
     fresh,
+    fusion,
     gallery,
     machine,
     measure,
@@ -60,6 +61,7 @@ MORE: dict[str, ModuleType] = {"gallery": gallery}
 STUDIES: dict[str, ModuleType] = {
     "fresh": fresh,
     "sweep": sweep,
+    "fusion": fusion,
     "tuning": tuning,
     "first-call": first_call,
     "overhead": overhead,

@@ -186,7 +186,9 @@ def turn(wanted: bool = True) -> Iterator[None]:
 # --- clock and memory -----------------------------------------------------------------------------
 
 
-def clock(run: Thunk, device: torch.device, capture: bool = True) -> tuple[float, str]:
+def clock(
+    run: Callable[[], object], device: torch.device, capture: bool = True
+) -> tuple[float, str]:
     """Median milliseconds of one call, and by which clock."""
     if device.type != "cuda":
         return 1e-3 * timing.wall_timer(run, repeats(once(run, device), "cpu")), "host"
