@@ -150,15 +150,16 @@ def _build(problem: Problem, terms: list[ProductTerm], mode: str) -> Lowered:
             remedy="use int64",
         )
     writer = GraphWriter(problem)
+    builder, evaluator = writer.builder, writer.evaluator
     if mode != "new":
-        writer.initial(problem.statement.target.tensor)
-    module = writer.finish(writer.build(terms, mode))
+        builder.initial(problem.statement.target.tensor)
+    module = builder.finish(writer.build(terms, mode))
     return Lowered(
         module,
-        tuple(writer.inputs),
-        tuple(writer.sizes),
+        tuple(builder.inputs),
+        tuple(builder.sizes),
         mode,
         writer.late,
-        tuple(writer.sums.items()),
-        tuple(writer.orders.items()),
+        tuple(evaluator.sums.items()),
+        tuple(evaluator.orders.items()),
     )

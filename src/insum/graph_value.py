@@ -68,11 +68,11 @@ def is_short(problem: Problem, summed: Iterable[str]) -> bool:
     )
 
 
-class Evaluator(AccessReader):
-    """A builder that can evaluate terms."""
+class Evaluator:
+    """Adds the evaluation of terms to a graph."""
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
+    def __init__(self, reader: AccessReader) -> None:
+        self.reader, self.builder, self.problem = reader, reader.builder, reader.problem
         #: What sizes decided: sums, and whether each `is_short`. Where they are not, the graph is
         #: another.
         self.sums: dict[tuple[str, ...], bool] = {}
@@ -101,11 +101,11 @@ class Evaluator(AccessReader):
         """The value of an expression over its own variables, computed in ``dtype``."""
         match expr:
             case Access():
-                return self.cast(self.read(expr), dtype)
+                return self.builder.cast(self.reader.read(expr), dtype)
             case Number(value):
                 return GraphValue(self._literal(value, dtype))
             case Call(function, args):
-                return self.cast(self._call(function, args, dtype), dtype)
+                return self.builder.cast(self._call(function, args, dtype), dtype)
             case Product(parts):
                 return self._fold(torch.mul, parts, dtype)
             case Sum(parts):
@@ -128,13 +128,13 @@ class Evaluator(AccessReader):
     ) -> GraphValue:
         result = self.evaluate(parts[0], dtype)
         for part in parts[1:]:
-            result = self.pointwise(function, result, self.evaluate(part, dtype))
+            result = self.builder.pointwise(function, result, self.evaluate(part, dtype))
         return result
 
     def _call(self, function: str, args: tuple[Expr, ...], wanted: torch.dtype) -> GraphValue:
         joined = call_type(function, args, self.types, wanted)
         dtype = computed_in(joined)
-        values = [self.as_tensor(self.evaluate(a, dtype), dtype) for a in args]
+        values = [self.builder.as_tensor(self.evaluate(a, dtype), dtype) for a in args]
         if all(infer(a, self.types).dtype == torch.bool for a in args):
             values = [
                 self._truth(v) if isinstance(a, Product | Sum) else v for a, v in zip(args, values)
@@ -142,9 +142,9 @@ class Evaluator(AccessReader):
         if function == "eq":
             return self._equal(args, values, dtype)
         if function == "step":
-            return self.cast(
+            return self.builder.cast(
                 GraphValue(
-                    self.call(torch.gt, values[0].node, 0, name="is_positive"),
+                    self.builder.call(torch.gt, values[0].node, 0, name="is_positive"),
                     values[0].vars,
                     torch.bool,
                     True,
@@ -152,14 +152,14 @@ class Evaluator(AccessReader):
                 dtype,
             )
         result = dtype.to_real() if function == "abs" and dtype.is_complex else dtype
-        node = self.call(_FUNCTIONS[function], values[0].node)
+        node = self.builder.call(_FUNCTIONS[function], values[0].node)
         return GraphValue(node, values[0].vars, result, function != "conj")
 
     def _truth(self, value: GraphValue) -> GraphValue:
         """Among truth values + means or: a sum of two is 1, not 2."""
         assert value.dtype is not None
-        return self.cast(
-            GraphValue(self.call(torch.ne, value.node, 0), value.vars, torch.bool, True),
+        return self.builder.cast(
+            GraphValue(self.builder.call(torch.ne, value.node, 0), value.vars, torch.bool, True),
             value.dtype,
         )
 
@@ -172,9 +172,9 @@ class Evaluator(AccessReader):
         rounded = [infer(a, self.types).dtype for a in args if is_rounded(a, self.types)]
         narrow = min(rounded, key=lambda d: d.itemsize, default=dtype)
         if narrow.is_floating_point and narrow.itemsize < dtype.itemsize:
-            values = [self.cast(v, narrow) for v in values]
-        same = self.pointwise(torch.eq, values[0], values[1])
-        return self.cast(GraphValue(same.node, same.vars, torch.bool, True), dtype)
+            values = [self.builder.cast(v, narrow) for v in values]
+        same = self.builder.pointwise(torch.eq, values[0], values[1])
+        return self.builder.cast(GraphValue(same.node, same.vars, torch.bool, True), dtype)
 
     # --- products, summed ---
 
@@ -188,11 +188,11 @@ class Evaluator(AccessReader):
             tensors = self._masked_factors(tensors, mask)
         result = self._contracted(tensors, order, dtype)
         for scalar in scalars:
-            result = scalar if result is None else self.pointwise(torch.mul, result, scalar)
+            result = scalar if result is None else self.builder.pointwise(torch.mul, result, scalar)
         assert result is not None
-        result = self.cast(self.as_tensor(result, dtype), self.accumulator)
+        result = self.builder.cast(self.builder.as_tensor(result, dtype), self.accumulator)
         for mask in late:
-            result = self.masked(result, mask, 0)
+            result = self.reader.masked(result, mask, 0)
         return result
 
     def _term_dtype(self, term: ProductTerm) -> torch.dtype:
@@ -209,9 +209,9 @@ class Evaluator(AccessReader):
         """Masks that may be applied to the result, because nothing they speak of is summed away,
         and those that may not.
         """
-        masks = self.masks(term.value)
+        masks = self.reader.masks(term.value)
         for index in self.problem.statement.target.indices:
-            masks += [m for m in self.masks(index) if m not in masks]
+            masks += [m for m in self.reader.masks(index) if m not in masks]
         late = [m for m in masks if set(m.vars) <= set(order)]
         return late, [m for m in masks if m not in late]
 
@@ -221,7 +221,9 @@ class Evaluator(AccessReader):
         """
         spans = [set(f.vars) for f in factors if set(mask.vars) <= set(f.vars)]
         return [
-            self.masked(f, mask, 0) if any(set(f.vars) | set(mask.vars) <= s for s in spans) else f
+            self.reader.masked(f, mask, 0)
+            if any(set(f.vars) | set(mask.vars) <= s for s in spans)
+            else f
             for f in factors
         ]
 
@@ -303,7 +305,7 @@ class Evaluator(AccessReader):
         self, factors: list[GraphValue], kept: tuple[str, ...], dtype: torch.dtype
     ) -> GraphValue:
         a, b = factors
-        return self._summed(self.pointwise(torch.mul, a, b), kept, dtype)
+        return self._summed(self.builder.pointwise(torch.mul, a, b), kept, dtype)
 
     def _of_many_vectors(self, factors: list[GraphValue], kept: tuple[str, ...]) -> bool:
         """Whether an einsum would be one small product of a vector after the other, which a CPU
@@ -330,7 +332,9 @@ class Evaluator(AccessReader):
             + "".join(names[v] for v in kept)
         )
         return GraphValue(
-            self.call(torch.einsum, equation, *(f.node for f in factors), name="contracted"),
+            self.builder.call(
+                torch.einsum, equation, *(f.node for f in factors), name="contracted"
+            ),
             kept,
             dtype,
             True,
@@ -340,23 +344,23 @@ class Evaluator(AccessReader):
         dims = tuple(d for d, v in enumerate(value.vars) if v not in kept)
         if not dims:
             return value
-        node = self.call(torch.sum, value.node, dims, dtype=dtype, name="summed")
+        node = self.builder.call(torch.sum, value.node, dims, dtype=dtype, name="summed")
         return GraphValue(node, tuple(v for v in value.vars if v in kept), dtype, True)
 
     # --- max and min ---
 
     def _extremum(self, value: Expr, order: tuple[str, ...]) -> GraphValue:
         dtype = self.accumulator
-        result = self.as_tensor(self.evaluate(value, dtype), dtype)
-        masks = self.masks(value)
+        result = self.builder.as_tensor(self.evaluate(value, dtype), dtype)
+        masks = self.reader.masks(value)
         for index in self.problem.statement.target.indices:
-            masks += [m for m in self.masks(index) if m not in masks]
+            masks += [m for m in self.reader.masks(index) if m not in masks]
         for mask in masks:
-            result = self.masked(result, mask, self.identity)
+            result = self.reader.masked(result, mask, self.identity)
         dims = tuple(d for d, v in enumerate(result.vars) if v not in order)
         if dims:
             function = torch.amax if self.problem.statement.operator == "max=" else torch.amin
-            node = self.call(function, result.node, dims, name="reduced")
+            node = self.builder.call(function, result.node, dims, name="reduced")
             result = GraphValue(node, tuple(v for v in result.vars if v in order), dtype, True)
         return result
 
