@@ -4,7 +4,7 @@ statistics.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import insum
 from insum.errors import BenchError
 from insum.nn.kernel_map import Geometry, build_map
 from insum.nn.voxels import Voxels
@@ -228,14 +229,23 @@ def chosen(names: Sequence[str], wanted: Sequence[str], kind: str) -> list[str]:
 # --- equivariant products -------------------------------------------------------------------------
 
 
-def degrees(highest: int) -> list[tuple[int, int, int]]:
-    """The degrees of both factors and of the result, of all products up to the highest.
+def degrees(highest: int, *, even: bool = False) -> list[tuple[int, int, int]]:
+    """The degrees of both factors and of the result, of all products up to the highest; ``even``:
+    of those that keep parity.
 
     >>> degrees(1)
     [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, 1)]
+    >>> degrees(1, even=True)
+    [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)]
     """
     every = range(highest + 1)
-    return [(a, b, c) for a in every for b in every for c in every if abs(a - b) <= c <= a + b]
+    found = [(a, b, c) for a in every for b in every for c in every if abs(a - b) <= c <= a + b]
+    return [one for one in found if sum(one) % 2 == 0] if even else found
+
+
+def promised(tables: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Tables on a device, which are promised to stay as they are."""
+    return {name: insum.constant(table.to(device)) for name, table in tables.items()}
 
 
 def coefficients(products: Sequence[tuple[int, int, int]]) -> dict[str, Tensor]:
@@ -253,9 +263,7 @@ def coefficients(products: Sequence[tuple[int, int, int]]) -> dict[str, Tensor]:
     return {**made, "V": torch.tensor(found["V"])}
 
 
-def grouped_coefficients(
-    products: Sequence[tuple[int, int, int]], device: torch.device
-) -> dict[str, Tensor]:
+def grouped_coefficients(products: Sequence[tuple[int, int, int]]) -> dict[str, Tensor]:
     """The same with a row for each product, as long as the longest, padded with -1."""
     found = coefficients(products)
     counts = found["L"].bincount()
@@ -266,4 +274,4 @@ def grouped_coefficients(
     for name, table in made.items():
         table[row, slot] = found[name]
     made["L"] = torch.arange(len(counts), dtype=torch.int32)
-    return {name: table.to(device) for name, table in made.items()}
+    return made

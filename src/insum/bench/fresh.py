@@ -203,10 +203,8 @@ def _cloud_cases(sizes: DataSizes) -> Iterator[FreshCase]:
 
 
 def _product_case(sizes: DataSizes) -> FreshCase:
-    fixed: dict[str, Any] = {
-        name: insum.constant(table)
-        for name, table in data.grouped_coefficients(data.degrees(1), sizes.device).items()
-    }
+    found = data.grouped_coefficients(data.degrees(1))
+    fixed: dict[str, Any] = data.promised(found, sizes.device)
 
     def ours(x: Tensor, y: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         return insum.insum(

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import insum
-from insum.bench.data import RandomTensors, coefficients, degrees
+from insum.bench.data import RandomTensors, coefficients, degrees, promised
 from insum.bench.measure import Comparison, Contender, ReadyContender, Results, Work, autograd
 from insum.bench.options import BenchOptions
 from insum.bench.records import FORWARD
@@ -239,9 +239,8 @@ def adapters(options: BenchOptions) -> Iterator[Exhibit]:
 def convolutions(options: BenchOptions) -> Iterator[Exhibit]:
     for degree, edges in ((1, 100_000), (2, 100_000), (3, 50_000)):
         edges, nodes = _sizes(options, edges, edges // 20)
-        products = [path for path in degrees(degree) if sum(path) % 2 == 0]  # parity
-        found, paths = coefficients(products), len(products)
-        fixed = {name: insum.constant(t.to(options.device)) for name, t in found.items()}
+        products = degrees(degree, even=True)
+        fixed, paths = promised(coefficients(products), options.device), len(products)
         draw, size = RandomTensors(options.device), (degree + 1) ** 2
         dst = (draw.chance(edges) * nodes).int().sort().values
         tensors = {

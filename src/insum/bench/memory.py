@@ -143,8 +143,9 @@ def convolution(voxels: Tensor) -> MemoryCase:
 
 def tensor_product(device: torch.device) -> MemoryCase:
     draw = data.RandomTensors(device)
+    found = data.grouped_coefficients(data.degrees(1))
     values = {
-        **data.grouped_coefficients(data.degrees(1), device),
+        **{name: table.to(device) for name, table in found.items()},
         "X": draw.normal(10_000, 4, 64),
         "Y": draw.normal(10_000, 4),
         "W": draw.normal(10_000, 5, 64, 64),
