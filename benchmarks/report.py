@@ -48,7 +48,8 @@ def page(folder: Path = RESULTS) -> str:
         "# Results",
         "",
         "Made by `python benchmarks/report.py` from the files under `benchmarks/results`; a "
-        "test compares the two.",
+        "test compares the two. Commands are those of the day: scripts that are no longer there "
+        "are studies of `insum bench` now.",
         "",
     ]
     fused = (("fusion.json", fusion_lines), ("fusion_fresh.json", fresh_lines))
@@ -66,6 +67,12 @@ def page(folder: Path = RESULTS) -> str:
         if (folder / name).exists():
             parts += [*make(json.loads((folder / name).read_text(encoding="utf-8"))), ""]
     return "\n".join(parts).rstrip() + "\n"
+
+
+def _torch(result: dict[str, Any]) -> str:
+    """The version of torch; older records have no other versions."""
+    found: str = result["versions"]["torch"] if "versions" in result else result["torch"]
+    return found
 
 
 # --- of the gallery ---
@@ -92,8 +99,7 @@ def gallery_lines(result: dict[str, Any]) -> list[str]:
 def new_data_lines(result: dict[str, Any]) -> list[str]:
     """Calls on tensors and sizes that were never seen."""
     lines = [
-        f"### New data at each call ({result['device']}, torch {result['versions']['torch']}, "
-        f"{result['date']})",
+        f"### New data at each call ({result['device']}, torch {_torch(result)}, {result['date']})",
         "",
         f"{result['calls']} calls each on tensors of a new size, wall time from an idle device to "
         "an idle device, in turns with the rival; what was compiled after the tenth call; what a "
@@ -121,7 +127,7 @@ def limits_lines(result: dict[str, Any]) -> list[str]:
     lines = [
         "## Limits",
         "",
-        f"{result['device']}, torch {result['torch']}, {result['date']}.",
+        f"{result['device']}, torch {_torch(result)}, {result['date']}.",
         "",
         f"- {calls['calls']} calls of random sizes, strides and settings, in two dtypes: "
         f"{calls['compiled']} kernels compiled, {resident} MiB resident after half of them and "
@@ -141,7 +147,7 @@ def compare_lines(result: dict[str, Any]) -> list[str]:
         "## Against the version before the one runtime",
         "",
         f"Milliseconds as CUDA-graph replays, in turns. {result['device']}, torch "
-        f"{result['torch']}, {result['date']}.",
+        f"{_torch(result)}, {result['date']}.",
         "",
         "| case | dtype | | contender | before | now | now / before |",
         "|---|---|---|---|--:|--:|--:|",
@@ -163,7 +169,7 @@ def cpu_lines(result: dict[str, Any]) -> list[str]:
         f"Milliseconds, {result['threads']} thread, float32, in turns, {result['turns']} each; a "
         "ratio is the median of the rival's time by ours. SpMM is `insum.einsum` over a GroupCOO "
         "of the usual group size; torch.sparse has its transposed matrix prepared. torch "
-        f"{result['torch']}, {result['date']}.",
+        f"{_torch(result)}, {result['date']}.",
         "",
         "| application | case | | rival | insum | rival | ratio |",
         "|---|---|---|---|--:|--:|--:|",
@@ -335,11 +341,11 @@ def compiler_lines(section: dict[str, Any]) -> list[str]:
     ]
 
 
-# --- of fusion.py, tuning.py and overhead_gpu.py --------------------------------------------------
+# --- of programs, searches and calls --------------------------------------------------------------
 
 
 def _measured(result: dict[str, Any]) -> str:
-    return f"{result['device']}, torch {result['torch']}, {result['date']}, `{result['command']}`."
+    return f"{result['device']}, torch {_torch(result)}, {result['date']}, `{result['command']}`."
 
 
 def fusion_table(result: dict[str, Any]) -> list[str]:
@@ -485,7 +491,7 @@ def rows_of(result: dict[str, Any]) -> list[str]:
 def kernels_table(result: dict[str, Any]) -> list[str]:
     return [
         (
-            f"Medians in milliseconds on one {result['device']}, torch {result['torch']}, "
+            f"Medians in milliseconds on one {result['device']}, torch {_torch(result)}, "
             f"{result['date']}, default configs, CUDA-graph replay, rivals in the same"
         ),
         'run. A ratio above 1 means that insum is faster. "prototype" is a kernel written by '

@@ -32,7 +32,7 @@ import triton  # noqa: E402
 import applications  # noqa: E402
 from insum.bench import gallery  # noqa: E402
 from insum.bench.measure import relative_error  # noqa: E402
-from insum.bench.options import Options  # noqa: E402
+from insum.bench.options import BenchOptions  # noqa: E402
 from insum.bench.records import BOTH, FORWARD  # noqa: E402
 from insum.testing import soak  # noqa: E402
 
@@ -106,7 +106,7 @@ def exhibits_agree() -> Iterator[tuple[str, bool]]:
     """Every statement of the gallery at the size that it has on a CPU: runs of a gathered index,
     patterns inside segments, orders of contraction, reductions along every axis.
     """
-    options = Options(torch.device("cuda"), quick=True)
+    options = BenchOptions(torch.device("cuda"), quick=True)
     for make in gallery.EXHIBITS:
         for exhibit in make(options):
             direction = BOTH if exhibit.leaves else FORWARD

@@ -24,7 +24,7 @@ from torch import Tensor
 import insum
 from insum import call, memory
 from insum.call import BoundCall
-from insum.plan.plan import OUT, WORK
+from insum.plan.sizes import OUT, WORK
 from insum.runtime import fused, program, programs, prologue
 from insum.runtime.bind import BoundLaunch
 from insum.testing import draw_cases

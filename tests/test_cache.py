@@ -36,8 +36,8 @@ def key(**changes: str) -> cache.Key:
     return cache.Key(**{**{name: getattr(found, name) for name in cache.Key.__slots__}, **changes})
 
 
-def entry(key: cache.Key, choice: tuple[Config, ...] = CHOICE) -> cache.Entry:
-    return cache.Entry(key, "C[i] = A[i]", choice, 10.0, 12.5, "full")
+def entry(key: cache.Key, choice: tuple[Config, ...] = CHOICE) -> cache.CachedChoice:
+    return cache.CachedChoice(key, "C[i] = A[i]", choice, 10.0, 12.5, "full")
 
 
 def file_of(key: cache.Key) -> Path:

@@ -36,7 +36,7 @@ def insum(*arguments: str, code: int = 0) -> str:
 def remember(sizes: str = "i:8", torch_version: str | None = None) -> None:
     now = cache.versions()
     key = cache.Key("plan", sizes, "a GPU", torch_version or now[0], *now[1:])
-    cache.remember(cache.Entry(key, "C[i] = A[i]", (Config(m=4, n=32),), 3.25, 4.5, "full"))
+    cache.remember(cache.CachedChoice(key, "C[i] = A[i]", (Config(m=4, n=32),), 3.25, 4.5, "full"))
 
 
 def test_without_a_command_it_shows_them() -> None:

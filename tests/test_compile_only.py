@@ -61,7 +61,7 @@ class Result:
     strategy: str
     dot: bool
     config: insum.Config
-    compiled: launch.Compiled
+    compiled: launch.CompilerReport
     spilled: int
 
     def __str__(self) -> str:
@@ -103,7 +103,7 @@ def launches(look: inspection.Look) -> list[BoundLaunch]:
     return look.ready(program).launches
 
 
-def compile_one(one: BoundLaunch, target: str, unaligned: int = 0) -> launch.Compiled:
+def compile_one(one: BoundLaunch, target: str, unaligned: int = 0) -> launch.CompilerReport:
     """As a launch on such a device would."""
     config = one.launch.config
     return launch.compile_for(
@@ -116,7 +116,7 @@ def compile_one(one: BoundLaunch, target: str, unaligned: int = 0) -> launch.Com
     )
 
 
-def spilled(found: launch.Compiled) -> int:
+def spilled(found: launch.CompilerReport) -> int:
     """Bytes of registers that were spilled. A stack frame may be there for other reasons, which the
     assembler tells when asked.
     """

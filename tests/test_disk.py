@@ -25,7 +25,7 @@ from insum.runtime import cache, launch
 KERNEL = Kernel("insum_kernel", "@triton.jit\ndef insum_kernel(x_ptr):\n    return\n", ("x_ptr",))
 HEADER = '"""y[i] = x[i]"""'
 KEY = cache.Key("plan", "i:4", "cpu", "1", "2", "3")
-ENTRY = cache.Entry(KEY, "y[i] = x[i]", (Config(m=16),), 5.0, 6.0, "quick")
+ENTRY = cache.CachedChoice(KEY, "y[i] = x[i]", (Config(m=16),), 5.0, 6.0, "quick")
 
 
 @pytest.fixture(autouse=True)
@@ -106,7 +106,7 @@ from insum.runtime import cache, launch
 text = "@triton.jit\\ndef insum_kernel(x_ptr):\\n    return\\n"
 assert launch.load(Kernel("insum_kernel", text, ("x_ptr",)), '\"\"\"y[i] = x[i]\"\"\"')
 key = cache.Key("plan", "i:4", "cpu", "1", "2", "3")
-cache.remember(cache.Entry(key, "y[i] = x[i]", (Config(m=16),), 5.0, 6.0, "quick"))
+cache.remember(cache.CachedChoice(key, "y[i] = x[i]", (Config(m=16),), 5.0, 6.0, "quick"))
 assert cache.recall(key) == (Config(m=16),)
 assert insum.insum("y[i] = 2 * x[i]", x=torch.ones(2)).tolist() == [2, 2]
 print("fine")

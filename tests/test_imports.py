@@ -49,7 +49,7 @@ RANKS: tuple[frozenset[str], ...] = (
     frozenset({"stages"}),
     frozenset({"call", "inspection", "search"}),
     frozenset({"ops", "autograd", "batching"}),
-    frozenset({"inplace", "traced", "explain", "export"}),
+    frozenset({"inplace", "traced", "explanation", "export"}),
     frozenset({"formats", "api", "fusion"}),
     frozenset({"agnostic"}),
     frozenset({""}),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import insum
-from insum.bench.gallery import coefficients
+from insum.bench.data import coefficients, degrees, promised
 from insum.testing.as_on_a_gpu import pretended
 from kernels import ONLY_FUSED, watch_programs
 
@@ -45,9 +45,15 @@ def run(fixed: dict[str, Tensor], t: dict[str, Tensor]) -> Tensor:
     return insum.insum(CONVOLUTION, **given, out_shape=t["X"].shape)
 
 
+def pattern(degree: int) -> tuple[dict[str, Tensor], int]:
+    """The coefficients of all products, and how many products there are."""
+    products = degrees(degree, even=True)
+    return promised(coefficients(products), torch.device("cpu")), len(products)
+
+
 @pytest.fixture
 def fixed() -> dict[str, Tensor]:
-    return coefficients(1, torch.device("cpu"))[0]
+    return pattern(1)[0]
 
 
 def test_they_are_in_the_code(fixed: dict[str, Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,7 +70,7 @@ def test_they_are_in_the_code(fixed: dict[str, Tensor], monkeypatch: pytest.Monk
 @pytest.mark.parametrize("seen", [True, False])
 def test_a_write_ends_the_promise(seen: bool) -> None:
     def twice() -> None:
-        t, fixed = drawn(16), coefficients(1, torch.device("cpu"))[0]
+        t, fixed = drawn(16), pattern(1)[0]
         for factor in (1.0, 3.0, -2.0):
             fixed["V"].mul_(factor)
             want = exact(fixed, t)
@@ -85,7 +91,7 @@ def test_widths_that_share_a_class(seen: bool) -> None:
     """Of 40 and 56 columns the same is known, but for the number itself."""
 
     def widths() -> None:
-        fixed = coefficients(1, torch.device("cpu"))[0]
+        fixed = pattern(1)[0]
         for width in (40, 56, 40, 48, 64, 56):
             t = drawn(width)
             want = exact(fixed, t)
@@ -109,7 +115,7 @@ def test_rows_that_do_not_follow_each_other(fixed: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("degree", [1, 2])
 def test_gradients(degree: int) -> None:
-    held, paths = coefficients(degree, torch.device("cpu"))
+    held, paths = pattern(degree)
     size, width = (degree + 1) ** 2, 8
     ends = torch.randint(0, 4, (2, 12))
     X, Y, W = (

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import insum
 from insum import inspection, memory
-from insum.bench import fresh
+from insum.bench import data
 from insum.codegen import unrolled
 from insum.nn import FullyConnectedTensorProduct
 from insum.plan.model import LONG
@@ -133,7 +133,9 @@ def convolution(
     nodes: int, edges: int, channels: int, in_order: bool = False
 ) -> tuple[dict[str, Any], Tensor]:
     """The tensors of a tensor-product convolution, and its result from a dense pattern."""
-    fixed: dict[str, Any] = fresh.pattern(torch.device("cpu"))
+    fixed: dict[str, Any] = data.promised(
+        data.grouped_coefficients(data.degrees(1)), torch.device("cpu")
+    )
     x, y = torch.randn(nodes, 4, channels), torch.randn(edges, 4)
     w, ends = torch.randn(edges, 5, channels), torch.randint(0, nodes, (2, edges))
     if in_order:

@@ -26,7 +26,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """What pays is decided as if everything were larger."""
     monkeypatch.setattr(sharing, "PAYS", 1)
     monkeypatch.setattr(sharing, "PAYS_UNSEEN", 1)
-    monkeypatch.setattr(sharing, "PROGRAMS", 4)
+    monkeypatch.setattr(sharing, "ENOUGH_PROGRAMS", 4)
     monkeypatch.setattr(sorting, "HEAVY", 2**10)
 
 

@@ -4,9 +4,11 @@ with an example for every public name.
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import subprocess
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
@@ -130,3 +132,39 @@ def own_doc(thing: object) -> str | None:
         else type(thing)
     )
     return kind.__doc__
+
+
+def type_names(tree: ast.Module) -> set[str]:
+    """Classes and aliases of types at the top of a module. An underscore makes no other name."""
+    names = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+    for node in tree.body:
+        targets = (
+            node.targets
+            if isinstance(node, ast.Assign)
+            else [node.target]
+            if isinstance(node, ast.AnnAssign)
+            else []
+        )
+        names |= {t.id for t in targets if isinstance(t, ast.Name) and is_type_name(t.id)}
+    return {name.lstrip("_") for name in names}
+
+
+def is_type_name(name: str) -> bool:
+    """Whether it is written as types are, and not as constants are."""
+    bare = name.lstrip("_")
+    return bare[:1].isupper() and not bare.isupper()
+
+
+def test_type_names_are_found() -> None:
+    text = (
+        "class A: pass\nclass _Bc: pass\nDe: X = int\n_Fg = int\nHI = 3\njk = 4\nclass L:\n  M = 1"
+    )
+    assert type_names(ast.parse(text)) == {"A", "Bc", "De", "Fg", "L"}
+
+
+def test_no_type_name_has_two_meanings() -> None:
+    modules = defaultdict(list)
+    for path in sorted((ROOT / "src" / "insum").rglob("*.py")):
+        for name in type_names(ast.parse(path.read_text(encoding="utf-8"))):
+            modules[name].append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in modules.items() if len(paths) > 1} == {}

@@ -17,7 +17,7 @@ import torch
 import insum
 from insum import ops
 from insum.errors import SettingsError
-from insum.settings import Settings, Values, _from_environment, settings
+from insum.settings import Settings, SettingValues, _from_environment, settings
 
 SOURCE = Path(__file__).parent.parent / "src"
 
@@ -31,7 +31,7 @@ def restored() -> Iterator[None]:
 
 @pytest.fixture
 def own() -> Settings:
-    return Settings(Values())
+    return Settings(SettingValues())
 
 
 def test_defaults(own: Settings) -> None:
@@ -54,7 +54,7 @@ def test_defaults(own: Settings) -> None:
 def test_assignment(own: Settings) -> None:
     own.check = "never"
     own.swap = False
-    assert own.check == "never" and own.values == Values(check="never", swap=False)
+    assert own.check == "never" and own.values == SettingValues(check="never", swap=False)
 
 
 def test_context_manager_restores_also_after_an_error(own: Settings) -> None:
@@ -65,7 +65,7 @@ def test_context_manager_restores_also_after_an_error(own: Settings) -> None:
             assert (own.check, own.backend) == ("async", "graph")
         own.log = "plan"
         raise KeyError
-    assert own.values == Values(check="always")
+    assert own.values == SettingValues(check="always")
 
 
 def test_a_block_belongs_to_its_thread(own: Settings) -> None:
@@ -97,7 +97,7 @@ def test_blocks_of_two_threads_that_end_in_any_order_leave_nothing(own: Settings
         thread.start()
     for thread in threads:
         thread.join()
-    assert own.values == Values()
+    assert own.values == SettingValues()
 
 
 def test_an_assignment_outside_of_blocks_holds_for_all_threads(own: Settings) -> None:
@@ -134,7 +134,7 @@ def test_settings_of_a_call_reach_its_backward_pass_in_another_thread() -> None:
 
 
 def test_values_are_frozen_and_hashable(own: Settings) -> None:
-    assert hash(own.values) == hash(Values())
+    assert hash(own.values) == hash(SettingValues())
     with pytest.raises(AttributeError):
         own.values.check = "never"  # type: ignore[misc]
 
@@ -180,7 +180,7 @@ def test_copies_are_the_one_object() -> None:
         ("log", 3, "settings.log cannot be 3", "a string"),
         ("effort", "some", "settings.effort cannot be 'some'", "one of 'none', 'quick', 'full'"),
         ("chekc", "never", "there is no setting 'chekc'", "check, backend"),
-        ("values", Values(), "there is no setting 'values'", "check, backend"),
+        ("values", SettingValues(), "there is no setting 'values'", "check, backend"),
     ],
 )
 def test_refuses(own: Settings, name: str, value: object, fact: str, expected: str) -> None:
@@ -189,7 +189,7 @@ def test_refuses(own: Settings, name: str, value: object, fact: str, expected: s
     assert caught.value.fact == fact and expected in str(caught.value)
     with pytest.raises(SettingsError), own(**{name: value}):
         pass
-    assert own.values == Values()
+    assert own.values == SettingValues()
 
 
 def test_an_unknown_name_lists_the_known_ones(own: Settings) -> None:
@@ -202,19 +202,22 @@ def test_an_unknown_name_lists_the_known_ones(own: Settings) -> None:
 @pytest.mark.parametrize(
     ("environment", "expected"),
     [
-        ({}, Values()),
-        ({"INSUM_CHECK": "never", "CHECK": "always"}, Values(check="never")),
-        ({"INSUM_CHECK": " Always "}, Values(check="always")),
-        ({"INSUM_REQUIRE_FUSED": "1", "INSUM_SWAP": "off"}, Values(require_fused=True, swap=False)),
+        ({}, SettingValues()),
+        ({"INSUM_CHECK": "never", "CHECK": "always"}, SettingValues(check="never")),
+        ({"INSUM_CHECK": " Always "}, SettingValues(check="always")),
+        (
+            {"INSUM_REQUIRE_FUSED": "1", "INSUM_SWAP": "off"},
+            SettingValues(require_fused=True, swap=False),
+        ),
         (
             {"INSUM_PREFETCH": "No", "INSUM_LOG": "plan,kernel"},
-            Values(prefetch=False, log="plan,kernel"),
+            SettingValues(prefetch=False, log="plan,kernel"),
         ),
-        ({"INSUM_EFFORT": "Quick"}, Values(effort="quick")),
-        ({"INSUM_UNKNOWN": "1"}, Values()),
+        ({"INSUM_EFFORT": "Quick"}, SettingValues(effort="quick")),
+        ({"INSUM_UNKNOWN": "1"}, SettingValues()),
     ],
 )
-def test_environment(environment: dict[str, str], expected: Values) -> None:
+def test_environment(environment: dict[str, str], expected: SettingValues) -> None:
     assert _from_environment(environment) == expected
 
 

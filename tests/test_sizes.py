@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 import insum
 from insum import api, call
 from insum.lang.measure import measure_of
-from insum.plan.plan import NEW, OUT
 from insum.plan.sizes import (
     FEW,
     MOST_MULTIPLE,
+    NEW,
+    OUT,
     Extent,
     class_of,
     contiguous,

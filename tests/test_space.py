@@ -34,10 +34,10 @@ def prepared(application: Application) -> Planned:
     return one
 
 
-def limits(application: Application, count: int = 40, **changes: Any) -> space.Limits:
+def limits(application: Application, count: int = 40, **changes: Any) -> space.SpaceLimits:
     look = look_at(application)
     (one,) = look.planned()
-    return space.Limits(dataclasses.replace(DEVICE, **changes), look.load(one), count)
+    return space.SpaceLimits(dataclasses.replace(DEVICE, **changes), look.load(one), count)
 
 
 def guess(application: Application) -> Choice:

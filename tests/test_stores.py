@@ -19,7 +19,7 @@ from insum import bounded, memory
 from insum.call import MOST_SIZES, kinds_of
 from insum.request import request_of
 from insum.runtime import launch
-from insum.settings import Values, _one, _seen
+from insum.settings import SettingValues, _one, _seen
 
 ROOT = Path(insum.__file__).parent
 PAGE = Path(__file__).parent.parent / "docs" / "stores.md"
@@ -223,7 +223,7 @@ def test_sizes_of_one_kind() -> None:
 
 def test_settings_that_were_met() -> None:
     for number in range(1200):
-        _one(Values(memory=number))
+        _one(SettingValues(memory=number))
     assert len(_seen) <= 1024
 
 

@@ -20,7 +20,7 @@ from applications import Application, relative_error
 from insum import facts, memory
 from insum.compat import calls, sizes
 from insum.runtime import fused, launch, prologue, symbolic
-from insum.runtime.bind import BoundLaunch, Sizes
+from insum.runtime.bind import BoundLaunch, CallNumbers
 from insum.runtime.classify import TYPICAL, example
 from insum.runtime.program import Program
 from insum.runtime.symbolic import CannotFuse
@@ -62,9 +62,9 @@ def programmed(application: Application) -> Program:
     return symbolic.program_of(application.forward.request.bind(values), values)
 
 
-def numbers_of(application: Application) -> Sizes:
+def numbers_of(application: Application) -> CallNumbers:
     problem = application.forward.problem()
-    return Sizes(application.values, problem.extents, tuple(problem.shape), {})  # type: ignore[arg-type]
+    return CallNumbers(application.values, problem.extents, tuple(problem.shape), {})  # type: ignore[arg-type]
 
 
 def plainly(function: Any) -> Any:

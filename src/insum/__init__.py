@@ -24,7 +24,6 @@ from insum.errors import (
     StatementError,
     UnsupportedError,
 )
-from insum.explain import Explanation
 from insum.facts import constant
 from insum.memory import forget, unchanging
 from insum.plan.config import Config
@@ -33,6 +32,7 @@ from insum.settings import settings
 if TYPE_CHECKING:
     from insum import export, formats
     from insum.agnostic import einsum
+    from insum.explanation import Explanation
     from insum.runtime.record import synchronize
 
 __version__ = "0.1.0"
@@ -69,6 +69,7 @@ __all__ = [
 
 #: Loaded when first asked for, so that importing insum stays quick.
 _LAZY = {
+    "Explanation": "insum.explanation",
     "synchronize": "insum.runtime.record",
     "einsum": "insum.agnostic",
     "export": "insum.export",
@@ -85,7 +86,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     module = import_module(_LAZY[name])
-    value = getattr(module, name) if name in ("einsum", "synchronize") else module
+    value = getattr(module, name) if name in ("Explanation", "einsum", "synchronize") else module
     globals()[name] = value
     return value
 

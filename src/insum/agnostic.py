@@ -15,7 +15,7 @@ from insum.accepted import FLAG, require
 from insum.errors import InsumError
 from insum.formats.convert import SparseFormat, refuse_broken
 from insum.formats.explained import named_operands
-from insum.formats.run import Call, Operand, rewritten
+from insum.formats.run import FormatCall, FormatOrValue, rewritten
 from insum.lang.bind import Size
 from insum.plan.path import Optimize
 from insum.request import given_sizes
@@ -24,12 +24,12 @@ from insum.request import given_sizes
 def einsum(
     statement: str,
     /,
-    *operands: Operand,
+    *operands: FormatOrValue,
     dense_output: bool = False,
     out_shape: Sequence[Size] | None = None,
     sizes: Mapping[str | int, Size | Sequence[Size]] | None = None,
     optimize: Optimize = True,
-    **named: Operand,
+    **named: FormatOrValue,
 ) -> Any:
     """Run one statement whose operands may be sparse.
 
@@ -63,7 +63,9 @@ def einsum(
     require("dense_output", dense_output, FLAG)
     given_sizes(text, out_shape, sizes)  # which says what is wrong with them
     try:
-        return Call(rewritten(text, given, dense_output), given, out_shape, sizes, optimize).run()
+        return FormatCall(
+            rewritten(text, given, dense_output), given, out_shape, sizes, optimize
+        ).run()
     except InsumError:
         raise
     except Exception:

@@ -13,7 +13,6 @@ from insum.bounded import keep
 from insum.call import MOST_FORMS, BoundCall, Kinds, is_left_to_library, kinds_of, prepare
 from insum.compat.calls import is_intercepted, is_plain_call, is_undisturbed
 from insum.errors import BindingError, DeviceError, UnsupportedError
-from insum.explain import Explanation, explained, roles_line
 from insum.inplace import add_in_place
 from insum.lang.bind import Problem, Size, Value
 from insum.lang.expr import tensors_of
@@ -26,6 +25,7 @@ from insum.request import Request, SizesArgument, head, request_of
 from insum.traced import traced
 
 if TYPE_CHECKING:
+    from insum.explanation import Explanation
     from insum.formats.explained import EinsumExplanation
     from insum.search import Tuned
 
@@ -231,7 +231,11 @@ class Compiled:
             if v or v is False
         ]
         text = f"insum.compile({', '.join([repr(self.statement), *options])})"
-        return text if self._last is None else f"{text}\n  {roles_line(self._last)}"
+        if self._last is None:
+            return text
+        from insum.explanation import roles_line  # takes a while to import
+
+        return f"{text}\n  {roles_line(self._last)}"
 
 
 def compile(
@@ -319,6 +323,8 @@ def explain_dense(
     optimize: Optimize = True,
 ) -> Explanation:
     """`explain` of a statement over tensors and numbers alone."""
+    from insum.explanation import explained  # takes a while to import
+
     return explained(request_of(statement, out_shape, sizes, padded, config, optimize), tensors)
 
 

@@ -25,7 +25,7 @@ from insum.plan.path import AUTO, is_path
 from insum.request import Form
 
 #: Runs a statement, of which the kinds of calls are known, on these values and sizes.
-Run: TypeAlias = Callable[[Kinds, Mapping[str, Value], tuple[Any, ...]], Tensor]
+StatementRunner: TypeAlias = Callable[[Kinds, Mapping[str, Value], tuple[Any, ...]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Derived:
         values: Mapping[str, Any],
         shape: Sequence[Size],
         extents: Mapping[str, Size],
-        run: Run,
+        run: StatementRunner,
     ) -> Tensor:
         """Its value, of this shape, on those of the values that it reads."""
         arguments, sizes = {}, [*shape]
@@ -65,7 +65,7 @@ class Derived:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class GradientRule:
     """How the gradient of one tensor is computed: a sum of statements, over the gradient that
     arrives and the result under these names.
     """
@@ -95,7 +95,7 @@ def gradients(
     wanted: Sequence[str],
     result: Tensor | None,
     held: Tensor | None,
-    run: Run,
+    run: StatementRunner,
 ) -> Gradients:
     """Gradients of ``wanted``. ``result``, and where it ``held`` its initial value, matter for
     ``max=`` and ``min=`` only.
@@ -117,10 +117,12 @@ def gradients(
     return Gradients(to_initial, found)
 
 
-def _rule(call: ForwardCall, values: Mapping[str, Any], name: str, upstream: torch.dtype) -> Rule:
+def _rule(
+    call: ForwardCall, values: Mapping[str, Any], name: str, upstream: torch.dtype
+) -> GradientRule:
     """The rule for one tensor, found once for a kind of call."""
     key = name, upstream
-    found: Rule | None = call.rules.get(key)
+    found: GradientRule | None = call.rules.get(key)
     if found is None:
         dtypes = {n: v.dtype for n, v in values.items() if isinstance(v, Tensor)}
         every = {n: kind_of(v).dtype for n, v in values.items()}
@@ -129,7 +131,7 @@ def _rule(call: ForwardCall, values: Mapping[str, Any], name: str, upstream: tor
         derived = adjoint(call.form.statement, name, frozenset(complexes))
         known = {**dtypes, derived.upstream: upstream, derived.result: upstream}
         source = values[name]
-        found = call.rules[key] = Rule(
+        found = call.rules[key] = GradientRule(
             tuple(
                 _derived(call.form, text, source.dim(), source.dtype, known)
                 for text in derived.statements
@@ -171,7 +173,7 @@ def _shared(
     upstream: Tensor,
     result: Tensor,
     held: Tensor | None,
-    run: Run,
+    run: StatementRunner,
 ) -> tuple[Tensor, Tensor]:
     """For a maximum: the gradient divided evenly among the points that attain it, and the part that
     goes to the initial value.

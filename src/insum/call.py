@@ -25,9 +25,6 @@ from insum.bounded import is_first, keep
 from insum.compat.calls import is_undisturbed, kinds_guard, modes_now
 from insum.errors import NotFusedError
 from insum.graph import lower
-from insum.host.choose import choose
-from insum.host.places import Call, Entries, Lowering
-from insum.host.roles import index_names
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, accesses, tensors_of
 from insum.lang.measure import Measure, measure_of
@@ -37,10 +34,11 @@ from insum.plan.path import is_path
 from insum.plan.uses import Use, uses_of
 from insum.request import Form, Request, head
 from insum.runtime.check import bounds_of, in_range, live_uses, ranges_of, verify
-from insum.settings import Values, settings
+from insum.settings import SettingValues, settings
 from insum.stages import Stage, is_copyable, is_orderable, layouts_of, size_key, stages_of
 
 if TYPE_CHECKING:
+    from insum.host.places import IndexEntries, Lowering
     from insum.runtime.fused import FusedCall, FusedKind
 
 #: Statements with their options, kinds of tensors of one, sizes of one kind, and those of them that
@@ -146,7 +144,7 @@ class PreparedCall:
     count: int
     alike: Callable[..., bool]
     modes: tuple[Any, ...]
-    settings: Values
+    settings: SettingValues
     uses: tuple[Use, ...]
     sources: tuple[str, ...]
     target: str
@@ -295,11 +293,11 @@ def _prepare(
         any(isinstance(v, Tensor) and v.is_neg() for v in given),
         not all(isinstance(v, Tensor) for v in given),
         measure_of(problem, form.size_keys),
-        index_names(problem),
+        problem.index_names(),
     )
 
 
-def is_fusable(problem: Problem, now: Values, chosen: bool, *, accumulates: bool) -> bool:
+def is_fusable(problem: Problem, now: SettingValues, chosen: bool, *, accumulates: bool) -> bool:
     """Whether generated kernels are to be tried; ``chosen``: a config was given for one."""
     if now.backend == "fused" or now.require_fused and now.backend != "inductor":
         return True
@@ -341,7 +339,7 @@ def _sources(problem: Problem) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Graph:
+class _SizedGraph:
     """A graph of torch operations, and the sizes to call it with."""
 
     forward: Callable[..., Tensor]
@@ -391,7 +389,7 @@ class BoundCall:
         self._problem: Problem | None = None
         self._uses: tuple[Use, ...] | None = None
         self._ranges: tuple[tuple[str, int, int], ...] = ()
-        self._graphs: dict[str, _Graph] = {}
+        self._graphs: dict[str, _SizedGraph] = {}
         self._fused: FusedCall | None = None
         self._staged: dict[bool, tuple[BoundStage, ...]] = {}
         #: By whether the result is new or accumulated.
@@ -496,6 +494,10 @@ class BoundCall:
         """How a CPU runs this call; None: as one graph."""
         new = mode == "new"
         if new not in self._lowerings:
+            from insum.host.choose import (
+                choose,  # takes a while to import, and GPUs need none of it
+            )
+
             self._lowerings[new] = choose(self.problem(values), new=new)
         return self._lowerings[new]
 
@@ -506,16 +508,18 @@ class BoundCall:
         values: Mapping[str, Value],
         target: Tensor | None,
     ) -> Tensor:
+        from insum.host.places import HostCall
+
         entries = {name: memory.entry_of(values[name]) for name in self.prepared.indices}  # type: ignore[arg-type]
         self.check(entries, values)
         wraps = self.prepared.form.wraps
         seen = functools.cache(lambda: self.wrapped(values)) if wraps else lambda: values
-        result = lowering(Call(values, seen, entries))
+        result = lowering(HostCall(values, seen, entries))
         if target is None:
             return result
         return target.add_(result) if mode == "into" else (target + result).to(target.dtype)
 
-    def check(self, entries: Entries, values: Mapping[str, Value]) -> None:
+    def check(self, entries: IndexEntries, values: Mapping[str, Value]) -> None:
         """Index values against their range, by what is remembered of them."""
         uses = self.uses(values)
         if not uses or self.prepared.settings.check == "never":
@@ -539,7 +543,7 @@ class BoundCall:
             return target.copy_(self.run_graph("from", values, target))
         return graph.forward(target, *inputs, *graph.sizes)
 
-    def lowered(self, mode: str, values: Mapping[str, Value]) -> _Graph:
+    def lowered(self, mode: str, values: Mapping[str, Value]) -> _SizedGraph:
         problem = self.problem(values)
         lowered = lower(problem, mode)
         forward: Callable[..., Tensor] = lowered.module.forward
@@ -548,7 +552,7 @@ class BoundCall:
 
             forward = forward_of(lowered, problem)
         sizes = lowered.size_arguments(problem)
-        found = self._graphs[mode] = _Graph(forward, lowered.inputs, sizes, lowered.late)
+        found = self._graphs[mode] = _SizedGraph(forward, lowered.inputs, sizes, lowered.late)
         return found
 
     def wrapped(self, values: Mapping[str, Value]) -> Mapping[str, Value]:

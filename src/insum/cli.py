@@ -92,7 +92,8 @@ def application() -> "typer.Typer":
     )
     def bench(context: typer.Context) -> None:
         """The paper's tables and figures against the rivals that are here: block-spmm, spmm, conv,
-        tensor-product, ablation, compilers, all, gallery, fresh, sweep, report.
+        tensor-product, ablation, compilers, all, report; and what else is measured: gallery, fresh,
+        sweep, fusion, tuning, first-call, overhead, memory, formats, cpu, compare.
         """
         from insum.bench.main import main
 
@@ -190,7 +191,7 @@ def explained(statement: str, shapes: list[str], sizes: list[str], padded: list[
     from insum import inspection
     from insum.api import explain
     from insum.errors import InsumError
-    from insum.explain import parts_of
+    from insum.explanation import parts_of
     from insum.plan.draft import CannotFuse
     from insum.request import request_of
     from insum.runtime import launch

@@ -54,7 +54,7 @@ def _cheapest(
     factors: tuple[tuple[str, ...], ...], kept: frozenset[str], sizes: tuple[tuple[str, int], ...]
 ) -> Order:
     extents = dict(sizes)
-    left, taken = _Left(factors, (True,) * len(factors), kept), []
+    left, taken = _Remaining(factors, (True,) * len(factors), kept), []
     while len(left.factors) > _FEW:
         taken.append(min(left.choices(extents, left.likely(extents)), key=lambda c: c.steps))
         left = taken[-1].left
@@ -64,7 +64,7 @@ def _cheapest(
     return order
 
 
-def _every(left: _Left, extents: Mapping[str, int]) -> Order:
+def _every(left: _Remaining, extents: Mapping[str, int]) -> Order:
     """The best of all orders."""
     if len(left.factors) < 2:
         return Order()
@@ -74,12 +74,12 @@ def _every(left: _Left, extents: Mapping[str, int]) -> Order:
 
 
 @dataclass(frozen=True, slots=True)
-class _Choice:
+class _Pairing:
     """Two factors that are multiplied next, and what is left then."""
 
     pair: Pair
     steps: int
-    left: _Left
+    left: _Remaining
 
     def before(self, after: Order, extents: Mapping[str, int]) -> Order:
         product, largest = self.left.factors[-1], after.largest
@@ -89,7 +89,7 @@ class _Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class _Left:
+class _Remaining:
     """Factors that are left; ``given`` says whose variables have an order already: products are
     written in the order that suits.
     """
@@ -98,14 +98,14 @@ class _Left:
     given: tuple[bool, ...]
     kept: frozenset[str]
 
-    def choices(self, extents: Mapping[str, int], pairs: Iterable[Pair]) -> Iterator[_Choice]:
+    def choices(self, extents: Mapping[str, int], pairs: Iterable[Pair]) -> Iterator[_Pairing]:
         readers = Counter(v for f in self.factors for v in set(f))
         for a, b in pairs:
             yield self.choice(a, b, readers, extents)
 
     def choice(
         self, a: int, b: int, readers: Mapping[str, int], extents: Mapping[str, int]
-    ) -> _Choice:
+    ) -> _Pairing:
         mine = Counter([*set(self.factors[a]), *set(self.factors[b])])
         product = tuple(sorted(v for v in mine if v in self.kept or readers[v] > mine[v]))
         rest = [k for k in range(len(self.factors)) if k not in (a, b)]
@@ -114,12 +114,12 @@ class _Left:
         for one, other in ((a, b), (b, a)):
             if self.given[one] and _is_moved(self.factors[one], self.factors[other], product):
                 steps += WRITING * _volume(self.factors[one], extents)
-        left = _Left(
+        left = _Remaining(
             (*(self.factors[k] for k in rest), product),
             (*(self.given[k] for k in rest), False),
             self.kept,
         )
-        return _Choice((a, b), steps, left)
+        return _Pairing((a, b), steps, left)
 
     def likely(self, extents: Mapping[str, int]) -> set[Pair]:
         """Pairs of the smallest factors that share a variable, or of the smallest of all where none

@@ -29,7 +29,7 @@ from insum.host.choose import choose
 from insum.lang.bind import bind
 from insum.lang.parser import parse
 
-Kernel: TypeAlias = tuple[str, dict[str, Any], dict[str | int, Any], tuple[str, ...]]
+KernelCall: TypeAlias = tuple[str, dict[str, Any], dict[str | int, Any], tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Application:
     rival: str
     run_rival: Callable[[], Any]
     replaces: str
-    kernel: Kernel
+    kernel: KernelCall
 
 
 # --- the applications -----------------------------------------------------------------------------
@@ -67,7 +67,7 @@ def block_spmm(device: str, dtype: torch.dtype, size: int, block: int = 32) -> A
         "AV": A.values,
         "B": B.view(size // block, block, size),
     }
-    kernel: Kernel = (
+    kernel: KernelCall = (
         "C[AM[p],bm,n] += AV[p,q,bm,bk] * B[AK[p,q],bk,n]",
         values,
         {0: size // block},
@@ -107,7 +107,7 @@ def graph_spmm(device: str, nodes: int, columns: int = 128, degree: int = 8) -> 
         "AV": A.values,
         "B": B,
     }
-    kernel: Kernel = "C[AM[p],n] += AV[p,q] * B[AK[p,q],n]", values, {0: nodes}, ("AK",)
+    kernel: KernelCall = "C[AM[p],n] += AV[p,q] * B[AK[p,q],n]", values, {0: nodes}, ("AK",)
     return Application(
         "graph SpMM",
         'einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B)',

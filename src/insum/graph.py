@@ -19,10 +19,10 @@ from torch.fx import GraphModule
 from insum.bounded import keep
 from insum.contraction import Pair
 from insum.errors import UnsupportedError
-from insum.graph_scatter import Writer
-from insum.graph_value import Ordered, best_order, is_short
+from insum.graph_scatter import GraphWriter
+from insum.graph_value import VariablesOfFactors, best_order, is_short
 from insum.lang.bind import Problem, Size, Value
-from insum.lang.expand import Term
+from insum.lang.expand import ProductTerm
 from insum.lang.expr import accesses
 
 MOST_GRAPHS = 1024
@@ -46,7 +46,7 @@ class Lowered:
     )
     sums: tuple[tuple[tuple[str, ...], bool], ...] = ()
     """What sizes decided: sums, and whether each is short."""
-    orders: tuple[tuple[Ordered, tuple[Pair, ...]], ...] = ()
+    orders: tuple[tuple[VariablesOfFactors, tuple[Pair, ...]], ...] = ()
     """Likewise: products, and in which order their factors are multiplied."""
 
     def suits(self, problem: Problem) -> bool:
@@ -106,7 +106,7 @@ def lower(problem: Problem, mode: str = "new") -> Lowered:
     return graph
 
 
-def live_terms(problem: Problem) -> list[Term]:
+def live_terms(problem: Problem) -> list[ProductTerm]:
     """Terms that contribute: their space has a point, and nothing is read from (or written to) a
     tensor without elements.
 
@@ -117,7 +117,7 @@ def live_terms(problem: Problem) -> list[Term]:
     return [t for t in problem.terms if not _is_empty(problem, t)]
 
 
-def _is_empty(problem: Problem, term: Term) -> bool:
+def _is_empty(problem: Problem, term: ProductTerm) -> bool:
     reads = {a.tensor for a in accesses(term.value)} | {
         a.tensor for i in problem.statement.target.indices for a in accesses(i)
     }
@@ -142,23 +142,24 @@ def _kind(problem: Problem, live: tuple[int, ...], mode: str) -> object:
     )
 
 
-def _build(problem: Problem, terms: list[Term], mode: str) -> Lowered:
+def _build(problem: Problem, terms: list[ProductTerm], mode: str) -> Lowered:
     if problem.statement.operator in ("max=", "min=") and problem.dtype == torch.uint64:
         raise problem.complain(
             UnsupportedError,
             f"{problem.statement.operator} is not done for uint64",
             remedy="use int64",
         )
-    writer = Writer(problem)
+    writer = GraphWriter(problem)
+    builder, evaluator = writer.builder, writer.evaluator
     if mode != "new":
-        writer.initial(problem.statement.target.tensor)
-    module = writer.finish(writer.build(terms, mode))
+        builder.initial(problem.statement.target.tensor)
+    module = builder.finish(writer.build(terms, mode))
     return Lowered(
         module,
-        tuple(writer.inputs),
-        tuple(writer.sizes),
+        tuple(builder.inputs),
+        tuple(builder.sizes),
         mode,
         writer.late,
-        tuple(writer.sums.items()),
-        tuple(writer.orders.items()),
+        tuple(evaluator.sums.items()),
+        tuple(evaluator.orders.items()),
     )

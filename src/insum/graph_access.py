@@ -11,40 +11,39 @@ from typing import TypeAlias
 import torch
 from torch.fx import Node
 
-from insum.graph_build import Builder, Value, label
-from insum.lang.bind import Problem
+from insum.graph_build import GraphBuilder, GraphValue, label
 from insum.lang.expr import Access, Affine, Expr, Var, accesses
 
 #: A dimension of a view: the variable that runs along it, or the index values at which it is to be
 #: read or written.
-Dim: TypeAlias = str | Value
+Dim: TypeAlias = str | GraphValue
 #: Dtypes that torch can convert but not gather.
 _ONLY_CAST = (torch.uint16, torch.uint32, torch.uint64)
 
 
-class Reader(Builder):
-    """A builder that can read accesses. Equal accesses are read once."""
+class AccessReader:
+    """Adds the reading of accesses to a graph. Equal accesses are read once."""
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
-        self._reads: dict[Access, Value] = {}
-        self._masks: dict[Access, Value] = {}
+    def __init__(self, builder: GraphBuilder) -> None:
+        self.builder, self.problem = builder, builder.problem
+        self._reads: dict[Access, GraphValue] = {}
+        self._masks: dict[Access, GraphValue] = {}
 
-    def read(self, access: Access) -> Value:
+    def read(self, access: Access) -> GraphValue:
         """The values of an access over its own variables."""
         if access not in self._reads:
             self._reads[access] = self._read(access)
         return self._reads[access]
 
-    def _read(self, access: Access) -> Value:
+    def _read(self, access: Access) -> GraphValue:
         kind = self.problem.kinds[access.tensor]
-        node = self.tensor(access.tensor)
+        node = self.builder.tensor(access.tensor)
         if kind.device is None:
-            return Value(node)
+            return GraphValue(node)
         view, dims = self.opened(node, access.indices)
         dtype = kind.dtype
-        if dtype in _ONLY_CAST and any(isinstance(d, Value) for d in dims):
-            view, dtype = self.method("to", view, torch.int64), torch.int64
+        if dtype in _ONLY_CAST and any(isinstance(d, GraphValue) for d in dims):
+            view, dtype = self.builder.method("to", view, torch.int64), torch.int64
         return self.gathered(access, view, dims, dtype)
 
     # --- views ---
@@ -59,7 +58,7 @@ class Reader(Builder):
         windows: list[str] = []
         for index in indices:
             if not index.terms:
-                node = self.call(torch.select, node, len(dims), index.offset)
+                node = self.builder.call(torch.select, node, len(dims), index.offset)
             elif index.var is not None:
                 dims.append(index.var)
             elif _is_window(index) and not (write and len(index.terms) > 1):
@@ -79,31 +78,35 @@ class Reader(Builder):
         if others and index.offset:
             node = self._sliced(node, dim, slice(index.offset, None))
         for by, var in others:
-            reach = self.size(var) if by == 1 else self.plus(self.times(self.size(var), by), 1 - by)
-            node = self.method("unfold", node, dim, reach, 1)
+            reach = (
+                self.builder.size(var)
+                if by == 1
+                else self.builder.plus(self.builder.times(self.builder.size(var), by), 1 - by)
+            )
+            node = self.builder.method("unfold", node, dim, reach, 1)
             if by != 1:
-                node = self.call(operator.getitem, node, (Ellipsis, slice(None, None, by)))
+                node = self.builder.call(operator.getitem, node, (Ellipsis, slice(None, None, by)))
         offset = 0 if others else index.offset
         if first_by == 1:
-            node = self.call(torch.narrow, node, dim, offset, self.size(first))
+            node = self.builder.call(torch.narrow, node, dim, offset, self.builder.size(first))
         else:
-            stop = self.plus(self.times(self.size(first), first_by), offset)
+            stop = self.builder.plus(self.builder.times(self.builder.size(first), first_by), offset)
             node = self._sliced(node, dim, slice(offset, stop, first_by))
         return node, first, [var for _, var in others]
 
     def _sliced(self, node: Node, dim: int, part: slice) -> Node:
-        return self.call(operator.getitem, node, (slice(None),) * dim + (part,))
+        return self.builder.call(operator.getitem, node, (slice(None),) * dim + (part,))
 
     def _diagonals(self, node: Node, dims: list[Dim]) -> tuple[Node, list[Dim]]:
         while (pair := _repeated(dims)) is not None:
             a, b = pair
-            node = self.call(torch.diagonal, node, 0, a, b)
+            node = self.builder.call(torch.diagonal, node, 0, a, b)
             dims = [d for k, d in enumerate(dims) if k not in pair] + [dims[a]]
         return node, dims
 
     # --- index values ---
 
-    def index(self, index: Affine) -> Value:
+    def index(self, index: Affine) -> GraphValue:
         """The values of an index expression, as int32 or int64; those of absent (padded) points are
         0.
         """
@@ -112,8 +115,8 @@ class Reader(Builder):
         if isinstance(atom, Access):
             value = self._integers(self.read(atom))
             if len(masks) == 1 and atom.tensor in self.problem.padded:
-                return Value(
-                    self.call(torch.clamp, value.node, min=0, name=label(atom, "clamped")),
+                return GraphValue(
+                    self.builder.call(torch.clamp, value.node, min=0, name=label(atom, "clamped")),
                     value.vars,
                     value.dtype,
                     True,
@@ -124,74 +127,83 @@ class Reader(Builder):
             value = self.masked(value, mask, 0)
         return value
 
-    def _affine(self, index: Affine) -> Value:
-        total = Value(index.offset)
+    def _affine(self, index: Affine) -> GraphValue:
+        total = GraphValue(index.offset)
         for by, atom in index.terms:
             part = (
-                self.arange(atom.name)
+                self.builder.arange(atom.name)
                 if isinstance(atom, Var)
-                else self.cast(self._integers(self.read(atom)), torch.int64)
+                else self.builder.cast(self._integers(self.read(atom)), torch.int64)
             )
-            part = self.pointwise(torch.mul, part, Value(by)) if by != 1 else part
+            part = self.builder.pointwise(torch.mul, part, GraphValue(by)) if by != 1 else part
             total = (
                 part
                 if total.node == 0 and total.dtype is None
-                else self.pointwise(torch.add, part, total)
+                else self.builder.pointwise(torch.add, part, total)
             )
         return total
 
-    def _integers(self, value: Value) -> Value:
+    def _integers(self, value: GraphValue) -> GraphValue:
         if value.dtype is None:
-            return self.as_tensor(value, torch.int64)
+            return self.builder.as_tensor(value, torch.int64)
         node = value.node
         if self.problem.device.type != "cpu" and not value.vars and isinstance(node, Node):
-            value = Value(self.method("to", node, self.problem.device), (), value.dtype, True)
-        return value if value.dtype == torch.int32 else self.cast(value, torch.int64)
+            value = GraphValue(
+                self.builder.method("to", node, self.problem.device), (), value.dtype, True
+            )
+        return value if value.dtype == torch.int32 else self.builder.cast(value, torch.int64)
 
     # --- absent points ---
 
-    def masks(self, node: Expr | Affine) -> list[Value]:
+    def masks(self, node: Expr | Affine) -> list[GraphValue]:
         """For each padded index tensor that is read to evaluate ``node``: where it is present."""
         found = dict.fromkeys(a for a in _index_reads(node) if a.tensor in self.problem.padded)
         return [self._mask(a) for a in found]
 
-    def _mask(self, access: Access) -> Value:
+    def _mask(self, access: Access) -> GraphValue:
         if access not in self._masks:
-            value = self.as_tensor(self.read(access), torch.int64)
-            value = self.cast(value, torch.int64) if value.dtype in _ONLY_CAST else value
-            self._masks[access] = Value(
-                self.call(torch.ge, value.node, 0, name=label(access, "present")),
+            value = self.builder.as_tensor(self.read(access), torch.int64)
+            value = self.builder.cast(value, torch.int64) if value.dtype in _ONLY_CAST else value
+            self._masks[access] = GraphValue(
+                self.builder.call(torch.ge, value.node, 0, name=label(access, "present")),
                 value.vars,
                 torch.bool,
                 True,
             )
         return self._masks[access]
 
-    def masked(self, value: Value, mask: Value, otherwise: bool | int | float) -> Value:
+    def masked(
+        self, value: GraphValue, mask: GraphValue, otherwise: bool | int | float
+    ) -> GraphValue:
         """``value`` where the mask holds, broadcast over the variables of both."""
-        order = self.together(value, mask)
-        tensor = self.as_tensor(value, value.dtype or torch.float32)
-        node = self.call(
-            torch.where, self.aligned(mask, order), self.aligned(tensor, order), otherwise
+        order = self.builder.together(value, mask)
+        tensor = self.builder.as_tensor(value, value.dtype or torch.float32)
+        node = self.builder.call(
+            torch.where,
+            self.builder.aligned(mask, order),
+            self.builder.aligned(tensor, order),
+            otherwise,
         )
-        return Value(node, order, tensor.dtype, True)
+        return GraphValue(node, order, tensor.dtype, True)
 
     # --- gathering ---
 
-    def gathered(self, access: Access, node: Node, dims: list[Dim], dtype: torch.dtype) -> Value:
+    def gathered(
+        self, access: Access, node: Node, dims: list[Dim], dtype: torch.dtype
+    ) -> GraphValue:
         plain = {d for d in dims if isinstance(d, str)}
-        indexed = [(k, d) for k, d in enumerate(dims) if isinstance(d, Value)]
+        indexed = [(k, d) for k, d in enumerate(dims) if isinstance(d, GraphValue)]
         if not indexed:
-            return Value(node, tuple(d for d in dims if isinstance(d, str)), dtype)
+            return GraphValue(node, tuple(d for d in dims if isinstance(d, str)), dtype)
         if len(indexed) == 1 and plain.isdisjoint(indexed[0][1].vars):
             return self._selected(access, node, dims, *indexed[0], dtype)
         front, order = self.indexed_dims(dims)
         rest = [k for k in range(len(dims)) if k not in front]
         if list(front) != list(range(len(front))):
-            node = self.call(torch.permute, node, (*front, *rest))
-        indices = tuple(self.aligned(v, order) for v in front.values())
-        node = self.call(operator.getitem, node, indices, name=label(access, "gathered"))
-        return Value(node, (*order, *(str(dims[k]) for k in rest)), dtype, True)
+            node = self.builder.call(torch.permute, node, (*front, *rest))
+        indices = tuple(self.builder.aligned(v, order) for v in front.values())
+        node = self.builder.call(operator.getitem, node, indices, name=label(access, "gathered"))
+        return GraphValue(node, (*order, *(str(dims[k]) for k in rest)), dtype, True)
 
     def _selected(
         self,
@@ -199,44 +211,46 @@ class Reader(Builder):
         node: Node,
         dims: list[Dim],
         dim: int,
-        index: Value,
+        index: GraphValue,
         dtype: torch.dtype,
-    ) -> Value:
+    ) -> GraphValue:
         """One index tensor whose variables stand nowhere else: ``index_select``."""
-        node = self.call(
+        node = self.builder.call(
             torch.index_select, node, dim, self.flat(index), name=label(access, "gathered")
         )
         node = self.unflat(node, dim, index.vars)
         vars = [v for d in dims for v in ((d,) if isinstance(d, str) else d.vars)]
-        return Value(node, tuple(vars), dtype, True)
+        return GraphValue(node, tuple(vars), dtype, True)
 
-    def indexed_dims(self, dims: list[Dim]) -> tuple[dict[int, Value], tuple[str, ...]]:
+    def indexed_dims(self, dims: list[Dim]) -> tuple[dict[int, GraphValue], tuple[str, ...]]:
         """The dimensions that advanced indexing must index, and the variables the indices range
         over together.
 
         A dimension with a plain variable that an index shares (``A[i, D[i]]``) is indexed by the
         variable's values.
         """
-        order = tuple(dict.fromkeys(v for d in dims if isinstance(d, Value) for v in d.vars))
+        order = tuple(dict.fromkeys(v for d in dims if isinstance(d, GraphValue) for v in d.vars))
         front = {
-            k: d if isinstance(d, Value) else self.arange(d)
+            k: d if isinstance(d, GraphValue) else self.builder.arange(d)
             for k, d in enumerate(dims)
-            if isinstance(d, Value) or d in order
+            if isinstance(d, GraphValue) or d in order
         }
         return front, order
 
-    def flat(self, index: Value) -> Node:
+    def flat(self, index: GraphValue) -> Node:
         """Index values as one dimension."""
         assert isinstance(index.node, Node)
-        return index.node if len(index.vars) == 1 else self.method("reshape", index.node, -1)
+        return (
+            index.node if len(index.vars) == 1 else self.builder.method("reshape", index.node, -1)
+        )
 
     def unflat(self, node: Node, dim: int, vars: tuple[str, ...]) -> Node:
         if len(vars) == 1:
             return node
         return (
-            self.call(torch.unflatten, node, dim, tuple(self.size(v) for v in vars))
+            self.builder.call(torch.unflatten, node, dim, tuple(self.builder.size(v) for v in vars))
             if vars
-            else self.call(torch.squeeze, node, dim)
+            else self.builder.call(torch.squeeze, node, dim)
         )
 
 

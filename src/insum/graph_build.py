@@ -17,26 +17,26 @@ from insum.errors import UnsupportedError
 from insum.lang.bind import Problem
 from insum.lang.expr import Access
 
-Number: TypeAlias = bool | int | float | complex
+PythonNumber: TypeAlias = bool | int | float | complex
 #: torch's own limit.
 MOST_DIMENSIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class GraphValue:
     """A node (or a literal) and the index variable of each of its dimensions.
 
     ``dtype`` is None for a Python number. ``fresh`` says that the memory belongs to the graph, so
     that it may be returned.
     """
 
-    node: Node | Number
+    node: Node | PythonNumber
     vars: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
     fresh: bool = False
 
 
-class Builder:
+class GraphBuilder:
     """Adds nodes to one graph; placeholders appear when they are first asked for."""
 
     def __init__(self, problem: Problem) -> None:
@@ -45,10 +45,10 @@ class Builder:
         self.inputs: list[str] = []
         self.sizes: list[str] = []
         self._placeholders: dict[str, Node] = {}
-        self._aranges: dict[str, Value] = {}
+        self._aranges: dict[str, GraphValue] = {}
         self._last: Node | None = None
-        #: Of values that were cast, what they were cast from.
-        self.widened: dict[Node, Value] = {}
+        #: What casts were made of.
+        self.before_cast: dict[Node, GraphValue] = {}
 
     # --- what the graph is called with ---
 
@@ -125,23 +125,23 @@ class Builder:
 
     # --- values ---
 
-    def arange(self, var: str) -> Value:
+    def arange(self, var: str) -> GraphValue:
         """The values of an index variable as a tensor."""
         if var not in self._aranges:
             node = self.call(
                 torch.arange, self.size(var), device=self.problem.device, name=f"{var}_values"
             )
-            self._aranges[var] = Value(node, (var,), torch.int64, True)
+            self._aranges[var] = GraphValue(node, (var,), torch.int64, True)
         return self._aranges[var]
 
-    def cast(self, value: Value, dtype: torch.dtype) -> Value:
+    def cast(self, value: GraphValue, dtype: torch.dtype) -> GraphValue:
         if value.dtype is None or value.dtype == dtype or not isinstance(value.node, Node):
             return value
         node = self.method("to", value.node, dtype, name=f"{value.node.name}_{short(dtype)}")
-        self.widened[node] = value
+        self.before_cast[node] = value
         return replace(value, node=node, dtype=dtype, fresh=True)
 
-    def aligned(self, value: Value, order: Sequence[str]) -> Node | Number:
+    def aligned(self, value: GraphValue, order: Sequence[str]) -> Node | PythonNumber:
         """The value with one dimension per variable of ``order``: of size 1 where it does not
         depend on the variable.
         """
@@ -158,7 +158,7 @@ class Builder:
             node = self.call(torch.unsqueeze, node, d - len(order))
         return node
 
-    def expanded(self, value: Value, order: Sequence[str]) -> Node:
+    def expanded(self, value: GraphValue, order: Sequence[str]) -> Node:
         """The value with every dimension of ``order`` at its full size (a view)."""
         node = self.aligned(self.as_tensor(value, value.dtype or torch.float32), order)
         assert isinstance(node, Node)
@@ -167,18 +167,18 @@ class Builder:
         return self.method("expand", node, tuple(self.size(v) for v in order))
 
     def pointwise(
-        self, function: Callable[..., Any], a: Value, b: Value, name: str | None = None
-    ) -> Value:
+        self, function: Callable[..., Any], a: GraphValue, b: GraphValue, name: str | None = None
+    ) -> GraphValue:
         """A function of two values, broadcast over the variables of both."""
         order = self.together(a, b)
         if a.dtype is None and b.dtype is None:
-            return Value(_fold(self, function, a.node, b.node))
+            return GraphValue(_fold(self, function, a.node, b.node))
         if a.dtype is None and b.dtype is not None:
             a, b = b, a  # add and mul commute, and their first argument is a tensor
         node = self.call(function, self.aligned(a, order), self.aligned(b, order), name=name)
-        return Value(node, order, a.dtype, True)
+        return GraphValue(node, order, a.dtype, True)
 
-    def together(self, a: Value, b: Value) -> tuple[str, ...]:
+    def together(self, a: GraphValue, b: GraphValue) -> tuple[str, ...]:
         """The variables of two values that are broadcast over each other."""
         order = tuple(dict.fromkeys((*a.vars, *b.vars)))
         if len(order) > MOST_DIMENSIONS:
@@ -190,11 +190,11 @@ class Builder:
             )
         return order
 
-    def as_tensor(self, value: Value, dtype: torch.dtype) -> Value:
+    def as_tensor(self, value: GraphValue, dtype: torch.dtype) -> GraphValue:
         """A Python number as a 0-d tensor."""
         if value.dtype is not None:
             return value
-        return Value(
+        return GraphValue(
             self.call(torch.full, (), value.node, dtype=dtype, device=self.problem.device),
             (),
             dtype,
@@ -203,12 +203,15 @@ class Builder:
 
 
 def _fold(
-    builder: Builder, function: Callable[..., Any], a: Node | Number, b: Node | Number
-) -> Node | Number:
+    builder: GraphBuilder,
+    function: Callable[..., Any],
+    a: Node | PythonNumber,
+    b: Node | PythonNumber,
+) -> Node | PythonNumber:
     plain = operator.mul if function is torch.mul else operator.add
     if isinstance(a, Node) or isinstance(b, Node):
         return builder.call(plain, a, b)
-    folded: Number = plain(a, b)
+    folded: PythonNumber = plain(a, b)
     return folded
 
 

@@ -18,7 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 
 
 @dataclass(frozen=True, slots=True)
-class _Operand:
+class _LetteredNode:
     """A node and a letter for each of its dimensions."""
 
     node: Node
@@ -40,7 +40,7 @@ def flattened(module: GraphModule) -> GraphModule:
     for node in module.graph.nodes:
         if node.op == "call_function" and node.target is torch.einsum:
             equation, *operands = node.args
-            copied[node] = _Contraction(graph, str(equation)).of([copied[o] for o in operands])
+            copied[node] = _PairwiseEinsum(graph, str(equation)).of([copied[o] for o in operands])
         elif node.target is operator.getitem and all(
             isinstance(index, Node) for index in node.args[1]
         ):
@@ -57,7 +57,7 @@ def flattened(module: GraphModule) -> GraphModule:
     return GraphModule(torch.nn.Module(), graph, class_name="Insum")
 
 
-class _Contraction:
+class _PairwiseEinsum:
     """One einsum, two operands at a time from left to right."""
 
     def __init__(self, graph: Graph, equation: str) -> None:
@@ -66,13 +66,13 @@ class _Contraction:
         self.vars = left.split(",")
 
     def of(self, nodes: Sequence[Node]) -> Node:
-        total = _Operand(nodes[0], self.vars[0])
+        total = _LetteredNode(nodes[0], self.vars[0])
         for at, node in enumerate(nodes[1:], 1):
             later = set(self.result).union(*self.vars[at + 1 :])
-            total = self.product(total, _Operand(node, self.vars[at]), later)
+            total = self.product(total, _LetteredNode(node, self.vars[at]), later)
         return self.ordered(total, self.result).node
 
-    def product(self, a: _Operand, b: _Operand, kept: set[str]) -> _Operand:
+    def product(self, a: _LetteredNode, b: _LetteredNode, kept: set[str]) -> _LetteredNode:
         """The product of two operands, summed over what is not ``kept``."""
         a, b = self.summed(a, kept | set(b.vars)), self.summed(b, kept | set(a.vars))
         batch = "".join(v for v in a.vars if v in b.vars and v in kept)
@@ -84,10 +84,10 @@ class _Contraction:
         node = self.graph.call_function(torch.bmm if batch else torch.mm, (left, right))
         return self.ungrouped(node, (batch, m, n), a, b)
 
-    def summed(self, x: _Operand, kept: set[str]) -> _Operand:
+    def summed(self, x: _LetteredNode, kept: set[str]) -> _LetteredNode:
         dims = tuple(d for d, v in enumerate(x.vars) if v not in kept)
         return (
-            _Operand(
+            _LetteredNode(
                 self.graph.call_function(torch.sum, (x.node, dims)),
                 "".join(v for v in x.vars if v in kept),
             )
@@ -95,13 +95,13 @@ class _Contraction:
             else x
         )
 
-    def multiplied(self, a: _Operand, b: _Operand, order: str) -> _Operand:
-        return _Operand(
+    def multiplied(self, a: _LetteredNode, b: _LetteredNode, order: str) -> _LetteredNode:
+        return _LetteredNode(
             self.graph.call_function(torch.mul, (self.spread(a, order), self.spread(b, order))),
             order,
         )
 
-    def spread(self, x: _Operand, order: str) -> Node:
+    def spread(self, x: _LetteredNode, order: str) -> Node:
         """Dimensions of ``order``, those that ``x`` has not of size 1."""
         node = self.ordered(x, "".join(v for v in order if v in x.vars)).node
         for d, v in enumerate(order):
@@ -109,17 +109,17 @@ class _Contraction:
                 node = self.graph.call_function(torch.unsqueeze, (node, d))
         return node
 
-    def ordered(self, x: _Operand, order: str) -> _Operand:
+    def ordered(self, x: _LetteredNode, order: str) -> _LetteredNode:
         if x.vars == order:
             return x
-        return _Operand(
+        return _LetteredNode(
             self.graph.call_function(
                 torch.permute, (x.node, tuple(x.vars.index(v) for v in order))
             ),
             order,
         )
 
-    def grouped(self, x: _Operand, groups: tuple[str, ...]) -> Node:
+    def grouped(self, x: _LetteredNode, groups: tuple[str, ...]) -> Node:
         """The groups as one dimension each; an empty first group as none."""
         node = self.ordered(x, "".join(groups)).node
         for place, group in enumerate(filter(None, groups)):
@@ -129,7 +129,9 @@ class _Contraction:
                 )
         return node
 
-    def ungrouped(self, node: Node, groups: tuple[str, ...], a: _Operand, b: _Operand) -> _Operand:
+    def ungrouped(
+        self, node: Node, groups: tuple[str, ...], a: _LetteredNode, b: _LetteredNode
+    ) -> _LetteredNode:
         place = 0
         for group in filter(None, groups):
             if len(group) > 1:
@@ -137,9 +139,9 @@ class _Contraction:
                     torch.unflatten, (node, place, tuple(self.size(v, a, b) for v in group))
                 )
             place += len(group)
-        return _Operand(node, "".join(groups))
+        return _LetteredNode(node, "".join(groups))
 
-    def size(self, var: str, a: _Operand, b: _Operand) -> Node:
+    def size(self, var: str, a: _LetteredNode, b: _LetteredNode) -> Node:
         source = a if var in a.vars else b
         return self.graph.call_method("size", (source.node, source.vars.index(var)))
 

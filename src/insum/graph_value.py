@@ -14,10 +14,10 @@ from torch import Tensor
 
 from insum.contraction import Pair, cheapest
 from insum.errors import DtypeError, UnsupportedError
-from insum.graph_access import Reader
-from insum.graph_build import Value
+from insum.graph_access import AccessReader
+from insum.graph_build import GraphValue
 from insum.lang.bind import Problem
-from insum.lang.expand import Term
+from insum.lang.expand import ProductTerm
 from insum.lang.expr import Access, Call, Expr, Number, Product, Sum
 from insum.lang.types import Typed, accumulator, call_type, identity, infer, is_rounded
 
@@ -34,7 +34,7 @@ _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "conj": torch.conj,
 }
 #: Variables of factors, and those that are kept.
-Ordered: TypeAlias = tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]
+VariablesOfFactors: TypeAlias = tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -68,16 +68,16 @@ def is_short(problem: Problem, summed: Iterable[str]) -> bool:
     )
 
 
-class Evaluator(Reader):
-    """A builder that can evaluate terms."""
+class Evaluator:
+    """Adds the evaluation of terms to a graph."""
 
-    def __init__(self, problem: Problem) -> None:
-        super().__init__(problem)
+    def __init__(self, reader: AccessReader) -> None:
+        self.reader, self.builder, self.problem = reader, reader.builder, reader.problem
         #: What sizes decided: sums, and whether each `is_short`. Where they are not, the graph is
         #: another.
         self.sums: dict[tuple[str, ...], bool] = {}
         #: Likewise by variables of factors, and those that are kept: the order of products.
-        self.orders: dict[Ordered, tuple[Pair, ...]] = {}
+        self.orders: dict[VariablesOfFactors, tuple[Pair, ...]] = {}
 
     @property
     def types(self) -> dict[str, Typed]:
@@ -87,7 +87,7 @@ class Evaluator(Reader):
     def accumulator(self) -> torch.dtype:
         return meeting_dtype(self.problem)
 
-    def term(self, term: Term, order: tuple[str, ...]) -> Value:
+    def term(self, term: ProductTerm, order: tuple[str, ...]) -> GraphValue:
         """The contribution of a term, reduced to the variables of the left side; in ``order`` where
         that costs nothing.
         """
@@ -97,15 +97,15 @@ class Evaluator(Reader):
 
     # --- pointwise ---
 
-    def evaluate(self, expr: Expr, dtype: torch.dtype) -> Value:
+    def evaluate(self, expr: Expr, dtype: torch.dtype) -> GraphValue:
         """The value of an expression over its own variables, computed in ``dtype``."""
         match expr:
             case Access():
-                return self.cast(self.read(expr), dtype)
+                return self.builder.cast(self.reader.read(expr), dtype)
             case Number(value):
-                return Value(self._literal(value, dtype))
+                return GraphValue(self._literal(value, dtype))
             case Call(function, args):
-                return self.cast(self._call(function, args, dtype), dtype)
+                return self.builder.cast(self._call(function, args, dtype), dtype)
             case Product(parts):
                 return self._fold(torch.mul, parts, dtype)
             case Sum(parts):
@@ -125,16 +125,16 @@ class Evaluator(Reader):
 
     def _fold(
         self, function: Callable[..., Any], parts: tuple[Expr, ...], dtype: torch.dtype
-    ) -> Value:
+    ) -> GraphValue:
         result = self.evaluate(parts[0], dtype)
         for part in parts[1:]:
-            result = self.pointwise(function, result, self.evaluate(part, dtype))
+            result = self.builder.pointwise(function, result, self.evaluate(part, dtype))
         return result
 
-    def _call(self, function: str, args: tuple[Expr, ...], wanted: torch.dtype) -> Value:
+    def _call(self, function: str, args: tuple[Expr, ...], wanted: torch.dtype) -> GraphValue:
         joined = call_type(function, args, self.types, wanted)
         dtype = computed_in(joined)
-        values = [self.as_tensor(self.evaluate(a, dtype), dtype) for a in args]
+        values = [self.builder.as_tensor(self.evaluate(a, dtype), dtype) for a in args]
         if all(infer(a, self.types).dtype == torch.bool for a in args):
             values = [
                 self._truth(v) if isinstance(a, Product | Sum) else v for a, v in zip(args, values)
@@ -142,9 +142,9 @@ class Evaluator(Reader):
         if function == "eq":
             return self._equal(args, values, dtype)
         if function == "step":
-            return self.cast(
-                Value(
-                    self.call(torch.gt, values[0].node, 0, name="is_positive"),
+            return self.builder.cast(
+                GraphValue(
+                    self.builder.call(torch.gt, values[0].node, 0, name="is_positive"),
                     values[0].vars,
                     torch.bool,
                     True,
@@ -152,30 +152,33 @@ class Evaluator(Reader):
                 dtype,
             )
         result = dtype.to_real() if function == "abs" and dtype.is_complex else dtype
-        node = self.call(_FUNCTIONS[function], values[0].node)
-        return Value(node, values[0].vars, result, function != "conj")
+        node = self.builder.call(_FUNCTIONS[function], values[0].node)
+        return GraphValue(node, values[0].vars, result, function != "conj")
 
-    def _truth(self, value: Value) -> Value:
+    def _truth(self, value: GraphValue) -> GraphValue:
         """Among truth values + means or: a sum of two is 1, not 2."""
         assert value.dtype is not None
-        return self.cast(
-            Value(self.call(torch.ne, value.node, 0), value.vars, torch.bool, True), value.dtype
+        return self.builder.cast(
+            GraphValue(self.builder.call(torch.ne, value.node, 0), value.vars, torch.bool, True),
+            value.dtype,
         )
 
-    def _equal(self, args: tuple[Expr, ...], values: list[Value], dtype: torch.dtype) -> Value:
+    def _equal(
+        self, args: tuple[Expr, ...], values: list[GraphValue], dtype: torch.dtype
+    ) -> GraphValue:
         """Compared as rounded to the narrower of the two dtypes: a half-precision maximum equals
         the wide value it was rounded from. Numbers and integers are not rounded.
         """
         rounded = [infer(a, self.types).dtype for a in args if is_rounded(a, self.types)]
         narrow = min(rounded, key=lambda d: d.itemsize, default=dtype)
         if narrow.is_floating_point and narrow.itemsize < dtype.itemsize:
-            values = [self.cast(v, narrow) for v in values]
-        same = self.pointwise(torch.eq, values[0], values[1])
-        return self.cast(Value(same.node, same.vars, torch.bool, True), dtype)
+            values = [self.builder.cast(v, narrow) for v in values]
+        same = self.builder.pointwise(torch.eq, values[0], values[1])
+        return self.builder.cast(GraphValue(same.node, same.vars, torch.bool, True), dtype)
 
     # --- products, summed ---
 
-    def _product(self, term: Term, order: tuple[str, ...]) -> Value:
+    def _product(self, term: ProductTerm, order: tuple[str, ...]) -> GraphValue:
         dtype = self._term_dtype(term)
         values = [self.evaluate(f, dtype) for f in term.factors]
         scalars = [v for v in values if not v.vars]
@@ -185,14 +188,14 @@ class Evaluator(Reader):
             tensors = self._masked_factors(tensors, mask)
         result = self._contracted(tensors, order, dtype)
         for scalar in scalars:
-            result = scalar if result is None else self.pointwise(torch.mul, result, scalar)
+            result = scalar if result is None else self.builder.pointwise(torch.mul, result, scalar)
         assert result is not None
-        result = self.cast(self.as_tensor(result, dtype), self.accumulator)
+        result = self.builder.cast(self.builder.as_tensor(result, dtype), self.accumulator)
         for mask in late:
-            result = self.masked(result, mask, 0)
+            result = self.reader.masked(result, mask, 0)
         return result
 
-    def _term_dtype(self, term: Term) -> torch.dtype:
+    def _term_dtype(self, term: ProductTerm) -> torch.dtype:
         """Half precision is widened on the CPU, where that is faster and more exact; elsewhere
         einsum widens inside, but rounds its result, which a wide one must not be.
         """
@@ -200,29 +203,33 @@ class Evaluator(Reader):
         narrow = dtype in _HALVES and self.problem.dtype in _HALVES
         return dtype if narrow and self.problem.device.type != "cpu" else self.accumulator
 
-    def _masks_of(self, term: Term, order: tuple[str, ...]) -> tuple[list[Value], list[Value]]:
+    def _masks_of(
+        self, term: ProductTerm, order: tuple[str, ...]
+    ) -> tuple[list[GraphValue], list[GraphValue]]:
         """Masks that may be applied to the result, because nothing they speak of is summed away,
         and those that may not.
         """
-        masks = self.masks(term.value)
+        masks = self.reader.masks(term.value)
         for index in self.problem.statement.target.indices:
-            masks += [m for m in self.masks(index) if m not in masks]
+            masks += [m for m in self.reader.masks(index) if m not in masks]
         late = [m for m in masks if set(m.vars) <= set(order)]
         return late, [m for m in masks if m not in late]
 
-    def _masked_factors(self, factors: list[Value], mask: Value) -> list[Value]:
+    def _masked_factors(self, factors: list[GraphValue], mask: GraphValue) -> list[GraphValue]:
         """Zero where absent, in every factor that sees the mask's variables or can without growing
         past one that does: 0 * inf is nan.
         """
         spans = [set(f.vars) for f in factors if set(mask.vars) <= set(f.vars)]
         return [
-            self.masked(f, mask, 0) if any(set(f.vars) | set(mask.vars) <= s for s in spans) else f
+            self.reader.masked(f, mask, 0)
+            if any(set(f.vars) | set(mask.vars) <= s for s in spans)
+            else f
             for f in factors
         ]
 
     def _contracted(
-        self, factors: list[Value], order: tuple[str, ...], dtype: torch.dtype
-    ) -> Value | None:
+        self, factors: list[GraphValue], order: tuple[str, ...], dtype: torch.dtype
+    ) -> GraphValue | None:
         if not factors:
             return None
         kept = tuple(v for v in order if any(v in f.vars for f in factors))
@@ -246,8 +253,8 @@ class Evaluator(Reader):
         )
 
     def _in_best_order(
-        self, factors: list[Value], kept: tuple[str, ...], dtype: torch.dtype
-    ) -> Value:
+        self, factors: list[GraphValue], kept: tuple[str, ...], dtype: torch.dtype
+    ) -> GraphValue:
         """Two factors at a time, the cheapest first. What is summed later stands last, so that it
         need not be moved there.
         """
@@ -270,7 +277,9 @@ class Evaluator(Reader):
         """Elsewhere than on the CPU there are no matrix products of integers."""
         return dtype.is_floating_point or dtype.is_complex or self.problem.device.type == "cpu"
 
-    def _in_pairs(self, factors: list[Value], kept: tuple[str, ...], dtype: torch.dtype) -> Value:
+    def _in_pairs(
+        self, factors: list[GraphValue], kept: tuple[str, ...], dtype: torch.dtype
+    ) -> GraphValue:
         """One factor after the other, each time summed over what neither the result nor a later
         factor has: no product over all variables is ever formed.
         """
@@ -292,11 +301,13 @@ class Evaluator(Reader):
             result = contracted([a, b], still, dtype)
         return result
 
-    def _multiplied(self, factors: list[Value], kept: tuple[str, ...], dtype: torch.dtype) -> Value:
+    def _multiplied(
+        self, factors: list[GraphValue], kept: tuple[str, ...], dtype: torch.dtype
+    ) -> GraphValue:
         a, b = factors
-        return self._summed(self.pointwise(torch.mul, a, b), kept, dtype)
+        return self._summed(self.builder.pointwise(torch.mul, a, b), kept, dtype)
 
-    def _of_many_vectors(self, factors: list[Value], kept: tuple[str, ...]) -> bool:
+    def _of_many_vectors(self, factors: list[GraphValue], kept: tuple[str, ...]) -> bool:
         """Whether an einsum would be one small product of a vector after the other, which a CPU
         does far more slowly than it multiplies and sums.
         """
@@ -311,42 +322,46 @@ class Evaluator(Reader):
         found = self.sums[tuple(sorted(summed))] = is_short(self.problem, summed)
         return found
 
-    def _einsum(self, factors: list[Value], kept: tuple[str, ...], dtype: torch.dtype) -> Value:
+    def _einsum(
+        self, factors: list[GraphValue], kept: tuple[str, ...], dtype: torch.dtype
+    ) -> GraphValue:
         names = _letters([v for f in factors for v in f.vars])
         equation = (
             ",".join("".join(names[v] for v in f.vars) for f in factors)
             + "->"
             + "".join(names[v] for v in kept)
         )
-        return Value(
-            self.call(torch.einsum, equation, *(f.node for f in factors), name="contracted"),
+        return GraphValue(
+            self.builder.call(
+                torch.einsum, equation, *(f.node for f in factors), name="contracted"
+            ),
             kept,
             dtype,
             True,
         )
 
-    def _summed(self, value: Value, kept: tuple[str, ...], dtype: torch.dtype) -> Value:
+    def _summed(self, value: GraphValue, kept: tuple[str, ...], dtype: torch.dtype) -> GraphValue:
         dims = tuple(d for d, v in enumerate(value.vars) if v not in kept)
         if not dims:
             return value
-        node = self.call(torch.sum, value.node, dims, dtype=dtype, name="summed")
-        return Value(node, tuple(v for v in value.vars if v in kept), dtype, True)
+        node = self.builder.call(torch.sum, value.node, dims, dtype=dtype, name="summed")
+        return GraphValue(node, tuple(v for v in value.vars if v in kept), dtype, True)
 
     # --- max and min ---
 
-    def _extremum(self, value: Expr, order: tuple[str, ...]) -> Value:
+    def _extremum(self, value: Expr, order: tuple[str, ...]) -> GraphValue:
         dtype = self.accumulator
-        result = self.as_tensor(self.evaluate(value, dtype), dtype)
-        masks = self.masks(value)
+        result = self.builder.as_tensor(self.evaluate(value, dtype), dtype)
+        masks = self.reader.masks(value)
         for index in self.problem.statement.target.indices:
-            masks += [m for m in self.masks(index) if m not in masks]
+            masks += [m for m in self.reader.masks(index) if m not in masks]
         for mask in masks:
-            result = self.masked(result, mask, self.identity)
+            result = self.reader.masked(result, mask, self.identity)
         dims = tuple(d for d, v in enumerate(result.vars) if v not in order)
         if dims:
             function = torch.amax if self.problem.statement.operator == "max=" else torch.amin
-            node = self.call(function, result.node, dims, name="reduced")
-            result = Value(node, tuple(v for v in result.vars if v in order), dtype, True)
+            node = self.builder.call(function, result.node, dims, name="reduced")
+            result = GraphValue(node, tuple(v for v in result.vars if v in order), dtype, True)
         return result
 
     @property
@@ -368,7 +383,7 @@ def best_order(
 
 
 def _summed_last(
-    vars: tuple[str, ...], kept: tuple[str, ...], left: list[Value], pairs: tuple[Pair, ...]
+    vars: tuple[str, ...], kept: tuple[str, ...], left: list[GraphValue], pairs: tuple[Pair, ...]
 ) -> list[str]:
     """The variables that are summed later: those of the next product last, in its order."""
     sets = [list(f.vars) for f in left] + [list(vars)]
@@ -383,7 +398,7 @@ def _summed_last(
     return [v for v in dict.fromkeys((*found, *vars)) if v not in kept]
 
 
-def _in_order(factors: list[Value], kept: tuple[str, ...]) -> list[Value]:
+def _in_order(factors: list[GraphValue], kept: tuple[str, ...]) -> list[GraphValue]:
     """Neighbours share variables, so that einsum's left-to-right order forms no outer product
     early; and the output needs no transposing.
     """
@@ -403,11 +418,11 @@ def _in_order(factors: list[Value], kept: tuple[str, ...]) -> list[Value]:
     return chosen
 
 
-def _variables(factors: list[Value]) -> tuple[str, ...]:
+def _variables(factors: list[GraphValue]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(v for f in factors for v in f.vars))
 
 
-def _alone(var: str, factor: Value, factors: list[Value]) -> bool:
+def _alone(var: str, factor: GraphValue, factors: list[GraphValue]) -> bool:
     return all(f is factor or var not in f.vars for f in factors)
 
 

@@ -15,7 +15,7 @@ from insum.compat.calls import base_of
 from insum.errors import AutogradError, BindingError, InsumError
 from insum.lang.bind import Value
 from insum.ops import accumulate, accumulate_, contract
-from insum.request import Request, Sizes, head
+from insum.request import Request, RequestSizes, head
 
 _HALVES = (torch.float16, torch.bfloat16)
 
@@ -64,7 +64,7 @@ def _differentiable(
     return _written(request, target, values, "add_", update)
 
 
-def _without(request: Request, name: str) -> Sizes:
+def _without(request: Request, name: str) -> RequestSizes:
     return tuple((k, v) for k, v in request.sizes if k != name)
 
 

@@ -15,12 +15,12 @@ from insum.lang.bind import Problem, Value
 from insum.plan import cost
 from insum.plan.config import Choice
 from insum.plan.draft import CannotFuse, Planned, Wishes
-from insum.plan.plan import OUT
+from insum.plan.sizes import OUT
 from insum.plan.uses import uses_of
 from insum.runtime import classify, launch
 from insum.runtime.answers import Answers
 from insum.runtime.bind import Ready, ready
-from insum.runtime.program import Program, Refusal, Step
+from insum.runtime.program import ProductLaunches, Program, Refusal
 from insum.runtime.programs import Programs, precision_of, unusable, wishes_of
 from insum.runtime.prologue import Prologue
 from insum.settings import settings
@@ -111,7 +111,7 @@ def told(look: Look, program: Program) -> str:
     return "\n\n".join(parts)
 
 
-def _predicted(look: Look, step: Step) -> str:
+def _predicted(look: Look, step: ProductLaunches) -> str:
     device, planned = cost.device_of(look.problem.device), step.planned
     load = look.load(planned)
     return cost.predict(planned.plan, planned.extents, step.choice, device, load).describe()
@@ -174,7 +174,7 @@ def plan_only(
 
 def compile_only(
     problem: Problem, values: Mapping[str, Value], architecture: str, target: Tensor | None = None
-) -> list[tuple[str, launch.Compiled]]:
+) -> list[tuple[str, launch.CompilerReport]]:
     """Compile every kernel of a statement for an architecture that need not be here: (strategy,
     compiler's figures).
     """
@@ -182,7 +182,7 @@ def compile_only(
     program = look.program(anywhere=True)
     if isinstance(program, Refusal):
         raise CannotFuse(program.reason)
-    found: list[tuple[str, launch.Compiled]] = []
+    found: list[tuple[str, launch.CompilerReport]] = []
     for one in look.ready(program).launches:
         config: Any = one.launch.config
         compiled = launch.compile_for(

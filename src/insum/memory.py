@@ -41,7 +41,7 @@ from insum.settings import settings
 
 T = TypeVar("T")
 #: Where in a storage a tensor lies, and how: offset, shape, strides, dtype.
-Place = tuple[int | torch.SymInt, torch.Size, tuple[int, ...], torch.dtype]
+MemoryPlace = tuple[int | torch.SymInt, torch.Size, tuple[int, ...], torch.dtype]
 _serials = itertools.count()
 _stamps = itertools.count()
 #: Things that are kept about one tensor, and ranges that kernels have looked at.
@@ -201,8 +201,8 @@ class _Owner:
 
     def __init__(self, reference: weakref.ref[Any], version: int | None) -> None:
         self.reference, self.version = reference, version
-        self.entries: dict[Place, Entry] = {}
-        self.fingerprints: dict[Place, int] = {}
+        self.entries: dict[MemoryPlace, Entry] = {}
+        self.fingerprints: dict[MemoryPlace, int] = {}
 
 
 class _Held:

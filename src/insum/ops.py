@@ -104,7 +104,7 @@ def accumulate_(request: Request, target: Tensor, values: Mapping[str, Value]) -
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Spec:
+class _DifferentiableCall:
     """What a differentiable call knows besides its tensors: the call itself, where the tensors are
     plain and verified, else what was asked for.
     """
@@ -140,7 +140,7 @@ class _Recorded(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        spec: _Spec,
+        spec: _DifferentiableCall,
         values: Mapping[str, Value],
         initial: Tensor | None,
         *tensors: Tensor,
@@ -162,7 +162,7 @@ class _Differentiable(torch.autograd.Function):
     """In the form that torch.func can transform; the registered op's own autograd cannot be."""
 
     @staticmethod
-    def forward(spec: _Spec, initial: Tensor | None, *tensors: Tensor) -> Tensor:
+    def forward(spec: _DifferentiableCall, initial: Tensor | None, *tensors: Tensor) -> Tensor:
         return spec.run(initial, tensors)
 
     @staticmethod
@@ -185,7 +185,11 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], spec: _Spec, initial: Tensor | None, *tensors: Tensor
+        info: Any,
+        in_dims: tuple[Any, ...],
+        spec: _DifferentiableCall,
+        initial: Tensor | None,
+        *tensors: Tensor,
     ) -> tuple[Tensor, int]:
         values = {**spec.numbers, **dict(zip(spec.names, tensors))}
         dims = dict(zip(spec.names, in_dims[2:]))
@@ -201,7 +205,7 @@ def differentiable(call: BoundCall, initial: Tensor | None, values: Mapping[str,
     if call.prepared.scalars:
         spec, tensors = _apart(None, call, values)
     else:
-        spec = _Spec(None, {}, call.prepared.names, call)
+        spec = _DifferentiableCall(None, {}, call.prepared.names, call)
     try:
         result: Tensor = apply_plainly(_Recorded, spec, values, initial, *tensors)
     except RuntimeError as error:
@@ -224,7 +228,7 @@ def _transformed(request: Request, initial: Tensor | None, values: Mapping[str, 
 
 def _apart(
     request: Request | None, call: BoundCall | None, values: Mapping[str, Value]
-) -> tuple[_Spec, list[Tensor]]:
+) -> tuple[_DifferentiableCall, list[Tensor]]:
     """What autograd is to see, the tensors, and the rest."""
     names: list[str] = []
     tensors: list[Tensor] = []
@@ -235,7 +239,7 @@ def _apart(
             tensors.append(value)
         else:
             numbers[name] = value
-    return _Spec(request, numbers, tuple(names), call), tensors
+    return _DifferentiableCall(request, numbers, tuple(names), call), tensors
 
 
 def _no_tangents(statement: str, name: str) -> AutogradError:
@@ -255,7 +259,11 @@ def _run_derived(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ..
 
 
 def _save(
-    ctx: Any, spec: _Spec, initial: Tensor | None, tensors: Sequence[Tensor], result: Tensor
+    ctx: Any,
+    spec: _DifferentiableCall,
+    initial: Tensor | None,
+    tensors: Sequence[Tensor],
+    result: Tensor,
 ) -> None:
     ctx.spec, ctx.settings = spec, settings.values
     ctx.initial_dtype = None if initial is None else initial.dtype
@@ -486,7 +494,7 @@ def _setup(ctx: Any, initial: Tensor | None, inputs: tuple[Any, ...], output: Te
     request, values = decode(inputs)
     tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
     numbers = dict(zip(_split(inputs[3], ","), inputs[4] or ()))
-    spec = _Spec(request, numbers, tuple(tensors), None)
+    spec = _DifferentiableCall(request, numbers, tuple(tensors), None)
     _save(ctx, spec, initial, list(tensors.values()), output)
     # torch takes any empty list for one of tensors, and wants a list back.
     ctx.rest = [

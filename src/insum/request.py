@@ -20,7 +20,7 @@ from insum.plan.config import Choice, Config, choice_of
 from insum.plan.path import AUTO, Optimize, optimize_text, wish_of
 
 SizesArgument: TypeAlias = Mapping[str | int, Size | Sequence[Size]] | None
-Sizes: TypeAlias = tuple[tuple[str | int, Size | tuple[Size, ...]], ...]
+RequestSizes: TypeAlias = tuple[tuple[str | int, Size | tuple[Size, ...]], ...]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Request:
     """A statement and the options it is called with; see `Form`."""
 
     statement: str
-    sizes: Sizes = ()
+    sizes: RequestSizes = ()
     padded: tuple[str, ...] = ()
     dtype: torch.dtype | None = None
     config: Choice | None = None
@@ -123,9 +123,11 @@ def request_of(
     )
 
 
-def given_sizes(statement: str, out_shape: Sequence[Size] | None, sizes: SizesArgument) -> Sizes:
+def given_sizes(
+    statement: str, out_shape: Sequence[Size] | None, sizes: SizesArgument
+) -> RequestSizes:
     """The sizes that were given, by what they are of."""
-    given: Sizes = ()
+    given: RequestSizes = ()
     if out_shape is not None:
         given = ((head(statement).target, _shape(statement, "out_shape", out_shape)),)
     if sizes is not None:

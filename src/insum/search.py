@@ -58,7 +58,7 @@ LOSER, MARGIN = 1.25, 1.02
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class TriedChoice:
     """One choice that was tried; ``microseconds`` is infinite where it could not be run."""
 
     choice: Choice
@@ -80,7 +80,7 @@ class Tuned:
     choice: Choice  # of all products of the statement, one after the other
     microseconds: float
     first_guess: float
-    trials: tuple[Trial, ...] = ()
+    trials: tuple[TriedChoice, ...] = ()
     source: str = "search"
 
     @property
@@ -179,7 +179,7 @@ def _untimed(problem: Problem) -> str:
 
 # --- the search -----------------------------------------------------------------------------------
 
-Run: TypeAlias = Callable[[], Tensor]
+TimedRun: TypeAlias = Callable[[], Tensor]
 
 
 @dataclass(slots=True)
@@ -192,7 +192,7 @@ class _Search:
     workers: int
     named: str
     cold: Timer | None = None
-    trials: list[Trial] = field(default_factory=list)
+    trials: list[TriedChoice] = field(default_factory=list)
     deadline: float = 0.0
     tick: Callable[[int], None] = lambda total: None
 
@@ -236,12 +236,12 @@ class _Search:
         statement = self.problem.statement.text or str(self.problem.statement)
         key = cache.key_of(self.prepared[position], self.problem.device)
         if best:  # else not even the first guess could be timed
-            cache.remember(cache.Entry(key, statement, choice, best, guessed, self.named))
+            cache.remember(cache.CachedChoice(key, statement, choice, best, guessed, self.named))
         return choice, guessed, best
 
-    def limits_of(self, position: int) -> space.Limits:
+    def limits_of(self, position: int) -> space.SpaceLimits:
         device = cost.device_of(self.problem.device)
-        return space.Limits(
+        return space.SpaceLimits(
             device,
             self.look.load(self.prepared[position]),
             self.effort.candidates,
@@ -265,7 +265,7 @@ class _Search:
         for choice, program in programs:
             late = time.monotonic() > self.deadline and bool(timed)
             found = (
-                Trial(choice, float("inf"), "no time left")
+                TriedChoice(choice, float("inf"), "no time left")
                 if late
                 else self.timed(choice, program, best)
             )
@@ -276,19 +276,19 @@ class _Search:
                 timed.append((choice, found.microseconds))
         return timed
 
-    def timed(self, choice: Choice, program: Ready | str, best: float) -> Trial:
+    def timed(self, choice: Choice, program: Ready | str, best: float) -> TriedChoice:
         if isinstance(program, str):
-            return Trial(choice, float("inf"), program)
+            return TriedChoice(choice, float("inf"), program)
         try:
             run = self.runner(program)
             taken = self.timer(run, LOOK)
             if taken <= LOSER * best:
                 taken = self.timer(run, MEASURE)
-            return Trial(choice, taken)
+            return TriedChoice(choice, taken)
         except Exception as error:
             # out of shared memory, or whatever the compiler thinks of it: this choice is none
             log.debug("insum: %s: %s", choice, error)
-            return Trial(choice, float("inf"), f"{type(error).__name__}: {error}"[:200])
+            return TriedChoice(choice, float("inf"), f"{type(error).__name__}: {error}"[:200])
 
     def program(self, choices: list[Choice], position: int, choice: Choice) -> Ready | str:
         trial = [*choices[:position], choice, *choices[position + 1 :]]
@@ -297,7 +297,7 @@ class _Search:
         except (CannotFuse, SettingsError, UnsupportedError) as error:
             return str(error)
 
-    def runner(self, program: Ready) -> Run:
+    def runner(self, program: Ready) -> TimedRun:
         """A call that may be repeated: what accumulates does so into a copy."""
         target = self.look.target
         if target is not None:

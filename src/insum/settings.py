@@ -28,7 +28,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Values:
+class SettingValues:
     """All settings with their defaults.
 
     - ``check``: how index values are checked against their range: ``async`` (on the CPU before
@@ -93,15 +93,15 @@ class Settings:
     """
 
     __slots__ = ("_block", "_process")
-    _block: ContextVar[Values | None]
-    _process: Values
+    _block: ContextVar[SettingValues | None]
+    _process: SettingValues
 
-    def __init__(self, values: Values) -> None:
+    def __init__(self, values: SettingValues) -> None:
         object.__setattr__(self, "_block", ContextVar("insum_settings", default=None))
         object.__setattr__(self, "_process", _one(values))
 
     @property
-    def values(self) -> Values:
+    def values(self) -> SettingValues:
         """A frozen snapshot; hashable, so that it can be part of a cache key. Equal ones are one
         object.
         """
@@ -132,13 +132,13 @@ class Settings:
         finally:
             self.let_go(token)
 
-    def hold(self, values: Values) -> Token[Values | None]:
+    def hold(self, values: SettingValues) -> Token[SettingValues | None]:
         """Begin a block with the settings that held elsewhere: when a call was made whose backward
         pass runs now, in a thread of autograd's. `let_go` ends it.
         """
         return self._block.set(values)
 
-    def let_go(self, token: Token[Values | None]) -> None:
+    def let_go(self, token: Token[SettingValues | None]) -> None:
         self._block.reset(token)
 
     def __dir__(self) -> list[str]:
@@ -153,10 +153,10 @@ class Settings:
 
 
 MOST_SEEN = 1024
-_seen: dict[Values, Values] = {}
+_seen: dict[SettingValues, SettingValues] = {}
 
 
-def _one(values: Values) -> Values:
+def _one(values: SettingValues) -> SettingValues:
     """The one object for equal values, so that what is remembered for settings can be told by
     identity.
     """
@@ -164,7 +164,7 @@ def _one(values: Values) -> Values:
 
 
 def _names() -> list[str]:
-    return [f.name for f in fields(Values)]
+    return [f.name for f in fields(SettingValues)]
 
 
 def _checked(name: str, value: Any) -> Any:
@@ -175,7 +175,7 @@ def _checked(name: str, value: Any) -> Any:
             f"settings.{name} cannot be {value!r}",
             expected="one of " + ", ".join(map(repr, _CHOICES[name])),
         )
-    default = getattr(Values(), name)
+    default = getattr(SettingValues(), name)
     if isinstance(default, bool) and not isinstance(value, bool):
         raise SettingsError(f"settings.{name} cannot be {value!r}", expected="True or False")
     if type(default) is int and (type(value) is not int or value < 0):
@@ -187,7 +187,7 @@ def _checked(name: str, value: Any) -> Any:
     return value
 
 
-def _from_environment(environment: dict[str, str]) -> Values:
+def _from_environment(environment: dict[str, str]) -> SettingValues:
     changes: dict[str, Any] = {}
     for name in _names():
         text = environment.get(f"INSUM_{name.upper()}")
@@ -195,11 +195,11 @@ def _from_environment(environment: dict[str, str]) -> Values:
             text = environment.get("INSUM_LOGS")
         if text is not None:
             changes[name] = _checked(name, _read(name, text))
-    return replace(Values(), **changes)
+    return replace(SettingValues(), **changes)
 
 
 def _read(name: str, text: str) -> Any:
-    default = getattr(Values(), name)
+    default = getattr(SettingValues(), name)
     if type(default) is int:
         if not text.strip().isdigit():
             raise SettingsError(f"INSUM_{name.upper()} is {text!r}", expected="an integer")

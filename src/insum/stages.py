@@ -37,7 +37,7 @@ from insum.lang.expr import (
 from insum.lang.types import Typed, accumulator, infer, is_rounded
 from insum.plan.order import CannotOrder, Ordered, Path, Place, Step, Term, ordered
 from insum.plan.path import NEVER, is_path, operands_of, wish_of
-from insum.plan.sizes import Layout, layout_of, typical
+from insum.plan.sizes import MemoryLayout, layout_of, typical
 from insum.request import Form
 from insum.runtime.classify import example
 
@@ -46,9 +46,9 @@ MOST_TERMS = 16
 #: Dtypes that matrix units multiply.
 _MULTIPLIED = (torch.float16, torch.bfloat16, torch.float32)
 #: How every tensor of a call lies in memory, by name.
-Layouts: TypeAlias = tuple[tuple[str, Layout], ...]
+Layouts: TypeAlias = tuple[tuple[str, MemoryLayout], ...]
 #: Where a size is found in the whole: the extent of a variable, or a dimension of a tensor.
-Found: TypeAlias = str | Place
+SizeSource: TypeAlias = str | Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class Stage:
     form: Form
     fills: str
     reads: tuple[str, ...]
-    sizes: tuple[Found, ...]
+    sizes: tuple[SizeSource, ...]
     positions: tuple[int, ...]
 
     def size_values(self, problem: Problem) -> tuple[Size, ...]:
@@ -154,7 +154,7 @@ def stages_of(
         paths = [chosen.copies(problem.terms[0], layouts)]
     if all(path is None or len(path.steps) == 1 for path in paths):
         return ()
-    return _Writer(problem, form).written(paths)
+    return _StageWriter(problem, form).written(paths)
 
 
 class _Chosen:
@@ -167,7 +167,7 @@ class _Chosen:
         self.extents = {v: typical(example(n)) for v, n in problem.extents.items()}
         self.shapes = {name: _typical(kind.shape) for name, kind in problem.kinds.items()}
 
-    def path(self, term: expand.Term, wish: str | Path) -> Ordered | None:
+    def path(self, term: expand.ProductTerm, wish: str | Path) -> Ordered | None:
         operands = operands_of(term)
         if len(operands) < 3 or infer(term.value, self.types).dtype == torch.bool:
             return None
@@ -184,12 +184,12 @@ class _Chosen:
         self.taken |= {step.target.tensor for step in found.steps} | set(found.places)
         return found
 
-    def copies(self, term: expand.Term, layouts: Layouts) -> Ordered | None:
+    def copies(self, term: expand.ProductTerm, layouts: Layouts) -> Ordered | None:
         from insum.plan.layouts import copied  # which takes a while to import
 
         return copied(self.described(term, operands_of(term)), dict(layouts))
 
-    def described(self, term: expand.Term, operands: tuple[Expr, ...]) -> Term:
+    def described(self, term: expand.ProductTerm, operands: tuple[Expr, ...]) -> Term:
         number = infer(term.value, self.types).dtype
         exact = number.is_floating_point or number.is_complex
         loose = [not is_rounded(f, self.types) for f in operands]
@@ -216,7 +216,7 @@ def _has_call(factor: Expr) -> bool:
     return not isinstance(factor, Access)
 
 
-class _Writer:
+class _StageWriter:
     """Writes paths down as statements with their options."""
 
     def __init__(self, problem: Problem, form: Form) -> None:
@@ -242,10 +242,10 @@ class _Writer:
                 # of several terms none is scattered early, so that the left side is the same
                 target, positions = path.steps[-1].target, path.steps[-1].positions
         whole = Statement(target, self.problem.statement.operator, total(values))
-        dims: tuple[Found, ...] = tuple(("", d) for d in range(len(target.indices)))
+        dims: tuple[SizeSource, ...] = tuple(("", d) for d in range(len(target.indices)))
         return *stages, self.stage(whole, "", dims, places, self.problem.dtype, positions)
 
-    def dtype_of(self, term: expand.Term) -> torch.dtype:
+    def dtype_of(self, term: expand.ProductTerm) -> torch.dtype:
         """Of buffers: what contributions meet in, and never narrower than the product. Between
         products of half precision on a GPU it is that, as in ``(A @ B) @ C``: matrix units multiply
         nothing wider at their speed.
@@ -270,7 +270,7 @@ class _Writer:
         self,
         statement: Statement,
         fills: str,
-        dims: tuple[Found, ...],
+        dims: tuple[SizeSource, ...],
         places: Mapping[str, Place],
         dtype: torch.dtype,
         positions: tuple[int, ...],
@@ -295,7 +295,7 @@ def _indexing(statement: Statement) -> set[str]:
     return {a.tensor for access in every for index in access.indices for a in accesses(index)}
 
 
-def _size(problem: Problem, found: Found) -> Size:
+def _size(problem: Problem, found: SizeSource) -> Size:
     if isinstance(found, str):
         return problem.extents[found]
     tensor, dim = found

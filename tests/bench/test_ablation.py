@@ -38,7 +38,7 @@ def problem() -> tuple[Problem, dict[str, torch.Tensor]]:
     return bind(parse(STATEMENT), values, sizes={0: blocks}, padded=("AK",)), values
 
 
-def source(stage: ablation.Stage) -> str:
+def source(stage: ablation.AblationStep) -> str:
     bound, values = problem()
     with insum.settings(**stage.settings):
         program = inspection.plan_only(bound, values)
@@ -141,7 +141,7 @@ def test_eager_broadcasting_changes_no_result(
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("stage", FUSED, ids=lambda s: s.name)
-def test_every_stage_is_right(stage: ablation.Stage) -> None:
+def test_every_stage_is_right(stage: ablation.AblationStep) -> None:
     given = block_spmm.inputs(128, 0.5, torch.float32, CPU, group_size=2)
     ready = ablation.ready(stage, given)
     assert relative_error(ready.canonical(ready.run()), block_spmm.want(given, FORWARD)) < 1e-6
@@ -150,7 +150,7 @@ def test_every_stage_is_right(stage: ablation.Stage) -> None:
 @pytest.mark.parametrize(
     "stage", [s for s in ablation.stages() if not s.fused], ids=lambda s: s.name
 )
-def test_unfused_stages_are_right(stage: ablation.Stage) -> None:
+def test_unfused_stages_are_right(stage: ablation.AblationStep) -> None:
     given = block_spmm.inputs(128, 0.5, torch.float32, CPU, group_size=2)
     ready = ablation.ready(stage, given)
     assert relative_error(ready.run(), block_spmm.want(given, FORWARD)) < 1e-6

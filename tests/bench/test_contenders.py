@@ -15,7 +15,7 @@ from torch import Tensor
 
 from insum.bench import block_spmm, conv, data, rivals, spmm, tensor_product
 from insum.bench.measure import Contender, relative_error
-from insum.bench.options import Options
+from insum.bench.options import BenchOptions
 from insum.bench.records import BOTH, FORWARD
 from insum.compat import sparse
 
@@ -233,9 +233,9 @@ def test_small_graphs_come_first() -> None:
 def test_cases_shrink_on_a_cpu_and_with_quick(name: str) -> None:
     sizes = []
     for quick in (True, False):
-        cases: Callable[[Options], Any] = MODULES[name].cases
+        cases: Callable[[BenchOptions], Any] = MODULES[name].cases
         sizes.append(
-            sum(1 for _ in cases(Options(CPU, quick=quick, directions=(FORWARD,))))
+            sum(1 for _ in cases(BenchOptions(CPU, quick=quick, directions=(FORWARD,))))
             if name != "spmm" or quick
             else 4
         )

@@ -11,7 +11,7 @@ from insum.bench import gallery, main, sweep
 from insum.bench.records import FORWARD
 
 
-def options(*more: str) -> main.Options:
+def options(*more: str) -> main.BenchOptions:
     return main.options_of(main.parser().parse_args(["gallery", "--device", "cpu", *more]))
 
 

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from insum.bench import measure
 from insum.bench.measure import (
-    Case,
+    Comparison,
     Contender,
-    Limits,
-    Ready,
+    DeviceLimits,
+    ReadyContender,
     Runner,
     Work,
     autograd,
@@ -28,12 +28,12 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module")
-def limits() -> Limits:
-    return Limits(CPU)
+def limits() -> DeviceLimits:
+    return DeviceLimits(CPU)
 
 
-def case(*contenders: Contender) -> Case:
-    return Case(
+def case(*contenders: Contender) -> Comparison:
+    return Comparison(
         "made",
         "a case",
         torch.float32,
@@ -46,7 +46,7 @@ def case(*contenders: Contender) -> Case:
 
 
 def giving(value: Callable[[], Tensor], **options: object) -> Contender:
-    return Contender("one", lambda: Ready(lambda: (value(),)), **options)  # type: ignore[arg-type]
+    return Contender("one", lambda: ReadyContender(lambda: (value(),)), **options)  # type: ignore[arg-type]
 
 
 def only(runner: Runner, contender: Contender) -> Row:
@@ -54,7 +54,7 @@ def only(runner: Runner, contender: Contender) -> Row:
     return row
 
 
-def test_a_right_result_is_timed(limits: Limits) -> None:
+def test_a_right_result_is_timed(limits: DeviceLimits) -> None:
     row = only(Runner(limits), giving(lambda: torch.arange(4.0), lines=7))
     assert (row.status, row.error, row.lines, row.clock) == ("ok", 0.0, 7, "host")
     assert (
@@ -75,7 +75,7 @@ def test_a_right_result_is_timed(limits: Limits) -> None:
     ],
     ids=["off", "nan", "shape", "empty"],
 )
-def test_a_wrong_result_gets_no_time(limits: Limits, value: Callable[[], Tensor]) -> None:
+def test_a_wrong_result_gets_no_time(limits: DeviceLimits, value: Callable[[], Tensor]) -> None:
     row = only(Runner(limits), giving(value))
     assert (
         row.status == "WRONG"
@@ -85,7 +85,7 @@ def test_a_wrong_result_gets_no_time(limits: Limits, value: Callable[[], Tensor]
     )
 
 
-def test_a_result_that_goes_wrong_later_gets_no_time(limits: Limits) -> None:
+def test_a_result_that_goes_wrong_later_gets_no_time(limits: DeviceLimits) -> None:
     calls = iter(range(100))
     row = only(Runner(limits), giving(lambda: torch.arange(4.0) + (next(calls) > 2)))
     assert row.status == "WRONG" and "warm call" in row.note and row.milliseconds is None
@@ -100,7 +100,7 @@ def test_what_is_not_written_is_seen() -> None:
         pytest.skip("needs a GPU")
     device = torch.device("cuda")
     want = torch.arange(4096.0, device=device, dtype=torch.float64)
-    one = Case(
+    one = Comparison(
         "made",
         "a case",
         torch.float32,
@@ -110,12 +110,12 @@ def test_what_is_not_written_is_seen() -> None:
         [giving(lambda: torch.empty(4096, device=device))],
         Work(1.0, 1.0),
     )
-    (row,) = Runner(Limits(device)).rows([one])
+    (row,) = Runner(DeviceLimits(device)).rows([one])
     assert row.status == "WRONG" and row.error == math.inf
 
 
-def test_a_failure_is_a_result(limits: Limits) -> None:
-    def fail() -> Ready:
+def test_a_failure_is_a_result(limits: DeviceLimits) -> None:
+    def fail() -> ReadyContender:
         raise RuntimeError("no kernel image\nis available")
 
     row = only(Runner(limits), Contender("one", fail, note="a rival"))
@@ -126,11 +126,11 @@ def test_a_failure_is_a_result(limits: Limits) -> None:
     )
 
 
-def test_a_reference_that_fails_fails_the_row(limits: Limits) -> None:
+def test_a_reference_that_fails_fails_the_row(limits: DeviceLimits) -> None:
     def want() -> tuple[Tensor, ...]:
         raise RuntimeError("out of memory")
 
-    broken = Case(
+    broken = Comparison(
         "made",
         "a case",
         torch.float32,
@@ -143,19 +143,19 @@ def test_a_reference_that_fails_fails_the_row(limits: Limits) -> None:
     assert [row.status for row in Runner(limits).rows([broken])] == ["failed", "failed"]
 
 
-def test_no_time_left(limits: Limits) -> None:
+def test_no_time_left(limits: DeviceLimits) -> None:
     row = only(Runner(limits, deadline=time.monotonic() - 1), giving(lambda: torch.arange(4.0)))
     assert row.status == "skipped" and "--budget" in row.note
 
 
-def test_slow_contenders_run_in_the_first_case_only(limits: Limits) -> None:
+def test_slow_contenders_run_in_the_first_case_only(limits: DeviceLimits) -> None:
     slow = giving(lambda: torch.arange(4.0), slow=True)
     rows = list(Runner(limits, slow_cases=1).rows([case(slow), case(slow)]))
     assert [row.status for row in rows] == ["ok", "skipped"] and "--quick" in rows[1].note
     assert "--no-slow" in only(Runner(limits, slow_cases=0), slow).note
 
 
-def test_rivals_that_nobody_asked_for(limits: Limits) -> None:
+def test_rivals_that_nobody_asked_for(limits: DeviceLimits) -> None:
     one = giving(lambda: torch.arange(4.0))
     assert list(Runner(limits, unwanted=("nobody", one.name[1:])).rows([case(one)])) == []
     assert len(list(Runner(limits, unwanted=("nobody",)).rows([case(one)]))) == 1
@@ -175,7 +175,7 @@ def test_relative_error() -> None:
     assert relative_error((), (want,)) == math.inf
 
 
-def test_limits_follow_the_larger_of_bytes_and_flops(limits: Limits) -> None:
+def test_limits_follow_the_larger_of_bytes_and_flops(limits: DeviceLimits) -> None:
     small, wide = Work(1e9, 1.0), Work(1.0, 1e9)
     assert limits.seconds(small, torch.float32) == pytest.approx(1e9 / limits.rate(torch.float32))
     assert limits.seconds(wide, torch.float32) == pytest.approx(1e9 / limits.bytes_per_s)

@@ -20,7 +20,7 @@ import insum.fusion
 from insum import bounded
 from insum.compat import compiler
 from insum.errors import SettingsError
-from insum.settings import Values, _from_environment
+from insum.settings import SettingValues, _from_environment
 
 from .programs import E, F, N, agrees, compiled, fused_ops, graph_of, leaf
 
@@ -321,9 +321,11 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_environment() -> None:
-    assert _from_environment({"INSUM_LOGS": "fusion"}) == Values(log="fusion")
-    assert _from_environment({"INSUM_LOG": "plan", "INSUM_LOGS": "fusion"}) == Values(log="plan")
-    assert _from_environment({"INSUM_FUSE": "always"}) == Values(fuse="always")
+    assert _from_environment({"INSUM_LOGS": "fusion"}) == SettingValues(log="fusion")
+    assert _from_environment({"INSUM_LOG": "plan", "INSUM_LOGS": "fusion"}) == SettingValues(
+        log="plan"
+    )
+    assert _from_environment({"INSUM_FUSE": "always"}) == SettingValues(fuse="always")
 
 
 def test_importing_insum_does_not_import_the_compiler() -> None:

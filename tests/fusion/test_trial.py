@@ -206,7 +206,7 @@ def test_a_graph_is_put_back_node_for_node() -> None:
         graph.call_function(aten.neg.default, (b,))
 
     with pytest.warns(UserWarning, match=SAID):
-        assert trial.Trial(graph).run("disorder", work, None) is None
+        assert trial.PassTrial(graph).run("disorder", work, None) is None
     assert [str(n.target) for n in graph.nodes] == [
         "x",
         "aten.neg.default",

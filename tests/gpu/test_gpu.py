@@ -153,7 +153,7 @@ for_each(
 
 
 def test_strategies_on_scattered_statements() -> None:
-    """Few, since each is compiled; benchmarks/gpu_cases.py tries many."""
+    """Few, since each is compiled; drawn_cases.py tries many."""
     dtypes = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64)
     for number, case in enumerate(draw_scatters(18, seed=9, dtypes=dtypes)):
         strategy = ("auto", "segment", "onehot", "unrolled", "atomic", "store")[number % 6]

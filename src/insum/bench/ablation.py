@@ -16,8 +16,8 @@ import torch
 
 import insum
 from insum.bench import block_spmm
-from insum.bench.measure import Case, Contender, Ready
-from insum.bench.options import Options
+from insum.bench.measure import Comparison, Contender, ReadyContender
+from insum.bench.options import BenchOptions
 from insum.bench.records import FORWARD
 from insum.bench.rivals import TORCH_BSR
 from insum.formats import COO, BlockGroupCOO, GroupCOO, SparseFormat
@@ -40,7 +40,7 @@ NOTHING: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Stage:
+class AblationStep:
     """A row of the figure: its name, its format, and the settings that it runs with."""
 
     name: str
@@ -52,19 +52,19 @@ class Stage:
         return self.settings.get("backend") == "fused"
 
 
-def stages() -> list[Stage]:
+def stages() -> list[AblationStep]:
     """From the baseline to everything.
 
     >>> [stage.name for stage in stages()][:2]
     ['COO, unfused', '+ groups (GroupCOO), unfused']
     """
     found = [
-        Stage("COO, unfused", "COO", UNFUSED),
-        Stage("+ groups (GroupCOO), unfused", "GroupCOO", UNFUSED),
-        Stage("+ blocks (BlockGroupCOO), unfused", "BlockGroupCOO", UNFUSED),
+        AblationStep("COO, unfused", "COO", UNFUSED),
+        AblationStep("+ groups (GroupCOO), unfused", "GroupCOO", UNFUSED),
+        AblationStep("+ blocks (BlockGroupCOO), unfused", "BlockGroupCOO", UNFUSED),
     ]
     settings = {**FUSED, **NOTHING}
-    found.append(Stage("+ fused, tl.dot", "BlockGroupCOO", dict(settings)))
+    found.append(AblationStep("+ fused, tl.dot", "BlockGroupCOO", dict(settings)))
     for name, change in (
         ("+ lazy broadcasting", {"lazy_broadcasting": True}),
         ("+ segmented scatter", {"scatter": "auto"}),
@@ -72,16 +72,16 @@ def stages() -> list[Stage]:
         ("insum: + index prefetch", {"prefetch": True}),
     ):
         settings |= change
-        found.append(Stage(name, "BlockGroupCOO", dict(settings)))
+        found.append(AblationStep(name, "BlockGroupCOO", dict(settings)))
     return found
 
 
-def cases(options: Options) -> Iterator[Case]:
+def cases(options: BenchOptions) -> Iterator[Comparison]:
     size = 4096 if options.gpu else 256
     for dtype in options.dtypes_or(torch.float16 if options.gpu else torch.float32):
         given = block_spmm.inputs(size, SPARSITY, dtype, options.device, group_size=BLOCK_GROUP)
         name = f"{size}^3, {SPARSITY:.0%} sparse, {block_spmm.BLOCK} x {block_spmm.BLOCK} blocks"
-        yield Case(
+        yield Comparison(
             "ablation",
             name,
             dtype,
@@ -93,7 +93,7 @@ def cases(options: Options) -> Iterator[Case]:
         )
 
 
-def contenders(given: block_spmm.Inputs, options: Options) -> list[Contender]:
+def contenders(given: block_spmm.BlockInputs, options: BenchOptions) -> list[Contender]:
     # An unfused product copies a row of B for every nonzero: too large for a graph's private
     # memory, so it is timed by events.
     found = [
@@ -121,11 +121,11 @@ def contenders(given: block_spmm.Inputs, options: Options) -> list[Contender]:
     return found
 
 
-def runs_fused(options: Options) -> bool:
+def runs_fused(options: BenchOptions) -> bool:
     return not launch.available() and (options.gpu or launch.interpreting())
 
 
-def not_here(options: Options) -> list[tuple[str, str]]:
+def not_here(options: BenchOptions) -> list[tuple[str, str]]:
     """Stages that cannot run on this device, and why."""
     return (
         []
@@ -136,21 +136,21 @@ def not_here(options: Options) -> list[tuple[str, str]]:
     )
 
 
-def _late(stage: Stage, given: block_spmm.Inputs) -> Callable[[], Ready]:
+def _late(stage: AblationStep, given: block_spmm.BlockInputs) -> Callable[[], ReadyContender]:
     return lambda: ready(stage, given)
 
 
-def ready(stage: Stage, given: block_spmm.Inputs) -> Ready:
+def ready(stage: AblationStep, given: block_spmm.BlockInputs) -> ReadyContender:
     a = formatted(stage.format, given)
 
     def run() -> tuple[torch.Tensor]:
         with insum.settings(**stage.settings), torch.no_grad():
             return (insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=given.b),)
 
-    return Ready(run)
+    return ReadyContender(run)
 
 
-def formatted(name: str, given: block_spmm.Inputs) -> SparseFormat:
+def formatted(name: str, given: block_spmm.BlockInputs) -> SparseFormat:
     match name:
         case "COO":
             return COO.from_dense(given.dense)

@@ -15,9 +15,17 @@ from torch import Tensor
 
 import insum
 from insum.bench import data, routes
-from insum.bench.data import Draw
-from insum.bench.measure import Case, Contender, Ready, Results, Work, autograd, cases_of
-from insum.bench.options import Options
+from insum.bench.data import RandomTensors
+from insum.bench.measure import (
+    Comparison,
+    Contender,
+    ReadyContender,
+    Results,
+    Work,
+    autograd,
+    cases_of,
+)
+from insum.bench.options import BenchOptions
 from insum.bench.records import BOTH, FORWARD
 from insum.bench.rivals import TORCH_BSR
 from insum.compat import sparse
@@ -37,7 +45,7 @@ _found: dict[tuple[torch.dtype, int], dict[str, int]] = {}
 
 
 @dataclass(frozen=True, eq=False)
-class Inputs:
+class BlockInputs:
     """A block-sparse matrix in all its forms, a dense one, and a gradient of the product."""
 
     mask: Tensor  # of blocks
@@ -66,17 +74,17 @@ def spread(mask: Tensor) -> Tensor:
 
 def inputs(
     size: int, sparsity: float, dtype: torch.dtype, device: torch.device, **options: Any
-) -> Inputs:
-    draw = Draw(device, dtype)
+) -> BlockInputs:
+    draw = RandomTensors(device, dtype)
     mask = draw.chance(size // BLOCK, size // BLOCK) >= sparsity
     dense = draw.normal(size, size) * spread(mask)
     a = BlockGroupCOO.from_dense(
         dense, block_shape=(BLOCK, BLOCK), **{"group_size": "auto", **options}
     )
-    return Inputs(mask, dense, draw.normal(size, size), draw.normal(size, size), a)
+    return BlockInputs(mask, dense, draw.normal(size, size), draw.normal(size, size), a)
 
 
-def cases(options: Options) -> Iterator[Case]:
+def cases(options: BenchOptions) -> Iterator[Comparison]:
     size = 4096 if options.gpu else 256
     half = (torch.float16,) if options.quick else (torch.float16, torch.bfloat16)
     for dtype in options.dtypes_or(*(half if options.gpu else (torch.float32,))):
@@ -87,19 +95,19 @@ def cases(options: Options) -> Iterator[Case]:
             )
 
 
-def sparsities(options: Options) -> list[float]:
+def sparsities(options: BenchOptions) -> list[float]:
     every = {f"{100 * sparsity:.0f}": sparsity for sparsity in SPARSITIES}
     if options.names:
         return [every[name] for name in data.chosen(list(every), options.names, "sparsity")]
     return list(QUICK if options.quick else SPARSITIES)
 
 
-def want(given: Inputs, direction: str) -> Results:
+def want(given: BlockInputs, direction: str) -> Results:
     a, b, g = (t.double() for t in (given.dense, given.b, given.upstream))
     return (a @ b,) if direction == FORWARD else (a @ b, (g @ b.T) * given.spread(), a.T @ g)
 
 
-def contenders(given: Inputs, direction: str) -> list[Contender]:
+def contenders(given: BlockInputs, direction: str) -> list[Contender]:
     found = [
         Contender("insum", lambda: ours(given, direction), lines=1),
         Contender("torch.mm", lambda: dense(given, direction)),
@@ -124,7 +132,7 @@ def contenders(given: Inputs, direction: str) -> list[Contender]:
     return [c for c in found if not (absent and c.name.startswith("TorchBSR"))]
 
 
-def ours(given: Inputs, direction: str) -> Ready:
+def ours(given: BlockInputs, direction: str) -> ReadyContender:
     a = given.a
     ready = routes.sparse_product(a, given.b, given.upstream, direction)
 
@@ -132,16 +140,16 @@ def ours(given: Inputs, direction: str) -> Ready:
         c, *gradients = results
         return (c, a.with_values(gradients[0]).to_dense(), gradients[1]) if gradients else (c,)
 
-    return Ready(ready.run, canonical)
+    return ReadyContender(ready.run, canonical)
 
 
-def dense(given: Inputs, direction: str) -> Ready:
+def dense(given: BlockInputs, direction: str) -> ReadyContender:
     ready = autograd(torch.mm, (given.dense, given.b), given.upstream, direction)
     where = given.spread()
-    return Ready(ready.run, lambda r: (r[0], r[1] * where, r[2]) if len(r) == 3 else r)
+    return ReadyContender(ready.run, lambda r: (r[0], r[1] * where, r[2]) if len(r) == 3 else r)
 
 
-def masked(given: Inputs) -> Ready:
+def masked(given: BlockInputs) -> ReadyContender:
     where = given.spread()
     return autograd(
         lambda a, b: torch.mm(a * where, b), (given.dense, given.b), given.upstream, BOTH
@@ -151,7 +159,7 @@ def masked(given: Inputs) -> Ready:
 # --- TorchBSR: PyTorch's Triton kernels for BSR ---------------------------------------------------
 
 
-def torch_bsr(given: Inputs, direction: str, *, tuned: bool) -> Ready:
+def torch_bsr(given: BlockInputs, direction: str, *, tuned: bool) -> ReadyContender:
     kernels = sparse.bsr_kernels()
     bsr = as_bsr(given.dense)
     meta, note = None, ""
@@ -166,7 +174,7 @@ def torch_bsr(given: Inputs, direction: str, *, tuned: bool) -> Ready:
         return out
 
     if direction == FORWARD:
-        return Ready(lambda: (product(bsr, given.b),), note=note)
+        return ReadyContender(lambda: (product(bsr, given.b),), note=note)
     # What a layer over these kernels would do: the transposed matrix for one gradient, a sampled
     # product for the other.
     turned, order = as_bsr(given.dense.T.contiguous()), transposed_order(bsr)
@@ -180,7 +188,7 @@ def torch_bsr(given: Inputs, direction: str, *, tuned: bool) -> Ready:
             product(turned, given.upstream),
         )
 
-    return Ready(run, lambda r: (r[0], r[1].to_dense(), r[2]), note)
+    return ReadyContender(run, lambda r: (r[0], r[1].to_dense(), r[2]), note)
 
 
 def tuned_meta(kernels: Any, bsr: Tensor, b: Tensor) -> dict[str, int]:
@@ -233,9 +241,9 @@ def transposed_order(bsr: Tensor) -> Tensor:
     return torch.argsort(bsr.col_indices() * len(count) + row)
 
 
-def sparse_bsr(given: Inputs) -> Ready:
+def sparse_bsr(given: BlockInputs) -> ReadyContender:
     bsr = as_bsr(given.dense)
-    return Ready(lambda: (bsr @ given.b,))
+    return ReadyContender(lambda: (bsr @ given.b,))
 
 
 # --- torch.compile --------------------------------------------------------------------------------
@@ -249,7 +257,7 @@ def plain(values: Tensor, rows: Tensor, columns: Tensor, b: Tensor) -> Tensor:
     return out.index_add_(0, rows, parts.float()).to(b.dtype).reshape(b.shape)
 
 
-def compiled(given: Inputs, native: bool | None = None) -> Ready:
+def compiled(given: BlockInputs, native: bool | None = None) -> ReadyContender:
     at = given.mask.nonzero()
     blocks = len(given.mask)
     values = given.dense.reshape(blocks, BLOCK, blocks, BLOCK)[at[:, 0], :, at[:, 1]].contiguous()

@@ -20,8 +20,8 @@ import torch
 import insum
 from insum.bench import block_spmm, conv, data, spmm, tensor_product
 from insum.bench.ablation import runs_fused
-from insum.bench.measure import Case, Contender, Ready, Results, Work, clock
-from insum.bench.options import Options
+from insum.bench.measure import Comparison, Contender, ReadyContender, Results, Work, clock
+from insum.bench.options import BenchOptions
 from insum.bench.records import FORWARD
 from insum.runtime import launch
 
@@ -32,12 +32,12 @@ NATIVE = "insum, TorchInductor, native matmul"
 _CACHES = ("TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "INSUM_CACHE_DIR")
 
 
-def cases(options: Options) -> Iterator[Case]:
+def cases(options: BenchOptions) -> Iterator[Comparison]:
     if options.slow:
         warm_imports(options)
     for name, build in applications(options).items():
         found = build(options)
-        yield Case(
+        yield Comparison(
             "compilers",
             name,
             found.dtype,
@@ -49,7 +49,7 @@ def cases(options: Options) -> Iterator[Case]:
         )
 
 
-def contenders(found: Built, options: Options) -> list[Contender]:
+def contenders(found: Built, options: BenchOptions) -> list[Contender]:
     note = (
         f"format conversion {clock(found.convert, options.device, capture=False)[0]:.2f} ms"
         if found.convert
@@ -75,7 +75,7 @@ def contenders(found: Built, options: Options) -> list[Contender]:
     return [contender for contender in every if contender.name not in absent]
 
 
-def warm_imports(options: Options) -> None:
+def warm_imports(options: BenchOptions) -> None:
     """The rival's imports are not its compile time."""
     torch.compile(lambda x: x + 1)(torch.ones(4, device=options.device))
 
@@ -88,13 +88,13 @@ class Built:
 
     dtype: torch.dtype
     want: Callable[[], Results]
-    ours: Callable[[], Ready]
-    compiled: Callable[..., Ready]
+    ours: Callable[[], ReadyContender]
+    compiled: Callable[..., ReadyContender]
     convert: Callable[[], Any] | None
     work: Work
 
 
-def applications(options: Options) -> dict[str, Callable[[Options], Built]]:
+def applications(options: BenchOptions) -> dict[str, Callable[[BenchOptions], Built]]:
     """The paper compares on the convolution; without --quick the other three follow."""
     every = {
         "convolution": _convolution,
@@ -108,7 +108,7 @@ def applications(options: Options) -> dict[str, Callable[[Options], Built]]:
 
 
 def _built(
-    module: Any, given: Any, ours: Callable[[], Ready], convert: Callable[[], Any] | None
+    module: Any, given: Any, ours: Callable[[], ReadyContender], convert: Callable[[], Any] | None
 ) -> Built:
     want, compiled = (
         functools.partial(module.want, given, FORWARD),
@@ -117,7 +117,7 @@ def _built(
     return Built(given.upstream.dtype, want, ours, compiled, convert, given.work(FORWARD))
 
 
-def _convolution(options: Options) -> Built:
+def _convolution(options: BenchOptions) -> Built:
     names = data.cloud_names(options.data)
     name = "pc-s3dis-ucf-lobby" if "pc-s3dis-ucf-lobby" in names else names[0]
     voxels = data.cloud(name, options.data, options.device, None if options.gpu else 1000)
@@ -132,7 +132,7 @@ def _convolution(options: Options) -> Built:
     )
 
 
-def _block(options: Options) -> Built:
+def _block(options: BenchOptions) -> Built:
     given = block_spmm.inputs(
         4096 if options.gpu else 128,
         0.9,
@@ -145,7 +145,7 @@ def _block(options: Options) -> Built:
     return _built(block_spmm, given, lambda: block_spmm.ours(given, FORWARD), convert)
 
 
-def _spmm(options: Options) -> Built:
+def _spmm(options: BenchOptions) -> Built:
     names = data.graph_names(options.data)
     name = "amazon0601" if options.gpu and "amazon0601" in names else names[0]
     given = spmm.inputs(
@@ -159,27 +159,27 @@ def _spmm(options: Options) -> Built:
     )
 
 
-def _product(options: Options) -> Built:
+def _product(options: BenchOptions) -> Built:
     given = tensor_product.inputs(
         1, 32 if options.gpu else 8, 10_000 if options.gpu else 50, torch.float32, options.device
     )
     return _built(tensor_product, given, lambda: tensor_product.ours(given, FORWARD), None)
 
 
-def _under(make: Callable[[], Ready], **changes: Any) -> Ready:
+def _under(make: Callable[[], ReadyContender], **changes: Any) -> ReadyContender:
     ready = make()
 
     def run() -> Results:
         with insum.settings(**changes):
             return ready.run()
 
-    return Ready(run, ready.canonical, ready.note)
+    return ReadyContender(run, ready.canonical, ready.note)
 
 
-def _fresh(make: Callable[[], Ready]) -> Callable[[], Ready]:
+def _fresh(make: Callable[[], ReadyContender]) -> Callable[[], ReadyContender]:
     """With empty caches on disk at the first call."""
 
-    def made() -> Ready:
+    def made() -> ReadyContender:
         launch.forget()
         with empty_caches():
             ready = make()
@@ -204,7 +204,7 @@ def empty_caches() -> Iterator[None]:
                     os.environ[name] = value
 
 
-def not_here(options: Options) -> list[tuple[str, str]]:
+def not_here(options: BenchOptions) -> list[tuple[str, str]]:
     """Routes that cannot run on this device, and why."""
     fused = (
         []

@@ -18,9 +18,9 @@ import insum
 from insum.bench import data, routes
 from insum.bench.measure import (
     TOLERANCE,
-    Case,
+    Comparison,
     Contender,
-    Ready,
+    ReadyContender,
     Results,
     Work,
     autograd,
@@ -28,7 +28,7 @@ from insum.bench.measure import (
     no_grad,
     relative_error,
 )
-from insum.bench.options import Options
+from insum.bench.options import BenchOptions
 from insum.bench.records import FORWARD
 from insum.bench.rivals import FLEXGEMM, SPCONV, TORCHSPARSE, module
 from insum.formats import GroupCOO, NeighborTable, SparseFormat
@@ -43,7 +43,7 @@ OFFSETS = 27
 
 
 @dataclass(frozen=True, eq=False)
-class Inputs:
+class ConvInputs:
     """Voxels with features, weights, a gradient of the output, and neighbours ``table[z,x]``."""
 
     voxels: Tensor
@@ -75,10 +75,10 @@ class Inputs:
         return Work(flops, read) if direction == FORWARD else Work(3 * flops, 3 * read)
 
 
-def inputs(voxels: Tensor, channels: int, dtype: torch.dtype) -> Inputs:
-    draw, count = data.Draw(voxels.device, dtype), len(voxels)
+def inputs(voxels: Tensor, channels: int, dtype: torch.dtype) -> ConvInputs:
+    draw, count = data.RandomTensors(voxels.device, dtype), len(voxels)
     weights = draw.normal(OFFSETS, channels, channels, scale=1 / channels)
-    return Inputs(
+    return ConvInputs(
         voxels,
         data.neighbour_table(voxels),
         draw.normal(count, channels),
@@ -87,7 +87,7 @@ def inputs(voxels: Tensor, channels: int, dtype: torch.dtype) -> Inputs:
     )
 
 
-def cases(options: Options) -> Iterator[Case]:
+def cases(options: BenchOptions) -> Iterator[Comparison]:
     names = data.chosen(data.cloud_names(options.data), options.names, "cloud")
     if options.quick and not options.names:
         names = [name for name in names if name in QUICK] or names[:2]
@@ -99,7 +99,7 @@ def cases(options: Options) -> Iterator[Case]:
             yield from cases_of("conv", label, dtype, options, given, want, contenders)
 
 
-def want(given: Inputs, direction: str) -> Results:
+def want(given: ConvInputs, direction: str) -> Results:
     x, w, g = given.x.double(), given.w.double(), given.upstream.double()
     out, to_x, to_w = torch.zeros_like(g), torch.zeros_like(x), torch.zeros_like(w)
     for z, (here, there) in enumerate(given.lists()):
@@ -110,7 +110,7 @@ def want(given: Inputs, direction: str) -> Results:
     return (out,) if direction == FORWARD else (out, to_x, to_w)
 
 
-def contenders(given: Inputs, direction: str) -> list[Contender]:
+def contenders(given: ConvInputs, direction: str) -> list[Contender]:
     found = [
         Contender("insum SparseConv3d", lambda: layer(given, direction), lines=1),
         Contender("insum, neighbour table", lambda: ours(given, direction, grouped=False), lines=1),
@@ -132,12 +132,12 @@ def contenders(given: Inputs, direction: str) -> list[Contender]:
 
 
 def _late(
-    make: Callable[[Inputs, str], Ready], given: Inputs, direction: str
-) -> Callable[[], Ready]:
+    make: Callable[[ConvInputs, str], ReadyContender], given: ConvInputs, direction: str
+) -> Callable[[], ReadyContender]:
     return lambda: make(given, direction)
 
 
-def ours(given: Inputs, direction: str, *, grouped: bool) -> Ready:
+def ours(given: ConvInputs, direction: str, *, grouped: bool) -> ReadyContender:
     found = given.map(grouped)
     call = lambda x, w: insum.einsum(
         "Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]", Map=found, In=x, W=w
@@ -145,7 +145,7 @@ def ours(given: Inputs, direction: str, *, grouped: bool) -> Ready:
     return autograd(call, (given.x, given.w), given.upstream, direction)
 
 
-def layer(given: Inputs, direction: str) -> Ready:
+def layer(given: ConvInputs, direction: str) -> ReadyContender:
     """The layer as a user has it; it chooses the spelling."""
     made = SparseConv3d(given.w.shape[1], given.w.shape[2], 3, bias=False, submanifold=True).to(
         given.x.device, given.x.dtype
@@ -165,7 +165,7 @@ def layer(given: Inputs, direction: str) -> Ready:
 # --- rivals ---------------------------------------------------------------------------------------
 
 
-def gathered(given: Inputs, direction: str) -> Ready:
+def gathered(given: ConvInputs, direction: str) -> ReadyContender:
     lists = given.lists()
 
     def call(x: Tensor, w: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ def plain(x: Tensor, table: Tensor, there: Tensor, w: Tensor) -> Tensor:
     return torch.bmm(rows, w).sum(0)
 
 
-def compiled(given: Inputs, native: bool | None = None) -> Ready:
+def compiled(given: ConvInputs, native: bool | None = None) -> ReadyContender:
     found = given.map(False)
     call = lambda *_: insum.einsum(
         "Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]", Map=found, In=given.x, W=given.w
@@ -219,7 +219,7 @@ class Library:
     back: Callable[[Tensor], Tensor]
 
 
-def from_library(made: Library, given: Inputs, direction: str) -> Ready:
+def from_library(made: Library, given: ConvInputs, direction: str) -> ReadyContender:
     """The contender, with weights in the order in which the library walks through the offsets."""
     order = offset_order(made, given)
     ready = autograd(
@@ -229,10 +229,10 @@ def from_library(made: Library, given: Inputs, direction: str) -> Ready:
     def canonical(results: Results) -> Results:
         return (*results[:2], *(made.back(g)[torch.argsort(order)] for g in results[2:]))
 
-    return Ready(ready.run, canonical)
+    return ReadyContender(ready.run, canonical)
 
 
-def offset_order(made: Library, given: Inputs) -> Tensor:
+def offset_order(made: Library, given: ConvInputs) -> Tensor:
     """Libraries number the 27 offsets each in their way: axes in any order, from either end. The
     one that gives the result is taken.
     """
@@ -251,7 +251,7 @@ def offset_order(made: Library, given: Inputs) -> Tensor:
     raise RuntimeError("no order of the offsets gives the result")
 
 
-def spconv(given: Inputs, direction: str) -> Ready:
+def spconv(given: ConvInputs, direction: str) -> ReadyContender:
     pytorch = module("spconv.pytorch")
     at, shape = _batched(given.voxels)
     layer = pytorch.SubMConv3d(
@@ -272,7 +272,7 @@ def spconv(given: Inputs, direction: str) -> Ready:
     )
 
 
-def torchsparse(given: Inputs, direction: str) -> Ready:
+def torchsparse(given: ConvInputs, direction: str) -> ReadyContender:
     package, nn = module("torchsparse"), module("torchsparse.nn")
     at, _ = _batched(given.voxels)
     layer = nn.Conv3d(given.w.shape[1], given.w.shape[2], 3, bias=False).to(
@@ -291,7 +291,7 @@ def torchsparse(given: Inputs, direction: str) -> Ready:
     return from_library(Library(call, lambda w: w, lambda g: g), given, direction)
 
 
-def flexgemm(given: Inputs, direction: str) -> Ready:
+def flexgemm(given: ConvInputs, direction: str) -> ReadyContender:
     ops = module("flex_gemm.ops.spconv")
     ops.set_algorithm(ops.Algorithm.MASKED_IMPLICIT_GEMM_SPLITK)
     at, size = _batched(given.voxels)

@@ -4,7 +4,7 @@ statistics.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,9 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import insum
 from insum.errors import BenchError
 from insum.nn.kernel_map import Geometry, build_map
 from insum.nn.voxels import Voxels
+from insum.nn.wigner import wigner_3j
 
 USUAL = Path("../shared/data")
 #: 3 x 3 x 3 around a voxel, outputs where inputs are.
@@ -47,7 +49,7 @@ CLOUD_STAND_INS: dict[str, tuple[int, float]] = {
 }
 
 
-class Draw:
+class RandomTensors:
     """Random tensors of one kind, the same in every run."""
 
     def __init__(
@@ -69,7 +71,7 @@ class Draw:
 
 
 @dataclass(frozen=True, eq=False)
-class Graph:
+class CsrPattern:
     """A CSR pattern."""
 
     name: str
@@ -133,7 +135,7 @@ def cloud_names(place: Path | None) -> list[str]:
     return sorted(found or CLOUD_STAND_INS, key=lambda name: CLOUD_STAND_INS.get(name, (0, 0.0))[0])
 
 
-def graph(name: str, place: Path | None, device: torch.device) -> Graph:
+def graph(name: str, place: Path | None, device: torch.device) -> CsrPattern:
     found = files(place, "indptr")
     if name in found:
         with np.load(found[name]) as content:
@@ -142,11 +144,11 @@ def graph(name: str, place: Path | None, device: torch.device) -> Graph:
                 for k in ("indptr", "indices")
             )
             shape = tuple(int(s) for s in content["shape"])
-        return Graph(name, indptr, indices, (shape[0], shape[1]))
+        return CsrPattern(name, indptr, indices, (shape[0], shape[1]))
     return made_graph(name, device)
 
 
-def made_graph(name: str, device: torch.device) -> Graph:
+def made_graph(name: str, device: torch.device) -> CsrPattern:
     """Random columns; lengths of rows follow a power law between 0 and the longest, scaled to the
     number of nonzeros.
 
@@ -166,7 +168,7 @@ def made_graph(name: str, device: torch.device) -> Graph:
     starts, columns = (
         torch.from_numpy(array.astype(np.int32)).to(device) for array in (indptr, key % rows)
     )
-    return Graph(name, starts, columns, (rows, rows))
+    return CsrPattern(name, starts, columns, (rows, rows))
 
 
 def cloud(name: str, place: Path | None, device: torch.device, most: int | None = None) -> Tensor:
@@ -222,3 +224,54 @@ def chosen(names: Sequence[str], wanted: Sequence[str], kind: str) -> list[str]:
     if unknown:
         raise BenchError(f"there is no {kind} {unknown[0]!r}", expected=", ".join(names))
     return list(wanted or names)
+
+
+# --- equivariant products -------------------------------------------------------------------------
+
+
+def degrees(highest: int, *, even: bool = False) -> list[tuple[int, int, int]]:
+    """The degrees of both factors and of the result, of all products up to the highest; ``even``:
+    of those that keep parity.
+
+    >>> degrees(1)
+    [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, 1)]
+    >>> degrees(1, even=True)
+    [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)]
+    """
+    every = range(highest + 1)
+    found = [(a, b, c) for a in every for b in every for c in every if abs(a - b) <= c <= a + b]
+    return [one for one in found if sum(one) % 2 == 0] if even else found
+
+
+def promised(tables: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """Tables on a device, which are promised to stay as they are."""
+    return {name: insum.constant(table.to(device)) for name, table in tables.items()}
+
+
+def coefficients(products: Sequence[tuple[int, int, int]]) -> dict[str, Tensor]:
+    """The nonzero coefficients of products of these degrees, one product after the other: values
+    ``V``, components of the result ``I`` and of both factors ``J`` and ``K``, products ``L``.
+    """
+    found: dict[str, list[float]] = {name: [] for name in "VIJKL"}
+    for number, (a, b, c) in enumerate(products):
+        block = wigner_3j(a, b, c)
+        for i, j, k in block.nonzero().tolist():
+            entry = (float(block[i, j, k]), k + c * c, i + a * a, j + b * b, number)
+            for name, value in zip("VIJKL", entry, strict=True):
+                found[name].append(value)
+    made = {n: torch.tensor(v, dtype=torch.int32) for n, v in found.items() if n != "V"}
+    return {**made, "V": torch.tensor(found["V"])}
+
+
+def grouped_coefficients(products: Sequence[tuple[int, int, int]]) -> dict[str, Tensor]:
+    """The same with a row for each product, as long as the longest, padded with -1."""
+    found = coefficients(products)
+    counts = found["L"].bincount()
+    row, slot = (torch.arange(int(counts.max())) < counts[:, None]).nonzero(as_tuple=True)
+    shape = len(counts), int(counts.max())
+    made = {name: torch.full(shape, -1, dtype=torch.int32) for name in "IJK"}
+    made["V"] = torch.zeros(shape)
+    for name, table in made.items():
+        table[row, slot] = found[name]
+    made["L"] = torch.arange(len(counts), dtype=torch.int32)
+    return made

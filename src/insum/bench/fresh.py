@@ -8,11 +8,10 @@ training step is forward, sum, backward and an update by SGD.
 
 from __future__ import annotations
 
-import json
+import functools
 import math
 import random
 import statistics
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -23,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 import insum
-from insum.bench import data, machine, measure
-from insum.bench.options import Options
+from insum.bench import data, measure
+from insum.bench.options import BenchOptions
 from insum.bench.rivals import FLEXGEMM, PYG, module
+from insum.bench.study import Study
 from insum.bench.table import aligned
 from insum.runtime import launch
 
@@ -39,7 +39,7 @@ AGGREGATE = "y[d[e],f] = x[s[e],f]"
 PRODUCT = "Z[dst[e],I[p,q],u] = V[p,q] * X[src[e],J[p,q],u] * Y[e,K[p,q]] * W[e,L[p],u]"
 HEAD = ("case", "contender", "median ms", "p99", "max", "wanted", "compiled", "waits", "error")
 
-Arguments = tuple[Any, ...]
+CallArguments = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class FreshCase:
 
     name: str
     wanted_ms: float
-    draw: Callable[[random.Random], Arguments]
+    draw: Callable[[random.Random], CallArguments]
     contenders: tuple[FreshContender, ...]
     exact: Callable[..., Tensor] | None = None
 
@@ -94,12 +94,12 @@ class DataSizes:
     def near(self, name: str, drawn: random.Random) -> int:
         return int(self.of[name] * drawn.uniform(1 - SPREAD, 1 + SPREAD))
 
-    def graph(self, drawn: random.Random) -> Arguments:
+    def graph(self, drawn: random.Random) -> CallArguments:
         nodes, edges = self.near("nodes", drawn), self.near("edges", drawn)
         x = torch.randn(nodes, self.of["columns"], device=self.device)
         return x, torch.randint(0, nodes, (2, edges), device=self.device)
 
-    def cloud(self, base: Tensor, drawn: random.Random) -> Arguments:
+    def cloud(self, base: Tensor, drawn: random.Random) -> CallArguments:
         """A part of a scene, moved and turned, with features."""
         wanted = self.near("voxels", drawn)
         first = drawn.randrange(max(1, base.shape[0] - wanted))
@@ -110,7 +110,7 @@ class DataSizes:
         features = torch.randn(len(coords), self.of["channels"], device=self.device, dtype=kind)
         return coords, features
 
-    def molecules(self, drawn: random.Random) -> Arguments:
+    def molecules(self, drawn: random.Random) -> CallArguments:
         """Edges of atoms, in the order in which a neighbour list has them."""
         nodes, edges = self.near("nodes", drawn) // 4, self.near("edges", drawn) // 2
         ends = torch.randint(0, nodes, (2, edges), device=self.device)
@@ -133,31 +133,10 @@ def scene(sizes: DataSizes) -> Tensor:
     return torch.cat([base + k * step for k in range(needed)])
 
 
-def pattern(device: torch.device) -> dict[str, Tensor]:
-    """The coefficients of the products of degrees up to 1, a group for each of the five paths."""
-    from insum.nn.wigner import wigner_3j
-
-    paths = [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0), (1, 1, 1)]
-    longest = 6
-    found: dict[str, Tensor] = {
-        n: torch.full((len(paths), longest), -1, dtype=torch.int32) for n in "IJK"
-    }
-    values = torch.zeros(len(paths), longest)
-    for p, degrees in enumerate(paths):
-        block = wigner_3j(*degrees)
-        at = block.nonzero()
-        values[p, : len(at)] = block[tuple(at.unbind(1))].float()
-        for axis, name in enumerate("JKI"):
-            found[name][p, : len(at)] = (at[:, axis] + (degrees[axis] > 0)).int()
-    found["L"] = torch.arange(len(paths), dtype=torch.int32)
-    made = {name: insum.constant(t.to(device)) for name, t in found.items()}
-    return {**made, "V": insum.constant(values.to(device))}
-
-
 # --- cases ----------------------------------------------------------------------------------------
 
 
-def cases(options: Options) -> Iterator[FreshCase]:
+def cases(options: BenchOptions) -> Iterator[FreshCase]:
     cuda = options.device.type == "cuda"
     sizes = DataSizes(options.device, options.data, SIZES if cuda else SMALL)
     yield from _graph_cases(sizes)
@@ -224,7 +203,8 @@ def _cloud_cases(sizes: DataSizes) -> Iterator[FreshCase]:
 
 
 def _product_case(sizes: DataSizes) -> FreshCase:
-    fixed: dict[str, Any] = pattern(sizes.device)
+    found = data.grouped_coefficients(data.degrees(1))
+    fixed: dict[str, Any] = data.promised(found, sizes.device)
 
     def ours(x: Tensor, y: Tensor, w: Tensor, ends: Tensor) -> Tensor:
         return insum.insum(
@@ -319,11 +299,8 @@ def timed(case: FreshCase, device: torch.device, calls: int) -> list[Timed]:
     for _ in range(calls):
         arguments = case.draw(drawn)
         for one in case.contenders:
-            measure.wait(device)
-            before, start = launch.compile_count(), time.perf_counter()
-            one.run(*arguments)
-            measure.wait(device)
-            seconds[one.name].append(time.perf_counter() - start)
+            before = launch.compile_count()
+            seconds[one.name].append(measure.once(functools.partial(one.run, *arguments), device))
             compiled[one.name] += launch.compile_count() - before
     waits = {c.name: waited_for(case, c, device, drawn) for c in case.contenders}
     return [
@@ -389,30 +366,17 @@ def no_waits() -> Iterator[None]:
 # --- the command ----------------------------------------------------------------------------------
 
 
-def run(options: Options, command: str, file: Path) -> int:
+def run(study: Study) -> int:
     """Measure, show and write; 1 if a result is wrong."""
     rows: list[Timed] = []
-    for case in cases(options):
-        rows += timed(case, options.device, CALLS if options.device.type == "cuda" else 3)
-        write(rows, options, command, file)
+    for case in cases(study.options):
+        rows += timed(case, study.device, CALLS if study.options.gpu else 3)
+        study.keep(calls=CALLS, rows=[asdict(row) for row in rows])
         for row in rows[-len(case.contenders) :]:
             print("  ".join(_cells(row)), flush=True)
     print("\n".join(aligned([HEAD, *map(_cells, rows)])))
-    print(f"written: {file}")
+    print(f"written: {study.file}")
     return int(any(row.error is not None and not row.error < 1e-2 for row in rows))
-
-
-def write(rows: list[Timed], options: Options, command: str, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        "command": command,
-        "date": machine.today(),
-        "device": machine.device_name(options.device),
-        "versions": machine.versions(),
-        "calls": CALLS,
-        "rows": [asdict(row) for row in rows],
-    }
-    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 def _cells(row: Timed) -> tuple[str, ...]:

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 import insum
-from insum.bench.data import Draw
-from insum.bench.measure import Case, Contender, Ready, Results, Work, autograd
-from insum.bench.options import Options
+from insum.bench.data import RandomTensors, coefficients, degrees, promised
+from insum.bench.measure import Comparison, Contender, ReadyContender, Results, Work, autograd
+from insum.bench.options import BenchOptions
 from insum.bench.records import FORWARD
 
 TITLE = "Gallery"
@@ -81,10 +81,10 @@ class Exhibit:
         return (out.detach(), *torch.autograd.grad(out, list(held.values()), upstream))
 
     def upstream(self, like: Tensor) -> Tensor:
-        drawn = Draw(like.device, torch.float32, seed=1).normal(*like.shape)
+        drawn = RandomTensors(like.device, torch.float32, seed=1).normal(*like.shape)
         return drawn.to(self.dtype).to(like.dtype)
 
-    def ready(self, call: Formula, direction: str) -> Ready:
+    def ready(self, call: Formula, direction: str) -> ReadyContender:
         leaves = [self.tensors[n] for n in self.leaves]
         if direction == FORWARD:
             return autograd(call, leaves, None, direction)
@@ -104,7 +104,7 @@ class Exhibit:
         return Work((1 + len(self.leaves)) * self.flops, 2 * read + 2 * written + gradients)
 
 
-def cases(options: Options) -> Iterator[Case]:
+def cases(options: BenchOptions) -> Iterator[Comparison]:
     for make in EXHIBITS:
         for exhibit in make(options):
             if options.names and not any(n in exhibit.name for n in options.names):
@@ -112,7 +112,7 @@ def cases(options: Options) -> Iterator[Case]:
             yield from _cases(exhibit, options)
 
 
-def _cases(exhibit: Exhibit, options: Options) -> Iterator[Case]:
+def _cases(exhibit: Exhibit, options: BenchOptions) -> Iterator[Comparison]:
     for tensor in exhibit.tensors.values():
         if not tensor.is_floating_point():
             insum.unchanging(tensor)
@@ -121,7 +121,7 @@ def _cases(exhibit: Exhibit, options: Options) -> Iterator[Case]:
     for direction in options.directions:
         if direction != FORWARD and not exhibit.leaves:
             continue
-        yield Case(
+        yield Comparison(
             "gallery",
             exhibit.name,
             exhibit.dtype,
@@ -140,7 +140,7 @@ def _contenders(exhibit: Exhibit, direction: str) -> Iterator[Contender]:
         yield Contender(name, functools.partial(exhibit.ready, exhibit.of(formula), direction))
 
 
-def _sizes(options: Options, *sizes: int) -> tuple[int, ...]:
+def _sizes(options: BenchOptions, *sizes: int) -> tuple[int, ...]:
     """As they are on a GPU, far smaller elsewhere and with --quick: all can be seen to work."""
     full = options.gpu and not options.quick
     return sizes if full else tuple(max(8, n // 64) for n in sizes)
@@ -166,7 +166,7 @@ def _grouped_mm(X: Tensor, tok: Tensor, W: Tensor, e: Tensor) -> Tensor:
     return found
 
 
-def experts(options: Options) -> Iterator[Exhibit]:
+def experts(options: BenchOptions) -> Iterator[Exhibit]:
     for tokens, number, k, n in (
         (8192, 8, 2048, 4096),
         (4096, 64, 2048, 1408),
@@ -174,7 +174,7 @@ def experts(options: Options) -> Iterator[Exhibit]:
         (3000, 16, 1000, 1200),
     ):
         tokens, k, n = _sizes(options, tokens, k, n)
-        draw = Draw(options.device, HALF)
+        draw = RandomTensors(options.device, HALF)
         e = (draw.chance(tokens) * number).long().sort().values.int()
         tensors = {
             "X": draw.normal(tokens, k),
@@ -194,9 +194,9 @@ def experts(options: Options) -> Iterator[Exhibit]:
         )
 
 
-def relations(options: Options) -> Iterator[Exhibit]:
+def relations(options: BenchOptions) -> Iterator[Exhibit]:
     edges, nodes = _sizes(options, 400_000, 20_000)
-    draw = Draw(options.device, HALF)
+    draw = RandomTensors(options.device, HALF)
     s, d = ((draw.chance(edges) * nodes).int() for _ in range(2))
     relation = (draw.chance(edges) * 12).int()
     tensors = {"X": draw.normal(nodes, 64), "W": draw.normal(12, 64, 64), "s": s, "d": d}
@@ -216,9 +216,9 @@ def relations(options: Options) -> Iterator[Exhibit]:
     )
 
 
-def adapters(options: Options) -> Iterator[Exhibit]:
+def adapters(options: BenchOptions) -> Iterator[Exhibit]:
     batch, length, k = _sizes(options, 64, 128, 4096)
-    draw = Draw(options.device, HALF)
+    draw = RandomTensors(options.device, HALF)
     tensors = {
         "X": draw.normal(batch, length, k),
         "A": draw.normal(32, k, 16, scale=k**-0.5),
@@ -237,32 +237,12 @@ def adapters(options: Options) -> Iterator[Exhibit]:
 # --- equivariant networks -------------------------------------------------------------------------
 
 
-def coefficients(degree: int, device: torch.device) -> tuple[dict[str, Tensor], int]:
-    """All products of degrees up to one, coefficient by coefficient: values, components of the
-    result and of both factors, paths; and how many paths there are.
-    """
-    from insum.nn.wigner import wigner_3j
-
-    found: dict[str, list[float]] = {name: [] for name in "VIJKL"}
-    every = range(degree + 1)
-    paths = [(a, b, c) for a in every for b in every for c in every if abs(a - b) <= c <= a + b]
-    paths = [path for path in paths if sum(path) % 2 == 0]  # parity
-    for number, (a, b, c) in enumerate(paths):
-        block = wigner_3j(a, b, c)
-        for i, j, k in block.nonzero().tolist():
-            entry = (float(block[i, j, k]), k + c * c, i + a * a, j + b * b, number)
-            for name, value in zip("VIJKL", entry, strict=True):
-                found[name].append(value)
-    made = {n: torch.tensor(v, dtype=torch.int32) for n, v in found.items() if n != "V"}
-    constant = {n: insum.constant(t.to(device)) for n, t in made.items()}
-    return {**constant, "V": insum.constant(torch.tensor(found["V"]).to(device))}, len(paths)
-
-
-def convolutions(options: Options) -> Iterator[Exhibit]:
+def convolutions(options: BenchOptions) -> Iterator[Exhibit]:
     for degree, edges in ((1, 100_000), (2, 100_000), (3, 50_000)):
         edges, nodes = _sizes(options, edges, edges // 20)
-        fixed, paths = coefficients(degree, options.device)
-        draw, size = Draw(options.device), (degree + 1) ** 2
+        products = degrees(degree, even=True)
+        fixed, paths = promised(coefficients(products), options.device), len(products)
+        draw, size = RandomTensors(options.device), (degree + 1) ** 2
         dst = (draw.chance(edges) * nodes).int().sort().values
         tensors = {
             "X": draw.normal(nodes, size, 64),
@@ -297,8 +277,8 @@ def _convolution(size: int, paths: int, *, X: Tensor, Y: Tensor, W: Tensor, **t:
 # --- dense, and nearly ----------------------------------------------------------------------------
 
 
-def dense(options: Options) -> Iterator[Exhibit]:
-    draw = Draw(options.device, torch.float16)
+def dense(options: BenchOptions) -> Iterator[Exhibit]:
+    draw = RandomTensors(options.device, torch.float16)
     (n,) = _sizes(options, 4096)
     square = {"A": draw.normal(n, n), "B": draw.normal(n, n, scale=n**-0.5)}
     yield Exhibit(
@@ -334,9 +314,9 @@ def dense(options: Options) -> Iterator[Exhibit]:
     )
 
 
-def reductions(options: Options) -> Iterator[Exhibit]:
+def reductions(options: BenchOptions) -> Iterator[Exhibit]:
     (n,) = _sizes(options, 16_384)
-    a = {"a": Draw(options.device).normal(n, n)}
+    a = {"a": RandomTensors(options.device).normal(n, n)}
     for name, statement, formula in (
         ("maximum along the first axis", "y[j] max= a[i,j]", lambda a: a.amax(0)),
         ("maximum along the last axis", "y[i] max= a[i,j]", lambda a: a.amax(1)),
@@ -344,7 +324,7 @@ def reductions(options: Options) -> Iterator[Exhibit]:
         ("sum along the last axis", "y[i] = a[i,j]", lambda a: a.sum(1)),
     ):
         yield Exhibit(name, statement, a, formula)
-    small = {"a": Draw(options.device).normal(*_sizes(options, 512, 512), 512)}
+    small = {"a": RandomTensors(options.device).normal(*_sizes(options, 512, 512), 512)}
     for name, statement, formula in (
         ("maximum along the middle axis", "y[i,k] max= a[i,j,k]", lambda a: a.amax(1)),
         ("sum along the middle axis", "y[i,k] = a[i,j,k]", lambda a: a.sum(1)),
@@ -355,8 +335,8 @@ def reductions(options: Options) -> Iterator[Exhibit]:
 # --- gathers and scatters -------------------------------------------------------------------------
 
 
-def gathers(options: Options) -> Iterator[Exhibit]:
-    draw, single = Draw(options.device, HALF), Draw(options.device)
+def gathers(options: BenchOptions) -> Iterator[Exhibit]:
+    draw, single = RandomTensors(options.device, HALF), RandomTensors(options.device)
     points, rows = _sizes(options, 2_000_000, 100_000)
     i, j, k = ((single.chance(points) * rows).int() for _ in range(3))
     factors = {
@@ -406,9 +386,9 @@ def _embedding_bag(E: Tensor, word: Tensor, w: Tensor) -> Tensor:
     return torch.nn.functional.embedding_bag(word, E, per_sample_weights=w, mode="sum")
 
 
-def messages(options: Options) -> Iterator[Exhibit]:
+def messages(options: BenchOptions) -> Iterator[Exhibit]:
     nodes, edges = _sizes(options, 50_000, 1_000_000)
-    draw, single = Draw(options.device, torch.float16), Draw(options.device)
+    draw, single = RandomTensors(options.device, torch.float16), RandomTensors(options.device)
     s = (single.chance(edges) * nodes).int()
     d = (single.chance(edges) * nodes).int().sort().values
     ends = {"s": s, "d": d}
@@ -456,7 +436,7 @@ def _csr(nodes: int, w: Tensor, x: Tensor, s: Tensor, d: Tensor) -> Tensor:
     return matrix @ x
 
 
-EXHIBITS: tuple[Callable[[Options], Iterator[Exhibit]], ...] = (
+EXHIBITS: tuple[Callable[[BenchOptions], Iterator[Exhibit]], ...] = (
     experts,
     relations,
     adapters,

@@ -7,6 +7,7 @@ import platform
 from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -53,6 +54,16 @@ def versions() -> dict[str, str]:
 def command(arguments: Sequence[str]) -> str:
     """As one would type it, without the folders of this machine."""
     return " ".join(["insum bench", *(Path(a).name if a.startswith("/") else a for a in arguments)])
+
+
+def about(line: str, device: torch.device) -> dict[str, Any]:
+    """What every record says of itself."""
+    return {
+        "command": line,
+        "date": today(),
+        "device": device_name(device),
+        "versions": versions(),
+    }
 
 
 def today() -> str:

@@ -18,23 +18,32 @@ import torch
 from insum.bench import (
     ablation,
     block_spmm,
+    compare,
     compilers,
     conv,
+    cpu,
     data,
+    first_call,
+    formats,
     fresh,
+    fusion,
     gallery,
     machine,
     measure,
+    memory,
+    overhead,
     records,
     rivals,
     spmm,
     sweep,
     table,
     tensor_product,
+    tuning,
 )
-from insum.bench.options import Options, directions_of, dtypes_of
+from insum.bench.options import BenchOptions, directions_of, dtypes_of
 from insum.bench.progress import Progress
 from insum.bench.records import Missing, Row, Section
+from insum.bench.study import Study
 from insum.errors import BenchError
 from insum.runtime import launch
 
@@ -48,6 +57,21 @@ BENCHMARKS: dict[str, ModuleType] = {
 }
 #: What is no part of ``all``, which is the paper's.
 MORE: dict[str, ModuleType] = {"gallery": gallery}
+#: What has a record of its own.
+STUDIES: dict[str, ModuleType] = {
+    "fresh": fresh,
+    "sweep": sweep,
+    "fusion": fusion,
+    "tuning": tuning,
+    "first-call": first_call,
+    "overhead": overhead,
+    "memory": memory,
+    "formats": formats,
+    "cpu": cpu,
+    "compare": compare,
+}
+#: What takes folders.
+TAKES_SOURCES = ("report", "compare")
 #: Seconds after which --quick begins nothing new.
 QUICK_BUDGET = {"cuda": 420.0, "cpu": 150.0}
 #: Share of the time that every later benchmark keeps for itself.
@@ -55,7 +79,8 @@ RESERVED = 0.1
 OUT = Path("out/bench")
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(what: str = "") -> argparse.ArgumentParser:
+    """``what``: the study whose own options are to be understood, too."""
     made = argparse.ArgumentParser(
         prog="insum bench",
         description="The paper's tables and figures against the rivals that are here.",
@@ -64,14 +89,15 @@ def parser() -> argparse.ArgumentParser:
         "what",
         nargs="?",
         default="all",
-        help=f"{_names()}; fresh times calls on data never seen, sweep sizes that nobody tuned "
-        "for; report draws tables and figures anew from results",
+        help=f"{_names()}; report draws tables and figures anew from results; the others are told "
+        "of in docs/benchmarks.md, and `insum bench NAME --help` tells of their own options",
     )
     made.add_argument(
         "sources",
         nargs="*",
         type=Path,
-        help="report: folders or bench.json files; where several have a case, the last counts",
+        help="report: folders or bench.json files; where several have a case, the last counts; "
+        "compare: the src folders of two versions",
     )
     made.add_argument(
         "--data",
@@ -124,11 +150,13 @@ def parser() -> argparse.ArgumentParser:
         default=0.0,
         help="seconds after which nothing new is begun; what is left out is named",
     )
+    if what in STUDIES and hasattr(STUDIES[what], "add_options"):
+        STUDIES[what].add_options(made.add_argument_group(f"options of {what}"))
     return made
 
 
 def _names() -> str:
-    return ", ".join([*BENCHMARKS, "all", *MORE, "fresh", "sweep"]) + " or report"
+    return ", ".join([*BENCHMARKS, "all", *MORE, *STUDIES]) + " or report"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return run(parser().parse_args(given), given)
+        return run(parser(given[0] if given else "").parse_args(given), given)
     except BenchError as error:
         print(f"insum bench: {error}")
         return 2
@@ -151,20 +179,17 @@ def run(asked: argparse.Namespace, given: Sequence[str]) -> int:
     if asked.what == "report":
         sections = records.read(asked.sources or [asked.out])
         return finish(sections, asked)
-    if asked.what == "fresh":
-        file = asked.json or asked.out / "fresh.json"
-        return fresh.run(options_of(asked), machine.command(given), file)
-    if asked.what == "sweep":
-        file, budget = asked.json or asked.out / "sweep.json", asked.budget or math.inf
-        return sweep.run(options_of(asked), machine.command(given), file, budget)
-    if asked.what not in (*BENCHMARKS, *MORE, "all"):
+    if asked.what not in (*BENCHMARKS, *MORE, *STUDIES, "all"):
         raise BenchError(f"there is no benchmark {asked.what!r}", expected=_names())
-    if asked.sources:
+    if asked.sources and asked.what not in TAKES_SOURCES:
         raise BenchError(
             f"{asked.sources[0]} was given to a benchmark",
             expected="one benchmark, and options",
             remedy="folders are for insum bench report",
         )
+    if asked.what in STUDIES:
+        status: int = STUDIES[asked.what].run(study_of(asked, given))
+        return status
     if asked.only and asked.what in ("ablation", "compilers", "all"):
         expected = (
             "one of the four applications: sparsities (90), graphs, clouds, or rows of "
@@ -183,7 +208,14 @@ def run(asked: argparse.Namespace, given: Sequence[str]) -> int:
     return finish(sections, asked)
 
 
-def options_of(asked: argparse.Namespace) -> Options:
+def study_of(asked: argparse.Namespace, given: Sequence[str]) -> Study:
+    file = asked.json or asked.out / f"{asked.what.replace('-', '_')}.json"
+    end = time.monotonic() + (asked.budget or math.inf)
+    command = machine.command(given)
+    return Study(asked.what, options_of(asked), asked, command, file, end, asked.sources)
+
+
+def options_of(asked: argparse.Namespace) -> BenchOptions:
     device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device not in ("cuda", "cpu") or device == "cuda" and not torch.cuda.is_available():
         raise BenchError(
@@ -193,7 +225,7 @@ def options_of(asked: argparse.Namespace) -> Options:
     names = tuple(filter(None, asked.only.split(",")))
     skip = tuple(filter(None, asked.skip.split(",")))
     place = data.folder(asked.data)
-    return Options(
+    return BenchOptions(
         torch.device(device),
         place,
         asked.quick,
@@ -205,7 +237,7 @@ def options_of(asked: argparse.Namespace) -> Options:
     )
 
 
-def data_note(options: Options) -> str:
+def data_note(options: BenchOptions) -> str:
     return (
         f"files of {options.data.name or options.data}" if options.data else "generated stand-ins"
     )
@@ -213,7 +245,7 @@ def data_note(options: Options) -> str:
 
 def measured(
     names: Sequence[str],
-    options: Options,
+    options: BenchOptions,
     deadline: float,
     command: str,
     keep: Callable[[list[Section]], object],
@@ -221,7 +253,7 @@ def measured(
     """One section after the other, each kept as soon as it is there."""
     # torch.sparse, a rival, announces that it is in beta
     warnings.filterwarnings("ignore", message="Sparse")
-    limits = measure.Limits(options.device)
+    limits = measure.DeviceLimits(options.device)
     reserve = RESERVED * (deadline - time.monotonic()) if math.isfinite(deadline) else 0.0
     sections: list[Section] = []
     with Progress() as progress:
@@ -243,8 +275,8 @@ def measured(
 
 def section(
     name: str,
-    options: Options,
-    limits: measure.Limits,
+    options: BenchOptions,
+    limits: measure.DeviceLimits,
     deadline: float,
     command: str,
     progress: Progress,
@@ -255,10 +287,15 @@ def section(
     """
     benchmark, start = {**BENCHMARKS, **MORE}[name], time.monotonic()
     made = Section(
-        name, benchmark.TITLE, benchmark.STATEMENT, benchmark.BASELINE, command, machine.today(),
-        machine.device_name(options.device), machine.versions(), {}, data_note(options),
-        options.quick,
-    )  # fmt: skip
+        name,
+        benchmark.TITLE,
+        benchmark.STATEMENT,
+        benchmark.BASELINE,
+        **machine.about(command, options.device),
+        limits={},
+        data=data_note(options),
+        quick=options.quick,
+    )
     made.missing = [
         *rivals.missing(name, options.device),
         *(Missing(*pair) for pair in _not_here(name, options)),
@@ -287,14 +324,14 @@ def section(
     return made
 
 
-def slow_cases(name: str, options: Options) -> int:
+def slow_cases(name: str, options: BenchOptions) -> int:
     """In how many cases rivals that take long to set up are tried."""
     if not options.slow:
         return 0
     return 1 if options.quick and name != "compilers" else 10**6
 
 
-def _not_here(name: str, options: Options) -> list[tuple[str, str]]:
+def _not_here(name: str, options: BenchOptions) -> list[tuple[str, str]]:
     if name == "ablation":
         return ablation.not_here(options)
     if name == "compilers":

@@ -12,14 +12,14 @@ import gc
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
-from insum.bench.options import Options
+from insum.bench.options import BenchOptions
 from insum.bench.records import BOTH, FORWARD, Row
 from insum.runtime import timing
 
@@ -37,7 +37,7 @@ AT_ONCE = 1 << 26
 
 
 @dataclass(frozen=True, eq=False)
-class Ready:
+class ReadyContender:
     """A contender that is set up: ``run`` gives the output (and gradients); ``canonical`` brings
     them to the reference's shapes, untimed.
     """
@@ -54,7 +54,7 @@ class Contender:
     """
 
     name: str
-    make: Callable[[], Ready]
+    make: Callable[[], ReadyContender]
     lines: int | None = None
     slow: bool = False
     capture: bool = True
@@ -77,7 +77,7 @@ class Inputs(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Case:
+class Comparison:
     """One comparison. ``want`` computes the float64 results."""
 
     benchmark: str
@@ -94,17 +94,17 @@ def cases_of(
     benchmark: str,
     name: str,
     dtype: torch.dtype,
-    options: Options,
+    options: BenchOptions,
     given: Inputs,
     want: Callable[..., Results],
     contenders: Callable[..., Sequence[Contender]],
-) -> Iterator[Case]:
+) -> Iterator[Comparison]:
     """A case for every direction that was asked for; ``want`` and ``contenders`` take the inputs
     and the direction.
     """
     for direction in options.directions:
         exact = functools.partial(want, given, direction)
-        yield Case(
+        yield Comparison(
             benchmark,
             name,
             dtype,
@@ -116,7 +116,7 @@ def cases_of(
         )
 
 
-class Limits:
+class DeviceLimits:
     """What the device reaches, measured in the same run when it is first asked for: bytes read and
     written in a row, and dense matmuls.
     """
@@ -186,11 +186,13 @@ def turn(wanted: bool = True) -> Iterator[None]:
 # --- clock and memory -----------------------------------------------------------------------------
 
 
-def clock(run: Thunk, device: torch.device, capture: bool = True) -> tuple[float, str]:
+def clock(
+    run: Callable[[], object], device: torch.device, capture: bool = True
+) -> tuple[float, str]:
     """Median milliseconds of one call, and by which clock."""
     if device.type != "cuda":
-        return 1e-3 * timing.wall_timer(run, repeats(_once(run, device), "cpu")), "host"
-    times = repeats(_once(run, device), "cuda")
+        return 1e-3 * timing.wall_timer(run, repeats(once(run, device), "cpu")), "host"
+    times = repeats(once(run, device), "cuda")
     if not capture:
         return 1e-3 * timing.event_timer(run, times), "events"
     timer: timing.Timer | None = None
@@ -205,21 +207,43 @@ def clock(run: Thunk, device: torch.device, capture: bool = True) -> tuple[float
         getattr(timer, "close", lambda: None)()
 
 
-def _once(run: Thunk, device: torch.device) -> float:
+def once(run: Callable[[], object], device: torch.device, *, wait_for_end: bool = True) -> float:
+    """Seconds of one call by the host's clock, from an idle device to an idle device; without
+    ``wait_for_end``, to where the host is done.
+    """
     wait(device)
     start = time.perf_counter()
     run()
-    wait(device)
+    if wait_for_end:
+        wait(device)
     return time.perf_counter() - start
 
 
-def repeats(once: float, kind: str) -> int:
-    """How often to repeat what takes ``once`` seconds.
+def in_turns(
+    runs: Mapping[str, Callable[[], object]],
+    rounds: int,
+    time_of: Callable[[Callable[[], object]], float],
+) -> dict[str, list[float]]:
+    """The times of each by ``time_of``; one after the other in every round, so that a slow moment
+    of the machine hits all of them.
+
+    >>> in_turns({"a": lambda: 1, "b": lambda: 2}, 2, lambda run: float(run()))
+    {'a': [1.0, 1.0], 'b': [2.0, 2.0]}
+    """
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            times[name].append(time_of(run))
+    return times
+
+
+def repeats(taken: float, kind: str) -> int:
+    """How often to repeat what takes so many seconds.
 
     >>> repeats(10.0, "cpu"), repeats(0.01, "cpu"), repeats(1e-6, "cpu")
     (1, 10, 50)
     """
-    return max(1 if once > 1 else 3, min(50, int(SECONDS[kind] / max(once, 1e-6))))
+    return max(1 if taken > 1 else 3, min(50, int(SECONDS[kind] / max(taken, 1e-6))))
 
 
 def wait(device: torch.device) -> None:
@@ -231,8 +255,11 @@ def peak_mib(run: Thunk, device: torch.device) -> float | None:
     """MiB that a warm call allocates at its peak, its results included; None where the device does
     not tell.
     """
-    if device.type != "cuda":
-        return None
+    return peak_bytes(run, device) / 2**20 if device.type == "cuda" else None
+
+
+def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
+    """Bytes that a call allocates on a GPU at its peak, beyond those that were there."""
     wait(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -240,7 +267,7 @@ def peak_mib(run: Thunk, device: torch.device) -> float | None:
     wait(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     del results
-    return peak / 2**20
+    return peak
 
 
 # --- checking -------------------------------------------------------------------------------------
@@ -290,12 +317,12 @@ class Runner:
     left out.
     """
 
-    limits: Limits
+    limits: DeviceLimits
     deadline: float = math.inf
     slow_cases: int = 10**6
     unwanted: tuple[str, ...] = ()
 
-    def rows(self, cases: Iterable[Case]) -> Iterator[Row]:
+    def rows(self, cases: Iterable[Comparison]) -> Iterator[Row]:
         for number, case in enumerate(cases):
             want: list[Results] = []  # computed for the first contender that runs
             for contender in case.contenders:
@@ -327,7 +354,7 @@ class Runner:
             )
         return ""
 
-    def row(self, case: Case, contender: Contender, want: list[Results], blank: Row) -> Row:
+    def row(self, case: Comparison, contender: Contender, want: list[Results], blank: Row) -> Row:
         try:
             if not want:
                 with turn():
@@ -339,7 +366,7 @@ class Runner:
             why = f"{type(error).__name__}: {error}".strip().splitlines()[0][:200]
             return replace(blank, status="failed", note=_joined(contender.note, why))
 
-    def measured(self, case: Case, contender: Contender, want: Results, blank: Row) -> Row:
+    def measured(self, case: Comparison, contender: Contender, want: Results, blank: Row) -> Row:
         start = time.perf_counter()
         ready = contender.make()
         if contender.times and os.environ.get("INSUM_BENCH_TURNS"):
@@ -356,9 +383,9 @@ class Runner:
 
     def clocked(
         self,
-        case: Case,
+        case: Comparison,
         contender: Contender,
-        ready: Ready,
+        ready: ReadyContender,
         first: Results,
         want: Results,
         row: Row,
@@ -438,12 +465,12 @@ def autograd(
     upstream: Tensor | None,
     direction: str,
     note: str = "",
-) -> Ready:
+) -> ReadyContender:
     """A contender that is a differentiable function: forward alone, or the output and the gradients
     of all ``leaves``.
     """
     if direction == FORWARD:
-        return Ready(lambda: (no_grad(function, leaves),), note=note)
+        return ReadyContender(lambda: (no_grad(function, leaves),), note=note)
     assert direction == BOTH and upstream is not None
     held = [leaf.detach().requires_grad_() for leaf in leaves]
 
@@ -451,7 +478,7 @@ def autograd(
         out = function(*held)
         return (out.detach(), *torch.autograd.grad(out, held, upstream))
 
-    return Ready(run, note=note)
+    return ReadyContender(run, note=note)
 
 
 def no_grad(function: Callable[..., Tensor], leaves: Sequence[Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ DIRECTIONS = {"forward": (FORWARD,), "backward": (BOTH,), "both": (FORWARD, BOTH
 
 
 @dataclass(frozen=True)
-class Options:
+class BenchOptions:
     """Sizes follow from the device: on a CPU they shrink, so that all can be seen to work."""
 
     device: torch.device

@@ -165,6 +165,12 @@ def joined(earlier: Section | None, later: Section) -> Section:
     )
 
 
+def write_record(file: Path, record: Mapping[str, Any]) -> None:
+    """A record that is no table of contenders."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
 def write_csv(sections: Iterable[Section], file: Path) -> None:
     """Every row, and every missing rival as a row without a case."""
     with file.open("w", newline="", encoding="utf-8") as stream:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import insum
-from insum.bench.measure import Ready, autograd
+from insum.bench.measure import ReadyContender, autograd
 from insum.bench.records import BOTH
 from insum.formats import SparseFormat
 
@@ -37,7 +37,7 @@ def compiled(
     return run, f"settings.backend='inductor', native_matmul={native}"
 
 
-def sparse_product(a: SparseFormat, b: Tensor, upstream: Tensor, direction: str) -> Ready:
+def sparse_product(a: SparseFormat, b: Tensor, upstream: Tensor, direction: str) -> ReadyContender:
     """The one line; with gradients, of the stored values and of the dense matrix."""
     assert a.values is not None
     filled = a.with_values if direction == BOTH else lambda values: a

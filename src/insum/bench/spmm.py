@@ -12,8 +12,16 @@ from torch import Tensor
 
 import insum
 from insum.bench import data, routes
-from insum.bench.measure import Case, Contender, Ready, Results, Work, autograd, cases_of
-from insum.bench.options import Options
+from insum.bench.measure import (
+    Comparison,
+    Contender,
+    ReadyContender,
+    Results,
+    Work,
+    autograd,
+    cases_of,
+)
+from insum.bench.options import BenchOptions
 from insum.bench.records import FORWARD
 from insum.bench.rivals import PYG, module
 from insum.formats import GroupCOO
@@ -28,12 +36,12 @@ AT_ONCE = 1 << 22  # entries of the reference at a time
 
 
 @dataclass(frozen=True, eq=False)
-class Inputs:
+class SpmmInputs:
     """A graph with values as CSR, as entries, and in GroupCOO; a dense matrix; a gradient of the
     product.
     """
 
-    graph: data.Graph
+    graph: data.CsrPattern
     values: Tensor
     b: Tensor
     upstream: Tensor
@@ -48,17 +56,17 @@ class Inputs:
         return Work(flops, read) if direction == FORWARD else Work(3 * flops, 3 * read)
 
 
-def inputs(graph: data.Graph, columns: int, dtype: torch.dtype) -> Inputs:
-    draw = data.Draw(graph.indices.device, dtype)
+def inputs(graph: data.CsrPattern, columns: int, dtype: torch.dtype) -> SpmmInputs:
+    draw = data.RandomTensors(graph.indices.device, dtype)
     values = draw.normal(graph.nonzeros)
     csr = torch.sparse_csr_tensor(
         graph.indptr, graph.indices, values, graph.shape, check_invariants=False
     )
     b, upstream = (draw.normal(rows, columns) for rows in reversed(graph.shape))
-    return Inputs(graph, values, b, upstream, csr, GroupCOO.from_torch(csr, group_size="auto"))
+    return SpmmInputs(graph, values, b, upstream, csr, GroupCOO.from_torch(csr, group_size="auto"))
 
 
-def cases(options: Options) -> Iterator[Case]:
+def cases(options: BenchOptions) -> Iterator[Comparison]:
     names = data.chosen(data.graph_names(options.data), options.names, "graph")
     if options.quick and not options.names:
         names = [name for name in names if name in QUICK] or names[:4]
@@ -71,7 +79,7 @@ def cases(options: Options) -> Iterator[Case]:
             yield from cases_of("spmm", name, dtype, options, given, want, contenders)
 
 
-def want(given: Inputs, direction: str) -> Results:
+def want(given: SpmmInputs, direction: str) -> Results:
     graph, values, b = given.graph, given.values.double(), given.b.double()
     exact = torch.sparse_csr_tensor(
         graph.indptr, graph.indices, values, graph.shape, check_invariants=False
@@ -87,7 +95,7 @@ def want(given: Inputs, direction: str) -> Results:
     return exact @ b, torch.cat(sampled), to_b
 
 
-def contenders(given: Inputs, direction: str) -> list[Contender]:
+def contenders(given: SpmmInputs, direction: str) -> list[Contender]:
     device = given.b.device
     found = [
         Contender("insum", lambda: ours(given, direction), lines=1),
@@ -103,14 +111,14 @@ def contenders(given: Inputs, direction: str) -> list[Contender]:
     return found
 
 
-def ours(given: Inputs, direction: str) -> Ready:
+def ours(given: SpmmInputs, direction: str) -> ReadyContender:
     a = given.a
     ready = routes.sparse_product(a, given.b, given.upstream, direction)
     there = a.slot_indices[0] >= 0
-    return Ready(ready.run, lambda r: (r[0], r[1][there], r[2]) if len(r) == 3 else r)
+    return ReadyContender(ready.run, lambda r: (r[0], r[1][there], r[2]) if len(r) == 3 else r)
 
 
-def cusparse(given: Inputs, direction: str) -> Ready:
+def cusparse(given: SpmmInputs, direction: str) -> ReadyContender:
     """CSR times dense; backward by the sampled product and the transposed matrix, its pattern
     prepared ahead.
 
@@ -118,7 +126,7 @@ def cusparse(given: Inputs, direction: str) -> Ready:
     """
     csr = given.csr
     if direction == FORWARD:
-        return Ready(lambda: (csr @ given.b,))
+        return ReadyContender(lambda: (csr @ given.b,))
     graph = given.graph
     rows = graph.rows().long()
     order = torch.argsort(graph.indices.long() * graph.shape[0] + rows)
@@ -145,10 +153,10 @@ def cusparse(given: Inputs, direction: str) -> Ready:
         )
         return c, sampled.values().to(given.b.dtype), turned @ given.upstream
 
-    return Ready(run)
+    return ReadyContender(run)
 
 
-def pyg(given: Inputs, direction: str) -> Ready:
+def pyg(given: SpmmInputs, direction: str) -> ReadyContender:
     """The usual message passing: gather, scale, scatter."""
     layer = module("torch_geometric.nn").SimpleConv(aggr="sum")
     edges = torch.stack([given.graph.indices.long(), given.graph.rows().long()])
@@ -167,7 +175,7 @@ def plain(values: Tensor, rows: Tensor, columns: Tensor, b: Tensor) -> Tensor:
     return out.index_add_(0, rows, (values[:, None] * b[columns]).float()).to(b.dtype)
 
 
-def compiled(given: Inputs, native: bool | None = None) -> Ready:
+def compiled(given: SpmmInputs, native: bool | None = None) -> ReadyContender:
     call = lambda *_: insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=given.a, B=given.b)
     route, note = routes.compiled(plain, call, native)
     return autograd(

@@ -9,19 +9,18 @@ from __future__ import annotations
 import functools
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import insum
-from insum.bench import conv, data, machine, measure, spmm
-from insum.bench.options import Options
+from insum.bench import conv, data, measure, spmm
+from insum.bench.options import BenchOptions
 from insum.bench.records import FORWARD
+from insum.bench.study import Study
 from insum.formats import BlockGroupCOO
 from insum.runtime import cache
 
@@ -73,13 +72,13 @@ class Point:
 # --- sizes ----------------------------------------------------------------------------------------
 
 
-def points(options: Options) -> Iterator[Point]:
+def points(options: BenchOptions) -> Iterator[Point]:
     kinds = {"spmm": _columns, "conv": _channels, "blocks": _sides}
     for name in options.names or kinds:
         yield from kinds[name](options)
 
 
-def _columns(options: Options) -> Iterator[Point]:
+def _columns(options: BenchOptions) -> Iterator[Point]:
     names = data.graph_names(options.data)[: None if options.gpu else 1]
     chosen = names[:: max(1, len(names) // GRAPHS)][:GRAPHS]
     usual = (torch.float16, torch.float32, torch.bfloat16) if options.gpu else (torch.float32,)
@@ -92,7 +91,7 @@ def _columns(options: Options) -> Iterator[Point]:
 
 
 def _spmm(
-    graph: Callable[[], data.Graph], n: int, dtype: torch.dtype
+    graph: Callable[[], data.CsrPattern], n: int, dtype: torch.dtype
 ) -> tuple[measure.Thunk, measure.Thunk | None, Tensor]:
     given = spmm.inputs(graph(), n, dtype)
     (want,) = spmm.want(given, FORWARD)
@@ -100,7 +99,7 @@ def _spmm(
     return ours.run, theirs.run, want
 
 
-def _channels(options: Options) -> Iterator[Point]:
+def _channels(options: BenchOptions) -> Iterator[Point]:
     names = data.cloud_names(options.data)[: CLOUDS if options.gpu else 1]
     kind = torch.float16 if options.gpu else torch.float32
     pairs = [(c, m) for c in CHANNELS for m in CHANNELS]
@@ -133,7 +132,7 @@ def _conv(
     return run, None, want
 
 
-def _sides(options: Options) -> Iterator[Point]:
+def _sides(options: BenchOptions) -> Iterator[Point]:
     side = SIDE[0] if options.gpu else SIDE[1]
     columns = COLUMNS[0] if options.gpu else COLUMNS[1]
     kind = torch.float16 if options.gpu else torch.float32
@@ -153,7 +152,7 @@ def _blocks(
     dtype: torch.dtype,
     device: torch.device,
 ) -> tuple[measure.Thunk, measure.Thunk | None, Tensor]:
-    draw = data.Draw(device, dtype)
+    draw = data.RandomTensors(device, dtype)
     rows, cols = (-(-side // b) for b in block)
     kept = (draw.chance(rows, cols) < 0.1).repeat_interleave(block[0], 0)
     kept = kept.repeat_interleave(block[1], 1)
@@ -184,25 +183,23 @@ def swept(point: Point, device: torch.device) -> Swept:
     return Swept(point.kind, point.case, name, point.size, min(times), point.rival, rival, error)
 
 
-def run(options: Options, command: str, file: Path, budget: float) -> int:
+def run(study: Study) -> int:
     """Measure what the record lacks until the time is up; 1 if something was wrong."""
-    record = _read(file)
-    rows = {row.key: row for row in record}
-    end, wrong = time.monotonic() + budget, 0
-    for point in points(options):
+    rows, wrong = {row.key: row for row in _read(study.file)}, 0
+    for point in points(study.options):
         if point.key in rows:
             continue
-        if time.monotonic() > end:
+        if not study.has_time():
             print("the time is up; the same command goes on from here")
             break
-        row = swept(point, options.device)
+        row = swept(point, study.device)
         rows[row.key] = row
         wrong += not row.error <= measure.TOLERANCE[point.dtype]
         beside = f" {row.rival} {row.rival_ms:.4f}" if row.rival_ms is not None else ""
         print(f"{row.kind} {row.case} {row.dtype} {row.size}: {row.milliseconds:.4f} ms{beside}")
-        _write(list(rows.values()), command, file, options.device)
+        study.keep(rows=[asdict(row) for row in rows.values()])
         cache.forget()  # a process has room for so many kernels of a statement
-        measure.release(options.device)
+        measure.release(study.device)
     for line in cliffs(list(rows.values())):
         print(line)
     return 1 if wrong else 0
@@ -213,18 +210,6 @@ def _read(file: Path) -> list[Swept]:
         return []
     found = json.loads(file.read_text(encoding="utf-8"))["rows"]
     return [Swept(**{**row, "size": tuple(row["size"])}) for row in found]
-
-
-def _write(rows: list[Swept], command: str, file: Path, device: torch.device) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    record: dict[str, Any] = {
-        "command": command,
-        "date": machine.today(),
-        "device": machine.device_name(device),
-        "versions": machine.versions(),
-        "rows": [asdict(row) for row in rows],
-    }
-    file.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 # --- what it tells --------------------------------------------------------------------------------

@@ -12,9 +12,17 @@ import torch
 from torch import Tensor
 
 from insum.bench import data, routes
-from insum.bench.data import Draw
-from insum.bench.measure import Case, Contender, Ready, Results, Work, autograd, cases_of
-from insum.bench.options import Options
+from insum.bench.data import RandomTensors
+from insum.bench.measure import (
+    Comparison,
+    Contender,
+    ReadyContender,
+    Results,
+    Work,
+    autograd,
+    cases_of,
+)
+from insum.bench.options import BenchOptions
 from insum.bench.records import FORWARD
 from insum.bench.rivals import CUEQUIVARIANCE, E3NN, OPENEQUIVARIANCE, module
 from insum.nn import FullyConnectedTensorProduct
@@ -31,7 +39,7 @@ AT_ONCE = 1000  # items of the reference at a time
 
 
 @dataclass(frozen=True, eq=False)
-class Inputs:
+class ProductInputs:
     """Both factors and the weights, components before channels ("ir_mul"), and a gradient of the
     product; ``product`` holds the pattern.
     """
@@ -92,18 +100,18 @@ def _reordered(t: Tensor, degree: int, channels: int, *, back: bool) -> Tensor:
 
 def inputs(
     degree: int, channels: int, batch: int, dtype: torch.dtype, device: torch.device
-) -> Inputs:
+) -> ProductInputs:
     made = FullyConnectedTensorProduct(
         *irreps(degree, channels), shared_weights=False, internal_weights=False, layout="ir_mul"
     ).to(device, dtype)
-    draw, wide = Draw(device, dtype), made.irreps_in1.dim
+    draw, wide = RandomTensors(device, dtype), made.irreps_in1.dim
     x, y, w, upstream = (
         draw.normal(batch, size) for size in (wide, made.irreps_in2.dim, made.weight_numel, wide)
     )
-    return Inputs(degree, channels, made, x, y, w, upstream)
+    return ProductInputs(degree, channels, made, x, y, w, upstream)
 
 
-def cases(options: Options) -> Iterator[Case]:
+def cases(options: BenchOptions) -> Iterator[Comparison]:
     every = {f"{degree}x{channels}": (degree, channels) for degree, channels in ROWS}
     rows = (QUICK if options.quick else ROWS) if options.gpu else ON_CPU
     if options.names:
@@ -125,7 +133,7 @@ def cases(options: Options) -> Iterator[Case]:
 # --- reference: path by path in float64 -----------------------------------------------------------
 
 
-def want(given: Inputs, direction: str) -> Results:
+def want(given: ProductInputs, direction: str) -> Results:
     parts: list[Results] = []
     for start in range(0, len(given.x), AT_ONCE):
         chunk = slice(start, start + AT_ONCE)
@@ -139,7 +147,7 @@ def want(given: Inputs, direction: str) -> Results:
     return tuple(torch.cat(group) for group in zip(*parts, strict=True))
 
 
-def formula(given: Inputs, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+def formula(given: ProductInputs, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     """One dense contraction with Clebsch-Gordan coefficients for each path, from the module's exact
     pattern.
     """
@@ -156,7 +164,7 @@ def formula(given: Inputs, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
 # --- contenders -----------------------------------------------------------------------------------
 
 
-def contenders(given: Inputs, direction: str) -> list[Contender]:
+def contenders(given: ProductInputs, direction: str) -> list[Contender]:
     found = [
         Contender("insum", lambda: ours(given, direction), lines=1),
         Contender(
@@ -167,7 +175,7 @@ def contenders(given: Inputs, direction: str) -> list[Contender]:
             note="channels before components: reordered in each call",
         ),
     ]
-    makers: list[tuple[Any, str, Callable[[Inputs, str], Ready], bool]] = [
+    makers: list[tuple[Any, str, Callable[[ProductInputs, str], ReadyContender], bool]] = [
         (E3NN, "e3nn", e3nn, False),
         (E3NN, "e3nn, compiled", e3nn_compiled, True),
         (CUEQUIVARIANCE, "cuEquivariance", cuequivariance, False),
@@ -184,23 +192,25 @@ def contenders(given: Inputs, direction: str) -> list[Contender]:
 
 
 def _late(
-    make: Callable[[Inputs, str], Ready], given: Inputs, direction: str
-) -> Callable[[], Ready]:
+    make: Callable[[ProductInputs, str], ReadyContender], given: ProductInputs, direction: str
+) -> Callable[[], ReadyContender]:
     return lambda: make(given, direction)
 
 
-def ours(given: Inputs, direction: str) -> Ready:
+def ours(given: ProductInputs, direction: str) -> ReadyContender:
     return autograd(given.product, (given.x, given.y, given.w), given.upstream, direction)
 
 
-def ours_as_e3nn(given: Inputs, direction: str) -> Ready:
+def ours_as_e3nn(given: ProductInputs, direction: str) -> ReadyContender:
     made = FullyConnectedTensorProduct(
         *given.irreps, shared_weights=False, internal_weights=False
     ).to(given.x.device, given.x.dtype)
     return _in_e3nns_layout(given, direction, made)
 
 
-def _in_e3nns_layout(given: Inputs, direction: str, call: Callable[..., Tensor]) -> Ready:
+def _in_e3nns_layout(
+    given: ProductInputs, direction: str, call: Callable[..., Tensor]
+) -> ReadyContender:
     ready = autograd(
         call, (given.turned(given.x), given.y, given.w), given.turned(given.upstream), direction
     )
@@ -213,10 +223,10 @@ def _in_e3nns_layout(given: Inputs, direction: str, call: Callable[..., Tensor])
             else (given.returned(out),)
         )
 
-    return Ready(ready.run, canonical)
+    return ReadyContender(ready.run, canonical)
 
 
-def e3nn_module(given: Inputs) -> Any:
+def e3nn_module(given: ProductInputs) -> Any:
     o3 = module("e3nn.o3")
     made = o3.FullyConnectedTensorProduct(
         *given.irreps, shared_weights=False, internal_weights=False
@@ -224,11 +234,11 @@ def e3nn_module(given: Inputs) -> Any:
     return made.to(given.x.device, given.x.dtype)
 
 
-def e3nn(given: Inputs, direction: str) -> Ready:
+def e3nn(given: ProductInputs, direction: str) -> ReadyContender:
     return _in_e3nns_layout(given, direction, e3nn_module(given))
 
 
-def e3nn_compiled(given: Inputs, direction: str) -> Ready:
+def e3nn_compiled(given: ProductInputs, direction: str) -> ReadyContender:
     package = module("e3nn")
     before = package.get_optimization_defaults()
     package.set_optimization_defaults(jit_script_fx=False)  # compiled once, by torch.compile
@@ -240,7 +250,7 @@ def e3nn_compiled(given: Inputs, direction: str) -> Ready:
     return _in_e3nns_layout(given, direction, torch.compile(made, dynamic=False))
 
 
-def cuequivariance(given: Inputs, direction: str) -> Ready:
+def cuequivariance(given: ProductInputs, direction: str) -> ReadyContender:
     cue, layers = module("cuequivariance"), module("cuequivariance_torch")
     groups = [cue.Irreps("O3", text) for text in given.irreps]
     options = {"layout": cue.ir_mul, "shared_weights": False, "internal_weights": False}
@@ -252,7 +262,7 @@ def cuequivariance(given: Inputs, direction: str) -> Ready:
     )
 
 
-def openequivariance(given: Inputs, direction: str) -> Ready:
+def openequivariance(given: ProductInputs, direction: str) -> ReadyContender:
     package = module("openequivariance")
     kind = package.Irreps if hasattr(package, "Irreps") else module("e3nn.o3").Irreps
     paths = [(p.i_in1, p.i_in2, p.i_out, "uvw", True) for p in given.product.instructions]
@@ -272,7 +282,7 @@ def plain(
     return out.index_add(1, i, products * (v * y[:, k])[:, :, None])
 
 
-def compiled(given: Inputs, native: bool | None = None) -> Ready:
+def compiled(given: ProductInputs, native: bool | None = None) -> ReadyContender:
     (pattern,) = given.product._exact
     entries = pattern.entries()
     i, j, k, l = (c.long().to(given.x.device) for c in entries.coords)
@@ -286,4 +296,4 @@ def compiled(given: Inputs, native: bool | None = None) -> Ready:
         plain, lambda *_: given.product(given.x, given.y, given.w).reshape(x.shape), native
     )
     ready = autograd(route, (x, given.y, w, v, i, j, k, l), None, FORWARD, note)
-    return Ready(ready.run, lambda r: (r[0].reshape(given.x.shape),), note)
+    return ReadyContender(ready.run, lambda r: (r[0].reshape(given.x.shape),), note)

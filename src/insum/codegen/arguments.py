@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from insum.plan.plan import OUT, WORK
+from insum.plan.sizes import OUT, WORK
 
 #: Arrays of a schedule, by what kernels call them.
 START, END, ROW, COUNT = "<start>", "<end>", "<row>", "<count>"
@@ -50,7 +50,7 @@ class Stride:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class ExtentArgument:
     """The extent of a variable, in units."""
 
     var: str
@@ -98,7 +98,7 @@ class Count:
         return self.what
 
 
-Argument: TypeAlias = Pointer | Stride | Size | Length | Passed | Count
+Argument: TypeAlias = Pointer | Stride | ExtentArgument | Length | Passed | Count
 
 
 def annotation(argument: Argument, *, wide: bool) -> str:

@@ -16,15 +16,15 @@ from insum.codegen.arguments import (
     RECORD,
     Argument,
     Count,
+    ExtentArgument,
     Length,
     Passed,
     Pointer,
-    Size,
     Stride,
 )
 from insum.codegen.emit import FLAG_COUNT, Kernel, signature
 from insum.lang.expr import Access, Affine, Var, variables
-from insum.plan.plan import OUT
+from insum.plan.sizes import OUT
 from insum.plan.uses import Use
 
 #: Points, and elements of the output, that one program looks at.
@@ -111,7 +111,7 @@ class _Check:
 
     def unpacked(self, names: Sequence[str]) -> Mapping[str, str]:
         """The point that each lane looks at, as values of the variables; which lanes have one."""
-        sizes = [self.arg(Size(v)) for v in names]
+        sizes = [self.arg(ExtentArgument(v)) for v in names]
         self.lines.append(f"there = at < {' * '.join(sizes) or '1'}")
         found, rest = {}, "at"
         for var, size in reversed(list(zip(names, sizes, strict=True))):

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from insum.codegen.arguments import COUNT, END, ROW, START, Argument, Count, Pointer, Size
+from insum.codegen.arguments import COUNT, END, ROW, START, Argument, Count, ExtentArgument, Pointer
 from insum.codegen.values import Eager, Val
 from insum.lang.expr import Access, variables
 from insum.plan.config import Config
@@ -125,7 +125,7 @@ class Frame:
         that compare with it: a condition for loads of several values at once.
         """
         unit = dict(self.shape.units).get(var, 1)
-        name = self.arg(Size(var, unit))
+        name = self.arg(ExtentArgument(var, unit))
         return name if unit == 1 else f"({name} * {unit})"
 
     @property

@@ -13,7 +13,7 @@ from insum.codegen.functions import reduced
 from insum.codegen.reads import distinct
 from insum.codegen.values import Val, combine, union
 from insum.lang.expr import Access, Affine, Var, accesses, variables
-from insum.plan.plan import OUT, WORK
+from insum.plan.sizes import OUT, WORK
 
 
 class Output(Contract):

@@ -9,7 +9,7 @@ import functools
 import importlib
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -118,6 +118,18 @@ def traced_gradients() -> contextlib.AbstractContextManager[Any]:
     graph; does nothing where torch cannot.
     """
     return _switched("torch._dynamo.config", "trace_autograd_ops", True)
+
+
+@contextlib.contextmanager
+def traced_sizes_of_data() -> Iterator[None]:
+    """While this lasts, ``torch.compile`` traces masks and numbers that are read from tensors
+    instead of breaking the graph; does nothing where torch cannot.
+    """
+    with (
+        _switched("torch._dynamo.config", "capture_dynamic_output_shape_ops", True),
+        _switched("torch._dynamo.config", "capture_scalar_outputs", True),
+    ):
+        yield
 
 
 def _switched(module: str, name: str, value: bool) -> contextlib.AbstractContextManager[Any]:

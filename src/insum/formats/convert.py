@@ -422,8 +422,8 @@ def _product(left: Any, right: Any) -> Any:
             expected="a 2-D format and a vector or matrix",
             remedy='insum.einsum("...", ...) for other ranks',
         )
-    from insum.formats.run import Call, rewritten
+    from insum.formats.run import FormatCall, rewritten
 
     statement = _MATMUL[ranks[0], ranks[1]]  # type: ignore[index]
     given = {"A": left, "B": right}
-    return Call(rewritten(statement, given, False), given).run()
+    return FormatCall(rewritten(statement, given, False), given).run()

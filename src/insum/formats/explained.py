@@ -14,11 +14,11 @@ from torch import SymFloat, SymInt, Tensor, strided
 from insum import api
 from insum.accepted import TENSOR, require
 from insum.errors import BindingError, InsumError, StatementError, UnsupportedError
-from insum.explain import Explanation
+from insum.explanation import Explanation
 from insum.formats.convert import SparseFormat, refuse_broken
 from insum.formats.notation import torch_notation
-from insum.formats.rewrite import Piece
-from insum.formats.run import Call, Operand, rewritten
+from insum.formats.rewrite import RewrittenStatement
+from insum.formats.run import FormatCall, FormatOrValue, rewritten
 from insum.formats.spell import Source
 from insum.lang.bind import Size
 from insum.lang.parser import parse
@@ -54,12 +54,12 @@ class EinsumExplanation:
 def explain_einsum(
     statement: str,
     /,
-    *operands: Operand,
+    *operands: FormatOrValue,
     dense_output: bool = False,
     out_shape: Sequence[Size] | None = None,
     sizes: Mapping[str | int, Size | Sequence[Size]] | None = None,
     optimize: Optimize = True,
-    **named: Operand,
+    **named: FormatOrValue,
 ) -> EinsumExplanation:
     """The rewritten form of a call of `einsum` and what it would do. Nothing is computed.
 
@@ -89,7 +89,7 @@ def explain_einsum(
 
 def _explained(
     text: str,
-    given: dict[str, Operand],
+    given: dict[str, FormatOrValue],
     dense_output: bool,
     out_shape: Sequence[Size] | None,
     sizes: Mapping[str | int, Size | Sequence[Size]] | None,
@@ -111,7 +111,7 @@ def _explained(
                 ),
             ),
         )
-    call = Call(rewritten(text, given, dense_output), given, out_shape, sizes, optimize)
+    call = FormatCall(rewritten(text, given, dense_output), given, out_shape, sizes, optimize)
     lines = [text, *(f"  {name}: {x!r}" for name, x in sparse.items()), "becomes"]
     for piece in call.plan.pieces:
         lines += [
@@ -132,7 +132,7 @@ def _explained(
     )
 
 
-def _origin(source: Source, piece: Piece) -> str:
+def _origin(source: Source, piece: RewrittenStatement) -> str:
     """In words, where an argument comes from."""
     match source.field:
         case "":
@@ -157,8 +157,8 @@ def _origin(source: Source, piece: Piece) -> str:
 
 
 def named_operands(
-    statement: str, operands: tuple[Operand, ...], named: dict[str, Operand]
-) -> tuple[str, dict[str, Operand]]:
+    statement: str, operands: tuple[FormatOrValue, ...], named: dict[str, FormatOrValue]
+) -> tuple[str, dict[str, FormatOrValue]]:
     """The statement in insum's notation and its operands by name."""
     if not isinstance(statement, str):
         parse(statement)  # which says what a statement is
@@ -218,5 +218,5 @@ def _check_kinds(statement: str, given: Mapping[str, object]) -> None:
             )
 
 
-def _rank(x: Operand) -> int:
+def _rank(x: FormatOrValue) -> int:
     return x.ndim if isinstance(x, SparseFormat | Tensor) else 0

@@ -224,7 +224,7 @@ class ELL(SparseFormat):
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class EntryRows:
     """Runs of entries with equal grouped coordinates: those coordinates, the entries of each row,
     and the row of each entry.
     """
@@ -239,7 +239,7 @@ class Rows:
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class PackedGroups:
     """Entries in groups: the index arrays, and the slot of each entry."""
 
     groups: tuple[Tensor, ...]
@@ -265,7 +265,7 @@ class Packed:
         )
 
 
-def pack(source: E.Entries, dims: tuple[int, ...], group_size: GroupSize) -> Packed:
+def pack(source: E.Entries, dims: tuple[int, ...], group_size: GroupSize) -> PackedGroups:
     """Entries, sorted by ``dims`` first, into groups; one look at the device for the number of
     groups (and the group size).
     """
@@ -283,17 +283,17 @@ def pack(source: E.Entries, dims: tuple[int, ...], group_size: GroupSize) -> Pac
         for d in range(len(grid))
         if d not in dims
     )
-    return Packed(heads, slots, place)
+    return PackedGroups(heads, slots, place)
 
 
-def rows_of(source: E.Entries, dims: tuple[int, ...]) -> Rows:
+def rows_of(source: E.Entries, dims: tuple[int, ...]) -> EntryRows:
     """All rows where they are not many more than the entries, else those that are not empty."""
     if math.prod(source.grid[d] for d in dims) <= 4 * source.count + (1 << 16):
         return every_row(source, dims)
     first = E.changes([source.coords[d] for d in dims])
     starts = first.nonzero().squeeze(1)
     ends = torch.cat([starts[1:], starts.new_full((1,), source.count)])[: starts.shape[0]]
-    return Rows(
+    return EntryRows(
         tuple(source.coords[d][starts] for d in dims), ends - starts, torch.cumsum(first, 0) - 1
     )
 
@@ -302,7 +302,7 @@ def rows_of(source: E.Entries, dims: tuple[int, ...]) -> Rows:
 MOST_ROWS = 2**31
 
 
-def every_row(source: E.Entries, dims: tuple[int, ...]) -> Rows:
+def every_row(source: E.Entries, dims: tuple[int, ...]) -> EntryRows:
     """Every row, empty ones too."""
     grid = source.grid
     sizes = tuple(grid[d] for d in dims)
@@ -321,7 +321,7 @@ def every_row(source: E.Entries, dims: tuple[int, ...]) -> Rows:
     )
     every = torch.arange(rows, device=number.device, dtype=E.index_dtype(rows))
     coords = E.unravel(every, sizes, tuple(range(len(dims)))) if dims else ()
-    return Rows(
+    return EntryRows(
         tuple(c.to(E.index_dtype(s)) for c, s in zip(coords, sizes)), pointers.diff().long(), number
     )
 

@@ -11,7 +11,7 @@ from typing import NoReturn
 from insum.errors import BindingError, InsumError, Span, UnsupportedError
 from insum.formats.layout import constant
 from insum.formats.spell import Operand, Source, Spelling, pattern_key, spell
-from insum.formats.substitute import Writer
+from insum.formats.substitute import SpellingWriter
 from insum.lang.expand import expand
 from insum.lang.expr import (
     Access,
@@ -33,7 +33,7 @@ _KEEP_ZERO = frozenset({"abs", "relu", "sqrt", "tanh", "sign", "conj"})
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class RewrittenStatement:
     """One statement, the arguments it is called with, which of them hold padding, and how the
     output's dimensions are split.
     """
@@ -54,7 +54,7 @@ class Rewrite:
     target: str
     operator: str
     dims: tuple[str | None, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RewrittenStatement, ...]
     places: tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
     result_like: str = ""
     permutation: tuple[int, ...] = ()
@@ -359,9 +359,11 @@ class Rewriter:
 
     # --- one statement ---
 
-    def piece(self, keys: tuple[object, ...], values: list[Expr], like: object | None) -> Piece:
+    def piece(
+        self, keys: tuple[object, ...], values: list[Expr], like: object | None
+    ) -> RewrittenStatement:
         spellings = [self.spellings[k] for k in keys]
-        writer = Writer(self, spellings)
+        writer = SpellingWriter(self, spellings)
         if like is None:
             target, splits = writer.access(self.target)
         else:
@@ -376,4 +378,6 @@ class Rewriter:
         statement = Statement(target, self.statement.operator, total(terms))
         used = {target.tensor, *tensors_of(statement)}
         sources = tuple(s for s in writer.sources.values() if s.name in used)
-        return Piece(str(statement), sources, tuple(n for n in writer.padded if n in used), splits)
+        return RewrittenStatement(
+            str(statement), sources, tuple(n for n in writer.padded if n in used), splits
+        )

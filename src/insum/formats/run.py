@@ -10,24 +10,24 @@ from torch import Tensor
 
 from insum import api
 from insum.errors import BindingError, DeviceError
-from insum.explain import Explanation
+from insum.explanation import Explanation
 from insum.formats.convert import SparseFormat
 from insum.formats.entries import padded_to
-from insum.formats.rewrite import Piece, Rewrite, rewrite
+from insum.formats.rewrite import Rewrite, RewrittenStatement, rewrite
 from insum.formats.spell import Source
 from insum.lang.bind import Size, Value
 from insum.plan.path import Optimize
 
-Operand: TypeAlias = SparseFormat | Value
-Sizes: TypeAlias = Mapping[str | int, Size | Sequence[Size]]
+FormatOrValue: TypeAlias = SparseFormat | Value
+GivenSizes: TypeAlias = Mapping[str | int, Size | Sequence[Size]]
 
 
-def rewritten(text: str, given: Mapping[str, Operand], dense_output: bool) -> Rewrite:
+def rewritten(text: str, given: Mapping[str, FormatOrValue], dense_output: bool) -> Rewrite:
     """The rewritten form of a statement for these operands; remembered by text and kinds."""
     return rewrite(text, _signature(given), dense_output)
 
 
-def _signature(given: Mapping[str, Operand]) -> tuple[tuple[object, ...], ...]:
+def _signature(given: Mapping[str, FormatOrValue]) -> tuple[tuple[object, ...], ...]:
     """What rewriting depends on: kinds, ranks, groups, blocks, and which index arrays are the same
     object.
     """
@@ -35,7 +35,7 @@ def _signature(given: Mapping[str, Operand]) -> tuple[tuple[object, ...], ...]:
     return tuple(_signature_of(name, x, seen) for name, x in given.items())
 
 
-def _signature_of(name: str, x: Operand, seen: list[Tensor]) -> tuple[object, ...]:
+def _signature_of(name: str, x: FormatOrValue, seen: list[Tensor]) -> tuple[object, ...]:
     if not isinstance(x, SparseFormat):
         return name, x.ndim if isinstance(x, Tensor) else 0
     rank, kind, dims, block, places, even = x.signature
@@ -61,15 +61,15 @@ def _number(array: Tensor, seen: list[Tensor]) -> int:
 # --- running ---
 
 
-class Call:
+class FormatCall:
     """One call: the rewritten form and the operands."""
 
     def __init__(
         self,
         plan: Rewrite,
-        given: Mapping[str, Operand],
+        given: Mapping[str, FormatOrValue],
         out_shape: Sequence[Size] | None = None,
-        sizes: Sizes | None = None,
+        sizes: GivenSizes | None = None,
         optimize: Optimize = True,
     ) -> None:
         self.plan, self.given, self.out_shape, self.sizes = plan, given, out_shape, sizes
@@ -161,7 +161,7 @@ class Call:
 
     # --- outputs ---
 
-    def options(self, piece: Piece, shape: tuple[Size, ...] | None) -> dict[str, Any]:
+    def options(self, piece: RewrittenStatement, shape: tuple[Size, ...] | None) -> dict[str, Any]:
         """Options of the statement's call: the shape where it is known, else what the user said of
         sizes.
         """
@@ -178,7 +178,7 @@ class Call:
             )
         return {"sizes": self.sizes, **always}
 
-    def dense(self, piece: Piece, shape: tuple[Size, ...] | None) -> Tensor:
+    def dense(self, piece: RewrittenStatement, shape: tuple[Size, ...] | None) -> Tensor:
         """A new dense tensor."""
         result = api.insum(piece.statement, **self.options(piece, shape), **self.arguments(piece))
         return _joined(result, shape, piece.splits) if shape is not None else result
@@ -195,7 +195,7 @@ class Call:
             if isinstance(key, str) and key not in told
         }
 
-    def into(self, target: Operand, shape: tuple[Size, ...] | None) -> Tensor:
+    def into(self, target: FormatOrValue, shape: tuple[Size, ...] | None) -> Tensor:
         """Accumulate into a dense tensor: directly where one statement does it and blocks divide
         it, else through a tensor beside it.
         """
@@ -225,7 +225,7 @@ class Call:
             **{name: target, f"{name}_sum": sums},  # type: ignore[arg-type]
         )
 
-    def sparse(self, passed: Operand | None) -> SparseFormat:
+    def sparse(self, passed: FormatOrValue | None) -> SparseFormat:
         """The pattern of an operand with new values."""
         like = self.given[self.plan.result_like]
         assert isinstance(like, SparseFormat)
@@ -258,10 +258,10 @@ class Call:
 
     # --- arguments ---
 
-    def arguments(self, piece: Piece) -> dict[str, Any]:
+    def arguments(self, piece: RewrittenStatement) -> dict[str, Any]:
         return {source.name: self.argument(source, piece) for source in piece.sources}
 
-    def argument(self, source: Source, piece: Piece) -> Value:
+    def argument(self, source: Source, piece: RewrittenStatement) -> Value:
         x = self.given[source.operand]
         if not isinstance(x, SparseFormat):
             return (
@@ -281,7 +281,7 @@ class Call:
             case field:
                 return _array(x, field, source.number)
 
-    def dtype(self, piece: Piece) -> torch.dtype:
+    def dtype(self, piece: RewrittenStatement) -> torch.dtype:
         """A dtype for ones that changes nothing: that of the first values in the statement."""
         for source in piece.sources:
             x = self.given[source.operand]

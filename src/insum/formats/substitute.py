@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 _NOTHING = product([])
 
 
-class Writer:
+class SpellingWriter:
     """Rewrites the accesses of one statement by the spellings that are in force in it."""
 
     def __init__(self, rewriter: Rewriter, spellings: list[Spelling]) -> None:

@@ -122,7 +122,7 @@ def suggest(x: Any, *, group_dims: int | Sequence[int] | None = None) -> Suggest
     block_shape=(16, 16), padding=0.0%, 4,128 bytes, cpu)
     """
     source = _as_coo(x)
-    return _Look(source, checks.group_dims(group_dims, source.ndim)).proposal()
+    return _Occupancy(source, checks.group_dims(group_dims, source.ndim)).proposal()
 
 
 def _as_coo(x: Any) -> COO:
@@ -131,7 +131,7 @@ def _as_coo(x: Any) -> COO:
     return COO.from_torch(x) if isinstance(x, Tensor) else COO.from_scipy(x)
 
 
-class _Look:
+class _Occupancy:
     """Everything that is counted once: occupancies, blocks, candidates."""
 
     def __init__(self, source: COO, dims: tuple[int, ...]) -> None:

@@ -16,7 +16,7 @@ from insum.formats.convert import FORMAT, SparseFormat
 from insum.formats.explained import named_operands
 from insum.formats.grouped import GroupCOO
 from insum.formats.groupsize import estimate_group_size, neighbouring_powers
-from insum.formats.run import Call, Operand, rewritten
+from insum.formats.run import FormatCall, FormatOrValue, rewritten
 from insum.formats.table import NeighborTable
 from insum.lang.expr import tensors_of
 from insum.lang.parser import parse
@@ -61,7 +61,7 @@ def tune(
     *,
     effort: str = "none",
     timer: Timer | None = None,
-    **operands: Operand,
+    **operands: FormatOrValue,
 ) -> TunedFormat:
     """Time a statement with ``A`` in groups of the sizes around g* = sqrt(S/n), and keep the
     fastest; a `NeighborTable` also as it is.
@@ -136,11 +136,11 @@ def _regrouped(A: SparseFormat, size: int) -> SparseFormat:
     return A.to_format(type(A), **options, **({"block_shape": block} if block else {}))
 
 
-def _call(statement: str, given: Mapping[str, Operand]) -> Call:
-    return Call(rewritten(statement, given, False), given)
+def _call(statement: str, given: Mapping[str, FormatOrValue]) -> FormatCall:
+    return FormatCall(rewritten(statement, given, False), given)
 
 
-def _name(statement: str, operands: Mapping[str, Operand]) -> str:
+def _name(statement: str, operands: Mapping[str, FormatOrValue]) -> str:
     """The name under which A stands in the statement."""
     parsed = parse(statement)
     missing = [

@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from insum.fusion.later import Later, later_of
 from insum.fusion.origin import Origin, origin_of
-from insum.fusion.read import CONTRACTIONS, Around, IndexTensor, Reader, reaching
+from insum.fusion.read import CONTRACTIONS, Around, IndexTensor, ProductReader, reaching
 from insum.fusion.shapes import (
     ZERO,
     Stop,
@@ -235,7 +235,7 @@ def _contraction(node: Node, around: Around) -> Chain:
     """A sum over something gathered, with nothing scattered: dot products per edge, the gradient of
     a weight.
     """
-    reader = Reader(replace(around, kept=around.kept - {node}))
+    reader = ProductReader(replace(around, kept=around.kept - {node}))
     at = reader.variables(node)
     factors = CONTRACTIONS[node.target](reader, node, at, False)
     return _chain(node, reader, at, factors, None)
@@ -245,12 +245,12 @@ def _scattered(
     node: Node,
     base: Node,
     message: Node,
-    at: Callable[[Reader], tuple[Indices, Indices]],
+    at: Callable[[ProductReader], tuple[Indices, Indices]],
     around: Around,
     operator: str = "=",
 ) -> Chain:
     """A scatter of ``message`` into ``base``; ``at`` gives the indices of both."""
-    reader = Reader(around, sums=operator == "=")
+    reader = ProductReader(around, sums=operator == "=")
     target, source = at(reader)
     reader.inline(node)
     return _chain(node, reader, target, reader.value(message, source), base, operator)
@@ -335,7 +335,7 @@ def _only_range(mask: Any, index: Any, size: Size) -> bool:
 def _put(node: Node, base: Any, tensors: Any, message: Any, around: Around) -> Chain:
     assert isinstance(base, Node) and isinstance(message, Node)
 
-    def at(reader: Reader) -> tuple[Indices, Indices]:
+    def at(reader: ProductReader) -> tuple[Indices, Indices]:
         places = [t for t in tensors if isinstance(t, Node)]
         if not places:
             raise Stop("nothing is indexed")
@@ -378,7 +378,7 @@ def _index_add(node: Node, around: Around) -> Chain:
     if value_of(index).dim() != 1 or not shape_of(base):
         raise Stop("its index has no dimension")
 
-    def at(reader: Reader) -> tuple[Indices, Indices]:
+    def at(reader: ProductReader) -> tuple[Indices, Indices]:
         source = reader.variables(message)
         d = int(dim) % len(source)  # type: ignore[arg-type]
         place = reader.index(index, (source[d],), shape_of(base)[d], wraps=False)
@@ -398,7 +398,7 @@ def _scatter_add(node: Node, around: Around) -> Chain:
     if not all(same(i, m) and (k == d or same(b, i)) for k, (b, i, m) in enumerate(sizes)):
         raise Stop("index, message and result differ in shape")
 
-    def at(reader: Reader) -> tuple[Indices, Indices]:
+    def at(reader: ProductReader) -> tuple[Indices, Indices]:
         source = reader.variables(message)
         place = reader.index(index, source, shape_of(base)[d], wraps=False)
         if operator != "=" and (not isinstance(place.atom, Access) or len(place.atom.indices) != 1):
@@ -449,7 +449,7 @@ ROOTS: dict[Any, Callable[..., Chain]] = {
 
 def _chain(
     root: Node,
-    reader: Reader,
+    reader: ProductReader,
     target: Indices,
     factors: list[Expr],
     base: Node | None,
@@ -520,7 +520,7 @@ def _check_number(statement: Statement) -> None:
             raise Stop("it is multiplied by numbers whose product is too large or too small")
 
 
-def _check(root: Node, reader: Reader) -> None:
+def _check(root: Node, reader: ProductReader) -> None:
     """Dtypes, devices and layout: that the statement gives what the root gives."""
     value = value_of(root)
     values = [value_of(n) for n in reader.names]

@@ -75,7 +75,7 @@ def _alive(graph: Graph, chains: dict[Node, Chain]) -> set[Node]:
     """Nodes that are needed when chains compute what they can themselves, `hoist` has done its
     work, and nobody asks for what is certain.
     """
-    known = _Known(graph)
+    known = _KnownOrigins(graph)
     alive: set[Node] = set()
     certain = {n: source for n in graph.nodes if (source := _certain(n)) is not None}
     todo = [
@@ -159,7 +159,7 @@ def _most(node: Node, dim: Any) -> Size | None:
 # --- functions of integer tensors alone -----------------------------------------------------------
 
 
-class _Known:
+class _KnownOrigins:
     """Origins of nodes, each looked for once. What is written to is none: the backward pass would
     find something else there.
     """
@@ -224,7 +224,7 @@ def hoist(graph: Graph) -> tuple[Once, ...]:
     """Take out of a graph what depends on integer tensors alone, and then what nobody reads any
     more.
     """
-    known = _Known(graph)
+    known = _KnownOrigins(graph)
     chosen = [
         node
         for node in graph.nodes
@@ -245,7 +245,7 @@ def hoist(graph: Graph) -> tuple[Once, ...]:
     return tuple(found)
 
 
-def _is_read(node: Node, known: _Known) -> bool:
+def _is_read(node: Node, known: _KnownOrigins) -> bool:
     """Whether somebody reads a node, or a view of it, who depends on more than integer tensors."""
     return any(
         _is_read(u, known) if u.target in VIEWS else known.origin(u) is None and _reads_values(u)
@@ -275,7 +275,7 @@ def _groups(nodes: Sequence[Node]) -> list[list[Node]]:
     return groups
 
 
-def _replace(graph: Graph, nodes: list[Node], origin: Origin, known: _Known) -> Once:
+def _replace(graph: Graph, nodes: list[Node], origin: Origin, known: _KnownOrigins) -> Once:
     value = nodes[0].meta["val"]
     count = [len(nodes)] if len(nodes) > 1 else []
     shape = [*count, *(known.size(s) for s in shape_of(nodes[0]))]

@@ -32,7 +32,7 @@ from insum.request import Request
 POINT, PIECE, ROW, GROUP, SLOT = "point", "piece", "row", "group", "slot"
 #: Points of one group, and how many times as many places as points a table may have.
 GROUP_SIZE, SPARSEST = 64, 8
-Part: TypeAlias = tuple[int, Selects]
+SelectedTensor: TypeAlias = tuple[int, Selects]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Joined:
 
     template: str
     values: tuple[str, ...]
-    parts: tuple[tuple[Part, ...], ...]
+    parts: tuple[tuple[SelectedTensor, ...], ...]
     (
         """For each index tensor and each chain: which of the tensors that are passed, and which """
         """part of it."""
@@ -71,7 +71,7 @@ def joined_of(text: str) -> Joined:
     )
 
 
-def _parts(text: str) -> tuple[Part, ...]:
+def _parts(text: str) -> tuple[SelectedTensor, ...]:
     found = []
     for one in text.split(","):
         place, *selects = one.split(":")

@@ -134,7 +134,7 @@ def _split(line: str, mark: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class SpecPlaces:
     """A specification by the places of tensors and sizes among those that are passed."""
 
     plain: tuple[tuple[str, int], ...]
@@ -152,14 +152,14 @@ class Places:
 
 
 @functools.lru_cache(maxsize=4096)
-def _places(spec: Spec) -> Places:
+def _places(spec: Spec) -> SpecPlaces:
     place = {name: k for k, name in enumerate(spec.names)}
     origins = tuple(
         (one.name, one.program, tuple(place[s] for s in one.sources), one.sizes)
         for one in spec.origins
     )
     views = tuple((name, base, place.get(base), selects) for name, base, selects in spec.views)
-    return Places(spec.plain, views, origins)
+    return SpecPlaces(spec.plain, views, origins)
 
 
 def _values(spec: Spec, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> dict[str, Any]:

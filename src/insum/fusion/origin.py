@@ -299,7 +299,7 @@ def _text(argument: Any, known: dict[Node, Any], devices: set[torch.device]) -> 
 
 # --- running it -----------------------------------------------------------------------------------
 
-Values: TypeAlias = dict[str, Any]
+OriginValues: TypeAlias = dict[str, Any]
 #: What waits for the device: a name for it, the tensors and sizes that it is a function of, and how
 #: to run it.
 Share: TypeAlias = Callable[[str, tuple[Tensor, ...], tuple[int, ...], Callable[[], Any]], Any]
@@ -310,8 +310,8 @@ class Line:
     """One call of a program: the function, and how its arguments come out of the values so far."""
 
     function: Callable[..., Any]
-    arguments: tuple[Callable[[Values], Any], ...]
-    more: tuple[tuple[str, Callable[[Values], Any]], ...]
+    arguments: tuple[Callable[[OriginValues], Any], ...]
+    more: tuple[tuple[str, Callable[[OriginValues], Any]], ...]
     name: str
     (
         """A digest of the whole expression, in which tensors and sizes are numbered as they """
@@ -367,7 +367,7 @@ def evaluate(
     tensor([[1],
             [3]])
     """
-    values: Values = {f"s{k}": source for k, source in enumerate(sources)} | {
+    values: OriginValues = {f"s{k}": source for k, source in enumerate(sources)} | {
         f"n{k}": size for k, size in enumerate(sizes)
     }
     values["device"] = sources[0].device
@@ -399,7 +399,7 @@ def _is_masked(function: Any, arguments: list[Any]) -> bool:
     )
 
 
-def _argument(one: ast.expr) -> Callable[[Values], Any]:
+def _argument(one: ast.expr) -> Callable[[OriginValues], Any]:
     match one:
         case ast.Name(name) if name in _NUMBERS:
             return _constant(_NUMBERS[name])
@@ -418,5 +418,5 @@ def _argument(one: ast.expr) -> Callable[[Values], Any]:
     raise ValueError(f"no such argument: {ast.unparse(one)}")
 
 
-def _constant(value: Any) -> Callable[[Values], Any]:
+def _constant(value: Any) -> Callable[[OriginValues], Any]:
     return lambda values: value

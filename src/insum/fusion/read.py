@@ -75,7 +75,7 @@ class Around:
 
 
 @dataclass(slots=True)
-class Reader:
+class ProductReader:
     """One statement on its way: what its right side reads."""
 
     around: Around
@@ -303,7 +303,7 @@ class Reader:
 # --- rules of values ------------------------------------------------------------------------------
 
 
-def _through(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
+def _through(reader: ProductReader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     try:
         source, inner = VIEWS[node.target](node, at)
     except Stop:
@@ -318,7 +318,7 @@ def _through(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Ex
     return reader.value(source, inner, gathered=gathered)
 
 
-def _merged(reader: Reader, node: Node, at: Indices) -> tuple[Node, Indices]:
+def _merged(reader: ProductReader, node: Node, at: Indices) -> tuple[Node, Indices]:
     """A view that merges dimensions, read at a variable that is split into one for each of them."""
     source = input_of(node)
     shape = shape_of(source)
@@ -332,18 +332,18 @@ def _merged(reader: Reader, node: Node, at: Indices) -> tuple[Node, Indices]:
     return source, tuple(inner)
 
 
-def _gathered(reader: Reader, node: Node, source: Node, at: Indices) -> list[Expr]:
+def _gathered(reader: ProductReader, node: Node, source: Node, at: Indices) -> list[Expr]:
     reader.inline(node)
     reader.gathers.append(node)
     return reader.value(source, at, gathered=True)
 
 
-def _index(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
+def _index(reader: ProductReader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     source, tensors = input_of(node), node.args[1]
     return _gathered(reader, node, source, reader.placed(tensors, source, at))  # type: ignore[arg-type]
 
 
-def _index_select(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
+def _index_select(reader: ProductReader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     source, index = input_of(node), input_of(node, 2)
     if not at or value_of(index).dim() != 1:
         raise Stop("it has no dimension, or its index has none")
@@ -352,7 +352,7 @@ def _index_select(reader: Reader, node: Node, at: Indices, gathered: bool) -> li
     return _gathered(reader, node, source, (*at[:dim], inner, *at[dim + 1 :]))
 
 
-def _gather(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
+def _gather(reader: ProductReader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     source, index = input_of(node), input_of(node, 2)
     if not at or value_of(source).dim() != len(at):
         raise Stop("its operands have no dimension")
@@ -361,13 +361,13 @@ def _gather(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Exp
     return _gathered(reader, node, source, (*at[:dim], inner, *at[dim + 1 :]))
 
 
-def _embedding(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
+def _embedding(reader: ProductReader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     weight, index = input_of(node), input_of(node, 1)
     inner = reader.index(index, at[:-1], shape_of(weight)[0], wraps=False)
     return _gathered(reader, node, weight, (inner, at[-1]))
 
 
-def _mul(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
+def _mul(reader: ProductReader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     factors: list[Expr] = []
     numbers = [a for a in node.args[:2] if not isinstance(a, Node)]
     if (
@@ -391,12 +391,12 @@ def _mul(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     return factors
 
 
-def _neg(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
+def _neg(reader: ProductReader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     reader.inline(node)
     return [Number(-1), *reader.value(input_of(node), at)]
 
 
-def _sum(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
+def _sum(reader: ProductReader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     source = input_of(node)
     if value_of(source).dtype != value_of(node).dtype:
         raise Stop("it sums in another dtype")
@@ -419,7 +419,7 @@ def _sum(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     return factors
 
 
-def _matmul(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
+def _matmul(reader: ProductReader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     """``mm`` and ``bmm``: rows, a summed variable, columns, behind what both have."""
     a, b = input_of(node), input_of(node, 1)
     reader.inline(node)
@@ -431,7 +431,7 @@ def _matmul(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Exp
     return reader.check_summed(k, factors)
 
 
-def _matvec(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
+def _matvec(reader: ProductReader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     a, b = input_of(node), input_of(node, 1)
     reader.inline(node)
     reader.contractions += 1
@@ -439,15 +439,15 @@ def _matvec(reader: Reader, node: Node, at: Indices, gathered: bool) -> list[Exp
     return reader.check_summed(k, [*reader.value(a, (*at, k)), *reader.value(b, (k,))])
 
 
-Rule: TypeAlias = Callable[[Reader, Node, Indices, bool], list[Expr]]
-GATHERS: dict[Any, Rule] = {
+ReadRule: TypeAlias = Callable[[ProductReader, Node, Indices, bool], list[Expr]]
+GATHERS: dict[Any, ReadRule] = {
     aten.index.Tensor: _index,
     aten._unsafe_index.Tensor: _index,
     aten.index_select.default: _index_select,
     aten.gather.default: _gather,
     aten.embedding.default: _embedding,
 }
-CONTRACTIONS: dict[Any, Rule] = {
+CONTRACTIONS: dict[Any, ReadRule] = {
     aten.sum.dim_IntList: _sum,
     aten.sum.default: _sum,
     aten.mm.default: _matmul,
@@ -455,8 +455,17 @@ CONTRACTIONS: dict[Any, Rule] = {
     aten.mv.default: _matvec,
     aten.dot.default: _matvec,
 }
-PRODUCTS: dict[Any, Rule] = {aten.mul.Tensor: _mul, aten.mul.Scalar: _mul, aten.neg.default: _neg}
-RULES: dict[Any, Rule] = {**dict.fromkeys(VIEWS, _through), **GATHERS, **CONTRACTIONS, **PRODUCTS}
+PRODUCTS: dict[Any, ReadRule] = {
+    aten.mul.Tensor: _mul,
+    aten.mul.Scalar: _mul,
+    aten.neg.default: _neg,
+}
+RULES: dict[Any, ReadRule] = {
+    **dict.fromkeys(VIEWS, _through),
+    **GATHERS,
+    **CONTRACTIONS,
+    **PRODUCTS,
+}
 #: Rules that compute something, rather than read it elsewhere.
 COMPUTE = {_mul, _neg, _sum, _matmul, _matvec}
 

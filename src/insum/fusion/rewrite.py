@@ -22,7 +22,7 @@ from insum.fusion.report import Fused, Left, Once, Report, add
 from insum.fusion.series import Series, template_of
 from insum.fusion.shapes import alike, is_contiguous, same, shape_of, value_of
 from insum.fusion.siblings import Siblings
-from insum.fusion.trial import Trial
+from insum.fusion.trial import PassTrial
 from insum.lang.bind import Size
 from insum.lang.expr import accesses, fresh
 
@@ -43,7 +43,7 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
     ``captured``: the graph will be replayed as a CUDA graph, on index tensors whose values nobody
     sees then. They are taken as they come.
     """
-    trial = Trial(graph)
+    trial = PassTrial(graph)
     fused: list[Fused] = []
     stages: dict[str, Callable[[Graph, Chains], list[Fused] | None]] = {}
     if not captured:

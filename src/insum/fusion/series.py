@@ -38,7 +38,7 @@ class SeriesForm:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Piece:
+class SeriesPiece:
     """One chain of a series: its own slice, and its index tensors in the order of their numbers."""
 
     chain: Chain
@@ -52,7 +52,7 @@ class Series:
     added, or added to ``initial``.
     """
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[SeriesPiece, ...]
     top: Node
     initial: Node | None
     rest: tuple[Node, ...]
@@ -179,7 +179,7 @@ def leaves_of(top: Node) -> tuple[list[Node], list[Node]]:
     return leaves, [node for node in between if node is not top]
 
 
-def _leaf_piece(leaf: Node, roots: dict[Node, Chain]) -> Piece | None:
+def _leaf_piece(leaf: Node, roots: dict[Node, Chain]) -> SeriesPiece | None:
     if len(leaf.users) != 1:
         return None
     if leaf in roots:
@@ -210,7 +210,7 @@ def _zeros(leaf: Node, roots: dict[Node, Chain]) -> Node:
     return base
 
 
-def _complete(pieces: Sequence[Piece | None]) -> tuple[Piece, ...] | None:
+def _complete(pieces: Sequence[SeriesPiece | None]) -> tuple[SeriesPiece, ...] | None:
     """The pieces by their places, where they are of one form and each slice has one."""
     known = [p for p in pieces if p is not None]
     if len(known) < 2 or len(known) != len(pieces):
@@ -222,7 +222,7 @@ def _complete(pieces: Sequence[Piece | None]) -> tuple[Piece, ...] | None:
     return ordered if [p.place for p in ordered] == list(range(form.slots)) else None
 
 
-def _piece(chain: Chain, written: tuple[int, int] | None) -> Piece | None:
+def _piece(chain: Chain, written: tuple[int, int] | None) -> SeriesPiece | None:
     """A chain as a piece: with its own slice of one of the tensors that it reads, or, ``written``,
     of the result (dimension and place).
     """
@@ -274,7 +274,7 @@ def _piece(chain: Chain, written: tuple[int, int] | None) -> Piece | None:
         return None
     text = str(Statement(Access(target.tensor, tuple(at)), "=", value))
     wraps = frozenset(n for n, t in enumerate(chain.indices) if t.name in chain.wrapped)
-    return Piece(chain, SeriesForm(text, chain.tensors, wraps, places[0][1]), places[0][0])
+    return SeriesPiece(chain, SeriesForm(text, chain.tensors, wraps, places[0][1]), places[0][0])
 
 
 def template_of(chain: Chain) -> str | None:

@@ -30,7 +30,7 @@ class Changed(Exception):
 
 
 @dataclass(slots=True)
-class Trial:
+class PassTrial:
     """Runs passes over one graph, and keeps what failed."""
 
     graph: Graph

@@ -10,8 +10,8 @@ from math import prod
 from torch import Tensor
 
 from insum.host.parts import Weights, weights_of
-from insum.host.places import Call, is_sorted, places_of, sorting
-from insum.host.roles import Roles, as_tensor
+from insum.host.places import HostCall, is_sorted, places_of, sorting
+from insum.host.roles import HostRoles, as_tensor
 
 #: Multiplications that a point must have, so that calling for each is little beside them; and how
 #: many points are called for one after the other.
@@ -30,13 +30,13 @@ class _Calls:
 class Blocks:
     """``C[c(p),m,n] += scale(p) * A[a(p),m,k] * B[b(p),k,n]``."""
 
-    roles: Roles
+    roles: HostRoles
     weights: Weights
     key: tuple[object, ...]
     name, slowness = "blocks", 2
     why = "a matrix product for each point, on matrices where they lie"
 
-    def __call__(self, call: Call) -> Tensor:
+    def __call__(self, call: HostCall) -> Tensor:
         roles = self.roles
         found = call.kept(self.key, lambda: self.made(call))
         rows, columns, inner = (roles.shared[pair] for pair in ((-1, 0), (-1, 1), (0, 1)))
@@ -49,13 +49,13 @@ class Blocks:
             out[to].addmm_(a[i], b[j], alpha=1 if scales is None else scales[k])
         return roles.target.restored(out, rows, columns).to(roles.problem.dtype)
 
-    def scales(self, call: Call, found: _Calls) -> list[float] | None:
+    def scales(self, call: HostCall, found: _Calls) -> list[float] | None:
         weights = self.weights(call, self.roles.dtype)
         if weights is not None and found.points is not None:
             weights = weights[found.points]
         return None if weights is None else weights.tolist()
 
-    def made(self, call: Call) -> _Calls:
+    def made(self, call: HostCall) -> _Calls:
         places = places_of(self.roles, call)
         rows, points = places.rows, places.take
         if not is_sorted(rows[0]):  # what is added to stays in cache
@@ -66,7 +66,7 @@ class Blocks:
         return _Calls(tuple(zip(to, i, j)), points)
 
 
-def blocks_of(roles: Roles) -> Blocks | None:
+def blocks_of(roles: HostRoles) -> Blocks | None:
     if len(roles.wide) != 2 or len(roles.shared) != 3 or roles.count > MOST_CALLS:
         return None
     extents = [int(roles.problem.extents[v]) for names in roles.shared.values() for v in names]

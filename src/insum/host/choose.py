@@ -15,10 +15,10 @@ from insum.graph_value import meeting_dtype
 from insum.host.blocks import blocks_of
 from insum.host.chunks import chunks_of
 from insum.host.dots import dots_of
-from insum.host.parts import Part
+from insum.host.parts import SubProblem
 from insum.host.patterns import patterns_of
-from insum.host.places import Call, Lowering
-from insum.host.roles import FLOATS, Roles, roles_of
+from insum.host.places import HostCall, Lowering
+from insum.host.roles import FLOATS, HostRoles, roles_of
 from insum.host.rows import rows_of
 from insum.host.runs import runs_of
 from insum.lang.bind import Problem
@@ -34,11 +34,11 @@ MOST_PER_ELEMENT = 4
 class Whole:
     """The graph, at once."""
 
-    part: Part
+    part: SubProblem
     name, slowness = "graph", 0
     why = ""
 
-    def __call__(self, call: Call) -> Tensor:
+    def __call__(self, call: HostCall) -> Tensor:
         return self.part(call.indices())
 
 
@@ -58,11 +58,16 @@ def choose(problem: Problem, *, new: bool = True) -> Lowering | None:
     return found or _first(roles)
 
 
-def _first(roles: Roles) -> Lowering | None:
+def _first(roles: HostRoles) -> Lowering | None:
     """Sums of rows, scalar products, runs of a matrix and blocks are products of matrices; anything
     else can be done a part at a time.
     """
-    rules: tuple[Callable[[Roles], Lowering | None], ...] = (rows_of, dots_of, runs_of, blocks_of)
+    rules: tuple[Callable[[HostRoles], Lowering | None], ...] = (
+        rows_of,
+        dots_of,
+        runs_of,
+        blocks_of,
+    )
     if _is_sparse(roles):
         for rule in rules:
             found = rule(roles)
@@ -72,9 +77,9 @@ def _first(roles: Roles) -> Lowering | None:
 
 
 def _whole(problem: Problem) -> Lowering:
-    return chunks_of(problem) or Whole(Part(problem, lower(problem)))
+    return chunks_of(problem) or Whole(SubProblem(problem, lower(problem)))
 
 
-def _is_sparse(roles: Roles) -> bool:
+def _is_sparse(roles: HostRoles) -> bool:
     elements = [prod(int(s) for s in kind.shape) for kind in roles.problem.kinds.values()]
     return roles.count <= MOST_PER_ELEMENT * max(elements)

@@ -14,10 +14,10 @@ from torch import Tensor
 from insum.contraction import cheapest
 from insum.graph import Lowered, live_terms, lower
 from insum.graph_value import meeting_dtype
-from insum.host.places import Call
+from insum.host.places import HostCall
 from insum.host.roles import as_tensor
 from insum.lang.bind import Problem
-from insum.lang.expand import Term
+from insum.lang.expand import ProductTerm
 from insum.lang.expr import Access, accesses, variables
 
 #: Bytes of the largest intermediate that are made at a time.
@@ -43,7 +43,7 @@ class Chunks:
     def why(self) -> str:
         return f"{self.step} of {self.var} at a time, so that what is gathered stays in cache"
 
-    def __call__(self, call: Call) -> Tensor:
+    def __call__(self, call: HostCall) -> Tensor:
         problem, values = self.problem, dict(call.indices())
         out = torch.zeros(problem.shape, dtype=meeting_dtype(problem))
         whole = {name: as_tensor(values[name]) for name in self.dims}
@@ -88,7 +88,7 @@ def _volume(vars: frozenset[str], extents: Mapping[str, int]) -> int:
     return prod(extents[v] for v in vars)
 
 
-def _intermediates(problem: Problem, term: Term) -> list[frozenset[str]]:
+def _intermediates(problem: Problem, term: ProductTerm) -> list[frozenset[str]]:
     """The variables of everything that the graph makes on its way and nobody asked for."""
     factors = [variables(f) for f in term.factors if variables(f)]
     found = [

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from insum.host.parts import Finish, finish_of
-from insum.host.places import Call, Segments, is_sorted, places_of, segments
-from insum.host.roles import Roles, as_tensor
+from insum.host.places import HostCall, RowSegments, is_sorted, places_of, segments
+from insum.host.roles import HostRoles, as_tensor
 from insum.host.rows import csr
 
 
@@ -19,7 +19,7 @@ from insum.host.rows import csr
 class _Pairs:
     """Entries by row of one factor and column of the other; ``first`` says which has the rows."""
 
-    entries: Segments
+    entries: RowSegments
     first: int
 
     def dots(self, a: Tensor, b: Tensor) -> Tensor:
@@ -49,13 +49,13 @@ class _Every:
 class Dots:
     """``S[p] = A[row(p),n] * B[column(p),n]``, summed over n."""
 
-    roles: Roles
+    roles: HostRoles
     finish: Finish
     key: tuple[object, ...]
     name, slowness = "dots", 8
     why = "a scalar product for each point is a product of two matrices, sampled at the points"
 
-    def __call__(self, call: Call) -> Tensor:
+    def __call__(self, call: HostCall) -> Tensor:
         roles = self.roles
         found = call.kept(self.key, lambda: self.made(call))
         columns = roles.shared[0, 1]
@@ -68,7 +68,7 @@ class Dots:
             result = a.new_zeros(roles.count).index_copy_(0, found.take.long(), result)
         return self.finish(call, result.reshape(roles.sizes)).to(roles.problem.dtype)
 
-    def made(self, call: Call) -> _Pairs | _Every:
+    def made(self, call: HostCall) -> _Pairs | _Every:
         places = places_of(self.roles, call)
         _, a, b = places.rows
         count = [side.count for side in self.roles.wide]
@@ -80,7 +80,7 @@ class Dots:
         return _Pairs(segments(rows, side.count, columns, places.take), first)
 
 
-def dots_of(roles: Roles) -> Dots | None:
+def dots_of(roles: HostRoles) -> Dots | None:
     if len(roles.wide) != 2 or set(roles.shared) != {(0, 1)}:
         return None
     return Dots(roles, finish_of(roles), ("dots", *roles.key))

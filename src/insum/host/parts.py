@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from insum.graph import Lowered, lower
-from insum.host.places import Call
-from insum.host.roles import Roles, as_tensor, plain_variables
+from insum.host.places import HostCall
+from insum.host.roles import HostRoles, as_tensor, plain_variables
 from insum.lang.bind import Problem, Value
 from insum.lang.expand import expand
 from insum.lang.expr import (
@@ -28,7 +28,7 @@ from insum.lang.problem import Kind
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Part:
+class SubProblem:
     problem: Problem
     graph: Lowered
 
@@ -79,9 +79,9 @@ class Weights:
 
     name: str = ""
     order: tuple[int, ...] = ()
-    part: Part | None = None
+    part: SubProblem | None = None
 
-    def __call__(self, call: Call, dtype: torch.dtype) -> Tensor | None:
+    def __call__(self, call: HostCall, dtype: torch.dtype) -> Tensor | None:
         if self.part is not None:
             return self.part(call.indices()).reshape(-1).to(dtype)
         if not self.name:
@@ -92,7 +92,7 @@ class Weights:
         return found.reshape(-1).to(dtype)
 
 
-def weights_of(roles: Roles) -> Weights:
+def weights_of(roles: HostRoles) -> Weights:
     if not roles.narrow:
         return Weights()
     if len(roles.narrow) == 1:
@@ -105,7 +105,7 @@ def weights_of(roles: Roles) -> Weights:
     problem = sub_problem(
         roles.problem, target, list(roles.narrow), roles.sizes, roles.dtype, {}, {}
     )
-    return Weights(part=Part(problem, lower(problem)))
+    return Weights(part=SubProblem(problem, lower(problem)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,15 +114,15 @@ class Finish:
 
     order: tuple[int, ...] = ()
     name: str = ""
-    part: Part | None = None
+    part: SubProblem | None = None
 
-    def __call__(self, call: Call, found: Tensor) -> Tensor:
+    def __call__(self, call: HostCall, found: Tensor) -> Tensor:
         if self.part is None:
             return found.permute(self.order).contiguous()
         return self.part({**call.indices(), self.name: found})
 
 
-def finish_of(roles: Roles) -> Finish:
+def finish_of(roles: HostRoles) -> Finish:
     left = plain_variables(roles.target.access)
     if not roles.narrow and _is_point(roles, roles.target.access):
         return Finish(tuple(roles.points.index(v) for v in left))
@@ -137,10 +137,10 @@ def finish_of(roles: Roles) -> Finish:
         {name: tensor_kind(roles.sizes, roles.dtype)},
         {},
     )
-    return Finish(name=name, part=Part(problem, lower(problem)))
+    return Finish(name=name, part=SubProblem(problem, lower(problem)))
 
 
-def _is_point(roles: Roles, access: Access) -> bool:
+def _is_point(roles: HostRoles, access: Access) -> bool:
     """Whether an access has one place for each point: every variable is a dimension of its own."""
     vars = plain_variables(access)
     kind = roles.problem.kinds.get(access.tensor)
@@ -148,5 +148,5 @@ def _is_point(roles: Roles, access: Access) -> bool:
     return not is_number and len(access.indices) == len(set(vars)) == len(roles.points)
 
 
-def _free_name(roles: Roles, wanted: str) -> str:
+def _free_name(roles: HostRoles, wanted: str) -> str:
     return fresh(wanted, names_of(roles.problem.statement))

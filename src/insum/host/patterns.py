@@ -16,11 +16,11 @@ from insum.bounded import keep
 from insum.contraction import WRITING, cheapest
 from insum.graph import live_terms, lower
 from insum.graph_value import meeting_dtype
-from insum.host.parts import Part, sub_problem, tensor_kind
-from insum.host.places import Call, Lowering
+from insum.host.parts import SubProblem, sub_problem, tensor_kind
+from insum.host.places import HostCall, Lowering
 from insum.host.roles import as_tensor
 from insum.lang.bind import Problem
-from insum.lang.expand import Term
+from insum.lang.expand import ProductTerm
 from insum.lang.expr import (
     Access,
     Affine,
@@ -43,7 +43,7 @@ MOST_WAYS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Pattern:
+class DensePattern:
     """The variables of a pattern, the factors that belong to it, and the axes of the dense tensor:
     the name of each, its extent, and the index that picks a place along it.
     """
@@ -54,7 +54,7 @@ class Pattern:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Made:
+class _PatternTensors:
     """What is made of a pattern's values: the dense tensor, None where it would be too large, and
     for each axis that another one determines, a table from there (``follows``: which; ``tables``:
     whereto; on the left side, as a matrix of ones).
@@ -82,9 +82,9 @@ class Patterns:
     """
 
     problem: Problem
-    term: Term
-    pattern: Pattern
-    coefficients: Part | None
+    term: ProductTerm
+    pattern: DensePattern
+    coefficients: SubProblem | None
     reads: tuple[str, ...]
     choose: Callable[[Problem], Lowering]
     otherwise: Lowering
@@ -94,21 +94,21 @@ class Patterns:
     name, slowness = "patterns", 1
     why = "a short pattern is a small dense tensor, kept with it, and the rest matrix products"
 
-    def __call__(self, call: Call) -> Tensor:
+    def __call__(self, call: HostCall) -> Tensor:
         made, way = self.way(call)
         if way.lowering is None or made.dense is None:
             return self.otherwise(call)
         values = {**call.indices(), **dict(zip(way.names, (made.dense, *made.tables)))}
-        found = way.lowering(Call(values, lambda: values, call.entries))
+        found = way.lowering(HostCall(values, lambda: values, call.entries))
         # Zeros of the dense tensor are absent points, which must not meet what is not finite.
         return found if found.sum().isfinite() else self.otherwise(call)
 
-    def chosen(self, call: Call) -> Lowering:
+    def chosen(self, call: HostCall) -> Lowering:
         """This, or the other way where values decide for that."""
         made, way = self.way(call)
         return self.otherwise if way.lowering is None or made.dense is None else self
 
-    def way(self, call: Call) -> tuple[_Made, Way]:
+    def way(self, call: HostCall) -> tuple[_PatternTensors, Way]:
         more = [memory.entry_of(as_tensor(call.values[n])).serial for n in self.reads]
         made = call.kept((self.key, *more), lambda: self.made(call))
         found = self.ways.get(made.follows)
@@ -129,7 +129,7 @@ class Patterns:
 
     # --- values ---
 
-    def made(self, call: Call) -> _Made:
+    def made(self, call: HostCall) -> _PatternTensors:
         problem, pattern, values = self.problem, self.pattern, call.indices()
         sizes = [int(problem.extents[v]) for v in pattern.vars]
         grid = {
@@ -152,7 +152,7 @@ class Patterns:
         kept = [axis for axis in at if axis not in dict(follows)]
         sizes = [extents[axis] for axis in kept]
         if prod(sizes) > MOST_ELEMENTS:
-            return _Made(None, follows, ())
+            return _PatternTensors(None, follows, ())
         dense = torch.zeros(sizes, dtype=self.dtype)
         dense.index_put_(tuple(at[axis] for axis in kept), scale[present], accumulate=True)
         left = _left_axes(self.problem, self.pattern)
@@ -162,7 +162,7 @@ class Patterns:
             else torch.zeros(extents[base], dtype=torch.int64).index_put_((at[base],), at[axis])
             for axis, base in follows
         ]
-        return _Made(dense, follows, tuple(tables))
+        return _PatternTensors(dense, follows, tuple(tables))
 
     def worth(self, follows: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
         """Those axes that follow others, if leaving them out takes less work."""
@@ -193,7 +193,7 @@ def _determines(base: Tensor, other: Tensor, extent: int) -> bool:
     return len(torch.unique(base * extent + other)) == len(torch.unique(base))
 
 
-def _left_axes(problem: Problem, pattern: Pattern) -> set[str]:
+def _left_axes(problem: Problem, pattern: DensePattern) -> set[str]:
     """Axes of the left side: what is scattered through a short table is a matrix product."""
     target = problem.statement.target
     keys = zip(target.indices, (int(s) for s in problem.shape))
@@ -244,7 +244,7 @@ def patterns_of(
     )
 
 
-def _coefficients(problem: Problem, pattern: Pattern) -> Part | None:
+def _coefficients(problem: Problem, pattern: DensePattern) -> SubProblem | None:
     """What scales the points of a pattern."""
     if not pattern.factors:
         return None
@@ -254,10 +254,10 @@ def _coefficients(problem: Problem, pattern: Pattern) -> Part | None:
     scale = sub_problem(
         problem, target, list(pattern.factors), shape, meeting_dtype(problem), {}, {}
     )
-    return Part(scale, lower(scale))
+    return SubProblem(scale, lower(scale))
 
 
-def _pattern(problem: Problem, term: Term) -> Pattern | None:
+def _pattern(problem: Problem, term: ProductTerm) -> DensePattern | None:
     """The short index tensors that share no variable with a long one."""
     uses = [(a, d, i) for a, d, i in problem.index_uses()]
     outside = [(a, d, i) for a, d, i in uses if _is_outside(problem, term, a)]
@@ -279,7 +279,7 @@ def _pattern(problem: Problem, term: Term) -> Pattern | None:
     rest = any(variables(f) for f in term.factors if f not in own)
     if not axes or not rest:
         return None
-    return Pattern(ordered, own, axes)
+    return DensePattern(ordered, own, axes)
 
 
 def _is_own(problem: Problem, factor: Expr, vars: set[str]) -> bool:
@@ -289,7 +289,7 @@ def _is_own(problem: Problem, factor: Expr, vars: set[str]) -> bool:
     return set(variables(factor)) <= vars and max(sizes, default=0) <= MOST_POINTS
 
 
-def _is_outside(problem: Problem, term: Term, access: Access) -> bool:
+def _is_outside(problem: Problem, term: ProductTerm, access: Access) -> bool:
     """Whether an access is a value, or the left side, rather than part of an index."""
     values = [a for f in term.factors for a in accesses(f, nested=False)]
     return access is problem.statement.target or any(access == a for a in values)
@@ -303,7 +303,7 @@ def _is_short(problem: Problem, index: Affine) -> bool:
 
 
 def _axes(
-    problem: Problem, term: Term, own: tuple[Expr, ...], vars: set[str]
+    problem: Problem, term: ProductTerm, own: tuple[Expr, ...], vars: set[str]
 ) -> dict[tuple[Affine, int], str] | None:
     """An axis for each index that the pattern decides, and for each of its variables that is an
     index by itself.
@@ -325,8 +325,8 @@ def _axes(
 
 def _dense(
     problem: Problem,
-    term: Term,
-    pattern: Pattern,
+    term: ProductTerm,
+    pattern: DensePattern,
     follows: Mapping[str, str],
     names: tuple[str, ...],
 ) -> Problem:

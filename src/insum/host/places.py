@@ -13,25 +13,25 @@ from torch import Tensor
 
 from insum import memory
 from insum.compat.calls import untracked
-from insum.host.roles import Roles, Side
+from insum.host.roles import HostRoles, Side
 from insum.lang.bind import Value
 from insum.lang.expr import accesses
 from insum.runtime.check import evaluated
 
 T = TypeVar("T")
 #: What is remembered about each index tensor of a call.
-Entries: TypeAlias = Mapping[str, memory.Entry]
+IndexEntries: TypeAlias = Mapping[str, memory.Entry]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class HostCall:
     """The arguments of a call: ``values`` as given, ``indices`` with negative values counted from
     the end where they are, ``entries`` of the index tensors as they were given.
     """
 
     values: Mapping[str, Value]
     indices: Callable[[], Mapping[str, Value]]
-    entries: Entries
+    entries: IndexEntries
 
     def kept(self, key: object, make: Callable[[], T]) -> T:
         """``make()``, once while all index tensors stay as they are."""
@@ -60,11 +60,11 @@ class Lowering(Protocol):
         """
         ...
 
-    def __call__(self, call: Call) -> Tensor: ...
+    def __call__(self, call: HostCall) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Places:
+class PointRows:
     """For each present point the row of every side, target first; ``take`` says which points are
     present, None that all are.
     """
@@ -73,7 +73,7 @@ class Places:
     take: Tensor | None
 
 
-def places_of(roles: Roles, call: Call) -> Places:
+def places_of(roles: HostRoles, call: HostCall) -> PointRows:
     count = len(roles.points)
     grid = {
         v: torch.arange(size).reshape([-1 if k == at else 1 for k in range(count)])
@@ -86,11 +86,11 @@ def places_of(roles: Roles, call: Call) -> Places:
     for side in roles.sides:
         rows = _numbers(roles, side, values, grid)
         found.append(rows if take is None else rows[take])
-    return Places(tuple(found), take)
+    return PointRows(tuple(found), take)
 
 
 def _numbers(
-    roles: Roles, side: Side, values: Mapping[str, Value], grid: Mapping[str, Tensor]
+    roles: HostRoles, side: Side, values: Mapping[str, Value], grid: Mapping[str, Tensor]
 ) -> Tensor:
     total = torch.zeros((), dtype=torch.int64)
     for d in side.rows:
@@ -100,7 +100,7 @@ def _numbers(
 
 
 def _present(
-    roles: Roles, values: Mapping[str, Value], grid: Mapping[str, Tensor]
+    roles: HostRoles, values: Mapping[str, Value], grid: Mapping[str, Tensor]
 ) -> Tensor | None:
     """Where no index is absent, or None where none can be."""
     problem, found = roles.problem, None
@@ -117,7 +117,7 @@ def _present(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Segments:
+class RowSegments:
     """Entries sorted by row: those from ``starts[r]`` to ``starts[r+1]`` are in columns
     ``columns`` of row r. ``take`` says which point an entry is, None that they are the points.
     """
@@ -133,13 +133,13 @@ class Segments:
         return weights.index_select(0, self.take)
 
 
-def segments(rows: Tensor, count: int, columns: Tensor, take: Tensor | None) -> Segments:
+def segments(rows: Tensor, count: int, columns: Tensor, take: Tensor | None) -> RowSegments:
     order = None if is_sorted(rows) else sorting(rows)
     if order is not None:
         rows, columns = rows[order], columns[order]
         take = order if take is None else take[order]
     width = torch.int32 if max(count, len(rows), _most(columns)) < 2**31 - 1 else torch.int64
-    return Segments(
+    return RowSegments(
         starts_of(rows, count).to(width),
         columns.to(width),
         None if take is None else take.to(width),

@@ -63,7 +63,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Roles:
+class HostRoles:
     """A product of floating numbers, taken apart.
 
     Attributes:
@@ -104,7 +104,7 @@ class Roles:
         return self.target, *self.wide
 
 
-def roles_of(problem: Problem) -> Roles | None:
+def roles_of(problem: Problem) -> HostRoles | None:
     """The roles of a statement that is one product of real floating numbers with an index tensor in
     it; None for others.
     """
@@ -123,7 +123,7 @@ def roles_of(problem: Problem) -> Roles | None:
         pair = places[a], places[b]
         shared[pair] = (*shared.get(pair, ()), name)
     points = tuple(v for v in term.variables if v not in dense)
-    return Roles(
+    return HostRoles(
         problem,
         sides[0],
         tuple(sides[k] for k in sorted(sides) if k),
@@ -205,11 +205,6 @@ def plain_variables(node: Expr) -> tuple[str, ...]:
     if not isinstance(node, Access) or any(i.var is None for i in node.indices):
         return ()
     return tuple(str(i.var) for i in node.indices)
-
-
-def index_names(problem: Problem) -> tuple[str, ...]:
-    """Every tensor that stands in an index."""
-    return tuple(dict.fromkeys(a.tensor for a in _index_accesses(problem)))
 
 
 def as_tensor(value: Value) -> Tensor:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from insum.host.parts import Weights, weights_of
-from insum.host.places import Call, Segments, places_of, segments
-from insum.host.roles import Roles, as_tensor
+from insum.host.places import HostCall, RowSegments, places_of, segments
+from insum.host.roles import HostRoles, as_tensor
 
 #: Measured. In float64 bags have no vector code: from so many columns on torch's own product is
 #: quicker than the library's. In float32 the library's is quicker than bags up to so many columns,
@@ -23,17 +23,17 @@ _NARROW, _FULL = 16, 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Rows:
+class ScaledRows:
     """``C[row(p),n] += scale(p) * B[column(p),n]``."""
 
-    roles: Roles
+    roles: HostRoles
     weights: Weights
     key: tuple[object, ...]
     dtype: torch.dtype
     name, slowness = "rows", 8
     why = "a sum of scaled rows is a sparse matrix (CSR, kept with the index tensors) times a dense"
 
-    def __call__(self, call: Call) -> Tensor:
+    def __call__(self, call: HostCall) -> Tensor:
         roles, (side,) = self.roles, self.roles.wide
         columns = roles.shared.get((-1, 0), ())
         found = call.kept(self.key, lambda: self.made(call))
@@ -43,19 +43,19 @@ class Rows:
         result = sum_of_rows(found, weights, dense)
         return roles.target.restored(result, columns).to(roles.problem.dtype)
 
-    def made(self, call: Call) -> Segments:
+    def made(self, call: HostCall) -> RowSegments:
         places = places_of(self.roles, call)
         return segments(places.rows[0], self.roles.target.count, places.rows[1], places.take)
 
 
-def rows_of(roles: Roles) -> Rows | None:
+def rows_of(roles: HostRoles) -> ScaledRows | None:
     if len(roles.wide) != 1 or set(roles.shared) != {(-1, 0)}:
         return None
     weights = weights_of(roles)
-    return Rows(roles, weights, ("rows", *roles.key), _dtype(roles, weights))
+    return ScaledRows(roles, weights, ("rows", *roles.key), _dtype(roles, weights))
 
 
-def _dtype(roles: Roles, weights: Weights) -> torch.dtype:
+def _dtype(roles: HostRoles, weights: Weights) -> torch.dtype:
     """Where all is in one narrow dtype, that: the kernel takes its sums in float32 by itself. What
     is computed here is not to be rounded.
     """
@@ -64,7 +64,7 @@ def _dtype(roles: Roles, weights: Weights) -> torch.dtype:
     return roles.dtype if weights.part is not None or len(narrow) > 1 else roles.problem.dtype
 
 
-def sum_of_rows(entries: Segments, weights: Tensor | None, dense: Tensor) -> Tensor:
+def sum_of_rows(entries: RowSegments, weights: Tensor | None, dense: Tensor) -> Tensor:
     """For each row the sum of the rows of ``dense`` that its entries name, times their weights."""
     narrow = dense.dtype == torch.float32 and dense.shape[1] <= _NARROW
     full = len(entries.columns) >= _FULL * (len(entries.starts) - 1)
@@ -82,7 +82,7 @@ def sum_of_rows(entries: Segments, weights: Tensor | None, dense: Tensor) -> Ten
     )[0]
 
 
-def _product(entries: Segments, weights: Tensor | None, dense: Tensor) -> Tensor:
+def _product(entries: RowSegments, weights: Tensor | None, dense: Tensor) -> Tensor:
     """As a sparse matrix that torch knows."""
     if weights is None:
         weights = dense.new_ones(len(entries.columns))
@@ -94,7 +94,7 @@ def _product(entries: Segments, weights: Tensor | None, dense: Tensor) -> Tensor
     return torch.mm(matrix, dense.contiguous())
 
 
-def csr(entries: Segments, values: Tensor, shape: tuple[int, int]) -> Tensor:
+def csr(entries: RowSegments, values: Tensor, shape: tuple[int, int]) -> Tensor:
     _announce()
     return torch.sparse_csr_tensor(
         entries.starts, entries.columns, values, shape, check_invariants=False

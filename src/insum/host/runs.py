@@ -14,8 +14,8 @@ from torch import Tensor
 
 from insum.host.parts import Weights, weights_of
 from insum.host.places import (
-    Call,
-    Segments,
+    HostCall,
+    RowSegments,
     is_counting,
     is_sorted,
     narrow,
@@ -23,7 +23,7 @@ from insum.host.places import (
     segments,
     sorting,
 )
-from insum.host.roles import Roles, Side, as_tensor
+from insum.host.roles import HostRoles, Side, as_tensor
 from insum.host.rows import sum_of_rows
 
 #: Bytes of the rows that are multiplied at a time: as much as a cache holds, and long enough for a
@@ -43,14 +43,14 @@ class _Chunk:
     last: int
     reads: Tensor
     runs: tuple[tuple[int, int, int], ...]
-    sums: Segments | None
+    sums: RowSegments | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Products:
     """``Out[o(p),m] += scale(p) * In[i(p),k] * W[w(p),k,m]``."""
 
-    roles: Roles
+    roles: HostRoles
     weights: Weights
     key: tuple[object, ...]
     matrix: int
@@ -62,7 +62,7 @@ class Products:
         """The rows that are read, and the matrices."""
         return self.roles.wide[1 - self.matrix], self.roles.wide[self.matrix]
 
-    def __call__(self, call: Call) -> Tensor:
+    def __call__(self, call: HostCall) -> Tensor:
         roles, (rows, matrices) = self.roles, self.sides
         chunks = call.kept(self.key, lambda: tuple(self.made(call)))
         inner, outer = roles.shared[0, 1], roles.shared[-1, self.matrix]
@@ -75,7 +75,7 @@ class Products:
             _run(chunk, x, w, weights, out[chunk.first : chunk.last])
         return roles.target.restored(out, outer).to(roles.problem.dtype)
 
-    def made(self, call: Call) -> Iterator[_Chunk]:
+    def made(self, call: HostCall) -> Iterator[_Chunk]:
         places = places_of(self.roles, call)
         to, *read = places.rows
         reads, which = read[1 - self.matrix], read[self.matrix]
@@ -96,13 +96,13 @@ class Products:
                 sums = self.sums(to[here] - first, last - first, points[here])
                 yield _Chunk(first, last, narrow(reads[here]), _runs(which[here]), sums)
 
-    def sums(self, to: Tensor, count: int, points: Tensor) -> Segments | None:
+    def sums(self, to: Tensor, count: int, points: Tensor) -> RowSegments | None:
         """How the products of a chunk are summed: by output, with the point of each."""
         if not self.roles.narrow and len(to) == count and is_counting(to):
             return None
         found = segments(to, count, torch.arange(len(to)), None)
         ordered = narrow(points[found.columns.long()]) if self.roles.narrow else None
-        return Segments(found.starts, found.columns, ordered)
+        return RowSegments(found.starts, found.columns, ordered)
 
 
 def _run(chunk: _Chunk, x: Tensor, w: Tensor, weights: Tensor | None, out: Tensor) -> None:
@@ -118,7 +118,7 @@ def _run(chunk: _Chunk, x: Tensor, w: Tensor, weights: Tensor | None, out: Tenso
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Run:
+class _MatrixPoints:
     """The points of one matrix: which rows of each factor they read, None where they are counted
     from the start on; and which points they are.
     """
@@ -129,23 +129,23 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Sorted:
+class _SortedPoints:
     reads: tuple[Tensor | None, Tensor | None]
     points: Tensor | None
-    runs: tuple[_Run, ...]
+    runs: tuple[_MatrixPoints, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sums:
     """``W[w(p),k,m] += scale(p) * A[a(p),k] * B[b(p),m]``."""
 
-    roles: Roles
+    roles: HostRoles
     weights: Weights
     key: tuple[object, ...]
     name, slowness = "runs", 0
     why = "points that add to the same matrix are one matrix product"
 
-    def __call__(self, call: Call) -> Tensor:
+    def __call__(self, call: HostCall) -> Tensor:
         roles, (left, right) = self.roles, self.roles.wide
         found = call.kept(self.key, lambda: self.made(call))
         rows, columns = roles.shared[-1, 0], roles.shared[-1, 1]
@@ -168,7 +168,7 @@ class Sums:
         result = roles.target.restored(out, rows, columns)
         return result.to(roles.problem.dtype)
 
-    def made(self, call: Call) -> _Sorted:
+    def made(self, call: HostCall) -> _SortedPoints:
         places = places_of(self.roles, call)
         to, *reads = places.rows
         points = places.take
@@ -177,8 +177,8 @@ class Sums:
             to, reads = to[order], [r[order] for r in reads]
             points = order if points is None else points[order]
         a, b = (None if is_counting(r) else narrow(r) for r in reads)
-        runs = tuple(_Run(*run) for run in _runs(to))
-        return _Sorted((a, b), points, runs)
+        runs = tuple(_MatrixPoints(*run) for run in _runs(to))
+        return _SortedPoints((a, b), points, runs)
 
 
 def _part(rows: Tensor, reads: Tensor | None, here: slice) -> Tensor:
@@ -192,14 +192,14 @@ def _runs(which: Tensor) -> tuple[tuple[int, int, int], ...]:
     return tuple(zip(matrices.tolist(), (ends - counts).tolist(), ends.tolist()))
 
 
-def at_once(roles: Roles) -> int:
+def at_once(roles: HostRoles) -> int:
     """How many points are multiplied at a time."""
     extents = roles.problem.extents
     widths = [prod(int(extents[v]) for v in names) for names in roles.shared.values()]
     return max(LEAST_RUN, AT_ONCE // (roles.dtype.itemsize * max(widths)))
 
 
-def runs_of(roles: Roles) -> Products | Sums | None:
+def runs_of(roles: HostRoles) -> Products | Sums | None:
     if len(roles.wide) != 2 or len(roles.shared) != 2:
         return None
     if (0, 1) not in roles.shared:

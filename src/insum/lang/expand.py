@@ -15,7 +15,7 @@ MAX_TERMS = 1024
 
 
 @dataclass(frozen=True, slots=True)
-class Term:
+class ProductTerm:
     """A product of factors, and the variables it ranges over: the left side's and its own."""
 
     factors: tuple[Expr, ...]
@@ -26,7 +26,7 @@ class Term:
         return product(list(self.factors))
 
 
-def expand(statement: Statement) -> tuple[Term, ...]:
+def expand(statement: Statement) -> tuple[ProductTerm, ...]:
     """
     >>> from insum.lang.parser import parse
     >>> [str(t.value) for t in expand(parse("y[i] = x[i] * (A[i,j] - b[i])"))]
@@ -55,7 +55,9 @@ def expand(statement: Statement) -> tuple[Term, ...]:
                 remedy="write one of them as a float",
             )
     return tuple(
-        Term(factors, tuple(dict.fromkeys((*target, *(v for f in factors for v in variables(f))))))
+        ProductTerm(
+            factors, tuple(dict.fromkeys((*target, *(v for f in factors for v in variables(f)))))
+        )
         for factors in products
     )
 

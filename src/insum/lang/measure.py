@@ -34,10 +34,10 @@ def measure_of(problem: Problem, keys: SizeKeys) -> Measure:
     >>> measure({"A": torch.ones(5, 7), "x": torch.ones(8)}, ()) is None
     True
     """
-    return _Writer(problem).write(keys)
+    return _MeasureWriter(problem).write(keys)
 
 
-class _Writer:
+class _MeasureWriter:
     def __init__(self, problem: Problem) -> None:
         self.problem, self.target = problem, problem.statement.target
         self.lines: list[str] = []

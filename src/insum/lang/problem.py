@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from insum.errors import InsumError, Span
-from insum.lang.expand import Term
+from insum.lang.expand import ProductTerm
 from insum.lang.expr import Access, Affine, Statement, accesses, tensors_of
 from insum.lang.types import Typed, accumulator, of_number
 
@@ -47,7 +47,7 @@ class Problem:
     """A statement with everything that its arguments' shapes, dtypes and devices decide."""
 
     statement: Statement
-    terms: tuple[Term, ...]
+    terms: tuple[ProductTerm, ...]
     kinds: Mapping[str, Kind]
     extents: Mapping[str, Size]
     shape: tuple[Size, ...]
@@ -64,6 +64,11 @@ class Problem:
     def target_read(self) -> bool:
         """Whether the target's own tensor is read too, as a value or as an index."""
         return self.statement.target.tensor in tensors_of(self.statement)
+
+    def index_names(self) -> tuple[str, ...]:
+        """Every tensor that stands in an index."""
+        every = (a.tensor for _, _, index in self.index_uses() for a in accesses(index))
+        return tuple(dict.fromkeys(every))
 
     def index_uses(self) -> Iterator[tuple[Access, int, Affine]]:
         """Every dimension that is indexed through a tensor: the access, the dimension, the

@@ -21,7 +21,7 @@ from insum.nn.voxels import SparseTensor, Triple
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Size = int | Sequence[int]
+SizePerAxis = int | Sequence[int]
 
 
 VOXELS = Accepted("a SparseTensor", lambda v: isinstance(v, SparseTensor))
@@ -74,15 +74,15 @@ class SparseConv3d(nn.Module):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: Size,
-        stride: Size = 1,
-        padding: Size = 0,
-        dilation: Size = 1,
+        kernel_size: SizePerAxis,
+        stride: SizePerAxis = 1,
+        padding: SizePerAxis = 0,
+        dilation: SizePerAxis = 1,
         bias: bool = True,
         *,
         submanifold: bool = False,
         transposed: bool = False,
-        output_padding: Size = 0,
+        output_padding: SizePerAxis = 0,
     ) -> None:
         super().__init__()
         self.in_channels, self.out_channels = in_channels, out_channels
@@ -184,11 +184,11 @@ def _convolved(found: SparseFormat, features: Tensor, weight: Tensor) -> Tensor:
 
 
 def _geometry(
-    kernel: Size,
-    stride: Size,
-    padding: Size,
-    dilation: Size,
-    output_padding: Size,
+    kernel: SizePerAxis,
+    stride: SizePerAxis,
+    padding: SizePerAxis,
+    dilation: SizePerAxis,
+    output_padding: SizePerAxis,
     submanifold: bool,
     transposed: bool,
 ) -> Geometry:
@@ -219,7 +219,7 @@ def _geometry(
     )
 
 
-def _triple(name: str, size: Size, least: int) -> Triple:
+def _triple(name: str, size: SizePerAxis, least: int) -> Triple:
     sizes = tuple(size) if isinstance(size, tuple | list) else (size,) * 3
     if len(sizes) != 3 or not all(is_size(s, least) for s in sizes):
         raise BindingError(

@@ -32,7 +32,7 @@ MODES = ("uvw", "uvu", "uvv", "uuw", "uuu", "uvuv")
 
 
 @dataclass(frozen=True)
-class Path:
+class Instruction:
     """One instruction: numbers of the irreps, mode, whether it has weights, its coefficient, the
     shape of its weights.
     """
@@ -70,7 +70,7 @@ def paths_of(
     out: Irreps,
     instructions: Sequence[Sequence[object]],
     rule: Normalisation,
-) -> tuple[Path, ...]:
+) -> tuple[Instruction, ...]:
     """Checked and normalised paths from instructions ``(i_in1, i_in2, i_out, mode, has_weight[,
     path_weight])``.
     """
@@ -105,7 +105,7 @@ def _check_rule(in1: Irreps, in2: Irreps, out: Irreps, rule: Normalisation) -> N
 
 def _path(
     in1: Irreps, in2: Irreps, out: Irreps, number: int, instruction: Sequence[object]
-) -> Path:
+) -> Instruction:
     where = f"instruction {number}, {tuple(instruction)}"
     if len(instruction) not in (5, 6):
         raise BindingError(
@@ -140,7 +140,7 @@ def _path(
         raise UnsupportedError(
             f"{where}: uvw without weights", expected="weights, which say how u and v become w"
         )
-    return Path(
+    return Instruction(
         a,
         b,
         c,
@@ -172,13 +172,18 @@ def _multiplicities(where: str, mode: str, mul1: int, mul2: int, mul3: int) -> d
 
 
 def _coefficient(
-    path: Path, paths: Sequence[Path], in1: Irreps, in2: Irreps, out: Irreps, rule: Normalisation
+    path: Instruction,
+    paths: Sequence[Instruction],
+    in1: Irreps,
+    in2: Irreps,
+    out: Irreps,
+    rule: Normalisation,
 ) -> float:
     """The square root of e3nn's alpha; ``path.coefficient`` is still the path weight."""
     dims = in1[path.i_in1][1].dim, in2[path.i_in2][1].dim, out[path.i_out][1].dim
     alpha = {"component": dims[2], "norm": dims[0] * dims[1], "none": 1}[rule.irrep]
 
-    def elements(p: Path) -> float:
+    def elements(p: Instruction) -> float:
         variance = (rule.in1_var[p.i_in1] if rule.in1_var else 1.0) * (
             rule.in2_var[p.i_in2] if rule.in2_var else 1.0
         )
@@ -210,7 +215,7 @@ class Group:
     mode: str
     muls: tuple[int, int, int]
     has_weight: bool
-    paths: tuple[Path, ...]
+    paths: tuple[Instruction, ...]
     offsets: tuple[int, ...]  # where each path's weights begin
 
     def statement(self, shared: bool) -> str:
@@ -271,9 +276,11 @@ class Group:
         return GroupCOO.from_entries(torch.cat(places, 1), torch.cat(values), shape, group_dims=3)
 
 
-def groups_of(paths: Sequence[Path], in1: Irreps, in2: Irreps, out: Irreps) -> tuple[Group, ...]:
+def groups_of(
+    paths: Sequence[Instruction], in1: Irreps, in2: Irreps, out: Irreps
+) -> tuple[Group, ...]:
     """Paths by mode and multiplicities; paths without any element are left out."""
-    found: dict[tuple[object, ...], list[tuple[Path, int]]] = {}
+    found: dict[tuple[object, ...], list[tuple[Instruction, int]]] = {}
     offset = 0
     for path in paths:
         muls = in1[path.i_in1][0], in2[path.i_in2][0], out[path.i_out][0]

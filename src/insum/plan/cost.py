@@ -141,7 +141,7 @@ def histogram(lengths: Tensor) -> tuple[tuple[int, int], ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LaunchCost:
     """One kind of launch: its grid, what a step of a program does, and what a program occupies."""
 
     name: str
@@ -170,7 +170,7 @@ class Cost:
     waves: float
     occupancy: int  # programs on one multiprocessor
     launches: float
-    parts: tuple[Part, ...]
+    parts: tuple[LaunchCost, ...]
     device: str
 
     def describe(self) -> str:
@@ -214,7 +214,7 @@ def predict(
     )
 
 
-def _time(part: Part, device: Device) -> tuple[float, float, float, float, int]:
+def _time(part: LaunchCost, device: Device) -> tuple[float, float, float, float, int]:
     """Microseconds of loads and of arithmetic, what the last wave adds, waves, and programs per
     multiprocessor.
     """
@@ -237,7 +237,7 @@ def _time(part: Part, device: Device) -> tuple[float, float, float, float, int]:
     return loads, arithmetic, 1 + (tail - 1) / 2, waves, occupancy
 
 
-def fitting(part: Part, device: Device) -> int:
+def fitting(part: LaunchCost, device: Device) -> int:
     """Programs that one multiprocessor holds at once, by threads, registers and shared memory."""
     threads = 32 * part.config.warps
     by_shared = (device.shared + 1024) // (part.shared + 1024)
@@ -245,7 +245,7 @@ def fitting(part: Part, device: Device) -> int:
     return max(1, min(32, device.threads // threads, by_registers, by_shared))
 
 
-def _hbm_bytes(plan: Plan, parts: Sequence[Part], load: Load, device: Device) -> float:
+def _hbm_bytes(plan: Plan, parts: Sequence[LaunchCost], load: Load, device: Device) -> float:
     """Each tensor once, or again and again where it is gathered from and outgrows L2; and the
     output.
     """
@@ -264,7 +264,9 @@ def _hbm_bytes(plan: Plan, parts: Sequence[Part], load: Load, device: Device) ->
 # --- what a launch does ---------------------------------------------------------------------------
 
 
-def parts_of(plan: Plan, extents: Mapping[str, int], choice: Choice, load: Load) -> list[Part]:
+def parts_of(
+    plan: Plan, extents: Mapping[str, int], choice: Choice, load: Load
+) -> list[LaunchCost]:
     if plan.pattern:
         return [_unrolled(plan, extents, choice[0])]
     return (
@@ -274,7 +276,7 @@ def parts_of(plan: Plan, extents: Mapping[str, int], choice: Choice, load: Load)
     )
 
 
-def _tiles(plan: Plan, extents: Mapping[str, int], config: Config, load: Load) -> Part:
+def _tiles(plan: Plan, extents: Mapping[str, int], config: Config, load: Load) -> LaunchCost:
     roles = plan.roles
     tiles = math.ceil(model.extent(roles.m, extents) / config.m) * math.ceil(
         model.extent(roles.n, extents) / config.n
@@ -300,7 +302,7 @@ def _tiles(plan: Plan, extents: Mapping[str, int], config: Config, load: Load) -
     per_step = _tile_bytes(plan, config)
     rate, buffers = _rate(plan, config), max(0.6, config.stages - 1) if roles.dot else 1.0
     cleared = int(pieces > 1 or plan.strategy == "atomic")  # the output is filled with zeros first
-    return Part(
+    return LaunchCost(
         "tiles",
         config,
         programs,
@@ -393,7 +395,7 @@ def _registers(plan: Plan, config: Config) -> int:
     )
 
 
-def _rows(plan: Plan, extents: Mapping[str, int], choice: Choice, load: Load) -> list[Part]:
+def _rows(plan: Plan, extents: Mapping[str, int], choice: Choice, load: Load) -> list[LaunchCost]:
     """Short and long rows apart, rows longer than the split cut into pieces, and the launch that
     adds the pieces up.
     """
@@ -440,7 +442,7 @@ def _row_part(
     config: Config,
     name: str,
     tasks: Sequence[tuple[float, float]],
-) -> Part:
+) -> LaunchCost:
     columns = model.extent(plan.roles.n, extents)
     grid = math.ceil(columns / config.n) * math.prod(extents[v] for v in plan.roles.grid)
     beside = model.extent(plan.roles.m[1:], extents)
@@ -470,7 +472,7 @@ def _row_part(
     flops = 2.0 * config.m * config.n * config.k * max(1, len(plan.factors) - 1)
     written = rows * columns * _BYTES[plan.accumulator]
     per_step = _tile_bytes(plan, config) * min(1.0, used)
-    return Part(
+    return LaunchCost(
         name,
         config,
         programs,
@@ -485,7 +487,7 @@ def _row_part(
     )
 
 
-def _unrolled(plan: Plan, extents: Mapping[str, int], config: Config) -> Part:
+def _unrolled(plan: Plan, extents: Mapping[str, int], config: Config) -> LaunchCost:
     assert plan.pattern is not None
     roles = plan.roles
     points = len(plan.pattern.points)
@@ -512,7 +514,7 @@ def _unrolled(plan: Plan, extents: Mapping[str, int], config: Config) -> Part:
     registers = 32 + 3 * targets * config.m * config.n // (32 * config.warps)
     written = targets * config.m * config.n * programs * _BYTES[plan.accumulator]
     flops = 2.0 * points * config.m * config.n * config.k
-    return Part(
+    return LaunchCost(
         "straight-line code",
         config,
         programs,

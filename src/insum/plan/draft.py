@@ -13,17 +13,17 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from insum.lang.bind import Problem
-from insum.lang.expand import Term
+from insum.lang.expand import ProductTerm
 from insum.lang.expr import Access, Expr, accesses, fresh, names_of, variables
 from insum.lang.types import infer
-from insum.plan.plan import OUT, Bound, Plan, Segment
+from insum.plan.plan import Bound, Plan, Segment
 from insum.plan.questions import Ask, AskExact, AskFacts, AskInside, Known
-from insum.plan.recipes import Array, Packed, PackedByStep, Rows, SizeExpr
+from insum.plan.recipes import Packed, PackedByStep, RecipeArray, RowRecipe, SizeExpr
 from insum.plan.rewrite import Scatter
 from insum.plan.roles import Contraction, Roles, contraction
-from insum.plan.sizes import SizeClass, Strides, contiguous, power_of_two
+from insum.plan.sizes import OUT, SizeClass, Strides, contiguous, power_of_two
 from insum.plan.uses import Use
-from insum.settings import Values
+from insum.settings import SettingValues
 
 TRITON = {
     torch.float16: "float16",
@@ -59,7 +59,7 @@ class Wishes:
     precision.
     """
 
-    settings: Values
+    settings: SettingValues
     deterministic: bool
     precision: str  # "ieee", "tf32x3" or "tf32"
     accumulate: bool
@@ -73,8 +73,8 @@ class Planned:
     plan: Plan
     extents: Mapping[str, int]  # typical ones
     sizes: SizeClass
-    arrays: Mapping[str, Array]
-    segments: Rows | Packed | PackedByStep | None
+    arrays: Mapping[str, RecipeArray]
+    segments: RowRecipe | Packed | PackedByStep | None
     fill: bool  # the kernel does not write every place, or adds to what is there
     #: ... unless these two sizes are equal: so many places are written, and so many there are.
     covers: tuple[SizeExpr, SizeExpr] | None = None
@@ -100,11 +100,11 @@ class Draft:
     factors: tuple[Expr, ...]
     extents: Mapping[str, int]
     padded: frozenset[str]
-    arrays: Mapping[str, Array] = field(default_factory=dict)
+    arrays: Mapping[str, RecipeArray] = field(default_factory=dict)
     views: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     made: Mapping[str, SizeExpr] = field(default_factory=dict)  # extents of variables of our own
     multiples: Mapping[str, int] = field(default_factory=dict)
-    segments: Rows | Packed | PackedByStep | None = None
+    segments: RowRecipe | Packed | PackedByStep | None = None
     row: str = ""
     segment: str = ""
     longest: int = 0
@@ -137,7 +137,7 @@ class Subject:
     """What is planned: one product of a problem, for a class of sizes."""
 
     problem: Problem
-    term: Term
+    term: ProductTerm
     sizes: SizeClass
     wishes: Wishes
     uses: tuple[Use, ...]
@@ -220,9 +220,9 @@ class Subject:
         kinds = self.problem.kinds
         return sum(n * kinds[name].dtype.itemsize for name, n in self.sizes.numel.items())
 
-    def array(self, recipe: object, part: str, dtype: str = "", rank: int = 1) -> Array:
+    def array(self, recipe: object, part: str, dtype: str = "", rank: int = 1) -> RecipeArray:
         wide = "int64" if self.sizes.wide else "int32"
-        return Array(recipe, part, dtype or wide, rank)  # type: ignore[arg-type]
+        return RecipeArray(recipe, part, dtype or wide, rank)  # type: ignore[arg-type]
 
 
 def accumulator_of(problem: Problem) -> str:

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from insum.lang.expr import Access, Affine, Expr, fresh, index_of, variables
 from insum.plan.order import MOVED, STARTED, Ordered, Place, Step, Term
 from insum.plan.roles import Contraction, Roles, contraction
-from insum.plan.sizes import Layout
+from insum.plan.sizes import MemoryLayout
 from insum.plan.windows import gathered
 
 #: Points for each number that is copied, from which on a copy pays: a product that reads number by
@@ -28,7 +28,7 @@ LEAST_USES = 48
 LEAST_POINTS = 2**27
 
 
-def copied(term: Term, layouts: Mapping[str, Layout]) -> Ordered | None:
+def copied(term: Term, layouts: Mapping[str, MemoryLayout]) -> Ordered | None:
     """The product with copies of factors before it; None where no copy pays."""
     points = math.prod(term.extents[v] for v in {v for f in term.factors for v in variables(f)})
     if points < LEAST_POINTS:
@@ -59,7 +59,7 @@ def _roles(term: Term) -> tuple[Contraction, tuple[Expr, ...]]:
     return contraction(Roles(factors, kept, summed, extents), allow_dot=True), factors
 
 
-def _moved(read: Access, layout: Layout, roles: Contraction) -> int | None:
+def _moved(read: Access, layout: MemoryLayout, roles: Contraction) -> int | None:
     """The dimension that should lie together; None where what does is read in wide loads, or where
     no other would be.
     """

@@ -41,10 +41,11 @@ TINY_ENTRIES = 2**15
 ENOUGH_PROGRAMS = 264
 #: Columns in tiles of which the last may be half empty.
 MANY_COLUMNS = 512
-#: Places of an output that fill a device with tiles of 128 x 128.
-LARGE = ENOUGH_PROGRAMS * 128 * 128
 #: Sides of the tiles that arithmetic alone decides on: this, and twice this on N.
 LARGE_SIDE = 128
+#: A square tile of such sides, and places of an output that fill a device with them.
+LARGE_TILE = LARGE_SIDE**2
+LARGE = ENOUGH_PROGRAMS * LARGE_TILE
 #: Steps of a reduction that fill a deep pipeline.
 LARGE_STEPS = 8
 #: Side of a tile that is read along one axis and written along the other: a line of memory each
@@ -397,7 +398,7 @@ def _k_tile(plan: Plan, extents: Mapping[str, int], size: int) -> int:
         deep = 64 if size == 2 else 32
         return deep if whole_entries(deep, inner) or inner > FLATTEN_UP_TO else 32
     longest = power_of_two(extents[plan.roles.k[0]])
-    if plan.segment and plan.segment.var in plan.roles.k and _columns(plan, extents) >= LARGE:
+    if plan.segment and plan.segment.var in plan.roles.k and _output_places(plan, extents) >= LARGE:
         return max(16, min(longest, 32))  # rows end anywhere, and their entries are gathered
     return max(16, min(longest, 64 if size == 2 else 32))
 
@@ -467,7 +468,7 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
     if _is_turned(plan) and min(m, n) >= TURNED // 2:
         return Config(m=min(m, TURNED), n=min(n, TURNED), warps=4, stages=1)
     n = min(n, 128)
-    if plan.roles.k and k >= 1024 and _columns(plan, extents) < 2 * ENOUGH_PROGRAMS * n:
+    if plan.roles.k and k >= 1024 and _output_places(plan, extents) < 2 * ENOUGH_PROGRAMS * n:
         # long sums over few columns: more programs, and more rows in flight
         return Config(m=1, n=min(n, 64), k=128, warps=8, stages=1)
     k = min(k, max(4, 1024 // n)) if plan.roles.k and k < 128 or n > 16 else k
@@ -483,8 +484,8 @@ def _is_turned(plan: Plan) -> bool:
     return not plan.roles.k and not plan.roles.loops and along_m and not along_n
 
 
-def _columns(plan: Plan, extents: Mapping[str, int]) -> int:
-    """Places of the output, where tiles are as high as one of them."""
+def _output_places(plan: Plan, extents: Mapping[str, int]) -> int:
+    """How many elements of the output a plan computes: all values of what it does not sum."""
     return extent((*plan.roles.grid, *plan.roles.m, *plan.roles.n), extents)
 
 

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from insum.errors import BindingError, InsumError
 from insum.lang.bind import Problem
-from insum.lang.expand import Term
+from insum.lang.expand import ProductTerm
 from insum.lang.expr import Expr, Number
 from insum.plan.order import Path
 
@@ -58,7 +58,7 @@ def is_path(text: str) -> bool:
     return text not in _WORDS
 
 
-def operands_of(term: Term) -> tuple[Expr, ...]:
+def operands_of(term: ProductTerm) -> tuple[Expr, ...]:
     """What a path counts: the factors of a product, literals aside."""
     return tuple(f for f in term.factors if not isinstance(f, Number))
 

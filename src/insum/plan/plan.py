@@ -12,12 +12,6 @@ from insum.plan.recipes import SizeExpr
 from insum.plan.roles import Contraction
 from insum.plan.sizes import Strides
 
-#: Names, among those of tensors, of what is written: the output, and the workspace for pieces of
-#: rows. No statement can spell them.
-OUT, WORK = "<out>", "<work>"
-#: Stands for the strides of a new contiguous output, beside those of one that was passed.
-NEW = "<new>"
-
 
 @dataclass(frozen=True, slots=True)
 class Segment:

@@ -43,7 +43,7 @@ class OfCount:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class CeilDivided:
     """A size divided by a number, rounded up."""
 
     size: OfExtent | OfShape
@@ -51,7 +51,7 @@ class Share:
 
 
 #: A product of sizes.
-SizeExpr: TypeAlias = tuple[OfExtent | OfShape | OfCount | Share | int, ...]
+SizeExpr: TypeAlias = tuple[OfExtent | OfShape | OfCount | CeilDivided | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +189,7 @@ class SharedTiles(_Outlined):
     pads: bool  # -1 stands for an absent entry
 
 
-Rows: TypeAlias = Segments | Slots | Sorted
+RowRecipe: TypeAlias = Segments | Slots | Sorted
 Recipe: TypeAlias = (
     Segments
     | Slots
@@ -206,7 +206,7 @@ Recipe: TypeAlias = (
 
 
 @dataclass(frozen=True, slots=True)
-class Array:
+class RecipeArray:
     """One array of what a recipe makes, as kernels see it."""
 
     recipe: Recipe

@@ -13,6 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+#: Names, among those of tensors, of what is written: the output, and the workspace for pieces of
+#: rows. No statement can spell them.
+OUT, WORK = "<out>", "<work>"
+#: Stands for the strides of a new contiguous output, beside those of one that was passed.
+NEW = "<new>"
+
 #: Extents are told apart by powers of two that divide them up to this one, the side of the largest
 #: tile of a first guess: where it divides, nothing is masked.
 MOST_MULTIPLE = 256
@@ -142,7 +148,7 @@ def strides_of(
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class MemoryLayout:
     """How a tensor lies in memory.
 
     Attributes:
@@ -156,15 +162,15 @@ class Layout:
     fills: tuple[bool, ...]
 
 
-def layout_of(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> Layout:
+def layout_of(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> MemoryLayout:
     """
     >>> layout_of((32, 256, 2050), (524800, 2050, 1), 2)
-    Layout(along=2, aligned=False, fills=(True, True, False))
+    MemoryLayout(along=2, aligned=False, fills=(True, True, False))
     """
     steps = [(step, dim) for dim, step in enumerate(strides) if shape[dim] > 1]
     along = next((dim for step, dim in steps if step == 1), -1)
     aligned = all(step * itemsize % NARROW_LOAD == 0 for step, dim in steps if dim != along)
-    return Layout(along, aligned, tuple(size * itemsize % WIDE_LOAD == 0 for size in shape))
+    return MemoryLayout(along, aligned, tuple(size * itemsize % WIDE_LOAD == 0 for size in shape))
 
 
 def contiguous(rank: int) -> Strides:

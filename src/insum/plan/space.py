@@ -21,7 +21,7 @@ VARIANTS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SpaceLimits:
     """What the space is cut to: the device, the load, how many candidates, and whether sides may be
     exchanged.
     """
@@ -33,7 +33,7 @@ class Limits:
 
 
 def candidates(
-    plan: Plan, extents: Mapping[str, int], limits: Limits, guess: Choice
+    plan: Plan, extents: Mapping[str, int], limits: SpaceLimits, guess: Choice
 ) -> list[Choice]:
     """Choices to try: the first guess, then in turn its neighbours and the rest of the space, each
     as the model ranks them.
@@ -47,7 +47,7 @@ def candidates(
 
 
 def neighbours(
-    plan: Plan, extents: Mapping[str, int], limits: Limits, centre: Choice
+    plan: Plan, extents: Mapping[str, int], limits: SpaceLimits, centre: Choice
 ) -> list[Choice]:
     """Choices that differ from ``centre`` in one number, which is doubled or halved."""
     return _best(plan, extents, limits, _around(centre), limits.count)
@@ -75,7 +75,7 @@ def crossed(timed: Sequence[tuple[Choice, float]]) -> Choice | None:
 
 
 def _best(
-    plan: Plan, extents: Mapping[str, int], limits: Limits, every: Iterable[Choice], count: int
+    plan: Plan, extents: Mapping[str, int], limits: SpaceLimits, every: Iterable[Choice], count: int
 ) -> list[Choice]:
     ranked = []
     for choice in dict.fromkeys(every):
@@ -112,7 +112,7 @@ def _varied(ranked: Sequence[Choice], count: int) -> list[Choice]:
 
 
 def _every(
-    plan: Plan, extents: Mapping[str, int], limits: Limits, guess: Choice
+    plan: Plan, extents: Mapping[str, int], limits: SpaceLimits, guess: Choice
 ) -> Iterator[Choice]:
     if plan.pattern:
         return _unrolled(plan, extents)
@@ -129,7 +129,7 @@ def _powers(low: int, high: int) -> list[int]:
 
 
 def _dots(
-    plan: Plan, extents: Mapping[str, int], limits: Limits, guess: Choice
+    plan: Plan, extents: Mapping[str, int], limits: SpaceLimits, guess: Choice
 ) -> Iterator[Choice]:
     for swap in (0, 1) if limits.swap else (0,):
         turned = model.oriented(plan, extents, swap)
@@ -187,7 +187,7 @@ def _sums(plan: Plan, extents: Mapping[str, int], guess: Choice) -> Iterator[Cho
 
 
 def _rows(
-    plan: Plan, extents: Mapping[str, int], limits: Limits, guess: Choice
+    plan: Plan, extents: Mapping[str, int], limits: SpaceLimits, guess: Choice
 ) -> Iterator[Choice]:
     """One of short rows, long rows and split length changed at a time; `crossed` puts the best of
     each together.

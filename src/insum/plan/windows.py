@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from insum.lang.expr import Access, Affine, Expr, Var, accesses, affine, fresh, index_of
 from insum.plan.plan import Bound
-from insum.plan.recipes import OfExtent, OfShape, Share, SizeExpr
+from insum.plan.recipes import CeilDivided, OfExtent, OfShape, SizeExpr
 from insum.plan.rewrite import substitute
 
 #: A dimension has at most so many times the places that windows begin at: what is walked in vain is
@@ -162,9 +162,9 @@ def _by_phase(
         inside: affine([(apart, Var(a)), (1, Var(p))], 0),
     }
     made: dict[str, SizeExpr] = {
-        q: (Share(OfShape(dim), apart),),
+        q: (CeilDivided(OfShape(dim), apart),),
         p: (apart,),
-        a: (Share(OfExtent(inside), apart),),
+        a: (CeilDivided(OfExtent(inside), apart),),
     }
     typical = {q: math.ceil(places / apart), p: apart, a: math.ceil(width / apart)}
     return _Solved(affine([(apart, Var(q)), (1, Var(p))], 0), change, made, typical)

@@ -20,20 +20,21 @@ from insum.codegen.arguments import (
     RECORD,
     Argument,
     Count,
+    ExtentArgument,
     Length,
     Passed,
     Pointer,
-    Size,
     Stride,
     annotation,
 )
 from insum.compat import calls
 from insum.errors import UnsupportedError
 from insum.lang.expr import Access, variables
-from insum.plan.plan import OUT, WORK, Plan
-from insum.plan.recipes import OfCount, OfExtent, OfShape, Recipe, Share, SizeExpr
+from insum.plan.plan import Plan
+from insum.plan.recipes import CeilDivided, OfCount, OfExtent, OfShape, Recipe, SizeExpr
+from insum.plan.sizes import OUT, WORK
 from insum.runtime import binaries, launch
-from insum.runtime.program import WIDE, Launch, Program, Step
+from insum.runtime.program import WIDE, Launch, ProductLaunches, Program
 from insum.runtime.prologue import Made, Prologue
 
 MOST_PROGRAMS = 2**31
@@ -53,7 +54,7 @@ class NotYet(Exception):
     """Numbers that decide a schedule are still on their way from the device."""
 
 
-class Sizes:
+class CallNumbers:
     """The numbers of one call: extents, shapes and strides, and what recipes gave. They may be
     symbols.
     """
@@ -79,7 +80,7 @@ class Sizes:
                     found *= self.shape[dim]
                 case OfCount(recipe, name):
                     found *= self.made[recipe].counts[name]
-                case Share(size, by):
+                case CeilDivided(size, by):
                     found *= -(-self.expr((size,)) // by)
                 case int():
                     found *= one
@@ -112,7 +113,7 @@ class Sizes:
     def number(self, one: Launch, argument: Argument, counts: Mapping[str, int]) -> int | None:
         """A number among the arguments of a launch; None for what comes with each call."""
         match argument:
-            case Size(var, unit):
+            case ExtentArgument(var, unit):
                 return self.extent(one.plan, var) // unit
             case Count(what):
                 return counts[what]
@@ -154,7 +155,7 @@ class BoundLaunch:
         self,
         one: Launch,
         plan: Plan,
-        sizes: Sizes,
+        sizes: CallNumbers,
         out: torch.dtype,
         numbers: Mapping[str, int] | None = None,
     ) -> None:
@@ -194,7 +195,7 @@ class BoundLaunch:
         self.usual = int("0" + bits, 2)
         self.variants: dict[int, Any] = one.variants.setdefault(self.types, {})
 
-    def dtype(self, name: str, sizes: Sizes) -> torch.dtype:
+    def dtype(self, name: str, sizes: CallNumbers) -> torch.dtype:
         found: Tensor = self.held[name] if name in self.held else sizes.tensors[name]
         return found.dtype
 
@@ -306,7 +307,7 @@ class Ready:
         *("program", "promotable", "start", "work"),
     )
 
-    def __init__(self, program: Program, sizes: Sizes) -> None:
+    def __init__(self, program: Program, sizes: CallNumbers) -> None:
         problem = program.problem
         self.program, self.buffer, self.dtype = program, program.buffer, problem.dtype
         self.start = program.start
@@ -320,7 +321,7 @@ class Ready:
         self.index = device.index if several else None
         if program.buffer is not None and OUT in sizes.tensors:
             tensors = {n: t for n, t in sizes.tensors.items() if n != OUT}
-            sizes = Sizes(tensors, sizes.extents, sizes.shape, sizes.made)
+            sizes = CallNumbers(tensors, sizes.extents, sizes.shape, sizes.made)
         self.work = tuple(_bound(step, sizes, held, device) for step in program.steps)
         first = program.steps[0]
         self.filled = first.atomic or not self.work[0][1] or _needs_fill(first, sizes)
@@ -362,7 +363,7 @@ class Ready:
 
 
 def _bound(
-    step: Step, sizes: Sizes, dtype: torch.dtype, device: torch.device
+    step: ProductLaunches, sizes: CallNumbers, dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable[[], Tensor] | None, tuple[BoundLaunch, ...]]:
     """Of a step what makes its workspace, where it has one, and its launches."""
     if any(sizes.extents[v] == 0 for v in step.variables) or 0 in sizes.shape:
@@ -376,7 +377,7 @@ def _bound(
 
 
 def _bound_check(
-    program: Program, sizes: Sizes, dtype: torch.dtype, *, filled: bool
+    program: Program, sizes: CallNumbers, dtype: torch.dtype, *, filled: bool
 ) -> BoundLaunch:
     """The launch that looks at index values, and fills a new output where it is to be filled."""
     one = program.check
@@ -387,7 +388,7 @@ def _bound_check(
     return BoundLaunch(one, one.plan, sizes, dtype, numbers)
 
 
-def _needs_fill(step: Step, sizes: Sizes) -> bool:
+def _needs_fill(step: ProductLaunches, sizes: CallNumbers) -> bool:
     """Whether a new result is filled with what it starts from before anything is launched."""
     planned = step.planned
     if not planned.fill:
@@ -417,7 +418,7 @@ def ready(
                 if found is None:
                     raise NotYet
                 made[recipe] = found
-    return Ready(program, Sizes(tensors, extents, shape, made))
+    return Ready(program, CallNumbers(tensors, extents, shape, made))
 
 
 # --- straight-line code for other sizes -----------------------------------------------------------
@@ -512,7 +513,7 @@ def unseen_of(found: Ready, extents: tuple[str, ...], into: bool) -> Unseen | No
             at = recipes.index(recipe), part
             if arrays.setdefault(name, at) != at or "task_last" in one.launch.counts:
                 return None
-    writer = _Binding(extents, into and program.buffer is None, recipes)
+    writer = _LaunchWriter(extents, into and program.buffer is None, recipes)
     if found.check is not None:
         counts = _check_counts(program, found.filled and not into, writer)
         writer.launch(found.check.launch, counts)
@@ -521,7 +522,7 @@ def unseen_of(found: Ready, extents: tuple[str, ...], into: bool) -> Unseen | No
     return Unseen(found, writer.write(), recipes, arrays)
 
 
-class _Binding:
+class _LaunchWriter:
     """Writes the code that evaluates the recipes of launches."""
 
     def __init__(
@@ -548,7 +549,7 @@ class _Binding:
             return self.extents[var]
         return f"({' * '.join([self.count(one) for one in made[var]])})"
 
-    def count(self, one: int | OfExtent | OfShape | OfCount | Share) -> str:
+    def count(self, one: int | OfExtent | OfShape | OfCount | CeilDivided) -> str:
         match one:
             case OfExtent(var):
                 return self.extents[var]
@@ -556,7 +557,7 @@ class _Binding:
                 return f"d[{dim}]"
             case OfCount(recipe, name):
                 return f"m[{self.recipes.index(recipe)}].counts[{name!r}]"
-            case Share(size, by):
+            case CeilDivided(size, by):
                 return f"-(-{self.count(size)} // {by})"
             case _:
                 return str(one)
@@ -575,12 +576,12 @@ class _Binding:
         arguments = [self.number(one, argument, counts, rank) for argument in one.arguments]
         self.results.append(f"({' * '.join(grid) or '1'}, [{', '.join(arguments)}])")
 
-    def sized(self, one: Launch, size: Size | Count, counts: Mapping[str, str]) -> str:
+    def sized(self, one: Launch, size: ExtentArgument | Count, counts: Mapping[str, str]) -> str:
         return counts[size.what] if isinstance(size, Count) else self.size(one.plan, size.var)
 
     def number(self, one: Launch, argument: Argument, counts: Mapping[str, str], rank: int) -> str:
         match argument:
-            case Size(var, unit):
+            case ExtentArgument(var, unit):
                 return f"{self.size(one.plan, var)} // {unit}"
             case Count(what):
                 return counts[what]
@@ -599,7 +600,7 @@ class _Binding:
         return found
 
 
-def _check_counts(program: Program, fill: bool, writer: _Binding) -> dict[str, str]:
+def _check_counts(program: Program, fill: bool, writer: _LaunchWriter) -> dict[str, str]:
     """The numbers of the launch that looks at index values, as code."""
     out = " * ".join(f"d[{k}]" for k in range(len(program.problem.shape))) or "1"
     points = [

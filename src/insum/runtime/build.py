@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from insum.codegen.arguments import COUNT, END, ROW, START, Count, Size
+from insum.codegen.arguments import COUNT, END, ROW, START, Count, ExtentArgument
 from insum.codegen.checking import BLOCK, emit_check
 from insum.codegen.emit import Kernel, Shape, emit
 from insum.codegen.unrolled import emit_unrolled, parts
@@ -16,13 +16,13 @@ from insum.lang.types import identity
 from insum.plan import model
 from insum.plan.config import Choice, Config
 from insum.plan.draft import Planned, Wishes
-from insum.plan.plan import NEW, OUT, WORK, Plan, Segment
+from insum.plan.plan import Plan, Segment
 from insum.plan.recipes import OfCount, OfExtent, Pieces, Recipe, SizeExpr, Sorted, Tasks
 from insum.plan.roles import Contraction, Roles, contraction
-from insum.plan.sizes import Strides, power_of_two
+from insum.plan.sizes import NEW, OUT, WORK, Strides, power_of_two
 from insum.plan.uses import Use
 from insum.runtime import launch
-from insum.runtime.program import WIDE, Grid, Launch, Program, Room, Step
+from insum.runtime.program import WIDE, Grid, Launch, ProductLaunches, Program, Room
 
 #: Entries of the pieces that a sorted index tensor is cut into which was never seen.
 UNSEEN_PIECE = 64
@@ -95,7 +95,7 @@ def first_choice(planned: Planned, wishes: Wishes) -> Choice:
     return model.suited(planned.plan, choice, wishes.architecture)
 
 
-def _step(planned: Planned, wishes: Wishes, choice: Choice, room: Room | None) -> Step:
+def _step(planned: Planned, wishes: Wishes, choice: Choice, room: Room | None) -> ProductLaunches:
     plan = model.oriented(
         planned.plan, planned.extents, choice[0].swap, allowed=wishes.settings.swap
     )
@@ -114,13 +114,13 @@ class _Build:
 
     def step(
         self, launches: Sequence[Launch], *, atomic: bool = False, workspace: SizeExpr = ()
-    ) -> Step:
+    ) -> ProductLaunches:
         used = {*variables(self.plan.target), *(v for f in self.plan.factors for v in variables(f))}
         made = dict(self.plan.made)
         inner = {one.var for v in used for one in made.get(v, ()) if isinstance(one, OfExtent)}
         inner |= {bound.var for bound in self.plan.bounds}
         names = tuple(v for v in (*used, *inner) if v not in made)
-        return Step(self.planned, tuple(launches), workspace, atomic, self.choice, names)
+        return ProductLaunches(self.planned, tuple(launches), workspace, atomic, self.choice, names)
 
     # --- what the text depends on ---
 
@@ -172,7 +172,7 @@ class _Build:
 
     # --- dense tiles, with or without segments looped over inside ---
 
-    def tiles(self) -> Step:
+    def tiles(self) -> ProductLaunches:
         (config,) = self.choice
         pieces, apart = self.pieces(config)
         wished = self.wishes.settings
@@ -237,7 +237,7 @@ class _Build:
 
     # --- rows of a segmented output in the tile ---
 
-    def rows(self) -> Step:
+    def rows(self) -> ProductLaunches:
         base = self.planned.segments
         assert base is not None
         short, long = self.choice
@@ -254,7 +254,7 @@ class _Build:
             launches.append(self.combine(plan, recipe, OfCount(recipe, "cut")))
         return self.step(launches, workspace=self.workspace(plan, recipe))
 
-    def unseen_rows(self, base: Sorted, config: Config) -> Step:
+    def unseen_rows(self, base: Sorted, config: Config) -> ProductLaunches:
         """Rows of which nothing is known: their entries are cut into pieces of equal length."""
         recipe = Pieces(base, UNSEEN_PIECE)
         plan = replace(self.plan, split=True)
@@ -293,13 +293,13 @@ class _Build:
         return self.launch(plan, config, kernel, self.row_grid(plan, config), arrays, counts)
 
     def row_grid(self, plan: Plan, config: Config) -> Grid:
-        beside = tuple(Size(v) for v in plan.roles.m[1:])
-        found: list[tuple[tuple[Size | Count, ...], int]] = [
+        beside = tuple(ExtentArgument(v) for v in plan.roles.m[1:])
+        found: list[tuple[tuple[ExtentArgument | Count, ...], int]] = [
             ((Count("task_count"), *beside), config.m)
         ]
         if plan.roles.n:
-            found.append((tuple(Size(v) for v in plan.roles.n), config.n))
-        return (*found, *(((Size(v),), 1) for v in plan.roles.grid))
+            found.append((tuple(ExtentArgument(v) for v in plan.roles.n), config.n))
+        return (*found, *(((ExtentArgument(v),), 1) for v in plan.roles.grid))
 
     def combine(self, plan: Plan, recipe: Recipe, count: OfCount, counted: str = "") -> Launch:
         """Add up the pieces of each cut row: the same kind of kernel, over the workspace."""
@@ -343,13 +343,13 @@ class _Build:
 
     # --- unrolled patterns ---
 
-    def unrolled(self) -> Step:
+    def unrolled(self) -> ProductLaunches:
         (config,) = self.choice
         shape = self.shape(config)
         grid, arrays = tile_grid(self.plan.roles, config), self.segment_arrays()
         if self.plan.segment:
             shape = replace(shape, even_k=False)
-            grid = (*grid, ((Size(self.plan.segment.row),), 1))
+            grid = (*grid, ((ExtentArgument(self.plan.segment.row),), 1))
         launches = [
             self.launch(
                 part, config, emit_unrolled(part, config, shape, self.extents), grid, arrays, {}
@@ -391,10 +391,10 @@ class _Build:
 
 def tile_grid(roles: Contraction, config: Config) -> Grid:
     axes = ((roles.m, config.m), (roles.n, config.n))
-    found: list[tuple[tuple[Size | Count, ...], int]] = [
-        (tuple(Size(v) for v in axis), tile) for axis, tile in axes if axis
+    found: list[tuple[tuple[ExtentArgument | Count, ...], int]] = [
+        (tuple(ExtentArgument(v) for v in axis), tile) for axis, tile in axes if axis
     ]
-    return (*found, *(((Size(v),), 1) for v in roles.grid))
+    return (*found, *(((ExtentArgument(v),), 1) for v in roles.grid))
 
 
 _TASK = {START: "start", END: "end", ROW: "row"}

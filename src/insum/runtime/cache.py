@@ -26,7 +26,7 @@ from insum.plan.config import Choice, Config
 from insum.plan.draft import Planned
 from insum.plan.sizes import power_of_two
 from insum.runtime import launch
-from insum.settings import Values, settings
+from insum.settings import SettingValues, settings
 
 log = logging.getLogger("insum")
 
@@ -74,7 +74,7 @@ class Key:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CachedChoice:
     """One remembered choice, and what it won against."""
 
     key: Key
@@ -95,7 +95,7 @@ def unusual() -> str:
     """Settings under which the same plan becomes another kernel, where they are not the usual ones:
     what is found then is found for them alone.
     """
-    now, usual = settings.values, Values()
+    now, usual = settings.values, SettingValues()
     names = ("swap", "prefetch", "lazy_broadcasting")
     return "".join(
         f" | {name}={getattr(now, name)}"
@@ -193,7 +193,7 @@ def recall(key: Key) -> Choice | None:
     return choice
 
 
-def remember(entry: Entry) -> None:
+def remember(entry: CachedChoice) -> None:
     """Keep a choice for this process and, where files can be written, for the next."""
     with _lock:
         _found.pop(entry.key.name, None)
@@ -205,15 +205,15 @@ def remember(entry: Entry) -> None:
         launch.warn_unwritten(entries_folder(), error.strerror or "it cannot be written")
 
 
-def _as_dict(entry: Entry) -> dict[str, Any]:
+def _as_dict(entry: CachedChoice) -> dict[str, Any]:
     return {"format": FORMAT, **asdict(entry)}
 
 
-def _as_json(entry: Entry) -> str:
+def _as_json(entry: CachedChoice) -> str:
     return json.dumps(_as_dict(entry), indent=1) + "\n"
 
 
-def _entry(found: Any) -> Entry:
+def _entry(found: Any) -> CachedChoice:
     """An entry from its dictionary; raises ValueError, KeyError or TypeError where it is none."""
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         version = found.get("format") if isinstance(found, dict) else None
@@ -221,7 +221,7 @@ def _entry(found: Any) -> Entry:
     choice = tuple(Config(**one) for one in found["choice"])
     if not choice:
         raise ValueError("no config")
-    return Entry(
+    return CachedChoice(
         Key(**found["key"]),
         str(found["statement"]),
         choice,
@@ -231,7 +231,7 @@ def _entry(found: Any) -> Entry:
     )
 
 
-def _read(path: Path, key: Key | None = None) -> Entry | None:
+def _read(path: Path, key: Key | None = None) -> CachedChoice | None:
     try:
         entry = _entry(json.loads(path.read_text(encoding="utf-8")))
         if key is not None and entry.key != key:
@@ -258,7 +258,7 @@ _GENERATED = ("k*.py", "b*.json", ".writing-*", "[kb]*.tmp", "__pycache__/k*.pyc
 # --- looking after the files ----------------------------------------------------------------------
 
 
-def entries() -> Iterator[Entry]:
+def entries() -> Iterator[CachedChoice]:
     """All entries that can be read."""
     for path in sorted(entries_folder().glob("*.json")):
         entry = _read(path)
@@ -305,7 +305,7 @@ def import_file(path: str | Path, *, any_version: bool = False) -> tuple[int, in
             left += 1
             continue
         remember(
-            Entry(
+            CachedChoice(
                 now,
                 entry.statement,
                 entry.choice,

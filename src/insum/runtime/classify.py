@@ -16,11 +16,12 @@ from torch import Tensor
 from insum.compat.sizes import size_or
 from insum.lang.bind import Problem
 from insum.lang.expr import accesses, tensors_of, variables
-from insum.plan.plan import NEW, OUT
 from insum.plan.sizes import (
     FEW,
     MOST_MULTIPLE,
     NARROW_LOAD,
+    NEW,
+    OUT,
     WIDE_LOAD,
     Extent,
     SizeClass,

@@ -29,7 +29,6 @@ from insum.lang.expr import accesses
 from insum.lang.problem import Sized
 from insum.plan.config import Choice
 from insum.plan.draft import Wishes
-from insum.plan.plan import OUT
 from insum.plan.recipes import (
     Composed,
     Inverse,
@@ -42,7 +41,7 @@ from insum.plan.recipes import (
     Sorted,
     is_packed,
 )
-from insum.plan.sizes import SizeClass
+from insum.plan.sizes import OUT, SizeClass
 from insum.plan.strategies.unrolling import PROMOTE_POINTS, UNROLL_POINTS
 from insum.plan.uses import Use
 from insum.runtime import cache, classify, packs
@@ -80,9 +79,8 @@ class FusedKind:
         negated: whether some tensor is to be read as its negative.
         numbers: scalars that are passed as Python numbers.
         coefficients: tensors at the places of index tensors, whose values may be promised.
-        unseen: programs for index tensors that were never seen, by class of sizes.
-        mapped: programs for maps of kernels that were never seen, by class of sizes and what is
-            known of every map of their kind.
+        unseen: programs for index tensors that were never seen, by class of sizes; for maps of
+            kernels by what is known of every map of their kind, too.
     """
 
     programs: Programs
@@ -94,7 +92,6 @@ class FusedKind:
     numbers: tuple[str, ...]
     coefficients: tuple[str, ...]
     unseen: dict[object, Unseen] = field(default_factory=dict)
-    mapped: dict[object, Unseen] = field(default_factory=dict)
 
     @property
     def problem(self) -> Problem:
@@ -268,7 +265,7 @@ class FusedCall:
         mapped = None
         if not recorded and entries and packs.MAP in entries[0]:
             mapped = self.map_key(values, target, entries)
-        if mapped is not None and (held := self.kind.mapped.get(mapped)) is not None:
+        if mapped is not None and (held := self.kind.unseen.get(mapped)) is not None:
             return held
         if self.is_known(values, entries, recorded):
             try:
@@ -281,7 +278,7 @@ class FusedCall:
                     (entries[0] if entries else _plain).keep(self.key(target, entries), found)
                 code = self.code_of(found, target) if mapped and isinstance(found, Ready) else None
                 if code is not None:
-                    keep(self.kind.mapped, mapped, code, MOST_UNSEEN)
+                    keep(self.kind.unseen, mapped, code, MOST_UNSEEN)
                 return found
         return self.make_unseen(values, target, entries, recorded)
 

@@ -531,7 +531,7 @@ def compile_kernel(
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class CompilerReport:
     """What the compiler says of a kernel for one target, without running it."""
 
     target: str
@@ -569,14 +569,14 @@ def pointer_type(dtype: object) -> str:
 
 def compile_for(
     function: Any, types: Sequence[str], target: str, *, warps: int, stages: int, unaligned: int = 0
-) -> Compiled:
+) -> CompilerReport:
     """Compile a kernel for a target that need not be here, as a launch would."""
     from triton.backends.compiler import GPUTarget
 
     binary = compile_kernel(function, types, unaligned, warps, stages, GPUTarget(*TARGETS[target]))
     registers, stack = _resources(binary, target)
     texts = {key: text for key, text in binary.asm.items() if isinstance(text, str)}
-    return Compiled(target, texts, binary.metadata.shared, registers, stack)
+    return CompilerReport(target, texts, binary.metadata.shared, registers, stack)
 
 
 def _resources(binary: Any, target: str) -> tuple[int, int]:

@@ -13,21 +13,22 @@ from typing import Any, TypeAlias
 
 import torch
 
-from insum.codegen.arguments import Argument, Count, Size
+from insum.codegen.arguments import Argument, Count, ExtentArgument
 from insum.codegen.emit import Kernel
 from insum.lang.bind import Problem
 from insum.plan.config import Choice, Config
 from insum.plan.draft import Planned, Wishes
-from insum.plan.plan import OUT, WORK, Plan
+from insum.plan.plan import Plan
 from insum.plan.recipes import OfCount, Recipe, SizeExpr
+from insum.plan.sizes import OUT, WORK
 from insum.plan.uses import Use
 
-__all__ = ["OUT", "WIDE", "WORK", "Grid", "Launch", "Program", "Step"]
+__all__ = ["OUT", "WIDE", "WORK", "Grid", "Launch", "ProductLaunches", "Program"]
 
 WIDE = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
 
 #: How many programs there are: the product of ``ceil(product of sizes / tile)``.
-Grid: TypeAlias = tuple[tuple[tuple[Size | Count, ...], int], ...]
+Grid: TypeAlias = tuple[tuple[tuple[ExtentArgument | Count, ...], int], ...]
 
 
 #: Kernels of one statement that are written for their class of sizes; what comes later shares
@@ -91,7 +92,7 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Step:
+class ProductLaunches:
     """One product of the statement: its launches and what the output must be before them."""
 
     planned: Planned
@@ -124,7 +125,7 @@ class Program:
 
     problem: Problem
     wishes: Wishes
-    steps: tuple[Step, ...]
+    steps: tuple[ProductLaunches, ...]
     buffer: torch.dtype | None
     start: bool | int | float
     unchecked: tuple[Use, ...] = ()

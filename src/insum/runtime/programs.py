@@ -25,9 +25,9 @@ from insum.plan.uses import Use
 from insum.runtime import cache, launch
 from insum.runtime.build import assemble, first_choice
 from insum.runtime.program import Program, Refusal, Room
-from insum.settings import Values, settings
+from insum.settings import SettingValues, settings
 
-Found: TypeAlias = Program | Refusal
+ProgramOrRefusal: TypeAlias = Program | Refusal
 #: Classes of sizes of one statement that have programs of their own, programs for all sizes, and
 #: answers to one question.
 MOST_CLASSES, MOST_GENERAL, MOST_ANSWERS = 256, 64, 64
@@ -39,7 +39,7 @@ class _Tree:
 
     question: Question | None = None
     branches: dict[Any, _Tree] = field(default_factory=dict)
-    found: Found | None = None
+    found: ProgramOrRefusal | None = None
 
 
 @dataclass(eq=False)
@@ -86,7 +86,9 @@ class Programs:
     config: Choice | None
     shelf: Shelf = field(default_factory=Shelf)
 
-    def find(self, key: object, sizes: Callable[[], SizeClass], wishes: Wishes, ask: Ask) -> Found:
+    def find(
+        self, key: object, sizes: Callable[[], SizeClass], wishes: Wishes, ask: Ask
+    ) -> ProgramOrRefusal:
         """The program for a class of sizes and what is known of index tensors."""
         root = tree = self.shelf.tree(key, wishes, sizes)
         while tree.question is not None:
@@ -95,7 +97,7 @@ class Programs:
             return self.grow(root, sizes(), wishes, ask)
         return tree.found
 
-    def grow(self, tree: _Tree, sizes: SizeClass, wishes: Wishes, ask: Ask) -> Found:
+    def grow(self, tree: _Tree, sizes: SizeClass, wishes: Wishes, ask: Ask) -> ProgramOrRefusal:
         """Plan and build, and note every question with its answer on the way."""
         answers: dict[Question, Any] = {}
 
@@ -113,7 +115,9 @@ class Programs:
         tree.found = found
         return found
 
-    def build(self, sizes: SizeClass, wishes: Wishes, ask: Ask, *, anywhere: bool = False) -> Found:
+    def build(
+        self, sizes: SizeClass, wishes: Wishes, ask: Ask, *, anywhere: bool = False
+    ) -> ProgramOrRefusal:
         """Plan and write the kernels; ``anywhere``: also where they cannot run."""
         reason = "" if anywhere else unusable(self.problem)
         if reason:
@@ -160,7 +164,7 @@ def unusable(problem: Problem) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _wishes(
-    values: Values, deterministic: bool, precision: str, accumulate: bool, architecture: str
+    values: SettingValues, deterministic: bool, precision: str, accumulate: bool, architecture: str
 ) -> Wishes:
     """One object for equal wishes: they are compared at every call."""
     return Wishes(values, deterministic, precision, accumulate, architecture)

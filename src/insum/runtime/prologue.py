@@ -23,6 +23,7 @@ from insum.facts import Coming, segment_pointers
 from insum.plan.model import SHORT
 from insum.plan.questions import Summary
 from insum.plan.recipes import (
+    CeilDivided,
     Composed,
     Inverse,
     OfCount,
@@ -35,7 +36,6 @@ from insum.plan.recipes import (
     Position,
     Recipe,
     Segments,
-    Share,
     SharedTiles,
     SizeExpr,
     Slots,
@@ -204,7 +204,7 @@ class Prologue:
                     made = self.made(recipe)
                     assert made is not None
                     found *= made.counts[name]
-                case Share(size, by):
+                case CeilDivided(size, by):
                     found *= -(-self.size((size,)) // by)
                 case int():
                     found *= one

@@ -17,11 +17,11 @@ from torch import Tensor
 from insum.codegen.arguments import Passed, Pointer
 from insum.lang.bind import Problem, Value
 from insum.plan.draft import CannotFuse
-from insum.plan.plan import OUT
 from insum.plan.questions import AskExact, AskFacts, AskInside, Question
+from insum.plan.sizes import OUT
 from insum.plan.uses import uses_of
 from insum.runtime import classify, launch
-from insum.runtime.bind import Sizes
+from insum.runtime.bind import CallNumbers
 from insum.runtime.program import Launch, Program, Refusal
 from insum.runtime.programs import Programs, wishes_of
 
@@ -77,7 +77,7 @@ def run(
         out = torch.full(shape, program.start, dtype=dtype, device=problem.device)
     else:
         out = torch.empty(shape, dtype=dtype, device=problem.device)
-    sizes = Sizes(values, problem.extents, shape, {})  # type: ignore[arg-type]
+    sizes = CallNumbers(values, problem.extents, shape, {})  # type: ignore[arg-type]
     for step in program.steps:
         for one in step.launches:
             _launch(one, sizes, values, out, start)
@@ -86,7 +86,7 @@ def run(
 
 def _launch(
     one: Launch,
-    sizes: Sizes,
+    sizes: CallNumbers,
     values: Mapping[str, Value],
     out: Tensor,
     start: Callable[[Any], Any],

@@ -24,7 +24,7 @@ from insum.testing.oracle import oracle
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
-Sizes: TypeAlias = Mapping[str | int, int | tuple[int, ...]]
+CaseSizes: TypeAlias = Mapping[str | int, int | tuple[int, ...]]
 
 FLOATS = (torch.float32, torch.float64)
 HALVES = (torch.float16, torch.bfloat16)
@@ -113,7 +113,7 @@ class Case:
 
     statement: str
     values: Mapping[str, Value]
-    sizes: Sizes = field(default_factory=dict)
+    sizes: CaseSizes = field(default_factory=dict)
     padded: tuple[str, ...] = ()
 
     @property

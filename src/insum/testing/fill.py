@@ -17,7 +17,7 @@ from insum.testing.cases import Options
 
 
 @dataclass
-class Array:
+class UnfilledTensor:
     """What is decided about a tensor before it is filled; an index tensor has a ``bound`` that its
     values stay below.
     """
@@ -34,7 +34,7 @@ class Array:
     depth: int = 0
 
 
-def fill(array: Array, seed: int, options: Options) -> Value:
+def fill(array: UnfilledTensor, seed: int, options: Options) -> Value:
     """The tensor, or the Python number."""
     random = np.random.default_rng(seed)
     if array.bound is not None:
@@ -50,14 +50,14 @@ def fill(array: Array, seed: int, options: Options) -> Value:
     return laid_out(tensor, array.layout, random)
 
 
-def _indices(array: Array, random: np.random.Generator) -> np.ndarray[Any, Any]:
+def _indices(array: UnfilledTensor, random: np.random.Generator) -> np.ndarray[Any, Any]:
     values = random.integers(0, array.bound or 1, array.shape)
     if random.random() < 0.3:
         values = np.sort(values, axis=-1) if values.ndim else values
     return np.where(random.random(array.shape) < 0.3, -1, values) if array.padded else values
 
 
-def _exact(array: Array, random: np.random.Generator) -> np.ndarray[Any, Any]:
+def _exact(array: UnfilledTensor, random: np.random.Generator) -> np.ndarray[Any, Any]:
     """Small multiples of a quarter, small integers, or truth values."""
     if array.dtype == torch.bool:
         return random.random(array.shape) < (2 if array.positive else 0.6)
@@ -72,7 +72,7 @@ def _exact(array: Array, random: np.random.Generator) -> np.ndarray[Any, Any]:
     )
 
 
-def _generic(array: Array, random: np.random.Generator) -> np.ndarray[Any, Any]:
+def _generic(array: UnfilledTensor, random: np.random.Generator) -> np.ndarray[Any, Any]:
     """Magnitudes from a half to one and a half: away from 0, and no two alike."""
     sign = 1 if array.positive else random.choice([-1, 1], array.shape)
     values = np.asarray(sign * random.uniform(0.5, 1.5, array.shape))

@@ -34,7 +34,7 @@ from insum.lang.expr import (
 )
 from insum.lang.types import Typed, infer
 from insum.testing.cases import Case, Options
-from insum.testing.fill import Array, fill
+from insum.testing.fill import UnfilledTensor, fill
 
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ _ON_COMPLEX = ("abs", "exp", "sqrt", "log", "reciprocal", "conj")
 
 def generate(source: random.Random, options: Options) -> Case:
     """One case; the same one for the same choices of ``source``."""
-    return _Draft(source, options).case()
+    return _StatementDraft(source, options).case()
 
 
 @dataclass
@@ -73,10 +73,10 @@ class _Choices:
         return self.source.randrange(100) >= 100 - percent
 
 
-class _Draft:
+class _StatementDraft:
     def __init__(self, source: random.Random, options: Options) -> None:
         self.options, self.choose = options, _Choices(source)
-        self.arrays: dict[str, Array] = {}
+        self.arrays: dict[str, UnfilledTensor] = {}
         self.operator = self.choose.of(
             options.operators
             if not options.product_only
@@ -261,7 +261,7 @@ class _Draft:
         indices = self.indices(min(rank, self.options.max_rank), depth=0)
         name = self.name(_VALUE_NAMES)
         number = not indices and self.options.scalars and self.choose.chance(40)
-        self.arrays[name] = Array(
+        self.arrays[name] = UnfilledTensor(
             self.shape(indices),
             self.choose.of(self.dtypes),
             positive=positive,
@@ -359,7 +359,7 @@ class _Draft:
         number = not indices and not padded and self.options.scalars and self.choose.chance(30)
         bound, layout = self.choose.upto(4, 1), self.layout()
         shape, dtype = self.shape(indices), self.choose.of(dtypes)
-        self.arrays[name] = Array(
+        self.arrays[name] = UnfilledTensor(
             shape,
             dtype,
             bound=bound,
@@ -422,7 +422,7 @@ class _Draft:
     def draw_target(self) -> Access:
         rank = min(self.choose.of([1, 2, 0, 2, 1, 3, 2, 3, 4, 5]), self.options.max_rank)
         indices = self.target_indices(rank)
-        self.arrays[_TARGET] = Array(
+        self.arrays[_TARGET] = UnfilledTensor(
             self.shape(indices),
             self.dtypes[0],
             layout=self.layout(),

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from insum.errors import IndexRangeError
 from insum.lang.bind import Problem, Size, Value, bind
-from insum.lang.expand import Term
+from insum.lang.expand import ProductTerm
 from insum.lang.expr import (
     Access,
     Affine,
@@ -34,8 +34,8 @@ from insum.lang.expr import (
 from insum.lang.parser import parse
 from insum.lang.types import infer
 
-_Point: TypeAlias = Mapping[str, int]
-_Reader: TypeAlias = Callable[[_Point], Any]
+_IndexValues: TypeAlias = Mapping[str, int]
+_PointFunction: TypeAlias = Callable[[_IndexValues], Any]
 
 
 def oracle(
@@ -94,7 +94,7 @@ class _Interpreter:
         result.fill(_nothing(operator, self.problem.dtype))
         return result
 
-    def add(self, term: Term, result: np.ndarray[Any, Any], place: _Reader) -> None:
+    def add(self, term: ProductTerm, result: np.ndarray[Any, Any], place: _PointFunction) -> None:
         factors = [self.value(f, self.boolean) for f in term.factors]
         ranges = [range(int(self.problem.extents[v])) for v in term.variables]
         for position in itertools.product(*ranges):
@@ -107,7 +107,7 @@ class _Interpreter:
 
     # --- one reader for each node: a function of the point ---
 
-    def value(self, expr: Expr, boolean: bool) -> _Reader:
+    def value(self, expr: Expr, boolean: bool) -> _PointFunction:
         """``boolean``: whether what the expression is a part of is a truth value, so that + means
         or.
         """
@@ -127,17 +127,19 @@ class _Interpreter:
                 return self.joined(any if boolean else sum, [self.value(p, boolean) for p in parts])
         raise AssertionError(expr)
 
-    def joined(self, join: Callable[[list[Any]], Any], readers: list[_Reader]) -> _Reader:
+    def joined(
+        self, join: Callable[[list[Any]], Any], readers: list[_PointFunction]
+    ) -> _PointFunction:
         return lambda point: join([read(point) for read in readers])
 
-    def element(self, access: Access) -> _Reader:
+    def element(self, access: Access) -> _PointFunction:
         array, place, padded = (
             self.arrays[access.tensor],
             self.place(access),
             access.tensor in self.problem.padded,
         )
 
-        def read(point: _Point) -> Any:
+        def read(point: _IndexValues) -> Any:
             value = array[place(point)]
             if padded and value == -1:
                 raise _Absent
@@ -145,15 +147,15 @@ class _Interpreter:
 
         return read
 
-    def place(self, access: Access) -> _Reader:
+    def place(self, access: Access) -> _PointFunction:
         indices = [self.index(access, dim, index) for dim, index in enumerate(access.indices)]
         return lambda point: tuple([index(point) for index in indices])
 
-    def index(self, access: Access, dim: int, index: Affine) -> _Reader:
+    def index(self, access: Access, dim: int, index: Affine) -> _PointFunction:
         limit = int(self.problem.size_of(access, dim))
         atoms = [(c, self.atom(a)) for c, a in index.terms]
 
-        def read(point: _Point) -> int:
+        def read(point: _IndexValues) -> int:
             value = int(sum(c * atom(point) for c, atom in atoms) + index.offset)
             if not 0 <= value < limit:
                 fact = (
@@ -165,7 +167,7 @@ class _Interpreter:
 
         return read
 
-    def atom(self, atom: Var | Access) -> _Reader:
+    def atom(self, atom: Var | Access) -> _PointFunction:
         if isinstance(atom, Access):
             return self.element(atom)
         name = atom.name

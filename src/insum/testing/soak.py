@@ -65,7 +65,7 @@ class Draw:
         return torch.stack([found, found], 1)[:, 0] if self.random.random() < 0.3 else found
 
 
-Trial: TypeAlias = Callable[[Draw], None]
+SoakTrial: TypeAlias = Callable[[Draw], None]
 
 
 def agree(got: Tensor, want: Tensor, what: str) -> None:
@@ -457,7 +457,7 @@ def threads(draw: Draw) -> None:
         raise errors[0]
 
 
-TRIALS: dict[str, Trial] = {
+TRIALS: dict[str, SoakTrial] = {
     one.__name__: one
     for one in (
         *(statements, rewritten, in_place, aliases, extrema, repeated, out_of_range),

@@ -19,12 +19,12 @@ from insum.lang.expr import Access, Affine, Var, accesses, index_of, variables
 from insum.plan.draft import Draft, Subject, roles_of
 from insum.plan.questions import AskSummary
 from insum.plan.recipes import (
-    Array,
     Inverse,
     OfCount,
     OfExtent,
     Packed,
     PackedByStep,
+    RecipeArray,
     SizeExpr,
     Walk,
 )
@@ -178,7 +178,7 @@ def _to_pieces(subject: Subject, draft: Draft, access: Access, x: str, z: str) -
 
 
 def _read_through(
-    draft: Draft, change: Mapping[str, Affine], arrays: Mapping[str, Array], rows: str
+    draft: Draft, change: Mapping[str, Affine], arrays: Mapping[str, RecipeArray], rows: str
 ) -> Draft:
     """Replace the rows and steps of a product by reads of arrays that were derived from its
     table. The last tile has places without a row.

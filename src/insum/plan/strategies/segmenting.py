@@ -8,7 +8,7 @@ from dataclasses import replace
 from insum.lang.expr import Access, accesses, index_of
 from insum.plan.draft import Draft, Planned, Subject, finish
 from insum.plan.questions import AskSummary
-from insum.plan.recipes import OfExtent, OfShape, Rows, Segments, Slots
+from insum.plan.recipes import OfExtent, OfShape, RowRecipe, Segments, Slots
 from insum.plan.rewrite import Merge, Scatter, merge_of
 
 
@@ -88,7 +88,7 @@ def _widened(
     return draft, rows
 
 
-def to_rows(subject: Subject, draft: Draft, scatter: Scatter, base: Rows, slot: str) -> Draft:
+def to_rows(subject: Subject, draft: Draft, scatter: Scatter, base: RowRecipe, slot: str) -> Draft:
     """The left side over output rows, each of which walks its entries ``slot``."""
     row = subject.name("row", draft)
     indices = tuple(

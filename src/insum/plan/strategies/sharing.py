@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from insum.lang.expr import Access, Affine, accesses, index_of, variables
 from insum.plan.draft import Draft, Planned, Subject, finish, roles_of
+from insum.plan.model import ENOUGH_PROGRAMS, LARGE_TILE
 from insum.plan.recipes import OfCount, OfLength, OfShape, SharedTiles
 from insum.plan.rewrite import Scatter, replace_atom, scatter_of, substitute
 from insum.plan.sizes import power_of_two
@@ -28,8 +29,6 @@ LEAST_MATRIX = 256
 #: Elements of matrices that all entries together would read, above which it pays to find the tiles
 #: for one call; for index tensors that come back it nearly always does.
 PAYS_UNSEEN, PAYS = 2**26, 2**18
-#: A tile of the largest products, and programs that fill a device.
-AREA, PROGRAMS = 128 * 128, 264
 #: Entries that are summed in one tile, at least and at most, where few rows are written.
 FEWEST_SUMMED, MOST_SUMMED = 64, 4096
 
@@ -119,12 +118,12 @@ def shared_rows(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | N
     row = [v for v in variables(draft.target) if v not in over]
     area = math.prod(draft.extents[v] for v in row)
     entries, rows = math.prod(draft.extents[v] for v in over), subject.rows(scatter)
-    tiles = -(-area // AREA)
-    if subject.reduce != "sum" or len(row) < 2 or 2 * rows * tiles > PROGRAMS:
+    tiles = -(-area // LARGE_TILE)
+    if subject.reduce != "sum" or len(row) < 2 or 2 * rows * tiles > ENOUGH_PROGRAMS:
         return None
-    if entries < PROGRAMS * FEWEST_SUMMED or entries < LEAST_SHARED * FEWEST_SUMMED * rows:
+    if entries < ENOUGH_PROGRAMS * FEWEST_SUMMED or entries < LEAST_SHARED * FEWEST_SUMMED * rows:
         return None
-    lanes = power_of_two(entries * tiles // (2 * PROGRAMS))
+    lanes = power_of_two(entries * tiles // (2 * ENOUGH_PROGRAMS))
     lanes = max(FEWEST_SUMMED, min(MOST_SUMMED, lanes))
     index = scatter.access
     recipe = SharedTiles(index.tensor, OfShape(scatter.dim), lanes, index.tensor in draft.padded)

@@ -21,11 +21,12 @@ from insum.lang.expr import (
 )
 from insum.plan.draft import Draft, Planned, Subject, finish
 from insum.plan.model import LONG
-from insum.plan.plan import OUT, Pattern, Plan, Segment
+from insum.plan.plan import Pattern, Plan, Segment
 from insum.plan.questions import AskCoefficients, AskExact, AskInside, AskValues
 from insum.plan.recipes import OfShape, Segments
 from insum.plan.rewrite import Scatter, scatter_of
 from insum.plan.roles import Contraction
+from insum.plan.sizes import OUT
 from insum.plan.strategies.segmenting import fits, to_rows
 from insum.plan.strategies.sorting import to_sorted_rows
 

@@ -1,7 +1,7 @@
 """Drawn statements on the GPU against the oracle, every scatter strategy in turn; one process per
 share so that compiling is parallel.
 
-    python benchmarks/gpu_cases.py --count 40 --processes 12
+    python tests/gpu/drawn_cases.py --count 40 --processes 12
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def share(arguments: tuple[int, int]) -> tuple[collections.Counter[str], list[str]]:
     import torch
 
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
     import insum
     from insum.testing import draw_cases
     from scatters import draw_scatters

@@ -14,10 +14,10 @@ from insum.call import is_fusable, prepare
 from insum.graph import lower
 from insum.host.choose import choose
 from insum.host.patterns import Patterns
-from insum.host.places import Call as Arguments
-from insum.host.roles import as_tensor, index_names
+from insum.host.places import HostCall
+from insum.host.roles import as_tensor
 from insum.lang.bind import Problem, Value
-from insum.lang.expand import Term
+from insum.lang.expand import ProductTerm
 from insum.lang.expr import Call, Expr, Number, Product, Sum, accesses, tensors_of, variables
 from insum.plan.config import Choice
 from insum.plan.library import WHY
@@ -111,7 +111,7 @@ def explained(request: Request, values: Mapping[str, Value]) -> Explanation:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ExplainedStatement:
     """One statement of those that a call runs: bound, with the values and buffers that it reads,
     and what it takes of the factors that are left.
     """
@@ -121,26 +121,28 @@ class Part:
     positions: tuple[int, ...] = ()
 
 
-def parts_of(request: Request, values: Mapping[str, Value]) -> tuple[Part, ...]:
+def parts_of(request: Request, values: Mapping[str, Value]) -> tuple[ExplainedStatement, ...]:
     """The statements that a call runs. Buffers have no values: nothing is computed."""
     target = values.get(head(request.statement).target)
     in_place = head(request.statement).operator != "=" and isinstance(target, Tensor)
     call = prepare(request, values)
     stages = call.staged(values, in_place=in_place) if call.prepared.orderable else ()
     if not stages:
-        return (Part(request.bind(values), values),)
+        return (ExplainedStatement(request.bind(values), values),)
     known, parts = dict(values), []
     for one in stages:
         given = one.given(known)
         initial = target if in_place and one is stages[-1] else None
         found = one.kinds.form.request(one.sizes).bind(given, initial)  # type: ignore[arg-type]
-        parts.append(Part(found, given, one.stage.positions))
+        parts.append(ExplainedStatement(found, given, one.stage.positions))
         shape = [int(size) for size in found.shape]
         known[one.stage.fills] = torch.empty(shape, dtype=found.dtype, device=found.device)
     return tuple(parts)
 
 
-def _order(problem: Problem, request: Request, parts: Sequence[Part], work: int) -> str:
+def _order(
+    problem: Problem, request: Request, parts: Sequence[ExplainedStatement], work: int
+) -> str:
     """The path that a product of three and more factors takes, and what it saves; what is copied
     into another layout first.
     """
@@ -191,7 +193,7 @@ def flops(problem: Problem) -> int:
     )
 
 
-def _operations(term: Term) -> int:
+def _operations(term: ProductTerm) -> int:
     return _count(term.value) + 1  # the one is the accumulation
 
 
@@ -251,7 +253,7 @@ def _tensors(problem: Problem) -> tuple[tuple[str, str, str, str], ...]:
     return tuple(rows)
 
 
-def _fused(part: Part, config: Choice | None, *, accumulates: bool) -> str:
+def _fused(part: ExplainedStatement, config: Choice | None, *, accumulates: bool) -> str:
     """The plan and the kernel, where a call would look for one."""
     problem, now = part.problem, settings.values
     if (
@@ -274,8 +276,8 @@ def _host(problem: Problem, values: Mapping[str, Value], *, new: bool) -> str:
         return ""
     found = choose(problem, new=new)
     if isinstance(found, Patterns):
-        entries = {n: memory.entry_of(as_tensor(values[n])) for n in index_names(problem)}
-        found = found.chosen(Arguments(values, lambda: values, entries))
+        entries = {n: memory.entry_of(as_tensor(values[n])) for n in problem.index_names()}
+        found = found.chosen(HostCall(values, lambda: values, entries))
     return "" if found is None or not found.why else f"on the CPU: {found.name}: {found.why}"
 
 

@@ -1,0 +1,175 @@
+"""``insum bench cpu``: statements on a CPU beside what PyTorch and e3nn have for the job there:
+sparse times dense, sparse convolution, tensor products; forward, and with gradients.
+
+Contenders take turns, and each is called once before it is timed, so that nobody pays for what
+another has left in caches and in the allocator. Results are compared with float64 references first.
+A ratio is the median over all turns of the rival's time by ours: above 1 we are faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum.bench import conv, data, spmm, tensor_product
+from insum.bench.measure import ReadyContender, Results, in_turns, once, relative_error
+from insum.bench.records import BOTH, FORWARD
+from insum.bench.study import Study
+
+CPU = torch.device("cpu")
+APPLICATIONS = ("spmm", "conv", "tensor-product")
+DIRECTIONS = (FORWARD, BOTH)
+#: None of these was looked at while the ways of a CPU were chosen.
+GRAPHS, COLUMNS = ("PROTEINS_full", "c-46", "ego-twitter"), (16, 96, 128)
+CLOUDS, CHANNELS = ("pc-pcl-room_scan1", "pc-lidar-ucf-LIDAR1"), (32, 64)
+MOST_VOXELS, ITEMS = 20_000, 400
+PRODUCTS = ((1, 16), (1, 64), (2, 24), (3, 8))
+
+
+@dataclass(frozen=True)
+class CpuCase:
+    """One case: ours and its rivals by name, and the exact results."""
+
+    application: str
+    name: str
+    direction: str
+    contenders: dict[str, ReadyContender]
+    exact: Results
+
+
+def cases(study: Study) -> Iterator[CpuCase]:
+    """All, or the first of each application; made when their turn comes."""
+    most = 1 if study.options.quick else None
+    place, wanted = study.options.data, study.wanted(APPLICATIONS)
+    if "spmm" in wanted:
+        for name in GRAPHS[:most]:
+            graph = data.graph(name, place, CPU)
+            for columns in COLUMNS[:most]:
+                yield from spmm_cases(graph, columns)
+    if "conv" in wanted:
+        for name in CLOUDS[:most]:
+            voxels = data.cloud(name, place, CPU, MOST_VOXELS)
+            for channels in CHANNELS[:most]:
+                yield from conv_cases(name, voxels, channels)
+    if "tensor-product" in wanted:
+        for degree, channels in PRODUCTS[:most]:
+            yield from product_cases(degree, channels)
+
+
+def conv_cases(name: str, voxels: Tensor, channels: int) -> Iterator[CpuCase]:
+    given = conv.inputs(voxels, channels, torch.float32)
+    for direction in DIRECTIONS:
+        found = {
+            "insum": conv.ours(given, direction, grouped=False),
+            "gather-matmul-scatter": conv.gathered(given, direction),
+        }
+        label = f"{name}, {len(voxels)} voxels, {channels} channels"
+        yield CpuCase("convolution", label, direction, found, conv.want(given, direction))
+
+
+def spmm_cases(graph: data.CsrPattern, columns: int) -> Iterator[CpuCase]:
+    given = spmm.inputs(graph, columns, torch.float32)
+    wide = replace(graph, indptr=graph.indptr.long(), indices=graph.indices.long())
+    longer = replace(given, graph=wide, csr=_csr(wide, given.values))
+    for direction in DIRECTIONS:
+        found = {
+            "insum": spmm.ours(given, direction),
+            "torch.sparse CSR": spmm.cusparse(longer, direction),
+            "torch.sparse CSR, int32": spmm.cusparse(given, direction),
+        }
+        label = f"{graph.name}, {graph.nonzeros} nonzeros, {columns} columns"
+        yield CpuCase("SpMM", label, direction, found, spmm.want(given, direction))
+
+
+def _csr(graph: data.CsrPattern, values: Tensor) -> Tensor:
+    return torch.sparse_csr_tensor(
+        graph.indptr, graph.indices, values, graph.shape, check_invariants=False
+    )
+
+
+def product_cases(degree: int, channels: int) -> Iterator[CpuCase]:
+    given = tensor_product.inputs(degree, channels, ITEMS, torch.float32, CPU)
+    for direction in DIRECTIONS:
+        found = {"insum": tensor_product.ours(given, direction)}
+        try:
+            found["e3nn"] = tensor_product.e3nn(given, direction)
+        except ImportError as error:
+            print(f"without e3nn: {error}")
+        label = f"degree {degree}, {channels} channels, {ITEMS} items"
+        exact = tensor_product.want(given, direction)
+        yield CpuCase("tensor product", label, direction, found, exact)
+
+
+# --- measuring ------------------------------------------------------------------------------------
+
+
+def measured(case: CpuCase, turns: int) -> Iterator[dict[str, Any]]:
+    """A row for each rival."""
+    errors = {
+        name: relative_error(ready.canonical(ready.run()), case.exact)
+        for name, ready in case.contenders.items()
+    }
+    times = in_turns({n: ready.run for n, ready in case.contenders.items()}, turns, milliseconds)
+    ours = times["insum"]
+    for name in case.contenders:
+        if name != "insum":
+            yield {
+                "application": case.application,
+                "case": case.name,
+                "direction": case.direction,
+                "rival": name,
+                "insum_ms": statistics.median(ours),
+                "rival_ms": statistics.median(times[name]),
+                "ratio": statistics.median(b / a for a, b in zip(ours, times[name], strict=True)),
+                "error": errors["insum"],
+            }
+
+
+def milliseconds(run: Callable[[], object]) -> float:
+    """Of a second call: the first is for caches and the allocator."""
+    run()
+    return 1e3 * once(run, CPU)
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- the command ----------------------------------------------------------------------------------
+
+
+def add_options(parser: Any) -> None:
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--turns", type=int, default=15)
+
+
+def run(study: Study) -> int:
+    warnings.filterwarnings("ignore", message="Sparse")
+    count, turns, rows = study.asked.threads, study.asked.turns, list[dict[str, Any]]()
+    with threads(count):
+        for case in cases(study):
+            for row in measured(case, turns):
+                rows.append(row)
+                print(_line(row), flush=True)
+            study.on(CPU).keep(threads=count, turns=turns, rows=rows)
+    return 0 if all(row["error"] < 1e-5 for row in rows) else 1
+
+
+def _line(row: dict[str, Any]) -> str:
+    return (
+        f"{row['case']:<58} {row['direction']:<17} {row['rival']:<24} "
+        f"{row['insum_ms']:>9.3f} {row['rival_ms']:>9.3f} {row['ratio']:>6.2f}"
+    )

@@ -1,0 +1,212 @@
+"""Studies of `insum bench` on the CPU, small: each runs, is right, and leaves a record."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import insum
+from insum import search
+from insum.bench import (
+    compare,
+    data,
+    first_process,
+    formats,
+    fusion,
+    machine,
+    memory,
+    overhead,
+    programs,
+    tuning,
+)
+from insum.bench.main import STUDIES, main, parser, store, study_of
+from insum.bench.records import Row, Section
+from insum.bench.study import Study
+from insum.lang.bind import bind
+from insum.lang.parser import parse
+
+ABOUT = {"command", "date", "device", "versions"}
+CPU = torch.device("cpu")
+
+
+def record_of(tmp_path: Path, name: str, *more: str) -> dict[str, Any]:
+    given = [name, *more, "--quick", "--device", "cpu", "--data", "", "--out", str(tmp_path)]
+    assert main(given) == 0
+    record: dict[str, Any] = json.loads((tmp_path / f"{name.replace('-', '_')}.json").read_text())
+    assert set(record) >= ABOUT
+    assert record["command"].startswith(f"insum bench {name}")
+    return record
+
+
+def test_every_study_has_its_own_options() -> None:
+    for name in STUDIES:
+        assert parser(name).parse_args([name]).what == name
+    assert parser("cpu").parse_args(["cpu", "--threads", "2"]).threads == 2
+    with pytest.raises(SystemExit):
+        parser("fresh").parse_args(["fresh", "--threads", "2"])
+
+
+def test_folders_are_for_those_that_take_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["overhead", "somewhere"]) == 2
+    assert "somewhere was given to a benchmark" in capsys.readouterr().out
+
+
+def test_parts_that_are_not_there() -> None:
+    assert main(["cpu", "--only", "nothing", "--device", "cpu"]) == 2
+
+
+def test_cpu(tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    record = record_of(tmp_path, "cpu", "--turns", "2", "--only", "spmm,tensor-product")
+    assert torch.get_num_threads() == threads
+    assert record["turns"] == 2 and record["threads"] == 1
+    assert {row["application"] for row in record["rows"]} <= {"SpMM", "tensor product"}
+    assert all(row["insum_ms"] > 0 and row["error"] < 1e-5 for row in record["rows"])
+
+
+def test_overhead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(overhead, "WARM", 2)
+    monkeypatch.setattr(overhead, "PROFILED", 2)
+    record = record_of(tmp_path, "overhead", "--profile")
+    assert set(record["microseconds"]) == set(overhead.on_cpu())
+    assert all(taken > 0 for taken in record["microseconds"].values())
+
+
+def test_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "SECONDS", 0.0)
+    record = record_of(tmp_path, "formats", "--only", "cora")
+    (row,) = record["graphs"]
+    assert row["graph"] == "cora" and row["milliseconds"]["insum GroupCOO"] > 0
+    assert record["group_size"]["best"] >= 1
+
+
+def test_another_matrix_is_told_from_the_same() -> None:
+    csr = formats.csr_of(data.graph("cora", None, CPU))
+    made = formats.GroupCOO.from_torch(csr)
+    assert formats.is_same(csr, made) and not formats.is_same(csr * 2, made)
+
+
+def test_memory_needs_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["memory", "--device", "cpu"]) == 2
+    assert "expected: a GPU" in capsys.readouterr().out
+
+
+def test_what_memory_measures_is_right() -> None:
+    for case in (
+        memory.block_spmm(CPU),
+        memory.spmm(data.graph("cora", None, CPU)),
+        memory.convolution(data.cloud("pc-pcl-room_scan1", None, CPU, 100)),
+        memory.tensor_product(CPU),
+    ):
+        bind(parse(case.statement), case.values, **case.options)
+        assert set(case.leaves) < set(case.values)
+
+
+def test_first_call(tmp_path: Path) -> None:
+    record = record_of(tmp_path, "first-call", "--only", "spmm", "--repeat", "1")
+    cold, warm = record["rows"]
+    assert (cold["kind"], warm["kind"]) == ("cold", "warm")
+    for row in (cold, warm):
+        counted = row["import insum"] + row["convert"] + row["first call"]
+        assert row["total"] == pytest.approx(counted)
+
+
+@pytest.mark.parametrize("name", ["spmm", "tensor-product"])
+def test_what_a_first_call_computes_is_what_its_rival_does(name: str) -> None:
+    torch.manual_seed(0)
+    given = first_process.OPERANDS[name]("cpu", torch.float32)
+    want = first_process.BY_HAND[name](given)()
+    got = first_process.called(name, first_process.converted(name, given))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+class Done:
+    """A process that has run."""
+
+    def wait(self) -> int:
+        return 0
+
+
+def test_two_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter([9.0, 9.0, 3.0, 2.0, 2.0, 4.0])  # warm, then old and new in each of two rounds
+
+    def started(source: Path, case: str, study: Study, out: Path) -> Done:
+        rows = [
+            Row("spmm", "cora", "float32", "forward", "insum", "ok", next(times)),
+            Row("spmm", "cora", "float32", "forward", "rival", "ok", 1.0),
+        ]
+        about = {**machine.about("", CPU), "limits": {}, "data": "", "quick": True}
+        store([Section("spmm", "SpMM", "", "", **about, rows=rows)], out)
+        return Done()
+
+    monkeypatch.setattr(compare, "started", started)
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+    folders = [str(tmp_path / name) for name in ("old", "new")]
+    (row,) = record_of(tmp_path, "compare", *folders, "--only", "spmm")["rows"]
+    assert (row["contender"], row["old_ms"], row["new_ms"]) == ("insum", 2.0, 2.0)
+
+
+@pytest.mark.parametrize("folders", [(), ("not-there", "nor-this")])
+def test_two_versions_need_two_folders(folders: tuple[str, ...]) -> None:
+    assert main(["compare", *folders, "--device", "cpu"]) == 2
+
+
+def test_searches_are_watched_and_their_caches_are_their_own() -> None:
+    before, usual = os.environ.get("INSUM_CACHE_DIR"), search.EFFORTS["quick"]
+    with tuning.empty_cache(), tuning.limited("quick", 3, 1.5), tuning.watched() as found:
+        assert os.environ["INSUM_CACHE_DIR"] != before
+        assert search.EFFORTS["quick"] == search.Effort(3, usual.refine, 1.5)
+        insum.tune("y[i] = A[i,j] * x[j]", A=torch.ones(2, 3), x=torch.ones(3))
+    assert len(found) == 1 and search.EFFORTS["quick"] == usual
+    assert os.environ.get("INSUM_CACHE_DIR") == before
+    assert tuning._told(found[0])["ratio"] == 1.0
+    assert tuning.summary([], "quick") == "nothing was tuned"
+
+
+def test_tuning_takes_the_forward_cases_of_all_applications() -> None:
+    asked = parser("tuning").parse_args(["tuning", "--quick", "--device", "cpu", "--data", ""])
+    study = study_of(asked, ["tuning"])
+    found = [(name, case) for name, case in tuning.cases(study)]
+    assert {name for name, _ in found} == set(tuning.APPLICATIONS)
+    assert {case.direction for _, case in found} == {"forward"}
+    # on a CPU there is no kernel to search for; what is run is right all the same
+    ((name, case),) = [one for one in found if one[0] == "tensor-product"][:1]
+    assert list(tuning.tuned(name, case, "quick")) == []
+
+
+@pytest.mark.parametrize("more", [(), ("--fresh", "--breaks")])
+def test_fusion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, more: tuple[str, ...]) -> None:
+    keep = {"insum.fuse": "always", "insum.rest": "eager"}  # TorchInductor takes a minute
+    quick = lambda model, fuse: {
+        "eager": model,
+        "torch.compile": torch.compile(model, backend="eager"),
+        "insum": torch.compile(model, backend="insum", options=keep),
+    }
+    monkeypatch.setattr(fusion, "ways", quick)
+    monkeypatch.setattr(programs, "SMALL_CLOUD", 30)
+    record = record_of(tmp_path, "fusion", "--only", "convolution", "--columns", "4", *more)
+    (row,) = record["rows"]
+    assert row["program"] == "convolution" and row["insum"]["error"] < 1e-5
+    assert bool(row["insum"]["fused"]) and "failed" not in row
+    for way in ("eager", "torch.compile", "insum"):
+        assert row[way]["both_row_ms"] > 0 and row[way]["forward_ms"] > 0
+
+
+def test_a_program_that_fails_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuses(*arguments: object) -> torch.Tensor:
+        raise ValueError("not today")
+
+    ways = {"torch.compile": refuses, "insum": refuses}
+    monkeypatch.setattr(fusion, "ways", lambda model, fuse: {"eager": model, **ways})
+    monkeypatch.setattr(programs, "SMALL_CLOUD", 30)
+    (row,) = record_of(tmp_path, "fusion", "--only", "convolution", "--columns", "4")["rows"]
+    assert row["failed"] == "ValueError: not today (and so does torch.compile alone)"
+    assert row["eager"]["error"] < 1e-5
