@@ -155,16 +155,13 @@ def test_tiles_by_the_sides_of_blocks(block: tuple[int, int]) -> None:
     assert ((config.m, config.n, config.k), config.stages) == (tile, stages)
 
 
-@pytest.mark.parametrize(("channels", "tile"), [(128, 64), (120, 128), (72, 128)])
-def test_rows_that_begin_anywhere_in_a_line_are_shared_by_higher_tiles(
-    channels: int, tile: int
-) -> None:
-    """Where all tiles run at once they are halved, unless what each of them reads would double."""
+@pytest.mark.parametrize(("channels", "depth"), [(128, 128), (192, 64), (96, 32), (120, 128)])
+def test_steps_divide_what_is_summed_where_they_can(channels: int, depth: int) -> None:
     one = applications.convolution(
         voxels=3000,
         offsets=9,
-        inputs=128,
-        outputs=channels,
+        inputs=channels,
+        outputs=128,
         layout="by voxel",
         density=0.3,
         kinds=4,
@@ -172,7 +169,7 @@ def test_rows_that_begin_anywhere_in_a_line_are_shared_by_higher_tiles(
         filled=False,
     )
     (step,) = inspection.plan_only(one.forward.problem(), one.values).steps
-    assert step.choice[0].m == tile
+    assert step.choice[0].k == depth
 
 
 def test_tiles_for_other_architectures_are_halved_across_their_wide_side() -> None:

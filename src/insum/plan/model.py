@@ -51,9 +51,6 @@ LARGE_STEPS = 8
 #: Side of a tile that is read along one axis and written along the other: a line of memory each
 #: way.
 TURNED = 64
-#: Columns of half precision that fill a line of cache. With rows that begin anywhere in a line,
-#: kernels were measured to take 1.2 to 1.4 times as long; higher tiles read them less often.
-ALIGNED = 64
 #: The least M of Hopper's matrix instructions.
 HIGH = 64
 #: Shared memory for the operands of one program.
@@ -310,7 +307,7 @@ def _for_large_entries(
         * math.ceil(extent(plan.roles.m, extents) / m)
         * math.ceil(extent(plan.roles.n, extents) / n)
     )
-    if tiles >= ENOUGH_PROGRAMS or extents[plan.roles.n[-1]] % ALIGNED:
+    if tiles >= ENOUGH_PROGRAMS:
         inner = inner_extent(plan, extents)
         fits = 32 % inner == 0 or inner != power_of_two(inner)
         if fits and _walks_matrices(plan):
@@ -318,8 +315,8 @@ def _for_large_entries(
         return Config(m=m, n=n, k=k, warps=8, stages=3)
     # All tiles run at once, so that the longest decides: half the tile, and longer strides through
     # its steps.
-    deep = min(2 * k, max(16, power_of_two(extents[plan.roles.k[-1]])))
-    return Config(m=m // 2, n=n, k=deep, warps=4, stages=2)
+    deep = _dividing(extents[plan.roles.k[-1]], 2 * k)
+    return Config(m=m // 2, n=n, k=deep, warps=4, stages=2 if deep > 32 else 4)
 
 
 def least_n(plan: Plan) -> int:
@@ -400,7 +397,16 @@ def _k_tile(plan: Plan, extents: Mapping[str, int], size: int) -> int:
     longest = power_of_two(extents[plan.roles.k[0]])
     if plan.segment and plan.segment.var in plan.roles.k and _output_places(plan, extents) >= LARGE:
         return max(16, min(longest, 32))  # rows end anywhere, and their entries are gathered
-    return max(16, min(longest, 64 if size == 2 else 32))
+    return _dividing(extents[plan.roles.k[0]], 64 if size == 2 else 32)
+
+
+def _dividing(extent: int, most: int) -> int:
+    """The depth of a tile, ``most`` or the whole: less where that divides what is summed, for masks
+    cost more than shallow steps.
+    """
+    deep = max(16, min(power_of_two(extent), most))
+    even = math.gcd(extent, deep)
+    return even if even >= 32 else deep
 
 
 def _for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
