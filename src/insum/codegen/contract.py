@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from insum.codegen.frame import AFTER
+from insum.codegen.frame import AFTER, Frame
 from insum.codegen.functions import reduced
 from insum.codegen.reads import Reads, distinct
 from insum.codegen.values import Eager, Val, combine, union
@@ -30,31 +30,35 @@ IDENTITY: dict[str, Callable[[str], str]] = {
 MERGE = {"sum": "{0} + {1}", "max": "insum_max({0}, {1})", "min": "insum_min({0}, {1})"}
 
 
-class Contract(Reads):
+class Contract:
     """Reduces one tile; the result is a value over the axes that are kept."""
 
-    def contract(self) -> Val:
+    def __init__(self, frame: Frame, reads: Reads) -> None:
+        self.frame, self.reads = frame, reads
+        self.plan, self.config = frame.plan, frame.config
+
+    def write(self) -> Val:
         return self.dot() if self.plan.roles.dot else self.multiply_and_sum()
 
     def dot(self) -> Val:
         plan, config = self.plan, self.config
-        self.deferred = []
+        self.frame.deferred = []
         left = self.operand(plan.roles.left, ("M", "K"), (config.m, config.k))
         right = self.operand(plan.roles.right, ("K", "N"), (config.k, config.n))
         precision = f", input_precision={plan.precision!r}" if plan.precision else ""
-        self.line(
+        self.frame.line(
             1 if plan.roles.outer else 0,
             f"acc = tl.zeros([{config.m}, {config.n}], dtype=tl.{plan.accumulator})",
             ("M", "N"),
         )
-        self.line(2, f"acc = tl.dot({left}, {right}, acc{precision})", ("M", "N"))
-        if self.deferred:
-            nowhere = combine(distinct(self.deferred), "|").text
-            self.line(AFTER, f'acc = tl.where({nowhere}, float("nan"), acc)', ("M", "N"))
-        self.deferred = None
-        if not self.eager:
+        self.frame.line(2, f"acc = tl.dot({left}, {right}, acc{precision})", ("M", "N"))
+        if self.frame.deferred:
+            nowhere = combine(distinct(self.frame.deferred), "|").text
+            self.frame.line(AFTER, f'acc = tl.where({nowhere}, float("nan"), acc)', ("M", "N"))
+        self.frame.deferred = None
+        if not self.frame.eager:
             return Val("acc", ("M", "N"), AFTER)
-        self.line(AFTER, f"acc = tl.reshape(acc, [{config.m}, {config.n}, 1])")
+        self.frame.line(AFTER, f"acc = tl.reshape(acc, [{config.m}, {config.n}, 1])")
         return Val("acc", Eager(("M", "N")), AFTER)
 
     def operand(
@@ -62,16 +66,18 @@ class Contract(Reads):
     ) -> str:
         plan = self.plan
         if len(factors) == 1 and isinstance(plan.factors[factors[0]], Access):
-            value = self.evaluate(plan.factors[factors[0]], plan.operand)
+            value = self.reads.evaluate(plan.factors[factors[0]], plan.operand)
         else:
-            wide = combine([self.evaluate(plan.factors[f], plan.accumulator) for f in factors], "*")
+            wide = combine(
+                [self.reads.evaluate(plan.factors[f], plan.accumulator) for f in factors], "*"
+            )
             wide = self.masked_operand(wide, axes) if plan.pointwise else wide
             value = (
                 wide
                 if plan.operand == plan.accumulator
                 else Val(f"({wide.text}).to(tl.{plan.operand})", wide.axes, wide.stage)
             )
-        if self.eager:
+        if self.frame.eager:
             return self.reshaped(value, axes, tile)
         if value.axes == axes:
             return value.text
@@ -81,8 +87,8 @@ class Contract(Reads):
         """Zero at absent and out-of-range points, whatever functions made of the zeros that were
         loaded there.
         """
-        masks = [m for axis, m in self.masks.items() if axis in axes] + [
-            m for _, m in self.point_masks if set(m.axes) <= set(axes)
+        masks = [m for axis, m in self.frame.masks.items() if axis in axes] + [
+            m for _, m in self.frame.point_masks if set(m.axes) <= set(axes)
         ]
         return where(masks, value, "0")
 
@@ -99,12 +105,12 @@ class Contract(Reads):
 
     def multiply_and_sum(self) -> Val:
         plan = self.plan
-        value = combine([self.evaluate(f, plan.accumulator) for f in plan.factors], "*")
-        axes = self.tile_axes()
+        value = combine([self.reads.evaluate(f, plan.accumulator) for f in plan.factors], "*")
+        axes = self.frame.tile_axes()
         if plan.pointwise or not self.zero_where_absent():
             value = self.masked(value)
-        if not self.counters:
-            return self.full(self.define("value", value), tuple(a for a in axes if a != "K"))
+        if not self.frame.counters:
+            return self.full(self.frame.define("value", value), tuple(a for a in axes if a != "K"))
         return self.reduced(value, axes)
 
     def reduced(self, value: Val, axes: tuple[str, ...]) -> Val:
@@ -120,19 +126,19 @@ class Contract(Reads):
         if in_loop and "K" in axes:
             step = value if "K" in value.axes else self.full(value, axes)
             text = reduced(plan.reduce, step.over(axes), axes.index("K"))
-        self.line(2, f"acc = {MERGE[plan.reduce].format('acc', text)}", over)
+        self.frame.line(2, f"acc = {MERGE[plan.reduce].format('acc', text)}", over)
         if not in_loop:
-            self.line(AFTER, f"acc = {reduced(plan.reduce, 'acc', axes.index('K'))}", kept)
+            self.frame.line(AFTER, f"acc = {reduced(plan.reduce, 'acc', axes.index('K'))}", kept)
         return Val("acc", kept, AFTER)
 
     def start_accumulator(self, over: tuple[str, ...]) -> None:
         plan = self.plan
-        tile = ", ".join(str(self.tile(a)) for a in over)
+        tile = ", ".join(str(self.frame.tile(a)) for a in over)
         start = (
             f"tl.full([{tile or 1}], {IDENTITY[plan.reduce](plan.accumulator)}, "
             f"dtype=tl.{plan.accumulator})"
         )
-        self.line(
+        self.frame.line(
             1 if plan.roles.outer else 0,
             f"acc = {start}" if over else f"acc = tl.max({start}, axis=0)",
             over,
@@ -142,7 +148,7 @@ class Contract(Reads):
         """The value as a full tile over ``axes``."""
         if value.axes == axes:
             return value
-        tile = ", ".join(str(self.tile(a)) for a in axes)
+        tile = ", ".join(str(self.frame.tile(a)) for a in axes)
         if not value.axes and not axes:
             return value
         # Adding zeros, not tl.broadcast_to: the interpreter's atomics take a broadcast view for a
@@ -162,11 +168,11 @@ class Contract(Reads):
             for f in self.plan.factors
             if isinstance(f, Access) and f.tensor not in self.plan.numbers
         ]
-        spans = [set(self.loaded[(f, False)].axes) for f in reads]
-        depends = [self.depends(f) for f in reads]
-        tail = "K" not in self.masks or bool(reads) and all("K" in s for s in spans)
+        spans = [set(self.frame.loaded[(f, False)].axes) for f in reads]
+        depends = [self.reads.depends(f) for f in reads]
+        tail = "K" not in self.frame.masks or bool(reads) and all("K" in s for s in spans)
         return tail and all(
-            bool(reads) and all(vars_ <= d for d in depends) for vars_, _ in self.point_masks
+            bool(reads) and all(vars_ <= d for d in depends) for vars_, _ in self.frame.point_masks
         )
 
     def masked(self, value: Val) -> Val:
@@ -175,10 +181,10 @@ class Contract(Reads):
         """
         masks = [
             m
-            for axis, m in self.masks.items()
-            if axis in self.tile_axes() and (axis == "K" or self.summed_axis(axis))
+            for axis, m in self.frame.masks.items()
+            if axis in self.frame.tile_axes() and (axis == "K" or self.frame.summed_axis(axis))
         ]
-        masks += [m for _, m in self.point_masks]
+        masks += [m for _, m in self.frame.point_masks]
         return where(masks, value, IDENTITY[self.plan.reduce](self.plan.accumulator))
 
 

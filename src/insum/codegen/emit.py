@@ -6,9 +6,11 @@ import re
 from collections.abc import Mapping
 
 from insum.codegen.arguments import CALL, FLAGS, Argument, Count, Passed, Pointer, annotation
-from insum.codegen.frame import AFTER, Kernel, Shape
+from insum.codegen.contract import Contract
+from insum.codegen.frame import AFTER, Frame, Kernel, Shape
 from insum.codegen.functions import PRELUDE
 from insum.codegen.output import Output
+from insum.codegen.reads import Reads
 from insum.plan.config import Config
 from insum.plan.plan import Plan
 
@@ -30,7 +32,7 @@ def emit(
     """Source text of the kernel for a plan: readable, with the block shape of every tile beside its
     line.
     """
-    return Emitter(plan, config, shape, prefetch, lazy).kernel(name)
+    return Emitter(Frame(plan, config, shape, prefetch, lazy)).kernel(name)
 
 
 def signature(name: str, arguments: Mapping[str, Argument], *, wide: bool) -> list[str]:
@@ -44,59 +46,69 @@ def signature(name: str, arguments: Mapping[str, Argument], *, wide: bool) -> li
     return [decorator, f"def {name}(", *(f"    {line}," for line in _wrapped(shown)), "):"]
 
 
-class Emitter(Output):
+class Emitter:
     """Puts the stages together into one function."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame, self.plan, self.shape = frame, frame.plan, frame.shape
+        self.reads = Reads(frame)
+        self.contract = Contract(frame, self.reads)
+        self.output = Output(frame, self.reads, self.contract)
 
     def kernel(self, name: str) -> Kernel:
         self.leave_if_flagged()
-        self.frame()
+        self.frame.begin()
         self.leave_if_idle()
-        self.prepare_masks()
-        total = self.contract()
-        self.late = True
-        self.finish(total)
-        return Kernel(name, self.write(name), tuple(self.arguments.values()))
+        self.reads.prepare_masks()
+        total = self.contract.write()
+        self.frame.late = True
+        self.output.finish(total)
+        return Kernel(name, self.write(name), tuple(self.frame.arguments.values()))
 
     def leave_if_flagged(self) -> None:
         """A call in place changes nothing where one of its indices was found out of range."""
         if self.plan.leaves:
-            flags, call = self.arg(Pointer(FLAGS)), self.arg(Passed(CALL, "i32"))
-            self.line(0, f"if tl.load({flags} + {call} % {FLAG_COUNT}) == {call}:")
-            self.line(0, "    return")
+            flags, call = self.frame.arg(Pointer(FLAGS)), self.frame.arg(Passed(CALL, "i32"))
+            self.frame.line(0, f"if tl.load({flags} + {call} % {FLAG_COUNT}) == {call}:")
+            self.frame.line(0, "    return")
 
     def leave_if_idle(self) -> None:
         """A grid is as large as it may have to be: some programs find nothing to do."""
         if self.plan.idle is not None:
             tile, _ = self.plan.idle.indices
-            stride = self.stride(self.plan.idle.tensor, 0, self.units(self.plan.idle.tensor)[0])
-            first = f"{self.index(tile).text} * {stride}"
-            self.line(0, f"if tl.load({self.arg(Pointer(self.plan.idle.tensor))} + {first}) < 0:")
-            self.line(0, "    return")
+            stride = self.reads.stride(
+                self.plan.idle.tensor, 0, self.reads.units(self.plan.idle.tensor)[0]
+            )
+            first = f"{self.reads.index(tile).text} * {stride}"
+            self.frame.line(
+                0, f"if tl.load({self.frame.arg(Pointer(self.plan.idle.tensor))} + {first}) < 0:"
+            )
+            self.frame.line(0, "    return")
 
     def write(self, name: str) -> str:
-        body = list(self.stages[0])
+        body = list(self.frame.stages[0])
         inner: list[str] = []
         depth = 0
         for var in self.plan.roles.outer:
             bounds = (
                 "seg_start, seg_end"
                 if self.plan.segment and var == self.plan.segment.var
-                else self.size(var)
+                else self.frame.size(var)
             )
             body.append("    " * depth + f"for {var}_i in range({bounds}):")
             depth += 1
-        inner += self.stages[1] + self.loop_text() + self.stages[AFTER]
-        body += ["    " * depth + line for line in inner] + self.tail
-        header = signature(name, self.arguments, wide=self.plan.wide)
+        inner += self.frame.stages[1] + self.loop_text() + self.frame.stages[AFTER]
+        body += ["    " * depth + line for line in inner] + self.frame.tail
+        header = signature(name, self.frame.arguments, wide=self.plan.wide)
         prelude = [line for key, line in PRELUDE.items() if any(key in text for text in body)]
         lines = [*prelude, *header, *("    " + line if line else "" for line in body)]
         return "\n".join(lines) + "\n"
 
     def loop_text(self) -> list[str]:
-        indices = [line for _, line in self.index_lines]
-        if not self.counters:
-            return indices + self.stages[2]
-        outermost, *nested = self.counters
+        indices = [line for _, line in self.frame.index_lines]
+        if not self.frame.counters:
+            return indices + self.frame.stages[2]
+        outermost, *nested = self.frame.counters
         count = (
             " * ".join([f"({outermost})", *(f"count{depth + 1}" for depth in range(len(nested)))])
             if nested
@@ -107,12 +119,12 @@ class Emitter(Output):
         if self.shape.pieces:
             lines += [
                 f"t_count = {count}",
-                f"t_step = tl.cdiv(t_count, {self.arg(Count('piece_count'))})",
+                f"t_step = tl.cdiv(t_count, {self.frame.arg(Count('piece_count'))})",
             ]
             first, last = "piece * t_step", "tl.minimum(piece * t_step + t_step, t_count)"
         if self.shape.single_k and not self.shape.pieces:
             return ["t = 0", *self.ordered(indices)]
-        if not (self.prefetch and indices):
+        if not (self.frame.prefetch and indices):
             return [
                 *lines,
                 f"for t in range({first}, {last}):",
@@ -124,22 +136,23 @@ class Emitter(Output):
         """Loop-variable definitions, then index loads, then the rest (loads of data and
         arithmetic).
         """
-        split = self.frame_lines
-        return [*self.stages[2][:split], *indices, *self.stages[2][split:]]
+        split = self.frame.frame_lines
+        return [*self.frame.stages[2][:split], *indices, *self.frame.stages[2][split:]]
 
     def prefetched(self, first: str, last: str) -> list[str]:
         """Index loads run one iteration ahead of the data they address, so that the pipeline
         buffers data, not indices.
         """
-        frame, rest = self.stages[2][: self.frame_lines], self.stages[2][self.frame_lines :]
-        ahead = [*frame, *(line for _, line in self.index_lines)]
-        needed = _needed(ahead, {name for name, _ in self.index_lines})
+        lines, split = self.frame.stages[2], self.frame.frame_lines
+        counters, rest = lines[:split], lines[split:]
+        ahead = [*counters, *(line for _, line in self.frame.index_lines)]
+        needed = _needed(ahead, {name for name, _ in self.frame.index_lines})
         defined = {line.split(" = ")[0] for line in needed}
         lines = [f"t_first = {first}", f"t_last = {last}"]
         lines += self.ahead(needed, defined, "t_first")
         lines.append("for t in range(t_first, t_last):")
-        lines += ["    " + line for line in frame]
-        lines += [f"    {name} = {name}_next" for name, _ in self.index_lines]
+        lines += ["    " + line for line in counters]
+        lines += [f"    {name} = {name}_next" for name, _ in self.frame.index_lines]
         lines += ["    " + line for line in rest]
         lines += ["    " + line for line in self.ahead(needed, defined, "(t + 1)")]
         return lines
@@ -148,7 +161,7 @@ class Emitter(Output):
         """The index loads of iteration ``at``; beyond the last iteration nothing may be read, so
         the loop's bound joins the mask.
         """
-        names = {name for name, _ in self.index_lines}
+        names = {name for name, _ in self.frame.index_lines}
         bound = f"{at.strip('()')} < t_last"
         return [
             _with_bound(_renamed(line, defined, at), bound)

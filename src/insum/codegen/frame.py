@@ -161,7 +161,7 @@ class Frame:
 
     # --- the frame: program ids, axes, loops ---
 
-    def frame(self) -> None:
+    def begin(self) -> None:
         self.program_ids()
         self.axis("M", self.plan.roles.m, self.config.m, self.shape.even_m)
         self.axis("N", self.plan.roles.n, self.config.n, self.shape.even_n)

@@ -8,26 +8,30 @@ from collections.abc import Sequence
 
 from insum.codegen.arguments import Length, Pointer
 from insum.codegen.contract import MERGE, Contract
-from insum.codegen.frame import AFTER, REGISTERS
+from insum.codegen.frame import AFTER, REGISTERS, Frame
 from insum.codegen.functions import reduced
-from insum.codegen.reads import distinct
+from insum.codegen.reads import Reads, distinct
 from insum.codegen.values import Val, combine, union
 from insum.lang.expr import Access, Affine, Var, accesses, variables
 from insum.plan.sizes import OUT, WORK
 
 
-class Output(Contract):
+class Output:
     """Brings a contracted tile to memory: plain stores, atomics, or one register tile for a whole
     scattered dimension.
     """
+
+    def __init__(self, frame: Frame, reads: Reads, contract: Contract) -> None:
+        self.frame, self.reads, self.contract = frame, reads, contract
+        self.plan, self.shape = frame.plan, frame.shape
 
     def finish(self, total: Val) -> None:
         plan = self.plan
         value = total
         if plan.roles.dot:
-            post = [self.evaluate(plan.factors[f], plan.accumulator) for f in plan.roles.post]
+            post = [self.reads.evaluate(plan.factors[f], plan.accumulator) for f in plan.roles.post]
             if post:
-                value = self.define(
+                value = self.frame.define(
                     "scaled",
                     Val(
                         combine([total, *post], "*").text,
@@ -46,25 +50,25 @@ class Output(Contract):
         """Variables looped over outside the contraction: add up what each iteration gives, store
         once after the loops.
         """
-        tile = ", ".join(str(self.tile(a)) for a in value.axes)
+        tile = ", ".join(str(self.frame.tile(a)) for a in value.axes)
         zero = (
             f"tl.zeros([{tile}], dtype=tl.{self.plan.accumulator})"
             if tile
             else f"tl.sum(tl.zeros([1], dtype=tl.{self.plan.accumulator}), axis=0)"
         )
-        self.stages[0].append(
+        self.frame.stages[0].append(
             f"total = {zero}" + (f"  # ({','.join(value.axes)})" if value.axes else "")
         )
-        self.stages[AFTER].append(f"total += {value.text}")
-        lines, self.stages[AFTER] = self.stages[AFTER], []
+        self.frame.stages[AFTER].append(f"total += {value.text}")
+        lines, self.frame.stages[AFTER] = self.frame.stages[AFTER], []
         self.store(Val("total", value.axes))
-        self.tail, self.stages[AFTER] = self.stages[AFTER], lines
+        self.frame.tail, self.frame.stages[AFTER] = self.frame.stages[AFTER], lines
 
     def sum_unkept(self, value: Val) -> Val:
         for axis in ("M", "N"):
-            if axis in value.axes and self.summed_axis(axis):
+            if axis in value.axes and self.frame.summed_axis(axis):
                 axes = tuple(a for a in value.axes if a != axis)
-                value = self.define(
+                value = self.frame.define(
                     "sum",
                     Val(reduced(self.plan.reduce, value.text, value.axes.index(axis)), axes, AFTER),
                 )
@@ -73,28 +77,28 @@ class Output(Contract):
     def finish_onehot(self, value: Val) -> None:
         """Add the contraction's tile into the rows of the register tile that its index names."""
         plan = self.plan
-        index = self.place(Access(OUT, plan.target.indices), plan.onehot)
-        wide = self.tile("I")
+        index = self.reads.place(Access(OUT, plan.target.indices), plan.onehot)
+        wide = self.frame.tile("I")
         scattered = next((a for a in ("M", "N") if a in index.axes), "")
         other = tuple(a for a in value.axes if a not in ("I", scattered))
         axes = union((*other, "I"))
-        tile = ", ".join(str(self.tile(a)) for a in axes)
-        self.stages[0].append(f"i_reg = tl.arange(0, {wide})  # (I)")
-        self.stages[0].append(
+        tile = ", ".join(str(self.frame.tile(a)) for a in axes)
+        self.frame.stages[0].append(f"i_reg = tl.arange(0, {wide})  # (I)")
+        self.frame.stages[0].append(
             f"total = tl.zeros([{tile}], dtype=tl.{plan.accumulator})  # ({','.join(axes)})"
         )
         if scattered:
-            value = self.full(value, union((scattered, *other)))
+            value = self.contract.full(value, union((scattered, *other)))
         if not value.text.isidentifier():
-            value = self.define("tile", value)
-        self.stages[AFTER].append(self.onehot_line(value, index, scattered, axes))
+            value = self.frame.define("tile", value)
+        self.frame.stages[AFTER].append(self.onehot_line(value, index, scattered, axes))
         self.store_registers(axes)
 
     def onehot_line(self, value: Val, index: Val, scattered: str, axes: tuple[str, ...]) -> str:
         plan = self.plan
         masks = " & ".join(
             f"({m.text})" if m.text.startswith("(") else m.text
-            for m in ([self.masks[scattered]] if scattered in self.masks else [])
+            for m in ([self.frame.masks[scattered]] if scattered in self.frame.masks else [])
         )
         if not scattered:
             hit = Val(f"(i_reg == {index.text})", ("I",))
@@ -109,7 +113,11 @@ class Output(Contract):
         )
         if masks:
             pick += f" & {masks}[None, :]" if first else f" & {masks}[:, None]"
-        sizes = [self.tile("I"), self.tile(scattered), *(self.tile(a) for a in axes if a != "I")]
+        sizes = [
+            self.frame.tile("I"),
+            self.frame.tile(scattered),
+            *(self.frame.tile(a) for a in axes if a != "I"),
+        ]
         if len(axes) == 2 and min(sizes) >= 16 and plan.accumulator == "float32":
             hot = f"tl.where({pick}, 1.0, 0.0)"
             precision = ", input_precision=" + repr(plan.precision or "tf32x3")
@@ -134,17 +142,17 @@ class Output(Contract):
     def store_registers(self, axes: tuple[str, ...]) -> None:
         dim = self.plan.onehot
         target = self.plan.target
-        saved = self.vars
-        self.vars = {**self.vars, REGISTERS: Val("i_reg", ("I",))}
+        saved = self.frame.vars
+        self.frame.vars = {**self.frame.vars, REGISTERS: Val("i_reg", ("I",))}
         index = Affine(((1, Var(REGISTERS)),))
         indices = tuple(index if d == dim else i for d, i in enumerate(target.indices))
-        lines, self.stages[AFTER] = self.stages[AFTER], []
-        inside = [Val(f"(i_reg < {self.arg(Length(OUT, dim))})", ("I",))]
+        lines, self.frame.stages[AFTER] = self.frame.stages[AFTER], []
+        inside = [Val(f"(i_reg < {self.frame.arg(Length(OUT, dim))})", ("I",))]
         self.emit_store(
             Access(target.tensor, indices), Val("total", axes), extra=inside, order=axes
         )
-        self.tail = self.stages[AFTER]
-        self.stages[AFTER], self.vars = lines, saved
+        self.frame.tail = self.frame.stages[AFTER]
+        self.frame.stages[AFTER], self.frame.vars = lines, saved
 
     def store(self, value: Val) -> None:
         plan = self.plan
@@ -165,15 +173,19 @@ class Output(Contract):
         offset = Val(slot.text + (".to(tl.int64)" if self.plan.wide else ""), slot.axes, 0)
         for var in dict.fromkeys(v for v in variables(self.plan.target) if v != row):
             offset = combine(
-                [Val(f"({offset.text}) * {self.size(var)}", offset.axes), self.vars[var]], "+"
+                [
+                    Val(f"({offset.text}) * {self.frame.size(var)}", offset.axes),
+                    self.frame.vars[var],
+                ],
+                "+",
             )
         axes = union(offset.axes, value.axes)
-        masks = [*masks, *(m for a, m in self.masks.items() if a in axes and a != "K")]
+        masks = [*masks, *(m for a, m in self.frame.masks.items() if a in axes and a != "K")]
         masked = f", mask={combine(masks, '&').over(axes)}" if masks else ""
-        self.line(
+        self.frame.line(
             AFTER,
-            f"tl.store({self.arg(Pointer(WORK))} + {offset.over(axes)}, "
-            f"{self.full(value, axes).text}{masked})",
+            f"tl.store({self.frame.arg(Pointer(WORK))} + {offset.over(axes)}, "
+            f"{self.contract.full(value, axes).text}{masked})",
             axes,
         )
 
@@ -181,9 +193,9 @@ class Output(Contract):
         """A mask of one value as a full tile: the interpreter's atomics take a broadcast view for
         one.
         """
-        if not mask.axes or any(self.tile(a) > 1 for a in mask.axes):
+        if not mask.axes or any(self.frame.tile(a) > 1 for a in mask.axes):
             return mask
-        tile = ", ".join(str(self.tile(a)) for a in axes)
+        tile = ", ".join(str(self.frame.tile(a)) for a in axes)
         return combine([mask, Val(f"tl.full([{tile}], 1, tl.int1)", axes)], "&")
 
     def emit_store(
@@ -195,23 +207,23 @@ class Output(Contract):
     ) -> None:
         plan = self.plan
         place = Access(OUT, target.indices)
-        offset = self.offset(place)
+        offset = self.reads.offset(place)
         axes = order or union(offset.axes, value.axes)
-        value = self.full(value, axes)
-        masks = [m for a, m in self.masks.items() if a in axes and a != "K"] + (extra or [])
+        value = self.contract.full(value, axes)
+        masks = [m for a, m in self.frame.masks.items() if a in axes and a != "K"] + (extra or [])
         masks += [
             Val(f"({value.text} >= 0)", value.axes, value.stage)
             for value in self.padded_indices(target)
         ]
-        masks += self.ranges(place, inner=True) + self.edges(place)
+        masks += self.reads.ranges(place, inner=True) + self.edges(place)
         mask = combine(distinct(masks), "&") if masks else None
-        pointer = f"{self.arg(Pointer(OUT))} + {offset.over(axes)}"
+        pointer = f"{self.frame.arg(Pointer(OUT))} + {offset.over(axes)}"
         masked = f", mask={mask.over(axes)}" if mask else ""
         text = value.text
         if plan.strategy == "atomic" or self.shape.pieces:
             masked = f", mask={self.whole(mask, axes).over(axes)}" if mask else ""
             operation = {"sum": "add", "max": "max", "min": "min"}[plan.reduce]
-            self.line(
+            self.frame.line(
                 AFTER, f'tl.atomic_{operation}({pointer}, {text}{masked}, sem="relaxed")', axes
             )
             return
@@ -222,21 +234,18 @@ class Output(Contract):
                 + f".to(tl.{plan.accumulator})"
             )
             text = MERGE[plan.reduce].format(old, text)
-        self.line(
-            AFTER,
-            f"tl.store({pointer}, ({text}).to({self.arg(Pointer(OUT))}.dtype.element_ty){masked})",
-            axes,
-        )
+        kind = f"{self.frame.arg(Pointer(OUT))}.dtype.element_ty"
+        self.frame.line(AFTER, f"tl.store({pointer}, ({text}).to({kind}){masked})", axes)
 
     def edges(self, place: Access) -> list[Val]:
         """Where places that are walked by several variables end: the last of them may walk past."""
         if not self.plan.bounds:
             return []
         several = [dim for dim, index in enumerate(place.indices) if len(index.terms) > 1]
-        found = [(self.place(place, dim), self.length(OUT, dim)) for dim in several]
+        found = [(self.reads.place(place, dim), self.reads.length(OUT, dim)) for dim in several]
         return [Val(f"({v.text} < {length})", v.axes, v.stage) for v, length in found]
 
     def padded_indices(self, target: Access) -> list[Val]:
         """Index values of the target that may be padding: such a point writes nothing."""
         inner = [a for i in target.indices for a in accesses(i) if a.tensor in self.plan.padded]
-        return [self.loaded[(a, True)] for a in inner if (a, True) in self.loaded]
+        return [self.frame.loaded[(a, True)] for a in inner if (a, True) in self.frame.loaded]

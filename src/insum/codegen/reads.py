@@ -23,8 +23,11 @@ from insum.lang.expr import (
 )
 
 
-class Reads(Frame):
+class Reads:
     """Turns index expressions and right-side expressions into lines of the kernel."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame, self.plan = frame, frame.plan
 
     def index(self, index: Affine) -> Val:
         parts = [self.scaled(c, self.atom(a)) for c, a in index.terms]
@@ -36,7 +39,9 @@ class Reads(Frame):
         return value if coefficient == 1 else combine([value, Val(str(coefficient))], "*")
 
     def atom(self, atom: Var | Access) -> Val:
-        return self.vars[atom.name] if isinstance(atom, Var) else self.load(atom, as_index=True)
+        return (
+            self.frame.vars[atom.name] if isinstance(atom, Var) else self.load(atom, as_index=True)
+        )
 
     def offset(self, access: Access) -> Val:
         """Offset in elements; parts over the same axes are added first, so that two-dimensional
@@ -61,7 +66,7 @@ class Reads(Frame):
         """
         if unit >= 0:
             return str(unit)
-        name = self.arg(Stride(tensor, self.dimension(tensor, dim), -unit))
+        name = self.frame.arg(Stride(tensor, self.dimension(tensor, dim), -unit))
         return name if unit == -1 else f"({name} * {-unit})"
 
     def dimension(self, tensor: str, dim: int) -> int:
@@ -70,7 +75,7 @@ class Reads(Frame):
         return dim if dim < first else dim + count - 1
 
     def length(self, tensor: str, dim: int) -> str:
-        return self.arg(Length(tensor, self.dimension(tensor, dim)))
+        return self.frame.arg(Length(tensor, self.dimension(tensor, dim)))
 
     def place(self, access: Access, dim: int) -> Val:
         """The place that a dimension is accessed at; negative ones count from the end where the
@@ -81,11 +86,13 @@ class Reads(Frame):
         if not isinstance(atom, Access) or atom.tensor not in self.plan.wraps:
             return value
         key = value.text, access.tensor, dim
-        if key not in self.wrapped:
+        if key not in self.frame.wrapped:
             length = self.length(access.tensor, dim)
             text = f"tl.where({value.text} < 0, {value.text} + {length}, {value.text})"
-            self.wrapped[key] = self.define_load(atom, Val(text, value.axes, value.stage), True)
-        return self.wrapped[key]
+            self.frame.wrapped[key] = self.define_load(
+                atom, Val(text, value.axes, value.stage), True
+            )
+        return self.frame.wrapped[key]
 
     def guarded(self, access: Access) -> list[int]:
         """Dimensions that are indexed by values which nobody has looked at."""
@@ -117,7 +124,7 @@ class Reads(Frame):
             value = self.place(access, dim)
             text = _times(value.text)
             outside = f"(({text} < 0) | ({text} >= {self.length(access.tensor, dim)}))"
-            masks = [m for axis, m in self.masks.items() if set(m.axes) <= set(value.axes)]
+            masks = [m for axis, m in self.frame.masks.items() if set(m.axes) <= set(value.axes)]
             for inner in accesses(access.indices[dim]):
                 if inner.tensor in self.plan.padded:
                     read = self.load(inner, as_index=True)
@@ -128,7 +135,7 @@ class Reads(Frame):
     def mask_of(self, access: Access, offset: Val, *, as_index: bool) -> Val | None:
         masks = [
             m
-            for axis, m in self.masks.items()
+            for axis, m in self.frame.masks.items()
             if axis in offset.axes and set(m.axes) <= set(offset.axes)
         ]
         if any(m.axes == ("M", "K") for m in masks):  # a row beyond the last has no entries
@@ -145,10 +152,12 @@ class Reads(Frame):
         """Points that some padded index marks as absent: their values are not read."""
         depends, found = self.depends(access), []
         for index in access.indices:
-            found += [m for vars_, m in self.point_masks if vars_ <= frozenset(variables(index))]
+            found += [
+                m for vars_, m in self.frame.point_masks if vars_ <= frozenset(variables(index))
+            ]
         return found + [
             m
-            for vars_, m in self.point_masks
+            for vars_, m in self.frame.point_masks
             if vars_ <= depends and set(m.axes) <= set(offset.axes)
         ]
 
@@ -172,14 +181,14 @@ class Reads(Frame):
                 f"tl.cast({self.passed(access.tensor)}, "
                 f"tl.{'int64' if self.plan.wide else 'int32'})"
             )
-        if key in self.loaded:
-            return self.loaded[key]
+        if key in self.frame.loaded:
+            return self.frame.loaded[key]
         offset = self.offset(access)
         mask = self.mask_of(access, offset, as_index=as_index)
         pointer = (
-            f"{self.arg(Pointer(access.tensor))} + {offset.text}"
+            f"{self.frame.arg(Pointer(access.tensor))} + {offset.text}"
             if access.indices
-            else self.arg(Pointer(access.tensor))
+            else self.frame.arg(Pointer(access.tensor))
         )
         other = "-1" if as_index and access.tensor in self.plan.padded else "0"
         text = f"tl.load({pointer}" + (
@@ -187,11 +196,11 @@ class Reads(Frame):
         )
         stage = max(offset.stage, mask.stage if mask else 0)
         if as_index:
-            text = self.cast_index(self.bounded(access, text))
+            text = self.frame.cast_index(self.bounded(access, text))
         value = self.define_load(access, Val(text, offset.axes, stage), as_index)
-        self.loaded[key] = value
+        self.frame.loaded[key] = value
         if as_index and access.tensor in self.plan.padded:
-            self.point_masks.append(
+            self.frame.point_masks.append(
                 (self.depends(access), Val(f"({value.text} >= 0)", value.axes, value.stage))
             )
         return value
@@ -217,14 +226,14 @@ class Reads(Frame):
         return max([abs(c) for i in every for c, a in i.terms if a == access], default=1)
 
     def define_load(self, access: Access, value: Val, as_index: bool) -> Val:
-        name = self.name(access.tensor.strip("<>"))
+        name = self.frame.name(access.tensor.strip("<>"))
         line = f"{name} = {value.text}"
-        if as_index and value.stage == 2 and not self.late:
-            self.index_lines.append(
+        if as_index and value.stage == 2 and not self.frame.late:
+            self.frame.index_lines.append(
                 (name, line + (f"  # ({','.join(value.axes)})" if value.axes else ""))
             )
         else:
-            self.line(value.stage, line, value.axes)
+            self.frame.line(value.stage, line, value.axes)
         return Val(name, value.axes, value.stage)
 
     # --- expressions ---
@@ -262,8 +271,10 @@ class Reads(Frame):
         if not self.plan.guarded or not dtype.startswith("float"):
             return value
         offences = distinct(self.offences(access))
-        if self.deferred is not None:  # what concerns all of a tile is seen to once, at its end
-            self.deferred += [v for v in offences if not v.axes and not v.stage]
+        if (
+            self.frame.deferred is not None
+        ):  # what concerns all of a tile is seen to once, at its end
+            self.frame.deferred += [v for v in offences if not v.axes and not v.stage]
             offences = [v for v in offences if v.axes or v.stage]
         if not offences:
             return value
@@ -279,7 +290,7 @@ class Reads(Frame):
         """A Python number among the arguments."""
         kind, wide = dict(self.plan.kinds)[tensor], self.plan.accumulator == "float64"
         type = ("fp64" if wide else "fp32") if kind.startswith("float") else "i64"
-        return self.arg(Passed(tensor, type))
+        return self.frame.arg(Passed(tensor, type))
 
     def literal(self, value: int | float, dtype: str) -> Val:
         """A number of the statement. By itself Triton would take it for a float32."""
@@ -312,10 +323,10 @@ class Reads(Frame):
         absent; and those that a window does not reach.
         """
         for bound in self.plan.bounds:
-            place = self.define("place", self.index(bound.index))
-            inside = f"(0 <= {place.text}) & ({place.text} < {self.size(bound.var)})"
-            mask = self.define("inside", Val(inside, place.axes, place.stage))
-            self.point_masks.append((frozenset(variables(bound.index)), mask))
+            place = self.frame.define("place", self.index(bound.index))
+            inside = f"(0 <= {place.text}) & ({place.text} < {self.frame.size(bound.var)})"
+            mask = self.frame.define("inside", Val(inside, place.axes, place.stage))
+            self.frame.point_masks.append((frozenset(variables(bound.index)), mask))
         for factor in (*self.plan.factors, self.plan.target):
             for access in accesses(factor):
                 for index in access.indices:

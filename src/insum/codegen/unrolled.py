@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TypeAlias
 
-from insum.codegen.emit import AFTER, Emitter, Kernel, Shape
+from insum.codegen.emit import Emitter
+from insum.codegen.frame import AFTER, Frame, Kernel, Shape
 from insum.codegen.values import Val, combine, union
 from insum.lang.expr import Access, Expr, Number, variables
 from insum.plan.config import Config
@@ -49,7 +50,7 @@ def emit_unrolled(
         for u in UNROLL
         if u == 1 or not roles.loops or multiple % u == 0 and u * points <= MOST_LINES
     )
-    return _Unrolled(plan, config, shape).unrolled(name, unroll)
+    return _Unrolled(Frame(plan, config, shape)).unrolled(name, unroll)
 
 
 def parts(plan: Plan) -> list[Plan]:
@@ -75,29 +76,37 @@ def parts(plan: Plan) -> list[Plan]:
     ]
 
 
-class _Unrolled(Emitter):
+class _Unrolled:
+    """Writes one such kernel."""
+
+    def __init__(self, frame: Frame) -> None:
+        self.frame, self.emitter = frame, Emitter(frame)
+        self.plan, self.config, self.shape = frame.plan, frame.config, frame.shape
+        self.reads, self.contract = self.emitter.reads, self.emitter.contract
+        self.output = self.emitter.output
+
     def unrolled(self, name: str, unroll: int) -> Kernel:
-        self.leave_if_flagged()
-        self.program_ids()
-        self.axis("M", self.plan.roles.m, self.config.m, self.shape.even_m)
-        self.axis("N", self.plan.roles.n, self.config.n, self.shape.even_n)
+        self.emitter.leave_if_flagged()
+        self.frame.program_ids()
+        self.frame.axis("M", self.plan.roles.m, self.config.m, self.shape.even_m)
+        self.frame.axis("N", self.plan.roles.n, self.config.n, self.shape.even_n)
         if self.plan.segment:
             self.over_entries()
         elif self.plan.roles.loops or self.plan.roles.k:
             self.with_sums(unroll)
         else:
             self.without_sums()
-        return Kernel(name, self.text(name), tuple(self.arguments.values()))
+        return Kernel(name, self.text(name), tuple(self.frame.arguments.values()))
 
     # --- no summed variable: output tile by output tile ---
 
     def without_sums(self) -> None:
         for target, products in self.by_target().items():
             values = [
-                combine([self.evaluate(f, self.plan.accumulator) for f in factors], "*")
+                combine([self.reads.evaluate(f, self.plan.accumulator) for f in factors], "*")
                 for factors in products
             ]
-            total = self.define("tile", combine(values, "+"))
+            total = self.frame.define("tile", combine(values, "+"))
             self.write_out(target, total)
 
     def by_target(self) -> dict[Access, list[tuple[Expr, ...]]]:
@@ -116,29 +125,29 @@ class _Unrolled(Emitter):
 
     def over_entries(self) -> None:
         """Several entries of the row at a time, which are summed at the very end."""
-        self.segment_bounds()
+        self.frame.segment_bounds()
         axes = ("K", "N")
-        tile = ", ".join(str(self.tile(a)) for a in axes)
+        tile = ", ".join(str(self.frame.tile(a)) for a in axes)
         outputs = {target: Val(f"z{i}", axes) for i, target in enumerate(self.targets())}
         for value in outputs.values():
-            self.line(
+            self.frame.line(
                 0, f"{value.text} = tl.zeros([{tile}], dtype=tl.{self.plan.accumulator})", axes
             )
-        self.counters = [self.k_count(True)]
-        self.segment_k_axis("t")
-        self.frame_lines = len(self.stages[2])
+        self.frame.counters = [self.frame.k_count(True)]
+        self.frame.segment_k_axis("t")
+        self.frame.frame_lines = len(self.frame.stages[2])
         for shared, points in self.by_shared().items():
             for target, scale in self.scales(points).items():
-                value = self.evaluate(shared, self.plan.accumulator)
+                value = self.reads.evaluate(shared, self.plan.accumulator)
                 text = self.present(combine([scale, value], "*")).over(axes)
                 if not self.ends_with_the_row():
-                    text = f"tl.where({self.masks['K'].over(axes)}, {text}, 0)"
-                self.line(2, f"{outputs[target].text} += {text}", axes)
-        self.stages[0] += self.loop_text()
-        self.stages[2], self.index_lines, self.counters = [], [], []
+                    text = f"tl.where({self.frame.masks['K'].over(axes)}, {text}, 0)"
+                self.frame.line(2, f"{outputs[target].text} += {text}", axes)
+        self.frame.stages[0] += self.emitter.loop_text()
+        self.frame.stages[2], self.frame.index_lines, self.frame.counters = [], [], []
         for target, value in outputs.items():
             total = Val(f"tl.sum({value.text}, axis={axes.index('K')})", ("N",))
-            self.write_out(target, self.define("sum", total))
+            self.write_out(target, self.frame.define("sum", total))
 
     def by_shared(self) -> dict[Expr, list[tuple[Access, tuple[Expr, ...]]]]:
         """Points by the factor that comes in most forms: each is read when it is used, for the
@@ -174,20 +183,20 @@ class _Unrolled(Emitter):
         axes = tuple(a for a, v in (("M", self.plan.roles.m), ("N", self.plan.roles.n)) if v)
         late = self.sums_late(axes)
         wide = union((*axes, "K")) if late else axes
-        tile = ", ".join(str(self.tile(a)) for a in wide)
+        tile = ", ".join(str(self.frame.tile(a)) for a in wide)
         zero = f"tl.zeros([{tile}], dtype=tl.{self.plan.accumulator})"
         outputs = {target: Val(f"z{i}", wide) for i, target in enumerate(self.targets())}
         for value in outputs.values():
-            self.line(0, f"{value.text} = {zero}", wide)
+            self.frame.line(0, f"{value.text} = {zero}", wide)
         for leader, cores in self.by_leader().items():
             if late:
-                self.stages[0] += self.weighted(leader, cores, outputs)
+                self.frame.stages[0] += self.weighted(leader, cores, outputs)
             else:
                 self.group(cores, outputs, zero, axes, unroll)
         for target, value in outputs.items():
             self.write_out(
                 target,
-                self.define("sum", Val(f"tl.sum({value.text}, axis={wide.index('K')})", axes))
+                self.frame.define("sum", Val(f"tl.sum({value.text}, axis={wide.index('K')})", axes))
                 if late
                 else value,
             )
@@ -199,34 +208,34 @@ class _Unrolled(Emitter):
         """
         if not self.plan.roles.k:
             return False
-        elements = len(self.targets()) * math.prod(self.tile(a) for a in (*axes, "K"))
+        elements = len(self.targets()) * math.prod(self.frame.tile(a) for a in (*axes, "K"))
         return elements <= LATE_REGISTERS * 32 * self.config.warps
 
     def weighted(self, leader: Expr, cores: Cores, outputs: Mapping[Access, Val]) -> list[str]:
         """The largest factor, times what all points that use it have beside it, onto every output
         that they write.
         """
-        before = dict(self.loaded)
+        before = dict(self.frame.loaded)
         terms: dict[Access, list[Val]] = {}
         self.row_steps()
         for core, points in cores.items():
             others = list(core)
             others.remove(leader)
             for target, scale in self.scales(points).items():
-                factors = [scale, *(self.evaluate(f, self.plan.accumulator) for f in others)]
+                factors = [scale, *(self.reads.evaluate(f, self.plan.accumulator) for f in others)]
                 terms.setdefault(target, []).append(combine(factors, "*"))
-        value = self.evaluate(leader, self.plan.accumulator)
+        value = self.reads.evaluate(leader, self.plan.accumulator)
         for target, parts in terms.items():
-            factor = self.define("a", combine(parts, "+"))
+            factor = self.frame.define("a", combine(parts, "+"))
             out = outputs[target]
-            self.line(
+            self.frame.line(
                 2,
                 f"{out.text} += {self.present(combine([factor, value], '*')).over(out.axes)}",
                 out.axes,
             )
-        self.loaded = {
+        self.frame.loaded = {
             key: v
-            for key, v in self.loaded.items()
+            for key, v in self.frame.loaded.items()
             if key in before or self.shape.single_k or v.stage < 2
         }
         return self.stepped()
@@ -256,76 +265,76 @@ class _Unrolled(Emitter):
         axes: tuple[str, ...],
         unroll: int,
     ) -> None:
-        sums = {core: Val(self.name("t"), axes) for core in cores}
+        sums = {core: Val(self.frame.name("t"), axes) for core in cores}
         lines = [f"{value.text} = {zero}" for value in sums.values()]
         if self.plan.roles.k:
-            self.stages[0] += lines + self.along_rows(sums)
+            self.frame.stages[0] += lines + self.along_rows(sums)
             for core, points in cores.items():
                 self.combine(sums[core], points, outputs)
             return
         *outer, inner = self.plan.roles.loops
         for depth, var in enumerate(outer):
-            lines.append("    " * depth + f"for {var}_i in range({self.size(var)}):")
-            self.vars[var] = Val(f"{var}_i", (), 2)
+            lines.append("    " * depth + f"for {var}_i in range({self.frame.size(var)}):")
+            self.frame.vars[var] = Val(f"{var}_i", (), 2)
         depth = len(outer)
         step = f", {unroll}" if unroll > 1 else ""
-        lines.append("    " * depth + f"for {inner}_0 in range(0, {self.size(inner)}{step}):")
+        lines.append("    " * depth + f"for {inner}_0 in range(0, {self.frame.size(inner)}{step}):")
         lines += ["    " * (depth + 1) + line for line in self.body(inner, sums, unroll)]
-        self.stages[0] += lines
+        self.frame.stages[0] += lines
         for core, points in cores.items():
             self.combine(sums[core], points, outputs)
 
     def along_rows(self, sums: Mapping[tuple[Expr, ...], Val]) -> list[str]:
         """Sums along the rows of the largest factor, a tile of them at a time."""
-        before = dict(self.loaded)
+        before = dict(self.frame.loaded)
         self.row_steps()
         for core, total in sums.items():
             value = self.present(
-                combine([self.evaluate(f, self.plan.accumulator) for f in core], "*")
+                combine([self.reads.evaluate(f, self.plan.accumulator) for f in core], "*")
             )
             axes = union((*total.axes, "K"))
-            self.line(
+            self.frame.line(
                 2, f"{total.text} += tl.sum({value.over(axes)}, axis={axes.index('K')})", total.axes
             )
-        self.loaded = before
+        self.frame.loaded = before
         return self.stepped()
 
     def row_steps(self) -> None:
         """The places of one step along the rows of the largest factor."""
         (var,), tile = self.plan.roles.k, self.config.k
         first = "" if self.shape.single_k else f"{var}_0 + "
-        self.line(2, f"{var}_i = {first}tl.arange(0, {tile})", ("K",))
-        self.vars[var] = Val(f"{var}_i", ("K",), 2)
+        self.frame.line(2, f"{var}_i = {first}tl.arange(0, {tile})", ("K",))
+        self.frame.vars[var] = Val(f"{var}_i", ("K",), 2)
         if not self.shape.even_k:
-            self.line(2, f"k_ok = {var}_i < {self.size(var)}", ("K",))
-            self.masks["K"] = Val("k_ok", ("K",), 2)
+            self.frame.line(2, f"k_ok = {var}_i < {self.frame.size(var)}", ("K",))
+            self.frame.masks["K"] = Val("k_ok", ("K",), 2)
 
     def stepped(self) -> list[str]:
         """What was written for one step, repeated for all."""
         (var,), tile = self.plan.roles.k, self.config.k
-        lines, self.stages[2] = self.stages[2], []
+        lines, self.frame.stages[2] = self.frame.stages[2], []
         if self.shape.single_k:
             return lines
-        count = self.size(var)
+        count = self.frame.size(var)
         return [f"for {var}_0 in range(0, {count}, {tile}):", *("    " + line for line in lines)]
 
     def body(self, inner: str, sums: Mapping[tuple[Expr, ...], Val], unroll: int) -> list[str]:
-        before = dict(self.loaded)
+        before = dict(self.frame.loaded)
         for u in range(unroll):
-            self.loaded = dict(before)
-            self.vars[inner] = Val(f"{inner}_0" if u == 0 else f"({inner}_0 + {u})", (), 2)
+            self.frame.loaded = dict(before)
+            self.frame.vars[inner] = Val(f"{inner}_0" if u == 0 else f"({inner}_0 + {u})", (), 2)
             for core, total in sums.items():
                 value = self.present(
-                    combine([self.evaluate(f, self.plan.accumulator) for f in core], "*")
+                    combine([self.reads.evaluate(f, self.plan.accumulator) for f in core], "*")
                 )
-                self.line(2, f"{total.text} += {value.over(total.axes)}", total.axes)
-        self.loaded = before
-        lines, self.stages[2] = self.stages[2], []
+                self.frame.line(2, f"{total.text} += {value.over(total.axes)}", total.axes)
+        self.frame.loaded = before
+        lines, self.frame.stages[2] = self.frame.stages[2], []
         return lines
 
     def present(self, value: Val) -> Val:
         """Zero where nothing is: functions make something else of the zeros loaded there."""
-        return self.masked(value) if self.plan.pointwise else value
+        return self.contract.masked(value) if self.plan.pointwise else value
 
     def combine(
         self,
@@ -335,7 +344,9 @@ class _Unrolled(Emitter):
     ) -> None:
         for target, scale in self.scales(points).items():
             out = outputs[target]
-            self.line(0, f"{out.text} += {combine([scale, total], '*').over(out.axes)}", out.axes)
+            self.frame.line(
+                0, f"{out.text} += {combine([scale, total], '*').over(out.axes)}", out.axes
+            )
 
     def scales(self, points: list[tuple[Access, tuple[Expr, ...]]]) -> dict[Access, Val]:
         """What the points of one product of summed factors have beside it, by the output that they
@@ -344,7 +355,7 @@ class _Unrolled(Emitter):
         found: dict[Access, list[Val]] = {}
         for target, rest in points:
             one = (
-                combine([self.evaluate(f, self.plan.accumulator) for f in rest], "*")
+                combine([self.reads.evaluate(f, self.plan.accumulator) for f in rest], "*")
                 if rest
                 else Val("1")
             )
@@ -358,11 +369,11 @@ class _Unrolled(Emitter):
         }
 
     def write_out(self, target: Access, value: Val) -> None:
-        self.emit_store(target, self.sum_unkept(value))
-        self.stages[0] += self.stages[AFTER]
-        self.stages[AFTER] = []
+        self.output.emit_store(target, self.output.sum_unkept(value))
+        self.frame.stages[0] += self.frame.stages[AFTER]
+        self.frame.stages[AFTER] = []
 
     def text(self, name: str) -> str:
-        self.stages[1], self.stages[2] = [], []
-        self.counters = []
-        return self.write(name)
+        self.frame.stages[1], self.frame.stages[2] = [], []
+        self.frame.counters = []
+        return self.emitter.write(name)
