@@ -33,7 +33,7 @@ class Blocks:
     roles: HostRoles
     weights: Weights
     key: tuple[object, ...]
-    name, slowness = "blocks", 2
+    name, slowness = "blocks", 1
     why = "a matrix product for each point, on matrices where they lie"
 
     def __call__(self, call: HostCall) -> Tensor:
