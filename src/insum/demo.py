@@ -24,8 +24,8 @@ from torch import Tensor
 
 from insum.agnostic import einsum
 from insum.api import insum
+from insum.explanation import way_of
 from insum.formats import BlockGroupCOO, GroupCOO
-from insum.host.choose import choose
 from insum.lang.bind import bind
 from insum.lang.parser import parse
 
@@ -258,7 +258,8 @@ def way_note(application: Application, device: str) -> str:
     if device != "cpu":
         return ""
     statement, values, sizes, padded = application.kernel
-    found = choose(bind(parse(statement), values, sizes=sizes, padded=padded))
+    problem = bind(parse(statement), values, sizes=sizes, padded=padded)
+    found = way_of(problem, values, new=True)
     return f"{'graph' if found is None else found.name} | "
 
 

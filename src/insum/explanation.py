@@ -14,7 +14,7 @@ from insum.call import is_fusable, prepare
 from insum.graph import lower
 from insum.host.choose import choose
 from insum.host.patterns import Patterns
-from insum.host.places import HostCall
+from insum.host.places import HostCall, Lowering
 from insum.host.roles import as_tensor
 from insum.lang.bind import Problem, Value
 from insum.lang.expand import ProductTerm
@@ -274,11 +274,17 @@ def _host(problem: Problem, values: Mapping[str, Value], *, new: bool) -> str:
     """The way that a CPU takes instead of the graph, and why."""
     if settings.backend != "auto" or settings.require_fused or problem.device.type != "cpu":
         return ""
-    found = choose(problem, new=new)
-    if isinstance(found, Patterns):
-        entries = {n: memory.entry_of(as_tensor(values[n])) for n in problem.index_names()}
-        found = found.chosen(HostCall(values, lambda: values, entries))
+    found = way_of(problem, values, new=new)
     return "" if found is None or not found.why else f"on the CPU: {found.name}: {found.why}"
+
+
+def way_of(problem: Problem, values: Mapping[str, Value], *, new: bool) -> Lowering | None:
+    """The way that a CPU takes with these values; None: one graph."""
+    found = choose(problem, new=new)
+    if not isinstance(found, Patterns):
+        return found
+    entries = {n: memory.entry_of(as_tensor(values[n])) for n in problem.index_names()}
+    return found.chosen(HostCall(values, lambda: values, entries))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
