@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from insum.lang.binding import Binding
 from insum.lang.expand import expand
 from insum.lang.expr import Statement
 from insum.lang.extents import Extents
@@ -33,37 +34,24 @@ def bind(
     >>> dict(problem.extents), problem.shape, problem.dtype
     ({'i': 2, 'j': 3}, (2,), torch.float32)
     """
-    return _Binder(statement, values, sizes or {}, padded).problem()
-
-
-class _Binder(Extents):
-    """The order in which things are found out."""
-
-    def problem(self) -> Problem:
-        self.check_names()
-        for access in self.every_access():
-            self.check_rank(access)
-        self.check_index_dtypes()
-        self.check_value_dtypes()
-        device = self.device()
-        terms = expand(self.statement)
-        self.read_sizes()
-        for access in self.every_access():
-            if access is not self.target or self.target.tensor in self.kinds:
-                self.read_extents(access, self.kinds[access.tensor].shape)
-        shape = self.output_shape()
-        extents = self.extents()
-        self.check_affine_ranges(shape, extents)
-        dtype = self.result_dtype()
-        self.check_output_size(shape, dtype)
-        self.check_output()
-        return Problem(
-            self.statement,
-            terms,
-            self.kinds,
-            extents,
-            shape,
-            dtype,
-            device,
-            self.padded,
-        )
+    binding = Binding(statement, values, sizes or {}, padded)
+    binding.check_names()
+    for access in binding.every_access():
+        binding.check_rank(access)
+    binding.check_index_dtypes()
+    binding.check_value_dtypes()
+    device, terms = binding.device(), expand(statement)
+    found = Extents(binding)
+    found.read_sizes()
+    for access in binding.every_access():
+        if access is not binding.target or binding.target.tensor in binding.kinds:
+            found.read_extents(access, binding.kinds[access.tensor].shape)
+    shape = found.output_shape()
+    extents = found.extents()
+    found.check_affine_ranges(shape, extents)
+    dtype = binding.result_dtype()
+    found.check_output_size(shape, dtype)
+    binding.check_output()
+    return Problem(
+        *(statement, terms, binding.kinds, extents, shape, dtype, device, binding.padded)
+    )

@@ -16,25 +16,28 @@ from insum.lang.expr import Access, Affine, Var, variables
 from insum.lang.problem import Size, shown_shape
 
 
-class Extents(Binding):
+class Extents:
     """Every variable has one extent, every dimension of the output one size, and affine indices
     stay inside.
     """
+
+    def __init__(self, binding: Binding) -> None:
+        self.binding = binding
 
     def read_sizes(self) -> None:
         """``sizes=``: by output dimension, by text of a left-side index, by index tensor, by
         variable, or the whole output.
         """
-        if not isinstance(self.sizes, Mapping):
-            self.fail(
+        if not isinstance(self.binding.sizes, Mapping):
+            self.binding.fail(
                 BindingError,
-                f"sizes is a {type(self.sizes).__name__}",
+                f"sizes is a {type(self.binding.sizes).__name__}",
                 expected="a dictionary",
                 remedy="sizes={'i': 8}, or out_shape=(8,)",
             )
-        for key, size in self.sizes.items():
+        for key, size in self.binding.sizes.items():
             if isinstance(key, bool) or not isinstance(key, str | int):
-                self.fail(
+                self.binding.fail(
                     BindingError,
                     f"sizes has the key {key!r}",
                     expected="a name, or the number of an output dimension",
@@ -47,30 +50,30 @@ class Extents(Binding):
 
     def check_size(self, what: str, size: object) -> None:
         if isinstance(size, bool) or not isinstance(size, int | torch.SymInt):
-            self.fail(
+            self.binding.fail(
                 BindingError,
                 f"{what} is {size!r}",
                 expected="an integer",
                 remedy="int(...) around it" if hasattr(size, "__index__") else "",
             )
         if isinstance(size, int) and size < 0:
-            self.fail(BindingError, f"{what} is {size}", expected="a size of at least 0")
+            self.binding.fail(BindingError, f"{what} is {size}", expected="a size of at least 0")
         if isinstance(size, int) and size >= 2**63:
-            self.fail(BindingError, f"{what} is {size}", expected="a size below 2**63")
+            self.binding.fail(BindingError, f"{what} is {size}", expected="a size below 2**63")
 
     def read_shape(self, key: str | int, shape: Sequence[Size]) -> None:
-        if key != self.target.tensor:
-            self.fail(
+        if key != self.binding.target.tensor:
+            self.binding.fail(
                 BindingError,
                 f"sizes[{key!r}] is a shape, and {key!r} is not the output",
-                remedy=f"sizes={{{self.target.tensor!r}: shape}}, or out_shape=shape",
+                remedy=f"sizes={{{self.binding.target.tensor!r}: shape}}, or out_shape=shape",
             )
-        if len(shape) != len(self.dims):
-            self.fail(
+        if len(shape) != len(self.binding.dims):
+            self.binding.fail(
                 BindingError,
                 f"out_shape {shown_shape(shape)} has {len(shape)} dimension(s), but the left "
-                f"side {self.target} has {len(self.dims)}",
-                span=self.target.span,
+                f"side {self.binding.target} has {len(self.binding.dims)}",
+                span=self.binding.target.span,
                 expected="one size per index of the left side",
             )
         for dim, size in enumerate(shape):
@@ -79,38 +82,38 @@ class Extents(Binding):
 
     def read_size(self, key: str | int, size: Size) -> None:
         if isinstance(key, int) or key.isascii() and key.isdigit():
-            if int(key) >= len(self.dims) or int(key) < 0:
+            if int(key) >= len(self.binding.dims) or int(key) < 0:
                 expected = (
-                    f"a number from 0 to {len(self.dims) - 1}"
-                    if self.dims
+                    f"a number from 0 to {len(self.binding.dims) - 1}"
+                    if self.binding.dims
                     else "no size: the output is a scalar"
                 )
-                self.fail(
+                self.binding.fail(
                     BindingError,
-                    f"sizes[{key!r}]: the output has {len(self.dims)} dimension(s)",
-                    span=self.target.span,
+                    f"sizes[{key!r}]: the output has {len(self.binding.dims)} dimension(s)",
+                    span=self.binding.target.span,
                     expected=expected,
                 )
             return self.set_dim(int(key), size)
-        if key in {*variables(self.target), *variables(self.statement.value)}:
+        if key in {*variables(self.binding.target), *variables(self.binding.statement.value)}:
             return self.see(key, size, f"sizes[{key!r}]", None)
         text = key.replace(" ", "")
         dims = [
             d
-            for d, index in enumerate(self.target.indices)
+            for d, index in enumerate(self.binding.target.indices)
             if str(index).replace(" ", "") == text
             or isinstance(index.atom, Access)
             and index.atom.tensor == key
         ]
-        if key == self.target.tensor:
-            self.fail(
+        if key == self.binding.target.tensor:
+            self.binding.fail(
                 BindingError,
                 f"sizes[{key!r}] is {size}, and {key!r} is the output",
-                expected=f"its whole shape, of {len(self.dims)} dimension(s)",
+                expected=f"its whole shape, of {len(self.binding.dims)} dimension(s)",
                 remedy=f"sizes={{{key!r}: shape}}, or out_shape=shape",
             )
         if not dims:
-            self.fail(
+            self.binding.fail(
                 BindingError,
                 f"sizes has no use for {key!r}",
                 expected="an index variable, an output dimension (0, 1, ...), or a left-side "
@@ -120,37 +123,37 @@ class Extents(Binding):
             self.set_dim(dim, size)
 
     def set_dim(self, dim: int, size: Size) -> None:
-        known = self.dims[dim]
+        known = self.binding.dims[dim]
         if known is not None and not _equal(known, size):
-            self.fail(
+            self.binding.fail(
                 BindingError,
                 f"dimension {dim} of the output has two sizes: {known} and {size}",
-                span=self.target.indices[dim].span,
+                span=self.binding.target.indices[dim].span,
             )
-        self.dims[dim] = size
+        self.binding.dims[dim] = size
 
     def read_extents(self, access: Access, shape: Sequence[Size]) -> None:
         for dim, (index, size) in enumerate(zip(access.indices, shape, strict=True)):
-            if access is self.target:
+            if access is self.binding.target:
                 self.set_dim_of_target(dim, size)
             elif index.var is not None:
                 self.see(index.var, size, f"{access} (dimension {dim})", index.span)
 
     def set_dim_of_target(self, dim: int, size: Size) -> None:
-        known = self.dims[dim]
+        known = self.binding.dims[dim]
         if known is not None and not _equal(known, size):
-            self.fail(
+            self.binding.fail(
                 BindingError,
-                f"{self.target.tensor} has size {size} in dimension {dim}, but sizes or "
+                f"{self.binding.target.tensor} has size {size} in dimension {dim}, but sizes or "
                 f"out_shape says {known}",
-                span=self.target.indices[dim].span,
+                span=self.binding.target.indices[dim].span,
             )
-        self.dims[dim] = size
+        self.binding.dims[dim] = size
 
     def see(self, var: str, extent: Size, place: str, span: Span | None) -> None:
-        known = self.seen.setdefault(var, (extent, place))
+        known = self.binding.seen.setdefault(var, (extent, place))
         if not _equal(known[0], extent):
-            self.fail(
+            self.binding.fail(
                 BindingError,
                 f"index {var!r} has two extents: {known[0]} in {known[1]} and {extent} in {place}",
                 span=span,
@@ -159,13 +162,15 @@ class Extents(Binding):
 
     def output_shape(self) -> tuple[Size, ...]:
         shape: list[Size] = []
-        for dim, index in enumerate(self.target.indices):
+        for dim, index in enumerate(self.binding.target.indices):
             var = index.var
-            size = self.dims[dim]
+            size = self.binding.dims[dim]
             if size is not None and var is not None:
-                self.see(var, size, f"the output {self.target} (dimension {dim})", index.span)
+                self.see(
+                    var, size, f"the output {self.binding.target} (dimension {dim})", index.span
+                )
             if size is None and var is not None:
-                size = self.seen[var][0] if var in self.seen else None
+                size = self.binding.seen[var][0] if var in self.binding.seen else None
             if size is None:
                 self.unknown_output(dim, index)
             shape.append(size)
@@ -175,22 +180,22 @@ class Extents(Binding):
         """Bytes are counted in 64 bits; whether there is so much memory is another question."""
         sizes = [size for size in shape if isinstance(size, int)]
         if len(sizes) == len(shape) and math.prod(sizes) * dtype.itemsize >= 2**63:
-            self.fail(
+            self.binding.fail(
                 BindingError,
                 f"the output of shape {shown_shape(shape)} is too large to be addressed",
-                span=self.target.span,
+                span=self.binding.target.span,
                 expected="fewer than 2**63 bytes",
             )
 
     def unknown_output(self, dim: int, index: Affine) -> NoReturn:
-        name = self.target.tensor
+        name = self.binding.target.tensor
         remedy = f"pass the output as {name}=, its shape as out_shape=(...), or sizes={{{dim}: n}}"
         what = (
             f"index {index.var!r} stands in no tensor that was passed"
             if index.var
             else f"it is written at {index}, whose values do not tell it"
         )
-        self.fail(
+        self.binding.fail(
             BindingError,
             f"the output's size in dimension {dim} is unknown: {what}",
             span=index.span,
@@ -198,29 +203,33 @@ class Extents(Binding):
         )
 
     def extents(self) -> dict[str, Size]:
-        names = dict.fromkeys((*variables(self.target), *variables(self.statement.value)))
+        names = dict.fromkeys(
+            (*variables(self.binding.target), *variables(self.binding.statement.value))
+        )
         for name in names:
-            if name not in self.seen:
+            if name not in self.binding.seen:
                 span = next(
                     (
                         _var_span(i, name)
-                        for a in self.every_access()
+                        for a in self.binding.every_access()
                         for i in a.indices
                         if name in variables(i)
                     ),
                     None,
                 )
-                self.fail(
+                self.binding.fail(
                     BindingError,
                     f"the extent of index {name!r} is unknown: it stands alone in no dimension",
                     span=span,
                     remedy=f"pass sizes={{{name!r}: n}}",
                 )
-        return {name: self.seen[name][0] for name in names}
+        return {name: self.binding.seen[name][0] for name in names}
 
     def check_affine_ranges(self, shape: tuple[Size, ...], extents: Mapping[str, Size]) -> None:
-        for access in self.every_access():
-            limits = shape if access is self.target else self.kinds[access.tensor].shape
+        for access in self.binding.every_access():
+            limits = (
+                shape if access is self.binding.target else self.binding.kinds[access.tensor].shape
+            )
             for dim, index in enumerate(access.indices):
                 self.check_affine_range(access, dim, index, limits[dim], extents)
 
@@ -252,7 +261,7 @@ class Extents(Binding):
                 if index.terms
                 else f"make {access.tensor} larger, or correct the index"
             )
-            self.fail(
+            self.binding.fail(
                 IndexRangeError,
                 fact,
                 span=index.span,
