@@ -14,6 +14,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,9 @@ def page(folder: Path = RESULTS) -> str:
         ("limits.json", limits_lines),
         ("compare.json", compare_lines),
         ("cpu.json", cpu_lines),
+        ("sweep.json", sweep_lines),
+        ("soak.json", soak_lines),
+        ("sanitize.json", sanitizer_lines),
     ):
         if (folder / name).exists():
             parts += [*make(json.loads((folder / name).read_text(encoding="utf-8"))), ""]
@@ -139,6 +143,65 @@ def limits_lines(result: dict[str, Any]) -> list[str]:
     ]
     lines += [f"    - {name}: `{text}`" for name, text in result["offences"].items()]
     return [*lines, "", f"Made by `{result['command']}`."]
+
+
+def sweep_lines(result: dict[str, Any]) -> list[str]:
+    """Time over size, beside a rival's."""
+    lines = [
+        "## Sizes that nobody tuned for",
+        "",
+        f"{result['device']}, torch {_torch(result)}, {result['date']}. The same matrix in larger "
+        "blocks has no rival.",
+        "",
+        "| case | dtype | size | ms | rival | ms | error |",
+        "|---|---|--:|--:|---|--:|--:|",
+    ]
+    for row in result["rows"]:
+        size = " x ".join(map(str, row["size"]))
+        rival = "-" if row["rival_ms"] is None else f"{row['rival_ms']:.4f}"
+        lines.append(
+            f"| {row['kind']}: {row['case']} | {row['dtype']} | {size} | "
+            f"{row['milliseconds']:.4f} | {row['rival'] or '-'} | {rival} | {row['error']:.0e} |"
+        )
+    return [*lines, "", f"Made by `{result['command']}`, which goes on where a record ends."]
+
+
+def soak_lines(result: dict[str, Any]) -> list[str]:
+    """What was drawn, and what was found."""
+    lines = [
+        "## Soak test",
+        "",
+        "| device | torch | date | minutes | trials | found | command |",
+        "|---|---|---|--:|--:|--:|---|",
+    ]
+    lines += [
+        f"| {run['device']} | {_torch(run)} | {run['date']} | {run['seconds'] / 60:.1f} | "
+        f"{run['trials']} | {len(run['found'])} | `{run['command'].split(' --out')[0]}` |"
+        for run in result["runs"]
+    ]
+    tried: Counter[str] = Counter()
+    for run in result["runs"]:
+        tried.update(run["tried"])
+    every = ", ".join(f"{count} {name}" for name, count in sorted(tried.items()))
+    return [*lines, "", f"Together: {every}."]
+
+
+def sanitizer_lines(result: dict[str, Any]) -> list[str]:
+    """What compute-sanitizer says of kernels of every kind."""
+    lines = [
+        "## Sanitizer",
+        "",
+        f"{result['device']}, torch {_torch(result)}, {result['date']}; what is missing did not "
+        "finish in the time that there was.",
+        "",
+        "| tool | over | results | said |",
+        "|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['tool']} | {row['part']} | {row['checked']} | {row['summary']} |"
+        for row in result["results"]
+    ]
+    return [*lines, "", f"Made by `{result['command'].split(' --json')[0]} --json FILE`."]
 
 
 def compare_lines(result: dict[str, Any]) -> list[str]:

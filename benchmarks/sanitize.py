@@ -18,6 +18,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
@@ -152,12 +153,16 @@ def under(tool: str, part: str) -> dict[str, Any]:
         [*command, sys.executable, __file__, part], capture_output=True, text=True, check=False
     )
     told = [line for line in done.stdout.splitlines() if line.startswith("=========")]
+    places = [found[1] for line in told if (found := re.search(r"\bat (?:void )?([\w:]+)", line))]
     counted = [line for line in done.stdout.splitlines() if re.match(r"\d+ calls", line)]
     return {
         "tool": tool,
         "part": part,
         "summary": told[-1].strip("= ") if told else done.stderr[-300:],
         "checked": counted[-1] if counted else "did not finish",
+        "kernels": dict(
+            Counter(places)
+        ),  # of the offences that are printed; torch's are among them
         "exit": done.returncode,
         "seconds": round(time.monotonic() - start),
     }
