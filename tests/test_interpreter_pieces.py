@@ -99,3 +99,10 @@ def test_gradients_through_pieces() -> None:
         (found,) = torch.autograd.grad(got.sum(), a)
     (want,) = torch.autograd.grad(a.amax(0).sum(), a)
     assert torch.equal(found, want)
+
+
+@pytest.mark.parametrize("statement", ["y[a] = x[a,k]", "y[a] max= x[a,k]", "y[c] = x[k,c]"])
+def test_nothing_is_cut_where_there_is_nothing(statement: str) -> None:
+    x = torch.ones((0, 4000) if "a" in statement else (4000, 0))
+    with deterministic(False):
+        assert insum.insum(statement, x=x).shape == (0,)

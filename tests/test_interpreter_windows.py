@@ -184,3 +184,54 @@ def test_other_sizes_and_layouts_of_one_statement() -> None:
         with insum.settings(**ONLY_FUSED):
             for given in (values, last):
                 assert error(insum.insum(statement, sizes={2: t - 2}, **given), want) < 2e-3
+
+
+# --- windows that are apart, sums that are long, values that are not numbers ----------------------
+
+
+def transposed(g: Tensor, w: Tensor, step: int) -> Tensor:
+    shaped = g.double()[None, None], w.double()[None, None]
+    return torch.nn.functional.conv_transpose1d(*shaped, stride=step)[0, 0]
+
+
+@pytest.mark.parametrize("general", [False, True])
+@pytest.mark.parametrize(("step", "width"), [(7, 15), (7, 63), (13, 27), (8, 130), (2, 9)])
+def test_every_part_of_a_window_that_is_apart(
+    monkeypatch: pytest.MonkeyPatch, step: int, width: int, general: bool
+) -> None:
+    """Sizes of a class have parts of other numbers; kernels for all sizes know none."""
+    if general:
+        monkeypatch.setattr("insum.runtime.program.MOST_EXACT", 0)
+    g, w = torch.randn(50), torch.randn(width)
+    with insum.settings(**ONLY_FUSED):
+        text, shape = f"y[{step}*t+r] += g[t] * w[r]", (step * 49 + width,)
+        got = insum.insum(text, g=g, w=w, out_shape=shape)
+    torch.testing.assert_close(got.double(), transposed(g, w, step), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("step", [1, 2])
+def test_long_sums_through_windows(step: int, repeats: bool) -> None:
+    g, w = torch.randn(3000, 3), torch.randn(3000, 3)
+    want = torch.zeros(2 * step + 3, dtype=torch.float64)
+    for t in range(3):
+        want[step * t : step * t + 3] += (g[:, t : t + 1].double() * w.double()).sum(0)
+    text, target = f"y[{step}*t+r] += g[o,t] * w[o,r]", torch.zeros(len(want))
+    torch.use_deterministic_algorithms(repeats)
+    try:
+        with insum.settings(**ONLY_FUSED):
+            found = insum.insum(text, g=g, w=w, out_shape=target.shape)
+            insum.insum(text, y=target, g=g, w=w)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for one in (found, target):
+        torch.testing.assert_close(one.double(), want, rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize("operator", ["min=", "max="])
+def test_extrema_through_windows_see_what_is_not_a_number(operator: str) -> None:
+    g, w = torch.tensor([1.0, math.nan, 2.0, 3.0]), torch.ones(2)
+    for sign in (1, -1):
+        with insum.settings(backend="fused"):
+            got = insum.insum(f"y[t+r] {operator} g[t] * w[r]", g=sign * g, w=w, out_shape=(5,))
+        assert got.isnan().tolist() == [False, True, True, False, False]

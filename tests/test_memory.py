@@ -250,3 +250,21 @@ def test_edges_whose_data_is_replaced(anywhere: str) -> None:
         edges.data = torch.randint(0, 6, (2, count))
         got, want = insum.nn.propagate(edges, x), insum.nn.propagate(edges.clone(), x)
         torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("kind", [torch.int8, torch.uint8, torch.int16, torch.int32])
+def test_narrow_values_that_change_places_are_seen(kind: torch.dtype) -> None:
+    """Several of them are one word, and of a product with its upper part little is left."""
+    values = (torch.arange(512) % 100).to(kind)
+    before, per_word = memory.fingerprint(values), 8 // values.itemsize
+    found = set()
+    for other in range(1, 512 // per_word):
+        changed = values.clone()
+        pair = [per_word - 1, per_word * (other + 1) - 1]
+        changed[pair] = changed[pair[::-1]]
+        if not torch.equal(changed, values):
+            found.add(memory.fingerprint(changed) == before)
+    assert found == {False}
+    both = values.clone()
+    both[[per_word - 1, 2 * per_word - 1]] += 64
+    assert memory.fingerprint(both) != before

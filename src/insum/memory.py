@@ -353,12 +353,15 @@ _CHUNK = 1 << 16
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """A number that other values have with a probability of 2**-64."""
+    """A number that other values have with a probability of at most 2**-32."""
     flat, rest = _as_words(tensor.detach())
     total = tensor.numel() + rest
     for start in range(0, flat.numel(), _CHUNK):
         chunk = flat[start : start + _CHUNK]
-        mixed = int(torch.dot(chunk, _weights(chunk.numel())))
+        weights, others = _weights(chunk.numel())
+        mixed = int(torch.dot(chunk, weights))
+        if tensor.itemsize < 8:  # of a product with the upper part of a word little is left
+            mixed += int(torch.dot(chunk >> 32, others))
         total = (total * 0x9E3779B97F4A7C15 + mixed) % 2**64
     return total
 
@@ -376,15 +379,16 @@ def _as_words(tensor: Tensor) -> tuple[Tensor, int]:
     return flat[:whole].view(torch.int64), int.from_bytes(bytes(rest), "little")
 
 
-def _weights(count: int) -> Tensor:
+def _weights(count: int) -> tuple[Tensor, Tensor]:
+    """Odd numbers, two for each word."""
     global _drawn
     if _drawn is None:
         generator = torch.Generator().manual_seed(0x1A5A)
         with torch.inference_mode(False):
             _drawn = torch.randint(
-                -(2**62), 2**62, (_CHUNK,), generator=generator, device="cpu"
+                -(2**62), 2**62, (2, _CHUNK), generator=generator, device="cpu"
             ).bitwise_or_(1)
-    return _drawn[:count]
+    return _drawn[0, :count], _drawn[1, :count]
 
 
 _drawn: Tensor | None = None

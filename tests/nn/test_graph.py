@@ -190,3 +190,14 @@ def test_edges_in_a_dtype_that_does_not_hold_every_node(dtype: torch.dtype) -> N
         (RelationalConv(5, 4, 300), (relation,), (relation.to(kind),)),
     ):
         assert_close(layer(x, edges.to(dtype), *narrow), layer(x, edges, *more))
+
+
+def test_normalised_edges_are_the_callers() -> None:
+    """What is kept with the edges does not change when a caller writes to what it was given."""
+    edges, x = torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.eye(3)
+    layer = GCNConv(3, 3)
+    before = layer(x, edges).detach().clone()
+    found, weights = gcn_norm(edges, None, 3)
+    found.zero_()
+    weights.mul_(2)
+    assert torch.equal(layer(x, edges), before)

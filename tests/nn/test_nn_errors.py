@@ -73,6 +73,11 @@ CASES: dict[str, tuple[Callable[[], object], type[insum.InsumError], str]] = {
         insum.DtypeError,
         "coords holds float32",
     ),
+    "coordinates that are none": (
+        lambda: SparseTensor("none", torch.ones(1, 2), None, cloud([[0, 0, 0]]).voxels),  # type: ignore[arg-type]
+        insum.DtypeError,
+        "coords is 'none'",
+    ),
     "five columns": (
         lambda: cloud([[0, 0, 0, 0, 0]]),
         insum.BindingError,

@@ -161,7 +161,9 @@ def gcn_norm(
     tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
     fill = (2 if improved else 1) if add_self_loops else None
-    return _normalised(edge_index, edge_weight, num_nodes, fill, dtype)[:2]
+    edges, weights = _normalised(edge_index, edge_weight, num_nodes, fill, dtype)[:2]
+    # what is kept with the edges is not for others to write to
+    return edges.clone(), weights.clone()
 
 
 def gcn_ends(

@@ -187,11 +187,11 @@ class SparseTensor:
         features, voxels = self.features, self.voxels
         if not is_common(features) or features.dtype not in COMPUTABLE:
             require("features", features, VALUES)
+        if type(self.coords) is not Tensor:
+            require("coords", self.coords, TENSOR)
         if type(voxels) is not Voxels:
             if voxels is not None:
                 require("voxels", voxels, VOXEL_SET)
-            if type(self.coords) is not Tensor:
-                require("coords", self.coords, TENSOR)
             one_device(coords=self.coords, features=features)
             voxels = voxels or Voxels.of(self.coords, self.spatial_shape)
             object.__setattr__(self, "voxels", voxels)

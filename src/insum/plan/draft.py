@@ -162,6 +162,11 @@ class Subject:
         """How many places the scattered dimension has, typically."""
         return self.sizes.shape[scatter.dim]
 
+    def is_open(self, var: str) -> bool:
+        """Whether nothing bounds the extent of a variable."""
+        found = self.sizes.extents.get(var)
+        return found is None or found.open
+
     # --- index tensors ---
 
     def known(self, name: str) -> Known | None:
@@ -306,6 +311,8 @@ def finish(
 ) -> Planned:
     """The plan of a draft."""
     problem = subject.problem
+    if strategy == "atomic" and subject.reduce != "sum" and problem.dtype.is_floating_point:
+        raise CannotFuse(f"atomics do not see NaN where a {subject.reduce} is taken")
     roles = roles or roles_of(subject, draft, absorbed, allow_dot)
     draft = _with_exact_entries(subject, draft, roles)
     accumulator = subject.accumulator()

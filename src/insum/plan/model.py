@@ -512,6 +512,6 @@ def pieces(plan: Plan, config: Config, extents: Mapping[str, int]) -> int:
         return min(config.split, steps)
     # without matrix units all waits for memory, and many programs wait at once
     enough = ENOUGH_PROGRAMS if plan.roles.dot else 4 * ENOUGH_PROGRAMS
-    if programs >= enough // 2 or steps < 16:
+    if programs >= enough // 2 or steps < 16 or not programs:
         return 1
     return max(1, min(enough // programs, steps // 8))

@@ -19,6 +19,7 @@ from insum.lang.expr import Access, Affine, Expr, Var, accesses, affine, fresh, 
 from insum.plan.plan import Bound
 from insum.plan.recipes import CeilDivided, OfExtent, OfShape, SizeExpr
 from insum.plan.rewrite import substitute
+from insum.plan.sizes import power_of_two
 
 #: A dimension has at most so many times the places that windows begin at: what is walked in vain is
 #: less than what is not.
@@ -166,5 +167,6 @@ def _by_phase(
         p: (apart,),
         a: (CeilDivided(OfExtent(inside), apart),),
     }
-    typical = {q: math.ceil(places / apart), p: apart, a: math.ceil(width / apart)}
+    # tiles that hold all of `a` are as wide as what is typical of it
+    typical = {q: math.ceil(places / apart), p: apart, a: math.ceil(power_of_two(width) / apart)}
     return _Solved(affine([(apart, Var(q)), (1, Var(p))], 0), change, made, typical)

@@ -17,7 +17,16 @@ from insum.plan import model
 from insum.plan.config import Choice, Config
 from insum.plan.draft import Planned, Wishes
 from insum.plan.plan import Plan, Segment
-from insum.plan.recipes import OfCount, OfExtent, Pieces, Recipe, SizeExpr, Sorted, Tasks
+from insum.plan.recipes import (
+    CeilDivided,
+    OfCount,
+    OfExtent,
+    Pieces,
+    Recipe,
+    SizeExpr,
+    Sorted,
+    Tasks,
+)
 from insum.plan.roles import Contraction, Roles, contraction
 from insum.plan.sizes import NEW, OUT, WORK, Strides, power_of_two
 from insum.plan.uses import Use
@@ -161,10 +170,34 @@ class _Build:
 
     def fits_one_tile(self, axis: tuple[str, ...], tile: int) -> bool:
         """Whether every extent of the class does."""
-        classes = self.planned.sizes.extents
-        if any(v in classes and classes[v].open for v in axis):
-            return False
-        return model.most(axis, self.extents) <= tile
+        found = 1
+        for var in axis:
+            most = self.most((OfExtent(var),))
+            if most is None:
+                return False
+            found *= most
+        return found <= tile
+
+    def most(self, size: SizeExpr) -> int | None:
+        """What no size of the class exceeds; None where the class does not say."""
+        made, classes, found = dict(self.plan.made), self.planned.sizes.extents, 1
+        for one in size:
+            match one:
+                case int():
+                    most: int | None = one
+                case OfExtent(var) if var in made:
+                    most = self.most(made[var])
+                case OfExtent(var) if var in classes:
+                    most = None if classes[var].open else classes[var].most
+                case CeilDivided(inner, by):
+                    whole = self.most((inner,))
+                    most = None if whole is None else -(-whole // by)
+                case _:
+                    most = None
+            if most is None:
+                return None
+            found *= most
+        return found
 
     def units(self) -> tuple[tuple[str, int], ...]:
         found = {v: min(MOST_UNIT, self.multiple((v,))) for v in self.planned.sizes.extents}
@@ -215,6 +248,7 @@ class _Build:
             operand="",
             precision="",
             idle=None,
+            bounds=(),
         )
         config = model.first_guess(plan, extents)
         kernel = emit(plan, config, Shape(units=self.units()), prefetch=False)

@@ -21,6 +21,8 @@ def atomic(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:
 def atomic_is_asked_for(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:
     if subject.wishes.settings.scatter != "atomic" or subject.wishes.deterministic:
         return None
+    if subject.reduce != "sum":
+        return None  # see `finish`
     return _atomic(subject, draft, "asked for")
 
 

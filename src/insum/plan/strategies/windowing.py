@@ -6,7 +6,14 @@ from dataclasses import replace
 
 from insum.lang.expr import names_of
 from insum.plan.draft import Draft, Planned, Subject, finish
-from insum.plan.windows import gathered, reach
+from insum.plan.recipes import CeilDivided, OfExtent
+from insum.plan.windows import Gathered, gathered, reach
+
+
+def _divided(found: Gathered) -> list[str]:
+    """Variables of which a part is summed over."""
+    parts = [one for size in found.made.values() for one in size if isinstance(one, CeilDivided)]
+    return [one.size.var for one in parts if isinstance(one.size, OfExtent)]
 
 
 def gathered_windows(subject: Subject, draft: Draft) -> Planned | None:
@@ -17,7 +24,7 @@ def gathered_windows(subject: Subject, draft: Draft) -> Planned | None:
         shape = tuple(reach(index, draft.extents) for index in draft.target.indices)
     taken = {*names_of(subject.problem.statement), *draft.extents}
     found = gathered(draft.target, draft.factors, draft.extents, shape, taken)
-    if found is None:
+    if found is None or any(map(subject.is_open, _divided(found))):
         return None
     draft = replace(
         draft.because("each place gathers its window"),
