@@ -360,7 +360,7 @@ def fingerprint(tensor: Tensor) -> int:
         chunk = flat[start : start + _CHUNK]
         weights, others = _weights(chunk.numel())
         mixed = int(torch.dot(chunk, weights))
-        if tensor.itemsize < 8:  # of a product with the upper part of a word little is left
+        if tensor.itemsize < 4:  # of a product with the last of a word little is left
             mixed += int(torch.dot(chunk >> 32, others))
         total = (total * 0x9E3779B97F4A7C15 + mixed) % 2**64
     return total
