@@ -73,6 +73,15 @@ def page(folder: Path = RESULTS) -> str:
     return "\n".join(parts).rstrip() + "\n"
 
 
+def _head(*columns: str) -> list[str]:
+    """The first lines of a table; columns of numbers are marked by a ``>``."""
+    names = " | ".join(column.removeprefix(">") for column in columns)
+    return [
+        f"| {names} |".replace("|  |", "| |"),
+        "|" + "|".join("--:" if column.startswith(">") else "---" for column in columns) + "|",
+    ]
+
+
 def _torch(result: dict[str, Any]) -> str:
     """The version of torch; older records have no other versions."""
     found: str = result["versions"]["torch"] if "versions" in result else result["torch"]
@@ -89,8 +98,7 @@ def gallery_lines(result: dict[str, Any]) -> list[str]:
         "## Gallery",
         "",
         *_about([section]),
-        "| statement | | ms | others | of the limit | error |",
-        "|---|---|--:|---|--:|--:|",
+        *_head("statement", "", ">ms", "others", ">of the limit", ">error"),
     ]
     for direction in ("forward", "forward+backward"):
         lines += time_lines(section, direction)
@@ -110,8 +118,9 @@ def new_data_lines(result: dict[str, Any]) -> list[str]:
         "call waited for. Most of these times are the host's, which differs between machines by "
         "a third. A step is forward, sum, backward and SGD.",
         "",
-        "| case | | median ms | p99 | most | wanted | compiled | waits | error |",
-        "|---|---|--:|--:|--:|--:|--:|---|--:|",
+        *_head(
+            "case", "", ">median ms", ">p99", ">most", ">wanted", ">compiled", "waits", ">error"
+        ),
     ]
     for row in result["rows"]:
         error = "" if row["error"] is None else f"{row['error']:.0e}"
@@ -153,8 +162,7 @@ def sweep_lines(result: dict[str, Any]) -> list[str]:
         f"{result['device']}, torch {_torch(result)}, {result['date']}. The same matrix in larger "
         "blocks has no rival.",
         "",
-        "| case | dtype | size | ms | rival | ms | error |",
-        "|---|---|--:|--:|---|--:|--:|",
+        *_head("case", "dtype", ">size", ">ms", "rival", ">ms", ">error"),
     ]
     for row in result["rows"]:
         size = " x ".join(map(str, row["size"]))
@@ -171,8 +179,7 @@ def soak_lines(result: dict[str, Any]) -> list[str]:
     lines = [
         "## Soak test",
         "",
-        "| device | torch | date | minutes | trials | found | command |",
-        "|---|---|---|--:|--:|--:|---|",
+        *_head("device", "torch", "date", ">minutes", ">trials", ">found", "command"),
     ]
     lines += [
         f"| {run['device']} | {_torch(run)} | {run['date']} | {run['seconds'] / 60:.1f} | "
@@ -194,8 +201,7 @@ def sanitizer_lines(result: dict[str, Any]) -> list[str]:
         f"{result['device']}, torch {_torch(result)}, {result['date']}; what is missing did not "
         "finish in the time that there was.",
         "",
-        "| tool | over | results | said |",
-        "|---|---|---|---|",
+        *_head("tool", "over", "results", "said"),
     ]
     lines += [
         f"| {row['tool']} | {row['part']} | {row['checked']} | {row['summary']} |"
@@ -212,8 +218,7 @@ def compare_lines(result: dict[str, Any]) -> list[str]:
         f"Milliseconds as CUDA-graph replays, in turns. {result['device']}, torch "
         f"{_torch(result)}, {result['date']}.",
         "",
-        "| case | dtype | | contender | before | now | now / before |",
-        "|---|---|---|---|--:|--:|--:|",
+        *_head("case", "dtype", "", "contender", ">before", ">now", ">now / before"),
     ]
     for row in result["rows"]:
         old, new = row["old_ms"], row["new_ms"]
@@ -234,8 +239,7 @@ def cpu_lines(result: dict[str, Any]) -> list[str]:
         "of the usual group size; torch.sparse has its transposed matrix prepared. torch "
         f"{_torch(result)}, {result['date']}.",
         "",
-        "| application | case | | rival | insum | rival | ratio |",
-        "|---|---|---|---|--:|--:|--:|",
+        *_head("application", "case", "", "rival", ">insum", ">rival", ">ratio"),
     ]
     for row in result["rows"]:
         lines.append(
@@ -254,8 +258,7 @@ def bench_table(result: dict[str, Any]) -> list[str]:
     compared = [s for name, s in sections.items() if name not in ("ablation", "compilers")]
     lines = _about(result["sections"])
     lines += [
-        "| application | against | | insum is faster in | least | median | most |",
-        "|---|---|---|--:|--:|--:|--:|",
+        *_head("application", "against", "", ">insum is faster in", ">least", ">median", ">most"),
     ]
     lines += [line for s in compared for line in ratio_lines(s)]
     lines += ["", "Every case, with its times: [docs/results.md](docs/results.md)."]
@@ -264,8 +267,7 @@ def bench_table(result: dict[str, Any]) -> list[str]:
             "",
             "What each technique contributes (each line has what those before it have):",
             "",
-            "| stage | ms | times as fast |",
-            "|---|--:|--:|",
+            *_head("stage", ">ms", ">times as fast"),
         ]
         lines += ablation_lines(sections["ablation"])
     if "compilers" in sections:
@@ -273,8 +275,7 @@ def bench_table(result: dict[str, Any]) -> list[str]:
             "",
             "From one line to a result:",
             "",
-            "| application | route | first call s | run ms |",
-            "|---|---|--:|--:|",
+            *_head("application", "route", ">first call s", ">run ms"),
         ]
         lines += compiler_lines(sections["compilers"])
     missing = [f"{m['name']} ({s['title']})" for s in result["sections"] for m in s["missing"]]
@@ -293,8 +294,7 @@ def case_lines(result: dict[str, Any]) -> list[str]:
         lines += [
             f"### {section['title']}",
             "",
-            "| case | | insum ms | rivals ms | of the limit | error |",
-            "|---|---|--:|---|--:|--:|",
+            *_head("case", "", ">insum ms", "rivals ms", ">of the limit", ">error"),
         ]
         lines += [*time_lines(section, "forward"), *time_lines(section, "forward+backward"), ""]
         lines += [note + "\n" for note in section.get("notes", [])]
@@ -560,8 +560,7 @@ def kernels_table(result: dict[str, Any]) -> list[str]:
         'run. A ratio above 1 means that insum is faster. "prototype" is a kernel written by '
         "hand for that one case, not part of this repository.",
         "",
-        "| application | case | insum | rivals | relative error |",
-        "|---|---|--:|---|--:|",
+        *_head("application", "case", ">insum", "rivals", ">relative error"),
         *rows_of(result),
         "",
         f"Made by `{result['command']}`, then `python benchmarks/report.py`.",

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from insum.accepted import is_fake, odd_tensor
 from insum.bounded import keep
-from insum.call import MOST_FORMS, BoundCall, Kinds, is_left_to_library, kinds_of, prepare
+from insum.call import MOST_FORMS, BoundCall, Kinds, kinds_of, prepare
 from insum.compat.calls import is_intercepted, is_plain_call, is_undisturbed
 from insum.errors import BindingError, DeviceError, UnsupportedError
 from insum.inplace import add_in_place
@@ -19,7 +19,7 @@ from insum.lang.expr import tensors_of
 from insum.lang.parser import parse
 from insum.ops import contract, run
 from insum.plan.config import Config
-from insum.plan.library import WHY
+from insum.plan.library import WHY, is_left_to_library
 from insum.plan.path import Optimize
 from insum.request import Request, SizesArgument, head, request_of
 from insum.traced import traced

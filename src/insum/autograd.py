@@ -55,6 +55,7 @@ class Derived:
         run: StatementRunner,
     ) -> Tensor:
         """Its value, of this shape, on those of the values that it reads."""
+        # loops: before Python 3.12 every comprehension is a call, and a backward pass has many
         arguments, sizes = {}, [*shape]
         for name in self.reads:
             arguments[name] = values[name]

@@ -29,7 +29,7 @@ from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, accesses, tensors_of
 from insum.lang.measure import Measure, measure_of
 from insum.lang.problem import Sized
-from insum.plan.library import is_matrix_product
+from insum.plan.library import is_left_to_library
 from insum.plan.path import is_path
 from insum.plan.uses import Use, uses_of
 from insum.request import Form, Request, head
@@ -308,17 +308,6 @@ def is_fusable(problem: Problem, now: SettingValues, chosen: bool, *, accumulate
     )
 
 
-def is_left_to_library(problem: Problem, *, accumulates: bool) -> bool:
-    """Whether a matrix library runs a statement better than a kernel of ours. In deterministic mode
-    a kernel does, because torch refuses cuBLAS there unless its environment was prepared.
-    """
-    return (
-        problem.device.type == "cuda"
-        and not torch.are_deterministic_algorithms_enabled()
-        and is_matrix_product(problem, accumulates=accumulates)
-    )
-
-
 def kernels_look_on(device: torch.device) -> bool:
     """Whether looking at index values would wait, so that kernels do it."""
     return device.type == "cuda"
@@ -494,9 +483,8 @@ class BoundCall:
         """How a CPU runs this call; None: as one graph."""
         new = mode == "new"
         if new not in self._lowerings:
-            from insum.host.choose import (
-                choose,  # takes a while to import, and GPUs need none of it
-            )
+            # takes a while to import, and GPUs need none of it
+            from insum.host.choose import choose
 
             self._lowerings[new] = choose(self.problem(values), new=new)
         return self._lowerings[new]

@@ -17,6 +17,17 @@ _HALVES = (torch.float16, torch.bfloat16)
 _DTYPES = (*_HALVES, torch.float32, torch.float64)
 
 
+def is_left_to_library(problem: Problem, *, accumulates: bool) -> bool:
+    """Whether a matrix library runs a statement better than a kernel of ours. In deterministic mode
+    a kernel does, because torch refuses cuBLAS there unless its environment was prepared.
+    """
+    return (
+        problem.device.type == "cuda"
+        and not torch.are_deterministic_algorithms_enabled()
+        and is_matrix_product(problem, accumulates=accumulates)
+    )
+
+
 def is_matrix_product(problem: Problem, *, accumulates: bool) -> bool:
     """Whether a statement is one matrix product, perhaps a batch of them, that means the same done
     by a library. ``accumulates``: it is added to what is there.

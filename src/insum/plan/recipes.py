@@ -8,6 +8,7 @@ resolved for each call.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -50,8 +51,36 @@ class CeilDivided:
     by: int
 
 
-#: A product of sizes.
+#: A product of sizes, which `size_of` evaluates.
 SizeExpr: TypeAlias = tuple[OfExtent | OfShape | OfCount | CeilDivided | int, ...]
+
+
+def size_of(
+    expr: SizeExpr,
+    extents: Mapping[str, int],
+    shape: Sequence[int],
+    counted: Callable[[OfCount], int],
+) -> int:
+    """The number that a product of sizes is in a call of these; ``counted`` gives what recipes have
+    counted.
+
+    >>> size_of((2, OfExtent("e"), CeilDivided(OfShape(0), 3)), {"e": 5}, (7,), lambda one: 0)
+    30
+    """
+    found = 1
+    for one in expr:
+        match one:
+            case OfExtent(var):
+                found *= extents[var]
+            case OfShape(dim):
+                found *= shape[dim]
+            case OfCount():
+                found *= counted(one)
+            case CeilDivided(size, by):
+                found *= -(-size_of((size,), extents, shape, counted) // by)
+            case int():
+                found *= one
+    return found
 
 
 @dataclass(frozen=True, slots=True)

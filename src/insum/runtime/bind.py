@@ -31,7 +31,7 @@ from insum.compat import calls
 from insum.errors import UnsupportedError
 from insum.lang.expr import Access, variables
 from insum.plan.plan import Plan
-from insum.plan.recipes import CeilDivided, OfCount, OfExtent, OfShape, Recipe, SizeExpr
+from insum.plan.recipes import CeilDivided, OfCount, OfExtent, OfShape, Recipe, SizeExpr, size_of
 from insum.plan.sizes import OUT, WORK
 from insum.runtime import binaries, launch
 from insum.runtime.program import WIDE, Launch, ProductLaunches, Program
@@ -71,20 +71,10 @@ class CallNumbers:
         self.tensors, self.extents, self.shape, self.made = tensors, extents, shape, made
 
     def expr(self, expr: SizeExpr) -> int:
-        found = 1
-        for one in expr:
-            match one:
-                case OfExtent(var):
-                    found *= self.extents[var]
-                case OfShape(dim):
-                    found *= self.shape[dim]
-                case OfCount(recipe, name):
-                    found *= self.made[recipe].counts[name]
-                case CeilDivided(size, by):
-                    found *= -(-self.expr((size,)) // by)
-                case int():
-                    found *= one
-        return found
+        return size_of(expr, self.extents, self.shape, self.counted)
+
+    def counted(self, one: OfCount) -> int:
+        return self.made[one.recipe].counts[one.name]
 
     def extent(self, plan: Plan, var: str) -> int:
         made = dict(plan.made)

@@ -23,13 +23,10 @@ from insum.facts import Coming, segment_pointers
 from insum.plan.model import SHORT
 from insum.plan.questions import Summary
 from insum.plan.recipes import (
-    CeilDivided,
     Composed,
     Inverse,
     OfCount,
-    OfExtent,
     OfLength,
-    OfShape,
     Packed,
     PackedByStep,
     Pieces,
@@ -41,6 +38,7 @@ from insum.plan.recipes import (
     Slots,
     Sorted,
     Tasks,
+    size_of,
 )
 from insum.plan.sizes import power_of_two
 from insum.plan.strategies.packing import TILE
@@ -193,22 +191,12 @@ class Prologue:
         """A size that a recipe names, as it is in this call."""
         if isinstance(expr, OfLength):
             return int(self.tensors[expr.tensor].shape[expr.dim])
-        found = 1
-        for one in expr:
-            match one:
-                case OfExtent(var):
-                    found *= self.extents[var]
-                case OfShape(dim):
-                    found *= self.shape[dim]
-                case OfCount(recipe, name):
-                    made = self.made(recipe)
-                    assert made is not None
-                    found *= made.counts[name]
-                case CeilDivided(size, by):
-                    found *= -(-self.size((size,)) // by)
-                case int():
-                    found *= one
-        return found
+        return size_of(expr, self.extents, self.shape, self.counted)
+
+    def counted(self, one: OfCount) -> int:
+        made = self.made(one.recipe)
+        assert made is not None
+        return made.counts[one.name]
 
     def index(self, name: str) -> Tensor:
         """An index tensor as it is; where negative values count from the end, recipes see to it."""
