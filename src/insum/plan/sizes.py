@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 #: Names, among those of tensors, of what is written: the output, and the workspace for pieces of
-#: rows. No statement can spell them.
-OUT, WORK = "<out>", "<work>"
+#: rows, or for the copy of a factor. No statement can spell them.
+OUT, WORK, FITTED = "<out>", "<work>", "<fitted>"
 #: Stands for the strides of a new contiguous output, beside those of one that was passed.
 NEW = "<new>"
 

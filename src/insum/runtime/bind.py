@@ -31,8 +31,17 @@ from insum.compat import calls
 from insum.errors import UnsupportedError
 from insum.lang.expr import Access, variables
 from insum.plan.plan import Plan
-from insum.plan.recipes import CeilDivided, OfCount, OfExtent, OfShape, Recipe, SizeExpr, size_of
-from insum.plan.sizes import OUT, WORK
+from insum.plan.recipes import (
+    CeilDivided,
+    OfCount,
+    OfExtent,
+    OfLength,
+    OfShape,
+    Recipe,
+    SizeExpr,
+    size_of,
+)
+from insum.plan.sizes import FITTED, OUT, WORK
 from insum.runtime import binaries, launch
 from insum.runtime.program import WIDE, Launch, ProductLaunches, Program
 from insum.runtime.prologue import Made, Prologue
@@ -71,7 +80,11 @@ class CallNumbers:
         self.tensors, self.extents, self.shape, self.made = tensors, extents, shape, made
 
     def expr(self, expr: SizeExpr) -> int:
-        return size_of(expr, self.extents, self.shape, self.counted)
+        return size_of(expr, self.extents, self.shape, self.counted, self.length)
+
+    def length(self, one: OfLength) -> int:
+        found: int = self.tensors[one.tensor].shape[one.dim]
+        return found
 
     def counted(self, one: OfCount) -> int:
         return self.made[one.recipe].counts[one.name]
@@ -163,6 +176,7 @@ class BoundLaunch:
         self.arguments: list[Any] = []
         types: list[str] = []
         work, indices = WIDE[plan.accumulator], plan.index_tensors
+        fitted = getattr(torch, dict(plan.kinds).get(FITTED, "float32"))
         for place, argument in enumerate(one.arguments):
             type = annotation(argument, wide=plan.wide)
             number = sizes.number(one, argument, counts)
@@ -171,7 +185,7 @@ class BoundLaunch:
                     anywhere = name in sizes.tensors and name in indices
                     self.pointers.append((place, name, anywhere))
                     number = self.held[name].data_ptr() if name in self.held else None
-                    own = {OUT: out, WORK: work}
+                    own = {OUT: out, WORK: work, FITTED: fitted}
                     type = _OWN.get(name) or launch.pointer_type(
                         own.get(name) or self.dtype(name, sizes)
                     )
@@ -209,7 +223,8 @@ class BoundLaunch:
         for place, name, any_address in self.pointers:
             at = arguments[place]
             if at is None:
-                tensor = out if name is OUT else work if name is WORK else values[name]
+                own = name is WORK or name is FITTED
+                tensor = out if name is OUT else work if own else values[name]
                 arguments[place] = at = tensor.data_ptr()
             unaligned = 2 * unaligned + (any_address or at & 15 != 0)
         for place, name in self.passed:
@@ -229,7 +244,8 @@ class BoundLaunch:
     ) -> None:
         """In Triton's interpreter, which takes tensors and not addresses."""
         for place, name, _ in self.pointers:
-            own = out if name is OUT else work if name is WORK else self.held.get(name)
+            room = name is WORK or name is FITTED
+            own = out if name is OUT else work if room else self.held.get(name)
             arguments[place] = values[name] if own is None else own
         for place, name in self.passed:
             arguments[place] = _plain(values[name])
@@ -362,8 +378,8 @@ def _bound(
     if not step.workspace:
         return None, launches
     shape = tuple(sizes.expr((one,)) for one in step.workspace)
-    wide = WIDE[step.planned.plan.accumulator]
-    return (calls.maker(shape, wide, device) if shape[0] else None), launches
+    held = step.copied or WIDE[step.planned.plan.accumulator]
+    return (calls.maker(shape, held, device) if shape[0] else None), launches
 
 
 def _bound_check(
@@ -539,8 +555,10 @@ class _LaunchWriter:
             return self.extents[var]
         return f"({' * '.join([self.count(one) for one in made[var]])})"
 
-    def count(self, one: int | OfExtent | OfShape | OfCount | CeilDivided) -> str:
+    def count(self, one: int | OfExtent | OfShape | OfLength | OfCount | CeilDivided) -> str:
         match one:
+            case OfLength(tensor, dim):
+                return f"{self.of(tensor, 'shape')}[{dim}]"
             case OfExtent(var):
                 return self.extents[var]
             case OfShape(dim):
