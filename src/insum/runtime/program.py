@@ -103,6 +103,11 @@ class ProductLaunches:
     variables: tuple[str, ...]  # where one of them has no values, there is nothing to do
     copied: torch.dtype | None = None  # of a factor whose copy is in the workspace
 
+    @property
+    def plan(self) -> Plan:
+        """As it is told: with the copy of a factor in its place."""
+        return self.planned.plan if self.copied is None else self.launches[-1].plan
+
     def recipes(self) -> tuple[Recipe, ...]:
         """Everything that must be made before the launches."""
         found = [array.recipe for array in self.planned.arrays.values()]
