@@ -25,7 +25,7 @@ CONVOLUTION = "out[x,m] = f[nb[z,x],c] * w[z,c,m]"
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Copies pay as if everything were larger; memory that nobody wrote to holds NaN."""
     monkeypatch.setattr(fitting, "LEAST_POINTS", 1)
-    monkeypatch.setattr(fitting, "LEAST_USES", 0)
+    monkeypatch.setattr(fitting, "LEAST_READS", 0)
     monkeypatch.setattr("insum.call._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
     poison_new_memory(monkeypatch)

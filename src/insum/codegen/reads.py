@@ -149,7 +149,9 @@ class Reads:
         # axes.
         covered = {axis for m in masks if m.text.endswith(">= 0)") for axis in m.axes}
         masks = [m for m in masks if m.text.endswith(">= 0)") or not set(m.axes) <= covered]
-        masks = self.compared_once(distinct(masks), offset.axes)
+        masks = distinct(masks)
+        if not as_index:
+            masks = self.compared_once(masks, offset.axes)
         return combine(masks, "&") if masks else None
 
     def compared_once(self, masks: list[Val], axes: tuple[str, ...]) -> list[Val]:

@@ -14,17 +14,17 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from insum.lang.expr import Access, accesses, variables
+from insum.lang.expr import Access, Affine, accesses, variables
 from insum.plan.config import Config
 from insum.plan.draft import Planned
 from insum.plan.model import inner_extent
 from insum.plan.plan import Plan
-from insum.plan.sizes import FITTED, Extent, Strides
+from insum.plan.sizes import FEW, FITTED, Extent, Strides
 
 #: Points of a product that is worth one launch more.
 LEAST_POINTS = 2**27
-#: Points for each number that is copied, from which on a copy pays.
-LEAST_USES = 512
+#: Programs that read each number, from which on a copy pays.
+LEAST_READS = 64
 #: Numbers of a factor that is small.
 MOST_NUMBERS = 2**22
 #: Numbers of half precision in a sector of memory, at whose multiples rows begin.
@@ -78,7 +78,8 @@ def fit_of(planned: Planned, config: Config) -> Fit | None:
         return None
     if _points(planned) < LEAST_POINTS:
         return None
-    sides = ((plan.roles.left, plan.roles.m, config.m), (plan.roles.right, plan.roles.n, config.n))
+    roles, m, n = plan.roles, config.m, config.n
+    sides = ((roles.left, roles.m, m, n), (roles.right, roles.n, n, m))
     found = [_fit(planned, config, *side) for side in sides]
     return min(
         (one for one in found if one is not None),
@@ -97,9 +98,16 @@ def _points(planned: Planned) -> int:
 
 
 def _fit(
-    planned: Planned, config: Config, side: tuple[int, ...], axis: tuple[str, ...], tile: int
+    planned: Planned,
+    config: Config,
+    side: tuple[int, ...],
+    axis: tuple[str, ...],
+    tile: int,
+    opposite: int,
 ) -> Fit | None:
-    """The fit of the one factor on a side of the product, whose other axis has this variable."""
+    """The fit of the one factor on a side of the product, which has this axis beside the summed
+    one; ``tile`` on it and on the ``opposite`` one.
+    """
     plan, sizes = planned.plan, planned.sizes
     if len(side) != 1 or len(axis) != 1 or not plan.roles.k:
         return None
@@ -112,9 +120,12 @@ def _fit(
     if len(plain) > 3 or plain.count(k) != 1 or plain.count(across) != 1 or None in classes:
         return None
     depth, width = (one for one in classes if one is not None)
-    if depth.open or width.open or not _pays(planned, read.tensor):
+    if depth.open or width.open or not _pays(planned, read.tensor, opposite):
         return None
     if {k, across} & sizes.runs:  # as long as what is gathered
+        return None
+    others = [dim for dim, var in enumerate(plain) if var not in (k, across)]
+    if not all(_is_shared(planned, read.indices[dim]) for dim in others):
         return None
     units = dict(plan.strides)[read.tensor].units
     dims = sorted((plain.index(k), plain.index(across)), key=lambda dim: units[dim] == 1)
@@ -122,7 +133,6 @@ def _fit(
     rows, row = (lengths[str(plain[dim])] for dim in dims)
     if units[dims[1]] != 1 or _fits(depth, row[0], config, plan):
         return None
-    others = [dim for dim in range(len(plain)) if dim not in dims]
     return Fit(
         side[0],
         read.tensor,
@@ -156,9 +166,17 @@ def _is_apart(plan: Plan, read: Access) -> bool:
     )
 
 
-def _pays(planned: Planned, tensor: str) -> bool:
+def _pays(planned: Planned, tensor: str, tile: int) -> bool:
+    """``tile``: on the axis that the factor has not."""
     numbers = planned.sizes.numel[tensor]
-    return numbers <= MOST_NUMBERS and _points(planned) >= LEAST_USES * numbers
+    return numbers <= MOST_NUMBERS and _points(planned) >= LEAST_READS * tile * numbers
+
+
+def _is_shared(planned: Planned, index: Affine) -> bool:
+    """Whether an index selects one of few matrices, or through a tensor; not the matrix that an
+    entry has of its own.
+    """
+    return index.var is None or planned.extents[index.var] <= FEW
 
 
 def _fits(depth: Extent, row: Extent, config: Config, plan: Plan) -> bool:
