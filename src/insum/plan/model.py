@@ -315,7 +315,7 @@ def _for_large_entries(
         return Config(m=m, n=n, k=k, warps=8, stages=3)
     # All tiles run at once, so that the longest decides: half the tile, and longer strides through
     # its steps.
-    deep = _dividing(extents[plan.roles.k[-1]], 2 * k)
+    deep = _deep(extents[plan.roles.k[-1]], LARGE_SIDE)
     return Config(m=m // 2, n=n, k=deep, warps=4, stages=2 if deep > 32 else 4)
 
 
@@ -407,6 +407,12 @@ def _dividing(extent: int, most: int) -> int:
     deep = max(16, min(power_of_two(extent), most))
     even = math.gcd(extent, deep)
     return even if even >= 32 else deep
+
+
+def _deep(extent: int, most: int) -> int:
+    """The depth of a tile in few long strides: all of what is summed, where it fits."""
+    even = _dividing(extent, most)
+    return most if even < HIGH and most // 2 < extent <= most else even
 
 
 def _for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
