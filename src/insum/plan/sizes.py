@@ -50,6 +50,15 @@ class Extent:
         return power_of_two(self.typical) if self.typical else 0
 
     @property
+    def least(self) -> int:
+        """What no extent of the class falls below.
+
+        >>> Extent(96).least, Extent(128, 128).least, Extent(104, 8).least
+        (65, 128, 72)
+        """
+        return self.typical if self.exact else self.most // 2 + self.multiple
+
+    @property
     def exact(self) -> bool:
         """Whether there is one extent in the class."""
         return not self.open and self.typical in (self.multiple, 0)

@@ -171,7 +171,10 @@ class _Build:
         if self.fits_one_tile(k, config.k):
             return 1
         size = self.planned.sizes.extents.get(k[0])
-        return -(-size.typical // config.k) if size is not None and size.exact else 0
+        if size is None or size.open:
+            return 0
+        least, most = (-(-n // config.k) for n in (size.least, size.most))
+        return most if least == most else 0
 
     def fits_one_tile(self, axis: tuple[str, ...], tile: int) -> bool:
         """Whether every extent of the class does."""
