@@ -27,6 +27,8 @@ LEAST_POINTS = 2**27
 LEAST_READS = 64
 #: Numbers of a factor that is small.
 MOST_NUMBERS = 2**22
+#: Numbers of a tile whose masks, where the sum ends, take longer than a copy.
+LEAST_MASKED = 64 * 128
 #: Numbers of half precision in a sector of memory, at whose multiples rows begin.
 SECTOR = 16
 _HALF = ("float16", "bfloat16")
@@ -131,7 +133,7 @@ def _fit(
     dims = sorted((plain.index(k), plain.index(across)), key=lambda dim: units[dim] == 1)
     lengths = {k: (depth, _depth(planned, config)), across: (width, tile)}
     rows, row = (lengths[str(plain[dim])] for dim in dims)
-    if units[dims[1]] != 1 or _fits(depth, row[0], config, plan):
+    if units[dims[1]] != 1 or _fits(depth, width, row[0], config, tile, plan):
         return None
     return Fit(
         side[0],
@@ -179,7 +181,10 @@ def _is_shared(planned: Planned, index: Affine) -> bool:
     return index.var is None or planned.extents[index.var] <= FEW
 
 
-def _fits(depth: Extent, row: Extent, config: Config, plan: Plan) -> bool:
-    """Whether a factor fits as it is: rows begin at sectors, and tiles divide the sum."""
-    segmented = len(plan.roles.k) == 2
-    return row.multiple % SECTOR == 0 and (segmented or depth.multiple % config.k == 0)
+def _fits(depth: Extent, width: Extent, row: Extent, config: Config, tile: int, plan: Plan) -> bool:
+    """Whether a factor fits as it is: rows begin at sectors, and tiles divide both sides. Of small
+    tiles few masks are needed where the sum ends.
+    """
+    even = len(plan.roles.k) == 2 or depth.multiple % config.k == 0
+    small = config.k * tile < LEAST_MASKED
+    return row.multiple % SECTOR == 0 and width.multiple % tile == 0 and (even or small)

@@ -397,7 +397,10 @@ def _k_tile(plan: Plan, extents: Mapping[str, int], size: int) -> int:
     longest = power_of_two(extents[plan.roles.k[0]])
     if plan.segment and plan.segment.var in plan.roles.k and _output_places(plan, extents) >= LARGE:
         return max(16, min(longest, 32))  # rows end anywhere, and their entries are gathered
-    return _dividing(extents[plan.roles.k[0]], 64 if size == 2 else 32)
+    deep = 64 if size == 2 else 32
+    if walks_entries(plan):  # each has a step more, and what they share is copied where steps end
+        return max(16, min(longest, deep))
+    return _dividing(extents[plan.roles.k[0]], deep)
 
 
 def _dividing(extent: int, most: int) -> int:
