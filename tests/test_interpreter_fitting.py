@@ -13,8 +13,9 @@ from torch import Tensor
 import insum
 from insum import memory
 from insum.plan import fitting
+from insum.runtime import symbolic
 from insum.runtime.program import Program
-from kernels import ONLY_FUSED, error, poison_new_memory, watch_programs
+from kernels import ONLY_FUSED, bound, error, poison_new_memory, watch_programs
 
 pytestmark = pytest.mark.interpreter
 
@@ -147,3 +148,12 @@ def test_friendly_sizes_are_not_copied(launched: list[Program]) -> None:
     f, w, nb = drawn(64, 32)
     insum.insum(CONVOLUTION, f=f, w=w, nb=insum.unchanging(nb), padded=("nb",))
     assert copied(launched[-1]) == []
+
+
+def test_exported_programs_copy_too() -> None:
+    f, w, nb = drawn(40, 24)
+    values = {"f": f, "w": w, "nb": nb}
+    problem = bound(CONVOLUTION, values, padded=("nb",))
+    program = symbolic.program_of(problem, values)
+    got = symbolic.run(program, problem, values, lambda function: function)
+    assert error(got, convolved(f, w, nb)) < 2e-3 and copied(program) == ["w"]
