@@ -155,8 +155,8 @@ def test_tiles_by_the_sides_of_blocks(block: tuple[int, int]) -> None:
     assert ((config.m, config.n, config.k), config.stages) == (tile, stages)
 
 
-@pytest.mark.parametrize(("channels", "depth"), [(128, 128), (192, 64), (96, 32), (120, 128)])
-def test_steps_divide_what_is_summed_where_they_can(channels: int, depth: int) -> None:
+@pytest.mark.parametrize(("channels", "depth"), [(128, 128), (192, 64), (96, 128), (120, 128)])
+def test_steps_divide_what_is_summed_or_take_all_of_it(channels: int, depth: int) -> None:
     one = applications.convolution(
         voxels=3000,
         offsets=9,

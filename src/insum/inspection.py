@@ -104,7 +104,7 @@ def told(look: Look, program: Program) -> str:
     """A program as text: plans, what the model predicts, configs and kernels."""
     parts = []
     for step in program.steps:
-        parts.append(step.planned.plan.describe({**step.planned.shown(), **look.extents}))
+        parts.append(step.plan.describe({**step.planned.shown(), **look.extents}))
         if all(look.extents[v] for v in step.variables) and 0 not in look.shape:
             parts.append(_predicted(look, step))
         parts += [f"config       {one.config}\n\n{one.kernel.source}" for one in step.launches]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from insum.plan.sizes import OUT, WORK
+from insum.plan.sizes import FITTED, OUT, WORK
 
 #: Arrays of a schedule, by what kernels call them.
 START, END, ROW, COUNT = "<start>", "<end>", "<row>", "<count>"
@@ -14,6 +14,7 @@ FLAGS, CLAIM, RECORD, CALL = "<flags>", "<claim>", "<record>", "<call>"
 _OWN = {
     OUT: "out_at",
     WORK: "work_at",
+    FITTED: "fitted_at",
     START: "seg_start_at",
     END: "seg_end_at",
     ROW: "seg_row_at",

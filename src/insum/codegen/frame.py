@@ -70,6 +70,9 @@ class Frame:
     loaded: dict[tuple[Access, bool], Val] = field(default_factory=dict)
     wrapped: dict[tuple[str, str, int], Val] = field(default_factory=dict)
     point_masks: list[tuple[frozenset[str], Val]] = field(default_factory=list)
+    # by where a padded index is there, what else then holds
+    implied: dict[str, set[str]] = field(default_factory=dict)
+    least: str = ""  # the least index that is one, by place of the K axis
     arguments: dict[str, Argument] = field(default_factory=dict)
     counters: list[str] = field(default_factory=list)  # how often each loop runs, outermost first
     # stage-2 index loads: (name, line), to prefetch

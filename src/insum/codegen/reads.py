@@ -21,6 +21,7 @@ from insum.lang.expr import (
     accesses,
     variables,
 )
+from insum.plan.sizes import FITTED
 
 
 class Reads:
@@ -136,7 +137,9 @@ class Reads:
         masks = [
             m
             for axis, m in self.frame.masks.items()
-            if axis in offset.axes and set(m.axes) <= set(offset.axes)
+            if axis in offset.axes
+            and set(m.axes) <= set(offset.axes)
+            and not self.fills_tile(access, axis)
         ]
         if any(m.axes == ("M", "K") for m in masks):  # a row beyond the last has no entries
             masks = [m for m in masks if m.axes != ("M",)]
@@ -146,7 +149,38 @@ class Reads:
         # axes.
         covered = {axis for m in masks if m.text.endswith(">= 0)") for axis in m.axes}
         masks = [m for m in masks if m.text.endswith(">= 0)") or not set(m.axes) <= covered]
-        return combine(distinct(masks), "&") if masks else None
+        masks = distinct(masks)
+        if not as_index:
+            masks = self.compared_once(masks, offset.axes)
+        return combine(masks, "&") if masks else None
+
+    def compared_once(self, masks: list[Val], axes: tuple[str, ...]) -> list[Val]:
+        """A place of the sum and a padded index in one comparison, where a value is read at both:
+        an index is at least zero where the sum has such a place, and no index is at least what
+        stands elsewhere.
+        """
+        inside = self.frame.masks.get("K")
+        index = next((m for m in reversed(masks) if m.text in self.frame.implied), None)
+        if inside not in masks or index is None or inside.axes != ("K",) or self.frame.eager:
+            return masks
+        if set(inside.axes) & set(index.axes):
+            return masks
+        if not self.frame.least:
+            most = 2**63 - 1 if self.plan.wide else 2**31 - 1
+            self.frame.least = "k_least"
+            self.frame.line(inside.stage, f"k_least = tl.where({inside.text}, 0, {most})", ("K",))
+        name = Val(index.text.removeprefix("(").removesuffix(" >= 0)"), index.axes)
+        least = Val(self.frame.least, inside.axes)
+        stage = max(index.stage, inside.stage)
+        both = Val(f"({name.over(axes)} >= {least.over(axes)})", axes, stage)
+        gone = {inside.text, index.text, *self.frame.implied[index.text]}
+        return [*(m for m in masks if m.text not in gone), both]
+
+    def fills_tile(self, access: Access, axis: str) -> bool:
+        """Whether an access is to a copy that goes on to the ends of tiles; entries on the K axis
+        end elsewhere.
+        """
+        return access.tensor == FITTED and (axis != "K" or len(self.plan.roles.k) == 1)
 
     def absent_masks(self, access: Access, offset: Val) -> list[Val]:
         """Points that some padded index marks as absent: their values are not read."""
@@ -200,9 +234,10 @@ class Reads:
         value = self.define_load(access, Val(text, offset.axes, stage), as_index)
         self.frame.loaded[key] = value
         if as_index and access.tensor in self.plan.padded:
-            self.frame.point_masks.append(
-                (self.depends(access), Val(f"({value.text} >= 0)", value.axes, value.stage))
-            )
+            present = Val(f"({value.text} >= 0)", value.axes, value.stage)
+            self.frame.point_masks.append((self.depends(access), present))
+            # where an index is not read, it is absent
+            self.frame.implied[present.text] = {m.text for m in self.inner_masks(access)}
         return value
 
     def bounded(self, access: Access, text: str) -> str:

@@ -315,7 +315,7 @@ def _for_large_entries(
         return Config(m=m, n=n, k=k, warps=8, stages=3)
     # All tiles run at once, so that the longest decides: half the tile, and longer strides through
     # its steps.
-    deep = _dividing(extents[plan.roles.k[-1]], 2 * k)
+    deep = _deep(extents[plan.roles.k[-1]], LARGE_SIDE)
     return Config(m=m // 2, n=n, k=deep, warps=4, stages=2 if deep > 32 else 4)
 
 
@@ -397,7 +397,10 @@ def _k_tile(plan: Plan, extents: Mapping[str, int], size: int) -> int:
     longest = power_of_two(extents[plan.roles.k[0]])
     if plan.segment and plan.segment.var in plan.roles.k and _output_places(plan, extents) >= LARGE:
         return max(16, min(longest, 32))  # rows end anywhere, and their entries are gathered
-    return _dividing(extents[plan.roles.k[0]], 64 if size == 2 else 32)
+    deep = 64 if size == 2 else 32
+    if walks_entries(plan):  # each has a step more, and what they share is copied where steps end
+        return max(16, min(longest, deep))
+    return _dividing(extents[plan.roles.k[0]], deep)
 
 
 def _dividing(extent: int, most: int) -> int:
@@ -407,6 +410,12 @@ def _dividing(extent: int, most: int) -> int:
     deep = max(16, min(power_of_two(extent), most))
     even = math.gcd(extent, deep)
     return even if even >= 32 else deep
+
+
+def _deep(extent: int, most: int) -> int:
+    """The depth of a tile in few long strides: all of what is summed, where it fits."""
+    even = _dividing(extent, most)
+    return most if even < HIGH and most // 2 < extent <= most else even
 
 
 def _for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:

@@ -52,7 +52,7 @@ class CeilDivided:
 
 
 #: A product of sizes, which `size_of` evaluates.
-SizeExpr: TypeAlias = tuple[OfExtent | OfShape | OfCount | CeilDivided | int, ...]
+SizeExpr: TypeAlias = tuple[OfExtent | OfShape | OfLength | OfCount | CeilDivided | int, ...]
 
 
 def size_of(
@@ -60,9 +60,10 @@ def size_of(
     extents: Mapping[str, int],
     shape: Sequence[int],
     counted: Callable[[OfCount], int],
+    length: Callable[[OfLength], int] | None = None,
 ) -> int:
     """The number that a product of sizes is in a call of these; ``counted`` gives what recipes have
-    counted.
+    counted, ``length`` the sizes of tensors, where the product has such.
 
     >>> size_of((2, OfExtent("e"), CeilDivided(OfShape(0), 3)), {"e": 5}, (7,), lambda one: 0)
     30
@@ -74,6 +75,9 @@ def size_of(
                 found *= extents[var]
             case OfShape(dim):
                 found *= shape[dim]
+            case OfLength():
+                assert length is not None
+                found *= length(one)
             case OfCount():
                 found *= counted(one)
             case CeilDivided(size, by):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 #: Names, among those of tensors, of what is written: the output, and the workspace for pieces of
-#: rows. No statement can spell them.
-OUT, WORK = "<out>", "<work>"
+#: rows, or for the copy of a factor. No statement can spell them.
+OUT, WORK, FITTED = "<out>", "<work>", "<fitted>"
 #: Stands for the strides of a new contiguous output, beside those of one that was passed.
 NEW = "<new>"
 
@@ -48,6 +48,15 @@ class Extent:
     @property
     def most(self) -> int:
         return power_of_two(self.typical) if self.typical else 0
+
+    @property
+    def least(self) -> int:
+        """What no extent of the class falls below.
+
+        >>> Extent(96).least, Extent(128, 128).least, Extent(104, 8).least
+        (65, 128, 72)
+        """
+        return self.typical if self.exact else self.most // 2 + self.multiple
 
     @property
     def exact(self) -> bool:

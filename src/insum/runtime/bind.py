@@ -31,8 +31,17 @@ from insum.compat import calls
 from insum.errors import UnsupportedError
 from insum.lang.expr import Access, variables
 from insum.plan.plan import Plan
-from insum.plan.recipes import CeilDivided, OfCount, OfExtent, OfShape, Recipe, SizeExpr, size_of
-from insum.plan.sizes import OUT, WORK
+from insum.plan.recipes import (
+    CeilDivided,
+    OfCount,
+    OfExtent,
+    OfLength,
+    OfShape,
+    Recipe,
+    SizeExpr,
+    size_of,
+)
+from insum.plan.sizes import FITTED, OUT, WORK
 from insum.runtime import binaries, launch
 from insum.runtime.program import WIDE, Launch, ProductLaunches, Program
 from insum.runtime.prologue import Made, Prologue
@@ -42,11 +51,11 @@ MOST_PROGRAMS = 2**31
 _OWN = {FLAGS: "*i32", CLAIM: "*i32", RECORD: "*i64"}
 
 
-#: Programs and arguments of each launch, of values, extents, shape, what is written to and what
-#: was made of index tensors.
+#: Programs and arguments of each launch, and shapes of workspaces, of values, extents, shape, what
+#: is written to and what was made of index tensors.
 Numbers: TypeAlias = Callable[
     [Mapping[str, Any], tuple[int, ...], tuple[int, ...], Tensor | None, Sequence[Made]],
-    list[tuple[int, list[Any]]],
+    tuple[list[tuple[int, list[Any]]], list[tuple[int, ...]]],
 ]
 
 
@@ -71,7 +80,11 @@ class CallNumbers:
         self.tensors, self.extents, self.shape, self.made = tensors, extents, shape, made
 
     def expr(self, expr: SizeExpr) -> int:
-        return size_of(expr, self.extents, self.shape, self.counted)
+        return size_of(expr, self.extents, self.shape, self.counted, self.length)
+
+    def length(self, one: OfLength) -> int:
+        found: int = self.tensors[one.tensor].shape[one.dim]
+        return found
 
     def counted(self, one: OfCount) -> int:
         return self.made[one.recipe].counts[one.name]
@@ -163,6 +176,7 @@ class BoundLaunch:
         self.arguments: list[Any] = []
         types: list[str] = []
         work, indices = WIDE[plan.accumulator], plan.index_tensors
+        fitted = getattr(torch, dict(plan.kinds).get(FITTED, "float32"))
         for place, argument in enumerate(one.arguments):
             type = annotation(argument, wide=plan.wide)
             number = sizes.number(one, argument, counts)
@@ -171,7 +185,7 @@ class BoundLaunch:
                     anywhere = name in sizes.tensors and name in indices
                     self.pointers.append((place, name, anywhere))
                     number = self.held[name].data_ptr() if name in self.held else None
-                    own = {OUT: out, WORK: work}
+                    own = {OUT: out, WORK: work, FITTED: fitted}
                     type = _OWN.get(name) or launch.pointer_type(
                         own.get(name) or self.dtype(name, sizes)
                     )
@@ -209,7 +223,8 @@ class BoundLaunch:
         for place, name, any_address in self.pointers:
             at = arguments[place]
             if at is None:
-                tensor = out if name is OUT else work if name is WORK else values[name]
+                own = name is WORK or name is FITTED
+                tensor = out if name is OUT else work if own else values[name]
                 arguments[place] = at = tensor.data_ptr()
             unaligned = 2 * unaligned + (any_address or at & 15 != 0)
         for place, name in self.passed:
@@ -229,7 +244,8 @@ class BoundLaunch:
     ) -> None:
         """In Triton's interpreter, which takes tensors and not addresses."""
         for place, name, _ in self.pointers:
-            own = out if name is OUT else work if name is WORK else self.held.get(name)
+            room = name is WORK or name is FITTED
+            own = out if name is OUT else work if room else self.held.get(name)
             arguments[place] = values[name] if own is None else own
         for place, name in self.passed:
             arguments[place] = _plain(values[name])
@@ -362,8 +378,8 @@ def _bound(
     if not step.workspace:
         return None, launches
     shape = tuple(sizes.expr((one,)) for one in step.workspace)
-    wide = WIDE[step.planned.plan.accumulator]
-    return (calls.maker(shape, wide, device) if shape[0] else None), launches
+    held = step.copied or WIDE[step.planned.plan.accumulator]
+    return (calls.maker(shape, held, device) if shape[0] else None), launches
 
 
 def _bound_check(
@@ -421,11 +437,12 @@ class Unseen:
     Attributes:
         recipes: what is made of the index tensors of each call.
         arrays: by name, which array of which of them is passed.
+        rooms: by the launch that fills it, the dtype of the copy of a factor.
     """
 
     __slots__ = (
         *("arrays", "buffer", "check", "device", "dtype", "filled", "index", "launches"),
-        *("numbers", "program", "recipes", "start"),
+        *("numbers", "program", "recipes", "rooms", "start"),
     )
 
     def __init__(
@@ -438,6 +455,11 @@ class Unseen:
         self.program, self.check, self.numbers = found.program, found.check, numbers
         self.recipes, self.arrays = recipes, tuple((n, *at) for n, at in arrays.items())
         self.launches = [_holding_nothing(one) for one in found.launches]
+        self.rooms = tuple(
+            step.copied if first else None
+            for step in found.program.steps
+            for first in (True, *[False] * (len(step.launches) - 1))
+        )
         self.index, self.device, self.buffer = found.index, found.device, found.buffer
         self.dtype, self.filled, self.start = found.dtype, found.filled, found.start
 
@@ -460,7 +482,7 @@ class Unseen:
             for name, k, part in self.arrays:
                 every[name] = made[k].arrays[part]
             values = every
-        numbers = self.numbers(values, spans, shape, target, made)
+        numbers, rooms = self.numbers(values, spans, shape, target, made)
         if target is None:
             out = calls.empty(shape, self.buffer or self.dtype, self.device)
             if self.filled and not look:
@@ -473,8 +495,11 @@ class Unseen:
             first = numbers.pop(0)
             if look:
                 self.check.start(*first, values, out, out)
-        for one, (programs, arguments) in zip(self.launches, numbers):
-            one.start(programs, arguments, values, out, out)
+        work = out
+        for one, copied, (programs, arguments) in zip(self.launches, self.rooms, numbers):
+            if copied is not None:
+                work = calls.empty(rooms.pop(0), copied, self.device)
+            one.start(programs, arguments, values, out, work)
         if self.buffer is None:
             return out
         return out.to(self.dtype) if target is None else target.copy_(out)
@@ -494,8 +519,9 @@ def unseen_of(found: Ready, extents: tuple[str, ...], into: bool) -> Unseen | No
     steps = [step.planned for step in program.steps]
     if any(one.covers or one.written for one in steps):
         return None
-    if not all(launches and room is None for room, launches in found.work):
-        return None  # there is nothing to launch for some product, or it has a workspace
+    for step, (room, launches) in zip(program.steps, found.work):
+        if not launches or room is not None and step.copied is None:
+            return None  # there is nothing to launch for some product, or it is cut into pieces
     recipes = tuple(dict.fromkeys(r for step in program.steps for r in step.recipes()))
     arrays: dict[str, tuple[int, str]] = {}
     for one in found.launches:
@@ -509,6 +535,9 @@ def unseen_of(found: Ready, extents: tuple[str, ...], into: bool) -> Unseen | No
         writer.launch(found.check.launch, counts)
     for one in found.launches:
         writer.launch(one.launch, {k: writer.count(v) for k, v in one.launch.counts.items()})
+    for step in program.steps:
+        if step.copied is not None:
+            writer.rooms.append(f"({', '.join(map(writer.count, step.workspace))},)")
     return Unseen(found, writer.write(), recipes, arrays)
 
 
@@ -524,6 +553,7 @@ class _LaunchWriter:
         self.lines: list[str] = []
         self.known: dict[str, str] = {}
         self.results: list[str] = []
+        self.rooms: list[str] = []
 
     def of(self, tensor: str, what: str) -> str:
         """Shape or strides of a tensor, read once."""
@@ -539,8 +569,10 @@ class _LaunchWriter:
             return self.extents[var]
         return f"({' * '.join([self.count(one) for one in made[var]])})"
 
-    def count(self, one: int | OfExtent | OfShape | OfCount | CeilDivided) -> str:
+    def count(self, one: int | OfExtent | OfShape | OfLength | OfCount | CeilDivided) -> str:
         match one:
+            case OfLength(tensor, dim):
+                return f"{self.of(tensor, 'shape')}[{dim}]"
             case OfExtent(var):
                 return self.extents[var]
             case OfShape(dim):
@@ -583,11 +615,12 @@ class _LaunchWriter:
                 return "None"
 
     def write(self) -> Numbers:
-        body = "\n    ".join([*self.lines, f"return [{', '.join(self.results)}]"])
+        found = f"return [{', '.join(self.results)}], [{', '.join(self.rooms)}]"
+        body = "\n    ".join([*self.lines, found])
         names: dict[str, Any] = {}
         exec(f"def numbers(v, x, d, t, m):\n    {body}\n", names)
-        found: Numbers = names["numbers"]
-        return found
+        numbers: Numbers = names["numbers"]
+        return numbers
 
 
 def _check_counts(program: Program, fill: bool, writer: _LaunchWriter) -> dict[str, str]:

@@ -6,9 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
+
 from insum.codegen.arguments import COUNT, END, ROW, START, Count, ExtentArgument
 from insum.codegen.checking import BLOCK, emit_check
 from insum.codegen.emit import Kernel, Shape, emit
+from insum.codegen.fitting import emit_fitting, rows_at_once
 from insum.codegen.unrolled import emit_unrolled, parts
 from insum.lang.bind import Problem
 from insum.lang.expr import Access, accesses, fresh, index_of, variables
@@ -16,11 +19,13 @@ from insum.lang.types import identity
 from insum.plan import model
 from insum.plan.config import Choice, Config
 from insum.plan.draft import Planned, Wishes
+from insum.plan.fitting import Fit, fit_of
 from insum.plan.plan import Plan, Segment
 from insum.plan.recipes import (
     CeilDivided,
     OfCount,
     OfExtent,
+    OfLength,
     Pieces,
     Recipe,
     SizeExpr,
@@ -28,7 +33,7 @@ from insum.plan.recipes import (
     Tasks,
 )
 from insum.plan.roles import Contraction, Roles, contraction
-from insum.plan.sizes import NEW, OUT, WORK, Strides, power_of_two
+from insum.plan.sizes import FITTED, NEW, OUT, WORK, Strides, power_of_two
 from insum.plan.uses import Use
 from insum.runtime import launch
 from insum.runtime.program import WIDE, Grid, Launch, ProductLaunches, Program, Room
@@ -166,7 +171,10 @@ class _Build:
         if self.fits_one_tile(k, config.k):
             return 1
         size = self.planned.sizes.extents.get(k[0])
-        return -(-size.typical // config.k) if size is not None and size.exact else 0
+        if size is None or size.open:
+            return 0
+        least, most = (-(-n // config.k) for n in (size.least, size.most))
+        return most if least == most else 0
 
     def fits_one_tile(self, axis: tuple[str, ...], tile: int) -> bool:
         """Whether every extent of the class does."""
@@ -208,23 +216,44 @@ class _Build:
     def tiles(self) -> ProductLaunches:
         (config,) = self.choice
         pieces, apart = self.pieces(config)
+        fit = fit_of(self.planned, config) if pieces == 1 else None
+        plan = self.plan if fit is None else fit.reading(self.plan)
         wished = self.wishes.settings
         kernel = emit(
-            self.plan,
+            plan,
             config,
             replace(self.shape(config, pieces), apart=apart),
             prefetch=wished.prefetch,
             lazy=wished.lazy_broadcasting,
         )
-        grid = (*tile_grid(self.plan.roles, config), ((Count("piece_count"),), 1))
+        grid = (*tile_grid(plan.roles, config), ((Count("piece_count"),), 1))
         counts = {"piece_count": pieces}
-        one = self.launch(self.plan, config, kernel, grid, self.segment_arrays(), counts)
+        one = self.launch(plan, config, kernel, grid, self.segment_arrays(), counts)
+        if fit is not None:
+            return self.after_copy(fit, one)
         if apart:
             kept = dict.fromkeys(variables(self.plan.target))
             made = dict(self.plan.made)
             workspace = (pieces, *(one for v in kept for one in made.get(v, (OfExtent(v),))))
             return self.step((one, self.together(pieces)), workspace=workspace)
         return self.step((one,), atomic=self.plan.strategy == "atomic" or pieces > 1)
+
+    def after_copy(self, fit: Fit, one: Launch) -> ProductLaunches:
+        """A launch that reads a copy of a factor, which another one makes first."""
+        plan, rows = self.plan, fresh("rows", {*self.extents, *dict(self.plan.made)})
+        matrices = tuple(OfLength(fit.tensor, dim) for dim in fit.dims[:-2])
+        kinds = (*plan.kinds, (FITTED, dict(plan.kinds)[fit.tensor]))
+        plan = replace(plan, made=(*plan.made, (rows, (*matrices, fit.sides[0]))), kinds=kinds)
+        kernel = emit_fitting(plan, fit, dict(self.units()))
+        header = f'"""Copies {fit.tensor} for {_comment(plan.statement)}"""'
+        grid: Grid = (((ExtentArgument(rows),), rows_at_once(fit)),)
+        function = launch.load(kernel, header)
+        copy = Launch(
+            *(plan, kernel, function, header, Config(warps=4, stages=1), grid, {}, {}),
+            room=self.room,
+        )
+        step = self.step((copy, one), workspace=(*matrices, *fit.sides))
+        return replace(step, copied=getattr(torch, dict(kinds)[FITTED]))
 
     def together(self, pieces: int) -> Launch:
         """The pieces of a long reduction, from the workspace: a reduction over them."""

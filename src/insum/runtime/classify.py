@@ -120,6 +120,7 @@ def symbolic(problem: Problem, runs: frozenset[str], values: Mapping[str, Any]) 
         numel,
         strides,
         wide=True,
+        runs=runs,
     )
 
 

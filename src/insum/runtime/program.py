@@ -97,10 +97,16 @@ class ProductLaunches:
 
     planned: Planned
     launches: tuple[Launch, ...]
-    workspace: SizeExpr  # sizes of the workspace for pieces of rows, or ()
+    workspace: SizeExpr  # sizes of the workspace for pieces of rows or for a copy, or ()
     atomic: bool
     choice: Choice
     variables: tuple[str, ...]  # where one of them has no values, there is nothing to do
+    copied: torch.dtype | None = None  # of a factor whose copy is in the workspace
+
+    @property
+    def plan(self) -> Plan:
+        """As it is told: with the copy of a factor in its place."""
+        return self.planned.plan if self.copied is None else self.launches[-1].plan
 
     def recipes(self) -> tuple[Recipe, ...]:
         """Everything that must be made before the launches."""

@@ -18,7 +18,7 @@ from insum.codegen.arguments import Passed, Pointer
 from insum.lang.bind import Problem, Value
 from insum.plan.draft import CannotFuse
 from insum.plan.questions import AskExact, AskFacts, AskInside, Question
-from insum.plan.sizes import OUT
+from insum.plan.sizes import FITTED, OUT
 from insum.plan.uses import uses_of
 from insum.runtime import classify, launch
 from insum.runtime.bind import CallNumbers
@@ -79,8 +79,12 @@ def run(
         out = torch.empty(shape, dtype=dtype, device=problem.device)
     sizes = CallNumbers(values, problem.extents, shape, {})  # type: ignore[arg-type]
     for step in program.steps:
+        own = {OUT: out}
+        if step.copied is not None:
+            room: Any = [sizes.expr((one,)) for one in step.workspace]
+            own[FITTED] = torch.empty(room, dtype=step.copied, device=problem.device)
         for one in step.launches:
-            _launch(one, sizes, values, out, start)
+            _launch(one, sizes, {**values, **own}, start)
     return out if dtype == problem.dtype else out.to(problem.dtype)
 
 
@@ -88,7 +92,6 @@ def _launch(
     one: Launch,
     sizes: CallNumbers,
     values: Mapping[str, Value],
-    out: Tensor,
     start: Callable[[Any], Any],
 ) -> None:
     counts = sizes.counts(one)
@@ -96,7 +99,7 @@ def _launch(
     for argument in one.arguments:
         match argument:
             case Pointer(name):
-                arguments.append(out if name == OUT else values[name])
+                arguments.append(values[name])
             case Passed(name):
                 value = values[name]
                 arguments.append(int(value) if isinstance(value, bool) else value)

@@ -1,0 +1,105 @@
+"""When a small factor is copied before the product that reads it, and what that saves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import insum
+from insum import inspection
+from insum.plan import fitting
+from insum.request import request_of
+from insum.runtime import launch
+from insum.runtime.bind import BoundLaunch
+from insum.runtime.program import Refusal
+
+STATEMENT = "out[x,m] = f[nb[z,x],c] * w[z,c,m]"
+VOXELS, OFFSETS = 20_000, 27
+
+
+def look(
+    inputs: int,
+    outputs: int,
+    dtype: torch.dtype = torch.float16,
+    voxels: int = VOXELS,
+    matrices: int = OFFSETS,
+) -> inspection.Look:
+    """A convolution of so many channels, as a GPU would get it; no values are written."""
+    nb = torch.arange(voxels, dtype=torch.int32).expand(matrices, voxels).contiguous()
+    values = {
+        "f": torch.empty(voxels, inputs, dtype=dtype),
+        "w": torch.empty(matrices, inputs, outputs, dtype=dtype),
+        "nb": insum.unchanging(nb),
+    }
+    problem = request_of(STATEMENT, None, None, ("nb",)).bind(values)
+    return inspection.elsewhere(problem, values)
+
+
+def launches(look: inspection.Look) -> list[BoundLaunch]:
+    program = look.program(anywhere=True)
+    assert not isinstance(program, Refusal), program.reason
+    return look.ready(program).launches
+
+
+def names(look: inspection.Look) -> list[str]:
+    return [one.launch.kernel.name for one in launches(look)]
+
+
+@pytest.mark.parametrize("channels", [(128, 72), (120, 128), (40, 40), (64, 24), (100, 100)])
+def test_what_fills_no_tile_is_copied(channels: tuple[int, int]) -> None:
+    assert names(look(*channels)) == ["insum_fit", "insum_kernel"]
+
+
+@pytest.mark.parametrize("channels", [(128, 128), (64, 32), (48, 64)])
+def test_what_fills_tiles_is_not(channels: tuple[int, int]) -> None:
+    assert names(look(*channels)) == ["insum_kernel"]
+
+
+def test_what_is_not_worth_it() -> None:
+    few = look(120, 72, voxels=1000)
+    wide = look(120, 72, dtype=torch.float32)
+    large = look(1000, 1000, matrices=8)
+    assert all(names(one) == ["insum_kernel"] for one in (few, wide, large))
+
+
+def test_a_config_decides() -> None:
+    """Tiles of 32 divide a sum of 96: rows that begin at sectors are then read as they are."""
+    one = look(96, 128)
+    for k, count in ((32, 1), (128, 2)):
+        config = insum.Config(m=64, n=128, k=k, warps=4, stages=2)
+        found = inspection.elsewhere(one.problem, one.values, config=(config,))
+        assert len(names(found)) == count
+
+
+def test_explain_tells() -> None:
+    one = look(120, 72)
+    program = one.program(anywhere=True)
+    assert not isinstance(program, Refusal)
+    told = inspection.told(one, program)
+    assert "w is copied first, in 128 rows of 128, which tiles read unmasked" in told
+    assert "<fitted>[" in told and "def insum_fit(" in told
+
+
+def test_the_copy_is_bounded() -> None:
+    """At most four times the factor, which is bounded itself."""
+    (_, one) = launches(look(100, 72))
+    rows, row = one.launch.plan.strides[-1][1].units[:2]
+    assert rows // row * row < 4 * 100 * 72
+    assert fitting.MOST_NUMBERS <= 2**22
+
+
+@pytest.mark.compile_only
+def test_no_mask_takes_registers() -> None:
+    registers = {}
+    for channels in ((128, 128), (120, 120)):
+        for one in launches(look(*channels)):
+            config = one.launch.config
+            found = launch.compile_for(
+                *(one.launch.function, one.types, "sm_90"),
+                warps=config.warps,
+                stages=config.stages,
+            )
+            registers[channels, one.launch.kernel.name] = found.registers
+            assert not found.stack
+    assert registers[(120, 120), "insum_kernel"] < registers[(128, 128), "insum_kernel"]
+    assert registers[(120, 120), "insum_fit"] <= 64

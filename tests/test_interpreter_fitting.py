@@ -1,0 +1,159 @@
+"""Small factors that fill no tiles: copied first, forward and backward, for index tensors that are
+known and for such that are not, in the interpreter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import insum
+from insum import memory
+from insum.plan import fitting
+from insum.runtime import symbolic
+from insum.runtime.program import Program
+from kernels import ONLY_FUSED, bound, error, poison_new_memory, watch_programs
+
+pytestmark = pytest.mark.interpreter
+
+CONVOLUTION = "out[x,m] = f[nb[z,x],c] * w[z,c,m]"
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Copies pay as if everything were larger; memory that nobody wrote to holds NaN."""
+    monkeypatch.setattr(fitting, "LEAST_POINTS", 1)
+    monkeypatch.setattr(fitting, "LEAST_READS", 0)
+    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.api._fronts", {})
+    poison_new_memory(monkeypatch)
+    memory.forget()
+    with insum.settings(**ONLY_FUSED):
+        yield
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
+    return watch_programs(monkeypatch)
+
+
+def copied(program: Program) -> list[str]:
+    """The tensors that a program copies."""
+    return [one.header.split()[1] for one in program.launches if one.kernel.name == "insum_fit"]
+
+
+def table(voxels: int, offsets: int = 3) -> Tensor:
+    torch.manual_seed(voxels)
+    found = torch.randint(0, voxels, (offsets, voxels), dtype=torch.int32)
+    return torch.where(torch.rand(offsets, voxels) < 0.6, found, -1)
+
+
+def convolved(f: Tensor, w: Tensor, nb: Tensor) -> Tensor:
+    padded = torch.cat([f.double(), torch.zeros(1, f.shape[1], dtype=torch.float64)])
+    return torch.einsum("zxc,zcm->xm", padded[nb.long()], w.double())
+
+
+def drawn(inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
+    nb = table(70)
+    f, w = torch.randn(70, inputs), torch.randn(3, inputs, outputs) / inputs**0.5
+    return f.half(), w.half(), nb
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(120, 72), (100, 20), (24, 24), (33, 136)])
+def test_channels_that_fill_no_tile(inputs: int, outputs: int, launched: list[Program]) -> None:
+    f, w, nb = drawn(inputs, outputs)
+    f[-1], w[-1, -1, -1] = 100.0, 100.0  # what would be read past an end is large
+    leaves = f.requires_grad_(), w.requires_grad_()
+    out = insum.insum(CONVOLUTION, f=f, w=w, nb=insum.unchanging(nb), padded=("nb",))
+    assert copied(launched[-1]) == ["w"]
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    want = convolved(exact[0], exact[1], nb)
+    upstream = torch.randn_like(out)
+    got = torch.autograd.grad(out, leaves, upstream)
+    assert error(out.detach(), want.detach()) < 2e-3
+    for one, right in zip(got, torch.autograd.grad(want, exact, upstream.double()), strict=True):
+        assert error(one, right) < 2e-3
+
+
+def test_gradients_of_gradients(launched: list[Program]) -> None:
+    f, w, nb = drawn(40, 24)
+    leaves, twice = (f.requires_grad_(), w.requires_grad_()), []
+    exact = tuple(leaf.detach().double().requires_grad_() for leaf in leaves)
+    upstream = torch.randn(70, 24)
+    results = (
+        (insum.insum(CONVOLUTION, f=f, w=w, nb=insum.unchanging(nb), padded=("nb",)), leaves),
+        (convolved(*exact, nb), exact),
+    )
+    for out, (a, b) in results:
+        (first,) = torch.autograd.grad(out, a, upstream.to(out.dtype), create_graph=True)
+        twice.append(torch.autograd.grad((first / 8).pow(2).sum(), b)[0])
+    assert error(*twice) < 5e-3
+    assert ["w"] in map(copied, launched)
+
+
+def test_new_tables_of_other_sizes(
+    launched: list[Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One program for all sizes of a class, and for tables that nobody has seen."""
+    monkeypatch.setattr(memory, "can_look", lambda tensor: False)
+    monkeypatch.setattr("insum.call.kernels_look_on", lambda device: True)
+    for voxels, offsets in ((150, 3), (160, 3), (160, 4)):
+        f, w = torch.randn(voxels, 40).half(), torch.randn(offsets, 40, 24).half()
+        nb = table(voxels, offsets)
+        out = insum.insum(CONVOLUTION, f=f, w=w, nb=nb, padded=("nb",))
+        assert error(out, convolved(f, w, nb)) < 2e-3
+    insum.synchronize()
+    assert len(set(map(id, launched[:2]))) == 1 and copied(launched[0]) == ["w"]
+
+
+def test_matrices_that_an_index_selects(launched: list[Program]) -> None:
+    torch.manual_seed(0)
+    x, w = torch.randn(300, 40).half(), torch.randn(4, 40, 24).half()
+    e = torch.randint(0, 4, (300,)).sort().values
+    y = insum.insum("y[p,n] = x[p,k] * w[e[p],k,n]", x=x, w=w, e=insum.unchanging(e))
+    assert error(y, torch.einsum("pk,pkn->pn", x.double(), w.double()[e])) < 2e-3
+    assert copied(launched[-1]) == ["w"]
+
+
+def test_weights_in_another_order(launched: list[Program]) -> None:
+    """Rows of the copy are what lies together; where nothing does, there is no copy."""
+    f, w, nb = drawn(40, 24)
+    statement, nb = "out[x,m] = f[nb[z,x],c] * w[m,z,c]", insum.unchanging(nb)
+    turned = w.permute(2, 0, 1).contiguous()
+    for weights in (turned, w.permute(2, 0, 1)):
+        out = insum.insum(statement, f=f, w=weights, nb=nb, padded=("nb",))
+        assert error(out, convolved(f, w, nb)) < 2e-3 and copied(launched[-1]) == ["w"]
+    apart = torch.stack([turned, turned], -1)[..., 0]
+    out = insum.insum(statement, f=f, w=apart, nb=nb, padded=("nb",))
+    assert error(out, convolved(f, w, nb)) < 2e-3 and copied(launched[-1]) == []
+
+
+def test_in_place_and_in_deterministic_mode() -> None:
+    f, w, nb = drawn(40, 24)
+    torch.use_deterministic_algorithms(True)
+    try:
+        start = torch.randn(70, 24).half()
+        out = start.clone()
+        statement = CONVOLUTION.replace("=", "+=")
+        insum.insum(statement, out=out, f=f, w=w, nb=insum.unchanging(nb), padded=("nb",))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert error(out, start.double() + convolved(f, w, nb)) < 2e-3
+
+
+def test_friendly_sizes_are_not_copied(launched: list[Program]) -> None:
+    f, w, nb = drawn(64, 32)
+    insum.insum(CONVOLUTION, f=f, w=w, nb=insum.unchanging(nb), padded=("nb",))
+    assert copied(launched[-1]) == []
+
+
+def test_exported_programs_copy_too() -> None:
+    f, w, nb = drawn(40, 24)
+    values = {"f": f, "w": w, "nb": nb}
+    problem = bound(CONVOLUTION, values, padded=("nb",))
+    program = symbolic.program_of(problem, values)
+    got = symbolic.run(program, problem, values, lambda function: function)
+    assert error(got, convolved(f, w, nb)) < 2e-3 and copied(program) == ["w"]
