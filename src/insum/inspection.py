@@ -4,6 +4,7 @@ of them. Also for architectures that are not here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -106,15 +107,26 @@ def told(look: Look, program: Program) -> str:
     for step in program.steps:
         parts.append(step.planned.plan.describe({**step.planned.shown(), **look.extents}))
         if all(look.extents[v] for v in step.variables) and 0 not in look.shape:
-            parts.append(_predicted(look, step))
+            parts.append(_predicted(look, step).describe())
         parts += [f"config       {one.config}\n\n{one.kernel.source}" for one in step.launches]
     return "\n\n".join(parts)
 
 
-def _predicted(look: Look, step: ProductLaunches) -> str:
+def _predicted(look: Look, step: ProductLaunches) -> cost.Cost:
     device, planned = cost.device_of(look.problem.device), step.planned
     load = look.load(planned)
-    return cost.predict(planned.plan, planned.extents, step.choice, device, load).describe()
+    return cost.predict(planned.plan, planned.extents, step.choice, device, load)
+
+
+def predicted(problem: Problem, values: Mapping[str, Value]) -> float:
+    """Microseconds of a statement by the model, on the device that is there or an assumed one; NaN
+    where there is no kernel.
+    """
+    look = elsewhere(problem, values)
+    program = look.program(anywhere=True)
+    if isinstance(program, Refusal):
+        return math.nan
+    return sum(_predicted(look, step).total for step in program.steps)
 
 
 def kernels(

@@ -11,10 +11,10 @@ from string import ascii_uppercase
 
 from torch import SymFloat, SymInt, Tensor, strided
 
-from insum import api
+from insum import api, inspection
 from insum.accepted import TENSOR, require
 from insum.errors import BindingError, InsumError, StatementError, UnsupportedError
-from insum.explanation import Explanation
+from insum.explanation import Explanation, parts_of
 from insum.formats.convert import SparseFormat, refuse_broken
 from insum.formats.notation import torch_notation
 from insum.formats.rewrite import RewrittenStatement
@@ -23,7 +23,7 @@ from insum.formats.spell import Source
 from insum.lang.bind import Size
 from insum.lang.parser import parse
 from insum.plan.path import Optimize
-from insum.request import given_sizes
+from insum.request import given_sizes, request_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,6 +85,26 @@ def explain_einsum(
     except Exception:
         refuse_broken(given)
         raise
+
+
+def predicted(statement: str, **named: FormatOrValue) -> float:
+    """Microseconds that the cost model predicts for a call on the GPU that is there, or on an H200;
+    NaN where there is no kernel. Nothing is computed.
+
+    >>> import torch
+    >>> from insum.formats import GroupCOO
+    >>> A = GroupCOO.from_dense(torch.eye(64))
+    >>> predicted("C[m,n] = A[m,k] * B[k,n]", A=A, B=torch.ones(64, 32)) > 0
+    True
+    """
+    call = FormatCall(rewritten(statement, named, False), named)
+    shape, total = call.shape(call.check()), 0.0
+    for piece in call.plan.pieces:
+        told = call.options(piece, shape)
+        request = request_of(piece.statement, told["out_shape"], told["sizes"], told["padded"])
+        for part in parts_of(request, call.arguments(piece)):
+            total += inspection.predicted(part.problem, part.values)
+    return total
 
 
 def _explained(
