@@ -59,7 +59,9 @@ def insum(
       ``True`` or ``"auto"`` (several statements where that is clearly better than one), ``False``
       or ``"never"`` (one statement), ``"optimal"``, ``"greedy"`` (wherever several are cheaper), or
       a path such as ``[(1, 2), (0, 1)]``. `explain` prints the path.
-    - ``tensors``: every tensor that the statement names; a scalar may be a Python number.
+    - ``tensors``: every tensor that the statement names; a scalar may be a Python number. Arrays of
+      NumPy are taken too (``+=`` writes into them), and formats, tensors of `torch.sparse` and
+      arrays of SciPy as in `einsum`.
 
     >>> import torch, insum
     >>> rows, columns = torch.tensor([0, 0, 2]), torch.tensor([1, 3, 0])
@@ -80,6 +82,8 @@ def insum(
         return traced(statement, out_shape, sizes, padded, config, optimize, tensors)
     kinds, given = _kinds(statement, out_shape, sizes, padded, config, optimize)
     call = kinds.known(tensors, given)
+    if call is None and any(map(is_stranger, tensors.values())):
+        return _of_strangers(kinds.form.request(given), out_shape, sizes, optimize, tensors)
     if call is None or not is_undisturbed():
         return _insum(kinds.form.request(given), tensors)
     if call.prepared.target:
@@ -132,6 +136,35 @@ def _insum(request: Request, tensors: dict[str, Value]) -> Tensor:
         return add_in_place(request, None, tensors) if in_place else contract(request, tensors)
     call = prepare(request, tensors)
     return add_in_place(request, call, tensors) if in_place else run(call, tensors)
+
+
+def is_stranger(value: object) -> bool:
+    """Whether an operand was made by another library, or is sparse."""
+    if isinstance(value, Tensor):
+        return value.layout is not torch.strided and not value.is_nested
+    return not isinstance(value, bool | int | float | complex)
+
+
+def _of_strangers(
+    request: Request,
+    out_shape: Sequence[Size] | None,
+    sizes: SizesArgument,
+    optimize: Optimize,
+    tensors: dict[str, Any],
+) -> Tensor:
+    """A call with operands of NumPy, SciPy or torch.sparse, or with formats."""
+    from insum.formats.operands import has_format, run_formats, taken
+
+    given = taken(request.statement, tensors)
+    if not has_format(given):
+        return _insum(request, given)
+    if request.padded or request.config:
+        raise BindingError(
+            "an operand is sparse, and padded or config was given",
+            statement=request.statement,
+            expected="statements over sparse operands without them: they say it themselves",
+        )
+    return cast(Tensor, run_formats(request.statement, given, False, out_shape, sizes, optimize))
 
 
 def _refuse_strangers(request: Request, tensors: dict[str, Value]) -> None:
@@ -295,12 +328,15 @@ def explain(
     <BLANKLINE>
     12 FLOPs, 44 bytes at least, 0.3 FLOPs per byte
     """
-    if any(hasattr(value, "index_arrays") for value in tensors.values()):  # a sparse format
+    if any(map(is_stranger, tensors.values())):
         from insum.formats.explained import explain_einsum
+        from insum.formats.operands import has_format, taken
 
-        return explain_einsum(
-            statement, out_shape=out_shape, sizes=sizes, optimize=optimize, **cast(Any, tensors)
-        )
+        tensors = taken(statement, tensors)
+        if has_format(tensors):
+            return explain_einsum(
+                statement, out_shape=out_shape, sizes=sizes, optimize=optimize, **cast(Any, tensors)
+            )
     return explain_dense(
         statement,
         tensors,

@@ -9,14 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
 
-from torch import SymFloat, SymInt, Tensor, strided
+from torch import SymFloat, SymInt, Tensor
 
 from insum import api, inspection
 from insum.accepted import TENSOR, require
-from insum.errors import BindingError, InsumError, StatementError, UnsupportedError
+from insum.errors import BindingError, InsumError, StatementError
 from insum.explanation import Explanation, parts_of
 from insum.formats.convert import SparseFormat, refuse_broken
-from insum.formats.notation import torch_notation
+from insum.formats.notation import torch_notation, with_dimensions
+from insum.formats.operands import taken
 from insum.formats.rewrite import RewrittenStatement
 from insum.formats.run import FormatCall, FormatOrValue, rewritten
 from insum.formats.spell import Source
@@ -190,8 +191,12 @@ def named_operands(
                 expected="operands by name, A=A",
                 remedy='"mk,kn->mn" takes them by position',
             )
-        _check_kinds(statement, named)
-        return statement, named
+        given = taken(statement, named)
+        _check_kinds(statement, given)
+        if "..." in statement:
+            ranks = tuple((name, _rank(x)) for name, x in given.items())
+            statement = with_dimensions(statement, ranks)
+        return statement, given
     if named:
         raise BindingError(
             f"{next(iter(named))} was passed by name",
@@ -205,36 +210,25 @@ def named_operands(
             statement=statement,
             remedy='einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B) or einsum("mk,kn->mn", A, B)',
         )
-    _check_kinds(statement, dict(zip(ascii_uppercase, operands)))
-    text, names = torch_notation(statement, tuple(_rank(x) for x in operands))
-    return text, dict(zip(names, operands))
+    numbered = {f"operand {k}": x for k, x in enumerate(operands)}
+    given = taken("Out[] = 0", numbered)
+    _check_kinds(statement, dict(zip(ascii_uppercase, given.values())))
+    text, names = torch_notation(statement, tuple(map(_rank, given.values())))
+    return text, dict(zip(names, given.values()))
 
 
 def _check_kinds(statement: str, given: Mapping[str, object]) -> None:
     for name, x in given.items():
-        if isinstance(x, Tensor) and x.layout != strided:
-            fact = f"{name} is a torch.sparse tensor of layout {x.layout}"
-            raise UnsupportedError(
-                fact,
-                statement=statement,
-                expected="a format or a dense tensor",
-                remedy=f"insum.formats.GroupCOO.from_torch({name})",
-            )
         if isinstance(x, Tensor):
             require(name, x, TENSOR)
         if not isinstance(
             x, SparseFormat | Tensor | bool | int | float | complex | SymInt | SymFloat
         ):
-            remedy = (
-                f"GroupCOO.from_scipy({name})"
-                if hasattr(x, "tocoo")
-                else f"torch.as_tensor({name})"
-            )
             raise BindingError(
                 f"{name} is a {type(x).__name__}",
                 statement=statement,
-                expected="a format, a tensor or a number",
-                remedy=remedy,
+                expected="a format, a tensor, an array or a number",
+                remedy=f"torch.as_tensor({name})",
             )
 
 

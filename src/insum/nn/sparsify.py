@@ -5,6 +5,7 @@ and models given the sparse layers that a saved state or a configuration describ
 from __future__ import annotations
 
 import html
+import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -35,9 +36,19 @@ Wish: TypeAlias = float | str | Tensor | Mapping[str, Any] | None
 Rule: TypeAlias = float | str | Mapping[str, Wish] | Callable[[str, nn.Linear], Wish]
 
 MODEL = Accepted("a torch.nn.Module", lambda v: isinstance(v, nn.Module))
+
+
+def _is_rule(value: object) -> bool:
+    if callable(value):
+        try:
+            return bool(inspect.signature(value).bind("name", "layer"))
+        except (TypeError, ValueError):
+            return False
+    return isinstance(value, str | int | float | Mapping) and not isinstance(value, bool)
+
+
 RULE = Accepted(
-    'a density, "zeros", a mapping from names, or a function of name and layer',
-    lambda v: callable(v) or isinstance(v, str | int | float | Mapping) and v is not True,
+    'a density, "zeros", a mapping from names, or a function of name and layer', _is_rule
 )
 
 
@@ -396,7 +407,7 @@ def _described(description: Mapping[str, Any]) -> Iterator[tuple[str, FormatLayo
     if states or any(isinstance(held, Tensor) for held in description.values()):
         return
     for name, found in description.items():
-        if not isinstance(found, Mapping) or "arrays" not in found:
+        if not isinstance(found, Mapping) or not isinstance(found.get("arrays"), Mapping):
             raise FormatError(
                 f"the description of {name!r} has no arrays",
                 expected="a state dict, or what insum.nn.layouts returned",
