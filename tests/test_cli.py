@@ -125,6 +125,39 @@ def test_explain_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert "no fused kernel" in text
 
 
+def test_explain_for_other_gpus() -> None:
+    text = insum("explain", "y[i] = A[i,j] * x[j]", "--shape", "A=64,64:float16", "--shape",
+                 "x=64:float16", "--gpu", "sm_80")  # fmt: skip
+    assert "@triton.jit" in text
+    insum("explain", "y[i] = A[i]", "--shape", "A=3", "--gpu", "hopper", code=1)
+
+
+def test_the_version() -> None:
+    import insum as package
+
+    assert insum("--version").strip() == f"insum {package.__version__}"
+    assert metadata_version() == package.__version__
+
+
+def metadata_version() -> str:
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    return text.partition('version = "')[2].partition('"')[0]
+
+
+@pytest.mark.parametrize("module", ["insum", "insum.cli"])
+def test_python_m(module: str) -> None:
+    source = Path(__file__).parent.parent / "src"
+    environment = {"PYTHONPATH": str(source), "PATH": "", "HOME": str(source)}
+    done = subprocess.run(
+        [sys.executable, "-m", module, "--version"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=300,
+    )
+    assert done.returncode == 0 and done.stdout.startswith("insum 0."), done.stderr
+
+
 DESCRIBED = [
     ("A=3,4", (3, 4), torch.float32),
     ("b=:float64", (), torch.float64),

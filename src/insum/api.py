@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from insum.accepted import is_fake, odd_tensor
+from insum.accepted import is_fake, odd_tensor, shown
 from insum.bounded import keep
 from insum.call import MOST_FORMS, BoundCall, Kinds, kinds_of, prepare
 from insum.compat.calls import is_intercepted, is_plain_call, is_undisturbed
-from insum.errors import BindingError, DeviceError, UnsupportedError
+from insum.errors import BindingError, DeviceError, SettingsError, UnsupportedError
 from insum.inplace import add_in_place
 from insum.lang.bind import Problem, Size, Value
 from insum.lang.expr import tensors_of
@@ -303,12 +304,21 @@ def explain(
     padded: Sequence[str] = (),
     config: Config | Sequence[Config] | None = None,
     optimize: Optimize = True,
+    gpu: str = "",
     **tensors: Value,
 ) -> Explanation | EinsumExplanation:
-    """What a call would do: extents, roles of the indices, the graph as Python, FLOPs and bytes.
-    Nothing is computed.
+    """What a call would do: extents, roles of the indices, the graph as Python, FLOPs and bytes,
+    and on a GPU the generated kernel with the time that the cost model predicts. Nothing is
+    computed.
+
+    - ``gpu``: show the kernel as a GPU of this architecture would get it, ``"sm_90"`` for an H100
+      or H200, ``"sm_80"`` for an A100; neither a GPU nor Triton has to be there.
+    - All else is as in `insum`.
 
     >>> import torch, insum
+    >>> page = insum.explain("y[i] = A[i,j]", A=torch.ones(2, 3), gpu="sm_90")
+    >>> "@triton.jit" in page.fused
+    True
     >>> print(insum.explain("y[i] = A[i,j] * x[j]", A=torch.ones(2, 3), x=torch.ones(3)))
     y[i] = A[i,j] * x[j]
     <BLANKLINE>
@@ -328,15 +338,15 @@ def explain(
     <BLANKLINE>
     12 FLOPs, 44 bytes at least, 0.3 FLOPs per byte
     """
+    _check_gpu(statement, gpu)
     if any(map(is_stranger, tensors.values())):
         from insum.formats.explained import explain_einsum
         from insum.formats.operands import has_format, taken
 
         tensors = taken(statement, tensors)
         if has_format(tensors):
-            return explain_einsum(
-                statement, out_shape=out_shape, sizes=sizes, optimize=optimize, **cast(Any, tensors)
-            )
+            told: dict[str, Any] = {"out_shape": out_shape, "sizes": sizes, "optimize": optimize}
+            return explain_einsum(statement, **told, gpu=gpu, **cast(Any, tensors))
     return explain_dense(
         statement,
         tensors,
@@ -345,6 +355,17 @@ def explain(
         padded=padded,
         config=config,
         optimize=optimize,
+        gpu=gpu,
+    )
+
+
+def _check_gpu(statement: str, gpu: object) -> None:
+    if isinstance(gpu, str) and (not gpu or re.fullmatch(r"sm_\d+a?|gfx\w+", gpu)):
+        return
+    no_option(statement, "gpu")
+    raise SettingsError(
+        f"gpu is {shown(gpu)}",
+        expected='an architecture, such as "sm_90" (H100, H200), "sm_80" (A100) or "gfx942"',
     )
 
 
@@ -357,11 +378,13 @@ def explain_dense(
     padded: Sequence[str] = (),
     config: Config | Sequence[Config] | None = None,
     optimize: Optimize = True,
+    gpu: str = "",
 ) -> Explanation:
     """`explain` of a statement over tensors and numbers alone."""
     from insum.explanation import explained  # takes a while to import
 
-    return explained(request_of(statement, out_shape, sizes, padded, config, optimize), tensors)
+    request = request_of(statement, out_shape, sizes, padded, config, optimize)
+    return explained(request, tensors, gpu)
 
 
 # --- tuning ---------------------------------------------------------------------------------------

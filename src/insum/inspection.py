@@ -92,8 +92,12 @@ def describe(
     config: Choice | None = None,
 ) -> str:
     """The plan and the kernels of a statement, or why there are none."""
-    look = Look(problem, values, target, config)
-    program = look.program()
+    return described(Look(problem, values, target, config))
+
+
+def described(look: Look, *, anywhere: bool = False) -> str:
+    """The same of a look; ``anywhere``: also where it cannot run."""
+    program = look.program(anywhere=anywhere)
     return (
         f"no fused kernel: {program.reason}"
         if isinstance(program, Refusal)

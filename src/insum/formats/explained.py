@@ -60,9 +60,11 @@ def explain_einsum(
     out_shape: Sequence[Size] | None = None,
     sizes: Mapping[str | int, Size | Sequence[Size]] | None = None,
     optimize: Optimize = True,
+    gpu: str = "",
     **named: FormatOrValue,
 ) -> EinsumExplanation:
-    """The rewritten form of a call of `einsum` and what it would do. Nothing is computed.
+    """The rewritten form of a call of `einsum` and what it would do; ``gpu`` as in `insum.explain`.
+    Nothing is computed.
 
     >>> import torch
     >>> from insum.formats import GroupCOO
@@ -80,7 +82,7 @@ def explain_einsum(
     text, given = named_operands(statement, operands, named)
     given_sizes(text, out_shape, sizes)
     try:
-        return _explained(text, given, dense_output, out_shape, sizes, optimize)
+        return _explained(text, given, dense_output, out_shape, sizes, optimize, gpu)
     except InsumError:
         raise
     except Exception:
@@ -115,6 +117,7 @@ def _explained(
     out_shape: Sequence[Size] | None,
     sizes: Mapping[str | int, Size | Sequence[Size]] | None,
     optimize: Optimize,
+    gpu: str,
 ) -> EinsumExplanation:
     sparse = {name: x for name, x in given.items() if isinstance(x, SparseFormat)}
     if not sparse:
@@ -129,6 +132,7 @@ def _explained(
                     out_shape=out_shape,
                     sizes=sizes,
                     optimize=optimize,
+                    gpu=gpu,
                 ),
             ),
         )
@@ -149,7 +153,7 @@ def _explained(
         text,
         tuple(piece.statement for piece in call.plan.pieces),
         "\n".join(lines),
-        tuple(call.explained()),
+        tuple(call.explained(gpu)),
     )
 
 
