@@ -137,7 +137,8 @@ def test_without_an_operator_for_writing_in_place(monkeypatch: pytest.MonkeyPatc
         (
             {"fuze": "always"},
             "there is no option 'fuze', neither of insum nor of Inductor\n  expected: "
-            "'insum.fuse', 'insum.rest', or an option of torch._inductor.list_options()\n  try: 'insum.fuse'",
+            "'insum.fuse', 'insum.rest', or an option of torch._inductor.list_options()\n"
+            "  try: 'insum.fuse'",
         ),
     ],
 )

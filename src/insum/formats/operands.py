@@ -20,7 +20,7 @@ from insum.plan.path import Optimize
 from insum.request import head
 
 _BLOCKED = (torch.sparse_bsr, torch.sparse_bsc)
-_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, *_BLOCKED)
+SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, *_BLOCKED)
 
 
 def taken(statement: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -36,7 +36,7 @@ def taken(statement: str, given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _one(statement: str, name: str, value: Any) -> Any:
     if isinstance(value, Tensor):
-        if value.layout not in _SPARSE:
+        if value.layout not in SPARSE_LAYOUTS:
             return value
         if value.layout in _BLOCKED:
             block = tuple(value.values().shape[-2:])
