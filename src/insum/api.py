@@ -93,6 +93,7 @@ def insum(
 
 
 Insum = insum
+"""The same function under the name that the paper gives it."""
 
 #: By statement, how many sizes are given and what is padded, what is known of its calls; no other
 #: options.
