@@ -96,17 +96,14 @@ def _torch(result: dict[str, Any]) -> str:
 
 
 def gallery_lines(result: dict[str, Any]) -> list[str]:
-    """Statements beside what people use for them."""
+    """Where statements stand beside what people use for them."""
     (section,) = result["sections"]
-    lines = [
+    cases = {row["case"] for row in section["rows"]}
+    return [
         "## Gallery",
         "",
-        *_about([section]),
-        *_head("statement", "", ">ms", "others", ">of the limit", ">error"),
+        f"{len(cases)} statements with their times, rivals and kernels: [gallery](gallery.md).",
     ]
-    for direction in ("forward", "forward+backward"):
-        lines += time_lines(section, direction)
-    return [*lines, "", f"Made by `{section['command']}`."]
 
 
 def gallery_page(folder: Path = RESULTS) -> str:
@@ -416,7 +413,7 @@ def case_lines(result: dict[str, Any]) -> list[str]:
         lines += [
             f"### {section['title']}",
             "",
-            *_head("case", "", ">insum ms", "rivals ms", ">of the limit", ">error"),
+            *_head(*TIMES),
         ]
         lines += [*time_lines(section, "forward"), *time_lines(section, "forward+backward"), ""]
         lines += [note + "\n" for note in section.get("notes", [])]
@@ -459,23 +456,28 @@ def ours(rows: list[Row]) -> Row | None:
     return next((r for r in rows if r["contender"].startswith("insum") and r["milliseconds"]), None)
 
 
+#: The columns of `time_lines`.
+TIMES = ("case", "", "who", ">ms", ">insum is faster by", ">of the limit", ">error")
+
+
 def time_lines(section: dict[str, Any], direction: str) -> list[str]:
+    """A row for each contender, ours first; losses stand beside wins."""
     lines = []
     for (case, dtype), rows in grouped(section["rows"], direction).items():
         mine = ours(rows)
         if mine is None:
             continue
         others = [r for r in rows if r["milliseconds"] and r is not mine]
-        beside = ", ".join(
-            f"{r['contender']} {_short(r)} ({r['milliseconds'] / mine['milliseconds']:.2f}x)"
-            for r in others
-        )
-        limit = "" if mine["limit_percent"] is None else f"{mine['limit_percent']:.0f} %"
-        error = "" if mine["error"] is None else f"{mine['error']:.0e}"
-        lines.append(
-            f"| {case}, {dtype} | {direction} | {_short(mine)} | {beside} | {limit} | {error} |"
-        )
+        lines.append(f"| {case}, {dtype} | {direction} | {_time_cells(mine, mine)}")
+        lines += [f"| | | {_time_cells(row, mine)}" for row in others]
     return lines
+
+
+def _time_cells(row: Row, mine: Row) -> str:
+    ratio = "" if row is mine else f"{row['milliseconds'] / mine['milliseconds']:.2f}x"
+    limit = "" if row["limit_percent"] is None else f"{row['limit_percent']:.0f} %"
+    error = "" if row["error"] is None else f"{row['error']:.0e}"
+    return f"{row['contender']} | {_short(row)} | {ratio} | {limit} | {error} |"
 
 
 def _short(row: Row) -> str:
