@@ -45,6 +45,22 @@ def einsum(
     operand that stands in every term, nothing outside its pattern can be nonzero, and the result
     has that operand's format (``dense_output=True`` for a tensor).
 
+    Args:
+        statement: One statement of the language, or the notation of `torch.einsum`.
+        operands: What is multiplied, where the notation is that of `torch.einsum`.
+        dense_output: Always give a tensor.
+        out_shape: The shape of the output, where the statement does not tell it.
+        sizes: Single sizes, as in `insum`.
+        optimize: The order of contraction, as in `insum`.
+        named: What the statement names.
+
+    Returns:
+        A tensor, or a format with the pattern of one of the operands.
+
+    Raises:
+        UnsupportedError: Sparse operands of different patterns meet in a compressed dimension.
+        BindingError: Operands and statement do not fit.
+
     >>> import torch
     >>> from insum.formats import GroupCOO
     >>> A = GroupCOO.from_dense(torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]), group_size=2)

@@ -48,21 +48,33 @@ def insum(
     ``+=``, ``max=`` and ``min=`` accumulate into the ``C`` that is passed, in place, and return it;
     without one they start from zero, or from minus or plus infinity.
 
-    - ``out_shape``: the shape of the output, where the statement does not tell it (an output
-      dimension that is indexed through a tensor).
-    - ``sizes``: single sizes, by index variable, by output dimension, or by a left-side index as it
-      is written: ``{"i": 8, 0: 100}``.
-    - ``padded``: names of index tensors in which -1 marks an absent entry; such an entry
-      contributes nothing.
-    - ``config``: tile sizes and launch options of the generated kernel, as `insum.tune` prints
-      them; a path without one takes no notice.
-    - ``optimize``: the order in which three and more factors are multiplied, as in opt_einsum:
-      ``True`` or ``"auto"`` (several statements where that is clearly better than one), ``False``
-      or ``"never"`` (one statement), ``"optimal"``, ``"greedy"`` (wherever several are cheaper), or
-      a path such as ``[(1, 2), (0, 1)]``. `explain` prints the path.
-    - ``tensors``: every tensor that the statement names; a scalar may be a Python number. Arrays of
-      NumPy are taken too (``+=`` writes into them), and formats, tensors of `torch.sparse` and
-      arrays of SciPy as in `einsum`.
+    Args:
+        statement: One statement of the language.
+        out_shape: The shape of the output, where the statement does not tell it (an output
+            dimension that is indexed through a tensor).
+        sizes: Single sizes, by index variable, by output dimension, or by a left-side index as it
+            is written: ``{"i": 8, 0: 100}``.
+        padded: Names of index tensors in which -1 marks an absent entry; such an entry contributes
+            nothing.
+        config: Tile sizes and launch options of the generated kernel, as `insum.tune` prints them;
+            a path without one takes no notice.
+        optimize: The order in which three and more factors are multiplied, as in opt_einsum:
+            ``True`` or ``"auto"`` (several statements where that is clearly better than one),
+            ``False`` or ``"never"`` (one statement), ``"optimal"``, ``"greedy"`` (wherever several
+            are cheaper), or a path such as ``[(1, 2), (0, 1)]``. `explain` prints the path.
+        tensors: Every tensor that the statement names; a scalar may be a Python number. Arrays of
+            NumPy are taken too (``+=`` writes into them), and formats, tensors of `torch.sparse`
+            and arrays of SciPy as in `einsum`.
+
+    Returns:
+        The output: a new tensor, or the one that was passed and accumulated into.
+
+    Raises:
+        StatementError: The text is no statement.
+        BindingError: Tensors and statement do not fit.
+        DtypeError: A tensor has a dtype that cannot stand in its place.
+        DeviceError: Tensors are on different devices.
+        IndexRangeError: An index points outside of its dimension.
 
     >>> import torch, insum
     >>> rows, columns = torch.tensor([0, 0, 2]), torch.tensor([1, 3, 0])
@@ -282,8 +294,17 @@ def compile(
     config: Config | Sequence[Config] | None = None,
     optimize: Optimize = True,
 ) -> Compiled:
-    """A reusable callable for one statement; the options are those of `insum`. It can be pickled
-    and copied, and it prints itself.
+    """A reusable callable for one statement. It can be pickled and copied, and it prints itself.
+
+    Args:
+        statement: One statement of the language.
+        out_shape: As in `insum`, like all other options.
+
+    Returns:
+        An object that is called with the tensors of the statement.
+
+    Raises:
+        StatementError: The text is no statement.
 
     >>> import torch, insum
     >>> matvec = insum.compile("y[i] = A[i,j] * x[j]")
@@ -312,9 +333,15 @@ def explain(
     and on a GPU the generated kernel with the time that the cost model predicts. Nothing is
     computed.
 
-    - ``gpu``: show the kernel as a GPU of this architecture would get it, ``"sm_90"`` for an H100
-      or H200, ``"sm_80"`` for an A100; neither a GPU nor Triton has to be there.
-    - All else is as in `insum`.
+    Args:
+        statement: One statement of the language.
+        out_shape: As in `insum`, like all options that are not listed here.
+        gpu: Show the kernel as a GPU of this architecture would get it, ``"sm_90"`` for an H100 or
+            H200, ``"sm_80"`` for an A100; neither a GPU nor Triton has to be there.
+        tensors: Every tensor that the statement names.
+
+    Returns:
+        An object that prints as a page of text, in notebooks too.
 
     >>> import torch, insum
     >>> page = insum.explain("y[i] = A[i,j]", A=torch.ones(2, 3), gpu="sm_90")
@@ -404,8 +431,16 @@ def tune(
     """Search for the config that is fastest for a statement on tensors of these sizes; later calls,
     in later processes too, use it.
 
-    ``effort``: ``quick`` tries a handful of configs, ``full`` some dozens. Nothing that is passed
-    is changed. Where there is no GPU to time on, the first guess stands and the result says so.
+    Nothing that is passed is changed. Where there is no GPU to time on, the first guess stands and
+    the result says so.
+
+    Args:
+        statement: One statement of the language.
+        effort: ``"quick"`` tries a handful of configs, ``"full"`` some dozens.
+        tensors: Every tensor that the statement names, and the options of `insum`.
+
+    Returns:
+        What was tried and what was found.
 
     >>> import torch, insum
     >>> tuned = insum.tune("y[i] = A[i,j] * x[j]", A=torch.ones(2, 3), x=torch.ones(3))
