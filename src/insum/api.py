@@ -92,6 +92,10 @@ def insum(
             [1., 2.]])
     """
     if torch.compiler.is_compiling():
+        if any(hasattr(value, "index_arrays") for value in tensors.values()):  # a sparse format
+            from insum.formats.operands import run_formats
+
+            return cast(Tensor, run_formats(statement, tensors, False, out_shape, sizes, optimize))
         return traced(statement, out_shape, sizes, padded, config, optimize, tensors)
     kinds, given = _kinds(statement, out_shape, sizes, padded, config, optimize)
     call = kinds.known(tensors, given)
@@ -241,7 +245,8 @@ class Compiled:
         result = insum(self.statement, **options, **tensors)  # type: ignore[arg-type]
         if torch.compiler.is_compiling():
             return result
-        if self._last is None and is_plain_call(tensors.values()):
+        plain = is_plain_call(tensors.values()) and not any(map(is_stranger, tensors.values()))
+        if self._last is None and plain:
             self._last = self._request.bind(tensors)
         return result
 
@@ -466,6 +471,17 @@ def no_option(statement: str, *options: str) -> None:
 def tuned(request: Request, tensors: dict[str, Value], effort: str) -> Tuned:
     from insum import search
 
+    if any(map(is_stranger, tensors.values())):
+        from insum.formats.operands import has_format, taken
+
+        tensors = taken(request.statement, tensors)
+        if has_format(tensors):
+            raise UnsupportedError(
+                "an operand is sparse",
+                statement=request.statement,
+                remedy="insum.formats.tune(A, statement, ...), or the statement that "
+                "insum.explain prints, with the arrays of the format",
+            )
     if not is_plain_call(tensors.values()):
         raise UnsupportedError(
             "a statement is tuned on plain tensors, outside of traces, transforms and autocast"

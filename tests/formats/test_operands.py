@@ -114,3 +114,20 @@ def test_dots_in_the_wrong_place() -> None:
             insum.einsum(wrong, X=B)
     with pytest.raises(insum.BindingError, match="fewer than are named"):
         insum.einsum("Y[...,i,j,k] = X[...,i,j,k]", X=B)
+
+
+def test_compiled_statements_and_tuning() -> None:
+    product = insum.compile(STATEMENT)
+    for held in (A.numpy(), COO.from_dense(A), A):
+        torch.testing.assert_close(product(A=held, B=B), A @ B)
+    assert "m: free, 8" in repr(product)
+    assert insum.tune(STATEMENT, A=A.numpy(), B=B).trials == ()
+    with pytest.raises(insum.UnsupportedError, match="an operand is sparse"):
+        insum.tune(STATEMENT, A=COO.from_dense(A), B=B)
+
+
+def test_formats_in_a_compiled_function() -> None:
+    compiled = torch.compile(
+        lambda held, right: insum.insum(STATEMENT, A=held, B=right), backend="eager", fullgraph=True
+    )
+    torch.testing.assert_close(compiled(COO.from_dense(A), B), A @ B)
