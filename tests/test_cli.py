@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -144,18 +145,15 @@ def metadata_version() -> str:
     return text.partition('version = "')[2].partition('"')[0]
 
 
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
 @pytest.mark.parametrize("module", ["insum", "insum.cli"])
-def test_python_m(module: str) -> None:
-    source = Path(__file__).parent.parent / "src"
-    environment = {"PYTHONPATH": str(source), "PATH": "", "HOME": str(source)}
-    done = subprocess.run(
-        [sys.executable, "-m", module, "--version"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=300,
-    )
-    assert done.returncode == 0 and done.stdout.startswith("insum 0."), done.stderr
+def test_python_m(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["insum", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith("insum 0.")
 
 
 DESCRIBED = [
