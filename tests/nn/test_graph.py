@@ -224,6 +224,7 @@ def test_sizes_of_a_first_call() -> None:
     assert pair((x, torch.ones(2, 3)), edge_index[:, :0]).shape == (2, 4)
     gcn = GCNConv(-1, 4)
     assert gcn(x, edge_index).shape == (9, 4) and gcn.lin.weight.shape == (4, 5)
+    assert GCNConv(-1, 4).double()(x.double(), edge_index).dtype == torch.float64
     before = gcn.lin.weight.clone()
     gcn.reset_parameters()
     assert not torch.equal(gcn.lin.weight, before)

@@ -61,8 +61,9 @@ def _materialise(linear: nn.Linear, x: Tensor) -> bool:
     """Give a layer that waits its size; whether it did."""
     if not _waits(linear) or not isinstance(x, Tensor) or x.dim() < 1:
         return False
+    held = linear.weight
     with torch.no_grad():
-        linear(x.new_zeros((0, x.shape[-1]), dtype=torch.get_default_dtype()))
+        linear(torch.zeros(0, x.shape[-1], dtype=held.dtype, device=held.device))
     return True
 
 
