@@ -225,6 +225,9 @@ def test_sizes_of_a_first_call() -> None:
     gcn = GCNConv(-1, 4)
     assert gcn(x, edge_index).shape == (9, 4) and gcn.lin.weight.shape == (4, 5)
     assert GCNConv(-1, 4).double()(x.double(), edge_index).dtype == torch.float64
+    loaded = GCNConv(-1, 4)
+    loaded.load_state_dict(gcn.state_dict())
+    assert torch.equal(loaded(x, edge_index), gcn(x, edge_index))
     before = gcn.lin.weight.clone()
     gcn.reset_parameters()
     assert not torch.equal(gcn.lin.weight, before)

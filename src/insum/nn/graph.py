@@ -58,13 +58,16 @@ def _waits(linear: nn.Linear) -> bool:
 
 
 def _materialise(linear: nn.Linear, x: Tensor) -> bool:
-    """Give a layer that waits its size; whether it did."""
-    if not _waits(linear) or not isinstance(x, Tensor) or x.dim() < 1:
+    """Give a layer that has no size yet that of its weight, where a state was loaded, or that of a
+    call; whether its weight was drawn.
+    """
+    if not isinstance(linear, nn.LazyLinear) or not isinstance(x, Tensor) or x.dim() < 1:
         return False
-    held = linear.weight
+    waits, held = _waits(linear), linear.weight
+    size = x.shape[-1] if waits else held.shape[-1]
     with torch.no_grad():
-        linear(torch.zeros(0, x.shape[-1], dtype=held.dtype, device=held.device))
-    return True
+        linear(torch.zeros(0, size, dtype=held.dtype, device=held.device))
+    return waits
 
 
 def _targets(
