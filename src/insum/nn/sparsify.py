@@ -29,6 +29,7 @@ from insum.formats.module import (
 )
 from insum.nn.linear import BlockSparseLinear, SparseLinear
 from insum.plan import cost
+from insum.search import progress_bar
 
 #: What a rule says of a layer: nothing, a density, a mask, "zeros", or options of ``from_dense``.
 Wish: TypeAlias = float | str | Tensor | Mapping[str, Any] | None
@@ -190,19 +191,22 @@ def sparsify(
         )
     wish_of = _wishes(rule, [name for name, _ in _linears(model)])
     users, made, reports = _uses(model), dict[str, SparseLinear](), []
-    for name, layer in _linears(model):
-        kept_dense = _unfit(layer, users)
-        wish = None if kept_dense else wish_of(name, layer)
-        if wish is None:
-            reports.append(_left(name, layer, kept_dense or "the rule leaves it"))
-            continue
-        sparse = _sparse(layer, wish, block_shape)
-        report = _compared(name, layer, sparse, rows)
-        if only_where_faster and not report.pays:
-            reports.append(_slower(report))
-            continue
-        made[name] = sparse
-        reports.append(report)
+    with progress_bar("insum.nn.sparsify") as tick:
+        tick(sum(1 for _ in _linears(model)))
+        for name, layer in _linears(model):
+            kept_dense = _unfit(layer, users)
+            wish = None if kept_dense else wish_of(name, layer)
+            if wish is None:
+                report = _left(name, layer, kept_dense or "the rule leaves it")
+            else:
+                sparse = _sparse(layer, wish, block_shape)
+                report = _compared(name, layer, sparse, rows)
+                if only_where_faster and not report.pays:
+                    report = _slower(report)
+                else:
+                    made[name] = sparse
+            reports.append(report)
+            tick(0)
     _exchange(model, made)
     where = next((p.device for p in model.parameters()), torch.device("cpu"))
     return SparsityReport(tuple(reports), rows, cost.device_of(where).name)
