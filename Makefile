@@ -35,9 +35,9 @@ $(VENV)/.insum-docs-installed: $(STAMP)
 	$(PIP) --no-build-isolation -e '.[docs]'
 	touch $@
 
-# What layers are compared with. Where it cannot be had, those tests say that they are skipped.
+# What layers are compared with and saved by. Where it cannot be had, those tests say that they are skipped.
 $(VENV)/.insum-rivals-installed: $(STAMP)
-	$(PIP) --no-build-isolation -e '.[rivals]' || echo "e3nn and PyG were not installed: comparisons with them are skipped"
+	$(PIP) --no-build-isolation -e '.[rivals]' || echo "e3nn, PyG or safetensors were not installed: what needs them is skipped"
 	touch $@
 
 demo: $(STAMP)

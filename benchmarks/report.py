@@ -1,5 +1,5 @@
-"""The tables of measurements in README.md and docs/results.md, made from the files under
-benchmarks/results/ and from nothing else.
+"""The tables of measurements in README.md and docs/results.md, the page docs/gallery.md and the
+pictures of both, made from the files under benchmarks/results/ and from nothing else.
 
     python benchmarks/report.py            rewrite the tables
     python benchmarks/report.py --check    exit with 1 if a table is not what the files say
@@ -11,7 +11,9 @@ it is not, ``kernels.json`` is shown.
 from __future__ import annotations
 
 import argparse
+import html
 import json
+import math
 import statistics
 import sys
 from collections import Counter
@@ -25,6 +27,8 @@ RESULTS, README, PAGE = (
     ROOT / "README.md",
     ROOT / "docs" / "results.md",
 )
+GALLERY = ROOT / "docs" / "gallery.md"
+PICTURES = ROOT / "docs" / "pictures"
 START, END = "<!-- results:start -->", "<!-- results:end -->"
 _OURS = ("application", "case", "error", "insum_ms", "ok")
 Row = dict[str, Any]
@@ -92,17 +96,132 @@ def _torch(result: dict[str, Any]) -> str:
 
 
 def gallery_lines(result: dict[str, Any]) -> list[str]:
-    """Statements beside what people use for them."""
+    """Where statements stand beside what people use for them."""
     (section,) = result["sections"]
-    lines = [
+    cases = {row["case"] for row in section["rows"]}
+    return [
         "## Gallery",
         "",
-        *_about([section]),
-        *_head("statement", "", ">ms", "others", ">of the limit", ">error"),
+        f"{len(cases)} statements with their times, rivals and kernels: [gallery](gallery.md).",
     ]
+
+
+def gallery_page(folder: Path = RESULTS) -> str:
+    """Every statement of the gallery: its line, its times beside all others, its kernel."""
+    timed = json.loads((folder / "gallery.json").read_text(encoding="utf-8"))
+    written = json.loads((folder / "gallery_kernels.json").read_text(encoding="utf-8"))
+    (section,) = timed["sections"]
+    parts = [
+        "# Gallery",
+        "",
+        "Statements of all kinds. For each: the line, the time beside all else that was run, "
+        "the share of what the device's memory and arithmetic allow, and the generated kernel. "
+        "A ratio above 1 means that insum is faster; losses stand beside wins.",
+        "",
+        "![Time of the best rival over that of insum](pictures/gallery.svg)",
+        "",
+        *_about([section]),
+        f"Times: `{section['command']}`. Kernels: `{written['command']}`, {written['date']}, for "
+        f"{written['architecture']} at small sizes; the configuration depends on sizes. "
+        "*Of the limit* counts each tensor as read or written once: where a small one stays in "
+        "the cache from call to call, more than 100 % is possible.",
+        "",
+    ]
+    for one in written["kernels"]:
+        parts += _exhibit(one, section)
+    return "\n".join(parts).rstrip() + "\n"
+
+
+def _exhibit(one: dict[str, Any], section: dict[str, Any]) -> list[str]:
+    shapes = ", ".join(f"{name} {shape}" for name, shape in one["shapes"].items())
+    lines = [f"## {one['case'][:1].upper()}{one['case'][1:]}", "", "```text", one["statement"]]
+    lines += ["```", "", *_head("", "", ">ms", ">insum is faster by", ">of the limit")]
     for direction in ("forward", "forward+backward"):
-        lines += time_lines(section, direction)
-    return [*lines, "", f"Made by `{section['command']}`."]
+        for (case, dtype), rows in grouped(section["rows"], direction).items():
+            if case == one["case"]:
+                lines += _contenders(rows, f"{direction}, {dtype}")
+    lines += ["", f'??? note "The kernel ({shapes})"', ""]
+    for part in one["parts"] or [{"statement": "left to a library", "kernel": ""}]:
+        about = f"`{part['statement']}`"
+        about += f", strategy {part['strategy']}, {part['config']}" if part["kernel"] else ""
+        lines += [f"    {about}", ""]
+        if part["kernel"]:
+            code = [f"    {line}".rstrip() for line in part["kernel"].splitlines()]
+            lines += ["    ```python3", *code, "    ```", ""]
+    return [*lines, ""]
+
+
+def _contenders(rows: list[Row], what: str) -> list[str]:
+    mine = ours(rows)
+    lines = []
+    for row in rows:
+        if not row["milliseconds"]:
+            continue
+        share = "" if row["limit_percent"] is None else f"{row['limit_percent']:.0f} %"
+        ratio = "" if mine in (None, row) else f"{row['milliseconds'] / mine['milliseconds']:.2f}"
+        lines.append(f"| {row['contender']} | {what} | {_short(row)} | {ratio} | {share} |")
+    return lines
+
+
+def gallery_picture(folder: Path = RESULTS) -> str:
+    """Bars of the best rival's time over ours, forward, as SVG."""
+    timed = json.loads((folder / "gallery.json").read_text(encoding="utf-8"))
+    bars = []
+    for (case, _), rows in grouped(timed["sections"][0]["rows"], "forward").items():
+        mine, others = ours(rows), [r for r in rows if r["milliseconds"]]
+        rivals = [r for r in others if r is not mine]
+        if mine is not None and rivals:
+            best = min(rivals, key=lambda r: r["milliseconds"])
+            bars.append((case, best["contender"], best["milliseconds"] / mine["milliseconds"]))
+    return bar_picture("Time of the best rival / time of insum (forward, log scale)", bars)
+
+
+def bar_picture(title: str, bars: list[tuple[str, str, float]]) -> str:
+    """Horizontal bars from 1, to the right where we are faster; no fonts, no scripts, and colours
+    that can be read on white and on black.
+    """
+    left, width, high = 330, 560, 22
+    low, top = min(0.5, *(r for *_, r in bars)), max(2.0, *(r for *_, r in bars))
+    scale = lambda r: left + (math.log(r) - math.log(low)) / math.log(top / low) * width
+    one, tall = scale(1.0), 50 + high * len(bars)
+    text = 'font-family="sans-serif" font-size="12" fill="#808080"'
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + 190} {tall}" '
+        f'role="img" aria-label="{html.escape(title)}">',
+        f'<text x="10" y="20" {text} font-weight="bold">{html.escape(title)}</text>',
+        f'<line x1="{one:.1f}" y1="30" x2="{one:.1f}" y2="{tall - 10}" stroke="#808080"/>',
+    ]
+    for number, (case, rival, ratio) in enumerate(bars):
+        y, end = 36 + high * number, scale(ratio)
+        colour = "#2a9d8f" if ratio >= 1 else "#e76f51"
+        lines += [
+            f'<text x="{left - 8}" y="{y + 13}" {text} text-anchor="end">'
+            f"{html.escape(case)}</text>",
+            f'<rect x="{min(one, end):.1f}" y="{y}" width="{abs(end - one):.1f}" height="16" '
+            f'fill="{colour}"/>',
+            f'<text x="{max(one, end) + 6:.1f}" y="{y + 13}" {text}>{ratio:.2f} '
+            f"({html.escape(rival)})</text>",
+        ]
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def applications_picture(folder: Path = RESULTS) -> str:
+    """Median ratios of the applications of the README, as SVG."""
+    result = json.loads((folder / "bench.json").read_text(encoding="utf-8"))
+    bars = []
+    for section in result["sections"]:
+        if section["benchmark"] in ("ablation", "compilers"):
+            continue
+        ratios: dict[str, list[float]] = {}
+        for rows in grouped(section["rows"], "forward").values():
+            mine = ours(rows)
+            for row in rows:
+                if mine and row["milliseconds"] and not row["contender"].startswith("insum"):
+                    ratio = row["milliseconds"] / mine["milliseconds"]
+                    ratios.setdefault(row["contender"], []).append(ratio)
+        bars += [(section["title"], n, statistics.median(found)) for n, found in ratios.items()]
+    title = "Median time of a rival / time of insum (forward, log scale)"
+    return bar_picture(title, bars)
 
 
 # --- of new data ----------------------------------------------------------------------------------
@@ -298,7 +417,7 @@ def case_lines(result: dict[str, Any]) -> list[str]:
         lines += [
             f"### {section['title']}",
             "",
-            *_head("case", "", ">insum ms", "rivals ms", ">of the limit", ">error"),
+            *_head(*TIMES),
         ]
         lines += [*time_lines(section, "forward"), *time_lines(section, "forward+backward"), ""]
         lines += [note + "\n" for note in section.get("notes", [])]
@@ -341,23 +460,28 @@ def ours(rows: list[Row]) -> Row | None:
     return next((r for r in rows if r["contender"].startswith("insum") and r["milliseconds"]), None)
 
 
+#: The columns of `time_lines`.
+TIMES = ("case", "", "who", ">ms", ">insum is faster by", ">of the limit", ">error")
+
+
 def time_lines(section: dict[str, Any], direction: str) -> list[str]:
+    """A row for each contender, ours first; losses stand beside wins."""
     lines = []
     for (case, dtype), rows in grouped(section["rows"], direction).items():
         mine = ours(rows)
         if mine is None:
             continue
         others = [r for r in rows if r["milliseconds"] and r is not mine]
-        beside = ", ".join(
-            f"{r['contender']} {_short(r)} ({r['milliseconds'] / mine['milliseconds']:.2f}x)"
-            for r in others
-        )
-        limit = "" if mine["limit_percent"] is None else f"{mine['limit_percent']:.0f} %"
-        error = "" if mine["error"] is None else f"{mine['error']:.0e}"
-        lines.append(
-            f"| {case}, {dtype} | {direction} | {_short(mine)} | {beside} | {limit} | {error} |"
-        )
+        lines.append(f"| {case}, {dtype} | {direction} | {_time_cells(mine, mine)}")
+        lines += [f"| | | {_time_cells(row, mine)}" for row in others]
     return lines
+
+
+def _time_cells(row: Row, mine: Row) -> str:
+    ratio = "" if row is mine else f"{row['milliseconds'] / mine['milliseconds']:.2f}x"
+    limit = "" if row["limit_percent"] is None else f"{row['limit_percent']:.0f} %"
+    error = "" if row["error"] is None else f"{row['error']:.0e}"
+    return f"{row['contender']} | {_short(row)} | {ratio} | {limit} | {error} |"
 
 
 def _short(row: Row) -> str:
@@ -582,7 +706,13 @@ def main() -> None:
     )
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    wanted = {README: updated(README.read_text(encoding="utf-8")), PAGE: page()}
+    wanted = {
+        README: updated(README.read_text(encoding="utf-8")),
+        PAGE: page(),
+        GALLERY: gallery_page(),
+        PICTURES / "gallery.svg": gallery_picture(),
+        PICTURES / "applications.svg": applications_picture(),
+    }
     if arguments.check:
         old = [
             file.name
@@ -594,6 +724,7 @@ def main() -> None:
             if old
             else 0
         )
+    PICTURES.mkdir(exist_ok=True)
     for file, text in wanted.items():
         file.write_text(text, encoding="utf-8")
 

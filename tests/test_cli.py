@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -123,6 +124,36 @@ def test_explain_says_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     insum("explain", "y[i] = A[i]", "--shape", "A=3:float99", code=1)
     text = insum("explain", "y[i] = A[i]", "--shape", "A=3:complex64")
     assert "no fused kernel" in text
+
+
+def test_explain_for_other_gpus() -> None:
+    text = insum("explain", "y[i] = A[i,j] * x[j]", "--shape", "A=64,64:float16", "--shape",
+                 "x=64:float16", "--gpu", "sm_80")  # fmt: skip
+    assert "@triton.jit" in text
+    insum("explain", "y[i] = A[i]", "--shape", "A=3", "--gpu", "hopper", code=1)
+
+
+def test_the_version() -> None:
+    import insum as package
+
+    assert insum("--version").strip() == f"insum {package.__version__}"
+    assert metadata_version() == package.__version__
+
+
+def metadata_version() -> str:
+    text = (Path(__file__).parent.parent / "pyproject.toml").read_text(encoding="utf-8")
+    return text.partition('version = "')[2].partition('"')[0]
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+@pytest.mark.parametrize("module", ["insum", "insum.cli"])
+def test_python_m(
+    module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["insum", "--version"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    assert ended.value.code == 0 and capsys.readouterr().out.startswith("insum 0.")
 
 
 DESCRIBED = [

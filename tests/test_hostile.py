@@ -19,7 +19,7 @@ from insum.testing import hostile
 #: Public names that are values, modules, results of functions, or bases that nobody calls.
 NOT_CALLED = {
     *("Explanation", "InsumError", "Suggestion", "TunedFormat", "SparseFormat", "FORMATS"),
-    *("export", "formats", "settings"),
+    *("LayerReport", "SparsityReport", "export", "formats", "settings"),
 }
 
 

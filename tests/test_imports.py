@@ -174,6 +174,8 @@ def test_imports_point_downward() -> None:
     for found in every_import():
         if top(found.name) != "insum" or top(found.importer) == "testing":
             continue
+        if not found.importer and not found.runs_on_import:  # for type checkers alone
+            continue
         if top(inner(found)) == "testing" or rank(inner(found)) > rank(found.importer):
             wrong.append(str(found))
     assert not wrong, "\n".join(wrong)

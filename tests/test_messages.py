@@ -378,7 +378,7 @@ def damaged(case: Case, source: random.Random) -> Case:
             values.pop(name, None)
         case 1:
             values[source.choice([name, "unused"])] = source.choice(
-                [None, [1.0], np.ones(2), "x", 2, 2.5, 1j, ones(2, 2)]
+                [None, [1.0], {}, "x", 2, 2.5, 1j, ones(2, 2)]
             )
         case 2 if isinstance(value, Tensor):
             values[name] = source.choice(

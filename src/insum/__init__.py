@@ -31,6 +31,9 @@ from insum.settings import settings
 
 if TYPE_CHECKING:
     from insum import export, formats
+    from insum import fusion as fusion
+    from insum import nn as nn
+    from insum import testing as testing
     from insum.agnostic import einsum
     from insum.explanation import Explanation
     from insum.runtime.record import synchronize

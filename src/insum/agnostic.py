@@ -12,10 +12,9 @@ from typing import Any
 
 from insum import api
 from insum.accepted import FLAG, require
-from insum.errors import InsumError
-from insum.formats.convert import SparseFormat, refuse_broken
 from insum.formats.explained import named_operands
-from insum.formats.run import FormatCall, FormatOrValue, rewritten
+from insum.formats.operands import has_format, run_formats
+from insum.formats.run import FormatOrValue
 from insum.lang.bind import Size
 from insum.plan.path import Optimize
 from insum.request import given_sizes
@@ -34,8 +33,10 @@ def einsum(
     """Run one statement whose operands may be sparse.
 
     The statement is written as if every operand were dense, in insum's notation with named operands
-    or in `torch.einsum`'s with positional ones. Any number of operands may be dense; several may be
-    sparse if they share one pattern or never meet in a compressed dimension.
+    or in `torch.einsum`'s with positional ones; in both, ``...`` stands for dimensions that are not
+    named. Any number of operands may be dense; several may be sparse if they share one pattern or
+    never meet in a compressed dimension. Arrays of NumPy, tensors of `torch.sparse` and arrays of
+    SciPy are taken as they are, and converted at every call: convert those that stay.
 
     Three and more operands are multiplied in the order that ``optimize`` says, as in `insum`; a
     path counts the factors of the rewritten statement, which `explain` prints.
@@ -43,6 +44,22 @@ def einsum(
     The result is dense, with one exception: where the left side has exactly the indices of a sparse
     operand that stands in every term, nothing outside its pattern can be nonzero, and the result
     has that operand's format (``dense_output=True`` for a tensor).
+
+    Args:
+        statement: One statement of the language, or the notation of `torch.einsum`.
+        operands: What is multiplied, where the notation is that of `torch.einsum`.
+        dense_output: Always give a tensor.
+        out_shape: The shape of the output, where the statement does not tell it.
+        sizes: Single sizes, as in `insum`.
+        optimize: The order of contraction, as in `insum`.
+        named: What the statement names.
+
+    Returns:
+        A tensor, or a format with the pattern of one of the operands.
+
+    Raises:
+        UnsupportedError: Sparse operands of different patterns meet in a compressed dimension.
+        BindingError: Operands and statement do not fit.
 
     >>> import torch
     >>> from insum.formats import GroupCOO
@@ -53,21 +70,15 @@ def einsum(
             [ 6.,  9.]])
     >>> einsum("mk,kn->mn", A, B).equal(A @ B)
     True
+    >>> einsum("C[...,m] = A[m,k] * X[...,k]", A=A, X=torch.ones(4, 5, 3)).shape
+    torch.Size([4, 5, 2])
     >>> einsum("S[m,n] = A[m,n] * X[m,k] * Y[n,k]", A=A, X=torch.ones(2, 4), Y=torch.ones(3, 4))
     GroupCOO(shape=(2, 3), float32, nnz=3, groups=2, group_size=2, group_dims=(0,),
     padding=25.0%, 40 bytes, cpu)
     """
     text, given = named_operands(statement, operands, named)
-    if not any(isinstance(x, SparseFormat) for x in given.values()):
+    if not has_format(given):
         return api.insum(text, out_shape=out_shape, sizes=sizes, optimize=optimize, **given)  # type: ignore[arg-type]
     require("dense_output", dense_output, FLAG)
     given_sizes(text, out_shape, sizes)  # which says what is wrong with them
-    try:
-        return FormatCall(
-            rewritten(text, given, dense_output), given, out_shape, sizes, optimize
-        ).run()
-    except InsumError:
-        raise
-    except Exception:
-        refuse_broken(given)
-        raise
+    return run_formats(text, given, dense_output, out_shape, sizes, optimize)

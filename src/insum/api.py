@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
-from insum.accepted import is_fake, odd_tensor
+from insum.accepted import is_fake, odd_tensor, shown
 from insum.bounded import keep
 from insum.call import MOST_FORMS, BoundCall, Kinds, kinds_of, prepare
 from insum.compat.calls import is_intercepted, is_plain_call, is_undisturbed
-from insum.errors import BindingError, DeviceError, UnsupportedError
+from insum.errors import BindingError, DeviceError, SettingsError, UnsupportedError
 from insum.inplace import add_in_place
 from insum.lang.bind import Problem, Size, Value
 from insum.lang.expr import tensors_of
@@ -47,19 +48,33 @@ def insum(
     ``+=``, ``max=`` and ``min=`` accumulate into the ``C`` that is passed, in place, and return it;
     without one they start from zero, or from minus or plus infinity.
 
-    - ``out_shape``: the shape of the output, where the statement does not tell it (an output
-      dimension that is indexed through a tensor).
-    - ``sizes``: single sizes, by index variable, by output dimension, or by a left-side index as it
-      is written: ``{"i": 8, 0: 100}``.
-    - ``padded``: names of index tensors in which -1 marks an absent entry; such an entry
-      contributes nothing.
-    - ``config``: tile sizes and launch options of the generated kernel, as `insum.tune` prints
-      them; a path without one takes no notice.
-    - ``optimize``: the order in which three and more factors are multiplied, as in opt_einsum:
-      ``True`` or ``"auto"`` (several statements where that is clearly better than one), ``False``
-      or ``"never"`` (one statement), ``"optimal"``, ``"greedy"`` (wherever several are cheaper), or
-      a path such as ``[(1, 2), (0, 1)]``. `explain` prints the path.
-    - ``tensors``: every tensor that the statement names; a scalar may be a Python number.
+    Args:
+        statement: One statement of the language.
+        out_shape: The shape of the output, where the statement does not tell it (an output
+            dimension that is indexed through a tensor).
+        sizes: Single sizes, by index variable, by output dimension, or by a left-side index as it
+            is written: ``{"i": 8, 0: 100}``.
+        padded: Names of index tensors in which -1 marks an absent entry; such an entry contributes
+            nothing.
+        config: Tile sizes and launch options of the generated kernel, as `insum.tune` prints them;
+            a path without one takes no notice.
+        optimize: The order in which three and more factors are multiplied, as in opt_einsum:
+            ``True`` or ``"auto"`` (several statements where that is clearly better than one),
+            ``False`` or ``"never"`` (one statement), ``"optimal"``, ``"greedy"`` (wherever several
+            are cheaper), or a path such as ``[(1, 2), (0, 1)]``. `explain` prints the path.
+        tensors: Every tensor that the statement names; a scalar may be a Python number. Arrays of
+            NumPy are taken too (``+=`` writes into them), and formats, tensors of `torch.sparse`
+            and arrays of SciPy as in `einsum`.
+
+    Returns:
+        The output: a new tensor, or the one that was passed and accumulated into.
+
+    Raises:
+        StatementError: The text is no statement.
+        BindingError: Tensors and statement do not fit.
+        DtypeError: A tensor has a dtype that cannot stand in its place.
+        DeviceError: Tensors are on different devices.
+        IndexRangeError: An index points outside of its dimension.
 
     >>> import torch, insum
     >>> rows, columns = torch.tensor([0, 0, 2]), torch.tensor([1, 3, 0])
@@ -77,9 +92,15 @@ def insum(
             [1., 2.]])
     """
     if torch.compiler.is_compiling():
+        if any(hasattr(value, "index_arrays") for value in tensors.values()):  # a sparse format
+            from insum.formats.operands import run_formats
+
+            return cast(Tensor, run_formats(statement, tensors, False, out_shape, sizes, optimize))
         return traced(statement, out_shape, sizes, padded, config, optimize, tensors)
     kinds, given = _kinds(statement, out_shape, sizes, padded, config, optimize)
     call = kinds.known(tensors, given)
+    if call is None and any(map(is_stranger, tensors.values())):
+        return _of_strangers(kinds.form.request(given), out_shape, sizes, optimize, tensors)
     if call is None or not is_undisturbed():
         return _insum(kinds.form.request(given), tensors)
     if call.prepared.target:
@@ -88,6 +109,7 @@ def insum(
 
 
 Insum = insum
+"""The same function under the name that the paper gives it."""
 
 #: By statement, how many sizes are given and what is padded, what is known of its calls; no other
 #: options.
@@ -132,6 +154,35 @@ def _insum(request: Request, tensors: dict[str, Value]) -> Tensor:
         return add_in_place(request, None, tensors) if in_place else contract(request, tensors)
     call = prepare(request, tensors)
     return add_in_place(request, call, tensors) if in_place else run(call, tensors)
+
+
+def is_stranger(value: object) -> bool:
+    """Whether an operand was made by another library, or is sparse."""
+    if isinstance(value, Tensor):
+        return value.layout is not torch.strided and not value.is_nested
+    return not isinstance(value, bool | int | float | complex)
+
+
+def _of_strangers(
+    request: Request,
+    out_shape: Sequence[Size] | None,
+    sizes: SizesArgument,
+    optimize: Optimize,
+    tensors: dict[str, Any],
+) -> Tensor:
+    """A call with operands of NumPy, SciPy or torch.sparse, or with formats."""
+    from insum.formats.operands import has_format, run_formats, taken
+
+    given = taken(request.statement, tensors)
+    if not has_format(given):
+        return _insum(request, given)
+    if request.padded or request.config:
+        raise BindingError(
+            "an operand is sparse, and padded or config was given",
+            statement=request.statement,
+            expected="statements over sparse operands without them: they say it themselves",
+        )
+    return cast(Tensor, run_formats(request.statement, given, False, out_shape, sizes, optimize))
 
 
 def _refuse_strangers(request: Request, tensors: dict[str, Value]) -> None:
@@ -194,7 +245,8 @@ class Compiled:
         result = insum(self.statement, **options, **tensors)  # type: ignore[arg-type]
         if torch.compiler.is_compiling():
             return result
-        if self._last is None and is_plain_call(tensors.values()):
+        plain = is_plain_call(tensors.values()) and not any(map(is_stranger, tensors.values()))
+        if self._last is None and plain:
             self._last = self._request.bind(tensors)
         return result
 
@@ -247,8 +299,17 @@ def compile(
     config: Config | Sequence[Config] | None = None,
     optimize: Optimize = True,
 ) -> Compiled:
-    """A reusable callable for one statement; the options are those of `insum`. It can be pickled
-    and copied, and it prints itself.
+    """A reusable callable for one statement. It can be pickled and copied, and it prints itself.
+
+    Args:
+        statement: One statement of the language.
+        out_shape: As in `insum`, like all other options.
+
+    Returns:
+        An object that is called with the tensors of the statement.
+
+    Raises:
+        StatementError: The text is no statement.
 
     >>> import torch, insum
     >>> matvec = insum.compile("y[i] = A[i,j] * x[j]")
@@ -270,12 +331,27 @@ def explain(
     padded: Sequence[str] = (),
     config: Config | Sequence[Config] | None = None,
     optimize: Optimize = True,
+    gpu: str = "",
     **tensors: Value,
 ) -> Explanation | EinsumExplanation:
-    """What a call would do: extents, roles of the indices, the graph as Python, FLOPs and bytes.
-    Nothing is computed.
+    """What a call would do: extents, roles of the indices, the graph as Python, FLOPs and bytes,
+    and on a GPU the generated kernel with the time that the cost model predicts. Nothing is
+    computed.
+
+    Args:
+        statement: One statement of the language.
+        out_shape: As in `insum`, like all options that are not listed here.
+        gpu: Show the kernel as a GPU of this architecture would get it, ``"sm_90"`` for an H100 or
+            H200, ``"sm_80"`` for an A100; neither a GPU nor Triton has to be there.
+        tensors: Every tensor that the statement names.
+
+    Returns:
+        An object that prints as a page of text, in notebooks too.
 
     >>> import torch, insum
+    >>> page = insum.explain("y[i] = A[i,j]", A=torch.ones(2, 3), gpu="sm_90")
+    >>> "@triton.jit" in page.fused
+    True
     >>> print(insum.explain("y[i] = A[i,j] * x[j]", A=torch.ones(2, 3), x=torch.ones(3)))
     y[i] = A[i,j] * x[j]
     <BLANKLINE>
@@ -295,12 +371,15 @@ def explain(
     <BLANKLINE>
     12 FLOPs, 44 bytes at least, 0.3 FLOPs per byte
     """
-    if any(hasattr(value, "index_arrays") for value in tensors.values()):  # a sparse format
+    _check_gpu(statement, gpu)
+    if any(map(is_stranger, tensors.values())):
         from insum.formats.explained import explain_einsum
+        from insum.formats.operands import has_format, taken
 
-        return explain_einsum(
-            statement, out_shape=out_shape, sizes=sizes, optimize=optimize, **cast(Any, tensors)
-        )
+        tensors = taken(statement, tensors)
+        if has_format(tensors):
+            told: dict[str, Any] = {"out_shape": out_shape, "sizes": sizes, "optimize": optimize}
+            return explain_einsum(statement, **told, gpu=gpu, **cast(Any, tensors))
     return explain_dense(
         statement,
         tensors,
@@ -309,6 +388,17 @@ def explain(
         padded=padded,
         config=config,
         optimize=optimize,
+        gpu=gpu,
+    )
+
+
+def _check_gpu(statement: str, gpu: object) -> None:
+    if isinstance(gpu, str) and (not gpu or re.fullmatch(r"sm_\d+a?|gfx\w+", gpu)):
+        return
+    no_option(statement, "gpu")
+    raise SettingsError(
+        f"gpu is {shown(gpu)}",
+        expected='an architecture, such as "sm_90" (H100, H200), "sm_80" (A100) or "gfx942"',
     )
 
 
@@ -321,11 +411,13 @@ def explain_dense(
     padded: Sequence[str] = (),
     config: Config | Sequence[Config] | None = None,
     optimize: Optimize = True,
+    gpu: str = "",
 ) -> Explanation:
     """`explain` of a statement over tensors and numbers alone."""
     from insum.explanation import explained  # takes a while to import
 
-    return explained(request_of(statement, out_shape, sizes, padded, config, optimize), tensors)
+    request = request_of(statement, out_shape, sizes, padded, config, optimize)
+    return explained(request, tensors, gpu)
 
 
 # --- tuning ---------------------------------------------------------------------------------------
@@ -344,8 +436,16 @@ def tune(
     """Search for the config that is fastest for a statement on tensors of these sizes; later calls,
     in later processes too, use it.
 
-    ``effort``: ``quick`` tries a handful of configs, ``full`` some dozens. Nothing that is passed
-    is changed. Where there is no GPU to time on, the first guess stands and the result says so.
+    Nothing that is passed is changed. Where there is no GPU to time on, the first guess stands and
+    the result says so.
+
+    Args:
+        statement: One statement of the language.
+        effort: ``"quick"`` tries a handful of configs, ``"full"`` some dozens.
+        tensors: Every tensor that the statement names, and the options of `insum`.
+
+    Returns:
+        What was tried and what was found.
 
     >>> import torch, insum
     >>> tuned = insum.tune("y[i] = A[i,j] * x[j]", A=torch.ones(2, 3), x=torch.ones(3))
@@ -371,6 +471,17 @@ def no_option(statement: str, *options: str) -> None:
 def tuned(request: Request, tensors: dict[str, Value], effort: str) -> Tuned:
     from insum import search
 
+    if any(map(is_stranger, tensors.values())):
+        from insum.formats.operands import has_format, taken
+
+        tensors = taken(request.statement, tensors)
+        if has_format(tensors):
+            raise UnsupportedError(
+                "an operand is sparse",
+                statement=request.statement,
+                remedy="insum.formats.tune(A, statement, ...), or the statement that "
+                "insum.explain prints, with the arrays of the format",
+            )
     if not is_plain_call(tensors.values()):
         raise UnsupportedError(
             "a statement is tuned on plain tensors, outside of traces, transforms and autocast"

@@ -37,11 +37,28 @@ def application() -> "typer.Typer":
     app = typer.Typer(
         add_completion=False,
         no_args_is_help=True,
-        help="One line of indirect einsum, one fast sparse GPU kernel.",
     )
     app.add_typer(
         _cache_commands(), name="cache", help="The memory of tuning: list, clear, export, import."
     )
+
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            from insum import __version__
+
+            typer.echo(f"insum {__version__}")
+            raise typer.Exit
+
+    @app.callback()
+    def first(
+        version: Annotated[
+            bool,
+            typer.Option(
+                "--version", callback=show_version, is_eager=True, help="Print the version."
+            ),
+        ] = False,
+    ) -> None:
+        """One line of indirect einsum, one fast sparse GPU kernel."""
 
     @app.command()
     def doctor() -> None:
@@ -70,11 +87,14 @@ def application() -> "typer.Typer":
         padded: Annotated[
             list[str] | None, typer.Option(help="Index tensors in which -1 is padding.")
         ] = None,
+        gpu: Annotated[
+            str, typer.Option(help="The architecture that the kernel is for; it need not be here.")
+        ] = "sm_90",
     ) -> None:
         """What a statement would do: roles, graph, work, and the generated kernel where one can be
         written.
         """
-        typer.echo(explained(statement, shape or [], size or [], padded or []))
+        typer.echo(explained(statement, shape or [], size or [], padded or [], gpu))
 
     @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
     def demo(context: typer.Context) -> None:
@@ -184,17 +204,18 @@ def _cache_commands() -> "typer.Typer":
 # --- explain --------------------------------------------------------------------------------------
 
 
-def explained(statement: str, shapes: list[str], sizes: list[str], padded: list[str]) -> str:
+def explained(
+    statement: str,
+    shapes: list[str],
+    sizes: list[str],
+    padded: list[str],
+    gpu: str = "sm_90",
+) -> str:
     """`insum.explain` of a statement over tensors that are described by text; the kernel as a GPU
     would get it.
     """
-    from insum import inspection
     from insum.api import explain
     from insum.errors import InsumError
-    from insum.explanation import parts_of
-    from insum.plan.draft import CannotFuse
-    from insum.request import request_of
-    from insum.runtime import launch
 
     try:
         tensors = dict(tensor_of(text) for text in shapes)
@@ -202,16 +223,7 @@ def explained(statement: str, shapes: list[str], sizes: list[str], padded: list[
             int(name) if name.isdigit() else name: int(size)
             for name, _, size in (text.partition("=") for text in sizes)
         }
-        page = str(explain(statement, sizes=given, padded=padded, **tensors))
-        if launch.available():
-            return page
-        kernels = []
-        for part in parts_of(request_of(statement, None, given, padded), tensors):
-            look = inspection.elsewhere(part.problem, part.values)
-            kernels.append(inspection.told(look, inspection.plan_only(part.problem, part.values)))
-        return "\n\n".join([page.partition("\n\nno fused kernel")[0], *kernels])
-    except CannotFuse as reason:
-        return f"{page}\n\nno fused kernel: {reason}"
+        return str(explain(statement, sizes=given, padded=padded, gpu=gpu, **tensors))
     except (InsumError, ValueError) as error:
         print(f"{error}", file=sys.stderr)
         sys.exit(1)
@@ -242,3 +254,7 @@ def tensor_of(text: str) -> tuple[str, Any]:
     count = torch.zeros(extents).numel()
     values = torch.arange(count) * int(below or 1) // max(1, count)
     return name, values.reshape(extents).to(dtype)
+
+
+if __name__ == "__main__":
+    main()

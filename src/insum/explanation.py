@@ -80,7 +80,8 @@ class Explanation:
         return f"<pre>{html.escape(str(self))}</pre>"
 
 
-def explained(request: Request, values: Mapping[str, Value]) -> Explanation:
+def explained(request: Request, values: Mapping[str, Value], gpu: str = "") -> Explanation:
+    """What a call would do; ``gpu``: the kernel as one of that architecture would get it."""
     problem = request.bind(values)
     left = head(request.statement)
     target = values.get(left.target) if left.operator != "=" else None
@@ -89,7 +90,9 @@ def explained(request: Request, values: Mapping[str, Value]) -> Explanation:
     described = tuple((v, int(problem.extents[v]), role) for v, role in roles(problem).items())
     graphs = [lower(part.problem, mode).text for part, mode in zip(parts, modes, strict=True)]
     fused = [
-        _fused(part, request.config, accumulates=mode == "into")
+        _fused_elsewhere(part, request.config, gpu)
+        if gpu
+        else _fused(part, request.config, accumulates=mode == "into")
         for part, mode in zip(parts, modes, strict=True)
     ]
     hosts = [
@@ -268,6 +271,14 @@ def _fused(part: ExplainedStatement, config: Choice | None, *, accumulates: bool
     from insum import inspection
 
     return inspection.describe(problem, part.values, config=config)
+
+
+def _fused_elsewhere(part: ExplainedStatement, config: Choice | None, gpu: str) -> str:
+    """The same for a GPU that need not be here."""
+    from insum import inspection
+
+    look = inspection.elsewhere(part.problem, part.values, config=config, architecture=gpu)
+    return inspection.described(look, anywhere=True)
 
 
 def _host(problem: Problem, values: Mapping[str, Value], *, new: bool) -> str:

@@ -4,6 +4,7 @@ of them. Also for architectures that are not here.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -91,8 +92,12 @@ def describe(
     config: Choice | None = None,
 ) -> str:
     """The plan and the kernels of a statement, or why there are none."""
-    look = Look(problem, values, target, config)
-    program = look.program()
+    return described(Look(problem, values, target, config))
+
+
+def described(look: Look, *, anywhere: bool = False) -> str:
+    """The same of a look; ``anywhere``: also where it cannot run."""
+    program = look.program(anywhere=anywhere)
     return (
         f"no fused kernel: {program.reason}"
         if isinstance(program, Refusal)
@@ -106,15 +111,26 @@ def told(look: Look, program: Program) -> str:
     for step in program.steps:
         parts.append(step.plan.describe({**step.planned.shown(), **look.extents}))
         if all(look.extents[v] for v in step.variables) and 0 not in look.shape:
-            parts.append(_predicted(look, step))
+            parts.append(_predicted(look, step).describe())
         parts += [f"config       {one.config}\n\n{one.kernel.source}" for one in step.launches]
     return "\n\n".join(parts)
 
 
-def _predicted(look: Look, step: ProductLaunches) -> str:
+def _predicted(look: Look, step: ProductLaunches) -> cost.Cost:
     device, planned = cost.device_of(look.problem.device), step.planned
     load = look.load(planned)
-    return cost.predict(planned.plan, planned.extents, step.choice, device, load).describe()
+    return cost.predict(planned.plan, planned.extents, step.choice, device, load)
+
+
+def predicted(problem: Problem, values: Mapping[str, Value]) -> float:
+    """Microseconds of a statement by the model, on the device that is there or an assumed one; NaN
+    where there is no kernel.
+    """
+    look = elsewhere(problem, values)
+    program = look.program(anywhere=True)
+    if isinstance(program, Refusal):
+        return math.nan
+    return sum(_predicted(look, step).total for step in program.steps)
 
 
 def kernels(

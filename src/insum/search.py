@@ -206,7 +206,7 @@ class _Search:
         choices = [first_choice(one, self.wishes) for one in self.prepared]
         text = self.problem.statement.text or str(self.problem.statement)
         first = best = 0.0
-        with _progress(text) as self.tick, on_device(self.problem.device):
+        with progress_bar(f"insum tunes {text[:60]}") as self.tick, on_device(self.problem.device):
             for position, one in enumerate(self.prepared):
                 if 0 not in one.extents.values() and 0 not in self.look.shape:
                     choices[position], guessed, best = self.product(choices, position)
@@ -420,9 +420,9 @@ def _tell(tuned: Tuned) -> None:
 
 
 @contextlib.contextmanager
-def _progress(text: str) -> Iterator[Callable[[int], None]]:
-    """A bar on a terminal; called with the number of candidates to come, and with 0 for each that
-    is done.
+def progress_bar(text: str) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal; called with the number of steps to come, and with 0 for each that is
+    done.
     """
     if not (sys.stderr.isatty() and is_first_rank()):
         yield lambda total: None
@@ -434,7 +434,7 @@ def _progress(text: str) -> Iterator[Callable[[int], None]]:
         yield lambda total: None
         return
     with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(f"insum tunes {text[:60]}", total=0)
+        task = bar.add_task(text, total=0)
         total = [0]
 
         def tick(more: int) -> None:

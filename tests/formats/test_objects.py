@@ -286,9 +286,19 @@ def test_a_broken_state_dict_is_an_error(a: SparseFormat) -> None:
     assert same(fresh().detach(), a)
     fresh.load_state_dict(whole, assign=True)
     assert same(fresh().detach(), a)
-    for junk in (None, [], {"format": torch.ones(2)}, torch.ones(3)):
-        with pytest.raises(insum.FormatError, match="the saved state is of"):
-            fresh.set_extra_state(junk)  # type: ignore[arg-type]
+    junk: list[Any] = [None, [], {"format": torch.ones(2)}, torch.ones(3), {"format": "COO"}]
+    for one in junk:
+        for name in ("encoding", "_extra_state"):
+            with pytest.raises(insum.FormatError, match="cannot be read"):
+                fresh.load_state_dict({**whole, name: one})
+    text = bytes(whole["encoding"].tolist())
+    for wrong in (b"", b"[" * 9000, text[:-1], text.replace(b'"shape": [', b'"shape": ["a", ')):
+        with pytest.raises(insum.FormatError):
+            fresh.load_state_dict({**whole, "encoding": torch.tensor([*wrong], dtype=torch.uint8)})
+    assert same(fresh().detach(), a)
+    del whole["encoding"]
+    fresh.load_state_dict({**whole, "_extra_state": held.layout})  # as version 0.1.0 wrote it
+    assert same(fresh().detach(), a)
 
 
 def test_loading_leaves_the_format_that_a_module_was_made_of_alone() -> None:

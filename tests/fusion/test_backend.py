@@ -134,6 +134,12 @@ def test_without_an_operator_for_writing_in_place(monkeypatch: pytest.MonkeyPatc
             "there is no option 'insum.'\n  expected: 'insum.fuse' or 'insum.rest'; options "
             "without 'insum.' are Inductor's",
         ),
+        (
+            {"fuze": "always"},
+            "there is no option 'fuze', neither of insum nor of Inductor\n  expected: "
+            "'insum.fuse', 'insum.rest', or an option of torch._inductor.list_options()\n"
+            "  try: 'insum.fuse'",
+        ),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, str], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
+import insum
 from insum.nn import GCNConv, GraphConv, RelationalConv, adjacency, gcn_norm
 
 
@@ -46,7 +48,7 @@ def compare(mine: torch.nn.Module, other: Any, x: Tensor, *rest: Tensor) -> None
         assert_close(parameter.grad, gradients[name])
 
 
-@pytest.mark.parametrize("aggr", ["add", "mean", "max"])
+@pytest.mark.parametrize("aggr", ["add", "mean", "max", "min"])
 @pytest.mark.parametrize("out", [3, 8], ids=["narrower", "wider"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_graph_conv_is_pygs(pyg: Any, aggr: str, out: int, weighted: bool) -> None:
@@ -79,15 +81,20 @@ def test_gcn_conv_is_pygs(pyg: Any, options: dict[str, bool], weighted: bool) ->
     )
 
 
-@pytest.mark.parametrize("aggr", ["mean", "add"])
-def test_relational_conv_is_pygs(pyg: Any, aggr: str) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [{"aggr": "mean"}, {"aggr": "add"}, {"num_bases": 2}, {"num_blocks": 2}],
+    ids=str,
+)
+def test_relational_conv_is_pygs(pyg: Any, options: dict[str, Any]) -> None:
     edge_index, _, x = graph()
     rel = torch.arange(edge_index.shape[1]) % 3
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)  # PyG's layer makes its output in the default dtype
     try:
+        x = x[:, :4].contiguous()
         compare(
-            RelationalConv(5, 4, 4, aggr=aggr), pyg.RGCNConv(5, 4, 4, aggr=aggr), x, edge_index, rel
+            RelationalConv(4, 6, 4, **options), pyg.RGCNConv(4, 6, 4, **options), x, edge_index, rel
         )
     finally:
         torch.set_default_dtype(default)
@@ -201,3 +208,78 @@ def test_normalised_edges_are_the_callers() -> None:
     found.zero_()
     weights.mul_(2)
     assert torch.equal(layer(x, edges), before)
+
+
+# --- what PyG's layers take ---
+
+
+def test_sizes_of_a_first_call() -> None:
+    edge_index, _, x = graph()
+    x = x.float()
+    torch.manual_seed(1)
+    lazy = GraphConv(-1, 4)
+    lazy.reset_parameters()
+    assert lazy(x, edge_index).shape == (9, 4) and lazy.lin_rel.in_features == 5
+    pair = GraphConv((-1, 3), 4)
+    assert pair((x, torch.ones(2, 3)), edge_index[:, :0]).shape == (2, 4)
+    gcn = GCNConv(-1, 4)
+    assert gcn(x, edge_index).shape == (9, 4) and gcn.lin.weight.shape == (4, 5)
+    assert GCNConv(-1, 4).double()(x.double(), edge_index).dtype == torch.float64
+    loaded = GCNConv(-1, 4)
+    loaded.load_state_dict(gcn.state_dict())
+    assert torch.equal(loaded(x, edge_index), gcn(x, edge_index))
+    before = gcn.lin.weight.clone()
+    gcn.reset_parameters()
+    assert not torch.equal(gcn.lin.weight, before)
+    with pytest.raises(insum.BindingError, match="in the last dimension"):
+        gcn(x[:, :3], edge_index)
+    rgcn = RelationalConv(5, 4, 2)
+    before = rgcn.weight.detach().clone()
+    rgcn.reset_parameters()
+    assert not torch.equal(rgcn.weight, before)
+
+
+def test_cached_edges_are_those_of_the_first_call() -> None:
+    edge_index, _, x = graph()
+    layer = GCNConv(5, 4, cached=True).double()
+    first = layer(x, edge_index)
+    assert torch.equal(layer(x, edge_index.flip(0)), first)
+    assert torch.equal(copy.deepcopy(layer)(x, edge_index.flip(0)), first)
+    layer.reset_parameters()
+    assert_close(layer(x, edge_index.flip(0)), _plain(layer, x))
+
+
+def _plain(layer: GCNConv, x: Tensor) -> Tensor:
+    edge_index, _, _ = graph()
+    other = GCNConv(5, 4).double()
+    other.load_state_dict(layer.state_dict())
+    return other(x, edge_index.flip(0))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse")
+@pytest.mark.parametrize("aggr", ["add", "mean", "max", "min"])
+def test_adj_t_of_torch(aggr: str) -> None:
+    edge_index, _, x = graph()
+    edge_index = edge_index.unique(dim=1)
+    weight = torch.rand(edge_index.shape[1], dtype=torch.float64)
+    adj_t = torch.sparse_coo_tensor(edge_index.flip(0), weight, (9, 9)).coalesce()
+    conv, gcn = GraphConv(5, 4, aggr=aggr).double(), GCNConv(5, 4).double()
+    for layout in (adj_t, adj_t.to_sparse_csr()):
+        assert_close(conv(x, layout), conv(x, edge_index, weight))
+        assert_close(gcn(x, layout), gcn(x, edge_index, weight))
+
+
+def test_sizes_of_two_sets_of_nodes() -> None:
+    edge_index, weight, x = graph()
+    layer = GraphConv((5, 3), 4).double()
+    got = layer((x, None), edge_index, weight, size=(9, 12))
+    assert got.shape == (12, 4)
+    assert_close(got, layer((x, None), edge_index, weight, num_nodes=12))
+    with pytest.raises(insum.BindingError, match="but x has 9 rows"):
+        layer((x, None), edge_index, weight, size=(8, 12))
+    with pytest.raises(insum.UnsupportedError, match="both of num_bases and num_blocks"):
+        RelationalConv(4, 4, 2, num_bases=2, num_blocks=2)
+    with pytest.raises(insum.BindingError, match="3 blocks do not divide"):
+        RelationalConv(4, 4, 2, num_blocks=3)
+    with pytest.raises(insum.DtypeError, match="in_channels is -2"):
+        GraphConv(-2, 4)

@@ -76,6 +76,11 @@ TAKES_SOURCES = ("report", "compare")
 QUICK_BUDGET = {"cuda": 420.0, "cpu": 150.0}
 #: Share of the time that every later benchmark keeps for itself.
 RESERVED = 0.1
+#: What a share above the limit means.
+ABOVE = (
+    "More than 100 % of the limit: the limit counts each tensor as read or written once, at the "
+    "speed of main memory; what is small enough stays in caches from call to call."
+)
 OUT = Path("out/bench")
 
 
@@ -305,7 +310,8 @@ def section(
             "Kernels ran in Triton's interpreter, which shows that they are right; their times "
             "say nothing."
         )
-    runner = measure.Runner(limits, deadline, slow_cases(name, options), options.skip)
+    slow = slow_cases(name, options)
+    runner = measure.Runner(limits, deadline, slow, options.skip, first_anyway=options.quick)
     progress.start(benchmark.TITLE)
     try:
         for row in runner.rows(benchmark.cases(options)):
@@ -320,6 +326,8 @@ def section(
         )
         print(made.notes[-1], flush=True)
     made.limits, made.seconds = limits.told(), time.monotonic() - start
+    if any((row.limit_percent or 0) > 100 for row in made.rows):
+        made.notes.append(ABOVE)
     keep(made)
     return made
 

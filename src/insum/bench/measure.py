@@ -314,13 +314,15 @@ def _relative_error(got: Tensor, want: Tensor) -> float:
 class Runner:
     """Turns cases into rows. ``deadline`` is the moment after which nothing new is begun;
     ``slow_cases`` bounds the slow contenders, and those with ``unwanted`` parts in their names are
-    left out.
+    left out. ``first_anyway``: the first case is run whatever the time, but for slow contenders, so
+    that no table is empty on a machine that is busy.
     """
 
     limits: DeviceLimits
     deadline: float = math.inf
     slow_cases: int = 10**6
     unwanted: tuple[str, ...] = ()
+    first_anyway: bool = False
 
     def rows(self, cases: Iterable[Comparison]) -> Iterator[Row]:
         for number, case in enumerate(cases):
@@ -346,7 +348,8 @@ class Runner:
             release(case.device)
 
     def skipped(self, contender: Contender, number: int) -> str:
-        if time.monotonic() > self.deadline:
+        wanted = self.first_anyway and number == 0 and not contender.slow
+        if time.monotonic() > self.deadline and not wanted:
             return "no time left (--budget)"
         if contender.slow and number >= self.slow_cases:
             return "takes long to set up: left out" + (

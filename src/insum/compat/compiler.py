@@ -67,6 +67,12 @@ def _inductor_has() -> frozenset[str]:
         return frozenset()
 
 
+def inductor_knows(option: str) -> bool:
+    """Whether TorchInductor has an option of that name; where it tells no names, it may."""
+    known = _inductor_has()
+    return not known or option.replace("-", "_") in known
+
+
 def inductor_options(native_matmul: bool) -> dict[str, Any]:
     """Options of `torch.compile` for the graph of one statement; what this torch does not know is
     left out.

@@ -348,12 +348,12 @@ class FormatBase:
         if device is None:
             return type(self)._make(**{**self._fields(), "values": values})
         moved = {
-            name: _mapped(lambda t: t.to(device, non_blocking=non_blocking), getattr(self, name))
+            name: mapped(lambda t: t.to(device, non_blocking=non_blocking), getattr(self, name))
             for name in self._arrays[1:]
         }
         made = type(self)._make(**{**self._fields(), **moved, "values": values})
         for (_, _, old), (_, _, new) in zip(self.index_arrays(), made.index_arrays()):
-            _hand_on(old, new)
+            hand_on(old, new)
         return made
 
     def cpu(self) -> Self:
@@ -429,7 +429,7 @@ class FormatBase:
         self.__post_init__(True)
 
 
-def _hand_on(old: Tensor, new: Tensor) -> None:
+def hand_on(old: Tensor, new: Tensor) -> None:
     """What is known of an array holds for a copy of it."""
     found = None if torch.compiler.is_compiling() or new is old else facts.known(old)
     if found is not None and facts.known(new) is None:
@@ -443,7 +443,7 @@ def _hand_on(old: Tensor, new: Tensor) -> None:
         )
 
 
-def _mapped(
+def mapped(
     function: Callable[[Tensor], Tensor], value: Tensor | tuple[Tensor, ...]
 ) -> Tensor | tuple[Tensor, ...]:
     return tuple(function(t) for t in value) if isinstance(value, tuple) else function(value)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, overload
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -30,8 +31,8 @@ from insum.accepted import (
     takes,
 )
 from insum.errors import FormatError, InsumError, UnsupportedError
+from insum.formats import arithmetic, interop, pytree
 from insum.formats import entries as E
-from insum.formats import interop, pytree
 from insum.formats import validate as checks
 from insum.formats.base import FormatBase
 
@@ -341,6 +342,108 @@ class SparseFormat(FormatBase):
         product: Tensor = _matmul(self, other)
         return product
 
+    # --- arithmetic, as a tensor has it ---
+
+    #: NumPy leaves operators between its numbers and a sparse tensor to us.
+    __array_ufunc__ = None
+
+    def _operate(self, function: Callable[..., Any], other: Any, *more: Any) -> Any:
+        if torch.compiler.is_compiling() or arithmetic.is_operand(other):
+            return _told(function, self, other, *more)
+        return NotImplemented
+
+    def __mul__(self, other: Any) -> Any:
+        return self._operate(arithmetic.scaled, other, operator.mul)
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, other: Any) -> Any:
+        return self._operate(arithmetic.scaled, other, operator.truediv)
+
+    def __add__(self, other: Any) -> Any:
+        return self._operate(arithmetic.added, other)
+
+    __radd__ = __add__
+
+    def __sub__(self, other: Any) -> Any:
+        return self._operate(arithmetic.added, other, -1)
+
+    def __rsub__(self, other: Any) -> Any:
+        return (-self)._operate(arithmetic.added, other)
+
+    def __neg__(self) -> Self:
+        return cast("Self", arithmetic.mapped_values(self, torch.neg))
+
+    def __abs__(self) -> Self:
+        return self.abs()
+
+    def abs(self) -> Self:
+        """The absolute values, in the same pattern.
+
+        Examples:
+            >>> from insum.formats import COO
+            >>> (-COO.from_dense(torch.eye(2))).abs().to_dense()
+            tensor([[1., 0.],
+                    [0., 1.]])
+        """
+        return cast("Self", arithmetic.mapped_values(self, torch.abs))
+
+    @takes(FormatError, keepdim=FLAG)
+    def sum(self, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+        """The sum over some dimensions, or over all of them, as a dense tensor.
+
+        Args:
+            dim: One dimension, several, or all where it is not said.
+            keepdim: Keep summed dimensions with size 1.
+
+        Raises:
+            FormatError: There is no such dimension.
+
+        Examples:
+            >>> from insum.formats import COO
+            >>> a = COO.from_dense(torch.tensor([[1.0, 2.0], [0.0, 4.0]]))
+            >>> a.sum(), a.sum(1), a.sum(0, keepdim=True)
+            (tensor(7.), tensor([3., 4.]), tensor([[1., 6.]]))
+        """
+        return cast(Tensor, _told(arithmetic.summed, self, dim, keepdim))
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """As `torch.Tensor.size`.
+
+        Examples:
+            >>> from insum.formats import COO
+            >>> a = COO.from_dense(torch.ones(2, 3))
+            >>> a.size(), a.size(-1), len(a), a.numel()
+            (torch.Size([2, 3]), 3, 2, 6)
+        """
+        if dim is None:
+            return torch.Size(self.shape)
+        return self.shape[checks.dimension(dim, self.ndim)]
+
+    def numel(self) -> int:
+        """Elements of the tensor, zeros included; `nnz` counts entries."""
+        return math.prod(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, key: Any) -> SparseFormat | Tensor:
+        """Integers, slices and ``...``: in the same format where all dimensions stay, else in COO;
+        a single element is a tensor.
+        """
+        return cast("SparseFormat | Tensor", _told(arithmetic.sliced, self, key))
+
+    def __iter__(self) -> Iterator[SparseFormat | Tensor]:
+        return (self[i] for i in range(len(self)))
+
+    def __bool__(self) -> bool:
+        """That it is there, whatever its size: formats compare by identity."""
+        return True
+
+    def _same_options(self) -> dict[str, Any]:
+        """Options that give another tensor of this rank the same layout."""
+        return {name: getattr(self, name) for name in self._options}
+
     def __matmul__(self, other: Any) -> Any:
         return _matmul(self, other)
 
@@ -398,12 +501,17 @@ def _assembled(cells: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 def _matmul(left: Any, right: Any) -> Any:
     """``A @ B``, where at least one is a format."""
+    return _told(_product, left, right)
+
+
+def _told(function: Callable[..., Any], *operands: Any) -> Any:
+    """An operation; where it fails because a format was tampered with, the error says so."""
     try:
-        return _product(left, right)
+        return function(*operands)
     except InsumError:
         raise
     except Exception:
-        refuse_broken({"A": left, "B": right})
+        refuse_broken(dict(zip("AB", operands)))
         raise
 
 

@@ -9,21 +9,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
 
-from torch import SymFloat, SymInt, Tensor, strided
+from torch import SymFloat, SymInt, Tensor
 
-from insum import api
+from insum import api, inspection
 from insum.accepted import TENSOR, require
-from insum.errors import BindingError, InsumError, StatementError, UnsupportedError
-from insum.explanation import Explanation
+from insum.errors import BindingError, InsumError, StatementError
+from insum.explanation import Explanation, parts_of
 from insum.formats.convert import SparseFormat, refuse_broken
-from insum.formats.notation import torch_notation
+from insum.formats.notation import torch_notation, with_dimensions
+from insum.formats.operands import taken
 from insum.formats.rewrite import RewrittenStatement
 from insum.formats.run import FormatCall, FormatOrValue, rewritten
 from insum.formats.spell import Source
 from insum.lang.bind import Size
 from insum.lang.parser import parse
 from insum.plan.path import Optimize
-from insum.request import given_sizes
+from insum.request import given_sizes, request_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,9 +60,11 @@ def explain_einsum(
     out_shape: Sequence[Size] | None = None,
     sizes: Mapping[str | int, Size | Sequence[Size]] | None = None,
     optimize: Optimize = True,
+    gpu: str = "",
     **named: FormatOrValue,
 ) -> EinsumExplanation:
-    """The rewritten form of a call of `einsum` and what it would do. Nothing is computed.
+    """The rewritten form of a call of `einsum` and what it would do; ``gpu`` as in `insum.explain`.
+    Nothing is computed.
 
     >>> import torch
     >>> from insum.formats import GroupCOO
@@ -79,12 +82,32 @@ def explain_einsum(
     text, given = named_operands(statement, operands, named)
     given_sizes(text, out_shape, sizes)
     try:
-        return _explained(text, given, dense_output, out_shape, sizes, optimize)
+        return _explained(text, given, dense_output, out_shape, sizes, optimize, gpu)
     except InsumError:
         raise
     except Exception:
         refuse_broken(given)
         raise
+
+
+def predicted(statement: str, **named: FormatOrValue) -> float:
+    """Microseconds that the cost model predicts for a call on the GPU that is there, or on an H200;
+    NaN where there is no kernel. Nothing is computed.
+
+    >>> import torch
+    >>> from insum.formats import GroupCOO
+    >>> A = GroupCOO.from_dense(torch.eye(64))
+    >>> predicted("C[m,n] = A[m,k] * B[k,n]", A=A, B=torch.ones(64, 32)) > 0
+    True
+    """
+    call = FormatCall(rewritten(statement, named, False), named)
+    shape, total = call.shape(call.check()), 0.0
+    for piece in call.plan.pieces:
+        told = call.options(piece, shape)
+        request = request_of(piece.statement, told["out_shape"], told["sizes"], told["padded"])
+        for part in parts_of(request, call.arguments(piece)):
+            total += inspection.predicted(part.problem, part.values)
+    return total
 
 
 def _explained(
@@ -94,6 +117,7 @@ def _explained(
     out_shape: Sequence[Size] | None,
     sizes: Mapping[str | int, Size | Sequence[Size]] | None,
     optimize: Optimize,
+    gpu: str,
 ) -> EinsumExplanation:
     sparse = {name: x for name, x in given.items() if isinstance(x, SparseFormat)}
     if not sparse:
@@ -108,6 +132,7 @@ def _explained(
                     out_shape=out_shape,
                     sizes=sizes,
                     optimize=optimize,
+                    gpu=gpu,
                 ),
             ),
         )
@@ -128,7 +153,7 @@ def _explained(
         text,
         tuple(piece.statement for piece in call.plan.pieces),
         "\n".join(lines),
-        tuple(call.explained()),
+        tuple(call.explained(gpu)),
     )
 
 
@@ -170,8 +195,12 @@ def named_operands(
                 expected="operands by name, A=A",
                 remedy='"mk,kn->mn" takes them by position',
             )
-        _check_kinds(statement, named)
-        return statement, named
+        given = taken(statement, named)
+        _check_kinds(statement, given)
+        if "..." in statement:
+            ranks = tuple((name, _rank(x)) for name, x in given.items())
+            statement = with_dimensions(statement, ranks)
+        return statement, given
     if named:
         raise BindingError(
             f"{next(iter(named))} was passed by name",
@@ -185,36 +214,25 @@ def named_operands(
             statement=statement,
             remedy='einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B) or einsum("mk,kn->mn", A, B)',
         )
-    _check_kinds(statement, dict(zip(ascii_uppercase, operands)))
-    text, names = torch_notation(statement, tuple(_rank(x) for x in operands))
-    return text, dict(zip(names, operands))
+    numbered = {f"operand {k}": x for k, x in enumerate(operands)}
+    given = taken("Out[] = 0", numbered)
+    _check_kinds(statement, dict(zip(ascii_uppercase, given.values())))
+    text, names = torch_notation(statement, tuple(map(_rank, given.values())))
+    return text, dict(zip(names, given.values()))
 
 
 def _check_kinds(statement: str, given: Mapping[str, object]) -> None:
     for name, x in given.items():
-        if isinstance(x, Tensor) and x.layout != strided:
-            fact = f"{name} is a torch.sparse tensor of layout {x.layout}"
-            raise UnsupportedError(
-                fact,
-                statement=statement,
-                expected="a format or a dense tensor",
-                remedy=f"insum.formats.GroupCOO.from_torch({name})",
-            )
         if isinstance(x, Tensor):
             require(name, x, TENSOR)
         if not isinstance(
             x, SparseFormat | Tensor | bool | int | float | complex | SymInt | SymFloat
         ):
-            remedy = (
-                f"GroupCOO.from_scipy({name})"
-                if hasattr(x, "tocoo")
-                else f"torch.as_tensor({name})"
-            )
             raise BindingError(
                 f"{name} is a {type(x).__name__}",
                 statement=statement,
-                expected="a format, a tensor or a number",
-                remedy=remedy,
+                expected="a format, a tensor, an array or a number",
+                remedy=f"torch.as_tensor({name})",
             )
 
 

@@ -85,13 +85,13 @@ class FormatCall:
             return self.into(passed, shape)
         return _sum([self.dense(piece, shape) for piece in self.plan.pieces])
 
-    def explained(self) -> list[Explanation]:
-        """What each statement would do."""
+    def explained(self, gpu: str = "") -> list[Explanation]:
+        """What each statement would do, on a GPU of that architecture where one is named."""
         extents = self.check()
         like = self.given.get(self.plan.result_like)
         shape = self.values_shape(like) if isinstance(like, SparseFormat) else self.shape(extents)
         return [
-            api.explain_dense(p.statement, self.arguments(p), **self.options(p, shape))
+            api.explain_dense(p.statement, self.arguments(p), **self.options(p, shape), gpu=gpu)
             for p in self.plan.pieces
         ]
 

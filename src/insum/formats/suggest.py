@@ -4,6 +4,7 @@ cost.
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -105,6 +106,30 @@ class Suggestion:
         )
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        def row(cells: Sequence[object], tag: str = "td") -> str:
+            return f"<tr>{''.join(f'<{tag}>{html.escape(str(c))}</{tag}>' for c in cells)}</tr>"
+
+        def options(held: dict[str, Any]) -> str:
+            return ", ".join(f"{k}={v!r}" for k, v in held.items())
+
+        rows = [
+            row(
+                (
+                    f"{one.format}({options(one.options)})",
+                    f"{one.stored:,}",
+                    f"{one.padding:.1%}",
+                    f"{one.accesses:,}",
+                    f"{one.nbytes:,}",
+                )
+            )
+            for one in self.candidates
+        ]
+        head = row(("candidate", "stored", "padding", "accesses", "bytes"), "th")
+        reasons = "".join(f"<li>{html.escape(reason)}</li>" for reason in self.reasons)
+        chosen = html.escape(f"{self.format}({options(self.options)})")
+        return f"<p><b>{chosen}</b></p><ul>{reasons}</ul><table>{head}{''.join(rows)}</table>"
 
 
 SPARSE_ARRAY = Accepted("a sparse array of SciPy", lambda v: hasattr(v, "tocoo"))

@@ -9,6 +9,7 @@ import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,14 @@ def backend(
         raise SettingsError(
             f"there is no option {unknown[0]!r}",
             expected=f"{_FUSE!r} or {_REST!r}; options without 'insum.' are Inductor's",
+        )
+    stray = next((name for name in more if not compiler.inductor_knows(name)), None)
+    if stray is not None:
+        near = get_close_matches(stray.rpartition(".")[2], ["fuse", "rest"], 1, 0.6)
+        raise SettingsError(
+            f"there is no option {stray!r}, neither of insum nor of Inductor",
+            expected=f"{_FUSE!r}, {_REST!r}, or an option of torch._inductor.list_options()",
+            remedy=f"'insum.{near[0]}'" if near else "",
         )
     if wish not in ("", "auto", "always", "never"):
         raise SettingsError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import sys
 from dataclasses import dataclass
 
@@ -77,6 +78,23 @@ class Report:
     def __str__(self) -> str:
         every = (*self.fused, *self.once, *self.left, *self.failed)
         return "\n".join(map(str, every)) or "nothing to fuse"
+
+    def _repr_html_(self) -> str:
+        rows = [
+            *(("fused", one.root, f"{one.statement} ({_when(one)})") for one in self.fused),
+            *(("once", ", ".join(one.nodes), ", ".join(one.sources)) for one in self.once),
+            *(("left", one.root, one.why) for one in self.left),
+            *(("failed", one.stage, one.why) for one in self.failed),
+        ]
+        cells = "".join(
+            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows
+        )
+        head = "<tr><th></th><th>where</th><th>what</th></tr>"
+        return f"<table>{head}{cells}</table>" if rows else "<p>nothing to fuse</p>"
+
+
+def _when(one: Fused) -> str:
+    return f"{'backward' if one.backward else 'forward'}, {one.saved:,} elements not written"
 
 
 _reports: list[Report] = []

@@ -2,6 +2,7 @@
 
 - `SparseLinear`, `BlockSparseLinear`, beside `torch.nn.Linear` and `torch.sparse` BSR:
   ``Y[i,o] = W[o,k] * X[i,k]``
+- `sparsify`, `layouts`, `restore`: whole models made sparse, and made ready for a saved state
 - `spmm`, `sddmm`, beside cuSPARSE:
   ``C[m,n] = A[m,k] * B[k,n]``, ``S[m,n] = A[m,n] * X[m,k] * Y[k,n]``
 - `propagate`, `GraphConv`, `GCNConv`, beside PyG:
@@ -26,6 +27,7 @@ from insum.nn.graph import GCNConv, GraphConv, RelationalConv
 from insum.nn.irreps import Irrep, Irreps
 from insum.nn.linear import BlockSparseLinear, SparseLinear
 from insum.nn.prune import block_mask, magnitude_mask
+from insum.nn.sparsify import LayerReport, SparsityReport, layouts, restore, sparsify
 from insum.nn.tensor_product import FullyConnectedTensorProduct, TensorProduct
 from insum.nn.voxels import SparseTensor, Voxels
 from insum.nn.wigner import spherical_harmonics, wigner_3j
@@ -37,18 +39,23 @@ __all__ = [
     "GraphConv",
     "Irrep",
     "Irreps",
+    "LayerReport",
     "RelationalConv",
     "SparseConv3d",
     "SparseLinear",
     "SparseTensor",
+    "SparsityReport",
     "TensorProduct",
     "Voxels",
     "adjacency",
     "block_mask",
     "gcn_norm",
+    "layouts",
     "magnitude_mask",
     "propagate",
+    "restore",
     "sddmm",
+    "sparsify",
     "spherical_harmonics",
     "spmm",
     "wigner_3j",

@@ -11,14 +11,15 @@ from torch import Tensor
 import insum
 from insum.accepted import ANY_TENSOR, COUNT, ELEMENTS, TENSOR, TEXT, VALUES, explains, takes
 from insum.errors import BindingError, FormatError, UnsupportedError
-from insum.formats import GroupCOO, SparseFormat
+from insum.formats import COO, GroupCOO, SparseFormat
 from insum.formats.convert import FORMAT
+from insum.formats.operands import SPARSE_LAYOUTS
 from insum.memory import remembered
 from insum.nn.checks import PAIR, one_device
 from insum.nn.edges import check_edges, check_range, degrees, edge_weights, endpoints
 
 #: Names of aggregations, PyG's and ours.
-_REDUCTIONS = {"sum": "sum", "add": "sum", "mean": "mean", "max": "max"}
+_REDUCTIONS = {"sum": "sum", "add": "sum", "mean": "mean", "max": "max", "min": "min"}
 
 
 @explains(A=FORMAT | ANY_TENSOR, B=TENSOR)
@@ -96,13 +97,15 @@ def propagate(
     """What reaches each node along its edges, ``insum.insum("Out[dst[e],f] = W[e] * X[src[e],f]",
     ...)``, as PyG's `propagate`.
 
-    - ``edge_index``: (2, edges), sources then targets; or the transposed adjacency matrix
-      ``A[target, source]`` in any format, whose values are the weights.
-    - ``x``: features of the source nodes, one row for each.
-    - ``edge_weight``: (edges,), or ``None`` for 1.
-    - ``aggr``: ``"sum"`` (or ``"add"``), ``"mean"`` (the sum divided by the number of edges) or
-      ``"max"``; a node without edges gets 0.
-    - ``num_nodes``: how many target nodes there are, where it is not the number of rows of ``x``.
+    Args:
+        edge_index: (2, edges), sources then targets; or the transposed adjacency matrix
+            ``A[target, source]`` in any format, or as PyG's ``adj_t``, a sparse tensor of torch
+            (which is converted at every call): its values are the weights.
+        x: Features of the source nodes, one row for each.
+        edge_weight: (edges,), or ``None`` for 1.
+        aggr: ``"sum"`` (or ``"add"``), ``"mean"`` (the sum divided by the number of edges),
+            ``"max"`` or ``"min"``; a node without edges gets 0.
+        num_nodes: How many target nodes there are, where it is not the number of rows of ``x``.
 
     >>> edge_index = torch.tensor([[0, 1, 2], [1, 2, 2]])
     >>> x = torch.tensor([[1.0], [2.0], [3.0]])
@@ -117,11 +120,13 @@ def propagate(
     """
     if aggr not in _REDUCTIONS:
         raise UnsupportedError(
-            f"there is no aggregation {aggr!r}", expected='"sum" (or "add"), "mean" or "max"'
+            f"there is no aggregation {aggr!r}",
+            expected='"sum" (or "add"), "mean", "max" or "min"',
         )
     if x.dim() == 0:
         raise BindingError("x has no dimensions", expected="one row for each source node")
     rows = x if x.dim() == 2 else x.reshape(x.shape[0], math.prod(x.shape[1:]))
+    edge_index = from_adj_t(edge_index)
     if isinstance(edge_index, SparseFormat):
         out = _over_matrix(edge_index, rows, edge_weight, _REDUCTIONS[aggr])
     else:
@@ -164,6 +169,13 @@ def adjacency(
     return GroupCOO.from_entries((dst, src), weight, (targets, sources), validate=False)
 
 
+def from_adj_t(edge_index: Tensor | SparseFormat) -> Tensor | SparseFormat:
+    """PyG's ``adj_t``, a sparse tensor of torch, as a format; all else as it is."""
+    if isinstance(edge_index, Tensor) and edge_index.layout in SPARSE_LAYOUTS:
+        return COO.from_torch(edge_index)
+    return edge_index
+
+
 # --- one statement each ---
 
 
@@ -185,9 +197,10 @@ def _over_edges(
             lambda: degrees(edge_index, dst, nodes).clamp(min=1).reciprocal().to(x.dtype),
         )
         message = f"R[dst[e]] * {message}"
-    if reduction == "max":
-        top = insum.insum(f"Out[dst[e],f] max= {message}", out_shape=(nodes, x.shape[1]), **tensors)
-        return torch.where(degrees(edge_index, dst, nodes)[:, None] > 0, top, 0)
+    if reduction in ("max", "min"):
+        statement = f"Out[dst[e],f] {reduction}= {message}"
+        extreme = insum.insum(statement, out_shape=(nodes, x.shape[1]), **tensors)
+        return torch.where(degrees(edge_index, dst, nodes)[:, None] > 0, extreme, 0)
     return insum.insum(f"Out[dst[e],f] = {message}", out_shape=(nodes, x.shape[1]), **tensors)
 
 
@@ -231,9 +244,8 @@ def _over_matrix(A: SparseFormat, x: Tensor, weight: Tensor | None, reduction: s
                 X=x,
             )
         )
-    return torch.where(
-        degree[:, None] > 0, _tensor(insum.einsum("Out[i,f] max= A[i,j] * X[j,f]", A=A, X=x)), 0
-    )
+    extreme = _tensor(insum.einsum(f"Out[i,f] {reduction}= A[i,j] * X[j,f]", A=A, X=x))
+    return torch.where(degree[:, None] > 0, extreme, 0)
 
 
 def _matrix(A: SparseFormat | Tensor) -> SparseFormat:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import insum
-from insum.accepted import COUNT, FLAG, SIZE, TENSOR, TEXT, Accepted, takes
+from insum.accepted import COUNT, FLAG, INTEGER, SIZE, TENSOR, TEXT, Accepted, takes
 from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, InsumError, UnsupportedError
 from insum.formats import COO, GroupCOO, SparseFormat
@@ -21,7 +21,7 @@ from insum.nn.checks import (
     one_device,
 )
 from insum.nn.edges import check_edges, check_range, endpoints, gcn_ends, plain
-from insum.nn.functional import _REDUCTIONS, _tensor, over_ends, propagate
+from insum.nn.functional import _REDUCTIONS, _tensor, from_adj_t, over_ends, propagate
 from insum.plan.sizes import power_of_two
 from insum.runtime import grouping
 from insum.runtime.record import out_of_range
@@ -32,23 +32,86 @@ SIDES = Accepted(
 )
 
 
+#: A number of features, or -1 for what the first call brings.
+CHANNELS = Accepted(
+    "an integer of at least 0, or -1", lambda v: COUNT.fits(v) or INTEGER.fits(v) and v == -1
+)
+CHANNEL_PAIR = Accepted(
+    "a pair of them",
+    lambda v: isinstance(v, tuple | list) and len(v) == 2 and all(map(CHANNELS.fits, v)),
+)
+SIZES = Accepted(
+    "a pair of numbers or None",
+    lambda v: isinstance(v, tuple | list) and len(v) == 2 and all(map(COUNT.optional.fits, v)),
+)
+
+
+def _linear(channels: int, out: int, *, bias: bool) -> nn.Linear:
+    if channels == -1:
+        return nn.LazyLinear(out, bias=bias)
+    return nn.Linear(channels, out, bias=bias)
+
+
+def _waits(linear: nn.Linear) -> bool:
+    """Whether a layer waits for a first call to know its size."""
+    return isinstance(linear, nn.LazyLinear) and bool(linear.has_uninitialized_params())
+
+
+def _materialise(linear: nn.Linear, x: Tensor) -> bool:
+    """Give a layer that has no size yet that of its weight, where a state was loaded, or that of a
+    call; whether its weight was drawn.
+    """
+    if not isinstance(linear, nn.LazyLinear) or not isinstance(x, Tensor) or x.dim() < 1:
+        return False
+    waits, held = _waits(linear), linear.weight
+    size = x.shape[-1] if waits else held.shape[-1]
+    with torch.no_grad():
+        linear(torch.zeros(0, size, dtype=held.dtype, device=held.device))
+    return waits
+
+
+def _targets(
+    size: tuple[int | None, int | None] | None, source: Tensor, nodes: int | None
+) -> int | None:
+    """How many targets there are, as PyG's ``size`` or our own argument says."""
+    if size is None:
+        return nodes
+    if size[0] is not None and size[0] != source.shape[0]:
+        raise BindingError(
+            f"size is {tuple(size)}, but x has {source.shape[0]} rows",
+            expected=f"({source.shape[0]}, targets)",
+        )
+    return size[1] if size[1] is not None else nodes
+
+
 class GraphConv(nn.Module):
     """``Y = aggregate(W[e] * X[src[e]]) @ lin_rel + X @ lin_root``, weight for weight
     `torch_geometric.nn.GraphConv`.
 
     The aggregation is one statement, ``Out[dst[e],f] = W[e] * X[src[e],f]`` (see `propagate`); sums
     and means are taken on the narrower side of ``lin_rel``. ``edge_index`` may also be the
-    transposed adjacency matrix in any format (see `adjacency`), ``x`` a pair ``(sources,
-    targets)``.
+    transposed adjacency matrix in any format (see `adjacency`), or PyG's ``adj_t``; ``x`` may be a
+    pair ``(sources, targets)``.
 
-    >>> layer = GraphConv(3, 4, aggr="mean")
-    >>> layer(torch.randn(5, 3), torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
-    torch.Size([5, 4])
-    >>> list(layer.state_dict())
-    ['lin_rel.weight', 'lin_rel.bias', 'lin_root.weight']
+    Args:
+        in_channels: Features of a node, or a pair of them for sources and targets; -1 takes what
+            the first call brings.
+        out_channels: Features of a node in the result.
+        aggr: ``"add"`` (or ``"sum"``), ``"mean"``, ``"max"`` or ``"min"``.
+        bias: Whether ``lin_rel`` has a bias.
+
+    Raises:
+        UnsupportedError: There is no such aggregation.
+
+    Examples:
+        >>> layer = GraphConv(3, 4, aggr="mean")
+        >>> layer(torch.randn(5, 3), torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
+        torch.Size([5, 4])
+        >>> list(layer.state_dict())
+        ['lin_rel.weight', 'lin_rel.bias', 'lin_root.weight']
     """
 
-    @takes(in_channels=COUNT | PAIR, out_channels=COUNT, aggr=TEXT, bias=FLAG)
+    @takes(in_channels=CHANNELS | CHANNEL_PAIR, out_channels=COUNT, aggr=TEXT, bias=FLAG)
     def __init__(
         self,
         in_channels: int | tuple[int, int],
@@ -59,26 +122,46 @@ class GraphConv(nn.Module):
         super().__init__()
         if aggr not in _REDUCTIONS:
             raise UnsupportedError(
-                f"there is no aggregation {aggr!r}", expected='"add" (or "sum"), "mean" or "max"'
+                f"there is no aggregation {aggr!r}",
+                expected='"add" (or "sum"), "mean", "max" or "min"',
             )
         both = in_channels if isinstance(in_channels, tuple | list) else (in_channels, in_channels)
         source, target = map(int, both)
         self.in_channels, self.out_channels, self.aggr = in_channels, out_channels, aggr
-        self.lin_rel = nn.Linear(source, out_channels, bias=bias)
-        self.lin_root = nn.Linear(target, out_channels, bias=False)
+        self.lin_rel = _linear(source, out_channels, bias=bias)
+        self.lin_root = _linear(target, out_channels, bias=False)
 
-    @layer_takes(x=TENSOR | SIDES, **EDGES, num_nodes=COUNT.optional)
+    def reset_parameters(self) -> None:
+        """Draw all weights anew; those that wait for a first call go on waiting."""
+        for linear in (self.lin_rel, self.lin_root):
+            if not _waits(linear):
+                linear.reset_parameters()
+
+    @layer_takes(x=TENSOR | SIDES, **EDGES, num_nodes=COUNT.optional, size=(PAIR | SIZES).optional)
     def forward(
         self,
         x: Tensor | tuple[Tensor, Tensor | None],
         edge_index: Tensor | SparseFormat,
         edge_weight: Tensor | None = None,
         num_nodes: int | None = None,
+        size: tuple[int | None, int | None] | None = None,
     ) -> Tensor:
+        """Features of the target nodes.
+
+        Args:
+            x: One row for each node, or a pair for sources and targets (or None).
+            edge_index: (2, edges), or the transposed adjacency matrix.
+            edge_weight: (edges,), or None for 1.
+            num_nodes: How many target nodes there are, where no features of theirs tell.
+            size: The same as PyG has it, (sources, targets).
+        """
         source, target = (x, x) if isinstance(x, Tensor) else x
+        _materialise(self.lin_rel, source)
+        if target is not None:
+            _materialise(self.lin_root, target)
         last_size("x", source, self.lin_rel.in_features, "in_channels")
-        nodes = num_nodes if target is None else target.shape[0]
-        if self.out_channels < self.lin_rel.in_features and self.aggr != "max":
+        nodes = _targets(size, source, num_nodes) if target is None else target.shape[0]
+        if self.out_channels < self.lin_rel.in_features and self.aggr not in ("max", "min"):
             out = propagate(
                 edge_index,
                 nn.functional.linear(source, self.lin_rel.weight),
@@ -100,20 +183,32 @@ class GCNConv(nn.Module):
     weight `torch_geometric.nn.GCNConv`.
 
     One statement, ``Out[dst[e],f] = N[e] * X[src[e],f]``. Where there are no edge weights, ``N`` is
-    computed once for each ``edge_index`` and kept with it (see `gcn_norm`). A matrix passed as
-    ``edge_index`` is taken as normalised already.
+    computed once for each ``edge_index`` and kept with it (see `gcn_norm`). A matrix in a format is
+    taken as normalised already; PyG's ``adj_t``, a sparse tensor of torch, is normalised.
 
-    >>> layer = GCNConv(3, 4)
-    >>> layer(torch.randn(5, 3), torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
-    torch.Size([5, 4])
-    >>> list(layer.state_dict())
-    ['bias', 'lin.weight']
+    Args:
+        in_channels: Features of a node; -1 takes what the first call brings.
+        out_channels: Features of a node in the result.
+        improved: Loops that are added weigh 2.
+        add_self_loops: Add a loop for each node that has none.
+        normalize: Whether edges are normalised at all.
+        bias: Whether there is a bias.
+        cached: Normalise the edges of the first call and use them in every later one, whatever
+            edges it brings: for one graph. `reset_parameters` lets go of them.
+
+    Examples:
+        >>> layer = GCNConv(3, 4)
+        >>> layer(torch.randn(5, 3), torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
+        torch.Size([5, 4])
+        >>> list(layer.state_dict())
+        ['bias', 'lin.weight']
     """
 
     @takes(
-        in_channels=COUNT,
+        in_channels=CHANNELS,
         out_channels=COUNT,
         improved=FLAG,
+        cached=FLAG,
         add_self_loops=FLAG,
         normalize=FLAG,
         bias=FLAG,
@@ -126,27 +221,51 @@ class GCNConv(nn.Module):
         add_self_loops: bool = True,
         normalize: bool = True,
         bias: bool = True,
+        cached: bool = False,
     ) -> None:
         super().__init__()
-        self.in_channels, self.out_channels = in_channels, out_channels
+        self.in_channels, self.out_channels, self.cached = in_channels, out_channels, cached
         self.improved, self.add_self_loops, self.normalize = improved, add_self_loops, normalize
-        self.lin = nn.Linear(in_channels, out_channels, bias=False)
+        self.lin = _linear(in_channels, out_channels, bias=False)
         self.bias = nn.Parameter(torch.zeros(out_channels)) if bias else None
-        nn.init.xavier_uniform_(self.lin.weight)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew, and let go of edges that were kept."""
+        self._kept: tuple[Tensor, Tensor, Tensor] | None = None
+        if not _waits(self.lin):
+            nn.init.xavier_uniform_(self.lin.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     @layer_takes(x=TENSOR, **EDGES)
     def forward(
         self, x: Tensor, edge_index: Tensor | SparseFormat, edge_weight: Tensor | None = None
     ) -> Tensor:
-        last_size("x", x, self.in_channels, "in_channels")
+        if _materialise(self.lin, x):
+            nn.init.xavier_uniform_(self.lin.weight)
+        last_size("x", x, self.lin.in_features, "in_channels")
         if self.normalize and isinstance(edge_index, Tensor):
-            one_device(edge_index=edge_index, x=x, edge_weight=edge_weight)
-            fill = (2 if self.improved else 1) if self.add_self_loops else None
-            ends = gcn_ends(edge_index, edge_weight, x.shape[0], fill, x.dtype)
-            out = over_ends(*ends, self.lin(x), x.shape[0])
+            out = over_ends(*self._ends(edge_index, edge_weight, x), self.lin(x), x.shape[0])
         else:
             out = propagate(edge_index, self.lin(x), edge_weight)
         return out if self.bias is None else out + self.bias
+
+    def _ends(
+        self, edge_index: Tensor, weight: Tensor | None, x: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Sources, targets and weights of the normalised edges."""
+        if self._kept is not None:
+            return self._kept
+        found = from_adj_t(edge_index)
+        if isinstance(found, SparseFormat):
+            edge_index, weight = found.T.to_edge_index()
+        one_device(edge_index=edge_index, x=x, edge_weight=weight)
+        fill = (2 if self.improved else 1) if self.add_self_loops else None
+        ends = gcn_ends(edge_index, weight, x.shape[0], fill, x.dtype)
+        if self.cached:
+            self._kept = ends
+        return ends
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}"
@@ -161,18 +280,37 @@ class RelationalConv(nn.Module):
     ``aggr="mean"`` the edges of one relation into one node are averaged, with ``"sum"`` they are
     added; the relations are summed.
 
-    >>> layer = RelationalConv(3, 4, num_relations=2)
-    >>> edge_index, edge_type = torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.tensor([0, 1, 1])
-    >>> layer(torch.randn(5, 3), edge_index, edge_type).shape
-    torch.Size([5, 4])
-    >>> list(layer.state_dict())
-    ['weight', 'root', 'bias']
+    Args:
+        in_channels: Features of a node.
+        out_channels: Features of a node in the result.
+        num_relations: How many relations there are.
+        num_bases: Weights as sums of so many, ``W[r] = comp[r,b] * weight[b]``.
+        num_blocks: Weights made of so many blocks on the diagonal.
+        aggr: ``"mean"`` or ``"sum"`` (or ``"add"``).
+        root_weight: Add the features of a node itself, times a weight.
+        bias: Whether there is a bias.
+
+    Raises:
+        UnsupportedError: There is no such aggregation, or both of bases and blocks are asked for.
+        BindingError: The blocks do not divide the channels.
+
+    Examples:
+        >>> layer = RelationalConv(3, 4, num_relations=2)
+        >>> edge_index, edge_type = torch.tensor([[0, 1, 2], [1, 2, 0]]), torch.tensor([0, 1, 1])
+        >>> layer(torch.randn(5, 3), edge_index, edge_type).shape
+        torch.Size([5, 4])
+        >>> list(layer.state_dict())
+        ['weight', 'root', 'bias']
+        >>> RelationalConv(4, 6, num_relations=9, num_blocks=2).weight.shape
+        torch.Size([9, 2, 2, 3])
     """
 
     @takes(
         in_channels=SIZE,
         out_channels=SIZE,
         num_relations=SIZE,
+        num_bases=SIZE.optional,
+        num_blocks=SIZE.optional,
         aggr=TEXT,
         root_weight=FLAG,
         bias=FLAG,
@@ -185,8 +323,19 @@ class RelationalConv(nn.Module):
         aggr: str = "mean",
         root_weight: bool = True,
         bias: bool = True,
+        num_bases: int | None = None,
+        num_blocks: int | None = None,
     ) -> None:
         super().__init__()
+        if num_bases is not None and num_blocks is not None:
+            raise UnsupportedError(
+                "both of num_bases and num_blocks were given", expected="one of them"
+            )
+        if num_blocks is not None and (in_channels % num_blocks or out_channels % num_blocks):
+            raise BindingError(
+                f"{num_blocks} blocks do not divide {in_channels} and {out_channels} channels",
+                expected="channels that are multiples of num_blocks",
+            )
         if _REDUCTIONS.get(aggr) not in ("sum", "mean"):
             raise UnsupportedError(
                 f"there is no aggregation {aggr!r} over relations",
@@ -198,15 +347,29 @@ class RelationalConv(nn.Module):
             num_relations,
             aggr,
         )
-        self.weight = nn.Parameter(
-            nn.init.xavier_uniform_(torch.empty(num_relations, in_channels, out_channels))
-        )
-        self.root = (
-            nn.Parameter(nn.init.xavier_uniform_(torch.empty(in_channels, out_channels)))
-            if root_weight
-            else None
-        )
-        self.bias = nn.Parameter(torch.zeros(out_channels)) if bias else None
+        self.num_bases, self.num_blocks = num_bases, num_blocks
+        self.weight = nn.Parameter(torch.empty(self._weight_shape()))
+        if num_bases is not None:
+            self.comp = nn.Parameter(torch.empty(num_relations, num_bases))
+        self.root = nn.Parameter(torch.empty(in_channels, out_channels)) if root_weight else None
+        self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
+        self.reset_parameters()
+
+    def _weight_shape(self) -> tuple[int, ...]:
+        if self.num_blocks is not None:
+            sides = self.in_channels // self.num_blocks, self.out_channels // self.num_blocks
+            return self.num_relations, self.num_blocks, *sides
+        return self.num_bases or self.num_relations, self.in_channels, self.out_channels
+
+    def reset_parameters(self) -> None:
+        """Draw all weights anew."""
+        nn.init.xavier_uniform_(self.weight)
+        if self.num_bases is not None:
+            nn.init.xavier_uniform_(self.comp)
+        if self.root is not None:
+            nn.init.xavier_uniform_(self.root)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     @layer_takes(x=TENSOR, edge_index=TENSOR, edge_type=TENSOR)
     def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
@@ -220,22 +383,35 @@ class RelationalConv(nn.Module):
         mean, nodes, count = _REDUCTIONS[self.aggr] == "mean", x.shape[0], self.num_relations
         check_edges(edge_index)
         _check_relations(edge_index, edge_type)
+        # the blocks on the diagonal are one more index of features and weights
+        b, features = "", x
+        out: tuple[int, ...] = (nodes, self.out_channels)
+        if self.num_blocks is not None:
+            blocks, channels, wide = self.weight.shape[1:]
+            b, features, out = "b,", x.reshape(nodes, blocks, channels), (nodes, blocks, wide)
         if kernels_look(edge_index) and kernels_look(edge_type) and nodes < 2**31:
             found = groups(edge_index, edge_type, nodes, count, mean=mean, dtype=x.dtype)
             return insum.insum(
-                "Out[X[p,q],m] = V[p,q] * In[Y[p,q],c] * W[Z[p],c,m]",
-                out_shape=(nodes, self.out_channels),
+                f"Out[X[p,q],{b}m] = V[p,q] * In[Y[p,q],{b}c] * W[Z[p],{b}c,m]",
+                out_shape=out,
                 padded=("X", "Y"),
                 X=found.target,
                 Y=found.source,
                 Z=found.relation,
                 V=found.weight,
-                In=x,
-                W=self.weight,
-            )
+                In=features,
+                W=self._weights(),
+            ).reshape(nodes, self.out_channels)
         A = relations(edge_index, edge_type, nodes, count, mean=mean, dtype=x.dtype)
-        statement = "Out[x,m] = A[x,y,z] * In[y,c] * W[z,c,m]"
-        return _tensor(insum.einsum(statement, A=A, In=x, W=self.weight))
+        statement = f"Out[x,{b}m] = A[x,y,z] * In[y,{b}c] * W[z,{b}c,m]"
+        result = _tensor(insum.einsum(statement, A=A, In=features, W=self._weights()))
+        return result.reshape(nodes, self.out_channels)
+
+    def _weights(self) -> Tensor:
+        """One matrix for each relation, or its blocks."""
+        if self.num_bases is None:
+            return self.weight
+        return torch.einsum("rb,bcm->rcm", self.comp, self.weight)
 
     def extra_repr(self) -> str:
         return (

@@ -4,18 +4,17 @@ trained.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-import insum
 from insum.accepted import ELEMENTS, FLOATS, TENSOR, VALUES, Accepted, takes
 from insum.errors import BindingError, FormatError
 from insum.formats import BlockGroupCOO, GroupCOO, SparseFormat, SparseParameter
 from insum.formats.convert import UNBROKEN
 from insum.formats.entries import grid_of
+from insum.formats.module import linear
 from insum.formats.validate import block_shape as checked_block
 from insum.nn.checks import last_size, layer_takes, one_device
 from insum.nn.prune import block_mask, in_blocks, magnitude_mask, over_blocks
@@ -33,21 +32,28 @@ class SparseLinear(nn.Module):
     W=W, X=X) + bias``.
 
     The stored values are trained, the pattern stays. ``x`` may have any leading dimensions. The
-    state dict holds values, index arrays and bias; a state with more or fewer entries can be
-    loaded.
+    state dict holds tensors only: values, index arrays, bias, and what the format is, in bytes. A
+    state with more or fewer entries can be loaded. Under autocast the result has the dtype that
+    `torch.nn.Linear` gives.
 
-    - ``weight``: a matrix (out_features, in_features) in one of `insum.formats`;
-    - ``bias``: a tensor (out_features,), or ``None``.
+    Args:
+        weight: A matrix (out_features, in_features) in one of `insum.formats`.
+        bias: A tensor (out_features,), or ``None``.
 
-    >>> import torch
-    >>> layer = SparseLinear.from_dense(nn.Linear(64, 32), density=0.1)
-    >>> layer(torch.randn(2, 5, 64)).shape
-    torch.Size([2, 5, 32])
-    >>> layer.weight().nnz
-    205
-    >>> list(layer.state_dict())
-    ['bias', 'weight.values', 'weight.group_indices_0', 'weight.slot_indices_0',
-    'weight._extra_state']
+    Raises:
+        FormatError: The weight is no sparse matrix with values.
+        BindingError: The bias has another shape.
+
+    Examples:
+        >>> import torch
+        >>> layer = SparseLinear.from_dense(nn.Linear(64, 32), density=0.1)
+        >>> layer(torch.randn(2, 5, 64)).shape
+        torch.Size([2, 5, 32])
+        >>> layer.weight().nnz
+        205
+        >>> list(layer.state_dict())
+        ['bias', 'weight.values', 'weight.group_indices_0', 'weight.slot_indices_0',
+        'weight.encoding']
     """
 
     @takes(weight=UNBROKEN, bias=FLOATS.optional)
@@ -79,21 +85,37 @@ class SparseLinear(nn.Module):
         **options: Any,
     ) -> Self:
         """From a linear layer (or its weight), keeping what ``mask`` says, or the largest weights
-        up to ``density``.
+        up to ``density``; of a layer that is pruned already, all weights that are not zero.
 
-        ``options`` are those of `GroupCOO`. Weights that the mask keeps are stored and trained even
-        where they are zero.
+        Args:
+            layer: A `torch.nn.Linear`, or its weight.
+            mask: True where a weight is kept. It is stored and trained even where it is zero.
+            density: The share of weights that is kept, the largest ones.
+            options: Those of `GroupCOO`.
 
-        >>> import torch
-        >>> dense = nn.Linear(3, 2, bias=False)
-        >>> mask = torch.tensor([[True, False, True], [False, False, True]])
-        >>> sparse, x = SparseLinear.from_dense(dense, mask), torch.randn(4, 3)
-        >>> torch.allclose(sparse(x), x @ (dense.weight * mask).T)
-        True
+        Raises:
+            FormatError: Both of mask and density are given; or neither, and nothing is pruned.
+
+        Examples:
+            >>> import torch
+            >>> dense = nn.Linear(3, 2, bias=False)
+            >>> mask = torch.tensor([[True, False, True], [False, False, True]])
+            >>> sparse, x = SparseLinear.from_dense(dense, mask), torch.randn(4, 3)
+            >>> torch.allclose(sparse(x), x @ (dense.weight * mask).T)
+            True
+            >>> from torch.nn.utils import prune
+            >>> pruned = prune.l1_unstructured(nn.Linear(8, 8), "weight", 0.75)
+            >>> SparseLinear.from_dense(pruned).weight().nnz
+            16
         """
         weight, bias = _parts(layer)
         chosen = _chosen(
-            mask, density, lambda share: magnitude_mask(weight, share), weight, tuple(weight.shape)
+            mask,
+            density,
+            lambda share: magnitude_mask(weight, share),
+            weight,
+            tuple(weight.shape),
+            pruned=weight != 0,
         )
         kept = chosen.nonzero(as_tuple=True)
         return cls(GroupCOO.from_entries(kept, weight[kept], tuple(weight.shape), **options), bias)
@@ -109,13 +131,7 @@ class SparseLinear(nn.Module):
     @layer_takes(x=TENSOR)
     def forward(self, x: Tensor) -> Tensor:
         last_size("x", x, self.in_features, "in_features")
-        y: Tensor = insum.einsum(
-            "Y[i,o] = W[o,k] * X[i,k]",
-            W=self.weight(),
-            X=x.reshape(math.prod(x.shape[:-1]), self.in_features),
-        )
-        y = y if self.bias is None else y + self.bias
-        return y.reshape(*x.shape[:-1], self.out_features)
+        return linear(x, self.weight(), self.bias)
 
     def extra_repr(self) -> str:
         return (
@@ -148,18 +164,28 @@ class BlockSparseLinear(SparseLinear):
         **options: Any,
     ) -> Self:
         """From a linear layer (or its weight), keeping the blocks that ``mask`` says, or those of
-        largest norm up to ``density``.
+        largest norm up to ``density``; of a layer that is pruned already, all blocks that are not
+        zero.
 
-        The mask has one element for each block. A mask of the weight's own shape is taken as well
-        and keeps every block in which it keeps anything; weights outside it start at zero.
-        ``options`` are those of `BlockGroupCOO`.
+        Args:
+            layer: A `torch.nn.Linear`, or its weight.
+            mask: One element for each block. A mask of the weight's own shape is taken as well and
+                keeps every block in which it keeps anything; weights outside it start at zero.
+            density: The share of blocks that is kept, those of largest norm.
+            block_shape: Rows and columns of a block, or one number for both.
+            options: Those of `BlockGroupCOO`.
 
-        >>> import torch
-        >>> dense, mask = nn.Linear(4, 4), torch.tensor([[True, False], [False, True]])
-        >>> sparse, x = BlockSparseLinear.from_dense(dense, mask, block_shape=2), torch.randn(3, 4)
-        >>> masked = dense.weight * torch.block_diag(torch.ones(2, 2), torch.ones(2, 2))
-        >>> torch.allclose(sparse(x), nn.functional.linear(x, masked, dense.bias))
-        True
+        Raises:
+            FormatError: Both of mask and density are given; or neither, and no block is zero.
+
+        Examples:
+            >>> import torch
+            >>> dense, mask = nn.Linear(4, 4), torch.tensor([[True, False], [False, True]])
+            >>> sparse = BlockSparseLinear.from_dense(dense, mask, block_shape=2)
+            >>> masked = dense.weight * torch.block_diag(torch.ones(2, 2), torch.ones(2, 2))
+            >>> x = torch.randn(3, 4)
+            >>> torch.allclose(sparse(x), nn.functional.linear(x, masked, dense.bias))
+            True
         """
         weight, bias = _parts(layer)
         shape, block = tuple(weight.shape), checked_block(block_shape, 2)
@@ -172,6 +198,7 @@ class BlockSparseLinear(SparseLinear):
             lambda share: block_mask(weight, block, share),
             weight,
             grid_of(shape, block),
+            pruned=in_blocks(weight != 0, block).any(3).any(1),
         )
         kept = over_blocks(chosen, block, shape).nonzero(as_tuple=True)
         return cls(
@@ -196,16 +223,22 @@ def _chosen(
     rule: Callable[[float], Tensor],
     weight: Tensor,
     shape: tuple[int, ...],
+    *,
+    pruned: Tensor,
 ) -> Tensor:
-    """The mask that was passed, or the one that the pruning rule gives."""
-    if (mask is None) == (density is None):
-        raise FormatError(
-            f"{'neither' if mask is None else 'both'} of mask and density given",
-            expected="one of them",
-        )
-    if mask is None:
-        assert density is not None
+    """The mask that was passed, the one that the pruning rule gives, or what is not zero."""
+    if mask is not None and density is not None:
+        raise FormatError("both of mask and density given", expected="one of them")
+    if density is not None:
         return rule(density)
+    if mask is None:
+        if pruned.numel() and bool(pruned.all()):
+            raise FormatError(
+                "neither of mask and density given, and nothing in the weight is pruned",
+                expected="a mask, a density, or a weight with zeros",
+                remedy="density=0.1",
+            )
+        return pruned
     one_device(weight=weight, mask=mask)
     if tuple(mask.shape) != shape:
         also = (

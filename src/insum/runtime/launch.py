@@ -171,7 +171,11 @@ def _is_own_group(group: int, user: int) -> bool:
 
 
 def load(kernel: Kernel, header: str) -> Any:
-    """The jitted function for a source text, loaded once per process."""
+    """The jitted function for a source text, loaded once per process; None without Triton, where
+    a program is there to be read.
+    """
+    if available():
+        return None
     key = key_of(kernel.source)
     with _lock:
         function = loaded_kernels.get(key)

@@ -511,6 +511,36 @@ def _convolutions() -> None:
     right("Voxels", lambda coords: L.Voxels.of(coords).count, coords=voxels)
 
 
+def _models() -> None:
+    def model() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(4, 4))
+
+    def sparse() -> nn.Sequential:
+        made = model()
+        L.sparsify(made, 0.5, rows=2)
+        return made
+
+    right("sparsify", L.sparsify, model=model, rule=the(0.5), block_shape=the((2, 2)),
+          rows=the(4), only_where_faster=the(False))  # fmt: skip
+    right("sparsify by name", L.sparsify, model=model, rule=the({"0": 0.5}), rows=the(4))
+    right("layouts", L.layouts, model=sparse)
+    right("restore", L.restore, model=model, description=lambda: sparse().state_dict())
+    right("restore by layouts", L.restore, model=model, description=lambda: L.layouts(sparse()))
+    right("a layout", lambda **o: L.restore(model(), {"0.weight": o}), format=the("COO"),
+          shape=the([4, 4]), arrays=the({"values": ["float32", 2], "indices_0": ["int32", 2],
+                                         "indices_1": ["int32", 2]}))  # fmt: skip
+
+
+def _arithmetic() -> None:
+    right("format * tensor", lambda B: coo().__mul__(B), B=ones(3, 4))
+    right("format + format", lambda B: coo().__add__(B), B=coo)
+    right("format / number", lambda B: coo().__truediv__(B), B=the(2.0))
+    right("format[key]", lambda key: coo()[key], key=the((0, slice(1, 3))))
+    right("format.sum", lambda dim, keepdim: coo().sum(dim, keepdim), dim=the(0),
+          keepdim=the(True))  # fmt: skip
+    right("format.size", lambda dim: coo().size(dim), dim=the(0))
+
+
 def _functions() -> None:
     right("adjacency", L.adjacency, edge_index=edges, edge_weight=ones(4), num_nodes=the(3))
     right("block_mask", L.block_mask, weight=ones(4, 4), block_shape=the((2, 2)), density=the(0.5))
@@ -533,7 +563,7 @@ def _functions() -> None:
     right("Irreps.of", L.Irreps.of, irreps=the("2x0e + 1o"))
 
 
-for _fill in (_statements, _einsums, _formats, _groups, _layers, _functions):
+for _fill in (_statements, _einsums, _formats, _groups, _layers, _models, _arithmetic, _functions):
     _fill()
 
 

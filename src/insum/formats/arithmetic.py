@@ -1,0 +1,274 @@
+"""Arithmetic of sparse tensors, sums and slices: what a tensor does, where the result is as sparse
+as its operands, or dense because one of them is.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from insum.accepted import TENSOR, is_dense, is_fake, is_number, require, shown
+from insum.errors import (
+    BindingError,
+    DeviceError,
+    FormatError,
+    IndexRangeError,
+    UnsupportedError,
+)
+from insum.formats import entries as E
+from insum.formats import validate as checks
+from insum.formats.base import FormatBase
+
+if TYPE_CHECKING:
+    from insum.formats.convert import SparseFormat
+    from insum.formats.run import FormatOrValue
+
+
+def is_operand(x: object) -> bool:
+    """Whether a sparse tensor can meet it in an operation."""
+    return isinstance(x, FormatBase | Tensor) or _is_scalar(x)
+
+
+def _is_scalar(x: Any) -> bool:
+    return is_number(x) or isinstance(x, complex) or is_dense(x) and x.dim() == 0
+
+
+# --- one value for each entry ---
+
+
+def mapped_values(x: SparseFormat, function: Callable[[Tensor], Tensor]) -> SparseFormat:
+    """The same pattern with a function of the values, which leaves zero as it is."""
+    values = x.ones() if x.values is None else x.values
+    return x.with_values(function(values))
+
+
+def scaled(x: SparseFormat, other: Any, function: Callable[[Any, Any], Any]) -> SparseFormat:
+    """Times or divided by a number, a dense tensor that broadcasts, or a format of one pattern."""
+    _check_other(x, other)
+    if _is_scalar(other):
+        return mapped_values(x, lambda values: function(values, other))
+    if isinstance(other, Tensor):
+        factor = other if function is operator.mul else other.reciprocal()
+        return _product(x, factor)
+    if function is operator.truediv:
+        raise UnsupportedError(
+            "a sparse tensor divided by a sparse one: outside of their entries that is 0 / 0",
+            remedy="A.with_values(A.values / B.values), where both have one pattern",
+        )
+    if not same_pattern(x, other):
+        raise UnsupportedError(
+            f"two sparse tensors of different patterns are multiplied: {x!r} and {other!r}",
+            expected="one pattern",
+            remedy="one of them as a dense tensor: A * B.to_dense()",
+        )
+    if x.values is None or other.values is None:
+        return x if other.values is None else x.with_values(other.values)
+    return x.with_values(x.values * other.values)
+
+
+def _product(x: SparseFormat, other: Tensor) -> SparseFormat:
+    """``S[a,b] = A[a,b] * B[a,b]``, the dense operand read where there are entries."""
+    missing = x.ndim - other.dim()
+    sizes = (*(1,) * missing, *other.shape)
+    if missing < 0 or any(size not in (1, whole) for size, whole in zip(sizes, x.shape)):
+        raise BindingError(
+            f"a sparse tensor of shape {x.shape} meets a tensor of shape {tuple(other.shape)}",
+            expected="a shape that broadcasts to that of the sparse tensor",
+        )
+    full = [d for d, size in enumerate(sizes) if size == x.shape[d] and d >= missing]
+    letters = _letters(x)
+    own, theirs = ",".join(letters), ",".join(letters[d] for d in full)
+    flat = other.reshape([sizes[d] for d in full])
+    factor = f"B[{theirs}]" if theirs else "B"
+    result: SparseFormat = _einsum(f"S[{own}] = A[{own}] * {factor}", A=x, B=flat)
+    return result
+
+
+def _letters(x: SparseFormat) -> list[str]:
+    return [f"i{d}" for d in range(x.ndim)]
+
+
+def _einsum(statement: str, **given: FormatOrValue) -> Any:
+    from insum.formats.run import FormatCall, rewritten  # which know the formats
+
+    return FormatCall(rewritten(statement, given, False), given).run()
+
+
+# --- sums of two ---
+
+
+def added(x: SparseFormat, other: Any, sign: int = 1) -> SparseFormat | Tensor:
+    """The sum with a format (over all entries of both), or with a dense tensor, which is dense."""
+    _check_other(x, other)
+    if isinstance(other, Tensor) and other.dim():
+        dense = x.to_dense()
+        return dense + other if sign > 0 else dense - other
+    if _is_scalar(other):
+        if not isinstance(other, Tensor) and other == 0:  # the start of Python's sum
+            return x
+        raise UnsupportedError(
+            "a number is added to a sparse tensor: every element would be one of its entries",
+            remedy="A.to_dense() + number, or A.with_values(A.values + number)",
+        )
+    mine, theirs = (one.ones() if one.values is None else one.values for one in (x, other))
+    if same_pattern(x, other):
+        return x.with_values(mine + theirs if sign > 0 else mine - theirs)
+    a, b = (
+        E.to_elements(one.entries()) for one in (x.with_values(mine), other.with_values(theirs))
+    )
+    assert a.values is not None and b.values is not None
+    dtype = torch.promote_types(a.values.dtype, b.values.dtype)
+    coords = [torch.cat([p.long(), q.long()]) for p, q in zip(a.coords, b.coords)]
+    values = torch.cat([a.values.to(dtype), (b.values if sign > 0 else -b.values).to(dtype)])
+    options = x._same_options()
+    order = type(x)._order(x.ndim, **options)
+    return type(x)._build(E.collect(coords, values, x.shape, order=order), **options)
+
+
+def _check_other(x: SparseFormat, other: Any) -> None:
+    """What can be told before anything is computed: numbers that fit, one device, one shape."""
+    if isinstance(other, int) and not -(2**63) <= other < 2**63:
+        raise FormatError(f"{other} does not fit into 64 bits", remedy=f"float({other})")
+    if isinstance(other, Tensor):
+        require("the other operand", other, TENSOR)
+        _check_broadcast(x, other)
+    elif isinstance(other, FormatBase) and x.shape != other.shape:
+        raise BindingError(
+            f"sparse tensors of shapes {x.shape} and {other.shape} meet", expected="one shape"
+        )
+    if isinstance(other, FormatBase) or isinstance(other, Tensor) and other.dim():
+        if x.device != other.device or is_fake(next(x.tensors())) != _holds_fakes(other):
+            raise DeviceError(
+                f"a sparse tensor on {x.device} meets one on {other.device}", expected="one device"
+            )
+
+
+def _holds_fakes(other: FormatBase | Tensor) -> bool:
+    return is_fake(other if isinstance(other, Tensor) else next(other.tensors()))
+
+
+def _check_broadcast(x: SparseFormat, other: Tensor) -> None:
+    try:
+        torch.broadcast_shapes(x.shape, other.shape)  # type: ignore[no-untyped-call]
+    except RuntimeError as wrong:
+        raise BindingError(
+            f"a sparse tensor of shape {x.shape} meets a tensor of shape {tuple(other.shape)}",
+            expected="a shape that broadcasts to that of the sparse tensor",
+        ) from wrong
+
+
+def same_pattern(x: SparseFormat, other: SparseFormat) -> bool:
+    """Whether both have one format and the same index arrays: the same objects, or equal ones, for
+    which the device is asked.
+    """
+    if type(x) is not type(other) or any(getattr(x, n) != getattr(other, n) for n in x._static):
+        return False
+    pairs = [(a, b) for (_, _, a), (_, _, b) in zip(x.index_arrays(), other.index_arrays())]
+    if all(a is b for a, b in pairs):
+        return True
+    return x.positions == other.positions and all(bool((a == b).all()) for a, b in pairs)
+
+
+# --- sums over dimensions ---
+
+
+def summed(x: SparseFormat, dim: int | Sequence[int] | None, keepdim: bool) -> Tensor:
+    """The sum over some dimensions, or all, as a dense tensor."""
+    listed = range(x.ndim) if dim is None else dim if isinstance(dim, tuple | list) else (dim,)
+    gone = [checks.dimension(d, x.ndim) for d in listed]
+    if len({*gone}) < len(gone):
+        raise FormatError(f"dim {dim} names a dimension twice")
+    letters = _letters(x)
+    kept = [letters[d] for d in range(x.ndim) if d not in gone]
+    if len(kept) == x.ndim:
+        return x.to_dense()
+    total: Tensor = _einsum(f"S[{','.join(kept)}] = A[{','.join(letters)}]", A=x)
+    shape = [1 if d in gone else size for d, size in enumerate(x.shape)]
+    return total.reshape(shape) if keepdim else total
+
+
+# --- slices ---
+
+
+def sliced(x: SparseFormat, key: Any) -> SparseFormat | Tensor:
+    """What `torch.Tensor.__getitem__` gives for integers, slices and ``...``: the same format where
+    all dimensions stay, else COO; a single element is a tensor.
+    """
+    keys = _keys(x, key)
+    source = E.to_elements(x.entries())
+    coords, keep = [c.long() for c in source.coords], None
+    for dim, one in enumerate(keys):
+        here = coords[dim]
+        inside = (here >= one.start) & (here < one.stop)
+        inside = inside & ((here - one.start) % one.step == 0) if one.step > 1 else inside
+        keep = inside if keep is None else keep & inside
+    assert keep is not None
+    at = keep.nonzero().squeeze(1)
+    left = [d for d in range(x.ndim) if not isinstance(_given(x, key)[d], int)]
+    values = None if source.values is None else source.values.index_select(0, at)
+    if not left:
+        return (
+            values.sum()
+            if values is not None
+            else torch.tensor(float(at.shape[0]), device=x.device)
+        )
+    shape = tuple(len(keys[d]) for d in left)
+    new = tuple(
+        coords[d].index_select(0, at).sub(keys[d].start).div(keys[d].step, rounding_mode="floor")
+        for d in left
+    )
+    if len(left) == x.ndim:
+        options = x._same_options()
+        order = type(x)._order(x.ndim, **options)
+        return type(x)._build(E.collect(new, values, shape, order=order), **options)
+    from insum.formats.coo import COO
+
+    return COO._build(E.collect(new, values, shape, order=tuple(range(len(left)))))
+
+
+def _given(x: SparseFormat, key: Any) -> list[Any]:
+    """One key for each dimension: ``...`` and what is not said are whole dimensions."""
+    listed = list(key) if isinstance(key, tuple) else [key]
+    dots = [k for k, one in enumerate(listed) if one is Ellipsis]
+    count = len(listed) - len(dots)
+    if len(dots) > 1 or count > x.ndim:
+        raise FormatError(
+            f"a sparse tensor of {x.ndim} dimension(s) is indexed with {len(listed)} keys",
+            expected="one for each dimension, and ... once",
+        )
+    at = dots[0] if dots else len(listed)
+    whole = [slice(None)] * (x.ndim - count)
+    return [*listed[:at], *whole, *listed[at + len(dots) :]]
+
+
+def _keys(x: SparseFormat, key: Any) -> list[range]:
+    """The coordinates that stay, dimension by dimension."""
+    return [_range(x, dim, one) for dim, one in enumerate(_given(x, key))]
+
+
+def _range(x: SparseFormat, dim: int, key: Any) -> range:
+    size = x.shape[dim]
+    if isinstance(key, slice):
+        try:
+            found = range(*key.indices(size))
+        except (TypeError, ValueError) as wrong:
+            raise FormatError(f"a sparse tensor is sliced with {key}: {wrong}") from wrong
+        if found.step < 1:
+            raise FormatError(f"a sparse tensor is sliced with {key}", expected="a step above 0")
+        return found
+    if isinstance(key, int) and not isinstance(key, bool):
+        if not -size <= key < size:
+            raise IndexRangeError(
+                f"index {key} is outside dimension {dim} of size {size}",
+                expected=f"an index from {-size} to {size - 1}",
+            )
+        return range(key % size, key % size + 1)
+    raise UnsupportedError(
+        f"a sparse tensor is indexed with {shown(key)}",
+        expected="integers, slices and ...",
+        remedy='insum.einsum("B[i,k] = A[rows[i],k]", ...), or a dense tensor',
+    )

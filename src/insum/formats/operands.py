@@ -1,0 +1,100 @@
+"""Operands as other libraries hold them: arrays of NumPy, sparse tensors of torch, sparse arrays of
+SciPy. They are taken as they are, converted at every call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum.errors import BindingError, InsumError
+from insum.formats.block import BlockCOO
+from insum.formats.convert import SparseFormat, refuse_broken
+from insum.formats.coo import COO
+from insum.formats.run import FormatCall, FormatOrValue, GivenSizes, rewritten
+from insum.lang.bind import Size
+from insum.plan.path import Optimize
+from insum.request import head
+
+_BLOCKED = (torch.sparse_bsr, torch.sparse_bsc)
+SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, *_BLOCKED)
+
+
+def taken(statement: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Operands that insum knows, in place of those that other libraries made; what is neither stays
+    for the error message.
+
+    >>> import numpy
+    >>> taken("y[i] = A[i]", {"A": numpy.ones(2)})
+    {'A': tensor([1., 1.], dtype=torch.float64)}
+    """
+    return {name: _one(statement, name, value) for name, value in given.items()}
+
+
+def _one(statement: str, name: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if value.layout not in SPARSE_LAYOUTS:
+            return value
+        if value.layout in _BLOCKED:
+            block = tuple(value.values().shape[-2:])
+            batch = (1,) * (value.dim() - 2)
+            return BlockCOO.from_torch(value, block_shape=(*batch, *block))
+        return COO.from_torch(value)
+    if hasattr(value, "tocoo") and hasattr(value, "format"):
+        if value.format == "bsr":
+            return BlockCOO.from_scipy(value, block_shape=tuple(map(int, value.blocksize)))
+        return COO.from_scipy(value)
+    return _array(statement, name, value) if type(value).__module__ == "numpy" else value
+
+
+def _array(statement: str, name: str, value: Any) -> Any:
+    """A tensor over the memory of an array, so that what is added to it is seen there."""
+    import numpy as np
+
+    if not isinstance(value, np.ndarray | np.generic):
+        return value
+    try:
+        whole = isinstance(value, np.ndarray) and value.flags.writeable
+        return torch.from_numpy(value) if whole else _copied(statement, name, value)
+    except ValueError:  # strides below zero, which torch has not
+        return _copied(statement, name, value)
+    except TypeError:  # objects and text, which binding refuses
+        return value
+
+
+def _copied(statement: str, name: str, value: Any) -> Tensor:
+    left = head(statement)
+    if name == left.target and left.operator != "=":
+        raise BindingError(
+            f"{name} is an array that cannot be written to through a tensor",
+            statement=statement,
+            expected="an array that is writeable, with strides of 0 and above",
+            remedy=f"{name} = {name}.copy()",
+        )
+    return torch.tensor(value.copy())
+
+
+def run_formats(
+    statement: str,
+    given: Mapping[str, FormatOrValue],
+    dense_output: bool = False,
+    out_shape: Sequence[Size] | None = None,
+    sizes: GivenSizes | None = None,
+    optimize: Optimize = True,
+) -> Any:
+    """A statement some of whose operands are formats."""
+    try:
+        plan = rewritten(statement, given, dense_output)
+        return FormatCall(plan, given, out_shape, sizes, optimize).run()
+    except InsumError:
+        raise
+    except Exception:
+        refuse_broken(given)
+        raise
+
+
+def has_format(given: Mapping[str, object]) -> bool:
+    return any(isinstance(x, SparseFormat) for x in given.values())

@@ -1,0 +1,164 @@
+"""Arithmetic, sums, slices and sizes of sparse tensors, against the dense tensors."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import insum
+from insum.formats import COO, BlockGroupCOO, GroupCOO, NeighborTable, SparseFormat
+
+from .cases import every_format
+
+torch.manual_seed(0)
+X = torch.where(torch.rand(12, 10) < 0.3, torch.randn(12, 10), torch.zeros(()))
+Y = torch.where(torch.rand(12, 10) < 0.3, torch.randn(12, 10), torch.zeros(()))
+ALL = every_format(X)
+
+
+def dense(x: SparseFormat | Tensor) -> Tensor:
+    return x if isinstance(x, Tensor) else x.to_dense()
+
+
+@pytest.mark.parametrize("a", ALL, ids=lambda a: type(a).__name__)
+def test_arithmetic_is_that_of_dense_tensors(a: SparseFormat) -> None:
+    row, column, whole = torch.randn(10), torch.randn(12, 1), torch.randn(12, 10)
+    for got, want in (
+        (a * 2, X * 2),
+        (3 * a, X * 3),
+        (a / 4, X / 4),
+        (np.float64(2.0) * a, X * 2),
+        (a * torch.tensor(2.0), X * 2),
+        (-a, -X),
+        (abs(a), X.abs()),
+        (a + a, 2 * X),
+        (a - a * 3, -2 * X),
+        (a * a, X * X),
+        (a * row, X * row),
+        (row * a, X * row),
+        (a * column, X * column),
+        (a * whole, X * whole),
+        (a * whole[:1], X * whole[:1]),
+        (a / whole, X / whole),
+    ):
+        assert isinstance(got, type(a)) and got.shape == a.shape
+        torch.testing.assert_close(got.to_dense(), want)
+    for got, want in ((a + whole, X + whole), (whole + a, X + whole), (whole - a, whole - X)):
+        assert isinstance(got, Tensor)
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("a", ALL, ids=lambda a: type(a).__name__)
+def test_sums_slices_and_sizes(a: SparseFormat) -> None:
+    for dim in (None, 0, 1, -1, (0, 1), ()):
+        torch.testing.assert_close(a.sum(dim), X.sum(dim) if dim != () else X)
+    torch.testing.assert_close(a.sum(1, keepdim=True), X.sum(1, keepdim=True))
+    assert a.size() == X.size() and a.size(-1) == 10 and len(a) == 12 and a.numel() == 120 and a
+    keys: list[Any] = [
+        slice(2, 7),
+        slice(None, None, 3),
+        (slice(1, 20), slice(-4, None)),
+        (..., slice(3, 4)),
+        (slice(5, 5), ...),
+    ]
+    for key in keys:
+        got = a[key]
+        assert isinstance(got, type(a)), key
+        assert torch.equal(got.to_dense(), X[key]), key
+        insum.formats.COO._build(got.entries())._look()  # what was built is in order
+    for key in (3, -1, (slice(None), 4), (..., 2)):
+        got = a[key]
+        assert isinstance(got, COO) and torch.equal(got.to_dense(), X[key])
+    assert torch.equal(dense(a[3, 4]), X[3, 4])
+    assert [torch.equal(dense(one), row) for one, row in zip(a, X)] == [True] * 12
+
+
+def test_sums_of_different_patterns_and_formats() -> None:
+    for a in ALL:
+        for b in (COO.from_dense(Y), BlockGroupCOO.from_dense(Y, block_shape=(5, 3))):
+            got = a + b
+            assert isinstance(got, type(a))
+            torch.testing.assert_close(got.to_dense(), X + Y)
+            torch.testing.assert_close((a - b).to_dense(), X - Y)
+    many = sum(COO.from_dense(one) for one in (X, Y, X))
+    torch.testing.assert_close(dense(many), 2 * X + Y)  # type: ignore[arg-type]
+
+
+def test_patterns_count_as_ones() -> None:
+    p = COO.from_dense(X).pattern()
+    ones = (X != 0).float()
+    assert torch.equal((p * 3).to_dense(), 3 * ones) and torch.equal((p + p).to_dense(), 2 * ones)
+    assert (p * p).values is None and torch.equal(dense(p[0]), ones[0])
+    a = COO.from_dense(X)
+    assert torch.equal((p * a).to_dense(), X) and torch.equal((a * p).to_dense(), X)
+    assert p.sum().item() == ones.sum() and dense(p[0, 0]).item() == ones[0, 0]
+
+
+def test_gradients_pass() -> None:
+    values = COO.from_dense(X).values
+    assert values is not None
+    v = values.clone().requires_grad_()
+    a, w = COO.from_dense(X).with_values(v), torch.randn(12, 10, requires_grad=True)
+    ((2 * a - a * w)[1:7].sum(0) ** 2).sum().backward()
+    x, u = X.clone().requires_grad_(), w.detach().clone().requires_grad_()
+    ((2 * x - x * u)[1:7].sum(0) ** 2).sum().backward()
+    assert x.grad is not None and u.grad is not None and w.grad is not None
+    torch.testing.assert_close(v.grad, x.grad[X != 0])
+    torch.testing.assert_close(w.grad, torch.where(X != 0, u.grad, 0))
+    other = COO.from_dense(Y)
+    b = COO.from_dense(X).with_values(v)
+    v.grad = None
+    (b + other).sum().backward()
+    assert torch.equal(v.grad, torch.ones_like(v))
+
+
+def test_other_ranks() -> None:
+    x = torch.zeros(3, 4, 5)
+    x[0, 1, 2], x[2, 3, 4], x[2, 0, 0] = 1.0, 2.0, 3.0
+    table = NeighborTable.from_dense(x)
+    for a in (COO.from_dense(x), GroupCOO.from_dense(x), table):
+        assert torch.equal(a[1:].to_dense(), x[1:]) and torch.equal(dense(a[2]), x[2])  # type: ignore[union-attr]
+        assert torch.equal(a.sum((0, 2)), x.sum((0, 2)))
+        w = torch.randn(4, 1)
+        torch.testing.assert_close((a * w).to_dense(), x * w)
+    v = COO.from_dense(torch.tensor([0.0, 3.0, 0.0, 4.0]))
+    assert torch.equal(v[1:].to_dense(), torch.tensor([3.0, 0.0, 4.0]))  # type: ignore[union-attr]
+    assert dense(v[3]).item() == 4 and v.sum().item() == 7
+
+
+@pytest.mark.parametrize(
+    "wrong, error, text",
+    [
+        (lambda a: a + 1, insum.UnsupportedError, "a number is added"),
+        (lambda a: a / a, insum.UnsupportedError, "0 / 0"),
+        (lambda a: a * COO.from_dense(Y), insum.UnsupportedError, "different patterns"),
+        (lambda a: a + COO.from_dense(Y.T), insum.BindingError, "meet"),
+        (lambda a: a * torch.ones(3), insum.BindingError, "broadcasts"),
+        (lambda a: a * torch.ones(1, 12, 10), insum.BindingError, "broadcasts"),
+        (lambda a: a[12], insum.IndexRangeError, "outside dimension 0 of size 12"),
+        (lambda a: a[::-1], insum.FormatError, "a step above 0"),
+        (lambda a: a["x":], insum.FormatError, "is sliced with"),  # type: ignore[misc]
+        (lambda a: a[0, 0, 0], insum.FormatError, "indexed with 3 keys"),
+        (lambda a: a[torch.tensor([0])], insum.UnsupportedError, "integers, slices"),
+        (lambda a: a[None], insum.UnsupportedError, "indexed with None"),
+        (lambda a: a.sum((0, 0)), insum.FormatError, "twice"),
+        (lambda a: a.sum(2), insum.FormatError, "dim is 2"),
+        (lambda a: a.size(2), insum.FormatError, "dim is 2"),
+        (lambda a: a + COO.from_dense(X).to("meta"), insum.DeviceError, "one device"),
+    ],
+)
+def test_mistakes(wrong: Any, error: Any, text: str) -> None:
+    with pytest.raises(error, match=text.replace("(", r"\(")):
+        wrong(COO.from_dense(X))
+
+
+def test_strangers_are_left_to_themselves() -> None:
+    a = COO.from_dense(X)
+    for function in (operator.add, operator.mul, operator.truediv, operator.sub):
+        with pytest.raises(TypeError, match="unsupported operand"):
+            function(a, object())

@@ -1,0 +1,54 @@
+"""What result objects show in notebooks, and the kernel in Python without a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import insum
+from insum.formats import COO, GroupCOO, suggest
+from insum.fusion.report import Failed, Fused, Left, Once, Report
+
+X = torch.ones(4, 4)
+
+
+def test_every_result_object_has_html() -> None:
+    report = Report(
+        (Fused("C[i] = A[i] * x[j<k]", "add_1", ("a", "b"), True, 12_000),),
+        (Left("sum_2", "nothing is <gathered>", False),),
+        (Once(("mask",), ("edges",)),),
+        (Failed("chains", "a mistake"),),
+    )
+    things: list[Any] = [
+        suggest(torch.eye(8)),
+        report,
+        Report(),
+        COO.from_dense(X),
+        insum.explain("y[i] = A[i,j]", A=X),
+        insum.explain("y[i] = A[i,j]", A=COO.from_dense(X)),
+        insum.nn.sparsify(torch.nn.Sequential(torch.nn.Linear(8, 8)), 0.5, rows=8),
+    ]
+    for thing in things:
+        text = thing._repr_html_()
+        assert text.startswith("<") and text.count("<table") == text.count("</table>"), thing
+        assert "<gathered>" not in text
+    assert "12,000 elements" in report._repr_html_() and "backward" in report._repr_html_()
+    assert Report()._repr_html_() == "<p>nothing to fuse</p>"
+
+
+@pytest.mark.parametrize("A", [X, GroupCOO.from_dense(X), X.numpy()])
+def test_kernels_are_shown_without_a_gpu(A: Any) -> None:
+    page = insum.explain("C[m,n] = A[m,k] * B[k,n]", A=A, B=X, gpu="sm_90")
+    assert "@triton.jit" in str(page) and "model" in str(page)
+    assert "@triton.jit" not in str(insum.explain("C[m,n] = A[m,k] * B[k,n]", A=A, B=X))
+
+
+def test_gpus_that_are_none() -> None:
+    with pytest.raises(insum.SettingsError, match="gpu is 'hopper'"):
+        insum.explain("y[i] = A[i,j]", A=X, gpu="hopper")
+    with pytest.raises(insum.BindingError, match="names a tensor 'gpu', which is an option here"):
+        insum.explain("y[i] = gpu[i,j]", gpu=X)  # type: ignore[arg-type]
+    page = insum.explain("y[i] = A[i,j]", A=X.to(torch.complex64), gpu="sm_90")
+    assert "no fused kernel" in str(page)
