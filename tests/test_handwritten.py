@@ -18,16 +18,23 @@ I32, I64 = torch.int32, torch.int64
 #: bits and results in several.
 RECORD = (I32, I64, I32)
 KERNELS: dict[str, tuple[Handwritten, list[tuple[torch.dtype, ...]]]] = {
-    "insert": (hashing._INSERT, [(kind, kind, I32, *RECORD) for kind in (I32, I64)]),
     **{
-        f"find, {per} bits": (
+        f"insert, {ndim} axes": (
+            kernel,
+            [(kind, kind, I32, *RECORD) for kind in ((I32, I64) if ndim == 3 else (I64,))],
+        )
+        for ndim, kernel in hashing._INSERTS.items()
+    },
+    **{
+        f"find, {ndim} axes, {per} bits": (
             kernel,
             [
                 (own, I32, other, I64, I32, I32, I32 if per == 31 else I64)
-                for own, other in itertools.product((I32, I64), (I32, I64))
+                for own, other in itertools.product((I32, I64) if ndim == 3 else (I64,), repeat=2)
             ],
         )
-        for per, (_, kernel) in hashing._FINDS.items()
+        for (ndim, per), kernel in hashing._FINDS.items()
+        if ndim > 2 or per == 31
     },
     "bits": (packs._BITS, [(table, I32, words) for table in (I32, I64) for words in (I32, I64)]),
     "steps": (packs._STEPS, [(words, I64, *[I32] * 6, I64) for words in (I32, I64)]),
@@ -96,5 +103,5 @@ def test_the_list_is_complete() -> None:
         for _, thing in inspect.getmembers(module)
         if isinstance(thing, Handwritten)
     ]
-    every += [kernel for _, kernel in hashing._FINDS.values()]
+    every += [*hashing._INSERTS.values(), *hashing._FINDS.values()]
     assert {kernel.name for kernel in every} == known

@@ -27,7 +27,8 @@ from insum.nn.irreps import Irrep, Irreps
 from insum.nn.linear import BlockSparseLinear, SparseLinear
 from insum.nn.prune import block_mask, magnitude_mask
 from insum.nn.tensor_product import FullyConnectedTensorProduct, TensorProduct
-from insum.nn.voxels import SparseTensor, Voxels
+from insum.nn.sparse_tensor import SparseTensor, batch, cat, collate
+from insum.nn.voxels import Voxels
 from insum.nn.wigner import spherical_harmonics, wigner_3j
 
 __all__ = [
