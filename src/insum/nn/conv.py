@@ -15,7 +15,7 @@ from insum.formats import NeighborTable, SparseFormat
 from insum.nn.checks import last_size, layer_takes, one_device
 from insum.nn.functional import _tensor
 from insum.nn.kernel_map import Geometry, kernel_map
-from insum.nn.modules import SizePerAxis, SparseModule, per_axis, same_dimensions
+from insum.nn.modules import SizePerAxis, SparseModule, geometry_of, same_dimensions
 from insum.nn.sparse_tensor import VOXELS, SparseTensor
 
 if TYPE_CHECKING:
@@ -26,12 +26,7 @@ _DENSE = {1: (nn.Conv1d, nn.ConvTranspose1d), 2: (nn.Conv2d, nn.ConvTranspose2d)
           3: (nn.Conv3d, nn.ConvTranspose3d)}  # fmt: skip
 #: What a layer that was made by one of these is made of.
 DenseConv = (
-    nn.Conv1d
-    | nn.Conv2d
-    | nn.Conv3d
-    | nn.ConvTranspose1d
-    | nn.ConvTranspose2d
-    | nn.ConvTranspose3d
+    nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 )
 
 
@@ -78,10 +73,9 @@ class SparseConv(SparseModule):
             )
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.indice_key = indice_key
-        every = {"kernel_size": (kernel_size, 1), "stride": (stride, 1), "padding": (padding, 0),
-                 "dilation": (dilation, 1), "output_padding": (output_padding, 0)}  # fmt: skip
-        sizes = [per_axis(name, size, least, self.ndim) for name, (size, least) in every.items()]
-        made = Geometry(*sizes, transposed=transposed)
+        made = geometry_of(
+            self.ndim, kernel_size, stride, padding, dilation, output_padding, transposed
+        )
         self.geometry = _centred(made) if submanifold else made
         volume = self.geometry.volume
         self.weight = nn.Parameter(torch.empty(volume, in_channels // groups, out_channels))
@@ -235,8 +229,8 @@ def _convolved(found: SparseFormat, features: Tensor, weight: Tensor, groups: in
         return _spelled(found, "x,m", "c", "c,m", features, weight)
     volume, inner, outputs = weight.shape
     if inner != 1:
-        given, parts = (features.unflatten(1, (groups, inner)),
-                        weight.unflatten(2, (groups, outputs // groups)))  # fmt: skip
+        given = features.reshape(features.shape[0], groups, inner)
+        parts = weight.reshape(volume, inner, groups, outputs // groups)
         return _spelled(found, "x,g,m", "g,c", "c,g,m", given, parts).flatten(1)
     if outputs == groups:
         return _spelled(found, "x,c", "c", "c", features, weight[:, 0])
@@ -265,7 +259,8 @@ def offsets_first(weight: Tensor, groups: int = 1, transposed: bool = False) -> 
     """
     if not transposed:
         return weight.flatten(2).permute(2, 1, 0).contiguous()
-    grouped = weight.flatten(2).unflatten(0, (groups, -1))  # groups, inputs, outputs, offsets
+    flat = weight.flatten(2)
+    grouped = flat.reshape(groups, flat.shape[0] // groups, *flat.shape[1:])  # inputs, outputs
     return grouped.permute(3, 1, 0, 2).flatten(2).contiguous()
 
 

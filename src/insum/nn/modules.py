@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor, nn
 
 from insum.accepted import is_size, shown
 from insum.errors import BindingError, DtypeError
+from insum.nn.kernel_map import Geometry
 from insum.nn.sparse_tensor import SparseTensor
 from insum.nn.voxels import Sizes, axes_of
 
@@ -60,13 +62,33 @@ def takes_voxels(module: nn.Module) -> bool:
 
 def per_axis(name: str, size: SizePerAxis, least: int, ndim: int) -> Sizes:
     """One number for each axis, of a number or of as many as there are axes."""
-    sizes = tuple(size) if isinstance(size, tuple | list) else (size,) * ndim
+    sizes: tuple[Any, ...] = tuple(size) if isinstance(size, tuple | list) else (size,) * ndim
     if len(sizes) != ndim or not all(is_size(s, least) for s in sizes):
         raise BindingError(
             f"{name} is {size!r}",
             expected=f"an integer of at least {least}, or {ndim}: {axes_of(ndim)}",
         )
     return sizes
+
+
+def geometry_of(
+    ndim: int,
+    kernel_size: SizePerAxis,
+    stride: SizePerAxis,
+    padding: SizePerAxis,
+    dilation: SizePerAxis,
+    output_padding: SizePerAxis = 0,
+    transposed: bool = False,
+) -> Geometry:
+    """The kernel that sizes as PyTorch takes them stand for."""
+    return Geometry(
+        per_axis("kernel_size", kernel_size, 1, ndim),
+        per_axis("stride", stride, 1, ndim),
+        per_axis("padding", padding, 0, ndim),
+        per_axis("dilation", dilation, 1, ndim),
+        per_axis("output_padding", output_padding, 0, ndim),
+        transposed,
+    )
 
 
 def same_dimensions(x: SparseTensor, ndim: int, layer: str) -> None:

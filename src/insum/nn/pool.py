@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from insum.errors import BindingError, UnsupportedError
 from insum.formats import NeighborTable, SparseFormat
 from insum.nn.checks import layer_takes
 from insum.nn.functional import _tensor
-from insum.nn.kernel_map import Geometry, kernel_map
-from insum.nn.modules import SizePerAxis, SparseModule, per_axis, same_dimensions
+from insum.nn.kernel_map import kernel_map
+from insum.nn.modules import SizePerAxis, SparseModule, geometry_of, same_dimensions
 from insum.nn.sparse_tensor import VOXELS, SparseTensor
 
 
@@ -31,11 +31,8 @@ class _Pool(SparseModule):
         dilation: SizePerAxis = 1,
     ) -> None:
         super().__init__()
-        every = {"kernel_size": (kernel_size, 1),
-                 "stride": (kernel_size if stride is None else stride, 1),
-                 "padding": (padding, 0), "dilation": (dilation, 1)}  # fmt: skip
-        sizes = [per_axis(name, size, least, self.ndim) for name, (size, least) in every.items()]
-        self.geometry = Geometry(*sizes)
+        step = kernel_size if stride is None else stride
+        self.geometry = geometry_of(self.ndim, kernel_size, step, padding, dilation)
         if any(2 * p > k for p, k in zip(self.geometry.padding, self.geometry.kernel)):
             raise BindingError(
                 f"padding is {padding!r} beside a kernel of {kernel_size!r}",
@@ -72,9 +69,12 @@ class SparseMaxPool(_Pool):
             statement = "Out[x,c] max= In[Nb[z,x],c]"
             top = insum.insum(statement, padded=("Nb",), Nb=found.table, In=x.features)
         else:
-            top = _tensor(insum.einsum("Out[x,c] max= Map[z,x,y] * In[y,c]", Map=found, In=x.features))
-        # voxels that were asked for may have nothing under the kernel
-        return out.with_features(top if like is None else torch.where(top.isneginf(), 0, top))
+            top = _tensor(
+                insum.einsum("Out[x,c] max= Map[z,x,y] * In[y,c]", Map=found, In=x.features)
+            )
+        if like is not None:  # whose voxels may have nothing under the kernel
+            top = torch.where(_counts(found)[:, None] > 0, top, 0)
+        return out.with_features(top)
 
 
 class SparseAvgPool(_Pool):
@@ -98,7 +98,7 @@ class SparseAvgPool(_Pool):
         out, found = self._mapped(x, like)
         if self.count_empty:
             return out.with_features(_summed(found, x.features) / self.geometry.volume)
-        return out.with_features(_summed(found, x.features) * _shares(found, x.features))
+        return out.with_features(_summed(found, x.features) / _counts(found).clamp(min=1)[:, None])
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", count_empty=True" if self.count_empty else "")
@@ -176,8 +176,8 @@ class GlobalPool(SparseModule):
     Args:
         reduce: ``"sum"``, ``"mean"`` or ``"max"``; a batch without voxels gets 0.
 
-    >>> x = SparseTensor(torch.tensor([[0, 1], [0, 3], [1, 1]]), torch.tensor([[1.0], [2.0], [5.0]]), ndim=1)
-    >>> GlobalPool("mean")(x)
+    >>> coords = torch.tensor([[0, 1], [0, 3], [1, 1]])
+    >>> GlobalPool("mean")(SparseTensor(coords, torch.tensor([[1.0], [2.0], [5.0]]), ndim=1))
     tensor([[1.5000],
             [5.0000]])
     """
@@ -209,31 +209,28 @@ def check_reduction(name: object, known: tuple[str, ...]) -> None:
 
 def scattered(values: Tensor, rows: Tensor, count: int, reduce: str) -> Tensor:
     """The values of each of so many rows, reduced; 0 where there are none."""
-    shape = (count, values.shape[1])
-    if reduce in ("sum", "mean"):
-        total = insum.insum("Out[r[p],c] = In[p,c]", r=rows, In=values, out_shape=shape)
-        if reduce == "sum":
-            return total
-        many = torch.zeros(count, device=rows.device).index_add_(
-            0, rows.long(), torch.ones(rows.shape, device=rows.device)
-        )
-        return total * many.clamp(min=1).reciprocal().to(values.dtype)[:, None]
-    top = insum.insum(f"Out[r[p],c] {reduce}= In[p,c]", r=rows, In=values, out_shape=shape)
-    return torch.where(top.isinf(), 0, top)
+    given: dict[str, Any] = {"r": rows, "In": values, "out_shape": (count, values.shape[1])}
+    if reduce == "sum":
+        return insum.insum("Out[r[p],c] = In[p,c]", **given)
+    many = torch.zeros(count, device=rows.device)
+    many.index_add_(0, rows.long(), torch.ones(rows.shape, device=rows.device))
+    if reduce == "mean":
+        # in float32: the sum of many half-precision numbers may be too large for one of them
+        shares = many.clamp(min=1).reciprocal()
+        mean = insum.insum("Out[r[p],c] = S[r[p]] * In[p,c]", S=shares, **given)
+        return mean.to(values.dtype) if values.is_floating_point() else mean
+    top = insum.insum(f"Out[r[p],c] {reduce}= In[p,c]", **given)
+    return torch.where(many[:, None] > 0, top, 0)
 
 
 def _summed(found: SparseFormat, features: Tensor) -> Tensor:
     if isinstance(found, NeighborTable):
-        return insum.insum(
-            "Out[x,c] = In[Nb[z,x],c]", padded=("Nb",), Nb=found.table, In=features
-        )
+        return insum.insum("Out[x,c] = In[Nb[z,x],c]", padded=("Nb",), Nb=found.table, In=features)
     return _tensor(insum.einsum("Out[x,c] = Map[z,x,y] * In[y,c]", Map=found, In=features))
 
 
-def _shares(found: SparseFormat, features: Tensor) -> Tensor:
-    """One over how many inputs an output has."""
+def _counts(found: SparseFormat) -> Tensor:
+    """How many inputs every output has."""
     if isinstance(found, NeighborTable):
-        many = (found.table >= 0).sum(0)
-    else:
-        many = _tensor(insum.einsum("Out[x] = Map[z,x,y]", Map=found))
-    return many.clamp(min=1).to(features.dtype).reciprocal()[:, None]
+        return (found.table >= 0).sum(0)
+    return _tensor(insum.einsum("Out[x] = Map[z,x,y]", Map=found))

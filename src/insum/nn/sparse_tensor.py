@@ -232,7 +232,7 @@ class SparseTensor:
         order = self.voxels.batches.argsort(stable=True)
         counts = torch.bincount(self.voxels.batches, minlength=self.batch_size).tolist()
         made = []
-        for rows in order.split(counts):
+        for rows in torch.split(order, counts):
             coords = self.coords[rows]
             coords[:, 0] = 0
             voxels = Voxels(coords, self.spatial_shape)
@@ -254,7 +254,7 @@ class SparseTensor:
     __radd__, __rmul__ = __add__, __mul__
 
     def _combined(self, other: Any, how: Callable[[Any, Any], Tensor]) -> Self:
-        """With a number, a tensor that broadcasts to the features, or features at the same voxels."""
+        """With a number, a tensor that broadcasts to the features, or features there."""
         if isinstance(other, SparseTensor):
             _same_voxels(self, other)
             one_device(features=self.features, other=other.features)
@@ -316,7 +316,8 @@ SPARSE_TENSORS = Accepted(
     lambda v: isinstance(v, tuple | list) and len(v) > 0 and all(map(VOXELS.fits, v)),
 )
 SAMPLES = Accepted(
-    "at least one sample, in a tuple or a list", lambda v: isinstance(v, tuple | list) and len(v)
+    "at least one sample, in a tuple or a list",
+    lambda v: isinstance(v, tuple | list) and len(v) > 0,
 )
 
 
@@ -367,15 +368,16 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
 
 @takes(samples=SAMPLES)
 def collate(samples: Sequence[Any]) -> Any:
-    """The ``collate_fn`` of a DataLoader: clouds become one batch, all else what PyTorch makes of it.
+    """The ``collate_fn`` of a DataLoader: clouds become one batch, all else is PyTorch's way.
 
     A sample is a `SparseTensor`, or a tuple, list or dict that holds some. A tensor with as many
     rows as its sample has voxels, such as labels, is joined along its rows.
 
     >>> x = SparseTensor(torch.tensor([[0, 0, 0], [0, 0, 1]]), torch.ones(2, 4))
-    >>> clouds, labels, kinds = collate([(x, torch.tensor([3, 4]), 7), (x, torch.tensor([5, 6]), 8)])
-    >>> clouds, labels, kinds
-    (SparseTensor(voxels=4, channels=4, float32, spatial_shape=None, cpu), tensor([3, 4, 5, 6]), tensor([7, 8]))
+    >>> samples = [(x, torch.tensor([3, 4]), 7), (x, torch.tensor([5, 6]), 8)]
+    >>> clouds, labels, kinds = collate(samples)
+    >>> clouds.voxels.count, labels, kinds
+    (4, tensor([3, 4, 5, 6]), tensor([7, 8]))
     """
     first = samples[0]
     if isinstance(first, SparseTensor):

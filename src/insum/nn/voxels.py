@@ -396,7 +396,7 @@ class _Explained:
 
 
 def keys_of(coords: Tensor, low: Sequence[int] | Tensor, size: Sequence[int] | Tensor) -> Tensor:
-    """The place of each coordinate (..., axes) in a box, counted row by row; meaningless outside."""
+    """The place of each coordinate (..., axes) in a box, row by row; meaningless outside."""
     key = coords[..., 0].long() - low[0]
     for axis in range(1, coords.shape[-1]):
         # the difference of two coordinates of 32 bits may need 33
