@@ -129,10 +129,26 @@ def _load(
         bias = made.get(before + "bias")
         if bias is not None:
             made[before + "bias"] = bias.reshape(-1)
-    try:
-        model.load_state_dict(made, strict=strict)
-    except RuntimeError as wrong:
-        raise BindingError(f"the state does not fit the model: {wrong}") from wrong
+    _check_state(model.state_dict(), made, strict)
+    model.load_state_dict(made, strict=strict)
+
+
+def _check_state(own: Mapping[str, Tensor], given: Mapping[str, Tensor], strict: bool) -> None:
+    """PyTorch looks while it loads, and leaves a model that is half of one and half of another."""
+    for name, tensor in given.items():
+        if name in own and isinstance(own[name], Tensor) and own[name].shape != tensor.shape:
+            raise BindingError(
+                f"{name} has shape {tuple(tensor.shape)}", expected=f"{tuple(own[name].shape)}"
+            )
+    missing, unknown = [n for n in own if n not in given], [n for n in given if n not in own]
+    if strict and (missing or unknown):
+        told = [f"has no {missing[0]}"] if missing else []
+        told += [f"has a {unknown[0]}, which the model has not"] if unknown else []
+        raise BindingError(
+            f"the state {' and '.join(told)}",
+            expected="the names of the model",
+            remedy="strict=False loads what there is",
+        )
 
 
 def _checked(name: str, conv: SparseConv, kernel: Tensor, convert: Convert) -> Tensor:
