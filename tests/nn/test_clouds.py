@@ -430,6 +430,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[insum.InsumError], str]] = 
         "tensors[1] is SparseTensor(",
     ),
     "batch of nothing": (lambda: batch([]), insum.DtypeError, "at least one SparseTensor"),
+    "samples of other forms": (
+        lambda: collate([(cloud(), 1), (cloud(),)]),
+        insum.BindingError,
+        "samples such as a tuple cannot be joined",
+    ),
     "mask": (
         lambda: cloud().keep(torch.ones(1, dtype=torch.bool)),
         insum.BindingError,

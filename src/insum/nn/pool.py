@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import insum
-from insum.accepted import FLAG, SIZE, takes
+from insum.accepted import FLAG, SIZE, shown, takes
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import NeighborTable, SparseFormat
 from insum.nn.checks import layer_takes
@@ -201,9 +201,9 @@ class GlobalPool(SparseModule):
 
 
 def check_reduction(name: object, known: tuple[str, ...]) -> None:
-    if name not in known:
+    if not isinstance(name, str) or name not in known:
         raise UnsupportedError(
-            f"there is no reduction {name!r}", expected=", ".join(f'"{one}"' for one in known)
+            f"there is no reduction {shown(name)}", expected=", ".join(f'"{one}"' for one in known)
         )
 
 

@@ -379,6 +379,16 @@ def collate(samples: Sequence[Any]) -> Any:
     >>> clouds.voxels.count, labels, kinds
     (4, tensor([3, 4, 5, 6]), tensor([7, 8]))
     """
+    try:
+        return _collated(samples)
+    except (TypeError, ValueError, KeyError, RuntimeError) as wrong:
+        raise BindingError(
+            f"samples such as {shown(samples[0])} cannot be joined: {wrong}",
+            expected="samples of one form, of tensors and what PyTorch's default_collate takes",
+        ) from wrong
+
+
+def _collated(samples: Sequence[Any]) -> Any:
     first = samples[0]
     if isinstance(first, SparseTensor):
         return batch(samples)

@@ -498,9 +498,11 @@ def _convolutions() -> None:
     pool = {"kernel_size": the(2), "stride": the(None), "padding": the(1), "dilation": the(1)}
 
     def voxel(ndim: int = 3) -> L.SparseTensor:
-        coords = voxels()[:, :ndim] if ndim < 4 else nn.functional.pad(voxels(), (0, 1))
-        return L.SparseTensor(coords.unique(dim=0), torch.ones(4, 2)[: len(coords.unique(dim=0))],
-                              spatial_shape=(4,) * ndim)  # fmt: skip
+        coords = voxels()[:3, :ndim] if ndim == 2 else voxels()[1:, -ndim:]
+        coords = coords if ndim < 4 else nn.functional.pad(coords, (0, 1))
+        if ndim == 1:
+            coords = torch.arange(3)[:, None]
+        return L.SparseTensor(coords, torch.ones(3, 2), spatial_shape=(4,) * ndim)
 
     for ndim in (1, 2, 3, 4):
         called = {"x": partial(voxel, ndim), "like": the(None)}
@@ -510,8 +512,7 @@ def _convolutions() -> None:
     layer(L.GlobalPool, {"reduce": the("mean")}, {"x": voxel, "batch_size": the(2)})
     right("SparseConv3d.from_dense", L.SparseConv3d.from_dense, layer=lambda: nn.Conv3d(2, 3, 3),
           submanifold=the(False))  # fmt: skip
-    right("SparseSequential", lambda step, x: L.SparseSequential(step)(x), step=the(nn.ReLU()),
-          x=voxel)  # fmt: skip
+    right("SparseSequential", lambda x: L.SparseSequential(nn.ReLU())(x), x=voxel)
     right("SparseModule", lambda: L.SparseModule())
     _voxels(voxel)
 
@@ -523,10 +524,10 @@ def _voxels(voxel: Callable[..., Any]) -> None:
         shape=the(None))  # fmt: skip
     right("SparseTensor.from_dense", L.SparseTensor.from_dense, grid=ones(1, 2, 2, 2, 2))
     right("SparseTensor.with_features", lambda features: voxel().with_features(features),
-          features=ones(4, 3))  # fmt: skip
+          features=ones(3, 3))  # fmt: skip
     right("SparseTensor.to", lambda **o: voxel().to(**o), device=the("cpu"),
           dtype=the(torch.float16), non_blocking=the(False))  # fmt: skip
-    right("SparseTensor.keep", lambda mask: voxel().keep(mask), mask=lambda: torch.ones(4) > 0)
+    right("SparseTensor.keep", lambda mask: voxel().keep(mask), mask=lambda: torch.ones(3) > 0)
     right("SparseTensor + other", lambda other: voxel() + other, other=voxel)
     for function in (L.cat, L.batch):
         right(function.__name__, function, tensors=lambda: [voxel(), voxel()])
