@@ -259,7 +259,7 @@ class SparseTensor:
             _same_voxels(self, other)
             one_device(features=self.features, other=other.features)
             wanted: Any = other.features
-        elif is_number(other) or isinstance(other, Tensor):
+        elif is_number(other) or TENSOR.fits(other):
             wanted = other
         else:
             raise DtypeError(
@@ -268,7 +268,7 @@ class SparseTensor:
             )
         try:
             return self.with_features(how(self.features, wanted))
-        except RuntimeError as wrong:
+        except (RuntimeError, OverflowError, TypeError) as wrong:
             raise BindingError(
                 f"features of shape {tuple(self.features.shape)} and {shown(wanted)} cannot be "
                 "combined",
