@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from insum.runtime import grouping, hashing, launch, loops, packs
+from insum.runtime import grouping, hashing, launch, loops, packs, reaching
 from insum.runtime.handwritten import Handwritten
 
 pytestmark = pytest.mark.compile_only
@@ -37,6 +37,9 @@ KERNELS: dict[str, tuple[Handwritten, list[tuple[torch.dtype, ...]]]] = {
         for (ndim, per), kernel in hashing._FINDS.items()
         if ndim == 3 or (ndim, per) == (4, 62)
     },
+    **{f"reach, {n} axes": (reaching._REACHERS[n], [(I64,) * 6]) for n in (3, 4)},
+    "firsts": (reaching._FIRSTS, [(I64, I32)]),
+    "places": (reaching._PLACERS[3], [(I64, I32, I64, I64, I64)]),
     "bits": (packs._BITS, [(table, I32, words) for table in (I32, I64) for words in (I32, I64)]),
     "steps": (packs._STEPS, [(words, I64, *[I32] * 6, I64) for words in (I32, I64)]),
     "by step": (packs._BY_STEP, [(I64, *[I32] * 5)]),
@@ -100,9 +103,10 @@ def test_the_list_is_complete() -> None:
     known = {kernel.name for kernel, _ in KERNELS.values()}
     every = [
         thing
-        for module in (grouping, hashing, packs, loops)
+        for module in (grouping, hashing, packs, loops, reaching)
         for _, thing in inspect.getmembers(module)
         if isinstance(thing, Handwritten)
     ]
     every += [*hashing._INSERTS.values(), *hashing._FINDS.values()]
+    every += [*reaching._REACHERS.values(), *reaching._PLACERS.values()]
     assert {kernel.name for kernel in every} == known

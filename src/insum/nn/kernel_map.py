@@ -31,7 +31,7 @@ from insum.errors import BindingError
 from insum.formats import GroupCOO, NeighborTable, SparseFormat
 from insum.nn.checks import sent
 from insum.nn.voxels import Box, Sizes, Voxels, check_box, keys_of
-from insum.runtime import hashing, packs
+from insum.runtime import hashing, packs, reaching
 
 #: Kernel maps that are kept with the voxels they start from.
 MOST_MAPS = 64
@@ -45,8 +45,6 @@ TABLE_FROM = 0.04
 GROUP = 64
 #: Places that are searched at once.
 AT_ONCE = 1 << 24
-#: The key of no place.
-_NOWHERE = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -289,29 +287,27 @@ def _reached(inputs: Voxels, geometry: Geometry) -> Voxels:
 def _reached_at_once(inputs: Voxels, geometry: Geometry) -> Voxels:
     """The same on a GPU, where it waits once, for their number and the box that they lie in."""
     shape = geometry.spatial_shape(inputs.spatial_shape)
-    ends = torch.stack(torch.aminmax(inputs.coords, dim=0)).long()
-    low, high = geometry.bounds(*ends)
-    if shape is not None:
-        low = torch.zeros_like(low)
-        high = torch.cat([high[:1], _sent(shape, low.device) - 1])
-    size = (high - low + 1).clamp(min=1)
-    found = []
-    for part in _parts(geometry.steps(inputs.coords.device), inputs.count):
-        coords, keep = geometry.reached(inputs.coords, part)
-        inside = ((coords >= low) & (coords <= high)).all(-1)
-        keep = inside if keep is None else keep & inside
-        found.append(torch.where(keep, keys_of(coords, low, size), _NOWHERE).reshape(-1))
-    ranked = torch.cat(found).sort().values
-    first = ranked != _NOWHERE
-    first[1:] &= ranked[1:] != ranked[:-1]
-    place = first.cumsum(0)
-    count, *corners = torch.cat([place[-1:], low, size]).tolist()
+    found = reaching.ranked(inputs.coords, _steps(geometry, shape, inputs.coords.device))
+    count, *corners = found.numbers()
     axes = geometry.ndim + 1
     box = Box(tuple(corners[:axes]), tuple(corners[axes:]))
     check_box(box.size)
-    keys = ranked.new_empty(count + 1)
-    keys.scatter_(0, torch.where(first, place - 1, count), ranked)
-    return Voxels.of_sorted(keys[:count], box, shape)
+    made = Voxels(found.coords(count), shape)
+    made.__dict__["box"] = box
+    return made
+
+
+@functools.lru_cache(maxsize=256)
+def _steps(geometry: Geometry, shape: Sizes | None, device: torch.device) -> reaching.Steps:
+    return reaching.Steps(
+        geometry.steps(device)[:, 1:].contiguous(),
+        geometry.stride,
+        geometry.padding,
+        geometry.reach,
+        geometry.dilation,
+        geometry.transposed,
+        shape,
+    )
 
 
 def _keys_inside(
