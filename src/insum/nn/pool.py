@@ -11,6 +11,7 @@ import insum
 from insum.accepted import FLAG, SIZE, shown, takes
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import NeighborTable, SparseFormat
+from insum.memory import remembered
 from insum.nn.checks import layer_takes
 from insum.nn.functional import _tensor
 from insum.nn.kernel_map import kernel_map
@@ -96,9 +97,12 @@ class SparseAvgPool(_Pool):
     @layer_takes(x=VOXELS, like=VOXELS.optional)
     def forward(self, x: SparseTensor, like: SparseTensor | None = None) -> SparseTensor:
         out, found = self._mapped(x, like)
-        if self.count_empty:
-            return out.with_features(_summed(found, x.features) / self.geometry.volume)
-        return out.with_features(_summed(found, x.features) / _counts(found).clamp(min=1)[:, None])
+        if self.count_empty or not x.features.is_floating_point():
+            many = (
+                self.geometry.volume if self.count_empty else _counts(found).clamp(min=1)[:, None]
+            )
+            return out.with_features(_summed(found, x.features) / many)
+        return out.with_features(_summed(found, x.features, _shares(found, x.dtype)))
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (", count_empty=True" if self.count_empty else "")
@@ -223,10 +227,15 @@ def scattered(values: Tensor, rows: Tensor, count: int, reduce: str) -> Tensor:
     return torch.where(many[:, None] > 0, top, 0)
 
 
-def _summed(found: SparseFormat, features: Tensor) -> Tensor:
+def _summed(found: SparseFormat, features: Tensor, share: Tensor | None = None) -> Tensor:
+    given: dict[str, Any] = {"In": features}
+    scale = ""
+    if share is not None:
+        given["R"], scale = share, "R[x] * "
     if isinstance(found, NeighborTable):
-        return insum.insum("Out[x,c] = In[Nb[z,x],c]", padded=("Nb",), Nb=found.table, In=features)
-    return _tensor(insum.einsum("Out[x,c] = Map[z,x,y] * In[y,c]", Map=found, In=features))
+        statement = f"Out[x,c] = {scale}In[Nb[z,x],c]"
+        return insum.insum(statement, padded=("Nb",), Nb=found.table, **given)
+    return _tensor(insum.einsum(f"Out[x,c] = {scale}Map[z,x,y] * In[y,c]", Map=found, **given))
 
 
 def _counts(found: SparseFormat) -> Tensor:
@@ -234,3 +243,11 @@ def _counts(found: SparseFormat) -> Tensor:
     if isinstance(found, NeighborTable):
         return (found.table >= 0).sum(0)
     return _tensor(insum.einsum("Out[x] = Map[z,x,y]", Map=found))
+
+
+def _shares(found: SparseFormat, dtype: torch.dtype) -> Tensor:
+    """One over how many inputs every output has; kept with a table."""
+    make = lambda: _counts(found).clamp(min=1).reciprocal().to(dtype)
+    if not isinstance(found, NeighborTable):
+        return make()
+    return remembered(found.table, ("shares", dtype), make)
