@@ -247,7 +247,10 @@ def _counts(found: SparseFormat) -> Tensor:
 
 def _shares(found: SparseFormat, dtype: torch.dtype) -> Tensor:
     """One over how many inputs every output has; kept with a table."""
-    make = lambda: _counts(found).clamp(min=1).reciprocal().to(dtype)
+
+    def make() -> Tensor:
+        return _counts(found).clamp(min=1).reciprocal().to(dtype)
+
     if not isinstance(found, NeighborTable):
         return make()
     return remembered(found.table, ("shares", dtype), make)
