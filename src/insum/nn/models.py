@@ -27,7 +27,7 @@ class MinkUNet(nn.Module):
     >>> from insum.nn import SparseTensor
     >>> x = SparseTensor(torch.cartesian_prod(*[torch.arange(4)] * 3), torch.randn(64, 3))
     >>> small = MinkUNet(3, 5, blocks=(1,) * 8, widths=(4,) * 8, stem=(3, 4))
-    >>> small(x)
+    >>> small.eval()(x)
     SparseTensor(voxels=64, channels=5, float32, spatial_shape=None, cpu)
     """
 
