@@ -498,6 +498,11 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[insum.InsumError], str]] = 
         insum.BindingError,
         "the grid has shape (2, 2)",
     ),
+    "a grid that is too large": (
+        lambda: SparseTensor(torch.tensor([[0, 0, 0], [2**20] * 3]), torch.ones(2, 2)).to_dense(),
+        insum.BindingError,
+        "a grid of (1, 2, 1048577, 1048577, 1048577) is too large",
+    ),
     "shape of a grid": (
         lambda: cloud().to_dense(shape=(9, 9)),
         insum.BindingError,

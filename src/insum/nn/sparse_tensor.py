@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import html
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 VOXEL_SET = Accepted("Voxels, or None", lambda v: isinstance(v, Voxels))
+#: Elements of a grid that no device holds.
+LARGEST_GRID = 2**36
 MASK = Accepted(
     "a dense tensor of truth values", lambda v: TENSOR.fits(v) and v.dtype is torch.bool
 )
@@ -125,7 +128,7 @@ class SparseTensor:
             The grid, which takes part in autograd.
 
         Raises:
-            BindingError: A voxel is outside of the grid.
+            BindingError: A voxel is outside of the grid, or the grid is too large.
 
         >>> x = SparseTensor(torch.tensor([[-1, 5], [2, 5]]), torch.ones(2, 1), ndim=2)
         >>> x.to_dense()[0, 0]
@@ -142,6 +145,12 @@ class SparseTensor:
             low, sizes = _bounds(coords)
         batches = batch_size or self.voxels.batch_size
         _check_inside(coords, low, (batches, *sizes))
+        if batches * math.prod(sizes) * self.features.shape[1] >= LARGEST_GRID:
+            raise BindingError(
+                f"a grid of {(batches, self.features.shape[1], *sizes)} is too large",
+                expected="a box that memory can hold",
+                remedy="keep part of it, or coarser voxels",
+            )
         place = coords - torch.tensor(low, device=coords.device) if any(low) else coords
         grid = self.features.new_zeros(batches, *sizes, self.features.shape[1])
         return grid.index_put(tuple(place.unbind(1)), self.features).movedim(-1, 1)
