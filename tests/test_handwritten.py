@@ -37,9 +37,9 @@ KERNELS: dict[str, tuple[Handwritten, list[tuple[torch.dtype, ...]]]] = {
         for (ndim, per), kernel in hashing._FINDS.items()
         if ndim == 3 or (ndim, per) == (4, 62)
     },
-    **{f"reach, {n} axes": (reaching._REACHERS[n], [(I64,) * 6]) for n in (3, 4)},
+    "reach": (reaching._REACHERS[4], [(I32, I32, I32, I64, I64, I64)]),
     "firsts": (reaching._FIRSTS, [(I64, I32)]),
-    "places": (reaching._PLACERS[3], [(I64, I32, I64, I64, I64)]),
+    "places": (reaching._PLACERS[4], [(I64, I32, I64, I64, I64)]),
     "bits": (packs._BITS, [(table, I32, words) for table in (I32, I64) for words in (I32, I64)]),
     "steps": (packs._STEPS, [(words, I64, *[I32] * 6, I64) for words in (I32, I64)]),
     "by step": (packs._BY_STEP, [(I64, *[I32] * 5)]),
