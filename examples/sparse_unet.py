@@ -19,7 +19,7 @@ import torch
 from timing import default_device, median_ms, report
 from torch import Tensor, nn
 
-from insum.nn import SparseConv3d, SparseTensor
+from insum.nn import SparseConv3d, SparseTensor, cat
 
 
 def room(points: int) -> Tensor:
@@ -68,8 +68,7 @@ class UNet(nn.Module):
         fine = relu(self.enter(x))
         coarse = relu(self.deep(relu(self.down(fine))))
         back = relu(self.up(coarse, like=fine))
-        both = fine.with_features(torch.cat([fine.features, back.features], 1))
-        out: Tensor = self.head(relu(self.leave(both)).features)
+        out: Tensor = self.head(relu(self.leave(cat([fine, back]))).features)
         return out
 
 

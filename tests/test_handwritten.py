@@ -8,7 +8,7 @@ import itertools
 import pytest
 import torch
 
-from insum.runtime import grouping, hashing, launch, loops, packs
+from insum.runtime import grouping, hashing, launch, loops, packs, reaching
 from insum.runtime.handwritten import Handwritten
 
 pytestmark = pytest.mark.compile_only
@@ -18,17 +18,28 @@ I32, I64 = torch.int32, torch.int64
 #: bits and results in several.
 RECORD = (I32, I64, I32)
 KERNELS: dict[str, tuple[Handwritten, list[tuple[torch.dtype, ...]]]] = {
-    "insert": (hashing._INSERT, [(kind, kind, I32, *RECORD) for kind in (I32, I64)]),
     **{
-        f"find, {per} bits": (
+        f"insert, {ndim} axes": (
+            kernel,
+            [(kind, kind, I32, *RECORD) for kind in ((I32, I64) if ndim == 3 else (I64,))],
+        )
+        for ndim, kernel in hashing._INSERTS.items()
+        if ndim > 2  # of fewer axes they have fewer of the same lines
+    },
+    **{
+        f"find, {ndim} axes, {per} bits": (
             kernel,
             [
                 (own, I32, other, I64, I32, I32, I32 if per == 31 else I64)
-                for own, other in itertools.product((I32, I64), (I32, I64))
+                for own, other in itertools.product((I32, I64) if ndim == 3 else (I64,), repeat=2)
             ],
         )
-        for per, (_, kernel) in hashing._FINDS.items()
+        for (ndim, per), kernel in hashing._FINDS.items()
+        if ndim == 3 or (ndim, per) == (4, 62)
     },
+    "reach": (reaching._REACHERS[4], [(I32, I32, I32, I64, I64, I64)]),
+    "firsts": (reaching._FIRSTS, [(I64, I32)]),
+    "places": (reaching._PLACERS[4], [(I64, I32, I64, I64, I64)]),
     "bits": (packs._BITS, [(table, I32, words) for table in (I32, I64) for words in (I32, I64)]),
     "steps": (packs._STEPS, [(words, I64, *[I32] * 6, I64) for words in (I32, I64)]),
     "by step": (packs._BY_STEP, [(I64, *[I32] * 5)]),
@@ -92,9 +103,10 @@ def test_the_list_is_complete() -> None:
     known = {kernel.name for kernel, _ in KERNELS.values()}
     every = [
         thing
-        for module in (grouping, hashing, packs, loops)
+        for module in (grouping, hashing, packs, loops, reaching)
         for _, thing in inspect.getmembers(module)
         if isinstance(thing, Handwritten)
     ]
-    every += [kernel for _, kernel in hashing._FINDS.values()]
+    every += [*hashing._INSERTS.values(), *hashing._FINDS.values()]
+    every += [*reaching._REACHERS.values(), *reaching._PLACERS.values()]
     assert {kernel.name for kernel in every} == known

@@ -729,3 +729,27 @@ def test_describe_without_a_kernel() -> None:
         inspection.describe(bound("C[i] = A[i]", values), values)
         == "no fused kernel: generated kernels do not run on cpu"
     )
+
+
+# --- sums over gathered rows ---
+
+
+@pytest.mark.parametrize(
+    ("statement", "along", "k"),
+    [
+        ("Out[x,c] max= In[Nb[z,x],c]", "x", 1),  # every thread its own
+        ("Out[x,c] = In[Nb[z,x],c] * W[z,c]", "x", 1),
+        ("Out[x,c] = In[Nb[x,z],c] * W[z,c]", "z", 16),  # the index is read along the sum
+    ],
+)
+def test_short_sums_over_what_an_index_finds(statement: str, along: str, k: int) -> None:
+    rows, steps = 3000, 16
+    values = {"In": torch.empty(rows, 64, dtype=torch.float16)}
+    shape = (steps, rows) if along == "x" else (rows, steps)
+    values["Nb"] = torch.zeros(shape, dtype=torch.int32)
+    if "W" in statement:
+        values["W"] = torch.empty(steps, 64, dtype=torch.float16)
+    plan = plan_of(statement, padded=("Nb",), **values)
+    extents = {"x": rows, "c": 64, "z": steps}
+    assert model.first_guess(plan, extents).k == k
+    assert model.first_guess(plan, {**extents, "x": 30}).k > 1  # few outputs

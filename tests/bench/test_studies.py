@@ -107,6 +107,13 @@ def test_what_memory_measures_is_right() -> None:
         assert set(case.leaves) < set(case.values)
 
 
+def test_unet(tmp_path: Path) -> None:
+    record = record_of(tmp_path, "unet", "--dtypes", "fp32")
+    one, both = record["rows"]
+    assert (one["direction"], both["direction"]) == ("forward", "forward+backward")
+    assert one["error"] < 1e-5 and one["steady_ms"] > 0 and both["fresh_ms"] > 0
+
+
 def test_first_call(tmp_path: Path) -> None:
     record = record_of(tmp_path, "first-call", "--only", "spmm", "--repeat", "1")
     cold, warm = record["rows"]

@@ -84,6 +84,72 @@ def test_maps(name: str, count: int, dtype: torch.dtype, on_device: None) -> Non
     assert torch.equal(dense.table, want.table)
 
 
+OTHERS = {
+    "1": (1, {"kernel_size": 3, "submanifold": True}),
+    "2, even": (2, {"kernel_size": (2, 4), "submanifold": True}),
+    "2, down": (2, {"kernel_size": 3, "stride": 2, "padding": 1}),
+    "2, dilated": (2, {"kernel_size": 3, "stride": (1, 2), "dilation": 2}),
+    "3, apart": (3, {"kernel_size": 2, "stride": 3}),
+    "4": (4, {"kernel_size": 3, "submanifold": True}),
+    "4, up": (4, {"kernel_size": (2, 1, 1, 2), "stride": 2, "transposed": True}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_maps_in_other_dimensions(name: str, on_device: None) -> None:
+    ndim, options = OTHERS[name]
+    geometry = getattr(insum.nn, f"SparseConv{ndim}d")(1, 1, **options).geometry
+    torch.manual_seed(0)
+    coords = torch.randint(-4, 5, (16, ndim + 1)).unique(dim=0)
+    coords[:, 0] = coords[:, 0] > 0
+    coords = coords.unique(dim=0)
+    coords = coords[torch.randperm(len(coords))]
+    voxels = Voxels.of(coords, ndim=ndim)
+    with no_reads(0 if geometry.submanifold else 1):
+        outputs, found = kernel_map(voxels, geometry)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("insum.call.kernels_look_on", lambda device: False)
+        patch.setattr(maps, "TABLE_FROM", 0.0)
+        want_outputs, want = kernel_map(Voxels.of(coords, ndim=ndim), geometry)
+    assert isinstance(want, NeighborTable) and isinstance(found, NeighborTable)
+    assert torch.equal(outputs.coords, want_outputs.coords)
+    assert torch.equal(found.table, want.table)
+
+
+@pytest.mark.parametrize("kind", ["groups", "depthwise", "wider", "max", "mean"])
+def test_other_layers(kind: str, on_device: None) -> None:
+    """Kernels of groups and of pooling, forwards and backwards."""
+    layer: Any = {
+        "groups": lambda: insum.nn.SparseConv2d(8, 8, 3, submanifold=True, groups=2),
+        "depthwise": lambda: insum.nn.SparseConv2d(4, 4, 3, submanifold=True, groups=4),
+        "wider": lambda: insum.nn.SparseConv2d(4, 8, 2, submanifold=True, groups=4),
+        "max": lambda: insum.nn.SparseMaxPool2d(2),
+        "mean": lambda: insum.nn.SparseAvgPool2d(2),
+    }[kind]()
+    torch.manual_seed(0)
+    coords = (torch.rand(1, 6, 6) < 0.5).nonzero().int()
+    channels = 8 if kind == "groups" else 4
+    features = torch.randn(len(coords), channels, requires_grad=True)
+    x = SparseTensor(coords, features, ndim=2)
+    with insum.settings(backend="graph", require_fused=False), pytest.MonkeyPatch.context() as m:
+        m.setattr("insum.call.kernels_look_on", lambda device: False)
+        m.setattr("insum.call._forms", {})
+        m.setattr("insum.api._fronts", {})
+        want = differentiated(
+            layer, layer(SparseTensor(coords, features, ndim=2)).features, features
+        )
+    with no_reads(1 if kind in ("max", "mean") else 0):
+        got = differentiated(layer, layer(x).features, features)
+    for a, b in zip(got, want, strict=True):
+        assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_a_voxel_twice_in_four_dimensions(on_device: None) -> None:
+    SparseTensor(torch.tensor([[0, 1, 2, 3, 4]] * 2), torch.ones(2, 1), ndim=4)
+    with pytest.raises(FormatError, match=r"coords\[0\] and coords\[1\] are"):
+        insum.synchronize()
+
+
 def test_a_map_to_given_voxels_does_not_wait(on_device: None) -> None:
     coarse, fine = Voxels.of(cloud(60, 2)), Voxels.of(cloud(300))
     geometry = Geometry((3, 3, 3), (2, 2, 2), (1, 1, 1), transposed=True)

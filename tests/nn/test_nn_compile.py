@@ -16,8 +16,11 @@ from insum.nn import (
     GCNConv,
     GraphConv,
     RelationalConv,
+    SparseAvgPool3d,
     SparseConv3d,
     SparseLinear,
+    SparseMaxPool3d,
+    SparseSequential,
     SparseTensor,
     TensorProduct,
     adjacency,
@@ -30,7 +33,7 @@ REL = torch.tensor([0, 1, 0, 1, 1])
 class Features(nn.Module):
     """A convolution as a function of features, over voxels whose map has been built."""
 
-    def __init__(self, layer: SparseConv3d, x: SparseTensor) -> None:
+    def __init__(self, layer: nn.Module, x: SparseTensor) -> None:
         super().__init__()
         self.layer, self.x = layer, x
         layer(x)
@@ -69,6 +72,19 @@ LAYERS: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     ),
     "SparseConv3d, strided": lambda: (
         Features(SparseConv3d(3, 2, 2, stride=2), voxels()),
+        (torch.randn(4, 3),),
+    ),
+    "SparseSequential": lambda: (
+        Features(
+            SparseSequential(
+                SparseConv3d(3, 6, 3, submanifold=True, groups=3),
+                nn.LayerNorm(6),
+                SparseMaxPool3d(2),
+                SparseConv3d(6, 6, 3, submanifold=True, groups=2),
+                SparseAvgPool3d(2),
+            ),
+            voxels(),
+        ),
         (torch.randn(4, 3),),
     ),
     "TensorProduct": lambda: (

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import insum
+from insum import nn as layers
 from insum.bench.fresh import no_waits
 from insum.nn import (
     BlockSparseLinear,
@@ -48,6 +51,65 @@ class OverVoxels(nn.Module):
         return out
 
 
+class OverDimensions(nn.Module):
+    """Convolutions in any number of dimensions, down and up again."""
+
+    def __init__(self, ndim: int, groups: int) -> None:
+        super().__init__()
+        conv = getattr(layers, f"SparseConv{ndim}d")
+        self.ndim = ndim
+        self.same = conv(16, 32, 3, submanifold=True, groups=groups)
+        self.even = conv(32, 32, 2, submanifold=True, groups=groups)
+        self.down = conv(32, 32, 3, stride=2, padding=1, groups=groups)
+        self.up = conv(32, 16, 2, stride=2, transposed=True, groups=groups)
+
+    def forward(self, coords: Tensor, features: Tensor) -> Tensor:
+        x = self.even(self.same(SparseTensor(coords, features, ndim=self.ndim)))
+        out: Tensor = self.up(self.down(x), like=x).features
+        return out
+
+
+class Pooled(nn.Module):
+    def __init__(self, ndim: int, kind: str) -> None:
+        super().__init__()
+        self.ndim, self.pool = ndim, getattr(layers, f"Sparse{kind}Pool{ndim}d")(3, 2, 1)
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, coords: Tensor, features: Tensor) -> Tensor:
+        out: Tensor = self.pool(
+            SparseTensor(coords, self.scale * features, ndim=self.ndim)
+        ).features
+        return out
+
+
+class AllOf(nn.Module):
+    def __init__(self, reduce: str) -> None:
+        super().__init__()
+        self.pool = layers.GlobalPool(reduce)
+
+    def forward(self, coords: Tensor, features: Tensor) -> Tensor:
+        out: Tensor = self.pool(SparseTensor(coords, features))
+        return out
+
+
+class Between(nn.Module):
+    def forward(self, coords: Tensor, features: Tensor) -> Tensor:
+        points = (coords[:, 1:] + 0.3).to(features.dtype)
+        return layers.devoxelize(SparseTensor(coords, features), points, 1.0)
+
+
+def over_dimensions(ndim: int, kind: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    side = {1: 400, 2: 40, 3: 14, 4: 7}[ndim]
+    coords = (torch.rand(2, *[side] * ndim) < 0.3).nonzero()
+    groups = {"full": 1, "groups": 4, "depthwise": 16}[kind]
+    return OverDimensions(ndim, groups), (coords, torch.randn(len(coords), 16))
+
+
+def pooled(ndim: int, kind: str) -> tuple[nn.Module, tuple[Any, ...]]:
+    _, given = over_dimensions(ndim, "full")
+    return Pooled(ndim, kind), given
+
+
 def graph() -> tuple[Tensor, Tensor]:
     return torch.randint(0, 300, (2, 2000)), torch.randint(0, 4, (2000,))
 
@@ -72,6 +134,19 @@ CASES: dict[str, Callable[[], tuple[nn.Module, tuple[Any, ...]]]] = {
     "RelationalConv": lambda: (RelationalConv(32, 16, 4), (torch.randn(300, 32), *graph())),
     "SparseConv3d, dense": lambda: (OverVoxels(), ((c := coords(0.5)), torch.randn(len(c), 16))),
     "SparseConv3d, sparse": lambda: (OverVoxels(), ((c := coords(0.03)), torch.randn(len(c), 16))),
+    **{
+        f"SparseConv{n}d, {kind}": functools.partial(over_dimensions, n, kind)
+        for n, kind in itertools.product((1, 2, 4), ("full", "groups", "depthwise"))
+    },
+    "depthwise": lambda: over_dimensions(3, "depthwise"),
+    "groups": lambda: over_dimensions(3, "groups"),
+    **{
+        f"Sparse{kind}Pool{n}d": functools.partial(pooled, n, kind)
+        for n, kind in itertools.product((1, 2, 3, 4), ("Max", "Avg"))
+    },
+    "GlobalPool": lambda: (AllOf("max"), ((c := coords(0.2)), torch.randn(len(c), 16))),
+    "GlobalPool, mean": lambda: (AllOf("mean"), ((c := coords(0.2)), torch.randn(len(c), 16))),
+    "devoxelize": lambda: (Between(), ((c := coords(0.2)), torch.randn(len(c), 16))),
     "FullyConnectedTensorProduct": lambda: (
         (
             p := FullyConnectedTensorProduct(
@@ -134,10 +209,11 @@ def test_forces_on_the_gpu() -> None:
 class Submanifold(nn.Module):
     """Two convolutions over one set of voxels."""
 
-    def __init__(self, kernel: int = 3, dilation: int = 1) -> None:
+    def __init__(self, kernel: int = 3, dilation: int = 1, groups: int = 1) -> None:
         super().__init__()
         self.one, self.two = (
-            SparseConv3d(16, 16, kernel, dilation=dilation, submanifold=True) for _ in range(2)
+            SparseConv3d(16, 16, kernel, dilation=dilation, submanifold=True, groups=groups)
+            for _ in range(2)
         )
 
     def forward(self, coords: Tensor, features: Tensor) -> Tensor:
@@ -163,6 +239,11 @@ FRESH: dict[str, tuple[Callable[[], nn.Module], Callable[[int], tuple[Any, ...]]
     "SparseConv3d, few": (Submanifold, lambda seed: new_cloud(seed, 20 + seed)),
     "SparseConv3d, kernel 5": (lambda: Submanifold(5), lambda seed: new_cloud(seed, 3000)),
     "SparseConv3d, dilation 2": (lambda: Submanifold(3, 2), lambda seed: new_cloud(seed, 3000)),
+    "SparseConv3d, even": (lambda: Submanifold(2), lambda seed: new_cloud(seed, 3000)),
+    "SparseConv3d, depthwise": (
+        lambda: Submanifold(3, groups=16),
+        lambda seed: new_cloud(seed, 3000),
+    ),
     "GCNConv": (lambda: GCNConv(32, 16), lambda seed: new_graph(seed, 2000 + 37 * seed)),
     "GCNConv, weights": (
         lambda: GCNConv(32, 16),

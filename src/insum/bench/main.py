@@ -39,6 +39,7 @@ from insum.bench import (
     table,
     tensor_product,
     tuning,
+    unet,
 )
 from insum.bench.options import BenchOptions, directions_of, dtypes_of
 from insum.bench.progress import Progress
@@ -69,6 +70,7 @@ STUDIES: dict[str, ModuleType] = {
     "formats": formats,
     "cpu": cpu,
     "compare": compare,
+    "unet": unet,
 }
 #: What takes folders.
 TAKES_SOURCES = ("report", "compare")

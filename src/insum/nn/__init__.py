@@ -9,8 +9,12 @@
   ``Out[dst[e],f] = W[e] * X[src[e],f]``
 - `RelationalConv`, beside PyG's `RGCNConv`:
   ``Out[dst[p],m] = N[p] * In[src[p],c] * W[rel[p],c,m]``
-- `SparseConv3d`, beside spconv, TorchSparse and MinkowskiEngine:
+- `SparseConv1d` to `SparseConv4d`, beside spconv, TorchSparse and MinkowskiEngine:
   ``Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]``
+- `SparseMaxPool3d`, `SparseAvgPool3d` and those of other dimensions, `GlobalPool`:
+  ``Out[x,c] max= In[Nb[z,x],c]``, ``Out[b[x],c] = In[x,c]``
+- `voxelize`, `devoxelize`, from points to voxels and back:
+  ``Out[v[p],c] = In[p,c]``, ``Out[p,c] = Share[k,p] * In[Nb[k,p],c]``
 - `TensorProduct`, `FullyConnectedTensorProduct`, beside e3nn:
   ``Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]``
 
@@ -20,37 +24,73 @@
 torch.Size([5, 4])
 """
 
-from insum.nn.conv import SparseConv3d
+from insum.nn.clouds import devoxelize, voxelize
+from insum.nn.conv import SparseConv1d, SparseConv2d, SparseConv3d, SparseConv4d
 from insum.nn.edges import gcn_norm
 from insum.nn.functional import adjacency, propagate, sddmm, spmm
 from insum.nn.graph import GCNConv, GraphConv, RelationalConv
 from insum.nn.irreps import Irrep, Irreps
 from insum.nn.linear import BlockSparseLinear, SparseLinear
+from insum.nn.modules import SparseModule, SparseSequential
+from insum.nn.pool import (
+    GlobalPool,
+    SparseAvgPool1d,
+    SparseAvgPool2d,
+    SparseAvgPool3d,
+    SparseAvgPool4d,
+    SparseMaxPool1d,
+    SparseMaxPool2d,
+    SparseMaxPool3d,
+    SparseMaxPool4d,
+)
 from insum.nn.prune import block_mask, magnitude_mask
+from insum.nn.sparse_tensor import SparseTensor, batch, cat, collate
 from insum.nn.sparsify import LayerReport, SparsityReport, layouts, restore, sparsify
 from insum.nn.tensor_product import FullyConnectedTensorProduct, TensorProduct
-from insum.nn.voxels import SparseTensor, Voxels
+from insum.nn.voxels import Voxels
+from insum.nn.weights import load_minkowski, load_spconv, load_torchsparse
 from insum.nn.wigner import spherical_harmonics, wigner_3j
 
 __all__ = [
     "BlockSparseLinear",
     "FullyConnectedTensorProduct",
     "GCNConv",
+    "GlobalPool",
     "GraphConv",
     "Irrep",
     "Irreps",
     "LayerReport",
     "RelationalConv",
+    "SparseAvgPool1d",
+    "SparseAvgPool2d",
+    "SparseAvgPool3d",
+    "SparseAvgPool4d",
+    "SparseConv1d",
+    "SparseConv2d",
     "SparseConv3d",
+    "SparseConv4d",
     "SparseLinear",
+    "SparseMaxPool1d",
+    "SparseMaxPool2d",
+    "SparseMaxPool3d",
+    "SparseMaxPool4d",
+    "SparseModule",
+    "SparseSequential",
     "SparseTensor",
     "SparsityReport",
     "TensorProduct",
     "Voxels",
     "adjacency",
+    "batch",
     "block_mask",
+    "cat",
+    "collate",
+    "devoxelize",
     "gcn_norm",
     "layouts",
+    "load_minkowski",
+    "load_spconv",
+    "load_torchsparse",
     "magnitude_mask",
     "propagate",
     "restore",
@@ -58,5 +98,6 @@ __all__ = [
     "sparsify",
     "spherical_harmonics",
     "spmm",
+    "voxelize",
     "wigner_3j",
 ]

@@ -1,55 +1,199 @@
-"""`SparseConv3d`: ``Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]`` over occupied voxels."""
+"""Sparse convolutions: ``Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]`` over occupied voxels."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 import insum
-from insum.accepted import COUNT, FLAG, TENSOR, Accepted, is_size, takes
+from insum.accepted import COUNT, FLAG, SIZE, TENSOR, TEXT, Accepted, require, takes
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import NeighborTable, SparseFormat
 from insum.nn.checks import last_size, layer_takes, one_device
 from insum.nn.functional import _tensor
 from insum.nn.kernel_map import Geometry, kernel_map
-from insum.nn.voxels import SparseTensor, Triple
+from insum.nn.modules import SizePerAxis, SparseModule, geometry_of, same_dimensions
+from insum.nn.sparse_tensor import VOXELS, SparseTensor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-SizePerAxis = int | Sequence[int]
-
-
-VOXELS = Accepted("a SparseTensor", lambda v: isinstance(v, SparseTensor))
-DENSE_LAYER = Accepted(
-    "an nn.Conv3d or an nn.ConvTranspose3d",
-    lambda v: isinstance(v, nn.Conv3d | nn.ConvTranspose3d) and TENSOR.fits(v.weight),
+#: The dense layers in one to three dimensions; PyTorch has none in four.
+_DENSE = {1: (nn.Conv1d, nn.ConvTranspose1d), 2: (nn.Conv2d, nn.ConvTranspose2d),
+          3: (nn.Conv3d, nn.ConvTranspose3d)}  # fmt: skip
+#: What a layer that was made by one of these is made of.
+DenseConv = (
+    nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 )
 
 
-class SparseConv3d(nn.Module):
+class SparseConv(SparseModule):
+    """A convolution over occupied voxels in any number of dimensions; `SparseConv3d` tells of it.
+
+    Raises:
+        BindingError: Sizes, groups or channels that do not fit; a tensor of other dimensions.
+        UnsupportedError: A submanifold convolution with a stride or padding; ``like`` for one.
+    """
+
+    ndim: ClassVar[int]
+
+    @takes(
+        in_channels=COUNT,
+        out_channels=COUNT,
+        bias=FLAG,
+        groups=SIZE,
+        submanifold=FLAG,
+        transposed=FLAG,
+        indice_key=TEXT.optional,
+    )
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: SizePerAxis,
+        stride: SizePerAxis = 1,
+        padding: SizePerAxis = 0,
+        dilation: SizePerAxis = 1,
+        bias: bool = True,
+        *,
+        groups: int = 1,
+        submanifold: bool = False,
+        transposed: bool = False,
+        output_padding: SizePerAxis = 0,
+        indice_key: str | None = None,
+    ) -> None:
+        super().__init__()
+        if in_channels % groups or out_channels % groups:
+            raise BindingError(
+                f"{in_channels} and {out_channels} channels cannot be cut into {groups} groups",
+                expected="channels that the number of groups divides",
+            )
+        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
+        self.indice_key = indice_key
+        made = geometry_of(
+            self.ndim, kernel_size, stride, padding, dilation, output_padding, transposed
+        )
+        self.geometry = _centred(made) if submanifold else made
+        volume = self.geometry.volume
+        self.weight = nn.Parameter(torch.empty(volume, in_channels // groups, out_channels))
+        self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As `torch.nn.Conv3d`: uniform, bounded by the square root of the number of inputs of one
+        output.
+        """
+        bound = 1 / math.sqrt(max(1, self.geometry.volume * self.weight.shape[1]))
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -bound, bound)
+
+    @classmethod
+    @takes(submanifold=FLAG)
+    def from_dense(cls, layer: DenseConv, *, submanifold: bool = False) -> Self:
+        """The sparse layer with the weights of a dense one.
+
+        >>> from insum.nn import SparseConv3d
+        >>> SparseConv3d.from_dense(nn.Conv3d(4, 8, 3, stride=2, padding=1))
+        SparseConv3d(4, 8, kernel_size=(3, 3, 3), stride=(2, 2, 2), padding=(1, 1, 1))
+        """
+        require("layer", layer, _dense_layer(cls.ndim))
+        if layer.padding_mode != "zeros" or isinstance(layer.padding, str):
+            raise UnsupportedError(f"{layer}", expected="zeros as padding, given in numbers")
+        transposed = isinstance(layer, _DENSE[cls.ndim][1])
+        made = cls(
+            layer.in_channels,
+            layer.out_channels,
+            layer.kernel_size,
+            layer.stride,
+            0 if submanifold else layer.padding,
+            layer.dilation,
+            layer.bias is not None,
+            groups=layer.groups,
+            submanifold=submanifold,
+            transposed=transposed,
+            output_padding=layer.output_padding,
+        )
+        made.weight = nn.Parameter(offsets_first(layer.weight.detach(), layer.groups, transposed))
+        made.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach().clone())
+        return made
+
+    @layer_takes(x=VOXELS, like=VOXELS.optional)
+    def forward(self, x: SparseTensor, like: SparseTensor | None = None) -> SparseTensor:
+        last_size("x.features", x.features, self.in_channels, "in_channels")
+        one_device(
+            weight=self.weight, features=x.features, like=None if like is None else like.features
+        )
+        for given in (x, like):
+            if given is not None and given.ndim != self.ndim:
+                same_dimensions(given, self.ndim, type(self).__name__)
+        if like is not None and self.geometry.submanifold:
+            raise UnsupportedError(
+                "like= with a submanifold convolution",
+                expected="nothing: its outputs are at its inputs",
+            )
+        if self.geometry.submanifold and self.geometry.volume == self.groups == 1:
+            voxels, out = x.voxels, x.features @ self.weight[0]  # every voxel meets itself
+        else:
+            target = None if like is None else like.voxels
+            voxels, found = kernel_map(x.voxels, self.geometry, target)
+            out = _convolved(found, x.features, self.weight, self.groups)
+        if self.bias is not None:  # under autocast the product is narrower
+            out = out + (self.bias if self.bias.dtype is out.dtype else self.bias.to(out.dtype))
+        return SparseTensor(voxels.coords, out, voxels.spatial_shape, voxels)
+
+    def extra_repr(self) -> str:
+        default = Geometry(self.geometry.kernel)
+        names = ("stride", "padding", "dilation", "output_padding", "transposed", "submanifold")
+        more = [
+            f"{n}={getattr(self.geometry, n)}"
+            for n in names
+            if getattr(self.geometry, n) != getattr(default, n)
+        ]
+        more += [f"groups={self.groups}"] if self.groups > 1 else []
+        more += ["bias=False"] if self.bias is None else []
+        more += [f"indice_key={self.indice_key!r}"] if self.indice_key else []
+        return ", ".join(
+            [f"{self.in_channels}, {self.out_channels}, kernel_size={self.geometry.kernel}", *more]
+        )
+
+
+class SparseConv1d(SparseConv):
+    """`SparseConv3d` along one axis: a sequence with gaps, such as events in time."""
+
+    ndim = 1
+
+
+class SparseConv2d(SparseConv):
+    """`SparseConv3d` in two dimensions. ``SparseTensor(coords, features, ndim=2)`` takes
+    coordinates (N, 3) as batch, x, y.
+    """
+
+    ndim = 2
+
+
+class SparseConv3d(SparseConv):
     """A convolution over occupied voxels: ``insum.einsum("Out[x,m] = Map[z,x,y] * In[y,c] *
     W[z,c,m]", ...)``.
 
     ``Map`` tells which input voxel ``y`` reaches output voxel ``x`` through kernel offset ``z``.
-    Sizes, stride, padding and dilation mean what they mean in `torch.nn.Conv3d`, and outputs equal
-    those of the dense convolution at the voxels where there are outputs:
+    Sizes, stride, padding, dilation and groups mean what they mean in `torch.nn.Conv3d`, and
+    outputs equal those of the dense convolution at the voxels where there are outputs:
 
     - by default wherever any input reaches (with stride 2, kernel 2: the occupied voxels of the
       next coarser grid);
-    - ``submanifold=True``: at the input voxels; the kernel is centred and the padding follows from
-      it;
-    - ``transposed=True``: as `torch.nn.ConvTranspose3d`, wherever any input reaches, or, with
-      ``layer(x, like=y)``, at the voxels of ``y``: the inverse of a strided convolution when ``y``
-      was its input.
+    - ``submanifold=True``: at the input voxels; the kernel is centred, as with PyTorch's
+      ``padding="same"``, and the padding follows from it;
+    - ``transposed=True``: as `torch.nn.ConvTranspose3d`, wherever any input reaches, which is the
+      generative convolution of other libraries; or, with ``layer(x, like=y)``, at the voxels of
+      ``y``: the inverse of a strided convolution when ``y`` was its input.
 
-    ``weight`` is (kernel volume, in_channels, out_channels), offsets in the order of a dense
-    kernel. Maps are built on the device, once for each kernel and set of voxels, and shared by all
-    layers that use them.
+    ``weight`` is (kernel volume, in_channels / groups, out_channels), offsets in the order of a
+    dense kernel. Maps are built on the device, once for each kernel and set of voxels, and shared
+    by all layers that use them; an ``indice_key``, which names a map in spconv, is taken and has
+    no effect.
 
     >>> coords = torch.cartesian_prod(*[torch.arange(4)] * 3)[::3]
     >>> x = SparseTensor(coords, torch.randn(len(coords), 8))
@@ -63,166 +207,78 @@ class SparseConv3d(nn.Module):
     True
     """
 
-    @takes(
-        in_channels=COUNT,
-        out_channels=COUNT,
-        bias=FLAG,
-        submanifold=FLAG,
-        transposed=FLAG,
-    )
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: SizePerAxis,
-        stride: SizePerAxis = 1,
-        padding: SizePerAxis = 0,
-        dilation: SizePerAxis = 1,
-        bias: bool = True,
-        *,
-        submanifold: bool = False,
-        transposed: bool = False,
-        output_padding: SizePerAxis = 0,
-    ) -> None:
-        super().__init__()
-        self.in_channels, self.out_channels = in_channels, out_channels
-        self.geometry = _geometry(
-            kernel_size, stride, padding, dilation, output_padding, submanifold, transposed
-        )
-        self.weight = nn.Parameter(torch.empty(self.geometry.volume, in_channels, out_channels))
-        self.bias = nn.Parameter(torch.empty(out_channels)) if bias else None
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """As `torch.nn.Conv3d`: uniform, bounded by the square root of the number of inputs of one
-        output.
-        """
-        bound = 1 / math.sqrt(max(1, self.geometry.volume * self.in_channels))
-        for parameter in self.parameters():
-            nn.init.uniform_(parameter, -bound, bound)
-
-    @classmethod
-    @takes(layer=DENSE_LAYER, submanifold=FLAG)
-    def from_dense(
-        cls, layer: nn.Conv3d | nn.ConvTranspose3d, *, submanifold: bool = False
-    ) -> Self:
-        """The sparse layer with the weights of a dense one.
-
-        >>> SparseConv3d.from_dense(nn.Conv3d(4, 8, 3, stride=2, padding=1))
-        SparseConv3d(4, 8, kernel_size=(3, 3, 3), stride=(2, 2, 2), padding=(1, 1, 1))
-        """
-        if layer.groups != 1 or layer.padding_mode != "zeros" or isinstance(layer.padding, str):
-            raise UnsupportedError(
-                f"{layer}", expected="one group, and zeros as padding given in numbers"
-            )
-        transposed = isinstance(layer, nn.ConvTranspose3d)
-        made = cls(
-            layer.in_channels,
-            layer.out_channels,
-            layer.kernel_size,
-            layer.stride,
-            0 if submanifold else layer.padding,
-            layer.dilation,
-            layer.bias is not None,
-            submanifold=submanifold,
-            transposed=transposed,
-            output_padding=layer.output_padding,
-        )
-        axes = (2, 3, 4, 0, 1) if transposed else (2, 3, 4, 1, 0)
-        made.weight = nn.Parameter(
-            layer.weight.detach().permute(axes).reshape(made.weight.shape).clone()
-        )
-        made.bias = None if layer.bias is None else nn.Parameter(layer.bias.detach().clone())
-        return made
-
-    @layer_takes(x=VOXELS, like=VOXELS.optional)
-    def forward(self, x: SparseTensor, like: SparseTensor | None = None) -> SparseTensor:
-        last_size("x.features", x.features, self.in_channels, "in_channels")
-        one_device(
-            weight=self.weight, features=x.features, like=None if like is None else like.features
-        )
-        if like is not None and self.geometry.submanifold:
-            raise UnsupportedError(
-                "like= with a submanifold convolution",
-                expected="nothing: its outputs are at its inputs",
-            )
-        voxels, found = kernel_map(x.voxels, self.geometry, None if like is None else like.voxels)
-        out = _convolved(found, x.features, self.weight)
-        return SparseTensor(
-            voxels.coords,
-            out if self.bias is None else out + self.bias,
-            voxels.spatial_shape,
-            voxels,
-        )
-
-    def extra_repr(self) -> str:
-        default = Geometry(self.geometry.kernel)
-        names = ("stride", "padding", "dilation", "output_padding", "transposed", "submanifold")
-        more = [
-            f"{n}={getattr(self.geometry, n)}"
-            for n in names
-            if getattr(self.geometry, n) != getattr(default, n)
-        ]
-        more += ["bias=False"] if self.bias is None else []
-        return ", ".join(
-            [f"{self.in_channels}, {self.out_channels}, kernel_size={self.geometry.kernel}", *more]
-        )
+    ndim = 3
 
 
-def _convolved(found: SparseFormat, features: Tensor, weight: Tensor) -> Tensor:
-    """The statement as the format of the map spells it; that of a table without detours."""
+class SparseConv4d(SparseConv):
+    """`SparseConv3d` in space and time: coordinates (N, 5) as batch, x, y, z, t.
+
+    >>> x = SparseTensor(torch.tensor([[0, 1, 1, 1, 0], [0, 1, 1, 1, 1]]), torch.ones(2, 4), ndim=4)
+    >>> SparseConv4d(4, 8, 3, submanifold=True)(x)
+    SparseTensor(voxels=2, channels=8, float32, ndim=4, spatial_shape=None, cpu)
+    """
+
+    ndim = 4
+
+
+def _convolved(found: SparseFormat, features: Tensor, weight: Tensor, groups: int) -> Tensor:
+    """The statement as the format of the map spells it; that of a table without detours. Groups are
+    a dimension of their own, or the channels, where every channel is one.
+    """
+    if groups == 1:
+        return _spelled(found, "x,m", "c", "c,m", features, weight)
+    volume, inner, outputs = weight.shape
+    if inner != 1:
+        given = features.reshape(features.shape[0], groups, inner)
+        parts = weight.reshape(volume, inner, groups, outputs // groups)
+        return _spelled(found, "x,g,m", "g,c", "c,g,m", given, parts).flatten(1)
+    if outputs == groups:
+        return _spelled(found, "x,c", "c", "c", features, weight[:, 0])
+    parts = weight.reshape(volume, groups, outputs // groups)
+    return _spelled(found, "x,c,m", "c", "c,m", features, parts).flatten(1)
+
+
+def _spelled(
+    found: SparseFormat, out: str, given: str, of_weight: str, features: Tensor, weight: Tensor
+) -> Tensor:
     if isinstance(found, NeighborTable):
         return insum.insum(
-            "Out[x,m] = In[Nb[z,x],c] * W[z,c,m]",
+            f"Out[{out}] = In[Nb[z,x],{given}] * W[z,{of_weight}]",
             padded=("Nb",),
             Nb=found.table,
             In=features,
             W=weight,
         )
-    statement = "Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]"
+    statement = f"Out[{out}] = Map[z,x,y] * In[y,{given}] * W[z,{of_weight}]"
     return _tensor(insum.einsum(statement, Map=found, In=features, W=weight))
 
 
-def _geometry(
-    kernel: SizePerAxis,
-    stride: SizePerAxis,
-    padding: SizePerAxis,
-    dilation: SizePerAxis,
-    output_padding: SizePerAxis,
-    submanifold: bool,
-    transposed: bool,
-) -> Geometry:
-    sizes = _triple("kernel_size", kernel, 1)
-    steps, holes = _triple("stride", stride, 1), _triple("dilation", dilation, 1)
-    if not submanifold:
-        return Geometry(
-            sizes,
-            steps,
-            _triple("padding", padding, 0),
-            holes,
-            _triple("output_padding", output_padding, 0),
-            transposed,
-        )
-    if transposed or steps != (1, 1, 1) or _triple("padding", padding, 0) != (0, 0, 0):
+def offsets_first(weight: Tensor, groups: int = 1, transposed: bool = False) -> Tensor:
+    """A dense kernel, (outputs, inputs / groups, ...) or, transposed, (inputs, outputs / groups,
+    ...), as (offsets, inputs / groups, outputs).
+    """
+    if not transposed:
+        return weight.flatten(2).permute(2, 1, 0).contiguous()
+    flat = weight.flatten(2)
+    grouped = flat.reshape(groups, flat.shape[0] // groups, *flat.shape[1:])  # inputs, outputs
+    return grouped.permute(3, 1, 0, 2).flatten(2).contiguous()
+
+
+def _dense_layer(ndim: int) -> Accepted:
+    kinds = _DENSE.get(ndim, ())
+    names = " or ".join(f"an nn.{kind.__name__}" for kind in kinds)
+    return Accepted(
+        names or "nothing: PyTorch has no dense convolution in four dimensions",
+        lambda v: isinstance(v, kinds) and TENSOR.fits(v.weight),
+    )
+
+
+def _centred(made: Geometry) -> Geometry:
+    """The kernel of a submanifold convolution."""
+    if made.transposed or max(made.stride) > 1 or max(made.padding) or max(made.output_padding):
         raise UnsupportedError(
             "a submanifold convolution with a stride, with padding, or transposed",
             expected="its outputs are its inputs: none of these",
         )
-    if any(k % 2 == 0 for k in sizes):
-        raise UnsupportedError(
-            f"a submanifold convolution with kernel_size {sizes}",
-            expected="odd sizes, which have a centre",
-        )
-    centre = [d * (k // 2) for d, k in zip(holes, sizes)]
-    return Geometry(
-        sizes, padding=(centre[0], centre[1], centre[2]), dilation=holes, submanifold=True
-    )
-
-
-def _triple(name: str, size: SizePerAxis, least: int) -> Triple:
-    sizes = tuple(size) if isinstance(size, tuple | list) else (size,) * 3
-    if len(sizes) != 3 or not all(is_size(s, least) for s in sizes):
-        raise BindingError(
-            f"{name} is {size!r}", expected=f"an integer of at least {least}, or three: x, y, z"
-        )
-    return (sizes[0], sizes[1], sizes[2])
+    centre = tuple(r // 2 for r in made.reach)
+    return Geometry(made.kernel, padding=centre, dilation=made.dilation, submanifold=True)

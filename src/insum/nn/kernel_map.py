@@ -30,8 +30,8 @@ from insum.compat.calls import is_recorded, untracked
 from insum.errors import BindingError
 from insum.formats import GroupCOO, NeighborTable, SparseFormat
 from insum.nn.checks import sent
-from insum.nn.voxels import Box, Triple, Voxels, check_box, keys_of
-from insum.runtime import hashing, packs
+from insum.nn.voxels import Box, Sizes, Voxels, check_box, keys_of
+from insum.runtime import hashing, packs, reaching
 
 #: Kernel maps that are kept with the voxels they start from.
 MOST_MAPS = 64
@@ -45,36 +45,55 @@ TABLE_FROM = 0.04
 GROUP = 64
 #: Places that are searched at once.
 AT_ONCE = 1 << 24
-#: The key of no place.
-_NOWHERE = 2**63 - 1
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """A kernel: where its offsets lead. ``transposed`` exchanges the roles of inputs and outputs,
-    as in `torch.nn.ConvTranspose3d`.
+    """A kernel in any number of dimensions: where its offsets lead. ``transposed`` exchanges the
+    roles of inputs and outputs, as in `torch.nn.ConvTranspose3d`. What is left empty is what does
+    nothing: a stride and a dilation of 1, no padding.
     """
 
-    kernel: Triple
-    stride: Triple = (1, 1, 1)
-    padding: Triple = (0, 0, 0)
-    dilation: Triple = (1, 1, 1)
-    output_padding: Triple = (0, 0, 0)
+    kernel: Sizes
+    stride: Sizes = ()
+    padding: Sizes = ()
+    dilation: Sizes = ()
+    output_padding: Sizes = ()
     transposed: bool = False
     submanifold: bool = False
+
+    def __post_init__(self) -> None:
+        for name, usual in (("stride", 1), ("padding", 0), ("dilation", 1), ("output_padding", 0)):
+            object.__setattr__(self, name, getattr(self, name) or (usual,) * self.ndim)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.kernel)
 
     @property
     def volume(self) -> int:
         return math.prod(self.kernel)
 
+    @property
+    def reach(self) -> Sizes:
+        """From the first offset to the last, along each axis."""
+        return tuple(d * (k - 1) for d, k in zip(self.dilation, self.kernel))
+
+    @property
+    def mirrored(self) -> bool:
+        """Whether an offset leads back where the opposite one leads to: the kernel ends where it
+        starts, and has a centre.
+        """
+        return self.submanifold and all(2 * p == r for p, r in zip(self.padding, self.reach))
+
     def offsets(self, device: torch.device) -> Tensor:
-        """One row (0, dx, dy, dz) for every weight, in the order of a dense kernel."""
+        """One row (0, dx, dy, ...) for every weight, in the order of a dense kernel."""
         return _sent(tuple((0, *offset) for offset in self.places()), device)
 
-    def places(self) -> list[Triple]:
-        """(dx, dy, dz) for every weight, in the order of a dense kernel."""
-        x, y, z = (range(0, k * d, d) for k, d in zip(self.kernel, self.dilation))
-        return list(itertools.product(x, y, z))
+    def places(self) -> list[Sizes]:
+        """(dx, dy, ...) for every weight, in the order of a dense kernel."""
+        along = (range(0, k * d, d) for k, d in zip(self.kernel, self.dilation))
+        return list(itertools.product(*along))
 
     def stencil(self, device: torch.device) -> hashing.Stencil:
         """Where the inputs of outputs are searched. The offsets that are nearest to the centre are
@@ -83,45 +102,68 @@ class Geometry:
         return _stencil(self, device)
 
     def fine(self, coarse: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor | None]:
-        """``coarse * stride - padding + offset``, (offsets, N, 4): inputs of outputs, or outputs of
-        a transposed kernel's inputs.
+        """``coarse * stride - padding + offset``, (offsets, N, 1 + axes): inputs of outputs, or
+        outputs of a transposed kernel's inputs.
         """
-        return coarse * _four(self.stride, coarse, 1) - _four(self.padding, coarse) + offsets[
-            :, None
-        ], None
+        first = coarse * _with_batch(self.stride, coarse, 1) - _with_batch(self.padding, coarse)
+        return first + offsets[:, None], None
 
     def coarse(self, fine: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor | None]:
         """The reverse, and where it is a whole number."""
         shifted, stride = (
-            fine + _four(self.padding, fine) - offsets[:, None],
-            _four(self.stride, fine, 1),
+            fine + _with_batch(self.padding, fine) - offsets[:, None],
+            _with_batch(self.stride, fine, 1),
         )
         whole = shifted.div(stride, rounding_mode="floor")
         return whole, (whole * stride == shifted).all(-1) if max(self.stride) > 1 else None
 
-    def spatial_shape(self, shape: Triple | None) -> Triple | None:
+    def steps(self, device: torch.device) -> Tensor:
+        """How many outputs back from the last that it reaches an input may reach others, a row for
+        each combination; of a transposed kernel: its offsets. A kernel that is no wider than its
+        stride has one.
+        """
+        if self.transposed:
+            return self.offsets(device)
+        along = (range(r // s + 1) for r, s in zip(self.reach, self.stride))
+        return _sent(tuple((0, *step) for step in itertools.product(*along)), device)
+
+    def reached(self, coords: Tensor, steps: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The outputs that inputs reach, (steps, N, 1 + axes), and where they do."""
+        if self.transposed:
+            return self.fine(coords, steps)
+        stride = _with_batch(self.stride, coords, 1)
+        shifted = coords + _with_batch(self.padding, coords)
+        outputs = shifted.div(stride, rounding_mode="floor") - steps[:, None]
+        offset = shifted - outputs * stride
+        there = (offset <= _with_batch(self.reach, coords)).all(-1)
+        if max(self.dilation) > 1:
+            there &= (offset % _with_batch(self.dilation, coords, 1) == 0).all(-1)
+        return outputs, there
+
+    def bounds(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+        """The box of the outputs that voxels in a box reach; both ends are part of it."""
+        stride, padding = _with_batch(self.stride, low, 1), _with_batch(self.padding, low)
+        reach = _with_batch(self.reach, low)
+        if self.transposed:
+            return low * stride - padding, high * stride - padding + reach
+        first = -(reach - low - padding).div(stride, rounding_mode="floor")
+        return first, (high + padding).div(stride, rounding_mode="floor")
+
+    def spatial_shape(self, shape: Sizes | None) -> Sizes | None:
         """The size of the outputs, as PyTorch's dense convolutions have it."""
         if shape is None or self.submanifold:
             return shape
-        reach = [d * (k - 1) for d, k in zip(self.dilation, self.kernel)]
-        if self.transposed:
-            sizes = [
-                (n - 1) * s - 2 * p + r + o + 1
-                for n, s, p, r, o in zip(
-                    shape, self.stride, self.padding, reach, self.output_padding
-                )
-            ]
-        else:
-            sizes = [
-                (n + 2 * p - r - 1) // s + 1
-                for n, s, p, r in zip(shape, self.stride, self.padding, reach)
-            ]
+        every = zip(shape, self.stride, self.padding, self.reach, self.output_padding)
+        sizes = tuple(
+            (n - 1) * s - 2 * p + r + o + 1 if self.transposed else (n + 2 * p - r - 1) // s + 1
+            for n, s, p, r, o in every
+        )
         if min(sizes) < 1:
             raise BindingError(
                 f"a grid of {shape} is too small for a kernel of {self.kernel}",
                 expected="at least one output in every dimension",
             )
-        return (sizes[0], sizes[1], sizes[2])
+        return sizes
 
 
 @functools.lru_cache(maxsize=256)
@@ -178,6 +220,7 @@ def _map_to_reached(inputs: Voxels, geometry: Geometry) -> tuple[Voxels, SparseF
             outputs = _reached_at_once(inputs, geometry)
     else:
         outputs = _reached(inputs, geometry)
+    outputs.in_batches(inputs)
     return outputs, build_map(inputs, outputs, geometry)
 
 
@@ -208,8 +251,7 @@ def _table_on_device(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> Nei
     entry = memory.made(table)
     entry.given = True
     entry.note("facts", facts.IndexFacts(0, shape[2] - 1, False, False, padded=True))
-    # An offset leads back where the opposite one leads to, if it ends where it starts.
-    note = packs.KernelMap(stencil.names, words, mirrored=geometry.submanifold)
+    note = packs.KernelMap(stencil.names, words, mirrored=geometry.mirrored)
     entry.note(packs.MAP, note)
     return NeighborTable._make(table=table, shape=shape, dim=2, values=None)
 
@@ -228,19 +270,16 @@ def _searched(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> Tensor:
 def _reached(inputs: Voxels, geometry: Geometry) -> Voxels:
     """Every voxel that some input contributes to, in ascending order."""
     shape = geometry.spatial_shape(inputs.spatial_shape)
-    targets = geometry.fine if geometry.transposed else geometry.coarse
-    offsets, box = geometry.offsets(inputs.coords.device), inputs.box
-    corners, _ = targets(
-        torch.tensor([box.low, [a + b - 1 for a, b in zip(box.low, box.size)]]),
-        geometry.offsets(torch.device("cpu"))[[0, -1]],
-    )
-    low, high = corners.amin((0, 1)).tolist(), corners.amax((0, 1)).tolist()
-    low, high = (low, high) if shape is None else ([0, 0, 0, 0], [high[0], *(s - 1 for s in shape)])
-    size = tuple(b - a + 1 for a, b in zip(low, high))
+    box = inputs.box
+    ends = torch.tensor([box.low, [a + b - 1 for a, b in zip(box.low, box.size)]])
+    low, high = (end.tolist() for end in geometry.bounds(*ends))
+    if shape is not None:
+        low, high = [0] * len(low), [high[0], *(s - 1 for s in shape)]
+    size = tuple(max(1, b - a + 1) for a, b in zip(low, high))
     check_box(size)
     keys = [
-        _keys_inside(*targets(inputs.coords, part), low, size)
-        for part in _parts(offsets, inputs.count)
+        _keys_inside(*geometry.reached(inputs.coords, part), low, size)
+        for part in _parts(geometry.steps(inputs.coords.device), inputs.count)
     ]
     return Voxels.of_sorted(_unique(torch.cat(keys)), Box(tuple(low), size), shape)
 
@@ -248,31 +287,27 @@ def _reached(inputs: Voxels, geometry: Geometry) -> Voxels:
 def _reached_at_once(inputs: Voxels, geometry: Geometry) -> Voxels:
     """The same on a GPU, where it waits once, for their number and the box that they lie in."""
     shape = geometry.spatial_shape(inputs.spatial_shape)
-    targets = geometry.fine if geometry.transposed else geometry.coarse
-    offsets = geometry.offsets(inputs.coords.device)
-    ends = torch.stack(torch.aminmax(inputs.coords, dim=0))
-    reach, _ = targets(ends.long(), torch.stack([offsets[0], offsets[-1]]))
-    low, high = reach.amin((0, 1)), reach.amax((0, 1))
-    if shape is not None:
-        low = torch.zeros_like(low)
-        high = torch.cat([high[:1], _sent(shape, low.device) - 1])
-    size = high - low + 1
-    found = []
-    for part in _parts(offsets, inputs.count):
-        coords, keep = targets(inputs.coords, part)
-        inside = ((coords >= low) & (coords <= high)).all(-1)
-        keep = inside if keep is None else keep & inside
-        found.append(torch.where(keep, keys_of(coords, low, size), _NOWHERE).reshape(-1))
-    ranked = torch.cat(found).sort().values
-    first = ranked != _NOWHERE
-    first[1:] &= ranked[1:] != ranked[:-1]
-    place = first.cumsum(0)
-    count, *corners = torch.cat([place[-1:], low, size]).tolist()
-    box = Box(tuple(corners[:4]), tuple(corners[4:]))
+    found = reaching.ranked(inputs.coords, _steps(geometry, shape, inputs.coords.device))
+    count, *corners = found.numbers()
+    axes = geometry.ndim + 1
+    box = Box(tuple(corners[:axes]), tuple(corners[axes:]))
     check_box(box.size)
-    keys = ranked.new_empty(count + 1)
-    keys.scatter_(0, torch.where(first, place - 1, count), ranked)
-    return Voxels.of_sorted(keys[:count], box, shape)
+    made = Voxels(found.coords(count), shape)
+    made.__dict__["box"] = box
+    return made
+
+
+@functools.lru_cache(maxsize=256)
+def _steps(geometry: Geometry, shape: Sizes | None, device: torch.device) -> reaching.Steps:
+    return reaching.Steps(
+        geometry.steps(device)[:, 1:].contiguous(),
+        geometry.stride,
+        geometry.padding,
+        geometry.reach,
+        geometry.dilation,
+        geometry.transposed,
+        shape,
+    )
 
 
 def _keys_inside(
@@ -297,8 +332,8 @@ def _parts(offsets: Tensor, voxels: int) -> list[Tensor]:
     return [offsets[start : start + step] for start in range(0, offsets.shape[0], step)]
 
 
-def _four(triple: Triple, like: Tensor, batch: int = 0) -> Tensor:
-    return _sent((batch, *triple), like.device)
+def _with_batch(sizes: Sizes, like: Tensor, batch: int = 0) -> Tensor:
+    return _sent((batch, *sizes), like.device)
 
 
 @functools.lru_cache(maxsize=256)

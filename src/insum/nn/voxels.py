@@ -1,4 +1,4 @@
-"""Occupied voxels and their features: what sparse convolutions work on."""
+"""Sets of occupied voxels in one to four dimensions, which can be searched."""
 
 from __future__ import annotations
 
@@ -12,31 +12,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from insum.accepted import (
-    COMPUTABLE,
-    ELEMENTS,
-    SHAPE,
-    SIZE,
-    TENSOR,
-    VALUES,
-    Accepted,
-    is_common,
-    require,
-    takes,
-)
+from insum.accepted import ELEMENTS, SHAPE, is_common, is_size, require
 from insum.compat.calls import empty, untracked
 from insum.errors import BindingError, FormatError, IndexRangeError, InsumError
-from insum.nn.checks import integers, kernels_look, one_device, sent
+from insum.nn.checks import integers, kernels_look, sent
 from insum.runtime import hashing
 from insum.runtime.record import EARLIER, synchronize
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-Triple = tuple[int, int, int]
-_AXES = ("batch", "x", "y", "z")
+#: One number for each axis.
+Sizes = tuple[int, ...]
+AXES = ("x", "y", "z", "t")
+#: Of coordinates that nothing else is said of.
+USUAL_DIMENSIONS = 3
 #: Dtypes whose values int32 holds.
 _NARROW = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32)
+#: More batches than this, out of order, beside a last column of zeros, are coordinates.
+_MANY_BATCHES = 256
 
 
 @dataclass(frozen=True)
@@ -56,34 +50,58 @@ class Voxels:
     which is built without waiting when the first map is; a voxel that stands twice or lies outside
     of the spatial shape is then reported by a later call. All tensors of one resolution share one
     object, and so its maps.
+
+    Attributes:
+        coords: (N, 1 + dimensions): batch, then x, y, z, t as far as they go.
     """
 
     coords: Tensor
-    spatial_shape: Triple | None = None
+    spatial_shape: Sizes | None = None
     maps: dict[object, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def of(cls, coords: Tensor, spatial_shape: Sequence[int] | None = None) -> Self:
-        """From coordinates (N, 3) or (N, 4), each of them once.
+    def of(
+        cls,
+        coords: Tensor,
+        spatial_shape: Sequence[int] | None = None,
+        ndim: int | None = None,
+    ) -> Self:
+        """From coordinates with or without a batch in front, each of them once.
+
+        Args:
+            coords: (N, ndim) or (N, 1 + ndim), integers.
+            spatial_shape: Bounds the coordinates to ``0 .. size-1``.
+            ndim: The number of dimensions; that of ``spatial_shape`` where it is given, else 3.
+
+        Returns:
+            The set, with coordinates of its own.
+
+        Raises:
+            BindingError: The numbers of columns and dimensions do not fit.
+            FormatError: A voxel stands twice, or the batch stands last.
+            IndexRangeError: A voxel lies outside of the spatial shape.
 
         >>> voxels = Voxels.of(torch.tensor([[0, 2, 1], [5, 0, 0]]))
         >>> voxels.find(torch.tensor([[0, 5, 0, 0], [0, 1, 1, 1], [0, 0, 2, 1]]))
         tensor([ 1, -1,  0], dtype=torch.int32)
         """
         shape = _checked_shape(spatial_shape)
-        given = _checked_coords(coords)
+        dimensions = _dimensions(ndim, shape)
+        given = _checked_coords(coords, dimensions, ndim is None)
         if not kernels_look(given):
-            made = cls(_copied(given), shape)
+            made = cls(_copied(given, dimensions), shape)
+            if ndim is None and given.shape[1] > dimensions:
+                _check_batch_first(made.coords)
             made.check()
             return made
         # a copy, too, which the kernel that looks at them makes
         with untracked():
-            made = cls(empty((given.shape[0], 4), given.dtype, given.device), shape)
+            made = cls(empty((given.shape[0], dimensions + 1), given.dtype, given.device), shape)
             made.__dict__.update(is_hashed=True, table=made.hashed(given))
         return made
 
     @classmethod
-    def of_sorted(cls, keys: Tensor, box: Box, spatial_shape: Triple | None) -> Self:
+    def of_sorted(cls, keys: Tensor, box: Box, spatial_shape: Sizes | None) -> Self:
         """From ascending keys, known to be right."""
         made = cls(_coords(keys, box), spatial_shape)
         order = torch.arange(keys.shape[0], dtype=torch.int32, device=keys.device)
@@ -94,6 +112,11 @@ class Voxels:
     def count(self) -> int:
         return self.coords.shape[0]
 
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions, without the batch."""
+        return self.coords.shape[1] - 1
+
     @functools.cached_property
     def is_hashed(self) -> bool:
         """Whether voxels are searched by kernels, which do not wait."""
@@ -103,6 +126,23 @@ class Voxels:
     def box(self) -> Box:
         """A box that holds all voxels; waits for the device."""
         return _box(self.coords, self.spatial_shape)
+
+    @functools.cached_property
+    def batch_size(self) -> int:
+        """One more than the largest batch, or what was known of it; waits for the device."""
+        return int(self.coords[:, 0].max()) + 1 if self.count else 1
+
+    def in_batches(self, source: Voxels) -> Self:
+        """This set, with as many batches as that which it was made of, where that is known."""
+        known = source.__dict__.get("batch_size")
+        if known is not None:
+            self.__dict__["batch_size"] = known
+        return self
+
+    @functools.cached_property
+    def batches(self) -> Tensor:
+        """The batch of every voxel."""
+        return self.coords[:, 0].contiguous()
 
     @functools.cached_property
     def ranked(self) -> tuple[Tensor, Tensor]:
@@ -129,6 +169,23 @@ class Voxels:
         else:
             _check_unique(self.coords, *self.ranked)
 
+    def is_same(self, other: Voxels) -> bool:
+        """Whether the voxels are the same, in the same order. Sets that share one object are told
+        at once; else their coordinates are compared, which waits.
+        """
+        if self is other:
+            return True
+        if self.coords.shape != other.coords.shape or self.coords.device != other.coords.device:
+            return False
+        return bool((self.coords == other.coords).all())
+
+    def moved(self, device: torch.device, non_blocking: bool = False) -> Self:
+        """The same voxels on another device, where maps are built anew."""
+        if device == self.coords.device:
+            return self
+        made = type(self)(self.coords.to(device, non_blocking=non_blocking), self.spatial_shape)
+        return made.in_batches(self)
+
     def __getstate__(self) -> dict[str, Any]:
         """Maps are built anew: they are held by the identity of what they lead to."""
         own = ("table", "is_hashed")  # of the device
@@ -136,10 +193,10 @@ class Voxels:
         return {**state, "maps": {}}
 
     def find(self, wanted: Tensor) -> Tensor:
-        """The row of each wanted coordinate (..., 4), or -1; without waiting."""
+        """The row of each wanted coordinate (..., 1 + dimensions), or -1; without waiting."""
         if self.is_hashed:
-            places = wanted.reshape(-1, 4).contiguous()
-            found, _ = hashing.find(self.table, places, _here(places.device))
+            places = wanted.reshape(-1, self.ndim + 1).contiguous()
+            found, _ = hashing.find(self.table, places, _here(self.ndim, places.device))
             return found.reshape(wanted.shape[:-1])
         if self.count == 0:
             return torch.full(wanted.shape[:-1], -1, dtype=torch.int32, device=wanted.device)
@@ -151,128 +208,58 @@ class Voxels:
         return torch.where(inside & (keys[at] == key), order[at], -1)
 
 
-@functools.lru_cache(maxsize=16)
-def _here(device: torch.device) -> hashing.Stencil:
+@functools.lru_cache(maxsize=64)
+def _here(ndim: int, device: torch.device) -> hashing.Stencil:
     """The stencil that leads nowhere else."""
-    offsets, first = sent([[0, 0, 0]], torch.int64, device), sent([0], torch.int32, device)
-    return hashing.Stencil(offsets, first, (1, 1, 1), (0, 0, 0), coarse=False)
-
-
-VOXEL_SET = Accepted("Voxels, or None", lambda v: isinstance(v, Voxels))
-
-
-@dataclass(frozen=True, eq=False)
-class SparseTensor:
-    """Features at voxels: ``coords`` (N, 4) as batch, x, y, z or (N, 3) for a single one, and
-    ``features`` (N, channels).
-
-    Every voxel stands once; the order is free. ``spatial_shape`` bounds the coordinates to ``0 ..
-    size-1``, as a dense grid does; without it they may be any integers. Layers keep the kernel maps
-    that they build with the voxels, so that all layers of one resolution share them.
-
-    >>> coords = torch.tensor([[0, 0, 0, 0], [0, 1, 0, 2], [1, 1, 1, 1]])
-    >>> x = SparseTensor(coords, torch.ones(3, 8), spatial_shape=(4, 4, 4))
-    >>> x
-    SparseTensor(voxels=3, channels=8, float32, spatial_shape=(4, 4, 4), cpu)
-    >>> x.to_dense().shape
-    torch.Size([2, 8, 4, 4, 4])
-    """
-
-    coords: Tensor
-    features: Tensor
-    spatial_shape: Triple | None = None
-    voxels: Voxels = field(default=None, repr=False)  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        features, voxels = self.features, self.voxels
-        if not is_common(features) or features.dtype not in COMPUTABLE:
-            require("features", features, VALUES)
-        if type(self.coords) is not Tensor:
-            require("coords", self.coords, TENSOR)
-        if type(voxels) is not Voxels:
-            if voxels is not None:
-                require("voxels", voxels, VOXEL_SET)
-            one_device(coords=self.coords, features=features)
-            voxels = voxels or Voxels.of(self.coords, self.spatial_shape)
-            object.__setattr__(self, "voxels", voxels)
-        count = voxels.coords.shape[0]
-        if features.dim() != 2 or features.shape[0] != count:
-            raise BindingError(
-                f"features have shape {tuple(features.shape)}, but there are {count} voxels",
-                expected=f"({count}, channels)",
-            )
-        object.__setattr__(self, "coords", voxels.coords)
-        object.__setattr__(self, "spatial_shape", voxels.spatial_shape)
-
-    @classmethod
-    @takes(grid=ELEMENTS)
-    def from_dense(cls, grid: Tensor) -> Self:
-        """The voxels of a grid (batch, channels, x, y, z) that hold anything but zero."""
-        if grid.dim() != 5:
-            raise BindingError(
-                f"the grid has shape {tuple(grid.shape)}", expected="(batch, channels, x, y, z)"
-            )
-        last = grid.movedim(1, -1)
-        found = (last.detach() != 0).any(-1).nonzero()
-        return cls(
-            found,
-            last[tuple(found.unbind(1))],
-            spatial_shape=(grid.shape[2], grid.shape[3], grid.shape[4]),
-        )
-
-    @takes(batch_size=SIZE.optional)
-    def to_dense(self, batch_size: int | None = None) -> Tensor:
-        """The grid (batch, channels, x, y, z), zero where there is no voxel."""
-        if self.spatial_shape is None:
-            raise BindingError(
-                "the spatial shape of this tensor is not known",
-                remedy="SparseTensor(coords, features, spatial_shape=(...))",
-            )
-        if self.voxels.is_hashed:
-            self.voxels.check()  # torch's own kernels would end the process' use of the device
-        batches = batch_size or (int(self.coords[:, 0].max()) + 1 if self.voxels.count else 1)
-        grid = self.features.new_zeros(batches, *self.spatial_shape, self.features.shape[1])
-        return grid.index_put(tuple(self.coords.long().unbind(1)), self.features).movedim(-1, 1)
-
-    def with_features(self, features: Tensor) -> Self:
-        """The same voxels with other features.
-
-        >>> x = SparseTensor(torch.tensor([[0, 0, 0]]), torch.tensor([[-1.0, 2.0]]))
-        >>> x.with_features(x.features.relu()).features
-        tensor([[0., 2.]])
-        """
-        return type(self)(self.coords, features, self.spatial_shape, self.voxels)
-
-    def __repr__(self) -> str:
-        f = self.features
-        kind = str(f.dtype).removeprefix("torch.")
-        return (
-            f"SparseTensor(voxels={self.voxels.count}, channels={f.shape[1]}, {kind}, "
-            f"spatial_shape={self.spatial_shape}, {f.device})"
-        )
+    offsets, first = sent([[0] * ndim], torch.int64, device), sent([0], torch.int32, device)
+    return hashing.Stencil(offsets, first, (1,) * ndim, (0,) * ndim, coarse=False)
 
 
 # --- checks ---
 
 
-def _checked_shape(shape: Sequence[int] | None) -> Triple | None:
+def axes_of(ndim: int) -> str:
+    """The names of the axes, for messages."""
+    return ", ".join(AXES[:ndim])
+
+
+def _dimensions(ndim: int | None, shape: Sizes | None) -> int:
+    found = ndim if ndim is not None else USUAL_DIMENSIONS if shape is None else len(shape)
+    if not is_size(found, 1) or found > len(AXES):
+        raise BindingError(f"ndim is {ndim!r}", expected="1, 2, 3 or 4 dimensions")
+    if shape is not None and len(shape) != found:
+        raise BindingError(
+            f"spatial_shape is {shape}, but there are {found} dimensions",
+            expected=f"{found} sizes: {axes_of(found)}",
+        )
+    return found
+
+
+def _checked_shape(shape: Sequence[int] | None) -> Sizes | None:
     if shape is None:
         return None
-    if not SHAPE.fits(shape) or len(shape) != 3 or 0 in shape:
+    if not SHAPE.fits(shape) or not 1 <= len(shape) <= len(AXES) or 0 in shape:
         raise BindingError(
-            f"spatial_shape is {shape!r}", expected="three sizes of at least 1: x, y, z"
+            f"spatial_shape is {shape!r}",
+            expected="one to four sizes of at least 1, one for each of x, y, z, t",
         )
-    return (shape[0], shape[1], shape[2])
+    return tuple(shape)
 
 
-def _checked_coords(coords: Tensor) -> Tensor:
+def _checked_coords(coords: Tensor, ndim: int, usual: bool) -> Tensor:
     if not is_common(coords):
         require("coords", coords, ELEMENTS)
     integers("coords", coords)
-    if coords.dim() != 2 or coords.shape[1] not in (3, 4):
+    if coords.dim() != 2 or coords.shape[1] not in (ndim, ndim + 1):
+        columns = coords.shape[1] if coords.dim() == 2 else 0
         raise BindingError(
             f"coords have shape {tuple(coords.shape)}",
-            expected="(voxels, 4) for batch, x, y, z, or (voxels, 3) for x, y, z",
+            expected=f"(voxels, {ndim + 1}) for batch, {axes_of(ndim)}, or (voxels, {ndim}) for "
+            f"{axes_of(ndim)}",
+            remedy=f"SparseTensor(coords, features, ndim={columns - 1}), where the batch is the "
+            "first column"
+            if usual and 2 <= columns <= 5
+            else "",
         )
     kind = torch.int32 if coords.dtype in _NARROW else torch.int64
     if coords.dtype is kind and coords.is_contiguous():
@@ -280,37 +267,70 @@ def _checked_coords(coords: Tensor) -> Tensor:
     return coords.to(kind).contiguous()
 
 
-def _copied(coords: Tensor) -> Tensor:
+def _copied(coords: Tensor, ndim: int) -> Tensor:
     """With a batch. A copy: maps hold for these coordinates, whatever becomes of the caller's
     buffer.
     """
-    if coords.shape[1] == 3:
+    if coords.shape[1] == ndim:
         return torch.nn.functional.pad(coords, (1, 0))
     return coords.clone()
 
 
-def _box(coords: Tensor, shape: Triple | None) -> Box:
+def _check_batch_first(coords: Tensor) -> None:
+    """Raise where the last column looks like a batch, and the first does not: numbers from 0 on
+    that never fall, beside numbers that do and reach higher.
+    """
+    first, last = coords[:, 0], coords[:, -1]
+    falls = first[1:] < first[:-1]
+    if not bool(falls.any()) or bool((last[1:] < last[:-1]).any()) or int(last[0]) != 0:
+        return
+    batches = int(last[-1]) + 1
+    if int(first.max()) + 1 <= (_MANY_BATCHES if batches == 1 else batches):
+        return
+    row, ndim = int(falls.nonzero()[0]) + 1, coords.shape[1] - 1
+    order = [ndim, *range(ndim)]
+    raise FormatError(
+        f"the batch seems to be the last column of coords: coords[{row}] is "
+        f"{tuple(coords[row].tolist())}, of batch {int(first[row])} after batch "
+        f"{int(first[row - 1])}, while the last column goes from 0 to {batches - 1}",
+        expected=f"batch, {axes_of(ndim)}",
+        remedy=f"coords[:, {order}]; where the batch does come first, SparseTensor(..., "
+        f"ndim={ndim}) says so",
+    )
+
+
+def _box(coords: Tensor, shape: Sizes | None) -> Box:
     """A box that holds all; one look at the device."""
+    ndim = coords.shape[1] - 1
     if coords.shape[0] == 0:
-        return Box((0, 0, 0, 0), (1, *(shape or (1, 1, 1))))
+        return Box((0,) * (ndim + 1), (1, *(shape or (1,) * ndim)))
     least, most = torch.stack(torch.aminmax(coords, dim=0)).tolist()
-    limits = [None, *shape] if shape else [None] * 4
+    limits = [None, *shape] if shape else [None] * (ndim + 1)
     for axis, (low, high, limit) in enumerate(zip(least, most, limits)):
         if (limit is not None or axis == 0) and low < 0 or limit is not None and high >= limit:
             raise _first_outside(coords, axis, limit)
-    low = (0, 0, 0, 0) if shape else (0, *least[1:])
+    low = (0,) * (ndim + 1) if shape else (0, *least[1:])
     size = (most[0] + 1, *(shape or [b - a + 1 for a, b in zip(least[1:], most[1:])]))
-    check_box(size)
+    check_box(size, coords)
     return Box(low, size)
 
 
-def check_box(size: tuple[int, ...]) -> None:
-    """Every place of a box has a key of 64 bits."""
-    if math.prod(size) >= 2**63:
-        raise FormatError(
-            f"the voxels lie in a box of {size}, too large for 64-bit keys",
-            expected="fewer than 2**63 places",
-        )
+def check_box(size: tuple[int, ...], coords: Tensor | None = None) -> None:
+    """Every place of a box has a key of 64 bits; of voxels the two that are farthest apart are
+    named where it has not.
+    """
+    if math.prod(size) < 2**63:
+        return
+    where = ""
+    if coords is not None:
+        widest = coords[:, max(range(len(size)), key=size.__getitem__)]
+        rows = int(widest.argmin()), int(widest.argmax())
+        named = [f"coords[{row}], {tuple(coords[row].tolist())}" for row in rows]
+        where = f": from {named[0]} to {named[1]}"
+    raise FormatError(
+        f"the voxels lie in a box of {size}, too large for 64-bit keys{where}",
+        expected="fewer than 2**63 places",
+    )
 
 
 def _first_outside(coords: Tensor, axis: int, limit: int | None) -> IndexRangeError:
@@ -324,10 +344,14 @@ def _outside(
 ) -> IndexRangeError:
     where = f"coords[{row}] is {tuple(place)}"
     if limit is None:
-        return IndexRangeError(f"{where}: batch {place[axis]}{when}", expected="batches from 0")
+        return IndexRangeError(
+            f"{where}: batch {place[axis]}{when}",
+            expected=f"batches from 0, in the first column: batch, {axes_of(len(place) - 1)}",
+        )
+    name = AXES[axis - 1]
     return IndexRangeError(
-        f"{where}, outside the spatial shape: {_AXES[axis]} is {place[axis]}{when}",
-        expected=f"{_AXES[axis]} from 0 to {limit - 1}",
+        f"{where}, outside the spatial shape: {name} is {place[axis]}{when}",
+        expected=f"{name} from 0 to {limit - 1}",
     )
 
 
@@ -352,7 +376,7 @@ class _Explained:
     """Makes the error of what a kernel found; the coordinates may be gone by then."""
 
     coords: weakref.ref[Tensor]
-    shape: Triple | None
+    shape: Sizes | None
 
     def __call__(self, offence: int, row: int, other: int) -> InsumError:
         coords = self.coords()
@@ -372,9 +396,9 @@ class _Explained:
 
 
 def keys_of(coords: Tensor, low: Sequence[int] | Tensor, size: Sequence[int] | Tensor) -> Tensor:
-    """The place of each coordinate (..., 4) in a box, counted row by row; meaningless outside."""
+    """The place of each coordinate (..., axes) in a box, row by row; meaningless outside."""
     key = coords[..., 0].long() - low[0]
-    for axis in (1, 2, 3):
+    for axis in range(1, coords.shape[-1]):
         # the difference of two coordinates of 32 bits may need 33
         key = key * size[axis] + (coords[..., axis].long() - low[axis])
     return key
@@ -382,7 +406,7 @@ def keys_of(coords: Tensor, low: Sequence[int] | Tensor, size: Sequence[int] | T
 
 def _coords(keys: Tensor, box: Box) -> Tensor:
     columns, (low, size) = [], (box.low, box.size)
-    for axis in (3, 2, 1):
+    for axis in reversed(range(1, len(size))):
         rest = keys.div(size[axis], rounding_mode="floor")
         columns.append(keys - rest * size[axis] + low[axis])
         keys = rest

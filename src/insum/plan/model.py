@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
-from insum.lang.expr import accesses, variables
+from insum.lang.expr import Number, accesses, variables
 from insum.plan.config import Choice, Config
 from insum.plan.plan import Pattern, Plan, Segment
 from insum.plan.roles import FLATTEN_UP_TO, Contraction, contiguity, one_place_an_entry
@@ -39,6 +39,9 @@ FEWER_ENTRIES, CUT_FEWER = 100_000, 16
 TINY_ENTRIES = 2**15
 #: Programs that fill a device twice over; fewer than this and a long reduction is cut into pieces.
 ENOUGH_PROGRAMS = 264
+#: Outputs of a tile whose threads sum each its own: eight for each of four warps' threads, as many
+#: halves as the widest load has.
+OWN_SUMS = 1024
 #: Columns in tiles of which the last may be half empty.
 MANY_COLUMNS = 512
 #: Sides of the tiles that arithmetic alone decides on: this, and twice this on N.
@@ -483,12 +486,30 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
     if _is_turned(plan) and min(m, n) >= TURNED // 2:
         return Config(m=min(m, TURNED), n=min(n, TURNED), warps=4, stages=1)
     n = min(n, 128)
+    if k < 128 and _gathers_side_by_side(plan, extents):
+        # every thread sums what is its own, one after the other: nothing is put together at the end
+        n = min(n, 64)
+        return Config(m=min(m, OWN_SUMS // n), n=n, k=1, warps=4, stages=1)
     if plan.roles.k and k >= 1024 and _output_places(plan, extents) < 2 * ENOUGH_PROGRAMS * n:
         # long sums over few columns: more programs, and more rows in flight
         return Config(m=1, n=min(n, 64), k=128, warps=8, stages=1)
     k = min(k, max(4, 1024 // n)) if plan.roles.k and k < 128 or n > 16 else k
     m = min(m, max(1, 2048 // (n * k)))
     return Config(m=m, n=n, k=k, warps=4, stages=1 if k == 1 else 2)
+
+
+def _gathers_side_by_side(plan: Plan, extents: Mapping[str, int]) -> bool:
+    """Whether many outputs are sums over gathered rows, found by an index tensor that lies along
+    the outputs and not along the sums: maps of pooling, and of convolutions channel by channel.
+    """
+    if not (plan.roles.m and plan.roles.n and plan.roles.k):
+        return False
+    reads = [a for f in plan.factors if not isinstance(f, Number) for a in accesses(f)]
+    ends = {
+        a.indices[-1].var for a in reads if len(a.indices) > 1 and a.tensor in plan.index_tensors
+    }
+    enough = _output_places(plan, extents) >= ENOUGH_PROGRAMS * OWN_SUMS // 4
+    return enough and bool(ends & set(plan.roles.m)) and not ends & set(plan.roles.k)
 
 
 def _is_turned(plan: Plan) -> bool:

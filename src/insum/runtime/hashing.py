@@ -25,10 +25,39 @@ from insum.runtime.record import Explain, record_of
 #: What is reported: two rows with the same coordinates; coordinates outside of what they may be.
 TWICE, OUTSIDE = 0, 1
 
-_HASH = """@triton.jit
-def insum_hash(b, x, y, z, mask):
-    h = (x.to(tl.uint32) * 2654435761) ^ (y.to(tl.uint32) * 2246822519)
-    h = (h ^ (z.to(tl.uint32) * 3266489917) ^ (b.to(tl.uint32) * 668265263)).to(tl.uint32)
+#: Names of the axes, and the odd numbers that their hashes are multiplied with; that of the batch.
+_PRIMES = {"x": 2654435761, "y": 2246822519, "z": 3266489917, "t": 374761393}
+_OF_BATCH = 668265263
+MOST_DIMENSIONS = len(_PRIMES)
+
+
+class _Axes(tuple[str, ...]):
+    """The axes of coordinates in so many dimensions, for which lines of kernels are repeated."""
+
+    __slots__ = ()
+
+    def each(self, line: str, between: str = "\n    ") -> str:
+        """A line for every axis: @ is its name, # its column behind the batch, % its prime."""
+        made = [
+            line.replace("@", axis).replace("#", str(at)).replace("%", str(_PRIMES[axis]))
+            for at, axis in enumerate(self)
+        ]
+        return between.join(made)
+
+    @property
+    def names(self) -> str:
+        return ", ".join(self)
+
+    @property
+    def columns(self) -> int:
+        return len(self) + 1
+
+
+def _hash(axes: _Axes) -> str:
+    mixed = axes.each("(@.to(tl.uint32) * %)", " ^ ")
+    return f"""@triton.jit
+def insum_hash(b, {axes.names}, mask):
+    h = ({mixed} ^ (b.to(tl.uint32) * {_OF_BATCH})).to(tl.uint32)
     h = (h ^ (h >> 15)).to(tl.uint32) * 739982445
     h = (h ^ (h >> 12)).to(tl.uint32)
     return h.to(tl.int64) & mask
@@ -40,43 +69,38 @@ def insum_floor(a, b):
 
 
 @triton.jit
-def insum_same(coords_ptr, axes, row, b, x, y, z, active):
-    at = coords_ptr + row.to(tl.int64) * axes + (axes - 4)
-    same = active & (tl.load(at, mask=active & (axes > 3), other=0).to(tl.int64) == b)
-    same = same & (tl.load(at + 1, mask=active, other=0).to(tl.int64) == x)
-    same = same & (tl.load(at + 2, mask=active, other=0).to(tl.int64) == y)
-    return same & (tl.load(at + 3, mask=active, other=0).to(tl.int64) == z)
+def insum_same(coords_ptr, columns, row, b, {axes.names}, active):
+    at = coords_ptr + row.to(tl.int64) * columns + (columns - {len(axes)})
+    has_batch = active & (columns > {len(axes)})
+    same = active & (tl.load(at - 1, mask=has_batch, other=0).to(tl.int64) == b)
+    {axes.each("same = same & (tl.load(at + #, mask=active, other=0).to(tl.int64) == @)")}
+    return same
 
 
 """
-_INSERT = Handwritten(
-    "insum_insert",
-    REPORT
-    + _HASH
-    + """@triton.jit
+
+
+def _inserter(axes: _Axes) -> Handwritten:
+    text = f"""@triton.jit
 def insum_insert(
-    given_ptr, coords_ptr, table_ptr, claim_at, record_at, flags_at, count: "i64", axes: "i64",
-    mask: "i64", bounded: "i64", x_size: "i64", y_size: "i64", z_size: "i64", call: "i64",
+    given_ptr, coords_ptr, table_ptr, claim_at, record_at, flags_at, count: "i64", columns: "i64",
+    mask: "i64", bounded: "i64", {axes.each('@_size: "i64"', ", ")}, call: "i64",
 ):
     row = tl.program_id(0).to(tl.int64) * 256 + tl.arange(0, 256)
     there = row < count
-    at = given_ptr + row * axes + (axes - 4)
-    b = tl.load(at, mask=there & (axes > 3), other=0).to(tl.int64)
-    x = tl.load(at + 1, mask=there, other=0).to(tl.int64)
-    y = tl.load(at + 2, mask=there, other=0).to(tl.int64)
-    z = tl.load(at + 3, mask=there, other=0).to(tl.int64)
-    own = coords_ptr + row * 4
+    at = given_ptr + row * columns + (columns - {len(axes)})
+    b = tl.load(at - 1, mask=there & (columns > {len(axes)}), other=0).to(tl.int64)
+    {axes.each("@ = tl.load(at + #, mask=there, other=0).to(tl.int64)")}
+    own = coords_ptr + row * {axes.columns} + 1
     kind = coords_ptr.dtype.element_ty
-    tl.store(own, b.to(kind), mask=there)
-    tl.store(own + 1, x.to(kind), mask=there)
-    tl.store(own + 2, y.to(kind), mask=there)
-    tl.store(own + 3, z.to(kind), mask=there)
-    low = (x < 0) | (y < 0) | (z < 0)
-    high = (x >= x_size) | (y >= y_size) | (z >= z_size)
+    tl.store(own - 1, b.to(kind), mask=there)
+    {axes.each("tl.store(own + #, @.to(kind), mask=there)")}
+    low = {axes.each("(@ < 0)", " | ")}
+    high = {axes.each("(@ >= @_size)", " | ")}
     outside = there & ((b < 0) | ((bounded > 0) & (low | high)))
     call_number = call.to(tl.int32)
     insum_report(outside, row, row, 1, claim_at, record_at, flags_at, call_number)
-    slot = insum_hash(b, x, y, z, mask)
+    slot = insum_hash(b, {axes.names}, mask)
     active = there
     twice = row < 0
     first = row * 0
@@ -86,15 +110,26 @@ def insum_insert(
         empty = tl.where(active, -1, -2).to(tl.int32)
         old = tl.atomic_cas(table_ptr + slot, empty, row.to(tl.int32))
         taken = active & (old >= 0)
-        same = insum_same(given_ptr, axes, tl.where(taken, old, 0), b, x, y, z, taken)
+        held = tl.where(taken, old, 0)
+        same = insum_same(given_ptr, columns, held, b, {axes.names}, taken)
         twice = twice | same
         first = tl.where(same, old.to(tl.int64), first)
         active = taken & (same == 0)
         slot = tl.where(active, (slot + 1) & mask, slot)
     insum_report(twice, row, first, 0, claim_at, record_at, flags_at, call_number)
-""",
-)
-_FIND = """@triton.jit
+"""
+    return Handwritten("insum_insert", REPORT + _hash(axes) + text)
+
+
+#: Places that one program looks for at once: of as many rows as registers allow.
+AT_ONCE = 512
+
+
+def _finder(axes: _Axes, lanes: int) -> Handwritten:
+    rows, inner = AT_ONCE // lanes, "\n        "
+    deeper = inner + "    "
+    whole = "active = active & (@ * @_stride == @_fine)"
+    text = f"""@triton.jit
 def insum_either(a, b):
     return a | b
 
@@ -102,70 +137,61 @@ def insum_either(a, b):
 @triton.jit
 def insum_find(
     coords_ptr, table_ptr, from_ptr, offsets_ptr, names_ptr, found_ptr, words_ptr, count: "i64",
-    steps: "i64", per: "i64", mask: "i64", coarse: "i64", x_stride: "i64", y_stride: "i64",
-    z_stride: "i64", x_pad: "i64", y_pad: "i64", z_pad: "i64",
+    steps: "i64", per: "i64", mask: "i64", coarse: "i64", {axes.each('@_stride: "i64"', ", ")},
+    {axes.each('@_pad: "i64"', ", ")},
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * {rows} + tl.arange(0, {rows})
     there = row < count
-    at = from_ptr + row * 4
-    b = tl.load(at, mask=there, other=0).to(tl.int64)[:, None]
-    x_here = tl.load(at + 1, mask=there, other=0).to(tl.int64)[:, None]
-    y_here = tl.load(at + 2, mask=there, other=0).to(tl.int64)[:, None]
-    z_here = tl.load(at + 3, mask=there, other=0).to(tl.int64)[:, None]
-    bit = tl.arange(0, LANES)
+    at = from_ptr + row * {axes.columns} + 1
+    b = tl.load(at - 1, mask=there, other=0).to(tl.int64)[:, None]
+    {axes.each("@_here = tl.load(at + #, mask=there, other=0).to(tl.int64)[:, None]")}
+    bit = tl.arange(0, {lanes})
     for word in range((steps + per - 1) // per):
         name = word * per + bit
         used = (bit < per) & (name < steps)
         step = tl.load(names_ptr + name, mask=used, other=0).to(tl.int64)
-        dx = tl.load(offsets_ptr + step * 3)[None, :]
-        dy = tl.load(offsets_ptr + step * 3 + 1)[None, :]
-        dz = tl.load(offsets_ptr + step * 3 + 2)[None, :]
+        {axes.each(f"d@ = tl.load(offsets_ptr + step * {len(axes)} + #)[None, :]", inner)}
         active = there[:, None] & used[None, :]
         if coarse > 0:
-            x_fine = x_here + x_pad - dx
-            y_fine = y_here + y_pad - dy
-            z_fine = z_here + z_pad - dz
-            x = insum_floor(x_fine, x_stride)
-            y = insum_floor(y_fine, y_stride)
-            z = insum_floor(z_fine, z_stride)
-            active = active & (x * x_stride == x_fine)
-            active = active & (y * y_stride == y_fine) & (z * z_stride == z_fine)
+            {axes.each("@_fine = @_here + @_pad - d@", deeper)}
+            {axes.each("@ = insum_floor(@_fine, @_stride)", deeper)}
+            {axes.each(whole, deeper)}
         else:
-            x = x_here * x_stride - x_pad + dx
-            y = y_here * y_stride - y_pad + dy
-            z = z_here * z_stride - z_pad + dz
-        slot = insum_hash(b, x, y, z, mask)
-        found = tl.full([ROWS, LANES], -1, tl.int32)
+            {axes.each("@ = @_here * @_stride - @_pad + d@", deeper)}
+        slot = insum_hash(b, {axes.names}, mask)
+        found = tl.full([{rows}, {lanes}], -1, tl.int32)
         while tl.max(tl.max(active.to(tl.int32), axis=1), axis=0) > 0:
             old = tl.load(table_ptr + slot, mask=active, other=-1)
             taken = active & (old >= 0)
-            same = insum_same(coords_ptr, 4, tl.where(taken, old, 0), b, x, y, z, taken)
+            held = tl.where(taken, old, 0)
+            same = insum_same(coords_ptr, {axes.columns}, held, b, {axes.names}, taken)
             found = tl.where(same, old, found)
             active = taken & (same == 0)
             slot = (slot + 1) & mask
         place = found_ptr + step[None, :] * count + row[:, None]
         tl.store(place, found, mask=there[:, None] & used[None, :])
         bits = tl.where(found >= 0, 1, 0).to(tl.int64) << bit[None, :].to(tl.int64)
-        held = tl.reduce(bits, 1, insum_either)
+        either = tl.reduce(bits, 1, insum_either)
         at_word = words_ptr + word * count + row
-        tl.store(at_word, held.to(words_ptr.dtype.element_ty), mask=there)
+        tl.store(at_word, either.to(words_ptr.dtype.element_ty), mask=there)
 """
-#: Places that one program looks for at once: of as many rows as registers allow.
-AT_ONCE = 512
+    return Handwritten("insum_find", _hash(axes) + text)
 
 
-def _finder(lanes: int) -> Handwritten:
-    text = _FIND.replace("ROWS", str(AT_ONCE // lanes)).replace("LANES", str(lanes))
-    return Handwritten("insum_find", _HASH + text)
-
-
-#: By the bits of a word, which are looked for at once, how many lanes there are, and the kernel.
-_FINDS = {31: (32, _finder(32)), 62: (64, _finder(64))}
+_EVERY = {n: _Axes(tuple(_PRIMES)[:n]) for n in range(1, MOST_DIMENSIONS + 1)}
+#: By the number of dimensions.
+_INSERTS = {n: _inserter(axes) for n, axes in _EVERY.items()}
+#: By the bits of a word, which are looked for at once, how many lanes there are.
+_LANES = {31: 32, 62: 64}
+#: By the number of dimensions and the bits of a word.
+_FINDS = {
+    (n, per): _finder(axes, lanes) for n, axes in _EVERY.items() for per, lanes in _LANES.items()
+}
 
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A hash table of the rows of ``coords`` (N, 4)."""
+    """A hash table of the rows of ``coords``: batch, then the axes."""
 
     coords: Tensor
     slots: Tensor
@@ -176,15 +202,16 @@ class Table:
 
 
 def table_of(given: Tensor, coords: Tensor, shape: Sequence[int] | None, explain: Explain) -> Table:
-    """The table of contiguous coordinates (N, 3) or (N, 4), which are copied to ``coords`` (N, 4).
-    Coordinates that stand twice, a negative batch, and what lies outside of ``shape``, are
-    reported; ``explain`` makes the error of a report.
+    """The table of contiguous coordinates, with or without a batch in front, which are copied to
+    ``coords``, with a batch. Coordinates that stand twice, a negative batch, and what lies outside
+    of ``shape``, are reported; ``explain`` makes the error of a report.
     """
     count, device = coords.shape[0], coords.device
     size = power_of_two(2 * max(1, count))
     slots = torch.full((size,), -1, dtype=torch.int32, device=device)
     record: dict[str, Any] = record_of(device).next(explain, {})
-    _INSERT(
+    ndim = coords.shape[1] - 1
+    _INSERTS[ndim](
         blocks(count, 256),
         given,
         coords,
@@ -196,7 +223,7 @@ def table_of(given: Tensor, coords: Tensor, shape: Sequence[int] | None, explain
         given.shape[1],
         size - 1,
         int(shape is not None),
-        *(shape or (0, 0, 0)),
+        *(shape or (0,) * ndim),
         record[CALL],
     )
     return Table(coords, slots)
@@ -208,27 +235,26 @@ class Stencil:
     ``coarse``, the place for which that holds.
 
     Attributes:
-        offsets: (steps, 3), int64.
+        offsets: (steps, dimensions), int64.
         names: the steps in the order of their bits in the words of rows.
     """
 
     offsets: Tensor
     names: Tensor
-    stride: tuple[int, int, int]
-    padding: tuple[int, int, int]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
     coarse: bool
 
 
 def find(table: Table, places: Tensor, stencil: Stencil) -> tuple[Tensor, Tensor]:
-    """The row for every offset of a stencil from every place (M, 4), or -1: (steps, M); and words
-    with a bit for each that is there (`packs.words_for`).
+    """The row for every offset of a stencil from every place (M, 1 + dimensions), or -1: (steps,
+    M); and words with a bit for each that is there (`packs.words_for`).
     """
-    steps, count = stencil.offsets.shape[0], places.shape[0]
+    (steps, ndim), count = stencil.offsets.shape, places.shape[0]
     found = empty((steps, count), torch.int32, places.device)
     words, per = words_for(count, steps, places.device), bits_per_word(steps)
-    lanes, kernel = _FINDS[per]
-    kernel(
-        blocks(count, AT_ONCE // lanes),
+    _FINDS[ndim, per](
+        blocks(count, AT_ONCE // _LANES[per]),
         table.coords,
         table.slots,
         places,

@@ -491,23 +491,59 @@ def _layers() -> None:
 
 
 def _convolutions() -> None:
-    made = {"in_channels": the(2), "out_channels": the(3), "kernel_size": the(3), "stride": the(1),
-            "padding": the(1), "dilation": the(1), "bias": the(True), "submanifold": the(False),
-            "transposed": the(False), "output_padding": the(0)}  # fmt: skip
+    made = {"in_channels": the(2), "out_channels": the(2), "kernel_size": the(3), "stride": the(1),
+            "padding": the(1), "dilation": the(1), "bias": the(True), "groups": the(1),
+            "submanifold": the(False), "transposed": the(False), "output_padding": the(0),
+            "indice_key": the(None)}  # fmt: skip
+    pool = {"kernel_size": the(2), "stride": the(None), "padding": the(1), "dilation": the(1)}
 
-    def voxel() -> L.SparseTensor:
-        return L.SparseTensor(voxels(), torch.ones(4, 2), spatial_shape=(4, 4, 4))
+    def voxel(ndim: int = 3) -> L.SparseTensor:
+        coords = voxels()[:3, :ndim] if ndim == 2 else voxels()[1:, -ndim:]
+        coords = coords if ndim < 4 else nn.functional.pad(coords, (0, 1))
+        if ndim == 1:
+            coords = torch.arange(3)[:, None]
+        return L.SparseTensor(coords, torch.ones(3, 2), spatial_shape=(4,) * ndim)
 
-    layer(L.SparseConv3d, made, {"x": voxel, "like": the(None)})
+    for ndim in (1, 2, 3, 4):
+        called = {"x": partial(voxel, ndim), "like": the(None)}
+        layer(getattr(L, f"SparseConv{ndim}d"), made, called)
+        layer(getattr(L, f"SparseMaxPool{ndim}d"), pool, called)
+        layer(getattr(L, f"SparseAvgPool{ndim}d"), {**pool, "count_empty": the(False)}, called)
+    layer(L.GlobalPool, {"reduce": the("mean")}, {"x": voxel, "batch_size": the(2)})
     right("SparseConv3d.from_dense", L.SparseConv3d.from_dense, layer=lambda: nn.Conv3d(2, 3, 3),
           submanifold=the(False))  # fmt: skip
-    right("SparseTensor", lambda batch_size, **o: L.SparseTensor(**o).to_dense(batch_size),
-          coords=voxels, features=ones(4, 2), spatial_shape=the((4, 4, 4)), voxels=the(None),
-          batch_size=the(1))  # fmt: skip
+    right("SparseSequential", lambda x: L.SparseSequential(nn.ReLU())(x), x=voxel)
+    right("SparseModule", lambda: L.SparseModule())
+    _voxels(voxel)
+
+
+def _voxels(voxel: Callable[..., Any]) -> None:
+    right("SparseTensor", lambda batch_size, shape, **o: L.SparseTensor(**o).to_dense(
+        batch_size, shape=shape), coords=voxels, features=ones(4, 2),
+        spatial_shape=the((4, 4, 4)), voxels=the(None), ndim=the(3), batch_size=the(1),
+        shape=the(None))  # fmt: skip
     right("SparseTensor.from_dense", L.SparseTensor.from_dense, grid=ones(1, 2, 2, 2, 2))
     right("SparseTensor.with_features", lambda features: voxel().with_features(features),
-          features=ones(4, 3))  # fmt: skip
-    right("Voxels.of", L.Voxels.of, coords=voxels, spatial_shape=the((4, 4, 4)))
+          features=ones(3, 3))  # fmt: skip
+    right("SparseTensor.to", lambda **o: voxel().to(**o), device=the("cpu"),
+          dtype=the(torch.float16), non_blocking=the(False))  # fmt: skip
+    right("SparseTensor.keep", lambda mask: voxel().keep(mask), mask=lambda: torch.ones(3) > 0)
+    right("SparseTensor + other", lambda other: voxel() + other, other=voxel)
+    for function in (L.cat, L.batch):
+        right(function.__name__, function, tensors=lambda: [voxel(), voxel()])
+    right("collate", lambda samples: L.collate(samples), samples=lambda: [voxel(), voxel()])
+    right("voxelize", L.voxelize, points=ones(4, 3), size=the(0.5), features=ones(4, 2),
+          batch=lambda: torch.tensor([0, 0, 1, 1]), reduce=the("sum"), return_inverse=the(False)
+          )  # fmt: skip
+    right("devoxelize", L.devoxelize, x=voxel, points=ones(4, 3), size=the(0.5),
+          batch=lambda: torch.tensor([0, 0, 1, 1]), mode=the("linear"))  # fmt: skip
+    model = lambda: nn.Sequential(L.SparseConv3d(2, 3, 3, bias=False))
+    kernel = lambda: {"0.kernel": torch.ones(27, 2, 3)}
+    right("load_minkowski", L.load_minkowski, model=model, state=kernel, strict=the(True))
+    right("load_torchsparse", L.load_torchsparse, model=model, state=kernel, strict=the(True))
+    right("load_spconv", L.load_spconv, model=model, layout=the("KRSC"), strict=the(True),
+          state=lambda: {"0.weight": torch.ones(3, 3, 3, 3, 2)})  # fmt: skip
+    right("Voxels.of", L.Voxels.of, coords=voxels, spatial_shape=the((4, 4, 4)), ndim=the(3))
     right("Voxels", lambda coords: L.Voxels.of(coords).count, coords=voxels)
 
 

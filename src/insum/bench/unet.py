@@ -1,0 +1,304 @@
+"""``insum bench unet``: a whole network, MinkUNet18, on clouds that are new at every step.
+
+A cloud is a scene that is moved and whose axes are exchanged, several of them for a batch. With
+maps, what is timed begins with coordinates and features on the device; without, the maps of a cloud
+are there already. A step is forward, sum and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import random
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from insum.bench import data, measure
+from insum.bench.rivals import FLEXGEMM, SPCONV, module
+from insum.bench.study import Study
+from insum.bench.table import aligned
+from insum.nn import SparseModule, SparseTensor
+from insum.nn.models import MINKUNET18, MinkUNet
+
+CHANNELS, CLASSES, CALLS, WARM = 4, 20, 20, 4
+#: Channels of a network that a CPU runs.
+NARROW = {"widths": (4,) * 8, "stem": (3, 4), "blocks": (1,) * 8}
+BATCHES = (1, 4)
+HEAD = ("cloud", "batch", "dtype", "what", "contender", "ms", "with maps", "peak MiB", "error")
+
+
+@dataclass(frozen=True)
+class UNetRow:
+    """One contender: milliseconds on maps that are there, and with the maps of new clouds."""
+
+    cloud: str
+    voxels: int
+    batch: int
+    dtype: str
+    direction: str
+    contender: str
+    steady_ms: float = float("nan")
+    fresh_ms: float = float("nan")
+    peak_mib: float | None = None
+    error: float | None = None
+    failed: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class UNetContender:
+    """A network of a library, and how it takes coordinates (batch, x, y, z) and features."""
+
+    name: str
+    network: nn.Module
+    given: Callable[[Tensor, Tensor, int], Any]
+
+    def forward(self, x: Any) -> Tensor:
+        out: Tensor = self.network(x).features
+        return out
+
+
+@dataclass(frozen=True)
+class UNetCase:
+    """Clouds of one scene in batches, in one precision."""
+
+    name: str
+    base: Tensor
+    batch: int
+    dtype: torch.dtype
+
+    def draw(self, drawn: random.Random) -> tuple[Tensor, Tensor]:
+        parts = []
+        for number in range(self.batch):
+            first = drawn.randrange(1 + len(self.base) // 20)
+            part = self.base[first : len(self.base) - len(self.base) // 20 + first]
+            part = part[:, drawn.sample(range(3), 3)] + drawn.randrange(100)
+            parts.append(nn.functional.pad(part, (1, 0), value=number).int())
+        coords = torch.cat(parts)
+        return coords, torch.randn(len(coords), CHANNELS, device=coords.device)
+
+    def precision(self) -> torch.autocast:
+        device = self.base.device.type
+        narrow = torch.float16 if device == "cuda" else torch.bfloat16
+        return torch.autocast(device, narrow, enabled=self.dtype is not torch.float32)
+
+
+def add_options(parser: argparse._ArgumentGroup) -> None:
+    parser.add_argument("--batches", default="", help="clouds in a batch (default: 1,4)")
+    parser.add_argument("--calls", type=int, default=CALLS, help="timed steps")
+
+
+# --- contenders -----------------------------------------------------------------------------------
+
+
+def contenders(device: torch.device, skip: Callable[[str], bool]) -> Iterator[UNetContender]:
+    sizes: dict[str, Any] = {"blocks": MINKUNET18} if device.type == "cuda" else NARROW
+    torch.manual_seed(0)
+    yield UNetContender("insum", MinkUNet(CHANNELS, CLASSES, **sizes).to(device), _ours)
+    makers = ((FLEXGEMM, FlexGemmUNet, _ours), (SPCONV, SpconvUNet, _spconvs))
+    for rival, kind, given in makers:
+        if not rival.absent(device) and not skip(rival.name):
+            yield UNetContender(rival.name, kind(CHANNELS, CLASSES, **sizes).to(device), given)
+
+
+def _ours(coords: Tensor, features: Tensor, batch: int) -> SparseTensor:
+    return SparseTensor(coords, features)
+
+
+def _spconvs(coords: Tensor, features: Tensor, batch: int) -> Any:
+    # the extent of a scene is known to whoever made it: it is not looked for in the clouds
+    made = module("spconv.pytorch").SparseConvTensor
+    return made(features, coords, [2048, 2048, 2048], batch)
+
+
+class SpconvUNet(MinkUNet):
+    """The same network of spconv's layers; keys say which maps are shared."""
+
+    def same(
+        self, inputs: int, outputs: int, kernel: int, level: int, bias: bool = False
+    ) -> nn.Module:
+        key = f"same {kernel} {level}"
+        made: nn.Module = module("spconv.pytorch").SubMConv3d(
+            inputs, outputs, kernel, bias=bias, indice_key=key
+        )
+        return made
+
+    def down(self, inputs: int, outputs: int, level: int) -> nn.Module:
+        made: nn.Module = module("spconv.pytorch").SparseConv3d(
+            inputs, outputs, 2, stride=2, bias=False, indice_key=f"down {level}"
+        )
+        return made
+
+    def up(self, inputs: int, outputs: int, level: int) -> nn.Module:
+        inverse = module("spconv.pytorch").SparseInverseConv3d
+        return _WithoutLike(inverse(inputs, outputs, 2, indice_key=f"down {level}", bias=False))
+
+    @staticmethod
+    def replaced(x: Any, features: Tensor) -> Any:
+        return x.replace_feature(features)
+
+
+class _WithoutLike(nn.Module):
+    """A layer that knows by its key where its outputs are."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Any, like: Any) -> Any:
+        return self.layer(x)
+
+
+class FlexGemmUNet(MinkUNet):
+    """Convolutions over the same voxels by FlexGEMM, which has no others; strided ones by insum."""
+
+    def same(
+        self, inputs: int, outputs: int, kernel: int, level: int, bias: bool = False
+    ) -> nn.Module:
+        if kernel == 1:
+            return super().same(inputs, outputs, kernel, level, bias)
+        return FlexGemmConv(inputs, outputs, kernel)
+
+
+class FlexGemmConv(SparseModule):
+    """A submanifold convolution whose maps are kept with the voxels."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int) -> None:
+        super().__init__()
+        bound = (inputs * kernel**3) ** -0.5
+        weight = torch.empty(outputs, kernel, kernel, kernel, inputs).uniform_(-bound, bound)
+        self.weight = nn.Parameter(weight)
+
+    def forward(self, x: SparseTensor) -> SparseTensor:
+        ops = module("flex_gemm.ops.spconv")
+        ops.set_algorithm(ops.Algorithm.MASKED_IMPLICIT_GEMM_SPLITK)
+        narrow = torch.is_autocast_enabled(x.device.type)
+        kind = torch.get_autocast_dtype(x.device.type) if narrow else x.dtype
+        key = "flexgemm", self.weight.shape[1]
+        shape = torch.Size([x.batch_size, self.weight.shape[-1], 2048, 2048, 2048])
+        out, x.voxels.maps[key] = ops.sparse_submanifold_conv3d(
+            x.features.to(kind), x.coords.int(), shape, x.voxels.maps.get(key),
+            self.weight.to(kind), None,
+        )  # fmt: skip
+        return x.with_features(out)
+
+
+# --- timing ---------------------------------------------------------------------------------------
+
+
+def measured(case: UNetCase, one: UNetContender, direction: str, calls: int) -> UNetRow:
+    device, drawn = case.base.device, random.Random(0)
+    backward = direction != "forward"
+
+    def step(x: Any) -> Tensor:
+        with case.precision(), torch.set_grad_enabled(backward):
+            out = one.forward(x)
+        if backward:
+            one.network.zero_grad()
+            out.float().sum().backward()  # type: ignore[no-untyped-call]
+        return out
+
+    def fresh(coords: Tensor, features: Tensor) -> Tensor:
+        return step(one.given(coords, features, case.batch))
+
+    for _ in range(WARM if device.type == "cuda" else 1):
+        fresh(*case.draw(drawn))
+    with_maps = [
+        measure.once(functools.partial(fresh, *case.draw(drawn)), device) for _ in range(calls)
+    ]
+    coords, features = case.draw(drawn)
+    same = one.given(coords, features, case.batch)
+    step(same)
+    steady = [measure.once(lambda: step(same), device) for _ in range(calls)]
+    peak = measure.peak_mib(lambda: (fresh(coords, features),), device)
+    return UNetRow(
+        case.name,
+        len(coords),
+        case.batch,
+        measure.name_of(case.dtype),
+        direction,
+        one.name,
+        1e3 * statistics.median(steady),
+        1e3 * statistics.median(with_maps),
+        peak,
+    )
+
+
+def error_of(case: UNetCase, one: UNetContender) -> float:
+    """Of the whole network in evaluation, on a part of a cloud, beside itself in double precision
+    on the host.
+    """
+    coords, features = case.draw(random.Random(3))
+    coords, features = coords[:500], features[:500]
+    was = one.network.training
+    exact = copy.deepcopy(one.network).double().cpu().eval()
+    one.network.eval()
+    with torch.no_grad(), case.precision():
+        got = one.forward(one.given(coords, features, case.batch))
+    one.network.train(was)
+    with torch.no_grad():
+        want = exact(SparseTensor(coords.cpu(), features.double().cpu())).features
+    return measure.relative_error((got.cpu(),), (want,))
+
+
+def cases(study: Study) -> Iterator[UNetCase]:
+    options = study.options
+    names = data.chosen(data.cloud_names(options.data), options.names, "cloud")
+    names = names if options.names else names[: 4 if options.gpu and not options.quick else 1]
+    batches = [int(b) for b in study.asked.batches.split(",") if b] or BATCHES
+    for name in names:
+        base = data.cloud(name, options.data, options.device, None if options.gpu else 60)
+        base = base - base.amin(0)
+        for batch in batches if options.gpu else batches[:1]:
+            for dtype in options.dtypes_or(torch.float32, torch.float16):
+                yield UNetCase(name, base, batch, dtype)
+
+
+def run(study: Study) -> int:
+    """Measure, show and write; 1 if a result is wrong."""
+    rows: list[UNetRow] = []
+    calls = study.asked.calls if study.options.gpu else 1
+    every = list(contenders(study.device, lambda name: any(s in name for s in study.options.skip)))
+    for case in cases(study):
+        for direction in ("forward", "forward+backward"):
+            for one in every:
+                if study.has_time():
+                    rows.append(_row(case, one, direction, calls))
+                    print("  ".join(_cells(rows[-1])), flush=True)
+                    study.keep(calls=calls, rows=[asdict(row) for row in rows])
+    print("\n".join(aligned([HEAD, *map(_cells, rows)])))
+    print(f"written: {study.file}")
+    return int(any(row.error is not None and not row.error < 3e-2 for row in rows))
+
+
+def _row(case: UNetCase, one: UNetContender, direction: str, calls: int) -> UNetRow:
+    """A rival that fails is told of, and hides no other."""
+    try:
+        row = measured(case, one, direction, calls)
+        ours = one.name == "insum" and direction == "forward"
+        return UNetRow(**{**asdict(row), "error": error_of(case, one) if ours else None})
+    except Exception as wrong:
+        if one.name == "insum":
+            raise
+        told = f"{type(wrong).__name__}: {wrong}".splitlines()[0][:200]
+        kind = measure.name_of(case.dtype)
+        return UNetRow(case.name, 0, case.batch, kind, direction, one.name, failed=told)
+
+
+def _cells(row: UNetRow) -> tuple[str, ...]:
+    return (
+        row.cloud,
+        str(row.batch),
+        row.dtype,
+        row.direction,
+        row.contender,
+        row.failed or f"{row.steady_ms:.2f}",
+        "" if row.failed else f"{row.fresh_ms:.2f}",
+        "" if row.peak_mib is None else f"{row.peak_mib:.0f}",
+        "" if row.error is None else f"{row.error:.0e}",
+    )
