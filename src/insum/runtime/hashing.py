@@ -19,6 +19,7 @@ from insum.codegen.arguments import CALL, CLAIM, FLAGS, RECORD
 from insum.codegen.checking import REPORT
 from insum.compat.calls import empty
 from insum.plan.sizes import power_of_two
+from insum.runtime import launch
 from insum.runtime.handwritten import Handwritten, blocks
 from insum.runtime.packs import bits_per_word, words_for
 from insum.runtime.record import Explain, record_of
@@ -30,8 +31,9 @@ TWICE, OUTSIDE = 0, 1
 _PRIMES = {"x": 2654435761, "y": 2246822519, "z": 3266489917, "t": 374761393}
 _OF_BATCH = 668265263
 MOST_DIMENSIONS = len(_PRIMES)
-#: Rows that one program inserts, and places that one looks for.
-INSERTED, SOUGHT = 64, 128
+#: Rows that one program inserts, and places that one looks for: all that a warp has registers for.
+#: The interpreter has no warps, and pays for every program.
+INSERTED, SOUGHT = (1024, 4096) if launch.interpreting() else (64, 128)
 #: The half of a place that has the row.
 _LOW = 0xFFFFFFFF
 #: Tables of fewer rows are sparser, so that searches are shorter: they are read from the cache.
@@ -135,11 +137,6 @@ def _finder(axes: _Axes, lanes: int) -> Handwritten:
     deeper = inner + "    "
     whole = "active = active & (@ * @_stride == @_fine)"
     text = f"""@triton.jit
-def insum_either(a, b):
-    return a | b
-
-
-@triton.jit
 def insum_find(
     coords_ptr, table_ptr, from_ptr, offsets_ptr, names_ptr, found_ptr, words_ptr, count: "i64",
     steps: "i64", per: "i64", mask: "i64", coarse: "i64", {axes.each('@_stride: "i64"', ", ")},
@@ -183,9 +180,9 @@ def insum_find(
         place = found_ptr + step[None, :] * count + row[:, None]
         tl.store(place, found, mask=there[:, None] & used[None, :])
         bits = tl.where(found >= 0, 1, 0).to(tl.int64) << bit[None, :].to(tl.int64)
-        either = tl.reduce(bits, 1, insum_either)
+        held = tl.sum(bits, 1)
         at_word = words_ptr + word * count + row
-        tl.store(at_word, either.to(words_ptr.dtype.element_ty), mask=there)
+        tl.store(at_word, held.to(words_ptr.dtype.element_ty), mask=there)
 """
     return Handwritten("insum_find", _hash(axes) + text, warps=1)
 
