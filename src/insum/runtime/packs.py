@@ -27,6 +27,8 @@ PIECES_PER_STEP = 16
 #: Rows that are sorted by one program; the bits of a word that tell its bucket.
 WINDOW, BUCKET_BITS = 1024, 8
 BUCKETS = 1 << BUCKET_BITS
+#: Rows that all of a window are compared with at once.
+COMPARED = 8
 #: Windows that are counted into buckets here: every program adds up the counts of all of them.
 MOST_WINDOWS = 256
 #: Under which whoever made a table keeps its `KernelMap` in the memory of the table.
@@ -109,41 +111,48 @@ def insum_place_words(
     before = tl.zeros([{BUCKETS}], tl.int32)
     for first in range(0, windows, 8):
         other = first + tl.arange(0, 8)
-        at = counts_ptr + other[:, None] * {BUCKETS} + bin[None, :]
-        count = tl.load(at, mask=(other < windows)[:, None], other=0)
+        place = counts_ptr + other[:, None] * {BUCKETS} + bin[None, :]
+        count = tl.load(place, mask=(other < windows)[:, None], other=0)
         total += tl.sum(count, 0)
         before += tl.sum(tl.where((other < window)[:, None], count, 0), 0)
-    own = tl.load(counts_ptr + window * {BUCKETS} + bin)
     lane = tl.arange(0, {WINDOW})
-    at = window * {WINDOW} + lane
-    word = tl.load(words_ptr + at, mask=at < rows, other=0).to(tl.int64)
+    row = window * {WINDOW} + lane
+    word = tl.load(words_ptr + row, mask=row < rows, other=0).to(tl.int64)
     bucket = {BUCKETS - 1} - (word >> shift).to(tl.int32)
-    ordered = tl.sort(bucket * {WINDOW} + lane)
-    # A row's place: where its bucket starts, what other windows have of it, what is before it here.
-    start = tl.cumsum(total, 0) - total + before - (tl.cumsum(own, 0) - own)
-    place = tl.gather(start, ordered // {WINDOW}, 0) + lane
-    row = window * {WINDOW} + ordered % {WINDOW}
-    tl.store(order_ptr + place, row, mask=row < rows)
+    rank = tl.zeros([{WINDOW}], tl.int32)
+    for first in range(0, {WINDOW}, {COMPARED}):
+        near = first + tl.arange(0, {COMPARED})
+        near_row = window * {WINDOW} + near
+        other_word = tl.load(words_ptr + near_row, mask=near_row < rows, other=0).to(tl.int64)
+        beside = {BUCKETS - 1} - (other_word >> shift).to(tl.int32)
+        ahead = (beside[None, :] == bucket[:, None]) & (near[None, :] < lane[:, None])
+        rank += tl.sum(ahead.to(tl.int32), 1)
+    # A row's place: where its bucket starts, what other windows have of it, what is ahead here.
+    start = tl.cumsum(total, 0) - total + before
+    tl.store(order_ptr + tl.gather(start, bucket, 0) + rank, row, mask=row < rows)
 """,
+    warps=8,
 )
+#: In windows of an order, rows by their only words: each counts those that come before it.
+_SORT = f"""    word = tl.load(bits_ptr + row, mask=there, other=-1)
+    rank = tl.zeros([{WINDOW}], tl.int32)
+    for first in range(0, {WINDOW}, {COMPARED}):
+        near = first + tl.arange(0, {COMPARED})
+        inside = first_row + near < rows
+        other = tl.load(order_ptr + first_row + near, mask=inside, other=0)
+        beside = tl.load(bits_ptr + other, mask=inside, other=-1)[None, :]
+        tied = (beside == word[:, None]) & (near[None, :] < lane[:, None])
+        rank += tl.sum(((beside > word[:, None]) | tied).to(tl.int32), 1)
+    at = first_row + rank
+    tl.store(sorted_ptr + at, word, mask=there)
+    tl.debug_barrier()
+"""
 
 
 def _steps(windowed: bool) -> Handwritten:
     """Tiles of rows in an order; ``windowed``: of rows that are sorted by their only word here."""
-    sort = f"""    last = {(1 << 31) - 1}
-    word = tl.load(bits_ptr + row, mask=there, other=-1).to(tl.int64)
-    ordered = tl.sort((last - word) * {WINDOW} + lane)
-    word = last - (ordered >> {WINDOW.bit_length() - 1})
-    there = word >= 0
-    row = tl.load(order_ptr + first_row + (ordered & {WINDOW - 1}), mask=there, other=0)
-"""
-    read = (
-        "tl.where(there, word, 0)"
-        if windowed
-        else "tl.load(bits_ptr + word * rows + row, mask=there, other=0).to(tl.int64)"
-    )
+    own = "sorted_ptr + first_row + lane" if windowed else "bits_ptr + number * rows + row"
     length = WINDOW if windowed else TILE
-    shape = f"[{length // TILE}, {TILE}]"
     text = f"""@triton.jit
 def insum_either(a, b):
     return a | b
@@ -152,36 +161,36 @@ def insum_either(a, b):
 @triton.jit
 def insum_steps(
     bits_ptr, order_ptr, names_ptr, rows_ptr, steps_ptr, back_ptr, start_ptr, end_ptr, held_ptr,
-    rows: "i64", steps: "i64", per: "i64", tiles: "i64",
+    sorted_ptr, rows: "i64", steps: "i64", per: "i64", tiles: "i64",
 ):
     lane = tl.arange(0, {length})
     first_row = tl.program_id(0).to(tl.int64) * {length}
     at = first_row + lane
     there = at < rows
     row = tl.load(order_ptr + at, mask=there, other=0)
-{sort if windowed else ""}
+{_SORT if windowed else ""}
+    tl.store(rows_ptr + at, tl.where(there, row, -1).to(tl.int32), mask=at < tiles * {TILE})
     tile = first_row // {TILE} + tl.arange(0, {length // TILE})
     real = tile < tiles
-    tl.store(rows_ptr + at, tl.where(there, row, -1).to(tl.int32), mask=at < tiles * {TILE})
     first = tile * steps
-    last_step = first
+    last = first
     bit = tl.arange(0, 64)
     for number in range((steps + per - 1) // per):
-        bits = {read.replace("word * rows", "number * rows")}
-        held = tl.reduce(tl.reshape(bits, {shape}), 1, insum_either)
+        bits = tl.load({own}, mask=there, other=0).to(tl.int64)
+        held = tl.reduce(tl.reshape(bits, [{length // TILE}, {TILE}]), 1, insum_either)
         has = ((held[:, None] >> bit[None, :]) & 1).to(tl.int64)
-        place = last_step[:, None] + tl.cumsum(has, 1) - has
+        place = last[:, None] + tl.cumsum(has, 1) - has
         name = number * per + bit
         step = tl.load(names_ptr + name, mask=name < steps, other=0)[None, :] + (place * 0)
         kept = (has > 0) & real[:, None]
         tl.store(steps_ptr + place, step.to(tl.int32), mask=kept)
         tl.store(back_ptr + place, (steps - 1 - step).to(tl.int32), mask=kept)
         tl.store(held_ptr + number * tiles + tile, held, mask=real)
-        last_step += tl.sum(has, 1)
+        last += tl.sum(has, 1)
     tl.store(start_ptr + tile, first.to(tl.int32), mask=real)
-    tl.store(end_ptr + tile, last_step.to(tl.int32), mask=real)
+    tl.store(end_ptr + tile, last.to(tl.int32), mask=real)
 """
-    return Handwritten("insum_steps", text)
+    return Handwritten("insum_steps", text, warps=8 if windowed else 4)
 
 
 #: By whether rows are sorted in windows.
@@ -290,7 +299,9 @@ def tiled(words: Tensor, order: Tensor, names: Tensor) -> dict[str, Tensor]:
     windowed = words.dtype == torch.int32
     programs = blocks(rows, WINDOW if windowed else TILE)
     per = bits_per_word(steps)
-    _STEPS[windowed](programs, words, order, names, *made, held, rows, steps, per, tiles)
+    in_order = empty((rows,), torch.int32, device) if windowed else held
+    tensors = words, order, names, *made, held, in_order
+    _STEPS[windowed](programs, *tensors, rows, steps, per, tiles)
     return {**dict(zip(("rows", "steps", "back", "start", "end"), made)), "held": held}
 
 
