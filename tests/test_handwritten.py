@@ -21,7 +21,7 @@ KERNELS: dict[str, tuple[Handwritten, list[tuple[torch.dtype, ...]]]] = {
     **{
         f"insert, {ndim} axes": (
             kernel,
-            [(kind, kind, I32, *RECORD) for kind in ((I32, I64) if ndim == 3 else (I64,))],
+            [(kind, kind, I64, *RECORD) for kind in ((I32, I64) if ndim == 3 else (I64,))],
         )
         for ndim, kernel in hashing._INSERTS.items()
         if ndim > 2  # of fewer axes they have fewer of the same lines
@@ -30,7 +30,7 @@ KERNELS: dict[str, tuple[Handwritten, list[tuple[torch.dtype, ...]]]] = {
         f"find, {ndim} axes, {per} bits": (
             kernel,
             [
-                (own, I32, other, I64, I32, I32, I32 if per == 31 else I64)
+                (own, I64, other, I64, I32, I32, I32 if per == 31 else I64)
                 for own, other in itertools.product((I32, I64) if ndim == 3 else (I64,), repeat=2)
             ],
         )
@@ -41,7 +41,15 @@ KERNELS: dict[str, tuple[Handwritten, list[tuple[torch.dtype, ...]]]] = {
     "firsts": (reaching._FIRSTS, [(I64, I32)]),
     "places": (reaching._PLACERS[4], [(I64, I32, I64, I64, I64)]),
     "bits": (packs._BITS, [(table, I32, words) for table in (I32, I64) for words in (I32, I64)]),
-    "steps": (packs._STEPS, [(words, I64, *[I32] * 6, I64) for words in (I32, I64)]),
+    "count words": (packs._COUNT, [(I32, I32)]),
+    "place words": (packs._PLACE, [(I32, I32, I64)]),
+    **{
+        f"steps, windowed {windowed}": (
+            kernel,
+            [(I32 if windowed else I64, I64, *[I32] * 6, I64, I32 if windowed else I64)],
+        )
+        for windowed, kernel in packs._STEPS.items()
+    },
     "by step": (packs._BY_STEP, [(I64, *[I32] * 5)]),
     "invert": (packs._INVERT, [(I32, I32)]),
     "count": (
@@ -109,4 +117,5 @@ def test_the_list_is_complete() -> None:
     ]
     every += [*hashing._INSERTS.values(), *hashing._FINDS.values()]
     every += [*reaching._REACHERS.values(), *reaching._PLACERS.values()]
+    every += [*packs._STEPS.values()]
     assert {kernel.name for kernel in every} == known

@@ -1,8 +1,9 @@
 """A hash table of coordinates on the device: built and searched without waiting.
 
-The table holds rows of a tensor of coordinates; rows are compared by their coordinates, so that any
-integers may be coordinates. It is as long as a power of two that is at least twice as large as the
-number of rows, so that searches are short.
+A place of the table holds a row of a tensor of coordinates and the hash of its coordinates, so that
+a search reads coordinates only where the hashes are equal; they decide, so that any integers may be
+coordinates. A program is one warp: its threads look until the last of them has found, and wait for
+nobody else.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from insum.codegen.arguments import CALL, CLAIM, FLAGS, RECORD
 from insum.codegen.checking import REPORT
 from insum.compat.calls import empty
 from insum.plan.sizes import power_of_two
+from insum.runtime import launch
 from insum.runtime.handwritten import Handwritten, blocks
 from insum.runtime.packs import bits_per_word, words_for
 from insum.runtime.record import Explain, record_of
@@ -29,6 +31,13 @@ TWICE, OUTSIDE = 0, 1
 _PRIMES = {"x": 2654435761, "y": 2246822519, "z": 3266489917, "t": 374761393}
 _OF_BATCH = 668265263
 MOST_DIMENSIONS = len(_PRIMES)
+#: Rows that one program inserts, and places that one looks for: all that a warp has registers for.
+#: The interpreter has no warps, and pays for every program.
+INSERTED, SOUGHT = (1024, 4096) if launch.interpreting() else (64, 128)
+#: The half of a place that has the row.
+_LOW = 0xFFFFFFFF
+#: Tables of fewer rows are sparser, so that searches are shorter: they are read from the cache.
+_SPARSE_BELOW = 1 << 20
 
 
 class _Axes(tuple[str, ...]):
@@ -56,11 +65,10 @@ class _Axes(tuple[str, ...]):
 def _hash(axes: _Axes) -> str:
     mixed = axes.each("(@.to(tl.uint32) * %)", " ^ ")
     return f"""@triton.jit
-def insum_hash(b, {axes.names}, mask):
+def insum_hash(b, {axes.names}):
     h = ({mixed} ^ (b.to(tl.uint32) * {_OF_BATCH})).to(tl.uint32)
     h = (h ^ (h >> 15)).to(tl.uint32) * 739982445
-    h = (h ^ (h >> 12)).to(tl.uint32)
-    return h.to(tl.int64) & mask
+    return (h ^ (h >> 12)).to(tl.uint32).to(tl.int64)
 
 
 @triton.jit
@@ -86,7 +94,7 @@ def insum_insert(
     given_ptr, coords_ptr, table_ptr, claim_at, record_at, flags_at, count: "i64", columns: "i64",
     mask: "i64", bounded: "i64", {axes.each('@_size: "i64"', ", ")}, call: "i64",
 ):
-    row = tl.program_id(0).to(tl.int64) * 256 + tl.arange(0, 256)
+    row = tl.program_id(0).to(tl.int64) * {INSERTED} + tl.arange(0, {INSERTED})
     there = row < count
     at = given_ptr + row * columns + (columns - {len(axes)})
     b = tl.load(at - 1, mask=there & (columns > {len(axes)}), other=0).to(tl.int64)
@@ -100,41 +108,35 @@ def insum_insert(
     outside = there & ((b < 0) | ((bounded > 0) & (low | high)))
     call_number = call.to(tl.int32)
     insum_report(outside, row, row, 1, claim_at, record_at, flags_at, call_number)
-    slot = insum_hash(b, {axes.names}, mask)
+    h = insum_hash(b, {axes.names})
+    slot = h & mask
+    entry = (h << 32) | row
     active = there
     twice = row < 0
     first = row * 0
     while tl.max(active.to(tl.int32), axis=0) > 0:
         # Rows that have a place ask for what no place holds, each where it is: all at one address
         # would wait for each other.
-        empty = tl.where(active, -1, -2).to(tl.int32)
-        old = tl.atomic_cas(table_ptr + slot, empty, row.to(tl.int32))
-        taken = active & (old >= 0)
-        held = tl.where(taken, old, 0)
-        same = insum_same(given_ptr, columns, held, b, {axes.names}, taken)
+        expected = tl.where(active, -1, -2).to(tl.int64)
+        old = tl.atomic_cas(table_ptr + slot, expected, entry, sem="relaxed")
+        taken = active & (old != -1)
+        alike = taken & (((old >> 32) & {_LOW}) == h)
+        held = tl.where(alike, old & {_LOW}, 0)
+        same = insum_same(given_ptr, columns, held, b, {axes.names}, alike)
         twice = twice | same
-        first = tl.where(same, old.to(tl.int64), first)
+        first = tl.where(same, held, first)
         active = taken & (same == 0)
         slot = tl.where(active, (slot + 1) & mask, slot)
     insum_report(twice, row, first, 0, claim_at, record_at, flags_at, call_number)
 """
-    return Handwritten("insum_insert", REPORT + _hash(axes) + text)
-
-
-#: Places that one program looks for at once: of as many rows as registers allow.
-AT_ONCE = 512
+    return Handwritten("insum_insert", REPORT + _hash(axes) + text, warps=1)
 
 
 def _finder(axes: _Axes, lanes: int) -> Handwritten:
-    rows, inner = AT_ONCE // lanes, "\n        "
+    rows, inner = SOUGHT // lanes, "\n        "
     deeper = inner + "    "
     whole = "active = active & (@ * @_stride == @_fine)"
     text = f"""@triton.jit
-def insum_either(a, b):
-    return a | b
-
-
-@triton.jit
 def insum_find(
     coords_ptr, table_ptr, from_ptr, offsets_ptr, names_ptr, found_ptr, words_ptr, count: "i64",
     steps: "i64", per: "i64", mask: "i64", coarse: "i64", {axes.each('@_stride: "i64"', ", ")},
@@ -158,24 +160,31 @@ def insum_find(
             {axes.each(whole, deeper)}
         else:
             {axes.each("@ = @_here * @_stride - @_pad + d@", deeper)}
-        slot = insum_hash(b, {axes.names}, mask)
+        h = insum_hash(b, {axes.names})
+        slot = h & mask
         found = tl.full([{rows}, {lanes}], -1, tl.int32)
         while tl.max(tl.max(active.to(tl.int32), axis=1), axis=0) > 0:
-            old = tl.load(table_ptr + slot, mask=active, other=-1)
-            taken = active & (old >= 0)
-            held = tl.where(taken, old, 0)
-            same = insum_same(coords_ptr, {axes.columns}, held, b, {axes.names}, taken)
-            found = tl.where(same, old, found)
-            active = taken & (same == 0)
-            slot = (slot + 1) & mask
+            seeking = active
+            entry = tl.full([{rows}, {lanes}], -1, tl.int64)
+            while tl.max(tl.max(seeking.to(tl.int32), axis=1), axis=0) > 0:
+                read = tl.load(table_ptr + slot, mask=seeking, other=-1)
+                entry = tl.where(seeking, read, entry)
+                seeking = seeking & (read != -1) & (((read >> 32) & {_LOW}) != h)
+                slot = tl.where(seeking, (slot + 1) & mask, slot)
+            alike = active & (entry != -1)
+            held = tl.where(alike, entry & {_LOW}, 0)
+            same = insum_same(coords_ptr, {axes.columns}, held, b, {axes.names}, alike)
+            found = tl.where(same, held.to(tl.int32), found)
+            active = alike & (same == 0)
+            slot = tl.where(active, (slot + 1) & mask, slot)
         place = found_ptr + step[None, :] * count + row[:, None]
         tl.store(place, found, mask=there[:, None] & used[None, :])
         bits = tl.where(found >= 0, 1, 0).to(tl.int64) << bit[None, :].to(tl.int64)
-        either = tl.reduce(bits, 1, insum_either)
+        held = tl.sum(bits, 1)
         at_word = words_ptr + word * count + row
-        tl.store(at_word, either.to(words_ptr.dtype.element_ty), mask=there)
+        tl.store(at_word, held.to(words_ptr.dtype.element_ty), mask=there)
 """
-    return Handwritten("insum_find", _hash(axes) + text)
+    return Handwritten("insum_find", _hash(axes) + text, warps=1)
 
 
 _EVERY = {n: _Axes(tuple(_PRIMES)[:n]) for n in range(1, MOST_DIMENSIONS + 1)}
@@ -207,12 +216,12 @@ def table_of(given: Tensor, coords: Tensor, shape: Sequence[int] | None, explain
     of ``shape``, are reported; ``explain`` makes the error of a report.
     """
     count, device = coords.shape[0], coords.device
-    size = power_of_two(2 * max(1, count))
-    slots = torch.full((size,), -1, dtype=torch.int32, device=device)
+    size = power_of_two((4 if count < _SPARSE_BELOW else 2) * max(1, count))
+    slots = torch.full((size,), -1, dtype=torch.int64, device=device)
     record: dict[str, Any] = record_of(device).next(explain, {})
     ndim = coords.shape[1] - 1
     _INSERTS[ndim](
-        blocks(count, 256),
+        blocks(count, INSERTED),
         given,
         coords,
         slots,
@@ -254,7 +263,7 @@ def find(table: Table, places: Tensor, stencil: Stencil) -> tuple[Tensor, Tensor
     found = empty((steps, count), torch.int32, places.device)
     words, per = words_for(count, steps, places.device), bits_per_word(steps)
     _FINDS[ndim, per](
-        blocks(count, AT_ONCE // _LANES[per]),
+        blocks(count, SOUGHT // _LANES[per]),
         table.coords,
         table.slots,
         places,

@@ -1,8 +1,12 @@
 """Rows of a padded table ordered by what they have, on the device and without waiting.
 
-Each row has words of bits, one bit for every step that it has. Rows are sorted by their words, and
+Each row has words of bits, one bit for every step that it has. Rows are ordered by their words, and
 each tile of rows lists the steps that any of its rows has. Lists have room for every step, so that
 nothing has to be counted on the host.
+
+Rows of one short word are counted into buckets by its highest bits, those of the rarest steps, and
+sorted by the whole word within windows of that order: nearly as good as sorting them all, in two
+launches instead of a dozen.
 """
 
 from __future__ import annotations
@@ -20,6 +24,13 @@ from insum.runtime.handwritten import BLOCK, Handwritten, blocks
 MOST_STEPS = 512
 #: Pieces that the tiles of one step are cut into, where rows are summed.
 PIECES_PER_STEP = 16
+#: Rows that are sorted by one program; the bits of a word that tell its bucket.
+WINDOW, BUCKET_BITS = 1024, 8
+BUCKETS = 1 << BUCKET_BITS
+#: Rows that all of a window are compared with at once.
+COMPARED = 8
+#: Windows that are counted into buckets here: every program adds up the counts of all of them.
+MOST_WINDOWS = 256
 #: Under which whoever made a table keeps its `KernelMap` in the memory of the table.
 MAP = "kernel map"
 
@@ -75,9 +86,74 @@ def insum_bits(
     tl.store(bits_ptr + word * rows + at, found.to(bits_ptr.dtype.element_ty), mask=there)
 """,
 )
-_STEPS = Handwritten(
-    "insum_steps",
+_COUNT = Handwritten(
+    "insum_count_words",
     f"""@triton.jit
+def insum_count_words(words_ptr, counts_ptr, rows: "i64", shift: "i64"):
+    window = tl.program_id(0).to(tl.int64)
+    at = window * {WINDOW} + tl.arange(0, {WINDOW})
+    word = tl.load(words_ptr + at, mask=at < rows, other=0).to(tl.int64)
+    # What is beyond the rows is counted into the last bucket, where it comes last.
+    bucket = {BUCKETS - 1} - (word >> shift).to(tl.int32)
+    count = tl.histogram(bucket, {BUCKETS})
+    tl.store(counts_ptr + window * {BUCKETS} + tl.arange(0, {BUCKETS}), count)
+""",
+)
+_PLACE = Handwritten(
+    "insum_place_words",
+    f"""@triton.jit
+def insum_place_words(
+    words_ptr, counts_ptr, order_ptr, rows: "i64", shift: "i64", windows: "i64",
+):
+    window = tl.program_id(0).to(tl.int64)
+    bin = tl.arange(0, {BUCKETS})
+    total = tl.zeros([{BUCKETS}], tl.int32)
+    before = tl.zeros([{BUCKETS}], tl.int32)
+    for first in range(0, windows, 8):
+        other = first + tl.arange(0, 8)
+        place = counts_ptr + other[:, None] * {BUCKETS} + bin[None, :]
+        count = tl.load(place, mask=(other < windows)[:, None], other=0)
+        total += tl.sum(count, 0)
+        before += tl.sum(tl.where((other < window)[:, None], count, 0), 0)
+    lane = tl.arange(0, {WINDOW})
+    row = window * {WINDOW} + lane
+    word = tl.load(words_ptr + row, mask=row < rows, other=0).to(tl.int64)
+    bucket = {BUCKETS - 1} - (word >> shift).to(tl.int32)
+    rank = tl.zeros([{WINDOW}], tl.int32)
+    for first in range(0, {WINDOW}, {COMPARED}):
+        near = first + tl.arange(0, {COMPARED})
+        near_row = window * {WINDOW} + near
+        other_word = tl.load(words_ptr + near_row, mask=near_row < rows, other=0).to(tl.int64)
+        beside = {BUCKETS - 1} - (other_word >> shift).to(tl.int32)
+        ahead = (beside[None, :] == bucket[:, None]) & (near[None, :] < lane[:, None])
+        rank += tl.sum(ahead.to(tl.int32), 1)
+    # A row's place: where its bucket starts, what other windows have of it, what is ahead here.
+    start = tl.cumsum(total, 0) - total + before
+    tl.store(order_ptr + tl.gather(start, bucket, 0) + rank, row, mask=row < rows)
+""",
+    warps=8,
+)
+#: In windows of an order, rows by their only words: each counts those that come before it.
+_SORT = f"""    word = tl.load(bits_ptr + row, mask=there, other=-1)
+    rank = tl.zeros([{WINDOW}], tl.int32)
+    for first in range(0, {WINDOW}, {COMPARED}):
+        near = first + tl.arange(0, {COMPARED})
+        inside = first_row + near < rows
+        other = tl.load(order_ptr + first_row + near, mask=inside, other=0)
+        beside = tl.load(bits_ptr + other, mask=inside, other=-1)[None, :]
+        tied = (beside == word[:, None]) & (near[None, :] < lane[:, None])
+        rank += tl.sum(((beside > word[:, None]) | tied).to(tl.int32), 1)
+    at = first_row + rank
+    tl.store(sorted_ptr + at, word, mask=there)
+    tl.debug_barrier()
+"""
+
+
+def _steps(windowed: bool) -> Handwritten:
+    """Tiles of rows in an order; ``windowed``: of rows that are sorted by their only word here."""
+    own = "sorted_ptr + first_row + lane" if windowed else "bits_ptr + number * rows + row"
+    length = WINDOW if windowed else TILE
+    text = f"""@triton.jit
 def insum_either(a, b):
     return a | b
 
@@ -85,32 +161,40 @@ def insum_either(a, b):
 @triton.jit
 def insum_steps(
     bits_ptr, order_ptr, names_ptr, rows_ptr, steps_ptr, back_ptr, start_ptr, end_ptr, held_ptr,
-    rows: "i64", steps: "i64", per: "i64",
+    sorted_ptr, rows: "i64", steps: "i64", per: "i64", tiles: "i64",
 ):
-    tile = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, {TILE})
-    at = tile * {TILE} + lane
+    lane = tl.arange(0, {length})
+    first_row = tl.program_id(0).to(tl.int64) * {length}
+    at = first_row + lane
     there = at < rows
     row = tl.load(order_ptr + at, mask=there, other=0)
-    tl.store(rows_ptr + at, tl.where(there, row, -1).to(tl.int32))
+{_SORT if windowed else ""}
+    tl.store(rows_ptr + at, tl.where(there, row, -1).to(tl.int32), mask=at < tiles * {TILE})
+    tile = first_row // {TILE} + tl.arange(0, {length // TILE})
+    real = tile < tiles
     first = tile * steps
     last = first
     bit = tl.arange(0, 64)
-    for word in range((steps + per - 1) // per):
-        bits = tl.load(bits_ptr + word * rows + row, mask=there, other=0).to(tl.int64)
-        held = tl.reduce(bits, 0, insum_either)
-        has = ((held >> bit) & 1).to(tl.int64)
-        place = last + tl.cumsum(has, 0) - has
-        name = word * per + bit
-        step = tl.load(names_ptr + name, mask=name < steps, other=0)
-        tl.store(steps_ptr + place, step.to(tl.int32), mask=has > 0)
-        tl.store(back_ptr + place, (steps - 1 - step).to(tl.int32), mask=has > 0)
-        tl.store(held_ptr + word * tl.num_programs(0) + tile, held)
-        last += tl.sum(has, 0)
-    tl.store(start_ptr + tile, first.to(tl.int32))
-    tl.store(end_ptr + tile, last.to(tl.int32))
-""",
-)
+    for number in range((steps + per - 1) // per):
+        bits = tl.load({own}, mask=there, other=0).to(tl.int64)
+        held = tl.reduce(tl.reshape(bits, [{length // TILE}, {TILE}]), 1, insum_either)
+        has = ((held[:, None] >> bit[None, :]) & 1).to(tl.int64)
+        place = last[:, None] + tl.cumsum(has, 1) - has
+        name = number * per + bit
+        step = tl.load(names_ptr + name, mask=name < steps, other=0)[None, :] + (place * 0)
+        kept = (has > 0) & real[:, None]
+        tl.store(steps_ptr + place, step.to(tl.int32), mask=kept)
+        tl.store(back_ptr + place, (steps - 1 - step).to(tl.int32), mask=kept)
+        tl.store(held_ptr + number * tiles + tile, held, mask=real)
+        last += tl.sum(has, 1)
+    tl.store(start_ptr + tile, first.to(tl.int32), mask=real)
+    tl.store(end_ptr + tile, last.to(tl.int32), mask=real)
+"""
+    return Handwritten("insum_steps", text, warps=8 if windowed else 4)
+
+
+#: By whether rows are sorted in windows.
+_STEPS = {windowed: _steps(windowed) for windowed in (False, True)}
 _BY_STEP = Handwritten(
     "insum_by_step",
     f"""@triton.jit
@@ -177,13 +261,29 @@ def bits_of(table: Tensor, names: Tensor, walks: Sequence[tuple[bool, int, int, 
     return words
 
 
-def order_of(words: Tensor) -> Tensor:
-    """Rows by their words; those with the rarest steps, which have the highest bits, come first."""
+def order_of(words: Tensor, steps: int) -> Tensor:
+    """Rows by their words; those with the rarest steps, which have the highest bits, come first.
+    Short words are told apart by their highest bits alone: windows are sorted later (`tiled`).
+    """
+    rows = words.shape[1]
+    if words.dtype == torch.int32 and blocks(rows, WINDOW) <= MOST_WINDOWS:
+        return _bucketed(words, max(0, steps - BUCKET_BITS))
     if words.shape[0] == 1:
-        return torch.argsort(words, descending=True, stable=True)  # the host pays for every view
+        return torch.argsort(words[0], descending=True, stable=True)
     order = torch.argsort(words[0], descending=True, stable=True)
     for word in words[1:]:
         order = order[torch.argsort(word[order], descending=True, stable=True)]
+    return order
+
+
+def _bucketed(words: Tensor, shift: int) -> Tensor:
+    """Rows by what their only words are without the lowest ``shift`` bits, in descending order."""
+    rows, device = words.shape[1], words.device
+    windows = blocks(rows, WINDOW)
+    counts = empty((windows, BUCKETS), torch.int32, device)
+    order = empty((rows,), torch.int64, device)
+    _COUNT(windows, words, counts, rows, shift)
+    _PLACE(windows, words, counts, order, rows, shift, windows)
     return order
 
 
@@ -196,7 +296,12 @@ def tiled(words: Tensor, order: Tensor, names: Tensor) -> dict[str, Tensor]:
     most = (tiles * steps,)
     made = empties(torch.int32, device, (tiles, TILE), most, most, (tiles,), (tiles,))
     held = empty((count, tiles), torch.int64, device)
-    _STEPS(tiles, words, order, names, *made, held, rows, steps, bits_per_word(steps))
+    windowed = words.dtype == torch.int32
+    programs = blocks(rows, WINDOW if windowed else TILE)
+    per = bits_per_word(steps)
+    in_order = empty((rows,), torch.int32, device) if windowed else held
+    tensors = words, order, names, *made, held, in_order
+    _STEPS[windowed](programs, *tensors, rows, steps, per, tiles)
     return {**dict(zip(("rows", "steps", "back", "start", "end"), made)), "held": held}
 
 

@@ -610,7 +610,7 @@ def packed_on_device(table: Tensor, walks: Sequence[tuple[bool, int, int, int]])
 
 
 def _packed(words: Tensor, names: Tensor) -> dict[str, Tensor]:
-    return {**packs.tiled(words, packs.order_of(words), names), "names": names}
+    return {**packs.tiled(words, packs.order_of(words, len(names)), names), "names": names}
 
 
 def _names_walked(names: Tensor, coefficient: int, offset: int, steps: int) -> Tensor:

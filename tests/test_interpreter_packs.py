@@ -1,0 +1,76 @@
+"""Rows ordered by their words, and tiles of them with the steps that they have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from insum.plan.strategies.packing import TILE
+from insum.runtime import packs
+
+pytestmark = pytest.mark.interpreter
+
+
+def words_of(rows: int, steps: int) -> Tensor:
+    """Words with bits that are the rarer the higher they are, as `packs.words_for` has them."""
+    draw = torch.Generator().manual_seed(rows + steps)
+    per = packs.bits_per_word(steps)
+    words = torch.zeros(-(-steps // per), rows, dtype=torch.int64)
+    for step in range(steps):
+        has = torch.rand(rows, generator=draw) < 1 / (step + 1.5)
+        words[step // per] |= has.long() << step % per
+    return words.int() if per == 31 else words
+
+
+def whole(words: Tensor, steps: int) -> list[int]:
+    """The words of each row as one number."""
+    per = packs.bits_per_word(steps)
+    return [sum(int(w) << per * at for at, w in enumerate(column)) for column in words.T.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("rows", "steps"), [(1, 1), (5, 3), (1024, 27), (2600, 27), (700, 31), (300, 40), (200, 130)]
+)
+def test_rows_come_in_the_order_of_their_rarest_steps(rows: int, steps: int) -> None:
+    words = words_of(rows, steps)
+    order = packs.order_of(words, steps).tolist()
+    dropped = max(0, steps - packs.BUCKET_BITS) if words.dtype == torch.int32 else 0
+    every = whole(words, steps)
+    # Stable: what is alike keeps its order, so that results do not depend on the run.
+    assert order == sorted(range(rows), key=lambda row: (-(every[row] >> dropped), row))
+
+
+@pytest.mark.parametrize(("rows", "steps"), [(1, 1), (130, 3), (1300, 27), (300, 40), (200, 130)])
+def test_tiles_list_the_steps_of_their_rows(rows: int, steps: int) -> None:
+    words, names = words_of(rows, steps), torch.randperm(steps).int()
+    made = packs.tiled(words, packs.order_of(words, steps), names)
+    every = whole(words, steps)
+    placed = made["rows"].flatten().tolist()
+    assert sorted(row for row in placed if row >= 0) == list(range(rows))
+    assert all(row < 0 for row in placed[rows:])
+    for tile, own in enumerate(made["rows"].tolist()):
+        held = 0
+        for row in own:
+            held |= every[row] if row >= 0 else 0
+        want = [int(names[bit]) for bit in range(steps) if held >> bit & 1]
+        start, end = int(made["start"][tile]), int(made["end"][tile])
+        assert start == tile * steps
+        assert made["steps"][start:end].tolist() == want
+        assert made["back"][start:end].tolist() == [steps - 1 - step for step in want]
+
+
+def test_windows_are_sorted_by_whole_words() -> None:
+    words = words_of(packs.WINDOW, 27)
+    made = packs.tiled(words, packs.order_of(words, 27), torch.arange(27, dtype=torch.int32))
+    assert made["rows"].shape == (packs.WINDOW // TILE, TILE)
+    ordered = words[0][made["rows"].flatten().long()]
+    assert bool((ordered[1:] <= ordered[:-1]).all())
+
+
+def test_more_windows_than_are_counted_are_sorted_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = words_of(2600, 27)
+    monkeypatch.setattr(packs, "MOST_WINDOWS", 2)
+    order = packs.order_of(words, 27)
+    ordered = words[0][order]
+    assert bool((ordered[1:] <= ordered[:-1]).all())
