@@ -12,6 +12,8 @@
   ``Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]``
 - `TensorProduct`, `FullyConnectedTensorProduct`, beside e3nn:
   ``Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]``
+- `TensorProductConv`, beside OpenEquivariance and cuEquivariance:
+  ``Z[dst[e],I[p],u] = V[p] * X[src[e],J[p],u] * Y[e,K[p]] * W[e,L[p],u]``
 
 >>> import torch
 >>> from insum.nn import GraphConv
@@ -27,6 +29,7 @@ from insum.nn.irreps import Irrep, Irreps
 from insum.nn.linear import BlockSparseLinear, SparseLinear
 from insum.nn.prune import block_mask, magnitude_mask
 from insum.nn.tensor_product import FullyConnectedTensorProduct, TensorProduct
+from insum.nn.tensor_product_conv import TensorProductConv
 from insum.nn.voxels import SparseTensor, Voxels
 from insum.nn.wigner import spherical_harmonics, wigner_3j
 
@@ -42,6 +45,7 @@ __all__ = [
     "SparseLinear",
     "SparseTensor",
     "TensorProduct",
+    "TensorProductConv",
     "Voxels",
     "adjacency",
     "block_mask",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 import insum
 from insum.accepted import FLAG, NUMBERS, TENSOR, TEXT, Accepted, takes
 from insum.errors import BindingError, UnsupportedError
-from insum.formats import GroupCOO
 from insum.nn.checks import last_size, layer_takes, one_device
 from insum.nn.irreps import Irreps
 from insum.nn.paths import Group, Normalisation, components, groups_of, paths_of
@@ -39,41 +38,15 @@ INSTRUCTIONS = Accepted(
 )
 
 
-class TensorProduct(nn.Module):
-    """A weighted tensor product of two vectors of irreps, path for path and weight for weight
-    `e3nn.o3.TensorProduct`.
-
-    One statement for all paths with the same multiplicities, for mode ``uvw`` and a second input of
-    multiplicity 1
-
-        Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]
-
-    with the Clebsch-Gordan coefficients ``V`` grouped by path. They are part of the program
-    (`insum.constant`) and no parameters. Gradients of every order are further statements, so that
-    forces can be trained on.
-
-    - ``irreps_in1``, ``irreps_in2``, ``irreps_out``: text such as ``"16x0e + 16x1o"``, or e3nn's
-      own.
-    - ``instructions``: ``(i_in1, i_in2, i_out, mode, has_weight[, path_weight])``; modes ``uvw uvu
-      uvv uuw uuu uvuv``.
-    - ``irrep_normalization`` (``component``, ``norm``, ``none``), ``path_normalization``
-      (``element``, ``path``, ``none``), ``in1_var``, ``in2_var``, ``out_var``: as in e3nn 0.6.
-    - ``shared_weights``: one weight vector (weight_numel,) for all items, or one for each, (...,
-      weight_numel). ``internal_weights``: whether it is a parameter; by default where it is shared.
-    - ``layout``: ``"mul_ir"`` as in e3nn, each term as (multiplicity, components), or ``"ir_mul"``,
-      (components, multiplicity), which needs no reordering.
-
-    A state dict of e3nn's module loads unchanged.
-
-    >>> cross = TensorProduct("16x1o", "16x1o", "16x1e", [(0, 0, 0, "uuu", False)])
-    >>> x, y = torch.randn(5, 48), torch.randn(5, 48)
-    >>> by_hand = torch.linalg.cross(x.view(5, 16, 3), y.view(5, 16, 3)).reshape(5, 48) / 2**0.5
-    >>> torch.allclose(cross(x, y), by_hand, atol=1e-6)
-    True
+class PathProduct(nn.Module):
+    """What products over paths share: irreps, instructions, weights, and coefficients that move
+    with the module; `TensorProduct` says what the arguments mean.
     """
 
     weight: Tensor
     output_mask: Tensor
+    #: Whether weights are shared where nobody says.
+    shares = True
 
     @takes(
         in1_var=NUMBERS.optional,
@@ -118,7 +91,7 @@ class TensorProduct(nn.Module):
         self.instructions = paths_of(*irreps, instructions, rule)
         self.weight_numel = sum(path.numel for path in self.instructions)
         self.layout = layout
-        self.shared_weights = True if shared_weights is None else shared_weights
+        self.shared_weights = self.shares if shared_weights is None else shared_weights
         self.internal_weights = (
             self.shared_weights and self.weight_numel > 0
             if internal_weights is None
@@ -145,12 +118,9 @@ class TensorProduct(nn.Module):
             for i, (mul, ir) in enumerate(self.irreps_out)
         ]
         self.register_buffer("output_mask", torch.cat([*mask, torch.ones(0)]))
-        self._exact = [
-            group.coefficients(self.irreps_in1, self.irreps_in2, self.irreps_out)
-            for group in self._groups
-        ]
-        for number, pattern in enumerate(self._exact):
-            for name, tensor in _arrays(pattern).items():
+        self._exact = [self._pattern(group) for group in self._groups]
+        for number, arrays in enumerate(self._exact):
+            for name, tensor in arrays.items():
                 floating = tensor.is_floating_point()
                 self.register_buffer(
                     f"{name}{number}",
@@ -161,14 +131,18 @@ class TensorProduct(nn.Module):
                 )
         self._renew()
 
+    def _pattern(self, group: Group) -> dict[str, Tensor]:
+        """The coefficients of a group, exact, by the names that they have in its statements."""
+        raise NotImplementedError
+
     # --- the pattern as it moves with the module ---
 
     def _renew(self) -> None:
         """Every array anew from the exact pattern, coefficients rounded once, promised to be
         constant.
         """
-        for number, pattern in enumerate(self._exact):
-            for name, exact in _arrays(pattern).items():
+        for number, arrays in enumerate(self._exact):
+            for name, exact in arrays.items():
                 old = getattr(self, f"{name}{number}")
                 new = exact.to(old.device, old.dtype)
                 setattr(self, f"{name}{number}", new)
@@ -184,29 +158,13 @@ class TensorProduct(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._renew()
 
-    # --- the product ---
-
-    @layer_takes(x=TENSOR, y=TENSOR, weight=TENSOR.optional)
-    def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        last_size("x", x, self.irreps_in1.dim, f"irreps_in1 {self.irreps_in1}")
-        last_size("y", y, self.irreps_in2.dim, f"irreps_in2 {self.irreps_in2}")
-        weight = self._weights(weight)
-        one_device(module=self.output_mask, x=x, y=y, weight=weight)
-        own = () if self.shared_weights else (weight.shape[:-1],)
-        lead = _broadcast(x.shape[:-1], y.shape[:-1], *own)
-        x, y = (t.expand(*lead, t.shape[-1]).reshape(math.prod(lead), t.shape[-1]) for t in (x, y))
-        weight = (
-            weight
-            if self.shared_weights
-            else weight.expand(*lead, -1).reshape(math.prod(lead), self.weight_numel)
-        )
-        return self._product(x, y, weight).reshape(*lead, self.irreps_out.dim)
+    # --- what goes into statements, and comes out ---
 
     def _weights(self, weight: Tensor | None) -> Tensor:
         if weight is None:
             if self.weight_numel and not self.internal_weights:
                 raise BindingError(
-                    "this tensor product has no weights of its own",
+                    "this product has no weights of its own",
                     expected=f"weight= with {self.weight_numel} in the last dimension",
                 )
             return self.weight
@@ -223,32 +181,9 @@ class TensorProduct(nn.Module):
             )
         return weight
 
-    def _product(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        outputs: dict[int, Tensor] = {}
-        for number, group in enumerate(self._groups):
-            tensors = {
-                n: getattr(self, f"{n}{number}") for n in ("VIJKL" if group.has_weight else "VIJK")
-            }
-            tensors["X"] = self._by_component(x, self.irreps_in1, group.muls[0])
-            tensors["Y"] = self._by_component(y, self.irreps_in2, group.muls[1])
-            if group.single:
-                tensors["Y"] = tensors["Y"].squeeze(-1)
-            if group.has_weight:
-                tensors["W"] = self._weights_of(group, weight)
-            shape = (
-                x.shape[0],
-                sum(ir.dim for mul, ir in self.irreps_out if mul == group.muls[2]),
-                *group.out_shape,
-            )
-            z = insum.insum(
-                group.statement(self.shared_weights),
-                out_shape=shape,
-                padded=("I", "J", "K"),
-                **tensors,
-            ).flatten(2)
-            before = outputs.get(group.muls[2])
-            outputs[group.muls[2]] = z if before is None else before + z
-        return self._by_irrep(outputs, x)
+    def _arrays(self, number: int) -> dict[str, Tensor]:
+        """The coefficients of a group where the module is."""
+        return {name: getattr(self, f"{name}{number}") for name in self._exact[number]}
 
     def _by_component(self, x: Tensor, irreps: Irreps, mul: int) -> Tensor:
         """(b, components of all terms with this multiplicity, multiplicity)."""
@@ -293,13 +228,50 @@ class TensorProduct(nn.Module):
             flat = torch.cat([weight.narrow(-1, offset, size) for offset in group.offsets], -1)
         return flat.reshape(*weight.shape[:-1], len(group.paths), *group.weight_shape)
 
-    def statements(self) -> tuple[str, ...]:
-        """The statements that a call runs.
+    # --- as e3nn has them ---
 
-        >>> FullyConnectedTensorProduct("8x0e + 8x1o", "0e + 1o", "8x0e + 8x1o").statements()
-        ('Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[L[p],u,w]',)
+    def weight_view_for_instruction(self, instruction: int, weight: Tensor | None = None) -> Tensor:
+        """The weights of one path, (..., *shape of the path): a view."""
+        path = self.instructions[instruction]
+        if not path.has_weight:
+            raise BindingError(
+                f"instruction {instruction} has no weights", expected="one with has_weight"
+            )
+        weight = self._weights(weight)
+        start = sum(p.numel for p in self.instructions[:instruction])
+        return weight.narrow(-1, start, path.numel).view(*weight.shape[:-1], *path.shape)
+
+    def weight_views(
+        self, weight: Tensor | None = None, yield_instruction: bool = False
+    ) -> Iterator[Any]:
+        """The weights of each path that has any; ``yield_instruction``: with its number and the
+        instruction itself in front.
+
+        >>> product = FullyConnectedTensorProduct("4x0e", "2x0e", "3x0e")
+        >>> [tuple(view.shape) for view in product.weight_views()]
+        [(4, 2, 3)]
         """
-        return tuple(group.statement(self.shared_weights) for group in self._groups)
+        for number, path in enumerate(self.instructions):
+            if path.has_weight:
+                view = self.weight_view_for_instruction(number, weight)
+                yield (number, path, view) if yield_instruction else view
+
+    def visualize(
+        self, weight: Tensor | None = None, plot_weight: bool = True, ax: Any = None
+    ) -> tuple[Any, Any]:
+        """Draw the paths with Matplotlib; what has weights is coloured by their size.
+
+        Returns:
+            The figure and its axes.
+        """
+        from insum.nn.drawn import paths_drawn
+
+        sizes: dict[int, float] = {}
+        if plot_weight and (weight is not None or self.internal_weights):
+            for number, _, view in self.weight_views(weight, yield_instruction=True):
+                sizes[number] = float(view.detach().square().mean().sqrt())
+        irreps = self.irreps_in1, self.irreps_in2, self.irreps_out
+        return paths_drawn(irreps, self.instructions, sizes, ax)
 
     def extra_repr(self) -> str:
         return (
@@ -308,11 +280,112 @@ class TensorProduct(nn.Module):
         )
 
 
-def _arrays(pattern: GroupCOO) -> dict[str, Tensor]:
-    """``CG[i,j,k,l]`` by the names that its arrays have in statements."""
-    i, j, k = pattern.slot_indices
-    assert pattern.values is not None
-    return {"V": pattern.values, "I": i, "J": j, "K": k, "L": pattern.group_indices[0]}
+class TensorProduct(PathProduct):
+    """A weighted tensor product of two vectors of irreps, path for path and weight for weight
+    `e3nn.o3.TensorProduct`.
+
+    One statement for all paths with the same multiplicities, for mode ``uvw`` and a second input of
+    multiplicity 1
+
+        Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]
+
+    with the Clebsch-Gordan coefficients ``V`` grouped by path. They are part of the program
+    (`insum.constant`) and no parameters. Gradients of every order are further statements, so that
+    forces can be trained on.
+
+    - ``irreps_in1``, ``irreps_in2``, ``irreps_out``: text such as ``"16x0e + 16x1o"``, or e3nn's
+      own.
+    - ``instructions``: ``(i_in1, i_in2, i_out, mode, has_weight[, path_weight])``; modes ``uvw uvu
+      uvv uuw uuu uvuv uvu<v u<vw``.
+    - ``irrep_normalization`` (``component``, ``norm``, ``none``), ``path_normalization``
+      (``element``, ``path``, ``none``), ``in1_var``, ``in2_var``, ``out_var``: as in e3nn 0.6.
+    - ``shared_weights``: one weight vector (weight_numel,) for all items, or one for each, (...,
+      weight_numel). ``internal_weights``: whether it is a parameter; by default where it is shared.
+    - ``layout``: ``"mul_ir"`` as in e3nn, each term as (multiplicity, components), or ``"ir_mul"``,
+      (components, multiplicity), which needs no reordering.
+
+    A state dict of e3nn's module loads unchanged.
+
+    >>> cross = TensorProduct("16x1o", "16x1o", "16x1e", [(0, 0, 0, "uuu", False)])
+    >>> x, y = torch.randn(5, 48), torch.randn(5, 48)
+    >>> by_hand = torch.linalg.cross(x.view(5, 16, 3), y.view(5, 16, 3)).reshape(5, 48) / 2**0.5
+    >>> torch.allclose(cross(x, y), by_hand, atol=1e-6)
+    True
+    """
+
+    def _pattern(self, group: Group) -> dict[str, Tensor]:
+        pattern = group.coefficients(self.irreps_in1, self.irreps_in2, self.irreps_out)
+        i, j, k = pattern.slot_indices
+        assert pattern.values is not None
+        made = {"V": pattern.values, "I": i, "J": j, "K": k, "L": pattern.group_indices[0]}
+        return {n: t for n, t in made.items() if n != "L" or group.has_weight} | group.pairs()
+
+    # --- the product ---
+
+    @layer_takes(x=TENSOR, y=TENSOR, weight=TENSOR.optional)
+    def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        last_size("x", x, self.irreps_in1.dim, f"irreps_in1 {self.irreps_in1}")
+        last_size("y", y, self.irreps_in2.dim, f"irreps_in2 {self.irreps_in2}")
+        weight = self._weights(weight)
+        one_device(module=self.output_mask, x=x, y=y, weight=weight)
+        own = () if self.shared_weights else (weight.shape[:-1],)
+        lead = _broadcast(x.shape[:-1], y.shape[:-1], *own)
+        x, y = (t.expand(*lead, t.shape[-1]).reshape(math.prod(lead), t.shape[-1]) for t in (x, y))
+        weight = (
+            weight
+            if self.shared_weights
+            else weight.expand(*lead, -1).reshape(math.prod(lead), self.weight_numel)
+        )
+        return self._product(x, y, weight).reshape(*lead, self.irreps_out.dim)
+
+    def _product(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        outputs: dict[int, Tensor] = {}
+        for number, group in enumerate(self._groups):
+            tensors = self._arrays(number)
+            tensors["X"] = self._by_component(x, self.irreps_in1, group.muls[0])
+            tensors["Y"] = self._by_component(y, self.irreps_in2, group.muls[1])
+            if group.single:
+                tensors["Y"] = tensors["Y"].squeeze(-1)
+            if group.has_weight:
+                tensors["W"] = self._weights_of(group, weight)
+            shape = (
+                x.shape[0],
+                sum(ir.dim for mul, ir in self.irreps_out if mul == group.muls[2]),
+                *group.out_shape,
+            )
+            z = insum.insum(
+                group.statement(self.shared_weights),
+                out_shape=shape,
+                padded=("I", "J", "K"),
+                **tensors,
+            ).flatten(2)
+            before = outputs.get(group.muls[2])
+            outputs[group.muls[2]] = z if before is None else before + z
+        return self._by_irrep(outputs, x)
+
+    @layer_takes(y=TENSOR, weight=TENSOR.optional)
+    def right(self, y: Tensor, weight: Tensor | None = None) -> Tensor:
+        """The matrices (..., irreps_in1.dim, irreps_out.dim) by which items of the second input
+        act on the first.
+
+        >>> product = FullyConnectedTensorProduct("4x0e + 4x1o", "0e + 1o", "4x0e + 4x1o")
+        >>> x, y = torch.randn(5, 16), torch.randn(5, 4)
+        >>> by_matrix = torch.einsum("bi,bij->bj", x, product.right(y))
+        >>> torch.allclose(by_matrix, product(x, y), atol=1e-5)
+        True
+        """
+        last_size("y", y, self.irreps_in2.dim, f"irreps_in2 {self.irreps_in2}")
+        every = torch.eye(self.irreps_in1.dim, dtype=y.dtype, device=y.device)
+        own = weight is None or self.shared_weights
+        return self(every, y.unsqueeze(-2), weight if own else weight.unsqueeze(-2))
+
+    def statements(self) -> tuple[str, ...]:
+        """The statements that a call runs.
+
+        >>> FullyConnectedTensorProduct("8x0e + 8x1o", "0e + 1o", "8x0e + 8x1o").statements()
+        ('Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[L[p],u,w]',)
+        """
+        return tuple(group.statement(self.shared_weights) for group in self._groups)
 
 
 def _without_compiled_parts(
