@@ -78,10 +78,10 @@ class ProductInputs:
         """From components before channels to e3nn's channels before components; and back by
         `returned`.
         """
-        return _reordered(t, self.degree, self.channels, back=False)
+        return reordered(t, self.degree, self.channels, back=False)
 
     def returned(self, t: Tensor) -> Tensor:
-        return _reordered(t, self.degree, self.channels, back=True)
+        return reordered(t, self.degree, self.channels, back=True)
 
 
 def irreps(degree: int, channels: int) -> tuple[str, str, str]:
@@ -95,7 +95,7 @@ def irreps(degree: int, channels: int) -> tuple[str, str, str]:
     return wide, one, wide
 
 
-def _reordered(t: Tensor, degree: int, channels: int, *, back: bool) -> Tensor:
+def reordered(t: Tensor, degree: int, channels: int, *, back: bool) -> Tensor:
     parts, start = [], 0
     for l in range(degree + 1):
         size = (2 * l + 1) * channels

@@ -9,7 +9,7 @@ import insum
 from insum.accepted import COUNT, TENSOR
 from insum.errors import BindingError
 from insum.nn.checks import last_size, layer_takes, one_device
-from insum.nn.edges import endpoints
+from insum.nn.edges import check_edges, endpoints
 from insum.nn.paths import Group
 from insum.nn.tensor_product import PathProduct
 
@@ -96,8 +96,9 @@ class TensorProductConv(PathProduct):
         weight = self._weights(weight)
         one_device(module=self.output_mask, x=x, y=y, edge_index=edge_index, weight=weight)
         nodes = x.shape[0] if num_nodes is None else num_nodes
+        check_edges(edge_index)
+        self._check_rows(x, y, edge_index.shape[1], weight)
         src, dst = endpoints(edge_index, x.shape[0], nodes)
-        self._check_rows(x, y, src, weight)
         outputs: dict[int, Tensor] = {}
         for number, group in enumerate(self._groups):
             found = self._summed(number, group, x, y, (src, dst), weight, nodes).flatten(2)
@@ -105,8 +106,7 @@ class TensorProductConv(PathProduct):
             outputs[group.muls[2]] = found if before is None else before + found
         return self._by_irrep(outputs, x.new_empty(nodes, 0))
 
-    def _check_rows(self, x: Tensor, y: Tensor, src: Tensor, weight: Tensor) -> None:
-        edges = src.shape[0]
+    def _check_rows(self, x: Tensor, y: Tensor, edges: int, weight: Tensor) -> None:
         if x.dim() != 2:
             raise BindingError(f"x has shape {tuple(x.shape)}", expected="one row for each node")
         if y.dim() != 2 or y.shape[0] != edges:
