@@ -26,20 +26,29 @@ from insum.nn.edges import gcn_norm
 from insum.nn.functional import adjacency, propagate, sddmm, spmm
 from insum.nn.graph import GCNConv, GraphConv, RelationalConv
 from insum.nn.irreps import Irrep, Irreps
+from insum.nn.irreps_linear import Linear
 from insum.nn.linear import BlockSparseLinear, SparseLinear
 from insum.nn.prune import block_mask, magnitude_mask
-from insum.nn.tensor_product import FullyConnectedTensorProduct, TensorProduct
+from insum.nn.tensor_product import (
+    ElementwiseTensorProduct,
+    FullTensorProduct,
+    FullyConnectedTensorProduct,
+    TensorProduct,
+)
 from insum.nn.tensor_product_conv import TensorProductConv
 from insum.nn.voxels import SparseTensor, Voxels
 from insum.nn.wigner import spherical_harmonics, wigner_3j
 
 __all__ = [
     "BlockSparseLinear",
+    "ElementwiseTensorProduct",
+    "FullTensorProduct",
     "FullyConnectedTensorProduct",
     "GCNConv",
     "GraphConv",
     "Irrep",
     "Irreps",
+    "Linear",
     "RelationalConv",
     "SparseConv3d",
     "SparseLinear",

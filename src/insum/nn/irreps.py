@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from insum.accepted import COUNT, Accepted, is_integer, require
-from insum.errors import Span, StatementError
+from insum.errors import BindingError, Span, StatementError
 
 _TERM = re.compile(r"\s*(?:(?P<mul>\d+)\s*x\s*)?(?P<l>\d+)\s*(?P<parity>[eoy])\s*")
 _PARITY = {"e": 1, "o": -1}
@@ -71,7 +71,7 @@ class Irrep(_DegreeAndParity):
         return f"{self.l}{'e' if self.p > 0 else 'o'}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Irreps:
     """A sum of irreps with multiplicities, in order; a vector in it holds each term as
     (multiplicity, components).
@@ -140,6 +140,9 @@ class Irreps:
     def __getitem__(self, number: int) -> tuple[int, Irrep]:
         return self.terms[number]
 
+    def __repr__(self) -> str:
+        return f"Irreps.of({str(self)!r})"
+
     def __str__(self) -> str:
         return "+".join(f"{mul}x{ir}" for mul, ir in self.terms)
 
@@ -157,6 +160,29 @@ TERMS = Accepted(
     "a tuple of pairs: a multiplicity and an Irrep",
     lambda v: isinstance(v, tuple) and all(map(_is_term, v)),
 )
+
+
+def aligned(first: Irreps, second: Irreps) -> Iterator[tuple[int, Irrep, Irrep]]:
+    """Both cut into terms of the same multiplicities.
+
+    >>> [(mul, str(a), str(b)) for mul, a, b in aligned(Irreps.of("3x0e"), Irreps.of("1x0e+2x1o"))]
+    [(1, '0e', '0e'), (2, '0e', '1o')]
+    """
+    counts = [sum(mul for mul, _ in irreps) for irreps in (first, second)]
+    if counts[0] != counts[1]:
+        raise BindingError(
+            f"{first} has {counts[0]} irreps, but {second} has {counts[1]}",
+            expected="as many irreps in both",
+        )
+    rest = [[list(term) for term in irreps if term[0]] for irreps in (first, second)]
+    while rest[0]:
+        (left, a), (right, b) = rest[0][0], rest[1][0]
+        mul = min(left, right)
+        yield mul, a, b
+        for terms in rest:
+            terms[0][0] -= mul
+            if not terms[0][0]:
+                del terms[0]
 
 
 def _terms(text: str) -> Iterator[tuple[int, Irrep]]:

@@ -385,17 +385,26 @@ class Group:
 
 
 def groups_of(
-    paths: Sequence[Instruction], in1: Irreps, in2: Irreps, out: Irreps
+    paths: Sequence[Instruction], in1: Irreps, in2: Irreps, out: Irreps, most: int = 2**31
 ) -> tuple[Group, ...]:
-    """Paths by mode and multiplicities; paths without any element are left out."""
+    """Paths by mode and multiplicities, with at most so many coefficients together; paths without
+    any element are left out.
+    """
     found: dict[tuple[object, ...], list[tuple[Instruction, int]]] = {}
+    parts: dict[tuple[object, ...], tuple[int, int]] = {}  # the last group, and its coefficients
     offset = 0
     for path in paths:
-        muls = in1[path.i_in1][0], in2[path.i_in2][0], out[path.i_out][0]
+        terms = in1[path.i_in1], in2[path.i_in2], out[path.i_out]
+        muls = tuple(mul for mul, _ in terms)
+        key = path.mode, muls, path.has_weight
         if 0 not in muls and path.coefficient != 0:
-            found.setdefault((path.mode, muls, path.has_weight), []).append((path, offset))
+            points = int((wigner_3j(*(ir.l for _, ir in terms)) != 0).sum())
+            part, held = parts.get(key, (0, 0))
+            part, held = (part, held + points) if held + points <= most else (part + 1, points)
+            parts[key] = part, held
+            found.setdefault((*key, part), []).append((path, offset))
         offset += path.numel
-    return tuple(Group(*key, *zip(*members)) for key, members in found.items())  # type: ignore[arg-type]
+    return tuple(Group(*key[:3], *zip(*members)) for key, members in found.items())  # type: ignore[arg-type]
 
 
 def components(irreps: Irreps, mul: int) -> dict[int, int]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,11 +13,9 @@ import insum
 from insum.accepted import FLAG, NUMBERS, TENSOR, TEXT, Accepted, takes
 from insum.errors import BindingError, UnsupportedError
 from insum.nn.checks import last_size, layer_takes, one_device
-from insum.nn.irreps import Irreps
+from insum.nn.irreps import Irrep, Irreps, aligned
 from insum.nn.paths import Group, Normalisation, components, groups_of, paths_of
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from insum.nn.patterns import PatternModule, without_compiled_parts
 
 LAYOUTS = ("mul_ir", "ir_mul")
 
@@ -38,7 +36,7 @@ INSTRUCTIONS = Accepted(
 )
 
 
-class PathProduct(nn.Module):
+class PathProduct(PatternModule):
     """What products over paths share: irreps, instructions, weights, and coefficients that move
     with the module; `TensorProduct` says what the arguments mean.
     """
@@ -47,6 +45,8 @@ class PathProduct(nn.Module):
     output_mask: Tensor
     #: Whether weights are shared where nobody says.
     shares = True
+    #: Coefficients of one statement.
+    most_points = 2**31
 
     @takes(
         in1_var=NUMBERS.optional,
@@ -103,9 +103,9 @@ class PathProduct(nn.Module):
                 expected="weights for each item are passed to the call",
                 remedy="internal_weights=False",
             )
-        self._groups = groups_of(self.instructions, *irreps)
+        self._groups = groups_of(self.instructions, *irreps, most=self.most_points)
         self._register()
-        self.register_load_state_dict_pre_hook(_without_compiled_parts)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(without_compiled_parts)  # type: ignore[no-untyped-call]
 
     def _register(self) -> None:
         if self.internal_weights:
@@ -118,45 +118,11 @@ class PathProduct(nn.Module):
             for i, (mul, ir) in enumerate(self.irreps_out)
         ]
         self.register_buffer("output_mask", torch.cat([*mask, torch.ones(0)]))
-        self._exact = [self._pattern(group) for group in self._groups]
-        for number, arrays in enumerate(self._exact):
-            for name, tensor in arrays.items():
-                floating = tensor.is_floating_point()
-                self.register_buffer(
-                    f"{name}{number}",
-                    tensor.to(
-                        self.output_mask.device, self.output_mask.dtype if floating else None
-                    ),
-                    persistent=False,
-                )
-        self._renew()
+        self._hold([self._pattern(group) for group in self._groups], self.output_mask)
 
     def _pattern(self, group: Group) -> dict[str, Tensor]:
         """The coefficients of a group, exact, by the names that they have in its statements."""
         raise NotImplementedError
-
-    # --- the pattern as it moves with the module ---
-
-    def _renew(self) -> None:
-        """Every array anew from the exact pattern, coefficients rounded once, promised to be
-        constant.
-        """
-        for number, arrays in enumerate(self._exact):
-            for name, exact in arrays.items():
-                old = getattr(self, f"{name}{number}")
-                new = exact.to(old.device, old.dtype)
-                setattr(self, f"{name}{number}", new)
-                if new.device.type != "meta":
-                    insum.constant(new)
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._renew()
-        return self
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._renew()
 
     # --- what goes into statements, and comes out ---
 
@@ -180,10 +146,6 @@ class PathProduct(nn.Module):
                 expected=f"({lead}{self.weight_numel}{',' if self.shared_weights else ''})",
             )
         return weight
-
-    def _arrays(self, number: int) -> dict[str, Tensor]:
-        """The coefficients of a group where the module is."""
-        return {name: getattr(self, f"{name}{number}") for name in self._exact[number]}
 
     def _by_component(self, x: Tensor, irreps: Irreps, mul: int) -> Tensor:
         """(b, components of all terms with this multiplicity, multiplicity)."""
@@ -388,14 +350,6 @@ class TensorProduct(PathProduct):
         return tuple(group.statement(self.shared_weights) for group in self._groups)
 
 
-def _without_compiled_parts(
-    module: nn.Module, state: dict[str, Any], prefix: str, *_: object
-) -> None:
-    """e3nn keeps Wigner symbols in its states; here they are computed."""
-    for key in [k for k in state if k.startswith(f"{prefix}_compiled_main_")]:
-        del state[key]
-
-
 class FullyConnectedTensorProduct(TensorProduct):
     """Every path that the selection rules allow, in mode ``uvw``: weight for weight
     `e3nn.o3.FullyConnectedTensorProduct`.
@@ -419,3 +373,70 @@ class FullyConnectedTensorProduct(TensorProduct):
             if ir3 in ir1 * ir2
         ]
         super().__init__(in1, in2, out, instructions, **options)
+
+
+class ElementwiseTensorProduct(TensorProduct):
+    """Irrep by irrep, in mode ``uuu`` and without weights: `e3nn.o3.ElementwiseTensorProduct`.
+
+    ``filter_ir_out``: irreps such as ``["0e", "1o"]``; all others are left out of the result.
+
+    >>> ElementwiseTensorProduct("5x1o + 5x1e", "10x1e", ["0e", "0o"])
+    ElementwiseTensorProduct(5x1o+5x1e x 5x1e+5x1e -> 5x0o+5x0e | 2 paths | 0 weights)
+    """
+
+    def __init__(
+        self,
+        irreps_in1: object,
+        irreps_in2: object,
+        filter_ir_out: Sequence[object] | None = None,
+        **options: Any,
+    ) -> None:
+        in1, in2 = (Irreps.of(irreps).simplified() for irreps in (irreps_in1, irreps_in2))
+        both = tuple(aligned(in1, in2))
+        wanted = _wanted(filter_ir_out)
+        out, instructions = [], []
+        for number, (mul, one, two) in enumerate(both):
+            for ir in one * two:
+                if wanted is None or ir in wanted:
+                    instructions.append((number, number, len(out), "uuu", False))
+                    out.append((mul, ir))
+        first = Irreps(tuple((mul, one) for mul, one, _ in both))
+        second = Irreps(tuple((mul, two) for mul, _, two in both))
+        super().__init__(first, second, Irreps(tuple(out)), instructions, **options)
+
+
+class FullTensorProduct(TensorProduct):
+    """Every product of an irrep of the first input with one of the second, in mode ``uvuv`` and
+    without weights, sorted by irrep: `e3nn.o3.FullTensorProduct`.
+
+    ``filter_ir_out``: irreps such as ``["0e", "1o"]``; all others are left out of the result.
+
+    >>> FullTensorProduct("2x0e + 1x1o", "1x1o").irreps_out
+    Irreps.of('1x0e+2x1o+1x1e+1x2e')
+    """
+
+    def __init__(
+        self,
+        irreps_in1: object,
+        irreps_in2: object,
+        filter_ir_out: Sequence[object] | None = None,
+        **options: Any,
+    ) -> None:
+        in1, in2 = (Irreps.of(irreps).simplified() for irreps in (irreps_in1, irreps_in2))
+        wanted = _wanted(filter_ir_out)
+        found = [
+            (ir, mul1 * mul2, a, b)
+            for a, (mul1, one) in enumerate(in1)
+            for b, (mul2, two) in enumerate(in2)
+            for ir in one * two
+            if wanted is None or ir in wanted
+        ]
+        order = sorted(range(len(found)), key=lambda n: found[n][0])
+        place = {n: number for number, n in enumerate(order)}
+        instructions = [(a, b, place[n], "uvuv", False) for n, (_, _, a, b) in enumerate(found)]
+        out = Irreps(tuple((found[n][1], found[n][0]) for n in order))
+        super().__init__(in1, in2, out, instructions, **options)
+
+
+def _wanted(filter_ir_out: Sequence[object] | None) -> set[Irrep] | None:
+    return None if filter_ir_out is None else {Irrep.of(ir) for ir in filter_ir_out}

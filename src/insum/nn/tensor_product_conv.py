@@ -12,6 +12,7 @@ from insum.nn.checks import last_size, layer_takes, one_device
 from insum.nn.edges import check_edges, endpoints
 from insum.nn.paths import Group
 from insum.nn.tensor_product import PathProduct
+from insum.plan.strategies.unrolling import UNROLL_POINTS
 
 
 class TensorProductConv(PathProduct):
@@ -55,6 +56,7 @@ class TensorProductConv(PathProduct):
     """
 
     shares = False
+    most_points = UNROLL_POINTS  # more would not become code
 
     def _pattern(self, group: Group) -> dict[str, Tensor]:
         irreps = self.irreps_in1, self.irreps_in2, self.irreps_out
