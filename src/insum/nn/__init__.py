@@ -29,6 +29,8 @@ from insum.nn.irreps import Irrep, Irreps
 from insum.nn.irreps_linear import Linear
 from insum.nn.linear import BlockSparseLinear, SparseLinear
 from insum.nn.prune import block_mask, magnitude_mask
+from insum.nn.swapping import Swapped, from_e3nn, swap
+from insum.nn.symmetric_contraction import SymmetricContraction
 from insum.nn.tensor_product import (
     ElementwiseTensorProduct,
     FullTensorProduct,
@@ -53,16 +55,20 @@ __all__ = [
     "SparseConv3d",
     "SparseLinear",
     "SparseTensor",
+    "Swapped",
+    "SymmetricContraction",
     "TensorProduct",
     "TensorProductConv",
     "Voxels",
     "adjacency",
     "block_mask",
+    "from_e3nn",
     "gcn_norm",
     "magnitude_mask",
     "propagate",
     "sddmm",
     "spherical_harmonics",
     "spmm",
+    "swap",
     "wigner_3j",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -201,8 +201,18 @@ class Linear(nn.Module):
             for i, (mul, ir) in enumerate(self.irreps_out)
         ]
         self.register_buffer("output_mask", torch.cat([*mask, torch.ones(0)]))
+        self._scale()
+
+    def _scale(self, path_weights: Sequence[float] | None = None) -> None:
+        """What weights are multiplied with, for each pair of terms; by default what was asked for
+        when the layer was made.
+        """
+        if path_weights is not None:
+            pairs = zip(self._mixings, path_weights, strict=True)
+            self._mixings = tuple(replace(one, path_weight=value) for one, value in pairs)
         scales = [torch.full((one.numel,), one.path_weight) for one in self._mixings]
-        self.register_buffer("scales", torch.cat([*scales, torch.ones(0)]), persistent=False)
+        whole = torch.cat([*scales, torch.ones(0)]).to(self.output_mask)
+        self.register_buffer("scales", whole, persistent=False)
 
     # --- the map ---
 

@@ -100,10 +100,15 @@ class TensorProductConv(PathProduct):
         nodes = x.shape[0] if num_nodes is None else num_nodes
         check_edges(edge_index)
         self._check_rows(x, y, edge_index.shape[1], weight)
-        src, dst = endpoints(edge_index, x.shape[0], nodes)
+        return self._between(x, y, endpoints(edge_index, x.shape[0], nodes), weight, nodes)
+
+    def _between(
+        self, x: Tensor, y: Tensor, ends: tuple[Tensor, Tensor], weight: Tensor, nodes: int
+    ) -> Tensor:
+        """``ends``: of the edges, sources and targets."""
         outputs: dict[int, Tensor] = {}
         for number, group in enumerate(self._groups):
-            found = self._summed(number, group, x, y, (src, dst), weight, nodes).flatten(2)
+            found = self._summed(number, group, x, y, ends, weight, nodes).flatten(2)
             before = outputs.get(group.muls[2])
             outputs[group.muls[2]] = found if before is None else before + found
         return self._by_irrep(outputs, x.new_empty(nodes, 0))
