@@ -159,17 +159,6 @@ def test_internal_weights_and_states() -> None:
     assert conv.float()(x.float(), y.float(), edge_index).dtype == torch.float32
 
 
-def test_compiled_with_edges_that_change() -> None:
-    conv = TensorProductConv("2x0e", "1o", "2x1o", [(0, 0, 0, "uvu", True)])
-    compiled = torch.compile(conv, fullgraph=True, dynamic=True, backend="aot_eager")
-    for edges in (7, 9):
-        edge_index = graph(edges=edges)
-        leaves = given(conv, edge_index)
-        assert_close(
-            compiled(*leaves[:2], edge_index, leaves[2]), conv(*leaves[:2], edge_index, leaves[2])
-        )
-
-
 # --- what runs on a GPU ---
 
 

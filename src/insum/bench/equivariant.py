@@ -68,7 +68,7 @@ class ConvInputs:
         return irreps(self.degree, self.channels)
 
     @property
-    def options(self) -> dict[str, bool]:
+    def options(self) -> dict[str, Any]:
         return {"shared_weights": False, "internal_weights": False}
 
     @property

@@ -174,15 +174,9 @@ def aligned(first: Irreps, second: Irreps) -> Iterator[tuple[int, Irrep, Irrep]]
             f"{first} has {counts[0]} irreps, but {second} has {counts[1]}",
             expected="as many irreps in both",
         )
-    rest = [[list(term) for term in irreps if term[0]] for irreps in (first, second)]
-    while rest[0]:
-        (left, a), (right, b) = rest[0][0], rest[1][0]
-        mul = min(left, right)
-        yield mul, a, b
-        for terms in rest:
-            terms[0][0] -= mul
-            if not terms[0][0]:
-                del terms[0]
+    one, other = ([ir for mul, ir in irreps for _ in range(mul)] for irreps in (first, second))
+    for (a, b), run in itertools.groupby(zip(one, other)):
+        yield len(list(run)), a, b
 
 
 def _terms(text: str) -> Iterator[tuple[int, Irrep]]:

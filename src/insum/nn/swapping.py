@@ -122,14 +122,17 @@ def swap(model: nn.Module) -> Swapped:
     return Swapped(tuple(what for *_, what in planned), tuple(kept))
 
 
-def _places(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
     """Every module below another: its name in the whole, its parent, its name there, itself. What
     is inside of a layer that is replaced as a whole is not among them.
     """
-    for child, module in list(model.named_children()):
-        yield prefix + child, model, child, module
-        if not _is_layer(module):
-            yield from _places(module, f"{prefix}{child}.")
+    every = dict(model.named_modules(remove_duplicate=False))
+    layers: list[str] = []
+    for name, module in every.items():
+        if name and not any(name.startswith(f"{layer}.") for layer in layers):
+            parent, _, child = name.rpartition(".")
+            yield name, every[parent], child, module
+            layers += [name] if _is_layer(module) else []
 
 
 def _replacement(parent: nn.Module, child: str, old: nn.Module) -> nn.Module | None:
@@ -141,7 +144,7 @@ def _replacement(parent: nn.Module, child: str, old: nn.Module) -> nn.Module | N
 def counterpart(module: nn.Module) -> nn.Module | None:
     """insum's layer for one of e3nn's, with the same parameters; None where it is no such layer."""
     if _is_named(module, "TensorProductScatter") and _is_product(getattr(module, "tp", None)):
-        return ScatteredProduct(_product(module.tp, TensorProductConv))  # type: ignore[arg-type]
+        return ScatteredProduct(_product(module.tp, TensorProductConv))
     if _is_named(module, "TensorSquare", "e3nn."):
         return _product(module, SquareProduct)
     if _is_product(module):

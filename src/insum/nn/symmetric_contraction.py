@@ -144,7 +144,7 @@ class SymmetricContraction(PatternModule):
             total = found if total is None else total + found
         if total is None:
             return x.new_zeros(x.shape[0], self.irreps_out.dim)
-        parts = total.split([ir.dim for _, ir in self.irreps_out], 1)
+        parts = torch.split(total, [ir.dim for _, ir in self.irreps_out], 1)
         return torch.cat([part.transpose(1, 2).flatten(1) for part in parts], 1)
 
     def statements(self) -> tuple[str, ...]:

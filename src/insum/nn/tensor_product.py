@@ -338,8 +338,9 @@ class TensorProduct(PathProduct):
         """
         last_size("y", y, self.irreps_in2.dim, f"irreps_in2 {self.irreps_in2}")
         every = torch.eye(self.irreps_in1.dim, dtype=y.dtype, device=y.device)
-        own = weight is None or self.shared_weights
-        return self(every, y.unsqueeze(-2), weight if own else weight.unsqueeze(-2))
+        own = weight is not None and not self.shared_weights
+        found: Tensor = self(every, y.unsqueeze(-2), weight[..., None, :] if own else weight)  # type: ignore[index]
+        return found
 
     def statements(self) -> tuple[str, ...]:
         """The statements that a call runs.
@@ -394,7 +395,8 @@ class ElementwiseTensorProduct(TensorProduct):
         in1, in2 = (Irreps.of(irreps).simplified() for irreps in (irreps_in1, irreps_in2))
         both = tuple(aligned(in1, in2))
         wanted = _wanted(filter_ir_out)
-        out, instructions = [], []
+        out: list[tuple[int, Irrep]] = []
+        instructions: list[tuple[object, ...]] = []
         for number, (mul, one, two) in enumerate(both):
             for ir in one * two:
                 if wanted is None or ir in wanted:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -141,7 +143,7 @@ class TensorProductConv(PathProduct):
         """(nodes, components of the output, its letters)."""
         arrays, statements = self._arrays(number), group.along_edges(self.shared_weights)
         second = self._by_component(y, self.irreps_in2, group.muls[1])
-        along = {
+        along: dict[str, Any] = {
             "X": self._by_component(x, self.irreps_in1, group.muls[0]),
             "Y": second.squeeze(-1) if group.single else second,
             "src": ends[0],
@@ -154,7 +156,7 @@ class TensorProductConv(PathProduct):
             *group.out_shape,
         )
         if not group.mixes(self.shared_weights):
-            given = {**arrays, **along}
+            given: dict[str, Any] = {**arrays, **along}
             if group.has_weight:
                 given["W"] = self._weights_of(group, weight)
             return insum.insum(statements[0], out_shape=shape, **given)

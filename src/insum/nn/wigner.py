@@ -142,8 +142,8 @@ def spherical_harmonics(
         )
         found.append(torch.einsum("ijk,...i,...j->...k", step, unit, found[-1]))
     if normalization != "component":
-        scale = {"norm": lambda l: 2 * l + 1, "integral": lambda l: 4 * math.pi}[normalization]
-        found = [part / math.sqrt(scale(l)) for l, part in enumerate(found)]
+        square = 4 * math.pi if normalization == "integral" else None
+        found = [part / math.sqrt(square or 2 * l + 1) for l, part in enumerate(found)]
     return torch.cat([unit[..., :0], *(found[l] for l in listed)], -1)
 
 
