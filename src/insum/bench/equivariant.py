@@ -2,7 +2,7 @@
 mode ``uvu`` and sum at the targets, over degrees, channels and edges.
 
 Forward, with gradients, and with the gradients of gradients that training on forces takes. Edges
-are sorted by target and come back; features lie as everybody likes them best.
+are sorted by target and promised to stay; features lie as everybody likes them best.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import insum
 from insum.bench import data
 from insum.bench.data import RandomTensors
 from insum.bench.measure import Comparison, Contender, ReadyContender, Results, Work
@@ -40,11 +41,11 @@ NEIGHBOURS = 20
 MOST_BYTES = 6 * 2**30
 AT_ONCE = 10_000  # edges of the reference at a time
 
-Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+EdgeFunction = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class ConvInputs:
+class EdgeInputs:
     """Features of nodes and edges and the weights, components before channels ("ir_mul"); what
     gradients are taken along: ``upstream`` of the result, ``along`` of its gradients.
     """
@@ -102,7 +103,7 @@ class ConvInputs:
         return reordered(t, self.degree, self.channels, back=True)
 
 
-def inputs(degree: int, channels: int, edges: int, device: torch.device) -> ConvInputs:
+def inputs(degree: int, channels: int, edges: int, device: torch.device) -> EdgeInputs:
     text = irreps(degree, channels)
     paths = [(*path, "uvu", True) for path in data.degrees(degree, even=True)]
     conv = TensorProductConv(*text, paths, layout="ir_mul").to(device)
@@ -121,8 +122,8 @@ def inputs(degree: int, channels: int, edges: int, device: torch.device) -> Conv
             (edges, conv.weight_numel),
         )
     )
-    ends = torch.stack([source, target])
-    return ConvInputs(degree, channels, conv, x, y, w, ends, upstream, tuple(along))  # type: ignore[arg-type]
+    ends = insum.unchanging(torch.stack([source, target]))
+    return EdgeInputs(degree, channels, conv, x, y, w, ends, upstream, tuple(along))  # type: ignore[arg-type]
 
 
 def cases(options: BenchOptions) -> Iterator[Comparison]:
@@ -157,7 +158,7 @@ def _directions(options: BenchOptions) -> tuple[str, ...]:
 # --- reference: some edges at a time, in float64 --------------------------------------------------
 
 
-def want(given: ConvInputs, direction: str) -> Results:
+def want(given: EdgeInputs, direction: str) -> Results:
     """Every result is a sum over edges, or has a row for each."""
     found: list[list[Tensor]] = []
     for start in range(0, len(given.y), AT_ONCE):
@@ -174,7 +175,9 @@ def want(given: ConvInputs, direction: str) -> Results:
     )
 
 
-def derived(call: Call, leaves: Any, upstream: Tensor, along: Any, direction: str) -> Results:
+def derived(
+    call: EdgeFunction, leaves: Any, upstream: Tensor, along: Any, direction: str
+) -> Results:
     """The result; its gradients; and the gradients of those, by the leaves and by what the first
     were taken along.
     """
@@ -191,7 +194,7 @@ def derived(call: Call, leaves: Any, upstream: Tensor, along: Any, direction: st
     return (*results, *torch.autograd.grad(first, [*held, onward], along))
 
 
-def _formula(given: ConvInputs, ends: Tensor, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+def _formula(given: EdgeInputs, ends: Tensor, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     """One dense contraction with Clebsch-Gordan coefficients for all paths."""
     size, paths = (given.degree + 1) ** 2, len(given.instructions)
     exact = given.conv._exact[0]
@@ -207,8 +210,8 @@ def _formula(given: ConvInputs, ends: Tensor, x: Tensor, y: Tensor, w: Tensor) -
 # --- contenders -----------------------------------------------------------------------------------
 
 
-def contenders(given: ConvInputs, direction: str) -> list[Contender]:
-    makers: list[tuple[Any, str, Callable[[ConvInputs, str], ReadyContender]]] = [
+def contenders(given: EdgeInputs, direction: str) -> list[Contender]:
+    makers: list[tuple[Any, str, Callable[[EdgeInputs, str], ReadyContender]]] = [
         (None, "insum", ours),
         (None, "insum, product and index_add", apart),
         (OPENEQUIVARIANCE, "OpenEquivariance", openequivariance),
@@ -222,23 +225,23 @@ def contenders(given: ConvInputs, direction: str) -> list[Contender]:
     ]
 
 
-def _ready(given: ConvInputs, direction: str, call: Call) -> ReadyContender:
+def _ready(given: EdgeInputs, direction: str, call: EdgeFunction) -> ReadyContender:
     return ReadyContender(
         lambda: derived(call, given.leaves, given.upstream, given.along, direction)
     )
 
 
-def ours(given: ConvInputs, direction: str) -> ReadyContender:
+def ours(given: EdgeInputs, direction: str) -> ReadyContender:
     return _ready(given, direction, lambda x, y, w: given.conv(x, y, given.edge_index, w))
 
 
-def apart(given: ConvInputs, direction: str) -> ReadyContender:
+def apart(given: EdgeInputs, direction: str) -> ReadyContender:
     """The same layers without the convolution: messages are written and read."""
     made = TensorProduct(*given.irreps, given.instructions, layout="ir_mul", **given.options)
     return _ready(given, direction, _gathered(given, made.to(given.x.device)))
 
 
-def _gathered(given: ConvInputs, product: Any) -> Call:
+def _gathered(given: EdgeInputs, product: Any) -> EdgeFunction:
     source, target = given.edge_index
 
     def call(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
@@ -247,7 +250,7 @@ def _gathered(given: ConvInputs, product: Any) -> Call:
     return call
 
 
-def e3nn(given: ConvInputs, direction: str) -> ReadyContender:
+def e3nn(given: EdgeInputs, direction: str) -> ReadyContender:
     made = module("e3nn.o3").TensorProduct(*given.irreps, given.instructions, **given.options)
     product = _gathered(given, made.to(given.x.device))
     x, y, w = given.turned(given.x), given.y, given.w
@@ -263,7 +266,7 @@ def e3nn(given: ConvInputs, direction: str) -> ReadyContender:
     )
 
 
-def openequivariance(given: ConvInputs, direction: str) -> ReadyContender:
+def openequivariance(given: EdgeInputs, direction: str) -> ReadyContender:
     package = module("openequivariance")
     problem = package.TPProblem(
         *(package.Irreps(text) for text in given.irreps),
@@ -280,13 +283,13 @@ def openequivariance(given: ConvInputs, direction: str) -> ReadyContender:
     def canonical(results: Results) -> Results:
         return tuple(back(t) if n in (3, 6) else t for n, t in enumerate(results))
 
-    call: Call = lambda x, y, w: made(x, y, w, target, source)
+    call: EdgeFunction = lambda x, y, w: made(x, y, w, target, source)
     return ReadyContender(
         lambda: derived(call, leaves, given.upstream, along, direction), canonical
     )
 
 
-def cuequivariance(given: ConvInputs, direction: str, method: str = "uniform_1d") -> ReadyContender:
+def cuequivariance(given: EdgeInputs, direction: str, method: str = "uniform_1d") -> ReadyContender:
     cue, layers = module("cuequivariance"), module("cuequivariance_torch")
     size, exact = (given.degree + 1) ** 2, given.conv._exact[0]
     product = cue.SegmentedTensorProduct.from_subscripts("u,u,,u")

@@ -29,7 +29,7 @@ from insum.nn.irreps import Irrep, Irreps
 from insum.nn.irreps_linear import Linear
 from insum.nn.linear import BlockSparseLinear, SparseLinear
 from insum.nn.prune import block_mask, magnitude_mask
-from insum.nn.swapping import Swapped, from_e3nn, swap
+from insum.nn.swapping import from_e3nn, swap
 from insum.nn.symmetric_contraction import SymmetricContraction
 from insum.nn.tensor_product import (
     ElementwiseTensorProduct,
@@ -55,7 +55,6 @@ __all__ = [
     "SparseConv3d",
     "SparseLinear",
     "SparseTensor",
-    "Swapped",
     "SymmetricContraction",
     "TensorProduct",
     "TensorProductConv",

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import insum
-from insum.accepted import FLAG, SIZE, TENSOR, TEXT, Accepted, takes
+from insum.accepted import FLAG, SIZE, TENSOR, TEXT, Accepted, is_integer, require, takes
 from insum.errors import BindingError, UnsupportedError
 from insum.nn.checks import last_size, layer_takes, one_device
 from insum.nn.irreps import Irreps
@@ -309,6 +309,12 @@ class Linear(nn.Module):
 
     def weight_view_for_instruction(self, instruction: int, weight: Tensor | None = None) -> Tensor:
         """The weights between two terms, (..., u, w): a view."""
+        require("weight", weight, TENSOR.optional)
+        if not is_integer(instruction) or not 0 <= instruction < len(self._mixings):
+            raise BindingError(
+                f"there is no instruction {instruction}",
+                expected=f"a number from 0 to {len(self._mixings) - 1}",
+            )
         weight = self._given("weight", weight, self.weight_numel)
         one = self._mixings[instruction]
         start = sum(other.numel for other in self._mixings[:instruction])

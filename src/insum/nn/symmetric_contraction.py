@@ -99,7 +99,7 @@ class SymmetricContraction(PatternModule):
     def _set_up(self, first: Irreps, out: Irreps, elements: int, bases: list[list[Tensor]]) -> None:
         super().__init__()
         muls = {mul for irreps in (first, out) for mul, _ in irreps}
-        if len(muls) != 1:
+        if len(muls) != 1 or not len(out):
             raise BindingError(
                 f"{first} and {out} have different multiplicities", expected="one for all terms"
             )

@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 import insum
-from insum.accepted import FLAG, NUMBERS, TENSOR, TEXT, Accepted, takes
+from insum.accepted import (
+    FLAG,
+    NUMBERS,
+    TENSOR,
+    TEXT,
+    Accepted,
+    is_integer,
+    require,
+    takes,
+)
 from insum.errors import BindingError, UnsupportedError
 from insum.nn.checks import last_size, layer_takes, one_device
 from insum.nn.irreps import Irrep, Irreps, aligned
@@ -33,6 +42,11 @@ def _broadcast(*shapes: torch.Size) -> tuple[int, ...]:
 INSTRUCTIONS = Accepted(
     "a list of (i_in1, i_in2, i_out, mode, has_weight[, path_weight])",
     lambda v: isinstance(v, tuple | list) and all(isinstance(one, tuple | list) for one in v),
+)
+
+
+IRREP_LIST = Accepted(
+    'a list of irreps, such as ["0e", "1o"]', lambda v: isinstance(v, tuple | list)
 )
 
 
@@ -194,6 +208,12 @@ class PathProduct(PatternModule):
 
     def weight_view_for_instruction(self, instruction: int, weight: Tensor | None = None) -> Tensor:
         """The weights of one path, (..., *shape of the path): a view."""
+        require("weight", weight, TENSOR.optional)
+        if not is_integer(instruction) or not 0 <= instruction < len(self.instructions):
+            raise BindingError(
+                f"there is no instruction {instruction}",
+                expected=f"a number from 0 to {len(self.instructions) - 1}",
+            )
         path = self.instructions[instruction]
         if not path.has_weight:
             raise BindingError(
@@ -441,4 +461,5 @@ class FullTensorProduct(TensorProduct):
 
 
 def _wanted(filter_ir_out: Sequence[object] | None) -> set[Irrep] | None:
+    require("filter_ir_out", filter_ir_out, IRREP_LIST.optional)
     return None if filter_ir_out is None else {Irrep.of(ir) for ir in filter_ir_out}

@@ -14,7 +14,7 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from insum.accepted import FLAG, FLOATS, TEXT, Accepted, is_size, require, takes
+from insum.accepted import FLAG, FLOATS, TEXT, Accepted, is_integer, is_size, require, takes
 from insum.errors import BindingError, UnsupportedError
 from insum.formats.layout import constant
 from insum.nn.checks import last_size
@@ -149,10 +149,10 @@ def spherical_harmonics(
 
 def _degrees(asked: object) -> list[int]:
     """The degrees that are asked for, one by one."""
-    if is_size(asked):
+    if is_integer(asked):
         require("degrees", asked, DEGREE)
         return list(range(int(asked) + 1))  # type: ignore[call-overload]
-    if isinstance(asked, list | tuple) and all(is_size(one) for one in asked):
+    if isinstance(asked, list | tuple) and all(is_integer(one) for one in asked):
         for one in asked:
             require("degrees", one, DEGREE)
         return list(asked)
