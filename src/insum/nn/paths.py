@@ -33,6 +33,7 @@ from insum.accepted import NUMBER, require
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import GroupCOO
 from insum.nn.irreps import Irreps
+from insum.nn.multilinear import Multilinear
 from insum.nn.wigner import wigner_3j
 
 
@@ -297,13 +298,25 @@ class Group:
         T[dst[e],H[p],u] = V[p] * X[src[e],J[p],u] * Y[e,K[p]]
         Z[n,I[h],u] = T[n,h,u] * W[L[h],u]
         """
-        factors, out = self._factors("src[e]", "e", "[p]"), _list(*self.letters.out)
         if not self.mixes(shared):
-            weight = self._weights("e") if self.has_weight else ""
-            return (f"Z[dst[e],I[p],{out}] = {factors}{weight}",)
+            return (self.over_edges().statement(),)
+        factors, out = self._factors("src[e]", "e", "[p]"), _list(*self.letters.out)
         summed = _list(*self._summed_letters)
         mixed = f"Z[n,I[h],{out}] = T[n,h,{summed}]{self._weights('').replace('[p]', '[h]')}"
         return f"T[dst[e],H[p],{summed}] = {factors}", mixed
+
+    def over_edges(self) -> Multilinear:
+        """The product along edges, with weights of each edge's own where it has any."""
+        second = "" if self.single else self.letters.second
+        at = {
+            "V": "p",
+            "X": f"src[e],J[p],{self.letters.first}",
+            "Y": _list("e", "K[p]", second),
+        }
+        if self.has_weight:
+            at["W"] = _list("e", "L[p]", *self._weight_letters)
+        leaves = tuple(name for name in at if name != "V")
+        return Multilinear("Z", {**at, "Z": f"dst[e],I[p],{_list(*self.letters.out)}"}, leaves)
 
     def mixes(self, shared: bool) -> bool:
         """Whether weights are multiplied with what reached the nodes."""

@@ -159,7 +159,7 @@ class TensorProductConv(PathProduct):
             given: dict[str, Any] = {**arrays, **along}
             if group.has_weight:
                 given["W"] = self._weights_of(group, weight)
-            return insum.insum(statements[0], out_shape=shape, **given)
+            return group.over_edges()(given, shape)
         mixing = {name: arrays.pop(name) for name in "IL"}
         rows = nodes, mixing["I"].shape[0], *group.summed_shape
         sums = insum.insum(statements[0], out_shape=rows, **arrays, **along)
