@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from insum import inspection
 from insum.nn import Irreps, TensorProduct, TensorProductConv
 from insum.request import request_of
 from insum.testing.as_on_a_gpu import pretended
+from kernels import watch_programs
 from nn.test_tensor_product import rotation
 
 Instructions = list[tuple[Any, ...]]
@@ -190,6 +192,47 @@ def test_nothing_of_the_size_of_edges_times_channels() -> None:
             with Largest() as largest:
                 derivatives(lambda x, y, e=edge_index: conv(x, y, e), [x, y])
             assert largest.found <= max(nodes * conv.irreps_out.dim, 4 * edges) < edges * 16
+
+
+@pytest.mark.interpreter
+@pytest.mark.parametrize("declared", [False, True])
+def test_second_derivatives_are_four_kernels(
+    declared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    irreps = "4x0e+4x1o", "0e+1o", "4x0e+4x1o"
+    torch.set_default_dtype(torch.float32)
+    conv = TensorProductConv(*irreps, every_path(*irreps, "uvu"))
+    product = TensorProduct(*irreps, every_path(*irreps, "uvu"), shared_weights=False)
+    edge_index = graph(3, 8)
+    leaves = given(conv, edge_index, 3)
+    want = derivatives(by_hand(product, edge_index, 3), leaves)
+    with pretended():
+        conv.to("cpu")  # promises are forgotten where one pretends
+        if declared:
+            insum.unchanging(edge_index)
+        programs = watch_programs(monkeypatch)
+        found = derivatives(lambda x, y, w: conv(x, y, edge_index, w), leaves)
+    for got, wanted in zip(found, want, strict=True):
+        assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    sums = [p for p in programs if len(p.problem.terms) > 1]
+    assert len(sums) == 4 and all(len(p.launches) == 1 for p in sums)
+
+
+def test_only_some_second_derivatives() -> None:
+    """Of edges alone, as forces are; and without a gradient of the nodes."""
+    conv, edge_index = TensorProductConv(*CASES["uvu"]), graph()
+    product = TensorProduct(*CASES["uvu"], shared_weights=False)
+    x, y, w = given(conv, edge_index)
+    results = []
+    with mock.patch("insum.call.kernels_look_on", lambda device: True):
+        for call in (lambda *t: conv(*t[:2], edge_index, t[2]), by_hand(product, edge_index, 4)):
+            energy = call(x.detach(), y, w).square().sum()
+            (forces,) = torch.autograd.grad(energy, y, create_graph=True)
+            (second,) = torch.autograd.grad(forces.square().sum(), w, create_graph=True)
+            third = torch.autograd.grad(second.square().sum(), [y, w])
+            results.append([forces, second, *third])
+    for got, wanted in zip(*results, strict=True):
+        assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -83,7 +83,7 @@ class _Result(torch.autograd.Function):
     ) -> Tensor:
         ctx.product, ctx.fixed = product, fixed
         ctx.save_for_backward(*leaves)
-        given = dict(zip(product.leaves, leaves))
+        given: dict[str, Any] = dict(zip(product.leaves, leaves))
         return insum.insum(product.statement(), out_shape=shape, **fixed, **given)
 
     @staticmethod
@@ -111,7 +111,7 @@ class _Gradients(torch.autograd.Function):
         given = {product.out: gradient, **dict(zip(product.leaves, leaves))}
         found: list[Tensor | None] = []
         for name, leaf, wants in zip(product.leaves, leaves, wanted):
-            others = {n: t for n, t in given.items() if n != name}
+            others: dict[str, Any] = {n: t for n, t in given.items() if n != name}
             statement = product.gradient(name)
             found.append(
                 insum.insum(statement, out_shape=leaf.shape, **fixed, **others) if wants else None

@@ -11,14 +11,25 @@ from typing import Any
 from insum.plan.draft import Planned
 from insum.plan.plan import Pattern, Plan
 
-#: Points of all products together: beyond it the code would outgrow the registers.
-MOST_POINTS = 512
+#: Points of all products of a kernel: beyond it registers are spilled, and compilers take minutes.
+MOST_POINTS = 768
 
 
-def joined(planned: list[Planned]) -> list[Planned]:
-    """The products as one, where all walk the same loops and write the same places."""
-    if len(planned) < 2 or not _alike(planned):
-        return planned
+def joined(planned: Sequence[Planned]) -> list[Planned]:
+    """Neighbouring products as one, where they walk the same loops and write the same places."""
+    found: list[Planned] = []
+    for one in planned:
+        both = _as_one([found[-1], one]) if found else None
+        if both is None:
+            found.append(one)
+        else:
+            found[-1] = both
+    return found
+
+
+def _as_one(planned: Sequence[Planned]) -> Planned | None:
+    if not _alike(planned):
+        return None
     first = planned[0]
     arrays = _union([one.arrays for one in planned])
     kinds, strides, views, made = (
@@ -26,7 +37,7 @@ def joined(planned: list[Planned]) -> list[Planned]:
         for name in ("kinds", "strides", "views", "made")
     )
     if any(part is None for part in (arrays, kinds, strides, views, made)):
-        return planned
+        return None
     assert arrays is not None and kinds is not None and strides is not None
     assert views is not None and made is not None
     plans = [one.plan for one in planned]
@@ -42,9 +53,9 @@ def joined(planned: list[Planned]) -> list[Planned]:
         numbers=tuple(dict.fromkeys(n for plan in plans for n in plan.numbers)),
         guarded=frozenset().union(*(plan.guarded for plan in plans)),
         wraps=frozenset().union(*(plan.wraps for plan in plans)),
-        why=(*first.plan.why, f"{len(plans)} products are added up in registers"),
+        why=tuple(dict.fromkeys([*first.plan.why, "products are added up in registers"])),
     )
-    return [replace(first, plan=plan, arrays=arrays)]
+    return replace(first, plan=plan, arrays=arrays)
 
 
 def _alike(planned: Sequence[Planned]) -> bool:
