@@ -72,11 +72,11 @@ class Multilinear:
         if not call.kernels_look_on(leaves[0].device) or not is_plain_call(leaves):
             return insum.insum(self.statement(), out_shape=shape, **tensors)
         fixed = {n: t for n, t in tensors.items() if n not in self.leaves}
-        found: Tensor = _Result.apply(self, fixed, tuple(shape), *leaves)  # type: ignore[no-untyped-call]
+        found: Tensor = _MultilinearOutput.apply(self, fixed, tuple(shape), *leaves)  # type: ignore[no-untyped-call]
         return found
 
 
-class _Result(torch.autograd.Function):
+class _MultilinearOutput(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, product: Multilinear, fixed: dict[str, Any], shape: Any, *leaves: Tensor
@@ -89,11 +89,13 @@ class _Result(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         wanted = ctx.needs_input_grad[3:]
-        found = _Gradients.apply(ctx.product, ctx.fixed, wanted, gradient, *ctx.saved_tensors)  # type: ignore[no-untyped-call]
+        found = _MultilinearGradients.apply(
+            ctx.product, ctx.fixed, wanted, gradient, *ctx.saved_tensors
+        )  # type: ignore[no-untyped-call]
         return (None, None, None, *found)
 
 
-class _Gradients(torch.autograd.Function):
+class _MultilinearGradients(torch.autograd.Function):
     """The gradients of a result by all leaves that want one."""
 
     @staticmethod
