@@ -114,7 +114,7 @@ def test_linear_with_weights_of_each_item(o3: Any) -> None:
     assert_close(ours(x, w), theirs(x, w), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_every_layer_is_equivariant(seed: int) -> None:
     """Of drawn irreps."""
     first, second, out = drawn(3 * seed), drawn(3 * seed + 1), drawn(3 * seed + 2)

@@ -45,7 +45,7 @@ def every_path(in1: str, in2: str, out: str, mode: str, weights: bool = True) ->
     ]
 
 
-DEGREE_2 = ("4x0e+4x1o+4x2e", "0e+1o+2e", "4x0e+4x1o+4x2e")
+DEGREE_2 = ("2x0e+2x1o+2x2e", "0e+1o+2e", "2x0e+2x1o+2x2e")
 UNEQUAL = ("2x0e+3x1o", "2x0e+1o", "3x1o+2x0e+3x0e+1x0o+2x1o")
 CASES: dict[str, tuple[str, str, str, Instructions]] = {
     "uvu": (*DEGREE_2, every_path(*DEGREE_2, "uvu")),
@@ -58,13 +58,9 @@ CASES: dict[str, tuple[str, str, str, Instructions]] = {
         [
             (1, 0, 1, "uvu", True),
             (0, 1, 1, "uvu", False),
-            (1, 1, 0, "uvv", True),
             (1, 1, 2, "uuw", True, 0.5),
-            (0, 0, 0, "uuu", True),
             (0, 0, 3, "uvuv", True),
-            (1, 1, 5, "uvu<v", True),
             (1, 1, 5, "u<vw", True),
-            (0, 1, 4, "uvw", True),
         ],
     ),
 }
@@ -108,9 +104,12 @@ def test_it_is_e3nns_product_on_gathered_rows(name: str, shared: bool) -> None:
     assert str(o3.Irreps(conv.irreps_out)) == str(product.irreps_out)
     edge_index = graph()
     leaves = given(conv, edge_index)
-    found = derivatives(lambda x, y, *w: conv(x, y, edge_index, *w), leaves)
-    for one, other in zip(found, derivatives(by_hand(product, edge_index, 4), leaves)):
-        assert_close(one, other, rtol=1e-10, atol=1e-10)
+    call = lambda x, y, *w: conv(x, y, edge_index, *w)
+    want = derivatives(by_hand(product, edge_index, 4), leaves)
+    for looks in (False,) if shared else (False, True):  # on a CPU; the statements of a GPU
+        with mock.patch("insum.call.kernels_look_on", lambda device, looks=looks: looks):
+            for one, other in zip(derivatives(call, leaves), want, strict=True):
+                assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("layout", ["mul_ir", "ir_mul"])
@@ -244,13 +243,13 @@ def test_every_derivative_is_straight_line_code(deterministic: bool) -> None:
     (statement,) = conv.statements()
     tensors = {
         **conv._arrays(0),
-        "X": x.reshape(200, 9, 4),
+        "X": x.reshape(200, 9, 2),
         "Y": y,
-        "W": w.reshape(4000, -1, 4),
+        "W": w.reshape(4000, -1, 2),
         "src": edge_index[0],
         "dst": edge_index[1],
     }
-    problem = request_of(statement, (200, 9, 4), None, ()).bind(tensors)
+    problem = request_of(statement, (200, 9, 2), None, ()).bind(tensors)
     torch.use_deterministic_algorithms(deterministic)
     try:
         (step,) = inspection.plan_only(problem, tensors).steps
@@ -269,7 +268,7 @@ def test_mistakes() -> None:
     x, y, w = given(conv, edge_index)
     with pytest.raises(insum.InsumError, match=r"y has shape \(6, 9\), but there are 7 edges"):
         conv(x, y[:6], edge_index, w)
-    with pytest.raises(insum.InsumError, match=r"weight has shape \(6, 44\), but there are 7"):
+    with pytest.raises(insum.InsumError, match=r"weight has shape \(6, 22\), but there are 7"):
         conv(x, y, edge_index, w[:6])
     with pytest.raises(insum.InsumError, match="has no weights of its own"):
         conv(x, y, edge_index)

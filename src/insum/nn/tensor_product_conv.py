@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import insum
+from insum import call
 from insum.accepted import COUNT, TENSOR
 from insum.errors import BindingError
 from insum.nn.checks import last_size, layer_takes, one_device
@@ -25,10 +27,10 @@ class TensorProductConv(PathProduct):
 
         Z[dst[e],I[p],u] = V[p] * X[src[e],J[p],u] * Y[e,K[p]] * W[e,L[p],u]
 
-    with the Clebsch-Gordan coefficients ``V`` as part of the program. Nothing of the size of edges
-    times channels is made, neither here nor in gradients of any order, which are statements of the
-    same kind. Edges may be new at each call, in any order. Where edges share their weights,
-    products are summed first and weighted at the nodes.
+    with the Clebsch-Gordan coefficients ``V`` as part of the program. On a GPU nothing of the size
+    of edges times channels is made, neither here nor in gradients of any order, which are
+    statements of the same kind; on a CPU, messages are. Edges may be new at each call, in any
+    order. Where edges share their weights, products are summed first and weighted at the nodes.
 
     Results are those of ``e3nn.o3.TensorProduct`` on gathered rows and `torch.Tensor.index_add`;
     a state dict of that product loads unchanged. Sums have one order where
@@ -159,7 +161,7 @@ class TensorProductConv(PathProduct):
             given: dict[str, Any] = {**arrays, **along}
             if group.has_weight:
                 given["W"] = self._weights_of(group, weight)
-            return group.over_edges()(given, shape)
+            return _along(group, given, shape)
         mixing = {name: arrays.pop(name) for name in "IL"}
         rows = nodes, mixing["I"].shape[0], *group.summed_shape
         sums = insum.insum(statements[0], out_shape=rows, **arrays, **along)
@@ -167,9 +169,26 @@ class TensorProductConv(PathProduct):
         return insum.insum(statements[1], out_shape=shape, T=sums, W=mixed, **mixing)
 
     def statements(self) -> tuple[str, ...]:
-        """The statements that a call runs."""
+        """The statements of a call."""
         return tuple(s for group in self._groups for s in group.along_edges(self.shared_weights))
 
     def extra_repr(self) -> str:
         shared = ", shared" if self.shared_weights and self.weight_numel else ""
         return super().extra_repr() + shared
+
+
+def _along(group: Group, given: dict[str, Any], shape: tuple[int, ...]) -> Tensor:
+    """The statement of a group. Where no kernel is generated its three steps are quicker by
+    themselves: rows of messages are matrix products then.
+    """
+    product = group.over_edges()
+    if call.kernels_look_on(given["X"].device):
+        return product(given, shape)
+    x, src, dst = (given.pop(name) for name in ("X", "src", "dst"))
+    rows = insum.insum("G[e,f] = X[src[e],f]", X=x.flatten(1), src=src)
+    given["X"] = rows.reshape(src.shape[0], *x.shape[1:])
+    statement = product.statement().replace("src[e]", "e").replace("dst[e]", "e")
+    messages = insum.insum(statement, out_shape=(src.shape[0], *shape[1:]), **given)
+    flat = shape[0], math.prod(shape[1:])
+    summed = insum.insum("Z[dst[e],f] = M[e,f]", M=messages.flatten(1), dst=dst, out_shape=flat)
+    return summed.reshape(shape)
