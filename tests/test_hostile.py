@@ -90,7 +90,7 @@ def test_a_nested_tensor_does_not_end_the_process() -> None:
 
 
 def test_degrees_that_would_take_hours() -> None:
-    with pytest.raises(insum.DtypeError, match="lmax is 2147483648"):
+    with pytest.raises(insum.DtypeError, match="degrees is 2147483648"):
         layers.spherical_harmonics(2**31, ones(3))
 
 

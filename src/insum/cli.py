@@ -112,8 +112,9 @@ def application() -> "typer.Typer":
     )
     def bench(context: typer.Context) -> None:
         """The paper's tables and figures against the rivals that are here: block-spmm, spmm, conv,
-        tensor-product, ablation, compilers, all, report; and what else is measured: gallery, fresh,
-        sweep, fusion, tuning, first-call, overhead, memory, formats, cpu, compare.
+        tensor-product, ablation, compilers, all, report; and what else is measured: gallery,
+        equivariant, fresh, sweep, fusion, tuning, first-call, overhead, memory, formats, cpu,
+        compare.
         """
         from insum.bench.main import main
 

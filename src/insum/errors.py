@@ -251,6 +251,6 @@ class BenchError(InsumError, ValueError):
     >>> main(["faster"])
     insum bench: there is no benchmark 'faster'
       expected: block-spmm, spmm, conv, tensor-product, ablation, compilers, all, gallery,
-      fresh, sweep, fusion, ... or report
+      equivariant, fresh, sweep, ... or report
     2
     """

@@ -293,7 +293,7 @@ WRONG = [
     (
         ["faster"],
         "there is no benchmark 'faster'",
-        "block-spmm, spmm, conv, tensor-product, ablation, compilers, all, gallery, fresh",
+        "block-spmm, spmm, conv, tensor-product, ablation, compilers, all, gallery, equivariant",
     ),
     (["spmm", "--dtypes", "fp8"], "there is no dtype 'fp8'", "fp32, fp16, bf16"),
     (

@@ -23,6 +23,7 @@ from insum.bench import (
     conv,
     cpu,
     data,
+    equivariant,
     first_call,
     formats,
     fresh,
@@ -57,7 +58,7 @@ BENCHMARKS: dict[str, ModuleType] = {
     "compilers": compilers,
 }
 #: What is no part of ``all``, which is the paper's.
-MORE: dict[str, ModuleType] = {"gallery": gallery}
+MORE: dict[str, ModuleType] = {"gallery": gallery, "equivariant": equivariant}
 #: What has a record of its own.
 STUDIES: dict[str, ModuleType] = {
     "fresh": fresh,

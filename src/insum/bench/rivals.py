@@ -55,6 +55,7 @@ RIVALS: dict[str, tuple[Rival, ...]] = {
     "ablation": (TORCH_BSR,),
     "compilers": (),
     "gallery": (),
+    "equivariant": (E3NN, CUEQUIVARIANCE, OPENEQUIVARIANCE),
 }
 
 

@@ -25,7 +25,9 @@ from insum.bench.measure import (
 from insum.bench.options import BenchOptions
 from insum.bench.records import FORWARD
 from insum.bench.rivals import CUEQUIVARIANCE, E3NN, OPENEQUIVARIANCE, module
+from insum.formats import GroupCOO
 from insum.nn import FullyConnectedTensorProduct
+from insum.nn.paths import groups_of
 
 TITLE = "Equivariant tensor product"
 STATEMENT = (
@@ -56,6 +58,13 @@ class ProductInputs:
     def irreps(self) -> tuple[str, str, str]:
         return irreps(self.degree, self.channels)
 
+    @property
+    def pattern(self) -> GroupCOO:
+        """The coefficients of all paths, which are one group, in double precision."""
+        made = self.product
+        (group,) = groups_of(made.instructions, made.irreps_in1, made.irreps_in2, made.irreps_out)
+        return group.coefficients(made.irreps_in1, made.irreps_in2, made.irreps_out)
+
     def work(self, direction: str) -> Work:
         item = self.x.element_size()
         read = (self.x.numel() + self.y.numel() + self.w.numel() + self.upstream.numel()) * item
@@ -69,10 +78,10 @@ class ProductInputs:
         """From components before channels to e3nn's channels before components; and back by
         `returned`.
         """
-        return _reordered(t, self.degree, self.channels, back=False)
+        return reordered(t, self.degree, self.channels, back=False)
 
     def returned(self, t: Tensor) -> Tensor:
-        return _reordered(t, self.degree, self.channels, back=True)
+        return reordered(t, self.degree, self.channels, back=True)
 
 
 def irreps(degree: int, channels: int) -> tuple[str, str, str]:
@@ -86,7 +95,7 @@ def irreps(degree: int, channels: int) -> tuple[str, str, str]:
     return wide, one, wide
 
 
-def _reordered(t: Tensor, degree: int, channels: int, *, back: bool) -> Tensor:
+def reordered(t: Tensor, degree: int, channels: int, *, back: bool) -> Tensor:
     parts, start = [], 0
     for l in range(degree + 1):
         size = (2 * l + 1) * channels
@@ -152,8 +161,7 @@ def formula(given: ProductInputs, x: Tensor, y: Tensor, w: Tensor) -> Tensor:
     pattern.
     """
     channels = given.channels
-    (pattern,) = given.product._exact
-    coefficients = pattern.to_dense().to(x)
+    coefficients = given.pattern.to_dense().to(x)
     x, w = x.reshape(len(x), -1, channels), w.reshape(len(w), -1, channels, channels)
     out = x.new_zeros(len(x), coefficients.shape[0], channels)
     for path in range(w.shape[1]):
@@ -283,8 +291,7 @@ def plain(
 
 
 def compiled(given: ProductInputs, native: bool | None = None) -> ReadyContender:
-    (pattern,) = given.product._exact
-    entries = pattern.entries()
+    entries = given.pattern.entries()
     i, j, k, l = (c.long().to(given.x.device) for c in entries.coords)
     v = entries.values.to(given.x)  # type: ignore[union-attr]
     channels = given.channels

@@ -174,8 +174,8 @@ class _Unrolled:
         """
         pattern, segment = self.plan.pattern, self.plan.segment
         assert pattern is not None and segment is not None
-        _, factors = pattern.points[0]
-        return all(isinstance(f, Number) or segment.var in variables(f) for f in factors)
+        every = {f for _, factors in pattern.points for f in factors}
+        return all(isinstance(f, Number) or segment.var in variables(f) for f in every)
 
     # --- summed variables: contract the factors they touch, then combine ---
 

@@ -17,6 +17,8 @@
   ``Out[v[p],c] = In[p,c]``, ``Out[p,c] = Share[k,p] * In[Nb[k,p],c]``
 - `TensorProduct`, `FullyConnectedTensorProduct`, beside e3nn:
   ``Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]``
+- `TensorProductConv`, beside OpenEquivariance and cuEquivariance:
+  ``Z[dst[e],I[p],u] = V[p] * X[src[e],J[p],u] * Y[e,K[p]] * W[e,L[p],u]``
 
 >>> import torch
 >>> from insum.nn import GraphConv
@@ -30,6 +32,7 @@ from insum.nn.edges import gcn_norm
 from insum.nn.functional import adjacency, propagate, sddmm, spmm
 from insum.nn.graph import GCNConv, GraphConv, RelationalConv
 from insum.nn.irreps import Irrep, Irreps
+from insum.nn.irreps_linear import Linear
 from insum.nn.linear import BlockSparseLinear, SparseLinear
 from insum.nn.modules import SparseModule, SparseSequential
 from insum.nn.pool import (
@@ -46,13 +49,23 @@ from insum.nn.pool import (
 from insum.nn.prune import block_mask, magnitude_mask
 from insum.nn.sparse_tensor import SparseTensor, batch, cat, collate
 from insum.nn.sparsify import LayerReport, SparsityReport, layouts, restore, sparsify
-from insum.nn.tensor_product import FullyConnectedTensorProduct, TensorProduct
+from insum.nn.swapping import from_e3nn, swap
+from insum.nn.symmetric_contraction import SymmetricContraction
+from insum.nn.tensor_product import (
+    ElementwiseTensorProduct,
+    FullTensorProduct,
+    FullyConnectedTensorProduct,
+    TensorProduct,
+)
+from insum.nn.tensor_product_conv import TensorProductConv
 from insum.nn.voxels import Voxels
 from insum.nn.weights import load_minkowski, load_spconv, load_torchsparse
 from insum.nn.wigner import spherical_harmonics, wigner_3j
 
 __all__ = [
     "BlockSparseLinear",
+    "ElementwiseTensorProduct",
+    "FullTensorProduct",
     "FullyConnectedTensorProduct",
     "GCNConv",
     "GlobalPool",
@@ -60,6 +73,7 @@ __all__ = [
     "Irrep",
     "Irreps",
     "LayerReport",
+    "Linear",
     "RelationalConv",
     "SparseAvgPool1d",
     "SparseAvgPool2d",
@@ -78,7 +92,9 @@ __all__ = [
     "SparseSequential",
     "SparseTensor",
     "SparsityReport",
+    "SymmetricContraction",
     "TensorProduct",
+    "TensorProductConv",
     "Voxels",
     "adjacency",
     "batch",
@@ -86,6 +102,7 @@ __all__ = [
     "cat",
     "collate",
     "devoxelize",
+    "from_e3nn",
     "gcn_norm",
     "layouts",
     "load_minkowski",
@@ -98,6 +115,7 @@ __all__ = [
     "sparsify",
     "spherical_harmonics",
     "spmm",
+    "swap",
     "voxelize",
     "wigner_3j",
 ]

@@ -8,18 +8,24 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from insum.accepted import COUNT, Accepted, is_integer, require
-from insum.errors import Span, StatementError
+from insum.errors import BindingError, Span, StatementError
 
 _TERM = re.compile(r"\s*(?:(?P<mul>\d+)\s*x\s*)?(?P<l>\d+)\s*(?P<parity>[eoy])\s*")
 _PARITY = {"e": 1, "o": -1}
 PARITY = Accepted("1 or -1", lambda v: is_integer(v) and abs(v) == 1)
 
 
-@dataclass(frozen=True, order=True)
-class Irrep:
-    """Degree ``l`` and parity ``p``, 1 (even) or -1 (odd): ``2 * l + 1`` components.
+class _DegreeAndParity(NamedTuple):
+    l: int
+    p: int
+
+
+class Irrep(_DegreeAndParity):
+    """Degree ``l`` and parity ``p``, 1 (even) or -1 (odd): ``2 * l + 1`` components. A pair, which
+    e3nn takes for one of its own.
 
     >>> Irrep(1, -1), Irrep(1, -1).dim
     (Irrep(l=1, p=-1), 3)
@@ -27,20 +33,36 @@ class Irrep:
     ['0e', '1e', '2e']
     """
 
-    l: int
-    p: int
+    __slots__ = ()
 
-    def __post_init__(self) -> None:
-        require("l", self.l, COUNT)
-        require("p", self.p, PARITY)
+    def __new__(cls, l: int, p: int) -> Irrep:
+        require("l", l, COUNT)
+        require("p", p, PARITY)
+        return super().__new__(cls, l, p)
+
+    @classmethod
+    def of(cls, irrep: object) -> Irrep:
+        """From text such as ``"1o"``, or from anything that prints as such text."""
+        if isinstance(irrep, Irrep):
+            return irrep
+        match = _TERM.fullmatch(text := str(irrep))
+        if match is None or match["mul"] is not None:
+            raise StatementError(
+                f"{text!r} is not an irrep",
+                statement=text,
+                span=Span(0, max(1, len(text))),
+                expected="a degree and a parity, such as 1o",
+            )
+        return _matched(match)
 
     @property
     def dim(self) -> int:
         return 2 * self.l + 1
 
-    def __mul__(self, other: Irrep) -> tuple[Irrep, ...]:
+    def __mul__(self, other: object) -> tuple[Irrep, ...]:  # type: ignore[override]
         """What the tensor product of two holds."""
         require("what an irrep is multiplied with", other, IRREP)
+        assert isinstance(other, Irrep)
         return tuple(
             Irrep(l, self.p * other.p) for l in range(abs(self.l - other.l), self.l + other.l + 1)
         )
@@ -49,7 +71,7 @@ class Irrep:
         return f"{self.l}{'e' if self.p > 0 else 'o'}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Irreps:
     """A sum of irreps with multiplicities, in order; a vector in it holds each term as
     (multiplicity, components).
@@ -95,6 +117,20 @@ class Irreps:
             ends.append(ends[-1] + mul * ir.dim)
         return tuple(slice(a, b) for a, b in itertools.pairwise(ends))
 
+    def simplified(self) -> Irreps:
+        """Neighbours of one irrep as one term, terms without any left out.
+
+        >>> str(Irreps.of("2x0e + 3x0e + 0x1o + 1x0e").simplified())
+        '6x0e'
+        """
+        found: list[tuple[int, Irrep]] = []
+        for mul, ir in self.terms:
+            if found and found[-1][1] == ir:
+                found[-1] = found[-1][0] + mul, ir
+            elif mul:
+                found.append((mul, ir))
+        return Irreps(tuple(found))
+
     def __iter__(self) -> Iterator[tuple[int, Irrep]]:
         return iter(self.terms)
 
@@ -103,6 +139,9 @@ class Irreps:
 
     def __getitem__(self, number: int) -> tuple[int, Irrep]:
         return self.terms[number]
+
+    def __repr__(self) -> str:
+        return f"Irreps.of({str(self)!r})"
 
     def __str__(self) -> str:
         return "+".join(f"{mul}x{ir}" for mul, ir in self.terms)
@@ -123,6 +162,23 @@ TERMS = Accepted(
 )
 
 
+def aligned(first: Irreps, second: Irreps) -> Iterator[tuple[int, Irrep, Irrep]]:
+    """Both cut into terms of the same multiplicities.
+
+    >>> [(mul, str(a), str(b)) for mul, a, b in aligned(Irreps.of("3x0e"), Irreps.of("1x0e+2x1o"))]
+    [(1, '0e', '0e'), (2, '0e', '1o')]
+    """
+    counts = [sum(mul for mul, _ in irreps) for irreps in (first, second)]
+    if counts[0] != counts[1]:
+        raise BindingError(
+            f"{first} has {counts[0]} irreps, but {second} has {counts[1]}",
+            expected="as many irreps in both",
+        )
+    one, other = ([ir for mul, ir in irreps for _ in range(mul)] for irreps in (first, second))
+    for (a, b), run in itertools.groupby(zip(one, other)):
+        yield len(list(run)), a, b
+
+
 def _terms(text: str) -> Iterator[tuple[int, Irrep]]:
     start = 0
     for part in text.split("+") if text.strip() else ():
@@ -138,6 +194,10 @@ def _terms(text: str) -> Iterator[tuple[int, Irrep]]:
                 span=Span(start, start + max(1, len(part))),
                 expected=expected,
             )
-        l = int(match["l"])
-        yield int(match["mul"] or 1), Irrep(l, _PARITY.get(match["parity"], (-1) ** l))
+        yield int(match["mul"] or 1), _matched(match)
         start += len(part) + 1
+
+
+def _matched(match: re.Match[str]) -> Irrep:
+    l = int(match["l"])
+    return Irrep(l, _PARITY.get(match["parity"], (-1) ** l))

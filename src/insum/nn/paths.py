@@ -11,7 +11,13 @@ path have one dimension for each letter:
 
 and so on for ``uvv``, ``uuw`` and ``uvuv``. ``V`` are the Clebsch-Gordan coefficients of all paths
 with the same mode and multiplicities, grouped by path ``L[p]``; ``I``, ``J`` and ``K`` are
-components. Multiplicities of 1 in the second input have no index.
+components. Multiplicities of 1 in the second input have no index. The pairs of ``uvu<v`` and
+``u<vw`` are walked through two index tensors:
+
+    u<vw   Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],A[r]] * Y[b,K[p,q],B[r]] * W[b,L[p],r,w]
+
+Along the edges of a graph the same products are summed at their targets, over the coefficients in
+one list (`Group.along_edges`).
 """
 
 from __future__ import annotations
@@ -21,14 +27,44 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from insum.accepted import NUMBER, require
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import GroupCOO
 from insum.nn.irreps import Irreps
+from insum.nn.multilinear import Multilinear
 from insum.nn.wigner import wigner_3j
 
-MODES = ("uvw", "uvu", "uvv", "uuw", "uuu", "uvuv")
+
+@dataclass(frozen=True)
+class Letters:
+    """How a mode is spelt: what indexes the multiplicities of the first input, the second and the
+    output, and the weights; ``weighs``: weights are what makes the output's letter.
+    """
+
+    first: str
+    second: str
+    out: tuple[str, ...]
+    weight: tuple[str, ...]
+    weighs: bool = False
+
+    @property
+    def pairs(self) -> bool:
+        """Whether pairs ``u < v`` of one multiplicity are walked."""
+        return "r" in self.weight
+
+
+MODES = {
+    "uvw": Letters("u", "v", ("w",), ("u", "v", "w"), weighs=True),
+    "uvu": Letters("u", "v", ("u",), ("u", "v")),
+    "uvv": Letters("u", "v", ("v",), ("u", "v")),
+    "uuw": Letters("u", "u", ("w",), ("u", "w")),
+    "uuu": Letters("u", "u", ("u",), ("u",)),
+    "uvuv": Letters("u", "v", ("u", "v"), ("u", "v")),
+    "uvu<v": Letters("A[r]", "B[r]", ("r",), ("r",)),
+    "u<vw": Letters("A[r]", "B[r]", ("w",), ("r", "w"), weighs=True),
+}
 
 
 @dataclass(frozen=True)
@@ -48,6 +84,20 @@ class Instruction:
     @property
     def numel(self) -> int:
         return math.prod(self.shape) if self.has_weight else 0
+
+    # as e3nn calls them
+
+    @property
+    def connection_mode(self) -> str:
+        return self.mode
+
+    @property
+    def path_weight(self) -> float:
+        return self.coefficient
+
+    @property
+    def path_shape(self) -> tuple[int, ...]:
+        return self.shape
 
 
 @dataclass(frozen=True)
@@ -136,9 +186,9 @@ def _path(
         raise UnsupportedError(f"{where}: there is no mode {mode!r}", expected=", ".join(MODES))
     assert isinstance(mode, str)
     sizes = _multiplicities(where, mode, mul1, mul2, mul3)
-    if not has_weight and mode == "uvw":
+    if not has_weight and MODES[mode].weighs:
         raise UnsupportedError(
-            f"{where}: uvw without weights", expected="weights, which say how u and v become w"
+            f"{where}: {mode} without weights", expected="weights, which say how u and v become w"
         )
     return Instruction(
         a,
@@ -147,26 +197,32 @@ def _path(
         mode,
         bool(has_weight),
         float(weight),
-        tuple(sizes[letter] for letter in dict.fromkeys(mode)),
+        tuple(sizes[letter] for letter in MODES[mode].weight),
     )
 
 
 def _multiplicities(where: str, mode: str, mul1: int, mul2: int, mul3: int) -> dict[str, int]:
     """The extent of each letter of a mode; a letter that stands twice must mean one number."""
-    sizes = {mode[0]: mul1}
+    letters = MODES[mode]
+    first, second = ("u", "u") if letters.pairs else (letters.first, letters.second)
+    sizes: dict[str, int] = {}
     for letter, mul, which in (
-        (mode[1], mul2, "the second input"),
-        *(((mode[2], mul3, "the output"),) if len(mode) == 3 else ()),
+        (first, mul1, "the first input"),
+        (second, mul2, "the second input"),
+        *(((letters.out[0], mul3, "the output"),) if letters.out in (("u",), ("v",)) else ()),
     ):
         if sizes.setdefault(letter, mul) != mul:
             raise BindingError(
                 f"{where}: {letter} is {sizes[letter]}, but {mul} in {which}",
                 expected=f"equal multiplicities, as mode {mode} asks",
             )
-    if mode == "uvuv" and mul3 != mul1 * mul2:
+    sizes |= {"r": mul1 * (mul1 - 1) // 2} if letters.pairs else {}
+    sizes |= {"w": mul3} if "w" in letters.out else {}
+    if math.prod(sizes[letter] for letter in letters.out) != mul3:
+        asked = f"{mul1} * ({mul1} - 1) / 2" if letters.pairs else f"{mul1} * {mul2}"
         raise BindingError(
             f"{where}: the output has multiplicity {mul3}",
-            expected=f"{mul1} * {mul2}, as mode uvuv asks",
+            expected=f"{asked}, as mode {mode} asks",
         )
     return sizes
 
@@ -192,6 +248,7 @@ def _coefficient(
             "uvu": in2[p.i_in2][0],
             "uvv": in1[p.i_in1][0],
             "uuw": in1[p.i_in1][0],
+            "u<vw": in1[p.i_in1][0] * (in2[p.i_in2][0] - 1) // 2,
         }
         return variance * summed.get(p.mode, 1)
 
@@ -224,38 +281,109 @@ class Group:
         >>> Group("uvw", (16, 1, 16), True, (), ()).statement(shared=False)
         'Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]'
         """
-        x, y, z = self.mode[0], self.mode[1], self.mode[2:]
-        letters = [n for n in dict.fromkeys(self.mode) if n != "v" or not self.single]
-        weight = (
-            f" * W[{_list('' if shared else 'b', 'L[p]', *letters)}]" if self.has_weight else ""
-        )
+        weight = self._weights("" if shared else "b") if self.has_weight else ""
         return (
-            f"Z[b,I[p,q],{_list(*z)}] = V[p,q] * X[b,J[p,q],{x}] * "
-            f"Y[{_list('b', 'K[p,q]', '' if self.single else y)}]{weight}"
+            f"Z[b,I[p,q],{_list(*self.letters.out)}] = {self._factors('b', 'b', '[p,q]')}{weight}"
         )
+
+    def along_edges(self, shared: bool) -> tuple[str, ...]:
+        """The statements of this group over the edges of a graph: one; two where edges share their
+        weights, which then meet sums at nodes and not every edge.
+
+        >>> group = Group("uvu", (16, 1, 16), True, (), ())
+        >>> group.along_edges(shared=False)
+        ('Z[dst[e],I[p],u] = V[p] * X[src[e],J[p],u] * Y[e,K[p]] * W[e,L[p],u]',)
+        >>> for statement in group.along_edges(shared=True):
+        ...     print(statement)
+        T[dst[e],H[p],u] = V[p] * X[src[e],J[p],u] * Y[e,K[p]]
+        Z[n,I[h],u] = T[n,h,u] * W[L[h],u]
+        """
+        if not self.mixes(shared):
+            return (self.over_edges().statement(),)
+        factors, out = self._factors("src[e]", "e", "[p]"), _list(*self.letters.out)
+        summed = _list(*self._summed_letters)
+        mixed = f"Z[n,I[h],{out}] = T[n,h,{summed}]{self._weights('').replace('[p]', '[h]')}"
+        return f"T[dst[e],H[p],{summed}] = {factors}", mixed
+
+    def over_edges(self) -> Multilinear:
+        """The product along edges, with weights of each edge's own where it has any."""
+        second = "" if self.single else self.letters.second
+        at = {
+            "V": "p",
+            "X": f"src[e],J[p],{self.letters.first}",
+            "Y": _list("e", "K[p]", second),
+        }
+        if self.has_weight:
+            at["W"] = _list("e", "L[p]", *self._weight_letters)
+        leaves = tuple(name for name in at if name != "V")
+        return Multilinear("Z", {**at, "Z": f"dst[e],I[p],{_list(*self.letters.out)}"}, leaves)
+
+    def mixes(self, shared: bool) -> bool:
+        """Whether weights are multiplied with what reached the nodes."""
+        return self.has_weight and shared
+
+    def _factors(self, x: str, y: str, at: str) -> str:
+        second = "" if self.single else self.letters.second
+        return f"V{at} * X[{x},J{at},{self.letters.first}] * Y[{_list(y, f'K{at}', second)}]"
+
+    def _weights(self, first: str) -> str:
+        return f" * W[{_list(first, 'L[p]', *self._weight_letters)}]"
+
+    @property
+    def letters(self) -> Letters:
+        return MODES[self.mode]
 
     @property
     def single(self) -> bool:
         """Whether the second input's multiplicity is 1 and needs no index."""
-        return self.muls[1] == 1 and self.mode[1] == "v" and "v" not in self.mode[2:]
+        return self.muls[1] == 1 and self.letters.second == "v" and "v" not in self.letters.out
+
+    @property
+    def _weight_letters(self) -> tuple[str, ...]:
+        return tuple(n for n in self.letters.weight if n != "v" or not self.single)
+
+    @property
+    def _summed_letters(self) -> tuple[str, ...]:
+        """What is left of the multiplicities before there are weights."""
+        return tuple(n for n in self._weight_letters if n != "w")
+
+    @property
+    def summed_shape(self) -> tuple[int, ...]:
+        sizes = dict(zip(self._weight_letters, self.weight_shape))
+        return tuple(sizes[letter] for letter in self._summed_letters)
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        return tuple(
-            s
-            for n, s in zip(dict.fromkeys(self.mode), self.paths[0].shape)
-            if n != "v" or not self.single
-        )
+        sizes = dict(zip(self.letters.weight, self.paths[0].shape))
+        return tuple(sizes[letter] for letter in self._weight_letters)
 
     @property
     def out_shape(self) -> tuple[int, ...]:
         """The extents of the output's letters."""
         return self.muls[:2] if self.mode == "uvuv" else self.muls[2:]
 
+    def pairs(self) -> dict[str, Tensor]:
+        """``A[r]`` and ``B[r]``, where the mode walks pairs."""
+        if not self.letters.pairs:
+            return {}
+        first, second = torch.triu_indices(self.muls[0], self.muls[0], 1, dtype=torch.int32)
+        return {"A": first, "B": second}
+
     def coefficients(self, in1: Irreps, in2: Irreps, out: Irreps) -> GroupCOO:
         """``CG[i,j,k,l]`` over components of irreps with this group's multiplicities, grouped by
         path ``l``.
         """
+        shape = (
+            *(
+                extent(irreps, mul)
+                for irreps, mul in zip((out, in1, in2), (self.muls[2], *self.muls[:2]))
+            ),
+            len(self.paths),
+        )
+        return GroupCOO.from_entries(*self.entries(in1, in2, out), shape, group_dims=3)
+
+    def entries(self, in1: Irreps, in2: Irreps, out: Irreps) -> tuple[Tensor, Tensor]:
+        """The places ``i, j, k, l`` of all coefficients, path by path, and their values."""
         axes = [components(irreps, mul) for irreps, mul in zip((in1, in2, out), self.muls)]
         places, values = [], []
         for number, path in enumerate(self.paths):
@@ -266,28 +394,30 @@ class Group:
                 torch.stack([i + start[2], j + start[0], k + start[1], torch.full_like(i, number)])
             )
             values.append(path.coefficient * table[j, k, i])
-        shape = (
-            *(
-                extent(irreps, mul)
-                for irreps, mul in zip((out, in1, in2), (self.muls[2], *self.muls[:2]))
-            ),
-            len(self.paths),
-        )
-        return GroupCOO.from_entries(torch.cat(places, 1), torch.cat(values), shape, group_dims=3)
+        return torch.cat(places, 1), torch.cat(values)
 
 
 def groups_of(
-    paths: Sequence[Instruction], in1: Irreps, in2: Irreps, out: Irreps
+    paths: Sequence[Instruction], in1: Irreps, in2: Irreps, out: Irreps, most: int = 2**31
 ) -> tuple[Group, ...]:
-    """Paths by mode and multiplicities; paths without any element are left out."""
+    """Paths by mode and multiplicities, with at most so many coefficients together; paths without
+    any element are left out.
+    """
     found: dict[tuple[object, ...], list[tuple[Instruction, int]]] = {}
+    parts: dict[tuple[object, ...], tuple[int, int]] = {}  # the last group, and its coefficients
     offset = 0
     for path in paths:
-        muls = in1[path.i_in1][0], in2[path.i_in2][0], out[path.i_out][0]
+        terms = in1[path.i_in1], in2[path.i_in2], out[path.i_out]
+        muls = tuple(mul for mul, _ in terms)
+        key = path.mode, muls, path.has_weight
         if 0 not in muls and path.coefficient != 0:
-            found.setdefault((path.mode, muls, path.has_weight), []).append((path, offset))
+            points = int((wigner_3j(*(ir.l for _, ir in terms)) != 0).sum())
+            part, held = parts.get(key, (0, 0))
+            part, held = (part, held + points) if held + points <= most else (part + 1, points)
+            parts[key] = part, held
+            found.setdefault((*key, part), []).append((path, offset))
         offset += path.numel
-    return tuple(Group(*key, *zip(*members)) for key, members in found.items())  # type: ignore[arg-type]
+    return tuple(Group(*key[:3], *zip(*members)) for key, members in found.items())  # type: ignore[arg-type]
 
 
 def components(irreps: Irreps, mul: int) -> dict[int, int]:

@@ -17,6 +17,7 @@ from insum.lang.bind import Problem
 from insum.plan import legal, model
 from insum.plan.config import Choice
 from insum.plan.draft import CannotFuse, Planned, Subject, Wishes
+from insum.plan.joining import joined
 from insum.plan.plan import Plan
 from insum.plan.questions import Ask, AskInside, Question
 from insum.plan.sizes import SizeClass, general
@@ -132,8 +133,10 @@ class Programs:
             return Refusal(str(refused))
 
     def plan(self, sizes: SizeClass, wishes: Wishes, ask: Ask) -> list[Planned]:
-        """Every product of the statement, planned; all but the first add to what is there."""
-        return [
+        """Every product of the statement, planned; all but the first add to what is there. Those
+        that can be are one.
+        """
+        planned = [
             plan(
                 Subject(
                     self.problem,
@@ -147,6 +150,7 @@ class Programs:
             )
             for number, term in enumerate(self.problem.terms)
         ]
+        return joined(planned)
 
 
 def unusable(problem: Problem) -> str:

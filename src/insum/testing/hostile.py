@@ -14,7 +14,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -487,7 +487,41 @@ def _layers() -> None:
     layer(L.FullyConnectedTensorProduct,
           {"irreps_in1": the("2x0e + 1x1o"), "irreps_in2": the("1x1o"), "irreps_out": the("2x1o")},
           {"x": ones(2, 5), "y": ones(2, 3), "weight": the(None)})  # fmt: skip
+    _irreps()
     _convolutions()
+
+
+def _irreps() -> None:
+    two = {"irreps_in1": the("2x0e + 1x1o"), "irreps_in2": the("2x0e + 1x1o")}
+    for kind in (L.FullTensorProduct, L.ElementwiseTensorProduct):
+        layer(kind, {**two, "filter_ir_out": lambda: ["0e", "1o"]},
+              {"x": ones(2, 5), "y": ones(2, 5)})  # fmt: skip
+    layer(L.TensorProductConv,
+          {**two, "irreps_out": the("2x0e"), "instructions": lambda: [(0, 0, 0, "uuu", True)],
+           "shared_weights": the(False)},
+          {"x": ones(3, 5), "y": ones(4, 5), "edge_index": edges, "weight": ones(4, 2),
+           "num_nodes": the(3)})  # fmt: skip
+    layer(L.Linear,
+          {"irreps_in": the("2x0e + 1x1o"), "irreps_out": the("3x0e"), "f_in": the(None),
+           "f_out": the(None), "internal_weights": the(True), "shared_weights": the(None),
+           "instructions": lambda: [(0, 0)], "biases": lambda: [True],
+           "path_normalization": the("path")},
+          {"features": ones(2, 5), "weight": the(None), "bias": the(None)})  # fmt: skip
+    layer(L.SymmetricContraction,
+          {"irreps_in": the("2x0e + 2x1o"), "irreps_out": the("2x0e"), "correlation": the(2),
+           "num_elements": the(2)},
+          {"x": ones(3, 2, 4), "y": ones(3, 2)})  # fmt: skip
+    product = partial(L.FullyConnectedTensorProduct, "2x0e", "1x0e", "2x0e")
+    right("TensorProduct.right", lambda **o: product().right(**o), y=ones(3, 1), weight=ones(4))
+    right("TensorProduct.weight_view_for_instruction",
+          lambda **o: product().weight_view_for_instruction(**o), instruction=the(0),
+          weight=ones(4))  # fmt: skip
+
+
+def _refused(module: Any) -> None:
+    """What has nothing of e3nn's inside is refused, as it should be."""
+    with suppress(insum.UnsupportedError):
+        L.from_e3nn(module)
 
 
 def _convolutions() -> None:
@@ -590,11 +624,16 @@ def _functions() -> None:
     right("spmm", L.spmm, A=coo, B=ones(4, 2))
     right("spmm of torch", L.spmm, A=lambda: torch.eye(3, 4).to_sparse_csr(), B=ones(4, 2))
     right("sddmm", L.sddmm, A=coo, X=ones(3, 2), Y=ones(2, 4))
-    right("spherical_harmonics", L.spherical_harmonics, lmax=the(2), vectors=ones(5, 3),
-          normalize=the(True))  # fmt: skip
+    right("spherical_harmonics", L.spherical_harmonics, degrees=the(2), vectors=ones(5, 3),
+          normalize=the(True), normalization=the("norm"))  # fmt: skip
+    right("spherical_harmonics by irreps", L.spherical_harmonics, degrees=the("0e + 2e"),
+          vectors=ones(5, 3))  # fmt: skip
+    right("from_e3nn", _refused, module=lambda: nn.Sequential(nn.Linear(2, 2)))
+    right("swap", L.swap, model=lambda: nn.Sequential(nn.Linear(2, 2)))
     right("wigner_3j", L.wigner_3j, l1=the(1), l2=the(1), l3=the(2))
     right("Irrep", L.Irrep, l=the(1), p=the(1))
     right("Irrep *", lambda other: L.Irrep(1, 1) * other, other=lambda: L.Irrep(1, -1))
+    right("Irrep.of", L.Irrep.of, irrep=the("1o"))
     right("Irreps", L.Irreps, terms=lambda: ((2, L.Irrep(0, 1)),))
     right("Irreps.of", L.Irreps.of, irreps=the("2x0e + 1o"))
 

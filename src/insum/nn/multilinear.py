@@ -1,0 +1,142 @@
+"""A statement that is linear in each of several tensors, with its second derivatives put together:
+what gradients of gradients send to one tensor is one statement, a sum of products, instead of one
+statement for each product and additions of large results.
+
+Derivatives of every order are those of the statement itself; above the second they are
+left to statements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import insum
+from insum import call
+from insum.compat.calls import is_plain_call
+
+
+@dataclass(frozen=True)
+class Multilinear:
+    """``out[at[out]] = `` the product of all factors, each at its indices.
+
+    Attributes:
+        out: The name of the result.
+        at: The indices of the result and of every factor, as text.
+        leaves: Factors that it is differentiated by; every other is fixed.
+
+    Examples:
+        >>> product = Multilinear("Z", {"V": "p", "X": "p,u", "Y": "p", "Z": "u"}, ("X", "Y"))
+        >>> product.statement()
+        'Z[u] = V[p] * X[p,u] * Y[p]'
+        >>> product.gradient("X")
+        'D[p,u] = V[p] * Z[u] * Y[p]'
+        >>> product.second("X")
+        'D[p,u] = V[p] * Z[u] * Y_[p]'
+        >>> product.second("Z")
+        'D[u] = V[p] * X_[p,u] * Y[p] + V[p] * X[p,u] * Y_[p]'
+    """
+
+    out: str
+    at: Mapping[str, str]
+    leaves: tuple[str, ...]
+
+    def statement(self) -> str:
+        return f"{self.out}[{self.at[self.out]}] = {self._product(self.out)}"
+
+    def gradient(self, leaf: str) -> str:
+        """By a leaf; the gradient of the result goes by the result's name."""
+        return f"D[{self.at[leaf]}] = {self._product(leaf)}"
+
+    def second(self, name: str) -> str:
+        """What all gradients together, along tensors that are called ``X_`` and so on, send to a
+        leaf, or to the gradient of the result.
+        """
+        terms = [self._product(name, along=one) for one in self.leaves if one != name]
+        return f"D[{self.at[name]}] = {' + '.join(terms)}"
+
+    def _product(self, without: str, along: str = "") -> str:
+        """All factors but one, in whose place the result's gradient stands."""
+        names = [n for n in self.at if n != self.out]
+        if without != self.out:
+            names[names.index(without)] = self.out
+        return " * ".join(f"{n}{'_' if n == along else ''}[{self.at[n]}]" for n in names)
+
+    def __call__(self, tensors: Mapping[str, Any], shape: Sequence[int]) -> Tensor:
+        """The result, of this shape; ``tensors``: every factor and index tensor."""
+        leaves = tuple(tensors[name] for name in self.leaves)
+        if not call.kernels_look_on(leaves[0].device) or not is_plain_call(leaves):
+            return insum.insum(self.statement(), out_shape=shape, **tensors)
+        fixed = {n: t for n, t in tensors.items() if n not in self.leaves}
+        found: Tensor = _MultilinearOutput.apply(self, fixed, tuple(shape), *leaves)  # type: ignore[no-untyped-call]
+        return found
+
+
+class _MultilinearOutput(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, product: Multilinear, fixed: dict[str, Any], shape: Any, *leaves: Tensor
+    ) -> Tensor:
+        ctx.product, ctx.fixed = product, fixed
+        ctx.save_for_backward(*leaves)
+        given: dict[str, Any] = dict(zip(product.leaves, leaves))
+        return insum.insum(product.statement(), out_shape=shape, **fixed, **given)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        wanted = ctx.needs_input_grad[3:]
+        found = _MultilinearGradients.apply(
+            ctx.product, ctx.fixed, wanted, gradient, *ctx.saved_tensors
+        )  # type: ignore[no-untyped-call]
+        return (None, None, None, *found)
+
+
+class _MultilinearGradients(torch.autograd.Function):
+    """The gradients of a result by all leaves that want one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        product: Multilinear,
+        fixed: dict[str, Any],
+        wanted: tuple[bool, ...],
+        gradient: Tensor,
+        *leaves: Tensor,
+    ) -> tuple[Tensor | None, ...]:
+        ctx.product, ctx.fixed, ctx.wanted = product, fixed, wanted
+        ctx.save_for_backward(gradient, *leaves)
+        ctx.set_materialize_grads(False)
+        given = {product.out: gradient, **dict(zip(product.leaves, leaves))}
+        found: list[Tensor | None] = []
+        for name, leaf, wants in zip(product.leaves, leaves, wanted):
+            others: dict[str, Any] = {n: t for n, t in given.items() if n != name}
+            statement = product.gradient(name)
+            found.append(
+                insum.insum(statement, out_shape=leaf.shape, **fixed, **others) if wants else None
+            )
+        return tuple(found)
+
+    @staticmethod
+    def backward(ctx: Any, *along: Tensor | None) -> tuple[Any, ...]:
+        product, fixed = ctx.product, ctx.fixed
+        gradient, *leaves = ctx.saved_tensors
+        # those that nothing comes back from are not among the leaves of this one
+        live = tuple(n for n, a in zip(product.leaves, along) if a is not None)
+        given = {product.out: gradient, **dict(zip(product.leaves, leaves))}
+        given |= {f"{n}_": a for n, a in zip(product.leaves, along) if a is not None}
+        found: list[Tensor | None] = []
+        for name, wants in zip((product.out, *product.leaves), ctx.needs_input_grad[3:]):
+            terms = [n for n in live if n != name]
+            if not wants or not terms:
+                found.append(None)
+                continue
+            part = Multilinear(product.out, product.at, live)
+            statement = part.second(name)
+            used = {n: t for n, t in given.items() if f"{n}[" in statement.partition("=")[2]}
+            shape = given[name].shape
+            found.append(insum.insum(statement, out_shape=shape, **fixed, **used))
+        return (None, None, None, *found)

@@ -1,0 +1,300 @@
+"""Models that were built of e3nn's layers, with insum's in their place.
+
+Layers are known by their classes' names and by what they hold, so that neither e3nn nor a model's
+own package is imported.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from insum.accepted import Accepted, takes
+from insum.errors import InsumError, UnsupportedError
+from insum.nn.irreps import Irreps
+from insum.nn.irreps_linear import Linear
+from insum.nn.symmetric_contraction import SymmetricContraction, coupled
+from insum.nn.tensor_product import TensorProduct
+from insum.nn.tensor_product_conv import TensorProductConv
+
+MODULE = Accepted("a torch.nn.Module", lambda v: isinstance(v, nn.Module))
+#: Couplings of another basis in single precision are its noise below this.
+NOISE = 1e-7
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """A module that was replaced: its name in the model, what it was and what is there now."""
+
+    name: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Swapped:
+    """What `swap` did: modules that were replaced, and those of e3nn's that could not be, with the
+    reason.
+    """
+
+    replaced: tuple[Replacement, ...]
+    kept: tuple[tuple[str, str], ...]
+
+    def __len__(self) -> int:
+        return len(self.replaced)
+
+    def __str__(self) -> str:
+        width = max((len(one.name) for one in self.replaced), default=0)
+        lines = [f"{one.name:{width}}  {one.before} -> {one.after}" for one in self.replaced]
+        return "\n".join([*lines, *(f"{name}: kept, {why}" for name, why in self.kept)])
+
+
+@takes(module=MODULE)
+def from_e3nn(module: nn.Module) -> nn.Module:
+    """insum's counterpart of a layer of e3nn, or a copy of a model with all such layers replaced
+    (see `swap`). The module itself stays as it is.
+
+    Args:
+        module: ``o3.TensorProduct`` and what is derived of it, ``o3.Linear``, a symmetric
+            contraction of MACE, or a module that has such layers inside.
+
+    Returns:
+        A module of its own, with copies of the weights.
+
+    Raises:
+        insum.UnsupportedError: There is nothing of e3nn's in it.
+    """
+    _refuse_scripts(module)
+    own = copy.deepcopy(module)
+    found = counterpart(own)
+    if found is not None:
+        return found
+    if not swap(own).replaced:
+        raise UnsupportedError(
+            f"{type(module).__name__} has no layer that insum has a counterpart of",
+            expected="e3nn's TensorProduct, FullyConnectedTensorProduct, Linear and their like",
+        )
+    return own
+
+
+@takes(model=MODULE)
+def swap(model: nn.Module) -> Swapped:
+    """Replace layers of e3nn inside of a model by insum's, in place: tensor products, linear
+    layers, the symmetric contraction of MACE, and gather, product and scatter of MACE and NequIP by
+    one convolution.
+
+    Parameters stay the objects that they were, so that optimizers go on; states load as before.
+    Either everything is replaced that can be, or, where something raises, nothing.
+
+    Args:
+        model: A model with such layers inside; MACE's and NequIP's among them.
+
+    Returns:
+        What was replaced by what; print it.
+
+    Examples:
+        >>> print(swap(torch.nn.Sequential(torch.nn.Linear(2, 3))))
+        <BLANKLINE>
+    """
+    _refuse_scripts(model)
+    planned: list[tuple[nn.Module, str, nn.Module, Replacement]] = []
+    kept: list[tuple[str, str]] = []
+    made: dict[int, nn.Module] = {}
+    for name, parent, child, old in _places(model):
+        try:
+            new = made.get(id(old)) or _replacement(parent, child, old)
+        except InsumError as error:
+            kept.append((name, str(error).splitlines()[0]))
+            continue
+        if new is not None:
+            made[id(old)] = new
+            what = Replacement(name, type(old).__name__, type(new).__name__)
+            planned.append((parent, child, new, what))
+    for parent, child, new, _ in planned:
+        setattr(parent, child, new)
+        if isinstance(new, MessageConv):
+            parent.conv_fusion = True  # type: ignore[assignment]
+    return Swapped(tuple(what for *_, what in planned), tuple(kept))
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
+    """Every module below another: its name in the whole, its parent, its name there, itself. What
+    is inside of a layer that is replaced as a whole is not among them.
+    """
+    every = dict(model.named_modules(remove_duplicate=False))
+    layers: list[str] = []
+    for name, module in every.items():
+        if name and not any(name.startswith(f"{layer}.") for layer in layers):
+            parent, _, child = name.rpartition(".")
+            yield name, every[parent], child, module
+            layers += [name] if _is_layer(module) else []
+
+
+def _replacement(parent: nn.Module, child: str, old: nn.Module) -> nn.Module | None:
+    if child == "conv_tp" and _is_product(old) and _asks_for_fusion(parent):
+        return _product(old, MessageConv)
+    return counterpart(old)
+
+
+def counterpart(module: nn.Module) -> nn.Module | None:
+    """insum's layer for one of e3nn's, with the same parameters; None where it is no such layer."""
+    if _is_named(module, "TensorProductScatter") and _is_product(getattr(module, "tp", None)):
+        return ScatteredProduct(_product(module.tp, TensorProductConv))
+    if _is_named(module, "TensorSquare", "e3nn."):
+        return _product(module, SquareProduct)
+    if _is_product(module):
+        return _product(module, TensorProduct)
+    if _is_named(module, "Linear", "e3nn."):
+        return _linear(module)
+    if _is_contraction(module):
+        return _contraction(module)
+    return None
+
+
+# --- which is which -------------------------------------------------------------------------------
+
+
+def _is_named(module: object, name: str, package: str = "") -> bool:
+    kinds = type(module).__mro__
+    return any(k.__name__ == name and k.__module__.startswith(package) for k in kinds)
+
+
+def _is_product(module: object) -> bool:
+    return _is_named(module, "TensorProduct", "e3nn.")
+
+
+def _is_contraction(module: object) -> bool:
+    parts = getattr(module, "contractions", None)
+    named = _is_named(module, "SymmetricContraction") and isinstance(parts, nn.ModuleList)
+    return named and all(hasattr(part, "U_matrix_1") for part in parts or ())
+
+
+def _is_layer(module: nn.Module) -> bool:
+    """Whether a module is replaced as a whole, or is one of ours."""
+    if isinstance(module, TensorProduct | TensorProductConv | Linear | SymmetricContraction):
+        return True
+    if _is_named(module, "TensorProductScatter") or isinstance(module, ScatteredProduct):
+        return True
+    return _is_product(module) or _is_named(module, "Linear", "e3nn.") or _is_contraction(module)
+
+
+def _asks_for_fusion(block: nn.Module) -> bool:
+    """Whether a block of MACE hands nodes and edges to its product where that has been fused."""
+    code = getattr(type(block).forward, "__code__", None)
+    return code is not None and "conv_fusion" in code.co_consts
+
+
+def _refuse_scripts(module: nn.Module) -> None:
+    if isinstance(module, torch.jit.ScriptModule):
+        raise UnsupportedError(
+            "the model is scripted, and nobody can look inside",
+            expected="the model before torch.jit.script",
+        )
+
+
+# --- layers ---------------------------------------------------------------------------------------
+
+
+class SquareProduct(TensorProduct):
+    """The product of a vector with itself: e3nn's ``TensorSquare``."""
+
+    def forward(self, x: Tensor, weight: Tensor | None = None) -> Tensor:  # type: ignore[override]
+        return super().forward(x, x, weight)
+
+
+class MessageConv(TensorProductConv):
+    """The convolution as blocks of MACE call it: weights before edges."""
+
+    def forward(  # type: ignore[override]
+        self, node_feats: Tensor, edge_attrs: Tensor, tp_weights: Tensor, edge_index: Tensor
+    ) -> Tensor:
+        return super().forward(node_feats, edge_attrs, edge_index, tp_weights)
+
+
+class ScatteredProduct(nn.Module):
+    """The convolution as NequIP calls it: sources and targets apart."""
+
+    def __init__(self, conv: nn.Module) -> None:
+        super().__init__()
+        self.tp = conv
+
+    def forward(
+        self, x: Tensor, edge_attr: Tensor, edge_weight: Tensor, edge_dst: Tensor, edge_src: Tensor
+    ) -> Tensor:
+        conv = self.tp
+        assert isinstance(conv, TensorProductConv)
+        return conv._between(x, edge_attr, (edge_src, edge_dst), edge_weight, x.shape[0])
+
+
+def _product(old: Any, kind: type[TensorProduct] | type[TensorProductConv]) -> nn.Module:
+    """The normalisation is in the paths' weights already, of which the layer takes the root."""
+    paths = [
+        (p.i_in1, p.i_in2, p.i_out, p.connection_mode, p.has_weight, p.path_weight**2)
+        for p in old.instructions
+    ]
+    new = kind(
+        old.irreps_in1,
+        old.irreps_in2,
+        old.irreps_out,
+        paths,
+        irrep_normalization="none",
+        path_normalization="none",
+        internal_weights=bool(old.internal_weights),
+        shared_weights=bool(old.shared_weights),
+    )
+    return _moved(old, new)
+
+
+def _linear(old: Any) -> nn.Module:
+    mixings = [one for one in old.instructions if one.i_in != -1]
+    with_bias = {one.i_out for one in old.instructions if one.i_in == -1}
+    lead = tuple(old.weight.shape[:-1]) if old.internal_weights and old.weight.dim() == 3 else ()
+    new = Linear(
+        old.irreps_in,
+        old.irreps_out,
+        f_in=lead[0] if lead else None,
+        f_out=lead[1] if lead else None,
+        internal_weights=bool(old.internal_weights),
+        shared_weights=bool(old.shared_weights),
+        instructions=[(one.i_in, one.i_out) for one in mixings],
+        biases=[number in with_bias for number in range(len(old.irreps_out))],
+    )
+    new._scale([float(one.path_weight) for one in mixings])
+    return _moved(old, new)
+
+
+def _contraction(old: Any) -> nn.Module:
+    single = tuple(ir for _, ir in Irreps.of(old.irreps_in))
+    bases = []
+    for part, (_, ir) in zip(old.contractions, Irreps.of(old.irreps_out), strict=True):
+        powers = range(1, part.correlation + 1)
+        bases.append([_basis(part, single, ir, power) for power in powers])
+    first = old.contractions[0].weights_max
+    new = SymmetricContraction.with_bases(old.irreps_in, old.irreps_out, first.shape[0], bases)
+    for mine, theirs in zip(new.contractions, old.contractions, strict=True):
+        mine.weights_max = theirs.weights_max
+        mine.weights = theirs.weights
+    return new.to(first.device, first.dtype).train(old.training)
+
+
+def _basis(part: Any, single: Any, ir: Any, power: int) -> Tensor:
+    """A basis as it is there; exact, where it is the one that we would have made."""
+    there: Tensor = getattr(part, f"U_matrix_{power}").detach().cpu().double()
+    there = there[None] if there.dim() == power + 1 else there
+    exact = coupled(single, ir, power)
+    if exact.shape == there.shape and torch.allclose(exact, there, atol=1e-5):
+        return exact
+    return torch.where(there.abs() < NOISE, 0, there)
+
+
+def _moved(old: Any, new: nn.Module) -> nn.Module:
+    """With the other's parameters, where it is."""
+    new = new.to(old.output_mask.device, old.output_mask.dtype).train(old.training)
+    for name, parameter in old.named_parameters(recurse=False):
+        setattr(new, name, parameter)
+    return new

@@ -1,0 +1,194 @@
+"""Gather, tensor product and scatter over the edges of a graph, in one statement."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import insum
+from insum import call
+from insum.accepted import COUNT, TENSOR
+from insum.errors import BindingError
+from insum.nn.checks import last_size, layer_takes, one_device
+from insum.nn.edges import check_edges, endpoints
+from insum.nn.paths import Group
+from insum.nn.tensor_product import PathProduct
+from insum.plan.strategies.unrolling import UNROLL_POINTS
+
+
+class TensorProductConv(PathProduct):
+    """The convolution of equivariant networks: the tensor product of what every edge starts from
+    with what the edge has, weighted and summed where it ends.
+
+    One statement for all paths with the same mode and multiplicities, in mode ``uvu``
+
+        Z[dst[e],I[p],u] = V[p] * X[src[e],J[p],u] * Y[e,K[p]] * W[e,L[p],u]
+
+    with the Clebsch-Gordan coefficients ``V`` as part of the program. On a GPU nothing of the size
+    of edges times channels is made, neither here nor in gradients of any order, which are
+    statements of the same kind; on a CPU, messages are. Edges may be new at each call, in any
+    order. Where edges share their weights, products are summed first and weighted at the nodes.
+
+    Results are those of ``e3nn.o3.TensorProduct`` on gathered rows and `torch.Tensor.index_add`;
+    a state dict of that product loads unchanged. Sums have one order where
+    `torch.use_deterministic_algorithms` asks for it.
+
+    Args:
+        irreps_in1: Irreps of the nodes, text such as ``"64x0e + 64x1o"`` or e3nn's own.
+        irreps_in2: Irreps of the edges, mostly those of spherical harmonics.
+        irreps_out: Irreps of the nodes that come out.
+        instructions: ``(i_in1, i_in2, i_out, mode, has_weight[, path_weight])``, as `TensorProduct`
+            has them, and all its other options; but weights are each edge's own unless
+            ``shared_weights`` is set.
+
+    Examples:
+        >>> conv = TensorProductConv(
+        ...     "8x0e + 8x1o",
+        ...     "0e + 1o",
+        ...     "8x0e + 8x1o",
+        ...     [(0, 0, 0, "uvu", True), (0, 1, 1, "uvu", True), (1, 1, 0, "uvu", True)],
+        ... )
+        >>> edge_index = torch.tensor([[0, 1, 2, 2], [1, 2, 0, 1]])
+        >>> x, y = torch.randn(3, 32), torch.randn(4, 4)
+        >>> conv(x, y, edge_index, torch.randn(4, conv.weight_numel)).shape
+        torch.Size([3, 32])
+        >>> conv.statements()
+        ('Z[dst[e],I[p],u] = V[p] * X[src[e],J[p],u] * Y[e,K[p]] * W[e,L[p],u]',)
+    """
+
+    shares = False
+    most_points = UNROLL_POINTS  # more would not become code
+
+    def _pattern(self, group: Group) -> dict[str, Tensor]:
+        irreps = self.irreps_in1, self.irreps_in2, self.irreps_out
+        (i, j, k, l), values = group.entries(*irreps)
+        made = {"V": values, "J": j, "K": k}
+        if group.mixes(self.shared_weights):
+            rows, at = torch.unique(torch.stack([l, i]), dim=1, return_inverse=True)
+            made |= {"H": at, "L": rows[0], "I": rows[1]}
+        else:
+            made |= {"I": i, **({"L": l} if group.has_weight else {})}
+        narrow = {n: t.int() for n, t in made.items() if n != "V"}
+        return {"V": values, **narrow, **group.pairs()}
+
+    @layer_takes(
+        x=TENSOR, y=TENSOR, edge_index=TENSOR, weight=TENSOR.optional, num_nodes=COUNT.optional
+    )
+    def forward(
+        self,
+        x: Tensor,
+        y: Tensor,
+        edge_index: Tensor,
+        weight: Tensor | None = None,
+        num_nodes: int | None = None,
+    ) -> Tensor:
+        """What reaches every node.
+
+        Args:
+            x: Features of the nodes, (nodes, irreps_in1.dim).
+            y: Features of the edges, (edges, irreps_in2.dim).
+            edge_index: PyG's, (2, edges): sources, then targets.
+            weight: (edges, weight_numel), or (weight_numel,) where edges share it.
+            num_nodes: How many nodes come out, where it is not as many as go in.
+
+        Returns:
+            (nodes, irreps_out.dim).
+        """
+        last_size("x", x, self.irreps_in1.dim, f"irreps_in1 {self.irreps_in1}")
+        last_size("y", y, self.irreps_in2.dim, f"irreps_in2 {self.irreps_in2}")
+        weight = self._weights(weight)
+        one_device(module=self.output_mask, x=x, y=y, edge_index=edge_index, weight=weight)
+        nodes = x.shape[0] if num_nodes is None else num_nodes
+        check_edges(edge_index)
+        self._check_rows(x, y, edge_index.shape[1], weight)
+        return self._between(x, y, endpoints(edge_index, x.shape[0], nodes), weight, nodes)
+
+    def _between(
+        self, x: Tensor, y: Tensor, ends: tuple[Tensor, Tensor], weight: Tensor, nodes: int
+    ) -> Tensor:
+        """``ends``: of the edges, sources and targets."""
+        outputs: dict[int, Tensor] = {}
+        for number, group in enumerate(self._groups):
+            found = self._summed(number, group, x, y, ends, weight, nodes).flatten(2)
+            before = outputs.get(group.muls[2])
+            outputs[group.muls[2]] = found if before is None else before + found
+        return self._by_irrep(outputs, x.new_empty(nodes, 0))
+
+    def _check_rows(self, x: Tensor, y: Tensor, edges: int, weight: Tensor) -> None:
+        if x.dim() != 2:
+            raise BindingError(f"x has shape {tuple(x.shape)}", expected="one row for each node")
+        if y.dim() != 2 or y.shape[0] != edges:
+            raise BindingError(
+                f"y has shape {tuple(y.shape)}, but there are {edges} edges",
+                expected=f"({edges}, {self.irreps_in2.dim}): one row for each edge",
+            )
+        own = self.weight_numel and not self.shared_weights
+        if own and (weight.dim() != 2 or weight.shape[0] != edges):
+            raise BindingError(
+                f"weight has shape {tuple(weight.shape)}, but there are {edges} edges",
+                expected=f"({edges}, {self.weight_numel}): one row for each edge",
+            )
+
+    def _summed(
+        self,
+        number: int,
+        group: Group,
+        x: Tensor,
+        y: Tensor,
+        ends: tuple[Tensor, Tensor],
+        weight: Tensor,
+        nodes: int,
+    ) -> Tensor:
+        """(nodes, components of the output, its letters)."""
+        arrays, statements = self._arrays(number), group.along_edges(self.shared_weights)
+        second = self._by_component(y, self.irreps_in2, group.muls[1])
+        along: dict[str, Any] = {
+            "X": self._by_component(x, self.irreps_in1, group.muls[0]),
+            "Y": second.squeeze(-1) if group.single else second,
+            "src": ends[0],
+            "dst": ends[1],
+        }
+        mul = group.muls[2]
+        shape = (
+            nodes,
+            sum(ir.dim for m, ir in self.irreps_out if m == mul),
+            *group.out_shape,
+        )
+        if not group.mixes(self.shared_weights):
+            given: dict[str, Any] = {**arrays, **along}
+            if group.has_weight:
+                given["W"] = self._weights_of(group, weight)
+            return _along(group, given, shape)
+        mixing = {name: arrays.pop(name) for name in "IL"}
+        rows = nodes, mixing["I"].shape[0], *group.summed_shape
+        sums = insum.insum(statements[0], out_shape=rows, **arrays, **along)
+        mixed = self._weights_of(group, weight)
+        return insum.insum(statements[1], out_shape=shape, T=sums, W=mixed, **mixing)
+
+    def statements(self) -> tuple[str, ...]:
+        """The statements of a call."""
+        return tuple(s for group in self._groups for s in group.along_edges(self.shared_weights))
+
+    def extra_repr(self) -> str:
+        shared = ", shared" if self.shared_weights and self.weight_numel else ""
+        return super().extra_repr() + shared
+
+
+def _along(group: Group, given: dict[str, Any], shape: tuple[int, ...]) -> Tensor:
+    """The statement of a group. Where no kernel is generated its three steps are quicker by
+    themselves: rows of messages are matrix products then.
+    """
+    product = group.over_edges()
+    if call.kernels_look_on(given["X"].device):
+        return product(given, shape)
+    x, src, dst = (given.pop(name) for name in ("X", "src", "dst"))
+    rows = insum.insum("G[e,f] = X[src[e],f]", X=x.flatten(1), src=src)
+    given["X"] = rows.reshape(src.shape[0], *x.shape[1:])
+    statement = product.statement().replace("src[e]", "e").replace("dst[e]", "e")
+    messages = insum.insum(statement, out_shape=(src.shape[0], *shape[1:]), **given)
+    flat = shape[0], math.prod(shape[1:])
+    summed = insum.insum("Z[dst[e],f] = M[e,f]", M=messages.flatten(1), dst=dst, out_shape=flat)
+    return summed.reshape(shape)
