@@ -10,6 +10,7 @@ from insum.codegen.frame import Frame
 from insum.codegen.functions import call
 from insum.codegen.values import Val, combine, union
 from insum.lang.expr import (
+    FUNCTIONS,
     Access,
     Affine,
     Call,
@@ -249,11 +250,15 @@ class Reads:
                 if dict(self.plan.kinds)[expr.tensor] != dtype:
                     loaded = Val(f"{loaded.text}.to(tl.{dtype})", loaded.axes, loaded.stage)
                 return self.poisoned(expr, loaded, dtype)
+            case Call("ones"):
+                return Val(f"tl.full([], 1, tl.{dtype})")
             case Call(function, args):
-                values = [self.argument(a, dtype) for a in args]
+                count = FUNCTIONS[function].values
+                values = [self.argument(a, dtype) for a in args[:count]]
+                numbers = [a.value for a in args[count:] if isinstance(a, Number)]
                 axes = union(*(v.axes for v in values))
                 return Val(
-                    call(function, [v.over(axes) for v in values], dtype),
+                    call(function, [v.over(axes) for v in values], numbers, dtype),
                     axes,
                     max(v.stage for v in values),
                 )
