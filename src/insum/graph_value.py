@@ -171,7 +171,7 @@ class Evaluator:
             case "where":
                 return self._chosen(args[0], values, dtype)
             case "maximum" | "minimum":
-                return self.builder.pointwise(_OF_TWO[function], *values)
+                return self.builder.pointwise(_OF_TWO[function], values[0], values[1])
             case "eq" | "ne" | "lt" | "le":
                 return self._compared(_OF_TWO[function], args, values, dtype)
             case "step":
@@ -221,7 +221,7 @@ class Evaluator:
         narrow = min(rounded, key=lambda d: d.itemsize, default=dtype)
         if narrow.is_floating_point and narrow.itemsize < dtype.itemsize:
             values = [self.builder.cast(v, narrow) for v in values]
-        holds = self.builder.pointwise(function, *values)
+        holds = self.builder.pointwise(function, values[0], values[1])
         return self._truth(holds.node, holds.vars, dtype)
 
     # --- products, summed ---

@@ -21,7 +21,7 @@ LEFT: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], str]] =
     "the messages are used elsewhere": (
         lambda x, w: (
             m := x[src] * w[:, None],
-            x.new_zeros(N, F).index_add(0, dst, m) + m.relu().sum(),
+            x.new_zeros(N, F).index_add(0, dst, m) + m.cumsum(0).sum(),
         )[1],
         lambda: (torch.randn(N, F), torch.randn(E)),
         "is needed by",

@@ -294,7 +294,7 @@ def _without_ones(target: Access, value: Expr) -> Expr:
     """``ones(...)`` where other factors tell of the same points, and padding, is left out; else it
     has the fewest arguments that do.
     """
-    factors = list(value.factors) if isinstance(value, Product) else [value]
+    factors: list[Expr] = [*value.factors] if isinstance(value, Product) else [value]
     for one in [f for f in factors if isinstance(f, Call) and f.function == "ones"]:
         factors.remove(one)
         known = _reach(target).union(*map(_reach, factors))
