@@ -89,3 +89,12 @@ def test_a_function_beside_a_matrix_product() -> None:
     )  # fmt: skip
     wanted = torch.zeros(20, 16).index_add(0, dst, torch.nn.functional.gelu(x[src] + g) @ w)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_maximum_finds_its_winner(dtype: torch.dtype) -> None:
+    """The maximum is rounded, the products it is compared with are not."""
+    torch.manual_seed(0)
+    a, b = torch.randn(8, 16, dtype=dtype, requires_grad=True), torch.randn(16, dtype=dtype)
+    (gradient,) = torch.autograd.grad(insum.insum("y[i] max= A[i,j] * b[j]", A=a, b=b).sum(), a)
+    assert (gradient != 0).sum(1).ge(1).all()

@@ -113,7 +113,7 @@ _BELOW = {
 }
 #: Powers up to this one are products.
 _MOST_FACTORS = 16
-_COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
+COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
 
 
 def prelude(lines: Iterable[str]) -> list[str]:
@@ -158,7 +158,7 @@ def call(function: str, args: list[str], numbers: list[float], dtype: str) -> st
         case "step":
             return f"(({x}) > 0).to(tl.{dtype})"
         case "eq" | "ne" | "lt" | "le":
-            return f"(({x}) {_COMPARED[function]} ({args[1]})).to(tl.{dtype})"
+            return f"(({x}) {COMPARED[function]} ({args[1]})).to(tl.{dtype})"
         case "conj" | "whole":
             return x
     raise AssertionError(function)

@@ -7,7 +7,7 @@ import re
 
 from insum.codegen.arguments import Length, Passed, Pointer, Stride
 from insum.codegen.frame import Frame
-from insum.codegen.functions import call
+from insum.codegen.functions import COMPARED, call
 from insum.codegen.values import Val, combine, union
 from insum.lang.expr import (
     FUNCTIONS,
@@ -255,6 +255,8 @@ class Reads:
             case Call(function, args):
                 count = FUNCTIONS[function].values
                 values = [self.argument(a, dtype) for a in args[:count]]
+                if function in COMPARED:
+                    values = self.rounded(args, values, dtype)
                 numbers = [a.value for a in args[count:] if isinstance(a, Number)]
                 axes = union(*(v.axes for v in values))
                 return Val(
@@ -322,6 +324,27 @@ class Reads:
             if typed
             else Val(f"tl.full([], {value.text}, tl.{dtype})", value.axes, value.stage)
         )
+
+    def rounded(self, args: tuple[Expr, ...], values: list[Val], dtype: str) -> list[Val]:
+        """What is compared, as rounded to the narrower of its dtypes: a half-precision maximum
+        equals the wide value it was rounded from.
+        """
+        halves = [half for arg in args if (half := self.half_of(arg))]
+        if not halves:
+            return values
+        return [
+            Val(f"({v.text}).to(tl.{halves[0]}).to(tl.{dtype})", v.axes, v.stage)
+            if any(a.tensor not in self.plan.numbers for a in accesses(arg, nested=False))
+            else v
+            for arg, v in zip(args, values)
+        ]
+
+    def half_of(self, expr: Expr) -> str:
+        """The dtype of a value in half precision; '' of others."""
+        kinds = dict(self.plan.kinds)
+        read = {kinds[a.tensor] for a in accesses(expr, nested=False)}
+        floats = {kind for kind in read if "float" in kind}
+        return floats.pop() if len(floats) == 1 and floats <= {"float16", "bfloat16"} else ""
 
     def prepare_masks(self) -> None:
         """Load every padded index tensor first, so that all other loads know the points that are

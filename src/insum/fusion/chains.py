@@ -147,12 +147,14 @@ def _round(
     chains: dict[Node, Chain] = {}
     left: dict[Node, str] = {}
     inside: set[Node] = set()
+    read: set[Node] = set()  # by a chain, as it is
     reaches = reaching(kept)
     for node in reversed(graph.nodes):
         if (
             node.op != "call_function"
             or node.target not in ROOTS
             or node in inside
+            and node not in read
             and all(u in inside for u in node.users)
         ):
             continue
@@ -173,6 +175,7 @@ def _round(
         else:
             chains[node] = chain
             inside.update(chain.inlined)
+            read.update(chain.leaves)
     return chains, left
 
 
@@ -188,12 +191,33 @@ def _needed(graph: Graph, chains: dict[Node, Chain], later: Later) -> frozenset[
             alive.add(node)
             todo += chains[node].leaves if node in chains else node.all_input_nodes
     inside = {n for chain in chains.values() for n in chain.inlined} - chains.keys()
-    again, by_others = _recomputed(chains, later), inside | later.backward
-    return frozenset(
+    again, by_others = _recomputed(chains, later), inside | _for_backward(graph, alive, later)
+    return _summed_twice(chains) | frozenset(
         n
         for n in inside & alive
         if n.target not in VIEWS and _used_outside(n, by_others if n in again else inside, alive)
     )
+
+
+def _summed_twice(chains: dict[Node, Chain]) -> frozenset[Node]:
+    """Sums that one chain reads through and another as they are: they are computed anyway."""
+    read = {n for chain in chains.values() for n in chain.leaves}
+    return frozenset(
+        n
+        for chain in chains.values()
+        for n in chain.inlined
+        if n.target in CONTRACTIONS and n is not chain.root and n in read
+    )
+
+
+def _for_backward(graph: Graph, alive: set[Node], later: Later) -> set[Node]:
+    """Nodes of the backward pass, and those that nothing else reads."""
+    found = set(later.backward)
+    for node in reversed(graph.nodes):
+        users = [u for u in node.users if u in alive]
+        if users and all(u in found for u in users):
+            found.add(node)
+    return found
 
 
 def _recomputed(chains: dict[Node, Chain], later: Later) -> set[Node]:

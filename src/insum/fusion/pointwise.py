@@ -36,6 +36,8 @@ def pointwise(reader: ProductReader, node: Node, at: Indices, gathered: bool) ->
     """A function of what its arguments are at the same point."""
     if not reader.sums:
         raise Stop("its largest or smallest value is looked for, which gradients compare with")
+    if reader.multiplied:
+        raise Stop("it is a side of a matrix product, for which it had better be computed once")
     reader.inline(node)
     before = reader.beside
     reader.inside += 1

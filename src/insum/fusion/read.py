@@ -90,6 +90,7 @@ class ProductReader:
     grown: list[Node] = field(default_factory=list)
     contractions: int = 0
     inside: int = 0  # how many functions are around the node being read
+    multiplied: bool = False  # whether there is a matrix product around it
     beside: int = 0  # about how many elements that has which the node being read is multiplied with
     # of variables: a node and one of its dimensions
     extents: dict[str, tuple[Node, int]] = field(default_factory=dict)
@@ -161,14 +162,14 @@ class ProductReader:
             return [self.leaf(node, at)]
 
     def state(self) -> tuple[Any, ...]:
-        numbers = self.contractions, self.beside, self.inside
+        numbers = self.contractions, self.beside, self.inside, self.multiplied
         return tuple(type(part)(part) for part in self._parts()), *numbers
 
     def restore(self, state: tuple[Any, ...]) -> None:
         for part, before in zip(self._parts(), state[0], strict=True):
             part.clear()
             part.extend(before) if isinstance(part, list) else part.update(before)
-        self.contractions, self.beside, self.inside = state[1:]
+        self.contractions, self.beside, self.inside, self.multiplied = state[1:]
 
     def _parts(self) -> tuple[Any, ...]:
         return (
@@ -435,7 +436,9 @@ def _matmul(reader: ProductReader, node: Node, at: Indices, gathered: bool) -> l
     size = shape_of(a)[-1]
     k = ZERO if is_one(size) else reader.variable("k", a, len(at) - 1)
     *batch, i, j = at
+    reader.multiplied = True
     factors = [*reader.value(a, (*batch, i, k)), *reader.value(b, (*batch, k, j))]
+    reader.multiplied = False
     return reader.check_summed(k, factors)
 
 
