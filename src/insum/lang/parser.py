@@ -49,7 +49,9 @@ MAX_LENGTH = 100_000
 OPTION_NAMES = frozenset(
     {"out_shape", "sizes", "padded", "config", "optimize", "backend", "dense_output"}
 )
-RESERVED = frozenset({*FUNCTIONS, *OPTION_NAMES, "max", "min"})
+#: The first functions. A tensor may have the name of a later one: such statements were there before.
+_FIRST = ("exp", "log", "sqrt", "abs", "relu", "sigmoid", "tanh", "reciprocal", "sign", "step")
+RESERVED = frozenset({*_FIRST, "conj", "eq", *OPTION_NAMES, "max", "min"})
 
 _TOKEN = re.compile(
     r"(?P<space>\s+)"
@@ -408,6 +410,12 @@ class _Parser:
                 _scaled(constant, (terms, offset))
                 if not more
                 else _scaled(offset, (more, constant))
+            )
+        if self.peek.kind == "mark" and self.peek.text in ("/", "**"):
+            self._fail(
+                f"{self.peek.text!r} cannot stand in an index",
+                "compute the index tensor first",
+                span=self.peek.span,
             )
         return terms, offset
 
