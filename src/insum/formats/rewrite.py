@@ -17,6 +17,7 @@ from insum.lang.expr import (
     Access,
     Call,
     Expr,
+    Number,
     Product,
     Statement,
     Sum,

@@ -49,7 +49,8 @@ MAX_LENGTH = 100_000
 OPTION_NAMES = frozenset(
     {"out_shape", "sizes", "padded", "config", "optimize", "backend", "dense_output"}
 )
-#: The first functions. A tensor may have the name of a later one: such statements were there before.
+#: The first functions. A tensor may have the name of a later one: such statements were there
+#: before.
 _FIRST = ("exp", "log", "sqrt", "abs", "relu", "sigmoid", "tanh", "reciprocal", "sign", "step")
 RESERVED = frozenset({*_FIRST, "conj", "eq", *OPTION_NAMES, "max", "min"})
 

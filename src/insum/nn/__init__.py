@@ -6,6 +6,8 @@
   ``C[m,n] = A[m,k] * B[k,n]``, ``S[m,n] = A[m,n] * X[m,k] * Y[k,n]``
 - `propagate`, `GraphConv`, `GCNConv`, beside PyG:
   ``Out[dst[e],f] = W[e] * X[src[e],f]``
+- `edge_softmax`, `graph_attention`, `GATConv`, beside PyG:
+  ``Out[dst[e],h,c] = P[e,h] * X[src[e],h,c]``
 - `RelationalConv`, beside PyG's `RGCNConv`:
   ``Out[dst[p],m] = N[p] * In[src[p],c] * W[rel[p],c,m]``
 - `SparseConv3d`, beside spconv, TorchSparse and MinkowskiEngine:
@@ -19,6 +21,7 @@
 torch.Size([5, 4])
 """
 
+from insum.nn.attention import GATConv, edge_softmax, graph_attention
 from insum.nn.conv import SparseConv3d
 from insum.nn.edges import gcn_norm
 from insum.nn.functional import adjacency, propagate, sddmm, spmm
@@ -33,6 +36,7 @@ from insum.nn.wigner import spherical_harmonics, wigner_3j
 __all__ = [
     "BlockSparseLinear",
     "FullyConnectedTensorProduct",
+    "GATConv",
     "GCNConv",
     "GraphConv",
     "Irrep",
@@ -45,7 +49,9 @@ __all__ = [
     "Voxels",
     "adjacency",
     "block_mask",
+    "edge_softmax",
     "gcn_norm",
+    "graph_attention",
     "magnitude_mask",
     "propagate",
     "sddmm",
