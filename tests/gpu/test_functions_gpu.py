@@ -71,7 +71,9 @@ def test_fused(name: str, dtype: torch.dtype) -> None:
     x, y = (torch.randn(NODES, WIDTH, device="cuda", dtype=dtype) for _ in range(2))
     e = torch.randn(EDGES, WIDTH, device="cuda", dtype=dtype)
     insum.fusion.clear()
-    run = torch.compile(program, backend="insum", options={"insum.rest": "eager"})
+    run = torch.compile(
+        program, backend="insum", options={"insum.rest": "eager", "insum.fuse": "always"}
+    )
     leaves = [t.requires_grad_() for t in (x, y)]
     for _ in range(5):  # until the index is known
         found = run(x, y, e, edges)

@@ -84,6 +84,31 @@ def adjoint(text: str, tensor: str, complex_names: frozenset[str] = frozenset())
 
 
 @functools.lru_cache(maxsize=4096)
+def tangent(text: str, tensor: str) -> Adjoint:
+    """How the tangent of the output follows from that of ``tensor``, which is read as ``upstream``;
+    of statements over real numbers.
+
+    For ``max=`` and ``min=`` it is the sum over the points that attain the result.
+
+    >>> tangent("C[AM[p],n] += AV[p] * B[AK[p],n]", "B").statements
+    ('dC[AM[p],n] += AV[p] * dB[AK[p],n]',)
+    >>> tangent("y[i] = x[i] * exp(A[i,j])", "A").statements
+    ('dy[i] += x[i] * exp(A[i,j]) * dA[i,j]',)
+    """
+    statement = parse(text)
+    names = _Names.of(statement, tensor)
+    target = Access(names.upstream, statement.target.indices)
+    extremum = statement.operator in ("max=", "min=")
+    start = _wins(statement, names.result) if extremum else Number(1)
+    found: list[Statement] = []
+    for term in expand(statement):
+        for occurrence, slope in _Walker(tensor, frozenset()).walk(term.value, start):
+            value = product([slope, Access(names.gradient, occurrence.indices)])
+            found.append(Statement(target, "+=", _without_ones(target, value)))
+    return Adjoint(tuple(map(str, found)), names.gradient, names.result, names.upstream)
+
+
+@functools.lru_cache(maxsize=4096)
 def winners(text: str) -> tuple[str, str, str]:
     """For ``max=`` and ``min=``: the statement that counts the points which attain the result, its
     output's name, the result's name.
