@@ -145,6 +145,26 @@ def test_subtraction_in_place() -> None:
     assert y.tolist() == [-2.0, 1.0, -3.0]
 
 
+@pytest.mark.parametrize("graded", [False, True])
+def test_compiled(graded: bool) -> None:
+    def run(a: Tensor, b: Tensor, to: Tensor) -> Tensor:
+        y = a.new_ones(3)
+        insum.insum(
+            "y[to[i]] -= where(a[i] > 0.5, gelu(a[i]) / b[i], b[i] ** 2)", y=y, a=a, b=b, to=to
+        )
+        return y
+
+    given = torch.tensor([0.2, 1.0, -1.0]), torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 2])
+    a = given[0].requires_grad_(graded)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    ours, theirs = compiled(a, *given[1:]), run(a, *given[1:])
+    torch.testing.assert_close(ours, theirs)
+    assert theirs.tolist() != [1.0, 1.0, 1.0]
+    if graded:
+        first, second = (torch.autograd.grad(y.sum(), a)[0] for y in (ours, theirs))
+        torch.testing.assert_close(first, second)
+
+
 @pytest.mark.parametrize(
     ("statement", "dtype"),
     [
