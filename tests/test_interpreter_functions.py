@@ -24,12 +24,18 @@ def kernels_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
+#: Whose gradients are made of functions that others are not.
+GRADED = ("sin(u)", "elu(u, 1.5)", "gelu(u)", "silu(u)", "whole(u) * ones(u)", "minimum(u, sin(u))")
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_values_and_gradients(form: str) -> None:
     given = {name: v.float().requires_grad_() for name, v in values().items()}
     ours = insum.insum(written(form), sizes={0: 2}, to=TO, of=FROM, **given)
     theirs = torchs(form, **given)
     torch.testing.assert_close(ours, theirs, rtol=3e-6, atol=3e-6)
+    if form not in GRADED:
+        return
     leaves, weight = tuple(given.values()), torch.tensor([1.0, -2.0])
     for a, b in zip(
         torch.autograd.grad(ours @ weight, leaves), torch.autograd.grad(theirs @ weight, leaves)
