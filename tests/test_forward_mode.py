@@ -1,5 +1,5 @@
-"""Derivatives in forward mode do not exist: wherever a tangent reaches a statement that is said,
-and nothing is written before.
+"""Derivatives in forward mode: tangents of statements are statements; where they are not, that is
+said, and nothing is written before.
 """
 
 from __future__ import annotations
@@ -57,29 +57,99 @@ def _dual(f: Function, x: Tensor) -> Any:
         return forward_ad.unpack_dual(f(forward_ad.make_dual(x, torch.ones_like(x))))
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("reached", REACHED)
-def test_a_tangent_is_refused(reached: str, mode: str) -> None:
-    f = REACHED[reached]
-    for _ in range(2):  # before and after a call that left something to be found again
-        # an output that is not batched is found first
-        with pytest.raises(insum.AutogradError, match=r"in forward mode|not batched"):
-            MODES[mode](f, torch.arange(3.0))
-        f(torch.arange(3.0))
+IN_PLACE = ("in place", "largest in place")
+GATHERED = lambda x: torch.zeros(3, 1).index_add(0, EDGES[1], x[EDGES[0]][:, None])
+PLAIN: dict[str, Function] = {
+    "insum": lambda x: x * x,
+    "compiled": lambda x: x * x,
+    "extremum": lambda x: x.amax(),
+    "scalar": lambda x: x[0] * ONES,
+    "einsum": lambda x: 1 * x,
+    "matmul": lambda x: 1 * x,
+    "values": lambda x: 1 * x,
+    "sparse result": lambda x: 1 * x,
+    "layer": lambda x: LAYER.lin_rel(GATHERED(x)) + LAYER.lin_root(x[:, None]),
+    "propagate": GATHERED,
+    "functions": lambda x: torch.nn.functional.silu(x[:, None] + x).sum(1) / (1 + x**2),
+    "ties": lambda x: torch.stack([torch.minimum(x, ONES)[1:].amax(), torch.minimum(x, ONES)[0]]),
+}
+REACHED |= {
+    "functions": lambda x: insum.insum("y[i] = silu(x[i] + x[j]) / (1 + x[i]**2)", x=x),
+    "ties": lambda x: insum.insum(
+        "y[to[i]] max= minimum(x[i], 1)", x=x, to=torch.tensor([1, 0, 0]), sizes={0: 2}
+    ),
+}
 
 
-def test_the_message() -> None:
+#: Every mode where it matters, two where the way is the same.
+TAKEN = [
+    (reached, mode)
+    for reached in PLAIN
+    for mode in MODES
+    if mode in ("jvp", "hessian")
+    or reached in ("insum", "extremum", "scalar", "functions")
+    and mode != "jvp of jvp"
+]
+
+
+@pytest.mark.parametrize(("reached", "mode"), TAKEN)
+def test_tangents(reached: str, mode: str) -> None:
+    for _ in range(2):  # the second finds what the first has left
+        got, want = (MODES[mode](f[reached], torch.arange(3.0)) for f in (REACHED, PLAIN))
+        torch.testing.assert_close(got, want)
+
+
+def test_a_hessian_beside_reverse_mode() -> None:
+    """Of gathered and scattered values, by both modes, and of a function of three tensors."""
+    to, of = torch.tensor([1, 0, 1, 1]), torch.tensor([2, 0, 0, 1])
+
+    def f(x: Tensor, w: Tensor) -> Tensor:
+        statement = "y[to[e],c] = gelu(x[of[e],c] - 0.5 * x[to[e],c]) * w[e] ** 2"
+        y = insum.insum(statement, x=x, w=w, to=to, of=of, sizes={0: 2})
+        return (y * y.tanh()).sum()
+
+    x = torch.randn(3, 2, dtype=torch.float64)
+    w = torch.randn(4, dtype=torch.float64)
+    ours = hessian(f, argnums=(0, 1))(x, w)
+    theirs = jacrev(jacrev(f, argnums=(0, 1)), argnums=(0, 1))(x, w)
+    torch.testing.assert_close(ours, theirs)
+
+
+def test_what_is_there_counts() -> None:
+    """A tangent of what is added to, and of what is compared with, out of place."""
+    base = torch.tensor([1.0, 5.0, 1.0], requires_grad=True)
+    x = torch.tensor([2.0, 4.0, 1.0], requires_grad=True)
+    for operator, plain in (("+=", torch.add), ("max=", torch.maximum)):
+        run = lambda base, x, o=operator: insum.insum(f"C[i] {o} x[i]", C=base * 1, x=x)
+        with forward_ad.dual_level():
+            given = [forward_ad.make_dual(t, k * ONES) for k, t in enumerate((base, x), 1)]
+            got, want = (forward_ad.unpack_dual(f(*given)).tangent for f in (run, plain))
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("mode", ["dual", "jvp", "jacfwd", "jvp of vmap", "vmap of jvp"])
+@pytest.mark.parametrize("reached", IN_PLACE)
+def test_in_place_a_tangent_is_refused(reached: str, mode: str) -> None:
+    # an output that is not batched is found first
+    with pytest.raises(insum.AutogradError, match=r"in forward mode|not batched"):
+        MODES[mode](REACHED[reached], torch.arange(3.0))
+
+
+def test_the_messages() -> None:
     with pytest.raises(insum.AutogradError) as caught:
-        jvp(lambda x: insum.insum("y[i] = b[i] * x[i]", x=x, b=ONES), (ONES,), (ONES,))
+        jvp(REACHED["in place"], (ONES,), (ONES,))
     assert str(caught.value).splitlines()[:2] == [
-        "x carries a tangent, but statements have no derivatives in forward mode",
-        "    y[i] = b[i] * x[i]",
+        "x carries a tangent, but statements in place have no derivatives in forward mode",
+        "    C[i] += x[i]",
     ]
     assert "functional.jvp" in caught.value.remedy
     with pytest.raises(insum.AutogradError, match=r"^C carries a tangent"):
-        _dual(lambda C: insum.insum("C[i] += b[i]", C=C * 1, b=ONES), torch.zeros(3))
-    with pytest.raises(insum.AutogradError, match=r"^C carries a tangent"):
         jvp(lambda C: insum.insum("C[i] max= b[i]", C=C * 1, b=ONES), (ONES,), (ONES,))
+    with pytest.raises(insum.AutogradError, match="inside of two transforms of that mode"):
+        MODES["jvp of jvp"](REACHED["insum"], ONES)
+    with pytest.raises(insum.AutogradError, match="over complex numbers"):
+        z = torch.ones(3, dtype=torch.complex64)
+        jvp(lambda z: insum.insum("y[i] = z[i] * z[i]", z=z), (z,), (z,))
 
 
 def test_nothing_is_written_before() -> None:
@@ -113,24 +183,18 @@ def test_what_the_message_proposes_works() -> None:
 
 
 def test_tangents_in_compiled_code() -> None:
-    f = REACHED["insum"]
-    x = torch.arange(3.0)
-    for inside in (
-        lambda x: jvp(f, (x,), (ONES,))[1],
-        lambda x: jvp(REACHED["in place"], (x,), (ONES,))[1],
-    ):
-        torch._dynamo.reset()
-        with pytest.raises(Exception, match="no derivatives in forward mode"):
-            torch.compile(inside, backend="aot_eager")(x)
+    f, x = REACHED["insum"], torch.arange(3.0)
     torch._dynamo.reset()
-    with pytest.raises(Exception, match="no derivatives in forward mode"):
-        _dual(torch.compile(f, backend="eager"), x)
+    with pytest.raises(Exception, match="in compiled code have no derivatives in forward mode"):
+        torch.compile(lambda x: jvp(f, (x,), (ONES,))[1], backend="aot_eager")(x)
+    torch._dynamo.reset()
+    tangent = _dual(torch.compile(f, backend="eager"), x).tangent
+    torch.testing.assert_close(tangent, 2 * x)
 
 
 def test_tangents_without_private_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_probed", None)
-    with pytest.raises(insum.AutogradError, match="no derivatives in forward mode"):
-        _dual(REACHED["insum"], ONES)
+    assert torch.equal(_dual(REACHED["insum"], ONES).tangent, 2 * ONES)
     with pytest.raises(insum.AutogradError, match="no derivatives in forward mode"):
         jvp(REACHED["insum"], (ONES,), (ONES,))
 

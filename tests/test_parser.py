@@ -99,7 +99,9 @@ def test_operators(operator: str) -> None:
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_functions(function: str) -> None:
-    arguments = ", ".join(["A[i]", "B[i]"][: FUNCTIONS[function]])
+    takes = FUNCTIONS[function]
+    values, numbers = ["A[i]", "B[i]", "D[i]"][: takes.values], ["0.5"] * len(takes.numbers)
+    arguments = ", ".join(values + numbers)
     assert str(parse(f"C[i] = {function}({arguments})").value) == f"{function}({arguments})"
 
 
@@ -168,7 +170,7 @@ _number = st.integers(-5, 5).map(Number) | st.floats(-1e30, 1e30, allow_nan=Fals
 
 def _larger(inner: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
     parts = st.lists(inner, min_size=1, max_size=3)
-    calls = st.sampled_from([f for f, n in FUNCTIONS.items() if n == 1]).flatmap(
+    calls = st.sampled_from([f for f, n in FUNCTIONS.items() if str(n) == "1 argument(s)"]).flatmap(
         lambda f: inner.map(lambda a: Call(f, (a,)))
     )
     return (
@@ -176,6 +178,8 @@ def _larger(inner: st.SearchStrategy[Expr]) -> st.SearchStrategy[Expr]:
         | parts.map(total)
         | calls
         | st.tuples(inner, inner).map(lambda pair: Call("eq", pair))
+        | st.tuples(inner, _number).map(lambda pair: Call("pow", pair))
+        | st.tuples(inner, inner, inner).map(lambda three: Call("where", three))
     )
 
 
@@ -232,7 +236,6 @@ def refused(text: str) -> StatementError:
         "= A[i]",
         "C[i] = ",
         "C[i] A[i]",
-        "C[i] -= A[i]",
         "C[i] *= A[i]",
         "C[i] == A[i]",
         "C[i] := A[i]",
@@ -250,8 +253,11 @@ def refused(text: str) -> StatementError:
         "C[i] = A[i] B[i]",
         "C[i] = A[i] * ",
         "C[i] = * A[i]",
-        "C[i] = A[i] ** 2",
-        "C[i] = A[i] / 2",
+        "C[i] = A[i] ** B[i]",
+        "C[i] = A[i] ** ",
+        "C[i] = A[i] / ",
+        "C[i] = A[i] <",
+        "C[i] = A[i / 2]",
         "C[i] = A[i]^2",
         "C[i] = A[i] @ B[i]",
         "C[i] = A[i] +",

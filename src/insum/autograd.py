@@ -16,7 +16,7 @@ from torch import Tensor
 
 from insum.call import Kinds, kinds_of
 from insum.lang.bind import Size, Value
-from insum.lang.derive import adjoint, winners
+from insum.lang.derive import adjoint, tangent, winners
 from insum.lang.expr import tensors_of, variables
 from insum.lang.measure import SizeKeys
 from insum.lang.parser import parse
@@ -118,6 +118,46 @@ def gradients(
     return Gradients(to_initial, found)
 
 
+def tangent_of(
+    call: ForwardCall,
+    values: Mapping[str, Value],
+    tangents: Mapping[str, Tensor],
+    result: Tensor,
+    held: Tensor | None,
+    initial: Tensor | None,
+    run: StatementRunner,
+) -> Tensor:
+    """The tangent of a result, of those of tensors and of its ``initial`` value."""
+    total = torch.zeros_like(result)
+    for name, given in tangents.items():
+        rule = _tangent_rule(call, values, name, result.dtype)
+        known = {**values, rule.upstream: given, rule.result: result}
+        for one in rule.statements:
+            total = total + one(known, result.shape, call.extents, run)
+    if not call.form.is_extremum:
+        return total if initial is None else total + initial
+    count = _winners(call, values, result, held, run)
+    if initial is not None and held is not None:
+        total = total + initial * held
+    return torch.where(count > 0, total / count, 0).to(result.dtype)
+
+
+def _tangent_rule(
+    call: ForwardCall, values: Mapping[str, Any], name: str, dtype: torch.dtype
+) -> GradientRule:
+    key = "tangent", name, dtype
+    found: GradientRule | None = call.rules.get(key)
+    if found is None:
+        derived = tangent(call.form.statement, name)
+        rank = len(parse(call.form.statement).target.indices)
+        found = call.rules[key] = GradientRule(
+            tuple(_derived(call.form, text, rank, dtype, {}) for text in derived.statements),
+            derived.upstream,
+            derived.result,
+        )
+    return found
+
+
 def _rule(
     call: ForwardCall, values: Mapping[str, Any], name: str, upstream: torch.dtype
 ) -> GradientRule:
@@ -179,15 +219,25 @@ def _shared(
     """For a maximum: the gradient divided evenly among the points that attain it, and the part that
     goes to the initial value.
     """
+    count = _winners(call, values, result, held, run)
+    share = torch.where(count > 0, upstream / count, 0).to(upstream.dtype)
+    return share, torch.zeros_like(share) if held is None else share * held.to(upstream.dtype)
+
+
+def _winners(
+    call: ForwardCall,
+    values: Mapping[str, Value],
+    result: Tensor,
+    held: Tensor | None,
+    run: StatementRunner,
+) -> Tensor:
+    """How many points attain a maximum, and with them the initial value that it ``held``."""
     text, _, name = winners(call.form.statement)
-    wide = upstream.dtype if upstream.dtype.itemsize > 2 else torch.float32
+    wide = result.dtype if result.dtype.itemsize > 2 else torch.float32
     key = "winners", wide
     counting: Derived | None = call.rules.get(key)
     if counting is None:
         counting = call.rules[key] = _derived(call.form, text, result.dim(), wide, {})
     with torch.no_grad():
         count = counting({**values, name: result}, result.shape, call.extents, run)
-        held = torch.zeros_like(count) if held is None else held.to(wide)
-        count = count + held
-    share = torch.where(count > 0, upstream / count, 0).to(upstream.dtype)
-    return share, share * held.to(upstream.dtype)
+        return count if held is None else count + held.to(wide)

@@ -178,9 +178,9 @@ class GraphBuilder:
         node = self.call(function, self.aligned(a, order), self.aligned(b, order), name=name)
         return GraphValue(node, order, a.dtype, True)
 
-    def together(self, a: GraphValue, b: GraphValue) -> tuple[str, ...]:
-        """The variables of two values that are broadcast over each other."""
-        order = tuple(dict.fromkeys((*a.vars, *b.vars)))
+    def together(self, *values: GraphValue) -> tuple[str, ...]:
+        """The variables of values that are broadcast over each other."""
+        order = tuple(dict.fromkeys(v for value in values for v in value.vars))
         if len(order) > MOST_DIMENSIONS:
             raise self.problem.complain(
                 UnsupportedError,

@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from insum.contraction import Pair, cheapest
 from insum.errors import DtypeError, UnsupportedError
@@ -18,20 +19,48 @@ from insum.graph_access import AccessReader
 from insum.graph_build import GraphValue
 from insum.lang.bind import Problem
 from insum.lang.expand import ProductTerm
-from insum.lang.expr import Access, Call, Expr, Number, Product, Sum
-from insum.lang.types import Typed, accumulator, call_type, identity, infer, is_rounded
+from insum.lang.expr import FUNCTIONS, Access, Call, Expr, Number, Product, Sum
+from insum.lang.types import (
+    Typed,
+    accumulator,
+    call_type,
+    deciding,
+    identity,
+    infer,
+    is_rounded,
+)
 
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "exp": torch.exp,
+    "expm1": torch.expm1,
     "log": torch.log,
+    "log1p": torch.log1p,
     "sqrt": torch.sqrt,
     "abs": torch.abs,
-    "relu": torch.relu,
-    "sigmoid": torch.sigmoid,
+    "sin": torch.sin,
+    "cos": torch.cos,
     "tanh": torch.tanh,
+    "erf": torch.erf,
+    "sigmoid": torch.sigmoid,
+    "relu": torch.relu,
+    "leaky_relu": functional.leaky_relu,
+    "elu": functional.elu,
+    "gelu": functional.gelu,
+    "silu": functional.silu,
+    "softplus": functional.softplus,
     "reciprocal": torch.reciprocal,
+    "pow": torch.pow,
     "sign": torch.sign,
     "conj": torch.conj,
+    "ones": torch.ones_like,
+}
+_OF_TWO: dict[str, Callable[..., Tensor]] = {
+    "maximum": torch.maximum,
+    "minimum": torch.minimum,
+    "eq": torch.eq,
+    "ne": torch.ne,
+    "lt": torch.lt,
+    "le": torch.le,
 }
 #: Variables of factors, and those that are kept.
 VariablesOfFactors: TypeAlias = tuple[tuple[tuple[str, ...], ...], tuple[str, ...]]
@@ -132,39 +161,58 @@ class Evaluator:
         return result
 
     def _call(self, function: str, args: tuple[Expr, ...], wanted: torch.dtype) -> GraphValue:
-        joined = call_type(function, args, self.types, wanted)
-        dtype = computed_in(joined)
-        values = [self.builder.as_tensor(self.evaluate(a, dtype), dtype) for a in args]
-        if all(infer(a, self.types).dtype == torch.bool for a in args):
-            values = [
-                self._truth(v) if isinstance(a, Product | Sum) else v for a, v in zip(args, values)
-            ]
-        if function == "eq":
-            return self._equal(args, values, dtype)
-        if function == "step":
-            return self.builder.cast(
-                GraphValue(
-                    self.builder.call(torch.gt, values[0].node, 0, name="is_positive"),
-                    values[0].vars,
-                    torch.bool,
-                    True,
-                ),
-                dtype,
-            )
+        dtype = computed_in(call_type(function, args, self.types, wanted))
+        count = FUNCTIONS[function].values
+        deciders = deciding(function, args[:count])
+        values = self._arguments(deciders, dtype)
+        match function:
+            case "whole":
+                return values[0]
+            case "where":
+                return self._chosen(args[0], values, dtype)
+            case "maximum" | "minimum":
+                return self.builder.pointwise(_OF_TWO[function], values[0], values[1])
+            case "eq" | "ne" | "lt" | "le":
+                return self._compared(_OF_TWO[function], args, values, dtype)
+            case "step":
+                positive = self.builder.call(torch.gt, values[0].node, 0, name="is_positive")
+                return self._truth(positive, values[0].vars, dtype)
         result = dtype.to_real() if function == "abs" and dtype.is_complex else dtype
-        node = self.builder.call(_FUNCTIONS[function], values[0].node)
+        numbers = [a.value for a in args[count:] if isinstance(a, Number)]
+        node = self.builder.call(_FUNCTIONS[function], values[0].node, *numbers)
         return GraphValue(node, values[0].vars, result, function != "conj")
 
-    def _truth(self, value: GraphValue) -> GraphValue:
+    def _arguments(self, args: tuple[Expr, ...], dtype: torch.dtype) -> list[GraphValue]:
         """Among truth values + means or: a sum of two is 1, not 2."""
-        assert value.dtype is not None
-        return self.builder.cast(
-            GraphValue(self.builder.call(torch.ne, value.node, 0), value.vars, torch.bool, True),
-            value.dtype,
-        )
+        values = [self.builder.as_tensor(self.evaluate(a, dtype), dtype) for a in args]
+        if any(infer(a, self.types).dtype != torch.bool for a in args):
+            return values
+        return [
+            self._truth(self.builder.call(torch.ne, v.node, 0), v.vars, dtype)
+            if isinstance(a, Product | Sum)
+            else v
+            for a, v in zip(args, values)
+        ]
 
-    def _equal(
-        self, args: tuple[Expr, ...], values: list[GraphValue], dtype: torch.dtype
+    def _truth(self, node: Any, vars: tuple[str, ...], dtype: torch.dtype) -> GraphValue:
+        """1 where something holds, else 0."""
+        return self.builder.cast(GraphValue(node, vars, torch.bool, True), dtype)
+
+    def _chosen(self, condition: Expr, values: list[GraphValue], dtype: torch.dtype) -> GraphValue:
+        own = computed_in(infer(condition, self.types).dtype)
+        (given,) = self._arguments((condition,), own)
+        holds = self.builder.call(torch.ne, given.node, 0, name="holds")
+        parts = [GraphValue(holds, given.vars, torch.bool, True), *values]
+        order = self.builder.together(*parts)
+        node = self.builder.call(torch.where, *(self.builder.aligned(p, order) for p in parts))
+        return GraphValue(node, order, dtype, True)
+
+    def _compared(
+        self,
+        function: Callable[..., Tensor],
+        args: tuple[Expr, ...],
+        values: list[GraphValue],
+        dtype: torch.dtype,
     ) -> GraphValue:
         """Compared as rounded to the narrower of the two dtypes: a half-precision maximum equals
         the wide value it was rounded from. Numbers and integers are not rounded.
@@ -173,8 +221,8 @@ class Evaluator:
         narrow = min(rounded, key=lambda d: d.itemsize, default=dtype)
         if narrow.is_floating_point and narrow.itemsize < dtype.itemsize:
             values = [self.builder.cast(v, narrow) for v in values]
-        same = self.builder.pointwise(torch.eq, values[0], values[1])
-        return self.builder.cast(GraphValue(same.node, same.vars, torch.bool, True), dtype)
+        holds = self.builder.pointwise(function, values[0], values[1])
+        return self._truth(holds.node, holds.vars, dtype)
 
     # --- products, summed ---
 

@@ -16,11 +16,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from insum.autograd import ForwardCall, gradients
+from insum.autograd import ForwardCall, StatementRunner, gradients, tangent_of
 from insum.batching import batched, front
 from insum.call import BoundCall, Kinds, prepare
 from insum.compat.calls import apply_plainly, is_plain_call, is_transformed
-from insum.compat.tangents import register_autograd, with_tangent
+from insum.compat.tangents import (
+    forward_levels,
+    make_dual,
+    register_autograd,
+    unpack_dual,
+    with_tangent,
+)
 from insum.errors import AutogradError, InsumError
 from insum.lang.bind import Size, Value
 from insum.plan.config import choice_from, choice_text
@@ -169,6 +175,8 @@ class _Differentiable(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         spec, initial, *tensors = inputs
         _save(ctx, spec, initial, tensors, output)
+        held = None if initial is None else _held(initial.detach(), output.detach())
+        ctx.save_for_forward(*tensors, output, *(() if held is None else (held,)))
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
@@ -177,11 +185,8 @@ class _Differentiable(torch.autograd.Function):
         return None, to_initial, *to_tensors
 
     @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
-        statement = ctx.spec.form.statement
-        names = ("", head(statement).target, *ctx.spec.names)
-        found = next(name for name, t in zip(names, tangents) if t is not None)
-        raise _no_tangents(statement, found)
+    def jvp(ctx: Any, spec: None, initial: Tensor | None, *tangents: Tensor | None) -> Tensor:
+        return _forward_mode(ctx, initial, tangents)
 
     @staticmethod
     def vmap(
@@ -242,13 +247,42 @@ def _apart(
     return _DifferentiableCall(request, numbers, tuple(names), call), tensors
 
 
-def _no_tangents(statement: str, name: str) -> AutogradError:
+def _forward_mode(ctx: Any, initial: Tensor | None, tangents: Sequence[Tensor | None]) -> Tensor:
+    """The tangent of a call that was just made, of those of its arguments."""
+    saved, spec = ctx.saved_tensors, ctx.spec
+    count = len(spec.names)
+    values = {**spec.numbers, **dict(zip(spec.names, saved[:count]))}
+    result, held = (*saved[count:], None)[:2]
+    given = {name: t for name, t in zip(spec.names, tangents) if t is not None}
+    return _tangent(spec.request, values, given, result, held, initial, _run_derived)
+
+
+def _tangent(
+    request: Request,
+    values: Mapping[str, Value],
+    tangents: Mapping[str, Tensor],
+    result: Tensor,
+    held: Tensor | None,
+    initial: Tensor | None,
+    run: StatementRunner,
+) -> Tensor:
+    name = next(iter(tangents), head(request.statement).target)
+    if forward_levels() > 1:  # torch drops the tangents of the outer one
+        raise _no_tangents(request.statement, name, "inside of two transforms of that mode")
+    if any(torch.is_complex(t) for t in (result, *tangents.values())):
+        raise _no_tangents(request.statement, name, "over complex numbers")
+    known = ForwardCall(request.form, {}, request.bind(values, result.detach()).extents)
+    return tangent_of(known, values, tangents, result, held, initial, run)
+
+
+def _no_tangents(statement: str, name: str, which: str) -> AutogradError:
     return AutogradError(
-        f"{name} carries a tangent, but statements have no derivatives in forward mode",
+        f"{name} carries a tangent, but statements {which} have no derivatives in forward mode",
         statement=statement,
         expected="reverse mode: backward(), torch.autograd.grad, torch.func.vjp or jacrev",
-        remedy="torch.autograd.functional.jvp, which takes reverse mode twice; or "
-        "torch.func.jacrev(torch.func.jacrev(f)) for a hessian",
+        remedy="= instead of an operator that writes in place, and the sum outside; for a hessian "
+        "torch.func.hessian, which takes forward mode once; or torch.autograd.functional.jvp, "
+        "which takes reverse mode twice",
     )
 
 
@@ -514,33 +548,67 @@ def _backward_accumulate(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
     return to_initial, None, None, to_tensors, *ctx.rest
 
 
-def _look_contract(*arguments: Any) -> None:
-    place = with_tangent(arguments[2])
+def _tangents_of_contract(*arguments: Any) -> Tensor | None:
+    if with_tangent(arguments[2]) < 0:
+        return None
+    return _with_tangents(None, arguments)
+
+
+def _tangents_of_accumulate(initial: Tensor, *arguments: Any) -> Tensor | None:
+    if with_tangent((initial, *arguments[2])) < 0:
+        return None
+    return _with_tangents(initial, arguments)
+
+
+def _with_tangents(initial: Tensor | None, arguments: tuple[Any, ...]) -> Tensor:
+    """The call of an op, and the tangent of its result."""
+    request, given = decode(arguments)
+    pairs = {name: unpack_dual(v) for name, v in given.items() if isinstance(v, Tensor)}
+    values = given | {name: primal for name, (primal, _) in pairs.items()}
+    tangents = {name: t for name, (_, t) in pairs.items() if t is not None}
+    if forward_levels():  # what is made here does not reach the transform
+        name = next(iter(tangents), head(request.statement).target)
+        raise _no_tangents(request.statement, name, "in compiled code")
+    own = unpack_dual(initial) if initial is not None else None
+    result: Tensor = (
+        torch.ops.insum.contract(*encode(request, values))
+        if own is None
+        else torch.ops.insum.accumulate(own[0], *encode(request, values))
+    )
+    held = None if own is None else _held(own[0].detach(), result.detach())
+    tangent = _tangent(
+        request, values, tangents, result, held, None if own is None else own[1], _call_derived
+    )
+    return make_dual(result, tangent)
+
+
+def _call_derived(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ...]) -> Tensor:
+    result: Tensor = torch.ops.insum.contract(*encode(kinds.form.request(sizes), values))
+    return result
+
+
+def _no_tangents_in_place(initial: Tensor, *arguments: Any) -> None:
+    place = with_tangent((initial, *arguments[2]))
     if place >= 0:
-        raise _no_tangents(arguments[0], _split(arguments[1], ",")[place])
-
-
-def _look_accumulate(initial: Tensor, *arguments: Any) -> None:
-    if with_tangent((initial,)) == 0:
-        raise _no_tangents(arguments[0], head(arguments[0]).target)
-    _look_contract(*arguments)
+        names = head(arguments[0]).target, *_split(arguments[1], ",")
+        raise _no_tangents(arguments[0], names[place], "in place")
 
 
 register_autograd(
     _library,
     torch.ops.insum.contract.default,
-    _look_contract,
+    _tangents_of_contract,
     _backward_contract,
     _setup_contract,
 )
 register_autograd(
     _library,
     torch.ops.insum.accumulate.default,
-    _look_accumulate,
+    _tangents_of_accumulate,
     _backward_accumulate,
     _setup_accumulate,
 )
-register_autograd(_library, torch.ops.insum.accumulate_.default, _look_accumulate)
+register_autograd(_library, torch.ops.insum.accumulate_.default, _no_tangents_in_place)
 
 
 # vmap: the batch becomes an index variable.

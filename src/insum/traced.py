@@ -27,12 +27,12 @@ def left_side(statement: str) -> tuple[str, str, bool]:
     """
     left, _, right = statement.partition("=")
     left, operator = left.strip(), "="
-    for mark in ("+", "max", "min"):
+    for mark in ("+", "-", "max", "min"):
         rest = left.removesuffix(mark)
-        if rest != left and (mark == "+" or rest[-1:] in ("]", " ", "\n", "\t")):
-            left, operator = rest, f"{mark}="
+        if rest != left and (mark in "+-" or rest[-1:] in ("]", " ", "\n", "\t")):
+            left, operator = rest, "+=" if mark == "-" else f"{mark}="
     name = left.partition("[")[0].strip()
-    for mark in "[](),+-*=":
+    for mark in "[](),+-*/<>!=":
         left, right = left.replace(mark, " "), right.replace(mark, " ")
     return name, operator, name in left.split()[1:] or name in right.split()
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 from torch.testing import assert_close
 
 import insum.fusion
@@ -52,6 +53,17 @@ CHANGES: list[Step] = [
     lambda z, x, y, w, a, m, b, src, dst: z[:, :1] * a[:, :, None],
     lambda z, x, y, w, a, m, b, src, dst: z + b,
     lambda z, x, y, w, a, m, b, src, dst: (z * 0.5).sigmoid(),
+    lambda z, x, y, w, a, m, b, src, dst: functional.leaky_relu(z + y[dst], 0.2),
+    lambda z, x, y, w, a, m, b, src, dst: functional.gelu(z) * a[:, :, None] + 1,
+    lambda z, x, y, w, a, m, b, src, dst: torch.where(z > y[dst], z, 2 * x[src]),
+    lambda z, x, y, w, a, m, b, src, dst: torch.maximum(z.clamp(-1, 0.5), -y[dst]),
+    lambda z, x, y, w, a, m, b, src, dst: z / (1 + y[dst] ** 2) - w[:, None, None],
+    lambda z, x, y, w, a, m, b, src, dst: functional.softplus(z - x[dst]).log1p(),
+    lambda z, x, y, w, a, m, b, src, dst: z.masked_fill((z < 0) | (y[src] > 1), 0.5),
+    lambda z, x, y, w, a, m, b, src, dst: (1 - z) * torch.exp(-((z - b) ** 2)),
+    lambda z, x, y, w, a, m, b, src, dst: functional.elu(functional.silu(z) * y[dst]),
+    lambda z, x, y, w, a, m, b, src, dst: torch.sin(z) * torch.rsqrt(1 + x[dst].abs()),
+    lambda z, x, y, w, a, m, b, src, dst: z * (z != y[dst]) * (a[:, :, None] >= 0),
 ]
 SCATTERS: list[Step] = [
     lambda z, x, src, dst: zeros(x).index_add(0, dst, z),

@@ -21,7 +21,7 @@ LEFT: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], str]] =
     "the messages are used elsewhere": (
         lambda x, w: (
             m := x[src] * w[:, None],
-            x.new_zeros(N, F).index_add(0, dst, m) + m.relu().sum(),
+            x.new_zeros(N, F).index_add(0, dst, m) + m.cumsum(0).sum(),
         )[1],
         lambda: (torch.randn(N, F), torch.randn(E)),
         "is needed by",
@@ -96,12 +96,12 @@ LEFT: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], str]] =
         "holds complex64",
     ),
     "a mask": (
-        lambda x, m: x.new_zeros(N, F).index_add(0, dst, x.masked_fill(m[:, None], 0)[src].relu()),
+        lambda x, m: x.new_zeros(N, F).index_add(0, dst, x.masked_fill(m[:, None], 0)[src].floor()),
         lambda: (torch.randn(N, F), torch.rand(N) > 0.5),
         "nothing is gathered into it",
     ),
-    "a function of the messages": (
-        lambda x, w: x.new_zeros(N, F).index_add(0, dst, (x[src] * w[:, None]).relu()),
+    "a function that the language lacks": (
+        lambda x, w: x.new_zeros(N, F).index_add(0, dst, (x[src] * w[:, None]).floor()),
         lambda: (torch.randn(N, F), torch.randn(E)),
         "nothing is gathered into it",
     ),
@@ -111,7 +111,7 @@ LEFT: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], str]] =
         "it adds a bias",
     ),
     "a scaled scatter": (
-        lambda x: torch.ops.aten.index_add(x.new_zeros(N, F), 0, dst, x[src].exp(), alpha=2),
+        lambda x: torch.ops.aten.index_add(x.new_zeros(N, F), 0, dst, x[src].floor(), alpha=2),
         lambda: (torch.randn(N, F),),
         "nothing is gathered into it",
     ),

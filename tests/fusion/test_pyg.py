@@ -32,7 +32,7 @@ LAYERS: dict[str, tuple[Any, tuple[Any, ...], list[int]]] = {
     ),
     "SAGEConv": (lambda: pyg.SAGEConv(8, 16), (graph_of(),), [1, 1]),
     "SAGEConv, sum": (lambda: pyg.SAGEConv(8, 16, aggr="sum"), (graph_of(),), [1, 1]),
-    "GATConv": (lambda: pyg.GATConv(8, 16, heads=4, add_self_loops=False), (graph_of(),), [2, 2]),
+    "GATConv": (lambda: pyg.GATConv(8, 16, heads=4, add_self_loops=False), (graph_of(),), [2, 4]),
     "FastRGCNConv": (lambda: pyg.FastRGCNConv(8, 16, 3), (graph_of(), TYPES), [1, 2]),
 }
 
@@ -49,7 +49,7 @@ def test_one_op_per_step(name: str, dynamic: bool | None) -> None:
 
 def test_self_loops_that_are_added_in_the_layer() -> None:
     """Their number is not known when the graph is traced."""
-    for layer, expected in ((pyg.GCNConv(8, 16), [1, 1]), (pyg.GATConv(8, 16, heads=2), [2, 2])):
+    for layer, expected in ((pyg.GCNConv(8, 16), [1, 1]), (pyg.GATConv(8, 16, heads=2), [2, 4])):
         with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
             run, graphs = compiled(layer, fullgraph=True, dynamic=True)
             agrees(
@@ -134,7 +134,7 @@ def test_two_layers_and_a_loss() -> None:
     model = Model()
     run, graphs = compiled(model, fullgraph=True)
     agrees(model, run, (leaf(N, 8), graph_of()), list(model.parameters()), rtol=1e-4, atol=1e-5)
-    assert counts(graphs) == [3, 3], str(insum.fusion.report())
+    assert counts(graphs) == [4, 6], str(insum.fusion.report())
 
 
 def test_convolution_over_27_offsets() -> None:

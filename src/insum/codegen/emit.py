@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from insum.codegen.arguments import CALL, FLAGS, Argument, Count, Passed, Pointer, annotation
 from insum.codegen.contract import Contract
 from insum.codegen.frame import AFTER, Frame, Kernel, Shape
-from insum.codegen.functions import PRELUDE
+from insum.codegen.functions import prelude
 from insum.codegen.output import Output
 from insum.codegen.reads import Reads
 from insum.plan.config import Config
@@ -100,8 +100,7 @@ class Emitter:
         inner += self.frame.stages[1] + self.loop_text() + self.frame.stages[AFTER]
         body += ["    " * depth + line for line in inner] + self.frame.tail
         header = signature(name, self.frame.arguments, wide=self.plan.wide)
-        prelude = [line for key, line in PRELUDE.items() if any(key in text for text in body)]
-        lines = [*prelude, *header, *("    " + line if line else "" for line in body)]
+        lines = [*prelude(body), *header, *("    " + line if line else "" for line in body)]
         return "\n".join(lines) + "\n"
 
     def loop_text(self) -> list[str]:

@@ -4,6 +4,8 @@ backend accept them.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 #: Helpers that a kernel needs when it uses their name; Triton has no tanh of its own, and its
 #: maximum of a number and NaN is the number.
 PRELUDE = {
@@ -33,7 +35,93 @@ def insum_tanh(x):
 
 
 ''',  # noqa: E501
+    "insum_expm1(": '''@triton.jit
+def insum_expm1(x):
+    """exp(x) - 1 would lose what is small; tanh keeps it."""
+    t = insum_tanh(0.5 * x)
+    return tl.where(tl.abs(x) < 1, 2 * t / (1 - t), tl.exp(x) - 1)
+
+
+''',
+    "insum_log1p(": '''@triton.jit
+def insum_log1p(x):
+    """What 1 + x has lost of x is made up for by the quotient."""
+    rounded = 1 + x
+    lost = tl.where(rounded == 1, 1, rounded - 1)
+    near = tl.where(rounded == 1, x, tl.log(rounded) * (x / lost))
+    return tl.where(tl.abs(x) < 1, near, tl.log(rounded))
+
+
+''',
+    "insum_softplus(": """@triton.jit
+def insum_softplus(x):
+    positive = tl.maximum(x, 0, propagate_nan=tl.PropagateNan.ALL)
+    return positive + insum_log1p(tl.exp(-tl.abs(x)))
+
+
+""",
+    "insum_silu(": """@triton.jit
+def insum_silu(x):
+    return x * tl.sigmoid(x)
+
+
+""",
+    "insum_gelu(": """@triton.jit
+def insum_gelu(x):
+    return 0.5 * x * (1 + tl.erf(0.7071067811865476 * x))
+
+
+""",
+    "insum_leaky_relu(": """@triton.jit
+def insum_leaky_relu(x, slope):
+    return tl.where(x > 0, x, slope * x)
+
+
+""",
+    "insum_elu(": """@triton.jit
+def insum_elu(x, scale):
+    return tl.where(x > 0, x, scale * insum_expm1(x))
+
+
+""",
+    "insum_power(": """@triton.jit
+def insum_power(x, times: tl.constexpr):
+    result = x
+    for _ in tl.static_range(times - 1):
+        result *= x
+    return result
+
+
+""",
+    "insum_pow(": '''@triton.jit
+def insum_pow(x, exponent, whole: tl.constexpr, odd: tl.constexpr):
+    """A power of a negative number is one where the exponent is whole."""
+    size = tl.exp2(exponent * tl.log2(tl.abs(x)))
+    if whole:
+        return tl.where(x < 0, -size, size) if odd else size
+    else:
+        return tl.where(x < 0, float("nan"), size)
+
+
+''',
 }
+#: What helpers need of each other.
+_BELOW = {
+    "insum_elu(": "insum_expm1(",
+    "insum_expm1(": "insum_tanh(",
+    "insum_softplus(": "insum_log1p(",
+}
+#: Powers up to this one are products.
+_MOST_FACTORS = 16
+COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
+
+
+def prelude(lines: Iterable[str]) -> list[str]:
+    """The helpers that lines of a kernel call, each behind those that it calls itself."""
+    needed = {key for key in PRELUDE if any(key in line for line in lines)}
+    for key, below in _BELOW.items():  # those that call others stand first here
+        needed |= {below} if key in needed else set()
+    return [text for key, text in PRELUDE.items() if key in needed]
 
 
 def reduced(reduce: str, value: str, axis: int) -> str:
@@ -45,25 +133,52 @@ def reduced(reduce: str, value: str, axis: int) -> str:
     )
 
 
-def call(function: str, args: list[str], dtype: str) -> str:
+def call(function: str, args: list[str], numbers: list[float], dtype: str) -> str:
+    """A function of these texts; ``numbers`` are what stands behind its arguments."""
     x = args[0]
     match function:
-        case "exp" | "log" | "sqrt" | "abs":
+        case "exp" | "log" | "sqrt" | "abs" | "sin" | "cos" | "erf" | "sigmoid":
             return f"tl.{function}({x})"
-        case "sigmoid":
-            return f"tl.sigmoid({x})"
         case "relu":
             return f"tl.maximum({x}, 0, propagate_nan=tl.PropagateNan.ALL)"
-        case "tanh":
-            return f"insum_tanh({x})"
+        case "maximum" | "minimum":
+            return f"tl.{function}({x}, {args[1]}, propagate_nan=tl.PropagateNan.ALL)"
+        case "tanh" | "expm1" | "log1p" | "softplus" | "silu" | "gelu":
+            return f"insum_{function}({x})"
+        case "leaky_relu" | "elu":
+            return f"insum_{function}({x}, {_typed(numbers[0], dtype)})"
+        case "pow":
+            return _power(x, numbers[0], dtype)
         case "reciprocal":
             return f"(1.0 / ({x}))"
+        case "where":
+            return f"tl.where(({x}) != 0, {args[1]}, {args[2]})"
         case "sign":
             return f"(({x}) > 0).to(tl.{dtype}) - (({x}) < 0).to(tl.{dtype})"
         case "step":
             return f"(({x}) > 0).to(tl.{dtype})"
-        case "eq":
-            return f"(({x}) == ({args[1]})).to(tl.{dtype})"
-        case "conj":
+        case "eq" | "ne" | "lt" | "le":
+            return f"(({x}) {COMPARED[function]} ({args[1]})).to(tl.{dtype})"
+        case "conj" | "whole":
             return x
     raise AssertionError(function)
+
+
+def _typed(number: float, dtype: str) -> str:
+    """By itself Triton would take a number for a float32."""
+    return f"tl.full([], {number!r}, tl.{dtype})"
+
+
+def _power(x: str, exponent: float, dtype: str) -> str:
+    match exponent:
+        case 0:
+            return f"(({x}) == ({x})).to(tl.{dtype}) * 0 + 1"
+        case 0.5:
+            return f"tl.sqrt({x})"
+        case -0.5:
+            return f"tl.rsqrt({x})"
+    whole = float(exponent).is_integer()
+    if whole and abs(exponent) <= _MOST_FACTORS:
+        product = f"insum_power({x}, {abs(int(exponent))})"
+        return product if exponent > 0 else f"(1.0 / {product})"
+    return f"insum_pow({x}, {_typed(exponent, dtype)}, {whole}, {whole and exponent % 2 == 1})"

@@ -7,9 +7,10 @@ import re
 
 from insum.codegen.arguments import Length, Passed, Pointer, Stride
 from insum.codegen.frame import Frame
-from insum.codegen.functions import call
+from insum.codegen.functions import COMPARED, call
 from insum.codegen.values import Val, combine, union
 from insum.lang.expr import (
+    FUNCTIONS,
     Access,
     Affine,
     Call,
@@ -284,11 +285,17 @@ class Reads:
                 if dict(self.plan.kinds)[expr.tensor] != dtype:
                     loaded = Val(f"{loaded.text}.to(tl.{dtype})", loaded.axes, loaded.stage)
                 return self.poisoned(expr, loaded, dtype)
+            case Call("ones"):
+                return Val(f"tl.full([], 1, tl.{dtype})")
             case Call(function, args):
-                values = [self.argument(a, dtype) for a in args]
+                count = FUNCTIONS[function].values
+                values = [self.argument(a, dtype) for a in args[:count]]
+                if function in COMPARED:
+                    values = self.rounded(args, values, dtype)
+                numbers = [a.value for a in args[count:] if isinstance(a, Number)]
                 axes = union(*(v.axes for v in values))
                 return Val(
-                    call(function, [v.over(axes) for v in values], dtype),
+                    call(function, [v.over(axes) for v in values], numbers, dtype),
                     axes,
                     max(v.stage for v in values),
                 )
@@ -352,6 +359,27 @@ class Reads:
             if typed
             else Val(f"tl.full([], {value.text}, tl.{dtype})", value.axes, value.stage)
         )
+
+    def rounded(self, args: tuple[Expr, ...], values: list[Val], dtype: str) -> list[Val]:
+        """What is compared, as rounded to the narrower of its dtypes: a half-precision maximum
+        equals the wide value it was rounded from.
+        """
+        halves = [half for arg in args if (half := self.half_of(arg))]
+        if not halves:
+            return values
+        return [
+            Val(f"({v.text}).to(tl.{halves[0]}).to(tl.{dtype})", v.axes, v.stage)
+            if any(a.tensor not in self.plan.numbers for a in accesses(arg, nested=False))
+            else v
+            for arg, v in zip(args, values)
+        ]
+
+    def half_of(self, expr: Expr) -> str:
+        """The dtype of a value in half precision; '' of others."""
+        kinds = dict(self.plan.kinds)
+        read = {kinds[a.tensor] for a in accesses(expr, nested=False)}
+        floats = {kind for kind in read if "float" in kind}
+        return floats.pop() if len(floats) == 1 and floats <= {"float16", "bfloat16"} else ""
 
     def prepare_masks(self) -> None:
         """Load every padded index tensor first, so that all other loads know the points that are

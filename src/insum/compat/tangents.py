@@ -1,7 +1,7 @@
 """Forward-mode derivatives: which tensors carry a tangent, and ops that look before autograd does.
 
-An op without a rule of its own for them drops tangents in silence; what is to be said instead is
-said by the kernel that autograd calls first, for below it the transforms of torch.func have taken
+An op has no rule of its own for them, and would drop tangents in silence; what is done instead is
+done by the kernel that autograd calls first, for below it the transforms of torch.func have taken
 the tangents off.
 """
 
@@ -27,6 +27,29 @@ def with_tangent(values: Iterable[object]) -> int:
         return -1
 
 
+def forward_levels() -> int:
+    """How many transforms in forward mode there are around a call."""
+    try:
+        from torch._C._functorch import TransformType, get_interpreter_stack
+
+        return sum(one.key() == TransformType.Jvp for one in get_interpreter_stack() or ())
+    except (AttributeError, ImportError):
+        return 0
+
+
+def unpack_dual(value: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A tensor without its tangent, and that; integers have none."""
+    if not (value.is_floating_point() or value.is_complex()):
+        return value, None
+    primal, tangent = forward_ad.unpack_dual(value)  # type: ignore[no-untyped-call]
+    return primal, tangent
+
+
+def make_dual(value: Tensor, tangent: Tensor) -> Tensor:
+    found: Tensor = forward_ad.make_dual(value, tangent)  # type: ignore[no-untyped-call]
+    return found
+
+
 def _has_tangent(value: object) -> bool:
     floating = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
     return floating and forward_ad.unpack_dual(value).tangent is not None  # type: ignore[no-untyped-call]
@@ -35,12 +58,13 @@ def _has_tangent(value: object) -> bool:
 def register_autograd(
     library: Any,
     op: Any,
-    look: Callable[..., None],
+    first: Callable[..., Any],
     backward: Callable[..., Any] | None = None,
     setup: Callable[..., None] | None = None,
 ) -> None:
-    """Gradients of an op, as `torch.library.register_autograd`; ``look`` sees the arguments of each
-    call first, and may raise. Without ``backward`` the op has none, as if nothing were registered.
+    """Gradients of an op, as `torch.library.register_autograd`; ``first`` sees the arguments of
+    each call, and may raise, or give the result where that is not None. Without ``backward`` the op
+    has none, as if nothing were registered.
     """
     name = op._opname
     try:
@@ -62,7 +86,7 @@ def register_autograd(
         return
 
     def looking(keyset: Any, *arguments: Any) -> Any:
-        look(*arguments)
-        return kernel(keyset, *arguments)
+        found = first(*arguments)
+        return kernel(keyset, *arguments) if found is None else found
 
     library.impl(name, looking, "Autograd", with_keyset=True)

@@ -17,6 +17,7 @@ from insum.lang.expr import (
     Access,
     Call,
     Expr,
+    Number,
     Product,
     Statement,
     Sum,
@@ -29,7 +30,12 @@ from insum.lang.expr import (
 from insum.lang.parser import parse
 
 #: Functions that are 0 at 0: what is absent stays absent under them.
-_KEEP_ZERO = frozenset({"abs", "relu", "sqrt", "tanh", "sign", "conj"})
+_KEEP_ZERO = frozenset(
+    {
+        *("abs", "relu", "sqrt", "tanh", "sign", "conj", "expm1", "log1p", "sin", "erf"),
+        *("leaky_relu", "elu", "gelu", "silu", "whole"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +261,8 @@ class Rewriter:
                 return any(self.vanishes(f, key) for f in factors)
             case Sum(terms):
                 return all(self.vanishes(t, key) for t in terms)
+            case Call("pow", (base, Number(exponent))):
+                return exponent > 0 and self.vanishes(base, key)
             case Call(function, args):
                 return function in _KEEP_ZERO and self.vanishes(args[0], key)
         return False

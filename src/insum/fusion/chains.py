@@ -13,6 +13,7 @@ from torch.fx import Graph, Node
 
 from insum.fusion.later import Later, later_of
 from insum.fusion.origin import Origin, origin_of
+from insum.fusion.pointwise import SPELL
 from insum.fusion.read import CONTRACTIONS, Around, IndexTensor, ProductReader, reaching
 from insum.fusion.shapes import (
     ZERO,
@@ -128,7 +129,7 @@ def find(graph: Graph, accept: Callable[[Chain], str]) -> Chains:
     later = later_of(graph)
     while True:
         chains, left = _round(graph, kept, later, accept)
-        more = (_needed(graph, chains) | _saved(chains, later)) - kept
+        more = (_needed(graph, chains, later) | _saved(chains, later)) - kept
         if not more:
             return Chains(
                 tuple(reversed(chains.values())),
@@ -146,12 +147,14 @@ def _round(
     chains: dict[Node, Chain] = {}
     left: dict[Node, str] = {}
     inside: set[Node] = set()
+    read: set[Node] = set()  # by a chain, as it is
     reaches = reaching(kept)
     for node in reversed(graph.nodes):
         if (
             node.op != "call_function"
             or node.target not in ROOTS
             or node in inside
+            and node not in read
             and all(u in inside for u in node.users)
         ):
             continue
@@ -172,11 +175,14 @@ def _round(
         else:
             chains[node] = chain
             inside.update(chain.inlined)
+            read.update(chain.leaves)
     return chains, left
 
 
-def _needed(graph: Graph, chains: dict[Node, Chain]) -> frozenset[Node]:
-    """Nodes that chains read through although somebody else needs their value."""
+def _needed(graph: Graph, chains: dict[Node, Chain], later: Later) -> frozenset[Node]:
+    """Nodes that chains read through although somebody else needs their value. Where that is the
+    backward pass alone, and functions are in the chain, it may compute them again.
+    """
     alive: set[Node] = set()
     todo = [n for n in graph.nodes if n.op == "output" or n.op == "call_function" and n.is_impure()]
     while todo:
@@ -185,9 +191,44 @@ def _needed(graph: Graph, chains: dict[Node, Chain]) -> frozenset[Node]:
             alive.add(node)
             todo += chains[node].leaves if node in chains else node.all_input_nodes
     inside = {n for chain in chains.values() for n in chain.inlined} - chains.keys()
-    return frozenset(
-        n for n in inside & alive if n.target not in VIEWS and _used_outside(n, inside, alive)
+    again, by_others = _recomputed(chains, later), inside | _for_backward(graph, alive, later)
+    return _summed_twice(chains) | frozenset(
+        n
+        for n in inside & alive
+        if n.target not in VIEWS and _used_outside(n, by_others if n in again else inside, alive)
     )
+
+
+def _summed_twice(chains: dict[Node, Chain]) -> frozenset[Node]:
+    """Sums that one chain reads through and another as they are: they are computed anyway."""
+    read = {n for chain in chains.values() for n in chain.leaves}
+    return frozenset(
+        n
+        for chain in chains.values()
+        for n in chain.inlined
+        if n.target in CONTRACTIONS and n is not chain.root and n in read
+    )
+
+
+def _for_backward(graph: Graph, alive: set[Node], later: Later) -> set[Node]:
+    """Nodes of the backward pass, and those that nothing else reads."""
+    found = set(later.backward)
+    for node in reversed(graph.nodes):
+        users = [u for u in node.users if u in alive]
+        if users and all(u in found for u in users):
+            found.add(node)
+    return found
+
+
+def _recomputed(chains: dict[Node, Chain], later: Later) -> set[Node]:
+    """What forward chains with functions in them gather and compute point by point."""
+    return {
+        n
+        for root, chain in chains.items()
+        if root not in later.backward and any(n.target in SPELL for n in chain.inlined)
+        for n in chain.inlined
+        if n.target not in CONTRACTIONS
+    }
 
 
 def _saved(chains: dict[Node, Chain], later: Later) -> frozenset[Node]:

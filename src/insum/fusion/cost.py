@@ -7,6 +7,7 @@ from torch.fx import Node
 
 from insum.fusion.chains import SCATTERS, Chain
 from insum.fusion.origin import is_unknown, origin_of
+from insum.fusion.pointwise import SPELL
 from insum.fusion.shapes import points, shape_of, value_of
 from insum.settings import settings
 
@@ -14,6 +15,9 @@ aten = torch.ops.aten
 #: What Inductor computes by itself, between kernels: what is gathered for it and what is scattered
 #: of it is written to memory.
 _MATRIX_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default}
+#: Elements of messages with functions in them below which a scatter without atomics saves less time
+#: than another call takes: Inductor writes none of them either.
+WORTH_A_SCATTER = 2**25
 #: Elements of messages below which a kernel saves less time than calling it takes, where the device
 #: waits for the call.
 WORTH_A_CALL = 2**28
@@ -21,6 +25,11 @@ WORTH_A_CALL = 2**28
 
 def _has_product(chain: Chain) -> bool:
     return bool(_MATRIX_PRODUCTS & {n.target for n in (chain.root, *chain.inlined)})
+
+
+def _has_functions(chain: Chain) -> bool:
+    """Functions that torch would fuse: a largest value it would not."""
+    return chain.statement.operator == "=" and any(n.target in SPELL for n in chain.inlined)
 
 
 def _counted(chain: Chain, waited: frozenset[Node]) -> int:
@@ -76,6 +85,12 @@ def objection(
         return (
             f"its index is counted out at each call, for others too; about {elements:,} "
             "elements do not make up for a longer call"
+        )
+    largest = max(points(shape_of(n)) for n in chain.inlined)
+    if _has_functions(chain) and not _has_product(chain) and largest < WORTH_A_SCATTER:
+        return (
+            f"Inductor makes one kernel of its functions too, and its {largest:,} elements do not "
+            "make up for a longer call"
         )
     result = points(shape_of(chain.root))
     if chain.root.target not in SCATTERS and chain.saved < result:

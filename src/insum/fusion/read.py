@@ -8,7 +8,6 @@ change indices. What cannot be read through is a leaf: a tensor that the stateme
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from insum.fusion.pointwise import SPELL, number, pointwise
 from insum.fusion.shapes import (
     ZERO,
     Stop,
@@ -89,6 +89,8 @@ class ProductReader:
     # products with more elements than their factors
     grown: list[Node] = field(default_factory=list)
     contractions: int = 0
+    inside: int = 0  # how many functions are around the node being read
+    multiplied: bool = False  # whether there is a matrix product around it
     beside: int = 0  # about how many elements that has which the node being read is multiplied with
     # of variables: a node and one of its dimensions
     extents: dict[str, tuple[Node, int]] = field(default_factory=dict)
@@ -160,13 +162,14 @@ class ProductReader:
             return [self.leaf(node, at)]
 
     def state(self) -> tuple[Any, ...]:
-        return tuple(type(part)(part) for part in self._parts()), self.contractions, self.beside
+        numbers = self.contractions, self.beside, self.inside, self.multiplied
+        return tuple(type(part)(part) for part in self._parts()), *numbers
 
     def restore(self, state: tuple[Any, ...]) -> None:
         for part, before in zip(self._parts(), state[0], strict=True):
             part.clear()
             part.extend(before) if isinstance(part, list) else part.update(before)
-        self.contractions, self.beside = state[1:]
+        self.contractions, self.beside, self.inside, self.multiplied = state[1:]
 
     def _parts(self) -> tuple[Any, ...]:
         return (
@@ -184,7 +187,7 @@ class ProductReader:
     def check_computed(self, node: Node, gathered: bool) -> None:
         if gathered:
             raise Stop("it is computed before it is gathered, and so once")
-        if not self.around.reaches(node):
+        if not self.around.reaches(node) and not self.is_message(node):
             raise Stop("nothing is gathered or grows below it")
         if 0 < points(shape_of(node)) * KEEP_SMALL <= self.beside:
             raise Stop("it is small beside what it is multiplied with")
@@ -192,6 +195,20 @@ class ProductReader:
             raise Stop("a sum in a sum would be computed anew at every point")
         if node.target in CONTRACTIONS and not self.sums:
             raise Stop("it is a sum, of which the largest or smallest is looked for")
+        if node.target in CONTRACTIONS and self.inside:
+            raise Stop("it is a sum, of which a function is taken")
+
+    def is_message(self, node: Node) -> bool:
+        """Whether a node is computed point by point, from what has no fewer elements, beside
+        something as large: there it need not be written first.
+        """
+        size = points(shape_of(node))
+        inputs = [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), Tensor)]
+        return (
+            node.target in (SPELL.keys() | PRODUCTS.keys())
+            and 0 < self.beside <= 2 * size
+            and all(points(shape_of(n)) <= size for n in inputs)
+        )
 
     def leaf(self, node: Node, at: Indices) -> Access:
         value = value_of(node)
@@ -369,14 +386,6 @@ def _embedding(reader: ProductReader, node: Node, at: Indices, gathered: bool) -
 
 def _mul(reader: ProductReader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     factors: list[Expr] = []
-    numbers = [a for a in node.args[:2] if not isinstance(a, Node)]
-    if (
-        any(not isinstance(n, int | float) or isinstance(n, bool) for n in numbers)
-        or not all(map(math.isfinite, numbers))  # type: ignore[arg-type]
-        or numbers
-        and value_of(node).dtype == torch.float64
-    ):
-        raise Stop("it is multiplied by a number that a kernel would round, or cannot write")
     reader.inline(node)
     if grows(node):
         reader.grown.append(node)
@@ -386,7 +395,7 @@ def _mul(reader: ProductReader, node: Node, at: Indices, gathered: bool) -> list
             reader.beside = max(before, points(shape_of(other)) if isinstance(other, Node) else 0)
             factors += reader.value(operand, broadcast(at, shape_of(operand)))
         else:
-            factors.append(Number(operand))  # type: ignore[arg-type]
+            factors += [number(operand)] if operand != 1 else []
     reader.beside = before
     return factors
 
@@ -427,7 +436,9 @@ def _matmul(reader: ProductReader, node: Node, at: Indices, gathered: bool) -> l
     size = shape_of(a)[-1]
     k = ZERO if is_one(size) else reader.variable("k", a, len(at) - 1)
     *batch, i, j = at
+    reader.multiplied = True
     factors = [*reader.value(a, (*batch, i, k)), *reader.value(b, (*batch, k, j))]
+    reader.multiplied = False
     return reader.check_summed(k, factors)
 
 
@@ -461,13 +472,14 @@ PRODUCTS: dict[Any, ReadRule] = {
     aten.neg.default: _neg,
 }
 RULES: dict[Any, ReadRule] = {
+    **dict.fromkeys(SPELL, pointwise),
     **dict.fromkeys(VIEWS, _through),
     **GATHERS,
     **CONTRACTIONS,
     **PRODUCTS,
 }
 #: Rules that compute something, rather than read it elsewhere.
-COMPUTE = {_mul, _neg, _sum, _matmul, _matvec}
+COMPUTE = {_mul, _neg, _sum, _matmul, _matvec, pointwise}
 
 
 def grows(node: Node) -> bool:

@@ -101,9 +101,11 @@ def _slice(node: Node, at: Indices) -> tuple[Node, Indices]:
 
 
 def _widened(node: Node, at: Indices) -> tuple[Node, Indices]:
-    """A conversion that loses nothing."""
+    """A conversion that loses nothing; a condition is 0 or 1."""
     source = input_of(node)
     before, after = value_of(source).dtype, value_of(node).dtype
+    if before == torch.bool and after in FLOATS:
+        return source, at
     kinds = FLOATS if before in FLOATS else INDICES
     if before not in kinds or after not in kinds or torch.promote_types(before, after) != after:
         raise Stop(f"it converts {before} to {after}".replace("torch.", ""))

@@ -7,17 +7,21 @@ factor swapped::
     dC[AM[p],n] * AV[p]
 
 Derivatives of functions are products of functions of the whole argument, never sums: a sum would be
-distributed, and each part reduced over its own variables only.
+distributed, and each part reduced over its own variables only. A sum stands in ``whole(...)``, and
+a derivative of 1 is ``ones(...)`` of what it is the derivative of, where nothing else tells over
+which points it is summed.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from insum.lang.expand import expand
 from insum.lang.expr import (
+    FUNCTIONS,
     Access,
     Call,
     Expr,
@@ -25,11 +29,13 @@ from insum.lang.expr import (
     Product,
     Statement,
     Sum,
+    accesses,
     fresh,
     names_of,
     product,
     tensors_of,
     total,
+    variables,
 )
 from insum.lang.parser import parse
 
@@ -72,8 +78,34 @@ def adjoint(text: str, tensor: str, complex_names: frozenset[str] = frozenset())
         if statement.operator in ("max=", "min="):
             start = product([upstream, _wins(statement, names.result)])
         for occurrence, value in walker.walk(term.value, start):
-            found.append(Statement(Access(names.gradient, occurrence.indices), "+=", value))
+            target = Access(names.gradient, occurrence.indices)
+            found.append(Statement(target, "+=", _without_ones(target, value)))
     return Adjoint(tuple(map(str, found)), names.upstream, names.result, names.gradient)
+
+
+@functools.lru_cache(maxsize=4096)
+def tangent(text: str, tensor: str) -> Adjoint:
+    """How the tangent of the output follows from that of ``tensor``, which is read as ``upstream``;
+    of statements over real numbers.
+
+    For ``max=`` and ``min=`` it is the sum over the points that attain the result.
+
+    >>> tangent("C[AM[p],n] += AV[p] * B[AK[p],n]", "B").statements
+    ('dC[AM[p],n] += AV[p] * dB[AK[p],n]',)
+    >>> tangent("y[i] = x[i] * exp(A[i,j])", "A").statements
+    ('dy[i] += x[i] * exp(A[i,j]) * dA[i,j]',)
+    """
+    statement = parse(text)
+    names = _Names.of(statement, tensor)
+    target = Access(names.upstream, statement.target.indices)
+    extremum = statement.operator in ("max=", "min=")
+    start = _wins(statement, names.result) if extremum else Number(1)
+    found: list[Statement] = []
+    for term in expand(statement):
+        for occurrence, slope in _Walker(tensor, frozenset()).walk(term.value, start):
+            value = product([slope, Access(names.gradient, occurrence.indices)])
+            found.append(Statement(target, "+=", _without_ones(target, value)))
+    return Adjoint(tuple(map(str, found)), names.gradient, names.result, names.upstream)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -144,10 +176,11 @@ class _Walker:
                 yield from self.walk(inner, self.conj(upstream))
             case Call("abs", (inner,)) if self.is_complex(inner):
                 yield from self.walk(inner, product([self.real(upstream), inner, _guarded(inner)]))
-            case Call(function, (inner,)):
-                slope = _slope(function, inner)
-                if slope is not None:
-                    yield from self.walk(inner, product([upstream, self.conj(slope)]))
+            case Call(function, args):
+                for k, inner in enumerate(args[: FUNCTIONS[function].values]):
+                    slope = _slope(function, args, k)
+                    if slope is not None:
+                        yield from self.walk(inner, product([upstream, self.conj(slope)]))
             case _:
                 return
 
@@ -189,13 +222,20 @@ def _guarded(inner: Expr) -> Expr:
     return Call("reciprocal", (total([size, Call("eq", (size, Number(0)))]),))
 
 
-def _slope(function: str, u: Expr) -> Expr | None:
-    """The derivative as a product of functions of ``u``; None where it is zero."""
+def _slope(function: str, args: tuple[Expr, ...], k: int) -> Expr | None:
+    """The derivative by one argument, as a product of functions of all of them; None where it is
+    zero.
+    """
+    if len(args) > 1:
+        return _slope_of_several(function, args, k)
+    (u,) = args
     match function:
-        case "exp":
+        case "exp" | "expm1":
             return _f("exp", u)
         case "log":
             return _f("reciprocal", u)
+        case "log1p":
+            return _f("reciprocal", total([Number(1), u]))
         case "reciprocal":
             return product([Number(-1), _f("reciprocal", u), _f("reciprocal", u)])
         case "sqrt":
@@ -206,6 +246,14 @@ def _slope(function: str, u: Expr) -> Expr | None:
             return _f("step", u)
         case "sigmoid":
             return product([_f("sigmoid", u), _f("sigmoid", product([Number(-1), u]))])
+        case "softplus":
+            return _f("sigmoid", u)
+        case "sin":
+            return _f("cos", u)
+        case "cos":
+            return product([Number(-1), _f("sin", u)])
+        case "erf":
+            return product([Number(2 / math.sqrt(math.pi)), _bell(1, u)])
         case "tanh":
             return product(
                 [
@@ -214,8 +262,79 @@ def _slope(function: str, u: Expr) -> Expr | None:
                     _f("sigmoid", product([Number(-2), u])),
                 ]
             )
+        case "silu":
+            rest = product([u, _f("sigmoid", product([Number(-1), u]))])
+            return product([_f("sigmoid", u), _f("whole", total([Number(1), rest]))])
+        case "gelu":
+            below = product([Number(0.5), _f("erf", product([Number(math.sqrt(0.5)), u]))])
+            rest = product([Number(math.sqrt(0.5 / math.pi)), u, _bell(0.5, u)])
+            return _f("whole", total([Number(0.5), below, rest]))
+        case "whole":
+            return _f("ones", u)
     return None
 
 
-def _f(function: str, u: Expr) -> Expr:
-    return Call(function, (u,))
+def _slope_of_several(function: str, args: tuple[Expr, ...], k: int) -> Expr | None:
+    u, v = args[0], args[1]
+    match function, v:
+        case "pow", Number(exponent):
+            return _slope_of_power(u, exponent)
+        case "leaky_relu", _:
+            return Call("where", (_f("lt", Number(0), u), Number(1), v))
+        case "elu", _:
+            falling = _f("exp", product([Number(-1), _f("relu", product([Number(-1), u]))]))
+            side = Call("where", (_f("lt", Number(0), u), Number(1), v))
+            return falling if v == Number(1.0) else product([side, falling])
+        case "maximum" | "minimum", _:
+            smaller = (args[k], args[1 - k]) if function == "maximum" else (args[1 - k], args[k])
+            share = Call("where", (_f("eq", u, v), Number(0.5), Number(1)))
+            return Call("where", (_f("lt", *smaller), Number(0), share))
+        case "where", _ if k > 0:
+            chosen = Call("where", (u, Number(int(k == 1)), Number(int(k == 2))))
+            return product([chosen, _f("ones", total(list(args)))])
+    return None
+
+
+def _slope_of_power(u: Expr, exponent: float) -> Expr | None:
+    match exponent:
+        case 0:
+            return None
+        case 1:
+            return product([Number(exponent), _f("ones", u)])
+        case 2:
+            return product([Number(exponent), _f("whole", u)])
+    return product([Number(exponent), Call("pow", (u, Number(exponent - 1)))])
+
+
+def _bell(width: float, u: Expr) -> Expr:
+    """exp(-width * u ** 2)"""
+    return _f("exp", product([Number(-width), Call("pow", (u, Number(2)))]))
+
+
+def _f(function: str, *args: Expr) -> Expr:
+    return Call(function, args)
+
+
+def _without_ones(target: Access, value: Expr) -> Expr:
+    """``ones(...)`` where other factors tell of the same points, and padding, is left out; else it
+    has the fewest arguments that do.
+    """
+    factors: list[Expr] = [*value.factors] if isinstance(value, Product) else [value]
+    for one in [f for f in factors if isinstance(f, Call) and f.function == "ones"]:
+        factors.remove(one)
+        known = _reach(target).union(*map(_reach, factors))
+        needed: list[Expr] = []
+        for access in sorted(accesses(one, nested=False), key=lambda a: -len(_reach(a))):
+            if not _reach(access) <= known:
+                needed.append(access)
+                known |= _reach(access)
+        if needed:
+            factors.append(_f("ones", total(needed)))
+    return product(factors) if factors else Number(1)
+
+
+def _reach(node: Expr) -> frozenset[str]:
+    """The variables of an expression, and the tensors that stand in its indices."""
+    outer = list(accesses(node, nested=False))
+    inner = (a.tensor for one in outer for i in one.indices for a in accesses(i))
+    return frozenset((*variables(node), *inner))

@@ -17,21 +17,67 @@ from typing import TypeAlias
 from insum.errors import Span
 
 OPERATORS = ("=", "+=", "max=", "min=")
-#: Pointwise functions and how many arguments each takes. The last five exist so that derivatives
-#: are statements too.
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """How many values a function takes, and the numbers behind them: a default for each, None where
+    there is none.
+    """
+
+    values: int = 1
+    numbers: tuple[float | None, ...] = ()
+
+    def __str__(self) -> str:
+        return f"{self.values} argument(s)" + "".join(
+            " and a number" if n is None else f" and perhaps a number ({n})" for n in self.numbers
+        )
+
+
+#: Pointwise functions. Those behind ``where`` exist so that derivatives are statements too:
+#: ``whole`` is its argument, as one value that is not expanded, and ``ones`` is 1 at each of its
+#: points.
 FUNCTIONS = {
-    "exp": 1,
-    "log": 1,
-    "sqrt": 1,
-    "abs": 1,
-    "relu": 1,
-    "sigmoid": 1,
-    "tanh": 1,
-    "reciprocal": 1,
-    "sign": 1,
-    "step": 1,
-    "conj": 1,
-    "eq": 2,
+    "exp": Signature(),
+    "expm1": Signature(),
+    "log": Signature(),
+    "log1p": Signature(),
+    "sqrt": Signature(),
+    "abs": Signature(),
+    "sin": Signature(),
+    "cos": Signature(),
+    "tanh": Signature(),
+    "erf": Signature(),
+    "sigmoid": Signature(),
+    "relu": Signature(),
+    "leaky_relu": Signature(1, (0.01,)),
+    "elu": Signature(1, (1.0,)),
+    "gelu": Signature(),
+    "silu": Signature(),
+    "softplus": Signature(),
+    "reciprocal": Signature(),
+    "pow": Signature(1, (None,)),
+    "maximum": Signature(2),
+    "minimum": Signature(2),
+    "where": Signature(3),
+    "whole": Signature(),
+    "ones": Signature(),
+    "sign": Signature(),
+    "step": Signature(),
+    "conj": Signature(),
+    "eq": Signature(2),
+    "ne": Signature(2),
+    "lt": Signature(2),
+    "le": Signature(2),
+}
+#: How comparisons are written: a function, and whether it takes its arguments the other way round.
+COMPARISONS = {
+    "==": ("eq", False),
+    "!=": ("ne", False),
+    "<": ("lt", False),
+    "<=": ("le", False),
+    ">": ("lt", True),
+    ">=": ("le", True),
 }
 
 

@@ -1,10 +1,12 @@
 """Text -> Statement. A hand-written recursive descent, so that every mistake has a place and a
 remedy.
 
-statement := access operator sum                 operator := "=" | "+=" | "max=" | "min="
+statement := access operator value               operator := "=" | "+=" | "-=" | "max=" | "min="
+value     := sum [("<" | "<=" | ">" | ">=" | "==" | "!=") sum]
 sum       := ["-"] product (("+" | "-") product)*
-product   := factor ("*" factor)*
-factor    := number | name | access | function "(" sum ("," sum)* ")" | "(" sum ")" | "-" factor
+product   := factor (("*" | "/") factor)*
+factor    := "-" factor | atom ["**" ["-"] number]
+atom      := number | name | access | function "(" value ("," value)* ")" | "(" value ")"
 access    := name "[" [index ("," index)*] "]"
 index     := affine combination of variables, accesses and integer literals
 """
@@ -19,6 +21,7 @@ from typing import NoReturn
 
 from insum.errors import Span, StatementError
 from insum.lang.expr import (
+    COMPARISONS,
     FUNCTIONS,
     Access,
     Affine,
@@ -46,14 +49,18 @@ MAX_LENGTH = 100_000
 OPTION_NAMES = frozenset(
     {"out_shape", "sizes", "padded", "config", "optimize", "backend", "dense_output"}
 )
-RESERVED = frozenset({*FUNCTIONS, *OPTION_NAMES, "max", "min"})
+#: The first functions. A tensor may have the name of a later one: such statements were there
+#: before.
+_FIRST = ("exp", "log", "sqrt", "abs", "relu", "sigmoid", "tanh", "reciprocal", "sign", "step")
+RESERVED = frozenset({*_FIRST, "conj", "eq", *OPTION_NAMES, "max", "min"})
 
 _TOKEN = re.compile(
     r"(?P<space>\s+)"
     r"|(?P<number>(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)"
-    r"|(?P<operator>\+=|(?:max|min)\s*=(?!=)|=(?!=))"
+    r"|(?P<comparison>[<>]=?|[=!]=)"
+    r"|(?P<operator>[+-]=(?!=)|(?:max|min)\s*=(?!=)|=)"
     r"|(?P<name>[A-Za-z_][A-Za-z0-9_]*)"
-    r"|(?P<mark>[\[\](),+*-])",
+    r"|(?P<mark>\*\*|[\[\](),+*/-])",
     re.ASCII,
 )
 _CLOSING = {"[": "]", "(": ")"}
@@ -110,7 +117,7 @@ class _Parser:
             found = _TOKEN.match(self.text, position)
             if found is None:
                 self._fail(
-                    *_stray(self.text[position], self.text[position : position + 2]),
+                    *_stray(self.text[position]),
                     span=Span(position, position + 1),
                 )
             kind = found.lastgroup or ""
@@ -189,17 +196,20 @@ class _Parser:
         if token.kind != "operator":
             self._fail(
                 f"found {_show(token)} after the left side",
-                expected="one of =, +=, max=, min=",
+                expected="one of =, +=, -=, max=, min=",
                 span=token.span,
             )
-        value = self.sum()
+        value = self.value()
         if self.peek.kind != "end":
             self._fail(
                 f"found {_show(self.peek)} after the right side",
-                expected="an operator (*, +, -) or the end of the statement",
+                expected="an operator (*, /, +, -, **) or the end of the statement",
                 span=self.peek.span,
             )
-        statement = Statement(target, token.text, value, self.text)
+        operator = token.text
+        if operator == "-=":
+            operator, value = "+=", product([Number(-1), value])
+        statement = Statement(target, operator, value, self.text)
         self._check_names(statement)
         return statement
 
@@ -221,6 +231,21 @@ class _Parser:
             span=self.peek.span,
         )
 
+    def value(self) -> Expr:
+        start = self.peek.span.start
+        left = self.sum()
+        if self.peek.kind != "comparison":
+            return left
+        function, swapped = COMPARISONS[self.take().text]
+        right = self.sum()
+        if self.peek.kind == "comparison":
+            self._fail(
+                "comparisons do not chain",
+                "multiply them: (a < b) * (b < c)",
+                span=self.peek.span,
+            )
+        return Call(function, (right, left) if swapped else (left, right), self.since(start))
+
     def sum(self) -> Expr:
         start = self.peek.span.start
         terms = [self.product(negative=self.accept("-"))]
@@ -232,31 +257,72 @@ class _Parser:
         start = self.peek.span.start
         factors: list[Expr] = [Number(-1)] if negative else []
         factors.append(self.factor())
-        while self.accept("*"):
-            factors.append(self.factor())
+        while self.peek.text in ("*", "/") and self.peek.kind == "mark":
+            divides = self.take().text == "/"
+            factor = self.factor()
+            factors.append(self.inverse(factor) if divides else factor)
         value = product(factors, self.since(start))
         self.check_literal(
             value.factors[0] if isinstance(value, Product) else value, self.since(start)
         )
         return value
 
+    def inverse(self, divisor: Expr) -> Expr:
+        """What division multiplies with."""
+        span = self.since(self.tokens[self.at - 1].span.start)
+        if not isinstance(divisor, Number):
+            return Call("reciprocal", (divisor,), span)
+        if not divisor.value:
+            self._fail("a division by the number 0", span=span)
+        return Number(1 / divisor.value, span)
+
     def factor(self) -> Expr:
         token = self.take()
         self.nest(token)
-        value = self._factor(token)
+        if token.kind == "mark" and token.text == "-":
+            value = product([Number(-1), self.factor()], self.since(token.span.start))
+        else:
+            value = self.power(token, self.atom(token))
         self.depth -= 1
         return value
 
-    def _factor(self, token: _Token) -> Expr:
+    def power(self, token: _Token, base: Expr) -> Expr:
+        if not self.accept("**"):
+            return base
+        start = self.peek.span.start
+        sign = -1 if self.accept("-") else 1
+        exponent = self.take()
+        if exponent.kind != "number" or self.peek.text == "**":
+            self._fail(
+                "an exponent is a number",
+                "exp(y * log(x)) is x to the power of y",
+                span=self.since(start),
+            )
+        number = Number(sign * self.number(exponent, exponent.text), exponent.span)
+        span = self.since(token.span.start)
+        return self.folded(base, number, span) or Call("pow", (base, number), span)
+
+    def folded(self, base: Expr, exponent: Number, span: Span) -> Number | None:
+        """A power of two numbers, which is a number."""
+        if not isinstance(base, Number):
+            return None
+        try:
+            value = float(base.value) ** exponent.value
+        except (ArithmeticError, ValueError):
+            value = math.inf
+        whole = isinstance(base.value, int) and isinstance(exponent.value, int)
+        if isinstance(value, complex) or not math.isfinite(value):
+            self._fail(f"{base} ** {exponent} is no number that a tensor can hold", span=span)
+        return Number(base.value**exponent.value if whole else value, span)
+
+    def atom(self, token: _Token) -> Expr:
         match token.kind, token.text:
             case "number", text:
                 return Number(self.number(token, text), token.span)
             case "mark", "(":
-                inner = self.sum()
+                inner = self.value()
                 self.expect(")", "to close the parenthesis")
                 return inner
-            case "mark", "-":
-                return product([Number(-1), self.factor()], self.since(token.span.start))
             case "name", name if self.peek.text == "(":
                 return self.call(token, name)
             case "name", name:
@@ -276,16 +342,28 @@ class _Parser:
                 span=token.span,
             )
         self.take()
-        args = [self.sum()]
+        args = [self.value()]
         while self.accept(","):
-            args.append(self.sum())
+            args.append(self.value())
         self.expect(")", f"after the arguments of {name}")
-        if len(args) != FUNCTIONS[name]:
-            self._fail(
-                f"{name} takes {FUNCTIONS[name]} argument(s), found {len(args)}",
-                span=self.since(token.span.start),
-            )
-        return Call(name, tuple(args), self.since(token.span.start))
+        span = self.since(token.span.start)
+        return Call(name, (*args, *self.numbers(name, args, span)), span)
+
+    def numbers(self, name: str, args: list[Expr], span: Span) -> list[Number]:
+        """The numbers behind the arguments that were left out."""
+        wanted = FUNCTIONS[name]
+        missing = wanted.values + len(wanted.numbers) - len(args)
+        defaults = wanted.numbers[len(wanted.numbers) - missing :] if missing > 0 else ()
+        if missing < 0 or len(args) < wanted.values or None in defaults:
+            self._fail(f"{name} takes {wanted}, found {len(args)}", span=span)
+        for arg in args[wanted.values :]:
+            if not isinstance(arg, Number):
+                self._fail(
+                    f"the last argument of {name} is a number, found {arg}",
+                    "exp(y * log(x)) is x to the power of y" if name == "pow" else "",
+                    span=span,
+                )
+        return [Number(default) for default in defaults if default is not None]
 
     def access(self, token: _Token) -> Access:
         self.nest(token)
@@ -333,6 +411,12 @@ class _Parser:
                 _scaled(constant, (terms, offset))
                 if not more
                 else _scaled(offset, (more, constant))
+            )
+        if self.peek.kind == "mark" and self.peek.text in ("/", "**"):
+            self._fail(
+                f"{self.peek.text!r} cannot stand in an index",
+                "compute the index tensor first",
+                span=self.peek.span,
             )
         return terms, offset
 
@@ -451,14 +535,10 @@ def _show(token: _Token) -> str:
     return token.text if token.kind == "end" else repr(token.text)
 
 
-def _stray(character: str, pair: str) -> tuple[str, str]:
+def _stray(character: str) -> tuple[str, str]:
     """What to say of a character that starts no token."""
-    if pair == "==":
-        return "'==' is no operator", "one of =, +=, max=, min="
-    if character == "/":
-        return "unknown character '/': the language has no division", "multiply by reciprocal(...)"
     return (
         f"unknown character {character!r}",
         "names are ASCII letters, digits and underscores; "
-        "the operators are = += max= min= * + - ( ) [ ] ,",
+        "the operators are = += -= max= min= + - * / ** < <= > >= == != ( ) [ ] ,",
     )

@@ -11,8 +11,18 @@ import torch
 from insum import accepted
 from insum.lang.expr import Access, Call, Expr, Number, Product, Sum, accesses
 
-_TO_FLOAT = frozenset({"exp", "log", "sqrt", "sigmoid", "tanh", "reciprocal"})
-_REAL_ONLY = frozenset({"relu", "sign", "step"})
+_TO_FLOAT = frozenset(
+    {
+        *("exp", "expm1", "log", "log1p", "sqrt", "reciprocal", "sin", "cos", "tanh", "erf"),
+        *("sigmoid", "elu", "gelu", "silu", "softplus"),
+    }
+)
+_REAL_ONLY = frozenset(
+    {
+        *("relu", "leaky_relu", "elu", "gelu", "silu", "softplus", "erf", "expm1", "log1p"),
+        *("maximum", "minimum", "sign", "step", "lt", "le"),
+    }
+)
 #: Half-width floats accumulate in float32.
 _WIDE = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.bool: torch.int64}
 INTEGERS = accepted.INTEGER_DTYPES
@@ -63,7 +73,7 @@ def infer(expr: Expr, types: dict[str, Typed]) -> Typed:
         case Number(value):
             return of_number(value)
         case Call(function, args):
-            return _of_call(function, _joined(args, types))
+            return _of_call(function, args, _joined(deciding(function, args), types))
         case Product(parts) | Sum(parts):
             return _joined(parts, types)
     raise AssertionError(expr)
@@ -92,11 +102,23 @@ def call_type(
     Numbers and integers have no precision of their own: what is made of them alone is computed as
     exactly as what it meets, ``reciprocal(3) * x[i]`` in the dtype of ``x``.
     """
+    args = deciding(function, args)
     joined = _joined(args, types).dtype
-    dtype = torch.get_default_dtype() if function in _TO_FLOAT and _category(joined) < 2 else joined
+    dtype = torch.get_default_dtype() if _floats(function, args, joined) else joined
     if _category(dtype) < 2 or _category(wanted) < 2 or any(is_rounded(a, types) for a in args):
         return dtype
     return torch.promote_types(dtype, wanted if dtype.is_complex else wanted.to_real())
+
+
+def deciding(function: str, args: tuple[Expr, ...]) -> tuple[Expr, ...]:
+    """The arguments that say in which dtype a function is computed: a condition does not."""
+    return args[1:] if function == "where" else args
+
+
+def _floats(function: str, args: tuple[Expr, ...], dtype: torch.dtype) -> bool:
+    """Whether a function of integers is no integer."""
+    inverse = function == "pow" and isinstance(args[1], Number) and args[1].value < 0
+    return (function in _TO_FLOAT or inverse) and _category(dtype) < 2
 
 
 def is_rounded(expr: Expr, types: dict[str, Typed]) -> bool:
@@ -131,8 +153,8 @@ def _joined(parts: tuple[Expr, ...], types: dict[str, Typed]) -> Typed:
     return joined
 
 
-def _of_call(function: str, arg: Typed) -> Typed:
-    if function in _TO_FLOAT and _category(arg.dtype) < 2:
+def _of_call(function: str, args: tuple[Expr, ...], arg: Typed) -> Typed:
+    if _floats(function, args, arg.dtype):
         return Typed(torch.get_default_dtype(), arg.strength)
     if function == "abs" and arg.dtype.is_complex:
         return Typed(arg.dtype.to_real(), arg.strength)

@@ -7,6 +7,8 @@
   ``C[m,n] = A[m,k] * B[k,n]``, ``S[m,n] = A[m,n] * X[m,k] * Y[k,n]``
 - `propagate`, `GraphConv`, `GCNConv`, beside PyG:
   ``Out[dst[e],f] = W[e] * X[src[e],f]``
+- `edge_softmax`, `graph_attention`, `GATConv`, beside PyG:
+  ``Out[dst[e],h,c] = P[e,h] * X[src[e],h,c]``
 - `RelationalConv`, beside PyG's `RGCNConv`:
   ``Out[dst[p],m] = N[p] * In[src[p],c] * W[rel[p],c,m]``
 - `SparseConv1d` to `SparseConv4d`, beside spconv, TorchSparse and MinkowskiEngine:
@@ -26,6 +28,7 @@
 torch.Size([5, 4])
 """
 
+from insum.nn.attention import GATConv, edge_softmax, graph_attention
 from insum.nn.clouds import devoxelize, voxelize
 from insum.nn.conv import SparseConv1d, SparseConv2d, SparseConv3d, SparseConv4d
 from insum.nn.edges import gcn_norm
@@ -67,6 +70,7 @@ __all__ = [
     "ElementwiseTensorProduct",
     "FullTensorProduct",
     "FullyConnectedTensorProduct",
+    "GATConv",
     "GCNConv",
     "GlobalPool",
     "GraphConv",
@@ -102,8 +106,10 @@ __all__ = [
     "cat",
     "collate",
     "devoxelize",
+    "edge_softmax",
     "from_e3nn",
     "gcn_norm",
+    "graph_attention",
     "layouts",
     "load_minkowski",
     "load_spconv",

@@ -17,6 +17,7 @@ import torch
 
 from insum.lang.bind import Value
 from insum.lang.expr import (
+    FUNCTIONS,
     Access,
     Affine,
     Atom,
@@ -42,9 +43,10 @@ _VARIABLES = ("i", "j", "k", "n", "bm", "bk", "r", "q")
 _TARGET = "C"
 _VALUE_NAMES = ("A", "B", "W", "X", "Y", "Z")
 _INDEX_NAMES = ("D", "E", "AK", "AM", "idx")
-_POSITIVE = ("log", "sqrt", "reciprocal")
-_KINKED = ("abs", "relu", "sign", "step", "eq")
-_ON_COMPLEX = ("abs", "exp", "sqrt", "log", "reciprocal", "conj")
+_POSITIVE = ("log", "sqrt", "reciprocal", "log1p", "pow")
+_KINKED = ("abs", "relu", "sign", "step", "eq", "leaky_relu", "elu")
+_OF_TWO = ("eq", "ne", "lt", "le", "maximum", "minimum")
+_ON_COMPLEX = ("abs", "exp", "sqrt", "log", "reciprocal", "conj", "whole", "ones")
 
 
 def generate(source: random.Random, options: Options) -> Case:
@@ -207,11 +209,18 @@ class _StatementDraft:
         return Number(self.choose.of((2, 3, 1, 0)))
 
     def call(self, function: str, depth: int) -> Expr:
-        if function == "eq":
-            return Call("eq", (self.access(), self.access()))
+        if function in _OF_TWO:
+            return Call(function, (self.access(), self.access()))
+        if function == "where":
+            condition = Call("lt", (self.access(), self.access()))
+            return Call("where", (condition, self.access(), self.access()))
+        numbers = tuple(
+            Number(self.choose.of((0.5, 2, 3) if default is None else (default, 0.25)))
+            for default in FUNCTIONS[function].numbers
+        )
         if function in _POSITIVE:
-            return Call(function, (self.positive(),))
-        return Call(function, (self.argument(function, depth),))
+            return Call(function, (self.positive(), *numbers))
+        return Call(function, (self.argument(function, depth), *numbers))
 
     def positive(self) -> Expr:
         match self.choose.weighted(access=6, product=2, sum=2):

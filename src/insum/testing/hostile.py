@@ -473,6 +473,10 @@ def _layers() -> None:
           {"in_channels": the(2), "out_channels": the(3), "improved": no, "add_self_loops": yes,
            "normalize": yes, "bias": yes},
           {"x": ones(3, 2), "edge_index": edges, "edge_weight": ones(4)})  # fmt: skip
+    layer(L.GATConv,
+          {"in_channels": the(2), "out_channels": the(3), "heads": the(2), "concat": yes,
+           "negative_slope": the(0.2), "dropout": the(0.0), "add_self_loops": yes, "bias": yes},
+          {"x": ones(3, 2), "edge_index": edges})  # fmt: skip
     layer(L.RelationalConv,
           {"in_channels": the(2), "out_channels": the(3), "num_relations": the(2),
            "aggr": the("mean"), "root_weight": yes, "bias": yes},
@@ -617,6 +621,9 @@ def _functions() -> None:
     right("magnitude_mask", L.magnitude_mask, weight=ones(4, 4), density=the(0.5))
     right("gcn_norm", L.gcn_norm, edge_index=edges, edge_weight=ones(4), num_nodes=the(3),
           improved=the(False), add_self_loops=the(True), dtype=the(torch.float32))  # fmt: skip
+    right("edge_softmax", L.edge_softmax, scores=ones(4, 2), edge_index=edges, num_nodes=the(3))
+    right("graph_attention", L.graph_attention, scores=ones(4, 2), x=ones(3, 2, 5),
+          edge_index=edges, num_nodes=the(3))  # fmt: skip
     for name, make in {"propagate": edges, "propagate over a format": coo}.items():
         right(name, L.propagate, edge_index=make, x=ones(4, 2),
               edge_weight=ones(4) if make is edges else the(None), aggr=the("sum"),

@@ -117,8 +117,12 @@ class _Interpreter:
             case Access():
                 return self.element(expr)
             case Call(function, args):
-                inner = infer(product(list(args)), self.types).dtype == torch.bool
-                apply, readers = _FUNCTIONS[function], [self.value(a, inner) for a in args]
+                deciders = args[1:] if function == "where" else args
+                inner = infer(product(list(deciders)), self.types).dtype == torch.bool
+                apply, readers = _FUNCTIONS[function], [self.value(a, inner) for a in deciders]
+                if function == "where":
+                    own = infer(args[0], self.types).dtype == torch.bool
+                    readers.insert(0, self.value(args[0], own))
                 return lambda point: apply(*[read(point) for read in readers])
             case Product(parts):
                 join: Callable[[list[Any]], Any] = all if boolean else math.prod
@@ -243,17 +247,46 @@ def _double(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return apply
 
 
+def _power(x: Any, exponent: int | float) -> Any:
+    if isinstance(x, int) and isinstance(exponent, int) and exponent >= 0:
+        return x**exponent
+    return _double(lambda v: np.power(v, exponent))(x)
+
+
+def _softplus(x: Any) -> Any:
+    return np.logaddexp(0, x)
+
+
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     "exp": _double(np.exp),
+    "expm1": _double(np.expm1),
     "log": _double(np.log),
+    "log1p": _double(np.log1p),
     "sqrt": _double(np.sqrt),
+    "sin": _double(np.sin),
+    "cos": _double(np.cos),
     "tanh": _double(np.tanh),
+    "erf": lambda x: math.erf(x),
     "sigmoid": _double(lambda x: 1 / (1 + np.exp(-x))),
+    "gelu": _double(lambda x: x * (1 + math.erf(x / math.sqrt(2))) / 2),
+    "silu": _double(lambda x: x / (1 + np.exp(-x))),
+    "softplus": _double(_softplus),
     "reciprocal": _double(lambda x: 1 / x),
+    "pow": _power,
     "abs": abs,
     "relu": lambda x: x if x > 0 or x != x else 0 * x,
+    "leaky_relu": lambda x, slope: x if x > 0 else slope * x,
+    "elu": lambda x, scale: x if x > 0 else scale * _double(np.expm1)(x),
+    "maximum": _larger,
+    "minimum": _smaller,
+    "where": lambda holds, a, b: a if holds else b,
+    "whole": lambda x: x,
+    "ones": lambda x: 1,
     "sign": lambda x: (x > 0) - (x < 0),
     "step": lambda x: int(x > 0),
     "conj": lambda x: x.conjugate(),
     "eq": lambda a, b: int(a == b),
+    "ne": lambda a, b: int(a != b),
+    "lt": lambda a, b: int(a < b),
+    "le": lambda a, b: int(a <= b),
 }

@@ -396,7 +396,25 @@ def _softmax(x: Tensor, w: Tensor, e: Tensor) -> Tensor:
     return torch.zeros_like(x).index_add(0, at, x[e[0].long()] * (weight / total[at])[:, None])
 
 
-PROGRAMS = (_twice, _largest, _views, _chain, _written, _softmax)
+def _gated(x: Tensor, w: Tensor, e: Tensor) -> Tensor:
+    """Functions of both ends and of edges, a condition, and the message used again."""
+    here, there = x[e[0].long()], x[e[1].long()]
+    m = nn.functional.leaky_relu(here - there, 0.2) * nn.functional.softplus(w)[:, None]
+    m = torch.where((m > 0) | (there < here), nn.functional.gelu(m), w[:, None] / (1 + here**2))
+    return torch.zeros_like(x).index_add(0, e[1].long(), m) * m.abs().sum(0).log1p()
+
+
+def _attended(x: Tensor, w: Tensor, e: Tensor) -> Tensor:
+    """As GATv2: scores of a function of both ends, their softmax, and the weighted sum."""
+    src, at = e[0].long(), e[1].long()
+    score = (nn.functional.silu(x[src] + x[at]) * x[0]).sum(1) + w
+    most = torch.full_like(x[:, 0], float("-inf")).scatter_reduce(0, at, score, "amax").detach()
+    weight = (score - most[at]).exp()
+    total = torch.zeros_like(x[:, 0]).index_add(0, at, weight)
+    return torch.zeros_like(x).index_add(0, at, (weight / total[at])[:, None] * x[src])
+
+
+PROGRAMS = (_twice, _largest, _views, _chain, _written, _softmax, _gated, _attended)
 
 
 def fused(draw: Draw) -> None:

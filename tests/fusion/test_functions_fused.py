@@ -1,0 +1,83 @@
+"""Chains with functions of gathered and edge values: one statement, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import insum.fusion
+
+from .programs import E, N, agrees, compiled, counts, graph_of, leaf
+from .programs import F as C
+
+src, dst = (row.clone() for row in graph_of())
+
+
+def zeros(x: Tensor) -> Tensor:
+    return x.new_zeros(N, *x.shape[1:])
+
+
+def many(x: Tensor, e: Tensor) -> Tensor:
+    """Whatever functions torch writes out in simpler ones."""
+    m = F.gelu(x[src]) + F.silu(x[src]) * F.elu(e) + F.softplus(x[src]) / (1 + e**2)
+    m = m + x[src].clamp(-1, 2) + torch.rsqrt(1 + x[src].square()) * torch.tanh(e).abs()
+    return zeros(x).index_add(0, dst, m + torch.sigmoid(x[src]).log1p() * torch.sin(x[src]).cos())
+
+
+#: name -> program, arguments, fused statements forward and backward
+CHAINS: dict[str, tuple[Callable[..., Tensor], Callable[[], tuple[Any, ...]], list[int]]] = {
+    "GINE": (
+        lambda x, e: zeros(x).index_add(0, dst, F.relu(x[src] + e)),
+        lambda: (leaf(N, C), torch.randn(E, C)),
+        [1, 1],
+    ),
+    "GATv2": (
+        lambda a, b, w: (F.leaky_relu(a[src] + b[dst], 0.2) * w).sum(-1),
+        lambda: (leaf(N, 2, C), leaf(N, 2, C), leaf(2, C)),
+        [1, 3],
+    ),
+    "FiLM": (
+        lambda x, g, b: zeros(x).index_add(0, dst, F.relu(g[dst] * x[src] + b[dst])),
+        lambda: (leaf(N, C), leaf(N, C), leaf(N, C)),
+        [1, 3],
+    ),
+    "differences": (
+        lambda x, e: zeros(x).index_add(0, dst, torch.tanh(x[src] - x[dst]) * e),
+        lambda: (leaf(N, C), torch.randn(E, C)),
+        [1, 2],
+    ),
+    "a distance": (
+        lambda x: zeros(x[:, 0]).index_add(
+            0, dst, torch.exp(-((x[src] - x[dst] + 1) ** 2).sum(1) / 2)
+        ),
+        lambda: (leaf(N, C),),
+        [1, 2],
+    ),
+    "a filter of edges": (  # computed where it is read, not written first
+        lambda x, e, w: zeros(x).index_add(0, dst, x[src] * (F.softplus(e) * w[:, None])),
+        lambda: (leaf(N, C), torch.randn(E, C), torch.rand(E)),
+        [1, 1],
+    ),
+    "a condition": (
+        lambda x, w: zeros(x).index_add(
+            0, dst, torch.where((x[src] > 0) & (x[dst] < 1), x[src], -w[:, None] * x[dst])
+        ),
+        lambda: (leaf(N, C), torch.randn(E)),
+        [1, 2],
+    ),
+    "many functions": (many, lambda: (leaf(N, C), torch.randn(E, C)), [1, 7]),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_values_and_gradients(name: str) -> None:
+    program, make, expected = CHAINS[name]
+    torch.manual_seed(0)
+    run, graphs = compiled(program, fullgraph=True)
+    agrees(program, run, make())
+    assert counts(graphs) == expected, str(insum.fusion.report())

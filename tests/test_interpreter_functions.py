@@ -1,0 +1,106 @@
+"""Functions in generated kernels: the same values as torch, where a kernel sums, gathers and
+scatters, and in the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+import insum
+from kernels import ONLY_FUSED, poison_new_memory
+from test_functions import FORMS, FROM, TO, torchs, values, written
+
+pytestmark = pytest.mark.interpreter
+
+
+@pytest.fixture(autouse=True)
+def kernels_only(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    poison_new_memory(monkeypatch)
+    with insum.settings(**ONLY_FUSED):
+        yield
+
+
+#: Whose gradients are made of functions that others are not.
+GRADED = ("sin(u)", "elu(u, 1.5)", "gelu(u)", "silu(u)", "whole(u) * ones(u)", "minimum(u, sin(u))")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_values_and_gradients(form: str) -> None:
+    given = {name: v.float().requires_grad_() for name, v in values().items()}
+    ours = insum.insum(written(form), sizes={0: 2}, to=TO, of=FROM, **given)
+    theirs = torchs(form, **given)
+    torch.testing.assert_close(ours, theirs, rtol=3e-6, atol=3e-6)
+    if form not in GRADED:
+        return
+    leaves, weight = tuple(given.values()), torch.tensor([1.0, -2.0])
+    for a, b in zip(
+        torch.autograd.grad(ours @ weight, leaves), torch.autograd.grad(theirs @ weight, leaves)
+    ):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
+
+
+SMALL = torch.tensor([1e-7, -3e-5, 0.02, 0.3, -0.9, 2.0, -40.0, 80.0, 0.0, float("nan")])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("function", ["expm1", "log1p", "softplus", "elu", "erf"])
+def test_small_and_large_arguments(function: str, dtype: torch.dtype) -> None:
+    x = SMALL.to(dtype)
+    x = x.clamp(min=-0.95) if function == "log1p" else x
+    named = torch.nn.functional if function in ("softplus", "elu") else torch
+    wanted = getattr(named, function)(x.double()).to(dtype)
+    found = insum.insum(f"y[i] = {function}(x[i])", x=x)
+    torch.testing.assert_close(
+        found, wanted, rtol=2e-6 if dtype == torch.float32 else 1e-11, atol=0, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("exponent", [-17, -2, 0, 1, 3, 16, 17, 20, 0.25, -1.5])
+def test_powers(exponent: float) -> None:
+    x = torch.tensor([0.0, 0.7, -1.3, 2.0, float("inf")], dtype=torch.float64)
+    torch.testing.assert_close(
+        insum.insum(f"y[i] = pow(x[i], {exponent})", x=x), x**exponent, equal_nan=True
+    )
+
+
+def test_points_that_only_ones_tells_of() -> None:
+    """Summed over ``j``, with padding and a tile that is not full."""
+    table = torch.tensor([[0, -1, 2], [1, 0, -1]])
+    b = torch.randn(2, requires_grad=True)
+
+    def run(b: Tensor) -> Tensor:
+        return insum.insum(
+            "y[i] = whole(x[S[i,j]] + b[i])", x=torch.ones(3), b=b, S=table, padded=("S",)
+        )
+
+    (gradient,) = torch.autograd.grad(run(b).sum(), b)
+    assert gradient.tolist() == [2.0, 2.0]
+    n = torch.zeros(5, 70)
+    assert insum.insum("y[i] = ones(n[i,j])", n=n).tolist() == [70.0] * 5
+    y = insum.insum("y[to[i]] = ones(n[i,j])", n=n, to=torch.tensor([0, 2, 2, 0, 0]), sizes={0: 3})
+    assert y.tolist() == [210.0, 0.0, 140.0]
+
+
+def test_a_function_beside_a_matrix_product() -> None:
+    torch.manual_seed(0)
+    x, w, g = torch.randn(20, 16), torch.randn(16, 16), torch.randn(16)
+    src, dst = torch.randint(20, (32,)), torch.randint(20, (32,))
+    found = insum.insum(
+        "y[dst[e],n] = gelu(x[src[e],k] + g[k]) * w[k,n]",
+        x=x, g=g, w=w, src=src, dst=dst, sizes={0: 20}, optimize=False,
+    )  # fmt: skip
+    wanted = torch.zeros(20, 16).index_add(0, dst, torch.nn.functional.gelu(x[src] + g) @ w)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_maximum_finds_its_winner(dtype: torch.dtype) -> None:
+    """The maximum is rounded, the products it is compared with are not."""
+    torch.manual_seed(0)
+    a, b = torch.randn(8, 16, dtype=dtype, requires_grad=True), torch.randn(16, dtype=dtype)
+    (gradient,) = torch.autograd.grad(insum.insum("y[i] max= A[i,j] * b[j]", A=a, b=b).sum(), a)
+    assert (gradient != 0).sum(1).ge(1).all()
