@@ -46,7 +46,7 @@ KERNELS: dict[str, tuple[Handwritten, list[tuple[torch.dtype, ...]]]] = {
     **{
         f"steps, windowed {windowed}": (
             kernel,
-            [(I32 if windowed else I64, I64, *[I32] * 6, I64, I32 if windowed else I64)],
+            [(I32 if windowed else I64, I64, *[I32] * 6, I64)],
         )
         for windowed, kernel in packs._STEPS.items()
     },

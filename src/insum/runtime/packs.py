@@ -18,6 +18,7 @@ from torch import Tensor
 
 from insum.compat.calls import empties, empty
 from insum.plan.strategies.packing import TILE
+from insum.runtime import launch
 from insum.runtime.handwritten import BLOCK, Handwritten, blocks
 
 #: Steps of the widest table that is packed here: its lists have room for all of them.
@@ -27,8 +28,6 @@ PIECES_PER_STEP = 16
 #: Rows that are sorted by one program; the bits of a word that tell its bucket.
 WINDOW, BUCKET_BITS = 1024, 8
 BUCKETS = 1 << BUCKET_BITS
-#: Rows that all of a window are compared with at once.
-COMPARED = 8
 #: Windows that are counted into buckets here: every program adds up the counts of all of them.
 MOST_WINDOWS = 256
 #: Under which whoever made a table keeps its `KernelMap` in the memory of the table.
@@ -86,6 +85,23 @@ def insum_bits(
     tl.store(bits_ptr + word * rows + at, found.to(bits_ptr.dtype.element_ty), mask=there)
 """,
 )
+#: Different numbers in ascending order. Triton's interpreter takes a minute for its own sorting
+#: network; there, each number counts the smaller ones and goes to that place.
+_ORDERED = """@triton.jit
+def insum_ordered(keys):
+    return tl.sort(keys)
+
+
+"""
+if launch.interpreting():
+    _ORDERED = f"""@triton.jit
+def insum_ordered(keys):
+    rank = tl.sum((keys[None, :] < keys[:, None]).to(tl.int32), 1)
+    place = tl.arange(0, {WINDOW})
+    return tl.sum(tl.where(rank[None, :] == place[:, None], keys[None, :], 0), 1)
+
+
+"""
 _COUNT = Handwritten(
     "insum_count_words",
     f"""@triton.jit
@@ -101,7 +117,8 @@ def insum_count_words(words_ptr, counts_ptr, rows: "i64", shift: "i64"):
 )
 _PLACE = Handwritten(
     "insum_place_words",
-    f"""@triton.jit
+    _ORDERED
+    + f"""@triton.jit
 def insum_place_words(
     words_ptr, counts_ptr, order_ptr, rows: "i64", shift: "i64", windows: "i64",
 ):
@@ -115,43 +132,32 @@ def insum_place_words(
         count = tl.load(place, mask=(other < windows)[:, None], other=0)
         total += tl.sum(count, 0)
         before += tl.sum(tl.where((other < window)[:, None], count, 0), 0)
+    own = tl.load(counts_ptr + window * {BUCKETS} + bin)
     lane = tl.arange(0, {WINDOW})
-    row = window * {WINDOW} + lane
-    word = tl.load(words_ptr + row, mask=row < rows, other=0).to(tl.int64)
+    at = window * {WINDOW} + lane
+    word = tl.load(words_ptr + at, mask=at < rows, other=0).to(tl.int64)
     bucket = {BUCKETS - 1} - (word >> shift).to(tl.int32)
-    rank = tl.zeros([{WINDOW}], tl.int32)
-    for first in range(0, {WINDOW}, {COMPARED}):
-        near = first + tl.arange(0, {COMPARED})
-        near_row = window * {WINDOW} + near
-        other_word = tl.load(words_ptr + near_row, mask=near_row < rows, other=0).to(tl.int64)
-        beside = {BUCKETS - 1} - (other_word >> shift).to(tl.int32)
-        ahead = (beside[None, :] == bucket[:, None]) & (near[None, :] < lane[:, None])
-        rank += tl.sum(ahead.to(tl.int32), 1)
+    ordered = insum_ordered(bucket * {WINDOW} + lane)
     # A row's place: where its bucket starts, what other windows have of it, what is ahead here.
-    start = tl.cumsum(total, 0) - total + before
-    tl.store(order_ptr + tl.gather(start, bucket, 0) + rank, row, mask=row < rows)
+    start = tl.cumsum(total, 0) - total + before - (tl.cumsum(own, 0) - own)
+    row = window * {WINDOW} + ordered % {WINDOW}
+    tl.store(order_ptr + tl.gather(start, ordered // {WINDOW}, 0) + lane, row, mask=row < rows)
 """,
-    warps=8,
 )
-#: In windows of an order, rows by their only words: each counts those that come before it.
-_SORT = f"""    word = tl.load(bits_ptr + row, mask=there, other=-1)
-    rank = tl.zeros([{WINDOW}], tl.int32)
-    for first in range(0, {WINDOW}, {COMPARED}):
-        near = first + tl.arange(0, {COMPARED})
-        inside = first_row + near < rows
-        other = tl.load(order_ptr + first_row + near, mask=inside, other=0)
-        beside = tl.load(bits_ptr + other, mask=inside, other=-1)[None, :]
-        tied = (beside == word[:, None]) & (near[None, :] < lane[:, None])
-        rank += tl.sum(((beside > word[:, None]) | tied).to(tl.int32), 1)
-    at = first_row + rank
-    tl.store(sorted_ptr + at, word, mask=there)
-    tl.debug_barrier()
+#: Rows of a window by their only words; what is beyond the rows comes last.
+_SORT = f"""    largest = {(1 << 31) - 1}
+    word = tl.load(bits_ptr + row, mask=there, other=-1).to(tl.int64)
+    ordered = insum_ordered((largest - word) * {WINDOW} + lane)
+    word = largest - (ordered >> {WINDOW.bit_length() - 1})
+    there = word >= 0
+    row = tl.load(order_ptr + first_row + (ordered & {WINDOW - 1}), mask=there, other=0)
 """
 
 
 def _steps(windowed: bool) -> Handwritten:
     """Tiles of rows in an order; ``windowed``: of rows that are sorted by their only word here."""
-    own = "sorted_ptr + first_row + lane" if windowed else "bits_ptr + number * rows + row"
+    load = "tl.load(bits_ptr + number * rows + row, mask=there, other=0).to(tl.int64)"
+    bits = "tl.where(there, word, 0)" if windowed else load
     length = WINDOW if windowed else TILE
     text = f"""@triton.jit
 def insum_either(a, b):
@@ -161,7 +167,7 @@ def insum_either(a, b):
 @triton.jit
 def insum_steps(
     bits_ptr, order_ptr, names_ptr, rows_ptr, steps_ptr, back_ptr, start_ptr, end_ptr, held_ptr,
-    sorted_ptr, rows: "i64", steps: "i64", per: "i64", tiles: "i64",
+    rows: "i64", steps: "i64", per: "i64", tiles: "i64",
 ):
     lane = tl.arange(0, {length})
     first_row = tl.program_id(0).to(tl.int64) * {length}
@@ -176,7 +182,7 @@ def insum_steps(
     last = first
     bit = tl.arange(0, 64)
     for number in range((steps + per - 1) // per):
-        bits = tl.load({own}, mask=there, other=0).to(tl.int64)
+        bits = {bits}
         held = tl.reduce(tl.reshape(bits, [{length // TILE}, {TILE}]), 1, insum_either)
         has = ((held[:, None] >> bit[None, :]) & 1).to(tl.int64)
         place = last[:, None] + tl.cumsum(has, 1) - has
@@ -190,7 +196,7 @@ def insum_steps(
     tl.store(start_ptr + tile, first.to(tl.int32), mask=real)
     tl.store(end_ptr + tile, last.to(tl.int32), mask=real)
 """
-    return Handwritten("insum_steps", text, warps=8 if windowed else 4)
+    return Handwritten("insum_steps", _ORDERED + text)
 
 
 #: By whether rows are sorted in windows.
@@ -299,9 +305,7 @@ def tiled(words: Tensor, order: Tensor, names: Tensor) -> dict[str, Tensor]:
     windowed = words.dtype == torch.int32
     programs = blocks(rows, WINDOW if windowed else TILE)
     per = bits_per_word(steps)
-    in_order = empty((rows,), torch.int32, device) if windowed else held
-    tensors = words, order, names, *made, held, in_order
-    _STEPS[windowed](programs, *tensors, rows, steps, per, tiles)
+    _STEPS[windowed](programs, words, order, names, *made, held, rows, steps, per, tiles)
     return {**dict(zip(("rows", "steps", "back", "start", "end"), made)), "held": held}
 
 
