@@ -92,7 +92,9 @@ def insum(
             [1., 2.]])
     """
     if torch.compiler.is_compiling():
-        if any(hasattr(value, "index_arrays") for value in tensors.values()):  # a sparse format
+        # A sparse format; of a symbolic number nobody may ask what it has.
+        others = [v for v in tensors.values() if not isinstance(v, Tensor | int | float | complex)]
+        if any(hasattr(value, "index_arrays") for value in others):
             from insum.formats.operands import run_formats
 
             return cast(Tensor, run_formats(statement, tensors, False, out_shape, sizes, optimize))
