@@ -95,7 +95,7 @@ def test_compiles(name: str, target: str) -> None:
     function = kernel._function()
     count = len(function.arg_names)
     for kinds in every:
-        for unaligned in (0, 1):
+        for unaligned in (0, 1) if kinds == every[0] else (0,):
             found = launch.compile_for(
                 function,
                 kernel.types(kinds, count),
