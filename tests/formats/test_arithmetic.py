@@ -162,3 +162,20 @@ def test_strangers_are_left_to_themselves() -> None:
     for function in (operator.add, operator.mul, operator.truediv, operator.sub):
         with pytest.raises(TypeError, match="unsupported operand"):
             function(a, object())
+
+
+@pytest.mark.parametrize("statement", ["A[m,k] / B[k,n]", "A[m,k] * exp(B[k,n]) / w[m]"])
+def test_functions_of_what_lies_beyond_the_edge_of_blocks(statement: str) -> None:
+    """Neither infinite values of a function at 0 nor gradients come from there."""
+    a = BlockGroupCOO.from_dense(X.double(), block_shape=(5, 3), group_size=2)
+    b, w = torch.rand(10, 2, dtype=torch.float64) + 1, torch.rand(12, dtype=torch.float64) + 1
+    assert a.values is not None
+    v = a.values.clone().requires_grad_()
+    more = {"w": w} if "w" in statement else {}
+    got = insum.einsum(f"C[m,n] = {statement}", A=a.with_values(v), B=b, **more)
+    assert isinstance(got, Tensor)
+    (grad,) = torch.autograd.grad(got.sum(), v)
+    x = a.with_values(v).to_dense()
+    want = x @ b.exp() / w[:, None] if "w" in statement else x @ (1 / b)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(grad, torch.autograd.grad(want.sum(), v)[0])
