@@ -256,7 +256,8 @@ class GCNConv(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Sources, targets and weights of the normalised edges."""
         if self._kept is not None:
-            return self._kept
+            source, target, weights = self._kept
+            return source, target, weights.to(x.dtype)  # the layer may have another since
         found = from_adj_t(edge_index)
         if isinstance(found, SparseFormat):
             edge_index, weight = found.T.to_edge_index()
@@ -374,6 +375,10 @@ class RelationalConv(nn.Module):
     @layer_takes(x=TENSOR, edge_index=TENSOR, edge_type=TENSOR)
     def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
         last_size("x", x, self.in_channels, "in_channels")
+        if x.dim() != 2:
+            raise BindingError(
+                f"x has shape {tuple(x.shape)}", expected=f"(nodes, {self.in_channels})"
+            )
         one_device(edge_index=edge_index, edge_type=edge_type, x=x)
         out = self._aggregated(x, edge_index, edge_type)
         out = out if self.root is None else out + x @ self.root
