@@ -303,7 +303,7 @@ def vacant(
     if flat:
         raise _unreadable(f"a {kind.__name__} has no array {next(iter(flat))}")
     described = kind(**fields, **fixed)  # on the meta device: shapes are looked at, nothing else
-    zeros = lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device)
+    zeros = lambda t: _empty("array", t, device).zero_()
     real = {
         name: None if held is None else mapped(zeros, held)
         for name in kind._arrays
