@@ -184,7 +184,8 @@ class GCNConv(nn.Module):
 
     One statement, ``Out[dst[e],f] = N[e] * X[src[e],f]``. Where there are no edge weights, ``N`` is
     computed once for each ``edge_index`` and kept with it (see `gcn_norm`). A matrix in a format is
-    taken as normalised already; PyG's ``adj_t``, a sparse tensor of torch, is normalised.
+    taken as normalised already; PyG's ``adj_t``, a sparse tensor of torch, is normalised as its
+    edges are: a node with a loop gets none more, where PyG adds one to that of such a tensor.
 
     Args:
         in_channels: Features of a node; -1 takes what the first call brings.
