@@ -162,3 +162,55 @@ def test_strangers_are_left_to_themselves() -> None:
     for function in (operator.add, operator.mul, operator.truediv, operator.sub):
         with pytest.raises(TypeError, match="unsupported operand"):
             function(a, object())
+
+
+@pytest.mark.parametrize("statement", ["A[m,k] / B[k,n]", "A[m,k] * exp(B[k,n]) / w[m]"])
+def test_functions_of_what_lies_beyond_the_edge_of_blocks(statement: str) -> None:
+    """Neither infinite values of a function at 0 nor gradients come from there."""
+    a = BlockGroupCOO.from_dense(X.double(), block_shape=(5, 3), group_size=2)
+    b, w = torch.rand(10, 2, dtype=torch.float64) + 1, torch.rand(12, dtype=torch.float64) + 1
+    assert a.values is not None
+    v = a.values.clone().requires_grad_()
+    more = {"w": w} if "w" in statement else {}
+    got = insum.einsum(f"C[m,n] = {statement}", A=a.with_values(v), B=b, **more)
+    assert isinstance(got, Tensor)
+    (grad,) = torch.autograd.grad(got.sum(), v)
+    x = a.with_values(v).to_dense()
+    want = x @ b.exp() / w[:, None] if "w" in statement else x @ (1 / b)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(grad, torch.autograd.grad(want.sum(), v)[0])
+
+
+def test_dtypes_are_those_of_torch() -> None:
+    x, one = torch.tensor([[100, 0, 100], [0, 3, 100]]), torch.tensor([2.0])
+    small, flags = COO.from_dense(x.to(torch.int8)), COO.from_dense(x != 0)
+    assert small.sum().item() == 303 and flags.sum(1).tolist() == [2, 2]
+    assert dense(small[0, 0]).dtype == torch.int8 and dense(flags[0, 1]).dtype == torch.bool
+    assert (small.to(torch.float16) * one).dtype == torch.float32
+    assert (small.to(torch.float16) / x.clamp(min=1)).dtype == torch.float16
+    bytes_ = COO.from_dense(torch.tensor([[1, 0, 0], [0, 0, 2]], dtype=torch.uint8))
+    assert (small.to(torch.float32) - bytes_).to_dense().tolist() == [[99, 0, 100], [0, 3, 98]]
+    assert (torch.ones(3) - bytes_).tolist() == [[0, 1, 1], [1, 1, -1]]
+    for wrong in (lambda: -flags, lambda: abs(flags), lambda: flags - flags, lambda: x - flags):
+        with pytest.raises(insum.DtypeError, match="truth values"):
+            wrong()
+    with pytest.raises(insum.DtypeError, match="complex number"):
+        small.to(torch.float16) / 2j
+
+
+def test_quotients_are_not_products_with_reciprocals() -> None:
+    x, by = torch.tensor([[1e-3, 0], [0, 2]]).half(), torch.tensor([1e-5, 3]).half()
+    for a in (COO.from_dense(x), BlockGroupCOO.from_dense(x, block_shape=(2, 3))):
+        assert torch.equal((a / by).to_dense(), x / by)
+        insum.formats.validate.check(a / by)
+        insum.formats.validate.check(a * float("inf"))  # zeros beyond the edge
+
+
+def test_stored_zeros_of_blocks_have_gradients() -> None:
+    a = BlockGroupCOO.from_dense(X, block_shape=(4, 5))
+    assert a.values is not None
+    v = torch.zeros_like(a.values).requires_grad_()  # as what is added to a weight begins
+    (a.with_values(v) + COO.from_dense(Y))[1:].sum().backward()
+    want = a.with_values(a.values * 0 + 1).to_dense()
+    want[0] = 0
+    assert v.grad is not None and torch.equal(a.with_values(v.grad).to_dense(), want)

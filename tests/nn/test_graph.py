@@ -247,6 +247,14 @@ def test_cached_edges_are_those_of_the_first_call() -> None:
     assert torch.equal(copy.deepcopy(layer)(x, edge_index.flip(0)), first)
     layer.reset_parameters()
     assert_close(layer(x, edge_index.flip(0)), _plain(layer, x))
+    assert layer.half()(x.half(), edge_index).dtype == torch.float16  # in the dtype of today
+
+
+def test_blocks_of_relations_want_one_row_for_each_node() -> None:
+    layer, edges = RelationalConv(4, 6, 2, num_blocks=2), torch.zeros(2, 1, dtype=torch.int64)
+    for shape in ((4,), (2, 3, 4)):
+        with pytest.raises(insum.BindingError, match="x has shape"):
+            layer(torch.ones(shape), edges, edges[0])
 
 
 def _plain(layer: GCNConv, x: Tensor) -> Tensor:

@@ -158,6 +158,17 @@ def test_a_hostile_file_is_an_error_and_nothing_runs_on_it(name: str, new: Any) 
         fresh(X)
 
 
+def test_descriptions_that_no_memory_holds_are_errors() -> None:
+    described = {k: dict(v) for k, v in layouts(sparse_mlp()).items()}
+    name = next(k for k, v in described.items() if v["format"] == "GroupCOO")
+    sizes = described[name]["arrays"]
+    described[name]["arrays"] = {k: [v[0], 2**50, *v[2:]] for k, v in sizes.items()}
+    with pytest.raises(insum.FormatError, match="no memory"):
+        restore(mlp(), described)
+    state = {**sparse_mlp().state_dict(), 3: torch.ones(1)}
+    restore(mlp(), state)  # keys of any kind
+
+
 def test_a_state_with_some_of_the_arrays_is_an_error() -> None:
     model, state = sparse_mlp(), sparse_mlp().state_dict()
     del state["0.weight.slot_indices_0"]

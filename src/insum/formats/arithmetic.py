@@ -15,6 +15,7 @@ from insum.accepted import TENSOR, is_dense, is_fake, is_number, require, shown
 from insum.errors import (
     BindingError,
     DeviceError,
+    DtypeError,
     FormatError,
     IndexRangeError,
     UnsupportedError,
@@ -43,7 +44,38 @@ def _is_scalar(x: Any) -> bool:
 def mapped_values(x: SparseFormat, function: Callable[[Tensor], Tensor]) -> SparseFormat:
     """The same pattern with a function of the values, which leaves zero as it is."""
     values = x.ones() if x.values is None else x.values
-    return x.with_values(function(values))
+    return x.with_values(_without_edges(x, function(values)))
+
+
+def _without_edges(x: SparseFormat, values: Tensor) -> Tensor:
+    """Zeros where blocks reach over the edge, also where 0 was divided by 0 there."""
+    inside = _inside(x)
+    return values if inside is None else torch.where(inside, values, 0)
+
+
+def _inside(x: SparseFormat) -> Tensor | None:
+    """Which elements of blocks lie inside the shape; None where all do."""
+    block = x.block_shape_or_none
+    if block is None or all(size % b == 0 for size, b in zip(x.shape, block)):
+        return None
+    return E.inside(x.coordinates(), block, x.shape)
+
+
+def negated(x: SparseFormat) -> SparseFormat:
+    _refuse_bool("is negated", x)
+    return mapped_values(x, torch.neg)
+
+
+def absolute(x: SparseFormat) -> SparseFormat:
+    _refuse_bool("has no absolute values", x)
+    return mapped_values(x, torch.abs)
+
+
+def _refuse_bool(what: str, *operands: SparseFormat | Tensor) -> None:
+    if any(one.dtype is torch.bool for one in operands):
+        raise DtypeError(
+            f"a tensor of truth values {what}", expected="numbers", remedy="A.to(torch.float32)"
+        )
 
 
 def scaled(x: SparseFormat, other: Any, function: Callable[[Any, Any], Any]) -> SparseFormat:
@@ -52,8 +84,7 @@ def scaled(x: SparseFormat, other: Any, function: Callable[[Any, Any], Any]) -> 
     if _is_scalar(other):
         return mapped_values(x, lambda values: function(values, other))
     if isinstance(other, Tensor):
-        factor = other if function is operator.mul else other.reciprocal()
-        return _product(x, factor)
+        return _product(x, other) if function is operator.mul else _quotient(x, other)
     if function is operator.truediv:
         raise UnsupportedError(
             "a sparse tensor divided by a sparse one: outside of their entries that is 0 / 0",
@@ -79,6 +110,8 @@ def _product(x: SparseFormat, other: Tensor) -> SparseFormat:
             f"a sparse tensor of shape {x.shape} meets a tensor of shape {tuple(other.shape)}",
             expected="a shape that broadcasts to that of the sparse tensor",
         )
+    if x.values is not None:  # also by a tensor of one element, which is a number below
+        x = x.with_values(x.values.to(torch.promote_types(x.values.dtype, other.dtype)))
     full = [d for d, size in enumerate(sizes) if size == x.shape[d] and d >= missing]
     letters = _letters(x)
     own, theirs = ",".join(letters), ",".join(letters[d] for d in full)
@@ -86,6 +119,18 @@ def _product(x: SparseFormat, other: Tensor) -> SparseFormat:
     factor = f"B[{theirs}]" if theirs else "B"
     result: SparseFormat = _einsum(f"S[{own}] = A[{own}] * {factor}", A=x, B=flat)
     return result
+
+
+def _quotient(x: SparseFormat, other: Tensor) -> SparseFormat:
+    """Divided by what the dense operand has where there are entries, and by 1 elsewhere."""
+    divisor = _product(x.pattern(), other).values
+    values, mask, inside = x.ones() if x.values is None else x.values, x.mask(), _inside(x)
+    assert divisor is not None
+    if mask is not None:
+        inner = [1] * (divisor.dim() - mask.dim())
+        divisor = torch.where(mask.reshape(*mask.shape, *inner), divisor, 1)
+    divisor = divisor if inside is None else torch.where(inside, divisor, 1)
+    return x.with_values(values / divisor)
 
 
 def _letters(x: SparseFormat) -> list[str]:
@@ -105,8 +150,10 @@ def added(x: SparseFormat, other: Any, sign: int = 1) -> SparseFormat | Tensor:
     """The sum with a format (over all entries of both), or with a dense tensor, which is dense."""
     _check_other(x, other)
     if isinstance(other, Tensor) and other.dim():
-        dense = x.to_dense()
-        return dense + other if sign > 0 else dense - other
+        if sign > 0:
+            return x.to_dense() + other
+        _refuse_bool("is subtracted", x, other)
+        return x.to_dense() - other
     if _is_scalar(other):
         if not isinstance(other, Tensor) and other == 0:  # the start of Python's sum
             return x
@@ -115,24 +162,43 @@ def added(x: SparseFormat, other: Any, sign: int = 1) -> SparseFormat | Tensor:
             remedy="A.to_dense() + number, or A.with_values(A.values + number)",
         )
     mine, theirs = (one.ones() if one.values is None else one.values for one in (x, other))
+    if sign < 0:
+        _refuse_bool("is subtracted", mine, theirs)
     if same_pattern(x, other):
         return x.with_values(mine + theirs if sign > 0 else mine - theirs)
     a, b = (
-        E.to_elements(one.entries()) for one in (x.with_values(mine), other.with_values(theirs))
+        E.to_elements(one.entries(), stored=True)
+        for one in (x.with_values(mine), other.with_values(theirs))
     )
     assert a.values is not None and b.values is not None
     dtype = torch.promote_types(a.values.dtype, b.values.dtype)
     coords = [torch.cat([p.long(), q.long()]) for p, q in zip(a.coords, b.coords)]
-    values = torch.cat([a.values.to(dtype), (b.values if sign > 0 else -b.values).to(dtype)])
+    mine, theirs = a.values.to(dtype), b.values.to(dtype)  # before the sign: bytes have none
+    values = torch.cat([mine, theirs if sign > 0 else -theirs])
     options = x._same_options()
     order = type(x)._order(x.ndim, **options)
     return type(x)._build(E.collect(coords, values, x.shape, order=order), **options)
+
+
+def taken_from(x: SparseFormat, other: Any) -> SparseFormat | Tensor:
+    """``other - x``."""
+    if not isinstance(other, Tensor) or not other.dim():
+        return added(negated(x), other)
+    _check_other(x, other)
+    _refuse_bool("is subtracted", x, other)
+    return other - x.to_dense()
 
 
 def _check_other(x: SparseFormat, other: Any) -> None:
     """What can be told before anything is computed: numbers that fit, one device, one shape."""
     if isinstance(other, int) and not -(2**63) <= other < 2**63:
         raise FormatError(f"{other} does not fit into 64 bits", remedy=f"float({other})")
+    if isinstance(other, complex) and x.dtype is torch.float16:
+        raise DtypeError(
+            f"a sparse tensor of float16 meets the complex number {other}",
+            expected="a real number",
+            remedy="A.to(torch.complex64)",
+        )
     if isinstance(other, Tensor):
         require("the other operand", other, TENSOR)
         _check_broadcast(x, other)
@@ -186,6 +252,8 @@ def summed(x: SparseFormat, dim: int | Sequence[int] | None, keepdim: bool) -> T
     kept = [letters[d] for d in range(x.ndim) if d not in gone]
     if len(kept) == x.ndim:
         return x.to_dense()
+    if x.values is not None and not (x.values.is_floating_point() or x.values.is_complex()):
+        x = x.with_values(x.values.long())  # as torch sums integers
     total: Tensor = _einsum(f"S[{','.join(kept)}] = A[{','.join(letters)}]", A=x)
     shape = [1 if d in gone else size for d, size in enumerate(x.shape)]
     return total.reshape(shape) if keepdim else total
@@ -199,7 +267,7 @@ def sliced(x: SparseFormat, key: Any) -> SparseFormat | Tensor:
     all dimensions stay, else COO; a single element is a tensor.
     """
     keys = _keys(x, key)
-    source = E.to_elements(x.entries())
+    source = E.to_elements(x.entries(), stored=True)
     coords, keep = [c.long() for c in source.coords], None
     for dim, one in enumerate(keys):
         here = coords[dim]
@@ -212,7 +280,7 @@ def sliced(x: SparseFormat, key: Any) -> SparseFormat | Tensor:
     values = None if source.values is None else source.values.index_select(0, at)
     if not left:
         return (
-            values.sum()
+            values.sum(dtype=values.dtype)
             if values is not None
             else torch.tensor(float(at.shape[0]), device=x.device)
         )

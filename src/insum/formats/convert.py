@@ -369,10 +369,10 @@ class SparseFormat(FormatBase):
         return self._operate(arithmetic.added, other, -1)
 
     def __rsub__(self, other: Any) -> Any:
-        return (-self)._operate(arithmetic.added, other)
+        return self._operate(arithmetic.taken_from, other)
 
     def __neg__(self) -> Self:
-        return cast("Self", arithmetic.mapped_values(self, torch.neg))
+        return cast("Self", arithmetic.negated(self))
 
     def __abs__(self) -> Self:
         return self.abs()
@@ -386,7 +386,7 @@ class SparseFormat(FormatBase):
             tensor([[1., 0.],
                     [0., 1.]])
         """
-        return cast("Self", arithmetic.mapped_values(self, torch.abs))
+        return cast("Self", arithmetic.absolute(self))
 
     @takes(FormatError, keepdim=FLAG)
     def sum(self, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:

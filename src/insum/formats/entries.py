@@ -160,15 +160,15 @@ def to_blocks(entries: Entries, block_shape: tuple[int, ...], order: tuple[int, 
     return replace(found.blocks, values=found.placed(None, found.blocks.count))
 
 
-def to_elements(entries: Entries) -> Entries:
-    """Blocks taken apart: their nonzeros (without values, everything that a block covers inside the
-    shape).
+def to_elements(entries: Entries, *, stored: bool = False) -> Entries:
+    """Blocks taken apart: their nonzeros; without values, or if all that is ``stored`` is asked
+    for, everything that a block covers inside the shape.
     """
     if entries.block_shape is None:
         return entries
     filled = (
         entries.values.detach() != 0
-        if entries.values is not None
+        if entries.values is not None and not stored
         else inside(entries.coords, entries.block_shape, entries.shape)
     )
     block, *within = filled.nonzero(as_tuple=True)

@@ -173,6 +173,8 @@ def _origin(source: Source, piece: RewrittenStatement) -> str:
                 f"ones along dimension {source.number} of {source.operand}, read so that "
                 "padding is seen"
             )
+        case "edge":
+            text = f"0 at the places of blocks inside of dimension {source.number}"
         case _:
             text = f"{source.operand}.{source.field}[{source.number}]"
     return text + (", -1 is padding" if source.name in piece.padded else "")

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from insum.accepted import FLAG, takes
+from insum.accepted import FLAG, TENSOR, has_elements, require, takes
 from insum.errors import BindingError, DtypeError, FormatError, InsumError, UnsupportedError
 from insum.formats import validate
 from insum.formats.base import hand_on, mapped
@@ -85,15 +85,19 @@ class SparseParameter(nn.Module):
         made._look()  # at arrays that were moved, loaded or written into
         return made
 
-    def _made(self) -> SparseFormat:
-        arrays: dict[str, Any] = {"values": self.values}
+    def _made(self, held: Mapping[str, Tensor] | None = None) -> SparseFormat:
+        """The format of our arrays, or of those that are passed by the names that a state has."""
+        held = self.arrays() if held is None else held
+        arrays: dict[str, Any] = {"values": held.get("values")}
         for name, count in self._counts.items():
             arrays[name] = (
-                getattr(self, name)
-                if count is None
-                else tuple(getattr(self, f"{name}_{i}") for i in range(count))
+                held[name] if count is None else tuple(held[f"{name}_{i}"] for i in range(count))
             )
         return FORMATS[self._kind]._make(**arrays, **self._fixed)
+
+    def _described(self) -> dict[str, Tensor]:
+        """Our arrays without their elements."""
+        return {name: _like(held, held.dtype) for name, held in self.arrays().items()}
 
     def arrays(self) -> dict[str, Tensor]:
         """All tensors of the format, by the names that they have in a state."""
@@ -154,7 +158,7 @@ class SparseParameter(nn.Module):
         return [
             name if count is None else f"{name}_{i}"
             for name, count in self._counts.items()
-            for i in range(count or 1)
+            for i in range(1 if count is None else count)
         ]
 
 
@@ -225,9 +229,11 @@ def decoded(found: object) -> FormatLayout:
     Raises:
         FormatError: What was found is no layout of a format that there is.
     """
-    if not isinstance(found, Tensor) or found.dtype != torch.uint8 or found.dim() != 1:
+    if not isinstance(found, Tensor) or not has_elements(found):
+        raise _unreadable("it is no dense tensor whose elements are here")
+    if found.dtype != torch.uint8 or found.dim() != 1:
         raise _unreadable("it is not a tensor of bytes")
-    if found.numel() > MOST_BYTES or found.device.type == "meta":
+    if found.numel() > MOST_BYTES:
         raise _unreadable(f"it has {found.numel()} bytes")
     try:
         layout = json.loads(bytes(found.tolist()).decode())
@@ -297,7 +303,7 @@ def vacant(
     if flat:
         raise _unreadable(f"a {kind.__name__} has no array {next(iter(flat))}")
     described = kind(**fields, **fixed)  # on the meta device: shapes are looked at, nothing else
-    zeros = lambda t: torch.zeros(t.shape, dtype=t.dtype, device=device)
+    zeros = lambda t: _empty("array", t, device).zero_()
     real = {
         name: None if held is None else mapped(zeros, held)
         for name in kind._arrays
@@ -325,11 +331,13 @@ def _make_room(module: nn.Module, state: dict[str, Any], prefix: str, *_: object
     assert isinstance(module, SparseParameter)
     _check_kind(module, state, prefix)
     held = {name: state.get(prefix + name) for name in module._buffer_names()}
+    mine, values = module.values, state.get(prefix + "values")
+    for name, theirs in (*held.items(), ("values", values)):
+        if isinstance(theirs, Tensor):
+            require(f"the saved {name}", theirs, TENSOR, FormatError)
     # of anything but a tensor torch itself says what is wrong
     room = {
-        name: _room(name, theirs, getattr(module, name).device)
-        for name, theirs in held.items()
-        if isinstance(theirs, Tensor)
+        name: _room(name, theirs) for name, theirs in held.items() if isinstance(theirs, Tensor)
     }
     absent = [name for name, theirs in held.items() if theirs is None]
     if room and absent:
@@ -337,19 +345,22 @@ def _make_room(module: nn.Module, state: dict[str, Any], prefix: str, *_: object
             f"the saved state has {', '.join(room)}, but no {', '.join(absent)}",
             expected="all index arrays of the format, or none",
         )
-    for name, empty in room.items():  # once all of them are found to be index arrays
+    if mine is not None and isinstance(values, Tensor) and mine.shape != values.shape:
+        room["values"] = _like(values, mine.dtype)
+    # shapes are looked at before there is memory for them
+    validate.check_arrays(module._made({**module._described(), **room}))
+    made = {name: _empty(name, one, module.device) for name, one in room.items()}
+    if mine is not None and "values" in made:
+        module.values = nn.Parameter(made.pop("values"), requires_grad=mine.requires_grad)
+    for name, empty in made.items():
         setattr(module, name, empty)
-    mine, theirs = module.values, state.get(prefix + "values")
-    if mine is not None and isinstance(theirs, Tensor) and mine.shape != theirs.shape:
-        empty = torch.empty(theirs.shape, dtype=mine.dtype, device=mine.device)
-        module.values = nn.Parameter(empty, requires_grad=mine.requires_grad)
 
 
 def _check_kind(module: SparseParameter, state: dict[str, Any], prefix: str) -> None:
     """What is loaded is of our format; states of version 0.1.0 say so by a dictionary."""
     if prefix + "_extra_state" in state:
         theirs = checked_layout(state.pop(prefix + "_extra_state"))
-        state.setdefault(prefix + "encoding", encoded(theirs))
+        state[prefix + "encoding"] = encoded(theirs, module.device)
     elif prefix + "encoding" in state:
         theirs = decoded(state[prefix + "encoding"])
     else:
@@ -363,14 +374,28 @@ def _check_kind(module: SparseParameter, state: dict[str, Any], prefix: str) -> 
         )
 
 
-def _room(name: str, theirs: Tensor, device: torch.device) -> Tensor:
+def _room(name: str, theirs: Tensor) -> Tensor:
     """Index arrays are loaded as they are: to round or to cut them would make others of them."""
     if theirs.dtype not in (torch.int32, torch.int64):
         raise DtypeError(
             f"the saved {name} holds {str(theirs.dtype).removeprefix('torch.')}",
             expected="int32 or int64",
         )
-    return torch.empty(theirs.shape, dtype=theirs.dtype, device=device)
+    return _like(theirs, theirs.dtype)
+
+
+def _like(theirs: Tensor, dtype: torch.dtype) -> Tensor:
+    """The description of an array."""
+    return torch.empty(theirs.shape, dtype=dtype, device="meta")
+
+
+def _empty(name: str, described: Tensor, device: torch.device) -> Tensor:
+    try:
+        return torch.empty(described.shape, dtype=described.dtype, device=device)
+    except RuntimeError as wrong:
+        raise FormatError(
+            f"there is no memory for the saved {name} of shape {tuple(described.shape)}"
+        ) from wrong
 
 
 def _look(module: nn.Module, _: object) -> None:

@@ -267,6 +267,21 @@ class Rewriter:
                 return function in _KEEP_ZERO and self.vanishes(args[0], key)
         return False
 
+    def ranges_of_functions(self, expr: Expr) -> set[str]:
+        """Index variables of dense operands inside of functions that are not 0 at 0."""
+        match expr:
+            case Product(parts) | Sum(parts):
+                return {v for part in parts for v in self.ranges_of_functions(part)}
+            case Call(function, args):
+                zero = function in _KEEP_ZERO or (
+                    function == "pow" and isinstance(args[1], Number) and args[1].value > 0
+                )
+                if zero:
+                    return self.ranges_of_functions(args[0])
+                read = [a for arg in args for a in accesses(arg, nested=False)]
+                return {v for a in read if not self.is_sparse(a.tensor) for v in variables(a)}
+        return set()
+
     def check_meetings(self, spellings: list[Spelling], where: dict[str, Access]) -> None:
         """Two patterns may not both say where an index variable has entries: that would be an
         intersection.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -278,6 +279,8 @@ class FormatCall:
                 return torch.ones((), dtype=self.dtype(piece), device=x.device).expand(
                     x.grid[source.number]
                 )
+            case "edge":
+                return _edge(x, source.number)
             case field:
                 return _array(x, field, source.number)
 
@@ -293,6 +296,14 @@ class FormatCall:
             ):
                 return x.dtype
         return torch.get_default_dtype()
+
+
+def _edge(x: SparseFormat, dim: int) -> Tensor:
+    """For each place of each block along a dimension 0, and -1 where it lies beyond the edge."""
+    assert x.block_shape_or_none is not None
+    sides = x.grid[dim], x.block_shape_or_none[dim]
+    places = torch.arange(math.prod(sides), device=x.device).view(sides)
+    return torch.where(places < x.shape[dim], 0, -1).int()
 
 
 def _sum(results: Sequence[Tensor]) -> Tensor:

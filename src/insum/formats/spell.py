@@ -51,8 +51,8 @@ class Source:
     """How one argument of the rewritten statement is made from an operand.
 
     ``field``: ``values``, ``ones`` (values of 1), ``unit`` (a vector of ones along dimension
-    ``number``), an index array's field, or empty for a dense operand, whose dimensions in
-    ``splits`` are cut into blocks: (dimension, block size).
+    ``number``), ``edge`` (which places of its blocks lie inside), an index array's field, or empty
+    for a dense operand, whose dimensions in ``splits`` are cut into blocks: (dimension, size).
     """
 
     name: str

@@ -47,6 +47,7 @@ class SpellingWriter:
         factors = [] if isinstance(value, Access) and new == _NOTHING else [new]
         for spelling in self.spellings:
             factors += self.completing(spelling, product(factors) if factors else None, target)
+            factors += self.edges(spelling, value)
         return product(factors)
 
     def factor(self, access: Access) -> Expr:
@@ -103,6 +104,24 @@ class SpellingWriter:
                 Access(unit.name, (self.index(spelling.becomes[spelling.variables[dim]][0]),))
             )
         return lacking
+
+    def edges(self, spelling: Spelling, value: Expr) -> list[Expr]:
+        """Where blocks reach over the edge and a function of what lies there need not be 0: a read
+        that makes padding of it.
+        """
+        if spelling.operand.is_even:
+            return []
+        ranged = self.rewriter.ranges_of_functions(value)
+        return [self.edge(spelling, dim) for dim, v in enumerate(spelling.variables) if v in ranged]
+
+    def edge(self, spelling: Spelling, dim: int) -> Access:
+        operand = spelling.operand.name
+        unit = self.named(f"{operand}One", operand, field="unit", number=dim)
+        edge = self.named(f"{operand}Edge", operand, field="edge", number=dim, is_index=True)
+        if edge.name not in self.padded:
+            self.padded.append(edge.name)
+        blocks = tuple(self.index(i) for i in spelling.becomes[spelling.variables[dim]])
+        return Access(unit.name, (affine([(1, Access(edge.name, blocks))], 0),))
 
     def access(
         self, access: Access, *, is_index: bool = False

@@ -184,7 +184,8 @@ class GCNConv(nn.Module):
 
     One statement, ``Out[dst[e],f] = N[e] * X[src[e],f]``. Where there are no edge weights, ``N`` is
     computed once for each ``edge_index`` and kept with it (see `gcn_norm`). A matrix in a format is
-    taken as normalised already; PyG's ``adj_t``, a sparse tensor of torch, is normalised.
+    taken as normalised already; PyG's ``adj_t``, a sparse tensor of torch, is normalised as its
+    edges are: a node with a loop gets none more, where PyG adds one to that of such a tensor.
 
     Args:
         in_channels: Features of a node; -1 takes what the first call brings.
@@ -256,7 +257,8 @@ class GCNConv(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Sources, targets and weights of the normalised edges."""
         if self._kept is not None:
-            return self._kept
+            source, target, weights = self._kept
+            return source, target, weights.to(x.dtype)  # the layer may have another since
         found = from_adj_t(edge_index)
         if isinstance(found, SparseFormat):
             edge_index, weight = found.T.to_edge_index()
@@ -374,6 +376,10 @@ class RelationalConv(nn.Module):
     @layer_takes(x=TENSOR, edge_index=TENSOR, edge_type=TENSOR)
     def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
         last_size("x", x, self.in_channels, "in_channels")
+        if x.dim() != 2:
+            raise BindingError(
+                f"x has shape {tuple(x.shape)}", expected=f"(nodes, {self.in_channels})"
+            )
         one_device(edge_index=edge_index, edge_type=edge_type, x=x)
         out = self._aggregated(x, edge_index, edge_type)
         out = out if self.root is None else out + x @ self.root

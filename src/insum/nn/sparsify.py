@@ -403,9 +403,9 @@ def _described(description: Mapping[str, Any]) -> Iterator[tuple[str, FormatLayo
     states = [str(name).removesuffix(ends) for name in description if str(name).endswith(ends)]
     for name in states:
         arrays = {
-            key.removeprefix(name + "."): held
+            str(key).removeprefix(name + "."): held
             for key, held in description.items()
-            if key.startswith(name + ".") and key != name + ends
+            if str(key).startswith(name + ".") and key != name + ends
         }
         yield name, decoded(description[name + ends]), sizes_of(arrays)
     if states or any(isinstance(held, Tensor) for held in description.values()):
