@@ -410,7 +410,7 @@ def groups_of(
         terms = in1[path.i_in1], in2[path.i_in2], out[path.i_out]
         muls = tuple(mul for mul, _ in terms)
         key = path.mode, muls, path.has_weight
-        if 0 not in muls and path.coefficient != 0:
+        if 0 not in (*muls, *path.shape) and path.coefficient != 0:
             points = int((wigner_3j(*(ir.l for _, ir in terms)) != 0).sum())
             part, held = parts.get(key, (0, 0))
             part, held = (part, held + points) if held + points <= most else (part + 1, points)
