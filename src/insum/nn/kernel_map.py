@@ -191,7 +191,8 @@ def kernel_map(
     if target is None:
         made: tuple[Voxels, SparseFormat] | None = inputs.maps.get(geometry)
         if made is None:
-            made = _map_to_reached(inputs, geometry)
+            with untracked():
+                made = _map_to_reached(inputs, geometry)
             if not is_recorded(inputs.coords.device):
                 keep(inputs.maps, geometry, made, MOST_MAPS)
         return made
@@ -199,7 +200,8 @@ def kernel_map(
     held = inputs.maps.get(key)
     if held is None or held[0]() is not target:
         gone = functools.partial(_let_go, weakref.ref(inputs), key)
-        held = weakref.ref(target, gone), build_map(inputs, target, geometry)
+        with untracked():
+            held = weakref.ref(target, gone), build_map(inputs, target, geometry)
         if not is_recorded(inputs.coords.device):
             inputs.maps.pop(key, None)
             keep(inputs.maps, key, held, MOST_MAPS)
@@ -215,11 +217,8 @@ def _let_go(owner: weakref.ref[Voxels], key: object, _: object) -> None:
 
 def _map_to_reached(inputs: Voxels, geometry: Geometry) -> tuple[Voxels, SparseFormat]:
     """The voxels that a kernel reaches, and the map to them."""
-    if inputs.is_hashed and inputs.count:
-        with untracked():
-            outputs = _reached_at_once(inputs, geometry)
-    else:
-        outputs = _reached(inputs, geometry)
+    hashed = inputs.is_hashed and inputs.count
+    outputs = (_reached_at_once if hashed else _reached)(inputs, geometry)
     outputs.in_batches(inputs)
     return outputs, build_map(inputs, outputs, geometry)
 
@@ -245,8 +244,7 @@ def build_map(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> SparseForm
 def _table_on_device(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> NeighborTable:
     """The table, with what statements over it ask for: it is not known to come back."""
     stencil = geometry.stencil(outputs.coords.device)
-    with untracked():
-        table, words = hashing.find(inputs.table, outputs.coords, stencil)
+    table, words = hashing.find(inputs.table, outputs.coords, stencil)
     shape = (*table.shape, inputs.coords.shape[0])
     entry = memory.made(table)
     entry.given = True

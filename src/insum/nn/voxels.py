@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from insum.accepted import ELEMENTS, SHAPE, is_common, is_size, require
-from insum.compat.calls import empty, untracked
+from insum.compat.calls import empty, untracked, without_levels
 from insum.errors import BindingError, FormatError, IndexRangeError, InsumError
 from insum.nn.checks import integers, kernels_look, sent
 from insum.runtime import hashing
@@ -59,6 +59,9 @@ class Voxels:
     spatial_shape: Sizes | None = None
     maps: dict[object, Any] = field(default_factory=dict, repr=False)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "coords", without_levels(self.coords))
+
     @classmethod
     def of(
         cls,
@@ -89,10 +92,11 @@ class Voxels:
         dimensions = _dimensions(ndim, shape)
         given = _checked_coords(coords, dimensions, ndim is None)
         if not kernels_look(given):
-            made = cls(_copied(given, dimensions), shape)
-            if ndim is None and given.shape[1] > dimensions:
-                _check_batch_first(made.coords)
-            made.check()
+            with untracked():
+                made = cls(_copied(without_levels(given), dimensions), shape)
+                if ndim is None and given.shape[1] > dimensions:
+                    _check_batch_first(made.coords)
+                made.check()
             return made
         # a copy, too, which the kernel that looks at them makes
         with untracked():
@@ -103,8 +107,10 @@ class Voxels:
     @classmethod
     def of_sorted(cls, keys: Tensor, box: Box, spatial_shape: Sizes | None) -> Self:
         """From ascending keys, known to be right."""
-        made = cls(_coords(keys, box), spatial_shape)
-        order = torch.arange(keys.shape[0], dtype=torch.int32, device=keys.device)
+        with untracked():
+            keys = without_levels(keys)
+            made = cls(_coords(keys, box), spatial_shape)
+            order = torch.arange(keys.shape[0], dtype=torch.int32, device=keys.device)
         made.__dict__.update(box=box, ranked=(keys, order))
         return made
 
@@ -142,13 +148,15 @@ class Voxels:
     @functools.cached_property
     def batches(self) -> Tensor:
         """The batch of every voxel."""
-        return self.coords[:, 0].contiguous()
+        with untracked():
+            return self.coords[:, 0].contiguous()
 
     @functools.cached_property
     def ranked(self) -> tuple[Tensor, Tensor]:
         """Keys in ascending order, and the row in ``coords`` of each."""
-        keys, order = keys_of(self.coords, self.box.low, self.box.size).sort()
-        return keys, order.to(torch.int32)
+        with untracked():
+            keys, order = keys_of(self.coords, self.box.low, self.box.size).sort()
+            return keys, order.to(torch.int32)
 
     @functools.cached_property
     def table(self) -> hashing.Table:
@@ -243,7 +251,7 @@ def _checked_shape(shape: Sequence[int] | None) -> Sizes | None:
             f"spatial_shape is {shape!r}",
             expected="one to four sizes of at least 1, one for each of x, y, z, t",
         )
-    return tuple(shape)
+    return tuple(n if isinstance(n, torch.SymInt) else int(n) for n in shape)
 
 
 def _checked_coords(coords: Tensor, ndim: int, usual: bool) -> Tensor:
@@ -386,7 +394,14 @@ class _Explained:
             where = " are the same" if place is None else f" are both {tuple(place)}"
             return _twice(first, second, where + EARLIER)
         if place is None:
-            return IndexRangeError(f"coords[{row}] is outside the spatial shape{EARLIER}")
+            where = "has a negative batch" + (
+                ", or is outside the spatial shape" * bool(self.shape)
+            )
+            return IndexRangeError(
+                f"coords[{row}] {where}{EARLIER}",
+                expected="batches from 0, in the first column"
+                + (f", and coordinates below {self.shape}" * bool(self.shape)),
+            )
         limits = [None, *self.shape] if self.shape else [None]
         axis = next(a for a, n in enumerate(limits) if not 0 <= place[a] < (n or place[a] + 1))
         return _outside(row, place, axis, limits[axis], EARLIER)
