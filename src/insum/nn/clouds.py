@@ -144,7 +144,7 @@ def devoxelize(
             ``"nearest"``, that of the voxel which a point lies in.
 
     Returns:
-        (points, channels); 0 where there is no voxel.
+        (points, channels); 0 where there is no voxel. Between integers are numbers of float32.
 
     Raises:
         BindingError: Shapes that do not fit, or sizes that are not positive.
@@ -179,10 +179,11 @@ def devoxelize(
     if mode == "nearest":
         share = (found >= 0).double()
     share = share / share.sum(0).clamp(min=1e-12)
+    kind = x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.float32
     return insum.insum(
         "Out[p,c] = Share[k,p] * In[Nb[k,p],c]",
         padded=("Nb",),
-        Share=share.to(x.features.dtype),
+        Share=share.to(kind),
         Nb=found,
         In=x.features,
     )

@@ -260,6 +260,15 @@ class SparseTensor:
     def __mul__(self, other: Any) -> Self:
         return self._combined(other, operator.mul)
 
+    def __truediv__(self, other: Any) -> Self:
+        return self._combined(other, operator.truediv)
+
+    def __rsub__(self, other: Any) -> Self:
+        return self._combined(other, lambda own, given: given - own)
+
+    def __neg__(self) -> Self:
+        return self * -1
+
     __radd__, __rmul__ = __add__, __mul__
 
     def _combined(self, other: Any, how: Callable[[Any, Any], Tensor]) -> Self:
