@@ -38,6 +38,7 @@ from insum.nn import (
     voxelize,
 )
 from insum.nn.models import MinkUNet
+from insum.runtime.record import Record
 
 
 def cloud(ndim: int = 3, channels: int = 2, seed: int = 0, batches: int = 2) -> SparseTensor:
@@ -491,6 +492,18 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[insum.InsumError], str]] = 
         "at most half of the kernel",
     ),
     "global reduction": (lambda: GlobalPool("min"), insum.UnsupportedError, "reduction 'min'"),
+    "coordinates without neighbours": (
+        lambda: SparseTensor(torch.tensor([[2**63 - 1, 0, 0]]), torch.ones(1, 2)),
+        insum.IndexRangeError,
+        "x goes from 9223372036854775807 to 9223372036854775807",
+    ),
+    "outputs too far away": (
+        lambda: SparseConv1d(2, 2, 2, 4, transposed=True)(
+            SparseTensor(torch.tensor([[-(2**61)]]), torch.ones(1, 2), ndim=1)
+        ),
+        insum.IndexRangeError,
+        "x goes from -9223372036854775808",
+    ),
     "too few batches, mean": (
         lambda: GlobalPool("mean")(batch([cloud(), cloud()]), 1),
         insum.IndexRangeError,
@@ -605,6 +618,12 @@ def test_maps_outlive_the_mode_that_they_were_made_under(name: str, mode: str) -
         torch.func.jvp(values, (given,), (given,))
     (again,) = torch.autograd.grad(values(given.requires_grad_()), given)
     assert found is None or torch.equal(found, again)
+
+
+def test_a_record_of_offences_can_be_emptied_outside_of_the_mode_it_was_made_under() -> None:
+    with torch.inference_mode():
+        record = Record(torch.device("cpu"))
+    assert not any(t.is_inference() for t in (record.flags, record.claim, record.host))
 
 
 # --- what stands behind, beside and between ---

@@ -239,5 +239,5 @@ def _box_of(coords: Tensor) -> Box:
         return Box((0,) * coords.shape[1], (1,) * coords.shape[1])
     low, high = torch.stack(torch.aminmax(coords, dim=0)).tolist()
     size = tuple(b - a + 1 for a, b in zip((0, *low[1:]), high))
-    check_box(size, coords)
+    check_box((0, *low[1:]), size, coords)
     return Box((0, *low[1:]), size)

@@ -199,7 +199,7 @@ def _path(
         c,
         mode,
         bool(has_weight),
-        float(weight),
+        float(weight),  # type: ignore[arg-type]
         tuple(sizes[letter] for letter in MODES[mode].weight),
     )
 

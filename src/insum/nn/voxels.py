@@ -29,6 +29,8 @@ AXES = ("x", "y", "z", "t")
 USUAL_DIMENSIONS = 3
 #: Dtypes whose values int32 holds.
 _NARROW = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32)
+#: Coordinates below this have neighbours that 64 bits hold.
+FARTHEST = 2**62
 #: More batches than this, out of order, beside a last column of zeros, are coordinates.
 _MANY_BATCHES = 256
 
@@ -319,14 +321,20 @@ def _box(coords: Tensor, shape: Sizes | None) -> Box:
             raise _first_outside(coords, axis, limit)
     low = (0,) * (ndim + 1) if shape else (0, *least[1:])
     size = (most[0] + 1, *(shape or [b - a + 1 for a, b in zip(least[1:], most[1:])]))
-    check_box(size, coords)
+    check_box(low, size, coords)
     return Box(low, size)
 
 
-def check_box(size: tuple[int, ...], coords: Tensor | None = None) -> None:
-    """Every place of a box has a key of 64 bits; of voxels the two that are farthest apart are
-    named where it has not.
+def check_box(low: Sequence[int], size: tuple[int, ...], coords: Tensor | None = None) -> None:
+    """Every place of a box has a key of 64 bits, and so have the places around it; of voxels the
+    two that are farthest apart are named where a key has not.
     """
+    for name, first, extent in zip(("batch", *AXES), low, size):
+        if extent < FARTHEST and not -FARTHEST <= first <= FARTHEST - extent:
+            raise IndexRangeError(
+                f"{name} goes from {first} to {first + extent - 1}",
+                expected="coordinates from -2**62 to 2**62 - 1",
+            )
     if math.prod(size) < 2**63:
         return
     where = ""
