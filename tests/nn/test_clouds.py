@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ import insum
 from insum.nn import (
     GlobalPool,
     SparseAvgPool2d,
+    SparseAvgPool3d,
     SparseConv1d,
     SparseConv2d,
     SparseConv3d,
@@ -35,6 +37,8 @@ from insum.nn import (
     load_torchsparse,
     voxelize,
 )
+from insum.nn.models import MinkUNet
+from insum.runtime.record import Record
 
 
 def cloud(ndim: int = 3, channels: int = 2, seed: int = 0, batches: int = 2) -> SparseTensor:
@@ -488,6 +492,46 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[insum.InsumError], str]] = 
         "at most half of the kernel",
     ),
     "global reduction": (lambda: GlobalPool("min"), insum.UnsupportedError, "reduction 'min'"),
+    "coordinates without neighbours": (
+        lambda: SparseTensor(torch.tensor([[2**63 - 1, 0, 0]]), torch.ones(1, 2)),
+        insum.IndexRangeError,
+        "x goes from 9223372036854775807 to 9223372036854775807",
+    ),
+    "outputs too far away": (
+        lambda: SparseConv1d(2, 2, 2, 4, transposed=True)(
+            SparseTensor(torch.tensor([[-(2**61)]]), torch.ones(1, 2), ndim=1)
+        ),
+        insum.IndexRangeError,
+        "x goes from -9223372036854775808",
+    ),
+    "too few batches, mean": (
+        lambda: GlobalPool("mean")(batch([cloud(), cloud()]), 1),
+        insum.IndexRangeError,
+        "which has size 1",
+    ),
+    "too few batches, max": (
+        lambda: GlobalPool("max")(batch([cloud(), cloud()]), 1),
+        insum.IndexRangeError,
+        "which has size 1",
+    ),
+    "stages": (
+        lambda: MinkUNet(3, 5, blocks=(1, 2)),
+        insum.BindingError,
+        "blocks is (1, 2)\n  expected: 8 numbers",
+    ),
+    "weights that are none": (
+        lambda: load_spconv(SparseConv3d(2, 2, 3, bias=False), {"weight": 3}),  # type: ignore[dict-item]
+        insum.DtypeError,
+        "weight is 3",
+    ),
+    "a bias that is none": (
+        lambda: load_minkowski(
+            SparseConv3d(2, 2, 1),
+            {"kernel": torch.ones(2, 2), "bias": [0, 0]},  # type: ignore[dict-item]
+        ),
+        insum.DtypeError,
+        "bias is [0, 0]",
+    ),
     "a tensor in a sequence": (
         lambda: SparseSequential(nn.ReLU())(torch.ones(2, 2)),  # type: ignore[arg-type]
         insum.DtypeError,
@@ -533,3 +577,82 @@ def test_batches_that_come_first(coords: Tensor) -> None:
 
 def test_who_says_ndim_is_believed() -> None:
     assert SparseTensor(SHUFFLED, torch.ones(3, 2), ndim=3).batch_size == 8
+
+
+# --- modes of PyTorch around a first call ---
+
+
+LAYERS: dict[str, Callable[[], Callable[[SparseTensor], Any]]] = {
+    "conv": lambda: SparseConv3d(2, 3, 3, submanifold=True),
+    "pairs": lambda: SparseConv3d(2, 3, 5),
+    "mean": lambda: SparseAvgPool3d(2),
+    "global": lambda: GlobalPool("mean"),
+    "kept": lambda: lambda x: SparseMaxPool3d(2)(x.keep(x.coords[:, 1] >= 0)),
+    "made inside": lambda: lambda x: SparseMaxPool3d(2)(SparseTensor(x.coords + 1, x.features)),
+    "voxelized": lambda: (
+        lambda x: SparseMaxPool3d(2)(voxelize(x.coords[:, 1:].float(), 2.0, x.features))
+    ),
+    "devoxelized": lambda: lambda x: devoxelize(x, torch.rand(4, 3), 1.0),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("mode", ["inference", "grad", "jvp"])
+def test_maps_outlive_the_mode_that_they_were_made_under(name: str, mode: str) -> None:
+    torch.manual_seed(0)
+    layer, x = LAYERS[name](), cloud()
+
+    def values(features: Tensor) -> Tensor:
+        torch.manual_seed(0)
+        out = layer(x.with_features(features))
+        return (out.features if isinstance(out, SparseTensor) else out).square().sum()
+
+    given = torch.randn(x.features.shape)
+    found: Tensor | None = None
+    if mode == "inference":
+        with torch.inference_mode():
+            values(given)
+    elif mode == "grad":
+        found = torch.func.grad(values)(given)
+    else:
+        torch.func.jvp(values, (given,), (given,))
+    (again,) = torch.autograd.grad(values(given.requires_grad_()), given)
+    assert found is None or torch.equal(found, again)
+
+
+def test_a_record_of_offences_can_be_emptied_outside_of_the_mode_it_was_made_under() -> None:
+    with torch.inference_mode():
+        record = Record(torch.device("cpu"))
+    assert not any(t.is_inference() for t in (record.flags, record.claim, record.host))
+
+
+# --- what stands behind, beside and between ---
+
+
+def test_a_head_in_a_sequence() -> None:
+    x = cloud()
+    head = SparseSequential(
+        SparseConv3d(2, 4, 3, submanifold=True), nn.ReLU(), GlobalPool("mean"), nn.Linear(4, 5)
+    )
+    assert_close(head(x), head[3](head[2](x.with_features(head[0](x).features.relu()))))
+
+
+def test_features_between_integers() -> None:
+    x = SparseTensor(torch.tensor([[0], [1]]), torch.tensor([[1], [2]]), ndim=1)
+    found = devoxelize(x, torch.tensor([[1.0], [0.5]]), 1.0)
+    assert_close(found, torch.tensor([[1.5], [1.0]]))
+
+
+def test_numbers_minus_features() -> None:
+    x = cloud()
+    for found, wanted in ((1 - x, 1 - x.features), (-x, -x.features), (x / 2, x.features / 2)):
+        assert found.voxels is x.voxels
+        assert_close(found.features, wanted)
+
+
+def test_sizes_of_numpy() -> None:
+    three = np.int64(3)
+    layer = SparseConv3d(2, 2, three, stride=(np.int32(2), 2, 2))  # type: ignore[arg-type]
+    x = SparseTensor(torch.tensor([[0, 1, 2]]), torch.ones(1, 2), spatial_shape=(three,) * 3)
+    kinds = {type(n) for n in (*layer.geometry.kernel, *layer.geometry.stride, *x.spatial_shape)}  # type: ignore[misc]
+    assert kinds == {int}

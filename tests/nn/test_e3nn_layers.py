@@ -153,6 +153,16 @@ def test_pairs_of_multiplicities(o3: Any) -> None:
     assert ours.statements()[1].endswith("X[b,J[p,q],A[r]] * Y[b,K[p,q],B[r]] * W[L[p],r,w]")
 
 
+@pytest.mark.parametrize("shared", [True, False])
+def test_paths_of_no_pairs(shared: bool) -> None:
+    """One multiplicity has no pairs: paths with weights of no elements lead nowhere."""
+    paths = [(0, 0, 0, "u<vw", True), (0, 0, 1, "uvu<v", True)]
+    irreps = "1x1o", "1x1o", "2x1e+0x1e+1x0e"
+    product = TensorProduct(*irreps, paths, shared_weights=shared)
+    assert product.weight_numel == 0 and not product.output_mask.any()
+    assert_close(product(torch.randn(4, 3), torch.randn(4, 3)), torch.zeros(4, 7))
+
+
 def test_what_e3nn_has_beside_products(o3: Any) -> None:
     irreps = "4x0e+4x1o", "0e+1o", "4x0e+4x1o"
     ours = FullyConnectedTensorProduct(*irreps)

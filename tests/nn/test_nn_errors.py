@@ -354,6 +354,21 @@ CASES: dict[str, tuple[Callable[[], object], type[insum.InsumError], str]] = {
         insum.UnsupportedError,
         "irrep_normalization is 'unit'",
     ),
+    "a negative variance": (
+        lambda: TensorProduct("0e", "0e", "0e", [], in2_var=[-1.0]),
+        insum.DtypeError,
+        "in2_var[0] is -1.0",
+    ),
+    "a negative path weight": (
+        lambda: TensorProduct("0e", "0e", "0e", [(0, 0, 0, "uvw", True, -1.0)]),
+        insum.DtypeError,
+        "path_weight is -1.0",
+    ),
+    "a path weight that is no number": (
+        lambda: TensorProduct("0e", "0e", "0e", [(0, 0, 0, "uvw", True, float("nan"))]),
+        insum.DtypeError,
+        "path_weight is nan",
+    ),
     "variances": (
         lambda: TensorProduct("0e", "0e", "0e", [], in1_var=[1.0, 2.0]),
         insum.BindingError,

@@ -169,6 +169,8 @@ def test_mistakes() -> None:
         from_e3nn(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(insum.UnsupportedError, match="scripted"):
         swap(torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(insum.UnsupportedError, match="from_e3nn"):
+        swap(o3.Linear("0e", "0e"))
     with pytest.raises(insum.InsumError, match=r"a torch\.nn\.Module"):
         swap("model")  # type: ignore[arg-type]
 

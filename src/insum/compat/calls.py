@@ -232,15 +232,46 @@ def is_plain_call(values: Iterable[object]) -> bool:
 
 
 def untracked() -> AbstractContextManager[object]:
-    """Neither autograd nor inference mode, for what is kept: tensors made under inference mode
-    could not be used outside of it. Entering nothing is quicker, where nothing has to be changed.
+    """Neither autograd nor inference mode nor a transform of torch.func, for what is kept: tensors
+    made under one of them could not be used outside of it. Entering nothing is quicker, where
+    nothing has to be changed.
     """
-    if torch.is_inference_mode_enabled():
+    if torch.compiler.is_compiling():
+        return _NOTHING
+    if torch.is_inference_mode_enabled() or is_transformed():
         stack = ExitStack()
+        stack.enter_context(_untransformed())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         return stack
     return _NO_GRAD if torch.is_grad_enabled() else _NOTHING
+
+
+def _untransformed() -> AbstractContextManager[object]:
+    """No transform of torch.func, where this torch lets one leave them for a while."""
+    if not is_transformed():
+        return nullcontext()
+    try:
+        from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+        return temporarily_clear_interpreter_stack()
+    except ImportError:
+        return nullcontext()
+
+
+def without_levels(values: Tensor) -> Tensor:
+    """Integers as they are outside of the gradients of torch.func, which do not concern them;
+    what vmap maps over stays what it is.
+    """
+    if torch.compiler.is_compiling() or not is_transformed():
+        return values
+    try:
+        functions: Any = torch._C._functorch
+        while functions.is_gradtrackingtensor(values):
+            values = functions.get_unwrapped(values)
+    except AttributeError:
+        pass
+    return values
 
 
 class _NoGrad:

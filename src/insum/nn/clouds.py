@@ -144,7 +144,7 @@ def devoxelize(
             ``"nearest"``, that of the voxel which a point lies in.
 
     Returns:
-        (points, channels); 0 where there is no voxel.
+        (points, channels); 0 where there is no voxel. Between integers are numbers of float32.
 
     Raises:
         BindingError: Shapes that do not fit, or sizes that are not positive.
@@ -179,10 +179,11 @@ def devoxelize(
     if mode == "nearest":
         share = (found >= 0).double()
     share = share / share.sum(0).clamp(min=1e-12)
+    kind = x.dtype if x.dtype.is_floating_point or x.dtype.is_complex else torch.float32
     return insum.insum(
         "Out[p,c] = Share[k,p] * In[Nb[k,p],c]",
         padded=("Nb",),
-        Share=share.to(x.features.dtype),
+        Share=share.to(kind),
         Nb=found,
         In=x.features,
     )
@@ -238,5 +239,5 @@ def _box_of(coords: Tensor) -> Box:
         return Box((0,) * coords.shape[1], (1,) * coords.shape[1])
     low, high = torch.stack(torch.aminmax(coords, dim=0)).tolist()
     size = tuple(b - a + 1 for a, b in zip((0, *low[1:]), high))
-    check_box(size, coords)
+    check_box((0, *low[1:]), size, coords)
     return Box((0, *low[1:]), size)

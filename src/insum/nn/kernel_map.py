@@ -140,14 +140,14 @@ class Geometry:
             there &= (offset % _with_batch(self.dilation, coords, 1) == 0).all(-1)
         return outputs, there
 
-    def bounds(self, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    def bounds(self, low: Sequence[int], high: Sequence[int]) -> tuple[Sizes, Sizes]:
         """The box of the outputs that voxels in a box reach; both ends are part of it."""
-        stride, padding = _with_batch(self.stride, low, 1), _with_batch(self.padding, low)
-        reach = _with_batch(self.reach, low)
-        if self.transposed:
-            return low * stride - padding, high * stride - padding + reach
-        first = -(reach - low - padding).div(stride, rounding_mode="floor")
-        return first, (high + padding).div(stride, rounding_mode="floor")
+        every = zip(low, high, (1, *self.stride), (0, *self.padding), (0, *self.reach))
+        ends = [
+            (a * s - p, b * s - p + r) if self.transposed else (-((r - a - p) // s), (b + p) // s)
+            for a, b, s, p, r in every
+        ]
+        return tuple(a for a, _ in ends), tuple(b for _, b in ends)
 
     def spatial_shape(self, shape: Sizes | None) -> Sizes | None:
         """The size of the outputs, as PyTorch's dense convolutions have it."""
@@ -191,7 +191,8 @@ def kernel_map(
     if target is None:
         made: tuple[Voxels, SparseFormat] | None = inputs.maps.get(geometry)
         if made is None:
-            made = _map_to_reached(inputs, geometry)
+            with untracked():
+                made = _map_to_reached(inputs, geometry)
             if not is_recorded(inputs.coords.device):
                 keep(inputs.maps, geometry, made, MOST_MAPS)
         return made
@@ -199,7 +200,8 @@ def kernel_map(
     held = inputs.maps.get(key)
     if held is None or held[0]() is not target:
         gone = functools.partial(_let_go, weakref.ref(inputs), key)
-        held = weakref.ref(target, gone), build_map(inputs, target, geometry)
+        with untracked():
+            held = weakref.ref(target, gone), build_map(inputs, target, geometry)
         if not is_recorded(inputs.coords.device):
             inputs.maps.pop(key, None)
             keep(inputs.maps, key, held, MOST_MAPS)
@@ -215,11 +217,8 @@ def _let_go(owner: weakref.ref[Voxels], key: object, _: object) -> None:
 
 def _map_to_reached(inputs: Voxels, geometry: Geometry) -> tuple[Voxels, SparseFormat]:
     """The voxels that a kernel reaches, and the map to them."""
-    if inputs.is_hashed and inputs.count:
-        with untracked():
-            outputs = _reached_at_once(inputs, geometry)
-    else:
-        outputs = _reached(inputs, geometry)
+    hashed = inputs.is_hashed and inputs.count
+    outputs = (_reached_at_once if hashed else _reached)(inputs, geometry)
     outputs.in_batches(inputs)
     return outputs, build_map(inputs, outputs, geometry)
 
@@ -245,8 +244,7 @@ def build_map(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> SparseForm
 def _table_on_device(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> NeighborTable:
     """The table, with what statements over it ask for: it is not known to come back."""
     stencil = geometry.stencil(outputs.coords.device)
-    with untracked():
-        table, words = hashing.find(inputs.table, outputs.coords, stencil)
+    table, words = hashing.find(inputs.table, outputs.coords, stencil)
     shape = (*table.shape, inputs.coords.shape[0])
     entry = memory.made(table)
     entry.given = True
@@ -271,17 +269,16 @@ def _reached(inputs: Voxels, geometry: Geometry) -> Voxels:
     """Every voxel that some input contributes to, in ascending order."""
     shape = geometry.spatial_shape(inputs.spatial_shape)
     box = inputs.box
-    ends = torch.tensor([box.low, [a + b - 1 for a, b in zip(box.low, box.size)]])
-    low, high = (end.tolist() for end in geometry.bounds(*ends))
+    low, high = geometry.bounds(box.low, [a + b - 1 for a, b in zip(box.low, box.size)])
     if shape is not None:
-        low, high = [0] * len(low), [high[0], *(s - 1 for s in shape)]
+        low, high = (0,) * len(low), (high[0], *(s - 1 for s in shape))
     size = tuple(max(1, b - a + 1) for a, b in zip(low, high))
-    check_box(size)
+    check_box(low, size)
     keys = [
         _keys_inside(*geometry.reached(inputs.coords, part), low, size)
         for part in _parts(geometry.steps(inputs.coords.device), inputs.count)
     ]
-    return Voxels.of_sorted(_unique(torch.cat(keys)), Box(tuple(low), size), shape)
+    return Voxels.of_sorted(_unique(torch.cat(keys)), Box(low, size), shape)
 
 
 def _reached_at_once(inputs: Voxels, geometry: Geometry) -> Voxels:
@@ -291,7 +288,7 @@ def _reached_at_once(inputs: Voxels, geometry: Geometry) -> Voxels:
     count, *corners = found.numbers()
     axes = geometry.ndim + 1
     box = Box(tuple(corners[:axes]), tuple(corners[axes:]))
-    check_box(box.size)
+    check_box(box.low, box.size)
     made = Voxels(found.coords(count), shape)
     made.__dict__["box"] = box
     return made

@@ -9,7 +9,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from insum.accepted import COUNTS, Accepted, is_size, require
+from insum.errors import BindingError
 from insum.nn.conv import SparseConv3d
+
+STEM = Accepted(
+    "a pair of integers of at least 1: the size of a kernel, channels",
+    lambda v: isinstance(v, tuple | list) and len(v) == 2 and all(is_size(n, 1) for n in v),
+)
 
 
 class MinkUNet(nn.Module):
@@ -23,6 +30,9 @@ class MinkUNet(nn.Module):
         blocks: Blocks at each of the eight stages: `MINKUNET18`, `MINKUNET34`.
         widths: Channels at each of them.
         stem: The size of the first kernel, and the channels behind it.
+
+    Raises:
+        BindingError: There are not eight stages.
 
     >>> from insum.nn import SparseTensor
     >>> x = SparseTensor(torch.cartesian_prod(*[torch.arange(4)] * 3), torch.randn(64, 3))
@@ -46,6 +56,8 @@ class MinkUNet(nn.Module):
         stem: tuple[int, int] = (5, 32),
     ) -> None:
         super().__init__()
+        _check_stages(blocks=blocks, widths=widths)
+        require("stem", stem, STEM)
         kernel, width = stem
         self.conv0p1s1 = self.same(in_channels, width, kernel, 0)
         self.bn0 = nn.BatchNorm1d(width)
@@ -108,6 +120,14 @@ class MinkUNet(nn.Module):
 
     def activated(self, x: Any, norm: nn.Module) -> Any:
         return self.replaced(x, norm(x.features).relu())
+
+
+def _check_stages(**given: Sequence[int]) -> None:
+    stages = len(MinkUNet.DOWN) + len(MinkUNet.UP)
+    for name, numbers in given.items():
+        require(name, numbers, COUNTS)
+        if len(numbers) != stages:
+            raise BindingError(f"{name} is {numbers!r}", expected=f"{stages} numbers, one a stage")
 
 
 class ResidualBlock(nn.Module):

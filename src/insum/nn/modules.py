@@ -26,7 +26,8 @@ class SparseModule(nn.Module):
 class SparseSequential(nn.Sequential):
     """Modules one after the other, on a `SparseTensor`: layers over voxels, and modules that have
     such layers inside, take it whole; all others (norms, activations, dropout, linear layers) take
-    its features, one row for each voxel.
+    its features, one row for each voxel. What a `GlobalPool` makes is a tensor, which modules
+    behind it take as it is.
 
     >>> import torch
     >>> from insum.nn import SparseConv3d
@@ -43,12 +44,14 @@ class SparseSequential(nn.Sequential):
                 raise DtypeError(f"a step is {shown(module)}", expected="modules")
         super().__init__(*modules)  # type: ignore[arg-type]
 
-    def forward(self, x: SparseTensor) -> SparseTensor:
+    def forward(self, x: SparseTensor) -> Any:
         if not isinstance(x, SparseTensor):
             raise DtypeError(f"x is {shown(x)}", expected="a SparseTensor")
+        held: Any = x
         for module in self:
-            x = module(x) if takes_voxels(module) else x.with_features(module(x.features))
-        return x
+            whole = takes_voxels(module) or not isinstance(held, SparseTensor)
+            held = module(held) if whole else held.with_features(module(held.features))
+        return held
 
 
 def takes_voxels(module: nn.Module) -> bool:
@@ -68,7 +71,7 @@ def per_axis(name: str, size: SizePerAxis, least: int, ndim: int) -> Sizes:
             f"{name} is {size!r}",
             expected=f"an integer of at least {least}, or {ndim}: {axes_of(ndim)}",
         )
-    return sizes
+    return tuple(map(int, sizes))
 
 
 def geometry_of(

@@ -29,12 +29,18 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from insum.accepted import NUMBER, require
+from insum.accepted import Accepted, is_number, require
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import GroupCOO
 from insum.nn.irreps import Irreps
 from insum.nn.multilinear import Multilinear
 from insum.nn.wigner import wigner_3j
+
+#: A square root is taken of it.
+VARIANCE = Accepted(
+    "a finite number of at least 0",
+    lambda v: is_number(v) and not isinstance(v, complex) and 0 <= v < math.inf,
+)
 
 
 @dataclass(frozen=True)
@@ -145,6 +151,8 @@ def _check_rule(in1: Irreps, in2: Irreps, out: Irreps, rule: Normalisation) -> N
         ("in2_var", rule.in2_var, in2),
         ("out_var", rule.out_var, out),
     ):
+        for number, variance in enumerate(variances or ()):
+            require(f"{name}[{number}]", variance, VARIANCE)
         if variances is not None and len(variances) != len(irreps):
             raise BindingError(
                 f"{name} has {len(variances)} value(s), but the irreps {irreps} have "
@@ -169,13 +177,8 @@ def _path(
                 f"{where}: {name} is {i}",
                 expected=f"a term of {irreps}, from 0 to {len(irreps) - 1}",
             )
-    require(f"{where}: path_weight", weight, NUMBER)
-    assert (
-        isinstance(a, int)
-        and isinstance(b, int)
-        and isinstance(c, int)
-        and isinstance(weight, int | float)
-    )
+    require(f"{where}: path_weight", weight, VARIANCE)
+    assert isinstance(a, int) and isinstance(b, int) and isinstance(c, int)
     (mul1, ir1), (mul2, ir2), (mul3, ir3) = in1[a], in2[b], out[c]
     if ir3 not in ir1 * ir2:
         raise BindingError(
@@ -196,7 +199,7 @@ def _path(
         c,
         mode,
         bool(has_weight),
-        float(weight),
+        float(weight),  # type: ignore[arg-type]
         tuple(sizes[letter] for letter in MODES[mode].weight),
     )
 
@@ -410,7 +413,7 @@ def groups_of(
         terms = in1[path.i_in1], in2[path.i_in2], out[path.i_out]
         muls = tuple(mul for mul, _ in terms)
         key = path.mode, muls, path.has_weight
-        if 0 not in muls and path.coefficient != 0:
+        if 0 not in (*muls, *path.shape) and path.coefficient != 0:
             points = int((wigner_3j(*(ir.l for _, ir in terms)) != 0).sum())
             part, held = parts.get(key, (0, 0))
             part, held = (part, held + points) if held + points <= most else (part + 1, points)

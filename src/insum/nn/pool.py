@@ -9,6 +9,7 @@ from torch import Tensor
 
 import insum
 from insum.accepted import FLAG, SIZE, shown, takes
+from insum.compat.calls import untracked
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import NeighborTable, SparseFormat
 from insum.memory import remembered
@@ -216,8 +217,9 @@ def scattered(values: Tensor, rows: Tensor, count: int, reduce: str) -> Tensor:
     given: dict[str, Any] = {"r": rows, "In": values, "out_shape": (count, values.shape[1])}
     if reduce == "sum":
         return insum.insum("Out[r[p],c] = In[p,c]", **given)
-    many = torch.zeros(count, device=rows.device)
-    many.index_add_(0, rows.long(), torch.ones(rows.shape, device=rows.device))
+    # by a statement, which looks at the rows: torch's own kernels would not say what is wrong
+    ones = torch.ones(rows.shape, device=rows.device)
+    many = insum.insum("Out[r[p]] = One[p]", r=rows, One=ones, out_shape=(count,))
     if reduce == "mean":
         # in float32: the sum of many half-precision numbers may be too large for one of them
         shares = many.clamp(min=1).reciprocal()
@@ -249,7 +251,8 @@ def _shares(found: SparseFormat, dtype: torch.dtype) -> Tensor:
     """One over how many inputs every output has; kept with a table."""
 
     def make() -> Tensor:
-        return _counts(found).clamp(min=1).reciprocal().to(dtype)
+        with untracked():
+            return _counts(found).clamp(min=1).reciprocal().to(dtype)
 
     if not isinstance(found, NeighborTable):
         return make()

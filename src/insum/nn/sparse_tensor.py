@@ -51,9 +51,10 @@ class SparseTensor:
     z, t, or (N, dimensions) for a single batch, and ``features`` (N, channels).
 
     Every voxel stands once; the order is free. ``spatial_shape`` bounds the coordinates to ``0 ..
-    size-1``, as a dense grid does; without it they may be any integers. There are as many
-    dimensions as ``spatial_shape`` has sizes, else ``ndim``, else three. Layers keep the kernel
-    maps that they build with the voxels, so that all layers of one resolution share them.
+    size-1``, as a dense grid does; without it they may be any integers from -2**62 to 2**62 - 1.
+    There are as many dimensions as ``spatial_shape`` has sizes, else ``ndim``, else three. Layers
+    keep the kernel maps that they build with the voxels, so that all layers of one resolution
+    share them.
 
     >>> coords = torch.tensor([[0, 0, 0, 0], [0, 1, 0, 2], [1, 1, 1, 1]])
     >>> x = SparseTensor(coords, torch.ones(3, 8), spatial_shape=(4, 4, 4))
@@ -144,13 +145,13 @@ class SparseTensor:
         if sizes is None:
             low, sizes = _bounds(coords)
         batches = batch_size or self.voxels.batch_size
-        _check_inside(coords, low, (batches, *sizes))
         if batches * math.prod(sizes) * self.features.shape[1] >= LARGEST_GRID:
             raise BindingError(
                 f"a grid of {(batches, self.features.shape[1], *sizes)} is too large",
                 expected="a box that memory can hold",
                 remedy="keep part of it, or coarser voxels",
             )
+        _check_inside(coords, low, (batches, *sizes))
         place = coords - torch.tensor(low, device=coords.device) if any(low) else coords
         grid = self.features.new_zeros(batches, *sizes, self.features.shape[1])
         return grid.index_put(tuple(place.unbind(1)), self.features).movedim(-1, 1)
@@ -259,6 +260,15 @@ class SparseTensor:
 
     def __mul__(self, other: Any) -> Self:
         return self._combined(other, operator.mul)
+
+    def __truediv__(self, other: Any) -> Self:
+        return self._combined(other, operator.truediv)
+
+    def __rsub__(self, other: Any) -> Self:
+        return self._combined(other, lambda own, given: given - own)
+
+    def __neg__(self) -> Self:
+        return self * -1
 
     __radd__, __rmul__ = __add__, __mul__
 

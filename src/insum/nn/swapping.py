@@ -97,11 +97,21 @@ def swap(model: nn.Module) -> Swapped:
     Returns:
         What was replaced by what; print it.
 
+    Raises:
+        insum.UnsupportedError: The model is scripted, or a layer of e3nn itself, which nothing
+            holds that could hold another.
+
     Examples:
         >>> print(swap(torch.nn.Sequential(torch.nn.Linear(2, 3))))
         <BLANKLINE>
     """
     _refuse_scripts(model)
+    if not _is_own(model) and _is_layer(model):
+        raise UnsupportedError(
+            f"the model is a layer itself, {type(model).__name__}, which nothing holds",
+            expected="a model with layers inside",
+            remedy="from_e3nn(model) gives the layer that replaces it",
+        )
     planned: list[tuple[nn.Module, str, nn.Module, Replacement]] = []
     kept: list[tuple[str, str]] = []
     made: dict[int, nn.Module] = {}
@@ -174,11 +184,14 @@ def _is_contraction(module: object) -> bool:
     return named and all(hasattr(part, "U_matrix_1") for part in parts or ())
 
 
+def _is_own(module: nn.Module) -> bool:
+    own = TensorProduct | TensorProductConv | Linear | SymmetricContraction | ScatteredProduct
+    return isinstance(module, own)
+
+
 def _is_layer(module: nn.Module) -> bool:
     """Whether a module is replaced as a whole, or is one of ours."""
-    if isinstance(module, TensorProduct | TensorProductConv | Linear | SymmetricContraction):
-        return True
-    if _is_named(module, "TensorProductScatter") or isinstance(module, ScatteredProduct):
+    if _is_own(module) or _is_named(module, "TensorProductScatter"):
         return True
     return _is_product(module) or _is_named(module, "Linear", "e3nn.") or _is_contraction(module)
 

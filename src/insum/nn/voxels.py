@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from insum.accepted import ELEMENTS, SHAPE, is_common, is_size, require
-from insum.compat.calls import empty, untracked
+from insum.compat.calls import empty, untracked, without_levels
 from insum.errors import BindingError, FormatError, IndexRangeError, InsumError
 from insum.nn.checks import integers, kernels_look, sent
 from insum.runtime import hashing
@@ -29,6 +29,8 @@ AXES = ("x", "y", "z", "t")
 USUAL_DIMENSIONS = 3
 #: Dtypes whose values int32 holds.
 _NARROW = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32)
+#: Coordinates below this have neighbours that 64 bits hold.
+FARTHEST = 2**62
 #: More batches than this, out of order, beside a last column of zeros, are coordinates.
 _MANY_BATCHES = 256
 
@@ -58,6 +60,9 @@ class Voxels:
     coords: Tensor
     spatial_shape: Sizes | None = None
     maps: dict[object, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "coords", without_levels(self.coords))
 
     @classmethod
     def of(
@@ -89,10 +94,11 @@ class Voxels:
         dimensions = _dimensions(ndim, shape)
         given = _checked_coords(coords, dimensions, ndim is None)
         if not kernels_look(given):
-            made = cls(_copied(given, dimensions), shape)
-            if ndim is None and given.shape[1] > dimensions:
-                _check_batch_first(made.coords)
-            made.check()
+            with untracked():
+                made = cls(_copied(without_levels(given), dimensions), shape)
+                if ndim is None and given.shape[1] > dimensions:
+                    _check_batch_first(made.coords)
+                made.check()
             return made
         # a copy, too, which the kernel that looks at them makes
         with untracked():
@@ -103,8 +109,10 @@ class Voxels:
     @classmethod
     def of_sorted(cls, keys: Tensor, box: Box, spatial_shape: Sizes | None) -> Self:
         """From ascending keys, known to be right."""
-        made = cls(_coords(keys, box), spatial_shape)
-        order = torch.arange(keys.shape[0], dtype=torch.int32, device=keys.device)
+        with untracked():
+            keys = without_levels(keys)
+            made = cls(_coords(keys, box), spatial_shape)
+            order = torch.arange(keys.shape[0], dtype=torch.int32, device=keys.device)
         made.__dict__.update(box=box, ranked=(keys, order))
         return made
 
@@ -142,13 +150,15 @@ class Voxels:
     @functools.cached_property
     def batches(self) -> Tensor:
         """The batch of every voxel."""
-        return self.coords[:, 0].contiguous()
+        with untracked():
+            return self.coords[:, 0].contiguous()
 
     @functools.cached_property
     def ranked(self) -> tuple[Tensor, Tensor]:
         """Keys in ascending order, and the row in ``coords`` of each."""
-        keys, order = keys_of(self.coords, self.box.low, self.box.size).sort()
-        return keys, order.to(torch.int32)
+        with untracked():
+            keys, order = keys_of(self.coords, self.box.low, self.box.size).sort()
+            return keys, order.to(torch.int32)
 
     @functools.cached_property
     def table(self) -> hashing.Table:
@@ -243,7 +253,7 @@ def _checked_shape(shape: Sequence[int] | None) -> Sizes | None:
             f"spatial_shape is {shape!r}",
             expected="one to four sizes of at least 1, one for each of x, y, z, t",
         )
-    return tuple(shape)
+    return tuple(n if isinstance(n, torch.SymInt) else int(n) for n in shape)
 
 
 def _checked_coords(coords: Tensor, ndim: int, usual: bool) -> Tensor:
@@ -311,14 +321,20 @@ def _box(coords: Tensor, shape: Sizes | None) -> Box:
             raise _first_outside(coords, axis, limit)
     low = (0,) * (ndim + 1) if shape else (0, *least[1:])
     size = (most[0] + 1, *(shape or [b - a + 1 for a, b in zip(least[1:], most[1:])]))
-    check_box(size, coords)
+    check_box(low, size, coords)
     return Box(low, size)
 
 
-def check_box(size: tuple[int, ...], coords: Tensor | None = None) -> None:
-    """Every place of a box has a key of 64 bits; of voxels the two that are farthest apart are
-    named where it has not.
+def check_box(low: Sequence[int], size: tuple[int, ...], coords: Tensor | None = None) -> None:
+    """Every place of a box has a key of 64 bits, and so have the places around it; of voxels the
+    two that are farthest apart are named where a key has not.
     """
+    for name, first, extent in zip(("batch", *AXES), low, size):
+        if extent < FARTHEST and not -FARTHEST <= first <= FARTHEST - extent:
+            raise IndexRangeError(
+                f"{name} goes from {first} to {first + extent - 1}",
+                expected="coordinates from -2**62 to 2**62 - 1",
+            )
     if math.prod(size) < 2**63:
         return
     where = ""
@@ -386,7 +402,14 @@ class _Explained:
             where = " are the same" if place is None else f" are both {tuple(place)}"
             return _twice(first, second, where + EARLIER)
         if place is None:
-            return IndexRangeError(f"coords[{row}] is outside the spatial shape{EARLIER}")
+            where = "has a negative batch" + (
+                ", or is outside the spatial shape" * bool(self.shape)
+            )
+            return IndexRangeError(
+                f"coords[{row}] {where}{EARLIER}",
+                expected="batches from 0, in the first column"
+                + (f", and coordinates below {self.shape}" * bool(self.shape)),
+            )
         limits = [None, *self.shape] if self.shape else [None]
         axis = next(a for a, n in enumerate(limits) if not 0 <= place[a] < (n or place[a] + 1))
         return _outside(row, place, axis, limits[axis], EARLIER)

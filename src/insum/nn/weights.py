@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from insum.accepted import FLAG, TEXT, Accepted, takes
+from insum.accepted import FLAG, TENSOR, TEXT, Accepted, require, takes
 from insum.errors import BindingError, UnsupportedError
 from insum.nn.conv import SparseConv
 
@@ -48,6 +48,7 @@ def load_spconv(
 
     Raises:
         BindingError: A kernel has another shape; nothing is loaded then.
+        DtypeError: What goes by the name of a parameter is no tensor.
         UnsupportedError: There is no such layout.
 
     >>> from insum.nn import SparseConv3d
@@ -74,6 +75,7 @@ def load_torchsparse(model: nn.Module, state: Mapping[str, Tensor], *, strict: b
 
     Raises:
         BindingError: A kernel has another shape; nothing is loaded then.
+        DtypeError: What goes by the name of a parameter is no tensor.
 
     >>> from insum.nn import SparseConv3d
     >>> model = nn.ModuleDict({"same": SparseConv3d(4, 8, 3, submanifold=True, bias=False)})
@@ -101,6 +103,7 @@ def load_minkowski(model: nn.Module, state: Mapping[str, Tensor], *, strict: boo
 
     Raises:
         BindingError: A kernel has another shape; nothing is loaded then.
+        DtypeError: What goes by the name of a parameter is no tensor.
 
     >>> from insum.nn import SparseConv2d
     >>> model = nn.ModuleDict({"conv": SparseConv2d(4, 8, 3, submanifold=True)})
@@ -127,7 +130,7 @@ def _load(
         if kernel is not None:
             made[before + "weight"] = _checked(before + name, conv, kernel, convert)
         bias = made.get(before + "bias")
-        if bias is not None:
+        if isinstance(bias, Tensor):
             made[before + "bias"] = bias.reshape(-1)
     _check_state(model.state_dict(), made, strict)
     model.load_state_dict(made, strict=strict)
@@ -136,7 +139,10 @@ def _load(
 def _check_state(own: Mapping[str, Tensor], given: Mapping[str, Tensor], strict: bool) -> None:
     """PyTorch looks while it loads, and leaves a model that is half of one and half of another."""
     for name, tensor in given.items():
-        if name in own and isinstance(own[name], Tensor) and own[name].shape != tensor.shape:
+        if name not in own or not isinstance(own[name], Tensor):
+            continue
+        require(name, tensor, TENSOR)
+        if own[name].shape != tensor.shape:
             raise BindingError(
                 f"{name} has shape {tuple(tensor.shape)}", expected=f"{tuple(own[name].shape)}"
             )
@@ -152,6 +158,7 @@ def _check_state(own: Mapping[str, Tensor], given: Mapping[str, Tensor], strict:
 
 
 def _checked(name: str, conv: SparseConv, kernel: Tensor, convert: Convert) -> Tensor:
+    require(name, kernel, TENSOR)
     wanted = conv.geometry.volume * conv.in_channels * conv.out_channels
     if conv.groups > 1 or kernel.numel() != wanted:
         raise BindingError(

@@ -21,7 +21,7 @@ from insum.accepted import DEVICE, takes
 from insum.codegen.arguments import CALL, CLAIM, FLAGS, RECORD
 from insum.codegen.checking import SEAL
 from insum.codegen.emit import FLAG_COUNT
-from insum.compat.calls import cudagraph_state, elsewhere, renew_in_children
+from insum.compat.calls import cudagraph_state, elsewhere, renew_in_children, untracked
 from insum.errors import IndexRangeError, InsumError
 from insum.lang.bind import Problem
 from insum.lang.expr import Access, variables
@@ -71,10 +71,11 @@ class Record:
     """The record of one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self.flags = torch.zeros(FLAG_COUNT, dtype=torch.int32, device=device)
-        self.claim = torch.zeros(1, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
-        self.host = torch.zeros(8, dtype=torch.int64, pin_memory=pinned)
+        with untracked():  # it is written to later, whatever mode the first call was under
+            self.flags = torch.zeros(FLAG_COUNT, dtype=torch.int32, device=device)
+            self.claim = torch.zeros(1, dtype=torch.int32, device=device)
+            self.host = torch.zeros(8, dtype=torch.int64, pin_memory=pinned)
         self.view = memoryview(self.host.numpy())  # type: ignore[arg-type]
         self.arguments = {FLAGS: self.flags, CLAIM: self.claim, RECORD: self.host}
         self.numbers = itertools.count(1)
@@ -95,9 +96,9 @@ class Record:
         if not number or number ^ use ^ place ^ value ^ SEAL != seal:
             return None
         found = self.calls.get(number % FLAG_COUNT)
-        self.host.zero_()
-        self.claim.zero_()
-        self.flags.zero_()
+        with untracked():
+            for held in (self.host, self.claim, self.flags):
+                held.zero_()
         if found is None:
             return IndexRangeError(
                 f"an index is {value}, which is out of range{EARLIER[:-1]}, which is long ago)"
