@@ -199,6 +199,18 @@ def test_what_is_absent_stays_absent() -> None:
     assert_close(x.grad, -(torch.tensor([2.0, 1.0]) * x.detach().sin()))
 
 
+def test_slopes_of_integers_are_floats() -> None:
+    n = torch.tensor([-3, 0, 4])
+    ours = insum.insum("y[i] = leaky_relu(n[i], 2)", n=n)
+    torch.testing.assert_close(ours, torch.tensor([-6.0, 0.0, 4.0]))
+
+
+def test_two_kinds_of_halves_are_compared_as_they_are() -> None:
+    x = torch.tensor([0.1, 0.5])
+    ours = insum.insum("y[i] = a[i] == b[i]", a=x.half(), b=x.bfloat16())
+    assert ours.tolist() == (x.half() == x.bfloat16()).tolist() == [0, 1]
+
+
 def test_not_a_number_and_infinities() -> None:
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, 1e30, -1e30])
     for form, theirs in {

@@ -215,11 +215,12 @@ class Evaluator:
         dtype: torch.dtype,
     ) -> GraphValue:
         """Compared as rounded to the narrower of the two dtypes: a half-precision maximum equals
-        the wide value it was rounded from. Numbers and integers are not rounded.
+        the wide value it was rounded from, and 0.1 the nearest of a half. Of two kinds of halves
+        none is the narrower.
         """
-        rounded = [infer(a, self.types).dtype for a in args if is_rounded(a, self.types)]
+        rounded = {infer(a, self.types).dtype for a in args if is_rounded(a, self.types)}
         narrow = min(rounded, key=lambda d: d.itemsize, default=dtype)
-        if narrow.is_floating_point and narrow.itemsize < dtype.itemsize:
+        if narrow.itemsize < dtype.itemsize and rounded != {*_HALVES}:
             values = [self.builder.cast(v, narrow) for v in values]
         holds = self.builder.pointwise(function, values[0], values[1])
         return self._truth(holds.node, holds.vars, dtype)
