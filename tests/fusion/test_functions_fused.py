@@ -81,3 +81,15 @@ def test_values_and_gradients(name: str) -> None:
     run, graphs = compiled(program, fullgraph=True)
     agrees(program, run, make())
     assert counts(graphs) == expected, str(insum.fusion.report())
+
+
+def test_halves_that_were_widened_are_compared_wide() -> None:
+    """0.1 as a half is below 0.1, and equal to it where that is a half too."""
+
+    def program(x: Tensor) -> Tensor:
+        m = x[src].float()
+        return zeros(m).index_add(0, dst, torch.where(m < 0.1, m, 2 * m).relu())
+
+    x = torch.full((N, C), 0.1, dtype=torch.float16)
+    run, _ = compiled(program, fullgraph=True)
+    torch.testing.assert_close(run(x), program(x))

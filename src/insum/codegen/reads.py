@@ -25,7 +25,7 @@ from insum.lang.expr import (
     accesses,
     variables,
 )
-from insum.lang.types import Typed, accumulator, call_type, deciding, infer
+from insum.lang.types import Typed, accumulator, call_type, deciding, infer, is_rounded
 from insum.plan.draft import TRITON
 from insum.plan.sizes import FITTED
 
@@ -315,7 +315,7 @@ class Reads:
             condition = Call("whole", args[:1])
             values[0] = self.argument(condition, self.dtype_of(condition, dtype))
         if function in COMPARED:
-            values = self.rounded(args, values, dtype)
+            values = self.rounded(function, args, values, dtype)
         numbers = [a.value for a in args[count:] if isinstance(a, Number)]
         axes = union(*(v.axes for v in values))
         texts = [v.over(axes) for v in values]
@@ -406,12 +406,17 @@ class Reads:
             else Val(f"tl.full([], {value.text}, tl.{dtype})", value.axes, value.stage)
         )
 
-    def rounded(self, args: tuple[Expr, ...], values: list[Val], dtype: str) -> list[Val]:
-        """What is compared, as rounded to the narrower of its dtypes: a half-precision maximum
-        equals the wide value it was rounded from, and 0.1 the nearest of a half.
+    def rounded(
+        self, function: str, args: tuple[Expr, ...], values: list[Val], dtype: str
+    ) -> list[Val]:
+        """What is compared, as torch rounds it; for equality as rounded to the narrower dtype: a
+        half-precision maximum equals the wide value it was rounded from.
         """
-        halves = {half for arg in args if (half := self.half_of(arg))}
-        if len(halves) != 1:
+        held = [arg for arg in args if is_rounded(arg, self.types)]
+        halves = {self.half_of(arg) for arg in held}
+        if function in ("eq", "ne"):
+            halves -= {""}
+        if len(halves) != 1 or halves == {""}:
             return values
         rounding = f".to(tl.{halves.pop()}).to(tl.{dtype})"
         return [Val(f"({v.text}){rounding}", v.axes, v.stage) for v in values]
