@@ -595,6 +595,7 @@ EVERY_FUNCTION = (
     "whole(sin(x[s[e],f]) + cos(w[e]) + tanh(w[e]) + erf(w[e]) + expm1(w[e]) + log1p(abs(w[e])) "
     "+ gelu(w[e]) + silu(w[e]) + softplus(w[e]) + elu(w[e], 1.5) + leaky_relu(w[e]) + w[e] ** 3 "
     "+ w[e] ** -0.5 + w[e] ** 1.7 + w[e] ** 19 + where(w[e] < 1, x[s[e],f], 2) "
+    "+ (k[e] == 3) + k[e] ** 17 "
     "+ maximum(w[e], minimum(x[s[e],f], 0.5))) * ones(x[s[e],f])"
 )
 
@@ -603,7 +604,7 @@ EVERY_FUNCTION = (
 def test_functions(target: str) -> None:
     edges = torch.zeros(512, dtype=torch.int64)
     values = {"x": torch.zeros(64, 64), "w": torch.ones(512)}
-    values |= {"s": edges, "d": edges}
+    values |= {"s": edges, "d": edges, "k": edges}
     problem = bound(f"y[d[e],f] = {EVERY_FUNCTION}", values, {0: 64})
     for one in launches(inspection.elsewhere(problem, values, architecture=target)):
         found = compile_one(one, target)

@@ -199,6 +199,37 @@ def test_what_is_absent_stays_absent() -> None:
     assert_close(x.grad, -(torch.tensor([2.0, 1.0]) * x.detach().sin()))
 
 
+def test_exponents_in_parentheses() -> None:
+    x = torch.tensor([1.0, 8.0])
+    assert_close = torch.testing.assert_close
+    assert_close(insum.insum("y[i] = x[i] ** (1/3) - x[i] ** -(2)", x=x), x ** (1 / 3) - x**-2)
+
+
+def test_halves_are_ordered_beside_floats_as_in_torch() -> None:
+    x = torch.tensor([0.1, 0.5])
+    ours = insum.insum("y[i] = (h[i] < x[i]) + (h[i] <= 0.1)", h=x.half(), x=x)
+    assert ours.tolist() == [2, 0]
+    assert (x.half() < x).tolist() == [True, False]
+
+
+def test_tangents_of_integers() -> None:
+    x, n = torch.tensor([1.0, -1.0]), torch.arange(2)
+    run = lambda x: insum.insum("y[i] = where(x[i] > 0, 1, n[i])", x=x, n=n)
+    assert torch.equal(torch.func.jvp(run, (x,), (x,))[0], torch.tensor([1, 1]))
+
+
+def test_slopes_of_integers_are_floats() -> None:
+    n = torch.tensor([-3, 0, 4])
+    ours = insum.insum("y[i] = leaky_relu(n[i], 2)", n=n)
+    torch.testing.assert_close(ours, torch.tensor([-6.0, 0.0, 4.0]))
+
+
+def test_two_kinds_of_halves_are_compared_as_they_are() -> None:
+    x = torch.tensor([0.1, 0.5])
+    ours = insum.insum("y[i] = a[i] == b[i]", a=x.half(), b=x.bfloat16())
+    assert ours.tolist() == (x.half() == x.bfloat16()).tolist() == [0, 1]
+
+
 def test_not_a_number_and_infinities() -> None:
     x = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, 1e30, -1e30])
     for form, theirs in {
@@ -217,6 +248,8 @@ def test_not_a_number_and_infinities() -> None:
     ("statement", "says"),
     [
         ("y[i] = x[i] / 0", "a division by the number 0"),
+        ("y[i] = max(x[i], 0)", "write maximum(x, y)"),
+        ("y[i] = x[i] ** (x[i])", "an exponent is a number"),
         ("y[i] = x[i] ** x[i]", "an exponent is a number"),
         ("y[i] = x[i] ** 2 ** 3", "an exponent is a number"),
         ("y[i] = pow(x[i], x[i])", "the last argument of pow is a number, found x[i]"),

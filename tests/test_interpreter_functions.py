@@ -104,3 +104,36 @@ def test_half_precision_maximum_finds_its_winner(dtype: torch.dtype) -> None:
     a, b = torch.randn(8, 16, dtype=dtype, requires_grad=True), torch.randn(16, dtype=dtype)
     (gradient,) = torch.autograd.grad(insum.insum("y[i] max= A[i,j] * b[j]", A=a, b=b).sum(), a)
     assert (gradient != 0).sum(1).ge(1).all()
+
+
+def test_functions_of_integers_are_computed_as_integers() -> None:
+    """In float32, 2**24 and the number behind it are equal."""
+    x = torch.tensor([1.5, 2.5, 3.5])
+    own, other = torch.tensor([2**24, 2**24 + 1, 7]), torch.tensor([2**24 + 1, 2**24 + 1, 8])
+    yes, no = torch.tensor([True, True, False]), torch.tensor([True, False, False])
+    given = {"x": x, "own": own, "other": other, "yes": yes, "no": no}
+    wanted = {
+        "x[i] * (own[i] == other[i])": x * (own == other),
+        "where(own[i] - other[i], x[i], 0)": torch.where(own != other, x, 0),
+        "x[i] * abs(own[i] - other[i])": x * (own - other).abs(),
+        "x[i] * whole(yes[i] + no[i])": x * (yes | no),
+        "where(x[i] > 2.7, own[i], 0)": torch.where(x > 2.7, own, 0),
+    }
+    for form, value in wanted.items():
+        used = {name: tensor for name, tensor in given.items() if f"{name}[" in form}
+        torch.testing.assert_close(insum.insum(f"y[i] = {form}", **used), value)
+
+
+def test_halves_are_compared_with_numbers_as_torch_does() -> None:
+    x = torch.tensor([0.1, 0.33, 1000.0], dtype=torch.float16)
+    for form, holds in {"x[i] < 0.1": x < 0.1, "x[i] == 0.33": x == 0.33}.items():
+        assert torch.equal(insum.insum(f"y[i] = {form}", x=x), holds.half())
+
+
+def test_large_powers() -> None:
+    n = torch.tensor([-3, 1, 2])
+    assert torch.equal(insum.insum("y[i] = n[i] ** 17", n=n), n**17)
+    x = torch.tensor([-0.0, -1.1, 1.1, -float("inf")])
+    for exponent in (17, -17, 2.5, -3.5):
+        found = insum.insum(f"y[i] = x[i] ** {exponent}", x=x)
+        torch.testing.assert_close(found, x**exponent, rtol=2e-6, atol=0, equal_nan=True)

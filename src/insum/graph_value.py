@@ -173,7 +173,7 @@ class Evaluator:
             case "maximum" | "minimum":
                 return self.builder.pointwise(_OF_TWO[function], values[0], values[1])
             case "eq" | "ne" | "lt" | "le":
-                return self._compared(_OF_TWO[function], args, values, dtype)
+                return self._compared(function, args, values, dtype)
             case "step":
                 positive = self.builder.call(torch.gt, values[0].node, 0, name="is_positive")
                 return self._truth(positive, values[0].vars, dtype)
@@ -209,19 +209,21 @@ class Evaluator:
 
     def _compared(
         self,
-        function: Callable[..., Tensor],
+        function: str,
         args: tuple[Expr, ...],
         values: list[GraphValue],
         dtype: torch.dtype,
     ) -> GraphValue:
-        """Compared as rounded to the narrower of the two dtypes: a half-precision maximum equals
-        the wide value it was rounded from. Numbers and integers are not rounded.
+        """Ordered as rounded to the wider of the two dtypes, as torch does it; equal as rounded to
+        the narrower: a half-precision maximum equals the wide value it was rounded from. Of two
+        kinds of halves none is the narrower.
         """
-        rounded = [infer(a, self.types).dtype for a in args if is_rounded(a, self.types)]
-        narrow = min(rounded, key=lambda d: d.itemsize, default=dtype)
-        if narrow.is_floating_point and narrow.itemsize < dtype.itemsize:
+        rounded = {infer(a, self.types).dtype for a in args if is_rounded(a, self.types)}
+        chosen = min if function in ("eq", "ne") else max
+        narrow = chosen(rounded, key=lambda d: d.itemsize, default=dtype)
+        if narrow.itemsize < dtype.itemsize and rounded != {*_HALVES}:
             values = [self.builder.cast(v, narrow) for v in values]
-        holds = self.builder.pointwise(function, values[0], values[1])
+        holds = self.builder.pointwise(_OF_TWO[function], values[0], values[1])
         return self._truth(holds.node, holds.vars, dtype)
 
     # --- products, summed ---

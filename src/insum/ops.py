@@ -185,8 +185,11 @@ class _Differentiable(torch.autograd.Function):
         return None, to_initial, *to_tensors
 
     @staticmethod
-    def jvp(ctx: Any, spec: None, initial: Tensor | None, *tangents: Tensor | None) -> Tensor:
-        return _forward_mode(ctx, initial, tangents)
+    def jvp(
+        ctx: Any, spec: None, initial: Tensor | None, *tangents: Tensor | None
+    ) -> Tensor | None:
+        result = ctx.saved_tensors[len(ctx.spec.names)]
+        return _forward_mode(ctx, initial, tangents) if result.is_floating_point() else None
 
     @staticmethod
     def vmap(

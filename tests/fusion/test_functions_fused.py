@@ -81,3 +81,22 @@ def test_values_and_gradients(name: str) -> None:
     run, graphs = compiled(program, fullgraph=True)
     agrees(program, run, make())
     assert counts(graphs) == expected, str(insum.fusion.report())
+
+
+def test_halves_that_were_widened_are_compared_wide() -> None:
+    """As a half, 0.1 is below 0.1."""
+
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        m = x[src].float()
+        return zeros(m).index_add(0, dst, torch.where(m < w[src], m, 2 * w[src]))
+
+    def chosen(x: Tensor, w: Tensor) -> Tensor:  # a condition says nothing of the result's dtype
+        m = x[src].float()
+        return zeros(m).index_add(0, dst, torch.where(w[src] < 0, m, 2 * m))
+
+    x, w = torch.full((N, C), 0.1, dtype=torch.float16), torch.full((N, C), 0.1)
+    for one in (program, chosen):
+        insum.fusion.clear()
+        run, _ = compiled(one, fullgraph=True)
+        torch.testing.assert_close(run(x, w), one(x, w))
+        assert "failed" not in str(insum.fusion.report())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import insum
-from insum.nn import GATConv, edge_softmax, graph_attention
+from insum.nn import GATConv, GraphConv, edge_softmax, graph_attention
 
 NODES, EDGES = 6, 20
 
@@ -107,6 +107,9 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "edges": (lambda: edge_softmax(torch.ones(2), EDGE[0], 2), "edge_index has shape"),
     "heads": (lambda: graph_attention(torch.ones(2, 5), X, EDGE), "scores have shape"),
     "channels": (lambda: GATConv(5, 4)(torch.ones(3, 4), EDGE), "5 in the last dimension"),
+    "one row": (lambda: GATConv(5, 4)(torch.ones(5), EDGE), "a row for each node"),
+    "more dimensions": (lambda: GATConv(5, 4)(torch.ones(3, 2, 5), EDGE), "a row for each node"),
+    "one row of GraphConv": (lambda: GraphConv(5, 4)(torch.ones(5), EDGE), "a row for each node"),
     "a negative node": (
         lambda: GATConv(5, 4)(torch.ones(3, 5), torch.tensor([[0], [-1]])),
         r"edge_index\[1, 0\] is -1",

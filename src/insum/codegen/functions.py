@@ -84,23 +84,26 @@ def insum_elu(x, scale):
 
 
 """,
-    "insum_power(": """@triton.jit
-def insum_power(x, times: tl.constexpr):
+    "insum_power(": '''@triton.jit
+def insum_power(x, times: tl.constexpr, bits: tl.constexpr):
+    """By squaring: one step for each bit of the exponent but the first."""
     result = x
-    for _ in tl.static_range(times - 1):
-        result *= x
+    for k in tl.static_range(1, bits):
+        result = result * result
+        if (times >> (bits - 1 - k)) % 2 == 1:
+            result = result * x
     return result
 
 
-""",
+''',
     "insum_pow(": '''@triton.jit
-def insum_pow(x, exponent, whole: tl.constexpr, odd: tl.constexpr):
-    """A power of a negative number is one where the exponent is whole."""
+def insum_pow(x, exponent, whole: tl.constexpr):
+    """A power of a negative number is one where the exponent is whole; of -inf it always is."""
     size = tl.exp2(exponent * tl.log2(tl.abs(x)))
     if whole:
-        return tl.where(x < 0, -size, size) if odd else size
+        return size
     else:
-        return tl.where(x < 0, float("nan"), size)
+        return tl.where((x < 0) & (x > float("-inf")), float("nan"), size)
 
 
 ''',
@@ -111,8 +114,8 @@ _BELOW = {
     "insum_expm1(": "insum_tanh(",
     "insum_softplus(": "insum_log1p(",
 }
-#: Powers up to this one are products.
-_MOST_FACTORS = 16
+#: Whole powers below this one are products; numbers beyond it are even.
+_MOST_FACTORS = 2**63
 COMPARED = {"eq": "==", "ne": "!=", "lt": "<", "le": "<="}
 
 
@@ -178,7 +181,8 @@ def _power(x: str, exponent: float, dtype: str) -> str:
         case -0.5:
             return f"tl.rsqrt({x})"
     whole = float(exponent).is_integer()
-    if whole and abs(exponent) <= _MOST_FACTORS:
-        product = f"insum_power({x}, {abs(int(exponent))})"
+    if whole and abs(exponent) < _MOST_FACTORS:
+        times = abs(int(exponent))
+        product = f"insum_power({x}, {times}, {times.bit_length()})"
         return product if exponent > 0 else f"(1.0 / {product})"
-    return f"insum_pow({x}, {_typed(exponent, dtype)}, {whole}, {whole and exponent % 2 == 1})"
+    return f"insum_pow({x}, {_typed(exponent, dtype)}, {whole})"

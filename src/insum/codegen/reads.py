@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
+
+import torch
 
 from insum.codegen.arguments import Length, Passed, Pointer, Stride
 from insum.codegen.frame import Frame
@@ -22,6 +25,8 @@ from insum.lang.expr import (
     accesses,
     variables,
 )
+from insum.lang.types import Typed, accumulator, call_type, deciding, infer, is_rounded
+from insum.plan.draft import TRITON
 from insum.plan.sizes import FITTED
 
 
@@ -288,17 +293,9 @@ class Reads:
             case Call("ones"):
                 return Val(f"tl.full([], 1, tl.{dtype})")
             case Call(function, args):
-                count = FUNCTIONS[function].values
-                values = [self.argument(a, dtype) for a in args[:count]]
-                if function in COMPARED:
-                    values = self.rounded(args, values, dtype)
-                numbers = [a.value for a in args[count:] if isinstance(a, Number)]
-                axes = union(*(v.axes for v in values))
-                return Val(
-                    call(function, [v.over(axes) for v in values], numbers, dtype),
-                    axes,
-                    max(v.stage for v in values),
-                )
+                own = self.dtype_of(expr, dtype)
+                found = self.called(function, args, own)
+                return found if own == dtype else self.widened(expr, found, dtype)
             case Product(factors):
                 return combine([self.evaluate(f, dtype) for f in factors], "*")
             case Sum(terms):
@@ -307,6 +304,55 @@ class Reads:
                     total.axes,
                     total.stage,
                 )
+
+    def called(self, function: str, args: tuple[Expr, ...], dtype: str) -> Val:
+        """A function of arguments in ``dtype``; a condition is looked at in its own."""
+        count = FUNCTIONS[function].values
+        values = [self.argument(a, dtype) for a in args[:count]]
+        if all(infer(a, self.types).dtype == torch.bool for a in args):
+            values = [self.truth(a, v, dtype) for a, v in zip(args, values)]
+        if function == "where":
+            condition = Call("whole", args[:1])
+            values[0] = self.argument(condition, self.dtype_of(condition, dtype))
+        if function in COMPARED:
+            values = self.rounded(function, args, values, dtype)
+        numbers = [a.value for a in args[count:] if isinstance(a, Number)]
+        axes = union(*(v.axes for v in values))
+        texts = [v.over(axes) for v in values]
+        return Val(call(function, texts, numbers, dtype), axes, max(v.stage for v in values))
+
+    def dtype_of(self, expr: Call, dtype: str) -> str:
+        """Functions of integer tensors are computed as integers, which floats may not hold: in
+        float32, 2**24 and the number behind it are equal.
+        """
+        args = deciding(expr.function, expr.args)
+        read = [a.tensor for arg in args for a in accesses(arg, nested=False)]
+        if all(name in self.plan.numbers for name in read):
+            return dtype
+        own = call_type(expr.function, expr.args, self.types, torch.float32)
+        if not own.is_floating_point:
+            return "int64"
+        return dtype if dtype.startswith("float") else TRITON[accumulator(own)]
+
+    def truth(self, expr: Expr, value: Val, dtype: str) -> Val:
+        """Among truth values + means or: a sum of two is 1, not 2."""
+        if not isinstance(expr, Product | Sum):
+            return value
+        return Val(f"({value.text} != 0).to(tl.{dtype})", value.axes, value.stage)
+
+    def widened(self, expr: Expr, value: Val, dtype: str) -> Val:
+        result = Val(f"({value.text}).to(tl.{dtype})", value.axes, value.stage)
+        for access in accesses(expr, nested=False):
+            result = self.poisoned(access, result, dtype)
+        return result
+
+    @functools.cached_property
+    def types(self) -> dict[str, Typed]:
+        kinds = dict(self.plan.kinds)
+        dtypes = {kind: dtype for dtype, kind in TRITON.items()}
+        return {
+            n: Typed(dtypes[k], n not in self.plan.numbers) for n, k in kinds.items() if k in dtypes
+        }
 
     def poisoned(self, access: Access, value: Val, dtype: str) -> Val:
         """NaN where an index was out of range, so that it shows in the result."""
@@ -360,19 +406,20 @@ class Reads:
             else Val(f"tl.full([], {value.text}, tl.{dtype})", value.axes, value.stage)
         )
 
-    def rounded(self, args: tuple[Expr, ...], values: list[Val], dtype: str) -> list[Val]:
-        """What is compared, as rounded to the narrower of its dtypes: a half-precision maximum
-        equals the wide value it was rounded from.
+    def rounded(
+        self, function: str, args: tuple[Expr, ...], values: list[Val], dtype: str
+    ) -> list[Val]:
+        """What is compared, as torch rounds it; for equality as rounded to the narrower dtype: a
+        half-precision maximum equals the wide value it was rounded from.
         """
-        halves = [half for arg in args if (half := self.half_of(arg))]
-        if not halves:
+        held = [arg for arg in args if is_rounded(arg, self.types)]
+        halves = {self.half_of(arg) for arg in held}
+        if function in ("eq", "ne"):
+            halves -= {""}
+        if len(halves) != 1 or halves == {""}:
             return values
-        return [
-            Val(f"({v.text}).to(tl.{halves[0]}).to(tl.{dtype})", v.axes, v.stage)
-            if any(a.tensor not in self.plan.numbers for a in accesses(arg, nested=False))
-            else v
-            for arg, v in zip(args, values)
-        ]
+        rounding = f".to(tl.{halves.pop()}).to(tl.{dtype})"
+        return [Val(f"({v.text}){rounding}", v.axes, v.stage) for v in values]
 
     def half_of(self, expr: Expr) -> str:
         """The dtype of a value in half precision; '' of others."""

@@ -39,6 +39,7 @@ from insum.lang.expr import (
     tensors_of,
     variables,
 )
+from insum.lang.types import Typed, infer
 from insum.plan.rewrite import substitute
 
 aten = torch.ops.aten
@@ -521,7 +522,7 @@ def _chain(
     if operator == "=" and not reader.extents.keys() - reader.splits.keys() <= used:
         raise Stop("it adds up equal values")
     _check_number(statement)
-    _check(root, reader)
+    _check(root, reader, statement)
     zero = base is not None and operator == "=" and is_zero(base)
     reads = set(tensors_of(statement))
     return Chain(
@@ -561,16 +562,17 @@ def _check_number(statement: Statement) -> None:
             raise Stop("it is multiplied by numbers whose product is too large or too small")
 
 
-def _check(root: Node, reader: ProductReader) -> None:
+def _check(root: Node, reader: ProductReader, statement: Statement) -> None:
     """Dtypes, devices and layout: that the statement gives what the root gives."""
     value = value_of(root)
     values = [value_of(n) for n in reader.names]
     if value.dtype not in FLOATS:
         raise Stop(f"it holds {str(value.dtype).removeprefix('torch.')}")
-    ranked = [v.dtype for v in values if v.dim()] or [v.dtype for v in values]
-    natural = ranked[0]
-    for dtype in ranked[1:]:
-        natural = torch.promote_types(natural, dtype)
+    types = {
+        name: Typed(value_of(n).dtype, 2 if value_of(n).dim() else 1)
+        for n, name in reader.names.items()
+    }
+    natural = infer(statement.value, types).dtype
     if natural != value.dtype:
         raise Stop(f"its result is {value.dtype}, the product is {natural}".replace("torch.", ""))
     if any(

@@ -16,7 +16,18 @@ from torch.fx import Node
 
 from insum.fusion.shapes import Stop, broadcast, points, shape_of, value_of
 from insum.fusion.views import Indices
-from insum.lang.expr import Access, Call, Expr, Number, Product, Sum, product, total
+from insum.lang.expr import (
+    COMPARISONS,
+    Access,
+    Call,
+    Expr,
+    Number,
+    Product,
+    Sum,
+    accesses,
+    product,
+    total,
+)
 
 if TYPE_CHECKING:
     from insum.fusion.read import ProductReader
@@ -28,6 +39,7 @@ MOST_PARTS = 160
 #: Integers from here on are not floats.
 _EXACT = 2**53
 
+_COMPARISONS = frozenset(function for function, _ in COMPARISONS.values())
 #: The expression of a node, of those of its arguments.
 Spell: TypeAlias = Callable[[Node, list[Expr]], Expr]
 
@@ -44,9 +56,25 @@ def pointwise(reader: ProductReader, node: Node, at: Indices, gathered: bool) ->
     found = SPELL[node.target](node, [_argument(reader, node, a, at) for a in _values(node)])
     reader.inside -= 1
     reader.beside = before
+    _check_widths(reader, node, found)
     if _parts(found) > MOST_PARTS:
         raise Stop("it is too long an expression")
     return [found]
+
+
+def _check_widths(reader: ProductReader, node: Node, found: Expr) -> None:
+    """A statement compares halves as halves; a program that widened them first does not. Which side
+    of zero they are on does not change.
+    """
+    if not isinstance(found, Call) or found.function not in _COMPARISONS:
+        return
+    if any(isinstance(a, Number) and not a.value for a in found.args):
+        return
+    dtypes = {name: value_of(n).dtype for n, name in reader.names.items()}
+    read = {dtypes[a.tensor] for a in accesses(found, nested=False) if a.tensor in dtypes}
+    compared = {value_of(n).dtype for n in node.all_input_nodes}
+    if any(d.is_floating_point and d.itemsize == 2 and d not in compared for d in read):
+        raise Stop("it compares values that were widened")
 
 
 def _values(node: Node) -> list[Any]:

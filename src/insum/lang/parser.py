@@ -5,7 +5,7 @@ statement := access operator value               operator := "=" | "+=" | "-=" |
 value     := sum [("<" | "<=" | ">" | ">=" | "==" | "!=") sum]
 sum       := ["-"] product (("+" | "-") product)*
 product   := factor (("*" | "/") factor)*
-factor    := "-" factor | atom ["**" ["-"] number]
+factor    := "-" factor | atom ["**" ["-"] (number | "(" value ")")]
 atom      := number | name | access | function "(" value ("," value)* ")" | "(" value ")"
 access    := name "[" [index ("," index)*] "]"
 index     := affine combination of variables, accesses and integer literals
@@ -63,6 +63,19 @@ _TOKEN = re.compile(
     r"|(?P<mark>\*\*|[\[\](),+*/-])",
     re.ASCII,
 )
+#: What functions of other names are here.
+_MEANT = {
+    "max": "maximum(x, y)",
+    "min": "minimum(x, y)",
+    "rsqrt": "x ** -0.5",
+    "square": "x ** 2",
+    "gt": "x > y",
+    "ge": "x >= y",
+    "div": "x / y",
+    "clamp": "minimum(maximum(x, low), high)",
+    "ln": "log(x)",
+    "sum": "nothing: an index that is not on the left side is summed over",
+}
 _CLOSING = {"[": "]", "(": ")"}
 
 
@@ -291,14 +304,15 @@ class _Parser:
             return base
         start = self.peek.span.start
         sign = -1 if self.accept("-") else 1
-        exponent = self.take()
-        if exponent.kind != "number" or self.peek.text == "**":
+        first = self.take()
+        exponent = self.atom(first) if first.text == "(" or first.kind == "number" else None
+        if not isinstance(exponent, Number) or self.peek.text == "**":
             self._fail(
                 "an exponent is a number",
                 "exp(y * log(x)) is x to the power of y",
                 span=self.since(start),
             )
-        number = Number(sign * self.number(exponent, exponent.text), exponent.span)
+        number = Number(sign * exponent.value, first.span)
         span = self.since(token.span.start)
         return self.folded(base, number, span) or Call("pow", (base, number), span)
 
@@ -335,6 +349,9 @@ class _Parser:
 
     def call(self, token: _Token, name: str) -> Expr:
         if name not in FUNCTIONS:
+            meant = _MEANT.get(name)
+            if meant:
+                self._fail(f"unknown function {name!r}", f"write {meant}", span=token.span)
             self._fail(
                 f"unknown function {name!r}",
                 f"the functions are {', '.join(FUNCTIONS)}; a tensor is indexed with brackets: "

@@ -14,7 +14,7 @@ from insum.lang.expr import Access, Call, Expr, Number, Product, Sum, accesses
 _TO_FLOAT = frozenset(
     {
         *("exp", "expm1", "log", "log1p", "sqrt", "reciprocal", "sin", "cos", "tanh", "erf"),
-        *("sigmoid", "elu", "gelu", "silu", "softplus"),
+        *("sigmoid", "leaky_relu", "elu", "gelu", "silu", "softplus"),
     }
 )
 _REAL_ONLY = frozenset(

@@ -14,7 +14,7 @@ import insum
 from insum.accepted import COUNT, FLAG, NUMBER, SIZE, TENSOR, explains, takes
 from insum.errors import BindingError, SettingsError
 from insum.memory import remembered
-from insum.nn.checks import last_size, layer_takes, one_device
+from insum.nn.checks import layer_takes, node_rows, one_device
 from insum.nn.edges import check_edges, endpoints
 
 
@@ -198,7 +198,7 @@ class GATConv(nn.Module):
 
     @layer_takes(x=TENSOR, edge_index=TENSOR)
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        last_size("x", x, self.in_channels, "in_channels")
+        node_rows("x", x, self.in_channels, only=True)
         one_device(edge_index=edge_index, x=x)
         nodes = x.shape[0]
         src, dst, padded = self._ends(edge_index, nodes)

@@ -112,3 +112,13 @@ def last_size(name: str, x: Tensor, size: int, what: str) -> None:
         raise BindingError(
             f"{name} has shape {tuple(x.shape)}", expected=f"{size} in the last dimension: {what}"
         )
+
+
+def node_rows(name: str, x: Tensor, channels: int, *, only: bool = False) -> None:
+    """A row of features for each node, perhaps of more than one dimension."""
+    last_size(name, x, channels, "in_channels")
+    if x.dim() < 2 or only and x.dim() > 2:
+        raise BindingError(
+            f"{name} has shape {tuple(x.shape)}",
+            expected=f"a row for each node: (nodes, {channels})",
+        )

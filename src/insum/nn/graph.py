@@ -16,8 +16,8 @@ from insum.nn.checks import (
     PAIR,
     integers,
     kernels_look,
-    last_size,
     layer_takes,
+    node_rows,
     one_device,
 )
 from insum.nn.edges import check_edges, check_range, endpoints, gcn_ends, plain
@@ -159,7 +159,7 @@ class GraphConv(nn.Module):
         _materialise(self.lin_rel, source)
         if target is not None:
             _materialise(self.lin_root, target)
-        last_size("x", source, self.lin_rel.in_features, "in_channels")
+        node_rows("x", source, self.lin_rel.in_features)
         nodes = _targets(size, source, num_nodes) if target is None else target.shape[0]
         if self.out_channels < self.lin_rel.in_features and self.aggr not in ("max", "min"):
             out = propagate(
@@ -245,7 +245,7 @@ class GCNConv(nn.Module):
     ) -> Tensor:
         if _materialise(self.lin, x):
             nn.init.xavier_uniform_(self.lin.weight)
-        last_size("x", x, self.lin.in_features, "in_channels")
+        node_rows("x", x, self.lin.in_features)
         if self.normalize and isinstance(edge_index, Tensor):
             out = over_ends(*self._ends(edge_index, edge_weight, x), self.lin(x), x.shape[0])
         else:
@@ -375,11 +375,7 @@ class RelationalConv(nn.Module):
 
     @layer_takes(x=TENSOR, edge_index=TENSOR, edge_type=TENSOR)
     def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
-        last_size("x", x, self.in_channels, "in_channels")
-        if x.dim() != 2:
-            raise BindingError(
-                f"x has shape {tuple(x.shape)}", expected=f"(nodes, {self.in_channels})"
-            )
+        node_rows("x", x, self.in_channels)
         one_device(edge_index=edge_index, edge_type=edge_type, x=x)
         out = self._aggregated(x, edge_index, edge_type)
         out = out if self.root is None else out + x @ self.root
