@@ -137,3 +137,33 @@ def test_large_powers() -> None:
     for exponent in (17, -17, 2.5, -3.5):
         found = insum.insum(f"y[i] = x[i] ** {exponent}", x=x)
         torch.testing.assert_close(found, x**exponent, rtol=2e-6, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("right", ["e[i] * w[i,k] * m[k] * c[i,j]", "w[i,k] * e[i] * exp(c[i,j])"])
+def test_the_gradient_of_an_extremum_finds_the_product_that_was_largest(right: str) -> None:
+    """Derived kernels multiply in the order of the first, or nothing equals the extremum."""
+    torch.manual_seed(0)
+    every = {"e": (3,), "w": (3, 4), "m": (4,), "c": (3, 5)}
+    given = {
+        name: torch.randn(shape, dtype=torch.float64).requires_grad_()
+        for name, shape in every.items()
+        if f"{name}[" in right
+    }
+    for _ in range(3):
+        statement = f"y[j] max= {right}"
+        own = torch.autograd.grad(insum.insum(statement, **given).sum(), [*given.values()])
+        with insum.settings(backend="graph", require_fused=False):
+            want = torch.autograd.grad(insum.insum(statement, **given).sum(), [*given.values()])
+        torch.testing.assert_close(own, want)
+        given = {n: torch.randn_like(t).requires_grad_() for n, t in given.items()}
+
+
+def test_one_product_of_a_sum_over_nothing() -> None:
+    m, a, none = torch.tensor([0, 2]), torch.randn(2), torch.randn(2, 0)
+    want = torch.zeros(4).index_add(0, m, a)
+    for statement in ("y[m[j]] = a[j] - M[j,k]", "y[m[j]] = -M[j,k] + a[j]"):
+        found = insum.insum(statement, m=m, a=a, M=none, out_shape=(4,))
+        torch.testing.assert_close(found, want)
+    y = torch.ones(4)
+    insum.insum("y[m[j]] += M[j,k] + a[j]", y=y, m=m, a=a, M=none)
+    torch.testing.assert_close(y, want + 1)

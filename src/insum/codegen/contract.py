@@ -105,7 +105,11 @@ class Contract:
 
     def multiply_and_sum(self) -> Val:
         plan = self.plan
-        value = combine([self.reads.evaluate(f, plan.accumulator) for f in plan.factors], "*")
+        value = combine(
+            [self.reads.evaluate(f, plan.accumulator) for f in plan.factors],
+            "*",
+            as_written=plan.reduce != "sum",
+        )
         axes = self.frame.tile_axes()
         if plan.pointwise or not self.zero_where_absent():
             value = self.masked(value)

@@ -297,13 +297,12 @@ class Reads:
                 found = self.called(function, args, own)
                 return found if own == dtype else self.widened(expr, found, dtype)
             case Product(factors):
-                return combine([self.evaluate(f, dtype) for f in factors], "*")
+                # As an extremum computes it: its gradient looks for the equal one.
+                return combine([self.evaluate(f, dtype) for f in factors], "*", as_written=True)
             case Sum(terms):
-                return Val(
-                    f"({(total := combine([self.evaluate(t, dtype) for t in terms], '+')).text})",
-                    total.axes,
-                    total.stage,
-                )
+                parts = [self.evaluate(t, dtype) for t in terms]
+                total = combine(parts, "+", as_written=True)
+                return Val(f"({total.text})", total.axes, total.stage)
 
     def called(self, function: str, args: tuple[Expr, ...], dtype: str) -> Val:
         """A function of arguments in ``dtype``; a condition is looked at in its own."""

@@ -51,13 +51,16 @@ def union(*groups: Iterable[str]) -> tuple[str, ...]:
     return Eager(found) if any(isinstance(group, Eager) for group in groups) else found
 
 
-def combine(values: list[Val], operator: str) -> Val:
+def combine(values: list[Val], operator: str, *, as_written: bool = False) -> Val:
     """``a + b + ...`` or ``a * b * ...`` over the union of the axes, scalars first so that they are
-    added once.
+    added once; or ``as_written``, where two kernels must round alike.
     """
     if len(values) == 1:
         return values[0]
     axes = union(*(v.axes for v in values))
+    if as_written:
+        texts = [_factor(v.over(axes) if v.axes else v.text, operator) for v in values]
+        return Val(f" {operator} ".join(texts), axes, max(v.stage for v in values))
     parts = sorted(values, key=lambda v: len(v.axes))
     scalars = [v for v in parts if not v.axes]
     texts = [v.over(axes) for v in parts if v.axes]

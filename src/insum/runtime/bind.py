@@ -368,11 +368,16 @@ class Ready:
         return out.to(self.dtype) if target is None else target.copy_(out)
 
 
+def _has_nothing(step: ProductLaunches, extents: Mapping[str, int], shape: tuple[int, ...]) -> bool:
+    """Whether a product is over no values, or of no elements: others of the statement may do."""
+    return not all(extents[v] for v in step.variables) or 0 in shape
+
+
 def _bound(
     step: ProductLaunches, sizes: CallNumbers, dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable[[], Tensor] | None, tuple[BoundLaunch, ...]]:
     """Of a step what makes its workspace, where it has one, and its launches."""
-    if any(sizes.extents[v] == 0 for v in step.variables) or 0 in sizes.shape:
+    if _has_nothing(step, sizes.extents, sizes.shape):
         return None, ()
     launches = tuple(BoundLaunch(one, one.plan, sizes, dtype) for one in step.launches)
     if not step.workspace:
@@ -417,13 +422,12 @@ def ready(
 ) -> Ready:
     """The program for one call; `NotYet` where numbers are still on their way."""
     made: dict[Recipe, Made] = {}
-    if all(extents[v] for step in program.steps for v in step.variables) and 0 not in shape:
-        for step in program.steps:
-            for recipe in step.recipes():
-                found = prologue.soon(recipe)
-                if found is None:
-                    raise NotYet
-                made[recipe] = found
+    busy = [step for step in program.steps if not _has_nothing(step, extents, shape)]
+    for recipe in dict.fromkeys(recipe for step in busy for recipe in step.recipes()):
+        found = prologue.soon(recipe)
+        if found is None:
+            raise NotYet
+        made[recipe] = found
     return Ready(program, CallNumbers(tensors, extents, shape, made))
 
 
