@@ -189,7 +189,8 @@ class _Differentiable(torch.autograd.Function):
         ctx: Any, spec: None, initial: Tensor | None, *tangents: Tensor | None
     ) -> Tensor | None:
         result = ctx.saved_tensors[len(ctx.spec.names)]
-        return _forward_mode(ctx, initial, tangents) if result.is_floating_point() else None
+        has_tangent = result.is_floating_point() or result.is_complex()
+        return _forward_mode(ctx, initial, tangents) if has_tangent else None
 
     @staticmethod
     def vmap(

@@ -375,7 +375,7 @@ class RelationalConv(nn.Module):
 
     @layer_takes(x=TENSOR, edge_index=TENSOR, edge_type=TENSOR)
     def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
-        node_rows("x", x, self.in_channels)
+        node_rows("x", x, self.in_channels, only=True)
         one_device(edge_index=edge_index, edge_type=edge_type, x=x)
         out = self._aggregated(x, edge_index, edge_type)
         out = out if self.root is None else out + x @ self.root

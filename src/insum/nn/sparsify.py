@@ -40,6 +40,8 @@ MODEL = Accepted("a torch.nn.Module", lambda v: isinstance(v, nn.Module))
 
 
 def _is_rule(value: object) -> bool:
+    if isinstance(value, nn.Module):  # can be called, with anything
+        return False
     if callable(value):
         try:
             return bool(inspect.signature(value).bind("name", "layer"))
