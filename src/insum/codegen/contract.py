@@ -7,7 +7,7 @@ from collections.abc import Callable
 from insum.codegen.frame import AFTER, Frame
 from insum.codegen.functions import reduced
 from insum.codegen.reads import Reads, distinct
-from insum.codegen.values import Eager, Val, combine, union
+from insum.codegen.values import Eager, Val, combine, narrow_first, union
 from insum.lang.expr import Access
 
 IDENTITY: dict[str, Callable[[str], str]] = {
@@ -105,11 +105,10 @@ class Contract:
 
     def multiply_and_sum(self) -> Val:
         plan = self.plan
-        value = combine(
-            [self.reads.evaluate(f, plan.accumulator) for f in plan.factors],
-            "*",
-            as_written=plan.reduce != "sum",
-        )
+        alike = plan.reduce != "sum"
+        factors = narrow_first(plan.factors) if alike else plan.factors
+        parts = [self.reads.evaluate(f, plan.accumulator) for f in factors]
+        value = combine(parts, "*", as_written=alike)
         axes = self.frame.tile_axes()
         if plan.pointwise or not self.zero_where_absent():
             value = self.masked(value)

@@ -11,7 +11,7 @@ import torch
 from insum.codegen.arguments import Length, Passed, Pointer, Stride
 from insum.codegen.frame import Frame
 from insum.codegen.functions import COMPARED, call
-from insum.codegen.values import Val, combine, union
+from insum.codegen.values import Val, combine, narrow_first, union
 from insum.lang.expr import (
     FUNCTIONS,
     Access,
@@ -297,10 +297,10 @@ class Reads:
                 found = self.called(function, args, own)
                 return found if own == dtype else self.widened(expr, found, dtype)
             case Product(factors):
-                # As an extremum computes it: its gradient looks for the equal one.
-                return combine([self.evaluate(f, dtype) for f in factors], "*", as_written=True)
+                parts = [self.evaluate(f, dtype) for f in narrow_first(factors)]
+                return combine(parts, "*", as_written=True)
             case Sum(terms):
-                parts = [self.evaluate(t, dtype) for t in terms]
+                parts = [self.evaluate(t, dtype) for t in narrow_first(terms)]
                 total = combine(parts, "+", as_written=True)
                 return Val(f"({total.text})", total.axes, total.stage)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from insum.lang.expr import Expr, variables
+
 #: The one order of axes in every tile: operands of ``tl.dot`` are born (M,K) and (K,N), a register
 #: tile (I,N) or (M,I), and nothing is ever transposed.
 ORDER = ("M", "K", "I", "N")
@@ -53,7 +55,7 @@ def union(*groups: Iterable[str]) -> tuple[str, ...]:
 
 def combine(values: list[Val], operator: str, *, as_written: bool = False) -> Val:
     """``a + b + ...`` or ``a * b * ...`` over the union of the axes, scalars first so that they are
-    added once; or ``as_written``, where two kernels must round alike.
+    added once; or ``as_written``, one after the other, where two kernels must round alike.
     """
     if len(values) == 1:
         return values[0]
@@ -72,6 +74,14 @@ def combine(values: list[Val], operator: str, *, as_written: bool = False) -> Va
         axes,
         max(v.stage for v in values),
     )
+
+
+def narrow_first(parts: Iterable[Expr]) -> list[Expr]:
+    """Factors or terms with few variables first, so that they are not broadcast before they have
+    to be. An order that depends on no tile: an extremum and its gradient, which looks for what is
+    equal to it, must round alike.
+    """
+    return sorted(parts, key=lambda part: len(set(variables(part))))
 
 
 def _atom(text: str) -> str:
