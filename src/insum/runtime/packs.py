@@ -272,24 +272,18 @@ def order_of(words: Tensor, steps: int) -> Tensor:
     Short words are told apart by their highest bits alone: windows are sorted later (`tiled`).
     """
     rows = words.shape[1]
-    if words.dtype == torch.int32 and blocks(rows, WINDOW) <= MOST_WINDOWS:
-        return _bucketed(words, max(0, steps - BUCKET_BITS))
-    if words.shape[0] == 1:
-        return torch.argsort(words[0], descending=True, stable=True)
+    windows = -(-rows // WINDOW)
+    if words.dtype == torch.int32 and windows <= MOST_WINDOWS:
+        # By what the words are without their lowest bits, in descending order.
+        shift, device = max(0, steps - BUCKET_BITS), words.device
+        counts = empty((windows, BUCKETS), torch.int32, device)
+        order = empty((rows,), torch.int64, device)
+        _COUNT(windows, words, counts, rows, shift)
+        _PLACE(windows, words, counts, order, rows, shift, windows)
+        return order
     order = torch.argsort(words[0], descending=True, stable=True)
     for word in words[1:]:
         order = order[torch.argsort(word[order], descending=True, stable=True)]
-    return order
-
-
-def _bucketed(words: Tensor, shift: int) -> Tensor:
-    """Rows by what their only words are without the lowest ``shift`` bits, in descending order."""
-    rows, device = words.shape[1], words.device
-    windows = blocks(rows, WINDOW)
-    counts = empty((windows, BUCKETS), torch.int32, device)
-    order = empty((rows,), torch.int64, device)
-    _COUNT(windows, words, counts, rows, shift)
-    _PLACE(windows, words, counts, order, rows, shift, windows)
     return order
 
 
@@ -298,13 +292,12 @@ def tiled(words: Tensor, order: Tensor, names: Tensor) -> dict[str, Tensor]:
     ``back``, counted from the last.
     """
     (count, rows), steps = words.shape, names.shape[0]
-    tiles, device = blocks(rows, TILE), words.device
+    tiles, device = -(-rows // TILE), words.device
     most = (tiles * steps,)
     made = empties(torch.int32, device, (tiles, TILE), most, most, (tiles,), (tiles,))
     held = empty((count, tiles), torch.int64, device)
     windowed = words.dtype == torch.int32
-    programs = blocks(rows, WINDOW if windowed else TILE)
-    per = bits_per_word(steps)
+    programs, per = (-(-rows // WINDOW), 31) if windowed else (tiles, bits_per_word(steps))
     _STEPS[windowed](programs, words, order, names, *made, held, rows, steps, per, tiles)
     return {**dict(zip(("rows", "steps", "back", "start", "end"), made)), "held": held}
 
