@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -47,6 +48,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     reason = reason_to_skip(item)
     if reason:
         pytest.skip(reason)
+
+
+@pytest.fixture
+def in_double() -> Iterator[None]:
+    """Double precision where nobody says another, from a fixed seed."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(before)
 
 
 @pytest.fixture

@@ -178,6 +178,14 @@ def test_the_demo_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [["--anything", "3"]]
 
 
+def test_the_help_names_everything_that_is_measured() -> None:
+    from insum.bench import main
+
+    callbacks = [command.callback for command in cli.application().registered_commands]
+    (told,) = [one.__doc__ or "" for one in callbacks if one and one.__name__ == "bench"]
+    assert not [name for name in (*main.BENCHMARKS, *main.MORE, *main.STUDIES) if name not in told]
+
+
 def test_bench_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     import insum.bench.main
 

@@ -92,9 +92,7 @@ def insum(
             [1., 2.]])
     """
     if torch.compiler.is_compiling():
-        # A sparse format; of a symbolic number nobody may ask what it has.
-        others = [v for v in tensors.values() if not isinstance(v, Tensor | int | float | complex)]
-        if any(hasattr(value, "index_arrays") for value in others):
+        if any(is_stranger(v) and hasattr(v, "index_arrays") for v in tensors.values()):
             from insum.formats.operands import run_formats
 
             return cast(Tensor, run_formats(statement, tensors, False, out_shape, sizes, optimize))

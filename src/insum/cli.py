@@ -41,6 +41,14 @@ def application() -> "typer.Typer":
     app.add_typer(
         _cache_commands(), name="cache", help="The memory of tuning: list, clear, export, import."
     )
+    _add_version(app)
+    _add_questions(app)
+    _add_programs(app)
+    return app
+
+
+def _add_version(app: "typer.Typer") -> None:
+    import typer
 
     def show_version(wanted: bool) -> None:
         if wanted:
@@ -59,6 +67,11 @@ def application() -> "typer.Typer":
         ] = False,
     ) -> None:
         """One line of indirect einsum, one fast sparse GPU kernel."""
+
+
+def _add_questions(app: "typer.Typer") -> None:
+    """What is here, and what a statement would do."""
+    import typer
 
     @app.command()
     def doctor() -> None:
@@ -96,6 +109,11 @@ def application() -> "typer.Typer":
         """
         typer.echo(explained(statement, shape or [], size or [], padded or [], gpu))
 
+
+def _add_programs(app: "typer.Typer") -> None:
+    """Programs that read their options themselves."""
+    import typer
+
     @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
     def demo(context: typer.Context) -> None:
         """A short tour on whatever device is there."""
@@ -113,14 +131,12 @@ def application() -> "typer.Typer":
     def bench(context: typer.Context) -> None:
         """The paper's tables and figures against the rivals that are here: block-spmm, spmm, conv,
         tensor-product, ablation, compilers, all, report; and what else is measured: gallery,
-        equivariant, fresh, sweep, fusion, tuning, first-call, overhead, memory, formats, cpu,
+        equivariant, fresh, sweep, unet, fusion, tuning, first-call, overhead, memory, formats, cpu,
         compare.
         """
         from insum.bench.main import main
 
         raise typer.Exit(main(context.args))
-
-    return app
 
 
 def _print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

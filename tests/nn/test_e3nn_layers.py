@@ -5,7 +5,6 @@ spherical harmonics, Wigner symbols; equal to e3nn's in values and gradients, an
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,13 +31,7 @@ from nn.test_tensor_product import rotation
 MISSING = "e3nn is not installed: not compared with it"
 
 
-@pytest.fixture(autouse=True)
-def in_double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("in_double")
 
 
 @pytest.fixture(scope="module")

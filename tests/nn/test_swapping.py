@@ -5,7 +5,6 @@ parameters.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -27,13 +26,7 @@ from insum.nn import (
 o3 = pytest.importorskip("e3nn.o3", reason="e3nn is not installed: nothing to swap")
 
 
-@pytest.fixture(autouse=True)
-def in_double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("in_double")
 
 
 class TensorProductScatter(nn.Module):

@@ -4,7 +4,6 @@ both orders; equivariant; without anything of the size of edges times channels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -25,13 +24,7 @@ from nn.test_tensor_product import rotation
 Instructions = list[tuple[Any, ...]]
 
 
-@pytest.fixture(autouse=True)
-def in_double() -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
+pytestmark = pytest.mark.usefixtures("in_double")
 
 
 def every_path(in1: str, in2: str, out: str, mode: str, weights: bool = True) -> Instructions:

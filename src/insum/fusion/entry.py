@@ -141,7 +141,12 @@ def enable() -> bool:
 
 
 def disable() -> None:
-    """End what `enable` began. Models that are compiled stay as they are."""
+    """End what `enable` began. Models that are compiled stay as they are.
+
+    >>> enable()
+    True
+    >>> disable()
+    """
     if _before:
         compiler.exchange_joint_pass(_before.pop())
 

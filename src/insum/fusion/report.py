@@ -124,5 +124,10 @@ def report() -> Report:
 
 
 def clear() -> None:
-    """Forget the reports so far."""
+    """Forget the reports so far.
+
+    >>> clear()
+    >>> print(report())
+    nothing to fuse
+    """
     _reports.clear()

@@ -13,6 +13,8 @@ from insum.accepted import COUNTS, Accepted, is_size, require
 from insum.errors import BindingError
 from insum.nn.conv import SparseConv3d
 
+__all__ = ["MINKUNET18", "MINKUNET34", "MinkUNet"]
+
 STEM = Accepted(
     "a pair of integers of at least 1: the size of a kernel, channels",
     lambda v: isinstance(v, tuple | list) and len(v) == 2 and all(is_size(n, 1) for n in v),

@@ -20,6 +20,13 @@ SizePerAxis = int | Sequence[int]
 class SparseModule(nn.Module):
     """A module that takes a `SparseTensor`. Derive from it where a module of your own is to get one
     inside of a `SparseSequential`, though it has no layer over voxels in it.
+
+    >>> import torch
+    >>> class Count(SparseModule):
+    ...     def forward(self, x: SparseTensor) -> SparseTensor:
+    ...         return x.with_features(torch.ones(x.features.shape[0], 1))
+    >>> SparseSequential(Count())(SparseTensor(torch.tensor([[0, 0, 0]]), torch.randn(1, 4)))
+    SparseTensor(voxels=1, channels=1, float32, spatial_shape=None, cpu)
     """
 
 

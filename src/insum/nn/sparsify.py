@@ -57,7 +57,14 @@ RULE = Accepted(
 
 @dataclass(frozen=True, slots=True)
 class LayerReport:
-    """One linear layer of a model: what became of it, and what the model of a GPU predicts."""
+    """One linear layer of a model: what became of it, and what the model of a GPU predicts.
+
+    Examples:
+        >>> model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 8))
+        >>> first, second = sparsify(model, {"0": 0.05}, block_shape=(32, 32), rows=64).layers
+        >>> first.name, first.shape, first.swapped, second.swapped
+        ('0', (256, 256), True, False)
+    """
 
     name: str
     shape: tuple[int, int]

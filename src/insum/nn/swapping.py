@@ -68,6 +68,11 @@ def from_e3nn(module: nn.Module) -> nn.Module:
 
     Raises:
         insum.UnsupportedError: There is nothing of e3nn's in it.
+
+    Examples:
+        >>> from e3nn import o3
+        >>> from_e3nn(o3.Linear("2x0e + 1x1o", "3x0e + 2x1o"))
+        Linear(2x0e+1x1o -> 3x0e+2x1o | 8 weights)
     """
     _refuse_scripts(module)
     own = copy.deepcopy(module)
