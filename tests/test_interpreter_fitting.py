@@ -62,7 +62,9 @@ def drawn(inputs: int, outputs: int) -> tuple[Tensor, Tensor, Tensor]:
     return f.half(), w.half(), nb
 
 
-@pytest.mark.parametrize(("inputs", "outputs"), [(120, 72), (100, 20), (24, 24), (33, 136)])
+@pytest.mark.parametrize(
+    ("inputs", "outputs"), [(120, 72), (100, 20), (24, 24), (33, 136), (24, 3)]
+)
 def test_channels_that_fill_no_tile(inputs: int, outputs: int, launched: list[Program]) -> None:
     f, w, nb = drawn(inputs, outputs)
     f[-1], w[-1, -1, -1] = 100.0, 100.0  # what would be read past an end is large

@@ -189,6 +189,19 @@ def test_small_extents_are_not_worth_a_matrix_instruction() -> None:
     assert not plan_of("C[i] = A[i,k] * B[k]", A=torch.randn(64, 48), B=torch.randn(48)).roles.dot
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize(("outputs", "inputs"), [(1, 64), (4, 64), (4, 4), (7, 20)])
+def test_a_thin_side_of_a_matrix_product(outputs: int, inputs: int, dtype: torch.dtype) -> None:
+    """Of tensor cores most may be idle; of a product in single precision they are no help."""
+    plan = plan_of(
+        "Y[x,m] = X[nb[z,x],c] * W[z,c,m]",
+        X=torch.randn(500, inputs).to(dtype),
+        W=torch.randn(9, inputs, outputs).to(dtype),
+        nb=torch.randint(0, 500, (9, 500)),
+    )
+    assert plan.roles.dot == (dtype == torch.float16 and outputs > 1)
+
+
 @pytest.mark.parametrize(("wish", "dot"), [("auto", True), ("always", True), ("never", False)])
 def test_matrix_instructions_as_wished(wish: str, dot: bool) -> None:
     with insum.settings(dot=wish):

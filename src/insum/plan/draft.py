@@ -287,14 +287,17 @@ def roles_of(
     roles = Roles(
         draft.factors, kept, summed, draft.extents, draft.row, draft.segment, absorbed, exact
     )
-    wish = subject.wishes.settings.dot
+    wish, operand = subject.wishes.settings.dot, subject.operand(draft)
     fits = (
         subject.reduce == "sum"
         and subject.accumulator() == "float32"
-        and subject.operand(draft) in ("float16", "bfloat16", "float32")
+        and operand in ("float16", "bfloat16", "float32")
     )
     return contraction(
-        roles, allow_dot=allow_dot and fits and wish != "never", force_dot=wish == "always"
+        roles,
+        allow_dot=allow_dot and fits and wish != "never",
+        force_dot=wish == "always",
+        half=operand in ("float16", "bfloat16"),
     )
 
 

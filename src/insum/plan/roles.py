@@ -16,6 +16,9 @@ from insum.lang.expr import Access, Expr, Number, accesses, variables
 #: Extents below this are not worth a tile axis of a matrix instruction, whose sides are at least
 #: 16.
 SMALLEST_DOT = 8
+#: ... but for one side of a product in half precision: matrix instructions are so much quicker
+#: there that most of a tile may be empty, if the other side fills its own.
+THINNEST_SIDE, FULL_SIDE = 2, 16
 #: Side of a wide tile, and an axis of few of them.
 WIDE_TILE, SHORT_AXIS = 128, 1024
 #: Numbers that lie together and are worth reading together.
@@ -72,17 +75,18 @@ class Roles:
         )
 
 
-def contraction(roles: Roles, *, allow_dot: bool, force_dot: bool = False) -> Contraction:
-    """Choose the axes: a matrix product where one is worth it, else multiply and sum."""
-    best = (
-        max(
-            (c for c in _triples(roles, 1 if force_dot else SMALLEST_DOT)),
-            default=None,
-            key=lambda c: c[0],
-        )
-        if allow_dot
-        else None
-    )
+def contraction(
+    roles: Roles, *, allow_dot: bool, force_dot: bool = False, half: bool = False
+) -> Contraction:
+    """Choose the axes: a matrix product where one is worth it, else multiply and sum; ``half``
+    tells that matrix instructions would read half precision.
+    """
+    if not allow_dot:
+        return _as_sum(roles)
+    found = _triples(roles, 1 if force_dot else SMALLEST_DOT)
+    if not found and half:
+        found = [triple for triple in _triples(roles, THINNEST_SIDE) if _is_thin(roles, *triple)]
+    best = max(found, default=None, key=lambda triple: triple[0])
     return _as_dot(roles, *best[1:]) if best else _as_sum(roles)
 
 
@@ -114,6 +118,13 @@ def _triples(roles: Roles, smallest: int) -> list[tuple[float, str, str, str]]:
                 ):
                     found.append((_score(roles, m, n, k), m, n, k))
     return found
+
+
+def _is_thin(roles: Roles, _: float, m: str, n: str, k: str) -> bool:
+    """Whether one kept side is long, and what is summed is dense and no shorter than usual."""
+    longest = max(roles.extents[m], roles.extents[n])
+    dense = k != roles.segment and roles.extents[k] >= SMALLEST_DOT
+    return dense and longest >= FULL_SIDE and {m, n} <= set(roles.kept)
 
 
 def _splits(with_k: Sequence[frozenset[str]], m: str, n: str) -> bool:
