@@ -10,6 +10,7 @@ from types import ModuleType
 
 import torch
 
+from insum.bench import cusparse
 from insum.bench.records import Missing
 from insum.compat import sparse
 
@@ -34,6 +35,8 @@ class Rival:
             return "needs a GPU"
         if self.name == "TorchBSR" and isinstance(found := sparse.bsr_kernels(), str):
             return found
+        if self.name == "cuSPARSE" and isinstance(absent := cusparse.library(), str):
+            return absent
         return ""
 
 
@@ -44,12 +47,13 @@ OPENEQUIVARIANCE = Rival("OpenEquivariance", ("openequivariance",), gpu=True)
 SPCONV = Rival("spconv", ("spconv", "spconv.pytorch"), gpu=True)
 TORCHSPARSE = Rival("TorchSparse", ("torchsparse", "torchsparse.nn"), gpu=True, lines=4491)
 FLEXGEMM = Rival("FlexGEMM", ("flex_gemm", "flex_gemm.ops.spconv"), gpu=True)
+CUSPARSE = Rival("cuSPARSE", gpu=True)
 PYG = Rival("PyG", ("torch_geometric", "torch_geometric.nn"))
 
 #: The rivals of each benchmark that may be missing; PyTorch's own operations always are there.
 RIVALS: dict[str, tuple[Rival, ...]] = {
     "block-spmm": (TORCH_BSR,),
-    "spmm": (PYG,),
+    "spmm": (PYG, CUSPARSE),
     "conv": (SPCONV, TORCHSPARSE, FLEXGEMM),
     "tensor-product": (E3NN, CUEQUIVARIANCE, OPENEQUIVARIANCE),
     "ablation": (TORCH_BSR,),

@@ -4,6 +4,7 @@ times a dense matrix of 128 columns.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from torch import Tensor
 
 import insum
 from insum.bench import data, routes
+from insum.bench.cusparse import ALGORITHMS, CusparseProduct
 from insum.bench.measure import (
     Comparison,
     Contender,
@@ -23,7 +25,7 @@ from insum.bench.measure import (
 )
 from insum.bench.options import BenchOptions
 from insum.bench.records import FORWARD
-from insum.bench.rivals import PYG, module
+from insum.bench.rivals import CUSPARSE, PYG, module
 from insum.formats import GroupCOO
 
 TITLE = "SpMM"
@@ -106,6 +108,11 @@ def contenders(given: SpmmInputs, direction: str) -> list[Contender]:
     ]
     if not PYG.absent(device):
         found.append(Contender("PyG", lambda: pyg(given, direction)))
+    if not CUSPARSE.absent(device) and direction == FORWARD:
+        found += [
+            Contender(f"cuSPARSE {name}", functools.partial(prepared_cusparse, given, name))
+            for name in ALGORITHMS
+        ]
     if direction == FORWARD:
         found.append(Contender("torch.compile", lambda: compiled(given), slow=True))
     return found
@@ -116,6 +123,11 @@ def ours(given: SpmmInputs, direction: str) -> ReadyContender:
     ready = routes.sparse_product(a, given.b, given.upstream, direction)
     there = a.slot_indices[0] >= 0
     return ReadyContender(ready.run, lambda r: (r[0], r[1][there], r[2]) if len(r) == 3 else r)
+
+
+def prepared_cusparse(given: SpmmInputs, algorithm: str) -> ReadyContender:
+    product = CusparseProduct(given.csr, given.b, algorithm)
+    return ReadyContender(lambda: (product(),))
 
 
 def cusparse(given: SpmmInputs, direction: str) -> ReadyContender:
