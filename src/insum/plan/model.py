@@ -15,7 +15,7 @@ from insum.lang.expr import Number, accesses, variables
 from insum.plan.config import Choice, Config
 from insum.plan.plan import Pattern, Plan, Segment
 from insum.plan.roles import FLATTEN_UP_TO, Contraction, contiguity, one_place_an_entry
-from insum.plan.sizes import power_of_two
+from insum.plan.sizes import WIDE_LOAD, power_of_two
 
 #: Tasks up to this length count as short: several of them share a program.
 SHORT = 32
@@ -24,8 +24,9 @@ SHORT = 32
 LONG = 48
 #: Tiles of two elements a thread that straight-line code can hold at once.
 MOST_TILES = 24
-#: Entries at which a long row is cut into pieces, and the length up to which rows are left whole.
-SPLIT_AT = 128
+#: Entries at which a long row is cut into pieces (where one thread has a row, and where many have),
+#: and the length up to which rows are left whole.
+SPLIT_ALONE, SPLIT_AT = 16, 128
 LEAVE_WHOLE = 64
 #: Below so many entries rows are left whole, for one launch is all that it is worth.
 MANY_LAUNCHES = 4096
@@ -204,7 +205,7 @@ def first_choice(
     guess = first_guess(plan, extents)
     if not in_rows(plan):
         return (guess,)
-    split = split_length(longest, entries)
+    split = split_length(longest, entries, alone=guess.n == 1)
     if MANY_LAUNCHES <= entries < TINY_ENTRIES and not plan.roles.loops:
         guess = _for_few_rows(guess)
     elif split and entries < FEW_ENTRIES:
@@ -257,15 +258,17 @@ def in_rows(plan: Plan) -> bool:
     return plan.pattern is None and plan.segment is not None and plan.segment.tiled
 
 
-def split_length(longest: int, entries: int) -> int:
+def split_length(longest: int, entries: int, *, alone: bool = False) -> int:
     """Entries at which rows are cut; 0: rows stay whole, where they are even or the whole thing is
-    small.
+    small. ``alone``: a thread walks through a row by itself.
     """
     if longest <= SHORT or entries < MANY_LAUNCHES:
         return 0
     if entries < FEW_ENTRIES:
         return CUT_FEWER if entries < FEWER_ENTRIES else CUT_FEW
-    return 0 if longest <= LEAVE_WHOLE else SPLIT_AT
+    if longest <= LEAVE_WHOLE:
+        return 0
+    return SPLIT_ALONE if alone else SPLIT_AT
 
 
 def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
@@ -290,8 +293,11 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
         several = plan.bounds or len(plan.roles.m) > 1 or len(plan.roles.n) > 1
         return Config(m=m, n=n, k=k, warps=8 if several else 4, stages=3)
     warps = 8 if m * n >= 128 * 256 else 4
-    if plan.segment and walks_entries(plan) and min(m, n) >= 128 and size == 2:
-        return _for_large_entries(plan, plan.segment, extents, m, n, k)
+    if plan.segment and walks_entries(plan) and m >= LARGE_SIDE and size == 2:
+        if _tiles(plan, plan.segment, extents, m, n) < ENOUGH_PROGRAMS:
+            return _for_few_tiles(plan, extents, m, n, k)
+        if n >= LARGE_SIDE:
+            return _for_large_entries(plan, extents, m, n, k)
     # As many buffers as leave room for three programs on a multiprocessor: their waits overlap
     # better than deeper pipelines do.
     most = 2 if n <= 32 < k and _walks_matrices(plan) else 3  # narrow and deep: more programs
@@ -299,27 +305,33 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
     return Config(m=m, n=n, k=k, warps=warps, stages=stages)
 
 
-def _for_large_entries(
-    plan: Plan, segment: Segment, extents: Mapping[str, int], m: int, n: int, k: int
-) -> Config:
-    """A tile takes its own few steps, so filling the pipeline counts: more warps have more gathers
-    in flight, or where an entry is read at one place, shallow steps have more buffers.
-    """
-    tiles = (
+def _tiles(plan: Plan, segment: Segment, extents: Mapping[str, int], m: int, n: int) -> int:
+    return (
         extents[segment.row]
         * math.ceil(extent(plan.roles.m, extents) / m)
         * math.ceil(extent(plan.roles.n, extents) / n)
     )
-    if tiles >= ENOUGH_PROGRAMS:
-        inner = inner_extent(plan, extents)
-        fits = 32 % inner == 0 or inner != power_of_two(inner)
-        if fits and _walks_matrices(plan):
-            return Config(m=m, n=n, k=32, warps=4, stages=4)
-        return Config(m=m, n=n, k=k, warps=8, stages=3)
-    # All tiles run at once, so that the longest decides: half the tile, and longer strides through
-    # its steps.
-    deep = _deep(extents[plan.roles.k[-1]], LARGE_SIDE)
-    return Config(m=m // 2, n=n, k=deep, warps=4, stages=2 if deep > 32 else 4)
+
+
+def _for_large_entries(plan: Plan, extents: Mapping[str, int], m: int, n: int, k: int) -> Config:
+    """A tile takes its own few steps, so filling the pipeline counts: more warps have more gathers
+    in flight, or where an entry is read at one place, shallow steps have more buffers.
+    """
+    inner = inner_extent(plan, extents)
+    fits = 32 % inner == 0 or inner != power_of_two(inner)
+    if fits and _walks_matrices(plan):
+        return Config(m=m, n=n, k=32, warps=4, stages=4)
+    return Config(m=m, n=n, k=k, warps=8, stages=3)
+
+
+def _for_few_tiles(plan: Plan, extents: Mapping[str, int], m: int, n: int, k: int) -> Config:
+    """All tiles run at once, so that the longest decides: half the tile, and longer strides through
+    its steps.
+    """
+    depth = extents[plan.roles.k[-1]]
+    if n >= LARGE_SIDE or depth > FLATTEN_UP_TO or depth == power_of_two(depth):
+        k = _deep(depth, LARGE_SIDE)
+    return Config(m=m // 2, n=n, k=k, warps=4, stages=2 if k > 32 else 4 if n >= LARGE_SIDE else 3)
 
 
 def least_n(plan: Plan) -> int:
@@ -424,12 +436,35 @@ def _deep(extent: int, most: int) -> int:
 def _for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
     """Tiles of several short rows, or of one long piece with many gathers in flight."""
     n = _row_tile(extent(plan.roles.n, extents)) if plan.roles.n else 1
+    narrow = n > 1 and _reads_narrow_rows(plan)
+    if narrow:  # each load fetches little: of rows less at once, and of more of them
+        n = min(n, 64)
     if long:
         m = min(max(1, 64 // n), power_of_two(extent(plan.roles.m[1:], extents)))
         return Config(
             m=m, n=n, k=max(16, min(64, 2048 // (m * n))), warps=1 if m * n <= 128 else 2, stages=1
         )
+    if n == 1:  # a thread for each row
+        return Config(m=64, n=1, k=1, warps=2, stages=1)
+    if narrow:
+        return Config(m=max(1, min(64, 512 // n)), n=n, k=4, warps=1, stages=1)
     return Config(m=max(1, min(64, 512 // n)), n=n, k=2, warps=2, stages=1)
+
+
+def _reads_narrow_rows(plan: Plan) -> bool:
+    """Whether rows begin where no widest load may."""
+    kinds, strides = dict(plan.kinds), dict(plan.strides)
+    rows = (
+        (a.tensor, strides[a.tensor].units)
+        for f in plan.factors
+        for a in accesses(f)
+        if len(a.indices) > 1 and a.indices[-1].var in plan.roles.n and a.tensor in strides
+    )
+    return any(
+        -WIDE_LOAD < unit * _BYTES.get(kinds[name], WIDE_LOAD) < 0
+        for name, units in rows
+        for unit in units[:-1]
+    )
 
 
 def _row_tile(columns: int) -> int:

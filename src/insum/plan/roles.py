@@ -18,7 +18,7 @@ from insum.lang.expr import Access, Expr, Number, accesses, variables
 SMALLEST_DOT = 8
 #: ... but for one side of a product in half precision: matrix instructions are so much quicker
 #: there that most of a tile may be empty, if the other side fills its own.
-THINNEST_SIDE, FULL_SIDE = 2, 16
+THINNEST_SIDE, FULL_SIDE = 1, 16
 #: Side of a wide tile, and an axis of few of them.
 WIDE_TILE, SHORT_AXIS = 128, 1024
 #: Numbers that lie together and are worth reading together.
