@@ -34,9 +34,10 @@ def einsum(
 
     The statement is written as if every operand were dense, in insum's notation with named operands
     or in `torch.einsum`'s with positional ones; in both, ``...`` stands for dimensions that are not
-    named. Any number of operands may be dense; several may be sparse if they share one pattern or
-    never meet in a compressed dimension. Arrays of NumPy, tensors of `torch.sparse` and arrays of
-    SciPy are taken as they are, and converted at every call: convert those that stay.
+    named, and broadcasts those of extent 1 of dense operands. Any number of operands may be dense;
+    several may be sparse if they share one pattern or never meet in a compressed dimension. Arrays
+    of NumPy, tensors of `torch.sparse` and arrays of SciPy are taken as they are, and converted at
+    every call: convert those that stay.
 
     Three and more operands are multiplied in the order that ``optimize`` says, as in `insum`; a
     path counts the factors of the rewritten statement, which `explain` prints.

@@ -392,8 +392,12 @@ def explain(
     )
 
 
+#: What Triton has compiled for, from Volta and CDNA on.
+_ARCHITECTURES = re.compile(r"sm_([7-9]|1[0-2])\d[af]?|gfx(9|1[0-2])[0-9a-f]{2}")
+
+
 def _check_gpu(statement: str, gpu: object) -> None:
-    if isinstance(gpu, str) and (not gpu or re.fullmatch(r"sm_\d+a?|gfx\w+", gpu)):
+    if isinstance(gpu, str) and (not gpu or _ARCHITECTURES.fullmatch(gpu)):
         return
     no_option(statement, "gpu")
     raise SettingsError(

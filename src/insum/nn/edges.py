@@ -19,7 +19,7 @@ import insum
 from insum.accepted import COUNT, DTYPE, FLAG, TENSOR, explains, is_common, require
 from insum.compat.calls import base_of, is_plain_call
 from insum.errors import BindingError, DtypeError, InsumError
-from insum.memory import entry_of, known, remembered
+from insum.memory import entry_of, known, known_as, remembered
 from insum.nn.checks import integers, kernels_look, one_device
 from insum.runtime import loops
 from insum.runtime.record import out_of_range
@@ -48,8 +48,8 @@ def endpoints(edge_index: Tensor, sources: int, targets: int) -> tuple[Tensor, T
         source, target = plain(edge_index).unbind(0)
         own = known(edge_index)
         declared = own is not None and own.declared  # what is promised of all is of each
-        entry_of(source, declared=declared).called = ("edge_index[0, {}]", "nodes")
-        entry_of(target, declared=declared).called = ("edge_index[1, {}]", "nodes")
+        known_as(source, "edge_index[0, {}]", "nodes", declared=declared)
+        known_as(target, "edge_index[1, {}]", "nodes", declared=declared)
         return source, target
     check_range("edge_index", edge_index, (sources, targets), "nodes")
     kind = torch.int32 if max(sources, targets) < 2**31 else torch.int64

@@ -389,8 +389,9 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
 def collate(samples: Sequence[Any]) -> Any:
     """The ``collate_fn`` of a DataLoader: clouds become one batch, all else is PyTorch's way.
 
-    A sample is a `SparseTensor`, or a tuple, list or dict that holds some. A tensor with as many
-    rows as its sample has voxels, such as labels, is joined along its rows.
+    A sample is a `SparseTensor`, or a tuple, list or dict that holds some, or others that do. A
+    tensor with as many rows as the cloud beside it has voxels, such as labels, is joined along its
+    rows.
 
     >>> x = SparseTensor(torch.tensor([[0, 0, 0], [0, 0, 1]]), torch.ones(2, 4))
     >>> samples = [(x, torch.tensor([3, 4]), 7), (x, torch.tensor([5, 6]), 8)]
@@ -399,7 +400,7 @@ def collate(samples: Sequence[Any]) -> Any:
     (4, tensor([3, 4, 5, 6]), tensor([7, 8]))
     """
     try:
-        return _collated(samples)
+        return _collated(samples, [None] * len(samples))
     except (TypeError, ValueError, KeyError, RuntimeError) as wrong:
         raise BindingError(
             f"samples such as {shown(samples[0])} cannot be joined: {wrong}",
@@ -407,31 +408,30 @@ def collate(samples: Sequence[Any]) -> Any:
         ) from wrong
 
 
-def _collated(samples: Sequence[Any]) -> Any:
+def _collated(samples: Sequence[Any], counts: Sequence[int | None]) -> Any:
+    """Samples joined; ``counts``: the voxels of the cloud that stands beside each, if one does."""
     first = samples[0]
-    if isinstance(first, SparseTensor):
-        return batch(samples)
-    if isinstance(first, Mapping):
-        names = list(first)
-        return dict(zip(names, _columns([[s[n] for n in names] for s in samples])))
-    if isinstance(first, tuple | list):
-        columns = _columns(samples)
-        return type(first)(columns) if type(first) in (tuple, list) else tuple(columns)
+    match first:
+        case SparseTensor():
+            return batch(samples)
+        case Mapping():
+            names = list(first)
+            return dict(zip(names, _columns([[s[n] for n in names] for s in samples], counts)))
+        case tuple() | list():
+            columns = _columns(samples, counts)
+            return type(first)(columns) if type(first) in (tuple, list) else tuple(columns)
+    rows = [s.shape[0] if isinstance(s, Tensor) and s.dim() else -1 for s in samples]
+    if rows == list(counts):
+        return torch.cat(list(samples))
     return torch.utils.data.default_collate(list(samples))
 
 
-def _columns(samples: Sequence[Sequence[Any]]) -> list[Any]:
-    counts = [next((v.voxels.count for v in s if VOXELS.fits(v)), None) for s in samples]
-    return [_column(column, counts) for column in zip(*samples, strict=True)]
-
-
-def _column(values: Sequence[Any], counts: Sequence[int | None]) -> Any:
-    if isinstance(values[0], SparseTensor):
-        return batch(values)
-    rows = [v.shape[0] if isinstance(v, Tensor) and v.dim() else -1 for v in values]
-    if rows == list(counts):
-        return torch.cat(list(values))
-    return torch.utils.data.default_collate(list(values))
+def _columns(samples: Sequence[Sequence[Any]], around: Sequence[int | None]) -> list[Any]:
+    counts = [
+        next((value.voxels.count for value in sample if VOXELS.fits(value)), count)
+        for sample, count in zip(samples, around)
+    ]
+    return [_collated(column, counts) for column in zip(*samples, strict=True)]
 
 
 # --- checks ---
