@@ -108,7 +108,7 @@ class SparseLinear(nn.Module):
             >>> SparseLinear.from_dense(pruned).weight().nnz
             16
         """
-        weight, bias = _parts(layer)
+        weight, bias = parts_of_linear(layer)
         chosen = _chosen(
             mask,
             density,
@@ -187,7 +187,7 @@ class BlockSparseLinear(SparseLinear):
             >>> torch.allclose(sparse(x), nn.functional.linear(x, masked, dense.bias))
             True
         """
-        weight, bias = _parts(layer)
+        weight, bias = parts_of_linear(layer)
         shape, block = tuple(weight.shape), checked_block(block_shape, 2)
         if mask is not None and tuple(mask.shape) == shape != grid_of(shape, block):
             one_device(weight=weight, mask=mask)
@@ -207,7 +207,7 @@ class BlockSparseLinear(SparseLinear):
         )
 
 
-def _parts(layer: nn.Linear | Tensor) -> tuple[Tensor, Tensor | None]:
+def parts_of_linear(layer: nn.Linear | Tensor) -> tuple[Tensor, Tensor | None]:
     weight, bias = (layer, None) if isinstance(layer, Tensor) else (layer.weight, layer.bias)
     if weight.dim() != 2:
         raise BindingError(

@@ -99,7 +99,6 @@ NORMALIZATIONS = ("component", "norm", "integral")
 def spherical_harmonics(
     degrees: int | Sequence[int] | object,
     vectors: Tensor,
-    *,
     normalize: bool = True,
     normalization: str = "component",
 ) -> Tensor:
