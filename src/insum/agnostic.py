@@ -62,20 +62,21 @@ def einsum(
         UnsupportedError: Sparse operands of different patterns meet in a compressed dimension.
         BindingError: Operands and statement do not fit.
 
-    >>> import torch
-    >>> from insum.formats import GroupCOO
-    >>> A = GroupCOO.from_dense(torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]), group_size=2)
-    >>> B = torch.arange(6.0).reshape(3, 2)
-    >>> einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B)
-    tensor([[ 8., 11.],
-            [ 6.,  9.]])
-    >>> einsum("mk,kn->mn", A, B).equal(A @ B)
-    True
-    >>> einsum("C[...,m] = A[m,k] * X[...,k]", A=A, X=torch.ones(4, 5, 3)).shape
-    torch.Size([4, 5, 2])
-    >>> einsum("S[m,n] = A[m,n] * X[m,k] * Y[n,k]", A=A, X=torch.ones(2, 4), Y=torch.ones(3, 4))
-    GroupCOO(shape=(2, 3), float32, nnz=3, groups=2, group_size=2, group_dims=(0,),
-    padding=25.0%, 40 bytes, cpu)
+    Examples:
+        >>> import torch
+        >>> from insum.formats import GroupCOO
+        >>> A = GroupCOO.from_dense(torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]), group_size=2)
+        >>> B = torch.arange(6.0).reshape(3, 2)
+        >>> einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B)
+        tensor([[ 8., 11.],
+                [ 6.,  9.]])
+        >>> einsum("mk,kn->mn", A, B).equal(A @ B)
+        True
+        >>> einsum("C[...,m] = A[m,k] * X[...,k]", A=A, X=torch.ones(4, 5, 3)).shape
+        torch.Size([4, 5, 2])
+        >>> einsum("S[m,n] = A[m,n] * X[m,k] * Y[n,k]", A=A, X=torch.ones(2, 4), Y=torch.ones(3, 4))
+        GroupCOO(shape=(2, 3), float32, nnz=3, groups=2, group_size=2, group_dims=(0,),
+        padding=25.0%, 40 bytes, cpu)
     """
     text, given = named_operands(statement, operands, named)
     if not has_format(given):

@@ -322,7 +322,7 @@ def unchanging(tensor: Tensor) -> Tensor:
     few. `insum.constant` promises more: that the values may become code.
 
     Args:
-        tensor: an index tensor.
+        tensor: An index tensor.
 
     Returns:
         The same tensor.
@@ -343,7 +343,7 @@ def forget(tensor: Tensor | None = None) -> None:
     by a collective operation into a tensor on a GPU.
 
     Args:
-        tensor: what to forget about; everything where none is given.
+        tensor: What to forget about; everything where none is given.
 
     Examples:
         >>> import insum, torch

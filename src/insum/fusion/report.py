@@ -11,7 +11,21 @@ from insum.settings import settings
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """One statement, made of ``nodes``; about ``saved`` elements are not written to memory."""
+    """One statement, made of ``nodes``; about ``saved`` elements are not written to memory.
+
+    Attributes:
+        statement: What it computes.
+        root: The node that it stands in for.
+        nodes: Those that are no more.
+        backward: Whether it belongs to the backward pass.
+        saved: Elements that are not written.
+        notes: What else is to be said: of which module and line it comes, for one.
+
+    Examples:
+        >>> one = Fused("y[d[e]] = x[s[e]]", "index_add", ("index", "index_add"), False, 12)
+        >>> len(one.nodes), one.saved
+        (2, 12)
+    """
 
     statement: str
     root: str
@@ -30,7 +44,17 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """One scatter or sum that stayed as it was."""
+    """One scatter or sum that stayed as it was.
+
+    Attributes:
+        root: The node.
+        why: Why it was left.
+        backward: Whether it belongs to the backward pass.
+
+    Examples:
+        >>> Left("sum_1", "it gathers nothing", backward=False).why
+        'it gathers nothing'
+    """
 
     root: str
     why: str
@@ -44,6 +68,14 @@ class Left:
 class Once:
     """Nodes that are a function of integer tensors alone, and computed again only when one of those
     is another or was written to.
+
+    Attributes:
+        nodes: What is computed once.
+        sources: Of which tensors.
+
+    Examples:
+        >>> Once(("eq", "nonzero"), ("kinds",)).sources
+        ('kinds',)
     """
 
     nodes: tuple[str, ...]
@@ -57,6 +89,14 @@ class Once:
 class Failed:
     """One of the passes that could not be done, which is a mistake of ours: the graph stayed as it
     was before it.
+
+    Attributes:
+        stage: Which of them.
+        why: The error.
+
+    Examples:
+        >>> Failed("chains", "KeyError: 3").stage
+        'chains'
     """
 
     stage: str
@@ -68,7 +108,18 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All graphs since the last `clear`, or one of them."""
+    """All graphs since the last `clear`, or one of them.
+
+    Attributes:
+        fused: Statements that were made.
+        left: What stayed as it was.
+        once: What is computed once.
+        failed: Passes that failed.
+
+    Examples:
+        >>> Report().fused
+        ()
+    """
 
     fused: tuple[Fused, ...] = ()
     left: tuple[Left, ...] = ()
@@ -111,10 +162,14 @@ def add(report: Report) -> None:
 def report() -> Report:
     """What was fused and what was left, of all graphs that were compiled since `clear`.
 
-    >>> import insum.fusion
-    >>> insum.fusion.clear()
-    >>> print(insum.fusion.report())
-    nothing to fuse
+    Returns:
+        One report of them all.
+
+    Examples:
+        >>> import insum.fusion
+        >>> insum.fusion.clear()
+        >>> print(insum.fusion.report())
+        nothing to fuse
     """
     every = [
         tuple(one for r in _reports for one in getattr(r, name))
@@ -126,8 +181,9 @@ def report() -> Report:
 def clear() -> None:
     """Forget the reports so far.
 
-    >>> clear()
-    >>> print(report())
-    nothing to fuse
+    Examples:
+        >>> clear()
+        >>> print(report())
+        nothing to fuse
     """
     _reports.clear()

@@ -42,6 +42,18 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
 
     ``captured``: the graph will be replayed as a CUDA graph, on index tensors whose values nobody
     sees then. They are taken as they come.
+
+    Args:
+        graph: A graph of ATen operations, rewritten in place.
+        wish: What goes before `settings.fuse`.
+        captured: Whether the graph will be replayed as a CUDA graph.
+
+    Returns:
+        What was fused and what was left.
+
+    Examples:
+        >>> fuse(Graph()).fused
+        ()
     """
     trial = PassTrial(graph)
     fused: list[Fused] = []

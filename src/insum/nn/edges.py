@@ -155,12 +155,24 @@ def gcn_norm(
     Shapes depend on shapes alone, so that this can be traced; without weights the result is kept
     with ``edge_index``.
 
-    >>> edges, weights = gcn_norm(torch.tensor([[0, 1], [1, 0]]), None, 2)
-    >>> edges
-    tensor([[0, 1, 0, 1],
-            [1, 0, 0, 1]])
-    >>> weights
-    tensor([0.5000, 0.5000, 0.5000, 0.5000])
+    Args:
+        edge_index: (2, edges), sources then targets.
+        edge_weight: (edges,), or ``None`` for 1.
+        num_nodes: How many nodes there are.
+        improved: Loops that are added weigh 2.
+        add_self_loops: Add a loop for each node that has none.
+        dtype: Of the weights, where none are passed.
+
+    Returns:
+        The edges, and a weight for each.
+
+    Examples:
+        >>> edges, weights = gcn_norm(torch.tensor([[0, 1], [1, 0]]), None, 2)
+        >>> edges
+        tensor([[0, 1, 0, 1],
+                [1, 0, 0, 1]])
+        >>> weights
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
     fill = (2 if improved else 1) if add_self_loops else None
     edges, weights = _normalised(edge_index, edge_weight, num_nodes, fill, dtype)[:2]

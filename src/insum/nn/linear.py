@@ -144,12 +144,18 @@ class BlockSparseLinear(SparseLinear):
     """A linear layer whose weight is made of dense blocks, which Tensor Cores multiply:
     ``Y[i,WO[p],bo] = WV[p,q,bo,bk] * X[i,WK[p,q],bk]``.
 
-    >>> import torch
-    >>> layer = BlockSparseLinear.from_dense(nn.Linear(128, 64), density=0.25, block_shape=(32, 32))
-    >>> layer(torch.randn(8, 128)).shape
-    torch.Size([8, 64])
-    >>> layer.weight().block_shape, layer.weight().nnz
-    ((32, 32), 2048)
+    Args:
+        weight: A matrix (out_features, in_features) in a block format.
+        bias: A tensor (out_features,), or ``None``.
+
+    Examples:
+        >>> import torch
+        >>> dense = nn.Linear(128, 64)
+        >>> layer = BlockSparseLinear.from_dense(dense, density=0.25, block_shape=(32, 32))
+        >>> layer(torch.randn(8, 128)).shape
+        torch.Size([8, 64])
+        >>> layer.weight().block_shape, layer.weight().nnz
+        ((32, 32), 2048)
     """
 
     @classmethod

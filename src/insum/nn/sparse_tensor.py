@@ -56,14 +56,22 @@ class SparseTensor:
     keep the kernel maps that they build with the voxels, so that all layers of one resolution
     share them.
 
-    >>> coords = torch.tensor([[0, 0, 0, 0], [0, 1, 0, 2], [1, 1, 1, 1]])
-    >>> x = SparseTensor(coords, torch.ones(3, 8), spatial_shape=(4, 4, 4))
-    >>> x
-    SparseTensor(voxels=3, channels=8, float32, spatial_shape=(4, 4, 4), cpu)
-    >>> x.to_dense().shape
-    torch.Size([2, 8, 4, 4, 4])
-    >>> SparseTensor(torch.tensor([[0, 5, 7]]), torch.ones(1, 8), ndim=2)
-    SparseTensor(voxels=1, channels=8, float32, ndim=2, spatial_shape=None, cpu)
+    Args:
+        coords: Coordinates of the voxels, integers.
+        features: One row for each voxel.
+        spatial_shape: The size of the grid, if it has one.
+        voxels: The set of voxels, where several tensors share one; made of ``coords`` by default.
+        ndim: The number of dimensions.
+
+    Examples:
+        >>> coords = torch.tensor([[0, 0, 0, 0], [0, 1, 0, 2], [1, 1, 1, 1]])
+        >>> x = SparseTensor(coords, torch.ones(3, 8), spatial_shape=(4, 4, 4))
+        >>> x
+        SparseTensor(voxels=3, channels=8, float32, spatial_shape=(4, 4, 4), cpu)
+        >>> x.to_dense().shape
+        torch.Size([2, 8, 4, 4, 4])
+        >>> SparseTensor(torch.tensor([[0, 5, 7]]), torch.ones(1, 8), ndim=2)
+        SparseTensor(voxels=1, channels=8, float32, ndim=2, spatial_shape=None, cpu)
     """
 
     coords: Tensor
@@ -344,9 +352,16 @@ SAMPLES = Accepted(
 def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
     """The channels of tensors at the same voxels, one behind the other: a skip connection.
 
-    >>> x = SparseTensor(torch.tensor([[0, 0, 0]]), torch.ones(1, 2))
-    >>> cat([x, x + 1]).features
-    tensor([[1., 1., 2., 2.]])
+    Args:
+        tensors: Tensors at the same voxels.
+
+    Returns:
+        One tensor with all their channels.
+
+    Examples:
+        >>> x = SparseTensor(torch.tensor([[0, 0, 0]]), torch.ones(1, 2))
+        >>> cat([x, x + 1]).features
+        tensor([[1., 1., 2., 2.]])
     """
     first = tensors[0]
     for other in tensors[1:]:
@@ -359,9 +374,16 @@ def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
 def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
     """Several clouds as one tensor, each in batches of its own; `SparseTensor.unbatch` undoes it.
 
-    >>> one = SparseTensor(torch.tensor([[0, 0, 0], [0, 0, 1]]), torch.ones(2, 4))
-    >>> batch([one, one]).coords[:, 0]
-    tensor([0, 0, 1, 1])
+    Args:
+        tensors: Clouds of one number of dimensions and channels.
+
+    Returns:
+        One tensor with all their voxels.
+
+    Examples:
+        >>> one = SparseTensor(torch.tensor([[0, 0, 0], [0, 0, 1]]), torch.ones(2, 4))
+        >>> batch([one, one]).coords[:, 0]
+        tensor([0, 0, 1, 1])
     """
     first = tensors[0]
     for number, one in enumerate(tensors):
@@ -393,11 +415,18 @@ def collate(samples: Sequence[Any]) -> Any:
     tensor with as many rows as the cloud beside it has voxels, such as labels, is joined along its
     rows.
 
-    >>> x = SparseTensor(torch.tensor([[0, 0, 0], [0, 0, 1]]), torch.ones(2, 4))
-    >>> samples = [(x, torch.tensor([3, 4]), 7), (x, torch.tensor([5, 6]), 8)]
-    >>> clouds, labels, kinds = collate(samples)
-    >>> clouds.voxels.count, labels, kinds
-    (4, tensor([3, 4, 5, 6]), tensor([7, 8]))
+    Args:
+        samples: What a dataset gives, as many as a batch has.
+
+    Returns:
+        One sample of the same form, with clouds of several batches.
+
+    Examples:
+        >>> x = SparseTensor(torch.tensor([[0, 0, 0], [0, 0, 1]]), torch.ones(2, 4))
+        >>> samples = [(x, torch.tensor([3, 4]), 7), (x, torch.tensor([5, 6]), 8)]
+        >>> clouds, labels, kinds = collate(samples)
+        >>> clouds.voxels.count, labels, kinds
+        (4, tensor([3, 4, 5, 6]), tensor([7, 8]))
     """
     try:
         return _collated(samples, [None] * len(samples))
