@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import html
+import os
+import re
 import sys
 from dataclasses import dataclass
+
+from torch.fx import Node
 
 from insum.settings import settings
 
@@ -19,7 +23,8 @@ class Fused:
         nodes: Those that are no more.
         backward: Whether it belongs to the backward pass.
         saved: Elements that are not written.
-        notes: What else is to be said: of which module and line it comes, for one.
+        notes: What else is to be said.
+        where: The module and the line that the root comes from, as far as the tracer noted them.
 
     Examples:
         >>> one = Fused("y[d[e]] = x[s[e]]", "index_add", ("index", "index_add"), False, 12)
@@ -33,12 +38,13 @@ class Fused:
     backward: bool
     saved: int
     notes: tuple[str, ...] = ()
+    where: str = ""
 
     def __str__(self) -> str:
         when = "backward" if self.backward else "forward"
         return (
             f"fused  {self.root}: {self.statement}  ({len(self.nodes)} nodes, {when}, "
-            f"{self.saved:,} elements not written)"
+            f"{self.saved:,} elements not written){_at(self.where)}"
         )
 
 
@@ -50,6 +56,7 @@ class Left:
         root: The node.
         why: Why it was left.
         backward: Whether it belongs to the backward pass.
+        where: The module and the line that it comes from, as far as the tracer noted them.
 
     Examples:
         >>> Left("sum_1", "it gathers nothing", backward=False).why
@@ -59,9 +66,10 @@ class Left:
     root: str
     why: str
     backward: bool
+    where: str = ""
 
     def __str__(self) -> str:
-        return f"left   {self.root}: {self.why}"
+        return f"left   {self.root}: {self.why}{_at(self.where)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +140,12 @@ class Report:
 
     def _repr_html_(self) -> str:
         rows = [
-            *(("fused", one.root, f"{one.statement} ({_when(one)})") for one in self.fused),
+            *(
+                ("fused", one.where or one.root, f"{one.statement} ({_when(one)})")
+                for one in self.fused
+            ),
             *(("once", ", ".join(one.nodes), ", ".join(one.sources)) for one in self.once),
-            *(("left", one.root, one.why) for one in self.left),
+            *(("left", one.where or one.root, one.why) for one in self.left),
             *(("failed", one.stage, one.why) for one in self.failed),
         ]
         cells = "".join(
@@ -142,6 +153,25 @@ class Report:
         )
         head = "<tr><th></th><th>where</th><th>what</th></tr>"
         return f"<table>{head}{cells}</table>" if rows else "<p>nothing to fuse</p>"
+
+
+def _at(where: str) -> str:
+    return f"  at {where}" if where else ""
+
+
+_FRAME = re.compile(r'File "(.+?)", line (\d+), in ')
+
+
+def where_of(node: Node) -> str:
+    """The module and the line of the program that a node comes from; of the backward pass, what its
+    gradient is of.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    named = [str(path) for path, *_ in stack.values()]
+    module = re.sub(r"^L\['\w+'\]\.?", "", named[-1]) if named else ""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    line = f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else ""
+    return ", ".join(filter(None, (module, line)))
 
 
 def _when(one: Fused) -> str:

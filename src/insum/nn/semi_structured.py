@@ -4,6 +4,7 @@ multiply where torch has them.
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +57,7 @@ class SemiStructuredLinear(nn.Module):
     What is kept is held in five eighths of the memory of a dense layer in half precision. Where no
     gradient is asked for, on a GPU with sparse tensor cores and in half precision, torch multiplies
     with them; the packed weight is made at the first such call, and anew when values have changed.
+    Products of some thousand rows gain by it, on an H200 1.3 to 1.4 times; of few rows they lose.
     Else the weight is written out, ``W[o,C[o,q]] = V[o,q]``, and the product is a dense one: no
     kernel gains on it with half of all weights. The values are trained, the pattern stays.
 
@@ -247,7 +249,9 @@ def _pack(weight: Tensor) -> Tensor | None:
     if torch.cuda.get_device_capability(weight.device)[0] not in range(MAJORS[0], MAJORS[1] + 1):
         return None
     try:
-        return torch.sparse.to_sparse_semi_structured(weight)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", ".*prototype", UserWarning)
+            return torch.sparse.to_sparse_semi_structured(weight)
     except (AttributeError, NotImplementedError, RuntimeError, ValueError) as error:
         if isinstance(error, InsumError | torch.OutOfMemoryError):
             raise
