@@ -27,7 +27,7 @@ class Irrep(_DegreeAndParity):
     """Degree ``l`` and parity ``p``, 1 (even) or -1 (odd): ``2 * l + 1`` components. A pair, which
     e3nn takes for one of its own.
 
-    Args:
+    Attributes:
         l: The degree.
         p: The parity.
 
