@@ -7,6 +7,7 @@ The order is the order of the stages (docs/design.md). A new module must be give
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import os
 import re
@@ -138,11 +139,14 @@ def _is_module(name: str) -> bool:
     return name.removeprefix("insum.") in MODULES and name.startswith("insum.")
 
 
-def every_import() -> Iterator[Import]:
-    for name, path in MODULES.items():
-        yield from imports_of(
-            name, path.read_text(encoding="utf-8"), is_package=path.name == "__init__.py"
-        )
+@functools.cache
+def every_import() -> tuple[Import, ...]:
+    texts = {name: path.read_text(encoding="utf-8") for name, path in MODULES.items()}
+    return tuple(
+        found
+        for name, path in MODULES.items()
+        for found in imports_of(name, texts[name], is_package=path.name == "__init__.py")
+    )
 
 
 def top(name: str) -> str:

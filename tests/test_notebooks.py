@@ -46,8 +46,11 @@ def test_kernels_are_shown_without_a_gpu(A: Any) -> None:
 
 
 def test_gpus_that_are_none() -> None:
-    with pytest.raises(insum.SettingsError, match="gpu is 'hopper'"):
-        insum.explain("y[i] = A[i,j]", A=X, gpu="hopper")
+    for wrong in ("hopper", "sm_1", "sm_900", "gfx", "sm_90 "):
+        with pytest.raises(insum.SettingsError, match=f"gpu is '{wrong}'"):
+            insum.explain("y[i] = A[i,j]", A=X, gpu=wrong)
+    for gpu in ("sm_75", "sm_90a", "sm_120", "gfx90a", "gfx1201"):
+        assert "@triton.jit" in str(insum.explain("y[i] = A[i,j]", A=X, gpu=gpu))
     with pytest.raises(insum.BindingError, match="names a tensor 'gpu', which is an option here"):
         insum.explain("y[i] = gpu[i,j]", gpu=X)  # type: ignore[arg-type]
     page = insum.explain("y[i] = A[i,j]", A=X.to(torch.complex64), gpu="sm_90")

@@ -329,14 +329,21 @@ def called(case: Case, **options: Any) -> Tensor:
     )  # type: ignore[arg-type]
 
 
+def splits(case: Case, wish: str) -> bool:
+    request = request_of(case.statement, None, dict(case.sizes), case.padded, None, wish)
+    return bool(stages_of(request.bind(case.values), request.form))
+
+
 def test_drawn_statements_in_every_order(eager_splits: None) -> None:
     """All that a statement may hold, with searches that split wherever they can."""
     split = 0
     for case, _ in long_cases(400, seed=31, max_factors=5, dtypes=(torch.float64,), mixed=False):
+        found = {wish: splits(case, wish) for wish in ("optimal", "greedy")}
+        split += sum(found.values())
+        # what is not split is one statement, whichever way was looked
+        wishes = [wish for wish in found if found[wish]] or ["greedy"]
         want = case.expected()
-        for wish in ("optimal", "greedy"):
-            request = request_of(case.statement, None, dict(case.sizes), case.padded, None, wish)
-            split += bool(stages_of(request.bind(case.values), request.form))
+        for wish in wishes:
             assert_close(called(case, optimize=wish), want, case.precision)
     assert split > 50, "too few of them were split to tell"
 

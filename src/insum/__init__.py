@@ -1,9 +1,10 @@
 """insum: one line of indirect einsum, one fast sparse GPU kernel.
 
->>> import torch, insum
->>> A, x = torch.ones(2, 3), torch.arange(3.)
->>> insum.insum("y[i] = A[i,j] * x[j]", A=A, x=x)
-tensor([3., 3.])
+Examples:
+    >>> import torch, insum
+    >>> A, x = torch.ones(2, 3), torch.arange(3.)
+    >>> insum.insum("y[i] = A[i,j] * x[j]", A=A, x=x)
+    tensor([3., 3.])
 """
 
 from __future__ import annotations

@@ -34,9 +34,10 @@ def einsum(
 
     The statement is written as if every operand were dense, in insum's notation with named operands
     or in `torch.einsum`'s with positional ones; in both, ``...`` stands for dimensions that are not
-    named. Any number of operands may be dense; several may be sparse if they share one pattern or
-    never meet in a compressed dimension. Arrays of NumPy, tensors of `torch.sparse` and arrays of
-    SciPy are taken as they are, and converted at every call: convert those that stay.
+    named, and broadcasts those of extent 1 of dense operands. Any number of operands may be dense;
+    several may be sparse if they share one pattern or never meet in a compressed dimension. Arrays
+    of NumPy, tensors of `torch.sparse` and arrays of SciPy are taken as they are, and converted at
+    every call: convert those that stay.
 
     Three and more operands are multiplied in the order that ``optimize`` says, as in `insum`; a
     path counts the factors of the rewritten statement, which `explain` prints.
@@ -61,20 +62,21 @@ def einsum(
         UnsupportedError: Sparse operands of different patterns meet in a compressed dimension.
         BindingError: Operands and statement do not fit.
 
-    >>> import torch
-    >>> from insum.formats import GroupCOO
-    >>> A = GroupCOO.from_dense(torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]), group_size=2)
-    >>> B = torch.arange(6.0).reshape(3, 2)
-    >>> einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B)
-    tensor([[ 8., 11.],
-            [ 6.,  9.]])
-    >>> einsum("mk,kn->mn", A, B).equal(A @ B)
-    True
-    >>> einsum("C[...,m] = A[m,k] * X[...,k]", A=A, X=torch.ones(4, 5, 3)).shape
-    torch.Size([4, 5, 2])
-    >>> einsum("S[m,n] = A[m,n] * X[m,k] * Y[n,k]", A=A, X=torch.ones(2, 4), Y=torch.ones(3, 4))
-    GroupCOO(shape=(2, 3), float32, nnz=3, groups=2, group_size=2, group_dims=(0,),
-    padding=25.0%, 40 bytes, cpu)
+    Examples:
+        >>> import torch
+        >>> from insum.formats import GroupCOO
+        >>> A = GroupCOO.from_dense(torch.tensor([[1.0, 0.0, 2.0], [0.0, 3.0, 0.0]]), group_size=2)
+        >>> B = torch.arange(6.0).reshape(3, 2)
+        >>> einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B)
+        tensor([[ 8., 11.],
+                [ 6.,  9.]])
+        >>> einsum("mk,kn->mn", A, B).equal(A @ B)
+        True
+        >>> einsum("C[...,m] = A[m,k] * X[...,k]", A=A, X=torch.ones(4, 5, 3)).shape
+        torch.Size([4, 5, 2])
+        >>> einsum("S[m,n] = A[m,n] * X[m,k] * Y[n,k]", A=A, X=torch.ones(2, 4), Y=torch.ones(3, 4))
+        GroupCOO(shape=(2, 3), float32, nnz=3, groups=2, group_size=2, group_dims=(0,),
+        padding=25.0%, 40 bytes, cpu)
     """
     text, given = named_operands(statement, operands, named)
     if not has_format(given):

@@ -76,20 +76,21 @@ def insum(
         DeviceError: Tensors are on different devices.
         IndexRangeError: An index points outside of its dimension.
 
-    >>> import torch, insum
-    >>> rows, columns = torch.tensor([0, 0, 2]), torch.tensor([1, 3, 0])
-    >>> values, x = torch.tensor([1.0, 2.0, 3.0]), torch.arange(4.0)
-    >>> insum.insum(
-    ...     "y[rows[p]] = values[p] * x[columns[p]]",
-    ...     rows=rows, columns=columns, values=values, x=x, out_shape=(3,),
-    ... )
-    tensor([7., 0., 0.])
-    >>> C = torch.ones(2, 2)
-    >>> insum.insum("C[i,j] += A[i,k] * B[k,j]", C=C, A=torch.eye(2), B=torch.eye(2)) is C
-    True
-    >>> C
-    tensor([[2., 1.],
-            [1., 2.]])
+    Examples:
+        >>> import torch, insum
+        >>> rows, columns = torch.tensor([0, 0, 2]), torch.tensor([1, 3, 0])
+        >>> values, x = torch.tensor([1.0, 2.0, 3.0]), torch.arange(4.0)
+        >>> insum.insum(
+        ...     "y[rows[p]] = values[p] * x[columns[p]]",
+        ...     rows=rows, columns=columns, values=values, x=x, out_shape=(3,),
+        ... )
+        tensor([7., 0., 0.])
+        >>> C = torch.ones(2, 2)
+        >>> insum.insum("C[i,j] += A[i,k] * B[k,j]", C=C, A=torch.eye(2), B=torch.eye(2)) is C
+        True
+        >>> C
+        tensor([[2., 1.],
+                [1., 2.]])
     """
     if torch.compiler.is_compiling():
         if any(is_stranger(v) and hasattr(v, "index_arrays") for v in tensors.values()):
@@ -208,9 +209,18 @@ def _refuse_strangers(request: Request, tensors: dict[str, Value]) -> None:
 class Compiled:
     """A statement with its options, ready to be called with tensors; see `compile`.
 
-    >>> import insum, torch
-    >>> isinstance(insum.compile("y[i] = A[i,j] * x[j]"), insum.Compiled)
-    True
+    Args:
+        statement: One statement of the language.
+        out_shape: As in `insum`, like all other options.
+        sizes: Single sizes.
+        padded: Index tensors in which -1 marks an absent entry.
+        config: Tile sizes and launch options.
+        optimize: The order of contraction.
+
+    Examples:
+        >>> import insum, torch
+        >>> isinstance(insum.compile("y[i] = A[i,j] * x[j]"), insum.Compiled)
+        True
     """
 
     def __init__(
@@ -311,13 +321,14 @@ def compile(
     Raises:
         StatementError: The text is no statement.
 
-    >>> import torch, insum
-    >>> matvec = insum.compile("y[i] = A[i,j] * x[j]")
-    >>> matvec(A=torch.ones(2, 3), x=torch.arange(3.))
-    tensor([3., 3.])
-    >>> matvec
-    insum.compile('y[i] = A[i,j] * x[j]')
-      i: free, 2; j: reduced, 3
+    Examples:
+        >>> import torch, insum
+        >>> matvec = insum.compile("y[i] = A[i,j] * x[j]")
+        >>> matvec(A=torch.ones(2, 3), x=torch.arange(3.))
+        tensor([3., 3.])
+        >>> matvec
+        insum.compile('y[i] = A[i,j] * x[j]')
+          i: free, 2; j: reduced, 3
     """
     return Compiled(statement, out_shape, sizes, padded, config, optimize)
 
@@ -348,28 +359,29 @@ def explain(
     Returns:
         An object that prints as a page of text, in notebooks too.
 
-    >>> import torch, insum
-    >>> page = insum.explain("y[i] = A[i,j]", A=torch.ones(2, 3), gpu="sm_90")
-    >>> "@triton.jit" in page.fused
-    True
-    >>> print(insum.explain("y[i] = A[i,j] * x[j]", A=torch.ones(2, 3), x=torch.ones(3)))
-    y[i] = A[i,j] * x[j]
-    <BLANKLINE>
-    index  extent  role
-    i           2  free
-    j           3  reduced
-    <BLANKLINE>
-    tensor  dtype    shape   device
-    A       float32  (2, 3)  cpu
-    x       float32  (3,)    cpu
-    y       float32  (2,)    cpu (result)
-    <BLANKLINE>
-    def forward(A, x):
-        contracted = torch.einsum('ij,j->i', A, x)
-        contiguous = contracted.contiguous()
-        return contiguous
-    <BLANKLINE>
-    12 FLOPs, 44 bytes at least, 0.3 FLOPs per byte
+    Examples:
+        >>> import torch, insum
+        >>> page = insum.explain("y[i] = A[i,j]", A=torch.ones(2, 3), gpu="sm_90")
+        >>> "@triton.jit" in page.fused
+        True
+        >>> print(insum.explain("y[i] = A[i,j] * x[j]", A=torch.ones(2, 3), x=torch.ones(3)))
+        y[i] = A[i,j] * x[j]
+        <BLANKLINE>
+        index  extent  role
+        i           2  free
+        j           3  reduced
+        <BLANKLINE>
+        tensor  dtype    shape   device
+        A       float32  (2, 3)  cpu
+        x       float32  (3,)    cpu
+        y       float32  (2,)    cpu (result)
+        <BLANKLINE>
+        def forward(A, x):
+            contracted = torch.einsum('ij,j->i', A, x)
+            contiguous = contracted.contiguous()
+            return contiguous
+        <BLANKLINE>
+        12 FLOPs, 44 bytes at least, 0.3 FLOPs per byte
     """
     _check_gpu(statement, gpu)
     if any(map(is_stranger, tensors.values())):
@@ -392,8 +404,12 @@ def explain(
     )
 
 
+#: What Triton has compiled for, from Volta and CDNA on.
+_ARCHITECTURES = re.compile(r"sm_([7-9]|1[0-2])\d[af]?|gfx(9|1[0-2])[0-9a-f]{2}")
+
+
 def _check_gpu(statement: str, gpu: object) -> None:
-    if isinstance(gpu, str) and (not gpu or re.fullmatch(r"sm_\d+a?|gfx\w+", gpu)):
+    if isinstance(gpu, str) and (not gpu or _ARCHITECTURES.fullmatch(gpu)):
         return
     no_option(statement, "gpu")
     raise SettingsError(
@@ -447,10 +463,11 @@ def tune(
     Returns:
         What was tried and what was found.
 
-    >>> import torch, insum
-    >>> tuned = insum.tune("y[i] = A[i,j] * x[j]", A=torch.ones(2, 3), x=torch.ones(3))
-    >>> tuned.trials
-    ()
+    Examples:
+        >>> import torch, insum
+        >>> tuned = insum.tune("y[i] = A[i,j] * x[j]", A=torch.ones(2, 3), x=torch.ones(3))
+        >>> tuned.trials
+        ()
     """
     no_option(statement, "effort")
     return tuned(request_of(statement, out_shape, sizes, padded), tensors, effort)

@@ -1,5 +1,5 @@
 """The command ``insum``: bench, cache, doctor, explain, demo. Needs typer and rich, which are
-imported only when it runs.
+imported only when it runs; what is here, and which version, it tells without them.
 """
 
 # Annotations are evaluated here, unlike elsewhere: typer reads them, and its own names are known
@@ -25,9 +25,27 @@ def main(arguments: list[str] | None = None) -> None:
         import rich  # noqa: F401
         import typer  # noqa: F401
     except ImportError as error:
-        print(_INSTALL.format(error=error), file=sys.stderr)
-        sys.exit(1)
+        told = _plainly(sys.argv[1:] if arguments is None else arguments)
+        print(told or _INSTALL.format(error=error), file=sys.stdout if told else sys.stderr)
+        sys.exit(0 if told else 1)
     application()(arguments, prog_name="insum")
+
+
+def _plainly(arguments: list[str]) -> str:
+    """What is told without typer and rich; nothing for all other commands."""
+    match arguments:
+        case ["--version"]:
+            from insum import __version__
+
+            return f"insum {__version__}"
+        case ["doctor"]:
+            from insum.doctor import report
+
+            found = report()
+            width = max(len(one.what) for one in found)
+            marks = {True: "yes", False: "no "}
+            return "\n".join(f"{o.what:{width}}  {marks[o.usable]}  {o.why}" for o in found)
+    return ""
 
 
 def application() -> "typer.Typer":

@@ -31,10 +31,22 @@ from insum.stages import is_orderable
 class Explanation:
     """The parts of an explanation; prints as a page of text, in notebooks too.
 
-    >>> import insum, torch
-    >>> explanation = insum.explain("y[i] = A[i,j] * x[j]", A=torch.ones(2, 3), x=torch.ones(3))
-    >>> explanation.roles, explanation.flops
-    ((('i', 2, 'free'), ('j', 3, 'reduced')), 12)
+    Attributes:
+        statement: What was asked for.
+        roles: Name, extent and role of each index.
+        tensors: Name, dtype, shape and device of each tensor.
+        graph: The torch operations that define it, as Python.
+        flops: Additions and multiplications.
+        bytes: What is read and written at least.
+        fused: Plan, cost and text of the generated kernel, or why there is none.
+        order: The statements that the order of contraction makes, where there are several.
+        host: How a CPU runs it.
+
+    Examples:
+        >>> import insum, torch
+        >>> explanation = insum.explain("y[i] = A[i,j] * x[j]", A=torch.ones(2, 3), x=torch.ones(3))
+        >>> explanation.roles, explanation.flops
+        ((('i', 2, 'free'), ('j', 3, 'reduced')), 12)
     """
 
     statement: str

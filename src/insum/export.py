@@ -53,16 +53,26 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
     """The program with every statement written out as torch operations. It can be saved, and loaded
     where there is no insum.
 
-    >>> import torch, insum, insum.export
-    >>> class Product(torch.nn.Module):
-    ...     def forward(self, idx, x):
-    ...         return insum.insum("y[p] = x[idx[p]] * x[idx[p]]", idx=idx, x=x)
-    >>> arguments = torch.tensor([2, 0]), torch.arange(3.0)
-    >>> program = insum.export.decompose(torch.export.export(Product(), arguments))
-    >>> program.module()(*arguments)
-    tensor([4., 0.])
-    >>> any("insum" in str(node.target) for node in program.graph.nodes)
-    False
+    Args:
+        program: What `torch.export.export` gave.
+
+    Returns:
+        Another program, without insum's ops.
+
+    Raises:
+        UnsupportedError: This torch has no place for the rules that are needed.
+
+    Examples:
+        >>> import torch, insum, insum.export
+        >>> class Product(torch.nn.Module):
+        ...     def forward(self, idx, x):
+        ...         return insum.insum("y[p] = x[idx[p]] * x[idx[p]]", idx=idx, x=x)
+        >>> arguments = torch.tensor([2, 0]), torch.arange(3.0)
+        >>> program = insum.export.decompose(torch.export.export(Product(), arguments))
+        >>> program.module()(*arguments)
+        tensor([4., 0.])
+        >>> any("insum" in str(node.target) for node in program.graph.nodes)
+        False
     """
     with _inlined("graph"):
         written: ExportedProgram = program.run_decompositions({})
@@ -87,9 +97,22 @@ def package(
     generated kernels where this PyTorch can do that. Code that TorchInductor makes checks index
     values; insum's kernels, in a package, treat what is out of range as absent, and say nothing.
 
-    >>> import insum, torch
-    >>> insum.export.package(program, "model.pt2")  # doctest: +SKIP
-    'model.pt2'
+    Args:
+        program: What `torch.export.export` gave.
+        path: Where to, a name that ends in ``.pt2``.
+        kernels: Whether insum's generated kernels are inside, on GPUs.
+        options: TorchInductor's.
+
+    Returns:
+        The path of the file.
+
+    Raises:
+        UnsupportedError: This torch has no packages, or the name ends otherwise.
+
+    Examples:
+        >>> import insum, torch
+        >>> insum.export.package(program, "model.pt2")  # doctest: +SKIP
+        'model.pt2'
     """
     packager = compiler.aot_packager()
     if packager is None:

@@ -200,15 +200,17 @@ def constant(tensor: Tensor) -> Tensor:
     Writing into the tensor ends the promise.
 
     Args:
-        tensor: an index tensor, or coefficients at the places of one.
+        tensor: An index tensor, or coefficients at the places of one.
 
     Returns:
         The same tensor.
 
-    >>> import insum, torch
-    >>> pattern = insum.constant(torch.tensor([2, 0, 1]))
-    >>> insum.insum("C[P[i]] = A[i]", out_shape=(3,), P=pattern, A=torch.tensor([10.0, 20.0, 30.0]))
-    tensor([20., 30., 10.])
+    Examples:
+        >>> import insum, torch
+        >>> pattern = insum.constant(torch.tensor([2, 0, 1]))
+        >>> A = torch.tensor([10.0, 20.0, 30.0])
+        >>> insum.insum("C[P[i]] = A[i]", out_shape=(3,), P=pattern, A=A)
+        tensor([20., 30., 10.])
     """
     entry = memory.entry_of(tensor, declared=True)
     if tensor.is_floating_point():

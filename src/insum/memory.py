@@ -299,6 +299,20 @@ def remembered(tensor: Tensor, key: object, make: Callable[[], T], *others: Tens
     return entry_of(tensor).remembered(key, plainly)
 
 
+def known_as(tensor: Tensor, name: str, what: str, *, declared: bool = False) -> None:
+    """Messages name a value of a tensor so, by its place, and say what the values number. Where
+    nothing is remembered about the tensor, the object itself keeps the name.
+    """
+    entry = entry_of(tensor, declared=declared)
+    entry.called = name, what
+    if not entry.held:
+        tensor.__dict__[_NAME] = entry.called
+
+
+#: What tensors keep their name under, of which nothing is remembered.
+_NAME = "_insum_called"
+
+
 @takes(tensor=ELEMENTS)
 def unchanging(tensor: Tensor) -> Tensor:
     """Promise that an index tensor is not written to as long as it lives.
@@ -308,7 +322,7 @@ def unchanging(tensor: Tensor) -> Tensor:
     few. `insum.constant` promises more: that the values may become code.
 
     Args:
-        tensor: an index tensor.
+        tensor: An index tensor.
 
     Returns:
         The same tensor.
@@ -329,7 +343,7 @@ def forget(tensor: Tensor | None = None) -> None:
     by a collective operation into a tensor on a GPU.
 
     Args:
-        tensor: what to forget about; everything where none is given.
+        tensor: What to forget about; everything where none is given.
 
     Examples:
         >>> import insum, torch
@@ -419,6 +433,7 @@ def _made(tensor: Tensor, declared: bool) -> Entry:
     entry = Entry(declared)
     look = tensor.is_cpu and can_look(tensor)
     if version is None and not declared and not look:
+        entry.called = tensor.__dict__.get(_NAME)
         return entry
     storage, root = tensor.untyped_storage(), tensor._base
     root = tensor if root is None else root

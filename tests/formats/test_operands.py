@@ -108,6 +108,35 @@ def test_dimensions_that_are_not_named(lead: tuple[int, ...]) -> None:
     torch.testing.assert_close(got, x[..., rows])
 
 
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [((4, 5), (1, 5)), ((4, 1), (5,)), ((4, 1), (1, 5)), ((1, 1), (1,)), ((1,), (0,)), ((), (4,))],
+)
+def test_dots_broadcast_extents_of_1(left: tuple[int, ...], right: tuple[int, ...]) -> None:
+    x = torch.randn(*left, 3, dtype=torch.float64, requires_grad=True)
+    y = torch.randn(*right, 3, dtype=torch.float64, requires_grad=True)
+    for one in ("...k,...k->...", "...k,...j->...jk", "...k,...k"):
+        got, want = insum.einsum(one, x, y), torch.einsum(one, x, y)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(
+            torch.autograd.grad(got.square().sum(), (x, y)),
+            torch.autograd.grad(want.square().sum(), (x, y)),
+        )
+    a = GroupCOO.from_dense(A[:, :3].double())
+    got = insum.einsum("Y[...,m] = A[m,k] * X[...,k] * Z[...,k]", A=a, X=x, Z=y)
+    torch.testing.assert_close(got, (x * y) @ A[:, :3].double().T)
+
+
+def test_what_is_written_to_is_not_broadcast() -> None:
+    total = torch.ones(4, 5)
+    insum.einsum("C[...] += X[...,k]", C=total, X=torch.ones(1, 5, 3))
+    assert bool((total == 4).all())
+    with pytest.raises(insum.BindingError, match="two extents"):
+        insum.einsum("C[...] += X[...,k]", C=torch.ones(1, 5), X=torch.ones(4, 5, 3))
+    with pytest.raises(insum.BindingError, match="two extents"):  # nor what is sparse
+        insum.einsum("...k,...k->...", COO.from_dense(torch.ones(1, 3)), torch.ones(4, 3))
+
+
 def test_dots_in_the_wrong_place() -> None:
     for wrong in ("Y[...] = ... * X[...]", "Y[..., ...] = X[...]", "Y[...] = X[... "):
         with pytest.raises(insum.InsumError, match=r"no dimensions are left out|never closed"):

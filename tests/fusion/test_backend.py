@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.testing import assert_close
 
 import insum
@@ -324,6 +324,33 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert report.fused[0].saved == 2 * E * F and "index" in report.fused[0].nodes
     insum.fusion.clear()
     assert str(insum.fusion.report()) == "nothing to fuse"
+
+
+class Inner(nn.Module):
+    def forward(self, x: Tensor, src: Tensor, dst: Tensor) -> Tensor:
+        return torch.zeros_like(x).index_add(0, dst, x[src].relu())
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([Inner()])
+
+    def forward(self, x: Tensor, src: Tensor, dst: Tensor) -> Tensor:
+        return self.convs[0](x, src, dst).sum(0)
+
+
+def test_the_report_names_modules_and_lines() -> None:
+    insum.fusion.clear()
+    options = {"insum.rest": "eager", "insum.fuse": "always"}
+    run = torch.compile(Outer(), backend="insum", options=options)
+    run(leaf(N, F), *graph_of()).sum().backward()
+    report = insum.fusion.report()
+    line = Inner.forward.__code__.co_firstlineno + 1
+    here = f"convs.0, test_backend.py:{line}"
+    assert [one.where for one in report.fused] == [here, here]
+    assert "relu(primals_1[primals_2[i0],i1])" in str(report.fused[0])  # what is gathered
+    assert str(report).count(f"at {here}") == 2 and here in report._repr_html_()
 
 
 def test_the_environment() -> None:

@@ -32,6 +32,16 @@ def dense(scores: Tensor, edges: Tensor) -> Tensor:
     return out
 
 
+def test_weights_are_drawn_anew() -> None:
+    layer = GATConv(5, 4, heads=2)
+    before = [parameter.detach().clone() for parameter in layer.parameters()]
+    with torch.no_grad():
+        layer.bias.fill_(3)  # type: ignore[union-attr]
+    layer.reset_parameters()
+    same = [torch.equal(a, b) for a, b in zip(before, layer.parameters(), strict=True)]
+    assert sum(same) == 1 and not layer.bias.any()  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize("shape", [(EDGES,), (EDGES, 3), (EDGES, 2, 2)], ids=str)
 def test_softmax(shape: tuple[int, ...]) -> None:
     edges, scores = graph(), torch.randn(shape, dtype=torch.float64) * 30

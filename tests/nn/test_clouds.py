@@ -214,6 +214,16 @@ def test_samples_that_are_tuples() -> None:
     assert collate([1, 2]).tolist() == [1, 2]
 
 
+def test_samples_inside_of_samples() -> None:
+    x, y = cloud(seed=1, batches=1), cloud(seed=2, batches=1)
+    labels = [one.coords.sum(1) for one in (x, y)]
+    samples = [((x, {"labels": labels[0]}), [y, 1]), ((y, {"labels": labels[1]}), [x, 2])]
+    (first, told), (second, kinds) = collate(samples)
+    assert torch.equal(first.features, torch.cat([x.features, y.features]))
+    assert torch.equal(second.features, torch.cat([y.features, x.features]))
+    assert torch.equal(told["labels"], torch.cat(labels)) and kinds.tolist() == [1, 2]
+
+
 # --- points ---
 
 

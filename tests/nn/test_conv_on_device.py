@@ -238,7 +238,7 @@ def test_without_channels_that_fill_a_tile(on_device: None) -> None:
 def test_a_cloud_that_comes_back(on_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments of launches are kept after a few calls; the results stay the same."""
     monkeypatch.setattr("insum.runtime.fused.MOST_MET", 4)
-    layer, coords = SparseConv3d(16, 16, 3, submanifold=True), cloud(1400, 6)
+    layer, coords = SparseConv3d(16, 16, 3, submanifold=True), cloud(300)
     features = torch.randn(len(coords), 16, requires_grad=True)
     x = SparseTensor(coords, features)
     want = differentiated(layer, on_the_cpu(layer, x).features, features)
@@ -262,7 +262,7 @@ def test_maps_of_other_sizes_run_the_same_code(
     monkeypatch.setattr(Programs, "build", build)
     layer = SparseConv3d(16, 16, 3, submanifold=True)
     for seed in range(2):
-        coords = cloud(1300 + 10 * seed, 6, seed)
+        coords = cloud(300 + 10 * seed, seed=seed)
         features = torch.randn(len(coords), 16, requires_grad=True)
         want = on_the_cpu(layer, SparseTensor(coords, features)).features.detach()
         out, *_ = differentiated(layer, layer(SparseTensor(coords, features)).features, features)

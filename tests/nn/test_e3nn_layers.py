@@ -215,6 +215,8 @@ def test_harmonics_are_e3nns(o3: Any, normalization: str) -> None:
             assert_close(ours, theirs, rtol=1e-10, atol=1e-10)
     assert_close(spherical_harmonics([2, 0], v), spherical_harmonics("2e+0e", v))
     assert spherical_harmonics("", v).shape == (4, 0)
+    ours = spherical_harmonics([0, 1], v, False, "norm")
+    assert_close(ours, o3.spherical_harmonics([0, 1], v, False, "norm"))
 
 
 # --- symmetric contraction ---

@@ -239,6 +239,34 @@ def test_sizes_of_a_first_call() -> None:
     assert not torch.equal(rgcn.weight, before)
 
 
+@pytest.mark.parametrize("make", [GraphConv, GCNConv])
+def test_a_failed_call_gives_no_size(make: Any) -> None:
+    edge_index, _, x = graph()
+    layer, wrong = make(-1, 4).double(), edge_index + 9
+    parameters = list(layer.parameters())
+    for _ in range(2):
+        with pytest.raises(insum.InsumError):
+            layer(x, wrong)
+    assert make(-1, 4).state_dict().keys() == layer.state_dict().keys()
+    assert layer(x[:, :3], edge_index).shape == (9, 4)  # another size than that of the failed call
+    assert [*map(id, parameters)] == [*map(id, layer.parameters())]
+    loaded = make(3, 4).double()
+    loaded.load_state_dict(layer.state_dict())
+    assert torch.equal(loaded(x[:, :3], edge_index), layer(x[:, :3], edge_index))
+
+
+def test_weights_that_are_learned_are_not_cached() -> None:
+    edge_index, weight, x = graph()
+    layer, other = GCNConv(5, 4, cached=True).double(), GCNConv(5, 4).double()
+    other.load_state_dict(layer.state_dict())
+    weight.requires_grad_()
+    for scale in (1, 2):
+        for one in (layer, other):
+            one(x, edge_index, weight * torch.linspace(1, scale, len(weight))).sum().backward()
+        assert_close(layer.lin.weight.grad, other.lin.weight.grad)
+    assert weight.grad is not None and bool((weight.grad != 0).any())
+
+
 def test_cached_edges_are_those_of_the_first_call() -> None:
     edge_index, _, x = graph()
     layer = GCNConv(5, 4, cached=True).double()

@@ -186,6 +186,19 @@ def test_no_node(
     )
 
 
+@pytest.mark.parametrize("call", [propagate, lambda e, x: GCNConv(5, 4)(x, e)])
+def test_no_node_under_inference_mode(
+    call: Callable[[Tensor, Tensor], Tensor], on_device: None
+) -> None:
+    """Nothing is remembered about such tensors, not even what users call them."""
+    with torch.inference_mode():
+        index, _, x = graph()
+        index[0, 7] = 9
+        with pytest.raises(insum.IndexRangeError, match=r"^edge_index\[0, 7\] is 9, but"):
+            call(index, x)
+            insum.synchronize()
+
+
 @pytest.mark.parametrize("value", [3, -1])
 @pytest.mark.parametrize("aggr", ["mean", "sum"])
 def test_no_relation(value: int, aggr: str, on_device: None) -> None:

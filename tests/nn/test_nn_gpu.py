@@ -25,6 +25,7 @@ from insum.nn import (
     GCNConv,
     GraphConv,
     RelationalConv,
+    SemiStructuredLinear,
     SparseConv3d,
     SparseLinear,
     SparseTensor,
@@ -330,3 +331,21 @@ def test_mistakes_are_reported_by_a_later_call() -> None:
         GCNConv(32, 16).cuda()(x.cuda(), edges.cuda())
         insum.synchronize()
     insum.synchronize()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_two_of_four_on_sparse_tensor_cores(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    layer = SemiStructuredLinear(256, 128).to("cuda", dtype)
+    x = torch.randn(3, 40, 256, device="cuda", dtype=dtype)
+    want = nn.functional.linear(x.double(), layer.weight.double(), layer.bias.double())
+    with torch.no_grad():
+        assert layer._fits(x) and layer._packed is None
+        got = layer(x)
+        assert_close(got.double(), want, rtol=2e-2, atol=2e-2)
+        if torch.cuda.get_device_capability()[0] in (8, 9):
+            assert layer.packed() is not None, "torch multiplied nothing on sparse tensor cores"
+        layer.values.mul_(2)
+        assert_close(layer(x).double() - layer.bias, 2 * (want - layer.bias), rtol=3e-2, atol=3e-2)
+    layer(x).sum().backward()
+    assert layer.values.grad is not None

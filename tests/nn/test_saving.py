@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -209,51 +211,82 @@ def test_layouts_are_json_and_serve_a_model_on_the_meta_device() -> None:
 # --- Hugging Face ---
 
 
-def test_pretrained_models(tmp_path: Path) -> None:
+SMALL: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+PRETRAINED = {
+    "LlamaForCausalLM": ("LlamaConfig", {"num_key_value_heads": 1, "vocab_size": 50}),
+    "ViTForImageClassification": ("ViTConfig", {"image_size": 16, "patch_size": 8}),
+}
+#: Loads a saved model in a process of its own, exports it, and compares both with what was saved.
+ELSEWHERE = """
+import sys, torch, transformers
+import insum.nn
+folder, name = sys.argv[1:]
+base = getattr(transformers, name)
+
+class Sparse(base):
+    def __init__(self, config):
+        super().__init__(config)
+        insum.nn.restore(self, config.insum)
+
+Sparse.__name__ = f"Sparse{name}"  # which says what the loss is
+given, want = torch.load(f"{folder}/data.pt", weights_only=True)
+model = Sparse.from_pretrained(folder).eval()
+model.config.use_cache = False  # a cache is no tensor, which export would return
+with torch.no_grad():
+    assert torch.equal(model(**given).logits, want)
+exported = torch.export.export(model, (), given, strict=False)
+torch.export.save(exported, f"{folder}/program.pt2")
+again = torch.export.load(f"{folder}/program.pt2").module()
+torch.testing.assert_close(again(**given).logits, want)
+layers = [m for m in model.modules() if isinstance(m, insum.nn.SparseLinear)]
+print(f"{name}: {len(layers)} sparse layers loaded, exported and equal")
+"""
+
+
+@pytest.mark.parametrize("name", PRETRAINED)
+def test_pretrained_models(name: str, tmp_path: Path) -> None:
+    """Sparsified, trained, saved, loaded in another process, exported there: equal."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-    small: dict[str, Any] = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    llama = transformers.LlamaConfig(**small, num_key_value_heads=1, vocab_size=50)
-    vit = transformers.ViTConfig(**small, image_size=16, patch_size=8)
+    torch.manual_seed(0)
     words = torch.randint(0, 50, (2, 6))
-    for config, base, given in (
-        (llama, transformers.LlamaForCausalLM, {"input_ids": words, "labels": words}),
-        (
-            vit,
-            transformers.ViTForImageClassification,
-            {"pixel_values": torch.randn(2, 3, 16, 16), "labels": torch.tensor([0, 1])},
-        ),
-    ):
-        model = base(config)
-        sparsify(model, lambda name, layer: 0.3 if layer.in_features >= 32 else None, rows=8)
-        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
-        losses = []
-        for _ in range(3):
-            loss = model(**given).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-        assert losses[-1] < losses[0]
-        model.config.insum = layouts(model)
-        model.save_pretrained(tmp_path / base.__name__)
-
-        class Sparse(base):  # type: ignore[misc, valid-type]
-            def __init__(self, config: Any) -> None:
-                super().__init__(config)
-                restore(self, config.insum)
-
-        Sparse.__name__ = f"Sparse{base.__name__}"  # which says what the loss is
-        loaded, model = Sparse.from_pretrained(tmp_path / base.__name__), model.eval()
-        with torch.no_grad():
-            want = model(**given).logits
-            assert torch.equal(loaded(**given).logits, want)
-    exported = torch.export.export(loaded, (), given, strict=False)
-    assert_close(exported.module()(**given).logits, want)
+    given = {
+        "LlamaForCausalLM": {"input_ids": words, "labels": words},
+        "ViTForImageClassification": {
+            "pixel_values": torch.randn(2, 3, 16, 16),
+            "labels": torch.tensor([0, 1]),
+        },
+    }[name]
+    kind, more = PRETRAINED[name]
+    model = getattr(transformers, name)(getattr(transformers, kind)(**SMALL, **more))
+    report = sparsify(model, lambda name, layer: 0.3 if layer.in_features >= 32 else None, rows=8)
+    assert len(report.swapped) >= 6
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(3):
+        loss = model(**given).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    model.config.insum = layouts(model)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        torch.save((given, model.eval()(**given).logits), tmp_path / "data.pt")
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, str(tmp_path), name],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    print(report, [round(loss, 3) for loss in losses], done.stdout.strip(), sep="\n")
 
 
 # --- as modules know weights ---

@@ -63,10 +63,18 @@ class BlockCOO(_Blocked):
 
     Spells ``A[m,k]`` as ``AV[p,bm,bk]`` at ``(AM[p],bm), (AK[p],bk)``. Options: ``block_shape``.
 
-    >>> import torch
-    >>> BlockCOO.from_dense(torch.eye(5), block_shape=(2, 2))
-    BlockCOO(shape=(5, 5), float32, nnz=5, blocks=3, block_shape=(2, 2), padding=58.3%,
-    72 bytes, cpu)
+    Args:
+        values: A block for each entry; ``None`` in a pattern.
+        indices: For each dimension the block coordinate of every entry.
+        shape: The shape of the tensor.
+        block_shape: The shape of a block.
+        validate: Look at the arrays; what insum itself made needs no look.
+
+    Examples:
+        >>> import torch
+        >>> BlockCOO.from_dense(torch.eye(5), block_shape=(2, 2))
+        BlockCOO(shape=(5, 5), float32, nnz=5, blocks=3, block_shape=(2, 2), padding=58.3%,
+        72 bytes, cpu)
     """
 
     values: Tensor | None
@@ -137,12 +145,22 @@ class BlockGroupCOO(_Blocked):
     Options: ``block_shape``, ``group_dims`` and ``group_size`` as in `GroupCOO`, where a block
     counts as one entry.
 
-    >>> import torch
-    >>> x = torch.zeros(6, 6)
-    >>> x[:2] = 1
-    >>> BlockGroupCOO.from_dense(x, block_shape=(2, 2), group_size=2)
-    BlockGroupCOO(shape=(6, 6), float32, nnz=12, groups=2, group_size=2, group_dims=(0,),
-    block_shape=(2, 2), padding=25.0%, 88 bytes, cpu)
+    Args:
+        values: A block for each slot; ``None`` in a pattern.
+        group_indices: For each of ``group_dims`` the block coordinate of every group.
+        slot_indices: For each of the others that of every slot; -1 is padding.
+        shape: The shape of the tensor.
+        block_shape: The shape of a block.
+        group_dims: The dimensions that blocks of a group share.
+        validate: Look at the arrays; what insum itself made needs no look.
+
+    Examples:
+        >>> import torch
+        >>> x = torch.zeros(6, 6)
+        >>> x[:2] = 1
+        >>> BlockGroupCOO.from_dense(x, block_shape=(2, 2), group_size=2)
+        BlockGroupCOO(shape=(6, 6), float32, nnz=12, groups=2, group_size=2, group_dims=(0,),
+        block_shape=(2, 2), padding=25.0%, 88 bytes, cpu)
     """
 
     values: Tensor | None

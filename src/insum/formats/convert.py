@@ -62,10 +62,11 @@ class SparseFormat(FormatBase):
     `GroupCOO`, `BlockGroupCOO`), ``group_size`` (`GroupCOO`, `BlockGroupCOO`), ``block_shape``
     (`BlockCOO`, `BlockGroupCOO`), ``dim`` (`NeighborTable`).
 
-    >>> from insum.formats import ELL
-    >>> a = ELL.from_dense(torch.eye(3))
-    >>> isinstance(a, SparseFormat), a.shape, a.nnz, a.nbytes
-    (True, (3, 3), 3, 24)
+    Examples:
+        >>> from insum.formats import ELL
+        >>> a = ELL.from_dense(torch.eye(3))
+        >>> isinstance(a, SparseFormat), a.shape, a.nnz, a.nbytes
+        (True, (3, 3), 3, 24)
     """
 
     _options: ClassVar[tuple[str, ...]] = ()

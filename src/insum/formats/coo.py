@@ -23,12 +23,19 @@ class COO(SparseFormat):
 
     Spells ``A[m,k]`` as ``AV[p]`` at ``AM[p], AK[p]``. Takes no options.
 
-    >>> import torch
-    >>> a = COO.from_dense(torch.tensor([[0.0, 1.0], [2.0, 3.0]]))
-    >>> a
-    COO(shape=(2, 2), float32, nnz=3, padding=0.0%, 36 bytes, cpu)
-    >>> a.indices[1]
-    tensor([1, 0, 1], dtype=torch.int32)
+    Args:
+        values: One for each entry; ``None`` in a pattern.
+        indices: For each dimension the coordinate of every entry.
+        shape: The shape of the tensor.
+        validate: Look at the arrays; what insum itself made needs no look.
+
+    Examples:
+        >>> import torch
+        >>> a = COO.from_dense(torch.tensor([[0.0, 1.0], [2.0, 3.0]]))
+        >>> a
+        COO(shape=(2, 2), float32, nnz=3, padding=0.0%, 36 bytes, cpu)
+        >>> a.indices[1]
+        tensor([1, 0, 1], dtype=torch.int32)
     """
 
     values: Tensor | None

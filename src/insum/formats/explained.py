@@ -16,7 +16,7 @@ from insum.accepted import TENSOR, require
 from insum.errors import BindingError, InsumError, StatementError
 from insum.explanation import Explanation, parts_of
 from insum.formats.convert import SparseFormat, refuse_broken
-from insum.formats.notation import torch_notation, with_dimensions
+from insum.formats.notation import Single, torch_notation, with_dimensions
 from insum.formats.operands import taken
 from insum.formats.rewrite import RewrittenStatement
 from insum.formats.run import FormatCall, FormatOrValue, rewritten
@@ -200,8 +200,7 @@ def named_operands(
         given = taken(statement, named)
         _check_kinds(statement, given)
         if "..." in statement:
-            ranks = tuple((name, _rank(x)) for name, x in given.items())
-            statement = with_dimensions(statement, ranks)
+            statement = with_dimensions(statement, tuple((n, _single(x)) for n, x in given.items()))
         return statement, given
     if named:
         raise BindingError(
@@ -219,7 +218,7 @@ def named_operands(
     numbered = {f"operand {k}": x for k, x in enumerate(operands)}
     given = taken("Out[] = 0", numbered)
     _check_kinds(statement, dict(zip(ascii_uppercase, given.values())))
-    text, names = torch_notation(statement, tuple(map(_rank, given.values())))
+    text, names = torch_notation(statement, tuple(map(_single, given.values())))
     return text, dict(zip(names, given.values()))
 
 
@@ -238,5 +237,14 @@ def _check_kinds(statement: str, given: Mapping[str, object]) -> None:
             )
 
 
-def _rank(x: FormatOrValue) -> int:
-    return x.ndim if isinstance(x, SparseFormat | Tensor) else 0
+def _single(x: FormatOrValue) -> Single:
+    """Which dimensions have the extent 1. A symbol never has: tracers tell it from 1. Sparse
+    operands are not read at a place, so that theirs count as any other.
+    """
+    match x:
+        case SparseFormat():
+            return (False,) * x.ndim
+        case Tensor():
+            return tuple(isinstance(size, int) and size == 1 for size in x.shape)
+        case _:
+            return ()

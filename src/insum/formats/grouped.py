@@ -38,16 +38,25 @@ class GroupCOO(SparseFormat):
     integer, ``"auto"`` (default: of the powers of two beside sqrt(S/n) the one with fewer gathers
     and scatters) or ``"exact"`` (of all sizes).
 
-    >>> import torch
-    >>> x = torch.tensor([[1.0, 2, 3, 0], [4, 0, 0, 0], [0, 5, 0, 0], [0, 0, 6, 7]])
-    >>> GroupCOO.from_dense(x, group_dims=0, group_size=2)
-    GroupCOO(shape=(4, 4), float32, nnz=7, groups=5, group_size=2, group_dims=(0,),
-    padding=30.0%, 100 bytes, cpu)
-    >>> GroupCOO.from_dense(x, group_size=3).slot_indices[0]
-    tensor([[ 0,  1,  2],
-            [ 0, -1, -1],
-            [ 1, -1, -1],
-            [ 2,  3, -1]], dtype=torch.int32)
+    Args:
+        values: One for each slot; ``None`` in a pattern.
+        group_indices: For each of ``group_dims`` the coordinate of every group.
+        slot_indices: For each of the others that of every slot; -1 is padding.
+        shape: The shape of the tensor.
+        group_dims: The dimensions that entries of a group share.
+        validate: Look at the arrays; what insum itself made needs no look.
+
+    Examples:
+        >>> import torch
+        >>> x = torch.tensor([[1.0, 2, 3, 0], [4, 0, 0, 0], [0, 5, 0, 0], [0, 0, 6, 7]])
+        >>> GroupCOO.from_dense(x, group_dims=0, group_size=2)
+        GroupCOO(shape=(4, 4), float32, nnz=7, groups=5, group_size=2, group_dims=(0,),
+        padding=30.0%, 100 bytes, cpu)
+        >>> GroupCOO.from_dense(x, group_size=3).slot_indices[0]
+        tensor([[ 0,  1,  2],
+                [ 0, -1, -1],
+                [ 1, -1, -1],
+                [ 2,  3, -1]], dtype=torch.int32)
     """
 
     values: Tensor | None
@@ -139,9 +148,17 @@ class ELL(SparseFormat):
 
     Options: ``group_dims`` (default: the first dimension; none for a vector).
 
-    >>> import torch
-    >>> ELL.from_dense(torch.tensor([[1.0, 2, 3, 0], [4, 0, 0, 0], [0, 5, 0, 0], [0, 0, 6, 7]]))
-    ELL(shape=(4, 4), float32, nnz=7, group_dims=(0,), slots=3, padding=41.7%, 96 bytes, cpu)
+    Args:
+        values: One for each entry; ``None`` in a pattern.
+        indices: For each of the other dimensions the coordinate of every slot; -1 is padding.
+        shape: The shape of the tensor.
+        group_dims: The dimensions that are axes of the arrays.
+        validate: Look at the arrays; what insum itself made needs no look.
+
+    Examples:
+        >>> import torch
+        >>> ELL.from_dense(torch.tensor([[1.0, 2, 3, 0], [4, 0, 0, 0], [0, 5, 0, 0], [0, 0, 6, 7]]))
+        ELL(shape=(4, 4), float32, nnz=7, group_dims=(0,), slots=3, padding=41.7%, 96 bytes, cpu)
     """
 
     values: Tensor | None

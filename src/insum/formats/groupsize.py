@@ -37,8 +37,16 @@ _CHUNK = 1 << 24
 def count_groups(occupancy: Tensor | Sequence[int], group_size: int) -> int:
     """``sum(ceil(occ / g))``: how many groups there are.
 
-    >>> count_groups([3, 1, 1, 2], 2)
-    5
+    Args:
+        occupancy: How many entries each row has.
+        group_size: How many entries share a group.
+
+    Returns:
+        Their number.
+
+    Examples:
+        >>> count_groups([3, 1, 1, 2], 2)
+        5
     """
     return int(_groups(_as_tensor(occupancy), _positive(group_size)))
 
@@ -46,8 +54,16 @@ def count_groups(occupancy: Tensor | Sequence[int], group_size: int) -> int:
 def count_accesses(occupancy: Tensor | Sequence[int], group_size: int) -> int:
     """F(g): the gathers and scatters of one pass over the entries.
 
-    >>> [count_accesses([3, 1, 1, 2], g) for g in (1, 2, 3)]
-    [14, 15, 16]
+    Args:
+        occupancy: How many entries each row has.
+        group_size: How many entries share a group.
+
+    Returns:
+        Their number.
+
+    Examples:
+        >>> [count_accesses([3, 1, 1, 2], g) for g in (1, 2, 3)]
+        [14, 15, 16]
     """
     groups = count_groups(occupancy, group_size)
     return (group_size + 1) * groups
@@ -56,8 +72,16 @@ def count_accesses(occupancy: Tensor | Sequence[int], group_size: int) -> int:
 def count_padding(occupancy: Tensor | Sequence[int], group_size: int) -> int:
     """How many slots hold no entry.
 
-    >>> [count_padding([3, 1, 1, 2], g) for g in (1, 2, 3)]
-    [0, 3, 5]
+    Args:
+        occupancy: How many entries each row has.
+        group_size: How many entries share a group.
+
+    Returns:
+        Their number.
+
+    Examples:
+        >>> [count_padding([3, 1, 1, 2], g) for g in (1, 2, 3)]
+        [0, 3, 5]
     """
     occ = _as_tensor(occupancy)
     groups = count_groups(occ, group_size)
@@ -68,8 +92,16 @@ def count_padding(occupancy: Tensor | Sequence[int], group_size: int) -> int:
 def estimate_group_size(entries: int, rows: int) -> float:
     """g* = sqrt(S / n), where the relaxed F is least; n counts empty rows too, as in the paper.
 
-    >>> estimate_group_size(64, 4)
-    4.0
+    Args:
+        entries: S, how many entries there are.
+        rows: n, how many rows.
+
+    Returns:
+        g*, which need not be an integer.
+
+    Examples:
+        >>> estimate_group_size(64, 4)
+        4.0
     """
     return math.sqrt(entries / rows) if rows and entries else 1.0
 
@@ -78,8 +110,15 @@ def neighbouring_powers(size: float) -> tuple[int, ...]:
     """The powers of two around a group size: one where it is a power itself, else the next below
     and above.
 
-    >>> neighbouring_powers(5.0), neighbouring_powers(8.0), neighbouring_powers(0.3)
-    ((4, 8), (8,), (1,))
+    Args:
+        size: A group size, such as g*.
+
+    Returns:
+        One or two powers of two.
+
+    Examples:
+        >>> neighbouring_powers(5.0), neighbouring_powers(8.0), neighbouring_powers(0.3)
+        ((4, 8), (8,), (1,))
     """
     if not is_number(size) or not math.isfinite(size):
         raise FormatError(f"size is {shown(size)}", expected="a finite number")
@@ -96,8 +135,15 @@ def accesses_by_group_size(occupancy: Tensor | Sequence[int]) -> Tensor:
     Those counts are one suffix sum of the histogram, so that all g together read ``max * (1 + 1/2 +
     1/3 + ...)`` numbers, whatever the number of rows.
 
-    >>> accesses_by_group_size([3, 1, 1, 2])
-    tensor([14, 15, 16])
+    Args:
+        occupancy: How many entries each row has.
+
+    Returns:
+        The gathers and scatters of each group size, from 1 on.
+
+    Examples:
+        >>> accesses_by_group_size([3, 1, 1, 2])
+        tensor([14, 15, 16])
     """
     occ = _as_tensor(occupancy)
     if occ.numel() and not 0 <= int(occ.min()) <= int(occ.max()) < LIMIT:
@@ -118,8 +164,15 @@ def best_group_size(occupancy: Tensor | Sequence[int]) -> int:
     """The group size with the fewest gathers and scatters; of equals the larger, which has fewer
     scatters.
 
-    >>> best_group_size([3, 1, 1, 2]), best_group_size([8, 8, 8])
-    (1, 8)
+    Args:
+        occupancy: How many entries each row has.
+
+    Returns:
+        A group size of at least 1.
+
+    Examples:
+        >>> best_group_size([3, 1, 1, 2]), best_group_size([8, 8, 8])
+        (1, 8)
     """
     cost = accesses_by_group_size(occupancy)
     if not cost.numel():
@@ -131,8 +184,16 @@ def best_group_size(occupancy: Tensor | Sequence[int]) -> int:
 def suggested_group_size(occupancy: Tensor | Sequence[int], rows: int | None = None) -> int:
     """Of the powers of two beside g*, the one with fewer gathers and scatters.
 
-    >>> suggested_group_size([3, 1, 1, 2]), suggested_group_size([16, 18, 15, 15])
-    (1, 4)
+    Args:
+        occupancy: How many entries each row has.
+        rows: How many rows there are; the length of ``occupancy`` where it is not given.
+
+    Returns:
+        A power of two.
+
+    Examples:
+        >>> suggested_group_size([3, 1, 1, 2]), suggested_group_size([16, 18, 15, 15])
+        (1, 4)
     """
     occ = _as_tensor(occupancy)
     candidates = neighbouring_powers(

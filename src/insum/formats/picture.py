@@ -30,8 +30,16 @@ def draw(x: SparseFormat, *, title: str = "") -> Figure:
     Tensors of more than two dimensions are shown as a matrix: the grouped dimensions (or the first)
     against all others.
 
-    >>> from insum.formats import GroupCOO
-    >>> draw(GroupCOO.from_dense(torch.eye(4))).savefig("picture.png")  # doctest: +SKIP
+    Args:
+        x: What is drawn.
+        title: What stands above it.
+
+    Returns:
+        A figure of Matplotlib, which has to be installed.
+
+    Examples:
+        >>> from insum.formats import GroupCOO
+        >>> draw(GroupCOO.from_dense(torch.eye(4))).savefig("picture.png")  # doctest: +SKIP
     """
     from matplotlib.figure import Figure
 

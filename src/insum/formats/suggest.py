@@ -69,8 +69,18 @@ class Candidate:
 class Suggestion:
     """A proposal that prints its reasons, builds the format and draws the picture.
 
-    >>> print(suggest(torch.eye(4)).reasons[0])
-    4 entries in 4 rows: 1.0 on average, 1 at most, 0 rows empty
+    Attributes:
+        format: The name of the proposed format.
+        options: What it is made with.
+        reasons: Why, in words.
+        candidates: What was compared.
+        block_fill: By block size, the share of nonzeros in the blocks that hold any.
+        histogram: How many rows have so many entries.
+        source: What was looked at.
+
+    Examples:
+        >>> print(suggest(torch.eye(4)).reasons[0])
+        4 entries in 4 rows: 1.0 on average, 1 at most, 0 rows empty
     """
 
     format: str
@@ -139,12 +149,20 @@ SPARSE_ARRAY = Accepted("a sparse array of SciPy", lambda v: hasattr(v, "tocoo")
 def suggest(x: Any, *, group_dims: int | Sequence[int] | None = None) -> Suggestion:
     """Propose a format for a dense, `torch.sparse` or SciPy tensor, or for a format.
 
-    >>> s = suggest(torch.block_diag(*[torch.ones(16, 16)] * 4))
-    >>> s.format, s.options["block_shape"]
-    ('BlockGroupCOO', (16, 16))
-    >>> s.build()
-    BlockGroupCOO(shape=(64, 64), float32, nnz=1024, groups=4, group_size=1, group_dims=(0,),
-    block_shape=(16, 16), padding=0.0%, 4,128 bytes, cpu)
+    Args:
+        x: A dense tensor, one of `torch.sparse`, an array of SciPy, or a format.
+        group_dims: What counts as a row; the first dimension where it is not given.
+
+    Returns:
+        A proposal: ``suggestion.build()`` makes the format.
+
+    Examples:
+        >>> s = suggest(torch.block_diag(*[torch.ones(16, 16)] * 4))
+        >>> s.format, s.options["block_shape"]
+        ('BlockGroupCOO', (16, 16))
+        >>> s.build()
+        BlockGroupCOO(shape=(64, 64), float32, nnz=1024, groups=4, group_size=1, group_dims=(0,),
+        block_shape=(16, 16), padding=0.0%, 4,128 bytes, cpu)
     """
     source = _as_coo(x)
     return _Occupancy(source, checks.group_dims(group_dims, source.ndim)).proposal()

@@ -35,10 +35,18 @@ class NeighborTable(SparseFormat):
 
     Options: ``dim`` (default 1), the dimension that is stored as a coordinate.
 
-    >>> import torch
-    >>> table = torch.tensor([[-1, 0, 1], [0, 1, 2], [1, 2, -1]], dtype=torch.int32)
-    >>> NeighborTable(table, shape=(3, 3, 3))
-    NeighborTable(shape=(3, 3, 3), pattern, nnz=7, dim=1, padding=22.2%, 36 bytes, cpu)
+    Args:
+        table: The coordinate in ``dim``, or -1, for every choice of the others.
+        shape: The shape of the tensor.
+        dim: The dimension that is stored as a coordinate.
+        values: One for each place of the table, or ``None``.
+        validate: Look at the arrays; what insum itself made needs no look.
+
+    Examples:
+        >>> import torch
+        >>> table = torch.tensor([[-1, 0, 1], [0, 1, 2], [1, 2, -1]], dtype=torch.int32)
+        >>> NeighborTable(table, shape=(3, 3, 3))
+        NeighborTable(shape=(3, 3, 3), pattern, nnz=7, dim=1, padding=22.2%, 36 bytes, cpu)
     """
 
     table: Tensor

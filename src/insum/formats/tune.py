@@ -33,11 +33,18 @@ TABLE_GROUPS = (16, 32, 64, 128)
 class TunedFormat:
     """The fastest format, and what each group size took; a table's time stands under 0.
 
-    >>> import torch, insum
-    >>> A = insum.formats.GroupCOO.from_dense(torch.eye(8), group_size=1)
-    >>> tuned = insum.formats.tune(A, "C[m,n] = A[m,k] * B[k,n]", B=torch.ones(8, 4))
-    >>> sorted(tuned.microseconds), tuned.format.group_size in tuned.microseconds
-    ([1, 2], True)
+    Attributes:
+        format: The fastest.
+        group_size: Its group size.
+        microseconds: By group size, what a call took.
+        estimate: g* = sqrt(S/n).
+
+    Examples:
+        >>> import torch, insum
+        >>> A = insum.formats.GroupCOO.from_dense(torch.eye(8), group_size=1)
+        >>> tuned = insum.formats.tune(A, "C[m,n] = A[m,k] * B[k,n]", B=torch.ones(8, 4))
+        >>> sorted(tuned.microseconds), tuned.format.group_size in tuned.microseconds
+        ([1, 2], True)
     """
 
     format: SparseFormat
@@ -70,13 +77,24 @@ def tune(
     ``operands``. ``effort`` is the search that every group size gets for its kernel (``none``: the
     first guess). Where there is no GPU the graph path is timed.
 
-    >>> import torch, insum
-    >>> A = insum.formats.GroupCOO.from_dense(torch.ones(4, 16), group_size=1)
-    >>> tuned = insum.formats.tune(
-    ...     A, "y[m] = A[m,k] * x[k]", x=torch.ones(16), timer=lambda run, repeat: 1.0
-    ... )
-    >>> sorted(tuned.microseconds)
-    [1, 2, 4, 8]
+    Args:
+        A: The sparse operand.
+        statement: A statement of `insum.einsum` in which it stands.
+        effort: The search that every group size gets for its kernel.
+        timer: What takes the time of a call; a clock of the device by default.
+        operands: All other operands.
+
+    Returns:
+        The fastest format, and what each took.
+
+    Examples:
+        >>> import torch, insum
+        >>> A = insum.formats.GroupCOO.from_dense(torch.ones(4, 16), group_size=1)
+        >>> tuned = insum.formats.tune(
+        ...     A, "y[m] = A[m,k] * x[k]", x=torch.ones(16), timer=lambda run, repeat: 1.0
+        ... )
+        >>> sorted(tuned.microseconds)
+        [1, 2, 4, 8]
     """
     if "group_size" not in type(A)._options and not isinstance(A, NeighborTable):
         raise FormatError(

@@ -38,6 +38,25 @@ def backend(
     `settings.fuse`, for this model alone) and ``insum.rest``, what compiles the graph after fusion:
     ``"inductor"``, ``"eager"`` (nothing: quick to compile), or a function of a graph module and its
     inputs.
+
+    Args:
+        module: The graph that was captured.
+        inputs: What it is compiled for.
+        mode: Inductor's.
+        options: Inductor's, and our own.
+
+    Returns:
+        What runs the graph.
+
+    Raises:
+        SettingsError: There is no such option, or no such value of one of ours.
+
+    Examples:
+        >>> import torch
+        >>> quick = {"insum.rest": "eager"}
+        >>> double = torch.compile(lambda x: x + x, backend="insum", options=quick)
+        >>> double(torch.ones(2))
+        tensor([2., 2.])
     """
     more = dict(options or {})
     wish, rest = str(more.pop(_FUSE, "")), more.pop(_REST, "inductor")
@@ -125,10 +144,14 @@ def enable() -> bool:
     """Fuse in everything that ``torch.compile`` compiles with its default backend from now on.
     False where this torch has no place for a pass.
 
-    >>> import insum.fusion
-    >>> insum.fusion.enable()
-    True
-    >>> insum.fusion.disable()
+    Returns:
+        Whether there is one.
+
+    Examples:
+        >>> import insum.fusion
+        >>> insum.fusion.enable()
+        True
+        >>> insum.fusion.disable()
     """
     if _before:
         return True
@@ -143,9 +166,10 @@ def enable() -> bool:
 def disable() -> None:
     """End what `enable` began. Models that are compiled stay as they are.
 
-    >>> enable()
-    True
-    >>> disable()
+    Examples:
+        >>> enable()
+        True
+        >>> disable()
     """
     if _before:
         compiler.exchange_joint_pass(_before.pop())
@@ -156,9 +180,13 @@ def enabled() -> Iterator[None]:
     """`enable` for the length of a ``with`` block: models that are compiled, that is, first called,
     within it.
 
-    >>> import insum.fusion
-    >>> with insum.fusion.enabled():
-    ...     pass
+    Yields:
+        Nothing.
+
+    Examples:
+        >>> import insum.fusion
+        >>> with insum.fusion.enabled():
+        ...     pass
     """
     was = bool(_before)
     enable()

@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import html
+import os
+import re
 import sys
 from dataclasses import dataclass
+
+from torch.fx import Node
 
 from insum.settings import settings
 
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """One statement, made of ``nodes``; about ``saved`` elements are not written to memory."""
+    """One statement, made of ``nodes``; about ``saved`` elements are not written to memory.
+
+    Attributes:
+        statement: What it computes.
+        root: The node that it stands in for.
+        nodes: Those that are no more.
+        backward: Whether it belongs to the backward pass.
+        saved: Elements that are not written.
+        notes: What else is to be said.
+        where: The module and the line that the root comes from, as far as the tracer noted them.
+
+    Examples:
+        >>> one = Fused("y[d[e]] = x[s[e]]", "index_add", ("index", "index_add"), False, 12)
+        >>> len(one.nodes), one.saved
+        (2, 12)
+    """
 
     statement: str
     root: str
@@ -19,31 +38,52 @@ class Fused:
     backward: bool
     saved: int
     notes: tuple[str, ...] = ()
+    where: str = ""
 
     def __str__(self) -> str:
         when = "backward" if self.backward else "forward"
         return (
             f"fused  {self.root}: {self.statement}  ({len(self.nodes)} nodes, {when}, "
-            f"{self.saved:,} elements not written)"
+            f"{self.saved:,} elements not written){_at(self.where)}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """One scatter or sum that stayed as it was."""
+    """One scatter or sum that stayed as it was.
+
+    Attributes:
+        root: The node.
+        why: Why it was left.
+        backward: Whether it belongs to the backward pass.
+        where: The module and the line that it comes from, as far as the tracer noted them.
+
+    Examples:
+        >>> Left("sum_1", "it gathers nothing", backward=False).why
+        'it gathers nothing'
+    """
 
     root: str
     why: str
     backward: bool
+    where: str = ""
 
     def __str__(self) -> str:
-        return f"left   {self.root}: {self.why}"
+        return f"left   {self.root}: {self.why}{_at(self.where)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Once:
     """Nodes that are a function of integer tensors alone, and computed again only when one of those
     is another or was written to.
+
+    Attributes:
+        nodes: What is computed once.
+        sources: Of which tensors.
+
+    Examples:
+        >>> Once(("eq", "nonzero"), ("kinds",)).sources
+        ('kinds',)
     """
 
     nodes: tuple[str, ...]
@@ -57,6 +97,14 @@ class Once:
 class Failed:
     """One of the passes that could not be done, which is a mistake of ours: the graph stayed as it
     was before it.
+
+    Attributes:
+        stage: Which of them.
+        why: The error.
+
+    Examples:
+        >>> Failed("chains", "KeyError: 3").stage
+        'chains'
     """
 
     stage: str
@@ -68,7 +116,18 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """All graphs since the last `clear`, or one of them."""
+    """All graphs since the last `clear`, or one of them.
+
+    Attributes:
+        fused: Statements that were made.
+        left: What stayed as it was.
+        once: What is computed once.
+        failed: Passes that failed.
+
+    Examples:
+        >>> Report().fused
+        ()
+    """
 
     fused: tuple[Fused, ...] = ()
     left: tuple[Left, ...] = ()
@@ -81,9 +140,12 @@ class Report:
 
     def _repr_html_(self) -> str:
         rows = [
-            *(("fused", one.root, f"{one.statement} ({_when(one)})") for one in self.fused),
+            *(
+                ("fused", one.where or one.root, f"{one.statement} ({_when(one)})")
+                for one in self.fused
+            ),
             *(("once", ", ".join(one.nodes), ", ".join(one.sources)) for one in self.once),
-            *(("left", one.root, one.why) for one in self.left),
+            *(("left", one.where or one.root, one.why) for one in self.left),
             *(("failed", one.stage, one.why) for one in self.failed),
         ]
         cells = "".join(
@@ -91,6 +153,25 @@ class Report:
         )
         head = "<tr><th></th><th>where</th><th>what</th></tr>"
         return f"<table>{head}{cells}</table>" if rows else "<p>nothing to fuse</p>"
+
+
+def _at(where: str) -> str:
+    return f"  at {where}" if where else ""
+
+
+_FRAME = re.compile(r'File "(.+?)", line (\d+), in ')
+
+
+def where_of(node: Node) -> str:
+    """The module and the line of the program that a node comes from; of the backward pass, what its
+    gradient is of.
+    """
+    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
+    named = [str(path) for path, *_ in stack.values()]
+    module = re.sub(r"^L\['\w+'\]\.?", "", named[-1]) if named else ""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    line = f"{os.path.basename(frames[-1][0])}:{frames[-1][1]}" if frames else ""
+    return ", ".join(filter(None, (module, line)))
 
 
 def _when(one: Fused) -> str:
@@ -111,10 +192,14 @@ def add(report: Report) -> None:
 def report() -> Report:
     """What was fused and what was left, of all graphs that were compiled since `clear`.
 
-    >>> import insum.fusion
-    >>> insum.fusion.clear()
-    >>> print(insum.fusion.report())
-    nothing to fuse
+    Returns:
+        One report of them all.
+
+    Examples:
+        >>> import insum.fusion
+        >>> insum.fusion.clear()
+        >>> print(insum.fusion.report())
+        nothing to fuse
     """
     every = [
         tuple(one for r in _reports for one in getattr(r, name))
@@ -126,8 +211,9 @@ def report() -> Report:
 def clear() -> None:
     """Forget the reports so far.
 
-    >>> clear()
-    >>> print(report())
-    nothing to fuse
+    Examples:
+        >>> clear()
+        >>> print(report())
+        nothing to fuse
     """
     _reports.clear()

@@ -18,7 +18,7 @@ from insum.fusion.cost import objection
 from insum.fusion.hoist import hoist, still_waited_for, sweep
 from insum.fusion.later import later_of, save
 from insum.fusion.op import Computed, Spec
-from insum.fusion.report import Fused, Left, Once, Report, add
+from insum.fusion.report import Fused, Left, Once, Report, add, where_of
 from insum.fusion.series import Series, template_of
 from insum.fusion.shapes import alike, is_contiguous, same, shape_of, value_of
 from insum.fusion.siblings import Siblings
@@ -42,6 +42,18 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
 
     ``captured``: the graph will be replayed as a CUDA graph, on index tensors whose values nobody
     sees then. They are taken as they come.
+
+    Args:
+        graph: A graph of ATen operations, rewritten in place.
+        wish: What goes before `settings.fuse`.
+        captured: Whether the graph will be replayed as a CUDA graph.
+
+    Returns:
+        What was fused and what was left.
+
+    Examples:
+        >>> fuse(Graph()).fused
+        ()
     """
     trial = PassTrial(graph)
     fused: list[Fused] = []
@@ -73,7 +85,9 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
 
 def _left(graph: Graph, chains: Chains) -> tuple[Left, ...]:
     backward = later_of(graph).backward
-    return tuple(Left(node.name, why, node in backward) for node, why in chains.left)
+    return tuple(
+        Left(node.name, why, node in backward, where_of(node)) for node, why in chains.left
+    )
 
 
 def _replace_each(graph: Graph, chains: Chains, captured: bool) -> list[Fused]:
@@ -134,6 +148,7 @@ def _join_relations(graph: Graph, chains: Chains) -> list[Fused]:
                 group[0].root in backward,
                 sum(chain.saved for chain in group),
                 (note, *group[0].notes),
+                where_of(group[-1].root),
             )
         )
     return found
@@ -166,7 +181,8 @@ def _told(chain: Chain, backward: bool, captured: bool) -> Fused:
         if chain.initial is not None
         else str(chain.statement)
     )
-    return Fused(text, chain.root.name, nodes, backward, chain.saved, (*notes, *chain.notes))
+    where = where_of(chain.root)
+    return Fused(text, chain.root.name, nodes, backward, chain.saved, (*notes, *chain.notes), where)
 
 
 def _told_together(one: Series, backward: bool) -> Fused:
@@ -180,6 +196,7 @@ def _told_together(one: Series, backward: bool) -> Fused:
         backward,
         sum(chain.saved for chain in chains),
         (note, *chains[0].notes),
+        where_of(one.top),
     )
 
 

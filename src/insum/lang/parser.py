@@ -63,6 +63,8 @@ _TOKEN = re.compile(
     r"|(?P<mark>\*\*|[\[\](),+*/-])",
     re.ASCII,
 )
+#: What a mean is here.
+_MEAN = "divide the sum by a sum of ones over the same points, with 1 where nothing is summed"
 #: What functions of other names are here.
 _MEANT = {
     "max": "maximum(x, y)",
@@ -209,6 +211,7 @@ class _Parser:
         if token.kind != "operator":
             self._fail(
                 f"found {_show(token)} after the left side",
+                _MEAN if token.text == "mean" else "",
                 expected="one of =, +=, -=, max=, min=",
                 span=token.span,
             )

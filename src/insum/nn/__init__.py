@@ -2,6 +2,8 @@
 
 - `SparseLinear`, `BlockSparseLinear`, beside `torch.nn.Linear` and `torch.sparse` BSR:
   ``Y[i,o] = W[o,k] * X[i,k]``
+- `SemiStructuredLinear`, two of every four weights, beside torch's semi-structured tensors:
+  ``W[o,C[o,q]] = V[o,q]``
 - `sparsify`, `layouts`, `restore`: whole models made sparse, and made ready for a saved state
 - `spmm`, `sddmm`, beside cuSPARSE:
   ``C[m,n] = A[m,k] * B[k,n]``, ``S[m,n] = A[m,n] * X[m,k] * Y[k,n]``
@@ -22,10 +24,11 @@
 - `TensorProductConv`, beside OpenEquivariance and cuEquivariance:
   ``Z[dst[e],I[p],u] = V[p] * X[src[e],J[p],u] * Y[e,K[p]] * W[e,L[p],u]``
 
->>> import torch
->>> from insum.nn import GraphConv
->>> GraphConv(3, 4)(torch.randn(5, 3), torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
-torch.Size([5, 4])
+Examples:
+    >>> import torch
+    >>> from insum.nn import GraphConv
+    >>> GraphConv(3, 4)(torch.randn(5, 3), torch.tensor([[0, 1, 2], [1, 2, 0]])).shape
+    torch.Size([5, 4])
 """
 
 from insum.nn.attention import GATConv, edge_softmax, graph_attention
@@ -50,6 +53,7 @@ from insum.nn.pool import (
     SparseMaxPool4d,
 )
 from insum.nn.prune import block_mask, magnitude_mask
+from insum.nn.semi_structured import SemiStructuredLinear, semi_structured_mask
 from insum.nn.sparse_tensor import SparseTensor, batch, cat, collate
 from insum.nn.sparsify import LayerReport, SparsityReport, layouts, restore, sparsify
 from insum.nn.swapping import from_e3nn, swap
@@ -79,6 +83,7 @@ __all__ = [
     "LayerReport",
     "Linear",
     "RelationalConv",
+    "SemiStructuredLinear",
     "SparseAvgPool1d",
     "SparseAvgPool2d",
     "SparseAvgPool3d",
@@ -118,6 +123,7 @@ __all__ = [
     "propagate",
     "restore",
     "sddmm",
+    "semi_structured_mask",
     "sparsify",
     "spherical_harmonics",
     "spmm",

@@ -142,14 +142,14 @@ class GATConv(nn.Module):
     ``Out[dst[e],h,c] = P[e,h] * X[src[e],h,c]``.
 
     Args:
-        in_channels: of each node.
-        out_channels: of each head.
-        heads: how many.
-        concat: whether heads are put one behind the other, rather than averaged.
-        negative_slope: of the leaky_relu.
-        dropout: of the weights, in training.
-        add_self_loops: each node attends to itself, once.
-        bias: whether one is added.
+        in_channels: Features of a node.
+        out_channels: Features of a node in the result, for each head.
+        heads: How many heads there are.
+        concat: Whether heads are put one behind the other, rather than averaged.
+        negative_slope: That of the leaky_relu.
+        dropout: The share of weights that is left out in training.
+        add_self_loops: Whether each node attends to itself, once.
+        bias: Whether there is a bias.
 
     Examples:
         >>> layer = GATConv(3, 4, heads=2)
@@ -193,8 +193,14 @@ class GATConv(nn.Module):
         self.att_dst = nn.Parameter(torch.empty(1, heads, out_channels))
         width = heads * out_channels if concat else out_channels
         self.bias = nn.Parameter(torch.zeros(width)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all weights anew."""
         for weight in (self.lin.weight, self.att_src, self.att_dst):
             nn.init.xavier_uniform_(weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     @layer_takes(x=TENSOR, edge_index=TENSOR)
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:

@@ -95,13 +95,14 @@ def voxelize(
         BindingError: Shapes that do not fit, or sizes that are not positive.
         IndexRangeError: A point that is not finite, or a negative batch.
 
-    >>> points = torch.tensor([[0.1, 0.2, 0.0], [0.3, 0.1, 0.2], [1.9, 0.0, 0.0]])
-    >>> features = torch.tensor([[1.0], [3.0], [7.0]])
-    >>> x, of_point = voxelize(points, 0.5, features, return_inverse=True)
-    >>> x.coords, x.features, of_point
-    (tensor([[0, 0, 0, 0],
-            [0, 3, 0, 0]]), tensor([[2.],
-            [7.]]), tensor([0, 0, 1]))
+    Examples:
+        >>> points = torch.tensor([[0.1, 0.2, 0.0], [0.3, 0.1, 0.2], [1.9, 0.0, 0.0]])
+        >>> features = torch.tensor([[1.0], [3.0], [7.0]])
+        >>> x, of_point = voxelize(points, 0.5, features, return_inverse=True)
+        >>> x.coords, x.features, of_point
+        (tensor([[0, 0, 0, 0],
+                [0, 3, 0, 0]]), tensor([[2.],
+                [7.]]), tensor([0, 0, 1]))
     """
     check_reduction(reduce, ("mean", "sum", "max", "min"))
     edges = _edges(points, size)
@@ -150,12 +151,13 @@ def devoxelize(
         BindingError: Shapes that do not fit, or sizes that are not positive.
         IndexRangeError: A point that is not finite, or a negative batch.
 
-    >>> x = SparseTensor(torch.tensor([[0], [1]]), torch.tensor([[1.0], [3.0]]), ndim=1)
-    >>> devoxelize(x, torch.tensor([[0.5], [1.0], [1.25], [9.0]]), 1.0)
-    tensor([[1.0000],
-            [2.0000],
-            [2.5000],
-            [0.0000]])
+    Examples:
+        >>> x = SparseTensor(torch.tensor([[0], [1]]), torch.tensor([[1.0], [3.0]]), ndim=1)
+        >>> devoxelize(x, torch.tensor([[0.5], [1.0], [1.25], [9.0]]), 1.0)
+        tensor([[1.0000],
+                [2.0000],
+                [2.5000],
+                [0.0000]])
     """
     check_reduction(mode, ("linear", "nearest"))
     edges = _edges(points, size)

@@ -161,7 +161,27 @@ class SparseConv(SparseModule):
 
 
 class SparseConv1d(SparseConv):
-    """`SparseConv3d` along one axis: a sequence with gaps, such as events in time."""
+    """`SparseConv3d` along one axis: a sequence with gaps, such as events in time.
+
+    Args:
+        in_channels: Features of an input voxel.
+        out_channels: Features of an output voxel.
+        kernel_size: How many voxels the kernel spans, or one number for each axis.
+        stride: From one output to the next.
+        padding: How far the kernel reaches over the edge.
+        dilation: From one place of the kernel to the next.
+        bias: Whether there is a bias.
+        groups: How many parts channels are cut into, each by itself.
+        submanifold: Outputs at the input voxels.
+        transposed: The transposed convolution.
+        output_padding: As in `torch.nn.ConvTranspose3d`.
+        indice_key: Taken, and without effect.
+
+    Examples:
+        >>> x = SparseTensor(torch.tensor([[0, 3], [0, 4]]), torch.ones(2, 3), ndim=1)
+        >>> SparseConv1d(3, 8, 3, submanifold=True)(x).features.shape
+        torch.Size([2, 8])
+    """
 
     ndim = 1
 
@@ -169,6 +189,25 @@ class SparseConv1d(SparseConv):
 class SparseConv2d(SparseConv):
     """`SparseConv3d` in two dimensions. ``SparseTensor(coords, features, ndim=2)`` takes
     coordinates (N, 3) as batch, x, y.
+
+    Args:
+        in_channels: Features of an input voxel.
+        out_channels: Features of an output voxel.
+        kernel_size: How many voxels the kernel spans, or one number for each axis.
+        stride: From one output to the next.
+        padding: How far the kernel reaches over the edge.
+        dilation: From one place of the kernel to the next.
+        bias: Whether there is a bias.
+        groups: How many parts channels are cut into, each by itself.
+        submanifold: Outputs at the input voxels.
+        transposed: The transposed convolution.
+        output_padding: As in `torch.nn.ConvTranspose3d`.
+        indice_key: Taken, and without effect.
+
+    Examples:
+        >>> x = SparseTensor(torch.tensor([[0, 3, 1], [0, 4, 1]]), torch.ones(2, 3), ndim=2)
+        >>> SparseConv2d(3, 8, 3, submanifold=True)(x).features.shape
+        torch.Size([2, 8])
     """
 
     ndim = 2
@@ -195,16 +234,31 @@ class SparseConv3d(SparseConv):
     by all layers that use them; an ``indice_key``, which names a map in spconv, is taken and has
     no effect.
 
-    >>> coords = torch.cartesian_prod(*[torch.arange(4)] * 3)[::3]
-    >>> x = SparseTensor(coords, torch.randn(len(coords), 8))
-    >>> y = SparseConv3d(8, 16, 3, submanifold=True)(x)
-    >>> y
-    SparseTensor(voxels=22, channels=16, float32, spatial_shape=None, cpu)
-    >>> z = SparseConv3d(16, 32, 2, stride=2)(y)
-    >>> z
-    SparseTensor(voxels=8, channels=32, float32, spatial_shape=None, cpu)
-    >>> SparseConv3d(32, 8, 2, stride=2, transposed=True)(z, like=y).voxels is x.voxels
-    True
+    Args:
+        in_channels: Features of an input voxel.
+        out_channels: Features of an output voxel.
+        kernel_size: How many voxels the kernel spans, or one number for each axis.
+        stride: From one output to the next.
+        padding: How far the kernel reaches over the edge.
+        dilation: From one place of the kernel to the next.
+        bias: Whether there is a bias.
+        groups: How many parts channels are cut into, each by itself.
+        submanifold: Outputs at the input voxels.
+        transposed: The transposed convolution.
+        output_padding: As in `torch.nn.ConvTranspose3d`.
+        indice_key: Taken, and without effect.
+
+    Examples:
+        >>> coords = torch.cartesian_prod(*[torch.arange(4)] * 3)[::3]
+        >>> x = SparseTensor(coords, torch.randn(len(coords), 8))
+        >>> y = SparseConv3d(8, 16, 3, submanifold=True)(x)
+        >>> y
+        SparseTensor(voxels=22, channels=16, float32, spatial_shape=None, cpu)
+        >>> z = SparseConv3d(16, 32, 2, stride=2)(y)
+        >>> z
+        SparseTensor(voxels=8, channels=32, float32, spatial_shape=None, cpu)
+        >>> SparseConv3d(32, 8, 2, stride=2, transposed=True)(z, like=y).voxels is x.voxels
+        True
     """
 
     ndim = 3
@@ -213,9 +267,25 @@ class SparseConv3d(SparseConv):
 class SparseConv4d(SparseConv):
     """`SparseConv3d` in space and time: coordinates (N, 5) as batch, x, y, z, t.
 
-    >>> x = SparseTensor(torch.tensor([[0, 1, 1, 1, 0], [0, 1, 1, 1, 1]]), torch.ones(2, 4), ndim=4)
-    >>> SparseConv4d(4, 8, 3, submanifold=True)(x)
-    SparseTensor(voxels=2, channels=8, float32, ndim=4, spatial_shape=None, cpu)
+    Args:
+        in_channels: Features of an input voxel.
+        out_channels: Features of an output voxel.
+        kernel_size: How many voxels the kernel spans, or one number for each axis.
+        stride: From one output to the next.
+        padding: How far the kernel reaches over the edge.
+        dilation: From one place of the kernel to the next.
+        bias: Whether there is a bias.
+        groups: How many parts channels are cut into, each by itself.
+        submanifold: Outputs at the input voxels.
+        transposed: The transposed convolution.
+        output_padding: As in `torch.nn.ConvTranspose3d`.
+        indice_key: Taken, and without effect.
+
+    Examples:
+        >>> coords = torch.tensor([[0, 1, 1, 1, 0], [0, 1, 1, 1, 1]])
+        >>> x = SparseTensor(coords, torch.ones(2, 4), ndim=4)
+        >>> SparseConv4d(4, 8, 3, submanifold=True)(x)
+        SparseTensor(voxels=2, channels=8, float32, ndim=4, spatial_shape=None, cpu)
     """
 
     ndim = 4

@@ -19,7 +19,7 @@ import insum
 from insum.accepted import COUNT, DTYPE, FLAG, TENSOR, explains, is_common, require
 from insum.compat.calls import base_of, is_plain_call
 from insum.errors import BindingError, DtypeError, InsumError
-from insum.memory import entry_of, known, remembered
+from insum.memory import entry_of, known, known_as, remembered
 from insum.nn.checks import integers, kernels_look, one_device
 from insum.runtime import loops
 from insum.runtime.record import out_of_range
@@ -48,8 +48,8 @@ def endpoints(edge_index: Tensor, sources: int, targets: int) -> tuple[Tensor, T
         source, target = plain(edge_index).unbind(0)
         own = known(edge_index)
         declared = own is not None and own.declared  # what is promised of all is of each
-        entry_of(source, declared=declared).called = ("edge_index[0, {}]", "nodes")
-        entry_of(target, declared=declared).called = ("edge_index[1, {}]", "nodes")
+        known_as(source, "edge_index[0, {}]", "nodes", declared=declared)
+        known_as(target, "edge_index[1, {}]", "nodes", declared=declared)
         return source, target
     check_range("edge_index", edge_index, (sources, targets), "nodes")
     kind = torch.int32 if max(sources, targets) < 2**31 else torch.int64
@@ -155,12 +155,24 @@ def gcn_norm(
     Shapes depend on shapes alone, so that this can be traced; without weights the result is kept
     with ``edge_index``.
 
-    >>> edges, weights = gcn_norm(torch.tensor([[0, 1], [1, 0]]), None, 2)
-    >>> edges
-    tensor([[0, 1, 0, 1],
-            [1, 0, 0, 1]])
-    >>> weights
-    tensor([0.5000, 0.5000, 0.5000, 0.5000])
+    Args:
+        edge_index: (2, edges), sources then targets.
+        edge_weight: (edges,), or ``None`` for 1.
+        num_nodes: How many nodes there are.
+        improved: Loops that are added weigh 2.
+        add_self_loops: Add a loop for each node that has none.
+        dtype: Of the weights, where none are passed.
+
+    Returns:
+        The edges, and a weight for each.
+
+    Examples:
+        >>> edges, weights = gcn_norm(torch.tensor([[0, 1], [1, 0]]), None, 2)
+        >>> edges
+        tensor([[0, 1, 0, 1],
+                [1, 0, 0, 1]])
+        >>> weights
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
     fill = (2 if improved else 1) if add_self_loops else None
     edges, weights = _normalised(edge_index, edge_weight, num_nodes, fill, dtype)[:2]

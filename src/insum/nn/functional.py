@@ -29,10 +29,18 @@ def spmm(A: SparseFormat | Tensor, B: Tensor) -> Tensor:
     ``A`` is a matrix in any format (a `torch.sparse` tensor is converted first, at every call);
     ``B`` is a vector, a matrix, or a matrix with leading batch dimensions.
 
-    >>> A = GroupCOO.from_dense(torch.tensor([[0.0, 2.0], [1.0, 0.0]]))
-    >>> spmm(A, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
-    tensor([[6., 8.],
-            [1., 2.]])
+    Args:
+        A: A matrix in any format, or of `torch.sparse`.
+        B: (columns,), or (..., columns, n).
+
+    Returns:
+        (rows,), or (..., rows, n).
+
+    Examples:
+        >>> A = GroupCOO.from_dense(torch.tensor([[0.0, 2.0], [1.0, 0.0]]))
+        >>> spmm(A, torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
+        tensor([[6., 8.],
+                [1., 2.]])
     """
     A = _matrix(A)
     one_device(A=A, B=B)
@@ -61,10 +69,19 @@ def sddmm(A: SparseFormat | Tensor, X: Tensor, Y: Tensor) -> SparseFormat:
     The result has the pattern of ``A``; ``sddmm(A.pattern(), X, Y)`` leaves the values of ``A``
     out.
 
-    >>> A = GroupCOO.from_dense(torch.tensor([[0.0, 2.0], [1.0, 0.0]]))
-    >>> sddmm(A, torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]])).to_dense()
-    tensor([[0., 4.],
-            [3., 0.]])
+    Args:
+        A: A matrix in any format, or of `torch.sparse`.
+        X: (rows, k).
+        Y: (k, columns).
+
+    Returns:
+        A matrix in the format of ``A``.
+
+    Examples:
+        >>> A = GroupCOO.from_dense(torch.tensor([[0.0, 2.0], [1.0, 0.0]]))
+        >>> sddmm(A, torch.eye(2), torch.tensor([[1.0, 2.0], [3.0, 4.0]])).to_dense()
+        tensor([[0., 4.],
+                [3., 0.]])
     """
     A = _matrix(A)
     one_device(A=A, X=X, Y=Y)
@@ -107,16 +124,20 @@ def propagate(
             ``"max"`` or ``"min"``; a node without edges gets 0.
         num_nodes: How many target nodes there are, where it is not the number of rows of ``x``.
 
-    >>> edge_index = torch.tensor([[0, 1, 2], [1, 2, 2]])
-    >>> x = torch.tensor([[1.0], [2.0], [3.0]])
-    >>> propagate(edge_index, x)
-    tensor([[0.],
-            [1.],
-            [5.]])
-    >>> propagate(edge_index, x, edge_weight=torch.tensor([2.0, 1.0, 1.0]), aggr="max")
-    tensor([[0.],
-            [2.],
-            [3.]])
+    Returns:
+        Features of the target nodes, one row for each.
+
+    Examples:
+        >>> edge_index = torch.tensor([[0, 1, 2], [1, 2, 2]])
+        >>> x = torch.tensor([[1.0], [2.0], [3.0]])
+        >>> propagate(edge_index, x)
+        tensor([[0.],
+                [1.],
+                [5.]])
+        >>> propagate(edge_index, x, edge_weight=torch.tensor([2.0, 1.0, 1.0]), aggr="max")
+        tensor([[0.],
+                [2.],
+                [3.]])
     """
     if aggr not in _REDUCTIONS:
         raise UnsupportedError(
@@ -147,13 +168,22 @@ def adjacency(
     """The matrix ``A[target, source]`` for `propagate` and the graph layers, sorted by target;
     edges listed twice count twice.
 
-    ``num_nodes`` is the number of nodes, or (sources, targets) of a bipartite graph. Build it once:
-    it has everything that a fast kernel wants to know of the graph, also under `torch.compile`.
+    Build it once: it has everything that a fast kernel wants to know of the graph, also under
+    `torch.compile`.
 
-    >>> adjacency(torch.tensor([[0, 1, 1], [1, 0, 2]]), num_nodes=3).to_dense()
-    tensor([[0., 1., 0.],
-            [1., 0., 0.],
-            [0., 1., 0.]])
+    Args:
+        edge_index: (2, edges), sources then targets.
+        edge_weight: (edges,), or ``None`` for 1.
+        num_nodes: The number of nodes, or (sources, targets) of a bipartite graph.
+
+    Returns:
+        A matrix (targets, sources).
+
+    Examples:
+        >>> adjacency(torch.tensor([[0, 1, 1], [1, 0, 2]]), num_nodes=3).to_dense()
+        tensor([[0., 1., 0.],
+                [1., 0., 0.],
+                [0., 1., 0.]])
     """
     both = num_nodes if isinstance(num_nodes, tuple | list) else (num_nodes, num_nodes)
     sources, targets = map(int, both)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 
 import insum
-from insum.accepted import COUNT, FLAG, INTEGER, SIZE, TENSOR, TEXT, Accepted, takes
+from insum.accepted import COUNT, FLAG, INTEGER, SIZE, TENSOR, TEXT, Accepted, F, takes
 from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, InsumError, UnsupportedError
 from insum.formats import COO, GroupCOO, SparseFormat
@@ -84,6 +87,48 @@ def _targets(
     return size[1] if size[1] is not None else nodes
 
 
+class Waiting:
+    """A layer that waits for its size, as it is, so that it can wait again after a failed call."""
+
+    def __init__(self, linear: nn.LazyLinear) -> None:
+        self.linear = linear
+        self.held = dict(linear.__dict__)
+        # hooks are found again in the very dictionaries that they were put in
+        self.inside = {n: dict(v) for n, v in self.held.items() if isinstance(v, dict)}
+
+    def again(self) -> None:
+        linear = self.linear
+        for parameter in linear.parameters():
+            if not isinstance(parameter, nn.UninitializedParameter):
+                parameter.data = parameter.data.new_empty(0)
+                parameter.__class__ = nn.UninitializedParameter  # type: ignore[assignment]
+        linear.__class__ = nn.LazyLinear
+        linear.__dict__.clear()
+        linear.__dict__.update(self.held)
+        for name, inside in self.inside.items():
+            held = self.held[name]
+            held.clear()
+            held.update(inside)
+
+
+def sized_by_success(forward: F) -> F:
+    """A layer that waits for its size gets that of a call that succeeds."""
+
+    @functools.wraps(forward)
+    def call(layer: nn.Module, *args: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(layer, *args, **named)
+        waiting = [Waiting(one) for one in layer.children() if _waits(one)]  # type: ignore[arg-type]
+        try:
+            return forward(layer, *args, **named)
+        except BaseException:
+            for one in waiting:
+                one.again()
+            raise
+
+    return cast(F, call)
+
+
 class GraphConv(nn.Module):
     """``Y = aggregate(W[e] * X[src[e]]) @ lin_rel + X @ lin_root``, weight for weight
     `torch_geometric.nn.GraphConv`.
@@ -138,6 +183,7 @@ class GraphConv(nn.Module):
                 linear.reset_parameters()
 
     @layer_takes(x=TENSOR | SIDES, **EDGES, num_nodes=COUNT.optional, size=(PAIR | SIZES).optional)
+    @sized_by_success
     def forward(
         self,
         x: Tensor | tuple[Tensor, Tensor | None],
@@ -195,7 +241,8 @@ class GCNConv(nn.Module):
         normalize: Whether edges are normalised at all.
         bias: Whether there is a bias.
         cached: Normalise the edges of the first call and use them in every later one, whatever
-            edges it brings: for one graph. `reset_parameters` lets go of them.
+            edges it brings: for one graph. `reset_parameters` lets go of them. Weights that need
+            a gradient change, and are normalised at every call.
 
     Examples:
         >>> layer = GCNConv(3, 4)
@@ -240,6 +287,7 @@ class GCNConv(nn.Module):
             nn.init.zeros_(self.bias)
 
     @layer_takes(x=TENSOR, **EDGES)
+    @sized_by_success
     def forward(
         self, x: Tensor, edge_index: Tensor | SparseFormat, edge_weight: Tensor | None = None
     ) -> Tensor:
@@ -247,7 +295,10 @@ class GCNConv(nn.Module):
             nn.init.xavier_uniform_(self.lin.weight)
         node_rows("x", x, self.lin.in_features)
         if self.normalize and isinstance(edge_index, Tensor):
-            out = over_ends(*self._ends(edge_index, edge_weight, x), self.lin(x), x.shape[0])
+            ends = self._ends(edge_index, edge_weight, x)
+            out = over_ends(*ends, self.lin(x), x.shape[0])
+            if self.cached and not _is_learned(edge_weight):
+                self._kept = ends
         else:
             out = propagate(edge_index, self.lin(x), edge_weight)
         return out if self.bias is None else out + self.bias
@@ -256,7 +307,7 @@ class GCNConv(nn.Module):
         self, edge_index: Tensor, weight: Tensor | None, x: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Sources, targets and weights of the normalised edges."""
-        if self._kept is not None:
+        if self._kept is not None and not _is_learned(weight):
             source, target, weights = self._kept
             return source, target, weights.to(x.dtype)  # the layer may have another since
         found = from_adj_t(edge_index)
@@ -264,13 +315,14 @@ class GCNConv(nn.Module):
             edge_index, weight = found.T.to_edge_index()
         one_device(edge_index=edge_index, x=x, edge_weight=weight)
         fill = (2 if self.improved else 1) if self.add_self_loops else None
-        ends = gcn_ends(edge_index, weight, x.shape[0], fill, x.dtype)
-        if self.cached:
-            self._kept = ends
-        return ends
+        return gcn_ends(edge_index, weight, x.shape[0], fill, x.dtype)
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}"
+
+
+def _is_learned(weight: Tensor | None) -> bool:
+    return weight is not None and weight.requires_grad
 
 
 class RelationalConv(nn.Module):

@@ -27,10 +27,15 @@ class Irrep(_DegreeAndParity):
     """Degree ``l`` and parity ``p``, 1 (even) or -1 (odd): ``2 * l + 1`` components. A pair, which
     e3nn takes for one of its own.
 
-    >>> Irrep(1, -1), Irrep(1, -1).dim
-    (Irrep(l=1, p=-1), 3)
-    >>> [str(ir) for ir in Irrep(1, -1) * Irrep(1, -1)]
-    ['0e', '1e', '2e']
+    Attributes:
+        l: The degree.
+        p: The parity.
+
+    Examples:
+        >>> Irrep(1, -1), Irrep(1, -1).dim
+        (Irrep(l=1, p=-1), 3)
+        >>> [str(ir) for ir in Irrep(1, -1) * Irrep(1, -1)]
+        ['0e', '1e', '2e']
     """
 
     __slots__ = ()
@@ -76,17 +81,21 @@ class Irreps:
     """A sum of irreps with multiplicities, in order; a vector in it holds each term as
     (multiplicity, components).
 
-    >>> irreps = Irreps.of("8x0e + 4x1o")
-    >>> irreps.dim, str(irreps), irreps.slices()[1]
-    (20, '8x0e+4x1o', slice(8, 20, None))
-    >>> Irreps.of("8x0e + 4xo")
-    Traceback (most recent call last):
-        ...
-    insum.errors.StatementError: ' 4xo' is not an irrep
-        8x0e + 4xo
-              ^^^^
-      expected: terms such as 16x1o: multiplicity, x, degree, parity (e, o, or y for that of the
-      spherical harmonics)
+    Args:
+        terms: Multiplicity and irrep of each term; `Irreps.of` reads text.
+
+    Examples:
+        >>> irreps = Irreps.of("8x0e + 4x1o")
+        >>> irreps.dim, str(irreps), irreps.slices()[1]
+        (20, '8x0e+4x1o', slice(8, 20, None))
+        >>> Irreps.of("8x0e + 4xo")
+        Traceback (most recent call last):
+            ...
+        insum.errors.StatementError: ' 4xo' is not an irrep
+            8x0e + 4xo
+                  ^^^^
+          expected: terms such as 16x1o: multiplicity, x, degree, parity (e, o, or y for that of the
+          spherical harmonics)
     """
 
     terms: tuple[tuple[int, Irrep], ...]

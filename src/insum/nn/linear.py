@@ -108,7 +108,7 @@ class SparseLinear(nn.Module):
             >>> SparseLinear.from_dense(pruned).weight().nnz
             16
         """
-        weight, bias = _parts(layer)
+        weight, bias = parts_of_linear(layer)
         chosen = _chosen(
             mask,
             density,
@@ -144,12 +144,18 @@ class BlockSparseLinear(SparseLinear):
     """A linear layer whose weight is made of dense blocks, which Tensor Cores multiply:
     ``Y[i,WO[p],bo] = WV[p,q,bo,bk] * X[i,WK[p,q],bk]``.
 
-    >>> import torch
-    >>> layer = BlockSparseLinear.from_dense(nn.Linear(128, 64), density=0.25, block_shape=(32, 32))
-    >>> layer(torch.randn(8, 128)).shape
-    torch.Size([8, 64])
-    >>> layer.weight().block_shape, layer.weight().nnz
-    ((32, 32), 2048)
+    Args:
+        weight: A matrix (out_features, in_features) in a block format.
+        bias: A tensor (out_features,), or ``None``.
+
+    Examples:
+        >>> import torch
+        >>> dense = nn.Linear(128, 64)
+        >>> layer = BlockSparseLinear.from_dense(dense, density=0.25, block_shape=(32, 32))
+        >>> layer(torch.randn(8, 128)).shape
+        torch.Size([8, 64])
+        >>> layer.weight().block_shape, layer.weight().nnz
+        ((32, 32), 2048)
     """
 
     @classmethod
@@ -187,7 +193,7 @@ class BlockSparseLinear(SparseLinear):
             >>> torch.allclose(sparse(x), nn.functional.linear(x, masked, dense.bias))
             True
         """
-        weight, bias = _parts(layer)
+        weight, bias = parts_of_linear(layer)
         shape, block = tuple(weight.shape), checked_block(block_shape, 2)
         if mask is not None and tuple(mask.shape) == shape != grid_of(shape, block):
             one_device(weight=weight, mask=mask)
@@ -207,7 +213,7 @@ class BlockSparseLinear(SparseLinear):
         )
 
 
-def _parts(layer: nn.Linear | Tensor) -> tuple[Tensor, Tensor | None]:
+def parts_of_linear(layer: nn.Linear | Tensor) -> tuple[Tensor, Tensor | None]:
     weight, bias = (layer, None) if isinstance(layer, Tensor) else (layer.weight, layer.bias)
     if weight.dim() != 2:
         raise BindingError(

@@ -21,12 +21,13 @@ class SparseModule(nn.Module):
     """A module that takes a `SparseTensor`. Derive from it where a module of your own is to get one
     inside of a `SparseSequential`, though it has no layer over voxels in it.
 
-    >>> import torch
-    >>> class Count(SparseModule):
-    ...     def forward(self, x: SparseTensor) -> SparseTensor:
-    ...         return x.with_features(torch.ones(x.features.shape[0], 1))
-    >>> SparseSequential(Count())(SparseTensor(torch.tensor([[0, 0, 0]]), torch.randn(1, 4)))
-    SparseTensor(voxels=1, channels=1, float32, spatial_shape=None, cpu)
+    Examples:
+        >>> import torch
+        >>> class Count(SparseModule):
+        ...     def forward(self, x: SparseTensor) -> SparseTensor:
+        ...         return x.with_features(torch.ones(x.features.shape[0], 1))
+        >>> SparseSequential(Count())(SparseTensor(torch.tensor([[0, 0, 0]]), torch.randn(1, 4)))
+        SparseTensor(voxels=1, channels=1, float32, spatial_shape=None, cpu)
     """
 
 
@@ -36,13 +37,18 @@ class SparseSequential(nn.Sequential):
     its features, one row for each voxel. What a `GlobalPool` makes is a tensor, which modules
     behind it take as it is.
 
-    >>> import torch
-    >>> from insum.nn import SparseConv3d
-    >>> block = SparseSequential(
-    ...     SparseConv3d(4, 8, 3, submanifold=True, bias=False), nn.BatchNorm1d(8), nn.ReLU()
-    ... )
-    >>> block(SparseTensor(torch.tensor([[0, 0, 0], [0, 0, 1]]), torch.randn(2, 4)))
-    SparseTensor(voxels=2, channels=8, float32, spatial_shape=None, cpu)
+    Args:
+        modules: One after the other, or an ordered dictionary of them, as `torch.nn.Sequential`
+            takes them.
+
+    Examples:
+        >>> import torch
+        >>> from insum.nn import SparseConv3d
+        >>> block = SparseSequential(
+        ...     SparseConv3d(4, 8, 3, submanifold=True, bias=False), nn.BatchNorm1d(8), nn.ReLU()
+        ... )
+        >>> block(SparseTensor(torch.tensor([[0, 0, 0], [0, 0, 1]]), torch.randn(2, 4)))
+        SparseTensor(voxels=2, channels=8, float32, spatial_shape=None, cpu)
     """
 
     def __init__(self, *modules: nn.Module | OrderedDict[str, nn.Module]) -> None:

@@ -110,13 +110,38 @@ class SparseAvgPool(_Pool):
 
 
 class SparseMaxPool1d(SparseMaxPool):
-    """`SparseMaxPool3d` along one axis."""
+    """`SparseMaxPool3d` along one axis.
+
+    Args:
+        kernel_size: How many voxels the kernel spans, or one number for each axis.
+        stride: From one output to the next; the size of the kernel where it is not given.
+        padding: How far the kernel reaches over the edge.
+        dilation: From one place of the kernel to the next.
+
+    Examples:
+        >>> x = SparseTensor(torch.tensor([[0, 0], [0, 1]]), torch.tensor([[1.0], [2.0]]), ndim=1)
+        >>> SparseMaxPool1d(2)(x).features
+        tensor([[2.]])
+    """
 
     ndim = 1
 
 
 class SparseMaxPool2d(SparseMaxPool):
-    """`SparseMaxPool3d` in two dimensions."""
+    """`SparseMaxPool3d` in two dimensions.
+
+    Args:
+        kernel_size: How many voxels the kernel spans, or one number for each axis.
+        stride: From one output to the next; the size of the kernel where it is not given.
+        padding: How far the kernel reaches over the edge.
+        dilation: From one place of the kernel to the next.
+
+    Examples:
+        >>> coords, features = torch.tensor([[0, 0, 0], [0, 1, 1]]), torch.tensor([[1.0], [2.0]])
+        >>> x = SparseTensor(coords, features, ndim=2)
+        >>> SparseMaxPool2d(2)(x).features
+        tensor([[2.]])
+    """
 
     ndim = 2
 
@@ -129,28 +154,73 @@ class SparseMaxPool3d(SparseMaxPool):
     Sizes mean what they mean in `torch.nn.MaxPool3d`: the stride is the kernel's size where it is
     not given. Maps are shared with convolutions of the same kernel.
 
-    >>> x = SparseTensor(torch.tensor([[0, 0, 0], [0, 1, 1]]), torch.tensor([[1.0], [-5.0]]))
-    >>> SparseMaxPool3d(2)(x).features
-    tensor([[1.]])
+    Args:
+        kernel_size: How many voxels the kernel spans, or one number for each axis.
+        stride: From one output to the next; the size of the kernel where it is not given.
+        padding: How far the kernel reaches over the edge.
+        dilation: From one place of the kernel to the next.
+
+    Examples:
+        >>> x = SparseTensor(torch.tensor([[0, 0, 0], [0, 1, 1]]), torch.tensor([[1.0], [-5.0]]))
+        >>> SparseMaxPool3d(2)(x).features
+        tensor([[1.]])
     """
 
     ndim = 3
 
 
 class SparseMaxPool4d(SparseMaxPool):
-    """`SparseMaxPool3d` in space and time."""
+    """`SparseMaxPool3d` in space and time.
+
+    Args:
+        kernel_size: How many voxels the kernel spans, or one number for each axis.
+        stride: From one output to the next; the size of the kernel where it is not given.
+        padding: How far the kernel reaches over the edge.
+        dilation: From one place of the kernel to the next.
+
+    Examples:
+        >>> x = SparseTensor(torch.zeros(1, 5, dtype=torch.int32), torch.ones(1, 3), ndim=4)
+        >>> SparseMaxPool4d(2)(x).features
+        tensor([[1., 1., 1.]])
+    """
 
     ndim = 4
 
 
 class SparseAvgPool1d(SparseAvgPool):
-    """`SparseAvgPool3d` along one axis."""
+    """`SparseAvgPool3d` along one axis.
+
+    Args:
+        kernel_size: How many voxels the kernel spans, or one number for each axis.
+        stride: From one output to the next; the size of the kernel where it is not given.
+        padding: How far the kernel reaches over the edge.
+        dilation: From one place of the kernel to the next.
+        count_empty: Whether places without a voxel count, as zeros.
+
+    Examples:
+        >>> x = SparseTensor(torch.tensor([[0, 0], [0, 1]]), torch.ones(2, 3), ndim=1)
+        >>> SparseAvgPool1d(2)(x).features
+        tensor([[1., 1., 1.]])
+    """
 
     ndim = 1
 
 
 class SparseAvgPool2d(SparseAvgPool):
-    """`SparseAvgPool3d` in two dimensions."""
+    """`SparseAvgPool3d` in two dimensions.
+
+    Args:
+        kernel_size: How many voxels the kernel spans, or one number for each axis.
+        stride: From one output to the next; the size of the kernel where it is not given.
+        padding: How far the kernel reaches over the edge.
+        dilation: From one place of the kernel to the next.
+        count_empty: Whether places without a voxel count, as zeros.
+
+    Examples:
+        >>> x = SparseTensor(torch.tensor([[0, 0, 0], [0, 1, 1]]), torch.ones(2, 3), ndim=2)
+        >>> SparseAvgPool2d(2, count_empty=True)(x).features
+        tensor([[0.5000, 0.5000, 0.5000]])
+    """
 
     ndim = 2
 
@@ -159,18 +229,39 @@ class SparseAvgPool3d(SparseAvgPool):
     """The mean over the occupied voxels under a kernel; with ``count_empty=True`` over all its
     places, as `torch.nn.AvgPool3d` has it for a grid with zeros.
 
-    >>> x = SparseTensor(torch.tensor([[0, 0, 0], [0, 1, 1]]), torch.tensor([[1.0], [-5.0]]))
-    >>> SparseAvgPool3d(2)(x).features
-    tensor([[-2.]])
-    >>> SparseAvgPool3d(2, count_empty=True)(x).features
-    tensor([[-0.5000]])
+    Args:
+        kernel_size: How many voxels the kernel spans, or one number for each axis.
+        stride: From one output to the next; the size of the kernel where it is not given.
+        padding: How far the kernel reaches over the edge.
+        dilation: From one place of the kernel to the next.
+        count_empty: Whether places without a voxel count, as zeros.
+
+    Examples:
+        >>> x = SparseTensor(torch.tensor([[0, 0, 0], [0, 1, 1]]), torch.tensor([[1.0], [-5.0]]))
+        >>> SparseAvgPool3d(2)(x).features
+        tensor([[-2.]])
+        >>> SparseAvgPool3d(2, count_empty=True)(x).features
+        tensor([[-0.5000]])
     """
 
     ndim = 3
 
 
 class SparseAvgPool4d(SparseAvgPool):
-    """`SparseAvgPool3d` in space and time."""
+    """`SparseAvgPool3d` in space and time.
+
+    Args:
+        kernel_size: How many voxels the kernel spans, or one number for each axis.
+        stride: From one output to the next; the size of the kernel where it is not given.
+        padding: How far the kernel reaches over the edge.
+        dilation: From one place of the kernel to the next.
+        count_empty: Whether places without a voxel count, as zeros.
+
+    Examples:
+        >>> x = SparseTensor(torch.zeros(1, 5, dtype=torch.int32), torch.ones(1, 3), ndim=4)
+        >>> SparseAvgPool4d(2)(x).features
+        tensor([[1., 1., 1.]])
+    """
 
     ndim = 4
 
@@ -181,10 +272,11 @@ class GlobalPool(SparseModule):
     Args:
         reduce: ``"sum"``, ``"mean"`` or ``"max"``; a batch without voxels gets 0.
 
-    >>> coords = torch.tensor([[0, 1], [0, 3], [1, 1]])
-    >>> GlobalPool("mean")(SparseTensor(coords, torch.tensor([[1.0], [2.0], [5.0]]), ndim=1))
-    tensor([[1.5000],
-            [5.0000]])
+    Examples:
+        >>> coords = torch.tensor([[0, 1], [0, 3], [1, 1]])
+        >>> GlobalPool("mean")(SparseTensor(coords, torch.tensor([[1.0], [2.0], [5.0]]), ndim=1))
+        tensor([[1.5000],
+                [5.0000]])
     """
 
     def __init__(self, reduce: str = "mean") -> None:

@@ -22,9 +22,17 @@ WEIGHTS = Accepted(
 def magnitude_mask(weight: Tensor, density: float) -> Tensor:
     """True at the given share of weights that are largest in magnitude.
 
-    >>> magnitude_mask(torch.tensor([[1.0, -4.0], [3.0, 0.5]]), density=0.5)
-    tensor([[False,  True],
-            [ True, False]])
+    Args:
+        weight: A tensor of any shape.
+        density: The share that is kept.
+
+    Returns:
+        A mask of the same shape.
+
+    Examples:
+        >>> magnitude_mask(torch.tensor([[1.0, -4.0], [3.0, 0.5]]), density=0.5)
+        tensor([[False,  True],
+                [ True, False]])
     """
     return _largest(weight.detach().abs(), density)
 
@@ -34,11 +42,20 @@ def block_mask(weight: Tensor, block_shape: int | tuple[int, ...], density: floa
     """True at the given share of blocks that are largest in Frobenius norm; one element for each
     block of the grid.
 
-    >>> weight = torch.eye(4)
-    >>> weight[:2, 2:] = 5
-    >>> block_mask(weight, (2, 2), density=0.25)
-    tensor([[False,  True],
-            [False, False]])
+    Args:
+        weight: A matrix.
+        block_shape: Rows and columns of a block, or one number for both.
+        density: The share of blocks that is kept.
+
+    Returns:
+        A mask with one element for each block.
+
+    Examples:
+        >>> weight = torch.eye(4)
+        >>> weight[:2, 2:] = 5
+        >>> block_mask(weight, (2, 2), density=0.25)
+        tensor([[False,  True],
+                [False, False]])
     """
     if weight.dim() != 2:
         raise BindingError(f"weight has {weight.dim()} dimension(s)", expected="a matrix")

@@ -56,14 +56,22 @@ class SparseTensor:
     keep the kernel maps that they build with the voxels, so that all layers of one resolution
     share them.
 
-    >>> coords = torch.tensor([[0, 0, 0, 0], [0, 1, 0, 2], [1, 1, 1, 1]])
-    >>> x = SparseTensor(coords, torch.ones(3, 8), spatial_shape=(4, 4, 4))
-    >>> x
-    SparseTensor(voxels=3, channels=8, float32, spatial_shape=(4, 4, 4), cpu)
-    >>> x.to_dense().shape
-    torch.Size([2, 8, 4, 4, 4])
-    >>> SparseTensor(torch.tensor([[0, 5, 7]]), torch.ones(1, 8), ndim=2)
-    SparseTensor(voxels=1, channels=8, float32, ndim=2, spatial_shape=None, cpu)
+    Args:
+        coords: Coordinates of the voxels, integers.
+        features: One row for each voxel.
+        spatial_shape: The size of the grid, if it has one.
+        voxels: The set of voxels, where several tensors share one; made of ``coords`` by default.
+        ndim: The number of dimensions.
+
+    Examples:
+        >>> coords = torch.tensor([[0, 0, 0, 0], [0, 1, 0, 2], [1, 1, 1, 1]])
+        >>> x = SparseTensor(coords, torch.ones(3, 8), spatial_shape=(4, 4, 4))
+        >>> x
+        SparseTensor(voxels=3, channels=8, float32, spatial_shape=(4, 4, 4), cpu)
+        >>> x.to_dense().shape
+        torch.Size([2, 8, 4, 4, 4])
+        >>> SparseTensor(torch.tensor([[0, 5, 7]]), torch.ones(1, 8), ndim=2)
+        SparseTensor(voxels=1, channels=8, float32, ndim=2, spatial_shape=None, cpu)
     """
 
     coords: Tensor
@@ -344,9 +352,16 @@ SAMPLES = Accepted(
 def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
     """The channels of tensors at the same voxels, one behind the other: a skip connection.
 
-    >>> x = SparseTensor(torch.tensor([[0, 0, 0]]), torch.ones(1, 2))
-    >>> cat([x, x + 1]).features
-    tensor([[1., 1., 2., 2.]])
+    Args:
+        tensors: Tensors at the same voxels.
+
+    Returns:
+        One tensor with all their channels.
+
+    Examples:
+        >>> x = SparseTensor(torch.tensor([[0, 0, 0]]), torch.ones(1, 2))
+        >>> cat([x, x + 1]).features
+        tensor([[1., 1., 2., 2.]])
     """
     first = tensors[0]
     for other in tensors[1:]:
@@ -359,9 +374,16 @@ def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
 def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
     """Several clouds as one tensor, each in batches of its own; `SparseTensor.unbatch` undoes it.
 
-    >>> one = SparseTensor(torch.tensor([[0, 0, 0], [0, 0, 1]]), torch.ones(2, 4))
-    >>> batch([one, one]).coords[:, 0]
-    tensor([0, 0, 1, 1])
+    Args:
+        tensors: Clouds of one number of dimensions and channels.
+
+    Returns:
+        One tensor with all their voxels.
+
+    Examples:
+        >>> one = SparseTensor(torch.tensor([[0, 0, 0], [0, 0, 1]]), torch.ones(2, 4))
+        >>> batch([one, one]).coords[:, 0]
+        tensor([0, 0, 1, 1])
     """
     first = tensors[0]
     for number, one in enumerate(tensors):
@@ -389,17 +411,25 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
 def collate(samples: Sequence[Any]) -> Any:
     """The ``collate_fn`` of a DataLoader: clouds become one batch, all else is PyTorch's way.
 
-    A sample is a `SparseTensor`, or a tuple, list or dict that holds some. A tensor with as many
-    rows as its sample has voxels, such as labels, is joined along its rows.
+    A sample is a `SparseTensor`, or a tuple, list or dict that holds some, or others that do. A
+    tensor with as many rows as the cloud beside it has voxels, such as labels, is joined along its
+    rows.
 
-    >>> x = SparseTensor(torch.tensor([[0, 0, 0], [0, 0, 1]]), torch.ones(2, 4))
-    >>> samples = [(x, torch.tensor([3, 4]), 7), (x, torch.tensor([5, 6]), 8)]
-    >>> clouds, labels, kinds = collate(samples)
-    >>> clouds.voxels.count, labels, kinds
-    (4, tensor([3, 4, 5, 6]), tensor([7, 8]))
+    Args:
+        samples: What a dataset gives, as many as a batch has.
+
+    Returns:
+        One sample of the same form, with clouds of several batches.
+
+    Examples:
+        >>> x = SparseTensor(torch.tensor([[0, 0, 0], [0, 0, 1]]), torch.ones(2, 4))
+        >>> samples = [(x, torch.tensor([3, 4]), 7), (x, torch.tensor([5, 6]), 8)]
+        >>> clouds, labels, kinds = collate(samples)
+        >>> clouds.voxels.count, labels, kinds
+        (4, tensor([3, 4, 5, 6]), tensor([7, 8]))
     """
     try:
-        return _collated(samples)
+        return _collated(samples, [None] * len(samples))
     except (TypeError, ValueError, KeyError, RuntimeError) as wrong:
         raise BindingError(
             f"samples such as {shown(samples[0])} cannot be joined: {wrong}",
@@ -407,31 +437,30 @@ def collate(samples: Sequence[Any]) -> Any:
         ) from wrong
 
 
-def _collated(samples: Sequence[Any]) -> Any:
+def _collated(samples: Sequence[Any], counts: Sequence[int | None]) -> Any:
+    """Samples joined; ``counts``: the voxels of the cloud that stands beside each, if one does."""
     first = samples[0]
-    if isinstance(first, SparseTensor):
-        return batch(samples)
-    if isinstance(first, Mapping):
-        names = list(first)
-        return dict(zip(names, _columns([[s[n] for n in names] for s in samples])))
-    if isinstance(first, tuple | list):
-        columns = _columns(samples)
-        return type(first)(columns) if type(first) in (tuple, list) else tuple(columns)
+    match first:
+        case SparseTensor():
+            return batch(samples)
+        case Mapping():
+            names = list(first)
+            return dict(zip(names, _columns([[s[n] for n in names] for s in samples], counts)))
+        case tuple() | list():
+            columns = _columns(samples, counts)
+            return type(first)(columns) if type(first) in (tuple, list) else tuple(columns)
+    rows = [s.shape[0] if isinstance(s, Tensor) and s.dim() else -1 for s in samples]
+    if rows == list(counts):
+        return torch.cat(list(samples))
     return torch.utils.data.default_collate(list(samples))
 
 
-def _columns(samples: Sequence[Sequence[Any]]) -> list[Any]:
-    counts = [next((v.voxels.count for v in s if VOXELS.fits(v)), None) for s in samples]
-    return [_column(column, counts) for column in zip(*samples, strict=True)]
-
-
-def _column(values: Sequence[Any], counts: Sequence[int | None]) -> Any:
-    if isinstance(values[0], SparseTensor):
-        return batch(values)
-    rows = [v.shape[0] if isinstance(v, Tensor) and v.dim() else -1 for v in values]
-    if rows == list(counts):
-        return torch.cat(list(values))
-    return torch.utils.data.default_collate(list(values))
+def _columns(samples: Sequence[Sequence[Any]], around: Sequence[int | None]) -> list[Any]:
+    counts = [
+        next((value.voxels.count for value in sample if VOXELS.fits(value)), count)
+        for sample, count in zip(samples, around)
+    ]
+    return [_collated(column, counts) for column in zip(*samples, strict=True)]
 
 
 # --- checks ---

@@ -59,6 +59,17 @@ RULE = Accepted(
 class LayerReport:
     """One linear layer of a model: what became of it, and what the model of a GPU predicts.
 
+    Attributes:
+        name: The name of the layer in the model.
+        shape: (out_features, in_features).
+        swapped: Whether it is sparse now.
+        why: Why it is not.
+        density: The share of weights that is stored.
+        dense_us: Predicted microseconds of the dense layer.
+        sparse_us: Those of the sparse one.
+        dense_bytes: What the dense weight takes.
+        sparse_bytes: What the sparse one takes.
+
     Examples:
         >>> model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 8))
         >>> first, second = sparsify(model, {"0": 0.05}, block_shape=(32, 32), rows=64).layers
@@ -90,6 +101,11 @@ class LayerReport:
 @dataclass(frozen=True, repr=False)
 class SparsityReport:
     """What `sparsify` did, layer by layer, with predicted times; prints as a table.
+
+    Attributes:
+        layers: One report for each linear layer.
+        rows: For how many rows of input times are predicted.
+        device: And on what.
 
     Examples:
         >>> report = sparsify(nn.Sequential(nn.Linear(64, 64), nn.ReLU()), 0.1, rows=32)

@@ -275,24 +275,31 @@ class TensorProduct(PathProduct):
     (`insum.constant`) and no parameters. Gradients of every order are further statements, so that
     forces can be trained on.
 
-    - ``irreps_in1``, ``irreps_in2``, ``irreps_out``: text such as ``"16x0e + 16x1o"``, or e3nn's
-      own.
-    - ``instructions``: ``(i_in1, i_in2, i_out, mode, has_weight[, path_weight])``; modes ``uvw uvu
-      uvv uuw uuu uvuv uvu<v u<vw``.
-    - ``irrep_normalization`` (``component``, ``norm``, ``none``), ``path_normalization``
-      (``element``, ``path``, ``none``), ``in1_var``, ``in2_var``, ``out_var``: as in e3nn 0.6.
-    - ``shared_weights``: one weight vector (weight_numel,) for all items, or one for each, (...,
-      weight_numel). ``internal_weights``: whether it is a parameter; by default where it is shared.
-    - ``layout``: ``"mul_ir"`` as in e3nn, each term as (multiplicity, components), or ``"ir_mul"``,
-      (components, multiplicity), which needs no reordering.
-
     A state dict of e3nn's module loads unchanged.
 
-    >>> cross = TensorProduct("16x1o", "16x1o", "16x1e", [(0, 0, 0, "uuu", False)])
-    >>> x, y = torch.randn(5, 48), torch.randn(5, 48)
-    >>> by_hand = torch.linalg.cross(x.view(5, 16, 3), y.view(5, 16, 3)).reshape(5, 48) / 2**0.5
-    >>> torch.allclose(cross(x, y), by_hand, atol=1e-6)
-    True
+    Args:
+        irreps_in1: Irreps of the first input, as text such as ``"16x0e + 16x1o"`` or e3nn's own.
+        irreps_in2: Those of the second.
+        irreps_out: Those of the result.
+        instructions: ``(i_in1, i_in2, i_out, mode, has_weight[, path_weight])`` for each path;
+            modes ``uvw uvu uvv uuw uuu uvuv uvu<v u<vw``.
+        in1_var: Variances of the terms of the first input, as in e3nn 0.6.
+        in2_var: Those of the second.
+        out_var: Those of the result.
+        irrep_normalization: ``component``, ``norm`` or ``none``.
+        path_normalization: ``element``, ``path`` or ``none``.
+        internal_weights: Whether the weight is a parameter; by default where it is shared.
+        shared_weights: One weight vector (weight_numel,) for all items, or one for each, (...,
+            weight_numel).
+        layout: ``"mul_ir"`` as in e3nn, each term as (multiplicity, components), or ``"ir_mul"``,
+            (components, multiplicity), which needs no reordering.
+
+    Examples:
+        >>> cross = TensorProduct("16x1o", "16x1o", "16x1e", [(0, 0, 0, "uuu", False)])
+        >>> x, y = torch.randn(5, 48), torch.randn(5, 48)
+        >>> by_hand = torch.linalg.cross(x.view(5, 16, 3), y.view(5, 16, 3)).reshape(5, 48) / 2**0.5
+        >>> torch.allclose(cross(x, y), by_hand, atol=1e-6)
+        True
     """
 
     def _pattern(self, group: Group) -> dict[str, Tensor]:
@@ -375,11 +382,18 @@ class FullyConnectedTensorProduct(TensorProduct):
     """Every path that the selection rules allow, in mode ``uvw``: weight for weight
     `e3nn.o3.FullyConnectedTensorProduct`.
 
-    >>> product = FullyConnectedTensorProduct("16x0e + 16x1o", "1x0e + 1x1o", "16x0e + 16x1o")
-    >>> product
-    FullyConnectedTensorProduct(16x0e+16x1o x 1x0e+1x1o -> 16x0e+16x1o | 4 paths | 1024 weights)
-    >>> product(torch.randn(10, 64), torch.randn(10, 4)).shape
-    torch.Size([10, 64])
+    Args:
+        irreps_in1: Irreps of the first input, as text such as ``"16x0e + 16x1o"`` or e3nn's own.
+        irreps_in2: Those of the second.
+        irreps_out: Those of the result.
+        options: Those of `TensorProduct`.
+
+    Examples:
+        >>> product = FullyConnectedTensorProduct("16x0e + 16x1o", "1x0e + 1x1o", "16x0e + 16x1o")
+        >>> product
+        FullyConnectedTensorProduct(16x0e+16x1o x 1x0e+1x1o -> 16x0e+16x1o | 4 paths | 1024 weights)
+        >>> product(torch.randn(10, 64), torch.randn(10, 4)).shape
+        torch.Size([10, 64])
     """
 
     def __init__(
@@ -399,10 +413,15 @@ class FullyConnectedTensorProduct(TensorProduct):
 class ElementwiseTensorProduct(TensorProduct):
     """Irrep by irrep, in mode ``uuu`` and without weights: `e3nn.o3.ElementwiseTensorProduct`.
 
-    ``filter_ir_out``: irreps such as ``["0e", "1o"]``; all others are left out of the result.
+    Args:
+        irreps_in1: Irreps of the first input, as text such as ``"16x0e + 16x1o"`` or e3nn's own.
+        irreps_in2: Those of the second.
+        filter_ir_out: Irreps such as ``["0e", "1o"]``; all others are left out of the result.
+        options: Those of `TensorProduct`.
 
-    >>> ElementwiseTensorProduct("5x1o + 5x1e", "10x1e", ["0e", "0o"])
-    ElementwiseTensorProduct(5x1o+5x1e x 5x1e+5x1e -> 5x0o+5x0e | 2 paths | 0 weights)
+    Examples:
+        >>> ElementwiseTensorProduct("5x1o + 5x1e", "10x1e", ["0e", "0o"])
+        ElementwiseTensorProduct(5x1o+5x1e x 5x1e+5x1e -> 5x0o+5x0e | 2 paths | 0 weights)
     """
 
     def __init__(
@@ -431,10 +450,15 @@ class FullTensorProduct(TensorProduct):
     """Every product of an irrep of the first input with one of the second, in mode ``uvuv`` and
     without weights, sorted by irrep: `e3nn.o3.FullTensorProduct`.
 
-    ``filter_ir_out``: irreps such as ``["0e", "1o"]``; all others are left out of the result.
+    Args:
+        irreps_in1: Irreps of the first input, as text such as ``"16x0e + 16x1o"`` or e3nn's own.
+        irreps_in2: Those of the second.
+        filter_ir_out: Irreps such as ``["0e", "1o"]``; all others are left out of the result.
+        options: Those of `TensorProduct`.
 
-    >>> FullTensorProduct("2x0e + 1x1o", "1x1o").irreps_out
-    Irreps.of('1x0e+2x1o+1x1e+1x2e')
+    Examples:
+        >>> FullTensorProduct("2x0e + 1x1o", "1x1o").irreps_out
+        Irreps.of('1x0e+2x1o+1x1e+1x2e')
     """
 
     def __init__(

@@ -55,6 +55,10 @@ class Voxels:
 
     Attributes:
         coords: (N, 1 + dimensions): batch, then x, y, z, t as far as they go.
+
+    Examples:
+        >>> Voxels.of(torch.tensor([[0, 2, 1], [5, 0, 0]])).count
+        2
     """
 
     coords: Tensor

@@ -51,12 +51,13 @@ def load_spconv(
         DtypeError: What goes by the name of a parameter is no tensor.
         UnsupportedError: There is no such layout.
 
-    >>> from insum.nn import SparseConv3d
-    >>> model = nn.ModuleDict({"down": SparseConv3d(4, 8, 2, stride=2)})
-    >>> theirs = torch.randn(8, 2, 2, 2, 4)
-    >>> load_spconv(model, {"down.weight": theirs, "down.bias": torch.zeros(8)})
-    >>> bool((model["down"].weight[1] == theirs[:, 0, 0, 1].T).all())
-    True
+    Examples:
+        >>> from insum.nn import SparseConv3d
+        >>> model = nn.ModuleDict({"down": SparseConv3d(4, 8, 2, stride=2)})
+        >>> theirs = torch.randn(8, 2, 2, 2, 4)
+        >>> load_spconv(model, {"down.weight": theirs, "down.bias": torch.zeros(8)})
+        >>> bool((model["down"].weight[1] == theirs[:, 0, 0, 1].T).all())
+        True
     """
     if layout not in LAYOUTS:
         raise UnsupportedError(f"there is no layout {layout!r}", expected=", ".join(LAYOUTS))
@@ -77,12 +78,13 @@ def load_torchsparse(model: nn.Module, state: Mapping[str, Tensor], *, strict: b
         BindingError: A kernel has another shape; nothing is loaded then.
         DtypeError: What goes by the name of a parameter is no tensor.
 
-    >>> from insum.nn import SparseConv3d
-    >>> model = nn.ModuleDict({"same": SparseConv3d(4, 8, 3, submanifold=True, bias=False)})
-    >>> theirs = torch.randn(27, 4, 8)
-    >>> load_torchsparse(model, {"same.kernel": theirs})
-    >>> bool((model["same"].weight[1] == theirs[9]).all())  # (0, 0, 1), of which z runs slowest
-    True
+    Examples:
+        >>> from insum.nn import SparseConv3d
+        >>> model = nn.ModuleDict({"same": SparseConv3d(4, 8, 3, submanifold=True, bias=False)})
+        >>> theirs = torch.randn(27, 4, 8)
+        >>> load_torchsparse(model, {"same.kernel": theirs})
+        >>> bool((model["same"].weight[1] == theirs[9]).all())  # (0, 0, 1), of which z runs slowest
+        True
     """
 
     def convert(conv: SparseConv, kernel: Tensor) -> Tensor:
@@ -105,12 +107,13 @@ def load_minkowski(model: nn.Module, state: Mapping[str, Tensor], *, strict: boo
         BindingError: A kernel has another shape; nothing is loaded then.
         DtypeError: What goes by the name of a parameter is no tensor.
 
-    >>> from insum.nn import SparseConv2d
-    >>> model = nn.ModuleDict({"conv": SparseConv2d(4, 8, 3, submanifold=True)})
-    >>> theirs = torch.randn(9, 4, 8)
-    >>> load_minkowski(model, {"conv.kernel": theirs, "conv.bias": torch.zeros(1, 8)})
-    >>> bool((model["conv"].weight[1] == theirs[3]).all())  # (0, 1), of which y runs slower
-    True
+    Examples:
+        >>> from insum.nn import SparseConv2d
+        >>> model = nn.ModuleDict({"conv": SparseConv2d(4, 8, 3, submanifold=True)})
+        >>> theirs = torch.randn(9, 4, 8)
+        >>> load_minkowski(model, {"conv.kernel": theirs, "conv.bias": torch.zeros(1, 8)})
+        >>> bool((model["conv"].weight[1] == theirs[3]).all())  # (0, 1), of which y runs slower
+        True
     """
     own = {*model.state_dict()}
     flat = {_without_bn(name, own): value for name, value in state.items()}

@@ -35,10 +35,19 @@ def wigner_3j(l1: int, l2: int, l3: int) -> Tensor:
     """The invariant tensor (2 l1 + 1, 2 l2 + 1, 2 l3 + 1) of three degrees, of norm 1; do not write
     into it.
 
-    >>> wigner_3j(1, 1, 0)[:, :, 0]
-    tensor([[0.5774, 0.0000, 0.0000],
-            [0.0000, 0.5774, 0.0000],
-            [0.0000, 0.0000, 0.5774]], dtype=torch.float64)
+    Args:
+        l1: The first degree.
+        l2: The second.
+        l3: The third, from ``abs(l1 - l2)`` to ``l1 + l2``.
+
+    Returns:
+        The tensor, in double precision.
+
+    Examples:
+        >>> wigner_3j(1, 1, 0)[:, :, 0]
+        tensor([[0.5774, 0.0000, 0.0000],
+                [0.0000, 0.5774, 0.0000],
+                [0.0000, 0.0000, 0.5774]], dtype=torch.float64)
     """
     if not abs(l1 - l2) <= l3 <= l1 + l2:
         raise BindingError(
@@ -99,7 +108,6 @@ NORMALIZATIONS = ("component", "norm", "integral")
 def spherical_harmonics(
     degrees: int | Sequence[int] | object,
     vectors: Tensor,
-    *,
     normalize: bool = True,
     normalization: str = "component",
 ) -> Tensor:

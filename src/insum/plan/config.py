@@ -13,18 +13,22 @@ from insum.errors import SettingsError
 class Config:
     """Tile sizes and launch options of one generated kernel.
 
-    - ``m``, ``n``, ``k``: tile sizes of the three axes (powers of two; 1 where the axis is not
-      used).
-    - ``warps``, ``stages``: Triton's launch options.
-    - ``split``: nonzeros at which a long row is cut (0: never), or the number of pieces of a long
-      reduction (0: as many as fill the device).
-    - ``group``: tiles along the slower axis of the grid that are visited before the next one along
-      the faster axis (reuse in L2); 0: all of the faster axis first.
-    - ``swap``: whether the two sides of a matrix product are exchanged: 1 yes, 0 no, -1 where that
-      puts the wide side on M.
+    Args:
+        m: Tile size of the first side of a product, a power of two; 1 where the axis is not used.
+        n: That of the other side.
+        k: That of the summed axis.
+        warps: Warps of a program, Triton's ``num_warps``.
+        stages: Stages of its pipelines, Triton's ``num_stages``.
+        split: Nonzeros at which a long row is cut (0: never), or the number of pieces of a long
+            reduction (0: as many as fill the device).
+        group: Tiles along the slower axis of the grid that are visited before the next one along
+            the faster axis, which then come out of L2; 0: all of the faster axis first.
+        swap: Whether the two sides of a matrix product are exchanged: 1 yes, 0 no, -1 where that
+            puts the wide side on M.
 
-    >>> Config(m=64, n=128, k=32)
-    Config(m=64, n=128, k=32, warps=4, stages=2, split=0, group=0)
+    Examples:
+        >>> Config(m=64, n=128, k=32)
+        Config(m=64, n=128, k=32, warps=4, stages=2, split=0, group=0)
     """
 
     m: int = 1

@@ -69,18 +69,34 @@ FUNCTIONS = (
 class Options:
     """What drawn statements may hold.
 
-    - ``operators``, ``functions``, ``dtypes``, ``index_dtypes``: choose from these; one dtype per
-      statement unless ``mixed``.
-    - ``differentiable``: values away from kinks, ties and overlapping memory, outputs always
-      finite; use with float64 and complex128.
-    - ``product_only``: one product of accesses, perhaps with a literal, under ``=`` or ``+=``: what
-      fused kernels take.
-    - ``max_points``, ``max_elements``: bounds on the loop points of a term and on the elements of
-      one tensor.
-    - ``max_rank``, ``max_factors``, ``max_terms``, ``max_variables``, ``max_extent``,
-      ``max_indirection``: sizes of things.
-    - ``zero_extents``, ``padded``, ``strided``, ``scalars``, ``affine``, ``indirect``: allow those
-      (a scalar is a Python number).
+    Args:
+        operators: Choose from these.
+        functions: Choose from these.
+        dtypes: Choose from these, one for each statement unless ``mixed``.
+        index_dtypes: Choose from these.
+        mixed: Several dtypes in one statement.
+        differentiable: Values away from kinks, ties and overlapping memory, outputs always finite;
+            use with float64 and complex128.
+        product_only: One product of accesses, perhaps with a literal, under ``=`` or ``+=``: what
+            fused kernels take.
+        max_points: Loop points of a term, at most.
+        max_elements: Elements of one tensor, at most.
+        max_rank: Dimensions of a tensor, at most.
+        max_factors: Factors of a product, at most.
+        max_terms: Terms of a sum, at most.
+        max_variables: Index variables, at most.
+        max_extent: The extent of one, at most.
+        max_indirection: Index tensors inside of each other, at most.
+        zero_extents: Allow extents of 0.
+        padded: Allow absent entries.
+        strided: Allow tensors that do not lie in one piece.
+        scalars: Allow Python numbers.
+        affine: Allow sums as indices.
+        indirect: Allow index tensors.
+
+    Examples:
+        >>> next(draw_cases(1, product_only=True)).statement  # doctest: +ELLIPSIS
+        '...'
     """
 
     operators: tuple[str, ...] = ("=", "+=", "max=", "min=")
@@ -119,15 +135,22 @@ class Options:
 class Case:
     """A statement with arguments. Its ``repr`` is the call that runs it, strides and all.
 
-    >>> import torch
-    >>> values = {"A": torch.ones(2), "D": torch.tensor([1, 1])}
-    >>> case = Case("C[D[p]] += A[p]", values, sizes={"C": (3,)})
-    >>> case
-    insum.insum('C[D[p]] += A[p]', sizes={'C': (3,)}, A=torch.tensor([1.0, 1.0]),
-    D=torch.tensor([1, 1], dtype=torch.int64))
-    >>> case.expected()
-    array([0., 2., 0.])
-    >>> case.check()
+    Args:
+        statement: One statement of the language.
+        values: A tensor or number for each name.
+        sizes: As in `insum`.
+        padded: As in `insum`.
+
+    Examples:
+        >>> import torch
+        >>> values = {"A": torch.ones(2), "D": torch.tensor([1, 1])}
+        >>> case = Case("C[D[p]] += A[p]", values, sizes={"C": (3,)})
+        >>> case
+        insum.insum('C[D[p]] += A[p]', sizes={'C': (3,)}, A=torch.tensor([1.0, 1.0]),
+        D=torch.tensor([1, 1], dtype=torch.int64))
+        >>> case.expected()
+        array([0., 2., 0.])
+        >>> case.check()
     """
 
     statement: str
@@ -218,12 +241,19 @@ class Case:
 def statements(**options: Any) -> SearchStrategy[Case]:
     """A hypothesis strategy for whole cases; keywords are the fields of `Options`.
 
-    >>> from hypothesis import given, settings
-    >>> @settings(max_examples=5, database=None, deadline=None)
-    ... @given(statements(product_only=True))
-    ... def test(case):
-    ...     case.check()
-    >>> test()
+    Args:
+        options: The fields of `Options`.
+
+    Returns:
+        A strategy; hypothesis has to be installed.
+
+    Examples:
+        >>> from hypothesis import given, settings
+        >>> @settings(max_examples=5, database=None, deadline=None)
+        ... @given(statements(product_only=True))
+        ... def test(case):
+        ...     case.check()
+        >>> test()
     """
     from hypothesis import strategies
 
@@ -237,8 +267,17 @@ def draw_cases(count: int, seed: int = 0, **options: Any) -> Iterator[Case]:
     """The same cases without hypothesis: ``count`` of them, the same ones for the same seed and
     options.
 
-    >>> for case in draw_cases(2, seed=1, product_only=True):
-    ...     case.check()
+    Args:
+        count: How many.
+        seed: Where the draws start.
+        options: The fields of `Options`.
+
+    Returns:
+        The cases, one after the other.
+
+    Examples:
+        >>> for case in draw_cases(2, seed=1, product_only=True):
+        ...     case.check()
     """
     from insum.testing.generate import generate
 

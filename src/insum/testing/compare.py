@@ -10,7 +10,16 @@ from torch import Tensor
 
 
 class Tolerance(NamedTuple):
-    """Relative to each value; absolute in units of the largest expected magnitude (at least 1)."""
+    """Relative to each value; absolute in units of the largest expected magnitude (at least 1).
+
+    Attributes:
+        rtol: Relative to each value.
+        atol: In units of the largest expected magnitude.
+
+    Examples:
+        >>> tolerance(torch.float64).rtol < tolerance(torch.float16).rtol
+        True
+    """
 
     rtol: float
     atol: float
@@ -30,11 +39,18 @@ def tolerance(dtype: torch.dtype) -> Tolerance:
     """What a result computed in ``dtype`` may differ from one in double precision; integers and
     booleans may not differ.
 
-    >>> import torch
-    >>> tolerance(torch.float32)
-    Tolerance(rtol=1e-05, atol=1e-05)
-    >>> tolerance(torch.int64)
-    Tolerance(rtol=0.0, atol=0.0)
+    Args:
+        dtype: What was computed in.
+
+    Returns:
+        The tolerance.
+
+    Examples:
+        >>> import torch
+        >>> tolerance(torch.float32)
+        Tolerance(rtol=1e-05, atol=1e-05)
+        >>> tolerance(torch.int64)
+        Tolerance(rtol=0.0, atol=0.0)
     """
     allowed = _TOLERANCES.get(dtype, 0.0)
     return Tolerance(allowed, allowed)
@@ -46,14 +62,23 @@ def assert_close(
     """Compare a result with the oracle's, to the tolerance of ``dtype`` (the coarsest that took
     part; the result's own by default).
 
-    >>> import numpy, torch
-    >>> assert_close(torch.tensor([1.0, 2.000001]), numpy.array([1.0, 2.0]))
-    >>> assert_close(torch.tensor([1, 2]), numpy.array([1, 3]))
-    Traceback (most recent call last):
+    Args:
+        actual: A result of insum's.
+        expected: What the oracle gave.
+        dtype: The coarsest that took part.
+
+    Raises:
+        AssertionError: They differ by more.
+
+    Examples:
+        >>> import numpy, torch
+        >>> assert_close(torch.tensor([1.0, 2.000001]), numpy.array([1.0, 2.0]))
+        >>> assert_close(torch.tensor([1, 2]), numpy.array([1, 3]))
+        Traceback (most recent call last):
+            ...
+        AssertionError:
+        Not equal to tolerance rtol=0, atol=0
         ...
-    AssertionError:
-    Not equal to tolerance rtol=0, atol=0
-    ...
     """
     assert tuple(actual.shape) == expected.shape, (
         f"the result has shape {tuple(actual.shape)}, expected {expected.shape}"

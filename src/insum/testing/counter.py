@@ -12,7 +12,14 @@ from dataclasses import dataclass
 
 @dataclass
 class Compilations:
-    """Filled in when the ``with`` block ends; readable inside it too."""
+    """Filled in when the ``with`` block ends; readable inside it too.
+
+    Examples:
+        >>> with count_compiles() as found:
+        ...     pass
+        >>> found.graphs, found.kernels
+        (0, 0)
+    """
 
     _graphs: int = 0
     _kernels: int = 0
@@ -39,12 +46,16 @@ class Compilations:
 def count_compiles() -> Iterator[Compilations]:
     """Count compilations in a ``with`` block.
 
-    >>> import torch
-    >>> double = torch.compile(lambda x: 2 * x, backend="eager", dynamic=True)
-    >>> with count_compiles() as count:
-    ...     _ = double(torch.ones(3)), double(torch.ones(4))
-    >>> count
-    Compilations(graphs=1, kernels=0)
+    Yields:
+        The counts.
+
+    Examples:
+        >>> import torch
+        >>> double = torch.compile(lambda x: 2 * x, backend="eager", dynamic=True)
+        >>> with count_compiles() as count:
+        ...     _ = double(torch.ones(3)), double(torch.ones(4))
+        >>> count
+        Compilations(graphs=1, kernels=0)
     """
     count = Compilations(_graphs(), _kernels())
     try:

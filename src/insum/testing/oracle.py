@@ -53,13 +53,23 @@ def oracle(
     (an overflow inside a function's argument is not modelled). Nothing that is passed in is
     changed.
 
-    >>> import torch
-    >>> A, x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1.0, 10.0])
-    >>> oracle("y[i] = A[i,j] * x[j]", {"A": A, "x": x})
-    array([21., 43.])
-    >>> values = {"A": torch.ones(3), "D": torch.tensor([0, 2, 2])}
-    >>> oracle("C[D[p]] += A[p]", values, sizes={"C": (4,)})
-    array([1., 0., 2., 0.])
+    Args:
+        statement: One statement of the language.
+        values: A tensor or number for each name.
+        sizes: As in `insum`.
+        padded: As in `insum`.
+
+    Returns:
+        An array of NumPy.
+
+    Examples:
+        >>> import torch
+        >>> A, x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([1.0, 10.0])
+        >>> oracle("y[i] = A[i,j] * x[j]", {"A": A, "x": x})
+        array([21., 43.])
+        >>> values = {"A": torch.ones(3), "D": torch.tensor([0, 2, 2])}
+        >>> oracle("C[D[p]] += A[p]", values, sizes={"C": (4,)})
+        array([1., 0., 2., 0.])
     """
     parsed = parse(statement) if isinstance(statement, str) else statement
     problem = bind(parsed, values, sizes=sizes, padded=padded)
