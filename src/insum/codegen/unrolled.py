@@ -9,21 +9,27 @@ that share the largest factor share its loads.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
+from insum.codegen.arguments import Pointer
 from insum.codegen.emit import Emitter
 from insum.codegen.frame import AFTER, Frame, Kernel, Shape
 from insum.codegen.values import Val, combine, union
 from insum.lang.expr import Access, Expr, Number, variables
 from insum.plan.config import Config
 from insum.plan.model import LONG
-from insum.plan.plan import Plan
+from insum.plan.plan import Beside, Pattern, Plan, Point
+from insum.plan.sizes import OUT
 
 #: Factors that a summed variable touches -> (target, other factors) of the points that use them.
-Cores: TypeAlias = dict[tuple[Expr, ...], list[tuple[Access, tuple[Expr, ...]]]]
+Cores: TypeAlias = dict[tuple[Expr, ...], list[Point]]
+#: What is written for some points of a pattern, and the number of the first of them: points with
+#: the same number, of several results, read much of the same.
+Piece: TypeAlias = tuple[int, Callable[[], None]]
 #: Values of the innermost summed variable that are written out in the loop, for loads in flight:
 #: the first that divides it ...
 UNROLL = (8, 4, 2, 1)
@@ -59,7 +65,7 @@ def parts(plan: Plan) -> list[Plan]:
     """
     pattern = plan.pattern
     assert pattern is not None
-    if len(pattern.points) <= LONG or not (plan.roles.loops or plan.roles.k):
+    if len(pattern.points) <= LONG or not (plan.roles.loops or plan.roles.k) or plan.beside:
         return [plan]  # without sums nothing is held but what is read
     leader = {point: max(point[1], key=lambda f: len(variables(f))) for point in pattern.points}
     part: dict[Expr, int] = {}  # of outputs and largest factors
@@ -68,7 +74,7 @@ def parts(plan: Plan) -> list[Plan]:
         part |= dict.fromkeys((point[0], leader[point]), number) | {
             e: number for e, n in part.items() if n in old
         }
-    found: dict[int, list[tuple[Access, tuple[Expr, ...]]]] = {}
+    found: dict[int, list[Point]] = {}
     for point in pattern.points:
         found.setdefault(part[point[0]], []).append(point)
     return [
@@ -101,6 +107,8 @@ class _Unrolled:
     # --- no summed variable: output tile by output tile ---
 
     def without_sums(self) -> None:
+        if self.plan.beside:
+            return self.beside_each_other()
         for target, products in self.by_target().items():
             values = [
                 combine([self.reads.evaluate(f, self.plan.accumulator) for f in factors], "*")
@@ -108,6 +116,16 @@ class _Unrolled:
             ]
             total = self.frame.define("tile", combine(values, "+"))
             self.write_out(target, total)
+
+    def beside_each_other(self) -> None:
+        """Several results of the same rows and columns."""
+        assert self.plan.pattern is not None
+        self.write_pieces(
+            [
+                *self.columns_of(OUT, self.plan.pattern),
+                *(piece for one in self.plan.beside for piece in self.entries_of(one)),
+            ]
+        )
 
     def by_target(self) -> dict[Access, list[tuple[Expr, ...]]]:
         found: dict[Access, list[tuple[Expr, ...]]] = {target: [] for target in self.targets()}
@@ -136,25 +154,35 @@ class _Unrolled:
         self.frame.counters = [self.frame.k_count(True)]
         self.frame.segment_k_axis("t")
         self.frame.frame_lines = len(self.frame.stages[2])
-        for shared, points in self.by_shared().items():
-            for target, scale in self.scales(points).items():
-                value = self.reads.evaluate(shared, self.plan.accumulator)
-                text = self.present(combine([scale, value], "*")).over(axes)
-                if not self.ends_with_the_row():
-                    text = f"tl.where({self.frame.masks['K'].over(axes)}, {text}, 0)"
-                self.frame.line(2, f"{outputs[target].text} += {text}", axes)
+        pattern = self.plan.pattern
+        assert pattern is not None
+        pieces = [
+            (number, functools.partial(self.add, shared, points, outputs))
+            for shared, (number, points) in self.by_shared(pattern).items()
+        ]
+        self.write_pieces(
+            [*pieces, *(piece for one in self.plan.beside for piece in self.entries_of(one))]
+        )
         self.frame.stages[0] += self.emitter.loop_text()
         self.frame.stages[2], self.frame.index_lines, self.frame.counters = [], [], []
         for target, value in outputs.items():
             total = Val(f"tl.sum({value.text}, axis={axes.index('K')})", ("N",))
             self.write_out(target, self.frame.define("sum", total))
 
-    def by_shared(self) -> dict[Expr, list[tuple[Access, tuple[Expr, ...]]]]:
+    def add(self, shared: Expr, points: Sequence[Point], outputs: Mapping[Access, Val]) -> None:
+        """Points that share a factor, onto the sums of a row."""
+        axes = ("K", "N")
+        for target, scale in self.scales(points).items():
+            value = self.reads.evaluate(shared, self.plan.accumulator)
+            text = self.present(combine([scale, value], "*")).over(axes)
+            if not self.ends_with_the_row():
+                text = f"tl.where({self.frame.masks['K'].over(axes)}, {text}, 0)"
+            self.frame.line(2, f"{outputs[target].text} += {text}", axes)
+
+    def by_shared(self, pattern: Pattern) -> dict[Expr, tuple[int, list[Point]]]:
         """Points by the factor that comes in most forms: each is read when it is used, for the
-        others stay in registers all along.
+        others stay in registers all along. With the number of the first of them.
         """
-        pattern = self.plan.pattern
-        assert pattern is not None
         columns = set(self.plan.roles.n)
         forms = [
             (len({point[1][f] for point in pattern.points}), f)
@@ -162,11 +190,93 @@ class _Unrolled:
             if columns & set(variables(factor))
         ]
         _, at = max(forms, default=(0, 0))
-        found: dict[Expr, list[tuple[Access, tuple[Expr, ...]]]] = {}
-        for target, factors in pattern.points:
+        found: dict[Expr, tuple[int, list[Point]]] = {}
+        for number, (target, factors) in enumerate(pattern.points):
             rest = (*factors[:at], *factors[at + 1 :])
-            found.setdefault(factors[at], []).append((target, rest))
+            _, points = found.setdefault(factors[at], (pattern.number(number), []))
+            points.append((target, rest))
         return found
+
+    # --- several results of the same points ---
+
+    def write_pieces(self, pieces: Sequence[Piece]) -> None:
+        """Those of all results that read the same, one after the other."""
+        for _, write in sorted(pieces, key=lambda piece: piece[0]):
+            write()
+
+    def entries_of(self, one: Beside) -> list[Piece]:
+        """What every entry has for itself: each column, or the sum over all of them."""
+        column = self.plan.roles.n[0]
+        if column in variables(one.pattern.points[0][0]):
+            return self.columns_of(one.tensor, one.pattern)
+        return self.sums_of(one.tensor, one.pattern)
+
+    def columns_of(self, tensor: str, pattern: Pattern) -> list[Piece]:
+        """Place by place: each is written as soon as it is known."""
+        found: dict[Access, tuple[int, list[Point]]] = {}
+        for number, point in enumerate(pattern.points):
+            _, points = found.setdefault(point[0], (pattern.number(number), []))
+            points.append(point)
+
+        def write(target: Access, points: list[Point]) -> None:
+            own = Pattern(pattern.variables, tuple(points))
+            self.store_entry(tensor, target, self.product_sum(own))
+
+        return [
+            (number, functools.partial(write, target, points))
+            for target, (number, points) in found.items()
+        ]
+
+    def product_sum(self, pattern: Pattern) -> Val:
+        """The sum of all points, which write one place."""
+        parts = []
+        for shared, (_, points) in self.by_shared(pattern).items():
+            (scale,) = self.scales(points).values()
+            value = self.reads.evaluate(shared, self.plan.accumulator)
+            parts.append(combine([scale, value], "*"))
+        return self.frame.define("tile", combine(parts, "+"))
+
+    def sums_of(self, tensor: str, pattern: Pattern) -> list[Piece]:
+        """Sums over all columns: added up first, and threads meet at the end, once for each."""
+        sums: dict[Access, Val] = {}
+        axes = union((self.entry_axis, "N"))
+
+        def add(shared: Expr, points: list[Point]) -> None:
+            for target, scale in self.scales(points).items():
+                value = combine([scale, self.reads.evaluate(shared, self.plan.accumulator)], "*")
+                if target in sums:
+                    self.frame.line(value.stage, f"{sums[target].text} += {value.over(axes)}", axes)
+                else:
+                    sums[target] = self.frame.define("total", self.contract.full(value, axes))
+
+        def end() -> None:
+            for target, value in sums.items():
+                text = value.text
+                if "N" in self.frame.masks:
+                    text = f"tl.where({self.frame.masks['N'].over(axes)}, {text}, 0)"
+                total = Val(f"tl.sum({text}, axis={axes.index('N')})", axes[:1], value.stage)
+                self.store_entry(tensor, target, self.frame.define("sum", total))
+
+        pieces: list[Piece] = [
+            (number, functools.partial(add, shared, points))
+            for shared, (number, points) in self.by_shared(pattern).items()
+        ]
+        return [*pieces, (len(pattern.points), end)]
+
+    @property
+    def entry_axis(self) -> str:
+        return "K" if self.plan.segment else "M"
+
+    def store_entry(self, tensor: str, target: Access, value: Val) -> None:
+        """A place of an entry that is walked."""
+        offset = self.reads.offset(Access(tensor, target.indices))
+        axes = union(offset.axes, value.axes)
+        masks = [m for axis, m in self.frame.masks.items() if axis in axes]
+        masked = f", mask={combine(masks, '&').over(axes)}" if masks else ""
+        pointer = self.frame.arg(Pointer(tensor))
+        text = f"({self.contract.full(value, axes).text}).to({pointer}.dtype.element_ty)"
+        stage = 2 if self.plan.segment else 0
+        self.frame.line(stage, f"tl.store({pointer} + {offset.over(axes)}, {text}{masked})", axes)
 
     def ends_with_the_row(self) -> bool:
         """Whether every factor is read as zero beyond the last entry of the row, so that none can
@@ -339,7 +449,7 @@ class _Unrolled:
     def combine(
         self,
         total: Val,
-        points: list[tuple[Access, tuple[Expr, ...]]],
+        points: list[Point],
         outputs: Mapping[Access, Val],
     ) -> None:
         for target, scale in self.scales(points).items():
@@ -348,7 +458,7 @@ class _Unrolled:
                 0, f"{out.text} += {combine([scale, total], '*').over(out.axes)}", out.axes
             )
 
-    def scales(self, points: list[tuple[Access, tuple[Expr, ...]]]) -> dict[Access, Val]:
+    def scales(self, points: Sequence[Point]) -> dict[Access, Val]:
         """What the points of one product of summed factors have beside it, by the output that they
         write.
         """

@@ -154,6 +154,8 @@ def first_guess(plan: Plan, extents: Mapping[str, int]) -> Config:
 def _for_pattern(plan: Plan, pattern: Pattern, extents: Mapping[str, int]) -> Config:
     """Straight-line code holds many tiles in registers at once: the more, the smaller they are."""
     n = min(64, power_of_two(extent(plan.roles.n, extents)))
+    if plan.beside:
+        return _for_several(plan, pattern, extents)
     few = len(pattern.points) <= LONG
     if plan.segment:  # a few entries of a row at a time, for many are short
         elements = 2 if _tiles_at_once(plan, pattern) <= MOST_TILES else 1
@@ -180,6 +182,20 @@ def _for_pattern(plan: Plan, pattern: Pattern, extents: Mapping[str, int]) -> Co
         m = min(power_of_two(extent(plan.roles.m, extents)), max(1, wide // n))
         return Config(m=m, n=n, warps=4, stages=1)
     return Config(m=max(1, 64 // n) if plan.roles.m else 1, n=n, warps=1, stages=1)
+
+
+def _for_several(plan: Plan, pattern: Pattern, extents: Mapping[str, int]) -> Config:
+    """Several results of the same points: a row of columns is a warp's, where it can be, so that
+    sums over it stay within one.
+    """
+    n = power_of_two(extent(plan.roles.n, extents))
+    if all(plan.roles.n[0] in variables(one.pattern.points[0][0]) for one in plan.beside):
+        n = min(64, n)
+    rows = 2
+    warps = max(1, n * rows // 64)
+    if plan.segment:
+        return Config(m=1, n=n, k=rows, warps=warps, stages=1)
+    return Config(m=rows, n=n, warps=warps, stages=1)
 
 
 def _tiles_at_once(plan: Plan, pattern: Pattern) -> int:
