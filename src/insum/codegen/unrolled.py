@@ -12,8 +12,8 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from typing import TypeAlias
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
 from insum.codegen.arguments import Pointer
 from insum.codegen.emit import Emitter
@@ -27,9 +27,9 @@ from insum.plan.sizes import OUT
 
 #: Factors that a summed variable touches -> (target, other factors) of the points that use them.
 Cores: TypeAlias = dict[tuple[Expr, ...], list[Point]]
-#: What is written for some points of a pattern, and the number of the first of them: points with
-#: the same number, of several results, read much of the same.
-Piece: TypeAlias = tuple[int, Callable[[], None]]
+#: Parts of several results whose factors are read before a part is written: nothing can be read
+#: earlier than what stands above it is stored.
+AHEAD = 12
 #: Values of the innermost summed variable that are written out in the loop, for loads in flight:
 #: the first that divides it ...
 UNROLL = (8, 4, 2, 1)
@@ -82,6 +82,28 @@ def parts(plan: Plan) -> list[Plan]:
     ]
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Of one of several results, what is added up and written for some points of its pattern.
+
+    Attributes:
+        number: of the first of them; points with the same number read much of the same.
+        reads: their factors.
+    """
+
+    number: int
+    reads: tuple[Expr, ...]
+    write: Callable[[], None]
+
+
+def _part(number: int, points: Sequence[Point], shared: tuple[Expr, ...], write: Any) -> _Part:
+    """``write`` takes ``points``, after what they share."""
+    factors = [f for _, rest in points for f in rest]
+    return _Part(
+        number, tuple(dict.fromkeys([*factors, *shared])), functools.partial(write, *shared, points)
+    )
+
+
 class _Unrolled:
     """Writes one such kernel."""
 
@@ -120,12 +142,7 @@ class _Unrolled:
     def beside_each_other(self) -> None:
         """Several results of the same rows and columns."""
         assert self.plan.pattern is not None
-        self.write_pieces(
-            [
-                *self.columns_of(OUT, self.plan.pattern),
-                *(piece for one in self.plan.beside for piece in self.entries_of(one)),
-            ]
-        )
+        self.write_parts(self.columns_of(OUT, self.plan.pattern))
 
     def by_target(self) -> dict[Access, list[tuple[Expr, ...]]]:
         found: dict[Access, list[tuple[Expr, ...]]] = {target: [] for target in self.targets()}
@@ -156,12 +173,15 @@ class _Unrolled:
         self.frame.frame_lines = len(self.frame.stages[2])
         pattern = self.plan.pattern
         assert pattern is not None
-        pieces = [
-            (number, functools.partial(self.add, shared, points, outputs))
-            for shared, (number, points) in self.by_shared(pattern).items()
-        ]
-        self.write_pieces(
-            [*pieces, *(piece for one in self.plan.beside for piece in self.entries_of(one))]
+        if self.plan.beside and len(pattern.points) > LONG:
+            # what is the same for all entries, times numbers of the code, would be held all along
+            self.frame.earliest = 2
+        add = functools.partial(self.add, outputs)
+        self.write_parts(
+            [
+                _part(number, points, (shared,), add)
+                for shared, (number, points) in self.by_shared(pattern).items()
+            ]
         )
         self.frame.stages[0] += self.emitter.loop_text()
         self.frame.stages[2], self.frame.index_lines, self.frame.counters = [], [], []
@@ -169,7 +189,7 @@ class _Unrolled:
             total = Val(f"tl.sum({value.text}, axis={axes.index('K')})", ("N",))
             self.write_out(target, self.frame.define("sum", total))
 
-    def add(self, shared: Expr, points: Sequence[Point], outputs: Mapping[Access, Val]) -> None:
+    def add(self, outputs: Mapping[Access, Val], shared: Expr, points: Sequence[Point]) -> None:
         """Points that share a factor, onto the sums of a row."""
         axes = ("K", "N")
         for target, scale in self.scales(points).items():
@@ -192,40 +212,48 @@ class _Unrolled:
         _, at = max(forms, default=(0, 0))
         found: dict[Expr, tuple[int, list[Point]]] = {}
         for number, (target, factors) in enumerate(pattern.points):
-            rest = (*factors[:at], *factors[at + 1 :])
+            rest = _narrow_first((*factors[:at], *factors[at + 1 :]), columns)
             _, points = found.setdefault(factors[at], (pattern.number(number), []))
             points.append((target, rest))
         return found
 
     # --- several results of the same points ---
 
-    def write_pieces(self, pieces: Sequence[Piece]) -> None:
-        """Those of all results that read the same, one after the other."""
-        for _, write in sorted(pieces, key=lambda piece: piece[0]):
-            write()
+    def write_parts(self, own: Sequence[_Part]) -> None:
+        """Those of all results that read the same, one after the other; without other results as
+        they are.
+        """
+        if not self.plan.beside:
+            for part in own:
+                part.write()
+            return
+        every = [*own, *(part for one in self.plan.beside for part in self.entries_of(one))]
+        every.sort(key=lambda part: part.number)
+        for at, part in enumerate(every):
+            for later in every[at : at + AHEAD]:
+                for factor in later.reads:
+                    self.reads.evaluate(factor, self.plan.accumulator)
+            part.write()
 
-    def entries_of(self, one: Beside) -> list[Piece]:
+    def entries_of(self, one: Beside) -> list[_Part]:
         """What every entry has for itself: each column, or the sum over all of them."""
         column = self.plan.roles.n[0]
         if column in variables(one.pattern.points[0][0]):
             return self.columns_of(one.tensor, one.pattern)
         return self.sums_of(one.tensor, one.pattern)
 
-    def columns_of(self, tensor: str, pattern: Pattern) -> list[Piece]:
+    def columns_of(self, tensor: str, pattern: Pattern) -> list[_Part]:
         """Place by place: each is written as soon as it is known."""
         found: dict[Access, tuple[int, list[Point]]] = {}
         for number, point in enumerate(pattern.points):
             _, points = found.setdefault(point[0], (pattern.number(number), []))
             points.append(point)
 
-        def write(target: Access, points: list[Point]) -> None:
+        def write(points: list[Point]) -> None:
             own = Pattern(pattern.variables, tuple(points))
-            self.store_entry(tensor, target, self.product_sum(own))
+            self.store_entry(tensor, points[0][0], self.product_sum(own))
 
-        return [
-            (number, functools.partial(write, target, points))
-            for target, (number, points) in found.items()
-        ]
+        return [_part(number, points, (), write) for number, points in found.values()]
 
     def product_sum(self, pattern: Pattern) -> Val:
         """The sum of all points, which write one place."""
@@ -236,7 +264,7 @@ class _Unrolled:
             parts.append(combine([scale, value], "*"))
         return self.frame.define("tile", combine(parts, "+"))
 
-    def sums_of(self, tensor: str, pattern: Pattern) -> list[Piece]:
+    def sums_of(self, tensor: str, pattern: Pattern) -> list[_Part]:
         """Sums over all columns: added up first, and threads meet at the end, once for each."""
         sums: dict[Access, Val] = {}
         axes = union((self.entry_axis, "N"))
@@ -257,11 +285,11 @@ class _Unrolled:
                 total = Val(f"tl.sum({text}, axis={axes.index('N')})", axes[:1], value.stage)
                 self.store_entry(tensor, target, self.frame.define("sum", total))
 
-        pieces: list[Piece] = [
-            (number, functools.partial(add, shared, points))
+        parts = [
+            _part(number, points, (shared,), add)
             for shared, (number, points) in self.by_shared(pattern).items()
         ]
-        return [*pieces, (len(pattern.points), end)]
+        return [*parts, _Part(len(pattern.points), (), end)]
 
     @property
     def entry_axis(self) -> str:
@@ -487,3 +515,8 @@ class _Unrolled:
         self.frame.stages[1], self.frame.stages[2] = [], []
         self.frame.counters = []
         return self.emitter.write(name)
+
+
+def _narrow_first(factors: tuple[Expr, ...], columns: set[str]) -> tuple[Expr, ...]:
+    """What is the same for all columns first: the product of it and a number is needed often."""
+    return tuple(sorted(factors, key=lambda f: bool(columns & set(variables(f)))))
