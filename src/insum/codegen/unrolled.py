@@ -112,6 +112,7 @@ class _Unrolled:
         self.plan, self.config, self.shape = frame.plan, frame.config, frame.shape
         self.reads, self.contract = self.emitter.reads, self.emitter.contract
         self.output = self.emitter.output
+        self.held: dict[str, Val] = {}  # sums that several results have, by their text
 
     def unrolled(self, name: str, unroll: int) -> Kernel:
         self.emitter.leave_if_flagged()
@@ -129,27 +130,20 @@ class _Unrolled:
     # --- no summed variable: output tile by output tile ---
 
     def without_sums(self) -> None:
+        pattern = self.plan.pattern
+        assert pattern is not None
         if self.plan.beside:
-            return self.beside_each_other()
-        for target, products in self.by_target().items():
-            values = [
-                combine([self.reads.evaluate(f, self.plan.accumulator) for f in factors], "*")
-                for factors in products
-            ]
-            total = self.frame.define("tile", combine(values, "+"))
-            self.write_out(target, total)
+            return self.write_parts(self.columns_of(OUT, pattern))
+        for target, points in self.by_target().items():
+            own = Pattern(pattern.variables, tuple(points))
+            self.write_out(target, self.product_sum(own))
 
-    def beside_each_other(self) -> None:
-        """Several results of the same rows and columns."""
+    def by_target(self) -> dict[Access, list[Point]]:
+        found: dict[Access, list[Point]] = {}
         assert self.plan.pattern is not None
-        self.write_parts(self.columns_of(OUT, self.plan.pattern))
-
-    def by_target(self) -> dict[Access, list[tuple[Expr, ...]]]:
-        found: dict[Access, list[tuple[Expr, ...]]] = {target: [] for target in self.targets()}
-        assert self.plan.pattern is not None
-        for target, factors in self.plan.pattern.points:
-            found[target].append(factors)
-        return {target: products or [(Number(0),)] for target, products in found.items()}
+        for point in self.plan.pattern.points:
+            found.setdefault(point[0], []).append(point)
+        return found
 
     def targets(self) -> list[Access]:
         """Every place of the scattered dimension, also those that no point writes."""
@@ -203,13 +197,18 @@ class _Unrolled:
         """Points by the factor that comes in most forms: each is read when it is used, for the
         others stay in registers all along. With the number of the first of them.
         """
-        columns = set(self.plan.roles.n)
-        forms = [
-            (len({point[1][f] for point in pattern.points}), f)
-            for f, factor in enumerate(pattern.points[0][1])
-            if columns & set(variables(factor))
-        ]
+        forms = [(len({point[1][f] for point in pattern.points}), f) for f in self.wide(pattern)]
         _, at = max(forms, default=(0, 0))
+        return self.grouped(pattern, at)
+
+    def wide(self, pattern: Pattern) -> list[int]:
+        """Which factors have columns."""
+        columns, (_, factors) = set(self.plan.roles.n), pattern.points[0]
+        return [f for f, factor in enumerate(factors) if columns & set(variables(factor))]
+
+    def grouped(self, pattern: Pattern, at: int) -> dict[Expr, tuple[int, list[Point]]]:
+        """Points by one of their factors."""
+        columns = set(self.plan.roles.n)
         found: dict[Expr, tuple[int, list[Point]]] = {}
         for number, (target, factors) in enumerate(pattern.points):
             rest = _narrow_first((*factors[:at], *factors[at + 1 :]), columns)
@@ -256,12 +255,21 @@ class _Unrolled:
         return [_part(number, points, (), write) for number, points in found.values()]
 
     def product_sum(self, pattern: Pattern) -> Val:
-        """The sum of all points, which write one place."""
+        """The sum of all points, which write one place: by the factor beside which other results
+        have the same sums, else by the one with the fewest forms.
+        """
+
+        def known(at: int) -> tuple[int, int]:
+            groups = [points for _, points in self.grouped(pattern, at).values()]
+            texts = [value.text for points in groups for value in self.sums(points).values()]
+            return sum(text in self.held for text in texts), -len(groups)
+
         parts = []
-        for shared, (_, points) in self.by_shared(pattern).items():
+        at = max(self.wide(pattern), key=known, default=0)
+        for shared, (_, points) in self.grouped(pattern, at).items():
             (scale,) = self.scales(points).values()
             value = self.reads.evaluate(shared, self.plan.accumulator)
-            parts.append(combine([scale, value], "*"))
+            parts.append(value if scale.text == "1" else combine([scale, value], "*"))
         return self.frame.define("tile", combine(parts, "+"))
 
     def sums_of(self, tensor: str, pattern: Pattern) -> list[_Part]:
@@ -488,8 +496,17 @@ class _Unrolled:
 
     def scales(self, points: Sequence[Point]) -> dict[Access, Val]:
         """What the points of one product of summed factors have beside it, by the output that they
-        write.
+        write; computed once, where several results have it.
         """
+        found = self.sums(points)
+        if not self.plan.beside:
+            return found
+        for value in found.values():
+            if value.text not in self.held and value.axes:
+                self.held[value.text] = self.frame.define("part", value)
+        return {target: self.held.get(value.text, value) for target, value in found.items()}
+
+    def sums(self, points: Sequence[Point]) -> dict[Access, Val]:
         found: dict[Access, list[Val]] = {}
         for target, rest in points:
             one = (

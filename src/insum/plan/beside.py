@@ -20,22 +20,33 @@ from insum.plan.recipes import Composed, Segments, Sorted
 from insum.plan.rewrite import replace_atom, substitute
 from insum.plan.sizes import OUT, beside
 
-#: Points of all results of a kernel: compilers take minutes for more.
-MOST_POINTS = 1200
+#: Points of all results of a kernel, where some are sums over columns: beyond it registers are
+#: spilled; and where none is, so that most sums are those of the first: beyond it compilers take
+#: minutes.
+MOST_SUMMED, MOST_POINTS = 600, 1500
 #: Columns that one tile holds, where a result is summed over all of them.
 MOST_COLUMNS = 256
 
 Walk = Callable[[Expr], Expr]
 
 
-def leads(planned: Mapping[int, Planned]) -> int | None:
-    """Which of several, by number, would own the loops: the shortest that sums rows, else one that
-    has a place for every entry and column.
+def beside_each_other(planned: Mapping[int, Planned]) -> list[int]:
+    """Of several, by number, those that one kernel may write; first the one that owns its loops:
+    the shortest that sums rows, else one that has a place for every entry and column. Where that
+    is too much for one kernel, those are left out that sum over columns.
     """
     plain = {k: one for k, one in planned.items() if _is_plain(one.plan)}
     rows = [k for k, one in plain.items() if one.plan.segment is not None]
     every = [k for k, one in plain.items() if _has_every_place(one.plan)]
-    return min(rows or every, key=lambda k: len(_pattern(plain[k]).points), default=None)
+    first = min(rows or every, key=lambda k: _points(plain[k]), default=None)
+    if first is None:
+        return []
+    others = [k for k, one in plain.items() if k != first and _is_entrywise(one)]
+    if sum(_points(plain[k]) for k in (first, *others)) > MOST_SUMMED:
+        columns = _columns(plain[first].plan)
+        others = [k for k in others if columns <= _kept(plain[k].plan)]
+    found = [first, *others]
+    return found if sum(_points(plain[k]) for k in found) <= MOST_POINTS else []
 
 
 def together(first: Planned, others: Sequence[Planned]) -> Planned | None:
@@ -45,8 +56,6 @@ def together(first: Planned, others: Sequence[Planned]) -> Planned | None:
         return None
     every = [first, *others]
     if len({(one.plan.accumulator, one.plan.wide) for one in every}) > 1:
-        return None
-    if sum(len(_pattern(one).points) for one in every) > MOST_POINTS:
         return None
     parts = [
         union_of([_without_out(dict(getattr(one.plan, name))) for one in every])
@@ -106,6 +115,10 @@ def _kept(plan: Plan) -> set[str]:
 def _pattern(one: Planned) -> Pattern:
     assert one.plan.pattern is not None
     return one.plan.pattern
+
+
+def _points(one: Planned) -> int:
+    return len(_pattern(one).points)
 
 
 def _common(one: Planned, first: Planned) -> dict[str, int]:

@@ -154,7 +154,7 @@ def first_guess(plan: Plan, extents: Mapping[str, int]) -> Config:
 def _for_pattern(plan: Plan, pattern: Pattern, extents: Mapping[str, int]) -> Config:
     """Straight-line code holds many tiles in registers at once: the more, the smaller they are."""
     n = min(64, power_of_two(extent(plan.roles.n, extents)))
-    if plan.beside:
+    if any(plan.roles.n[0] not in variables(one.pattern.points[0][0]) for one in plan.beside):
         return _for_several(plan, pattern, extents)
     few = len(pattern.points) <= LONG
     if plan.segment:  # a few entries of a row at a time, for many are short
@@ -185,14 +185,14 @@ def _for_pattern(plan: Plan, pattern: Pattern, extents: Mapping[str, int]) -> Co
 
 
 def _for_several(plan: Plan, pattern: Pattern, extents: Mapping[str, int]) -> Config:
-    """Several results of the same points: a row of columns is a warp's, where it can be, so that
-    sums over it stay within one.
+    """Several results of the same points, some of which are sums over columns: a row of columns is
+    one warp's, where it can be, so that sums over it stay within one; of short patterns with more
+    elements for each thread.
     """
     n = power_of_two(extent(plan.roles.n, extents))
-    if all(plan.roles.n[0] in variables(one.pattern.points[0][0]) for one in plan.beside):
-        n = min(64, n)
-    rows = 2
-    warps = max(1, n * rows // 64)
+    points = len(pattern.points) + sum(len(one.pattern.points) for one in plan.beside)
+    elements = 4 if points <= LONG else 2
+    rows, warps = max(1, min(4, 32 * elements // n)), max(1, n // (32 * elements))
     if plan.segment:
         return Config(m=1, n=n, k=rows, warps=warps, stages=1)
     return Config(m=rows, n=n, warps=warps, stages=1)

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from insum.bounded import keep
 from insum.lang.bind import Value
-from insum.plan.beside import leads, together
-from insum.plan.draft import Planned
+from insum.plan.beside import beside_each_other, together
 from insum.plan.sizes import beside
 from insum.runtime.bind import BoundLaunch, CallNumbers, NotYet, Ready, has_nothing
 from insum.runtime.build import first_choice, step_of
@@ -56,7 +55,7 @@ def run_together(
     raise_found()
     results: list[Tensor | None] = [None] * len(calls)
     ready = {k: found for k, call in enumerate(calls) if (found := _ready(call, values[k]))}
-    order = _order({k: one.program.steps[0].planned for k, one in ready.items()})
+    order = beside_each_other({k: one.program.steps[0].planned for k, one in ready.items()})
     if len(order) < 2:
         return results
     every = {name: value for k in order for name, value in values[k].items()}
@@ -68,14 +67,6 @@ def run_together(
         for k, result in zip(order, one(every)):
             results[k] = result
     return results
-
-
-def _order(planned: Mapping[int, Planned]) -> list[int]:
-    """The one that owns the loops, and those that may be written beside it."""
-    first = leads(planned)
-    if first is None:
-        return []
-    return [first, *(k for k, one in planned.items() if k != first and not one.plan.segment)]
 
 
 def _ready(call: FusedCall, values: Mapping[str, Value]) -> Ready | None:
