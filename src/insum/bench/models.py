@@ -339,6 +339,7 @@ def run(study: Study) -> int:
             rows.append(row)
             print("  ".join(_cells(row, rows)), flush=True)
             study.keep(steps=study.asked.steps, rows=[asdict(one) for one in rows])
+    study.keep(steps=study.asked.steps, rows=[asdict(one) for one in rows])
     print("\n".join(aligned([HEAD, *(_cells(row, rows) for row in rows)])))
     print(f"written: {study.file}")
     return int(any(row.error is not None and not row.error < TOLERANCE for row in rows))

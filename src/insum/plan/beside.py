@@ -23,7 +23,7 @@ from insum.plan.sizes import OUT, beside
 #: Points of all results of a kernel, where some are sums over columns: beyond it registers are
 #: spilled; and where none is, so that most sums are those of the first: beyond it compilers take
 #: minutes.
-MOST_SUMMED, MOST_POINTS = 600, 1500
+MOST_SUMMED, MOST_POINTS = 600, 800
 #: Columns that one tile holds, where a result is summed over all of them.
 MOST_COLUMNS = 256
 
