@@ -4,8 +4,6 @@ kernel is.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -92,15 +90,14 @@ def test_without_one_that_sums_rows() -> None:
     assert joined(planned).plan.segment is None
 
 
-def test_long_patterns_leave_out_sums_over_columns() -> None:
+def test_what_registers_do_not_hold_is_left_apart() -> None:
     product, every = product_of(2, 8)
-    first = planned_of(looks_of(product, every, "XYW"))
-    assert beside_each_other(dict(enumerate(first))) == [0, 1, 2]
-    plan = first[0].plan
-    assert plan.pattern is not None
-    longer = replace(plan, pattern=replace(plan.pattern, points=6 * plan.pattern.points))
-    first[0] = replace(first[0], plan=longer)
-    assert beside_each_other(dict(enumerate(first))) == [0, 2]
+    for second in (False, True):
+        planned = planned_of(looks_of(product, every, "XYW", second))
+        assert beside_each_other(dict(enumerate(planned))) == [0, 1, 2]
+    product, every = product_of(3, 8)
+    planned = planned_of(looks_of(product, every, "XYW"))
+    assert beside_each_other(dict(enumerate(planned))) == []
 
 
 def test_what_is_not_walked_alike_is_left_alone() -> None:

@@ -22,11 +22,11 @@ from insum.codegen.values import Val, combine, union
 from insum.lang.expr import Access, Expr, Number, variables
 from insum.plan.config import Config
 from insum.plan.model import LONG
-from insum.plan.plan import Beside, Pattern, Plan, Point
+from insum.plan.plan import Beside, Pattern, PatternPoint, Plan
 from insum.plan.sizes import OUT
 
 #: Factors that a summed variable touches -> (target, other factors) of the points that use them.
-Cores: TypeAlias = dict[tuple[Expr, ...], list[Point]]
+Cores: TypeAlias = dict[tuple[Expr, ...], list[PatternPoint]]
 #: Parts of several results whose factors are read before a part is written: nothing can be read
 #: earlier than what stands above it is stored.
 AHEAD = 12
@@ -74,7 +74,7 @@ def parts(plan: Plan) -> list[Plan]:
         part |= dict.fromkeys((point[0], leader[point]), number) | {
             e: number for e, n in part.items() if n in old
         }
-    found: dict[int, list[Point]] = {}
+    found: dict[int, list[PatternPoint]] = {}
     for point in pattern.points:
         found.setdefault(part[point[0]], []).append(point)
     return [
@@ -96,7 +96,9 @@ class _Part:
     write: Callable[[], None]
 
 
-def _part(number: int, points: Sequence[Point], shared: tuple[Expr, ...], write: Any) -> _Part:
+def _part(
+    number: int, points: Sequence[PatternPoint], shared: tuple[Expr, ...], write: Any
+) -> _Part:
     """``write`` takes ``points``, after what they share."""
     factors = [f for _, rest in points for f in rest]
     return _Part(
@@ -138,8 +140,8 @@ class _Unrolled:
             own = Pattern(pattern.variables, tuple(points))
             self.write_out(target, self.product_sum(own))
 
-    def by_target(self) -> dict[Access, list[Point]]:
-        found: dict[Access, list[Point]] = {}
+    def by_target(self) -> dict[Access, list[PatternPoint]]:
+        found: dict[Access, list[PatternPoint]] = {}
         assert self.plan.pattern is not None
         for point in self.plan.pattern.points:
             found.setdefault(point[0], []).append(point)
@@ -183,7 +185,9 @@ class _Unrolled:
             total = Val(f"tl.sum({value.text}, axis={axes.index('K')})", ("N",))
             self.write_out(target, self.frame.define("sum", total))
 
-    def add(self, outputs: Mapping[Access, Val], shared: Expr, points: Sequence[Point]) -> None:
+    def add(
+        self, outputs: Mapping[Access, Val], shared: Expr, points: Sequence[PatternPoint]
+    ) -> None:
         """Points that share a factor, onto the sums of a row."""
         axes = ("K", "N")
         for target, scale in self.scales(points).items():
@@ -193,7 +197,7 @@ class _Unrolled:
                 text = f"tl.where({self.frame.masks['K'].over(axes)}, {text}, 0)"
             self.frame.line(2, f"{outputs[target].text} += {text}", axes)
 
-    def by_shared(self, pattern: Pattern) -> dict[Expr, tuple[int, list[Point]]]:
+    def by_shared(self, pattern: Pattern) -> dict[Expr, tuple[int, list[PatternPoint]]]:
         """Points by the factor that comes in most forms: each is read when it is used, for the
         others stay in registers all along. With the number of the first of them.
         """
@@ -206,10 +210,10 @@ class _Unrolled:
         columns, (_, factors) = set(self.plan.roles.n), pattern.points[0]
         return [f for f, factor in enumerate(factors) if columns & set(variables(factor))]
 
-    def grouped(self, pattern: Pattern, at: int) -> dict[Expr, tuple[int, list[Point]]]:
+    def grouped(self, pattern: Pattern, at: int) -> dict[Expr, tuple[int, list[PatternPoint]]]:
         """Points by one of their factors."""
         columns = set(self.plan.roles.n)
-        found: dict[Expr, tuple[int, list[Point]]] = {}
+        found: dict[Expr, tuple[int, list[PatternPoint]]] = {}
         for number, (target, factors) in enumerate(pattern.points):
             rest = _narrow_first((*factors[:at], *factors[at + 1 :]), columns)
             _, points = found.setdefault(factors[at], (pattern.number(number), []))
@@ -243,12 +247,12 @@ class _Unrolled:
 
     def columns_of(self, tensor: str, pattern: Pattern) -> list[_Part]:
         """Place by place: each is written as soon as it is known."""
-        found: dict[Access, tuple[int, list[Point]]] = {}
+        found: dict[Access, tuple[int, list[PatternPoint]]] = {}
         for number, point in enumerate(pattern.points):
             _, points = found.setdefault(point[0], (pattern.number(number), []))
             points.append(point)
 
-        def write(points: list[Point]) -> None:
+        def write(points: list[PatternPoint]) -> None:
             own = Pattern(pattern.variables, tuple(points))
             self.store_entry(tensor, points[0][0], self.product_sum(own))
 
@@ -277,7 +281,7 @@ class _Unrolled:
         sums: dict[Access, Val] = {}
         axes = union((self.entry_axis, "N"))
 
-        def add(shared: Expr, points: list[Point]) -> None:
+        def add(shared: Expr, points: list[PatternPoint]) -> None:
             for target, scale in self.scales(points).items():
                 value = combine([scale, self.reads.evaluate(shared, self.plan.accumulator)], "*")
                 if target in sums:
@@ -485,7 +489,7 @@ class _Unrolled:
     def combine(
         self,
         total: Val,
-        points: list[Point],
+        points: list[PatternPoint],
         outputs: Mapping[Access, Val],
     ) -> None:
         for target, scale in self.scales(points).items():
@@ -494,7 +498,7 @@ class _Unrolled:
                 0, f"{out.text} += {combine([scale, total], '*').over(out.axes)}", out.axes
             )
 
-    def scales(self, points: Sequence[Point]) -> dict[Access, Val]:
+    def scales(self, points: Sequence[PatternPoint]) -> dict[Access, Val]:
         """What the points of one product of summed factors have beside it, by the output that they
         write; computed once, where several results have it.
         """
@@ -506,7 +510,7 @@ class _Unrolled:
                 self.held[value.text] = self.frame.define("part", value)
         return {target: self.held.get(value.text, value) for target, value in found.items()}
 
-    def sums(self, points: Sequence[Point]) -> dict[Access, Val]:
+    def sums(self, points: Sequence[PatternPoint]) -> dict[Access, Val]:
         found: dict[Access, list[Val]] = {}
         for target, rest in points:
             one = (

@@ -15,25 +15,26 @@ from dataclasses import replace
 from insum.lang.expr import Access, Affine, Expr, Number, Var, index_of, variables
 from insum.plan.draft import Planned
 from insum.plan.joining import union_of
-from insum.plan.plan import Beside, Pattern, Plan, Point
+from insum.plan.plan import Beside, Pattern, PatternPoint, Plan
 from insum.plan.recipes import Composed, Segments, Sorted
 from insum.plan.rewrite import replace_atom, substitute
 from insum.plan.sizes import OUT, beside
 
-#: Points of all results of a kernel, where some are sums over columns: beyond it registers are
-#: spilled; and where none is, so that most sums are those of the first: beyond it compilers take
-#: minutes.
-MOST_SUMMED, MOST_POINTS = 600, 800
+#: Tiles that a kernel holds all along, of two elements for each thread: beyond it registers are
+#: spilled, or too few programs run at once, and results are quicker one by one.
+MOST_HELD = 48
+#: Points of all results of a kernel: compilers take minutes for more.
+MOST_POINTS = 600
 #: Columns that one tile holds, where a result is summed over all of them.
 MOST_COLUMNS = 256
 
-Walk = Callable[[Expr], Expr]
+EntryWalk = Callable[[Expr], Expr]
 
 
 def beside_each_other(planned: Mapping[int, Planned]) -> list[int]:
     """Of several, by number, those that one kernel may write; first the one that owns its loops:
-    the shortest that sums rows, else one that has a place for every entry and column. Where that
-    is too much for one kernel, those are left out that sum over columns.
+    the shortest that sums rows, else one that has a place for every entry and column. None where
+    that is too much for one kernel.
     """
     plain = {k: one for k, one in planned.items() if _is_plain(one.plan)}
     rows = [k for k, one in plain.items() if one.plan.segment is not None]
@@ -41,12 +42,30 @@ def beside_each_other(planned: Mapping[int, Planned]) -> list[int]:
     first = min(rows or every, key=lambda k: _points(plain[k]), default=None)
     if first is None:
         return []
-    others = [k for k, one in plain.items() if k != first and _is_entrywise(one)]
-    if sum(_points(plain[k]) for k in (first, *others)) > MOST_SUMMED:
-        columns = _columns(plain[first].plan)
-        others = [k for k in others if columns <= _kept(plain[k].plan)]
-    found = [first, *others]
-    return found if sum(_points(plain[k]) for k in found) <= MOST_POINTS else []
+    found = [first, *(k for k, one in plain.items() if k != first and _is_entrywise(one))]
+    return found if _fits([plain[k] for k in found]) else []
+
+
+def _fits(planned: Sequence[Planned]) -> bool:
+    """Whether one kernel can hold what it sums, and what it reads for several of its results."""
+    if sum(map(_points, planned)) > MOST_POINTS:
+        return False
+    columns = _columns(planned[0].plan)
+    points = [point for one in planned for point in _pattern(one).points]
+    sums = {
+        (number, target)
+        for number, one in enumerate(planned)
+        for target, _ in _pattern(one).points
+        if not number or not columns <= set(variables(target))
+    }
+    reads: dict[str, set[tuple[int, ...]]] = {}  # places of the pattern, however entries are called
+    for factor in (f for _, factors in points for f in factors if isinstance(f, Access)):
+        if columns <= set(variables(factor)):
+            fixed = tuple(index.offset for index in factor.indices if not index.terms)
+            reads.setdefault(factor.tensor, set()).add(fixed)
+    # those that come in most forms are read when they are used
+    most = max(map(len, reads.values()), default=0)
+    return len(sums) + sum(len(forms) for forms in reads.values() if len(forms) < most) <= MOST_HELD
 
 
 def together(first: Planned, others: Sequence[Planned]) -> Planned | None:
@@ -130,7 +149,7 @@ def _without_out(strides: Mapping[str, object]) -> dict[str, object]:
     return {name: value for name, value in strides.items() if name != OUT}
 
 
-def _walk_of(first: Planned) -> Walk | None:
+def _walk_of(first: Planned) -> EntryWalk | None:
     """What an expression over entries is called where the first walks them."""
     if first.plan.segment is None:
         return lambda expr: expr
@@ -171,8 +190,8 @@ def _at(tensor: str, var: str) -> Access:
     return Access(tensor, (index_of(var),))
 
 
-def _beside(number: int, one: Planned, walk: Walk) -> Beside:
-    def walked(point: Point) -> Point:
+def _beside(number: int, one: Planned, walk: EntryWalk) -> Beside:
+    def walked(point: PatternPoint) -> PatternPoint:
         target, factors = point
         place = walk(target)
         assert isinstance(place, Access)

@@ -26,7 +26,7 @@ class Segment:
 
 
 #: What is written at one point of a pattern, and what is multiplied.
-Point: TypeAlias = tuple[Access, tuple[Expr, ...]]
+PatternPoint: TypeAlias = tuple[Access, tuple[Expr, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Pattern:
     """
 
     variables: tuple[str, ...]
-    points: tuple[Point, ...]
+    points: tuple[PatternPoint, ...]
     products: int = 1
 
     def number(self, at: int) -> int:

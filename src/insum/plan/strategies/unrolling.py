@@ -21,7 +21,7 @@ from insum.lang.expr import (
 )
 from insum.plan.draft import Draft, Planned, Subject, finish
 from insum.plan.model import LONG
-from insum.plan.plan import Pattern, Plan, Point, Segment
+from insum.plan.plan import Pattern, PatternPoint, Plan, Segment
 from insum.plan.questions import AskCoefficients, AskExact, AskInside, AskValues
 from insum.plan.recipes import OfShape, Segments
 from insum.plan.rewrite import Scatter, scatter_of
@@ -51,7 +51,7 @@ class Constants:
     """
 
     names: tuple[str, ...]
-    points: tuple[Point, ...]
+    points: tuple[PatternPoint, ...]
     exact: Mapping[str, int]
     values: Mapping[str, Any]
     coefficients: Mapping[str, Any]
@@ -70,7 +70,7 @@ def unrolled(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None
     return planned and replace(planned, written=_written(found.points, scatter.dim))
 
 
-def _written(points: Sequence[Point], dim: int) -> tuple[int, int]:
+def _written(points: Sequence[PatternPoint], dim: int) -> tuple[int, int]:
     """How many places of a dimension have a point: whether that is every one is known for each call
     alone.
     """
@@ -298,7 +298,7 @@ def _points(
     exact: Mapping[str, int],
     values: Mapping[str, Any],
     coefficients: Mapping[str, Any],
-) -> Iterator[Point]:
+) -> Iterator[PatternPoint]:
     for place in itertools.product(*(range(n) for n in exact.values())):
         at = dict(zip(exact, place, strict=True))
         present = [True]
