@@ -2,6 +2,7 @@
 the gradient of the energy, and the total energy stays what it was.
 
     python examples/molecular_dynamics.py --steps 500 --plot energy.png
+    python examples/molecular_dynamics.py --steps 10000 --record dynamics.json
 
 Messages are one statement, gather, tensor product and scatter in one:
 
@@ -15,6 +16,7 @@ what is shown is that its forces are its gradient.
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import time
 from collections.abc import Sequence
@@ -131,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--step", type=float, default=0.005)
     parser.add_argument("--plot", default="", help="a picture of the energies, by Matplotlib")
+    parser.add_argument("--record", default="", help="a file for what was found, as JSON")
     parser.add_argument("--device", default=default_device())
     arguments = parser.parse_args(argv)
     torch.manual_seed(0)
@@ -157,14 +160,45 @@ def main(argv: Sequence[str] | None = None) -> None:
         energies[name], times[name] = simulate(
             one.to(dtype), *given, arguments.steps, arguments.step
         )
-        drift = (max(energies[name]) - min(energies[name])) / len(positions)
-        print(f"{name:14s} energy {energies[name][-1]:.6f}, drift {drift:.1e} of an atom")
+        range_, drift = spread(energies[name], len(positions))
+        print(
+            f"{name:14s} energy {energies[name][-1]:.6f}, an atom's between {range_:.1e}, "
+            f"drift {drift:.1e}"
+        )
     if "e3nn, float64" in energies:
         apart = max(abs(a - b) for a, b in zip(energies["float64"], energies["e3nn, float64"]))
         print(f"largest difference from e3nn: {apart:.1e}")
     report("one step", times["float64"], {"e3nn": times.get("e3nn, float64", "is not installed")})
+    if arguments.record:
+        recorded(arguments, len(positions), energies, times)
     if arguments.plot:
         plotted(energies, arguments.plot, arguments.step)
+
+
+def spread(energies: list[float], atoms: int) -> tuple[float, float]:
+    """Of the energy of an atom, the range that it stays in, and how far its mean over the last
+    tenth is from that over the first.
+    """
+    tenth = max(1, len(energies) // 10)
+    first, last = sum(energies[:tenth]) / tenth, sum(energies[-tenth:]) / tenth
+    return (max(energies) - min(energies)) / atoms, abs(last - first) / atoms
+
+
+def recorded(
+    arguments: argparse.Namespace,
+    atoms: int,
+    energies: dict[str, list[float]],
+    times: dict[str, float],
+) -> None:
+    asked = {n: getattr(arguments, n) for n in ("side", "channels", "lmax", "steps", "step")}
+    found = {}
+    for name, values in energies.items():
+        range_, drift = spread(values, atoms)
+        found[name] = {"range": range_, "drift": drift, "step_ms": times[name]}
+    record = {**asked, "device": arguments.device, "atoms": atoms, "energy_per_atom": found}
+    with open(arguments.record, "w") as file:
+        json.dump(record, file, indent=1)
+    print(f"written: {arguments.record}")
 
 
 def plotted(energies: dict[str, list[float]], file: str, step: float) -> None:

@@ -51,7 +51,7 @@ RANKS: tuple[frozenset[str], ...] = (
     frozenset({"call", "inspection", "search"}),
     frozenset({"ops", "autograd", "batching"}),
     frozenset({"inplace", "traced", "explanation", "export"}),
-    frozenset({"formats", "api", "fusion"}),
+    frozenset({"formats", "api", "together", "fusion"}),
     frozenset({"agnostic"}),
     frozenset({""}),
     frozenset({"cli", "demo", "doctor", "bench", "nn", "distributed", "__main__"}),

@@ -590,6 +590,19 @@ class BoundCall:
             torch.autograd.graph.increment_version(target)
         return result
 
+    def fused_alone(self, values: Mapping[str, Value]) -> FusedCall | None:
+        """The generated kernels of this call, where it is one statement and nothing is looked for
+        first; None where it is not.
+        """
+        prepared = self.prepared
+        if not prepared.fusable or prepared.searches or prepared.settings.backend == "graph":
+            return None
+        if prepared.orderable and self.staged(values, in_place=False):
+            return None
+        if self._fused is None:
+            self._fused = prepared.fused.call(self.sized)
+        return self._fused
+
     def search(self, values: Mapping[str, Value], target: Tensor | None) -> None:
         """What ``settings.effort`` asks for at the first call."""
         from insum import search  # which takes a while to import

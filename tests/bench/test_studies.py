@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import insum
 from insum import search
@@ -20,6 +21,7 @@ from insum.bench import (
     fusion,
     machine,
     memory,
+    models,
     overhead,
     programs,
     tuning,
@@ -112,6 +114,58 @@ def test_unet(tmp_path: Path) -> None:
     one, both = record["rows"]
     assert (one["direction"], both["direction"]) == ("forward", "forward+backward")
     assert one["error"] < 1e-5 and one["steady_ms"] > 0 and both["fresh_ms"] > 0
+
+
+class TinyPotential(torch.nn.Module):
+    """A model of a package: energies by e3nn's product along edges."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        o3 = pytest.importorskip("e3nn.o3", reason="e3nn is not installed: no layer to swap")
+        self.product = o3.FullyConnectedTensorProduct("0e+1o", "0e+1o", "0e").to(dtype)
+
+    def forward(self, at: Tensor, ends: Tensor) -> Tensor:
+        apart = at[ends[1]] - at[ends[0]]
+        y = torch.cat([apart.norm(dim=1, keepdim=True), apart], 1)
+        energy: Tensor = self.product(y, y).sum()
+        return energy
+
+
+def tiny_results(model: Any, given: Any, training: bool) -> tuple[Tensor, Tensor, Tensor]:
+    energy = model(given["at"], given["edge_index"])
+    (forces,) = torch.autograd.grad(energy, given["at"], create_graph=training)
+    return energy, forces, forces.T @ given["at"]
+
+
+TINY = models.Package(
+    *("tiny", ("torch",), lambda dtype, small: TinyPotential(dtype)),
+    lambda atoms: {"at": atoms.positions.requires_grad_(), "edge_index": atoms.edge_index},
+    *(tiny_results, False),
+)
+
+
+def test_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    absent = models.Package("absent", ("no_such_package",), *[None] * 3, False)  # type: ignore[arg-type]
+    monkeypatch.setattr(models, "PACKAGES", {"tiny": TINY, "absent": absent})
+    record = record_of(tmp_path, "models")
+    rows = {(row["contender"], row["step"]): row for row in record["rows"]}
+    assert set(rows) == {(who, s) for who in ("tiny", "insum") for s in ("training", "evaluation")}
+    assert rows["insum", "training"]["error"] < models.TOLERANCE
+    assert all(row["ms"] > 0 and not row["failed"] for row in rows.values())
+    assert "No module named 'no_such_package'" in capsys.readouterr().out
+    assert torch.get_default_dtype() == torch.float32
+
+
+def test_batches_are_not_alike() -> None:
+    one, other = models.drawn(2, 3, 0), models.drawn(2, 3, 1)
+    assert one.edge_index.shape != other.edge_index.shape
+    for atoms in (one, other):
+        src, dst = atoms.edge_index
+        assert torch.equal(atoms.structure[src], atoms.structure[dst])
+        far = (atoms.positions[src] - atoms.positions[dst]).norm(dim=1)
+        assert far.min() > 0 and far.max() < models.CUTOFF
 
 
 def test_first_call(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import insum
 from insum import inspection
 from insum.nn import Irreps, TensorProduct, TensorProductConv
 from insum.request import request_of
+from insum.runtime.together import ReadyTogether
 from insum.testing.as_on_a_gpu import pretended
 from kernels import watch_programs
 from nn.test_tensor_product import rotation
@@ -188,9 +189,10 @@ def test_nothing_of_the_size_of_edges_times_channels() -> None:
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("declared", [False, True])
-def test_second_derivatives_are_four_kernels(
+def test_second_derivatives_are_few_kernels(
     declared: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Two: by all leaves, and by the result's gradient. Edges have come back by then."""
     irreps = "4x0e+4x1o", "0e+1o", "4x0e+4x1o"
     torch.set_default_dtype(torch.float32)
     conv = TensorProductConv(*irreps, every_path(*irreps, "uvu"))
@@ -202,12 +204,48 @@ def test_second_derivatives_are_four_kernels(
         conv.to("cpu")  # promises are forgotten where one pretends
         if declared:
             insum.unchanging(edge_index)
-        programs = watch_programs(monkeypatch)
+        programs, together = watch_programs(monkeypatch), watch_together(monkeypatch)
         found = derivatives(lambda x, y, w: conv(x, y, edge_index, w), leaves)
     for got, wanted in zip(found, want, strict=True):
         assert_close(got, wanted, rtol=1e-4, atol=1e-4)
     sums = [p for p in programs if len(p.problem.terms) > 1]
-    assert len(sums) == 4 and all(len(p.launches) == 1 for p in sums)
+    assert len(sums) == 1 and len(sums[0].launches) == 1
+    assert set(together) == {3}
+
+
+def watch_together(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of every launch that computes several results from now on, how many."""
+    counts: list[int] = []
+    original = ReadyTogether.__call__
+
+    def watched(self: ReadyTogether, values: Any) -> list[Tensor]:
+        results = original(self, values)
+        counts.append(len(results))
+        return results
+
+    monkeypatch.setattr(ReadyTogether, "__call__", watched)
+    return counts
+
+
+@pytest.mark.interpreter
+def test_gradients_by_edges_alone_are_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As forces on the first layer of a network take them; columns that fill no tile."""
+    irreps = "3x0e+3x1o", "0e+1o", "3x0e+3x1o"
+    torch.set_default_dtype(torch.float32)
+    conv = TensorProductConv(*irreps, every_path(*irreps, "uvu"))
+    product = TensorProduct(*irreps, every_path(*irreps, "uvu"), shared_weights=False)
+    edge_index = graph(3, 8)
+    x, y, w = given(conv, edge_index, 3)
+    want = torch.autograd.grad(by_hand(product, edge_index, 3)(x, y, w).square().sum(), [y, w])
+    with pretended():
+        conv.to("cpu")
+        insum.unchanging(edge_index)
+        together = watch_together(monkeypatch)
+        out = conv(x.detach(), y, edge_index, w)
+        found = torch.autograd.grad(out.square().sum(), [y, w])
+    for got, wanted in zip(found, want, strict=True):
+        assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    assert together == [2]
 
 
 def test_only_some_second_derivatives() -> None:

@@ -32,6 +32,7 @@ from insum.bench import (
     machine,
     measure,
     memory,
+    models,
     overhead,
     records,
     rivals,
@@ -72,6 +73,7 @@ STUDIES: dict[str, ModuleType] = {
     "cpu": cpu,
     "compare": compare,
     "unet": unet,
+    "models": models,
 }
 #: What takes folders.
 TAKES_SOURCES = ("report", "compare")

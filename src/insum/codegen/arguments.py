@@ -25,6 +25,11 @@ _OWN = {
 }
 
 
+def _is_own(tensor: str) -> bool:
+    """Whether it is a name that no statement can spell."""
+    return tensor.startswith("<")
+
+
 @dataclass(frozen=True, slots=True)
 class Pointer:
     """Where a tensor begins."""
@@ -33,7 +38,8 @@ class Pointer:
 
     @property
     def name(self) -> str:
-        return _OWN.get(self.tensor, f"{self.tensor}_ptr")
+        own = _OWN.get(self.tensor)
+        return own or (f"{self.tensor[1:-1]}_at" if _is_own(self.tensor) else f"{self.tensor}_ptr")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +52,8 @@ class Stride:
 
     @property
     def name(self) -> str:
-        own = {OUT: "out_stride", WORK: "work_stride"}
-        return f"{own.get(self.tensor, f'{self.tensor}_s')}{self.dim}"
+        name = f"{self.tensor[1:-1]}_stride" if _is_own(self.tensor) else f"{self.tensor}_s"
+        return f"{name}{self.dim}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,6 +80,7 @@ class Frame:
     tail: list[str] = field(default_factory=list)  # after the outer loops
     frame_lines: int = 0  # how many lines of stage 2 define loop variables
     late: bool = False
+    earliest: int = 0  # the stage before which no value is read
     deferred: list[Val] | None = (
         None  # where a whole tile is not to be had, while operands are read
     )

@@ -234,7 +234,8 @@ class Reads:
         text = f"tl.load({pointer}" + (
             f", mask={mask.over(offset.axes)}, other={other})" if mask else ")"
         )
-        stage = max(offset.stage, mask.stage if mask else 0)
+        earliest = 0 if as_index else self.frame.earliest
+        stage = max(offset.stage, mask.stage if mask else 0, earliest)
         if as_index:
             text = self.frame.cast_index(self.bounded(access, text))
         value = self.define_load(access, Val(text, offset.axes, stage), as_index)

@@ -9,21 +9,27 @@ that share the largest factor share its loads.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
 
+from insum.codegen.arguments import Pointer
 from insum.codegen.emit import Emitter
 from insum.codegen.frame import AFTER, Frame, Kernel, Shape
 from insum.codegen.values import Val, combine, union
 from insum.lang.expr import Access, Expr, Number, variables
 from insum.plan.config import Config
 from insum.plan.model import LONG
-from insum.plan.plan import Plan
+from insum.plan.plan import Beside, Pattern, PatternPoint, Plan
+from insum.plan.sizes import OUT
 
 #: Factors that a summed variable touches -> (target, other factors) of the points that use them.
-Cores: TypeAlias = dict[tuple[Expr, ...], list[tuple[Access, tuple[Expr, ...]]]]
+Cores: TypeAlias = dict[tuple[Expr, ...], list[PatternPoint]]
+#: Parts of several results whose factors are read before a part is written: nothing can be read
+#: earlier than what stands above it is stored.
+AHEAD = 12
 #: Values of the innermost summed variable that are written out in the loop, for loads in flight:
 #: the first that divides it ...
 UNROLL = (8, 4, 2, 1)
@@ -59,7 +65,7 @@ def parts(plan: Plan) -> list[Plan]:
     """
     pattern = plan.pattern
     assert pattern is not None
-    if len(pattern.points) <= LONG or not (plan.roles.loops or plan.roles.k):
+    if len(pattern.points) <= LONG or not (plan.roles.loops or plan.roles.k) or plan.beside:
         return [plan]  # without sums nothing is held but what is read
     leader = {point: max(point[1], key=lambda f: len(variables(f))) for point in pattern.points}
     part: dict[Expr, int] = {}  # of outputs and largest factors
@@ -68,12 +74,36 @@ def parts(plan: Plan) -> list[Plan]:
         part |= dict.fromkeys((point[0], leader[point]), number) | {
             e: number for e, n in part.items() if n in old
         }
-    found: dict[int, list[tuple[Access, tuple[Expr, ...]]]] = {}
+    found: dict[int, list[PatternPoint]] = {}
     for point in pattern.points:
         found.setdefault(part[point[0]], []).append(point)
     return [
         replace(plan, pattern=replace(pattern, points=tuple(points))) for points in found.values()
     ]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Of one of several results, what is added up and written for some points of its pattern.
+
+    Attributes:
+        number: of the first of them; points with the same number read much of the same.
+        reads: their factors.
+    """
+
+    number: int
+    reads: tuple[Expr, ...]
+    write: Callable[[], None]
+
+
+def _part(
+    number: int, points: Sequence[PatternPoint], shared: tuple[Expr, ...], write: Any
+) -> _Part:
+    """``write`` takes ``points``, after what they share."""
+    factors = [f for _, rest in points for f in rest]
+    return _Part(
+        number, tuple(dict.fromkeys([*factors, *shared])), functools.partial(write, *shared, points)
+    )
 
 
 class _Unrolled:
@@ -84,6 +114,7 @@ class _Unrolled:
         self.plan, self.config, self.shape = frame.plan, frame.config, frame.shape
         self.reads, self.contract = self.emitter.reads, self.emitter.contract
         self.output = self.emitter.output
+        self.held: dict[str, Val] = {}  # sums that several results have, by their text
 
     def unrolled(self, name: str, unroll: int) -> Kernel:
         self.emitter.leave_if_flagged()
@@ -101,20 +132,20 @@ class _Unrolled:
     # --- no summed variable: output tile by output tile ---
 
     def without_sums(self) -> None:
-        for target, products in self.by_target().items():
-            values = [
-                combine([self.reads.evaluate(f, self.plan.accumulator) for f in factors], "*")
-                for factors in products
-            ]
-            total = self.frame.define("tile", combine(values, "+"))
-            self.write_out(target, total)
+        pattern = self.plan.pattern
+        assert pattern is not None
+        if self.plan.beside:
+            return self.write_parts(self.columns_of(OUT, pattern))
+        for target, points in self.by_target().items():
+            own = Pattern(pattern.variables, tuple(points))
+            self.write_out(target, self.product_sum(own))
 
-    def by_target(self) -> dict[Access, list[tuple[Expr, ...]]]:
-        found: dict[Access, list[tuple[Expr, ...]]] = {target: [] for target in self.targets()}
+    def by_target(self) -> dict[Access, list[PatternPoint]]:
+        found: dict[Access, list[PatternPoint]] = {}
         assert self.plan.pattern is not None
-        for target, factors in self.plan.pattern.points:
-            found[target].append(factors)
-        return {target: products or [(Number(0),)] for target, products in found.items()}
+        for point in self.plan.pattern.points:
+            found.setdefault(point[0], []).append(point)
+        return found
 
     def targets(self) -> list[Access]:
         """Every place of the scattered dimension, also those that no point writes."""
@@ -136,37 +167,156 @@ class _Unrolled:
         self.frame.counters = [self.frame.k_count(True)]
         self.frame.segment_k_axis("t")
         self.frame.frame_lines = len(self.frame.stages[2])
-        for shared, points in self.by_shared().items():
-            for target, scale in self.scales(points).items():
-                value = self.reads.evaluate(shared, self.plan.accumulator)
-                text = self.present(combine([scale, value], "*")).over(axes)
-                if not self.ends_with_the_row():
-                    text = f"tl.where({self.frame.masks['K'].over(axes)}, {text}, 0)"
-                self.frame.line(2, f"{outputs[target].text} += {text}", axes)
+        pattern = self.plan.pattern
+        assert pattern is not None
+        if self.plan.beside and len(pattern.points) > LONG:
+            # what is the same for all entries, times numbers of the code, would be held all along
+            self.frame.earliest = 2
+        add = functools.partial(self.add, outputs)
+        self.write_parts(
+            [
+                _part(number, points, (shared,), add)
+                for shared, (number, points) in self.by_shared(pattern).items()
+            ]
+        )
         self.frame.stages[0] += self.emitter.loop_text()
         self.frame.stages[2], self.frame.index_lines, self.frame.counters = [], [], []
         for target, value in outputs.items():
             total = Val(f"tl.sum({value.text}, axis={axes.index('K')})", ("N",))
             self.write_out(target, self.frame.define("sum", total))
 
-    def by_shared(self) -> dict[Expr, list[tuple[Access, tuple[Expr, ...]]]]:
+    def add(
+        self, outputs: Mapping[Access, Val], shared: Expr, points: Sequence[PatternPoint]
+    ) -> None:
+        """Points that share a factor, onto the sums of a row."""
+        axes = ("K", "N")
+        for target, scale in self.scales(points).items():
+            value = self.reads.evaluate(shared, self.plan.accumulator)
+            text = self.present(combine([scale, value], "*")).over(axes)
+            if not self.ends_with_the_row():
+                text = f"tl.where({self.frame.masks['K'].over(axes)}, {text}, 0)"
+            self.frame.line(2, f"{outputs[target].text} += {text}", axes)
+
+    def by_shared(self, pattern: Pattern) -> dict[Expr, tuple[int, list[PatternPoint]]]:
         """Points by the factor that comes in most forms: each is read when it is used, for the
-        others stay in registers all along.
+        others stay in registers all along. With the number of the first of them.
         """
-        pattern = self.plan.pattern
-        assert pattern is not None
-        columns = set(self.plan.roles.n)
-        forms = [
-            (len({point[1][f] for point in pattern.points}), f)
-            for f, factor in enumerate(pattern.points[0][1])
-            if columns & set(variables(factor))
-        ]
+        forms = [(len({point[1][f] for point in pattern.points}), f) for f in self.wide(pattern)]
         _, at = max(forms, default=(0, 0))
-        found: dict[Expr, list[tuple[Access, tuple[Expr, ...]]]] = {}
-        for target, factors in pattern.points:
-            rest = (*factors[:at], *factors[at + 1 :])
-            found.setdefault(factors[at], []).append((target, rest))
+        return self.grouped(pattern, at)
+
+    def wide(self, pattern: Pattern) -> list[int]:
+        """Which factors have columns."""
+        columns, (_, factors) = set(self.plan.roles.n), pattern.points[0]
+        return [f for f, factor in enumerate(factors) if columns & set(variables(factor))]
+
+    def grouped(self, pattern: Pattern, at: int) -> dict[Expr, tuple[int, list[PatternPoint]]]:
+        """Points by one of their factors."""
+        columns = set(self.plan.roles.n)
+        found: dict[Expr, tuple[int, list[PatternPoint]]] = {}
+        for number, (target, factors) in enumerate(pattern.points):
+            rest = _narrow_first((*factors[:at], *factors[at + 1 :]), columns)
+            _, points = found.setdefault(factors[at], (pattern.number(number), []))
+            points.append((target, rest))
         return found
+
+    # --- several results of the same points ---
+
+    def write_parts(self, own: Sequence[_Part]) -> None:
+        """Those of all results that read the same, one after the other; without other results as
+        they are.
+        """
+        if not self.plan.beside:
+            for part in own:
+                part.write()
+            return
+        every = [*own, *(part for one in self.plan.beside for part in self.entries_of(one))]
+        every.sort(key=lambda part: part.number)
+        for at, part in enumerate(every):
+            for later in every[at : at + AHEAD]:
+                for factor in later.reads:
+                    self.reads.evaluate(factor, self.plan.accumulator)
+            part.write()
+
+    def entries_of(self, one: Beside) -> list[_Part]:
+        """What every entry has for itself: each column, or the sum over all of them."""
+        column = self.plan.roles.n[0]
+        if column in variables(one.pattern.points[0][0]):
+            return self.columns_of(one.tensor, one.pattern)
+        return self.sums_of(one.tensor, one.pattern)
+
+    def columns_of(self, tensor: str, pattern: Pattern) -> list[_Part]:
+        """Place by place: each is written as soon as it is known."""
+        found: dict[Access, tuple[int, list[PatternPoint]]] = {}
+        for number, point in enumerate(pattern.points):
+            _, points = found.setdefault(point[0], (pattern.number(number), []))
+            points.append(point)
+
+        def write(points: list[PatternPoint]) -> None:
+            own = Pattern(pattern.variables, tuple(points))
+            self.store_entry(tensor, points[0][0], self.product_sum(own))
+
+        return [_part(number, points, (), write) for number, points in found.values()]
+
+    def product_sum(self, pattern: Pattern) -> Val:
+        """The sum of all points, which write one place: by the factor beside which other results
+        have the same sums, else by the one with the fewest forms.
+        """
+
+        def known(at: int) -> tuple[int, int]:
+            groups = [points for _, points in self.grouped(pattern, at).values()]
+            texts = [value.text for points in groups for value in self.sums(points).values()]
+            return sum(text in self.held for text in texts), -len(groups)
+
+        parts = []
+        at = max(self.wide(pattern), key=known, default=0)
+        for shared, (_, points) in self.grouped(pattern, at).items():
+            (scale,) = self.scales(points).values()
+            value = self.reads.evaluate(shared, self.plan.accumulator)
+            parts.append(value if scale.text == "1" else combine([scale, value], "*"))
+        return self.frame.define("tile", combine(parts, "+"))
+
+    def sums_of(self, tensor: str, pattern: Pattern) -> list[_Part]:
+        """Sums over all columns: added up first, and threads meet at the end, once for each."""
+        sums: dict[Access, Val] = {}
+        axes = union((self.entry_axis, "N"))
+
+        def add(shared: Expr, points: list[PatternPoint]) -> None:
+            for target, scale in self.scales(points).items():
+                value = combine([scale, self.reads.evaluate(shared, self.plan.accumulator)], "*")
+                if target in sums:
+                    self.frame.line(value.stage, f"{sums[target].text} += {value.over(axes)}", axes)
+                else:
+                    sums[target] = self.frame.define("total", self.contract.full(value, axes))
+
+        def end() -> None:
+            for target, value in sums.items():
+                text = value.text
+                if "N" in self.frame.masks:
+                    text = f"tl.where({self.frame.masks['N'].over(axes)}, {text}, 0)"
+                total = Val(f"tl.sum({text}, axis={axes.index('N')})", axes[:1], value.stage)
+                self.store_entry(tensor, target, self.frame.define("sum", total))
+
+        parts = [
+            _part(number, points, (shared,), add)
+            for shared, (number, points) in self.by_shared(pattern).items()
+        ]
+        return [*parts, _Part(len(pattern.points), (), end)]
+
+    @property
+    def entry_axis(self) -> str:
+        return "K" if self.plan.segment else "M"
+
+    def store_entry(self, tensor: str, target: Access, value: Val) -> None:
+        """A place of an entry that is walked."""
+        offset = self.reads.offset(Access(tensor, target.indices))
+        axes = union(offset.axes, value.axes)
+        masks = [m for axis, m in self.frame.masks.items() if axis in axes]
+        masked = f", mask={combine(masks, '&').over(axes)}" if masks else ""
+        pointer = self.frame.arg(Pointer(tensor))
+        text = f"({self.contract.full(value, axes).text}).to({pointer}.dtype.element_ty)"
+        stage = 2 if self.plan.segment else 0
+        self.frame.line(stage, f"tl.store({pointer} + {offset.over(axes)}, {text}{masked})", axes)
 
     def ends_with_the_row(self) -> bool:
         """Whether every factor is read as zero beyond the last entry of the row, so that none can
@@ -339,7 +489,7 @@ class _Unrolled:
     def combine(
         self,
         total: Val,
-        points: list[tuple[Access, tuple[Expr, ...]]],
+        points: list[PatternPoint],
         outputs: Mapping[Access, Val],
     ) -> None:
         for target, scale in self.scales(points).items():
@@ -348,10 +498,19 @@ class _Unrolled:
                 0, f"{out.text} += {combine([scale, total], '*').over(out.axes)}", out.axes
             )
 
-    def scales(self, points: list[tuple[Access, tuple[Expr, ...]]]) -> dict[Access, Val]:
+    def scales(self, points: Sequence[PatternPoint]) -> dict[Access, Val]:
         """What the points of one product of summed factors have beside it, by the output that they
-        write.
+        write; computed once, where several results have it.
         """
+        found = self.sums(points)
+        if not self.plan.beside:
+            return found
+        for value in found.values():
+            if value.text not in self.held and value.axes:
+                self.held[value.text] = self.frame.define("part", value)
+        return {target: self.held.get(value.text, value) for target, value in found.items()}
+
+    def sums(self, points: Sequence[PatternPoint]) -> dict[Access, Val]:
         found: dict[Access, list[Val]] = {}
         for target, rest in points:
             one = (
@@ -377,3 +536,8 @@ class _Unrolled:
         self.frame.stages[1], self.frame.stages[2] = [], []
         self.frame.counters = []
         return self.emitter.write(name)
+
+
+def _narrow_first(factors: tuple[Expr, ...], columns: set[str]) -> tuple[Expr, ...]:
+    """What is the same for all columns first: the product of it and a number is needed often."""
+    return tuple(sorted(factors, key=lambda f: bool(columns & set(variables(f)))))

@@ -18,6 +18,7 @@ from torch import Tensor
 import insum
 from insum import call
 from insum.compat.calls import is_plain_call
+from insum.together import AskedResult, results_of
 
 
 @dataclass(frozen=True)
@@ -111,14 +112,9 @@ class _MultilinearGradients(torch.autograd.Function):
         ctx.save_for_backward(gradient, *leaves)
         ctx.set_materialize_grads(False)
         given = {product.out: gradient, **dict(zip(product.leaves, leaves))}
-        found: list[Tensor | None] = []
-        for name, leaf, wants in zip(product.leaves, leaves, wanted):
-            others: dict[str, Any] = {n: t for n, t in given.items() if n != name}
-            statement = product.gradient(name)
-            found.append(
-                insum.insum(statement, out_shape=leaf.shape, **fixed, **others) if wants else None
-            )
-        return tuple(found)
+        named = [n for n, wants in zip(product.leaves, wanted) if wants]
+        found = _computed({name: product.gradient(name) for name in named}, given, fixed)
+        return tuple(found.get(name) for name in product.leaves)
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor | None) -> tuple[Any, ...]:
@@ -128,15 +124,20 @@ class _MultilinearGradients(torch.autograd.Function):
         live = tuple(n for n, a in zip(product.leaves, along) if a is not None)
         given = {product.out: gradient, **dict(zip(product.leaves, leaves))}
         given |= {f"{n}_": a for n, a in zip(product.leaves, along) if a is not None}
-        found: list[Tensor | None] = []
-        for name, wants in zip((product.out, *product.leaves), ctx.needs_input_grad[3:]):
-            terms = [n for n in live if n != name]
-            if not wants or not terms:
-                found.append(None)
-                continue
-            part = Multilinear(product.out, product.at, live)
-            statement = part.second(name)
-            used = {n: t for n, t in given.items() if f"{n}[" in statement.partition("=")[2]}
-            shape = given[name].shape
-            found.append(insum.insum(statement, out_shape=shape, **fixed, **used))
-        return (None, None, None, *found)
+        part = Multilinear(product.out, product.at, live)
+        names = (product.out, *product.leaves)
+        named = [n for n, wants in zip(names, ctx.needs_input_grad[3:]) if wants and {*live} - {n}]
+        found = _computed({name: part.second(name) for name in named}, given, fixed)
+        return (None, None, None, *(found.get(name) for name in names))
+
+
+def _computed(
+    statements: Mapping[str, str], given: Mapping[str, Tensor], fixed: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """By what they are gradients of, the results of statements that read much of the same."""
+    asked = []
+    for name, statement in statements.items():
+        right = statement.partition("=")[2]
+        used = {n: t for n, t in given.items() if f"{n}[" in right}
+        asked.append(AskedResult(statement, tuple(given[name].shape), {**fixed, **used}))
+    return dict(zip(statements, results_of(asked)))

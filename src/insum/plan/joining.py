@@ -31,9 +31,9 @@ def _as_one(planned: Sequence[Planned]) -> Planned | None:
     if not _alike(planned):
         return None
     first = planned[0]
-    arrays = _union([one.arrays for one in planned])
+    arrays = union_of([one.arrays for one in planned])
     kinds, strides, views, made = (
-        _union([dict(getattr(one.plan, name)) for one in planned])
+        union_of([dict(getattr(one.plan, name)) for one in planned])
         for name in ("kinds", "strides", "views", "made")
     )
     if any(part is None for part in (arrays, kinds, strides, views, made)):
@@ -42,10 +42,11 @@ def _as_one(planned: Sequence[Planned]) -> Planned | None:
     assert views is not None and made is not None
     plans = [one.plan for one in planned]
     points = tuple(point for plan in plans for point in _pattern(plan).points)
+    products = sum(_pattern(plan).products for plan in plans)
     plan = replace(
         first.plan,
         factors=tuple(dict.fromkeys(f for plan in plans for f in plan.factors)),
-        pattern=replace(_pattern(first.plan), points=points),
+        pattern=replace(_pattern(first.plan), points=points, products=products),
         kinds=tuple(sorted(kinds.items())),
         strides=tuple(sorted(strides.items())),
         views=tuple(sorted(views.items())),
@@ -83,7 +84,7 @@ def _loops(one: Planned) -> tuple[object, ...]:
     )
 
 
-def _union(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+def union_of(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
     """All of them in one; None where a name means different things."""
     whole: dict[str, Any] = {}
     for part in parts:

@@ -155,6 +155,8 @@ def first_guess(plan: Plan, extents: Mapping[str, int]) -> Config:
 def _for_pattern(plan: Plan, pattern: Pattern, extents: Mapping[str, int]) -> Config:
     """Straight-line code holds many tiles in registers at once: the more, the smaller they are."""
     n = min(64, power_of_two(extent(plan.roles.n, extents)))
+    if any(plan.roles.n[0] not in variables(one.pattern.points[0][0]) for one in plan.beside):
+        return _for_several(plan, pattern, extents)
     few = len(pattern.points) <= LONG
     if plan.segment:  # a few entries of a row at a time, for many are short
         elements = 2 if _tiles_at_once(plan, pattern) <= MOST_TILES else 1
@@ -181,6 +183,20 @@ def _for_pattern(plan: Plan, pattern: Pattern, extents: Mapping[str, int]) -> Co
         m = min(power_of_two(extent(plan.roles.m, extents)), max(1, wide // n))
         return Config(m=m, n=n, warps=4, stages=1)
     return Config(m=max(1, 64 // n) if plan.roles.m else 1, n=n, warps=1, stages=1)
+
+
+def _for_several(plan: Plan, pattern: Pattern, extents: Mapping[str, int]) -> Config:
+    """Several results of the same points, some of which are sums over columns: a row of columns is
+    one warp's, where it can be, so that sums over it stay within one; of short patterns with more
+    elements for each thread.
+    """
+    n = power_of_two(extent(plan.roles.n, extents))
+    points = len(pattern.points) + sum(len(one.pattern.points) for one in plan.beside)
+    elements = 4 if points <= LONG else 2
+    rows, warps = max(1, min(4, 32 * elements // n)), max(1, n // (32 * elements))
+    if plan.segment:
+        return Config(m=1, n=n, k=rows, warps=warps, stages=1)
+    return Config(m=rows, n=n, warps=warps, stages=1)
 
 
 def _tiles_at_once(plan: Plan, pattern: Pattern) -> int:

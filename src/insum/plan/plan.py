@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from insum.lang.expr import Access, Affine, Expr, accesses, product
 from insum.plan.recipes import SizeExpr
@@ -24,14 +25,33 @@ class Segment:
     tiled: bool
 
 
+#: What is written at one point of a pattern, and what is multiplied.
+PatternPoint: TypeAlias = tuple[Access, tuple[Expr, ...]]
+
+
 @dataclass(frozen=True, slots=True)
 class Pattern:
     """A product whose index tensors became constants: what is written and what is multiplied, point
-    by point.
+    by point; ``products``: how many were put together, one after the other.
     """
 
     variables: tuple[str, ...]
-    points: tuple[tuple[Access, tuple[Expr, ...]], ...]
+    points: tuple[PatternPoint, ...]
+    products: int = 1
+
+    def number(self, at: int) -> int:
+        """Of one of its points, the number among those of its own product."""
+        return at % (len(self.points) // self.products)
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """One more result of the same points: a place for every entry that is walked, of each column
+    or of all.
+    """
+
+    tensor: str
+    pattern: Pattern
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +98,7 @@ class Plan:
     wraps: frozenset[str] = frozenset()  # index tensors in which negative values count from the end
     idle: Access | None = None  # a program has nothing to do where the first of these is negative
     bounds: tuple[Bound, ...] = ()  # where there are points
+    beside: tuple[Beside, ...] = ()  # what is written while entries are walked
 
     @property
     def value(self) -> Expr:
@@ -127,6 +148,9 @@ class Plan:
                 f"pattern      {len(self.pattern.points)} points of "
                 f"({', '.join(self.pattern.variables)}) as straight-line code",
             )
+        for one in self.beside:
+            target, factors = one.pattern.points[0]
+            lines.insert(2, f"beside       {target} += {product(list(factors))}, ...")
         if self.segment:
             several = ", several rows per tile" if self.segment.tiled else ""
             lines.insert(

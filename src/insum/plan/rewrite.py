@@ -54,7 +54,7 @@ def _substitute_index(index: Affine, change: Mapping[str, Affine]) -> Affine:
     return affine(terms, offset)
 
 
-def replace_atom(expr: Expr, old: Access, new: Access) -> Expr:
+def replace_atom(expr: Expr, old: Access, new: Var | Access) -> Expr:
     """Replace an access that stands in index position."""
 
     def in_index(index: Affine) -> Affine:

@@ -33,6 +33,11 @@ WIDE_LOAD, NARROW_LOAD = 16, 8
 Units: TypeAlias = tuple[int, ...]
 
 
+def beside(number: int) -> str:
+    """The name, among those of what is written, of one more result; from 1 on."""
+    return f"<out{number}>"
+
+
 @dataclass(frozen=True, slots=True)
 class Extent:
     """A class of extents: a typical one, and what all of them are multiples of.

@@ -310,10 +310,12 @@ class Ready:
 
     __slots__ = (
         *("buffer", "check", "device", "dtype", "empty", "filled", "index"),
-        *("program", "promotable", "start", "work"),
+        *("program", "promotable", "start", "together", "work"),
     )
 
     def __init__(self, program: Program, sizes: CallNumbers) -> None:
+        #: By what else is computed with it, one launch for all (`runtime.together`).
+        self.together: dict[Any, Any] = {}
         problem = program.problem
         self.program, self.buffer, self.dtype = program, program.buffer, problem.dtype
         self.start = program.start
@@ -350,9 +352,7 @@ class Ready:
             with torch.cuda.device(self.index):
                 return self(values, target, look=look)
         if target is None:
-            out = self.empty()
-            if self.filled and not look:
-                out.fill_(self.start)
+            out = self.new(filled=not look)
         elif self.buffer is None:
             out = target
         else:
@@ -367,8 +367,15 @@ class Ready:
             return out
         return out.to(self.dtype) if target is None else target.copy_(out)
 
+    def new(self, *, filled: bool = True) -> Tensor:
+        """What a result is written to; ``filled`` with what it starts from, where that counts."""
+        out: Tensor = self.empty()
+        if filled and self.filled:
+            out.fill_(self.start)
+        return out
 
-def _has_nothing(step: ProductLaunches, extents: Mapping[str, int], shape: tuple[int, ...]) -> bool:
+
+def has_nothing(step: ProductLaunches, extents: Mapping[str, int], shape: tuple[int, ...]) -> bool:
     """Whether a product is over no values, or of no elements: others of the statement may do."""
     return not all(extents[v] for v in step.variables) or 0 in shape
 
@@ -377,7 +384,7 @@ def _bound(
     step: ProductLaunches, sizes: CallNumbers, dtype: torch.dtype, device: torch.device
 ) -> tuple[Callable[[], Tensor] | None, tuple[BoundLaunch, ...]]:
     """Of a step what makes its workspace, where it has one, and its launches."""
-    if _has_nothing(step, sizes.extents, sizes.shape):
+    if has_nothing(step, sizes.extents, sizes.shape):
         return None, ()
     launches = tuple(BoundLaunch(one, one.plan, sizes, dtype) for one in step.launches)
     if not step.workspace:
@@ -422,7 +429,7 @@ def ready(
 ) -> Ready:
     """The program for one call; `NotYet` where numbers are still on their way."""
     made: dict[Recipe, Made] = {}
-    busy = [step for step in program.steps if not _has_nothing(step, extents, shape)]
+    busy = [step for step in program.steps if not has_nothing(step, extents, shape)]
     for recipe in dict.fromkeys(recipe for step in busy for recipe in step.recipes()):
         found = prologue.soon(recipe)
         if found is None:
@@ -446,7 +453,7 @@ class Unseen:
 
     __slots__ = (
         *("arrays", "buffer", "check", "device", "dtype", "filled", "index", "launches"),
-        *("numbers", "program", "recipes", "rooms", "start"),
+        *("numbers", "program", "recipes", "rooms", "start", "written"),
     )
 
     def __init__(
@@ -465,7 +472,10 @@ class Unseen:
             for first in (True, *[False] * (len(step.launches) - 1))
         )
         self.index, self.device, self.buffer = found.index, found.device, found.buffer
-        self.dtype, self.filled, self.start = found.dtype, found.filled, found.start
+        first = found.program.steps[0]
+        self.written = None if first.atomic else first.planned.written
+        self.dtype, self.start = found.dtype, found.start
+        self.filled = found.filled or self.written is not None
 
     def run(
         self,
@@ -489,7 +499,7 @@ class Unseen:
         numbers, rooms = self.numbers(values, spans, shape, target, made)
         if target is None:
             out = calls.empty(shape, self.buffer or self.dtype, self.device)
-            if self.filled and not look:
+            if self.filled and not look and self.is_to_fill(shape):
                 out.fill_(self.start)
         elif self.buffer is None:
             out = target
@@ -508,6 +518,10 @@ class Unseen:
             return out
         return out.to(self.dtype) if target is None else target.copy_(out)
 
+    def is_to_fill(self, shape: tuple[int, ...]) -> bool:
+        """Whether a pattern leaves places of a dimension out, where that is what decides."""
+        return self.written is None or shape[self.written[0]] != self.written[1]
+
 
 def _holding_nothing(one: BoundLaunch) -> BoundLaunch:
     made = copy.copy(one)
@@ -521,7 +535,7 @@ def unseen_of(found: Ready, extents: tuple[str, ...], into: bool) -> Unseen | No
     """
     program = found.program
     steps = [step.planned for step in program.steps]
-    if any(one.covers or one.written for one in steps):
+    if any(one.covers for one in steps):
         return None
     for step, (room, launches) in zip(program.steps, found.work):
         if not launches or room is not None and step.copied is None:
@@ -535,7 +549,7 @@ def unseen_of(found: Ready, extents: tuple[str, ...], into: bool) -> Unseen | No
                 return None
     writer = _LaunchWriter(extents, into and program.buffer is None, recipes)
     if found.check is not None:
-        counts = _check_counts(program, found.filled and not into, writer)
+        counts = _check_counts(program, _fill_condition(found) if not into else "False", writer)
         writer.launch(found.check.launch, counts)
     for one in found.launches:
         writer.launch(one.launch, {k: writer.count(v) for k, v in one.launch.counts.items()})
@@ -627,12 +641,21 @@ class _LaunchWriter:
         return numbers
 
 
-def _check_counts(program: Program, fill: bool, writer: _LaunchWriter) -> dict[str, str]:
+def _fill_condition(found: Ready) -> str:
+    """Whether a new result is filled first, as code."""
+    first = found.program.steps[0]
+    if first.planned.written is None or first.atomic:
+        return str(found.filled)
+    dim, count = first.planned.written
+    return f"d[{dim}] != {count}"
+
+
+def _check_counts(program: Program, fill: str, writer: _LaunchWriter) -> dict[str, str]:
     """The numbers of the launch that looks at index values, as code."""
     out = " * ".join(f"d[{k}]" for k in range(len(program.problem.shape))) or "1"
     points = [
         " * ".join(writer.extents[v] for v in variables(use.index)) or "1"
         for use in program.unchecked
     ]
-    count = out if fill else "0"
+    count = f"({out} if {fill} else 0)"
     return {"most": f"max({', '.join([count, *points])})", "out_count": count}

@@ -62,7 +62,7 @@ def assemble(
     if unchecked and wishes.accumulate:  # all products of a call in place are added, or none is
         planned = [replace(one, plan=replace(one.plan, leaves=True)) for one in planned]
     steps = tuple(
-        _step(one, wishes, choice, room) for one, choice in zip(planned, choices, strict=True)
+        step_of(one, wishes, choice, room) for one, choice in zip(planned, choices, strict=True)
     )
     cut = widest != problem.dtype and any(step.atomic for step in steps)
     buffer = widest if buffered or cut else None
@@ -109,7 +109,8 @@ def first_choice(planned: Planned, wishes: Wishes) -> Choice:
     return model.suited(planned.plan, choice, wishes.architecture)
 
 
-def _step(planned: Planned, wishes: Wishes, choice: Choice, room: Room | None) -> ProductLaunches:
+def step_of(planned: Planned, wishes: Wishes, choice: Choice, room: Room | None) -> ProductLaunches:
+    """The launches of one product."""
     plan = model.oriented(
         planned.plan, planned.extents, choice[0].swap, allowed=wishes.settings.swap
     )

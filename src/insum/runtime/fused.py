@@ -183,23 +183,8 @@ class FusedCall:
         kind = self.kind
         if kind.negated:
             values = {n: v.resolve_neg() if isinstance(v, Tensor) else v for n, v in values.items()}
-        entries, promised = [], False
-        for name in kind.indices:
-            index: Any = values[name]
-            entry = memory.known(index) or memory.made(index)
-            promised = promised or entry.declared  # which the index tensors of a pattern are
-            entries.append(entry)
-        for name in kind.coefficients if promised else ():
-            value: Any = values[name]
-            own = memory.known(value) if value.numel() <= 2 * UNROLL_POINTS else None
-            if own is not None and CONSTANT in own:
-                entries.append(own)  # its values may be part of the program
-        found: Ready | Unseen | Refusal | None = None
-        recorded = is_recorded(kind.device)
-        if self.keeps and not recorded:
-            found = (entries[0] if entries else _plain).get(self.key(target, entries))
-        if found is None:
-            found = self.find(values, target, entries, recorded)
+        entries = self.entries(values)
+        found = self.found(values, target, entries)
         if isinstance(found, Refusal):
             return found
         if isinstance(found, Unseen):
@@ -210,6 +195,31 @@ class FusedCall:
             return found(values, target)
         values, look = self.with_record(found, values, target, entries)
         return found(values, target, look=look)
+
+    def entries(self, values: Mapping[str, Value]) -> list[memory.Entry]:
+        """What is remembered of index tensors, and of coefficients that may become code."""
+        kind, entries, promised = self.kind, [], False
+        for name in kind.indices:
+            index: Any = values[name]
+            entry = memory.known(index) or memory.made(index)
+            promised = promised or entry.declared  # which the index tensors of a pattern are
+            entries.append(entry)
+        for name in kind.coefficients if promised else ():
+            value: Any = values[name]
+            own = memory.known(value) if value.numel() <= 2 * UNROLL_POINTS else None
+            if own is not None and CONSTANT in own:
+                entries.append(own)  # its values may be part of the program
+        return entries
+
+    def found(
+        self, values: Mapping[str, Value], target: Tensor | None, entries: list[memory.Entry]
+    ) -> Ready | Unseen | Refusal:
+        """What runs a call."""
+        found: Ready | Unseen | Refusal | None = None
+        recorded = is_recorded(self.kind.device)
+        if self.keeps and not recorded:
+            found = (entries[0] if entries else _plain).get(self.key(target, entries))
+        return self.find(values, target, entries, recorded) if found is None else found
 
     def run_unseen(
         self,

@@ -137,6 +137,8 @@ class Program:
     unchecked: tuple[Use, ...] = ()
     check: Launch | None = None
     codes: dict[bool, Any] = field(default_factory=dict)
+    #: By the programs of other statements, one launch for all of them (`runtime.together`).
+    together: dict[tuple[Program, ...], ProductLaunches | None] = field(default_factory=dict)
 
     @property
     def launches(self) -> list[Launch]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,7 @@ from insum.lang.expr import (
 )
 from insum.plan.draft import Draft, Planned, Subject, finish
 from insum.plan.model import LONG
-from insum.plan.plan import Pattern, Plan, Segment
+from insum.plan.plan import Pattern, PatternPoint, Plan, Segment
 from insum.plan.questions import AskCoefficients, AskExact, AskInside, AskValues
 from insum.plan.recipes import OfShape, Segments
 from insum.plan.rewrite import Scatter, scatter_of
@@ -51,7 +51,7 @@ class Constants:
     """
 
     names: tuple[str, ...]
-    points: tuple[tuple[Access, tuple[Expr, ...]], ...]
+    points: tuple[PatternPoint, ...]
     exact: Mapping[str, int]
     values: Mapping[str, Any]
     coefficients: Mapping[str, Any]
@@ -67,11 +67,14 @@ def unrolled(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None
     if found is None or scatter.access.tensor not in found.names:
         return None
     planned = _straight_line(subject, draft, found, "unrolled")
-    if planned is None or set(found.names) != set(index_names(subject)):
-        return planned
-    # Whether every place of the scattered dimension has a point is known for each call alone.
-    written = {target.indices[scatter.dim].offset for target, _ in found.points}
-    return replace(planned, written=(scatter.dim, len(written)))
+    return planned and replace(planned, written=_written(found.points, scatter.dim))
+
+
+def _written(points: Sequence[PatternPoint], dim: int) -> tuple[int, int]:
+    """How many places of a dimension have a point: whether that is every one is known for each call
+    alone.
+    """
+    return dim, len({target.indices[dim].offset for target, _ in points})
 
 
 def nested(subject: Subject, draft: Draft) -> Planned | None:
@@ -130,7 +133,11 @@ def _in_rows(subject: Subject, draft: Draft, scatter: Scatter, found: Constants)
     segment = Segment(draft.row, draft.segment, tiled=False)
     pattern = Pattern(found.over, points)
     plan = replace(planned.plan, pattern=pattern, segment=segment, padded=frozenset())
-    return replace(planned, plan=_with_exact_strides(subject, plan))
+    fixed = [
+        dim for dim, index in enumerate(draft.target.indices) if not points[0][0].indices[dim].terms
+    ]
+    written = _written(points, fixed[0]) if len(fixed) == 1 else None
+    return replace(planned, plan=_with_exact_strides(subject, plan), written=written)
 
 
 def constants_of(subject: Subject, draft: Draft) -> Constants | None:
@@ -291,7 +298,7 @@ def _points(
     exact: Mapping[str, int],
     values: Mapping[str, Any],
     coefficients: Mapping[str, Any],
-) -> Iterator[tuple[Access, tuple[Expr, ...]]]:
+) -> Iterator[PatternPoint]:
     for place in itertools.product(*(range(n) for n in exact.values())):
         at = dict(zip(exact, place, strict=True))
         present = [True]

@@ -1,0 +1,219 @@
+"""Statements over the same points as one kernel with several results: what several of them read is
+read once.
+
+One of them owns the kernel's loops. It sums the entries of rows, or has a place for every entry;
+the others write a place for every entry, of all columns or of each, while the first walks them. So
+are all gradients of a product along edges: by what the edges start from, which is a sum over them,
+and by what each edge has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from insum.lang.expr import Access, Affine, Expr, Number, Var, index_of, variables
+from insum.plan.draft import Planned
+from insum.plan.joining import union_of
+from insum.plan.plan import Beside, Pattern, PatternPoint, Plan
+from insum.plan.recipes import Composed, Segments, Sorted
+from insum.plan.rewrite import replace_atom, substitute
+from insum.plan.sizes import OUT, beside
+
+#: Tiles that a kernel holds all along, of two elements for each thread: beyond it registers are
+#: spilled, or too few programs run at once, and results are quicker one by one.
+MOST_HELD = 48
+#: Points of all results of a kernel: compilers take minutes for more.
+MOST_POINTS = 600
+#: Columns that one tile holds, where a result is summed over all of them.
+MOST_COLUMNS = 256
+
+EntryWalk = Callable[[Expr], Expr]
+
+
+def beside_each_other(planned: Mapping[int, Planned]) -> list[int]:
+    """Of several, by number, those that one kernel may write; first the one that owns its loops:
+    the shortest that sums rows, else one that has a place for every entry and column. None where
+    that is too much for one kernel.
+    """
+    plain = {k: one for k, one in planned.items() if _is_plain(one.plan)}
+    rows = [k for k, one in plain.items() if one.plan.segment is not None]
+    every = [k for k, one in plain.items() if _has_every_place(one.plan)]
+    first = min(rows or every, key=lambda k: _points(plain[k]), default=None)
+    if first is None:
+        return []
+    found = [first, *(k for k, one in plain.items() if k != first and _is_entrywise(one))]
+    return found if _fits([plain[k] for k in found]) else []
+
+
+def _fits(planned: Sequence[Planned]) -> bool:
+    """Whether one kernel can hold what it sums, and what it reads for several of its results."""
+    if sum(map(_points, planned)) > MOST_POINTS:
+        return False
+    columns = _columns(planned[0].plan)
+    points = [point for one in planned for point in _pattern(one).points]
+    sums = {
+        (number, target)
+        for number, one in enumerate(planned)
+        for target, _ in _pattern(one).points
+        if not number or not columns <= set(variables(target))
+    }
+    reads: dict[str, set[tuple[int, ...]]] = {}  # places of the pattern, however entries are called
+    for factor in (f for _, factors in points for f in factors if isinstance(f, Access)):
+        if columns <= set(variables(factor)):
+            fixed = tuple(index.offset for index in factor.indices if not index.terms)
+            reads.setdefault(factor.tensor, set()).add(fixed)
+    # those that come in most forms are read when they are used
+    most = max(map(len, reads.values()), default=0)
+    return len(sums) + sum(len(forms) for forms in reads.values() if len(forms) < most) <= MOST_HELD
+
+
+def together(first: Planned, others: Sequence[Planned]) -> Planned | None:
+    """The first with what the others write beside it; None where they are not walked alike."""
+    walk = _walk_of(first)
+    if walk is None or not all(_is_entrywise(one) for one in others):
+        return None
+    every = [first, *others]
+    if len({(one.plan.accumulator, one.plan.wide) for one in every}) > 1:
+        return None
+    parts = [
+        union_of([_without_out(dict(getattr(one.plan, name))) for one in every])
+        for name in ("kinds", "strides", "made")
+    ]
+    extents = union_of([_common(one, first) for one in every])
+    kinds, strides, made = parts
+    if extents is None or kinds is None or strides is None or made is None:
+        return None
+    results = tuple(_beside(number, one, walk) for number, one in enumerate(others, 1))
+    if not all(_is_walked(result, first) for result in results):
+        return None
+    own = {OUT: dict(first.plan.strides)[OUT]}
+    own |= {result.tensor: dict(o.plan.strides)[OUT] for result, o in zip(results, others)}
+    plan = replace(
+        first.plan,
+        beside=results,
+        kinds=tuple(sorted(kinds.items())),
+        strides=tuple(sorted({**strides, **own}.items())),
+        made=tuple(sorted(made.items())),
+        why=(*first.plan.why, f"{len(others)} more results of the same points are written beside"),
+    )
+    return replace(first, plan=plan)
+
+
+def _is_plain(plan: Plan) -> bool:
+    """Whether a plan is straight-line code of which nothing is absent, out of range or added to."""
+    odd = plan.padded or plan.guarded or plan.wraps or plan.numbers or plan.bounds or plan.views
+    if plan.pattern is None or plan.reduce != "sum" or plan.accumulate or odd:
+        return False
+    if any(not isinstance(f, Number | Access) for f in plan.factors):
+        return False
+    if plan.segment is not None:
+        return plan.strategy == "segment" and not plan.segment.tiled and not plan.roles.grid
+    return plan.strategy == "unrolled"
+
+
+def _is_entrywise(one: Planned) -> bool:
+    return _is_plain(one.plan) and one.plan.segment is None and not one.arrays
+
+
+def _has_every_place(plan: Plan) -> bool:
+    """Whether nothing is summed but points of the pattern: rows are entries."""
+    roles = plan.roles
+    summed = roles.k or roles.loops or roles.grid or plan.segment
+    return not summed and len(roles.m) == 1 and len(roles.n) == 1 and _columns(plan) <= _kept(plan)
+
+
+def _columns(plan: Plan) -> set[str]:
+    return set(plan.roles.n)
+
+
+def _kept(plan: Plan) -> set[str]:
+    return set(variables(plan.target))
+
+
+def _pattern(one: Planned) -> Pattern:
+    assert one.plan.pattern is not None
+    return one.plan.pattern
+
+
+def _points(one: Planned) -> int:
+    return len(_pattern(one).points)
+
+
+def _common(one: Planned, first: Planned) -> dict[str, int]:
+    """Typical extents of variables that both have."""
+    return {v: n for v, n in one.extents.items() if v in first.extents}
+
+
+def _without_out(strides: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in strides.items() if name != OUT}
+
+
+def _walk_of(first: Planned) -> EntryWalk | None:
+    """What an expression over entries is called where the first walks them."""
+    if first.plan.segment is None:
+        return lambda expr: expr
+    row, slot, made = first.plan.segment.row, first.plan.segment.var, dict(first.plan.made)
+    match first.segments:
+        case Segments(index):
+            entry, order = slot, None
+        case Sorted(index):
+            (size,) = made[slot] if len(made[slot]) == 1 else (None,)
+            entry = getattr(size, "var", "")
+            order = _array(first, "order")
+            if not entry or order is None:
+                return None
+        case _:
+            return None
+    changes: list[tuple[Access, Var | Access]] = [(_at(index, entry), Var(row))]
+    for name, array in first.arrays.items():
+        if isinstance(array.recipe, Composed) and array.recipe.dims == (0,):
+            changes.append((_at(array.recipe.source, entry), _at(name, slot)))
+    places = {} if order is None else {entry: Affine(((1, _at(order, slot)),))}
+
+    def walk(expr: Expr) -> Expr:
+        for old, new in changes:
+            expr = replace_atom(expr, old, new)
+        return substitute(expr, places)
+
+    return walk
+
+
+def _array(first: Planned, part: str) -> str | None:
+    """The name of an array of the order in which the first walks entries."""
+    return next(
+        (n for n, a in first.arrays.items() if a.recipe == first.segments and a.part == part), None
+    )
+
+
+def _at(tensor: str, var: str) -> Access:
+    return Access(tensor, (index_of(var),))
+
+
+def _beside(number: int, one: Planned, walk: EntryWalk) -> Beside:
+    def walked(point: PatternPoint) -> PatternPoint:
+        target, factors = point
+        place = walk(target)
+        assert isinstance(place, Access)
+        return place, tuple(walk(f) for f in factors)
+
+    pattern = _pattern(one)
+    return Beside(beside(number), replace(pattern, points=tuple(map(walked, pattern.points))))
+
+
+def _is_walked(result: Beside, first: Planned) -> bool:
+    """Whether a result has a place for every entry, and nothing runs but what the first runs over;
+    all of the columns are in one tile, where they are summed.
+    """
+    plan, columns = first.plan, _columns(first.plan)
+    rows = {plan.segment.row, plan.segment.var} if plan.segment else set(plan.roles.m)
+    entry = plan.segment.var if plan.segment else plan.roles.m[0]
+    for target, factors in result.pattern.points:
+        kept = set(variables(target))
+        used = kept.union(*(variables(f) for f in factors))
+        if entry not in kept or not used <= rows | columns or not kept <= {entry} | columns:
+            return False
+        (column,) = columns
+        if column not in kept and first.sizes.extents[column].most > MOST_COLUMNS:
+            return False
+    return True

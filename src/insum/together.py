@@ -1,0 +1,46 @@
+"""Several statements on the same tensors: one kernel writes their results, where it can."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from insum.api import insum
+from insum.call import prepare
+from insum.request import request_of
+
+
+@dataclass(frozen=True)
+class AskedResult:
+    """A statement, the shape of its result, and the tensors that it reads."""
+
+    statement: str
+    shape: tuple[int, ...]
+    tensors: Mapping[str, Any]
+
+    def alone(self) -> Tensor:
+        return insum(self.statement, out_shape=self.shape, **self.tensors)
+
+
+def results_of(asked: Sequence[AskedResult]) -> list[Tensor]:
+    """The results of statements on plain tensors, of which no gradient is taken. A name means the
+    same tensor in all of them.
+    """
+    found = _in_one_launch(asked) if len(asked) > 1 else [None] * len(asked)
+    return [one.alone() if it is None else it for one, it in zip(asked, found)]
+
+
+def _in_one_launch(asked: Sequence[AskedResult]) -> list[Tensor | None]:
+    calls = []
+    for one in asked:
+        call = prepare(request_of(one.statement, one.shape, None, ()), one.tensors)
+        fused = call.fused_alone(one.tensors)
+        if fused is None:
+            return [None] * len(asked)
+        calls.append(fused)
+    from insum.runtime.together import run_together  # which takes a while to import
+
+    return run_together(calls, [one.tensors for one in asked])
