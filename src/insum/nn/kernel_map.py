@@ -86,6 +86,12 @@ class Geometry:
         """
         return self.submanifold and all(2 * p == r for p, r in zip(self.padding, self.reach))
 
+    @property
+    def meets_itself(self) -> bool:
+        """Whether every voxel reaches the output at its own place."""
+        every = zip(self.stride, self.padding, self.dilation, self.reach)
+        return all(s == 1 and p % d == 0 and p <= r for s, p, d, r in every)
+
     def offsets(self, device: torch.device) -> Tensor:
         """One row (0, dx, dy, ...) for every weight, in the order of a dense kernel."""
         return _sent(tuple((0, *offset) for offset in self.places()), device)

@@ -39,9 +39,9 @@ FEWER_ENTRIES, CUT_FEWER = 100_000, 16
 TINY_ENTRIES = 2**15
 #: Programs that fill a device twice over; fewer than this and a long reduction is cut into pieces.
 ENOUGH_PROGRAMS = 264
-#: Outputs of a tile whose threads sum each its own: eight for each of four warps' threads, as many
-#: halves as the widest load has.
-OWN_SUMS = 1024
+#: Threads of a tile that sum each its own, and how many outputs they take: as many halves as the
+#: widest load has.
+OWN_THREADS, OWN_SUMS = 128, 8
 #: Columns in tiles of which the last may be half empty.
 MANY_COLUMNS = 512
 #: Sides of the tiles that arithmetic alone decides on: this, and twice this on N.
@@ -489,7 +489,8 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
     if k < 128 and _gathers_side_by_side(plan, extents):
         # every thread sums what is its own, one after the other: nothing is put together at the end
         n = min(n, 64)
-        return Config(m=min(m, OWN_SUMS // n), n=n, k=1, warps=4, stages=1)
+        m = min(m, OWN_THREADS * min(n, OWN_SUMS) // n)
+        return Config(m=m, n=n, k=1, warps=OWN_THREADS // 32, stages=1)
     if plan.roles.k and k >= 1024 and _output_places(plan, extents) < 2 * ENOUGH_PROGRAMS * n:
         # long sums over few columns: more programs, and more rows in flight
         return Config(m=1, n=min(n, 64), k=128, warps=8, stages=1)
@@ -508,7 +509,7 @@ def _gathers_side_by_side(plan: Plan, extents: Mapping[str, int]) -> bool:
     ends = {
         a.indices[-1].var for a in reads if len(a.indices) > 1 and a.tensor in plan.index_tensors
     }
-    enough = _output_places(plan, extents) >= ENOUGH_PROGRAMS * OWN_SUMS // 4
+    enough = _output_places(plan, extents) >= ENOUGH_PROGRAMS * OWN_THREADS * OWN_SUMS // 4
     return enough and bool(ends & set(plan.roles.m)) and not ends & set(plan.roles.k)
 
 
