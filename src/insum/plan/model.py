@@ -42,6 +42,8 @@ ENOUGH_PROGRAMS = 264
 #: Threads of a tile that sum each its own, and how many outputs they take: as many halves as the
 #: widest load has.
 OWN_THREADS, OWN_SUMS = 128, 8
+#: Steps of such sums that are read before the first is added.
+OWN_STEPS = 9
 #: Columns in tiles of which the last may be half empty.
 MANY_COLUMNS = 512
 #: Sides of the tiles that arithmetic alone decides on: this, and twice this on N.
@@ -490,7 +492,7 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         # every thread sums what is its own, one after the other: nothing is put together at the end
         n = min(n, 64)
         m = min(m, OWN_THREADS * min(n, OWN_SUMS) // n)
-        return Config(m=m, n=n, k=1, warps=OWN_THREADS // 32, stages=1)
+        return Config(m=m, n=n, k=1, warps=OWN_THREADS // 32, stages=min(k, OWN_STEPS))
     if plan.roles.k and k >= 1024 and _output_places(plan, extents) < 2 * ENOUGH_PROGRAMS * n:
         # long sums over few columns: more programs, and more rows in flight
         return Config(m=1, n=min(n, 64), k=128, warps=8, stages=1)
