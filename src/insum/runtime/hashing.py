@@ -212,7 +212,8 @@ def insum_find(
                 held = tl.max(tl.where(alike, other_row, -1), axis=2)
                 tried = active & (held >= 0)
                 own_at = tl.maximum(held, 0).to(tl.int64)[:, :, None] * {axes.columns} + column
-                own = tl.load(coords_ptr + own_at, mask=tried[:, :, None]{real}, other=0).to(tl.int64)
+                read = tried[:, :, None]{real}
+                own = tl.load(coords_ptr + own_at, mask=read, other=0).to(tl.int64)
                 wanted = b[:, :, None] + (column * 0)
                 {wanted}
                 differs = (own != wanted){real}
