@@ -26,7 +26,7 @@ KERNELS: dict[str, tuple[Handwritten, list[tuple[torch.dtype, ...]]]] = {
         if ndim > 2  # of fewer axes they have fewer of the same lines
     },
     **{
-        f"find, {ndim} axes, coarse {coarse}": (
+        f"find, {ndim} axes, coarse {coarse}, many {many}": (
             kernel,
             [
                 (own, I32, other, I64, I32, I32, words)
@@ -35,8 +35,8 @@ KERNELS: dict[str, tuple[Handwritten, list[tuple[torch.dtype, ...]]]] = {
                 )
             ],
         )
-        for (ndim, coarse), kernel in hashing._FINDS.items()
-        if ndim == 3 or ndim == 4 and coarse
+        for (ndim, coarse, many), kernel in hashing._FINDS.items()
+        if ndim == 3 and coarse != many or ndim == 4 and coarse
     },
     "reach": (reaching._REACHERS[4], [(I32, I32, I32, I64, I64, I64)]),
     "firsts": (reaching._FIRSTS, [(I64, I32)]),

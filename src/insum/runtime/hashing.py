@@ -32,16 +32,20 @@ TWICE, OUTSIDE = 0, 1
 _PRIMES = {"x": 2654435761, "y": 2246822519, "z": 3266489917, "t": 374761393}
 _OF_BATCH = 668265263
 MOST_DIMENSIONS = len(_PRIMES)
-#: Rows that one program inserts, and places that one looks for: all that a warp has registers for.
-#: The interpreter has no warps, and pays for every program.
-INSERTED, SOUGHT = (1024, 4096) if launch.interpreting() else (64, 64)
-#: Offsets of a kernel that a program looks for at once.
-LANES = 32 if launch.interpreting() else 8
+#: Rows that one program inserts, and places that one looks for at a time. The interpreter has no
+#: warps, and pays for every program.
+INSERTED, SOUGHT = (1024, 4096) if launch.interpreting() else (64, 32)
+#: Offsets of a kernel that a program looks for at a time, by whether there are many rows: of few
+#: several, for programs wait for memory, and there should be more of them.
+LANES = {False: 32, True: 32} if launch.interpreting() else {False: 8, True: 1}
+MANY_ROWS = 1 << 17
 #: Places of a bucket, as many as one load reads; voxels along the last axis that share one.
 BUCKET_BITS = 2
 BUCKET = 1 << BUCKET_BITS
-#: Places for every row: nearly all searches end in the first bucket.
-ROOM = 4
+#: Places for every row, such that nearly all searches end in the first bucket; and of tables that
+#: do not fit the cache.
+ROOM, LESS_ROOM = 8, 4
+LARGE = 1 << 20
 
 
 class _Axes(tuple[str, ...]):
@@ -160,9 +164,9 @@ def insum_insert(
     return Handwritten("insum_insert", REPORT + _hash(axes) + text, warps=1)
 
 
-def _finder(axes: _Axes, coarse: bool) -> Handwritten:
+def _finder(axes: _Axes, coarse: bool, lanes: int) -> Handwritten:
     """``coarse``: as `Stencil` has it; divisions take registers."""
-    rows, inner, last = SOUGHT // LANES, "\n            ", axes[-1]
+    rows, inner, last = SOUGHT // lanes, "\n            ", axes[-1]
     deeper, columns = inner + "    ", power_of_two(axes.columns)
     there = ["@ = @_here * @_stride - @_pad + d@"]
     if coarse:
@@ -183,14 +187,14 @@ def insum_find(
     at = from_ptr + row * {axes.columns} + 1
     b = tl.load(at - 1, mask=there, other=0).to(tl.int64)[:, None]
     {axes.each("@_here = tl.load(at + #, mask=there, other=0).to(tl.int64)[:, None]")}
-    lane = tl.arange(0, {LANES})
+    lane = tl.arange(0, {lanes})
     place = tl.arange(0, {BUCKET})[None, None, :]
     column = tl.arange(0, {columns})[None, None, :]
     row_mask = (1 << row_bits) - 1
     for word in range((steps + per - 1) // per):
         last = tl.minimum(per, steps - word * per)
         bits = tl.zeros([{rows}], tl.int64)
-        for first in range(0, last, {LANES}):
+        for first in range(0, last, {lanes}):
             bit = first + lane
             used = bit < last
             step = tl.load(names_ptr + word * per + bit, mask=used, other=0).to(tl.int64)
@@ -200,9 +204,9 @@ def insum_find(
             h = insum_hash(b, {axes.names})
             bucket = h.to(tl.int64) & mask
             part = insum_entry(h, {last}, row_bits)
-            found = tl.full([{rows}, {LANES}], -1, tl.int32)
+            found = tl.full([{rows}, {lanes}], -1, tl.int32)
             # Rows of a bucket that look alike are tried from the last to the first.
-            below = tl.full([{rows}, {LANES}], {2**31 - 1}, tl.int32)
+            below = tl.full([{rows}, {lanes}], {2**31 - 1}, tl.int32)
             while tl.max(tl.max(active.to(tl.int32), axis=1), axis=0) > 0:
                 bucket_at = table_ptr + bucket[:, :, None] * {BUCKET} + place
                 entry = tl.load(bucket_at, mask=active[:, :, None], other=-1)
@@ -236,9 +240,12 @@ def insum_find(
 _EVERY = {n: _Axes(tuple(_PRIMES)[:n]) for n in range(1, MOST_DIMENSIONS + 1)}
 #: By the number of dimensions.
 _INSERTS = {n: _inserter(axes) for n, axes in _EVERY.items()}
-#: By the number of dimensions, and whether places are coarse.
+#: By the number of dimensions, whether places are coarse, and whether they are many.
 _FINDS = {
-    (n, coarse): _finder(axes, coarse) for n, axes in _EVERY.items() for coarse in (False, True)
+    (n, coarse, many): _finder(axes, coarse, lanes)
+    for n, axes in _EVERY.items()
+    for coarse in (False, True)
+    for many, lanes in LANES.items()
 }
 
 
@@ -266,7 +273,7 @@ def table_of(given: Tensor, coords: Tensor, shape: Sequence[int] | None, explain
     of ``shape``, are reported; ``explain`` makes the error of a report.
     """
     count, device = coords.shape[0], coords.device
-    size = power_of_two(ROOM * max(1, count))
+    size = power_of_two((ROOM if count <= LARGE else LESS_ROOM) * max(1, count))
     made = Table(coords, torch.full((size,), -1, dtype=torch.int32, device=device))
     record: dict[str, Any] = record_of(device).next(explain, {})
     ndim = coords.shape[1] - 1
@@ -313,8 +320,9 @@ def find(table: Table, places: Tensor, stencil: Stencil) -> tuple[Tensor, Tensor
     (steps, ndim), count = stencil.offsets.shape, places.shape[0]
     found = empty((steps, count), torch.int32, places.device)
     words, per = words_for(count, steps, places.device), bits_per_word(steps)
-    _FINDS[ndim, stencil.coarse](
-        blocks(count, SOUGHT // LANES),
+    many = count >= MANY_ROWS
+    _FINDS[ndim, stencil.coarse, many](
+        blocks(count, SOUGHT // LANES[many]),
         table.coords,
         table.slots,
         places,
