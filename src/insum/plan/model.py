@@ -291,6 +291,10 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
         # places in flattened axes, and bounds, take registers
         several = plan.bounds or len(plan.roles.m) > 1 or len(plan.roles.n) > 1
         return Config(m=m, n=n, k=k, warps=8 if several else 4, stages=3)
+    if size == 2 and plan.index_tensors and not plan.segment and plan.onehot < 0:
+        few = _for_few_tiles(plan, extents, m, n)
+        if few is not None:
+            return few
     warps = 8 if m * n >= 128 * 256 else 4
     if plan.segment and walks_entries(plan) and min(m, n) >= 128 and size == 2:
         return _for_large_entries(plan, plan.segment, extents, m, n, k)
@@ -322,6 +326,26 @@ def _for_large_entries(
     # its steps.
     deep = _deep(extents[plan.roles.k[-1]], LARGE_SIDE)
     return Config(m=m // 2, n=n, k=deep, warps=4, stages=2 if deep > 32 else 4)
+
+
+def _for_few_tiles(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> Config | None:
+    """Smaller tiles, where so few would fill the device that the steps of one decide: more of them
+    run at once, and a step waits for less. None where there are enough, or nothing to cut.
+    """
+
+    def programs(m: int, n: int) -> int:
+        tiles = extent(plan.roles.m, extents) / m, extent(plan.roles.n, extents) / n
+        return math.prod(map(math.ceil, tiles)) * math.prod(extents[v] for v in plan.roles.grid)
+
+    whole = m, n
+    while programs(m, n) < ENOUGH_PROGRAMS // 2 and (m > HIGH or n > 32):
+        m, n = (m // 2, n) if m > HIGH else (m, n // 2)
+    if (m, n) == whole or len(plan.roles.k) > 1:
+        return None
+    k = _dividing(extents[plan.roles.k[0]], LARGE_SIDE)
+    return Config(
+        m=m, n=n, k=k, warps=4, stages=max(2, min(4, PIPELINE_BYTES // ((m + n) * k * 2)))
+    )
 
 
 def least_n(plan: Plan) -> int:
