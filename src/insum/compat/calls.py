@@ -250,18 +250,27 @@ def autocasts() -> bool:
 
 
 class without_autocast:  # a context, as torch.no_grad is
-    """No autocast, for a while. Quicker than `torch.autocast`, and leaves its cache alone."""
+    """No autocast, for a while, nor gradients where ``grad`` says so. Quicker than
+    `torch.autocast`, and leaves its cache alone.
+    """
 
-    __slots__ = ("on",)
+    __slots__ = ("grad", "on")
+
+    def __init__(self, grad: bool = True) -> None:
+        self.grad = grad or not torch.is_grad_enabled()  # whether they stay as they are
 
     def __enter__(self) -> None:
         self.on = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
         for device in self.on:
             torch.set_autocast_enabled(device, False)
+        if not self.grad:
+            _set_grad(False)
 
     def __exit__(self, *_: object) -> None:
         for device in self.on:
             torch.set_autocast_enabled(device, True)
+        if not self.grad:
+            _set_grad(True)
 
 
 def untracked() -> AbstractContextManager[object]:
@@ -271,13 +280,15 @@ def untracked() -> AbstractContextManager[object]:
     """
     if torch.compiler.is_compiling():
         return _NOTHING
-    if torch.is_inference_mode_enabled() or is_transformed() or autocasts():
+    if torch.is_inference_mode_enabled() or is_transformed():
         stack = ExitStack()
         stack.enter_context(without_autocast())
         stack.enter_context(_untransformed())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         return stack
+    if autocasts():
+        return without_autocast(grad=False)
     return _NO_GRAD if torch.is_grad_enabled() else _NOTHING
 
 
