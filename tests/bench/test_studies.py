@@ -114,6 +114,13 @@ def test_unet(tmp_path: Path) -> None:
     assert one["error"] < 1e-5 and one["steady_ms"] > 0 and both["fresh_ms"] > 0
 
 
+def test_voxels(tmp_path: Path) -> None:
+    record = record_of(tmp_path, "voxels")
+    assert {row["layer"] for row in record["layers"]} >= {"depthwise 3", "largest 2 / 2"}
+    assert all(row["us"] > 0 and row["pairs"] > 0 for row in record["layers"])
+    assert [row["order"] for row in record["maps"]] == ["as scanned", "shuffled"]
+
+
 def test_first_call(tmp_path: Path) -> None:
     record = record_of(tmp_path, "first-call", "--only", "spmm", "--repeat", "1")
     cold, warm = record["rows"]

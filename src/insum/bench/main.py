@@ -41,6 +41,7 @@ from insum.bench import (
     tensor_product,
     tuning,
     unet,
+    voxels,
 )
 from insum.bench.options import BenchOptions, directions_of, dtypes_of
 from insum.bench.progress import Progress
@@ -72,6 +73,7 @@ STUDIES: dict[str, ModuleType] = {
     "cpu": cpu,
     "compare": compare,
     "unet": unet,
+    "voxels": voxels,
 }
 #: What takes folders.
 TAKES_SOURCES = ("report", "compare")
