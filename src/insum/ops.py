@@ -693,10 +693,12 @@ def lowered(statement: str, values: Mapping[str, Value]) -> dict[str, Value]:
     """The values of a statement as autocast has them."""
     target, found = head(statement).target, dict(values)
     for name, value in values.items():
-        if isinstance(value, Tensor) and name != target:
+        if isinstance(value, Tensor) and value.is_floating_point() and name != target:
             device = value.device.type
             if device in AUTOCAST_KEYS and torch.is_autocast_enabled(device):
-                found[name] = _lowered(value, torch.get_autocast_dtype(device), device)
+                dtype = torch.get_autocast_dtype(device)
+                if value.dtype is not dtype:  # on the path of every call
+                    found[name] = _lowered(value, dtype, device)
     return found
 
 

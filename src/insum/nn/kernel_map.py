@@ -66,6 +66,14 @@ class Geometry:
         for name, usual in (("stride", 1), ("padding", 0), ("dilation", 1), ("output_padding", 0)):
             object.__setattr__(self, name, getattr(self, name) or (usual,) * self.ndim)
 
+    def __hash__(self) -> int:
+        """Kept: every call of a layer looks for its map."""
+        found: int | None = self.__dict__.get("_hash")
+        if found is None:
+            found = hash((self.kernel, self.stride, self.padding, self.dilation, self.submanifold))
+            self.__dict__["_hash"] = found
+        return found
+
     @property
     def ndim(self) -> int:
         return len(self.kernel)
