@@ -290,7 +290,7 @@ def untracked() -> AbstractContextManager[object]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         return stack
-    if autocasts():
+    if _probed is not None and _probed[3]():  # autocast, without a call
         return without_autocast(grad=False)
     return _NO_GRAD if torch.is_grad_enabled() else _NOTHING
 

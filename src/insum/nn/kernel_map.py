@@ -68,10 +68,11 @@ class Geometry:
 
     def __hash__(self) -> int:
         """Kept: every call of a layer looks for its map."""
-        found: int | None = self.__dict__.get("_hash")
-        if found is None:
-            found = hash((self.kernel, self.stride, self.padding, self.dilation, self.submanifold))
-            self.__dict__["_hash"] = found
+        known = self.__dict__
+        if "_hash" not in known:
+            own = self.kernel, self.stride, self.padding, self.dilation, self.submanifold
+            known["_hash"] = hash(own)
+        found: int = known["_hash"]
         return found
 
     @property

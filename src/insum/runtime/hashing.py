@@ -251,20 +251,17 @@ _FINDS = {
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A hash table of the rows of ``coords``: batch, then the axes."""
+    """A hash table of the rows of ``coords``: batch, then the axes.
+
+    Attributes:
+        mask: the number of the last bucket.
+        row_bits: of the bits of a place, those that rows take; all of them are no row.
+    """
 
     coords: Tensor
     slots: Tensor
-
-    @property
-    def mask(self) -> int:
-        """The last bucket."""
-        return self.slots.shape[0] // BUCKET - 1
-
-    @property
-    def row_bits(self) -> int:
-        """Of the bits of a place, those that rows take; all of them are no row."""
-        return self.coords.shape[0].bit_length()
+    mask: int
+    row_bits: int
 
 
 def table_of(given: Tensor, coords: Tensor, shape: Sequence[int] | None, explain: Explain) -> Table:
@@ -274,14 +271,15 @@ def table_of(given: Tensor, coords: Tensor, shape: Sequence[int] | None, explain
     """
     count, device = coords.shape[0], coords.device
     size = power_of_two((ROOM if count <= LARGE else LESS_ROOM) * max(1, count))
-    made = Table(coords, torch.full((size,), -1, dtype=torch.int32, device=device))
+    slots = torch.full((size,), -1, dtype=torch.int32, device=device)
+    made = Table(coords, slots, size // BUCKET - 1, count.bit_length())
     record: dict[str, Any] = record_of(device).next(explain, {})
     ndim = coords.shape[1] - 1
     _INSERTS[ndim](
         blocks(count, INSERTED),
         given,
         coords,
-        made.slots,
+        slots,
         record[CLAIM],
         record[RECORD],
         record[FLAGS],
