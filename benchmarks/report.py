@@ -65,6 +65,7 @@ def page(folder: Path = RESULTS) -> str:
         ("overhead.json", overhead_lines),
         ("gallery.json", gallery_lines),
         ("fresh.json", new_data_lines),
+        ("unet.json", unet_lines),
         ("limits.json", limits_lines),
         ("compare.json", compare_lines),
         ("cpu.json", cpu_lines),
@@ -248,6 +249,33 @@ def new_data_lines(result: dict[str, Any]) -> list[str]:
             f"| `{row['case']}` | {row['contender']} | {row['median_ms']:.3f} | "
             f"{row['p99_ms']:.3f} | {row['max_ms']:.2f} | {wanted} | {row['compiled']} | "
             f"{row['waits'] or '-'} | {error} |"
+        )
+    return [*lines, "", f"Made by `{result['command']}`."]
+
+
+def unet_lines(result: dict[str, Any]) -> list[str]:
+    """A whole network on clouds that are new at every step."""
+    lines = [
+        "## MinkUNet18",
+        "",
+        f"{result['device']}, torch {_torch(result)}, {result['date']}. Medians of "
+        f"{result['calls']} steps, wall time from an idle device to an idle device: on maps that "
+        "are there, and on clouds that are new at every step, maps included; memory at the peak of "
+        "such a step. float16 is autocast.",
+        "",
+        *_head(
+            "cloud", ">voxels", ">batch", "dtype", "", "contender",
+            ">ms", ">new cloud, ms", ">MiB",
+        ),
+    ]  # fmt: skip
+    for row in result["rows"]:
+        times = [row["failed"], ""]
+        if not row["failed"]:
+            times = [f"{row['steady_ms']:.2f}", f"{row['fresh_ms']:.2f}"]
+        peak = "" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}"
+        lines.append(
+            f"| {row['cloud']} | {row['voxels']} | {row['batch']} | {row['dtype']} | "
+            f"{row['direction']} | {row['contender']} | {times[0]} | {times[1]} | {peak} |"
         )
     return [*lines, "", f"Made by `{result['command']}`."]
 

@@ -20,21 +20,23 @@ KERNELS: dict[str, tuple[Handwritten, list[tuple[torch.dtype, ...]]]] = {
     **{
         f"insert, {ndim} axes": (
             kernel,
-            [(kind, kind, I64, *RECORD) for kind in ((I32, I64) if ndim == 3 else (I64,))],
+            [(kind, kind, I32, *RECORD) for kind in ((I32, I64) if ndim == 3 else (I64,))],
         )
         for ndim, kernel in hashing._INSERTS.items()
         if ndim > 2  # of fewer axes they have fewer of the same lines
     },
     **{
-        f"find, {ndim} axes, {per} bits": (
+        f"find, {ndim} axes, coarse {coarse}, many {many}": (
             kernel,
             [
-                (own, I64, other, I64, I32, I32, I32 if per == 31 else I64)
-                for own, other in (((I32, I64), (I64, I32)) if ndim == 3 else ((I64, I64),))
+                (own, I32, other, I64, I32, I32, words)
+                for own, other, words in (
+                    ((I32, I64, I32), (I64, I32, I64)) if ndim == 3 else ((I64, I64, I64),)
+                )
             ],
         )
-        for (ndim, per), kernel in hashing._FINDS.items()
-        if ndim == 3 or (ndim, per) == (4, 62)
+        for (ndim, coarse, many), kernel in hashing._FINDS.items()
+        if ndim == 3 and coarse != many or ndim == 4 and coarse
     },
     "reach": (reaching._REACHERS[4], [(I32, I32, I32, I64, I64, I64)]),
     "firsts": (reaching._FIRSTS, [(I64, I32)]),

@@ -105,3 +105,21 @@ def test_nothing_is_cut_where_there_is_nothing(statement: str) -> None:
     x = torch.ones((0, 4000) if "a" in statement else (4000, 0))
     with deterministic(False):
         assert insum.insum(statement, x=x).shape == (0,)
+
+
+@pytest.mark.parametrize("statement", ["y[x,c] = a[s[z,x],c] * w[z,c]", "y[x,c] max= a[s[z,x],c]"])
+@pytest.mark.parametrize("steps", [2, 7])
+def test_steps_that_are_read_together(statement: str, steps: int) -> None:
+    """Two turns of three, and one step that is left; or fewer steps than a turn has."""
+    generator = torch.Generator().manual_seed(steps)
+    values: dict[str, Any] = {
+        "a": torch.randn(20, 9, generator=generator),
+        "s": torch.randint(-1, 20, (steps, 33), generator=generator),
+    }
+    values["s"][0].clamp_(min=0)  # so that no largest value is one of nothing
+    if "w" in statement:
+        values["w"] = torch.randn(steps, 9, generator=generator)
+    config = insum.Config(m=16, n=16, k=1, warps=4, stages=3)
+    with insum.settings(backend="fused", require_fused=True):
+        found = insum.insum(statement, padded=("s",), config=config, **values)
+    assert torch.allclose(found, insum.insum(statement, padded=("s",), **values))

@@ -466,6 +466,20 @@ def test_autocast(dtype: torch.dtype) -> None:
     torch.testing.assert_close(result, insum.insum(PRODUCT, out_shape=(4, 5), **lowered))
 
 
+def test_autocast_takes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so does the backward pass, whose rules are kept."""
+    values = tensors(gradient=True)
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("the registered op")
+
+    monkeypatch.setattr(insum.ops, "encode", refuse)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = insum.insum(PRODUCT, out_shape=(4, 5), **values)
+        assert result.dtype == (result @ torch.ones(5, 2)).dtype == torch.bfloat16  # still on
+    assert torch.autograd.grad(result.float().sum(), values["A"])[0].dtype == torch.float32
+
+
 # --- writing in place -----------------------------------------------------------------------------
 
 

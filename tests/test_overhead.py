@@ -87,6 +87,16 @@ def test_a_warm_forward_call() -> None:
     assert calls.total() <= FORWARD, calls
 
 
+def test_a_warm_call_under_autocast() -> None:
+    """Past the dispatcher, too."""
+    values = drawn()
+    with torch.autocast("cpu"):
+        for _ in range(WARM):
+            called(values)
+        calls = python_calls(lambda: called(values))
+    assert calls.total() <= FORWARD + 25, calls
+
+
 def test_a_warm_call_that_is_recorded_for_autograd() -> None:
     values = drawn()
     values["x"].requires_grad_()

@@ -12,13 +12,20 @@ from torch import Tensor
 from insum.accepted import is_fake, odd_tensor, shown
 from insum.bounded import keep
 from insum.call import MOST_FORMS, BoundCall, Kinds, kinds_of, prepare
-from insum.compat.calls import is_intercepted, is_plain_call, is_undisturbed
+from insum.compat.calls import (
+    autocasts,
+    is_eager_call,
+    is_intercepted,
+    is_plain_call,
+    is_undisturbed,
+    without_autocast,
+)
 from insum.errors import BindingError, DeviceError, SettingsError, UnsupportedError
 from insum.inplace import add_in_place
 from insum.lang.bind import Problem, Size, Value
 from insum.lang.expr import tensors_of
 from insum.lang.parser import parse
-from insum.ops import contract, run
+from insum.ops import contract, lowered, run
 from insum.plan.config import Config
 from insum.plan.library import WHY, is_left_to_library
 from insum.plan.path import Optimize
@@ -98,15 +105,35 @@ def insum(
 
             return cast(Tensor, run_formats(statement, tensors, False, out_shape, sizes, optimize))
         return traced(statement, out_shape, sizes, padded, config, optimize, tensors)
+    quiet = is_undisturbed()
+    if not quiet and autocasts() and _is_lowered(statement, tensors):
+        tensors = lowered(statement, tensors)
+        with without_autocast():
+            return insum(
+                statement,
+                out_shape=out_shape,
+                sizes=sizes,
+                padded=padded,
+                config=config,
+                optimize=optimize,
+                **tensors,
+            )
     kinds, given = _kinds(statement, out_shape, sizes, padded, config, optimize)
     call = kinds.known(tensors, given)
     if call is None and any(map(is_stranger, tensors.values())):
         return _of_strangers(kinds.form.request(given), out_shape, sizes, optimize, tensors)
-    if call is None or not is_undisturbed():
+    if call is None or not quiet:
         return _insum(kinds.form.request(given), tensors)
     if call.prepared.target:
         return add_in_place(kinds.form.request(given), call, tensors)
     return run(call, tensors)
+
+
+def _is_lowered(statement: object, tensors: dict[str, Value]) -> bool:
+    """Whether what autocast does to a call can be done here, past the dispatcher."""
+    if not isinstance(statement, str) or not is_eager_call(tensors.values()):
+        return False
+    return not any(map(is_stranger, tensors.values()))
 
 
 Insum = insum

@@ -43,11 +43,13 @@ if TYPE_CHECKING:
 
 #: Statements with their options, kinds of tensors of one, sizes of one kind, and those of them that
 #: are recognised by one comparison.
-MOST_FORMS, MOST_KINDS, MOST_SIZES, MOST_RECENT = 4096, 64, 16, 4
+MOST_FORMS, MOST_KINDS, MOST_SIZES, MOST_RECENT = 4096, 64, 64, 4
 #: Classes of sizes of one kind for which the order of contraction is kept.
 MOST_ORDERS = 64
 #: Calls of the same sizes before they are recognised by one comparison.
 OFTEN = 2
+#: Sizes of one kind above which that is not tried.
+FEW_SIZES = 16
 
 
 # --- kinds ----------------------------------------------------------------------------------------
@@ -199,7 +201,8 @@ class PreparedCall:
         given: tuple[Any, ...],
     ) -> BoundCall:
         """The call for these sizes and strides; where they do not fit together, binding says so."""
-        for alike, wanted, call in self.recent:
+        # of many sizes the last ones are not likely to be meant
+        for alike, wanted, call in self.recent if len(self.bound) <= FEW_SIZES else ():
             if wanted == sizes and alike(*given):
                 return call
         key = (sizes, *[(v.shape, v.stride()) for v in given if isinstance(v, Tensor)])
@@ -208,7 +211,7 @@ class PreparedCall:
             found = self.measured(values, sizes, initial)
             return keep(self.bound, key, found, MOST_SIZES)
         found.count += 1
-        if found.count == OFTEN:
+        if found.count == OFTEN and len(self.bound) <= FEW_SIZES:
             self.remember(found, sizes, given)
         return found
 

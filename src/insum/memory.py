@@ -31,7 +31,7 @@ from insum.compat.calls import (
     current_stream,
     in_backward,
     is_capturing,
-    is_plain_call,
+    is_eager_call,
     is_recorded,
     renew_in_children,
     stream_object,
@@ -288,7 +288,7 @@ def remembered(tensor: Tensor, key: object, make: Callable[[], T], *others: Tens
     >>> remembered(x.add_(1), "sum", lambda: int(x.sum()))
     5
     """
-    if not is_plain_call((tensor, *others)):
+    if not is_eager_call((tensor, *others)):
         return make()
     key = (key, *[entry_of(other).serial for other in others]) if others else key
 

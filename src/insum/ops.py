@@ -19,7 +19,14 @@ from torch import Tensor
 from insum.autograd import ForwardCall, StatementRunner, gradients, tangent_of
 from insum.batching import batched, front
 from insum.call import BoundCall, Kinds, prepare
-from insum.compat.calls import apply_plainly, is_plain_call, is_transformed
+from insum.compat.calls import (
+    apply_plainly,
+    autocasts,
+    is_eager_call,
+    is_plain_call,
+    is_transformed,
+    without_autocast,
+)
 from insum.compat.tangents import (
     forward_levels,
     make_dual,
@@ -55,6 +62,10 @@ Arguments: TypeAlias = tuple[
 
 def contract(request: Request, values: Mapping[str, Value]) -> Tensor:
     """The result of a statement as a new tensor. Differentiable."""
+    if autocasts() and is_eager_call(values.values()):
+        lower = lowered(request.statement, values)
+        with without_autocast():
+            return contract(request, lower)
     # Without a tensor the default device decides, which is not to be seen from within an op.
     if not is_plain_call(values.values()) and any(isinstance(v, Tensor) for v in values.values()):
         result: Tensor = (
@@ -661,6 +672,8 @@ for _name, _rule in (
 
 # Autocast: floating tensors, float64 excepted, are cast; what gives the output its dtype is not.
 
+AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
+
 
 def _autocast(device: str, op: Any, first: int) -> Any:
     def kernel(*arguments: Any) -> Any:
@@ -676,6 +689,19 @@ def _autocast(device: str, op: Any, first: int) -> Any:
     return kernel
 
 
+def lowered(statement: str, values: Mapping[str, Value]) -> dict[str, Value]:
+    """The values of a statement as autocast has them."""
+    target, found = head(statement).target, dict(values)
+    for name, value in values.items():
+        if isinstance(value, Tensor) and value.is_floating_point() and name != target:
+            device = value.device.type
+            if device in AUTOCAST_KEYS and torch.is_autocast_enabled(device):
+                dtype = torch.get_autocast_dtype(device)
+                if value.dtype is not dtype:  # on the path of every call
+                    found[name] = _lowered(value, dtype, device)
+    return found
+
+
 def _lowered(tensor: Tensor, dtype: torch.dtype, device: str) -> Tensor:
     eligible = (
         tensor.is_floating_point()
@@ -685,6 +711,6 @@ def _lowered(tensor: Tensor, dtype: torch.dtype, device: str) -> Tensor:
     return tensor.to(dtype) if eligible else tensor
 
 
-for _device, _key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
+for _device, _key in AUTOCAST_KEYS.items():
     for _name, _first in (("contract", 0), ("accumulate", 1), ("accumulate_", 1)):
         _library.impl(_name, _autocast(_device, getattr(torch.ops.insum, _name), _first), _key)  # type: ignore[no-untyped-call]

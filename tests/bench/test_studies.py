@@ -166,6 +166,11 @@ def test_batches_are_not_alike() -> None:
         assert torch.equal(atoms.structure[src], atoms.structure[dst])
         far = (atoms.positions[src] - atoms.positions[dst]).norm(dim=1)
         assert far.min() > 0 and far.max() < models.CUTOFF
+def test_voxels(tmp_path: Path) -> None:
+    record = record_of(tmp_path, "voxels")
+    assert {row["layer"] for row in record["layers"]} >= {"depthwise 3", "largest 2 / 2"}
+    assert all(row["us"] > 0 and row["pairs"] > 0 for row in record["layers"])
+    assert [row["order"] for row in record["maps"]] == ["as scanned", "shuffled"]
 
 
 def test_first_call(tmp_path: Path) -> None:

@@ -666,3 +666,13 @@ def test_sizes_of_numpy() -> None:
     x = SparseTensor(torch.tensor([[0, 1, 2]]), torch.ones(1, 2), spatial_shape=(three,) * 3)
     kinds = {type(n) for n in (*layer.geometry.kernel, *layer.geometry.stride, *x.spatial_shape)}  # type: ignore[misc]
     assert kinds == {int}
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_networks_over_no_voxel_and_over_one(count: int) -> None:
+    net = MinkUNet(3, 5, blocks=(1,) * 8, widths=(4,) * 8, stem=(3, 4)).eval()
+    features = torch.randn(count, 3, requires_grad=True)
+    out = net(SparseTensor(torch.zeros(count, 4, dtype=torch.int32), features)).features
+    out.sum().backward()
+    assert out.shape == (count, 5) and features.grad is not None
+    assert features.grad.shape == features.shape

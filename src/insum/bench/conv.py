@@ -296,11 +296,14 @@ def flexgemm(given: ConvInputs, direction: str) -> ReadyContender:
     ops.set_algorithm(ops.Algorithm.MASKED_IMPLICIT_GEMM_SPLITK)
     at, size = _batched(given.voxels)
     shape = torch.Size([1, given.w.shape[1], *size])
+    bias = torch.zeros_like(given.w[0, 0])  # its backward pass asks for one
     kept: list[Any] = [None]
 
     def call(x: Tensor, w: Tensor) -> Tensor:
         out: Tensor
-        out, kept[0] = ops.sparse_submanifold_conv3d(x, at, shape, kept[0], w, None)
+        out, kept[0] = ops.sparse_submanifold_conv3d(
+            feats=x, coords=at, shape=shape, neighbor_cache=kept[0], weight=w, bias=bias
+        )
         return out
 
     theirs = lambda w: w.permute(2, 0, 1).reshape(w.shape[2], 3, 3, 3, w.shape[1])

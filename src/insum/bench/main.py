@@ -42,6 +42,7 @@ from insum.bench import (
     tensor_product,
     tuning,
     unet,
+    voxels,
 )
 from insum.bench.options import BenchOptions, directions_of, dtypes_of
 from insum.bench.progress import Progress
@@ -74,6 +75,7 @@ STUDIES: dict[str, ModuleType] = {
     "compare": compare,
     "unet": unet,
     "models": models,
+    "voxels": voxels,
 }
 #: What takes folders.
 TAKES_SOURCES = ("report", "compare")

@@ -30,6 +30,8 @@ CHANNELS, CLASSES, CALLS, WARM = 4, 20, 20, 4
 #: Channels of a network that a CPU runs.
 NARROW = {"widths": (4,) * 8, "stem": (3, 4), "blocks": (1,) * 8}
 BATCHES = (1, 4)
+#: What is told to those who have to know how many batches there are at most.
+MOST_BATCHES = 64
 HEAD = ("cloud", "batch", "dtype", "what", "contender", "ms", "with maps", "peak MiB", "error")
 
 
@@ -155,12 +157,14 @@ class _WithoutLike(nn.Module):
 
 
 class FlexGemmUNet(MinkUNet):
-    """Convolutions over the same voxels by FlexGEMM, which has no others; strided ones by insum."""
+    """Convolutions over the same voxels by FlexGEMM, of as many offsets as its fastest algorithm
+    takes; strided ones, whose inverse it has not, by insum.
+    """
 
     def same(
         self, inputs: int, outputs: int, kernel: int, level: int, bias: bool = False
     ) -> nn.Module:
-        if kernel == 1:
+        if kernel == 1 or kernel**3 > FlexGemmConv.MOST_OFFSETS:
             return super().same(inputs, outputs, kernel, level, bias)
         return FlexGemmConv(inputs, outputs, kernel)
 
@@ -168,23 +172,32 @@ class FlexGemmUNet(MinkUNet):
 class FlexGemmConv(SparseModule):
     """A submanifold convolution whose maps are kept with the voxels."""
 
+    MOST_OFFSETS = 32
+
     def __init__(self, inputs: int, outputs: int, kernel: int) -> None:
         super().__init__()
         bound = (inputs * kernel**3) ** -0.5
         weight = torch.empty(outputs, kernel, kernel, kernel, inputs).uniform_(-bound, bound)
         self.weight = nn.Parameter(weight)
+        self.register_buffer("bias", torch.zeros(outputs))  # its backward pass asks for one
 
     def forward(self, x: SparseTensor) -> SparseTensor:
         ops = module("flex_gemm.ops.spconv")
         ops.set_algorithm(ops.Algorithm.MASKED_IMPLICIT_GEMM_SPLITK)
         narrow = torch.is_autocast_enabled(x.device.type)
         kind = torch.get_autocast_dtype(x.device.type) if narrow else x.dtype
-        key = "flexgemm", self.weight.shape[1]
-        shape = torch.Size([x.batch_size, self.weight.shape[-1], 2048, 2048, 2048])
-        out, x.voxels.maps[key] = ops.sparse_submanifold_conv3d(
-            x.features.to(kind), x.coords.int(), shape, x.voxels.maps.get(key),
-            self.weight.to(kind), None,
-        )  # fmt: skip
+        maps = x.voxels.maps
+        coords = maps.get("flexgemm coords")
+        if coords is None:
+            coords = maps["flexgemm coords"] = x.coords.int()
+        out, maps["flexgemm"] = ops.sparse_submanifold_conv3d(
+            feats=x.features.to(kind),
+            coords=coords,
+            shape=torch.Size([MOST_BATCHES, self.weight.shape[-1], 2048, 2048, 2048]),
+            neighbor_cache=maps.get("flexgemm"),
+            weight=self.weight.to(kind),
+            bias=self.get_buffer("bias").to(kind),
+        )
         return x.with_features(out)
 
 

@@ -123,6 +123,9 @@ class Emitter:
             first, last = "piece * t_step", "tl.minimum(piece * t_step + t_step, t_count)"
         if self.shape.single_k and not self.shape.pieces:
             return ["t = 0", *self.ordered(indices)]
+        together = self.steps_at_once()
+        if together > 1:
+            return [*lines, *self.side_by_side(first, last, together)]
         if not (self.frame.prefetch and indices):
             return [
                 *lines,
@@ -130,6 +133,34 @@ class Emitter:
                 *("    " + line for line in self.ordered(indices)),
             ]
         return [*lines, *self.prefetched(first, last)]
+
+    def steps_at_once(self) -> int:
+        """How many steps of the loop are read before the first is summed: without matrix units
+        nothing else has them in flight together.
+        """
+        config, lines = self.frame.config, self.ordered([])
+        plain = all(re.match(r"\w+ = ", line) for line in lines)
+        if self.plan.roles.dot or self.plan.segment or config.k > 1 or not plain:
+            return 1
+        return config.stages if len(self.frame.counters) == 1 else 1
+
+    def side_by_side(self, first: str, last: str, together: int) -> list[str]:
+        """Several steps in each turn of the loop, line by line: all of them read their indices,
+        then what these lead to, and are summed one after the other. What is left is done step by
+        step.
+        """
+        body = self.ordered([line for _, line in self.frame.index_lines])
+        own = {line.split(" = ")[0] for line in body} - {"acc"}
+        lines = [f"t_first = {first}", f"t_last = {last}"]
+        lines.append(f"t_whole = t_first + (t_last - t_first) // {together} * {together}")
+        lines.append(f"for t in range(t_first, t_whole, {together}):")
+        lines += [
+            "    " + _renamed(line, own, f"(t + {step})", f"_{step}")
+            for line in body
+            for step in range(together)
+        ]
+        lines.append("for t in range(t_whole, t_last):")
+        return [*lines, *("    " + line for line in body)]
 
     def ordered(self, indices: list[str]) -> list[str]:
         """Loop-variable definitions, then index loads, then the rest (loads of data and
@@ -195,10 +226,10 @@ def _needed(lines: list[str], names: set[str]) -> list[str]:
     return kept[::-1]
 
 
-def _renamed(line: str, defined: set[str], at: str) -> str:
+def _renamed(line: str, defined: set[str], at: str, end: str = "_next") -> str:
     def change(found: re.Match[str]) -> str:
         word = found.group()
-        return f"{word}_next" if word in defined else at if word == "t" else word
+        return f"{word}{end}" if word in defined else at if word == "t" else word
 
     return re.sub(r"(?<![.\w])[A-Za-z_]\w*", change, line)
 

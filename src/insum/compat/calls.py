@@ -231,19 +231,67 @@ def is_plain_call(values: Iterable[object]) -> bool:
     return True
 
 
+def is_eager_call(values: Iterable[object]) -> bool:
+    """The same, autocast or not: it changes what ops over floating-point numbers do, and nothing
+    else.
+    """
+    if _probed is None or torch.compiler.is_compiling():
+        return False
+    dispatch, function, functorch, _, tracing = _probed
+    quiet = not (dispatch() or function()) and functorch() is None and tracing() is None
+    if not quiet or forward_ad._current_level >= 0:
+        return False
+    for value in values:  # noqa: SIM110  # on the path of every call
+        if type(value) not in PLAIN and isinstance(value, Tensor):
+            return False
+    return True
+
+
+def autocasts() -> bool:
+    """Whether autocast is on, for some device."""
+    return _probed is not None and _probed[3]()
+
+
+class without_autocast:  # a context, as torch.no_grad is
+    """No autocast, for a while, nor gradients where ``grad`` says so. Quicker than
+    `torch.autocast`, and leaves its cache alone.
+    """
+
+    __slots__ = ("grad", "on")
+
+    def __init__(self, grad: bool = True) -> None:
+        self.grad = grad or not torch.is_grad_enabled()  # whether they stay as they are
+
+    def __enter__(self) -> None:
+        self.on = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
+        for device in self.on:
+            torch.set_autocast_enabled(device, False)
+        if not self.grad:
+            _set_grad(False)
+
+    def __exit__(self, *_: object) -> None:
+        for device in self.on:
+            torch.set_autocast_enabled(device, True)
+        if not self.grad:
+            _set_grad(True)
+
+
 def untracked() -> AbstractContextManager[object]:
-    """Neither autograd nor inference mode nor a transform of torch.func, for what is kept: tensors
-    made under one of them could not be used outside of it. Entering nothing is quicker, where
-    nothing has to be changed.
+    """Neither autograd nor inference mode, a transform of torch.func or autocast, for what is kept:
+    what is made under one of them could not be used outside of it. Entering nothing is quicker,
+    where nothing has to be changed.
     """
     if torch.compiler.is_compiling():
         return _NOTHING
     if torch.is_inference_mode_enabled() or is_transformed():
         stack = ExitStack()
+        stack.enter_context(without_autocast())
         stack.enter_context(_untransformed())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         return stack
+    if _probed is not None and _probed[3]():  # autocast, without a call
+        return without_autocast(grad=False)
     return _NO_GRAD if torch.is_grad_enabled() else _NOTHING
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from insum import call
 from insum.accepted import COUNTS, TENSOR, Accepted, F, explains, is_common, require
-from insum.compat.calls import is_plain_call
+from insum.compat.calls import is_eager_call
 from insum.errors import BindingError, DeviceError, DtypeError
 from insum.formats import SparseFormat
 from insum.formats.convert import FORMAT
@@ -59,7 +59,7 @@ def kernels_look(tensor: Tensor) -> bool:
         call.kernels_look_on(tensor.device)
         and settings.values.check != "always"
         and on_device(tensor)
-        and is_plain_call((tensor,))
+        and is_eager_call((tensor,))
     )
 
 

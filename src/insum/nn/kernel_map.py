@@ -66,6 +66,15 @@ class Geometry:
         for name, usual in (("stride", 1), ("padding", 0), ("dilation", 1), ("output_padding", 0)):
             object.__setattr__(self, name, getattr(self, name) or (usual,) * self.ndim)
 
+    def __hash__(self) -> int:
+        """Kept: every call of a layer looks for its map."""
+        known = self.__dict__
+        if "_hash" not in known:
+            own = self.kernel, self.stride, self.padding, self.dilation, self.submanifold
+            known["_hash"] = hash(own)
+        found: int = known["_hash"]
+        return found
+
     @property
     def ndim(self) -> int:
         return len(self.kernel)
@@ -85,6 +94,12 @@ class Geometry:
         starts, and has a centre.
         """
         return self.submanifold and all(2 * p == r for p, r in zip(self.padding, self.reach))
+
+    @property
+    def meets_itself(self) -> bool:
+        """Whether every voxel reaches the output at its own place."""
+        every = zip(self.stride, self.padding, self.dilation, self.reach)
+        return all(s == 1 and p % d == 0 and p <= r for s, p, d, r in every)
 
     def offsets(self, device: torch.device) -> Tensor:
         """One row (0, dx, dy, ...) for every weight, in the order of a dense kernel."""

@@ -74,8 +74,8 @@ class SparseMaxPool(_Pool):
             top = _tensor(
                 insum.einsum("Out[x,c] max= Map[z,x,y] * In[y,c]", Map=found, In=x.features)
             )
-        if like is not None:  # whose voxels may have nothing under the kernel
-            top = torch.where(_counts(found)[:, None] > 0, top, 0)
+        if like is not None and not (like.voxels is x.voxels and self.geometry.meets_itself):
+            top = torch.where(_occupied(found), top, 0)  # there may be nothing under the kernel
         return out.with_features(top)
 
 
@@ -337,6 +337,16 @@ def _counts(found: SparseFormat) -> Tensor:
     if isinstance(found, NeighborTable):
         return (found.table >= 0).sum(0)
     return _tensor(insum.einsum("Out[x] = Map[z,x,y]", Map=found))
+
+
+def _occupied(found: SparseFormat) -> Tensor:
+    """Which outputs have an input, (outputs, 1); kept with a table."""
+
+    def make() -> Tensor:
+        with untracked():
+            return _counts(found)[:, None] > 0
+
+    return remembered(found.table, "occupied", make) if isinstance(found, NeighborTable) else make()
 
 
 def _shares(found: SparseFormat, dtype: torch.dtype) -> Tensor:

@@ -40,9 +40,11 @@ FEWER_ENTRIES, CUT_FEWER = 100_000, 16
 TINY_ENTRIES = 2**15
 #: Programs that fill a device twice over; fewer than this and a long reduction is cut into pieces.
 ENOUGH_PROGRAMS = 264
-#: Outputs of a tile whose threads sum each its own: eight for each of four warps' threads, as many
-#: halves as the widest load has.
-OWN_SUMS = 1024
+#: Threads of a tile that sum each its own, and how many outputs they take: as many halves as the
+#: widest load has.
+OWN_THREADS, OWN_SUMS = 128, 8
+#: Steps of such sums that are read before the first is added.
+OWN_STEPS = 9
 #: Columns in tiles of which the last may be half empty.
 MANY_COLUMNS = 512
 #: Sides of the tiles that arithmetic alone decides on: this, and twice this on N.
@@ -308,6 +310,10 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
         # places in flattened axes, and bounds, take registers
         several = plan.bounds or len(plan.roles.m) > 1 or len(plan.roles.n) > 1
         return Config(m=m, n=n, k=k, warps=8 if several else 4, stages=3)
+    if size == 2 and plan.index_tensors and not plan.segment and plan.onehot < 0:
+        few = _for_few_tiles(plan, extents, m, n)
+        if few is not None:
+            return few
     warps = 8 if m * n >= 128 * 256 else 4
     if plan.segment and walks_entries(plan) and m >= LARGE_SIDE and size == 2:
         if _tiles(plan, plan.segment, extents, m, n) < ENOUGH_PROGRAMS:
@@ -348,6 +354,26 @@ def _for_few_tiles(plan: Plan, extents: Mapping[str, int], m: int, n: int, k: in
     if n >= LARGE_SIDE or depth > FLATTEN_UP_TO or depth == power_of_two(depth):
         k = _deep(depth, LARGE_SIDE)
     return Config(m=m // 2, n=n, k=k, warps=4, stages=2 if k > 32 else 4 if n >= LARGE_SIDE else 3)
+
+
+def _for_few_tiles(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> Config | None:
+    """Smaller tiles, where so few would fill the device that the steps of one decide: more of them
+    run at once, and a step waits for less. None where there are enough, or nothing to cut.
+    """
+
+    def programs(m: int, n: int) -> int:
+        tiles = extent(plan.roles.m, extents) / m, extent(plan.roles.n, extents) / n
+        return math.prod(map(math.ceil, tiles)) * math.prod(extents[v] for v in plan.roles.grid)
+
+    whole = m, n
+    while programs(m, n) < ENOUGH_PROGRAMS // 2 and (m > HIGH or n > 32):
+        m, n = (m // 2, n) if m > HIGH else (m, n // 2)
+    if (m, n) == whole or len(plan.roles.k) > 1:
+        return None
+    k = _dividing(extents[plan.roles.k[0]], LARGE_SIDE)
+    return Config(
+        m=m, n=n, k=k, warps=4, stages=max(2, min(4, PIPELINE_BYTES // ((m + n) * k * 2)))
+    )
 
 
 def least_n(plan: Plan) -> int:
@@ -540,7 +566,8 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
     if k < 128 and _gathers_side_by_side(plan, extents):
         # every thread sums what is its own, one after the other: nothing is put together at the end
         n = min(n, 64)
-        return Config(m=min(m, OWN_SUMS // n), n=n, k=1, warps=4, stages=1)
+        m = min(m, OWN_THREADS * min(n, OWN_SUMS) // n)
+        return Config(m=m, n=n, k=1, warps=OWN_THREADS // 32, stages=min(k, OWN_STEPS))
     if plan.roles.k and k >= 1024 and _output_places(plan, extents) < 2 * ENOUGH_PROGRAMS * n:
         # long sums over few columns: more programs, and more rows in flight
         return Config(m=1, n=min(n, 64), k=128, warps=8, stages=1)
@@ -559,7 +586,7 @@ def _gathers_side_by_side(plan: Plan, extents: Mapping[str, int]) -> bool:
     ends = {
         a.indices[-1].var for a in reads if len(a.indices) > 1 and a.tensor in plan.index_tensors
     }
-    enough = _output_places(plan, extents) >= ENOUGH_PROGRAMS * OWN_SUMS // 4
+    enough = _output_places(plan, extents) >= ENOUGH_PROGRAMS * OWN_THREADS * OWN_SUMS // 4
     return enough and bool(ends & set(plan.roles.m)) and not ends & set(plan.roles.k)
 
 

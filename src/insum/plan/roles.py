@@ -240,7 +240,7 @@ def _is_power(n: int) -> bool:
 
 def _as_sum(roles: Roles) -> Contraction:
     kept = [v for v in (*roles.held, *roles.kept) if v != roles.row]
-    n = _summed_instead(roles) or _widest_innermost(roles, [v for v in kept if v in roles.kept])
+    n = _summed_instead(roles) or _innermost(roles, [v for v in kept if v in roles.kept])
     rest = [v for v in kept if v != n]
     m = (
         roles.row
@@ -288,12 +288,24 @@ def _beside_row(roles: Roles, axes: set[str]) -> tuple[str, ...]:
     return (rest[-1],)
 
 
-def _widest_innermost(roles: Roles, kept: Sequence[str]) -> str:
-    """The innermost kept variable, unless it is tiny and another is not."""
+def _innermost(roles: Roles, kept: Sequence[str]) -> str:
+    """The innermost kept variable, unless it is tiny and another is not; one that a gathered row
+    is read along all the same, for the other would read a row for every number.
+    """
     if not kept:
         return ""
-    widest = max(kept, key=lambda v: roles.extents[v])
-    return kept[-1] if roles.extents[kept[-1]] >= min(16, roles.extents[widest]) else widest
+    inner, widest = kept[-1], max(kept, key=lambda v: roles.extents[v])
+    wide = roles.extents[inner] >= min(16, roles.extents[widest])
+    return inner if wide or _along_gathered_rows(roles, inner, widest) else widest
+
+
+def _along_gathered_rows(roles: Roles, inner: str, outer: str) -> bool:
+    """Whether all that is read along ``inner`` is rows, and ``outer`` finds them by an index."""
+    reads = [a for f in roles.factors for a in accesses(f, nested=False) if a.indices]
+    rows = [a for a in reads if a.indices[-1].var == inner and len(a.indices) > 1]
+    return any(
+        outer in variables(index) and index.var is None for a in rows for index in a.indices[:-1]
+    ) and not any(a.indices[-1].var == outer for a in reads)
 
 
 def _held_axis(roles: Roles) -> str:

@@ -57,9 +57,10 @@ _serial = operator.attrgetter("serial")
 #: A short pattern that comes back for this many calls is compiled into the code.
 PROMOTE_AT = 3
 #: Classes of sizes for which programs of tensors that were never seen are kept.
-MOST_UNSEEN = 64
-#: Calls on one map of a kernel, which a network of several layers makes in one step, before the
-#: arguments of its launches are kept: making them takes as long as a few calls without.
+MOST_UNSEEN = 128
+#: Calls on one map of a kernel like the first on it, of which a network may make several in one
+#: step, before the arguments of its launches are kept: making them takes as long as a few calls
+#: without.
 MOST_MET = 8
 #: What is made of maps of kernels without numbers that the host would have to wait for.
 _serials = itertools.count()
@@ -304,7 +305,10 @@ class FusedCall:
         about: list[object] = []
         highest = {}
         for name, entry in zip(kind.indices, entries):
-            entry.sights += 1
+            known: packs.KernelMap = entry.things[packs.MAP]
+            if known.first is None:
+                known.first = self.serial
+            entry.sights += known.first == self.serial
             if entry.sights > MOST_MET:
                 # one that keeps coming back is worth arguments of its own, and a better order
                 _settle(entry)
@@ -313,7 +317,7 @@ class FusedCall:
             if facts is None:
                 return None
             highest[name] = facts.high
-            about.append((entry.things[packs.MAP].mirrored, values[name].shape[0]))  # type: ignore[union-attr]
+            about.append((known.mirrored, values[name].shape[0]))  # type: ignore[union-attr]
         for name, owner, dim in kind.limits:
             limit = sized.shape[dim] if owner is OUT else values[owner].shape[dim]  # type: ignore[union-attr]
             if highest[name] >= limit:

@@ -43,13 +43,15 @@ class KernelMap:
         words: the words of the rows.
         mirrored: whether the table read backwards along ``z`` is its own inverse.
         comes_back: whether so many calls have met it that more work on its order pays.
+        first: which call was the first to meet it.
     """
 
-    __slots__ = ("comes_back", "mirrored", "names", "words")
+    __slots__ = ("comes_back", "first", "mirrored", "names", "words")
 
     def __init__(self, names: Tensor, words: Tensor, mirrored: bool) -> None:
         self.names, self.words, self.mirrored = names, words, mirrored
         self.comes_back = False
+        self.first: int | None = None
 
 
 def bits_per_word(steps: int) -> int:
