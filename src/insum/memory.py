@@ -70,7 +70,17 @@ class Entry:
     """
 
     __slots__ = (
-        *("_streams", "called", "declared", "given", "held", "in_graph", "looked", "nbytes"),
+        *(
+            "__weakref__",
+            "_streams",
+            "called",
+            "declared",
+            "given",
+            "held",
+            "in_graph",
+            "looked",
+            "nbytes",
+        ),
         *("serial", "sights", "stamp", "things"),
     )
 

@@ -139,7 +139,8 @@ LAYERS: dict[str, Layer] = {
     "HANConv": (lambda n: _Hetero(n.HANConv(C, C, (["n"], [("n", "to", "n")]), 2)), _EDGES),
     "HeteroConv": (
         lambda n: _Hetero(
-            n.HeteroConv({("n", "to", "n"): n.SAGEConv(C, C), ("n", "of", "n"): n.GATConv(C, C)})
+            n.HeteroConv({("n", "to", "n"): n.SAGEConv(C, C), ("n", "of", "n"): n.GATConv(C, C)}),
+            both=True,
         ),
         _EDGES,
     ),
@@ -170,15 +171,15 @@ class _Stacked(nn.Module):
 class _Hetero(nn.Module):
     """A layer over kinds of nodes and edges, of which there is one."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, both: bool = False) -> None:
         super().__init__()
-        self.layer = layer
+        self.layer, self.both = layer, both
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        pairs = {("n", "to", "n"): ends, ("n", "of", "n"): ends.flip(0)}
-        known = getattr(self.layer, "edge_types", None) or list(getattr(self.layer, "convs", ()))
-        wanted = {k: v for k, v in pairs.items() if not known or k in known}
-        found: Tensor = self.layer({"n": x}, wanted)["n"]
+        pairs = {("n", "to", "n"): ends}
+        if self.both:
+            pairs["n", "of", "n"] = ends.flip(0)
+        found: Tensor = self.layer({"n": x}, pairs)["n"]
         return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from insum.fusion.chains import SCATTERS, Chain
+from insum.fusion.chains import SCATTERS, WORTH_A_SCATTER, Chain
 from insum.fusion.origin import is_unknown, origin_of
 from insum.fusion.pointwise import SPELL
 from insum.fusion.shapes import points, shape_of, value_of
@@ -15,9 +15,6 @@ aten = torch.ops.aten
 #: What Inductor computes by itself, between kernels: what is gathered for it and what is scattered
 #: of it is written to memory.
 _MATRIX_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default}
-#: Elements of messages with functions in them below which a scatter without atomics saves less time
-#: than another call takes: Inductor writes none of them either.
-WORTH_A_SCATTER = 2**25
 #: Elements of messages below which a kernel saves less time than calling it takes, where the device
 #: waits for the call.
 WORTH_A_CALL = 2**28
