@@ -283,8 +283,11 @@ class FusedCall:
     def settled(self, values: Mapping[str, Value]) -> Settled | None:
         """What later calls on the same index tensors will find, where nothing else decides it."""
         kind = self.kind
-        if not self.keeps or kind.negated or kind.coefficients or not kind.indices:
+        if not self.keeps or kind.negated or not kind.indices:
             return None
+        for name in kind.coefficients:
+            if values[name].numel() <= 2 * UNROLL_POINTS:  # type: ignore[union-attr]
+                return None  # what was promised of it decides, too
         entries = [memory.known(values[name]) for name in kind.indices]  # type: ignore[arg-type]
         known = [entry for entry in entries if entry is not None]
         if len(known) < len(entries):
