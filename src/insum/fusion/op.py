@@ -20,7 +20,7 @@ from torch import Tensor
 from insum import memory
 from insum.bounded import keep
 from insum.call import BoundCall, kinds_of
-from insum.compat.calls import PLAIN, are_plain, kinds_guard, modes_now, shorten
+from insum.compat.calls import PLAIN, are_plain, is_recorded, kinds_guard, modes_now, shorten
 from insum.fusion.computed import computed
 from insum.fusion.indices import Selects, read, select, wrapped, written
 from insum.lang.expr import Access
@@ -366,9 +366,16 @@ def _present(text: str, values: dict[str, Any], sizes: tuple[int, ...]) -> Tenso
     """Rows that something is scattered to, as a mask over the result."""
     rank, dim, name = _scattered(text)
     tensor, rows = values[name], int(sizes[dim])
-    mask: Tensor = memory.remembered(
-        tensor, ("present", rows), lambda: _mask(tensor, rows, name in spec_of(text).wraps)
-    )
+    key, entry = ("present", rows), memory.known(tensor)
+    mask: Tensor | None = None
+    if is_recorded(tensor.device) and (entry is None or not entry.declared):
+        # a graph is replayed on other values
+        mask = _mask(tensor, rows, name in spec_of(text).wraps)
+    elif entry is not None:
+        mask = entry.get(key)  # in few steps
+    if mask is None:
+        wraps = name in spec_of(text).wraps
+        mask = memory.remembered(tensor, key, lambda: _mask(tensor, rows, wraps))
     return mask.view([rows if d == dim else 1 for d in range(rank)])
 
 
