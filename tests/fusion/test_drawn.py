@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from insum.testing import drawn_programs
-from insum.testing.drawn_programs import Outcome, compare, drawn, run_drawn
+from insum.testing.drawn_programs import DrawnOutcome, compare, drawn, run_drawn
 
 
 @pytest.mark.parametrize("block", range(3))
@@ -19,12 +19,12 @@ def test_drawn_programs(block: int) -> None:
 
 
 def test_what_is_wrong_is_found() -> None:
-    right = Outcome((torch.ones(2), torch.zeros(())))
+    right = DrawnOutcome((torch.ones(2), torch.zeros(())))
     compare(right, right)
     for wrong in (
-        Outcome((torch.ones(2), torch.ones(()))),
-        Outcome((torch.ones(2).double(), torch.zeros(()))),
-        Outcome((), failed=True),
+        DrawnOutcome((torch.ones(2), torch.ones(()))),
+        DrawnOutcome((torch.ones(2).double(), torch.zeros(()))),
+        DrawnOutcome((), failed=True),
     ):
         with pytest.raises(AssertionError):
             compare(wrong, right)

@@ -37,7 +37,7 @@ class KernelTimes:
 
 
 @dataclass(frozen=True)
-class Launch:
+class ProfiledLaunch:
     """One launch by the device's clock, in microseconds."""
 
     name: str
@@ -55,19 +55,19 @@ def kernel_times(run: Callable[[], object], device: torch.device) -> list[Kernel
             run()
         wait(device)
     launches = [
-        Launch(e.name, e.time_range.start, e.time_range.end)
+        ProfiledLaunch(e.name, e.time_range.start, e.time_range.end)
         for e in profiler.events()
         if "CUDA" in str(e.device_type) and e.time_range.elapsed_us() > 0
     ]
     return summed_up(sorted(launches, key=lambda one: one.start), CALLS + 1)
 
 
-def summed_up(launches: Sequence[Launch], calls: int) -> list[KernelTimes]:
+def summed_up(launches: Sequence[ProfiledLaunch], calls: int) -> list[KernelTimes]:
     """Launches of several calls: in order where all calls are the same, else by name. The first
     call is left out: the profiler begins there.
 
-    >>> once = [Launch("a", 0, 2), Launch("b", 3, 4)]
-    >>> again = [Launch("a", 10, 12), Launch("b", 13, 14)]
+    >>> once = [ProfiledLaunch("a", 0, 2), ProfiledLaunch("b", 3, 4)]
+    >>> again = [ProfiledLaunch("a", 10, 12), ProfiledLaunch("b", 13, 14)]
     >>> for one in summed_up([*once, *again], 2):
     ...     print(one)
           2.0 us after      6.0, 1 launches: a

@@ -31,13 +31,13 @@ from insum.fusion import backend
 
 NODES, EDGES, HEADS, WIDTH = 6, 11, 2, 3
 #: Of a message, and of what a program is passed, another message.
-Change: TypeAlias = Callable[[Tensor, "Passed"], Tensor]
-Gather: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-Scatter: TypeAlias = Callable[[Tensor, "Passed"], Tensor]
+DrawnChange: TypeAlias = Callable[[Tensor, "DrawnTensors"], Tensor]
+DrawnGather: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+DrawnScatter: TypeAlias = Callable[[Tensor, "DrawnTensors"], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
-class Passed:
+class DrawnTensors:
     """Two tensors of nodes, weights per edge, per edge and head, matrices, a vector; edges."""
 
     x: Tensor
@@ -67,13 +67,13 @@ def _spread(index: Tensor) -> Tensor:
     return index.long().view(-1, 1, 1).expand(EDGES, HEADS, WIDTH)
 
 
-def _zeros(p: Passed, z: Tensor) -> Tensor:
+def _zeros(p: DrawnTensors, z: Tensor) -> Tensor:
     return z.new_zeros(NODES, HEADS, WIDTH)
 
 
 # --- plain programs -------------------------------------------------------------------------------
 
-GATHERS: tuple[Gather, ...] = (
+GATHERS: tuple[DrawnGather, ...] = (
     lambda x, i: x[i],
     lambda x, i: x.index_select(0, i),
     lambda x, i: x.gather(0, _spread(i)),
@@ -82,7 +82,7 @@ GATHERS: tuple[Gather, ...] = (
     lambda x, i: x[i - NODES],
     lambda x, i: functional.embedding(i, x.reshape(NODES, -1)).view(EDGES, HEADS, WIDTH),
 )
-CHANGES: tuple[Change, ...] = (
+CHANGES: tuple[DrawnChange, ...] = (
     lambda z, p: z * p.w[:, None, None],
     lambda z, p: p.a.unsqueeze(-1) * z,
     lambda z, p: z * p.y[p.dst],
@@ -105,7 +105,7 @@ CHANGES: tuple[Change, ...] = (
     lambda z, p: torch.sin(z) * torch.rsqrt(1 + p.x[p.dst].abs()),
     lambda z, p: z * (z != p.y[p.dst]) * (p.a[:, :, None] >= 0),
 )
-SCATTERS: tuple[Scatter, ...] = (
+SCATTERS: tuple[DrawnScatter, ...] = (
     lambda z, p: _zeros(p, z).index_add(0, p.dst, z),
     lambda z, p: _zeros(p, z).scatter_add_(0, _spread(p.dst), z),
     lambda z, p: _zeros(p, z).index_put_((p.dst,), z, accumulate=True),
@@ -125,7 +125,7 @@ SCATTERS: tuple[Scatter, ...] = (
 # --- traps ----------------------------------------------------------------------------------------
 
 
-def _written_after(z: Tensor, p: Passed) -> Tensor:
+def _written_after(z: Tensor, p: DrawnTensors) -> Tensor:
     """Gathered from a copy that is written to afterwards."""
     y = p.y.clone()
     found = z * y[p.dst]
@@ -133,7 +133,7 @@ def _written_after(z: Tensor, p: Passed) -> Tensor:
     return found + y[p.src]
 
 
-def _written_through(z: Tensor, p: Passed) -> Tensor:
+def _written_through(z: Tensor, p: DrawnTensors) -> Tensor:
     """Messages written to through a view of them."""
     z = z.clone()
     z.view(-1)[::2].add_(1)
@@ -141,7 +141,7 @@ def _written_through(z: Tensor, p: Passed) -> Tensor:
     return z * p.x[p.src]
 
 
-def _moved_index(z: Tensor, p: Passed) -> Tensor:
+def _moved_index(z: Tensor, p: DrawnTensors) -> Tensor:
     """An index that is another by the time of the backward pass."""
     at = p.src.clone()
     z = z * p.x[at]
@@ -149,7 +149,7 @@ def _moved_index(z: Tensor, p: Passed) -> Tensor:
     return z - p.y[at]
 
 
-def _filled(z: Tensor, p: Passed) -> Tensor:
+def _filled(z: Tensor, p: DrawnTensors) -> Tensor:
     """A buffer that is added to, read, and added to again."""
     held = _zeros(p, z).index_add_(0, p.src, z)
     first = held[p.dst]
@@ -157,22 +157,22 @@ def _filled(z: Tensor, p: Passed) -> Tensor:
     return first * held[p.src]
 
 
-def _aliased(z: Tensor, p: Passed) -> Tensor:
+def _aliased(z: Tensor, p: DrawnTensors) -> Tensor:
     """Both sides of a product lie in one tensor, at other places of it."""
     both = torch.stack([p.x, p.y], 1).reshape(2 * NODES, HEADS, WIDTH)
     return z * both[::2][p.src] * both[1::2][p.dst]
 
 
-def _drawn_between(z: Tensor, p: Passed) -> Tensor:
+def _drawn_between(z: Tensor, p: DrawnTensors) -> Tensor:
     return z * torch.rand_like(z) + p.y[p.dst] * torch.rand(EDGES, 1, 1, device=z.device).to(z)
 
 
-def _autocast(z: Tensor, p: Passed) -> Tensor:
+def _autocast(z: Tensor, p: DrawnTensors) -> Tensor:
     with torch.autocast(z.device.type, torch.bfloat16):
         return (z.float() @ p.m[0].float()).float() * p.x[p.src].float()
 
 
-CHANGES_WITH_TRAPS: tuple[Change, ...] = (
+CHANGES_WITH_TRAPS: tuple[DrawnChange, ...] = (
     _written_after,
     _written_through,
     _moved_index,
@@ -222,7 +222,7 @@ class DrawnProgram:
     def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         x, y, w, a, m, b, ends = tensors
         ends = EDGES_WITH_TRAPS[self.edges](ends)
-        p = Passed(x, y, w, a, m, b, ends[0], ends[1])
+        p = DrawnTensors(x, y, w, a, m, b, ends[0], ends[1])
         z = GATHERS[self.gather](p.y if self.of_y else p.x, p.dst if self.by_target else p.src)
         for trap, number in self.changes:
             z = (CHANGES_WITH_TRAPS if trap else CHANGES)[number](z, p)
@@ -257,14 +257,14 @@ def tensors_of(program: DrawnProgram, seed: int, device: torch.device) -> tuple[
 
 
 @dataclass(frozen=True, eq=False)
-class Outcome:
+class DrawnOutcome:
     """What running a program gave: results and gradients, or the kind of an error."""
 
     tensors: tuple[Tensor, ...]
     failed: bool = False
 
 
-def outcome(run: Callable[..., Any], tensors: Sequence[Tensor]) -> Outcome:
+def outcome(run: Callable[..., Any], tensors: Sequence[Tensor]) -> DrawnOutcome:
     torch.manual_seed(7)
     try:
         found = run(*tensors)
@@ -277,12 +277,14 @@ def outcome(run: Callable[..., Any], tensors: Sequence[Tensor]) -> Outcome:
         slopes = torch.autograd.grad(wanted, leaves, upstream, allow_unused=True) if wanted else ()
         insum.synchronize()
     except (IndexError, RuntimeError, insum.InsumError):
-        return Outcome((), failed=True)
+        return DrawnOutcome((), failed=True)
     absent = torch.zeros(())
-    return Outcome((*(t.detach() for t in found), *(absent if s is None else s for s in slopes)))
+    return DrawnOutcome(
+        (*(t.detach() for t in found), *(absent if s is None else s for s in slopes))
+    )
 
 
-def compare(got: Outcome, want: Outcome) -> None:
+def compare(got: DrawnOutcome, want: DrawnOutcome) -> None:
     assert got.failed == want.failed, f"eager failed: {want.failed}, fused failed: {got.failed}"
     assert len(got.tensors) == len(want.tensors)
     for a, b in zip(got.tensors, want.tensors, strict=True):
