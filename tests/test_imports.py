@@ -59,7 +59,12 @@ RANKS: tuple[frozenset[str], ...] = (
 #: The test kit stands beside the order: it must not rest on what it tests.
 TESTING_MAY_IMPORT = frozenset({"testing", "lang", "errors"})
 #: Modules of it that nothing else of it rests on: they work on the whole library.
-TESTING_OVER_ALL = ("testing.soak", "testing.as_on_a_gpu", "testing.hostile")
+TESTING_OVER_ALL = (
+    "testing.soak",
+    "testing.as_on_a_gpu",
+    "testing.hostile",
+    "testing.drawn_programs",
+)
 #: What it does on request: call the public function that it tests, count compilations.
 TESTING_MAY_CALL = TESTING_MAY_IMPORT | {"", "compat"}
 

@@ -11,6 +11,9 @@ import torch
 from torch import Tensor
 
 import insum
+from insum import inspection
+from insum.lang.bind import bind
+from insum.lang.parser import parse
 from kernels import ONLY_FUSED, poison_new_memory
 from test_functions import FORMS, FROM, TO, torchs, values, written
 
@@ -167,3 +170,24 @@ def test_one_product_of_a_sum_over_nothing() -> None:
     y = torch.ones(4)
     insum.insum("y[m[j]] += M[j,k] + a[j]", y=y, m=m, a=a, M=none)
     torch.testing.assert_close(y, want + 1)
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_what_all_entries_of_a_row_share_is_read_once(in_order: bool) -> None:
+    """The index that rows are made of stands on the right side too: before the loop over a row,
+    also of a row that is cut, and of one without entries.
+    """
+    torch.manual_seed(0)
+    d = torch.tensor([0] * 3 + [2] * 700 + [3])
+    d = insum.unchanging(d if in_order else d[torch.randperm(704)])
+    s, x, y = torch.randint(0, 5, (704,)), torch.randn(5, 4), torch.randn(5, 4)
+    statement = "out[d[e],f] = relu(whole(x[s[e],f] - y[d[e],f])) * exp(y[d[e],f])"
+    given = {"d": d, "s": insum.unchanging(s), "x": x, "y": y}
+    found = insum.insum(statement, out_shape=(5, 4), **given)
+    m = (x[s] - y[d]).relu() * y[d].exp()
+    wanted = torch.zeros(5, 4).index_add(0, d, m)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+    problem = bind(parse(statement), given, sizes={"out": (5, 4)})
+    text = inspection.plan_only(problem, given).steps[0].launches[0].kernel.source
+    before, _, loop = text.partition("    for t in ")
+    assert "y_ptr" in before and "x_ptr +" in loop and "y_ptr +" not in loop

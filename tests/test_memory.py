@@ -268,3 +268,15 @@ def test_narrow_values_that_change_places_are_seen(kind: torch.dtype) -> None:
     both = values.clone()
     both[[per_word - 1, 2 * per_word - 1]] += 64
     assert memory.fingerprint(both) != before
+
+
+def test_what_is_promised_of_a_tensor_is_promised_of_its_views() -> None:
+    edges = torch.tensor([[0, 1], [1, 0]])
+    before = memory.entry_of(edges[0])
+    insum.unchanging(edges)
+    assert before.declared and memory.entry_of(edges[0]).declared
+    assert memory.entry_of(edges[1]).declared
+    assert not memory.entry_of(edges.clone()[1]).declared
+    part = torch.tensor([[0, 1], [1, 0]])[0]
+    insum.unchanging(part)
+    assert not memory.entry_of(part._base[1]).declared  # type: ignore[index]

@@ -70,7 +70,17 @@ class Entry:
     """
 
     __slots__ = (
-        *("_streams", "called", "declared", "given", "held", "in_graph", "looked", "nbytes"),
+        *(
+            "__weakref__",
+            "_streams",
+            "called",
+            "declared",
+            "given",
+            "held",
+            "in_graph",
+            "looked",
+            "nbytes",
+        ),
         *("serial", "sights", "stamp", "things"),
     )
 
@@ -266,8 +276,18 @@ def entry_of(tensor: Tensor, *, declared: bool = False) -> Entry:
     """
     found = known(tensor) or made(tensor, declared)
     if declared:
-        found.declared = True
+        for one in (found, *_of_views(tensor)):
+            one.declared = True
     return found
+
+
+def _of_views(tensor: Tensor) -> list[Entry]:
+    """What is remembered of the views of a tensor: what is promised of it is promised of them."""
+    held = _storages.get(id(tensor.untyped_storage()))
+    owner = held.owners.get(id(tensor)) if held is not None else None
+    if owner is None or owner.reference() is not tensor:
+        return []
+    return list(owner.entries.values())
 
 
 def made(tensor: Tensor, declared: bool = False) -> Entry:
@@ -430,13 +450,17 @@ def _made(tensor: Tensor, declared: bool) -> Entry:
         version: int | None = tensor._version
     except RuntimeError:  # made under inference mode
         version = None
+    storage, root = tensor.untyped_storage(), tensor._base
+    if root is None:
+        root = tensor
+    else:
+        whole = known(root)
+        declared = declared or whole is not None and whole.declared
     entry = Entry(declared)
     look = tensor.is_cpu and can_look(tensor)
     if version is None and not declared and not look:
         entry.called = tensor.__dict__.get(_NAME)
         return entry
-    storage, root = tensor.untyped_storage(), tensor._base
-    root = tensor if root is None else root
     number, key = id(storage), id(root)
     held = _storages.get(number)
     if held is None or held.reference() is not storage:

@@ -14,12 +14,14 @@ from torch import Tensor
 import insum
 from insum import search
 from insum.bench import (
+    batches,
     compare,
     data,
     first_process,
     formats,
     fusion,
     machine,
+    measure,
     memory,
     models,
     overhead,
@@ -166,6 +168,8 @@ def test_batches_are_not_alike() -> None:
         assert torch.equal(atoms.structure[src], atoms.structure[dst])
         far = (atoms.positions[src] - atoms.positions[dst]).norm(dim=1)
         assert far.min() > 0 and far.max() < models.CUTOFF
+
+
 def test_voxels(tmp_path: Path) -> None:
     record = record_of(tmp_path, "voxels")
     assert {row["layer"] for row in record["layers"]} >= {"depthwise 3", "largest 2 / 2"}
@@ -276,3 +280,40 @@ def test_a_program_that_fails_hides_no_other(
     (row,) = record_of(tmp_path, "fusion", "--only", "convolution", "--columns", "4")["rows"]
     assert row["failed"] == "ValueError: not today (and so does torch.compile alone)"
     assert row["eager"]["error"] < 1e-5
+
+
+def test_fusion_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = lambda model, fuse: dict.fromkeys(("eager", "torch.compile", "insum"), model)
+    monkeypatch.setattr(fusion, "ways", plain)
+    monkeypatch.setattr(programs, "SMALL_CLOUD", 30)
+    monkeypatch.setitem(measure.SECONDS, "cpu", 0.001)
+    given = ("--only", "convolution", "--columns", "4", "--dtypes")
+    (first,) = record_of(tmp_path, "fusion", *given, "fp32")["rows"]
+    rows = record_of(tmp_path, "fusion", *given, "fp32,bf16")["rows"]
+    assert rows[0] == first and [row["dtype"] for row in rows] == ["float32", "bfloat16"]
+    lines = fusion.told(rows)
+    assert any(line.startswith("both row_ms: median") for line in lines)
+
+
+def test_training_on_sampled_neighbourhoods(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch_geometric")
+    plain = lambda model, fuse: dict.fromkeys(("eager", "torch.compile", "insum"), model)
+    monkeypatch.setattr(batches, "ways", plain)
+    monkeypatch.setattr(batches, "WARM_STEPS", 2)
+    given = ("--batches", "--steps", "2", "--columns", "8", "--only", "SAGEConv")
+    (row,) = record_of(tmp_path, "fusion", *given)["rows"]
+    assert row["ways"]["insum"]["error"] == 0 and row["ways"]["eager"]["step_ms"] > 0
+
+
+def test_neighbourhoods_are_of_the_graph() -> None:
+    pointers, columns = torch.tensor([0, 3, 3, 5]), torch.tensor([0, 1, 2, 0, 1])
+    graph = data.CsrPattern("small", pointers, columns, (3, 3))
+    draw = torch.Generator().manual_seed(0)
+    batch = batches.sampled(graph, torch.tensor([2]), (1, 2), draw)
+    source, target = batch.nodes[batch.edges]
+    assert batch.nodes[0] == 2 and (batch.edges[1].diff() >= 0).all()
+    there = {(2, 0), (2, 1), (0, 0), (0, 1), (0, 2)}
+    assert set(zip(target.tolist(), source.tolist(), strict=True)) <= there
+    assert (batch.edges[1] == 0).sum() == 1  # as many as were asked for

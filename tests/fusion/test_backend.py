@@ -187,6 +187,7 @@ def test_what_is_left_to_inductor_where_nothing_is_known(
     from insum.fusion import cost
 
     monkeypatch.setattr(cost, "value_of", lambda node: Somewhere())
+    monkeypatch.setattr(cost, "WORTH_A_SCATTER", 1)
     why = "nothing is known of the index, and Inductor makes one kernel of it too"
 
     def program(x: Tensor, w: Tensor, edges: Tensor, where: Tensor) -> Tensor:
@@ -372,3 +373,13 @@ def test_importing_insum_does_not_import_the_compiler() -> None:
         check=True,
         timeout=120,
     )
+
+
+def test_what_is_small_is_left_to_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    from insum.fusion import cost
+
+    monkeypatch.setattr(cost, "value_of", lambda node: Somewhere())
+    report = insum.fusion.fuse(traced(gathered, torch.randn(N, F), EDGES), "auto")
+    (left,) = report.left
+    assert not report.fused and left.why.startswith("Inductor makes one kernel of it too")
+    assert f"its {E * F:,} elements do not make up for a longer call" in left.why

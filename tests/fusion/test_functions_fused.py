@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import insum.fusion
+from insum.fusion import chains
 
 from .programs import E, N, agrees, compiled, counts, graph_of, leaf
 from .programs import F as C
@@ -100,3 +101,21 @@ def test_halves_that_were_widened_are_compared_wide() -> None:
         run, _ = compiled(one, fullgraph=True)
         torch.testing.assert_close(run(x, w), one(x, w))
         assert "failed" not in str(insum.fusion.report())
+
+
+def test_a_large_scatter_is_fused_with_nothing_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what is computed on the way: Inductor would add it up with atomics."""
+
+    def squares(e: Tensor, ends: Tensor) -> Tensor:
+        return e.new_zeros(N, C).index_add(0, ends[1], e * e)
+
+    run, graphs = compiled(squares)
+    agrees(squares, run, (leaf(E, C), graph_of()))
+    assert counts(graphs) == [0, 0]
+    torch._dynamo.reset()
+    monkeypatch.setattr(chains, "WORTH_A_SCATTER", E * C)
+    run, graphs = compiled(squares)
+    agrees(squares, run, (leaf(E, C), graph_of()))
+    assert counts(graphs)[0] == 1
+    (found,) = [one for one in insum.fusion.report().fused if not one.backward]
+    assert found.statement.count("primals_1[i0,i1]") == 2

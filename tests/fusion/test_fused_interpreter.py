@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import insum
 from insum import facts
+from insum.call import Kinds
 from insum.compat import calls as guards
 from insum.facts import known
 from insum.fusion import computed, op
@@ -370,3 +371,44 @@ def test_rows_that_nothing_is_scattered_to_are_found_out_once(
         x = torch.randn(len(rows), F)
         assert_close(run(x, rows), program(x, rows))
     assert len(masks) == 1 and bool(masks[0].all()) is everywhere
+
+
+def test_the_same_call_again_is_recognised_while_nothing_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def summed(x: Tensor, edges: Tensor) -> Tensor:
+        return x.new_zeros(N, F).index_add(0, edges[1], x[edges[0]])
+
+    run, _ = compiled(summed)
+    edges, x = graph_of(), torch.randn(N, F)
+    looked: list[object] = []
+    original = Kinds.find
+
+    def find(self: Kinds, *rest: Any) -> Any:
+        looked.append(self)
+        return original(self, *rest)
+
+    def looks() -> int:
+        """How many calls had to look for theirs; what they give is right."""
+        looked.clear()
+        torch.testing.assert_close(run(x, edges), summed(x, edges))
+        return len(looked)
+
+    monkeypatch.setattr(Kinds, "find", find)
+    for _ in range(12):
+        looks()
+    assert looks() == 0
+    edges[0, :5] = edges[0, 5:10].clone()
+    assert looks() > 0
+    for _ in range(12):
+        looks()
+    assert looks() == 0
+    edges.data = graph_of(seed=7)
+    assert looks() > 0
+    for _ in range(12):
+        looks()
+    assert looks() == 0
+    insum.forget(edges)
+    assert looks() > 0
+    with insum.settings(tier="stable"):
+        assert looks() > 0

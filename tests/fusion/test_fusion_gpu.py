@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +17,13 @@ from .programs import graph_of
 pytestmark = pytest.mark.gpu
 
 NODES, EDGES, WIDTH = 2_000, 60_000, 64
+
+
+@pytest.fixture(autouse=True)
+def small_things_too() -> Iterator[None]:
+    """By itself fusion leaves to Inductor what is as small as this."""
+    with insum.settings(fuse="always"):
+        yield
 
 
 def aggregate(x: Tensor, w: Tensor, edges: Tensor) -> Tensor:

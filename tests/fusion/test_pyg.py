@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import insum.fusion
 from insum.compat.compiler import compiled_graphs
 
+from . import pyg_layers
 from .programs import E, N, agrees, compiled, counts, graph_of, leaf
 
 pyg: Any = pytest.importorskip(
@@ -151,3 +152,15 @@ def test_convolution_over_27_offsets() -> None:
     assert counts(graphs) == [1, 2], (
         "all offsets together, forward; and backward for the inputs and for the weights"
     )
+
+
+def test_every_layer_is_in_the_count() -> None:
+    named = {name.partition(",")[0] for name in pyg_layers.LAYERS}
+    assert set(pyg.conv.__all__) <= named | set(pyg_layers.LEFT_OUT)
+
+
+@pytest.mark.parametrize("name", ["ResGatedGraphConv", "HypergraphConv"])
+def test_some_of_the_count(name: str) -> None:
+    """All of them: ``python tests/fusion/pyg_layers.py``."""
+    found = pyg_layers.checked(name, pyg)
+    assert found.eager and found.agrees and found.fused and not found.warned, found

@@ -254,3 +254,19 @@ def test_largest_values_of_a_column() -> None:
     run, graphs = compiled(program, fullgraph=True)
     agrees(program, run, (leaf(6, 1),))
     assert counts(graphs)[0] == 2  # the largest, and how many there are of it
+
+
+def test_an_index_that_one_operation_takes_strictly_is_strict_in_all() -> None:
+    """``y[i]`` counts from the end, ``gather`` does not: eager fails, and so does what is fused."""
+
+    def program(y: Tensor, i: Tensor) -> Tensor:
+        z = y.gather(0, i[:, None].expand(-1, F))
+        return torch.zeros_like(y).index_put_((i,), z, accumulate=True)
+
+    run, _ = compiled(program)
+    given = torch.randn(N, F), torch.randint(0, N, (E,))
+    torch.testing.assert_close(run(*given), program(*given))
+    given[1][3] = -1
+    for one in (program, run):
+        with pytest.raises((RuntimeError, insum.InsumError)):
+            one(*given)

@@ -4,9 +4,12 @@ torch.compile(backend="insum"), in one run.
 Per program and way: median milliseconds of the forward pass of a training step and of the whole
 step: of single calls that are waited for, of calls in a row, as a training loop makes them, both in
 rounds, in which the ways take turns because hosts are now quick, now slow; and replayed as a CUDA
-graph where it can be recorded. Peak memory beyond what is there before, and the largest relative
-error, of the result and of every gradient, against eager in float64. The record is written after
-each program. Without a GPU everything is tiny, and shows only that all of it runs.
+graph where it can be recorded, with edges that were promised to stay (`insum.unchanging`). Peak
+memory beyond what is there before, and the largest relative
+error, of the result and of every gradient, against eager in float64, or in float32 where float64
+does not fit. The record is written after each program, and what it has is not measured again:
+several runs make one record. Runs that share a device take turns (`measure.turn`): while one
+measures, others compile. Without a GPU everything is tiny, and shows only that all of it runs.
 """
 
 from __future__ import annotations
@@ -14,17 +17,31 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
+import json
 import statistics
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import insum
 import insum.fusion
-from insum.bench.measure import clock, in_turns, peak_bytes, relative_error, release
+from insum.bench import batches
+from insum.bench.kernels import KernelTimes, kernel_times
+from insum.bench.measure import (
+    TOLERANCE,
+    clock,
+    in_turns,
+    name_of,
+    peak_bytes,
+    relative_error,
+    release,
+    turn,
+)
 from insum.bench.programs import (
     ON_REQUEST,
     PROGRAMS,
@@ -36,8 +53,13 @@ from insum.bench.programs import (
 from insum.bench.study import Study
 from insum.compat.compiler import traced_sizes_of_data
 
-GOAL = 1.5
+#: Times as fast as torch.compile alone: the median forward and with backward, with backward of
+#: layers with attention, and each program at least.
+GOALS = {"forward": 1.5, "both": 1.3, "attention": 2.0, "least": 0.98}
+ATTENTION = ("GATConv", "GATv2Conv", "TransformerConv")
 WARM, ROW, ROUNDS = 15, 10, 3
+#: A gradient with this share of the largest one's norm is taken for zero.
+NOTHING = 1e-3
 REPLAYED = ("forward_replayed_ms", "both_replayed_ms")
 
 
@@ -71,33 +93,47 @@ def results(
     return (out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out.dtype)))
 
 
-def reference(program: PlainProgram, upstream: Tensor) -> tuple[Tensor, ...]:
-    """Values and gradients of the eager model in float64."""
-    model = copy.deepcopy(program.model).double()
-    for name in ("_cached_edge_index", "_cached_adj_t"):
-        if hasattr(model, name):
-            setattr(model, name, None)
-    wide = tuple(
-        a.double() if isinstance(a, Tensor) and a.is_floating_point() else a
-        for a in program.arguments
+def largest_error(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
+    """The largest relative error. A gradient that is zero but for rounding, as that of a bias of
+    the keys of an attention, is measured by the largest of all.
+    """
+    norms = [float(w.double().norm()) for w in want]
+    pairs = zip(got, want, norms, strict=True)
+    return max(
+        relative_error((g,), (w,)) * n / max(n, NOTHING * max(norms), 1e-30) for g, w, n in pairs
     )
-    return results(model, model, wide, upstream.double())
+
+
+def reference(program: PlainProgram, upstream: Tensor) -> tuple[Tensor, ...]:
+    """Values and gradients of the eager model in float64; in float32 where that does not fit."""
+    for dtype in (torch.float64, torch.float32):
+        model = copy.deepcopy(program.model).to(dtype)
+        for name in ("_cached_edge_index", "_cached_adj_t"):
+            if hasattr(model, name):
+                setattr(model, name, None)
+        wide = tuple(
+            a.to(dtype) if isinstance(a, Tensor) and a.is_floating_point() else a
+            for a in program.arguments
+        )
+        try:
+            return results(model, model, wide, upstream.to(dtype))
+        except torch.OutOfMemoryError:
+            release(upstream.device)
+    raise torch.OutOfMemoryError(f"{program.name} does not fit in float32 either")
 
 
 # --- measuring ------------------------------------------------------------------------------------
 
 
 def measured(program: PlainProgram, study: Study) -> dict[str, Any]:
+    """Every way is compiled first, and then measured in turn."""
     device, fuse = study.device, "auto" if study.options.gpu else "always"
     with torch.no_grad():
-        shape = program.model(*program.arguments).shape
-    upstream = torch.randn(shape, device=device)
+        out = program.model(*program.arguments)
+    upstream = torch.randn(out.shape, device=device).to(out.dtype)
+    del out
     want = reference(program, upstream)
-    row: dict[str, Any] = {
-        "program": program.name,
-        "case": program.case,
-        "messages": 4 * program.messages,
-    }
+    row: dict[str, Any] = {"case": program.case, "messages": 4 * program.messages}
     torch.compiler.reset()
     insum.fusion.clear()
     prepared: list[CompiledWay] = []
@@ -106,11 +142,14 @@ def measured(program: PlainProgram, study: Study) -> dict[str, Any]:
         try:
             way = prepare(name, program, run, upstream, want, study)
         except Exception as failure:  # one that fails does not hide the others
-            row[name] = {"failed": f"{type(failure).__name__}: {str(failure)[:500]}"}
+            row[name] = _failed(failure)
         else:
             prepared.append(way)
             row[name] = way.row
-    time_calls(prepared, device)
+    with turn():
+        for way in prepared:
+            measure_quietly(way, program, study)
+        time_calls([way for way in prepared if "failed" not in way.row], device)
     if "failed" in row["insum"]:
         also = " (and so does torch.compile alone)" if "failed" in row["torch.compile"] else ""
         row["failed"] = row["insum"]["failed"] + also
@@ -121,6 +160,10 @@ def measured(program: PlainProgram, study: Study) -> dict[str, Any]:
     return row
 
 
+def _failed(failure: Exception) -> dict[str, Any]:
+    return {"failed": f"{type(failure).__name__}: {str(failure)[:500]}"}
+
+
 def prepare(
     name: str,
     program: PlainProgram,
@@ -129,8 +172,8 @@ def prepare(
     want: tuple[Tensor, ...],
     study: Study,
 ) -> CompiledWay:
-    """Compile, compare with what is wanted, warm up; and measure what the host does not disturb."""
-    fresh, device = study.asked.fresh, study.device
+    """Compile, compare with what is wanted, and warm up."""
+    fresh = study.asked.fresh
     x = program.arguments[0].detach().requires_grad_()
     leaves, calls = [x, *program.model.parameters()], itertools.count(1)
 
@@ -138,25 +181,52 @@ def prepare(
         if not fresh:
             return run(x, *program.arguments[1:])
         less = 37 * next(calls) % (1000 if study.options.gpu else 100)
-        return run(x, *(a[..., : a.shape[-1] - less].clone() for a in program.arguments[1:]))
+        return run(x, *(_fewer(a, less) for a in program.arguments[1:]))
 
     def both() -> tuple[Tensor, ...]:
         return torch.autograd.grad(forward(), leaves, upstream)
 
     def error() -> float:
-        return relative_error(results(program.model, run, program.arguments, upstream), want)
+        return largest_error(results(program.model, run, program.arguments, upstream), want)
 
     first = error()
     # the latter until kernels are there for all kinds of sizes
     for _ in range((2 if fresh else 1) * (WARM if study.options.gpu else 2)):
         both()
-    row: dict[str, Any] = {"error": max(first, error())}
-    for key, call in (("forward_bytes", forward), ("both_bytes", both)):
-        row[key] = peak_bytes(call, device) if study.options.gpu else 0
-    if study.options.gpu and not fresh and (name == "insum" or not program.waits):
-        times = replayed(lambda: (forward().detach(),), device), replayed(both, device)
+    return CompiledWay(name, forward, both, {"error": max(first, error())})
+
+
+def _fewer(value: Tensor, less: int) -> Tensor:
+    """Edges, relations or values of edges without the last of them, in a tensor of its own."""
+    dim = 0 if value.is_floating_point() else -1
+    return value.narrow(dim, 0, max(0, value.shape[dim] - less)).clone()
+
+
+def measure_quietly(way: CompiledWay, program: PlainProgram, study: Study) -> None:
+    """What the host does not disturb: peak memory, replays, and each kernel where it is asked for;
+    into the way's row.
+    """
+    device, row = study.device, way.row
+    release(device)
+    for kind, call in (("forward", way.forward), ("both", way.both)):
+        row[f"{kind}_bytes"] = peak_bytes(call, device) if study.options.gpu else 0
+    if study.options.gpu and not study.asked.fresh and (way.name == "insum" or not program.waits):
+        if way.name == "insum":
+            promise(program)
+        times = replayed(lambda: (way.forward().detach(),), device), replayed(way.both, device)
         row |= dict(zip(REPLAYED, times, strict=True))
-    return CompiledWay(name, forward, both, row)
+    if study.asked.profile:
+        row["kernels"] = [one.told() for one in kernel_times(way.both, device)]
+
+
+def promise(program: PlainProgram) -> None:
+    """Say that the edges stay: a CUDA graph may be replayed on others, which nobody would see, so
+    that kernels in it rest on nothing that was not promised.
+    """
+    cached = getattr(program.model, "_cached_edge_index", None) or ()
+    for value in (*program.arguments, *cached):
+        if isinstance(value, Tensor) and not value.is_floating_point():
+            insum.unchanging(value)
 
 
 def replayed(run: Callable[[], tuple[Tensor, ...]], device: torch.device) -> float | None:
@@ -200,45 +270,87 @@ def add_options(parser: Any) -> None:
         "mini-batches",
     )
     parser.add_argument(
+        "--batches",
+        action="store_true",
+        help="train two layers on sampled neighbourhoods instead, steps after steps",
+    )
+    parser.add_argument("--steps", type=int, default=200, help="of --batches")
+    parser.add_argument(
         "--breaks",
         action="store_true",
         help="Dynamo as it is by default: layers that mask edges break their graph",
     )
+    parser.add_argument(
+        "--profile", action="store_true", help="every kernel of a step, and what it takes"
+    )
 
 
 def run(study: Study) -> int:
-    wanted, rows = study.wanted(PROGRAMS), list[dict[str, Any]]()
-    if not study.options.names:
-        wanted = [name for name in wanted if name not in ON_REQUEST]
+    if study.asked.batches:
+        return batches.run(study)
+    rows = {key_of(row): row for row in read(study.file)}
     # So that no way has to break its graph where shapes depend on data.
     scope = contextlib.nullcontext() if study.asked.breaks else traced_sizes_of_data()
     with scope, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for name, graph in names_over(wanted, study.asked.graph.split(",")):
-            if not study.has_time():
-                print(f"{name}: left out, the time is over (--budget)", flush=True)
+        for about in wanted(study):
+            if key_of(about) in rows:
                 continue
-            row = row_of(name, graph, study)
+            if not study.has_time():
+                print("the time is up; the same command goes on from here", flush=True)
+                break
+            row = row_of(about, study)
             if row is not None:
-                rows.append(row)
-                study.keep(goal=GOAL, rows=rows)
-    failed = [row["failed"] for row in rows if "failed" in row]
+                rows[key_of(about)] = row
+                study.keep(goals=GOALS, rows=list(rows.values()))
+    for line in told(list(rows.values())):
+        print(line)
+    failed = [row["failed"] for row in rows.values() if "failed" in row]
     return int(any("so does torch.compile alone" not in why for why in failed))
 
 
-def row_of(name: str, graph: str, study: Study) -> dict[str, Any] | None:
+def wanted(study: Study) -> list[dict[str, Any]]:
+    """What is to be measured, each as the beginning of its row."""
+    asked, names = study.asked, study.wanted(PROGRAMS)
+    if not study.options.names:
+        names = [name for name in names if name not in ON_REQUEST]
+    about = {"columns": asked.columns, "fresh": asked.fresh, "breaks": asked.breaks}
+    return [
+        {"program": name, "graph": graph, "dtype": name_of(dtype), **about}
+        for name, graph in names_over(names, asked.graph.split(","))
+        for dtype in study.options.dtypes_or(torch.float32)
+    ]
+
+
+def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in ("program", "graph", "dtype", "columns", "fresh", "breaks"))
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """The rows of a record, if there is one."""
+    if not file.exists():
+        return []
+    rows: list[dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    return rows
+
+
+def row_of(about: dict[str, Any], study: Study) -> dict[str, Any] | None:
     """Measured and shown; None where a package is missing."""
-    asked = study.asked
+    dtype = getattr(torch, about["dtype"])
+    given = ProgramData(study.options, about["graph"], study.asked.cloud, about["columns"], dtype)
     try:
-        program = made(name, ProgramData(study.options, graph, asked.cloud, asked.columns))
+        program = made(about["program"], given)
     except ImportError as missing:
         print(f"skipped: {missing}")
         return None
-    row = measured(program, study)
+    row = about | measured(program, study)
     print(*_lines(row), sep="\n", flush=True)
     del program
     release(study.device)
     return row
+
+
+# --- what it tells --------------------------------------------------------------------------------
 
 
 def _lines(row: dict[str, Any]) -> list[str]:
@@ -246,7 +358,7 @@ def _lines(row: dict[str, Any]) -> list[str]:
     many times as fast as torch.compile alone.
     """
     messages = f"messages would take {row['messages'] / 2**20:.1f} MiB"
-    lines = [f"\n{row['program']}: {row['case']}; {messages}"]
+    lines = [f"\n{row['program']}: {row['case']}, {row['dtype']}; {messages}"]
     for name in ("eager", "torch.compile", "insum"):
         one = row[name]
         if "failed" in one:
@@ -260,6 +372,7 @@ def _lines(row: dict[str, Any]) -> list[str]:
         if name == "insum" and "failed" not in row["torch.compile"]:
             parts.append(_faster(row["torch.compile"], one))
         lines.append("  ".join(parts))
+        lines += [f"    {KernelTimes(*kernel)}" for kernel in one.get("kernels", ())]
     return lines
 
 
@@ -271,7 +384,45 @@ def _faster(rival: dict[str, Any], ours: dict[str, Any]) -> str:
     """Times as fast, for each way in which both were timed."""
     told = []
     for key, label in (("ms", "calls"), ("row_ms", "in a row"), ("replayed_ms", "replayed")):
-        names = [f"{kind}_{key}" for kind in ("forward", "both")]
-        if all(one.get(name) for one in (rival, ours) for name in names):
-            told.append(f"{label} {', '.join(f'{rival[n] / ours[n]:.2f}x' for n in names)}")
+        found = [_times(rival, ours, f"{kind}_{key}") for kind in ("forward", "both")]
+        if None not in found:
+            told.append(f"{label} {', '.join(f'{times:.2f}x' for times in found)}")
     return "; ".join(told)
+
+
+def _times(rival: dict[str, Any], ours: dict[str, Any], key: str) -> float | None:
+    """How many times as fast we are; None where one was not timed."""
+    return rival[key] / ours[key] if rival.get(key) and ours.get(key) else None
+
+
+def told(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Medians over all programs, and what falls short: slower than torch.compile alone, more memory
+    at the peak, or a result that is no better than the dtype.
+    """
+    lines, factors = [], dict[str, list[float]]()
+    for row in rows:
+        rival, ours = row["torch.compile"], row["insum"]
+        if "failed" in rival or "failed" in ours:
+            continue
+        label = f"{row['program']} {row['graph']} {row['dtype']}"
+        for kind, way in itertools.product(("forward", "both"), ("row_ms", "replayed_ms")):
+            times = _times(rival, ours, f"{kind}_{way}")
+            if times is None:
+                continue
+            factors.setdefault(f"{kind} {way}", []).append(times)
+            attends = kind == "both" and row["program"] in ATTENTION
+            if times < GOALS["attention" if attends else "least"]:
+                lines.append(f"{label}: {kind} {way} {times:.2f} of torch.compile")
+        for kind in ("forward_bytes", "both_bytes"):
+            if ours[kind] > 1.01 * rival[kind]:
+                lines.append(f"{label}: {kind} {ours[kind] / rival[kind]:.2f} of torch.compile")
+        allowed = max(TOLERANCE[getattr(torch, row["dtype"])], 2 * rival["error"])
+        if not ours["error"] <= allowed:
+            lines.append(f"{label}: error {ours['error']:.1e}, torch.compile {rival['error']:.1e}")
+    for key, found in factors.items():
+        goal = GOALS[key.split()[0]]
+        lines.append(
+            f"{key}: median {statistics.median(found):.2f} of {len(found)} (goal {goal}), "
+            f"least {min(found):.2f} (goal {GOALS['least']})"
+        )
+    return lines

@@ -4,6 +4,7 @@ graph, and a sparse convolution written by hand over the voxels of a point cloud
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +16,16 @@ from insum.bench import data
 from insum.bench.options import BenchOptions
 from insum.bench.rivals import module
 
-RELATIONS, HEADS = 4, 4
+RELATIONS, HEADS, KERNELS, HOPS = 4, 4, 4, 10
+#: Elements that matrices of all edges may have; layers with such take fewer channels.
+MOST_OF_MATRICES = 2**29
 #: Programs that are run when they are named: torch.compile alone fails on the first with some
-#: versions of torch.
-ON_REQUEST = ("FastRGCNConv",)
+#: versions of torch; the second masks self-loops at each call.
+ON_REQUEST = ("FastRGCNConv", "GCNConv-uncached")
 #: Programs that run over something else than a graph.
 WITHOUT_GRAPH = ("convolution",)
-#: Programs that mask edges: those of each relation, or self-loops.
-MASKING = ("RGCNConv", "GCNConv-uncached")
+#: Programs that mask edges at each call: those of each relation, or self-loops.
+MASKING = ("RGCNConv", "GCNConv-uncached", "ChebConv")
 #: Nodes, edges and voxels where there is no GPU.
 SMALL_NODES, SMALL_EDGES, SMALL_CLOUD = 60, 400, 300
 
@@ -47,12 +50,16 @@ class PlainProgram:
 
 @dataclass(frozen=True)
 class ProgramData:
-    """What programs run over: which graph and which cloud, and how many channels."""
+    """What programs run over: which graph and which cloud, how many channels, and of what kind."""
 
     options: BenchOptions
     graph: str
     cloud: str
     columns: int
+    dtype: torch.dtype = torch.float32
+
+    def typed(self, value: Tensor) -> Tensor:
+        return value.to(self.dtype) if value.is_floating_point() else value
 
     @property
     def device(self) -> torch.device:
@@ -92,18 +99,101 @@ class HandConvolution(nn.Module):
         return out
 
 
-#: A layer of PyG by its number of channels.
-LAYERS: dict[str, Callable[[Any, int], nn.Module]] = {
-    "GCNConv": lambda pyg, c: pyg.GCNConv(c, c, cached=True),
-    "GCNConv-uncached": lambda pyg, c: pyg.GCNConv(c, c),
-    "GATConv": lambda pyg, c: pyg.GATConv(c, c // HEADS, heads=HEADS, add_self_loops=False),
-    "SAGEConv": lambda pyg, c: pyg.SAGEConv(c, c),
-    "RGCNConv": lambda pyg, c: pyg.RGCNConv(c, c, RELATIONS),
-    "FastRGCNConv": lambda pyg, c: pyg.FastRGCNConv(c, c // 4, RELATIONS),
+@dataclass(frozen=True)
+class LayerData:
+    """What a layer of PyG is made for: a graph, channels, and values at its edges."""
+
+    pyg: Any
+    columns: int
+    edges: Tensor
+    nodes: int
+
+    def at_edges(self, *shape: int) -> Tensor:
+        return torch.randn(self.edges.shape[1], *shape, device=self.edges.device)
+
+    def distances(self) -> Tensor:
+        return torch.rand(self.edges.shape[1], device=self.edges.device)
+
+    def relations(self) -> Tensor:
+        draw = torch.Generator(self.edges.device).manual_seed(1)
+        count = self.edges.shape[1]
+        return torch.randint(0, RELATIONS, (count,), device=self.edges.device, generator=draw)
+
+    def degrees(self) -> Tensor:
+        """How many nodes have each number of incoming edges."""
+        return self.edges[1].bincount(minlength=self.nodes).bincount().cpu()
+
+    def matrix_columns(self) -> int:
+        """Channels of a layer with a matrix for each edge: a power of two."""
+        most = max(1, MOST_OF_MATRICES // max(1, self.edges.shape[1]))
+        return min(self.columns, 1 << (most.bit_length() - 1) // 2)
+
+
+def _perceptron(*widths: int) -> nn.Sequential:
+    made: list[nn.Module] = []
+    for a, b in itertools.pairwise(widths):
+        made += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*made[:-1])
+
+
+def _pna(given: LayerData) -> Any:
+    return given.pyg.PNAConv(
+        given.columns,
+        given.columns,
+        ["mean", "min", "max", "std"],
+        ["identity", "amplification", "attenuation"],
+        given.degrees(),
+    )
+
+
+def _continuous_filters(given: LayerData) -> tuple[Any, ...]:
+    """SchNet's convolution: a filter for each edge, made of 50 numbers about its length."""
+    c = given.columns
+    filters = nn.Sequential(nn.Linear(50, c), nn.Softplus(), nn.Linear(c, c))
+    made = module("torch_geometric.nn.models.schnet").CFConv(c, c, c, filters, 2.0)
+    return made, given.distances(), given.at_edges(50)
+
+
+def _matrices(given: LayerData) -> tuple[Any, ...]:
+    c = given.matrix_columns()
+    return given.pyg.NNConv(c, c, nn.Linear(4, c * c)), given.at_edges(4)
+
+
+#: Layers of PyG, and what they take beside features and edges.
+LAYERS: dict[str, Callable[[LayerData], Any]] = {
+    "GCNConv": lambda g: g.pyg.GCNConv(g.columns, g.columns, cached=True),
+    "GCNConv-uncached": lambda g: g.pyg.GCNConv(g.columns, g.columns),
+    "SAGEConv": lambda g: g.pyg.SAGEConv(g.columns, g.columns),
+    "SAGEConv-max": lambda g: g.pyg.SAGEConv(g.columns, g.columns, aggr="max"),
+    "GINConv": lambda g: g.pyg.GINConv(_perceptron(g.columns, g.columns, g.columns)),
+    "GINEConv": lambda g: (g.pyg.GINEConv(nn.Linear(g.columns, g.columns)), g.at_edges(g.columns)),
+    "GATConv": lambda g: g.pyg.GATConv(
+        g.columns, g.columns // HEADS, heads=HEADS, add_self_loops=False
+    ),
+    "GATv2Conv": lambda g: g.pyg.GATv2Conv(
+        g.columns, g.columns // HEADS, heads=HEADS, add_self_loops=False
+    ),
+    "TransformerConv": lambda g: g.pyg.TransformerConv(g.columns, g.columns // HEADS, heads=HEADS),
+    "FiLMConv": lambda g: g.pyg.FiLMConv(g.columns, g.columns),
+    "CFConv": _continuous_filters,
+    "EdgeConv": lambda g: g.pyg.EdgeConv(_perceptron(2 * g.columns, g.columns)),
+    "NNConv": _matrices,
+    "PNAConv": _pna,
+    "RGCNConv": lambda g: (g.pyg.RGCNConv(g.columns, g.columns, RELATIONS), g.relations()),
+    "FastRGCNConv": lambda g: (
+        g.pyg.FastRGCNConv(g.columns, g.columns // 4, RELATIONS),
+        g.relations(),
+    ),
+    "APPNP": lambda g: g.pyg.APPNP(HOPS, 0.1, cached=True),
+    "ChebConv": lambda g: g.pyg.ChebConv(g.columns, g.columns, 3),
+    "GatedGraphConv": lambda g: g.pyg.GatedGraphConv(g.columns, 2),
+    "GMMConv": lambda g: (
+        g.pyg.GMMConv(g.columns, g.columns, 2, KERNELS),
+        g.at_edges(2),
+    ),
+    "LGConv": lambda g: g.pyg.LGConv(),
 }
-#: Those that take the relation of each edge.
-RELATIONAL = ("RGCNConv", "FastRGCNConv")
-PROGRAMS = ("GCNConv", "GCNConv-uncached", "convolution", *list(LAYERS)[2:])
+PROGRAMS = (*LAYERS, "convolution")
 
 
 def on_graph(name: str, given: ProgramData) -> PlainProgram:
@@ -111,18 +201,22 @@ def on_graph(name: str, given: ProgramData) -> PlainProgram:
     # choose between two ways of which one is there.
     module("torch_geometric").backend.use_segment_matmul = False
     where, nodes, edges = given.edges()
-    columns, count = given.columns, edges.shape[1]
+    count = edges.shape[1]
     torch.manual_seed(0)
-    model = LAYERS[name](module("torch_geometric.nn"), columns).to(given.device)
+    layer = LayerData(module("torch_geometric.nn"), given.columns, edges, nodes)
+    columns = layer.matrix_columns() if name == "NNConv" else given.columns
+    made = LAYERS[name](layer)
+    model, *more = made if isinstance(made, tuple) else (made,)
     x = torch.randn(nodes, columns, device=given.device)
-    more = (_relations(count, given.device),) if name in RELATIONAL else ()
     case = f"{where}, {nodes:,} nodes, {count:,} edges, {columns} channels"
-    return PlainProgram(name, case, model, (x, edges, *more), count * columns, name in MASKING)
-
-
-def _relations(edges: int, device: torch.device) -> Tensor:
-    draw = torch.Generator(device).manual_seed(1)
-    return torch.randint(0, RELATIONS, (edges,), device=device, generator=draw)
+    return PlainProgram(
+        name,
+        case,
+        model.to(given.device, given.dtype),
+        (x.to(given.dtype), edges, *(given.typed(a) for a in more)),
+        count * columns,
+        name in MASKING,
+    )
 
 
 def convolution(given: ProgramData) -> PlainProgram:
@@ -130,8 +224,8 @@ def convolution(given: ProgramData) -> PlainProgram:
     torch.manual_seed(0)
     count, width = sum(p.shape[1] for p in pairs), 2 * given.columns
     case = f"{where}, {voxels:,} voxels, {count:,} pairs, {width} channels"
-    model = HandConvolution(width).to(given.device)
-    x = torch.randn(voxels, width, device=given.device)
+    model = HandConvolution(width).to(given.device, given.dtype)
+    x = torch.randn(voxels, width, device=given.device).to(given.dtype)
     return PlainProgram("convolution", case, model, (x, *pairs), count * width)
 
 

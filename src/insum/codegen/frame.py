@@ -287,6 +287,8 @@ class Frame:
             loaded = f"tl.load({self.arg(Pointer(array))} + task, mask=m_ok, other=0)"
             self.line(0, f"seg_{name} = {self.widened(loaded)}", ("M",))
         self.masks["M"] = Val("m_ok", ("M",))
+        if self.plan.home is not None:  # of a row without entries nothing is computed
+            self.line(0, "seg_first = tl.where(seg_start < seg_end, seg_start, 0)", ("M",))
         self.line(
             0,
             f"{segment.row}_i = tl.where(seg_row >= 0, seg_row, 0)"

@@ -35,6 +35,7 @@ class Reads:
 
     def __init__(self, frame: Frame) -> None:
         self.frame, self.plan = frame, frame.plan
+        self.at_first = False  # whether what is read is read at the first entry of a row
 
     def index(self, index: Affine) -> Val:
         parts = [self.scaled(c, self.atom(a)) for c, a in index.terms]
@@ -223,6 +224,8 @@ class Reads:
             )
         if key in self.frame.loaded:
             return self.frame.loaded[key]
+        if as_index and access == self.plan.home and not self.at_first:
+            return self.frame.loaded.setdefault(key, self.load_home(access))
         offset = self.offset(access)
         mask = self.mask_of(access, offset, as_index=as_index)
         pointer = (
@@ -246,6 +249,20 @@ class Reads:
             # where an index is not read, it is absent
             self.frame.implied[present.text] = {m.text for m in self.inner_masks(access)}
         return value
+
+    def load_home(self, access: Access) -> Val:
+        """The index that rows were made of, which all entries of a row share: read at the first
+        one, before the loop, and so is what is read at it.
+        """
+        frame, segment = self.frame, self.plan.segment
+        assert segment is not None
+        entry, loaded, wrapped = frame.vars[segment.var], frame.loaded, frame.wrapped
+        frame.vars[segment.var] = Val("seg_first", ("M",))
+        frame.loaded, frame.wrapped, self.at_first = {}, {}, True  # read at another place
+        found = self.load(access, as_index=True)
+        frame.vars[segment.var], frame.loaded, frame.wrapped = entry, loaded, wrapped
+        self.at_first = False
+        return found
 
     def bounded(self, access: Access, text: str) -> str:
         """An unchecked index value within what offsets are computed in: beyond it a value would be

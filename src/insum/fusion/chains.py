@@ -43,6 +43,9 @@ from insum.lang.types import Typed, infer
 from insum.plan.rewrite import substitute
 
 aten = torch.ops.aten
+#: Elements of messages below which a scatter without atomics saves less time than another call
+#: takes: Inductor makes one kernel of it, too, and writes none of what it computes on the way.
+WORTH_A_SCATTER = 2**25
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -292,10 +295,18 @@ def _scattered(
     operator: str = "=",
 ) -> Chain:
     """A scatter of ``message`` into ``base``; ``at`` gives the indices of both."""
-    reader = ProductReader(around, sums=operator == "=")
-    target, source = at(reader)
-    reader.inline(node)
-    return _chain(node, reader, target, reader.value(message, source), base, operator)
+
+    def read(beside: int) -> tuple[ProductReader, Indices, list[Expr]]:
+        reader = ProductReader(around, sums=operator == "=", beside=beside)
+        target, source = at(reader)
+        reader.inline(node)
+        return reader, target, reader.value(message, source)
+
+    reader, target, factors = read(0)
+    size = points(shape_of(message))
+    if operator == "=" and not reader.gathers and size >= WORTH_A_SCATTER:
+        reader, target, factors = read(size)  # with what Inductor would compute on the way
+    return _chain(node, reader, target, factors, base, operator)
 
 
 def _index_put(node: Node, around: Around) -> Chain:
@@ -498,7 +509,8 @@ def _chain(
     operator: str = "=",
 ) -> Chain:
     # Inductor has no kernel for a largest or smallest value: such a scatter is worth it by itself.
-    if operator == "=" and not reader.gathers and not (base is not None and reader.grown):
+    worth = base is not None and (reader.grown or _points(reader) >= WORTH_A_SCATTER)
+    if operator == "=" and not reader.gathers and not worth:
         what = "nothing is gathered into it" + (
             ", and no product in it grows" if base is not None else ""
         )
@@ -532,7 +544,7 @@ def _chain(
         base if zero else None,
         tuple((name, node) for node, name in reader.names.items() if name in reads),
         tuple(t for t in reader.indices if t.name in reads),
-        tuple(sorted(reader.wrapped & reads)),
+        tuple(sorted((reader.wrapped - reader.strict) & reads)),
         {
             v: reader.extents[v]
             for v in dict.fromkeys((*variables(statement.target), *variables(statement.value)))
@@ -546,6 +558,12 @@ def _chain(
         ),
         overwritten=reader.around.overwritten,
     )
+
+
+def _points(reader: ProductReader) -> int:
+    """About how many points a statement has."""
+    names = reader.extents.keys() - reader.splits.keys()
+    return points([shape_of(node)[dim] for node, dim in map(reader.extents.__getitem__, names)])
 
 
 def _check_number(statement: Statement) -> None:

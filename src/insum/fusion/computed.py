@@ -31,8 +31,16 @@ def _remembered(
 ) -> Any:
     first, *others = sources
     return memory.remembered(
-        first, ("computed", name, sizes), lambda: _own(run(), sources), *others
+        first, ("computed", name, sizes), lambda: _promised(_own(run(), sources), sources), *others
     )
+
+
+def _promised(result: Any, sources: tuple[Tensor, ...]) -> Any:
+    """Of what was promised not to change no function does."""
+    entries = [memory.known(source) for source in sources]
+    if isinstance(result, Tensor) and all(e is not None and e.declared for e in entries):
+        memory.entry_of(result, declared=True)
+    return result
 
 
 def _own(result: Any, sources: tuple[Tensor, ...]) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from insum.fusion.chains import SCATTERS, Chain
+from insum.fusion.chains import SCATTERS, WORTH_A_SCATTER, Chain
 from insum.fusion.origin import is_unknown, origin_of
 from insum.fusion.pointwise import SPELL
 from insum.fusion.shapes import points, shape_of, value_of
@@ -15,9 +15,6 @@ aten = torch.ops.aten
 #: What Inductor computes by itself, between kernels: what is gathered for it and what is scattered
 #: of it is written to memory.
 _MATRIX_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default}
-#: Elements of messages with functions in them below which a scatter without atomics saves less time
-#: than another call takes: Inductor writes none of them either.
-WORTH_A_SCATTER = 2**25
 #: Elements of messages below which a kernel saves less time than calling it takes, where the device
 #: waits for the call.
 WORTH_A_CALL = 2**28
@@ -27,9 +24,15 @@ def _has_product(chain: Chain) -> bool:
     return bool(_MATRIX_PRODUCTS & {n.target for n in (chain.root, *chain.inlined)})
 
 
-def _has_functions(chain: Chain) -> bool:
-    """Functions that torch would fuse: a largest value it would not."""
-    return chain.statement.operator == "=" and any(n.target in SPELL for n in chain.inlined)
+def _is_one_kernel(chain: Chain) -> bool:
+    """Whether Inductor makes one kernel of a chain, too: it has none for a largest value, and one
+    between two others for a matrix product; and what is computed of the edges, it computes at each
+    call.
+    """
+    if chain.statement.operator != "=" or _has_product(chain):
+        return False
+    functions = any(n.target in SPELL for n in chain.inlined)
+    return functions or all(t.base.op == "placeholder" for t in chain.indices)
 
 
 def _counted(chain: Chain, waited: frozenset[Node]) -> int:
@@ -87,10 +90,10 @@ def objection(
             "elements do not make up for a longer call"
         )
     largest = max(points(shape_of(n)) for n in chain.inlined)
-    if _has_functions(chain) and not _has_product(chain) and largest < WORTH_A_SCATTER:
+    if _is_one_kernel(chain) and largest < WORTH_A_SCATTER:
         return (
-            f"Inductor makes one kernel of its functions too, and its {largest:,} elements do not "
-            "make up for a longer call"
+            f"Inductor makes one kernel of it too, and its {largest:,} elements do not make up "
+            "for a longer call"
         )
     result = points(shape_of(chain.root))
     if chain.root.target not in SCATTERS and chain.saved < result:

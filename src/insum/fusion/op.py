@@ -10,23 +10,29 @@ call. They stand in graphs that hold their own backward; they have no gradient.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from insum import memory
-from insum.call import prepare
-from insum.compat.calls import PLAIN, are_plain, shorten
+from insum.bounded import keep
+from insum.call import BoundCall, kinds_of
+from insum.compat.calls import PLAIN, are_plain, is_recorded, kinds_guard, modes_now, shorten
 from insum.fusion.computed import computed
 from insum.fusion.indices import Selects, read, select, wrapped, written
 from insum.lang.expr import Access
 from insum.lang.parser import parse
 from insum.ops import decode
 from insum.plan.path import AUTO
-from insum.request import Request
+from insum.request import Form, Request
+from insum.settings import settings
+
+if TYPE_CHECKING:
+    from insum.runtime.bind import Ready
+    from insum.runtime.fused import Settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,16 +139,23 @@ def _split(line: str, mark: str) -> tuple[str, ...]:
     return tuple(line.split(mark)) if line else ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SpecPlaces:
-    """A specification by the places of tensors and sizes among those that are passed."""
+    """A specification by the places of tensors and sizes among those that are passed, and what its
+    calls are found by: all that is the same at every call is read out of the text once.
+    """
 
+    form: Form
+    count: int
+    """How many of the sizes are the statement's."""
     plain: tuple[tuple[str, int], ...]
-    views: tuple[tuple[str, str, int | None, Selects], ...]
+    views: tuple[tuple[str, int, Selects, bool], ...]
     (
-        """Index tensors: name, tensor of which it is a part, its place where it is passed, and """
-        """which part."""
+        """Parts of tensors that are passed: name, place, which part, and whether the graph """
+        """makes the tensor anew at each call."""
     )
+    made: tuple[tuple[str, str, Selects], ...]
+    """Parts of computed tensors: name, that of the tensor, and which part."""
     origins: tuple[tuple[str, str, tuple[int, ...], tuple[int, ...]], ...]
     (
         """Computed tensors: name, program, and the places of tensors and sizes that it is """
@@ -152,39 +165,64 @@ class SpecPlaces:
 
 
 @functools.lru_cache(maxsize=4096)
-def _places(spec: Spec) -> SpecPlaces:
+def places_of(text: str) -> SpecPlaces:
+    spec = spec_of(text)
     place = {name: k for k, name in enumerate(spec.names)}
     origins = tuple(
         (one.name, one.program, tuple(place[s] for s in one.sources), one.sizes)
         for one in spec.origins
     )
-    views = tuple((name, base, place.get(base), selects) for name, base, selects in spec.views)
-    return SpecPlaces(spec.plain, views, origins)
+    form = _form(spec)
+    return SpecPlaces(
+        form,
+        sum(1 if length is None else length for _, length in form.size_keys),
+        spec.plain,
+        tuple(
+            (name, place[base], selects, name in spec.passing)
+            for name, base, selects in spec.views
+            if base in place
+        ),
+        tuple(one for one in spec.views if one[1] not in place),
+        origins,
+    )
 
 
-def _values(spec: Spec, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> dict[str, Any]:
+def _form(spec: Spec) -> Form:
+    """What the calls of a specification are found by, whatever the sizes."""
+    lengths = [key.rpartition("#")[2] for key in _split(spec.size_names, ";")]
+    most = sum(int(length) if length.isdigit() else 1 for length in lengths)
+    return _request(spec, [1] * most).form
+
+
+def _values(text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> dict[str, Any]:
     """Tensors by the names of the statement."""
-    places = _places(spec)
-    made: dict[str, Tensor] = {}
-    for name, program, sources, own in places.origins:
-        made[name] = computed(
-            program, tuple(sizes[k] for k in own), tuple(tensors[k] for k in sources)
-        )
+    places = places_of(text)
     found: dict[str, Any] = {}
-    for name, base, place, selects in places.views:
-        if place is None:
-            found[name] = select(made[base], selects)
-        elif name in spec.passing and type(tensors[place]) in PLAIN:
+    for name, place, selects, passing in places.views:
+        base = tensors[place]
+        if passing and type(base) in PLAIN:
             # A new object: compiled code may fill this one with other values, which no version
             # counter tells.
-            found[name] = select(tensors[place].data, selects)
-        else:
-            found[name] = select(tensors[place], selects)
-    bases = {base for _, base, _, _ in places.views}
-    found |= {name: value for name, value in made.items() if name not in bases}
-    for name, at in places.plain:
-        found[name] = tensors[at]
+            base = base.data
+        found[name] = select(base, selects)
+    if places.origins:
+        _add_computed(places, tensors, sizes, found)
+    for name, place in places.plain:
+        found[name] = tensors[place]
     return found
+
+
+def _add_computed(
+    places: SpecPlaces, tensors: Sequence[Tensor], sizes: tuple[int, ...], found: dict[str, Any]
+) -> None:
+    made = {
+        name: computed(program, tuple(sizes[k] for k in own), tuple(tensors[k] for k in sources))
+        for name, program, sources, own in places.origins
+    }
+    for name, base, selects in places.made:
+        found[name] = select(made[base], selects)
+    bases = {base for _, base, _ in places.made}
+    found |= {name: value for name, value in made.items() if name not in bases}
 
 
 def _request(spec: Spec, sizes: Sequence[Any]) -> Request:
@@ -195,15 +233,98 @@ def _request(spec: Spec, sizes: Sequence[Any]) -> Request:
 def _run(
     mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor], sizes: Sequence[int]
 ) -> Tensor:
-    spec, given = spec_of(text), (*sizes,)
-    values = _values(spec, tensors, given)
-    call = prepare(_request(spec, given), values, target)
+    given = (*sizes,)
+    return _run_on(mode, target, text, _values(text, tensors, given), given)
+
+
+def _run_on(
+    mode: str, target: Tensor | None, text: str, values: dict[str, Any], sizes: tuple[int, ...]
+) -> Tensor:
+    return _call(text, values, sizes, target).run(mode, values, target)
+
+
+def _call(
+    text: str, values: dict[str, Any], sizes: tuple[int, ...], target: Tensor | None
+) -> BoundCall:
+    places = places_of(text)
+    call = kinds_of(places.form).find(values, sizes[: places.count], target)
     call.verify(values)
-    return call.run(mode, values, target)
+    return call
 
 
 def _fused(spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
-    return _run("new", None, spec, tensors, sizes)
+    return _run_new(spec, tensors, sizes, _values(spec, tensors, (*sizes,)))
+
+
+# --- the same call again --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RecentCall:
+    """The last call of an op into a new tensor: what has to be the same for the next one to launch
+    the same, and where that is found. It keeps no tensor alive.
+
+    Attributes:
+        alike: whether tensors have the same sizes, strides and kinds.
+        bases: places of the tensors of which index tensors are parts, and the serials of what is
+            remembered of them as they were.
+    """
+
+    alike: Callable[..., bool]
+    sizes: tuple[int, ...]
+    modes: tuple[Any, ...]
+    bases: tuple[tuple[int, int], ...]
+    settled: Settled
+
+    def find(self, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Ready | None:
+        if sizes != self.sizes or not self.alike(*tensors) or modes_now(settings) != self.modes:
+            return None
+        for place, serial in self.bases:
+            entry = memory.known(tensors[place])
+            if entry is None or entry.serial != serial:
+                return None
+        return self.settled.find()
+
+
+#: By specification; one each.
+MOST_RECENT = 1024
+_recent: dict[str, RecentCall] = {}
+
+
+def _run_new(
+    text: str, tensors: Sequence[Tensor], sizes: Sequence[int], values: dict[str, Any]
+) -> Tensor:
+    """A call into a new tensor. Where the one before was like it, and its index tensors are the
+    same and unchanged, nothing is looked for again.
+    """
+    recent, given = _recent.get(text), (*sizes,)
+    ready = None if recent is None else recent.find(tensors, given)
+    if ready is not None:
+        return ready(values)
+    call = _call(text, values, given, None)
+    found = call.run("new", values, None)
+    _note(text, tensors, given, call, values)
+    return found
+
+
+def _note(
+    text: str,
+    tensors: Sequence[Tensor],
+    sizes: tuple[int, ...],
+    call: BoundCall,
+    values: dict[str, Any],
+) -> None:
+    """Remember a call whose index tensors are all parts of tensors that are passed and stay."""
+    places = places_of(text)
+    passing = any(passing for *_, passing in places.views)
+    settled = None if places.origins or passing else call.settled(values)
+    if settled is None:
+        return
+    found = dict.fromkeys(place for _, place, *_ in places.views)
+    bases = tuple((place, memory.entry_of(tensors[place]).serial) for place in found)
+    alike, modes = kinds_guard(tensors, exact=True), modes_now(settings)
+    _recent.pop(text, None)
+    keep(_recent, text, RecentCall(alike, sizes, modes, bases, settled), MOST_RECENT)
 
 
 def _fused_into(initial: Tensor, spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
@@ -218,13 +339,15 @@ def _fused_extremum(
     base: Tensor, spec: str, tensors: list[Tensor], sizes: list[int], include_self: bool
 ) -> Tensor:
     flat = sizes[: _scattered(spec)[0]]  # the statement has no dimensions of size 1
+    there = base if base.dim() == len(flat) else base.reshape(flat)
+    given = (*sizes,)
+    values = _values(spec, tensors, given)
     if include_self:
-        found = _run("from", base.reshape(flat), spec, tensors, sizes)
+        found = _run_on("from", there, spec, values, given)
     else:
-        found = _run("new", None, spec, tensors, sizes)
-        present = _present(spec, tensors, tuple(sizes))
-        found = torch.where(present, found, base.reshape(flat))
-    return found if found.shape == base.shape else found.reshape(base.shape)
+        found = _run_new(spec, tensors, given, values)
+        found = torch.where(_present(spec, values, given), found, there)
+    return found if there is base else found.reshape(base.shape)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -239,14 +362,20 @@ def _scattered(text: str) -> tuple[int, int, str]:
     return len(indices), dim, name
 
 
-def _present(text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
+def _present(text: str, values: dict[str, Any], sizes: tuple[int, ...]) -> Tensor:
     """Rows that something is scattered to, as a mask over the result."""
     rank, dim, name = _scattered(text)
-    spec = spec_of(text)
-    tensor, rows = _values(spec, tensors, sizes)[name], int(sizes[dim])
-    mask = memory.remembered(
-        tensor, ("present", rows), lambda: _mask(tensor, rows, name in spec.wraps)
-    )
+    tensor, rows = values[name], int(sizes[dim])
+    key, entry = ("present", rows), memory.known(tensor)
+    mask: Tensor | None = None
+    if is_recorded(tensor.device) and (entry is None or not entry.declared):
+        # a graph is replayed on other values
+        mask = _mask(tensor, rows, name in spec_of(text).wraps)
+    elif entry is not None:
+        mask = entry.get(key)  # in few steps
+    if mask is None:
+        wraps = name in spec_of(text).wraps
+        mask = memory.remembered(tensor, key, lambda: _mask(tensor, rows, wraps))
     return mask.view([rows if d == dim else 1 for d in range(rank)])
 
 
@@ -270,7 +399,7 @@ def _fused_fake(spec: str, tensors: list[Tensor], sizes: list[Any]) -> Tensor:
         return torch.empty(
             sizes[: _rank(read)], dtype=_dtype(read, tensors), device=tensors[0].device
         )
-    problem = _request(read, sizes).bind(_values(read, tensors, ()))
+    problem = _request(read, sizes).bind(_values(spec, tensors, ()))
     return torch.empty(problem.shape, dtype=problem.dtype, device=problem.device)
 
 

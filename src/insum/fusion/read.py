@@ -84,6 +84,8 @@ class ProductReader:
     indices: list[IndexTensor] = field(default_factory=list)
     # index tensors in which a negative value counts from the end
     wrapped: set[str] = field(default_factory=set)
+    # and those in which it is an error somewhere, and so in all of the program
+    strict: set[str] = field(default_factory=set)
     inlined: dict[Node, None] = field(default_factory=dict)
     gathers: list[Node] = field(default_factory=list)
     # products with more elements than their factors
@@ -176,6 +178,7 @@ class ProductReader:
             self.names,
             self.indices,
             self.wrapped,
+            self.strict,
             self.inlined,
             self.gathers,
             self.grown,
@@ -287,8 +290,7 @@ class ProductReader:
             wanted = "_".join([node.name, *(str(i) for _, i in selects)])
             found = IndexTensor(fresh(wanted, self.taken), node, selects, limit)
             self.indices.append(found)
-        if wraps:
-            self.wrapped.add(found.name)
+        (self.wrapped if wraps else self.strict).add(found.name)
         return found.name
 
     def placed(self, tensors: Sequence[Node | None], source: Node, at: Indices) -> Indices:

@@ -107,6 +107,7 @@ class Draft:
     segments: RowRecipe | Packed | PackedByStep | None = None
     row: str = ""
     segment: str = ""
+    home: Access | None = None  # the index that rows are made of, as the right side reads it
     longest: int = 0
     entries: int = 0
     idle: Access | None = None
@@ -342,6 +343,7 @@ def finish(
         operand=operand,
         precision=subject.wishes.precision if operand == "float32" else "",
         segment=Segment(draft.row, draft.segment, tiled=not roles.dot) if draft.segment else None,
+        home=_home(draft, roles),
         onehot=onehot,
         wide=subject.sizes.wide,
         why=draft.why,
@@ -361,6 +363,14 @@ def finish(
         longest=draft.longest,
         entries=draft.entries,
     )
+
+
+def _home(draft: Draft, roles: Contraction) -> Access | None:
+    """The index that rows are made of, where the right side reads it and rows are in the tile."""
+    if draft.home is None or not draft.segment or roles.dot:
+        return None
+    read = {a for f in draft.factors for a in accesses(f)}
+    return draft.home if draft.home in read else None
 
 
 def _with_exact_entries(subject: Subject, draft: Draft, roles: Contraction) -> Draft:

@@ -83,6 +83,7 @@ class Plan:
     operand: str = ""  # dtype of the operands of tl.dot
     precision: str = ""  # input_precision of tl.dot for float32 operands
     segment: Segment | None = None
+    home: Access | None = None  # an index that has one value in all entries of a row
     onehot: int = -1  # the target's dimension that is kept whole in registers
     pattern: Pattern | None = None
     wide: bool = False  # 64-bit offsets

@@ -380,6 +380,7 @@ class _Build:
             factors=(read,),
             roles=roles,
             segment=Segment(segment.row, segment.var, True),
+            home=None,
             split=False,
             padded=frozenset(),
             guarded=frozenset(),

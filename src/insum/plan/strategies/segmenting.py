@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
-from insum.lang.expr import Access, accesses, index_of
+from insum.lang.expr import Access, Expr, accesses, index_of
 from insum.plan.draft import Draft, Planned, Subject, finish
 from insum.plan.questions import AskSummary
 from insum.plan.recipes import OfExtent, OfShape, RowRecipe, Segments, Slots
@@ -37,6 +38,7 @@ def to_segments(subject: Subject, draft: Draft, scatter: Scatter) -> Draft:
     dropped.
     """
     base = Segments(scatter.access.tensor, OfShape(scatter.dim))
+    draft = replace(draft, home=scatter.access)
     together = scatter.variables
     summed = [v for v in draft.summed() if v not in together]
     found = next((m for q in summed if (m := merge(subject, draft, (*together, q)))), None)
@@ -70,10 +72,17 @@ def merged(draft: Draft, found: Merge) -> Draft:
     return replace(
         draft,
         factors=tuple(found(f) for f in draft.factors),
+        home=at_home(draft, found),
         views={**draft.views, **{t: (at, count) for t, at in found.dims}},
         extents={**draft.extents, found.into: math.prod(draft.extents[v] for v in found.variables)},
         made={**draft.made, found.into: tuple(OfExtent(v) for v in found.variables)},
     )
+
+
+def at_home(draft: Draft, change: Callable[[Expr], Expr]) -> Access | None:
+    """The index that rows are made of, changed as all that is read."""
+    found = None if draft.home is None else change(draft.home)
+    return found if isinstance(found, Access) else None
 
 
 def _widened(

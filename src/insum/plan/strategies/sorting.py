@@ -11,7 +11,7 @@ from insum.lang.expr import Access, Affine, accesses, index_of, variables
 from insum.plan.draft import Draft, Planned, Subject, finish, roles_of
 from insum.plan.recipes import Composed, OfExtent, OfShape, Position, Sorted
 from insum.plan.rewrite import Scatter, replace_atom, substitute
-from insum.plan.strategies.segmenting import fits, merge, merged, to_rows
+from insum.plan.strategies.segmenting import at_home, fits, merge, merged, to_rows
 
 #: All tensors together are this many times a sorted copy of one index tensor, if it is made.
 COMPOSE_SHARE = 32
@@ -54,6 +54,7 @@ def to_sorted_rows(subject: Subject, draft: Draft, scatter: Scatter) -> Draft:
         numel *= draft.extents[v]
     draft = replace(
         draft,
+        home=scatter.access,
         extents={**draft.extents, slot: numel},
         made={**draft.made, slot: tuple(OfExtent(v) for v in scatter.variables)},
     )
@@ -94,7 +95,11 @@ def _in_order(subject: Subject, draft: Draft, scatter: Scatter, base: Sorted, sl
         change = {scatter.variables[0]: through}
     else:
         draft, change = _positions(subject, draft, scatter, base, slot)
-    draft = replace(draft, factors=tuple(substitute(f, change) for f in draft.factors))
+    draft = replace(
+        draft,
+        factors=tuple(substitute(f, change) for f in draft.factors),
+        home=at_home(draft, lambda read: substitute(read, change)),
+    )
     if order in draft.reads():
         arrays = {**draft.arrays, order: subject.array(base, "order")}
         draft = replace(draft, arrays=arrays)
@@ -150,5 +155,6 @@ def _composed(subject: Subject, draft: Draft, scatter: Scatter, base: Sorted, sl
             arrays={**draft.arrays, name: array},
             padded=draft.padded | {name} if atom.tensor in draft.padded else draft.padded,
             factors=tuple(replace_atom(f, atom, new) for f in draft.factors),
+            home=new if atom == draft.home else draft.home,
         )
     return draft
