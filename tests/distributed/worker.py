@@ -95,7 +95,7 @@ def launch(names: list[str], folder: str) -> list[Outcome]:
         max_nodes=1,
         nproc_per_node=WORLD,
         rdzv_backend="c10d",
-        rdzv_endpoint="localhost:0",
+        rdzv_endpoint=str(Path(folder) / "rendezvous"),
         rdzv_configs={"store_type": "file"},
         start_method="fork",
         monitor_interval=0.05,
