@@ -13,6 +13,7 @@ from insum.accepted import is_fake, odd_tensor, shown
 from insum.bounded import keep
 from insum.call import MOST_FORMS, BoundCall, Kinds, kinds_of, prepare
 from insum.compat.calls import is_intercepted, is_plain_call, is_undisturbed
+from insum.compat.placed import is_placed, is_recordable
 from insum.errors import BindingError, DeviceError, SettingsError, UnsupportedError
 from insum.inplace import add_in_place
 from insum.lang.bind import Problem, Size, Value
@@ -101,6 +102,8 @@ def insum(
     call = kinds.known(tensors, given)
     if call is None and any(map(is_stranger, tensors.values())):
         return _of_strangers(kinds.form.request(given), out_shape, sizes, optimize, tensors)
+    if call is None and is_placed(tensors.values()):
+        return _of_placed(kinds, given, tensors)
     if call is None or not is_undisturbed():
         return _insum(kinds.form.request(given), tensors)
     if call.prepared.target:
@@ -183,6 +186,16 @@ def _of_strangers(
             expected="statements over sparse operands without them: they say it themselves",
         )
     return cast(Tensor, run_formats(request.statement, given, False, out_shape, sizes, optimize))
+
+
+def _of_placed(kinds: Kinds, sizes: tuple[Any, ...], tensors: dict[str, Value]) -> Tensor:
+    """A call over DTensors."""
+    from insum.distributed import dispatch
+
+    left = head(kinds.form.statement)
+    if left.target in tensors and left.operator != "=" or not is_recordable():
+        return _insum(kinds.form.request(sizes), tensors)
+    return dispatch.contract(kinds, tensors, sizes)
 
 
 def _refuse_strangers(request: Request, tensors: dict[str, Value]) -> None:
