@@ -59,7 +59,9 @@ def contract(request: Request, values: Mapping[str, Value]) -> Tensor:
     # Without a tensor the default device decides, which is not to be seen from within an op.
     if not is_plain_call(values.values()) and any(isinstance(v, Tensor) for v in values.values()):
         if is_placed(values.values()) and is_recordable():
-            return _dispatch().contract(kinds_of(request.form), values, request.size_values)
+            from insum.distributed import dispatch  # which loads a good deal of torch
+
+            return dispatch.contract(kinds_of(request.form), values, request.size_values)
         result: Tensor = (
             _transformed(request, None, values)
             if is_transformed()
@@ -85,8 +87,10 @@ def accumulate(request: Request, initial: Tensor, values: Mapping[str, Value]) -
     """The result of accumulating into ``initial``, which is left as it was. Differentiable."""
     if not is_plain_call((initial, *values.values())):
         if is_placed((initial, *values.values())) and is_recordable():
+            from insum.distributed import dispatch  # which loads a good deal of torch
+
             kinds, sizes = kinds_of(request.form), request.size_values
-            return _dispatch().accumulate(kinds, initial, values, sizes)
+            return dispatch.accumulate(kinds, initial, values, sizes)
         result: Tensor = (
             _transformed(request, initial, values)
             if is_transformed()
@@ -110,13 +114,6 @@ def accumulate_(request: Request, target: Tensor, values: Mapping[str, Value]) -
     prepared = prepare(request, values, target)
     prepared.verify(values)
     return prepared.run("into", values, target)
-
-
-def _dispatch() -> Any:
-    """What runs statements over DTensors; it loads a good deal of torch."""
-    from insum.distributed import dispatch
-
-    return dispatch
 
 
 # --- eager autograd and torch.func ----------------------------------------------------------------

@@ -32,6 +32,28 @@ def is_placed(values: Iterable[object]) -> bool:
     return False
 
 
+def replicated(value: Tensor, mesh: Any) -> Tensor:
+    """A tensor that every rank has, as a DTensor. Differentiable."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    placements = [Replicate()] * mesh.ndim
+    if value.requires_grad or torch.compiler.is_compiling():
+        return DTensor.from_local(value, mesh, placements, run_check=False)
+    return Wrapper(mesh, placements, value.shape)(value)
+
+
+def beside(values: dict[str, Any], own: Iterable[str]) -> dict[str, Any]:
+    """Values among which those that are named are on every rank, as DTensors where others are."""
+    if not is_placed(values.values()):
+        return values
+    mesh = next(value.device_mesh for value in values.values() if is_placed((value,)))
+    found = dict(values)
+    for name in own:
+        if isinstance(found[name], Tensor) and not is_placed((found[name],)):
+            found[name] = replicated(found[name], mesh)
+    return found
+
+
 def is_recordable() -> bool:
     """Whether autograd may be told of a call by a function of its own: no transform, no autocast,
     no tracer, nothing compiled. Modes that see single ops may be on.
@@ -88,7 +110,8 @@ class Wrapper:
             spec = self._specs[local.dtype] = make[2](
                 self._mesh, self._placements, tensor_meta=made
             )
-        wrapped: Tensor = make[0](local, spec, requires_grad=False)
+        # past __init__, which does nothing but keep Dynamo out
+        wrapped: Tensor = make[0].__new__(make[0], local, spec, requires_grad=False)
         return wrapped
 
     def _publicly(self, local: Tensor) -> Tensor:
@@ -131,3 +154,16 @@ def for_each_rank(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     simulator = sys.modules.get("torch.distributed._local_tensor")
     wrapped: Callable[[Any], Any] | None = getattr(simulator, "maybe_run_for_local_tensor", None)
     return function if wrapped is None else wrapped(function)
+
+
+def while_tracing(function: Callable[[], bool]) -> Callable[[], bool]:
+    """``function``, which Dynamo calls when it comes by, instead of tracing it. What
+    `torch.compiler.assume_constant_result` does, without loading Dynamo.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def has_placements() -> bool:
+    """Whether there can be DTensors."""
+    return _HOME in sys.modules

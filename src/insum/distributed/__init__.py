@@ -1,3 +1,9 @@
 """Statements, formats and layers over several processes, on torch.distributed."""
 
-from insum.distributed import dispatch as dispatch
+from insum.distributed import dispatch as dispatch  # the ops learn of DTensors
+from insum.distributed.parallel import SparseColwise, SparseRowwise
+
+__all__ = [
+    "SparseColwise",
+    "SparseRowwise",
+]

@@ -77,9 +77,7 @@ def _can_be(output: Placement, dtype: torch.dtype) -> bool:
     return dtype in _REDUCIBLE or output.reduce_op == "sum" and dtype.is_complex
 
 
-def _cost(
-    way: Way, held: Mapping[str, Held], dim: int, ranks: Sequence[int]
-) -> tuple[float, int]:
+def _cost(way: Way, held: Mapping[str, Held], dim: int, ranks: Sequence[int]) -> tuple[float, int]:
     total, changed = 0.0, 0
     for name, after in way.inputs.items():
         one = held[name]

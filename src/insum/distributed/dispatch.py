@@ -9,7 +9,7 @@ arrive below autograd, at the rules that are registered at the end.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, TypeAlias
@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 from insum import memory, ops
 from insum.autograd import ForwardCall, gradients
@@ -28,10 +28,12 @@ from insum.compat.placed import (
     Wrapper,
     for_each_rank,
     local_of,
+    replicated,
     replicates_plain_tensors,
     spec_of,
 )
 from insum.distributed.cost import Held, choose
+from insum.distributed.local import moved
 from insum.distributed.placements import GatheredRows, Way, local_statement, ways
 from insum.errors import DeviceError, UnsupportedError
 from insum.lang.bind import Problem, Value
@@ -47,7 +49,14 @@ Placements: TypeAlias = tuple[Placement, ...]
 #: Placements, shapes and sizes of one statement for which the choice is kept.
 MOST_PLACED = 256
 
-_COMBINED = {"+=": torch.add, "max=": torch.maximum, "min=": torch.minimum}
+#: Dtypes that not every backend of torch.distributed sends.
+_UNSENT = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
+
+_COMBINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "+=": torch.add,
+    "max=": torch.maximum,
+    "min=": torch.minimum,
+}
 
 
 # --- calls ----------------------------------------------------------------------------------------
@@ -123,9 +132,7 @@ class PlacedCall:
         parts = {}
         for name, move in zip(self.names, self.moves):
             value = values[name]
-            if move is not None:
-                value = value.redistribute(placements=move)
-            parts[name] = local_of(value)
+            parts[name] = local_of(value if move is None else _sent(value, move))
         for name in self.numbers:
             parts[name] = values[name]
         for index in self.indices:
@@ -133,15 +140,21 @@ class PlacedCall:
         if self.indices:
             parts = {name: parts[name] for name in self.reads}
         result = self.wrap(_run_here(self.kinds, parts, self.sizes))
-        if self.wanted is None or self.wanted == self.placements:
-            return result
-        moved: Tensor = result.redistribute(placements=self.wanted)  # type: ignore[attr-defined]
-        return moved
+        if self.wanted is not None and self.wanted != self.placements:
+            result = result.redistribute(placements=self.wanted)  # type: ignore[attr-defined]
+        return result
 
     def combined(self, initial: Tensor, update: Tensor) -> Tensor:
         """The result of accumulating into a value."""
-        operator = _COMBINED[head(self.form.statement).operator]
-        return operator(initial, update).to(initial.dtype)
+        operator = head(self.form.statement).operator
+        return _COMBINED[operator](initial, update).to(initial.dtype)
+
+
+def _sent(value: Any, placements: Placements) -> Any:
+    """A DTensor at another placement; what cannot be sent travels in a wider dtype."""
+    if value.dtype in _UNSENT:
+        return value.to(torch.int64).redistribute(placements=placements).to(value.dtype)
+    return value.redistribute(placements=placements)
 
 
 def _run_here(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ...]) -> Tensor:
@@ -201,28 +214,12 @@ def _derived(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ...]) 
     return contract(kinds, values, sizes)
 
 
-class _Moved(torch.autograd.Function):
-    """A DTensor at another placement: the same numbers, and so are the gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, value: DTensor, placements: Placements) -> Tensor:
-        moved: Tensor = value.redistribute(placements=placements)
-        return moved
-
-    @staticmethod
-    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return upstream[0], None
-
-
 def _cut_as(gradient: Any, source: Any) -> Tensor:
     """A gradient, cut where its tensor is, so that no rank holds more of it than of the tensor."""
     pairs = zip(gradient.placements, source.placements)
     placements = tuple([own if type(own) is Shard else found for found, own in pairs])
-    if placements == gradient.placements:
-        found: Tensor = gradient
-        return found
-    moved: Tensor = _Moved.apply(gradient, placements)  # type: ignore[no-untyped-call]
-    return moved
+    cut: Tensor = moved(gradient, placements)
+    return cut
 
 
 # --- what the rest of insum calls -----------------------------------------------------------------
@@ -269,16 +266,22 @@ def found_call(
             return found_call(kinds, values, sizes, initial)
         else:
             parts.append(type(value))
-    into = None if initial is None else initial.dtype
-    key = (tuple(values), sizes, into, *parts)
-    try:
-        found = kinds.placed.get(key)
-    except TypeError:  # sizes of a tracer's
+    if torch.compiler.is_compiling():  # a tracer's meshes and sizes are of use to nobody else
         return _placed_call(kinds, values, sizes, initial), values
-    if found is None:
+    key = (tuple(values), sizes, None if initial is None else initial.dtype, *parts)
+    found: PlacedCall | None = kinds.placed.get(key)
+    if found is None or found.mesh is not _mesh_of(values):  # equal ones may be of other groups
+        kinds.placed.pop(key, None)
         made = _placed_call(kinds, values, sizes, initial)
         found = keep(kinds.placed, key, made, MOST_PLACED)
     return found, values
+
+
+def _mesh_of(values: Mapping[str, Any]) -> DeviceMesh:
+    for value in values.values():
+        if isinstance(value, DTensor):
+            return value.device_mesh
+    raise AssertionError("a call over DTensors without one")
 
 
 # --- plain tensors beside DTensors ----------------------------------------------------------------
@@ -313,15 +316,6 @@ def _like_others(statement: str, name: str, value: Tensor, call: PlacedCall) -> 
         example = DTensor.from_local(value, call.mesh)
         raise _mixed(statement, name, call.names[0], example)
     return replicated(value, call.mesh)
-
-
-def replicated(value: Tensor, mesh: DeviceMesh) -> DTensor:
-    """A tensor that every rank has, as a DTensor. Differentiable."""
-    placements = [Replicate()] * mesh.ndim
-    if not value.requires_grad:
-        made: Any = Wrapper(mesh, placements, value.shape)(value)
-        return made  # type: ignore[no-any-return]
-    return DTensor.from_local(value, mesh, placements, run_check=False)
 
 
 def _mixed(statement: str, name: str, other: str, placed: DTensor) -> DeviceError:
@@ -457,9 +451,14 @@ def first_row(size: Any, mesh: DeviceMesh, placements: Placements, dim: int) -> 
     for place, count, rank in zip(placements, mesh.shape, here):
         if place == Shard(dim):
             step = -(-length // count)
-            begin = torch.sym_min(rank * step, length)
-            start, length = start + begin, torch.sym_min(step, length - begin)
+            begin = _least(rank * step, length)
+            start, length = start + begin, _least(step, length - begin)
     return start
+
+
+def _least(one: Any, other: Any) -> Any:
+    """The smaller; of numbers of simulated ranks, too."""
+    return torch.sym_min(one, other)  # type: ignore[no-untyped-call]
 
 
 # --- the ops themselves ---------------------------------------------------------------------------

@@ -161,7 +161,7 @@ class _WayFinder:
     def of_partial(self, names: tuple[str, ...]) -> Way:
         kind = {"sum": "sum", "max": "maximum", "min": "minimum"}[self.partial.reduce_op]
         one, many = f"{names[0]} is a partial {kind}", f"{', '.join(names)} are partial {kind}s"
-        inputs = self.placed({name: self.partial for name in names})
+        inputs = self.placed(dict.fromkeys(names, self.partial))
         return Way(one if len(names) == 1 else many, self.partial, inputs)
 
     # --- gathered rows ---

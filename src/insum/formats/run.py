@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from insum import api
+from insum.compat.placed import beside
 from insum.errors import BindingError, DeviceError
 from insum.explanation import Explanation
 from insum.formats.convert import SparseFormat
@@ -260,7 +261,10 @@ class FormatCall:
     # --- arguments ---
 
     def arguments(self, piece: RewrittenStatement) -> dict[str, Any]:
-        return {source.name: self.argument(source, piece) for source in piece.sources}
+        """By name; a format is the same on every rank, where other operands are DTensors."""
+        found = {source.name: self.argument(source, piece) for source in piece.sources}
+        own = [s.name for s in piece.sources if isinstance(self.given[s.operand], SparseFormat)]
+        return beside(found, own)
 
     def argument(self, source: Source, piece: RewrittenStatement) -> Value:
         x = self.given[source.operand]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import insum
 from insum.accepted import COUNT, FLAG, SIZE, TENSOR, TEXT, Accepted, require, takes
+from insum.compat.placed import beside
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import NeighborTable, SparseFormat
 from insum.nn.checks import last_size, layer_takes, one_device
@@ -242,12 +243,9 @@ def _spelled(
     found: SparseFormat, out: str, given: str, of_weight: str, features: Tensor, weight: Tensor
 ) -> Tensor:
     if isinstance(found, NeighborTable):
+        tensors = beside({"Nb": found.table, "In": features, "W": weight}, ("Nb",))
         return insum.insum(
-            f"Out[{out}] = In[Nb[z,x],{given}] * W[z,{of_weight}]",
-            padded=("Nb",),
-            Nb=found.table,
-            In=features,
-            W=weight,
+            f"Out[{out}] = In[Nb[z,x],{given}] * W[z,{of_weight}]", padded=("Nb",), **tensors
         )
     statement = f"Out[{out}] = Map[z,x,y] * In[y,{given}] * W[z,{of_weight}]"
     return _tensor(insum.einsum(statement, Map=found, In=features, W=weight))
