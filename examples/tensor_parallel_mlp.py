@@ -75,10 +75,11 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     width, block, device = arguments.width, arguments.block, arguments.device
     begun = not dist.is_initialized()
     if begun:
-        alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-        for name, value in alone.items():  # as torchrun sets them
-            os.environ.setdefault(name, value)
-        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+        backend = "nccl" if device == "cuda" else "gloo"
+        if "RANK" in os.environ:  # which torchrun sets
+            dist.init_process_group(backend)
+        else:
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     found = losses(width, block, arguments.steps, device, mesh)
     if dist.get_rank() == 0:

@@ -27,6 +27,7 @@ from insum.request import Request, SizesArgument, head, request_of
 from insum.traced import traced
 
 if TYPE_CHECKING:
+    from insum.distributed.explained import PlacedExplanation
     from insum.explanation import Explanation
     from insum.formats.explained import EinsumExplanation
     from insum.search import Tuned
@@ -65,7 +66,8 @@ def insum(
             are cheaper), or a path such as ``[(1, 2), (0, 1)]``. `explain` prints the path.
         tensors: Every tensor that the statement names; a scalar may be a Python number. Arrays of
             NumPy are taken too (``+=`` writes into them), and formats, tensors of `torch.sparse`
-            and arrays of SciPy as in `einsum`.
+            and arrays of SciPy as in `einsum`. DTensors give a DTensor, whose placement follows
+            from theirs; one that is passed as the output of ``=`` gives its placement.
 
     Returns:
         The output: a new tensor, or the one that was passed and accumulated into.
@@ -346,7 +348,7 @@ def explain(
     optimize: Optimize = True,
     gpu: str = "",
     **tensors: Value,
-) -> Explanation | EinsumExplanation:
+) -> Explanation | EinsumExplanation | PlacedExplanation:
     """What a call would do: extents, roles of the indices, the graph as Python, FLOPs and bytes,
     and on a GPU the generated kernel with the time that the cost model predicts. Nothing is
     computed.
@@ -356,7 +358,8 @@ def explain(
         out_shape: As in `insum`, like all options that are not listed here.
         gpu: Show the kernel as a GPU of this architecture would get it, ``"sm_90"`` for an H100 or
             H200, ``"sm_80"`` for an A100; neither a GPU nor Triton has to be there.
-        tensors: Every tensor that the statement names.
+        tensors: Every tensor that the statement names; of DTensors, how ranks share the work and
+            what travels is told as well.
 
     Returns:
         An object that prints as a page of text, in notebooks too.
@@ -393,6 +396,11 @@ def explain(
         if has_format(tensors):
             told: dict[str, Any] = {"out_shape": out_shape, "sizes": sizes, "optimize": optimize}
             return explain_einsum(statement, **told, gpu=gpu, **cast(Any, tensors))
+    if is_placed(tensors.values()):
+        from insum.distributed.explained import explain_placed
+
+        asked = request_of(statement, out_shape, sizes, padded, config, optimize)
+        return explain_placed(asked, tensors, gpu)
     return explain_dense(
         statement,
         tensors,

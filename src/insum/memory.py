@@ -37,6 +37,7 @@ from insum.compat.calls import (
     stream_object,
     untracked,
 )
+from insum.compat.placed import is_placed, local_of
 from insum.settings import settings
 
 T = TypeVar("T")
@@ -308,7 +309,7 @@ def unchanging(tensor: Tensor) -> Tensor:
     few. `insum.constant` promises more: that the values may become code.
 
     Args:
-        tensor: an index tensor.
+        tensor: an index tensor; of a DTensor, the part that lies here.
 
     Returns:
         The same tensor.
@@ -317,7 +318,7 @@ def unchanging(tensor: Tensor) -> Tensor:
         >>> import insum, torch
         >>> edges = insum.unchanging(torch.tensor([[0, 1], [1, 0]]))
     """
-    entry_of(tensor, declared=True)
+    entry_of(local_of(tensor) if is_placed((tensor,)) else tensor, declared=True)
     return tensor
 
 
@@ -329,7 +330,8 @@ def forget(tensor: Tensor | None = None) -> None:
     by a collective operation into a tensor on a GPU.
 
     Args:
-        tensor: what to forget about; everything where none is given.
+        tensor: what to forget about, of a DTensor the part that lies here; everything where none
+            is given.
 
     Examples:
         >>> import insum, torch
@@ -340,7 +342,8 @@ def forget(tensor: Tensor | None = None) -> None:
             for number in list(_storages):
                 _drop(number)
         else:
-            _drop(id(tensor.untyped_storage()))
+            own = local_of(tensor) if is_placed((tensor,)) else tensor
+            _drop(id(own.untyped_storage()))
 
 
 def can_look(tensor: Tensor) -> bool:

@@ -324,7 +324,7 @@ def _save(
 
 def held_by(initial: Tensor, result: Tensor) -> Tensor:
     """Where an extremum is its initial value; one that is NaN stays."""
-    return (initial == result) | (initial != initial)
+    return (initial == result) | ~(initial == initial)
 
 
 def _backward(

@@ -135,7 +135,7 @@ def check_drawn_statements() -> None:
     """The same draws on every rank."""
     meshes = line(), square()
     for k, case in enumerate(draw_cases(40 if FULL else 2, seed=11, **OPTIONS)):
-        compare(case, meshes[k % 2], random.Random(k), nullcontext(), op=k % 4 == 3)
+        compare(case.to(DEVICE), meshes[k % 2], random.Random(k), nullcontext(), op=k % 4 == 3)
 
 
 def check_what_is_complex() -> None:

@@ -144,7 +144,8 @@ def compare(
 
     if tensors:
         plain = {name: leaf(value.detach().clone()) for name, value in tensors.items()}
-        want = derivatives(run, {**values, **plain}, leaf)
+        device = next(iter(plain.values())).device
+        want = derivatives(run, {**values, **plain}, lambda one: leaf(one.to(device)))
         try:
             with simulated:
                 parts = {name: spread(value, name) for name, value in tensors.items()}
