@@ -15,7 +15,7 @@ from torch import Tensor
 
 from insum import memory
 from insum.accepted import CONSTANTS, takes
-from insum.compat.calls import is_recorded, untracked
+from insum.compat.calls import PLAIN, is_recorded, untracked
 from insum.compat.placed import is_placed, local_of
 
 #: torch finds no least and greatest of these, and does not sort them.
@@ -211,7 +211,7 @@ def constant(tensor: Tensor) -> Tensor:
     >>> insum.insum("C[P[i]] = A[i]", out_shape=(3,), P=pattern, A=torch.tensor([10.0, 20.0, 30.0]))
     tensor([20., 30., 10.])
     """
-    if is_placed((tensor,)):
+    if type(tensor) not in PLAIN and is_placed((tensor,)):
         constant(local_of(tensor))
         return tensor
     entry = memory.entry_of(tensor, declared=True)

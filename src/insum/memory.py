@@ -28,6 +28,7 @@ from torch import Tensor
 
 from insum.accepted import ELEMENTS, TENSOR, takes
 from insum.compat.calls import (
+    PLAIN,
     current_stream,
     in_backward,
     is_capturing,
@@ -318,7 +319,8 @@ def unchanging(tensor: Tensor) -> Tensor:
         >>> import insum, torch
         >>> edges = insum.unchanging(torch.tensor([[0, 1], [1, 0]]))
     """
-    entry_of(local_of(tensor) if is_placed((tensor,)) else tensor, declared=True)
+    plain = type(tensor) in PLAIN or not is_placed((tensor,))
+    entry_of(tensor if plain else local_of(tensor), declared=True)
     return tensor
 
 

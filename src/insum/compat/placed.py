@@ -15,14 +15,15 @@ from torch.autograd import forward_ad
 
 from insum.compat.calls import _probed
 
-_HOME = "torch.distributed.tensor"
+#: Where there are no DTensors until it is imported.
+PLACED_HOME = "torch.distributed.tensor"
 
 
 def is_placed(values: Iterable[object]) -> bool:
     """Whether one of the values is a DTensor. Where torch.distributed.tensor was never imported,
     none is.
     """
-    home = sys.modules.get(_HOME)
+    home = sys.modules.get(PLACED_HOME)
     kind = getattr(home, "DTensor", None)
     if kind is None:
         return False
@@ -166,4 +167,4 @@ def while_tracing(function: Callable[[], bool]) -> Callable[[], bool]:
 
 def has_placements() -> bool:
     """Whether there can be DTensors."""
-    return _HOME in sys.modules
+    return PLACED_HOME in sys.modules

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from insum.distributed.placements import Way
+from insum.distributed.placements import SharedWork
 
 #: Dtypes that every backend of torch.distributed adds up and compares.
 _REDUCIBLE = frozenset(
@@ -20,7 +20,7 @@ _REDUCIBLE = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTensor:
     """A tensor as it is held: the bytes of all of it, and its placements."""
 
     nbytes: int
@@ -60,8 +60,11 @@ def _is_cut(placement: Placement) -> bool:
 
 
 def choose(
-    found: Sequence[Way], held: Mapping[str, Held], ranks: Sequence[int], dtype: torch.dtype
-) -> tuple[Way, ...]:
+    found: Sequence[SharedWork],
+    held: Mapping[str, HeldTensor],
+    ranks: Sequence[int],
+    dtype: torch.dtype,
+) -> tuple[SharedWork, ...]:
     """For each dimension of a mesh the way that moves the fewest bytes, then the fewest tensors.
     ``dtype`` is that of the result: some cannot be left partial.
     """
@@ -77,7 +80,9 @@ def _can_be(output: Placement, dtype: torch.dtype) -> bool:
     return dtype in _REDUCIBLE or output.reduce_op == "sum" and dtype.is_complex
 
 
-def _cost(way: Way, held: Mapping[str, Held], dim: int, ranks: Sequence[int]) -> tuple[float, int]:
+def _cost(
+    way: SharedWork, held: Mapping[str, HeldTensor], dim: int, ranks: Sequence[int]
+) -> tuple[float, int]:
     total, changed = 0.0, 0
     for name, after in way.inputs.items():
         one = held[name]

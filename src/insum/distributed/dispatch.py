@@ -32,9 +32,9 @@ from insum.compat.placed import (
     replicates_plain_tensors,
     spec_of,
 )
-from insum.distributed.cost import Held, choose
+from insum.distributed.cost import HeldTensor, choose
 from insum.distributed.local import moved
-from insum.distributed.placements import GatheredRows, Way, local_statement, ways
+from insum.distributed.placements import GatheredRows, SharedWork, local_statement, ways
 from insum.errors import DeviceError, UnsupportedError
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import accesses, tensors_of
@@ -114,7 +114,7 @@ class PlacedCall:
     mesh: DeviceMesh
     names: tuple[str, ...]
     moves: tuple[Placements | None, ...]
-    chosen: tuple[Way, ...]
+    chosen: tuple[SharedWork, ...]
     indices: tuple[OwnIndex, ...]
     kinds: Kinds
     sizes: tuple[Any, ...]
@@ -166,7 +166,7 @@ def _run_here(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ...])
 # --- autograd -------------------------------------------------------------------------------------
 
 
-class _Recorded(torch.autograd.Function):
+class _RecordedPlaced(torch.autograd.Function):
     """A call over DTensors, whose backward is calls over DTensors."""
 
     @staticmethod
@@ -249,7 +249,7 @@ def accumulate(
 
 def _recorded(call: PlacedCall, values: Mapping[str, Any], initial: Tensor | None) -> Tensor:
     tensors = [values[name] for name in call.names]
-    result: Tensor = apply_plainly(_Recorded, call, values, initial, *tensors)
+    result: Tensor = apply_plainly(_RecordedPlaced, call, values, initial, *tensors)
     return result
 
 
@@ -407,8 +407,8 @@ def _one_mesh(statement: str, placed: Mapping[str, DTensor]) -> DeviceMesh:
     return first.device_mesh
 
 
-def _held(value: DTensor) -> Held:
-    return Held(value.numel() * value.dtype.itemsize, tuple(value.placements))
+def _held(value: DTensor) -> HeldTensor:
+    return HeldTensor(value.numel() * value.dtype.itemsize, tuple(value.placements))
 
 
 def _sources(problem: Problem, names: tuple[str, ...]) -> tuple[str, ...]:
@@ -418,7 +418,11 @@ def _sources(problem: Problem, names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _local_form(
-    form: Form, text: str, problem: Problem, chosen: tuple[Way, ...], indices: tuple[str, ...]
+    form: Form,
+    text: str,
+    problem: Problem,
+    chosen: tuple[SharedWork, ...],
+    indices: tuple[str, ...],
 ) -> tuple[Form, tuple[Any, ...]]:
     """What each rank runs. Sizes of what is sharded are those of its tensors: none is given."""
     sharded = {way.variable for way in chosen}

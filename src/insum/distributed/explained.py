@@ -16,7 +16,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 
 from insum.call import kinds_of
 from insum.compat.placed import local_of
-from insum.distributed.cost import Held, moved_bytes
+from insum.distributed.cost import HeldTensor, moved_bytes
 from insum.distributed.dispatch import PlacedCall, found_call, shown
 from insum.explanation import Explanation, explained
 from insum.request import Request
@@ -105,12 +105,12 @@ def _ranks(call: PlacedCall) -> tuple[int, ...]:
 
 def _travel(call: PlacedCall, name: str, value: Any) -> Travel:
     used = tuple(way.inputs[name] for way in call.chosen)
-    held = Held(value.numel() * value.dtype.itemsize, tuple(value.placements))
+    held = HeldTensor(value.numel() * value.dtype.itemsize, tuple(value.placements))
     received = _received(held, used, _ranks(call))
     return Travel(name, tuple(value.shape), held.placements, used, received)
 
 
-def _received(held: Held, used: tuple[Placement, ...], ranks: tuple[int, ...]) -> int:
+def _received(held: HeldTensor, used: tuple[Placement, ...], ranks: tuple[int, ...]) -> int:
     moves = zip(held.placements, used, ranks)
     return round(
         sum(
@@ -123,7 +123,7 @@ def _received(held: Held, used: tuple[Placement, ...], ranks: tuple[int, ...]) -
 def _pending(call: PlacedCall) -> tuple[int, int]:
     """Bytes of putting a partial result together: everywhere, and in parts."""
     nbytes = prod(map(int, call.problem.shape)) * call.problem.dtype.itemsize
-    held, found = Held(nbytes, call.placements), []
+    held, found = HeldTensor(nbytes, call.placements), []
     for place in (Replicate(), Shard(0)):
         used = tuple(place if p.is_partial() else p for p in call.placements)
         found.append(_received(held, used, _ranks(call)))

@@ -50,7 +50,7 @@ class GatheredRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class SharedWork:
     """A way to run a statement on the ranks of one dimension of a mesh.
 
     Attributes:
@@ -68,7 +68,7 @@ class Way:
 
 
 @functools.lru_cache(maxsize=4096)
-def ways(statement: str, names: tuple[str, ...]) -> tuple[Way, ...]:
+def ways(statement: str, names: tuple[str, ...]) -> tuple[SharedWork, ...]:
     """All ways for tensors of these names; the first is that every rank does everything.
 
     >>> for way in ways("C[AM[p],n] = AV[p] * B[AK[p],n]", ("AM", "AV", "B", "AK")):
@@ -92,8 +92,8 @@ class _WayFinder:
         self.terms = expand(statement)
         self.partial = Partial(_REDUCTIONS.get(statement.operator, "sum"))
 
-    def find(self) -> Iterator[Way]:
-        yield Way("every rank does everything", Replicate(), self.placed({}))
+    def find(self) -> Iterator[SharedWork]:
+        yield SharedWork("every rank does everything", Replicate(), self.placed({}))
         every = dict.fromkeys(v for a in (self.target, *self.reads) for v in variables(a))
         for variable in every:
             yield from self.sharded(variable)
@@ -105,17 +105,17 @@ class _WayFinder:
 
     # --- variables ---
 
-    def sharded(self, variable: str) -> Iterator[Way]:
+    def sharded(self, variable: str) -> Iterator[SharedWork]:
         spots = self.spots(variable)
         if spots is None or not any(name in spots for name in self.names):
             return
         cut: dict[str, Placement] = {name: Shard(dim) for name, dim in spots.items()}
         place, reason = _place(self.target, variable), f"{variable} is sharded"
         if place is not None:
-            yield Way(reason, Shard(place), self.placed(cut), variable)
+            yield SharedWork(reason, Shard(place), self.placed(cut), variable)
         elif all(variable in term.variables for term in self.terms):
             # a term without it would be added once by every rank
-            yield Way(reason, self.partial, self.placed(cut), variable)
+            yield SharedWork(reason, self.partial, self.placed(cut), variable)
 
     def spots(self, variable: str) -> dict[str, int] | None:
         """Where each tensor has a variable; None where it cannot be cut along it: the variable
@@ -132,7 +132,7 @@ class _WayFinder:
 
     # --- partial factors ---
 
-    def partial_factors(self) -> Iterator[Way]:
+    def partial_factors(self) -> Iterator[SharedWork]:
         """Sums pass through where every term is linear in one partial factor, and extrema where
         the right side is nothing else.
         """
@@ -158,15 +158,15 @@ class _WayFinder:
         indices = [i for a in (self.target, *self.reads) for i in a.indices]
         return name in self.names and name not in {a.tensor for i in indices for a in accesses(i)}
 
-    def of_partial(self, names: tuple[str, ...]) -> Way:
+    def of_partial(self, names: tuple[str, ...]) -> SharedWork:
         kind = {"sum": "sum", "max": "maximum", "min": "minimum"}[self.partial.reduce_op]
         one, many = f"{names[0]} is a partial {kind}", f"{', '.join(names)} are partial {kind}s"
         inputs = self.placed(dict.fromkeys(names, self.partial))
-        return Way(one if len(names) == 1 else many, self.partial, inputs)
+        return SharedWork(one if len(names) == 1 else many, self.partial, inputs)
 
     # --- gathered rows ---
 
-    def gathered(self) -> Iterator[Way]:
+    def gathered(self) -> Iterator[SharedWork]:
         """Rows that an index picks, of which each rank has its own: what others have is absent, as
         padding is, and every term has to be absent with it.
         """
@@ -178,7 +178,7 @@ class _WayFinder:
                 picked = index.atom
                 same = all(a.indices[dim] == index for a in own)
                 if same and isinstance(picked, Access) and picked.tensor in self.names:
-                    yield Way(
+                    yield SharedWork(
                         f"rows {picked} of {name} are sharded",
                         self.partial,
                         self.placed({name: Shard(dim)}),

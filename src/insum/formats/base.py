@@ -109,9 +109,9 @@ class FormatBase:
         """
         if torch.compiler.is_compiling() or self.device.type == "meta":
             return
-        arrays = [array for _, _, array in self.index_arrays()]
-        if any(facts.known(array) is None for array in arrays) and not is_placed(arrays):
-            self._declare(validate.check(self), only_new=True)
+        if any(facts.known(array) is None for _, _, array in self.index_arrays()):
+            if not is_placed(self.tensors()):
+                self._declare(validate.check(self), only_new=True)
 
     def _declare(self, padded: bool, *, only_new: bool = False) -> None:
         """Hand the index facts on to the planner. They are bounds, so that nothing is asked of the
