@@ -21,6 +21,11 @@ import pytest
 
 SOURCE = Path(__file__).parent.parent / "src" / "insum"
 
+#: What the ops hand DTensors to; the rest of that folder rests on layers.
+STATEMENTS_OVER_DTENSORS = {
+    f"distributed.{name}" for name in ("placements", "cost", "local", "dispatch")
+}
+
 #: From the bottom to the top. A module may import from its own group and from those before it. The
 #: longest matching name decides, so that `lang.derive` stands apart from `lang`. "" is the
 #: package's own `__init__`: the public names.
@@ -49,9 +54,9 @@ RANKS: tuple[frozenset[str], ...] = (
     frozenset({"request"}),
     frozenset({"stages"}),
     frozenset({"call", "inspection", "search"}),
-    frozenset({"ops", "autograd", "batching"}),
+    frozenset({"ops", "autograd", "batching", *STATEMENTS_OVER_DTENSORS}),
     frozenset({"inplace", "traced", "explanation", "export"}),
-    frozenset({"formats", "api", "together", "fusion"}),
+    frozenset({"formats", "api", "together", "fusion", "distributed.explained"}),
     frozenset({"agnostic"}),
     frozenset({""}),
     frozenset({"cli", "demo", "doctor", "bench", "nn", "distributed", "__main__"}),

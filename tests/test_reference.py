@@ -12,7 +12,10 @@ from typing import Any
 import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
-MODULES = ("insum", "insum.formats", "insum.nn", "insum.fusion", "insum.export", "insum.testing")
+MODULES = (
+    *("insum", "insum.formats", "insum.nn", "insum.fusion", "insum.export", "insum.testing"),
+    "insum.distributed",
+)
 DIRECTIVES = {
     name
     for page in (DOCS / "reference").glob("*.md")

@@ -20,6 +20,7 @@ from insum.compat.calls import (
     is_undisturbed,
     without_autocast,
 )
+from insum.compat.placed import is_placed, is_recordable
 from insum.errors import BindingError, DeviceError, SettingsError, UnsupportedError
 from insum.inplace import add_in_place
 from insum.lang.bind import Problem, Size, Value
@@ -33,6 +34,7 @@ from insum.request import Request, SizesArgument, head, request_of
 from insum.traced import traced
 
 if TYPE_CHECKING:
+    from insum.distributed.explained import PlacedExplanation
     from insum.explanation import Explanation
     from insum.formats.explained import EinsumExplanation
     from insum.search import Tuned
@@ -71,7 +73,8 @@ def insum(
             are cheaper), or a path such as ``[(1, 2), (0, 1)]``. `explain` prints the path.
         tensors: Every tensor that the statement names; a scalar may be a Python number. Arrays of
             NumPy are taken too (``+=`` writes into them), and formats, tensors of `torch.sparse`
-            and arrays of SciPy as in `einsum`.
+            and arrays of SciPy as in `einsum`. DTensors give a DTensor, whose placement follows
+            from theirs; one that is passed as the output of ``=`` gives its placement.
 
     Returns:
         The output: a new tensor, or the one that was passed and accumulated into.
@@ -122,6 +125,8 @@ def insum(
     call = kinds.known(tensors, given)
     if call is None and any(map(is_stranger, tensors.values())):
         return _of_strangers(kinds.form.request(given), out_shape, sizes, optimize, tensors)
+    if call is None and is_placed(tensors.values()):
+        return _of_placed(kinds, given, tensors)
     if call is None or not quiet:
         return _insum(kinds.form.request(given), tensors)
     if call.prepared.target:
@@ -211,6 +216,16 @@ def _of_strangers(
             expected="statements over sparse operands without them: they say it themselves",
         )
     return cast(Tensor, run_formats(request.statement, given, False, out_shape, sizes, optimize))
+
+
+def _of_placed(kinds: Kinds, sizes: tuple[Any, ...], tensors: dict[str, Value]) -> Tensor:
+    """A call over DTensors."""
+    from insum.distributed import dispatch
+
+    left = head(kinds.form.statement)
+    if left.target in tensors and left.operator != "=" or not is_recordable():
+        return _insum(kinds.form.request(sizes), tensors)
+    return dispatch.contract(kinds, tensors, sizes)
 
 
 def _refuse_strangers(request: Request, tensors: dict[str, Value]) -> None:
@@ -371,7 +386,7 @@ def explain(
     optimize: Optimize = True,
     gpu: str = "",
     **tensors: Value,
-) -> Explanation | EinsumExplanation:
+) -> Explanation | EinsumExplanation | PlacedExplanation:
     """What a call would do: extents, roles of the indices, the graph as Python, FLOPs and bytes,
     and on a GPU the generated kernel with the time that the cost model predicts. Nothing is
     computed.
@@ -381,7 +396,8 @@ def explain(
         out_shape: As in `insum`, like all options that are not listed here.
         gpu: Show the kernel as a GPU of this architecture would get it, ``"sm_90"`` for an H100 or
             H200, ``"sm_80"`` for an A100; neither a GPU nor Triton has to be there.
-        tensors: Every tensor that the statement names.
+        tensors: Every tensor that the statement names; of DTensors, how ranks share the work and
+            what travels is told as well.
 
     Returns:
         An object that prints as a page of text, in notebooks too.
@@ -419,6 +435,11 @@ def explain(
         if has_format(tensors):
             told: dict[str, Any] = {"out_shape": out_shape, "sizes": sizes, "optimize": optimize}
             return explain_einsum(statement, **told, gpu=gpu, **cast(Any, tensors))
+    if is_placed(tensors.values()):
+        from insum.distributed.explained import explain_placed
+
+        asked = request_of(statement, out_shape, sizes, padded, config, optimize)
+        return explain_placed(asked, tensors, gpu)
     return explain_dense(
         statement,
         tensors,

@@ -139,7 +139,7 @@ def tangent_of(
     count = _winners(call, values, result, held, run)
     if initial is not None and held is not None:
         total = total + initial * held
-    return torch.where(count > 0, total / count, 0).to(result.dtype)
+    return _per(total, count).to(result.dtype)
 
 
 def _tangent_rule(
@@ -220,8 +220,13 @@ def _shared(
     goes to the initial value.
     """
     count = _winners(call, values, result, held, run)
-    share = torch.where(count > 0, upstream / count, 0).to(upstream.dtype)
+    share = _per(upstream, count).to(upstream.dtype)
     return share, torch.zeros_like(share) if held is None else share * held.to(upstream.dtype)
+
+
+def _per(value: Tensor, count: Tensor) -> Tensor:
+    """A value divided evenly, and zero where nobody shares it; so are its derivatives there."""
+    return torch.where(count > 0, value / count.clamp(min=1), 0)
 
 
 def _winners(

@@ -58,13 +58,15 @@ FEW_SIZES = 16
 class Kinds:
     """The kinds of calls of one statement with its options."""
 
-    __slots__ = ("calls", "form", "shelves")
+    __slots__ = ("calls", "form", "placed", "shelves")
 
     def __init__(self, form: Form) -> None:
         self.form = form
         self.calls: list[PreparedCall] = []
         #: By dtypes and device, the programs that kinds with other settings share.
         self.shelves: dict[object, Any] = {}
+        #: By placements and sizes of DTensors, how a call over them is run.
+        self.placed: dict[object, Any] = {}
 
     def find(
         self, values: Mapping[str, Value], sizes: tuple[Any, ...], initial: Tensor | None = None

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from insum import memory
 from insum.accepted import CONSTANTS, takes
-from insum.compat.calls import is_recorded, untracked
+from insum.compat.calls import PLAIN, is_recorded, untracked
+from insum.compat.placed import is_placed, local_of
 
 #: torch finds no least and greatest of these, and does not sort them.
 _UNORDERED = (torch.uint16, torch.uint32, torch.uint64)
@@ -212,6 +213,9 @@ def constant(tensor: Tensor) -> Tensor:
         >>> insum.insum("C[P[i]] = A[i]", out_shape=(3,), P=pattern, A=A)
         tensor([20., 30., 10.])
     """
+    if type(tensor) not in PLAIN and is_placed((tensor,)):
+        constant(local_of(tensor))
+        return tensor
     entry = memory.entry_of(tensor, declared=True)
     if tensor.is_floating_point():
         entry.keep(CONSTANT, True)

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from insum.accepted import ELEMENTS, TENSOR, takes
 from insum.compat.calls import (
+    PLAIN,
     current_stream,
     in_backward,
     is_capturing,
@@ -37,6 +38,7 @@ from insum.compat.calls import (
     stream_object,
     untracked,
 )
+from insum.compat.placed import is_placed, local_of
 from insum.settings import settings
 
 T = TypeVar("T")
@@ -342,7 +344,7 @@ def unchanging(tensor: Tensor) -> Tensor:
     few. `insum.constant` promises more: that the values may become code.
 
     Args:
-        tensor: An index tensor.
+        tensor: An index tensor; of a DTensor, the part that lies here.
 
     Returns:
         The same tensor.
@@ -351,7 +353,8 @@ def unchanging(tensor: Tensor) -> Tensor:
         >>> import insum, torch
         >>> edges = insum.unchanging(torch.tensor([[0, 1], [1, 0]]))
     """
-    entry_of(tensor, declared=True)
+    plain = type(tensor) in PLAIN or not is_placed((tensor,))
+    entry_of(tensor if plain else local_of(tensor), declared=True)
     return tensor
 
 
@@ -363,7 +366,8 @@ def forget(tensor: Tensor | None = None) -> None:
     by a collective operation into a tensor on a GPU.
 
     Args:
-        tensor: What to forget about; everything where none is given.
+        tensor: What to forget about, of a DTensor the part that lies here; everything where none
+            is given.
 
     Examples:
         >>> import insum, torch
@@ -374,7 +378,8 @@ def forget(tensor: Tensor | None = None) -> None:
             for number in list(_storages):
                 _drop(number)
         else:
-            _drop(id(tensor.untyped_storage()))
+            own = local_of(tensor) if is_placed((tensor,)) else tensor
+            _drop(id(own.untyped_storage()))
 
 
 def can_look(tensor: Tensor) -> bool:

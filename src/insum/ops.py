@@ -18,7 +18,7 @@ from torch import Tensor
 
 from insum.autograd import ForwardCall, StatementRunner, gradients, tangent_of
 from insum.batching import batched, front
-from insum.call import BoundCall, Kinds, prepare
+from insum.call import BoundCall, Kinds, kinds_of, prepare
 from insum.compat.calls import (
     apply_plainly,
     autocasts,
@@ -27,6 +27,7 @@ from insum.compat.calls import (
     is_transformed,
     without_autocast,
 )
+from insum.compat.placed import is_placed, is_recordable
 from insum.compat.tangents import (
     forward_levels,
     make_dual,
@@ -68,6 +69,10 @@ def contract(request: Request, values: Mapping[str, Value]) -> Tensor:
             return contract(request, lower)
     # Without a tensor the default device decides, which is not to be seen from within an op.
     if not is_plain_call(values.values()) and any(isinstance(v, Tensor) for v in values.values()):
+        if is_placed(values.values()) and is_recordable():
+            from insum.distributed import dispatch  # which loads a good deal of torch
+
+            return dispatch.contract(kinds_of(request.form), values, request.size_values)
         result: Tensor = (
             _transformed(request, None, values)
             if is_transformed()
@@ -92,6 +97,11 @@ def run(call: BoundCall, values: Mapping[str, Value]) -> Tensor:
 def accumulate(request: Request, initial: Tensor, values: Mapping[str, Value]) -> Tensor:
     """The result of accumulating into ``initial``, which is left as it was. Differentiable."""
     if not is_plain_call((initial, *values.values())):
+        if is_placed((initial, *values.values())) and is_recordable():
+            from insum.distributed import dispatch  # which loads a good deal of torch
+
+            kinds, sizes = kinds_of(request.form), request.size_values
+            return dispatch.accumulate(kinds, initial, values, sizes)
         result: Tensor = (
             _transformed(request, initial, values)
             if is_transformed()
@@ -186,7 +196,7 @@ class _Differentiable(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         spec, initial, *tensors = inputs
         _save(ctx, spec, initial, tensors, output)
-        held = None if initial is None else _held(initial.detach(), output.detach())
+        held = None if initial is None else held_by(initial.detach(), output.detach())
         ctx.save_for_forward(*tensors, output, *(() if held is None else (held,)))
 
     @staticmethod
@@ -319,13 +329,13 @@ def _save(
     more: list[Tensor] = []
     if spec.call.prepared.is_extremum if spec.call is not None else spec.form.is_extremum:
         # The initial value itself is not kept: the in-place form overwrites it.
-        more = [result] if initial is None else [result, _held(initial.detach(), result.detach())]
+        more = [result] if initial is None else [result, held_by(initial.detach(), result.detach())]
     ctx.save_for_backward(*tensors, *more)
 
 
-def _held(initial: Tensor, result: Tensor) -> Tensor:
+def held_by(initial: Tensor, result: Tensor) -> Tensor:
     """Where an extremum is its initial value; one that is NaN stays."""
-    return (initial == result) | (initial != initial)
+    return (initial == result) | ~(initial == initial)
 
 
 def _backward(
@@ -500,6 +510,11 @@ _define(f"accumulate(Tensor initial, {_ARGUMENTS}) -> Tensor", _accumulate_kerne
 _define(f"accumulate_(Tensor(a!) target, {_ARGUMENTS}) -> ()", _accumulate_in_place_kernel)
 
 
+def register_subclass(name: str, kind: type, rule: Any) -> None:
+    """What one of the ops does with tensors of a subclass, below autograd."""
+    torch.library.register_torch_dispatch(f"insum::{name}", kind, rule, lib=_library)
+
+
 # Fake kernels: shapes, dtypes and devices from binding, which looks at no data.
 
 
@@ -590,7 +605,7 @@ def _with_tangents(initial: Tensor | None, arguments: tuple[Any, ...]) -> Tensor
         if own is None
         else torch.ops.insum.accumulate(own[0], *encode(request, values))
     )
-    held = None if own is None else _held(own[0].detach(), result.detach())
+    held = None if own is None else held_by(own[0].detach(), result.detach())
     tangent = _tangent(
         request, values, tangents, result, held, None if own is None else own[1], _call_derived
     )

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from insum.compat.placed import has_placements, while_tracing
 from insum.lang.bind import Size, Value
 from insum.ops import size_name
 from insum.plan.config import Config, choice_text
@@ -37,6 +38,14 @@ def left_side(statement: str) -> tuple[str, str, bool]:
     return name, operator, name in left.split()[1:] or name in right.split()
 
 
+@while_tracing
+def _rules_are_there() -> bool:
+    """Let the ops know of DTensors, where there can be some."""
+    if has_placements():
+        from insum.distributed import dispatch  # noqa: F401  # which registers them
+    return True
+
+
 def traced(
     statement: str,
     out_shape: Sequence[Size] | None,
@@ -46,6 +55,7 @@ def traced(
     optimize: Optimize,
     values: dict[str, Value],
 ) -> Tensor:
+    _rules_are_there()
     target, operator, reads_target = left_side(statement)
     given: list[tuple[str, Any]] = [] if out_shape is None else [(target, out_shape)]
     if sizes is not None:

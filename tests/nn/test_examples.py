@@ -14,6 +14,7 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SMALL = {
     "gcn": "--nodes 300 --epochs 15",
     "pruned_mlp": "--width 64 --block 8 --steps 20",
+    "tensor_parallel_mlp": "--width 32 --block 4 --steps 3",
     "sparse_unet": "--points 2000 --width 4 --steps 5",
     "minkunet": "--points 3000 --radius 1 --width 2 --batch 1 --steps 3 --voxel 0.2",
     "second": "--points 2000 --side 16 --voxel 0.5 --width 2 --cars 3 --steps 6",

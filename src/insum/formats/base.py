@@ -13,6 +13,7 @@ from torch import Tensor
 
 from insum import facts
 from insum.accepted import DTYPE, FLAG, INTEGER, TENSOR, require, takes
+from insum.compat.placed import is_placed
 from insum.errors import FormatError
 from insum.formats import entries as E
 from insum.formats import show, validate
@@ -109,7 +110,8 @@ class FormatBase:
         if torch.compiler.is_compiling() or self.device.type == "meta":
             return
         if any(facts.known(array) is None for _, _, array in self.index_arrays()):
-            self._declare(validate.check(self), only_new=True)
+            if not is_placed(self.tensors()):
+                self._declare(validate.check(self), only_new=True)
 
     def _declare(self, padded: bool, *, only_new: bool = False) -> None:
         """Hand the index facts on to the planner. They are bounds, so that nothing is asked of the

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from insum import api
+from insum.compat.placed import PLACED_HOME, beside
 from insum.errors import BindingError, DeviceError
 from insum.explanation import Explanation
 from insum.formats.convert import SparseFormat
@@ -260,7 +262,12 @@ class FormatCall:
     # --- arguments ---
 
     def arguments(self, piece: RewrittenStatement) -> dict[str, Any]:
-        return {source.name: self.argument(source, piece) for source in piece.sources}
+        """By name; a format is the same on every rank, where other operands are DTensors."""
+        found = {source.name: self.argument(source, piece) for source in piece.sources}
+        if PLACED_HOME not in sys.modules:
+            return found
+        own = [s.name for s in piece.sources if isinstance(self.given[s.operand], SparseFormat)]
+        return beside(found, own)
 
     def argument(self, source: Source, piece: RewrittenStatement) -> Value:
         x = self.given[source.operand]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, ClassVar
+import sys
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 import insum
 from insum.accepted import COUNT, FLAG, SIZE, TENSOR, TEXT, Accepted, require, takes
+from insum.compat.placed import PLACED_HOME, beside
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import NeighborTable, SparseFormat
 from insum.nn.checks import last_size, layer_takes, one_device
@@ -312,12 +314,11 @@ def _spelled(
     found: SparseFormat, out: str, given: str, of_weight: str, features: Tensor, weight: Tensor
 ) -> Tensor:
     if isinstance(found, NeighborTable):
+        tensors: dict[str, Any] = {"Nb": found.table, "In": features, "W": weight}
+        if PLACED_HOME in sys.modules:
+            tensors = beside(tensors, ("Nb",))
         return insum.insum(
-            f"Out[{out}] = In[Nb[z,x],{given}] * W[z,{of_weight}]",
-            padded=("Nb",),
-            Nb=found.table,
-            In=features,
-            W=weight,
+            f"Out[{out}] = In[Nb[z,x],{given}] * W[z,{of_weight}]", padded=("Nb",), **tensors
         )
     statement = f"Out[{out}] = Map[z,x,y] * In[y,{given}] * W[z,{of_weight}]"
     return _tensor(insum.einsum(statement, Map=found, In=features, W=weight))
