@@ -18,6 +18,7 @@ __all__ = [
     "IndexRangeError",
     "InsumError",
     "NotFusedError",
+    "RankError",
     "SettingsError",
     "StatementError",
     "UnsupportedError",
@@ -241,6 +242,18 @@ class NotFusedError(InsumError, RuntimeError):
     ... except insum.NotFusedError as error:
     ...     print(error.fact)
     no fused kernel: generated kernels do not run on cpu
+    """
+
+
+class RankError(InsumError, RuntimeError):
+    """Ranks of a group do not agree, or another rank failed: raised on every rank that would wait.
+
+    >>> import insum.distributed
+    >>> insum.distributed.partition(insum.formats.COO.from_dense(torch.eye(2)), mesh=None)
+    Traceback (most recent call last):
+        ...
+    insum.errors.DtypeError: mesh is None
+      expected: a DeviceMesh of one dimension
     """
 
 

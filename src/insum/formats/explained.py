@@ -17,7 +17,7 @@ from insum.errors import BindingError, InsumError, StatementError
 from insum.explanation import Explanation, parts_of
 from insum.formats.convert import SparseFormat, refuse_broken
 from insum.formats.notation import torch_notation, with_dimensions
-from insum.formats.operands import taken
+from insum.formats.operands import StatementOwner, taken
 from insum.formats.rewrite import RewrittenStatement
 from insum.formats.run import FormatCall, FormatOrValue, rewritten
 from insum.formats.spell import Source
@@ -228,7 +228,16 @@ def _check_kinds(statement: str, given: Mapping[str, object]) -> None:
         if isinstance(x, Tensor):
             require(name, x, TENSOR)
         if not isinstance(
-            x, SparseFormat | Tensor | bool | int | float | complex | SymInt | SymFloat
+            x,
+            SparseFormat
+            | StatementOwner
+            | Tensor
+            | bool
+            | int
+            | float
+            | complex
+            | SymInt
+            | SymFloat,
         ):
             raise BindingError(
                 f"{name} is a {type(x).__name__}",
@@ -239,4 +248,4 @@ def _check_kinds(statement: str, given: Mapping[str, object]) -> None:
 
 
 def _rank(x: FormatOrValue) -> int:
-    return x.ndim if isinstance(x, SparseFormat | Tensor) else 0
+    return len(x.shape) if isinstance(x, SparseFormat | StatementOwner | Tensor) else 0

@@ -77,6 +77,29 @@ def _copied(statement: str, name: str, value: Any) -> Tensor:
     return torch.tensor(value.copy())
 
 
+class StatementOwner:
+    """An operand that runs the statements it stands in, such as a matrix whose rows are on several
+    ranks.
+    """
+
+    shape: tuple[int, ...]
+
+    def run_statement(
+        self,
+        text: str,
+        given: Mapping[str, Any],
+        *,
+        dense_output: bool = False,
+        optimize: Optimize = True,
+    ) -> Any:
+        raise NotImplementedError
+
+
+def owner_of(given: Mapping[str, object]) -> StatementOwner | None:
+    """The operand that runs a statement, where there is one."""
+    return next((x for x in given.values() if isinstance(x, StatementOwner)), None)
+
+
 def run_formats(
     statement: str,
     given: Mapping[str, FormatOrValue],
