@@ -1,5 +1,5 @@
-"""Names of `torch.distributed` that are not public: the store of the processes, names of groups, and
-collectives as operators that a compiler can trace.
+"""Names of `torch.distributed` that are not public: the store of the processes, names of groups,
+and collectives as operators that a compiler can trace.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """Sparse products over several ranks of `torch.distributed`."""
 
+from insum.distributed.checkpoint import load, save
+from insum.distributed.explain import PartitionExplanation, explain, plan
+from insum.distributed.graphs import gcn_norm
 from insum.distributed.partition import (
     collect_rows,
     distribute_rows,
@@ -9,9 +12,15 @@ from insum.distributed.partition import (
 from insum.distributed.partitioned import Partitioned
 
 __all__ = [
+    "PartitionExplanation",
     "Partitioned",
     "collect_rows",
     "distribute_rows",
+    "explain",
+    "gcn_norm",
+    "load",
     "partition",
     "partition_edges",
+    "plan",
+    "save",
 ]

@@ -1,9 +1,9 @@
 """Ranks that agree, or all raise: what is wrong on one rank is an error on every one.
 
-Work that several ranks do together (`partition`, `load`) ends in one exchange of what each has found or
-what went wrong, so that nobody goes on alone. A product does not wait for such an exchange: a rank that
-fails in one leaves a note in the store of the processes, and ranks that wait longer than usual look for
-notes.
+Work that several ranks do together (`partition`, `load`) ends in one exchange of what each has
+found or what went wrong, so that nobody goes on alone. A product does not wait for such an
+exchange: a rank that fails in one leaves a note in the store of the processes, and ranks that wait
+longer than usual look for notes.
 """
 
 from __future__ import annotations

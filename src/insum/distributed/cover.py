@@ -1,10 +1,10 @@
 """What travels between two ranks: rows of the dense factor, or rows of the result.
 
 A nonzero ``A[m,k]`` whose row is one rank's and whose column another's is worth something to the
-row's owner once either row ``k`` of the dense factor has travelled one way, or the sum over all such
-nonzeros of row ``m``, taken by the column's owner, the other. The fewest rows that serve every nonzero
-are a minimum vertex cover of the bipartite graph between rows and columns, which a maximum matching
-gives (Koenig).
+row's owner once either row ``k`` of the dense factor has travelled one way, or the sum over all
+such nonzeros of row ``m``, taken by the column's owner, the other. The fewest rows that serve every
+nonzero are a minimum vertex cover of the bipartite graph between rows and columns, which a maximum
+matching gives (Koenig).
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ def minimum_cover(rows: Numbers, columns: Numbers) -> tuple[Flags, Flags]:
     >>> int(in_rows.sum() + in_columns.sum())
     2
     """
-    graph = _Bipartite(rows, columns)
-    partner = graph.matching()
-    reached_rows, reached_columns = graph.reached(partner)
-    return ~reached_rows & (graph.degrees > 0), reached_columns
+    graph = _Bipartite(columns, rows)  # so that of two equal covers the one with columns is found
+    reached_columns, reached_rows = graph.reached(graph.matching())
+    return reached_rows, ~reached_columns & (graph.degrees > 0)
 
 
 class _Bipartite:

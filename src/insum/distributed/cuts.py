@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -54,7 +55,7 @@ def scaled(cuts: Cuts, size: int, rows: int) -> Cuts:
 
 
 def lengths(cuts: Sequence[int]) -> list[int]:
-    return [end - start for start, end in zip(cuts, cuts[1:])]
+    return [end - start for start, end in pairwise(cuts)]
 
 
 def owners(rows: Tensor, cuts: Cuts) -> Tensor:

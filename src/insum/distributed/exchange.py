@@ -1,9 +1,9 @@
 """Rows that travel between ranks while something else is computed, with gradients of every order.
 
-An exchange has two ends: `_Begin` sets rows on their way, `_End` waits for them. The gradient of an end
-is the other end of the exchange that leads back, so that a backward pass overlaps as the forward pass
-does: autograd runs what was recorded between the two ends between them again. Both ends are
-differentiable in turn.
+An exchange has two ends: `_Begin` sets rows on their way, `_End` waits for them. The gradient of an
+end is the other end of the exchange that leads back, so that a backward pass overlaps as the
+forward pass does: autograd runs what was recorded between the two ends between them again. Both
+ends are differentiable in turn.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from insum.distributed.agreement import Turns, lost
 class RowExchange:
     """Which of its rows a rank gives to which, and how many it takes from each.
 
-    ``given`` holds numbers of own rows, those for rank 0 first; ``taken_rows`` are the rows that come,
-    by number among all; ``moves`` is false where no rank of the group gives or takes anything.
+    ``given`` holds numbers of own rows, those for rank 0 first; ``taken_rows`` are the rows that
+    come, by number among all; ``moves`` is false where no rank of the group gives or takes
+    anything.
     """
 
     given: Tensor

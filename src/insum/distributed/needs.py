@@ -1,8 +1,8 @@
 """What each rank needs of the others for one product, found once for each pattern.
 
-Plain functions of one rank's entries and of what the others ask for: `needs_of` says what a rank asks
-for, `plan_of` what follows from all that is asked. The ranks of a group send what is asked for to each
-other between the two; tests and `planned` run all ranks in one process.
+Plain functions of one rank's entries and of what the others ask for: `needs_of` says what a rank
+asks for, `plan_of` what follows from all that is asked. The ranks of a group send what is asked for
+to each other between the two; tests and `planned` run all ranks in one process.
 
 Everything counts in units: single rows, or blocks of them.
 """
@@ -90,8 +90,8 @@ def _nothing(like: Tensor) -> Asked:
 
 @dataclass(frozen=True, eq=False)
 class UnitExchange:
-    """Units that one rank gives, by number among its own and ordered by who gets them; those that it
-    takes, by number among all; and how many it gives to and takes from each.
+    """Units that one rank gives, by number among its own and ordered by who gets them; those that
+    it takes, by number among all; and how many it gives to and takes from each.
     """
 
     given: Tensor
@@ -133,8 +133,8 @@ class RankPlan:
 
     ``own`` is between its rows and its columns; ``far`` between its rows and rows that come, in the
     order in which they come; ``out`` between rows of others, for which it sums, and its columns.
-    ``columns`` brings rows of the dense factor, ``rows`` leads from the owner of a row of the result to
-    those that sum for it: sums travel the other way.
+    ``columns`` brings rows of the dense factor, ``rows`` leads from the owner of a row of the
+    result to those that sum for it: sums travel the other way.
     """
 
     own: Places

@@ -28,12 +28,20 @@ from insum.accepted import (
     takes,
 )
 from insum.distributed.agreement import Turns, gathered, lost, same
-from insum.distributed.cuts import Cuts, even_cuts, nonzero_cuts, owners, scaled
+from insum.distributed.cuts import Cuts, even_cuts, lengths, nonzero_cuts, owners, scaled
 from insum.distributed.exchange import RowExchange
-from insum.distributed.needs import Asked, HandedOver, Needs, Places, RankPlan, UnitExchange
-from insum.distributed.needs import needs_of, plan_of
+from insum.distributed.needs import (
+    Asked,
+    HandedOver,
+    Needs,
+    Places,
+    RankPlan,
+    UnitExchange,
+    needs_of,
+    plan_of,
+)
 from insum.distributed.ordering import reverse_cuthill_mckee
-from insum.distributed.partitioned import Partitioned
+from insum.distributed.partitioned import Partitioned, RankTraffic
 from insum.errors import BindingError, FormatError, IndexRangeError, UnsupportedError
 from insum.formats import FORMATS, BlockGroupCOO, GroupCOO, SparseFormat
 from insum.formats import entries as E
@@ -110,12 +118,13 @@ def partition(
         ...     dist.destroy_process_group()
     """
     group = mesh.get_group()
-    _check_choices(balance, send)
-    entries, spec, rows_order = _agreed(group, format, balance, order, send)
-    cuts = _cuts(entries.coords[0], spec, balance, group, whole=True)
+    check_choices(balance, send)
+    entries, rows_order, spec = _agreed(group, format, balance, order, send)
+    cuts = cuts_of(entries.coords[0], spec, balance, dist.get_world_size(group))
     mine = owners(entries.coords[0].long(), cuts.row_units) == dist.get_rank(group)
     held = _taken(entries, mine.nonzero().squeeze(1))
-    return assembled(held, spec, cuts, rows_order, mesh, send)
+    order_here = _local_order(rows_order, cuts.rows, dist.get_rank(group))
+    return assembled(held, spec, cuts, order_here, mesh, balance, send)
 
 
 @takes(edge_index=ELEMENTS, mesh=MESH, weights=VALUES.optional, order=ORDER, format=TEXT)
@@ -129,12 +138,13 @@ def partition_edges(
     balance: Balance = "nonzeros",
     order: Tensor | None = None,
     send: Send = "fewest",
+    self_loops: float | None = None,
 ) -> Partitioned:
     """The matrix ``A[target, source]`` of a graph of which every rank has some edges, and no rank
     all.
 
-    Edges go to the owners of their targets. As in `insum.nn.adjacency`, an edge that is listed twice,
-    by whomever, counts twice; without weights each weighs 1.
+    Edges go to the owners of their targets. As in `insum.nn.adjacency`, an edge that is listed
+    twice, by whomever, counts twice; without weights each weighs 1.
 
     Args:
         edge_index: (2, edges): sources, then targets, of edges that this rank has; perhaps none.
@@ -146,6 +156,7 @@ def partition_edges(
         order: As in `partition`, the same tensor on every rank. ``"rcm"`` would need all edges on
             one rank.
         send: As in `partition`.
+        self_loops: What a loop weighs that each node gets which has none; None: none is added.
 
     Raises:
         RankError: Ranks passed different numbers of nodes or options, or one of them failed.
@@ -158,10 +169,13 @@ def partition_edges(
     coords = tuple(_renumbered(end.long(), given) for end in edge_index.flip(0))
     values = weights if weights is not None else torch.ones(coords[0].shape[0], device=place)
     entries = E.Entries(coords, values.detach(), spec.shape)
-    cuts = _cuts(entries.coords[0], spec, balance, group, whole=False)
-    sent = _pieces(entries, owners(entries.coords[0], cuts.row_units), group)
+    cuts = cuts_of(entries.coords[0], spec, balance, dist.get_world_size(group), group)
+    sent = sent_to(entries, owners(entries.coords[0], cuts.row_units), group)
     whole = E.collect(sent.coords, sent.values, spec.shape, order=(0, 1))
-    return assembled(whole, spec, cuts, given, mesh, send)
+    if self_loops is not None:
+        whole = _with_loops(whole, cuts.rows, dist.get_rank(group), self_loops)
+    mine = _local_order(given, cuts.rows, dist.get_rank(group))
+    return assembled(whole, spec, cuts, mine, mesh, balance, send)
 
 
 @takes(x=ELEMENTS)
@@ -201,7 +215,7 @@ def collect_rows(x: Tensor, A: Partitioned, *, side: str = "rows") -> Tensor:
         A: The partition.
         side: As in `distribute_rows`.
     """
-    held, total = _side(A, side)
+    held, _ = _side(A, side)
     cuts = A.row_cuts if side == "rows" else A.column_cuts
 
     def fits() -> None:
@@ -244,7 +258,7 @@ class PartitionSpec:
         return self.shape[0] == self.shape[1]
 
 
-def _check_choices(balance: str, send: str) -> None:
+def check_choices(balance: str, send: str) -> None:
     for name, value, known in (
         ("balance", balance, ("nonzeros", "rows")),
         ("send", send, ("fewest", "rows")),
@@ -255,7 +269,7 @@ def _check_choices(balance: str, send: str) -> None:
 
 def _agreed(
     group: dist.ProcessGroup, format: SparseFormat, balance: str, order: Any, send: str
-) -> tuple[E.Entries, PartitionSpec, Tensor | None]:
+) -> tuple[E.Entries, Tensor | None, PartitionSpec]:
     """The entries in their new order, found to be the same on every rank."""
     made: dict[str, Any] = {}
 
@@ -273,12 +287,24 @@ def _agreed(
         }
 
     same(group, look)
-    entries, spec, found = made["entries"], made["spec"], made["order"]
-    if found is not None:
-        coords = (*(_renumbered(c.long(), found) for c in entries.coords[:2]), *entries.coords[2:])
-        entries = replace(entries, coords=coords, order=(), pointers=None)
-        found = _unit_rows(found, spec.block[0])
-    return entries, spec, found
+    return (*_renumbered_entries(made["entries"], made["spec"], made["order"]), made["spec"])
+
+
+def ordered_entries(
+    entries: E.Entries, spec: PartitionSpec, order: Any
+) -> tuple[E.Entries, Tensor | None]:
+    """Entries in their new order, and that order, row by row."""
+    return _renumbered_entries(entries, spec, _order_of(entries, spec, order))
+
+
+def _renumbered_entries(
+    entries: E.Entries, spec: PartitionSpec, order: Tensor | None
+) -> tuple[E.Entries, Tensor | None]:
+    if order is None:
+        return entries, None
+    coords = (*(_renumbered(c.long(), order) for c in entries.coords[:2]), *entries.coords[2:])
+    changed = replace(entries, coords=coords, order=(), pointers=None)
+    return changed, _unit_rows(order, spec.block[0])
 
 
 def spec_of(format: SparseFormat) -> PartitionSpec:
@@ -357,7 +383,7 @@ def _edges_spec(
     made: dict[str, PartitionSpec] = {}
 
     def look() -> dict[str, Any]:
-        _check_choices(balance, send)
+        check_choices(balance, send)
         both = num_nodes if isinstance(num_nodes, tuple | list) else (num_nodes, num_nodes)
         for count in both:
             require("num_nodes", count, COUNT)
@@ -423,11 +449,15 @@ class UnitCuts:
         return tuple(-(-cut // self.block[1]) for cut in self.columns)
 
 
-def _cuts(
-    rows: Tensor, spec: PartitionSpec, balance: str, group: dist.ProcessGroup, *, whole: bool
+def cuts_of(
+    rows: Tensor,
+    spec: PartitionSpec,
+    balance: str,
+    ranks: int,
+    group: dist.ProcessGroup | None = None,
 ) -> UnitCuts:
-    """Where rows and columns are cut; ``whole``: this rank sees all entries."""
-    block, ranks = spec.block, dist.get_world_size(group)
+    """Where rows and columns are cut; with a group, every rank of it has some of the entries."""
+    block = spec.block
     step = math.lcm(*block[:2]) if spec.square else block[0]
     steps = -(-spec.shape[0] // step)
     if balance == "rows":
@@ -437,16 +467,31 @@ def _cuts(
 
         def below(row: Tensor) -> Tensor:
             count = torch.searchsorted(ordered, row)
-            return count if whole else summed(count, group)
+            return count if group is None else summed(count, group)
 
-        every = torch.tensor([rows.shape[0]], device=rows.device)
-        nonzeros = int(every if whole else summed(every, group))
+        nonzeros = int(below(torch.tensor([steps], device=rows.device)))
         found = nonzero_cuts(below, nonzeros, steps, ranks, rows.device)
     row_cuts = scaled(found, step, spec.shape[0])
     if spec.square:
         return UnitCuts(row_cuts, row_cuts, block[:2])
     units = even_cuts(-(-spec.shape[1] // block[1]), ranks)
     return UnitCuts(row_cuts, scaled(units, block[1], spec.shape[1]), block[:2])
+
+
+def _local_order(order: Tensor | None, cuts: Cuts, rank: int) -> Tensor | None:
+    return None if order is None else order[cuts[rank] : cuts[rank + 1]].clone()
+
+
+def _with_loops(entries: E.Entries, cuts: Cuts, rank: int, weight: float) -> E.Entries:
+    """A loop for each node of this rank that has none."""
+    rows, columns = entries.coords
+    have = torch.zeros(cuts[rank + 1] - cuts[rank], dtype=torch.bool, device=rows.device)
+    have[rows[rows == columns].long() - cuts[rank]] = True
+    more = ((~have).nonzero().squeeze(1) + cuts[rank]).to(rows.dtype)
+    assert entries.values is not None
+    values = torch.cat([entries.values, entries.values.new_full(more.shape, weight)])
+    coords = torch.cat([rows, more]), torch.cat([columns, more])
+    return E.Entries(coords, values, entries.shape)
 
 
 def summed(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -482,7 +527,7 @@ def swapped(pieces: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     return list(rows.split(take))
 
 
-def _pieces(entries: E.Entries, owner: Tensor, group: dist.ProcessGroup) -> E.Entries:
+def sent_to(entries: E.Entries, owner: Tensor, group: dist.ProcessGroup) -> E.Entries:
     """The entries of all ranks that belong to this one."""
     sorting = torch.argsort(owner, stable=True)
     counts = torch.bincount(owner, minlength=dist.get_world_size(group)).tolist()
@@ -496,11 +541,11 @@ def _pieces(entries: E.Entries, owner: Tensor, group: dist.ProcessGroup) -> E.En
 
 def _gathered_rows(x: Tensor, cuts: Cuts, group: dist.ProcessGroup) -> Tensor:
     """The rows of all ranks one behind the other."""
-    lengths = [end - start for start, end in zip(cuts, cuts[1:])]
-    padded = E.padded_to(x, (max(lengths), *x.shape[1:])).contiguous()
-    every = [torch.empty_like(padded) for _ in lengths]
+    sizes = lengths(cuts)
+    padded = E.padded_to(x, (max(sizes), *x.shape[1:])).contiguous()
+    every = [torch.empty_like(padded) for _ in sizes]
     _carefully(lambda: dist.all_gather(every, padded, group=group))
-    return torch.cat([one[:length] for one, length in zip(every, lengths)])
+    return torch.cat([one[:size] for one, size in zip(every, sizes)])
 
 
 # --- putting together -----------------------------------------------------------------------------
@@ -512,9 +557,10 @@ def assembled(
     cuts: UnitCuts,
     order: Tensor | None,
     mesh: Any,
+    balance: str,
     send: str,
 ) -> Partitioned:
-    """This rank's part, from all entries of its rows."""
+    """This rank's part, from all entries of its rows; ``order`` names the old numbers of these."""
     group = mesh.get_group()
     rank, limits = dist.get_rank(group), (cuts.row_units, cuts.column_units)
     rows, columns = (c.long() for c in held.coords[:2])
@@ -537,8 +583,24 @@ def assembled(
         )
     ]
     parts = _parts(held, needs, done, extra, spec, cuts, rank, exchanges)
-    mine = None if order is None else order[cuts.rows[rank] : cuts.rows[rank + 1]].clone()
-    return Partitioned(*parts, *exchanges, spec.shape, cuts.rows, cuts.columns, mine, mesh)
+    counts = RankTraffic(
+        cuts.rows[rank + 1] - cuts.rows[rank],
+        *(len(part.rows) for part in (done.own, done.far, done.out)),
+        *(sum(way) for way in (exchanges[0].take, exchanges[0].give)),
+        *(sum(way) for way in (exchanges[1].give, exchanges[1].take)),
+    )
+    return Partitioned(
+        *parts,
+        *exchanges,
+        spec.shape,
+        cuts.rows,
+        cuts.columns,
+        order,
+        mesh,
+        tuple(gathered(group, lambda: counts)),
+        balance,
+        send,
+    )
 
 
 def _handed_over(

@@ -25,18 +25,42 @@ if TYPE_CHECKING:
 PARTS = ("own", "far", "out")
 
 
+@dataclass(frozen=True)
+class RankTraffic:
+    """What one rank holds (rows; entries of its three parts) and sends and receives in a product:
+    rows of the dense factor, and sums for rows of the result.
+    """
+
+    rows: int
+    own: int
+    far: int
+    out: int
+    rows_in: int
+    rows_out: int
+    sums_in: int
+    sums_out: int
+
+    @property
+    def entries(self) -> int:
+        return self.own + self.far + self.out
+
+    @property
+    def received(self) -> int:
+        return self.rows_in + self.sums_in
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Partitioned(StatementOwner):
     """One rank's part of a sparse matrix; made by `partition` and `partition_edges`.
 
-    ``insum.einsum`` takes it as it takes a format: ``Y[m,n] = A[m,k] * X[k,n]``, ``Y[k,n] = A[m,k] *
-    X[m,n]``, or ``S[m,k] = A[m,k] * X[m,f] * Y[k,f]``, whose result is a matrix with the same
+    ``insum.einsum`` takes it as it takes a format: ``Y[m,n] = A[m,k] * X[k,n]``, ``Y[k,n] = A[m,k]
+    * X[m,n]``, or ``S[m,k] = A[m,k] * X[m,f] * Y[k,f]``, whose result is a matrix with the same
     partition. Tensors with a row for each row or column of the matrix hold this rank's rows, plain
     tensors of torch's; all others are the same on every rank. Every rank makes the same calls.
 
-    ``own`` holds the entries between rows and columns of this rank; ``far`` those between its rows and
-    rows that come from others; ``out`` those between rows of others, for which it sums, and its columns.
-    Each entry is held once, by one rank.
+    ``own`` holds the entries between rows and columns of this rank; ``far`` those between its rows
+    and rows that come from others; ``out`` those between rows of others, for which it sums, and its
+    columns. Each entry is held once, by one rank.
     """
 
     own: SparseFormat
@@ -49,6 +73,9 @@ class Partitioned(StatementOwner):
     column_cuts: Cuts
     order: Tensor | None
     mesh: Any
+    traffic: tuple[RankTraffic, ...]
+    balance: str
+    send: str
 
     @property
     def ndim(self) -> int:
@@ -106,7 +133,7 @@ class Partitioned(StatementOwner):
             )
         else:
             parts = [part.with_values(one) for part, one in zip(self.parts, values)]
-        return replace(self, **dict(zip(PARTS, parts)))
+        return self._with_parts(parts)
 
     def pattern(self) -> Self:
         """The same entries, each counting as 1."""
@@ -120,8 +147,14 @@ class Partitioned(StatementOwner):
 
     def to(self, dtype: torch.dtype) -> Self:
         """The same with values of another dtype; a partition stays on its device."""
-        parts = [part.to(dtype=dtype) for part in self.parts]
-        return replace(self, **dict(zip(PARTS, parts)))
+        return self._with_parts([part.to(dtype=dtype) for part in self.parts])
+
+    def _with_parts(self, parts: list[SparseFormat]) -> Self:
+        made = replace(self, **dict(zip(PARTS, parts)))
+        for name in ("_joined", "_degrees"):  # what belongs to the pattern
+            if name in self.__dict__:
+                object.__setattr__(made, name, self.__dict__[name])
+        return made
 
     def entries(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """Row, column and value of each entry (or block) that this rank holds, in the order of the
@@ -160,6 +193,24 @@ class Partitioned(StatementOwner):
         if found is None:
             found = joined_pattern(self.own, self.far, self.rows.moves)
             object.__setattr__(self, "_joined", found)
+        return found
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """Source and target of every edge into a row of this rank, the sources as numbers of rows
+        of `pulled`.
+        """
+        found = self.joined()
+        return found.columns, found.rows
+
+    def degrees(self) -> Tensor:
+        """How many entries there are in each row of this rank, as float32."""
+        found: Tensor | None = self.__dict__.get("_degrees")
+        if found is None:
+            import insum
+
+            with torch.no_grad():
+                found = insum.einsum("D[m] = A[m,k]", A=self.pattern()).float()
+            object.__setattr__(self, "_degrees", found)
         return found
 
     def pulled(self, x: Tensor) -> Tensor:

@@ -1,16 +1,16 @@
 """Statements over a partitioned matrix: every rank computes its parts, rows and sums travel.
 
 An entry lies between a row and a column, each of which is this rank's or another's. In ``Y[m,n] =
-A[m,k] * X[k,n]`` rows of ``X`` come for the entries of ``far``, and what the entries of ``out`` sum up
-goes to the owner of the row of ``Y``. With the roles of rows and columns exchanged the same holds for
-``Y[k,n] = A[m,k] * X[m,n]``, and for every product of such factors. What is sent is on its way while
-the entries of ``own`` are multiplied.
+A[m,k] * X[k,n]`` rows of ``X`` come for the entries of ``far``, and what the entries of ``out`` sum
+up goes to the owner of the row of ``Y``. With the roles of rows and columns exchanged the same
+holds for ``Y[k,n] = A[m,k] * X[m,n]``, and for every product of such factors. What is sent is on
+its way while the entries of ``own`` are multiplied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,15 +23,20 @@ from insum.formats import SparseFormat
 from insum.formats.layout import constant
 from insum.formats.operands import run_formats
 from insum.lang.expand import expand
-from insum.lang.expr import Access, Statement, accesses
+from insum.lang.expr import Access, Statement, accesses, fresh, names_of, rewrite
 from insum.lang.parser import parse
 from insum.plan.path import Optimize
 
 
 @dataclass(frozen=True)
 class PartitionRoles:
-    """Where the rows and the columns of the matrix stand: dimension by operand, and on the left."""
+    """Where the rows and the columns of the matrix stand: dimension by operand, and on the left.
 
+    An operand that stands with rows and with columns has a second name in ``text`` for the latter.
+    """
+
+    text: str
+    second: tuple[tuple[str, str], ...]
     matrix: str
     target: str
     operator: str
@@ -46,34 +51,52 @@ def roles_of(text: str, matrix: str, others: tuple[str, ...]) -> PartitionRoles:
     """The roles of a statement; an error where rows of one rank alone do not give its result."""
     statement = parse(text)
     row, column = _indices_of(statement, matrix)
-    found: dict[str, dict[str, int]] = {row: {}, column: {}}
-    for access in accesses(statement.value):
-        if access.tensor == matrix:
-            continue
-        for variable, dims in found.items():
-            dim = _dimension(statement, access, variable)
-            if dim is not None:
-                if dims.setdefault(access.tensor, dim) != dim:
-                    raise _refused(
-                        text, f"{access.tensor} has index {variable!r} in different dimensions"
-                    )
+    by_row = _standing(statement, matrix, row)
+    second = {
+        name: fresh(f"{name}_of_{column}", {*names_of(statement), *others})
+        for name in _standing(statement, matrix, column)
+        if name in by_row
+    }
+
+    def renamed(access: Access) -> Access:
+        if access.tensor in second and _dimension(statement, access, column) is not None:
+            return replace(access, tensor=second[access.tensor])
+        return access
+
+    statement = replace(statement, value=rewrite(statement.value, renamed))
+    text = str(statement)
+    by_row, by_column = (_standing(statement, matrix, v) for v in (row, column))
     row_out, column_out = (_dimension(statement, statement.target, v) for v in (row, column))
     if row_out is None and column_out is None:
         raise _refused(
             text,
-            f"{statement.target} has neither index {row!r} nor {column!r} of {matrix}: it would be a "
-            "sum over all ranks",
+            f"{statement.target} has neither index {row!r} nor {column!r} of {matrix}: it would be "
+            "a sum over all ranks",
             remedy=f"a statement with {row!r} on its left, then a sum, then all_reduce",
         )
     return PartitionRoles(
+        text,
+        tuple((new, old) for old, new in second.items()),
         matrix,
         statement.target.tensor,
         statement.operator,
-        tuple(found[row].items()),
-        tuple(found[column].items()),
+        tuple(by_row.items()),
+        tuple(by_column.items()),
         row_out,
         column_out,
     )
+
+
+def _standing(statement: Statement, matrix: str, variable: str) -> dict[str, int]:
+    """The dimension in which each operand but the matrix has a variable."""
+    found: dict[str, int] = {}
+    for access in accesses(statement.value):
+        dim = _dimension(statement, access, variable) if access.tensor != matrix else None
+        if dim is not None and found.setdefault(access.tensor, dim) != dim:
+            raise _refused(
+                statement.text, f"{access.tensor} has index {variable!r} in different dimensions"
+            )
+    return found
 
 
 def _indices_of(statement: Statement, matrix: str) -> tuple[str, str]:
@@ -131,8 +154,9 @@ def run(
     """One statement, on every rank at once."""
     matrix = _only(A, text, given)
     roles = roles_of(text, matrix, tuple(given))
+    given = {**given, **{new: given[old] for new, old in roles.second if old in given}}
     _check(A, roles, given)
-    call = _PartitionCall(A, text, roles, given, optimize)
+    call = _PartitionCall(A, roles.text, roles, given, optimize)
     if roles.row_out is not None and roles.column_out is not None:
         if dense_output:
             raise _refused(

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from insum.accepted import Accepted
 from insum.errors import BindingError, InsumError
 from insum.formats.block import BlockCOO
 from insum.formats.convert import SparseFormat, refuse_broken
@@ -93,6 +94,23 @@ class StatementOwner:
         optimize: Optimize = True,
     ) -> Any:
         raise NotImplementedError
+
+    def degrees(self) -> Tensor:
+        """How many entries each row has that is here."""
+        raise NotImplementedError
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """Columns and rows of all entries in rows that are here, as numbers of rows of `pulled`."""
+        raise NotImplementedError
+
+    def pulled(self, x: Tensor) -> Tensor:
+        """A row for each column that `ends` names, where ``x`` has those that are here."""
+        raise NotImplementedError
+
+
+OWNER = Accepted(
+    "a matrix whose rows are on several ranks", lambda v: isinstance(v, StatementOwner)
+)
 
 
 def owner_of(given: Mapping[str, object]) -> StatementOwner | None:

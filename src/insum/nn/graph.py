@@ -10,6 +10,7 @@ from insum.accepted import COUNT, FLAG, INTEGER, SIZE, TENSOR, TEXT, Accepted, t
 from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, InsumError, UnsupportedError
 from insum.formats import COO, GroupCOO, SparseFormat
+from insum.formats.operands import StatementOwner
 from insum.memory import remembered
 from insum.nn.checks import (
     EDGES,
@@ -141,7 +142,7 @@ class GraphConv(nn.Module):
     def forward(
         self,
         x: Tensor | tuple[Tensor, Tensor | None],
-        edge_index: Tensor | SparseFormat,
+        edge_index: Tensor | SparseFormat | StatementOwner,
         edge_weight: Tensor | None = None,
         num_nodes: int | None = None,
         size: tuple[int | None, int | None] | None = None,
@@ -241,7 +242,10 @@ class GCNConv(nn.Module):
 
     @layer_takes(x=TENSOR, **EDGES)
     def forward(
-        self, x: Tensor, edge_index: Tensor | SparseFormat, edge_weight: Tensor | None = None
+        self,
+        x: Tensor,
+        edge_index: Tensor | SparseFormat | StatementOwner,
+        edge_weight: Tensor | None = None,
     ) -> Tensor:
         if _materialise(self.lin, x):
             nn.init.xavier_uniform_(self.lin.weight)
