@@ -24,12 +24,12 @@ from insum.request import given_sizes
 def einsum(
     statement: str,
     /,
-    *operands: FormatOrValue,
+    *operands: FormatOrValue | StatementOwner,
     dense_output: bool = False,
     out_shape: Sequence[Size] | None = None,
     sizes: Mapping[str | int, Size | Sequence[Size]] | None = None,
     optimize: Optimize = True,
-    **named: FormatOrValue,
+    **named: FormatOrValue | StatementOwner,
 ) -> Any:
     """Run one statement whose operands may be sparse.
 
@@ -82,7 +82,7 @@ def einsum(
     if owner is not None:
         return _run_by(owner, text, given, dense_output, out_shape, sizes, optimize)
     if not has_format(given):
-        return api.insum(text, out_shape=out_shape, sizes=sizes, optimize=optimize, **given)  # type: ignore[arg-type]
+        return api.insum(text, out_shape=out_shape, sizes=sizes, optimize=optimize, **given)
     require("dense_output", dense_output, FLAG)
     given_sizes(text, out_shape, sizes)  # which says what is wrong with them
     return run_formats(text, given, dense_output, out_shape, sizes, optimize)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import tempfile
 import time
 from collections.abc import Callable
@@ -11,7 +13,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor  # here, before processes are forked
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -24,6 +25,10 @@ from insum.distributed import (
     partition_edges,
 )
 from insum.formats import COO, BlockGroupCOO, NeighborTable, SparseFormat
+
+for name in ("scipy.sparse.csgraph", "torch.distributed.checkpoint", "torch.distributed.tensor"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)  # before processes are forked
 
 GRAPHS = Path(__file__).parents[3] / "shared" / "data" / "graphs"
 NAMES = ("cora", "citeseer", "c-46", "pubmed")

@@ -23,6 +23,7 @@ from insum.bench import (
     conv,
     cpu,
     data,
+    distributed,
     equivariant,
     first_call,
     formats,
@@ -72,6 +73,7 @@ STUDIES: dict[str, ModuleType] = {
     "cpu": cpu,
     "compare": compare,
     "unet": unet,
+    "distributed": distributed,
 }
 #: What takes folders.
 TAKES_SOURCES = ("report", "compare")

@@ -5,16 +5,16 @@ and collectives as operators that a compiler can trace.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 
-def default_store() -> dist.Store:
+def default_store() -> Any:
     """The store that all processes share."""
-    found: dist.Store = dist.distributed_c10d._get_default_store()
-    return found
+    return dist.distributed_c10d._get_default_store()
 
 
 def group_name(group: dist.ProcessGroup) -> str:

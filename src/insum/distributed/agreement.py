@@ -79,7 +79,9 @@ def lost(error: BaseException) -> RankError:
 
 @dataclass(eq=False)
 class Turns:
-    """The products of one partition by number, the same on every rank, and those that failed here."""
+    """The products of one partition by number, the same on every rank, and those that failed
+    here.
+    """
 
     name: str
     rank: int

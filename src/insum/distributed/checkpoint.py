@@ -46,10 +46,10 @@ def save(A: Partitioned, folder: str | os.PathLike[str]) -> None:
     Raises:
         RankError: A rank failed.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
     state = state_of(A)
-    dcp.save(state, checkpoint_id=folder, process_group=A.group)
+    save_state(state, checkpoint_id=folder, process_group=A.group)
 
 
 @takes(folder=FOLDER, mesh=MESH)
@@ -65,12 +65,12 @@ def load(folder: str | os.PathLike[str], mesh: Any) -> Partitioned:
         FormatError: There is no partition.
         RankError: A rank failed.
     """
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_loader import load as load_state
 
     group = mesh.get_group()
     state: dict[str, Tensor] = {}
     gathered(group, lambda: state.update(_empty_state(Path(folder), mesh)))
-    dcp.load(state, checkpoint_id=folder, process_group=group)
+    load_state(state, checkpoint_id=folder, process_group=group)
     return restored(state, mesh)
 
 
@@ -129,10 +129,10 @@ def _as_dtensor(rows: Tensor, total: int, mesh: Any) -> Tensor:
 
 def _empty_state(folder: Path, mesh: Any) -> dict[str, Tensor]:
     """Room for what a folder holds."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
 
     try:
-        found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        found = FileSystemReader(folder).read_metadata().state_dict_metadata
     except Exception as error:
         raise FormatError(
             f"{folder.name} cannot be read: {error}", expected="a folder that save wrote"

@@ -1,4 +1,4 @@
-"""Where rows are cut: even numbers of nonzeros, or of rows, found without anybody seeing them all."""
+"""Where rows are cut: at even numbers of nonzeros, or of rows, without anybody seeing them all."""
 
 from __future__ import annotations
 
@@ -65,4 +65,4 @@ def owners(rows: Tensor, cuts: Cuts) -> Tensor:
     tensor([0, 0, 2, 2])
     """
     ends = torch.tensor(cuts[1:-1], device=rows.device, dtype=rows.dtype)
-    return torch.bucketize(rows, ends, right=True)
+    return torch.bucketize(rows.contiguous(), ends, right=True)

@@ -106,13 +106,18 @@ class Flight:
         way = _Way(give, take, exchange)
         # a compiler orders what it sees for itself
         begin = _AtOnce if torch.compiler.is_compiling() else _Begin
-        return cls(begin.apply(rows, way), way, dim)
+        return cls(_applied(begin, rows, way), way, dim)
 
     def land(self) -> Tensor:
-        rows: Tensor = (
-            self.token if torch.compiler.is_compiling() else _End.apply(self.token, self.way)
-        )
+        rows = self.token
+        if not torch.compiler.is_compiling():
+            rows = _applied(_End, self.token, self.way)
         return rows.movedim(0, self.dim)
+
+
+def _applied(end: type[torch.autograd.Function], x: Tensor, way: _Way) -> Tensor:
+    found: Tensor = end.apply(x, way)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _Begin(torch.autograd.Function):
@@ -125,9 +130,9 @@ class _Begin(torch.autograd.Function):
         return x.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         assert ctx.way.back is not None
-        return _End.apply(grad, ctx.way.back), None
+        return _applied(_End, grad, ctx.way.back), None
 
 
 class _End(torch.autograd.Function):
@@ -139,9 +144,9 @@ class _End(torch.autograd.Function):
         return way.end()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         ctx.way.back = ctx.way.reversed()
-        return _Begin.apply(grad, ctx.way.back), None
+        return _applied(_Begin, grad, ctx.way.back), None
 
 
 class _AtOnce(torch.autograd.Function):
@@ -154,5 +159,5 @@ class _AtOnce(torch.autograd.Function):
         return finish(begin_all_to_all(x.contiguous(), way.take, way.give, name))
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _AtOnce.apply(grad, ctx.way.reversed()), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _applied(_AtOnce, grad, ctx.way.reversed()), None

@@ -171,8 +171,10 @@ def traffic_of(
     columns = one.columns.in_rows(block[1], column_cuts[rank], column_cuts[-1])
     rows = one.rows.in_rows(block[0], row_cuts[rank], row_cuts[-1])
     return RankTraffic(
-        lengths(row_cuts)[rank],
-        *(len(part.rows) for part in (one.own, one.far, one.out)),
+        rows=lengths(row_cuts)[rank],
+        own=len(one.own.rows),
+        far=len(one.far.rows),
+        out=len(one.out.rows),
         rows_in=sum(columns.take),
         rows_out=sum(columns.give),
         sums_in=sum(rows.give),

@@ -50,14 +50,13 @@ def joined_pattern(own: SparseFormat, far: SparseFormat, sums_travel: bool) -> J
             expected="a matrix of single entries",
             remedy="to_format(GroupCOO) before partition",
         )
-    kept = [_positions(part) for part in (own, far)]
     rows = torch.cat([part.pattern().entries().coords[0].long() for part in (own, far)])
     first, second = (part.pattern().entries().coords[1].long() for part in (own, far))
     columns = torch.cat([first, second + own.shape[1]])
     shape = own.shape[0], own.shape[1] + far.shape[1]
     sorting = torch.argsort(rows * shape[1] + columns)
     pattern = COO.from_entries((rows, columns), None, shape, validate=False)
-    return JoinedPattern(pattern, *kept, sorting)
+    return JoinedPattern(pattern, _positions(own), _positions(far), sorting)
 
 
 def _positions(part: SparseFormat) -> Tensor:

@@ -69,7 +69,7 @@ def needs_of(
             continue
         given = _moved(rows[here], columns[here]) if cover else torch.zeros_like(here).bool()
         moved, kept = here[given], here[~given]
-        asked.append(Asked(columns[kept].unique(), rows[moved].unique(), moved))
+        asked.append(Asked(torch.unique(columns[kept]), torch.unique(rows[moved]), moved))
         far.append(kept)
     own = (holder == rank).nonzero().squeeze(1)
     return Needs(tuple(asked), own, torch.cat(far))
@@ -77,7 +77,7 @@ def needs_of(
 
 def _moved(rows: Tensor, columns: Tensor) -> Tensor:
     """Which entries between two ranks are handed over: those whose column does not travel."""
-    kinds = rows.unique(return_inverse=True)[1], columns.unique(return_inverse=True)[1]
+    kinds = (torch.unique(ends, return_inverse=True)[1] for ends in (rows, columns))
     row, column = (kind.cpu().numpy().astype(np.int64) for kind in kinds)
     in_columns = minimum_cover(row, column)[1]
     return torch.from_numpy(~in_columns[column]).to(rows.device)
@@ -115,7 +115,7 @@ def _in_rows(
 ) -> tuple[Tensor, tuple[int, ...]]:
     every = units.long()[:, None] * size + torch.arange(size, device=units.device)
     kept = every < limit
-    sizes = kept.sum(1).split(counts)
+    sizes = torch.split(kept.sum(1), list(counts))
     return every[kept], tuple(int(one.sum()) for one in sizes)
 
 

@@ -310,7 +310,8 @@ def _renumbered_entries(
 def spec_of(format: SparseFormat) -> PartitionSpec:
     if format.ndim < 2:
         raise FormatError(
-            f"a {type(format).__name__} of {format.ndim} dimension(s) has no rows that could be cut",
+            f"a {type(format).__name__} of {format.ndim} dimension(s) has no rows that could be "
+            "cut",
             expected="a matrix",
         )
     known = {name: getattr(format, name, None) for name in type(format)._options}
@@ -458,7 +459,8 @@ def cuts_of(
 ) -> UnitCuts:
     """Where rows and columns are cut; with a group, every rank of it has some of the entries."""
     block = spec.block
-    step = math.lcm(*block[:2]) if spec.square else block[0]
+    sides = block[0], block[1]
+    step = math.lcm(*sides) if spec.square else block[0]
     steps = -(-spec.shape[0] // step)
     if balance == "rows":
         found = even_cuts(steps, ranks)
@@ -473,9 +475,9 @@ def cuts_of(
         found = nonzero_cuts(below, nonzeros, steps, ranks, rows.device)
     row_cuts = scaled(found, step, spec.shape[0])
     if spec.square:
-        return UnitCuts(row_cuts, row_cuts, block[:2])
+        return UnitCuts(row_cuts, row_cuts, sides)
     units = even_cuts(-(-spec.shape[1] // block[1]), ranks)
-    return UnitCuts(row_cuts, scaled(units, block[1], spec.shape[1]), block[:2])
+    return UnitCuts(row_cuts, scaled(units, block[1], spec.shape[1]), sides)
 
 
 def _local_order(order: Tensor | None, cuts: Cuts, rank: int) -> Tensor | None:
@@ -524,7 +526,7 @@ def swapped(pieces: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     take, given = theirs.tolist(), torch.cat(list(pieces)).contiguous()
     rows = given.new_empty((sum(take), *given.shape[1:]))
     _carefully(lambda: dist.all_to_all_single(rows, given, take, mine.tolist(), group=group))
-    return list(rows.split(take))
+    return list(torch.split(rows, take))
 
 
 def sent_to(entries: E.Entries, owner: Tensor, group: dist.ProcessGroup) -> E.Entries:
@@ -532,7 +534,7 @@ def sent_to(entries: E.Entries, owner: Tensor, group: dist.ProcessGroup) -> E.En
     sorting = torch.argsort(owner, stable=True)
     counts = torch.bincount(owner, minlength=dist.get_world_size(group)).tolist()
     came = [
-        torch.cat(swapped(column[sorting].split(counts), group))
+        torch.cat(swapped(torch.split(column[sorting], counts), group))
         for column in (*entries.coords, *(() if entries.values is None else (entries.values,)))
     ]
     rank = len(entries.coords)
@@ -575,31 +577,39 @@ def assembled(
     came, extra = _handed_over(held, needs, group)
     done = plan_of(rows, columns, needs, came, rank, *limits)
     turns = Turns(name, rank, dist.get_world_size(group))
-    exchanges = [
+    to_columns, to_rows = (
         _row_exchange(units, size, cut[rank], cut[-1], group, turns)
         for units, size, cut in (
             (done.columns, cuts.block[1], cuts.columns),
             (done.rows, cuts.block[0], cuts.rows),
         )
-    ]
-    parts = _parts(held, needs, done, extra, spec, cuts, rank, exchanges)
+    )
+    sides = to_columns.taken, to_rows.taken
+    own, far, out = _parts(held, needs, done, extra, spec, cuts, rank, sides)
     counts = RankTraffic(
-        cuts.rows[rank + 1] - cuts.rows[rank],
-        *(len(part.rows) for part in (done.own, done.far, done.out)),
-        *(sum(way) for way in (exchanges[0].take, exchanges[0].give)),
-        *(sum(way) for way in (exchanges[1].give, exchanges[1].take)),
+        rows=cuts.rows[rank + 1] - cuts.rows[rank],
+        own=len(done.own.rows),
+        far=len(done.far.rows),
+        out=len(done.out.rows),
+        rows_in=sum(to_columns.take),
+        rows_out=sum(to_columns.give),
+        sums_in=sum(to_rows.give),
+        sums_out=sum(to_rows.take),
     )
     return Partitioned(
-        *parts,
-        *exchanges,
-        spec.shape,
-        cuts.rows,
-        cuts.columns,
-        order,
-        mesh,
-        tuple(gathered(group, lambda: counts)),
-        balance,
-        send,
+        own=own,
+        far=far,
+        out=out,
+        columns=to_columns,
+        rows=to_rows,
+        shape=spec.shape,
+        row_cuts=cuts.rows,
+        column_cuts=cuts.columns,
+        order=order,
+        mesh=mesh,
+        traffic=tuple(gathered(group, lambda: counts)),
+        balance=balance,
+        send=send,
     )
 
 
@@ -638,11 +648,11 @@ def _parts(
     spec: PartitionSpec,
     cuts: UnitCuts,
     rank: int,
-    exchanges: list[RowExchange],
-) -> list[SparseFormat]:
-    """The three parts as formats: the kind that was given, and groups for what is scattered thinly."""
+    travelling: tuple[int, int],
+) -> tuple[SparseFormat, SparseFormat, SparseFormat]:
+    """The three parts as formats: the kind that was given, and groups for what lies thinly."""
     here = cuts.rows[rank + 1] - cuts.rows[rank], cuts.columns[rank + 1] - cuts.columns[rank]
-    coming, foreign = (exchange.taken for exchange in exchanges)
+    coming, foreign = travelling
     rest = len(spec.shape) - 2
     values = extra[rest] if held.values is not None else None
     grouped = BlockGroupCOO if held.block_shape else GroupCOO
@@ -664,8 +674,8 @@ def _parts(
             None if held.values is None else held.values[places],
         )
 
-    return [
+    return (
         made(FORMATS[spec.kind], dict(spec.options), done.own, here, *chosen(needs.own)),
         made(grouped, sparse, done.far, (here[0], coming), *chosen(needs.far)),
         made(grouped, sparse, done.out, (foreign, here[1]), extra[:rest], values),
-    ]
+    )

@@ -1,4 +1,4 @@
-"""`Partitioned`: a sparse matrix whose rows are on several ranks, and the statements it stands in."""
+"""`Partitioned`: a sparse matrix whose rows are on several ranks."""
 
 from __future__ import annotations
 
@@ -20,9 +20,6 @@ from insum.plan.path import Optimize
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-#: The parts of a matrix on one rank, in the order of `Partitioned.values`.
-PARTS = ("own", "far", "out")
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,7 @@ class Partitioned(StatementOwner):
         """The same pattern and plan with other values of the three parts."""
         if values is None:
             parts: list[SparseFormat] = [part.pattern() for part in self.parts]
-        elif len(values) != len(PARTS):
+        elif len(values) != len(self.parts):
             raise FormatError(
                 f"{len(values)} tensors of values were passed",
                 expected="three: of own, far and out, as `values` has them",
@@ -150,7 +147,8 @@ class Partitioned(StatementOwner):
         return self._with_parts([part.to(dtype=dtype) for part in self.parts])
 
     def _with_parts(self, parts: list[SparseFormat]) -> Self:
-        made = replace(self, **dict(zip(PARTS, parts)))
+        own, far, out = parts
+        made = replace(self, own=own, far=far, out=out)
         for name in ("_joined", "_degrees"):  # what belongs to the pattern
             if name in self.__dict__:
                 object.__setattr__(made, name, self.__dict__[name])
@@ -168,17 +166,13 @@ class Partitioned(StatementOwner):
         block = self.own.block_shape_or_none or (1,) * self.ndim
         first = self.row_range.start // block[0], self.column_range.start // block[1]
         far, out = self._unit_numbers(block)
-        numbers = (
-            lambda r, c: (r + first[0], c + first[1]),
-            lambda r, c: (r + first[0], far[c]),
-            lambda r, c: (out[r], c + first[1]),
-        )
         found = [part.entries() for part in self.parts]
-        both = [number(*(c.long() for c in e.coords[:2])) for number, e in zip(numbers, found)]
-        rest = [tuple(c.long() for c in e.coords[2:]) for e in found]
-        coordinates = tuple(map(torch.cat, zip(*((*b, *r) for b, r in zip(both, rest)))))
+        (r0, c0), (r1, c1), (r2, c2) = ([c.long() for c in e.coords[:2]] for e in found)
+        rows = torch.cat([r0 + first[0], r1 + first[0], out[r2]])
+        columns = torch.cat([c0 + first[1], far[c1], c2 + first[1]])
+        rest = [torch.cat(one).long() for one in zip(*(e.coords[2:] for e in found))]
         values = [e.values for e in found if e.values is not None]
-        return coordinates, torch.cat(values) if values else None
+        return (rows, columns, *rest), torch.cat(values) if values else None
 
     def _unit_numbers(self, block: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         """Numbers of the units that come, and of those for which this rank sums."""
@@ -188,7 +182,9 @@ class Partitioned(StatementOwner):
         )
 
     def joined(self) -> JoinedPattern:
-        """The rows of this rank as one pattern over its columns and, behind them, rows that come."""
+        """The rows of this rank as one pattern over its columns and, behind them, rows that
+        come.
+        """
         found: JoinedPattern | None = self.__dict__.get("_joined")
         if found is None:
             found = joined_pattern(self.own, self.far, self.rows.moves)
@@ -232,8 +228,8 @@ class Partitioned(StatementOwner):
             )
         if x.shape[dim] != len(held):
             raise BindingError(
-                f"{name} has {x.shape[dim]} rows, but rank {self.rank} holds {len(held)}, those from "
-                f"{held.start} to {held.stop}",
+                f"{name} has {x.shape[dim]} rows, but rank {self.rank} holds {len(held)}, those "
+                f"from {held.start} to {held.stop}",
                 expected=f"{len(held)} in dimension {dim}",
                 remedy=f"insum.distributed.distribute_rows({name}, A)",
             )
@@ -263,9 +259,9 @@ class Partitioned(StatementOwner):
         held = self.row_range
         kind = type(self.own).__name__
         return (
-            f"Partitioned({kind}, shape={self.shape}, rank {self.rank} of {len(self.row_cuts) - 1}: "
-            f"rows {held.start} to {held.stop}, {self.nnz} entries, {self.columns.taken} rows come, "
-            f"{self.rows.taken} sums go)"
+            f"Partitioned({kind}, shape={self.shape}, rank {self.rank} of "
+            f"{len(self.row_cuts) - 1}: rows {held.start} to {held.stop}, {self.nnz} entries, "
+            f"{self.columns.taken} rows come, {self.rows.taken} sums go)"
         )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from insum.compat.calls import base_of
 from insum.distributed.exchange import Flight, RowExchange
 from insum.distributed.partitioned import Partitioned, joined_matrix
 from insum.errors import BindingError, DeviceError, UnsupportedError
@@ -224,10 +225,27 @@ class _PartitionCall:
             sums = exchange.push(made, dim)
         result: Tensor = self._run(A.own, {})
         if (A.columns if by_row else A.rows).moves:
-            self._run(getattr(A, adding), self._landed(coming[adding]), into=result)
+            result = self._added(result, getattr(A, adding), self._landed(coming[adding]))
         if sums is not None:
-            result.index_add_(dim, exchange.given, sums.land())
+            result = self._scattered(result, dim, exchange.given, sums.land())
         return result
+
+    def _added(self, result: Tensor, part: SparseFormat, instead: Mapping[str, Tensor]) -> Tensor:
+        """In place where autograd does not look, or where the user has asked for it."""
+        if self.roles.target in self.given or not _recorded(result, *instead.values()):
+            self._run(part, instead, into=result)
+            return result
+        made: Tensor = self._run(part, instead, alone=True)
+        return result + made
+
+    def _scattered(self, result: Tensor, dim: int, places: Tensor, sums: Tensor) -> Tensor:
+        """Sums added to rows; what an operator gave as a view is not written to while autograd
+        looks.
+        """
+        asked = self.roles.target in self.given
+        if not asked and _recorded(result, sums) and base_of(result) is not None:
+            return result.index_add(dim, places, sums)
+        return result.index_add_(dim, places, sums)
 
     def sampled(self) -> Partitioned:
         """Rows and columns on the left: new values for the same entries."""
@@ -293,6 +311,10 @@ class _PartitionCall:
         elif alone:
             text = _with_operator(text, "=")
         return run_formats(text, given, optimize=self.optimize)
+
+
+def _recorded(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 @constant

@@ -8,6 +8,7 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
+from typing import Any
 
 from torch import SymFloat, SymInt, Tensor
 
@@ -184,8 +185,8 @@ def _origin(source: Source, piece: RewrittenStatement) -> str:
 
 
 def named_operands(
-    statement: str, operands: tuple[FormatOrValue, ...], named: dict[str, FormatOrValue]
-) -> tuple[str, dict[str, FormatOrValue]]:
+    statement: str, operands: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
     """The statement in insum's notation and its operands by name."""
     if not isinstance(statement, str):
         parse(statement)  # which says what a statement is
