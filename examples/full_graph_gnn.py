@@ -6,7 +6,8 @@
 
 No rank holds the graph: each has some of the edges, and `insum.distributed.partition_edges` brings
 them to the owners of their targets. In every layer rows of features travel while the entries
-between a rank's own nodes are multiplied. Weights are the same on every rank; their gradients are summed.
+between a rank's own nodes are multiplied. Weights are the same on every rank; their gradients are
+summed.
 ``--check`` trains the same network in one process as well, and compares the losses.
 """
 

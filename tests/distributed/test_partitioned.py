@@ -63,9 +63,9 @@ def test_the_own_part_runs_between_the_ends_of_the_exchange(
 
     seen: list[str] = []
     for name in ("begin", "end"):
-        was = getattr(exchange._Way, name)
+        was = getattr(exchange._Passage, name)
         monkeypatch.setattr(
-            exchange._Way,
+            exchange._Passage,
             name,
             lambda *a, was=was, name=name: (seen.append(name), was(*a))[1],
         )

@@ -13,11 +13,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-Numbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
+RowNumbers: TypeAlias = "np.ndarray[Any, np.dtype[np.int64]]"
 Flags: TypeAlias = "np.ndarray[Any, np.dtype[np.bool_]]"
 
 
-def minimum_cover(rows: Numbers, columns: Numbers) -> tuple[Flags, Flags]:
+def minimum_cover(rows: RowNumbers, columns: RowNumbers) -> tuple[Flags, Flags]:
     """The rows and the columns of a smallest cover of the pairs ``(rows[e], columns[e])``, as flags
     over all numbers up to the largest.
 
@@ -33,7 +33,7 @@ def minimum_cover(rows: Numbers, columns: Numbers) -> tuple[Flags, Flags]:
 class _Bipartite:
     """Pairs, sorted by row."""
 
-    def __init__(self, rows: Numbers, columns: Numbers) -> None:
+    def __init__(self, rows: RowNumbers, columns: RowNumbers) -> None:
         order = np.argsort(rows, kind="stable")
         self.row_count = int(rows.max()) + 1 if len(rows) else 0
         self.column_count = int(columns.max()) + 1 if len(columns) else 0
@@ -41,7 +41,7 @@ class _Bipartite:
         self.pointers = np.concatenate([[0], np.cumsum(self.degrees)])
         self.columns = columns[order]
 
-    def matching(self) -> Numbers:
+    def matching(self) -> RowNumbers:
         """For each row the column that it is matched with, or -1."""
         try:
             from scipy.sparse import csr_array
@@ -53,10 +53,10 @@ class _Bipartite:
             return np.full(self.row_count, -1)
         ones = np.ones(len(self.columns), dtype=np.int8)
         graph = csr_array((ones, self.columns, self.pointers), shape=shape)
-        found: Numbers = maximum_bipartite_matching(graph, perm_type="column").astype(np.int64)
+        found: RowNumbers = maximum_bipartite_matching(graph, perm_type="column").astype(np.int64)
         return found
 
-    def reached(self, partner: Numbers) -> tuple[Flags, Flags]:
+    def reached(self, partner: RowNumbers) -> tuple[Flags, Flags]:
         """What alternating paths from rows without a partner reach."""
         rows = (partner < 0) & (self.degrees > 0)
         columns = np.zeros(self.column_count, dtype=bool)
@@ -74,13 +74,13 @@ class _Bipartite:
             rows[front] = True
         return rows, columns
 
-    def _columns_of(self, rows: Numbers) -> Numbers:
+    def _columns_of(self, rows: RowNumbers) -> RowNumbers:
         counts = self.degrees[rows]
         starts = np.repeat(self.pointers[rows] - (np.cumsum(counts) - counts), counts)
         return self.columns[starts + np.arange(len(starts))]
 
 
-def own_matching(pointers: Numbers, columns: Numbers, column_count: int) -> Numbers:
+def own_matching(pointers: RowNumbers, columns: RowNumbers, column_count: int) -> RowNumbers:
     """A maximum matching (Hopcroft and Karp): for each row its column, or -1.
 
     >>> own_matching(np.array([0, 2, 3]), np.array([0, 1, 0]), 2).tolist()

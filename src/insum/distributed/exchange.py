@@ -52,7 +52,7 @@ class RowExchange:
 
 
 @dataclass(eq=False)
-class _Way:
+class _Passage:
     """One direction of one exchange; ``back`` is that of its gradient, once that has begun."""
 
     give: tuple[int, ...]
@@ -60,10 +60,10 @@ class _Way:
     exchange: RowExchange
     work: dist.Work | None = None
     rows: Tensor | None = None
-    back: _Way | None = None
+    back: _Passage | None = None
 
-    def reversed(self) -> _Way:
-        return _Way(self.take, self.give, self.exchange)
+    def reversed(self) -> _Passage:
+        return _Passage(self.take, self.give, self.exchange)
 
     def begin(self, x: Tensor) -> None:
         x = x.contiguous()
@@ -91,7 +91,7 @@ class Flight:
     """Rows on their way; `land` gives them once they are there."""
 
     token: Tensor
-    way: _Way
+    way: _Passage
     dim: int
 
     @classmethod
@@ -103,7 +103,7 @@ class Flight:
         exchange: RowExchange,
         dim: int,
     ) -> Flight:
-        way = _Way(give, take, exchange)
+        way = _Passage(give, take, exchange)
         # a compiler orders what it sees for itself
         begin = _AtOnce if torch.compiler.is_compiling() else _Begin
         return cls(_applied(begin, rows, way), way, dim)
@@ -115,7 +115,7 @@ class Flight:
         return rows.movedim(0, self.dim)
 
 
-def _applied(end: type[torch.autograd.Function], x: Tensor, way: _Way) -> Tensor:
+def _applied(end: type[torch.autograd.Function], x: Tensor, way: _Passage) -> Tensor:
     found: Tensor = end.apply(x, way)  # type: ignore[no-untyped-call]
     return found
 
@@ -124,7 +124,7 @@ class _Begin(torch.autograd.Function):
     """Sets rows on their way. The result has no elements: it ties the two ends together."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, way: _Way) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, way: _Passage) -> Tensor:
         ctx.way = way  # type: ignore[attr-defined]
         way.begin(x)
         return x.new_empty(0)
@@ -139,7 +139,7 @@ class _End(torch.autograd.Function):
     """Waits for them."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, token: Tensor, way: _Way) -> Tensor:
+    def forward(ctx: FunctionCtx, token: Tensor, way: _Passage) -> Tensor:
         ctx.way = way  # type: ignore[attr-defined]
         return way.end()
 
@@ -153,7 +153,7 @@ class _AtOnce(torch.autograd.Function):
     """Both ends, as operators that can be traced."""
 
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, way: _Way) -> Tensor:
+    def forward(ctx: FunctionCtx, x: Tensor, way: _Passage) -> Tensor:
         ctx.way = way  # type: ignore[attr-defined]
         name = group_name(way.exchange.group)
         return finish(begin_all_to_all(x.contiguous(), way.take, way.give, name))

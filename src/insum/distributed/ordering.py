@@ -10,26 +10,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from insum.distributed.cover import Flags, Numbers
+from insum.distributed.cover import Flags, RowNumbers
 
 
 @dataclass(frozen=True, eq=False)
 class Neighbours:
     """A symmetric pattern without its diagonal, sorted by row."""
 
-    pointers: Numbers
-    columns: Numbers
+    pointers: RowNumbers
+    columns: RowNumbers
 
     @property
     def nodes(self) -> int:
         return len(self.pointers) - 1
 
     @property
-    def degrees(self) -> Numbers:
-        found: Numbers = np.diff(self.pointers)
+    def degrees(self) -> RowNumbers:
+        found: RowNumbers = np.diff(self.pointers)
         return found
 
-    def of(self, front: Numbers) -> tuple[Numbers, Numbers]:
+    def of(self, front: RowNumbers) -> tuple[RowNumbers, RowNumbers]:
         """The neighbours of some nodes, and for each the place in ``front`` that it is one of."""
         counts = self.degrees[front]
         parent = np.repeat(np.arange(len(front)), counts)
@@ -37,7 +37,7 @@ class Neighbours:
         return self.columns[self.pointers[front][parent] + inside], parent
 
 
-def symmetric(rows: Numbers, columns: Numbers, nodes: int) -> Neighbours:
+def symmetric(rows: RowNumbers, columns: RowNumbers, nodes: int) -> Neighbours:
     """Who is whose neighbour, in either direction."""
     apart = rows != columns
     here, there = rows[apart].astype(np.int64), columns[apart].astype(np.int64)
@@ -47,7 +47,7 @@ def symmetric(rows: Numbers, columns: Numbers, nodes: int) -> Neighbours:
     return Neighbours(pointers, both - row * nodes)
 
 
-def reverse_cuthill_mckee(rows: Numbers, columns: Numbers, nodes: int) -> Numbers:
+def reverse_cuthill_mckee(rows: RowNumbers, columns: RowNumbers, nodes: int) -> RowNumbers:
     """An order of nodes, as the old number at each new place.
 
     Each connected part begins at a node that is far from others (found by walking from one of
@@ -65,11 +65,11 @@ def reverse_cuthill_mckee(rows: Numbers, columns: Numbers, nodes: int) -> Number
     # parts one behind the other, the order of the walk inside of each
     rank_of_part = np.empty(nodes, dtype=np.int64)
     rank_of_part[part[starts]] = np.arange(len(starts))
-    found: Numbers = np.lexsort((place, rank_of_part[part]))[::-1].copy()
+    found: RowNumbers = np.lexsort((place, rank_of_part[part]))[::-1].copy()
     return found
 
 
-def parts_of(graph: Neighbours) -> Numbers:
+def parts_of(graph: Neighbours) -> RowNumbers:
     """The smallest node that each node is connected with.
 
     >>> parts_of(symmetric(np.array([0, 3]), np.array([2, 1]), 4)).tolist()
@@ -86,15 +86,15 @@ def parts_of(graph: Neighbours) -> Numbers:
     return label
 
 
-def _least(key: Numbers, part: Numbers) -> Numbers:
+def _least(key: RowNumbers, part: RowNumbers) -> RowNumbers:
     """A node of smallest key of each part, the parts in the order of these keys."""
     order = np.lexsort((key, part))
     first = order[np.flatnonzero(np.diff(part[order], prepend=-1))]
-    found: Numbers = first[np.argsort(key[first], kind="stable")]
+    found: RowNumbers = first[np.argsort(key[first], kind="stable")]
     return found
 
 
-def _far_away(graph: Neighbours, part: Numbers, starts: Numbers) -> Numbers:
+def _far_away(graph: Neighbours, part: RowNumbers, starts: RowNumbers) -> RowNumbers:
     """Starts from which walks are longest, as far as two walks tell."""
     for _ in range(2):
         _, depth = _walked(graph, starts)
@@ -105,7 +105,7 @@ def _far_away(graph: Neighbours, part: Numbers, starts: Numbers) -> Numbers:
     return starts
 
 
-def _walked(graph: Neighbours, starts: Numbers) -> tuple[Numbers, Numbers]:
+def _walked(graph: Neighbours, starts: RowNumbers) -> tuple[RowNumbers, RowNumbers]:
     """The place of each node in the order in which it is met, and the number of steps to it."""
     place, depth = (np.full(graph.nodes, -1) for _ in range(2))
     met: Flags = np.zeros(graph.nodes, dtype=bool)

@@ -242,6 +242,8 @@ class _PartitionCall:
         """Sums added to rows; what an operator gave as a view is not written to while autograd
         looks.
         """
+        if torch.compiler.is_compiling():
+            return result.index_add(dim, places, sums)
         asked = self.roles.target in self.given
         if not asked and _recorded(result, sums) and base_of(result) is not None:
             return result.index_add(dim, places, sums)
