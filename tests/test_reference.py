@@ -11,7 +11,15 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
-MODULES = ("insum", "insum.formats", "insum.nn", "insum.fusion", "insum.export", "insum.testing")
+MODULES = (
+    "insum",
+    "insum.distributed",
+    "insum.formats",
+    "insum.nn",
+    "insum.fusion",
+    "insum.export",
+    "insum.testing",
+)
 DIRECTIVES = {
     name
     for page in (DOCS / "reference").glob("*.md")

@@ -248,12 +248,9 @@ class NotFusedError(InsumError, RuntimeError):
 class RankError(InsumError, RuntimeError):
     """Ranks of a group do not agree, or another rank failed: raised on every rank that would wait.
 
-    >>> import insum.distributed
-    >>> insum.distributed.partition(insum.formats.COO.from_dense(torch.eye(2)), mesh=None)
-    Traceback (most recent call last):
-        ...
-    insum.errors.DtypeError: mesh is None
-      expected: a DeviceMesh of one dimension
+    >>> from insum.distributed.agreement import lost
+    >>> print(lost(RuntimeError("Timed out waiting 1000ms for recv operation to complete")).fact)
+    an exchange with other ranks failed: Timed out waiting 1000ms for recv operation to complete
     """
 
 

@@ -1,9 +1,9 @@
 """Sparse products over several ranks of `torch.distributed`."""
 
 from insum.distributed.checkpoint import load, save
-from insum.distributed.explain import PartitionExplanation, explain, plan
+from insum.distributed.costs import PartitionExplanation, explain, plan
 from insum.distributed.graphs import gcn_norm
-from insum.distributed.partition import (
+from insum.distributed.dividing import (
     collect_rows,
     distribute_rows,
     partition,

@@ -16,7 +16,7 @@ from torch import Tensor
 from insum.accepted import Accepted, takes
 from insum.distributed.agreement import gathered
 from insum.distributed.cuts import Cuts, owners
-from insum.distributed.partition import (
+from insum.distributed.dividing import (
     MESH,
     PartitionSpec,
     UnitCuts,

@@ -10,7 +10,7 @@ import torch
 from insum.accepted import DTYPE, SIZE, TEXT, takes
 from insum.distributed.cuts import Cuts, lengths, owners
 from insum.distributed.needs import RankPlan, planned
-from insum.distributed.partition import (
+from insum.distributed.dividing import (
     ORDER,
     Balance,
     Send,
