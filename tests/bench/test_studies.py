@@ -217,3 +217,15 @@ def test_a_program_that_fails_hides_no_other(
     (row,) = record_of(tmp_path, "fusion", "--only", "convolution", "--columns", "4")["rows"]
     assert row["failed"] == "ValueError: not today (and so does torch.compile alone)"
     assert row["eager"]["error"] < 1e-5
+
+
+def test_distributed_keeps_the_parts_of_earlier_runs(tmp_path: Path) -> None:
+    """Rows that travel are counted, calls timed, and a model says that it is one."""
+    few = record_of(tmp_path, "distributed", "--only", "volume", "--ranks", "2")["parts"]
+    given = {(row["order"], row["send"]): row["share"] for row in few["volume"]["rows"]}
+    assert all(given[order, "fewest"] <= given[order, "rows"] <= 1 for order in ("given", "rcm"))
+    more = record_of(tmp_path, "distributed", "--only", "host,model", "--ranks", "2")["parts"]
+    assert more["volume"] == few["volume"]
+    assert [row["call"] for row in more["host"]["rows"]] == ["forward", "forward and backward"]
+    assert [row["ranks"] for row in more["model"]["rows"]] == [1, 2]
+    assert more["model"]["rows"][0]["speedup"] == 1

@@ -131,7 +131,8 @@ def host(study: Study) -> Iterator[dict[str, Any]]:
     with one_rank(device) as mesh:
         part = partition(A, mesh)
         for gradients in (False, True):
-            times = [_host_us(one, X, gradients, device) for one in (A, part)]
+            rounds = 2 if study.options.quick else 30
+            times = [_host_us(one, X, gradients, device, rounds) for one in (A, part)]
             yield {
                 "call": "forward and backward" if gradients else "forward",
                 "plain_us": times[0],
@@ -140,7 +141,7 @@ def host(study: Study) -> Iterator[dict[str, Any]]:
             }
 
 
-def _host_us(A: Any, X: Tensor, gradients: bool, device: torch.device) -> float:
+def _host_us(A: Any, X: Tensor, gradients: bool, device: torch.device, rounds: int) -> float:
     X = X.clone().requires_grad_(gradients)
 
     def call() -> None:
@@ -153,7 +154,7 @@ def _host_us(A: Any, X: Tensor, gradients: bool, device: torch.device) -> float:
             call()
 
     calls()
-    runs = [once(calls, device, wait_for_end=False) for _ in range(30)]
+    runs = [once(calls, device, wait_for_end=False) for _ in range(rounds)]
     return 1e6 * min(runs) / 20
 
 

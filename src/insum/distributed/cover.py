@@ -65,8 +65,9 @@ class _Bipartite:
         partner_of[partner[matched]] = matched
         front = np.flatnonzero(rows)
         while len(front):
-            met = self._columns_of(front)
-            met = np.unique(met[~columns[met]])
+            fresh = np.zeros(self.column_count, dtype=bool)
+            fresh[self._columns_of(front)] = True
+            met = np.flatnonzero(fresh & ~columns)
             columns[met] = True
             # every column that is met has a partner, or the matching could grow
             front = partner_of[met]

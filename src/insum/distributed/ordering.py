@@ -41,7 +41,8 @@ def symmetric(rows: RowNumbers, columns: RowNumbers, nodes: int) -> Neighbours:
     """Who is whose neighbour, in either direction."""
     apart = rows != columns
     here, there = rows[apart].astype(np.int64), columns[apart].astype(np.int64)
-    both = np.unique(np.concatenate([here * nodes + there, there * nodes + here]))
+    both = np.sort(np.concatenate([here * nodes + there, there * nodes + here]))
+    both = both[np.diff(both, prepend=-1) > 0]
     row = both // nodes
     pointers = np.searchsorted(row, np.arange(nodes + 1))
     return Neighbours(pointers, both - row * nodes)
