@@ -122,7 +122,7 @@ class Turns:
 
     def wait(self, work: dist.Work) -> None:
         """Until an exchange is done, or a note tells that it never will be."""
-        looked, pauses = time.monotonic(), itertools.chain([0.0] * 50, itertools.repeat(2e-4))
+        looked, pauses = time.monotonic(), itertools.chain([0.0] * 10, itertools.repeat(2e-4))
         while not work.is_completed():
             time.sleep(next(pauses))
             if time.monotonic() - looked > PATIENCE:
