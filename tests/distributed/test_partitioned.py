@@ -124,7 +124,7 @@ def test_explained(mesh: DeviceMesh) -> None:
             "an order as a tensor",
         ),
         (lambda a, m: distribute_rows(torch.ones(3), partition(a, m)), "4 rows"),
-        (lambda a, m: explain(a), "insum.distributed.plan"),
+        (lambda a, m: explain(a), "insum.distributed.partition gave"),
         (lambda a, m: partition(a, m) @ torch.ones(3, 1), "rows, but rank 0 holds 4"),
         (
             lambda a, m: insum.einsum("y[m] = A[m,k] * A[m,k]", A=partition(a, m)),

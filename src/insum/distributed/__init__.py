@@ -2,13 +2,13 @@
 
 from insum.distributed.checkpoint import load, save
 from insum.distributed.costs import PartitionExplanation, explain, plan
-from insum.distributed.graphs import gcn_norm
 from insum.distributed.dividing import (
     collect_rows,
     distribute_rows,
     partition,
     partition_edges,
 )
+from insum.distributed.graphs import gcn_norm
 from insum.distributed.partitioned import Partitioned
 
 __all__ = [

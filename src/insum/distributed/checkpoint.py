@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from insum.distributed.agreement import gathered
 from insum.distributed.cuts import Cuts, owners
 from insum.distributed.dividing import (
     MESH,
+    PARTITION,
     PartitionSpec,
     UnitCuts,
     assembled,
@@ -26,7 +29,7 @@ from insum.distributed.dividing import (
     spec_of,
 )
 from insum.distributed.partitioned import Partitioned
-from insum.errors import BindingError, FormatError
+from insum.errors import FormatError, RankError
 from insum.formats import FORMATS
 from insum.formats import entries as E
 
@@ -35,7 +38,7 @@ FOLDER = Accepted("a path", lambda v: isinstance(v, str | os.PathLike))
 ABOUT = "about"
 
 
-@takes(folder=FOLDER)
+@takes(A=PARTITION, folder=FOLDER)
 def save(A: Partitioned, folder: str | os.PathLike[str]) -> None:
     """Write a partition to a folder that all ranks see, each rank its share of the entries.
 
@@ -44,12 +47,13 @@ def save(A: Partitioned, folder: str | os.PathLike[str]) -> None:
         folder: Where `torch.distributed.checkpoint` writes.
 
     Raises:
-        RankError: A rank failed.
+        RankError: A rank failed, or could not write.
     """
     from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
     state = state_of(A)
-    save_state(state, checkpoint_id=folder, process_group=A.group)
+    with _told("written"):
+        save_state(state, checkpoint_id=folder, process_group=A.group)
 
 
 @takes(folder=FOLDER, mesh=MESH)
@@ -70,16 +74,25 @@ def load(folder: str | os.PathLike[str], mesh: Any) -> Partitioned:
     group = mesh.get_group()
     state: dict[str, Tensor] = {}
     gathered(group, lambda: state.update(_empty_state(Path(folder), mesh)))
-    load_state(state, checkpoint_id=folder, process_group=group)
+    with _told("read"):
+        load_state(state, checkpoint_id=folder, process_group=group)
     return restored(state, mesh)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """What goes wrong in a checkpoint, which every rank learns of, as an error of ours."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except (CheckpointException, OSError, RuntimeError, ValueError) as error:
+        cause = str(error).strip().splitlines()[-1:]
+        raise RankError(f"a checkpoint could not be {what}: {''.join(cause)}") from error
 
 
 def state_of(A: Partitioned) -> dict[str, Tensor]:
     """Tensors for a state dict: entries as DTensors that are cut evenly, and what they mean."""
-    if not isinstance(A, Partitioned):
-        raise BindingError(
-            f"A is a {type(A).__name__}", expected="what insum.distributed.partition gave"
-        )
     coordinates, values = A.coordinates()
     state = {f"coordinates.{dim}": _even(c, A) for dim, c in enumerate(coordinates)}
     if values is not None:

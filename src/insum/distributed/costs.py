@@ -9,9 +9,9 @@ import torch
 
 from insum.accepted import DTYPE, SIZE, TEXT, takes
 from insum.distributed.cuts import Cuts, lengths, owners
-from insum.distributed.needs import RankPlan, planned
 from insum.distributed.dividing import (
     ORDER,
+    PARTITION,
     Balance,
     Send,
     check_choices,
@@ -19,8 +19,8 @@ from insum.distributed.dividing import (
     ordered_entries,
     spec_of,
 )
+from insum.distributed.needs import RankPlan, planned
 from insum.distributed.partitioned import Partitioned, RankTraffic
-from insum.errors import BindingError
 from insum.formats import SparseFormat
 from insum.formats.convert import FORMAT
 
@@ -93,7 +93,7 @@ class PartitionExplanation:
     __repr__ = __str__
 
 
-@takes(columns=SIZE, dtype=DTYPE.optional)
+@takes(A=PARTITION, columns=SIZE, dtype=DTYPE.optional)
 def explain(
     A: Partitioned, columns: int = 64, dtype: torch.dtype | None = None
 ) -> PartitionExplanation:
@@ -104,16 +104,7 @@ def explain(
         A: The partition.
         columns: How wide the dense factor is.
         dtype: Its dtype; that of the values, else torch's default.
-
-    Raises:
-        BindingError: What was passed is no partition.
     """
-    if not isinstance(A, Partitioned):
-        raise BindingError(
-            f"A is a {type(A).__name__}",
-            expected="what insum.distributed.partition gave",
-            remedy="insum.distributed.plan(A, ranks), which needs no mesh",
-        )
     kind = dtype or A.dtype or torch.get_default_dtype()
     return PartitionExplanation(A.shape, A.row_cuts, A.column_cuts, A.traffic, columns, kind)
 

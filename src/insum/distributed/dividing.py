@@ -19,7 +19,9 @@ from torch import Tensor
 from insum.accepted import (
     COUNT,
     ELEMENTS,
+    INTEGER,
     INTEGER_DTYPES,
+    NUMBER,
     TEXT,
     VALUES,
     Accepted,
@@ -56,6 +58,7 @@ def _is_line(mesh: Any) -> bool:
 
 
 MESH = Accepted("a DeviceMesh of one dimension", _is_line)
+PARTITION = Accepted("what insum.distributed.partition gave", lambda v: isinstance(v, Partitioned))
 ORDER = Accepted(
     'None, "rcm" or a permutation of all rows as a tensor of integers',
     lambda v: (
@@ -64,7 +67,7 @@ ORDER = Accepted(
 )
 
 
-@takes(format=FORMAT, mesh=MESH, balance=TEXT, order=ORDER, send=TEXT)
+@takes(mesh=MESH)
 def partition(
     format: SparseFormat,
     mesh: Any,
@@ -118,7 +121,6 @@ def partition(
         ...     dist.destroy_process_group()
     """
     group = mesh.get_group()
-    check_choices(balance, send)
     entries, rows_order, spec = _agreed(group, format, balance, order, send)
     cuts = cuts_of(entries.coords[0], spec, balance, dist.get_world_size(group))
     mine = owners(entries.coords[0].long(), cuts.row_units) == dist.get_rank(group)
@@ -127,7 +129,7 @@ def partition(
     return assembled(held, spec, cuts, order_here, mesh, balance, send)
 
 
-@takes(edge_index=ELEMENTS, mesh=MESH, weights=VALUES.optional, order=ORDER, format=TEXT)
+@takes(mesh=MESH)
 def partition_edges(
     edge_index: Tensor,
     mesh: Any,
@@ -162,7 +164,8 @@ def partition_edges(
         RankError: Ranks passed different numbers of nodes or options, or one of them failed.
     """
     group = mesh.get_group()
-    spec = _edges_spec(group, edge_index, weights, num_nodes, format, balance, order, send)
+    options = {"format": format, "balance": balance, "send": send, "self_loops": self_loops}
+    spec = _edges_spec(group, edge_index, weights, num_nodes, order, options)
     given, place = None, edge_index.device
     if order is not None:
         given = order.to(place).long()
@@ -178,7 +181,7 @@ def partition_edges(
     return assembled(whole, spec, cuts, mine, mesh, balance, send)
 
 
-@takes(x=ELEMENTS)
+@takes(x=ELEMENTS, A=PARTITION, side=TEXT, dim=INTEGER)
 def distribute_rows(x: Tensor, A: Partitioned, *, side: str = "columns", dim: int = 0) -> Tensor:
     """This rank's rows of a tensor that every rank has, in the order of a partition.
 
@@ -205,7 +208,7 @@ def distribute_rows(x: Tensor, A: Partitioned, *, side: str = "columns", dim: in
     return x.index_select(dim, A.order.to(x.device))
 
 
-@takes(x=ELEMENTS)
+@takes(x=ELEMENTS, A=PARTITION, side=TEXT)
 def collect_rows(x: Tensor, A: Partitioned, *, side: str = "rows") -> Tensor:
     """All rows of a tensor of which every rank has its own, on every rank and in the order that was
     before `partition`: the opposite of `distribute_rows`, without gradients.
@@ -259,6 +262,8 @@ class PartitionSpec:
 
 
 def check_choices(balance: str, send: str) -> None:
+    require("balance", balance, TEXT)
+    require("send", send, TEXT)
     for name, value, known in (
         ("balance", balance, ("nonzeros", "rows")),
         ("send", send, ("fewest", "rows")),
@@ -274,6 +279,9 @@ def _agreed(
     made: dict[str, Any] = {}
 
     def look() -> dict[str, Any]:
+        require("format", format, FORMAT)
+        require("order", order, ORDER)
+        check_choices(balance, send)
         spec = spec_of(format)
         entries = format.entries()
         made.update(spec=spec, entries=entries)
@@ -376,43 +384,51 @@ def _edges_spec(
     edge_index: Tensor,
     weights: Tensor | None,
     num_nodes: Any,
-    format: str,
-    balance: str,
     order: Any,
-    send: str,
+    options: dict[str, Any],
 ) -> PartitionSpec:
     made: dict[str, PartitionSpec] = {}
 
     def look() -> dict[str, Any]:
-        check_choices(balance, send)
+        _check_edge_options(edge_index, weights, order, options)
         both = num_nodes if isinstance(num_nodes, tuple | list) else (num_nodes, num_nodes)
         for count in both:
             require("num_nodes", count, COUNT)
         sources, targets = map(int, both)
         _check_edges(edge_index, weights, (sources, targets))
-        if format not in FORMATS or "block_shape" in FORMATS[format]._options:
-            raise FormatError(f"format is {format!r}", expected="a format of single entries")
-        if isinstance(order, str):
-            raise UnsupportedError(
-                "reverse Cuthill-McKee of edges that no rank has all of",
-                expected="an order as a tensor, or None",
-            )
         if order is not None:
             if sources != targets:
                 raise UnsupportedError("an order of nodes of two kinds", expected="one kind")
             _checked_order(order, sources, edge_index.device)
-        made["spec"] = PartitionSpec(format, (), (targets, sources))
+        made["spec"] = PartitionSpec(options["format"], (), (targets, sources))
         return {
             "num_nodes": (sources, targets),
             "the dtype of weights": None if weights is None else str(weights.dtype),
-            "the format": format,
             "the order": None if order is None else _digest(order),
-            "balance": balance,
-            "send": send,
+            **options,
         }
 
     same(group, look)
     return made["spec"]
+
+
+def _check_edge_options(
+    edge_index: Tensor, weights: Tensor | None, order: Any, options: dict[str, Any]
+) -> None:
+    require("edge_index", edge_index, ELEMENTS)
+    require("weights", weights, VALUES.optional)
+    require("order", order, ORDER)
+    require("self_loops", options["self_loops"], NUMBER.optional)
+    require("format", options["format"], TEXT)
+    check_choices(options["balance"], options["send"])
+    kind = FORMATS.get(options["format"])
+    if kind is None or "block_shape" in kind._options:
+        raise FormatError(f"format is {options['format']!r}", expected="a format of single entries")
+    if isinstance(order, str):
+        raise UnsupportedError(
+            "reverse Cuthill-McKee of edges that no rank has all of",
+            expected="an order as a tensor, or None",
+        )
 
 
 def _check_edges(edge_index: Tensor, weights: Tensor | None, limits: tuple[int, int]) -> None:
@@ -491,7 +507,7 @@ def _with_loops(entries: E.Entries, cuts: Cuts, rank: int, weight: float) -> E.E
     have[rows[rows == columns].long() - cuts[rank]] = True
     more = ((~have).nonzero().squeeze(1) + cuts[rank]).to(rows.dtype)
     assert entries.values is not None
-    values = torch.cat([entries.values, entries.values.new_full(more.shape, weight)])
+    values = torch.cat([entries.values, entries.values.new_full(more.shape, float(weight))])
     coords = torch.cat([rows, more]), torch.cat([columns, more])
     return E.Entries(coords, values, entries.shape)
 

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from insum.accepted import DTYPE, FLAG, TENSOR, TENSORS, require, takes
 from insum.distributed.cuts import Cuts
 from insum.distributed.exchange import RowExchange
 from insum.distributed.joined import JoinedPattern, joined_pattern
-from insum.errors import BindingError, FormatError
+from insum.errors import BindingError, DeviceError, FormatError
 from insum.formats import COO, SparseFormat
 from insum.formats.operands import StatementOwner
 from insum.plan.path import Optimize
@@ -119,6 +120,7 @@ class Partitioned(StatementOwner):
         """The values of `own`, `far` and `out`; nothing for a pattern."""
         return tuple(part.values for part in self.parts if part.values is not None)
 
+    @takes(FormatError, values=TENSORS.optional)
     def with_values(self, values: tuple[Tensor, ...] | None) -> Self:
         """The same pattern and plan with other values of the three parts."""
         if values is None:
@@ -136,12 +138,14 @@ class Partitioned(StatementOwner):
         """The same entries, each counting as 1."""
         return self.with_values(None)
 
+    @takes(FormatError, requires_grad=FLAG)
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Ask for gradients of the values, in place."""
         for part in self.parts:
             part.requires_grad_(requires_grad)
         return self
 
+    @takes(FormatError, dtype=DTYPE)
     def to(self, dtype: torch.dtype) -> Self:
         """The same with values of another dtype; a partition stays on its device."""
         return self._with_parts([part.to(dtype=dtype) for part in self.parts])
@@ -226,6 +230,12 @@ class Partitioned(StatementOwner):
                 expected="this rank's rows as a plain tensor",
                 remedy=f"insum.distributed.distribute_rows({name}.full_tensor(), A)",
             )
+        if x.device != self.device:
+            raise DeviceError(
+                f"the matrix is on {self.device} but {name} is on {x.device}",
+                expected="all operands on one device",
+                remedy=f"{name}.to({str(self.device)!r})",
+            )
         if x.shape[dim] != len(held):
             raise BindingError(
                 f"{name} has {x.shape[dim]} rows, but rank {self.rank} holds {len(held)}, those "
@@ -252,6 +262,7 @@ class Partitioned(StatementOwner):
     def __matmul__(self, x: Tensor) -> Any:
         import insum
 
+        require("the right factor", x, TENSOR)
         text = "C[m] = A[m,k] * B[k]" if x.dim() == 1 else "C[m,n] = A[m,k] * B[k,n]"
         return insum.einsum(text, A=self, B=x)
 

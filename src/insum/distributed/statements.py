@@ -247,7 +247,7 @@ class _PartitionCall:
         asked = self.roles.target in self.given
         if not asked and _recorded(result, sums) and base_of(result) is not None:
             return result.index_add(dim, places, sums)
-        return result.index_add_(dim, places, sums)
+        return result.index_add_(dim, places, sums.to(result.dtype))
 
     def sampled(self) -> Partitioned:
         """Rows and columns on the left: new values for the same entries."""
