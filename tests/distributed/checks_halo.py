@@ -147,6 +147,7 @@ def check_formats_orders_and_cuts() -> None:
     order = torch.randperm(42)
     blocks = drawn(42, 42, 0.05)
     narrow = drawn(23, 9, 0.2)
+    tiny = drawn(3, 3, 0.9)  # less rows than ranks
     once = torch.zeros(42, 42, dtype=torch.float64)
     once[torch.arange(42), order] = torch.randn(42, dtype=torch.float64)
     for dense, format, options in (
@@ -157,6 +158,7 @@ def check_formats_orders_and_cuts() -> None:
         (narrow, COO.from_dense(narrow), {"balance": "rows"}),
         (narrow, BlockGroupCOO.from_dense(narrow, block_shape=(2, 2)), {"send": "rows"}),
         (once, NeighborTable.from_dense(once), {}),
+        (tiny, COO.from_dense(tiny), {}),
     ):
         A = partition(format, line(), **options)
         X = torch.randn(dense.shape[1], 2, dtype=torch.float64)

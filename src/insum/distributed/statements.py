@@ -207,6 +207,11 @@ class _PartitionCall:
     given: Mapping[str, Any]
     optimize: Optimize
 
+    @property
+    def _into_passed(self) -> bool:
+        """Whether the result is a tensor that was passed to be added to."""
+        return self.roles.operator != "=" and self.roles.target in self.given
+
     def product(self) -> Tensor:
         """Rows or columns on the left: one part of the entries adds to what is this rank's, another
         makes sums for others.
@@ -232,7 +237,7 @@ class _PartitionCall:
 
     def _added(self, result: Tensor, part: SparseFormat, instead: Mapping[str, Tensor]) -> Tensor:
         """In place where autograd does not look, or where the user has asked for it."""
-        if self.roles.target in self.given or not _recorded(result, *instead.values()):
+        if self._into_passed or not _recorded(result, part.values, *instead.values()):
             self._run(part, instead, into=result)
             return result
         made: Tensor = self._run(part, instead, alone=True)
@@ -244,8 +249,8 @@ class _PartitionCall:
         """
         if torch.compiler.is_compiling():
             return result.index_add(dim, places, sums)
-        asked = self.roles.target in self.given
-        if not asked and _recorded(result, sums) and base_of(result) is not None:
+        given = base_of(result) is not None and not self._into_passed
+        if given and _recorded(result, sums):
             return result.index_add(dim, places, sums)
         return result.index_add_(dim, places, sums.to(result.dtype))
 
@@ -315,8 +320,8 @@ class _PartitionCall:
         return run_formats(text, given, optimize=self.optimize)
 
 
-def _recorded(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+def _recorded(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 @constant
