@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import insum
 from insum.distributed import (
@@ -193,6 +194,11 @@ def check_edges_that_no_rank_has_all_of() -> None:
         whole = insum.nn.adjacency(edges, weights, num_nodes=50)
         got = collect_rows(A @ distribute_rows(X, A), A)
         torch.testing.assert_close(got, whole @ X)
+    along, across = (distribute_tensor(edges, line(), [Shard(dim)]) for dim in (1, 0))
+    spread = distribute_tensor(weights, line(), [Shard(0)])
+    A = partition_edges(along, line(), spread, num_nodes=50)
+    torch.testing.assert_close(collect_rows(A @ distribute_rows(X, A), A), whole @ X)
+    assert "redistribute" in raised(lambda: partition_edges(across, line(), num_nodes=50))
     none = partition_edges(edges[:, :0], line(), num_nodes=(3, 5))
     assert none.shape == (5, 3) and none.nnz == 0
 

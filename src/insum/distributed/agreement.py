@@ -112,13 +112,21 @@ class Turns:
 
     def look(self) -> None:
         """Raise where another rank has failed in a product that did not fail here."""
-        store = default_store()
         for rank in range(self.ranks):
-            if rank == self.rank or not store.check([self._key(rank)]):
-                continue
-            number, _, text = store.get(self._key(rank)).decode().partition(" ")
-            if int(number) <= self.number and int(number) not in self.failed:
+            number, text = self._note(rank)
+            if 0 < number <= self.number and number not in self.failed:
                 raise RankError(f"rank {rank} failed: {text}", remedy="look at that rank first")
+
+    def _note(self, rank: int) -> tuple[int, str]:
+        """The last product that failed on a rank, 0 for none, and why."""
+        try:
+            store = default_store()
+            if rank == self.rank or not store.check([self._key(rank)]):
+                return 0, ""
+            number, _, text = store.get(self._key(rank)).decode().partition(" ")
+        except RuntimeError as error:  # the process that held the store has ended
+            raise lost(error) from error
+        return int(number), text
 
     def wait(self, work: dist.Work) -> None:
         """Until an exchange is done, or a note tells that it never will be."""

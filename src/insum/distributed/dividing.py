@@ -150,8 +150,9 @@ def partition_edges(
 
     Args:
         edge_index: (2, edges): sources, then targets, of edges that this rank has; perhaps none.
+            Or a DTensor of all edges, ``Shard(1)``.
         mesh: One dimension of a device mesh.
-        weights: (edges,), of these edges; on every rank or on none.
+        weights: (edges,), of these edges; on every rank or on none. Or a DTensor, ``Shard(0)``.
         num_nodes: How many nodes there are in all, or (sources, targets).
         format: The name of a format of single entries.
         balance: As in `partition`; nonzeros are counted before equal edges are added.
@@ -164,6 +165,7 @@ def partition_edges(
         RankError: Ranks passed different numbers of nodes or options, or one of them failed.
     """
     group = mesh.get_group()
+    edge_index, weights = _local("edge_index", edge_index, 1), _local("weights", weights, 0)
     options = {"format": format, "balance": balance, "send": send, "self_loops": self_loops}
     spec = _edges_spec(group, edge_index, weights, num_nodes, order, options)
     given, place = None, edge_index.device
@@ -377,6 +379,19 @@ def _unit_rows(units: Tensor, size: int) -> Tensor:
     if size == 1:
         return units
     return (units[:, None] * size + torch.arange(size, device=units.device)).flatten()
+
+
+def _local(name: str, x: Any, dim: int) -> Any:
+    """This rank's part of a DTensor; all else as it is."""
+    if not hasattr(x, "to_local"):
+        return x
+    if not all(placement.is_shard(dim) for placement in x.placements):
+        raise BindingError(
+            f"{name} is a DTensor with placements {tuple(x.placements)}",
+            expected=f"(Shard(dim={dim}),)",
+            remedy=f"{name}.redistribute(placements=[Shard({dim})])",
+        )
+    return x.to_local()
 
 
 def _edges_spec(
