@@ -69,6 +69,7 @@ def page(folder: Path = RESULTS) -> str:
         ("limits.json", limits_lines),
         ("compare.json", compare_lines),
         ("cpu.json", cpu_lines),
+        ("distributed.json", distributed_lines),
         ("sweep.json", sweep_lines),
         ("soak.json", soak_lines),
         ("sanitize.json", sanitizer_lines),
@@ -398,6 +399,72 @@ def cpu_lines(result: dict[str, Any]) -> list[str]:
             f"{row['insum_ms']:.3f} | {row['rival_ms']:.3f} | {row['ratio']:.2f} |"
         )
     return [*lines, "", f"Made by `{result['command']}`."]
+
+
+def distributed_lines(result: dict[str, Any]) -> list[str]:
+    """A matrix on several ranks: rows that travel, host time, and a model."""
+    lines = ["## Rows on several ranks", ""]
+    for name, make in (
+        ("volume", _volume_lines),
+        ("host", _host_lines),
+        ("model", _model_lines),
+    ):
+        if name in result["parts"]:
+            part = result["parts"][name]
+            lines += [*make(part["rows"]), "", f"{_measured(part)}", ""]
+    return lines[:-1]
+
+
+def _volume_lines(rows: list[Row]) -> list[str]:
+    """One line for each graph and order."""
+    columns = ("all-gather", "rows", "rows or sums")
+    lines = [
+        f"Rows that travel in one product over {rows[0]['ranks']} ranks, by the number of rows; "
+        '`send="fewest"` sends rows of the dense factor or sums for rows of the result, whichever '
+        "are fewer. MB: what the rank receives that receives most, 64 columns of float32. "
+        "Imbalance: entries of the rank that has most, by the mean. Seconds: planning all ranks "
+        "one after the other, the order included.",
+        "",
+        *_head("graph", "order", *(f">{c}" for c in columns), ">MB", ">imbalance", ">s"),
+    ]
+    by_case: dict[tuple[str, str], dict[str, Row]] = {}
+    for row in rows:
+        by_case.setdefault((row["graph"], row["order"]), {})[row["send"]] = row
+    for (graph, order), found in by_case.items():
+        least = found["fewest"]
+        lines.append(
+            f"| {graph} | {order} | {least['all_gather_share']:.2f} | {found['rows']['share']:.2f} "
+            f"| {least['share']:.2f} | {least['most_mb']:.1f} | {least['imbalance']:.2f} "
+            f"| {least['plan_s']:.1f} |"
+        )
+    return lines
+
+
+def _host_lines(rows: list[Row]) -> list[str]:
+    lines = [
+        "Host time of a warm call on one rank, in microseconds:",
+        "",
+        *_head("call", ">plain format", ">partitioned", ">more"),
+    ]
+    return lines + [
+        f"| {r['call']} | {r['plain_us']:.0f} | {r['partitioned_us']:.0f} | {r['more_us']:.0f} |"
+        for r in rows
+    ]
+
+
+def _model_lines(rows: list[Row]) -> list[str]:
+    lines = [
+        "**A model, not a measurement:** milliseconds of one product with 64 columns. The kernels "
+        "of every rank are timed on one device; the rate and the latency of links are assumed "
+        "(`--link`, `--latency`).",
+        "",
+        *_head("graph", ">ranks", ">product", ">with all-gather", ">times one rank"),
+    ]
+    return lines + [
+        f"| {r['graph']} | {r['ranks']} | {r['product_ms']:.3f} | {r['all_gather_ms']:.3f} "
+        f"| {r['speedup']:.2f} |"
+        for r in rows
+    ]
 
 
 # --- of insum bench -------------------------------------------------------------------------------

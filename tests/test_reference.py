@@ -13,8 +13,13 @@ import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
 MODULES = (
-    *("insum", "insum.formats", "insum.nn", "insum.fusion", "insum.export", "insum.testing"),
+    "insum",
     "insum.distributed",
+    "insum.formats",
+    "insum.nn",
+    "insum.fusion",
+    "insum.export",
+    "insum.testing",
 )
 DIRECTIVES = {
     name

@@ -21,6 +21,7 @@ from insum.errors import (
     IndexRangeError,
     InsumError,
     NotFusedError,
+    RankError,
     SettingsError,
     StatementError,
     UnsupportedError,
@@ -31,6 +32,7 @@ from insum.plan.config import Config
 from insum.settings import settings
 
 if TYPE_CHECKING:
+    from insum import distributed as distributed
     from insum import export, formats
     from insum import fusion as fusion
     from insum import nn as nn
@@ -54,6 +56,7 @@ __all__ = [
     "Insum",
     "InsumError",
     "NotFusedError",
+    "RankError",
     "SettingsError",
     "StatementError",
     "UnsupportedError",
@@ -74,6 +77,7 @@ __all__ = [
 #: Loaded when first asked for, so that importing insum stays quick.
 _LAZY = {
     "Explanation": "insum.explanation",
+    "distributed": "insum.distributed",
     "synchronize": "insum.runtime.record",
     "einsum": "insum.agnostic",
     "export": "insum.export",

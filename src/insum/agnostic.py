@@ -12,8 +12,9 @@ from typing import Any
 
 from insum import api
 from insum.accepted import FLAG, require
+from insum.errors import UnsupportedError
 from insum.formats.explained import named_operands
-from insum.formats.operands import has_format, run_formats
+from insum.formats.operands import StatementOwner, has_format, owner_of, run_formats
 from insum.formats.run import FormatOrValue
 from insum.lang.bind import Size
 from insum.plan.path import Optimize
@@ -23,12 +24,12 @@ from insum.request import given_sizes
 def einsum(
     statement: str,
     /,
-    *operands: FormatOrValue,
+    *operands: FormatOrValue | StatementOwner,
     dense_output: bool = False,
     out_shape: Sequence[Size] | None = None,
     sizes: Mapping[str | int, Size | Sequence[Size]] | None = None,
     optimize: Optimize = True,
-    **named: FormatOrValue,
+    **named: FormatOrValue | StatementOwner,
 ) -> Any:
     """Run one statement whose operands may be sparse.
 
@@ -79,8 +80,30 @@ def einsum(
         padding=25.0%, 40 bytes, cpu)
     """
     text, given = named_operands(statement, operands, named)
+    owner = owner_of(given)
+    if owner is not None:
+        return _run_by(owner, text, given, dense_output, out_shape, sizes, optimize)
     if not has_format(given):
-        return api.insum(text, out_shape=out_shape, sizes=sizes, optimize=optimize, **given)  # type: ignore[arg-type]
+        return api.insum(text, out_shape=out_shape, sizes=sizes, optimize=optimize, **given)
     require("dense_output", dense_output, FLAG)
     given_sizes(text, out_shape, sizes)  # which says what is wrong with them
     return run_formats(text, given, dense_output, out_shape, sizes, optimize)
+
+
+def _run_by(
+    owner: StatementOwner,
+    text: str,
+    given: Mapping[str, object],
+    dense_output: bool,
+    out_shape: object,
+    sizes: object,
+    optimize: Optimize,
+) -> Any:
+    """Extents follow from an owner's own: nobody else can say them."""
+    if out_shape is not None or sizes:
+        raise UnsupportedError(
+            f"sizes were passed beside a {type(owner).__name__}",
+            statement=text,
+            expected="sizes that operands tell",
+        )
+    return owner.run_statement(text, given, dense_output=dense_output, optimize=optimize)

@@ -18,6 +18,7 @@ __all__ = [
     "IndexRangeError",
     "InsumError",
     "NotFusedError",
+    "RankError",
     "SettingsError",
     "StatementError",
     "UnsupportedError",
@@ -241,6 +242,15 @@ class NotFusedError(InsumError, RuntimeError):
     ... except insum.NotFusedError as error:
     ...     print(error.fact)
     no fused kernel: generated kernels do not run on cpu
+    """
+
+
+class RankError(InsumError, RuntimeError):
+    """Ranks of a group do not agree, or another rank failed: raised on every rank that would wait.
+
+    >>> from insum.distributed.agreement import lost
+    >>> print(lost(RuntimeError("Timed out waiting 1000ms for recv operation to complete")).fact)
+    an exchange with other ranks failed: Timed out waiting 1000ms for recv operation to complete
     """
 
 

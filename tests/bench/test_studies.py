@@ -317,3 +317,15 @@ def test_neighbourhoods_are_of_the_graph() -> None:
     there = {(2, 0), (2, 1), (0, 0), (0, 1), (0, 2)}
     assert set(zip(target.tolist(), source.tolist(), strict=True)) <= there
     assert (batch.edges[1] == 0).sum() == 1  # as many as were asked for
+
+
+def test_distributed_keeps_the_parts_of_earlier_runs(tmp_path: Path) -> None:
+    """Rows that travel are counted, calls timed, and a model says that it is one."""
+    few = record_of(tmp_path, "distributed", "--only", "volume", "--ranks", "2")["parts"]
+    given = {(row["order"], row["send"]): row["share"] for row in few["volume"]["rows"]}
+    assert all(given[order, "fewest"] <= given[order, "rows"] <= 1 for order in ("given", "rcm"))
+    more = record_of(tmp_path, "distributed", "--only", "host,model", "--ranks", "2")["parts"]
+    assert more["volume"] == few["volume"]
+    assert [row["call"] for row in more["host"]["rows"]] == ["forward", "forward and backward"]
+    assert [row["ranks"] for row in more["model"]["rows"]] == [1, 2]
+    assert more["model"]["rows"][0]["speedup"] == 1

@@ -52,7 +52,8 @@ def test_example(
 
 
 def test_every_example_is_run() -> None:
-    assert {path.stem for path in EXAMPLES.glob("*.py")} - {"timing"} == set(SMALL)
+    elsewhere = {"timing", "full_graph_gnn"}  # the latter on several ranks, in tests/distributed
+    assert {path.stem for path in EXAMPLES.glob("*.py")} - elsewhere == set(SMALL)
 
 
 def test_the_gcn_reads_a_data_folder(

@@ -23,6 +23,7 @@ from insum.bench import (
     conv,
     cpu,
     data,
+    distributed,
     equivariant,
     first_call,
     formats,
@@ -76,6 +77,7 @@ STUDIES: dict[str, ModuleType] = {
     "unet": unet,
     "models": models,
     "voxels": voxels,
+    "distributed": distributed,
 }
 #: What takes folders.
 TAKES_SOURCES = ("report", "compare")

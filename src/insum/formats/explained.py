@@ -8,6 +8,7 @@ import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import ascii_uppercase
+from typing import Any
 
 from torch import SymFloat, SymInt, Tensor
 
@@ -17,7 +18,7 @@ from insum.errors import BindingError, InsumError, StatementError
 from insum.explanation import Explanation, parts_of
 from insum.formats.convert import SparseFormat, refuse_broken
 from insum.formats.notation import Single, torch_notation, with_dimensions
-from insum.formats.operands import taken
+from insum.formats.operands import StatementOwner, taken
 from insum.formats.rewrite import RewrittenStatement
 from insum.formats.run import FormatCall, FormatOrValue, rewritten
 from insum.formats.spell import Source
@@ -184,8 +185,8 @@ def _origin(source: Source, piece: RewrittenStatement) -> str:
 
 
 def named_operands(
-    statement: str, operands: tuple[FormatOrValue, ...], named: dict[str, FormatOrValue]
-) -> tuple[str, dict[str, FormatOrValue]]:
+    statement: str, operands: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
     """The statement in insum's notation and its operands by name."""
     if not isinstance(statement, str):
         parse(statement)  # which says what a statement is
@@ -227,7 +228,16 @@ def _check_kinds(statement: str, given: Mapping[str, object]) -> None:
         if isinstance(x, Tensor):
             require(name, x, TENSOR)
         if not isinstance(
-            x, SparseFormat | Tensor | bool | int | float | complex | SymInt | SymFloat
+            x,
+            SparseFormat
+            | StatementOwner
+            | Tensor
+            | bool
+            | int
+            | float
+            | complex
+            | SymInt
+            | SymFloat,
         ):
             raise BindingError(
                 f"{name} is a {type(x).__name__}",
@@ -242,8 +252,8 @@ def _single(x: FormatOrValue) -> Single:
     operands are not read at a place, so that theirs count as any other.
     """
     match x:
-        case SparseFormat():
-            return (False,) * x.ndim
+        case SparseFormat() | StatementOwner():
+            return (False,) * len(x.shape)
         case Tensor():
             return tuple(isinstance(size, int) and size == 1 for size in x.shape)
         case _:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from insum.accepted import Accepted
 from insum.errors import BindingError, InsumError
 from insum.formats.block import BlockCOO
 from insum.formats.convert import SparseFormat, refuse_broken
@@ -75,6 +76,46 @@ def _copied(statement: str, name: str, value: Any) -> Tensor:
             remedy=f"{name} = {name}.copy()",
         )
     return torch.tensor(value.copy())
+
+
+class StatementOwner:
+    """An operand that runs the statements it stands in, such as a matrix whose rows are on several
+    ranks.
+    """
+
+    shape: tuple[int, ...]
+
+    def run_statement(
+        self,
+        text: str,
+        given: Mapping[str, Any],
+        *,
+        dense_output: bool = False,
+        optimize: Optimize = True,
+    ) -> Any:
+        raise NotImplementedError
+
+    def degrees(self) -> Tensor:
+        """How many entries each row has that is here."""
+        raise NotImplementedError
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """Columns and rows of all entries in rows that are here, as numbers of rows of `pulled`."""
+        raise NotImplementedError
+
+    def pulled(self, x: Tensor) -> Tensor:
+        """A row for each column that `ends` names, where ``x`` has those that are here."""
+        raise NotImplementedError
+
+
+OWNER = Accepted(
+    "a matrix whose rows are on several ranks", lambda v: isinstance(v, StatementOwner)
+)
+
+
+def owner_of(given: Mapping[str, object]) -> StatementOwner | None:
+    """The operand that runs a statement, where there is one."""
+    return next((x for x in given.values() if isinstance(x, StatementOwner)), None)
 
 
 def run_formats(

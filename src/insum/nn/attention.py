@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import insum
 from insum.accepted import COUNT, FLAG, NUMBER, SIZE, TENSOR, explains, takes
 from insum.errors import BindingError, SettingsError
+from insum.formats.operands import OWNER, StatementOwner
 from insum.memory import remembered
 from insum.nn.checks import layer_takes, node_rows, one_device
 from insum.nn.edges import check_edges, endpoints
@@ -202,16 +203,28 @@ class GATConv(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    @layer_takes(x=TENSOR, edge_index=TENSOR)
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+    @layer_takes(x=TENSOR, edge_index=TENSOR | OWNER)
+    def forward(self, x: Tensor, edge_index: Tensor | StatementOwner) -> Tensor:
+        """Features of the nodes.
+
+        Args:
+            x: One row for each node.
+            edge_index: (2, edges), sources and targets; or the transposed adjacency matrix with
+                this rank's rows, where ``x`` has these (`insum.distributed`).
+        """
         node_rows("x", x, self.in_channels, only=True)
-        one_device(edge_index=edge_index, x=x)
         nodes = x.shape[0]
-        src, dst, padded = self._ends(edge_index, nodes)
         rows = self.lin(x).reshape(nodes, self.heads, self.out_channels)
+        if isinstance(edge_index, StatementOwner):
+            sources, ends = edge_index.pulled(rows), edge_index.ends()
+            src, dst, padded = self._looped(ends[0], *ends, nodes)
+        else:
+            one_device(edge_index=edge_index, x=x)
+            sources, ends = rows, endpoints(edge_index, nodes, nodes)
+            src, dst, padded = self._looped(edge_index, *ends, nodes)
         scores = insum.insum(
             f"S[e,h] = leaky_relu(a[src[e],h] + b[dst[e],h], {self.negative_slope!r})",
-            a=(rows * self.att_src).sum(-1),
+            a=(sources * self.att_src).sum(-1),
             b=(rows * self.att_dst).sum(-1),
             src=src,
             dst=dst,
@@ -220,18 +233,19 @@ class GATConv(nn.Module):
         weight = nn.functional.dropout(
             _softmax(scores, dst, nodes, padded[1:]), self.dropout, self.training
         )
-        out = _weighed(weight, rows, src, dst, nodes, padded)
+        out = _weighed(weight, sources, src, dst, nodes, padded)
         out = out.flatten(1) if self.concat else out.mean(1)
         return out if self.bias is None else out + self.bias
 
-    def _ends(self, edge_index: Tensor, nodes: int) -> tuple[Tensor, Tensor, tuple[str, ...]]:
-        """Sources and targets, and those in which -1 stands for an edge that is not there."""
-        src, dst = endpoints(edge_index, nodes, nodes)
+    def _looped(
+        self, edges: Tensor, src: Tensor, dst: Tensor, nodes: int
+    ) -> tuple[Tensor, Tensor, tuple[str, ...]]:
+        """Sources and targets, and those in which -1 stands for an edge that is not there; what
+        they follow from is kept with ``edges``.
+        """
         if not self.add_self_loops:
             return src, dst, ()
-        own, other = remembered(
-            edge_index, ("one loop each", nodes), lambda: _looped(src, dst, nodes)
-        )
+        own, other = remembered(edges, ("one loop each", nodes), lambda: _looped(src, dst, nodes))
         return own, other, ("src", "dst")
 
     def extra_repr(self) -> str:

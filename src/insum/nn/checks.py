@@ -13,12 +13,13 @@ from insum.compat.calls import is_eager_call
 from insum.errors import BindingError, DeviceError, DtypeError
 from insum.formats import SparseFormat
 from insum.formats.convert import FORMAT
+from insum.formats.operands import OWNER
 from insum.lang.types import INTEGERS
 from insum.runtime.handwritten import on_device
 from insum.settings import settings
 
 #: The edges of a graph and their weights.
-EDGES = {"edge_index": TENSOR | FORMAT, "edge_weight": TENSOR.optional}
+EDGES = {"edge_index": TENSOR | FORMAT | OWNER, "edge_weight": TENSOR.optional}
 #: Of a graph between two sets of nodes: sources, targets.
 PAIR = Accepted("a pair of them", lambda v: COUNTS.fits(v) and len(v) == 2)
 

@@ -13,7 +13,7 @@ from insum.accepted import ANY_TENSOR, COUNT, ELEMENTS, TENSOR, TEXT, VALUES, ex
 from insum.errors import BindingError, FormatError, UnsupportedError
 from insum.formats import COO, GroupCOO, SparseFormat
 from insum.formats.convert import FORMAT
-from insum.formats.operands import SPARSE_LAYOUTS
+from insum.formats.operands import OWNER, SPARSE_LAYOUTS, StatementOwner
 from insum.memory import remembered
 from insum.nn.checks import PAIR, one_device
 from insum.nn.edges import check_edges, check_range, degrees, edge_weights, endpoints
@@ -98,14 +98,14 @@ def sddmm(A: SparseFormat | Tensor, X: Tensor, Y: Tensor) -> SparseFormat:
 
 
 @explains(
-    edge_index=TENSOR | FORMAT,
+    edge_index=TENSOR | FORMAT | OWNER,
     edge_weight=TENSOR.optional,
     x=TENSOR,
     aggr=TEXT,
     num_nodes=COUNT.optional,
 )
 def propagate(
-    edge_index: Tensor | SparseFormat,
+    edge_index: Tensor | SparseFormat | StatementOwner,
     x: Tensor,
     edge_weight: Tensor | None = None,
     aggr: str = "sum",
@@ -117,7 +117,8 @@ def propagate(
     Args:
         edge_index: (2, edges), sources then targets; or the transposed adjacency matrix
             ``A[target, source]`` in any format, or as PyG's ``adj_t``, a sparse tensor of torch
-            (which is converted at every call): its values are the weights.
+            (which is converted at every call): its values are the weights. A matrix whose rows
+            are on several ranks (`insum.distributed`) takes and gives this rank's rows.
         x: Features of the source nodes, one row for each.
         edge_weight: (edges,), or ``None`` for 1.
         aggr: ``"sum"`` (or ``"add"``), ``"mean"`` (the sum divided by the number of edges),
@@ -148,7 +149,9 @@ def propagate(
         raise BindingError("x has no dimensions", expected="one row for each source node")
     rows = x if x.dim() == 2 else x.reshape(x.shape[0], math.prod(x.shape[1:]))
     edge_index = from_adj_t(edge_index)
-    if isinstance(edge_index, SparseFormat):
+    if isinstance(edge_index, StatementOwner):
+        out = _over_ranks(edge_index, rows, edge_weight, _REDUCTIONS[aggr])
+    elif isinstance(edge_index, SparseFormat):
         out = _over_matrix(edge_index, rows, edge_weight, _REDUCTIONS[aggr])
     else:
         out = _over_edges(
@@ -199,7 +202,9 @@ def adjacency(
     return GroupCOO.from_entries((dst, src), weight, (targets, sources), validate=False)
 
 
-def from_adj_t(edge_index: Tensor | SparseFormat) -> Tensor | SparseFormat:
+def from_adj_t(
+    edge_index: Tensor | SparseFormat | StatementOwner,
+) -> Tensor | SparseFormat | StatementOwner:
     """PyG's ``adj_t``, a sparse tensor of torch, as a format; all else as it is."""
     if isinstance(edge_index, Tensor) and edge_index.layout in SPARSE_LAYOUTS:
         return COO.from_torch(edge_index)
@@ -249,13 +254,30 @@ def over_ends(src: Tensor, dst: Tensor, weight: Tensor, x: Tensor, nodes: int) -
     )
 
 
-def _over_matrix(A: SparseFormat, x: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
+def _no_weight(weight: Tensor | None) -> None:
     if weight is not None:
         raise BindingError(
             "edge_weight was passed beside a matrix",
             expected="weights as the values of the matrix",
             remedy="A.with_values(...)",
         )
+
+
+def _over_ranks(A: StatementOwner, x: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
+    """Over a matrix that has the rows of this rank, and says which those are."""
+    _no_weight(weight)
+    operator = f"{reduction}=" if reduction in ("max", "min") else "="
+    out = _tensor(insum.einsum(f"Out[i,f] {operator} A[i,j] * X[j,f]", A=A, X=x))
+    if reduction == "sum":
+        return out
+    degree = A.degrees()[:, None]
+    if reduction == "mean":
+        return out * degree.clamp(min=1).reciprocal().to(out.dtype)
+    return torch.where(degree > 0, out, 0)
+
+
+def _over_matrix(A: SparseFormat, x: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
+    _no_weight(weight)
     if A.ndim != 2 or A.shape[1] != x.shape[0]:
         raise BindingError(
             f"the adjacency matrix has shape {A.shape}, but x has {x.shape[0]} rows",

@@ -13,6 +13,7 @@ from insum.accepted import COUNT, FLAG, INTEGER, SIZE, TENSOR, TEXT, Accepted, F
 from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, InsumError, UnsupportedError
 from insum.formats import COO, GroupCOO, SparseFormat
+from insum.formats.operands import StatementOwner
 from insum.memory import remembered
 from insum.nn.checks import (
     EDGES,
@@ -187,7 +188,7 @@ class GraphConv(nn.Module):
     def forward(
         self,
         x: Tensor | tuple[Tensor, Tensor | None],
-        edge_index: Tensor | SparseFormat,
+        edge_index: Tensor | SparseFormat | StatementOwner,
         edge_weight: Tensor | None = None,
         num_nodes: int | None = None,
         size: tuple[int | None, int | None] | None = None,
@@ -289,7 +290,10 @@ class GCNConv(nn.Module):
     @layer_takes(x=TENSOR, **EDGES)
     @sized_by_success
     def forward(
-        self, x: Tensor, edge_index: Tensor | SparseFormat, edge_weight: Tensor | None = None
+        self,
+        x: Tensor,
+        edge_index: Tensor | SparseFormat | StatementOwner,
+        edge_weight: Tensor | None = None,
     ) -> Tensor:
         if _materialise(self.lin, x):
             nn.init.xavier_uniform_(self.lin.weight)

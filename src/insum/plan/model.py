@@ -317,7 +317,7 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
     warps = 8 if m * n >= 128 * 256 else 4
     if plan.segment and walks_entries(plan) and m >= LARGE_SIDE and size == 2:
         if _tiles(plan, plan.segment, extents, m, n) < ENOUGH_PROGRAMS:
-            return _for_few_tiles(plan, extents, m, n, k)
+            return _for_few_segments(plan, extents, m, n, k)
         if n >= LARGE_SIDE:
             return _for_large_entries(plan, extents, m, n, k)
     # As many buffers as leave room for three programs on a multiprocessor: their waits overlap
@@ -346,7 +346,7 @@ def _for_large_entries(plan: Plan, extents: Mapping[str, int], m: int, n: int, k
     return Config(m=m, n=n, k=k, warps=8, stages=3)
 
 
-def _for_few_tiles(plan: Plan, extents: Mapping[str, int], m: int, n: int, k: int) -> Config:
+def _for_few_segments(plan: Plan, extents: Mapping[str, int], m: int, n: int, k: int) -> Config:
     """All tiles run at once, so that the longest decides: half the tile, and longer strides through
     its steps.
     """

@@ -1,0 +1,31 @@
+"""Graphs whose nodes are on several ranks."""
+
+from __future__ import annotations
+
+import torch
+
+import insum
+from insum.distributed.partitioned import Partitioned
+from insum.errors import BindingError
+
+
+def gcn_norm(A: Partitioned) -> Partitioned:
+    """Weights ``w / sqrt(degree[target] * degree[source])``, as `insum.nn.gcn_norm` has them, for a
+    graph ``A[target, source]`` on several ranks: what `insum.nn.GCNConv` takes.
+
+    Loops are not added: `partition_edges` does, with ``self_loops=1.0``.
+
+    Args:
+        A: A square partition with values.
+
+    Raises:
+        BindingError: The matrix is not square, or a pattern.
+    """
+    if not isinstance(A, Partitioned) or A.shape[0] != A.shape[1] or not A.values:
+        raise BindingError(
+            f"A is {A!r}", expected="a square partition with values", remedy="partition_edges(...)"
+        )
+    degree = insum.einsum("D[m] = A[m,k]", A=A)
+    root = torch.where(degree > 0, degree, 1).rsqrt() * (degree > 0)
+    found: Partitioned = insum.einsum("N[m,k] = R[m] * A[m,k] * R[k]", A=A, R=root)
+    return found
