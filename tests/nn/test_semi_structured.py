@@ -97,6 +97,12 @@ def test_mistakes() -> None:
         SemiStructuredLinear.from_dense(dense(), torch.ones(8, 8))
     with pytest.raises(insum.BindingError, match="16 in the last dimension"):
         SemiStructuredLinear(16, 8)(torch.ones(3, 4))
+    with torch.inference_mode():
+        x = torch.ones(3, 16)
+    with pytest.raises(insum.AutogradError, match="inference mode"):
+        SemiStructuredLinear(16, 8)(x)
+    with pytest.raises(insum.DtypeError, match="float64"):
+        SemiStructuredLinear(16, 8)(X)
 
 
 def test_packed_weights_are_made_once_for_each_state_of_the_values(

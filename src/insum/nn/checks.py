@@ -28,10 +28,10 @@ def layer_takes(**kinds: Accepted) -> Callable[[F], F]:
     """The arguments of ``forward``, looked at where it fails: their kinds, then their dtypes beside
     that of the layer's parameters.
     """
-    return explains(also=_one_dtype, **kinds)
+    return explains(also=one_dtype, **kinds)
 
 
-def _one_dtype(layer: torch.nn.Module, *arguments: object) -> None:
+def one_dtype(layer: torch.nn.Module, *arguments: object) -> None:
     own = next((p.dtype for p in layer.parameters() if p.is_floating_point()), None)
     for number, value in enumerate(_tensors_in(arguments)):
         indices = INTEGERS if number else ()  # features come first, and are no integers

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import insum
-from insum.accepted import FLAG, SIZE, TENSOR, takes
+from insum.accepted import ELEMENTS, FLAG, FLOATS, SIZE, TENSOR, Accepted, explains, takes
 from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, FormatError, InsumError
 from insum.memory import remembered
-from insum.nn.checks import last_size, layer_takes, one_device
-from insum.nn.linear import LINEAR, WEIGHTS, parts_of_linear
+from insum.nn.checks import last_size, one_device, one_dtype
+from insum.nn.linear import LINEAR, parts_of_linear
+from insum.nn.prune import WEIGHTS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -26,6 +27,9 @@ GROUP, KEPT = 4, 2
 #: What torch multiplies on sparse tensor cores: rows and columns of a weight, dtypes, and the first
 #: and last generation that its kernels were written for.
 ROWS, COLUMNS, DTYPES, MAJORS = 32, 64, (torch.float16, torch.bfloat16), (8, 9)
+
+
+TRAINED = Accepted(FLOATS.expected, lambda v: FLOATS.fits(v) and ELEMENTS.fits(v))
 
 
 @takes(weight=WEIGHTS)
@@ -48,6 +52,12 @@ def semi_structured_mask(weight: Tensor) -> Tensor:
     groups = _grouped(weight.detach()).abs()
     mask = torch.zeros_like(groups, dtype=torch.bool)
     return mask.scatter(2, groups.topk(KEPT, dim=2).indices, True).reshape(weight.shape)
+
+
+def _refused(layer: SemiStructuredLinear, x: Tensor) -> None:
+    """What torch refuses, the product as a statement refuses in words of ours."""
+    one_dtype(layer, x)
+    insum.insum("Y[i,o] = X[i,k] * W[o,k]", X=x.reshape(-1, layer.in_features), W=layer.weight)
 
 
 class SemiStructuredLinear(nn.Module):
@@ -88,7 +98,7 @@ class SemiStructuredLinear(nn.Module):
         self._take(drawn.weight.detach(), drawn.bias, semi_structured_mask(drawn.weight))
 
     @classmethod
-    @takes(layer=WEIGHTS | LINEAR, mask=TENSOR.optional)
+    @takes(layer=TRAINED | LINEAR, mask=ELEMENTS.optional)
     def from_dense(cls, layer: nn.Linear | Tensor, mask: Tensor | None = None) -> Self:
         """From a linear layer (or its weight), keeping what ``mask`` says, or the two largest of
         every four weights.
@@ -148,9 +158,10 @@ class SemiStructuredLinear(nn.Module):
             dense.bias = nn.Parameter(self.bias.detach().clone())
         return dense
 
-    @layer_takes(x=TENSOR)
+    @explains(also=_refused, x=TENSOR)
     def forward(self, x: Tensor) -> Tensor:
         last_size("x", x, self.in_features, "in_features")
+        one_device(x=x, values=self.values)
         weight = self.packed() if self._fits(x) else None
         return nn.functional.linear(x, self.weight if weight is None else weight, self.bias)
 
@@ -193,7 +204,7 @@ def _grouped(weight: Tensor) -> Tensor:
             f"the weight has shape {tuple(weight.shape)}",
             expected=f"a matrix whose rows are multiples of {GROUP} long",
         )
-    return weight.reshape(weight.shape[0], -1, GROUP)
+    return weight.reshape(weight.shape[0], weight.shape[1] // GROUP, GROUP)
 
 
 def _checked(weight: Tensor, mask: Tensor | None) -> Tensor:

@@ -465,6 +465,10 @@ def _layers() -> None:
         right(f"{kind.__name__}.from_dense by density", kind.from_dense,
               layer=lambda: nn.Linear(4, 4), density=the(0.5), **more)  # fmt: skip
     yes, no = the(True), the(False)
+    layer(L.SemiStructuredLinear, {"in_features": the(4), "out_features": the(3), "bias": yes},
+          {"x": ones(2, 4)})  # fmt: skip
+    right("SemiStructuredLinear.from_dense", L.SemiStructuredLinear.from_dense,
+          layer=lambda: nn.Linear(4, 4), mask=lambda: torch.eye(4).bool())  # fmt: skip
     layer(L.GraphConv,
           {"in_channels": the(2), "out_channels": the(3), "aggr": the("add"), "bias": yes},
           {"x": ones(3, 2), "edge_index": edges, "edge_weight": ones(4), "num_nodes": the(3)},
@@ -619,6 +623,7 @@ def _functions() -> None:
     right("adjacency", L.adjacency, edge_index=edges, edge_weight=ones(4), num_nodes=the(3))
     right("block_mask", L.block_mask, weight=ones(4, 4), block_shape=the((2, 2)), density=the(0.5))
     right("magnitude_mask", L.magnitude_mask, weight=ones(4, 4), density=the(0.5))
+    right("semi_structured_mask", L.semi_structured_mask, weight=ones(4, 4))
     right("gcn_norm", L.gcn_norm, edge_index=edges, edge_weight=ones(4), num_nodes=the(3),
           improved=the(False), add_self_loops=the(True), dtype=the(torch.float32))  # fmt: skip
     right("edge_softmax", L.edge_softmax, scores=ones(4, 2), edge_index=edges, num_nodes=the(3))
