@@ -40,10 +40,10 @@ VALUES: dict[str, tuple[int, dict[str, Any]]] = {
     "every dtype": (80, {"dtypes": (*FLOATS, *HALVES, *COMPLEX, *INTEGERS, torch.bool)}),
     "products": (80, {"dtypes": (*FLOATS, *HALVES), "product_only": True}),
 }
-_SMALL = {"differentiable": True, "max_points": 24, "max_elements": 10, "max_extent": 3}
+_SMALL = {"differentiable": True, "max_points": 32, "max_elements": 16, "max_extent": 3}
 DERIVATIVES: dict[str, tuple[int, dict[str, Any]]] = {
-    "real": (35, {**_SMALL, "dtypes": (torch.float64,)}),
-    "real products": (35, {**_SMALL, "dtypes": (torch.float64,), "product_only": True}),
+    "real": (45, {**_SMALL, "dtypes": (torch.float64,)}),
+    "real products": (30, {**_SMALL, "dtypes": (torch.float64,), "product_only": True}),
     "complex": (30, {**_SMALL, "dtypes": (torch.complex128, torch.float64)}),
 }
 
@@ -295,7 +295,12 @@ def test_derivatives_through_the_dispatcher() -> None:
     for case in draw_cases(
         15,
         seed=15,
-        **{**_SMALL, "dtypes": (torch.float64, torch.complex128)},
+        **{
+            **_SMALL,
+            "max_elements": 12,
+            "max_points": 24,
+            "dtypes": (torch.float64, torch.complex128),
+        },
     ):
         if inputs_of(case):
             with Passing():
