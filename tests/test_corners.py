@@ -275,3 +275,13 @@ def test_points_of_rings_are_counted_right() -> None:
     statement, values = ring(53)
     ones = {name: torch.ones_like(value) for name, value in values.items()}
     assert math.log2(insum.insum(statement, **ones).item()) == 53
+
+
+def test_second_derivatives_where_no_point_reaches_the_output() -> None:
+    """The gradient that arrives there reaches nothing, and nothing depends on it."""
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    y = insum.insum("y[d[p]] max= x[p]", d=torch.tensor([0, 1, 1]), x=x, out_shape=(4,))
+    (first,) = torch.autograd.grad(y, x, upstream, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), upstream)
+    assert second.tolist() == [1, 1, 0, 0]

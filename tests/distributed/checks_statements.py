@@ -73,7 +73,7 @@ CASES: dict[str, tuple[str, Callable[[], dict[str, Tensor]], str, Placement, dic
 
 
 #: Those that are run each time; the others have their rules tested without processes.
-OFTEN = ("nonzeros", "rows of B", "a partial factor", "output channels", "maxima")
+OFTEN = ("nonzeros", "rows of B", "a partial factor", "output channels", "experts", "maxima")
 
 
 def placement(text: str) -> Placement:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -11,7 +10,8 @@ from torch import Tensor, nn
 
 import insum
 from insum.accepted import COUNT, FLAG, SIZE, TENSOR, TEXT, Accepted, require, takes
-from insum.compat.placed import PLACED_HOME, beside
+from insum.compat.calls import PLAIN
+from insum.compat.placed import beside
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import NeighborTable, SparseFormat
 from insum.nn.checks import last_size, layer_takes, one_device
@@ -315,7 +315,7 @@ def _spelled(
 ) -> Tensor:
     if isinstance(found, NeighborTable):
         tensors: dict[str, Any] = {"Nb": found.table, "In": features, "W": weight}
-        if PLACED_HOME in sys.modules:
+        if type(features) not in PLAIN or type(weight) not in PLAIN:
             tensors = beside(tensors, ("Nb",))
         return insum.insum(
             f"Out[{out}] = In[Nb[z,x],{given}] * W[z,{of_weight}]", padded=("Nb",), **tensors
