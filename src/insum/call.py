@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 #: Statements with their options, kinds of tensors of one, sizes of one kind, and those of them that
 #: are recognised by one comparison.
-MOST_FORMS, MOST_KINDS, MOST_SIZES, MOST_RECENT = 4096, 64, 64, 4
+MOST_FORMS, MOST_KINDS, MOST_SIZES, MOST_RECENT = 4096, 64, 40, 4
 #: Classes of sizes of one kind for which the order of contraction is kept.
 MOST_ORDERS = 64
 #: Calls of the same sizes before they are recognised by one comparison.

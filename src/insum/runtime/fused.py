@@ -57,7 +57,7 @@ _serial = operator.attrgetter("serial")
 #: A short pattern that comes back for this many calls is compiled into the code.
 PROMOTE_AT = 3
 #: Classes of sizes for which programs of tensors that were never seen are kept.
-MOST_UNSEEN = 128
+MOST_UNSEEN = 96
 #: Calls on one map of a kernel like the first on it, of which a network may make several in one
 #: step, before the arguments of its launches are kept: making them takes as long as a few calls
 #: without.
