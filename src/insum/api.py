@@ -121,7 +121,7 @@ def insum(
                 optimize=optimize,
                 **tensors,
             )
-    kinds, given = _kinds(statement, out_shape, sizes, padded, config, optimize)
+    kinds, given = kinds_with(statement, out_shape, sizes, padded, config, optimize)
     call = kinds.known(tensors, given)
     if call is None and any(map(is_stranger, tensors.values())):
         return _of_strangers(kinds.form.request(given), out_shape, sizes, optimize, tensors)
@@ -149,13 +149,13 @@ Insum = insum
 _fronts: dict[object, Kinds] = {}
 
 
-def _kinds(
+def kinds_with(
     statement: str,
     out_shape: Sequence[Size] | None,
-    sizes: SizesArgument,
-    padded: Sequence[str],
-    config: object,
-    optimize: Optimize,
+    sizes: SizesArgument = None,
+    padded: Sequence[str] = (),
+    config: object = None,
+    optimize: Optimize = True,
 ) -> tuple[Kinds, tuple[Any, ...]]:
     """What is known of the calls of a statement with these options, and the sizes among them."""
     plain = sizes is None or type(sizes) is dict and not sizes

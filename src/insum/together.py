@@ -8,9 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from insum.api import insum
-from insum.call import prepare
-from insum.request import request_of
+from insum.api import insum, kinds_with
 
 
 @dataclass(frozen=True)
@@ -36,8 +34,8 @@ def results_of(asked: Sequence[AskedResult]) -> list[Tensor]:
 def _in_one_launch(asked: Sequence[AskedResult]) -> list[Tensor | None]:
     calls = []
     for one in asked:
-        call = prepare(request_of(one.statement, one.shape, None, ()), one.tensors)
-        fused = call.fused_alone(one.tensors)
+        kinds, sizes = kinds_with(one.statement, one.shape)
+        fused = kinds.find(one.tensors, sizes).fused_alone(one.tensors)
         if fused is None:
             return [None] * len(asked)
         calls.append(fused)

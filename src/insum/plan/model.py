@@ -22,6 +22,8 @@ SHORT = 32
 #: Patterns with more points than this are long: several kernels, which share neither an output nor
 #: the largest factor.
 LONG = 48
+#: Points of several results of one kernel beyond which a warp takes one row.
+LONG_TOGETHER = 256
 #: Tiles of two elements a thread that straight-line code can hold at once.
 MOST_TILES = 24
 #: Entries at which a long row is cut into pieces (where one thread has a row, and where many have),
@@ -195,7 +197,8 @@ def _for_several(plan: Plan, pattern: Pattern, extents: Mapping[str, int]) -> Co
     n = power_of_two(extent(plan.roles.n, extents))
     points = len(pattern.points) + sum(len(one.pattern.points) for one in plan.beside)
     elements = 4 if points <= LONG else 2
-    rows, warps = max(1, min(4, 32 * elements // n)), max(1, n // (32 * elements))
+    rows = 1 if points > LONG_TOGETHER else max(1, min(4, 32 * elements // n))
+    warps = max(1, n // (32 * elements))
     if plan.segment:
         return Config(m=1, n=n, k=rows, warps=warps, stages=1)
     return Config(m=rows, n=n, warps=warps, stages=1)
