@@ -84,7 +84,7 @@ def test_a_warm_forward_call() -> None:
     for _ in range(WARM):
         called(values)
     calls = python_calls(lambda: called(values))
-    assert calls.total() <= FORWARD, calls
+    assert calls.total() <= FORWARD, dict(calls)
 
 
 def test_a_warm_call_under_autocast() -> None:

@@ -352,7 +352,9 @@ class Ready:
             with torch.cuda.device(self.index):
                 return self(values, target, look=look)
         if target is None:
-            out = self.new(filled=not look)
+            out = self.empty()
+            if self.filled and not look:
+                out.fill_(self.start)
         elif self.buffer is None:
             out = target
         else:
@@ -367,12 +369,10 @@ class Ready:
             return out
         return out.to(self.dtype) if target is None else target.copy_(out)
 
-    def new(self, *, filled: bool = True) -> Tensor:
-        """What a result is written to; ``filled`` with what it starts from, where that counts."""
+    def new(self) -> Tensor:
+        """What a result is written to, filled with what it starts from, where that counts."""
         out: Tensor = self.empty()
-        if filled and self.filled:
-            out.fill_(self.start)
-        return out
+        return out.fill_(self.start) if self.filled else out
 
 
 def has_nothing(step: ProductLaunches, extents: Mapping[str, int], shape: tuple[int, ...]) -> bool:

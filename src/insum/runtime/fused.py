@@ -47,6 +47,7 @@ from insum.plan.uses import Use
 from insum.runtime import cache, classify, packs
 from insum.runtime.answers import Answers
 from insum.runtime.bind import NotYet, Ready, Unseen, ready, unseen_of
+from insum.runtime.check import found as offences
 from insum.runtime.check import live_uses, raise_found
 from insum.runtime.program import Refusal
 from insum.runtime.programs import Programs, Shelf, wishes_of
@@ -210,12 +211,9 @@ class FusedCall:
 
     def __call__(self, values: Mapping[str, Value], target: Tensor | None) -> Tensor | Refusal:
         """The result (in ``target``, where one is given), or why there is no kernel."""
-        raise_found()
-        kind = self.kind
-        if kind.negated:
+        if self.kind.negated:
             values = {n: v.resolve_neg() if isinstance(v, Tensor) else v for n, v in values.items()}
-        entries = self.entries(values)
-        found = self.found(values, target, entries)
+        found, entries = self.looked_up(values, target)
         if isinstance(found, Refusal):
             return found
         if isinstance(found, Unseen):
@@ -227,8 +225,15 @@ class FusedCall:
         values, look = self.with_record(found, values, target, entries)
         return found(values, target, look=look)
 
-    def entries(self, values: Mapping[str, Value]) -> list[memory.Entry]:
-        """What is remembered of index tensors, and of coefficients that may become code."""
+    def looked_up(
+        self, values: Mapping[str, Value], target: Tensor | None
+    ) -> tuple[Ready | Unseen | Refusal, list[memory.Entry]]:
+        """What runs a call, and what is remembered of index tensors, and of coefficients that may
+        become code. Raises what earlier calls were found to have done wrong.
+        """
+        for numbers, report in offences:  # one of many calls: not worth another for each
+            if numbers[0]:
+                report()
         kind, entries, promised = self.kind, [], False
         for name in kind.indices:
             index: Any = values[name]
@@ -240,17 +245,13 @@ class FusedCall:
             own = memory.known(value) if value.numel() <= 2 * UNROLL_POINTS else None
             if own is not None and CONSTANT in own:
                 entries.append(own)  # its values may be part of the program
-        return entries
-
-    def found(
-        self, values: Mapping[str, Value], target: Tensor | None, entries: list[memory.Entry]
-    ) -> Ready | Unseen | Refusal:
-        """What runs a call."""
         found: Ready | Unseen | Refusal | None = None
-        recorded = is_recorded(self.kind.device)
+        recorded = is_recorded(kind.device)
         if self.keeps and not recorded:
             found = (entries[0] if entries else _plain).get(self.key(target, entries))
-        return self.find(values, target, entries, recorded) if found is None else found
+        if found is None:
+            found = self.find(values, target, entries, recorded)
+        return found, entries
 
     def run_unseen(
         self,

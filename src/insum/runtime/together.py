@@ -16,7 +16,6 @@ from insum.plan.beside import beside_each_other, together
 from insum.plan.sizes import beside
 from insum.runtime.bind import BoundLaunch, CallNumbers, NotYet, Ready, has_nothing
 from insum.runtime.build import first_choice, step_of
-from insum.runtime.check import raise_found
 from insum.runtime.fused import FusedCall
 from insum.runtime.program import ProductLaunches, Program
 
@@ -52,7 +51,6 @@ def run_together(
     """Of several calls on tensors that have the same names in all of them, the results of those
     that one launch computes; None for those that are to be run by themselves.
     """
-    raise_found()
     results: list[Tensor | None] = [None] * len(calls)
     ready = {k: found for k, call in enumerate(calls) if (found := _ready(call, values[k]))}
     order = beside_each_other({k: one.program.steps[0].planned for k, one in ready.items()})
@@ -73,7 +71,7 @@ def _ready(call: FusedCall, values: Mapping[str, Value]) -> Ready | None:
     """What would run a call, where it is one kernel that has nothing to look for or to convert."""
     if call.kind.negated:
         return None
-    found = call.found(values, None, call.entries(values))
+    found, _ = call.looked_up(values, None)
     if not isinstance(found, Ready) or found.check is not None or found.buffer is not None:
         return None
     return found if len(found.program.steps) == 1 and found.launches else None
