@@ -1,10 +1,12 @@
 """For tests and doctests alike: PyG exchanges ``torch.index_select`` for its own when a test
-imports it. That ends with the test. Examples that import e3nn are skipped where it is not.
+imports it. That ends with the test. Examples that import e3nn are skipped where it is not, and
+those of several ranks have a ``mesh`` of one.
 """
 
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,6 +19,23 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     examples = item.dtest.examples if isinstance(item, pytest.DoctestItem) and item.dtest else ()
     if any("from e3nn" in one.source for one in examples) and not _has_e3nn():
         pytest.skip("e3nn is not installed")
+
+
+@pytest.fixture(autouse=True)
+def one_rank(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Examples of `insum.distributed` see a ``mesh`` of this process alone."""
+    node = request.node
+    if not isinstance(node, pytest.DoctestItem) or not node.name.startswith("insum.distributed"):
+        yield
+        return
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert node.dtest is not None
+    node.dtest.globs["mesh"] = init_device_mesh("cpu", (1,))
+    yield
+    dist.destroy_process_group()
 
 
 def _has_e3nn() -> bool:

@@ -48,6 +48,17 @@ def save(A: Partitioned, folder: str | os.PathLike[str]) -> None:
 
     Raises:
         RankError: A rank failed, or could not write.
+
+    Examples:
+        >>> import torch
+        >>> from insum.distributed import partition
+        >>> from insum.formats import COO
+        >>> A = partition(COO.from_dense(torch.eye(3)), mesh)
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(A, folder)
+        ...     print(load(folder, mesh).shape)
+        (3, 3)
     """
     from torch.distributed.checkpoint.state_dict_saver import save as save_state
 
@@ -65,9 +76,23 @@ def load(folder: str | os.PathLike[str], mesh: Any) -> Partitioned:
         folder: Where `save` wrote.
         mesh: One dimension of a device mesh.
 
+    Returns:
+        This rank's part.
+
     Raises:
         FormatError: There is no partition.
         RankError: A rank failed.
+
+    Examples:
+        >>> import torch
+        >>> from insum.distributed import partition
+        >>> from insum.formats import COO
+        >>> A = partition(COO.from_dense(torch.eye(3)), mesh)
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save(A, folder)
+        ...     print(load(folder, mesh).own.values)
+        tensor([1., 1., 1.])
     """
     from torch.distributed.checkpoint.state_dict_loader import load as load_state
 

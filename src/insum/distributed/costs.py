@@ -29,8 +29,19 @@ from insum.formats.convert import FORMAT
 class PartitionExplanation:
     """The cuts, what each rank holds and what it sends, in numbers and, printed, as a table.
 
-    ``columns`` and ``dtype`` say how wide the dense factor is; everything else belongs to the
-    pattern.
+    Attributes:
+        shape: Of the matrix.
+        row_cuts: Where its rows are cut.
+        column_cuts: Where its columns are cut.
+        ranks: What each rank holds, sends and receives.
+        columns: How wide the dense factor is.
+        dtype: The dtype of the dense factor.
+
+    Examples:
+        >>> from insum.formats import COO
+        >>> found = plan(COO.from_dense(torch.ones(4, 4)), 2)
+        >>> found.rows_exchanged, found.rows_of_all_gather
+        (4, 4)
     """
 
     shape: tuple[int, ...]
@@ -104,6 +115,17 @@ def explain(
         A: The partition.
         columns: How wide the dense factor is.
         dtype: Its dtype; that of the values, else torch's default.
+
+    Returns:
+        What travels, in numbers; printed, as a table.
+
+    Examples:
+        >>> import torch
+        >>> from insum.distributed import partition
+        >>> from insum.formats import COO
+        >>> A = partition(COO.from_dense(torch.eye(3)), mesh)
+        >>> explain(A, columns=16).rows_exchanged
+        0
     """
     kind = dtype or A.dtype or torch.get_default_dtype()
     return PartitionExplanation(A.shape, A.row_cuts, A.column_cuts, A.traffic, columns, kind)
@@ -128,6 +150,9 @@ def plan(
         order: As in `partition`.
         send: As in `partition`.
         columns: How wide the dense factor is.
+
+    Returns:
+        What `explain` would say there.
 
     Examples:
         >>> from insum.formats import COO

@@ -46,12 +46,22 @@ class PlacedExplanation:
     """What `insum.explain` says of a call over DTensors. Nothing is computed, and nothing sent.
 
     Attributes:
-        ways: for each dimension of the mesh, how its ranks share the work.
-        tensors: where they are and where they go.
-        result: the placement of the result.
-        later: bytes that a rank receives when a partial result is put together: all of it, and a
+        statement: What was asked for.
+        mesh: The mesh of its DTensors.
+        ways: For each dimension of the mesh, how its ranks share the work.
+        tensors: Where they are and where they go.
+        result: The placement of the result.
+        later: Bytes that a rank receives when a partial result is put together: all of it, and a
             part for each rank.
-        local: what each rank runs; of this rank, where parts have different sizes.
+        local: What each rank runs; of this rank, where parts have different sizes.
+
+    Examples:
+        >>> import insum, torch
+        >>> from torch.distributed.tensor import Shard, distribute_tensor
+        >>> x = distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)])
+        >>> found = insum.explain("y[j] = x[i,j]", x=x)
+        >>> found.received, found.result
+        (0, (Partial(sum),))
     """
 
     statement: str

@@ -18,8 +18,19 @@ def gcn_norm(A: Partitioned) -> Partitioned:
     Args:
         A: A square partition with values.
 
+    Returns:
+        The same partition with other values.
+
     Raises:
         BindingError: The matrix is not square, or a pattern.
+
+    Examples:
+        >>> import torch
+        >>> from insum.distributed import partition
+        >>> from insum.formats import COO
+        >>> A = partition(COO.from_dense(torch.ones(2, 2)), mesh)
+        >>> gcn_norm(A).own.values
+        tensor([0.5000, 0.5000, 0.5000, 0.5000])
     """
     if not isinstance(A, Partitioned) or A.shape[0] != A.shape[1] or not A.values:
         raise BindingError(

@@ -147,6 +147,14 @@ class SparseRowwise(_SparseStyle):
     Raises:
         UnsupportedError: The layer is none of these, or the mesh has several dimensions.
         FormatError: Blocks would have to be cut, or ranks have different patterns.
+
+    Examples:
+        >>> import insum, torch
+        >>> from insum.distributed import SparseRowwise
+        >>> from torch.distributed.tensor.parallel import parallelize_module
+        >>> layer = insum.nn.SparseLinear(insum.formats.COO.from_dense(torch.ones(4, 8)))
+        >>> parallelize_module(layer, mesh, SparseRowwise())(torch.ones(2, 8)).shape
+        torch.Size([2, 4])
     """
 
     dim, channels = 1, 1

@@ -56,9 +56,29 @@ class Partitioned(StatementOwner):
     partition. Tensors with a row for each row or column of the matrix hold this rank's rows, plain
     tensors of torch's; all others are the same on every rank. Every rank makes the same calls.
 
-    ``own`` holds the entries between rows and columns of this rank; ``far`` those between its rows
-    and rows that come from others; ``out`` those between rows of others, for which it sums, and its
-    columns. Each entry is held once, by one rank.
+    Each entry is held once, by one rank.
+
+    Attributes:
+        own: The entries between rows and columns of this rank.
+        far: Those between its rows and rows that come from others.
+        out: Those between rows of others, for which it sums, and its columns.
+        columns: How rows of the dense factor travel.
+        rows: How sums travel.
+        shape: Of the whole matrix.
+        row_cuts: Where its rows are cut.
+        column_cuts: Where its columns are cut.
+        order: The old row at each new place; None where rows stay where they were.
+        mesh: One dimension of a device mesh.
+        traffic: What each rank holds, sends and receives.
+        balance: What is even.
+        send: What may travel.
+
+    Examples:
+        >>> from insum.distributed import partition
+        >>> from insum.formats import COO
+        >>> A = partition(COO.from_dense(torch.eye(3)), mesh)
+        >>> A.shape, A.own.nnz, A.far.nnz
+        ((3, 3), 3, 0)
     """
 
     own: SparseFormat
