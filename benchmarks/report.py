@@ -64,6 +64,7 @@ def page(folder: Path = RESULTS) -> str:
         ("tuning.json", tuning_lines),
         ("overhead.json", overhead_lines),
         ("gallery.json", gallery_lines),
+        ("equivariant.json", equivariant_lines),
         ("fresh.json", new_data_lines),
         ("unet.json", unet_lines),
         ("limits.json", limits_lines),
@@ -517,6 +518,15 @@ def case_lines(result: dict[str, Any]) -> list[str]:
         lines += [*time_lines(section, "forward"), *time_lines(section, "forward+backward"), ""]
         lines += [note + "\n" for note in section.get("notes", [])]
     return [*lines, f"Made by {_commands(result)}."]
+
+
+def equivariant_lines(result: dict[str, Any]) -> list[str]:
+    """The convolution of equivariant networks, row by row, with gradients of both orders."""
+    (section,) = result["sections"]
+    lines = [f"## {section['title']}", "", *_about(result["sections"]), *_head(*TIMES)]
+    for direction in ("forward", "forward+backward", "double backward"):
+        lines += time_lines(section, direction)
+    return [*lines, "", f"Made by {_commands(result)}."]
 
 
 def _commands(result: dict[str, Any]) -> str:
