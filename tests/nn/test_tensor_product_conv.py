@@ -248,32 +248,6 @@ def test_gradients_by_edges_alone_are_one_kernel(monkeypatch: pytest.MonkeyPatch
     assert together == [2]
 
 
-@pytest.mark.interpreter
-def test_third_derivatives_where_gradients_are_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Results of one kernel have no gradient: where one is taken, statements compute them."""
-    irreps = "2x0e", "0e+1o", "2x0e+2x1o"
-    conv = TensorProductConv(*irreps, every_path(*irreps, "uvu"))
-    product = TensorProduct(*irreps, every_path(*irreps, "uvu"), shared_weights=False)
-    edge_index = graph(3, 4)
-    leaves = given(conv, edge_index, 3)
-
-    def three(call: Any) -> tuple[Tensor, ...]:
-        first = torch.autograd.grad(call(*leaves).square().sum(), leaves, create_graph=True)
-        size = sum(one.square().sum() for one in first)
-        second = torch.autograd.grad(size, leaves, create_graph=True)
-        return torch.autograd.grad(sum(one.square().sum() for one in second), leaves)
-
-    want = three(by_hand(product, edge_index, 3))
-    with pretended():
-        conv.to("cpu")
-        insum.unchanging(edge_index)
-        together = watch_together(monkeypatch)
-        found = three(lambda x, y, w: conv(x, y, edge_index, w))
-    for got, wanted in zip(found, want, strict=True):
-        assert_close(got, wanted)
-    assert together
-
-
 def test_only_some_second_derivatives() -> None:
     """Of edges alone, as forces are; and without a gradient of the nodes."""
     conv, edge_index = TensorProductConv(*CASES["uvu"]), graph()
