@@ -4,6 +4,8 @@ kernel is.
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
@@ -16,6 +18,7 @@ from insum.request import request_of
 from insum.runtime import launch
 from insum.runtime.bind import BoundLaunch, CallNumbers
 from insum.runtime.build import first_choice, step_of
+from insum.together import AskedResult, results_of
 
 EDGES, NODES = 400, 30
 
@@ -117,6 +120,20 @@ def test_what_is_not_walked_alike_is_left_alone() -> None:
     assert together(rows, double) is None
     assert together(rows, [rows]) is None
     assert beside_each_other({}) == []
+
+
+def test_results_that_are_differentiated_are_statements() -> None:
+    """One launch has no gradient: third derivatives would lose all that goes through it."""
+    x = torch.randn(3, requires_grad=True)
+    asked = [AskedResult(f"y[i] = {k} * x[i] * x[i]", (3,), {"x": x}) for k in (1, 2)]
+    with mock.patch("insum.together._in_one_launch", return_value=[None, None]) as launch:
+        one, two = results_of(asked)
+        assert not launch.called
+        (gradient,) = torch.autograd.grad((one + two).sum(), x)
+        with torch.no_grad():
+            results_of(asked)
+        assert launch.called
+    torch.testing.assert_close(gradient, 6 * x.detach())
 
 
 @pytest.mark.compile_only

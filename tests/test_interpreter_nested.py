@@ -111,6 +111,18 @@ def test_entries_that_nothing_depends_on(known: bool) -> None:
     assert got[:, 2, 0].tolist() == [4.0, 4.0, 2.0]
 
 
+def test_a_pattern_in_rows_that_are_read_as_well() -> None:
+    """The index that rows are made of stands on the right, too."""
+    d, I = torch.tensor([2, 0, 1, 2]), insum.constant(torch.tensor([1, 0]))
+    x, y = draw(), torch.randn(3, 6)
+    insum.unchanging(d)
+    got = insum.insum(
+        "z[d[e],I[p],f] = x[e,p,f] * y[d[e],f]", d=d, I=I, x=x, y=y, out_shape=(3, 2, 6)
+    )
+    want = torch.zeros(3, 2, 6).index_add(0, d, x.flip(1) * y[d][:, None])
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("factors", ["", "v[p] * ", "w[e] * "])
 def test_a_pattern_beside_a_gather_that_is_summed_over(factors: str) -> None:
     I, s, x = insum.constant(torch.tensor([0, 1])), torch.tensor([0, 1, 2, 3, 0]), draw()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from insum.api import insum, kinds_with
@@ -24,11 +25,17 @@ class AskedResult:
 
 
 def results_of(asked: Sequence[AskedResult]) -> list[Tensor]:
-    """The results of statements on plain tensors, of which no gradient is taken. A name means the
-    same tensor in all of them.
-    """
-    found = _in_one_launch(asked) if len(asked) > 1 else [None] * len(asked)
+    """The results of statements on plain tensors. A name means the same tensor in all of them."""
+    if len(asked) < 2 or _is_differentiated(asked):
+        return [one.alone() for one in asked]
+    found = _in_one_launch(asked)
     return [one.alone() if it is None else it for one, it in zip(asked, found)]
+
+
+def _is_differentiated(asked: Sequence[AskedResult]) -> bool:
+    """Whether gradients of the results may be asked for, which statements have by themselves."""
+    every = (tensor for one in asked for tensor in one.tensors.values())
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in every)
 
 
 def _in_one_launch(asked: Sequence[AskedResult]) -> list[Tensor | None]:

@@ -132,7 +132,7 @@ def _in_rows(subject: Subject, draft: Draft, scatter: Scatter, found: Constants)
     planned = finish(subject, draft, "segment", fill=True, roles=roles)
     segment = Segment(draft.row, draft.segment, tiled=False)
     pattern = Pattern(found.over, points)
-    plan = replace(planned.plan, pattern=pattern, segment=segment, padded=frozenset())
+    plan = replace(planned.plan, pattern=pattern, segment=segment, home=None, padded=frozenset())
     fixed = [
         dim for dim, index in enumerate(draft.target.indices) if not points[0][0].indices[dim].terms
     ]
