@@ -225,12 +225,12 @@ def accumulate(
     """The result of accumulating into ``initial``, which is left as it was. Differentiable."""
     call, values = found_call(kinds, values, sizes, initial)
     statement, left = kinds.form.statement, head(kinds.form.statement)
-    initial = _like_others(statement, left.target, initial, call)
-    check_pending(statement, left.target, left.operator, initial.placements)
+    held = _like_others(statement, left.target, initial, call)
+    check_pending(statement, left.target, left.operator, held.placements)
     if torch.is_grad_enabled():
-        if initial.requires_grad or any(values[name].requires_grad for name in call.sources):
-            return _recorded(call, values, initial)
-    return call.combined(initial, call.run(values))
+        if held.requires_grad or any(values[name].requires_grad for name in call.sources):
+            return _recorded(call, values, held)
+    return call.combined(held, call.run(values))
 
 
 def _recorded(call: PlacedCall, values: Mapping[str, Any], initial: Tensor | None) -> Tensor:
