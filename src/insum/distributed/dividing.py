@@ -146,7 +146,9 @@ def partition_edges(
     all.
 
     Edges go to the owners of their targets. As in `insum.nn.adjacency`, an edge that is listed
-    twice, by whomever, counts twice; without weights each weighs 1.
+    twice, by whomever, is one entry with the sum of both weights; without weights each weighs 1.
+    Sums count it twice so, but means divide by entries, and attention sees one edge, where layers
+    that are given the edges themselves see two.
 
     Args:
         edge_index: (2, edges): sources, then targets, of edges that this rank has; perhaps none.
