@@ -225,13 +225,14 @@ def collect_rows(x: Tensor, A: Partitioned, *, side: str = "rows") -> Tensor:
     held, _ = _side(A, side)
     cuts = A.row_cuts if side == "rows" else A.column_cuts
 
-    def fits() -> None:
+    def look() -> dict[str, Any]:
         if x.dim() == 0 or x.shape[0] != len(held):
             raise BindingError(
                 f"x has shape {tuple(x.shape)}", expected=f"this rank's {len(held)} rows"
             )
+        return {"side": side, "the shape of a row": tuple(x.shape[1:]), "the dtype": str(x.dtype)}
 
-    gathered(A.group, fits)
+    same(A.group, look)
     every = _gathered_rows(x.detach(), cuts, A.group)
     if A.order is None:
         return every
@@ -293,6 +294,7 @@ def _agreed(
         return {
             "the format": (spec.kind, spec.shape, spec.options),
             "the entries": _digest(*entries.coords),
+            "the dtype": str(format.dtype),
             "the order": None if made["order"] is None else _digest(made["order"]),
             "balance": balance,
             "send": send,
@@ -413,6 +415,8 @@ def _edges_spec(
             require("num_nodes", count, COUNT)
         sources, targets = map(int, both)
         _check_edges(edge_index, weights, (sources, targets))
+        if options["self_loops"] is not None and sources != targets:
+            raise UnsupportedError("loops between nodes of two kinds", expected="one kind")
         if order is not None:
             if sources != targets:
                 raise UnsupportedError("an order of nodes of two kinds", expected="one kind")
@@ -454,11 +458,12 @@ def _check_edges(edge_index: Tensor, weights: Tensor | None, limits: tuple[int, 
     check_edges(edge_index)
     check_range("edge_index", edge_index, limits, "nodes")
     if edge_index.device.type != "cpu" and edge_index.numel():
-        low, high = (int(v) for v in torch.aminmax(edge_index))
-        if low < 0 or high >= max(limits):
-            raise IndexRangeError(
-                f"edge_index holds {low if low < 0 else high}", expected=f"below {max(limits)}"
-            )
+        for ends, limit in zip(edge_index, limits):
+            low, high = (int(v) for v in torch.aminmax(ends))
+            if low < 0 or high >= limit:
+                raise IndexRangeError(
+                    f"edge_index holds {low if low < 0 else high}", expected=f"below {limit}"
+                )
     if weights is not None:
         edge_weights(weights, edge_index.shape[1])
 
