@@ -23,7 +23,7 @@ SOURCE = Path(__file__).parent.parent / "src" / "insum"
 
 #: What the ops hand DTensors to; the rest of that folder rests on layers.
 STATEMENTS_OVER_DTENSORS = {
-    f"distributed.{name}" for name in ("placements", "cost", "local", "dispatch")
+    f"distributed.{name}" for name in ("placements", "cost", "local", "accumulation", "dispatch")
 }
 
 #: From the bottom to the top. A module may import from its own group and from those before it. The

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from insum.call import BoundCall
 from insum.compat.calls import base_of
+from insum.compat.placed import is_placed
 from insum.errors import AutogradError, BindingError, InsumError
 from insum.lang.bind import Value
 from insum.ops import accumulate, accumulate_, contract
@@ -54,7 +55,7 @@ def _differentiable(
     if name in values:
         # what the right side read must outlive the writing
         values = {**values, name: target.clone()}
-    if operator != "+=":
+    if operator != "+=" or is_placed((target,)):  # torch adds to fewer placements than we do
         return _written(request, target, values, "copy_", accumulate(request, target, values))
     wide = torch.float32 if target.dtype in _HALVES else target.dtype
     update = contract(

@@ -281,8 +281,16 @@ def check_what_one_rank_gets_wrong_is_an_error_on_all() -> None:
     assert "no permutation" in told and (rank == 0) != told.startswith("rank 0 failed")
     edges = torch.tensor([[0], [25 if rank == 1 else 0]])
     assert "25" in raised(lambda: partition_edges(edges, mesh, num_nodes=20))
+    narrow = A.to(dtype=torch.float32) if rank == 1 else A
+    assert "ranks do not agree about the dtype" in raised(lambda: partition(narrow, mesh))
+    pairs = edges.clamp(max=0)
+    told = raised(lambda: partition_edges(pairs, mesh, num_nodes=(2, 3), self_loops=1.0))
+    assert "loops between nodes of two kinds" in told
     part = partition(A, mesh)
     x = torch.ones(len(part.column_range), dtype=torch.float64)
+    wide = torch.ones(len(part.row_range), 2 + (rank == 1))
+    assert "about the shape of a row" in raised(lambda: collect_rows(wide, part))
+    assert "about the dtype" in raised(lambda: collect_rows(x.float() if rank else x, part))
     assert "neither" in raised(lambda: insum.einsum("s[] = A[m,k] * X[k]", A=part, X=x))
 
 

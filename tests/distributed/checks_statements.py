@@ -164,6 +164,30 @@ def check_accumulation_in_place() -> None:
             )
 
 
+def check_accumulation_where_the_output_is() -> None:
+    """Fewer rows than ranks, sums and extrema that are pending, dtypes that are sent in others."""
+    mesh, A = line(), numbers(3, 5).mul(4).round()
+    for operator, dtype, place in (
+        ("+=", torch.float64, S(0)),
+        ("+=", torch.float64, P),
+        ("+=", torch.int16, S(0)),
+        ("max=", torch.float64, S(0)),
+        ("max=", torch.float64, Partial("min")),
+        ("min=", torch.int16, R),
+    ):
+        statement, values = f"y[i] {operator} A[i,j]", A.to(dtype)
+        C = placed(torch.ones(3, device=DEVICE).to(dtype), mesh, R if place.is_partial() else place)
+        if place == P:
+            C = DTensor.from_local(C.to_local() / mesh.size(), mesh, [P])
+        elif place.is_partial():
+            C = DTensor.from_local(C.to_local() + dist.get_rank(), mesh, [place])
+        source = placed(values, mesh, S(1) if operator != "+=" else S(0))
+        assert insum.insum(statement, y=C, A=source) is C and C.placements == (place,)
+        want = insum.insum(statement, y=torch.ones(3, device=DEVICE).to(dtype), A=values)
+        wide = torch.int64 if dtype == torch.int16 else dtype
+        same([C.to(wide)], [want.to(wide)])
+
+
 def into(statement: str, start: Tensor, values: Mapping[str, Any]) -> list[Tensor]:
     """Gradients of what is accumulated, by where it began and by one factor."""
     first, factor = leaf(start.detach().clone()), leaf(values["B"].detach().clone())

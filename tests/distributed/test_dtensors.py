@@ -174,6 +174,11 @@ def test_messages(mesh: DeviceMesh) -> None:
     assert found.placements == (P,)
     with pytest.raises(insum.DeviceError, match=r"C is a torch\.Tensor"):
         insum.insum(SPMM.replace("=", "+="), C=torch.zeros(4, 4), **given)
+    with pytest.raises(insum.UnsupportedError, match=r"C is Partial\(sum\): max= needs"):
+        pending = DTensor.from_local(torch.zeros(4, 4), mesh, [P])
+        insum.insum(SPMM.replace("=", "max="), C=pending, **given)
+    with pytest.raises(insum.UnsupportedError, match=r"this one is .Replicate"):
+        insum.insum(SPMM, C=pending, **spmm(mesh))
     other = init_device_mesh("cpu", (2, 1))
     with pytest.raises(insum.DeviceError, match="B is on DeviceMesh"):
         B = distribute_tensor(torch.ones(6, 4), other, [R, R])

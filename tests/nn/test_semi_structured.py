@@ -117,3 +117,18 @@ def test_packed_weights_are_made_once_for_each_state_of_the_values(
     assert_close(layer.packed(), layer.weight.detach())
     assert len(made) == 2 and copy.deepcopy(layer)._packed is None
     assert not layer._fits(X)
+
+
+def test_layers_without_numbers_take_them_and_their_pattern_from_a_state() -> None:
+    saved = SemiStructuredLinear(8, 3)
+    with torch.device("meta"):
+        made = SemiStructuredLinear(8, 3)
+    made.load_state_dict(saved.state_dict(), assign=True)
+    x = torch.randn(2, 8)
+    assert torch.equal(made(x), saved(x))
+
+
+def test_what_is_left_out_may_be_infinite() -> None:
+    weight, mask = torch.ones(1, 4), torch.tensor([[False, False, False, True]])
+    weight[0, 0] = torch.inf
+    assert SemiStructuredLinear.from_dense(weight, mask).weight.tolist() == [[0, 0, 0, 1]]

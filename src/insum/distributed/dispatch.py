@@ -9,7 +9,7 @@ arrive below autograd, at the rules that are registered at the end.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, TypeAlias
@@ -32,8 +32,9 @@ from insum.compat.placed import (
     replicates_plain_tensors,
     spec_of,
 )
+from insum.distributed.accumulation import accumulated, check_pending
 from insum.distributed.cost import HeldTensor, choose
-from insum.distributed.local import moved
+from insum.distributed.local import moved, sent
 from insum.distributed.placements import GatheredRows, SharedWork, local_statement, ways
 from insum.errors import DeviceError, UnsupportedError
 from insum.lang.bind import Problem, Value
@@ -48,15 +49,6 @@ Placements: TypeAlias = tuple[Placement, ...]
 
 #: Placements, shapes and sizes of one statement for which the choice is kept.
 MOST_PLACED = 256
-
-#: Dtypes that not every backend of torch.distributed sends.
-_UNSENT = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
-
-_COMBINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "+=": torch.add,
-    "max=": torch.maximum,
-    "min=": torch.minimum,
-}
 
 
 # --- calls ----------------------------------------------------------------------------------------
@@ -132,7 +124,7 @@ class PlacedCall:
         parts = {}
         for name, move in zip(self.names, self.moves):
             value = values[name]
-            parts[name] = local_of(value if move is None else _sent(value, move))
+            parts[name] = local_of(value if move is None else sent(value, move))
         for name in self.numbers:
             parts[name] = values[name]
         for index in self.indices:
@@ -141,20 +133,12 @@ class PlacedCall:
             parts = {name: parts[name] for name in self.reads}
         result = self.wrap(_run_here(self.kinds, parts, self.sizes))
         if self.wanted is not None and self.wanted != self.placements:
-            result = result.redistribute(placements=self.wanted)  # type: ignore[attr-defined]
+            result = sent(result, self.wanted)
         return result
 
-    def combined(self, initial: Tensor, update: Tensor) -> Tensor:
+    def combined(self, initial: Any, update: Any) -> Tensor:
         """The result of accumulating into a value."""
-        operator = head(self.form.statement).operator
-        return _COMBINED[operator](initial, update).to(initial.dtype)
-
-
-def _sent(value: Any, placements: Placements) -> Any:
-    """A DTensor at another placement; what cannot be sent travels in a wider dtype."""
-    if value.dtype in _UNSENT:
-        return value.to(torch.int64).redistribute(placements=placements).to(value.dtype)
-    return value.redistribute(placements=placements)
+        return accumulated(head(self.form.statement).operator, initial, update)
 
 
 def _run_here(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ...]) -> Tensor:
@@ -240,11 +224,13 @@ def accumulate(
 ) -> Tensor:
     """The result of accumulating into ``initial``, which is left as it was. Differentiable."""
     call, values = found_call(kinds, values, sizes, initial)
-    initial = _like_others(kinds.form.statement, head(kinds.form.statement).target, initial, call)
+    statement, left = kinds.form.statement, head(kinds.form.statement)
+    held = _like_others(statement, left.target, initial, call)
+    check_pending(statement, left.target, left.operator, held.placements)
     if torch.is_grad_enabled():
-        if initial.requires_grad or any(values[name].requires_grad for name in call.sources):
-            return _recorded(call, values, initial)
-    return call.combined(initial, call.run(values))
+        if held.requires_grad or any(values[name].requires_grad for name in call.sources):
+            return _recorded(call, values, held)
+    return call.combined(held, call.run(values))
 
 
 def _recorded(call: PlacedCall, values: Mapping[str, Any], initial: Tensor | None) -> Tensor:
@@ -306,7 +292,7 @@ def _all_placed(
     return found
 
 
-def _like_others(statement: str, name: str, value: Tensor, call: PlacedCall) -> Tensor:
+def _like_others(statement: str, name: str, value: Tensor, call: PlacedCall) -> Any:
     """What is accumulated into is a DTensor too."""
     if isinstance(value, DTensor):
         if value.device_mesh != call.mesh:
@@ -373,6 +359,8 @@ def _placed_call(
     local, local_sizes = _local_form(form, text, problem, chosen, indices)
     placements = tuple(way.output for way in chosen)
     described = placed.get(left.target) if left.operator == "=" and initial is None else None
+    wanted = None if described is None or left.reads_target else tuple(described.placements)
+    _check_wanted(form.statement, left.target, wanted, placements)
     return PlacedCall(
         form,
         problem,
@@ -388,9 +376,23 @@ def _placed_call(
         _sources(problem, names),
         placements,
         Wrapper(mesh, placements, problem.shape),
-        None if described is None or left.reads_target else tuple(described.placements),
+        wanted,
         form.is_extremum,
     )
+
+
+def _check_wanted(statement: str, name: str, wanted: Placements | None, found: Placements) -> None:
+    """What is wanted can be reached; no result is brought to `Partial`."""
+    for place, own in zip(wanted or (), found):
+        if place.is_partial() and place != own:
+            raise UnsupportedError(
+                f"{name} is placed {shown(wanted or ())}, which no result can be brought to: this "
+                f"one is {shown(found)}",
+                statement=statement,
+                expected="Replicate or Shard",
+                remedy=f"out_shape=tuple({name}.shape) instead of {name}, and the result stays "
+                "where it is",
+            )
 
 
 def _one_mesh(statement: str, placed: Mapping[str, DTensor]) -> DeviceMesh:

@@ -139,7 +139,9 @@ def partition_edges(
     all.
 
     Edges go to the owners of their targets. As in `insum.nn.adjacency`, an edge that is listed
-    twice, by whomever, counts twice; without weights each weighs 1.
+    twice, by whomever, is one entry with the sum of both weights; without weights each weighs 1.
+    Sums count it twice so, but means divide by entries, and attention sees one edge, where layers
+    that are given the edges themselves see two.
 
     Args:
         edge_index: (2, edges): sources, then targets, of edges that this rank has; perhaps none.
@@ -244,13 +246,14 @@ def collect_rows(x: Tensor, A: Partitioned, *, side: str = "rows") -> Tensor:
     held, _ = _side(A, side)
     cuts = A.row_cuts if side == "rows" else A.column_cuts
 
-    def fits() -> None:
+    def look() -> dict[str, Any]:
         if x.dim() == 0 or x.shape[0] != len(held):
             raise BindingError(
                 f"x has shape {tuple(x.shape)}", expected=f"this rank's {len(held)} rows"
             )
+        return {"side": side, "the shape of a row": tuple(x.shape[1:]), "the dtype": str(x.dtype)}
 
-    gathered(A.group, fits)
+    same(A.group, look)
     every = _gathered_rows(x.detach(), cuts, A.group)
     if A.order is None:
         return every
@@ -312,6 +315,7 @@ def _agreed(
         return {
             "the format": (spec.kind, spec.shape, spec.options),
             "the entries": _digest(*entries.coords),
+            "the dtype": str(format.dtype),
             "the order": None if made["order"] is None else _digest(made["order"]),
             "balance": balance,
             "send": send,
@@ -432,6 +436,8 @@ def _edges_spec(
             require("num_nodes", count, COUNT)
         sources, targets = map(int, both)
         _check_edges(edge_index, weights, (sources, targets))
+        if options["self_loops"] is not None and sources != targets:
+            raise UnsupportedError("loops between nodes of two kinds", expected="one kind")
         if order is not None:
             if sources != targets:
                 raise UnsupportedError("an order of nodes of two kinds", expected="one kind")
@@ -473,11 +479,12 @@ def _check_edges(edge_index: Tensor, weights: Tensor | None, limits: tuple[int, 
     check_edges(edge_index)
     check_range("edge_index", edge_index, limits, "nodes")
     if edge_index.device.type != "cpu" and edge_index.numel():
-        low, high = (int(v) for v in torch.aminmax(edge_index))
-        if low < 0 or high >= max(limits):
-            raise IndexRangeError(
-                f"edge_index holds {low if low < 0 else high}", expected=f"below {max(limits)}"
-            )
+        for ends, limit in zip(edge_index, limits):
+            low, high = (int(v) for v in torch.aminmax(ends))
+            if low < 0 or high >= limit:
+                raise IndexRangeError(
+                    f"edge_index holds {low if low < 0 else high}", expected=f"below {limit}"
+                )
     if weights is not None:
         edge_weights(weights, edge_index.shape[1])
 

@@ -14,6 +14,20 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 
 from insum.compat.placed import Wrapper, local_of
 
+#: Dtypes that not every backend of torch.distributed sends.
+_UNSENT = frozenset({torch.int16, torch.uint16, torch.uint32, torch.uint64})
+
+
+def sent(value: Any, placements: Sequence[Placement]) -> Any:
+    """A DTensor at another placement, without a history; what cannot be sent travels in a wider
+    dtype.
+    """
+    if tuple(value.placements) == tuple(placements):
+        return value
+    if value.dtype in _UNSENT:
+        return value.to(torch.int64).redistribute(placements=placements).to(value.dtype)
+    return value.redistribute(placements=placements)
+
 
 def moved(value: Any, placements: Sequence[Placement]) -> Any:
     """A DTensor at another placement."""

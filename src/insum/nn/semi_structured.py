@@ -49,6 +49,10 @@ def semi_structured_mask(weight: Tensor) -> Tensor:
         >>> semi_structured_mask(torch.tensor([[1.0, -4.0, 3.0, 0.5]]))
         tensor([[False,  True,  True, False]])
     """
+    return _largest(weight)
+
+
+def _largest(weight: Tensor) -> Tensor:
     groups = _grouped(weight.detach()).abs()
     mask = torch.zeros_like(groups, dtype=torch.bool)
     return mask.scatter(2, groups.topk(KEPT, dim=2).indices, True).reshape(weight.shape)
@@ -95,7 +99,8 @@ class SemiStructuredLinear(nn.Module):
     def __init__(self, in_features: int, out_features: int, bias: bool = True) -> None:
         super().__init__()
         drawn = nn.Linear(in_features, out_features, bias=bias)
-        self._take(drawn.weight.detach(), drawn.bias, semi_structured_mask(drawn.weight))
+        # a weight on the meta device has no numbers yet: the pattern is loaded with them
+        self._take(drawn.weight.detach(), drawn.bias, _largest(drawn.weight))
 
     @classmethod
     @takes(layer=TRAINED | LINEAR, mask=ELEMENTS.optional)
@@ -132,7 +137,7 @@ class SemiStructuredLinear(nn.Module):
         # those that are kept come first, in their order; where there is one or none, zeros fill up
         order = _grouped(mask).to(torch.int8).argsort(dim=2, descending=True, stable=True)
         place = order[..., :KEPT].sort(2).values
-        kept = _grouped(weight * mask).gather(2, place)
+        kept = _grouped(torch.where(mask, weight, 0)).gather(2, place)
         self.values = nn.Parameter(kept.flatten(1))
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
         self.register_buffer("places", (place[..., 0] + GROUP * place[..., 1]).to(torch.uint8))
