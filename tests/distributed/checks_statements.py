@@ -134,7 +134,7 @@ def check_a_mesh_of_two_dimensions() -> None:
 def check_drawn_statements() -> None:
     """The same draws on every rank."""
     meshes = line(), square()
-    for k, case in enumerate(draw_cases(40 if FULL else 1, seed=11, **OPTIONS)):
+    for k, case in enumerate(draw_cases(40 if FULL else 4, seed=11, **OPTIONS)):
         compare(case.to(DEVICE), meshes[k % 2], random.Random(k), nullcontext(), op=k % 4 == 3)
 
 
