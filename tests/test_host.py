@@ -295,8 +295,8 @@ def test_values_and_gradients(statement: Statement, dtype: torch.dtype) -> None:
 
 
 def cases() -> Iterator[Case]:
-    yield from draw_cases(100, seed=3, dtypes=FLOATS, product_only=True)
-    yield from draw_scatters(100, seed=4)
+    yield from draw_cases(150, seed=3, dtypes=FLOATS, product_only=True)
+    yield from draw_scatters(150, seed=4)
 
 
 def test_drawn_statements() -> None:

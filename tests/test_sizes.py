@@ -301,7 +301,7 @@ def check_measure(case: Case, random: Random) -> str:
     return "fits"
 
 
-@settings(max_examples=200, deadline=None, database=None, derandomize=True)
+@settings(max_examples=400, deadline=None, database=None, derandomize=True)
 @given(statements(), st.randoms(use_true_random=False))
 def test_measuring_finds_what_binding_finds(case: Case, random: Random) -> None:
     check_measure(case, random)
@@ -310,7 +310,7 @@ def test_measuring_finds_what_binding_finds(case: Case, random: Random) -> None:
 def test_measuring_refuses_what_binding_refuses() -> None:
     """Both happen often enough for the test to mean something."""
     random = Random(0)
-    seen = Counter(check_measure(case, random) for case in draw_cases(800, seed=9))
+    seen = Counter(check_measure(case, random) for case in draw_cases(1500, seed=9))
     assert min(seen["fits"], seen["refused"]) > 200, seen
 
 

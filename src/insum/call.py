@@ -39,7 +39,7 @@ from insum.stages import Stage, is_copyable, is_orderable, layouts_of, size_key,
 
 if TYPE_CHECKING:
     from insum.host.places import IndexEntries, Lowering
-    from insum.runtime.fused import FusedCall, FusedKind, Settled
+    from insum.runtime.fused import FusedCall, FusedKind
 
 #: Statements with their options, kinds of tensors of one, sizes of one kind, and those of them that
 #: are recognised by one comparison.
@@ -607,14 +607,6 @@ class BoundCall:
         if self._fused is None:
             self._fused = prepared.fused.call(self.sized)
         return self._fused
-
-    def settled(self, values: Mapping[str, Value]) -> Settled | None:
-        """Where to find what the next call like this one launches; None where that is not all that
-        it does, or may be something else by then.
-        """
-        if self._fused is None or self._staged.get(False):
-            return None
-        return self._fused.settled(values)
 
     def search(self, values: Mapping[str, Value], target: Tensor | None) -> None:
         """What ``settings.effort`` asks for at the first call."""

@@ -72,17 +72,7 @@ class Entry:
     """
 
     __slots__ = (
-        *(
-            "__weakref__",
-            "_streams",
-            "called",
-            "declared",
-            "given",
-            "held",
-            "in_graph",
-            "looked",
-            "nbytes",
-        ),
+        *("_streams", "called", "declared", "given", "held", "in_graph", "looked", "nbytes"),
         *("serial", "sights", "stamp", "things"),
     )
 

@@ -2,7 +2,6 @@
 
 from insum.distributed import dispatch as dispatch  # the ops learn of DTensors
 from insum.distributed.checkpoint import load, save
-from insum.distributed.costs import PartitionExplanation, explain, plan
 from insum.distributed.dividing import (
     collect_rows,
     distribute_rows,
@@ -12,6 +11,7 @@ from insum.distributed.dividing import (
 from insum.distributed.explained import PlacedExplanation
 from insum.distributed.graphs import gcn_norm
 from insum.distributed.parallel import SparseColwise, SparseRowwise
+from insum.distributed.partition_costs import PartitionExplanation, explain, plan
 from insum.distributed.partitioned import Partitioned
 
 __all__ = [

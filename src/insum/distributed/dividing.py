@@ -645,16 +645,7 @@ def assembled(
     )
     sides = to_columns.taken, to_rows.taken
     own, far, out = _parts(held, needs, done, extra, spec, cuts, rank, sides)
-    counts = RankTraffic(
-        rows=cuts.rows[rank + 1] - cuts.rows[rank],
-        own=len(done.own.rows),
-        far=len(done.far.rows),
-        out=len(done.out.rows),
-        rows_in=sum(to_columns.take),
-        rows_out=sum(to_columns.give),
-        sums_in=sum(to_rows.give),
-        sums_out=sum(to_rows.take),
-    )
+    counts = RankTraffic.counted(lengths(cuts.rows)[rank], done, to_columns, to_rows)
     return Partitioned(
         own=own,
         far=far,

@@ -22,6 +22,10 @@ from insum.plan.path import Optimize
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from insum.distributed.needs import RankPlan, UnitExchange
+
+    AnyExchange = UnitExchange | RowExchange
+
 
 @dataclass(frozen=True)
 class RankTraffic:
@@ -37,6 +41,22 @@ class RankTraffic:
     rows_out: int
     sums_in: int
     sums_out: int
+
+    @classmethod
+    def counted(
+        cls, rows: int, plan: RankPlan, columns: AnyExchange, sums: AnyExchange
+    ) -> RankTraffic:
+        """Of a rank with so many rows; ``sums`` travel against the way of their exchange."""
+        return cls(
+            rows=rows,
+            own=len(plan.own.rows),
+            far=len(plan.far.rows),
+            out=len(plan.out.rows),
+            rows_in=sum(columns.take),
+            rows_out=sum(columns.give),
+            sums_in=sum(sums.give),
+            sums_out=sum(sums.take),
+        )
 
     @property
     def entries(self) -> int:

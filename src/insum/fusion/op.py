@@ -10,17 +10,16 @@ call. They stand in graphs that hold their own backward; they have no gradient.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from insum import memory
-from insum.bounded import keep
-from insum.call import BoundCall, kinds_of
-from insum.compat.calls import PLAIN, are_plain, is_recorded, kinds_guard, modes_now, shorten
+from insum.call import kinds_of
+from insum.compat.calls import PLAIN, are_plain, is_recorded, shorten
 from insum.fusion.computed import computed
 from insum.fusion.indices import Selects, read, select, wrapped, written
 from insum.lang.expr import Access
@@ -28,11 +27,6 @@ from insum.lang.parser import parse
 from insum.ops import decode
 from insum.plan.path import AUTO
 from insum.request import Form, Request
-from insum.settings import settings
-
-if TYPE_CHECKING:
-    from insum.runtime.bind import Ready
-    from insum.runtime.fused import Settled
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,91 +234,14 @@ def _run(
 def _run_on(
     mode: str, target: Tensor | None, text: str, values: dict[str, Any], sizes: tuple[int, ...]
 ) -> Tensor:
-    return _call(text, values, sizes, target).run(mode, values, target)
-
-
-def _call(
-    text: str, values: dict[str, Any], sizes: tuple[int, ...], target: Tensor | None
-) -> BoundCall:
     places = places_of(text)
     call = kinds_of(places.form).find(values, sizes[: places.count], target)
     call.verify(values)
-    return call
+    return call.run(mode, values, target)
 
 
 def _fused(spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
-    return _run_new(spec, tensors, sizes, _values(spec, tensors, (*sizes,)))
-
-
-# --- the same call again --------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class RecentCall:
-    """The last call of an op into a new tensor: what has to be the same for the next one to launch
-    the same, and where that is found. It keeps no tensor alive.
-
-    Attributes:
-        alike: whether tensors have the same sizes, strides and kinds.
-        bases: places of the tensors of which index tensors are parts, and the serials of what is
-            remembered of them as they were.
-    """
-
-    alike: Callable[..., bool]
-    sizes: tuple[int, ...]
-    modes: tuple[Any, ...]
-    bases: tuple[tuple[int, int], ...]
-    settled: Settled
-
-    def find(self, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Ready | None:
-        if sizes != self.sizes or not self.alike(*tensors) or modes_now(settings) != self.modes:
-            return None
-        for place, serial in self.bases:
-            entry = memory.known(tensors[place])
-            if entry is None or entry.serial != serial:
-                return None
-        return self.settled.find()
-
-
-#: By specification; one each.
-MOST_RECENT = 1024
-_recent: dict[str, RecentCall] = {}
-
-
-def _run_new(
-    text: str, tensors: Sequence[Tensor], sizes: Sequence[int], values: dict[str, Any]
-) -> Tensor:
-    """A call into a new tensor. Where the one before was like it, and its index tensors are the
-    same and unchanged, nothing is looked for again.
-    """
-    recent, given = _recent.get(text), (*sizes,)
-    ready = None if recent is None else recent.find(tensors, given)
-    if ready is not None:
-        return ready(values)
-    call = _call(text, values, given, None)
-    found = call.run("new", values, None)
-    _note(text, tensors, given, call, values)
-    return found
-
-
-def _note(
-    text: str,
-    tensors: Sequence[Tensor],
-    sizes: tuple[int, ...],
-    call: BoundCall,
-    values: dict[str, Any],
-) -> None:
-    """Remember a call whose index tensors are all parts of tensors that are passed and stay."""
-    places = places_of(text)
-    passing = any(passing for *_, passing in places.views)
-    settled = None if places.origins or passing else call.settled(values)
-    if settled is None:
-        return
-    found = dict.fromkeys(place for _, place, *_ in places.views)
-    bases = tuple((place, memory.entry_of(tensors[place]).serial) for place in found)
-    alike, modes = kinds_guard(tensors, exact=True), modes_now(settings)
-    _recent.pop(text, None)
-    keep(_recent, text, RecentCall(alike, sizes, modes, bases, settled), MOST_RECENT)
+    return _run("new", None, spec, tensors, sizes)
 
 
 def _fused_into(initial: Tensor, spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
@@ -345,7 +262,7 @@ def _fused_extremum(
     if include_self:
         found = _run_on("from", there, spec, values, given)
     else:
-        found = _run_new(spec, tensors, given, values)
+        found = _run_on("new", None, spec, values, given)
         found = torch.where(_present(spec, values, given), found, there)
     return found if there is base else found.reshape(base.shape)
 

@@ -319,8 +319,8 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
             return few
     warps = 8 if m * n >= 128 * 256 else 4
     if plan.segment and walks_entries(plan) and m >= LARGE_SIDE and size == 2:
-        gathers = n >= LARGE_SIDE or not _walks_matrices(plan)
-        if gathers and _tiles(plan, plan.segment, extents, m, n) < ENOUGH_PROGRAMS:
+        at_once = _tiles(plan, plan.segment, extents, m, n) < ENOUGH_PROGRAMS
+        if at_once and (n >= LARGE_SIDE or not _walks_matrices(plan)):
             return _for_few_segments(plan, extents, m, n, k)
         if n >= LARGE_SIDE:
             return _for_large_entries(plan, extents, m, n, k)

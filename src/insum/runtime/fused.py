@@ -48,7 +48,7 @@ from insum.runtime import cache, classify, packs
 from insum.runtime.answers import Answers
 from insum.runtime.bind import NotYet, Ready, Unseen, ready, unseen_of
 from insum.runtime.check import found as offences
-from insum.runtime.check import live_uses, raise_found
+from insum.runtime.check import live_uses
 from insum.runtime.program import Refusal
 from insum.runtime.programs import Programs, Shelf, wishes_of
 from insum.runtime.prologue import Made, Prologue
@@ -169,36 +169,6 @@ def _coefficients(problem: Problem, runs: frozenset[str]) -> tuple[str, ...]:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """Where what is launched is kept: with the first of these entries, as long as all of them, the
-    stream and all that was tuned are the same. It keeps nothing alive.
-    """
-
-    device: torch.device
-    entries: tuple[tuple[weakref.ref[memory.Entry], int], ...]
-    key: tuple[object, ...]
-    stream: int
-    epoch: int
-
-    def find(self) -> Ready | None:
-        """What was kept, if it is still what a call would find."""
-        raise_found()
-        device = self.device
-        if is_recorded(device) or cache.state["epoch"] != self.epoch:
-            return None
-        if device.type == "cuda" and current_stream(device) != self.stream:
-            return None
-        first: memory.Entry | None = None
-        for reference, serial in self.entries:
-            entry = reference()
-            if entry is None or entry.serial != serial or not entry.held:
-                return None
-            first = first or entry
-        found: Ready | None = first.get(self.key) if first is not None else None
-        return found
-
-
 class FusedCall:
     """A call of certain sizes and strides, as generated kernels."""
 
@@ -291,26 +261,6 @@ class FusedCall:
             return self.serial, stream, cache.state["epoch"], out
         others = tuple(map(_serial, entries))
         return self.serial, stream, cache.state["epoch"], out, others
-
-    def settled(self, values: Mapping[str, Value]) -> Settled | None:
-        """What later calls on the same index tensors will find, where nothing else decides it."""
-        kind = self.kind
-        if not self.keeps or kind.negated or not kind.indices:
-            return None
-        for name in kind.coefficients:
-            if values[name].numel() <= 2 * UNROLL_POINTS:  # type: ignore[union-attr]
-                return None  # what was promised of it decides, too
-        entries = [memory.known(values[name]) for name in kind.indices]  # type: ignore[arg-type]
-        known = [entry for entry in entries if entry is not None]
-        if len(known) < len(entries):
-            return None
-        key = self.key(None, known)
-        found = known[0].get(key)
-        if not isinstance(found, Ready) or found.check is not None or found.promotable:
-            return None
-        places = tuple((weakref.ref(entry), entry.serial) for entry in known)
-        stream = current_stream(kind.device) if kind.on_gpu else 0
-        return Settled(kind.device, places, key, stream, cache.state["epoch"])
 
     # --- which program ---
 

@@ -186,13 +186,4 @@ def traffic_of(
     """What one rank holds and sends, in rows."""
     columns = one.columns.in_rows(block[1], column_cuts[rank], column_cuts[-1])
     rows = one.rows.in_rows(block[0], row_cuts[rank], row_cuts[-1])
-    return RankTraffic(
-        rows=lengths(row_cuts)[rank],
-        own=len(one.own.rows),
-        far=len(one.far.rows),
-        out=len(one.out.rows),
-        rows_in=sum(columns.take),
-        rows_out=sum(columns.give),
-        sums_in=sum(rows.give),
-        sums_out=sum(rows.take),
-    )
+    return RankTraffic.counted(lengths(row_cuts)[rank], one, columns, rows)
