@@ -23,7 +23,7 @@ one list (`Group.along_edges`).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -401,10 +401,15 @@ class Group:
 
 
 def groups_of(
-    paths: Sequence[Instruction], in1: Irreps, in2: Irreps, out: Irreps, most: int = 2**31
+    paths: Sequence[Instruction],
+    in1: Irreps,
+    in2: Irreps,
+    out: Irreps,
+    most: int = 2**31,
+    apart: Container[Instruction] = (),
 ) -> tuple[Group, ...]:
-    """Paths by mode and multiplicities, with at most so many coefficients together; paths without
-    any element are left out.
+    """Paths by mode and multiplicities, with at most so many coefficients together; those that are
+    computed ``apart`` are left out, and those without any element.
     """
     found: dict[tuple[object, ...], list[tuple[Instruction, int]]] = {}
     parts: dict[tuple[object, ...], tuple[int, int]] = {}  # the last group, and its coefficients
@@ -413,7 +418,7 @@ def groups_of(
         terms = in1[path.i_in1], in2[path.i_in2], out[path.i_out]
         muls = tuple(mul for mul, _ in terms)
         key = path.mode, muls, path.has_weight
-        if 0 not in (*muls, *path.shape) and path.coefficient != 0:
+        if 0 not in (*muls, *path.shape) and path.coefficient != 0 and path not in apart:
             points = int((wigner_3j(*(ir.l for _, ir in terms)) != 0).sum())
             part, held = parts.get(key, (0, 0))
             part, held = (part, held + points) if held + points <= most else (part + 1, points)
@@ -421,6 +426,61 @@ def groups_of(
             found.setdefault((*key, part), []).append((path, offset))
         offset += path.numel
     return tuple(Group(*key[:3], *zip(*members)) for key, members in found.items())  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class ScalarPath:
+    """A path whose second input is scalars: nothing couples, so that it is a multiplication, in
+    mode ``uuu``, or matrix products, in mode ``uvw``.
+
+    Attributes:
+        offset: where its weights begin.
+        scale: the coefficient of every component.
+    """
+
+    path: Instruction
+    offset: int
+    scale: float
+
+    def __call__(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        """From (b, u, components), (b, v) and all weights to (b, w, components)."""
+        y = y if abs(self.scale - 1) < 1e-12 else y * self.scale
+        if self.path.mode == "uuu":
+            return x * y.unsqueeze(-1)
+        b, u, dim = x.shape
+        v, w = self.path.shape[1:]
+        own = weight.narrow(0, self.offset, u * v * w).view(u, v, w)
+        if dim * v <= w:  # what is made on the way is smaller, and so are the products
+            both = x.transpose(1, 2).unsqueeze(-1) * y.view(b, 1, 1, v)
+            mixed = both.reshape(b * dim, u * v) @ own.reshape(u * v, w)
+            return mixed.view(b, dim, w).transpose(1, 2)
+        matrices = (y @ own.transpose(0, 1).reshape(v, u * w)).view(b, u, w)
+        return torch.bmm(matrices.transpose(1, 2), x)
+
+    @property
+    def statement(self) -> str:
+        return "Z[b,u,i] = X[b,u,i] * Y[b,u]" if self.path.mode == "uuu" else _MIXED
+
+
+_MIXED = "Z[b,w,i] = X[b,u,i] * Y[b,v] * W[u,v,w]"
+
+
+def scalar_paths_of(
+    paths: Sequence[Instruction], in1: Irreps, in2: Irreps, *, shared: bool
+) -> tuple[ScalarPath, ...]:
+    """Paths whose second input is scalars, of modes in which that is a matter of dense matrices:
+    elementwise without weights, or with weights that all items share.
+    """
+    found, offset = [], 0
+    for path in paths:
+        (mul, ir), l = in2[path.i_in2], in1[path.i_in1][1].l
+        dense = path.mode == "uuu" and not path.has_weight
+        dense = dense or path.mode == "uvw" and shared and mul > 1
+        if dense and not ir.l and 0 not in (in1[path.i_in1][0], *path.shape) and path.coefficient:
+            scale = path.coefficient * float(wigner_3j(l, 0, l)[0, 0, 0])
+            found.append(ScalarPath(path, offset, scale))
+        offset += path.numel
+    return tuple(found)
 
 
 def components(irreps: Irreps, mul: int) -> dict[int, int]:

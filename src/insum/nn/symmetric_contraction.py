@@ -4,24 +4,31 @@ MACE.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-import insum
 from insum.accepted import SIZE, TENSOR, Accepted, is_size, takes
 from insum.errors import BindingError
 from insum.nn.checks import layer_takes, one_device
 from insum.nn.irreps import Irrep, Irreps
+from insum.nn.multilinear import Multilinear
 from insum.nn.patterns import PatternModule, without_compiled_parts
 from insum.nn.wigner import wigner_3j
+from insum.plan.strategies.unrolling import UNROLL_POINTS
 
-#: Names of the index arrays of the factors.
-FACTORS = "ABCD"
-CORRELATION = Accepted("1, 2, 3 or 4", lambda v: is_size(v, 1) and bool(v <= len(FACTORS)))
+CORRELATION = Accepted("1, 2, 3 or 4", lambda v: is_size(v, 1) and bool(v <= 4))
+#: Products of two factors, and of the halves of monomials with their coefficients.
+PAIRS = Multilinear("P", {"X": "b,A[p],c", "Y": "b,B[p],c", "P": "b,p,c"}, ("X", "Y"))
+MONOMIALS = Multilinear(
+    "Z",
+    {"X": "b,J[p],c", "Y": "b,K[p],c", "W": "b,p,c", "Z": "b,I[p],c"},
+    ("X", "Y", "W"),
+)
 #: Products of four are coupled through irreps of natural parity below this degree, as in MACE.
 MOST_COUPLED = 12
 
@@ -39,21 +46,23 @@ class Powers(nn.Module):
         self.weights_max = drawn[0]
         self.weights = nn.ParameterList(drawn[1:])
 
-    def of(self, power: int) -> Tensor:
-        below = len(self.weights) + 1 - power
-        return self.weights[below - 1] if below else self.weights_max
+    def whole(self) -> Tensor:
+        """The weights of all powers, from the first upwards."""
+        return torch.cat([*reversed(self.weights), self.weights_max], 1)
 
 
 class SymmetricContraction(PatternModule):
     """Sums of products of up to ``correlation`` factors of one node's features, coupled to irreps
     and weighted by element: the values and the weights of ``mace.modules.SymmetricContraction``.
 
-    One statement for each power, over the monomials that are not zero, for three factors
+    One statement for all powers, over the monomials that any coupling has,
 
-        Z[b,I[p],c] = V[p] * X[b,A[p],c] * X[b,B[p],c] * X[b,C[p],c] * W[b,K[p],c]
+        Z[b,I[p],c] = X[b,J[p],c] * Y[b,K[p],c] * W[b,p,c]
 
-    with the weights of each node's element, ``W[b,k,c] = Y[b,e] * W[e,k,c]``. Monomials that differ
-    by the order of their factors are one.
+    of the products ``X`` of the first half of the factors and ``Y`` of the others; what a lower
+    power has fewer are ones. Monomials that differ by the order of their factors are one, and the
+    couplings that have it are summed before there are nodes: its coefficient is one number for
+    each element and channel.
 
     Args:
         irreps_in: Features, one multiplicity for all: ``"16x0e + 16x1o + 16x2e"``.
@@ -68,8 +77,7 @@ class SymmetricContraction(PatternModule):
         torch.Size([5, 32])
         >>> for statement in contraction.statements():
         ...     print(statement)
-        Z[b,I[p],c] = V[p] * X[b,A[p],c] * W[b,K[p],c]
-        Z[b,I[p],c] = V[p] * X[b,A[p],c] * X[b,B[p],c] * W[b,K[p],c]
+        Z[b,I[p],c] = X[b,J[p],c] * Y[b,K[p],c] * W[b,p,c]
     """
 
     output_mask: Tensor
@@ -111,8 +119,9 @@ class SymmetricContraction(PatternModule):
             for powers in bases
         )
         self.register_buffer("output_mask", torch.ones(out.dim), persistent=False)
-        by_power = list(zip(*bases, strict=True))
-        self._hold([_monomials(basis) for basis in by_power], self.output_mask)
+        couplings = sum(basis.shape[-1] for powers in bases for basis in powers)
+        pairs, patterns = _patterns(_monomials(bases), couplings, self.correlation, _size(first))
+        self._hold([pairs, *patterns], self.output_mask)
         self.register_load_state_dict_pre_hook(without_compiled_parts)  # type: ignore[no-untyped-call]
 
     @layer_takes(x=TENSOR, y=TENSOR)
@@ -120,7 +129,7 @@ class SymmetricContraction(PatternModule):
         """From features (nodes, channels, components) and kinds of nodes, (nodes, elements), one of
         them 1, to (nodes, irreps_out.dim).
         """
-        size = sum(ir.dim for _, ir in self.irreps_in)
+        size = _size(self.irreps_in)
         if x.dim() != 3 or tuple(x.shape[1:]) != (self.channels, size):
             raise BindingError(
                 f"x has shape {tuple(x.shape)}",
@@ -132,28 +141,35 @@ class SymmetricContraction(PatternModule):
                 expected=f"({x.shape[0]}, {self.num_elements}): nodes, elements",
             )
         one_device(module=self.output_mask, x=x, y=y)
-        shape = x.shape[0], sum(ir.dim for _, ir in self.irreps_out), self.channels
-        total: Tensor | None = None
-        for power, statement in enumerate(self.statements(), 1):
-            arrays = self._arrays(power - 1)
-            if not arrays["V"].numel():
-                continue
-            weights = torch.cat([part.of(power) for part in self.contractions], 1)  # type: ignore[operator]
-            own = insum.insum("W[b,k,c] = Y[b,e] * V[e,k,c]", Y=y, V=weights)
-            found = insum.insum(statement, out_shape=shape, X=x.transpose(1, 2), W=own, **arrays)
-            total = found if total is None else total + found
-        if total is None:
+        if len(self._exact) == 1:
             return x.new_zeros(x.shape[0], self.irreps_out.dim)
+        total = self._summed(x, y)
         parts = torch.split(total, [ir.dim for _, ir in self.irreps_out], 1)
         return torch.cat([part.transpose(1, 2).flatten(1) for part in parts], 1)
 
-    def statements(self) -> tuple[str, ...]:
-        """The statements of the powers, from the first upwards."""
+    def _summed(self, x: Tensor, y: Tensor) -> Tensor:
+        """(nodes, components of the output, channels)."""
+        nodes, shape = x.shape[0], (x.shape[0], _size(self.irreps_out), self.channels)
+        single = torch.cat([x.transpose(1, 2), x.new_ones(nodes, 1, self.channels)], 1)
+        pairs = self._arrays(0)
+        if self.correlation > 2:
+            rows = nodes, pairs["A"].shape[0], self.channels
+            double = PAIRS({**pairs, "X": single, "Y": single}, rows)
+        left = double if self.correlation > 2 else single
+        right = double if self.correlation > 3 else single
+        weights = torch.cat([part.whole() for part in self.contractions], 1)  # type: ignore[operator]
         found = []
-        for power in range(1, self.correlation + 1):
-            factors = " * ".join(f"X[b,{name}[p],c]" for name in FACTORS[:power])
-            found.append(f"Z[b,I[p],c] = V[p] * {factors} * W[b,K[p],c]")
-        return tuple(found)
+        for number in range(1, len(self._exact)):
+            arrays = self._arrays(number)
+            of_element = torch.matmul(arrays.pop("U"), weights)
+            own = torch.matmul(y, of_element.flatten(1)).view(nodes, -1, self.channels)
+            found.append(MONOMIALS({**arrays, "X": left, "Y": right, "W": own}, shape))
+        return functools.reduce(torch.add, found)
+
+    def statements(self) -> tuple[str, ...]:
+        """The statements of a call: of pairs, where monomials are longer, and of monomials."""
+        pairs = (PAIRS.statement(),) if self.correlation > 2 else ()
+        return (*pairs, *[MONOMIALS.statement()] * (len(self._exact) - 1))
 
     def extra_repr(self) -> str:
         return f"{self.irreps_in} -> {self.irreps_out}, correlation={self.correlation}"
@@ -199,23 +215,65 @@ def _couplings(single: tuple[Irrep, ...], power: int) -> list[tuple[Irrep, Tenso
     return sorted(found, key=lambda one: one[0])
 
 
-def _monomials(bases: Sequence[Tensor]) -> dict[str, Tensor]:
-    """The entries of bases, one for each term of the output: values ``V``, components of the output
-    ``I``, couplings ``K``, and the factors' components; factors in one order, entries that are then
-    the same added up.
+def _size(irreps: Irreps) -> int:
+    return sum(ir.dim for _, ir in irreps)
+
+
+#: By component of the output and factors in one order: couplings, each with its coefficient.
+Monomials: TypeAlias = dict[tuple[int, tuple[int, ...]], dict[int, float]]
+
+
+def _monomials(bases: Sequence[Sequence[Tensor]]) -> Monomials:
+    """The monomials of bases, of each term of the output one for each power. Couplings are numbered
+    as `Powers.whole` has their weights.
     """
-    keys: dict[tuple[int, ...], float] = {}
+    found: Monomials = {}
     first = coupling = 0
-    for basis in bases:
-        basis = basis.detach().cpu().double()
-        for place, value in zip(basis.nonzero().tolist(), basis[basis != 0].tolist()):
-            i, *factors, k = place
-            key = (i + first, k + coupling, *sorted(factors))
-            keys[key] = keys.get(key, 0.0) + value
-        first, coupling = first + basis.shape[0], coupling + basis.shape[-1]
-    entries = sorted((key, value) for key, value in keys.items() if abs(value) > 1e-12)
-    power = bases[0].dim() - 2
-    places = torch.tensor([key for key, _ in entries], dtype=torch.int32).reshape(-1, 2 + power)
-    names = ("I", "K", *FACTORS[:power])
-    made: dict[str, Any] = {name: places[:, n].contiguous() for n, name in enumerate(names)}
-    return {"V": torch.tensor([value for _, value in entries], dtype=torch.float64), **made}
+    for powers in bases:
+        for basis in powers:
+            basis = basis.detach().cpu().double()
+            for place, value in zip(basis.nonzero().tolist(), basis[basis != 0].tolist()):
+                i, *factors, k = place
+                sums = found.setdefault((i + first, tuple(sorted(factors))), {})
+                sums[k + coupling] = sums.get(k + coupling, 0.0) + value
+            coupling += basis.shape[-1]
+        first += powers[0].shape[0]
+    real = {
+        key: {k: value for k, value in sums.items() if abs(value) > 1e-12}
+        for key, sums in sorted(found.items())
+    }
+    return {key: sums for key, sums in real.items() if sums}
+
+
+def _patterns(
+    monomials: Monomials, couplings: int, correlation: int, extent: int
+) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """Factors ``A`` and ``B`` of pairs; and of so many monomials as become code their components
+    ``I`` of the output, their first and second halves ``J`` and ``K``, and their couplings ``U``.
+    A factor that is not there is the one behind all components.
+    """
+    half = 2 if correlation > 2 else 1
+    pairs: dict[tuple[int, ...], int] = {}
+
+    def place(factors: tuple[int, ...], paired: bool) -> int:
+        return pairs.setdefault(factors, len(pairs)) if paired else factors[0]
+
+    rows = []
+    for (i, factors), those in monomials.items():
+        every = (*factors, *[extent] * (2 * half - len(factors)))
+        left, right = every[:half], every[half:]
+        rows.append((i, place(left, correlation > 2), place(right, correlation > 3), those))
+    split = [rows[at : at + UNROLL_POINTS] for at in range(0, len(rows), UNROLL_POINTS)]
+    ends = torch.tensor(list(pairs), dtype=torch.int32).reshape(-1, 2)
+    made = {"A": ends[:, 0].contiguous(), "B": ends[:, 1].contiguous()}
+    return made, [_pattern(part, couplings) for part in split]
+
+
+def _pattern(rows: Sequence[tuple[int, int, int, dict[int, float]]], count: int) -> dict[str, Any]:
+    places = torch.tensor([row[:3] for row in rows], dtype=torch.int32)
+    couplings = torch.zeros(len(rows), count, dtype=torch.float64)
+    for number, (*_, those) in enumerate(rows):
+        for k, value in those.items():
+            couplings[number, k] = value
+    made = {name: places[:, n].contiguous() for n, name in enumerate("IJK")}
+    return {"U": couplings, **made}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -23,10 +24,19 @@ from insum.accepted import (
 from insum.errors import BindingError, UnsupportedError
 from insum.nn.checks import last_size, layer_takes, one_device
 from insum.nn.irreps import Irrep, Irreps, aligned
-from insum.nn.paths import Group, Normalisation, components, groups_of, paths_of
+from insum.nn.paths import (
+    Group,
+    Normalisation,
+    ScalarPath,
+    components,
+    groups_of,
+    paths_of,
+    scalar_paths_of,
+)
 from insum.nn.patterns import PatternModule, without_compiled_parts
 
 LAYOUTS = ("mul_ir", "ir_mul")
+EMPTY: Mapping[int, Tensor] = MappingProxyType({})
 
 
 def _broadcast(*shapes: torch.Size) -> tuple[int, ...]:
@@ -117,7 +127,9 @@ class PathProduct(PatternModule):
                 expected="weights for each item are passed to the call",
                 remedy="internal_weights=False",
             )
-        self._groups = groups_of(self.instructions, *irreps, most=self.most_points)
+        self._scalars = self._scalar_paths()
+        apart = {one.path for one in self._scalars}
+        self._groups = groups_of(self.instructions, *irreps, most=self.most_points, apart=apart)
         self._register()
         self.register_load_state_dict_pre_hook(without_compiled_parts)  # type: ignore[no-untyped-call]
 
@@ -127,6 +139,7 @@ class PathProduct(PatternModule):
         else:
             self.register_buffer("weight", torch.empty(0))
         reached = {path.i_out for group in self._groups for path in group.paths}
+        reached |= {one.path.i_out for one in self._scalars}
         mask = [
             torch.full((mul * ir.dim,), float(i in reached))
             for i, (mul, ir) in enumerate(self.irreps_out)
@@ -137,6 +150,10 @@ class PathProduct(PatternModule):
     def _pattern(self, group: Group) -> dict[str, Tensor]:
         """The coefficients of a group, exact, by the names that they have in its statements."""
         raise NotImplementedError
+
+    def _scalar_paths(self) -> tuple[ScalarPath, ...]:
+        """Paths that are no part of a group, for they have nothing to couple."""
+        return ()
 
     # --- what goes into statements, and comes out ---
 
@@ -175,23 +192,40 @@ class PathProduct(PatternModule):
             return x.reshape(b, irreps.dim // mul, mul)
         return torch.cat([x[:, place].reshape(b, dim, mul) for place, dim in terms], 1)
 
-    def _by_irrep(self, outputs: dict[int, Tensor], like: Tensor) -> Tensor:
-        """The terms of the output in their order, zeros where no path leads."""
+    def _by_irrep(
+        self, outputs: dict[int, Tensor], like: Tensor, terms: Mapping[int, Tensor] = EMPTY
+    ) -> Tensor:
+        """The terms of the output in their order, zeros where no path leads: from all components of
+        one multiplicity, and by themselves, each as (b, multiplicity, components).
+        """
         if (
             self.layout == "ir_mul"
+            and not terms
             and len(outputs) == 1
             and all(mul in outputs for mul, _ in self.irreps_out)
         ):
             return next(iter(outputs.values())).flatten(1)
         parts = [like.new_zeros(like.shape[0], 0)]
         for number, (mul, ir) in enumerate(self.irreps_out):
-            if mul not in outputs:
-                parts.append(like.new_zeros(like.shape[0], mul * ir.dim))
-                continue
-            start = components(self.irreps_out, mul)[number]
-            part = outputs[mul][:, start : start + ir.dim]
-            parts.append((part.transpose(1, 2) if self.layout == "mul_ir" else part).flatten(1))
+            part = terms.get(number)
+            if mul in outputs:
+                start = components(self.irreps_out, mul)[number]
+                found = outputs[mul][:, start : start + ir.dim].transpose(1, 2)
+                part = found if part is None else part + found
+            if part is None:
+                part = like.new_zeros(like.shape[0], mul, ir.dim)
+            parts.append((part if self.layout == "mul_ir" else part.transpose(1, 2)).flatten(1))
         return torch.cat(parts, 1)
+
+    def _terms(self, x: Tensor, irreps: Irreps) -> list[Tensor]:
+        """Every term as (b, multiplicity, components)."""
+        parts = x.split([mul * ir.dim for mul, ir in irreps], 1)
+        if self.layout == "mul_ir":
+            return [part.unflatten(1, (mul, ir.dim)) for part, (mul, ir) in zip(parts, irreps)]
+        return [
+            part.unflatten(1, (ir.dim, mul)).transpose(1, 2)
+            for part, (mul, ir) in zip(parts, irreps)
+        ]
 
     def _weights_of(self, group: Group, weight: Tensor) -> Tensor:
         """([b,] paths, u, v, w): a view where the paths of the group follow each other."""
@@ -273,7 +307,9 @@ class TensorProduct(PathProduct):
 
     with the Clebsch-Gordan coefficients ``V`` grouped by path. They are part of the program
     (`insum.constant`) and no parameters. Gradients of every order are further statements, so that
-    forces can be trained on.
+    forces can be trained on. Paths whose second input is scalars couple nothing and are left to
+    dense products: in mode ``uuu`` without weights, and in mode ``uvw`` with weights that all items
+    share and a multiplicity above 1.
 
     A state dict of e3nn's module loads unchanged.
 
@@ -308,6 +344,11 @@ class TensorProduct(PathProduct):
         assert pattern.values is not None
         made = {"V": pattern.values, "I": i, "J": j, "K": k, "L": pattern.group_indices[0]}
         return {n: t for n, t in made.items() if n != "L" or group.has_weight} | group.pairs()
+
+    def _scalar_paths(self) -> tuple[ScalarPath, ...]:
+        return scalar_paths_of(
+            self.instructions, self.irreps_in1, self.irreps_in2, shared=self.shared_weights
+        )
 
     # --- the product ---
 
@@ -350,7 +391,18 @@ class TensorProduct(PathProduct):
             ).flatten(2)
             before = outputs.get(group.muls[2])
             outputs[group.muls[2]] = z if before is None else before + z
-        return self._by_irrep(outputs, x)
+        return self._by_irrep(outputs, x, self._scaled(x, y, weight) if self._scalars else EMPTY)
+
+    def _scaled(self, x: Tensor, y: Tensor, weight: Tensor) -> dict[int, Tensor]:
+        """What paths with scalars add to each term of the output."""
+        found: dict[int, Tensor] = {}
+        first, second = self._terms(x, self.irreps_in1), self._terms(y, self.irreps_in2)
+        for one in self._scalars:
+            path = one.path
+            part = one(first[path.i_in1], second[path.i_in2].squeeze(-1), weight)
+            before = found.get(path.i_out)
+            found[path.i_out] = part if before is None else before + part
+        return found
 
     @layer_takes(y=TENSOR, weight=TENSOR.optional)
     def right(self, y: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -375,7 +427,8 @@ class TensorProduct(PathProduct):
         >>> FullyConnectedTensorProduct("8x0e + 8x1o", "0e + 1o", "8x0e + 8x1o").statements()
         ('Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[L[p],u,w]',)
         """
-        return tuple(group.statement(self.shared_weights) for group in self._groups)
+        grouped = tuple(group.statement(self.shared_weights) for group in self._groups)
+        return (*grouped, *dict.fromkeys(one.statement for one in self._scalars))
 
 
 class FullyConnectedTensorProduct(TensorProduct):

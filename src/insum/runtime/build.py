@@ -151,7 +151,7 @@ class _Build:
         alone = not roles.loops and not segmented
         k, tiles = roles.k[:1], self.k_tiles(config)
         return Shape(
-            even_m=self.multiple(roles.m) % config.m == 0,
+            even_m=(1 if self.has_any_rows() else self.multiple(roles.m)) % config.m == 0,
             even_n=self.multiple(roles.n) % config.n == 0,
             even_k=self.multiple(k) % config.k == 0,
             inner=model.inner_extent(plan, self.extents),
@@ -209,8 +209,19 @@ class _Build:
         return found
 
     def units(self) -> tuple[tuple[str, int], ...]:
+        odd = self.plan.roles.m if self.has_any_rows() else ()
         found = {v: min(MOST_UNIT, self.multiple((v,))) for v in self.planned.sizes.extents}
-        return tuple((v, unit) for v, unit in found.items() if unit > 1)
+        return tuple((v, unit) for v, unit in found.items() if unit > 1 and v not in odd)
+
+    def has_any_rows(self) -> bool:
+        """Whether one text is for any number of rows: patterns, and sums of threads, whose rows lie
+        apart in memory. A mask costs them next to nothing; a compilation whenever a batch has an
+        even number of items costs seconds.
+        """
+        plan = self.plan
+        if plan.pattern is None and (plan.roles.dot or plan.strategy != "store"):
+            return False
+        return not {*plan.roles.m} & _along_memory(plan)
 
     # --- dense tiles, with or without segments looped over inside ---
 
@@ -452,6 +463,17 @@ class _Build:
             '"""',
         ]
         return "\n".join(lines)
+
+
+def _along_memory(plan: Plan) -> set[str]:
+    """Variables whose neighbours lie together in some tensor."""
+    strides = {**dict(plan.strides), plan.target.tensor: dict(plan.strides)[OUT]}
+    found: set[str] = set()
+    for access in (plan.target, *(a for f in plan.factors for a in accesses(f))):
+        units = strides[access.tensor].units if access.tensor in strides else ()
+        for index, unit in zip(access.indices, units):
+            found |= {*variables(index)} if unit == 1 else set()
+    return found
 
 
 def tile_grid(roles: Contraction, config: Config) -> Grid:
