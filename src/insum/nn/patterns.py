@@ -1,5 +1,5 @@
-"""Modules with constant patterns: coefficients and index arrays that are computed once, move with
-the module, and are part of its programs (`insum.constant`).
+"""Modules with constant patterns: coefficients and index arrays that are computed once and move
+with the module; mostly they are part of its programs (`insum.constant`).
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ class PatternModule(nn.Module):
     are no part of its state.
     """
 
+    #: What statements are promised of the arrays: that they are part of programs, or that they do
+    #: not change.
+    promise: Callable[[Tensor], Tensor] = staticmethod(insum.constant)
     _exact: list[dict[str, Tensor]]
 
     def _hold(self, patterns: Sequence[dict[str, Tensor]], like: Tensor) -> None:
@@ -35,14 +38,14 @@ class PatternModule(nn.Module):
         self._renew()
 
     def _renew(self) -> None:
-        """Every array anew from the exact pattern, promised to be constant."""
+        """Every array anew from the exact pattern."""
         for number, arrays in enumerate(self._exact):
             for name, exact in arrays.items():
                 old = getattr(self, f"{name}{number}")
                 new = exact.to(old.device, old.dtype)
                 setattr(self, f"{name}{number}", new)
                 if new.device.type != "meta":
-                    insum.constant(new)
+                    self.promise(new)
 
     def _arrays(self, number: int) -> dict[str, Any]:
         """The arrays of a pattern where the module is."""

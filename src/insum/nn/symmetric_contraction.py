@@ -4,14 +4,14 @@ MACE.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+import insum
 from insum.accepted import SIZE, TENSOR, Accepted, is_size, takes
 from insum.errors import BindingError
 from insum.nn.checks import layer_takes, one_device
@@ -19,7 +19,6 @@ from insum.nn.irreps import Irrep, Irreps
 from insum.nn.multilinear import Multilinear
 from insum.nn.patterns import PatternModule, without_compiled_parts
 from insum.nn.wigner import wigner_3j
-from insum.plan.strategies.unrolling import UNROLL_POINTS
 
 CORRELATION = Accepted("1, 2, 3 or 4", lambda v: is_size(v, 1) and bool(v <= 4))
 #: Products of two factors, and of the halves of monomials with their coefficients.
@@ -59,7 +58,7 @@ class SymmetricContraction(PatternModule):
 
         Z[b,I[p],c] = X[b,J[p],c] * Y[b,K[p],c] * W[b,p,c]
 
-    of the products ``X`` of the first half of the factors and ``Y`` of the others; what a lower
+    of products ``X`` of the first half of the factors and ``Y`` of the others; what a lower
     power has fewer are ones. Monomials that differ by the order of their factors are one, and the
     couplings that have it are summed before there are nodes: its coefficient is one number for
     each element and channel.
@@ -80,6 +79,9 @@ class SymmetricContraction(PatternModule):
         Z[b,I[p],c] = X[b,J[p],c] * Y[b,K[p],c] * W[b,p,c]
     """
 
+    #: Monomials are many: loops over them take next to no time to compile, are the same code for
+    #: all layers, and are bound by memory as straight-line code is.
+    promise = staticmethod(insum.unchanging)
     output_mask: Tensor
 
     @takes(correlation=CORRELATION, num_elements=SIZE)
@@ -120,8 +122,10 @@ class SymmetricContraction(PatternModule):
         )
         self.register_buffer("output_mask", torch.ones(out.dim), persistent=False)
         couplings = sum(basis.shape[-1] for powers in bases for basis in powers)
-        pairs, patterns = _patterns(_monomials(bases), couplings, self.correlation, _size(first))
-        self._hold([pairs, *patterns], self.output_mask)
+        self._hold(
+            _patterns(_monomials(bases), couplings, self.correlation, _size(first)),
+            self.output_mask,
+        )
         self.register_load_state_dict_pre_hook(without_compiled_parts)  # type: ignore[no-untyped-call]
 
     @layer_takes(x=TENSOR, y=TENSOR)
@@ -141,7 +145,7 @@ class SymmetricContraction(PatternModule):
                 expected=f"({x.shape[0]}, {self.num_elements}): nodes, elements",
             )
         one_device(module=self.output_mask, x=x, y=y)
-        if len(self._exact) == 1:
+        if not self._exact[1]["I"].numel():
             return x.new_zeros(x.shape[0], self.irreps_out.dim)
         total = self._summed(x, y)
         parts = torch.split(total, [ir.dim for _, ir in self.irreps_out], 1)
@@ -158,18 +162,15 @@ class SymmetricContraction(PatternModule):
         left = double if self.correlation > 2 else single
         right = double if self.correlation > 3 else single
         weights = torch.cat([part.whole() for part in self.contractions], 1)  # type: ignore[operator]
-        found = []
-        for number in range(1, len(self._exact)):
-            arrays = self._arrays(number)
-            of_element = torch.matmul(arrays.pop("U"), weights)
-            own = torch.matmul(y, of_element.flatten(1)).view(nodes, -1, self.channels)
-            found.append(MONOMIALS({**arrays, "X": left, "Y": right, "W": own}, shape))
-        return functools.reduce(torch.add, found)
+        arrays = self._arrays(1)
+        of_element = torch.matmul(arrays.pop("U"), weights)
+        own = torch.matmul(y, of_element.flatten(1)).view(nodes, -1, self.channels)
+        return MONOMIALS({**arrays, "X": left, "Y": right, "W": own}, shape)
 
     def statements(self) -> tuple[str, ...]:
         """The statements of a call: of pairs, where monomials are longer, and of monomials."""
         pairs = (PAIRS.statement(),) if self.correlation > 2 else ()
-        return (*pairs, *[MONOMIALS.statement()] * (len(self._exact) - 1))
+        return (*pairs, MONOMIALS.statement())
 
     def extra_repr(self) -> str:
         return f"{self.irreps_in} -> {self.irreps_out}, correlation={self.correlation}"
@@ -247,10 +248,10 @@ def _monomials(bases: Sequence[Sequence[Tensor]]) -> Monomials:
 
 def _patterns(
     monomials: Monomials, couplings: int, correlation: int, extent: int
-) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
-    """Factors ``A`` and ``B`` of pairs; and of so many monomials as become code their components
-    ``I`` of the output, their first and second halves ``J`` and ``K``, and their couplings ``U``.
-    A factor that is not there is the one behind all components.
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Factors ``A`` and ``B`` of pairs; and of monomials their components ``I`` of the output,
+    first and second halves ``J`` and ``K``, and coefficients ``U`` by coupling. A factor that is
+    not there is the one behind all components.
     """
     half = 2 if correlation > 2 else 1
     pairs: dict[tuple[int, ...], int] = {}
@@ -258,22 +259,16 @@ def _patterns(
     def place(factors: tuple[int, ...], paired: bool) -> int:
         return pairs.setdefault(factors, len(pairs)) if paired else factors[0]
 
-    rows = []
-    for (i, factors), those in monomials.items():
+    rows, table = [], torch.zeros(len(monomials), couplings, dtype=torch.float64)
+    for number, ((i, factors), those) in enumerate(monomials.items()):
         every = (*factors, *[extent] * (2 * half - len(factors)))
         left, right = every[:half], every[half:]
-        rows.append((i, place(left, correlation > 2), place(right, correlation > 3), those))
-    split = [rows[at : at + UNROLL_POINTS] for at in range(0, len(rows), UNROLL_POINTS)]
-    ends = torch.tensor(list(pairs), dtype=torch.int32).reshape(-1, 2)
-    made = {"A": ends[:, 0].contiguous(), "B": ends[:, 1].contiguous()}
-    return made, [_pattern(part, couplings) for part in split]
-
-
-def _pattern(rows: Sequence[tuple[int, int, int, dict[int, float]]], count: int) -> dict[str, Any]:
-    places = torch.tensor([row[:3] for row in rows], dtype=torch.int32)
-    couplings = torch.zeros(len(rows), count, dtype=torch.float64)
-    for number, (*_, those) in enumerate(rows):
+        rows.append((i, place(left, correlation > 2), place(right, correlation > 3)))
         for k, value in those.items():
-            couplings[number, k] = value
-    made = {name: places[:, n].contiguous() for n, name in enumerate("IJK")}
-    return {"U": couplings, **made}
+            table[number, k] = value
+    return _columns("AB", list(pairs)), {"U": table, **_columns("IJK", rows)}
+
+
+def _columns(names: str, rows: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
+    places = torch.tensor(rows, dtype=torch.int32).reshape(-1, len(names))
+    return {name: places[:, n].contiguous() for n, name in enumerate(names)}

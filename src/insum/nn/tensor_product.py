@@ -219,13 +219,14 @@ class PathProduct(PatternModule):
 
     def _terms(self, x: Tensor, irreps: Irreps) -> list[Tensor]:
         """Every term as (b, multiplicity, components)."""
-        parts = x.split([mul * ir.dim for mul, ir in irreps], 1)
-        if self.layout == "mul_ir":
-            return [part.unflatten(1, (mul, ir.dim)) for part, (mul, ir) in zip(parts, irreps)]
-        return [
-            part.unflatten(1, (ir.dim, mul)).transpose(1, 2)
-            for part, (mul, ir) in zip(parts, irreps)
-        ]
+        parts = torch.split(x, [mul * ir.dim for mul, ir in irreps], 1)
+        by_channel = self.layout == "mul_ir"
+        found = []
+        for part, (mul, ir) in zip(parts, irreps):
+            shape = (mul, ir.dim) if by_channel else (ir.dim, mul)
+            term = part.reshape(part.shape[0], *shape)
+            found.append(term if by_channel else term.transpose(1, 2))
+        return found
 
     def _weights_of(self, group: Group, weight: Tensor) -> Tensor:
         """([b,] paths, u, v, w): a view where the paths of the group follow each other."""

@@ -8,6 +8,7 @@ from insum.lang.expr import variables
 from insum.plan.draft import Draft, Planned, Subject, finish, roles_of
 from insum.plan.rewrite import Scatter
 from insum.plan.strategies.segmenting import fits
+from insum.plan.strategies.sorting import HEAVY_ROW
 
 #: A scattered dimension up to this size can be kept whole in registers ...
 ONEHOT_UP_TO = 64
@@ -48,9 +49,20 @@ def _pays(subject: Subject, draft: Draft, scatter: Scatter) -> bool:
     work = math.prod(sizes[v] for v in kept if v not in scatter.variables)
     if subject.rows(scatter) > ONEHOT_UP_TO or work < ONEHOT_WORK or points > ONEHOT_POINTS:
         return False
-    if fits(subject, draft, scatter):
+    if fits(subject, draft, scatter) or _is_sum_of_rows(subject, scatter, work):
         return False
     # The entries of one output row may be matrix products by themselves, as blocks are: rows keep
     # those, a register tile does not.
     roles = roles_of(subject, draft)
     return not (roles.dot and not set(scatter.variables) & {*roles.m, *roles.n})
+
+
+def _is_sum_of_rows(subject: Subject, scatter: Scatter, row: int) -> bool:
+    """Whether an output row is a sum of large rows, and nothing else is summed: where an order of
+    the entries is kept with the index tensor, programs that walk those of one row do no work for
+    the others.
+    """
+    if row < HEAVY_ROW or subject.known(scatter.access.tensor) is None:
+        return False
+    kept = {*variables(subject.problem.statement.target), *scatter.variables}
+    return kept >= {*subject.sizes.typical()}
