@@ -42,6 +42,8 @@ def live_uses(problem: Problem, uses: tuple[Use, ...]) -> tuple[Use, ...]:
     """
     if problem.device.type == "meta":
         return ()
+    if 0 not in problem.extents.values() and all(0 not in k.shape for k in problem.kinds.values()):
+        return uses
     live = [t for t in problem.terms if all(problem.extents[v] != 0 for v in t.variables)]
     if not live:
         return ()

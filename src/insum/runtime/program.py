@@ -139,6 +139,8 @@ class Program:
     codes: dict[bool, Any] = field(default_factory=dict)
     #: By the programs of other statements, one launch for all of them (`runtime.together`).
     together: dict[tuple[Program, ...], ProductLaunches | None] = field(default_factory=dict)
+    #: Of several programs, this one the first, which of them one launch can be for.
+    orders: dict[tuple[tuple[int, Program], ...], list[int]] = field(default_factory=dict)
 
     @property
     def launches(self) -> list[Launch]:

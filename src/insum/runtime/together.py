@@ -53,7 +53,7 @@ def run_together(
     """
     results: list[Tensor | None] = [None] * len(calls)
     ready = {k: found for k, call in enumerate(calls) if (found := _ready(call, values[k]))}
-    order = beside_each_other({k: one.program.steps[0].planned for k, one in ready.items()})
+    order = _order({k: one.program for k, one in ready.items()})
     if len(order) < 2:
         return results
     every = {name: value for k in order for name, value in values[k].items()}
@@ -65,6 +65,18 @@ def run_together(
         for k, result in zip(order, one(every)):
             results[k] = result
     return results
+
+
+def _order(programs: Mapping[int, Program]) -> list[int]:
+    """Which of these one kernel writes, found out the first time."""
+    if len(programs) < 2:
+        return []
+    held, key = next(iter(programs.values())).orders, tuple(programs.items())
+    found = held.get(key)
+    if found is None:
+        planned = {k: one.steps[0].planned for k, one in programs.items()}
+        found = keep(held, key, beside_each_other(planned), MOST_SETS)
+    return found
 
 
 def _ready(call: FusedCall, values: Mapping[str, Value]) -> Ready | None:
