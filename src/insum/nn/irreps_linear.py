@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import insum
 from insum.accepted import FLAG, SIZE, TENSOR, TEXT, Accepted, is_integer, require, takes
+from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, UnsupportedError
 from insum.nn.checks import last_size, layer_takes, one_device
 from insum.nn.irreps import Irreps
@@ -270,17 +272,16 @@ class Linear(nn.Module):
 
     def _mapped(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         outputs: dict[int, Tensor] = {}
-        slices, start = self.irreps_in.slices(), 0
-        for one, statement in zip(self._mixings, self.statements()):
+        terms = torch.split(x, [mul * ir.dim for mul, ir in self.irreps_in], -1)
+        weights = torch.split(weight, [one.numel for one in self._mixings], -1)
+        for one, statement, own in zip(self._mixings, self.statements(), weights):
             if one.numel:
                 mul, ir = self.irreps_in[one.i_in]
-                part = x[..., slices[one.i_in]].reshape(*x.shape[:-1], mul, ir.dim)
-                own = weight.narrow(-1, start, one.numel)
+                part = terms[one.i_in].reshape(*x.shape[:-1], mul, ir.dim)
                 own = own.reshape(*own.shape[:-1], *one.path_shape)
-                found = insum.insum(statement, X=part, W=own).flatten(-2)
+                found = _product(statement, part, own).flatten(-2)
                 before = outputs.get(one.i_out)
                 outputs[one.i_out] = found if before is None else before + found
-            start += one.numel
         return self._joined(outputs, x, bias)
 
     def _joined(self, outputs: dict[int, Tensor], x: Tensor, bias: Tensor) -> Tensor:
@@ -332,6 +333,24 @@ class Linear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.irreps_in} -> {self.irreps_out} | {self.weight_numel} weights"
+
+
+def _product(statement: str, x: Tensor, weight: Tensor) -> Tensor:
+    """A statement of two dense factors. It would be left to a library, which is called right away
+    where nothing else has to be seen to.
+    """
+    if x.dtype == weight.dtype and is_plain_call((x, weight)):
+        return torch.einsum(_equation(statement), x, weight)
+    return insum.insum(statement, X=x, W=weight)
+
+
+def _equation(statement: str) -> str:
+    """
+    >>> _equation("Z[b,w,i] = X[b,u,i] * W[u,w]")
+    'bui,uw->bwi'
+    """
+    out, first, second = re.findall(r"\[(\w+)\]", statement.replace(",", ""))
+    return f"{first},{second}->{out}"
 
 
 def _coefficient(
