@@ -16,8 +16,9 @@ from insum.plan.beside import beside_each_other, together
 from insum.plan.draft import Planned
 from insum.request import request_of
 from insum.runtime import launch
-from insum.runtime.bind import BoundLaunch, CallNumbers
+from insum.runtime.bind import BoundLaunch, CallNumbers, compile_at_once
 from insum.runtime.build import first_choice, step_of
+from insum.runtime.program import Program
 from insum.together import AskedResult, results_of
 
 EDGES, NODES = 400, 30
@@ -151,3 +152,25 @@ def test_nothing_is_spilled() -> None:
     report = launch.compile_for(one.function, types, "sm_90", warps=one.config.warps, stages=1)
     assert report.stack == 0 and report.registers <= 168
     assert one.config.warps == 1  # a row of columns is one warp's
+
+
+def test_long_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that nobody has compiled; a single one is left to its launch."""
+    product, every = product_of(1, 8)
+    bound = []
+    for look in looks_of(product, every, "XYWY", second=True):
+        program = look.program(anywhere=True)
+        assert isinstance(program, Program)
+        bound += look.ready(program).launches
+    asked: list[list[launch.Job]] = []
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(launch, "current_target", lambda: ["cuda", 90, 32])
+    monkeypatch.setattr(launch, "compile_ahead", lambda jobs, target: asked.append(jobs))
+    monkeypatch.setattr("insum.runtime.bind.LONG_TEXT", 0)
+    compile_at_once(bound)
+    assert [len(jobs) for jobs in asked] == [3]
+    compile_at_once(bound[:1])
+    for one in bound:
+        one.variants[0] = print
+    compile_at_once(bound)
+    assert len(asked) == 1

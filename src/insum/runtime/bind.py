@@ -6,9 +6,10 @@ of numbers, and launch.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -289,6 +290,27 @@ class BoundLaunch:
         """Whether some process has compiled it, as far as is known."""
         function, config = self.launch.function, self.launch.config
         return binaries.is_noted(function, self.types, self.usual, config.warps, config.stages)
+
+
+#: Lines of a kernel beyond which compiling it takes a second or more.
+LONG_TEXT = 60
+
+
+def compile_at_once(launches: Iterable[BoundLaunch]) -> None:
+    """Compile long kernels that nobody has compiled yet side by side, in other processes: they take
+    as long as the longest of them.
+    """
+    if launch.interpreting():
+        return
+    new = [one for one in launches if not one.variants and _is_long(one) and not one.is_noted()]
+    jobs = {str(job): job for job in (one.job() for one in new)}
+    if len(jobs) > 1:
+        with contextlib.suppress(OSError):
+            launch.compile_ahead(list(jobs.values()), launch.current_target())
+
+
+def _is_long(one: BoundLaunch) -> bool:
+    return one.launch.kernel.source.count("\n") > LONG_TEXT
 
 
 def _plain(value: Any) -> Any:

@@ -14,7 +14,14 @@ from insum.bounded import keep
 from insum.lang.bind import Value
 from insum.plan.beside import beside_each_other, together
 from insum.plan.sizes import beside
-from insum.runtime.bind import BoundLaunch, CallNumbers, NotYet, Ready, has_nothing
+from insum.runtime.bind import (
+    BoundLaunch,
+    CallNumbers,
+    NotYet,
+    Ready,
+    compile_at_once,
+    has_nothing,
+)
 from insum.runtime.build import first_choice, step_of
 from insum.runtime.fused import FusedCall
 from insum.runtime.program import ProductLaunches, Program
@@ -54,6 +61,12 @@ def run_together(
     results: list[Tensor | None] = [None] * len(calls)
     ready = {k: found for k, call in enumerate(calls) if (found := _ready(call, values[k]))}
     order = _order({k: one.program for k, one in ready.items()})
+    compile_at_once(
+        bound
+        for k, one in ready.items()
+        if k not in order or len(order) < 2
+        for bound in one.launches
+    )
     if len(order) < 2:
         return results
     every = {name: value for k in order for name, value in values[k].items()}
