@@ -51,6 +51,9 @@ class Answers:
     ) -> None:
         self.problem, self.uses, self.live = problem, uses, live
         self.values, self.prologue, self.known, self.promote = values, prologue, known, promote
+        #: Whether all answers follow from facts and promises: others hold for these tensors alone.
+        self.lasting = known and not promote
+        self.exact: set[str] = set()  # variables whose extent was asked for
 
     def __call__(self, question: Question) -> Any:
         match question:
@@ -59,12 +62,14 @@ class Answers:
             case AskInside(number):
                 return self.is_inside(self.uses[number])
             case AskExact(var):
+                self.exact.add(var)
                 return int(self.problem.extents[var])
             case AskValues(index):
                 return self.numbers(index)
             case AskCoefficients(name):
                 return self.coefficients(name)
             case AskSummary(recipe):
+                self.lasting = False
                 made = self.prologue.made(recipe)
                 if made is None:
                     raise NotYet
@@ -122,6 +127,7 @@ class Answers:
         """All values of a short index tensor; None while they are on their way."""
         tensor: Tensor = self.values[index]
         entry = memory.entry_of(tensor)
+        self.lasting = self.lasting and entry.declared
         found = entry.get("values")
         if found is not None:
             return found

@@ -25,7 +25,7 @@ from insum.bounded import keep
 from insum.compat.calls import cudagraph_state, current_stream, elsewhere, is_recorded
 from insum.facts import CONSTANT, IndexFacts, known_now
 from insum.lang.bind import Problem, Value
-from insum.lang.expr import accesses
+from insum.lang.expr import accesses, variables
 from insum.lang.problem import Sized
 from insum.plan.config import Choice
 from insum.plan.draft import Wishes
@@ -49,7 +49,7 @@ from insum.runtime.answers import Answers
 from insum.runtime.bind import NotYet, Ready, Unseen, ready, unseen_of
 from insum.runtime.check import found as offences
 from insum.runtime.check import live_uses
-from insum.runtime.program import Refusal
+from insum.runtime.program import Program, Refusal
 from insum.runtime.programs import Programs, Shelf, wishes_of
 from insum.runtime.prologue import Made, Prologue
 from insum.runtime.record import record_of
@@ -83,6 +83,7 @@ class FusedKind:
         coefficients: tensors at the places of index tensors, whose values may be promised.
         unseen: programs for index tensors that were never seen, by class of sizes; for maps of
             kernels by what is known of every map of their kind, too.
+        told: programs for index tensors of which all is known, by what that is.
     """
 
     programs: Programs
@@ -94,6 +95,7 @@ class FusedKind:
     numbers: tuple[str, ...]
     coefficients: tuple[str, ...]
     unseen: dict[object, Unseen] = field(default_factory=dict)
+    told: dict[object, Program] = field(default_factory=dict)
 
     @property
     def problem(self) -> Problem:
@@ -281,7 +283,7 @@ class FusedCall:
             return held
         if self.is_known(values, entries, recorded):
             try:
-                found = self.make_now(values, target)
+                found = self.make_now(values, target, entries)
             except NotYet:
                 pass
             else:
@@ -341,11 +343,40 @@ class FusedCall:
             all_known = known and all_known
         return all_known
 
-    def make_now(self, values: Mapping[str, Value], target: Tensor | None) -> Ready | Refusal:
-        device = self.kind.device
+    def make_now(
+        self, values: Mapping[str, Value], target: Tensor | None, entries: list[memory.Entry]
+    ) -> Ready | Refusal:
+        device, told = self.kind.device, self.told_key(values, target, entries)
         if device.type == "cuda" and cudagraph_state(device) == "warmup":
-            return elsewhere(device, lambda: self.make(values, target))
-        return self.make(values, target)
+            return elsewhere(device, lambda: self.make(values, target, told=told))
+        return self.make(values, target, told=told)
+
+    def told_key(
+        self, values: Mapping[str, Value], target: Tensor | None, entries: list[memory.Entry]
+    ) -> tuple[object, ...] | None:
+        """What decides the program of a call where facts of all index tensors are known and none
+        can be out of range, so that new tensors that are alike need not be asked again; None where
+        they are not. What became code is told by the tensor itself.
+        """
+        kind, sized = self.kind, self.sized
+        if kind.limits is None:
+            return None
+        about: list[object] = []
+        highest = {}
+        for name, entry in zip(kind.indices, entries):
+            facts: IndexFacts | None = entry.get("facts")
+            if facts is None or facts.low < 0:
+                return None
+            highest[name] = facts.high
+            known = facts.sorted, facts.unique, facts.padded, facts.constant
+            about.append((*known, entry.serial if entry.declared else None))
+        for name, owner, dim in kind.limits:
+            limit = sized.shape[dim] if owner is OUT else values[owner].shape[dim]  # type: ignore[union-attr]
+            if highest[name] >= limit:
+                return None
+        about += [sized.spans[k] for k in kind.exact]
+        about += map(_serial, entries[len(kind.indices) :])
+        return self.class_key(values, target), target is None, cache.state["epoch"], *about
 
     def make(
         self,
@@ -354,8 +385,12 @@ class FusedCall:
         *,
         known: bool = True,
         promote: bool = False,
+        told: tuple[object, ...] | None = None,
     ) -> Ready | Refusal:
         sized, prologue, uses = self.sized, self.prologue(values), self.kind.programs.uses
+        tensors = dict(values) if target is None else {**values, OUT: target}
+        if told is not None and (before := self.kind.told.get(told)) is not None:
+            return ready(before, tensors, sized.extents, sized.shape, prologue)
         shapes = {n: v.shape for n, v in values.items() if isinstance(v, Tensor)}
         problem = sized.problem(shapes)
         live = live_uses(problem, uses)
@@ -367,8 +402,18 @@ class FusedCall:
         )
         if isinstance(program, Refusal):
             return program
-        tensors = dict(values) if target is None else {**values, OUT: target}
+        if told is not None and answers.lasting and not answers.exact & self.moving(values):
+            keep(self.kind.told, told, program, MOST_UNSEEN)
         return ready(program, tensors, sized.extents, sized.shape, prologue)
+
+    def moving(self, values: Mapping[str, Value]) -> set[str]:
+        """Variables that index tensors run over which nobody has declared: others have others."""
+        found: set[str] = set()
+        for access in (a for use in self.kind.programs.uses for a in accesses(use.index)):
+            tensor = values[access.tensor]
+            if isinstance(tensor, Tensor) and not memory.entry_of(tensor).declared:
+                found.update(v for index in access.indices for v in variables(index))
+        return found
 
     def prologue(self, values: Mapping[str, Value]) -> Prologue:
         """It may wait for tensors that were declared to come back, and where what is found out
