@@ -45,6 +45,17 @@ def test_kernels_are_shown_without_a_gpu(A: Any) -> None:
     assert "@triton.jit" not in str(insum.explain("C[m,n] = A[m,k] * B[k,n]", A=A, B=X))
 
 
+def test_profilers_show_statements() -> None:
+    """Of a call, of the statements derived from it, and of a kernel; nobody else pays for it."""
+    x = torch.ones(3, requires_grad=True)
+    with torch.profiler.profile() as profile:
+        insum.insum("y[i] = A[i,j] * x[j]", A=X[:, :3], x=x).sum().backward()
+    names = [e.name for e in profile.events() if e.name.startswith("insum: ")]
+    assert names == ["insum: y[i] = A[i,j] * x[j]", "insum: dx[j] += dy[i] * A[i,j]"]
+    page = str(insum.explain("y[i] = A[i,j] * x[j]", A=X, x=X[0], gpu="sm_90"))
+    assert "def insum_y_i__A_i_j__x_j(" in page
+
+
 def test_gpus_that_are_none() -> None:
     for wrong in ("hopper", "sm_1", "sm_900", "gfx", "sm_90 "):
         with pytest.raises(insum.SettingsError, match=f"gpu is '{wrong}'"):

@@ -7,7 +7,7 @@
 - `sparsify`, `layouts`, `restore`: whole models made sparse, and made ready for a saved state
 - `spmm`, `sddmm`, beside cuSPARSE:
   ``C[m,n] = A[m,k] * B[k,n]``, ``S[m,n] = A[m,n] * X[m,k] * Y[k,n]``
-- `propagate`, `GraphConv`, `GCNConv`, beside PyG:
+- `propagate`, `GraphConv`, `SAGEConv`, `GCNConv`, beside PyG:
   ``Out[dst[e],f] = W[e] * X[src[e],f]``
 - `edge_softmax`, `graph_attention`, `GATConv`, beside PyG:
   ``Out[dst[e],h,c] = P[e,h] * X[src[e],h,c]``
@@ -36,7 +36,7 @@ from insum.nn.clouds import devoxelize, voxelize
 from insum.nn.conv import SparseConv1d, SparseConv2d, SparseConv3d, SparseConv4d
 from insum.nn.edges import gcn_norm
 from insum.nn.functional import adjacency, propagate, sddmm, spmm
-from insum.nn.graph import GCNConv, GraphConv, RelationalConv
+from insum.nn.graph import GCNConv, GraphConv, RelationalConv, SAGEConv
 from insum.nn.irreps import Irrep, Irreps
 from insum.nn.irreps_linear import Linear
 from insum.nn.linear import BlockSparseLinear, SparseLinear
@@ -83,6 +83,7 @@ __all__ = [
     "LayerReport",
     "Linear",
     "RelationalConv",
+    "SAGEConv",
     "SemiStructuredLinear",
     "SparseAvgPool1d",
     "SparseAvgPool2d",
