@@ -80,8 +80,8 @@ def partition(
 
     Every rank passes the same matrix and keeps its part: the entries of its rows, as many for each
     rank as for any other. Where entries are is compared between ranks, values are not: a row has
-    those of the rank that keeps it. Columns are cut as rows are (evenly, where the matrix is not square): a
-    rank holds the rows of the dense factor, and of the result, that its cuts name
+    those of the rank that keeps it. Columns are cut as rows are (evenly, where the matrix is not
+    square): a rank holds the rows of the dense factor, and of the result, that its cuts name
     (`distribute_rows`). What each pair of ranks sends in a product is planned here, once, and kept
     small: rows of the dense factor, or sums that the other rank has made for rows of the result,
     whichever are fewer for each group of entries (a minimum vertex cover).
