@@ -256,7 +256,7 @@ def applications_picture(folder: Path = RESULTS) -> str:
     result = json.loads((folder / "bench.json").read_text(encoding="utf-8"))
     bars = []
     for section in result["sections"]:
-        if section["benchmark"] in ("ablation", "compilers"):
+        if section["benchmark"] in STAGES:
             continue
         ratios: dict[str, list[float]] = {}
         for rows in grouped(section["rows"], "forward").values():
@@ -517,29 +517,16 @@ def _model_lines(rows: list[Row]) -> list[str]:
 def bench_table(result: dict[str, Any]) -> list[str]:
     """How often insum is ahead of each rival and by how much; ablation and compilers row by row."""
     sections = {s["benchmark"]: s for s in result["sections"]}
-    compared = [s for name, s in sections.items() if name not in ("ablation", "compilers")]
+    compared = [s for name, s in sections.items() if name not in STAGES]
     lines = _about(result["sections"])
     lines += [
         *_head("application", "against", "", ">insum is faster in", ">least", ">median", ">most"),
     ]
     lines += [line for s in compared for line in ratio_lines(s)]
     lines += ["", "Every case, with its times: [docs/results.md](docs/results.md)."]
-    if "ablation" in sections:
-        lines += [
-            "",
-            "What each technique contributes (each line has what those before it have):",
-            "",
-            *_head("stage", ">ms", ">times as fast"),
-        ]
-        lines += ablation_lines(sections["ablation"])
-    if "compilers" in sections:
-        lines += [
-            "",
-            "From one line to a result:",
-            "",
-            *_head("application", "route", ">first call s", ">run ms"),
-        ]
-        lines += compiler_lines(sections["compilers"])
+    for name, make in STAGES.items():
+        if name in sections:
+            lines += ["", *make(sections[name])]
     missing = [f"{m['name']} ({s['title']})" for s in result["sections"] for m in s["missing"]]
     lines += (
         ["", "Not measured there: " + ", ".join(dict.fromkeys(missing)) + "."] if missing else []
@@ -551,13 +538,11 @@ def case_lines(result: dict[str, Any]) -> list[str]:
     """Forward, and forward and backward together, case by case."""
     lines = ["## Applications", "", *_about(result["sections"])]
     for section in result["sections"]:
-        if section["benchmark"] in ("ablation", "compilers"):
+        lines += [f"### {section['title']}", ""]
+        if section["benchmark"] in STAGES:
+            lines += [*STAGES[section["benchmark"]](section), ""]
             continue
-        lines += [
-            f"### {section['title']}",
-            "",
-            *_head(*TIMES),
-        ]
+        lines += _head(*TIMES)
         lines += [*time_lines(section, "forward"), *time_lines(section, "forward+backward"), ""]
         lines += [note + "\n" for note in section.get("notes", [])]
     return [*lines, f"Made by {_commands(result)}."]
@@ -665,7 +650,12 @@ def ratio_lines(section: dict[str, Any]) -> list[str]:
 def ablation_lines(section: dict[str, Any]) -> list[str]:
     rows = [r for r in section["rows"] if r["milliseconds"]]
     base = next((r["milliseconds"] for r in rows if r["contender"] == section["baseline"]), None)
-    return [f"| {r['contender']} | {r['milliseconds']:.3f} | {_times(base, r)} |" for r in rows]
+    return [
+        "What each technique contributes (each line has what those before it have):",
+        "",
+        *_head("stage", ">ms", ">times as fast"),
+        *(f"| {r['contender']} | {r['milliseconds']:.3f} | {_times(base, r)} |" for r in rows),
+    ]
 
 
 def _times(base: float | None, row: Row) -> str:
@@ -673,11 +663,21 @@ def _times(base: float | None, row: Row) -> str:
 
 
 def compiler_lines(section: dict[str, Any]) -> list[str]:
+    rows = [r for r in section["rows"] if r["milliseconds"]]
     return [
-        f"| {r['case']} | {r['contender']} | {r['first_call_s']:.2f} | {r['milliseconds']:.3f} |"
-        for r in section["rows"]
-        if r["milliseconds"]
+        "From one line to a result:",
+        "",
+        *_head("application", "route", ">first call s", ">run ms"),
+        *(
+            f"| {r['case']} | {r['contender']} | {r['first_call_s']:.2f} "
+            f"| {r['milliseconds']:.3f} |"
+            for r in rows
+        ),
     ]
+
+
+#: Sections that are shown row by row, in the README too.
+STAGES = {"ablation": ablation_lines, "compilers": compiler_lines}
 
 
 # --- of programs, searches and calls --------------------------------------------------------------
