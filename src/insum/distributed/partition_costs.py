@@ -9,18 +9,18 @@ import torch
 
 from insum.accepted import DTYPE, SIZE, TEXT, takes
 from insum.distributed.cuts import Cuts, lengths, owners
-from insum.distributed.dividing import (
+from insum.distributed.division import (
     ORDER,
     PARTITION,
     Balance,
     Send,
     check_choices,
     cuts_of,
-    ordered_entries,
     spec_of,
 )
 from insum.distributed.needs import RankPlan, planned
 from insum.distributed.partitioned import Partitioned, RankTraffic
+from insum.distributed.renumbering import ordered_entries
 from insum.formats import SparseFormat
 from insum.formats.convert import FORMAT
 
