@@ -199,7 +199,7 @@ def pattern_pictures(folder: Path = RESULTS) -> dict[Path, str]:
 
 def pattern_picture(statement: str, panels: list[dict[str, Any]]) -> str:
     """Panels beside each other, each as large as any other, in colours as `bar_picture` has."""
-    side, left, gap = 144, 26, 100
+    side, left, gap = 144, 26, 40
     text = 'font-family="sans-serif" font-size="12" fill="#808080"'
     wide = left + (side + gap) * len(panels)
     lines = [
