@@ -31,7 +31,10 @@ Examples:
     torch.Size([5, 4])
 """
 
+from torch.nn import Module as _Module
+
 from insum.nn.attention import GATConv, edge_softmax, graph_attention
+from insum.nn.checks import refuse_scripting as _refuse_scripting
 from insum.nn.clouds import devoxelize, voxelize
 from insum.nn.conv import SparseConv1d, SparseConv2d, SparseConv3d, SparseConv4d
 from insum.nn.edges import gcn_norm
@@ -132,3 +135,7 @@ __all__ = [
     "voxelize",
     "wigner_3j",
 ]
+
+for _layer in [globals()[_name] for _name in __all__]:
+    if isinstance(_layer, type) and issubclass(_layer, _Module):
+        _layer.__prepare_scriptable__ = _refuse_scripting  # type: ignore[attr-defined]

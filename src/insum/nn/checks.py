@@ -11,7 +11,7 @@ from insum import call
 from insum.accepted import COUNTS, TENSOR, Accepted, F, explains, is_common, require
 from insum.compat.calls import is_eager_call
 from insum.compat.placed import is_placed
-from insum.errors import BindingError, DeviceError, DtypeError
+from insum.errors import BindingError, DeviceError, DtypeError, UnsupportedError
 from insum.formats import SparseFormat
 from insum.formats.convert import FORMAT
 from insum.formats.operands import OWNER
@@ -30,6 +30,15 @@ def layer_takes(**kinds: Accepted) -> Callable[[F], F]:
     their dtypes, beside the layer's parameters.
     """
     return explains(also=as_the_layer, **kinds)
+
+
+def refuse_scripting(layer: torch.nn.Module) -> torch.nn.Module:
+    """What `torch.jit.script` asks of a module first, as ``__prepare_scriptable__``."""
+    raise UnsupportedError(
+        f"TorchScript cannot compile {type(layer).__name__}",
+        expected="torch.compile or torch.export, which take every layer",
+        remedy="torch.export.export(model, example), then insum.export.package(program, path)",
+    )
 
 
 def as_the_layer(layer: torch.nn.Module, *arguments: object) -> None:
