@@ -8,8 +8,12 @@ import pytest
 import torch
 
 import insum
+from insum.distributed import plan
 from insum.formats import COO, GroupCOO, suggest
+from insum.formats.tune import TunedFormat
 from insum.fusion.report import Failed, Fused, Left, Once, Report
+from insum.nn.swapping import Replacement, Swapped
+from insum.search import TriedChoice, Tuned
 
 X = torch.ones(4, 4)
 
@@ -29,6 +33,11 @@ def test_every_result_object_has_html() -> None:
         insum.explain("y[i] = A[i,j]", A=X),
         insum.explain("y[i] = A[i,j]", A=COO.from_dense(X)),
         insum.nn.sparsify(torch.nn.Sequential(torch.nn.Linear(8, 8)), 0.5, rows=8),
+        insum.tune("y[i] = A[i,j]", A=X),
+        Tuned("y", (), 1.0, 2.0, (TriedChoice((insum.Config(),), 1.0, "<gathered>"),)),
+        TunedFormat(COO.from_dense(X), 1, {1: 2.0, 0: 3.0}, 1.5),
+        Swapped((Replacement("a", "o3.Linear", "Linear"),), (("b", "it is <gathered>"),)),
+        plan(COO.from_dense(X), 2),
     ]
     for thing in things:
         text = thing._repr_html_()
