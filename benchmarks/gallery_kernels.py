@@ -1,6 +1,6 @@
-"""The kernels that docs/gallery.md shows, into benchmarks/results/gallery_kernels.json: as the
-generator writes them for an H200, for every statement of ``insum bench gallery`` at small sizes.
-No GPU is needed.
+"""The kernels and patterns that docs/gallery.md shows, into
+benchmarks/results/gallery_kernels.json: as the generator writes them for an H200, for every
+statement of ``insum bench gallery`` at small sizes. No GPU is needed.
 
     python benchmarks/gallery_kernels.py
 """
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from patterns import panels_of
 
 import insum
 from insum import inspection
@@ -57,6 +58,7 @@ def shown(case: str, exhibit: Exhibit) -> dict[str, Any]:
             name: f"{str(t.dtype).removeprefix('torch.')}{tuple(t.shape)}"
             for name, t in exhibit.tensors.items()
         },
+        "pattern": panels_of(exhibit.statement, exhibit.tensors),
         "parts": list(parts(exhibit)),
     }
 

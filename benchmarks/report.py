@@ -14,6 +14,7 @@ import argparse
 import html
 import json
 import math
+import re
 import statistics
 import sys
 from collections import Counter
@@ -117,7 +118,9 @@ def gallery_page(folder: Path = RESULTS) -> str:
     parts = [
         "# Gallery",
         "",
-        "Statements of all kinds. For each: the line, the time beside all else that was run, "
+        "Statements of all kinds. For each: the line, its pattern (which places of a factor, from "
+        "left to right, each place of the result takes from, from above; as in the kernel's small "
+        "sizes), the time beside all else that was run, "
         "the share of what the device's memory and arithmetic allow, and the generated kernel. "
         "A ratio above 1 means that insum is faster; losses stand beside wins.",
         "",
@@ -138,7 +141,9 @@ def gallery_page(folder: Path = RESULTS) -> str:
 def _exhibit(one: dict[str, Any], section: dict[str, Any]) -> list[str]:
     shapes = ", ".join(f"{name} {shape}" for name, shape in one["shapes"].items())
     lines = [f"## {one['case'][:1].upper()}{one['case'][1:]}", "", "```text", one["statement"]]
-    lines += ["```", "", *_head("", "", ">ms", ">insum is faster by", ">of the limit")]
+    title = "Places of the result, from above, and those of a factor that they take from"
+    lines += ["```", "", f"![{title}](pictures/{_pattern_name(one['case'])})", ""]
+    lines += [*_head("", "", ">ms", ">insum is faster by", ">of the limit")]
     for direction in ("forward", "forward+backward"):
         for (case, dtype), rows in grouped(section["rows"], direction).items():
             if case == one["case"]:
@@ -179,6 +184,44 @@ def gallery_picture(folder: Path = RESULTS) -> str:
     return bar_picture("Time of the best rival / time of insum (forward, log scale)", bars)
 
 
+def _pattern_name(case: str) -> str:
+    return f"pattern-{re.sub(r'[^a-z0-9]+', '-', case.lower()).strip('-')}.svg"
+
+
+def pattern_pictures(folder: Path = RESULTS) -> dict[Path, str]:
+    """By file, the pattern of each statement of the gallery."""
+    written = json.loads((folder / "gallery_kernels.json").read_text(encoding="utf-8"))
+    return {
+        PICTURES / _pattern_name(one["case"]): pattern_picture(one["statement"], one["pattern"])
+        for one in written["kernels"]
+    }
+
+
+def pattern_picture(statement: str, panels: list[dict[str, Any]]) -> str:
+    """Panels beside each other, each as large as any other, in colours as `bar_picture` has."""
+    side, left, gap = 144, 26, 40
+    text = 'font-family="sans-serif" font-size="12" fill="#808080"'
+    wide = left + (side + gap) * len(panels)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{wide}" height="{side + 40}" '
+        f'viewBox="0 0 {wide} {side + 40}" '
+        f'role="img" aria-label="The pattern of {html.escape(statement)}">',
+    ]
+    for number, panel in enumerate(panels):
+        x, (high, width) = left + (side + gap) * number, panel["size"]
+        runs = [tuple(map(int, run.split(","))) for run in panel["runs"].split()]
+        path = "".join(f"M{column} {row}h{n}v1h-{n}z" for row, column, n in runs)
+        scale = f"translate({x} 20) scale({side / width:.4f} {side / high:.4f})"
+        lines += [
+            f'<text x="{x}" y="13" {text}>{html.escape(panel["columns"])}</text>',
+            f'<text transform="translate({x - 8} {20 + side}) rotate(-90)" {text}>'
+            f"{html.escape(panel['rows'])}</text>",
+            f'<path transform="{scale}" d="{path}" fill="#2a9d8f"/>',
+            f'<rect x="{x}" y="20" width="{side}" height="{side}" fill="none" stroke="#808080"/>',
+        ]
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
 def bar_picture(title: str, bars: list[tuple[str, str, float]]) -> str:
     """Horizontal bars from 1, to the right where we are faster; no fonts, no scripts, and colours
     that can be read on white and on black.
@@ -213,7 +256,7 @@ def applications_picture(folder: Path = RESULTS) -> str:
     result = json.loads((folder / "bench.json").read_text(encoding="utf-8"))
     bars = []
     for section in result["sections"]:
-        if section["benchmark"] in ("ablation", "compilers"):
+        if section["benchmark"] in STAGES:
             continue
         ratios: dict[str, list[float]] = {}
         for rows in grouped(section["rows"], "forward").values():
@@ -474,29 +517,16 @@ def _model_lines(rows: list[Row]) -> list[str]:
 def bench_table(result: dict[str, Any]) -> list[str]:
     """How often insum is ahead of each rival and by how much; ablation and compilers row by row."""
     sections = {s["benchmark"]: s for s in result["sections"]}
-    compared = [s for name, s in sections.items() if name not in ("ablation", "compilers")]
+    compared = [s for name, s in sections.items() if name not in STAGES]
     lines = _about(result["sections"])
     lines += [
         *_head("application", "against", "", ">insum is faster in", ">least", ">median", ">most"),
     ]
     lines += [line for s in compared for line in ratio_lines(s)]
     lines += ["", "Every case, with its times: [docs/results.md](docs/results.md)."]
-    if "ablation" in sections:
-        lines += [
-            "",
-            "What each technique contributes (each line has what those before it have):",
-            "",
-            *_head("stage", ">ms", ">times as fast"),
-        ]
-        lines += ablation_lines(sections["ablation"])
-    if "compilers" in sections:
-        lines += [
-            "",
-            "From one line to a result:",
-            "",
-            *_head("application", "route", ">first call s", ">run ms"),
-        ]
-        lines += compiler_lines(sections["compilers"])
+    for name, make in STAGES.items():
+        if name in sections:
+            lines += ["", *make(sections[name])]
     missing = [f"{m['name']} ({s['title']})" for s in result["sections"] for m in s["missing"]]
     lines += (
         ["", "Not measured there: " + ", ".join(dict.fromkeys(missing)) + "."] if missing else []
@@ -508,13 +538,11 @@ def case_lines(result: dict[str, Any]) -> list[str]:
     """Forward, and forward and backward together, case by case."""
     lines = ["## Applications", "", *_about(result["sections"])]
     for section in result["sections"]:
-        if section["benchmark"] in ("ablation", "compilers"):
+        lines += [f"### {section['title']}", ""]
+        if section["benchmark"] in STAGES:
+            lines += [*STAGES[section["benchmark"]](section), ""]
             continue
-        lines += [
-            f"### {section['title']}",
-            "",
-            *_head(*TIMES),
-        ]
+        lines += _head(*TIMES)
         lines += [*time_lines(section, "forward"), *time_lines(section, "forward+backward"), ""]
         lines += [note + "\n" for note in section.get("notes", [])]
     return [*lines, f"Made by {_commands(result)}."]
@@ -622,7 +650,12 @@ def ratio_lines(section: dict[str, Any]) -> list[str]:
 def ablation_lines(section: dict[str, Any]) -> list[str]:
     rows = [r for r in section["rows"] if r["milliseconds"]]
     base = next((r["milliseconds"] for r in rows if r["contender"] == section["baseline"]), None)
-    return [f"| {r['contender']} | {r['milliseconds']:.3f} | {_times(base, r)} |" for r in rows]
+    return [
+        "What each technique contributes (each line has what those before it have):",
+        "",
+        *_head("stage", ">ms", ">times as fast"),
+        *(f"| {r['contender']} | {r['milliseconds']:.3f} | {_times(base, r)} |" for r in rows),
+    ]
 
 
 def _times(base: float | None, row: Row) -> str:
@@ -630,11 +663,21 @@ def _times(base: float | None, row: Row) -> str:
 
 
 def compiler_lines(section: dict[str, Any]) -> list[str]:
+    rows = [r for r in section["rows"] if r["milliseconds"]]
     return [
-        f"| {r['case']} | {r['contender']} | {r['first_call_s']:.2f} | {r['milliseconds']:.3f} |"
-        for r in section["rows"]
-        if r["milliseconds"]
+        "From one line to a result:",
+        "",
+        *_head("application", "route", ">first call s", ">run ms"),
+        *(
+            f"| {r['case']} | {r['contender']} | {r['first_call_s']:.2f} "
+            f"| {r['milliseconds']:.3f} |"
+            for r in rows
+        ),
     ]
+
+
+#: Sections that are shown row by row, in the README too.
+STAGES = {"ablation": ablation_lines, "compilers": compiler_lines}
 
 
 # --- of programs, searches and calls --------------------------------------------------------------
@@ -816,6 +859,7 @@ def main() -> None:
         PAGE: page(),
         GALLERY: gallery_page(),
         PICTURES / "gallery.svg": gallery_picture(),
+        **pattern_pictures(),
         PICTURES / "applications.svg": applications_picture(),
     }
     if arguments.check:

@@ -42,24 +42,26 @@ def launches(look: inspection.Look) -> list[BoundLaunch]:
 
 
 def names(look: inspection.Look) -> list[str]:
-    return [one.launch.kernel.name for one in launches(look)]
+    """Of its kernels, what they do beside the statement."""
+    found = [one.launch.kernel.name.split("__")[-1] for one in launches(look)]
+    return [name if name.startswith("copies") else "product" for name in found]
 
 
 @pytest.mark.parametrize("channels", [(128, 72), (120, 128), (40, 40), (64, 24), (100, 100)])
 def test_what_fills_no_tile_is_copied(channels: tuple[int, int]) -> None:
-    assert names(look(*channels)) == ["insum_fit", "insum_kernel"]
+    assert names(look(*channels)) == ["copies_w", "product"]
 
 
 @pytest.mark.parametrize("channels", [(128, 128), (64, 32), (48, 64)])
 def test_what_fills_tiles_is_not(channels: tuple[int, int]) -> None:
-    assert names(look(*channels)) == ["insum_kernel"]
+    assert names(look(*channels)) == ["product"]
 
 
 def test_what_is_not_worth_it() -> None:
     few = look(120, 72, voxels=1000)
     wide = look(120, 72, dtype=torch.float32)
     large = look(1000, 1000, matrices=8)
-    assert all(names(one) == ["insum_kernel"] for one in (few, wide, large))
+    assert all(names(one) == ["product"] for one in (few, wide, large))
 
 
 def test_a_config_decides() -> None:
@@ -77,7 +79,7 @@ def test_explain_tells() -> None:
     assert not isinstance(program, Refusal)
     told = inspection.told(one, program)
     assert "w is copied first, in 128 rows of 128, which tiles read unmasked" in told
-    assert "<fitted>[" in told and "def insum_fit(" in told
+    assert "<fitted>[" in told and "__copies_w(" in told
 
 
 def test_the_copy_is_bounded() -> None:
@@ -99,7 +101,8 @@ def test_no_mask_takes_registers() -> None:
                 warps=config.warps,
                 stages=config.stages,
             )
-            registers[channels, one.launch.kernel.name] = found.registers
+            copies = "copies" in one.launch.kernel.name
+            registers[channels, copies] = found.registers
             assert not found.stack
-    assert registers[(120, 120), "insum_kernel"] < registers[(128, 128), "insum_kernel"]
-    assert registers[(120, 120), "insum_fit"] <= 64
+    assert registers[(120, 120), False] < registers[(128, 128), False]
+    assert registers[(120, 120), True] <= 64

@@ -316,6 +316,10 @@ def test_a_fake_tensor_beside_others() -> None:
     assert isinstance(error, insum.DeviceError)
     assert error.fact == "x is a fake tensor, but w is none"
     assert "all tensors of one FakeTensorMode" in error.expected
+    with FakeTensorMode():
+        other = ones(3)
+    error = error_of(lambda: insum.insum("y[i] = x[i] * w[i]", x=fake, w=other))
+    assert error.fact == "x and w are fake tensors of two modes"
 
 
 def test_a_gradient_beside_a_tensor_of_inference_mode() -> None:

@@ -8,8 +8,12 @@ import pytest
 import torch
 
 import insum
+from insum.distributed import plan
 from insum.formats import COO, GroupCOO, suggest
+from insum.formats.tune import TunedFormat
 from insum.fusion.report import Failed, Fused, Left, Once, Report
+from insum.nn.swapping import Replacement, Swapped
+from insum.search import TriedChoice, Tuned
 
 X = torch.ones(4, 4)
 
@@ -29,6 +33,11 @@ def test_every_result_object_has_html() -> None:
         insum.explain("y[i] = A[i,j]", A=X),
         insum.explain("y[i] = A[i,j]", A=COO.from_dense(X)),
         insum.nn.sparsify(torch.nn.Sequential(torch.nn.Linear(8, 8)), 0.5, rows=8),
+        insum.tune("y[i] = A[i,j]", A=X),
+        Tuned("y", (), 1.0, 2.0, (TriedChoice((insum.Config(),), 1.0, "<gathered>"),)),
+        TunedFormat(COO.from_dense(X), 1, {1: 2.0, 0: 3.0}, 1.5),
+        Swapped((Replacement("a", "o3.Linear", "Linear"),), (("b", "it is <gathered>"),)),
+        plan(COO.from_dense(X), 2),
     ]
     for thing in things:
         text = thing._repr_html_()
@@ -43,6 +52,17 @@ def test_kernels_are_shown_without_a_gpu(A: Any) -> None:
     page = insum.explain("C[m,n] = A[m,k] * B[k,n]", A=A, B=X, gpu="sm_90")
     assert "@triton.jit" in str(page) and "model" in str(page)
     assert "@triton.jit" not in str(insum.explain("C[m,n] = A[m,k] * B[k,n]", A=A, B=X))
+
+
+def test_profilers_show_statements() -> None:
+    """Of a call, of the statements derived from it, and of a kernel; nobody else pays for it."""
+    x = torch.ones(3, requires_grad=True)
+    with torch.profiler.profile() as profile:
+        insum.insum("y[i] = A[i,j] * x[j]", A=X[:, :3], x=x).sum().backward()
+    names = [e.name for e in profile.events() if e.name.startswith("insum: ")]
+    assert names == ["insum: y[i] = A[i,j] * x[j]", "insum: dx[j] += dy[i] * A[i,j]"]
+    page = str(insum.explain("y[i] = A[i,j] * x[j]", A=X, x=X[0], gpu="sm_90"))
+    assert "def insum_y_i__A_i_j__x_j(" in page
 
 
 def test_gpus_that_are_none() -> None:

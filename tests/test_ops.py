@@ -466,6 +466,21 @@ def test_autocast(dtype: torch.dtype) -> None:
     torch.testing.assert_close(result, insum.insum(PRODUCT, out_shape=(4, 5), **lowered))
 
 
+def test_autocast_inside_of_transforms() -> None:
+    """One item of a batch has the dtype of a call by itself."""
+    A, x = torch.randn(3, 4), torch.randn(5, 4)
+
+    def product(x: Tensor) -> Tensor:
+        return insum.insum("y[i] = A[i,k] * x[k]", A=A, x=x)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        batch = torch.vmap(product)(x)
+        assert batch.dtype == torch.bfloat16
+        torch.testing.assert_close(batch, torch.stack([product(one) for one in x]))
+        slopes = torch.vmap(torch.func.grad(lambda one: product(one).sum()))(x)
+    assert slopes.dtype == torch.float32
+
+
 def test_autocast_takes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """And so does the backward pass, whose rules are kept."""
     values = tensors(gradient=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -90,7 +92,21 @@ def test_the_gallery_has_the_line_the_times_and_the_kernel() -> None:
     text = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")
     assert text.count("\n## ") >= 24 and text.count("@triton.jit") >= 24
     assert "Y[p,n] = X[tok[p],k] * W[e[p],k,n]" in text and "| torch._grouped_mm |" in text
+    pictures = re.findall(r"\((pictures/pattern-[^)]+)\)", text)
+    assert len(pictures) == text.count("\n## ")
+    for name in pictures:
+        picture = ElementTree.parse(ROOT / "docs" / name)
+        assert picture.findall(".//{*}path") and picture.findall(".//{*}text"), name
     for name in ("gallery", "applications"):
         picture = (ROOT / "docs" / "pictures" / f"{name}.svg").read_text(encoding="utf-8")
         ElementTree.fromstring(picture)
         assert picture.count("<rect") > 8
+
+
+def test_figures_are_what_the_library_makes() -> None:
+    """Those of docs/how-it-works.md, by ``python docs/figures.py``."""
+    drawn = runpy.run_path(str(ROOT / "docs" / "figures.py"))["figures"]()
+    page = (ROOT / "docs" / "how-it-works.md").read_text(encoding="utf-8")
+    for name, picture in drawn.items():
+        assert (ROOT / "docs" / "pictures" / name).read_text(encoding="utf-8") == picture, name
+        assert f"pictures/{name}" in page

@@ -236,6 +236,14 @@ def _refuse_strangers(request: Request, tensors: dict[str, Value]) -> None:
     if any(map(odd_tensor, given.values())):
         request.bind(tensors)  # which says what is wrong
     fake = [name for name, value in given.items() if is_fake(value)]
+    modes = {id(given[name].fake_mode): name for name in fake}  # type: ignore[attr-defined]
+    if len(modes) > 1:
+        first, second, *_ = modes.values()
+        raise DeviceError(
+            f"{first} and {second} are fake tensors of two modes",
+            statement=request.statement,
+            expected="all tensors of one FakeTensorMode, or none",
+        )
     if fake and len(fake) < len(given) and not is_intercepted():
         other = next(name for name in given if name not in fake)
         raise DeviceError(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from insum import memory
 from insum.bounded import is_first, keep
-from insum.compat.calls import is_undisturbed, kinds_guard, modes_now
+from insum.compat.calls import is_profiled, is_undisturbed, kinds_guard, modes_now
 from insum.errors import NotFusedError
 from insum.graph import lower
 from insum.lang.bind import Problem, Value
@@ -445,10 +445,15 @@ class BoundCall:
 
     # --- running ---
 
-    def run(self, mode: str, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
+    def run(
+        self, mode: str, values: Mapping[str, Value], target: Tensor | None, named: bool = False
+    ) -> Tensor:
         """Run generated kernels where there are some, else the graph. ``mode``: ``new``, ``from``
-        (a given value), ``into`` (in place).
+        (a given value), ``into`` (in place). ``named``: profilers have been told the statement.
         """
+        if is_profiled() and not named:
+            with torch.profiler.record_function(f"insum: {self.prepared.form.statement}"):
+                return self.run(mode, values, target, True)
         if self.prepared.orderable:
             stages = self.staged(values, in_place=mode == "into")
             if stages:

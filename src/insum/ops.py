@@ -251,6 +251,10 @@ def differentiable(call: BoundCall, initial: Tensor | None, values: Mapping[str,
 
 
 def _transformed(request: Request, initial: Tensor | None, values: Mapping[str, Value]) -> Tensor:
+    if autocasts():  # here: a batched statement is asked for the dtype of one item's result
+        lower = lowered(request.statement, values)
+        with without_autocast():
+            return _transformed(request, initial, lower)
     spec, tensors = _apart(request, None, values)
     result: Tensor = _Differentiable.apply(spec, initial, *tensors)  # type: ignore[no-untyped-call]
     return result

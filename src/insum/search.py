@@ -23,6 +23,7 @@ from torch import Tensor
 from insum.errors import SettingsError, UnsupportedError
 from insum.inspection import Look
 from insum.lang.bind import Problem, Value
+from insum.notebook import table
 from insum.plan import cost, space
 from insum.plan.config import Choice, Config, shown
 from insum.plan.draft import CannotFuse, Planned, Wishes
@@ -101,6 +102,12 @@ class Tuned:
             f"({self.speedup:.2f} times)"
         )
         return f"insum: {self.statement!r}: {times}, {len(self.trials)} configs tried{config}"
+
+    def _repr_html_(self) -> str:
+        """What was tried, the fastest first."""
+        tried = sorted(self.trials, key=lambda one: one.microseconds)
+        rows = [(shown(one.choice), f"{one.microseconds:.1f}", one.note) for one in tried]
+        return table(("config", "µs", ""), rows, str(self))
 
 
 # --- what is called -------------------------------------------------------------------------------

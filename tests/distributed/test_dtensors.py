@@ -22,6 +22,7 @@ from torch.distributed.tensor import (
     Placement,
     Replicate,
     Shard,
+    distribute_module,
     distribute_tensor,
 )
 from torch.distributed.tensor.experimental import implicit_replication
@@ -33,7 +34,7 @@ from insum.distributed import SparseColwise
 from insum.distributed.placements import ways
 from insum.lang.expr import tensors_of
 from insum.lang.parser import parse
-from insum.nn import BlockSparseLinear
+from insum.nn import BlockSparseLinear, GraphConv, SparseLinear
 from insum.request import request_of
 from insum.testing import draw_cases
 
@@ -200,6 +201,23 @@ def test_styles_refuse_what_they_cannot_cut(mesh: DeviceMesh) -> None:
     layer = BlockSparseLinear.from_dense(torch.nn.Linear(8, 6), density=0.5, block_shape=2)
     with pytest.raises(insum.FormatError, match="which blocks of 2 do not divide"):
         SparseColwise()._apply(layer, mesh)
+
+
+def test_layers_that_every_rank_has(mesh: DeviceMesh) -> None:
+    """Sparse weights and their bias are on every rank; dense ones have to be told so."""
+    x = distribute_tensor(torch.randn(4, 8), mesh, [S(0)])
+    layer = SparseLinear.from_dense(torch.nn.Linear(8, 6), density=0.5)
+    y: Any = layer(x)
+    assert y.placements == (S(0),)
+    torch.testing.assert_close(y.to_local(), layer(x.to_local()))
+    y.sum().backward()
+    assert type(layer.bias.grad) is Tensor and layer.bias.grad.shape == (6,)
+    edges = distribute_tensor(torch.tensor([[0, 1], [1, 2]]), mesh, [R])
+    graph = GraphConv(8, 3)
+    with pytest.raises(insum.DeviceError, match="a DTensor was passed to a layer whose") as found:
+        graph(x, edges)
+    assert "distribute_module(layer, mesh)" in str(found.value)
+    assert isinstance(distribute_module(graph, mesh)(x, edges), DTensor)
 
 
 def test_promises_are_of_the_part_that_lies_here(mesh: DeviceMesh) -> None:

@@ -96,6 +96,7 @@ def test_explained(mesh: DeviceMesh) -> None:
     found = explain(A, columns=8)
     assert found.rows_exchanged == 0 and "nothing travels" in str(found)
     assert A.traffic[0].own == A.nnz == 4 and A.row_range == range(4)
+    assert "<td>4</td>" in found._repr_html_() and "<td>own</td>" in A._repr_html_()
 
 
 @pytest.mark.parametrize(

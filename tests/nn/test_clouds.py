@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import insum
+from insum.bounded import say_again
 from insum.nn import (
     GlobalPool,
     SparseAvgPool2d,
@@ -324,6 +325,14 @@ def test_weights_of_spconv(layout: str, ndim: int) -> None:
     load_spconv(model, state, layout=layout)
     _check_marked(model["a"])
     assert "indice_key='a'" in repr(model)
+
+
+def test_keys_of_spconv_are_told_to_have_no_effect() -> None:
+    say_again()
+    with pytest.warns(UserWarning, match="indice_key has no effect.*like=") as told:
+        for _ in range(2):
+            SparseConv3d(2, 3, 3, indice_key="a")
+    assert len(told) == 1 and told[0].filename == __file__
 
 
 def test_a_matrix_of_spconv() -> None:

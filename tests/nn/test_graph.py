@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import insum
-from insum.nn import GCNConv, GraphConv, RelationalConv, adjacency, gcn_norm
+from insum.nn import GCNConv, GraphConv, RelationalConv, SAGEConv, adjacency, gcn_norm
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +60,45 @@ def test_graph_conv_is_pygs(pyg: Any, aggr: str, out: int, weighted: bool) -> No
         edge_index,
         *([weight] if weighted else []),
     )
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"aggr": "max"},
+        {"aggr": "sum", "root_weight": False, "bias": False},
+        {"normalize": True, "project": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("out", [3, 8], ids=["narrower", "wider"])
+def test_sage_conv_is_pygs(pyg: Any, options: dict[str, Any], out: int) -> None:
+    edge_index, _, x = graph()
+    mine, other = SAGEConv(5, out, **options).double(), pyg.SAGEConv(5, out, **options).double()
+    compare(mine, other, x, edge_index)
+    pair = SAGEConv((5, 2), out, **options).double(), pyg.SAGEConv((5, 2), out, **options).double()
+    pair[0].load_state_dict(pair[1].state_dict())
+    targets = torch.randn(11, 2, dtype=torch.float64)
+    mine_of, other_of = (one((x, targets), edge_index) for one in pair)
+    assert_close(mine_of, other_of)
+    mine_of, other_of = (one((x, None), edge_index, size=(9, 11)) for one in pair)
+    assert_close(mine_of, other_of)
+
+
+def test_sage_conv_on_matrices_and_lazily() -> None:
+    edge_index, _, x = graph()
+    edge_index = edge_index.unique(dim=1)
+    layer = SAGEConv(-1, 3).double()
+    with pytest.raises(insum.InsumError):
+        layer(x, edge_index + 100)
+    assert "Lazy" in str(layer)
+    want = layer(x, edge_index)
+    assert_close(layer(x, adjacency(edge_index, num_nodes=9)), want)
+    layer.reset_parameters()
+    assert not torch.allclose(layer(x, edge_index), want)
+    with pytest.raises(insum.UnsupportedError, match="how many features a source has"):
+        SAGEConv(-1, 3, project=True)
 
 
 @pytest.mark.parametrize(

@@ -431,6 +431,13 @@ def test_message(name: str) -> None:
     assert text in str(caught.value)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_scripting_is_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), GraphConv(3, 2))
+    with pytest.raises(insum.UnsupportedError, match="TorchScript cannot compile GraphConv"):
+        torch.jit.script(model)
+
+
 def test_a_failed_call_leaves_the_layer_usable() -> None:
     layer = GraphConv(3, 2)
     with pytest.raises(insum.IndexRangeError):

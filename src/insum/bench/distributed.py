@@ -30,7 +30,7 @@ from insum.bench.measure import clock, once
 from insum.bench.study import Study
 from insum.distributed import partition, plan
 from insum.distributed.cuts import lengths
-from insum.distributed.dividing import cuts_of, spec_of
+from insum.distributed.division import cuts_of, spec_of
 from insum.distributed.needs import Places, planned
 from insum.formats import COO, GroupCOO
 

@@ -373,7 +373,8 @@ def gathers(options: BenchOptions) -> Iterator[Exhibit]:
         leaves=("E", "w"),
     )
     pages, length = _sizes(options, 4096, 256)
-    table = torch.randperm(pages, device=options.device)[: 32 * (length // 16)].view(32, -1).int()
+    each = max(1, length // 16)
+    table = torch.randperm(pages, device=options.device)[: 32 * each].view(32, -1).int()
     yield Exhibit(
         "paged scores",
         "S[b,h,t,s] = Q[b,h,d] * K[page[b,t],s,h,d]",

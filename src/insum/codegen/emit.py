@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from insum.codegen.arguments import CALL, FLAGS, Argument, Count, Passed, Pointer, annotation
 from insum.codegen.contract import Contract
-from insum.codegen.frame import AFTER, Frame, Kernel, Shape
+from insum.codegen.frame import AFTER, Frame, Kernel, Shape, kernel_name
 from insum.codegen.functions import prelude
 from insum.codegen.output import Output
 from insum.codegen.reads import Reads
@@ -27,11 +27,12 @@ def emit(
     *,
     prefetch: bool = True,
     lazy: bool = True,
-    name: str = "insum_kernel",
+    suffix: str = "",
 ) -> Kernel:
     """Source text of the kernel for a plan: readable, with the block shape of every tile beside its
-    line.
+    line. ``suffix`` tells it from others of the same statement.
     """
+    name = kernel_name(plan.statement, suffix)
     return Emitter(Frame(plan, config, shape, prefetch, lazy)).kernel(name)
 
 

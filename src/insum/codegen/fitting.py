@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from insum.codegen.arguments import Argument, ExtentArgument, Length, Pointer, Stride
 from insum.codegen.emit import signature
-from insum.codegen.frame import Kernel
+from insum.codegen.frame import Kernel, kernel_name
 from insum.lang.expr import Access
 from insum.plan.fitting import Fit
 from insum.plan.plan import Plan
@@ -25,7 +25,9 @@ def rows_at_once(fit: Fit) -> int:
 
 def emit_fitting(plan: Plan, fit: Fit, units: dict[str, int]) -> Kernel:
     """Copies a factor; ``units``: in which extents are passed."""
-    return _Writer(plan, fit, units).kernel("insum_fit")
+    return _Writer(plan, fit, units).kernel(
+        kernel_name(plan.statement, f"copies_{fit.tensor}"[:20])
+    )
 
 
 class _Writer:

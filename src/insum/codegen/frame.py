@@ -9,6 +9,7 @@ construction.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -25,6 +26,8 @@ AFTER = 3
 #: _size, _number, _i, _v1), which names of our own never have, so that no spelling of a statement
 #: can collide with them.
 REGISTERS = "<registers>"
+#: Characters of a kernel's name, so that files and profilers can show it.
+LONGEST_NAME = 72
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,20 @@ class Kernel:
     name: str
     source: str
     arguments: tuple[Argument, ...]
+
+
+def kernel_name(statement: str, suffix: str = "") -> str:
+    """What profilers and error messages show of a kernel: its statement, in letters. Two
+    underscores, which are always there, keep it apart from functions that kernels call.
+
+    >>> kernel_name("C[AM[p],n] += AV[p] * B[AK[p],n]")
+    'insum_C_AM_p_n__AV_p__B_AK_p_n'
+    >>> kernel_name("y[r[e]] max= x[c[e]] - 1", "pieces")
+    'insum_y_r_e_max__x_c_e__1__pieces'
+    """
+    parts = [re.sub(r"\W+", "_", part).strip("_") for part in re.split(r"[-+*/=<>]+", statement)]
+    name = "__".join(parts)[: LONGEST_NAME - len("insum___") - len(suffix)].rstrip("_")
+    return "__".join([f"insum_{name}", suffix] if suffix else [f"insum_{name}"])
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 from insum.codegen.arguments import Pointer
 from insum.codegen.emit import Emitter
-from insum.codegen.frame import AFTER, Frame, Kernel, Shape
+from insum.codegen.frame import AFTER, Frame, Kernel, Shape, kernel_name
 from insum.codegen.values import Val, combine, union
 from insum.lang.expr import Access, Expr, Number, variables
 from insum.plan.config import Config
@@ -45,7 +45,6 @@ def emit_unrolled(
     config: Config,
     shape: Shape,
     extents: Mapping[str, int],
-    name: str = "insum_kernel",
 ) -> Kernel:
     """The kernel for a plan with a pattern."""
     roles = plan.roles
@@ -56,7 +55,7 @@ def emit_unrolled(
         for u in UNROLL
         if u == 1 or not roles.loops or multiple % u == 0 and u * points <= MOST_LINES
     )
-    return _Unrolled(Frame(plan, config, shape)).unrolled(name, unroll)
+    return _Unrolled(Frame(plan, config, shape)).unrolled(kernel_name(plan.statement), unroll)
 
 
 def parts(plan: Plan) -> list[Plan]:

@@ -87,6 +87,10 @@ def is_undisturbed() -> bool:
     )
 
 
+#: Whether a profiler of torch's listens, NVTX ranges among them.
+is_profiled: Callable[[], bool] = getattr(torch.autograd, "_profiler_enabled", lambda: False)
+
+
 def is_intercepted() -> bool:
     """Whether a mode of torch's sees every op, as that of fake tensors does."""
     return _probed is None or torch.compiler.is_compiling() or _probed[0]() > 0

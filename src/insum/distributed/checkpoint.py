@@ -17,18 +17,11 @@ from torch import Tensor
 
 from insum.accepted import Accepted, takes
 from insum.distributed.agreement import gathered
+from insum.distributed.assembling import assembled
 from insum.distributed.cuts import Cuts, owners
-from insum.distributed.dividing import (
-    MESH,
-    PARTITION,
-    PartitionSpec,
-    UnitCuts,
-    assembled,
-    cuts_of,
-    sent_to,
-    spec_of,
-)
+from insum.distributed.division import MESH, PARTITION, PartitionSpec, UnitCuts, cuts_of, spec_of
 from insum.distributed.partitioned import Partitioned
+from insum.distributed.transfers import sent_to
 from insum.errors import FormatError, RankError
 from insum.formats import FORMATS
 from insum.formats import entries as E

@@ -9,20 +9,21 @@ import torch
 
 from insum.accepted import DTYPE, SIZE, TEXT, takes
 from insum.distributed.cuts import Cuts, lengths, owners
-from insum.distributed.dividing import (
+from insum.distributed.division import (
     ORDER,
     PARTITION,
     Balance,
     Send,
     check_choices,
     cuts_of,
-    ordered_entries,
     spec_of,
 )
 from insum.distributed.needs import RankPlan, planned
 from insum.distributed.partitioned import Partitioned, RankTraffic
+from insum.distributed.renumbering import ordered_entries
 from insum.formats import SparseFormat
 from insum.formats.convert import FORMAT
+from insum.notebook import table
 
 
 @dataclass(frozen=True, repr=False)
@@ -102,6 +103,19 @@ class PartitionExplanation:
         ]
 
     __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        names = "rows", "entries", "own", "far", "out", "rows_in", "sums_in"
+        rows = [
+            (
+                number,
+                *(f"{getattr(rank, name):,}" for name in names),
+                f"{self.bytes_received(number) / 1e6:.2f}",
+            )
+            for number, rank in enumerate(self.ranks)
+        ]
+        head = ("rank", *(name.replace("_", " ") for name in names), "MB in")
+        return table(head, rows, ". ".join([*str(self).splitlines()[:2], *self._overlap()]))
 
 
 @takes(A=PARTITION, columns=SIZE, dtype=DTYPE.optional)

@@ -17,6 +17,7 @@ from insum.distributed.joined import JoinedPattern, joined_pattern
 from insum.errors import BindingError, DeviceError, FormatError
 from insum.formats import COO, SparseFormat
 from insum.formats.operands import StatementOwner
+from insum.notebook import table
 from insum.plan.path import Optimize
 
 if TYPE_CHECKING:
@@ -314,6 +315,11 @@ class Partitioned(StatementOwner):
             f"{len(self.row_cuts) - 1}: rows {held.start} to {held.stop}, {self.nnz} entries, "
             f"{self.columns.taken} rows come, {self.rows.taken} sums go)"
         )
+
+    def _repr_html_(self) -> str:
+        parts = {"own": self.own, "far": self.far, "out": self.out}
+        rows = [(name, repr(part)) for name, part in parts.items()]
+        return table(("entries", "format"), rows, repr(self))
 
 
 def joined_matrix(A: Partitioned) -> COO:

@@ -79,7 +79,7 @@ def _refuse_bool(what: str, *operands: SparseFormat | Tensor) -> None:
 
 
 def scaled(x: SparseFormat, other: Any, function: Callable[[Any, Any], Any]) -> SparseFormat:
-    """Times or divided by a number, a dense tensor that broadcasts, or a format of one pattern."""
+    """Times or divided by a number or a dense tensor that broadcasts, or times a format."""
     _check_other(x, other)
     if _is_scalar(other):
         return mapped_values(x, lambda values: function(values, other))
@@ -91,14 +91,34 @@ def scaled(x: SparseFormat, other: Any, function: Callable[[Any, Any], Any]) -> 
             remedy="A.with_values(A.values / B.values), where both have one pattern",
         )
     if not same_pattern(x, other):
-        raise UnsupportedError(
-            f"two sparse tensors of different patterns are multiplied: {x!r} and {other!r}",
-            expected="one pattern",
-            remedy="one of them as a dense tensor: A * B.to_dense()",
-        )
+        return _where_both(x, other)
     if x.values is None or other.values is None:
         return x if other.values is None else x.with_values(other.values)
     return x.with_values(x.values * other.values)
+
+
+def _where_both(x: SparseFormat, other: SparseFormat) -> SparseFormat:
+    """The product over the entries that both have, in the format of the first."""
+    options, a, b = x._same_options(), _elements(x), _elements(other)
+    assert a.values is not None and b.values is not None
+    coords = tuple(torch.cat([p.long(), q.long()]) for p, q in zip(a.coords, b.coords))
+    sorting = E.argsort(coords, x.shape, tuple(range(x.ndim)))
+    first, second = sorting[:-1], sorting[1:]
+    met = torch.ones_like(first, dtype=torch.bool)
+    for c in coords:  # each has an entry once: who meets is one of either
+        met &= c[first] == c[second]
+    mine = torch.minimum(first[met], second[met])
+    theirs = torch.maximum(first[met], second[met]) - a.values.shape[0]
+    values = a.values[mine] * b.values[theirs]
+    shared = [c[mine] for c in coords]
+    order = type(x)._order(x.ndim, **options)
+    return type(x)._build(E.collect(shared, values, x.shape, order=order), **options)
+
+
+def _elements(x: SparseFormat) -> E.Entries:
+    """Every stored element with its value, 1 where there are none."""
+    held = x.with_values(x.ones()) if x.values is None else x
+    return E.to_elements(held.entries(), stored=True)
 
 
 def _product(x: SparseFormat, other: Tensor) -> SparseFormat:
@@ -166,10 +186,7 @@ def added(x: SparseFormat, other: Any, sign: int = 1) -> SparseFormat | Tensor:
         _refuse_bool("is subtracted", mine, theirs)
     if same_pattern(x, other):
         return x.with_values(mine + theirs if sign > 0 else mine - theirs)
-    a, b = (
-        E.to_elements(one.entries(), stored=True)
-        for one in (x.with_values(mine), other.with_values(theirs))
-    )
+    a, b = _elements(x), _elements(other)
     assert a.values is not None and b.values is not None
     dtype = torch.promote_types(a.values.dtype, b.values.dtype)
     coords = [torch.cat([p.long(), q.long()]) for p, q in zip(a.coords, b.coords)]

@@ -26,6 +26,7 @@ from insum.formats.groupsize import (
     estimate_group_size,
     suggested_group_size,
 )
+from insum.notebook import table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -118,28 +119,23 @@ class Suggestion:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        def row(cells: Sequence[object], tag: str = "td") -> str:
-            return f"<tr>{''.join(f'<{tag}>{html.escape(str(c))}</{tag}>' for c in cells)}</tr>"
-
         def options(held: dict[str, Any]) -> str:
             return ", ".join(f"{k}={v!r}" for k, v in held.items())
 
         rows = [
-            row(
-                (
-                    f"{one.format}({options(one.options)})",
-                    f"{one.stored:,}",
-                    f"{one.padding:.1%}",
-                    f"{one.accesses:,}",
-                    f"{one.nbytes:,}",
-                )
+            (
+                f"{one.format}({options(one.options)})",
+                f"{one.stored:,}",
+                f"{one.padding:.1%}",
+                f"{one.accesses:,}",
+                f"{one.nbytes:,}",
             )
             for one in self.candidates
         ]
-        head = row(("candidate", "stored", "padding", "accesses", "bytes"), "th")
+        shown = table(("candidate", "stored", "padding", "accesses", "bytes"), rows)
         reasons = "".join(f"<li>{html.escape(reason)}</li>" for reason in self.reasons)
         chosen = html.escape(f"{self.format}({options(self.options)})")
-        return f"<p><b>{chosen}</b></p><ul>{reasons}</ul><table>{head}{''.join(rows)}</table>"
+        return f"<p><b>{chosen}</b></p><ul>{reasons}</ul>{shown}"
 
 
 SPARSE_ARRAY = Accepted("a sparse array of SciPy", lambda v: hasattr(v, "tocoo"))

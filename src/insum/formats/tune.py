@@ -20,6 +20,7 @@ from insum.formats.run import FormatCall, FormatOrValue, rewritten
 from insum.formats.table import NeighborTable
 from insum.lang.expr import tensors_of
 from insum.lang.parser import parse
+from insum.notebook import table
 from insum.runtime.timing import Timer, timer_for
 from insum.settings import settings
 
@@ -58,6 +59,10 @@ class TunedFormat:
         )
         found = f"group size {self.group_size}" if self.group_size else "table"
         return f"{found} (g* = {self.estimate:.1f}; µs by group size: {times})"
+
+    def _repr_html_(self) -> str:
+        rows = [(size or "table", f"{t:.1f}") for size, t in sorted(self.microseconds.items())]
+        return table(("group size", "µs"), rows, str(self).partition(";")[0] + ")")
 
 
 @explains(FormatError, A=FORMAT, effort=TEXT)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import os
 import re
 import sys
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from insum.notebook import table
 from insum.settings import settings
 
 
@@ -148,11 +148,7 @@ class Report:
             *(("left", one.where or one.root, one.why) for one in self.left),
             *(("failed", one.stage, one.why) for one in self.failed),
         ]
-        cells = "".join(
-            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in row)}</tr>" for row in rows
-        )
-        head = "<tr><th></th><th>where</th><th>what</th></tr>"
-        return f"<table>{head}{cells}</table>" if rows else "<p>nothing to fuse</p>"
+        return table(("", "where", "what"), rows) if rows else "<p>nothing to fuse</p>"
 
 
 def _at(where: str) -> str:

@@ -7,7 +7,7 @@
 - `sparsify`, `layouts`, `restore`: whole models made sparse, and made ready for a saved state
 - `spmm`, `sddmm`, beside cuSPARSE:
   ``C[m,n] = A[m,k] * B[k,n]``, ``S[m,n] = A[m,n] * X[m,k] * Y[k,n]``
-- `propagate`, `GraphConv`, `GCNConv`, beside PyG:
+- `propagate`, `GraphConv`, `SAGEConv`, `GCNConv`, beside PyG:
   ``Out[dst[e],f] = W[e] * X[src[e],f]``
 - `edge_softmax`, `graph_attention`, `GATConv`, beside PyG:
   ``Out[dst[e],h,c] = P[e,h] * X[src[e],h,c]``
@@ -31,12 +31,15 @@ Examples:
     torch.Size([5, 4])
 """
 
+from torch.nn import Module as _Module
+
 from insum.nn.attention import GATConv, edge_softmax, graph_attention
+from insum.nn.checks import refuse_scripting as _refuse_scripting
 from insum.nn.clouds import devoxelize, voxelize
 from insum.nn.conv import SparseConv1d, SparseConv2d, SparseConv3d, SparseConv4d
 from insum.nn.edges import gcn_norm
 from insum.nn.functional import adjacency, propagate, sddmm, spmm
-from insum.nn.graph import GCNConv, GraphConv, RelationalConv
+from insum.nn.graph import GCNConv, GraphConv, RelationalConv, SAGEConv
 from insum.nn.irreps import Irrep, Irreps
 from insum.nn.irreps_linear import Linear
 from insum.nn.linear import BlockSparseLinear, SparseLinear
@@ -83,6 +86,7 @@ __all__ = [
     "LayerReport",
     "Linear",
     "RelationalConv",
+    "SAGEConv",
     "SemiStructuredLinear",
     "SparseAvgPool1d",
     "SparseAvgPool2d",
@@ -131,3 +135,7 @@ __all__ = [
     "voxelize",
     "wigner_3j",
 ]
+
+for _layer in [globals()[_name] for _name in __all__]:
+    if isinstance(_layer, type) and issubclass(_layer, _Module):
+        _layer.__prepare_scriptable__ = _refuse_scripting  # type: ignore[attr-defined]

@@ -10,7 +10,8 @@ from torch import Tensor
 from insum import call
 from insum.accepted import COUNTS, TENSOR, Accepted, F, explains, is_common, require
 from insum.compat.calls import is_eager_call
-from insum.errors import BindingError, DeviceError, DtypeError
+from insum.compat.placed import is_placed
+from insum.errors import BindingError, DeviceError, DtypeError, UnsupportedError
 from insum.formats import SparseFormat
 from insum.formats.convert import FORMAT
 from insum.formats.operands import OWNER
@@ -25,10 +26,31 @@ PAIR = Accepted("a pair of them", lambda v: COUNTS.fits(v) and len(v) == 2)
 
 
 def layer_takes(**kinds: Accepted) -> Callable[[F], F]:
-    """The arguments of ``forward``, looked at where it fails: their kinds, then their dtypes beside
-    that of the layer's parameters.
+    """The arguments of ``forward``, looked at where it fails: their kinds, then where they are and
+    their dtypes, beside the layer's parameters.
     """
-    return explains(also=one_dtype, **kinds)
+    return explains(also=as_the_layer, **kinds)
+
+
+def refuse_scripting(layer: torch.nn.Module) -> torch.nn.Module:
+    """What `torch.jit.script` asks of a module first, as ``__prepare_scriptable__``."""
+    raise UnsupportedError(
+        f"TorchScript cannot compile {type(layer).__name__}",
+        expected="torch.compile or torch.export, which take every layer",
+        remedy="torch.export.export(model, example), then insum.export.package(program, path)",
+    )
+
+
+def as_the_layer(layer: torch.nn.Module, *arguments: object) -> None:
+    one_dtype(layer, *arguments)
+    own = list(layer.parameters())
+    if own and is_placed(_tensors_in(arguments)) and not is_placed(own):
+        raise DeviceError(
+            "a DTensor was passed to a layer whose parameters are none",
+            expected="parameters and features on one mesh",
+            remedy="torch.distributed.tensor.distribute_module(layer, mesh), after which every "
+            "rank has the layer; or x.to_local() and the layer's result as a part",
+        )
 
 
 def one_dtype(layer: torch.nn.Module, *arguments: object) -> None:

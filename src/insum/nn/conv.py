@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import insum
 from insum.accepted import COUNT, FLAG, SIZE, TENSOR, TEXT, Accepted, require, takes
+from insum.bounded import is_first
 from insum.compat.calls import PLAIN
 from insum.compat.placed import beside
 from insum.errors import BindingError, UnsupportedError
@@ -26,6 +28,11 @@ if TYPE_CHECKING:
 #: The dense layers in one to three dimensions; PyTorch has none in four.
 _DENSE = {1: (nn.Conv1d, nn.ConvTranspose1d), 2: (nn.Conv2d, nn.ConvTranspose2d),
           3: (nn.Conv3d, nn.ConvTranspose3d)}  # fmt: skip
+#: Said once.
+KEYS = (
+    "indice_key has no effect: layers find maps by coordinates and share them; the voxels of an "
+    "inverse convolution are given by like=, as in layer(x, like=y)"
+)
 #: What a layer that was made by one of these is made of.
 DenseConv = (
     nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -75,6 +82,8 @@ class SparseConv(SparseModule):
             )
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
         self.indice_key = indice_key
+        if indice_key is not None and is_first(KEYS):
+            warnings.warn(KEYS, stacklevel=3)
         made = geometry_of(
             self.ndim, kernel_size, stride, padding, dilation, output_padding, transposed
         )

@@ -130,6 +130,35 @@ def sized_by_success(forward: F) -> F:
     return cast(F, call)
 
 
+def _check_aggregation(aggr: str) -> None:
+    if aggr not in _REDUCTIONS:
+        raise UnsupportedError(
+            f"there is no aggregation {aggr!r}",
+            expected='"add" (or "sum"), "mean", "max" or "min"',
+        )
+
+
+def _both(channels: int | tuple[int, int]) -> tuple[int, int]:
+    """Features of sources and of targets."""
+    pair = channels if isinstance(channels, tuple | list) else (channels, channels)
+    return int(pair[0]), int(pair[1])
+
+
+def _aggregated_through(
+    linear: nn.Linear,
+    edge_index: Tensor | SparseFormat | StatementOwner,
+    x: Tensor,
+    weight: Tensor | None,
+    aggr: str,
+    nodes: int | None,
+) -> Tensor:
+    """``linear(aggregate(x))``; sums and means are taken on the narrower side of it."""
+    if linear.out_features >= linear.in_features or aggr in ("max", "min"):
+        return cast(Tensor, linear(propagate(edge_index, x, weight, aggr, nodes)))
+    out = propagate(edge_index, nn.functional.linear(x, linear.weight), weight, aggr, nodes)
+    return out if linear.bias is None else out + linear.bias
+
+
 class GraphConv(nn.Module):
     """``Y = aggregate(W[e] * X[src[e]]) @ lin_rel + X @ lin_root``, weight for weight
     `torch_geometric.nn.GraphConv`.
@@ -166,13 +195,8 @@ class GraphConv(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        if aggr not in _REDUCTIONS:
-            raise UnsupportedError(
-                f"there is no aggregation {aggr!r}",
-                expected='"add" (or "sum"), "mean", "max" or "min"',
-            )
-        both = in_channels if isinstance(in_channels, tuple | list) else (in_channels, in_channels)
-        source, target = map(int, both)
+        _check_aggregation(aggr)
+        source, target = _both(in_channels)
         self.in_channels, self.out_channels, self.aggr = in_channels, out_channels, aggr
         self.lin_rel = _linear(source, out_channels, bias=bias)
         self.lin_root = _linear(target, out_channels, bias=False)
@@ -208,18 +232,116 @@ class GraphConv(nn.Module):
             _materialise(self.lin_root, target)
         node_rows("x", source, self.lin_rel.in_features)
         nodes = _targets(size, source, num_nodes) if target is None else target.shape[0]
-        if self.out_channels < self.lin_rel.in_features and self.aggr not in ("max", "min"):
-            out = propagate(
-                edge_index,
-                nn.functional.linear(source, self.lin_rel.weight),
-                edge_weight,
-                self.aggr,
-                nodes,
-            )
-            out = out if self.lin_rel.bias is None else out + self.lin_rel.bias
-        else:
-            out = self.lin_rel(propagate(edge_index, source, edge_weight, self.aggr, nodes))
+        out = _aggregated_through(self.lin_rel, edge_index, source, edge_weight, self.aggr, nodes)
         return out if target is None else out + self.lin_root(target)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_channels}, {self.out_channels}, aggr={self.aggr!r}"
+
+
+class SAGEConv(nn.Module):
+    """``Y = aggregate(X[src[e]]) @ lin_l + X @ lin_r``, weight for weight
+    `torch_geometric.nn.SAGEConv`.
+
+    The aggregation is one statement, ``Out[dst[e],f] = X[src[e],f]`` (see `propagate`); sums and
+    means are taken on the narrower side of ``lin_l``. ``edge_index`` may also be the transposed
+    adjacency matrix in any format (see `adjacency`), or PyG's ``adj_t``, whose values are weights;
+    ``x`` may be a pair ``(sources, targets)``.
+
+    Args:
+        in_channels: Features of a node, or a pair of them for sources and targets; -1 takes what
+            the first call brings.
+        out_channels: Features of a node in the result.
+        aggr: ``"mean"``, ``"add"`` (or ``"sum"``), ``"max"`` or ``"min"``.
+        normalize: Divide every row of the result by its length.
+        root_weight: Add the features of a node itself, times a weight.
+        project: Aggregate ``relu(X @ lin)`` instead of ``X``.
+        bias: Whether ``lin_l`` has a bias.
+
+    Raises:
+        UnsupportedError: There is no such aggregation, or what is projected has no size yet.
+
+    Examples:
+        >>> layer = SAGEConv((3, 5), 4, aggr="max")
+        >>> sources, targets = torch.randn(6, 3), torch.randn(2, 5)
+        >>> layer((sources, targets), torch.tensor([[0, 1, 5], [1, 1, 0]])).shape
+        torch.Size([2, 4])
+        >>> list(layer.state_dict())
+        ['lin_l.weight', 'lin_l.bias', 'lin_r.weight']
+    """
+
+    @takes(
+        in_channels=CHANNELS | CHANNEL_PAIR,
+        out_channels=COUNT,
+        aggr=TEXT,
+        normalize=FLAG,
+        root_weight=FLAG,
+        project=FLAG,
+        bias=FLAG,
+    )
+    def __init__(
+        self,
+        in_channels: int | tuple[int, int],
+        out_channels: int,
+        aggr: str = "mean",
+        normalize: bool = False,
+        root_weight: bool = True,
+        project: bool = False,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        _check_aggregation(aggr)
+        source, target = _both(in_channels)
+        if project and source == -1:
+            raise UnsupportedError(
+                "project=True with in_channels=-1",
+                expected="how many features a source has: what is projected keeps that number",
+            )
+        self.in_channels, self.out_channels, self.aggr = in_channels, out_channels, aggr
+        self.normalize, self.root_weight, self.project = normalize, root_weight, project
+        self.lin = nn.Linear(source, source) if project else None
+        self.lin_l = _linear(source, out_channels, bias=bias)
+        self.lin_r = _linear(target, out_channels, bias=False) if root_weight else None
+
+    def reset_parameters(self) -> None:
+        """Draw all weights anew; those that wait for a first call go on waiting."""
+        for linear in (self.lin, self.lin_l, self.lin_r):
+            if linear is not None and not _waits(linear):
+                linear.reset_parameters()
+
+    @layer_takes(
+        x=TENSOR | SIDES,
+        edge_index=EDGES["edge_index"],
+        num_nodes=COUNT.optional,
+        size=(PAIR | SIZES).optional,
+    )
+    @sized_by_success
+    def forward(
+        self,
+        x: Tensor | tuple[Tensor, Tensor | None],
+        edge_index: Tensor | SparseFormat | StatementOwner,
+        size: tuple[int | None, int | None] | None = None,
+        num_nodes: int | None = None,
+    ) -> Tensor:
+        """Features of the target nodes.
+
+        Args:
+            x: One row for each node, or a pair for sources and targets (or None).
+            edge_index: (2, edges), or the transposed adjacency matrix.
+            size: (sources, targets), as PyG has it.
+            num_nodes: How many target nodes there are, where no features of theirs tell.
+        """
+        source, target = (x, x) if isinstance(x, Tensor) else x
+        _materialise(self.lin_l, source)
+        node_rows("x", source, self.lin_l.in_features)
+        nodes = _targets(size, source, num_nodes) if target is None else target.shape[0]
+        if self.lin is not None:
+            source = self.lin(source).relu()
+        out = _aggregated_through(self.lin_l, edge_index, source, None, self.aggr, nodes)
+        if self.lin_r is not None and target is not None:
+            _materialise(self.lin_r, target)
+            out = out + self.lin_r(target)
+        return nn.functional.normalize(out, dim=-1) if self.normalize else out
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, aggr={self.aggr!r}"

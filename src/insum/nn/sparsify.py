@@ -4,7 +4,6 @@ and models given the sparse layers that a saved state or a configuration describ
 
 from __future__ import annotations
 
-import html
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -28,6 +27,7 @@ from insum.formats.module import (
     vacant,
 )
 from insum.nn.linear import BlockSparseLinear, SparseLinear
+from insum.notebook import table
 from insum.plan import cost
 from insum.search import progress_bar
 
@@ -134,12 +134,7 @@ class SparsityReport:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        body = "".join(
-            f"<tr>{''.join(f'<td>{html.escape(c)}</td>' for c in _cells(layer))}</tr>"
-            for layer in self.layers
-        )
-        head = "".join(f"<th>{name}</th>" for name in _HEAD)
-        return f"<table><tr>{head}</tr>{body}</table><p>{html.escape(self._summary())}</p>"
+        return table(_HEAD, map(_cells, self.layers), self._summary())
 
     def _summary(self) -> str:
         done = self.swapped

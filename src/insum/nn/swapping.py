@@ -21,6 +21,7 @@ from insum.nn.irreps_linear import Linear
 from insum.nn.symmetric_contraction import SymmetricContraction, coupled
 from insum.nn.tensor_product import TensorProduct
 from insum.nn.tensor_product_conv import TensorProductConv
+from insum.notebook import table
 
 MODULE = Accepted("a torch.nn.Module", lambda v: isinstance(v, nn.Module))
 #: Couplings of another basis in single precision are its noise below this.
@@ -52,6 +53,11 @@ class Swapped:
         width = max((len(one.name) for one in self.replaced), default=0)
         lines = [f"{one.name:{width}}  {one.before} -> {one.after}" for one in self.replaced]
         return "\n".join([*lines, *(f"{name}: kept, {why}" for name, why in self.kept)])
+
+    def _repr_html_(self) -> str:
+        rows = [(one.name, one.before, one.after) for one in self.replaced]
+        kept = [(name, "kept", why) for name, why in self.kept]
+        return table(("module", "before", "after"), [*rows, *kept])
 
 
 @takes(module=MODULE)

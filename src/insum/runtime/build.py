@@ -42,6 +42,8 @@ from insum.runtime.program import WIDE, Grid, Launch, ProductLaunches, Program, 
 UNSEEN_PIECE = 64
 #: Masks compare with extents in units of at most so many elements: a wide load of halves.
 MOST_UNIT = 8
+#: Of the names of kernels that put pieces together.
+PIECES = "pieces"
 
 
 def assemble(
@@ -292,7 +294,7 @@ class _Build:
             bounds=(),
         )
         config = model.first_guess(plan, extents)
-        kernel = emit(plan, config, Shape(units=self.units()), prefetch=False)
+        kernel = emit(plan, config, Shape(units=self.units()), prefetch=False, suffix=PIECES)
         return self.launch(plan, config, kernel, tile_grid(plan.roles, config), {}, {})
 
     def segment_arrays(self) -> dict[str, tuple[Recipe, str]]:
@@ -404,7 +406,7 @@ class _Build:
         config = replace(model.first_guess(plan, self.extents), m=1, k=8, warps=1)
         even = self.multiple(n) % config.n == 0
         shape = Shape(even_n=even, counted=bool(counted), units=self.units())
-        kernel = emit(plan, config, shape, prefetch=False)
+        kernel = emit(plan, config, shape, prefetch=False, suffix=PIECES)
         arrays = {name: (recipe, f"cut_{part}") for name, part in _TASK.items()}
         if counted:
             arrays[COUNT] = recipe, counted

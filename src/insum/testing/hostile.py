@@ -469,6 +469,11 @@ def _layers() -> None:
           {"x": ones(2, 4)})  # fmt: skip
     right("SemiStructuredLinear.from_dense", L.SemiStructuredLinear.from_dense,
           layer=lambda: nn.Linear(4, 4), mask=lambda: torch.eye(4).bool())  # fmt: skip
+    layer(L.SAGEConv,
+          {"in_channels": the(2), "out_channels": the(3), "aggr": the("mean"), "normalize": yes,
+           "root_weight": yes, "project": yes, "bias": yes},
+          {"x": ones(3, 2), "edge_index": edges, "size": the((3, 3)), "num_nodes": the(3)},
+          )  # fmt: skip
     layer(L.GraphConv,
           {"in_channels": the(2), "out_channels": the(3), "aggr": the("add"), "bias": yes},
           {"x": ones(3, 2), "edge_index": edges, "edge_weight": ones(4), "num_nodes": the(3)},
