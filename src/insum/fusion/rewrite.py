@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from insum.compat.compiler import functional_call
-from insum.fusion import series
+from insum.fusion import sampled, series
 from insum.fusion.chains import Chain, Chains, find
 from insum.fusion.cost import objection
 from insum.fusion.hoist import hoist, still_waited_for, sweep
@@ -25,6 +25,7 @@ from insum.fusion.siblings import Siblings
 from insum.fusion.trial import PassTrial
 from insum.lang.bind import Size
 from insum.lang.expr import accesses, fresh
+from insum.settings import settings
 
 aten = torch.ops.aten
 FUSED, INTO, IN_PLACE = (
@@ -61,6 +62,8 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
     if not captured:
         stages |= {"relations": _join_relations, "series": _join_series}
     stages["chains"] = functools.partial(_replace_each, captured=captured)
+    asked = wish or settings.fuse
+    trial.run("matrices at places", functools.partial(sampled.rewrite, graph, asked), 0)
     search = functools.partial(_worth_it, graph, wish, captured)
     chains = trial.run("search", search, Chains((), ()))
     left = _left(graph, chains)
