@@ -100,17 +100,17 @@ class _Found:
     def _is_scaled(self, node: Node) -> bool:
         """Whether a matrix is zero wherever a scattered one is, and linear in it."""
         if _is_transposed(node) or node.target in _SAME:
-            return node.args[0] in self.scattered
-        arguments = [a for a in node.args if isinstance(a, Node)]
+            return _given(node)[0] in self.scattered
+        arguments = [a for a in _given(node) if isinstance(a, Node)]
         if sum(a in self.scattered for a in arguments) != 1:
             return False
         if node.target in _QUOTIENTS:  # not by a tensor: there are zeros in it where nobody looks
-            return node.args[0] in self.scattered and len(arguments) == 1
+            return _given(node)[0] in self.scattered and len(arguments) == 1
         return node.target in PRODUCTS and not any(map(_may_be_infinite, arguments))
 
     def _is_of_dense(self, node: Node) -> bool:
         if _is_transposed(node):
-            return node.args[0] in self.dense
+            return _given(node)[0] in self.dense
         if node.target not in _POINTWISE or any(n in self.scattered for n in node.all_input_nodes):
             return False
         return any(n in self.dense for n in node.all_input_nodes)
@@ -158,6 +158,11 @@ class _Found:
                 yield node, user
 
 
+def _given(node: Node) -> Any:
+    """The arguments of a node, of whatever kind."""
+    return node.args
+
+
 def _is_matrix(node: Node) -> bool:
     value = node.meta.get("val")
     if node.op != "call_function" or not isinstance(value, torch.Tensor):
@@ -169,12 +174,12 @@ def _may_be_infinite(node: Node) -> bool:
     """Whether a tensor is a quotient of zeros easily, which times the zero of a place that nothing
     is scattered to is no number: a degree's inverse, where there is a node without edges.
     """
-    while node.op == "call_function" and node.target in VIEWS and isinstance(node.args[0], Node):
-        node = node.args[0]
+    while node.op == "call_function" and node.target in VIEWS and isinstance(_given(node)[0], Node):
+        node = _given(node)[0]
     if node.target is aten.pow.Tensor_Scalar:
-        return not isinstance(node.args[1], int | float) or node.args[1] < 0
+        return not isinstance(_given(node)[1], int | float) or _given(node)[1] < 0
     if node.target in _QUOTIENTS:
-        return isinstance(node.args[1], Node) or not node.args[1]
+        return isinstance(_given(node)[1], Node) or not _given(node)[1]
     return node.target in _INVERSES
 
 
@@ -184,17 +189,17 @@ def _is_root(node: Node) -> bool:
 
 def _is_transposed(node: Node) -> bool:
     if node.target is aten.permute.default:
-        return [int(d) % 2 for d in node.args[1]] == [1, 0]  # type: ignore[union-attr, arg-type]
+        return [int(d) % 2 for d in _given(node)[1]] == [1, 0]
     if node.target is aten.transpose.int:
-        return {int(d) % 2 for d in node.args[1:3]} == {0, 1}  # type: ignore[arg-type]
+        return {int(d) % 2 for d in _given(node)[1:3]} == {0, 1}
     return node.target is aten.t.default
 
 
 def _is_scatter(node: Node) -> bool:
     """Whether a node adds values to zeros, each at one place of a matrix."""
-    if node.target not in _PUT or len(node.args) < 4 or node.args[3] is not True:
+    if node.target not in _PUT or len(_given(node)) < 4 or _given(node)[3] is not True:
         return False
-    base, tensors, values = node.args[:3]
+    base, tensors, values = _given(node)[:3]
     return (
         isinstance(base, Node)
         and isinstance(values, Node)
@@ -209,7 +214,7 @@ def _are_places(tensors: Any) -> bool:
     """Whether index tensors name one place of a matrix after the other."""
     if not isinstance(tensors, list | tuple) or len(tensors) != 2:
         return False
-    values = [t.meta.get("val") if isinstance(t, Node) else None for t in tensors]
+    values: list[Any] = [t.meta.get("val") if isinstance(t, Node) else None for t in tensors]
     if not all(isinstance(v, torch.Tensor) and v.dtype in INDICES and v.dim() == 1 for v in values):
         return False
     return same(values[0].shape[0], values[1].shape[0])
@@ -217,9 +222,13 @@ def _are_places(tensors: Any) -> bool:
 
 def places_of(user: Node, matrix: Node) -> tuple[Node, Node] | None:
     """The places at which a node reads a matrix; None where it reads more."""
-    if user.target not in _INDEX or user.args[0] is not matrix or not _are_places(user.args[1]):
+    if (
+        user.target not in _INDEX
+        or _given(user)[0] is not matrix
+        or not _are_places(_given(user)[1])
+    ):
         return None
-    rows, columns = user.args[1]  # type: ignore[misc]
+    rows, columns = _given(user)[1]
     return (rows, columns) if matrix not in (rows, columns) else None
 
 
@@ -227,16 +236,16 @@ def _is_product_with(user: Node, matrix: Node) -> bool:
     """Whether a node is a product of a matrix with another one."""
     if user.target not in (aten.mm.default, aten.addmm.default):
         return False
-    sides = user.args[-2:]
-    plain = user.target is aten.mm.default or user.args[0] is not matrix and not user.kwargs
-    return plain and len(user.args) <= 3 and sum(side is matrix for side in sides) == 1
+    sides = _given(user)[-2:]
+    plain = user.target is aten.mm.default or _given(user)[0] is not matrix and not user.kwargs
+    return plain and len(_given(user)) <= 3 and sum(side is matrix for side in sides) == 1
 
 
 def _is_sum_of(user: Node, matrix: Node) -> bool:
     """Whether a node sums each row, or each column, of a matrix."""
     if user.target is not aten.sum.dim_IntList or value_of(user).dtype != value_of(matrix).dtype:
         return False
-    return len(user.args) > 1 and len(user.args[1]) == 1  # type: ignore[arg-type]
+    return len(_given(user)) > 1 and len(_given(user)[1]) == 1
 
 
 def _pays(found: _Found, node: Node) -> bool:
@@ -246,11 +255,11 @@ def _pays(found: _Found, node: Node) -> bool:
         return False
     size, width = points(shape_of(node)), value.itemsize
     if node.target is aten.mm.default:
-        inner = points(shape_of(node.args[0])[1:])  # type: ignore[arg-type]
+        inner = points(shape_of(_given(node)[0])[1:])
         ends = {p for at, user in found.ends(node) if (p := places_of(user, at)) is not None}
         work, read = size * inner, sum(points(shape_of(rows)) for rows, _ in ends) * inner
     else:
-        entries = points(shape_of(node.args[1][0]))  # type: ignore[index, arg-type]
+        entries = points(shape_of(_given(node)[1][0]))
         others = [
             points(shape_of(user)) // max(1, points(shape_of(at)[:1]))
             for at, user in found.ends(node)
@@ -281,13 +290,13 @@ class _Writer:
         node.replace_all_uses_with(new)
         return node
 
-    def written(self, node: Node) -> Node:
+    def written(self, node: Node) -> Any:
         if node.target in _INDEX:
-            matrix, (rows, columns) = node.args[:2]  # type: ignore[misc]
-            return self.at(matrix, rows, columns)  # type: ignore[arg-type]
+            matrix, (rows, columns) = _given(node)[:2]
+            return self.at(matrix, rows, columns)
         if node.target is aten.sum.dim_IntList:
             return self.summed(node)
-        left, right = node.args[-2:]
+        left, right = _given(node)[-2:]
         assert isinstance(left, Node) and isinstance(right, Node)
         new = (
             self.by_left(left, right)
@@ -295,7 +304,7 @@ class _Writer:
             else self.by_right(left, right)
         )
         if node.target is aten.addmm.default:
-            new = self.made(aten.add.Tensor, node.args[0], new)
+            new = self.made(aten.add.Tensor, _given(node)[0], new)
         return new
 
     def by_left(self, matrix: Node, other: Node) -> Node:
@@ -317,10 +326,10 @@ class _Writer:
 
     def summed(self, node: Node) -> Node:
         """Each row of a scattered matrix, or each column, as a sum."""
-        matrix, (dim,), *keeps = node.args  # type: ignore[misc]
-        e = self.entries_of(matrix)  # type: ignore[arg-type]
+        matrix, (dim,), *keeps = _given(node)
+        e = self.entries_of(matrix)
         kept = 1 - int(dim) % 2
-        zeros = self.zeros(e.values, (matrix, kept))  # type: ignore[arg-type]
+        zeros = self.zeros(e.values, (matrix, kept))
         at = (e.rows, e.columns)[kept]
         new = self.made(aten.index_put.default, zeros, [at], e.values, True)
         keep = bool(keeps[0]) if keeps else bool(node.kwargs.get("keepdim", False))
@@ -334,20 +343,22 @@ class _Writer:
 
     def _entries_of(self, matrix: Node) -> Entries:
         if _is_scatter(matrix):
-            rows, columns = matrix.args[1]  # type: ignore[misc]
-            values = matrix.args[2]
+            rows, columns = _given(matrix)[1]
+            values = _given(matrix)[2]
             assert isinstance(values, Node)
             if not value_of(values).dim() or not same(shape_of(values)[0], shape_of(rows)[0]):
                 values = self.made(aten.expand.default, values, [self.size(rows, 0)])
             return Entries(rows, columns, values)
         if _is_transposed(matrix):
-            e = self.entries_of(matrix.args[0])  # type: ignore[arg-type]
+            e = self.entries_of(_given(matrix)[0])
             return Entries(e.columns, e.rows, e.values)
         if matrix.target in _SAME:
-            return self.entries_of(matrix.args[0])  # type: ignore[arg-type]
+            return self.entries_of(_given(matrix)[0])
         inner = next(n for n in matrix.all_input_nodes if self.is_scattered(n))
         e = self.entries_of(inner)
-        arguments = [e.values if a is inner else self.at(a, e.rows, e.columns) for a in matrix.args]
+        arguments = [
+            e.values if a is inner else self.at(a, e.rows, e.columns) for a in _given(matrix)
+        ]
         return Entries(e.rows, e.columns, self.made(matrix.target, *arguments))
 
     def is_scattered(self, node: Node) -> bool:
@@ -362,7 +373,7 @@ class _Writer:
             self.values[key] = self._at(value, rows, columns)
         return self.values[key]
 
-    def _at(self, node: Node, rows: Node, columns: Node) -> Node:
+    def _at(self, node: Node, rows: Node, columns: Node) -> Any:
         shape = shape_of(node)
         if not shape:
             return node
@@ -370,17 +381,17 @@ class _Writer:
             return self.of_vector(node, columns, len(shape) - 1)
         if is_one(shape[1]):
             return self.of_vector(node, rows, 0)
-        if node.target is aten.expand.default and value_of(node.args[0]).dim() <= 2:  # type: ignore[arg-type]
-            return self.at(node.args[0], rows, columns)  # type: ignore[no-any-return]
+        if node.target is aten.expand.default and value_of(_given(node)[0]).dim() <= 2:
+            return self.at(_given(node)[0], rows, columns)
         if node not in self.found.dense:
             return self.made(aten.index.Tensor, node, [rows, columns])
         if _is_transposed(node):
-            return self.at(node.args[0], columns, rows)  # type: ignore[no-any-return]
+            return self.at(_given(node)[0], columns, rows)
         if node.target is aten.mm.default:
             return self.sampled(node, rows, columns)
         if node.target in _SAME:
-            return self.at(node.args[0], rows, columns)  # type: ignore[no-any-return]
-        arguments = [self.at(a, rows, columns) for a in node.args]
+            return self.at(_given(node)[0], rows, columns)
+        arguments = [self.at(a, rows, columns) for a in _given(node)]
         return self.made(node.target, *arguments, **node.kwargs)
 
     def of_vector(self, node: Node, index: Node, dim: int) -> Node:
@@ -393,9 +404,9 @@ class _Writer:
 
     def sampled(self, node: Node, rows: Node, columns: Node) -> Node:
         """``(a @ b)[rows, columns]``"""
-        a, b = node.args[:2]
+        a, b = _given(node)[:2]
         assert isinstance(a, Node) and isinstance(b, Node)
-        other = b.args[0] if _is_transposed(b) else self.made(aten.permute.default, b, [1, 0])
+        other = _given(b)[0] if _is_transposed(b) else self.made(aten.permute.default, b, [1, 0])
         left = self.made(aten.index.Tensor, a, [rows])
         right = self.made(aten.index.Tensor, other, [columns])
         return self.made(aten.sum.dim_IntList, self.made(aten.mul.Tensor, left, right), [1])
