@@ -75,7 +75,7 @@ def has_pairs(graph: Graph) -> bool:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_no_pairs(name: str) -> None:
     program, count = PROGRAMS[name]
-    run, graphs = compiled(program, dynamic=name in ("at places", "scattered"))
+    run, graphs = compiled(program)
     agrees(run, program, tensors())
     assert not any(has_pairs(module.graph) for module in graphs)
     assert len(insum.fusion.report().fused) == count and not insum.fusion.report().failed
@@ -86,6 +86,20 @@ def test_pairs_that_have_to_be_there(name: str) -> None:
     run, graphs = compiled(LEFT[name])
     agrees(run, LEFT[name], tensors())
     assert has_pairs(graphs[0].graph) and not insum.fusion.report().failed
+
+
+def test_sizes_that_change() -> None:
+    def program(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+        held = x.new_zeros(x.shape[0], y.shape[0])
+        found = (x @ y.T)[ends[0], ends[1]]
+        return held.index_put((ends[0], ends[1]), found, accumulate=True) @ y
+
+    run, _ = compiled(program, dynamic=True)
+    for count in (E, E + 3):
+        x, y = (t[: 3 + count % 5] for t in tensors()[:2])
+        ends = torch.randint(0, 3, (2, count))
+        agrees(run, program, (x, y, ends))
+    assert insum.fusion.report().fused and not insum.fusion.report().failed
 
 
 def test_an_index_out_of_range_is_an_error() -> None:

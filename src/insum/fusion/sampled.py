@@ -12,7 +12,7 @@ products of it with others are followed in the same way.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch.fx import Graph, Node
 from insum.fusion.chains import is_zero
 from insum.fusion.hoist import sweep
 from insum.fusion.later import later_of
+from insum.fusion.making import NodeMaker, is_transposed
 from insum.fusion.pointwise import SPELL
 from insum.fusion.read import PRODUCTS
 from insum.fusion.shapes import is_one, points, same, shape_of, value_of
@@ -99,7 +100,7 @@ class _Found:
 
     def _is_scaled(self, node: Node) -> bool:
         """Whether a matrix is zero wherever a scattered one is, and linear in it."""
-        if _is_transposed(node) or node.target in _SAME:
+        if is_transposed(node) or node.target in _SAME:
             return _given(node)[0] in self.scattered
         arguments = [a for a in _given(node) if isinstance(a, Node)]
         if sum(a in self.scattered for a in arguments) != 1:
@@ -109,7 +110,7 @@ class _Found:
         return node.target in PRODUCTS and not any(map(_may_be_infinite, arguments))
 
     def _is_of_dense(self, node: Node) -> bool:
-        if _is_transposed(node):
+        if is_transposed(node):
             return _given(node)[0] in self.dense
         if node.target not in _POINTWISE or any(n in self.scattered for n in node.all_input_nodes):
             return False
@@ -185,14 +186,6 @@ def _may_be_infinite(node: Node) -> bool:
 
 def _is_root(node: Node) -> bool:
     return node.target is aten.mm.default or node.target in _PUT
-
-
-def _is_transposed(node: Node) -> bool:
-    if node.target is aten.permute.default:
-        return [int(d) % 2 for d in _given(node)[1]] == [1, 0]
-    if node.target is aten.transpose.int:
-        return {int(d) % 2 for d in _given(node)[1:3]} == {0, 1}
-    return node.target is aten.t.default
 
 
 def _is_scatter(node: Node) -> bool:
@@ -273,19 +266,17 @@ def _pays(found: _Found, node: Node) -> bool:
 # --- without them ---------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Writer:
+class _Writer(NodeMaker):
     """Writes what reads such matrices without them."""
 
-    graph: Graph
-    found: _Found
-    entries: dict[Node, Entries] = field(default_factory=dict)
-    values: dict[tuple[Node, Node, Node], Node] = field(default_factory=dict)
-    like: Node | None = None  # what is being replaced
+    def __init__(self, graph: Graph, found: _Found) -> None:
+        super().__init__(graph)
+        self.found = found
+        self.entries: dict[Node, Entries] = {}
+        self.values: dict[tuple[Node, Node, Node], Node] = {}
 
     def replace(self, node: Node) -> Node:
-        self.like = node
-        with self.graph.inserting_before(node):
+        with self.instead_of(node):
             new = self.written(node)
         node.replace_all_uses_with(new)
         return node
@@ -349,7 +340,7 @@ class _Writer:
             if not value_of(values).dim() or not same(shape_of(values)[0], shape_of(rows)[0]):
                 values = self.made(aten.expand.default, values, [self.size(rows, 0)])
             return Entries(rows, columns, values)
-        if _is_transposed(matrix):
+        if is_transposed(matrix):
             e = self.entries_of(_given(matrix)[0])
             return Entries(e.columns, e.rows, e.values)
         if matrix.target in _SAME:
@@ -385,7 +376,7 @@ class _Writer:
             return self.at(_given(node)[0], rows, columns)
         if node not in self.found.dense:
             return self.made(aten.index.Tensor, node, [rows, columns])
-        if _is_transposed(node):
+        if is_transposed(node):
             return self.at(_given(node)[0], columns, rows)
         if node.target is aten.mm.default:
             return self.sampled(node, rows, columns)
@@ -406,50 +397,7 @@ class _Writer:
         """``(a @ b)[rows, columns]``"""
         a, b = _given(node)[:2]
         assert isinstance(a, Node) and isinstance(b, Node)
-        other = _given(b)[0] if _is_transposed(b) else self.made(aten.permute.default, b, [1, 0])
+        other = _given(b)[0] if is_transposed(b) else self.made(aten.permute.default, b, [1, 0])
         left = self.made(aten.index.Tensor, a, [rows])
         right = self.made(aten.index.Tensor, other, [columns])
         return self.made(aten.sum.dim_IntList, self.made(aten.mul.Tensor, left, right), [1])
-
-    def zeros(self, like: Node, *dims: tuple[Node, int]) -> Node:
-        value = value_of(like)
-        return self.made(
-            aten.full.default,
-            [self.size(*dim) for dim in dims],
-            0,
-            dtype=value.dtype,
-            device=value.device,
-            pin_memory=False,
-        )
-
-    def size(self, node: Node, dim: int) -> Any:
-        size = shape_of(node)[dim]
-        if isinstance(size, int):
-            return size
-        for known in self.graph.nodes:  # a node that is that size: the matrix itself goes
-            if known is self.like:
-                break
-            value = known.meta.get("val")
-            if isinstance(value, torch.SymInt) and same(value, size):
-                return known
-        source, place = next(
-            (n, d)
-            for n in self.graph.nodes
-            if n.op == "placeholder" and isinstance(n.meta.get("val"), torch.Tensor)
-            for d, s in enumerate(shape_of(n))
-            if same(s, size)
-        )
-        return self.made(aten.sym_size.int, source, place)
-
-    def made(self, target: Any, *arguments: Any, **named: Any) -> Node:
-        """A node, with the value that tracing would leave at it, where what it replaces stands."""
-        node = self.graph.call_function(target, arguments, named)
-        value = torch.fx.node.map_arg((arguments, named), lambda n: n.meta["val"])
-        assert self.like is not None
-        node.meta = {k: v for k, v in self.like.meta.items() if k in _ORIGIN}
-        node.meta["val"] = target(*value[0], **value[1])
-        return node
-
-
-#: What tells where a node comes from.
-_ORIGIN = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "source_fn_stack", "seq_nr")
