@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from insum.compat.compiler import functional_call
-from insum.fusion import sampled, series
+from insum.fusion import products, sampled, series
 from insum.fusion.chains import Chain, Chains, find
 from insum.fusion.cost import objection
 from insum.fusion.hoist import hoist, still_waited_for, sweep
@@ -66,6 +66,10 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
     trial.run("matrices at places", functools.partial(sampled.rewrite, graph, asked), 0)
     search = functools.partial(_worth_it, graph, wish, captured)
     chains = trial.run("search", search, Chains((), ()))
+    inside = frozenset(n for one in chains.found for n in one.inlined if n is not one.root)
+    commute = functools.partial(products.rewrite, graph, asked, inside)
+    if trial.run("products of nodes", commute, None) != 0:  # done or put back, as below
+        chains = trial.run("search", search, Chains((), ()))
     left = _left(graph, chains)
     for name, stage in stages.items():
         if not chains.found:
