@@ -72,7 +72,9 @@ def test_products_of_nodes(name: str) -> None:
     agrees(run, COMMUTES[name], arguments())
     widest = C if name == "a difference is a part" else 2
     assert all(columns <= widest for columns in products_of_edges(graphs))
-    assert not insum.fusion.report().failed
+    report = insum.fusion.report()
+    assert not report.failed and "moved  " in str(report)
+    assert all("multiplied before" in one.what and "py:" in one.where for one in report.moved)
 
 
 @pytest.mark.parametrize("name", STAYS)

@@ -23,6 +23,7 @@ from insum.fusion.chains import is_zero
 from insum.fusion.hoist import sweep
 from insum.fusion.later import later_of
 from insum.fusion.making import NodeMaker, is_transposed
+from insum.fusion.report import Moved, where_of
 from insum.fusion.shapes import is_one, points, same, shape_of, value_of
 from insum.fusion.views import INDICES
 
@@ -39,6 +40,7 @@ _UNIT_VIEWS = (
 )
 _INDEX = (aten.index.Tensor, aten._unsafe_index.Tensor)
 _PUT = (aten.index_put.default, aten._unsafe_index_put.default)
+_WHAT = "rows are multiplied before they are gathered: there are fewer nodes than edges"
 #: What may be done with a gradient before it is scattered.
 _LINEAR = (
     aten.slice.Tensor,
@@ -82,24 +84,24 @@ class GradientTerm:
     negated: bool
 
 
-def rewrite(graph: Graph, wish: str, taken: frozenset[Node]) -> int:
-    """Multiply before gathers, and after scatters, where there are fewer nodes than edges; how many
+def rewrite(graph: Graph, wish: str, taken: frozenset[Node]) -> tuple[Moved, ...]:
+    """Multiply before gathers, and after scatters, where there are fewer nodes than edges; which
     products that were. ``taken``: nodes that a chain computes in its own statement.
     """
     if wish == "never" or later_of(graph).overwritten:
-        return 0
+        return ()
     found = [one for node in graph.nodes if (one := _product_of(node)) and node not in taken]
     found = [one for one in found if wish == "always" or _is_on_gpu(one.node)]
     by_rows: dict[Node, list[RowProduct]] = {}
     for one in found:
         by_rows.setdefault(one.rows, []).append(one)
     writer = _Writer(graph)
-    count = 0
+    moved: list[Moved] = []
     for rows, every in by_rows.items():
         if _users_are(rows, {one.node for one in every}):
+            moved += [Moved(one.node.name, _WHAT, where_of(one.node)) for one in every]
             writer.commute(every)
-            count += len(every)
-    return count
+    return tuple(moved)
 
 
 def _is_on_gpu(node: Node) -> bool:

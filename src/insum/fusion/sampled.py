@@ -24,6 +24,7 @@ from insum.fusion.later import later_of
 from insum.fusion.making import NodeMaker, is_transposed
 from insum.fusion.pointwise import SPELL
 from insum.fusion.read import PRODUCTS
+from insum.fusion.report import Moved, where_of
 from insum.fusion.shapes import is_one, points, same, shape_of, value_of
 from insum.fusion.views import FLOATS, INDICES, VIEWS
 
@@ -54,20 +55,30 @@ class Entries:
     values: Node
 
 
-def rewrite(graph: Graph, wish: str) -> int:
-    """Do without every such matrix where that is clearly cheaper; how many went."""
+def rewrite(graph: Graph, wish: str) -> tuple[Moved, ...]:
+    """Do without every such matrix where that is clearly cheaper; which went."""
     # What the backward pass computes at places may be what the forward pass has as a matrix now: of
     # tensors that are written to in between it would be something else.
     if wish == "never" or later_of(graph).overwritten:
-        return 0
+        return ()
     found = _Found(graph)
     found.reduce(lambda node: wish == "always" or _pays(found, node))
     if not found.virtual:
-        return 0
+        return ()
+    told = tuple(_told(node) for node in graph.nodes if node in found.virtual and _is_root(node))
     writer = _Writer(graph, found)
     gone = [writer.replace(node) for node in list(graph.nodes) if found.ends_at(node)]
     sweep(graph, [*gone, *found.virtual])
-    return len(found.virtual)
+    return told
+
+
+def _told(node: Node) -> Moved:
+    what = "scattered to" if node.target in _PUT else "read"
+    return Moved(
+        node.name,
+        f"a matrix of all pairs, of which only the places that are {what} are computed",
+        where_of(node),
+    )
 
 
 # --- which matrices -------------------------------------------------------------------------------
