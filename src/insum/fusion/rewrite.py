@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from insum.compat.compiler import functional_call
-from insum.fusion import products, sampled, series
+from insum.fusion import means, products, sampled, series
 from insum.fusion.chains import Chain, Chains, find
 from insum.fusion.cost import objection
 from insum.fusion.hoist import hoist, still_waited_for, sweep
@@ -63,10 +63,9 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
         stages |= {"relations": _join_relations, "series": _join_series}
     stages["chains"] = functools.partial(_replace_each, captured=captured)
     asked = wish or settings.fuse
-    moved: tuple[Moved, ...] = ()
-    moved += trial.run(
-        "matrices at places", functools.partial(sampled.rewrite, graph, asked), moved
-    )
+    moved = none = tuple[Moved, ...]()
+    for name, work in (("matrices at places", sampled.rewrite), ("means", means.rewrite)):
+        moved += trial.run(name, functools.partial(work, graph, asked), none)
     search = functools.partial(_worth_it, graph, wish, captured)
     chains = trial.run("search", search, Chains((), ()))
     inside = frozenset(n for one in chains.found for n in one.inlined if n is not one.root)
