@@ -125,7 +125,7 @@ def test_what_is_written_to_later_is_left() -> None:
     assert has_pairs(graphs[0].graph)
 
 
-def drawn_graph(nodes: int, edges: int, device: str) -> tuple[sampled._Found, Node]:
+def drawn_graph(nodes: int, edges: int, device: str) -> tuple[sampled._VirtualMatrices, Node]:
     """A product of ``nodes`` rows with as many, read at ``edges`` places, of fake tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -142,7 +142,7 @@ def drawn_graph(nodes: int, edges: int, device: str) -> tuple[sampled._Found, No
         read = graph.call_function(aten.index.Tensor, (product, [given["at"], given["at"]]))
         read.meta["val"] = torch.empty(edges, device=device)
         graph.output(read)
-    return sampled._Found(graph), product
+    return sampled._VirtualMatrices(graph), product
 
 
 def test_a_small_matrix_is_cheaper_as_a_whole() -> None:

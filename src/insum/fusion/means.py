@@ -37,7 +37,7 @@ def rewrite(graph: Graph, wish: str) -> tuple[Moved, ...]:
     """Divide by counts of edges before sums, and after gathers; which sums that were."""
     if wish == "never" or later_of(graph).overwritten:
         return ()
-    writer, moved = _Writer(graph), list[Moved]()
+    writer, moved = _ShareWriter(graph), list[Moved]()
     for node in list(graph.nodes):
         count = _count_of(node)
         if count is None:
@@ -147,7 +147,7 @@ def _row_of(user: Node, source: Node) -> Node | None:
     return None
 
 
-class _Writer(NodeMaker):
+class _ShareWriter(NodeMaker):
     """Writes shares instead of divisions."""
 
     def __init__(self, graph: Graph) -> None:

@@ -95,7 +95,7 @@ def rewrite(graph: Graph, wish: str, taken: frozenset[Node]) -> tuple[Moved, ...
     by_rows: dict[Node, list[RowProduct]] = {}
     for one in found:
         by_rows.setdefault(one.rows, []).append(one)
-    writer = _Writer(graph)
+    writer = _RowsWriter(graph)
     moved: list[Moved] = []
     for rows, every in by_rows.items():
         if _users_are(rows, {one.node for one in every}):
@@ -205,7 +205,7 @@ def _users_are(rows: Node, products: set[Node]) -> bool:
     )
 
 
-class _Writer(NodeMaker):
+class _RowsWriter(NodeMaker):
     """Writes products of rows, and their gradients, as products of nodes."""
 
     def __init__(self, graph: Graph) -> None:

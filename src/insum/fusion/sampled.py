@@ -61,12 +61,12 @@ def rewrite(graph: Graph, wish: str) -> tuple[Moved, ...]:
     # tensors that are written to in between it would be something else.
     if wish == "never" or later_of(graph).overwritten:
         return ()
-    found = _Found(graph)
+    found = _VirtualMatrices(graph)
     found.reduce(lambda node: wish == "always" or _pays(found, node))
     if not found.virtual:
         return ()
     told = tuple(_told(node) for node in graph.nodes if node in found.virtual and _is_root(node))
-    writer = _Writer(graph, found)
+    writer = _PairsWriter(graph, found)
     gone = [writer.replace(node) for node in list(graph.nodes) if found.ends_at(node)]
     sweep(graph, [*gone, *found.virtual])
     return told
@@ -84,7 +84,7 @@ def _told(node: Node) -> Moved:
 # --- which matrices -------------------------------------------------------------------------------
 
 
-class _Found:
+class _VirtualMatrices:
     """Matrices that nobody needs as a whole: products and functions of them (``dense``), and what
     was scattered (``scattered``).
     """
@@ -252,7 +252,7 @@ def _is_sum_of(user: Node, matrix: Node) -> bool:
     return len(_given(user)) > 1 and len(_given(user)[1]) == 1
 
 
-def _pays(found: _Found, node: Node) -> bool:
+def _pays(found: _VirtualMatrices, node: Node) -> bool:
     """Whether all places of a matrix are clearly more work than those that are read."""
     value = value_of(node)
     if value.device.type != "cuda":
@@ -277,10 +277,10 @@ def _pays(found: _Found, node: Node) -> bool:
 # --- without them ---------------------------------------------------------------------------------
 
 
-class _Writer(NodeMaker):
+class _PairsWriter(NodeMaker):
     """Writes what reads such matrices without them."""
 
-    def __init__(self, graph: Graph, found: _Found) -> None:
+    def __init__(self, graph: Graph, found: _VirtualMatrices) -> None:
         super().__init__(graph)
         self.found = found
         self.entries: dict[Node, Entries] = {}
