@@ -9,7 +9,7 @@ import torch
 
 import insum
 from insum.formats import COO, GroupCOO, suggest
-from insum.fusion.report import Failed, Fused, Left, Moved, Once, Report
+from insum.fusion.report import Failed, Fused, Left, MovedProduct, Once, Report
 
 X = torch.ones(4, 4)
 
@@ -20,7 +20,7 @@ def test_every_result_object_has_html() -> None:
         (Left("sum_2", "nothing is <gathered>", False),),
         (Once(("mask",), ("edges",)),),
         (Failed("chains", "a mistake"),),
-        (Moved("mm", "multiplied before it is <gathered>"),),
+        (MovedProduct("mm", "multiplied before it is <gathered>"),),
     )
     things: list[Any] = [
         suggest(torch.eye(8)),

@@ -19,7 +19,7 @@ from insum.fusion.hoist import sweep
 from insum.fusion.later import later_of
 from insum.fusion.making import NodeMaker
 from insum.fusion.origin import origin_of
-from insum.fusion.report import Moved, where_of
+from insum.fusion.report import MovedProduct, where_of
 from insum.fusion.shapes import is_one, points, same, shape_of, value_of
 from insum.fusion.views import INDICES
 
@@ -33,18 +33,18 @@ _WIDE = (torch.float32, torch.float64)
 _WHAT = "a sum over edges that is divided by a count of them: each edge counts for its share"
 
 
-def rewrite(graph: Graph, wish: str) -> tuple[Moved, ...]:
+def rewrite(graph: Graph, wish: str) -> tuple[MovedProduct, ...]:
     """Divide by counts of edges before sums, and after gathers; which sums that were."""
     if wish == "never" or later_of(graph).overwritten:
         return ()
-    writer, moved = _ShareWriter(graph), list[Moved]()
+    writer, moved = _ShareWriter(graph), list[MovedProduct]()
     for node in list(graph.nodes):
         count = _count_of(node)
         if count is None:
             continue
         total = _given(node)[0]
         if _is_sum(total, node) and _is_worth_it(total, wish):
-            moved.append(Moved(total.name, _WHAT, where_of(total)))
+            moved.append(MovedProduct(total.name, _WHAT, where_of(total)))
             writer.share(node, total, count)
         elif _is_worth_it(node, wish) and node.users:
             at = {user: row for user in node.users if (row := _row_of(user, node)) is not None}

@@ -23,7 +23,7 @@ from insum.fusion.chains import is_zero
 from insum.fusion.hoist import sweep
 from insum.fusion.later import later_of
 from insum.fusion.making import NodeMaker, is_transposed
-from insum.fusion.report import Moved, where_of
+from insum.fusion.report import MovedProduct, where_of
 from insum.fusion.shapes import is_one, points, same, shape_of, value_of
 from insum.fusion.views import INDICES
 
@@ -84,7 +84,7 @@ class GradientTerm:
     negated: bool
 
 
-def rewrite(graph: Graph, wish: str, taken: frozenset[Node]) -> tuple[Moved, ...]:
+def rewrite(graph: Graph, wish: str, taken: frozenset[Node]) -> tuple[MovedProduct, ...]:
     """Multiply before gathers, and after scatters, where there are fewer nodes than edges; which
     products that were. ``taken``: nodes that a chain computes in its own statement.
     """
@@ -96,10 +96,10 @@ def rewrite(graph: Graph, wish: str, taken: frozenset[Node]) -> tuple[Moved, ...
     for one in found:
         by_rows.setdefault(one.rows, []).append(one)
     writer = _RowsWriter(graph)
-    moved: list[Moved] = []
+    moved: list[MovedProduct] = []
     for rows, every in by_rows.items():
         if _users_are(rows, {one.node for one in every}):
-            moved += [Moved(one.node.name, _WHAT, where_of(one.node)) for one in every]
+            moved += [MovedProduct(one.node.name, _WHAT, where_of(one.node)) for one in every]
             writer.commute(every)
     return tuple(moved)
 

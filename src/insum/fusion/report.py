@@ -94,7 +94,7 @@ class Once:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
+class MovedProduct:
     """A product that is computed otherwise, before statements are looked for.
 
     Attributes:
@@ -103,7 +103,7 @@ class Moved:
         where: The module and the line that it comes from, as far as the tracer noted them.
 
     Examples:
-        >>> print(Moved("mm", "multiplied before it is gathered", "model.py:3"))
+        >>> print(MovedProduct("mm", "multiplied before it is gathered", "model.py:3"))
         moved  mm: multiplied before it is gathered  at model.py:3
     """
 
@@ -156,7 +156,7 @@ class Report:
     left: tuple[Left, ...] = ()
     once: tuple[Once, ...] = ()
     failed: tuple[Failed, ...] = ()
-    moved: tuple[Moved, ...] = ()
+    moved: tuple[MovedProduct, ...] = ()
 
     def __str__(self) -> str:
         every = (*self.fused, *self.moved, *self.once, *self.left, *self.failed)

@@ -18,7 +18,7 @@ from insum.fusion.cost import objection
 from insum.fusion.hoist import hoist, still_waited_for, sweep
 from insum.fusion.later import later_of, save
 from insum.fusion.op import Computed, Spec
-from insum.fusion.report import Fused, Left, Moved, Once, Report, add, where_of
+from insum.fusion.report import Fused, Left, MovedProduct, Once, Report, add, where_of
 from insum.fusion.series import Series, template_of
 from insum.fusion.shapes import alike, is_contiguous, same, shape_of, value_of
 from insum.fusion.siblings import Siblings
@@ -63,7 +63,7 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
         stages |= {"relations": _join_relations, "series": _join_series}
     stages["chains"] = functools.partial(_replace_each, captured=captured)
     asked = wish or settings.fuse
-    moved = none = tuple[Moved, ...]()
+    moved = none = tuple[MovedProduct, ...]()
     for name, work in (("matrices at places", sampled.rewrite), ("means", means.rewrite)):
         moved += trial.run(name, functools.partial(work, graph, asked), none)
     search = functools.partial(_worth_it, graph, wish, captured)

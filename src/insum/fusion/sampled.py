@@ -24,7 +24,7 @@ from insum.fusion.later import later_of
 from insum.fusion.making import NodeMaker, is_transposed
 from insum.fusion.pointwise import SPELL
 from insum.fusion.read import PRODUCTS
-from insum.fusion.report import Moved, where_of
+from insum.fusion.report import MovedProduct, where_of
 from insum.fusion.shapes import is_one, points, same, shape_of, value_of
 from insum.fusion.views import FLOATS, INDICES, VIEWS
 
@@ -47,7 +47,7 @@ _BYTES, _FLOPS, _LAUNCH, _CLEARLY = 3e12, 5e13, 1e-5, 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Entries:
+class MatrixEntries:
     """What is scattered into a matrix: rows, columns and values, as many of each."""
 
     rows: Node
@@ -55,7 +55,7 @@ class Entries:
     values: Node
 
 
-def rewrite(graph: Graph, wish: str) -> tuple[Moved, ...]:
+def rewrite(graph: Graph, wish: str) -> tuple[MovedProduct, ...]:
     """Do without every such matrix where that is clearly cheaper; which went."""
     # What the backward pass computes at places may be what the forward pass has as a matrix now: of
     # tensors that are written to in between it would be something else.
@@ -72,9 +72,9 @@ def rewrite(graph: Graph, wish: str) -> tuple[Moved, ...]:
     return told
 
 
-def _told(node: Node) -> Moved:
+def _told(node: Node) -> MovedProduct:
     what = "scattered to" if node.target in _PUT else "read"
-    return Moved(
+    return MovedProduct(
         node.name,
         f"a matrix of all pairs, of which only the places that are {what} are computed",
         where_of(node),
@@ -283,7 +283,7 @@ class _PairsWriter(NodeMaker):
     def __init__(self, graph: Graph, found: _VirtualMatrices) -> None:
         super().__init__(graph)
         self.found = found
-        self.entries: dict[Node, Entries] = {}
+        self.entries: dict[Node, MatrixEntries] = {}
         self.values: dict[tuple[Node, Node, Node], Node] = {}
 
     def replace(self, node: Node) -> Node:
@@ -337,23 +337,23 @@ class _PairsWriter(NodeMaker):
         keep = bool(keeps[0]) if keeps else bool(node.kwargs.get("keepdim", False))
         return self.made(aten.unsqueeze.default, new, 1 - kept) if keep else new
 
-    def entries_of(self, matrix: Node) -> Entries:
+    def entries_of(self, matrix: Node) -> MatrixEntries:
         """What a scattered matrix, or one that is made of it, holds."""
         if matrix not in self.entries:
             self.entries[matrix] = self._entries_of(matrix)
         return self.entries[matrix]
 
-    def _entries_of(self, matrix: Node) -> Entries:
+    def _entries_of(self, matrix: Node) -> MatrixEntries:
         if _is_scatter(matrix):
             rows, columns = _given(matrix)[1]
             values = _given(matrix)[2]
             assert isinstance(values, Node)
             if not value_of(values).dim() or not same(shape_of(values)[0], shape_of(rows)[0]):
                 values = self.made(aten.expand.default, values, [self.size(rows, 0)])
-            return Entries(rows, columns, values)
+            return MatrixEntries(rows, columns, values)
         if is_transposed(matrix):
             e = self.entries_of(_given(matrix)[0])
-            return Entries(e.columns, e.rows, e.values)
+            return MatrixEntries(e.columns, e.rows, e.values)
         if matrix.target in _SAME:
             return self.entries_of(_given(matrix)[0])
         inner = next(n for n in matrix.all_input_nodes if self.is_scattered(n))
@@ -361,7 +361,7 @@ class _PairsWriter(NodeMaker):
         arguments = [
             e.values if a is inner else self.at(a, e.rows, e.columns) for a in _given(matrix)
         ]
-        return Entries(e.rows, e.columns, self.made(matrix.target, *arguments))
+        return MatrixEntries(e.rows, e.columns, self.made(matrix.target, *arguments))
 
     def is_scattered(self, node: Node) -> bool:
         return node in self.found.scattered or node in self.entries or _is_scatter(node)
