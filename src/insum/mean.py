@@ -17,6 +17,8 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from insum.bounded import keep
+from insum.compat.calls import is_plain_call
 from insum.compat.placed import while_tracing
 from insum.lang.bind import Problem, Size, Value
 from insum.lang.expand import expand
@@ -197,7 +199,7 @@ def as_sum(
     """The sum that a mean is, and what it reads. What is wrong is said of the mean. ``told``:
     nothing is counted, for the sum is only to be looked at.
     """
-    problem = request.bind(tensors)
+    problem = _bound(request, tensors)
     parts = mean_statements(request.statement, request.padded)
     # a share in half precision would be as wrong as the result may be
     dtype = problem.dtype if problem.dtype in HALVES else request.dtype
@@ -212,6 +214,29 @@ def as_sum(
     else:
         share = _shares(problem, parts, request, tensors, each)
     return total, {**tensors, parts.share: share}
+
+
+#: By a request and the kinds and shapes of its tensors, what they were bound to.
+_problems: dict[object, Problem] = {}
+MOST_PROBLEMS = 1024
+
+
+def _bound(request: Request, tensors: Mapping[str, Value]) -> Problem:
+    """A request bound to tensors; once for all of the same dtypes and shapes."""
+    if not is_plain_call(tensors.values()):
+        return request.bind(tensors)
+    kinds = [
+        (name, v.dtype, v.shape, v.device, v.layout)
+        if isinstance(v, Tensor)
+        else (name, type(v), repr(v))
+        for name, v in tensors.items()
+    ]
+    key = request, *kinds
+    found = _problems.get(key)
+    if found is None:
+        found = request.bind(tensors)
+        keep(_problems, key, found, MOST_PROBLEMS)
+    return found
 
 
 def told_of(request: Request) -> str:
