@@ -329,7 +329,8 @@ def compare(got: DrawnOutcome, want: DrawnOutcome) -> None:
         assert a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape, a.dtype, b.dtype)
         coarse = b.dtype != torch.float64
         scale = float(b.double().nan_to_num().abs().max()) if b.numel() else 0.0
-        limit = 2e-2 if b.dtype in (torch.float16, torch.bfloat16) else 1e-4 if coarse else 1e-7
+        # in float64 too: some programs are narrower on the way
+        limit = 2e-2 if b.dtype in (torch.float16, torch.bfloat16) else 1e-4 if coarse else 2e-6
         torch.testing.assert_close(
             a.double(), b.double(), rtol=limit, atol=limit * (1 + scale), equal_nan=True
         )
