@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from insum.fusion.later import later_of
 from insum.fusion.shapes import same, shape_of, value_of
 
 aten = torch.ops.aten
@@ -30,8 +31,9 @@ def is_transposed(node: Node) -> bool:
 class NodeMaker:
     """Makes nodes where another one stands, which they take the place of."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+    def __init__(self, graph: Graph, going: Collection[Node] = ()) -> None:
+        self.graph, self.going = graph, going
+        self.backward = later_of(graph).backward
         self.like: Node | None = None
 
     @contextlib.contextmanager
@@ -63,20 +65,22 @@ class NodeMaker:
         )
 
     def size(self, node: Node, dim: int) -> Any:
+        """The size of a dimension: a number, or a node that gives it, which is no part of the
+        backward pass and of no tensor that goes.
+        """
         size = shape_of(node)[dim]
         if isinstance(size, int):
             return size
-        for known in self.graph.nodes:  # a node that is that size: the matrix itself goes
+        for known in self.graph.nodes:
             if known is self.like:
                 break
             value = known.meta.get("val")
+            if known in self.backward or known in self.going:
+                continue
             if isinstance(value, torch.SymInt) and same(value, size):
                 return known
-        source, place = next(
-            (n, d)
-            for n in self.graph.nodes
-            if n.op == "placeholder" and isinstance(n.meta.get("val"), torch.Tensor)
-            for d, s in enumerate(shape_of(n))
-            if same(s, size)
-        )
-        return self.made(aten.sym_size.int, source, place)
+            if isinstance(value, torch.Tensor):
+                for place, other in enumerate(value.shape):
+                    if same(other, size):
+                        return self.made(aten.sym_size.int, known, place)
+        return self.made(aten.sym_size.int, node, dim)

@@ -281,7 +281,7 @@ class _PairsWriter(NodeMaker):
     """Writes what reads such matrices without them."""
 
     def __init__(self, graph: Graph, found: _VirtualMatrices) -> None:
-        super().__init__(graph)
+        super().__init__(graph, found.virtual)
         self.found = found
         self.entries: dict[Node, MatrixEntries] = {}
         self.values: dict[tuple[Node, Node, Node], Node] = {}
