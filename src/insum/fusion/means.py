@@ -37,11 +37,11 @@ def rewrite(graph: Graph, wish: str) -> tuple[MovedProduct, ...]:
     """Divide by counts of edges before sums, and after gathers; which sums that were."""
     if wish == "never" or later_of(graph).overwritten:
         return ()
+    counts = {node: count for node in graph.nodes if (count := _count_of(node)) is not None}
+    if len(set(map(_edges_of, counts.values()))) != 1 or None in map(_edges_of, counts.values()):
+        return ()
     writer, moved = _ShareWriter(graph), list[MovedProduct]()
-    for node in list(graph.nodes):
-        count = _count_of(node)
-        if count is None:
-            continue
+    for node, count in counts.items():
         total = _given(node)[0]
         if _is_sum(total, node) and _is_worth_it(total, wish):
             moved.append(MovedProduct(total.name, _WHAT, where_of(total)))
@@ -51,6 +51,19 @@ def rewrite(graph: Graph, wish: str) -> tuple[MovedProduct, ...]:
             if len(at) == len(node.users):
                 writer.divide_later(node, count, at)
     return tuple(moved)
+
+
+def _edges_of(count: Node) -> Node | None:
+    """The tensor that is counted, where it is passed as it is. Sums over several parts of edges, as
+    those of each relation, had better stay alike: then they are one statement.
+    """
+    origin = origin_of(count, sums=True)
+    assert origin is not None
+    return (
+        origin.sources[0]
+        if len(origin.sources) == 1 and "index.Tensor" not in origin.program
+        else None
+    )
 
 
 def _given(node: Node) -> Any:
