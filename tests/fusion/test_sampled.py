@@ -24,7 +24,6 @@ N, M, K, E, F = 7, 5, 3, 20, 4
 torch.manual_seed(0)
 rows, columns = torch.randint(0, N, (E,)), torch.randint(0, M, (E,))
 rows[1], columns[1], columns[3] = rows[0], columns[0], -1  # one twice, and one from the end
-MASK = torch.rand(N, M, dtype=torch.float64)
 
 
 def matrix(v: Tensor) -> Tensor:
@@ -35,9 +34,7 @@ def matrix(v: Tensor) -> Tensor:
 PROGRAMS: dict[str, tuple[PairsProgram, int]] = {
     "at places": (lambda x, y, v, z: (x @ y.T)[rows, columns], 3),
     "functions": (lambda x, y, v, z: torch.sigmoid((x @ y.T) * 0.5 + 1)[rows, columns] * v, 3),
-    "masked": (lambda x, y, v, z: ((x @ y.T) * MASK)[rows, columns], 3),
     "scattered": (lambda x, y, v, z: matrix(v) @ z, 3),
-    "transposed": (lambda x, y, v, z: matrix(v).T @ x, 3),
     "from the left": (lambda x, y, v, z: x.T @ matrix(v), 3),
     "both": (lambda x, y, v, z: ((x @ y.T) * matrix(v)) @ z, 6),
     "with a sum": (lambda x, y, v, z: matrix(v).sum(1)[:, None] * (matrix(v) @ z), 3),
@@ -48,14 +45,12 @@ PROGRAMS: dict[str, tuple[PairsProgram, int]] = {
 #: Programs whose matrix has to be there.
 LEFT: dict[str, PairsProgram] = {
     "used elsewhere": lambda x, y, v, z: (p := x @ y.T)[rows, columns] + p.sum(),
-    "whole rows": lambda x, y, v, z: (x @ y.T)[rows],
     "a grid": lambda x, y, v, z: (x @ y.T)[rows[:, None], columns[None]],
     "squared": lambda x, y, v, z: (matrix(v) * matrix(v)) @ z,
     "divided by what may be zero": lambda x, y, v, z: (matrix(v) / (x[:, :1] - 1)) @ z,
     "times what may be infinite": lambda x, y, v, z: (matrix(v) * x[:, :1].abs().rsqrt()) @ z,
     "overwritten": lambda x, y, v, z: v.new_zeros(N, M).index_put((rows, columns), v[0]) @ z,
     "an output": lambda x, y, v, z: matrix(v).unsqueeze(0) + (matrix(v) @ z).sum(),
-    "added to another": lambda x, y, v, z: (matrix(v) + MASK) @ z,
 }
 
 
