@@ -703,7 +703,7 @@ def fusion_table(result: dict[str, Any]) -> list[str]:
         ),
         "|---|--:|--:|--:|--:|",
     ]
-    for row in result["rows"]:
+    for row in filter(_is_compared, result["rows"]):
         a, b = row["torch.compile"], row["insum"]
         name = f"{row['program']}, {row['case'].split(',')[0]}"
         memory = [f"{one['both_bytes'] / 2**20:.0f}" for one in (a, b)]
@@ -749,7 +749,7 @@ def fusion_lines(result: dict[str, Any], title: str = "Plain PyTorch, compiled")
     )
     head = "| " + " | ".join([*columns, "MiB, torch.compile", "MiB, insum", "error"]) + " |"
     lines += ["", head, "|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|"]
-    for row in result["rows"]:
+    for row in filter(_is_compared, result["rows"]):
         a, b = row["torch.compile"], row["insum"]
         cells = [f"{row['program']}: {row['case']}"]
         for kind in ("replayed_ms", "row_ms"):
@@ -763,6 +763,12 @@ def fusion_lines(result: dict[str, Any], title: str = "Plain PyTorch, compiled")
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
+
+
+def _is_compared(row: Row) -> bool:
+    """Whether a program ran in both ways."""
+    both = [row.get(name, {"failed": ""}) for name in ("torch.compile", "insum")]
+    return all("failed" not in one for one in both)
 
 
 def _ratios(a: Row, b: Row, kind: str) -> str:

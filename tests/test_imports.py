@@ -55,7 +55,7 @@ RANKS: tuple[frozenset[str], ...] = (
     frozenset({"stages"}),
     frozenset({"call", "inspection", "search"}),
     frozenset({"ops", "autograd", "batching", *STATEMENTS_OVER_DTENSORS}),
-    frozenset({"inplace", "traced", "explanation", "export"}),
+    frozenset({"inplace", "mean", "traced", "explanation", "export"}),
     frozenset({"formats", "api", "together", "fusion", "distributed.explained"}),
     frozenset({"agnostic"}),
     frozenset({""}),

@@ -191,3 +191,14 @@ def test_what_all_entries_of_a_row_share_is_read_once(in_order: bool) -> None:
     text = inspection.plan_only(problem, given).steps[0].launches[0].kernel.source
     before, _, loop = text.partition("    for t in ")
     assert "y_ptr" in before and "x_ptr +" in loop and "y_ptr +" not in loop
+
+
+def test_means() -> None:
+    d, s = torch.tensor([0, 2, 2, 0, 2]), torch.tensor([[1, -1], [0, 2], [-1, -1], [2, 2], [1, 0]])
+    x = torch.randn(3, 4, requires_grad=True)
+    y = insum.insum("y[d[e],f] mean= x[s[e,k],f]", d=d, s=s, x=x, out_shape=(4, 4), padded="s")
+    rows = [x[[1, 2, 2]].mean(0), 0 * x[0], x[[0, 2, 1, 0]].mean(0), 0 * x[0]]
+    torch.testing.assert_close(y, torch.stack(rows))
+    (ours,) = torch.autograd.grad(y.square().sum(), x)
+    (theirs,) = torch.autograd.grad(torch.stack(rows).square().sum(), x)
+    torch.testing.assert_close(ours, theirs)

@@ -11,7 +11,7 @@ import insum
 from insum.distributed import plan
 from insum.formats import COO, GroupCOO, suggest
 from insum.formats.tune import TunedFormat
-from insum.fusion.report import Failed, Fused, Left, Once, Report
+from insum.fusion.report import Failed, Fused, Left, MovedProduct, Once, Report
 from insum.nn.swapping import Replacement, Swapped
 from insum.search import TriedChoice, Tuned
 
@@ -24,6 +24,7 @@ def test_every_result_object_has_html() -> None:
         (Left("sum_2", "nothing is <gathered>", False),),
         (Once(("mask",), ("edges",)),),
         (Failed("chains", "a mistake"),),
+        (MovedProduct("mm", "multiplied before it is <gathered>"),),
     )
     things: list[Any] = [
         suggest(torch.eye(8)),

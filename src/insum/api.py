@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -26,6 +27,7 @@ from insum.inplace import add_in_place
 from insum.lang.bind import Problem, Size, Value
 from insum.lang.expr import tensors_of
 from insum.lang.parser import parse
+from insum.mean import as_sum, is_mean, told_of
 from insum.ops import contract, lowered, run
 from insum.plan.config import Config
 from insum.plan.library import WHY, is_left_to_library
@@ -55,7 +57,8 @@ def insum(
 
     ``C[...] = ...`` returns a new tensor; a ``C`` that is passed gives only its shape and dtype.
     ``+=``, ``max=`` and ``min=`` accumulate into the ``C`` that is passed, in place, and return it;
-    without one they start from zero, or from minus or plus infinity.
+    without one they start from zero, or from minus or plus infinity. ``mean=`` makes a new tensor,
+    with 0 where there is nothing to take the mean of.
 
     Args:
         statement: One statement of the language.
@@ -179,6 +182,8 @@ def kinds_with(
 
 def _insum(request: Request, tensors: dict[str, Value]) -> Tensor:
     left = head(request.statement)
+    if left.operator == "mean=":
+        return _insum(*as_sum(request, tensors))
     in_place = left.operator != "=" and left.target in tensors
     if in_place and not isinstance(tensors[left.target], Tensor):
         request.bind(tensors)  # which says that a number cannot be written into
@@ -223,7 +228,8 @@ def _of_placed(kinds: Kinds, sizes: tuple[Any, ...], tensors: dict[str, Value]) 
     from insum.distributed import dispatch
 
     left = head(kinds.form.statement)
-    if left.target in tensors and left.operator != "=" or not is_recordable():
+    in_place = left.target in tensors and left.operator != "="
+    if in_place or left.operator == "mean=" or not is_recordable():
         return _insum(kinds.form.request(sizes), tensors)
     return dispatch.contract(kinds, tensors, sizes)
 
@@ -447,6 +453,8 @@ def explain(
         from insum.distributed.explained import explain_placed
 
         asked = request_of(statement, out_shape, sizes, padded, config, optimize)
+        if is_mean(statement):
+            asked, tensors = as_sum(asked, tensors)
         return explain_placed(asked, tensors, gpu)
     return explain_dense(
         statement,
@@ -489,7 +497,10 @@ def explain_dense(
     from insum.explanation import explained  # takes a while to import
 
     request = request_of(statement, out_shape, sizes, padded, config, optimize)
-    return explained(request, tensors, gpu)
+    if not is_mean(statement):
+        return explained(request, tensors, gpu)
+    told = explained(*as_sum(request, tensors, told=True), gpu)
+    return replace(told, statement=told_of(request))
 
 
 # --- tuning ---------------------------------------------------------------------------------------
@@ -559,6 +570,8 @@ def tuned(request: Request, tensors: dict[str, Value], effort: str) -> Tuned:
         raise UnsupportedError(
             "a statement is tuned on plain tensors, outside of traces, transforms and autocast"
         )
+    if is_mean(request.statement):
+        request, tensors = as_sum(request, tensors)
     call = prepare(request, tensors)
     call.verify(tensors)
     name = call.prepared.target

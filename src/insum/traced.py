@@ -12,6 +12,7 @@ from torch import Tensor
 
 from insum.compat.placed import has_placements, while_tracing
 from insum.lang.bind import Size, Value
+from insum.mean import mean_plan
 from insum.ops import size_name
 from insum.plan.config import Config, choice_text
 from insum.plan.path import Optimize, optimize_text
@@ -28,7 +29,7 @@ def left_side(statement: str) -> tuple[str, str, bool]:
     """
     left, _, right = statement.partition("=")
     left, operator = left.strip(), "="
-    for mark in ("+", "-", "max", "min"):
+    for mark in ("+", "-", "max", "min", "mean"):
         rest = left.removesuffix(mark)
         if rest != left and (mark in "+-" or rest[-1:] in ("]", " ", "\n", "\t")):
             left, operator = rest, "+=" if mark == "-" else f"{mark}="
@@ -68,6 +69,8 @@ def traced(
     )
     wished = optimize_text(optimize)
     output = values.get(target)
+    if operator == "mean=":
+        return _traced_mean(statement, given, padded_names, values, chosen, wished)
     if operator == "=" or not isinstance(output, Tensor):
         result: Tensor = torch.ops.insum.contract(
             *_arguments(statement, given, padded_names, values, None, chosen, wished)
@@ -100,6 +103,63 @@ def traced(
             output, *_arguments(statement, given, padded_names, reads, None, chosen, wished)
         )
     )
+
+
+def _traced_mean(
+    statement: str,
+    given: list[tuple[str, Any]],
+    padded: str,
+    values: dict[str, Value],
+    config: str,
+    optimize: str,
+) -> Tensor:
+    """A sum divided by how many points there are. The compiler makes the division part of what
+    comes next, and `fusion` takes out what depends on indices alone.
+    """
+    total_text, counting, dims, times, counted, reads, padded_counts, read = mean_plan(
+        statement, padded
+    )
+    kinds = [values[name] for name in read if name in values]
+    dtypes = {t.dtype for t in kinds if isinstance(t, Tensor) and t.dim() and t.is_floating_point()}
+    halves = [dtype for dtype in _HALVES if dtypes == {dtype}]
+    wide = torch.float32 if halves else None
+    total = torch.ops.insum.contract(
+        *_arguments(total_text, given, padded, values, wide, config, optimize)
+    )
+    if left_side(statement)[0] in values or not (total.is_floating_point() or total.is_complex()):
+        # which says what is wrong
+        arguments = _arguments(statement, given, padded, values, None, config, optimize)
+        return torch.ops.insum.contract(*arguments)  # type: ignore[no-any-return]
+    known = {**values, "": total}
+    count: Any = 1
+    for name, places in times:
+        count = count * _extent(name, places, given, known)
+    if counting:
+        sizes = [(str(d), total.shape[dim]) for d, dim in enumerate(dims)]
+        sizes += [(v, _extent(v, places, given, known)) for v, places in counted]
+        indices = {name: values[name] for name in reads}
+        arguments = _arguments(counting, sizes, padded_counts, indices, torch.float64, "", "auto")
+        shape = [total.shape[d] if d in dims else 1 for d in range(total.dim())]
+        count = (count * torch.ops.insum.contract(*arguments)).reshape(shape)
+        count = count.clamp(min=1).to(total)
+    else:
+        count = torch.sym_max(count, 1)  # type: ignore[no-untyped-call]
+    result: Tensor = (total / count).to(halves[0] if halves else total.dtype)
+    return result
+
+
+def _extent(
+    name: str,
+    places: tuple[tuple[str, int], ...],
+    given: list[tuple[str, Any]],
+    values: Mapping[str, Value],
+) -> Any:
+    """The extent of a variable: that of a dimension where it stands alone, or what was given."""
+    for tensor, dim in places:
+        value = values.get(tensor)
+        if isinstance(value, Tensor):
+            return value.shape[dim]
+    return dict(given)[name]
 
 
 def _arguments(

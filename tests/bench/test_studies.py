@@ -38,9 +38,9 @@ ABOUT = {"command", "date", "device", "versions"}
 CPU = torch.device("cpu")
 
 
-def record_of(tmp_path: Path, name: str, *more: str) -> dict[str, Any]:
+def record_of(tmp_path: Path, name: str, *more: str, status: int = 0) -> dict[str, Any]:
     given = [name, *more, "--quick", "--device", "cpu", "--data", "", "--out", str(tmp_path)]
-    assert main(given) == 0
+    assert main(given) == status
     record: dict[str, Any] = json.loads((tmp_path / f"{name.replace('-', '_')}.json").read_text())
     assert set(record) >= ABOUT
     assert record["command"].startswith(f"insum bench {name}")
@@ -280,6 +280,36 @@ def test_a_program_that_fails_hides_no_other(
     (row,) = record_of(tmp_path, "fusion", "--only", "convolution", "--columns", "4")["rows"]
     assert row["failed"] == "ValueError: not today (and so does torch.compile alone)"
     assert row["eager"]["error"] < 1e-5
+
+
+def test_what_fails_while_it_is_measured_costs_no_other_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails_once(*arguments: object) -> None:
+        monkeypatch.setattr(fusion, "measure_quietly", lambda way, program, study: None)
+        raise RuntimeError("no graph")
+
+    plain = lambda model, fuse: dict.fromkeys(("eager", "torch.compile", "insum"), model)
+    monkeypatch.setattr(fusion, "ways", plain)
+    monkeypatch.setattr(fusion, "measure_quietly", fails_once)
+    monkeypatch.setattr(programs, "SMALL_CLOUD", 30)
+    monkeypatch.setattr(fusion, "_lines", lambda row: [])  # of bytes that nobody measured
+    monkeypatch.setattr(fusion, "told", lambda rows: [])
+    given = ("--only", "convolution", "--columns", "4", "--skip", "eager")
+    (row,) = record_of(tmp_path, "fusion", *given)["rows"]
+    assert "eager" not in row and row["torch.compile"]["failed"] == "RuntimeError: no graph"
+    assert row["insum"]["both_row_ms"] > 0 and not fusion.is_compared(row)
+
+
+def test_a_program_that_cannot_be_made_is_a_row_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")
+
+    monkeypatch.setattr(fusion, "made", broken)
+    (row,) = record_of(tmp_path, "fusion", "--only", "convolution", status=1)["rows"]
+    assert row["failed"].startswith("RuntimeError: Offset increment") and fusion.told([row]) == []
 
 
 def test_fusion_goes_on_where_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,9 +148,11 @@ def check_statements_over_rows_columns_and_entries() -> None:
     assert insum.einsum("Y[m,n] += A[m,k] * X[k,n]", A=A, X=x, Y=into) is into
     equal(collect_rows(into, A), 1 + dense @ X)
     rows = partition(COO.from_dense(dense), line(), send="rows")
-    want = insum.einsum("Y[m,n] max= A[m,k] * X[k,n]", A=COO.from_dense(dense), X=X)
-    got = insum.einsum("Y[m,n] max= A[m,k] * X[k,n]", A=rows, X=distribute_rows(X, rows))
-    equal(collect_rows(got, rows), want)
+    for operator in ("max=", "mean="):
+        text = f"Y[m,n] {operator} A[m,k] * X[k,n]"
+        want = insum.einsum(text, A=COO.from_dense(dense), X=X)
+        got = insum.einsum(text, A=rows, X=distribute_rows(X, rows))
+        equal(collect_rows(got, rows), want)
 
 
 def check_formats_orders_and_cuts() -> None:

@@ -55,7 +55,7 @@ def table() -> dict[str, Tensor]:
 
 
 MOE, CONV = "Y[t,o] = G[t,e] * X[t,i] * W[e,i,o]", "Out[x,m] = In[Nb[x,z],c] * W[z,c,m]"
-MAX = "C[AM[p],n] max= B[AK[p],n]"
+MAX, MEAN = "C[AM[p],n] max= B[AK[p],n]", "C[AM[p],n] mean= B[AK[p],n]"
 #: A statement, its tensors, how they are placed, how the result is, and its options.
 CASES: dict[str, tuple[str, Callable[[], dict[str, Tensor]], str, Placement, dict[str, Any]]] = {
     "nonzeros": (SPMM, spmm, "S0 S0 S0 R", P, {"out_shape": (12, 8)}),
@@ -68,12 +68,21 @@ CASES: dict[str, tuple[str, Callable[[], dict[str, Tensor]], str, Placement, dic
     "input channels": (CONV, table, "R S1 S1", P, {"padded": ("Nb",)}),
     "experts": (MOE, experts, "S1 R S0", P, {}),
     "tokens": (MOE, experts, "S0 S0 R", S(0), {}),
+    "means": (MEAN, spmm, "S0 S0 - R", P, {"out_shape": (12, 8)}),
     "maxima": (MAX, spmm, "S0 S0 - R", Partial("max"), {"out_shape": (12, 8)}),
 }
 
 
 #: Those that are run each time; the others have their rules tested without processes.
-OFTEN = ("nonzeros", "rows of B", "a partial factor", "output channels", "experts", "maxima")
+OFTEN = (
+    "nonzeros",
+    "rows of B",
+    "a partial factor",
+    "output channels",
+    "experts",
+    "maxima",
+    "means",
+)
 
 
 def placement(text: str) -> Placement:

@@ -106,7 +106,7 @@ LEFT: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], str]] =
         "nothing is gathered into it",
     ),
     "a bias": (
-        lambda x, w, b: torch.addmm(b, x[src], w),
+        lambda x, w, b: torch.addmm(b, x[src[:F]], w),
         lambda: (torch.randn(N, F), torch.randn(F, 5), torch.randn(5)),
         "it adds a bias",
     ),

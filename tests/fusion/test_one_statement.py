@@ -153,7 +153,7 @@ PROGRAMS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], int]] = {
         1,
     ),
     "one weight for two chains": (
-        lambda x, w, m: x[SRC] @ m + (x[DST] * w[:, None]) @ m,
+        lambda x, w, m: (x[SRC] * x[DST]) @ m + (x[DST] * w[:, None]) @ m,
         2,
     ),
     "two sums in place": (

@@ -270,3 +270,15 @@ def test_an_index_that_one_operation_takes_strictly_is_strict_in_all() -> None:
     for one in (program, run):
         with pytest.raises((RuntimeError, insum.InsumError)):
             one(*given)
+
+
+def test_the_largest_of_a_product_of_several_is_what_its_gradient_compares_with() -> None:
+    src, dst = graph_of()
+
+    def largest(x: Tensor) -> Tensor:
+        z = x[src] * x[dst]
+        at = dst[:, None].expand(E, F)
+        return x.new_zeros(N, F).scatter_reduce(0, at, z * z, "amax", include_self=False)
+
+    run, _ = compiled(largest)
+    agrees(run, largest, (leaf(N, F),))

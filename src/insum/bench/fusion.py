@@ -41,6 +41,7 @@ from insum.bench.measure import (
     relative_error,
     release,
     turn,
+    wait_quietly,
 )
 from insum.bench.programs import (
     ON_REQUEST,
@@ -138,6 +139,8 @@ def measured(program: PlainProgram, study: Study) -> dict[str, Any]:
     insum.fusion.clear()
     prepared: list[CompiledWay] = []
     for name, run in ways(program.model, fuse).items():
+        if any(part in name for part in study.options.skip):
+            continue
         release(device)
         try:
             way = prepare(name, program, run, upstream, want, study)
@@ -148,12 +151,17 @@ def measured(program: PlainProgram, study: Study) -> dict[str, Any]:
             row[name] = way.row
     with turn():
         for way in prepared:
-            measure_quietly(way, program, study)
+            try:
+                measure_quietly(way, program, study)
+            except Exception as failure:
+                wait_quietly(device)
+                way.row.update(_failed(failure))
         time_calls([way for way in prepared if "failed" not in way.row], device)
-    if "failed" in row["insum"]:
-        also = " (and so does torch.compile alone)" if "failed" in row["torch.compile"] else ""
+    if "failed" in row.get("insum", {}):
+        alone = row.get("torch.compile", {})
+        also = " (and so does torch.compile alone)" if "failed" in alone else ""
         row["failed"] = row["insum"]["failed"] + also
-    else:
+    elif "insum" in row:
         told = insum.fusion.report()
         row["insum"]["fused"] = [found.statement for found in told.fused]
         row["insum"]["left"] = [f"{found.root}: {found.why}" for found in told.left]
@@ -343,10 +351,24 @@ def row_of(about: dict[str, Any], study: Study) -> dict[str, Any] | None:
     except ImportError as missing:
         print(f"skipped: {missing}")
         return None
-    row = about | measured(program, study)
-    print(*_lines(row), sep="\n", flush=True)
+    except Exception as failure:  # of one program, which must not cost the rows of the others
+        return _lost(about, failure)
+    try:
+        row = about | measured(program, study)
+    except Exception as failure:
+        wait_quietly(study.device)
+        row = _lost(about, failure)
+    else:
+        print(*_lines(row), sep="\n", flush=True)
     del program
     release(study.device)
+    return row
+
+
+def _lost(about: dict[str, Any], failure: Exception) -> dict[str, Any]:
+    """The row of a program that could not be made or measured at all."""
+    row = about | _failed(failure)
+    print(f"\n{row['program']}: FAILED {row['failed']}", flush=True)
     return row
 
 
@@ -359,7 +381,7 @@ def _lines(row: dict[str, Any]) -> list[str]:
     """
     messages = f"messages would take {row['messages'] / 2**20:.1f} MiB"
     lines = [f"\n{row['program']}: {row['case']}, {row['dtype']}; {messages}"]
-    for name in ("eager", "torch.compile", "insum"):
+    for name in (name for name in ("eager", "torch.compile", "insum") if name in row):
         one = row[name]
         if "failed" in one:
             lines.append(f"{name:14s} FAILED {one['failed']}")
@@ -369,7 +391,7 @@ def _lines(row: dict[str, Any]) -> list[str]:
             parts.append(f"(replayed {_pair(one, 'replayed_ms')})")
         peak = " / ".join(f"{one[f'{kind}_bytes'] / 2**20:.1f}" for kind in ("forward", "both"))
         parts.append(f"peak {peak} MiB  error {one['error']:.1e}")
-        if name == "insum" and "failed" not in row["torch.compile"]:
+        if name == "insum" and is_compared(row):
             parts.append(_faster(row["torch.compile"], one))
         lines.append("  ".join(parts))
         lines += [f"    {KernelTimes(*kernel)}" for kernel in one.get("kernels", ())]
@@ -395,15 +417,21 @@ def _times(rival: dict[str, Any], ours: dict[str, Any], key: str) -> float | Non
     return rival[key] / ours[key] if rival.get(key) and ours.get(key) else None
 
 
+def is_compared(row: dict[str, Any]) -> bool:
+    """Whether both were run, and neither failed."""
+    both = [row.get(name, {"failed": ""}) for name in ("torch.compile", "insum")]
+    return all("failed" not in one for one in both)
+
+
 def told(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Medians over all programs, and what falls short: slower than torch.compile alone, more memory
     at the peak, or a result that is no better than the dtype.
     """
     lines, factors = [], dict[str, list[float]]()
     for row in rows:
-        rival, ours = row["torch.compile"], row["insum"]
-        if "failed" in rival or "failed" in ours:
+        if not is_compared(row):
             continue
+        rival, ours = row["torch.compile"], row["insum"]
         label = f"{row['program']} {row['graph']} {row['dtype']}"
         for kind, way in itertools.product(("forward", "both"), ("row_ms", "replayed_ms")):
             times = _times(rival, ours, f"{kind}_{way}")

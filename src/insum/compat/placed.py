@@ -7,7 +7,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,8 @@ from torch.autograd import forward_ad
 
 from insum.compat.calls import _probed
 
+P = ParamSpec("P")
+R = TypeVar("R")
 #: Where there are no DTensors until it is imported.
 PLACED_HOME = "torch.distributed.tensor"
 
@@ -157,7 +159,7 @@ def for_each_rank(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return function if wrapped is None else wrapped(function)
 
 
-def while_tracing(function: Callable[[], bool]) -> Callable[[], bool]:
+def while_tracing(function: Callable[P, R]) -> Callable[P, R]:
     """``function``, which Dynamo calls when it comes by, instead of tracing it. What
     `torch.compiler.assume_constant_result` does, without loading Dynamo.
     """

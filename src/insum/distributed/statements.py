@@ -164,7 +164,7 @@ def run(
                 text, "the result has the partition of the matrix, and was asked for dense"
             )
         return call.sampled()
-    return call.extreme() if roles.operator in ("max=", "min=") else call.product()
+    return call.product() if roles.operator in ("=", "+=") else call.of_whole_rows()
 
 
 def _only(A: Partitioned, text: str, given: Mapping[str, Any]) -> str:
@@ -266,8 +266,8 @@ class _PartitionCall:
         ]
         return A.with_values(tuple(part.values for part in made))
 
-    def extreme(self) -> Tensor:
-        """Largest and smallest values, of whole rows at a time."""
+    def of_whole_rows(self) -> Tensor:
+        """Largest and smallest values, and means, of whole rows at a time."""
         A, roles = self.matrix, self.roles
         if roles.row_out is None:
             raise _refused(

@@ -192,7 +192,7 @@ class Rewriter:
                 expected="different variables",
                 remedy=f"{access.tensor}.to_dense()",
             )
-        if self.statement.operator in ("max=", "min=") and self.operands[access.tensor].block_shape:
+        if self.statement.operator not in ("=", "+=") and self.operands[access.tensor].block_shape:
             remedy = f'{access.tensor}.to_format("GroupCOO")'
             self.fail(
                 UnsupportedError,

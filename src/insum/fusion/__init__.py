@@ -20,13 +20,14 @@ chain of gather, product and scatter by one op; `enable` does the same for the d
 from __future__ import annotations
 
 from insum.fusion.entry import backend, disable, enable, enabled, register
-from insum.fusion.report import Failed, Fused, Left, Once, Report, clear, report
+from insum.fusion.report import Failed, Fused, Left, MovedProduct, Once, Report, clear, report
 from insum.fusion.rewrite import fuse
 
 __all__ = [
     "Failed",
     "Fused",
     "Left",
+    "MovedProduct",
     "Once",
     "Report",
     "backend",

@@ -311,7 +311,7 @@ def _scattered(
 
 def _index_put(node: Node, around: Around) -> Chain:
     if len(node.args) < 4 or node.args[3] is not True:
-        raise Stop("it overwrites, and does not add")
+        raise Stop("it overwrites, and does not add: of places that are listed twice one wins")
     base, tensors, message = node.args[:3]
     if str(node.meta.get("original_aten")) == str(aten.embedding_dense_backward.default):
         message = _of_embedding(message, tensors)

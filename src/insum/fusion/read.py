@@ -399,6 +399,11 @@ def _mul(reader: ProductReader, node: Node, at: Indices, gathered: bool) -> list
         else:
             factors += [number(operand)] if operand != 1 else []
     reader.beside = before
+    if not reader.sums and sum(factor != Number(-1) for factor in factors) > 2:
+        raise Stop(
+            "a product of several, of which the largest or smallest is looked for, is rounded "
+            "otherwise"
+        )
     return factors
 
 

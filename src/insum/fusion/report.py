@@ -94,6 +94,28 @@ class Once:
 
 
 @dataclass(frozen=True, slots=True)
+class MovedProduct:
+    """A product that is computed otherwise, before statements are looked for.
+
+    Attributes:
+        root: The node.
+        what: In which way.
+        where: The module and the line that it comes from, as far as the tracer noted them.
+
+    Examples:
+        >>> print(MovedProduct("mm", "multiplied before it is gathered", "model.py:3"))
+        moved  mm: multiplied before it is gathered  at model.py:3
+    """
+
+    root: str
+    what: str
+    where: str = ""
+
+    def __str__(self) -> str:
+        return f"moved  {self.root}: {self.what}{_at(self.where)}"
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """One of the passes that could not be done, which is a mistake of ours: the graph stayed as it
     was before it.
@@ -123,6 +145,7 @@ class Report:
         left: What stayed as it was.
         once: What is computed once.
         failed: Passes that failed.
+        moved: Products that are computed otherwise.
 
     Examples:
         >>> Report().fused
@@ -133,9 +156,10 @@ class Report:
     left: tuple[Left, ...] = ()
     once: tuple[Once, ...] = ()
     failed: tuple[Failed, ...] = ()
+    moved: tuple[MovedProduct, ...] = ()
 
     def __str__(self) -> str:
-        every = (*self.fused, *self.once, *self.left, *self.failed)
+        every = (*self.fused, *self.moved, *self.once, *self.left, *self.failed)
         return "\n".join(map(str, every)) or "nothing to fuse"
 
     def _repr_html_(self) -> str:
@@ -144,6 +168,7 @@ class Report:
                 ("fused", one.where or one.root, f"{one.statement} ({_when(one)})")
                 for one in self.fused
             ),
+            *(("moved", one.where or one.root, one.what) for one in self.moved),
             *(("once", ", ".join(one.nodes), ", ".join(one.sources)) for one in self.once),
             *(("left", one.where or one.root, one.why) for one in self.left),
             *(("failed", one.stage, one.why) for one in self.failed),
@@ -199,7 +224,7 @@ def report() -> Report:
     """
     every = [
         tuple(one for r in _reports for one in getattr(r, name))
-        for name in ("fused", "left", "once", "failed")
+        for name in ("fused", "left", "once", "failed", "moved")
     ]
     return Report(*every)
 

@@ -12,19 +12,20 @@ import torch
 from torch.fx import Graph, Node
 
 from insum.compat.compiler import functional_call
-from insum.fusion import series
+from insum.fusion import means, products, sampled, series
 from insum.fusion.chains import Chain, Chains, find
 from insum.fusion.cost import objection
 from insum.fusion.hoist import hoist, still_waited_for, sweep
 from insum.fusion.later import later_of, save
 from insum.fusion.op import Computed, Spec
-from insum.fusion.report import Fused, Left, Once, Report, add, where_of
+from insum.fusion.report import Fused, Left, MovedProduct, Once, Report, add, where_of
 from insum.fusion.series import Series, template_of
 from insum.fusion.shapes import alike, is_contiguous, same, shape_of, value_of
 from insum.fusion.siblings import Siblings
 from insum.fusion.trial import PassTrial
 from insum.lang.bind import Size
 from insum.lang.expr import accesses, fresh
+from insum.settings import settings
 
 aten = torch.ops.aten
 FUSED, INTO, IN_PLACE = (
@@ -61,8 +62,18 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
     if not captured:
         stages |= {"relations": _join_relations, "series": _join_series}
     stages["chains"] = functools.partial(_replace_each, captured=captured)
+    asked = wish or settings.fuse
+    moved = none = tuple[MovedProduct, ...]()
+    for name, work in (("matrices at places", sampled.rewrite), ("means", means.rewrite)):
+        moved += trial.run(name, functools.partial(work, graph, asked), none)
     search = functools.partial(_worth_it, graph, wish, captured)
     chains = trial.run("search", search, Chains((), ()))
+    inside = frozenset(n for one in chains.found for n in one.inlined if n is not one.root)
+    commute = functools.partial(products.rewrite, graph, asked, inside)
+    commuted = trial.run("products of nodes", commute, None)
+    if commuted != ():  # done or put back, as below
+        moved += commuted or ()
+        chains = trial.run("search", search, Chains((), ()))
     left = _left(graph, chains)
     for name, stage in stages.items():
         if not chains.found:
@@ -77,8 +88,8 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
         trial.run("sums in place", functools.partial(_add_in_place, graph), None)
         once = () if captured else trial.run("hoist", functools.partial(hoist, graph), ())
         trial.run("saved values", functools.partial(save, graph), None)
-    report = Report(tuple(fused), left, once, tuple(trial.failed))
-    if report.fused or report.left or report.failed:
+    report = Report(tuple(fused), left, once, tuple(trial.failed), moved)
+    if report.fused or report.left or report.failed or report.moved:
         add(report)
     return report
 

@@ -228,12 +228,27 @@ class Binding:
                 span=span,
                 remedy="reduce abs(...) instead",
             )
+        if self.statement.operator == "mean=" and not _is_divisible(inferred.dtype):
+            self.fail(
+                DtypeError,
+                f"a mean of {str(inferred.dtype).removeprefix('torch.')} is no such number",
+                expected="a right side of floating-point or complex numbers",
+                remedy=f"{self.statement.target} mean= 1.0 * ...",
+            )
         return self.check_output_dtype(inferred.dtype)
 
     def check_output(self) -> None:
         """What is accumulated into can be written."""
         name, operator = self.target.tensor, self.statement.operator
         passed = self.kinds.get(name)
+        if passed is not None and operator == "mean=":
+            self.fail(
+                BindingError,
+                f"{name} is passed, but of a mean that it holds nothing tells of how many numbers",
+                span=self.target.span,
+                expected=f"a mean without {name}, which is a new tensor",
+                remedy="give its shape as out_shape=",
+            )
         if passed is not None and passed.device is None and operator != "=":
             self.fail(
                 DtypeError,
@@ -257,6 +272,10 @@ class Binding:
                 remedy=f"{self.target.tensor}.to(torch.{got})",
             )
         return passed.dtype
+
+
+def _is_divisible(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _kind_name(value: object) -> str:

@@ -170,7 +170,7 @@ class _Walker:
                     yield from self.walk(term, upstream)
             case Product(factors):
                 for k, factor in enumerate(factors):
-                    others = [self.conj(f) for f in (*factors[:k], *factors[k + 1 :])]
+                    others = [self.conj(_one(f)) for f in (*factors[:k], *factors[k + 1 :])]
                     yield from self.walk(factor, product([upstream, *others]))
             case Call("conj", (inner,)):
                 yield from self.walk(inner, self.conj(upstream))
@@ -214,6 +214,13 @@ class _Walker:
             if self.is_complex(node)
             else node
         )
+
+
+def _one(factor: Expr) -> Expr:
+    """A factor as one value: a sum, which can only stand inside of a function, would be distributed
+    outside of it.
+    """
+    return _f("whole", factor) if isinstance(factor, Sum) else factor
 
 
 def _guarded(inner: Expr) -> Expr:

@@ -1,6 +1,7 @@
 """The right side as a sum of products: each is reduced over its own variables.
 
-``max=`` and ``min=`` do not distribute over sums, so there the whole right side stays one term.
+``max=`` and ``min=`` do not distribute over sums, and ``mean=`` counts the points of all of it, so
+there the whole right side stays one term.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def expand(statement: Statement) -> tuple[ProductTerm, ...]:
     ['x[i] * A[i,j]', '-x[i] * b[i]']
     """
     target = variables(statement.target)
-    if statement.operator in ("max=", "min="):
+    if statement.operator not in ("=", "+="):
         products: list[tuple[Expr, ...]] = [(statement.value,)]
     else:
         products = _products(statement.value)

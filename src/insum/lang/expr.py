@@ -16,7 +16,7 @@ from typing import TypeAlias
 
 from insum.errors import Span
 
-OPERATORS = ("=", "+=", "max=", "min=")
+OPERATORS = ("=", "+=", "max=", "min=", "mean=")
 
 
 @dataclass(frozen=True, slots=True)

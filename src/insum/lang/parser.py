@@ -1,7 +1,7 @@
 """Text -> Statement. A hand-written recursive descent, so that every mistake has a place and a
 remedy.
 
-statement := access operator value               operator := "=" | "+=" | "-=" | "max=" | "min="
+statement := access operator value    operator := "=" | "+=" | "-=" | "max=" | "min=" | "mean="
 value     := sum [("<" | "<=" | ">" | ">=" | "==" | "!=") sum]
 sum       := ["-"] product (("+" | "-") product)*
 product   := factor (("*" | "/") factor)*
@@ -58,13 +58,12 @@ _TOKEN = re.compile(
     r"(?P<space>\s+)"
     r"|(?P<number>(?:\d+\.\d*|\.\d+|\d+)(?:[eE][+-]?\d+)?)"
     r"|(?P<comparison>[<>]=?|[=!]=)"
-    r"|(?P<operator>[+-]=(?!=)|(?:max|min)\s*=(?!=)|=)"
+    r"|(?P<operator>[+-]=(?!=)|(?:max|min|mean)\s*=(?!=)|=)"
     r"|(?P<name>[A-Za-z_][A-Za-z0-9_]*)"
     r"|(?P<mark>\*\*|[\[\](),+*/-])",
     re.ASCII,
 )
 #: What a mean is here.
-_MEAN = "divide the sum by a sum of ones over the same points, with 1 where nothing is summed"
 #: What functions of other names are here.
 _MEANT = {
     "max": "maximum(x, y)",
@@ -211,8 +210,7 @@ class _Parser:
         if token.kind != "operator":
             self._fail(
                 f"found {_show(token)} after the left side",
-                _MEAN if token.text == "mean" else "",
-                expected="one of =, +=, -=, max=, min=",
+                expected="one of =, +=, -=, max=, min=, mean=",
                 span=token.span,
             )
         value = self.value()
@@ -560,5 +558,5 @@ def _stray(character: str) -> tuple[str, str]:
     return (
         f"unknown character {character!r}",
         "names are ASCII letters, digits and underscores; "
-        "the operators are = += -= max= min= + - * / ** < <= > >= == != ( ) [ ] ,",
+        "the operators are = += -= max= min= mean= + - * / ** < <= > >= == != ( ) [ ] ,",
     )

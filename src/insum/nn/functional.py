@@ -14,7 +14,6 @@ from insum.errors import BindingError, FormatError, UnsupportedError
 from insum.formats import COO, GroupCOO, SparseFormat
 from insum.formats.convert import FORMAT
 from insum.formats.operands import OWNER, SPARSE_LAYOUTS, StatementOwner
-from insum.memory import remembered
 from insum.nn.checks import PAIR, one_device
 from insum.nn.edges import check_edges, check_range, degrees, edge_weights, endpoints
 
@@ -225,18 +224,13 @@ def _over_edges(
     message = "X[src[e],f]"
     if weight is not None:
         tensors["W"], message = edge_weights(weight, src.shape[0]), f"W[e] * {message}"
-    if reduction == "mean":
-        tensors["R"] = remembered(
-            edge_index,
-            ("shares", nodes, x.dtype),
-            lambda: degrees(edge_index, dst, nodes).clamp(min=1).reciprocal().to(x.dtype),
-        )
-        message = f"R[dst[e]] * {message}"
     if reduction in ("max", "min"):
         statement = f"Out[dst[e],f] {reduction}= {message}"
         extreme = insum.insum(statement, out_shape=(nodes, x.shape[1]), **tensors)
         return torch.where(degrees(edge_index, dst, nodes)[:, None] > 0, extreme, 0)
-    return insum.insum(f"Out[dst[e],f] = {message}", out_shape=(nodes, x.shape[1]), **tensors)
+    operator = "mean=" if reduction == "mean" else "="
+    statement = f"Out[dst[e],f] {operator} {message}"
+    return insum.insum(statement, out_shape=(nodes, x.shape[1]), **tensors)
 
 
 def over_ends(src: Tensor, dst: Tensor, weight: Tensor, x: Tensor, nodes: int) -> Tensor:

@@ -77,7 +77,7 @@ def wish_of(problem: Problem, text: str) -> str | Path:
     if not is_path(text):
         return text
     path = _read(problem, text)
-    if len(problem.terms) != 1 or problem.statement.operator in ("max=", "min="):
+    if len(problem.terms) != 1 or problem.statement.operator not in ("=", "+="):
         raise problem.complain(
             BindingError,
             f"optimize is a path, {_shown(path)}, but the right side is no single product",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable
@@ -98,14 +99,32 @@ class _Replay:
         now = torch.cuda.current_stream()
         stream.wait_stream(now)
         with torch.cuda.stream(stream):
-            self.graph.capture_begin(pool=pool)
             try:
-                for _ in range(self.calls):
-                    run()
-            finally:
-                self.graph.capture_end()
+                self.record(pool)
+            except BaseException:
+                with contextlib.suppress(RuntimeError):  # the first failure is the one to tell
+                    free_random_numbers(torch.cuda.default_generators[stream.device.index])
+                raise
         now.wait_stream(stream)
         self.graph.replay()
+
+    def record(self, pool: Any) -> None:
+        self.graph.capture_begin(pool=pool)
+        try:
+            for _ in range(self.calls):
+                self.run()
+        finally:
+            self.graph.capture_end()
+
+
+def free_random_numbers(generator: torch.Generator) -> None:
+    """After a recording that failed: torch ends it before it tells the generator of the device,
+    which then takes every later draw for one of a graph and refuses it ("Offset increment outside
+    graph capture"). Another state with the same seed and place knows nothing of graphs.
+    """
+    fresh = torch.Generator(generator.device)
+    fresh.set_state(generator.get_state())
+    generator.graphsafe_set_state(fresh)
 
 
 def _events(

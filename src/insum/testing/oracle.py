@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -88,12 +89,16 @@ class _Interpreter:
         self.arrays = {name: _exact(value) for name, value in values.items()}
         self.combine = _COMBINE[self.statement.operator]
         self.boolean = infer(self.statement.value, self.types).dtype == torch.bool
+        self.counts: Counter[tuple[int, ...]] = Counter()
 
     def run(self) -> np.ndarray[Any, Any]:
         result = self.initial()
         place = self.place(self.statement.target)
         for term in self.problem.terms:
             self.add(term, result, place)
+        if self.statement.operator == "mean=":
+            for where, count in self.counts.items():
+                result[where] = result[where] / count
         return _finished(result, self.problem.dtype)
 
     def initial(self) -> np.ndarray[Any, Any]:
@@ -114,6 +119,7 @@ class _Interpreter:
             except _Absent:
                 continue
             result[where] = self.combine(result[where], value)
+            self.counts[where] += 1
 
     # --- one reader for each node: a function of the point ---
 
@@ -207,7 +213,7 @@ def _exact(value: Value) -> np.ndarray[Any, Any]:
 
 def _nothing(operator: str, dtype: torch.dtype) -> bool | int | float:
     """What a cell holds that nothing contributes to."""
-    if operator in ("=", "+="):
+    if operator in ("=", "+=", "mean="):
         return 0
     sign = -1 if operator == "max=" else 1
     if dtype == torch.bool:
@@ -243,6 +249,7 @@ _COMBINE: dict[str, Callable[[Any, Any], Any]] = {
     "+=": lambda a, b: a + b,
     "max=": _larger,
     "min=": _smaller,
+    "mean=": lambda a, b: a + b,
 }
 
 

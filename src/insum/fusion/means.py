@@ -1,0 +1,198 @@
+"""Means over edges as programs write them: a sum, divided by a count of the edges at each node.
+
+How many there are follows from the edges alone. Where the division stands behind the sum, the count
+is taken anew at each call, and the sum is read and written once more. Each message may as well be
+multiplied by its share before: ``sum(m) / count`` is ``sum(m * (1 / count)[i])``, one statement,
+which computes the shares once. In the backward pass what is divided is gathered, and there the
+division may come after the gather.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from insum.fusion.chains import WORTH_A_SCATTER, is_zero
+from insum.fusion.hoist import sweep
+from insum.fusion.later import later_of
+from insum.fusion.making import NodeMaker
+from insum.fusion.origin import origin_of
+from insum.fusion.report import MovedProduct, where_of
+from insum.fusion.shapes import is_one, points, same, shape_of, value_of
+from insum.fusion.views import INDICES
+
+aten = torch.ops.aten
+_SPREAD = (aten.view.default, aten.unsqueeze.default, aten.expand.default, aten.reshape.default)
+_PUT = (aten.index_put.default, aten._unsafe_index_put.default)
+_ADDS = (aten.scatter_add.default, aten.index_add.default)
+_INDEX = (aten.index.Tensor, aten._unsafe_index.Tensor)
+#: In these, a share is as exact as a sum.
+_WIDE = (torch.float32, torch.float64)
+_WHAT = "a sum over edges that is divided by a count of them: each edge counts for its share"
+
+
+def rewrite(graph: Graph, wish: str) -> tuple[MovedProduct, ...]:
+    """Divide by counts of edges before sums, and after gathers; which sums that were."""
+    if wish == "never" or later_of(graph).overwritten:
+        return ()
+    counts = {node: count for node in graph.nodes if (count := _count_of(node)) is not None}
+    if len(set(map(_edges_of, counts.values()))) != 1 or None in map(_edges_of, counts.values()):
+        return ()
+    writer, moved = _ShareWriter(graph), list[MovedProduct]()
+    for node, count in counts.items():
+        total = _given(node)[0]
+        if _is_sum(total, node) and _is_worth_it(total, wish):
+            moved.append(MovedProduct(total.name, _WHAT, where_of(total)))
+            writer.share(node, total, count)
+        elif _is_worth_it(node, wish) and node.users:
+            at = {user: row for user in node.users if (row := _row_of(user, node)) is not None}
+            if len(at) == len(node.users):
+                writer.divide_later(node, count, at)
+    return tuple(moved)
+
+
+def _edges_of(count: Node) -> Node | None:
+    """The tensor that is counted, where it is passed as it is. Sums over several parts of edges, as
+    those of each relation, had better stay alike: then they are one statement.
+    """
+    origin = origin_of(count, sums=True)
+    assert origin is not None
+    return (
+        origin.sources[0]
+        if len(origin.sources) == 1 and "index.Tensor" not in origin.program
+        else None
+    )
+
+
+def _given(node: Node) -> Any:
+    return node.args
+
+
+def _is_worth_it(node: Node, wish: str) -> bool:
+    """Whether a chain will take it: `cost.objection` tells of shorter ones why not."""
+    value = value_of(node)
+    if wish == "always":
+        return True
+    edges = [
+        points(shape_of(user))
+        for user in (node, *node.users, *node.all_input_nodes)
+        if isinstance(user.meta.get("val"), torch.Tensor)
+    ]
+    return value.device.type == "cuda" and max(edges) >= WORTH_A_SCATTER
+
+
+def _count_of(node: Node) -> Node | None:
+    """What a node is divided by, where that is one number for each of its rows that follows from
+    integer tensors alone, by a sum.
+    """
+    if node.op != "call_function" or node.target is not aten.div.Tensor or node.kwargs:
+        return None
+    value, (over, by) = node.meta.get("val"), node.args
+    if not isinstance(value, torch.Tensor) or value.dtype not in _WIDE or value.dim() < 1:
+        return None
+    if not isinstance(over, Node) or not isinstance(by, Node) or not _is_like(over, node):
+        return None
+    count = _vector_of(by, shape_of(node)[0])
+    if count is None or value_of(count).dtype != value.dtype:
+        return None
+    origin = origin_of(count, sums=True)
+    return count if origin is not None and origin.costly else None
+
+
+def _is_like(one: Node, other: Node) -> bool:
+    a, b = shape_of(one), shape_of(other)
+    return len(a) == len(b) and all(map(same, a, b))
+
+
+def _vector_of(node: Node, rows: Any) -> Node | None:
+    """The vector that a tensor repeats in all of its dimensions but the first."""
+    while len(shape_of(node)) != 1:
+        if node.op != "call_function" or node.target not in _SPREAD:
+            return None
+        source: Node = _given(node)[0]
+        shape = shape_of(source)
+        if not shape or not same(shape[0], rows) or not all(map(is_one, shape[1:])):
+            if len(shape) != len(shape_of(node)) or not shape or not same(shape[0], rows):
+                return None
+        node = source
+    return node if same(shape_of(node)[0], rows) else None
+
+
+def _is_sum(node: Node, user: Node) -> bool:
+    """Whether a node adds up messages in zeros, by row, for one user alone."""
+    return list(node.users) == [user] and _scattered(node) is not None
+
+
+def _scattered(node: Node) -> tuple[Node, Node] | None:
+    """The message of a scatter by rows into zeros, and the index."""
+    given = _given(node)
+    if node.target in _PUT and len(given) > 3 and given[3] is True and len(given[1]) == 1:
+        index, message = given[1][0], given[2]
+    elif node.target in _ADDS and given[1] == 0 and not node.kwargs:
+        index, message = given[2], given[3]
+    else:
+        return None
+    if not isinstance(message, Node) or not is_zero(given[0]):
+        return None
+    row = _index_of(index, message)
+    full = row is not None and len(shape_of(message)) == len(shape_of(node))
+    return (message, row) if full and row is not None else None
+
+
+def _index_of(index: Any, message: Node) -> Node | None:
+    """The row of each message."""
+    if not isinstance(index, Node) or value_of(index).dtype not in INDICES:
+        return None
+    return _vector_of(index, shape_of(message)[0])
+
+
+def _row_of(user: Node, source: Node) -> Node | None:
+    """By which index a node gathers rows of another; None where it does something else."""
+    given = _given(user)
+    if user.target in _INDEX and given[0] is source and len(given[1]) == 1:
+        return _index_of(given[1][0], user)
+    if user.target is aten.index_select.default and given[0] is source and given[1] == 0:
+        return _index_of(given[2], user)
+    if user.target is aten.gather.default and given[0] is source and given[1] == 0:
+        return _index_of(given[2], user)
+    return None
+
+
+class _ShareWriter(NodeMaker):
+    """Writes shares instead of divisions."""
+
+    def __init__(self, graph: Graph) -> None:
+        super().__init__(graph)
+        self.shares: dict[Node, Node] = {}
+
+    def share(self, node: Node, total: Node, count: Node) -> None:
+        """A scatter of messages that were divided, for a scatter that is divided."""
+        found = _scattered(total)
+        assert found is not None
+        message, row = found
+        with self.instead_of(node):
+            scaled = self.scaled(message, count, row)
+            place = 2 if total.target in _PUT else 3
+            arguments = [scaled if k == place else a for k, a in enumerate(total.args)]
+            new = self.made(total.target, *arguments)
+        node.replace_all_uses_with(new)
+        sweep(self.graph, [node, total])
+
+    def divide_later(self, node: Node, count: Node, at: dict[Node, Node]) -> None:
+        for user, row in at.items():
+            with self.instead_of(user):
+                arguments = [_given(node)[0] if a is node else a for a in user.args]
+                new = self.scaled(self.made(user.target, *arguments), count, row)
+            user.replace_all_uses_with(new)
+            sweep(self.graph, [user])
+        sweep(self.graph, [node])
+
+    def scaled(self, message: Node, count: Node, row: Node) -> Node:
+        if count not in self.shares:  # of which the first is made where all others are read later
+            self.shares[count] = self.made(aten.reciprocal.default, count)
+        share = self.made(aten.index.Tensor, self.shares[count], [row])
+        for dim in range(1, len(shape_of(message))):
+            share = self.made(aten.unsqueeze.default, share, dim)
+        return self.made(aten.mul.Tensor, message, share)

@@ -1,0 +1,298 @@
+"""``mean=``: a sum to which each point gives its share.
+
+How many points a place has follows from the indices alone. So a mean is one statement more than a
+sum, which counts them, and is remembered with the index tensors: ``y[d[e],f] mean= x[s[e],f]`` is
+``count[d[e]] = 1`` once, and ``y[d[e],f] = x[s[e],f] * share[d[e]]`` with ``share = 1 / count`` at
+each call. Gradients of any order are those of that sum.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from insum.bounded import keep
+from insum.compat.calls import is_plain_call
+from insum.compat.placed import while_tracing
+from insum.lang.bind import Problem, Size, Value
+from insum.lang.expand import expand
+from insum.lang.expr import (
+    Access,
+    Call,
+    Expr,
+    Number,
+    Statement,
+    accesses,
+    fresh,
+    names_of,
+    product,
+    tensors_of,
+    variables,
+)
+from insum.lang.parser import parse
+from insum.memory import remembered
+from insum.ops import contract
+from insum.request import Request, RequestSizes, head
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class MeanStatements:
+    """What a mean is made of.
+
+    Attributes:
+        total: the sum, which reads the shares under the name ``share``.
+        counting: how many points each place has, or '' where all have as many.
+        kept: dimensions of the output by which the counts differ.
+        times: variables of which each place has all values, besides.
+        padded: index tensors that mark absent entries of what is counted.
+    """
+
+    total: str
+    counting: str
+    share: str
+    kept: tuple[int, ...]
+    times: tuple[str, ...]
+    padded: tuple[str, ...]
+
+
+#: The variables of a statement, and where each stands alone: dimensions of tensors, of the output
+#: under the name ''.
+VariablePlaces: TypeAlias = tuple[tuple[str, tuple[tuple[str, int], ...]], ...]
+#: A sum without shares, the statement that counts, the output's dimensions in it, variables that it
+#: leaves out and those that it has, what it reads, its padded tensors, and what the sum reads as
+#: values.
+MeanPlan: TypeAlias = tuple[
+    str,
+    str,
+    tuple[int, ...],
+    VariablePlaces,
+    VariablePlaces,
+    tuple[str, ...],
+    str,
+    tuple[str, ...],
+]
+
+
+@while_tracing
+def mean_plan(text: str, padded: str) -> MeanPlan:
+    """A mean for a tracer, as values that it takes for constants.
+
+    >>> mean_plan("y[d[e],f] mean= A[e,j] * x[s[e],f,j]", "")[:4]
+    ('y[d[e],f] = A[e,j] * x[s[e],f,j]', 'count[d[e]] = 1', (0,), (('j', (('A', 1), ('x', 2))),))
+    """
+    parts = mean_statements(text, tuple(padded.split(",")) if padded else ())
+    statement = parse(text)
+    total = str(Statement(statement.target, "=", _whole(statement)))
+    counting = parse(parts.counting) if parts.counting else None
+    used = variables_of(counting) if counting else ()
+    reads = tensors_of(counting) if counting else ()
+    values = tuple(a.tensor for a in accesses(statement.value, nested=False))
+    return (
+        total,
+        parts.counting,
+        parts.kept,
+        tuple((v, _places(statement, v)) for v in parts.times),
+        tuple((v, _places(statement, v)) for v in used),
+        reads,
+        ",".join(parts.padded),
+        values,
+    )
+
+
+def variables_of(statement: Statement) -> tuple[str, ...]:
+    return tuple(dict.fromkeys((*variables(statement.target), *variables(statement.value))))
+
+
+def _places(statement: Statement, name: str) -> tuple[tuple[str, int], ...]:
+    """Dimensions that a variable indexes by itself; those of the output last, under ''."""
+    target = statement.target
+    inner = [a for index in target.indices for a in accesses(index)]
+    found = [
+        (a.tensor, dim)
+        for a in (*inner, *accesses(statement.value))
+        for dim, index in enumerate(a.indices)
+        if index.var == name
+    ]
+    own = [("", dim) for dim, index in enumerate(target.indices) if index.var == name]
+    return (*found, *own)
+
+
+def is_mean(statement: str) -> bool:
+    """
+    >>> is_mean("y[i] mean= A[i,j]"), is_mean("y[i] = A[i,j]")
+    (True, False)
+    """
+    return head(statement).operator == "mean="
+
+
+@functools.lru_cache(maxsize=1024)
+def mean_statements(text: str, padded: tuple[str, ...] = ()) -> MeanStatements:
+    """The statements of a mean. A place whose points all other places have too is not counted, but
+    for its number.
+
+    >>> found = mean_statements("y[d[e],f] mean= A[e,j] * x[s[e],f,j]")
+    >>> found.total, found.counting, found.times
+    ('y[d[e],f] = A[e,j] * x[s[e],f,j] * share[d[e]]', 'count[d[e]] = 1', ('j',))
+    >>> mean_statements("y[i] mean= x[n[i,j]]", ("n",)).counting
+    'count[i] = le(0, n[i,j])'
+    """
+    statement = parse(text)
+    target, value = statement.target, statement.value
+    marks = _marks(value, frozenset(padded))
+    told = {v for mark in marks for v in variables(mark)}
+    kept = tuple(d for d in range(len(target.indices)) if not _is_even(target, d, told))
+    indices = tuple(target.indices[d] for d in kept)
+    linked = told.union(*map(variables, indices))
+    times = tuple(
+        v for v in variables_of(statement) if v not in linked and v not in variables(target)
+    )
+    names = names_of(statement)
+    share, count = fresh("share", names), Access(fresh("count", names), indices)
+    there: list[Expr] = [Call("le", (Number(0), mark)) for mark in marks]
+    counting = Statement(count, "=", product(there) if there else Number(1))
+    total = Statement(target, "=", product([_whole(statement), Access(share, indices)]))
+    within = (count, *accesses(count), *accesses(counting.value))
+    indexing = {a.tensor for one in within for index in one.indices for a in accesses(index)}
+    return MeanStatements(
+        str(total),
+        str(counting) if kept or marks else "",
+        share,
+        kept,
+        times,
+        tuple(name for name in padded if name in indexing),
+    )
+
+
+def _whole(statement: Statement) -> Expr:
+    """The right side as one value for each point, which is not taken apart into products that are
+    summed each over its own variables.
+    """
+    products = expand(replace(statement, operator="="))
+    return statement.value if len(products) == 1 else Call("whole", (statement.value,))
+
+
+def _marks(value: Expr, padded: frozenset[str]) -> tuple[Access, ...]:
+    """Where the right side reads index tensors that may say that there is no entry."""
+    outer = accesses(value, nested=False)
+    inner = [a for one in outer for index in one.indices for a in accesses(index)]
+    return tuple(dict.fromkeys(a for a in inner if a.tensor in padded))
+
+
+def _is_even(target: Access, dim: int, told: set[str]) -> bool:
+    """Whether places that differ in one dimension alone have the same points."""
+    name = target.indices[dim].var
+    others = (i for d, i in enumerate(target.indices) if d != dim)
+    return name is not None and name not in told.union(*map(variables, others))
+
+
+def as_sum(
+    request: Request, tensors: Mapping[str, Value], *, told: bool = False
+) -> tuple[Request, dict[str, Value]]:
+    """The sum that a mean is, and what it reads. What is wrong is said of the mean. ``told``:
+    nothing is counted, for the sum is only to be looked at.
+    """
+    problem = _bound(request, tensors)
+    parts = mean_statements(request.statement, request.padded)
+    # a share in half precision would be as wrong as the result may be
+    dtype = problem.dtype if problem.dtype in HALVES else request.dtype
+    total = replace(request, statement=parts.total, dtype=dtype)
+    each = math.prod(problem.extents[v] for v in parts.times)
+    share: Value
+    if not parts.counting:
+        share = 1 / max(each, 1)
+    elif told:
+        shape = [problem.shape[dim] for dim in parts.kept]
+        share = torch.empty(shape, dtype=share_dtype(problem.dtype), device=problem.device)
+    else:
+        share = _shares(problem, parts, request, tensors, each)
+    return total, {**tensors, parts.share: share}
+
+
+#: By a request and the kinds and shapes of its tensors, what they were bound to.
+_problems: dict[object, Problem] = {}
+MOST_PROBLEMS = 1024
+
+
+def _bound(request: Request, tensors: Mapping[str, Value]) -> Problem:
+    """A request bound to tensors; once for all of the same dtypes and shapes."""
+    if not is_plain_call(tensors.values()):
+        return request.bind(tensors)
+    kinds = [
+        (name, v.dtype, v.shape, v.device, v.layout)
+        if isinstance(v, Tensor)
+        else (name, type(v), repr(v))
+        for name, v in tensors.items()
+    ]
+    key = request, *kinds
+    found = _problems.get(key)
+    if found is None:
+        found = request.bind(tensors)
+        keep(_problems, key, found, MOST_PROBLEMS)
+    return found
+
+
+def told_of(request: Request) -> str:
+    """A mean and what it is made of, in words.
+
+    >>> print(told_of(Request("y[d[e]] mean= x[e]")))
+    y[d[e]] mean= x[e]
+    as y[d[e]] = x[e] * share[d[e]], where share is 1 over count[d[e]] = 1
+    """
+    parts = mean_statements(request.statement, request.padded)
+    counts = [
+        *([parts.counting] if parts.counting else []),
+        *(f"the size of {v}" for v in parts.times),
+    ]
+    over = ", times ".join(counts) or "1"
+    return f"{parse(request.statement)}\nas {parts.total}, where {parts.share} is 1 over {over}"
+
+
+def _shares(
+    problem: Problem,
+    parts: MeanStatements,
+    request: Request,
+    tensors: Mapping[str, Value],
+    each: Size,
+) -> Tensor:
+    """What of its sum each point counts for; all of it where there is none."""
+    counting = parse(parts.counting)
+    used = variables_of(counting)
+    sizes: RequestSizes = (
+        *((d, problem.shape[dim]) for d, dim in enumerate(parts.kept)),
+        *((v, problem.extents[v]) for v in used),
+    )
+    # in float64, for float32 cannot count beyond 2 ** 24
+    asked = Request(parts.counting, sizes, parts.padded, torch.float64, None, request.wraps)
+    values = {name: tensors[name] for name in tensors_of(counting)}
+    dtype = share_dtype(problem.dtype)
+
+    def make() -> Tensor:
+        return shares_of(contract(asked, values), each, dtype)
+
+    if not values:  # indices that are sums of variables
+        with torch.device(problem.device):
+            return make()
+    first, *others = (v for v in values.values() if isinstance(v, Tensor))
+    key = "share", parts.counting, sizes, parts.padded, request.wraps, each, dtype
+    return remembered(first, key, make, *others)
+
+
+def shares_of(count: Tensor, each: Size, dtype: torch.dtype) -> Tensor:
+    points: Tensor = count * each  # type: ignore[assignment, unused-ignore]
+    return points.clamp(min=1).reciprocal().to(dtype)
+
+
+def share_dtype(dtype: torch.dtype) -> torch.dtype:
+    """
+    >>> share_dtype(torch.bfloat16), share_dtype(torch.complex128)
+    (torch.float32, torch.float64)
+    """
+    return torch.float32 if dtype in HALVES else dtype.to_real()

@@ -1,0 +1,74 @@
+"""Means over edges, as graph libraries write them, are one statement with a share for each edge,
+which is computed once; forward and backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import insum.fusion
+
+from .programs import E, F, N, agrees, compiled, graph_of, leaf
+
+ENDS = graph_of()
+
+
+def mean(x: Tensor, ends: Tensor) -> Tensor:
+    src, dst = ends
+    total = x.new_zeros(N, F).scatter_add(0, dst[:, None].expand(E, F), x[src])
+    count = x.new_zeros(N).scatter_add(0, dst, x.new_ones(E))
+    return total / count.clamp(min=1).view(-1, 1).expand(N, F)
+
+
+#: Divisions that are none of a mean, or not of one that is there alone.
+OTHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "by a value": lambda x, ends: (
+        x.new_zeros(N, F).index_add(0, ends[1], x[ends[0]]) / (2 + x[:, :1].abs())
+    ),
+    "by columns": lambda x, ends: (
+        x.new_zeros(F, F).index_add(0, ends[1] % F, x[ends[0]])
+        / x.new_zeros(F).index_add(0, ends[1] % F, x.new_ones(E)).clamp(min=1)
+    ),
+    "the sum is needed": lambda x, ends: (
+        (t := x.new_zeros(N, F).index_add(0, ends[1], x[ends[0]]))
+        / x.new_zeros(N).index_add(0, ends[1], x.new_ones(E)).clamp(min=1)[:, None]
+        + t.square()
+    ),
+}
+
+
+def test_a_mean_is_one_statement() -> None:
+    run, graphs = compiled(mean)
+    agrees(run, mean, (leaf(N, F), ENDS))
+    report = insum.fusion.report()
+    assert len(report.fused) == 2 and len(report.moved) == 1 and not report.failed
+    assert all("reciprocal" in one.statement for one in report.fused)
+    assert all("computed once" in one.notes[0] for one in report.fused)
+    names = [str(node.target) for module in graphs for node in module.graph.nodes]
+    assert not any("scatter" in name or "div" in name for name in names)
+
+
+def test_edges_that_change() -> None:
+    run, _ = compiled(mean)
+    ends, x = ENDS.clone(), leaf(N, F)
+    agrees(run, mean, (x, ends))
+    ends[1, 3] = (ends[1, 3] + 1) % N
+    agrees(run, mean, (x, ends))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_divisions(name: str) -> None:
+    run, _ = compiled(OTHERS[name])
+    agrees(run, OTHERS[name], (leaf(N, F), ENDS))
+    assert not insum.fusion.report().failed
+    assert not insum.fusion.report().moved
+
+
+def test_half_precision_is_divided_after_the_sum() -> None:
+    run, _ = compiled(mean)
+    agrees(run, mean, (leaf(N, F, dtype=torch.bfloat16), ENDS), rtol=2e-2, atol=2e-2)
+    assert not insum.fusion.report().moved
