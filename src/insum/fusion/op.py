@@ -22,6 +22,7 @@ from insum.call import kinds_of
 from insum.compat.calls import PLAIN, are_plain, is_recorded, shorten
 from insum.fusion.computed import computed
 from insum.fusion.indices import Selects, read, select, wrapped, written
+from insum.fusion.repeated import note, run_again
 from insum.lang.expr import Access
 from insum.lang.parser import parse
 from insum.ops import decode
@@ -156,6 +157,10 @@ class SpecPlaces:
         """applied """
         """to."""
     )
+    steady: bool
+    """Whether all tensors are passed, or parts of those that are and that stay."""
+    parts: tuple[tuple[str, int, Selects], ...]
+    """Of every tensor of the statement that is not computed its name, place, and which part."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -178,6 +183,9 @@ def places_of(text: str) -> SpecPlaces:
         ),
         tuple(one for one in spec.views if one[1] not in place),
         origins,
+        not origins and not spec.passing,
+        tuple((name, k, ()) for name, k in spec.plain)
+        + tuple((name, place[base], how) for name, base, how in spec.views if base in place),
     )
 
 
@@ -227,8 +235,22 @@ def _request(spec: Spec, sizes: Sequence[Any]) -> Request:
 def _run(
     mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor], sizes: Sequence[int]
 ) -> Tensor:
-    given = (*sizes,)
-    return _run_on(mode, target, text, _values(text, tensors, given), given)
+    result = run_again(text, tensors, sizes, target) if mode != "from" else None
+    return _run_anew(mode, target, text, tensors, sizes) if result is None else result
+
+
+def _run_anew(
+    mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor], sizes: Sequence[int]
+) -> Tensor:
+    """As if there had been no call like it."""
+    places, given = places_of(text), (*sizes,)
+    values = _values(text, tensors, given)
+    call = kinds_of(places.form).find(values, given[: places.count], target)
+    call.verify(values)
+    result = call.run(mode, values, target)
+    if places.steady and mode != "from":
+        note(text, places.parts, call, values, tensors, sizes, target)
+    return result
 
 
 def _run_on(
@@ -367,7 +389,12 @@ _define(f"fused_into_(Tensor(a!) target, {_ARGUMENTS}) -> ()", _fused_into_, _fu
 
 
 def _quick(spec: str, tensors: list[Tensor], sizes: list[int]) -> tuple[Tensor] | None:
-    return (_fused(spec, tensors, sizes),) if are_plain(tensors) else None
+    result = run_again(spec, tensors, sizes, None)
+    if result is None:
+        if not are_plain(tensors):
+            return None
+        result = _run_anew("new", None, spec, tensors, sizes)
+    return (result,)
 
 
 def _quick_into_(
