@@ -99,6 +99,10 @@ class Kinds:
         count = len(given)
         for call in self.calls:
             if call.names == names and call.count == count and call.modes == modes:
+                # of many sizes the last ones are not likely to be meant
+                for exactly, wanted, found in call.recent if len(call.bound) <= FEW_SIZES else ():
+                    if wanted == sizes and exactly(*given):
+                        return found
                 if call.alike(*given):
                     return call.bind(values, sizes, initial, given)
         return None
@@ -203,10 +207,6 @@ class PreparedCall:
         given: tuple[Any, ...],
     ) -> BoundCall:
         """The call for these sizes and strides; where they do not fit together, binding says so."""
-        # of many sizes the last ones are not likely to be meant
-        for alike, wanted, call in self.recent if len(self.bound) <= FEW_SIZES else ():
-            if wanted == sizes and alike(*given):
-                return call
         key = (sizes, *[(v.shape, v.stride()) for v in given if isinstance(v, Tensor)])
         found = self.bound.get(key)
         if found is None:

@@ -100,18 +100,14 @@ class Entry:
         self.looked.add(range_)
 
     def note_part(self, how: object, part: Entry) -> None:
-        """``part`` is the entry of a view of this tensor, that ``how`` makes."""
+        """``part`` is the entry of a view of this tensor, that ``how`` makes. It is that of the
+        view as it is now as long as this one is known and that one is held: both are of one tensor
+        object and its version.
+        """
         if self.held and part.held:
             if len(self.parts) >= MOST_PARTS:
                 self.parts.clear()
             self.parts[how] = part
-
-    def part(self, how: object) -> Entry | None:
-        """The entry of a view of this tensor as it is now, if there is one that was noted: it goes
-        when this one does, because both are of one tensor object and its version.
-        """
-        found = self.parts.get(how)
-        return found if found is not None and found.held else None
 
     def __contains__(self, key: object) -> bool:
         return key in self.things

@@ -22,7 +22,7 @@ from insum.call import kinds_of
 from insum.compat.calls import PLAIN, are_plain, is_recorded, shorten
 from insum.fusion.computed import computed
 from insum.fusion.indices import Selects, read, select, wrapped, written
-from insum.fusion.repeated import note, run_again
+from insum.fusion.repeated import like, note
 from insum.lang.expr import Access
 from insum.lang.parser import parse
 from insum.ops import decode
@@ -235,7 +235,8 @@ def _request(spec: Spec, sizes: Sequence[Any]) -> Request:
 def _run(
     mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor], sizes: Sequence[int]
 ) -> Tensor:
-    result = run_again(text, tensors, sizes, target) if mode != "from" else None
+    alike = like(text, tensors, sizes, target) if mode != "from" else None
+    result = None if alike is None else alike.run(tensors, target)
     return _run_anew(mode, target, text, tensors, sizes) if result is None else result
 
 
@@ -389,7 +390,8 @@ _define(f"fused_into_(Tensor(a!) target, {_ARGUMENTS}) -> ()", _fused_into_, _fu
 
 
 def _quick(spec: str, tensors: list[Tensor], sizes: list[int]) -> tuple[Tensor] | None:
-    result = run_again(spec, tensors, sizes, None)
+    alike = like(spec, tensors, sizes, None)
+    result = None if alike is None else alike.run(tensors, None)
     if result is None:
         if not are_plain(tensors):
             return None

@@ -53,17 +53,15 @@ class RepeatedCall:
     indices: tuple[tuple[int, memory.MemoryPlace, Selects], ...]
 
     def run(self, tensors: Sequence[Tensor], target: Tensor | None) -> Tensor | None:
-        """See `run_again`."""
+        """The result; None where what is launched is not known without making the parts."""
         entries: list[memory.Entry] = []
         entry: memory.Entry | None = None
         last = -1
         for number, place, selects in self.indices:
             if number != last:
                 last, entry = number, memory.known(tensors[number], place)
-            if entry is None:
-                return None
-            part = entry.part(selects) if selects else entry
-            if part is None:
+            part = entry.parts.get(selects) if entry is not None and selects else entry
+            if part is None or not part.held:
                 return None
             entries.append(part)
         found = self.fused.settled(target, entries)
@@ -82,19 +80,10 @@ class RepeatedCall:
 _alike: dict[str, tuple[RepeatedCall, ...]] = {}
 
 
-def run_again(
-    text: str, tensors: Sequence[Tensor], sizes: Sequence[int], target: Tensor | None
-) -> Tensor | None:
-    """The result of a call that is like one before; None where it is not, or what is launched is
-    not known without making the parts.
-    """
-    found = _like(text, tensors, sizes, target)
-    return None if found is None else found.run(tensors, target)
-
-
-def _like(
+def like(
     text: str, tensors: Sequence[Tensor], sizes: Sequence[int], target: Tensor | None
 ) -> RepeatedCall | None:
+    """The call of a specification that this one is like, if there was one."""
     known = _alike.get(text)
     if known is None:
         return None
@@ -123,7 +112,7 @@ def note(
     fused = call.fused_alone(values, in_place=target is not None)
     if fused is None or not fused.keeps or not fused.is_by_indices(values):
         return
-    alike = _like(text, tensors, sizes, target)
+    alike = like(text, tensors, sizes, target)
     if alike is None or alike.fused is not fused:
         made = _made(parts, fused, values, tensors, sizes, target)
         others = [one for one in _alike.pop(text, ()) if one is not alike]
