@@ -254,15 +254,6 @@ def _run_anew(
     return result
 
 
-def _run_on(
-    mode: str, target: Tensor | None, text: str, values: dict[str, Any], sizes: tuple[int, ...]
-) -> Tensor:
-    places = places_of(text)
-    call = kinds_of(places.form).find(values, sizes[: places.count], target)
-    call.verify(values)
-    return call.run(mode, values, target)
-
-
 def _fused(spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
     return _run("new", None, spec, tensors, sizes)
 
@@ -280,13 +271,11 @@ def _fused_extremum(
 ) -> Tensor:
     flat = sizes[: _scattered(spec)[0]]  # the statement has no dimensions of size 1
     there = base if base.dim() == len(flat) else base.reshape(flat)
-    given = (*sizes,)
-    values = _values(spec, tensors, given)
     if include_self:
-        found = _run_on("from", there, spec, values, given)
+        found = _run("from", there, spec, tensors, sizes)
     else:
-        found = _run_on("new", None, spec, values, given)
-        found = torch.where(_present(spec, values, given), found, there)
+        found = _run("new", None, spec, tensors, sizes)
+        found = torch.where(_present(spec, tensors, (*sizes,)), found, there)
     return found if there is base else found.reshape(base.shape)
 
 
@@ -302,10 +291,10 @@ def _scattered(text: str) -> tuple[int, int, str]:
     return len(indices), dim, name
 
 
-def _present(text: str, values: dict[str, Any], sizes: tuple[int, ...]) -> Tensor:
+def _present(text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
     """Rows that something is scattered to, as a mask over the result."""
     rank, dim, name = _scattered(text)
-    tensor, rows = values[name], int(sizes[dim])
+    tensor, rows = _index(name, text, tensors, sizes), int(sizes[dim])
     key, entry = ("present", rows), memory.known(tensor)
     mask: Tensor | None = None
     if is_recorded(tensor.device) and (entry is None or not entry.declared):
@@ -317,6 +306,16 @@ def _present(text: str, values: dict[str, Any], sizes: tuple[int, ...]) -> Tenso
         wraps = name in spec_of(text).wraps
         mask = memory.remembered(tensor, key, lambda: _mask(tensor, rows, wraps))
     return mask.view([rows if d == dim else 1 for d in range(rank)])
+
+
+def _index(name: str, text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
+    places = places_of(text)
+    if places.steady:  # of all tensors only this one is made
+        for own, place, selects in places.parts:
+            if own == name:
+                return select(tensors[place], selects)
+    found: Tensor = _values(text, tensors, sizes)[name]
+    return found
 
 
 def _mask(tensor: Tensor, rows: int, wraps: bool) -> Tensor:
@@ -402,9 +401,11 @@ def _quick(spec: str, tensors: list[Tensor], sizes: list[int]) -> tuple[Tensor] 
 def _quick_into_(
     target: Tensor, spec: str, tensors: list[Tensor], sizes: list[int]
 ) -> tuple[None] | None:
-    if not are_plain((target, *tensors)):
-        return None
-    _fused_into_(target, spec, tensors, sizes)
+    alike = like(spec, tensors, sizes, target)
+    if alike is None or alike.run(tensors, target) is None:
+        if not are_plain((target, *tensors)):
+            return None
+        _run_anew("into", target, spec, tensors, sizes)
     return (None,)
 
 
