@@ -183,6 +183,15 @@ def test_out_of_range_is_told_by_a_repeated_call(anew: list[str]) -> None:
     warm(edges)
 
 
+def test_the_host_looks_at_every_call_where_it_is_to(anew: list[str]) -> None:
+    edges = graph_of()
+    with insum.settings(check="always"):
+        warm(edges)
+        anew.clear()
+        warm(edges)
+    assert len(anew) == KNOWN
+
+
 def test_in_the_thread_of_a_backward_pass(anew: list[str]) -> None:
     """Compiled graphs save detached views."""
 

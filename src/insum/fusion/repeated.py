@@ -109,6 +109,8 @@ def note(
     sizes and index tensors, and something is kept with those; ``parts``: of every tensor of the
     statement its name, the place of what it is a part of, and which part.
     """
+    if not call.prepared.kernels_look:  # then the host looks at indices, at every call
+        return
     fused = call.fused_alone(values, in_place=target is not None)
     if fused is None or not fused.keeps or not fused.is_by_indices(values):
         return
