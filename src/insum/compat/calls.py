@@ -175,15 +175,11 @@ def cudagraph_state(device: torch.device) -> str:
 
 
 def _tree_manager(trees: Any, index: int) -> Any:
-    """What records graphs on a device, for this thread, or for the one that a backward pass was
-    called from; None where nobody has. Makes nothing, and is quicker than torch's own.
-    """
-    containers = getattr(trees.local, "tree_manager_containers", None)
-    if containers is None:
-        if not torch._C._is_key_in_tls("tree_manager_containers"):
-            return None
-        containers = torch._C._get_obj_in_tls("tree_manager_containers")
-    found = containers.get(index)
+    """What records graphs on a device, for this thread; None where nobody has."""
+    containers = getattr(getattr(trees, "local", None), "tree_manager_containers", None)
+    if containers is None:  # a thread of autograd's, or another version of torch
+        return trees.get_manager(index, create_if_none_exists=False)
+    found = containers.get(index)  # as torch's own does, without a lock and making nothing
     return None if found is None else found.tree_manager
 
 
