@@ -280,32 +280,33 @@ def _fused_extremum(
 
 
 @functools.lru_cache(maxsize=4096)
-def _scattered(text: str) -> tuple[int, int, str]:
-    """Of a statement's result the number of dimensions, the one that is scattered to, and the index
-    tensor that does.
+def _scattered(text: str) -> tuple[int, int, str, bool]:
+    """Of a statement's result the number of dimensions, the one that is scattered to, the index
+    tensor that does, and whether a negative value of it counts from the end.
     """
-    indices = parse(spec_of(text).statement).target.indices
+    spec = spec_of(text)
+    indices = parse(spec.statement).target.indices
     dim, name = next(
         (d, i.atom.tensor) for d, i in enumerate(indices) if isinstance(i.atom, Access)
     )
-    return len(indices), dim, name
+    return len(indices), dim, name, name in spec.wraps
 
 
 def _present(text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
     """Rows that something is scattered to, as a mask over the result."""
-    rank, dim, name = _scattered(text)
+    rank, dim, name, wraps = _scattered(text)
     tensor, rows = _index(name, text, tensors, sizes), int(sizes[dim])
-    key, entry = ("present", rows), memory.known(tensor)
+    key, entry = ("present", rows, rank, dim, wraps), memory.known(tensor)
+    shape = (1,) * dim + (rows,) + (1,) * (rank - dim - 1)
     mask: Tensor | None = None
     if is_recorded(tensor.device) and (entry is None or not entry.declared):
         # a graph is replayed on other values
-        mask = _mask(tensor, rows, name in spec_of(text).wraps)
+        mask = _mask(tensor, rows, wraps).view(shape)
     elif entry is not None:
         mask = entry.get(key)  # in few steps
     if mask is None:
-        wraps = name in spec_of(text).wraps
-        mask = memory.remembered(tensor, key, lambda: _mask(tensor, rows, wraps))
-    return mask.view([rows if d == dim else 1 for d in range(rank)])
+        mask = memory.remembered(tensor, key, lambda: _mask(tensor, rows, wraps).view(shape))
+    return mask
 
 
 def _index(name: str, text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
