@@ -303,6 +303,12 @@ def test_the_state_of_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
             torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing
         )
         assert calls.cudagraph_state(device) == expected
+    local = SimpleNamespace(tree_manager_containers={})
+    trees = SimpleNamespace(local=local)
+    monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
+    assert calls.cudagraph_state(device) == "", "nobody has recorded in this thread"
+    local.tree_manager_containers[0] = SimpleNamespace(tree_manager=manager)
+    assert calls.cudagraph_state(device) == "warmup"
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: object())
     assert calls.cudagraph_state(device) == ""
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace())

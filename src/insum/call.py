@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +99,10 @@ class Kinds:
         count = len(given)
         for call in self.calls:
             if call.names == names and call.count == count and call.modes == modes:
+                # of many sizes the last ones are not likely to be meant
+                for exactly, wanted, found in call.recent if len(call.bound) <= FEW_SIZES else ():
+                    if wanted == sizes and exactly(*given):
+                        return found
                 if call.alike(*given):
                     return call.bind(values, sizes, initial, given)
         return None
@@ -203,10 +207,6 @@ class PreparedCall:
         given: tuple[Any, ...],
     ) -> BoundCall:
         """The call for these sizes and strides; where they do not fit together, binding says so."""
-        # of many sizes the last ones are not likely to be meant
-        for alike, wanted, call in self.recent if len(self.bound) <= FEW_SIZES else ():
-            if wanted == sizes and alike(*given):
-                return call
         key = (sizes, *[(v.shape, v.stride()) for v in given if isinstance(v, Tensor)])
         found = self.bound.get(key)
         if found is None:
@@ -536,7 +536,7 @@ class BoundCall:
         inputs = [values[name] for name in graph.inputs]
         if target is None:
             return graph.forward(*inputs, *graph.sizes)
-        shared = graph.late and _shares_memory(target, values, graph.late)
+        shared = graph.late and shares_memory(target, map(values.get, graph.late))
         if mode == "into" and (shared or self.must_copy(target)):
             return target.copy_(self.run_graph("from", values, target))
         return graph.forward(target, *inputs, *graph.sizes)
@@ -585,7 +585,7 @@ class BoundCall:
                 self.search(values, target)
         into = target
         if target is not None and (
-            mode == "from" or _shares_memory(target, values, self.prepared.reads)
+            mode == "from" or shares_memory(target, map(values.get, self.prepared.reads))
         ):
             into = target.clone()
         result = fused(values, into)
@@ -596,18 +596,18 @@ class BoundCall:
             return result
         if into is not target:
             return target.copy_(result)
-        if not target.is_inference():
-            torch.autograd.graph.increment_version(target)
-        return result
+        return written_to(target)
 
-    def fused_alone(self, values: Mapping[str, Value]) -> FusedCall | None:
+    def fused_alone(
+        self, values: Mapping[str, Value], *, in_place: bool = False
+    ) -> FusedCall | None:
         """The generated kernels of this call, where it is one statement and nothing is looked for
         first; None where it is not.
         """
         prepared = self.prepared
         if not prepared.fusable or prepared.searches or prepared.settings.backend == "graph":
             return None
-        if prepared.orderable and self.staged(values, in_place=False):
+        if prepared.orderable and self.staged(values, in_place=in_place):
             return None
         if self._fused is None:
             self._fused = prepared.fused.call(self.sized)
@@ -636,13 +636,19 @@ class BoundCall:
                 warnings.warn(message, stacklevel=5)
 
 
-def _shares_memory(target: Tensor, values: Mapping[str, Value], names: tuple[str, ...]) -> bool:
-    """Whether one of the named arguments lies in the memory that is written to. By addresses: two
-    storages may be made over the same memory, as of one NumPy array.
+def written_to(target: Tensor) -> Tensor:
+    """A tensor that a kernel has written to, of which autograd is told."""
+    if not target.is_inference():
+        torch.autograd.graph.increment_version(target)
+    return target
+
+
+def shares_memory(target: Tensor, values: Iterable[object]) -> bool:
+    """Whether one of the values lies in the memory that is written to. By addresses: two storages
+    may be made over the same memory, as of one NumPy array.
     """
     start, end = _reach(target)
-    for name in names:
-        value = values.get(name)
+    for value in values:
         if isinstance(value, Tensor) and value.device == target.device:
             first, last = _reach(value)
             if first < end and start < last:
@@ -653,6 +659,8 @@ def _shares_memory(target: Tensor, values: Mapping[str, Value], names: tuple[str
 def _reach(tensor: Tensor) -> tuple[int, int]:
     """The addresses from a tensor's first element to behind its last."""
     first = tensor.data_ptr()
+    if tensor.is_contiguous():
+        return first, first + tensor.nbytes
     if tensor.numel() == 0:
         return first, first
     last = sum([(n - 1) * s for n, s in zip(tensor.shape, tensor.stride())])

@@ -91,7 +91,7 @@ def known_now(tensor: Tensor, entry: memory.Entry | None = None) -> IndexFacts |
     are looked at once they have come back a few times; the answer is there for a later call.
     """
     entry = memory.entry_of(tensor) if entry is None else entry
-    facts: IndexFacts | None = entry.get("facts")
+    facts: IndexFacts | None = entry.get("facts") if entry.things else None
     if facts is not None or memory.can_look(tensor) or entry.declared:
         return facts or entry.remembered("facts", lambda: compute(tensor))
     if entry.sights + 1 < SEEN_AGAIN:

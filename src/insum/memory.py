@@ -46,8 +46,8 @@ T = TypeVar("T")
 MemoryPlace = tuple[int | torch.SymInt, torch.Size, tuple[int, ...], torch.dtype]
 _serials = itertools.count()
 _stamps = itertools.count()
-#: Things that are kept about one tensor, and ranges that kernels have looked at.
-MOST_THINGS, MOST_RANGES = 256, 64
+#: Things that are kept about one tensor, ranges that kernels have looked at, and views.
+MOST_THINGS, MOST_RANGES, MOST_PARTS = 256, 64, 64
 
 _lock = threading.RLock()
 renew_in_children(_lock)
@@ -68,12 +68,13 @@ class Entry:
         held: whether it is in the store, and can be found again.
         in_graph: whether a CUDA graph reads what is kept here, so that it must stay where it is.
         nbytes: of the tensors that are kept here.
+        parts: entries of views of the tensor, by what makes the view: found without making it.
         things: what is kept, by key.
     """
 
     __slots__ = (
         *("_streams", "called", "declared", "given", "held", "in_graph", "looked", "nbytes"),
-        *("serial", "sights", "stamp", "things"),
+        *("parts", "serial", "sights", "stamp", "things"),
     )
 
     def __init__(self, declared: bool = False) -> None:
@@ -85,6 +86,7 @@ class Entry:
         self.nbytes = 0
         self.held = self.in_graph = False
         self.looked: set[object] = set()
+        self.parts: dict[object, Entry] = {}
         self.stamp = next(_stamps)
         self.things: dict[object, Any] = {}
         #: By key, the device of a thing, the stream that it was made on, and those that have waited
@@ -96,6 +98,16 @@ class Entry:
         if len(self.looked) >= MOST_RANGES:
             self.looked.clear()  # other ranges are looked at again
         self.looked.add(range_)
+
+    def note_part(self, how: object, part: Entry) -> None:
+        """``part`` is the entry of a view of this tensor, that ``how`` makes. It is that of the
+        view as it is now as long as this one is known and that one is held: both are of one tensor
+        object and its version.
+        """
+        if self.held and part.held:
+            if len(self.parts) >= MOST_PARTS:
+                self.parts.clear()
+            self.parts[how] = part
 
     def __contains__(self, key: object) -> bool:
         return key in self.things
@@ -234,8 +246,14 @@ def _owner_gone(owners: dict[int, _Owner], key: int, reference: weakref.ref[Any]
 _storages: dict[int, _Held] = {}
 
 
-def known(tensor: Tensor) -> Entry | None:
-    """The entry of a tensor as it is now, if there is one. Asks nothing of a device."""
+def place_of(tensor: Tensor) -> MemoryPlace:
+    return tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def known(tensor: Tensor, place: MemoryPlace | None = None) -> Entry | None:
+    """The entry of a tensor as it is now, if there is one. Asks nothing of a device. ``place``: of
+    a tensor of the same shape, strides and dtype, so that it need not be asked for all of them.
+    """
     storage = tensor.untyped_storage()
     held = _storages.get(id(storage))
     if held is None or held.reference() is not storage:
@@ -254,7 +272,10 @@ def known(tensor: Tensor) -> Entry | None:
         version = None
     if owner.version != version:
         return None
-    place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    if place is None or place[0] != tensor.storage_offset():  # as `place_of`, on many a path
+        place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    if not owner.fingerprints:
+        return owner.entries.get(place)
     seen = owner.fingerprints.get(place)  # before the entry: `_made` writes it first
     entry = owner.entries.get(place)
     if entry is not None and not entry.declared and tensor.is_cpu and can_look(tensor):
@@ -433,7 +454,7 @@ def _saved(held: _Held, tensor: Tensor) -> _Owner | None:
     """
     if not in_backward():
         return None
-    place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    place = place_of(tensor)
     for owner in list(held.owners.values()):
         if place in owner.entries and owner.reference() is not None:
             return owner

@@ -168,16 +168,23 @@ def cudagraph_state(device: torch.device) -> str:
     if trees is None:
         return ""
     try:
-        manager = trees.get_manager(
-            torch.cuda.current_device() if device.index is None else device.index,
-            create_if_none_exists=False,
-        )
+        index = torch.cuda.current_device() if device.index is None else device.index
+        manager = _tree_manager(trees, index)
         # Functions are warmed up and recorded on a stream that is current at no other time.
         if manager is None or torch.cuda.current_stream(device) != manager.stream:
             return ""
         return "recording" if torch.cuda.is_current_stream_capturing() else "warmup"
     except (AttributeError, TypeError, RuntimeError, AssertionError):
         return ""
+
+
+def _tree_manager(trees: Any, index: int) -> Any:
+    """What records graphs on a device, for this thread; None where nobody has."""
+    containers = getattr(getattr(trees, "local", None), "tree_manager_containers", None)
+    if containers is None:  # a thread of autograd's, or another version of torch
+        return trees.get_manager(index, create_if_none_exists=False)
+    found = containers.get(index)  # as torch's own does, without a lock and making nothing
+    return None if found is None else found.tree_manager
 
 
 def is_recorded(device: torch.device) -> bool:

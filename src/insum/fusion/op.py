@@ -22,6 +22,7 @@ from insum.call import kinds_of
 from insum.compat.calls import PLAIN, are_plain, is_recorded, shorten
 from insum.fusion.computed import computed
 from insum.fusion.indices import Selects, read, select, wrapped, written
+from insum.fusion.repeated import like, note
 from insum.lang.expr import Access
 from insum.lang.parser import parse
 from insum.ops import decode
@@ -156,6 +157,10 @@ class SpecPlaces:
         """applied """
         """to."""
     )
+    steady: bool
+    """Whether all tensors are passed, or parts of those that are and that stay."""
+    parts: tuple[tuple[str, int, Selects], ...]
+    """Of every tensor of the statement that is not computed its name, place, and which part."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -178,6 +183,9 @@ def places_of(text: str) -> SpecPlaces:
         ),
         tuple(one for one in spec.views if one[1] not in place),
         origins,
+        not origins and not spec.passing,
+        tuple((name, k, ()) for name, k in spec.plain)
+        + tuple((name, place[base], how) for name, base, how in spec.views if base in place),
     )
 
 
@@ -227,17 +235,23 @@ def _request(spec: Spec, sizes: Sequence[Any]) -> Request:
 def _run(
     mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor], sizes: Sequence[int]
 ) -> Tensor:
-    given = (*sizes,)
-    return _run_on(mode, target, text, _values(text, tensors, given), given)
+    alike = like(text, tensors, sizes, target) if mode != "from" else None
+    result = None if alike is None else alike.run(tensors, target)
+    return _run_anew(mode, target, text, tensors, sizes) if result is None else result
 
 
-def _run_on(
-    mode: str, target: Tensor | None, text: str, values: dict[str, Any], sizes: tuple[int, ...]
+def _run_anew(
+    mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor], sizes: Sequence[int]
 ) -> Tensor:
-    places = places_of(text)
-    call = kinds_of(places.form).find(values, sizes[: places.count], target)
+    """As if there had been no call like it."""
+    places, given = places_of(text), (*sizes,)
+    values = _values(text, tensors, given)
+    call = kinds_of(places.form).find(values, given[: places.count], target)
     call.verify(values)
-    return call.run(mode, values, target)
+    result = call.run(mode, values, target)
+    if places.steady and mode != "from":
+        note(text, places.parts, call, values, tensors, sizes, target)
+    return result
 
 
 def _fused(spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
@@ -257,43 +271,52 @@ def _fused_extremum(
 ) -> Tensor:
     flat = sizes[: _scattered(spec)[0]]  # the statement has no dimensions of size 1
     there = base if base.dim() == len(flat) else base.reshape(flat)
-    given = (*sizes,)
-    values = _values(spec, tensors, given)
     if include_self:
-        found = _run_on("from", there, spec, values, given)
+        found = _run("from", there, spec, tensors, sizes)
     else:
-        found = _run_on("new", None, spec, values, given)
-        found = torch.where(_present(spec, values, given), found, there)
+        found = _run("new", None, spec, tensors, sizes)
+        found = torch.where(_present(spec, tensors, (*sizes,)), found, there)
     return found if there is base else found.reshape(base.shape)
 
 
 @functools.lru_cache(maxsize=4096)
-def _scattered(text: str) -> tuple[int, int, str]:
-    """Of a statement's result the number of dimensions, the one that is scattered to, and the index
-    tensor that does.
+def _scattered(text: str) -> tuple[int, int, str, bool]:
+    """Of a statement's result the number of dimensions, the one that is scattered to, the index
+    tensor that does, and whether a negative value of it counts from the end.
     """
-    indices = parse(spec_of(text).statement).target.indices
+    spec = spec_of(text)
+    indices = parse(spec.statement).target.indices
     dim, name = next(
         (d, i.atom.tensor) for d, i in enumerate(indices) if isinstance(i.atom, Access)
     )
-    return len(indices), dim, name
+    return len(indices), dim, name, name in spec.wraps
 
 
-def _present(text: str, values: dict[str, Any], sizes: tuple[int, ...]) -> Tensor:
+def _present(text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
     """Rows that something is scattered to, as a mask over the result."""
-    rank, dim, name = _scattered(text)
-    tensor, rows = values[name], int(sizes[dim])
-    key, entry = ("present", rows), memory.known(tensor)
+    rank, dim, name, wraps = _scattered(text)
+    tensor, rows = _index(name, text, tensors, sizes), int(sizes[dim])
+    key, entry = ("present", rows, rank, dim, wraps), memory.known(tensor)
+    shape = (1,) * dim + (rows,) + (1,) * (rank - dim - 1)
     mask: Tensor | None = None
     if is_recorded(tensor.device) and (entry is None or not entry.declared):
         # a graph is replayed on other values
-        mask = _mask(tensor, rows, name in spec_of(text).wraps)
+        mask = _mask(tensor, rows, wraps).view(shape)
     elif entry is not None:
         mask = entry.get(key)  # in few steps
     if mask is None:
-        wraps = name in spec_of(text).wraps
-        mask = memory.remembered(tensor, key, lambda: _mask(tensor, rows, wraps))
-    return mask.view([rows if d == dim else 1 for d in range(rank)])
+        mask = memory.remembered(tensor, key, lambda: _mask(tensor, rows, wraps).view(shape))
+    return mask
+
+
+def _index(name: str, text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
+    places = places_of(text)
+    if places.steady:  # of all tensors only this one is made
+        for own, place, selects in places.parts:
+            if own == name:
+                return select(tensors[place], selects)
+    found: Tensor = _values(text, tensors, sizes)[name]
+    return found
 
 
 def _mask(tensor: Tensor, rows: int, wraps: bool) -> Tensor:
@@ -367,15 +390,23 @@ _define(f"fused_into_(Tensor(a!) target, {_ARGUMENTS}) -> ()", _fused_into_, _fu
 
 
 def _quick(spec: str, tensors: list[Tensor], sizes: list[int]) -> tuple[Tensor] | None:
-    return (_fused(spec, tensors, sizes),) if are_plain(tensors) else None
+    alike = like(spec, tensors, sizes, None)
+    result = None if alike is None else alike.run(tensors, None)
+    if result is None:
+        if not are_plain(tensors):
+            return None
+        result = _run_anew("new", None, spec, tensors, sizes)
+    return (result,)
 
 
 def _quick_into_(
     target: Tensor, spec: str, tensors: list[Tensor], sizes: list[int]
 ) -> tuple[None] | None:
-    if not are_plain((target, *tensors)):
-        return None
-    _fused_into_(target, spec, tensors, sizes)
+    alike = like(spec, tensors, sizes, target)
+    if alike is None or alike.run(tensors, target) is None:
+        if not are_plain((target, *tensors)):
+            return None
+        _run_anew("into", target, spec, tensors, sizes)
     return (None,)
 
 

@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 import insum
+from insum import memory
 from insum.accepted import COUNT, DTYPE, FLAG, TENSOR, explains, is_common, require
-from insum.compat.calls import base_of, is_plain_call
+from insum.compat.calls import base_of, is_eager_call, is_plain_call
 from insum.errors import BindingError, DtypeError, InsumError
-from insum.memory import entry_of, known, known_as, remembered
+from insum.memory import known, known_as, remembered
 from insum.nn.checks import integers, kernels_look, one_device
 from insum.runtime import loops
 from insum.runtime.record import out_of_range
+from insum.settings import settings
 
 
 def check_edges(edge_index: Tensor) -> None:
@@ -186,11 +188,19 @@ def gcn_ends(
     """The same with sources and targets apart; ``fill`` is what loops weigh, None: there are none
     to be added.
     """
+    if weight is None and is_eager_call((edge_index,)) and not memory.can_look(edge_index):
+        entry = known(edge_index)
+        found = None if entry is None else entry.get((LOOPED, nodes, fill, dtype))
+        if found is not None and settings.values.check != "always":
+            weights, source, target = found  # of a step before, in which all was looked at
+            return source, target, weights
     edges, weights, ends = _normalised(edge_index, weight, nodes, fill, dtype)
     source, target = ends or endpoints(edges, nodes, nodes)
     return source, target, weights
 
 
+#: What weights, sources and targets of normalised edges with loops are remembered under.
+LOOPED = "gcn with loops"
 #: Edges, their weights, and, where they are at hand, sources and targets.
 _Normalised: TypeAlias = tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]
 
@@ -229,7 +239,7 @@ def _normalised_on_device(
         ends, weights = loops.normalised(edges, counted(), fill, dtype, kind)
         source, target = ends.unbind(0)
         for end in (source, target):  # what is no node was reported, and leads to the first one
-            entry_of(end).note_range((0, nodes))
+            memory.made(end).note_range((0, nodes))
         return weights, source, target
 
     if weight is None and fill is None:
@@ -237,7 +247,7 @@ def _normalised_on_device(
         make = lambda: loops.normalised(edges, counted(), None, dtype, kind)[1]
         return edge_index, remembered(edge_index, ("gcn", nodes, None, dtype), make), None
     if weight is None:
-        weights, *both = remembered(edge_index, ("gcn", nodes, fill, dtype), looped)
+        weights, *both = remembered(edge_index, (LOOPED, nodes, fill, dtype), looped)
         return base_of(both[0]), weights, tuple(both)  # type: ignore[return-value]
     if fill is None:
         src, dst = endpoints(edge_index, nodes, nodes)

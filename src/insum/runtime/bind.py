@@ -225,8 +225,9 @@ class BoundLaunch:
             at = arguments[place]
             if at is None:
                 own = name is WORK or name is FITTED
-                tensor = out if name is OUT else work if own else values[name]
-                arguments[place] = at = tensor.data_ptr()
+                found = out if name is OUT else work if own else values[name]
+                # of a part of a tensor that is no tensor of its own, the address is passed
+                arguments[place] = at = found if type(found) is int else found.data_ptr()
             unaligned = 2 * unaligned + (any_address or at & 15 != 0)
         for place, name in self.passed:
             arguments[place] = _plain(values[name])

@@ -225,6 +225,28 @@ class FusedCall:
             found = self.find(values, target, entries, recorded)
         return found, entries
 
+    def settled(self, target: Tensor | None, entries: list[memory.Entry]) -> Ready | None:
+        """What is kept for a call on index tensors of which this is remembered, where it only has
+        to be launched. Raises what earlier calls were found to have done wrong.
+        """
+        for numbers, report in offences:
+            if numbers[0]:
+                report()
+        if not self.keeps or self.kind.on_gpu and is_recorded(self.kind.device):
+            return None
+        found = entries[0].get(self.key(target, entries))
+        if type(found) is not Ready or found.check is not None or found.promotable:
+            return None
+        return found
+
+    def is_by_indices(self, values: Mapping[str, Value]) -> bool:
+        """Whether nothing decides what is run but sizes and what is remembered of index tensors."""
+        kind = self.kind
+        if kind.negated or not kind.indices:
+            return False
+        small = [n for n in kind.coefficients if values[n].numel() <= 2 * UNROLL_POINTS]  # type: ignore[union-attr]
+        return not small  # of those it may be promised that they are constant
+
     def run_unseen(
         self,
         found: Unseen,

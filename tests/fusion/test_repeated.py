@@ -1,0 +1,232 @@
+"""Fused ops that are called again: found without making their index tensors, and never stale."""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import insum
+from insum import facts, memory
+from insum.fusion import op, repeated
+
+from .op_specs import spec
+from .programs import E, F, N, compiled, graph_of
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("as_on_a_gpu")]
+SPEC = spec("out[d[i],j] = x[s[i],j]", ("x",))
+INTO = spec("out[d[i],j] += x[s[i],j]", ("x",))
+#: Calls until an index tensor that comes back has its schedule, and calls like it are recognised.
+KNOWN = facts.SEEN_AGAIN + 4
+
+
+@pytest.fixture
+def anew(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Calls that are made as if there had been none like them."""
+    found: list[str] = []
+    original = op._run_anew
+    monkeypatch.setattr(repeated, "_alike", {})
+
+    def run(mode: str, *rest: Any) -> Tensor:
+        found.append(mode)
+        return original(mode, *rest)
+
+    monkeypatch.setattr(op, "_run_anew", run)
+    return found
+
+
+def fused(x: Tensor, edges: Tensor) -> Tensor:
+    with torch.no_grad():
+        return torch.ops.insum.fused.default(SPEC, [x, edges], [N, F])  # type: ignore[no-any-return]
+
+
+def right(x: Tensor, edges: Tensor) -> Tensor:
+    return torch.zeros(N, F).index_add(0, edges[1], x[edges[0]])
+
+
+def warm(edges: Tensor) -> None:
+    for _ in range(KNOWN):
+        x = torch.randn(N, F)
+        assert_close(fused(x, edges), right(x, edges))
+
+
+def test_what_comes_back_is_found_at_once(anew: list[str]) -> None:
+    edges = graph_of()
+    warm(edges)
+    anew.clear()
+    warm(edges)
+    assert not anew
+
+
+def test_edges_that_are_rows_of_a_larger_tensor(anew: list[str]) -> None:
+    edges = torch.stack([graph_of(), graph_of(seed=1)])[1]
+    warm(edges)
+    anew.clear()
+    warm(edges)
+    assert not anew
+    warm(edges.T.contiguous().T)  # other strides
+
+
+def written_to(edges: Tensor) -> Tensor:
+    return edges.copy_(graph_of(seed=7))
+
+
+def written_to_a_row(edges: Tensor) -> Tensor:
+    edges[1].copy_(graph_of(seed=7)[1])
+    return edges
+
+
+def exchanged(edges: Tensor) -> Tensor:
+    edges.data = graph_of(seed=7)
+    return edges
+
+
+def set_to_another(edges: Tensor) -> Tensor:
+    return edges.set_(graph_of(seed=7))  # type: ignore[call-overload, no-any-return]
+
+
+def forgotten(edges: Tensor) -> Tensor:
+    edges.data.copy_(graph_of(seed=7))
+    insum.forget(edges)
+    return edges
+
+
+def another(edges: Tensor) -> Tensor:
+    return graph_of(seed=7)
+
+
+def freed(edges: Tensor) -> Tensor:
+    storage = edges.untyped_storage().data_ptr()
+    del edges
+    made = [graph_of(seed=seed) for seed in range(7, 27)]
+    return next((m for m in made if m.data_ptr() == storage), made[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [written_to, written_to_a_row, exchanged, set_to_another, forgotten, another, freed],
+    ids=lambda one: one.__name__,
+)
+def test_nothing_stale(anew: list[str], change: Callable[[Tensor], Tensor]) -> None:
+    edges = graph_of()
+    warm(edges)
+    anew.clear()
+    held = [edges]
+    del edges
+    edges = change(held.pop())
+    warm(edges)
+    assert anew
+
+
+def test_entries_of_parts() -> None:
+    edges = graph_of()
+    warm(edges)
+    entry = memory.entry_of(edges)
+    assert [entry.parts[((0, k),)] for k in range(2)] == [memory.known(edges[k]) for k in range(2)]
+    edges[0, 0] = 3
+    assert memory.known(edges) is None
+    assert_close(fused(x := torch.randn(N, F), edges), right(x, edges))
+
+
+def test_other_sizes_strides_and_settings(anew: list[str]) -> None:
+    edges = graph_of()
+    warm(edges)
+    wide = torch.randn(N, 2 * F)
+    assert_close(fused(wide[:, ::2], edges), right(wide[:, ::2], edges))
+    double = torch.randn(N, F, dtype=torch.float64)
+    assert_close(fused(double, edges), right(double.float(), edges).double(), atol=1e-5, rtol=0)
+    anew.clear()
+    torch.use_deterministic_algorithms(True)
+    try:
+        warm(edges)
+        assert anew
+    finally:
+        torch.use_deterministic_algorithms(False)
+    anew.clear()
+    warm(edges)
+    assert not anew
+
+
+def test_into_what_is_there(anew: list[str]) -> None:
+    edges, into = graph_of(), torch.ops.insum.fused_into_.default
+    for step in range(2 * KNOWN):
+        if step == KNOWN:
+            anew.clear()
+        x, out = torch.randn(N, F), torch.randn(N, F)
+        expected, version = out + right(x, edges), out._version
+        with torch.no_grad():
+            into(out, INTO, [x, edges], [N, F])
+        assert_close(out, expected)
+        assert out._version > version
+    assert not anew
+    x = torch.randn(N, F)
+    expected = x + right(x, edges)
+    with torch.no_grad():
+        into(x, INTO, [x, edges], [N, F])  # what is read is written to
+    assert_close(x, expected)
+
+
+def test_out_of_range_is_told_by_a_repeated_call(anew: list[str]) -> None:
+    edges, bad = graph_of(), graph_of(seed=1)
+    warm(edges)
+    bad[0, 3] = N
+    fused(torch.randn(N, F), bad)
+    with pytest.raises(insum.IndexRangeError, match=f"is {N}"):
+        fused(torch.randn(N, F), edges)
+    warm(edges)
+
+
+def test_the_host_looks_at_every_call_where_it_is_to(anew: list[str]) -> None:
+    edges = graph_of()
+    with insum.settings(check="always"):
+        warm(edges)
+        anew.clear()
+        warm(edges)
+    assert len(anew) == KNOWN
+
+
+def test_in_the_thread_of_a_backward_pass(anew: list[str]) -> None:
+    """Compiled graphs save detached views."""
+
+    def program(x: Tensor, edges: Tensor) -> Tensor:
+        return x.new_zeros(N, F).index_add(0, edges[1], x[edges[0]])
+
+    run, _ = compiled(program)
+    edges = torch.cat([graph_of(), graph_of(seed=1)], 1)[:, :E]
+    x = torch.randn(N, F, requires_grad=True)
+
+    def step() -> None:
+        got, want = (torch.autograd.grad(f(x, edges).square().sum(), x)[0] for f in (run, program))
+        assert_close(got, want)
+
+    for _ in range(KNOWN):
+        step()
+    anew.clear()
+    step()
+    other = threading.Thread(target=contextvars.copy_context().run, args=(step,))
+    other.start()
+    other.join()
+    assert not anew
+
+
+def test_nothing_is_kept_alive() -> None:
+    edges = graph_of()
+    warm(edges)
+    before = memory.report().entries
+    del edges
+    gc.collect()
+    assert memory.report().entries <= before - 3
+
+
+def test_at_most_so_many(anew: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "MOST_PARTS", 1)
+    for seed in range(3):
+        warm(graph_of(seed=seed))
+    assert {len(known) for known in repeated._alike.values()} == {1}
