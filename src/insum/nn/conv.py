@@ -18,7 +18,7 @@ from insum.nn.checks import last_size, layer_takes, one_device
 from insum.nn.functional import _tensor
 from insum.nn.kernel_map import Geometry, kernel_map
 from insum.nn.modules import SizePerAxis, SparseModule, geometry_of, same_dimensions
-from insum.nn.sparse_tensor import VOXELS, SparseTensor
+from insum.nn.sparse_tensor import VOXELS, SparseTensor, at_voxels
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -124,6 +124,27 @@ class SparseConv(SparseModule):
 
     @layer_takes(x=VOXELS, like=VOXELS.optional)
     def forward(self, x: SparseTensor, like: SparseTensor | None = None) -> SparseTensor:
+        features, weight, geometry = x.features, self.weight, self.geometry
+        if (
+            like is not None
+            or x.ndim != self.ndim
+            or features.shape[-1] != self.in_channels
+            or features.device != weight.device
+        ):
+            self._check(x, like)
+        if geometry.submanifold and geometry.volume == self.groups == 1:
+            voxels, out = x.voxels, features @ weight[0]  # every voxel meets itself
+        else:
+            target = None if like is None else like.voxels
+            voxels, found = kernel_map(x.voxels, geometry, target)
+            out = _convolved(found, features, weight, self.groups)
+        bias = self.bias
+        if bias is not None:  # under autocast the product is narrower
+            out = out + (bias if bias.dtype is out.dtype else bias.to(out.dtype))
+        return at_voxels(voxels, out)
+
+    def _check(self, x: SparseTensor, like: SparseTensor | None) -> None:
+        """What is wrong with these, if anything is."""
         last_size("x.features", x.features, self.in_channels, "in_channels")
         one_device(
             weight=self.weight, features=x.features, like=None if like is None else like.features
@@ -136,15 +157,6 @@ class SparseConv(SparseModule):
                 "like= with a submanifold convolution",
                 expected="nothing: its outputs are at its inputs",
             )
-        if self.geometry.submanifold and self.geometry.volume == self.groups == 1:
-            voxels, out = x.voxels, x.features @ self.weight[0]  # every voxel meets itself
-        else:
-            target = None if like is None else like.voxels
-            voxels, found = kernel_map(x.voxels, self.geometry, target)
-            out = _convolved(found, x.features, self.weight, self.groups)
-        if self.bias is not None:  # under autocast the product is narrower
-            out = out + (self.bias if self.bias.dtype is out.dtype else self.bias.to(out.dtype))
-        return SparseTensor(voxels.coords, out, voxels.spatial_shape, voxels)
 
     def extra_repr(self) -> str:
         default = Geometry(self.geometry.kernel)
