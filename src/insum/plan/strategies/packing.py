@@ -42,7 +42,7 @@ def packed(subject: Subject, draft: Draft) -> tuple[Draft, bool]:
     if subject.reduce != "sum" or draft.segment or not (roles := roles_of(subject, draft)).dot:
         return draft, False
     rows = [axis[0] for axis in (roles.m, roles.n) if len(axis) == 1]
-    found = _table(subject, draft, rows, roles.loops, kept=True)
+    found = _table(subject, draft, rows, (*roles.loops, *roles.k), kept=True)
     if found is not None:
         trial = _to_tiles(subject, draft, *found)
         return (draft if trial is None else trial), False
