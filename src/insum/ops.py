@@ -763,17 +763,20 @@ def lowered(
     """The values of a statement as autocast has them. Leaves that a gradient is asked of are cast
     without being recorded, and put into ``leaves``, where that is given.
     """
-    target, found = head(statement).target, dict(values)
+    target, found, known, dtype = head(statement).target, dict(values), "", None
     for name, value in values.items():
-        if isinstance(value, Tensor) and value.is_floating_point() and name != target:
-            device = value.device.type
-            if device in AUTOCAST_KEYS and torch.is_autocast_enabled(device):
-                dtype = torch.get_autocast_dtype(device)
-                if value.dtype is dtype or value.dtype is torch.float64:
-                    continue
-                if leaves is not None and value.requires_grad and value.is_leaf:
-                    leaves[name], value = value, value.detach()
-                found[name] = value.to(dtype)
+        if not isinstance(value, Tensor) or not value.is_floating_point() or name == target:
+            continue
+        device = value.device.type
+        if device != known:
+            known = device
+            on = device in AUTOCAST_KEYS and torch.is_autocast_enabled(device)
+            dtype = torch.get_autocast_dtype(device) if on else None
+        if dtype is None or value.dtype is dtype or value.dtype is torch.float64:
+            continue
+        if leaves is not None and value.requires_grad and value.is_leaf:
+            leaves[name], value = value, value.detach()
+        found[name] = value.to(dtype)
     return found
 
 

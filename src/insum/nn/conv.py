@@ -26,6 +26,24 @@ if TYPE_CHECKING:
 #: The dense layers in one to three dimensions; PyTorch has none in four.
 _DENSE = {1: (nn.Conv1d, nn.ConvTranspose1d), 2: (nn.Conv2d, nn.ConvTranspose2d),
           3: (nn.Conv3d, nn.ConvTranspose3d)}  # fmt: skip
+#: A convolution over a table, and over a map in any format: of all channels; of groups of them;
+#: channel by channel, with one output of each, and with several.
+WHOLE = (
+    "Out[x,m] = In[Nb[z,x],c] * W[z,c,m]",
+    "Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]",
+)
+GROUPED = (
+    "Out[x,g,m] = In[Nb[z,x],g,c] * W[z,c,g,m]",
+    "Out[x,g,m] = Map[z,x,y] * In[y,g,c] * W[z,c,g,m]",
+)
+BY_CHANNEL = (
+    "Out[x,c] = In[Nb[z,x],c] * W[z,c]",
+    "Out[x,c] = Map[z,x,y] * In[y,c] * W[z,c]",
+)
+MULTIPLIED = (
+    "Out[x,c,m] = In[Nb[z,x],c] * W[z,c,m]",
+    "Out[x,c,m] = Map[z,x,y] * In[y,c] * W[z,c,m]",
+)
 #: What a layer that was made by one of these is made of.
 DenseConv = (
     nn.Conv1d | nn.Conv2d | nn.Conv3d | nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
@@ -310,30 +328,27 @@ def _convolved(found: SparseFormat, features: Tensor, weight: Tensor, groups: in
     a dimension of their own, or the channels, where every channel is one.
     """
     if groups == 1:
-        return _spelled(found, "x,m", "c", "c,m", features, weight)
+        return _spelled(found, WHOLE, features, weight)
     volume, inner, outputs = weight.shape
     if inner != 1:
         given = features.reshape(features.shape[0], groups, inner)
         parts = weight.reshape(volume, inner, groups, outputs // groups)
-        return _spelled(found, "x,g,m", "g,c", "c,g,m", given, parts).flatten(1)
+        return _spelled(found, GROUPED, given, parts).flatten(1)
     if outputs == groups:
-        return _spelled(found, "x,c", "c", "c", features, weight[:, 0])
+        return _spelled(found, BY_CHANNEL, features, weight[:, 0])
     parts = weight.reshape(volume, groups, outputs // groups)
-    return _spelled(found, "x,c,m", "c", "c,m", features, parts).flatten(1)
+    return _spelled(found, MULTIPLIED, features, parts).flatten(1)
 
 
 def _spelled(
-    found: SparseFormat, out: str, given: str, of_weight: str, features: Tensor, weight: Tensor
+    found: SparseFormat, spelling: tuple[str, str], features: Tensor, weight: Tensor
 ) -> Tensor:
     if isinstance(found, NeighborTable):
         tensors: dict[str, Any] = {"Nb": found.table, "In": features, "W": weight}
         if type(features) not in PLAIN or type(weight) not in PLAIN:
             tensors = beside(tensors, ("Nb",))
-        return insum.insum(
-            f"Out[{out}] = In[Nb[z,x],{given}] * W[z,{of_weight}]", padded=("Nb",), **tensors
-        )
-    statement = f"Out[{out}] = Map[z,x,y] * In[y,{given}] * W[z,{of_weight}]"
-    return _tensor(insum.einsum(statement, Map=found, In=features, W=weight))
+        return insum.insum(spelling[0], padded=("Nb",), **tensors)
+    return _tensor(insum.einsum(spelling[1], Map=found, In=features, W=weight))
 
 
 def offsets_first(weight: Tensor, groups: int = 1, transposed: bool = False) -> Tensor:
