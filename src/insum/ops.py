@@ -18,6 +18,7 @@ from torch import Tensor
 
 from insum.autograd import ForwardCall, StatementRunner, gradients, tangent_of
 from insum.batching import batched, front
+from insum.bounded import keep
 from insum.call import BoundCall, Kinds, kinds_of, prepare
 from insum.compat.calls import (
     apply_plainly,
@@ -25,6 +26,7 @@ from insum.compat.calls import (
     is_eager_call,
     is_plain_call,
     is_transformed,
+    modes_now,
     without_autocast,
 )
 from insum.compat.placed import is_placed, is_recordable
@@ -42,6 +44,8 @@ from insum.request import Form, Request, head
 from insum.runtime.check import raise_found
 from insum.settings import settings
 
+#: Statements in several layouts that are kept with the call which they are derived from.
+MOST_DERIVED = 32
 Scalar: TypeAlias = bool | int | float | complex
 Arguments: TypeAlias = tuple[
     str,
@@ -358,6 +362,30 @@ def _no_tangents(statement: str, name: str, which: str) -> AutogradError:
     )
 
 
+def _runner_of(
+    call: BoundCall | None, saved: Sequence[Tensor], upstream: Tensor
+) -> StatementRunner:
+    """Runs what is derived from a call. Where nothing is recorded, sizes and strides of all that
+    is read follow from the call's own and from those of the gradient that arrives, but for hooks
+    that gave other tensors back: one comparison finds what the last backward pass ran.
+    """
+    given = (upstream, *saved)
+    if call is None or torch.is_grad_enabled() or not is_plain_call(given):
+        return _run_derived
+    layouts = *map(Tensor.stride, given), *[t.dtype for t in given]
+    state, kept = (layouts, upstream.shape, modes_now(settings)), call.derived
+
+    def run_kept(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ...]) -> Tensor:
+        key = kinds, state
+        found = kept.get(key)
+        if found is None:
+            found = kinds.known(values, sizes) or kinds.find(values, sizes)
+            keep(kept, key, found, MOST_DERIVED)
+        return run(found, values)
+
+    return run_kept
+
+
 def _run_derived(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ...]) -> Tensor:
     if is_plain_call(values.values()):
         return run(kinds.known(values, sizes) or kinds.find(values, sizes), values)
@@ -407,7 +435,8 @@ def _backward(
                 cast = values[leaf.name].dtype
                 values[leaf.name] = leaf.cast(cast, spec.form.statement)
         known = ForwardCall(spec.form, rules, extents, dtypes)
-        found = gradients(known, values, upstream, wanted, result, held, _run_derived)
+        runner = _runner_of(call, saved, upstream)
+        found = gradients(known, values, upstream, wanted, result, held, runner)
     finally:
         settings.let_go(token)
     raise_found()
