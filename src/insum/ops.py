@@ -804,7 +804,8 @@ def lowered(
         if dtype is None or value.dtype is dtype or value.dtype is torch.float64:
             continue
         if leaves is not None and value.requires_grad and value.is_leaf:
-            leaves[name], value = value, value.detach()
+            if not value.is_inference():  # of such a one no versions are counted
+                leaves[name], value = value, value.detach()
         found[name] = value.to(dtype)
     return found
 
