@@ -81,6 +81,18 @@ def test_values_and_gradients(statement: str, rows: int) -> None:
         assert torch.allclose(got.double(), true.double(), rtol=1e-4, atol=1e-3)
 
 
+def test_steps_that_outnumber_channels() -> None:
+    """A tile holds several steps of few channels each."""
+    nb = table()
+    torch.manual_seed(1)
+    x, w = torch.randn(ROWS, 4).half(), torch.randn(STEPS, 4, 4).half()
+    assert "ordered by what Nb has" in strategy(BY_STEP, {"In": x, "Nb": nb, "W": w})
+    result = insum.insum(BY_STEP, padded=("Nb",), In=x, Nb=nb, W=w)
+    assert torch.allclose(result.double(), expected(x, nb, w), rtol=2e-2, atol=5e-2)
+    wide, w = torch.randn(ROWS, 16).half(), torch.randn(40, 16, 16).half()
+    assert "ordered by what" in strategy(BY_STEP, {"In": wide, "Nb": table(steps=40), "W": w})
+
+
 def test_the_gradient_of_a_table_is_ordered_too() -> None:
     nb, (x, w) = table(), operands()
     statement, values = "dIn[Nb[z,x],c] += G[x,m] * W[z,c,m]", {"Nb": nb, "G": x, "W": w}

@@ -495,6 +495,26 @@ def test_autocast_takes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.autograd.grad(result.float().sum(), values["A"])[0].dtype == torch.float32
 
 
+def test_gradients_of_parameters_under_autocast() -> None:
+    """They are rounded to the parameter's own dtype and no narrower, and have gradients."""
+    rows, text = torch.tensor([0, 2, 1]), "C[i,j] = A[i,k] * W[D[k],j]"
+    A, W = torch.randn(4, 3).bfloat16(), torch.randn(3, 5, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = insum.insum(text, A=A.requires_grad_(), D=rows, W=W)
+    upstream = torch.randn(4, 5).bfloat16()
+    to_a, to_w = torch.autograd.grad(result, (A, W), upstream, create_graph=True)
+    exact = (A.detach().float().T @ upstream.float())[rows.argsort()]
+    assert to_w.dtype == torch.float32 and to_a.dtype == torch.bfloat16
+    torch.testing.assert_close(to_w, exact, rtol=1e-6, atol=1e-6)
+    (second,) = torch.autograd.grad(to_a.float().sum(), W, retain_graph=True)
+    assert second.dtype == torch.float32 and second.abs().sum() > 0
+    with torch.no_grad():
+        W.add_(1)
+    torch.autograd.grad(result, (A, W), upstream, retain_graph=True)  # of the cast, which is kept
+    with pytest.raises(insum.AutogradError, match="W was changed after the call"):
+        torch.autograd.grad(result, (A, W), upstream, create_graph=True)
+
+
 # --- writing in place -----------------------------------------------------------------------------
 
 

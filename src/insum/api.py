@@ -28,7 +28,7 @@ from insum.lang.bind import Problem, Size, Value
 from insum.lang.expr import tensors_of
 from insum.lang.parser import parse
 from insum.mean import as_sum, is_mean, told_of
-from insum.ops import contract, lowered, run
+from insum.ops import contract, lowered, run, run_lowered
 from insum.plan.config import Config
 from insum.plan.library import WHY, is_left_to_library
 from insum.plan.path import Optimize
@@ -112,19 +112,14 @@ def insum(
             return cast(Tensor, run_formats(statement, tensors, False, out_shape, sizes, optimize))
         return traced(statement, out_shape, sizes, padded, config, optimize, tensors)
     quiet = is_undisturbed()
-    if not quiet and autocasts() and _is_lowered(statement, tensors):
+    kinds, given = kinds_with(statement, out_shape, sizes, padded, config, optimize)
+    if not quiet and autocasts() and _is_lowered(tensors):
+        left = head(kinds.form.statement)
+        if left.operator == "=" or left.target not in tensors:
+            return run_lowered(kinds, given, tensors)
         tensors = lowered(statement, tensors)
         with without_autocast():
-            return insum(
-                statement,
-                out_shape=out_shape,
-                sizes=sizes,
-                padded=padded,
-                config=config,
-                optimize=optimize,
-                **tensors,
-            )
-    kinds, given = kinds_with(statement, out_shape, sizes, padded, config, optimize)
+            return _insum(kinds.form.request(given), tensors)
     call = kinds.known(tensors, given)
     if call is None and any(map(is_stranger, tensors.values())):
         return _of_strangers(kinds.form.request(given), out_shape, sizes, optimize, tensors)
@@ -137,11 +132,9 @@ def insum(
     return run(call, tensors)
 
 
-def _is_lowered(statement: object, tensors: dict[str, Value]) -> bool:
+def _is_lowered(tensors: dict[str, Value]) -> bool:
     """Whether what autocast does to a call can be done here, past the dispatcher."""
-    if not isinstance(statement, str) or not is_eager_call(tensors.values()):
-        return False
-    return not any(map(is_stranger, tensors.values()))
+    return is_eager_call(tensors.values()) and not any(map(is_stranger, tensors.values()))
 
 
 Insum = insum

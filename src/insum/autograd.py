@@ -8,7 +8,7 @@ looks up and runs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -82,11 +82,13 @@ class ForwardCall:
 
     Attributes:
         rules: what was derived for this kind of call so far.
+        dtypes: of gradients that are not to have the dtype of the tensor.
     """
 
     form: Form
     rules: dict[object, Any]
     extents: Mapping[str, Size]
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
 
 
 def gradients(
@@ -114,7 +116,9 @@ def gradients(
         for one in rule.statements:
             part = one(known, source.shape, call.extents, run)
             total = part if total is None else total + part
-        found[name] = torch.zeros_like(source) if total is None else total
+        if total is None:
+            total = torch.zeros_like(source, dtype=call.dtypes.get(name, source.dtype))
+        found[name] = total
     return Gradients(to_initial, found)
 
 
@@ -162,7 +166,8 @@ def _rule(
     call: ForwardCall, values: Mapping[str, Any], name: str, upstream: torch.dtype
 ) -> GradientRule:
     """The rule for one tensor, found once for a kind of call."""
-    key = name, upstream
+    own = call.dtypes.get(name)
+    key = name, upstream, own
     found: GradientRule | None = call.rules.get(key)
     if found is None:
         dtypes = {n: v.dtype for n, v in values.items() if isinstance(v, Tensor)}
@@ -174,7 +179,7 @@ def _rule(
         source = values[name]
         found = call.rules[key] = GradientRule(
             tuple(
-                _derived(call.form, text, source.dim(), source.dtype, known)
+                _derived(call.form, text, source.dim(), own or source.dtype, known)
                 for text in derived.statements
             ),
             derived.upstream,

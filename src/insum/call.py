@@ -373,13 +373,15 @@ class BoundCall:
 
     __slots__ = (
         *("_fused", "_graphs", "_lowerings", "_problem", "_ranges", "_staged", "_uses"),
-        *("count", "prepared", "sized", "sizes"),
+        *("count", "derived", "prepared", "sized", "sizes"),
     )
 
     def __init__(self, prepared: PreparedCall, sized: Sized, sizes: tuple[int, ...]) -> None:
         """``sizes`` are those that were given."""
         self.prepared, self.sized, self.sizes = prepared, sized, sizes
         self.count = 1
+        #: What backward passes of this call have run, by statement and layouts.
+        self.derived: dict[object, BoundCall] = {}
         self._problem: Problem | None = None
         self._uses: tuple[Use, ...] | None = None
         self._ranges: tuple[tuple[str, int, int], ...] = ()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from insum.autograd import ForwardCall, StatementRunner, gradients, tangent_of
 from insum.batching import batched, front
+from insum.bounded import keep
 from insum.call import BoundCall, Kinds, kinds_of, prepare
 from insum.compat.calls import (
     apply_plainly,
@@ -25,6 +26,7 @@ from insum.compat.calls import (
     is_eager_call,
     is_plain_call,
     is_transformed,
+    modes_now,
     without_autocast,
 )
 from insum.compat.placed import is_placed, is_recordable
@@ -42,6 +44,8 @@ from insum.request import Form, Request, head
 from insum.runtime.check import raise_found
 from insum.settings import settings
 
+#: Statements in several layouts that are kept with the call which they are derived from.
+MOST_DERIVED = 32
 Scalar: TypeAlias = bool | int | float | complex
 Arguments: TypeAlias = tuple[
     str,
@@ -64,9 +68,7 @@ Arguments: TypeAlias = tuple[
 def contract(request: Request, values: Mapping[str, Value]) -> Tensor:
     """The result of a statement as a new tensor. Differentiable."""
     if autocasts() and is_eager_call(values.values()):
-        lower = lowered(request.statement, values)
-        with without_autocast():
-            return contract(request, lower)
+        return run_lowered(kinds_of(request.form), request.size_values, values)
     # Without a tensor the default device decides, which is not to be seen from within an op.
     if not is_plain_call(values.values()) and any(isinstance(v, Tensor) for v in values.values()):
         if is_placed(values.values()) and is_recordable():
@@ -82,16 +84,33 @@ def contract(request: Request, values: Mapping[str, Value]) -> Tensor:
     return run(prepare(request, values), values)
 
 
-def run(call: BoundCall, values: Mapping[str, Value]) -> Tensor:
-    """A call in plain eager mode, as a new tensor."""
+def run(
+    call: BoundCall, values: Mapping[str, Value], leaves: Mapping[str, Tensor] | None = None
+) -> Tensor:
+    """A call in plain eager mode, as a new tensor. ``leaves``: what some of the values were cast
+    from without being recorded; gradients are theirs.
+    """
     prepared = call.prepared
     if prepared.uses and not prepared.kernels_look:
         call.look(values)
     if torch.is_grad_enabled():
+        if leaves:
+            return differentiable(call, None, values, leaves)
         for name in prepared.sources:
             if values[name].requires_grad:  # type: ignore[union-attr]
                 return differentiable(call, None, values)
     return call.run("new", values, None)
+
+
+def run_lowered(kinds: Kinds, sizes: tuple[Any, ...], values: Mapping[str, Value]) -> Tensor:
+    """A call under autocast, in eager mode and past the dispatcher, as a new tensor. The parameters
+    of a layer are cast where the call is recorded, so that autograd sees one operation rather than
+    two, and their gradients are summed and rounded once.
+    """
+    leaves: dict[str, Tensor] = {}
+    lower = lowered(kinds.form.statement, values, leaves if torch.is_grad_enabled() else None)
+    with without_autocast():
+        return run(kinds.find(lower, sizes), lower, leaves)
 
 
 def accumulate(request: Request, initial: Tensor, values: Mapping[str, Value]) -> Tensor:
@@ -131,6 +150,25 @@ def accumulate_(request: Request, target: Tensor, values: Mapping[str, Value]) -
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class _CastLeaf:
+    """A leaf that a call was recorded with, which ran on a cast of it as it was by then."""
+
+    name: str
+    tensor: Tensor
+    version: int
+
+    def cast(self, dtype: torch.dtype, statement: str) -> Tensor:
+        """The cast, recorded: for gradients of gradients."""
+        if self.tensor._version != self.version:
+            raise AutogradError(
+                f"{self.name} was changed after the call that a gradient is asked of",
+                statement=statement,
+                expected="parameters as they were, where gradients have gradients of their own",
+            )
+        return self.tensor.to(dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class _DifferentiableCall:
     """What a differentiable call knows besides its tensors: the call itself, where the tensors are
     plain and verified, else what was asked for.
@@ -140,6 +178,7 @@ class _DifferentiableCall:
     numbers: dict[str, Scalar]
     names: tuple[str, ...]
     call: BoundCall | None
+    leaves: tuple[_CastLeaf, ...] = ()
 
     @property
     def request(self) -> Request:
@@ -175,7 +214,8 @@ class _Recorded(torch.autograd.Function):
         """``values`` are the tensors by name, and numbers; the context holds none of them."""
         assert spec.call is not None
         result = spec.call.run("new" if initial is None else "from", values, initial)
-        _save(ctx, spec, initial, tensors, result)
+        held = [values[name] for name in spec.names] if spec.leaves else tensors
+        _save(ctx, spec, initial, held, result)  # type: ignore[arg-type]
         return result
 
     @staticmethod
@@ -229,13 +269,24 @@ class _Differentiable(torch.autograd.Function):
         return accumulate(request, front(initial, in_dims[1], info.batch_size), moved), 0
 
 
-def differentiable(call: BoundCall, initial: Tensor | None, values: Mapping[str, Value]) -> Tensor:
-    """A verified call in plain eager mode, recorded for autograd."""
+def differentiable(
+    call: BoundCall,
+    initial: Tensor | None,
+    values: Mapping[str, Value],
+    leaves: Mapping[str, Tensor] | None = None,
+) -> Tensor:
+    """A verified call in plain eager mode, recorded for autograd; with these ``leaves`` in place of
+    what was cast from them.
+    """
     tensors: Collection[Any] = values.values()
     if call.prepared.scalars:
         spec, tensors = _apart(None, call, values)
     else:
         spec = _DifferentiableCall(None, {}, call.prepared.names, call)
+    if leaves:
+        cast = tuple([_CastLeaf(name, leaf, leaf._version) for name, leaf in leaves.items()])
+        spec = _DifferentiableCall(None, spec.numbers, spec.names, call, cast)
+        tensors = [leaves[n] if n in leaves else values[n] for n in spec.names]
     try:
         result: Tensor = apply_plainly(_Recorded, spec, values, initial, *tensors)
     except RuntimeError as error:
@@ -315,6 +366,30 @@ def _no_tangents(statement: str, name: str, which: str) -> AutogradError:
     )
 
 
+def _runner_of(
+    call: BoundCall | None, saved: Sequence[Tensor], upstream: Tensor
+) -> StatementRunner:
+    """Runs what is derived from a call. Where nothing is recorded, sizes and strides of all that
+    is read follow from the call's own and from those of the gradient that arrives, but for hooks
+    that gave other tensors back: one comparison finds what the last backward pass ran.
+    """
+    given = (upstream, *saved)
+    if call is None or torch.is_grad_enabled() or not is_plain_call(given):
+        return _run_derived
+    layouts = *map(Tensor.stride, given), *[t.dtype for t in given]
+    state, kept = (layouts, upstream.shape, modes_now(settings)), call.derived
+
+    def run_kept(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ...]) -> Tensor:
+        key = kinds, state
+        found = kept.get(key)
+        if found is None:
+            found = kinds.known(values, sizes) or kinds.find(values, sizes)
+            keep(kept, key, found, MOST_DERIVED)
+        return run(found, values)
+
+    return run_kept
+
+
 def _run_derived(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ...]) -> Tensor:
     if is_plain_call(values.values()):
         return run(kinds.known(values, sizes) or kinds.find(values, sizes), values)
@@ -357,8 +432,15 @@ def _backward(
         extents: Mapping[str, Size] = (
             spec.request.bind(values, upstream.detach()).extents if call is None else call.extents
         )
-        known = ForwardCall(spec.form, rules, extents)
-        found = gradients(known, values, upstream, wanted, result, held, _run_derived)
+        dtypes: dict[str, torch.dtype] = {}
+        for leaf in spec.leaves:
+            dtypes[leaf.name] = leaf.tensor.dtype
+            if torch.is_grad_enabled():
+                cast = values[leaf.name].dtype
+                values[leaf.name] = leaf.cast(cast, spec.form.statement)
+        known = ForwardCall(spec.form, rules, extents, dtypes)
+        runner = _runner_of(call, saved, upstream)
+        found = gradients(known, values, upstream, wanted, result, held, runner)
     finally:
         settings.let_go(token)
     raise_found()
@@ -708,16 +790,27 @@ def _autocast(device: str, op: Any, first: int) -> Any:
     return kernel
 
 
-def lowered(statement: str, values: Mapping[str, Value]) -> dict[str, Value]:
-    """The values of a statement as autocast has them."""
-    target, found = head(statement).target, dict(values)
+def lowered(
+    statement: str, values: Mapping[str, Value], leaves: dict[str, Tensor] | None = None
+) -> dict[str, Value]:
+    """The values of a statement as autocast has them. Leaves that a gradient is asked of are cast
+    without being recorded, and put into ``leaves``, where that is given.
+    """
+    target, found, known, dtype = head(statement).target, dict(values), "", None
     for name, value in values.items():
-        if isinstance(value, Tensor) and value.is_floating_point() and name != target:
-            device = value.device.type
-            if device in AUTOCAST_KEYS and torch.is_autocast_enabled(device):
-                dtype = torch.get_autocast_dtype(device)
-                if value.dtype is not dtype:  # on the path of every call
-                    found[name] = _lowered(value, dtype, device)
+        if not isinstance(value, Tensor) or not value.is_floating_point() or name == target:
+            continue
+        device = value.device.type
+        if device != known:
+            known = device
+            on = device in AUTOCAST_KEYS and torch.is_autocast_enabled(device)
+            dtype = torch.get_autocast_dtype(device) if on else None
+        if dtype is None or value.dtype is dtype or value.dtype is torch.float64:
+            continue
+        if leaves is not None and value.requires_grad and value.is_leaf:
+            if not value.is_inference():  # of such a one no versions are counted
+                leaves[name], value = value, value.detach()
+        found[name] = value.to(dtype)
     return found
 
 

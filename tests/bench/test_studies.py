@@ -116,6 +116,9 @@ def test_unet(tmp_path: Path) -> None:
     one, both = record["rows"]
     assert (one["direction"], both["direction"]) == ("forward", "forward+backward")
     assert one["error"] < 1e-5 and one["steady_ms"] > 0 and both["fresh_ms"] > 0
+    assert {m["name"] for m in record["missing"]} == {"FlexGEMM", "spconv", "WarpConvNet"}
+    again = record_of(tmp_path, "unet", "--dtypes", "fp32")
+    assert again["rows"] == record["rows"], "what the record has is not measured again"
 
 
 class TinyPotential(torch.nn.Module):

@@ -46,6 +46,7 @@ CUEQUIVARIANCE = Rival("cuEquivariance", ("cuequivariance", "cuequivariance_torc
 OPENEQUIVARIANCE = Rival("OpenEquivariance", ("openequivariance",), gpu=True)
 SPCONV = Rival("spconv", ("spconv", "spconv.pytorch"), gpu=True)
 TORCHSPARSE = Rival("TorchSparse", ("torchsparse", "torchsparse.nn"), gpu=True, lines=4491)
+WARPCONVNET = Rival("WarpConvNet", ("warpconvnet", "warpconvnet.nn.modules.sparse_conv"), gpu=True)
 FLEXGEMM = Rival("FlexGEMM", ("flex_gemm", "flex_gemm.ops.spconv"), gpu=True)
 CUSPARSE = Rival("cuSPARSE", gpu=True)
 PYG = Rival("PyG", ("torch_geometric", "torch_geometric.nn"))
@@ -55,6 +56,7 @@ RIVALS: dict[str, tuple[Rival, ...]] = {
     "block-spmm": (TORCH_BSR,),
     "spmm": (PYG, CUSPARSE),
     "conv": (SPCONV, TORCHSPARSE, FLEXGEMM),
+    "unet": (FLEXGEMM, SPCONV, WARPCONVNET),
     "tensor-product": (E3NN, CUEQUIVARIANCE, OPENEQUIVARIANCE),
     "ablation": (TORCH_BSR,),
     "compilers": (),

@@ -2,7 +2,8 @@
 
 A cloud is a scene that is moved and whose axes are exchanged, several of them for a batch. With
 maps, what is timed begins with coordinates and features on the device; without, the maps of a cloud
-are there already. A step is forward, sum and backward.
+are there already. A step is forward, sum and backward. What the record has already is not measured
+again, so that the same command goes on where the time was up.
 """
 
 from __future__ import annotations
@@ -10,17 +11,19 @@ from __future__ import annotations
 import argparse
 import copy
 import functools
+import json
 import random
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from insum.bench import data, measure
-from insum.bench.rivals import FLEXGEMM, SPCONV, module
+from insum.bench.rivals import FLEXGEMM, SPCONV, WARPCONVNET, missing, module
 from insum.bench.study import Study
 from insum.bench.table import aligned
 from insum.nn import SparseModule, SparseTensor
@@ -50,6 +53,10 @@ class UNetRow:
     peak_mib: float | None = None
     error: float | None = None
     failed: str = ""
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.cloud, self.batch, self.dtype, self.direction, self.contender
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,7 +109,11 @@ def contenders(device: torch.device, skip: Callable[[str], bool]) -> Iterator[UN
     sizes: dict[str, Any] = {"blocks": MINKUNET18} if device.type == "cuda" else NARROW
     torch.manual_seed(0)
     yield UNetContender("insum", MinkUNet(CHANNELS, CLASSES, **sizes).to(device), _ours)
-    makers = ((FLEXGEMM, FlexGemmUNet, _ours), (SPCONV, SpconvUNet, _spconvs))
+    makers = (
+        (FLEXGEMM, FlexGemmUNet, _ours),
+        (SPCONV, SpconvUNet, _spconvs),
+        (WARPCONVNET, WarpConvUNet, _warps),
+    )
     for rival, kind, given in makers:
         if not rival.absent(device) and not skip(rival.name):
             yield UNetContender(rival.name, kind(CHANNELS, CLASSES, **sizes).to(device), given)
@@ -116,6 +127,13 @@ def _spconvs(coords: Tensor, features: Tensor, batch: int) -> Any:
     # the extent of a scene is known to whoever made it: it is not looked for in the clouds
     made = module("spconv.pytorch").SparseConvTensor
     return made(features, coords, [2048, 2048, 2048], batch)
+
+
+def _warps(coords: Tensor, features: Tensor, batch: int) -> Any:
+    # all clouds of a batch have as many voxels
+    offsets = torch.arange(batch + 1) * (len(coords) // batch)
+    made = module("warpconvnet.geometry.types.voxels").Voxels
+    return made(coords[:, 1:].contiguous(), features, offsets=offsets)
 
 
 class SpconvUNet(MinkUNet):
@@ -143,6 +161,31 @@ class SpconvUNet(MinkUNet):
     @staticmethod
     def replaced(x: Any, features: Tensor) -> Any:
         return x.replace_feature(features)
+
+
+class WarpConvUNet(MinkUNet):
+    """The same network of WarpConvNet's layers, which keep their maps with the voxels."""
+
+    def same(
+        self, inputs: int, outputs: int, kernel: int, level: int, bias: bool = False
+    ) -> nn.Module:
+        return self.conv(inputs, outputs, kernel, bias=bias)
+
+    def down(self, inputs: int, outputs: int, level: int) -> nn.Module:
+        return self.conv(inputs, outputs, 2, stride=2, bias=False)
+
+    def up(self, inputs: int, outputs: int, level: int) -> nn.Module:
+        return self.conv(inputs, outputs, 2, stride=2, bias=False, transposed=True)
+
+    @staticmethod
+    def conv(inputs: int, outputs: int, kernel: int, **options: object) -> nn.Module:
+        made = module("warpconvnet.nn.modules.sparse_conv").SparseConv3d
+        layer: nn.Module = made(inputs, outputs, kernel, **options)
+        return layer
+
+    @staticmethod
+    def replaced(x: Any, features: Tensor) -> Any:
+        return x.replace(batched_features=features)
 
 
 class _WithoutLike(nn.Module):
@@ -273,20 +316,49 @@ def cases(study: Study) -> Iterator[UNetCase]:
 
 
 def run(study: Study) -> int:
-    """Measure, show and write; 1 if a result is wrong."""
-    rows: list[UNetRow] = []
+    """Measure what the record lacks until the time is up, show and write; 1 if a result is
+    wrong.
+    """
+    rows = {row.key: row for row in _read(study.file) if not row.failed}
     calls = study.asked.calls if study.options.gpu else 1
     every = list(contenders(study.device, lambda name: any(s in name for s in study.options.skip)))
+    absent = missing("unet", study.device)
+    for one in absent:
+        print(f"{one.name} is not measured: {one.reason}")
+    for case, direction, contender in _wanted(study, every):
+        if (*_key(case, direction), contender.name) in rows:
+            continue
+        if not study.has_time():
+            print("the time is up; the same command goes on from here")
+            break
+        row = _row(case, contender, direction, calls)
+        rows[row.key] = row
+        print("  ".join(_cells(row)), flush=True)
+        kept = [asdict(row) for row in rows.values()]
+        study.keep(calls=calls, rows=kept, missing=[asdict(one) for one in absent])
+    print("\n".join(aligned([HEAD, *map(_cells, rows.values())])))
+    print(f"written: {study.file}")
+    return int(any(row.error is not None and not row.error < 3e-2 for row in rows.values()))
+
+
+def _wanted(
+    study: Study, every: list[UNetContender]
+) -> Iterator[tuple[UNetCase, str, UNetContender]]:
     for case in cases(study):
         for direction in ("forward", "forward+backward"):
             for one in every:
-                if study.has_time():
-                    rows.append(_row(case, one, direction, calls))
-                    print("  ".join(_cells(rows[-1])), flush=True)
-                    study.keep(calls=calls, rows=[asdict(row) for row in rows])
-    print("\n".join(aligned([HEAD, *map(_cells, rows)])))
-    print(f"written: {study.file}")
-    return int(any(row.error is not None and not row.error < 3e-2 for row in rows))
+                yield case, direction, one
+
+
+def _key(case: UNetCase, direction: str) -> tuple[object, ...]:
+    return case.name, case.batch, measure.name_of(case.dtype), direction
+
+
+def _read(file: Path) -> list[UNetRow]:
+    if not file.exists():
+        return []
+    found = json.loads(file.read_text(encoding="utf-8")).get("rows", [])
+    return [UNetRow(**row) for row in found]
 
 
 def _row(case: UNetCase, one: UNetContender, direction: str, calls: int) -> UNetRow:

@@ -2,13 +2,14 @@
 map beside a sort of its keys.
 
 A layer is compared with the submanifold convolution of equal work: of as many channels and pairs of
-voxels. That is read off the line between the convolutions over a cloud and over the next coarser
-one.
+voxels. That is read off the lines between the convolutions over a cloud, over the next coarser one,
+and over a few of its voxels, whose time is that of a launch.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
@@ -32,8 +33,10 @@ from insum.nn.voxels import keys_of
 
 CHANNELS = (4, 16, 64, 256)
 MILLION = 10**6
-#: What others are compared with, over the cloud and over the next coarser one.
-FINE, COARSE = "submanifold 3", "submanifold 3, coarser"
+#: What others are compared with, over the cloud, over the next coarser one, and over few voxels.
+FINE, COARSE, FEW = "submanifold 3", "submanifold 3, coarser", "submanifold 3, few"
+#: Voxels that are few, and yet enough for tiles.
+FEW_VOXELS = 2048
 SUBMANIFOLD = Geometry((3, 3, 3), padding=(1, 1, 1), submanifold=True)
 HEAD = ("cloud", "channels", "layer", "pairs", "us", "of equal work")
 
@@ -97,9 +100,11 @@ def layers(x: SparseTensor, x4: SparseTensor) -> dict[str, LayerCase]:
     by_two, by_three = conv(2, stride=2), conv(3, stride=2, padding=1)
     fours = SparseConv4d(c, c, 3, bias=False, submanifold=True).to(x.device, kind)
     coarse, coarser = by_two(x), by_three(x)
+    few = SparseTensor(x.coords[:FEW_VOXELS], x.features[:FEW_VOXELS], ndim=3)
     return {
         FINE: LayerCase(conv(3, submanifold=True), x),
         COARSE: LayerCase(conv(3, submanifold=True), coarser),
+        FEW: LayerCase(conv(3, submanifold=True), few),
         "strided 3 / 2": LayerCase(by_three, x),
         "strided 2 / 2": LayerCase(by_two, x),
         "transposed 3 / 2": LayerCase(
@@ -128,21 +133,27 @@ def rows_of(cloud: str, coords: Tensor, channels: int, kind: torch.dtype) -> Ite
         measure.warm(lambda case=case: (case.run(),), coords.device)  # type: ignore[misc]
         milliseconds, _ = measure.clock(case.run, coords.device)
         found[name] = case.pairs(), 1e3 * milliseconds
-    equal = line(found[COARSE], found[FINE])
+    equal = lines(found[FEW], found[COARSE], found[FINE])
     for name, (pairs, us) in found.items():
         yield LayerRow(cloud, channels, name, pairs, us, us / equal(pairs))
 
 
-def line(first: tuple[int, float], second: tuple[int, float]) -> Callable[[int], float]:
-    """Through two points, and no lower than their lower one, but for what is below both.
+def lines(*points: tuple[int, float]) -> Callable[[int], float]:
+    """From point to point, on along the last line, and no lower than the first point.
 
-    >>> equal = line((10, 5.0), (20, 9.0))
-    >>> equal(10), equal(15), equal(5)
-    (5.0, 7.0, 3.0)
+    >>> equal = lines((10, 5.0), (20, 9.0), (40, 11.0))
+    >>> equal(5), equal(15), equal(30), equal(50)
+    (5.0, 7.0, 10.0, 12.0)
     """
-    (x0, y0), (x1, y1) = sorted([first, second])
-    slope = max(0.0, (y1 - y0) / max(1, x1 - x0))
-    return lambda x: max(y0 + slope * (x - x0), y0 * min(1.0, x / max(1, x0)) / 2)
+    ordered = sorted(points)
+
+    def at(x: int) -> float:
+        ends = itertools.pairwise(ordered)
+        (x0, y0), (x1, y1) = next((e for e in ends if x <= e[1][0]), ordered[-2:])
+        slope = max(0.0, (y1 - y0) / max(1, x1 - x0))
+        return max(ordered[0][1], y0 + slope * (x - x0))
+
+    return at
 
 
 def maps_of(base: Tensor, count: int) -> Iterator[MapRow]:

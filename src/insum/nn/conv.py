@@ -20,7 +20,7 @@ from insum.nn.checks import last_size, layer_takes, one_device
 from insum.nn.functional import _tensor
 from insum.nn.kernel_map import Geometry, kernel_map
 from insum.nn.modules import SizePerAxis, SparseModule, geometry_of, same_dimensions
-from insum.nn.sparse_tensor import VOXELS, SparseTensor
+from insum.nn.sparse_tensor import VOXELS, SparseTensor, at_voxels
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -32,6 +32,24 @@ _DENSE = {1: (nn.Conv1d, nn.ConvTranspose1d), 2: (nn.Conv2d, nn.ConvTranspose2d)
 KEYS = (
     "indice_key has no effect: layers find maps by coordinates and share them; the voxels of an "
     "inverse convolution are given by like=, as in layer(x, like=y)"
+)
+#: A convolution over a table, and over a map in any format: of all channels; of groups of them;
+#: channel by channel, with one output of each, and with several.
+WHOLE = (
+    "Out[x,m] = In[Nb[z,x],c] * W[z,c,m]",
+    "Out[x,m] = Map[z,x,y] * In[y,c] * W[z,c,m]",
+)
+GROUPED = (
+    "Out[x,g,m] = In[Nb[z,x],g,c] * W[z,c,g,m]",
+    "Out[x,g,m] = Map[z,x,y] * In[y,g,c] * W[z,c,g,m]",
+)
+BY_CHANNEL = (
+    "Out[x,c] = In[Nb[z,x],c] * W[z,c]",
+    "Out[x,c] = Map[z,x,y] * In[y,c] * W[z,c]",
+)
+MULTIPLIED = (
+    "Out[x,c,m] = In[Nb[z,x],c] * W[z,c,m]",
+    "Out[x,c,m] = Map[z,x,y] * In[y,c] * W[z,c,m]",
 )
 #: What a layer that was made by one of these is made of.
 DenseConv = (
@@ -133,6 +151,27 @@ class SparseConv(SparseModule):
 
     @layer_takes(x=VOXELS, like=VOXELS.optional)
     def forward(self, x: SparseTensor, like: SparseTensor | None = None) -> SparseTensor:
+        features, weight, geometry = x.features, self.weight, self.geometry
+        if (
+            like is not None
+            or x.ndim != self.ndim
+            or features.shape[-1] != self.in_channels
+            or features.device != weight.device
+        ):
+            self._check(x, like)
+        if geometry.submanifold and geometry.volume == self.groups == 1:
+            voxels, out = x.voxels, features @ weight[0]  # every voxel meets itself
+        else:
+            target = None if like is None else like.voxels
+            voxels, found = kernel_map(x.voxels, geometry, target)
+            out = _convolved(found, features, weight, self.groups)
+        bias = self.bias
+        if bias is not None:  # under autocast the product is narrower
+            out = out + (bias if bias.dtype is out.dtype else bias.to(out.dtype))
+        return at_voxels(voxels, out)
+
+    def _check(self, x: SparseTensor, like: SparseTensor | None) -> None:
+        """What is wrong with these, if anything is."""
         last_size("x.features", x.features, self.in_channels, "in_channels")
         one_device(
             weight=self.weight, features=x.features, like=None if like is None else like.features
@@ -145,15 +184,6 @@ class SparseConv(SparseModule):
                 "like= with a submanifold convolution",
                 expected="nothing: its outputs are at its inputs",
             )
-        if self.geometry.submanifold and self.geometry.volume == self.groups == 1:
-            voxels, out = x.voxels, x.features @ self.weight[0]  # every voxel meets itself
-        else:
-            target = None if like is None else like.voxels
-            voxels, found = kernel_map(x.voxels, self.geometry, target)
-            out = _convolved(found, x.features, self.weight, self.groups)
-        if self.bias is not None:  # under autocast the product is narrower
-            out = out + (self.bias if self.bias.dtype is out.dtype else self.bias.to(out.dtype))
-        return SparseTensor(voxels.coords, out, voxels.spatial_shape, voxels)
 
     def extra_repr(self) -> str:
         default = Geometry(self.geometry.kernel)
@@ -307,30 +337,27 @@ def _convolved(found: SparseFormat, features: Tensor, weight: Tensor, groups: in
     a dimension of their own, or the channels, where every channel is one.
     """
     if groups == 1:
-        return _spelled(found, "x,m", "c", "c,m", features, weight)
+        return _spelled(found, WHOLE, features, weight)
     volume, inner, outputs = weight.shape
     if inner != 1:
         given = features.reshape(features.shape[0], groups, inner)
         parts = weight.reshape(volume, inner, groups, outputs // groups)
-        return _spelled(found, "x,g,m", "g,c", "c,g,m", given, parts).flatten(1)
+        return _spelled(found, GROUPED, given, parts).flatten(1)
     if outputs == groups:
-        return _spelled(found, "x,c", "c", "c", features, weight[:, 0])
+        return _spelled(found, BY_CHANNEL, features, weight[:, 0])
     parts = weight.reshape(volume, groups, outputs // groups)
-    return _spelled(found, "x,c,m", "c", "c,m", features, parts).flatten(1)
+    return _spelled(found, MULTIPLIED, features, parts).flatten(1)
 
 
 def _spelled(
-    found: SparseFormat, out: str, given: str, of_weight: str, features: Tensor, weight: Tensor
+    found: SparseFormat, spelling: tuple[str, str], features: Tensor, weight: Tensor
 ) -> Tensor:
     if isinstance(found, NeighborTable):
         tensors: dict[str, Any] = {"Nb": found.table, "In": features, "W": weight}
         if type(features) not in PLAIN or type(weight) not in PLAIN:
             tensors = beside(tensors, ("Nb",))
-        return insum.insum(
-            f"Out[{out}] = In[Nb[z,x],{given}] * W[z,{of_weight}]", padded=("Nb",), **tensors
-        )
-    statement = f"Out[{out}] = Map[z,x,y] * In[y,{given}] * W[z,{of_weight}]"
-    return _tensor(insum.einsum(statement, Map=found, In=features, W=weight))
+        return insum.insum(spelling[0], padded=("Nb",), **tensors)
+    return _tensor(insum.einsum(spelling[1], Map=found, In=features, W=weight))
 
 
 def offsets_first(weight: Tensor, groups: int = 1, transposed: bool = False) -> Tensor:

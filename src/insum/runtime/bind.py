@@ -573,13 +573,17 @@ def unseen_of(found: Ready, extents: tuple[str, ...], into: bool) -> Unseen | No
     writer = _LaunchWriter(extents, into and program.buffer is None, recipes)
     if found.check is not None:
         counts = _check_counts(program, _fill_condition(found) if not into else "False", writer)
-        writer.launch(found.check.launch, counts)
+        writer.launch(found.check.launch, counts, addresses=False)
     for one in found.launches:
         writer.launch(one.launch, {k: writer.count(v) for k, v in one.launch.counts.items()})
     for step in program.steps:
         if step.copied is not None:
             writer.rooms.append(f"({', '.join(map(writer.count, step.workspace))},)")
     return Unseen(found, writer.write(), recipes, arrays)
+
+
+#: What is there only when a launch is started.
+_MADE_LATER = (OUT, WORK, FITTED)
 
 
 class _LaunchWriter:
@@ -630,13 +634,19 @@ class _LaunchWriter:
             return f"({' * '.join([f'd[{k}]' for k in range(dim + 1, rank)]) or '1'})"
         return f"{self.of(tensor, 'stride()')}[{dim}]"
 
-    def launch(self, one: Launch, counts: Mapping[str, str]) -> None:
+    def launch(self, one: Launch, counts: Mapping[str, str], *, addresses: bool = True) -> None:
+        """``addresses``: of all that is read, too; else they are looked for when it is started."""
         rank = len(one.plan.target.indices)
         grid = [
             f"-(-({' * '.join(self.sized(one, a, counts) for a in axis) or '1'}) // {tile})"
             for axis, tile in one.grid
         ]
-        arguments = [self.number(one, argument, counts, rank) for argument in one.arguments]
+        arguments = [
+            f"v[{argument.tensor!r}].data_ptr()"
+            if addresses and isinstance(argument, Pointer) and argument.tensor not in _MADE_LATER
+            else self.number(one, argument, counts, rank)
+            for argument in one.arguments
+        ]
         self.results.append(f"({' * '.join(grid) or '1'}, [{', '.join(arguments)}])")
 
     def sized(self, one: Launch, size: ExtentArgument | Count, counts: Mapping[str, str]) -> str:

@@ -138,37 +138,46 @@ def classifier(
     function of the values, the extents, the shape, and what is written to (where ``into``).
     """
     lines, parts, reaches = [], [], []
-    for number, name in enumerate(problem.extents):
-        x = f"x[{number}]"
-        parts.append(_extent_code(x, runs=name in runs))
-    rank = len(problem.shape)
-    parts += [_size_code(f"d[{k}]") for k in range(rank)]
-    whole = " * ".join([f"d[{k}]" for k in range(rank)]) or "1"
-    reaches.append(f"max({whole}, *x)" if problem.extents else whole)
+    x = [f"x{k}" for k in range(len(problem.extents))]
+    d = [f"d{k}" for k in range(len(problem.shape))]
+    lines += [_unpacked(x, "x"), _unpacked(d, "d")]
+    for size, name in zip(x, problem.extents):
+        parts.append(_extent_code(size, runs=name in runs))
+    parts += map(_size_code, d)
+    whole = " * ".join(d) or "1"
+    reaches += [whole, *x]
     for number, name in enumerate(_read(problem)):
         kind = problem.kinds[name]
-        lines += [f"t = v[{name!r}]", f"s{number} = t.shape", f"r{number} = t.stride()"]
-        lines.append(f"n{number} = t.numel()")
+        sizes = [f"s{number}_{k}" for k in range(len(kind.shape))]
+        strides = [f"r{number}_{k}" for k in range(len(kind.shape))]
+        lines.append(f"t = v[{name!r}]")
+        lines += [_unpacked(sizes, "t.shape"), _unpacked(strides, "t.stride()")]
+        lines.append(f"n{number} = {' * '.join(sizes) or '1'}")
         parts.append(_size_code(f"n{number}"))
         vector = kind.dtype not in _INDICES
-        count = len(kind.shape)
-        parts += _strides_code(f"s{number}", f"r{number}", count, kind.dtype.itemsize, vector)
-        reaches.append(_reach_code(f"s{number}", f"r{number}", count))
+        parts += _strides_code(sizes, strides, kind.dtype.itemsize, vector)
+        reaches += [_last(sizes, strides), *strides]
     itemsize = problem.dtype.itemsize
-    steps = ["*".join([f"d[{j}]" for j in range(k + 1, rank)]) or "1" for k in range(rank)]
-    lines.append(f"o = ({', '.join(steps)}{',' if rank == 1 else ''})")
-    parts += _strides_code("d", "o", rank, itemsize, True)
+    o = [f"o{k}" for k in range(len(d))]
+    lines += [f"{one} = {' * '.join(d[k + 1 :]) or '1'}" for k, one in enumerate(o)]
+    parts += _strides_code(d, o, itemsize, True)
     if into:
-        lines.append("w = t_.stride()")
-        parts += _strides_code("d", "w", rank, itemsize, True)
-        reaches.append(_reach_code("d", "w", rank))
+        w = [f"w{k}" for k in range(len(d))]
+        lines.append(_unpacked(w, "t_.stride()"))
+        parts += _strides_code(d, w, itemsize, True)
+        reaches += [_last(d, w), *w]
     parts.append(f"{' or '.join(f'{r} >= {2**31 - 1}' for r in reaches)}")
-    body = "\n".join([*lines, f"return ({', '.join(parts)},)"])
+    body = "\n".join([*filter(None, lines), f"return ({', '.join(parts)},)"])
     names: dict[str, Any] = {}
     indented = body.replace("\n", "\n    ")
     exec(f"def classify(v, x, d, t_):\n    {indented}\n", names)
     found: Callable[..., tuple[Any, ...]] = names["classify"]
     return found
+
+
+def _unpacked(names: Sequence[str], values: str) -> str:
+    """Every value under a name of its own: each is used several times."""
+    return f"{', '.join(names)}, = {values}" if names else ""
 
 
 def _read(problem: Problem) -> list[str]:
@@ -190,26 +199,27 @@ def _extent_code(x: str, *, runs: bool) -> str:
     return f"({most} << 10 if {x} > {FEW} else {both})" if runs else both
 
 
-def _strides_code(sizes: str, strides: str, rank: int, itemsize: int, vector: bool) -> list[str]:
+def _strides_code(
+    sizes: Sequence[str], strides: Sequence[str], itemsize: int, vector: bool
+) -> list[str]:
     found = []
-    for k in range(rank):
-        s = f"{strides}[{k}]"
-        units = [w // itemsize for w in (WIDE_LOAD, NARROW_LOAD) if w > itemsize] if vector else []
+    units = [w // itemsize for w in (WIDE_LOAD, NARROW_LOAD) if w > itemsize] if vector else []
+    for k, s in enumerate(strides):
         code = "-1"
         for unit in reversed(units):
             code = f"{-unit} if not {s} % {unit} else {code}"
         found.append(f"({s} if {s} < 2 else {code})")
-        if k + 1 < rank:
-            before = " * ".join(f"{sizes}[{j}]" for j in range(k + 1))
-            after = f"{strides}[{k + 1}] * {sizes}[{k + 1}]"
-            found.append(f"({before} < 2 or {s} == {after})")
+        if k + 1 < len(strides):
+            before = " * ".join(sizes[: k + 1])
+            found.append(f"({before} < 2 or {s} == {strides[k + 1]} * {sizes[k + 1]})")
     return found
 
 
-def _reach_code(sizes: str, strides: str, rank: int) -> str:
-    """See `_reach`; of a tensor without elements it may say more."""
-    last = " + ".join(["1", *(f"({sizes}[{k}] - 1) * {strides}[{k}]" for k in range(rank))])
-    return f"max({last}, *{strides})" if rank else "1"
+def _last(sizes: Sequence[str], strides: Sequence[str]) -> str:
+    """One more than the offset of the last element, see `_reach`; of a tensor without elements it
+    may say more.
+    """
+    return " + ".join(["1", *(f"({n} - 1) * {s}" for n, s in zip(sizes, strides))])
 
 
 #: Sizes for which a kernel is laid out where a size is a symbol that gives no example.

@@ -174,12 +174,13 @@ def _coefficients(problem: Problem, runs: frozenset[str]) -> tuple[str, ...]:
 class FusedCall:
     """A call of certain sizes and strides, as generated kernels."""
 
-    __slots__ = ("keeps", "kind", "serial", "sized")
+    __slots__ = ("_class", "keeps", "kind", "serial", "sized")
 
     def __init__(self, kind: FusedKind, sized: Sized) -> None:
         self.kind, self.sized = kind, sized
         self.serial = next(_serials)
         self.keeps = False  # whether something is kept under this serial
+        self._class: tuple[Any, ...] | None = None  # of a call that makes its result
 
     def __call__(self, values: Mapping[str, Value], target: Tensor | None) -> Tensor | Refusal:
         """The result (in ``target``, where one is given), or why there is no kernel."""
@@ -349,7 +350,7 @@ class FusedCall:
                 return None
         for k in kind.exact:
             about.append(sized.spans[k])
-        sizes = kind.classify[target is not None](values, sized.spans, sized.shape, target)
+        sizes = self.class_key(values, target)
         return sizes, target is None, cache.state["epoch"], *about
 
     def is_known(
@@ -452,8 +453,12 @@ class FusedCall:
         return Prologue(values, sized.extents, sized.shape, wraps, wait=wait, recorded=recorded)
 
     def class_key(self, values: Mapping[str, Value], target: Tensor | None) -> tuple[Any, ...]:
-        code = self.kind.classify[target is not None]
-        return code(values, self.sized.spans, self.sized.shape, target)
+        sized, classes = self.sized, self.kind.classify
+        if target is not None:
+            return classes[1](values, sized.spans, sized.shape, target)
+        if self._class is None:  # sizes and strides are those of all calls of this
+            self._class = classes[0](values, sized.spans, sized.shape, None)
+        return self._class
 
     def size_class(self, values: Mapping[str, Value], target: Tensor | None) -> SizeClass:
         sized, kind = self.sized, self.kind

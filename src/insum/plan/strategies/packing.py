@@ -33,6 +33,9 @@ from insum.plan.rewrite import substitute
 #: Rows of one tile, and how many rows a table has at least that is worth an order.
 TILE = 128
 LEAST_ROWS, LEAST_STEPS = 1024, 4
+#: Steps of tables that are worth an order where a tile could hold many of them anyhow: rows of more
+#: are sorted by several words, for longer than it saves.
+MOST_JOINED = 124
 
 
 def packed(subject: Subject, draft: Draft) -> tuple[Draft, bool]:
@@ -42,7 +45,8 @@ def packed(subject: Subject, draft: Draft) -> tuple[Draft, bool]:
     if subject.reduce != "sum" or draft.segment or not (roles := roles_of(subject, draft)).dot:
         return draft, False
     rows = [axis[0] for axis in (roles.m, roles.n) if len(axis) == 1]
-    found = _table(subject, draft, rows, roles.loops, kept=True)
+    short = [v for v in roles.k if draft.extents[v] <= MOST_JOINED]
+    found = _table(subject, draft, rows, (*roles.loops, *short), kept=True)
     if found is not None:
         trial = _to_tiles(subject, draft, *found)
         return (draft if trial is None else trial), False
