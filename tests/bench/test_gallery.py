@@ -12,6 +12,7 @@ import torch
 from insum.bench import gallery, main, sweep
 from insum.bench.options import BenchOptions
 from insum.bench.records import FORWARD
+from insum.errors import BenchError
 
 
 def options(*more: str) -> main.BenchOptions:
@@ -68,6 +69,13 @@ def test_a_worker_prepares_what_it_is_told_and_waits_for_its_turn() -> None:
     assert here.recv() == "ready"
     (row,) = here.recv()
     assert row.key == keys[0] and row.error < 1e-5
+
+
+def test_a_worker_that_ends_early_is_told() -> None:
+    here, there = multiprocessing.Pipe()
+    there.close()
+    with pytest.raises(BenchError, match="ended early"):
+        sweep._answer(here)
 
 
 def test_cliffs_are_told() -> None:

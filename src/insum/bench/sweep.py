@@ -24,6 +24,7 @@ from insum.bench import conv, data, measure, spmm
 from insum.bench.options import BenchOptions
 from insum.bench.records import FORWARD
 from insum.bench.study import Study
+from insum.errors import BenchError
 from insum.formats import BlockGroupCOO
 from insum.runtime import cache
 
@@ -206,6 +207,8 @@ def prepared(point: Point, device: torch.device) -> PreparedPoint:
     with torch.no_grad():
         error = measure.relative_error(ours(), (want,))
         measure.warm(ours, device)
+    del want
+    measure.release(device)  # others prepare at the same time
     return PreparedPoint(point, ours, theirs, error)
 
 
@@ -269,8 +272,9 @@ def _by_workers(
         context.Process(target=_work, args=(study.options, every, there), daemon=True)
         for _, there in pairs
     ]
-    for process in processes:
+    for process, (_, there) in zip(processes, pairs, strict=True):
         process.start()
+        there.close()  # so that the end of a process is seen
     at_once = AT_ONCE * len(pipes)
     for start in range(0, len(keys), at_once):
         if not study.has_time():
@@ -279,13 +283,21 @@ def _by_workers(
         for at, pipe in enumerate(pipes):
             pipe.send(portion[at :: len(pipes)])
         for pipe in pipes:
-            pipe.recv()  # when it is ready
+            _answer(pipe)  # when it is ready
         for pipe in pipes:
             pipe.send("your turn")
-            yield from pipe.recv()
+            yield from _answer(pipe)
     for pipe, process in zip(pipes, processes, strict=True):
         pipe.send(None)
         process.join()
+
+
+def _answer(pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        remedy = "fewer --workers take less memory; what was measured is kept"
+        raise BenchError("a worker of the sweep ended early", remedy=remedy) from None
 
 
 def _work(
