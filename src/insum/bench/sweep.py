@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import multiprocessing
+import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
@@ -225,6 +226,8 @@ def run(study: Study) -> int:
     """Measure what the record lacks until the time is up; 1 if something was wrong."""
     rows, wrong = {row.key: row for row in _read(study.file)}, 0
     lacking = [point for point in points(study.options) if point.key not in rows]
+    if study.asked.workers > 1:  # neighbours are of one size, and all of them at once too large
+        random.Random(0).shuffle(lacking)
     for row in swept_in_turns(lacking, study, points):
         rows[row.key] = row
         wrong += not row.error <= TOLERANCES[row.dtype]
