@@ -42,7 +42,7 @@ ALLOWED = 1.1
 AT_ONCE = 4
 TOLERANCES = {measure.name_of(dtype): error for dtype, error in measure.TOLERANCE.items()}
 #: What tells a size from all others.
-Key: TypeAlias = tuple[object, ...]
+SizeKey: TypeAlias = tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Swept:
     error: float
 
     @property
-    def key(self) -> Key:
+    def key(self) -> SizeKey:
         return self.kind, self.case, self.dtype, tuple(self.size)
 
 
@@ -75,7 +75,7 @@ class Point:
     make: Callable[[], tuple[measure.Thunk, measure.Thunk | None, Tensor]]
 
     @property
-    def key(self) -> Key:
+    def key(self) -> SizeKey:
         return self.kind, self.case, measure.name_of(self.dtype), self.size
 
 
@@ -263,7 +263,7 @@ def _forget(device: torch.device) -> None:
 
 
 def _by_workers(
-    keys: Sequence[Key], study: Study, every: Callable[[BenchOptions], Iterator[Point]]
+    keys: Sequence[SizeKey], study: Study, every: Callable[[BenchOptions], Iterator[Point]]
 ) -> Iterator[Swept]:
     """Several processes prepare some points each; when all are done they time theirs one after the
     other, so that each has the device to itself.
