@@ -47,7 +47,7 @@ def names(look: inspection.Look) -> list[str]:
     return [name if name.startswith("copies") else "product" for name in found]
 
 
-@pytest.mark.parametrize("channels", [(128, 72), (120, 128), (40, 40), (64, 24), (100, 100)])
+@pytest.mark.parametrize("channels", [(128, 72), (120, 128), (40, 40), (64, 24)])
 def test_what_fills_no_tile_is_copied(channels: tuple[int, int]) -> None:
     assert names(look(*channels)) == ["copies_w", "product"]
 
@@ -55,6 +55,27 @@ def test_what_fills_no_tile_is_copied(channels: tuple[int, int]) -> None:
 @pytest.mark.parametrize("channels", [(128, 128), (64, 32), (48, 64)])
 def test_what_fills_tiles_is_not(channels: tuple[int, int]) -> None:
     assert names(look(*channels)) == ["product"]
+
+
+@pytest.mark.parametrize("inputs", [100, 25])
+def test_rows_that_are_gathered_from_anywhere_are_copied(inputs: int) -> None:
+    """Those of 100 halves begin at multiples of 8 bytes, those of 25 at multiples of 2."""
+    *_, one = launches(look(inputs, 128))
+    plan = one.launch.plan
+    row = 128 if inputs == 100 else 32
+    assert dict(plan.strides)["<aligned>"].units == (row, 1)
+    assert f"f is copied first, in rows of {row}, which wide loads read" in plan.why
+
+
+def test_rows_that_are_gathered_seldom_are_not() -> None:
+    for one in (
+        look(100, 256, matrices=3, voxels=100_000),
+        look(104, 128),
+        look(100, 128, torch.float32),
+    ):
+        assert not any(
+            "wide loads" in why for step in launches(one) for why in step.launch.plan.why
+        )
 
 
 def test_what_is_not_worth_it() -> None:
@@ -84,8 +105,8 @@ def test_explain_tells() -> None:
 
 def test_the_copy_is_bounded() -> None:
     """At most four times the factor, which is bounded itself."""
-    (_, one) = launches(look(100, 72))
-    rows, row = one.launch.plan.strides[-1][1].units[:2]
+    *_, one = launches(look(100, 72))
+    rows, row = dict(one.launch.plan.strides)["<fitted>"].units[:2]
     assert rows // row * row < 4 * 100 * 72
     assert fitting.MOST_NUMBERS <= 2**22
 

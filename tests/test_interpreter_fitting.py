@@ -12,7 +12,7 @@ from torch import Tensor
 
 import insum
 from insum import memory
-from insum.plan import fitting
+from insum.plan import aligning, fitting
 from insum.runtime import symbolic
 from insum.runtime.program import Program
 from kernels import ONLY_FUSED, bound, error, poison_new_memory, watch_programs
@@ -159,3 +159,55 @@ def test_exported_programs_copy_too() -> None:
     program = symbolic.program_of(problem, values)
     got = symbolic.run(program, problem, values, lambda function: function)
     assert error(got, convolved(f, w, nb)) < 2e-3 and copied(program) == ["w"]
+
+
+# --- rows that wide loads cannot read -------------------------------------------------------------
+
+
+@pytest.fixture
+def gathered_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aligning, "LEAST_POINTS", 1)
+    monkeypatch.setattr(aligning, "LEAST_GATHERS", 0)
+
+
+def reads_aligned(program: Program) -> bool:
+    return "<aligned>" in dict(program.launches[-1].plan.strides)
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(36, 24), (25, 32)])
+def test_rows_that_begin_anywhere(
+    inputs: int, outputs: int, launched: list[Program], gathered_often: None
+) -> None:
+    """One copy, or one of each factor; gradients of the weights read such rows as well."""
+    f, w, nb = drawn(inputs, outputs)
+    leaves = f.requires_grad_(), w.requires_grad_()
+    out = insum.insum(CONVOLUTION, f=f, w=w, nb=insum.unchanging(nb), padded=("nb",))
+    assert reads_aligned(launched[-1]) and copied(launched[-1]) == ["w"] * (inputs == 36)
+    exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
+    want = convolved(exact[0], exact[1], nb)
+    got = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    right = torch.autograd.grad(want, exact, torch.ones_like(want))
+    assert error(out.detach(), want.detach()) < 2e-3
+    assert max(error(g, r) for g, r in zip(got, right, strict=True)) < 2e-3
+
+
+def test_such_rows_of_new_tables(
+    launched: list[Program], monkeypatch: pytest.MonkeyPatch, gathered_often: None
+) -> None:
+    monkeypatch.setattr(memory, "can_look", lambda tensor: False)
+    monkeypatch.setattr("insum.call.kernels_look_on", lambda device: True)
+    for voxels in (150, 160):
+        f, w, nb = torch.randn(voxels, 20).half(), torch.randn(3, 20, 24).half(), table(voxels)
+        out = insum.insum(CONVOLUTION, f=f, w=w, nb=nb, padded=("nb",))
+        assert error(out, convolved(f, w, nb)) < 2e-3
+    insum.synchronize()
+    assert len(set(map(id, launched))) == 1 and copied(launched[0]) == ["w"]
+
+
+def test_such_rows_in_exported_programs(gathered_often: None) -> None:
+    f, w, nb = drawn(20, 24)
+    values = {"f": f, "w": w, "nb": nb}
+    problem = bound(CONVOLUTION, values, padded=("nb",))
+    program = symbolic.program_of(problem, values)
+    got = symbolic.run(program, problem, values, lambda function: function)
+    assert error(got, convolved(f, w, nb)) < 2e-3

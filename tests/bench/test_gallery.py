@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
+import torch
 
 from insum.bench import gallery, main, sweep
+from insum.bench.options import BenchOptions
 from insum.bench.records import FORWARD
+from insum.errors import BenchError
 
 
 def options(*more: str) -> main.BenchOptions:
@@ -50,9 +54,28 @@ def test_a_sweep_goes_on_where_it_ended(
     rows = json.loads(file.read_text())["rows"]
     assert len(rows) == 7 and rows[: len(first)] == first
     assert all(row["error"] < 1e-5 for row in rows)
-    monkeypatch.setattr(sweep, "swept", lambda *_: pytest.fail("measured again"))
+    monkeypatch.setattr(sweep, "prepared", lambda *_: pytest.fail("measured again"))
     assert main.main([*given, "--json", str(file)]) == 0
     assert "the time is up" in capsys.readouterr().out
+
+
+def test_a_worker_prepares_what_it_is_told_and_waits_for_its_turn() -> None:
+    options = BenchOptions(torch.device("cpu"), names=("blocks",))
+    keys = [point.key for point in sweep.points(options)][:1]
+    here, there = multiprocessing.Pipe()
+    for message in (keys, "your turn", None):
+        here.send(message)
+    sweep._work(options, sweep.points, there)
+    assert here.recv() == "ready"
+    (row,) = here.recv()
+    assert row.key == keys[0] and row.error < 1e-5
+
+
+def test_a_worker_that_ends_early_is_told() -> None:
+    here, there = multiprocessing.Pipe()
+    there.close()
+    with pytest.raises(BenchError, match="ended early"):
+        sweep._answer(here)
 
 
 def test_cliffs_are_told() -> None:

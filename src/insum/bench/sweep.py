@@ -9,9 +9,13 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator
+import multiprocessing
+import random
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,6 +25,7 @@ from insum.bench import conv, data, measure, spmm
 from insum.bench.options import BenchOptions
 from insum.bench.records import FORWARD
 from insum.bench.study import Study
+from insum.errors import BenchError
 from insum.formats import BlockGroupCOO
 from insum.runtime import cache
 
@@ -33,6 +38,11 @@ GRAPHS, CLOUDS = 4, 2
 SIDE, COLUMNS = (3840, 240), (4096, 64)
 #: A size may take so much longer than the next larger friendly one, and no longer than a rival.
 ALLOWED = 1.1
+#: Points that a process prepares before it is its turn: as many as memory has room for.
+AT_ONCE = 4
+TOLERANCES = {measure.name_of(dtype): error for dtype, error in measure.TOLERANCE.items()}
+#: What tells a size from all others.
+SizeKey: TypeAlias = tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -49,7 +59,7 @@ class Swept:
     error: float
 
     @property
-    def key(self) -> tuple[object, ...]:
+    def key(self) -> SizeKey:
         return self.kind, self.case, self.dtype, tuple(self.size)
 
 
@@ -65,7 +75,7 @@ class Point:
     make: Callable[[], tuple[measure.Thunk, measure.Thunk | None, Tensor]]
 
     @property
-    def key(self) -> tuple[object, ...]:
+    def key(self) -> SizeKey:
         return self.kind, self.case, measure.name_of(self.dtype), self.size
 
 
@@ -82,9 +92,12 @@ def _columns(options: BenchOptions) -> Iterator[Point]:
     names = data.graph_names(options.data)[: None if options.gpu else 1]
     chosen = names[:: max(1, len(names) // GRAPHS)][:GRAPHS]
     usual = (torch.float16, torch.float32, torch.bfloat16) if options.gpu else (torch.float32,)
+    held_of = functools.cache(
+        lambda name: functools.cache(lambda: data.graph(name, options.data, options.device))
+    )
     for dtype in options.dtypes_or(*usual):
         for name in chosen:
-            held = functools.cache(lambda name=name: data.graph(name, options.data, options.device))
+            held = held_of(name)
             for n in WIDTHS if options.gpu else WIDTHS[:4]:
                 make = functools.partial(_spmm, held, n, dtype)
                 yield Point("spmm", name, dtype, (n,), "torch.sparse", make)
@@ -169,40 +182,141 @@ def _blocks(
 # --- running --------------------------------------------------------------------------------------
 
 
-def swept(point: Point, device: torch.device) -> Swept:
+@dataclass(frozen=True, eq=False)
+class PreparedPoint:
+    """A size whose kernels are compiled and whose result was looked at: what is left is timing."""
+
+    point: Point
+    ours: measure.Thunk
+    theirs: measure.Thunk | None
+    error: float
+
+    def swept(self, device: torch.device) -> Swept:
+        point, (ours, theirs) = self.point, (self.ours, self.theirs)
+        with torch.no_grad():
+            times = [measure.clock(ours, device)[0]]
+            rival = None if theirs is None else measure.clock(theirs, device)[0]
+            times.append(measure.clock(ours, device)[0])  # in turns
+        kind = measure.name_of(point.dtype)
+        found = min(times), point.rival, rival, self.error
+        return Swept(point.kind, point.case, kind, point.size, *found)
+
+
+def prepared(point: Point, device: torch.device) -> PreparedPoint:
     ours, theirs, want = point.make()
     measure.poison((want,), point.dtype, device)
     with torch.no_grad():
-        got = ours()
-        error = measure.relative_error(got, (want,))
+        error = measure.relative_error(ours(), (want,))
         measure.warm(ours, device)
-        times = [measure.clock(ours, device)[0]]
-        rival = None if theirs is None else measure.clock(theirs, device)[0]
-        times.append(measure.clock(ours, device)[0])  # in turns
-    name = measure.name_of(point.dtype)
-    return Swept(point.kind, point.case, name, point.size, min(times), point.rival, rival, error)
+    del want
+    measure.release(device)  # others prepare at the same time
+    return PreparedPoint(point, ours, theirs, error)
+
+
+def add_options(parser: Any) -> None:
+    parser.add_argument(
+        "--workers",
+        type=int,
+        default=1,
+        help="processes that compile at the same time, and then are timed one after the other",
+    )
 
 
 def run(study: Study) -> int:
     """Measure what the record lacks until the time is up; 1 if something was wrong."""
     rows, wrong = {row.key: row for row in _read(study.file)}, 0
-    for point in points(study.options):
-        if point.key in rows:
-            continue
-        if not study.has_time():
-            print("the time is up; the same command goes on from here")
-            break
-        row = swept(point, study.device)
+    lacking = [point for point in points(study.options) if point.key not in rows]
+    if study.asked.workers > 1:  # neighbours are of one size, and all of them at once too large
+        random.Random(0).shuffle(lacking)
+    for row in swept_in_turns(lacking, study, points):
         rows[row.key] = row
-        wrong += not row.error <= measure.TOLERANCE[point.dtype]
+        wrong += not row.error <= TOLERANCES[row.dtype]
         beside = f" {row.rival} {row.rival_ms:.4f}" if row.rival_ms is not None else ""
         print(f"{row.kind} {row.case} {row.dtype} {row.size}: {row.milliseconds:.4f} ms{beside}")
         study.keep(rows=[asdict(row) for row in rows.values()])
-        cache.forget()  # a process has room for so many kernels of a statement
-        measure.release(study.device)
+    if any(point.key not in rows for point in lacking):
+        print("the time is up; the same command goes on from here")
     for line in cliffs(list(rows.values())):
         print(line)
     return 1 if wrong else 0
+
+
+def swept_in_turns(
+    lacking: Sequence[Point], study: Study, every: Callable[[BenchOptions], Iterator[Point]]
+) -> Iterator[Swept]:
+    """Rows of what is lacking while there is time. ``every``: finds the same points in another
+    process.
+    """
+    if study.asked.workers > 1:
+        yield from _by_workers([point.key for point in lacking], study, every)
+        return
+    for point in lacking:
+        if not study.has_time():
+            return
+        yield prepared(point, study.device).swept(study.device)
+        _forget(study.device)
+
+
+def _forget(device: torch.device) -> None:
+    cache.forget()  # a process has room for so many kernels of a statement
+    measure.release(device)
+
+
+def _by_workers(
+    keys: Sequence[SizeKey], study: Study, every: Callable[[BenchOptions], Iterator[Point]]
+) -> Iterator[Swept]:
+    """Several processes prepare some points each; when all are done they time theirs one after the
+    other, so that each has the device to itself.
+    """
+    context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+    pairs = [context.Pipe() for _ in range(study.asked.workers)]
+    pipes = [here for here, _ in pairs]
+    processes = [
+        context.Process(target=_work, args=(study.options, every, there), daemon=True)
+        for _, there in pairs
+    ]
+    for process, (_, there) in zip(processes, pairs, strict=True):
+        process.start()
+        there.close()  # so that the end of a process is seen
+    at_once = AT_ONCE * len(pipes)
+    for start in range(0, len(keys), at_once):
+        if not study.has_time():
+            break
+        portion = keys[start : start + at_once]
+        for at, pipe in enumerate(pipes):
+            pipe.send(portion[at :: len(pipes)])
+        for pipe in pipes:
+            _answer(pipe)  # when it is ready
+        for pipe in pipes:
+            pipe.send("your turn")
+            yield from _answer(pipe)
+    for pipe, process in zip(pipes, processes, strict=True):
+        pipe.send(None)
+        process.join()
+
+
+def _answer(pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        remedy = "fewer --workers take less memory; what was measured is kept"
+        raise BenchError("a worker of the sweep ended early", remedy=remedy) from None
+
+
+def _work(
+    options: BenchOptions, every: Callable[[BenchOptions], Iterator[Point]], pipe: Connection
+) -> None:
+    """What one process does: it prepares the points that it is told, and times them when it is
+    its turn.
+    """
+    known = {point.key: point for point in every(options)}
+    for keys in iter(pipe.recv, None):
+        ready = [prepared(known[key], options.device) for key in keys]
+        pipe.send("ready")
+        pipe.recv()
+        pipe.send([one.swept(options.device) for one in ready])
+        ready.clear()
+        _forget(options.device)
 
 
 def _read(file: Path) -> list[Swept]:

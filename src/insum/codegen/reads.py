@@ -27,7 +27,7 @@ from insum.lang.expr import (
 )
 from insum.lang.types import Typed, accumulator, call_type, deciding, infer, is_rounded
 from insum.plan.draft import TRITON
-from insum.plan.sizes import FITTED
+from insum.plan.sizes import ALIGNED, FITTED
 
 
 class Reads:
@@ -187,7 +187,11 @@ class Reads:
         """Whether an access is to a copy that goes on to the ends of tiles; entries on the K axis
         end elsewhere.
         """
-        return access.tensor == FITTED and (axis != "K" or len(self.plan.roles.k) == 1)
+        roles = self.plan.roles
+        if access.tensor == ALIGNED:
+            walked = {"M": roles.m, "N": roles.n, "K": roles.k}.get(axis, ())
+            return walked == (access.indices[1].var,)
+        return access.tensor == FITTED and (axis != "K" or len(roles.k) == 1)
 
     def absent_masks(self, access: Access, offset: Val) -> list[Val]:
         """Points that some padded index marks as absent: their values are not read."""

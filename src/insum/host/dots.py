@@ -17,20 +17,19 @@ from insum.host.rows import csr
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pairs:
-    """Entries by row of one factor and column of the other; ``first`` says which has the rows."""
+    """Entries by row of one factor and column of the other; ``first`` says which has the rows, and
+    ``take`` which point an entry is, None that they are the points.
+    """
 
     entries: RowSegments
     first: int
+    take: Tensor | None
 
     def dots(self, a: Tensor, b: Tensor) -> Tensor:
         entries = self.entries
         blank = csr(entries, a.new_zeros(len(entries.columns)), (len(a), len(b)))
         found: Tensor = torch.sparse.sampled_addmm(blank, a, b.T, beta=0.0).values()
         return found
-
-    @property
-    def take(self) -> Tensor | None:
-        return self.entries.take
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +64,7 @@ class Dots:
         )
         result = found.dots(a.contiguous(), b.contiguous())
         if found.take is not None:
-            result = a.new_zeros(roles.count).index_copy_(0, found.take.long(), result)
+            result = a.new_zeros(roles.count).scatter_(0, found.take, result)
         return self.finish(call, result.reshape(roles.sizes)).to(roles.problem.dtype)
 
     def made(self, call: HostCall) -> _Pairs | _Every:
@@ -77,7 +76,8 @@ class Dots:
         first = 1 if is_sorted(b) and not is_sorted(a) else 0
         rows, columns = (b, a) if first else (a, b)
         side = self.roles.wide[first]
-        return _Pairs(segments(rows, side.count, columns, places.take), first)
+        entries = segments(rows, side.count, columns, places.take)
+        return _Pairs(entries, first, None if entries.take is None else entries.take.long())
 
 
 def dots_of(roles: HostRoles) -> Dots | None:

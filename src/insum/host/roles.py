@@ -39,11 +39,18 @@ class Side:
         """How many rows there are."""
         return prod(self.shape[d] for d in self.rows)
 
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the tensor is a matrix as it is."""
+        return self.rows == (0,) and len(self.columns) == 1 and len(self.shape) == 2
+
     def extent(self, names: tuple[str, ...]) -> int:
         return prod(self.shape[d] for name, d in self.columns if name in names)
 
     def matrices(self, tensor: Tensor, *groups: tuple[str, ...]) -> Tensor:
         """The tensor with its rows first and then one dimension for each group of variables."""
+        if self.is_matrix and len(groups) == 1:
+            return tensor
         order = self.order(groups)
         if order != tuple(range(len(order))):
             tensor = tensor.permute(order)
@@ -51,6 +58,8 @@ class Side:
 
     def restored(self, matrices: Tensor, *groups: tuple[str, ...]) -> Tensor:
         """The reverse of `matrices`."""
+        if self.is_matrix and len(groups) == 1:
+            return matrices
         order = self.order(groups)
         whole = matrices.view([self.shape[d] for d in order])
         if order == tuple(range(len(order))):

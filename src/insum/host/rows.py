@@ -15,11 +15,9 @@ from insum.host.parts import Weights, weights_of
 from insum.host.places import HostCall, RowSegments, places_of, segments
 from insum.host.roles import HostRoles, as_tensor
 
-#: Measured. In float64 bags have no vector code: from so many columns on torch's own product is
-#: quicker than the library's. In float32 the library's is quicker than bags up to so many columns,
-#: where rows have so many entries.
-_WIDE = 64
-_NARROW, _FULL = 16, 8
+#: Measured. In float64 bags have no vector code, and in float32 the library's product is quicker
+#: than they are up to so many columns.
+_NARROW = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,8 +65,7 @@ def _dtype(roles: HostRoles, weights: Weights) -> torch.dtype:
 def sum_of_rows(entries: RowSegments, weights: Tensor | None, dense: Tensor) -> Tensor:
     """For each row the sum of the rows of ``dense`` that its entries name, times their weights."""
     narrow = dense.dtype == torch.float32 and dense.shape[1] <= _NARROW
-    full = len(entries.columns) >= _FULL * (len(entries.starts) - 1)
-    if dense.dtype == torch.float64 or narrow and full:
+    if dense.dtype == torch.float64 or narrow:
         return _product(entries, weights, dense)
     return torch.embedding_bag(
         dense.contiguous(),
@@ -83,15 +80,18 @@ def sum_of_rows(entries: RowSegments, weights: Tensor | None, dense: Tensor) -> 
 
 
 def _product(entries: RowSegments, weights: Tensor | None, dense: Tensor) -> Tensor:
-    """As a sparse matrix that torch knows."""
+    """As a sparse matrix that torch knows: into memory that is there, for a product that makes its
+    own fills it with zeros and copies them first.
+    """
     if weights is None:
         weights = dense.new_ones(len(entries.columns))
-    shape = len(entries.starts) - 1, len(dense)
-    matrix = csr(entries, weights, shape)
-    if dense.shape[1] >= _WIDE:
-        result: Tensor = torch.sparse.mm(matrix, dense.contiguous(), reduce="sum")
-        return result
-    return torch.mm(matrix, dense.contiguous())
+    rows = len(entries.starts) - 1
+    matrix = csr(entries, weights, (rows, len(dense)))
+    # what there is without the library multiplies by zero what it finds
+    known = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call, unused-ignore]
+    made = dense.new_empty if known else dense.new_zeros
+    result = made((rows, dense.shape[1]))
+    return torch.addmm(result, matrix, dense.contiguous(), beta=0, out=result)
 
 
 def csr(entries: RowSegments, values: Tensor, shape: tuple[int, int]) -> Tensor:

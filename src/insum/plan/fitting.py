@@ -31,7 +31,7 @@ MOST_NUMBERS = 2**22
 LEAST_MASKED = 64 * 128
 #: Numbers of half precision in a sector of memory, at whose multiples rows begin.
 SECTOR = 16
-_HALF = ("float16", "bfloat16")
+HALF = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +76,9 @@ def fit_of(planned: Planned, config: Config) -> Fit | None:
     copy does not pay.
     """
     plan = planned.plan
-    if not plan.roles.dot or plan.operand not in _HALF or planned.sizes.general:
+    if not plan.roles.dot or plan.operand not in HALF or planned.sizes.general:
         return None
-    if _points(planned) < LEAST_POINTS:
+    if points(planned) < LEAST_POINTS:
         return None
     roles, m, n = plan.roles, config.m, config.n
     sides = ((roles.left, roles.m, m, n), (roles.right, roles.n, n, m))
@@ -90,7 +90,7 @@ def fit_of(planned: Planned, config: Config) -> Fit | None:
     )
 
 
-def _points(planned: Planned) -> int:
+def points(planned: Planned) -> int:
     """Points of the product: rows of segments have their entries between them."""
     plan = planned.plan
     every = {v for f in plan.factors for v in variables(f)} | set(variables(plan.target))
@@ -114,7 +114,7 @@ def _fit(
     if len(side) != 1 or len(axis) != 1 or not plan.roles.k:
         return None
     read = plan.factors[side[0]]
-    if not isinstance(read, Access) or not _is_apart(plan, read):
+    if not isinstance(read, Access) or not is_apart(plan, read):
         return None
     k, across = plan.roles.k[-1], axis[0]
     plain = [index.var for index in read.indices]
@@ -150,7 +150,7 @@ def _depth(planned: Planned, config: Config) -> int:
     return config.k if inner == 1 else min(config.k, inner)
 
 
-def _is_apart(plan: Plan, read: Access) -> bool:
+def is_apart(plan: Plan, read: Access) -> bool:
     """Whether a factor reads a tensor that is read nowhere else, of which nothing is unchecked, and
     all of it in the right place.
     """
@@ -171,7 +171,7 @@ def _is_apart(plan: Plan, read: Access) -> bool:
 def _pays(planned: Planned, tensor: str, tile: int) -> bool:
     """``tile``: on the axis that the factor has not."""
     numbers = planned.sizes.numel[tensor]
-    return numbers <= MOST_NUMBERS and _points(planned) >= LEAST_READS * tile * numbers
+    return numbers <= MOST_NUMBERS and points(planned) >= LEAST_READS * tile * numbers
 
 
 def _is_shared(planned: Planned, index: Affine) -> bool:

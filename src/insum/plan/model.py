@@ -481,7 +481,9 @@ def _deep(extent: int, most: int) -> int:
 
 def _for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
     """Tiles of several short rows, or of one long piece with many gathers in flight."""
-    n = _row_tile(extent(plan.roles.n, extents)) if plan.roles.n else 1
+    columns = extent(plan.roles.n, extents) if plan.roles.n else 1
+    wide = _row_bytes(plan) == 4
+    n = _row_tile(columns, wide=wide)
     narrow = n > 1 and _reads_narrow_rows(plan)
     if narrow:  # each load fetches little: of rows less at once, and of more of them
         n = min(n, 64)
@@ -492,9 +494,26 @@ def _for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
         )
     if n == 1:  # a thread for each row
         return Config(m=64, n=1, k=1, warps=2, stages=1)
+    m = max(1, min(64, 512 // n))
     if narrow:
-        return Config(m=max(1, min(64, 512 // n)), n=n, k=4, warps=1, stages=1)
-    return Config(m=max(1, min(64, 512 // n)), n=n, k=2, warps=2, stages=1)
+        return Config(m=m, n=n, k=4, warps=1, stages=1)
+    if columns % n and wide and n <= 32:  # few threads of a row have something to read
+        return Config(m=max(1, m // 2), n=n, k=4, warps=1, stages=1)
+    # where rows end inside of tiles, one warp waits for fewer threads that read nothing
+    idle = columns % n > 0 and (n == 64 and not wide or n > 128)
+    return Config(m=m, n=n, k=2, warps=1 if idle else 2, stages=1)
+
+
+def _row_bytes(plan: Plan) -> int:
+    """Bytes of the numbers that rows of columns are read in."""
+    kinds = dict(plan.kinds)
+    read = [
+        _BYTES.get(kinds[a.tensor], WIDE_LOAD)
+        for f in plan.factors
+        for a in accesses(f)
+        if a.indices and a.indices[-1].var in plan.roles.n and a.tensor in kinds
+    ]
+    return max(read, default=4)
 
 
 def _reads_narrow_rows(plan: Plan) -> bool:
@@ -513,12 +532,14 @@ def _reads_narrow_rows(plan: Plan) -> bool:
     )
 
 
-def _row_tile(columns: int) -> int:
+def _row_tile(columns: int, *, wide: bool) -> int:
     """Columns of a tile of gathered rows: a wide tile has few rows in flight, and one that columns
-    do not fill wastes threads.
+    do not fill wastes threads. Rows of float32 that end inside of any tile are read whole.
     """
     n = min(128, power_of_two(columns))
-    return 64 if n == 128 and columns % 128 and 128 < columns < MANY_COLUMNS else n
+    if n < 128 or columns % 128 == 0 or not 128 < columns < MANY_COLUMNS:
+        return n
+    return 256 if wide and columns % 32 and columns < 256 else 64
 
 
 def _for_few_rows(guess: Config) -> Config:

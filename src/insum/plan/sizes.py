@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 #: Names, among those of tensors, of what is written: the output, and the workspace for pieces of
-#: rows, or for the copy of a factor. No statement can spell them.
-OUT, WORK, FITTED = "<out>", "<work>", "<fitted>"
+#: rows, and copies of factors. No statement can spell them.
+OUT, WORK, FITTED, ALIGNED = "<out>", "<work>", "<fitted>", "<aligned>"
 #: Stands for the strides of a new contiguous output, beside those of one that was passed.
 NEW = "<new>"
 

@@ -42,14 +42,16 @@ from insum.plan.recipes import (
     SizeExpr,
     size_of,
 )
-from insum.plan.sizes import FITTED, OUT, WORK
+from insum.plan.sizes import ALIGNED, FITTED, OUT, WORK
 from insum.runtime import binaries, launch
-from insum.runtime.program import WIDE, Launch, ProductLaunches, Program
+from insum.runtime.program import WIDE, CopyRoom, Launch, ProductLaunches, Program
 from insum.runtime.prologue import Made, Prologue
 
 MOST_PROGRAMS = 2**31
 #: What the record of a device is made of.
 _OWN = {FLAGS: "*i32", CLAIM: "*i32", RECORD: "*i64"}
+#: Copies of factors, which are memory of the call.
+_COPIES = (FITTED, ALIGNED)
 
 
 #: Programs and arguments of each launch, and shapes of workspaces, of values, extents, shape, what
@@ -177,7 +179,8 @@ class BoundLaunch:
         self.arguments: list[Any] = []
         types: list[str] = []
         work, indices = WIDE[plan.accumulator], plan.index_tensors
-        fitted = getattr(torch, dict(plan.kinds).get(FITTED, "float32"))
+        kinds = dict(plan.kinds)
+        copies = {name: getattr(torch, kinds[name]) for name in _COPIES if name in kinds}
         for place, argument in enumerate(one.arguments):
             type = annotation(argument, wide=plan.wide)
             number = sizes.number(one, argument, counts)
@@ -186,7 +189,7 @@ class BoundLaunch:
                     anywhere = name in sizes.tensors and name in indices
                     self.pointers.append((place, name, anywhere))
                     number = self.held[name].data_ptr() if name in self.held else None
-                    own = {OUT: out, WORK: work, FITTED: fitted}
+                    own = {OUT: out, WORK: work, **copies}
                     type = _OWN.get(name) or launch.pointer_type(
                         own.get(name) or self.dtype(name, sizes)
                     )
@@ -204,7 +207,7 @@ class BoundLaunch:
         found: Tensor = self.held[name] if name in self.held else sizes.tensors[name]
         return found.dtype
 
-    def __call__(self, values: Mapping[str, Any], out: Tensor, work: Tensor) -> None:
+    def __call__(self, values: Mapping[str, Any], out: Tensor, work: Any) -> None:
         self.start(self.programs, self.arguments.copy(), values, out, work)
 
     def start(
@@ -213,7 +216,7 @@ class BoundLaunch:
         arguments: list[Any],
         values: Mapping[str, Any],
         out: Tensor,
-        work: Tensor,
+        work: Any,
     ) -> None:
         """Put addresses among the numbers, and launch."""
         if not programs:
@@ -224,8 +227,9 @@ class BoundLaunch:
         for place, name, any_address in self.pointers:
             at = arguments[place]
             if at is None:
-                own = name is WORK or name is FITTED
-                found = out if name is OUT else work if own else values[name]
+                found = out if name is OUT else work if name is WORK else None
+                if found is None:
+                    found = work[name] if name in _COPIES else values[name]
                 # of a part of a tensor that is no tensor of its own, the address is passed
                 arguments[place] = at = found if type(found) is int else found.data_ptr()
             unaligned = 2 * unaligned + (any_address or at & 15 != 0)
@@ -242,12 +246,14 @@ class BoundLaunch:
         arguments: list[Any],
         values: Mapping[str, Any],
         out: Tensor,
-        work: Tensor,
+        work: Any,
     ) -> None:
         """In Triton's interpreter, which takes tensors and not addresses."""
         for place, name, _ in self.pointers:
-            room = name is WORK or name is FITTED
-            own = out if name is OUT else work if room else self.held.get(name)
+            if name in _COPIES:
+                arguments[place] = work[name]
+                continue
+            own = out if name is OUT else work if name is WORK else self.held.get(name)
             arguments[place] = values[name] if own is None else own
         for place, name in self.passed:
             arguments[place] = _plain(values[name])
@@ -405,16 +411,29 @@ def has_nothing(step: ProductLaunches, extents: Mapping[str, int], shape: tuple[
 
 def _bound(
     step: ProductLaunches, sizes: CallNumbers, dtype: torch.dtype, device: torch.device
-) -> tuple[Callable[[], Tensor] | None, tuple[BoundLaunch, ...]]:
+) -> tuple[Callable[[], Any] | None, tuple[BoundLaunch, ...]]:
     """Of a step what makes its workspace, where it has one, and its launches."""
     if has_nothing(step, sizes.extents, sizes.shape):
         return None, ()
     launches = tuple(BoundLaunch(one, one.plan, sizes, dtype) for one in step.launches)
+    if step.copies:
+        return _copies(step.copies, sizes, device), launches
     if not step.workspace:
         return None, launches
     shape = tuple(sizes.expr((one,)) for one in step.workspace)
-    held = step.copied or WIDE[step.planned.plan.accumulator]
+    held = WIDE[step.planned.plan.accumulator]
     return (calls.maker(shape, held, device) if shape[0] else None), launches
+
+
+def _copies(
+    copies: tuple[CopyRoom, ...], sizes: CallNumbers, device: torch.device
+) -> Callable[[], dict[str, Tensor]]:
+    """What makes memory for copies of factors, by name."""
+    makers = [
+        (one.name, calls.maker(tuple(sizes.expr((n,)) for n in one.shape), one.dtype, device))
+        for one in copies
+    ]
+    return lambda: {name: make() for name, make in makers}
 
 
 def _bound_check(
@@ -471,7 +490,7 @@ class Unseen:
     Attributes:
         recipes: what is made of the index tensors of each call.
         arrays: by name, which array of which of them is passed.
-        rooms: by the launch that fills it, the dtype of the copy of a factor.
+        rooms: by the first launch of a product, copies of factors that it has.
     """
 
     __slots__ = (
@@ -490,7 +509,7 @@ class Unseen:
         self.recipes, self.arrays = recipes, tuple((n, *at) for n, at in arrays.items())
         self.launches = [_holding_nothing(one) for one in found.launches]
         self.rooms = tuple(
-            step.copied if first else None
+            step.copies if first else ()
             for step in found.program.steps
             for first in (True, *[False] * (len(step.launches) - 1))
         )
@@ -532,10 +551,10 @@ class Unseen:
             first = numbers.pop(0)
             if look:
                 self.check.start(*first, values, out, out)
-        work = out
-        for one, copied, (programs, arguments) in zip(self.launches, self.rooms, numbers):
-            if copied is not None:
-                work = calls.empty(rooms.pop(0), copied, self.device)
+        work: Any = out
+        for one, copies, (programs, arguments) in zip(self.launches, self.rooms, numbers):
+            if copies:
+                work = {c.name: calls.empty(rooms.pop(0), c.dtype, self.device) for c in copies}
             one.start(programs, arguments, values, out, work)
         if self.buffer is None:
             return out
@@ -561,7 +580,7 @@ def unseen_of(found: Ready, extents: tuple[str, ...], into: bool) -> Unseen | No
     if any(one.covers for one in steps):
         return None
     for step, (room, launches) in zip(program.steps, found.work):
-        if not launches or room is not None and step.copied is None:
+        if not launches or room is not None and not step.copies:
             return None  # there is nothing to launch for some product, or it is cut into pieces
     recipes = tuple(dict.fromkeys(r for step in program.steps for r in step.recipes()))
     arrays: dict[str, tuple[int, str]] = {}
@@ -577,13 +596,13 @@ def unseen_of(found: Ready, extents: tuple[str, ...], into: bool) -> Unseen | No
     for one in found.launches:
         writer.launch(one.launch, {k: writer.count(v) for k, v in one.launch.counts.items()})
     for step in program.steps:
-        if step.copied is not None:
-            writer.rooms.append(f"({', '.join(map(writer.count, step.workspace))},)")
+        for copied in step.copies:
+            writer.rooms.append(f"({', '.join(map(writer.count, copied.shape))},)")
     return Unseen(found, writer.write(), recipes, arrays)
 
 
 #: What is there only when a launch is started.
-_MADE_LATER = (OUT, WORK, FITTED)
+_MADE_LATER = (OUT, WORK, *_COPIES)
 
 
 class _LaunchWriter:

@@ -8,6 +8,8 @@ from dataclasses import replace
 
 import torch
 
+from insum.codegen.aligning import emit_aligning
+from insum.codegen.aligning import rows_at_once as aligned_at_once
 from insum.codegen.arguments import COUNT, END, ROW, START, Count, ExtentArgument
 from insum.codegen.checking import BLOCK, emit_check
 from insum.codegen.emit import Kernel, Shape, emit
@@ -17,6 +19,7 @@ from insum.lang.bind import Problem
 from insum.lang.expr import Access, accesses, fresh, index_of, variables
 from insum.lang.types import identity
 from insum.plan import model
+from insum.plan.aligning import Alignment, alignment_of
 from insum.plan.config import Choice, Config
 from insum.plan.draft import Planned, Wishes
 from insum.plan.fitting import Fit, fit_of
@@ -33,10 +36,10 @@ from insum.plan.recipes import (
     Tasks,
 )
 from insum.plan.roles import Contraction, Roles, contraction
-from insum.plan.sizes import FITTED, NEW, OUT, WORK, Strides, power_of_two
+from insum.plan.sizes import ALIGNED, FITTED, NEW, OUT, WORK, Strides, power_of_two
 from insum.plan.uses import Use
 from insum.runtime import launch
-from insum.runtime.program import WIDE, Grid, Launch, ProductLaunches, Program, Room
+from insum.runtime.program import WIDE, CopyRoom, Grid, Launch, ProductLaunches, Program, Room
 
 #: Entries of the pieces that a sorted index tensor is cut into which was never seen.
 UNSEEN_PIECE = 64
@@ -231,7 +234,10 @@ class _Build:
         (config,) = self.choice
         pieces, apart = self.pieces(config)
         fit = fit_of(self.planned, config) if pieces == 1 else None
-        plan = self.plan if fit is None else fit.reading(self.plan)
+        alignment = alignment_of(self.planned, config) if pieces == 1 else None
+        plan = self.plan
+        for copy in (fit, alignment):
+            plan = plan if copy is None else copy.reading(plan)
         wished = self.wishes.settings
         kernel = emit(
             plan,
@@ -243,8 +249,13 @@ class _Build:
         grid = (*tile_grid(plan.roles, config), ((Count("piece_count"),), 1))
         counts = {"piece_count": pieces}
         one = self.launch(plan, config, kernel, grid, self.segment_arrays(), counts)
-        if fit is not None:
-            return self.after_copy(fit, one)
+        copies = [
+            *([self.fitted(fit)] if fit else []),
+            *([self.aligned(alignment)] if alignment else []),
+        ]
+        if copies:
+            launches = (*(copy for copy, _ in copies), one)
+            return replace(self.step(launches), copies=tuple(room for _, room in copies))
         if apart:
             kept = dict.fromkeys(variables(self.plan.target))
             made = dict(self.plan.made)
@@ -252,22 +263,36 @@ class _Build:
             return self.step((one, self.together(pieces)), workspace=workspace)
         return self.step((one,), atomic=self.plan.strategy == "atomic" or pieces > 1)
 
-    def after_copy(self, fit: Fit, one: Launch) -> ProductLaunches:
-        """A launch that reads a copy of a factor, which another one makes first."""
-        plan, rows = self.plan, fresh("rows", {*self.extents, *dict(self.plan.made)})
+    def fitted(self, fit: Fit) -> tuple[Launch, CopyRoom]:
+        """The launch that copies a factor into whole tiles, and the memory for it."""
         matrices = tuple(OfLength(fit.tensor, dim) for dim in fit.dims[:-2])
-        kinds = (*plan.kinds, (FITTED, dict(plan.kinds)[fit.tensor]))
-        plan = replace(plan, made=(*plan.made, (rows, (*matrices, fit.sides[0]))), kinds=kinds)
+        plan, rows = self.copying(FITTED, fit.tensor, (*matrices, fit.sides[0]))
         kernel = emit_fitting(plan, fit, dict(self.units()))
-        header = f'"""Copies {fit.tensor} for {_comment(plan.statement)}"""'
-        grid: Grid = (((ExtentArgument(rows),), rows_at_once(fit)),)
-        function = launch.load(kernel, header)
-        copy = Launch(
-            *(plan, kernel, function, header, Config(warps=4, stages=1), grid, {}, {}),
-            room=self.room,
-        )
-        step = self.step((copy, one), workspace=(*matrices, *fit.sides))
-        return replace(step, copied=getattr(torch, dict(kinds)[FITTED]))
+        room = self.room_of(FITTED, fit.tensor, (*matrices, *fit.sides))
+        return self.copy(plan, kernel, fit.tensor, rows, rows_at_once(fit)), room
+
+    def aligned(self, alignment: Alignment) -> tuple[Launch, CopyRoom]:
+        """The launch that copies a factor into rows which begin at whole loads."""
+        tensor, length = alignment.tensor, OfLength(alignment.tensor, 0)
+        plan, rows = self.copying(ALIGNED, tensor, (length,))
+        kernel = emit_aligning(plan, alignment, dict(self.units()))
+        room = self.room_of(ALIGNED, tensor, (length, alignment.row))
+        return self.copy(plan, kernel, tensor, rows, aligned_at_once(alignment)), room
+
+    def copying(self, name: str, tensor: str, rows: SizeExpr) -> tuple[Plan, str]:
+        """The plan of a launch that writes a copy, and the variable of the copy's rows."""
+        plan, var = self.plan, fresh("rows", {*self.extents, *dict(self.plan.made)})
+        kinds = (*plan.kinds, (name, dict(plan.kinds)[tensor]))
+        return replace(plan, made=(*plan.made, (var, rows)), kinds=kinds), var
+
+    def copy(self, plan: Plan, kernel: Kernel, tensor: str, rows: str, at_once: int) -> Launch:
+        header = f'"""Copies {tensor} for {_comment(plan.statement)}"""'
+        grid: Grid = (((ExtentArgument(rows),), at_once),)
+        config, function = Config(warps=4, stages=1), launch.load(kernel, header)
+        return Launch(plan, kernel, function, header, config, grid, {}, {}, room=self.room)
+
+    def room_of(self, name: str, tensor: str, shape: SizeExpr) -> CopyRoom:
+        return CopyRoom(name, shape, getattr(torch, dict(self.plan.kinds)[tensor]))
 
     def together(self, pieces: int) -> Launch:
         """The pieces of a long reduction, from the workspace: a reduction over them."""

@@ -91,22 +91,31 @@ class Launch:
         return self.kernel.source, self.config.warps, self.config.stages
 
 
+@dataclass(frozen=True, slots=True)
+class CopyRoom:
+    """Memory for the copy of a factor, under the name that kernels read it by."""
+
+    name: str
+    shape: SizeExpr
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class ProductLaunches:
     """One product of the statement: its launches and what the output must be before them."""
 
     planned: Planned
     launches: tuple[Launch, ...]
-    workspace: SizeExpr  # sizes of the workspace for pieces of rows or for a copy, or ()
+    workspace: SizeExpr  # sizes of the workspace for pieces of rows, or ()
     atomic: bool
     choice: Choice
     variables: tuple[str, ...]  # where one of them has no values, there is nothing to do
-    copied: torch.dtype | None = None  # of a factor whose copy is in the workspace
+    copies: tuple[CopyRoom, ...] = ()  # of factors, which launches fill before the last
 
     @property
     def plan(self) -> Plan:
-        """As it is told: with the copy of a factor in its place."""
-        return self.planned.plan if self.copied is None else self.launches[-1].plan
+        """As it is told: with copies of factors in their places."""
+        return self.launches[-1].plan if self.copies else self.planned.plan
 
     def recipes(self) -> tuple[Recipe, ...]:
         """Everything that must be made before the launches."""

@@ -18,7 +18,7 @@ from insum.codegen.arguments import Passed, Pointer
 from insum.lang.bind import Problem, Value
 from insum.plan.draft import CannotFuse
 from insum.plan.questions import AskExact, AskFacts, AskInside, Question
-from insum.plan.sizes import FITTED, OUT
+from insum.plan.sizes import OUT
 from insum.plan.uses import uses_of
 from insum.runtime import classify, launch
 from insum.runtime.bind import CallNumbers
@@ -80,9 +80,9 @@ def run(
     sizes = CallNumbers(values, problem.extents, shape, {})  # type: ignore[arg-type]
     for step in program.steps:
         own = {OUT: out}
-        if step.copied is not None:
-            room: Any = [sizes.expr((one,)) for one in step.workspace]
-            own[FITTED] = torch.empty(room, dtype=step.copied, device=problem.device)
+        for copy in step.copies:
+            room: Any = [sizes.expr((one,)) for one in copy.shape]
+            own[copy.name] = torch.empty(room, dtype=copy.dtype, device=problem.device)
         for one in step.launches:
             _launch(one, sizes, {**values, **own}, start)
     return out if dtype == problem.dtype else out.to(problem.dtype)
