@@ -230,3 +230,34 @@ def test_at_most_so_many(anew: list[str], monkeypatch: pytest.MonkeyPatch) -> No
     for seed in range(3):
         warm(graph_of(seed=seed))
     assert {len(known) for known in repeated._alike.values()} == {1}
+
+
+def test_what_follows_from_edges_is_found_with_them(anew: list[str]) -> None:
+    """Weights by degrees are computed once, and again when the edges change."""
+    long = 1200  # fewer might be constants
+
+    def program(x: Tensor, edges: Tensor) -> Tensor:
+        degree = x.new_zeros(N).index_add(0, edges[1], x.new_ones(edges.shape[1]))
+        weights = (1 / degree.clamp(min=1)).sqrt()[edges[0]]
+        return x.new_zeros(N, F).index_add(0, edges[1], x[edges[0]] * weights[:, None])
+
+    run, _ = compiled(program)
+    edges, x = graph_of(edges=long), torch.randn(N, F, requires_grad=True)
+
+    def step() -> None:
+        for got, want in zip(*((f(x, edges), gradient(f)) for f in (run, program))):
+            assert_close(got, want, rtol=1e-4, atol=1e-4)
+
+    def gradient(function: Callable[..., Tensor]) -> Tensor:
+        return torch.autograd.grad(function(x, edges).square().sum(), x)[0]
+
+    for _ in range(KNOWN):
+        step()
+    anew.clear()
+    step()
+    assert not anew
+    edges[1, : long // 2] = 3
+    step()
+    assert anew
+    edges.data = graph_of(edges=long, seed=5)
+    step()

@@ -26,12 +26,17 @@ def computed(program: str, sizes: tuple[int, ...], sources: tuple[Tensor, ...]) 
     )
 
 
+def kept_under(program: str, sizes: tuple[int, ...]) -> object:
+    """The key of what a program gives, with the tensors that it is applied to."""
+    return "computed", program, sizes
+
+
 def _remembered(
     name: str, sources: tuple[Tensor, ...], sizes: tuple[int, ...], run: Callable[[], Any]
 ) -> Any:
     first, *others = sources
     return memory.remembered(
-        first, ("computed", name, sizes), lambda: _promised(_own(run(), sources), sources), *others
+        first, kept_under(name, sizes), lambda: _promised(_own(run(), sources), sources), *others
     )
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from insum import memory
 from insum.call import kinds_of
 from insum.compat.calls import PLAIN, are_plain, is_recorded, shorten
-from insum.fusion.computed import computed
+from insum.fusion.computed import computed, kept_under
 from insum.fusion.indices import Selects, read, select, wrapped, written
 from insum.fusion.repeated import like, note
 from insum.lang.expr import Access
@@ -158,7 +158,7 @@ class SpecPlaces:
         """to."""
     )
     steady: bool
-    """Whether all tensors are passed, or parts of those that are and that stay."""
+    """Whether all tensors are passed, parts of those that are and that stay, or computed."""
     parts: tuple[tuple[str, int, Selects], ...]
     """Of every tensor of the statement that is not computed its name, place, and which part."""
 
@@ -183,7 +183,7 @@ def places_of(text: str) -> SpecPlaces:
         ),
         tuple(one for one in spec.views if one[1] not in place),
         origins,
-        not origins and not spec.passing,
+        not spec.passing and all(base in place for _, base, _ in spec.views),
         tuple((name, k, ()) for name, k in spec.plain)
         + tuple((name, place[base], how) for name, base, how in spec.views if base in place),
     )
@@ -250,7 +250,11 @@ def _run_anew(
     call.verify(values)
     result = call.run(mode, values, target)
     if places.steady and mode != "from":
-        note(text, places.parts, call, values, tensors, sizes, target)
+        kept = [
+            (name, kept_under(program, tuple(given[k] for k in own)), sources)
+            for name, program, sources, own in places.origins
+        ]
+        note(text, places.parts, kept, call, values, tensors, sizes, target)
     return result
 
 

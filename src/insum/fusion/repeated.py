@@ -30,6 +30,27 @@ MOST_ALIKE, MOST_SPECS = 4, 1024
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class ComputedBefore:
+    """A tensor that follows from others, the ``sources``, with the first of which it is kept: under
+    which key, and how it lies in memory.
+    """
+
+    name: str
+    key: object
+    sources: tuple[int, ...]
+    place: memory.MemoryPlace
+
+    def found(self, tensors: Sequence[Tensor]) -> Tensor | None:
+        """As it was computed, where nothing has changed since."""
+        first, *others = [memory.known(tensors[number]) for number in self.sources]
+        if first is None or None in others:
+            return None
+        key = (self.key, *[o.serial for o in others if o is not None]) if others else self.key
+        value: Tensor | None = first.get(key)
+        return value if value is not None and memory.place_of(value) == self.place else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class RepeatedCall:
     """A call over tensors of certain kinds, sizes and strides, and parts of them.
 
@@ -41,6 +62,7 @@ class RepeatedCall:
             behind the first of that it begins, and which part it is.
         indices: of each index tensor the place of the tensor of which it is a part, how that lies
             in memory, and which part.
+        computed: tensors that follow from integer tensors.
     """
 
     alike: Callable[..., bool]
@@ -51,6 +73,7 @@ class RepeatedCall:
     whole: tuple[tuple[str, int], ...]
     parts: tuple[tuple[str, int, int, Selects], ...]
     indices: tuple[tuple[int, memory.MemoryPlace, Selects], ...]
+    computed: tuple[ComputedBefore, ...]
 
     def run(self, tensors: Sequence[Tensor], target: Tensor | None) -> Tensor | None:
         """The result; None where what is launched is not known without making the parts."""
@@ -68,6 +91,11 @@ class RepeatedCall:
         if found is None or target is not None and shares_memory(target, tensors):
             return None
         values: dict[str, Any] = {name: tensors[number] for name, number in self.whole}
+        for one in self.computed:
+            value = one.found(tensors)
+            if value is None:
+                return None
+            values[one.name] = value
         for name, number, start, selects in self.parts:
             base = tensors[number]
             values[name] = select(base, selects) if interpreting() else base.data_ptr() + start
@@ -99,6 +127,7 @@ def like(
 def note(
     text: str,
     parts: Sequence[tuple[str, int, Selects]],
+    computed: Sequence[tuple[str, object, tuple[int, ...]]],
     call: BoundCall,
     values: Mapping[str, Any],
     tensors: Sequence[Tensor],
@@ -107,16 +136,19 @@ def note(
 ) -> None:
     """Recognise calls like this one from now on, where nothing decides what they launch but their
     sizes and index tensors, and something is kept with those; ``parts``: of every tensor of the
-    statement its name, the place of what it is a part of, and which part.
+    statement its name, the place of what it is a part of, and which part; ``computed``: of those
+    that follow from others the name, what they are kept under, and the places of the others.
     """
     if not call.prepared.kernels_look:  # then the host looks at indices, at every call
         return
     fused = call.fused_alone(values, in_place=target is not None)
     if fused is None or not fused.keeps or not fused.is_by_indices(values):
         return
+    if any(name in fused.kind.indices for name, _, _ in computed):
+        return
     alike = like(text, tensors, sizes, target)
     if alike is None or alike.fused is not fused:
-        made = _made(parts, fused, values, tensors, sizes, target)
+        made = _made(parts, computed, fused, values, tensors, sizes, target)
         others = [one for one in _alike.pop(text, ()) if one is not alike]
         keep(_alike, text, (made, *others)[:MOST_ALIKE], MOST_SPECS)
     for name, number, selects in parts:
@@ -127,6 +159,7 @@ def note(
 
 def _made(
     parts: Sequence[tuple[str, int, Selects]],
+    computed: Sequence[tuple[str, object, tuple[int, ...]]],
     fused: FusedCall,
     values: Mapping[str, Any],
     tensors: Sequence[Tensor],
@@ -148,6 +181,10 @@ def _made(
             if selects
         ),
         tuple((n, memory.place_of(tensors[n]), how) for n, how in map(at.get, fused.kind.indices)),  # type: ignore[misc]
+        tuple(
+            ComputedBefore(name, key, sources, memory.place_of(values[name]))
+            for name, key, sources in computed
+        ),
     )
 
 
