@@ -153,6 +153,7 @@ def _aggregated_through(
     nodes: int | None,
 ) -> Tensor:
     """``linear(aggregate(x))``; sums and means are taken on the narrower side of it."""
+    one_device(x=x, weight=linear.weight)
     if linear.out_features >= linear.in_features or aggr in ("max", "min"):
         return cast(Tensor, linear(propagate(edge_index, x, weight, aggr, nodes)))
     out = propagate(edge_index, nn.functional.linear(x, linear.weight), weight, aggr, nodes)
