@@ -153,7 +153,6 @@ def _aggregated_through(
     nodes: int | None,
 ) -> Tensor:
     """``linear(aggregate(x))``; sums and means are taken on the narrower side of it."""
-    one_device(x=x, weight=linear.weight)
     if linear.out_features >= linear.in_features or aggr in ("max", "min"):
         return cast(Tensor, linear(propagate(edge_index, x, weight, aggr, nodes)))
     out = propagate(edge_index, nn.functional.linear(x, linear.weight), weight, aggr, nodes)
@@ -232,6 +231,7 @@ class GraphConv(nn.Module):
         if target is not None:
             _materialise(self.lin_root, target)
         node_rows("x", source, self.lin_rel.in_features)
+        one_device(x=source, target=target, weight=self.lin_rel.weight)
         nodes = _targets(size, source, num_nodes) if target is None else target.shape[0]
         out = _aggregated_through(self.lin_rel, edge_index, source, edge_weight, self.aggr, nodes)
         return out if target is None else out + self.lin_root(target)
@@ -335,6 +335,7 @@ class SAGEConv(nn.Module):
         source, target = (x, x) if isinstance(x, Tensor) else x
         _materialise(self.lin_l, source)
         node_rows("x", source, self.lin_l.in_features)
+        one_device(x=source, target=target, weight=self.lin_l.weight)
         nodes = _targets(size, source, num_nodes) if target is None else target.shape[0]
         if self.lin is not None:
             source = self.lin(source).relu()
