@@ -68,6 +68,8 @@ def page(folder: Path = RESULTS) -> str:
         ("equivariant.json", equivariant_lines),
         ("fresh.json", new_data_lines),
         ("unet.json", unet_lines),
+        ("voxels.json", voxel_lines),
+        ("models.json", model_lines),
         ("limits.json", limits_lines),
         ("compare.json", compare_lines),
         ("cpu.json", cpu_lines),
@@ -323,6 +325,51 @@ def unet_lines(result: dict[str, Any]) -> list[str]:
             f"{row['direction']} | {row['contender']} | {times[0]} | {times[1]} | {peak} |"
         )
     return [*lines, "", f"Made by `{result['command']}`."]
+
+
+def voxel_lines(result: dict[str, Any]) -> list[str]:
+    """Single layers over voxels, beside a convolution of equal work."""
+    lines = [
+        "## Layers over voxels",
+        "",
+        f"{result['device']}, torch {_torch(result)}, {result['date']}. Microseconds on maps that "
+        "are there, and how many times those of the submanifold convolution of equal work.",
+        "",
+        *_head("cloud", ">channels", "layer", ">pairs", ">us", ">times"),
+    ]
+    for row in result["layers"]:
+        lines.append(
+            f"| {row['cloud']} | {row['channels']} | {row['layer']} | {row['pairs']} | "
+            f"{row['us']:.1f} | {row['ratio']:.2f} |"
+        )
+    maps = [
+        f"- A map of {row['voxels']:,} voxels, {row['order']}: {row['map_us']:.0f} us, "
+        f"{row['map_us'] / row['sort_us']:.1f} sorts of its keys."
+        for row in result["maps"]
+    ]
+    return [*lines, "", *maps, "", f"Made by `{result['command']}`."]
+
+
+def model_lines(result: dict[str, Any]) -> list[str]:
+    """Whole equivariant networks, swapped and as their packages have them."""
+    lines = [
+        "## MACE and NequIP",
+        "",
+        f"{result['device']}, torch {_torch(result)}, {result['date']}. Medians of "
+        f"{result['steps']} steps on batches that are new at every step, wall time from an idle "
+        "device to an idle device; memory at the peak of a step; the error is that of energies, "
+        "forces, stress and gradients of parameters in float64.",
+        "",
+        *_head("model", "step", "contender", ">atoms", ">edges", ">ms", ">MiB", ">error"),
+    ]
+    for row in result["rows"]:
+        peak = "" if row["peak_mib"] is None else f"{row['peak_mib']:.0f}"
+        error = "" if row["error"] is None else f"{row['error']:.0e}"
+        lines.append(
+            f"| {row['model']} | {row['step']} | {row['contender']} | {row['atoms']} | "
+            f"{row['edges']} | {row['failed'] or format(row['ms'], '.1f')} | {peak} | {error} |"
+        )
+    return [*lines, "", *result.get("notes", []), f"Made by `{result['command']}`."]
 
 
 def limits_lines(result: dict[str, Any]) -> list[str]:
