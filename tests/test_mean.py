@@ -84,8 +84,21 @@ def test_transforms() -> None:
     want = insum.insum(next(iter(CASES)), D=D, S=S, X=X, out_shape=(NODES, WIDTH))
     assert_close(torch.func.vmap(call, 1, 1)(X), want)
     assert_close(torch.func.jvp(call, (X[:, 0],), (X[:, 1],))[1], want[:, 1])
+
+
+@pytest.mark.parametrize("leaf", [False, True])
+def test_autocast(leaf: bool) -> None:
+    text, x = next(iter(CASES)), X.float().requires_grad_(leaf)
+    given: dict[str, Any] = {"D": D, "S": S, "out_shape": (NODES, WIDTH)}
+    want = insum.insum(text, X=x, **given)
     with torch.autocast("cpu", torch.bfloat16):
-        assert call(X[:, 0].float()).dtype == torch.bfloat16
+        got, whole = insum.insum(text, X=x, **given), insum.insum(text, X=X, **given)
+    assert got.dtype == torch.bfloat16 and whole.dtype == X.dtype
+    assert_close(got.float(), want, atol=2e-2, rtol=2e-2)
+    assert_close(insum.insum(text, X=X, **given), whole)  # what is kept of it is the same
+    if leaf:
+        one, other = (torch.autograd.grad(y.square().sum(), x)[0] for y in (got, want))
+        assert_close(one, other, atol=5e-2, rtol=5e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -160,3 +173,5 @@ def test_refused() -> None:
             lambda a: insum.insum("y[i] mean= a[i,j]", a=a), backend="eager", fullgraph=True
         )(A.long())
     assert not passed.any()
+    with pytest.raises(insum.BindingError, match=r"try: pass its shape as out_shape="):
+        insum.insum("y[D[e]] mean= W[e]", D=D, W=W)

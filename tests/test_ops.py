@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
 import insum
+from insum.call import BoundCall
 from insum.compat import calls
 from insum.ops import decode, encode
 from insum.request import Request, head
@@ -782,3 +783,24 @@ def test_inside_before_outside() -> None:
 def test_padding_goes_no_lower_than_minus_one() -> None:
     with pytest.raises(insum.IndexRangeError, match="is -2"):
         insum.insum("y[i] = x[D[i]]", x=torch.ones(2), D=torch.tensor([0, -2]), padded="D")
+
+
+def test_gradients_that_are_to_be_negated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the last backward pass ran read a gradient as it lies in memory."""
+    told: list[tuple[bool, bool]] = []
+    original = BoundCall.run
+
+    def run(self: BoundCall, mode: str, values: Any, *rest: Any) -> Tensor:
+        tensors = [v for v in values.values() if isinstance(v, Tensor)]
+        told.append((self.prepared.negated, any(map(Tensor.is_neg, tensors))))
+        return original(self, mode, values, *rest)
+
+    x, d = torch.randn(4, 3, requires_grad=True), torch.tensor([0, 2, 2, 1])
+    result = insum.insum("y[d[e],f] = x[e,f]", d=d, x=x, out_shape=(3, 3))
+    given = torch.randn(3, 3)
+    monkeypatch.setattr(BoundCall, "run", run)
+    for _ in range(2):
+        for upstream in (given, torch._neg_view(given)):
+            (found,) = torch.autograd.grad(result, x, upstream, retain_graph=True)
+            assert torch.equal(found, upstream[d])
+    assert told == [(False, False), (True, True)] * 2

@@ -115,7 +115,7 @@ def insum(
     kinds, given = kinds_with(statement, out_shape, sizes, padded, config, optimize)
     if not quiet and autocasts() and _is_lowered(tensors):
         left = head(kinds.form.statement)
-        if left.operator == "=" or left.target not in tensors:
+        if left.operator != "mean=" and (left.operator == "=" or left.target not in tensors):
             return run_lowered(kinds, given, tensors)
         tensors = lowered(statement, tensors)
         with without_autocast():

@@ -271,6 +271,7 @@ def _prepare(
     form = kinds.form
     problem = form.request(sizes).bind(values, initial)
     left, now = head(form.statement), settings.values
+    assert left.operator != "mean=", "a mean runs as the sum that it is"
     in_place = left.operator != "=" and isinstance(values.get(left.target), Tensor)
     accumulates = left.operator != "=" and (in_place or initial is not None)
     fusable = is_fusable(problem, now, form.config is not None, accumulates=accumulates)

@@ -377,7 +377,8 @@ def _runner_of(
     if call is None or torch.is_grad_enabled() or not is_plain_call(given):
         return _run_derived
     layouts = *map(Tensor.stride, given), *[t.dtype for t in given]
-    state, kept = (layouts, upstream.shape, modes_now(settings)), call.derived
+    marks = upstream.shape, upstream.is_neg(), upstream.is_conj()
+    state, kept = (layouts, marks, modes_now(settings)), call.derived
 
     def run_kept(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ...]) -> Tensor:
         key = kinds, state

@@ -68,6 +68,17 @@ def test_other_divisions(name: str) -> None:
     assert not insum.fusion.report().moved
 
 
+def test_nodes_without_edges_and_no_clamp() -> None:
+    def divided(x: Tensor, ends: Tensor) -> Tensor:
+        count = x.new_zeros(N).index_add(0, ends[1], x.new_ones(E))[:, None]
+        return x.new_zeros(N, F).index_add(0, ends[1], x[ends[0]]) / count
+
+    run, _ = compiled(divided)
+    x, ends = leaf(N, F).detach(), ENDS.where(ENDS != 3, 4)
+    torch.testing.assert_close(run(x, ends), divided(x, ends), equal_nan=True)
+    assert divided(x, ends).isnan().any()
+
+
 def test_half_precision_is_divided_after_the_sum() -> None:
     run, _ = compiled(mean)
     agrees(run, mean, (leaf(N, F, dtype=torch.bfloat16), ENDS), rtol=2e-2, atol=2e-2)

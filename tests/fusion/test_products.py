@@ -22,7 +22,7 @@ torch.manual_seed(0)
 i, j = torch.randint(0, N, (2, E))
 j[2] = -1
 w, v, b = torch.randn(C, C).double(), torch.randn(2 * C + 2, C).double(), torch.randn(C).double()
-FEW = torch.arange(N - 2)
+FEW, TWICE = torch.arange(N - 2), torch.arange(2 * E) % E
 
 
 def both(x: Tensor, e: Tensor) -> Tensor:
@@ -43,10 +43,17 @@ COMMUTES: dict[str, RowsProgram] = {
         torch.cat([x.view(N, 1, C)[i], x.view(N, 1, C)[j]], -1).squeeze(1) @ w[: 2 * C]
     ),
 }
+COMMUTES |= {
+    "one weight for both ends": lambda x, e, w: (x[i] @ w[:C]) * (x[j] @ w[:C]),
+    "products of products": lambda x, e, w: (x[i] @ w[:C])[TWICE].tanh() @ w[:C],
+}
 #: Programs whose products stay as they are.
 STAYS: dict[str, RowsProgram] = {
     "few edges": lambda x, e, w: x[FEW] @ w[:C],
     "rows are used elsewhere": lambda x, e, w: (m := both(x, e)) @ w + m.amax(1, keepdim=True),
+    "a bias of every edge": lambda x, e, w: torch.addmm(e[:, :1], x[i], w[:C]),
+    "cast when put together": lambda x, e, w: torch.cat([x.float()[i], x[j], e], 1) @ w,
+    "with integers": lambda x, e, w: torch.cat([x[i], x[j], e.long()], 1) @ w,
     "wide products": lambda x, e, w: x[i, :1] @ w.reshape(1, -1),
 }
 

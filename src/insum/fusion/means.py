@@ -28,6 +28,8 @@ _SPREAD = (aten.view.default, aten.unsqueeze.default, aten.expand.default, aten.
 _PUT = (aten.index_put.default, aten._unsafe_index_put.default)
 _ADDS = (aten.scatter_add.default, aten.index_add.default)
 _INDEX = (aten.index.Tensor, aten._unsafe_index.Tensor)
+_CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
+_AT_LEAST = (aten.clamp.default, aten.clamp_min.default)
 #: In these, a share is as exact as a sum.
 _WIDE = (torch.float32, torch.float64)
 _WHAT = "a sum over edges that is divided by a count of them: each edge counts for its share"
@@ -98,7 +100,20 @@ def _count_of(node: Node) -> Node | None:
     if count is None or value_of(count).dtype != value.dtype:
         return None
     origin = origin_of(count, sums=True)
-    return count if origin is not None and origin.costly else None
+    return count if origin is not None and origin.costly and _is_positive(count) else None
+
+
+def _is_positive(node: Node) -> bool:
+    """Whether no value is zero, as that of ``count.clamp(min=1)``: nothing divided by nothing is no
+    number, and a node without edges has no share that could tell.
+    """
+    while node.target in (*_SPREAD, *_CASTS):
+        node = _given(node)[0]
+    if node.target not in _AT_LEAST:
+        return False
+    given = _given(node)
+    low = given[1] if len(given) > 1 else node.kwargs.get("min")
+    return isinstance(low, int | float) and low >= 1
 
 
 def _is_like(one: Node, other: Node) -> bool:

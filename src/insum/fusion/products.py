@@ -95,13 +95,13 @@ def rewrite(graph: Graph, wish: str, taken: frozenset[Node]) -> tuple[MovedProdu
     by_rows: dict[Node, list[RowProduct]] = {}
     for one in found:
         by_rows.setdefault(one.rows, []).append(one)
-    writer = _RowsWriter(graph)
-    moved: list[MovedProduct] = []
-    for rows, every in by_rows.items():
-        if _users_are(rows, {one.node for one in every}):
-            moved += [MovedProduct(one.node.name, _WHAT, where_of(one.node)) for one in every]
-            writer.commute(every)
-    return tuple(moved)
+    alone = [
+        every for rows, every in by_rows.items() if _users_are(rows, {one.node for one in every})
+    ]
+    _RowsWriter(graph).commute(alone)
+    return tuple(
+        MovedProduct(one.node.name, _WHAT, where_of(one.node)) for every in alone for one in every
+    )
 
 
 def _is_on_gpu(node: Node) -> bool:
@@ -123,13 +123,15 @@ def _product_of(node: Node) -> RowProduct | None:
         return None
     if node.target is aten.mm.default:
         rows = _given(node)[0]
-    elif node.target is aten.addmm.default and not node.kwargs and len(node.args) == 3:
+    elif node.target is aten.addmm.default and not node.kwargs and _adds_a_row(node):
         rows = _given(node)[1]
     else:
         return None
     if is_transposed(rows) or not all(isinstance(s, int) for s in (*shape_of(rows)[1:],)):
         return None
     parts = tuple(_parts_of(rows, 0))
+    if any(value_of(part.source).dtype != value_of(rows).dtype for part in parts):
+        return None  # they are cast where they are put together
     gathered = [part for part in parts if part.index is not None]
     width = sum(part.stop - part.start for part in gathered)
     edges = points(shape_of(rows)[:1])
@@ -138,6 +140,14 @@ def _product_of(node: Node) -> RowProduct | None:
     if not gathered or not fewer or not rounds or NARROWER * width < points(shape_of(node)[1:]):
         return None
     return RowProduct(node, rows, parts)
+
+
+def _adds_a_row(node: Node) -> bool:
+    """Whether what is added to a product is the same for all of its rows."""
+    if len(node.args) != 3:
+        return False
+    shape = shape_of(_given(node)[0])
+    return len(shape) < 2 or is_one(shape[0])
 
 
 def _parts_of(node: Node, start: int) -> Iterator[RowPart]:
@@ -211,8 +221,26 @@ class _RowsWriter(NodeMaker):
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
         self.sums: dict[tuple[Node, Node], Node] = {}
+        #: What was written in place of others, which may be rows of further products.
+        self.now: dict[Node, Node] = {}
 
-    def commute(self, products: list[RowProduct]) -> None:
+    def commute(self, groups: list[list[RowProduct]]) -> None:
+        """``groups``: products of the same rows."""
+        wanted: dict[Node, tuple[Any, ...]] = {}
+        unused: list[Node] = []
+        for products in groups:
+            more, gradients = self.wanted_of(products)
+            wanted = more | wanted
+            unused += [products[0].rows, *gradients]
+        # one after the other, for what they share is made for the first
+        for node in [node for node in self.graph.nodes if node in wanted]:
+            self.replace(node, *wanted[node])
+        sweep(self.graph, unused)
+
+    def wanted_of(
+        self, products: list[RowProduct]
+    ) -> tuple[dict[Node, tuple[Any, ...]], set[Node]]:
+        """What to write in the place of which nodes, and gradients that nobody reads then."""
         first = products[0]
         rows, weights = first.rows, [_given(one.node)[-1] for one in products]
         wanted: dict[Node, tuple[Any, ...]] = {one.node: (self.product, one) for one in products}
@@ -224,15 +252,13 @@ class _RowsWriter(NodeMaker):
         gradients = {user for weight in weights for user in _products_with(weight)}
         scatters = _scatters_of(gradients)
         wanted |= {scatter: (self.of_rows, terms) for scatter, terms in scatters.items()}
-        # one after the other, for what they share is made for the first
-        for node in [node for node in self.graph.nodes if node in wanted]:
-            self.replace(node, *wanted[node])
-        sweep(self.graph, [rows, *gradients])
+        return wanted, gradients
 
     def replace(self, node: Node, write: Any, *about: Any) -> None:
         with self.instead_of(node):
             new = write(node, *about)
         node.replace_all_uses_with(new)
+        self.now[node] = new
         sweep(self.graph, [node])
 
     # --- what is written ---
@@ -294,6 +320,7 @@ class _RowsWriter(NodeMaker):
         return self.sums[key]
 
     def flat(self, node: Node) -> Node:
+        node = self.now.get(node, node)
         if len(shape_of(node)) == 2:
             return node
         return self.made(aten.view.default, node, [self.size(node, 0), shape_of(node)[-1]])

@@ -189,7 +189,9 @@ class Extents:
 
     def unknown_output(self, dim: int, index: Affine) -> NoReturn:
         name = self.binding.target.tensor
-        remedy = f"pass the output as {name}=, its shape as out_shape=(...), or sizes={{{dim}: n}}"
+        shape = f"its shape as out_shape=(...), or sizes={{{dim}: n}}"
+        is_mean = self.binding.statement.operator == "mean="  # which takes no output
+        remedy = f"pass {shape}" if is_mean else f"pass the output as {name}=, {shape}"
         what = (
             f"index {index.var!r} stands in no tensor that was passed"
             if index.var
