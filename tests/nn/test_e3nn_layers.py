@@ -248,6 +248,16 @@ def test_no_coupling_is_zero() -> None:
     assert not layer(torch.randn(3, 2, 1), torch.ones(3, 1)).any()
 
 
+@pytest.mark.parametrize("correlation", [1, 3])
+def test_a_symmetric_contraction_of_no_nodes(correlation: int) -> None:
+    layer = SymmetricContraction("2x0e+2x1o", "2x0e", correlation, num_elements=3)
+    x = torch.randn(0, 2, 4, requires_grad=True)
+    out = layer(x, torch.randn(0, 3))
+    out.sum().backward()
+    assert out.shape == (0, 2) and x.grad is not None
+    assert all(p.grad is not None and not p.grad.any() for p in layer.parameters())
+
+
 # --- mistakes ---
 
 
