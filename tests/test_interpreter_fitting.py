@@ -4,7 +4,8 @@ known and for such that are not, in the interpreter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from torch import Tensor
 import insum
 from insum import memory
 from insum.plan import aligning, fitting
-from insum.runtime import symbolic
+from insum.runtime import launch, symbolic
+from insum.runtime.bind import BoundLaunch
 from insum.runtime.program import Program
 from kernels import ONLY_FUSED, bound, error, poison_new_memory, watch_programs
 
@@ -182,7 +184,7 @@ def test_rows_that_begin_anywhere(
     f, w, nb = drawn(inputs, outputs)
     leaves = f.requires_grad_(), w.requires_grad_()
     out = insum.insum(CONVOLUTION, f=f, w=w, nb=insum.unchanging(nb), padded=("nb",))
-    assert reads_aligned(launched[-1]) and copied(launched[-1]) == ["w"] * (inputs == 36)
+    assert reads_aligned(launched[-1]) and copied(launched[-1]) == ["w"] * (inputs == 36) + ["f"]
     exact = [leaf.detach().double().requires_grad_() for leaf in leaves]
     want = convolved(exact[0], exact[1], nb)
     got = torch.autograd.grad(out, leaves, torch.ones_like(out))
@@ -194,14 +196,52 @@ def test_rows_that_begin_anywhere(
 def test_such_rows_of_new_tables(
     launched: list[Program], monkeypatch: pytest.MonkeyPatch, gathered_often: None
 ) -> None:
+    """Where indices are trusted: what leads out of range is not read from a copy."""
     monkeypatch.setattr(memory, "can_look", lambda tensor: False)
     monkeypatch.setattr("insum.call.kernels_look_on", lambda device: True)
-    for voxels in (150, 160):
-        f, w, nb = torch.randn(voxels, 20).half(), torch.randn(3, 20, 24).half(), table(voxels)
-        out = insum.insum(CONVOLUTION, f=f, w=w, nb=nb, padded=("nb",))
-        assert error(out, convolved(f, w, nb)) < 2e-3
-    insum.synchronize()
-    assert len(set(map(id, launched))) == 1 and copied(launched[0]) == ["w"]
+    for check, copies in (("async", ["w"]), ("never", ["w", "f"])):
+        launched.clear()
+        for voxels in (150, 160):
+            f, w, nb = torch.randn(voxels, 20).half(), torch.randn(3, 20, 24).half(), table(voxels)
+            with insum.settings(check=check):
+                out = insum.insum(CONVOLUTION, f=f, w=w, nb=nb, padded=("nb",))
+            assert error(out, convolved(f, w, nb)) < 2e-3
+        insum.synchronize()
+        assert len(set(map(id, launched))) == 1 and copied(launched[0]) == copies
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_every_address_is_that_of_its_tensor(
+    known: bool, monkeypatch: pytest.MonkeyPatch, gathered_often: None
+) -> None:
+    """As kernels are launched on a device; nothing is computed."""
+    monkeypatch.setattr(memory, "can_look", lambda tensor: known)
+    monkeypatch.setattr("insum.call.kernels_look_on", lambda device: True)
+    found: list[dict[str, int]] = []
+
+    def compiled(self: BoundLaunch, unaligned: int) -> Callable[[int, list[Any]], None]:
+        names = {place: name for place, name, _ in self.pointers}
+        return lambda _, given: found.append({n: given[place] for place, n in names.items()})
+
+    def on_a_device(self: BoundLaunch, *rest: Any) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(launch, "interpreting", lambda: False)
+            start(self, *rest)
+
+    start = BoundLaunch.start
+    monkeypatch.setattr(BoundLaunch, "compiled", compiled)
+    monkeypatch.setattr(BoundLaunch, "start", on_a_device)
+    w = torch.randn(3, 20, 24).half()
+    for voxels in (150, 160, 150):
+        f, nb = torch.randn(voxels, 20).half(), table(voxels)
+        found.clear()
+        with insum.settings(check="never"):
+            out = insum.insum(CONVOLUTION, f=f, w=w, nb=nb, padded=("nb",))
+        fits, aligns, product = found
+        own = {"nb": nb.data_ptr(), "<out>": out.data_ptr()}
+        copies = {"<fitted>": fits.pop("<fitted>"), "<aligned>": aligns.pop("<aligned>")}
+        assert fits == {"w": w.data_ptr()} and aligns == {"f": f.data_ptr()}
+        assert product == {**own, **copies} and len({*product.values()}) == 4
 
 
 def test_such_rows_in_exported_programs(gathered_often: None) -> None:

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -567,3 +570,38 @@ def test_what_has_no_group_size_is_refused() -> None:
         )
     with pytest.raises(insum.BindingError, match="A, B"):
         insum.formats.tune(grouped(), "C[m,n] = A[m,k] * B[k,n]")
+
+
+def test_workers_that_the_system_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are then compiled by whoever launches them, and nobody is left behind."""
+    jobs = [(f"nowhere{k}.py", "x", [], 0, 4, 2) for k in range(3)]
+    nothing, started = ["not compiled"] * 3, []
+    original = subprocess.Popen
+
+    def first_alone(*args: Any, **options: Any) -> Any:
+        if started:
+            raise BlockingIOError("Resource temporarily unavailable")
+        started.append(original(*args, **options))
+        return started[0]
+
+    def ahead() -> list[str]:
+        return launch.compile_ahead(jobs, ["cuda", 90, 32], workers=3)
+
+    monkeypatch.setattr(launch, "_WORKER", "import os; os.kill(os.getpid(), 9)")
+    assert ahead() == nothing, "workers that are ended from outside"
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", first_alone)
+        assert ahead() == nothing and started[0].returncode is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: _raise(RuntimeError("no threads")))
+        assert ahead() == nothing
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a worker"))
+    monkeypatch.setattr(sys, "executable", None)
+    assert ahead() == nothing
+    monkeypatch.setattr(sys, "executable", "program")
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert ahead() == nothing
+
+
+def _raise(error: Exception) -> None:
+    raise error

@@ -314,13 +314,12 @@ class _Search:
     def compile_ahead(self, programs: Sequence[Ready]) -> None:
         wanted = {str(one.job()): one.job() for program in programs for one in program.launches}
         if len(wanted) > 1 and self.problem.device.type == "cuda" and self.workers >= 0:
-            with contextlib.suppress(OSError):
-                launch.compile_ahead(
-                    list(wanted.values()),
-                    launch.current_target(),
-                    workers=self.workers,
-                    seconds=self.effort.seconds,
-                )
+            launch.compile_ahead(
+                list(wanted.values()),
+                launch.current_target(),
+                workers=self.workers,
+                seconds=self.effort.seconds,
+            )
 
     # --- deciding ---
 

@@ -248,6 +248,25 @@ def test_no_coupling_is_zero() -> None:
     assert not layer(torch.randn(3, 2, 1), torch.ones(3, 1)).any()
 
 
+@pytest.mark.parametrize("correlation", [1, 3])
+def test_a_symmetric_contraction_of_no_nodes(correlation: int) -> None:
+    layer = SymmetricContraction("2x0e+2x1o", "2x0e", correlation, num_elements=3)
+    x = torch.randn(0, 2, 4, requires_grad=True)
+    out = layer(x, torch.randn(0, 3))
+    out.sum().backward()
+    assert out.shape == (0, 2) and x.grad is not None
+    assert all(p.grad is not None and not p.grad.any() for p in layer.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float32, torch.float64])
+def test_kinds_of_nodes_in_any_dtype(dtype: torch.dtype) -> None:
+    layer = SymmetricContraction("2x0e+2x1o", "2x1o", 2, num_elements=3).float()
+    x, kinds = torch.randn(4, 2, 4).float(), torch.eye(3)[[0, 2, 1, 2]].float()
+    out = layer(x, kinds.to(dtype))
+    assert out.dtype == torch.promote_types(dtype, torch.float32)
+    assert_close(out.float(), layer(x, kinds))
+
+
 # --- mistakes ---
 
 

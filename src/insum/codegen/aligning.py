@@ -5,7 +5,7 @@ from __future__ import annotations
 from insum.codegen.arguments import Argument, ExtentArgument, Length, Pointer, Stride
 from insum.codegen.emit import signature
 from insum.codegen.fitting import AT_ONCE, COPIED
-from insum.codegen.frame import Kernel
+from insum.codegen.frame import Kernel, kernel_name
 from insum.plan.aligning import Alignment
 from insum.plan.plan import Plan
 from insum.plan.sizes import ALIGNED
@@ -22,7 +22,8 @@ def rows_at_once(alignment: Alignment) -> int:
 
 def emit_aligning(plan: Plan, alignment: Alignment, units: dict[str, int]) -> Kernel:
     """Copies a factor; ``units``: in which extents are passed."""
-    name, unit = "insum_align", units.get(alignment.var, 1)
+    name = kernel_name(plan.statement, f"copies_{alignment.tensor}"[:20])
+    unit = units.get(alignment.var, 1)
     extent = ExtentArgument(alignment.var, unit)
     step = -dict(plan.strides)[alignment.tensor].units[0]
     length, stride = Length(alignment.tensor, 0), Stride(alignment.tensor, 0, step)

@@ -164,7 +164,10 @@ class SymmetricContraction(PatternModule):
         weights = torch.cat([part.whole() for part in self.contractions], 1)  # type: ignore[operator]
         arrays = self._arrays(1)
         of_element = torch.matmul(arrays.pop("U"), weights)
-        own = torch.matmul(y, of_element.flatten(1)).view(nodes, -1, self.channels)
+        if y.dtype != of_element.dtype:  # as products of statements: kinds are often integers
+            common = torch.promote_types(y.dtype, of_element.dtype)
+            y, of_element = y.to(common), of_element.to(common)
+        own = torch.matmul(y, of_element.flatten(1)).view(nodes, *of_element.shape[1:])
         return MONOMIALS({**arrays, "X": left, "Y": right, "W": own}, shape)
 
     def statements(self) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ of numbers, and launch.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -312,8 +311,7 @@ def compile_at_once(launches: Iterable[BoundLaunch]) -> None:
     new = [one for one in launches if not one.variants and _is_long(one) and not one.is_noted()]
     jobs = {str(job): job for job in (one.job() for one in new)}
     if len(jobs) > 1:
-        with contextlib.suppress(OSError):
-            launch.compile_ahead(list(jobs.values()), launch.current_target())
+        launch.compile_ahead(list(jobs.values()), launch.current_target())
 
 
 def _is_long(one: BoundLaunch) -> bool:

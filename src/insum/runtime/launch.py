@@ -411,32 +411,45 @@ def compile_ahead(
     """Compile kernels in worker processes, so that Triton's cache on disk has them; for each job ''
     or what went wrong.
 
-    Only a head start: what a worker could not do is compiled, or fails, at the kernel's first
-    launch.
+    Only a head start: what a worker could not do, or the system has no worker for, is compiled, or
+    fails, at the kernel's first launch.
     """
     workers = min(workers or os.cpu_count() or 1, len(jobs), 16)
     answers = ["not compiled"] * len(jobs)
-    running = (
-        [
-            _start(target, [(i, jobs[i]) for i in range(first, len(jobs), workers)])
-            for first in range(workers)
-        ]
-        if workers > 1
-        else []
-    )
+    shares = [[(i, jobs[i]) for i in range(first, len(jobs), workers)] for first in range(workers)]
+    running = _started(target, shares) if workers > 1 else []
     threads = [
         threading.Thread(target=_listen, args=(process, answers, done), daemon=True)
         for process in running
     ]
     end = time.monotonic() + seconds
-    for thread in threads:
-        thread.start()
+    with contextlib.suppress(RuntimeError):  # no threads are left: their workers are ended
+        for thread in threads:
+            thread.start()
     for thread, process in zip(threads, running, strict=True):
-        thread.join(max(0.0, end - time.monotonic()))
+        if thread.ident is not None:
+            thread.join(max(0.0, end - time.monotonic()))
+        elif process.stdout is not None:
+            process.stdout.close()
         if process.poll() is None:
             process.kill()
         process.wait()
     return answers
+
+
+def _started(
+    target: Sequence[Any], shares: Sequence[Sequence[tuple[int, Job]]]
+) -> list[subprocess.Popen[str]]:
+    """A worker for each share, as far as the system starts them; none where Python is part of
+    another program, which would be started instead.
+    """
+    found: list[subprocess.Popen[str]] = []
+    if not sys.executable or getattr(sys, "frozen", False):
+        return found
+    with contextlib.suppress(OSError):
+        for share in shares:
+            found.append(_start(target, share))
+    return found
 
 
 def _start(target: Sequence[Any], jobs: Sequence[tuple[int, Job]]) -> subprocess.Popen[str]:
@@ -450,7 +463,7 @@ def _start(target: Sequence[Any], jobs: Sequence[tuple[int, Job]]) -> subprocess
         env=environment,
     )
     assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as stream:
+    with contextlib.suppress(OSError), process.stdin as stream:  # it has ended already
         stream.write(json.dumps({"target": list(target), "jobs": list(jobs)}))
     return process
 
