@@ -363,6 +363,18 @@ def test_precision_survives_a_stay_in_half() -> None:
     assert product.float().V0.dtype == torch.float32
 
 
+@pytest.mark.parametrize("out", ["8x0e+8x1o", "1x0e+1x1o"])
+def test_products_with_scalars_promote_dtypes(out: str) -> None:
+    product = FullyConnectedTensorProduct("4x0e+4x1o", "3x0e", out).float()
+    x, y = torch.randn(5, 16).float(), torch.randint(-3, 4, (5, 3)).float()
+    want = product(x, y)
+    for a, b in ((x, y.long()), (x, y.double()), (x.double(), y), (x, y.half())):
+        got = product(a, b)
+        dtypes = torch.promote_types(a.dtype, b.dtype), torch.float32
+        assert got.dtype == torch.promote_types(*dtypes)
+        assert_close(got.float(), want, rtol=1e-5, atol=1e-5)
+
+
 def test_copies_states_and_meta() -> None:
     product = FullyConnectedTensorProduct(*PRODUCTS[2])
     x, y = inputs(product)

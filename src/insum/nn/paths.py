@@ -444,6 +444,9 @@ class ScalarPath:
 
     def __call__(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
         """From (b, u, components), (b, v) and all weights to (b, w, components)."""
+        if not x.dtype == y.dtype == weight.dtype:  # as products of statements
+            common = torch.promote_types(torch.promote_types(x.dtype, y.dtype), weight.dtype)
+            x, y, weight = x.to(common), y.to(common), weight.to(common)
         y = y if abs(self.scale - 1) < 1e-12 else y * self.scale
         if self.path.mode == "uuu":
             return x * y.unsqueeze(-1)
