@@ -82,13 +82,15 @@ def test_values_and_gradients(statement: str, rows: int) -> None:
 
 
 def test_steps_that_outnumber_channels() -> None:
-    """A tile holds several steps of few channels each."""
+    """They are ordered as well, but for the fewest channels, which tiles of steps read best."""
     nb = table()
     torch.manual_seed(1)
-    x, w = torch.randn(ROWS, 4).half(), torch.randn(STEPS, 4, 4).half()
+    x, w = torch.randn(ROWS, 8).half(), torch.randn(STEPS, 8, 4).half()
     assert "ordered by what Nb has" in strategy(BY_STEP, {"In": x, "Nb": nb, "W": w})
     result = insum.insum(BY_STEP, padded=("Nb",), In=x, Nb=nb, W=w)
     assert torch.allclose(result.double(), expected(x, nb, w), rtol=2e-2, atol=5e-2)
+    few = {"In": x[:, :4], "Nb": nb, "W": w[:, :4]}
+    assert "ordered by what" not in strategy(BY_STEP, few)
     wide, w = torch.randn(ROWS, 16).half(), torch.randn(40, 16, 16).half()
     assert "ordered by what" in strategy(BY_STEP, {"In": wide, "Nb": table(steps=40), "W": w})
 

@@ -19,8 +19,6 @@ SMALLEST_DOT = 8
 #: ... but for one side of a product in half precision: matrix instructions are so much quicker
 #: there that most of a tile may be empty, if the other side fills its own.
 THINNEST_SIDE, FULL_SIDE = 1, 16
-#: What is summed of one entry may be so short where a tile holds entries of a row each.
-SHORTEST_JOINED = 4
 #: Side of a wide tile, and an axis of few of them.
 WIDE_TILE, SHORT_AXIS = 128, 1024
 #: Numbers that lie together and are worth reading together.
@@ -113,7 +111,7 @@ def _triples(roles: Roles, smallest: int) -> list[tuple[float, str, str, str]]:
                 # the register tile takes rows or columns of the product, not single places
                 both_absorbed = {m, n} <= set(roles.absorbed)
                 if (
-                    (roles.extents[k] >= smallest or _fills_with_entries(roles, k))
+                    roles.extents[k] >= smallest
                     and _splits(with_k, m, n)
                     and _order(roles, m, n)
                     and not both_absorbed
@@ -125,8 +123,7 @@ def _triples(roles: Roles, smallest: int) -> list[tuple[float, str, str, str]]:
 def _is_thin(roles: Roles, _: float, m: str, n: str, k: str) -> bool:
     """Whether one kept side is long, and what is summed is dense and no shorter than usual."""
     longest = max(roles.extents[m], roles.extents[n])
-    long = roles.extents[k] >= SMALLEST_DOT or _fills_with_entries(roles, k)
-    dense = k != roles.segment and long
+    dense = k != roles.segment and roles.extents[k] >= SMALLEST_DOT
     return dense and longest >= FULL_SIDE and {m, n} <= set(roles.kept)
 
 
@@ -196,16 +193,6 @@ def _joins_entries(roles: Roles, k: str) -> bool:
     if k not in roles.exact or roles.extents[k] > JOIN_UP_TO:
         return False
     return one_place_an_entry(roles.factors, roles.segment, roles.row)
-
-
-def _fills_with_entries(roles: Roles, k: str) -> bool:
-    """Whether a short ``k`` is an axis together with the entries of a segment, of which every row
-    of a tile reads its own: with several of them the axis is long enough.
-    """
-    if not roles.segment or k == roles.segment or roles.extents[k] < SHORTEST_JOINED:
-        return False
-    own = not one_place_an_entry(roles.factors, roles.segment, roles.row)
-    return own and _joins_entries(roles, k)
 
 
 def one_place_an_entry(factors: Sequence[Expr], segment: str, row: str) -> bool:
