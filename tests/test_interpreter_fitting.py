@@ -170,7 +170,6 @@ def test_exported_programs_copy_too() -> None:
 def gathered_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aligning, "LEAST_POINTS", 1)
     monkeypatch.setattr(aligning, "LEAST_GATHERS", 0)
-    monkeypatch.setattr(aligning, "MOST_GROWTH", 2)
 
 
 def reads_aligned(program: Program) -> bool:

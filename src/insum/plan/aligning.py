@@ -25,8 +25,6 @@ from insum.plan.sizes import ALIGNED, WIDE_LOAD, Strides
 LEAST_GATHERS = 4
 #: Columns of the result, up to which reading the rows is what takes the time.
 MOST_COLUMNS = 64
-#: How many times as long rows may be in the copy: it is memory that nobody asked for.
-MOST_GROWTH = 1.6
 #: Bytes of a number in half precision.
 _BYTES = 2
 
@@ -96,7 +94,7 @@ def _aligned(planned: Planned, config: Config, place: int) -> Alignment | None:
     gathers = math.prod(planned.extents[v] for v in variables(gathered))
     if gathers < LEAST_GATHERS * rows or not plan.wide and 2 * rows * row >= 2**31:
         return None
-    if row > MOST_GROWTH * extent.typical or _columns(planned, read) > MOST_COLUMNS:
+    if _columns(planned, read) > MOST_COLUMNS:
         return None
     return Alignment(place, read.tensor, var, row, tile)
 
