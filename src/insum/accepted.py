@@ -31,6 +31,8 @@ COMPUTABLE = frozenset(
     {torch.float16, torch.bfloat16, *WIDE}
     | {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 )
+#: Floats of 8 bits: read as factors, and computed with in what they meet.
+NARROW_FLOATS = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 INTEGER_DTYPES = frozenset(
     getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in (8, 16, 32, 64)
 )
@@ -146,7 +148,7 @@ FLOATS = Accepted(
 )
 VALUES = Accepted(
     "a dense tensor of numbers that insum computes with",
-    lambda v: is_dense(v) and v.dtype in COMPUTABLE,
+    lambda v: is_dense(v) and v.dtype in COMPUTABLE | NARROW_FLOATS,
 )
 ELEMENTS = Accepted("a dense tensor whose elements are here", has_elements)
 ANY_TENSOR = Accepted("a tensor", lambda v: isinstance(v, Tensor) and not isinstance(v, SHAPELESS))

@@ -34,7 +34,7 @@ from insum.lang.expr import (
     total,
     variables,
 )
-from insum.lang.types import Typed, accumulator, infer, is_rounded
+from insum.lang.types import Typed, accumulator, infer, is_rounded, promoted
 from insum.plan.order import CannotOrder, Ordered, Path, Place, Step, Term, ordered
 from insum.plan.path import NEVER, is_path, operands_of, wish_of
 from insum.plan.sizes import MemoryLayout, layout_of, typical
@@ -250,7 +250,7 @@ class _StageWriter:
         products of half precision on a GPU it is that, as in ``(A @ B) @ C``: matrix units multiply
         nothing wider at their speed.
         """
-        dtype = torch.promote_types(infer(term.value, self.types).dtype, self.problem.dtype)
+        dtype = promoted(infer(term.value, self.types).dtype, self.problem.dtype)
         if self.problem.device.type == "cuda" and dtype in (torch.float16, torch.bfloat16):
             return dtype
         return accumulator(dtype)

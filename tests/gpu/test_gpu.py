@@ -504,6 +504,20 @@ def test_pointers_that_are_not_aligned() -> None:
             ), offset
 
 
+@pytest.mark.parametrize("narrow", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_factors_of_8_bits(narrow: torch.dtype) -> None:
+    values = torch.randn(64, 32, 20, device=CUDA).to(narrow)
+    places = torch.arange(64, device=CUDA)
+    given = {"I": places // 4, "J": places % 9, "V": values}
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        b = torch.randn(9, 20, 40, device=CUDA).to(dtype)
+        each = values.double() @ b.double()[places % 9]
+        wanted = each.new_zeros(16, 32, 40).index_add_(0, places // 4, each)
+        with only_fused():
+            found = insum.insum("C[I[p],m,n] = V[p,m,k] * B[J[p],k,n]", sizes={0: 16}, B=b, **given)
+        assert found.dtype == dtype and relative_error(found, wanted) < 1e-2
+
+
 def test_numbers_that_change() -> None:
     """Triton compiles for the value 1 and for multiples of 16."""
     x = torch.arange(5.0, device=CUDA)

@@ -238,6 +238,8 @@ class Reads:
             else self.frame.arg(Pointer(access.tensor))
         )
         other = "-1" if as_index and access.tensor in self.plan.padded else "0"
+        if dict(self.plan.kinds).get(access.tensor, "").startswith("float8"):
+            other = "0.0"  # no integer is converted to 8-bit floats
         text = f"tl.load({pointer}" + (
             f", mask={mask.over(offset.axes)}, other={other})" if mask else ")"
         )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from insum.accepted import TENSOR, is_dense, is_fake, is_number, require, shown
+from insum.accepted import NARROW_FLOATS, TENSOR, is_dense, is_fake, is_number, require, shown
 from insum.errors import (
     BindingError,
     DeviceError,
@@ -63,11 +63,13 @@ def _inside(x: SparseFormat) -> Tensor | None:
 
 def negated(x: SparseFormat) -> SparseFormat:
     _refuse_bool("is negated", x)
+    refuse_narrow(x)
     return mapped_values(x, torch.neg)
 
 
 def absolute(x: SparseFormat) -> SparseFormat:
     _refuse_bool("has no absolute values", x)
+    refuse_narrow(x)
     return mapped_values(x, torch.abs)
 
 
@@ -76,6 +78,18 @@ def _refuse_bool(what: str, *operands: SparseFormat | Tensor) -> None:
         raise DtypeError(
             f"a tensor of truth values {what}", expected="numbers", remedy="A.to(torch.float32)"
         )
+
+
+def refuse_narrow(*operands: Any) -> None:
+    """Floats of 8 bits are read by products with others; torch computes nothing in them."""
+    for one in operands:
+        if isinstance(one, Tensor | FormatBase) and one.dtype in NARROW_FLOATS:
+            name = str(one.dtype).removeprefix("torch.")
+            raise DtypeError(
+                f"arithmetic of {name}, in which nothing is computed",
+                expected="a product with wider numbers, as A @ x or insum.einsum",
+                remedy="A.to(torch.bfloat16)",
+            )
 
 
 def scaled(x: SparseFormat, other: Any, function: Callable[[Any, Any], Any]) -> SparseFormat:
@@ -208,6 +222,7 @@ def taken_from(x: SparseFormat, other: Any) -> SparseFormat | Tensor:
 
 def _check_other(x: SparseFormat, other: Any) -> None:
     """What can be told before anything is computed: numbers that fit, one device, one shape."""
+    refuse_narrow(x, other)
     if isinstance(other, int) and not -(2**63) <= other < 2**63:
         raise FormatError(f"{other} does not fit into 64 bits", remedy=f"float({other})")
     if isinstance(other, complex) and x.dtype is torch.float16:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from insum.accepted import NARROW_FLOATS
+
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
 
@@ -183,6 +185,8 @@ def to_elements(entries: Entries, *, stored: bool = False) -> Entries:
 
 def placed(values: Tensor, slots: Tensor, size: int) -> Tensor:
     """A zero tensor of ``size`` rows with ``values[i]`` at row ``slots[i]``."""
+    if values.dtype in NARROW_FLOATS:  # whose zero is a zero byte, and of which torch copies none
+        return placed(values.view(torch.uint8), slots, size).view(values.dtype)
     return values.new_zeros(size, *values.shape[1:]).index_copy_(0, slots.long(), values)
 
 
@@ -290,6 +294,7 @@ def _summed(values: Tensor, number: Tensor, count: int) -> Tensor:
         torch.float16: torch.float32,
         torch.bfloat16: torch.float32,
         torch.bool: torch.int32,
+        **dict.fromkeys(NARROW_FLOATS, torch.float32),
     }.get(values.dtype, values.dtype)
     total = torch.zeros((count, *values.shape[1:]), dtype=wide, device=values.device).index_add(
         0, number, values.to(wide)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from insum.accepted import NARROW_FLOATS
 from insum.compat.sparse import indices_of
 from insum.errors import DeviceError, DtypeError, FormatError, UnsupportedError
 from insum.formats import entries as E
@@ -164,7 +165,7 @@ def to_scipy(x: FormatBase, kind: str | None) -> Any:
     """A `scipy.sparse` array."""
     import scipy.sparse as sp
 
-    if x.dtype in (torch.float16, torch.bfloat16):
+    if x.dtype in (torch.float16, torch.bfloat16, *NARROW_FLOATS):
         raise UnsupportedError(
             f"SciPy has no sparse arrays of {x.dtype}", remedy="x.to(torch.float32).to_scipy()"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -12,7 +13,7 @@ from insum.accepted import odd_tensor
 from insum.errors import BindingError, DeviceError, DtypeError, InsumError, Span
 from insum.lang.expr import Access, Expr, Statement, accesses, tensors_of
 from insum.lang.problem import Size, Value, describe, kind_of, shown_shape
-from insum.lang.types import COMPUTABLE, INTEGERS, bad_call, infer
+from insum.lang.types import COMPUTABLE, INTEGERS, NARROW_FLOATS, bad_call, infer, widened
 
 _COMPUTABLE = "one of " + ", ".join(sorted(str(d).removeprefix("torch.") for d in COMPUTABLE))
 
@@ -173,6 +174,8 @@ class Binding:
         for access in (self.target, *accesses(self.statement.value, nested=False)):
             kind = self.kinds.get(access.tensor)
             if kind is not None and kind.dtype not in COMPUTABLE:
+                if kind.dtype in NARROW_FLOATS and access is not self.target:
+                    continue
                 dtype = str(kind.dtype).removeprefix("torch.")
                 wide = "complex64" if kind.dtype.is_complex else "float32"
                 to = "long()" if kind.dtype in INTEGERS else f"to(torch.{wide})"
@@ -210,6 +213,7 @@ class Binding:
                 DtypeError, f"{bad.function} is not defined for complex numbers", span=bad.span
             )
         inferred = infer(value, types)
+        inferred = replace(inferred, dtype=widened(inferred.dtype))
         if inferred.dtype not in COMPUTABLE:
             self.fail(
                 DtypeError,

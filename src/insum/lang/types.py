@@ -29,6 +29,8 @@ INTEGERS = accepted.INTEGER_DTYPES
 #: What can be computed with. Other dtypes (wide unsigned integers as index tensors) can only be
 #: read as indices.
 COMPUTABLE = accepted.COMPUTABLE
+#: What can be read as a factor, too: floats of 8 bits, which every other float holds exactly.
+NARROW_FLOATS = accepted.NARROW_FLOATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,20 @@ class Typed:
             and strong.dtype.is_floating_point
         ):
             return Typed(_complex_of(strong.dtype), strong.strength)
-        return Typed(torch.promote_types(strong.dtype, weak.dtype), strong.strength)
+        return Typed(promoted(strong.dtype, weak.dtype), strong.strength)
+
+
+def promoted(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """torch's promotion. Floats of 8 bits, which torch promotes with nothing, give way to every
+    other float, and stand for themselves beside integers; nothing is computed in them (`widened`).
+
+    >>> promoted(torch.float8_e5m2, torch.bfloat16), promoted(torch.int8, torch.float8_e5m2)
+    (torch.bfloat16, torch.float8_e5m2)
+    """
+    if not {one, other} & NARROW_FLOATS:
+        return torch.promote_types(one, other)
+    narrow, wide = (one, other) if one in NARROW_FLOATS else (other, one)
+    return narrow if wide in NARROW_FLOATS or _category(wide) < 2 else wide
 
 
 def of_number(value: bool | int | float | complex) -> Typed:
@@ -103,11 +118,16 @@ def call_type(
     exactly as what it meets, ``reciprocal(3) * x[i]`` in the dtype of ``x``.
     """
     args = deciding(function, args)
-    joined = _joined(args, types).dtype
+    joined = widened(_joined(args, types).dtype)
     dtype = torch.get_default_dtype() if _floats(function, args, joined) else joined
     if _category(dtype) < 2 or _category(wanted) < 2 or any(is_rounded(a, types) for a in args):
         return dtype
     return torch.promote_types(dtype, wanted if dtype.is_complex else wanted.to_real())
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """What values of a dtype are computed in, if they meet no others."""
+    return torch.float32 if dtype in NARROW_FLOATS else dtype
 
 
 def deciding(function: str, args: tuple[Expr, ...]) -> tuple[Expr, ...]:
@@ -168,4 +188,4 @@ def _category(dtype: torch.dtype) -> int:
 
 
 def _complex_of(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_complex()
+    return widened(dtype).to_complex()

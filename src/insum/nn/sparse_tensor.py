@@ -294,7 +294,8 @@ class SparseTensor:
             )
         try:
             return self.with_features(how(self.features, wanted))
-        except (RuntimeError, OverflowError, TypeError) as wrong:
+        except (RuntimeError, OverflowError, TypeError, AssertionError) as wrong:
+            # the last where only one is a fake tensor
             raise BindingError(
                 f"features of shape {tuple(self.features.shape)} and {shown(wanted)} cannot be "
                 "combined",

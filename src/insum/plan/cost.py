@@ -28,6 +28,8 @@ _BYTES = {
     "int1": 1,
     "int8": 1,
     "uint8": 1,
+    "float8e4nv": 1,
+    "float8e5": 1,
     "int16": 2,
     "float16": 2,
     "bfloat16": 2,

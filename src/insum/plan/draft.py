@@ -6,6 +6,7 @@ Everything here is a value. A strategy takes a draft and gives another, or a pla
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -15,7 +16,7 @@ import torch
 from insum.lang.bind import Problem
 from insum.lang.expand import ProductTerm
 from insum.lang.expr import Access, Expr, accesses, fresh, names_of, variables
-from insum.lang.types import infer
+from insum.lang.types import NARROW_FLOATS, infer, promoted, widened
 from insum.plan.plan import Bound, Plan, Segment
 from insum.plan.questions import Ask, AskExact, AskFacts, AskInside, Known
 from insum.plan.recipes import Packed, PackedByStep, RecipeArray, RowRecipe, SizeExpr
@@ -36,6 +37,8 @@ TRITON = {
     torch.int64: "int64",
     torch.uint8: "uint8",
     torch.bool: "int1",
+    torch.float8_e4m3fn: "float8e4nv",
+    torch.float8_e5m2: "float8e5",
 }
 _ACCUMULATOR = {
     "float16": "float32",
@@ -204,13 +207,15 @@ class Subject:
 
     def operand(self, draft: Draft) -> str:
         """The dtype that every factor of a matrix product is brought to."""
-        dtype: torch.dtype | None = None
+        found: list[torch.dtype] = []
         for factor in draft.factors:
             for access in accesses(factor, nested=False):
                 kind = self.problem.kinds.get(access.tensor)
                 if kind is not None and kind.strength == 2:
-                    dtype = kind.dtype if dtype is None else torch.promote_types(dtype, kind.dtype)
-        return TRITON.get(dtype, "") if dtype is not None else ""
+                    found.append(kind.dtype)
+        if found and NARROW_FLOATS.issuperset(found):
+            return "float16"  # which holds them exactly
+        return TRITON.get(widened(functools.reduce(promoted, found)), "") if found else ""
 
     def accumulator(self) -> str:
         return accumulator_of(self.problem)
@@ -243,7 +248,7 @@ def accumulator_of(problem: Problem) -> str:
 def _promoted(problem: Problem) -> torch.dtype:
     """The wider of the result's dtype and the right side's own."""
     types = {name: kind.type for name, kind in problem.kinds.items()}
-    return torch.promote_types(problem.dtype, infer(problem.statement.value, types).dtype)
+    return promoted(problem.dtype, widened(infer(problem.statement.value, types).dtype))
 
 
 def check_supported(subject: Subject) -> None:
@@ -253,6 +258,8 @@ def check_supported(subject: Subject) -> None:
     for name, kind in problem.kinds.items():
         if kind.dtype not in TRITON:
             raise CannotFuse(f"{name} holds {str(kind.dtype).removeprefix('torch.')}")
+        if kind.dtype == torch.float8_e4m3fn and not reads_e4m3(problem.device):
+            raise CannotFuse(f"{name} holds float8_e4m3fn, which GPUs before Ada do not read")
     if problem.dtype == torch.bool or problem.dtype not in TRITON:
         raise CannotFuse(f"the result is {str(problem.dtype).removeprefix('torch.')}")
     extremes = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64)
@@ -264,6 +271,13 @@ def check_supported(subject: Subject) -> None:
     used = set(variables(subject.term.value)) | set(variables(problem.statement.target))
     if len(used) > 24:
         raise CannotFuse("more than 24 index variables")
+
+
+def reads_e4m3(device: torch.device) -> bool:
+    """Whether kernels on a device convert that kind of 8-bit floats."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return True
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def first_draft(subject: Subject) -> Draft:

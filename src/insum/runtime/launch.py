@@ -576,6 +576,8 @@ _POINTER |= {
     "int32": "i32",
     "int64": "i64",
     "uint8": "u8",
+    "float8_e4m3fn": "fp8e4nv",
+    "float8_e5m2": "fp8e5",
 }
 
 

@@ -1,0 +1,164 @@
+"""Floats of 8 bits: read as factors, exact in what they meet, never computed in."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+import insum
+from insum import inspection
+from insum.formats import COO, BlockGroupCOO, GroupCOO, SparseFormat
+from insum.nn import BlockSparseLinear
+from insum.plan import draft
+from test_compile_only import bound, compile_one, launches, spilled
+
+E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2
+BLOCKS = "C[AM[p],m,n] = AV[p,m,k] * B[AK[p],k,n]"
+both = pytest.mark.parametrize("narrow", [E4, E5], ids=str)
+
+
+def blocks(
+    narrow: torch.dtype, other: torch.dtype, size: int = 16, count: int = 24
+) -> dict[str, Any]:
+    draw = torch.Generator().manual_seed(0)
+    rows = torch.randint(0, 5, (count,), generator=draw).sort().values
+    return {
+        "AM": rows,
+        "AV": torch.randn(count, size, size, generator=draw).to(narrow),
+        "AK": torch.randint(0, 6, (count,), generator=draw),
+        "B": torch.randn(6, size, 32, generator=draw).to(other),
+    }
+
+
+def exact(given: dict[str, Any]) -> Tensor:
+    each = given["AV"].double() @ given["B"].double()[given["AK"]]
+    return each.new_zeros(5, *each.shape[1:]).index_add(0, given["AM"], each)
+
+
+@both
+@pytest.mark.parametrize("other", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_they_are_what_they_meet(narrow: torch.dtype, other: torch.dtype) -> None:
+    given = blocks(narrow, other)
+    got = insum.insum(BLOCKS, sizes={"AM[p]": 5}, **given)
+    wide = {**given, "AV": given["AV"].to(other)}
+    assert got.dtype == other and torch.equal(got, insum.insum(BLOCKS, sizes={"AM[p]": 5}, **wide))
+
+
+@both
+def test_what_statements_of_them_give(narrow: torch.dtype) -> None:
+    a, b = torch.randn(4, 6).to(narrow), torch.randn(6, 5).to(E5)
+    wide = a.float()
+    product = insum.insum("C[i,j] = A[i,k] * B[k,j]", A=a, B=b)
+    assert product.dtype == torch.float32
+    assert_close(product, wide @ b.float())
+    assert_close(insum.insum("c[i] = exp(A[i,k])", A=a), wide.exp().sum(1))
+    assert_close(insum.insum("c[i] max= A[i,k]", A=a), wide.amax(1))
+    assert_close(insum.insum("c[i] mean= A[i,k]", A=a), wide.mean(1))
+    assert_close(
+        insum.insum("c[i] = 2 * n[k] * A[i,k]", A=a, n=torch.arange(6)),
+        (2 * wide) @ torch.arange(6.0),
+    )
+    chain = insum.insum("C[i,n] = A[i,k] * B[k,j] * D[j,n]", A=a, B=b, D=torch.ones(5, 2).half())
+    assert chain.dtype == torch.float16  # in whatever order they meet
+    with torch.autocast("cpu", torch.bfloat16):
+        assert (
+            insum.insum("C[i,n] = A[i,k] * B[k,n]", A=a, B=torch.ones(6, 3)).dtype == torch.bfloat16
+        )
+
+
+def test_gradients_of_what_they_meet() -> None:
+    a, x = torch.randn(4, 6).to(E4), torch.randn(6, dtype=torch.float64, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        return insum.insum("y[i] = A[i,k] * x[k] * x[k]", A=a, x=x)
+
+    assert torch.autograd.gradcheck(run, (x,)) and torch.autograd.gradgradcheck(run, (x,))
+    leaf = a.clone().requires_grad_()
+    insum.insum("y[i] = A[i,k] * x[k]", A=leaf, x=x.detach()).sum().backward()
+    assert leaf.grad is not None and torch.equal(leaf.grad, x.detach().expand(4, 6).to(E4))
+
+
+def test_nothing_is_stored_in_them() -> None:
+    a, y = torch.ones(3, 4).to(E4), torch.zeros(3).to(E4)
+    with pytest.raises(
+        insum.errors.DtypeError, match="y holds float8_e4m3fn, which insum does not compute"
+    ):
+        insum.insum("y[i] += A[i,k]", A=a, y=y)
+    with pytest.raises(insum.errors.DtypeError, match="indexes A but holds float8_e4m3fn"):
+        insum.insum("c[i] = A[y[i],0]", A=a, y=y)
+
+
+@pytest.mark.parametrize("kind", [COO, GroupCOO, BlockGroupCOO])
+def test_formats(kind: type[SparseFormat]) -> None:
+    dense = torch.randn(16, 24) * (torch.rand(16, 24) < 0.3)
+    options = {"block_shape": (8, 8)} if kind is BlockGroupCOO else {}
+    matrix, x = kind.from_dense(dense, **options).to(E4), torch.randn(24, 3)
+    assert matrix.dtype == E4 and matrix.to_dense().dtype == E4
+    assert_close(matrix.to_dense().float(), dense.to(E4).float())
+    assert_close(matrix @ x, dense.to(E4).float() @ x)
+    assert (matrix @ x.bfloat16()).dtype == torch.bfloat16
+    for wrong in (
+        lambda: matrix * 2,
+        lambda: -matrix,
+        lambda: matrix + matrix,
+        lambda: abs(matrix),
+    ):
+        with pytest.raises(insum.errors.DtypeError, match=r"try: A\.to\(torch.bfloat16\)"):
+            wrong()
+    with pytest.raises(insum.errors.UnsupportedError, match="SciPy has no sparse arrays of"):
+        matrix.to_scipy()
+
+
+def test_a_layer_with_weights_of_8_bits() -> None:
+    layer = BlockSparseLinear.from_dense(torch.randn(32, 48), block_shape=(8, 8), density=0.5)
+    x = torch.randn(3, 48)
+    near, narrow = layer(x), layer.to(E4)
+    assert (narrow(x) - near).abs().max() < 0.1 * near.abs().max()
+    assert narrow(x.bfloat16()).dtype == torch.bfloat16
+    file = io.BytesIO()
+    torch.save(narrow.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    assert any(value.dtype == E4 for value in state.values())
+
+
+@pytest.mark.interpreter
+@both
+@pytest.mark.parametrize("other", [torch.float16, None], ids=str)
+def test_kernels_read_them(narrow: torch.dtype, other: torch.dtype | None) -> None:
+    """Also where rows end inside of tiles."""
+    for size in (16, 20):
+        given = blocks(narrow, other or narrow, size)
+        with insum.settings(backend="fused"):
+            got = insum.insum(BLOCKS, sizes={"AM[p]": 5}, **given)
+        want = exact(given)
+        assert (got.double() - want).abs().max() < 1e-3 * want.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("target", "narrow", "instruction"),
+    [("sm_80", E5, "mma.sync"), ("sm_90", E4, "wgmma"), ("gfx942", E4, "mfma")],
+)
+def test_products_with_them_are_matrix_instructions(
+    target: str, narrow: torch.dtype, instruction: str
+) -> None:
+    given = blocks(narrow, torch.bfloat16, 32, 400)
+    given["B"] = torch.empty(6, 32, 128, dtype=torch.bfloat16)
+    given["C"] = torch.empty(5, 32, 128, dtype=torch.bfloat16)
+    look = inspection.elsewhere(bound(BLOCKS, given), given, architecture=target)
+    (found,) = (compile_one(one, target) for one in launches(look)[-1:])
+    assert found.uses(instruction) and not spilled(found)
+
+
+def test_gpus_that_do_not_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft, "reads_e4m3", lambda device: False)
+    given = blocks(E4, torch.float16)
+    found = inspection.elsewhere(
+        bound(BLOCKS, {**given, "C": torch.empty(5, 16, 32).half()}), given
+    )
+    assert "GPUs before Ada do not read" in found.program(anywhere=True).reason
