@@ -115,7 +115,8 @@ def test_formats(kind: type[SparseFormat]) -> None:
 
 
 def test_a_layer_with_weights_of_8_bits() -> None:
-    layer = BlockSparseLinear.from_dense(torch.randn(32, 48), block_shape=(8, 8), density=0.5)
+    dense = torch.nn.Linear(48, 32)
+    layer = BlockSparseLinear.from_dense(dense, block_shape=(8, 8), density=0.5)
     x = torch.randn(3, 48)
     near, narrow = layer(x), layer.to(E4)
     assert (narrow(x) - near).abs().max() < 0.1 * near.abs().max()

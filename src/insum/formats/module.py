@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from insum.accepted import FLAG, TENSOR, has_elements, require, takes
+from insum.accepted import FLAG, NARROW_FLOATS, TENSOR, has_elements, require, takes
 from insum.compat.placed import beside
 from insum.errors import BindingError, DtypeError, FormatError, InsumError, UnsupportedError
 from insum.formats import validate
@@ -179,7 +179,8 @@ def linear(x: Tensor, weight: SparseFormat, bias: Tensor | None = None) -> Tenso
         refuse_broken(given)
         raise
     lowered = torch.is_autocast_enabled(x.device.type) and y.dtype != torch.float64
-    bias = bias.to(y.dtype) if lowered and bias is not None else bias
+    if bias is not None and (lowered or bias.dtype in NARROW_FLOATS):
+        bias = bias.to(y.dtype)
     if bias is not None:  # where y is a DTensor, every rank has the layer, as it has the weight
         y = y + beside({"y": y, "bias": bias}, ("bias",))["bias"]
     return y.reshape(*x.shape[:-1], weight.shape[0])
