@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from insum.errors import DtypeError, InsumError
+from insum.errors import DtypeError, InsumError, UnsupportedError
 
 F = TypeVar("F", bound=Callable[..., Any])
 #: Sizes of what is stored are mistakes from here on. A sparse tensor may be larger.
@@ -265,9 +265,10 @@ def _asking(
                 require(name, value, kind, error)
         try:
             return function(*args, **named)
-        except InsumError:
-            raise
-        except Exception:
+        except Exception as wrong:
+            _refuse_tracing(wrong)
+            if isinstance(wrong, InsumError):
+                raise
             for name, value, kind in given(args, named):
                 require(name, value, kind, error)
                 require_sound(name, value, kind, error)
@@ -275,6 +276,16 @@ def _asking(
             raise
 
     return cast(F, asked)
+
+
+def _refuse_tracing(wrong: Exception) -> None:
+    """Say why a call failed in `torch.jit.trace`, in which sizes are tensors."""
+    if torch.jit.is_tracing() and not isinstance(wrong, UnsupportedError):  # type: ignore[attr-defined,no-untyped-call]
+        raise UnsupportedError(
+            "torch.jit.trace cannot record this",
+            expected="torch.compile or torch.export, which take every layer",
+            remedy="torch.export.export(model, example), then insum.export.package(program, path)",
+        ) from wrong
 
 
 def require_sound(name: str, value: object, kind: Accepted, error: type[InsumError]) -> None:

@@ -438,6 +438,17 @@ def test_scripting_is_refused() -> None:
         torch.jit.script(model)
 
 
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_tracing_is_refused() -> None:
+    layer = BlockSparseLinear.from_dense(torch.nn.Linear(8, 8), block_shape=(4, 4), density=0.5)
+    for model, given in (
+        (layer, (torch.ones(3, 8),)),
+        (GraphConv(4, 2), (torch.ones(3, 4), EDGES)),
+    ):
+        with pytest.raises(insum.UnsupportedError, match=r"torch\.jit\.trace cannot record this"):
+            torch.jit.trace(model, given)
+
+
 def test_a_failed_call_leaves_the_layer_usable() -> None:
     layer = GraphConv(3, 2)
     with pytest.raises(insum.IndexRangeError):
