@@ -448,7 +448,7 @@ class Reads:
         """The dtype of a value in half precision; '' of others."""
         kinds = dict(self.plan.kinds)
         read = {kinds[a.tensor] for a in accesses(expr, nested=False)}
-        floats = {kind for kind in read if "float" in kind}
+        floats = {kind for kind in read if "float" in kind and not kind.startswith("float8")}
         return floats.pop() if len(floats) == 1 and floats <= {"float16", "bfloat16"} else ""
 
     def prepare_masks(self) -> None:
