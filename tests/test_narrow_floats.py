@@ -218,6 +218,14 @@ def test_kernels_read_them(narrow: torch.dtype, other: torch.dtype | None) -> No
         assert (got.double() - want).abs().max() < 1e-3 * want.abs().max()
 
 
+@pytest.mark.interpreter
+def test_kernels_read_them_as_doubles() -> None:
+    a, x = torch.randn(3, 4).to(E4), torch.randn(4).double()
+    with insum.settings(backend="fused"):
+        got = insum.insum("y[i] = A[i,k] * lt(A[i,k], x[k])", A=a, x=x)
+    assert_close(got, (a.double() * (a.double() < x)).sum(1), check_dtype=False)
+
+
 @pytest.mark.parametrize(
     ("target", "narrow", "instruction"),
     [("sm_80", E5, "mma.sync"), ("sm_90", E4, "wgmma"), ("gfx942", E4, "mfma")],
@@ -231,6 +239,20 @@ def test_products_with_them_are_matrix_instructions(
     look = inspection.elsewhere(bound(BLOCKS, given), given, architecture=target)
     (found,) = (compile_one(one, target) for one in launches(look)[-1:])
     assert found.uses(instruction) and not spilled(found)
+
+
+@pytest.mark.parametrize(
+    ("narrow", "other", "instruction"),
+    [(E4, torch.float64, "e4m3x2"), (E5, torch.float64, "e5m2x2"), (E5, torch.bfloat16, "e5m2x2")],
+)
+def test_they_are_converted_by_the_gpu(
+    narrow: torch.dtype, other: torch.dtype, instruction: str
+) -> None:
+    """Triton converts none to float64, and infinities of E5M2 to 65536 in bfloat16."""
+    given = {**blocks(narrow, other, 32, 400), "C": torch.empty(5, 32, 32, dtype=other)}
+    look = inspection.elsewhere(bound(BLOCKS, given), given, architecture="sm_90")
+    (found,) = (compile_one(one, "sm_90") for one in launches(look)[-1:])
+    assert found.uses(f"cvt.rn.f16x2.{instruction}")
 
 
 def test_gpus_that_do_not_read_them(monkeypatch: pytest.MonkeyPatch) -> None:
