@@ -13,7 +13,17 @@ from torch.testing import assert_close
 import insum
 from insum import inspection
 from insum.formats import COO, BlockGroupCOO, GroupCOO, SparseFormat
-from insum.nn import BlockSparseLinear
+from insum.nn import (
+    BlockSparseLinear,
+    GCNConv,
+    GlobalPool,
+    SemiStructuredLinear,
+    SparseLinear,
+    SparseTensor,
+    block_mask,
+    magnitude_mask,
+    semi_structured_mask,
+)
 from insum.plan import draft
 from test_compile_only import bound, compile_one, launches, spilled
 
@@ -71,6 +81,22 @@ def test_what_statements_of_them_give(narrow: torch.dtype) -> None:
         )
 
 
+@both
+def test_they_are_compared_exactly(narrow: torch.dtype) -> None:
+    """Nothing that they are compared with is rounded to 8 bits, nor what is made of them."""
+    a, b = torch.tensor([1.0, 1.0, 2.0]).to(narrow), torch.tensor([1.0, 2.0, 1.0]).to(E5)
+    near = torch.tensor([1.0, 1.001, 2.0])
+    for function in ("eq", "ne", "lt", "le", "maximum", "minimum"):
+        for one in (near, near.double(), near.half(), b):
+            got = insum.insum(f"c[i] = {function}(A[i], x[i])", A=a, x=one)
+            want = getattr(torch, function)(a.double(), one.double())
+            assert torch.equal(got.double(), want.double()), (function, one.dtype)
+    made = insum.insum("c[i] = eq(A[i] * 1.0625, x[i])", A=a, x=torch.full((3,), 1.0625))
+    assert made.tolist() == [1, 1, 0]
+    wide = insum.insum("c[i] = exp(A[i]) * x[i]", A=a, x=near.double())
+    assert torch.equal(wide, a.double().exp() * near.double())  # as exact as what they meet
+
+
 def test_gradients_of_what_they_meet() -> None:
     a, x = torch.randn(4, 6).to(E4), torch.randn(6, dtype=torch.float64, requires_grad=True)
 
@@ -112,6 +138,57 @@ def test_formats(kind: type[SparseFormat]) -> None:
             wrong()
     with pytest.raises(insum.errors.UnsupportedError, match="SciPy has no sparse arrays of"):
         matrix.to_scipy()
+    row, column = map(int, dense.nonzero()[0])
+    assert matrix[row, column] == dense.to(E4)[row, column]
+
+
+@both
+def test_entries_of_torch_that_are_there_twice(narrow: torch.dtype) -> None:
+    at, values = torch.tensor([[0, 0, 2]]), torch.tensor([1.0, 2.0, 3.0]).to(narrow)
+    twice = torch.sparse_coo_tensor(at, values, (3,), check_invariants=True)
+    assert COO.from_torch(twice).to_dense().float().tolist() == [3, 0, 3]
+
+
+@both
+def test_linear_layers(narrow: torch.dtype) -> None:
+    """Converted, made of such weights, and fed with them."""
+    dense, x = torch.nn.Linear(16, 8), torch.randn(3, 16)
+    eight = torch.nn.Linear(16, 8).to(narrow)
+    eight.load_state_dict(dense.state_dict())
+    for one in (
+        SparseLinear.from_dense(eight, density=0.5),
+        BlockSparseLinear.from_dense(eight, block_shape=(4, 4), density=0.5),
+        SemiStructuredLinear.from_dense(eight),
+        SemiStructuredLinear.from_dense(dense).to(narrow),
+    ):
+        assert {p.dtype for p in one.parameters()} == {narrow}
+        flat = one.to_dense().float()
+        for given in (x, x.double(), x.to(E5)):
+            got = one(given)
+            wide = torch.float64 if given.dtype == torch.float64 else torch.float32
+            assert got.dtype == wide
+            assert_close(got.float(), flat(given.float()))
+    wide_layer = SemiStructuredLinear.from_dense(dense)
+    assert_close(wide_layer(x.to(narrow)), wide_layer(x.to(narrow).float()))
+
+
+def test_masks_of_weights_of_8_bits() -> None:
+    weight = torch.randn(8, 8).to(E4)
+    wide = weight.float()
+    assert magnitude_mask(weight, 0.5).sum() == 32
+    assert torch.equal(block_mask(weight, 4, 0.5), block_mask(wide, 4, 0.5))
+    assert torch.equal(semi_structured_mask(weight), semi_structured_mask(wide))
+
+
+def test_layers_that_compute_nothing_in_them_say_so() -> None:
+    edges, x = torch.tensor([[0, 1], [1, 2]]), torch.randn(3, 4)
+    for layer, given in ((GCNConv(4, 2).to(E4), x.to(E4)), (GCNConv(4, 2), x.to(E4))):
+        with pytest.raises(insum.errors.DtypeError, match="in which GCNConv computes nothing"):
+            layer(given, edges)
+    voxels = SparseTensor(torch.tensor([[0, 0, 0], [0, 1, 1]]), torch.ones(2, 4).to(E4))
+    with pytest.raises(insum.errors.DtypeError, match=r"try: x\.to\(torch\.bfloat16\)"):
+        voxels + voxels
+    assert GlobalPool()(voxels).dtype == torch.float32
 
 
 def test_a_layer_with_weights_of_8_bits() -> None:
@@ -141,6 +218,14 @@ def test_kernels_read_them(narrow: torch.dtype, other: torch.dtype | None) -> No
         assert (got.double() - want).abs().max() < 1e-3 * want.abs().max()
 
 
+@pytest.mark.interpreter
+def test_kernels_read_them_as_doubles() -> None:
+    a, x = torch.randn(3, 4).to(E4), torch.randn(4).double()
+    with insum.settings(backend="fused"):
+        got = insum.insum("y[i] = A[i,k] * lt(A[i,k], x[k])", A=a, x=x)
+    assert_close(got, (a.double() * (a.double() < x)).sum(1), check_dtype=False)
+
+
 @pytest.mark.parametrize(
     ("target", "narrow", "instruction"),
     [("sm_80", E5, "mma.sync"), ("sm_90", E4, "wgmma"), ("gfx942", E4, "mfma")],
@@ -154,6 +239,20 @@ def test_products_with_them_are_matrix_instructions(
     look = inspection.elsewhere(bound(BLOCKS, given), given, architecture=target)
     (found,) = (compile_one(one, target) for one in launches(look)[-1:])
     assert found.uses(instruction) and not spilled(found)
+
+
+@pytest.mark.parametrize(
+    ("narrow", "other", "instruction"),
+    [(E4, torch.float64, "e4m3x2"), (E5, torch.float64, "e5m2x2"), (E5, torch.bfloat16, "e5m2x2")],
+)
+def test_they_are_converted_by_the_gpu(
+    narrow: torch.dtype, other: torch.dtype, instruction: str
+) -> None:
+    """Triton converts none to float64, and infinities of E5M2 to 65536 in bfloat16."""
+    given = {**blocks(narrow, other, 32, 400), "C": torch.empty(5, 32, 32, dtype=other)}
+    look = inspection.elsewhere(bound(BLOCKS, given), given, architecture="sm_90")
+    (found,) = (compile_one(one, "sm_90") for one in launches(look)[-1:])
+    assert found.uses(f"cvt.rn.f16x2.{instruction}")
 
 
 def test_gpus_that_do_not_read_them(monkeypatch: pytest.MonkeyPatch) -> None:

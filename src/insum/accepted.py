@@ -146,6 +146,10 @@ FLOATS = Accepted(
     "a dense tensor of floating-point numbers",
     lambda v: is_dense(v) and (v.dtype in (torch.float16, torch.bfloat16, *WIDE)),
 )
+#: What a layer may hold beside its weight.
+HELD_FLOATS = Accepted(
+    FLOATS.expected, lambda v: FLOATS.fits(v) or is_dense(v) and v.dtype in NARROW_FLOATS
+)
 VALUES = Accepted(
     "a dense tensor of numbers that insum computes with",
     lambda v: is_dense(v) and v.dtype in COMPUTABLE | NARROW_FLOATS,

@@ -311,8 +311,10 @@ class Reads:
                 return self.number(tensor, dtype)
             case Access():
                 loaded = self.load(expr)
-                if dict(self.plan.kinds)[expr.tensor] != dtype:
-                    loaded = Val(f"{loaded.text}.to(tl.{dtype})", loaded.axes, loaded.stage)
+                kind = dict(self.plan.kinds)[expr.tensor]
+                if kind != dtype:
+                    text = converted(loaded.text, kind, dtype)
+                    loaded = Val(text, loaded.axes, loaded.stage)
                 return self.poisoned(expr, loaded, dtype)
             case Call("ones"):
                 return Val(f"tl.full([], 1, tl.{dtype})")
@@ -448,7 +450,7 @@ class Reads:
         """The dtype of a value in half precision; '' of others."""
         kinds = dict(self.plan.kinds)
         read = {kinds[a.tensor] for a in accesses(expr, nested=False)}
-        floats = {kind for kind in read if "float" in kind}
+        floats = {kind for kind in read if "float" in kind and not kind.startswith("float8")}
         return floats.pop() if len(floats) == 1 and floats <= {"float16", "bfloat16"} else ""
 
     def prepare_masks(self) -> None:
@@ -468,6 +470,21 @@ class Reads:
                             a.tensor in self.plan.padded for a in accesses(atom)
                         ):
                             self.load(atom, as_index=True)
+
+
+#: Conversions of floats of 8 bits that Triton lacks (to float64), or makes finite numbers of
+#: infinities and NaN in, and the dtype on the way that keeps all: kinds, dtypes.
+_BY_WAY_OF = {
+    ("float8e4nv", "float64"): "float32",
+    ("float8e5", "float64"): "float32",
+    ("float8e5", "bfloat16"): "float16",
+}
+
+
+def converted(text: str, kind: str, dtype: str) -> str:
+    """A loaded value in another dtype."""
+    way = _BY_WAY_OF.get((kind, dtype))
+    return f"{text}.to(tl.{way}).to(tl.{dtype})" if way else f"{text}.to(tl.{dtype})"
 
 
 def distinct(values: list[Val]) -> list[Val]:

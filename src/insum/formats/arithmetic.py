@@ -23,6 +23,7 @@ from insum.errors import (
 from insum.formats import entries as E
 from insum.formats import validate as checks
 from insum.formats.base import FormatBase
+from insum.lang.types import widened
 
 if TYPE_CHECKING:
     from insum.formats.convert import SparseFormat
@@ -312,7 +313,7 @@ def sliced(x: SparseFormat, key: Any) -> SparseFormat | Tensor:
     values = None if source.values is None else source.values.index_select(0, at)
     if not left:
         return (
-            values.sum(dtype=values.dtype)
+            values.sum(dtype=widened(values.dtype)).to(values.dtype)
             if values is not None
             else torch.tensor(float(at.shape[0]), device=x.device)
         )

@@ -15,6 +15,7 @@ from insum.compat.sparse import indices_of
 from insum.errors import DeviceError, DtypeError, FormatError, UnsupportedError
 from insum.formats import entries as E
 from insum.formats.validate import Verdict, check_shape, range_verdicts
+from insum.lang.types import widened
 
 if TYPE_CHECKING:
     from insum.formats.base import FormatBase
@@ -230,7 +231,7 @@ def _from_coo(x: Tensor, check: bool) -> E.Entries:
     if check:
         # before torch sorts them by a key in which one out of range looks like another
         _check_ranges(_dimensions(indices_of(x), shape))
-    x = x if x.is_coalesced() else x.coalesce()
+    x = x if x.is_coalesced() else x.to(widened(x.dtype)).coalesce().to(x.dtype)
     coords = tuple(c.to(E.index_dtype(s)) for c, s in zip(x.indices(), shape))
     if sparse == x.dim():
         order = tuple(range(sparse))

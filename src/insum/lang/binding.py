@@ -15,7 +15,12 @@ from insum.lang.expr import Access, Expr, Statement, accesses, tensors_of
 from insum.lang.problem import Size, Value, describe, kind_of, shown_shape
 from insum.lang.types import COMPUTABLE, INTEGERS, NARROW_FLOATS, bad_call, infer, widened
 
-_COMPUTABLE = "one of " + ", ".join(sorted(str(d).removeprefix("torch.") for d in COMPUTABLE))
+
+def _one_of(dtypes: frozenset[torch.dtype]) -> str:
+    return "one of " + ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes))
+
+
+_COMPUTABLE, _READABLE = _one_of(COMPUTABLE), _one_of(COMPUTABLE | NARROW_FLOATS)
 
 
 class Binding:
@@ -173,9 +178,9 @@ class Binding:
     def check_value_dtypes(self) -> None:
         for access in (self.target, *accesses(self.statement.value, nested=False)):
             kind = self.kinds.get(access.tensor)
-            if kind is not None and kind.dtype not in COMPUTABLE:
-                if kind.dtype in NARROW_FLOATS and access is not self.target:
-                    continue
+            stored = access.tensor == self.target.tensor
+            known = COMPUTABLE if stored else COMPUTABLE | NARROW_FLOATS
+            if kind is not None and kind.dtype not in known:
                 dtype = str(kind.dtype).removeprefix("torch.")
                 wide = "complex64" if kind.dtype.is_complex else "float32"
                 to = "long()" if kind.dtype in INTEGERS else f"to(torch.{wide})"
@@ -183,7 +188,7 @@ class Binding:
                     DtypeError,
                     f"{access.tensor} holds {dtype}, which insum does not compute with",
                     span=access.span,
-                    expected=_COMPUTABLE,
+                    expected=_COMPUTABLE if stored else _READABLE,
                     remedy=f"{access.tensor}.{to}",
                 )
 

@@ -142,10 +142,13 @@ def _floats(function: str, args: tuple[Expr, ...], dtype: torch.dtype) -> bool:
 
 
 def is_rounded(expr: Expr, types: dict[str, Typed]) -> bool:
-    """Whether a tensor of floating point is among what an expression is made of."""
+    """Whether a tensor of floating point is among what an expression is made of. One of 8 bits has
+    no precision of its own: every dtype that it is computed in holds it.
+    """
+    read = [types[a.tensor] for a in accesses(expr, nested=False)]
     return any(
-        types[a.tensor].strength > 0 and _category(types[a.tensor].dtype) >= 2
-        for a in accesses(expr, nested=False)
+        one.strength > 0 and _category(one.dtype) >= 2 and one.dtype not in NARROW_FLOATS
+        for one in read
     )
 
 

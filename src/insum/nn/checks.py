@@ -15,7 +15,7 @@ from insum.errors import BindingError, DeviceError, DtypeError, UnsupportedError
 from insum.formats import SparseFormat
 from insum.formats.convert import FORMAT
 from insum.formats.operands import OWNER
-from insum.lang.types import INTEGERS
+from insum.lang.types import INTEGERS, NARROW_FLOATS
 from insum.runtime.handwritten import on_device
 from insum.settings import settings
 
@@ -57,6 +57,15 @@ def one_dtype(layer: torch.nn.Module, *arguments: object) -> None:
     own = next((p.dtype for p in layer.parameters() if p.is_floating_point()), None)
     for number, value in enumerate(_tensors_in(arguments)):
         indices = INTEGERS if number else ()  # features come first, and are no integers
+        if own is not None and NARROW_FLOATS & {own, value.dtype}:
+            narrow = own if own in NARROW_FLOATS else value.dtype
+            raise DtypeError(
+                f"{'the layer' if narrow == own else 'a tensor'} is of "
+                f"{str(narrow).removeprefix('torch.')}, in which {type(layer).__name__} computes "
+                "nothing",
+                expected="one dtype of 16 bits or more",
+                remedy="layer.to(torch.bfloat16) and x.to(torch.bfloat16)",
+            )
         if own is not None and value.dtype not in (own, *indices):
             raise DtypeError(
                 f"a tensor of {str(value.dtype).removeprefix('torch.')} was passed to a layer of "

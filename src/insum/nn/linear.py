@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from insum.accepted import ELEMENTS, FLOATS, TENSOR, VALUES, Accepted, takes
+from insum.accepted import ELEMENTS, HELD_FLOATS, TENSOR, VALUES, Accepted, takes
 from insum.errors import BindingError, FormatError
 from insum.formats import BlockGroupCOO, GroupCOO, SparseFormat, SparseParameter
 from insum.formats.convert import UNBROKEN
@@ -56,7 +56,7 @@ class SparseLinear(nn.Module):
         'weight.encoding']
     """
 
-    @takes(weight=UNBROKEN, bias=FLOATS.optional)
+    @takes(weight=UNBROKEN, bias=HELD_FLOATS.optional)
     def __init__(self, weight: SparseFormat, bias: Tensor | None = None) -> None:
         super().__init__()
         if not isinstance(weight, SparseFormat) or weight.ndim != 2 or weight.values is None:

@@ -12,6 +12,7 @@ from insum.accepted import FLAG, SIZE, shown, takes
 from insum.compat.calls import untracked
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import NeighborTable, SparseFormat
+from insum.lang.types import widened
 from insum.memory import remembered
 from insum.nn.checks import layer_takes
 from insum.nn.functional import _tensor
@@ -316,7 +317,7 @@ def scattered(values: Tensor, rows: Tensor, count: int, reduce: str) -> Tensor:
         # in float32: the sum of many half-precision numbers may be too large for one of them
         shares = many.clamp(min=1).reciprocal()
         mean = insum.insum("Out[r[p],c] = S[r[p]] * In[p,c]", S=shares, **given)
-        return mean.to(values.dtype) if values.is_floating_point() else mean
+        return mean.to(widened(values.dtype)) if values.is_floating_point() else mean
     top = insum.insum(f"Out[r[p],c] {reduce}= In[p,c]", **given)
     return torch.where(many[:, None] > 0, top, 0)
 

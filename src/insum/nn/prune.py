@@ -11,6 +11,7 @@ from insum.accepted import ELEMENTS, VALUES, Accepted, takes
 from insum.errors import BindingError, FormatError
 from insum.formats.entries import grid_of, padded_to
 from insum.formats.validate import block_shape as checked_block
+from insum.lang.types import promoted, widened
 
 WEIGHTS = Accepted(
     "a dense tensor of numbers",
@@ -34,7 +35,7 @@ def magnitude_mask(weight: Tensor, density: float) -> Tensor:
         tensor([[False,  True],
                 [ True, False]])
     """
-    return _largest(weight.detach().abs(), density)
+    return _largest(weight.detach().to(widened(weight.dtype)).abs(), density)
 
 
 @takes(weight=WEIGHTS)
@@ -59,10 +60,9 @@ def block_mask(weight: Tensor, block_shape: int | tuple[int, ...], density: floa
     """
     if weight.dim() != 2:
         raise BindingError(f"weight has {weight.dim()} dimension(s)", expected="a matrix")
-    blocks = in_blocks(weight.detach().abs(), checked_block(block_shape, weight.dim()))
-    return _largest(
-        blocks.to(torch.promote_types(blocks.dtype, torch.float32)).square().sum((1, 3)), density
-    )
+    wide = weight.detach().to(promoted(weight.dtype, torch.float32))
+    blocks = in_blocks(wide, checked_block(block_shape, weight.dim()))
+    return _largest(blocks.abs().square().sum((1, 3)), density)
 
 
 def in_blocks(x: Tensor, block: tuple[int, ...]) -> Tensor:

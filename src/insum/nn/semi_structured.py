@@ -11,9 +11,20 @@ import torch
 from torch import Tensor, nn
 
 import insum
-from insum.accepted import ELEMENTS, FLAG, FLOATS, SIZE, TENSOR, Accepted, explains, takes
+from insum.accepted import (
+    ELEMENTS,
+    FLAG,
+    HELD_FLOATS,
+    NARROW_FLOATS,
+    SIZE,
+    TENSOR,
+    Accepted,
+    explains,
+    takes,
+)
 from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, FormatError, InsumError
+from insum.lang.types import promoted, widened
 from insum.memory import remembered
 from insum.nn.checks import last_size, one_device, one_dtype
 from insum.nn.linear import LINEAR, parts_of_linear
@@ -29,7 +40,7 @@ GROUP, KEPT = 4, 2
 ROWS, COLUMNS, DTYPES, MAJORS = 32, 64, (torch.float16, torch.bfloat16), (8, 9)
 
 
-TRAINED = Accepted(FLOATS.expected, lambda v: FLOATS.fits(v) and ELEMENTS.fits(v))
+TRAINED = Accepted(HELD_FLOATS.expected, lambda v: HELD_FLOATS.fits(v) and ELEMENTS.fits(v))
 
 
 @takes(weight=WEIGHTS)
@@ -53,7 +64,7 @@ def semi_structured_mask(weight: Tensor) -> Tensor:
 
 
 def _largest(weight: Tensor) -> Tensor:
-    groups = _grouped(weight.detach()).abs()
+    groups = _grouped(weight.detach().to(widened(weight.dtype))).abs()
     mask = torch.zeros_like(groups, dtype=torch.bool)
     return mask.scatter(2, groups.topk(KEPT, dim=2).indices, True).reshape(weight.shape)
 
@@ -137,8 +148,9 @@ class SemiStructuredLinear(nn.Module):
         # those that are kept come first, in their order; where there is one or none, zeros fill up
         order = _grouped(mask).to(torch.int8).argsort(dim=2, descending=True, stable=True)
         place = order[..., :KEPT].sort(2).values
-        kept = _grouped(torch.where(mask, weight, 0)).gather(2, place)
-        self.values = nn.Parameter(kept.flatten(1))
+        wide = weight.to(widened(weight.dtype))
+        kept = _grouped(torch.where(mask, wide, 0)).gather(2, place)
+        self.values = nn.Parameter(kept.flatten(1).to(weight.dtype))
         self.bias = None if bias is None else nn.Parameter(bias.detach().clone())
         self.register_buffer("places", (place[..., 0] + GROUP * place[..., 1]).to(torch.uint8))
         self._packed: tuple[object, Tensor | None] | None = None
@@ -146,7 +158,9 @@ class SemiStructuredLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The weight written out, (out_features, in_features), with the gradient of the values."""
+        """The weight written out, (out_features, in_features), with the gradient of the values;
+        in float32 where they have 8 bits.
+        """
         columns = remembered(self.places, "columns", lambda: _columns(self.places))
         return insum.insum(
             "W[o,C[o,q]] = V[o,q]",
@@ -160,15 +174,20 @@ class SemiStructuredLinear(nn.Module):
         dense = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
         dense.weight = nn.Parameter(self.weight.detach())
         if self.bias is not None:
-            dense.bias = nn.Parameter(self.bias.detach().clone())
+            dense.bias = nn.Parameter(self.bias.detach().clone().to(dense.weight.dtype))
         return dense
 
     @explains(also=_refused, x=TENSOR)
     def forward(self, x: Tensor) -> Tensor:
         last_size("x", x, self.in_features, "in_features")
         one_device(x=x, values=self.values)
-        weight = self.packed() if self._fits(x) else None
-        return nn.functional.linear(x, self.weight if weight is None else weight, self.bias)
+        packed = self.packed() if self._fits(x) else None
+        weight = self.weight if packed is None else packed
+        if not NARROW_FLOATS & {x.dtype, self.values.dtype}:
+            return nn.functional.linear(x, weight, self.bias)
+        common = widened(promoted(x.dtype, self.values.dtype))  # torch multiplies them with none
+        bias = None if self.bias is None else self.bias.to(common)
+        return nn.functional.linear(x.to(common), weight.to(common), bias)
 
     def _fits(self, x: Tensor) -> bool:
         """Whether a call can run on sparse tensor cores."""

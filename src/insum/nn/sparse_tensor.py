@@ -19,6 +19,7 @@ from insum.accepted import (
     DTYPE,
     ELEMENTS,
     FLAG,
+    NARROW_FLOATS,
     SHAPE,
     SIZE,
     TENSOR,
@@ -295,6 +296,12 @@ class SparseTensor:
         try:
             return self.with_features(how(self.features, wanted))
         except (RuntimeError, OverflowError, TypeError, AssertionError) as wrong:
+            if NARROW_FLOATS & {self.dtype, getattr(wanted, "dtype", None)}:
+                raise DtypeError(
+                    "features of 8-bit floats, in which nothing is computed, are combined",
+                    expected="features of 16 bits or more",
+                    remedy="x.to(torch.bfloat16)",
+                ) from wrong
             # the last where only one is a fake tensor
             raise BindingError(
                 f"features of shape {tuple(self.features.shape)} and {shown(wanted)} cannot be "

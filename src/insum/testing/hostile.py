@@ -174,6 +174,7 @@ CHANGES: dict[str, Callable[[Tensor], Any]] = {
     "of booleans": lambda t: t.bool(),
     "of complex numbers": lambda t: t.to(torch.complex64),
     "of 8-bit floats": lambda t: t.to(torch.float8_e4m3fn),
+    "of 8-bit floats of another kind": lambda t: t.to(torch.float8_e5m2fnuz),
     "of unsigned integers": lambda t: t.to(torch.uint64),
     "of floats": lambda t: t.double(),
     "of integers": lambda t: t.nan_to_num().to(torch.int64),
