@@ -138,7 +138,7 @@ def test_a_value_of_more_variables_than_dimensions() -> None:
 
 def test_integers_where_there_are_no_matrix_products() -> None:
     """Two factors at a time, on devices that have no einsum of integers."""
-    from insum.graph import lower
+    from insum.graph.lower import lower
     from insum.request import Request
 
     values = {f"A{k}": torch.ones(4, 4, dtype=torch.int64, device="meta") for k in range(3)}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import insum
-from insum.graph import lower
+from insum.graph.lower import lower
 from insum.lang.bind import bind
 from insum.lang.parser import parse
 
@@ -412,7 +412,7 @@ def test_deterministic_mode() -> None:
 @pytest.mark.parametrize("first", ["short", "long"])
 def test_what_sizes_decide_does_not_depend_on_who_came_first(first: str) -> None:
     """Short sums are multiplied and summed, long ones contracted, whatever was seen before."""
-    from insum import graph as module
+    from insum.graph import lower as module
 
     statement = "y[p,n] = v[p,q] * B[p,q,n]"
     sizes = {"short": 3, "long": 1000}

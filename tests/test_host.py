@@ -13,7 +13,7 @@ from torch import Tensor
 
 import insum
 from insum.call import BoundCall, kinds_of
-from insum.contraction import cheapest
+from insum.graph.contraction import cheapest
 from insum.host import choose as chooser
 from insum.host import chunks, runs
 from insum.host.places import Lowering

@@ -39,15 +39,8 @@ RANKS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "lang.derive",
-            "contraction",
             "graph",
-            "graph_build",
-            "graph_access",
-            "graph_value",
-            "graph_scatter",
-            "graph_flatten",
             "host",
-            "inductor",
             "runtime",
         }
     ),

@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import insum
-from insum import bounded, inductor
+from insum import bounded
 from insum.compat import compiler
-from insum.graph_flatten import flattened
+from insum.graph import inductor
+from insum.graph.matmul import flattened
 from insum.testing import count_compiles, draw_cases
 
 BLOCKS = "C[AM[p],m,n] = AV[p,q,m,k] * B[AK[p,q],k,n]"

@@ -56,7 +56,7 @@ def anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has called nothing yet."""
     monkeypatch.setattr("insum.call._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
-    monkeypatch.setattr("insum.graph._graphs", {})
+    monkeypatch.setattr("insum.graph.lower._graphs", {})
     memory.forget()
 
 

@@ -24,7 +24,7 @@ from insum import memory
 from insum.bounded import is_first, keep
 from insum.compat.calls import is_profiled, is_undisturbed, kinds_guard, modes_now
 from insum.errors import NotFusedError
-from insum.graph import lower
+from insum.graph.lower import lower
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, accesses, tensors_of
 from insum.lang.measure import Measure, measure_of
@@ -549,7 +549,7 @@ class BoundCall:
         lowered = lower(problem, mode)
         forward: Callable[..., Tensor] = lowered.module.forward
         if self.prepared.settings.backend == "inductor":
-            from insum.inductor import forward_of  # which loads a good deal of torch
+            from insum.graph.inductor import forward_of  # which loads a good deal of torch
 
             forward = forward_of(lowered, problem)
         sizes = lowered.size_arguments(problem)

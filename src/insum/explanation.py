@@ -11,7 +11,7 @@ from torch import Tensor
 
 from insum import memory
 from insum.call import is_fusable, prepare
-from insum.graph import lower
+from insum.graph.lower import lower
 from insum.host.choose import choose
 from insum.host.patterns import Patterns
 from insum.host.places import HostCall, Lowering

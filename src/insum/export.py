@@ -31,8 +31,8 @@ from torch.export import ExportedProgram
 from insum.call import is_fusable
 from insum.compat import compiler, cxx_runtime
 from insum.errors import UnsupportedError
-from insum.graph import lower
-from insum.graph_flatten import flattened
+from insum.graph.lower import lower
+from insum.graph.matmul import flattened
 from insum.lang.bind import Problem, Value
 from insum.ops import decode_exactly
 from insum.request import Request

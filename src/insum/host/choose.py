@@ -10,8 +10,8 @@ from math import prod
 
 from torch import Tensor
 
-from insum.graph import lower
-from insum.graph_value import meeting_dtype
+from insum.graph.lower import lower
+from insum.graph.value import meeting_dtype
 from insum.host.blocks import blocks_of
 from insum.host.chunks import chunks_of
 from insum.host.dots import dots_of

@@ -11,9 +11,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from insum.contraction import cheapest
-from insum.graph import Lowered, live_terms, lower
-from insum.graph_value import meeting_dtype
+from insum.graph.contraction import cheapest
+from insum.graph.lower import Lowered, live_terms, lower
+from insum.graph.value import meeting_dtype
 from insum.host.places import HostCall
 from insum.host.roles import as_tensor
 from insum.lang.bind import Problem

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from insum.graph import Lowered, lower
+from insum.graph.lower import Lowered, lower
 from insum.host.places import HostCall
 from insum.host.roles import HostRoles, as_tensor, plain_variables
 from insum.lang.bind import Problem, Value

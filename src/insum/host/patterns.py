@@ -13,9 +13,9 @@ from torch import Tensor
 
 from insum import memory
 from insum.bounded import keep
-from insum.contraction import WRITING, cheapest
-from insum.graph import live_terms, lower
-from insum.graph_value import meeting_dtype
+from insum.graph.contraction import WRITING, cheapest
+from insum.graph.lower import live_terms, lower
+from insum.graph.value import meeting_dtype
 from insum.host.parts import SubProblem, sub_problem, tensor_kind
 from insum.host.places import HostCall, Lowering
 from insum.host.roles import as_tensor

@@ -15,8 +15,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from insum.graph import live_terms
-from insum.graph_value import meeting_dtype
+from insum.graph.lower import live_terms
+from insum.graph.value import meeting_dtype
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, Expr, accesses, variables
 

@@ -20,8 +20,8 @@ from torch.fx import GraphModule
 from insum.bounded import is_first, keep
 from insum.compat import compiler
 from insum.errors import NotFusedError
-from insum.graph import Lowered
-from insum.graph_flatten import flattened
+from insum.graph.lower import Lowered
+from insum.graph.matmul import flattened
 from insum.lang.bind import Problem
 from insum.settings import settings
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from insum.contraction import Pair, cheapest
 from insum.errors import DtypeError, UnsupportedError
-from insum.graph_access import AccessReader
-from insum.graph_build import GraphValue
+from insum.graph.contraction import Pair, cheapest
+from insum.graph.gather import AccessReader
+from insum.graph.nodes import GraphValue
 from insum.lang.bind import Problem
 from insum.lang.expand import ProductTerm
 from insum.lang.expr import FUNCTIONS, Access, Call, Expr, Number, Product, Sum

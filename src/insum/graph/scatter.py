@@ -10,9 +10,9 @@ from functools import reduce
 import torch
 from torch.fx import Node
 
-from insum.graph_access import AccessReader, Dim
-from insum.graph_build import GraphBuilder, GraphValue
-from insum.graph_value import Evaluator
+from insum.graph.gather import AccessReader, Dim
+from insum.graph.nodes import GraphBuilder, GraphValue
+from insum.graph.value import Evaluator
 from insum.lang.bind import Problem
 from insum.lang.expand import ProductTerm
 from insum.lang.expr import accesses, variables

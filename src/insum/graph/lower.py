@@ -3,7 +3,7 @@ where there is no faster path.
 
 A graph is made once per *kind* of problem (statement, dtypes, ranks, device), takes sizes as
 arguments, and serves every shape for which it would be made so. The stages are one class each, in
-the order of the data: `graph_access` gathers, `graph_value` computes, `graph_scatter` writes.
+the order of the data: `graph.gather` reads, `graph.value` computes, `graph.scatter` writes.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from insum.bounded import keep
-from insum.contraction import Pair
 from insum.errors import UnsupportedError
-from insum.graph_scatter import GraphWriter
-from insum.graph_value import VariablesOfFactors, best_order, is_short
+from insum.graph.contraction import Pair
+from insum.graph.scatter import GraphWriter
+from insum.graph.value import VariablesOfFactors, best_order, is_short
 from insum.lang.bind import Problem, Size, Value
 from insum.lang.expand import ProductTerm
 from insum.lang.expr import accesses

@@ -11,7 +11,7 @@ from typing import TypeAlias
 import torch
 from torch.fx import Node
 
-from insum.graph_build import GraphBuilder, GraphValue, label
+from insum.graph.nodes import GraphBuilder, GraphValue, label
 from insum.lang.expr import Access, Affine, Expr, Var, accesses
 
 #: A dimension of a view: the variable that runs along it, or the index values at which it is to be
