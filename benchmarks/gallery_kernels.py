@@ -18,11 +18,11 @@ import torch
 from patterns import panels_of
 
 import insum
-from insum import inspection
 from insum.bench.gallery import EXHIBITS, Exhibit
 from insum.bench.options import BenchOptions
+from insum.call.request import request_of
 from insum.explanation import parts_of
-from insum.request import request_of
+from insum.runtime import inspection
 from insum.runtime.program import Refusal
 
 RESULTS = Path(__file__).parent / "results"

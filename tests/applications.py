@@ -17,11 +17,11 @@ from torch import Tensor
 
 import insum
 from insum.autograd import ForwardCall, gradients
-from insum.call import Kinds
+from insum.call.prepared import Kinds
+from insum.call.request import Request, request_of
 from insum.formats import COO, BlockCOO, BlockGroupCOO, GroupCOO
 from insum.lang.bind import Problem
 from insum.ops import contract
-from insum.request import Request, request_of
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 import insum
-from insum import inspection
 from insum.lang.bind import Problem, bind
 from insum.lang.parser import parse
 from insum.plan.plan import Plan
+from insum.runtime import inspection
 from insum.runtime.bind import Ready, Unseen
 from insum.runtime.program import Program, Refusal
 from insum.testing.as_on_a_gpu import ONLY_FUSED, poisonous

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import insum
-from insum import api, call
+from insum import api
+from insum.call import prepared as calls
 
 
 def test_public_names() -> None:
@@ -74,16 +75,16 @@ def test_the_cache_tells_kinds_apart() -> None:
 
 def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kinds of calls, and sizes of one kind."""
-    monkeypatch.setattr(call, "MOST_KINDS", 3)
-    monkeypatch.setattr(call, "MOST_SIZES", 4)
-    monkeypatch.setattr(call, "_forms", {})
+    monkeypatch.setattr(calls, "MOST_KINDS", 3)
+    monkeypatch.setattr(calls, "MOST_SIZES", 4)
+    monkeypatch.setattr(calls, "_forms", {})
     monkeypatch.setattr(api, "_fronts", {})
     dtypes = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32)
     for dtype in dtypes:
         for n in range(1, 9):
             result = insum.insum("y[i] = x[i]", x=torch.ones(n, dtype=dtype))
             assert result.shape == (n,) and result.dtype is dtype
-    (kinds,) = call._forms.values()
+    (kinds,) = calls._forms.values()
     assert 1 <= len(kinds.calls) <= 3
     assert all(1 <= len(prepared.bound) <= 4 for prepared in kinds.calls)
 

@@ -9,13 +9,12 @@ from unittest import mock
 import pytest
 import torch
 
-from insum import inspection
+from insum.call.request import request_of
 from insum.nn import Irreps, TensorProductConv
 from insum.nn.multilinear import Multilinear
 from insum.plan.beside import beside_each_other, together
 from insum.plan.draft import Planned
-from insum.request import request_of
-from insum.runtime import launch
+from insum.runtime import inspection, launch
 from insum.runtime.bind import BoundLaunch, CallNumbers, compile_at_once
 from insum.runtime.build import first_choice, step_of
 from insum.runtime.program import Program

@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from applications import block_spmm
-from insum import inspection
-from insum.runtime import binaries, launch
+from insum.runtime import binaries, inspection, launch
 from insum.runtime.program import Program
 
 pytestmark = pytest.mark.skipif(launch.interpreting(), reason="the interpreter compiles nothing")

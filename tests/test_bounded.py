@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 import insum
-from insum import call, memory
-from insum.call import BoundCall
+from insum import memory
+from insum.call import prepared as calls
+from insum.call.prepared import BoundCall
 from insum.plan.sizes import OUT, WORK
 from insum.runtime import fused, program, programs, prologue
 from insum.runtime.bind import BoundLaunch
@@ -187,8 +188,8 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     """As on a GPU, without launching."""
     counter = Counter()
     monkeypatch.setattr(memory, "can_look", lambda tensor: False)
-    monkeypatch.setattr("insum.call.kernels_look_on", lambda device: True)
-    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.call.prepared.kernels_look_on", lambda device: True)
+    monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
     monkeypatch.setattr(BoundLaunch, "interpret", lambda *given: counter(*given))
 
@@ -253,15 +254,15 @@ def test_thousands_of_calls(counter: Counter) -> None:
 
 def _check_bounds() -> None:
     """Everything that hangs on statements, kinds and tensors."""
-    every = list(call._forms.values())
-    assert len(every) <= call.MOST_FORMS
+    every = list(calls._forms.values())
+    assert len(every) <= calls.MOST_FORMS
     for kinds in every:
-        assert len(kinds.calls) <= call.MOST_KINDS and len(kinds.shelves) <= call.MOST_KINDS
+        assert len(kinds.calls) <= calls.MOST_KINDS and len(kinds.shelves) <= calls.MOST_KINDS
         for shelf in kinds.shelves.values():
             assert len(shelf.exact) <= programs.MOST_CLASSES
             assert len(shelf.general) <= programs.MOST_GENERAL
         for one in kinds.calls:
-            assert len(one.bound) <= call.MOST_SIZES and len(one.recent) <= call.MOST_RECENT
+            assert len(one.bound) <= calls.MOST_SIZES and len(one.recent) <= calls.MOST_RECENT
             assert len(one.fused.unseen) <= fused.MOST_UNSEEN
     about = memory.report()
     assert about.nbytes == memory._total["bytes"] <= insum.settings.memory
@@ -275,12 +276,12 @@ def test_kernels_for_all_sizes_are_right(scatter: str, monkeypatch: pytest.Monke
     in a tile do not apply.
     """
     monkeypatch.setattr(program, "MOST_EXACT", 0)
-    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
     for case in (*draw_cases(20, seed=7), *draw_scatters(12, seed=7)):
         with insum.settings(**ONLY_FUSED, scatter=scatter), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # NumPy, about infinities
             with contextlib.suppress(insum.NotFusedError):
                 case.check()
-    shelves = [s for kinds in call._forms.values() for s in kinds.shelves.values()]
+    shelves = [s for kinds in calls._forms.values() for s in kinds.shelves.values()]
     assert shelves and not any(s.exact or s.room.kernels for s in shelves)

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from applications import tiny
-from insum.inspection import Look
 from insum.plan.config import Config
 from insum.runtime import cache
+from insum.runtime.inspection import Look
 from insum.settings import settings
 
 SOURCE = Path(__file__).parent.parent / "src"
@@ -154,8 +154,8 @@ def test_a_bad_entry_is_passed_over_with_one_line_and_written_anew(
 #: another config.
 TUNE = """
 import os, sys, torch
-from insum import search
-from insum.request import request_of
+from insum.runtime import search
+from insum.call.request import request_of
 from insum.runtime.bind import Ready
 
 torch.set_num_threads(1)

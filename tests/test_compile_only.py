@@ -21,12 +21,11 @@ import torch
 import applications
 import insum
 from applications import Call
-from insum import inspection
+from insum.call.request import request_of
 from insum.codegen.arguments import Pointer
 from insum.plan.questions import AskFacts, AskInside, Question
 from insum.plan.sizes import power_of_two
-from insum.request import request_of
-from insum.runtime import launch
+from insum.runtime import inspection, launch
 from insum.runtime.bind import BoundLaunch
 from insum.runtime.program import Program
 from kernels import bound

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, vmap
 
 import insum
+from insum.call.request import request_of
 from insum.formats import COO
 from insum.ops import decode, encode
-from insum.request import request_of
 from insum.testing import oracle
 
 # --- an output that is its own index --------------------------------------------------------------
@@ -138,8 +138,8 @@ def test_a_value_of_more_variables_than_dimensions() -> None:
 
 def test_integers_where_there_are_no_matrix_products() -> None:
     """Two factors at a time, on devices that have no einsum of integers."""
+    from insum.call.request import Request
     from insum.graph.lower import lower
-    from insum.request import Request
 
     values = {f"A{k}": torch.ones(4, 4, dtype=torch.int64, device="meta") for k in range(3)}
     problem = Request("y[a,d] = A0[a,b] * A1[b,c] * A2[c,d]").bind(values)

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from applications import Application, block_spmm, spmm, tiny
-from insum.inspection import Look
 from insum.plan import cost, model
 from insum.plan.config import Config
 from insum.plan.draft import Planned
 from insum.runtime.build import first_choice
+from insum.runtime.inspection import Look
 from insum.runtime.programs import wishes_of
 
 DEVICE = cost.Device()

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import insum
-from insum import inspection
+from insum.call.request import request_of
 from insum.plan import fitting
-from insum.request import request_of
-from insum.runtime import launch
+from insum.runtime import inspection, launch
 from insum.runtime.bind import BoundLaunch
 from insum.runtime.program import Refusal
 

@@ -15,7 +15,7 @@ import pytest
 
 import applications
 from applications import Application, Call
-from insum import inspection
+from insum.runtime import inspection
 
 pytestmark = pytest.mark.compile_only
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 import insum
-from insum import call as calls
 from insum import memory
+from insum.call import prepared as calls
 from insum.compat import calls as guards
 from insum.facts import constant
 from insum.runtime import cache, fused
@@ -36,7 +36,7 @@ def only_fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     """Every test twice: a torch without guards for tensors is served too."""
     if request.param == "our own":
         monkeypatch.setattr(guards, "_tensor_guard", lambda tensors, exact: None)
-    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
     with insum.settings(**ONLY_FUSED):
         yield

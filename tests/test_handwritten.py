@@ -7,8 +7,9 @@ import inspect
 import pytest
 import torch
 
-from insum.runtime import grouping, hashing, launch, loops, packs, reaching
-from insum.runtime.handwritten import Handwritten
+from insum.runtime import launch
+from insum.runtime.handwritten import grouping, hashing, loops, packs, reaching
+from insum.runtime.handwritten.kernel import Handwritten
 
 pytestmark = pytest.mark.compile_only
 

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 import insum
-from insum.call import BoundCall, kinds_of
+from insum.call.prepared import BoundCall, kinds_of
+from insum.call.request import request_of
 from insum.graph.contraction import cheapest
 from insum.host import choose as chooser
 from insum.host import chunks, runs
 from insum.host.places import Lowering
-from insum.request import request_of
 from insum.testing import Case, assert_close, draw_cases
 from scatters import draw_scatters
 
@@ -30,7 +30,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chooser, "LEAST_WORK", 0)
     monkeypatch.setattr(chunks, "AT_ONCE", 256)
     monkeypatch.setattr(runs, "AT_ONCE", 1 << 14)
-    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
 
 

@@ -44,9 +44,7 @@ RANKS: tuple[frozenset[str], ...] = (
             "runtime",
         }
     ),
-    frozenset({"request"}),
-    frozenset({"stages"}),
-    frozenset({"call", "inspection", "search"}),
+    frozenset({"call"}),
     frozenset({"ops", "autograd", "batching", *STATEMENTS_OVER_DTENSORS}),
     frozenset({"inplace", "mean", "traced", "explanation", "export"}),
     frozenset({"formats", "api", "together", "fusion", "distributed.explained"}),

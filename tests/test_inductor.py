@@ -42,7 +42,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def unprepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what earlier tests have left behind."""
-    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.call.prepared._forms", {})
 
 
 class Recorded:

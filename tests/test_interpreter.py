@@ -18,9 +18,8 @@ from torch import Tensor
 import applications
 import insum
 from applications import Application, relative_error
-from insum import inspection
 from insum.plan import model
-from insum.runtime import classify
+from insum.runtime import classify, inspection
 from insum.runtime.program import Program
 from kernels import ONLY_FUSED, STRATEGIES, bound, error, lookup, poison_new_memory, run
 

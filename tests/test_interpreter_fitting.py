@@ -29,7 +29,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Copies pay as if everything were larger; memory that nobody wrote to holds NaN."""
     monkeypatch.setattr(fitting, "LEAST_POINTS", 1)
     monkeypatch.setattr(fitting, "LEAST_READS", 0)
-    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
     poison_new_memory(monkeypatch)
     memory.forget()
@@ -103,7 +103,7 @@ def test_new_tables_of_other_sizes(
 ) -> None:
     """One program for all sizes of a class, and for tables that nobody has seen."""
     monkeypatch.setattr(memory, "can_look", lambda tensor: False)
-    monkeypatch.setattr("insum.call.kernels_look_on", lambda device: True)
+    monkeypatch.setattr("insum.call.prepared.kernels_look_on", lambda device: True)
     for voxels, offsets in ((150, 3), (160, 3), (160, 4)):
         f, w = torch.randn(voxels, 40).half(), torch.randn(offsets, 40, 24).half()
         nb = table(voxels, offsets)
@@ -198,7 +198,7 @@ def test_such_rows_of_new_tables(
 ) -> None:
     """Where indices are trusted: what leads out of range is not read from a copy."""
     monkeypatch.setattr(memory, "can_look", lambda tensor: False)
-    monkeypatch.setattr("insum.call.kernels_look_on", lambda device: True)
+    monkeypatch.setattr("insum.call.prepared.kernels_look_on", lambda device: True)
     for check, copies in (("async", ["w"]), ("never", ["w", "f"])):
         launched.clear()
         for voxels in (150, 160):
@@ -216,7 +216,7 @@ def test_every_address_is_that_of_its_tensor(
 ) -> None:
     """As kernels are launched on a device; nothing is computed."""
     monkeypatch.setattr(memory, "can_look", lambda tensor: known)
-    monkeypatch.setattr("insum.call.kernels_look_on", lambda device: True)
+    monkeypatch.setattr("insum.call.prepared.kernels_look_on", lambda device: True)
     found: list[dict[str, int]] = []
 
     def compiled(self: BoundLaunch, unaligned: int) -> Callable[[int, list[Any]], None]:

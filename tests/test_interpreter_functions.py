@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import insum
-from insum import inspection
 from insum.lang.bind import bind
 from insum.lang.parser import parse
+from insum.runtime import inspection
 from kernels import ONLY_FUSED, poison_new_memory
 from test_functions import FORMS, FROM, TO, torchs, values, written
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from insum import inspection
 from insum.plan.questions import AskFacts, AskInside, Question
+from insum.runtime import inspection
 from insum.runtime.program import Program
 from insum.runtime.record import record_of
 from kernels import bound

@@ -18,9 +18,8 @@ from torch import Tensor
 import applications
 import insum
 from applications import relative_error
-from insum import inspection
 from insum.facts import facts_of
-from insum.runtime import prologue
+from insum.runtime import inspection, prologue
 from insum.runtime.bind import Ready
 from kernels import ONLY_FUSED, error, lookup, poison_new_memory, run
 

@@ -134,8 +134,8 @@ def test_products_of_a_statement_agree(dtype: torch.dtype, order: int) -> None:
 def test_kernels_that_know_nothing_agree(order: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, with index values that nobody has looked at."""
     monkeypatch.setattr(memory, "can_look", lambda tensor: False)
-    monkeypatch.setattr("insum.call.kernels_look_on", lambda device: True)
-    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.call.prepared.kernels_look_on", lambda device: True)
+    monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
     seen = watch_programs(monkeypatch)
     torch.manual_seed(0)

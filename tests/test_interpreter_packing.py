@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import insum
+from insum.call.request import request_of
 from insum.plan.strategies.packing import TILE
-from insum.request import request_of
 from insum.runtime import prologue
 from insum.runtime.prologue import Made, by_step, packed
 from kernels import lookup

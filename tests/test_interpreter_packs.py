@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from insum.plan.strategies.packing import TILE
-from insum.runtime import packs
+from insum.runtime.handwritten import packs
 
 pytestmark = pytest.mark.interpreter
 

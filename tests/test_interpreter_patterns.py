@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 import insum
-from insum import inspection, memory
+from insum import memory
 from insum.bench import data
+from insum.call.request import request_of
 from insum.codegen import unrolled
 from insum.nn import FullyConnectedTensorProduct
 from insum.plan.model import LONG
-from insum.request import request_of
+from insum.runtime import inspection
 from kernels import lookup
 
 pytestmark = pytest.mark.interpreter
@@ -151,8 +152,8 @@ def convolution(
 
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "can_look", lambda tensor: False)
-    monkeypatch.setattr("insum.call.kernels_look_on", lambda device: True)
-    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.call.prepared.kernels_look_on", lambda device: True)
+    monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
 
 

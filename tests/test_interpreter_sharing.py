@@ -14,7 +14,7 @@ from torch import Tensor
 import insum
 from as_on_a_gpu import no_reads
 from insum.plan.strategies import sharing, sorting
-from insum.runtime.sharing import in_tiles, most_tiles
+from insum.runtime.handwritten.equal_tiles import in_tiles, most_tiles
 from insum.testing.as_on_a_gpu import pretended
 from kernels import ONLY_FUSED, watch_programs
 

@@ -34,8 +34,8 @@ SUM = "y[d[e],f] = w[e] * x[s[e],f]"
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(memory, "can_look", lambda tensor: False)
-    monkeypatch.setattr("insum.call.kernels_look_on", lambda device: True)
-    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.call.prepared.kernels_look_on", lambda device: True)
+    monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
     poison_new_memory(monkeypatch)
     memory.forget()

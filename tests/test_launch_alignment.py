@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from insum import inspection
-from insum.runtime import bind
+from insum.runtime import bind, inspection
 from insum.runtime.bind import BoundLaunch
 from insum.runtime.program import Program
 from kernels import bound

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import insum
+from insum.call.request import Form, request_of
+from insum.call.stages import is_copyable, layouts_of, stages_of
 from insum.lang.bind import Problem
-from insum.request import Form, request_of
-from insum.stages import is_copyable, layouts_of, stages_of
 
 CONVOLUTION = "y[b,o,t] = x[b,c,t+r] * w[o,c,r]"
 
@@ -109,7 +109,7 @@ def test_doubles_are_not_for_matrix_units() -> None:
 def test_explain_tells_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("insum.plan.layouts.LEAST_POINTS", 1)
     monkeypatch.setattr("insum.plan.layouts.LEAST_USES", 0)
-    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.call.prepared._forms", {})
     x, w = torch.ones(2, 16, 21), torch.ones(16, 16, 3)
     with insum.settings(backend="fused"):
         text = str(insum.explain(CONVOLUTION, sizes={2: 19}, x=x, w=w))

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import insum
-from insum import inspection
 from insum.formats import COO, BlockGroupCOO, GroupCOO, SparseFormat
 from insum.nn import (
     BlockSparseLinear,
@@ -25,6 +24,7 @@ from insum.nn import (
     semi_structured_mask,
 )
 from insum.plan import draft
+from insum.runtime import inspection
 from test_compile_only import bound, compile_one, launches, spilled
 
 E4, E5 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -13,7 +13,7 @@ from insum.formats import COO, GroupCOO, suggest
 from insum.formats.tune import TunedFormat
 from insum.fusion.report import Failed, Fused, Left, MovedProduct, Once, Report
 from insum.nn.swapping import Replacement, Swapped
-from insum.search import TriedChoice, Tuned
+from insum.runtime.search import TriedChoice, Tuned
 
 X = torch.ones(4, 4)
 

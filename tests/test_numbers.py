@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 import insum
-from insum import inspection
-from insum.runtime import symbolic
+from insum.runtime import inspection, symbolic
 from kernels import ONLY_FUSED, bound, poison_new_memory
 
 torch.manual_seed(0)

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
 import insum
-from insum.call import BoundCall
+from insum.call.prepared import BoundCall
+from insum.call.request import Request, head
 from insum.compat import calls
 from insum.ops import decode, encode
-from insum.request import Request, head
 from insum.traced import left_side
 
 PRODUCT = "C[D[y],x] += A[y,E[r]] * B[r,x]"

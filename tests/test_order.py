@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.autograd import gradcheck, gradgradcheck
 
 import insum
-from insum.call import prepare
+from insum.call.prepared import prepare
+from insum.call.request import request_of
+from insum.call.stages import Stage, stages_of
 from insum.plan import order
 from insum.plan.library import is_matrix_product
 from insum.plan.order import Path
 from insum.plan.path import operands_of
-from insum.request import request_of
-from insum.stages import Stage, stages_of
 from insum.testing import Case, assert_close, draw_cases, oracle
 from insum.testing.as_on_a_gpu import pretended
 from kernels import ONLY_FUSED, bound
@@ -36,7 +36,7 @@ def eager_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A path is taken wherever it has fewer points, however small the sizes."""
     for name, value in {"STARTED": 0, "MOVED": 0, "CLEARLY": 1, "BY_FAR": 1}.items():
         monkeypatch.setattr(order, name, value)
-    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
 
 
@@ -241,11 +241,11 @@ def test_sizes_of_a_class_take_the_same_path() -> None:
 
 
 def test_the_kept_order_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
     searches = []
     monkeypatch.setattr(
-        "insum.call.stages_of",
+        "insum.call.prepared.stages_of",
         lambda *given, **more: searches.append(1) or stages_of(*given, **more),
     )
     for size in (129, 200, 256, 129):
@@ -401,7 +401,7 @@ def test_gradients_of_both_orders(optimize: Any, eager_splits: None) -> None:
 def test_gradients_are_split_themselves(eager_splits: None) -> None:
     leaves = {name: torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for name in "ABC"}
     torch.autograd.grad(insum.insum(CHAIN, **leaves).sum(), list(leaves.values()))
-    known = {form.statement for form in insum.call._forms}
+    known = {form.statement for form in insum.call.prepared._forms}
     assert {"dY_C[i,k] = dY[i,l] * C[k,l]", "dA[i,j] += dY_C[i,k] * B[j,k]"} <= known
 
 

@@ -22,7 +22,7 @@ from insum import memory
 from insum.fusion.op import Spec
 from insum.nn import GCNConv, SparseConv3d, SparseTensor
 from insum.runtime.bind import BoundLaunch
-from insum.runtime.handwritten import Handwritten
+from insum.runtime.handwritten.kernel import Handwritten
 from kernels import ONLY_FUSED
 
 pytestmark = pytest.mark.interpreter
@@ -44,8 +44,8 @@ launched: list[str] = []
 def stubbed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As on a GPU, without launching."""
     monkeypatch.setattr(memory, "can_look", lambda tensor: False)
-    monkeypatch.setattr("insum.call.kernels_look_on", lambda device: True)
-    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.call.prepared.kernels_look_on", lambda device: True)
+    monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
     monkeypatch.setattr(BoundLaunch, "interpret", lambda self, *_: launched.append("generated"))
     launched.clear()

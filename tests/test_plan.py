@@ -13,12 +13,12 @@ import torch
 
 import applications
 import insum
-from insum import inspection
 from insum.codegen.arguments import Passed, Pointer
 from insum.plan import model
 from insum.plan.config import Config
 from insum.plan.draft import CannotFuse
 from insum.plan.plan import Plan
+from insum.runtime import inspection
 from kernels import bound, plan_of, plans_of
 
 pytestmark = pytest.mark.compile_only  # plans end in loaded kernels, for which triton must be there

@@ -15,7 +15,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import insum
-from insum import api, call
+from insum import api
+from insum.call import prepared as calls
+from insum.call.request import request_of
 from insum.lang.measure import measure_of
 from insum.plan.sizes import (
     FEW,
@@ -30,7 +32,6 @@ from insum.plan.sizes import (
     typical,
     unit_of,
 )
-from insum.request import request_of
 from insum.runtime.classify import classified, contiguous_strides, running
 from insum.testing import Case, draw_cases, statements
 from kernels import ONLY_FUSED, bound
@@ -428,7 +429,7 @@ def test_a_program_is_right_for_every_size_of_its_class(
     name: str, ordered: bool, base: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The program of the smallest sizes runs all others."""
-    monkeypatch.setattr(call, "_forms", {})
+    monkeypatch.setattr(calls, "_forms", {})
     monkeypatch.setattr(api, "_fronts", {})
     cases = of_one_class(name, base, ordered)
     assert len(cases) > 3
@@ -440,7 +441,7 @@ def test_a_program_is_right_for_every_size_of_its_class(
         with insum.settings(backend="graph"):
             expected = insum.insum(case.statement, sizes=sizes, **exact)
         torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=2e-4)
-    (prepared,) = (one for kinds in call._forms.values() for one in kinds.calls if one.fusable)
+    (prepared,) = (one for kinds in calls._forms.values() for one in kinds.calls if one.fusable)
     assert len(prepared.fused.programs.shelf.exact) == 1 and len(prepared.bound) > 1
 
 

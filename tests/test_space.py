@@ -10,13 +10,13 @@ import torch
 
 import insum
 from applications import Application, tiny
-from insum import inspection
 from insum.errors import SettingsError
-from insum.inspection import Look
 from insum.plan import cost, legal, model, space
 from insum.plan.config import Choice, Config, choice_from, choice_of, choice_text, shown
 from insum.plan.draft import CannotFuse, Planned
+from insum.runtime import inspection
 from insum.runtime.build import first_choice
+from insum.runtime.inspection import Look
 from insum.settings import settings
 from insum.testing import draw_cases
 from kernels import bound

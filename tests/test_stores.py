@@ -16,8 +16,8 @@ import torch
 
 import insum
 from insum import bounded, memory
-from insum.call import MOST_SIZES, kinds_of
-from insum.request import request_of
+from insum.call.prepared import MOST_SIZES, kinds_of
+from insum.call.request import request_of
 from insum.runtime import launch
 from insum.settings import SettingValues, _one, _seen
 

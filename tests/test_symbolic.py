@@ -175,8 +175,8 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     """Calls behave as on a GPU, and while the list says so, as if a CUDA graph were recorded."""
     now = [True]
     monkeypatch.setattr(memory, "can_look", lambda tensor: False)
-    monkeypatch.setattr("insum.call.kernels_look_on", lambda device: True)
-    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.call.prepared.kernels_look_on", lambda device: True)
+    monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
     for module in (facts, fused):
         monkeypatch.setattr(module, "is_recorded", lambda device: now[0])

@@ -512,8 +512,7 @@ def test_compiled_kernels_are_counted_once_for_each_kind(monkeypatch: pytest.Mon
     """A kind of call is one kernel for pointers of each alignment; other sizes compile nothing."""
     import triton
 
-    from insum import inspection
-    from insum.runtime import binaries, launch
+    from insum.runtime import binaries, inspection, launch
 
     monkeypatch.setattr(launch, "interpreting", lambda: False)
     monkeypatch.setattr(binaries, "recalled", lambda *kind: None)

@@ -18,10 +18,9 @@ import torch
 
 import insum
 from applications import Application, block_spmm, spmm, tiny
-from insum import inspection, search
 from insum.errors import SettingsError
 from insum.plan.config import Choice, Config
-from insum.runtime import cache, launch
+from insum.runtime import cache, inspection, launch, search
 from insum.runtime.bind import Ready
 from insum.runtime.build import first_choice
 from insum.runtime.program import Program
@@ -325,7 +324,7 @@ def test_a_terminal_gets_a_progress_bar_and_the_winner(
 @pytest.mark.usefixtures("computed")
 def test_accumulating_statements_are_tried_on_copies() -> None:
     A, x, y = torch.ones(4, 3), torch.ones(3), torch.zeros(4)
-    problem = insum.request.request_of("y[i] += A[i,j] * x[j]", None, None, ()).bind(
+    problem = insum.call.request.request_of("y[i] += A[i,j] * x[j]", None, None, ()).bind(
         {"A": A, "x": x, "y": y}
     )
     seen = []
@@ -342,9 +341,9 @@ def test_accumulating_statements_are_tried_on_copies() -> None:
 def test_a_sum_of_products_is_tuned_product_by_product() -> None:
     A, B = torch.ones(64, 32), torch.ones(32, 64)
     values = {"A": A, "B": B, "D": torch.ones(64, 64)}
-    problem = insum.request.request_of("C[i,j] = A[i,k] * B[k,j] + D[i,j]", None, None, ()).bind(
-        values
-    )
+    problem = insum.call.request.request_of(
+        "C[i,j] = A[i,k] * B[k,j] + D[i,j]", None, None, ()
+    ).bind(values)
     found = search.tune(
         problem,
         values,
@@ -409,7 +408,7 @@ def test_tuned_launches_replace_those_before(monkeypatch: pytest.MonkeyPatch) ->
     statement = "C[i,j] = A[i,k] * B[k,j]"
     with insum.settings(backend="fused", require_fused=True):
         insum.insum(statement, A=A, B=B)
-        problem = insum.request.request_of(statement, None, None, ()).bind({"A": A, "B": B})
+        problem = insum.call.request.request_of(statement, None, None, ()).bind({"A": A, "B": B})
         found = search.tune(
             problem,
             {"A": A, "B": B},

@@ -12,13 +12,13 @@ from typing import Any
 
 from insum import api
 from insum.accepted import FLAG, require
+from insum.call.request import given_sizes
 from insum.errors import UnsupportedError
 from insum.formats.explained import named_operands
 from insum.formats.operands import StatementOwner, has_format, owner_of, run_formats
 from insum.formats.run import FormatOrValue
 from insum.lang.bind import Size
 from insum.plan.path import Optimize
-from insum.request import given_sizes
 
 
 def einsum(

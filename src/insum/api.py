@@ -12,7 +12,8 @@ from torch import Tensor
 
 from insum.accepted import is_fake, odd_tensor, shown
 from insum.bounded import keep
-from insum.call import MOST_FORMS, BoundCall, Kinds, kinds_of, prepare
+from insum.call.prepared import MOST_FORMS, BoundCall, Kinds, kinds_of, prepare
+from insum.call.request import Request, SizesArgument, head, request_of
 from insum.compat.calls import (
     autocasts,
     is_eager_call,
@@ -32,14 +33,13 @@ from insum.ops import contract, lowered, run, run_lowered
 from insum.plan.config import Config
 from insum.plan.library import WHY, is_left_to_library
 from insum.plan.path import Optimize
-from insum.request import Request, SizesArgument, head, request_of
 from insum.traced import traced
 
 if TYPE_CHECKING:
     from insum.distributed.explained import PlacedExplanation
     from insum.explanation import Explanation
     from insum.formats.explained import EinsumExplanation
-    from insum.search import Tuned
+    from insum.runtime.search import Tuned
 
 
 def insum(
@@ -546,7 +546,7 @@ def no_option(statement: str, *options: str) -> None:
 
 
 def tuned(request: Request, tensors: dict[str, Value], effort: str) -> Tuned:
-    from insum import search
+    from insum.runtime import search
 
     if any(map(is_stranger, tensors.values())):
         from insum.formats.operands import has_format, taken
@@ -587,7 +587,7 @@ def tuned(request: Request, tensors: dict[str, Value], effort: str) -> Tuned:
 def _tuned_one(
     call: BoundCall, values: Mapping[str, Value], target: Tensor | None, effort: str
 ) -> Tuned:
-    from insum import search
+    from insum.runtime import search
 
     problem = call.problem(values)
     accumulates = target is not None

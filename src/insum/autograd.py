@@ -14,7 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from insum.call import Kinds, kinds_of
+from insum.call.prepared import Kinds, kinds_of
+from insum.call.request import Form
 from insum.lang.bind import Size, Value
 from insum.lang.derive import adjoint, tangent, winners
 from insum.lang.expr import tensors_of, variables
@@ -22,7 +23,6 @@ from insum.lang.measure import SizeKeys
 from insum.lang.parser import parse
 from insum.lang.problem import kind_of
 from insum.plan.path import AUTO, is_path
-from insum.request import Form
 
 #: Runs a statement, of which the kinds of calls are known, on these values and sizes.
 StatementRunner: TypeAlias = Callable[[Kinds, Mapping[str, Value], tuple[Any, ...]], Tensor]

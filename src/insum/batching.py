@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from insum.call.request import Request
 from insum.lang.bind import Size, Value, kind_of
 from insum.lang.expr import (
     Access,
@@ -22,7 +23,6 @@ from insum.lang.expr import (
 )
 from insum.lang.parser import parse
 from insum.lang.types import Typed, infer
-from insum.request import Request
 
 
 def batched(

@@ -244,7 +244,7 @@ def kernel_note(application: Application, device: str) -> str:
     """What the generated kernel is: its strategy where it runs, the compiler's figures where there
     is no GPU to run it.
     """
-    from insum import inspection
+    from insum.runtime import inspection
 
     statement, values, sizes, padded = application.kernel
     problem = bind(parse(statement), values, sizes=sizes, padded=padded)

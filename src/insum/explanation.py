@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from insum import memory
-from insum.call import is_fusable, prepare
+from insum.call.prepared import is_fusable, prepare
+from insum.call.request import Request, head
+from insum.call.stages import is_orderable
 from insum.graph.lower import lower
 from insum.host.choose import choose
 from insum.host.patterns import Patterns
@@ -22,9 +24,7 @@ from insum.lang.expr import Call, Expr, Number, Product, Sum, accesses, tensors_
 from insum.plan.config import Choice
 from insum.plan.library import WHY
 from insum.plan.path import operands_of
-from insum.request import Request, head
 from insum.settings import settings
-from insum.stages import is_orderable
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,14 +280,14 @@ def _fused(part: ExplainedStatement, config: Choice | None, *, accumulates: bool
         return ""
     if not is_fusable(problem, now, config is not None, accumulates=accumulates):
         return f"no fused kernel: {WHY}"
-    from insum import inspection
+    from insum.runtime import inspection
 
     return inspection.describe(problem, part.values, config=config)
 
 
 def _fused_elsewhere(part: ExplainedStatement, config: Choice | None, gpu: str) -> str:
     """The same for a GPU that need not be here."""
-    from insum import inspection
+    from insum.runtime import inspection
 
     look = inspection.elsewhere(part.problem, part.values, config=config, architecture=gpu)
     return inspection.described(look, anywhere=True)

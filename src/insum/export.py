@@ -28,16 +28,16 @@ import torch
 from torch import Tensor
 from torch.export import ExportedProgram
 
-from insum.call import is_fusable
+from insum.call.prepared import is_fusable
+from insum.call.request import Request
+from insum.call.stages import stages_of
 from insum.compat import compiler, cxx_runtime
 from insum.errors import UnsupportedError
 from insum.graph.lower import lower
 from insum.graph.matmul import flattened
 from insum.lang.bind import Problem, Value
 from insum.ops import decode_exactly
-from insum.request import Request
 from insum.settings import settings
-from insum.stages import stages_of
 
 __all__ = ["decompose", "package"]
 

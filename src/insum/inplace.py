@@ -10,13 +10,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from insum.call import BoundCall
+from insum.call.prepared import BoundCall
+from insum.call.request import Request, RequestSizes, head
 from insum.compat.calls import base_of
 from insum.compat.placed import is_placed
 from insum.errors import AutogradError, BindingError, InsumError
 from insum.lang.bind import Value
 from insum.ops import accumulate, accumulate_, contract
-from insum.request import Request, RequestSizes, head
 
 _HALVES = (torch.float16, torch.bfloat16)
 

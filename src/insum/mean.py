@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from insum.bounded import keep
+from insum.call.request import Request, RequestSizes, head
 from insum.compat.calls import is_plain_call
 from insum.compat.placed import while_tracing
 from insum.lang.bind import Problem, Size, Value
@@ -38,7 +39,6 @@ from insum.lang.expr import (
 from insum.lang.parser import parse
 from insum.memory import remembered
 from insum.ops import contract
-from insum.request import Request, RequestSizes, head
 
 HALVES = (torch.float16, torch.bfloat16)
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from insum.autograd import ForwardCall, StatementRunner, gradients, tangent_of
 from insum.batching import batched, front
 from insum.bounded import keep
-from insum.call import BoundCall, Kinds, kinds_of, prepare
+from insum.call.prepared import BoundCall, Kinds, kinds_of, prepare
+from insum.call.request import Form, Request, head
 from insum.compat.calls import (
     apply_plainly,
     autocasts,
@@ -40,7 +41,6 @@ from insum.compat.tangents import (
 from insum.errors import AutogradError, InsumError
 from insum.lang.bind import Size, Value
 from insum.plan.config import choice_from, choice_text
-from insum.request import Form, Request, head
 from insum.runtime.check import raise_found
 from insum.settings import settings
 

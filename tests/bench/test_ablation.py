@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import insum
-from insum import inspection
 from insum.bench import ablation, block_spmm, records
 from insum.bench.main import main
 from insum.bench.measure import relative_error
@@ -17,6 +16,7 @@ from insum.bench.records import FORWARD
 from insum.formats import BlockGroupCOO
 from insum.lang.bind import Problem, bind
 from insum.lang.parser import parse
+from insum.runtime import inspection
 
 CPU = torch.device("cpu")
 FUSED = [stage for stage in ablation.stages() if stage.fused]

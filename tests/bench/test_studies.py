@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import insum
-from insum import search
 from insum.bench import (
     batches,
     compare,
@@ -33,6 +32,7 @@ from insum.bench.records import Row, Section
 from insum.bench.study import Study
 from insum.lang.bind import bind
 from insum.lang.parser import parse
+from insum.runtime import search
 
 ABOUT = {"command", "date", "device", "versions"}
 CPU = torch.device("cpu")

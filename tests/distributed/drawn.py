@@ -24,10 +24,10 @@ from torch.distributed.tensor import (
 
 import insum
 import insum.distributed
+from insum.call.request import request_of
 from insum.lang.expr import tensors_of
 from insum.lang.parser import parse
 from insum.ops import encode
-from insum.request import request_of
 from insum.testing import Case
 
 #: What statements are drawn from: smooth, small, some of more than one element for each rank.

@@ -29,13 +29,13 @@ from torch.distributed.tensor.experimental import implicit_replication
 
 import insum
 from distributed.drawn import OPTIONS, compare
-from insum.call import kinds_of
+from insum.call.prepared import kinds_of
+from insum.call.request import request_of
 from insum.distributed import SparseColwise
 from insum.distributed.placements import ways
 from insum.lang.expr import tensors_of
 from insum.lang.parser import parse
 from insum.nn import BlockSparseLinear, GraphConv, SparseLinear
-from insum.request import request_of
 from insum.testing import draw_cases
 
 FUZZ = bool(os.environ.get("INSUM_FUZZ"))

@@ -29,8 +29,8 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     indices, and what they find is reported later.
     """
     monkeypatch.setattr(memory, "can_look", lambda tensor: False)
-    monkeypatch.setattr("insum.call.kernels_look_on", lambda device: True)
-    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.call.prepared.kernels_look_on", lambda device: True)
+    monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
     memory.forget()
     with insum.settings(backend="fused", require_fused=True):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 import insum
-from insum.call import kernels_look_on
+from insum.call.prepared import kernels_look_on
 from insum.plan.sizes import power_of_two
 from kernels import watch_programs
 

@@ -21,7 +21,7 @@ from insum.nn import SparseConv3d, SparseTensor, Voxels
 from insum.nn import kernel_map as maps
 from insum.nn.kernel_map import Geometry, build_map, kernel_map
 from insum.plan.recipes import Inverse, OfExtent, OfShape, Packed, Walk
-from insum.runtime import packs
+from insum.runtime.handwritten import packs
 from insum.runtime.programs import Programs
 from insum.runtime.prologue import Made, Prologue, Result, inverse
 from insum.testing.as_on_a_gpu import pretended
@@ -46,8 +46,8 @@ def cloud(count: int, reach: int = 5, seed: int = 0, dtype: torch.dtype = torch.
 
 def on_the_cpu(layer: SparseConv3d, *clouds: SparseTensor, **options: Any) -> SparseTensor:
     with insum.settings(backend="graph", require_fused=False), pytest.MonkeyPatch.context() as m:
-        m.setattr("insum.call.kernels_look_on", lambda device: False)
-        m.setattr("insum.call._forms", {})
+        m.setattr("insum.call.prepared.kernels_look_on", lambda device: False)
+        m.setattr("insum.call.prepared._forms", {})
         m.setattr("insum.api._fronts", {})
         fresh = [SparseTensor(c.coords, c.features, c.spatial_shape) for c in clouds]
         out: SparseTensor = layer(*fresh, **options)
@@ -75,7 +75,7 @@ def test_maps(name: str, count: int, dtype: torch.dtype, on_device: None) -> Non
     with no_reads(0 if geometry.submanifold else 1 if count else 9):
         outputs, found = kernel_map(voxels, geometry)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("insum.call.kernels_look_on", lambda device: False)
+        patch.setattr("insum.call.prepared.kernels_look_on", lambda device: False)
         patch.setattr(maps, "TABLE_FROM", 0.0)
         want_outputs, want = kernel_map(Voxels.of(coords), geometry)
         dense = found.to_format(NeighborTable, dim=2)
@@ -108,7 +108,7 @@ def test_maps_in_other_dimensions(name: str, on_device: None) -> None:
     with no_reads(0 if geometry.submanifold else 1), torch.autocast("cpu", enabled=ndim % 2 == 1):
         outputs, found = kernel_map(voxels, geometry)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("insum.call.kernels_look_on", lambda device: False)
+        patch.setattr("insum.call.prepared.kernels_look_on", lambda device: False)
         patch.setattr(maps, "TABLE_FROM", 0.0)
         want_outputs, want = kernel_map(Voxels.of(coords, ndim=ndim), geometry)
     assert isinstance(want, NeighborTable) and isinstance(found, NeighborTable)
@@ -132,8 +132,8 @@ def test_other_layers(kind: str, on_device: None) -> None:
     features = torch.randn(len(coords), channels, requires_grad=True)
     x = SparseTensor(coords, features, ndim=2)
     with insum.settings(backend="graph", require_fused=False), pytest.MonkeyPatch.context() as m:
-        m.setattr("insum.call.kernels_look_on", lambda device: False)
-        m.setattr("insum.call._forms", {})
+        m.setattr("insum.call.prepared.kernels_look_on", lambda device: False)
+        m.setattr("insum.call.prepared._forms", {})
         m.setattr("insum.api._fronts", {})
         want = differentiated(
             layer, layer(SparseTensor(coords, features, ndim=2)).features, features

@@ -29,8 +29,8 @@ def on_device() -> Iterator[None]:
 
 def on_the_cpu(call: Callable[[], object]) -> object:
     with insum.settings(backend="graph", require_fused=False), pytest.MonkeyPatch.context() as m:
-        m.setattr("insum.call.kernels_look_on", lambda device: False)
-        m.setattr("insum.call._forms", {})
+        m.setattr("insum.call.prepared.kernels_look_on", lambda device: False)
+        m.setattr("insum.call.prepared._forms", {})
         m.setattr("insum.api._fronts", {})
         m.setattr(memory, "can_look", lambda tensor: tensor.is_cpu)
         memory.forget()

@@ -14,9 +14,9 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import insum
-from insum import inspection
+from insum.call.request import request_of
 from insum.nn import Irreps, TensorProduct, TensorProductConv
-from insum.request import request_of
+from insum.runtime import inspection
 from insum.runtime.together import ReadyTogether
 from insum.testing.as_on_a_gpu import pretended
 from kernels import watch_programs
@@ -101,7 +101,7 @@ def test_it_is_e3nns_product_on_gathered_rows(name: str, shared: bool) -> None:
     call = lambda x, y, *w: conv(x, y, edge_index, *w)
     want = derivatives(by_hand(product, edge_index, 4), leaves)
     for looks in (False,) if shared else (False, True):  # on a CPU; the statements of a GPU
-        with mock.patch("insum.call.kernels_look_on", lambda device, looks=looks: looks):
+        with mock.patch("insum.call.prepared.kernels_look_on", lambda device, looks=looks: looks):
             for one, other in zip(derivatives(call, leaves), want, strict=True):
                 assert_close(one, other, rtol=1e-10, atol=1e-10)
 
@@ -254,7 +254,7 @@ def test_only_some_second_derivatives() -> None:
     product = TensorProduct(*CASES["uvu"], shared_weights=False)
     x, y, w = given(conv, edge_index)
     results = []
-    with mock.patch("insum.call.kernels_look_on", lambda device: True):
+    with mock.patch("insum.call.prepared.kernels_look_on", lambda device: True):
         for call in (lambda *t: conv(*t[:2], edge_index, t[2]), by_hand(product, edge_index, 4)):
             energy = call(x.detach(), y, w).square().sum()
             (forces,) = torch.autograd.grad(energy, y, create_graph=True)

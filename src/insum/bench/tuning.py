@@ -20,7 +20,6 @@ from typing import Any
 from unittest import mock
 
 import insum
-from insum import search
 from insum.bench import block_spmm, conv, spmm, tensor_product
 from insum.bench.measure import (
     TOLERANCE,
@@ -34,6 +33,7 @@ from insum.bench.measure import (
 from insum.bench.records import FORWARD
 from insum.bench.study import Study
 from insum.plan.config import shown
+from insum.runtime import search
 
 APPLICATIONS: dict[str, ModuleType] = {
     "block-spmm": block_spmm,

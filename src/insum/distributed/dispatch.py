@@ -22,7 +22,8 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from insum import memory, ops
 from insum.autograd import ForwardCall, gradients
 from insum.bounded import keep
-from insum.call import Kinds, kinds_of
+from insum.call.prepared import Kinds, kinds_of
+from insum.call.request import Form, head
 from insum.compat.calls import apply_plainly, is_plain_call
 from insum.compat.placed import (
     Wrapper,
@@ -41,7 +42,6 @@ from insum.lang.bind import Problem, Value
 from insum.lang.expr import accesses, tensors_of
 from insum.lang.measure import SizeKeys
 from insum.lang.parser import parse
-from insum.request import Form, head
 from insum.runtime.check import raise_found
 from insum.settings import settings
 

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from insum.call import kinds_of
+from insum.call.prepared import kinds_of
+from insum.call.request import Request
 from insum.compat.placed import local_of
 from insum.distributed.cost import HeldTensor, moved_bytes
 from insum.distributed.dispatch import PlacedCall, found_call, shown
 from insum.explanation import Explanation, explained
-from insum.request import Request
 
 
 @dataclass(frozen=True, slots=True)

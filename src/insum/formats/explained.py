@@ -12,8 +12,9 @@ from typing import Any
 
 from torch import SymFloat, SymInt, Tensor
 
-from insum import api, inspection
+from insum import api
 from insum.accepted import TENSOR, require
+from insum.call.request import given_sizes, request_of
 from insum.errors import BindingError, InsumError, StatementError
 from insum.explanation import Explanation, parts_of
 from insum.formats.convert import SparseFormat, refuse_broken
@@ -25,7 +26,7 @@ from insum.formats.spell import Source
 from insum.lang.bind import Size
 from insum.lang.parser import parse
 from insum.plan.path import Optimize
-from insum.request import given_sizes, request_of
+from insum.runtime import inspection
 
 
 @dataclass(frozen=True, repr=False)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from insum.accepted import Accepted
+from insum.call.request import head
 from insum.errors import BindingError, InsumError
 from insum.formats.block import BlockCOO
 from insum.formats.convert import SparseFormat, refuse_broken
@@ -18,7 +19,6 @@ from insum.formats.coo import COO
 from insum.formats.run import FormatCall, FormatOrValue, GivenSizes, rewritten
 from insum.lang.bind import Size
 from insum.plan.path import Optimize
-from insum.request import head
 
 _BLOCKED = (torch.sparse_bsr, torch.sparse_bsc)
 SPARSE_LAYOUTS = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, *_BLOCKED)

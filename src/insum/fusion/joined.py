@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from insum import memory
-from insum.call import prepare
+from insum.call.prepared import prepare
+from insum.call.request import Request
 from insum.compat.calls import PLAIN
 from insum.errors import IndexRangeError
 from insum.facts import known_now
 from insum.fusion.indices import Selects, read, select, wrapped, written
 from insum.lang.expr import Access, Affine, Expr, Statement, accesses, index_of, rewrite
 from insum.lang.parser import parse
-from insum.request import Request
 
 #: Variables of a template: the points of a chain, and the number of the chain. In the statements it
 #: becomes, a row, or a group and a place in it.

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from insum import memory
-from insum.call import kinds_of
+from insum.call.prepared import kinds_of
+from insum.call.request import Form, Request
 from insum.compat.calls import PLAIN, are_plain, is_recorded, shorten
 from insum.fusion.computed import computed, kept_under
 from insum.fusion.indices import Selects, read, select, wrapped, written
@@ -27,7 +28,6 @@ from insum.lang.expr import Access
 from insum.lang.parser import parse
 from insum.ops import decode
 from insum.plan.path import AUTO
-from insum.request import Form, Request
 
 
 @dataclass(frozen=True, slots=True)

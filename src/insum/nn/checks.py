@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from insum import call
 from insum.accepted import COUNTS, TENSOR, Accepted, F, explains, is_common, require
+from insum.call import prepared
 from insum.compat.calls import is_eager_call
 from insum.compat.placed import is_placed
 from insum.errors import BindingError, DeviceError, DtypeError, UnsupportedError
@@ -16,7 +16,7 @@ from insum.formats import SparseFormat
 from insum.formats.convert import FORMAT
 from insum.formats.operands import OWNER
 from insum.lang.types import INTEGERS, NARROW_FLOATS
-from insum.runtime.handwritten import on_device
+from insum.runtime.handwritten.kernel import on_device
 from insum.settings import settings
 
 #: The edges of a graph and their weights.
@@ -88,7 +88,7 @@ def kernels_look(tensor: Tensor) -> bool:
     host goes on; where it does not, it looks itself before anything runs.
     """
     return (
-        call.kernels_look_on(tensor.device)
+        prepared.kernels_look_on(tensor.device)
         and settings.values.check != "always"
         and on_device(tensor)
         and is_eager_call((tensor,))

@@ -22,7 +22,7 @@ from insum.compat.calls import base_of, is_eager_call, is_plain_call
 from insum.errors import BindingError, DtypeError, InsumError
 from insum.memory import known, known_as, remembered
 from insum.nn.checks import integers, kernels_look, one_device
-from insum.runtime import loops
+from insum.runtime.handwritten import loops
 from insum.runtime.record import out_of_range
 from insum.settings import settings
 

@@ -27,7 +27,7 @@ from insum.nn.checks import (
 from insum.nn.edges import check_edges, check_range, endpoints, gcn_ends, plain
 from insum.nn.functional import _REDUCTIONS, _tensor, from_adj_t, over_ends, propagate
 from insum.plan.sizes import power_of_two
-from insum.runtime import grouping
+from insum.runtime.handwritten import grouping
 from insum.runtime.record import out_of_range
 
 SIDES = Accepted(

@@ -31,7 +31,7 @@ from insum.errors import BindingError
 from insum.formats import GroupCOO, NeighborTable, SparseFormat
 from insum.nn.checks import sent
 from insum.nn.voxels import Box, Sizes, Voxels, check_box, keys_of
-from insum.runtime import hashing, packs, reaching
+from insum.runtime.handwritten import hashing, packs, reaching
 
 #: Kernel maps that are kept with the voxels they start from.
 MOST_MAPS = 64

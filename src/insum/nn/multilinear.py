@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import insum
-from insum import call
+from insum.call import prepared
 from insum.compat.calls import is_plain_call
 from insum.together import AskedResult, results_of
 
@@ -70,7 +70,7 @@ class Multilinear:
     def __call__(self, tensors: Mapping[str, Any], shape: Sequence[int]) -> Tensor:
         """The result, of this shape; ``tensors``: every factor and index tensor."""
         leaves = tuple(tensors[name] for name in self.leaves)
-        if not call.kernels_look_on(leaves[0].device) or not is_plain_call(leaves):
+        if not prepared.kernels_look_on(leaves[0].device) or not is_plain_call(leaves):
             return insum.insum(self.statement(), out_shape=shape, **tensors)
         fixed = {n: t for n, t in tensors.items() if n not in self.leaves}
         found: Tensor = _MultilinearOutput.apply(self, fixed, tuple(shape), *leaves)  # type: ignore[no-untyped-call]

@@ -29,7 +29,7 @@ from insum.formats.module import (
 from insum.nn.linear import BlockSparseLinear, SparseLinear
 from insum.notebook import table
 from insum.plan import cost
-from insum.search import progress_bar
+from insum.runtime.search import progress_bar
 
 #: What a rule says of a layer: nothing, a density, a mask, "zeros", or options of ``from_dense``.
 Wish: TypeAlias = float | str | Tensor | Mapping[str, Any] | None

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import insum
-from insum import call
 from insum.accepted import COUNT, TENSOR
+from insum.call import prepared
 from insum.errors import BindingError
 from insum.nn.checks import last_size, layer_takes, one_device
 from insum.nn.edges import check_edges, endpoints
@@ -182,7 +182,7 @@ def _along(group: Group, given: dict[str, Any], shape: tuple[int, ...]) -> Tenso
     themselves: rows of messages are matrix products then.
     """
     product = group.over_edges()
-    if call.kernels_look_on(given["X"].device):
+    if prepared.kernels_look_on(given["X"].device):
         return product(given, shape)
     x, src, dst = (given.pop(name) for name in ("X", "src", "dst"))
     rows = insum.insum("G[e,f] = X[src[e],f]", X=x.flatten(1), src=src)

@@ -16,7 +16,7 @@ from insum.accepted import ELEMENTS, SHAPE, is_common, is_size, require
 from insum.compat.calls import empty, untracked, without_levels
 from insum.errors import BindingError, FormatError, IndexRangeError, InsumError
 from insum.nn.checks import integers, kernels_look, sent
-from insum.runtime import hashing
+from insum.runtime.handwritten import hashing
 from insum.runtime.record import EARLIER, synchronize
 
 if TYPE_CHECKING:

@@ -44,11 +44,12 @@ from insum.plan.recipes import (
 from insum.plan.sizes import OUT, SizeClass
 from insum.plan.strategies.unrolling import PROMOTE_POINTS, UNROLL_POINTS
 from insum.plan.uses import Use
-from insum.runtime import cache, classify, packs
+from insum.runtime import cache, classify
 from insum.runtime.answers import Answers
 from insum.runtime.bind import NotYet, Ready, Unseen, ready, unseen_of
 from insum.runtime.check import found as offences
 from insum.runtime.check import live_uses
+from insum.runtime.handwritten import packs
 from insum.runtime.program import Program, Refusal
 from insum.runtime.programs import Programs, Shelf, wishes_of
 from insum.runtime.prologue import Made, Prologue

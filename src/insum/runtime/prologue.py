@@ -42,8 +42,8 @@ from insum.plan.recipes import (
 )
 from insum.plan.sizes import power_of_two
 from insum.plan.strategies.packing import TILE
-from insum.runtime import packs, sharing
-from insum.runtime.handwritten import on_device
+from insum.runtime.handwritten import equal_tiles, packs
+from insum.runtime.handwritten.kernel import on_device
 
 #: An order of rows is used where it leaves at most this share of all steps.
 WORTH = 0.8
@@ -488,7 +488,7 @@ def pieces(base: Made, limit: int) -> Result:
 
 def shared_tiles(index: Tensor, values: int, lanes: int, wraps: bool, pads: bool) -> Made:
     """Entries in tiles of equal values, and where they stand along each dimension."""
-    place, value = sharing.in_tiles(index, values, lanes, wraps=wraps, pads=pads)
+    place, value = equal_tiles.in_tiles(index, values, lanes, wraps=wraps, pads=pads)
     arrays = {"value": value}
     for dim, size in enumerate(index.shape):
         after = math.prod(index.shape[dim + 1 :])

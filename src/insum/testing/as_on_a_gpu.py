@@ -78,13 +78,13 @@ def pretended(**settings: Any) -> Iterator[None]:
     otherwise.
     """
     import insum.api
-    import insum.call
+    import insum.call.prepared
 
     replaced = [
         *poisonous(),
         (memory, "can_look", lambda tensor: False),
-        (insum.call, "kernels_look_on", lambda device: True),
-        (insum.call, "_forms", {}),
+        (insum.call.prepared, "kernels_look_on", lambda device: True),
+        (insum.call.prepared, "_forms", {}),
         (insum.api, "_fronts", {}),
         (prologue, "awaited", awaited),
     ]

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from insum import memory
 from insum.bounded import is_first, keep
+from insum.call.request import Form, Request, head
+from insum.call.stages import Stage, is_copyable, is_orderable, layouts_of, size_key, stages_of
 from insum.compat.calls import is_profiled, is_undisturbed, kinds_guard, modes_now
 from insum.errors import NotFusedError
 from insum.graph.lower import lower
@@ -32,10 +34,8 @@ from insum.lang.problem import Sized
 from insum.plan.library import is_left_to_library
 from insum.plan.path import is_path
 from insum.plan.uses import Use, uses_of
-from insum.request import Form, Request, head
 from insum.runtime.check import bounds_of, in_range, live_uses, ranges_of, verify
 from insum.settings import SettingValues, settings
-from insum.stages import Stage, is_copyable, is_orderable, layouts_of, size_key, stages_of
 
 if TYPE_CHECKING:
     from insum.host.places import IndexEntries, Lowering

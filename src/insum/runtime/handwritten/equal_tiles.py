@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from insum.compat.calls import empty
-from insum.runtime.handwritten import BLOCK, Handwritten, blocks, on_device
+from insum.runtime.handwritten.kernel import BLOCK, Handwritten, blocks, on_device
 
 #: After the first value that is out of range, which stands for all such: that of absent entries.
 _ABSENT = 1

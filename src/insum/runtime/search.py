@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from insum.errors import SettingsError, UnsupportedError
-from insum.inspection import Look
 from insum.lang.bind import Problem, Value
 from insum.notebook import table
 from insum.plan import cost, space
@@ -30,6 +29,7 @@ from insum.plan.draft import CannotFuse, Planned, Wishes
 from insum.runtime import cache, launch
 from insum.runtime.bind import Ready
 from insum.runtime.build import assemble, first_choice
+from insum.runtime.inspection import Look
 from insum.runtime.programs import recalled, unusable
 from insum.runtime.timing import Timer, replay_timer
 

@@ -18,6 +18,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from insum.call.request import Form
 from insum.errors import UnsupportedError
 from insum.lang import expand
 from insum.lang.bind import Problem, Size, Value
@@ -38,7 +39,6 @@ from insum.lang.types import Typed, accumulator, infer, is_rounded, promoted
 from insum.plan.order import CannotOrder, Ordered, Path, Place, Step, Term, ordered
 from insum.plan.path import NEVER, is_path, operands_of, wish_of
 from insum.plan.sizes import MemoryLayout, layout_of, typical
-from insum.request import Form
 from insum.runtime.classify import example
 
 #: Statements of more products than this run as they are.
@@ -139,7 +139,7 @@ def stages_of(
     copied into others.
 
     >>> import torch
-    >>> from insum.request import request_of
+    >>> from insum.call.request import request_of
     >>> request = request_of("Y[i,l] = A[i,j] * B[j,k] * C[k,l]", None, None, ())
     >>> problem = request.bind(dict.fromkeys("ABC", torch.empty(1024, 1024, device="meta")))
     >>> [stage.form.statement for stage in stages_of(problem, request.form)]

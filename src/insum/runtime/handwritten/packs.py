@@ -19,7 +19,7 @@ from torch import Tensor
 from insum.compat.calls import empties, empty
 from insum.plan.strategies.packing import TILE
 from insum.runtime import launch
-from insum.runtime.handwritten import BLOCK, Handwritten, blocks
+from insum.runtime.handwritten.kernel import BLOCK, Handwritten, blocks
 
 #: Steps of the widest table that is packed here: its lists have room for all of them.
 MOST_STEPS = 512

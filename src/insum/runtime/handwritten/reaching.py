@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from insum.compat.calls import empty
-from insum.runtime.handwritten import Handwritten, blocks
-from insum.runtime.hashing import _EVERY, _Axes
+from insum.runtime.handwritten.hashing import _EVERY, _Axes
+from insum.runtime.handwritten.kernel import Handwritten, blocks
 
 #: The key of no place.
 NOWHERE = 2**63 - 1

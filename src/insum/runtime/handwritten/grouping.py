@@ -15,7 +15,7 @@ from torch import Tensor
 from insum.codegen.arguments import CALL, CLAIM, FLAGS, RECORD
 from insum.codegen.checking import REPORT
 from insum.compat.calls import empty
-from insum.runtime.handwritten import BLOCK, Handwritten, blocks
+from insum.runtime.handwritten.kernel import BLOCK, Handwritten, blocks
 from insum.runtime.record import Explain, record_of
 
 #: What is reported: a source or a target that is no node, a relation that does not exist.

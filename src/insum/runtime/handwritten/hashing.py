@@ -21,8 +21,8 @@ from insum.codegen.checking import REPORT
 from insum.compat.calls import empty
 from insum.plan.sizes import power_of_two
 from insum.runtime import launch
-from insum.runtime.handwritten import Handwritten, blocks
-from insum.runtime.packs import bits_per_word, words_for
+from insum.runtime.handwritten.kernel import Handwritten, blocks
+from insum.runtime.handwritten.packs import bits_per_word, words_for
 from insum.runtime.record import Explain, record_of
 
 #: What is reported: two rows with the same coordinates; coordinates outside of what they may be.
