@@ -1,7 +1,7 @@
 """The four applications as statements with tensors, at any size, with their gradients' statements
 and a float64 reference.
 
-Nothing here knows of kernels. Gradient statements come from `insum.autograd`, exactly as the torch
+Nothing here knows of kernels. Gradient statements come from `insum.ops.gradients`, exactly as the torch
 op gets them; references are written with plain torch operations, and their gradients come from
 torch's own autograd.
 """
@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 import insum
-from insum.autograd import ForwardCall, gradients
 from insum.call.prepared import Kinds
 from insum.call.request import Request, request_of
 from insum.formats import COO, BlockCOO, BlockGroupCOO, GroupCOO
 from insum.lang.bind import Problem
-from insum.ops import contract
+from insum.ops.eager import contract
+from insum.ops.gradients import ForwardCall, gradients
 
 
 @dataclass(frozen=True, eq=False)

@@ -45,8 +45,8 @@ RANKS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"call"}),
-    frozenset({"ops", "autograd", "batching", *STATEMENTS_OVER_DTENSORS}),
-    frozenset({"inplace", "mean", "traced", "explanation", "export"}),
+    frozenset({"ops", *STATEMENTS_OVER_DTENSORS}),
+    frozenset({"explanation", "export"}),
     frozenset({"formats", "api", "together", "fusion", "distributed.explained"}),
     frozenset({"agnostic"}),
     frozenset({""}),
@@ -218,7 +218,11 @@ def test_optional_packages_are_imported_inside_functions() -> None:
 @pytest.mark.parametrize(
     ("importer", "text", "expected"),
     [
-        ("api", "import torch\nfrom insum.ops import run", [("torch", True), ("insum.ops", True)]),
+        (
+            "api",
+            "import torch\nfrom insum.settings import settings",
+            [("torch", True), ("insum.settings", True)],
+        ),
         ("lang.bind", "from .expr import Access", [("insum.lang.expr", True)]),
         ("lang.bind", "from ..errors import InsumError", [("insum.errors", True)]),
         ("api", "from insum import errors", [("insum.errors", True)]),

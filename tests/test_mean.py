@@ -9,8 +9,9 @@ import torch
 from torch.testing import assert_close
 
 import insum
-from insum import mean, memory
+from insum import memory
 from insum.formats import COO, BlockCOO, GroupCOO
+from insum.ops import mean
 from insum.testing import oracle
 
 torch.manual_seed(0)

@@ -15,8 +15,8 @@ import insum
 from insum.call.prepared import BoundCall
 from insum.call.request import Request, head
 from insum.compat import calls
-from insum.ops import decode, encode
-from insum.traced import left_side
+from insum.ops.eager import decode, encode
+from insum.ops.traced import left_side
 
 PRODUCT = "C[D[y],x] += A[y,E[r]] * B[r,x]"
 OPS = torch.ops.insum
@@ -489,7 +489,7 @@ def test_autocast_takes_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("the registered op")
 
-    monkeypatch.setattr(insum.ops, "encode", refuse)
+    monkeypatch.setattr(insum.ops.eager, "encode", refuse)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         result = insum.insum(PRODUCT, out_shape=(4, 5), **values)
         assert result.dtype == (result @ torch.ones(5, 2)).dtype == torch.bfloat16  # still on

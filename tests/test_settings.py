@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import insum
-from insum import ops
 from insum.errors import SettingsError
+from insum.ops import eager
 from insum.settings import Settings, SettingValues, _from_environment, settings
 
 SOURCE = Path(__file__).parent.parent / "src"
@@ -117,19 +117,19 @@ def test_settings_of_a_call_reach_its_backward_pass_in_another_thread() -> None:
     held: list[object] = []
     y.register_hook(lambda g: held.append(settings.dot))
     seen: list[object] = []
-    original = ops.gradients
+    original = eager.gradients
 
     def spied(*arguments: object) -> object:
         seen.append(settings.dot)
         return original(*arguments)  # type: ignore[arg-type]
 
-    ops.gradients = spied  # type: ignore[assignment]
+    eager.gradients = spied  # type: ignore[assignment]
     try:
         thread = threading.Thread(target=lambda: y.sum().backward())
         thread.start()
         thread.join()
     finally:
-        ops.gradients = original
+        eager.gradients = original
     assert seen == ["never"] and held == ["auto"] and x.grad is not None
 
 

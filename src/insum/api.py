@@ -24,16 +24,16 @@ from insum.compat.calls import (
 )
 from insum.compat.placed import is_placed, is_recordable
 from insum.errors import BindingError, DeviceError, SettingsError, UnsupportedError
-from insum.inplace import add_in_place
 from insum.lang.bind import Problem, Size, Value
 from insum.lang.expr import tensors_of
 from insum.lang.parser import parse
-from insum.mean import as_sum, is_mean, told_of
-from insum.ops import contract, lowered, run, run_lowered
+from insum.ops.eager import contract, lowered, run, run_lowered
+from insum.ops.inplace import add_in_place
+from insum.ops.mean import as_sum, is_mean, told_of
+from insum.ops.traced import traced
 from insum.plan.config import Config
 from insum.plan.library import WHY, is_left_to_library
 from insum.plan.path import Optimize
-from insum.traced import traced
 
 if TYPE_CHECKING:
     from insum.distributed.explained import PlacedExplanation

@@ -171,7 +171,7 @@ class PreparedCall:
     )
     bound: dict[object, BoundCall] = field(default_factory=dict)
     orders: dict[object, tuple[Stage, ...]] = field(default_factory=dict)
-    #: What `insum.autograd` has derived for the gradients of this kind of call.
+    #: What `insum.ops.gradients` has derived for the gradients of this kind of call.
     adjoints: dict[object, Any] = field(default_factory=dict)
 
     @functools.cached_property

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
-from insum import memory, ops
-from insum.autograd import ForwardCall, gradients
+from insum import memory
 from insum.bounded import keep
 from insum.call.prepared import Kinds, kinds_of
 from insum.call.request import Form, head
@@ -42,6 +41,8 @@ from insum.lang.bind import Problem, Value
 from insum.lang.expr import accesses, tensors_of
 from insum.lang.measure import SizeKeys
 from insum.lang.parser import parse
+from insum.ops import eager
+from insum.ops.gradients import ForwardCall, gradients
 from insum.runtime.check import raise_found
 from insum.settings import settings
 
@@ -98,7 +99,7 @@ class PlacedCall:
         chosen: for each dimension of the mesh, how its ranks share the work.
         kinds, sizes: the statement that each rank runs, and the sizes that it is given.
         sources: tensors that may have a gradient.
-        rules: what `insum.autograd` has derived for gradients.
+        rules: what `insum.ops.gradients` has derived for gradients.
     """
 
     form: Form
@@ -143,8 +144,8 @@ class PlacedCall:
 
 def _run_here(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ...]) -> Tensor:
     if is_plain_call(values.values()):
-        return ops.run(kinds.known(values, sizes) or kinds.find(values, sizes), values)
-    return ops.contract(kinds.form.request(sizes), values)
+        return eager.run(kinds.known(values, sizes) or kinds.find(values, sizes), values)
+    return eager.contract(kinds.form.request(sizes), values)
 
 
 # --- autograd -------------------------------------------------------------------------------------
@@ -169,7 +170,7 @@ class _RecordedPlaced(torch.autograd.Function):
         ctx.initial_dtype = None if initial is None else initial.dtype
         more: list[Tensor] = []
         if call.is_extremum:
-            more = [result] if initial is None else [result, ops.held_by(initial, result)]
+            more = [result] if initial is None else [result, eager.held_by(initial, result)]
         ctx.save_for_backward(*tensors, *more)
         return result
 
@@ -474,7 +475,7 @@ def _rule(cls: Any, op: Any, types: Any, arguments: tuple[Any, ...], named: Any 
     """An op that is called with DTensors, below autograd."""
     name = op.__name__.partition(".")[0]
     initial = None if name == "contract" else arguments[0]
-    request, values = ops.decode_exactly(arguments if initial is None else arguments[1:])
+    request, values = eager.decode_exactly(arguments if initial is None else arguments[1:])
     with torch.no_grad():
         kinds, sizes = kinds_of(request.form), request.size_values
         if initial is None:
@@ -488,4 +489,4 @@ def _written(target: Tensor, result: Tensor) -> None:
 
 
 for _name in ("contract", "accumulate", "accumulate_"):
-    ops.register_subclass(_name, DTensor, _rule)
+    eager.register_subclass(_name, DTensor, _rule)

@@ -16,7 +16,7 @@ from insum.compat.calls import base_of
 from insum.compat.placed import is_placed
 from insum.errors import AutogradError, BindingError, InsumError
 from insum.lang.bind import Value
-from insum.ops import accumulate, accumulate_, contract
+from insum.ops.eager import accumulate, accumulate_, contract
 
 _HALVES = (torch.float16, torch.bfloat16)
 

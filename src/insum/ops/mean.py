@@ -38,7 +38,7 @@ from insum.lang.expr import (
 )
 from insum.lang.parser import parse
 from insum.memory import remembered
-from insum.ops import contract
+from insum.ops.eager import contract
 
 HALVES = (torch.float16, torch.bfloat16)
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from insum.compat.placed import has_placements, while_tracing
 from insum.lang.bind import Size, Value
-from insum.mean import mean_plan
-from insum.ops import size_name
+from insum.ops.eager import size_name
+from insum.ops.mean import mean_plan
 from insum.plan.config import Config, choice_text
 from insum.plan.path import Optimize, optimize_text
 

@@ -16,8 +16,6 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from insum.autograd import ForwardCall, StatementRunner, gradients, tangent_of
-from insum.batching import batched, front
 from insum.bounded import keep
 from insum.call.prepared import BoundCall, Kinds, kinds_of, prepare
 from insum.call.request import Form, Request, head
@@ -40,6 +38,8 @@ from insum.compat.tangents import (
 )
 from insum.errors import AutogradError, InsumError
 from insum.lang.bind import Size, Value
+from insum.ops.gradients import ForwardCall, StatementRunner, gradients, tangent_of
+from insum.ops.vmap import batched, front
 from insum.plan.config import choice_from, choice_text
 from insum.runtime.check import raise_found
 from insum.settings import settings
@@ -135,7 +135,7 @@ def accumulate(request: Request, initial: Tensor, values: Mapping[str, Value]) -
 
 
 def accumulate_(request: Request, target: Tensor, values: Mapping[str, Value]) -> Tensor:
-    """Accumulate into ``target`` in place. Not differentiable: `insum.inplace` has the in-place
+    """Accumulate into ``target`` in place. Not differentiable: `insum.ops.inplace` has the in-place
     form that is.
     """
     if not is_plain_call((target, *values.values())):
