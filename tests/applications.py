@@ -1,9 +1,9 @@
 """The four applications as statements with tensors, at any size, with their gradients' statements
 and a float64 reference.
 
-Nothing here knows of kernels. Gradient statements come from `insum.ops.gradients`, exactly as the torch
-op gets them; references are written with plain torch operations, and their gradients come from
-torch's own autograd.
+Nothing here knows of kernels. Gradient statements come from `insum.ops.gradients`, exactly as the
+torch op gets them; references are written with plain torch operations, and their gradients come
+from torch's own autograd.
 """
 
 from __future__ import annotations

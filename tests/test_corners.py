@@ -14,7 +14,7 @@ from torch import Tensor, vmap
 import insum
 from insum.call.request import request_of
 from insum.formats import COO
-from insum.ops.eager import decode, encode
+from insum.ops.encoding import decode, encode
 from insum.testing import oracle
 
 # --- an output that is its own index --------------------------------------------------------------

@@ -15,7 +15,7 @@ import insum
 from insum.call.prepared import BoundCall
 from insum.call.request import Request, head
 from insum.compat import calls
-from insum.ops.eager import decode, encode
+from insum.ops.encoding import decode, encode
 from insum.ops.traced import left_side
 
 PRODUCT = "C[D[y],x] += A[y,E[r]] * B[r,x]"

@@ -27,7 +27,8 @@ from insum.errors import BindingError, DeviceError, SettingsError, UnsupportedEr
 from insum.lang.bind import Problem, Size, Value
 from insum.lang.expr import tensors_of
 from insum.lang.parser import parse
-from insum.ops.eager import contract, lowered, run, run_lowered
+from insum.ops.autocast import lowered
+from insum.ops.eager import contract, run, run_lowered
 from insum.ops.inplace import add_in_place
 from insum.ops.mean import as_sum, is_mean, told_of
 from insum.ops.traced import traced

@@ -36,7 +36,7 @@ from insum.errors import UnsupportedError
 from insum.graph.lower import lower
 from insum.graph.matmul import flattened
 from insum.lang.bind import Problem, Value
-from insum.ops.eager import decode_exactly
+from insum.ops.encoding import decode_exactly
 from insum.settings import settings
 
 __all__ = ["decompose", "package"]

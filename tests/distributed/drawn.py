@@ -27,7 +27,7 @@ import insum.distributed
 from insum.call.request import request_of
 from insum.lang.expr import tensors_of
 from insum.lang.parser import parse
-from insum.ops.eager import encode
+from insum.ops.encoding import encode
 from insum.testing import Case
 
 #: What statements are drawn from: smooth, small, some of more than one element for each rank.

@@ -42,7 +42,9 @@ from insum.lang.expr import accesses, tensors_of
 from insum.lang.measure import SizeKeys
 from insum.lang.parser import parse
 from insum.ops import eager
+from insum.ops.encoding import decode_exactly
 from insum.ops.gradients import ForwardCall, gradients
+from insum.ops.registration import register_subclass
 from insum.runtime.check import raise_found
 from insum.settings import settings
 
@@ -475,7 +477,7 @@ def _rule(cls: Any, op: Any, types: Any, arguments: tuple[Any, ...], named: Any 
     """An op that is called with DTensors, below autograd."""
     name = op.__name__.partition(".")[0]
     initial = None if name == "contract" else arguments[0]
-    request, values = eager.decode_exactly(arguments if initial is None else arguments[1:])
+    request, values = decode_exactly(arguments if initial is None else arguments[1:])
     with torch.no_grad():
         kinds, sizes = kinds_of(request.form), request.size_values
         if initial is None:
@@ -489,4 +491,4 @@ def _written(target: Tensor, result: Tensor) -> None:
 
 
 for _name in ("contract", "accumulate", "accumulate_"):
-    eager.register_subclass(_name, DTensor, _rule)
+    register_subclass(_name, DTensor, _rule)

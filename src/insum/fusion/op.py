@@ -26,7 +26,7 @@ from insum.fusion.indices import Selects, read, select, wrapped, written
 from insum.fusion.repeated import like, note
 from insum.lang.expr import Access
 from insum.lang.parser import parse
-from insum.ops.eager import decode
+from insum.ops.encoding import decode
 from insum.plan.path import AUTO
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from insum.compat.placed import has_placements, while_tracing
 from insum.lang.bind import Size, Value
-from insum.ops.eager import size_name
+from insum.ops.encoding import size_name
 from insum.ops.mean import mean_plan
 from insum.plan.config import Config, choice_text
 from insum.plan.path import Optimize, optimize_text
