@@ -26,8 +26,9 @@ from insum import memory
 from insum.call import prepared as calls
 from insum.call.prepared import BoundCall
 from insum.plan.sizes import OUT, WORK
-from insum.runtime import fused, program, programs, prologue
+from insum.runtime import fused, program, prologue
 from insum.runtime.bind import BoundLaunch
+from insum.runtime.shelf import MOST_CLASSES, MOST_GENERAL, precision_of, wishes_of
 from insum.testing import draw_cases
 from kernels import ONLY_FUSED
 from scatters import draw_scatters
@@ -203,8 +204,8 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     monkeypatch.setattr(BoundCall, "run", run)
 
     def wishes(accumulate: bool, device: torch.device | None = None) -> Any:
-        precision = programs.precision_of("sm_90")  # the interpreter knows but one
-        return replace(programs.wishes_of(accumulate, device), precision=precision)
+        precision = precision_of("sm_90")  # the interpreter knows but one
+        return replace(wishes_of(accumulate, device), precision=precision)
 
     monkeypatch.setattr(fused, "wishes_of", wishes)
     memory.forget()
@@ -259,8 +260,8 @@ def _check_bounds() -> None:
     for kinds in every:
         assert len(kinds.calls) <= calls.MOST_KINDS and len(kinds.shelves) <= calls.MOST_KINDS
         for shelf in kinds.shelves.values():
-            assert len(shelf.exact) <= programs.MOST_CLASSES
-            assert len(shelf.general) <= programs.MOST_GENERAL
+            assert len(shelf.exact) <= MOST_CLASSES
+            assert len(shelf.general) <= MOST_GENERAL
         for one in kinds.calls:
             assert len(one.bound) <= calls.MOST_SIZES and len(one.recent) <= calls.MOST_RECENT
             assert len(one.fused.unseen) <= fused.MOST_UNSEEN

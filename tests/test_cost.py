@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from applications import Application, block_spmm, spmm, tiny
-from insum.plan import cost, model
+from insum.plan import cost, first_guess
 from insum.plan.config import Config
 from insum.plan.draft import Planned
 from insum.runtime.build import first_choice
 from insum.runtime.inspection import Look
-from insum.runtime.programs import wishes_of
+from insum.runtime.shelf import wishes_of
 
 DEVICE = cost.Device()
 
@@ -33,7 +33,7 @@ def predicted(
     look = look_at(application)
     (one,) = look.planned()
     choice = configs or first_choice(one, look.wishes)
-    turned = model.oriented(one.plan, one.extents, choice[0].swap)
+    turned = first_guess.oriented(one.plan, one.extents, choice[0].swap)
     return cost.predict(turned, one.extents, choice, device, look.load(one))
 
 

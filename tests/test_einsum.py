@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from insum.agnostic import einsum
 from insum.compat.compiler import compiled_graphs
 from insum.errors import BindingError, StatementError, UnsupportedError
 from insum.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, NeighborTable, SparseFormat
+from insum.formats.einsum import einsum
 from insum.formats.explained import explain_einsum
 
 warnings.filterwarnings("ignore", message="Dynamo detected a call to a `functools.lru_cache`")

@@ -19,8 +19,8 @@ import insum
 from insum import facts as facts_module
 from insum import memory
 from insum.facts import constant, declare, facts_of, known, segment_pointers
-from insum.plan import model
-from insum.plan.model import SHORT
+from insum.plan import first_guess
+from insum.plan.first_guess import SHORT
 from insum.plan.sizes import power_of_two
 from insum.runtime import prologue
 from insum.runtime.prologue import Made, in_order, pieces, slots, tasks
@@ -328,8 +328,8 @@ def test_schedules_are_narrow_where_they_can_be() -> None:
 
 
 def test_short_is_what_the_kernels_think_it_is() -> None:
-    assert SHORT <= model.LEAVE_WHOLE <= model.SPLIT_AT
-    assert prologue.SHORT is model.SHORT
+    assert SHORT <= first_guess.LEAVE_WHOLE <= first_guess.SPLIT_AT
+    assert prologue.SHORT is first_guess.SHORT
 
 
 # --- pieces of what was never seen ----------------------------------------------------------------

@@ -48,7 +48,6 @@ RANKS: tuple[frozenset[str], ...] = (
     frozenset({"ops", *STATEMENTS_OVER_DTENSORS}),
     frozenset({"explanation", "export"}),
     frozenset({"formats", "api", "together", "fusion", "distributed.explained"}),
-    frozenset({"agnostic"}),
     frozenset({""}),
     frozenset({"cli", "demo", "doctor", "bench", "nn", "distributed", "__main__"}),
 )

@@ -18,7 +18,7 @@ from torch import Tensor
 import applications
 import insum
 from applications import Application, relative_error
-from insum.plan import model
+from insum.plan import first_guess
 from insum.runtime import classify, inspection
 from insum.runtime.program import Program
 from kernels import ONLY_FUSED, STRATEGIES, bound, error, lookup, poison_new_memory, run
@@ -135,8 +135,8 @@ def skewed(**options: Any) -> Application:
 @pytest.mark.parametrize("many", [False, True])
 def test_long_rows_are_cut(group: int, many: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if many:  # as it is where there are more entries than the interpreter could walk
-        monkeypatch.setattr(model, "FEW_ENTRIES", 0)
-        monkeypatch.setattr(model, "TINY_ENTRIES", 0)
+        monkeypatch.setattr(first_guess, "FEW_ENTRIES", 0)
+        monkeypatch.setattr(first_guess, "TINY_ENTRIES", 0)
     application = skewed(group=group)
     assert relative_error(application.forward.run(), application.expected()) < 2e-6
     (step,) = lookup(application.forward.problem(), application.values).steps

@@ -11,7 +11,7 @@ import torch
 import insum
 from applications import Application, tiny
 from insum.errors import SettingsError
-from insum.plan import cost, legal, model, space
+from insum.plan import cost, first_guess, legal, space
 from insum.plan.config import Choice, Config, choice_from, choice_of, choice_text, shown
 from insum.plan.draft import CannotFuse, Planned
 from insum.runtime import inspection
@@ -52,7 +52,7 @@ def candidates(application: Application, count: int = 40, **changes: Any) -> lis
 
 
 def turned(one: Planned, choice: Choice) -> Any:
-    return model.oriented(one.plan, one.extents, choice[0].swap)
+    return first_guess.oriented(one.plan, one.extents, choice[0].swap)
 
 
 each_application = pytest.mark.parametrize("application", APPLICATIONS, ids=lambda a: a.name)
@@ -257,7 +257,7 @@ def test_rows_take_two_configs() -> None:
     from applications import spmm
 
     application = spmm(rows=64, columns=64, n=32, entries=500, dtype=torch.float32)
-    assert model.in_rows(prepared(application).plan)
+    assert first_guess.in_rows(prepared(application).plan)
     with pytest.raises(SettingsError, match="short rows, long rows"):
         given(application, Config(m=4, n=32, k=2))
     program = given(

@@ -24,7 +24,7 @@ from insum.runtime import cache, inspection, launch, search
 from insum.runtime.bind import Ready
 from insum.runtime.build import first_choice
 from insum.runtime.program import Program
-from insum.runtime.programs import recalled
+from insum.runtime.shelf import recalled
 from insum.runtime.timing import wall_timer
 
 

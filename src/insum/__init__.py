@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from insum import fusion as fusion
     from insum import nn as nn
     from insum import testing as testing
-    from insum.agnostic import einsum
     from insum.explanation import Explanation
+    from insum.formats.einsum import einsum
     from insum.runtime.record import synchronize
 
 __version__ = "0.1.0"
@@ -79,7 +79,7 @@ _LAZY = {
     "Explanation": "insum.explanation",
     "distributed": "insum.distributed",
     "synchronize": "insum.runtime.record",
-    "einsum": "insum.agnostic",
+    "einsum": "insum.formats.einsum",
     "export": "insum.export",
     "formats": "insum.formats",
     "fusion": "insum.fusion",

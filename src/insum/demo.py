@@ -22,10 +22,10 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from insum.agnostic import einsum
 from insum.api import insum
 from insum.explanation import way_of
 from insum.formats import BlockGroupCOO, GroupCOO
+from insum.formats.einsum import einsum
 from insum.lang.bind import bind
 from insum.lang.parser import parse
 

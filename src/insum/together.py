@@ -46,6 +46,6 @@ def _in_one_launch(asked: Sequence[AskedResult]) -> list[Tensor | None]:
         if fused is None:
             return [None] * len(asked)
         calls.append(fused)
-    from insum.runtime.together import run_together  # which takes a while to import
+    from insum.runtime.one_launch import run_together  # which takes a while to import
 
     return run_together(calls, [one.tensors for one in asked])

@@ -11,7 +11,7 @@ import torch
 import insum.fusion
 from insum import memory
 from insum.runtime.fused import FusedCall
-from insum.runtime.programs import Programs
+from insum.runtime.shelf import Programs
 
 
 @pytest.fixture(autouse=True)

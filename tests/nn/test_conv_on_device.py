@@ -22,8 +22,8 @@ from insum.nn import kernel_map as maps
 from insum.nn.kernel_map import Geometry, build_map, kernel_map
 from insum.plan.recipes import Inverse, OfExtent, OfShape, Packed, Walk
 from insum.runtime.handwritten import packs
-from insum.runtime.programs import Programs
 from insum.runtime.prologue import Made, Prologue, Result, inverse
+from insum.runtime.shelf import Programs
 from insum.testing.as_on_a_gpu import pretended
 
 pytestmark = pytest.mark.interpreter

@@ -17,7 +17,7 @@ import insum
 from insum.call.request import request_of
 from insum.nn import Irreps, TensorProduct, TensorProductConv
 from insum.runtime import inspection
-from insum.runtime.together import ReadyTogether
+from insum.runtime.one_launch import ReadyTogether
 from insum.testing.as_on_a_gpu import pretended
 from kernels import watch_programs
 from nn.test_tensor_product import rotation

@@ -192,7 +192,7 @@ class PreparedCall:
     def fused(self) -> FusedKind:
         """This kind of call as generated kernels."""
         from insum.runtime.fused import fused_kind  # which takes a while to import
-        from insum.runtime.programs import Shelf
+        from insum.runtime.shelf import Shelf
 
         form, problem = self.form, self.problem
         dtypes = tuple((n, k.dtype, k.device, k.strength) for n, k in problem.kinds.items())

@@ -17,7 +17,7 @@ from insum.codegen.arguments import COUNT, END, ROW, START, Argument, Count, Ext
 from insum.codegen.values import Eager, Val
 from insum.lang.expr import Access, variables
 from insum.plan.config import Config
-from insum.plan.model import whole_entries
+from insum.plan.first_guess import whole_entries
 from insum.plan.plan import Plan
 from insum.plan.sizes import power_of_two
 

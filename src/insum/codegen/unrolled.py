@@ -21,7 +21,7 @@ from insum.codegen.frame import AFTER, Frame, Kernel, Shape, kernel_name
 from insum.codegen.values import Val, combine, union
 from insum.lang.expr import Access, Expr, Number, variables
 from insum.plan.config import Config
-from insum.plan.model import LONG
+from insum.plan.first_guess import LONG
 from insum.plan.plan import Beside, Pattern, PatternPoint, Plan
 from insum.plan.sizes import OUT
 

@@ -40,7 +40,7 @@ from insum.lang.expr import (
     variables,
 )
 from insum.lang.types import Typed, infer
-from insum.plan.rewrite import substitute
+from insum.plan.substitution import substitute
 
 aten = torch.ops.aten
 #: Elements of messages below which a scatter without atomics saves less time than another call

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from insum.lang.binding import Binding
 from insum.lang.expand import expand
 from insum.lang.expr import Statement
 from insum.lang.extents import Extents
 from insum.lang.problem import Kind, Problem, Size, Value, kind_of
+from insum.lang.signature import Binding
 
 __all__ = ["Kind", "Problem", "Size", "Value", "bind", "kind_of"]
 

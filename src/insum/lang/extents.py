@@ -11,9 +11,9 @@ from typing import NoReturn
 import torch
 
 from insum.errors import BindingError, IndexRangeError, Span
-from insum.lang.binding import Binding
 from insum.lang.expr import Access, Affine, Var, variables
 from insum.lang.problem import Size, shown_shape
+from insum.lang.signature import Binding
 
 
 class Extents:

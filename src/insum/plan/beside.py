@@ -17,8 +17,8 @@ from insum.plan.draft import Planned
 from insum.plan.joining import union_of
 from insum.plan.plan import Beside, Pattern, PatternPoint, Plan
 from insum.plan.recipes import Composed, Segments, Sorted
-from insum.plan.rewrite import replace_atom, substitute
 from insum.plan.sizes import OUT, beside
+from insum.plan.substitution import replace_atom, substitute
 
 #: Tiles that a kernel holds all along, of two elements for each thread: beyond it registers are
 #: spilled, or too few programs run at once, and results are quicker one by one.

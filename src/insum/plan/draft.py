@@ -20,9 +20,9 @@ from insum.lang.types import NARROW_FLOATS, infer, promoted, widened
 from insum.plan.plan import Bound, Plan, Segment
 from insum.plan.questions import Ask, AskExact, AskFacts, AskInside, Known
 from insum.plan.recipes import Packed, PackedByStep, RecipeArray, RowRecipe, SizeExpr
-from insum.plan.rewrite import Scatter
 from insum.plan.roles import Contraction, Roles, contraction
 from insum.plan.sizes import OUT, SizeClass, Strides, contiguous, power_of_two
+from insum.plan.substitution import Scatter
 from insum.plan.uses import Use
 from insum.settings import SettingValues
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from insum.lang.expr import Access, Affine, accesses, variables
 from insum.plan.config import Config
 from insum.plan.draft import Planned
-from insum.plan.model import inner_extent
+from insum.plan.first_guess import inner_extent
 from insum.plan.plan import Plan
 from insum.plan.sizes import FEW, FITTED, Extent, Strides
 

@@ -341,7 +341,7 @@ class Ready:
     )
 
     def __init__(self, program: Program, sizes: CallNumbers) -> None:
-        #: By what else is computed with it, one launch for all (`runtime.together`).
+        #: By what else is computed with it, one launch for all (`runtime.one_launch`).
         self.together: dict[Any, Any] = {}
         problem = program.problem
         self.program, self.buffer, self.dtype = program, program.buffer, problem.dtype

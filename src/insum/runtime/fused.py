@@ -51,9 +51,9 @@ from insum.runtime.check import found as offences
 from insum.runtime.check import live_uses
 from insum.runtime.handwritten import packs
 from insum.runtime.program import Program, Refusal
-from insum.runtime.programs import Programs, Shelf, wishes_of
 from insum.runtime.prologue import Made, Prologue
 from insum.runtime.record import record_of
+from insum.runtime.shelf import Programs, Shelf, wishes_of
 
 _serial = operator.attrgetter("serial")
 #: A short pattern that comes back for this many calls is compiled into the code.

@@ -20,7 +20,7 @@ from torch import Tensor
 from insum import memory
 from insum.compat.calls import untracked
 from insum.facts import Coming, segment_pointers
-from insum.plan.model import SHORT
+from insum.plan.first_guess import SHORT
 from insum.plan.questions import Summary
 from insum.plan.recipes import (
     Composed,

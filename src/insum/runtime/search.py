@@ -30,7 +30,7 @@ from insum.runtime import cache, launch
 from insum.runtime.bind import Ready
 from insum.runtime.build import assemble, first_choice
 from insum.runtime.inspection import Look
-from insum.runtime.programs import recalled, unusable
+from insum.runtime.shelf import recalled, unusable
 from insum.runtime.timing import Timer, replay_timer
 
 log = logging.getLogger("insum")

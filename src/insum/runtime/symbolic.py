@@ -23,7 +23,7 @@ from insum.plan.uses import uses_of
 from insum.runtime import classify, launch
 from insum.runtime.bind import CallNumbers
 from insum.runtime.program import Launch, Program, Refusal
-from insum.runtime.programs import Programs, wishes_of
+from insum.runtime.shelf import Programs, wishes_of
 
 __all__ = ["CannotFuse", "program_of", "run"]
 

@@ -27,7 +27,6 @@ from insum.plan.draft import (
     finish,
     first_draft,
 )
-from insum.plan.rewrite import Scatter, scatter_of
 from insum.plan.strategies.atomics import atomic, atomic_is_asked_for, atomic_keeps_its_tiles
 from insum.plan.strategies.inverting import inverse
 from insum.plan.strategies.one_hot import onehot
@@ -38,6 +37,7 @@ from insum.plan.strategies.sorting import sorted_first, sorted_for_heavy_rows
 from insum.plan.strategies.storing import unique
 from insum.plan.strategies.unrolling import nested, unrolled
 from insum.plan.strategies.windowing import gathered_windows
+from insum.plan.substitution import Scatter, scatter_of
 
 #: For one dimension that is written through an index tensor.
 SCATTERED = (

@@ -5,8 +5,8 @@ never seen.
 from __future__ import annotations
 
 from insum.plan.draft import Draft, Planned, Subject, finish, roles_of
-from insum.plan.rewrite import Scatter
 from insum.plan.strategies.segmenting import fits, to_segments
+from insum.plan.substitution import Scatter
 
 
 def atomic(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:

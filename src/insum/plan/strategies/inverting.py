@@ -11,9 +11,9 @@ from insum.lang.expr import Access, Affine, Var, index_of, variables
 from insum.plan.draft import Draft, Planned, Subject, finish
 from insum.plan.questions import AskSummary
 from insum.plan.recipes import Inverse, OfShape
-from insum.plan.rewrite import Scatter, substitute
 from insum.plan.strategies.packing import packed
 from insum.plan.strategies.sorting import tiles_scatter
+from insum.plan.substitution import Scatter, substitute
 
 #: An inverse index table may have this many places per entry of the index.
 INVERT_UP_TO = 2

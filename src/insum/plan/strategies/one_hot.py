@@ -6,9 +6,9 @@ import math
 
 from insum.lang.expr import variables
 from insum.plan.draft import Draft, Planned, Subject, finish, roles_of
-from insum.plan.rewrite import Scatter
 from insum.plan.strategies.segmenting import fits
 from insum.plan.strategies.sorting import HEAVY_ROW
+from insum.plan.substitution import Scatter
 
 #: A scattered dimension up to this size can be kept whole in registers ...
 ONEHOT_UP_TO = 64

@@ -28,7 +28,7 @@ from insum.plan.recipes import (
     SizeExpr,
     Walk,
 )
-from insum.plan.rewrite import substitute
+from insum.plan.substitution import substitute
 
 #: Rows of one tile, and how many rows a table has at least that is worth an order.
 TILE = 128

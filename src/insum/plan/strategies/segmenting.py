@@ -10,7 +10,7 @@ from insum.lang.expr import Access, Expr, accesses, index_of
 from insum.plan.draft import Draft, Planned, Subject, finish
 from insum.plan.questions import AskSummary
 from insum.plan.recipes import OfExtent, OfShape, RowRecipe, Segments, Slots
-from insum.plan.rewrite import Merge, Scatter, merge_of
+from insum.plan.substitution import Merge, Scatter, merge_of
 
 
 def segments(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:

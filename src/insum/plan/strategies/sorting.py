@@ -10,8 +10,8 @@ from dataclasses import replace
 from insum.lang.expr import Access, Affine, accesses, index_of, variables
 from insum.plan.draft import Draft, Planned, Subject, finish, roles_of
 from insum.plan.recipes import Composed, OfExtent, OfShape, Position, Sorted
-from insum.plan.rewrite import Scatter, replace_atom, substitute
 from insum.plan.strategies.segmenting import at_home, fits, merge, merged, to_rows
+from insum.plan.substitution import Scatter, replace_atom, substitute
 
 #: All tensors together are this many times a sorted copy of one index tensor, if it is made.
 COMPOSE_SHARE = 32

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from insum.plan.draft import Draft, Planned, Subject, finish
 from insum.plan.recipes import OfExtent, OfShape
-from insum.plan.rewrite import Scatter
+from insum.plan.substitution import Scatter
 
 
 def unique(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:

@@ -14,7 +14,7 @@ import torch
 from insum.bounded import keep
 from insum.errors import SettingsError
 from insum.lang.bind import Problem
-from insum.plan import legal, model
+from insum.plan import first_guess, legal
 from insum.plan.config import Choice
 from insum.plan.draft import CannotFuse, Planned, Subject, Wishes
 from insum.plan.joining import joined
@@ -245,6 +245,6 @@ def _given(
 
 
 def _oriented(planned: Planned, wishes: Wishes, choice: Choice) -> Plan:
-    return model.oriented(
+    return first_guess.oriented(
         planned.plan, planned.extents, choice[0].swap, allowed=wishes.settings.swap
     )

@@ -1,8 +1,5 @@
 """`insum.einsum`: one statement over sparse and dense operands, rewritten by the formats' own rules
 into indirect statements.
-
-The module is not called ``einsum``: a submodule of that name would replace the function in the
-package as soon as it is imported.
 """
 
 from __future__ import annotations
