@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from applications import Application, block_spmm, spmm, tiny
-from insum.plan import cost, first_guess
+from insum.plan import cost
 from insum.plan.config import Config
 from insum.plan.draft import Planned
+from insum.plan.orientation import oriented
 from insum.runtime.build import first_choice
 from insum.runtime.inspection import Look
 from insum.runtime.shelf import wishes_of
@@ -33,7 +34,7 @@ def predicted(
     look = look_at(application)
     (one,) = look.planned()
     choice = configs or first_choice(one, look.wishes)
-    turned = first_guess.oriented(one.plan, one.extents, choice[0].swap)
+    turned = oriented(one.plan, one.extents, choice[0].swap)
     return cost.predict(turned, one.extents, choice, device, look.load(one))
 
 

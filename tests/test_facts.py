@@ -19,9 +19,9 @@ import insum
 from insum import facts as facts_module
 from insum import memory
 from insum.facts import constant, declare, facts_of, known, segment_pointers
-from insum.plan import first_guess
-from insum.plan.first_guess import SHORT
+from insum.plan import first_guess, tiling
 from insum.plan.sizes import power_of_two
+from insum.plan.tiling import SHORT
 from insum.runtime import prologue
 from insum.runtime.prologue import Made, in_order, pieces, slots, tasks
 
@@ -329,7 +329,7 @@ def test_schedules_are_narrow_where_they_can_be() -> None:
 
 def test_short_is_what_the_kernels_think_it_is() -> None:
     assert SHORT <= first_guess.LEAVE_WHOLE <= first_guess.SPLIT_AT
-    assert prologue.SHORT is first_guess.SHORT
+    assert prologue.SHORT is tiling.SHORT
 
 
 # --- pieces of what was never seen ----------------------------------------------------------------

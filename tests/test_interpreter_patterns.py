@@ -16,7 +16,7 @@ from insum.bench import data
 from insum.call.request import request_of
 from insum.codegen import unrolled
 from insum.nn import FullyConnectedTensorProduct
-from insum.plan.first_guess import LONG
+from insum.plan.tiling import LONG
 from insum.runtime import inspection
 from kernels import lookup
 

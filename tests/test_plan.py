@@ -14,7 +14,7 @@ import torch
 import applications
 import insum
 from insum.codegen.arguments import Passed, Pointer
-from insum.plan import first_guess
+from insum.plan import first_guess, orientation
 from insum.plan.config import Config
 from insum.plan.draft import CannotFuse
 from insum.plan.plan import Plan
@@ -249,12 +249,12 @@ def test_the_wide_side_becomes_m() -> None:
         plain.right,
         plain.left,
     )
-    assert first_guess.swapped(swapped, {"bm": 32, "n": 512}) == swapped, "once is enough"
+    assert orientation.swapped(swapped, {"bm": 32, "n": 512}) == swapped, "once is enough"
 
 
 def test_no_swap_where_m_is_wide_enough_or_settings_forbid_it() -> None:
     plan = blocks(SORTED, 64, n=512)
-    assert first_guess.swapped(plan.roles, {"bm": 64, "n": 512}) == plan.roles
+    assert orientation.swapped(plan.roles, {"bm": 64, "n": 512}) == plan.roles
     values = {
         "AM": SORTED,
         "AV": torch.empty(5, 32, 32),

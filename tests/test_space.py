@@ -11,9 +11,10 @@ import torch
 import insum
 from applications import Application, tiny
 from insum.errors import SettingsError
-from insum.plan import cost, first_guess, legal, space
+from insum.plan import cost, legal, space, tiling
 from insum.plan.config import Choice, Config, choice_from, choice_of, choice_text, shown
 from insum.plan.draft import CannotFuse, Planned
+from insum.plan.orientation import oriented
 from insum.runtime import inspection
 from insum.runtime.build import first_choice
 from insum.runtime.inspection import Look
@@ -52,7 +53,7 @@ def candidates(application: Application, count: int = 40, **changes: Any) -> lis
 
 
 def turned(one: Planned, choice: Choice) -> Any:
-    return first_guess.oriented(one.plan, one.extents, choice[0].swap)
+    return oriented(one.plan, one.extents, choice[0].swap)
 
 
 each_application = pytest.mark.parametrize("application", APPLICATIONS, ids=lambda a: a.name)
@@ -257,7 +258,7 @@ def test_rows_take_two_configs() -> None:
     from applications import spmm
 
     application = spmm(rows=64, columns=64, n=32, entries=500, dtype=torch.float32)
-    assert first_guess.in_rows(prepared(application).plan)
+    assert tiling.in_rows(prepared(application).plan)
     with pytest.raises(SettingsError, match="short rows, long rows"):
         given(application, Config(m=4, n=32, k=2))
     program = given(

@@ -17,9 +17,9 @@ from insum.codegen.arguments import COUNT, END, ROW, START, Argument, Count, Ext
 from insum.codegen.values import Eager, Val
 from insum.lang.expr import Access, variables
 from insum.plan.config import Config
-from insum.plan.first_guess import whole_entries
 from insum.plan.plan import Plan
 from insum.plan.sizes import power_of_two
+from insum.plan.tiling import whole_entries
 
 AFTER = 3
 #: A variable of our own. Names that come from the statement always carry a suffix (_ptr, _s0, _d0,

@@ -21,9 +21,9 @@ from insum.codegen.frame import AFTER, Frame, Kernel, Shape, kernel_name
 from insum.codegen.values import Val, combine, union
 from insum.lang.expr import Access, Expr, Number, variables
 from insum.plan.config import Config
-from insum.plan.first_guess import LONG
 from insum.plan.plan import Beside, Pattern, PatternPoint, Plan
 from insum.plan.sizes import OUT
+from insum.plan.tiling import LONG
 
 #: Factors that a summed variable touches -> (target, other factors) of the points that use them.
 Cores: TypeAlias = dict[tuple[Expr, ...], list[PatternPoint]]

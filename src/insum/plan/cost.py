@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from insum.lang.expr import Access, accesses, variables
-from insum.plan import first_guess
+from insum.plan import tiling
 from insum.plan.config import Choice, Config
-from insum.plan.first_guess import SHORT
 from insum.plan.plan import Plan
+from insum.plan.tiling import SHORT
 
 _BYTES = {
     "int1": 1,
@@ -273,17 +273,17 @@ def parts_of(
         return [_unrolled(plan, extents, choice[0])]
     return (
         _rows(plan, extents, choice, load)
-        if first_guess.in_rows(plan)
+        if tiling.in_rows(plan)
         else [_tiles(plan, extents, choice[0], load)]
     )
 
 
 def _tiles(plan: Plan, extents: Mapping[str, int], config: Config, load: Load) -> LaunchCost:
     roles = plan.roles
-    tiles = math.ceil(first_guess.extent(roles.m, extents) / config.m) * math.ceil(
-        first_guess.extent(roles.n, extents) / config.n
+    tiles = math.ceil(tiling.extent(roles.m, extents) / config.m) * math.ceil(
+        tiling.extent(roles.n, extents) / config.n
     )
-    pieces = first_guess.pieces(plan, config, extents)
+    pieces = tiling.pieces(plan, config, extents)
     programs = tiles * math.prod(extents[v] for v in roles.grid) * pieces
     steps = _steps(plan, extents, config, load) / pieces
     flops = (
@@ -328,7 +328,7 @@ def _steps(plan: Plan, extents: Mapping[str, int], config: Config, load: Load) -
     )
     if segment and segment.var in (*roles.k, *roles.loops):
         rows = max(1, extents[segment.row])
-        share = first_guess.inner_extent(plan, extents) / config.k if segment.var in roles.k else 1
+        share = tiling.inner_extent(plan, extents) / config.k if segment.var in roles.k else 1
         steps *= sum(math.ceil(length * share) * count for length, count in load.lengths) / rows
         return steps * (
             math.ceil(extents[roles.k[0]] / config.k)
@@ -445,9 +445,9 @@ def _row_part(
     name: str,
     tasks: Sequence[tuple[float, float]],
 ) -> LaunchCost:
-    columns = first_guess.extent(plan.roles.n, extents)
+    columns = tiling.extent(plan.roles.n, extents)
     grid = math.ceil(columns / config.n) * math.prod(extents[v] for v in plan.roles.grid)
-    beside = first_guess.extent(plan.roles.m[1:], extents)
+    beside = tiling.extent(plan.roles.m[1:], extents)
     tasks = [(length, count * beside) for length, count in tasks]
     rows = sum(count for _, count in tasks)
     programs = math.ceil(rows / config.m) * grid
@@ -493,11 +493,11 @@ def _unrolled(plan: Plan, extents: Mapping[str, int], config: Config) -> LaunchC
     assert plan.pattern is not None
     roles = plan.roles
     points = len(plan.pattern.points)
-    tiles = math.ceil(first_guess.extent(roles.m, extents) / config.m) * math.ceil(
-        first_guess.extent(roles.n, extents) / config.n
+    tiles = math.ceil(tiling.extent(roles.m, extents) / config.m) * math.ceil(
+        tiling.extent(roles.n, extents) / config.n
     )
     programs = tiles * math.prod(extents[v] for v in roles.grid)
-    along = first_guess.extent(roles.k, extents)
+    along = tiling.extent(roles.k, extents)
     if plan.segment:  # the entries of one row
         programs *= extents[plan.segment.row]
         along = max(1, along // max(1, extents[plan.segment.row]))

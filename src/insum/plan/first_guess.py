@@ -14,14 +14,29 @@ from dataclasses import replace
 from insum.lang.expr import Number, accesses, variables
 from insum.plan.config import Choice, Config
 from insum.plan.plan import Pattern, Plan, Segment
-from insum.plan.roles import FLATTEN_UP_TO, Contraction, contiguity, one_place_an_entry
+from insum.plan.roles import FLATTEN_UP_TO, contiguity
 from insum.plan.sizes import WIDE_LOAD, power_of_two
+from insum.plan.tiling import (
+    BYTES,
+    ENOUGH_PROGRAMS,
+    HIGH,
+    LARGE_SIDE,
+    LONG,
+    SHORT,
+    dividing,
+    extent,
+    held,
+    in_rows,
+    inner_extent,
+    is_dense,
+    is_large,
+    k_tile,
+    least_n,
+    output_places,
+    walks_entries,
+    walks_matrices,
+)
 
-#: Tasks up to this length count as short: several of them share a program.
-SHORT = 32
-#: Patterns with more points than this are long: several kernels, which share neither an output nor
-#: the largest factor.
-LONG = 48
 #: Points of several results of one kernel beyond which a warp takes one row.
 LONG_TOGETHER = 256
 #: Tiles of two elements a thread that straight-line code can hold at once.
@@ -40,8 +55,6 @@ FEWER_ENTRIES, CUT_FEWER = 100_000, 16
 #: Below so many, the device is nowhere near full, and waiting for one gather after the other is all
 #: there is.
 TINY_ENTRIES = 2**15
-#: Programs that fill a device twice over; fewer than this and a long reduction is cut into pieces.
-ENOUGH_PROGRAMS = 264
 #: Threads of a tile that sum each its own, and how many outputs they take: as many halves as the
 #: widest load has.
 OWN_THREADS, OWN_SUMS = 128, 8
@@ -49,100 +62,13 @@ OWN_THREADS, OWN_SUMS = 128, 8
 OWN_STEPS = 9
 #: Columns in tiles of which the last may be half empty.
 MANY_COLUMNS = 512
-#: Sides of the tiles that arithmetic alone decides on: this, and twice this on N.
-LARGE_SIDE = 128
-#: A square tile of such sides, and places of an output that fill a device with them.
-LARGE_TILE = LARGE_SIDE**2
-LARGE = ENOUGH_PROGRAMS * LARGE_TILE
-#: Steps of a reduction that fill a deep pipeline.
-LARGE_STEPS = 8
 #: Side of a tile that is read along one axis and written along the other: a line of memory each
 #: way.
 TURNED = 64
-#: The least M of Hopper's matrix instructions.
-HIGH = 64
 #: Shared memory for the operands of one program.
 PIPELINE_BYTES = 72 * 1024
 #: And where there is the least of it.
 SMALL_SHARED = 64 * 1024
-_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-
-
-def extent(axis: tuple[str, ...], extents: Mapping[str, int]) -> int:
-    return math.prod(extents[v] for v in axis)
-
-
-def swapped(roles: Contraction, extents: Mapping[str, int]) -> Contraction:
-    """The same product with its sides exchanged where that puts the wide side on M, as `wgmma`
-    wants.
-    """
-    m, n = extent(roles.m, extents), extent(roles.n, extents)
-    return roles if not roles.dot or m >= 64 or n <= m else exchanged(roles)
-
-
-def exchanged(roles: Contraction) -> Contraction:
-    return replace(roles, m=roles.n, n=roles.m, left=roles.right, right=roles.left)
-
-
-def oriented(
-    plan: Plan, extents: Mapping[str, int], swap: int = -1, *, allowed: bool = True
-) -> Plan:
-    """The plan with the sides of its matrix product as a config wants them; -1 leaves it to the
-    rule, where settings allow it.
-    """
-    if swap == 0 or not plan.roles.dot or swap < 0 and plan.onehot < 0 and not allowed:
-        return plan
-    if swap == 1 or _gathers_left(plan, extents) or _holds_short_side(plan, extents):
-        return replace(plan, roles=exchanged(plan.roles))
-    if _fills_high_tile(plan, extents):
-        return plan
-    return replace(plan, roles=swapped(plan.roles, extents))
-
-
-def _fills_high_tile(plan: Plan, extents: Mapping[str, int]) -> bool:
-    """Whether entries of half precision are more than half as high as the least M of `wgmma`: tiles
-    are padded to it on either side, and on N the wide side is read in longer rows.
-    """
-    high = extent(plan.roles.m, extents) > HIGH // 2
-    return high and _walks_matrices(plan) and _BYTES.get(plan.operand, 4) == 2
-
-
-def _gathers_left(plan: Plan, extents: Mapping[str, int]) -> bool:
-    """Whether, of two wide sides whose product is summed over the entries of rows, the left one
-    alone is gathered: loads through indices are hidden better on the right.
-    """
-    if plan.segment is None or plan.segment.var not in plan.roles.k or plan.onehot >= 0:
-        return False
-    if min(extent(plan.roles.m, extents), extent(plan.roles.n, extents)) < 128:
-        return False
-    left, right = (
-        [a for f in side for a in accesses(plan.factors[f]) if a.tensor in plan.index_tensors]
-        for side in (plan.roles.left, plan.roles.right)
-    )
-    return bool(left) and not right
-
-
-def _holds_short_side(plan: Plan, extents: Mapping[str, int]) -> bool:
-    """Whether the largest tile would hold all of the short side, were it on N: the long side is
-    then read by one program alone.
-    """
-    m, n = (power_of_two(extent(axis, extents)) for axis in (plan.roles.m, plan.roles.n))
-    return m == 2 * LARGE_SIDE < n and _is_large(plan, extents)
-
-
-def inner_extent(plan: Plan, extents: Mapping[str, int]) -> int:
-    """Extent of the variable flattened under the segment's entries on the K axis."""
-    return extents[plan.roles.k[1]] if len(plan.roles.k) == 2 else 1
-
-
-def whole_entries(k: int, inner: int) -> bool:
-    """Whether a tile of K holds entries as a whole, so that places in it are numbers of the code:
-    those that fill it, or nearly. Elsewhere tiles end inside of entries.
-
-    >>> [whole_entries(64, inner) for inner in (1, 8, 20, 24, 64, 128)]
-    [True, True, True, False, True, False]
-    """
-    return 16 * (k // inner * inner) >= 15 * k
 
 
 def first_guess(plan: Plan, extents: Mapping[str, int]) -> Config:
@@ -253,7 +179,7 @@ def _within(plan: Plan, config: Config) -> Config:
     """With no more buffers than fit."""
     if not plan.roles.dot:
         return config
-    buffers = SMALL_SHARED // ((config.m + config.n) * config.k * _BYTES.get(plan.operand, 4))
+    buffers = SMALL_SHARED // ((config.m + config.n) * config.k * BYTES.get(plan.operand, 4))
     return replace(config, stages=max(1, min(config.stages, 1 + buffers)))
 
 
@@ -272,13 +198,6 @@ def _halved(config: Config) -> Config:
     return replace(config, m=config.m // 2)
 
 
-def in_rows(plan: Plan) -> bool:
-    """Whether tiles hold rows of a segmented output, so that short and long rows are launched
-    apart.
-    """
-    return plan.pattern is None and plan.segment is not None and plan.segment.tiled
-
-
 def split_length(longest: int, entries: int, *, alone: bool = False) -> int:
     """Entries at which rows are cut; 0: rows stay whole, where they are even or the whole thing is
     small. ``alone``: a thread walks through a row by itself.
@@ -293,23 +212,23 @@ def split_length(longest: int, entries: int, *, alone: bool = False) -> int:
 
 
 def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
-    size = _BYTES.get(plan.operand, 4)
+    size = BYTES.get(plan.operand, 4)
     m_all, n_all = (power_of_two(extent(a, extents)) for a in (plan.roles.m, plan.roles.n))
     cap = 128 if size == 2 else 64
-    k = _k_tile(plan, extents, size)
+    k = k_tile(plan, extents, size)
     m, n = max(16, min(m_all, cap)), max(least_n(plan) if k <= 32 else 16, min(n_all, cap))
     if n <= 32 and m_all >= 256 and size == 2 and not _fills_deep_tile(plan, extents, k):
         m = 256
-    if m == HIGH and k <= 32 and n_all >= 256 and size == 2 and _walks_matrices(plan):
+    if m == HIGH and k <= 32 and n_all >= 256 and size == 2 and walks_matrices(plan):
         n = 256  # of a shallow tile that is no wider than high, less is read than multiplied
     if size == 4 and (
         n <= 16 or plan.onehot < 0 and plan.precision == "tf32x3" and not plan.pointwise
     ):
         m = max(16, min(m_all, 128))  # the parts of a split float32 operand are used for more
     m, n = held(plan, extents, m, n)
-    if (m, n) == (LARGE_SIDE, LARGE_SIDE) and _is_large(plan, extents):
+    if (m, n) == (LARGE_SIDE, LARGE_SIDE) and is_large(plan, extents):
         return Config(m=m, n=2 * n, k=k, warps=8, stages=3)
-    if plan.roles.loops and (m, n) == (LARGE_SIDE, LARGE_SIDE) and _is_dense(plan):
+    if plan.roles.loops and (m, n) == (LARGE_SIDE, LARGE_SIDE) and is_dense(plan):
         # places in flattened axes, and bounds, take registers
         several = plan.bounds or len(plan.roles.m) > 1 or len(plan.roles.n) > 1
         return Config(m=m, n=n, k=k, warps=8 if several else 4, stages=3)
@@ -320,13 +239,13 @@ def _for_dot(plan: Plan, extents: Mapping[str, int]) -> Config:
     warps = 8 if m * n >= 128 * 256 else 4
     if plan.segment and walks_entries(plan) and m >= LARGE_SIDE and size == 2:
         at_once = _tiles(plan, plan.segment, extents, m, n) < ENOUGH_PROGRAMS
-        if at_once and (n >= LARGE_SIDE or not _walks_matrices(plan)):
+        if at_once and (n >= LARGE_SIDE or not walks_matrices(plan)):
             return _for_few_segments(plan, extents, m, n, k)
         if n >= LARGE_SIDE:
             return _for_large_entries(plan, extents, m, n, k)
     # As many buffers as leave room for three programs on a multiprocessor: their waits overlap
     # better than deeper pipelines do.
-    most = 2 if n <= 32 < k and _walks_matrices(plan) else 3  # narrow and deep: more programs
+    most = 2 if n <= 32 < k and walks_matrices(plan) else 3  # narrow and deep: more programs
     stages = max(2, min(most, PIPELINE_BYTES // ((m + n) * k * size)))
     return Config(m=m, n=n, k=k, warps=warps, stages=stages)
 
@@ -345,7 +264,7 @@ def _for_large_entries(plan: Plan, extents: Mapping[str, int], m: int, n: int, k
     """
     inner = inner_extent(plan, extents)
     fits = 32 % inner == 0 or inner != power_of_two(inner)
-    if fits and _walks_matrices(plan):
+    if fits and walks_matrices(plan):
         return Config(m=m, n=n, k=32, warps=4, stages=4)
     return Config(m=m, n=n, k=k, warps=8, stages=3)
 
@@ -374,17 +293,10 @@ def _for_few_tiles(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> Co
         m, n = (m // 2, n) if m > HIGH else (m, n // 2)
     if (m, n) == whole or len(plan.roles.k) > 1:
         return None
-    k = _dividing(extents[plan.roles.k[0]], LARGE_SIDE)
+    k = dividing(extents[plan.roles.k[0]], LARGE_SIDE)
     return Config(
         m=m, n=n, k=k, warps=4, stages=max(2, min(4, PIPELINE_BYTES // ((m + n) * k * 2)))
     )
-
-
-def least_n(plan: Plan) -> int:
-    """The least N of a tile: of half precision, where entries are walked through, 8, for what is
-    read beside it counts, and not how matrix instructions are filled.
-    """
-    return 8 if walks_entries(plan) and _BYTES.get(plan.operand, 4) == 2 else 16
 
 
 def _fills_deep_tile(plan: Plan, extents: Mapping[str, int], k: int) -> bool:
@@ -394,88 +306,9 @@ def _fills_deep_tile(plan: Plan, extents: Mapping[str, int], k: int) -> bool:
     return k > 32 and inner_extent(plan, extents) == k
 
 
-def walks_entries(plan: Plan) -> bool:
-    """Whether the steps of a tile go through the entries of a row, each with its own K axis."""
-    if plan.segment is None:
-        return False
-    return plan.segment.var in plan.roles.loops or len(plan.roles.k) == 2
-
-
-def _walks_matrices(plan: Plan) -> bool:
-    """... and both sides of the product are read at one place for each entry."""
-    segment = plan.segment
-    if segment is None or not walks_entries(plan):
-        return False
-    return one_place_an_entry(plan.factors, segment.var, segment.row)
-
-
-def _is_large(plan: Plan, extents: Mapping[str, int]) -> bool:
-    """Whether a product is so large that arithmetic alone counts: the largest tiles, which leave
-    room for one program on a multiprocessor, still fill the device, and each has many steps.
-    """
-    if _BYTES.get(plan.operand) != 2 or plan.onehot >= 0 or plan.segment:
-        return False
-    if plan.roles.loops and not _is_dense(plan):  # gathers are hidden behind other programs
-        return False
-    sides = [extent(axis, extents) for axis in (plan.roles.m, plan.roles.n)]
-    if min(sides) <= LARGE_SIDE // 2:
-        return False
-    tiles = math.prod(sides) / (2 * LARGE_SIDE**2) * math.prod(extents[v] for v in plan.roles.grid)
-    steps = extents[plan.roles.k[0]] * math.prod(extents[v] for v in plan.roles.loops)
-    return tiles >= ENOUGH_PROGRAMS / 2 and steps >= LARGE_STEPS * _k_tile(plan, extents, 2)
-
-
-def _is_dense(plan: Plan) -> bool:
-    return plan.segment is None and not plan.index_tensors
-
-
-def held(plan: Plan, extents: Mapping[str, int], m: int, n: int) -> tuple[int, int]:
-    """A tile holds all of a variable that scatters into a register tile, and all of one that is
-    summed after the product: the largest of its class.
-    """
-    kept = set(variables(plan.target))
-    scattered = set(variables(plan.target.indices[plan.onehot])) if plan.onehot >= 0 else set()
-    least = 16 if plan.roles.dot else 1
-    if plan.roles.m and (scattered & set(plan.roles.m) or not kept & set(plan.roles.m)):
-        m = max(least, most(plan.roles.m, extents))
-    if plan.roles.n and (scattered & set(plan.roles.n) or not kept & set(plan.roles.n)):
-        n = max(least, most(plan.roles.n, extents))
-    return m, n
-
-
-def most(axis: tuple[str, ...], extents: Mapping[str, int]) -> int:
-    """What no extent of the classes of these typical ones exceeds."""
-    return math.prod(power_of_two(extents[v]) for v in axis)
-
-
-def _k_tile(plan: Plan, extents: Mapping[str, int], size: int) -> int:
-    if len(plan.roles.k) == 2:
-        inner = inner_extent(plan, extents)
-        if inner == power_of_two(inner):
-            return inner * max(1, 32 // inner)
-        deep = 64 if size == 2 else 32
-        return deep if whole_entries(deep, inner) or inner > FLATTEN_UP_TO else 32
-    longest = power_of_two(extents[plan.roles.k[0]])
-    if plan.segment and plan.segment.var in plan.roles.k and _output_places(plan, extents) >= LARGE:
-        return max(16, min(longest, 32))  # rows end anywhere, and their entries are gathered
-    deep = 64 if size == 2 else 32
-    if walks_entries(plan):  # each has a step more, and what they share is copied where steps end
-        return max(16, min(longest, deep))
-    return _dividing(extents[plan.roles.k[0]], deep)
-
-
-def _dividing(extent: int, most: int) -> int:
-    """The depth of a tile, ``most`` or the whole: less where that divides what is summed, for masks
-    cost more than shallow steps.
-    """
-    deep = max(16, min(power_of_two(extent), most))
-    even = math.gcd(extent, deep)
-    return even if even >= 32 else deep
-
-
 def _deep(extent: int, most: int) -> int:
     """The depth of a tile in few long strides: all of what is summed, where it fits."""
-    even = _dividing(extent, most)
+    even = dividing(extent, most)
     return most if even < HIGH and most // 2 < extent <= most else even
 
 
@@ -508,7 +341,7 @@ def _row_bytes(plan: Plan) -> int:
     """Bytes of the numbers that rows of columns are read in."""
     kinds = dict(plan.kinds)
     read = [
-        _BYTES.get(kinds[a.tensor], WIDE_LOAD)
+        BYTES.get(kinds[a.tensor], WIDE_LOAD)
         for f in plan.factors
         for a in accesses(f)
         if a.indices and a.indices[-1].var in plan.roles.n and a.tensor in kinds
@@ -526,7 +359,7 @@ def _reads_narrow_rows(plan: Plan) -> bool:
         if len(a.indices) > 1 and a.indices[-1].var in plan.roles.n and a.tensor in strides
     )
     return any(
-        -WIDE_LOAD < unit * _BYTES.get(kinds[name], WIDE_LOAD) < 0
+        -WIDE_LOAD < unit * BYTES.get(kinds[name], WIDE_LOAD) < 0
         for name, units in rows
         for unit in units[:-1]
     )
@@ -593,7 +426,7 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         n = min(n, 64)
         m = min(m, OWN_THREADS * min(n, OWN_SUMS) // n)
         return Config(m=m, n=n, k=1, warps=OWN_THREADS // 32, stages=min(k, OWN_STEPS))
-    if plan.roles.k and k >= 1024 and _output_places(plan, extents) < 2 * ENOUGH_PROGRAMS * n:
+    if plan.roles.k and k >= 1024 and output_places(plan, extents) < 2 * ENOUGH_PROGRAMS * n:
         # long sums over few columns: more programs, and more rows in flight
         return Config(m=1, n=min(n, 64), k=128, warps=8, stages=1)
     k = min(k, max(4, 1024 // n)) if plan.roles.k and k < 128 or n > 16 else k
@@ -611,7 +444,7 @@ def _gathers_side_by_side(plan: Plan, extents: Mapping[str, int]) -> bool:
     ends = {
         a.indices[-1].var for a in reads if len(a.indices) > 1 and a.tensor in plan.index_tensors
     }
-    enough = _output_places(plan, extents) >= ENOUGH_PROGRAMS * OWN_THREADS * OWN_SUMS // 4
+    enough = output_places(plan, extents) >= ENOUGH_PROGRAMS * OWN_THREADS * OWN_SUMS // 4
     return enough and bool(ends & set(plan.roles.m)) and not ends & set(plan.roles.k)
 
 
@@ -621,30 +454,3 @@ def _is_turned(plan: Plan) -> bool:
         any(contiguity(plan.factors, v) for v in axis) for axis in (plan.roles.m, plan.roles.n)
     )
     return not plan.roles.k and not plan.roles.loops and along_m and not along_n
-
-
-def _output_places(plan: Plan, extents: Mapping[str, int]) -> int:
-    """How many elements of the output a plan computes: all values of what it does not sum."""
-    return extent((*plan.roles.grid, *plan.roles.m, *plan.roles.n), extents)
-
-
-def pieces(plan: Plan, config: Config, extents: Mapping[str, int]) -> int:
-    """Into how many pieces a long reduction is cut when the output alone gives too little to do (1:
-    not at all).
-    """
-    if plan.segment or plan.strategy != "store" or not plan.roles.k:
-        return 1
-    programs = math.prod(extents[v] for v in plan.roles.grid)
-    programs *= math.ceil(extent(plan.roles.m, extents) / config.m) * math.ceil(
-        extent(plan.roles.n, extents) / config.n
-    )
-    steps = math.ceil(extents[plan.roles.k[0]] / config.k) * math.prod(
-        extents[v] for v in plan.roles.loops
-    )
-    if config.split:
-        return min(config.split, steps)
-    # without matrix units all waits for memory, and many programs wait at once
-    enough = ENOUGH_PROGRAMS if plan.roles.dot else 4 * ENOUGH_PROGRAMS
-    if programs >= enough // 2 or steps < 16 or not programs:
-        return 1
-    return max(1, min(enough // programs, steps // 8))

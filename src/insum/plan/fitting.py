@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from insum.lang.expr import Access, Affine, accesses, variables
 from insum.plan.config import Config
 from insum.plan.draft import Planned
-from insum.plan.first_guess import inner_extent
 from insum.plan.plan import Plan
 from insum.plan.sizes import FEW, FITTED, Extent, Strides
+from insum.plan.tiling import inner_extent
 
 #: Points of a product that is worth one launch more.
 LEAST_POINTS = 2**27

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from insum.errors import SettingsError
 from insum.lang.expr import variables
-from insum.plan import first_guess
+from insum.plan import tiling
 from insum.plan.config import Choice, Config
 from insum.plan.plan import Plan
 from insum.plan.sizes import power_of_two
@@ -28,7 +28,7 @@ KINDS = {
 
 def kinds(plan: Plan) -> tuple[str, ...]:
     """The kinds of launches of a plan, in the order of its choice."""
-    return KINDS["unrolled" if plan.pattern else "rows" if first_guess.in_rows(plan) else "tiles"]
+    return KINDS["unrolled" if plan.pattern else "rows" if tiling.in_rows(plan) else "tiles"]
 
 
 def broken(plan: Plan, extents: Mapping[str, int], choice: Choice) -> str:
@@ -58,12 +58,12 @@ def _broken(plan: Plan, extents: Mapping[str, int], config: Config) -> str:
     for axis, used in (("m", roles.m), ("n", roles.n), ("k", roles.k)):
         if not used and getattr(config, axis) != 1:
             return f"the {axis.upper()} axis is not used: {axis}=1"
-    if roles.dot and (min(config.m, config.k) < LEAST_DOT or config.n < first_guess.least_n(plan)):
+    if roles.dot and (min(config.m, config.k) < LEAST_DOT or config.n < tiling.least_n(plan)):
         return (
             f"sides of tl.dot are at least {LEAST_DOT}, but m={config.m}, n={config.n}, "
             f"k={config.k}"
         )
-    inner = first_guess.inner_extent(plan, extents)
+    inner = tiling.inner_extent(plan, extents)
     if inner == power_of_two(inner) and config.k % inner:
         return f"k is a multiple of {inner}, the extent of {roles.k[1]}, but k={config.k}"
     return _too_small(plan, extents, config) or _too_large(plan, config)
@@ -75,7 +75,7 @@ def _too_small(plan: Plan, extents: Mapping[str, int], config: Config) -> str:
     """
     roles = plan.roles
     if plan.pattern:
-        whole = roles.n[0] not in variables(plan.target) and config.n < first_guess.extent(
+        whole = roles.n[0] not in variables(plan.target) and config.n < tiling.extent(
             roles.n, extents
         )
         return (
@@ -83,9 +83,9 @@ def _too_small(plan: Plan, extents: Mapping[str, int], config: Config) -> str:
             if whole
             else ""
         )
-    if first_guess.in_rows(plan):
+    if tiling.in_rows(plan):
         return ""
-    least = dict(zip("mn", first_guess.held(plan, extents, 1, 1), strict=True))
+    least = dict(zip("mn", tiling.held(plan, extents, 1, 1), strict=True))
     for axis, tile in least.items():
         if getattr(config, axis) < tile:
             return (

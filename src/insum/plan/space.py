@@ -8,8 +8,9 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from insum.plan import cost, first_guess, legal
+from insum.plan import cost, legal, tiling
 from insum.plan.config import Choice, Config
+from insum.plan.orientation import oriented
 from insum.plan.plan import Plan
 from insum.plan.sizes import power_of_two
 
@@ -79,7 +80,7 @@ def _best(
 ) -> list[Choice]:
     ranked = []
     for choice in dict.fromkeys(every):
-        turned = first_guess.oriented(plan, extents, choice[0].swap, allowed=limits.swap)
+        turned = oriented(plan, extents, choice[0].swap, allowed=limits.swap)
         if not legal.broken(turned, extents, choice):
             predicted = cost.predict(turned, extents, choice, limits.device, limits.load)
             if fits(predicted, limits.device):
@@ -116,7 +117,7 @@ def _every(
 ) -> Iterator[Choice]:
     if plan.pattern:
         return _unrolled(plan, extents)
-    if first_guess.in_rows(plan):
+    if tiling.in_rows(plan):
         return _rows(plan, extents, limits, guess)
     return _dots(plan, extents, limits, guess) if plan.roles.dot else _sums(plan, extents, guess)
 
@@ -132,10 +133,10 @@ def _dots(
     plan: Plan, extents: Mapping[str, int], limits: SpaceLimits, guess: Choice
 ) -> Iterator[Choice]:
     for swap in (0, 1) if limits.swap else (0,):
-        turned = first_guess.oriented(plan, extents, swap)
-        m_held, n_held = first_guess.held(turned, extents, 1, 1)
+        turned = oriented(plan, extents, swap)
+        m_held, n_held = tiling.held(turned, extents, 1, 1)
         sizes = [
-            max(16, min(256, power_of_two(first_guess.extent(axis, extents))))
+            max(16, min(256, power_of_two(tiling.extent(axis, extents))))
             for axis in (turned.roles.m, turned.roles.n)
         ]
         ms = [m_held] if m_held > 1 else _powers(16, sizes[0])
@@ -155,7 +156,7 @@ def _warps(m: int, n: int) -> tuple[int, ...]:
 
 def _depths(plan: Plan, extents: Mapping[str, int]) -> list[int]:
     """Tiles of K: several entries of a segment, or a part of a plain extent."""
-    inner = first_guess.inner_extent(plan, extents)
+    inner = tiling.inner_extent(plan, extents)
     if inner > 1 and inner == power_of_two(inner):
         return [k for k in (inner * e for e in (1, 2, 4, 8)) if 16 <= k <= max(128, inner)]
     return _powers(16, max(16, min(128, power_of_two(extents[plan.roles.k[0]]))))
@@ -163,16 +164,16 @@ def _depths(plan: Plan, extents: Mapping[str, int]) -> list[int]:
 
 def _pieces(plan: Plan, extents: Mapping[str, int], guess: Choice) -> Iterator[Choice]:
     """The first guess with its reduction cut differently, where it may be cut at all."""
-    if first_guess.pieces(plan, replace(guess[0], split=2), extents) > 1:
+    if tiling.pieces(plan, replace(guess[0], split=2), extents) > 1:
         for split in (1, 2, 4, 8, 16, 32):
             yield (replace(guess[0], split=split),)
 
 
 def _sums(plan: Plan, extents: Mapping[str, int], guess: Choice) -> Iterator[Choice]:
     roles = plan.roles
-    m_held, n_held = first_guess.held(plan, extents, 1, 1)
+    m_held, n_held = tiling.held(plan, extents, 1, 1)
     m_all, n_all, k_all = (
-        power_of_two(first_guess.extent(axis, extents)) if axis else 1
+        power_of_two(tiling.extent(axis, extents)) if axis else 1
         for axis in (roles.m, roles.n, roles.k[:1])
     )
     # the register tile has the scattered axis too
@@ -193,14 +194,14 @@ def _rows(
     each together.
     """
     short, long = guess
-    n_all = power_of_two(first_guess.extent(plan.roles.n, extents)) if plan.roles.n else 1
+    n_all = power_of_two(tiling.extent(plan.roles.n, extents)) if plan.roles.n else 1
     longest = max((length for length, _ in limits.load.lengths), default=0)
     ns = _powers(min(32, n_all), min(512, n_all))
     for m, n, k, warps in itertools.product((1, 2, 4, 8, 16, 32), ns, (1, 2, 4, 8, 16), (1, 2, 4)):
         if 32 * warps <= m * n * k <= 8192:
             yield replace(short, m=m, n=n, k=k, warps=warps), long
     for n, k, warps in itertools.product(ns, (8, 16, 32, 64), (1, 2, 4)):
-        if longest > first_guess.SHORT and n * k <= 8192:
+        if longest > tiling.SHORT and n * k <= 8192:
             yield short, replace(long, n=n, k=k, warps=warps)
     for split in (0, 32, 64, 128, 256, 512):
         if split == 0 or split < longest:
@@ -209,11 +210,11 @@ def _rows(
 
 def _unrolled(plan: Plan, extents: Mapping[str, int]) -> Iterator[Choice]:
     m_all, n_all = (
-        power_of_two(first_guess.extent(axis, extents)) if axis else 1
+        power_of_two(tiling.extent(axis, extents)) if axis else 1
         for axis in (plan.roles.m, plan.roles.n)
     )
     if plan.roles.k:
-        k_all = min(128, power_of_two(first_guess.extent(plan.roles.k, extents)))
+        k_all = min(128, power_of_two(tiling.extent(plan.roles.k, extents)))
         for m, n, k, warps in itertools.product(
             _powers(1, min(8, m_all)),
             _powers(min(8, n_all), min(64, n_all)),

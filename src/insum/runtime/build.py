@@ -18,11 +18,12 @@ from insum.codegen.unrolled import emit_unrolled, parts
 from insum.lang.bind import Problem
 from insum.lang.expr import Access, accesses, fresh, index_of, variables
 from insum.lang.types import identity
-from insum.plan import first_guess
+from insum.plan import first_guess, tiling
 from insum.plan.aligning import Alignment, alignment_of
 from insum.plan.config import Choice, Config
 from insum.plan.draft import Planned, Wishes
 from insum.plan.fitting import Fit, fit_of
+from insum.plan.orientation import oriented
 from insum.plan.plan import Plan, Segment
 from insum.plan.recipes import (
     CeilDivided,
@@ -107,7 +108,7 @@ def _into_new(planned: Planned) -> Planned:
 
 def first_choice(planned: Planned, wishes: Wishes) -> Choice:
     """What the model says, without any search."""
-    plan = first_guess.oriented(planned.plan, planned.extents, allowed=wishes.settings.swap)
+    plan = oriented(planned.plan, planned.extents, allowed=wishes.settings.swap)
     choice = first_guess.first_choice(
         plan, planned.extents, longest=planned.longest, entries=planned.entries
     )
@@ -116,13 +117,11 @@ def first_choice(planned: Planned, wishes: Wishes) -> Choice:
 
 def step_of(planned: Planned, wishes: Wishes, choice: Choice, room: Room | None) -> ProductLaunches:
     """The launches of one product."""
-    plan = first_guess.oriented(
-        planned.plan, planned.extents, choice[0].swap, allowed=wishes.settings.swap
-    )
+    plan = oriented(planned.plan, planned.extents, choice[0].swap, allowed=wishes.settings.swap)
     build = _Build(replace(planned, plan=plan), wishes, choice, room)
     if plan.pattern:
         return build.unrolled()
-    return build.rows() if first_guess.in_rows(plan) else build.tiles()
+    return build.rows() if tiling.in_rows(plan) else build.tiles()
 
 
 class _Build:
@@ -159,7 +158,7 @@ class _Build:
             even_m=(1 if self.has_any_rows() else self.multiple(roles.m)) % config.m == 0,
             even_n=self.multiple(roles.n) % config.n == 0,
             even_k=self.multiple(k) % config.k == 0,
-            inner=first_guess.inner_extent(plan, self.extents),
+            inner=tiling.inner_extent(plan, self.extents),
             onehot=power_of_two(self.planned.sizes.shape[plan.onehot]) if plan.onehot >= 0 else 0,
             k_tiles=tiles,
             single_k=tiles == 1 and alone,
@@ -331,7 +330,7 @@ class _Build:
         all of them are to be little beside what is read. Sums whose order may differ need one,
         they meet in atomics.
         """
-        wanted = first_guess.pieces(self.plan, config, self.extents)
+        wanted = tiling.pieces(self.plan, config, self.extents)
         alone = self.plan.reduce != "sum" or self.wishes.deterministic or self.wishes.accumulate
         most = self.planned.buffers if alone or not self.planned.buffers else wanted
         found = max(1, min(wanted, most))
@@ -350,7 +349,7 @@ class _Build:
         plan = replace(self.plan, split=bool(short.split) and longest > short.split)
         tasks, longer = OfCount(recipe, "tasks"), OfCount(recipe, "long")
         launches = [self.row_launch(plan, short, recipe, longer, tasks)]
-        if min(longest, recipe.limit) > first_guess.SHORT:
+        if min(longest, recipe.limit) > tiling.SHORT:
             launches.insert(0, self.row_launch(plan, long, recipe, 0, longer))
         if plan.split:
             launches.append(self.combine(plan, recipe, OfCount(recipe, "cut")))

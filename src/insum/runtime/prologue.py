@@ -20,7 +20,6 @@ from torch import Tensor
 from insum import memory
 from insum.compat.calls import untracked
 from insum.facts import Coming, segment_pointers
-from insum.plan.first_guess import SHORT
 from insum.plan.questions import Summary
 from insum.plan.recipes import (
     Composed,
@@ -42,6 +41,7 @@ from insum.plan.recipes import (
 )
 from insum.plan.sizes import power_of_two
 from insum.plan.strategies.packing import TILE
+from insum.plan.tiling import SHORT
 from insum.runtime.handwritten import equal_tiles, packs
 from insum.runtime.handwritten.kernel import on_device
 

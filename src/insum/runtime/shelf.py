@@ -14,10 +14,11 @@ import torch
 from insum.bounded import keep
 from insum.errors import SettingsError
 from insum.lang.bind import Problem
-from insum.plan import first_guess, legal
+from insum.plan import legal
 from insum.plan.config import Choice
 from insum.plan.draft import CannotFuse, Planned, Subject, Wishes
 from insum.plan.joining import joined
+from insum.plan.orientation import oriented
 from insum.plan.plan import Plan
 from insum.plan.questions import Ask, AskInside, Question
 from insum.plan.sizes import SizeClass, general
@@ -245,6 +246,4 @@ def _given(
 
 
 def _oriented(planned: Planned, wishes: Wishes, choice: Choice) -> Plan:
-    return first_guess.oriented(
-        planned.plan, planned.extents, choice[0].swap, allowed=wishes.settings.swap
-    )
+    return oriented(planned.plan, planned.extents, choice[0].swap, allowed=wishes.settings.swap)

@@ -20,7 +20,6 @@ from insum.lang.expr import (
     variables,
 )
 from insum.plan.draft import Draft, Planned, Subject, finish
-from insum.plan.first_guess import LONG
 from insum.plan.plan import Pattern, PatternPoint, Plan, Segment
 from insum.plan.questions import AskCoefficients, AskExact, AskInside, AskValues
 from insum.plan.recipes import OfShape, Segments
@@ -29,6 +28,7 @@ from insum.plan.sizes import OUT
 from insum.plan.strategies.segmenting import fits, to_rows
 from insum.plan.strategies.sorting import to_sorted_rows
 from insum.plan.substitution import Scatter, scatter_of
+from insum.plan.tiling import LONG
 
 #: Longer patterns than this are not unrolled: the code would outgrow the instruction cache and the
 #: registers.
