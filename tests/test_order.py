@@ -18,7 +18,7 @@ import insum
 from insum.call.prepared import prepare
 from insum.call.request import request_of
 from insum.call.stages import Stage, stages_of
-from insum.plan import order
+from insum.plan import order, steps
 from insum.plan.library import is_matrix_product
 from insum.plan.order import Path
 from insum.plan.path import operands_of
@@ -265,16 +265,16 @@ def long_chain(count: int, side: int) -> tuple[str, dict[str, Tensor]]:
 def test_long_chains_are_split_and_few_pairs_are_looked_at(
     monkeypatch: pytest.MonkeyPatch, count: int
 ) -> None:
-    looked, look = [], order._Builder.buffer
-    monkeypatch.setattr(order._Builder, "buffer", lambda *a: looked.append(a[2]) or look(*a))
+    looked, look = [], steps.StepBuilder.buffer
+    monkeypatch.setattr(steps.StepBuilder, "buffer", lambda *a: looked.append(a[2]) or look(*a))
     statement, values = long_chain(count, 512)
     assert len(stages(statement, values)) == count - 1, "as many products of two matrices"
     assert len(looked) <= 6 * count
 
 
 def test_a_variable_of_all_factors_makes_few_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    looked, look = [], order._Builder.buffer
-    monkeypatch.setattr(order._Builder, "buffer", lambda *a: looked.append(a[2]) or look(*a))
+    looked, look = [], steps.StepBuilder.buffer
+    monkeypatch.setattr(steps.StepBuilder, "buffer", lambda *a: looked.append(a[2]) or look(*a))
     factors = " * ".join(f"A{k}[p,q{k}]" for k in range(40))
     values = described({f"A{k}": (4096, 512) for k in range(40)})
     assert len(stages(f"y[p] = {factors}", values, optimize="greedy")) > 1

@@ -36,9 +36,10 @@ from insum.lang.expr import (
     variables,
 )
 from insum.lang.types import Typed, accumulator, infer, is_rounded, promoted
-from insum.plan.order import CannotOrder, Ordered, Path, Place, Step, Term, ordered
+from insum.plan.order import CannotOrder, Ordered, Path, ordered
 from insum.plan.path import NEVER, is_path, operands_of, wish_of
 from insum.plan.sizes import MemoryLayout, layout_of, typical
+from insum.plan.steps import Place, Step, Term
 from insum.runtime.classify import example
 
 #: Statements of more products than this run as they are.

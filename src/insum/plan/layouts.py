@@ -16,9 +16,10 @@ import math
 from collections.abc import Mapping
 
 from insum.lang.expr import Access, Affine, Expr, fresh, index_of, variables
-from insum.plan.order import MOVED, STARTED, Ordered, Place, Step, Term
+from insum.plan.order import Ordered
 from insum.plan.roles import Contraction, Roles, contraction
 from insum.plan.sizes import MemoryLayout
+from insum.plan.steps import MOVED, STARTED, Place, Step, Term
 from insum.plan.windows import gathered
 
 #: Points for each number that is copied, from which on a copy pays: a product that reads number by

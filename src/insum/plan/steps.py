@@ -1,0 +1,346 @@
+"""Steps of an order of contraction: which statement some factors of a product become, what it
+costs, and what is left to do then.
+
+Factors may be read without their indices, which are then left to a later step; a target may be
+scattered into before the rest is multiplied (`plan.order`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+from insum.lang.expr import (
+    Access,
+    Affine,
+    Expr,
+    accesses,
+    fresh,
+    index_of,
+    rewrite,
+    variables,
+)
+
+#: What the costs are counted in: one point of a loop, a multiplication and an addition. Moving one
+#: number to or from memory takes as long as so many points, one more statement as so many.
+MOVED, STARTED = 16, 2**22
+#: Up to so many factors of one step that read through indices, every way to read them is looked at.
+MOST_OPENED = 3
+#: A buffer is called after what it is made of, up to so many letters.
+LONGEST_NAME = 24
+
+#: A dimension whose size is that of a variable: a tensor ('' is the output) and which of its own.
+Place: TypeAlias = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A product that can be ordered.
+
+    Attributes:
+        factors: in the order in which they are written, numbers aside.
+        fixed: those that only the last statement may multiply by; ``exact`` those that have no
+            precision of their own, and need others to get one.
+        extents: of index variables; ``shapes`` of tensors and ``shape`` of the output.
+        padded: index tensors in which -1 is absence.
+        taken: names that buffers and variables of our own must not have.
+        may_scatter: whether a buffer may be scattered into instead of the output.
+        may_index: whether statements before the last may read or write through indices.
+    """
+
+    target: Access
+    factors: tuple[Expr, ...]
+    fixed: frozenset[int]
+    exact: frozenset[int]
+    extents: Mapping[str, int]
+    shapes: Mapping[str, tuple[int, ...]]
+    shape: tuple[int, ...]
+    padded: frozenset[str] = frozenset()
+    taken: frozenset[str] = frozenset()
+    may_scatter: bool = True
+    may_index: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One statement of a path.
+
+    Attributes:
+        dims: the variable that each dimension of the target is as long as; of a buffer.
+        positions: what it takes out of the factors that are left.
+    """
+
+    target: Access
+    factors: tuple[Expr, ...]
+    dims: tuple[str, ...]
+    positions: tuple[int, ...]
+    cost: float
+    points: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepFactor:
+    """What is multiplied, and which of the statement's factors are in it, as bits."""
+
+    inside: int
+    value: Expr
+
+    @property
+    def first(self) -> int:
+        """Factors stand in the order in which the first of each was written."""
+        return self.inside & -self.inside
+
+
+@dataclass(frozen=True, slots=True)
+class StepState:
+    """What is left to do."""
+
+    target: Access
+    factors: tuple[StepFactor, ...]
+
+    def variables(self) -> set[str]:
+        parts = (self.target, *(f.value for f in self.factors))
+        return {v for part in parts for v in variables(part)}
+
+
+@dataclass(frozen=True, slots=True)
+class StepBuffer:
+    """What some factors become: the step that fills it, and what is left to do then; what stands
+    for the buffer is the last factor of that.
+    """
+
+    step: Step
+    after: StepState
+
+    @property
+    def read(self) -> Access:
+        value = self.after.factors[-1].value
+        assert isinstance(value, Access)
+        return value
+
+
+class StepBuilder:
+    """Makes steps, and remembers the variables and buffers that they need."""
+
+    def __init__(self, term: Term) -> None:
+        self.term = term
+        self.extents = dict(term.extents)
+        self.shapes = dict(term.shapes)
+        self.places: dict[str, Place] = {}
+        self.dims: dict[Place, Place] = {}  # of buffers, where their sizes come from
+        self.own: dict[tuple[Place, Affine], str] = {}
+        self.taken = {*term.taken, term.target.tensor, *term.shapes, *term.extents}
+        self.fixed = sum(1 << k for k in term.fixed)
+        self.exact = sum(1 << k for k in term.exact)
+        self.start = StepState(
+            term.target, tuple(StepFactor(1 << k, f) for k, f in enumerate(term.factors))
+        )
+
+    def last(self, state: StepState, positions: tuple[int, ...] = ()) -> Step:
+        """Everything that is left, as one statement."""
+        factors = sorted(state.factors, key=lambda f: f.first)
+        values = tuple(f.value for f in factors)
+        return self.step(state.target, values, (), positions, math.prod(self.term.shape))
+
+    def step(
+        self,
+        target: Access,
+        factors: tuple[Expr, ...],
+        dims: tuple[str, ...],
+        positions: tuple[int, ...],
+        written: float,
+    ) -> Step:
+        points = self.size_of({v for f in (target, *factors) for v in variables(f)})
+        moved = written + sum(self.read_by(a) for f in factors for a in accesses(f))
+        return Step(target, factors, dims, positions, points + MOVED * moved + STARTED, points)
+
+    def read_by(self, access: Access) -> float:
+        """How many elements an access reads, each once."""
+        whole = math.prod(self.shapes.get(access.tensor, ()))
+        return min(whole, self.size_of(set(variables(access))))
+
+    def size_of(self, names: Iterable[str]) -> float:
+        return math.prod(float(self.extents[v]) for v in names)
+
+    # --- buffers ---
+
+    def buffer(self, state: StepState, positions: tuple[int, ...]) -> StepBuffer | None:
+        """The cheapest buffer of these factors that means the same; None where there is none."""
+        inside = sum(state.factors[p].inside for p in positions)
+        if inside & self.fixed or not inside & ~self.exact:
+            return None
+        ways = (self.filled(state, positions, which) for which in _ways(state, positions))
+        allowed = [made for made in ways if self.is_allowed(made)]
+        return min(allowed, key=lambda made: made.step.cost, default=None)
+
+    def is_allowed(self, made: StepBuffer) -> bool:
+        """An absent point must be absent from the buffer: were its variable kept, the 0 there
+        would be multiplied by what others have for that point.
+        """
+        parts = (made.step.target, *made.step.factors)
+        indices = [a for f in parts for i in _indices(f) for a in accesses(i)]
+        kept = set(variables(made.step.target)) & set(variables(made.read))
+        lost = any(a.tensor in self.term.padded and kept & {*variables(a)} for a in indices)
+        return not lost and (self.term.may_index or not indices)
+
+    def filled(
+        self, state: StepState, positions: tuple[int, ...], opened: frozenset[int]
+    ) -> StepBuffer:
+        """The buffer of these factors, where those at ``opened`` are read without their indices."""
+        taken = sorted((state.factors[p] for p in positions), key=lambda f: f.first)
+        whole = {state.factors[p].inside for p in opened}
+        walked: dict[str, Affine] = {}
+        factors = tuple(self.open(f.value, walked) if f.inside in whole else f.value for f in taken)
+        order = dict.fromkeys(v for f in factors for v in variables(f))
+        rest = tuple(f for p, f in enumerate(state.factors) if p not in positions)
+        # what is walked is read through its index later, whose variables are then needed
+        needed = {v for index in walked.values() for v in variables(index)}
+        left, scattered = self.scattered(StepState(state.target, rest), set(order), needed)
+        later = left.variables() | needed
+        kept = {v: index_of(v) for v in order if v in later and v not in walked}
+        dims = (*walked, *scattered, *kept)
+        written = (*map(index_of, walked), *scattered.values(), *kept.values())
+        read = (*walked.values(), *map(index_of, scattered), *kept.values())
+        inside = sum(f.inside for f in taken)
+        name = f"#{inside}[{','.join(map(str, (*written, *read)))}]"
+        self.note(name, dims)
+        size = math.prod(self.shapes[name]) * (2 if scattered else 1)  # with zeros first
+        step = self.step(Access(name, written), factors, dims, positions, size)
+        return StepBuffer(
+            step, replace(left, factors=(*left.factors, StepFactor(inside, Access(name, read))))
+        )
+
+    def note(self, name: str, dims: tuple[str, ...]) -> None:
+        """Remember a buffer with these variables along its dimensions."""
+        self.shapes[name] = tuple(self.extents[v] for v in dims)
+        self.dims |= {(name, d): self.places[v] for d, v in enumerate(dims) if v in self.places}
+
+    def scattered(
+        self, left: StepState, inside: set[str], needed: set[str]
+    ) -> tuple[StepState, dict[str, Affine]]:
+        """What is left where a buffer over the variables ``inside`` is scattered through indices of
+        the left side and of other factors, with the variables that take their places: nothing
+        else depends on what is scattered, ``needed`` has none of it, and there are fewer places
+        than contributions.
+        """
+        found = {
+            place: index
+            for place, index in self.outer_indices(left)
+            if inside >= set(variables(index))
+        }
+        while found:
+            names = {self.variable(place, index): index for place, index in found.items()}
+            after = self.replaced(left, found)
+            others = after.variables() | needed
+            if all(set(variables(index)) - others for index in found.values()):
+                own = {v for index in found.values() for v in variables(index)} - others
+                few = self.size_of(names) <= self.size_of(own)
+                return (after, names) if few else (left, {})
+            found = {p: i for p, i in found.items() if set(variables(i)) - others}
+        return left, {}
+
+    # --- variables and names of our own ---
+
+    def outer_indices(self, state: StepState) -> Iterator[tuple[Place, Affine]]:
+        """Dimensions of the left side, and of factors that read one tensor, that are indexed
+        through tensors.
+        """
+        if self.term.may_scatter:
+            for dim, index in enumerate(state.target.indices):
+                if _reads(index):
+                    yield ("", dim), index
+        for factor in state.factors:
+            if _can_open(factor.value):
+                (access,) = accesses(factor.value, nested=False)
+                for dim, index in enumerate(access.indices):
+                    if _reads(index):
+                        yield self.place(access, dim), index
+
+    def replaced(self, state: StepState, found: Mapping[Place, Affine]) -> StepState:
+        """With variables in place of these indices."""
+
+        def change(access: Access) -> Access:
+            return replace(
+                access,
+                indices=tuple(
+                    index_of(self.variable(self.place(access, d), i))
+                    if found.get(self.place(access, d)) == i
+                    else i
+                    for d, i in enumerate(access.indices)
+                ),
+            )
+
+        target = tuple(
+            index_of(self.variable(("", d), i)) if found.get(("", d)) == i else i
+            for d, i in enumerate(state.target.indices)
+        )
+        factors = tuple(replace(f, value=rewrite(f.value, change)) for f in state.factors)
+        return StepState(replace(state.target, indices=target), factors)
+
+    def open(self, factor: Expr, walked: dict[str, Affine]) -> Expr:
+        """A factor with a variable for each dimension that is indexed through a tensor."""
+
+        def change(access: Access) -> Access:
+            indices = list(access.indices)
+            for dim, index in enumerate(access.indices):
+                if _reads(index):
+                    name = self.variable(self.place(access, dim), index)
+                    walked[name], indices[dim] = index, index_of(name)
+            return replace(access, indices=tuple(indices))
+
+        return rewrite(factor, change)
+
+    def place(self, access: Access, dim: int) -> Place:
+        return self.dims.get((access.tensor, dim), (access.tensor, dim))
+
+    def variable(self, place: Place, index: Affine) -> str:
+        """A variable over a dimension; one for each way to index it, because two readings of a
+        tensor walk it apart.
+        """
+        found = self.own.get((place, index))
+        if found is None:
+            tensor, dim = place
+            wanted = f"{tensor or self.term.target.tensor}{dim}".lower()
+            found = self.own[place, index] = fresh(wanted, self.taken)
+            self.places[found] = place
+            shape = self.term.shapes[tensor] if tensor else self.term.shape
+            self.extents[found] = shape[dim]
+        return found
+
+    def renamed(self, made: StepBuffer) -> StepBuffer:
+        """The buffer under a name for people: that of what is multiplied."""
+        step, read = made.step, made.read
+        names = dict.fromkeys(a.tensor for f in step.factors for a in accesses(f, nested=False))
+        wanted = "_".join(names)
+        name = fresh(wanted if len(wanted) <= LONGEST_NAME else "part", self.taken)
+        self.note(name, step.dims)
+        last = replace(made.after.factors[-1], value=replace(read, tensor=name))
+        return StepBuffer(
+            replace(step, target=replace(step.target, tensor=name)),
+            replace(made.after, factors=(*made.after.factors[:-1], last)),
+        )
+
+
+def _ways(state: StepState, positions: tuple[int, ...]) -> Iterator[frozenset[int]]:
+    """Which of these factors to read without their indices: none first."""
+    could = [p for p in positions if _can_open(state.factors[p].value)]
+    for count in range(len(could) + 1 if len(could) <= MOST_OPENED else 1):
+        yield from map(frozenset, itertools.combinations(could, count))
+
+
+def _can_open(factor: Expr) -> bool:
+    """Whether a factor reads one tensor, and that through indices."""
+    return len(list(accesses(factor, nested=False))) == 1 and any(True for _ in _indices(factor))
+
+
+def _indices(factor: Expr) -> Iterator[Affine]:
+    """The index expressions of a factor that read tensors."""
+    for access in accesses(factor, nested=False):
+        yield from filter(_reads, access.indices)
+
+
+def _reads(index: Affine) -> bool:
+    return any(True for _ in accesses(index))
