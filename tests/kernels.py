@@ -16,8 +16,9 @@ from insum.lang.bind import Problem, bind
 from insum.lang.parser import parse
 from insum.plan.plan import Plan
 from insum.runtime import inspection
-from insum.runtime.bind import Ready, Unseen
 from insum.runtime.program import Program, Refusal
+from insum.runtime.ready import Ready
+from insum.runtime.unseen import Unseen
 from insum.testing.as_on_a_gpu import ONLY_FUSED, poisonous
 
 STRATEGIES = ("auto", "segment", "onehot", "unrolled", "store", "atomic")

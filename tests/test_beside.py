@@ -15,7 +15,7 @@ from insum.nn.multilinear import Multilinear
 from insum.plan.beside import beside_each_other, together
 from insum.plan.draft import Planned
 from insum.runtime import inspection, launch
-from insum.runtime.bind import BoundLaunch, CallNumbers, compile_at_once
+from insum.runtime.bound_launch import BoundLaunch, CallNumbers, compile_at_once
 from insum.runtime.build import first_choice, step_of
 from insum.runtime.program import Program
 from insum.together import AskedResult, results_of
@@ -165,7 +165,7 @@ def test_long_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(launch, "interpreting", lambda: False)
     monkeypatch.setattr(launch, "current_target", lambda: ["cuda", 90, 32])
     monkeypatch.setattr(launch, "compile_ahead", lambda jobs, target: asked.append(jobs))
-    monkeypatch.setattr("insum.runtime.bind.LONG_TEXT", 0)
+    monkeypatch.setattr("insum.runtime.bound_launch.LONG_TEXT", 0)
     compile_at_once(bound)
     assert [len(jobs) for jobs in asked] == [3]
     compile_at_once(bound[:1])

@@ -156,7 +156,7 @@ TUNE = """
 import os, sys, torch
 from insum.runtime import search
 from insum.call.request import request_of
-from insum.runtime.bind import Ready
+from insum.runtime.ready import Ready
 
 torch.set_num_threads(1)
 values = {"A": torch.ones(40, 32), "B": torch.ones(32, 48)}

@@ -26,7 +26,7 @@ from insum.codegen.arguments import Pointer
 from insum.plan.questions import AskFacts, AskInside, Question
 from insum.plan.sizes import power_of_two
 from insum.runtime import inspection, launch
-from insum.runtime.bind import BoundLaunch
+from insum.runtime.bound_launch import BoundLaunch
 from insum.runtime.program import Program
 from kernels import bound
 

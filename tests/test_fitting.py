@@ -9,7 +9,7 @@ import insum
 from insum.call.request import request_of
 from insum.plan import fitting
 from insum.runtime import inspection, launch
-from insum.runtime.bind import BoundLaunch
+from insum.runtime.bound_launch import BoundLaunch
 from insum.runtime.program import Refusal
 
 STATEMENT = "out[x,m] = f[nb[z,x],c] * w[z,c,m]"

@@ -24,7 +24,7 @@ from insum.call import prepared as calls
 from insum.compat import calls as guards
 from insum.facts import constant
 from insum.runtime import cache, fused
-from insum.runtime.bind import Ready
+from insum.runtime.ready import Ready
 from kernels import ONLY_FUSED, strategy_of, watch_programs
 
 pytestmark = pytest.mark.interpreter

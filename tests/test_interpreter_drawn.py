@@ -22,7 +22,7 @@ from torch import Tensor
 import insum
 from insum.lang.expr import Access, Call, Product, Statement, accesses, product
 from insum.lang.parser import parse
-from insum.runtime.bind import Ready
+from insum.runtime.ready import Ready
 from insum.testing import Case, draw_cases
 from kernels import ONLY_FUSED, STRATEGIES, poison_new_memory
 from scatters import draw_scatters

@@ -15,7 +15,7 @@ import insum
 from insum import memory
 from insum.plan import aligning, fitting
 from insum.runtime import launch, symbolic
-from insum.runtime.bind import BoundLaunch
+from insum.runtime.bound_launch import BoundLaunch
 from insum.runtime.program import Program
 from kernels import ONLY_FUSED, bound, error, poison_new_memory, watch_programs
 

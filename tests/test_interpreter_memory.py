@@ -20,7 +20,7 @@ import insum
 from applications import relative_error
 from insum.facts import facts_of
 from insum.runtime import inspection, prologue
-from insum.runtime.bind import Ready
+from insum.runtime.ready import Ready
 from kernels import ONLY_FUSED, error, lookup, poison_new_memory, run
 
 pytestmark = pytest.mark.interpreter

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from insum.runtime import bind, inspection
-from insum.runtime.bind import BoundLaunch
+from insum.plan.sizes import OUT
+from insum.runtime import inspection, launch
+from insum.runtime.bound_launch import BoundLaunch
 from insum.runtime.program import Program
 from kernels import bound
 
@@ -24,7 +25,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     tells that they were launched.
     """
     found: list[int] = []
-    monkeypatch.setattr(bind.launch, "interpreting", lambda: False)
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
 
     def compiled(self: BoundLaunch, unaligned: int) -> object:
         found.append(unaligned)
@@ -83,7 +84,7 @@ def test_unaligned_pointers_are_those_whose_bit_is_set(asked: list[int]) -> None
     for a, out in ((aligned, aligned), (shifted, aligned), (aligned, shifted)):
         one({"a": a}, out, out)
     pointers = [name for _, name, _ in one.pointers]
-    assert asked == [0, *(1 << pointers[::-1].index(name) for name in ("a", bind.OUT))]
+    assert asked == [0, *(1 << pointers[::-1].index(name) for name in ("a", OUT))]
 
 
 def test_index_tensors_may_begin_anywhere(asked: list[int]) -> None:

@@ -21,7 +21,7 @@ import insum
 from insum import memory
 from insum.fusion.op import Spec
 from insum.nn import GCNConv, SparseConv3d, SparseTensor
-from insum.runtime.bind import BoundLaunch
+from insum.runtime.bound_launch import BoundLaunch
 from insum.runtime.handwritten.kernel import Handwritten
 from kernels import ONLY_FUSED
 

@@ -20,7 +20,7 @@ from applications import Application, relative_error
 from insum import facts, memory
 from insum.compat import calls, sizes
 from insum.runtime import fused, launch, prologue, symbolic
-from insum.runtime.bind import BoundLaunch, CallNumbers
+from insum.runtime.bound_launch import BoundLaunch, CallNumbers
 from insum.runtime.classify import TYPICAL, example
 from insum.runtime.program import Program
 from insum.runtime.symbolic import CannotFuse

@@ -21,9 +21,9 @@ from applications import Application, block_spmm, spmm, tiny
 from insum.errors import SettingsError
 from insum.plan.config import Choice, Config
 from insum.runtime import cache, inspection, launch, search
-from insum.runtime.bind import Ready
 from insum.runtime.build import first_choice
 from insum.runtime.program import Program
+from insum.runtime.ready import Ready
 from insum.runtime.shelf import recalled
 from insum.runtime.timing import wall_timer
 

@@ -1,4 +1,6 @@
-"""What a kernel is passed, in terms of the statement: evaluated for each call by `runtime.bind`."""
+"""What a kernel is passed, in terms of the statement: `runtime.bound_launch` evaluates it for a
+call, `runtime.unseen` for calls of other sizes.
+"""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ from insum.plan.questions import (
     Question,
 )
 from insum.plan.uses import Use
-from insum.runtime.bind import NotYet
 from insum.runtime.check import is_inside, verify_values
 from insum.runtime.prologue import Prologue
+from insum.runtime.ready import NotYet
 from insum.settings import settings
 
 

@@ -46,14 +46,15 @@ from insum.plan.strategies.unrolling import PROMOTE_POINTS, UNROLL_POINTS
 from insum.plan.uses import Use
 from insum.runtime import cache, classify
 from insum.runtime.answers import Answers
-from insum.runtime.bind import NotYet, Ready, Unseen, ready, unseen_of
 from insum.runtime.check import found as offences
 from insum.runtime.check import live_uses
 from insum.runtime.handwritten import packs
 from insum.runtime.program import Program, Refusal
 from insum.runtime.prologue import Made, Prologue
+from insum.runtime.ready import NotYet, Ready, ready
 from insum.runtime.record import record_of
 from insum.runtime.shelf import Programs, Shelf, wishes_of
+from insum.runtime.unseen import Unseen, unseen_of
 
 _serial = operator.attrgetter("serial")
 #: A short pattern that comes back for this many calls is compiled into the code.

@@ -14,17 +14,11 @@ from insum.bounded import keep
 from insum.lang.bind import Value
 from insum.plan.beside import beside_each_other, together
 from insum.plan.sizes import beside
-from insum.runtime.bind import (
-    BoundLaunch,
-    CallNumbers,
-    NotYet,
-    Ready,
-    compile_at_once,
-    has_nothing,
-)
+from insum.runtime.bound_launch import BoundLaunch, CallNumbers, compile_at_once
 from insum.runtime.build import first_choice, step_of
 from insum.runtime.fused import FusedCall
 from insum.runtime.program import ProductLaunches, Program
+from insum.runtime.ready import NotYet, Ready, has_nothing
 
 #: Sets of other statements that one is computed with.
 MOST_SETS = 16

@@ -1,6 +1,6 @@
 """A program: the kernels of one statement for one class of sizes, with recipes for their arguments.
 
-Nothing in it belongs to one call. `runtime.bind` evaluates the recipes for the sizes, strides and
+Nothing in it belongs to one call. `runtime.ready` evaluates the recipes for the sizes, strides and
 index tensors of a call.
 """
 
@@ -135,7 +135,7 @@ class Program:
         start: what a result starts from.
         unchecked: uses whose index values nobody has looked at, so that its kernels treat what is
             out of range as absent; ``check`` looks at them.
-        codes: by whether it is called in place, what runs it on other sizes (`bind.Unseen`).
+        codes: by whether it is called in place, what runs it on other sizes (`runtime.unseen`).
     """
 
     problem: Problem

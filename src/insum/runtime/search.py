@@ -27,9 +27,9 @@ from insum.plan import cost, space
 from insum.plan.config import Choice, Config, shown
 from insum.plan.draft import CannotFuse, Planned, Wishes
 from insum.runtime import cache, launch
-from insum.runtime.bind import Ready
 from insum.runtime.build import assemble, first_choice
 from insum.runtime.inspection import Look
+from insum.runtime.ready import Ready
 from insum.runtime.shelf import recalled, unusable
 from insum.runtime.timing import Timer, replay_timer
 

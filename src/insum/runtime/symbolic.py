@@ -21,7 +21,7 @@ from insum.plan.questions import AskExact, AskFacts, AskInside, Question
 from insum.plan.sizes import OUT
 from insum.plan.uses import uses_of
 from insum.runtime import classify, launch
-from insum.runtime.bind import CallNumbers
+from insum.runtime.bound_launch import CallNumbers
 from insum.runtime.program import Launch, Program, Refusal
 from insum.runtime.shelf import Programs, wishes_of
 

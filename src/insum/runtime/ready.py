@@ -1,0 +1,175 @@
+"""A program for one call: its recipes evaluated, so that only addresses are missing.
+
+`Ready` is what is left to do at every call of the same sizes and strides: put addresses into lists
+of numbers, and launch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from insum.compat import calls
+from insum.lang.expr import variables
+from insum.plan.recipes import Recipe
+from insum.plan.sizes import OUT
+from insum.runtime.bound_launch import BoundLaunch, CallNumbers
+from insum.runtime.program import WIDE, CopyRoom, ProductLaunches, Program
+from insum.runtime.prologue import Made, Prologue
+
+
+class NotYet(Exception):
+    """Numbers that decide a schedule are still on their way from the device."""
+
+
+class Ready:
+    """A program with everything of one call but addresses: launching it is all that is left to
+    do. It can be called again with tensors of the same sizes and strides, and the same index
+    tensors where it holds what was derived from them.
+    """
+
+    __slots__ = (
+        *("buffer", "check", "device", "dtype", "empty", "filled", "index"),
+        *("program", "promotable", "start", "together", "work"),
+    )
+
+    def __init__(self, program: Program, sizes: CallNumbers) -> None:
+        #: By what else is computed with it, one launch for all (`runtime.one_launch`).
+        self.together: dict[Any, Any] = {}
+        problem = program.problem
+        self.program, self.buffer, self.dtype = program, program.buffer, problem.dtype
+        self.start = program.start
+        strategies = [step.planned.plan.strategy for step in program.steps]
+        self.promotable = strategies == ["onehot"] and program.promotes
+        held = program.buffer or problem.dtype
+        device = self.device = problem.device
+        self.empty = calls.maker(sizes.shape, held, device)
+        new = OUT not in sizes.tensors
+        several = device.type == "cuda" and torch.cuda.device_count() > 1
+        self.index = device.index if several else None
+        if program.buffer is not None and OUT in sizes.tensors:
+            tensors = {n: t for n, t in sizes.tensors.items() if n != OUT}
+            sizes = CallNumbers(tensors, sizes.extents, sizes.shape, sizes.made)
+        self.work = tuple(_bound(step, sizes, held, device) for step in program.steps)
+        first = program.steps[0]
+        self.filled = first.atomic or not self.work[0][1] or _needs_fill(first, sizes)
+        self.check = None
+        if program.check is not None and self.launches:
+            self.check = _bound_check(program, sizes, held, filled=self.filled and new)
+
+    @property
+    def launches(self) -> list[BoundLaunch]:
+        return [one for _, launches in self.work for one in launches]
+
+    def __call__(
+        self, values: Mapping[str, Any], target: Tensor | None = None, *, look: bool = False
+    ) -> Tensor:
+        """Launch everything, on the program's device; without a ``target`` into a new tensor.
+        ``look``: at unchecked indices first, with what the record of the device takes among
+        ``values``.
+        """
+        if self.index is not None and self.index != torch.cuda.current_device():
+            with torch.cuda.device(self.index):
+                return self(values, target, look=look)
+        if target is None:
+            out = self.empty()
+            if self.filled and not look:
+                out.fill_(self.start)
+        elif self.buffer is None:
+            out = target
+        else:
+            out = target.to(self.buffer, memory_format=torch.contiguous_format, copy=True)
+        if look and self.check is not None:
+            self.check(values, out, out)
+        for room, launches in self.work:
+            work = out if room is None else room()  # of a workspace without slots nothing is read
+            for one in launches:
+                one.start(one.programs, one.arguments.copy(), values, out, work)
+        if self.buffer is None:
+            return out
+        return out.to(self.dtype) if target is None else target.copy_(out)
+
+    def new(self) -> Tensor:
+        """What a result is written to, filled with what it starts from, where that counts."""
+        out: Tensor = self.empty()
+        return out.fill_(self.start) if self.filled else out
+
+
+def has_nothing(step: ProductLaunches, extents: Mapping[str, int], shape: tuple[int, ...]) -> bool:
+    """Whether a product is over no values, or of no elements: others of the statement may do."""
+    return not all(extents[v] for v in step.variables) or 0 in shape
+
+
+def _bound(
+    step: ProductLaunches, sizes: CallNumbers, dtype: torch.dtype, device: torch.device
+) -> tuple[Callable[[], Any] | None, tuple[BoundLaunch, ...]]:
+    """Of a step what makes its workspace, where it has one, and its launches."""
+    if has_nothing(step, sizes.extents, sizes.shape):
+        return None, ()
+    launches = tuple(BoundLaunch(one, one.plan, sizes, dtype) for one in step.launches)
+    if step.copies:
+        return _copies(step.copies, sizes, device), launches
+    if not step.workspace:
+        return None, launches
+    shape = tuple(sizes.expr((one,)) for one in step.workspace)
+    held = WIDE[step.planned.plan.accumulator]
+    return (calls.maker(shape, held, device) if shape[0] else None), launches
+
+
+def _copies(
+    copies: tuple[CopyRoom, ...], sizes: CallNumbers, device: torch.device
+) -> Callable[[], dict[str, Tensor]]:
+    """What makes memory for copies of factors, by name."""
+    makers = [
+        (one.name, calls.maker(tuple(sizes.expr((n,)) for n in one.shape), one.dtype, device))
+        for one in copies
+    ]
+    return lambda: {name: make() for name, make in makers}
+
+
+def _bound_check(
+    program: Program, sizes: CallNumbers, dtype: torch.dtype, *, filled: bool
+) -> BoundLaunch:
+    """The launch that looks at index values, and fills a new output where it is to be filled."""
+    one = program.check
+    assert one is not None
+    points = [math.prod(sizes.extents[v] for v in variables(u.index)) for u in program.unchecked]
+    count = math.prod(sizes.shape) if filled else 0
+    numbers = {"most": max([count, *points]), "out_count": count}
+    return BoundLaunch(one, one.plan, sizes, dtype, numbers)
+
+
+def _needs_fill(step: ProductLaunches, sizes: CallNumbers) -> bool:
+    """Whether a new result is filled with what it starts from before anything is launched."""
+    planned = step.planned
+    if not planned.fill:
+        return False
+    if planned.covers is not None:
+        written, places = planned.covers
+        return sizes.expr(written) != sizes.expr(places)
+    if planned.written is not None:
+        dim, count = planned.written
+        return sizes.shape[dim] != count
+    return True
+
+
+def ready(
+    program: Program,
+    tensors: Mapping[str, Any],
+    extents: Mapping[str, int],
+    shape: tuple[int, ...],
+    prologue: Prologue,
+) -> Ready:
+    """The program for one call; `NotYet` where numbers are still on their way."""
+    made: dict[Recipe, Made] = {}
+    busy = [step for step in program.steps if not has_nothing(step, extents, shape)]
+    for recipe in dict.fromkeys(recipe for step in busy for recipe in step.recipes()):
+        found = prologue.soon(recipe)
+        if found is None:
+            raise NotYet
+        made[recipe] = found
+    return Ready(program, CallNumbers(tensors, extents, shape, made))
