@@ -28,7 +28,8 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "src")]
 import applications  # noqa: E402
 import insum  # noqa: E402
 from applications import Application, relative_error  # noqa: E402
-from insum import inspection, memory  # noqa: E402
+from insum import memory  # noqa: E402
+from insum.runtime import inspection  # noqa: E402
 from insum.testing import assert_close  # noqa: E402
 from scatters import draw_scatters  # noqa: E402
 

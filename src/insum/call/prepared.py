@@ -618,7 +618,7 @@ class BoundCall:
 
     def search(self, values: Mapping[str, Value], target: Tensor | None) -> None:
         """What ``settings.effort`` asks for at the first call."""
-        from insum import search  # which takes a while to import
+        from insum.runtime import search  # which takes a while to import
 
         effort = self.prepared.settings.effort
         search.on_first_call(self.problem(values), values, target, effort)
