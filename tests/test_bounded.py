@@ -26,8 +26,9 @@ from insum import memory
 from insum.call import prepared as calls
 from insum.call.prepared import BoundCall
 from insum.plan.sizes import OUT, WORK
-from insum.runtime import fused, program, prologue
+from insum.runtime import fused, program
 from insum.runtime.bound_launch import BoundLaunch
+from insum.runtime.prologue import prologue
 from insum.runtime.shelf import MOST_CLASSES, MOST_GENERAL, precision_of, wishes_of
 from insum.testing import draw_cases
 from kernels import ONLY_FUSED

@@ -22,8 +22,8 @@ from insum.facts import constant, declare, facts_of, known, segment_pointers
 from insum.plan import first_guess, tiling
 from insum.plan.sizes import power_of_two
 from insum.plan.tiling import SHORT
-from insum.runtime import prologue
-from insum.runtime.prologue import Made, in_order, pieces, slots, tasks
+from insum.runtime.prologue import prologue
+from insum.runtime.prologue.prologue import Made, in_order, pieces, slots, tasks
 
 QUICK = settings(max_examples=150, deadline=None, database=None, derandomize=True)
 values_of = st.lists(st.integers(-1, 12), max_size=30)

@@ -19,7 +19,8 @@ import applications
 import insum
 from applications import relative_error
 from insum.facts import facts_of
-from insum.runtime import inspection, prologue
+from insum.runtime import inspection
+from insum.runtime.prologue import prologue
 from insum.runtime.ready import Ready
 from kernels import ONLY_FUSED, error, lookup, poison_new_memory, run
 

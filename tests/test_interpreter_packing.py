@@ -11,8 +11,8 @@ from torch import Tensor
 import insum
 from insum.call.request import request_of
 from insum.plan.strategies.packing import TILE
-from insum.runtime import prologue
-from insum.runtime.prologue import Made, by_step, packed
+from insum.runtime.prologue import prologue
+from insum.runtime.prologue.prologue import Made, by_step, packed
 from kernels import lookup
 
 pytestmark = pytest.mark.interpreter

@@ -19,8 +19,8 @@ from torch import Tensor
 
 import insum
 from insum import facts, memory
-from insum.runtime import prologue
 from insum.runtime.program import Program
+from insum.runtime.prologue import prologue
 from insum.testing import Case, draw_cases
 from kernels import ONLY_FUSED, poison_new_memory, strategy_of, watch_programs
 from scatters import draw_scatters

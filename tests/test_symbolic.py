@@ -19,10 +19,11 @@ import insum
 from applications import Application, relative_error
 from insum import facts, memory
 from insum.compat import calls, sizes
-from insum.runtime import fused, launch, prologue, symbolic
+from insum.runtime import fused, launch, symbolic
 from insum.runtime.bound_launch import BoundLaunch, CallNumbers
 from insum.runtime.classify import TYPICAL, example
 from insum.runtime.program import Program
+from insum.runtime.prologue import prologue
 from insum.runtime.symbolic import CannotFuse
 from kernels import ONLY_FUSED, bound, strategy_of, watch_programs
 

@@ -23,7 +23,7 @@ from insum.plan.questions import (
 )
 from insum.plan.uses import Use
 from insum.runtime.check import is_inside, verify_values
-from insum.runtime.prologue import Prologue
+from insum.runtime.prologue.prologue import Prologue
 from insum.runtime.ready import NotYet
 from insum.settings import settings
 

@@ -21,7 +21,7 @@ from insum.plan.uses import uses_of
 from insum.runtime import classify, launch
 from insum.runtime.answers import Answers
 from insum.runtime.program import ProductLaunches, Program, Refusal
-from insum.runtime.prologue import Prologue
+from insum.runtime.prologue.prologue import Prologue
 from insum.runtime.ready import Ready, ready
 from insum.runtime.shelf import Programs, precision_of, unusable, wishes_of
 from insum.settings import settings

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from insum import memory
 from insum.compat import calls
-from insum.runtime import prologue
+from insum.runtime.prologue import prologue
 
 #: Only generated kernels, whatever the device.
 ONLY_FUSED: dict[str, Any] = {"backend": "fused", "require_fused": True}

@@ -1,0 +1,1 @@
+"""What is derived from index tensors before kernels run: orders, segments, tasks, tables."""
