@@ -22,8 +22,9 @@ from insum.facts import constant, declare, facts_of, known, segment_pointers
 from insum.plan import first_guess, tiling
 from insum.plan.sizes import power_of_two
 from insum.plan.tiling import SHORT
-from insum.runtime.prologue import prologue
-from insum.runtime.prologue.prologue import Made, in_order, pieces, slots, tasks
+from insum.runtime.prologue import rows as row_recipes
+from insum.runtime.prologue.made import Made
+from insum.runtime.prologue.rows import in_order, pieces, slots, tasks
 
 QUICK = settings(max_examples=150, deadline=None, database=None, derandomize=True)
 values_of = st.lists(st.integers(-1, 12), max_size=30)
@@ -141,7 +142,7 @@ def made(found: object) -> Made:
 
 
 def segments(values: Tensor, rows: int) -> Made:
-    return made(prologue.segments(segment_pointers(values, rows), values.numel()))
+    return made(row_recipes.segments(segment_pointers(values, rows), values.numel()))
 
 
 def of_lengths(lengths: list[int]) -> Made:
@@ -329,7 +330,7 @@ def test_schedules_are_narrow_where_they_can_be() -> None:
 
 def test_short_is_what_the_kernels_think_it_is() -> None:
     assert SHORT <= first_guess.LEAVE_WHOLE <= first_guess.SPLIT_AT
-    assert prologue.SHORT is tiling.SHORT
+    assert row_recipes.SHORT is tiling.SHORT
 
 
 # --- pieces of what was never seen ----------------------------------------------------------------

@@ -11,8 +11,8 @@ from torch import Tensor
 import insum
 from insum.call.request import request_of
 from insum.plan.strategies.packing import TILE
-from insum.runtime.prologue import prologue
-from insum.runtime.prologue.prologue import Made, by_step, packed
+from insum.runtime.prologue.made import Made
+from insum.runtime.prologue.tables import WORTH, by_step, packed
 from kernels import lookup
 
 pytestmark = pytest.mark.interpreter
@@ -188,7 +188,7 @@ def test_the_order_leaves_out_only_what_is_absent_in_a_whole_tile() -> None:
         "entries": sum(lengths),
         "turned": 0,
     }
-    assert order.summary.worth == (sum(lengths) <= prologue.WORTH * len(lengths) * STEPS)
+    assert order.summary.worth == (sum(lengths) <= WORTH * len(lengths) * STEPS)
 
 
 def test_an_order_is_worth_it_where_it_leaves_out_enough() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 import insum
 from insum import facts, memory
 from insum.runtime.program import Program
-from insum.runtime.prologue import prologue
+from insum.runtime.prologue import made
 from insum.testing import Case, draw_cases
 from kernels import ONLY_FUSED, poison_new_memory, strategy_of, watch_programs
 from scatters import draw_scatters
@@ -161,10 +161,11 @@ def test_no_call_waits_for_numbers(
 
     def awaited(arrays: Any, numbers: Any, finish: Any, early: Any = None) -> Any:
         together = torch.stack([n.reshape(()).long() for n in numbers])
-        return prologue.Awaited(arrays, together, finish, early)
+        return made.Awaited(arrays, together, finish, early)
 
-    monkeypatch.setattr(prologue, "awaited", awaited)
-    monkeypatch.setattr(prologue, "Coming", Late)
+    monkeypatch.setattr("insum.runtime.prologue.rows.awaited", awaited)
+    monkeypatch.setattr("insum.runtime.prologue.tables.awaited", awaited)
+    monkeypatch.setattr(made, "Coming", Late)
     monkeypatch.setattr(facts, "Coming", Late)
     monkeypatch.setattr("insum.runtime.answers.Coming", Late)
     v, y = graph(150), torch.randn(9, 5)

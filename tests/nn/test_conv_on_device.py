@@ -22,7 +22,9 @@ from insum.nn import kernel_map as maps
 from insum.nn.kernel_map import Geometry, build_map, kernel_map
 from insum.plan.recipes import Inverse, OfExtent, OfShape, Packed, Walk
 from insum.runtime.handwritten import packs
-from insum.runtime.prologue.prologue import Made, Prologue, Result, inverse
+from insum.runtime.prologue.made import Made, Result
+from insum.runtime.prologue.prologue import Prologue
+from insum.runtime.prologue.tables import inverse
 from insum.runtime.shelf import Programs
 from insum.testing.as_on_a_gpu import pretended
 

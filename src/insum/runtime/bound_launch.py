@@ -32,7 +32,7 @@ from insum.plan.recipes import OfCount, OfLength, Recipe, SizeExpr, size_of
 from insum.plan.sizes import ALIGNED, FITTED, OUT, WORK
 from insum.runtime import binaries, launch
 from insum.runtime.program import WIDE, Launch
-from insum.runtime.prologue.prologue import Made
+from insum.runtime.prologue.made import Made
 
 MOST_PROGRAMS = 2**31
 

@@ -50,7 +50,8 @@ from insum.runtime.check import found as offences
 from insum.runtime.check import live_uses
 from insum.runtime.handwritten import packs
 from insum.runtime.program import Program, Refusal
-from insum.runtime.prologue.prologue import Made, Prologue
+from insum.runtime.prologue.made import Made
+from insum.runtime.prologue.prologue import Prologue
 from insum.runtime.ready import NotYet, Ready, ready
 from insum.runtime.record import record_of
 from insum.runtime.shelf import Programs, Shelf, wishes_of

@@ -19,7 +19,8 @@ from insum.plan.recipes import Recipe
 from insum.plan.sizes import OUT
 from insum.runtime.bound_launch import BoundLaunch, CallNumbers
 from insum.runtime.program import WIDE, CopyRoom, ProductLaunches, Program
-from insum.runtime.prologue.prologue import Made, Prologue
+from insum.runtime.prologue.made import Made
+from insum.runtime.prologue.prologue import Prologue
 
 
 class NotYet(Exception):

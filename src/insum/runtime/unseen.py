@@ -21,7 +21,7 @@ from insum.plan.recipes import CeilDivided, OfCount, OfExtent, OfLength, OfShape
 from insum.plan.sizes import OUT, WORK
 from insum.runtime.bound_launch import COPIES, BoundLaunch
 from insum.runtime.program import Launch, Program
-from insum.runtime.prologue.prologue import Made
+from insum.runtime.prologue.made import Made
 from insum.runtime.ready import Ready
 
 #: Programs and arguments of each launch, and shapes of workspaces, of values, extents, shape, what

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from insum import memory
 from insum.compat import calls
-from insum.runtime.prologue import prologue
+from insum.runtime.prologue import rows, tables
+from insum.runtime.prologue.made import Awaited
 
 #: Only generated kernels, whatever the device.
 ONLY_FUSED: dict[str, Any] = {"backend": "fused", "require_fused": True}
@@ -41,9 +42,9 @@ class Slow:
         return self.found
 
 
-def awaited(arrays: Any, numbers: Any, finish: Any, early: Any = None) -> prologue.Awaited:
+def awaited(arrays: Any, numbers: Any, finish: Any, early: Any = None) -> Awaited:
     together = torch.stack([n.reshape(()).long() for n in numbers])
-    return prologue.Awaited(arrays, together, finish, early, Slow(together))  # type: ignore[arg-type]
+    return Awaited(arrays, together, finish, early, Slow(together))  # type: ignore[arg-type]
 
 
 def poisoned(empty: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -86,7 +87,8 @@ def pretended(**settings: Any) -> Iterator[None]:
         (insum.call.prepared, "kernels_look_on", lambda device: True),
         (insum.call.prepared, "_forms", {}),
         (insum.api, "_fronts", {}),
-        (prologue, "awaited", awaited),
+        (rows, "awaited", awaited),
+        (tables, "awaited", awaited),
     ]
     with ExitStack() as stack:
         for owner, name, new in replaced:

@@ -1,0 +1,207 @@
+"""Entries by the row that they belong to: segments of sorted index tensors, orders of others, and
+tasks, which are rows or pieces of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from insum.plan.questions import Summary
+from insum.plan.sizes import power_of_two
+from insum.plan.tiling import SHORT
+from insum.runtime.prologue.made import Awaited, Made, Result, awaited
+
+
+def segments(pointers: Tensor, entries: int) -> Result:
+    """Runs of equal values in a sorted index tensor: entries ``start[r] .. end[r]`` belong to row
+    ``r``. Values beyond the rows belong to none.
+    """
+    return _rows(pointers[:-1].contiguous(), pointers[1:].contiguous(), entries)
+
+
+def _rows(start: Tensor, end: Tensor, entries: int, **more: Tensor) -> Result:
+    arrays = {"start": start, "end": end, **more}
+
+    def finish(numbers: Sequence[int]) -> Made:
+        longest = power_of_two(numbers[0]) if numbers[0] else 0
+        return Made(arrays, {"entries": entries}, Summary(longest=longest))
+
+    longest = (end - start).max() if start.numel() else start.new_zeros(())
+    return awaited(arrays, [longest], finish, Made(arrays, {"entries": entries}))
+
+
+def slots(base: Made, width: int, padded: Sequence[Tensor]) -> Result:
+    """Segments over slots when every entry holds ``width`` of them, without the padding at the end
+    of rows.
+    """
+    entries = base.counts["entries"] * width
+    wide = torch.int64 if entries >= 2**31 else base.arrays["start"].dtype
+    start, end = (base.arrays[name].to(wide) * width for name in ("start", "end"))
+    whole = {"start": start, "end": end}
+    longest = base.summary.longest * power_of_two(width)
+    if not padded or not start.numel():
+        return Made(whole, {"entries": entries}, Summary(longest=longest))
+    valid = padded[0] >= 0
+    for other in padded[1:]:
+        valid = valid & (other >= 0)
+    counted = torch.zeros(valid.numel() + 1, dtype=torch.int64, device=valid.device)
+    torch.cumsum(valid.reshape(-1), 0, out=counted[1:])
+    filled = (counted[end.long()] - counted[start.long()]).to(start.dtype)
+    # Padding is trailing in a row exactly when the first `filled` slots hold all of them.
+    leading = counted[(start + filled).long()] - counted[start.long()]
+    arrays = {"start": start, "end": start + filled}
+
+    def finish(numbers: Sequence[int]) -> Made:
+        trailing, most = numbers
+        if not trailing:
+            return Made(whole, {"entries": entries}, Summary(longest=longest))
+        known = Summary(longest=power_of_two(most) if most else 0, trimmed=True)
+        return Made(arrays, {"entries": entries}, known)
+
+    return awaited({**arrays, "whole": end}, [(leading == filled).all(), filled.max()], finish)
+
+
+def in_order(anchor: Tensor, rows: int, wraps: bool) -> Result:
+    """The stable order of an index tensor, and the segments of what it sorts."""
+    flat = anchor.reshape(-1)
+    flat = flat.to(torch.promote_types(flat.dtype, torch.int32))
+    if wraps:
+        flat = torch.where(flat < 0, flat + rows, flat)
+    values, order = torch.sort(flat, stable=True)
+    small = torch.int32 if flat.numel() < 2**31 else torch.int64
+    bounds = torch.arange(rows + 1, device=flat.device, dtype=values.dtype)
+    found = segments(
+        torch.searchsorted(values, bounds, out_int32=small is torch.int32), flat.numel()
+    )
+    order = order.to(small)
+    if isinstance(found, Made):
+        return Made({**found.arrays, "order": order}, found.counts, found.summary)
+    arrays = {**found.arrays, "order": order}
+
+    def finish(numbers: Sequence[int]) -> Made:
+        made = found.finish(numbers)
+        return Made(arrays, made.counts, made.summary)
+
+    early = Made(arrays, {"entries": flat.numel()})
+    return Awaited(arrays, found.numbers, finish, early)
+
+
+def position(anchor: Tensor, order: Tensor, dim: int) -> Tensor:
+    after = math.prod(anchor.shape[dim + 1 :])
+    return (order.long() // after % anchor.shape[dim]).to(order.dtype)
+
+
+def composed(source: Tensor, anchor: Tensor, order: Tensor, dims: tuple[int, ...]) -> Tensor:
+    at = tuple(position(anchor, order, d).long() for d in dims)
+    return source[at].to(order.dtype)
+
+
+def tasks(base: Made, limit: int) -> Result:
+    """Cut rows into pieces of at most ``limit`` entries, long pieces first and otherwise in the
+    order of the rows; ``row`` is the output row, or ``-1 - slot`` of the workspace.
+
+    The order inside a class is kept: rows that are near in the output gather near inputs, and a
+    full sort would lose that.
+    """
+    start, end, entries = base.arrays["start"], base.arrays["end"], base.counts["entries"]
+    if 0 < base.summary.longest <= min(limit, SHORT):
+        return _one_task_each(start, end)
+    # Numbers are as narrow as they can be, and let go of early: of very many rows each of these
+    # arrays is a noticeable part of all memory.
+    small = torch.int32 if entries < 2**31 and start.numel() < 2**31 else torch.int64
+    most = start.numel() + entries // limit  # of pieces; the rest stays empty
+    cut = (end - start).add_(limit - 1).div_(limit, rounding_mode="floor").clamp_(min=1).to(small)
+    last = cut.cumsum(0, dtype=small)
+    first = torch.arange(most, device=cut.device, dtype=small)
+    row = torch.searchsorted(last, first, right=True, out_int32=small is torch.int32)
+    row.clamp_(max=max(0, start.numel() - 1))
+    there = first < last[-1:]
+    first.sub_((last - cut)[row]).mul_(limit).add_(start[row])
+    stop = torch.minimum(first + limit, end[row])
+    split = (cut[row] > 1) & there
+    total, slot_count, cut_count = last[-1], split.sum(), (cut > 1).sum()
+    del last
+    row = torch.where(split, -split.cumsum(0, dtype=small), row)
+    length = torch.where(there, stop - first, -1)
+    long = (length > SHORT).sum()
+    klass = torch.where(length <= SHORT, 0, length.clamp_(min=1).log2().ceil_()).to(torch.int8)
+    del length, split
+    order = torch.argsort(torch.where(there, -klass, 1), stable=True)
+    del klass, there
+    arrays = {"start": first[order].to(small), "end": stop[order].to(small), "row": row[order]}
+    del first, stop, row, order
+    rows = torch.argsort((cut <= 1).to(torch.int8), stable=True)  # those that were cut come first
+    cut = torch.where(cut > 1, cut, 0)[rows]
+    slot_end = cut.cumsum(0, dtype=small)
+    arrays |= {"cut_row": rows.to(small), "cut_start": slot_end - cut, "cut_end": slot_end}
+
+    def finish(numbers: Sequence[int]) -> Made:
+        total, long, slot_count, cut_count = numbers
+        counts = {"tasks": total, "long": long, "slots": slot_count, "cut": cut_count}
+        lengths = {n: cut_count if n.startswith("cut") else total for n in arrays}
+        return Made({n: _first(array, lengths[n]) for n, array in arrays.items()}, counts)
+
+    return awaited(arrays, [total, long, slot_count, cut_count], finish)
+
+
+def _first(array: Tensor, count: int) -> Tensor:
+    """The beginning of an array, without the rest in memory."""
+    return array if array.numel() == count else array[:count].clone()
+
+
+def _one_task_each(start: Tensor, end: Tensor) -> Made:
+    """No row is cut, and none is long: they stay as they are, which takes no memory to speak of."""
+    row = torch.arange(start.numel(), device=start.device, dtype=start.dtype)
+    none = start[:0]
+    arrays = {"start": start, "end": end, "row": row}
+    arrays |= {"cut_row": none, "cut_start": none, "cut_end": none}
+    return Made(arrays, {"tasks": start.numel(), "long": 0, "slots": 0, "cut": 0})
+
+
+def pieces(base: Made, limit: int) -> Result:
+    """Runs of equal rows inside pieces of ``limit`` sorted entries: tasks whose number stays on the
+    device. A row that a boundary cuts has several, which meet in the workspace.
+    """
+    start, end, entries = base.arrays["start"], base.arrays["end"], base.counts["entries"]
+    rows, device = start.numel(), start.device
+    small = torch.int32 if entries < 2**31 and rows < 2**31 else torch.int64
+    boundaries = -(-entries // limit)
+    most = min(entries, rows + boundaries)
+    at = torch.arange(entries, device=device)
+    row = torch.searchsorted(end, at.to(end.dtype), right=True)  # below the first row: 0
+    inside = (at >= start[:1]) & (row < rows)
+    begins = inside & ((at % limit == 0) | (at == start[row.clamp(max=rows - 1)]))
+    number = begins.long().cumsum(0) - 1
+    place = torch.where(begins, number, most)
+    first = torch.zeros(most + 1, dtype=torch.int64, device=device).scatter_(0, place, at)[:most]
+    total = begins.sum()
+    task = torch.arange(most, device=device)
+    there = task < total
+    of = torch.where(there, row[first.clamp(max=max(0, entries - 1))], 0)
+    stop = torch.minimum((first // limit + 1) * limit, end.long()[of])
+    whole = (first == start.long()[of]) & (stop == end.long()[of])
+    split = there & ~whole
+    slot = split.long().cumsum(0)
+    target = torch.where(split, -slot, of)
+    opens = split & (first == start.long()[of])  # the first piece of a row that was cut
+    nth = torch.where(opens, opens.long().cumsum(0) - 1, boundaries)
+    blank = torch.zeros(boundaries + 1, dtype=torch.int64, device=device)
+    cut_row = blank.scatter(0, nth, of)[:boundaries]
+    cut_start = blank.scatter(0, nth, slot - 1)[:boundaries]
+    count = (end.long()[cut_row] - 1) // limit - start.long()[cut_row] // limit + 1
+    arrays = {
+        "start": torch.where(there, first, 0).to(small),
+        "end": torch.where(there, stop, 0).to(small),
+        "row": target.to(small),
+        "cut_row": cut_row.to(small),
+        "cut_start": cut_start.to(small),
+        "cut_end": (cut_start + count).to(small),
+        "count": total.reshape(1).to(small),
+        "cut_count": opens.sum().reshape(1).to(small),
+    }
+    counts = {"tasks": most, "slots": 2 * boundaries, "cut": boundaries}
+    return Made(arrays, counts)
