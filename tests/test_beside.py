@@ -14,7 +14,7 @@ from insum.nn import Irreps, TensorProductConv
 from insum.nn.multilinear import Multilinear
 from insum.plan.beside import beside_each_other, together
 from insum.plan.draft import Planned
-from insum.runtime import inspection, launch
+from insum.runtime import compiling, inspection, launch, workers
 from insum.runtime.bound_launch import BoundLaunch, CallNumbers, compile_at_once
 from insum.runtime.build import first_choice, step_of
 from insum.runtime.program import Program
@@ -148,7 +148,7 @@ def test_nothing_is_spilled() -> None:
     numbers = CallNumbers({**every, **outputs}, look.extents, look.shape, made)  # type: ignore[arg-type]
     (one,) = step.launches
     types = BoundLaunch(one, one.plan, numbers, torch.float32).types
-    report = launch.compile_for(one.function, types, "sm_90", warps=one.config.warps, stages=1)
+    report = compiling.compile_for(one.function, types, "sm_90", warps=one.config.warps, stages=1)
     assert report.stack == 0 and report.registers <= 168
     assert one.config.warps == 1  # a row of columns is one warp's
 
@@ -161,10 +161,10 @@ def test_long_kernels_are_compiled_side_by_side(monkeypatch: pytest.MonkeyPatch)
         program = look.program(anywhere=True)
         assert isinstance(program, Program)
         bound += look.ready(program).launches
-    asked: list[list[launch.Job]] = []
+    asked: list[list[compiling.Job]] = []
     monkeypatch.setattr(launch, "interpreting", lambda: False)
     monkeypatch.setattr(launch, "current_target", lambda: ["cuda", 90, 32])
-    monkeypatch.setattr(launch, "compile_ahead", lambda jobs, target: asked.append(jobs))
+    monkeypatch.setattr(workers, "compile_ahead", lambda jobs, target: asked.append(jobs))
     monkeypatch.setattr("insum.runtime.bound_launch.LONG_TEXT", 0)
     compile_at_once(bound)
     assert [len(jobs) for jobs in asked] == [3]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from applications import block_spmm
-from insum.runtime import binaries, inspection, launch
+from insum.runtime import binaries, compiling, inspection, launch
 from insum.runtime.program import Program
 
 pytestmark = pytest.mark.skipif(launch.interpreting(), reason="the interpreter compiles nothing")
@@ -35,7 +35,7 @@ def kernel(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[SimpleNa
     assert isinstance(program, Program)
     (one,) = look.ready(program).launches
     function, types = one.launch.function, one.types
-    compiled = launch.compile_kernel(function, types, 0, 4, 2, GPUTarget(*TARGET))
+    compiled = compiling.compile_kernel(function, types, 0, 4, 2, GPUTarget(*TARGET))
     yield SimpleNamespace(function=function, types=types, compiled=compiled)
 
 

@@ -25,7 +25,7 @@ from insum.call.request import request_of
 from insum.codegen.arguments import Pointer
 from insum.plan.questions import AskFacts, AskInside, Question
 from insum.plan.sizes import power_of_two
-from insum.runtime import inspection, launch
+from insum.runtime import compiling, inspection, launch
 from insum.runtime.bound_launch import BoundLaunch
 from insum.runtime.program import Program
 from kernels import bound
@@ -60,7 +60,7 @@ class Result:
     strategy: str
     dot: bool
     config: insum.Config
-    compiled: launch.CompilerReport
+    compiled: compiling.CompilerReport
     spilled: int
 
     def __str__(self) -> str:
@@ -102,10 +102,10 @@ def launches(look: inspection.Look) -> list[BoundLaunch]:
     return look.ready(program).launches
 
 
-def compile_one(one: BoundLaunch, target: str, unaligned: int = 0) -> launch.CompilerReport:
+def compile_one(one: BoundLaunch, target: str, unaligned: int = 0) -> compiling.CompilerReport:
     """As a launch on such a device would."""
     config = one.launch.config
-    return launch.compile_for(
+    return compiling.compile_for(
         one.launch.function,
         one.types,
         target,
@@ -115,7 +115,7 @@ def compile_one(one: BoundLaunch, target: str, unaligned: int = 0) -> launch.Com
     )
 
 
-def spilled(found: launch.CompilerReport) -> int:
+def spilled(found: compiling.CompilerReport) -> int:
     """Bytes of registers that were spilled. A stack frame may be there for other reasons, which the
     assembler tells when asked.
     """
@@ -137,7 +137,7 @@ def spilled(found: launch.CompilerReport) -> int:
     return found.stack
 
 
-@pytest.mark.parametrize("target", launch.TARGETS)
+@pytest.mark.parametrize("target", compiling.TARGETS)
 @pytest.mark.parametrize("name", APPLICATIONS)
 def test_application(name: str, target: str) -> None:
     results = [result for call in calls(name) for result in compiled(call, target)]
@@ -177,7 +177,7 @@ def block_product(block: tuple[int, int]) -> Call:
     return one.forward
 
 
-@pytest.mark.parametrize("target", launch.TARGETS)
+@pytest.mark.parametrize("target", compiling.TARGETS)
 @pytest.mark.parametrize(("block", "width"), SHAPES, ids=str)
 def test_blocks_of_any_shape(block: tuple[int, int], width: int, target: str) -> None:
     """On matrix instructions, with nothing spilled, in loads as wide as their rows allow."""
@@ -218,7 +218,7 @@ UNSEEN = {
 }
 
 
-@pytest.mark.parametrize("target", launch.TARGETS)
+@pytest.mark.parametrize("target", compiling.TARGETS)
 @pytest.mark.parametrize("name", UNSEEN)
 def test_index_tensors_that_nobody_has_looked_at(name: str, target: str) -> None:
     """Sums are atomic, maxima are sorted first and cut into pieces that the device counts; in both
@@ -286,7 +286,7 @@ WINDOWS = {
 }
 
 
-@pytest.mark.parametrize("target", launch.TARGETS)
+@pytest.mark.parametrize("target", compiling.TARGETS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("name", WINDOWS)
 def test_windows(name: str, dtype: torch.dtype, target: str) -> None:
@@ -312,7 +312,7 @@ FLOAT32 = {
 }
 
 
-@pytest.mark.parametrize("target", launch.TARGETS)
+@pytest.mark.parametrize("target", compiling.TARGETS)
 @pytest.mark.parametrize("name", FLOAT32)
 def test_float32_products_fit_the_registers(name: str, target: str) -> None:
     """Exact products split their operands into parts, which takes registers; the first guess leaves
@@ -354,7 +354,7 @@ def test_half_outputs_are_accumulated_in_float32() -> None:
     assert not re.search(r"(red|atom)\S*\.f16", result.compiled.assembly["ptx"])
 
 
-@pytest.mark.parametrize("target", launch.TARGETS)
+@pytest.mark.parametrize("target", compiling.TARGETS)
 @pytest.mark.parametrize("operator", ["max=", "+="])
 def test_integers_that_are_passed(operator: str, target: str) -> None:
     """In 64 bits, whatever they are: the result is an int64, and there is one kernel for all."""
@@ -571,8 +571,8 @@ def test_compiled_for_the_alignment_of_pointers_alone() -> None:
         pointers = [p for p, type in enumerate(one.types) if type.startswith("*")]
         assert {type for type in one.types if not type.startswith("*")} == {"i32"}
         for unaligned in (0, 1, 5):
-            target = GPUTarget(*launch.TARGETS["sm_90"])
-            found = launch.compile_kernel(
+            target = GPUTarget(*compiling.TARGETS["sm_90"])
+            found = compiling.compile_kernel(
                 function, one.types, unaligned, config.warps, config.stages, target
             )
             aligned = [p for bit, p in enumerate(reversed(pointers)) if not unaligned >> bit & 1]

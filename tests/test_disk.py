@@ -20,7 +20,7 @@ import pytest
 
 from insum.codegen.emit import Kernel
 from insum.plan.config import Config
-from insum.runtime import cache, launch
+from insum.runtime import cache, disk, launch
 
 KERNEL = Kernel("insum_kernel", "@triton.jit\ndef insum_kernel(x_ptr):\n    return\n", ("x_ptr",))
 HEADER = '"""y[i] = x[i]"""'
@@ -35,8 +35,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("INSUM_CACHE_DIR", str(made))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(launch, "loaded_kernels", {})
-    launch.warn_unwritten.cache_clear()
-    launch._usable.cache_clear()
+    disk.warn_unwritten.cache_clear()
+    disk._usable.cache_clear()
     cache.forget()
     return made
 
@@ -101,7 +101,7 @@ sys.dont_write_bytecode = True
 import insum
 from insum.codegen.emit import Kernel
 from insum.plan.config import Config
-from insum.runtime import cache, launch
+from insum.runtime import cache, disk, launch
 
 text = "@triton.jit\\ndef insum_kernel(x_ptr):\\n    return\\n"
 assert launch.load(Kernel("insum_kernel", text, ("x_ptr",)), '\"\"\"y[i] = x[i]\"\"\"')
@@ -153,9 +153,9 @@ def test_no_folder_at_all(
 
 HOMELESS = """
 import os, pathlib, torch, insum
-from insum.runtime import cache, launch
+from insum.runtime import cache, disk, launch
 
-assert "~" not in launch.cache_folder().parts, launch.cache_folder()
+assert "~" not in disk.cache_folder().parts, disk.cache_folder()
 assert not pathlib.Path("~").exists()
 assert insum.insum("y[i] = 2 * x[i]", x=torch.ones(2)).tolist() == [2, 2]
 print("fine")
@@ -172,7 +172,7 @@ def test_a_home_that_is_not_known(monkeypatch: pytest.MonkeyPatch, folder: Path)
     monkeypatch.delenv("INSUM_CACHE_DIR")
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     monkeypatch.chdir(folder.parent)
-    assert launch.cache_folder().parent == folder.parent
+    assert disk.cache_folder().parent == folder.parent
     assert not Path("~").exists()
 
 
@@ -181,11 +181,11 @@ def test_a_home_that_is_not_known(monkeypatch: pytest.MonkeyPatch, folder: Path)
 KILLED = """
 import os, signal
 from pathlib import Path
-from insum.runtime import launch
+from insum.runtime import disk, launch
 
 original = os.replace
 os.replace = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL)
-launch.write_whole(launch.source_folder() / "kill.py", "half")
+disk.write_whole(launch.source_folder() / "kill.py", "half")
 """
 
 
@@ -195,13 +195,13 @@ def test_a_writer_that_is_killed_leaves_nothing_for_long(folder: Path) -> None:
     assert done.returncode == -signal.SIGKILL
     (left,) = files(folder)
     assert left.name.startswith(".writing-")
-    launch._usable.cache_clear()
-    launch.cache_folder()
+    disk._usable.cache_clear()
+    disk.cache_folder()
     assert files(folder) == [left], "it may still be being written"
-    long_ago = time.time() - 2 * launch.ABANDONED
+    long_ago = time.time() - 2 * disk.ABANDONED
     os.utime(left, (long_ago, long_ago))
-    launch._usable.cache_clear()
-    launch.cache_folder()
+    disk._usable.cache_clear()
+    disk.cache_folder()
     assert files(folder) == []
 
 

@@ -357,10 +357,10 @@ def absent_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """
     from triton.runtime import driver
 
-    from insum.runtime import launch
+    from insum.runtime import compiling
 
     monkeypatch.setattr(driver, "_active", None)  # so that it is as it was when the test ends
-    launch._pretend(["cuda", 90, 32])
+    compiling._pretend(["cuda", 90, 32])
 
 
 @pytest.mark.compile_only

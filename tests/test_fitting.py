@@ -8,7 +8,7 @@ import torch
 import insum
 from insum.call.request import request_of
 from insum.plan import fitting
-from insum.runtime import inspection, launch
+from insum.runtime import compiling, inspection
 from insum.runtime.bound_launch import BoundLaunch
 from insum.runtime.program import Refusal
 
@@ -118,7 +118,7 @@ def test_no_mask_takes_registers() -> None:
     for channels in ((128, 128), (120, 120)):
         for one in launches(look(*channels)):
             config = one.launch.config
-            found = launch.compile_for(
+            found = compiling.compile_for(
                 *(one.launch.function, one.types, "sm_90"),
                 warps=config.warps,
                 stages=config.stages,

@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 
-from insum.runtime import launch
+from insum.runtime import compiling
 from insum.runtime.handwritten import grouping, hashing, loops, packs, reaching
 from insum.runtime.handwritten.kernel import Handwritten
 
@@ -98,7 +98,7 @@ def test_compiles(name: str, target: str) -> None:
     count = len(function.arg_names)
     for kinds in every:
         for unaligned in (0, 1) if kinds == every[0] else (0,):
-            found = launch.compile_for(
+            found = compiling.compile_for(
                 function,
                 kernel.types(kinds, count),
                 target,

@@ -66,7 +66,7 @@ TESTING_MAY_CALL = TESTING_MAY_IMPORT | {"", "compat"}
 OPTIONAL = frozenset(
     {"scipy", "matplotlib", "rich", "typer", "torch_geometric", "hypothesis", "pandas"}
 )
-TRITON_HOMES = ("runtime.launch", "runtime.binaries")
+TRITON_HOMES = ("runtime.launch", "runtime.compiling", "runtime.binaries")
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import torch
 
 import insum
 from insum.codegen.emit import Kernel
-from insum.runtime import cache, launch
+from insum.runtime import cache, compiling, disk, launch
 
 KERNEL = Kernel("insum_kernel", "@triton.jit\ndef insum_kernel(x_ptr):\n    return\n", ("x_ptr",))
 HEADER = '"""y[i] = x[i]\n\nfirst seen   i=3\n"""'
@@ -40,7 +40,7 @@ def loaded(header: str = HEADER) -> str:
 
 
 def path_of() -> Path:
-    return launch.source_path(launch.key_of(KERNEL.source))
+    return launch.source_path(compiling.key_of(KERNEL.source))
 
 
 # --- what is run ----------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def test_the_source_is_at_hand_without_the_file() -> None:
     import inspect
 
     loaded()
-    function = launch.loaded_kernels[launch.key_of(KERNEL.source)]
+    function = launch.loaded_kernels[compiling.key_of(KERNEL.source)]
     path_of().write_text("something else\n" * 50)
     assert inspect.getsource(function.fn) == KERNEL.source
 
@@ -138,7 +138,7 @@ def test_workers_look_too() -> None:
     loaded()
     path_of().write_text(path_of().read_text() + "\n")
     with pytest.raises(ValueError, match="is not as it was written"):
-        launch._compile_job((str(path_of()), "insum_kernel", ["*fp32"], 0, 4, 2))
+        compiling._compile_job((str(path_of()), "insum_kernel", ["*fp32"], 0, 4, 2))
 
 
 # --- where it is kept -----------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def test_a_folder_that_others_can_write_to(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(launch, "_is_own_group", lambda group, user: False)
+    monkeypatch.setattr(disk, "_is_own_group", lambda group, user: False)
     folder.mkdir(mode=0o700)
     shared(folder / part, mode)
     with caplog.at_level(logging.WARNING, "insum"):
@@ -174,11 +174,11 @@ def test_a_folder_that_others_can_write_to(
 @UNIX
 def test_a_folder_of_the_users_own_group(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As made where every user has a group, and files may be written by it."""
-    monkeypatch.setattr(launch, "_is_own_group", lambda group, user: True)
+    monkeypatch.setattr(disk, "_is_own_group", lambda group, user: True)
     shared(folder, 0o775)
     assert cache.folder() == folder
     shared(folder, 0o777)
-    launch._usable.cache_clear()
+    disk._usable.cache_clear()
     assert cache.folder() != folder
 
 
@@ -197,9 +197,9 @@ def test_which_group_is_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     ):
         found = SimpleNamespace(gr_name=name, gr_mem=members)
         monkeypatch.setattr(grp, "getgrgid", lambda group, found=found: found)
-        assert launch._is_own_group(1, 1) is own
+        assert disk._is_own_group(1, 1) is own
     monkeypatch.setattr(pwd, "getpwuid", lambda user: {}[user])
-    assert not launch._is_own_group(1, 1), "a user without a name, as in containers"
+    assert not disk._is_own_group(1, 1), "a user without a name, as in containers"
 
 
 @UNIX

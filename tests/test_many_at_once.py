@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import insum
 from insum import memory
-from insum.runtime import cache, launch, record
+from insum.runtime import cache, compiling, launch, record
 
 FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
 THREADS = 16
@@ -195,7 +195,7 @@ def test_workers_of_a_loader(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
 KERNELS = """
 import os, sys, triton
 from insum.codegen.emit import Kernel
-from insum.runtime import launch
+from insum.runtime import compiling, launch
 
 children = []
 for _ in range(4):  # each with all that was imported
@@ -231,4 +231,4 @@ def test_processes_that_write_the_same_kernels(tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stdout) == (0, "fine\n" * 4), done.stderr
     files = list((tmp_path / "kernels").iterdir())
-    assert len(files) == 40 and all(launch._kept(path) is not None for path in files)
+    assert len(files) == 40 and all(compiling.kept_text(path) is not None for path in files)

@@ -19,7 +19,7 @@ import insum
 from applications import Application, relative_error
 from insum import facts, memory
 from insum.compat import calls, sizes
-from insum.runtime import fused, launch, symbolic
+from insum.runtime import compiling, fused, symbolic
 from insum.runtime.bound_launch import BoundLaunch, CallNumbers
 from insum.runtime.classify import TYPICAL, example
 from insum.runtime.program import Program
@@ -162,7 +162,7 @@ def test_they_compile_for_gpus(name: str) -> None:
         one, one.plan, numbers_of(application), program.buffer or program.problem.dtype
     )
     for target in ("sm_80", "sm_90"):
-        compiled = launch.compile_for(
+        compiled = compiling.compile_for(
             one.function, ready.types, target, warps=one.config.warps, stages=one.config.stages
         )
         assert compiled.stack == 0 and (not one.plan.roles.dot or compiled.uses("mma"))

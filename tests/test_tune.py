@@ -20,7 +20,7 @@ import insum
 from applications import Application, block_spmm, spmm, tiny
 from insum.errors import SettingsError
 from insum.plan.config import Choice, Config
-from insum.runtime import cache, inspection, launch, search
+from insum.runtime import cache, compiling, inspection, search, workers
 from insum.runtime.build import first_choice
 from insum.runtime.program import Program
 from insum.runtime.ready import Ready
@@ -444,7 +444,9 @@ def test_workers_compile_what_a_launch_would_look_for(
     source, name, types, aligned, _, stages = one.job()
     jobs = [(source, name, types, aligned, warps, stages) for warps in (4, 8)]
     done: list[int] = []
-    assert launch.compile_ahead(jobs, ["cuda", 90, 32], workers=2, done=lambda: done.append(1)) == [
+    assert workers.compile_ahead(
+        jobs, ["cuda", 90, 32], workers=2, done=lambda: done.append(1)
+    ) == [
         "",
         "",
     ]
@@ -452,8 +454,8 @@ def test_workers_compile_what_a_launch_would_look_for(
     before = {path.name for path in (tmp_path / "triton").iterdir()}
     assert len(before) == 2
     wrong = ("nowhere.py", "x", [], 0, 4, 2)
-    assert launch.compile_ahead([*jobs, wrong], ["cuda", 90, 32], workers=2)[2] != ""
-    launch.compile_for(
+    assert workers.compile_ahead([*jobs, wrong], ["cuda", 90, 32], workers=2)[2] != ""
+    compiling.compile_for(
         one.launch.function, one.types, "sm_90", warps=4, stages=stages, unaligned=one.usual
     )
     assert {path.name for path in (tmp_path / "triton").iterdir()} == before, (
@@ -584,9 +586,9 @@ def test_workers_that_the_system_does_not_start(monkeypatch: pytest.MonkeyPatch)
         return started[0]
 
     def ahead() -> list[str]:
-        return launch.compile_ahead(jobs, ["cuda", 90, 32], workers=3)
+        return workers.compile_ahead(jobs, ["cuda", 90, 32], workers=3)
 
-    monkeypatch.setattr(launch, "_WORKER", "import os; os.kill(os.getpid(), 9)")
+    monkeypatch.setattr(workers, "_WORKER", "import os; os.kill(os.getpid(), 9)")
     assert ahead() == nothing, "workers that are ended from outside"
     with monkeypatch.context() as patch:
         patch.setattr(subprocess, "Popen", first_alone)

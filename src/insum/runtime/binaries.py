@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from insum.runtime import launch
+from insum.runtime import disk, launch
 
 log = logging.getLogger("insum")
 _VERSION = 2
@@ -78,7 +78,7 @@ def note(
                 "constants": constants,
             }
         )
-        launch.write_whole(_path(function, types, unaligned, warps, stages), text)
+        disk.write_whole(_path(function, types, unaligned, warps, stages), text)
     except Exception as error:
         log.debug("insum: no note of a compiled kernel: %s: %s", type(error).__name__, error)
 

@@ -30,7 +30,7 @@ from insum.lang.expr import Access
 from insum.plan.plan import Plan
 from insum.plan.recipes import OfCount, OfLength, Recipe, SizeExpr, size_of
 from insum.plan.sizes import ALIGNED, FITTED, OUT, WORK
-from insum.runtime import binaries, launch
+from insum.runtime import binaries, compiling, launch, workers
 from insum.runtime.program import WIDE, Launch
 from insum.runtime.prologue.made import Made
 
@@ -259,16 +259,16 @@ class BoundLaunch:
             return loaded
         found = binaries.recalled(one.function, types, unaligned, warps, stages)
         if found is None:
-            found = launch.compile_kernel(one.function, types, unaligned, warps, stages)
+            found = compiling.compile_kernel(one.function, types, unaligned, warps, stages)
             binaries.note(found, one.function, types, unaligned, warps, stages)
         return launch.keep_loaded(key, launch.launcher_of(found))
 
-    def job(self) -> launch.Job:
+    def job(self) -> compiling.Job:
         """What a compiling worker needs, for pointers that are aligned."""
         one = self.launch
         config = one.config
         warps, stages = config.warps, config.stages
-        return launch.job(one.function, one.kernel.name, self.types, self.usual, warps, stages)
+        return workers.job(one.function, one.kernel.name, self.types, self.usual, warps, stages)
 
     def is_noted(self) -> bool:
         """Whether some process has compiled it, as far as is known."""
@@ -289,7 +289,7 @@ def compile_at_once(launches: Iterable[BoundLaunch]) -> None:
     new = [one for one in launches if not one.variants and _is_long(one) and not one.is_noted()]
     jobs = {str(job): job for job in (one.job() for one in new)}
     if len(jobs) > 1:
-        launch.compile_ahead(list(jobs.values()), launch.current_target())
+        workers.compile_ahead(list(jobs.values()), launch.current_target())
 
 
 def _is_long(one: BoundLaunch) -> bool:

@@ -25,7 +25,7 @@ from insum.compat.calls import renew_in_children
 from insum.plan.config import Choice, Config
 from insum.plan.draft import Planned
 from insum.plan.sizes import power_of_two
-from insum.runtime import launch
+from insum.runtime import disk, launch
 from insum.settings import SettingValues, settings
 
 log = logging.getLogger("insum")
@@ -46,7 +46,7 @@ state = {"epoch": 0}
 
 def folder() -> Path:
     """Where kernels and tuned choices are kept."""
-    return launch.cache_folder()
+    return disk.cache_folder()
 
 
 def entries_folder() -> Path:
@@ -200,9 +200,9 @@ def remember(entry: CachedChoice) -> None:
         keep(_found, entry.key.name, entry.choice, MOST_CHOICES)
         state["epoch"] += 1
     try:
-        launch.write_whole(entries_folder() / f"{entry.key.name}.json", _as_json(entry))
+        disk.write_whole(entries_folder() / f"{entry.key.name}.json", _as_json(entry))
     except OSError as error:
-        launch.warn_unwritten(entries_folder(), error.strerror or "it cannot be written")
+        disk.warn_unwritten(entries_folder(), error.strerror or "it cannot be written")
 
 
 def _as_dict(entry: CachedChoice) -> dict[str, Any]:
@@ -284,7 +284,7 @@ def export_file(path: str | Path) -> int:
     """Write all entries to one file, to be shipped with a model; returns how many."""
     held = [_as_dict(entry) for entry in entries()]
     text = json.dumps({"format": FORMAT, "entries": held}, indent=1) + "\n"
-    launch.write_whole(Path(path).absolute(), text)
+    disk.write_whole(Path(path).absolute(), text)
     return len(held)
 
 

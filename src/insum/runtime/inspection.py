@@ -18,7 +18,7 @@ from insum.plan.config import Choice
 from insum.plan.draft import CannotFuse, Planned, Wishes
 from insum.plan.sizes import OUT
 from insum.plan.uses import uses_of
-from insum.runtime import classify, launch
+from insum.runtime import classify, compiling, launch
 from insum.runtime.answers import Answers
 from insum.runtime.program import ProductLaunches, Program, Refusal
 from insum.runtime.prologue.prologue import Prologue
@@ -190,7 +190,7 @@ def plan_only(
 
 def compile_only(
     problem: Problem, values: Mapping[str, Value], architecture: str, target: Tensor | None = None
-) -> list[tuple[str, launch.CompilerReport]]:
+) -> list[tuple[str, compiling.CompilerReport]]:
     """Compile every kernel of a statement for an architecture that need not be here: (strategy,
     compiler's figures).
     """
@@ -198,10 +198,10 @@ def compile_only(
     program = look.program(anywhere=True)
     if isinstance(program, Refusal):
         raise CannotFuse(program.reason)
-    found: list[tuple[str, launch.CompilerReport]] = []
+    found: list[tuple[str, compiling.CompilerReport]] = []
     for one in look.ready(program).launches:
         config: Any = one.launch.config
-        compiled = launch.compile_for(
+        compiled = compiling.compile_for(
             one.launch.function, one.types, architecture, warps=config.warps, stages=config.stages
         )
         found.append((one.launch.plan.strategy, compiled))

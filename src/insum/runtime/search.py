@@ -26,7 +26,7 @@ from insum.notebook import table
 from insum.plan import cost, space
 from insum.plan.config import Choice, Config, shown
 from insum.plan.draft import CannotFuse, Planned, Wishes
-from insum.runtime import cache, launch
+from insum.runtime import cache, launch, workers
 from insum.runtime.build import assemble, first_choice
 from insum.runtime.inspection import Look
 from insum.runtime.ready import Ready
@@ -314,7 +314,7 @@ class _Search:
     def compile_ahead(self, programs: Sequence[Ready]) -> None:
         wanted = {str(one.job()): one.job() for program in programs for one in program.launches}
         if len(wanted) > 1 and self.problem.device.type == "cuda" and self.workers >= 0:
-            launch.compile_ahead(
+            workers.compile_ahead(
                 list(wanted.values()),
                 launch.current_target(),
                 workers=self.workers,

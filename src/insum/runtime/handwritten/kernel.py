@@ -12,7 +12,7 @@ from torch import Tensor
 
 from insum.codegen.emit import Kernel
 from insum.compat import calls
-from insum.runtime import binaries, launch
+from insum.runtime import binaries, compiling, launch
 
 #: Elements that one program of most of these kernels takes.
 BLOCK = 1024
@@ -63,7 +63,7 @@ class Handwritten:
         function, types = self._function(), self.types(kinds, count)
         compiled = binaries.recalled(function, types, unaligned, self.warps, 1)
         if compiled is None:
-            compiled = launch.compile_kernel(function, types, unaligned, self.warps, 1)
+            compiled = compiling.compile_kernel(function, types, unaligned, self.warps, 1)
             binaries.note(compiled, function, types, unaligned, self.warps, 1)
         return launch.launcher_of(compiled)
 
