@@ -8,12 +8,10 @@ from dataclasses import replace
 
 import torch
 
-from insum.codegen.aligning import emit_aligning
-from insum.codegen.aligning import rows_at_once as aligned_at_once
 from insum.codegen.arguments import COUNT, END, ROW, START, Count, ExtentArgument
 from insum.codegen.checking import BLOCK, emit_check
+from insum.codegen.copies import emit_aligning, emit_fitting, rows_at_once
 from insum.codegen.emit import Kernel, Shape, emit
-from insum.codegen.fitting import emit_fitting, rows_at_once
 from insum.codegen.unrolled import emit_unrolled, parts
 from insum.lang.bind import Problem
 from insum.lang.expr import Access, accesses, fresh, index_of, variables
@@ -268,7 +266,7 @@ class _Build:
         plan, rows = self.copying(FITTED, fit.tensor, (*matrices, fit.sides[0]))
         kernel = emit_fitting(plan, fit, dict(self.units()))
         room = self.room_of(FITTED, fit.tensor, (*matrices, *fit.sides))
-        return self.copy(plan, kernel, fit.tensor, rows, rows_at_once(fit)), room
+        return self.copy(plan, kernel, fit.tensor, rows, rows_at_once(fit.sides[1])), room
 
     def aligned(self, alignment: Alignment) -> tuple[Launch, CopyRoom]:
         """The launch that copies a factor into rows which begin at whole loads."""
@@ -276,7 +274,7 @@ class _Build:
         plan, rows = self.copying(ALIGNED, tensor, (length,))
         kernel = emit_aligning(plan, alignment, dict(self.units()))
         room = self.room_of(ALIGNED, tensor, (length, alignment.row))
-        return self.copy(plan, kernel, tensor, rows, aligned_at_once(alignment)), room
+        return self.copy(plan, kernel, tensor, rows, rows_at_once(alignment.row)), room
 
     def copying(self, name: str, tensor: str, rows: SizeExpr) -> tuple[Plan, str]:
         """The plan of a launch that writes a copy, and the variable of the copy's rows."""

@@ -1,4 +1,6 @@
-"""The kernel that copies a factor into rows which tiles divide."""
+"""Kernels that copy a factor first: into rows which tiles divide (`plan.fitting`), or which widest
+loads read (`plan.aligning`).
+"""
 
 from __future__ import annotations
 
@@ -6,31 +8,32 @@ from insum.codegen.arguments import Argument, ExtentArgument, Length, Pointer, S
 from insum.codegen.emit import signature
 from insum.codegen.frame import Kernel, kernel_name
 from insum.lang.expr import Access
+from insum.plan.aligning import Alignment
 from insum.plan.fitting import Fit
 from insum.plan.plan import Plan
-from insum.plan.sizes import FITTED
+from insum.plan.sizes import ALIGNED, FITTED
 
 #: Numbers that a program copies, and of a row at once.
 COPIED, AT_ONCE = 2048, 256
 
 
-def rows_at_once(fit: Fit) -> int:
-    """Rows that a program copies.
+def rows_at_once(row: int) -> int:
+    """How many rows of a copy, each so long, a program fills.
 
-    >>> rows_at_once(Fit(1, "W", (0, 1, 2), (128, 64), (128, 64)))
+    >>> rows_at_once(64)
     32
     """
-    return max(1, COPIED // fit.sides[1])
+    return max(1, COPIED // row)
 
 
 def emit_fitting(plan: Plan, fit: Fit, units: dict[str, int]) -> Kernel:
     """Copies a factor; ``units``: in which extents are passed."""
-    return _Writer(plan, fit, units).kernel(
+    return _FitWriter(plan, fit, units).kernel(
         kernel_name(plan.statement, f"copies_{fit.tensor}"[:20])
     )
 
 
-class _Writer:
+class _FitWriter:
     """Writes the kernel of one copy."""
 
     def __init__(self, plan: Plan, fit: Fit, units: dict[str, int]) -> None:
@@ -48,7 +51,7 @@ class _Writer:
 
     def body(self) -> list[str]:
         fit, (rows, row) = self.fit, self.fit.sides
-        width, count = min(row, AT_ONCE), rows_at_once(fit)
+        width, count = min(row, AT_ONCE), rows_at_once(row)
         source, matrices = self.arg(Pointer(fit.tensor)), "1"
         tall, wide = (self.size(var) for var in self.vars)
         offset = f"(place * {self.stride(fit.dims[-2])})[:, None]"
@@ -89,3 +92,33 @@ class _Writer:
             return str(unit)
         name = self.arg(Stride(self.fit.tensor, dim, -unit))
         return name if unit == -1 else f"({name} * {-unit})"
+
+
+def emit_aligning(plan: Plan, alignment: Alignment, units: dict[str, int]) -> Kernel:
+    """Copies a factor; ``units``: in which extents are passed."""
+    name = kernel_name(plan.statement, f"copies_{alignment.tensor}"[:20])
+    unit = units.get(alignment.var, 1)
+    extent = ExtentArgument(alignment.var, unit)
+    step = -dict(plan.strides)[alignment.tensor].units[0]
+    length, stride = Length(alignment.tensor, 0), Stride(alignment.tensor, 0, step)
+    pointers = Pointer(alignment.tensor), Pointer(ALIGNED)
+    every = (*pointers, length, stride, extent)
+    arguments: dict[str, Argument] = {one.name: one for one in every}
+    row, tile = alignment.row, alignment.tile
+    count, width = rows_at_once(row), min(row, AT_ONCE)
+    first = "tl.program_id(0)" + (".to(tl.int64)" if plan.wide else "")
+    body = [
+        f"at = {first} * {count} + tl.arange(0, {count})",
+        f"there = at < {length.name}",
+        f"wide = {extent.name} * {unit}",
+        # beyond the tiles of the product nothing is read
+        f"for first in range(0, tl.cdiv(wide, {tile}) * {tile}, {width}):",
+        f"    column = first + tl.arange(0, {width})",
+        f"    value = tl.load({pointers[0].name} + (at * ({stride.name} * {step}))[:, None] "
+        "+ column[None, :], mask=there[:, None] & (column < wide)[None, :], other=0)",
+        f"    tl.store({pointers[1].name} + (at * {row})[:, None] + column[None, :], "
+        "value, mask=there[:, None])",
+    ]
+    head = signature(name, arguments, wide=plan.wide)
+    lines = [*head, *("    " + line for line in body)]
+    return Kernel(name, "\n".join(lines) + "\n", tuple(arguments.values()))
