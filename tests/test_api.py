@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -131,6 +132,14 @@ def test_compiled_statements_pickle_and_copy() -> None:
         assert other == call and hash(other) == hash(call)
         assert torch.equal(other(**values), call(**values))
     assert insum.compile("y[i] = x[i]") != call
+
+
+def test_pickles_of_compiled_statements_name_public_classes_alone() -> None:
+    call = insum.compile("y[i] = A[i,j] * x[j]", config=insum.Config(m=16), optimize="greedy")
+    call(A=torch.ones(2, 3), x=torch.ones(3))
+    text = pickle.dumps(call, protocol=0).decode("latin-1")
+    assert set(re.findall(r"insum\.[\w.]+", text)) == {"insum.api", "insum.plan.config"}
+    assert pickle.loads(pickle.dumps(call)).config == call.config
 
 
 def test_compiled_statements_live_in_modules() -> None:

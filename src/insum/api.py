@@ -317,8 +317,10 @@ class Compiled:
         no_option(self.statement, "effort")
         return tuned(self._request, tensors, effort)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_last": None}
+    def __reduce__(self) -> tuple[object, ...]:
+        # options alone, so that a pickle holds no names that are not public
+        options = self.out_shape, self.sizes, self.padded, self.config, self.optimize
+        return Compiled, (self.statement, *options)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Compiled) and self._options() == other._options()
