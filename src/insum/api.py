@@ -12,7 +12,7 @@ from torch import Tensor
 
 from insum.accepted import is_fake, odd_tensor, shown
 from insum.bounded import keep
-from insum.call.prepared import MOST_FORMS, BoundCall, Kinds, kinds_of, prepare
+from insum.call.prepared import MOST_FORMS, Kinds, kinds_of, prepare
 from insum.call.request import Request, SizesArgument, head, request_of
 from insum.compat.calls import (
     autocasts,
@@ -33,7 +33,6 @@ from insum.ops.inplace import add_in_place
 from insum.ops.mean import as_sum, is_mean, told_of
 from insum.ops.traced import traced
 from insum.plan.config import Config
-from insum.plan.library import WHY, is_left_to_library
 from insum.plan.path import Optimize
 
 if TYPE_CHECKING:
@@ -549,7 +548,7 @@ def no_option(statement: str, *options: str) -> None:
 
 
 def tuned(request: Request, tensors: dict[str, Value], effort: str) -> Tuned:
-    from insum.runtime import search
+    from insum.call.tuning import tuned_call  # takes a while to import
 
     if any(map(is_stranger, tensors.values())):
         from insum.formats.operands import has_format, taken
@@ -568,32 +567,4 @@ def tuned(request: Request, tensors: dict[str, Value], effort: str) -> Tuned:
         )
     if is_mean(request.statement):
         request, tensors = as_sum(request, tensors)
-    call = prepare(request, tensors)
-    call.verify(tensors)
-    name = call.prepared.target
-    target = tensors[name] if name else None
-    assert target is None or isinstance(target, Tensor)
-    stages = call.staged(tensors, in_place=bool(name)) if call.prepared.orderable else ()
-    parts, known = [], dict(tensors)
-    for one in stages:
-        given = one.given(known)
-        into = None if one.stage.fills else target
-        part = one.kinds.find(given, one.sizes, into)
-        parts.append(_tuned_one(part, given, into, effort))
-        if one.stage.fills:
-            known[one.stage.fills] = part.run("new", given, None)
-    if parts:
-        return search.joined(request.statement, parts)
-    return _tuned_one(call, tensors, target, effort)
-
-
-def _tuned_one(
-    call: BoundCall, values: Mapping[str, Value], target: Tensor | None, effort: str
-) -> Tuned:
-    from insum.runtime import search
-
-    problem = call.problem(values)
-    accumulates = target is not None
-    if not call.prepared.fusable and is_left_to_library(problem, accumulates=accumulates):
-        return search.Tuned(str(problem.statement), (), 0.0, 0.0, source=f"no kernel: {WHY}")
-    return search.tune(problem, values, target, effort)
+    return tuned_call(prepare(request, tensors), tensors, effort)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from insum import memory
 from insum.bounded import is_first, keep
+from insum.call.overlap import shares_memory, written_to
 from insum.call.request import Form, Request, head
 from insum.call.stages import Stage, is_copyable, is_orderable, layouts_of, size_key, stages_of
 from insum.compat.calls import is_profiled, is_undisturbed, kinds_guard, modes_now
@@ -637,34 +638,3 @@ class BoundCall:
             message = f"insum: {text!r} runs as a graph of torch operations: {why}"
             if is_first(f"fallback of {text}"):
                 warnings.warn(message, stacklevel=5)
-
-
-def written_to(target: Tensor) -> Tensor:
-    """A tensor that a kernel has written to, of which autograd is told."""
-    if not target.is_inference():
-        torch.autograd.graph.increment_version(target)
-    return target
-
-
-def shares_memory(target: Tensor, values: Iterable[object]) -> bool:
-    """Whether one of the values lies in the memory that is written to. By addresses: two storages
-    may be made over the same memory, as of one NumPy array.
-    """
-    start, end = _reach(target)
-    for value in values:
-        if isinstance(value, Tensor) and value.device == target.device:
-            first, last = _reach(value)
-            if first < end and start < last:
-                return True
-    return False
-
-
-def _reach(tensor: Tensor) -> tuple[int, int]:
-    """The addresses from a tensor's first element to behind its last."""
-    first = tensor.data_ptr()
-    if tensor.is_contiguous():
-        return first, first + tensor.nbytes
-    if tensor.numel() == 0:
-        return first, first
-    last = sum([(n - 1) * s for n, s in zip(tensor.shape, tensor.stride())])
-    return first, first + (last + 1) * tensor.element_size()

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from insum import memory
 from insum.bounded import keep
-from insum.call.prepared import BoundCall, shares_memory, written_to
+from insum.call.overlap import shares_memory, written_to
+from insum.call.prepared import BoundCall
 from insum.compat.calls import kinds_guard, modes_now
 from insum.fusion.indices import Selects, select
 from insum.runtime.launch import interpreting
