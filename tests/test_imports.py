@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import json
 import os
 import re
@@ -183,6 +184,14 @@ def test_imports_point_downward() -> None:
         if top(inner(found)) == "testing" or rank(inner(found)) > rank(found.importer):
             wrong.append(str(found))
     assert not wrong, "\n".join(wrong)
+
+
+def test_no_circle_of_imports() -> None:
+    needed: dict[str, set[str]] = {name: set() for name in MODULES}
+    for found in every_import():
+        if found.runs_on_import and top(found.name) == "insum" and inner(found) != found.importer:
+            needed[found.importer].add(inner(found))
+    graphlib.TopologicalSorter(needed).prepare()  # a CycleError names the circle
 
 
 def test_every_module_has_a_place() -> None:
