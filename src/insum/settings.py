@@ -7,7 +7,7 @@ Kept apart from `Config`, which is what the planner or the tuner chooses for one
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, fields, replace
@@ -92,13 +92,21 @@ class Settings:
     'async'
     """
 
-    __slots__ = ("_block", "_process")
+    __slots__ = ("_block", "_process", "hold", "let_go")
     _block: ContextVar[SettingValues | None]
     _process: SettingValues
+    #: Begins a block with the settings that held elsewhere: when a call was made whose backward
+    #: pass runs now, in a thread of autograd's. ``let_go`` ends it. Each backward pass does, so
+    #: these are the variable's own.
+    hold: Callable[[SettingValues], Token[SettingValues | None]]
+    let_go: Callable[[Token[SettingValues | None]], None]
 
     def __init__(self, values: SettingValues) -> None:
-        object.__setattr__(self, "_block", ContextVar("insum_settings", default=None))
+        block: ContextVar[SettingValues | None] = ContextVar("insum_settings", default=None)
+        object.__setattr__(self, "_block", block)
         object.__setattr__(self, "_process", _one(values))
+        object.__setattr__(self, "hold", block.set)
+        object.__setattr__(self, "let_go", block.reset)
 
     @property
     def values(self) -> SettingValues:
@@ -131,15 +139,6 @@ class Settings:
             yield self
         finally:
             self.let_go(token)
-
-    def hold(self, values: SettingValues) -> Token[SettingValues | None]:
-        """Begin a block with the settings that held elsewhere: when a call was made whose backward
-        pass runs now, in a thread of autograd's. `let_go` ends it.
-        """
-        return self._block.set(values)
-
-    def let_go(self, token: Token[SettingValues | None]) -> None:
-        self._block.reset(token)
 
     def __dir__(self) -> list[str]:
         return [*_names(), "values"]

@@ -211,8 +211,8 @@ class PreparedCall:
         key = (sizes, *[(v.shape, v.stride()) for v in given if isinstance(v, Tensor)])
         found = self.bound.get(key)
         if found is None:
-            found = self.measured(values, sizes, initial)
-            return keep(self.bound, key, found, MOST_SIZES)
+            bound = BoundCall(self, self.measured(values, sizes, initial), sizes)
+            return keep(self.bound, key, bound, MOST_SIZES)
         found.count += 1
         if found.count == OFTEN and len(self.bound) <= FEW_SIZES:
             self.remember(found, sizes, given)
@@ -245,7 +245,7 @@ class PreparedCall:
 
     def measured(
         self, values: Mapping[str, Value], sizes: tuple[int, ...], initial: Tensor | None
-    ) -> BoundCall:
+    ) -> Sized:
         target = self.problem.statement.target.tensor
         named = values
         if initial is not None and target not in values:
@@ -254,7 +254,7 @@ class PreparedCall:
         if found is None:
             self.form.request(sizes).bind(values, initial)  # says what is wrong
             raise AssertionError("sizes that bind and are not measured")
-        return BoundCall(self, Sized(self.problem, *found), sizes)
+        return Sized(self.problem, *found, dict(zip(self.problem.extents, found[0])))
 
     def needs_gradient(self, values: Mapping[str, Value]) -> bool:
         for name in self.sources:  # noqa: SIM110  # on the path of every call
@@ -399,7 +399,7 @@ class BoundCall:
         return self.prepared.form.request(self.sizes)
 
     @property
-    def extents(self) -> dict[str, int]:
+    def extents(self) -> Mapping[str, int]:
         return self.sized.extents
 
     def problem(self, values: Mapping[str, Value]) -> Problem:

@@ -294,14 +294,15 @@ def untracked() -> AbstractContextManager[object]:
     """
     if torch.compiler.is_compiling():
         return _NOTHING
-    if torch.is_inference_mode_enabled() or is_transformed():
+    transformed = _probed is not None and _probed[2]() is not None  # without a call
+    if transformed or torch.is_inference_mode_enabled():
         stack = ExitStack()
         stack.enter_context(without_autocast())
         stack.enter_context(_untransformed())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         return stack
-    if _probed is not None and _probed[3]():  # autocast, without a call
+    if _probed is not None and _probed[3]():  # autocast
         return without_autocast(grad=False)
     return _NO_GRAD if torch.is_grad_enabled() else _NOTHING
 
@@ -349,11 +350,11 @@ _set_grad: Callable[[bool], object] = getattr(torch._C, "_set_grad_enabled", tor
 _NOTHING, _NO_GRAD = nullcontext(), _NoGrad()
 
 
-def apply_plainly(function: type[torch.autograd.Function], *arguments: Any) -> Any:
+def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     """``function.apply`` where no transform of torch.func is active: the part of it that is
     compiled. torch's own checks for transforms take longer than recording the call.
     """
-    return super(torch.autograd.Function, function).apply(*arguments)  # type: ignore[misc]
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc,no-any-return]
 
 
 def are_plain(tensors: Sequence[Tensor]) -> bool:

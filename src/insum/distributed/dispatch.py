@@ -23,7 +23,7 @@ from insum import memory
 from insum.bounded import keep
 from insum.call.prepared import Kinds, kinds_of
 from insum.call.request import Form, head
-from insum.compat.calls import apply_plainly, is_plain_call
+from insum.compat.calls import is_plain_call, plain_apply
 from insum.compat.placed import (
     Wrapper,
     for_each_rank,
@@ -238,7 +238,7 @@ def accumulate(
 
 def _recorded(call: PlacedCall, values: Mapping[str, Any], initial: Tensor | None) -> Tensor:
     tensors = [values[name] for name in call.names]
-    result: Tensor = apply_plainly(_RecordedPlaced, call, values, initial, *tensors)
+    result: Tensor = plain_apply(_RecordedPlaced)(call, values, initial, *tensors)
     return result
 
 

@@ -115,17 +115,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sized:
-    """A problem of any sizes, and those of one call: ``spans`` are the extents, in the order of the
-    problem's.
+    """A problem of any sizes, and those of one call: ``spans`` are the ``extents``, in the order of
+    the problem's.
     """
 
     example: Problem
     spans: tuple[int, ...]
     shape: tuple[int, ...]
-
-    @property
-    def extents(self) -> dict[str, int]:
-        return dict(zip(self.example.extents, self.spans))
+    extents: Mapping[str, int]
 
     def problem(self, shapes: Mapping[str, Sequence[int]]) -> Problem:
         """The problem with these sizes, of tensors of these shapes."""
@@ -133,7 +130,7 @@ class Sized:
             name: replace(kind, shape=tuple(shapes[name])) if name in shapes else kind
             for name, kind in self.example.kinds.items()
         }
-        return replace(self.example, kinds=kinds, extents=self.extents, shape=self.shape)
+        return replace(self.example, kinds=kinds, extents=dict(self.extents), shape=self.shape)
 
 
 def describe(kinds: Mapping[str, Kind]) -> list[str]:

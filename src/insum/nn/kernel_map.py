@@ -66,29 +66,28 @@ class Geometry:
         for name, usual in (("stride", 1), ("padding", 0), ("dilation", 1), ("output_padding", 0)):
             object.__setattr__(self, name, getattr(self, name) or (usual,) * self.ndim)
 
-    def __hash__(self) -> int:
-        """Kept: every call of a layer looks for its map."""
-        known = self.__dict__
-        if "_hash" not in known:
-            own = self.kernel, self.stride, self.padding, self.dilation, self.submanifold
-            known["_hash"] = hash(own)
-        found: int = known["_hash"]
-        return found
+    @functools.cached_property
+    def key(self) -> tuple[object, ...]:
+        """What tells kernels apart: every call of a layer looks for its map, and hashing plain
+        numbers takes no call of Python.
+        """
+        sizes = self.kernel, self.stride, self.padding, self.dilation, self.output_padding
+        return *sizes, self.transposed, self.submanifold
 
     @property
     def ndim(self) -> int:
         return len(self.kernel)
 
-    @property
+    @functools.cached_property
     def volume(self) -> int:
         return math.prod(self.kernel)
 
-    @property
+    @functools.cached_property
     def reach(self) -> Sizes:
         """From the first offset to the last, along each axis."""
         return tuple(d * (k - 1) for d, k in zip(self.dilation, self.kernel))
 
-    @property
+    @functools.cached_property
     def mirrored(self) -> bool:
         """Whether an offset leads back where the opposite one leads to: the kernel ends where it
         starts, and has a centre.
@@ -107,14 +106,15 @@ class Geometry:
 
     def places(self) -> list[Sizes]:
         """(dx, dy, ...) for every weight, in the order of a dense kernel."""
-        along = (range(0, k * d, d) for k, d in zip(self.kernel, self.dilation))
-        return list(itertools.product(*along))
+        return _places(self.kernel, self.dilation)
 
     def stencil(self, device: torch.device) -> hashing.Stencil:
         """Where the inputs of outputs are searched. The offsets that are nearest to the centre are
         taken for the most frequent ones.
         """
-        return _stencil(self, device)
+        return _stencil(
+            self.kernel, self.dilation, self.stride, self.padding, self.transposed, device
+        )
 
     def fine(self, coarse: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor | None]:
         """``coarse * stride - padding + offset``, (offsets, N, 1 + axes): inputs of outputs, or
@@ -181,18 +181,29 @@ class Geometry:
         return sizes
 
 
+def _places(kernel: Sizes, dilation: Sizes) -> list[Sizes]:
+    return list(itertools.product(*(range(0, k * d, d) for k, d in zip(kernel, dilation))))
+
+
 @functools.lru_cache(maxsize=256)
-def _stencil(geometry: Geometry, device: torch.device) -> hashing.Stencil:
-    places = geometry.places()
-    centre = [d * (k - 1) / 2 for k, d in zip(geometry.kernel, geometry.dilation)]
+def _stencil(
+    kernel: Sizes,
+    dilation: Sizes,
+    stride: Sizes,
+    padding: Sizes,
+    transposed: bool,
+    device: torch.device,
+) -> hashing.Stencil:
+    places = _places(kernel, dilation)
+    centre = [d * (k - 1) / 2 for k, d in zip(kernel, dilation)]
     distance = [sum((a - b) ** 2 for a, b in zip(place, centre)) for place in places]
     names = sorted(range(len(places)), key=distance.__getitem__)
     return hashing.Stencil(
         sent(places, torch.int64, device),
         sent(names, torch.int32, device),
-        geometry.stride,
-        geometry.padding,
-        geometry.transposed,
+        stride,
+        padding,
+        transposed,
     )
 
 
@@ -204,14 +215,14 @@ def kernel_map(
     """
     target = inputs if geometry.submanifold else target
     if target is None:
-        made: tuple[Voxels, SparseFormat] | None = inputs.maps.get(geometry)
+        made: tuple[Voxels, SparseFormat] | None = inputs.maps.get(geometry.key)
         if made is None:
             with untracked():
                 made = _map_to_reached(inputs, geometry)
             if not is_recorded(inputs.coords.device):
-                keep(inputs.maps, geometry, made, MOST_MAPS)
+                keep(inputs.maps, geometry.key, made, MOST_MAPS)
         return made
-    key = geometry, id(target)
+    key = geometry.key, id(target)
     held = inputs.maps.get(key)
     if held is None or held[0]() is not target:
         gone = functools.partial(_let_go, weakref.ref(inputs), key)

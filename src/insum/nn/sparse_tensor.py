@@ -83,7 +83,7 @@ class SparseTensor:
 
     def __post_init__(self) -> None:
         features, voxels = self.features, self.voxels
-        if not is_common(features):
+        if not is_common(features) or features.dtype not in COMPUTABLE:
             require("features", features, VALUES)
         if type(self.coords) is not Tensor:
             require("coords", self.coords, TENSOR)
@@ -94,7 +94,8 @@ class SparseTensor:
             voxels = voxels or Voxels.of(self.coords, self.spatial_shape, self.ndim)
             object.__setattr__(self, "voxels", voxels)
         count, columns = voxels.coords.shape
-        _check_features(features, count)
+        if features.dim() != 2 or features.shape[0] != count:
+            raise _not_rows(features, count)
         self.__dict__.update(
             coords=voxels.coords, spatial_shape=voxels.spatial_shape, ndim=columns - 1
         )
@@ -364,10 +365,14 @@ def _check_features(features: Tensor, count: int) -> None:
     if not is_common(features) or features.dtype not in COMPUTABLE:
         require("features", features, VALUES)
     if features.dim() != 2 or features.shape[0] != count:
-        raise BindingError(
-            f"features have shape {tuple(features.shape)}, but there are {count} voxels",
-            expected=f"({count}, channels)",
-        )
+        raise _not_rows(features, count)
+
+
+def _not_rows(features: Tensor, count: int) -> BindingError:
+    return BindingError(
+        f"features have shape {tuple(features.shape)}, but there are {count} voxels",
+        expected=f"({count}, channels)",
+    )
 
 
 VOXELS = Accepted("a SparseTensor", lambda v: isinstance(v, SparseTensor))

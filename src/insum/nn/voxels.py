@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from insum.accepted import ELEMENTS, SHAPE, is_common, is_size, require
-from insum.compat.calls import empty, untracked, without_levels
+from insum.compat.calls import empty, is_transformed, untracked, without_levels
 from insum.errors import BindingError, FormatError, IndexRangeError, InsumError
 from insum.nn.checks import integers, kernels_look, sent
 from insum.runtime.handwritten import hashing
@@ -66,7 +66,8 @@ class Voxels:
     maps: dict[object, Any] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "coords", without_levels(self.coords))
+        if is_transformed():
+            object.__setattr__(self, "coords", without_levels(self.coords))
 
     @classmethod
     def of(
@@ -94,8 +95,9 @@ class Voxels:
         >>> voxels.find(torch.tensor([[0, 5, 0, 0], [0, 1, 1, 1], [0, 0, 2, 1]]))
         tensor([ 1, -1,  0], dtype=torch.int32)
         """
-        shape = _checked_shape(spatial_shape)
-        dimensions = _dimensions(ndim, shape)
+        shape = None if spatial_shape is None else _checked_shape(spatial_shape)
+        usual = ndim is None and shape is None
+        dimensions = USUAL_DIMENSIONS if usual else _dimensions(ndim, shape)
         given = _checked_coords(coords, dimensions, ndim is None)
         if not kernels_look(given):
             with untracked():
@@ -249,9 +251,7 @@ def _dimensions(ndim: int | None, shape: Sizes | None) -> int:
     return found
 
 
-def _checked_shape(shape: Sequence[int] | None) -> Sizes | None:
-    if shape is None:
-        return None
+def _checked_shape(shape: Sequence[int]) -> Sizes:
     if not SHAPE.fits(shape) or not 1 <= len(shape) <= len(AXES) or 0 in shape:
         raise BindingError(
             f"spatial_shape is {shape!r}",

@@ -7,6 +7,7 @@ once; under a tracer, a transform, autocast or a tensor subclass it goes through
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -19,12 +20,12 @@ from insum.bounded import keep
 from insum.call.prepared import BoundCall, Kinds, kinds_of, prepare
 from insum.call.request import Form, Request, head
 from insum.compat.calls import (
-    apply_plainly,
     autocasts,
     is_eager_call,
     is_plain_call,
     is_transformed,
     modes_now,
+    plain_apply,
     without_autocast,
 )
 from insum.compat.placed import is_placed, is_recordable
@@ -207,6 +208,9 @@ class _Recorded(torch.autograd.Function):
         return None, None, to_initial, *to_tensors
 
 
+_record = plain_apply(_Recorded)
+
+
 class _Differentiable(torch.autograd.Function):
     """In the form that torch.func can transform; the registered op's own autograd cannot be."""
 
@@ -270,7 +274,7 @@ def differentiable(
         spec = DifferentiableCall(None, spec.numbers, spec.names, call, cast)
         tensors = [leaves[n] if n in leaves else values[n] for n in spec.names]
     try:
-        result: Tensor = apply_plainly(_Recorded, spec, values, initial, *tensors)
+        result: Tensor = _record(spec, values, initial, *tensors)
     except RuntimeError as error:
         made = [n for n, v in values.items() if isinstance(v, Tensor) and v.is_inference()]
         if not made or isinstance(error, InsumError):
@@ -349,6 +353,9 @@ def no_tangents(statement: str, name: str, which: str) -> AutogradError:
     )
 
 
+_dtype_of = operator.attrgetter("dtype")
+
+
 def _runner_of(
     call: BoundCall | None, saved: Sequence[Tensor], upstream: Tensor
 ) -> StatementRunner:
@@ -359,7 +366,7 @@ def _runner_of(
     given = (upstream, *saved)
     if call is None or torch.is_grad_enabled() or not is_plain_call(given):
         return _run_derived
-    layouts = *map(Tensor.stride, given), *[t.dtype for t in given]
+    layouts = *map(Tensor.stride, given), *map(_dtype_of, given)
     marks = upstream.shape, upstream.is_neg(), upstream.is_conj()
     state, kept = (layouts, marks, modes_now(settings)), call.derived
 
@@ -368,7 +375,10 @@ def _runner_of(
         found = kept.get(key)
         if found is None:
             found = kinds.known(values, sizes) or kinds.find(values, sizes)
-            keep(kept, key, found, MOST_DERIVED)
+            if len(kept) < MOST_DERIVED:  # as for sizes that come once
+                kept[key] = found
+            else:
+                keep(kept, key, found, MOST_DERIVED)
         return run(found, values)
 
     return run_kept
@@ -388,10 +398,11 @@ def save_call(
     result: Tensor,
 ) -> None:
     """What the backward pass of a call needs of it."""
-    ctx.spec, ctx.settings = spec, settings.values
+    call = spec.call  # which was found for the settings of now
+    ctx.spec, ctx.settings = spec, settings.values if call is None else call.prepared.settings
     ctx.initial_dtype = None if initial is None else initial.dtype
     more: list[Tensor] = []
-    if spec.call.prepared.is_extremum if spec.call is not None else spec.form.is_extremum:
+    if spec.form.is_extremum if call is None else call.prepared.is_extremum:
         # The initial value itself is not kept: the in-place form overwrites it.
         more = [result] if initial is None else [result, held_by(initial.detach(), result.detach())]
     ctx.save_for_backward(*tensors, *more)
@@ -414,17 +425,14 @@ def pull_back(
     raise_found()
     token = settings.hold(ctx.settings)  # this may be a thread of autograd's
     try:
-        rules: dict[object, Any] = {} if call is None else call.prepared.adjoints
-        extents: Mapping[str, Size] = (
-            spec.request.bind(values, upstream.detach()).extents if call is None else call.extents
-        )
+        form, rules, extents = _derivable(spec, values, upstream)
         dtypes: dict[str, torch.dtype] = {}
         for leaf in spec.leaves:
             dtypes[leaf.name] = leaf.tensor.dtype
             if torch.is_grad_enabled():
                 cast = values[leaf.name].dtype
                 values[leaf.name] = leaf.cast(cast, spec.form.statement)
-        known = ForwardCall(spec.form, rules, extents, dtypes)
+        known = ForwardCall(form, rules, extents, dtypes)
         runner = _runner_of(call, saved, upstream)
         found = gradients(known, values, upstream, wanted, result, held, runner)
     finally:
@@ -436,3 +444,13 @@ def pull_back(
         else None
     )
     return to_initial, list(map(found.tensors.get, spec.names))
+
+
+def _derivable(
+    spec: DifferentiableCall, values: Mapping[str, Value], upstream: Tensor
+) -> tuple[Form, dict[object, Any], Mapping[str, Size]]:
+    """Of a call what gradients are derived from: its form, the rules so far, its extents."""
+    call = spec.call
+    if call is None:
+        return spec.form, {}, spec.request.bind(values, upstream.detach()).extents
+    return call.prepared.form, call.prepared.adjoints, call.sized.extents

@@ -110,7 +110,8 @@ def gradients(
     for name in wanted:
         source = values[name]
         assert isinstance(source, Tensor)
-        rule = _rule(call, values, name, upstream.dtype)
+        key = name, upstream.dtype, call.dtypes.get(name)
+        rule = call.rules.get(key) or _rule(call, values, *key)
         known = {**values, rule.upstream: upstream, rule.result: result}
         total: Tensor | None = None
         for one in rule.statements:
@@ -163,29 +164,32 @@ def _tangent_rule(
 
 
 def _rule(
-    call: ForwardCall, values: Mapping[str, Any], name: str, upstream: torch.dtype
+    call: ForwardCall,
+    values: Mapping[str, Any],
+    name: str,
+    upstream: torch.dtype,
+    own: torch.dtype | None,
 ) -> GradientRule:
-    """The rule for one tensor, found once for a kind of call."""
-    own = call.dtypes.get(name)
-    key = name, upstream, own
-    found: GradientRule | None = call.rules.get(key)
-    if found is None:
-        dtypes = {n: v.dtype for n, v in values.items() if isinstance(v, Tensor)}
-        every = {n: kind_of(v).dtype for n, v in values.items()}
-        target = parse(call.form.statement).target.tensor
-        complexes = {n for n, d in {**every, target: upstream}.items() if d.is_complex}
-        derived = adjoint(call.form.statement, name, frozenset(complexes))
-        known = {**dtypes, derived.upstream: upstream, derived.result: upstream}
-        source = values[name]
-        found = call.rules[key] = GradientRule(
-            tuple(
-                _derived(call.form, text, source.dim(), own or source.dtype, known)
-                for text in derived.statements
-            ),
-            derived.upstream,
-            derived.result,
-        )
-    return found
+    """The rule for one tensor, found once for a kind of call; ``own``: the dtype of its gradient,
+    where that is another than the tensor's.
+    """
+    dtypes = {n: v.dtype for n, v in values.items() if isinstance(v, Tensor)}
+    every = {n: kind_of(v).dtype for n, v in values.items()}
+    target = parse(call.form.statement).target.tensor
+    complexes = {n for n, d in {**every, target: upstream}.items() if d.is_complex}
+    derived = adjoint(call.form.statement, name, frozenset(complexes))
+    known = {**dtypes, derived.upstream: upstream, derived.result: upstream}
+    source = values[name]
+    made = GradientRule(
+        tuple(
+            _derived(call.form, text, source.dim(), own or source.dtype, known)
+            for text in derived.statements
+        ),
+        derived.upstream,
+        derived.result,
+    )
+    call.rules[name, upstream, own] = made
+    return made
 
 
 def _derived(

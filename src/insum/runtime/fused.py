@@ -131,8 +131,10 @@ class FusedKind:
         """Places, among all extents, of those that all tensors of a layer share."""
         return tuple(k for k, v in enumerate(self.problem.extents) if v not in self.runs)
 
-    def call(self, sized: Sized) -> FusedCall:
-        return FusedCall(self, sized)
+    @functools.cached_property
+    def call(self) -> Callable[[Sized], FusedCall]:
+        """Makes the call of certain sizes."""
+        return functools.partial(FusedCall, self)
 
 
 def fused_kind(
@@ -274,8 +276,10 @@ class FusedCall:
         prologue = Prologue(values, sized.extents, sized.shape, wraps, wait=False, entries=known)
         made = []
         for recipe in found.recipes:
-            one = prologue.soon(recipe)
-            assert one is not None  # of maps everything is known at once
+            one = prologue.result(recipe)
+            if not isinstance(one, Made):
+                one = prologue.soon(recipe)
+                assert one is not None  # of maps everything is known at once
             made.append(one)
         return made
 
@@ -303,7 +307,7 @@ class FusedCall:
         is ``recorded``: a graph is replayed on other values.
         """
         mapped = None
-        if not recorded and entries and packs.MAP in entries[0]:
+        if not recorded and entries and packs.MAP in entries[0].things:
             mapped = self.map_key(values, target, entries)
         if mapped is not None and (held := self.kind.unseen.get(mapped)) is not None:
             return held
@@ -342,7 +346,7 @@ class FusedCall:
                 # one that keeps coming back is worth arguments of its own, and a better order
                 _settle(entry)
                 return None
-            facts: IndexFacts | None = entry.get("facts")
+            facts: IndexFacts | None = entry.things.get("facts")
             if facts is None:
                 return None
             highest[name] = facts.high

@@ -197,7 +197,7 @@ class Prologue:
 
     def map_of(self, index: str) -> packs.KernelMap | None:
         """What is known of an index tensor that was made as the map of a kernel."""
-        found: packs.KernelMap | None = self.entry(index).get(packs.MAP)
+        found: packs.KernelMap | None = self.entry(index).things.get(packs.MAP)
         return found
 
     def inverse(self, recipe: Inverse) -> Result:
