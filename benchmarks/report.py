@@ -40,7 +40,10 @@ def table(folder: Path = RESULTS) -> str:
     for name, make in (("bench.json", bench_table), ("kernels.json", kernels_table)):
         if (folder / name).exists():
             lines = make(json.loads((folder / name).read_text(encoding="utf-8")))
-            for more, more_lines in (("fresh.json", new_data_lines), ("fusion.json", fusion_table)):
+            for more, more_lines in (
+                ("fresh.json", new_data_summary),
+                ("fusion.json", fusion_summary),
+            ):
                 if (folder / more).exists():
                     found = json.loads((folder / more).read_text(encoding="utf-8"))
                     lines += ["", *more_lines(found)]
@@ -278,7 +281,9 @@ def applications_picture(folder: Path = RESULTS) -> str:
 def new_data_lines(result: dict[str, Any]) -> list[str]:
     """Calls on tensors and sizes that were never seen."""
     lines = [
-        f"### New data at each call ({result['device']}, torch {_torch(result)}, {result['date']})",
+        "## New data at each call",
+        "",
+        f"{result['device']}, torch {_torch(result)}, {result['date']}.",
         "",
         f"{result['calls']} calls each on tensors of a new size, wall time from an idle device to "
         "an idle device, in turns with the rival; what was compiled after the tenth call; what a "
@@ -298,6 +303,23 @@ def new_data_lines(result: dict[str, Any]) -> list[str]:
             f"{row['waits'] or '-'} | {error} |"
         )
     return [*lines, "", f"Made by `{result['command']}`."]
+
+
+def new_data_summary(result: dict[str, Any]) -> list[str]:
+    """A sentence: the median of every case that has a rival, beside it."""
+    cases: dict[str, list[Row]] = {}
+    for row in result["rows"]:
+        cases.setdefault(row["case"], []).append(row)
+    parts = [
+        f"`{case}` {mine['median_ms']:.3f} ms ({other['contender']} {other['median_ms']:.3f})"
+        for case, (mine, *others) in cases.items()
+        for other in others
+    ]
+    return [
+        "Calls on tensors of a size that was never seen, from an idle device to an idle device, "
+        f"medians of {result['calls']}: {'; '.join(parts)}. "
+        "[More](docs/results.md#new-data-at-each-call).",
+    ]
 
 
 def unet_lines(result: dict[str, Any]) -> list[str]:
@@ -623,9 +645,21 @@ def _about(sections: list[dict[str, Any]]) -> list[str]:
             "rivals in the"
         ),
         "same run, every result checked against float64. A ratio above 1 means that insum is "
-        f"faster. Limits in that run: {rates}.",
+        f"faster. Limits in that run: {rates}.{_printed(sections)}",
         "",
     ]
+
+
+def _printed(sections: list[dict[str, Any]]) -> str:
+    """How many times have no file behind them."""
+    timed = [row for section in sections for row in section["rows"] if row["milliseconds"]]
+    printed = sum(row["error"] is None for row in timed)
+    if not printed:
+        return ""
+    return (
+        f" {printed} of {len(timed)} times are from lines that a run had printed when its time was "
+        "up, each after its result had been checked; the others are from files."
+    )
 
 
 def grouped(rows: Iterable[Row], direction: str) -> dict[tuple[str, str], list[Row]]:
@@ -660,7 +694,7 @@ def time_lines(section: dict[str, Any], direction: str) -> list[str]:
 def _time_cells(row: Row, mine: Row) -> str:
     ratio = "" if row is mine else f"{row['milliseconds'] / mine['milliseconds']:.2f}x"
     limit = "" if row["limit_percent"] is None else f"{row['limit_percent']:.0f} %"
-    error = "" if row["error"] is None else f"{row['error']:.0e}"
+    error = "printed" if row["error"] is None else f"{row['error']:.0e}"
     return f"{row['contender']} | {_short(row)} | {ratio} | {limit} | {error} |"
 
 
@@ -734,42 +768,31 @@ def _measured(result: dict[str, Any]) -> str:
     return f"{result['device']}, torch {_torch(result)}, {result['date']}, `{result['command']}`."
 
 
-def fusion_table(result: dict[str, Any]) -> list[str]:
-    """The same in short: times as fast, replayed and in a row."""
-    lines = [
-        (
-            'Programs in plain PyTorch with `torch.compile(backend="insum")`: times as fast as '
-            "with `torch.compile` alone, forward / with backward."
-        ),
-        "",
-    ]
-    lines += [
-        (
-            "| program | replayed as CUDA graphs | calls in a row | peak MiB, torch.compile | peak "
-            "MiB, insum |"
-        ),
-        "|---|--:|--:|--:|--:|",
-    ]
-    for row in filter(_is_compared, result["rows"]):
-        a, b = row["torch.compile"], row["insum"]
-        name = f"{row['program']}, {row['case'].split(',')[0]}"
-        memory = [f"{one['both_bytes'] / 2**20:.0f}" for one in (a, b)]
-        lines.append(
-            "| "
-            + " | ".join([name, _ratios(a, b, "replayed_ms"), _ratios(a, b, "row_ms"), *memory])
-            + " |"
-        )
-    about = (
-        "`-`: `torch.compile` alone waits for the device, and cannot be replayed. Calls in "
-        "a row are those of a training loop; on small graphs they take"
-    )
+def fusion_summary(result: dict[str, Any]) -> list[str]:
+    """A sentence: how many times as fast a step is, replayed and in a row, and how often slower."""
+    compared = [r for r in result["rows"] if _is_compared(r)]
+    parts = []
+    for kind, words in (("replayed_ms", "replayed as a CUDA graph"), ("row_ms", "calls in a row")):
+        steps = [
+            [row[who].get(f"both_{kind}") for who in ("torch.compile", "insum")] for row in compared
+        ]
+        found = [theirs / mine for theirs, mine in steps if theirs and mine]
+        if found:
+            parts.append(
+                f"{words} {min(found):.2f}x to {max(found):.2f}x, median "
+                f"{statistics.median(found):.2f}x, slower in {sum(r < 0.995 for r in found)} "
+                f"of {len(found)}"
+            )
     return [
-        *lines,
-        "",
-        about,
-        f"the host's time more than the device's. Made by `{result['command']}`; milliseconds "
-        "in [docs/results.md](docs/results.md).",
+        'Programs in plain PyTorch with `torch.compile(backend="insum")`, forward and backward, '
+        f"times as fast as with `torch.compile` alone: {'; '.join(parts)}. Calls in a row are "
+        "those of a training loop; on small graphs they take the host's time more than the "
+        "device's. [Each program](docs/results.md#plain-pytorch-compiled), with its memory.",
     ]
+
+
+#: What the README has a sentence of.
+SUMMARIES = {"fresh.json": new_data_summary, "fusion.json": fusion_summary}
 
 
 def fresh_lines(result: dict[str, Any]) -> list[str]:

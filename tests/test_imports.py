@@ -352,3 +352,21 @@ def test_import_loads_no_heavy_package(imported: dict[str, object]) -> None:
     new = imported["new"]
     assert isinstance(new, list) and "insum" in new
     assert not {"triton", *OPTIONAL} & set(new)
+
+
+def test_type_checkers_know_what_is_imported_late() -> None:
+    """Where nothing is said under ``TYPE_CHECKING``, such a name is ``Any`` to them."""
+    import insum
+
+    (said,) = [
+        node
+        for node in ast.parse((SOURCE / "__init__.py").read_text(encoding="utf-8")).body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    known = {
+        alias.asname or alias.name
+        for node in said.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert set(insum._LAZY) == known

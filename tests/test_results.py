@@ -64,7 +64,7 @@ def test_the_table_of_insum_bench(tmp_path: Path) -> None:
     first = [
         row("insum", 0.5),
         row("torch.mm", 1.0),
-        row("other", None),
+        row("nobody", None),
         row("insum", 1.0, both),
         row("torch.mm", 3.0, both),
     ]
@@ -73,18 +73,30 @@ def test_the_table_of_insum_bench(tmp_path: Path) -> None:
         section("ablation", [row("COO, unfused", 8.0), row("insum: + index prefetch", 2.0)]),
         section("compilers", [row("insum, fused", 0.1)]),
     ]
+    assert "from files" not in report.bench_table({"sections": sections})[1]
+    first[1]["error"] = None  # of a run that was cut off
     (tmp_path / "bench.json").write_text(json.dumps({"format": 1, "sections": sections}))
+    times = {"forward_row_ms": 1.0, "both_row_ms": 1.0}
+    slower = {"program": "GCN", "torch.compile": times, "insum": {**times, "both_row_ms": 2.0}}
+    (tmp_path / "fusion.json").write_text(json.dumps({"rows": [slower]}))
+    fresh = [{"case": "a", "contender": c, "median_ms": 1.0} for c in ("insum", "PyG")]
+    (tmp_path / "fresh.json").write_text(json.dumps({"rows": fresh, "calls": 9}))
     text = report.table(tmp_path)
+    assert "calls in a row 0.50x to 0.50x, median 0.50x, slower in 1 of 1" in text
+    assert "medians of 9: `a` 1.000 ms (PyG 1.000)" in text
+    (tmp_path / "fusion.json").unlink()
+    (tmp_path / "fresh.json").unlink()
     assert "| block-spmm | torch.mm | forward | 1 of 1 | 2.00x | 2.00x | 2.00x |" in text
     assert "| block-spmm | torch.mm | forward+backward | 1 of 1 | 3.00x | 3.00x | 3.00x |" in text
     page = report.page(tmp_path)
     assert "| 50% sparse, float16 | forward | insum | 0.500 |  | 40 % | 2e-04 |" in page
-    assert "| | | torch.mm | 1.000 | 2.00x | 40 % | 2e-04 |" in page
+    assert "| | | torch.mm | 1.000 | 2.00x | 40 % | printed |" in page
+    assert "1 of 7 times are from lines that a run had printed" in text
     assert (
         "| insum: + index prefetch | 2.000 | 4.0x |" in text
         and "| 50% sparse | insum, fused | 1.50 | 0.100 |" in text
     )
-    assert "Not measured there: TorchBSR (block-spmm)." in text and "other" not in text
+    assert "Not measured there: TorchBSR (block-spmm)." in text and "nobody" not in text
     assert report.table(tmp_path / "empty") == "No measurements yet.\n"
 
 

@@ -9,9 +9,11 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -68,6 +70,20 @@ def test_every_benchmark_has_rows_that_are_right(sections: list[records.Section]
         if row.contender.startswith("insum") and row.status not in ("ok", "skipped")
     ]
     assert not ours
+
+
+def test_quick_skips_nothing_on_a_cpu_that_is_busy(
+    short: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hours_later = SimpleNamespace(
+        monotonic=lambda: time.monotonic() + 1e4, perf_counter=time.perf_counter
+    )
+    monkeypatch.setattr(measure, "time", hours_later)
+    given = ["block-spmm", "--quick", "--no-slow", "--device", "cpu", "--out", str(tmp_path)]
+    assert command.main(given) == 0
+    (found,) = records.read([tmp_path])
+    assert len({row.case for row in found.rows}) > 1
+    assert {row.status for row in found.rows if "--no-slow" not in row.note} == {"ok"}
 
 
 def test_forward_and_backward_in_both_precisions(sections: list[records.Section]) -> None:

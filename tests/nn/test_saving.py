@@ -243,8 +243,9 @@ exported = torch.export.export(model, (), given, strict=False)
 torch.export.save(exported, f"{folder}/program.pt2")
 again = torch.export.load(f"{folder}/program.pt2").module()
 torch.testing.assert_close(again(**given).logits, want)
+off = (again(**given).logits - want).abs().max().item()
 layers = [m for m in model.modules() if isinstance(m, insum.nn.SparseLinear)]
-print(f"{name}: {len(layers)} sparse layers loaded, exported and equal")
+print(f"{name}: {len(layers)} sparse layers loaded: equal; exported: {off:.1e} off at most")
 """
 
 
