@@ -116,6 +116,10 @@ class Normalisation:
     in2_var: tuple[float, ...] | None = None
     out_var: tuple[float, ...] | None = None
 
+    @classmethod
+    def of(cls, irrep: str, path: str, *variances: Sequence[float] | None) -> Normalisation:
+        return cls(irrep, path, *(None if v is None else tuple(map(float, v)) for v in variances))
+
 
 # --- instructions ---
 
@@ -371,6 +375,17 @@ class Group:
             return {}
         first, second = torch.triu_indices(self.muls[0], self.muls[0], 1, dtype=torch.int32)
         return {"A": first, "B": second}
+
+    def weights_in(self, weight: Tensor) -> Tensor:
+        """([b,] paths, u, v, w): a view where the paths of the group follow each other."""
+        size, first = self.paths[0].numel, self.offsets[0]
+        if self.offsets == tuple(range(first, first + size * len(self.paths), size)):
+            # a narrower view has a gradient that is filled and copied
+            whole = size * len(self.paths) == weight.shape[-1]
+            flat = weight if whole else weight.narrow(-1, first, size * len(self.paths))
+        else:
+            flat = torch.cat([weight.narrow(-1, offset, size) for offset in self.offsets], -1)
+        return flat.reshape(*weight.shape[:-1], len(self.paths), *self.weight_shape)
 
     def coefficients(self, in1: Irreps, in2: Irreps, out: Irreps) -> GroupCOO:
         """``CG[i,j,k,l]`` over components of irreps with this group's multiplicities, grouped by
