@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from insum.errors import FormatError
+from insum.formats import arrays, interop, layout
 from insum.formats import entries as E
-from insum.formats import interop, layout
 from insum.formats import validate as checks
-from insum.formats.convert import SparseFormat
+from insum.formats.base import SparseFormat
 from insum.formats.groupsize import GroupSize, resolve
 
 if TYPE_CHECKING:
@@ -70,9 +70,9 @@ class GroupCOO(SparseFormat):
     _options: ClassVar[tuple[str, ...]] = ("group_dims", "group_size")
 
     def __post_init__(self, validate: bool) -> None:
-        self._begin()
+        arrays.begin(self)
         object.__setattr__(self, "group_dims", checks.group_dims(self.group_dims, len(self.shape)))
-        self._finish(validate)
+        arrays.finish(self, validate)
 
     @property
     def layout(self) -> layout.Layout:
@@ -171,9 +171,9 @@ class ELL(SparseFormat):
     _options: ClassVar[tuple[str, ...]] = ("group_dims",)
 
     def __post_init__(self, validate: bool) -> None:
-        self._begin()
+        arrays.begin(self)
         object.__setattr__(self, "group_dims", checks.group_dims(self.group_dims, len(self.shape)))
-        self._finish(validate)
+        arrays.finish(self, validate)
 
     @property
     def layout(self) -> layout.Layout:

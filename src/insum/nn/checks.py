@@ -13,7 +13,7 @@ from insum.compat.calls import is_eager_call
 from insum.compat.placed import is_placed
 from insum.errors import BindingError, DeviceError, DtypeError, UnsupportedError
 from insum.formats import SparseFormat
-from insum.formats.convert import FORMAT
+from insum.formats.base import FORMAT
 from insum.formats.operands import OWNER
 from insum.lang.types import INTEGERS, NARROW_FLOATS
 from insum.runtime.handwritten import on_device
