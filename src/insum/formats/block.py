@@ -13,7 +13,7 @@ from insum.formats import arrays, layout
 from insum.formats import entries as E
 from insum.formats import validate as checks
 from insum.formats.base import SparseFormat
-from insum.formats.grouped import Dims, GroupCOO, pack
+from insum.formats.grouped import Dims, GroupCOO, pack, turned
 from insum.formats.groupsize import GroupSize
 
 if TYPE_CHECKING:
@@ -212,15 +212,11 @@ class BlockGroupCOO(SparseFormat):
         )
 
     def _permuted(self, dims: tuple[int, ...]) -> Self:
-        rest = [d for d in range(self.ndim) if d not in self.group_dims]
-        fields = {
+        blocks = {
             "values": _turned_values(self, dims),
-            "slot_indices": tuple(self.slot_indices[rest.index(d)] for d in dims if d in rest),
-            "shape": tuple(self.shape[d] for d in dims),
             "block_shape": tuple(self.block_shape[d] for d in dims),
-            "group_dims": tuple(dims.index(d) for d in self.group_dims),
         }
-        return self._make(**{**self._fields(), **fields})
+        return self._make(**{**self._fields(), **turned(self, dims, "slot_indices"), **blocks})
 
 
 def _turned_values(x: BlockCOO | BlockGroupCOO, dims: tuple[int, ...]) -> Tensor | None:

@@ -124,17 +124,7 @@ class GroupCOO(SparseFormat):
         """Nothing moves: the grouped dimensions have other numbers, and the slot arrays another
         order.
         """
-        rest = [d for d in range(self.ndim) if d not in self.group_dims]
-        slots = tuple(self.slot_indices[rest.index(d)] for d in dims if d in rest)
-        groups = tuple(dims.index(d) for d in self.group_dims)
-        return self._make(
-            **{
-                **self._fields(),
-                "slot_indices": slots,
-                "shape": tuple(self.shape[d] for d in dims),
-                "group_dims": groups,
-            }
-        )
+        return self._make(**{**self._fields(), **turned(self, dims, "slot_indices")})
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -224,17 +214,17 @@ class ELL(SparseFormat):
         )
 
     def _permuted(self, dims: tuple[int, ...]) -> Self:
-        rest = [d for d in range(self.ndim) if d not in self.group_dims]
-        indices = tuple(self.indices[rest.index(d)] for d in dims if d in rest)
-        groups = tuple(dims.index(d) for d in self.group_dims)
-        return self._make(
-            **{
-                **self._fields(),
-                "indices": indices,
-                "shape": tuple(self.shape[d] for d in dims),
-                "group_dims": groups,
-            }
-        )
+        return self._make(**{**self._fields(), **turned(self, dims, "indices")})
+
+
+def turned(x: Any, dims: tuple[int, ...], slots: str) -> dict[str, Any]:
+    """What changes in a format with ``group_dims`` where its dimensions get another order."""
+    rest = [d for d in range(x.ndim) if d not in x.group_dims]
+    return {
+        slots: tuple(getattr(x, slots)[rest.index(d)] for d in dims if d in rest),
+        "shape": tuple(x.shape[d] for d in dims),
+        "group_dims": tuple(dims.index(d) for d in x.group_dims),
+    }
 
 
 # --- packing entries into groups, for plain entries and for blocks ---

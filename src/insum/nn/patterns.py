@@ -4,12 +4,14 @@ with the module; mostly they are part of its programs (`insum.constant`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 import insum
+from insum.nn.irreps import Irreps
 
 Promise: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -55,6 +57,12 @@ def renew(module: Any, promise: Promise = insum.constant) -> None:
 def arrays_of(module: Any, number: int) -> dict[str, Any]:
     """The arrays of a pattern where the module is."""
     return {name: getattr(module, f"{name}{number}") for name in module._exact[number]}
+
+
+def mask_of(irreps: Irreps, reached: Container[int]) -> Tensor:
+    """1 at the components of terms that are reached, 0 at the others."""
+    mask = [torch.full((mul * ir.dim,), float(i in reached)) for i, (mul, ir) in enumerate(irreps)]
+    return torch.cat([*mask, torch.ones(0)])
 
 
 def without_compiled_parts(

@@ -12,20 +12,20 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from insum.accepted import FLAG, NUMBERS, TENSOR, TEXT, Accepted, is_integer, require
+from insum.accepted import FLAG, NUMBERS, TENSOR, TEXT, Accepted, require
 from insum.errors import BindingError, UnsupportedError
+from insum.nn.checks import instruction_number, refuse_own_for_each
+from insum.nn.instructions import Normalisation, paths_of
 from insum.nn.irreps import Irreps
 from insum.nn.paths import (
     Group,
     Instruction,
-    Normalisation,
     ScalarPath,
     components,
     groups_of,
-    paths_of,
     scalar_paths_of,
 )
-from insum.nn.patterns import hold, without_compiled_parts
+from insum.nn.patterns import hold, mask_of, without_compiled_parts
 
 LAYOUTS = ("mul_ir", "ir_mul")
 EMPTY: Mapping[int, Tensor] = MappingProxyType({})
@@ -86,12 +86,7 @@ class ProductPlan:
         paths = paths_of(in1, in2, out, instructions, rule)
         numel = sum(path.numel for path in paths)
         internal = shared_weights and numel > 0 if internal_weights is None else internal_weights
-        if internal and not shared_weights:
-            raise BindingError(
-                "internal weights that are not shared",
-                expected="weights for each item are passed to the call",
-                remedy="internal_weights=False",
-            )
+        refuse_own_for_each(internal, shared_weights)
         scalars = scalar_paths_of(paths, in1, in2, shared=shared_weights) if scalars_apart else ()
         groups = groups_of(paths, in1, in2, out, most, apart={one.path for one in scalars})
         return cls(in1, in2, out, paths, layout, shared_weights, internal, numel, groups, scalars)
@@ -111,11 +106,7 @@ class ProductPlan:
         """1 where a path leads, 0 elsewhere."""
         reached = {path.i_out for group in self.groups for path in group.paths}
         reached |= {one.path.i_out for one in self.scalars}
-        mask = [
-            torch.full((mul * ir.dim,), float(i in reached))
-            for i, (mul, ir) in enumerate(self.irreps_out)
-        ]
-        return torch.cat([*mask, torch.ones(0)])
+        return mask_of(self.irreps_out, reached)
 
     def __str__(self) -> str:
         return (
@@ -202,11 +193,7 @@ class ProductPlan:
     def weight_view(self, instruction: int, weight: Tensor | None, own: Tensor) -> Tensor:
         """Those of one path."""
         require("weight", weight, TENSOR.optional)
-        if not is_integer(instruction) or not 0 <= instruction < len(self.instructions):
-            raise BindingError(
-                f"there is no instruction {instruction}",
-                expected=f"a number from 0 to {len(self.instructions) - 1}",
-            )
+        instruction_number(instruction, len(self.instructions))
         path = self.instructions[instruction]
         if not path.has_weight:
             raise BindingError(

@@ -13,8 +13,9 @@ import insum
 from insum.accepted import TENSOR, Accepted, require, takes
 from insum.errors import BindingError
 from insum.nn.checks import last_size, layer_takes, one_device
+from insum.nn.instructions import Normalisation
 from insum.nn.irreps import Irrep, Irreps, aligned
-from insum.nn.paths import Group, Normalisation, extent
+from insum.nn.paths import Group, extent
 from insum.nn.patterns import arrays_of, renew
 from insum.nn.product_plan import EMPTY, OPTIONS, ProductPlan, furnish
 

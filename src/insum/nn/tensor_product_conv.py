@@ -15,7 +15,8 @@ from insum.accepted import COUNT, TENSOR, takes
 from insum.errors import BindingError
 from insum.nn.checks import last_size, layer_takes, one_device
 from insum.nn.edges import check_edges, endpoints
-from insum.nn.paths import Group, Normalisation, extent
+from insum.nn.instructions import Normalisation
+from insum.nn.paths import Group, extent
 from insum.nn.patterns import arrays_of, renew
 from insum.nn.product_plan import OPTIONS, ProductPlan, furnish
 from insum.plan.strategies.unrolling import UNROLL_POINTS
