@@ -111,11 +111,8 @@ class TensorProduct(nn.Module):
             scalars_apart=True,
         )
         self.irreps_in1, self.irreps_in2, self.irreps_out = plan.irreps
-        self.instructions, self.weight_numel, self.layout = (
-            plan.instructions,
-            plan.weight_numel,
-            layout,
-        )
+        self.instructions, self.weight_numel = plan.instructions, plan.weight_numel
+        self.layout = layout
         self.shared_weights, self.internal_weights = plan.shared_weights, plan.internal_weights
         furnish(self, plan, _grouped_by_path)
 

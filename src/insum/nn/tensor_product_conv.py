@@ -96,11 +96,8 @@ class TensorProductConv(nn.Module):
             most=UNROLL_POINTS,  # more would not become code
         )
         self.irreps_in1, self.irreps_in2, self.irreps_out = plan.irreps
-        self.instructions, self.weight_numel, self.layout = (
-            plan.instructions,
-            plan.weight_numel,
-            layout,
-        )
+        self.instructions, self.weight_numel = plan.instructions, plan.weight_numel
+        self.layout = layout
         self.shared_weights, self.internal_weights = plan.shared_weights, plan.internal_weights
         furnish(self, plan, _listed)
 
