@@ -222,11 +222,11 @@ class ProductPlan:
         return paths_drawn(self.irreps, self.instructions, sizes, ax)
 
 
-#: The arrays of a group.
-Pattern: TypeAlias = Callable[[ProductPlan, Group], dict[str, Tensor]]
+#: What makes the arrays of a group.
+GroupPattern: TypeAlias = Callable[[ProductPlan, Group], dict[str, Tensor]]
 
 
-def furnish(product: nn.Module, plan: ProductPlan, pattern: Pattern) -> None:
+def furnish(product: nn.Module, plan: ProductPlan, pattern: GroupPattern) -> None:
     """A module gets the weights of a plan, its mask, and the coefficients of its groups: each as
     ``pattern`` makes it, exact, by the names that it has in statements.
     """
