@@ -12,6 +12,7 @@ import torch
 from insum.call.request import request_of
 from insum.nn import Irreps, TensorProductConv
 from insum.nn.multilinear import Multilinear
+from insum.nn.patterns import arrays_of
 from insum.plan.beside import beside_each_other, together
 from insum.plan.draft import Planned
 from insum.runtime import compiling, inspection, launch, workers
@@ -36,13 +37,13 @@ def product_of(lmax: int, channels: int) -> tuple[Multilinear, dict[str, torch.T
         if three in one * two
     ]
     conv = TensorProductConv(x, y, x, paths, layout="ir_mul")
-    group, size = conv._groups[0], (lmax + 1) ** 2
+    group, size = conv._plan.groups[0], (lmax + 1) ** 2
     shapes = {"X": (NODES, size, channels), "Y": (EDGES, size), "Z": (NODES, size, channels)}
     shapes["W"] = EDGES, len(paths), channels
     tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
     tensors |= {f"{name}_": torch.randn(shapes[name]) for name in "XYW"}
     ends = {name: torch.randint(NODES, (EDGES,), dtype=torch.int32) for name in ("src", "dst")}
-    return group.over_edges(), {**conv._arrays(0), **tensors, **ends}
+    return group.over_edges(), {**arrays_of(conv, 0), **tensors, **ends}
 
 
 def look_of(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import insum
 from insum.formats import COO, BlockGroupCOO, GroupCOO, NeighborTable, SparseFormat
+from insum.formats.arrays import look
 
 from .cases import every_format
 
@@ -96,7 +97,7 @@ def test_sums_slices_and_sizes(a: SparseFormat) -> None:
         got = a[key]
         assert isinstance(got, type(a)), key
         assert torch.equal(got.to_dense(), X[key]), key
-        insum.formats.COO._build(got.entries())._look()  # what was built is in order
+        look(insum.formats.COO._build(got.entries()))  # what was built is in order
     for key in (3, -1, (slice(None), 4), (..., 2)):
         got = a[key]
         assert isinstance(got, COO) and torch.equal(got.to_dense(), X[key])

@@ -228,6 +228,13 @@ def test_hardly_any_voxels(ndim: int, count: int) -> None:
     assert layers.GlobalPool("max")(x).shape == (1, 2)
 
 
+def test_layers_over_voxels_are_sparse_modules() -> None:
+    for kind in ("SparseConv", "SparseMaxPool", "SparseAvgPool"):
+        assert all(issubclass(of_dimension(kind, n), layers.SparseModule) for n in range(1, 5))
+    assert issubclass(layers.GlobalPool, layers.SparseModule)
+    assert not issubclass(nn.Linear, layers.SparseModule)
+
+
 def test_sequences_of_layers() -> None:
     full = grid(random.Random(3), 2, 4, 2).float()
     block = layers.SparseSequential(

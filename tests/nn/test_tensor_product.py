@@ -387,6 +387,16 @@ def test_copies_states_and_meta() -> None:
     assert set(product.state_dict()) == {"weight", "output_mask"}
 
 
+def test_modules_that_were_stored_without_a_plan() -> None:
+    product = FullyConnectedTensorProduct("4x0e + 4x1o", "2x0e + 1o", "4x0e + 4x1o")
+    x, y = torch.randn(3, 16), torch.randn(3, 5)
+    state = dict(vars(product))
+    plan = state.pop("_plan")
+    older = FullyConnectedTensorProduct.__new__(FullyConnectedTensorProduct)
+    older.__setstate__({**state, "_groups": plan.groups, "_scalars": plan.scalars})
+    assert older._plan == plan and torch.equal(older(x, y), product(x, y))
+
+
 def test_the_pattern_is_promised_to_be_constant() -> None:
     from insum.facts import facts_of
 

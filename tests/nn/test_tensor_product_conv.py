@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import insum
 from insum.call.request import request_of
 from insum.nn import Irreps, TensorProduct, TensorProductConv
+from insum.nn.patterns import arrays_of
 from insum.runtime import inspection
 from insum.runtime.one_launch import ReadyTogether
 from insum.testing.as_on_a_gpu import pretended
@@ -273,7 +274,7 @@ def test_every_derivative_is_straight_line_code(deterministic: bool) -> None:
     x, y, w = (t.detach() for t in given(conv, edge_index, 200))
     (statement,) = conv.statements()
     tensors = {
-        **conv._arrays(0),
+        **arrays_of(conv, 0),
         "X": x.reshape(200, 9, 2),
         "Y": y,
         "W": w.reshape(4000, -1, 2),

@@ -24,6 +24,7 @@ from insum.bench.records import BOTH, FORWARD
 from insum.bench.rivals import CUEQUIVARIANCE, E3NN, OPENEQUIVARIANCE, module
 from insum.bench.tensor_product import irreps, reordered
 from insum.nn import TensorProduct, TensorProductConv
+from insum.nn.patterns import arrays_of
 
 TITLE = "Equivariant convolution"
 STATEMENT = (
@@ -85,7 +86,7 @@ class EdgeInputs:
         forward = ends + features + out
         first = ends + 2 * features + out
         second = ends + 3 * features + 2 * out
-        points = 4.0 * self.channels * len(self.y) * self.conv._arrays(0)["V"].numel()
+        points = 4.0 * self.channels * len(self.y) * arrays_of(self.conv, 0)["V"].numel()
         match direction:
             case "forward":
                 return Work(points, forward)

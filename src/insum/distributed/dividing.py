@@ -39,7 +39,7 @@ from insum.distributed.transfers import gathered_rows, sent_to
 from insum.errors import BindingError, FormatError, IndexRangeError, UnsupportedError
 from insum.formats import FORMATS, SparseFormat
 from insum.formats import entries as E
-from insum.formats.convert import FORMAT
+from insum.formats.base import FORMAT
 
 
 @takes(mesh=MESH)

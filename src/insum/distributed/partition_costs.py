@@ -22,7 +22,7 @@ from insum.distributed.needs import RankPlan, planned
 from insum.distributed.partitioned import Partitioned, RankTraffic
 from insum.distributed.renumbering import ordered_entries
 from insum.formats import SparseFormat
-from insum.formats.convert import FORMAT
+from insum.formats.base import FORMAT
 from insum.notebook import table
 
 

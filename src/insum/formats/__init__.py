@@ -9,8 +9,8 @@ tensor([[0.],
         [2.]])
 """
 
+from insum.formats.base import FORMATS, SparseFormat
 from insum.formats.block import BlockCOO, BlockGroupCOO
-from insum.formats.convert import FORMATS, SparseFormat
 from insum.formats.coo import COO
 from insum.formats.grouped import ELL, GroupCOO
 from insum.formats.groupsize import (

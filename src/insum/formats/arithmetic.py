@@ -22,17 +22,16 @@ from insum.errors import (
 )
 from insum.formats import entries as E
 from insum.formats import validate as checks
-from insum.formats.base import FormatBase
 from insum.lang.types import widened
 
 if TYPE_CHECKING:
-    from insum.formats.convert import SparseFormat
+    from insum.formats.base import SparseFormat
     from insum.formats.run import FormatOrValue
 
 
 def is_operand(x: object) -> bool:
-    """Whether a sparse tensor can meet it in an operation."""
-    return isinstance(x, FormatBase | Tensor) or _is_scalar(x)
+    """Whether a sparse tensor can meet it in an operation, if it is none itself."""
+    return isinstance(x, Tensor) or _is_scalar(x)
 
 
 def _is_scalar(x: Any) -> bool:
@@ -84,7 +83,7 @@ def _refuse_bool(what: str, *operands: SparseFormat | Tensor) -> None:
 def refuse_narrow(*operands: Any) -> None:
     """Floats of 8 bits are read by products with others; torch computes nothing in them."""
     for one in operands:
-        if isinstance(one, Tensor | FormatBase) and one.dtype in NARROW_FLOATS:
+        if getattr(one, "dtype", None) in NARROW_FLOATS:
             name = str(one.dtype).removeprefix("torch.")
             raise DtypeError(
                 f"arithmetic of {name}, in which nothing is computed",
@@ -232,21 +231,22 @@ def _check_other(x: SparseFormat, other: Any) -> None:
             expected="a real number",
             remedy="A.to(torch.complex64)",
         )
+    is_sparse = not isinstance(other, Tensor) and not _is_scalar(other)
     if isinstance(other, Tensor):
         require("the other operand", other, TENSOR)
         _check_broadcast(x, other)
-    elif isinstance(other, FormatBase) and x.shape != other.shape:
+    elif is_sparse and x.shape != other.shape:
         raise BindingError(
             f"sparse tensors of shapes {x.shape} and {other.shape} meet", expected="one shape"
         )
-    if isinstance(other, FormatBase) or isinstance(other, Tensor) and other.dim():
+    if is_sparse or isinstance(other, Tensor) and other.dim():
         if x.device != other.device or is_fake(next(x.tensors())) != _holds_fakes(other):
             raise DeviceError(
                 f"a sparse tensor on {x.device} meets one on {other.device}", expected="one device"
             )
 
 
-def _holds_fakes(other: FormatBase | Tensor) -> bool:
+def _holds_fakes(other: SparseFormat | Tensor) -> bool:
     return is_fake(other if isinstance(other, Tensor) else next(other.tensors()))
 
 

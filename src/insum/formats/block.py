@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from insum.errors import FormatError
+from insum.formats import arrays, layout
 from insum.formats import entries as E
-from insum.formats import layout
 from insum.formats import validate as checks
-from insum.formats.convert import SparseFormat
-from insum.formats.grouped import Dims, GroupCOO, pack
+from insum.formats.base import SparseFormat
+from insum.formats.grouped import Dims, GroupCOO, pack, turned
 from insum.formats.groupsize import GroupSize
 
 if TYPE_CHECKING:
@@ -23,41 +22,8 @@ if TYPE_CHECKING:
 Block = int | Sequence[int]
 
 
-class _Blocked(SparseFormat):
-    """What the block formats share: the block shape, and reading dense tensors block by block."""
-
-    block_shape: tuple[int, ...]
-
-    @property
-    def block_shape_or_none(self) -> tuple[int, ...]:
-        return self.block_shape
-
-    @classmethod
-    def _read_dense(cls, x: Tensor, block_shape: Block = (), **options: Any) -> E.Entries:
-        return E.blocks_from_dense(
-            x, checks.block_shape(block_shape, x.dim()), cls._order(x.dim(), **options)
-        )
-
-    @classmethod
-    def _check_options(cls, options: dict[str, Any]) -> None:
-        super()._check_options(options)
-        if "block_shape" not in options:
-            raise FormatError(
-                f"{cls.__name__} needs a block shape",
-                remedy="block_shape=(32, 32), or one integer for all dimensions",
-            )
-
-    def _turned_values(self, dims: tuple[int, ...]) -> Tensor | None:
-        lead = len(self.positions)
-        return (
-            None
-            if self.values is None
-            else self.values.permute(*range(lead), *(lead + d for d in dims))
-        )
-
-
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockCOO(_Blocked):
+class BlockCOO(SparseFormat):
     """``values[p]`` is the block at block coordinates ``indices[0][p], indices[1][p], ...``,
     sorted, every block once.
 
@@ -87,15 +53,19 @@ class BlockCOO(_Blocked):
     _options: ClassVar[tuple[str, ...]] = ("block_shape",)
 
     def __post_init__(self, validate: bool) -> None:
-        self._begin()
+        arrays.begin(self)
         object.__setattr__(
             self, "block_shape", checks.block_shape(self.block_shape, len(self.shape))
         )
-        self._finish(validate)
+        arrays.finish(self, validate)
 
     @property
     def layout(self) -> layout.Layout:
         return layout.listed(self.ndim, blocked=True)
+
+    @property
+    def block_shape_or_none(self) -> tuple[int, ...]:
+        return self.block_shape
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -128,14 +98,14 @@ class BlockCOO(_Blocked):
         )
         return self._build(
             E.Entries(
-                coords, self._turned_values(dims), tuple(self.shape[d] for d in dims), (), block
+                coords, _turned_values(self, dims), tuple(self.shape[d] for d in dims), (), block
             ),
             block_shape=block,
         )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class BlockGroupCOO(_Blocked):
+class BlockGroupCOO(SparseFormat):
     """Blocks that share their block coordinates in ``group_dims``, in groups of fixed size, padded.
 
     ``values[p,q]`` is the block at block coordinates ``group_indices[i][p]`` in dimension
@@ -175,16 +145,20 @@ class BlockGroupCOO(_Blocked):
     _options: ClassVar[tuple[str, ...]] = ("block_shape", "group_dims", "group_size")
 
     def __post_init__(self, validate: bool) -> None:
-        self._begin()
+        arrays.begin(self)
         object.__setattr__(
             self, "block_shape", checks.block_shape(self.block_shape, len(self.shape))
         )
         object.__setattr__(self, "group_dims", checks.group_dims(self.group_dims, len(self.shape)))
-        self._finish(validate)
+        arrays.finish(self, validate)
 
     @property
     def layout(self) -> layout.Layout:
         return layout.grouped(self.ndim, layout.fixed(self.group_dims), blocked=True)
+
+    @property
+    def block_shape_or_none(self) -> tuple[int, ...]:
+        return self.block_shape
 
     @property
     def positions(self) -> tuple[int, ...]:
@@ -238,12 +212,13 @@ class BlockGroupCOO(_Blocked):
         )
 
     def _permuted(self, dims: tuple[int, ...]) -> Self:
-        rest = [d for d in range(self.ndim) if d not in self.group_dims]
-        fields = {
-            "values": self._turned_values(dims),
-            "slot_indices": tuple(self.slot_indices[rest.index(d)] for d in dims if d in rest),
-            "shape": tuple(self.shape[d] for d in dims),
+        blocks = {
+            "values": _turned_values(self, dims),
             "block_shape": tuple(self.block_shape[d] for d in dims),
-            "group_dims": tuple(dims.index(d) for d in self.group_dims),
         }
-        return self._make(**{**self._fields(), **fields})
+        return self._make(**{**self._fields(), **turned(self, dims, "slot_indices"), **blocks})
+
+
+def _turned_values(x: BlockCOO | BlockGroupCOO, dims: tuple[int, ...]) -> Tensor | None:
+    lead = len(x.positions)
+    return None if x.values is None else x.values.permute(*range(lead), *(lead + d for d in dims))

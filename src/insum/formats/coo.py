@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from insum import facts
+from insum.formats import arrays, layout
 from insum.formats import entries as E
-from insum.formats import layout
-from insum.formats.convert import SparseFormat
+from insum.formats.base import SparseFormat
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -46,8 +46,8 @@ class COO(SparseFormat):
     _static: ClassVar[tuple[str, ...]] = ("shape",)
 
     def __post_init__(self, validate: bool) -> None:
-        self._begin()
-        self._finish(validate)
+        arrays.begin(self)
+        arrays.finish(self, validate)
 
     @property
     def layout(self) -> layout.Layout:

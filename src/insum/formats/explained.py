@@ -17,7 +17,7 @@ from insum.accepted import TENSOR, require
 from insum.call.request import given_sizes, request_of
 from insum.errors import BindingError, InsumError, StatementError
 from insum.explanation import Explanation, parts_of
-from insum.formats.convert import SparseFormat, refuse_broken
+from insum.formats.base import SparseFormat, refuse_broken
 from insum.formats.notation import Single, torch_notation, with_dimensions
 from insum.formats.operands import StatementOwner, taken
 from insum.formats.rewrite import RewrittenStatement

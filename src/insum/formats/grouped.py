@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from insum.errors import FormatError
+from insum.formats import arrays, interop, layout
 from insum.formats import entries as E
-from insum.formats import interop, layout
 from insum.formats import validate as checks
-from insum.formats.convert import SparseFormat
+from insum.formats.base import SparseFormat
 from insum.formats.groupsize import GroupSize, resolve
 
 if TYPE_CHECKING:
@@ -70,9 +70,9 @@ class GroupCOO(SparseFormat):
     _options: ClassVar[tuple[str, ...]] = ("group_dims", "group_size")
 
     def __post_init__(self, validate: bool) -> None:
-        self._begin()
+        arrays.begin(self)
         object.__setattr__(self, "group_dims", checks.group_dims(self.group_dims, len(self.shape)))
-        self._finish(validate)
+        arrays.finish(self, validate)
 
     @property
     def layout(self) -> layout.Layout:
@@ -124,17 +124,7 @@ class GroupCOO(SparseFormat):
         """Nothing moves: the grouped dimensions have other numbers, and the slot arrays another
         order.
         """
-        rest = [d for d in range(self.ndim) if d not in self.group_dims]
-        slots = tuple(self.slot_indices[rest.index(d)] for d in dims if d in rest)
-        groups = tuple(dims.index(d) for d in self.group_dims)
-        return self._make(
-            **{
-                **self._fields(),
-                "slot_indices": slots,
-                "shape": tuple(self.shape[d] for d in dims),
-                "group_dims": groups,
-            }
-        )
+        return self._make(**{**self._fields(), **turned(self, dims, "slot_indices")})
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -171,9 +161,9 @@ class ELL(SparseFormat):
     _options: ClassVar[tuple[str, ...]] = ("group_dims",)
 
     def __post_init__(self, validate: bool) -> None:
-        self._begin()
+        arrays.begin(self)
         object.__setattr__(self, "group_dims", checks.group_dims(self.group_dims, len(self.shape)))
-        self._finish(validate)
+        arrays.finish(self, validate)
 
     @property
     def layout(self) -> layout.Layout:
@@ -224,17 +214,17 @@ class ELL(SparseFormat):
         )
 
     def _permuted(self, dims: tuple[int, ...]) -> Self:
-        rest = [d for d in range(self.ndim) if d not in self.group_dims]
-        indices = tuple(self.indices[rest.index(d)] for d in dims if d in rest)
-        groups = tuple(dims.index(d) for d in self.group_dims)
-        return self._make(
-            **{
-                **self._fields(),
-                "indices": indices,
-                "shape": tuple(self.shape[d] for d in dims),
-                "group_dims": groups,
-            }
-        )
+        return self._make(**{**self._fields(), **turned(self, dims, "indices")})
+
+
+def turned(x: Any, dims: tuple[int, ...], slots: str) -> dict[str, Any]:
+    """What changes in a format with ``group_dims`` where its dimensions get another order."""
+    rest = [d for d in range(x.ndim) if d not in x.group_dims]
+    return {
+        slots: tuple(getattr(x, slots)[rest.index(d)] for d in dims if d in rest),
+        "shape": tuple(x.shape[d] for d in dims),
+        "group_dims": tuple(dims.index(d) for d in x.group_dims),
+    }
 
 
 # --- packing entries into groups, for plain entries and for blocks ---

@@ -18,7 +18,7 @@ from insum.formats.validate import Verdict, check_shape, range_verdicts
 from insum.lang.types import widened
 
 if TYPE_CHECKING:
-    from insum.formats.base import FormatBase
+    from insum.formats.base import SparseFormat
 
 _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 _BLOCKED = (torch.sparse_bsr, torch.sparse_bsc)
@@ -128,7 +128,7 @@ def from_edge_index(
     return E.collect((edge_index[0], edge_index[1]), weights, shape, order=order)
 
 
-def to_torch(x: FormatBase, layout: torch.layout, block_shape: tuple[int, int] | None) -> Tensor:
+def to_torch(x: SparseFormat, layout: torch.layout, block_shape: tuple[int, int] | None) -> Tensor:
     """A `torch.sparse` tensor."""
     if layout == torch.sparse_coo:
         entries = E.ordered(E.to_elements(x.entries()), tuple(range(x.ndim)))
@@ -162,7 +162,7 @@ def to_torch(x: FormatBase, layout: torch.layout, block_shape: tuple[int, int] |
     )
 
 
-def to_scipy(x: FormatBase, kind: str | None) -> Any:
+def to_scipy(x: SparseFormat, kind: str | None) -> Any:
     """A `scipy.sparse` array."""
     import scipy.sparse as sp
 
@@ -200,7 +200,7 @@ def to_scipy(x: FormatBase, kind: str | None) -> Any:
     )
 
 
-def to_edge_index(x: FormatBase) -> tuple[Tensor, Tensor | None]:
+def to_edge_index(x: SparseFormat) -> tuple[Tensor, Tensor | None]:
     """``edge_index`` and weights."""
     _check_matrix(x, "to_edge_index()")
     entries = E.ordered(E.to_elements(x.entries()), (0, 1))
@@ -341,7 +341,7 @@ def _batched(
 
 
 def _blocks_for(
-    x: FormatBase, block_shape: tuple[int, int] | None, order: tuple[int, ...]
+    x: SparseFormat, block_shape: tuple[int, int] | None, order: tuple[int, ...]
 ) -> E.Entries:
     block = block_shape or x.block_shape_or_none
     if block is None:
@@ -369,12 +369,12 @@ def _values(entries: E.Entries) -> Tensor:
     )
 
 
-def _fits_blocks(x: FormatBase) -> bool:
+def _fits_blocks(x: SparseFormat) -> bool:
     block = x.block_shape_or_none
     return block is not None and all(s % b == 0 for s, b in zip(x.shape, block))
 
 
-def _check_matrix(x: FormatBase, what: str) -> None:
+def _check_matrix(x: SparseFormat, what: str) -> None:
     if x.ndim != 2:
         raise UnsupportedError(
             f"{what} of a tensor with {x.ndim} dimension(s)",

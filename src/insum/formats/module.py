@@ -19,8 +19,8 @@ from insum.accepted import FLAG, NARROW_FLOATS, TENSOR, has_elements, require, t
 from insum.compat.placed import beside
 from insum.errors import BindingError, DtypeError, FormatError, InsumError, UnsupportedError
 from insum.formats import validate
-from insum.formats.base import hand_on, mapped
-from insum.formats.convert import FORMAT, FORMATS, SparseFormat, refuse_broken
+from insum.formats.arrays import declare, hand_on, look, mapped
+from insum.formats.base import FORMAT, FORMATS, SparseFormat, refuse_broken
 from insum.formats.run import FormatCall, FormatOrValue, rewritten
 
 #: A format's name and its fields that are no tensors: numbers and tuples of them.
@@ -83,7 +83,7 @@ class SparseParameter(nn.Module):
 
     def forward(self) -> SparseFormat:
         made = self._made()
-        made._look()  # at arrays that were moved, loaded or written into
+        look(made)  # at arrays that were moved, loaded or written into
         return made
 
     def _made(self, held: Mapping[str, Tensor] | None = None) -> SparseFormat:
@@ -405,4 +405,4 @@ def _look(module: nn.Module, _: object) -> None:
     """After loading: a broken file is an error here, and not at the first product."""
     assert isinstance(module, SparseParameter)
     made = module._made()
-    made._declare(validate.check(made))
+    declare(made, validate.check(made))

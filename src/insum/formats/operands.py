@@ -13,8 +13,8 @@ from torch import Tensor
 from insum.accepted import Accepted
 from insum.call.request import head
 from insum.errors import BindingError, InsumError
+from insum.formats.base import SparseFormat, refuse_broken
 from insum.formats.block import BlockCOO
-from insum.formats.convert import SparseFormat, refuse_broken
 from insum.formats.coo import COO
 from insum.formats.run import FormatCall, FormatOrValue, GivenSizes, rewritten
 from insum.lang.bind import Size

@@ -12,7 +12,7 @@ import torch
 from insum.accepted import TEXT, takes
 from insum.errors import FormatError
 from insum.formats import entries as E
-from insum.formats.convert import FORMAT, SparseFormat
+from insum.formats.base import FORMAT, SparseFormat
 from insum.formats.grouped import rows_of
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.utils._pytree as pytree
 
 if TYPE_CHECKING:
-    from insum.formats.convert import SparseFormat
+    from insum.formats.base import SparseFormat
 
 F = TypeVar("F", bound="type[SparseFormat]")
 

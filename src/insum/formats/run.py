@@ -14,7 +14,7 @@ from insum import api
 from insum.compat.placed import PLACED_HOME, beside
 from insum.errors import BindingError, DeviceError
 from insum.explanation import Explanation
-from insum.formats.convert import SparseFormat
+from insum.formats.base import SparseFormat
 from insum.formats.entries import padded_to
 from insum.formats.rewrite import Rewrite, RewrittenStatement, rewrite
 from insum.formats.spell import Source

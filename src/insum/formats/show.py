@@ -6,10 +6,10 @@ import html as _html
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from insum.formats.base import FormatBase
+    from insum.formats.base import SparseFormat
 
 
-def text(x: FormatBase) -> str:
+def text(x: SparseFormat) -> str:
     """One line: format, shape, dtype, nonzeros, groups and blocks, padding share, bytes, device."""
     try:
         return _line(x)
@@ -17,13 +17,13 @@ def text(x: FormatBase) -> str:
         return f"{type(x).__name__}(broken)"
 
 
-def _line(x: FormatBase) -> str:
+def _line(x: SparseFormat) -> str:
     parts = [f"shape={x.shape}", _dtype(x)]
     parts += [f"{name}={value}" for name, value in _facts(x).items()]
     return f"{type(x).__name__}({', '.join([*parts, f'{x.nbytes:,} bytes', str(x.device)])})"
 
 
-def html(x: FormatBase) -> str:
+def html(x: SparseFormat) -> str:
     """A small table for notebooks."""
     rows = {
         "shape": x.shape,
@@ -40,11 +40,11 @@ def html(x: FormatBase) -> str:
     return f"<table><caption><b>{type(x).__name__}</b></caption>{cells}</table>"
 
 
-def _dtype(x: FormatBase) -> str:
+def _dtype(x: SparseFormat) -> str:
     return "pattern" if x.dtype is None else str(x.dtype).removeprefix("torch.")
 
 
-def _facts(x: FormatBase) -> dict[str, object]:
+def _facts(x: SparseFormat) -> dict[str, object]:
     if x.device.type == "meta":  # nothing to count
         return x._details()
     nnz, stored = x.nnz, x.stored

@@ -17,7 +17,7 @@ from insum.accepted import ANY_TENSOR, Accepted, explains
 from insum.errors import FormatError
 from insum.formats import entries as E
 from insum.formats import validate as checks
-from insum.formats.convert import FORMAT, FORMATS, SparseFormat
+from insum.formats.base import FORMAT, FORMATS, SparseFormat
 from insum.formats.coo import COO
 from insum.formats.grouped import rows_of
 from insum.formats.groupsize import (

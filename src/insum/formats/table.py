@@ -13,10 +13,10 @@ from torch import Tensor
 
 from insum import facts
 from insum.errors import FormatError
+from insum.formats import arrays, layout
 from insum.formats import entries as E
-from insum.formats import layout
 from insum.formats import validate as checks
-from insum.formats.convert import SparseFormat
+from insum.formats.base import SparseFormat
 from insum.formats.grouped import _slots
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ class NeighborTable(SparseFormat):
     _options: ClassVar[tuple[str, ...]] = ("dim",)
 
     def __post_init__(self, validate: bool) -> None:
-        self._begin()
+        arrays.begin(self)
         object.__setattr__(self, "dim", checks.dimension(self.dim, len(self.shape)))
-        self._finish(validate)
+        arrays.finish(self, validate)
 
     @property
     def layout(self) -> layout.Layout:
@@ -113,7 +113,7 @@ class NeighborTable(SparseFormat):
             **turned, shape=tuple(self.shape[d] for d in dims), dim=dims.index(self.dim)
         )
         if not torch.compiler.is_compiling() and facts.known(self.table) is not None:
-            made._declare(self._may_be_padded())
+            arrays.declare(made, arrays.may_be_padded(self))
         return made
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from insum.accepted import TEXT, explains
 from insum.api import no_option
 from insum.errors import BindingError, FormatError
-from insum.formats.convert import FORMAT, SparseFormat
+from insum.formats.base import FORMAT, SparseFormat
 from insum.formats.explained import named_operands
 from insum.formats.grouped import GroupCOO
 from insum.formats.groupsize import estimate_group_size, neighbouring_powers

@@ -28,7 +28,7 @@ from insum.formats import entries as E
 from insum.formats.layout import has_padding, implicit_axes
 
 if TYPE_CHECKING:
-    from insum.formats.base import FormatBase
+    from insum.formats.base import SparseFormat
 
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
@@ -43,7 +43,7 @@ class Verdict:
     explain: Callable[[], InsumError]
 
 
-def check(x: FormatBase) -> bool:
+def check(x: SparseFormat) -> bool:
     """Raise where the arrays contradict each other; returns whether there may be padding.
 
     Contents are not looked at where there are none to see: on the meta device and while
@@ -88,7 +88,7 @@ def check_shape(shape: object) -> None:
         )
 
 
-def check_kinds(x: FormatBase) -> None:
+def check_kinds(x: SparseFormat) -> None:
     """Every array is a dense tensor, as far as can be told before their number is known."""
     for name in x._arrays:
         value = getattr(x, name)
@@ -99,7 +99,7 @@ def check_kinds(x: FormatBase) -> None:
                 require(f"an array of {name}", held, TENSOR, FormatError)
 
 
-def check_values(x: FormatBase, values: Tensor) -> None:
+def check_values(x: SparseFormat, values: Tensor) -> None:
     want = (*x.positions, *(x.block_shape_or_none or ()))
     if tuple(values.shape) != want:
         raise FormatError(
@@ -117,7 +117,7 @@ def check_values(x: FormatBase, values: Tensor) -> None:
         )
 
 
-def check_arrays(x: FormatBase) -> None:
+def check_arrays(x: SparseFormat) -> None:
     tensors = [t for name in x._arrays[1:] for t in _each(getattr(x, name))]
     if not all(isinstance(t, Tensor) for t in tensors) or not (
         x.values is None or isinstance(x.values, Tensor)
@@ -167,7 +167,7 @@ def check_arrays(x: FormatBase) -> None:
         check_values(x, x.values)
 
 
-def _check_counts(x: FormatBase) -> None:
+def _check_counts(x: SparseFormat) -> None:
     for field in x._arrays[1:]:
         held = getattr(x, field)
         want = sum(c.field == field for c in x.layout.coordinates)
@@ -178,7 +178,9 @@ def _check_counts(x: FormatBase) -> None:
             )
 
 
-def _check_one_shape(x: FormatBase, name: str, dim: int, coordinate: object, array: Tensor) -> None:
+def _check_one_shape(
+    x: SparseFormat, name: str, dim: int, coordinate: object, array: Tensor
+) -> None:
     axes = coordinate.axes  # type: ignore[attr-defined]
     want = tuple(x.positions[a] for a in axes)
     if tuple(array.shape) != want:
@@ -191,7 +193,7 @@ def _check_one_shape(x: FormatBase, name: str, dim: int, coordinate: object, arr
 # --- contents ---
 
 
-def _verdicts(x: FormatBase) -> list[Verdict]:
+def _verdicts(x: SparseFormat) -> list[Verdict]:
     verdicts = [
         v
         for dim, c, array in x.index_arrays()
@@ -227,7 +229,7 @@ def range_verdicts(name: str, array: Tensor, size: int, low: int, what: str) -> 
     return [Verdict((least < low) | (most >= size), explain)]
 
 
-def _unit(x: FormatBase, dim: int) -> str:
+def _unit(x: SparseFormat, dim: int) -> str:
     if x.block_shape_or_none:
         return (
             f"dimension {dim}, which has {x.grid[dim]} blocks of "
@@ -236,7 +238,7 @@ def _unit(x: FormatBase, dim: int) -> str:
     return f"dimension {dim} of size {x.shape[dim]}"
 
 
-def _agreement(x: FormatBase) -> list[Verdict]:
+def _agreement(x: SparseFormat) -> list[Verdict]:
     """Arrays of the same slots mark the same padding."""
     padded = [(_name(c), array) for _, c, array in x.index_arrays() if c.padded]
     verdicts = []
@@ -254,7 +256,7 @@ def _agreement(x: FormatBase) -> list[Verdict]:
     return verdicts
 
 
-def _order(x: FormatBase) -> list[Verdict]:
+def _order(x: SparseFormat) -> list[Verdict]:
     """The sorted arrays are sorted: strictly for lists of entries, weakly for groups."""
     dims, strict = x.sorted_dims, len(x.layout.axes) == 1
     arrays = {dim: array for dim, _, array in x.index_arrays()}
@@ -287,7 +289,7 @@ def _order(x: FormatBase) -> list[Verdict]:
     return [Verdict((~fine).any(), explain)]
 
 
-def _uniqueness(x: FormatBase) -> list[Verdict]:
+def _uniqueness(x: SparseFormat) -> list[Verdict]:
     """No coordinate twice, where order alone does not say so."""
     total = math.prod(x.grid)
     if (
@@ -319,7 +321,7 @@ def _uniqueness(x: FormatBase) -> list[Verdict]:
     return [Verdict(twice.any(), explain)]
 
 
-def _edges(x: FormatBase) -> list[Verdict]:
+def _edges(x: SparseFormat) -> list[Verdict]:
     """Blocks that reach over the edge hold zeros there."""
     block = x.block_shape_or_none
     if block is None or x.values is None or all(s % b == 0 for s, b in zip(x.shape, block)):

@@ -36,6 +36,7 @@ from torch.nn import Module as _Module
 from insum.nn.attention import GATConv, edge_softmax, graph_attention
 from insum.nn.checks import refuse_scripting as _refuse_scripting
 from insum.nn.clouds import devoxelize, voxelize
+from insum.nn.collating import batch, cat, collate
 from insum.nn.conv import SparseConv1d, SparseConv2d, SparseConv3d, SparseConv4d
 from insum.nn.edges import gcn_norm
 from insum.nn.functional import adjacency, propagate, sddmm, spmm
@@ -57,7 +58,7 @@ from insum.nn.pool import (
 )
 from insum.nn.prune import block_mask, magnitude_mask
 from insum.nn.semi_structured import SemiStructuredLinear, semi_structured_mask
-from insum.nn.sparse_tensor import SparseTensor, batch, cat, collate
+from insum.nn.sparse_tensor import SparseTensor
 from insum.nn.sparsify import LayerReport, SparsityReport, layouts, restore, sparsify
 from insum.nn.swapping import from_e3nn, swap
 from insum.nn.symmetric_contraction import SymmetricContraction

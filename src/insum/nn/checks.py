@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from insum.accepted import COUNTS, TENSOR, Accepted, F, explains, is_common, require
+from insum.accepted import COUNTS, TENSOR, Accepted, F, explains, is_common, is_integer, require
 from insum.call import prepared
 from insum.compat.calls import is_eager_call
 from insum.compat.placed import is_placed
 from insum.errors import BindingError, DeviceError, DtypeError, UnsupportedError
 from insum.formats import SparseFormat
-from insum.formats.convert import FORMAT
+from insum.formats.base import FORMAT
 from insum.formats.operands import OWNER
 from insum.lang.types import INTEGERS, NARROW_FLOATS
 from insum.runtime.handwritten.kernel import on_device
@@ -153,4 +153,22 @@ def node_rows(name: str, x: Tensor, channels: int, *, only: bool = False) -> Non
         raise BindingError(
             f"{name} has shape {tuple(x.shape)}",
             expected=f"a row for each node: (nodes, {channels})",
+        )
+
+
+def instruction_number(number: int, count: int) -> None:
+    """One of so many instructions."""
+    if not is_integer(number) or not 0 <= number < count:
+        raise BindingError(
+            f"there is no instruction {number}", expected=f"a number from 0 to {count - 1}"
+        )
+
+
+def refuse_own_for_each(internal: bool, shared: bool) -> None:
+    """A layer has no weights of its own for items that it does not know yet."""
+    if internal and not shared:
+        raise BindingError(
+            "internal weights that are not shared",
+            expected="weights for each item are passed to the call",
+            remedy="internal_weights=False",
         )

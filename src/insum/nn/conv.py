@@ -57,7 +57,8 @@ DenseConv = (
 )
 
 
-class SparseConv(SparseModule):
+@SparseModule.register
+class SparseConv(nn.Module):
     """A convolution over occupied voxels in any number of dimensions; `SparseConv3d` tells of it.
 
     Raises:
@@ -176,9 +177,7 @@ class SparseConv(SparseModule):
         one_device(
             weight=self.weight, features=x.features, like=None if like is None else like.features
         )
-        for given in (x, like):
-            if given is not None and given.ndim != self.ndim:
-                same_dimensions(given, self.ndim, type(self).__name__)
+        same_dimensions(self.ndim, type(self).__name__, x, like)
         if like is not None and self.geometry.submanifold:
             raise UnsupportedError(
                 "like= with a submanifold convolution",

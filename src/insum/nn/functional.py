@@ -12,7 +12,7 @@ import insum
 from insum.accepted import ANY_TENSOR, COUNT, ELEMENTS, TENSOR, TEXT, VALUES, explains, takes
 from insum.errors import BindingError, FormatError, UnsupportedError
 from insum.formats import COO, GroupCOO, SparseFormat
-from insum.formats.convert import FORMAT
+from insum.formats.base import FORMAT
 from insum.formats.operands import OWNER, SPARSE_LAYOUTS, StatementOwner
 from insum.nn.checks import PAIR, one_device
 from insum.nn.edges import check_edges, check_range, degrees, edge_weights, endpoints

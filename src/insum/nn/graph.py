@@ -2,76 +2,37 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 import insum
-from insum.accepted import COUNT, FLAG, INTEGER, SIZE, TENSOR, TEXT, Accepted, F, takes
-from insum.compat.calls import is_plain_call
-from insum.errors import BindingError, InsumError, UnsupportedError
-from insum.formats import COO, GroupCOO, SparseFormat
+from insum.accepted import COUNT, FLAG, SIZE, TENSOR, TEXT, Accepted, takes
+from insum.errors import BindingError, UnsupportedError
+from insum.formats import SparseFormat
 from insum.formats.operands import StatementOwner
-from insum.memory import remembered
-from insum.nn.checks import (
-    EDGES,
-    PAIR,
-    integers,
-    kernels_look,
-    layer_takes,
-    node_rows,
-    one_device,
-)
-from insum.nn.edges import check_edges, check_range, endpoints, gcn_ends, plain
+from insum.nn.checks import EDGES, PAIR, kernels_look, layer_takes, node_rows, one_device
+from insum.nn.edges import check_edges, gcn_ends
 from insum.nn.functional import _REDUCTIONS, _tensor, from_adj_t, over_ends, propagate
-from insum.plan.sizes import power_of_two
-from insum.runtime.handwritten import grouping
-from insum.runtime.record import out_of_range
+from insum.nn.lazy import (
+    CHANNEL_PAIR,
+    CHANNELS,
+    linear_of,
+    materialise,
+    sized_by_success,
+    waits,
+)
+from insum.nn.relations import check_relations, groups, relations
 
 SIDES = Accepted(
     "a pair of them: sources, and targets or None",
     lambda v: isinstance(v, tuple | list) and len(v) == 2 and all(map(TENSOR.optional.fits, v)),
 )
-
-
-#: A number of features, or -1 for what the first call brings.
-CHANNELS = Accepted(
-    "an integer of at least 0, or -1", lambda v: COUNT.fits(v) or INTEGER.fits(v) and v == -1
-)
-CHANNEL_PAIR = Accepted(
-    "a pair of them",
-    lambda v: isinstance(v, tuple | list) and len(v) == 2 and all(map(CHANNELS.fits, v)),
-)
 SIZES = Accepted(
     "a pair of numbers or None",
     lambda v: isinstance(v, tuple | list) and len(v) == 2 and all(map(COUNT.optional.fits, v)),
 )
-
-
-def _linear(channels: int, out: int, *, bias: bool) -> nn.Linear:
-    if channels == -1:
-        return nn.LazyLinear(out, bias=bias)
-    return nn.Linear(channels, out, bias=bias)
-
-
-def _waits(linear: nn.Linear) -> bool:
-    """Whether a layer waits for a first call to know its size."""
-    return isinstance(linear, nn.LazyLinear) and bool(linear.has_uninitialized_params())
-
-
-def _materialise(linear: nn.Linear, x: Tensor) -> bool:
-    """Give a layer that has no size yet that of its weight, where a state was loaded, or that of a
-    call; whether its weight was drawn.
-    """
-    if not isinstance(linear, nn.LazyLinear) or not isinstance(x, Tensor) or x.dim() < 1:
-        return False
-    waits, held = _waits(linear), linear.weight
-    size = x.shape[-1] if waits else held.shape[-1]
-    with torch.no_grad():
-        linear(torch.zeros(0, size, dtype=held.dtype, device=held.device))
-    return waits
 
 
 def _targets(
@@ -86,48 +47,6 @@ def _targets(
             expected=f"({source.shape[0]}, targets)",
         )
     return size[1] if size[1] is not None else nodes
-
-
-class Waiting:
-    """A layer that waits for its size, as it is, so that it can wait again after a failed call."""
-
-    def __init__(self, linear: nn.LazyLinear) -> None:
-        self.linear = linear
-        self.held = dict(linear.__dict__)
-        # hooks are found again in the very dictionaries that they were put in
-        self.inside = {n: dict(v) for n, v in self.held.items() if isinstance(v, dict)}
-
-    def again(self) -> None:
-        linear = self.linear
-        for parameter in linear.parameters():
-            if not isinstance(parameter, nn.UninitializedParameter):
-                parameter.data = parameter.data.new_empty(0)
-                parameter.__class__ = nn.UninitializedParameter  # type: ignore[assignment]
-        linear.__class__ = nn.LazyLinear
-        linear.__dict__.clear()
-        linear.__dict__.update(self.held)
-        for name, inside in self.inside.items():
-            held = self.held[name]
-            held.clear()
-            held.update(inside)
-
-
-def sized_by_success(forward: F) -> F:
-    """A layer that waits for its size gets that of a call that succeeds."""
-
-    @functools.wraps(forward)
-    def call(layer: nn.Module, *args: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return forward(layer, *args, **named)
-        waiting = [Waiting(one) for one in layer.children() if _waits(one)]  # type: ignore[arg-type]
-        try:
-            return forward(layer, *args, **named)
-        except BaseException:
-            for one in waiting:
-                one.again()
-            raise
-
-    return cast(F, call)
 
 
 def _check_aggregation(aggr: str) -> None:
@@ -198,13 +117,13 @@ class GraphConv(nn.Module):
         _check_aggregation(aggr)
         source, target = _both(in_channels)
         self.in_channels, self.out_channels, self.aggr = in_channels, out_channels, aggr
-        self.lin_rel = _linear(source, out_channels, bias=bias)
-        self.lin_root = _linear(target, out_channels, bias=False)
+        self.lin_rel = linear_of(source, out_channels, bias=bias)
+        self.lin_root = linear_of(target, out_channels, bias=False)
 
     def reset_parameters(self) -> None:
         """Draw all weights anew; those that wait for a first call go on waiting."""
         for linear in (self.lin_rel, self.lin_root):
-            if not _waits(linear):
+            if not waits(linear):
                 linear.reset_parameters()
 
     @layer_takes(x=TENSOR | SIDES, **EDGES, num_nodes=COUNT.optional, size=(PAIR | SIZES).optional)
@@ -227,9 +146,9 @@ class GraphConv(nn.Module):
             size: The same as PyG has it, (sources, targets).
         """
         source, target = (x, x) if isinstance(x, Tensor) else x
-        _materialise(self.lin_rel, source)
+        materialise(self.lin_rel, source)
         if target is not None:
-            _materialise(self.lin_root, target)
+            materialise(self.lin_root, target)
         node_rows("x", source, self.lin_rel.in_features)
         one_device(x=source, target=target, weight=self.lin_rel.weight)
         nodes = _targets(size, source, num_nodes) if target is None else target.shape[0]
@@ -301,13 +220,13 @@ class SAGEConv(nn.Module):
         self.in_channels, self.out_channels, self.aggr = in_channels, out_channels, aggr
         self.normalize, self.root_weight, self.project = normalize, root_weight, project
         self.lin = nn.Linear(source, source) if project else None
-        self.lin_l = _linear(source, out_channels, bias=bias)
-        self.lin_r = _linear(target, out_channels, bias=False) if root_weight else None
+        self.lin_l = linear_of(source, out_channels, bias=bias)
+        self.lin_r = linear_of(target, out_channels, bias=False) if root_weight else None
 
     def reset_parameters(self) -> None:
         """Draw all weights anew; those that wait for a first call go on waiting."""
         for linear in (self.lin, self.lin_l, self.lin_r):
-            if linear is not None and not _waits(linear):
+            if linear is not None and not waits(linear):
                 linear.reset_parameters()
 
     @layer_takes(
@@ -333,7 +252,7 @@ class SAGEConv(nn.Module):
             num_nodes: How many target nodes there are, where no features of theirs tell.
         """
         source, target = (x, x) if isinstance(x, Tensor) else x
-        _materialise(self.lin_l, source)
+        materialise(self.lin_l, source)
         node_rows("x", source, self.lin_l.in_features)
         one_device(x=source, target=target, weight=self.lin_l.weight)
         nodes = _targets(size, source, num_nodes) if target is None else target.shape[0]
@@ -341,7 +260,7 @@ class SAGEConv(nn.Module):
             source = self.lin(source).relu()
         out = _aggregated_through(self.lin_l, edge_index, source, None, self.aggr, nodes)
         if self.lin_r is not None and target is not None:
-            _materialise(self.lin_r, target)
+            materialise(self.lin_r, target)
             out = out + self.lin_r(target)
         return nn.functional.normalize(out, dim=-1) if self.normalize else out
 
@@ -399,14 +318,14 @@ class GCNConv(nn.Module):
         super().__init__()
         self.in_channels, self.out_channels, self.cached = in_channels, out_channels, cached
         self.improved, self.add_self_loops, self.normalize = improved, add_self_loops, normalize
-        self.lin = _linear(in_channels, out_channels, bias=False)
+        self.lin = linear_of(in_channels, out_channels, bias=False)
         self.bias = nn.Parameter(torch.zeros(out_channels)) if bias else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Draw the weights anew, and let go of edges that were kept."""
         self._kept: tuple[Tensor, Tensor, Tensor] | None = None
-        if not _waits(self.lin):
+        if not waits(self.lin):
             nn.init.xavier_uniform_(self.lin.weight)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
@@ -419,7 +338,7 @@ class GCNConv(nn.Module):
         edge_index: Tensor | SparseFormat | StatementOwner,
         edge_weight: Tensor | None = None,
     ) -> Tensor:
-        if _materialise(self.lin, x):
+        if materialise(self.lin, x):
             nn.init.xavier_uniform_(self.lin.weight)
         node_rows("x", x, self.lin.in_features)
         if self.normalize and isinstance(edge_index, Tensor):
@@ -564,7 +483,7 @@ class RelationalConv(nn.Module):
     def _aggregated(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
         mean, nodes, count = _REDUCTIONS[self.aggr] == "mean", x.shape[0], self.num_relations
         check_edges(edge_index)
-        _check_relations(edge_index, edge_type)
+        check_relations(edge_index, edge_type)
         # the blocks on the diagonal are one more index of features and weights
         b, features = "", x
         out: tuple[int, ...] = (nodes, self.out_channels)
@@ -600,80 +519,3 @@ class RelationalConv(nn.Module):
             f"{self.in_channels}, {self.out_channels}, num_relations={self.num_relations}, "
             f"aggr={self.aggr!r}"
         )
-
-
-def relations(
-    edge_index: Tensor, edge_type: Tensor, nodes: int, count: int, *, mean: bool, dtype: torch.dtype
-) -> SparseFormat:
-    """Edges as ``A[target, source, relation]``: grouped by relation and kept with ``edge_index``; a
-    plain list of edges under a tracer.
-    """
-    src, dst = endpoints(edge_index, nodes, nodes)
-    shape = (nodes, nodes, count)
-    if not is_plain_call((edge_index, edge_type)):
-        return COO(
-            _shares(dst, edge_type, nodes, count, mean, dtype),
-            (dst, src, edge_type),
-            shape,
-            validate=False,
-        )
-    check_range("edge_type", edge_type, (count,), "relations")
-    token = remembered(edge_index, "token", object)  # these edges in this version
-
-    def make() -> GroupCOO:
-        return GroupCOO.from_entries(
-            (dst, src, edge_type),
-            _shares(dst, edge_type, nodes, count, mean, dtype),
-            shape,
-            group_dims=2,
-            validate=False,
-        )
-
-    return remembered(edge_type, ("relations", token, shape, mean, dtype), make)
-
-
-def _check_relations(edge_index: Tensor, edge_type: Tensor) -> None:
-    if tuple(edge_type.shape) != (edge_index.shape[1],):
-        raise BindingError(
-            f"edge_type has shape {tuple(edge_type.shape)}",
-            expected=f"({edge_index.shape[1]},), one relation for each edge",
-        )
-    integers("edge_type", edge_type)
-
-
-#: Edges in a group on a GPU: the rows of one matrix product.
-GROUP = 64
-
-
-def groups(
-    edge_index: Tensor, edge_type: Tensor, nodes: int, count: int, *, mean: bool, dtype: torch.dtype
-) -> grouping.Grouped:
-    """The same on a GPU: grouped without waiting, and kept with the edges."""
-
-    def explain(offence: int, edge: int, value: int) -> InsumError:
-        if offence == grouping.RELATION:
-            return out_of_range(f"edge_type[{edge}]", value, count, "relations")
-        return out_of_range(f"edge_index[{offence}, {edge}]", value, nodes, "nodes")
-
-    def make() -> grouping.Grouped:
-        edges, relation = plain(edge_index), plain(edge_type)
-        counts = grouping.counted(edges, relation, nodes, count, explain)
-        src, dst = endpoints(edge_index, nodes, nodes)
-        shares = _shares(dst, relation, nodes, count, mean, dtype)
-        size = min(GROUP, power_of_two(src.shape[0] // max(1, count)))
-        return grouping.grouped(edges, relation, shares, counts, nodes, size)
-
-    return remembered(edge_type, ("groups", nodes, count, mean, dtype), make, edge_index)
-
-
-def _shares(
-    dst: Tensor, edge_type: Tensor, nodes: int, count: int, mean: bool, dtype: torch.dtype
-) -> Tensor:
-    """1, or 1 over the number of edges with the same target and relation."""
-    one = torch.ones(dst.shape[0], dtype=dtype, device=dst.device)
-    if not mean:
-        return one
-    total = insum.insum(
-        "D[dst[e],rel[e]] = one[e]", dst=dst, rel=edge_type, one=one, out_shape=(nodes, count)
-    )
-    return insum.insum("S[e] = reciprocal(D[dst[e],rel[e]])", D=total, dst=dst, rel=edge_type)

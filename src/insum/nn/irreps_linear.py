@@ -12,12 +12,18 @@ import torch
 from torch import Tensor, nn
 
 import insum
-from insum.accepted import FLAG, SIZE, TENSOR, TEXT, Accepted, is_integer, require, takes
+from insum.accepted import FLAG, SIZE, TENSOR, TEXT, Accepted, require, takes
 from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, UnsupportedError
-from insum.nn.checks import last_size, layer_takes, one_device
+from insum.nn.checks import (
+    instruction_number,
+    last_size,
+    layer_takes,
+    one_device,
+    refuse_own_for_each,
+)
 from insum.nn.irreps import Irreps
-from insum.nn.patterns import without_compiled_parts
+from insum.nn.patterns import mask_of, without_compiled_parts
 
 PAIRS = Accepted(
     "a list of (i_in, i_out)",
@@ -119,12 +125,7 @@ class Linear(nn.Module):
         self.internal_weights = (
             self.shared_weights if internal_weights is None else internal_weights
         )
-        if self.internal_weights and not self.shared_weights:
-            raise BindingError(
-                "internal weights that are not shared",
-                expected="weights for each item are passed to the call",
-                remedy="internal_weights=False",
-            )
+        refuse_own_for_each(self.internal_weights, self.shared_weights)
         pairs = self._pairs(instructions)
         self._mixings = tuple(
             Mixing(
@@ -198,11 +199,7 @@ class Linear(nn.Module):
             else:
                 self.register_buffer(name, torch.empty(0))
         reached = {one.i_out for one in self.instructions if one.numel}
-        mask = [
-            torch.full((mul * ir.dim,), float(i in reached))
-            for i, (mul, ir) in enumerate(self.irreps_out)
-        ]
-        self.register_buffer("output_mask", torch.cat([*mask, torch.ones(0)]))
+        self.register_buffer("output_mask", mask_of(self.irreps_out, reached))
         self._scale()
 
     def _scale(self, path_weights: Sequence[float] | None = None) -> None:
@@ -311,11 +308,7 @@ class Linear(nn.Module):
     def weight_view_for_instruction(self, instruction: int, weight: Tensor | None = None) -> Tensor:
         """The weights between two terms, (..., u, w): a view."""
         require("weight", weight, TENSOR.optional)
-        if not is_integer(instruction) or not 0 <= instruction < len(self._mixings):
-            raise BindingError(
-                f"there is no instruction {instruction}",
-                expected=f"a number from 0 to {len(self._mixings) - 1}",
-            )
+        instruction_number(instruction, len(self._mixings))
         weight = self._given("weight", weight, self.weight_numel)
         one = self._mixings[instruction]
         start = sum(other.numel for other in self._mixings[:instruction])

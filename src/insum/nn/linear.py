@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from insum.accepted import ELEMENTS, HELD_FLOATS, TENSOR, VALUES, Accepted, takes
 from insum.errors import BindingError, FormatError
 from insum.formats import BlockGroupCOO, GroupCOO, SparseFormat, SparseParameter
-from insum.formats.convert import UNBROKEN
+from insum.formats.base import UNBROKEN
 from insum.formats.entries import grid_of
 from insum.formats.module import linear
 from insum.formats.validate import block_shape as checked_block

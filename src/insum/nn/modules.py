@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
@@ -17,9 +18,10 @@ from insum.nn.voxels import Sizes, axes_of
 SizePerAxis = int | Sequence[int]
 
 
-class SparseModule(nn.Module):
-    """A module that takes a `SparseTensor`. Derive from it where a module of your own is to get one
-    inside of a `SparseSequential`, though it has no layer over voxels in it.
+class SparseModule(nn.Module, metaclass=ABCMeta):
+    """A module that takes a `SparseTensor`, as all layers over voxels are. Derive from it where a
+    module of your own is to get one inside of a `SparseSequential`, though it has no such layer in
+    it.
 
     Examples:
         >>> import torch
@@ -29,6 +31,8 @@ class SparseModule(nn.Module):
         >>> SparseSequential(Count())(SparseTensor(torch.tensor([[0, 0, 0]]), torch.randn(1, 4)))
         SparseTensor(voxels=1, channels=1, float32, spatial_shape=None, cpu)
     """
+
+    # There is nothing to inherit: layers that are bases themselves register instead.
 
 
 class SparseSequential(nn.Sequential):
@@ -107,10 +111,14 @@ def geometry_of(
     )
 
 
-def same_dimensions(x: SparseTensor, ndim: int, layer: str) -> None:
+def same_dimensions(ndim: int, layer: str, *given: SparseTensor | None) -> None:
     """A layer takes tensors of its own number of dimensions."""
-    if x.ndim == ndim:
-        return
+    for x in given:
+        if x is not None and x.ndim != ndim:
+            _refuse_dimensions(x, ndim, layer)
+
+
+def _refuse_dimensions(x: SparseTensor, ndim: int, layer: str) -> NoReturn:
     row: Tensor = x.coords[:1]
     first = f", coords[0] as batch, {axes_of(x.ndim)}: {tuple(row[0].tolist())}" if len(row) else ""
     raise BindingError(

@@ -4,61 +4,65 @@ with the module; mostly they are part of its programs (`insum.constant`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Container, Sequence
+from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 import insum
+from insum.nn.irreps import Irreps
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+Promise: TypeAlias = Callable[[Tensor], Tensor]
 
 
-class PatternModule(nn.Module):
-    """A module that holds patterns, by the names that they have in its statements. They are kept
-    exact, so that coefficients are rounded once, whatever dtypes the module has been in; and they
-    are no part of its state.
+def hold(
+    module: nn.Module,
+    patterns: Sequence[dict[str, Tensor]],
+    like: Tensor,
+    promise: Promise = insum.constant,
+) -> None:
+    """A module gets patterns, by the names that they have in its statements. They are kept exact,
+    so that coefficients are rounded once, whatever dtypes the module has been in; and they are no
+    part of its state.
+
+    Args:
+        module: It calls `renew` where it was moved or read.
+        patterns: The arrays of each.
+        like: Where the module is, and its dtype.
+        promise: What statements are promised of the arrays: that they are part of programs, or that
+            they do not change.
     """
+    vars(module)["_exact"] = list(patterns)
+    for number, arrays in enumerate(patterns):
+        for name, tensor in arrays.items():
+            dtype = like.dtype if tensor.is_floating_point() else None
+            module.register_buffer(
+                f"{name}{number}", tensor.to(like.device, dtype), persistent=False
+            )
+    renew(module, promise)
 
-    #: What statements are promised of the arrays: that they are part of programs, or that they do
-    #: not change.
-    promise: Callable[[Tensor], Tensor] = staticmethod(insum.constant)
-    _exact: list[dict[str, Tensor]]
 
-    def _hold(self, patterns: Sequence[dict[str, Tensor]], like: Tensor) -> None:
-        """``like``: where the module is, and its dtype."""
-        self._exact = list(patterns)
-        for number, arrays in enumerate(self._exact):
-            for name, tensor in arrays.items():
-                dtype = like.dtype if tensor.is_floating_point() else None
-                self.register_buffer(
-                    f"{name}{number}", tensor.to(like.device, dtype), persistent=False
-                )
-        self._renew()
+def renew(module: Any, promise: Promise = insum.constant) -> None:
+    """Every array anew from the exact pattern."""
+    for number, arrays in enumerate(module._exact):
+        for name, exact in arrays.items():
+            old = getattr(module, f"{name}{number}")
+            new = exact.to(old.device, old.dtype)
+            setattr(module, f"{name}{number}", new)
+            if new.device.type != "meta":
+                promise(new)
 
-    def _renew(self) -> None:
-        """Every array anew from the exact pattern."""
-        for number, arrays in enumerate(self._exact):
-            for name, exact in arrays.items():
-                old = getattr(self, f"{name}{number}")
-                new = exact.to(old.device, old.dtype)
-                setattr(self, f"{name}{number}", new)
-                if new.device.type != "meta":
-                    self.promise(new)
 
-    def _arrays(self, number: int) -> dict[str, Any]:
-        """The arrays of a pattern where the module is."""
-        return {name: getattr(self, f"{name}{number}") for name in self._exact[number]}
+def arrays_of(module: Any, number: int) -> dict[str, Any]:
+    """The arrays of a pattern where the module is."""
+    return {name: getattr(module, f"{name}{number}") for name in module._exact[number]}
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._renew()
-        return self
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._renew()
+def mask_of(irreps: Irreps, reached: Container[int]) -> Tensor:
+    """1 at the components of terms that are reached, 0 at the others."""
+    mask = [torch.full((mul * ir.dim,), float(i in reached)) for i, (mul, ir) in enumerate(irreps)]
+    return torch.cat([*mask, torch.ones(0)])
 
 
 def without_compiled_parts(

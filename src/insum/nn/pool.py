@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import insum
 from insum.accepted import FLAG, SIZE, shown, takes
@@ -16,13 +16,14 @@ from insum.lang.types import widened
 from insum.memory import remembered
 from insum.nn.checks import layer_takes
 from insum.nn.functional import _tensor
-from insum.nn.kernel_map import kernel_map
+from insum.nn.kernel_map import Geometry, kernel_map
 from insum.nn.modules import SizePerAxis, SparseModule, geometry_of, same_dimensions
 from insum.nn.sparse_tensor import VOXELS, SparseTensor
 
 
-class _Pool(SparseModule):
-    """What both kinds of pooling share: a kernel that leads to coarser voxels."""
+@SparseModule.register
+class SparseMaxPool(nn.Module):
+    """The largest value of the occupied voxels under a kernel; `SparseMaxPool3d` tells of it."""
 
     ndim: ClassVar[int]
 
@@ -34,40 +35,12 @@ class _Pool(SparseModule):
         dilation: SizePerAxis = 1,
     ) -> None:
         super().__init__()
-        step = kernel_size if stride is None else stride
-        self.geometry = geometry_of(self.ndim, kernel_size, step, padding, dilation)
-        if any(2 * p > k for p, k in zip(self.geometry.padding, self.geometry.kernel)):
-            raise BindingError(
-                f"padding is {padding!r} beside a kernel of {kernel_size!r}",
-                expected="at most half of the kernel",
-            )
-
-    def _mapped(
-        self, x: SparseTensor, like: SparseTensor | None
-    ) -> tuple[SparseTensor, SparseFormat]:
-        """The outputs without features, and the map to them."""
-        for given in (x, like):
-            if given is not None and given.ndim != self.ndim:
-                same_dimensions(given, self.ndim, type(self).__name__)
-        target = None if like is None else like.voxels
-        voxels, found = kernel_map(x.voxels, self.geometry, target)
-        return SparseTensor(
-            voxels.coords, x.features.new_empty(voxels.count, 0), None, voxels
-        ), found
-
-    def extra_repr(self) -> str:
-        g = self.geometry
-        return f"kernel_size={g.kernel}, stride={g.stride}, padding={g.padding}, " + (
-            f"dilation={g.dilation}"
-        )
-
-
-class SparseMaxPool(_Pool):
-    """The largest value of the occupied voxels under a kernel; `SparseMaxPool3d` tells of it."""
+        self.geometry = _pooling(self.ndim, kernel_size, stride, padding, dilation)
 
     @layer_takes(x=VOXELS, like=VOXELS.optional)
     def forward(self, x: SparseTensor, like: SparseTensor | None = None) -> SparseTensor:
-        out, found = self._mapped(x, like)
+        same_dimensions(self.ndim, type(self).__name__, x, like)
+        out, found = _mapped(self.geometry, x, like)
         if isinstance(found, NeighborTable):
             statement = "Out[x,c] max= In[Nb[z,x],c]"
             top = insum.insum(statement, padded=("Nb",), Nb=found.table, In=x.features)
@@ -79,9 +52,15 @@ class SparseMaxPool(_Pool):
             top = torch.where(_occupied(found), top, 0)  # there may be nothing under the kernel
         return out.with_features(top)
 
+    def extra_repr(self) -> str:
+        return _sizes(self.geometry)
 
-class SparseAvgPool(_Pool):
+
+@SparseModule.register
+class SparseAvgPool(nn.Module):
     """The mean of the voxels under a kernel; `SparseAvgPool3d` tells of it."""
+
+    ndim: ClassVar[int]
 
     @takes(count_empty=FLAG)
     def __init__(
@@ -93,12 +72,14 @@ class SparseAvgPool(_Pool):
         *,
         count_empty: bool = False,
     ) -> None:
-        super().__init__(kernel_size, stride, padding, dilation)
+        super().__init__()
+        self.geometry = _pooling(self.ndim, kernel_size, stride, padding, dilation)
         self.count_empty = count_empty
 
     @layer_takes(x=VOXELS, like=VOXELS.optional)
     def forward(self, x: SparseTensor, like: SparseTensor | None = None) -> SparseTensor:
-        out, found = self._mapped(x, like)
+        same_dimensions(self.ndim, type(self).__name__, x, like)
+        out, found = _mapped(self.geometry, x, like)
         if self.count_empty or not x.features.is_floating_point():
             many = (
                 self.geometry.volume if self.count_empty else _counts(found).clamp(min=1)[:, None]
@@ -107,7 +88,7 @@ class SparseAvgPool(_Pool):
         return out.with_features(_summed(found, x.features, _shares(found, x.dtype)))
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + (", count_empty=True" if self.count_empty else "")
+        return _sizes(self.geometry) + (", count_empty=True" if self.count_empty else "")
 
 
 class SparseMaxPool1d(SparseMaxPool):
@@ -296,6 +277,36 @@ class GlobalPool(SparseModule):
 
 
 # --- what they are made of ---
+
+
+def _pooling(
+    ndim: int,
+    kernel_size: SizePerAxis,
+    stride: SizePerAxis | None,
+    padding: SizePerAxis,
+    dilation: SizePerAxis,
+) -> Geometry:
+    """A kernel that leads to coarser voxels."""
+    step = kernel_size if stride is None else stride
+    made = geometry_of(ndim, kernel_size, step, padding, dilation)
+    if any(2 * p > k for p, k in zip(made.padding, made.kernel)):
+        raise BindingError(
+            f"padding is {padding!r} beside a kernel of {kernel_size!r}",
+            expected="at most half of the kernel",
+        )
+    return made
+
+
+def _mapped(
+    geometry: Geometry, x: SparseTensor, like: SparseTensor | None
+) -> tuple[SparseTensor, SparseFormat]:
+    """The outputs without features, and the map to them."""
+    voxels, found = kernel_map(x.voxels, geometry, None if like is None else like.voxels)
+    return SparseTensor(voxels.coords, x.features.new_empty(voxels.count, 0), None, voxels), found
+
+
+def _sizes(g: Geometry) -> str:
+    return f"kernel_size={g.kernel}, stride={g.stride}, padding={g.padding}, dilation={g.dilation}"
 
 
 def check_reduction(name: object, known: tuple[str, ...]) -> None:

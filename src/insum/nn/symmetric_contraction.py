@@ -5,8 +5,8 @@ MACE.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,11 @@ from insum.errors import BindingError
 from insum.nn.checks import layer_takes, one_device
 from insum.nn.irreps import Irrep, Irreps
 from insum.nn.multilinear import Multilinear
-from insum.nn.patterns import PatternModule, without_compiled_parts
+from insum.nn.patterns import arrays_of, hold, renew, without_compiled_parts
 from insum.nn.wigner import wigner_3j
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 CORRELATION = Accepted("1, 2, 3 or 4", lambda v: is_size(v, 1) and bool(v <= 4))
 #: Products of two factors, and of the halves of monomials with their coefficients.
@@ -28,6 +31,9 @@ MONOMIALS = Multilinear(
     {"X": "b,J[p],c", "Y": "b,K[p],c", "W": "b,p,c", "Z": "b,I[p],c"},
     ("X", "Y", "W"),
 )
+#: Monomials are many: loops over them take next to no time to compile, are the same code for all
+#: layers, and are bound by memory as straight-line code is.
+PROMISE = insum.unchanging
 #: Products of four are coupled through irreps of natural parity below this degree, as in MACE.
 MOST_COUPLED = 12
 
@@ -50,7 +56,7 @@ class Powers(nn.Module):
         return torch.cat([*reversed(self.weights), self.weights_max], 1)
 
 
-class SymmetricContraction(PatternModule):
+class SymmetricContraction(nn.Module):
     """Sums of products of up to ``correlation`` factors of one node's features, coupled to irreps
     and weighted by element: the values and the weights of ``mace.modules.SymmetricContraction``.
 
@@ -79,10 +85,8 @@ class SymmetricContraction(PatternModule):
         Z[b,I[p],c] = X[b,J[p],c] * Y[b,K[p],c] * W[b,p,c]
     """
 
-    #: Monomials are many: loops over them take next to no time to compile, are the same code for
-    #: all layers, and are bound by memory as straight-line code is.
-    promise = staticmethod(insum.unchanging)
     output_mask: Tensor
+    _exact: list[dict[str, Tensor]]
 
     @takes(correlation=CORRELATION, num_elements=SIZE)
     def __init__(
@@ -122,11 +126,18 @@ class SymmetricContraction(PatternModule):
         )
         self.register_buffer("output_mask", torch.ones(out.dim), persistent=False)
         couplings = sum(basis.shape[-1] for powers in bases for basis in powers)
-        self._hold(
-            _patterns(_monomials(bases), couplings, self.correlation, _size(first)),
-            self.output_mask,
-        )
+        patterns = _patterns(_monomials(bases), couplings, self.correlation, _size(first))
+        hold(self, patterns, self.output_mask, PROMISE)
         self.register_load_state_dict_pre_hook(without_compiled_parts)  # type: ignore[no-untyped-call]
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        renew(self, PROMISE)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        renew(self, PROMISE)
 
     @layer_takes(x=TENSOR, y=TENSOR)
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -155,14 +166,14 @@ class SymmetricContraction(PatternModule):
         """(nodes, components of the output, channels)."""
         nodes, shape = x.shape[0], (x.shape[0], _size(self.irreps_out), self.channels)
         single = torch.cat([x.transpose(1, 2), x.new_ones(nodes, 1, self.channels)], 1)
-        pairs = self._arrays(0)
+        pairs = arrays_of(self, 0)
         if self.correlation > 2:
             rows = nodes, pairs["A"].shape[0], self.channels
             double = PAIRS({**pairs, "X": single, "Y": single}, rows)
         left = double if self.correlation > 2 else single
         right = double if self.correlation > 3 else single
         weights = torch.cat([part.whole() for part in self.contractions], 1)  # type: ignore[operator]
-        arrays = self._arrays(1)
+        arrays = arrays_of(self, 1)
         of_element = torch.matmul(arrays.pop("U"), weights)
         if y.dtype != of_element.dtype:  # as products of statements: kinds are often integers
             common = torch.promote_types(y.dtype, of_element.dtype)

@@ -3,40 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 import insum
-from insum.accepted import (
-    FLAG,
-    NUMBERS,
-    TENSOR,
-    TEXT,
-    Accepted,
-    is_integer,
-    require,
-    takes,
-)
-from insum.errors import BindingError, UnsupportedError
+from insum.accepted import TENSOR, Accepted, require, takes
+from insum.errors import BindingError
 from insum.nn.checks import last_size, layer_takes, one_device
+from insum.nn.instructions import Normalisation
 from insum.nn.irreps import Irrep, Irreps, aligned
-from insum.nn.paths import (
-    Group,
-    Normalisation,
-    ScalarPath,
-    components,
-    groups_of,
-    paths_of,
-    scalar_paths_of,
-)
-from insum.nn.patterns import PatternModule, without_compiled_parts
+from insum.nn.paths import Group, extent
+from insum.nn.patterns import arrays_of, renew
+from insum.nn.product_plan import EMPTY, OPTIONS, ProductPlan, furnish
 
-LAYOUTS = ("mul_ir", "ir_mul")
-EMPTY: Mapping[int, Tensor] = MappingProxyType({})
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def _broadcast(*shapes: torch.Size) -> tuple[int, ...]:
@@ -49,255 +33,12 @@ def _broadcast(*shapes: torch.Size) -> tuple[int, ...]:
         ) from error
 
 
-INSTRUCTIONS = Accepted(
-    "a list of (i_in1, i_in2, i_out, mode, has_weight[, path_weight])",
-    lambda v: isinstance(v, tuple | list) and all(isinstance(one, tuple | list) for one in v),
-)
-
-
 IRREP_LIST = Accepted(
     'a list of irreps, such as ["0e", "1o"]', lambda v: isinstance(v, tuple | list)
 )
 
 
-class PathProduct(PatternModule):
-    """What products over paths share: irreps, instructions, weights, and coefficients that move
-    with the module; `TensorProduct` says what the arguments mean.
-    """
-
-    weight: Tensor
-    output_mask: Tensor
-    #: Whether weights are shared where nobody says.
-    shares = True
-    #: Coefficients of one statement.
-    most_points = 2**31
-
-    @takes(
-        in1_var=NUMBERS.optional,
-        in2_var=NUMBERS.optional,
-        out_var=NUMBERS.optional,
-        internal_weights=FLAG.optional,
-        shared_weights=FLAG.optional,
-        irrep_normalization=TEXT,
-        path_normalization=TEXT,
-        layout=TEXT,
-        instructions=INSTRUCTIONS,
-    )
-    def __init__(
-        self,
-        irreps_in1: object,
-        irreps_in2: object,
-        irreps_out: object,
-        instructions: Sequence[Sequence[object]],
-        in1_var: Sequence[float] | None = None,
-        in2_var: Sequence[float] | None = None,
-        out_var: Sequence[float] | None = None,
-        irrep_normalization: str = "component",
-        path_normalization: str = "element",
-        internal_weights: bool | None = None,
-        shared_weights: bool | None = None,
-        layout: str = "mul_ir",
-    ) -> None:
-        super().__init__()
-        if layout not in LAYOUTS:
-            raise UnsupportedError(
-                f"there is no layout {layout!r}", expected=" or ".join(map(repr, LAYOUTS))
-            )
-        self.irreps_in1, self.irreps_in2, self.irreps_out = (
-            Irreps.of(irreps) for irreps in (irreps_in1, irreps_in2, irreps_out)
-        )
-        irreps = self.irreps_in1, self.irreps_in2, self.irreps_out
-        rule = Normalisation(
-            irrep_normalization,
-            path_normalization,
-            *(None if v is None else tuple(map(float, v)) for v in (in1_var, in2_var, out_var)),
-        )
-        self.instructions = paths_of(*irreps, instructions, rule)
-        self.weight_numel = sum(path.numel for path in self.instructions)
-        self.layout = layout
-        self.shared_weights = self.shares if shared_weights is None else shared_weights
-        self.internal_weights = (
-            self.shared_weights and self.weight_numel > 0
-            if internal_weights is None
-            else internal_weights
-        )
-        if self.internal_weights and not self.shared_weights:
-            raise BindingError(
-                "internal weights that are not shared",
-                expected="weights for each item are passed to the call",
-                remedy="internal_weights=False",
-            )
-        self._scalars = self._scalar_paths()
-        apart = {one.path for one in self._scalars}
-        self._groups = groups_of(self.instructions, *irreps, most=self.most_points, apart=apart)
-        self._register()
-        self.register_load_state_dict_pre_hook(without_compiled_parts)  # type: ignore[no-untyped-call]
-
-    def _register(self) -> None:
-        if self.internal_weights:
-            self.weight = nn.Parameter(torch.randn(self.weight_numel))
-        else:
-            self.register_buffer("weight", torch.empty(0))
-        reached = {path.i_out for group in self._groups for path in group.paths}
-        reached |= {one.path.i_out for one in self._scalars}
-        mask = [
-            torch.full((mul * ir.dim,), float(i in reached))
-            for i, (mul, ir) in enumerate(self.irreps_out)
-        ]
-        self.register_buffer("output_mask", torch.cat([*mask, torch.ones(0)]))
-        self._hold([self._pattern(group) for group in self._groups], self.output_mask)
-
-    def _pattern(self, group: Group) -> dict[str, Tensor]:
-        """The coefficients of a group, exact, by the names that they have in its statements."""
-        raise NotImplementedError
-
-    def _scalar_paths(self) -> tuple[ScalarPath, ...]:
-        """Paths that are no part of a group, for they have nothing to couple."""
-        return ()
-
-    # --- what goes into statements, and comes out ---
-
-    def _weights(self, weight: Tensor | None) -> Tensor:
-        if weight is None:
-            if self.weight_numel and not self.internal_weights:
-                raise BindingError(
-                    "this product has no weights of its own",
-                    expected=f"weight= with {self.weight_numel} in the last dimension",
-                )
-            return self.weight
-        if (
-            self.shared_weights
-            and tuple(weight.shape) != (self.weight_numel,)
-            or not weight.dim()
-            or weight.shape[-1] != self.weight_numel
-        ):
-            lead = "" if self.shared_weights else "..., "
-            raise BindingError(
-                f"weight has shape {tuple(weight.shape)}",
-                expected=f"({lead}{self.weight_numel}{',' if self.shared_weights else ''})",
-            )
-        return weight
-
-    def _by_component(self, x: Tensor, irreps: Irreps, mul: int) -> Tensor:
-        """(b, components of all terms with this multiplicity, multiplicity)."""
-        b, terms = (
-            x.shape[0],
-            [(place, ir.dim) for place, (m, ir) in zip(irreps.slices(), irreps) if m == mul],
-        )
-        if mul != 1 and self.layout == "mul_ir":
-            return torch.cat(
-                [x[:, place].reshape(b, mul, dim).transpose(1, 2) for place, dim in terms], 1
-            )
-        if len(terms) == len(irreps):
-            return x.reshape(b, irreps.dim // mul, mul)
-        return torch.cat([x[:, place].reshape(b, dim, mul) for place, dim in terms], 1)
-
-    def _by_irrep(
-        self, outputs: dict[int, Tensor], like: Tensor, terms: Mapping[int, Tensor] = EMPTY
-    ) -> Tensor:
-        """The terms of the output in their order, zeros where no path leads: from all components of
-        one multiplicity, and by themselves, each as (b, multiplicity, components).
-        """
-        if (
-            self.layout == "ir_mul"
-            and not terms
-            and len(outputs) == 1
-            and all(mul in outputs for mul, _ in self.irreps_out)
-        ):
-            return next(iter(outputs.values())).flatten(1)
-        parts = [like.new_zeros(like.shape[0], 0)]
-        for number, (mul, ir) in enumerate(self.irreps_out):
-            part = terms.get(number)
-            if mul in outputs:
-                start = components(self.irreps_out, mul)[number]
-                found = outputs[mul][:, start : start + ir.dim].transpose(1, 2)
-                part = found if part is None else part + found
-            if part is None:
-                part = like.new_zeros(like.shape[0], mul, ir.dim)
-            parts.append((part if self.layout == "mul_ir" else part.transpose(1, 2)).flatten(1))
-        return torch.cat(parts, 1)
-
-    def _terms(self, x: Tensor, irreps: Irreps) -> list[Tensor]:
-        """Every term as (b, multiplicity, components)."""
-        parts = torch.split(x, [mul * ir.dim for mul, ir in irreps], 1)
-        by_channel = self.layout == "mul_ir"
-        found = []
-        for part, (mul, ir) in zip(parts, irreps):
-            shape = (mul, ir.dim) if by_channel else (ir.dim, mul)
-            term = part.reshape(part.shape[0], *shape)
-            found.append(term if by_channel else term.transpose(1, 2))
-        return found
-
-    def _weights_of(self, group: Group, weight: Tensor) -> Tensor:
-        """([b,] paths, u, v, w): a view where the paths of the group follow each other."""
-        size, first = group.paths[0].numel, group.offsets[0]
-        if group.offsets == tuple(range(first, first + size * len(group.paths), size)):
-            # a narrower view has a gradient that is filled and copied
-            whole = size * len(group.paths) == weight.shape[-1]
-            flat = weight if whole else weight.narrow(-1, first, size * len(group.paths))
-        else:
-            flat = torch.cat([weight.narrow(-1, offset, size) for offset in group.offsets], -1)
-        return flat.reshape(*weight.shape[:-1], len(group.paths), *group.weight_shape)
-
-    # --- as e3nn has them ---
-
-    def weight_view_for_instruction(self, instruction: int, weight: Tensor | None = None) -> Tensor:
-        """The weights of one path, (..., *shape of the path): a view."""
-        require("weight", weight, TENSOR.optional)
-        if not is_integer(instruction) or not 0 <= instruction < len(self.instructions):
-            raise BindingError(
-                f"there is no instruction {instruction}",
-                expected=f"a number from 0 to {len(self.instructions) - 1}",
-            )
-        path = self.instructions[instruction]
-        if not path.has_weight:
-            raise BindingError(
-                f"instruction {instruction} has no weights", expected="one with has_weight"
-            )
-        weight = self._weights(weight)
-        start = sum(p.numel for p in self.instructions[:instruction])
-        return weight.narrow(-1, start, path.numel).view(*weight.shape[:-1], *path.shape)
-
-    def weight_views(
-        self, weight: Tensor | None = None, yield_instruction: bool = False
-    ) -> Iterator[Any]:
-        """The weights of each path that has any; ``yield_instruction``: with its number and the
-        instruction itself in front.
-
-        >>> product = FullyConnectedTensorProduct("4x0e", "2x0e", "3x0e")
-        >>> [tuple(view.shape) for view in product.weight_views()]
-        [(4, 2, 3)]
-        """
-        for number, path in enumerate(self.instructions):
-            if path.has_weight:
-                view = self.weight_view_for_instruction(number, weight)
-                yield (number, path, view) if yield_instruction else view
-
-    def visualize(
-        self, weight: Tensor | None = None, plot_weight: bool = True, ax: Any = None
-    ) -> tuple[Any, Any]:
-        """Draw the paths with Matplotlib; what has weights is coloured by their size.
-
-        Returns:
-            The figure and its axes.
-        """
-        from insum.nn.drawn import paths_drawn
-
-        sizes: dict[int, float] = {}
-        if plot_weight and (weight is not None or self.internal_weights):
-            for number, _, view in self.weight_views(weight, yield_instruction=True):
-                sizes[number] = float(view.detach().square().mean().sqrt())
-        irreps = self.irreps_in1, self.irreps_in2, self.irreps_out
-        return paths_drawn(irreps, self.instructions, sizes, ax)
-
-    def extra_repr(self) -> str:
-        return (
-            f"{self.irreps_in1} x {self.irreps_in2} -> {self.irreps_out} | "
-            f"{len(self.instructions)} paths | {self.weight_numel} weights"
-        )
-
-
-class TensorProduct(PathProduct):
+class TensorProduct(nn.Module):
     """A weighted tensor product of two vectors of irreps, path for path and weight for weight
     `e3nn.o3.TensorProduct`.
 
@@ -339,17 +80,52 @@ class TensorProduct(PathProduct):
         True
     """
 
-    def _pattern(self, group: Group) -> dict[str, Tensor]:
-        pattern = group.coefficients(self.irreps_in1, self.irreps_in2, self.irreps_out)
-        i, j, k = pattern.slot_indices
-        assert pattern.values is not None
-        made = {"V": pattern.values, "I": i, "J": j, "K": k, "L": pattern.group_indices[0]}
-        return {n: t for n, t in made.items() if n != "L" or group.has_weight} | group.pairs()
+    weight: Tensor
+    output_mask: Tensor
+    _exact: list[dict[str, Tensor]]
 
-    def _scalar_paths(self) -> tuple[ScalarPath, ...]:
-        return scalar_paths_of(
-            self.instructions, self.irreps_in1, self.irreps_in2, shared=self.shared_weights
+    @takes(**OPTIONS)
+    def __init__(
+        self,
+        irreps_in1: object,
+        irreps_in2: object,
+        irreps_out: object,
+        instructions: Sequence[Sequence[object]],
+        in1_var: Sequence[float] | None = None,
+        in2_var: Sequence[float] | None = None,
+        out_var: Sequence[float] | None = None,
+        irrep_normalization: str = "component",
+        path_normalization: str = "element",
+        internal_weights: bool | None = None,
+        shared_weights: bool | None = None,
+        layout: str = "mul_ir",
+    ) -> None:
+        super().__init__()
+        self._plan = plan = ProductPlan.of(
+            (irreps_in1, irreps_in2, irreps_out),
+            instructions,
+            Normalisation.of(irrep_normalization, path_normalization, in1_var, in2_var, out_var),
+            layout,
+            internal_weights,
+            True if shared_weights is None else shared_weights,
+            scalars_apart=True,
         )
+        self.irreps_in1, self.irreps_in2, self.irreps_out = plan.irreps
+        self.instructions, self.weight_numel = plan.instructions, plan.weight_numel
+        self.layout = layout
+        self.shared_weights, self.internal_weights = plan.shared_weights, plan.internal_weights
+        furnish(self, plan, _grouped_by_path)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        renew(self)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if "_plan" not in state:
+            self._plan = ProductPlan.of_older(self)
+        renew(self)
 
     # --- the product ---
 
@@ -357,7 +133,7 @@ class TensorProduct(PathProduct):
     def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
         last_size("x", x, self.irreps_in1.dim, f"irreps_in1 {self.irreps_in1}")
         last_size("y", y, self.irreps_in2.dim, f"irreps_in2 {self.irreps_in2}")
-        weight = self._weights(weight)
+        weight = self._plan.weights(weight, self.weight)
         one_device(module=self.output_mask, x=x, y=y, weight=weight)
         own = () if self.shared_weights else (weight.shape[:-1],)
         lead = _broadcast(x.shape[:-1], y.shape[:-1], *own)
@@ -370,40 +146,25 @@ class TensorProduct(PathProduct):
         return self._product(x, y, weight).reshape(*lead, self.irreps_out.dim)
 
     def _product(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+        plan = self._plan
         outputs: dict[int, Tensor] = {}
-        for number, group in enumerate(self._groups):
-            tensors = self._arrays(number)
-            tensors["X"] = self._by_component(x, self.irreps_in1, group.muls[0])
-            tensors["Y"] = self._by_component(y, self.irreps_in2, group.muls[1])
+        for number, group in enumerate(plan.groups):
+            tensors = arrays_of(self, number)
+            tensors["X"] = plan.by_component(x, plan.irreps_in1, group.muls[0])
+            tensors["Y"] = plan.by_component(y, plan.irreps_in2, group.muls[1])
             if group.single:
                 tensors["Y"] = tensors["Y"].squeeze(-1)
             if group.has_weight:
-                tensors["W"] = self._weights_of(group, weight)
-            shape = (
-                x.shape[0],
-                sum(ir.dim for mul, ir in self.irreps_out if mul == group.muls[2]),
-                *group.out_shape,
-            )
+                tensors["W"] = group.weights_in(weight)
             z = insum.insum(
-                group.statement(self.shared_weights),
-                out_shape=shape,
+                group.statement(plan.shared_weights),
+                out_shape=(x.shape[0], extent(plan.irreps_out, group.muls[2]), *group.out_shape),
                 padded=("I", "J", "K"),
                 **tensors,
             ).flatten(2)
             before = outputs.get(group.muls[2])
             outputs[group.muls[2]] = z if before is None else before + z
-        return self._by_irrep(outputs, x, self._scaled(x, y, weight) if self._scalars else EMPTY)
-
-    def _scaled(self, x: Tensor, y: Tensor, weight: Tensor) -> dict[int, Tensor]:
-        """What paths with scalars add to each term of the output."""
-        found: dict[int, Tensor] = {}
-        first, second = self._terms(x, self.irreps_in1), self._terms(y, self.irreps_in2)
-        for one in self._scalars:
-            path = one.path
-            part = one(first[path.i_in1], second[path.i_in2].squeeze(-1), weight)
-            before = found.get(path.i_out)
-            found[path.i_out] = part if before is None else before + part
-        return found
+        return plan.by_irrep(outputs, x, _scaled(plan, x, y, weight) if plan.scalars else EMPTY)
 
     @layer_takes(y=TENSOR, weight=TENSOR.optional)
     def right(self, y: Tensor, weight: Tensor | None = None) -> Tensor:
@@ -428,8 +189,61 @@ class TensorProduct(PathProduct):
         >>> FullyConnectedTensorProduct("8x0e + 8x1o", "0e + 1o", "8x0e + 8x1o").statements()
         ('Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[L[p],u,w]',)
         """
-        grouped = tuple(group.statement(self.shared_weights) for group in self._groups)
-        return (*grouped, *dict.fromkeys(one.statement for one in self._scalars))
+        plan = self._plan
+        grouped = tuple(group.statement(plan.shared_weights) for group in plan.groups)
+        return (*grouped, *dict.fromkeys(one.statement for one in plan.scalars))
+
+    # --- as e3nn has them ---
+
+    def weight_view_for_instruction(self, instruction: int, weight: Tensor | None = None) -> Tensor:
+        """The weights of one path, (..., *shape of the path): a view."""
+        return self._plan.weight_view(instruction, weight, self.weight)
+
+    def weight_views(
+        self, weight: Tensor | None = None, yield_instruction: bool = False
+    ) -> Iterator[Any]:
+        """The weights of each path that has any; ``yield_instruction``: with its number and the
+        instruction itself in front.
+
+        >>> product = FullyConnectedTensorProduct("4x0e", "2x0e", "3x0e")
+        >>> [tuple(view.shape) for view in product.weight_views()]
+        [(4, 2, 3)]
+        """
+        for one in self._plan.weight_views(weight, self.weight):
+            yield one if yield_instruction else one[-1]
+
+    def visualize(
+        self, weight: Tensor | None = None, plot_weight: bool = True, ax: Any = None
+    ) -> tuple[Any, Any]:
+        """Draw the paths with Matplotlib; what has weights is coloured by their size.
+
+        Returns:
+            The figure and its axes.
+        """
+        return self._plan.drawn(weight, self.weight, plot_weight, ax)
+
+    def extra_repr(self) -> str:
+        return str(self._plan)
+
+
+def _grouped_by_path(plan: ProductPlan, group: Group) -> dict[str, Tensor]:
+    pattern = group.coefficients(*plan.irreps)
+    i, j, k = pattern.slot_indices
+    assert pattern.values is not None
+    made = {"V": pattern.values, "I": i, "J": j, "K": k, "L": pattern.group_indices[0]}
+    return {n: t for n, t in made.items() if n != "L" or group.has_weight} | group.pairs()
+
+
+def _scaled(plan: ProductPlan, x: Tensor, y: Tensor, weight: Tensor) -> dict[int, Tensor]:
+    """What paths with scalars add to each term of the output."""
+    found: dict[int, Tensor] = {}
+    first, second = plan.terms(x, plan.irreps_in1), plan.terms(y, plan.irreps_in2)
+    for one in plan.scalars:
+        path = one.path
+        part = one(first[path.i_in1], second[path.i_in2].squeeze(-1), weight)
+        before = found.get(path.i_out)
+        found[path.i_out] = part if before is None else before + part
+    return found
 
 
 class FullyConnectedTensorProduct(TensorProduct):

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import insum
-from insum.accepted import COUNT, TENSOR
+from insum.accepted import COUNT, TENSOR, takes
 from insum.call import prepared
 from insum.errors import BindingError
 from insum.nn.checks import last_size, layer_takes, one_device
 from insum.nn.edges import check_edges, endpoints
-from insum.nn.paths import Group
-from insum.nn.tensor_product import PathProduct
+from insum.nn.instructions import Normalisation
+from insum.nn.paths import Group, extent
+from insum.nn.patterns import arrays_of, renew
+from insum.nn.product_plan import OPTIONS, ProductPlan, furnish
 from insum.plan.strategies.unrolling import UNROLL_POINTS
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-class TensorProductConv(PathProduct):
+
+class TensorProductConv(nn.Module):
     """The convolution of equivariant networks: the tensor product of what every edge starts from
     with what the edge has, weighted and summed where it ends.
 
@@ -59,20 +65,52 @@ class TensorProductConv(PathProduct):
         ('Z[dst[e],I[p],u] = V[p] * X[src[e],J[p],u] * Y[e,K[p]] * W[e,L[p],u]',)
     """
 
-    shares = False
-    most_points = UNROLL_POINTS  # more would not become code
+    weight: Tensor
+    output_mask: Tensor
+    _exact: list[dict[str, Tensor]]
 
-    def _pattern(self, group: Group) -> dict[str, Tensor]:
-        irreps = self.irreps_in1, self.irreps_in2, self.irreps_out
-        (i, j, k, l), values = group.entries(*irreps)
-        made = {"V": values, "J": j, "K": k}
-        if group.mixes(self.shared_weights):
-            rows, at = torch.unique(torch.stack([l, i]), dim=1, return_inverse=True)
-            made |= {"H": at, "L": rows[0], "I": rows[1]}
-        else:
-            made |= {"I": i, **({"L": l} if group.has_weight else {})}
-        narrow = {n: t.int() for n, t in made.items() if n != "V"}
-        return {"V": values, **narrow, **group.pairs()}
+    @takes(**OPTIONS)
+    def __init__(
+        self,
+        irreps_in1: object,
+        irreps_in2: object,
+        irreps_out: object,
+        instructions: Sequence[Sequence[object]],
+        in1_var: Sequence[float] | None = None,
+        in2_var: Sequence[float] | None = None,
+        out_var: Sequence[float] | None = None,
+        irrep_normalization: str = "component",
+        path_normalization: str = "element",
+        internal_weights: bool | None = None,
+        shared_weights: bool | None = None,
+        layout: str = "mul_ir",
+    ) -> None:
+        super().__init__()
+        self._plan = plan = ProductPlan.of(
+            (irreps_in1, irreps_in2, irreps_out),
+            instructions,
+            Normalisation.of(irrep_normalization, path_normalization, in1_var, in2_var, out_var),
+            layout,
+            internal_weights,
+            bool(shared_weights),
+            most=UNROLL_POINTS,  # more would not become code
+        )
+        self.irreps_in1, self.irreps_in2, self.irreps_out = plan.irreps
+        self.instructions, self.weight_numel = plan.instructions, plan.weight_numel
+        self.layout = layout
+        self.shared_weights, self.internal_weights = plan.shared_weights, plan.internal_weights
+        furnish(self, plan, _listed)
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        renew(self)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if "_plan" not in state:
+            self._plan = ProductPlan.of_older(self)
+        renew(self)
 
     @layer_takes(
         x=TENSOR, y=TENSOR, edge_index=TENSOR, weight=TENSOR.optional, num_nodes=COUNT.optional
@@ -99,7 +137,7 @@ class TensorProductConv(PathProduct):
         """
         last_size("x", x, self.irreps_in1.dim, f"irreps_in1 {self.irreps_in1}")
         last_size("y", y, self.irreps_in2.dim, f"irreps_in2 {self.irreps_in2}")
-        weight = self._weights(weight)
+        weight = self._plan.weights(weight, self.weight)
         one_device(module=self.output_mask, x=x, y=y, edge_index=edge_index, weight=weight)
         nodes = x.shape[0] if num_nodes is None else num_nodes
         check_edges(edge_index)
@@ -111,11 +149,11 @@ class TensorProductConv(PathProduct):
     ) -> Tensor:
         """``ends``: of the edges, sources and targets."""
         outputs: dict[int, Tensor] = {}
-        for number, group in enumerate(self._groups):
+        for number, group in enumerate(self._plan.groups):
             found = self._summed(number, group, x, y, ends, weight, nodes).flatten(2)
             before = outputs.get(group.muls[2])
             outputs[group.muls[2]] = found if before is None else before + found
-        return self._by_irrep(outputs, x.new_empty(nodes, 0))
+        return self._plan.by_irrep(outputs, x.new_empty(nodes, 0))
 
     def _check_rows(self, x: Tensor, y: Tensor, edges: int, weight: Tensor) -> None:
         if x.dim() != 2:
@@ -143,38 +181,78 @@ class TensorProductConv(PathProduct):
         nodes: int,
     ) -> Tensor:
         """(nodes, components of the output, its letters)."""
-        arrays, statements = self._arrays(number), group.along_edges(self.shared_weights)
-        second = self._by_component(y, self.irreps_in2, group.muls[1])
+        plan, arrays = self._plan, arrays_of(self, number)
+        statements = group.along_edges(plan.shared_weights)
+        second = plan.by_component(y, plan.irreps_in2, group.muls[1])
         along: dict[str, Any] = {
-            "X": self._by_component(x, self.irreps_in1, group.muls[0]),
+            "X": plan.by_component(x, plan.irreps_in1, group.muls[0]),
             "Y": second.squeeze(-1) if group.single else second,
             "src": ends[0],
             "dst": ends[1],
         }
-        mul = group.muls[2]
-        shape = (
-            nodes,
-            sum(ir.dim for m, ir in self.irreps_out if m == mul),
-            *group.out_shape,
-        )
-        if not group.mixes(self.shared_weights):
+        shape = nodes, extent(plan.irreps_out, group.muls[2]), *group.out_shape
+        if not group.mixes(plan.shared_weights):
             given: dict[str, Any] = {**arrays, **along}
             if group.has_weight:
-                given["W"] = self._weights_of(group, weight)
+                given["W"] = group.weights_in(weight)
             return _along(group, given, shape)
         mixing = {name: arrays.pop(name) for name in "IL"}
         rows = nodes, mixing["I"].shape[0], *group.summed_shape
         sums = insum.insum(statements[0], out_shape=rows, **arrays, **along)
-        mixed = self._weights_of(group, weight)
+        mixed = group.weights_in(weight)
         return insum.insum(statements[1], out_shape=shape, T=sums, W=mixed, **mixing)
 
     def statements(self) -> tuple[str, ...]:
         """The statements of a call."""
-        return tuple(s for group in self._groups for s in group.along_edges(self.shared_weights))
+        plan = self._plan
+        return tuple(s for group in plan.groups for s in group.along_edges(plan.shared_weights))
+
+    # --- as e3nn has them ---
+
+    def weight_view_for_instruction(self, instruction: int, weight: Tensor | None = None) -> Tensor:
+        """The weights of one path, (..., *shape of the path): a view."""
+        return self._plan.weight_view(instruction, weight, self.weight)
+
+    def weight_views(
+        self, weight: Tensor | None = None, yield_instruction: bool = False
+    ) -> Iterator[Any]:
+        """The weights of each path that has any; ``yield_instruction``: with its number and the
+        instruction itself in front.
+
+        >>> product = TensorProductConv(
+        ...     "4x0e", "2x0e", "3x0e", [(0, 0, 0, "uvw", True)], shared_weights=True
+        ... )
+        >>> [tuple(view.shape) for view in product.weight_views()]
+        [(4, 2, 3)]
+        """
+        for one in self._plan.weight_views(weight, self.weight):
+            yield one if yield_instruction else one[-1]
+
+    def visualize(
+        self, weight: Tensor | None = None, plot_weight: bool = True, ax: Any = None
+    ) -> tuple[Any, Any]:
+        """Draw the paths with Matplotlib; what has weights is coloured by their size.
+
+        Returns:
+            The figure and its axes.
+        """
+        return self._plan.drawn(weight, self.weight, plot_weight, ax)
 
     def extra_repr(self) -> str:
         shared = ", shared" if self.shared_weights and self.weight_numel else ""
-        return super().extra_repr() + shared
+        return f"{self._plan}{shared}"
+
+
+def _listed(plan: ProductPlan, group: Group) -> dict[str, Tensor]:
+    """The coefficients of a group in one list."""
+    (i, j, k, l), values = group.entries(*plan.irreps)
+    made = {"J": j, "K": k}
+    if group.mixes(plan.shared_weights):
+        rows, at = torch.unique(torch.stack([l, i]), dim=1, return_inverse=True)
+        made |= {"H": at, "L": rows[0], "I": rows[1]}
+    else:
+        made |= {"I": i, **({"L": l} if group.has_weight else {})}
+    return {"V": values, **{n: t.int() for n, t in made.items()}, **group.pairs()}
 
 
 def _along(group: Group, given: dict[str, Any], shape: tuple[int, ...]) -> Tensor:

@@ -1,0 +1,94 @@
+"""Edges of several relations, grouped by them and kept with the edges."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import insum
+from insum.compat.calls import is_plain_call
+from insum.errors import BindingError, InsumError
+from insum.formats import COO, GroupCOO, SparseFormat
+from insum.memory import remembered
+from insum.nn.checks import integers
+from insum.nn.edges import check_range, endpoints, plain
+from insum.plan.sizes import power_of_two
+from insum.runtime.handwritten import grouping
+from insum.runtime.record import out_of_range
+
+
+def relations(
+    edge_index: Tensor, edge_type: Tensor, nodes: int, count: int, *, mean: bool, dtype: torch.dtype
+) -> SparseFormat:
+    """Edges as ``A[target, source, relation]``: grouped by relation and kept with ``edge_index``; a
+    plain list of edges under a tracer.
+    """
+    src, dst = endpoints(edge_index, nodes, nodes)
+    shape = (nodes, nodes, count)
+    if not is_plain_call((edge_index, edge_type)):
+        return COO(
+            _shares(dst, edge_type, nodes, count, mean, dtype),
+            (dst, src, edge_type),
+            shape,
+            validate=False,
+        )
+    check_range("edge_type", edge_type, (count,), "relations")
+    token = remembered(edge_index, "token", object)  # these edges in this version
+
+    def make() -> GroupCOO:
+        return GroupCOO.from_entries(
+            (dst, src, edge_type),
+            _shares(dst, edge_type, nodes, count, mean, dtype),
+            shape,
+            group_dims=2,
+            validate=False,
+        )
+
+    return remembered(edge_type, ("relations", token, shape, mean, dtype), make)
+
+
+def check_relations(edge_index: Tensor, edge_type: Tensor) -> None:
+    if tuple(edge_type.shape) != (edge_index.shape[1],):
+        raise BindingError(
+            f"edge_type has shape {tuple(edge_type.shape)}",
+            expected=f"({edge_index.shape[1]},), one relation for each edge",
+        )
+    integers("edge_type", edge_type)
+
+
+#: Edges in a group on a GPU: the rows of one matrix product.
+GROUP = 64
+
+
+def groups(
+    edge_index: Tensor, edge_type: Tensor, nodes: int, count: int, *, mean: bool, dtype: torch.dtype
+) -> grouping.Grouped:
+    """The same on a GPU: grouped without waiting, and kept with the edges."""
+
+    def explain(offence: int, edge: int, value: int) -> InsumError:
+        if offence == grouping.RELATION:
+            return out_of_range(f"edge_type[{edge}]", value, count, "relations")
+        return out_of_range(f"edge_index[{offence}, {edge}]", value, nodes, "nodes")
+
+    def make() -> grouping.Grouped:
+        edges, relation = plain(edge_index), plain(edge_type)
+        counts = grouping.counted(edges, relation, nodes, count, explain)
+        src, dst = endpoints(edge_index, nodes, nodes)
+        shares = _shares(dst, relation, nodes, count, mean, dtype)
+        size = min(GROUP, power_of_two(src.shape[0] // max(1, count)))
+        return grouping.grouped(edges, relation, shares, counts, nodes, size)
+
+    return remembered(edge_type, ("groups", nodes, count, mean, dtype), make, edge_index)
+
+
+def _shares(
+    dst: Tensor, edge_type: Tensor, nodes: int, count: int, mean: bool, dtype: torch.dtype
+) -> Tensor:
+    """1, or 1 over the number of edges with the same target and relation."""
+    one = torch.ones(dst.shape[0], dtype=dtype, device=dst.device)
+    if not mean:
+        return one
+    total = insum.insum(
+        "D[dst[e],rel[e]] = one[e]", dst=dst, rel=edge_type, one=one, out_shape=(nodes, count)
+    )
+    return insum.insum("S[e] = reciprocal(D[dst[e],rel[e]])", D=total, dst=dst, rel=edge_type)
