@@ -60,8 +60,8 @@ class Blocks:
         rows, points = places.rows, places.take
         if not is_sorted(rows[0]):  # what is added to stays in cache
             order = sorting(rows[0])
-            rows = tuple(r[order] for r in rows)
-            points = order if points is None else points[order]
+            rows = tuple(r.index_select(0, order) for r in rows)
+            points = order if points is None else points.index_select(0, order)
         to, i, j = (r.tolist() for r in rows)
         return _Calls(tuple(zip(to, i, j)), points)
 

@@ -85,8 +85,8 @@ class Products:
         chunk_of = (length.cumsum(0) - length) // at_once(self.roles)
         # by chunk of the output, then by matrix
         order = sorting(chunk_of[to] * self.sides[1].count + which)
-        to, reads, which = to[order], reads[order], which[order]
-        points = order if take is None else take[order]
+        to, reads, which = (t.index_select(0, order) for t in (to, reads, which))
+        points = order if take is None else take.index_select(0, order)
         numbers = torch.arange(int(chunk_of[-1]) + 2)
         starts = torch.searchsorted(chunk_of[to], numbers).tolist()
         firsts = torch.searchsorted(chunk_of, numbers).tolist()
@@ -174,8 +174,8 @@ class Sums:
         points = places.take
         if not is_sorted(to):
             order = sorting(to)
-            to, reads = to[order], [r[order] for r in reads]
-            points = order if points is None else points[order]
+            to, *reads = (t.index_select(0, order) for t in (to, *reads))
+            points = order if points is None else points.index_select(0, order)
         a, b = (None if is_counting(r) else narrow(r) for r in reads)
         runs = tuple(_MatrixPoints(*run) for run in _runs(to))
         return _SortedPoints((a, b), points, runs)
