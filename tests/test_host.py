@@ -16,7 +16,7 @@ from insum.call import BoundCall, kinds_of
 from insum.contraction import cheapest
 from insum.host import choose as chooser
 from insum.host import chunks, runs
-from insum.host.places import Lowering
+from insum.host.places import HostCall, Lowering
 from insum.request import request_of
 from insum.testing import Case, assert_close, draw_cases
 from scatters import draw_scatters
@@ -26,8 +26,10 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small statements too, in chunks so small that there are several."""
+    """Small statements too and at their first call, in chunks so small that there are several."""
     monkeypatch.setattr(chooser, "LEAST_WORK", 0)
+    monkeypatch.setattr(chooser, "LEAST_FIRST_WORK", 0)
+    monkeypatch.setattr(HostCall, "comes_back", lambda self, key: True)
     monkeypatch.setattr(chunks, "AT_ONCE", 256)
     monkeypatch.setattr(runs, "AT_ONCE", 1 << 14)
     monkeypatch.setattr("insum.call._forms", {})

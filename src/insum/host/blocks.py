@@ -12,10 +12,10 @@ from torch import Tensor
 from insum.host.parts import Weights, weights_of
 from insum.host.places import HostCall, is_sorted, places_of, sorting
 from insum.host.roles import HostRoles, as_tensor
+from insum.host.runs import LEAST_PRODUCT
 
-#: Multiplications that a point must have, so that calling for each is little beside them; and how
-#: many points are called for one after the other.
-LEAST_PRODUCT, MOST_CALLS = 1 << 15, 1 << 16
+#: How many points are called for one after the other.
+MOST_CALLS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -29,8 +29,9 @@ from insum.host.rows import sum_of_rows
 #: Bytes of the rows that are multiplied at a time: as much as a cache holds, and long enough for a
 #: matrix product.
 AT_ONCE = 1 << 23
-#: Points that a matrix must have on the average, and columns on each side.
-LEAST_RUN = 16
+#: Points that a matrix must have on the average; or multiplications, so that calling for each is
+#: little beside them.
+LEAST_RUN, LEAST_PRODUCT = 16, 1 << 15
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +55,7 @@ class Products:
     weights: Weights
     key: tuple[object, ...]
     matrix: int
-    name, slowness = "runs", 0
+    name, slowness = "runs", 2
     why = "points that share a matrix are one matrix product, summed while they are in cache"
 
     @property
@@ -142,7 +143,7 @@ class Sums:
     roles: HostRoles
     weights: Weights
     key: tuple[object, ...]
-    name, slowness = "runs", 0
+    name, slowness = "runs", 2
     why = "points that add to the same matrix are one matrix product"
 
     def __call__(self, call: HostCall) -> Tensor:
@@ -203,11 +204,20 @@ def runs_of(roles: HostRoles) -> Products | Sums | None:
     if len(roles.wide) != 2 or len(roles.shared) != 2:
         return None
     if (0, 1) not in roles.shared:
-        enough = roles.count >= LEAST_RUN * roles.target.count
+        enough = _are_long(roles, roles.count, roles.target.count)
         return Sums(roles, weights_of(roles), ("sums", *roles.key)) if enough else None
     matrix = 0 if (-1, 0) in roles.shared else 1
-    count, step = roles.wide[matrix].count, at_once(roles)
+    step = at_once(roles)
     few = roles.count <= step * roles.target.count
-    long = min(roles.count, step) >= LEAST_RUN * count
+    long = _are_long(roles, min(roles.count, step), roles.wide[matrix].count)
     key = ("runs", *roles.key)
     return Products(roles, weights_of(roles), key, matrix) if few and long else None
+
+
+def _are_long(roles: HostRoles, points: int, matrices: int) -> bool:
+    """Whether a product for each matrix is worth its call: it has enough points, or enough to do
+    for those that it has.
+    """
+    extents = roles.problem.extents
+    each = prod(int(extents[v]) for names in roles.shared.values() for v in names)
+    return points >= LEAST_RUN * matrices or points * each >= LEAST_PRODUCT * matrices
