@@ -237,6 +237,29 @@ STATEMENTS = [
         },
         {"out_shape": (16, 8, 256), "padded": ("AK",)},
     ),
+    Statement(
+        "block rows",
+        "C[AM[p],a,n] = AV[p,a,b] * B[AK[p],b,n]",
+        lambda d: {
+            "AM": whole(16, 40).sort().values,
+            "AK": whole(16, 40),
+            "AV": real(d, 40, 8, 8),
+            "B": real(d, 16, 8, 30),
+        },
+        {"out_shape": (16, 8, 30)},
+    ),
+    Statement(
+        "block rows",
+        "C[n,AM[p],a] = B[b,AK[p,q],n] * AV[p,q,b,a] * s[p]",
+        lambda d: {
+            "s": real(d, 20),
+            "AM": whole(16, 20),
+            "AK": whole(16, 20, 2, low=-1),
+            "AV": real(d, 20, 2, 8, 8),
+            "B": real(d, 8, 16, 30),
+        },
+        {"out_shape": (30, 16, 8), "padded": ("AK",)},
+    ),
     Statement("patterns", PRODUCT, lambda d: pattern(d, 16, 16), {"out_shape": (20, 4, 16)}),
     Statement(
         "patterns",

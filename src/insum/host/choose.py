@@ -12,6 +12,7 @@ from torch import Tensor
 
 from insum.graph import lower
 from insum.graph_value import meeting_dtype
+from insum.host.block_rows import block_rows_of
 from insum.host.blocks import blocks_of
 from insum.host.chunks import chunks_of
 from insum.host.dots import dots_of
@@ -81,6 +82,7 @@ def _first(roles: HostRoles) -> Lowering | None:
         rows_of,
         dots_of,
         runs_of,
+        block_rows_of,
         blocks_of,
     )
     if _is_sparse(roles):

@@ -121,9 +121,7 @@ def on_grid(
     return found, found != -1 if atom.tensor in problem.padded else None
 
 
-def _laid(
-    access: Access, values: Mapping[str, Value], grid: Mapping[str, Tensor]
-) -> Tensor | None:
+def _laid(access: Access, values: Mapping[str, Value], grid: Mapping[str, Tensor]) -> Tensor | None:
     """A tensor with a dimension for each variable of the grid; None where these are not its
     dimensions, from end to end.
     """
