@@ -37,14 +37,14 @@ LEAST_RUN, LEAST_PRODUCT = 16, 1 << 15
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:
     """Some output rows: the rows that are read for them, sorted by matrix; how many each matrix
-    has; and the sums of products that they are, None where they are the products.
+    has; and which products they are: sums of some, one each, or None where they are the products.
     """
 
     first: int
     last: int
-    reads: Tensor
+    reads: Tensor | slice
     runs: tuple[tuple[int, int, int], ...]
-    sums: RowSegments | None
+    sums: RowSegments | Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,24 +95,34 @@ class Products:
             if first < last:
                 here = slice(a, b)
                 sums = self.sums(to[here] - first, last - first, points[here])
-                yield _Chunk(first, last, narrow(reads[here]), _runs(which[here]), sums)
+                yield _Chunk(first, last, _side_by_side(reads[here]), _runs(which[here]), sums)
 
-    def sums(self, to: Tensor, count: int, points: Tensor) -> RowSegments | None:
+    def sums(self, to: Tensor, count: int, points: Tensor) -> RowSegments | Tensor | None:
         """How the products of a chunk are summed: by output, with the point of each."""
         if not self.roles.narrow and len(to) == count and is_counting(to):
             return None
         found = segments(to, count, torch.arange(len(to)), None)
+        if not self.roles.narrow and len(to) == count and is_counting(found.starts):
+            return found.columns
         ordered = narrow(points[found.columns.long()]) if self.roles.narrow else None
         return RowSegments(found.starts, found.columns, ordered)
 
 
+def _side_by_side(reads: Tensor) -> Tensor | slice:
+    """Rows that lie one after the other need not be gathered."""
+    first = int(reads[0]) if len(reads) else 0
+    return slice(first, first + len(reads)) if is_counting(reads - first) else narrow(reads)
+
+
 def _run(chunk: _Chunk, x: Tensor, w: Tensor, weights: Tensor | None, out: Tensor) -> None:
-    read = x.index_select(0, chunk.reads).to(w.dtype)
-    sums = chunk.sums
+    reads, sums = chunk.reads, chunk.sums
+    read = (x[reads] if isinstance(reads, slice) else x.index_select(0, reads)).to(w.dtype)
     products = out if sums is None else out.new_empty((len(read), out.shape[1]))
     for matrix, start, end in chunk.runs:
         torch.mm(read[start:end], w[matrix], out=products[start:end])
-    if sums is not None and not len(read):
+    if isinstance(sums, Tensor):
+        torch.index_select(products, 0, sums, out=out)
+    elif sums is not None and not len(read):
         out.zero_()
     elif sums is not None:
         out.copy_(sum_of_rows(sums, sums.taken(weights), products))
