@@ -15,9 +15,10 @@ import insum
 from insum.call.prepared import BoundCall, kinds_of
 from insum.call.request import request_of
 from insum.graph.contraction import cheapest
+from insum.graph.lower import lower
 from insum.host import choose as chooser
-from insum.host import chunks, runs
-from insum.host.places import Lowering
+from insum.host import chunks, rows, runs
+from insum.host.places import HostCall, Lowering
 from insum.testing import Case, assert_close, draw_cases
 from scatters import draw_scatters
 
@@ -26,8 +27,10 @@ FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small statements too, in chunks so small that there are several."""
+    """Small statements too and at their first call, in chunks so small that there are several."""
     monkeypatch.setattr(chooser, "LEAST_WORK", 0)
+    monkeypatch.setattr(chooser, "LEAST_FIRST_WORK", 0)
+    monkeypatch.setattr(HostCall, "comes_back", lambda self, key: True)
     monkeypatch.setattr(chunks, "AT_ONCE", 256)
     monkeypatch.setattr(runs, "AT_ONCE", 1 << 14)
     monkeypatch.setattr("insum.call.prepared._forms", {})
@@ -234,6 +237,29 @@ STATEMENTS = [
             "B": real(d, 16, 16, 256),
         },
         {"out_shape": (16, 8, 256), "padded": ("AK",)},
+    ),
+    Statement(
+        "block rows",
+        "C[AM[p],a,n] = AV[p,a,b] * B[AK[p],b,n]",
+        lambda d: {
+            "AM": whole(16, 40).sort().values,
+            "AK": whole(16, 40),
+            "AV": real(d, 40, 8, 8),
+            "B": real(d, 16, 8, 30),
+        },
+        {"out_shape": (16, 8, 30)},
+    ),
+    Statement(
+        "block rows",
+        "C[n,AM[p],a] = B[b,AK[p,q],n] * AV[p,q,b,a] * s[p]",
+        lambda d: {
+            "s": real(d, 20),
+            "AM": whole(16, 20),
+            "AK": whole(16, 20, 2, low=-1),
+            "AV": real(d, 20, 2, 8, 8),
+            "B": real(d, 8, 16, 30),
+        },
+        {"out_shape": (30, 16, 8), "padded": ("AK",)},
     ),
     Statement("patterns", PRODUCT, lambda d: pattern(d, 16, 16), {"out_shape": (20, 4, 16)}),
     Statement(
@@ -522,6 +548,75 @@ def test_small_statements_are_one_graph(monkeypatch: pytest.MonkeyPatch) -> None
     request = request_of(SPMM, (30, 5), None, ())
     found: Lowering | None = chooser.choose(request.bind(few))
     assert found is None
+
+
+def test_index_tensors_that_come_back_are_worth_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is made of others where the statement is not large, unless the same bits are wanted
+    each time.
+    """
+    monkeypatch.undo()
+    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.api._fronts", {})
+    made: list[str] = []
+    segments = rows.segments
+    monkeypatch.setattr(rows, "segments", lambda *a: made.append("rows") or segments(*a))
+    values = {"AV": torch.randn(2000), "B": torch.randn(500, 16)}
+    draw = lambda: {"AM": whole(500, 2000), "AK": whole(500, 2000)}
+    run = lambda **ends: insum.insum(SPMM, out_shape=(500, 16), **values, **ends)
+    ends, others = draw(), draw()
+    first = run(**ends)
+    assert not made
+    torch.testing.assert_close(run(**ends), first)
+    assert made == ["rows"]
+    run(**others)
+    assert made == ["rows"]
+    ends = draw()
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(run(**ends), run(**ends))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert made == ["rows", "rows"]
+
+
+def test_short_index_tensors_are_no_pattern_where_sizes_forbid_it() -> None:
+    """A dense matrix would have many more elements than there are points, whatever they are."""
+    values = {"AV": torch.randn(2000), "AM": whole(500, 2000), "AK": whole(500, 2000)}
+    request = request_of(SPMM, (500, 16), None, ())
+    found = chooser.choose(request.bind({**values, "B": torch.randn(500, 16)}))
+    assert isinstance(found, rows.ScaledRows)
+
+
+@pytest.mark.parametrize("tokens, experts, width", [(2048, 8, 64), (256, 64, 128)])
+def test_matrices_of_few_points_are_runs(tokens: int, experts: int, width: int) -> None:
+    """Not a pattern, which multiplies with all of them; nor gathered for each point."""
+    values = {
+        "X": torch.randn(tokens, width),
+        "tok": torch.arange(tokens),
+        "e": whole(experts, tokens),
+        "W": torch.randn(experts, width, width),
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs, "AT_ONCE", 1 << 23)
+        assert way_of(Statement("runs", EXPERTS, lambda d: values), values) == "runs"
+        found = insum.insum(EXPERTS, **values)
+    exact = torch.bmm(values["X"][:, None], values["W"][values["e"]])[:, 0]
+    torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-3)
+
+
+def test_values_of_a_sparse_tensor() -> None:
+    """They are views of it, and it has no storage."""
+    dense = torch.randn(30, 30) * (torch.rand(30, 30) < 0.3)
+    A, B = insum.formats.COO.from_torch(dense.to_sparse().coalesce()), torch.randn(30, 200)
+    for _ in range(3):
+        found = insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B)
+        torch.testing.assert_close(found, dense @ B, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_are_added_by_indices_that_torch_is_quick_with() -> None:
+    values = {"D": whole(5, 9).int(), "X": torch.randn(9, 2)}
+    problem = request_of("Y[D[p],n] += X[p,n]", (5, 2), None, ()).bind(values)
+    assert "torch.int64" in lower(problem).module.code
 
 
 def test_the_order_of_products_follows_from_sizes() -> None:

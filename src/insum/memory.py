@@ -405,13 +405,13 @@ _CHUNK = 1 << 16
 def fingerprint(tensor: Tensor) -> int:
     """A number that other values have with a probability of at most 2**-32."""
     flat, rest = _as_words(tensor.detach())
-    total = tensor.numel() + rest
-    for start in range(0, flat.numel(), _CHUNK):
-        chunk = flat[start : start + _CHUNK]
-        weights, others = _weights(chunk.numel())
-        mixed = int(torch.dot(chunk, weights))
+    total, count = tensor.numel() + rest, flat.numel()
+    for start in range(0, count, _CHUNK):
+        length = min(_CHUNK, count - start)
+        chunk = flat if length == count else flat.narrow(0, start, length)
+        mixed = int(torch.dot(chunk, _weights(0, length)))
         if tensor.itemsize < 4:  # of a product with the last of a word little is left
-            mixed += int(torch.dot(chunk >> 32, others))
+            mixed += int(torch.dot(chunk >> 32, _weights(1, length)))
         total = (total * 0x9E3779B97F4A7C15 + mixed) % 2**64
     return total
 
@@ -429,19 +429,20 @@ def _as_words(tensor: Tensor) -> tuple[Tensor, int]:
     return flat[:whole].view(torch.int64), int.from_bytes(bytes(rest), "little")
 
 
-def _weights(count: int) -> tuple[Tensor, Tensor]:
-    """Odd numbers, two for each word."""
+def _weights(which: int, count: int) -> Tensor:
+    """Odd numbers, of which there are two for each word."""
     global _drawn
     if _drawn is None:
         generator = torch.Generator().manual_seed(0x1A5A)
         with torch.inference_mode(False):
-            _drawn = torch.randint(
+            drawn = torch.randint(
                 -(2**62), 2**62, (2, _CHUNK), generator=generator, device="cpu"
             ).bitwise_or_(1)
-    return _drawn[0, :count], _drawn[1, :count]
+            _drawn = drawn[0], drawn[1]
+    return _drawn[which].narrow(0, 0, count)
 
 
-_drawn: Tensor | None = None
+_drawn: tuple[Tensor, Tensor] | None = None
 
 
 # --- finding and making ---------------------------------------------------------------------------
@@ -469,7 +470,7 @@ def _made(tensor: Tensor, declared: bool) -> Entry:
     storage, root = tensor.untyped_storage(), tensor._base
     if root is None:
         root = tensor
-    else:
+    elif root.layout is torch.strided:  # values of a sparse tensor are views of it
         whole = known(root)
         declared = declared or whole is not None and whole.declared
     entry = Entry(declared)

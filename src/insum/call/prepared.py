@@ -374,7 +374,7 @@ class BoundCall:
     """A call of certain sizes and strides."""
 
     __slots__ = (
-        *("_fused", "_graphs", "_lowerings", "_problem", "_ranges", "_staged", "_uses"),
+        *("_fused", "_graphs", "_lowerings", "_problem", "_ranges", "_staged", "_uses", "_waits"),
         *("count", "derived", "prepared", "sized", "sizes"),
     )
 
@@ -392,6 +392,8 @@ class BoundCall:
         self._staged: dict[bool, tuple[BoundStage, ...]] = {}
         #: By whether the result is new or accumulated.
         self._lowerings: dict[bool, Lowering | None] = {}
+        #: Whether a CPU takes the graph until index tensors come back.
+        self._waits: bool | None = None
 
     @property
     def request(self) -> Request:
@@ -427,10 +429,11 @@ class BoundCall:
             self.look_now(values)
 
     def host_looks(self, values: Mapping[str, Value]) -> bool:
-        """Whether indices are looked at when this call is run: at what is remembered of them.
-        Where it is several statements, none of them knows what all of them read.
+        """Whether indices are looked at when this call is run: at what is remembered of them,
+        where something is. Where it is several statements, none of them knows what all of them
+        read.
         """
-        if not self.prepared.on_host or self.lowering("new", values) is None:
+        if not self.prepared.on_host:
             return False
         return not (self.prepared.orderable and self.staged(values, in_place=False))
 
@@ -472,9 +475,9 @@ class BoundCall:
                 # torch's own kernels would end the process' use of the device
                 self.look_now(values)
         elif self.host_looks(values):
-            lowering = self.lowering(mode, values)
-            if lowering is not None and is_undisturbed():
-                return self.run_lowered(lowering, mode, values, target)
+            result = self.run_on_host(mode, values, target) if is_undisturbed() else None
+            if result is not None:
+                return result
             self.look_now(values)
         if self.prepared.form.wraps:
             values = self.wrapped(values)
@@ -503,20 +506,30 @@ class BoundCall:
             self._lowerings[new] = choose(self.problem(values), new=new)
         return self._lowerings[new]
 
-    def run_lowered(
-        self,
-        lowering: Lowering,
-        mode: str,
-        values: Mapping[str, Value],
-        target: Tensor | None,
-    ) -> Tensor:
+    def run_on_host(
+        self, mode: str, values: Mapping[str, Value], target: Tensor | None
+    ) -> Tensor | None:
+        """The result of the way that a CPU takes, or None where that is the graph."""
         from insum.host.places import HostCall
 
-        entries = {name: memory.entry_of(values[name]) for name in self.prepared.indices}  # type: ignore[arg-type]
-        self.check(entries, values)
+        if self._waits is None:
+            from insum.host.choose import waits
+
+            self._waits = waits(self.problem(values), self.prepared.indices)
+        if not self._waits and self.lowering(mode, values) is None:
+            return None
         wraps = self.prepared.form.wraps
         seen = functools.cache(lambda: self.wrapped(values)) if wraps else lambda: values
-        result = lowering(HostCall(values, seen, entries))
+        entries = {name: memory.entry_of(values[name]) for name in self.prepared.indices}  # type: ignore[arg-type]
+        call = HostCall(values, seen, entries)
+        if self._waits and not call.comes_back(self.prepared.form.statement):
+            return None
+        lowering = self.lowering(mode, values)
+        if lowering is None:
+            self._waits = False
+            return None
+        self.check(entries, values)
+        result = lowering(call)
         if target is None:
             return result
         return target.add_(result) if mode == "into" else (target + result).to(target.dtype)

@@ -197,6 +197,9 @@ class GraphWriter:
             source = self.builder.call(torch.unsqueeze, source, dim)
         rows = self.reader.flat(index)
         if not self.extremum:
+            if self.problem.device.type == "cpu" and index.dtype != torch.int64:
+                # of narrow rows with indices of int32, torch adds one after the other
+                rows = self.builder.method("to", rows, torch.int64)
             self.builder.method("index_add_", view, dim, rows, source, name=self._result)
         else:
             self._reduce(view, dim, rows, source, len(dims))

@@ -12,10 +12,10 @@ from torch import Tensor
 from insum.host.parts import Weights, weights_of
 from insum.host.places import HostCall, is_sorted, places_of, sorting
 from insum.host.roles import HostRoles, as_tensor
+from insum.host.runs import LEAST_PRODUCT
 
-#: Multiplications that a point must have, so that calling for each is little beside them; and how
-#: many points are called for one after the other.
-LEAST_PRODUCT, MOST_CALLS = 1 << 15, 1 << 16
+#: How many points are called for one after the other.
+MOST_CALLS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,8 +60,8 @@ class Blocks:
         rows, points = places.rows, places.take
         if not is_sorted(rows[0]):  # what is added to stays in cache
             order = sorting(rows[0])
-            rows = tuple(r[order] for r in rows)
-            points = order if points is None else points[order]
+            rows = tuple(r.index_select(0, order) for r in rows)
+            points = order if points is None else points.index_select(0, order)
         to, i, j = (r.tolist() for r in rows)
         return _Calls(tuple(zip(to, i, j)), points)
 

@@ -4,7 +4,7 @@ decide; what is made of index values is kept with the index tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from insum.graph.lower import lower
 from insum.graph.value import meeting_dtype
+from insum.host.block_rows import block_rows_of
 from insum.host.blocks import blocks_of
 from insum.host.chunks import chunks_of
 from insum.host.dots import dots_of
@@ -23,8 +24,9 @@ from insum.host.rows import rows_of
 from insum.host.runs import runs_of
 from insum.lang.bind import Problem
 
-#: Fewer points than this are done before anything is looked up.
-LEAST_WORK = 1 << 14
+#: Fewer points than this are done before anything is looked up; and fewer than this before anything
+#: is made of index tensors that may never come back.
+LEAST_WORK, LEAST_FIRST_WORK = 1 << 14, 1 << 17
 #: How many times more points there may be than any tensor has elements: more are no sparse matrix,
 #: but a dense product in disguise.
 MOST_PER_ELEMENT = 4
@@ -42,11 +44,25 @@ class Whole:
         return self.part(call.indices())
 
 
+def waits(problem: Problem, indices: Iterable[str]) -> bool:
+    """Whether this is one graph until index tensors come back: what is made of them takes longer
+    than the graph, and so does finding out how.
+    """
+    if not LEAST_WORK <= _work(problem) < LEAST_FIRST_WORK:
+        return False
+    kinds = [problem.kinds[name] for name in indices]
+    return bool(kinds) and all(kind.device is not None for kind in kinds)
+
+
+def _work(problem: Problem) -> int:
+    return prod(int(n) for n in problem.extents.values())
+
+
 def choose(problem: Problem, *, new: bool = True) -> Lowering | None:
     """How a CPU runs this problem; None: as one graph. ``new``: the result is a new tensor, not
     something to be added to another, which is then not rounded.
     """
-    work = prod(int(n) for n in problem.extents.values())
+    work = _work(problem)
     if work < LEAST_WORK or not new and 2 * work < prod(int(n) for n in problem.shape):
         return None
     if not new and problem.dtype in FLOATS:
@@ -66,6 +82,7 @@ def _first(roles: HostRoles) -> Lowering | None:
         rows_of,
         dots_of,
         runs_of,
+        block_rows_of,
         blocks_of,
     )
     if _is_sparse(roles):

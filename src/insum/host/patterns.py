@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations
 from math import prod
 
 import torch
@@ -17,7 +18,7 @@ from insum.graph.contraction import WRITING, cheapest
 from insum.graph.lower import live_terms, lower
 from insum.graph.value import meeting_dtype
 from insum.host.parts import SubProblem, sub_problem, tensor_kind
-from insum.host.places import HostCall, Lowering
+from insum.host.places import HostCall, Lowering, grid_of, on_grid
 from insum.host.roles import as_tensor
 from insum.lang.bind import Problem
 from insum.lang.expand import ProductTerm
@@ -33,7 +34,6 @@ from insum.lang.expr import (
     tensors_of,
     variables,
 )
-from insum.runtime.check import evaluated
 
 #: Points of a pattern, elements of the dense tensor, and by how much more it may take where the
 #: other way gathers: its products are of small matrices.
@@ -95,6 +95,8 @@ class Patterns:
     why = "a short pattern is a small dense tensor, kept with it, and the rest matrix products"
 
     def __call__(self, call: HostCall) -> Tensor:
+        if not call.comes_back(self.key):
+            return self.otherwise(call)
         made, way = self.way(call)
         if way.lowering is None or made.dense is None:
             return self.otherwise(call)
@@ -122,8 +124,7 @@ class Patterns:
         taken = names_of(self.problem.statement) | set(self.pattern.axes.values())
         names = tuple(fresh("pattern", taken) for _ in range(1 + len(follows)))
         dense = _dense(self.problem, self.term, self.pattern, dict(follows), names)
-        points = prod(int(self.problem.extents[v]) for v in self.term.variables)
-        if _steps(dense) > (self.otherwise.slowness * points or GATHERING * _steps(self.problem)):
+        if _steps(dense) > _most_steps(self.problem, self.term, self.otherwise):
             return Way()
         return Way(self.choose(dense), names)
 
@@ -132,17 +133,16 @@ class Patterns:
     def made(self, call: HostCall) -> _PatternTensors:
         problem, pattern, values = self.problem, self.pattern, call.indices()
         sizes = [int(problem.extents[v]) for v in pattern.vars]
-        grid = {
-            v: torch.arange(n).reshape([-1 if k == at else 1 for k in range(len(sizes))])
-            for at, (v, n) in enumerate(zip(pattern.vars, sizes))
-        }
+        grid = grid_of(pattern.vars, tuple(sizes))
         present = torch.ones(sizes, dtype=torch.bool)
         places: dict[str, Tensor] = {}
         for (index, _), axis in pattern.axes.items():
-            place, there = evaluated(problem, index, values, grid)
-            present, places[axis] = present & there, place.expand(sizes)
+            place, there = on_grid(problem, index, values, grid)
+            places[axis] = place.expand(sizes)
+            present = present if there is None else present & there
         for index in _indices(pattern.factors):
-            present = present & evaluated(problem, index, values, grid)[1]
+            there = on_grid(problem, index, values, grid)[1]
+            present = present if there is None else present & there
         at = {axis: place[present] for axis, place in places.items()}
         scale = torch.ones(sizes, dtype=self.dtype)
         if self.coefficients is not None:
@@ -217,6 +217,26 @@ def _steps(problem: Problem) -> int:
     return order.steps + WRITING * sum(moved)
 
 
+def _most_steps(problem: Problem, term: ProductTerm, otherwise: Lowering) -> int:
+    """What the dense statement may take, so that it is not slower than the other way."""
+    points = prod(int(problem.extents[v]) for v in term.variables)
+    return otherwise.slowness * points or GATHERING * _steps(problem)
+
+
+def _least_steps(problem: Problem, term: ProductTerm, pattern: DensePattern) -> int:
+    """What the dense statement takes at least, whatever the values, as long as no two points of
+    the pattern are the same: the axes that are left then have a place for each. The dense tensor
+    meets one of the other factors first.
+    """
+    points = prod(int(problem.extents[v]) for v in pattern.vars)
+    sizes = [n for _, n in pattern.axes]
+    every = [prod(some) for k in range(len(sizes)) for some in combinations(sizes, k + 1)]
+    elements = min([n for n in every if n >= points], default=prod(sizes))
+    others = [variables(f) for f in term.factors if f not in pattern.factors]
+    met = [prod(int(problem.extents[v]) for v in vs if v not in pattern.vars) for vs in others]
+    return elements * min(met)
+
+
 def _indices(factors: tuple[Expr, ...]) -> list[Affine]:
     return [i for f in factors for a in accesses(f) for i in a.indices if any(accesses(i))]
 
@@ -229,6 +249,9 @@ def patterns_of(
     pattern = _pattern(problem, term)
     if pattern is None:
         return None
+    other = otherwise()
+    if _least_steps(problem, term, pattern) > _most_steps(problem, term, other):
+        return None
     part = _coefficients(problem, pattern)
     indices = {a.tensor for _, _, i in problem.index_uses() for a in accesses(i)}
     reads = tensors_of(part.problem.statement) if part is not None else ()
@@ -239,7 +262,7 @@ def patterns_of(
         part,
         tuple(n for n in reads if n not in indices and problem.kinds[n].device is not None),
         choose,
-        otherwise(),
+        other,
         ("pattern", str(problem.statement), *(n for _, n in pattern.axes)),
     )
 

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from insum import memory
 from insum.compat.calls import untracked
-from insum.host.roles import HostRoles, Side
-from insum.lang.bind import Value
-from insum.lang.expr import accesses
+from insum.host.roles import HostRoles, Side, plain_variables
+from insum.lang.bind import Problem, Value
+from insum.lang.expr import Access, Affine, accesses
 from insum.runtime.check import evaluated
 
 T = TypeVar("T")
+#: Numbers below this are kept as int32.
+_SMALL = 2**31 - 1
 #: What is remembered about each index tensor of a call.
 IndexEntries: TypeAlias = Mapping[str, memory.Entry]
 
@@ -42,6 +44,19 @@ class HostCall:
                 return make()
 
         return first.remembered((key, *[e.serial for e in others]), plainly)
+
+    def comes_back(self, key: object) -> bool:
+        """Whether these index tensors were asked about before, or are said to stay, so that
+        something is worth making that takes longer than a call without it. Where the same bits
+        are wanted each time, there is no first time.
+        """
+        first, *others = self.entries.values()
+        asked = ("asked", key, *[e.serial for e in others])
+        if asked in first:
+            return True
+        first.keep(asked, True)
+        is_known = all(e.declared for e in self.entries.values())
+        return is_known or torch.are_deterministic_algorithms_enabled()
 
 
 class Lowering(Protocol):
@@ -74,28 +89,62 @@ class PointRows:
 
 
 def places_of(roles: HostRoles, call: HostCall) -> PointRows:
-    count = len(roles.points)
-    grid = {
-        v: torch.arange(size).reshape([-1 if k == at else 1 for k in range(count)])
-        for at, (v, size) in enumerate(zip(roles.points, roles.sizes))
-    }
+    grid = grid_of(roles.points, roles.sizes)
     values = call.indices()
     present = _present(roles, values, grid)
     take = None if present is None else present.nonzero()[:, 0]
     found = []
     for side in roles.sides:
         rows = _numbers(roles, side, values, grid)
-        found.append(rows if take is None else rows[take])
+        found.append(rows if take is None else rows.index_select(0, take))
     return PointRows(tuple(found), take)
+
+
+def grid_of(vars: tuple[str, ...], sizes: tuple[int, ...]) -> dict[str, Tensor]:
+    """The numbers that each variable takes, along a dimension of its own."""
+    return {
+        v: torch.arange(size).reshape([-1 if k == at else 1 for k in range(len(vars))])
+        for at, (v, size) in enumerate(zip(vars, sizes))
+    }
+
+
+def on_grid(
+    problem: Problem, index: Affine, values: Mapping[str, Value], grid: Mapping[str, Tensor]
+) -> tuple[Tensor, Tensor | None]:
+    """An index at all points of a grid, and where it is not absent, None where that is everywhere.
+    A tensor that the grid runs along is taken as it lies.
+    """
+    atom = index.atom
+    found = _laid(atom, values, grid) if isinstance(atom, Access) else None
+    if found is None or not isinstance(atom, Access):
+        return evaluated(problem, index, values, grid)
+    return found, found != -1 if atom.tensor in problem.padded else None
+
+
+def _laid(access: Access, values: Mapping[str, Value], grid: Mapping[str, Tensor]) -> Tensor | None:
+    """A tensor with a dimension for each variable of the grid; None where these are not its
+    dimensions, from end to end.
+    """
+    vars = plain_variables(access)
+    if not vars or len(set(vars)) < len(vars):
+        return None
+    tensor = torch.as_tensor(values[access.tensor])
+    if tensor.shape != tuple(grid[v].numel() for v in vars):
+        return None
+    there = [v for v in grid if v in vars]
+    ordered = tensor.permute([vars.index(v) for v in there])
+    return ordered.reshape([grid[v].numel() if v in vars else 1 for v in grid]).long()
 
 
 def _numbers(
     roles: HostRoles, side: Side, values: Mapping[str, Value], grid: Mapping[str, Tensor]
 ) -> Tensor:
-    total = torch.zeros((), dtype=torch.int64)
+    total: Tensor | None = None
     for d in side.rows:
-        place, there = evaluated(roles.problem, side.access.indices[d], values, grid)
-        total = total * side.shape[d] + torch.where(there, place, 0)
+        place, there = on_grid(roles.problem, side.access.indices[d], values, grid)
+        place = place if there is None else torch.where(there, place, 0)
+        total = place if total is None else total * side.shape[d] + place
+    total = torch.zeros((), dtype=torch.int64) if total is None else total
     return total.expand(roles.sizes).reshape(-1)
 
 
@@ -106,8 +155,9 @@ def _present(
     problem, found = roles.problem, None
     for _, _, index in problem.index_uses():
         if any(a.tensor in problem.padded for a in accesses(index)):
-            there = evaluated(problem, index, values, grid)[1]
-            found = there if found is None else found & there
+            there = on_grid(problem, index, values, grid)[1]
+            if there is not None:
+                found = there if found is None else found & there
     if found is None or bool(found.all()):
         return None
     return found.expand(roles.sizes).reshape(-1)
@@ -134,21 +184,17 @@ class RowSegments:
 
 
 def segments(rows: Tensor, count: int, columns: Tensor, take: Tensor | None) -> RowSegments:
-    order = None if is_sorted(rows) else sorting(rows)
-    if order is not None:
-        rows, columns = rows[order], columns[order]
-        take = order if take is None else take[order]
-    width = torch.int32 if max(count, len(rows), _most(columns)) < 2**31 - 1 else torch.int64
+    lengths = torch.bincount(rows, minlength=count)
+    if not is_sorted(rows):
+        order = sorting(rows)
+        columns = columns.index_select(0, order)
+        take = order if take is None else take.index_select(0, order)
+    width = torch.int32 if max(count, len(rows), _most(columns)) < _SMALL else torch.int64
     return RowSegments(
-        starts_of(rows, count).to(width),
+        torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(width),
         columns.to(width),
         None if take is None else take.to(width),
     )
-
-
-def starts_of(rows: Tensor, count: int) -> Tensor:
-    """Where each of ``count`` rows begins among sorted numbers of rows, and where the last ends."""
-    return torch.searchsorted(rows.contiguous(), torch.arange(count + 1))
 
 
 def is_sorted(rows: Tensor) -> bool:
@@ -161,7 +207,8 @@ def is_counting(rows: Tensor) -> bool:
 
 
 def sorting(rows: Tensor) -> Tensor:
-    return torch.sort(rows, stable=True).indices
+    """The order in which they do not fall."""
+    return torch.sort(narrow(rows), stable=True).indices  # half as long takes half as long
 
 
 def _most(numbers: Tensor) -> int:
@@ -170,4 +217,4 @@ def _most(numbers: Tensor) -> int:
 
 def narrow(numbers: Tensor) -> Tensor:
     """As int32 where they fit."""
-    return numbers.int() if _most(numbers) < 2**31 - 1 else numbers
+    return numbers.int() if _most(numbers) < _SMALL else numbers

@@ -88,21 +88,26 @@ def _product(entries: RowSegments, weights: Tensor | None, dense: Tensor) -> Ten
     rows = len(entries.starts) - 1
     matrix = csr(entries, weights, (rows, len(dense)))
     # what there is without the library multiplies by zero what it finds
-    known = torch.backends.mkl.is_available()  # type: ignore[no-untyped-call, unused-ignore]
-    made = dense.new_empty if known else dense.new_zeros
+    made = dense.new_empty if has_library() else dense.new_zeros
     result = made((rows, dense.shape[1]))
     return torch.addmm(result, matrix, dense.contiguous(), beta=0, out=result)
 
 
 def csr(entries: RowSegments, values: Tensor, shape: tuple[int, int]) -> Tensor:
-    _announce()
+    known_as_beta()
     return torch.sparse_csr_tensor(
         entries.starts, entries.columns, values, shape, check_invariants=False
     )
 
 
 @cache
-def _announce() -> None:
+def has_library() -> bool:
+    """Whether torch has the library that multiplies sparse matrices."""
+    return bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call, unused-ignore]
+
+
+@cache
+def known_as_beta() -> None:
     """torch says once that such matrices are in beta; not to whoever does not know of them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -29,21 +29,22 @@ from insum.host.rows import sum_of_rows
 #: Bytes of the rows that are multiplied at a time: as much as a cache holds, and long enough for a
 #: matrix product.
 AT_ONCE = 1 << 23
-#: Points that a matrix must have on the average, and columns on each side.
-LEAST_RUN = 16
+#: Points that a matrix must have on the average; or multiplications, so that calling for each is
+#: little beside them.
+LEAST_RUN, LEAST_PRODUCT = 16, 1 << 15
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Chunk:
     """Some output rows: the rows that are read for them, sorted by matrix; how many each matrix
-    has; and the sums of products that they are, None where they are the products.
+    has; and which products they are: sums of some, one each, or None where they are the products.
     """
 
     first: int
     last: int
-    reads: Tensor
+    reads: Tensor | slice
     runs: tuple[tuple[int, int, int], ...]
-    sums: RowSegments | None
+    sums: RowSegments | Tensor | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,7 +55,7 @@ class Products:
     weights: Weights
     key: tuple[object, ...]
     matrix: int
-    name, slowness = "runs", 0
+    name, slowness = "runs", 2
     why = "points that share a matrix are one matrix product, summed while they are in cache"
 
     @property
@@ -85,8 +86,8 @@ class Products:
         chunk_of = (length.cumsum(0) - length) // at_once(self.roles)
         # by chunk of the output, then by matrix
         order = sorting(chunk_of[to] * self.sides[1].count + which)
-        to, reads, which = to[order], reads[order], which[order]
-        points = order if take is None else take[order]
+        to, reads, which = (t.index_select(0, order) for t in (to, reads, which))
+        points = order if take is None else take.index_select(0, order)
         numbers = torch.arange(int(chunk_of[-1]) + 2)
         starts = torch.searchsorted(chunk_of[to], numbers).tolist()
         firsts = torch.searchsorted(chunk_of, numbers).tolist()
@@ -94,24 +95,34 @@ class Products:
             if first < last:
                 here = slice(a, b)
                 sums = self.sums(to[here] - first, last - first, points[here])
-                yield _Chunk(first, last, narrow(reads[here]), _runs(which[here]), sums)
+                yield _Chunk(first, last, _side_by_side(reads[here]), _runs(which[here]), sums)
 
-    def sums(self, to: Tensor, count: int, points: Tensor) -> RowSegments | None:
+    def sums(self, to: Tensor, count: int, points: Tensor) -> RowSegments | Tensor | None:
         """How the products of a chunk are summed: by output, with the point of each."""
         if not self.roles.narrow and len(to) == count and is_counting(to):
             return None
         found = segments(to, count, torch.arange(len(to)), None)
+        if not self.roles.narrow and len(to) == count and is_counting(found.starts):
+            return found.columns
         ordered = narrow(points[found.columns.long()]) if self.roles.narrow else None
         return RowSegments(found.starts, found.columns, ordered)
 
 
+def _side_by_side(reads: Tensor) -> Tensor | slice:
+    """Rows that lie one after the other need not be gathered."""
+    first = int(reads[0]) if len(reads) else 0
+    return slice(first, first + len(reads)) if is_counting(reads - first) else narrow(reads)
+
+
 def _run(chunk: _Chunk, x: Tensor, w: Tensor, weights: Tensor | None, out: Tensor) -> None:
-    read = x.index_select(0, chunk.reads).to(w.dtype)
-    sums = chunk.sums
+    reads, sums = chunk.reads, chunk.sums
+    read = (x[reads] if isinstance(reads, slice) else x.index_select(0, reads)).to(w.dtype)
     products = out if sums is None else out.new_empty((len(read), out.shape[1]))
     for matrix, start, end in chunk.runs:
         torch.mm(read[start:end], w[matrix], out=products[start:end])
-    if sums is not None and not len(read):
+    if isinstance(sums, Tensor):
+        torch.index_select(products, 0, sums, out=out)
+    elif sums is not None and not len(read):
         out.zero_()
     elif sums is not None:
         out.copy_(sum_of_rows(sums, sums.taken(weights), products))
@@ -142,7 +153,7 @@ class Sums:
     roles: HostRoles
     weights: Weights
     key: tuple[object, ...]
-    name, slowness = "runs", 0
+    name, slowness = "runs", 2
     why = "points that add to the same matrix are one matrix product"
 
     def __call__(self, call: HostCall) -> Tensor:
@@ -174,8 +185,8 @@ class Sums:
         points = places.take
         if not is_sorted(to):
             order = sorting(to)
-            to, reads = to[order], [r[order] for r in reads]
-            points = order if points is None else points[order]
+            to, *reads = (t.index_select(0, order) for t in (to, *reads))
+            points = order if points is None else points.index_select(0, order)
         a, b = (None if is_counting(r) else narrow(r) for r in reads)
         runs = tuple(_MatrixPoints(*run) for run in _runs(to))
         return _SortedPoints((a, b), points, runs)
@@ -203,11 +214,20 @@ def runs_of(roles: HostRoles) -> Products | Sums | None:
     if len(roles.wide) != 2 or len(roles.shared) != 2:
         return None
     if (0, 1) not in roles.shared:
-        enough = roles.count >= LEAST_RUN * roles.target.count
+        enough = _are_long(roles, roles.count, roles.target.count)
         return Sums(roles, weights_of(roles), ("sums", *roles.key)) if enough else None
     matrix = 0 if (-1, 0) in roles.shared else 1
-    count, step = roles.wide[matrix].count, at_once(roles)
+    step = at_once(roles)
     few = roles.count <= step * roles.target.count
-    long = min(roles.count, step) >= LEAST_RUN * count
+    long = _are_long(roles, min(roles.count, step), roles.wide[matrix].count)
     key = ("runs", *roles.key)
     return Products(roles, weights_of(roles), key, matrix) if few and long else None
+
+
+def _are_long(roles: HostRoles, points: int, matrices: int) -> bool:
+    """Whether a product for each matrix is worth its call: it has enough points, or enough to do
+    for those that it has.
+    """
+    extents = roles.problem.extents
+    each = prod(int(extents[v]) for names in roles.shared.values() for v in names)
+    return points >= LEAST_RUN * matrices or points * each >= LEAST_PRODUCT * matrices
