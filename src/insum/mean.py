@@ -20,6 +20,7 @@ from torch import Tensor
 from insum.bounded import keep
 from insum.compat.calls import is_plain_call
 from insum.compat.placed import while_tracing
+from insum.errors import IndexRangeError
 from insum.lang.bind import Problem, Size, Value
 from insum.lang.expand import expand
 from insum.lang.expr import (
@@ -38,7 +39,9 @@ from insum.lang.expr import (
 from insum.lang.parser import parse
 from insum.memory import remembered
 from insum.ops import contract
+from insum.plan.uses import uses_of
 from insum.request import Request, RequestSizes, head
+from insum.runtime.check import verify
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -275,7 +278,11 @@ def _shares(
     dtype = share_dtype(problem.dtype)
 
     def make() -> Tensor:
-        return shares_of(contract(asked, values), each, dtype)
+        try:
+            return shares_of(contract(asked, values), each, dtype)
+        except IndexRangeError:  # of counts, which nobody has written
+            verify(problem, uses_of(problem, request.wraps), tensors)
+            raise
 
     if not values:  # indices that are sums of variables
         with torch.device(problem.device):

@@ -314,8 +314,8 @@ class _RowsWriter(NodeMaker):
     def summed(self, upstream: Node, index: Node, like: Node) -> Node:
         """What arrives at the edges, added up for each node; made where it is first needed."""
         made = self.sums.setdefault((upstream, index), [])
-        for one in made:
-            if same(shape_of(one)[0], shape_of(like)[0]):  # one index may be that of other nodes, too
+        for one in made:  # by one index nodes of several kinds may be gathered
+            if same(shape_of(one)[0], shape_of(like)[0]):
                 return one
         zeros = self.zeros(upstream, (like, 0), (upstream, 1))
         made.append(self.made(aten.index_put.default, zeros, [index], upstream, True))
