@@ -77,6 +77,18 @@ def test_edges_that_change() -> None:
     agrees(run, mean, (x, ends))
 
 
+def test_a_share_that_is_read_before_and_after() -> None:
+    def program(x: Tensor, ends: Tensor) -> Tensor:
+        count = count_of(x, ends)[:, None]
+        divided = x / count
+        means = x.new_zeros(N, F).index_add(0, ends[1], x[ends[0]]) / count
+        return divided[ends[0]] * means[ends[1]]
+
+    run, _ = compiled(program)
+    agrees(run, program, (leaf(N, F), ENDS))
+    assert insum.fusion.report().moved and not insum.fusion.report().failed
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_divisions(name: str) -> None:
     run, _ = compiled(OTHERS[name])

@@ -209,8 +209,9 @@ class _ShareWriter(NodeMaker):
         sweep(self.graph, [node])
 
     def scaled(self, message: Node, count: Node, row: Node) -> Node:
-        if count not in self.shares:  # of which the first is made where all others are read later
-            self.shares[count] = self.made(aten.reciprocal.default, count)
+        if count not in self.shares:
+            with self.graph.inserting_after(count):  # wherever the first of them is read
+                self.shares[count] = self.made(aten.reciprocal.default, count)
         share = self.made(aten.index.Tensor, self.shares[count], [row])
         for dim in range(1, len(shape_of(message))):
             share = self.made(aten.unsqueeze.default, share, dim)

@@ -177,10 +177,14 @@ def _given(node: Node) -> Any:
 
 
 def _is_matrix(node: Node) -> bool:
+    """Whether a node is a matrix of pairs. A single row, or column, is as good as its places; and
+    where it is broadcast, what is scattered to one place is at many.
+    """
     value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, torch.Tensor):
+    if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.dim() != 2:
         return False
-    return value.dim() == 2 and (value.dtype in FLOATS or value.dtype == torch.bool)
+    numbers = value.dtype in FLOATS or value.dtype == torch.bool
+    return numbers and not any(map(is_one, value.shape))
 
 
 def _is_finite(number: Any, divides: bool = False) -> bool:
