@@ -165,6 +165,9 @@ def test_refused() -> None:
         insum.insum("y[i] mean= A[i,j]", A=A, y=passed)
     with pytest.raises(insum.DtypeError, match="a mean of int64"):
         insum.insum("y[i] mean= A[i,j]", A=A.long())
+    with pytest.raises(insum.IndexRangeError, match=r"dimension 1 of y(.|\n)* mean= ") as found:
+        insum.insum("y[f,D[e]] mean= X[e,f]", D=D, X=X[D], out_shape=(WIDTH, 2))
+    assert "count" not in str(found.value)
     with pytest.raises(insum.IndexRangeError, match="S"):
         insum.insum(next(iter(CASES)), D=D, S=S + NODES, X=X, out_shape=(NODES, WIDTH))
     with pytest.raises(insum.InsumError, match=r"one of =, .*mean="):

@@ -24,14 +24,31 @@ def mean(x: Tensor, ends: Tensor) -> Tensor:
     return total / count.clamp(min=1).view(-1, 1).expand(N, F)
 
 
+def count_of(x: Tensor, ends: Tensor) -> Tensor:
+    return x.new_zeros(N).index_add(0, ends[1], x.new_ones(E)).clamp(min=1)
+
+
+def square_sum(x: Tensor, ends: Tensor) -> Tensor:
+    """With as many columns as rows, so that a count fits both."""
+    return x.new_zeros(N, N).index_add(0, ends[1], (x @ x.T)[ends[0]])
+
+
 #: Divisions that are none of a mean, or not of one that is there alone.
 OTHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "by a value": lambda x, ends: (
         x.new_zeros(N, F).index_add(0, ends[1], x[ends[0]]) / (2 + x[:, :1].abs())
     ),
-    "by columns": lambda x, ends: (
-        x.new_zeros(F, F).index_add(0, ends[1] % F, x[ends[0]])
-        / x.new_zeros(F).index_add(0, ends[1] % F, x.new_ones(E)).clamp(min=1)
+    "by columns": lambda x, ends: square_sum(x, ends) / count_of(x, ends),
+    "by columns, as a row": lambda x, ends: square_sum(x, ends) / count_of(x, ends)[None],
+    "by columns, expanded": lambda x, ends: square_sum(x, ends) / count_of(x, ends).expand(N, N),
+    "by columns, and gathered": lambda x, ends: (x @ x.T / count_of(x, ends))[ends[0]],
+    "by the middle": lambda x, ends: (
+        x.new_zeros(N, N, 2).index_add(0, ends[1], (x @ x.T)[:, :, None].expand(N, N, 2)[ends[0]])
+        / count_of(x, ends)[:, None]
+    ),
+    "each column has its rows": lambda x, ends: (
+        x.new_zeros(N, E).scatter_add(0, ends[1].expand(E, E), (x @ x.T)[ends[0]][:, ends[1]])
+        / count_of(x, ends)[:, None]
     ),
     "the sum is needed": lambda x, ends: (
         (t := x.new_zeros(N, F).index_add(0, ends[1], x[ends[0]]))
@@ -58,6 +75,18 @@ def test_edges_that_change() -> None:
     agrees(run, mean, (x, ends))
     ends[1, 3] = (ends[1, 3] + 1) % N
     agrees(run, mean, (x, ends))
+
+
+def test_a_share_that_is_read_before_and_after() -> None:
+    def program(x: Tensor, ends: Tensor) -> Tensor:
+        count = count_of(x, ends)[:, None]
+        divided = x / count
+        means = x.new_zeros(N, F).index_add(0, ends[1], x[ends[0]]) / count
+        return divided[ends[0]] * means[ends[1]]
+
+    run, _ = compiled(program)
+    agrees(run, program, (leaf(N, F), ENDS))
+    assert insum.fusion.report().moved and not insum.fusion.report().failed
 
 
 @pytest.mark.parametrize("name", OTHERS)

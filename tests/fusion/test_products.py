@@ -22,6 +22,7 @@ torch.manual_seed(0)
 i, j = torch.randint(0, N, (2, E))
 j[2] = -1
 w, v, b = torch.randn(C, C).double(), torch.randn(2 * C + 2, C).double(), torch.randn(C).double()
+ONCE = i % (N - 1)
 FEW, TWICE = torch.arange(N - 2), torch.arange(2 * E) % E
 
 
@@ -45,6 +46,9 @@ COMMUTES: dict[str, RowsProgram] = {
 }
 COMMUTES |= {
     "one weight for both ends": lambda x, e, w: (x[i] @ w[:C]) * (x[j] @ w[:C]),
+    "nodes of two kinds by one index": lambda x, e, w: (
+        torch.cat([x[ONCE], x[: N - 1][ONCE]], 1) @ w[: 2 * C]
+    ),
     "products of products": lambda x, e, w: (x[i] @ w[:C])[TWICE].tanh() @ w[:C],
 }
 #: Programs whose products stay as they are.
@@ -108,6 +112,13 @@ def test_gradients_of_edge_values() -> None:
     run, _ = compiled(program)
     agrees(run, program, (x, e.requires_grad_(), weight))
     assert not insum.fusion.report().failed
+
+
+def test_one_weight_and_an_index_of_two_dimensions() -> None:
+    program = lambda x, e, w: (x[i] @ (own := w[:C])) * (x[j[:, None]] @ own)[:, 0]
+    run, _ = compiled(program)
+    agrees(run, program, arguments())
+    assert insum.fusion.report().moved and not insum.fusion.report().failed
 
 
 def test_an_index_out_of_range_is_an_error() -> None:

@@ -49,6 +49,8 @@ LEFT: dict[str, PairsProgram] = {
     "squared": lambda x, y, v, z: (matrix(v) * matrix(v)) @ z,
     "divided by what may be zero": lambda x, y, v, z: (matrix(v) / (x[:, :1] - 1)) @ z,
     "times what may be infinite": lambda x, y, v, z: (matrix(v) * x[:, :1].abs().rsqrt()) @ z,
+    "divided by zero": lambda x, y, v, z: (matrix(v) / 0) @ z,
+    "times infinity": lambda x, y, v, z: (matrix(v) * float("inf")) @ z,
     "overwritten": lambda x, y, v, z: v.new_zeros(N, M).index_put((rows, columns), v[0]) @ z,
     "an output": lambda x, y, v, z: matrix(v).unsqueeze(0) + (matrix(v) @ z).sum(),
 }
@@ -79,8 +81,34 @@ def test_no_pairs(name: str) -> None:
 @pytest.mark.parametrize("name", LEFT)
 def test_pairs_that_have_to_be_there(name: str) -> None:
     run, graphs = compiled(LEFT[name])
-    agrees(run, LEFT[name], tensors())
+    agrees(run, LEFT[name], tensors(), equal_nan=True)
     assert has_pairs(graphs[0].graph) and not insum.fusion.report().failed
+
+
+#: Programs over a single row or column, which is no matrix of pairs.
+SINGLE: dict[str, PairsProgram] = {
+    "a column for all": lambda x, y, v, z: (
+        (v.new_zeros(N, 1).index_put((rows, 0 * rows), v, accumulate=True) * x.detach()) @ y.T
+    ),
+    "a row for all": lambda x, y, v, z: (
+        z @ (v.new_zeros(1, F).index_put((0 * rows, rows % F), v, accumulate=True) * z.detach()).T
+    ),
+    "one pair": lambda x, y, v, z: (x[:1] @ y[:1].T)[0 * rows, 0 * rows],
+}
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_single_rows_and_columns(name: str) -> None:
+    run, _ = compiled(SINGLE[name])
+    agrees(run, SINGLE[name], tensors())
+    assert not insum.fusion.report().failed
+
+
+def test_a_place_beyond_a_single_column_is_an_error() -> None:
+    program = lambda x, y, at: (x @ y.T)[at, at]
+    run, _ = compiled(program)
+    with pytest.raises((IndexError, insum.InsumError)):
+        run(torch.randn(N, K), torch.randn(1, K), rows)
 
 
 def test_sizes_that_change() -> None:

@@ -245,7 +245,10 @@ def test_no_coupling_is_zero() -> None:
     table = coupled((Irrep(0, 1),), Irrep(1, -1), 2)
     assert table.shape == (3, 1, 1, 1) and not table.any()
     layer = SymmetricContraction("2x0e", "2x1o", 2, num_elements=1)
-    assert not layer(torch.randn(3, 2, 1), torch.ones(3, 1)).any()
+    x = torch.randn(3, 2, 1, requires_grad=True)
+    out = layer(x, torch.ones(3, 1))
+    out.sum().backward()
+    assert not out.any() and x.grad is not None and not x.grad.any()
 
 
 @pytest.mark.parametrize("correlation", [1, 3])

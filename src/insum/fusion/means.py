@@ -20,7 +20,7 @@ from insum.fusion.later import later_of
 from insum.fusion.making import NodeMaker
 from insum.fusion.origin import origin_of
 from insum.fusion.report import MovedProduct, where_of
-from insum.fusion.shapes import is_one, points, same, shape_of, value_of
+from insum.fusion.shapes import points, same, shape_of, value_of
 from insum.fusion.views import INDICES
 
 aten = torch.ops.aten
@@ -96,6 +96,8 @@ def _count_of(node: Node) -> Node | None:
         return None
     if not isinstance(over, Node) or not isinstance(by, Node) or not _is_like(over, node):
         return None
+    if len(shape_of(by)) != value.dim():  # of fewer dimensions the first is none of rows
+        return None
     count = _vector_of(by, shape_of(node)[0])
     if count is None or value_of(count).dtype != value.dtype:
         return None
@@ -122,17 +124,19 @@ def _is_like(one: Node, other: Node) -> bool:
 
 
 def _vector_of(node: Node, rows: Any) -> Node | None:
-    """The vector that a tensor repeats in all of its dimensions but the first."""
-    while len(shape_of(node)) != 1:
+    """The vector that a tensor of so many rows repeats in all of its dimensions but the first. One
+    that is repeated for each row, as by ``expand``, runs along another.
+    """
+    while shape_of(node) and same(shape_of(node)[0], rows):
+        if len(shape_of(node)) == 1:
+            return node
         if node.op != "call_function" or node.target not in _SPREAD:
             return None
         source: Node = _given(node)[0]
-        shape = shape_of(source)
-        if not shape or not same(shape[0], rows) or not all(map(is_one, shape[1:])):
-            if len(shape) != len(shape_of(node)) or not shape or not same(shape[0], rows):
-                return None
+        if node.target is aten.expand.default and len(shape_of(source)) != len(shape_of(node)):
+            return None
         node = source
-    return node if same(shape_of(node)[0], rows) else None
+    return None
 
 
 def _is_sum(node: Node, user: Node) -> bool:
@@ -205,8 +209,9 @@ class _ShareWriter(NodeMaker):
         sweep(self.graph, [node])
 
     def scaled(self, message: Node, count: Node, row: Node) -> Node:
-        if count not in self.shares:  # of which the first is made where all others are read later
-            self.shares[count] = self.made(aten.reciprocal.default, count)
+        if count not in self.shares:
+            with self.graph.inserting_after(count):  # wherever the first of them is read
+                self.shares[count] = self.made(aten.reciprocal.default, count)
         share = self.made(aten.index.Tensor, self.shares[count], [row])
         for dim in range(1, len(shape_of(message))):
             share = self.made(aten.unsqueeze.default, share, dim)

@@ -220,7 +220,7 @@ class _RowsWriter(NodeMaker):
 
     def __init__(self, graph: Graph) -> None:
         super().__init__(graph)
-        self.sums: dict[tuple[Node, Node], Node] = {}
+        self.sums: dict[tuple[Node, Node], list[Node]] = {}
         #: What was written in place of others, which may be rows of further products.
         self.now: dict[Node, Node] = {}
 
@@ -313,11 +313,13 @@ class _RowsWriter(NodeMaker):
 
     def summed(self, upstream: Node, index: Node, like: Node) -> Node:
         """What arrives at the edges, added up for each node; made where it is first needed."""
-        key = upstream, index
-        if key not in self.sums:
-            zeros = self.zeros(upstream, (like, 0), (upstream, 1))
-            self.sums[key] = self.made(aten.index_put.default, zeros, [index], upstream, True)
-        return self.sums[key]
+        made = self.sums.setdefault((upstream, index), [])
+        for one in made:  # by one index nodes of several kinds may be gathered
+            if same(shape_of(one)[0], shape_of(like)[0]):
+                return one
+        zeros = self.zeros(upstream, (like, 0), (upstream, 1))
+        made.append(self.made(aten.index_put.default, zeros, [index], upstream, True))
+        return made[-1]
 
     def flat(self, node: Node) -> Node:
         node = self.now.get(node, node)
@@ -397,7 +399,9 @@ def _terms_of(scatter: Node, products: set[Node]) -> list[GradientTerm]:
     if scatter.target not in _PUT or len(scatter.args) < 4 or scatter.args[3] is not True:
         return []
     base, tensors, message = _given(scatter)[:3]
-    if len(tensors) != 1 or not is_zero(base) or not _is_rows(base) or not _is_rows(message):
+    if len(tensors) != 1 or not _is_index(tensors[0]) or not is_zero(base):
+        return []
+    if not _is_rows(base) or not _is_rows(message):
         return []
     edges, nodes = points(shape_of(message)[:1]), points(shape_of(base)[:1])
     if FEWER * nodes > edges:

@@ -11,6 +11,7 @@ products of it with others are followed in the same way.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -117,8 +118,8 @@ class _VirtualMatrices:
         if sum(a in self.scattered for a in arguments) != 1:
             return False
         if node.target in _QUOTIENTS:  # not by a tensor: there are zeros in it where nobody looks
-            return _given(node)[0] in self.scattered and len(arguments) == 1
-        return node.target in PRODUCTS and not any(map(_may_be_infinite, arguments))
+            return _given(node)[0] in self.scattered and _is_finite(_given(node)[1], divides=True)
+        return node.target in PRODUCTS and not any(map(_may_be_infinite, _given(node)))
 
     def _is_of_dense(self, node: Node) -> bool:
         if is_transposed(node):
@@ -176,16 +177,29 @@ def _given(node: Node) -> Any:
 
 
 def _is_matrix(node: Node) -> bool:
+    """Whether a node is a matrix of pairs. A single row, or column, is as good as its places; and
+    where it is broadcast, what is scattered to one place is at many.
+    """
     value = node.meta.get("val")
-    if node.op != "call_function" or not isinstance(value, torch.Tensor):
+    if node.op != "call_function" or not isinstance(value, torch.Tensor) or value.dim() != 2:
         return False
-    return value.dim() == 2 and (value.dtype in FLOATS or value.dtype == torch.bool)
+    numbers = value.dtype in FLOATS or value.dtype == torch.bool
+    return numbers and not any(map(is_one, value.shape))
 
 
-def _may_be_infinite(node: Node) -> bool:
+def _is_finite(number: Any, divides: bool = False) -> bool:
+    """Whether a number times zero is zero; where it ``divides``, zero by it."""
+    if not isinstance(number, int | float):
+        return False
+    return math.isfinite(number) if not divides else number == number and number != 0
+
+
+def _may_be_infinite(node: Any) -> bool:
     """Whether a tensor is a quotient of zeros easily, which times the zero of a place that nothing
     is scattered to is no number: a degree's inverse, where there is a node without edges.
     """
+    if not isinstance(node, Node):
+        return not _is_finite(node)
     while node.op == "call_function" and node.target in VIEWS and isinstance(_given(node)[0], Node):
         node = _given(node)[0]
     if node.target is aten.pow.Tensor_Scalar:

@@ -156,8 +156,6 @@ class SymmetricContraction(nn.Module):
                 expected=f"({x.shape[0]}, {self.num_elements}): nodes, elements",
             )
         one_device(module=self.output_mask, x=x, y=y)
-        if not self._exact[1]["I"].numel():
-            return x.new_zeros(x.shape[0], self.irreps_out.dim)
         total = self._summed(x, y)
         parts = torch.split(total, [ir.dim for _, ir in self.irreps_out], 1)
         return torch.cat([part.transpose(1, 2).flatten(1) for part in parts], 1)

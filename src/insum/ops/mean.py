@@ -21,6 +21,7 @@ from insum.bounded import keep
 from insum.call.request import Request, RequestSizes, head
 from insum.compat.calls import is_plain_call
 from insum.compat.placed import while_tracing
+from insum.errors import IndexRangeError
 from insum.lang.bind import Problem, Size, Value
 from insum.lang.expand import expand
 from insum.lang.expr import (
@@ -39,6 +40,8 @@ from insum.lang.expr import (
 from insum.lang.parser import parse
 from insum.memory import remembered
 from insum.ops.eager import contract
+from insum.plan.uses import uses_of
+from insum.runtime.check import verify
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -275,7 +278,11 @@ def _shares(
     dtype = share_dtype(problem.dtype)
 
     def make() -> Tensor:
-        return shares_of(contract(asked, values), each, dtype)
+        try:
+            return shares_of(contract(asked, values), each, dtype)
+        except IndexRangeError:  # of counts, which nobody has written
+            verify(problem, uses_of(problem, request.wraps), tensors)
+            raise
 
     if not values:  # indices that are sums of variables
         with torch.device(problem.device):
