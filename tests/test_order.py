@@ -34,8 +34,11 @@ EVERY_WAY = [True, False, "optimal", "greedy", [(0, 1), (0, 1)], [(0, 2), (0, 1)
 @pytest.fixture
 def eager_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A path is taken wherever it has fewer points, however small the sizes."""
-    for name, value in {"STARTED": 0, "MOVED": 0, "CLEARLY": 1, "BY_FAR": 1}.items():
-        monkeypatch.setattr(order, name, value)
+    for name in ("STARTED", "MOVED"):
+        for module in (order, steps):
+            monkeypatch.setattr(module, name, 0)
+    for name in ("CLEARLY", "BY_FAR"):
+        monkeypatch.setattr(order, name, 1)
     monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
 
