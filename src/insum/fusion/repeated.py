@@ -206,7 +206,8 @@ class RepeatedCall:
         ready = self.fused.settled(target, entries)
         if ready is None:
             return None
-        parts, computed = dict(self.parts), []
+        parts = dict(self.parts)
+        computed: list[weakref.ref[Tensor]] = []
         for one in self.computed:
             value = one.found(known)
             if value is None:
