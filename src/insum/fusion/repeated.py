@@ -172,11 +172,12 @@ class RepeatedCall:
                 return None
             if version is not None and tensor._version != version:
                 return None
+        stamp = next(memory.stamps)
         for entry_of, serial in run.entries:
             entry = entry_of()
             if entry is None or not entry.held or entry.serial != serial:
                 return None
-            entry.stamp = next(memory.stamps)
+            entry.stamp = stamp
         if not run.computed:
             return tensors
         values = [*tensors]
