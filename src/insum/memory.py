@@ -284,6 +284,18 @@ def known(tensor: Tensor, place: MemoryPlace | None = None) -> Entry | None:
     return entry
 
 
+def owner_of(tensor: Tensor) -> weakref.ref[Any] | None:
+    """Of a tensor that is known the object whose version counts, as `known` finds it: the tensor,
+    of a view its base, and of what autograd saved that from which it was detached.
+    """
+    held = _storages.get(id(tensor.untyped_storage()))
+    root = tensor if tensor._base is None else tensor._base
+    owner = None if held is None else held.owners.get(id(root))
+    if held is not None and (owner is None or owner.reference() is not root):
+        owner = _saved(held, tensor)
+    return None if owner is None else owner.reference
+
+
 def entry_of(tensor: Tensor, *, declared: bool = False) -> Entry:
     """The entry of a tensor as it is now, made if there is none; one that nobody will find again
     where a change of the tensor could not be seen.

@@ -239,10 +239,10 @@ class RepeatedCall:
 def _owner(
     tensor: Tensor,
 ) -> tuple[weakref.ref[Tensor], weakref.ref[torch.UntypedStorage], int | None, int]:
-    root = tensor if tensor._base is None else tensor._base
     version = None if tensor.is_inference() else tensor._version
     storage = weakref.ref(tensor.untyped_storage())
-    return weakref.ref(root), storage, version, int(tensor.storage_offset())
+    owner = memory.owner_of(tensor) or weakref.ref(tensor)
+    return owner, storage, version, int(tensor.storage_offset())
 
 
 _alike: dict[str, tuple[RepeatedCall, ...]] = {}
