@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 MOST_ALIKE, MOST_SPECS, MOST_PREPARED = 4, 1024, 8
 #: The place of a tensor among those that are passed, how many bytes behind its first one begins
 #: that is part of it, and which part that is.
-Part: TypeAlias = tuple[int, int, Selects]
+PlacedPart: TypeAlias = tuple[int, int, Selects]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +89,7 @@ class PreparedRun:
     entries: tuple[tuple[weakref.ref[memory.Entry], int], ...]
     computed: tuple[weakref.ref[Tensor], ...]
     ready: weakref.ref[Ready]
-    reads: tuple[Part, ...]
+    reads: tuple[PlacedPart, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,7 +112,7 @@ class RepeatedCall:
     sizes: list[int]
     modes: tuple[Any, ...]
     fused: FusedCall
-    parts: dict[str, Part]
+    parts: dict[str, PlacedPart]
     indices: tuple[tuple[int, memory.MemoryPlace, Selects], ...]
     computed: tuple[ComputedBefore, ...]
     reaches: tuple[int, ...]
