@@ -68,13 +68,13 @@ class Counter:
         one: BoundLaunch,
         programs: int,
         arguments: list[Any],
-        values: Any,
-        out: Tensor,
-        work: Tensor,
+        values: Any = None,
+        out: Tensor | None = None,
+        work: Tensor | None = None,
     ) -> None:
         unaligned = 0
-        for _, name, anywhere in one.pointers:
-            tensor = {OUT: out, WORK: work}.get(name)
+        for place, name, anywhere in one.pointers:
+            tensor = arguments[place] if values is None else {OUT: out, WORK: work}.get(name)
             tensor = values.get(name) if tensor is None else tensor
             tensor = one.held[name] if tensor is None else tensor
             unaligned = 2 * unaligned + (anywhere or tensor.data_ptr() % 16 != 0)

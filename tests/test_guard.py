@@ -342,14 +342,13 @@ def test_a_program_runs_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> No
         yield
         current[0] = before
 
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr("insum.compat.calls.device_now", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", device)
     for index in (0, 1, None):
         one: Any = object.__new__(Ready)
         one.index, one.empty, one.filled = index, lambda: torch.empty(2), True
         one.start, one.buffer, one.check = 0.0, None, None
-        launch = SimpleNamespace(programs=1, arguments=[])
-        launch.start = lambda *given: seen.append((current[0], given[-1] is given[-2]))
-        one.work = ((None, (launch,)),)
+        launch = SimpleNamespace(interpret=lambda *given: seen.append((current[0], given[0])))
+        one.reads, one.steps = (), (((), ((launch, 7, [], 0, ()),)),)
         assert one({}, None).tolist() == [0.0, 0.0]
-    assert seen == [(0, True), (1, True), (0, True)] and current == [0]
+    assert seen == [(0, 7), (1, 7), (0, 7)] and current == [0]

@@ -5,6 +5,7 @@ known and for such that are not, in the interpreter.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch import Tensor
 import insum
 from insum import memory
 from insum.plan import aligning, fitting
-from insum.runtime import launch, symbolic
+from insum.runtime import bound_launch, launch, ready, symbolic
 from insum.runtime.bound_launch import BoundLaunch
 from insum.runtime.program import Program
 from kernels import ONLY_FUSED, bound, error, poison_new_memory, watch_programs
@@ -223,14 +224,10 @@ def test_every_address_is_that_of_its_tensor(
         names = {place: name for place, name, _ in self.pointers}
         return lambda _, given: found.append({n: given[place] for place, n in names.items()})
 
-    def on_a_device(self: BoundLaunch, *rest: Any) -> None:
-        with monkeypatch.context() as patch:
-            patch.setattr(launch, "interpreting", lambda: False)
-            start(self, *rest)
-
-    start = BoundLaunch.start
+    on_a_device = {**vars(launch), "interpreting": lambda: False}
+    for module in (bound_launch, ready):
+        monkeypatch.setattr(module, "launch", SimpleNamespace(**on_a_device))
     monkeypatch.setattr(BoundLaunch, "compiled", compiled)
-    monkeypatch.setattr(BoundLaunch, "start", on_a_device)
     w = torch.randn(3, 20, 24).half()
     for voxels in (150, 160, 150):
         f, nb = torch.randn(voxels, 20).half(), table(voxels)

@@ -160,7 +160,7 @@ def test_an_op_that_cannot_be_shortened_stays_as_it_is(monkeypatch: pytest.Monke
         def __hash__(self) -> int:
             return hash(self._op)
 
-    quick = lambda values: (7,) if len(values) > 1 else None
+    quick = lambda values: 7 if len(values) > 1 else None
     assert not calls.shorten(Other(), quick)
     op = Usual()
     before = hash(op)
@@ -168,6 +168,10 @@ def test_an_op_that_cannot_be_shortened_stays_as_it_is(monkeypatch: pytest.Monke
     with torch.no_grad():
         assert (op([1, 2]), op([1]), op([1, 2], start=1)) == (7, 1, 4)
     assert op([1, 2]) == 3  # with gradients on, as before
+    silent = Usual()
+    assert calls.shorten(silent, quick, gives=False)
+    with torch.no_grad():
+        assert (silent([1, 2]), silent([1])) == (None, 1)
     monkeypatch.setattr(calls, "_probed", None)
     assert not calls.shorten(Usual(), quick)
 

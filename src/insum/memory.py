@@ -45,7 +45,8 @@ T = TypeVar("T")
 #: Where in a storage a tensor lies, and how: offset, shape, strides, dtype.
 MemoryPlace = tuple[int | torch.SymInt, torch.Size, tuple[int, ...], torch.dtype]
 _serials = itertools.count()
-_stamps = itertools.count()
+#: Numbers of uses, by which the oldest is told.
+stamps = itertools.count()
 #: Things that are kept about one tensor, ranges that kernels have looked at, and views.
 MOST_THINGS, MOST_RANGES, MOST_PARTS = 256, 64, 64
 
@@ -73,8 +74,8 @@ class Entry:
     """
 
     __slots__ = (
-        *("_streams", "called", "declared", "given", "held", "in_graph", "looked", "nbytes"),
-        *("parts", "serial", "sights", "stamp", "things"),
+        *("__weakref__", "_streams", "called", "declared", "given", "held", "in_graph", "looked"),
+        *("nbytes", "parts", "serial", "sights", "stamp", "things"),
     )
 
     def __init__(self, declared: bool = False) -> None:
@@ -87,7 +88,7 @@ class Entry:
         self.held = self.in_graph = False
         self.looked: set[object] = set()
         self.parts: dict[object, Entry] = {}
-        self.stamp = next(_stamps)
+        self.stamp = next(stamps)
         self.things: dict[object, Any] = {}
         #: By key, the device of a thing, the stream that it was made on, and those that have waited
         #: for it.
@@ -114,7 +115,7 @@ class Entry:
 
     def get(self, key: object) -> Any | None:
         """What is kept under ``key``, ready for the current stream; None if nothing is."""
-        self.stamp = next(_stamps)
+        self.stamp = next(stamps)
         thing = self.things.get(key)
         if thing is not None and key in self._streams:
             self._await(key, thing)
@@ -281,6 +282,18 @@ def known(tensor: Tensor, place: MemoryPlace | None = None) -> Entry | None:
     if entry is not None and not entry.declared and tensor.is_cpu and can_look(tensor):
         return entry if seen == fingerprint(tensor) else None
     return entry
+
+
+def owner_of(tensor: Tensor) -> weakref.ref[Any] | None:
+    """Of a tensor that is known the object whose version counts, as `known` finds it: the tensor,
+    of a view its base, and of what autograd saved that from which it was detached.
+    """
+    held = _storages.get(id(tensor.untyped_storage()))
+    root = tensor if tensor._base is None else tensor._base
+    owner = None if held is None else held.owners.get(id(root))
+    if held is not None and (owner is None or owner.reference() is not root):
+        owner = _saved(held, tensor)
+    return None if owner is None else owner.reference
 
 
 def entry_of(tensor: Tensor, *, declared: bool = False) -> Entry:

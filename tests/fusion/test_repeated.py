@@ -6,6 +6,7 @@ import contextvars
 import gc
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,8 @@ from torch.testing import assert_close
 import insum
 from insum import facts, memory
 from insum.fusion import op, repeated
+from insum.runtime import bound_launch, launch, ready
+from insum.runtime.bound_launch import BoundLaunch
 
 from .op_specs import spec
 from .programs import E, F, N, compiled, graph_of
@@ -261,3 +264,152 @@ def test_what_follows_from_edges_is_found_with_them(anew: list[str]) -> None:
     assert anew
     edges.data = graph_of(edges=long, seed=5)
     step()
+
+
+# --- launches by address, as on a GPU -------------------------------------------------------------
+
+
+def tensor_at(address: int, kind: str) -> Tensor:
+    """What lies at an address, up to the end of the storage there."""
+    widths = {"*fp32": torch.float32, "*i64": torch.int64, "*i32": torch.int32}
+    for one in [t for t in gc.get_objects() if type(t) is Tensor]:
+        storage = one.untyped_storage()
+        start, dtype = storage.data_ptr(), widths[kind]
+        if one.is_cpu and start <= address < start + storage.nbytes():
+            first, width = (address - start) // dtype.itemsize, dtype.itemsize
+            count = storage.nbytes() // width - first
+            return torch.empty(0, dtype=dtype).set_(storage, first, (count,), (1,))  # type: ignore[call-overload, no-any-return]
+    raise AssertionError(f"nothing lies at {address}")
+
+
+@pytest.fixture
+def by_address(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Kernels are passed addresses, and what lies there is interpreted; how many were launched."""
+    launched: list[int] = []
+    names = {**vars(launch), "interpreting": lambda: False}
+    for module in (bound_launch, ready):
+        monkeypatch.setattr(module, "launch", SimpleNamespace(**names))
+    monkeypatch.setattr(repeated, "interpreting", lambda: False)
+
+    def compiled(self: BoundLaunch, unaligned: int) -> Callable[[int, list[Any]], None]:
+        def launch(programs: int, arguments: list[Any]) -> None:
+            given = list(arguments)
+            for place, _, _ in self.pointers:
+                given[place] = tensor_at(given[place], self.types[place])
+            launched.append(programs)
+            self.launch.function[(programs,)](*given)
+
+        return launch
+
+    monkeypatch.setattr(BoundLaunch, "compiled", compiled)
+    return launched
+
+
+def test_addresses_of_parts_and_results(anew: list[str], by_address: list[int]) -> None:
+    """What a repeated call puts among the arguments of a kernel are the right places."""
+    whole = torch.stack([graph_of(), graph_of(seed=1)])
+    edges, into = whole[1], torch.ops.insum.fused_into_.default
+    warm(edges)
+    anew.clear()
+    by_address.clear()
+    warm(edges)
+    assert not anew and len(by_address) >= KNOWN
+    for step in range(2 * KNOWN):
+        x, out = torch.randn(N + 1, F)[1:], torch.randn(N, F)
+        expected = out + right(x, edges)
+        with torch.no_grad():
+            into(out, INTO, [x, edges], [N, F])
+        assert_close(out, expected)
+        anew = anew if step > KNOWN else []
+    assert not anew
+    edges[1].copy_(graph_of(seed=7)[1])
+    warm(edges)
+
+
+def test_addresses_of_what_is_computed_and_of_workspaces(by_address: list[int]) -> None:
+    long = 1200
+
+    def program(x: Tensor, edges: Tensor) -> Tensor:
+        degree = x.new_zeros(N).index_add(0, edges[1], x.new_ones(edges.shape[1]))
+        weights = (1 / degree.clamp(min=1)).sqrt()[edges[0]]
+        return x.new_zeros(N, F).index_add(0, edges[1], x[edges[0]] * weights[:, None])
+
+    run, _ = compiled(program)
+    edges = graph_of(edges=long)
+    for step in range(2 * KNOWN):
+        if step in (KNOWN, KNOWN + 3):
+            edges[1, : long // step] = 3
+        x = torch.randn(N, F)
+        with torch.no_grad():
+            assert_close(run(x, edges), program(x, edges), rtol=1e-4, atol=1e-4)
+    assert by_address
+
+
+# --- what is prepared -----------------------------------------------------------------------------
+
+
+def test_several_graphs_in_turn(anew: list[str]) -> None:
+    """Each index tensor has what was prepared for it, the old ones among new ones, too."""
+    graphs = [graph_of(seed=seed) for seed in range(3)]
+    for edges in graphs:
+        warm(edges)
+    anew.clear()
+    for seed in range(12):
+        fresh = graph_of(seed=seed % 5 + 10)
+        for edges in (*graphs, fresh):
+            x = torch.randn(N, F)
+            assert_close(fused(x, edges), right(x, edges))
+        graphs[seed % 3].add_(1).remainder_(N)
+    assert anew
+
+
+def test_views_that_are_made_anew(anew: list[str]) -> None:
+    """Another view object of the same memory is the same index tensor."""
+    whole = torch.stack([graph_of(), graph_of(seed=1)])
+    warm(whole[1])
+    anew.clear()
+    for _ in range(3):
+        x, edges = torch.randn(N, F), whole[1]
+        assert_close(fused(x, edges), right(x, edges))
+    assert not anew
+    x, other = torch.randn(N, F), whole[0]  # of the same sizes and strides, in the same storage
+    assert_close(fused(x, other), right(x, other))
+
+
+def test_moved_within_one_storage(anew: list[str]) -> None:
+    whole = torch.stack([graph_of(), graph_of(seed=1)])
+    edges = torch.empty(0, dtype=torch.int64)
+    edges.data = whole[0]
+    warm(edges)
+    edges.data = whole[1]
+    warm(edges)
+
+
+def test_forgotten_while_another_thread_launches(anew: list[str]) -> None:
+    """What is not remembered any more is not launched, though somebody holds it still."""
+    edges = graph_of()
+    warm(edges)
+    (known,) = repeated._alike[SPEC]
+    (run,) = known.prepared.values()
+    held = run.ready()
+    assert held is not None
+    edges.data.copy_(graph_of(seed=7))
+    insum.forget(edges)
+    warm(edges)
+    assert anew and held is not None
+
+
+def test_prepared_calls_are_few_and_keep_nothing_alive(
+    anew: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repeated, "MOST_PREPARED", 2)
+    for seed in range(4):
+        edges = graph_of(seed=seed)
+        warm(edges)
+    (known,) = repeated._alike[SPEC]
+    assert len(known.prepared) <= repeated.MOST_PREPARED
+    runs = list(known.prepared.values())
+    assert any(run.ready() is not None for run in runs)
+    del edges
+    gc.collect()
+    assert all(run.ready() is None for run in runs)

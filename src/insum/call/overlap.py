@@ -31,9 +31,14 @@ def shares_memory(target: Tensor, values: Iterable[object]) -> bool:
 def _reach(tensor: Tensor) -> tuple[int, int]:
     """The addresses from a tensor's first element to behind its last."""
     first = tensor.data_ptr()
+    return first, first + bytes_of(tensor)
+
+
+def bytes_of(tensor: Tensor) -> int:
+    """From a tensor's first element to behind its last."""
     if tensor.is_contiguous():
-        return first, first + tensor.nbytes
+        return tensor.nbytes
     if tensor.numel() == 0:
-        return first, first
+        return 0
     last = sum([(n - 1) * s for n, s in zip(tensor.shape, tensor.stride())])
-    return first, first + (last + 1) * tensor.element_size()
+    return (last + 1) * tensor.element_size()

@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,16 +29,12 @@ PLAIN = (Tensor, Parameter)
 # --- which modes are on ---------------------------------------------------------------------------
 
 
-def _probe() -> (
-    tuple[
-        Callable[[], int],
-        Callable[[], int],
-        Callable[[], Any],
-        Callable[[], bool],
-        Callable[[], Any],
-    ]
-    | None
-):
+_Probes: TypeAlias = tuple[
+    Callable[[], int], Callable[[], int], Callable[[], Any], Callable[[], bool], Callable[[], Any]
+]
+
+
+def _probe() -> _Probes | None:
     """Functions that tell which of torch's modes are on, or None where this torch has not got them
     all.
     """
@@ -134,6 +130,17 @@ def current_stream(device: torch.device) -> int:
     return _raw_stream(index)
 
 
+def stream_getter(device: torch.device) -> Callable[[], int]:
+    """`current_stream` of a device as a function without arguments, and without a call of Python's
+    where this torch has one; of a CPU always 0.
+    """
+    if device.type != "cuda":
+        return int
+    if _raw_stream is None or device.index is None:
+        return functools.partial(current_stream, device)
+    return functools.partial(_raw_stream, device.index)
+
+
 def current_device() -> int:
     """The GPU that is current, -1 where there is none."""
     return torch.cuda.current_device() if torch.cuda.is_available() else -1
@@ -141,10 +148,11 @@ def current_device() -> int:
 
 def is_elsewhere(device: torch.device) -> bool:
     """Whether a GPU is another than the one that is current."""
-    return device.type == "cuda" and device.index != _device_now()
+    return device.type == "cuda" and device.index != device_now()
 
 
-_device_now: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
+#: The GPU that is current, where there is one; without the calls of Python's in between.
+device_now: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
 
 def stream_object(number: int, device: torch.device) -> Any:
@@ -160,11 +168,15 @@ is_capturing: Callable[[], bool] = getattr(
 )
 
 
+#: Loaded where a function may be recorded for ``mode="reduce-overhead"``.
+CUDAGRAPH_TREES = "torch._inductor.cudagraph_trees"
+
+
 def cudagraph_state(device: torch.device) -> str:
     """``warmup`` or ``recording`` while torch.compile(mode="reduce-overhead") runs a function so on
     this device; '' otherwise, or where torch does not tell.
     """
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")  # not loaded: nothing is recorded
+    trees = sys.modules.get(CUDAGRAPH_TREES)  # not loaded: nothing is recorded
     if trees is None:
         return ""
     try:
@@ -193,7 +205,7 @@ def is_recorded(device: torch.device) -> bool:
         return False
     if is_capturing():
         return True
-    return "torch._inductor.cudagraph_trees" in sys.modules and bool(cudagraph_state(device))
+    return CUDAGRAPH_TREES in sys.modules and bool(cudagraph_state(device))
 
 
 def elsewhere(device: torch.device, function: Callable[[], T]) -> T:
@@ -346,6 +358,7 @@ class _NoGrad:
         _set_grad(True)
 
 
+_grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 _set_grad: Callable[[bool], object] = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enabled)
 _NOTHING, _NO_GRAD = nullcontext(), _NoGrad()
 
@@ -370,38 +383,51 @@ class _Shortened:
     is found in tables by that of what it calls.
     """
 
-    __slots__ = ("dispatch", "profiled", "quick")
+    __slots__ = ("dispatch", "gives", "modes", "profiled", "quick")
 
     def __init__(
-        self, dispatch: Any, quick: Callable[..., tuple[Any] | None], profiled: Callable[[], bool]
+        self,
+        dispatch: Any,
+        quick: Callable[..., Any],
+        profiled: Callable[[], bool],
+        modes: _Probes,
+        gives: bool,
     ) -> None:
         self.dispatch, self.quick, self.profiled = dispatch, quick, profiled
+        self.modes, self.gives = modes, gives
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        if not named and not torch.is_grad_enabled() and not self.profiled() and is_undisturbed():
+        dispatch, function, functorch, autocast, tracing = self.modes
+        if (
+            not (named or _grad_enabled() or self.profiled())
+            and not (dispatch() or function() or autocast())  # as `is_undisturbed`
+            and functorch() is None
+            and forward_ad._current_level < 0
+            and tracing() is None
+        ):
             found = self.quick(*arguments)
             if found is not None:
-                return found[0]
+                return found if self.gives else None
         return self.dispatch(*arguments, **named)
 
     def __hash__(self) -> int:
         return hash(self.dispatch)
 
 
-def shorten(op: Any, quick: Callable[..., tuple[Any] | None]) -> bool:
+def shorten(op: Any, quick: Callable[..., Any], *, gives: bool = True) -> bool:
     """Let ``quick`` be asked before the dispatcher when one of insum's own ops is called on plain
     terms: no gradients, modes, transforms or profilers.
 
-    What it gives, in a tuple, is the result; None leaves the call to the dispatcher. Says whether
-    this torch lets an op be called so. An op with a Python kernel costs the dispatcher as much time
-    as everything else about a launch.
+    What it gives is the result, unless the op ``gives`` none; None leaves the call to the
+    dispatcher. Says whether this torch lets an op be called so. An op with a Python kernel costs
+    the dispatcher as much time as everything else about a launch.
     """
     try:
         usual = "return self._op(*args, **kwargs)" in inspect.getsource(type(op).__call__)
         profiled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
         if not usual or _probed is None or profiled() is not False or hash(op) != hash(op._op):
             return False
-        op._op = _Shortened(op._op, quick, profiled)
+        op._op = _Shortened(op._op, quick, profiled, _probed, gives)
     except (AttributeError, OSError, TypeError):
         return False
     return True

@@ -85,5 +85,5 @@ torch.library.register_fake("insum::computed", _fake, lib=_library)
 OP = torch.ops.insum.computed.default
 shorten(
     OP,
-    lambda program, tensors, *rest: (_op(program, tensors, *rest),) if are_plain(tensors) else None,
+    lambda program, tensors, *rest: _op(program, tensors, *rest) if are_plain(tensors) else None,
 )

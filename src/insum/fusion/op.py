@@ -393,35 +393,32 @@ _define(f"fused_into_(Tensor(a!) target, {_ARGUMENTS}) -> ()", _fused_into_, _fu
 # --- the same before the dispatcher is asked, on plain terms --------------------------------------
 
 
-def _quick(spec: str, tensors: list[Tensor], sizes: list[int]) -> tuple[Tensor] | None:
+def _quick(spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor | None:
     alike = like(spec, tensors, sizes, None)
     result = None if alike is None else alike.run(tensors, None)
-    if result is None:
-        if not are_plain(tensors):
-            return None
-        result = _run_anew("new", None, spec, tensors, sizes)
-    return (result,)
+    if result is None and are_plain(tensors):
+        return _run_anew("new", None, spec, tensors, sizes)
+    return result
 
 
 def _quick_into_(
     target: Tensor, spec: str, tensors: list[Tensor], sizes: list[int]
-) -> tuple[None] | None:
+) -> Tensor | None:
     alike = like(spec, tensors, sizes, target)
-    if alike is None or alike.run(tensors, target) is None:
-        if not are_plain((target, *tensors)):
-            return None
-        _run_anew("into", target, spec, tensors, sizes)
-    return (None,)
+    result = None if alike is None else alike.run(tensors, target)
+    if result is None and are_plain((target, *tensors)):
+        return _run_anew("into", target, spec, tensors, sizes)
+    return result
 
 
 def _quick_extremum(
     base: Tensor, spec: str, tensors: list[Tensor], sizes: list[int], include_self: bool
-) -> tuple[Tensor] | None:
+) -> Tensor | None:
     if not are_plain((base, *tensors)):
         return None
-    return (_fused_extremum(base, spec, tensors, sizes, include_self),)
+    return _fused_extremum(base, spec, tensors, sizes, include_self)
 
 
 shorten(torch.ops.insum.fused.default, _quick)
-shorten(torch.ops.insum.fused_into_.default, _quick_into_)
+shorten(torch.ops.insum.fused_into_.default, _quick_into_, gives=False)
 shorten(torch.ops.insum.fused_extremum.default, _quick_extremum)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,6 +41,12 @@ _OWN = {FLAGS: "*i32", CLAIM: "*i32", RECORD: "*i64"}
 
 #: Copies of factors, which are memory of the call.
 COPIES = (FITTED, ALIGNED)
+
+
+#: A launch whose numbers are in their places: programs, arguments, which pointers are not aligned
+#: whatever is passed (a bit each), and where what is passed goes: place, number, and the bit of an
+#: address that may not be aligned.
+Placed: TypeAlias = tuple["BoundLaunch", int, list[Any], int, tuple[tuple[int, int, int], ...]]
 
 
 class CallNumbers:
@@ -207,33 +213,50 @@ class BoundLaunch:
                 found = out if name is OUT else work if name is WORK else None
                 if found is None:
                     found = work[name] if name in COPIES else values[name]
-                # of a part of a tensor that is no tensor of its own, the address is passed
-                arguments[place] = at = found if type(found) is int else found.data_ptr()
+                arguments[place] = at = found.data_ptr()
             unaligned = 2 * unaligned + (any_address or at & 15 != 0)
         for place, name in self.passed:
-            arguments[place] = _plain(values[name])
+            arguments[place] = plain_number(values[name])
         launcher = self.variants.get(unaligned)
         if launcher is None:
             launcher = self.variants[unaligned] = self.compiled(unaligned)
         launcher(programs, arguments)
 
+    def placed(self, numbers: Mapping[str, int]) -> Placed:
+        """This launch where what is passed comes by number."""
+        arguments, taken = self.arguments.copy(), launch.interpreting()
+        unaligned, moves = 0, []
+        for k, (place, name, any_address) in enumerate(reversed(self.pointers)):
+            held = self.held.get(name)
+            if any_address or held is not None and held.data_ptr() & 15:
+                unaligned |= 1 << k
+            if held is None:
+                moves.append((place, numbers[name], 0 if any_address or taken else 1 << k))
+            elif taken:
+                arguments[place] = held
+        moves += [(place, numbers[name], 0) for place, name in self.passed]
+        return self, self.programs, arguments, unaligned, tuple(moves)
+
     def interpret(
         self,
         programs: int,
         arguments: list[Any],
-        values: Mapping[str, Any],
-        out: Tensor,
-        work: Any,
+        values: Mapping[str, Any] | None = None,
+        out: Tensor | None = None,
+        work: Any = None,
     ) -> None:
-        """In Triton's interpreter, which takes tensors and not addresses."""
-        for place, name, _ in self.pointers:
-            if name in COPIES:
-                arguments[place] = work[name]
-                continue
-            own = out if name is OUT else work if name is WORK else self.held.get(name)
-            arguments[place] = values[name] if own is None else own
-        for place, name in self.passed:
-            arguments[place] = _plain(values[name])
+        """In Triton's interpreter, which takes tensors and not addresses; ``values``: where they
+        are not among the arguments.
+        """
+        if values is not None:
+            for place, name, _ in self.pointers:
+                if name in COPIES:
+                    arguments[place] = work[name]
+                    continue
+                own = out if name is OUT else work if name is WORK else self.held.get(name)
+                arguments[place] = values[name] if own is None else own
+            for place, name in self.passed:
+                arguments[place] = plain_number(values[name])
         self.launch.function[(programs,)](*arguments)
 
     def variant(self, unaligned: int) -> int:
@@ -296,7 +319,7 @@ def _is_long(one: BoundLaunch) -> bool:
     return one.launch.kernel.source.count("\n") > LONG_TEXT
 
 
-def _plain(value: Any) -> Any:
+def plain_number(value: Any) -> Any:
     """A truth value counts as a number in a kernel."""
     return int(value) if isinstance(value, bool) else value
 

@@ -7,8 +7,8 @@ of numbers, and launch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -16,11 +16,23 @@ from torch import Tensor
 from insum.compat import calls
 from insum.lang.expr import variables
 from insum.plan.recipes import Recipe
-from insum.plan.sizes import OUT
-from insum.runtime.bound_launch import BoundLaunch, CallNumbers
+from insum.plan.sizes import OUT, WORK
+from insum.runtime import launch
+from insum.runtime.bound_launch import (
+    COPIES,
+    BoundLaunch,
+    CallNumbers,
+    Placed,
+    plain_number,
+)
 from insum.runtime.program import WIDE, CopyRoom, ProductLaunches, Program
 from insum.runtime.prologue.made import Made
 from insum.runtime.prologue.prologue import Prologue
+
+#: By name, what makes the workspaces of a step.
+Rooms: TypeAlias = tuple[tuple[str, Callable[[], Tensor]], ...]
+#: Of a step what makes its workspaces, by number, and its launches.
+PlacedStep: TypeAlias = tuple[tuple[tuple[int, Callable[[], Tensor]], ...], tuple[Placed, ...]]
 
 
 class NotYet(Exception):
@@ -35,11 +47,11 @@ class Ready:
 
     __slots__ = (
         *("buffer", "check", "device", "dtype", "empty", "filled", "index"),
-        *("program", "promotable", "start", "together", "work"),
+        *("__weakref__", "program", "promotable", "reads", "start", "steps", "together", "work"),
     )
 
     def __init__(self, program: Program, sizes: CallNumbers) -> None:
-        #: By what else is computed with it, one launch for all (`runtime.one_launch`).
+        #: By what else is computed with it, one launch for all (`runtime.together`).
         self.together: dict[Any, Any] = {}
         problem = program.problem
         self.program, self.buffer, self.dtype = program, program.buffer, problem.dtype
@@ -61,6 +73,10 @@ class Ready:
         self.check = None
         if program.check is not None and self.launches:
             self.check = _bound_check(program, sizes, held, filled=self.filled and new)
+        #: Names of what launches are passed, in the order in which `run` takes it.
+        self.reads = _passed_to(self.launches)
+        own = (*self.reads, *_OWN_MEMORY)
+        self.steps = _placed(self.work, {name: number for number, name in enumerate(own)})
 
     @property
     def launches(self) -> list[BoundLaunch]:
@@ -73,23 +89,58 @@ class Ready:
         ``look``: at unchecked indices first, with what the record of the device takes among
         ``values``.
         """
-        if self.index is not None and self.index != torch.cuda.current_device():
+        by_address, sources = not launch.interpreting(), []
+        for name in self.reads:
+            value = values[name]
+            if isinstance(value, Tensor):
+                sources.append(value.data_ptr() if by_address else value)
+            else:
+                sources.append(plain_number(value))
+        return self.run(sources, target, values if look else None)
+
+    def run(
+        self,
+        sources: list[Any],
+        target: Tensor | None,
+        looks_at: Mapping[str, Any] | None = None,
+    ) -> Tensor:
+        """The same, of the addresses and numbers of `reads`; in Triton's interpreter, of tensors.
+        ``looks_at``: values for the launch that looks at indices, where it is to.
+        """
+        if self.index is not None and self.index != calls.device_now():
             with torch.cuda.device(self.index):
-                return self(values, target, look=look)
+                return self.run(sources, target, looks_at)
         if target is None:
             out = self.empty()
-            if self.filled and not look:
+            if self.filled and looks_at is None:
                 out.fill_(self.start)
         elif self.buffer is None:
             out = target
         else:
             out = target.to(self.buffer, memory_format=torch.contiguous_format, copy=True)
-        if look and self.check is not None:
-            self.check(values, out, out)
-        for room, launches in self.work:
-            work = out if room is None else room()  # of a workspace without slots nothing is read
-            for one in launches:
-                one.start(one.programs, one.arguments.copy(), values, out, work)
+        if looks_at is not None and self.check is not None:
+            self.check(looks_at, out, out)
+        by_address = not launch.interpreting()
+        at = out.data_ptr() if by_address else out
+        sources += (at, at, at, at)  # of a workspace without slots nothing is read
+        for rooms, launches in self.steps:
+            held = []  # until everything is launched
+            for number, make in rooms:
+                held.append(room := make())
+                sources[number] = room.data_ptr() if by_address else room
+            for one, programs, numbers, unaligned, moves in launches:
+                arguments = numbers.copy()
+                for place, number, bit in moves:
+                    arguments[place] = found = sources[number]
+                    if bit and found & 15:
+                        unaligned |= bit
+                if by_address:
+                    launcher = one.variants.get(unaligned)
+                    if launcher is None:
+                        launcher = one.variants[unaligned] = one.compiled(unaligned)
+                    launcher(programs, arguments)
+                else:
+                    one.interpret(programs, arguments)
         if self.buffer is None:
             return out
         return out.to(self.dtype) if target is None else target.copy_(out)
@@ -100,6 +151,31 @@ class Ready:
         return out.fill_(self.start) if self.filled else out
 
 
+#: Memory of a call, whose addresses come behind those of what it reads.
+_OWN_MEMORY = (OUT, WORK, *COPIES)
+
+
+def _passed_to(launches: Iterable[BoundLaunch]) -> tuple[str, ...]:
+    """Names of what launches read and do not hold."""
+    names: dict[str, None] = {}
+    for one in launches:
+        pointers = (n for _, n, _ in one.pointers if n not in one.held and n not in _OWN_MEMORY)
+        names |= dict.fromkeys((*pointers, *(name for _, name in one.passed)))
+    return tuple(names)
+
+
+def _placed(
+    work: Iterable[tuple[Rooms, tuple[BoundLaunch, ...]]], numbers: Mapping[str, int]
+) -> tuple[PlacedStep, ...]:
+    """Steps that have something to launch."""
+    found = []
+    for rooms, launches in work:
+        placed = tuple(one.placed(numbers) for one in launches if one.programs)
+        if placed:
+            found.append((tuple((numbers[name], make) for name, make in rooms), placed))
+    return tuple(found)
+
+
 def has_nothing(step: ProductLaunches, extents: Mapping[str, int], shape: tuple[int, ...]) -> bool:
     """Whether a product is over no values, or of no elements: others of the statement may do."""
     return not all(extents[v] for v in step.variables) or 0 in shape
@@ -107,29 +183,26 @@ def has_nothing(step: ProductLaunches, extents: Mapping[str, int], shape: tuple[
 
 def _bound(
     step: ProductLaunches, sizes: CallNumbers, dtype: torch.dtype, device: torch.device
-) -> tuple[Callable[[], Any] | None, tuple[BoundLaunch, ...]]:
-    """Of a step what makes its workspace, where it has one, and its launches."""
+) -> tuple[Rooms, tuple[BoundLaunch, ...]]:
+    """Of a step what makes its workspaces, where it has some, and its launches."""
     if has_nothing(step, sizes.extents, sizes.shape):
-        return None, ()
+        return (), ()
     launches = tuple(BoundLaunch(one, one.plan, sizes, dtype) for one in step.launches)
     if step.copies:
         return _copies(step.copies, sizes, device), launches
     if not step.workspace:
-        return None, launches
+        return (), launches
     shape = tuple(sizes.expr((one,)) for one in step.workspace)
     held = WIDE[step.planned.plan.accumulator]
-    return (calls.maker(shape, held, device) if shape[0] else None), launches
+    return (((WORK, calls.maker(shape, held, device)),) if shape[0] else ()), launches
 
 
-def _copies(
-    copies: tuple[CopyRoom, ...], sizes: CallNumbers, device: torch.device
-) -> Callable[[], dict[str, Tensor]]:
-    """What makes memory for copies of factors, by name."""
-    makers = [
+def _copies(copies: tuple[CopyRoom, ...], sizes: CallNumbers, device: torch.device) -> Rooms:
+    """What makes memory for copies of factors."""
+    return tuple(
         (one.name, calls.maker(tuple(sizes.expr((n,)) for n in one.shape), one.dtype, device))
         for one in copies
-    ]
-    return lambda: {name: make() for name, make in makers}
+    )
 
 
 def _bound_check(

@@ -128,8 +128,8 @@ def unseen_of(found: Ready, extents: tuple[str, ...], into: bool) -> Unseen | No
     steps = [step.planned for step in program.steps]
     if any(one.covers for one in steps):
         return None
-    for step, (room, launches) in zip(program.steps, found.work):
-        if not launches or room is not None and not step.copies:
+    for step, (rooms, launches) in zip(program.steps, found.work):
+        if not launches or rooms and not step.copies:
             return None  # there is nothing to launch for some product, or it is cut into pieces
     recipes = tuple(dict.fromkeys(r for step in program.steps for r in step.recipes()))
     arrays: dict[str, tuple[int, str]] = {}
