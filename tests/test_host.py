@@ -555,7 +555,7 @@ def test_index_tensors_that_come_back_are_worth_more(monkeypatch: pytest.MonkeyP
     each time.
     """
     monkeypatch.undo()
-    monkeypatch.setattr("insum.call._forms", {})
+    monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
     made: list[str] = []
     segments = rows.segments

@@ -15,7 +15,8 @@ from insum.runtime.search import Tuned
 
 def tuned_call(call: BoundCall, values: Mapping[str, Value], effort: str) -> Tuned:
     """What a search finds for a call. Nothing that was passed is changed."""
-    call.verify(values)
+    if call.prepared.uses and not call.prepared.kernels_look:
+        call.look_now(values)  # on a CPU, too, where a call looks when it runs: this one does not
     name = call.prepared.target
     target = values[name] if name else None
     assert target is None or isinstance(target, Tensor)

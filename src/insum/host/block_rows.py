@@ -13,7 +13,7 @@ from torch import Tensor
 from insum.host.parts import Weights, weights_of
 from insum.host.places import HostCall, RowSegments, is_counting, narrow, places_of, segments
 from insum.host.roles import HostRoles, as_tensor
-from insum.host.rows import has_library, known_as_beta
+from insum.host.rows import has_library, hide_beta_warning
 
 #: Multiplications of a point from which on a product for each is quicker than the library's for
 #: all, measured.
@@ -64,7 +64,7 @@ class BlockRows:
         scale = found.entries.taken(self.weights(call, roles.dtype))
         if scale is not None:
             values = values * scale[:, None, None]
-        known_as_beta()
+        hide_beta_warning()
         entries = found.entries
         return torch.sparse_bsr_tensor(
             entries.starts, entries.columns, values.contiguous(), shape, check_invariants=False

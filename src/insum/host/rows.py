@@ -94,7 +94,7 @@ def _product(entries: RowSegments, weights: Tensor | None, dense: Tensor) -> Ten
 
 
 def csr(entries: RowSegments, values: Tensor, shape: tuple[int, int]) -> Tensor:
-    known_as_beta()
+    hide_beta_warning()
     return torch.sparse_csr_tensor(
         entries.starts, entries.columns, values, shape, check_invariants=False
     )
@@ -107,7 +107,7 @@ def has_library() -> bool:
 
 
 @cache
-def known_as_beta() -> None:
+def hide_beta_warning() -> None:
     """torch says once that such matrices are in beta; not to whoever does not know of them."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
