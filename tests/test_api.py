@@ -124,6 +124,13 @@ def test_compile() -> None:
     assert call(C=C, **values) is C
 
 
+@pytest.mark.parametrize("option", ["out_shape", "sizes", "padded", "config", "optimize"])
+def test_a_compiled_statement_has_its_options_already(option: str) -> None:
+    call: Any = insum.compile("y[i] = x[i]")
+    with pytest.raises(insum.BindingError, match=f"^{option} is an option, not a tensor"):
+        call(x=torch.ones(2), **{option: None})
+
+
 def test_compiled_statements_pickle_and_copy() -> None:
     call = insum.compile("y[i] = x[D[i]]", sizes={"i": 2}, padded=["D"])
     values = {"x": torch.ones(3), "D": torch.tensor([2, -1])}

@@ -301,6 +301,14 @@ class Compiled:
             "config": self.config,
             "optimize": self.optimize,
         }
+        for name in tensors:
+            if name in options:
+                raise BindingError(
+                    f"{name} is an option, not a tensor",
+                    statement=self.statement,
+                    expected="the tensors of the statement: it was compiled with its options",
+                    remedy=f"insum.compile(..., {name}=...)",
+                )
         result = insum(self.statement, **options, **tensors)  # type: ignore[arg-type]
         if torch.compiler.is_compiling():
             return result
