@@ -328,3 +328,13 @@ def test_mistakes(name: str) -> None:
     call, text = MISTAKES[name]
     with pytest.raises(insum.InsumError, match=text):
         call()
+
+
+def test_a_contraction_made_without_memory_gets_its_couplings_where_it_is_put() -> None:
+    made = SymmetricContraction("2x0e + 2x1o", "2x0e + 2x1o", 3, 2)
+    with torch.device("meta"):
+        empty = SymmetricContraction("2x0e + 2x1o", "2x0e + 2x1o", 3, 2)
+    assert {t.device.type for t in (*empty.parameters(), *empty.buffers())} == {"meta"}
+    empty.to_empty(device="cpu").load_state_dict(made.state_dict())
+    x, y = torch.randn(3, 2, 4), torch.eye(2)[[0, 1, 1]]
+    assert torch.equal(empty(x, y), made(x, y))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+from insum.compat import calls
 from insum.nn import (
     BlockSparseLinear,
     FullyConnectedTensorProduct,
@@ -124,3 +125,62 @@ def test_compiled_is_eager(name: str) -> None:
         differentiated(compiled, layer, given), differentiated(layer, layer, given)
     ):
         assert_close(got, want)
+
+
+class AtVoxels(nn.Module):
+    """A layer as a function of features, over voxels that nobody has looked at yet."""
+
+    def __init__(self, layer: nn.Module, coords: Tensor) -> None:
+        super().__init__()
+        self.layer, self.coords = layer, coords
+        self.x = SparseTensor(coords, torch.zeros(len(coords), 4))
+
+    def forward(self, features: Tensor) -> Tensor:
+        found: Tensor = self.layer(self.x.with_features(features)).features
+        return found
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        SparseConv3d(4, 3, 5, submanifold=True),
+        SparseConv3d(4, 3, 3, stride=2, padding=1),
+        SparseMaxPool3d(2),
+        SparseAvgPool3d(3, padding=1),
+    ],
+    ids=["submanifold", "strided", "max", "avg"],
+)
+def test_a_model_over_voxels_of_its_own_is_exported(layer: nn.Module) -> None:
+    coords = torch.cartesian_prod(*[torch.arange(n) for n in (1, 3, 2, 4)])
+    model, features = AtVoxels(layer, coords), torch.randn(24, 4)
+    program = torch.export.export(model, (features,))
+    found = program.module()(features)
+    assert_close(found, layer(SparseTensor(coords, features)).features)  # another map, made eagerly
+    assert_close(found, model(features))  # the one that was made for the program
+    assert type(model(features)) is Tensor
+
+
+def test_a_failed_export_leaves_nothing_behind() -> None:
+    """Numbers that were sent while torch traced were fakes, and kept for all layers to come."""
+    layer = SparseConv3d(4, 3, (1, 7, 5), padding=(0, 3, 2))
+    coords, features = torch.tensor([[0, 1, 2, 3], [0, 1, 2, 4]]), torch.randn(2, 4)
+
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, coords: Tensor, features: Tensor) -> Tensor:
+            found: Tensor = self.layer(SparseTensor(coords, features)).features
+            return found
+
+    with pytest.raises(Exception):  # noqa: B017  # voxels that are inputs depend on data
+        torch.export.export(Whole(), (coords, features))
+    assert type(Whole()(coords, features)) is Tensor
+
+
+def test_where_modes_cannot_be_left_a_layer_is_not_exported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr("torch.utils._python_dispatch._disable_current_modes")
+    assert calls._unseen() is calls._NOTHING

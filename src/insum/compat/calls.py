@@ -299,11 +299,14 @@ class without_autocast:  # a context, as torch.no_grad is
             _set_grad(True)
 
 
-def untracked() -> AbstractContextManager[object]:
+def untracked(source: Tensor | None = None) -> AbstractContextManager[object]:
     """Neither autograd nor inference mode, a transform of torch.func or autocast, for what is kept:
-    what is made under one of them could not be used outside of it. Entering nothing is quicker,
-    where nothing has to be changed.
+    what is made under one of them could not be used outside of it. Nor a mode that sees every op,
+    where it is made of a ``source`` that has values, as the constants of a program that is being
+    exported have. Entering nothing is quicker, where nothing has to be changed.
     """
+    if type(source) in PLAIN and is_intercepted() and not torch.compiler.is_dynamo_compiling():
+        return _unseen()
     if torch.compiler.is_compiling():
         return _NOTHING
     transformed = _probed is not None and _probed[2]() is not None  # without a call
@@ -317,6 +320,22 @@ def untracked() -> AbstractContextManager[object]:
     if _probed is not None and _probed[3]():  # autocast
         return without_autocast(grad=False)
     return _NO_GRAD if torch.is_grad_enabled() else _NOTHING
+
+
+def _unseen() -> AbstractContextManager[object]:
+    """No mode that sees every op, where this torch lets one leave them for a while; nor gradients,
+    which one that sees every function would see otherwise.
+    """
+    try:
+        from torch._C import DisableTorchFunction
+        from torch.utils._python_dispatch import _disable_current_modes
+    except ImportError:
+        return _NOTHING
+    stack = ExitStack()
+    stack.enter_context(DisableTorchFunction())
+    stack.enter_context(_disable_current_modes())
+    stack.enter_context(torch.no_grad())
+    return stack
 
 
 def _untransformed() -> AbstractContextManager[object]:

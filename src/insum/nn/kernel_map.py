@@ -26,7 +26,7 @@ from torch import Tensor
 
 from insum import facts, memory
 from insum.bounded import keep
-from insum.compat.calls import is_recorded, untracked
+from insum.compat.calls import is_intercepted, is_recorded, untracked
 from insum.errors import BindingError
 from insum.formats import GroupCOO, NeighborTable, SparseFormat
 from insum.nn.checks import sent
@@ -217,7 +217,7 @@ def kernel_map(
     if target is None:
         made: tuple[Voxels, SparseFormat] | None = inputs.maps.get(geometry.key)
         if made is None:
-            with untracked():
+            with untracked(inputs.coords):
                 made = _map_to_reached(inputs, geometry)
             if not is_recorded(inputs.coords.device):
                 keep(inputs.maps, geometry.key, made, MOST_MAPS)
@@ -226,7 +226,7 @@ def kernel_map(
     held = inputs.maps.get(key)
     if held is None or held[0]() is not target:
         gone = functools.partial(_let_go, weakref.ref(inputs), key)
-        with untracked():
+        with untracked(inputs.coords):
             held = weakref.ref(target, gone), build_map(inputs, target, geometry)
         if not is_recorded(inputs.coords.device):
             inputs.maps.pop(key, None)
@@ -359,6 +359,11 @@ def _with_batch(sizes: Sizes, like: Tensor, batch: int = 0) -> Tensor:
     return _sent((batch, *sizes), like.device)
 
 
-@functools.lru_cache(maxsize=256)
 def _sent(values: tuple[object, ...], device: torch.device) -> Tensor:
+    """Numbers on a device, once; under a mode of torch's they may be fakes, which are not kept."""
+    return (_sent_numbers.__wrapped__ if is_intercepted() else _sent_numbers)(values, device)
+
+
+@functools.lru_cache(maxsize=256)
+def _sent_numbers(values: tuple[object, ...], device: torch.device) -> Tensor:
     return sent(values, torch.int64, device)

@@ -202,14 +202,14 @@ def coupled(single: tuple[Irrep, ...], target: Irrep, power: int) -> Tensor:
     size = sum(ir.dim for ir in single)
     found = [table for ir, table in _couplings(single, power) if ir == target]
     if not found:
-        return torch.zeros(target.dim, *(size,) * power, 1, dtype=torch.float64)
+        return torch.zeros(target.dim, *(size,) * power, 1, dtype=torch.float64, device="cpu")
     return torch.stack(found, -1)
 
 
 def _couplings(single: tuple[Irrep, ...], power: int) -> list[tuple[Irrep, Tensor]]:
     """Of every coupling its irrep and (components, inputs, ..., inputs), sorted by irrep."""
     starts = list(itertools.accumulate((ir.dim for ir in single), initial=0))
-    unit = torch.eye(starts[-1], dtype=torch.float64)
+    unit = torch.eye(starts[-1], dtype=torch.float64, device="cpu")
     found = [(ir, unit[start : start + ir.dim]) for ir, start in zip(single, starts)]
     for _ in range(power - 1):
         longer = []
@@ -219,7 +219,7 @@ def _couplings(single: tuple[Irrep, ...], power: int) -> list[tuple[Irrep, Tenso
                     if power < 4 or ir.l < MOST_COUPLED and ir.p == (-1) ** ir.l:
                         step = wigner_3j(ir.l, left.l, right.l) * ir.dim**0.5
                         # by the last factor's own components, zero at all others
-                        whole = torch.zeros(ir.dim, left.dim, starts[-1], dtype=torch.float64)
+                        whole = unit.new_zeros(ir.dim, left.dim, starts[-1])
                         whole[..., start : start + right.dim] = step
                         longer.append(
                             (ir, torch.tensordot(whole, table, ([1], [0])).movedim(1, -1))
@@ -271,7 +271,8 @@ def _patterns(
     def place(factors: tuple[int, ...], paired: bool) -> int:
         return pairs.setdefault(factors, len(pairs)) if paired else factors[0]
 
-    rows, table = [], torch.zeros(len(monomials), couplings, dtype=torch.float64)
+    rows = []
+    table = torch.zeros(len(monomials), couplings, dtype=torch.float64, device="cpu")
     for number, ((i, factors), those) in enumerate(monomials.items()):
         every = (*factors, *[extent] * (2 * half - len(factors)))
         left, right = every[:half], every[half:]
@@ -282,5 +283,5 @@ def _patterns(
 
 
 def _columns(names: str, rows: Sequence[tuple[int, ...]]) -> dict[str, Tensor]:
-    places = torch.tensor(rows, dtype=torch.int32).reshape(-1, len(names))
+    places = torch.tensor(rows, dtype=torch.int32, device="cpu").reshape(-1, len(names))
     return {name: places[:, n].contiguous() for n, name in enumerate(names)}

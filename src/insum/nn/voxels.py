@@ -139,7 +139,8 @@ class Voxels:
     @functools.cached_property
     def box(self) -> Box:
         """A box that holds all voxels; waits for the device."""
-        return _box(self.coords, self.spatial_shape)
+        with untracked(self.coords):
+            return _box(self.coords, self.spatial_shape)
 
     @functools.cached_property
     def batch_size(self) -> int:
@@ -156,20 +157,20 @@ class Voxels:
     @functools.cached_property
     def batches(self) -> Tensor:
         """The batch of every voxel."""
-        with untracked():
+        with untracked(self.coords):
             return self.coords[:, 0].contiguous()
 
     @functools.cached_property
     def ranked(self) -> tuple[Tensor, Tensor]:
         """Keys in ascending order, and the row in ``coords`` of each."""
-        with untracked():
+        with untracked(self.coords):
             keys, order = keys_of(self.coords, self.box.low, self.box.size).sort()
             return keys, order.to(torch.int32)
 
     @functools.cached_property
     def table(self) -> hashing.Table:
         """The hash table; building it looks at the coordinates, and reports."""
-        with untracked():
+        with untracked(self.coords):
             return self.hashed(self.coords)
 
     def hashed(self, given: Tensor) -> hashing.Table:
