@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import insum
+from insum.bench import tensor_product
 from insum.call.prepared import BoundCall, kinds_of
 from insum.call.request import request_of
 from insum.graph.contraction import cheapest
@@ -640,3 +641,17 @@ def test_many_factors_have_an_order() -> None:
     chain = list(itertools.pairwise(names))
     found = cheapest(chain, ("v0", "v300"), dict.fromkeys(names, 8))
     assert found.steps < 300 * 8**3 * 3 and len(found.largest) == 2, "matrices times matrices"
+
+
+@pytest.mark.parametrize("per_call", [0, runs.PER_CALL])
+def test_products_of_many_small_matrices_are_no_runs(
+    per_call: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weights of each item's own: calling for every matrix would take most of the time."""
+    called: list[object] = []
+    monkeypatch.setattr(runs, "_run", lambda *given: called.append(given))
+    monkeypatch.setattr(runs, "PER_CALL", per_call)
+    monkeypatch.setattr(runs, "AT_ONCE", 1 << 23)
+    given = tensor_product.inputs(3, 8, 400, torch.float32, torch.device("cpu"))
+    tensor_product.ours(given, "forward").run()
+    assert bool(called) == (per_call == 0)

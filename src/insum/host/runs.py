@@ -32,6 +32,8 @@ AT_ONCE = 1 << 23
 #: Points that a matrix must have on the average; or multiplications, so that calling for each is
 #: little beside them.
 LEAST_RUN, LEAST_PRODUCT = 16, 1 << 15
+#: What calling for a matrix takes, in steps of a dense statement.
+PER_CALL = 1 << 14
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,8 +57,12 @@ class Products:
     weights: Weights
     key: tuple[object, ...]
     matrix: int
-    name, slowness = "runs", 2
+    name = "runs"
     why = "points that share a matrix are one matrix product, summed while they are in cache"
+
+    @property
+    def slowness(self) -> int:
+        return _slowness(self.roles, self.roles.wide[self.matrix].count)
 
     @property
     def sides(self) -> tuple[Side, Side]:
@@ -153,8 +159,12 @@ class Sums:
     roles: HostRoles
     weights: Weights
     key: tuple[object, ...]
-    name, slowness = "runs", 2
+    name = "runs"
     why = "points that add to the same matrix are one matrix product"
+
+    @property
+    def slowness(self) -> int:
+        return _slowness(self.roles, self.roles.target.count)
 
     def __call__(self, call: HostCall) -> Tensor:
         roles, (left, right) = self.roles, self.roles.wide
@@ -228,6 +238,15 @@ def _are_long(roles: HostRoles, points: int, matrices: int) -> bool:
     """Whether a product for each matrix is worth its call: it has enough points, or enough to do
     for those that it has.
     """
+    return points >= LEAST_RUN * matrices or points * _each(roles) >= LEAST_PRODUCT * matrices
+
+
+def _slowness(roles: HostRoles, matrices: int) -> int:
+    """Products of small matrices take little more than calling for them."""
+    return 2 + PER_CALL * matrices // max(1, roles.count * _each(roles))
+
+
+def _each(roles: HostRoles) -> int:
+    """Multiplications of a point."""
     extents = roles.problem.extents
-    each = prod(int(extents[v]) for names in roles.shared.values() for v in names)
-    return points >= LEAST_RUN * matrices or points * each >= LEAST_PRODUCT * matrices
+    return prod(int(extents[v]) for names in roles.shared.values() for v in names)
