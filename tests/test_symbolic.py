@@ -299,6 +299,10 @@ def test_the_state_of_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
         SimpleNamespace(get_manager=lambda index, create_if_none_exists: manager),
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    number = [0]
+    monkeypatch.setattr(calls, "current_stream", lambda device: number[0])
+    assert calls.cudagraph_state(device) == "", "nobody records on the default stream"
+    number[0] = 7
     for capturing, expected in ((True, "recording"), (False, "warmup")):
         monkeypatch.setattr(
             torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing

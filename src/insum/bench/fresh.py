@@ -171,6 +171,9 @@ def _gcn_contenders(sizes: DataSizes) -> Iterator[FreshContender]:
 
     columns = sizes.of["columns"]
     yield FreshContender("insum", training(GCNConv(columns, columns).to(sizes.device)), False)
+    # what of a step is PyTorch's own: the same without edges
+    alone = nn.Linear(columns, columns).to(sizes.device)
+    yield FreshContender("torch Linear, no edges", training(lambda x, edges: alone(x), alone))
     if not PYG.absent(sizes.device):
         theirs = module("torch_geometric.nn").GCNConv(columns, columns)
         yield FreshContender("PyG", training(theirs.to(sizes.device)))
@@ -278,7 +281,7 @@ def flexgemm(weight: Tensor) -> Callable[..., Tensor]:
     def call(coords: Tensor, features: Tensor) -> Tensor:
         # the extent of a scene is known to whoever made it: it is not looked for in the clouds
         shape = torch.Size([1, weight.shape[1], 4096, 4096, 4096])
-        out: Tensor = ops.sparse_submanifold_conv3d(features, coords, shape, None, theirs, None)[0]
+        out: Tensor = ops.sparse_submanifold_conv3d(features, coords, shape, weight=theirs)[0]
         return out
 
     return call

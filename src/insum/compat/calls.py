@@ -180,9 +180,12 @@ def cudagraph_state(device: torch.device) -> str:
     if trees is None:
         return ""
     try:
+        # Functions are warmed up and recorded on a stream that is current at no other time, and that
+        # is never the default one: which is told without looking for who records.
+        if not current_stream(device):
+            return ""
         index = torch.cuda.current_device() if device.index is None else device.index
         manager = _tree_manager(trees, index)
-        # Functions are warmed up and recorded on a stream that is current at no other time.
         if manager is None or torch.cuda.current_stream(device) != manager.stream:
             return ""
         return "recording" if torch.cuda.is_current_stream_capturing() else "warmup"
