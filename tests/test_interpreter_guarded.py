@@ -1,4 +1,4 @@
-"""Kernels for index tensors that nobody has looked at: sums in atomics, or sorted first and cut
+"""Kernels for index tensors that nobody has looked at: in atomics, or sums sorted first and cut
 into pieces that the device counts. Nothing out of range is read or written, and NaN shows where
 something would have been read.
 """
@@ -110,15 +110,31 @@ def test_into_a_target(sure: bool, strategy: str) -> None:
     torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("sure", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64])
+@pytest.mark.parametrize("operator", ["max", "min"])
 @pytest.mark.parametrize("entries", [5, 300])
-def test_maxima_are_sorted_first(entries: int) -> None:
+def test_extrema_meet_in_atomics(
+    entries: int, operator: str, dtype: torch.dtype, sure: bool
+) -> None:
+    """In every order they are the same: also in deterministic mode. NaN is NaN, as torch has it."""
     given = drawn(entries)
     given["I"][given["I"] == 2] = 3  # a row without entries
-    strategy, found = run("C[I[p],n] max= V[p,n]", {name: given[name] for name in "IV"})
-    expected = torch.full((ROWS, 5), float("-inf"))
-    for row, values in zip(given["I"], given["V"], strict=True):
-        expected[row] = torch.maximum(expected[row], values)
-    assert strategy == "segment" and torch.equal(found, expected)
+    values = given["V"] * 3
+    values[::4, 0], values[:, 1] = -0.0, -values[:, 1].abs()
+    if dtype.is_floating_point:
+        values[1, 2], values[2, 3], values[3, 4] = (float(n) for n in ("nan", "inf", "-inf"))
+        values[4, 2] = -values[1, 2]
+    values = values.to(dtype)
+    with determinism(sure):
+        strategy, found = run(f"C[I[p],n] {operator}= V[p,n]", {"I": given["I"], "V": values})
+    least = float("-inf") if dtype.is_floating_point else torch.iinfo(dtype).min
+    most = float("inf") if dtype.is_floating_point else torch.iinfo(dtype).max
+    expected = torch.full((ROWS, 5), least if operator == "max" else most, dtype=dtype)
+    places = given["I"][:, None].expand(-1, 5).long()
+    expected.scatter_reduce_(0, places, values, f"a{operator}")
+    assert strategy == "atomic"
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @each_way

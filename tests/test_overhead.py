@@ -192,6 +192,24 @@ def test_a_call_on_new_tensors_of_a_new_size() -> None:
     assert calls.total() <= 65, calls
 
 
+@pytest.mark.parametrize(
+    "statement", ["y[d[e],f] max= x[s[e],f]", "y[d[e]] min= w[e]", "y[d[e],f] mean= x[s[e],f]"]
+)
+def test_a_reduction_over_new_tensors(statement: str) -> None:
+    """A maximum needs no order, and of a mean only the counts are new."""
+
+    def reduced(edges: int) -> Tensor:
+        values = {n: v for n, v in drawn(edges).items() if f"{n}[" in statement}
+        shape = (200, 16) if "f]" in statement else (200,)
+        return insum.insum(statement, **values, out_shape=shape)
+
+    for size in range(WARM):
+        reduced(900 + size)
+    calls = python_calls(lambda: reduced(999), str(Path(insum.__file__).parent))
+    assert calls.total() <= (175 if "mean" in statement else 60), calls
+    assert not calls["in_order"], "nothing is sorted"
+
+
 # --- steps of layers ------------------------------------------------------------------------------
 
 

@@ -221,11 +221,7 @@ class Output:
         masked = f", mask={mask.over(axes)}" if mask else ""
         text = value.text
         if plan.strategy == "atomic" or self.shape.pieces:
-            masked = f", mask={self.whole(mask, axes).over(axes)}" if mask else ""
-            operation = {"sum": "add", "max": "max", "min": "min"}[plan.reduce]
-            self.frame.line(
-                AFTER, f'tl.atomic_{operation}({pointer}, {text}{masked}, sem="relaxed")', axes
-            )
+            self.frame.line(AFTER, self.met(pointer, text, mask, axes), axes)
             return
         if plan.accumulate:
             old = (
@@ -236,6 +232,20 @@ class Output:
             text = MERGE[plan.reduce].format(old, text)
         kind = f"{self.frame.arg(Pointer(OUT))}.dtype.element_ty"
         self.frame.line(AFTER, f"tl.store({pointer}, ({text}).to({kind}){masked})", axes)
+
+    def met(self, pointer: str, text: str, mask: Val | None, axes: tuple[str, ...]) -> str:
+        """What brings values to places where those of other programs arrive, too. Triton's maximum
+        of floats knows no NaN.
+        """
+        plan = self.plan
+        if plan.reduce != "sum" and plan.accumulator.startswith("float"):
+            tile = ", ".join(str(self.frame.tile(a)) for a in axes)
+            every = Val(f"tl.full([{tile}], 1, tl.int1)" if tile else "True", axes)
+            where = combine([mask, every], "&") if mask else every
+            return f"insum_atomic_{plan.reduce}({pointer}, {text}, {where.over(axes)})"
+        masked = f", mask={self.whole(mask, axes).over(axes)}" if mask else ""
+        operation = {"sum": "add", "max": "max", "min": "min"}[plan.reduce]
+        return f'tl.atomic_{operation}({pointer}, {text}{masked}, sem="relaxed")'
 
     def edges(self, place: Access) -> list[Val]:
         """Where places that are walked by several variables end: the last of them may walk past."""

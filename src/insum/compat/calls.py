@@ -180,8 +180,8 @@ def cudagraph_state(device: torch.device) -> str:
     if trees is None:
         return ""
     try:
-        # Functions are warmed up and recorded on a stream that is current at no other time, and that
-        # is never the default one: which is told without looking for who records.
+        # Functions are warmed up and recorded on a stream that is current at no other time, and
+        # that is never the default one: which is told without looking for who records.
         if not current_stream(device):
             return ""
         index = torch.cuda.current_device() if device.index is None else device.index

@@ -22,7 +22,7 @@ from insum.call.request import Request, RequestSizes, head
 from insum.compat.calls import is_plain_call
 from insum.compat.placed import while_tracing
 from insum.errors import IndexRangeError
-from insum.lang.bind import Problem, Size, Value
+from insum.lang.bind import Size, Value
 from insum.lang.expand import expand
 from insum.lang.expr import (
     Access,
@@ -56,6 +56,7 @@ class MeanStatements:
         kept: dimensions of the output by which the counts differ.
         times: variables of which each place has all values, besides.
         padded: index tensors that mark absent entries of what is counted.
+        counted: variables of the statement that counts, and ``reads`` the tensors that it reads.
     """
 
     total: str
@@ -64,6 +65,20 @@ class MeanStatements:
     kept: tuple[int, ...]
     times: tuple[str, ...]
     padded: tuple[str, ...]
+    counted: tuple[str, ...]
+    reads: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class MeanSizes:
+    """What of its sizes a mean has to know: those of the output's dimensions that are counted, and
+    of variables; and the kind of its result.
+    """
+
+    kept: tuple[Size, ...]
+    extents: Mapping[str, Size]
+    dtype: torch.dtype
+    device: torch.device
 
 
 #: The variables of a statement, and where each stands alone: dimensions of tensors, of the output
@@ -94,17 +109,14 @@ def mean_plan(text: str, padded: str) -> MeanPlan:
     parts = mean_statements(text, tuple(padded.split(",")) if padded else ())
     statement = parse(text)
     total = str(Statement(statement.target, "=", _whole(statement)))
-    counting = parse(parts.counting) if parts.counting else None
-    used = variables_of(counting) if counting else ()
-    reads = tensors_of(counting) if counting else ()
     values = tuple(a.tensor for a in accesses(statement.value, nested=False))
     return (
         total,
         parts.counting,
         parts.kept,
         tuple((v, _places(statement, v)) for v in parts.times),
-        tuple((v, _places(statement, v)) for v in used),
-        reads,
+        tuple((v, _places(statement, v)) for v in parts.counted),
+        parts.reads,
         ",".join(parts.padded),
         values,
     )
@@ -171,6 +183,8 @@ def mean_statements(text: str, padded: tuple[str, ...] = ()) -> MeanStatements:
         kept,
         times,
         tuple(name for name in padded if name in indexing),
+        variables_of(counting) if kept or marks else (),
+        tensors_of(counting) if kept or marks else (),
     )
 
 
@@ -202,44 +216,88 @@ def as_sum(
     """The sum that a mean is, and what it reads. What is wrong is said of the mean. ``told``:
     nothing is counted, for the sum is only to be looked at.
     """
-    problem = _bound(request, tensors)
     parts = mean_statements(request.statement, request.padded)
+    sizes = _sizes(request, parts, tensors)
     # a share in half precision would be as wrong as the result may be
-    dtype = problem.dtype if problem.dtype in HALVES else request.dtype
+    dtype = sizes.dtype if sizes.dtype in HALVES else request.dtype
     total = replace(request, statement=parts.total, dtype=dtype)
-    each = math.prod(problem.extents[v] for v in parts.times)
+    each = math.prod(sizes.extents[v] for v in parts.times)
     share: Value
     if not parts.counting:
         share = 1 / max(each, 1)
     elif told:
-        shape = [problem.shape[dim] for dim in parts.kept]
-        share = torch.empty(shape, dtype=share_dtype(problem.dtype), device=problem.device)
+        share = torch.empty(sizes.kept, dtype=share_dtype(sizes.dtype), device=sizes.device)
     else:
-        share = _shares(problem, parts, request, tensors, each)
+        share = _shares(sizes, parts, request, tensors, each)
     return total, {**tensors, parts.share: share}
 
 
-#: By a request and the kinds and shapes of its tensors, what they were bound to.
-_problems: dict[object, Problem] = {}
-MOST_PROBLEMS = 1024
+#: By what was asked for and the kinds of tensors, of a mean that was bound the kind of its result,
+#: and where the sizes of variables stand.
+_forms: dict[object, tuple[torch.dtype, torch.device, VariablePlaces]] = {}
+MOST_FORMS = 1024
 
 
-def _bound(request: Request, tensors: Mapping[str, Value]) -> Problem:
-    """A request bound to tensors; once for all of the same dtypes and shapes."""
-    if not is_plain_call(tensors.values()):
-        return request.bind(tensors)
-    kinds = [
-        (name, v.dtype, v.shape, v.device, v.layout)
-        if isinstance(v, Tensor)
-        else (name, type(v), repr(v))
-        for name, v in tensors.items()
-    ]
-    key = request, *kinds
-    found = _problems.get(key)
-    if found is None:
-        found = request.bind(tensors)
-        keep(_problems, key, found, MOST_PROBLEMS)
+def _sizes(request: Request, parts: MeanStatements, tensors: Mapping[str, Value]) -> MeanSizes:
+    """The sizes of a mean. Tensors of kinds that were bound before are only measured; what is wrong
+    with them is said by binding them.
+    """
+    plain = is_plain_call(tensors.values())
+    key: object = None
+    if plain:
+        kinds = [
+            (name, v.dtype, v.ndim, v.device, v.layout)
+            if isinstance(v, Tensor)
+            else (name, type(v))
+            for name, v in tensors.items()
+        ]
+        given = _given(request)
+        key = replace(request, sizes=()), tuple(given), *kinds
+        form = _forms.get(key)
+        found = None if form is None else _measured(form, parts, given, tensors)
+        if found is not None:
+            return found
+    problem = request.bind(tensors)
+    if plain:
+        statement = parse(request.statement)
+        places = tuple((v, _places(statement, v)) for v in variables_of(statement))
+        keep(_forms, key, (problem.dtype, problem.device, places), MOST_FORMS)
+    kept = tuple(problem.shape[dim] for dim in parts.kept)
+    return MeanSizes(kept, problem.extents, problem.dtype, problem.device)
+
+
+def _given(request: Request) -> dict[str | int, Size]:
+    """Sizes that were given, of variables and of the output's dimensions."""
+    found: dict[str | int, Size] = {}
+    for of, size in request.sizes:
+        if isinstance(size, tuple):
+            found |= dict(enumerate(size))  # of no other tensor than the output is a shape given
+        else:
+            found[of] = size
     return found
+
+
+def _measured(
+    form: tuple[torch.dtype, torch.device, VariablePlaces],
+    parts: MeanStatements,
+    given: Mapping[str | int, Size],
+    tensors: Mapping[str, Value],
+) -> MeanSizes | None:
+    """None where sizes disagree, or are not simply there."""
+    dtype, device, places = form
+    extents: dict[str, Size] = {}
+    shape = dict(given)
+    for var, where in places:
+        asked: set[str | int] = {var, *(dim for name, dim in where if not name)}
+        told: set[Size] = {given[k] for k in asked & given.keys()}
+        told |= {tensors[name].shape[dim] for name, dim in where if name}  # type: ignore[union-attr]
+        if len(told) != 1:
+            return None
+        (extents[var],) = told
+        shape |= dict.fromkeys(asked, extents[var])
+    if not all(dim in shape for dim in parts.kept):
+        return None
+    return MeanSizes(tuple(shape[dim] for dim in parts.kept), extents, dtype, device)
 
 
 def told_of(request: Request) -> str:
@@ -259,33 +317,32 @@ def told_of(request: Request) -> str:
 
 
 def _shares(
-    problem: Problem,
+    found: MeanSizes,
     parts: MeanStatements,
     request: Request,
     tensors: Mapping[str, Value],
     each: Size,
 ) -> Tensor:
     """What of its sum each point counts for; all of it where there is none."""
-    counting = parse(parts.counting)
-    used = variables_of(counting)
     sizes: RequestSizes = (
-        *((d, problem.shape[dim]) for d, dim in enumerate(parts.kept)),
-        *((v, problem.extents[v]) for v in used),
+        *enumerate(found.kept),
+        *[(v, found.extents[v]) for v in parts.counted],
     )
     # in float64, for float32 cannot count beyond 2 ** 24
     asked = Request(parts.counting, sizes, parts.padded, torch.float64, None, request.wraps)
-    values = {name: tensors[name] for name in tensors_of(counting)}
-    dtype = share_dtype(problem.dtype)
+    values = {name: tensors[name] for name in parts.reads}
+    dtype = share_dtype(found.dtype)
 
     def make() -> Tensor:
         try:
             return shares_of(contract(asked, values), each, dtype)
         except IndexRangeError:  # of counts, which nobody has written
+            problem = request.bind(tensors)
             verify(problem, uses_of(problem, request.wraps), tensors)
             raise
 
     if not values:  # indices that are sums of variables
-        with torch.device(problem.device):
+        with torch.device(found.device):
             return make()
     first, *others = (v for v in values.values() if isinstance(v, Tensor))
     key = "share", parts.counting, sizes, parts.padded, request.wraps, each, dtype

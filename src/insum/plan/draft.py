@@ -155,6 +155,11 @@ class Subject:
         operators = {"=": "sum", "+=": "sum", "max=": "max", "min=": "min"}
         return operators[self.problem.statement.operator]
 
+    @property
+    def is_ordered(self) -> bool:
+        """Whether contributions must meet in one order: a maximum is the same in all."""
+        return self.wishes.deterministic and self.reduce == "sum"
+
     def name(self, wanted: str, draft: Draft | None = None) -> str:
         """A name that neither the statement nor the draft has."""
         taken = names_of(self.problem.statement)
@@ -329,8 +334,6 @@ def finish(
 ) -> Planned:
     """The plan of a draft."""
     problem = subject.problem
-    if strategy == "atomic" and subject.reduce != "sum" and problem.dtype.is_floating_point:
-        raise CannotFuse(f"atomics do not see NaN where a {subject.reduce} is taken")
     roles = roles or roles_of(subject, draft, absorbed, allow_dot)
     draft = _with_exact_entries(subject, draft, roles)
     accumulator = subject.accumulator()

@@ -77,7 +77,7 @@ def plan(subject: Subject) -> Planned:
     planned = nested(subject, draft)
     if planned is not None:
         return planned
-    if subject.wishes.deterministic:
+    if subject.is_ordered:
         raise CannotFuse("deterministic mode, and the output is scattered through several indices")
     return finish(subject, draft.because("several scattered indices"), "atomic", fill=True)
 

@@ -1,5 +1,5 @@
-"""Atomic additions: always possible, seldom the best, and all there is for an index tensor that was
-never seen.
+"""Atomic additions, maxima and minima: always possible, seldom the best, and all there is for an
+index tensor that was never seen.
 """
 
 from __future__ import annotations
@@ -19,10 +19,8 @@ def atomic(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:
 
 
 def atomic_is_asked_for(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:
-    if subject.wishes.settings.scatter != "atomic" or subject.wishes.deterministic:
+    if subject.wishes.settings.scatter != "atomic" or subject.is_ordered:
         return None
-    if subject.reduce != "sum":
-        return None  # see `finish`
     return _atomic(subject, draft, "asked for")
 
 

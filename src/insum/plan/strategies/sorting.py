@@ -65,14 +65,13 @@ def to_sorted_rows(subject: Subject, draft: Draft, scatter: Scatter) -> Draft:
 
 
 def _pays(subject: Subject, draft: Draft, scatter: Scatter) -> bool:
-    """Always in deterministic mode, and for extrema, which have no atomics of torch's meaning. Else
-    only of a tensor that comes back, and not where the scattered variables are a side of a matrix
-    product: sorting would destroy that.
+    """Always for sums in deterministic mode. Else only of a tensor that comes back, and not where
+    the scattered variables are a side of a matrix product: sorting would destroy that.
     """
-    if subject.wishes.deterministic or subject.wishes.settings.scatter == "segment":
+    if subject.is_ordered or subject.wishes.settings.scatter == "segment":
         return True
     if subject.known(scatter.access.tensor) is None:
-        return subject.reduce != "sum"
+        return False
     return not tiles_scatter(subject, draft, scatter)
 
 
