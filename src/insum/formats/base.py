@@ -97,7 +97,8 @@ class SparseFormat:
     @property
     def positions(self) -> tuple[int, ...]:
         """The extents of the position axes: ``(groups, group_size)`` in `GroupCOO`."""
-        raise NotImplementedError
+        held = getattr(self, self._arrays[-1])  # which has all of them
+        return tuple((held[0] if isinstance(held, tuple) else held).shape)
 
     @property
     def block_shape_or_none(self) -> tuple[int, ...] | None:
@@ -113,7 +114,8 @@ class SparseFormat:
 
     def __post_init__(self, validate: bool) -> None:
         """Bring the fields into their form, check them and declare what follows."""
-        raise NotImplementedError
+        arrays.begin(self)
+        arrays.finish(self, validate)
 
     def _details(self) -> dict[str, object]:
         """What `repr` shows beside shape, dtype, nonzeros, padding and bytes."""
