@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
 import insum
-from insum.call.prepared import BoundCall
+from insum.call.bound import BoundCall
 from insum.call.request import Request, head
 from insum.compat import calls
 from insum.ops.encoding import decode, encode

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from insum.bounded import keep
-from insum.call.prepared import BoundCall, Kinds, kinds_of, prepare
+from insum.call.bound import BoundCall
+from insum.call.prepared import Kinds, kinds_of, prepare
 from insum.call.request import Form, Request, head
 from insum.compat.calls import (
     autocasts,
