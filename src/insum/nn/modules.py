@@ -17,7 +17,7 @@ from insum.nn.voxels import Sizes, axes_of
 
 SizePerAxis = int | Sequence[int]
 #: A module of a chain, and whether it takes a `SparseTensor` or features.
-Step: TypeAlias = tuple[nn.Module, bool]
+ChainStep: TypeAlias = tuple[nn.Module, bool]
 
 
 class SparseModule(nn.Module, metaclass=ABCMeta):
@@ -58,7 +58,7 @@ class SparseSequential(nn.Sequential):
         SparseTensor(voxels=2, channels=8, float32, spatial_shape=None, cpu)
     """
 
-    _steps: tuple[Step, ...] = ()  # which modules that were stored earlier lack
+    _steps: tuple[ChainStep, ...] = ()  # which modules that were stored earlier lack
 
     def __init__(self, *modules: nn.Module | OrderedDict[str, nn.Module]) -> None:
         for module in modules:
@@ -78,7 +78,7 @@ class SparseSequential(nn.Sequential):
                 held = held.with_features(module(held.features))
         return held
 
-    def _decided(self) -> tuple[Step, ...]:
+    def _decided(self) -> tuple[ChainStep, ...]:
         """The modules, each with whether it takes a `SparseTensor`: looked for when it comes here,
         not in every pass.
         """
@@ -88,7 +88,7 @@ class SparseSequential(nn.Sequential):
         return known
 
 
-def _steps_of(modules: Iterable[nn.Module]) -> tuple[Step, ...]:
+def _steps_of(modules: Iterable[nn.Module]) -> tuple[ChainStep, ...]:
     return tuple((module, takes_voxels(module)) for module in modules)
 
 
