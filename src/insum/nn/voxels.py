@@ -109,7 +109,7 @@ class Voxels:
         # a copy, too, which the kernel that looks at them makes
         with untracked():
             made = cls(empty((given.shape[0], dimensions + 1), given.dtype, given.device), shape)
-            made.__dict__.update(is_hashed=True, table=made.hashed(given))
+            made.__dict__["table"] = made.hashed(given)
         return made
 
     @classmethod
@@ -131,10 +131,16 @@ class Voxels:
         """The number of dimensions, without the batch."""
         return self.coords.shape[1] - 1
 
-    @functools.cached_property
+    @property
     def is_hashed(self) -> bool:
-        """Whether voxels are searched by kernels, which do not wait."""
-        return kernels_look(self.coords)
+        """Whether voxels are searched by kernels, which do not wait. So they are once there is a
+        table; until then it is asked anew, for a mode of torch's or a setting that keeps kernels
+        from running ends.
+        """
+        if "table" in self.__dict__:
+            return True
+        with untracked(self.coords):
+            return kernels_look(self.coords)
 
     @functools.cached_property
     def box(self) -> Box:
@@ -205,8 +211,7 @@ class Voxels:
 
     def __getstate__(self) -> dict[str, Any]:
         """Maps are built anew: they are held by the identity of what they lead to."""
-        own = ("table", "is_hashed")  # of the device
-        state = {name: held for name, held in self.__dict__.items() if name not in own}
+        state = {name: held for name, held in self.__dict__.items() if name != "table"}
         return {**state, "maps": {}}
 
     def find(self, wanted: Tensor) -> Tensor:
