@@ -34,7 +34,7 @@ from insum.nn.checks import sent
 from insum.nn.voxels import Box, Sizes, Voxels, check_box, keys_of
 from insum.runtime.handwritten import hashing, packs, reaching
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 #: Kernel maps that are kept with the voxels they start from.
 MOST_MAPS = 64
 #: The table has a place for every offset and output, of which tiles of similar outputs skip most
@@ -226,13 +226,13 @@ def kernel_map(
     return target, held[1]
 
 
-def _outside_of_graphs(make: Callable[..., Made], *arguments: object) -> Made:
+def _outside_of_graphs(make: Callable[..., T], *arguments: object) -> T:
     """What is made of values, which a graph that is being recorded does not have."""
     if not torch.compiler.is_dynamo_compiling():
         return make(*arguments)
     from insum.nn.untraced import built  # which loads the compiler
 
-    made: Made = built(make, *arguments)
+    made: T = built(make, *arguments)
     return made
 
 

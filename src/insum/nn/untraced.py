@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-Made = TypeVar("Made")
+T = TypeVar("T")
 
 _MAP = (
     "a layer builds the kernel map of voxels when it first meets them, and its size depends on "
@@ -27,12 +27,12 @@ _VOXELS = (
 
 
 @torch.compiler.disable(reason=_MAP)  # type: ignore[untyped-decorator,no-untyped-call]
-def built(make: Callable[..., Made], *arguments: object) -> Made:
+def built(make: Callable[..., T], *arguments: object) -> T:
     """A kernel map."""
     return make(*arguments)
 
 
 @torch.compiler.disable(reason=_VOXELS)  # type: ignore[untyped-decorator,no-untyped-call]
-def looked_at(make: Callable[..., Made], *arguments: object) -> Made:
+def looked_at(make: Callable[..., T], *arguments: object) -> T:
     """A set of voxels."""
     return make(*arguments)
