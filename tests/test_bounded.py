@@ -24,7 +24,7 @@ from torch import Tensor
 import insum
 from insum import memory
 from insum.call import prepared as calls
-from insum.call.prepared import BoundCall
+from insum.call.bound import BoundCall
 from insum.plan.sizes import OUT, WORK
 from insum.runtime import fused, program
 from insum.runtime.bound_launch import BoundLaunch

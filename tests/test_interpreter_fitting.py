@@ -14,7 +14,7 @@ from torch import Tensor
 
 import insum
 from insum import memory
-from insum.plan import aligning, fitting
+from insum.plan import aligning, copying, fitting
 from insum.runtime import bound_launch, launch, ready, symbolic
 from insum.runtime.bound_launch import BoundLaunch
 from insum.runtime.program import Program
@@ -28,8 +28,9 @@ CONVOLUTION = "out[x,m] = f[nb[z,x],c] * w[z,c,m]"
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Copies pay as if everything were larger; memory that nobody wrote to holds NaN."""
-    monkeypatch.setattr(fitting, "LEAST_POINTS", 1)
+    monkeypatch.setattr(copying, "LEAST_POINTS", 1)
     monkeypatch.setattr(fitting, "LEAST_READS", 0)
+    monkeypatch.setattr(aligning, "LEAST_GATHERS", 2**31)
     monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
     poison_new_memory(monkeypatch)
@@ -169,7 +170,6 @@ def test_exported_programs_copy_too() -> None:
 
 @pytest.fixture
 def gathered_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aligning, "LEAST_POINTS", 1)
     monkeypatch.setattr(aligning, "LEAST_GATHERS", 0)
 
 

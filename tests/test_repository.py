@@ -134,6 +134,27 @@ def own_doc(thing: object) -> str | None:
     return kind.__doc__
 
 
+def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of a function without those of long texts: docstrings, and kernels as text."""
+    texts = {
+        line
+        for node in ast.walk(function)
+        if isinstance(node, ast.Constant | ast.JoinedStr) and node.end_lineno != node.lineno
+        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
+    }
+    return (function.end_lineno or function.lineno) - function.lineno + 1 - len(texts)
+
+
+def test_functions_are_short() -> None:
+    long = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.name}: {code_lines(node)} lines"
+        for path in (ROOT / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and code_lines(node) > 60
+    ]
+    assert not long, "\n".join(long)
+
+
 def type_names(tree: ast.Module) -> set[str]:
     """Classes and aliases of types at the top of a module. An underscore makes no other name."""
     names = {node.name for node in tree.body if isinstance(node, ast.ClassDef)}

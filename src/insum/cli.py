@@ -176,7 +176,6 @@ def _print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]])
 def _cache_commands() -> "typer.Typer":
     import typer
 
-    from insum.plan.config import shown
     from insum.runtime import cache
 
     app = typer.Typer(no_args_is_help=True)
@@ -184,17 +183,7 @@ def _cache_commands() -> "typer.Typer":
     @app.command("list")
     def list_() -> None:
         """Every remembered config."""
-        rows = [
-            (
-                e.statement,
-                e.key.sizes,
-                e.key.device,
-                f"{e.microseconds:.1f}",
-                f"{e.first_guess:.1f}",
-                shown(e.choice),
-            )
-            for e in cache.entries()
-        ]
+        rows = _remembered()
         typer.echo(f"{cache.folder()}: {len(rows)} entries")
         if rows:
             _print_table(
@@ -234,6 +223,24 @@ def _cache_commands() -> "typer.Typer":
         )
 
     return app
+
+
+def _remembered() -> list[tuple[str, ...]]:
+    """A row for every config of the cache."""
+    from insum.plan.config import shown
+    from insum.runtime import cache
+
+    return [
+        (
+            e.statement,
+            e.key.sizes,
+            e.key.device,
+            f"{e.microseconds:.1f}",
+            f"{e.first_guess:.1f}",
+            shown(e.choice),
+        )
+        for e in cache.entries()
+    ]
 
 
 # --- explain --------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from insum.api import insum, kinds_with
+from insum.call import in_kernels
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ def _in_one_launch(asked: Sequence[AskedResult]) -> list[Tensor | None]:
     calls = []
     for one in asked:
         kinds, sizes = kinds_with(one.statement, one.shape)
-        fused = kinds.find(one.tensors, sizes).fused_alone(one.tensors)
+        fused = in_kernels.alone(kinds.find(one.tensors, sizes), one.tensors)
         if fused is None:
             return [None] * len(asked)
         calls.append(fused)

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import scipy.sparse as sp
 import torch
+from torch import Tensor
 
 import insum
-from insum.formats import COO, ELL, GroupCOO
+from insum.formats import COO, ELL, BlockGroupCOO, GroupCOO, SparseFormat
 
 torch.manual_seed(0)
 A = torch.where(torch.rand(8, 6) < 0.4, torch.randn(8, 6), torch.zeros(()))
@@ -160,3 +161,58 @@ def test_formats_in_a_compiled_function() -> None:
         lambda held, right: insum.insum(STATEMENT, A=held, B=right), backend="eager", fullgraph=True
     )
     torch.testing.assert_close(compiled(COO.from_dense(A), B), A @ B)
+
+
+# --- classes derived from a format ----------------------------------------------------------------
+
+
+class Adjacency(COO):
+    """A class of a user's own, whose name says nothing of a format."""
+
+
+class Blocks(BlockGroupCOO):
+    pass
+
+
+DERIVED = [(Adjacency, COO, {}), (Blocks, BlockGroupCOO, {"block_shape": (2, 2)})]
+
+
+@pytest.mark.parametrize(("derived", "base", "options"), DERIVED)
+def test_a_derived_class_is_its_format_in_statements(
+    derived: Any, base: Any, options: dict[str, Any]
+) -> None:
+    dense, b = torch.randn(4, 6), torch.randn(6, 3)
+    a = derived.from_dense(dense, **options)
+    torch.testing.assert_close(a @ b, dense @ b)
+    torch.testing.assert_close(insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b), dense @ b)
+    torch.testing.assert_close(a.sum(1), dense.sum(1))
+    scaled = insum.einsum("C[m,n] = A[m,n] * B[m,n]", A=a, B=dense)
+    assert type(scaled) is base
+    torch.testing.assert_close(scaled.to_dense(), dense * dense)
+    layer = insum.nn.SparseLinear(a)
+    torch.testing.assert_close(layer(b.T), b.T @ dense.T)
+    assert type(layer.weight()) is base
+    assert type(a.T) is type(a * 2) is derived
+
+
+def test_a_derived_class_does_not_take_the_place_of_its_format() -> None:
+    known = dict(insum.formats.FORMATS)
+    again = type("COO", (COO,), {})
+    assert known == insum.formats.FORMATS
+    a = again.from_dense(torch.eye(2))
+    assert type(a.to_format("COO")) is COO and type(a @ torch.ones(2)) is Tensor
+
+
+def test_derived_classes_in_a_compiled_function() -> None:
+    a, b = Adjacency.from_dense(torch.eye(3)), torch.randn(3, 2)
+    compiled = torch.compile(lambda a, b: a.matmul(b), backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(a, b), b)
+
+
+def test_a_format_of_ones_own_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("insum.formats.base.FORMATS", dict(insum.formats.FORMATS))
+    own = type("Own", (SparseFormat,), {"_arrays": COO._arrays, "layout": COO.layout})
+    held = COO.from_dense(torch.eye(2))
+    a = own._make(**held._fields())
+    with pytest.raises(insum.UnsupportedError, match="A is a Own, a format that statements cannot"):
+        insum.einsum("C[m] = A[m,k] * B[k]", A=a, B=torch.ones(2))

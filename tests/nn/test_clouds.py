@@ -7,7 +7,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -654,6 +654,28 @@ def test_a_head_in_a_sequence() -> None:
         SparseConv3d(2, 4, 3, submanifold=True), nn.ReLU(), GlobalPool("mean"), nn.Linear(4, 5)
     )
     assert_close(head(x), head[3](head[2](x.with_features(head[0](x).features.relu()))))
+
+
+def test_a_sequence_looks_for_layers_over_voxels_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = nn.Sequential(SparseConv3d(2, 4, 3, submanifold=True))
+    head = SparseSequential(block, nn.Sequential(nn.ReLU()))
+    walked: list[nn.Module] = []
+    modules = nn.Module.modules
+
+    def watched(self: nn.Module, remove_duplicate: bool = True) -> Iterator[nn.Module]:
+        walked.append(self)
+        return modules(self)
+
+    monkeypatch.setattr(nn.Module, "modules", watched)
+    first = head(cloud())
+    assert_close(head(cloud()).features, first.features)
+    assert not walked
+    head.append(nn.Sequential(nn.Tanh()))
+    head[1] = SparseSequential(nn.ReLU())
+    assert_close(head(cloud()).features, first.features.tanh())
+    assert_close(copy.deepcopy(head)(cloud()).features, first.features.tanh())
+    head(cloud())
+    assert walked and walked.count(head[2]) <= 2
 
 
 def test_features_between_integers() -> None:

@@ -4,12 +4,14 @@ maps out of sorted keys, without reading a value on the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.testing import assert_close
 
 import insum
@@ -84,6 +86,32 @@ def test_maps(name: str, count: int, dtype: torch.dtype, on_device: None) -> Non
     assert isinstance(want, NeighborTable) and isinstance(dense, NeighborTable)
     assert torch.equal(outputs.coords, want_outputs.coords)
     assert torch.equal(dense.table, want.table)
+
+
+@contextmanager
+def transformed() -> Iterator[None]:
+    with torch._functorch.eager_transforms.grad_increment_nesting():
+        yield
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "fake tensors": lambda: FakeTensorMode(allow_non_fake_inputs=True),
+    "a transform": transformed,
+    "forward mode": torch.autograd.forward_ad.dual_level,
+    "a setting": lambda: insum.settings(check="always"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_voxels_that_were_first_asked_under_a_mode(mode: str, on_device: None) -> None:
+    """What holds under a mode, or inside of a block of settings, ends with it."""
+    voxels = Voxels(cloud(20))
+    with MODES[mode]():
+        _ = voxels.is_hashed
+    assert voxels.is_hashed
+    geometry = SparseConv3d(1, 1, kernel_size=3, submanifold=True).geometry
+    with no_reads():
+        kernel_map(voxels, geometry)
 
 
 OTHERS = {

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
+import insum
 from insum.compat import calls
 from insum.nn import (
     BlockSparseLinear,
@@ -174,9 +175,57 @@ def test_a_failed_export_leaves_nothing_behind() -> None:
             found: Tensor = self.layer(SparseTensor(coords, features)).features
             return found
 
-    with pytest.raises(Exception):  # noqa: B017  # voxels that are inputs depend on data
+    with pytest.raises(insum.UnsupportedError, match=r"(?s)an input of a program.*with_features"):
         torch.export.export(Whole(), (coords, features))
     assert type(Whole()(coords, features)) is Tensor
+
+
+LAYERS_OVER_VOXELS = {
+    "submanifold": lambda: SparseConv3d(4, 3, 3, submanifold=True),
+    "strided": lambda: SparseConv3d(4, 3, 2, stride=2),
+    "pool": lambda: SparseMaxPool3d(2),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS_OVER_VOXELS)
+def test_a_map_is_built_between_graphs(name: str) -> None:
+    """Where there has to be one graph, the error says what to do, and doing it helps."""
+    torch._dynamo.reset()
+    layer = LAYERS_OVER_VOXELS[name]()
+    coords = torch.cartesian_prod(*[torch.arange(n) for n in (1, 3, 2, 4)])
+    features = torch.randn(24, 4)
+    want = layer(SparseTensor(coords, features)).features
+
+    def forward(x: SparseTensor) -> Tensor:
+        found: Tensor = layer(x).features
+        return found
+
+    x = SparseTensor(coords, features)
+    whole = torch.compile(forward, backend="eager", fullgraph=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Call the layer once on this"):
+        whole(x)
+    in_parts = torch.compile(forward, backend="eager")
+    assert_close(in_parts(SparseTensor(coords, features)), want)
+    layer(x)
+    assert_close(whole(x), want)
+
+
+def test_a_sparse_tensor_that_is_made_in_a_compiled_function() -> None:
+    torch._dynamo.reset()
+    layer = SparseConv3d(4, 3, 3, submanifold=True)
+    coords = torch.cartesian_prod(*[torch.arange(n) for n in (1, 3, 2, 4)])
+    features = torch.randn(24, 4)
+
+    def forward(coords: Tensor, features: Tensor) -> Tensor:
+        found: Tensor = layer(SparseTensor(coords, features)).features
+        return found
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Make it outside of the function"):
+        torch.compile(forward, backend="eager", fullgraph=True)(coords, features)
+    torch._dynamo.reset()
+    assert_close(
+        torch.compile(forward, backend="eager")(coords, features), forward(coords, features)
+    )
 
 
 def test_where_modes_cannot_be_left_a_layer_is_not_exported(

@@ -100,6 +100,15 @@ def parser(what: str = "") -> argparse.ArgumentParser:
         prog="insum bench",
         description="The paper's tables and figures against the rivals that are here.",
     )
+    _add_places(made)
+    _add_cases(made)
+    if what in STUDIES and hasattr(STUDIES[what], "add_options"):
+        STUDIES[what].add_options(made.add_argument_group(f"options of {what}"))
+    return made
+
+
+def _add_places(made: argparse.ArgumentParser) -> None:
+    """What is run, what of, and where results go."""
     made.add_argument(
         "what",
         nargs="?",
@@ -129,6 +138,10 @@ def parser(what: str = "") -> argparse.ArgumentParser:
     made.add_argument(
         "--json", type=Path, default=None, help="write the results to this file as well"
     )
+
+
+def _add_cases(made: argparse.ArgumentParser) -> None:
+    """Which cases and rivals, where, and for how long."""
     made.add_argument(
         "--quick",
         action="store_true",
@@ -165,9 +178,6 @@ def parser(what: str = "") -> argparse.ArgumentParser:
         default=0.0,
         help="seconds after which nothing new is begun; what is left out is named",
     )
-    if what in STUDIES and hasattr(STUDIES[what], "add_options"):
-        STUDIES[what].add_options(made.add_argument_group(f"options of {what}"))
-    return made
 
 
 def _names() -> str:

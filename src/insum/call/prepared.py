@@ -1,8 +1,8 @@
-"""One call, from tensors to its result.
+"""Finding the call of a statement on tensors.
 
     Kinds          one statement with its options; which kinds of tensors it was called with
     PreparedCall   one kind: dtypes, ranks, device, modes. Bound once; sizes are symbols
-    BoundCall      the same with the sizes and strides of a call: extents, shape, what is launched
+    BoundCall      the same with the sizes and strides of a call, which runs (`bound`)
 
 Eager calls, compiled statements, layers, gradients and fused programs all come here: a call finds
 its `PreparedCall` by one guard, its `BoundCall` by its sizes, and the program by what is known of
@@ -12,7 +12,6 @@ its index tensors.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -20,14 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from insum import memory
-from insum.bounded import is_first, keep
-from insum.call.overlap import shares_memory, written_to
+from insum.bounded import keep
+from insum.call.bound import BoundCall, BoundStage
 from insum.call.request import Form, Request, head
 from insum.call.stages import Stage, is_copyable, is_orderable, layouts_of, size_key, stages_of
-from insum.compat.calls import is_profiled, is_undisturbed, kinds_guard, modes_now
-from insum.errors import NotFusedError
-from insum.graph.lower import lower
+from insum.compat.calls import kinds_guard, modes_now
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, accesses, tensors_of
 from insum.lang.measure import Measure, measure_of
@@ -35,12 +31,10 @@ from insum.lang.problem import Sized
 from insum.plan.library import is_left_to_library
 from insum.plan.path import is_path
 from insum.plan.uses import Use, uses_of
-from insum.runtime.check import bounds_of, in_range, live_uses, ranges_of, verify
 from insum.settings import SettingValues, settings
 
 if TYPE_CHECKING:
-    from insum.host.places import IndexEntries, Lowering
-    from insum.runtime.fused import FusedCall, FusedKind
+    from insum.runtime.fused import FusedKind
 
 #: Statements with their options, kinds of tensors of one, sizes of one kind, and those of them that
 #: are recognised by one comparison.
@@ -220,7 +214,7 @@ class PreparedCall:
 
     def stages(
         self, problem: Problem, values: Mapping[str, Value], *, in_place: bool
-    ) -> tuple[Stage, ...]:
+    ) -> tuple[BoundStage, ...]:
         """The statements that a call of these sizes is made of; none where it is one. The same for
         all sizes and layouts of a class, whichever came first.
 
@@ -235,7 +229,7 @@ class PreparedCall:
         if found is None:
             stages = stages_of(problem, self.form, may_index=may_index, layouts=layouts)
             found = keep(self.orders, key, stages, MOST_ORDERS)
-        return found
+        return tuple(BoundStage(kinds_of(s.form), s, s.size_values(problem)) for s in found)
 
     def remember(self, call: BoundCall, sizes: tuple[int, ...], given: tuple[Any, ...]) -> None:
         """From now on calls like this one are recognised by one comparison."""
@@ -329,325 +323,3 @@ def _sources(problem: Problem) -> tuple[str, ...]:
         if (k := problem.kinds[n]).device is not None
         and (k.dtype.is_floating_point or k.dtype.is_complex)
     )
-
-
-# --- calls ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class _SizedGraph:
-    """A graph of torch operations, and the sizes to call it with."""
-
-    forward: Callable[..., Tensor]
-    inputs: tuple[str, ...]
-    sizes: tuple[Any, ...]
-    late: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BoundStage:
-    """One statement of several, and its sizes in a call."""
-
-    kinds: Kinds
-    stage: Stage
-    sizes: tuple[Any, ...]
-
-    def given(self, values: Mapping[str, Value]) -> dict[str, Value]:
-        """Of all values and buffers, those that it reads."""
-        return {name: values[name] for name in self.stage.reads}
-
-
-def _run_stages(
-    stages: tuple[BoundStage, ...], mode: str, values: Mapping[str, Value], target: Tensor | None
-) -> Tensor:
-    """Fill one buffer after the other, then run the last statement as the whole was to be run."""
-    *before, last = stages
-    known = dict(values)
-    for one in before:
-        given = one.given(known)
-        known[one.stage.fills] = one.kinds.find(given, one.sizes).run("new", given, None)
-    given = last.given(known)
-    return last.kinds.find(given, last.sizes, target).run(mode, given, target)
-
-
-class BoundCall:
-    """A call of certain sizes and strides."""
-
-    __slots__ = (
-        *("_fused", "_graphs", "_lowerings", "_problem", "_ranges", "_staged", "_uses", "_waits"),
-        *("count", "derived", "prepared", "sized", "sizes"),
-    )
-
-    def __init__(self, prepared: PreparedCall, sized: Sized, sizes: tuple[int, ...]) -> None:
-        """``sizes`` are those that were given."""
-        self.prepared, self.sized, self.sizes = prepared, sized, sizes
-        self.count = 1
-        #: What backward passes of this call have run, by statement and layouts.
-        self.derived: dict[object, BoundCall] = {}
-        self._problem: Problem | None = None
-        self._uses: tuple[Use, ...] | None = None
-        self._ranges: tuple[tuple[str, int, int], ...] = ()
-        self._graphs: dict[str, _SizedGraph] = {}
-        self._fused: FusedCall | None = None
-        self._staged: dict[bool, tuple[BoundStage, ...]] = {}
-        #: By whether the result is new or accumulated.
-        self._lowerings: dict[bool, Lowering | None] = {}
-        #: Whether a CPU takes the graph until index tensors come back.
-        self._waits: bool | None = None
-
-    @property
-    def request(self) -> Request:
-        """The request of this call, sizes included."""
-        return self.prepared.form.request(self.sizes)
-
-    @property
-    def extents(self) -> Mapping[str, int]:
-        return self.sized.extents
-
-    def problem(self, values: Mapping[str, Value]) -> Problem:
-        """The problem with the sizes of this call."""
-        if self._problem is None:
-            shapes = {n: v.shape for n, v in values.items() if isinstance(v, Tensor)}
-            self._problem = self.sized.problem(shapes)
-        return self._problem
-
-    def needs_gradient(self, values: Mapping[str, Value]) -> bool:
-        return self.prepared.needs_gradient(values)
-
-    # --- checks ---
-
-    def verify(self, values: Mapping[str, Value]) -> None:
-        """Index values against their range, before anything is written; where kernels look
-        themselves, they do.
-        """
-        if self.prepared.uses and not self.prepared.kernels_look:
-            self.look(values)
-
-    def look(self, values: Mapping[str, Value]) -> None:
-        """The same, unless the host looks when it runs."""
-        if not self.host_looks(values):
-            self.look_now(values)
-
-    def host_looks(self, values: Mapping[str, Value]) -> bool:
-        """Whether indices are looked at when this call is run: at what is remembered of them,
-        where something is. Where it is several statements, none of them knows what all of them
-        read.
-        """
-        if not self.prepared.on_host:
-            return False
-        return not (self.prepared.orderable and self.staged(values, in_place=False))
-
-    def look_now(self, values: Mapping[str, Value]) -> None:
-        uses = self.uses(values)
-        if uses and not in_range(self._ranges, values):
-            verify(self.problem(values), uses, values)
-
-    def uses(self, values: Mapping[str, Value]) -> tuple[Use, ...]:
-        """The indexed dimensions that have a point."""
-        if self._uses is None:
-            problem = self.problem(values)
-            self._uses = live_uses(problem, self.prepared.uses)
-            self._ranges = ranges_of(problem, self._uses)
-        return self._uses
-
-    # --- running ---
-
-    def run(
-        self, mode: str, values: Mapping[str, Value], target: Tensor | None, named: bool = False
-    ) -> Tensor:
-        """Run generated kernels where there are some, else the graph. ``mode``: ``new``, ``from``
-        (a given value), ``into`` (in place). ``named``: profilers have been told the statement.
-        """
-        if is_profiled() and not named:
-            with torch.profiler.record_function(f"insum: {self.prepared.form.statement}"):
-                return self.run(mode, values, target, True)
-        if self.prepared.orderable:
-            stages = self.staged(values, in_place=mode == "into")
-            if stages:
-                if mode == "into" and self.prepared.kernels_look and self.prepared.on_path:
-                    self.look(values)
-                return _run_stages(stages, mode, values, target)
-        if self.prepared.fusable:
-            result = self.run_fused(mode, values, target)
-            if result is not None:
-                return result
-            if self.prepared.kernels_look:
-                # torch's own kernels would end the process' use of the device
-                self.look_now(values)
-        elif self.host_looks(values):
-            result = self.run_on_host(mode, values, target) if is_undisturbed() else None
-            if result is not None:
-                return result
-            self.look_now(values)
-        if self.prepared.form.wraps:
-            values = self.wrapped(values)
-        return self.run_graph(mode, values, target)
-
-    def staged(self, values: Mapping[str, Value], *, in_place: bool) -> tuple[BoundStage, ...]:
-        """The statements that this call is made of, with their sizes; none where it is one."""
-        found = self._staged.get(in_place)
-        if found is None:
-            problem = self.problem(values)
-            stages = self.prepared.stages(problem, values, in_place=in_place)
-            found = self._staged[in_place] = tuple(
-                BoundStage(kinds_of(one.form), one, one.size_values(problem)) for one in stages
-            )
-        return found
-
-    # --- on a CPU ---
-
-    def lowering(self, mode: str, values: Mapping[str, Value]) -> Lowering | None:
-        """How a CPU runs this call; None: as one graph."""
-        new = mode == "new"
-        if new not in self._lowerings:
-            # takes a while to import, and GPUs need none of it
-            from insum.host.choose import choose
-
-            self._lowerings[new] = choose(self.problem(values), new=new)
-        return self._lowerings[new]
-
-    def run_on_host(
-        self, mode: str, values: Mapping[str, Value], target: Tensor | None
-    ) -> Tensor | None:
-        """The result of the way that a CPU takes, or None where that is the graph."""
-        from insum.host.places import HostCall
-
-        if self._waits is None:
-            from insum.host.choose import waits
-
-            self._waits = waits(self.problem(values), self.prepared.indices)
-        if not self._waits and self.lowering(mode, values) is None:
-            return None
-        wraps = self.prepared.form.wraps
-        seen = functools.cache(lambda: self.wrapped(values)) if wraps else lambda: values
-        entries = {name: memory.entry_of(values[name]) for name in self.prepared.indices}  # type: ignore[arg-type]
-        call = HostCall(values, seen, entries)
-        if self._waits and not call.comes_back(self.prepared.form.statement):
-            return None
-        lowering = self.lowering(mode, values)
-        if lowering is None:
-            self._waits = False
-            return None
-        self.check(entries, values)
-        result = lowering(call)
-        if target is None:
-            return result
-        return target.add_(result) if mode == "into" else (target + result).to(target.dtype)
-
-    def check(self, entries: IndexEntries, values: Mapping[str, Value]) -> None:
-        """Index values against their range, by what is remembered of them."""
-        uses = self.uses(values)
-        if not uses or self.prepared.settings.check == "never":
-            return
-        for name, low, high in self._ranges:
-            bounds = entries[name].remembered("bounds", functools.partial(bounds_of, values[name]))
-            if bounds is None or bounds[0] < low or bounds[1] > high:
-                break
-        else:
-            if self._ranges:
-                return
-        verify(self.problem(values), uses, values)
-
-    def run_graph(self, mode: str, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
-        graph = self._graphs.get(mode) or self.lowered(mode, values)
-        inputs = [values[name] for name in graph.inputs]
-        if target is None:
-            return graph.forward(*inputs, *graph.sizes)
-        shared = graph.late and shares_memory(target, map(values.get, graph.late))
-        if mode == "into" and (shared or self.must_copy(target)):
-            return target.copy_(self.run_graph("from", values, target))
-        return graph.forward(target, *inputs, *graph.sizes)
-
-    def lowered(self, mode: str, values: Mapping[str, Value]) -> _SizedGraph:
-        problem = self.problem(values)
-        lowered = lower(problem, mode)
-        forward: Callable[..., Tensor] = lowered.module.forward
-        if self.prepared.settings.backend == "inductor":
-            from insum.graph.inductor import forward_of  # which loads a good deal of torch
-
-            forward = forward_of(lowered, problem)
-        sizes = lowered.size_arguments(problem)
-        found = self._graphs[mode] = _SizedGraph(forward, lowered.inputs, sizes, lowered.late)
-        return found
-
-    def wrapped(self, values: Mapping[str, Value]) -> Mapping[str, Value]:
-        """Negative values counted from the end, where they do: the graph takes places as they
-        are.
-        """
-        found, problem = dict(values), self.problem(values)
-        for use in self.uses(values):
-            index = values.get(use.tensor)
-            if use.wraps and isinstance(index, Tensor):
-                wide = index.to(torch.promote_types(index.dtype, torch.int32))
-                found[use.tensor] = torch.where(wide < 0, wide + use.limit(problem), wide)
-        return found
-
-    def must_copy(self, target: Tensor) -> bool:
-        """torch.compile takes a float64 tensor without dimensions on the CPU for a number, and
-        forgets to write it.
-        """
-        return self.prepared.settings.backend == "inductor" and target.dim() == 0
-
-    def run_fused(
-        self, mode: str, values: Mapping[str, Value], target: Tensor | None
-    ) -> Tensor | None:
-        """The result of generated kernels, or None where there are none."""
-        fused = self._fused
-        if fused is None:
-            if self.prepared.settings.backend == "graph":
-                self.fall_back(values, 'settings.backend is "graph"')
-                return None
-            fused = self._fused = self.prepared.fused.call(self.sized)
-            if self.prepared.searches:
-                self.search(values, target)
-        into = target
-        if target is not None and (
-            mode == "from" or shares_memory(target, map(values.get, self.prepared.reads))
-        ):
-            into = target.clone()
-        result = fused(values, into)
-        if not isinstance(result, Tensor):
-            self.fall_back(values, result.reason)
-            return None
-        if target is None or mode == "from":
-            return result
-        if into is not target:
-            return target.copy_(result)
-        return written_to(target)
-
-    def fused_alone(
-        self, values: Mapping[str, Value], *, in_place: bool = False
-    ) -> FusedCall | None:
-        """The generated kernels of this call, where it is one statement and nothing is looked for
-        first; None where it is not.
-        """
-        prepared = self.prepared
-        if not prepared.fusable or prepared.searches or prepared.settings.backend == "graph":
-            return None
-        if prepared.orderable and self.staged(values, in_place=in_place):
-            return None
-        if self._fused is None:
-            self._fused = prepared.fused.call(self.sized)
-        return self._fused
-
-    def search(self, values: Mapping[str, Value], target: Tensor | None) -> None:
-        """What ``settings.effort`` asks for at the first call."""
-        from insum.runtime import search  # which takes a while to import
-
-        effort = self.prepared.settings.effort
-        search.on_first_call(self.problem(values), values, target, effort)
-
-    def fall_back(self, values: Mapping[str, Value], why: str) -> None:
-        problem, now = self.problem(values), self.prepared.settings
-        if now.require_fused:
-            raise problem.complain(
-                NotFusedError,
-                f"no fused kernel: {why}",
-                expected="a statement that a kernel can express",
-                remedy="settings.require_fused = False runs it as a graph of torch operations",
-            )
-        if now.backend == "fused" or "fallback" in now.log:
-            text = problem.statement.text or str(problem.statement)
-            message = f"insum: {text!r} runs as a graph of torch operations: {why}"
-            if is_first(f"fallback of {text}"):
-                warnings.warn(message, stacklevel=5)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from insum.call.prepared import BoundCall
+from insum.call.bound import BoundCall
 from insum.lang.bind import Value
 from insum.plan.library import WHY, is_left_to_library
 from insum.runtime import search

@@ -71,7 +71,7 @@ def spec_of(format: SparseFormat) -> PartitionSpec:
             expected="a matrix",
         )
     known = {name: getattr(format, name, None) for name in type(format)._options}
-    return PartitionSpec(type(format).__name__, tuple(sorted(known.items())), tuple(format.shape))
+    return PartitionSpec(format._kind, tuple(sorted(known.items())), tuple(format.shape))
 
 
 @dataclass(frozen=True)

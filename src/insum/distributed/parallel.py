@@ -42,15 +42,22 @@ class _SparseStyle(ParallelStyle):
 
     dim: int
     channels: int
-    #: Where the input has to be, and where the product of each rank's part is.
+    #: Where the input has to be (and a plain one is), where the product of each rank's part is, and
+    #: where it goes to.
     needed: Placement
     made: Placement
+    left: Placement
 
     def __init__(
-        self, input_layouts: Placement, output_layouts: Placement, use_local_output: bool
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
     ) -> None:
         super().__init__()
-        self.input_layouts, self.output_layouts = input_layouts, output_layouts
+        self.input_layouts = input_layouts or self.needed
+        self.output_layouts = output_layouts or self.left
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
@@ -121,18 +128,7 @@ class SparseColwise(_SparseStyle):
     """
 
     dim, channels = 0, 2
-    needed, made = Replicate(), Shard(-1)
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(
-            input_layouts or Replicate(), output_layouts or Shard(-1), use_local_output
-        )
+    needed, made, left = Replicate(), Shard(-1), Shard(-1)
 
 
 class SparseRowwise(_SparseStyle):
@@ -158,18 +154,7 @@ class SparseRowwise(_SparseStyle):
     """
 
     dim, channels = 1, 1
-    needed, made = Shard(-1), Partial()
-
-    def __init__(
-        self,
-        *,
-        input_layouts: Placement | None = None,
-        output_layouts: Placement | None = None,
-        use_local_output: bool = True,
-    ) -> None:
-        super().__init__(
-            input_layouts or Shard(-1), output_layouts or Replicate(), use_local_output
-        )
+    needed, made, left = Shard(-1), Partial(), Replicate()
 
 
 # --- linear layers --------------------------------------------------------------------------------

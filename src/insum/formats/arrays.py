@@ -21,16 +21,28 @@ if TYPE_CHECKING:
     from insum.formats.base import SparseFormat
 
 F = TypeVar("F", bound="SparseFormat")
+#: Options that formats have as fields, as they are kept for a tensor of so many dimensions.
+KEPT_AS: dict[str, Callable[[Any, int], object]] = {
+    "block_shape": validate.block_shape,
+    "group_dims": validate.group_dims,
+    "dim": validate.dimension,
+}
 
 
 def begin(x: SparseFormat) -> None:
-    """The beginning of every constructor: lists become tuples, and the shape is one."""
+    """The beginning of every constructor: lists become tuples, the shape is one, and options are
+    as they are kept.
+    """
     for name in (*x._arrays[1:], *x._static):
         value = getattr(x, name)
         if isinstance(value, list | torch.Size):
             object.__setattr__(x, name, tuple(value))
     validate.check_shape(x.shape)
     validate.check_kinds(x)
+    for name in x._static:
+        if name in KEPT_AS:
+            kept = KEPT_AS[name](getattr(x, name), len(x.shape))
+            object.__setattr__(x, name, kept)
 
 
 def finish(x: SparseFormat, check: bool) -> None:

@@ -62,7 +62,9 @@ class SparseFormat:
     Never a tensor subclass: the arrays are ordinary tensors, the object is frozen, compares by
     identity and is a pytree node. Index arrays made by conversions are int32 where the dimension
     allows it, else int64; padding in them is -1 and contributes nothing. ``values`` is ``None`` in
-    a pattern, whose entries all count as 1. Gradients flow to the stored values only.
+    a pattern, whose entries all count as 1. Gradients flow to the stored values only. A class of
+    your own may derive from one of these formats: statements take it as that format, which their
+    results have, and layers hold it as that.
 
     Conversions take the options of the class that they are called on: ``group_dims`` (`ELL`,
     `GroupCOO`, `BlockGroupCOO`), ``group_size`` (`GroupCOO`, `BlockGroupCOO`), ``block_shape``
@@ -82,10 +84,16 @@ class SparseFormat:
     _arrays: ClassVar[tuple[str, ...]] = ("values",)
     _static: ClassVar[tuple[str, ...]] = ("shape",)
     _options: ClassVar[tuple[str, ...]] = ()
+    #: The format that statements read it as, and that it is stored as; a class derived from a
+    #: format is that format to them.
+    _kind: ClassVar[str]
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        FORMATS[cls.__name__] = pytree.register(cls)
+        pytree.register(cls)
+        if not hasattr(cls, "_kind"):
+            cls._kind = cls.__name__
+            FORMATS[cls._kind] = cls
 
     # --- what each format says of itself ---
 
@@ -97,7 +105,8 @@ class SparseFormat:
     @property
     def positions(self) -> tuple[int, ...]:
         """The extents of the position axes: ``(groups, group_size)`` in `GroupCOO`."""
-        raise NotImplementedError
+        held = getattr(self, self._arrays[-1])  # which has all of them
+        return tuple((held[0] if isinstance(held, tuple) else held).shape)
 
     @property
     def block_shape_or_none(self) -> tuple[int, ...] | None:
@@ -113,7 +122,8 @@ class SparseFormat:
 
     def __post_init__(self, validate: bool) -> None:
         """Bring the fields into their form, check them and declare what follows."""
-        raise NotImplementedError
+        arrays.begin(self)
+        arrays.finish(self, validate)
 
     def _details(self) -> dict[str, object]:
         """What `repr` shows beside shape, dtype, nonzeros, padding and bytes."""
@@ -131,6 +141,11 @@ class SparseFormat:
 
     def _permuted(self, dims: tuple[int, ...]) -> Self:
         raise NotImplementedError
+
+    def _plain(self) -> SparseFormat:
+        """The same arrays in the format itself, where this is of a class derived from one."""
+        kind = FORMATS[self._kind]
+        return self if type(self) is kind else kind._make(**self._fields())
 
     # --- making one ---
 

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
-from insum.formats import arrays, layout
 from insum.formats import entries as E
+from insum.formats import layout
 from insum.formats import validate as checks
 from insum.formats.base import SparseFormat
 from insum.formats.grouped import Dims, GroupCOO, pack, turned
@@ -52,13 +52,6 @@ class BlockCOO(SparseFormat):
     _static: ClassVar[tuple[str, ...]] = ("shape", "block_shape")
     _options: ClassVar[tuple[str, ...]] = ("block_shape",)
 
-    def __post_init__(self, validate: bool) -> None:
-        arrays.begin(self)
-        object.__setattr__(
-            self, "block_shape", checks.block_shape(self.block_shape, len(self.shape))
-        )
-        arrays.finish(self, validate)
-
     @property
     def layout(self) -> layout.Layout:
         return layout.listed(self.ndim, blocked=True)
@@ -66,10 +59,6 @@ class BlockCOO(SparseFormat):
     @property
     def block_shape_or_none(self) -> tuple[int, ...]:
         return self.block_shape
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        return tuple(self.indices[0].shape)
 
     @property
     def sorted_dims(self) -> tuple[int, ...]:
@@ -144,14 +133,6 @@ class BlockGroupCOO(SparseFormat):
     _static: ClassVar[tuple[str, ...]] = ("shape", "block_shape", "group_dims")
     _options: ClassVar[tuple[str, ...]] = ("block_shape", "group_dims", "group_size")
 
-    def __post_init__(self, validate: bool) -> None:
-        arrays.begin(self)
-        object.__setattr__(
-            self, "block_shape", checks.block_shape(self.block_shape, len(self.shape))
-        )
-        object.__setattr__(self, "group_dims", checks.group_dims(self.group_dims, len(self.shape)))
-        arrays.finish(self, validate)
-
     @property
     def layout(self) -> layout.Layout:
         return layout.grouped(self.ndim, layout.fixed(self.group_dims), blocked=True)
@@ -159,10 +140,6 @@ class BlockGroupCOO(SparseFormat):
     @property
     def block_shape_or_none(self) -> tuple[int, ...]:
         return self.block_shape
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        return tuple(self.slot_indices[0].shape)
 
     @property
     def sorted_dims(self) -> tuple[int, ...]:

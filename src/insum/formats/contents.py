@@ -104,4 +104,4 @@ def signature_of(x: SparseFormat) -> tuple[Any, ...]:
         -1 - c.axes[0] if c.field is None else (c.field, c.number) for c in x.layout.coordinates
     )
     even = all(size % b == 0 for size, b in zip(x.shape, block))
-    return x.ndim, type(x).__name__, fixed(dims), fixed(block), places, even
+    return x.ndim, x._kind, fixed(dims), fixed(block), places, even

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from insum import facts
-from insum.formats import arrays, layout
 from insum.formats import entries as E
+from insum.formats import layout
 from insum.formats.base import SparseFormat
 
 if TYPE_CHECKING:
@@ -45,17 +45,9 @@ class COO(SparseFormat):
     _arrays: ClassVar[tuple[str, ...]] = ("values", "indices")
     _static: ClassVar[tuple[str, ...]] = ("shape",)
 
-    def __post_init__(self, validate: bool) -> None:
-        arrays.begin(self)
-        arrays.finish(self, validate)
-
     @property
     def layout(self) -> layout.Layout:
         return layout.listed(self.ndim)
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        return tuple(self.indices[0].shape)
 
     @property
     def sorted_dims(self) -> tuple[int, ...]:

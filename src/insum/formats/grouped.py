@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from insum.errors import FormatError
-from insum.formats import arrays, interop, layout
 from insum.formats import entries as E
+from insum.formats import interop, layout
 from insum.formats import validate as checks
 from insum.formats.base import SparseFormat
 from insum.formats.groupsize import GroupSize, resolve
@@ -69,18 +69,9 @@ class GroupCOO(SparseFormat):
     _static: ClassVar[tuple[str, ...]] = ("shape", "group_dims")
     _options: ClassVar[tuple[str, ...]] = ("group_dims", "group_size")
 
-    def __post_init__(self, validate: bool) -> None:
-        arrays.begin(self)
-        object.__setattr__(self, "group_dims", checks.group_dims(self.group_dims, len(self.shape)))
-        arrays.finish(self, validate)
-
     @property
     def layout(self) -> layout.Layout:
         return layout.grouped(self.ndim, layout.fixed(self.group_dims))
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        return tuple(self.slot_indices[0].shape)
 
     @property
     def sorted_dims(self) -> tuple[int, ...]:
@@ -160,18 +151,9 @@ class ELL(SparseFormat):
     _static: ClassVar[tuple[str, ...]] = ("shape", "group_dims")
     _options: ClassVar[tuple[str, ...]] = ("group_dims",)
 
-    def __post_init__(self, validate: bool) -> None:
-        arrays.begin(self)
-        object.__setattr__(self, "group_dims", checks.group_dims(self.group_dims, len(self.shape)))
-        arrays.finish(self, validate)
-
     @property
     def layout(self) -> layout.Layout:
         return layout.rowwise(self.ndim, layout.fixed(self.group_dims))
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        return tuple(self.indices[0].shape)
 
     @property
     def slots(self) -> int:

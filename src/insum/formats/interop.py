@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,7 +86,7 @@ def from_scipy(
         plain, compressed = _array(x.indices, target), _array(x.indptr, target)
         values = _array(x.data, target, dtype)
         block = tuple(int(b) for b in x.blocksize) if kind == "bsr" else None
-        return _compressed(compressed, plain, values, shape, kind == "csc", block, check)
+        return _Compressed(compressed, plain, values, shape, block, kind != "csc").matrix(check)
     coo = x.tocoo()
     held = coo.coords if hasattr(coo, "coords") else (coo.row, coo.col)
     coords = [_array(c, target) for c in held]
@@ -266,78 +266,84 @@ def _from_compressed(x: Tensor, check: bool) -> E.Entries:
             remedy="x.to_sparse_coo(), or x.to_dense() and from_dense",
         )
     block = tuple(values.shape[compressed.dim() :]) if x.layout in _BLOCKED else None
-    shape = tuple(x.shape)
-    if not batch:
-        return _compressed(compressed, plain, values, shape, not by_row, block, check)
-    return _batched(compressed, plain, values, shape, not by_row, block, check)
+    held = _Compressed(compressed, plain, values, tuple(x.shape), block, by_row)
+    return held.batched(check) if batch else held.matrix(check)
 
 
-def _compressed(
-    compressed: Tensor,
-    plain: Tensor,
-    values: Tensor,
-    shape: tuple[int, ...],
-    by_column: bool,
-    block: tuple[int, ...] | None,
-    check: bool,
-) -> E.Entries:
-    """CSR, CSC, BSR and BSC alike: pointers over one dimension, coordinates of the other."""
-    native = (1, 0) if by_column else (0, 1)
-    grid = E.grid_of(shape, block) if block else shape
-    if check:
-        _check_pointers(compressed, plain, grid, native)
-    counts = compressed.diff().to(E.index_dtype(max(plain.shape[0], shape[native[0]])))
-    rows = torch.repeat_interleave(counts, output_size=plain.shape[0])
-    columns = plain.to(E.index_dtype(shape[native[1]]))
-    in_order = not check or bool(((columns[1:] > columns[:-1]) | (rows[1:] != rows[:-1])).all())
-    entries = E.collect(
-        (columns, rows) if by_column else (rows, columns),
-        values,
-        shape,
-        order=native,
-        block_shape=block,
-        in_order=in_order,
-    )
-    merged = entries.count < plain.shape[0]
-    return replace(entries, pointers=None if merged or block else compressed)
-
-
-def _batched(
-    compressed: Tensor,
-    plain: Tensor,
-    values: Tensor,
-    shape: tuple[int, ...],
-    by_column: bool,
-    block: tuple[int, ...] | None,
-    check: bool,
-) -> E.Entries:
-    """One matrix of the same number of entries per batch; the batch dimensions come first and are
-    never blocked.
+@dataclass(frozen=True, eq=False)
+class _Compressed:
+    """CSR, CSC, BSR and BSC alike: pointers over one dimension of the matrices, ``plain``
+    coordinates of the other.
     """
-    batch, inner = shape[:-2], block or ()
-    grid = E.grid_of(shape[-2:], block) if block else shape[-2:]
-    if check:
-        _check_pointers(compressed, plain, grid, (1, 0) if by_column else (0, 1))
-    lines = grid[1] if by_column else grid[0]
-    line = torch.repeat_interleave(
-        torch.arange(math.prod(batch) * lines, device=plain.device),
-        compressed.diff(dim=-1).reshape(-1),
-        output_size=plain.numel(),
-    )
-    outer, other = (line % lines, plain.reshape(-1)) if lines else (line, plain.reshape(-1))
-    leading = E.unravel(
-        line.div(max(lines, 1), rounding_mode="floor"), batch, tuple(range(len(batch)))
-    )
-    coords = (*leading, *((other, outer) if by_column else (outer, other)))
-    narrow = tuple(c.to(E.index_dtype(s)) for c, s in zip(coords, shape))
-    ones = (1,) * len(batch)
-    return E.Entries(
-        narrow,
-        values.reshape(-1, *(ones if block else ()), *inner),
-        shape,
-        (),
-        (*ones, *block) if block else None,
-    )
+
+    pointers: Tensor
+    plain: Tensor
+    values: Tensor
+    shape: tuple[int, ...]
+    block: tuple[int, ...] | None
+    by_row: bool
+
+    @property
+    def native(self) -> tuple[int, int]:
+        """The dimension that pointers are over, and the other."""
+        return (0, 1) if self.by_row else (1, 0)
+
+    @property
+    def grid(self) -> tuple[int, ...]:
+        """Rows and columns of a matrix, or of its blocks."""
+        return E.grid_of(self.shape[-2:], self.block) if self.block else self.shape[-2:]
+
+    def in_dimensions(self, outer: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """Rows, then columns."""
+        return (outer, other) if self.by_row else (other, outer)
+
+    def look(self) -> None:
+        """Raise where pointers or coordinates are out of range."""
+        _check_pointers(self.pointers, self.plain, self.grid, self.native)
+
+    def matrix(self, check: bool) -> E.Entries:
+        """The entries of one matrix; ``check``: nobody has vouched for the arrays."""
+        if check:
+            self.look()
+        native, count = self.native, self.plain.shape[0]
+        outer_dtype = E.index_dtype(max(count, self.shape[native[0]]))
+        outer = torch.repeat_interleave(self.pointers.diff().to(outer_dtype), output_size=count)
+        other = self.plain.to(E.index_dtype(self.shape[native[1]]))
+        rises = (other[1:] > other[:-1]) | (outer[1:] != outer[:-1]) if check else None
+        entries = E.collect(
+            self.in_dimensions(outer, other),
+            self.values,
+            self.shape,
+            order=native,
+            block_shape=self.block,
+            in_order=rises is None or bool(rises.all()),
+        )
+        merged = entries.count < count
+        return replace(entries, pointers=None if merged or self.block else self.pointers)
+
+    def batched(self, check: bool) -> E.Entries:
+        """One matrix of the same number of entries per batch; the batch dimensions come first and
+        are never blocked.
+        """
+        if check:
+            self.look()
+        batch, block, lines = self.shape[:-2], self.block, self.grid[self.native[0]]
+        other = self.plain.reshape(-1)
+        line = torch.repeat_interleave(
+            torch.arange(math.prod(batch) * lines, device=other.device),
+            self.pointers.diff(dim=-1).reshape(-1),
+            output_size=other.numel(),
+        )
+        outer = line % lines if lines else line
+        leading = E.unravel(
+            line.div(max(lines, 1), rounding_mode="floor"), batch, tuple(range(len(batch)))
+        )
+        coords = (*leading, *self.in_dimensions(outer, other))
+        narrow = tuple(c.to(E.index_dtype(s)) for c, s in zip(coords, self.shape))
+        if block is None:
+            return E.Entries(narrow, self.values.reshape(-1), self.shape, (), None)
+        block = (*(1,) * len(batch), *block)
+        return E.Entries(narrow, self.values.reshape(-1, *block), self.shape, (), block)
 
 
 def _blocks_for(

@@ -64,7 +64,7 @@ class SparseParameter(nn.Module):
     def __init__(self, x: SparseFormat, *, requires_grad: bool = True) -> None:
         super().__init__()
         validate.check_arrays(x)
-        self._kind, self._fixed = type(x).__name__, {name: getattr(x, name) for name in x._static}
+        self._kind, self._fixed = x._kind, {name: getattr(x, name) for name in x._static}
         self._counts = {
             name: len(held) if isinstance(held := getattr(x, name), tuple) else None
             for name in x._arrays[1:]
@@ -213,7 +213,7 @@ def _own(array: Tensor) -> Tensor:
 
 def layout_of(x: SparseFormat) -> FormatLayout:
     """All that a format is beside its tensors."""
-    return {"format": type(x).__name__, **{name: getattr(x, name) for name in x._static}}
+    return {"format": x._kind, **{name: getattr(x, name) for name in x._static}}
 
 
 def encoded(layout: FormatLayout, device: torch.device | str = "cpu") -> Tensor:

@@ -46,12 +46,18 @@ def register(cls: F) -> F:
         cls,
         flatten,
         unflatten,
-        serialized_type_name=f"insum.formats.{cls.__name__}",
+        serialized_type_name=_stored_name(cls),
         to_dumpable_context=json.dumps,
         from_dumpable_context=lambda text: tuple(_as_tuples(json.loads(text))),
         flatten_with_keys_fn=flatten_with_keys,
     )
     return cls
+
+
+def _stored_name(cls: type[SparseFormat]) -> str:
+    """What exported programs call a class: formats of ours by a name that outlives moves."""
+    ours = cls.__module__.startswith("insum.formats.")
+    return f"{'insum.formats' if ours else cls.__module__}.{cls.__qualname__}"
 
 
 def _as_tuples(value: Any) -> Any:

@@ -241,7 +241,7 @@ class FormatCall:
                     for p in self.plan.pieces
                 ]
             )
-            return like.with_values(values).permute(*self.plan.permutation)
+            return like._plain().with_values(values).permute(*self.plan.permutation)
         if not isinstance(passed, SparseFormat) or passed.values is None:
             fact = (
                 f"the output {self.plan.target} is a pattern and has no values to accumulate into"

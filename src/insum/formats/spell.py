@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from insum.errors import UnsupportedError
 from insum.formats import layout
 from insum.formats.layout import Layout
 from insum.lang.expr import Access, Affine, fresh, index_of
@@ -43,7 +44,12 @@ class Operand:
                 return layout.rowwise(self.rank, self.dims)
             case "NeighborTable":
                 return layout.tabled(self.rank, self.dims[0])
-        raise AssertionError(self.kind)
+        raise UnsupportedError(
+            f"{self.name} is a {self.kind}, a format that statements cannot read",
+            expected="COO, ELL, GroupCOO, BlockCOO, BlockGroupCOO or NeighborTable, or a class "
+            "derived from one",
+            remedy=f"{self.name}.to_format(COO)",
+        )
 
 
 @dataclass(frozen=True, slots=True)

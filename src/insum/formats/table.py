@@ -58,18 +58,9 @@ class NeighborTable(SparseFormat):
     _static: ClassVar[tuple[str, ...]] = ("shape", "dim")
     _options: ClassVar[tuple[str, ...]] = ("dim",)
 
-    def __post_init__(self, validate: bool) -> None:
-        arrays.begin(self)
-        object.__setattr__(self, "dim", checks.dimension(self.dim, len(self.shape)))
-        arrays.finish(self, validate)
-
     @property
     def layout(self) -> layout.Layout:
         return layout.tabled(self.ndim, *layout.fixed((self.dim,)))
-
-    @property
-    def positions(self) -> tuple[int, ...]:
-        return tuple(self.table.shape)
 
     def _details(self) -> dict[str, object]:
         return {"dim": self.dim}

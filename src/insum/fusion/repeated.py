@@ -19,8 +19,9 @@ from torch import Tensor
 
 from insum import memory
 from insum.bounded import keep
+from insum.call import in_kernels
+from insum.call.bound import BoundCall
 from insum.call.overlap import bytes_of, written_to
-from insum.call.prepared import BoundCall
 from insum.compat.calls import (
     CUDAGRAPH_TREES,
     in_backward,
@@ -282,7 +283,7 @@ def note(
     """
     if not call.prepared.kernels_look:  # then the host looks at indices, at every call
         return
-    fused = call.fused_alone(values, in_place=target is not None)
+    fused = in_kernels.alone(call, values, in_place=target is not None)
     if fused is None or not fused.keeps or not fused.is_by_indices(values):
         return
     if any(name in fused.kind.indices for name, _, _ in computed):

@@ -18,8 +18,9 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ from insum.nn.checks import sent
 from insum.nn.voxels import Box, Sizes, Voxels, check_box, keys_of
 from insum.runtime.handwritten import hashing, packs, reaching
 
+T = TypeVar("T")
 #: Kernel maps that are kept with the voxels they start from.
 MOST_MAPS = 64
 #: The table has a place for every offset and output, of which tiles of similar outputs skip most
@@ -65,6 +67,7 @@ class Geometry:
     def __post_init__(self) -> None:
         for name, usual in (("stride", 1), ("padding", 0), ("dilation", 1), ("output_padding", 0)):
             object.__setattr__(self, name, getattr(self, name) or (usual,) * self.ndim)
+        _ = self.key  # now: before Python 3.12 the first time takes a lock, which is not traced
 
     @functools.cached_property
     def key(self) -> tuple[object, ...]:
@@ -216,22 +219,42 @@ def kernel_map(
     target = inputs if geometry.submanifold else target
     if target is None:
         made: tuple[Voxels, SparseFormat] | None = inputs.maps.get(geometry.key)
-        if made is None:
-            with untracked(inputs.coords):
-                made = _map_to_reached(inputs, geometry)
-            if not is_recorded(inputs.coords.device):
-                keep(inputs.maps, geometry.key, made, MOST_MAPS)
-        return made
-    key = geometry.key, id(target)
-    held = inputs.maps.get(key)
+        return made or _outside_of_graphs(_reached_once, inputs, geometry)
+    held = inputs.maps.get((geometry.key, id(target)))
     if held is None or held[0]() is not target:
-        gone = functools.partial(_let_go, weakref.ref(inputs), key)
-        with untracked(inputs.coords):
-            held = weakref.ref(target, gone), build_map(inputs, target, geometry)
-        if not is_recorded(inputs.coords.device):
-            inputs.maps.pop(key, None)
-            keep(inputs.maps, key, held, MOST_MAPS)
+        return target, _outside_of_graphs(_built_once, inputs, geometry, target)
     return target, held[1]
+
+
+def _outside_of_graphs(make: Callable[..., T], *arguments: object) -> T:
+    """What is made of values, which a graph that is being recorded does not have."""
+    if not torch.compiler.is_dynamo_compiling():
+        return make(*arguments)
+    from insum.nn.untraced import built  # which loads the compiler
+
+    made: T = built(make, *arguments)
+    return made
+
+
+def _reached_once(inputs: Voxels, geometry: Geometry) -> tuple[Voxels, SparseFormat]:
+    """The voxels that a kernel reaches and the map to them, kept."""
+    with untracked(inputs.coords):
+        made = _map_to_reached(inputs, geometry)
+    if not is_recorded(inputs.coords.device):
+        keep(inputs.maps, geometry.key, made, MOST_MAPS)
+    return made
+
+
+def _built_once(inputs: Voxels, geometry: Geometry, target: Voxels) -> SparseFormat:
+    """The map to voxels, kept as long as they are."""
+    key = geometry.key, id(target)
+    gone = functools.partial(_let_go, weakref.ref(inputs), key)
+    with untracked(inputs.coords):
+        made = build_map(inputs, target, geometry)
+    if not is_recorded(inputs.coords.device):
+        inputs.maps.pop(key, None)
+        keep(inputs.maps, key, (weakref.ref(target, gone), made), MOST_MAPS)
+    return made
 
 
 def _let_go(owner: weakref.ref[Voxels], key: object, _: object) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABCMeta
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn, TypeAlias
 
 from torch import Tensor, nn
 
@@ -16,6 +16,8 @@ from insum.nn.sparse_tensor import SparseTensor
 from insum.nn.voxels import Sizes, axes_of
 
 SizePerAxis = int | Sequence[int]
+#: A module of a chain, and whether it takes a `SparseTensor` or features.
+ChainStep: TypeAlias = tuple[nn.Module, bool]
 
 
 class SparseModule(nn.Module, metaclass=ABCMeta):
@@ -43,7 +45,8 @@ class SparseSequential(nn.Sequential):
 
     Args:
         modules: One after the other, or an ordered dictionary of them, as `torch.nn.Sequential`
-            takes them.
+            takes them. Whether a module has layers over voxels inside is looked for when it is put
+            in.
 
     Examples:
         >>> import torch
@@ -55,20 +58,38 @@ class SparseSequential(nn.Sequential):
         SparseTensor(voxels=2, channels=8, float32, spatial_shape=None, cpu)
     """
 
+    _steps: tuple[ChainStep, ...] = ()  # which modules that were stored earlier lack
+
     def __init__(self, *modules: nn.Module | OrderedDict[str, nn.Module]) -> None:
         for module in modules:
             if not isinstance(module, nn.Module | OrderedDict):
                 raise DtypeError(f"a step is {shown(module)}", expected="modules")
         super().__init__(*modules)  # type: ignore[arg-type]
+        self._steps = _steps_of(self)
 
     def forward(self, x: SparseTensor) -> Any:
         if not isinstance(x, SparseTensor):
             raise DtypeError(f"x is {shown(x)}", expected="a SparseTensor")
         held: Any = x
-        for module in self:
-            whole = takes_voxels(module) or not isinstance(held, SparseTensor)
-            held = module(held) if whole else held.with_features(module(held.features))
+        for module, whole in self._decided():
+            if whole or not isinstance(held, SparseTensor):
+                held = module(held)
+            else:
+                held = held.with_features(module(held.features))
         return held
+
+    def _decided(self) -> tuple[ChainStep, ...]:
+        """The modules, each with whether it takes a `SparseTensor`: looked for when it comes here,
+        not in every pass.
+        """
+        known = self._steps
+        if len(known) != len(self) or any(m is not step[0] for m, step in zip(self, known)):
+            self._steps = known = _steps_of(self)
+        return known
+
+
+def _steps_of(modules: Iterable[nn.Module]) -> tuple[ChainStep, ...]:
+    return tuple((module, takes_voxels(module)) for module in modules)
 
 
 def takes_voxels(module: nn.Module) -> bool:

@@ -29,21 +29,47 @@ from insum.nn.patterns import hold, mask_of, without_compiled_parts
 
 LAYOUTS = ("mul_ir", "ir_mul")
 EMPTY: Mapping[int, Tensor] = MappingProxyType({})
-#: What the constructors of all products take.
-OPTIONS = {
-    "in1_var": NUMBERS.optional,
-    "in2_var": NUMBERS.optional,
-    "out_var": NUMBERS.optional,
-    "internal_weights": FLAG.optional,
-    "shared_weights": FLAG.optional,
-    "irrep_normalization": TEXT,
-    "path_normalization": TEXT,
-    "layout": TEXT,
-    "instructions": Accepted(
-        "a list of (i_in1, i_in2, i_out, mode, has_weight[, path_weight])",
-        lambda v: isinstance(v, tuple | list) and all(isinstance(one, tuple | list) for one in v),
-    ),
-}
+INSTRUCTIONS = Accepted(
+    "a list of (i_in1, i_in2, i_out, mode, has_weight[, path_weight])",
+    lambda v: isinstance(v, tuple | list) and all(isinstance(one, tuple | list) for one in v),
+)
+
+
+@dataclass(frozen=True)
+class ProductOptions:
+    """What the constructors of all products take besides irreps and instructions, in the order and
+    by the names that e3nn has; `TensorProduct` says what each means.
+    """
+
+    in1_var: Sequence[float] | None = None
+    in2_var: Sequence[float] | None = None
+    out_var: Sequence[float] | None = None
+    irrep_normalization: str = "component"
+    path_normalization: str = "element"
+    internal_weights: bool | None = None
+    shared_weights: bool | None = None
+    layout: str = "mul_ir"
+
+    def __post_init__(self) -> None:
+        for name in ("in1_var", "in2_var", "out_var"):
+            require(name, getattr(self, name), NUMBERS.optional)
+        for name in ("internal_weights", "shared_weights"):
+            require(name, getattr(self, name), FLAG.optional)
+        for name in ("irrep_normalization", "path_normalization", "layout"):
+            require(name, getattr(self, name), TEXT)
+        if self.layout not in LAYOUTS:
+            raise UnsupportedError(
+                f"there is no layout {self.layout!r}", expected=" or ".join(map(repr, LAYOUTS))
+            )
+
+    def normalisation(self) -> Normalisation:
+        return Normalisation.of(
+            self.irrep_normalization,
+            self.path_normalization,
+            self.in1_var,
+            self.in2_var,
+            self.out_var,
+        )
 
 
 @dataclass(frozen=True)
@@ -67,29 +93,27 @@ class ProductPlan:
         cls,
         irreps: tuple[object, object, object],
         instructions: Sequence[Sequence[object]],
-        rule: Normalisation,
-        layout: str,
-        internal_weights: bool | None,
-        shared_weights: bool,
+        options: ProductOptions,
         *,
+        shares: bool,
         scalars_apart: bool = False,
         most: int = 2**31,
     ) -> ProductPlan:
-        """``scalars_apart``: whether there is another way for paths with scalars; ``most``:
-        coefficients of one statement.
+        """``shares``: whether items share weights where no option says so; ``scalars_apart``:
+        whether there is another way for paths with scalars; ``most``: coefficients of one
+        statement.
         """
-        if layout not in LAYOUTS:
-            raise UnsupportedError(
-                f"there is no layout {layout!r}", expected=" or ".join(map(repr, LAYOUTS))
-            )
+        require("instructions", instructions, INSTRUCTIONS)
         in1, in2, out = map(Irreps.of, irreps)
-        paths = paths_of(in1, in2, out, instructions, rule)
+        paths = paths_of(in1, in2, out, instructions, options.normalisation())
         numel = sum(path.numel for path in paths)
-        internal = shared_weights and numel > 0 if internal_weights is None else internal_weights
-        refuse_own_for_each(internal, shared_weights)
-        scalars = scalar_paths_of(paths, in1, in2, shared=shared_weights) if scalars_apart else ()
+        shared = shares if options.shared_weights is None else options.shared_weights
+        internal = options.internal_weights
+        internal = shared and numel > 0 if internal is None else internal
+        refuse_own_for_each(internal, shared)
+        scalars = scalar_paths_of(paths, in1, in2, shared=shared) if scalars_apart else ()
         groups = groups_of(paths, in1, in2, out, most, apart={one.path for one in scalars})
-        return cls(in1, in2, out, paths, layout, shared_weights, internal, numel, groups, scalars)
+        return cls(in1, in2, out, paths, options.layout, shared, internal, numel, groups, scalars)
 
     @classmethod
     def of_older(cls, product: Any) -> ProductPlan:

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import insum
-from insum.accepted import TENSOR, Accepted, require, takes
+from insum.accepted import TENSOR, Accepted, require
 from insum.errors import BindingError
 from insum.nn.checks import last_size, layer_takes, one_device
-from insum.nn.instructions import Normalisation
 from insum.nn.irreps import Irrep, Irreps, aligned
 from insum.nn.paths import Group, extent
 from insum.nn.patterns import arrays_of, renew
-from insum.nn.product_plan import EMPTY, OPTIONS, ProductPlan, furnish
+from insum.nn.product_plan import EMPTY, ProductOptions, ProductPlan, furnish
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -84,7 +83,6 @@ class TensorProduct(nn.Module):
     output_mask: Tensor
     _exact: list[dict[str, Tensor]]
 
-    @takes(**OPTIONS)
     def __init__(
         self,
         irreps_in1: object,
@@ -101,18 +99,26 @@ class TensorProduct(nn.Module):
         layout: str = "mul_ir",
     ) -> None:
         super().__init__()
+        options = ProductOptions(
+            in1_var,
+            in2_var,
+            out_var,
+            irrep_normalization,
+            path_normalization,
+            internal_weights,
+            shared_weights,
+            layout,
+        )
         self._plan = plan = ProductPlan.of(
             (irreps_in1, irreps_in2, irreps_out),
             instructions,
-            Normalisation.of(irrep_normalization, path_normalization, in1_var, in2_var, out_var),
-            layout,
-            internal_weights,
-            True if shared_weights is None else shared_weights,
+            options,
+            shares=True,
             scalars_apart=True,
         )
         self.irreps_in1, self.irreps_in2, self.irreps_out = plan.irreps
         self.instructions, self.weight_numel = plan.instructions, plan.weight_numel
-        self.layout = layout
+        self.layout = plan.layout
         self.shared_weights, self.internal_weights = plan.shared_weights, plan.internal_weights
         furnish(self, plan, _grouped_by_path)
 

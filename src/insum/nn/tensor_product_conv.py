@@ -10,15 +10,14 @@ import torch
 from torch import Tensor, nn
 
 import insum
-from insum.accepted import COUNT, TENSOR, takes
+from insum.accepted import COUNT, TENSOR
 from insum.call import prepared
 from insum.errors import BindingError
 from insum.nn.checks import last_size, layer_takes, one_device
 from insum.nn.edges import check_edges, endpoints
-from insum.nn.instructions import Normalisation
 from insum.nn.paths import Group, extent
 from insum.nn.patterns import arrays_of, renew
-from insum.nn.product_plan import OPTIONS, ProductPlan, furnish
+from insum.nn.product_plan import ProductOptions, ProductPlan, furnish
 from insum.plan.strategies.unrolling import UNROLL_POINTS
 
 if TYPE_CHECKING:
@@ -47,7 +46,8 @@ class TensorProductConv(nn.Module):
         irreps_in2: Irreps of the edges, mostly those of spherical harmonics.
         irreps_out: Irreps of the nodes that come out.
         instructions: ``(i_in1, i_in2, i_out, mode, has_weight[, path_weight])``, as `TensorProduct`
-            has them, and all its other options; but weights are each edge's own unless
+            has them.
+        options: Those of `TensorProduct`, by name; but weights are each edge's own unless
             ``shared_weights`` is set.
 
     Examples:
@@ -69,35 +69,25 @@ class TensorProductConv(nn.Module):
     output_mask: Tensor
     _exact: list[dict[str, Tensor]]
 
-    @takes(**OPTIONS)
     def __init__(
         self,
         irreps_in1: object,
         irreps_in2: object,
         irreps_out: object,
         instructions: Sequence[Sequence[object]],
-        in1_var: Sequence[float] | None = None,
-        in2_var: Sequence[float] | None = None,
-        out_var: Sequence[float] | None = None,
-        irrep_normalization: str = "component",
-        path_normalization: str = "element",
-        internal_weights: bool | None = None,
-        shared_weights: bool | None = None,
-        layout: str = "mul_ir",
+        **options: Any,
     ) -> None:
         super().__init__()
         self._plan = plan = ProductPlan.of(
             (irreps_in1, irreps_in2, irreps_out),
             instructions,
-            Normalisation.of(irrep_normalization, path_normalization, in1_var, in2_var, out_var),
-            layout,
-            internal_weights,
-            bool(shared_weights),
+            ProductOptions(**options),
+            shares=False,
             most=UNROLL_POINTS,  # more would not become code
         )
         self.irreps_in1, self.irreps_in2, self.irreps_out = plan.irreps
         self.instructions, self.weight_numel = plan.instructions, plan.weight_numel
-        self.layout = layout
+        self.layout = plan.layout
         self.shared_weights, self.internal_weights = plan.shared_weights, plan.internal_weights
         furnish(self, plan, _listed)
 

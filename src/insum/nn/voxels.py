@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from insum.accepted import ELEMENTS, SHAPE, is_common, is_size, require
+from insum.accepted import ELEMENTS, SHAPE, is_common, is_dense, is_fake, is_size, require
 from insum.compat.calls import empty, is_transformed, untracked, without_levels
-from insum.errors import BindingError, FormatError, IndexRangeError, InsumError
+from insum.errors import (
+    BindingError,
+    FormatError,
+    IndexRangeError,
+    InsumError,
+    UnsupportedError,
+)
 from insum.nn.checks import integers, kernels_look, sent
 from insum.runtime.handwritten import hashing
 from insum.runtime.record import EARLIER, synchronize
@@ -95,6 +101,15 @@ class Voxels:
         >>> voxels.find(torch.tensor([[0, 5, 0, 0], [0, 1, 1, 1], [0, 0, 2, 1]]))
         tensor([ 1, -1,  0], dtype=torch.int32)
         """
+        if torch.compiler.is_dynamo_compiling():
+            from insum.nn.untraced import looked_at  # which loads the compiler
+
+            made: Self = looked_at(cls._of, coords, spatial_shape, ndim)
+            return made
+        return cls._of(coords, spatial_shape, ndim)
+
+    @classmethod
+    def _of(cls, coords: Tensor, spatial_shape: Sequence[int] | None, ndim: int | None) -> Self:
         shape = None if spatial_shape is None else _checked_shape(spatial_shape)
         usual = ndim is None and shape is None
         dimensions = USUAL_DIMENSIONS if usual else _dimensions(ndim, shape)
@@ -109,7 +124,7 @@ class Voxels:
         # a copy, too, which the kernel that looks at them makes
         with untracked():
             made = cls(empty((given.shape[0], dimensions + 1), given.dtype, given.device), shape)
-            made.__dict__.update(is_hashed=True, table=made.hashed(given))
+            made.__dict__["table"] = made.hashed(given)
         return made
 
     @classmethod
@@ -131,10 +146,16 @@ class Voxels:
         """The number of dimensions, without the batch."""
         return self.coords.shape[1] - 1
 
-    @functools.cached_property
+    @property
     def is_hashed(self) -> bool:
-        """Whether voxels are searched by kernels, which do not wait."""
-        return kernels_look(self.coords)
+        """Whether voxels are searched by kernels, which do not wait. So they are once there is a
+        table; until then it is asked anew, for a mode of torch's or a setting that keeps kernels
+        from running ends.
+        """
+        if "table" in self.__dict__:
+            return True
+        with untracked(self.coords):
+            return kernels_look(self.coords)
 
     @functools.cached_property
     def box(self) -> Box:
@@ -205,8 +226,7 @@ class Voxels:
 
     def __getstate__(self) -> dict[str, Any]:
         """Maps are built anew: they are held by the identity of what they lead to."""
-        own = ("table", "is_hashed")  # of the device
-        state = {name: held for name, held in self.__dict__.items() if name not in own}
+        state = {name: held for name, held in self.__dict__.items() if name != "table"}
         return {**state, "maps": {}}
 
     def find(self, wanted: Tensor) -> Tensor:
@@ -263,6 +283,14 @@ def _checked_shape(shape: Sequence[int]) -> Sizes:
 
 def _checked_coords(coords: Tensor, ndim: int, usual: bool) -> Tensor:
     if not is_common(coords):
+        if is_dense(coords) and is_fake(coords) and torch.compiler.is_exporting():
+            raise UnsupportedError(
+                "the coordinates of a SparseTensor are an input of a program that is exported: "
+                "they have no values, on which sizes in the program depend",
+                expected="voxels that the exported module holds, and features as its input",
+                remedy="make a SparseTensor x of the module's own, and x.with_features(features) "
+                "in forward; for other clouds export again, or use torch.compile",
+            )
         require("coords", coords, ELEMENTS)
     integers("coords", coords)
     if coords.dim() != 2 or coords.shape[1] not in (ndim, ndim + 1):

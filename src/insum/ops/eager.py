@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from insum.bounded import keep
-from insum.call.prepared import BoundCall, Kinds, kinds_of, prepare
+from insum.call.bound import BoundCall
+from insum.call.prepared import Kinds, kinds_of, prepare
 from insum.call.request import Form, Request, head
 from insum.compat.calls import (
     autocasts,
@@ -132,23 +133,19 @@ def accumulate_(request: Request, target: Tensor, values: Mapping[str, Value]) -
 # --- eager autograd and torch.func ----------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _CastLeaf:
-    """A leaf that a call was recorded with, which ran on a cast of it as it was by then."""
+class _CastBefore(torch.autograd.Function):
+    """A cast that was made of a leaf by an earlier call, recorded now: for gradients of gradients,
+    whatever has become of the leaf since.
+    """
 
-    name: str
-    tensor: Tensor
-    version: int
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, cast: Tensor) -> Tensor:
+        ctx.dtype = leaf.dtype
+        return cast.view_as(cast)
 
-    def cast(self, dtype: torch.dtype, statement: str) -> Tensor:
-        """The cast, recorded: for gradients of gradients."""
-        if self.tensor._version != self.version:
-            raise AutogradError(
-                f"{self.name} was changed after the call that a gradient is asked of",
-                statement=statement,
-                expected="parameters as they were, where gradients have gradients of their own",
-            )
-        return self.tensor.to(dtype)
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor, None]:
+        return upstream[0].to(ctx.dtype), None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -161,7 +158,8 @@ class DifferentiableCall:
     numbers: dict[str, Scalar]
     names: tuple[str, ...]
     call: BoundCall | None
-    leaves: tuple[_CastLeaf, ...] = ()
+    #: Leaves that a call was recorded with, which ran on casts of them.
+    leaves: Mapping[str, Tensor] | None = None
 
     @property
     def request(self) -> Request:
@@ -270,8 +268,7 @@ def differentiable(
     else:
         spec = DifferentiableCall(None, {}, call.prepared.names, call)
     if leaves:
-        cast = tuple([_CastLeaf(name, leaf, leaf._version) for name, leaf in leaves.items()])
-        spec = DifferentiableCall(None, spec.numbers, spec.names, call, cast)
+        spec = DifferentiableCall(None, spec.numbers, spec.names, call, leaves)
         tensors = [leaves[n] if n in leaves else values[n] for n in spec.names]
     try:
         result: Tensor = _record(spec, values, initial, *tensors)
@@ -427,11 +424,10 @@ def pull_back(
     try:
         form, rules, extents = _derivable(spec, values, upstream)
         dtypes: dict[str, torch.dtype] = {}
-        for leaf in spec.leaves:
-            dtypes[leaf.name] = leaf.tensor.dtype
+        for name, leaf in (spec.leaves or {}).items():
+            dtypes[name] = leaf.dtype
             if torch.is_grad_enabled():
-                cast = values[leaf.name].dtype
-                values[leaf.name] = leaf.cast(cast, spec.form.statement)
+                values[name] = _CastBefore.apply(leaf, values[name])  # type: ignore[no-untyped-call]
         known = ForwardCall(form, rules, extents, dtypes)
         runner = _runner_of(call, saved, upstream)
         found = gradients(known, values, upstream, wanted, result, held, runner)

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from insum.call.prepared import BoundCall
+from insum.call.bound import BoundCall
 from insum.call.request import Request, RequestSizes, head
 from insum.compat.calls import base_of
 from insum.compat.placed import is_placed

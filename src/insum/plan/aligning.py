@@ -12,12 +12,12 @@ Everything here depends on the plan and on the class of sizes, never on values.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from insum.lang.expr import Access, accesses, variables
 from insum.plan.config import Config
+from insum.plan.copying import is_apart, is_large_dot, reading_copy
 from insum.plan.draft import Planned
-from insum.plan.fitting import HALF, LEAST_POINTS, is_apart, points
 from insum.plan.plan import Plan
 from insum.plan.sizes import ALIGNED, WIDE_LOAD, Strides
 
@@ -51,15 +51,9 @@ class Alignment:
         """The plan, with the copy in the place of the factor."""
         read = plan.factors[self.place]
         assert isinstance(read, Access)
-        copy = Access(ALIGNED, read.indices)
+        copy, strides = Access(ALIGNED, read.indices), Strides((self.row, 1), (True,))
         why = f"{self.tensor} is copied first, in rows of {self.row}, which wide loads read"
-        return replace(
-            plan,
-            factors=(*plan.factors[: self.place], copy, *plan.factors[self.place + 1 :]),
-            kinds=(*plan.kinds, (ALIGNED, dict(plan.kinds)[self.tensor])),
-            strides=(*plan.strides, (ALIGNED, Strides((self.row, 1), (True,)))),
-            why=(*plan.why, why),
-        )
+        return reading_copy(plan, self.place, copy, strides, why)
 
 
 def alignment_of(planned: Planned, config: Config) -> Alignment | None:
@@ -67,9 +61,7 @@ def alignment_of(planned: Planned, config: Config) -> Alignment | None:
     copy does not pay.
     """
     plan = planned.plan
-    if not plan.roles.dot or plan.operand not in HALF or planned.sizes.general:
-        return None
-    if points(planned) < LEAST_POINTS:
+    if not is_large_dot(planned):
         return None
     alone = [side[0] for side in (plan.roles.left, plan.roles.right) if len(side) == 1]
     found = (_aligned(planned, config, place) for place in alone)

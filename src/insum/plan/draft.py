@@ -332,16 +332,31 @@ def finish(
     allow_dot: bool = True,
     roles: Contraction | None = None,
 ) -> Planned:
-    """The plan of a draft."""
-    problem = subject.problem
+    """The plan of a draft, with what a program is made of besides."""
     roles = roles or roles_of(subject, draft, absorbed, allow_dot)
     draft = _with_exact_entries(subject, draft, roles)
-    accumulator = subject.accumulator()
+    return Planned(
+        _plan(subject, draft, strategy, roles, onehot),
+        draft.extents,
+        subject.sizes,
+        draft.arrays,
+        draft.segments,
+        fill,
+        multiples=draft.multiples,
+        buffers=subject.small_buffers(),
+        longest=draft.longest,
+        entries=draft.entries,
+    )
+
+
+def _plan(subject: Subject, draft: Draft, strategy: str, roles: Contraction, onehot: int) -> Plan:
+    """What the code of a draft depends on."""
+    problem = subject.problem
     used = {a.tensor for f in (*draft.factors, draft.target) for a in accesses(f)}
     kinds = {name: TRITON[kind.dtype] for name, kind in problem.kinds.items() if name in used}
     kinds |= {name: array.dtype for name, array in draft.arrays.items()}
     operand = subject.operand(draft) if roles.dot else ""
-    plan = Plan(
+    return Plan(
         statement=problem.statement.text or str(problem.statement),
         target=draft.target,
         factors=draft.factors,
@@ -356,7 +371,7 @@ def finish(
         padded=draft.padded,
         guarded=_guarded(subject, draft),
         wraps=frozenset(n for n in subject.wraps & used if subject.may_wrap(n)),
-        accumulator=accumulator,
+        accumulator=subject.accumulator(),
         operand=operand,
         precision=subject.wishes.precision if operand == "float32" else "",
         segment=Segment(draft.row, draft.segment, tiled=not roles.dot) if draft.segment else None,
@@ -367,18 +382,6 @@ def finish(
         numbers=tuple(n for n in problem.kinds if n in used and not subject.is_tensor(n)),
         idle=draft.idle,
         bounds=draft.bounds,
-    )
-    return Planned(
-        plan,
-        draft.extents,
-        subject.sizes,
-        draft.arrays,
-        draft.segments,
-        fill,
-        multiples=draft.multiples,
-        buffers=subject.small_buffers(),
-        longest=draft.longest,
-        entries=draft.entries,
     )
 
 

@@ -11,18 +11,16 @@ Everything here depends on the plan and on the class of sizes, never on values.
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from insum.lang.expr import Access, Affine, accesses, variables
+from insum.lang.expr import Access, Affine
 from insum.plan.config import Config
+from insum.plan.copying import is_apart, is_large_dot, points, reading_copy
 from insum.plan.draft import Planned
 from insum.plan.plan import Plan
 from insum.plan.sizes import FEW, FITTED, Extent, Strides
 from insum.plan.tiling import inner_extent
 
-#: Points of a product that is worth one launch more.
-LEAST_POINTS = 2**27
 #: Programs that read each number, from which on a copy pays.
 LEAST_READS = 64
 #: Numbers of a factor that is small.
@@ -31,7 +29,6 @@ MOST_NUMBERS = 2**22
 LEAST_MASKED = 64 * 128
 #: Numbers of half precision in a sector of memory, at whose multiples rows begin.
 SECTOR = 16
-HALF = ("float16", "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,17 +55,10 @@ class Fit:
         read = plan.factors[self.place]
         assert isinstance(read, Access)
         copy = Access(FITTED, tuple(read.indices[dim] for dim in self.dims))
-        factors = (*plan.factors[: self.place], copy, *plan.factors[self.place + 1 :])
         rows, row = self.sides
         strides = Strides((rows * row, row, 1)[-len(self.dims) :], (True,) * (len(self.dims) - 1))
         why = f"{self.tensor} is copied first, in {rows} rows of {row}, which tiles read unmasked"
-        return replace(
-            plan,
-            factors=factors,
-            kinds=(*plan.kinds, (FITTED, dict(plan.kinds)[self.tensor])),
-            strides=(*plan.strides, (FITTED, strides)),
-            why=(*plan.why, why),
-        )
+        return reading_copy(plan, self.place, copy, strides, why)
 
 
 def fit_of(planned: Planned, config: Config) -> Fit | None:
@@ -76,9 +66,7 @@ def fit_of(planned: Planned, config: Config) -> Fit | None:
     copy does not pay.
     """
     plan = planned.plan
-    if not plan.roles.dot or plan.operand not in HALF or planned.sizes.general:
-        return None
-    if points(planned) < LEAST_POINTS:
+    if not is_large_dot(planned):
         return None
     roles, m, n = plan.roles, config.m, config.n
     sides = ((roles.left, roles.m, m, n), (roles.right, roles.n, n, m))
@@ -88,15 +76,6 @@ def fit_of(planned: Planned, config: Config) -> Fit | None:
         key=lambda one: planned.sizes.numel[one.tensor],
         default=None,
     )
-
-
-def points(planned: Planned) -> int:
-    """Points of the product: rows of segments have their entries between them."""
-    plan = planned.plan
-    every = {v for f in plan.factors for v in variables(f)} | set(variables(plan.target))
-    if plan.segment is not None:
-        every.discard(plan.segment.row)
-    return math.prod(planned.extents[v] for v in every)
 
 
 def _fit(
@@ -148,24 +127,6 @@ def _depth(planned: Planned, config: Config) -> int:
     """How deep a tile is in the summed variable of the copy."""
     inner = inner_extent(planned.plan, planned.extents)
     return config.k if inner == 1 else min(config.k, inner)
-
-
-def is_apart(plan: Plan, read: Access) -> bool:
-    """Whether a factor reads a tensor that is read nowhere else, of which nothing is unchecked, and
-    all of it in the right place.
-    """
-    exprs = (plan.target, *plan.factors)
-    count = sum(a.tensor == read.tensor for e in exprs for a in accesses(e))
-    inner = {a.tensor for i in read.indices for a in accesses(i)}
-    unchecked = {tensor for tensor, _ in plan.guarded}
-    return (
-        count == 1
-        and read.tensor not in plan.numbers
-        and read.tensor not in dict(plan.views)
-        and not unchecked & {read.tensor, *inner}
-        and not inner & plan.wraps
-        and dict(plan.kinds)[read.tensor] == plan.operand
-    )
 
 
 def _pays(planned: Planned, tensor: str, tile: int) -> bool:

@@ -1,0 +1,190 @@
+"""One call of certain sizes and strides: whether its indices are in range, and which way it runs:
+in kernels, as a CPU has it, as a graph, or as several statements, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from insum.call import in_kernels, on_graph, on_host
+from insum.call.request import Request
+from insum.call.stages import Stage
+from insum.compat.calls import is_profiled, is_undisturbed
+from insum.lang.bind import Problem, Value
+from insum.lang.problem import Sized
+from insum.plan.uses import Use
+from insum.runtime.check import in_range, live_uses, ranges_of, verify
+
+if TYPE_CHECKING:
+    from insum.call.prepared import Kinds, PreparedCall
+    from insum.host.places import Lowering
+    from insum.runtime.fused import FusedCall
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundStage:
+    """One statement of several, and its sizes in a call."""
+
+    kinds: Kinds
+    stage: Stage
+    sizes: tuple[Any, ...]
+
+    def given(self, values: Mapping[str, Value]) -> dict[str, Value]:
+        """Of all values and buffers, those that it reads."""
+        return {name: values[name] for name in self.stage.reads}
+
+
+def _run_stages(
+    stages: tuple[BoundStage, ...], mode: str, values: Mapping[str, Value], target: Tensor | None
+) -> Tensor:
+    """Fill one buffer after the other, then run the last statement as the whole was to be run."""
+    *before, last = stages
+    known = dict(values)
+    for one in before:
+        given = one.given(known)
+        known[one.stage.fills] = one.kinds.find(given, one.sizes).run("new", given, None)
+    given = last.given(known)
+    return last.kinds.find(given, last.sizes, target).run(mode, given, target)
+
+
+class BoundCall:
+    """A call of certain sizes and strides."""
+
+    __slots__ = (
+        *("_problem", "_staged", "_uses", "count", "derived", "fused", "graphs", "lowerings"),
+        *("prepared", "ranges", "sized", "sizes", "waits"),
+    )
+
+    def __init__(self, prepared: PreparedCall, sized: Sized, sizes: tuple[int, ...]) -> None:
+        """``sizes`` are those that were given."""
+        self.prepared, self.sized, self.sizes = prepared, sized, sizes
+        self.count = 1
+        #: What backward passes of this call have run, by statement and layouts.
+        self.derived: dict[object, BoundCall] = {}
+        self._problem: Problem | None = None
+        self._uses: tuple[Use, ...] | None = None
+        #: Of the indexed dimensions that have a point, the least and the largest value.
+        self.ranges: tuple[tuple[str, int, int], ...] = ()
+        self._staged: dict[bool, tuple[BoundStage, ...]] = {}
+        self.fused: FusedCall | None = None
+        #: By mode.
+        self.graphs: dict[str, on_graph.SizedGraph] = {}
+        #: How a CPU runs this call, by whether the result is new or accumulated.
+        self.lowerings: dict[bool, Lowering | None] = {}
+        #: Whether a CPU takes the graph until index tensors come back.
+        self.waits: bool | None = None
+
+    @property
+    def request(self) -> Request:
+        """The request of this call, sizes included."""
+        return self.prepared.form.request(self.sizes)
+
+    @property
+    def extents(self) -> Mapping[str, int]:
+        return self.sized.extents
+
+    def problem(self, values: Mapping[str, Value]) -> Problem:
+        """The problem with the sizes of this call."""
+        if self._problem is None:
+            shapes = {n: v.shape for n, v in values.items() if isinstance(v, Tensor)}
+            self._problem = self.sized.problem(shapes)
+        return self._problem
+
+    def needs_gradient(self, values: Mapping[str, Value]) -> bool:
+        return self.prepared.needs_gradient(values)
+
+    # --- checks ---
+
+    def verify(self, values: Mapping[str, Value]) -> None:
+        """Index values against their range, before anything is written; where kernels look
+        themselves, they do.
+        """
+        if self.prepared.uses and not self.prepared.kernels_look:
+            self.look(values)
+
+    def look(self, values: Mapping[str, Value]) -> None:
+        """The same, unless the host looks when it runs."""
+        if not self.host_looks(values):
+            self.look_now(values)
+
+    def host_looks(self, values: Mapping[str, Value]) -> bool:
+        """Whether indices are looked at when this call is run: at what is remembered of them,
+        where something is. Where it is several statements, none of them knows what all of them
+        read.
+        """
+        if not self.prepared.on_host:
+            return False
+        return not (self.prepared.orderable and self.staged(values, in_place=False))
+
+    def look_now(self, values: Mapping[str, Value]) -> None:
+        uses = self.uses(values)
+        if uses and not in_range(self.ranges, values):
+            verify(self.problem(values), uses, values)
+
+    def uses(self, values: Mapping[str, Value]) -> tuple[Use, ...]:
+        """The indexed dimensions that have a point."""
+        if self._uses is None:
+            problem = self.problem(values)
+            self._uses = live_uses(problem, self.prepared.uses)
+            self.ranges = ranges_of(problem, self._uses)
+        return self._uses
+
+    def wrapped(self, values: Mapping[str, Value]) -> Mapping[str, Value]:
+        """Negative values counted from the end, where they do: the graph takes places as they
+        are.
+        """
+        found, problem = dict(values), self.problem(values)
+        for use in self.uses(values):
+            index = values.get(use.tensor)
+            if use.wraps and isinstance(index, Tensor):
+                wide = index.to(torch.promote_types(index.dtype, torch.int32))
+                found[use.tensor] = torch.where(wide < 0, wide + use.limit(problem), wide)
+        return found
+
+    # --- running ---
+
+    def run(
+        self, mode: str, values: Mapping[str, Value], target: Tensor | None, named: bool = False
+    ) -> Tensor:
+        """Run generated kernels where there are some, else the graph. ``mode``: ``new``, ``from``
+        (a given value), ``into`` (in place). ``named``: profilers have been told the statement.
+        """
+        if is_profiled() and not named:
+            with torch.profiler.record_function(f"insum: {self.prepared.form.statement}"):
+                return self.run(mode, values, target, True)
+        if self.prepared.orderable:
+            stages = self.staged(values, in_place=mode == "into")
+            if stages:
+                if mode == "into" and self.prepared.kernels_look and self.prepared.on_path:
+                    self.look(values)
+                return _run_stages(stages, mode, values, target)
+        if self.prepared.fusable:
+            result = in_kernels.run(self, mode, values, target)
+            if result is not None:
+                return result
+            if self.prepared.kernels_look:
+                # torch's own kernels would end the process' use of the device
+                self.look_now(values)
+        elif self.host_looks(values):
+            result = on_host.run(self, mode, values, target) if is_undisturbed() else None
+            if result is not None:
+                return result
+            self.look_now(values)
+        if self.prepared.form.wraps:
+            values = self.wrapped(values)
+        return on_graph.run(self, mode, values, target)
+
+    def staged(self, values: Mapping[str, Value], *, in_place: bool) -> tuple[BoundStage, ...]:
+        """The statements that this call is made of, with their sizes; none where it is one."""
+        found = self._staged.get(in_place)
+        if found is None:
+            problem = self.problem(values)
+            found = self._staged[in_place] = self.prepared.stages(
+                problem, values, in_place=in_place
+            )
+        return found

@@ -1,0 +1,86 @@
+"""A call in generated kernels."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from insum.bounded import is_first
+from insum.call.overlap import shares_memory, written_to
+from insum.errors import NotFusedError
+from insum.lang.bind import Value
+
+if TYPE_CHECKING:
+    from insum.call.bound import BoundCall
+    from insum.runtime.fused import FusedCall
+
+
+def run(
+    call: BoundCall, mode: str, values: Mapping[str, Value], target: Tensor | None
+) -> Tensor | None:
+    """The result of generated kernels, or None where there are none."""
+    fused = call.fused
+    if fused is None:
+        if call.prepared.settings.backend == "graph":
+            _fall_back(call, values, 'settings.backend is "graph"')
+            return None
+        fused = call.fused = call.prepared.fused.call(call.sized)
+        if call.prepared.searches:
+            _search(call, values, target)
+    into = target
+    if target is not None and (
+        mode == "from" or shares_memory(target, map(values.get, call.prepared.reads))
+    ):
+        into = target.clone()
+    result = fused(values, into)
+    if not isinstance(result, Tensor):
+        _fall_back(call, values, result.reason)
+        return None
+    if target is None or mode == "from":
+        return result
+    if into is not target:
+        return target.copy_(result)
+    return written_to(target)
+
+
+def alone(
+    call: BoundCall, values: Mapping[str, Value], *, in_place: bool = False
+) -> FusedCall | None:
+    """The generated kernels of this call, where it is one statement and nothing is looked for
+    first; None where it is not.
+    """
+    prepared = call.prepared
+    if not prepared.fusable or prepared.searches or prepared.settings.backend == "graph":
+        return None
+    if prepared.orderable and call.staged(values, in_place=in_place):
+        return None
+    if call.fused is None:
+        call.fused = prepared.fused.call(call.sized)
+    return call.fused
+
+
+def _search(call: BoundCall, values: Mapping[str, Value], target: Tensor | None) -> None:
+    """What ``settings.effort`` asks for at the first call."""
+    from insum.runtime import search  # which takes a while to import
+
+    effort = call.prepared.settings.effort
+    search.on_first_call(call.problem(values), values, target, effort)
+
+
+def _fall_back(call: BoundCall, values: Mapping[str, Value], why: str) -> None:
+    problem, now = call.problem(values), call.prepared.settings
+    if now.require_fused:
+        raise problem.complain(
+            NotFusedError,
+            f"no fused kernel: {why}",
+            expected="a statement that a kernel can express",
+            remedy="settings.require_fused = False runs it as a graph of torch operations",
+        )
+    if now.backend == "fused" or "fallback" in now.log:
+        text = problem.statement.text or str(problem.statement)
+        message = f"insum: {text!r} runs as a graph of torch operations: {why}"
+        if is_first(f"fallback of {text}"):
+            warnings.warn(message, stacklevel=5)

@@ -1,0 +1,58 @@
+"""A call as a graph of torch operations: where no kernel is generated, and nothing is quicker."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from insum.call.overlap import shares_memory
+from insum.graph.lower import lower
+from insum.lang.bind import Value
+
+if TYPE_CHECKING:
+    from insum.call.bound import BoundCall
+
+
+@dataclass(frozen=True, slots=True)
+class SizedGraph:
+    """A graph of torch operations, and the sizes to call it with."""
+
+    forward: Callable[..., Tensor]
+    inputs: tuple[str, ...]
+    sizes: tuple[Any, ...]
+    late: tuple[str, ...]
+
+
+def run(call: BoundCall, mode: str, values: Mapping[str, Value], target: Tensor | None) -> Tensor:
+    """The result of the graph; see `BoundCall.run`."""
+    graph = call.graphs.get(mode) or _lowered(call, mode, values)
+    inputs = [values[name] for name in graph.inputs]
+    if target is None:
+        return graph.forward(*inputs, *graph.sizes)
+    shared = graph.late and shares_memory(target, map(values.get, graph.late))
+    if mode == "into" and (shared or _must_copy(call, target)):
+        return target.copy_(run(call, "from", values, target))
+    return graph.forward(target, *inputs, *graph.sizes)
+
+
+def _lowered(call: BoundCall, mode: str, values: Mapping[str, Value]) -> SizedGraph:
+    problem = call.problem(values)
+    lowered = lower(problem, mode)
+    forward: Callable[..., Tensor] = lowered.module.forward
+    if call.prepared.settings.backend == "inductor":
+        from insum.graph.inductor import forward_of  # which loads a good deal of torch
+
+        forward = forward_of(lowered, problem)
+    sizes = lowered.size_arguments(problem)
+    found = call.graphs[mode] = SizedGraph(forward, lowered.inputs, sizes, lowered.late)
+    return found
+
+
+def _must_copy(call: BoundCall, target: Tensor) -> bool:
+    """torch.compile takes a float64 tensor without dimensions on the CPU for a number, and
+    forgets to write it.
+    """
+    return call.prepared.settings.backend == "inductor" and target.dim() == 0

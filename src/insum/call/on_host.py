@@ -1,0 +1,72 @@
+"""A call on a CPU, which may go its own ways (`insum.host`)."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from insum import memory
+from insum.lang.bind import Value
+from insum.runtime.check import bounds_of, verify
+
+if TYPE_CHECKING:
+    from insum.call.bound import BoundCall
+    from insum.host.places import IndexEntries, Lowering
+
+
+def run(
+    call: BoundCall, mode: str, values: Mapping[str, Value], target: Tensor | None
+) -> Tensor | None:
+    """The result of the way that a CPU takes, or None where that is the graph."""
+    from insum.host.places import HostCall
+
+    if call.waits is None:
+        from insum.host.choose import waits
+
+        call.waits = waits(call.problem(values), call.prepared.indices)
+    if not call.waits and lowering(call, mode, values) is None:
+        return None
+    wraps = call.prepared.form.wraps
+    seen = functools.cache(lambda: call.wrapped(values)) if wraps else lambda: values
+    entries = {name: memory.entry_of(values[name]) for name in call.prepared.indices}  # type: ignore[arg-type]
+    given = HostCall(values, seen, entries)
+    if call.waits and not given.comes_back(call.prepared.form.statement):
+        return None
+    lowered = lowering(call, mode, values)
+    if lowered is None:
+        call.waits = False
+        return None
+    _check(call, entries, values)
+    result = lowered(given)
+    if target is None:
+        return result
+    return target.add_(result) if mode == "into" else (target + result).to(target.dtype)
+
+
+def lowering(call: BoundCall, mode: str, values: Mapping[str, Value]) -> Lowering | None:
+    """How a CPU runs this call; None: as one graph."""
+    new = mode == "new"
+    if new not in call.lowerings:
+        # takes a while to import, and GPUs need none of it
+        from insum.host.choose import choose
+
+        call.lowerings[new] = choose(call.problem(values), new=new)
+    return call.lowerings[new]
+
+
+def _check(call: BoundCall, entries: IndexEntries, values: Mapping[str, Value]) -> None:
+    """Index values against their range, by what is remembered of them."""
+    uses = call.uses(values)
+    if not uses or call.prepared.settings.check == "never":
+        return
+    for name, low, high in call.ranges:
+        bounds = entries[name].remembered("bounds", functools.partial(bounds_of, values[name]))
+        if bounds is None or bounds[0] < low or bounds[1] > high:
+            break
+    else:
+        if call.ranges:
+            return
+    verify(call.problem(values), uses, values)
