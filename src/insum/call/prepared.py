@@ -28,6 +28,7 @@ from insum.call.stages import Stage, is_copyable, is_orderable, layouts_of, size
 from insum.compat.calls import is_profiled, is_undisturbed, kinds_guard, modes_now
 from insum.errors import NotFusedError
 from insum.graph.lower import lower
+from insum.host.places import HostCall
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, accesses, tensors_of
 from insum.lang.measure import Measure, measure_of
@@ -163,6 +164,7 @@ class PreparedCall:
     copyable: bool
     on_host: bool
     kernels_look: bool
+    looks_first: bool  # at index values, before a call runs
     negated: bool  # some tensor is to be read as its negative
     scalars: bool  # some value is a Python number
     measure: Measure
@@ -278,6 +280,9 @@ def _prepare(
     fusable = is_fusable(problem, now, form.config is not None, accumulates=accumulates)
     copyable = fusable and is_copyable(problem, form)
     uses = uses_of(problem, form.wraps)
+    orderable = copyable or is_orderable(problem, form)
+    on_host = now.backend == "auto" and not fusable and problem.device.type == "cpu"
+    kernels_look = fusable and kernels_look_on(problem.device) and now.check == "async"
     given = (*values.values(),) if initial is None else (*values.values(), initial)
     return PreparedCall(
         form,
@@ -293,10 +298,11 @@ def _prepare(
         left.target if in_place else "",
         tensors_of(problem.statement),
         fusable,
-        copyable or is_orderable(problem, form),
+        orderable,
         copyable,
-        now.backend == "auto" and not fusable and problem.device.type == "cpu",
-        fusable and kernels_look_on(problem.device) and now.check == "async",
+        on_host,
+        kernels_look,
+        bool(uses) and not kernels_look and (orderable or not on_host),
         any(isinstance(v, Tensor) and v.is_neg() for v in given),
         not all(isinstance(v, Tensor) for v in given),
         measure_of(problem, form.size_keys),
@@ -420,22 +426,17 @@ class BoundCall:
         """Index values against their range, before anything is written; where kernels look
         themselves, they do.
         """
-        if self.prepared.uses and not self.prepared.kernels_look:
+        if self.prepared.looks_first:
             self.look(values)
 
     def look(self, values: Mapping[str, Value]) -> None:
-        """The same, unless the host looks when it runs."""
-        if not self.host_looks(values):
-            self.look_now(values)
-
-    def host_looks(self, values: Mapping[str, Value]) -> bool:
-        """Whether indices are looked at when this call is run: at what is remembered of them,
-        where something is. Where it is several statements, none of them knows what all of them
-        read.
+        """The same, unless a CPU looks when this call is run: at what is remembered of them, where
+        something is. Where it is several statements, none of them knows what all of them read.
         """
-        if not self.prepared.on_host:
-            return False
-        return not (self.prepared.orderable and self.staged(values, in_place=False))
+        prepared = self.prepared
+        staged = prepared.orderable and self.staged(values, in_place=False)
+        if staged or not prepared.on_host:
+            self.look_now(values)
 
     def look_now(self, values: Mapping[str, Value]) -> None:
         uses = self.uses(values)
@@ -474,7 +475,7 @@ class BoundCall:
             if self.prepared.kernels_look:
                 # torch's own kernels would end the process' use of the device
                 self.look_now(values)
-        elif self.host_looks(values):
+        elif self.prepared.on_host:
             result = self.run_on_host(mode, values, target) if is_undisturbed() else None
             if result is not None:
                 return result
@@ -510,21 +511,24 @@ class BoundCall:
         self, mode: str, values: Mapping[str, Value], target: Tensor | None
     ) -> Tensor | None:
         """The result of the way that a CPU takes, or None where that is the graph."""
-        from insum.host.places import HostCall
-
         if self._waits is None:
             from insum.host.choose import waits
 
             self._waits = waits(self.problem(values), self.prepared.indices)
-        if not self._waits and self.lowering(mode, values) is None:
-            return None
-        wraps = self.prepared.form.wraps
-        seen = functools.cache(lambda: self.wrapped(values)) if wraps else lambda: values
-        entries = {name: memory.entry_of(values[name]) for name in self.prepared.indices}  # type: ignore[arg-type]
-        call = HostCall(values, seen, entries)
+        lowering = self._lowerings.get(mode == "new")
+        if lowering is None and not self._waits:
+            lowering = self.lowering(mode, values)
+            if lowering is None:
+                return None
+        entries = {}
+        for name in self.prepared.indices:
+            index: Any = values[name]
+            entries[name] = memory.known(index) or memory.made(index)
+        call = HostCall(values, entries, self.wrapped if self.prepared.form.wraps else None)
         if self._waits and not call.comes_back(self.prepared.form.statement):
             return None
-        lowering = self.lowering(mode, values)
+        if lowering is None:
+            lowering = self.lowering(mode, values)
         if lowering is None:
             self._waits = False
             return None
@@ -536,11 +540,14 @@ class BoundCall:
 
     def check(self, entries: IndexEntries, values: Mapping[str, Value]) -> None:
         """Index values against their range, by what is remembered of them."""
-        uses = self.uses(values)
+        uses = self.uses(values) if self._uses is None else self._uses
         if not uses or self.prepared.settings.check == "never":
             return
         for name, low, high in self._ranges:
-            bounds = entries[name].remembered("bounds", functools.partial(bounds_of, values[name]))
+            bounds = entries[name].things.get("bounds")
+            if bounds is None:
+                look = functools.partial(bounds_of, values[name])
+                bounds = entries[name].remembered("bounds", look)
             if bounds is None or bounds[0] < low or bounds[1] > high:
                 break
         else:

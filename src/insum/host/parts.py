@@ -10,7 +10,7 @@ from torch import Tensor
 
 from insum.graph.lower import Lowered, lower
 from insum.host.places import HostCall
-from insum.host.roles import HostRoles, as_tensor, plain_variables
+from insum.host.roles import HostRoles, as_tensor, cast, plain_variables
 from insum.lang.bind import Problem, Value
 from insum.lang.expand import expand
 from insum.lang.expr import (
@@ -83,13 +83,13 @@ class Weights:
 
     def __call__(self, call: HostCall, dtype: torch.dtype) -> Tensor | None:
         if self.part is not None:
-            return self.part(call.indices()).reshape(-1).to(dtype)
+            return cast(self.part(call.indices()).reshape(-1), dtype)
         if not self.name:
             return None
         found = as_tensor(call.values[self.name])
         if self.order:
             found = found.permute(self.order)
-        return found.reshape(-1).to(dtype)
+        return cast(found if found.dim() == 1 else found.reshape(-1), dtype)
 
 
 def weights_of(roles: HostRoles) -> Weights:

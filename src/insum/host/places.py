@@ -25,36 +25,57 @@ _SMALL = 2**31 - 1
 IndexEntries: TypeAlias = Mapping[str, memory.Entry]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class HostCall:
     """The arguments of a call: ``values`` as given, ``indices`` with negative values counted from
     the end where they are, ``entries`` of the index tensors as they were given.
     """
 
-    values: Mapping[str, Value]
-    indices: Callable[[], Mapping[str, Value]]
-    entries: IndexEntries
+    __slots__ = ("_wrap", "_wrapped", "entries", "entry", "serials", "values")
+
+    def __init__(
+        self,
+        values: Mapping[str, Value],
+        entries: IndexEntries,
+        wrap: Callable[[Mapping[str, Value]], Mapping[str, Value]] | None = None,
+    ) -> None:
+        """``wrap`` counts from the end, where some index is to be."""
+        self.values, self.entries, self._wrap = values, entries, wrap
+        self._wrapped: Mapping[str, Value] | None = None
+        serials = []
+        for entry in entries.values():
+            serials.append(entry.serial)
+        #: What is made is kept with the last index tensor, for these others.
+        self.entry, self.serials = entry, tuple(serials)
+
+    def indices(self) -> Mapping[str, Value]:
+        if self._wrap is None:
+            return self.values
+        if self._wrapped is None:
+            self._wrapped = self._wrap(self.values)
+        return self._wrapped
 
     def kept(self, key: object, make: Callable[[], T]) -> T:
         """``make()``, once while all index tensors stay as they are."""
-        first, *others = self.entries.values()
+        whole = key, self.serials
+        found: T | None = self.entry.get(whole)
+        if found is not None:
+            return found
 
         def plainly() -> T:
             with untracked():
                 return make()
 
-        return first.remembered((key, *[e.serial for e in others]), plainly)
+        return self.entry.remembered(whole, plainly)
 
     def comes_back(self, key: object) -> bool:
         """Whether these index tensors were asked about before, or are said to stay, so that
         something is worth making that takes longer than a call without it. Where the same bits
         are wanted each time, there is no first time.
         """
-        first, *others = self.entries.values()
-        asked = ("asked", key, *[e.serial for e in others])
-        if asked in first:
+        asked = "asked", key, self.serials
+        if asked in self.entry:
             return True
-        first.keep(asked, True)
+        self.entry.keep(asked, True)
         is_known = all(e.declared for e in self.entries.values())
         return is_known or torch.are_deterministic_algorithms_enabled()
 
