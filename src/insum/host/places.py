@@ -4,8 +4,9 @@ the index tensors.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, TypeVar
 
 import torch
@@ -187,6 +188,30 @@ def _present(
 # --- what is made of them -------------------------------------------------------------------------
 
 
+class LastWeights:
+    """Which tensor scaled the points of the last call, and its version. One that comes back as it
+    was is worth keeping in the order of the entries; one that is trained never does.
+    """
+
+    __slots__ = ("reference", "version")
+
+    def __init__(self) -> None:
+        self.reference: weakref.ref[Tensor] | None = None
+        self.version = -1
+
+    def are(self, weights: Tensor) -> bool:
+        """Whether they are these; from now on they are."""
+        if weights.is_inference():
+            return False
+        root = weights if weights._base is None else weights._base
+        same = self.reference is not None and self.reference() is root
+        if same and self.version == weights._version:
+            return True
+        self.reference = self.reference if same else weakref.ref(root)
+        self.version = weights._version
+        return False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSegments:
     """Entries sorted by row: those from ``starts[r]`` to ``starts[r+1]`` are in columns
@@ -196,12 +221,18 @@ class RowSegments:
     starts: Tensor
     columns: Tensor
     take: Tensor | None
+    last: LastWeights = field(default_factory=LastWeights)
 
     def taken(self, weights: Tensor | None) -> Tensor | None:
         """Numbers of points as numbers of entries."""
-        if weights is None or self.take is None:
+        take = self.take
+        if weights is None or take is None:
             return weights
-        return weights.index_select(0, self.take)
+        if not self.last.are(weights):
+            return weights.index_select(0, take)
+        return memory.remembered(
+            weights, ("taken", self.last), lambda: weights.index_select(0, take)
+        )
 
 
 def segments(rows: Tensor, count: int, columns: Tensor, take: Tensor | None) -> RowSegments:
