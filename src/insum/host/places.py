@@ -230,9 +230,12 @@ class RowSegments:
             return weights
         if not self.last.are(weights):
             return weights.index_select(0, take)
-        return memory.remembered(
-            weights, ("taken", self.last), lambda: weights.index_select(0, take)
-        )
+        entry = memory.known(weights) or memory.made(weights)
+        found: Tensor | None = entry.get(self.last)
+        if found is None:
+            with untracked():
+                found = entry.keep(self.last, weights.index_select(0, take))
+        return found
 
 
 def segments(rows: Tensor, count: int, columns: Tensor, take: Tensor | None) -> RowSegments:

@@ -7,13 +7,14 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from insum.host.parts import Weights, weights_of
 from insum.host.places import HostCall, RowSegments, places_of, segments
-from insum.host.roles import HostRoles, as_tensor, cast
+from insum.host.roles import HostRoles, cast
 
 #: Measured. In float64 bags have no vector code, and in float32 the library's product is quicker
 #: than they are up to so many columns.
@@ -35,10 +36,12 @@ class ScaledRows:
         roles, (side,) = self.roles, self.roles.wide
         columns = roles.shared.get((-1, 0), ())
         found = call.kept(self.key, lambda: self.made(call))
-        matrix = as_tensor(call.values[side.access.tensor])
+        dense: Any = call.values[side.access.tensor]
         weights = found.taken(self.weights(call, self.dtype))
-        dense = cast(matrix, self.dtype)
-        dense = dense if side.is_matrix else side.matrices(dense, columns)
+        if dense.dtype is not self.dtype:
+            dense = dense.to(self.dtype)
+        if not side.is_matrix:
+            dense = side.matrices(dense, columns)
         result = sum_of_rows(found, weights, dense)
         if not roles.target.is_matrix:
             result = roles.target.restored(result, columns)
