@@ -1,4 +1,4 @@
-"""The bytes of a tensor on the CPU, without an op of torch's: quicker than any of them is called."""
+"""The bytes of a tensor on the CPU, read and compared without an op of torch's."""
 
 from __future__ import annotations
 
