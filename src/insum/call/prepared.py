@@ -28,7 +28,6 @@ from insum.call.stages import Stage, is_copyable, is_orderable, layouts_of, size
 from insum.compat.calls import is_profiled, is_undisturbed, kinds_guard, modes_now
 from insum.errors import NotFusedError
 from insum.graph.lower import lower
-from insum.host.places import HostCall
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, accesses, tensors_of
 from insum.lang.measure import Measure, measure_of
@@ -511,6 +510,8 @@ class BoundCall:
         self, mode: str, values: Mapping[str, Value], target: Tensor | None
     ) -> Tensor | None:
         """The result of the way that a CPU takes, or None where that is the graph."""
+        from insum.host.places import HostCall  # which GPUs need none of
+
         if self._waits is None:
             from insum.host.choose import waits
 
