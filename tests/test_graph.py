@@ -439,3 +439,12 @@ def test_half_precision_products_of_a_library_are_not_widened() -> None:
     assert "float32" not in product
     copied = lower(bind(parse("C[i,j] = A[i,j]"), {"A": values["A"]}), "new").text
     assert ".to(" in copied or "clone" in copied
+
+
+def test_truth_values_are_compared_as_such() -> None:
+    """Those of a gradient of a maximum: four bytes each were most of what it moved."""
+    x = torch.randn(4, 3)
+    statement = parse("y[D[p],n] = eq(eq(x[p,n], z[p,n]), eq(x[p,n], x[p,n]))")
+    given = {"x": x, "z": x, "D": torch.tensor([0, 1, 1, 0])}
+    text = lower(bind(statement, given, sizes={"y": (2, 3)})).text
+    assert text.count("torch.float32") == 2, text  # the result, and what is added to it

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import insum
+from insum import memory
 from insum.bench import tensor_product
 from insum.call import on_host
 from insum.call.bound import BoundCall
@@ -21,7 +22,7 @@ from insum.graph.contraction import cheapest
 from insum.graph.lower import lower
 from insum.host import choose as chooser
 from insum.host import chunks, rows, runs
-from insum.host.places import HostCall, Lowering
+from insum.host.places import HostCall, LastWeights, Lowering
 from insum.testing import Case, assert_close, draw_cases
 from scatters import draw_scatters
 
@@ -396,6 +397,37 @@ def test_index_tensors_that_change_are_seen() -> None:
             torch.testing.assert_close(found, insum.insum(SPMM, out_shape=(30, 5), **values))
 
 
+def test_weights_that_come_back_are_ordered_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that change, seen or unseen, are ordered anew; those that always do are not kept."""
+    values = {**STATEMENTS[0].draw(torch.float64), "B": torch.randn(40, 5, dtype=torch.float64)}
+    values["AM"] = values["AM"].flip(0)
+    run = lambda: insum.insum(SPMM, out_shape=(30, 5), **values)
+
+    def kept() -> int:
+        things = memory.entry_of(values["AV"]).things
+        return sum(isinstance(key, LastWeights) for key in things)
+
+    def exact() -> Tensor:
+        with insum.settings(backend="graph"):
+            return run()
+
+    for _ in range(3):  # trained
+        values["AV"].mul_(1.5)
+        torch.testing.assert_close(run(), exact())
+        assert kept() == 0
+    for _ in range(3):
+        torch.testing.assert_close(run(), exact())
+    assert kept() == 1
+    values["AV"].numpy()[7] = 100.0
+    torch.testing.assert_close(run(), exact())
+    values["AV"].neg_()
+    torch.testing.assert_close(run(), exact())
+    with torch.inference_mode():
+        values["AV"] = values["AV"].clone()
+        for _ in range(3):
+            torch.testing.assert_close(run(), exact())
+
+
 def test_values_of_a_pattern_that_change_are_seen() -> None:
     values = pattern(torch.float64, 16, 16)
     for _ in range(3):
@@ -580,6 +612,17 @@ def test_index_tensors_that_come_back_are_worth_more(monkeypatch: pytest.MonkeyP
     finally:
         torch.use_deterministic_algorithms(False)
     assert made == ["rows", "rows"]
+
+
+@pytest.mark.parametrize("columns, waits", [(1, True), (3, True), (4, False), (32, False)])
+def test_new_indices_are_not_sorted_for_a_few_numbers_each(
+    columns: int, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.undo()
+    values = {"AM": whole(500, 1 << 17), "AK": whole(500, 1 << 17), "AV": torch.randn(1 << 17)}
+    request = request_of(SPMM, (500, columns), None, ())
+    problem = request.bind({**values, "B": torch.randn(500, columns)})
+    assert chooser.waits(problem, ("AM", "AK")) is waits
 
 
 def test_short_index_tensors_are_no_pattern_where_sizes_forbid_it() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 import insum
 import insum.nn
 from insum import memory
+from insum.compat import raw_bytes
 from insum.settings import settings
 
 
@@ -77,7 +78,12 @@ def test_tensors_of_inference_mode(anywhere: str, write: str) -> None:
         assert total(x) == int(x.sum())
 
 
-def test_on_the_cpu_no_write_goes_unseen() -> None:
+@pytest.mark.parametrize("how", ["by a copy", "by a fingerprint", "without a comparison"])
+def test_on_the_cpu_no_write_goes_unseen(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if how == "by a fingerprint":
+        monkeypatch.setattr(memory, "MOST_COPIED", 0)
+    if how == "without a comparison":  # a platform whose C library is not found
+        monkeypatch.setattr(raw_bytes, "_compare", None)
     x = torch.arange(6)
     assert total(x) == 15
     x.numpy()[0] = 100
@@ -86,6 +92,16 @@ def test_on_the_cpu_no_write_goes_unseen() -> None:
     assert total(x) == 121
     x.numpy()[[0, 1]] = x.numpy()[[1, 0]]  # the same values in another order
     assert memory.remembered(x, "sum", lambda: -1) == -1
+
+
+def test_what_is_read_as_its_negative_has_other_values() -> None:
+    """The same bytes, in the same place of one tensor."""
+    z = torch.randn(5, dtype=torch.complex64)
+    plain, negative = z.imag, z.conj().imag
+    assert negative.is_neg()
+    assert memory.entry_of(plain) is not memory.entry_of(negative)
+    for part in (plain, negative, plain):
+        assert memory.remembered(part, "sum", lambda part=part: float(part.sum())) == part.sum()
 
 
 def test_what_cannot_be_seen_is_forgotten_by_hand(off_cpu: None) -> None:

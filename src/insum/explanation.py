@@ -307,7 +307,7 @@ def way_of(problem: Problem, values: Mapping[str, Value], *, new: bool) -> Lower
     if not isinstance(found, Patterns):
         return found
     entries = {n: memory.entry_of(as_tensor(values[n])) for n in problem.index_names()}
-    return found.chosen(HostCall(values, lambda: values, entries))
+    return found.chosen(HostCall(values, entries))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -5,8 +5,9 @@ another view of it with the same place, shape and strides, while
 
 - the object's version counter has not moved,
 - it lies in the same storage: ``x.data = y`` and ``set_`` bring another, whatever its address is,
-- on the CPU, its values have the same fingerprint: there looking costs little, and nothing that
-  writes without telling (NumPy, `torch.distributed`, inference mode) goes unseen.
+- on the CPU, its values are the same, by a copy or, where that would be long, by a fingerprint:
+  there looking costs little, and nothing that writes without telling (NumPy, `torch.distributed`,
+  inference mode) goes unseen.
 
 A tensor made under inference mode has no version counter. Off the CPU nothing is remembered about
 it, unless whoever made it declared it with `declare`: formats do, and `unchanging`.
@@ -39,6 +40,7 @@ from insum.compat.calls import (
     untracked,
 )
 from insum.compat.placed import is_placed, local_of
+from insum.compat.raw_bytes import bytes_of, has_bytes
 from insum.settings import settings
 
 T = TypeVar("T")
@@ -49,6 +51,9 @@ _serials = itertools.count()
 stamps = itertools.count()
 #: Things that are kept about one tensor, ranges that kernels have looked at, and views.
 MOST_THINGS, MOST_RANGES, MOST_PARTS = 256, 64, 64
+#: Bytes of a tensor up to which its values are copied: two of them fit a cache, where comparing is
+#: quicker than multiplying.
+MOST_COPIED = 1 << 20
 
 _lock = threading.RLock()
 renew_in_children(_lock)
@@ -212,12 +217,13 @@ class Entry:
 class _Owner:
     """One tensor object (of views, their base), its version, and the entries of its places."""
 
-    __slots__ = ("entries", "fingerprints", "reference", "version")
+    __slots__ = ("entries", "looks", "reference", "version")
 
     def __init__(self, reference: weakref.ref[Any], version: int | None) -> None:
         self.reference, self.version = reference, version
         self.entries: dict[MemoryPlace, Entry] = {}
-        self.fingerprints: dict[MemoryPlace, int] = {}
+        #: What the values were, by place: bytes, or a fingerprint.
+        self.looks: dict[MemoryPlace, bytes | int] = {}
 
 
 class _Held:
@@ -275,13 +281,12 @@ def known(tensor: Tensor, place: MemoryPlace | None = None) -> Entry | None:
         return None
     if place is None or place[0] != tensor.storage_offset():  # as `place_of`, on many a path
         place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-    if not owner.fingerprints:
-        return owner.entries.get(place)
-    seen = owner.fingerprints.get(place)  # before the entry: `_made` writes it first
+    seen = owner.looks.get(place)  # before the entry: `_made` writes it first
     entry = owner.entries.get(place)
-    if entry is not None and not entry.declared and tensor.is_cpu and can_look(tensor):
-        return entry if seen == fingerprint(tensor) else None
-    return entry
+    if seen is None or entry is None or entry.declared:
+        return entry
+    same = has_bytes(tensor, seen) if type(seen) is bytes else seen == fingerprint(tensor)
+    return entry if same else None
 
 
 def owner_of(tensor: Tensor) -> weakref.ref[Any] | None:
@@ -411,6 +416,14 @@ def can_look(tensor: Tensor) -> bool:
     return tensor.is_cpu
 
 
+def _looked_at(tensor: Tensor) -> bytes | int:
+    """What tells whether values are still the same. A copy goes with its tensor, and is not
+    counted.
+    """
+    found = bytes_of(tensor) if tensor.nbytes <= MOST_COPIED else None
+    return fingerprint(tensor) if found is None else found
+
+
 #: Numbers that values are multiplied with, and how many values at a time.
 _CHUNK = 1 << 16
 
@@ -503,12 +516,12 @@ def _made(tensor: Tensor, declared: bool) -> Entry:
         gone = functools.partial(_owner_gone, held.owners, key)
         owner = held.owners[key] = _Owner(weakref.ref(root, gone), version)
     place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-    mark = fingerprint(tensor) if look else None
+    seen = _looked_at(tensor) if look else None
     found = owner.entries.get(place)
-    if found is not None and (mark is None or owner.fingerprints.get(place) == mark):
+    if found is not None and (seen is None or owner.looks.get(place) == seen):
         return found  # another thread was quicker
-    if mark is not None:
-        owner.fingerprints[place] = mark
+    if seen is not None:
+        owner.looks[place] = seen
     if found is not None and found.held:
         found.held = False
         _total["bytes"] -= found.nbytes

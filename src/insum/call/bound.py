@@ -104,22 +104,17 @@ class BoundCall:
         """Index values against their range, before anything is written; where kernels look
         themselves, they do.
         """
-        if self.prepared.uses and not self.prepared.kernels_look:
+        if self.prepared.looks_first:
             self.look(values)
 
     def look(self, values: Mapping[str, Value]) -> None:
-        """The same, unless the host looks when it runs."""
-        if not self.host_looks(values):
-            self.look_now(values)
-
-    def host_looks(self, values: Mapping[str, Value]) -> bool:
-        """Whether indices are looked at when this call is run: at what is remembered of them,
-        where something is. Where it is several statements, none of them knows what all of them
-        read.
+        """The same, unless a CPU looks when this call is run: at what is remembered of them, where
+        something is. Where it is several statements, none of them knows what all of them read.
         """
-        if not self.prepared.on_host:
-            return False
-        return not (self.prepared.orderable and self.staged(values, in_place=False))
+        prepared = self.prepared
+        staged = prepared.orderable and self.staged(values, in_place=False)
+        if staged or not prepared.on_host:
+            self.look_now(values)
 
     def look_now(self, values: Mapping[str, Value]) -> None:
         uses = self.uses(values)
@@ -170,7 +165,7 @@ class BoundCall:
             if self.prepared.kernels_look:
                 # torch's own kernels would end the process' use of the device
                 self.look_now(values)
-        elif self.host_looks(values):
+        elif self.prepared.on_host:
             result = on_host.run(self, mode, values, target) if is_undisturbed() else None
             if result is not None:
                 return result

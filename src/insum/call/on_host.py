@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -21,21 +21,26 @@ def run(
     call: BoundCall, mode: str, values: Mapping[str, Value], target: Tensor | None
 ) -> Tensor | None:
     """The result of the way that a CPU takes, or None where that is the graph."""
-    from insum.host.places import HostCall
+    from insum.host.places import HostCall  # which GPUs need none of
 
     if call.waits is None:
         from insum.host.choose import waits
 
         call.waits = waits(call.problem(values), call.prepared.indices)
-    if not call.waits and lowering(call, mode, values) is None:
-        return None
-    wraps = call.prepared.form.wraps
-    seen = functools.cache(lambda: call.wrapped(values)) if wraps else lambda: values
-    entries = {name: memory.entry_of(values[name]) for name in call.prepared.indices}  # type: ignore[arg-type]
-    given = HostCall(values, seen, entries)
+    lowered = call.lowerings.get(mode == "new")
+    if lowered is None and not call.waits:
+        lowered = lowering(call, mode, values)
+        if lowered is None:
+            return None
+    entries = {}
+    for name in call.prepared.indices:
+        index: Any = values[name]
+        entries[name] = memory.known(index) or memory.made(index)
+    given = HostCall(values, entries, call.wrapped if call.prepared.form.wraps else None)
     if call.waits and not given.comes_back(call.prepared.form.statement):
         return None
-    lowered = lowering(call, mode, values)
+    if lowered is None:
+        lowered = lowering(call, mode, values)
     if lowered is None:
         call.waits = False
         return None
@@ -63,7 +68,10 @@ def _check(call: BoundCall, entries: IndexEntries, values: Mapping[str, Value]) 
     if not uses or call.prepared.settings.check == "never":
         return
     for name, low, high in call.ranges:
-        bounds = entries[name].remembered("bounds", functools.partial(bounds_of, values[name]))
+        bounds = entries[name].things.get("bounds")
+        if bounds is None:
+            look = functools.partial(bounds_of, values[name])
+            bounds = entries[name].remembered("bounds", look)
         if bounds is None or bounds[0] < low or bounds[1] > high:
             break
     else:

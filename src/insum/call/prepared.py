@@ -157,6 +157,7 @@ class PreparedCall:
     copyable: bool
     on_host: bool
     kernels_look: bool
+    looks_first: bool  # at index values, before a call runs
     negated: bool  # some tensor is to be read as its negative
     scalars: bool  # some value is a Python number
     measure: Measure
@@ -272,6 +273,9 @@ def _prepare(
     fusable = is_fusable(problem, now, form.config is not None, accumulates=accumulates)
     copyable = fusable and is_copyable(problem, form)
     uses = uses_of(problem, form.wraps)
+    orderable = copyable or is_orderable(problem, form)
+    on_host = now.backend == "auto" and not fusable and problem.device.type == "cpu"
+    kernels_look = fusable and kernels_look_on(problem.device) and now.check == "async"
     given = (*values.values(),) if initial is None else (*values.values(), initial)
     return PreparedCall(
         form,
@@ -287,10 +291,11 @@ def _prepare(
         left.target if in_place else "",
         tensors_of(problem.statement),
         fusable,
-        copyable or is_orderable(problem, form),
+        orderable,
         copyable,
-        now.backend == "auto" and not fusable and problem.device.type == "cpu",
-        fusable and kernels_look_on(problem.device) and now.check == "async",
+        on_host,
+        kernels_look,
+        bool(uses) and not kernels_look and (orderable or not on_host),
         any(isinstance(v, Tensor) and v.is_neg() for v in given),
         not all(isinstance(v, Tensor) for v in given),
         measure_of(problem, form.size_keys),

@@ -319,7 +319,7 @@ class SparseFormat:
 
     @property
     def device(self) -> torch.device:
-        return next(self.tensors()).device
+        return next(self.tensors()).device if self.values is None else self.values.device
 
     @property
     def requires_grad(self) -> bool:

@@ -82,8 +82,10 @@ def einsum(
         return _run_by(owner, text, given, dense_output, out_shape, sizes, optimize)
     if not has_format(given):
         return api.insum(text, out_shape=out_shape, sizes=sizes, optimize=optimize, **given)
-    require("dense_output", dense_output, FLAG)
-    given_sizes(text, out_shape, sizes)  # which says what is wrong with them
+    if dense_output is not False:
+        require("dense_output", dense_output, FLAG)
+    if out_shape is not None or sizes is not None:
+        given_sizes(text, out_shape, sizes)  # which says what is wrong with them
     return run_formats(text, given, dense_output, out_shape, sizes, optimize)
 
 

@@ -224,22 +224,15 @@ def named_operands(
     return text, dict(zip(names, given.values()))
 
 
+#: What an operand may be besides a tensor.
+_TAKEN = (SparseFormat, StatementOwner, bool, int, float, complex, SymInt, SymFloat)
+
+
 def _check_kinds(statement: str, given: Mapping[str, object]) -> None:
     for name, x in given.items():
         if isinstance(x, Tensor):
             require(name, x, TENSOR)
-        if not isinstance(
-            x,
-            SparseFormat
-            | StatementOwner
-            | Tensor
-            | bool
-            | int
-            | float
-            | complex
-            | SymInt
-            | SymFloat,
-        ):
+        elif not isinstance(x, _TAKEN):
             raise BindingError(
                 f"{name} is a {type(x).__name__}",
                 statement=statement,

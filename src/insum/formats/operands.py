@@ -32,7 +32,11 @@ def taken(statement: str, given: Mapping[str, Any]) -> dict[str, Any]:
     >>> taken("y[i] = A[i]", {"A": numpy.ones(2)})
     {'A': tensor([1., 1.], dtype=torch.float64)}
     """
-    return {name: _one(statement, name, value) for name, value in given.items()}
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        known = isinstance(value, SparseFormat)  # as the most are
+        found[name] = value if known else _one(statement, name, value)
+    return found
 
 
 def _one(statement: str, name: str, value: Any) -> Any:
@@ -115,7 +119,10 @@ OWNER = Accepted(
 
 def owner_of(given: Mapping[str, object]) -> StatementOwner | None:
     """The operand that runs a statement, where there is one."""
-    return next((x for x in given.values() if isinstance(x, StatementOwner)), None)
+    for x in given.values():
+        if isinstance(x, StatementOwner):
+            return x
+    return None
 
 
 def run_formats(
@@ -138,4 +145,7 @@ def run_formats(
 
 
 def has_format(given: Mapping[str, object]) -> bool:
-    return any(isinstance(x, SparseFormat) for x in given.values())
+    for x in given.values():  # noqa: SIM110  # on the path of every call
+        if isinstance(x, SparseFormat):
+            return True
+    return False

@@ -35,17 +35,22 @@ def _signature(given: Mapping[str, FormatOrValue]) -> tuple[tuple[object, ...], 
     object.
     """
     seen: list[Tensor] = []
-    return tuple(_signature_of(name, x, seen) for name, x in given.items())
+    found: list[tuple[object, ...]] = []
+    for name, x in given.items():
+        if isinstance(x, SparseFormat):
+            found.append(_signature_of(name, x, seen))
+        else:
+            found.append((name, x.ndim if isinstance(x, Tensor) else 0))
+    return tuple(found)
 
 
-def _signature_of(name: str, x: FormatOrValue, seen: list[Tensor]) -> tuple[object, ...]:
-    if not isinstance(x, SparseFormat):
-        return name, x.ndim if isinstance(x, Tensor) else 0
+def _signature_of(name: str, x: SparseFormat, seen: list[Tensor]) -> tuple[object, ...]:
     rank, kind, dims, block, places, even = x.signature
-    numbers = tuple(
-        _number(_array(x, *place), seen) if isinstance(place, tuple) else place for place in places
-    )
-    return name, rank, kind, dims, block, numbers, x.values is None, even
+    numbers: list[object] = []
+    for place in places:
+        one = isinstance(place, tuple)
+        numbers.append(_number(_array(x, *place), seen) if one else place)
+    return name, rank, kind, dims, block, tuple(numbers), x.values is None, even
 
 
 def _array(x: SparseFormat, field: str, number: int) -> Tensor:
@@ -86,6 +91,8 @@ class FormatCall:
         shape = self.shape(extents)
         if passed is not None:
             return self.into(passed, shape)
+        if len(self.plan.pieces) == 1:
+            return self.dense(self.plan.pieces[0], shape)
         return _sum([self.dense(piece, shape) for piece in self.plan.pieces])
 
     def explained(self, gpu: str = "") -> list[Explanation]:
@@ -102,39 +109,40 @@ class FormatCall:
         """Extents of all index variables, the same wherever they stand, and one device."""
         extents: dict[str, Size] = {}
         for variable, places in self.plan.places:
-            found = [(self.given[name].shape[dim], name, dim) for name, dim in places]  # type: ignore[union-attr]
-            extents[variable] = found[0][0]
-            for size, name, dim in found[1:]:
-                if size != found[0][0]:
-                    first = f"{found[0][0]} in {found[0][1]} (dimension {found[0][2]})"
-                    fact = (
-                        f"index {variable!r} has two extents: {first} and {size} in {name} "
-                        f"(dimension {dim})"
-                    )
-                    raise BindingError(
-                        fact,
-                        statement=self.plan.text,
-                        passed=self.passed(),
-                        remedy="check the order of the indices, or use another name for one of "
-                        "them",
-                    )
+            for name, dim in places:
+                size = self.given[name].shape[dim]  # type: ignore[union-attr]
+                if size != extents.setdefault(variable, size):
+                    raise self.two_extents(variable, places, (size, name, dim))
         self.check_devices()
         return extents
 
+    def two_extents(
+        self, variable: str, places: tuple[tuple[str, int], ...], other: tuple[Size, str, int]
+    ) -> BindingError:
+        (name, dim), *_ = places
+        first = f"{self.given[name].shape[dim]} in {name} (dimension {dim})"  # type: ignore[union-attr]
+        second = f"{other[0]} in {other[1]} (dimension {other[2]})"
+        return BindingError(
+            f"index {variable!r} has two extents: {first} and {second}",
+            statement=self.plan.text,
+            passed=self.passed(),
+            remedy="check the order of the indices, or use another name for one of them",
+        )
+
     def check_devices(self) -> None:
-        devices = [
-            (name, x.device)
-            for name, x in self.given.items()
-            if isinstance(x, SparseFormat) or isinstance(x, Tensor) and x.ndim
-        ]
-        for name, device in devices[1:]:
-            if device != devices[0][1]:
-                fact = f"{devices[0][0]} is on {devices[0][1]} but {name} is on {device}"
+        first: tuple[str, torch.device] | None = None
+        for name, x in self.given.items():
+            if not (isinstance(x, SparseFormat) or isinstance(x, Tensor) and x.ndim):
+                continue
+            device = x.device
+            if first is None:
+                first = name, device
+            elif device != first[1]:
                 raise DeviceError(
-                    fact,
+                    f"{first[0]} is on {first[1]} but {name} is on {device}",
                     statement=self.plan.text,
                     expected="all operands on one device",
-                    remedy=f"{name}.to({str(devices[0][1])!r})",
+                    remedy=f"{name}.to({str(first[1])!r})",
                 )
 
     def passed(self) -> list[str]:
@@ -152,15 +160,13 @@ class FormatCall:
         told: dict[Any, Any] = dict(self.sizes or {})
         if self.plan.target in told:
             return tuple(told[self.plan.target])
-        found = [
-            extents.get(name, told.get(name)) if name is not None else told.get(dim)
-            for dim, name in enumerate(self.plan.dims)
-        ]
-        return (
-            None
-            if any(size is None for size in found)
-            else tuple(size for size in found if size is not None)
-        )
+        found: list[Size] = []
+        for dim, name in enumerate(self.plan.dims):
+            size = extents.get(name, told.get(name)) if name is not None else told.get(dim)
+            if size is None:
+                return None
+            found.append(size)
+        return tuple(found)
 
     # --- outputs ---
 
@@ -188,13 +194,15 @@ class FormatCall:
 
     def other_sizes(self) -> dict[str | int, Size | Sequence[Size]]:
         """``sizes=`` of variables that stand alone in no operand and not on the left."""
+        if not self.sizes:
+            return {}
         told = {name for name, _ in self.plan.places} | {
             self.plan.target,
             *(d for d in self.plan.dims if d),
         }
         return {
             key: size
-            for key, size in (self.sizes or {}).items()
+            for key, size in self.sizes.items()
             if isinstance(key, str) and key not in told
         }
 
@@ -263,7 +271,9 @@ class FormatCall:
 
     def arguments(self, piece: RewrittenStatement) -> dict[str, Any]:
         """By name; a format is the same on every rank, where other operands are DTensors."""
-        found = {source.name: self.argument(source, piece) for source in piece.sources}
+        found: dict[str, Any] = {}
+        for source in piece.sources:
+            found[source.name] = self.argument(source, piece)
         if PLACED_HOME not in sys.modules:
             return found
         own = [s.name for s in piece.sources if isinstance(self.given[s.operand], SparseFormat)]
@@ -332,6 +342,8 @@ def _split(x: Tensor, splits: tuple[tuple[int, int], ...], is_index: bool) -> Te
 
 
 def _split_shape(shape: Sequence[Size], splits: tuple[tuple[int, int], ...]) -> tuple[Size, ...]:
+    if not splits:
+        return tuple(shape)
     sizes = dict(splits)
     return tuple(
         part

@@ -141,6 +141,18 @@ class GraphBuilder:
         self.before_cast[node] = value
         return replace(value, node=node, dtype=dtype, fresh=True)
 
+    def before_casts(self, values: list[GraphValue], dtype: torch.dtype) -> list[GraphValue]:
+        """Values as they were of one dtype, where all of them were before they were cast."""
+        before = [self.before_cast.get(v.node) for v in values if isinstance(v.node, Node)]
+        found = [v for v in before if v is not None and v.dtype == dtype]
+        if len(found) < len(values):
+            return values
+        for value in values:
+            assert isinstance(value.node, Node)
+            if not value.node.users and self.before_cast.pop(value.node, None) is not None:
+                self.graph.erase_node(value.node)
+        return found
+
     def aligned(self, value: GraphValue, order: Sequence[str]) -> Node | PythonNumber:
         """The value with one dimension per variable of ``order``: of size 1 where it does not
         depend on the variable.

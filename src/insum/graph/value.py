@@ -223,6 +223,7 @@ class Evaluator:
         narrow = chosen(rounded, key=lambda d: d.itemsize, default=dtype)
         if narrow.itemsize < dtype.itemsize and rounded != {*_HALVES}:
             values = [self.builder.cast(v, narrow) for v in values]
+        values = self.builder.before_casts(values, torch.bool)  # which are short
         holds = self.builder.pointwise(_OF_TWO[function], values[0], values[1])
         return self._truth(holds.node, holds.vars, dtype)
 

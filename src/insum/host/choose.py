@@ -27,6 +27,9 @@ from insum.lang.bind import Problem
 #: Fewer points than this are done before anything is looked up; and fewer than this before anything
 #: is made of index tensors that may never come back.
 LEAST_WORK, LEAST_FIRST_WORK = 1 << 14, 1 << 17
+#: Multiplications of a point below which that holds however many points there are: making something
+#: of an index takes as long as gathering a few numbers by it, measured.
+LEAST_OF_A_POINT = 4
 #: How many times more points there may be than any tensor has elements: more are no sparse matrix,
 #: but a dense product in disguise.
 MOST_PER_ELEMENT = 4
@@ -48,10 +51,12 @@ def waits(problem: Problem, indices: Iterable[str]) -> bool:
     """Whether this is one graph until index tensors come back: what is made of them takes longer
     than the graph, and so does finding out how.
     """
-    if not LEAST_WORK <= _work(problem) < LEAST_FIRST_WORK:
-        return False
     kinds = [problem.kinds[name] for name in indices]
-    return bool(kinds) and all(kind.device is not None for kind in kinds)
+    work = _work(problem)
+    if not kinds or any(kind.device is None for kind in kinds) or work < LEAST_WORK:
+        return False
+    points = max(prod(int(n) for n in kind.shape) for kind in kinds)
+    return work < LEAST_FIRST_WORK or work < LEAST_OF_A_POINT * points
 
 
 def _work(problem: Problem) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from insum.host.parts import Finish, finish_of
 from insum.host.places import HostCall, RowSegments, is_sorted, places_of, segments
-from insum.host.roles import HostRoles, as_tensor
+from insum.host.roles import HostRoles, as_tensor, cast
 from insum.host.rows import csr
 
 
@@ -27,8 +27,10 @@ class _Pairs:
 
     def dots(self, a: Tensor, b: Tensor) -> Tensor:
         entries = self.entries
-        blank = csr(entries, a.new_zeros(len(entries.columns)), (len(a), len(b)))
-        found: Tensor = torch.sparse.sampled_addmm(blank, a, b.T, beta=0.0).values()
+        matrix = csr(entries, a.new_zeros(entries.columns.shape), (a.shape[0], b.shape[0]))
+        # into what is there: a product that makes its own copies zeros first
+        torch.sparse.sampled_addmm(matrix, a, b.T, beta=0.0, out=matrix)
+        found: Tensor = matrix.values()
         return found
 
 
@@ -51,21 +53,25 @@ class Dots:
     roles: HostRoles
     finish: Finish
     key: tuple[object, ...]
+    sizes: tuple[int, ...]
     name, slowness = "dots", 8
     why = "a scalar product for each point is a product of two matrices, sampled at the points"
 
     def __call__(self, call: HostCall) -> Tensor:
         roles = self.roles
         found = call.kept(self.key, lambda: self.made(call))
-        columns = roles.shared[0, 1]
-        a, b = (
-            side.matrices(as_tensor(call.values[side.access.tensor]).to(roles.dtype), columns)
-            for side in (roles.wide[found.first], roles.wide[1 - found.first])
-        )
-        result = found.dots(a.contiguous(), b.contiguous())
+        a, b = self.factor(call, found.first), self.factor(call, 1 - found.first)
+        result = found.dots(a, b)
         if found.take is not None:
             result = a.new_zeros(roles.count).scatter_(0, found.take, result)
-        return self.finish(call, result.reshape(roles.sizes)).to(roles.problem.dtype)
+        return cast(self.finish(call, result.reshape(self.sizes)), roles.problem.dtype)
+
+    def factor(self, call: HostCall, which: int) -> Tensor:
+        side = self.roles.wide[which]
+        tensor = cast(as_tensor(call.values[side.access.tensor]), self.roles.dtype)
+        if not side.is_matrix:
+            tensor = side.matrices(tensor, self.roles.shared[0, 1])
+        return tensor.contiguous()
 
     def made(self, call: HostCall) -> _Pairs | _Every:
         places = places_of(self.roles, call)
@@ -83,4 +89,4 @@ class Dots:
 def dots_of(roles: HostRoles) -> Dots | None:
     if len(roles.wide) != 2 or set(roles.shared) != {(0, 1)}:
         return None
-    return Dots(roles, finish_of(roles), ("dots", *roles.key))
+    return Dots(roles, finish_of(roles), ("dots", *roles.key), roles.sizes)

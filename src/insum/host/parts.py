@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from insum.graph.lower import Lowered, lower
 from insum.host.places import HostCall
-from insum.host.roles import HostRoles, as_tensor, plain_variables
+from insum.host.roles import HostRoles, cast, plain_variables
 from insum.lang.bind import Problem, Value
 from insum.lang.expand import expand
 from insum.lang.expr import (
@@ -83,13 +84,15 @@ class Weights:
 
     def __call__(self, call: HostCall, dtype: torch.dtype) -> Tensor | None:
         if self.part is not None:
-            return self.part(call.indices()).reshape(-1).to(dtype)
+            return cast(self.part(call.indices()).reshape(-1), dtype)
         if not self.name:
             return None
-        found = as_tensor(call.values[self.name])
+        found: Any = call.values[self.name]
         if self.order:
             found = found.permute(self.order)
-        return found.reshape(-1).to(dtype)
+        if found.dim() != 1:
+            found = found.reshape(-1)
+        return found if found.dtype is dtype else found.to(dtype)  # type: ignore[no-any-return]
 
 
 def weights_of(roles: HostRoles) -> Weights:

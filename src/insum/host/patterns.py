@@ -101,7 +101,7 @@ class Patterns:
         if way.lowering is None or made.dense is None:
             return self.otherwise(call)
         values = {**call.indices(), **dict(zip(way.names, (made.dense, *made.tables)))}
-        found = way.lowering(HostCall(values, lambda: values, call.entries))
+        found = way.lowering(HostCall(values, call.entries))
         # Zeros of the dense tensor are absent points, which must not meet what is not finite.
         return found if found.sum().isfinite() else self.otherwise(call)
 

@@ -4,8 +4,9 @@ the index tensors.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias, TypeVar
 
 import torch
@@ -25,36 +26,57 @@ _SMALL = 2**31 - 1
 IndexEntries: TypeAlias = Mapping[str, memory.Entry]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class HostCall:
     """The arguments of a call: ``values`` as given, ``indices`` with negative values counted from
     the end where they are, ``entries`` of the index tensors as they were given.
     """
 
-    values: Mapping[str, Value]
-    indices: Callable[[], Mapping[str, Value]]
-    entries: IndexEntries
+    __slots__ = ("_wrap", "_wrapped", "entries", "entry", "serials", "values")
+
+    def __init__(
+        self,
+        values: Mapping[str, Value],
+        entries: IndexEntries,
+        wrap: Callable[[Mapping[str, Value]], Mapping[str, Value]] | None = None,
+    ) -> None:
+        """``wrap`` counts from the end, where some index is to be."""
+        self.values, self.entries, self._wrap = values, entries, wrap
+        self._wrapped: Mapping[str, Value] | None = None
+        serials = []
+        for entry in entries.values():
+            serials.append(entry.serial)
+        #: What is made is kept with the last index tensor, for these others.
+        self.entry, self.serials = entry, tuple(serials)
+
+    def indices(self) -> Mapping[str, Value]:
+        if self._wrap is None:
+            return self.values
+        if self._wrapped is None:
+            self._wrapped = self._wrap(self.values)
+        return self._wrapped
 
     def kept(self, key: object, make: Callable[[], T]) -> T:
         """``make()``, once while all index tensors stay as they are."""
-        first, *others = self.entries.values()
+        whole = key, self.serials
+        found: T | None = self.entry.get(whole)
+        if found is not None:
+            return found
 
         def plainly() -> T:
             with untracked():
                 return make()
 
-        return first.remembered((key, *[e.serial for e in others]), plainly)
+        return self.entry.remembered(whole, plainly)
 
     def comes_back(self, key: object) -> bool:
         """Whether these index tensors were asked about before, or are said to stay, so that
         something is worth making that takes longer than a call without it. Where the same bits
         are wanted each time, there is no first time.
         """
-        first, *others = self.entries.values()
-        asked = ("asked", key, *[e.serial for e in others])
-        if asked in first:
+        asked = "asked", key, self.serials
+        if asked in self.entry:
             return True
-        first.keep(asked, True)
+        self.entry.keep(asked, True)
         is_known = all(e.declared for e in self.entries.values())
         return is_known or torch.are_deterministic_algorithms_enabled()
 
@@ -166,6 +188,30 @@ def _present(
 # --- what is made of them -------------------------------------------------------------------------
 
 
+class LastWeights:
+    """Which tensor scaled the points of the last call, and its version. One that comes back as it
+    was is worth keeping in the order of the entries; one that is trained never does.
+    """
+
+    __slots__ = ("reference", "version")
+
+    def __init__(self) -> None:
+        self.reference: weakref.ref[Tensor] | None = None
+        self.version = -1
+
+    def are(self, weights: Tensor) -> bool:
+        """Whether they are these; from now on they are."""
+        if weights.is_inference():
+            return False
+        root = weights if weights._base is None else weights._base
+        same = self.reference is not None and self.reference() is root
+        if same and self.version == weights._version:
+            return True
+        self.reference = self.reference if same else weakref.ref(root)
+        self.version = weights._version
+        return False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSegments:
     """Entries sorted by row: those from ``starts[r]`` to ``starts[r+1]`` are in columns
@@ -175,12 +221,21 @@ class RowSegments:
     starts: Tensor
     columns: Tensor
     take: Tensor | None
+    last: LastWeights = field(default_factory=LastWeights)
 
     def taken(self, weights: Tensor | None) -> Tensor | None:
         """Numbers of points as numbers of entries."""
-        if weights is None or self.take is None:
+        take = self.take
+        if weights is None or take is None:
             return weights
-        return weights.index_select(0, self.take)
+        if not self.last.are(weights):
+            return weights.index_select(0, take)
+        entry = memory.known(weights) or memory.made(weights)
+        found: Tensor | None = entry.get(self.last)
+        if found is None:
+            with untracked():
+                found = entry.keep(self.last, weights.index_select(0, take))
+        return found
 
 
 def segments(rows: Tensor, count: int, columns: Tensor, take: Tensor | None) -> RowSegments:

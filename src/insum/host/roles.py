@@ -26,23 +26,19 @@ FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 @dataclass(frozen=True, slots=True)
 class Side:
     """A tensor as matrices: which dimensions the points index, and which run along dense variables,
-    in the order of ``columns``.
+    in the order of ``columns``; ``is_matrix``: it is one as it is.
     """
 
     access: Access
     shape: tuple[int, ...]
     rows: tuple[int, ...]
     columns: tuple[tuple[str, int], ...]
+    is_matrix: bool
 
     @property
     def count(self) -> int:
         """How many rows there are."""
         return prod(self.shape[d] for d in self.rows)
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether the tensor is a matrix as it is."""
-        return self.rows == (0,) and len(self.columns) == 1 and len(self.shape) == 2
 
     def extent(self, names: tuple[str, ...]) -> int:
         return prod(self.shape[d] for name, d in self.columns if name in names)
@@ -184,11 +180,13 @@ def _side(problem: Problem, holder: Expr, dense: Mapping[str, object]) -> Side:
     shape = problem.shape if is_target else problem.kinds[holder.tensor].shape
     columns = [(i.var, d) for d, i in enumerate(holder.indices) if i.var in dense]
     taken = {d for _, d in columns}
+    rows = tuple(d for d in range(len(shape)) if d not in taken)
     return Side(
         holder,
         tuple(int(s) for s in shape),
-        tuple(d for d in range(len(shape)) if d not in taken),
+        rows,
         tuple((str(name), d) for name, d in columns),
+        rows == (0,) and len(columns) == 1 and len(shape) == 2,
     )
 
 
@@ -219,3 +217,8 @@ def plain_variables(node: Expr) -> tuple[str, ...]:
 def as_tensor(value: Value) -> Tensor:
     assert isinstance(value, Tensor)
     return value
+
+
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """torch takes a while to find that there is nothing to do."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)

@@ -7,13 +7,14 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from insum.host.parts import Weights, weights_of
 from insum.host.places import HostCall, RowSegments, places_of, segments
-from insum.host.roles import HostRoles, as_tensor
+from insum.host.roles import HostRoles, cast
 
 #: Measured. In float64 bags have no vector code, and in float32 the library's product is quicker
 #: than they are up to so many columns.
@@ -35,11 +36,16 @@ class ScaledRows:
         roles, (side,) = self.roles, self.roles.wide
         columns = roles.shared.get((-1, 0), ())
         found = call.kept(self.key, lambda: self.made(call))
-        matrix = as_tensor(call.values[side.access.tensor])
+        dense: Any = call.values[side.access.tensor]
         weights = found.taken(self.weights(call, self.dtype))
-        dense = side.matrices(matrix.to(self.dtype), columns)
+        if dense.dtype is not self.dtype:
+            dense = dense.to(self.dtype)
+        if not side.is_matrix:
+            dense = side.matrices(dense, columns)
         result = sum_of_rows(found, weights, dense)
-        return roles.target.restored(result, columns).to(roles.problem.dtype)
+        if not roles.target.is_matrix:
+            result = roles.target.restored(result, columns)
+        return cast(result, roles.problem.dtype)
 
     def made(self, call: HostCall) -> RowSegments:
         places = places_of(self.roles, call)
@@ -84,12 +90,12 @@ def _product(entries: RowSegments, weights: Tensor | None, dense: Tensor) -> Ten
     own fills it with zeros and copies them first.
     """
     if weights is None:
-        weights = dense.new_ones(len(entries.columns))
-    rows = len(entries.starts) - 1
-    matrix = csr(entries, weights, (rows, len(dense)))
+        weights = dense.new_ones(entries.columns.shape)
+    rows, (count, width) = entries.starts.shape[0] - 1, dense.shape
+    matrix = csr(entries, weights, (rows, count))
     # what there is without the library multiplies by zero what it finds
     made = dense.new_empty if has_library() else dense.new_zeros
-    result = made((rows, dense.shape[1]))
+    result = made((rows, width))
     return torch.addmm(result, matrix, dense.contiguous(), beta=0, out=result)
 
 

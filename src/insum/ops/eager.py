@@ -75,7 +75,7 @@ def run(
     from without being recorded; gradients are theirs.
     """
     prepared = call.prepared
-    if prepared.uses and not prepared.kernels_look:
+    if prepared.looks_first:
         call.look(values)
     if torch.is_grad_enabled():
         if leaves:
