@@ -19,6 +19,12 @@ OURS = tuple(
 N, E, F = 10, 30, 8
 
 
+class Somewhere:
+    """Of a fake tensor on a GPU, what the decision asks for."""
+
+    device = torch.device("cuda")
+
+
 def graph_of(nodes: int = N, edges: int = E, seed: int = 0) -> Tensor:
     return torch.randint(0, nodes, (2, edges), generator=torch.Generator().manual_seed(seed))
 
