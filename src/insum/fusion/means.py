@@ -230,7 +230,7 @@ class _ShareWriter(NodeMaker):
         """What ``scatter_reduce`` does: a row with no entry keeps what is there, which otherwise
         counts as one entry more, or not at all.
         """
-        base, dim, index, message = node.args[:4]
+        base, dim, index, message = _given(node)[:4]
         own = node.kwargs.get("include_self", True) is True
         with self.instead_of(node):
             start = base if own or is_zero(base) else self.made(aten.full_like.default, base, 0)

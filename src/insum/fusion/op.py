@@ -160,13 +160,18 @@ class SpecPlaces:
     steady: bool
     """Whether all tensors are passed, parts of those that are and that stay, or computed."""
     parts: tuple[tuple[str, int, Selects], ...]
-    """Of every tensor of the statement that is not computed its name, place, and which part."""
+    (
+        """Of every tensor of the statement its name, of what it is a part, and which: the place """
+        """of a tensor that is passed, or behind those, that of a computed one."""
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def places_of(text: str) -> SpecPlaces:
     spec = spec_of(text)
     place = {name: k for k, name in enumerate(spec.names)}
+    every = place | {one.name: k for k, one in enumerate(spec.origins, len(place))}
+    bases = {base for _, base, _ in spec.views}
     origins = tuple(
         (one.name, one.program, tuple(place[s] for s in one.sources), one.sizes)
         for one in spec.origins
@@ -183,9 +188,12 @@ def places_of(text: str) -> SpecPlaces:
         ),
         tuple(one for one in spec.views if one[1] not in place),
         origins,
-        not spec.passing and all(base in place for _, base, _ in spec.views),
-        tuple((name, k, ()) for name, k in spec.plain)
-        + tuple((name, place[base], how) for name, base, how in spec.views if base in place),
+        not spec.passing,
+        (
+            *((name, k, ()) for name, k in spec.plain),
+            *((one.name, every[one.name], ()) for one in spec.origins if one.name not in bases),
+            *((name, every[base], how) for name, base, how in spec.views),
+        ),
     )
 
 
@@ -236,8 +244,8 @@ def _run(
     mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor], sizes: Sequence[int]
 ) -> Tensor:
     alike = like(text, tensors, sizes, target) if mode != "from" else None
-    result = None if alike is None else alike.run(tensors, target)
-    return _run_anew(mode, target, text, tensors, sizes) if result is None else result
+    found = None if alike is None else alike.run(tensors, target)
+    return _run_anew(mode, target, text, tensors, sizes) if found is None else found[0]
 
 
 def _run_anew(
@@ -250,15 +258,17 @@ def _run_anew(
     call.verify(values)
     result = call.run(mode, values, target)
     if places.steady and mode != "from":
-        kept = [
-            (name, kept_under(program, tuple(given[k] for k in own)), sources)
-            for name, program, sources, own in places.origins
-        ]
+        kept = []
+        for _, program, sources, own in places.origins:
+            numbers = tuple(given[k] for k in own)
+            value = computed(program, numbers, tuple(tensors[k] for k in sources))
+            kept.append((kept_under(program, numbers), sources, value))
         note(text, places.parts, kept, call, values, tensors, sizes, target)
     return result
 
 
-def _fused(spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
+def run_fused(spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
+    """What ``insum::fused`` does."""
     return _run("new", None, spec, tensors, sizes)
 
 
@@ -315,10 +325,9 @@ def _present(text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Te
 
 def _index(name: str, text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
     places = places_of(text)
-    if places.steady:  # of all tensors only this one is made
-        for own, place, selects in places.parts:
-            if own == name:
-                return select(tensors[place], selects)
+    for own, place, selects, passing in places.views:
+        if own == name and not passing:  # of all tensors only this one is made
+            return select(tensors[place], selects)
     found: Tensor = _values(text, tensors, sizes)[name]
     return found
 
@@ -337,7 +346,7 @@ def _fused_extremum_fake(
     return torch.empty(base.shape, dtype=base.dtype, device=base.device)
 
 
-def _fused_fake(spec: str, tensors: list[Tensor], sizes: list[Any]) -> Tensor:
+def fused_fake(spec: str, tensors: list[Tensor], sizes: list[Any]) -> Tensor:
     read = spec_of(spec)
     if read.origins:  # nothing is computed here: it may be counted out
         return torch.empty(
@@ -380,7 +389,7 @@ def _define(schema: str, kernel: Any, fake: Any) -> None:
     torch.library.register_fake(f"insum::{name}", fake, lib=_library)
 
 
-_define(f"fused({_ARGUMENTS}) -> Tensor", _fused, _fused_fake)
+_define(f"fused({_ARGUMENTS}) -> Tensor", run_fused, fused_fake)
 _define(f"fused_into(Tensor initial, {_ARGUMENTS}) -> Tensor", _fused_into, _fused_into_fake)
 _define(
     f"fused_extremum(Tensor base, {_ARGUMENTS}, bool include_self) -> Tensor",
@@ -395,20 +404,21 @@ _define(f"fused_into_(Tensor(a!) target, {_ARGUMENTS}) -> ()", _fused_into_, _fu
 
 def _quick(spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor | None:
     alike = like(spec, tensors, sizes, None)
-    result = None if alike is None else alike.run(tensors, None)
-    if result is None and are_plain(tensors):
-        return _run_anew("new", None, spec, tensors, sizes)
-    return result
+    found = None if alike is None else alike.run(tensors, None)
+    if found is not None:
+        return found[0]
+    return _run_anew("new", None, spec, tensors, sizes) if are_plain(tensors) else None
 
 
 def _quick_into_(
     target: Tensor, spec: str, tensors: list[Tensor], sizes: list[int]
 ) -> Tensor | None:
     alike = like(spec, tensors, sizes, target)
-    result = None if alike is None else alike.run(tensors, target)
-    if result is None and are_plain((target, *tensors)):
-        return _run_anew("into", target, spec, tensors, sizes)
-    return result
+    found = None if alike is None else alike.run(tensors, target)
+    if found is not None:
+        return found[0]
+    plain = are_plain((target, *tensors))
+    return _run_anew("into", target, spec, tensors, sizes) if plain else None
 
 
 def _quick_extremum(

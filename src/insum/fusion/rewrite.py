@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, Node
 
 from insum.compat.compiler import functional_call
-from insum.fusion import means, products, sampled, series
+from insum.fusion import means, products, sampled, sequences, series
 from insum.fusion.chains import Chain, Chains, find
 from insum.fusion.cost import objection
 from insum.fusion.hoist import hoist, still_waited_for, sweep
@@ -94,6 +94,8 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
         trial.run("saved values", functools.partial(save, graph), None)
         again = functools.partial(compute_again, graph, read_through, COMPUTED_AGAIN)
         trial.run("values computed again", again, None)
+        if not captured:  # nothing is recognised again there
+            trial.run("sequences", functools.partial(sequences.join, graph), None)
     report = Report(tuple(fused), left, once, tuple(trial.failed), moved)
     if report.fused or report.left or report.failed or report.moved:
         add(report)
