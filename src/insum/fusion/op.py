@@ -23,11 +23,15 @@ from insum.call.request import Form, Request
 from insum.compat.calls import PLAIN, are_plain, is_recorded, shorten
 from insum.fusion.computed import computed, kept_under
 from insum.fusion.indices import Selects, read, select, wrapped, written
-from insum.fusion.repeated import like, note
+from insum.fusion.repeated import like, note, note_kept_rows
 from insum.lang.expr import Access
 from insum.lang.parser import parse
 from insum.ops.encoding import decode
 from insum.plan.path import AUTO
+
+#: Before the specification of a statement whose result keeps rows of the last tensor that is
+#: passed: those that nothing is scattered to.
+KEPT_ROWS = "kept rows, "
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,6 +256,8 @@ def _run_anew(
     mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor], sizes: Sequence[int]
 ) -> Tensor:
     """As if there had been no call like it."""
+    if text.startswith(KEPT_ROWS):
+        return _run_kept_rows(text, tensors, sizes)
     places, given = places_of(text), (*sizes,)
     values = _values(text, tensors, given)
     call = kinds_of(places.form).find(values, given[: places.count], target)
@@ -283,14 +289,33 @@ def _fused_into_(target: Tensor, spec: str, tensors: list[Tensor], sizes: list[i
 def _fused_extremum(
     base: Tensor, spec: str, tensors: list[Tensor], sizes: list[int], include_self: bool
 ) -> Tensor:
-    flat = sizes[: _scattered(spec)[0]]  # the statement has no dimensions of size 1
-    there = base if base.dim() == len(flat) else base.reshape(flat)
-    if include_self:
-        found = _run("from", there, spec, tensors, sizes)
-    else:
-        found = _run("new", None, spec, tensors, sizes)
-        found = torch.where(_present(spec, tensors, (*sizes,)), found, there)
-    return found if there is base else found.reshape(base.shape)
+    if not include_self:
+        return run_fused(KEPT_ROWS + spec, [*tensors, base], sizes)
+    flat = _flat(base, spec, sizes)
+    there = base.clone(memory_format=torch.contiguous_format)
+    found = _run("into", there if flat is None else there.view(flat), spec, tensors, sizes)
+    return found if flat is None else there
+
+
+def _flat(base: Tensor, spec: str, sizes: Sequence[int]) -> list[int] | None:
+    """The shape of a statement's result, where it has not all of the dimensions of size 1."""
+    rank = _scattered(spec)[0]
+    return None if base.dim() == rank else list(sizes[:rank])
+
+
+def _run_kept_rows(text: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """A statement over all tensors but the last, of which it keeps the rows that nothing is
+    scattered to.
+    """
+    spec, (*own, base) = text.removeprefix(KEPT_ROWS), tensors
+    found, flat = _run("new", None, spec, own, sizes), _flat(base, spec, sizes)
+    mask, key = _present(spec, own, (*sizes,))
+    call = like(spec, own, sizes, None)
+    if call is not None:
+        note_kept_rows(text, call, (_scattered(spec)[2], key, flat), tensors, sizes)
+    if flat is None:
+        return torch.where(mask, found, base)
+    return torch.where(mask, found, base.reshape(flat)).view(base.shape)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -306,21 +331,19 @@ def _scattered(text: str) -> tuple[int, int, str, bool]:
     return len(indices), dim, name, name in spec.wraps
 
 
-def _present(text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
-    """Rows that something is scattered to, as a mask over the result."""
+def _present(text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> tuple[Tensor, object]:
+    """Rows that something is scattered to, as a mask over the result, and what it is kept under."""
     rank, dim, name, wraps = _scattered(text)
     tensor, rows = _index(name, text, tensors, sizes), int(sizes[dim])
     key, entry = ("present", rows, rank, dim, wraps), memory.known(tensor)
     shape = (1,) * dim + (rows,) + (1,) * (rank - dim - 1)
-    mask: Tensor | None = None
+
+    def make() -> Tensor:
+        return _mask(tensor, rows, wraps).view(shape)
+
     if is_recorded(tensor.device) and (entry is None or not entry.declared):
-        # a graph is replayed on other values
-        mask = _mask(tensor, rows, wraps).view(shape)
-    elif entry is not None:
-        mask = entry.get(key)  # in few steps
-    if mask is None:
-        mask = memory.remembered(tensor, key, lambda: _mask(tensor, rows, wraps).view(shape))
-    return mask
+        return make(), key  # a graph is replayed on other values
+    return memory.remembered(tensor, key, make), key
 
 
 def _index(name: str, text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
@@ -347,6 +370,9 @@ def _fused_extremum_fake(
 
 
 def fused_fake(spec: str, tensors: list[Tensor], sizes: list[Any]) -> Tensor:
+    if spec.startswith(KEPT_ROWS):
+        base = tensors[-1]
+        return torch.empty(base.shape, dtype=base.dtype, device=base.device)
     read = spec_of(spec)
     if read.origins:  # nothing is computed here: it may be counted out
         return torch.empty(
@@ -424,9 +450,10 @@ def _quick_into_(
 def _quick_extremum(
     base: Tensor, spec: str, tensors: list[Tensor], sizes: list[int], include_self: bool
 ) -> Tensor | None:
-    if not are_plain((base, *tensors)):
-        return None
-    return _fused_extremum(base, spec, tensors, sizes, include_self)
+    if not include_self:
+        return _quick(KEPT_ROWS + spec, [*tensors, base], sizes)
+    plain = are_plain((base, *tensors))
+    return _fused_extremum(base, spec, tensors, sizes, include_self) if plain else None
 
 
 shorten(torch.ops.insum.fused.default, _quick)

@@ -77,7 +77,7 @@ class PreparedRun:
             `memory.known` compares, of tensors of the same sizes and strides.
         entries: what is remembered of them and of their parts, and its serial.
         computed: tensors that follow from them.
-        launches: of each statement what is launched, and what that reads.
+        launches: of each statement what is launched.
     """
 
     stream: int
@@ -87,7 +87,40 @@ class PreparedRun:
     ]
     entries: tuple[tuple[weakref.ref[memory.Entry], int], ...]
     computed: tuple[weakref.ref[Tensor], ...]
-    launches: tuple[tuple[weakref.ref[Ready], tuple[PlacedPart, ...]], ...]
+    launches: tuple[PreparedLaunch, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptRows:
+    """Of a statement's result the rows that nothing is scattered to are those of another tensor.
+
+    Attributes:
+        base: the number of that tensor.
+        flat: the shape of the result, where it has not all dimensions of that tensor.
+        index: which of the statement's index tensors scatters; with it is kept, under ``key``,
+            which rows it scatters to.
+    """
+
+    base: int
+    flat: list[int] | None
+    index: int
+    key: object
+
+    def applied(self, result: Tensor, base: Tensor, mask: Tensor) -> Tensor:
+        if self.flat is None:
+            return torch.where(mask, result, base)
+        return torch.where(mask, result, base.reshape(self.flat)).view(base.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedLaunch:
+    """What is launched for a statement, what that reads, and where rows are kept, the mask of those
+    that are not.
+    """
+
+    ready: weakref.ref[Ready]
+    reads: tuple[PlacedPart, ...]
+    kept: tuple[KeptRows, weakref.ref[Tensor]] | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -104,12 +137,36 @@ class RepeatedStatement:
     fused: FusedCall
     parts: dict[str, PlacedPart]
     indices: tuple[tuple[int, memory.MemoryPlace, Selects], ...]
+    kept: KeptRows | None = None
 
     def renumbered(self, numbers: Sequence[int]) -> RepeatedStatement:
         """The same, of tensors that have other numbers."""
         parts = {name: (numbers[n], start, how) for name, (n, start, how) in self.parts.items()}
         indices = tuple((numbers[n], place, how) for n, place, how in self.indices)
-        return RepeatedStatement(self.fused, parts, indices)
+        kept = None if self.kept is None else replace(self.kept, base=numbers[self.kept.base])
+        return RepeatedStatement(self.fused, parts, indices, kept)
+
+    def prepared(
+        self, target: Tensor | None, known: Mapping[int, memory.Entry]
+    ) -> tuple[PreparedLaunch, list[memory.Entry]] | None:
+        """What is launched where this is remembered of the tensors, and of their parts; None where
+        that is not kept.
+        """
+        entries = []
+        for number, _, selects in self.indices:
+            entry = known.get(number)
+            part = entry.parts.get(selects) if entry is not None and selects else entry
+            if part is None or not part.held:
+                return None
+            entries.append(part)
+        ready = self.fused.settled(target, entries)
+        kept = self.kept
+        mask = None if kept is None else entries[kept.index].get(kept.key)
+        if ready is None or kept is not None and mask is None:
+            return None
+        reads = tuple(self.parts[name] for name in ready.reads)
+        masked = None if kept is None or mask is None else (kept, weakref.ref(mask))
+        return PreparedLaunch(weakref.ref(ready), reads, masked), entries
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,15 +221,21 @@ class RepeatedCall:
         if target is not None and self.overlaps(tensors, target):
             return None
         by_address, results = not interpreting(), []
-        for ready_of, reads in run.launches:
-            ready, sources = ready_of(), list[Any]()
+        for one in run.launches:
+            ready, sources = one.ready(), list[Any]()
             if ready is None:
                 return None
-            for number, start, selects in reads:
+            for number, start, selects in one.reads:
                 value = values[number]
                 sources.append(value.data_ptr() + start if by_address else select(value, selects))
-            results.append(ready.run(sources, target))
-            values.append(results[-1])
+            result = ready.run(sources, target)
+            if one.kept is not None:
+                kept, mask_of = one.kept
+                if (mask := mask_of()) is None:
+                    return None
+                result = kept.applied(result, values[kept.base], mask)
+            results.append(result)
+            values.append(result)
         if target is not None:
             written_to(target)
         return results
@@ -199,8 +262,8 @@ class RepeatedCall:
             if entry is None or not entry.held or entry.serial != serial:
                 return None
             entry.stamp = stamp
-        for ready_of, _ in run.launches:
-            if ready_of() is None:
+        for launch in run.launches:
+            if launch.ready() is None:
                 return None
         values = [*tensors]
         for value_of in run.computed:
@@ -225,19 +288,11 @@ class RepeatedCall:
                 known[number] = entry
         every, launches = dict.fromkeys(known.values()), []
         for statement in self.statements:
-            entries = []
-            for number, _, selects in statement.indices:
-                entry = known.get(number)
-                part = entry.parts.get(selects) if entry is not None and selects else entry
-                if part is None or not part.held:
-                    return None
-                entries.append(part)
-            ready = statement.fused.settled(target, entries)
-            if ready is None:
+            found = statement.prepared(target, known)
+            if found is None:
                 return None
-            every |= dict.fromkeys(entries)
-            reads = tuple(statement.parts[name] for name in ready.reads)
-            launches.append((weakref.ref(ready), reads))
+            launches.append(found[0])
+            every |= dict.fromkeys(found[1])
         return PreparedRun(
             self.stream(),
             cache.state["epoch"],
@@ -373,6 +428,28 @@ def note_sequence(
     if any(n >= results for statement in statements for n, _, _ in statement.indices):
         return
     _keep(text, alike, _made(tuple(statements), tuple(follow), tensors, sizes, None))
+
+
+def note_kept_rows(
+    text: str,
+    call: RepeatedCall,
+    rows: tuple[str, object, list[int] | None],
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+) -> None:
+    """Recognise calls of a statement over all tensors but the last, of which rows are kept;
+    ``rows``: the index tensor that scatters, what is kept with it, and as in `KeptRows`.
+    """
+    alike = like(text, tensors, sizes, None)
+    (statement,) = call.statements
+    if alike is not None and [one.fused for one in alike.statements] == [statement.fused]:
+        return
+    name, key, flat = rows
+    base = len(tensors) - 1
+    kept = KeptRows(base, flat, list(statement.fused.kind.indices).index(name), key)
+    behind = range(len(tensors), len(tensors) + len(call.computed))
+    moved = replace(statement.renumbered([*range(base), *behind]), kept=kept)
+    _keep(text, alike, _made((moved,), call.computed, tensors, sizes, None))
 
 
 def _keep(text: str, instead_of: RepeatedCall | None, call: RepeatedCall) -> None:

@@ -16,13 +16,13 @@ from torch.fx import Graph, Node
 from insum.fusion import sequence_op
 from insum.fusion.hoist import sweep
 from insum.fusion.later import later_of
-from insum.fusion.op import spec_of
+from insum.fusion.op import KEPT_ROWS, spec_of
 from insum.fusion.sequence_op import SequenceMember, text_of
 from insum.fusion.shapes import is_contiguous, shape_of, value_of
 from insum.fusion.views import INDICES, VIEWS, reshaped
 
 assert sequence_op  # which registers the op
-FUSED = torch.ops.insum.fused.default
+FUSED, EXTREMUM = torch.ops.insum.fused.default, torch.ops.insum.fused_extremum.default
 SEQUENCE = torch.ops.insum.fused_sequence.default
 #: What tracing noted at a node about its value.
 _OWN_META = ("val", "tensor_meta", "unbacked_bindings", "eager_input_vals", "example_value")
@@ -45,13 +45,13 @@ class _OpenSequence:
 
     def takes(self, node: Node, backward: bool, indices: set[Node]) -> bool:
         own = {*self.members, *self.views}
-        given: Any = node.args[1]
+        _, given, sizes = _arguments(node)
         return (
             backward == self.backward
             and not self.indices.isdisjoint(indices)
             and value_of(node).device == value_of(self.members[0]).device
             and all(n in own or n not in self.behind for n in given)
-            and not any(n in own or n in self.behind for n in _sizes(node))
+            and not any(n in own or n in self.behind for n in sizes)
         )
 
     def waits_for_it(self, node: Node) -> bool:
@@ -70,8 +70,8 @@ def _found(graph: Graph) -> list[_OpenSequence]:
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        if node.target is FUSED and not spec_of(node.args[0]).passing:
-            indices = {n for n in node.args[1] if value_of(n).dtype in INDICES}
+        if _can_join(node):
+            indices = {n for n in _arguments(node)[1] if value_of(n).dtype in INDICES}
             if found and found[-1].takes(node, node in backward, indices):
                 found[-1].members.append(node)
                 found[-1].indices |= indices
@@ -86,9 +86,21 @@ def _found(graph: Graph) -> list[_OpenSequence]:
     return [one for one in found if len(one.members) > 1]
 
 
-def _sizes(node: Node) -> list[Node]:
-    sizes: Any = node.args[2]
-    return [n for n in sizes if isinstance(n, Node)]
+def _can_join(node: Node) -> bool:
+    """Whether a node is a fused op that makes a tensor of its own, of index tensors that stay."""
+    given: Any = node.args
+    if node.target is FUSED:
+        return not spec_of(given[0]).passing
+    return node.target is EXTREMUM and given[4] is False and not spec_of(given[1]).passing
+
+
+def _arguments(node: Node) -> tuple[str, list[Node], list[Any]]:
+    """What a member takes: as text, tensors and sizes."""
+    given: Any = node.args
+    if node.target is FUSED:
+        return given[0], list(given[1]), list(given[2])
+    base, spec, tensors, sizes, _ = given
+    return KEPT_ROWS + spec, [*tensors, base], list(sizes)
 
 
 def _keeps_its_place(node: Node) -> bool:
@@ -119,11 +131,10 @@ def _replace(graph: Graph, one: _OpenSequence) -> None:
     sizes: list[Any] = []
     members = []
     for node in one.members:
-        spec, given, own = node.args
-        assert isinstance(spec, str) and isinstance(given, list | tuple)
-        sizes += own  # type: ignore[arg-type]
+        spec, given, own = _arguments(node)
+        sizes += own
         places = [_place(n, one, tensors, sizes) for n in given]
-        members.append(SequenceMember(spec, len(own), tuple(places)))  # type: ignore[arg-type]
+        members.append(SequenceMember(spec, len(own), tuple(places)))
     early = _before(last, one)
     with graph.inserting_before(last):
         every = graph.call_function(SEQUENCE, (text_of(members), tensors, sizes))
