@@ -14,7 +14,14 @@ from torch.fx import Graph, Node
 from insum.fusion.later import Later, later_of
 from insum.fusion.origin import Origin, origin_of
 from insum.fusion.pointwise import SPELL
-from insum.fusion.read import CONTRACTIONS, Around, IndexTensor, ProductReader, reaching
+from insum.fusion.read import (
+    CONTRACTIONS,
+    Around,
+    IndexTensor,
+    ProductReader,
+    counts_from_end,
+    reaching,
+)
 from insum.fusion.shapes import (
     ZERO,
     Stop,
@@ -444,7 +451,8 @@ def _put(node: Node, base: Any, tensors: Any, message: Any, around: Around) -> C
         ]
         lead = positions[0] if together else 0
         full = (*free[:lead], *inner, *free[lead:])
-        return reader.placed(tensors, base, full), broadcast(full, shape_of(message))
+        target = reader.placed(tensors, base, full, wraps=counts_from_end(node))
+        return target, broadcast(full, shape_of(message))
 
     return _scattered(node, base, message, at, around)
 
