@@ -205,6 +205,35 @@ def test_a_training_step_of_a_compiled_program(views: bool) -> None:
     assert calls["in_backward"] == views
 
 
+def attention(q: Tensor, v: Tensor, edges: Tensor) -> Tensor:
+    """A softmax over edges."""
+    src, dst = edges
+    scores = (q[dst] * v[src]).sum(-1)
+    most = q.new_zeros(len(q)).scatter_reduce(0, dst, scores.detach(), "amax", include_self=False)
+    weights = torch.exp(scores - most[dst])
+    total = q.new_zeros(len(q)).index_add(0, dst, weights)
+    return q.new_zeros(q.shape).index_add(0, dst, v[src] * (weights / total[dst])[:, None])
+
+
+def test_fused_ops_that_are_called_as_one() -> None:
+    """Each costs its launch, all of them one call."""
+    torch._dynamo.reset()
+    options = {"insum.fuse": "always", "insum.rest": "eager"}
+    run = torch.compile(attention, backend="insum", options=options)
+    q, v = (torch.randn(200, 16, requires_grad=True) for _ in range(2))
+    edges = torch.randint(0, 200, (2, 5000))
+
+    def step() -> None:
+        run(q, v, edges).sum().backward()
+
+    for _ in range(WARM):
+        step()
+    calls = python_calls(step, str(Path(insum.__file__).parent))
+    calls.pop("select", None)
+    launches = calls["run"] - calls["like"]  # of each call one is that of all its statements
+    assert calls["like"] < launches and calls.total() <= calls["like"] * FUSED + launches + 1, calls
+
+
 def test_a_call_on_new_tensors_of_a_new_size() -> None:
     """Nothing is planned and nothing is written: a bounded number of steps."""
     for size in range(WARM):

@@ -11,12 +11,21 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.testing import assert_close
 
+from insum.fusion.sequence_op import members_of
+
 OURS = tuple(
     getattr(torch.ops.insum, name)
     for name in ("fused", "fused_into", "fused_into_", "fused_series", "fused_extremum")
 )
 
+SEQUENCE = torch.ops.insum.fused_sequence.default
 N, E, F = 10, 30, 8
+
+
+class Somewhere:
+    """Of a fake tensor on a GPU, what the decision asks for."""
+
+    device = torch.device("cuda")
 
 
 def graph_of(nodes: int = N, edges: int = E, seed: int = 0) -> Tensor:
@@ -45,12 +54,10 @@ def compiled(
 
 
 def fused_ops(graph: GraphModule) -> int:
-    """How many of a graph's nodes are fused statements, in place or not."""
-    return sum(
-        _is_ours(n.target) or any(_is_ours(a) for a in n.args)
-        for n in graph.graph.nodes
-        if n.op == "call_function"
-    )
+    """How many fused statements a graph has, in place or not, called as one or not."""
+    calls = [n for n in graph.graph.nodes if n.op == "call_function"]
+    alone = sum(_is_ours(n.target) or any(_is_ours(a) for a in n.args) for n in calls)
+    return alone + sum(len(members_of(n.args[0])) for n in calls if n.target is SEQUENCE)
 
 
 def _is_ours(target: Any) -> bool:

@@ -22,7 +22,7 @@ from insum.compat import compiler
 from insum.errors import SettingsError
 from insum.settings import SettingValues, _from_environment
 
-from .programs import E, F, N, agrees, compiled, fused_ops, graph_of, leaf
+from .programs import E, F, N, Somewhere, agrees, compiled, fused_ops, graph_of, leaf
 
 ROOT = Path(__file__).parent.parent.parent
 EDGES = graph_of()
@@ -272,12 +272,6 @@ def test_edges_whose_number_changes(masked: bool, monkeypatch: pytest.MonkeyPatc
         "the number of its points is another from call to call, as in mini-batches, and "
         "Inductor makes one kernel of it too"
     ]
-
-
-class Somewhere:
-    """Of a fake tensor on a GPU, what the decision asks for."""
-
-    device = torch.device("cuda")
 
 
 def test_fused_ops_can_be_quoted_in_comments() -> None:

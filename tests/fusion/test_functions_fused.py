@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import insum.fusion
-from insum.fusion import chains
+from insum.fusion import chains, cost
 
-from .programs import E, N, agrees, compiled, counts, graph_of, leaf
+from .programs import E, N, Somewhere, agrees, compiled, counts, graph_of, leaf
 from .programs import F as C
 
+aten = torch.ops.aten
 src, dst = (row.clone() for row in graph_of())
 
 
@@ -119,3 +120,61 @@ def test_a_large_scatter_is_fused_with_nothing_gathered(monkeypatch: pytest.Monk
     assert counts(graphs)[0] == 1
     (found,) = [one for one in insum.fusion.report().fused if not one.backward]
     assert found.statement.count("primals_1[i0,i1]") == 2
+
+
+def relu_of_sum(x: Tensor, e: Tensor, ends: Tensor) -> Tensor:
+    """As in GINEConv: the gradient of a message is that of the values of edges, too."""
+    return x.new_zeros(x.shape).index_add(0, ends[1], torch.relu(x[ends[0]] + e))
+
+
+def test_what_a_statement_reads_through_is_not_gathered_twice_forward() -> None:
+    """The backward pass needs to know where a message was positive: it finds out itself."""
+    run, graphs = compiled(relu_of_sum)
+    agrees(relu_of_sum, run, (leaf(N, C), leaf(E, C), graph_of()))
+    assert counts(graphs)[0] == 1
+    assert aten.index.Tensor not in {n.target for n in graphs[0].graph.nodes}
+    assert aten.index.Tensor in {n.target for n in graphs[1].graph.nodes}
+
+
+def test_what_would_take_more_memory_is_not_computed_again() -> None:
+    """Of values of edges that are computed, and needed for nothing else, signs are less."""
+
+    def program(x: Tensor, e: Tensor, ends: Tensor) -> Tensor:
+        return relu_of_sum(x, e @ e.new_ones(2, C), ends)
+
+    run, graphs = compiled(program)
+    agrees(program, run, (leaf(N, C), leaf(E, 2), graph_of()))
+    (returned,) = [n for n in graphs[0].graph.nodes if n.op == "output"]
+    assert torch.bool in {n.meta["val"].dtype for n in returned.all_input_nodes}
+
+
+def test_a_large_message_that_is_needed_too_is_scattered_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a GPU, by itself: what counts is what is scattered, not what it is added up to."""
+    monkeypatch.setattr(cost, "value_of", lambda node: Somewhere())
+    monkeypatch.setattr(chains, "WORTH_A_SCATTER", E * C)
+    monkeypatch.setattr(cost, "WORTH_A_SCATTER", E * C)
+    options = {"insum.rest": "eager"}
+    run = torch.compile(relu_of_sum, backend="insum", options=options)
+    agrees(relu_of_sum, run, (leaf(N, C), leaf(E, C), graph_of()))
+    forward, backward = insum.fusion.report().fused
+    assert "relu" in forward.statement and backward.backward
+    assert backward.statement == "out[primals_2_0[i0],i1] = where_1[i0,i1]"
+
+
+@pytest.mark.parametrize("edges", [E, 5 * N])
+def test_a_message_that_is_needed_too_is_read_from_tables_that_are_small(edges: int) -> None:
+    """The gradient of a value of an edge is a row of the upstream gradient: what is scattered of
+    such rows is read where they come from.
+    """
+
+    def program(x: Tensor, e: Tensor, ends: Tensor) -> Tensor:
+        return x.new_zeros(x.shape).index_add(0, ends[1], x[ends[0]] + e)
+
+    run, graphs = compiled(program)
+    agrees(program, run, (leaf(N, C), leaf(edges, C), graph_of(N, edges)))
+    assert counts(graphs) == [1, int(edges >= 4 * N)]
+    for found in insum.fusion.report().fused:
+        if found.backward:
+            assert found.statement == "out[primals_2_0[i0],i1] = tangents_1[primals_2_1[i0],i1]"

@@ -36,10 +36,10 @@ LEFT: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Any, ...]], str]] =
         lambda: (torch.randn(E, F),),
         "nothing is gathered into it",
     ),
-    "mean": (
-        lambda x: x.new_zeros(N, F).scatter_reduce(0, dst[:, None].expand(E, F), x[src], "mean"),
+    "products": (
+        lambda x: x.new_zeros(N, F).scatter_reduce(0, dst[:, None].expand(E, F), x[src], "prod"),
         lambda: (torch.randn(N, F),),
-        "it reduces by mean",
+        "it reduces by prod",
     ),
     "amax by columns": (
         lambda x: x.new_zeros(N, F).scatter_reduce(

@@ -112,3 +112,84 @@ def test_half_precision_is_divided_after_the_sum() -> None:
     run, _ = compiled(mean)
     agrees(run, mean, (leaf(N, F, dtype=torch.bfloat16), ENDS), rtol=2e-2, atol=2e-2)
     assert not insum.fusion.report().moved
+
+
+# --- means that one operation takes ---------------------------------------------------------------
+
+#: What is there, what comes to it, by which index; how many statements forward.
+TAKEN: dict[str, tuple[Callable[..., Tensor], int]] = {
+    "scattered": (
+        lambda b, x, e, how: b.scatter_reduce(0, e[1][:, None].expand(E, F), x[e[0]], **how),
+        1,
+    ),
+    "functions": (
+        lambda b, x, e, how: b.scatter_reduce(
+            -2, e[1].view(-1, 1).expand(-1, F), torch.tanh(x[e[0]] * 2), **how
+        ),
+        1,
+    ),
+    "by index": (lambda b, x, e, how: b.index_reduce(0, e[1], x[e[0]], **how), 1),
+    "some columns": (
+        lambda b, x, e, how: b.scatter_reduce(
+            0, e[1][:, None].expand(E, F - 1), x[e[0]][:, 1:], **how
+        ),
+        0,
+    ),
+    "each column has its rows": (
+        lambda b, x, e, how: b.scatter_reduce(
+            0, (e[1][:, None] + torch.arange(F)) % N, x[e[0]], **how
+        ),
+        0,
+    ),
+    "columns": (
+        lambda b, x, e, how: (
+            b.T.scatter_reduce(1, e[1].expand(F, E), x[e[0]].T.contiguous(), **how).T
+        ),
+        0,
+    ),
+    "numbers": (lambda b, x, e, how: b[:, 0].scatter_reduce(0, e[1], x[e[0], 1], **how), 1),
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("include_self", [True, False])
+@pytest.mark.parametrize("name", TAKEN)
+def test_means_that_one_operation_takes(name: str, include_self: bool, zero: bool) -> None:
+    """Rows that nothing comes to keep what is there."""
+    take, statements = TAKEN[name]
+    how = {"reduce": "mean", "include_self": include_self}
+
+    def program(base: Tensor, x: Tensor, ends: Tensor) -> Tensor:
+        return take(x.new_zeros(N, F) if zero else base, x, ends, how)
+
+    run, _ = compiled(program, dynamic=name == "functions")
+    ends = ENDS.where(ENDS != 3, 4)
+    agrees(program, run, (leaf(N, F), leaf(N, F), ends))
+    report = insum.fusion.report()
+    assert sum(not one.backward for one in report.fused) >= statements and not report.failed
+
+
+def test_a_mean_that_one_operation_takes_is_one_statement() -> None:
+    """Into zeros, as graph libraries do it: with shares that are computed once."""
+    take = TAKEN["scattered"][0]
+
+    def program(x: Tensor, ends: Tensor) -> Tensor:
+        return take(x.new_zeros(N, F), x, ends, {"reduce": "mean", "include_self": False})
+
+    run, _ = compiled(program)
+    agrees(program, run, (leaf(N, F), ENDS))
+    forward, backward = insum.fusion.report().fused
+    assert "reciprocal" in forward.statement and backward.backward
+    assert "computed once" in forward.notes[0]
+
+
+def test_integers_stay_integers() -> None:
+    """Their mean is rounded down."""
+
+    def program(x: Tensor, ends: Tensor) -> Tensor:
+        return x.new_zeros(N).scatter_reduce(0, ends[1], x[ends[0]], "mean", include_self=False)
+
+    run, _ = compiled(program)
+    x = torch.arange(N) * 3
+    torch.testing.assert_close(run(x, ENDS), program(x, ENDS))

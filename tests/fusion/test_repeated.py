@@ -394,7 +394,7 @@ def test_forgotten_while_another_thread_launches(anew: list[str]) -> None:
     warm(edges)
     (known,) = repeated._alike[SPEC]
     (run,) = known.prepared.values()
-    held = run.ready()
+    held = run.launches[0].ready()
     assert held is not None
     edges.data.copy_(graph_of(seed=7))
     insum.forget(edges)
@@ -412,7 +412,7 @@ def test_prepared_calls_are_few_and_keep_nothing_alive(
     (known,) = repeated._alike[SPEC]
     assert len(known.prepared) <= repeated.MOST_PREPARED
     runs = list(known.prepared.values())
-    assert any(run.ready() is not None for run in runs)
+    assert any(run.launches[0].ready() is not None for run in runs)
     del edges
     gc.collect()
-    assert all(run.ready() is None for run in runs)
+    assert all(run.launches[0].ready() is None for run in runs)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -282,3 +284,52 @@ def test_the_largest_of_a_product_of_several_is_what_its_gradient_compares_with(
 
     run, _ = compiled(largest)
     agrees(run, largest, (leaf(N, F),))
+
+
+#: Of a tensor and two index tensors, what eager mode takes negative indices in, and what not.
+NEGATIVE: dict[str, tuple[Callable[..., Tensor], str]] = {
+    "index_add": (lambda x, s, d: x.new_zeros(N, F).index_add(0, d, x[s]), "s"),
+    "index_select": (
+        lambda x, s, d: x.new_zeros(N, F).index_put(
+            (d,), x.index_select(0, s) * 2.0, accumulate=True
+        ),
+        "d",
+    ),
+    "index_reduce": (
+        lambda x, s, d: x.new_zeros(N, F).index_reduce(0, d, x[s], "mean", include_self=False),
+        "s",
+    ),
+    "scatter_add": (
+        lambda x, s, d: x.new_zeros(N, F).scatter_add(0, d[:, None].expand(-1, F), x[s]),
+        "s",
+    ),
+    "embedding": (
+        lambda x, s, d: x.new_zeros(N, F).index_put(
+            (d,), torch.nn.functional.embedding(s, x), accumulate=True
+        ),
+        "d",
+    ),
+    "both": (lambda x, s, d: x.new_zeros(N, F).index_add(0, d, x[s] * x[d]), "s"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("place", ["s", "d"])
+@pytest.mark.parametrize("name", NEGATIVE)
+def test_negative_indices_are_errors_where_eager_mode_allows_none(name: str, place: str) -> None:
+    """Though torch traces such operations as others, which allow them."""
+    call, allowed = NEGATIVE[name]
+
+    def program(x: Tensor, ends: Tensor) -> Tensor:
+        return call(x, ends[0], ends[1])
+
+    run, graphs = compiled(program)
+    ends = graph_of()
+    ends["sd".index(place), 3] = -2
+    if place == allowed:
+        agrees(program, run, (leaf(N, F), ends))
+        assert counts(graphs)[0] == 1
+        return
+    for one in (program, run):
+        with pytest.raises((IndexError, RuntimeError)):
+            one(leaf(N, F), ends)

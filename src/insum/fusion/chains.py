@@ -14,7 +14,14 @@ from torch.fx import Graph, Node
 from insum.fusion.later import Later, later_of
 from insum.fusion.origin import Origin, origin_of
 from insum.fusion.pointwise import SPELL
-from insum.fusion.read import CONTRACTIONS, Around, IndexTensor, ProductReader, reaching
+from insum.fusion.read import (
+    CONTRACTIONS,
+    Around,
+    IndexTensor,
+    ProductReader,
+    counts_from_end,
+    reaching,
+)
 from insum.fusion.shapes import (
     ZERO,
     Stop,
@@ -46,6 +53,9 @@ aten = torch.ops.aten
 #: Elements of messages below which a scatter without atomics saves less time than another call
 #: takes: Inductor makes one kernel of it, too, and writes none of what it computes on the way.
 WORTH_A_SCATTER = 2**25
+#: A message that somebody else needs, too, is computed anew in a scatter where all that it is
+#: computed from has this many times fewer elements.
+READ_ANEW = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,6 +122,12 @@ class Chain:
             for n in self.inlined
             if n is not self.root and n.target not in VIEWS
         )
+
+    @property
+    def scattered(self) -> int:
+        """About how many elements are scattered, whether they are there or not."""
+        owners = (self.extents[v] for v in variables(self.statement.target))
+        return points([shape_of(node)[dim] for node, dim in owners])
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +214,26 @@ def _needed(graph: Graph, chains: dict[Node, Chain], later: Later) -> frozenset[
     again, by_others = _recomputed(chains, later), inside | _for_backward(graph, alive, later)
     return _summed_twice(chains) | frozenset(
         n
-        for n in inside & alive
+        for n in (inside & alive) - _cheaper_anew(chains)
         if n.target not in VIEWS and _used_outside(n, by_others if n in again else inside, alive)
     )
+
+
+def _cheaper_anew(chains: dict[Node, Chain]) -> set[Node]:
+    """What scatters had better compute from what it is gathered from, even where it is there:
+    small tables are read in less time than a large message is.
+    """
+    cheap: set[Node] = set()
+    dear: set[Node] = set()
+    for root, chain in chains.items():
+        anew = root.target in SCATTERS and CONTRACTIONS.keys().isdisjoint(
+            n.target for n in chain.inlined
+        )
+        read = sum(points(shape_of(n)) for _, n in chain.tensors)
+        for node in chain.inlined:
+            is_cheap = anew and READ_ANEW * read <= points(shape_of(node))
+            (cheap if is_cheap else dear).add(node)
+    return cheap - dear
 
 
 def _summed_twice(chains: dict[Node, Chain]) -> frozenset[Node]:
@@ -418,7 +451,8 @@ def _put(node: Node, base: Any, tensors: Any, message: Any, around: Around) -> C
         ]
         lead = positions[0] if together else 0
         full = (*free[:lead], *inner, *free[lead:])
-        return reader.placed(tensors, base, full), broadcast(full, shape_of(message))
+        target = reader.placed(tensors, base, full, wraps=counts_from_end(node))
+        return target, broadcast(full, shape_of(message))
 
     return _scattered(node, base, message, at, around)
 

@@ -89,7 +89,7 @@ def objection(
             f"its index is counted out at each call, for others too; about {elements:,} "
             "elements do not make up for a longer call"
         )
-    largest = max(points(shape_of(n)) for n in chain.inlined)
+    largest = max(chain.scattered, *(points(shape_of(n)) for n in chain.inlined))
     if _is_one_kernel(chain) and largest < WORTH_A_SCATTER:
         return (
             f"Inductor makes one kernel of it too, and its {largest:,} elements do not make up "

@@ -54,11 +54,15 @@ class NodeMaker:
         return node
 
     def zeros(self, like: Node, *dims: tuple[Node, int]) -> Node:
+        return self.full(0, like, *dims)
+
+    def full(self, number: int, like: Node, *dims: tuple[Node, int]) -> Node:
+        """A tensor of one number, with the dtype and the device of another and such dimensions."""
         value = value_of(like)
         return self.made(
             aten.full.default,
             [self.size(*dim) for dim in dims],
-            0,
+            number,
             dtype=value.dtype,
             device=value.device,
             pin_memory=False,

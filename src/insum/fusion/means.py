@@ -21,7 +21,7 @@ from insum.fusion.making import NodeMaker
 from insum.fusion.origin import origin_of
 from insum.fusion.report import MovedProduct, where_of
 from insum.fusion.shapes import points, same, shape_of, value_of
-from insum.fusion.views import INDICES
+from insum.fusion.views import FLOATS, INDICES
 
 aten = torch.ops.aten
 _SPREAD = (aten.view.default, aten.unsqueeze.default, aten.expand.default, aten.reshape.default)
@@ -32,13 +32,19 @@ _CASTS = (torch.ops.prims.convert_element_type.default, aten._to_copy.default)
 _AT_LEAST = (aten.clamp.default, aten.clamp_min.default)
 #: In these, a share is as exact as a sum.
 _WIDE = (torch.float32, torch.float64)
+_SPELLED = "a mean that one operation takes: as a sum, divided by a count"
 _WHAT = "a sum over edges that is divided by a count of them: each edge counts for its share"
 
 
 def rewrite(graph: Graph, wish: str) -> tuple[MovedProduct, ...]:
     """Divide by counts of edges before sums, and after gathers; which sums that were."""
-    if wish == "never" or later_of(graph).overwritten:
+    if wish == "never":
         return ()
+    moved = _spell_out(graph, wish)
+    return moved if later_of(graph).overwritten else (*moved, *_share_out(graph, wish))
+
+
+def _share_out(graph: Graph, wish: str) -> tuple[MovedProduct, ...]:
     counts = {node: count for node in graph.nodes if (count := _count_of(node)) is not None}
     if len(set(map(_edges_of, counts.values()))) != 1 or None in map(_edges_of, counts.values()):
         return ()
@@ -52,6 +58,18 @@ def rewrite(graph: Graph, wish: str) -> tuple[MovedProduct, ...]:
             at = {user: row for user in node.users if (row := _row_of(user, node)) is not None}
             if len(at) == len(node.users):
                 writer.divide_later(node, count, at)
+    return tuple(moved)
+
+
+def _spell_out(graph: Graph, wish: str) -> tuple[MovedProduct, ...]:
+    """Means that one operation takes, for which Inductor has no kernel, as sums and counts."""
+    writer, moved = _ShareWriter(graph), list[MovedProduct]()
+    for node in graph.nodes:
+        if node.target is aten.scatter_reduce.two and node.args[4] == "mean":
+            value = value_of(node)
+            if value.dtype in FLOATS and (wish == "always" or value.device.type == "cuda"):
+                moved.append(MovedProduct(node.name, _SPELLED, where_of(node)))
+                writer.spell_out(node)
     return tuple(moved)
 
 
@@ -208,11 +226,50 @@ class _ShareWriter(NodeMaker):
             sweep(self.graph, [user])
         sweep(self.graph, [node])
 
+    def spell_out(self, node: Node) -> None:
+        """What ``scatter_reduce`` does: a row with no entry keeps what is there, which otherwise
+        counts as one entry more, or not at all.
+        """
+        base, dim, index, message = _given(node)[:4]
+        own = node.kwargs.get("include_self", True) is True
+        with self.instead_of(node):
+            start = base if own or is_zero(base) else self.made(aten.full_like.default, base, 0)
+            total = self.made(aten.scatter_add.default, start, dim, index, message)
+            count = self.counted(base, dim, index, message)
+            if own:
+                by = self.made(aten.add.Tensor, count, 1)
+            else:
+                by = self.made(aten.clamp_min.default, count, 1)
+            new = self.made(aten.div.Tensor, total, self.spread(by, base))
+            if not own and not is_zero(base):
+                some = self.spread(self.made(aten.gt.Scalar, count, 0), base)
+                new = self.made(aten.where.self, some, new, base)
+        node.replace_all_uses_with(new)
+        sweep(self.graph, [node])
+
+    def counted(self, base: Node, dim: Any, index: Node, message: Node) -> Node:
+        """How many entries each row has, by a vector where all columns have the same."""
+        by_rows = dim in (0, -len(shape_of(base))) and all(
+            map(same, shape_of(base)[1:], shape_of(index)[1:])
+        )
+        row = _index_of(index, message) if by_rows else None
+        if row is None:
+            ones = self.made(aten.full_like.default, message, 1)
+            nothing = self.made(aten.full_like.default, base, 0)
+            return self.made(aten.scatter_add.default, nothing, dim, index, ones)
+        nothing = self.zeros(base, (base, 0))
+        entries = self.full(1, message, (row, 0))
+        return self.made(aten.scatter_add.default, nothing, 0, row, entries)
+
+    def spread(self, vector: Node, like: Node) -> Node:
+        """A number for each row, of a tensor that may have columns."""
+        for place in range(len(shape_of(vector)), len(shape_of(like))):
+            vector = self.made(aten.unsqueeze.default, vector, place)
+        return vector
+
     def scaled(self, message: Node, count: Node, row: Node) -> Node:
         if count not in self.shares:
             with self.graph.inserting_after(count):  # wherever the first of them is read
                 self.shares[count] = self.made(aten.reciprocal.default, count)
         share = self.made(aten.index.Tensor, self.shares[count], [row])
-        for dim in range(1, len(shape_of(message))):
-            share = self.made(aten.unsqueeze.default, share, dim)
-        return self.made(aten.mul.Tensor, message, share)
+        return self.made(aten.mul.Tensor, message, self.spread(share, message))

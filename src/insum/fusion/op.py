@@ -23,11 +23,15 @@ from insum.call.request import Form, Request
 from insum.compat.calls import PLAIN, are_plain, is_recorded, shorten
 from insum.fusion.computed import computed, kept_under
 from insum.fusion.indices import Selects, read, select, wrapped, written
-from insum.fusion.repeated import like, note
+from insum.fusion.repeated import like, note, note_kept_rows
 from insum.lang.expr import Access
 from insum.lang.parser import parse
 from insum.ops.encoding import decode
 from insum.plan.path import AUTO
+
+#: Before the specification of a statement whose result keeps rows of the last tensor that is
+#: passed: those that nothing is scattered to.
+KEPT_ROWS = "kept rows, "
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,13 +164,18 @@ class SpecPlaces:
     steady: bool
     """Whether all tensors are passed, parts of those that are and that stay, or computed."""
     parts: tuple[tuple[str, int, Selects], ...]
-    """Of every tensor of the statement that is not computed its name, place, and which part."""
+    (
+        """Of every tensor of the statement its name, of what it is a part, and which: the place """
+        """of a tensor that is passed, or behind those, that of a computed one."""
+    )
 
 
 @functools.lru_cache(maxsize=4096)
 def places_of(text: str) -> SpecPlaces:
     spec = spec_of(text)
     place = {name: k for k, name in enumerate(spec.names)}
+    every = place | {one.name: k for k, one in enumerate(spec.origins, len(place))}
+    bases = {base for _, base, _ in spec.views}
     origins = tuple(
         (one.name, one.program, tuple(place[s] for s in one.sources), one.sizes)
         for one in spec.origins
@@ -183,9 +192,12 @@ def places_of(text: str) -> SpecPlaces:
         ),
         tuple(one for one in spec.views if one[1] not in place),
         origins,
-        not spec.passing and all(base in place for _, base, _ in spec.views),
-        tuple((name, k, ()) for name, k in spec.plain)
-        + tuple((name, place[base], how) for name, base, how in spec.views if base in place),
+        not spec.passing,
+        (
+            *((name, k, ()) for name, k in spec.plain),
+            *((one.name, every[one.name], ()) for one in spec.origins if one.name not in bases),
+            *((name, every[base], how) for name, base, how in spec.views),
+        ),
     )
 
 
@@ -236,29 +248,33 @@ def _run(
     mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor], sizes: Sequence[int]
 ) -> Tensor:
     alike = like(text, tensors, sizes, target) if mode != "from" else None
-    result = None if alike is None else alike.run(tensors, target)
-    return _run_anew(mode, target, text, tensors, sizes) if result is None else result
+    found = None if alike is None else alike.run(tensors, target)
+    return _run_anew(mode, target, text, tensors, sizes) if found is None else found[0]
 
 
 def _run_anew(
     mode: str, target: Tensor | None, text: str, tensors: Sequence[Tensor], sizes: Sequence[int]
 ) -> Tensor:
     """As if there had been no call like it."""
+    if text.startswith(KEPT_ROWS):
+        return _run_kept_rows(text, tensors, sizes)
     places, given = places_of(text), (*sizes,)
     values = _values(text, tensors, given)
     call = kinds_of(places.form).find(values, given[: places.count], target)
     call.verify(values)
     result = call.run(mode, values, target)
     if places.steady and mode != "from":
-        kept = [
-            (name, kept_under(program, tuple(given[k] for k in own)), sources)
-            for name, program, sources, own in places.origins
-        ]
+        kept = []
+        for _, program, sources, own in places.origins:
+            numbers = tuple(given[k] for k in own)
+            value = computed(program, numbers, tuple(tensors[k] for k in sources))
+            kept.append((kept_under(program, numbers), sources, value))
         note(text, places.parts, kept, call, values, tensors, sizes, target)
     return result
 
 
-def _fused(spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
+def run_fused(spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor:
+    """What ``insum::fused`` does."""
     return _run("new", None, spec, tensors, sizes)
 
 
@@ -273,14 +289,33 @@ def _fused_into_(target: Tensor, spec: str, tensors: list[Tensor], sizes: list[i
 def _fused_extremum(
     base: Tensor, spec: str, tensors: list[Tensor], sizes: list[int], include_self: bool
 ) -> Tensor:
-    flat = sizes[: _scattered(spec)[0]]  # the statement has no dimensions of size 1
-    there = base if base.dim() == len(flat) else base.reshape(flat)
-    if include_self:
-        found = _run("from", there, spec, tensors, sizes)
-    else:
-        found = _run("new", None, spec, tensors, sizes)
-        found = torch.where(_present(spec, tensors, (*sizes,)), found, there)
-    return found if there is base else found.reshape(base.shape)
+    if not include_self:
+        return run_fused(KEPT_ROWS + spec, [*tensors, base], sizes)
+    flat = _flat(base, spec, sizes)
+    there = base.clone(memory_format=torch.contiguous_format)
+    found = _run("into", there if flat is None else there.view(flat), spec, tensors, sizes)
+    return found if flat is None else there
+
+
+def _flat(base: Tensor, spec: str, sizes: Sequence[int]) -> list[int] | None:
+    """The shape of a statement's result, where it has not all of the dimensions of size 1."""
+    rank = _scattered(spec)[0]
+    return None if base.dim() == rank else list(sizes[:rank])
+
+
+def _run_kept_rows(text: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """A statement over all tensors but the last, of which it keeps the rows that nothing is
+    scattered to.
+    """
+    spec, (*own, base) = text.removeprefix(KEPT_ROWS), tensors
+    found, flat = _run("new", None, spec, own, sizes), _flat(base, spec, sizes)
+    mask, key = _present(spec, own, (*sizes,))
+    call = like(spec, own, sizes, None)
+    if call is not None:
+        note_kept_rows(text, call, (_scattered(spec)[2], key, flat), tensors, sizes)
+    if flat is None:
+        return torch.where(mask, found, base)
+    return torch.where(mask, found, base.reshape(flat)).view(base.shape)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -296,29 +331,26 @@ def _scattered(text: str) -> tuple[int, int, str, bool]:
     return len(indices), dim, name, name in spec.wraps
 
 
-def _present(text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
-    """Rows that something is scattered to, as a mask over the result."""
+def _present(text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> tuple[Tensor, object]:
+    """Rows that something is scattered to, as a mask over the result, and what it is kept under."""
     rank, dim, name, wraps = _scattered(text)
     tensor, rows = _index(name, text, tensors, sizes), int(sizes[dim])
     key, entry = ("present", rows, rank, dim, wraps), memory.known(tensor)
     shape = (1,) * dim + (rows,) + (1,) * (rank - dim - 1)
-    mask: Tensor | None = None
+
+    def make() -> Tensor:
+        return _mask(tensor, rows, wraps).view(shape)
+
     if is_recorded(tensor.device) and (entry is None or not entry.declared):
-        # a graph is replayed on other values
-        mask = _mask(tensor, rows, wraps).view(shape)
-    elif entry is not None:
-        mask = entry.get(key)  # in few steps
-    if mask is None:
-        mask = memory.remembered(tensor, key, lambda: _mask(tensor, rows, wraps).view(shape))
-    return mask
+        return make(), key  # a graph is replayed on other values
+    return memory.remembered(tensor, key, make), key
 
 
 def _index(name: str, text: str, tensors: Sequence[Tensor], sizes: tuple[int, ...]) -> Tensor:
     places = places_of(text)
-    if places.steady:  # of all tensors only this one is made
-        for own, place, selects in places.parts:
-            if own == name:
-                return select(tensors[place], selects)
+    for own, place, selects, passing in places.views:
+        if own == name and not passing:  # of all tensors only this one is made
+            return select(tensors[place], selects)
     found: Tensor = _values(text, tensors, sizes)[name]
     return found
 
@@ -337,7 +369,10 @@ def _fused_extremum_fake(
     return torch.empty(base.shape, dtype=base.dtype, device=base.device)
 
 
-def _fused_fake(spec: str, tensors: list[Tensor], sizes: list[Any]) -> Tensor:
+def fused_fake(spec: str, tensors: list[Tensor], sizes: list[Any]) -> Tensor:
+    if spec.startswith(KEPT_ROWS):
+        base = tensors[-1]
+        return torch.empty(base.shape, dtype=base.dtype, device=base.device)
     read = spec_of(spec)
     if read.origins:  # nothing is computed here: it may be counted out
         return torch.empty(
@@ -380,7 +415,7 @@ def _define(schema: str, kernel: Any, fake: Any) -> None:
     torch.library.register_fake(f"insum::{name}", fake, lib=_library)
 
 
-_define(f"fused({_ARGUMENTS}) -> Tensor", _fused, _fused_fake)
+_define(f"fused({_ARGUMENTS}) -> Tensor", run_fused, fused_fake)
 _define(f"fused_into(Tensor initial, {_ARGUMENTS}) -> Tensor", _fused_into, _fused_into_fake)
 _define(
     f"fused_extremum(Tensor base, {_ARGUMENTS}, bool include_self) -> Tensor",
@@ -395,28 +430,30 @@ _define(f"fused_into_(Tensor(a!) target, {_ARGUMENTS}) -> ()", _fused_into_, _fu
 
 def _quick(spec: str, tensors: list[Tensor], sizes: list[int]) -> Tensor | None:
     alike = like(spec, tensors, sizes, None)
-    result = None if alike is None else alike.run(tensors, None)
-    if result is None and are_plain(tensors):
-        return _run_anew("new", None, spec, tensors, sizes)
-    return result
+    found = None if alike is None else alike.run(tensors, None)
+    if found is not None:
+        return found[0]
+    return _run_anew("new", None, spec, tensors, sizes) if are_plain(tensors) else None
 
 
 def _quick_into_(
     target: Tensor, spec: str, tensors: list[Tensor], sizes: list[int]
 ) -> Tensor | None:
     alike = like(spec, tensors, sizes, target)
-    result = None if alike is None else alike.run(tensors, target)
-    if result is None and are_plain((target, *tensors)):
-        return _run_anew("into", target, spec, tensors, sizes)
-    return result
+    found = None if alike is None else alike.run(tensors, target)
+    if found is not None:
+        return found[0]
+    plain = are_plain((target, *tensors))
+    return _run_anew("into", target, spec, tensors, sizes) if plain else None
 
 
 def _quick_extremum(
     base: Tensor, spec: str, tensors: list[Tensor], sizes: list[int], include_self: bool
 ) -> Tensor | None:
-    if not are_plain((base, *tensors)):
-        return None
-    return _fused_extremum(base, spec, tensors, sizes, include_self)
+    if not include_self:
+        return _quick(KEPT_ROWS + spec, [*tensors, base], sizes)
+    plain = are_plain((base, *tensors))
+    return _fused_extremum(base, spec, tensors, sizes, include_self) if plain else None
 
 
 shorten(torch.ops.insum.fused.default, _quick)

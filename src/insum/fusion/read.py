@@ -36,6 +36,10 @@ aten, prims = torch.ops.aten, torch.ops.prims
 #: A product that has this many times fewer elements than what it is multiplied with is kept: it
 #: would be computed anew for each of those.
 KEEP_SMALL = 8
+#: Operations of programs to which a negative index is an error.
+_STRICT = {
+    str(op.default) for op in (aten.index_select, aten.index_add, aten.index_reduce, aten.embedding)
+}
 _RESERVED = {
     "max",
     "min",
@@ -293,7 +297,9 @@ class ProductReader:
         (self.wrapped if wraps else self.strict).add(found.name)
         return found.name
 
-    def placed(self, tensors: Sequence[Node | None], source: Node, at: Indices) -> Indices:
+    def placed(
+        self, tensors: Sequence[Node | None], source: Node, at: Indices, *, wraps: bool
+    ) -> Indices:
         """Indices of ``source[tensors]`` as indices of ``source``, by the rules of advanced
         indexing.
         """
@@ -314,7 +320,7 @@ class ProductReader:
                 found.append(next(others))
             else:
                 found.append(
-                    self.index(tensor, broadcast(inner, shape_of(tensor)), size, wraps=True)
+                    self.index(tensor, broadcast(inner, shape_of(tensor)), size, wraps=wraps)
                 )
         return tuple(found)
 
@@ -351,6 +357,13 @@ def _merged(reader: ProductReader, node: Node, at: Indices) -> tuple[Node, Indic
     return source, tuple(inner)
 
 
+def counts_from_end(node: Node) -> bool:
+    """Whether a negative index counts from the end. Torch writes operations that allow none as
+    others that do.
+    """
+    return str(node.meta.get("original_aten")) not in _STRICT
+
+
 def _gathered(reader: ProductReader, node: Node, source: Node, at: Indices) -> list[Expr]:
     reader.inline(node)
     reader.gathers.append(node)
@@ -359,7 +372,8 @@ def _gathered(reader: ProductReader, node: Node, source: Node, at: Indices) -> l
 
 def _index(reader: ProductReader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     source, tensors = input_of(node), node.args[1]
-    return _gathered(reader, node, source, reader.placed(tensors, source, at))  # type: ignore[arg-type]
+    inner = reader.placed(tensors, source, at, wraps=counts_from_end(node))  # type: ignore[arg-type]
+    return _gathered(reader, node, source, inner)
 
 
 def _index_select(reader: ProductReader, node: Node, at: Indices, gathered: bool) -> list[Expr]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -54,7 +54,6 @@ class ComputedBefore:
     which key, and how it lies in memory.
     """
 
-    name: str
     key: object
     sources: tuple[int, ...]
     place: memory.MemoryPlace
@@ -78,9 +77,8 @@ class PreparedRun:
             the base), their storage, their version, and where in the storage they begin. What
             `memory.known` compares, of tensors of the same sizes and strides.
         entries: what is remembered of them and of their parts, and its serial.
-        computed: tensors that follow from them; their numbers come behind those that are passed.
-        ready: what is launched.
-        reads: what that reads.
+        computed: tensors that follow from them.
+        launches: of each statement what is launched.
     """
 
     stream: int
@@ -90,8 +88,86 @@ class PreparedRun:
     ]
     entries: tuple[tuple[weakref.ref[memory.Entry], int], ...]
     computed: tuple[weakref.ref[Tensor], ...]
+    launches: tuple[PreparedLaunch, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptRows:
+    """Of a statement's result the rows that nothing is scattered to are those of another tensor.
+
+    Attributes:
+        base: the number of that tensor.
+        flat: the shape of the result, where it has not all dimensions of that tensor.
+        index: which of the statement's index tensors scatters; with it is kept, under ``key``,
+            which rows it scatters to.
+    """
+
+    base: int
+    flat: list[int] | None
+    index: int
+    key: object
+
+    def applied(self, result: Tensor, base: Tensor, mask: Tensor) -> Tensor:
+        if self.flat is None:
+            return torch.where(mask, result, base)
+        return torch.where(mask, result, base.reshape(self.flat)).view(base.shape)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedLaunch:
+    """What is launched for a statement, what that reads, and where rows are kept, the mask of those
+    that are not.
+    """
+
     ready: weakref.ref[Ready]
     reads: tuple[PlacedPart, ...]
+    kept: tuple[KeptRows, weakref.ref[Tensor]] | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RepeatedStatement:
+    """A statement of a call, over numbered tensors: those that are passed, behind them those that
+    follow from them, behind those the results of statements before.
+
+    Attributes:
+        parts: by name what the statement reads.
+        indices: of each index tensor the number of the tensor of which it is a part, how that lies
+            in memory, and which part.
+    """
+
+    fused: FusedCall
+    parts: dict[str, PlacedPart]
+    indices: tuple[tuple[int, memory.MemoryPlace, Selects], ...]
+    kept: KeptRows | None = None
+
+    def renumbered(self, numbers: Sequence[int]) -> RepeatedStatement:
+        """The same, of tensors that have other numbers."""
+        parts = {name: (numbers[n], start, how) for name, (n, start, how) in self.parts.items()}
+        indices = tuple((numbers[n], place, how) for n, place, how in self.indices)
+        kept = None if self.kept is None else replace(self.kept, base=numbers[self.kept.base])
+        return RepeatedStatement(self.fused, parts, indices, kept)
+
+    def prepared(
+        self, target: Tensor | None, known: Mapping[int, memory.Entry]
+    ) -> tuple[PreparedLaunch, list[memory.Entry]] | None:
+        """What is launched where this is remembered of the tensors, and of their parts; None where
+        that is not kept.
+        """
+        entries = []
+        for number, _, selects in self.indices:
+            entry = known.get(number)
+            part = entry.parts.get(selects) if entry is not None and selects else entry
+            if part is None or not part.held:
+                return None
+            entries.append(part)
+        ready = self.fused.settled(target, entries)
+        kept = self.kept
+        mask = None if kept is None else entries[kept.index].get(kept.key)
+        if ready is None or kept is not None and mask is None:
+            return None
+        reads = tuple(self.parts[name] for name in ready.reads)
+        masked = None if kept is None or mask is None else (kept, weakref.ref(mask))
+        return PreparedLaunch(weakref.ref(ready), reads, masked), entries
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,22 +176,18 @@ class RepeatedCall:
 
     Attributes:
         alike: whether tensors are like those of the call, of which there are ``count``; the last is
-            what is written to.
-        parts: by name what the statement reads, but for what is computed.
-        indices: of each index tensor the place of the tensor of which it is a part, how that lies
-            in memory, and which part.
+            what is written to, if anything is.
+        statements: what the call runs, one after the other.
         computed: tensors that follow from integer tensors.
         reaches: bytes from the first element of each tensor to behind its last.
-        prepared: by the storage of the first index tensor, what is launched.
+        prepared: by the storage of the first tensor that decides it, what is launched.
     """
 
     alike: Callable[..., bool]
     count: int
     sizes: list[int]
     modes: tuple[Any, ...]
-    fused: FusedCall
-    parts: dict[str, PlacedPart]
-    indices: tuple[tuple[int, memory.MemoryPlace, Selects], ...]
+    statements: tuple[RepeatedStatement, ...]
     computed: tuple[ComputedBefore, ...]
     reaches: tuple[int, ...]
     device: torch.device
@@ -123,8 +195,8 @@ class RepeatedCall:
     capturing: Callable[[], bool]
     prepared: dict[int, PreparedRun] = field(default_factory=dict)
 
-    def run(self, tensors: Sequence[Tensor], target: Tensor | None) -> Tensor | None:
-        """The result; None where what is launched is not known without making the parts. Raises
+    def run(self, tensors: Sequence[Tensor], target: Tensor | None) -> list[Tensor] | None:
+        """The results; None where what is launched is not known without making the parts. Raises
         what earlier calls were found to have done wrong.
         """
         for numbers, report in offences:
@@ -132,33 +204,44 @@ class RepeatedCall:
                 report()
         if self.capturing() or CUDAGRAPH_TREES in sys.modules and is_recorded(self.device):
             return None
-        first = tensors[self.indices[0][0]].untyped_storage()
+        number = self.statements[0].indices[0][0]
+        if number >= len(tensors):
+            number = self.computed[number - len(tensors)].sources[0]
+        first = tensors[number].untyped_storage()
         run = self.prepared.get(id(first))
         values = None if run is None else self.unchanged(run, tensors)
-        ready = None if values is None or run is None else run.ready()
-        if ready is None or run is None or values is None:
+        if run is None or values is None:
             run = self.prepare(tensors, target)
             if run is None:
                 return None
             self.prepared.pop(id(first), None)
             keep(self.prepared, id(first), run, MOST_PREPARED)
-            values, ready = self.unchanged(run, tensors), run.ready()
-            if values is None or ready is None:
+            values = self.unchanged(run, tensors)
+            if values is None:
                 return None
-        if interpreting():
-            sources: list[Any] = [select(values[k], selects) for k, _, selects in run.reads]
-        else:
-            sources = []
-            for number, start, _ in run.reads:
-                sources.append(values[number].data_ptr() + start)
-        if target is None:
-            return ready.run(sources, None)
-        if self.overlaps(tensors, target):
+        if target is not None and self.overlaps(tensors, target):
             return None
-        ready.run(sources, target)
-        return written_to(target)
+        by_address, results = not interpreting(), []
+        for one in run.launches:
+            ready, sources = one.ready(), list[Any]()
+            if ready is None:
+                return None
+            for number, start, selects in one.reads:
+                value = values[number]
+                sources.append(value.data_ptr() + start if by_address else select(value, selects))
+            result = ready.run(sources, target)
+            if one.kept is not None:
+                kept, mask_of = one.kept
+                if (mask := mask_of()) is None:
+                    return None
+                result = kept.applied(result, values[kept.base], mask)
+            results.append(result)
+            values.append(result)
+        if target is not None:
+            written_to(target)
+        return results
 
-    def unchanged(self, run: PreparedRun, tensors: Sequence[Tensor]) -> Sequence[Tensor] | None:
+    def unchanged(self, run: PreparedRun, tensors: Sequence[Tensor]) -> list[Tensor] | None:
         """The tensors, and those that follow from them, where what was prepared is still right."""
         if self.stream() != run.stream or cache.state["epoch"] != run.epoch:
             return None
@@ -180,8 +263,9 @@ class RepeatedCall:
             if entry is None or not entry.held or entry.serial != serial:
                 return None
             entry.stamp = stamp
-        if not run.computed:
-            return tensors
+        for launch in run.launches:
+            if launch.ready() is None:
+                return None
         values = [*tensors]
         for value_of in run.computed:
             value = value_of()
@@ -192,40 +276,51 @@ class RepeatedCall:
 
     def prepare(self, tensors: Sequence[Tensor], target: Tensor | None) -> PreparedRun | None:
         """What a call on these index tensors launches, where that is kept with them."""
+        known = self.entries_of(tensors)
+        if known is None:
+            return None
+        passed = [*known]
+        computed = [one.found(known) for one in self.computed]
+        for number, value in enumerate(computed, len(tensors)):
+            entry = None if value is None else memory.known(value)
+            if value is None:
+                return None
+            if entry is not None and entry.held:
+                known[number] = entry
+        every, launches = dict.fromkeys(known.values()), []
+        for statement in self.statements:
+            found = statement.prepared(target, known)
+            if found is None:
+                return None
+            launches.append(found[0])
+            every |= dict.fromkeys(found[1])
+        return PreparedRun(
+            self.stream(),
+            cache.state["epoch"],
+            tuple((number, *_owner(tensors[number])) for number in passed),
+            tuple((weakref.ref(entry), entry.serial) for entry in every),
+            tuple(weakref.ref(value) for value in computed if value is not None),
+            tuple(launches),
+        )
+
+    def entries_of(self, tensors: Sequence[Tensor]) -> dict[int, memory.Entry] | None:
+        """What is remembered of each tensor that is passed and decides what is launched; None where
+        of one there is nothing.
+        """
+        places = {
+            number: place
+            for statement in self.statements
+            for number, place, _ in statement.indices
+            if number < len(tensors)
+        }
         known: dict[int, memory.Entry] = {}
-        places = {number: place for number, place, _ in self.indices}
         for number in (*places, *(n for one in self.computed for n in one.sources)):
             if number not in known:
                 entry = memory.known(tensors[number], places.get(number))
                 if entry is None or not entry.held:
                     return None
                 known[number] = entry
-        entries = []
-        for number, _, selects in self.indices:
-            part = known[number].parts.get(selects) if selects else known[number]
-            if part is None or not part.held:
-                return None
-            entries.append(part)
-        ready = self.fused.settled(target, entries)
-        if ready is None:
-            return None
-        parts = dict(self.parts)
-        computed: list[weakref.ref[Tensor]] = []
-        for one in self.computed:
-            value = one.found(known)
-            if value is None:
-                return None
-            parts[one.name] = len(tensors) + len(computed), 0, ()
-            computed.append(weakref.ref(value))
-        return PreparedRun(
-            self.stream(),
-            cache.state["epoch"],
-            tuple((number, *_owner(tensors[number])) for number in known),
-            tuple((weakref.ref(e), e.serial) for e in dict.fromkeys((*known.values(), *entries))),
-            tuple(computed),
-            weakref.ref(ready),
-            tuple(parts[name] for name in ready.reads),
-        )
+        return known
 
     def overlaps(self, tensors: Sequence[Tensor], target: Tensor) -> bool:
         """Whether one of the tensors lies in the memory that is written to, by addresses."""
@@ -269,7 +364,7 @@ def like(
 def note(
     text: str,
     parts: Sequence[tuple[str, int, Selects]],
-    computed: Sequence[tuple[str, object, tuple[int, ...]]],
+    computed: Sequence[tuple[object, tuple[int, ...], Tensor]],
     call: BoundCall,
     values: Mapping[str, Any],
     tensors: Sequence[Tensor],
@@ -278,55 +373,107 @@ def note(
 ) -> None:
     """Recognise calls like this one from now on, where nothing decides what they launch but their
     sizes and index tensors, and something is kept with those; ``parts``: of every tensor of the
-    statement its name, the place of what it is a part of, and which part; ``computed``: of those
-    that follow from others the name, what they are kept under, and the places of the others.
+    statement its name, the number of what it is a part of, and which part; ``computed``: of those
+    that follow from others, which are numbered behind them, what they are kept under, the numbers
+    of the others, and they themselves.
     """
     if not call.prepared.kernels_look:  # then the host looks at indices, at every call
         return
     fused = in_kernels.alone(call, values, in_place=target is not None)
     if fused is None or not fused.keeps or not fused.is_by_indices(values):
         return
-    if any(name in fused.kind.indices for name, _, _ in computed):
-        return
     alike = like(text, tensors, sizes, target)
-    if alike is None or alike.fused is not fused:
-        made = _made(parts, computed, fused, values, tensors, sizes, target)
-        others = [one for one in _alike.pop(text, ()) if one is not alike]
-        keep(_alike, text, (made, *others)[:MOST_ALIKE], MOST_SPECS)
+    every = (*tensors, *(value for _, _, value in computed))
+    if alike is None or [one.fused for one in alike.statements] != [fused]:
+        at = {
+            name: (number, _bytes_between(every[number], values[name]) if selects else 0, selects)
+            for name, number, selects in parts
+        }
+        indices = tuple(
+            (at[name][0], memory.place_of(every[at[name][0]]), at[name][2])
+            for name in fused.kind.indices
+        )
+        follow = tuple(ComputedBefore(k, own, memory.place_of(value)) for k, own, value in computed)
+        statement = RepeatedStatement(fused, at, indices)
+        _keep(text, alike, _made((statement,), follow, tensors, sizes, target))
     for name, number, selects in parts:
         entry = memory.known(values[name]) if selects and name in fused.kind.indices else None
         if entry is not None and entry.held:
-            memory.entry_of(tensors[number]).note_part(selects, entry)
+            memory.entry_of(every[number]).note_part(selects, entry)
+
+
+def note_sequence(
+    text: str,
+    calls: Sequence[tuple[RepeatedCall, Sequence[int]]],
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+) -> None:
+    """Recognise calls that make several like those before; of each its tensors by their numbers
+    among those that are passed, or, from -1 on downwards, as the results of calls before.
+    """
+    alike = like(text, tensors, sizes, None)
+    ran = [statement.fused for call, _ in calls for statement in call.statements]
+    if alike is not None and [one.fused for one in alike.statements] == ran:
+        return
+    results = len(tensors) + sum(len(call.computed) for call, _ in calls)
+    statements, follow = list[RepeatedStatement](), list[ComputedBefore]()
+    for call, places in calls:
+        numbers = [place if place >= 0 else results - 1 - place for place in places]
+        if any(numbers[n] >= len(tensors) for one in call.computed for n in one.sources):
+            return  # something follows from a result
+        own = range(len(tensors) + len(follow), len(tensors) + len(follow) + len(call.computed))
+        follow += [
+            replace(one, sources=tuple(numbers[n] for n in one.sources)) for one in call.computed
+        ]
+        statements += [one.renumbered([*numbers, *own]) for one in call.statements]
+    if any(n >= results for statement in statements for n, _, _ in statement.indices):
+        return
+    _keep(text, alike, _made(tuple(statements), tuple(follow), tensors, sizes, None))
+
+
+def note_kept_rows(
+    text: str,
+    call: RepeatedCall,
+    rows: tuple[str, object, list[int] | None],
+    tensors: Sequence[Tensor],
+    sizes: Sequence[int],
+) -> None:
+    """Recognise calls of a statement over all tensors but the last, of which rows are kept;
+    ``rows``: the index tensor that scatters, what is kept with it, and as in `KeptRows`.
+    """
+    alike = like(text, tensors, sizes, None)
+    (statement,) = call.statements
+    if alike is not None and [one.fused for one in alike.statements] == [statement.fused]:
+        return
+    name, key, flat = rows
+    base = len(tensors) - 1
+    kept = KeptRows(base, flat, list(statement.fused.kind.indices).index(name), key)
+    behind = range(len(tensors), len(tensors) + len(call.computed))
+    moved = replace(statement.renumbered([*range(base), *behind]), kept=kept)
+    _keep(text, alike, _made((moved,), call.computed, tensors, sizes, None))
+
+
+def _keep(text: str, instead_of: RepeatedCall | None, call: RepeatedCall) -> None:
+    others = [one for one in _alike.pop(text, ()) if one is not instead_of]
+    keep(_alike, text, (call, *others)[:MOST_ALIKE], MOST_SPECS)
 
 
 def _made(
-    parts: Sequence[tuple[str, int, Selects]],
-    computed: Sequence[tuple[str, object, tuple[int, ...]]],
-    fused: FusedCall,
-    values: Mapping[str, Any],
+    statements: tuple[RepeatedStatement, ...],
+    computed: tuple[ComputedBefore, ...],
     tensors: Sequence[Tensor],
     sizes: Sequence[int],
     target: Tensor | None,
 ) -> RepeatedCall:
     given = tensors if target is None else (*tensors, target)
-    at = {
-        name: (number, _bytes_between(tensors[number], values[name]) if selects else 0, selects)
-        for name, number, selects in parts
-    }
-    indices = [(at[name][0], at[name][2]) for name in fused.kind.indices]
-    device = fused.kind.device
+    device = statements[0].fused.kind.device
     return RepeatedCall(
         kinds_guard(given, exact=True),
         len(given),
         list(sizes),
         modes_now(settings),
-        fused,
-        at,
-        tuple((n, memory.place_of(tensors[n]), selects) for n, selects in indices),
-        tuple(
-            ComputedBefore(name, key, sources, memory.place_of(values[name]))
-            for name, key, sources in computed
-        ),
+        statements,
+        computed,
         tuple(map(bytes_of, given)),
         device,
         stream_getter(device),

@@ -12,12 +12,13 @@ import torch
 from torch.fx import Graph, Node
 
 from insum.compat.compiler import functional_call
-from insum.fusion import means, products, sampled, series
+from insum.fusion import means, products, sampled, sequences, series
 from insum.fusion.chains import Chain, Chains, find
 from insum.fusion.cost import objection
 from insum.fusion.hoist import hoist, still_waited_for, sweep
-from insum.fusion.later import later_of, save
+from insum.fusion.later import compute_again, later_of, save
 from insum.fusion.op import Computed, Spec
+from insum.fusion.read import CONTRACTIONS, RULES
 from insum.fusion.report import Fused, Left, MovedProduct, Once, Report, add, where_of
 from insum.fusion.series import Series, template_of
 from insum.fusion.shapes import alike, is_contiguous, same, shape_of, value_of
@@ -34,6 +35,8 @@ FUSED, INTO, IN_PLACE = (
     torch.ops.insum.fused_into_.default,
 )
 SERIES, EXTREMUM = torch.ops.insum.fused_series.default, torch.ops.insum.fused_extremum.default
+#: What the backward pass may do again: gathers, and what is computed point by point.
+COMPUTED_AGAIN = RULES.keys() - CONTRACTIONS.keys()
 #: Operations whose result lies in memory of its own whatever comes after.
 _OWN = (aten.mm.default, aten.bmm.default, aten.addmm.default)
 
@@ -83,11 +86,16 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
         if found != [] and name != "chains":  # done or put back, nodes are others now
             chains = trial.run("search", search, Chains((), ()))
             left = _left(graph, chains)
+    read_through = {n for chain in chains.found for n in chain.inlined}
     once: tuple[Once, ...] = ()
     if fused:
         trial.run("sums in place", functools.partial(_add_in_place, graph), None)
         once = () if captured else trial.run("hoist", functools.partial(hoist, graph), ())
         trial.run("saved values", functools.partial(save, graph), None)
+        again = functools.partial(compute_again, graph, read_through, COMPUTED_AGAIN)
+        trial.run("values computed again", again, None)
+        if not captured:  # nothing is recognised again there
+            trial.run("sequences", functools.partial(sequences.join, graph), None)
     report = Report(tuple(fused), left, once, tuple(trial.failed), moved)
     if report.fused or report.left or report.failed or report.moved:
         add(report)
