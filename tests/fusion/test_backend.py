@@ -4,6 +4,7 @@ place for passes.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import warnings
@@ -334,6 +335,30 @@ class Outer(nn.Module):
 
     def forward(self, x: Tensor, src: Tensor, dst: Tensor) -> Tensor:
         return self.convs[0](x, src, dst).sum(0)
+
+
+def test_a_report_of_what_torch_has_in_its_cache(tmp_path: Path) -> None:
+    """Another process compiles nothing: it tells the statements that it runs."""
+    program = (
+        "import torch, insum.fusion\n"
+        "def f(x, s, d): return torch.zeros_like(x).index_add(0, d, x[s] * 2)\n"
+        "x, (s, d) = torch.ones(9, 4), torch.arange(16).view(2, 8) % 9\n"
+        "run = torch.compile(f, backend='insum', options={'insum.fuse': 'always'})\n"
+        "assert torch.equal(run(x, s, d), f(x, s, d))\n"
+        "print(insum.fusion.report())\n"
+    )
+    told = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)},
+            check=True,
+            capture_output=True,
+            text=True,
+        )
+        told.append(done.stdout)
+    assert "3 nodes, forward" in told[0], told
+    assert told[1].startswith("fused  out[") and "by an earlier process" in told[1], told
 
 
 def test_the_report_names_modules_and_lines() -> None:

@@ -24,6 +24,7 @@ from insum.compat.calls import PLAIN, are_plain, is_recorded, shorten
 from insum.fusion.computed import computed, kept_under
 from insum.fusion.indices import Selects, read, select, wrapped, written
 from insum.fusion.repeated import like, note, note_kept_rows
+from insum.fusion.report import note_run
 from insum.lang.expr import Access
 from insum.lang.parser import parse
 from insum.ops.encoding import decode
@@ -173,6 +174,7 @@ class SpecPlaces:
 @functools.lru_cache(maxsize=4096)
 def places_of(text: str) -> SpecPlaces:
     spec = spec_of(text)
+    note_run(spec.statement)
     place = {name: k for k, name in enumerate(spec.names)}
     every = place | {one.name: k for k, one in enumerate(spec.origins, len(place))}
     bases = {base for _, base, _ in spec.views}

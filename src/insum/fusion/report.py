@@ -41,6 +41,8 @@ class Fused:
     where: str = ""
 
     def __str__(self) -> str:
+        if not self.nodes:
+            return f"fused  {self.statement}  ({', '.join(self.notes)})"
         when = "backward" if self.backward else "forward"
         return (
             f"fused  {self.root}: {self.statement}  ({len(self.nodes)} nodes, {when}, "
@@ -196,11 +198,20 @@ def where_of(node: Node) -> str:
 
 
 def _when(one: Fused) -> str:
+    if not one.nodes:
+        return ", ".join(one.notes)
     return f"{'backward' if one.backward else 'forward'}, {one.saved:,} elements not written"
 
 
 _reports: list[Report] = []
 MOST_REPORTS = 1000
+#: Whether a graph was rewritten in this process.
+_rewritten: list[bool] = []
+
+
+def note_pass() -> None:
+    """A graph is about to be rewritten."""
+    _rewritten[:] = [True]
 
 
 def add(report: Report) -> None:
@@ -210,8 +221,19 @@ def add(report: Report) -> None:
         print(f"insum: fusion\n  {str(report).replace(chr(10), chr(10) + '  ')}", file=sys.stderr)
 
 
+def note_run(statement: str) -> None:
+    """A statement runs for the first time. Where no graph was rewritten here, all came from caches
+    of torch's: that it is there is all that is left to tell.
+    """
+    if not _rewritten:
+        note = "compiled by an earlier process: what was left, and where, that one has told"
+        _reports.append(Report(fused=(Fused(statement, "", (), False, 0, (note,)),)))
+        del _reports[:-MOST_REPORTS]
+
+
 def report() -> Report:
-    """What was fused and what was left, of all graphs that were compiled since `clear`.
+    """What was fused and what was left, of all graphs that were compiled since `clear`. Where torch
+    had all of them in its caches, statements are there once they have run.
 
     Returns:
         One report of them all.

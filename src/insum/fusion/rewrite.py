@@ -19,7 +19,7 @@ from insum.fusion.hoist import hoist, still_waited_for, sweep
 from insum.fusion.later import compute_again, later_of, save
 from insum.fusion.op import Computed, Spec
 from insum.fusion.read import CONTRACTIONS, RULES
-from insum.fusion.report import Fused, Left, MovedProduct, Once, Report, add, where_of
+from insum.fusion.report import Fused, Left, MovedProduct, Once, Report, add, note_pass, where_of
 from insum.fusion.series import Series, template_of
 from insum.fusion.shapes import alike, is_contiguous, same, shape_of, value_of
 from insum.fusion.siblings import Siblings
@@ -59,6 +59,7 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
         >>> fuse(Graph()).fused
         ()
     """
+    note_pass()
     trial = PassTrial(graph)
     fused: list[Fused] = []
     stages: dict[str, Callable[[Graph, Chains], list[Fused] | None]] = {}
