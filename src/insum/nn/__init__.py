@@ -41,6 +41,7 @@ from insum.nn.conv import SparseConv1d, SparseConv2d, SparseConv3d, SparseConv4d
 from insum.nn.edges import gcn_norm
 from insum.nn.functional import adjacency, propagate, sddmm, spmm
 from insum.nn.graph import GCNConv, GraphConv, RelationalConv, SAGEConv
+from insum.nn.harmonics import SphericalHarmonics, spherical_harmonics
 from insum.nn.irreps import Irrep, Irreps
 from insum.nn.irreps_linear import Linear
 from insum.nn.linear import BlockSparseLinear, SparseLinear
@@ -71,7 +72,7 @@ from insum.nn.tensor_product import (
 from insum.nn.tensor_product_conv import TensorProductConv
 from insum.nn.voxels import Voxels
 from insum.nn.weights import load_minkowski, load_spconv, load_torchsparse
-from insum.nn.wigner import spherical_harmonics, wigner_3j
+from insum.nn.wigner import wigner_3j
 
 __all__ = [
     "BlockSparseLinear",
@@ -106,6 +107,7 @@ __all__ = [
     "SparseSequential",
     "SparseTensor",
     "SparsityReport",
+    "SphericalHarmonics",
     "SymmetricContraction",
     "TensorProduct",
     "TensorProductConv",
