@@ -33,6 +33,7 @@ Examples:
 
 from torch.nn import Module as _Module
 
+from insum.nn.activations import FullyConnectedNet, Gate
 from insum.nn.attention import GATConv, edge_softmax, graph_attention
 from insum.nn.checks import refuse_scripting as _refuse_scripting
 from insum.nn.clouds import devoxelize, voxelize
@@ -58,6 +59,7 @@ from insum.nn.pool import (
     SparseMaxPool4d,
 )
 from insum.nn.prune import block_mask, magnitude_mask
+from insum.nn.radial import BesselBasis
 from insum.nn.semi_structured import SemiStructuredLinear, semi_structured_mask
 from insum.nn.sparse_tensor import SparseTensor
 from insum.nn.sparsify import LayerReport, SparsityReport, layouts, restore, sparsify
@@ -75,12 +77,15 @@ from insum.nn.weights import load_minkowski, load_spconv, load_torchsparse
 from insum.nn.wigner import wigner_3j
 
 __all__ = [
+    "BesselBasis",
     "BlockSparseLinear",
     "ElementwiseTensorProduct",
     "FullTensorProduct",
+    "FullyConnectedNet",
     "FullyConnectedTensorProduct",
     "GATConv",
     "GCNConv",
+    "Gate",
     "GlobalPool",
     "GraphConv",
     "Irrep",
