@@ -105,7 +105,7 @@ def _value_of_all(values: list[Expr]) -> Expr:
     """The sum as one value, times what is a factor of each."""
     if len(values) == 1:
         return values[0]
-    parts = [[*v.factors] if isinstance(v, Product) else [v] for v in values]
+    parts: list[list[Expr]] = [[*v.factors] if isinstance(v, Product) else [v] for v in values]
     shared = [f for f in parts[0] if all(f in factors for factors in parts)]
     shared = [f for f in dict.fromkeys(shared) if not isinstance(f, Number)]
     for factors in parts:

@@ -23,6 +23,8 @@
   ``Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]``
 - `TensorProductConv`, beside OpenEquivariance and cuEquivariance:
   ``Z[dst[e],I[p],u] = V[p] * X[src[e],J[p],u] * Y[e,K[p]] * W[e,L[p],u]``
+- `SphericalHarmonics`, `FullyConnectedNet`, `Gate`, `BesselBasis`, beside e3nn and MACE:
+  ``Y[e,I[p]] = V[p] * U[e,A[p]] * U[e,B[p]] * U[e,C[p]]``, ``Z[b,u,i] = silu(G[b,u]) * X[b,u,i]``
 
 Examples:
     >>> import torch

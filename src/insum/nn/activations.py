@@ -117,8 +117,9 @@ class Step:
 def folded(steps: Sequence[Step]) -> tuple[Step, ...]:
     """The same with scales of weights in the functions before or behind them, where there is one.
 
-    >>> folded([Step(0.5, Scaled("silu")), Step(3.0)])
-    (Step(scale=1.0, function=Scaled(function='silu', inner=0.5, outer=3.0)), Step(scale=1.0, function=None))
+    >>> first, second = folded([Step(0.5, Scaled("silu")), Step(3.0)])
+    >>> first.function, second.scale
+    (Scaled(function='silu', inner=0.5, outer=3.0), 1.0)
     """
     found: list[Step] = []
     for step in steps:
@@ -283,9 +284,10 @@ class Gate(nn.Module):
         act_gates: Sequence[Activation],
         irreps_gated: object,
     ) -> None:
-        scaled = [[_normalised(act) for act in acts] for acts in (act_scalars, act_gates)]
-        irreps = [Irreps.of(one) for one in (irreps_scalars, irreps_gates, irreps_gated)]
-        self._set_up(*irreps, *scaled)
+        scalars, gates = Irreps.of(irreps_scalars), Irreps.of(irreps_gates)
+        of_scalars = [_normalised(act) for act in act_scalars]
+        of_gates = [_normalised(act) for act in act_gates]
+        self._set_up(scalars, gates, Irreps.of(irreps_gated), of_scalars, of_gates)
 
     @classmethod
     def with_functions(
@@ -368,7 +370,9 @@ def _through(ir: Irrep, function: Scaled | None) -> Irrep:
 
 def _sorted_places(*every: Irreps) -> tuple[list[list[int]], Irreps]:
     """Where each term begins when all are sorted by their irreps, and what that is."""
-    listed = [(ir, n, k, mul) for n, irreps in enumerate(every) for k, (mul, ir) in enumerate(irreps)]
+    listed = [
+        (ir, n, k, mul) for n, irreps in enumerate(every) for k, (mul, ir) in enumerate(irreps)
+    ]
     starts, at = [[0] * len(irreps) for irreps in every], 0
     whole = []
     for ir, n, k, mul in sorted(listed, key=lambda one: one[0]):

@@ -207,9 +207,9 @@ class _Stated:
 
     degrees: tuple[int, ...]
     one: Tensor
-    monomials: dict[str, Tensor]
-    products: tuple[dict[str, Tensor], ...]
-    gradient: dict[str, Tensor]
+    monomials: dict[str, Any]
+    products: tuple[dict[str, Any], ...]
+    gradient: dict[str, Any]
     shrinking: Tensor | None
 
 

@@ -127,10 +127,7 @@ class ProductPlan:
             else:
                 parts = [x[:, place] for place, _ in terms]
             return torch.cat(
-                [
-                    part.reshape(b, mul, dim).transpose(1, 2)
-                    for part, (_, dim) in zip(parts, terms)
-                ],
+                [part.reshape(b, mul, dim).transpose(1, 2) for part, (_, dim) in zip(parts, terms)],
                 1,
             )
         if len(terms) == len(irreps):

@@ -24,7 +24,10 @@ def envelope(power: float, cutoff: float, distance: str = "X[e]") -> str:
     'where(X[e] < 1.0, 1 - 6.0 * X[e]**2 + 8.0 * X[e]**3 - 3.0 * X[e]**4, 0)'
     """
     share = distance if cutoff == 1 else f"({distance} * {1 / cutoff!r})"
-    p, factors = power, ((power + 1) * (power + 2) / 2, power * (power + 2), power * (power + 1) / 2)
+    p, factors = (
+        power,
+        ((power + 1) * (power + 2) / 2, power * (power + 2), power * (power + 1) / 2),
+    )
     a, b, c = map(float, factors)
     powers = [f"{share}**{_plain(p + more)}" for more in range(3)]
     inside = f"1 - {a!r} * {powers[0]} + {b!r} * {powers[1]} - {c!r} * {powers[2]}"
@@ -69,7 +72,9 @@ class BesselBasis(nn.Module):
     ) -> None:
         super().__init__()
         self.r_max, self.num_basis, self.power = float(r_max), num_basis, power
-        weights = math.pi / self.r_max * torch.arange(1, num_basis + 1).to(torch.get_default_dtype())
+        weights = (
+            math.pi / self.r_max * torch.arange(1, num_basis + 1).to(torch.get_default_dtype())
+        )
         if trainable:
             self.bessel_weights = nn.Parameter(weights)
         else:
