@@ -107,35 +107,35 @@ def _scale_of(function: str) -> float:
 
 
 @dataclass(frozen=True)
-class Step:
+class NetStep:
     """A product with weights, that are multiplied with ``scale``, and a function behind it."""
 
     scale: float
     function: Scaled | None = None
 
 
-def folded(steps: Sequence[Step]) -> tuple[Step, ...]:
+def folded(steps: Sequence[NetStep]) -> tuple[NetStep, ...]:
     """The same with scales of weights in the functions before or behind them, where there is one.
 
-    >>> first, second = folded([Step(0.5, Scaled("silu")), Step(3.0)])
+    >>> first, second = folded([NetStep(0.5, Scaled("silu")), NetStep(3.0)])
     >>> first.function, second.scale
     (Scaled(function='silu', inner=0.5, outer=3.0), 1.0)
     """
-    found: list[Step] = []
+    found: list[NetStep] = []
     for step in steps:
         if step.function is not None:
             inner = step.function.inner * step.scale
-            found.append(Step(1.0, replace(step.function, inner=inner)))
+            found.append(NetStep(1.0, replace(step.function, inner=inner)))
         elif found and (before := found[-1].function) is not None:
             outer = before.outer * step.scale
             found[-1] = replace(found[-1], function=replace(before, outer=outer))
-            found.append(Step(1.0))
+            found.append(NetStep(1.0))
         else:
             found.append(step)
     return tuple(found)
 
 
-def through(x: Tensor, weights: Sequence[Tensor], steps: Sequence[Step]) -> Tensor:
+def through(x: Tensor, weights: Sequence[Tensor], steps: Sequence[NetStep]) -> Tensor:
     """From (..., inputs) to (..., outputs)."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     for weight, step in zip(weights, steps, strict=True):
@@ -208,12 +208,12 @@ class FullyConnectedNet(nn.Module):
         return f"{type(self).__name__}({self.hs})"
 
 
-def e3nn_step(inputs: int, before: float, after: float, function: Scaled | None) -> Step:
+def e3nn_step(inputs: int, before: float, after: float, function: Scaled | None) -> NetStep:
     """A layer of e3nn's: from variance to variance."""
     if function is None:
-        return Step((inputs * before / after) ** -0.5)
+        return NetStep((inputs * before / after) ** -0.5)
     outer = function.outer * math.sqrt(after)
-    return Step((inputs * before) ** -0.5, replace(function, outer=outer))
+    return NetStep((inputs * before) ** -0.5, replace(function, outer=outer))
 
 
 # --- gates ----------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import insum
 from insum.accepted import Accepted, takes
 from insum.errors import InsumError, UnsupportedError
-from insum.nn.activations import Gate, Scaled, Step, e3nn_step, folded, through
+from insum.nn.activations import Gate, NetStep, Scaled, e3nn_step, folded, through
 from insum.nn.harmonics import SphericalHarmonics
 from insum.nn.irreps import Irreps
 from insum.nn.irreps_linear import Linear
@@ -294,7 +294,9 @@ class ScalarNet(nn.Module):
     computes as `FullyConnectedNet` does.
     """
 
-    def __init__(self, layers: dict[str, nn.Module], weights: list[Any], steps: list[Step]) -> None:
+    def __init__(
+        self, layers: dict[str, nn.Module], weights: list[Any], steps: list[NetStep]
+    ) -> None:
         """``weights``: the modules whose weights they are, in their order."""
         super().__init__()
         for name, layer in layers.items():
@@ -314,9 +316,9 @@ class ScalarNet(nn.Module):
                 layer, "parametrizations"
             ):
                 weights.append(layer)
-                steps.append(Step(float(layer.alpha)))
+                steps.append(NetStep(float(layer.alpha)))
             else:
-                steps[-1] = Step(steps[-1].scale, Scaled.of(layer))
+                steps[-1] = NetStep(steps[-1].scale, Scaled.of(layer))
         return cls(dict(old.named_children()), weights, steps).train(old.training)
 
     def forward(self, x: Tensor) -> Tensor:
