@@ -222,7 +222,7 @@ def test_mace() -> None:
 
     want, report = results(), None
     report = swap(model)
-    assert len(report) == 16 and not report.kept
+    assert len(report) == 20 and not report.kept
     assert isinstance(model.products[0].symmetric_contractions, SymmetricContraction)
     assert isinstance(model.interactions[0].conv_tp, TensorProductConv)
     for got, wanted in zip(results(), want, strict=True):

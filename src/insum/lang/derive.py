@@ -64,6 +64,8 @@ def adjoint(text: str, tensor: str, complex_names: frozenset[str] = frozenset())
     ('dB[AK[p],n] += dC[AM[p],n] * AV[p]',)
     >>> adjoint("y[i] = x[i] * exp(A[i,j])", "A").statements
     ('dA[i,j] += dy[i] * x[i] * exp(A[i,j])',)
+    >>> adjoint("y[i] = sin(x[i]) * exp(x[i])", "x").statements
+    ('dx[i] += dy[i] * exp(x[i]) * whole(cos(x[i]) + sin(x[i]))',)
     """
     statement = parse(text)
     names = _Names.of(statement, tensor)
@@ -80,7 +82,46 @@ def adjoint(text: str, tensor: str, complex_names: frozenset[str] = frozenset())
         for occurrence, value in walker.walk(term.value, start):
             target = Access(names.gradient, occurrence.indices)
             found.append(Statement(target, "+=", _without_ones(target, value)))
-    return Adjoint(tuple(map(str, found)), names.upstream, names.result, names.gradient)
+    texts = tuple(map(str, _together(found)))
+    return Adjoint(texts, names.upstream, names.result, names.gradient)
+
+
+def _together(found: list[Statement]) -> list[Statement]:
+    """What functions of the same points send to the same places is one statement: a tensor that
+    stands in an expression several times is read, and its gradient written, once. Products without
+    functions stay apart, for each may be left to a library.
+    """
+    groups: dict[object, list[Statement]] = {}
+    for number, one in enumerate(found):
+        alike = one.target, _reach(one.value)
+        groups.setdefault(alike if _has_function(one.value) else number, []).append(one)
+    return [
+        Statement(same[0].target, "+=", _value_of_all([one.value for one in same]))
+        for same in groups.values()
+    ]
+
+
+def _value_of_all(values: list[Expr]) -> Expr:
+    """The sum as one value, times what is a factor of each."""
+    if len(values) == 1:
+        return values[0]
+    parts: list[list[Expr]] = [[*v.factors] if isinstance(v, Product) else [v] for v in values]
+    shared = [f for f in parts[0] if all(f in factors for factors in parts)]
+    shared = [f for f in dict.fromkeys(shared) if not isinstance(f, Number)]
+    for factors in parts:
+        for one in shared:
+            factors.remove(one)
+    rest = total([product(factors) if factors else Number(1) for factors in parts])
+    return product([*shared, _f("whole", rest)])
+
+
+def _has_function(node: Expr) -> bool:
+    match node:
+        case Call():
+            return True
+        case Product(parts) | Sum(parts):
+            return any(map(_has_function, parts))
+    return False
 
 
 @functools.lru_cache(maxsize=4096)

@@ -4,6 +4,7 @@ Python numbers.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +56,7 @@ class Typed:
         return Typed(promoted(strong.dtype, weak.dtype), strong.strength)
 
 
+@functools.cache  # torch dispatches it as an operation
 def promoted(one: torch.dtype, other: torch.dtype) -> torch.dtype:
     """torch's promotion. Floats of 8 bits, which torch promotes with nothing, give way to every
     other float, and stand for themselves beside integers; nothing is computed in them (`widened`).
@@ -122,7 +124,7 @@ def call_type(
     dtype = torch.get_default_dtype() if _floats(function, args, joined) else joined
     if _category(dtype) < 2 or _category(wanted) < 2 or any(is_rounded(a, types) for a in args):
         return dtype
-    return torch.promote_types(dtype, wanted if dtype.is_complex else wanted.to_real())
+    return promoted(dtype, wanted if dtype.is_complex else wanted.to_real())
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:

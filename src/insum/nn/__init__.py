@@ -23,6 +23,8 @@
   ``Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]``
 - `TensorProductConv`, beside OpenEquivariance and cuEquivariance:
   ``Z[dst[e],I[p],u] = V[p] * X[src[e],J[p],u] * Y[e,K[p]] * W[e,L[p],u]``
+- `SphericalHarmonics`, `FullyConnectedNet`, `Gate`, `BesselBasis`, beside e3nn and MACE:
+  ``Y[e,I[p]] = V[p] * U[e,A[p]] * U[e,B[p]] * U[e,C[p]]``, ``Z[b,u,i] = silu(G[b,u]) * X[b,u,i]``
 
 Examples:
     >>> import torch
@@ -33,6 +35,7 @@ Examples:
 
 from torch.nn import Module as _Module
 
+from insum.nn.activations import FullyConnectedNet, Gate
 from insum.nn.attention import GATConv, edge_softmax, graph_attention
 from insum.nn.checks import refuse_scripting as _refuse_scripting
 from insum.nn.clouds import devoxelize, voxelize
@@ -41,6 +44,7 @@ from insum.nn.conv import SparseConv1d, SparseConv2d, SparseConv3d, SparseConv4d
 from insum.nn.edges import gcn_norm
 from insum.nn.functional import adjacency, propagate, sddmm, spmm
 from insum.nn.graph import GCNConv, GraphConv, RelationalConv, SAGEConv
+from insum.nn.harmonics import SphericalHarmonics, spherical_harmonics
 from insum.nn.irreps import Irrep, Irreps
 from insum.nn.irreps_linear import Linear
 from insum.nn.linear import BlockSparseLinear, SparseLinear
@@ -57,6 +61,7 @@ from insum.nn.pool import (
     SparseMaxPool4d,
 )
 from insum.nn.prune import block_mask, magnitude_mask
+from insum.nn.radial import BesselBasis
 from insum.nn.semi_structured import SemiStructuredLinear, semi_structured_mask
 from insum.nn.sparse_tensor import SparseTensor
 from insum.nn.sparsify import LayerReport, SparsityReport, layouts, restore, sparsify
@@ -71,15 +76,18 @@ from insum.nn.tensor_product import (
 from insum.nn.tensor_product_conv import TensorProductConv
 from insum.nn.voxels import Voxels
 from insum.nn.weights import load_minkowski, load_spconv, load_torchsparse
-from insum.nn.wigner import spherical_harmonics, wigner_3j
+from insum.nn.wigner import wigner_3j
 
 __all__ = [
+    "BesselBasis",
     "BlockSparseLinear",
     "ElementwiseTensorProduct",
     "FullTensorProduct",
+    "FullyConnectedNet",
     "FullyConnectedTensorProduct",
     "GATConv",
     "GCNConv",
+    "Gate",
     "GlobalPool",
     "GraphConv",
     "Irrep",
@@ -106,6 +114,7 @@ __all__ = [
     "SparseSequential",
     "SparseTensor",
     "SparsityReport",
+    "SphericalHarmonics",
     "SymmetricContraction",
     "TensorProduct",
     "TensorProductConv",

@@ -287,14 +287,16 @@ class Linear(nn.Module):
         for one in self._biases:
             starts[one.i_out] = start
             start += one.numel
-        parts = [x.new_zeros(*shape, 0)]
+        parts = []
         for number, (mul, ir) in enumerate(self.irreps_out):
             part = outputs.get(number)
             part = x.new_zeros(*shape, mul * ir.dim) if part is None else part
             if number in starts:
                 part = part + bias.narrow(-1, starts[number], mul)
             parts.append(part)
-        return torch.cat(parts, -1)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, -1) if parts else x.new_zeros(*shape, 0)
 
     def statements(self) -> tuple[str, ...]:
         """The statements that a call runs, one for each pair of terms."""

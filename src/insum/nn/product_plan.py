@@ -21,7 +21,6 @@ from insum.nn.paths import (
     Group,
     Instruction,
     ScalarPath,
-    components,
     groups_of,
     scalar_paths_of,
 )
@@ -147,8 +146,13 @@ class ProductPlan:
             [(place, ir.dim) for place, (m, ir) in zip(irreps.slices(), irreps) if m == mul],
         )
         if mul != 1 and self.layout == "mul_ir":
+            if len(terms) == len(irreps):  # split at once, for the gradients
+                parts: Sequence[Tensor] = torch.split(x, [mul * dim for _, dim in terms], 1)
+            else:
+                parts = [x[:, place] for place, _ in terms]
             return torch.cat(
-                [x[:, place].reshape(b, mul, dim).transpose(1, 2) for place, dim in terms], 1
+                [part.reshape(b, mul, dim).transpose(1, 2) for part, (_, dim) in zip(parts, terms)],
+                1,
             )
         if len(terms) == len(irreps):
             return x.reshape(b, irreps.dim // mul, mul)
@@ -167,17 +171,21 @@ class ProductPlan:
             and all(mul in outputs for mul, _ in self.irreps_out)
         ):
             return next(iter(outputs.values())).flatten(1)
-        parts = [like.new_zeros(like.shape[0], 0)]
+        # split at once: gradients of slices would each be a whole tensor
+        pieces = {
+            mul: iter(torch.split(found, [ir.dim for m, ir in self.irreps_out if m == mul], 1))
+            for mul, found in outputs.items()
+        }
+        parts = []
         for number, (mul, ir) in enumerate(self.irreps_out):
             part = terms.get(number)
-            if mul in outputs:
-                start = components(self.irreps_out, mul)[number]
-                found = outputs[mul][:, start : start + ir.dim].transpose(1, 2)
+            if mul in pieces:
+                found = next(pieces[mul]).transpose(1, 2)
                 part = found if part is None else part + found
             if part is None:
                 part = like.new_zeros(like.shape[0], mul, ir.dim)
             parts.append((part if self.layout == "mul_ir" else part.transpose(1, 2)).flatten(1))
-        return torch.cat(parts, 1)
+        return torch.cat(parts, 1) if parts else like.new_zeros(like.shape[0], 0)
 
     def terms(self, x: Tensor, irreps: Irreps) -> list[Tensor]:
         """Every term as (b, multiplicity, components)."""

@@ -7,17 +7,22 @@ own package is imported.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import insum
 from insum.accepted import Accepted, takes
 from insum.errors import InsumError, UnsupportedError
+from insum.nn.activations import Gate, NetStep, Scaled, e3nn_step, folded, through
+from insum.nn.harmonics import SphericalHarmonics
 from insum.nn.irreps import Irreps
 from insum.nn.irreps_linear import Linear
+from insum.nn.radial import bessel, envelope
 from insum.nn.symmetric_contraction import SymmetricContraction, coupled
 from insum.nn.tensor_product import TensorProduct
 from insum.nn.tensor_product_conv import TensorProductConv
@@ -96,8 +101,8 @@ def from_e3nn(module: nn.Module) -> nn.Module:
 @takes(model=MODULE)
 def swap(model: nn.Module) -> Swapped:
     """Replace layers of e3nn inside of a model by insum's, in place: tensor products, linear
-    layers, the symmetric contraction of MACE, and gather, product and scatter of MACE and NequIP by
-    one convolution.
+    layers, spherical harmonics, networks of scalars, gates, the symmetric contraction of MACE, the
+    radial functions of MACE and NequIP, and their gather, product and scatter by one convolution.
 
     Parameters stay the objects that they were, so that optimizers go on; states load as before.
     Either everything is replaced that can be, or, where something raises, nothing.
@@ -174,7 +179,13 @@ def counterpart(module: nn.Module) -> nn.Module | None:
         return _linear(module)
     if _is_contraction(module):
         return _contraction(module)
-    return None
+    if _is_named(module, "SphericalHarmonics", "e3nn."):
+        return _harmonics(module)
+    if _is_named(module, "FullyConnectedNet", "e3nn.") or _is_scalar_net(module):
+        return ScalarNet.of(module)
+    if _is_named(module, "Gate", "e3nn."):
+        return _gate(module)
+    return _radial(module)
 
 
 # --- which is which -------------------------------------------------------------------------------
@@ -195,16 +206,39 @@ def _is_contraction(module: object) -> bool:
     return named and all(hasattr(part, "U_matrix_1") for part in parts or ())
 
 
+def _is_scalar_net(module: object) -> bool:
+    """NequIP's network of scalars, where it is no more than linear layers and activations."""
+    named = _is_named(module, "ScalarMLPFunction", "nequip.")
+    layers = getattr(module, "mlp", None)
+    return named and isinstance(layers, nn.Sequential) and not getattr(module, "bias", True)
+
+
+def _is_radial(module: object) -> bool:
+    if _is_named(module, "RadialEmbeddingBlock", "mace."):
+        plain = getattr(module, "apply_cutoff", True) and not hasattr(module, "distance_transform")
+        parts = getattr(module, "bessel_fn", None), getattr(module, "cutoff_fn", None)
+        names = "BesselBasis", "PolynomialCutoff"
+        return bool(plain) and all(map(_is_named, parts, names))
+    cutoff = getattr(module, "cutoff", None)
+    kind = getattr(cutoff, "original_name", type(cutoff).__name__)  # where it is scripted
+    return _is_named(module, "BesselEdgeLengthEncoding", "nequip.") and kind == "PolynomialCutoff"
+
+
 def _is_own(module: nn.Module) -> bool:
     own = TensorProduct | TensorProductConv | Linear | SymmetricContraction | ScatteredProduct
-    return isinstance(module, own)
+    return isinstance(
+        module, own | SphericalHarmonics | ScalarNet | Gate | LengthEmbedding | LengthEncoding
+    )
 
 
 def _is_layer(module: nn.Module) -> bool:
     """Whether a module is replaced as a whole, or is one of ours."""
     if _is_own(module) or _is_named(module, "TensorProductScatter"):
         return True
-    return _is_product(module) or _is_named(module, "Linear", "e3nn.") or _is_contraction(module)
+    named = ("Linear", "SphericalHarmonics", "FullyConnectedNet", "Gate")
+    if _is_product(module) or any(_is_named(module, one, "e3nn.") for one in named):
+        return True
+    return _is_contraction(module) or _is_scalar_net(module) or _is_radial(module)
 
 
 def _asks_for_fusion(block: nn.Module) -> bool:
@@ -253,6 +287,134 @@ class ScatteredProduct(nn.Module):
         conv = self.tp
         assert isinstance(conv, TensorProductConv)
         return conv._between(x, edge_attr, (edge_src, edge_dst), edge_weight, x.shape[0])
+
+
+class ScalarNet(nn.Module):
+    """A network of scalars that holds the layers of another, with their names and parameters, and
+    computes as `FullyConnectedNet` does.
+    """
+
+    def __init__(
+        self, layers: dict[str, nn.Module], weights: list[Any], steps: list[NetStep]
+    ) -> None:
+        """``weights``: the modules whose weights they are, in their order."""
+        super().__init__()
+        for name, layer in layers.items():
+            self.add_module(name, layer)
+        self._weights, self._steps = tuple(_names_of(self, weights)), folded(steps)
+
+    @classmethod
+    def of(cls, old: Any) -> ScalarNet:
+        layers = list(old.mlp if _is_named(old, "ScalarMLPFunction") else old)
+        weights, steps = [], []
+        for layer in layers:
+            if _is_named(layer, "_Layer", "e3nn."):
+                weights.append(layer)
+                function = None if layer.act is None else _scaled(layer.act)
+                steps.append(e3nn_step(layer.h_in, layer.var_in, layer.var_out, function))
+            elif _is_named(layer, "ScalarLinearLayer", "nequip.") and not hasattr(
+                layer, "parametrizations"
+            ):
+                weights.append(layer)
+                steps.append(NetStep(float(layer.alpha)))
+            else:
+                steps[-1] = NetStep(steps[-1].scale, Scaled.of(layer))
+        return cls(dict(old.named_children()), weights, steps).train(old.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = [self.get_submodule(name).weight for name in self._weights]
+        return through(x, weights, self._steps)  # type: ignore[arg-type]
+
+
+class LengthEmbedding(nn.Module):
+    """Bessel functions and cutoff as MACE calls them, with its buffers."""
+
+    def __init__(self, old: Any) -> None:
+        super().__init__()
+        self.bessel_fn, self.cutoff_fn, self.out_dim = old.bessel_fn, old.cutoff_fn, old.out_dim
+        self._read: tuple[Any, str] = None, ""
+
+    def statement(self) -> str:
+        """With the numbers that the buffers hold; they are read again where they have changed."""
+        held: Any = self.bessel_fn.prefactor, self.cutoff_fn.p, self.cutoff_fn.r_max
+        key = [(id(one), one._version) for one in held]
+        if self._read[0] != key:
+            factor, power, cutoff = (float(one) for one in held)
+            self._read = key, bessel(factor, power, cutoff)
+        return self._read[1]
+
+    def forward(
+        self, edge_lengths: Tensor, node_attrs: Any, edge_index: Any, atomic_numbers: Any
+    ) -> tuple[Tensor, None]:
+        weights: Any = self.bessel_fn.bessel_weights
+        return insum.insum(self.statement(), X=edge_lengths.squeeze(-1), W=weights), None
+
+
+class LengthEncoding(nn.Module):
+    """Bessel functions and cutoff as NequIP calls them."""
+
+    bessel_weights: Tensor
+
+    def __init__(self, old: Any) -> None:
+        super().__init__()
+        self.cutoff = old.cutoff
+        self.fields = old.norm_length_field, old.edge_invariant_field
+        self.dtype = old._output_dtype
+        for kind, held in (("parameter", old._parameters), ("buffer", old._buffers)):
+            for name, tensor in held.items():
+                getattr(self, f"register_{kind}")(name, tensor)
+        power = float(old.cutoff.p)
+        self._ending = f"C[e] = {envelope(power, 1.0)}"
+        self._statement = bessel(1 / math.pi, power, 1.0, math.pi)
+
+    def forward(self, data: dict[str, Any]) -> dict[str, Any]:
+        x = data[self.fields[0]].squeeze(-1)
+        weights = self.bessel_weights.squeeze(0)
+        data["edge_cutoff"] = insum.insum(self._ending, X=x).unsqueeze(-1).to(self.dtype)
+        data[self.fields[1]] = insum.insum(self._statement, X=x, W=weights).to(self.dtype)
+        return data
+
+
+def _names_of(module: nn.Module, wanted: list[Any]) -> Iterator[str]:
+    names = {id(one): name for name, one in module.named_modules()}
+    for one in wanted:
+        yield names[id(one)]
+
+
+def _scaled(activation: Any) -> Scaled:
+    """An activation of e3nn's, with the scale that it has."""
+    if not hasattr(activation, "cst"):
+        return Scaled.of(activation)
+    found = Scaled.of(activation.f)
+    return found if activation._is_id else replace(found, outer=float(activation.cst))
+
+
+def _harmonics(old: Any) -> nn.Module:
+    made = SphericalHarmonics(list(old._ls_list), bool(old.normalize), old.normalization)
+    made.irreps_out, made.irreps_in = Irreps.of(old.irreps_out), Irreps.of(old.irreps_in)
+    return made.train(old.training)
+
+
+def _gate(old: Any) -> nn.Module:
+    functions = [
+        [None if act is None else _scaled(act) for act in part.acts]
+        for part in (old.act_scalars, old.act_gates)
+    ]
+    irreps = old.act_scalars.irreps_in, old.act_gates.irreps_in, old.irreps_gated
+    made = Gate.with_functions(irreps, *functions)
+    if str(made.irreps_in) != str(Irreps.of(old.irreps_in).simplified()):
+        raise UnsupportedError(
+            f"the gate takes {old.irreps_in}", expected=f"sorted irreps, {made.irreps_in}"
+        )
+    made.irreps_in, made.irreps_out = Irreps.of(old.irreps_in), Irreps.of(old.irreps_out)
+    return made.train(old.training)
+
+
+def _radial(module: Any) -> nn.Module | None:
+    if not _is_radial(module):
+        return None
+    kind = LengthEmbedding if hasattr(module, "bessel_fn") else LengthEncoding
+    return kind(module).train(module.training)
 
 
 def _product(old: Any, kind: type[TensorProduct] | type[TensorProductConv]) -> nn.Module:
