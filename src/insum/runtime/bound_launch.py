@@ -22,7 +22,6 @@ from insum.codegen.arguments import (
     Passed,
     Pointer,
     Stride,
-    annotation,
 )
 from insum.compat import calls
 from insum.errors import UnsupportedError
@@ -161,18 +160,17 @@ class BoundLaunch:
         self.passed: list[tuple[int, str]] = []
         self.arguments: list[Any] = []
         types: list[str] = []
-        work, indices = WIDE[plan.accumulator], plan.index_tensors
+        work, indices = WIDE[plan.accumulator], one.indices
         kinds = dict(plan.kinds)
         copies = {name: getattr(torch, kinds[name]) for name in COPIES if name in kinds}
-        for place, argument in enumerate(one.arguments):
-            type = annotation(argument, wide=plan.wide)
+        own = {OUT: out, WORK: work, **copies}
+        for place, (argument, type) in enumerate(zip(one.arguments, one.types)):
             number = sizes.number(one, argument, counts)
             match argument:
                 case Pointer(name):
                     anywhere = name in sizes.tensors and name in indices
                     self.pointers.append((place, name, anywhere))
                     number = self.held[name].data_ptr() if name in self.held else None
-                    own = {OUT: out, WORK: work, **copies}
                     type = _OWN.get(name) or launch.pointer_type(
                         own.get(name) or self.dtype(name, sizes)
                     )

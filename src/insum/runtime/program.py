@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from insum.codegen.arguments import Argument, Count, ExtentArgument
+from insum.codegen.arguments import Argument, Count, ExtentArgument, annotation
 from insum.codegen.emit import Kernel
 from insum.lang.bind import Problem
 from insum.plan.config import Choice, Config
@@ -67,6 +67,8 @@ class Launch:
         general: whether it serves all sizes and strides: no use is made of aligned pointers.
         room: where its variants are counted.
         variants: what was compiled, by the types of the pointers and by which are not aligned.
+        types: of its arguments, where they are no pointers.
+        indices: tensors that stand in an index.
     """
 
     plan: Plan
@@ -80,6 +82,13 @@ class Launch:
     general: bool = False
     room: Room | None = None
     variants: dict[tuple[Any, ...], dict[int, Any]] = field(default_factory=dict)
+    types: tuple[str, ...] = field(init=False)
+    indices: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        types = tuple(annotation(one, wide=self.plan.wide) for one in self.arguments)
+        object.__setattr__(self, "types", types)
+        object.__setattr__(self, "indices", self.plan.index_tensors)
 
     @property
     def arguments(self) -> tuple[Argument, ...]:
