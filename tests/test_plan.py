@@ -766,3 +766,28 @@ def test_short_sums_over_what_an_index_finds(statement: str, along: str, k: int)
     extents = {"x": rows, "c": 64, "z": steps}
     assert first_guess.first_guess(plan, extents).k == k
     assert first_guess.first_guess(plan, {**extents, "x": 30}).k > 1  # few outputs
+
+
+@pytest.mark.parametrize("batch", [2_000, 10_000, 13_000])
+def test_constant_patterns_are_code_before_they_share_matrices(batch: int) -> None:
+    """Weights of a tensor product are matrices that an index tensor chooses, as those of experts
+    are; but which is known, and no two items have the same.
+    """
+    p, q, width = 5, 3, 16
+    pattern = {
+        "I": torch.arange(p * q).view(p, q) % 4,
+        "J": torch.arange(p * q).view(p, q) // 4,
+        "K": torch.arange(p * q).view(p, q) % 3,
+        "L": torch.arange(p),
+    }
+    told = insum.explain(
+        "Z[b,I[p,q],w] = V[p,q] * X[b,J[p,q],u] * Y[b,K[p,q]] * W[b,L[p],u,w]",
+        **{name: insum.constant(value) for name, value in pattern.items()},
+        V=insum.constant(torch.ones(p, q)),
+        X=torch.empty(batch, 4, width),
+        Y=torch.empty(batch, 3),
+        W=torch.empty(batch, p, width, width),
+        out_shape=(batch, 4, width),
+        gpu="sm_90",
+    )
+    assert "unrolled: I, J, K, L are constants of the code" in str(told)

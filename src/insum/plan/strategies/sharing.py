@@ -76,6 +76,9 @@ def _over_tiles(
     entries = math.prod(draft.extents[v] for v in over)
     matrices = max(1, subject.sizes.numel[factor.tensor] // max(1, matrix))
     least = PAYS if subject.known(index.tensor) is not None else PAYS_UNSEEN
+    known = subject.known(index.tensor)
+    if known is not None and known.unique:
+        return None  # no two entries gather the same
     if matrix < LEAST_MATRIX or entries < LEAST_SHARED * matrices or entries * matrix < least:
         return None
     meeting = _meeting(subject, draft, over)
