@@ -15,6 +15,7 @@ import insum
 from insum.nn import BesselBasis, FullyConnectedNet, Gate, SphericalHarmonics, spherical_harmonics
 from insum.nn import harmonics as of_harmonics
 from insum.runtime import compiling, inspection
+from insum.testing import hostile
 from insum.testing.as_on_a_gpu import ONLY_FUSED
 from kernels import bound
 from test_compile_only import MOST_REGISTERS, compile_one, launches, spilled
@@ -124,6 +125,11 @@ def test_radial_functions() -> None:
     assert_close(own, want)
 
 
+def of_inference() -> Tensor:
+    with torch.inference_mode():
+        return torch.ones(5, 3)
+
+
 MISTAKES: dict[str, tuple[Any, str]] = {
     "normalization": (lambda: SphericalHarmonics(1, True, "sum"), "normalization is 'sum'"),
     "vectors": (lambda: SphericalHarmonics(1)(torch.ones(4)), "3 in the last dimension"),
@@ -136,6 +142,11 @@ MISTAKES: dict[str, tuple[Any, str]] = {
     "odd": (lambda: Gate("1x0o", [silu], "", [], ""), "has no parity"),
     "features": (lambda: Gate("2x0e", [silu], "", [], "")(torch.ones(3)), "2 in the last"),
     "cutoff": (lambda: BesselBasis(-1.0), "a positive number"),
+    "a variance": (lambda: FullyConnectedNet([3, 2], silu, variance_in=-1), "a positive number"),
+    "no list": (lambda: Gate("1x0e", 3, "", [], ""), "a list of activations"),  # type: ignore[arg-type]
+    "two distances": (lambda: BesselBasis(4.0)(torch.ones(5, 2)), "distances"),
+    "a fake": (lambda: FullyConnectedNet([4, 2])(hostile.fake_tensor()), "a fake tensor"),
+    "inference": (lambda: FullyConnectedNet([3, 2])(of_inference()), "under inference mode"),
 }
 
 

@@ -40,6 +40,10 @@ FUNCTIONS: dict[Any, str] = {
     nn.ReLU: "relu",
 }
 EVEN, ODD = {"abs"}, {"tanh"}
+VARIANCE = Accepted("a positive number", lambda v: isinstance(v, int | float) and 0 < v < math.inf)
+FUNCTIONS_OF_TERMS = Accepted(
+    "a list of activations, one for each term", lambda v: isinstance(v, list | tuple)
+)
 SIZES = Accepted(
     "a list of at least two sizes",
     lambda v: isinstance(v, tuple | list) and len(v) > 1 and all(is_size(one, 1) for one in v),
@@ -61,7 +65,8 @@ class Scaled:
     @classmethod
     def of(cls, activation: Any) -> Scaled:
         """A function of torch's, as it is."""
-        known = getattr(activation, "__hash__", None) and FUNCTIONS.get(activation)
+        hashed = callable(activation) and getattr(activation, "__hash__", None)
+        known = FUNCTIONS.get(activation) if hashed else None
         found = known or FUNCTIONS.get(type(activation))
         if found is None:
             name = getattr(activation, "__name__", type(activation).__name__)
@@ -177,7 +182,7 @@ class FullyConnectedNet(nn.Module):
         torch.Size([10, 5])
     """
 
-    @takes(hs=SIZES, out_act=FLAG)
+    @takes(hs=SIZES, variance_in=VARIANCE, variance_out=VARIANCE, out_act=FLAG)
     def __init__(
         self,
         hs: Sequence[int],
@@ -276,6 +281,7 @@ class Gate(nn.Module):
         torch.Size([5, 40])
     """
 
+    @takes(act_scalars=FUNCTIONS_OF_TERMS, act_gates=FUNCTIONS_OF_TERMS)
     def __init__(
         self,
         irreps_scalars: object,

@@ -7,7 +7,17 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from insum.accepted import COUNTS, TENSOR, Accepted, F, explains, is_common, is_integer, require
+from insum.accepted import (
+    COUNTS,
+    TENSOR,
+    Accepted,
+    F,
+    explains,
+    is_common,
+    is_fake,
+    is_integer,
+    require,
+)
 from insum.call import prepared
 from insum.compat.calls import is_eager_call
 from insum.compat.placed import is_placed
@@ -44,6 +54,19 @@ def refuse_scripting(layer: torch.nn.Module) -> torch.nn.Module:
 def as_the_layer(layer: torch.nn.Module, *arguments: object) -> None:
     one_dtype(layer, *arguments)
     own = list(layer.parameters())
+    if any(map(is_fake, _tensors_in(arguments))) and not all(map(is_fake, own)):
+        raise DeviceError(
+            "a fake tensor was passed to a layer whose parameters are none",
+            expected="a layer that was made under the same FakeTensorMode",
+        )
+    grown = any(p.requires_grad for p in own) and torch.is_grad_enabled()
+    if grown and any(t.is_inference() for t in _tensors_in(arguments)):
+        raise UnsupportedError(
+            "what was passed was made under inference mode, so that no gradient can be recorded "
+            "with it",
+            expected="a tensor that was made outside of it",
+            remedy="x.clone(), or the call under torch.inference_mode() as well",
+        )
     if own and is_placed(_tensors_in(arguments)) and not is_placed(own):
         raise DeviceError(
             "a DTensor was passed to a layer whose parameters are none",

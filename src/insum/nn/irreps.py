@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import re
 from collections.abc import Iterator
@@ -116,7 +115,7 @@ class Irreps:
         text = irreps if isinstance(irreps, str) else str(irreps)
         return cls(tuple(_terms(text)))
 
-    @functools.cached_property
+    @property
     def dim(self) -> int:
         return sum(mul * ir.dim for mul, ir in self.terms)
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import insum
 from insum.accepted import FLAG, SIZE, TENSOR, Accepted, takes
-from insum.nn.checks import layer_takes
+from insum.nn.checks import last_size, layer_takes
 
 LENGTH = Accepted(
     "a positive number", lambda v: isinstance(v, int | float) and 0 < float(v) < math.inf
@@ -83,6 +83,7 @@ class BesselBasis(nn.Module):
     @layer_takes(distances=TENSOR)
     def forward(self, distances: Tensor) -> Tensor:
         """From distances (..., 1) to (..., num_basis)."""
+        last_size("distances", distances, 1, "one distance")
         found = insum.insum(self.statement(), X=distances.reshape(-1), W=self.bessel_weights)
         return found.view(*distances.shape[:-1], self.num_basis)
 

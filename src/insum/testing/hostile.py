@@ -525,6 +525,21 @@ def _irreps() -> None:
           {"irreps_in": the("2x0e + 2x1o"), "irreps_out": the("2x0e"), "correlation": the(2),
            "num_elements": the(2)},
           {"x": ones(3, 2, 4), "y": ones(3, 2)})  # fmt: skip
+    layer(L.SphericalHarmonics,
+          {"degrees": the(2), "normalize": the(True), "normalization": the("norm")},
+          {"vectors": ones(5, 3)})  # fmt: skip
+    layer(L.BesselBasis,
+          {"r_max": the(4.0), "num_basis": the(3), "power": the(6), "trainable": the(False)},
+          {"distances": ones(5, 1)})  # fmt: skip
+    layer(L.FullyConnectedNet,
+          {"hs": lambda: [4, 3, 2], "act": the(nn.functional.silu), "variance_in": the(1),
+           "variance_out": the(1), "out_act": the(False)},
+          {"x": ones(5, 4)})  # fmt: skip
+    layer(L.Gate,
+          {"irreps_scalars": the("2x0e"), "act_scalars": lambda: [nn.functional.silu],
+           "irreps_gates": the("1x0e"), "act_gates": lambda: [torch.sigmoid],
+           "irreps_gated": the("1x1o")},
+          {"features": ones(5, 6)})  # fmt: skip
     product = partial(L.FullyConnectedTensorProduct, "2x0e", "1x0e", "2x0e")
     right("TensorProduct.right", lambda **o: product().right(**o), y=ones(3, 1), weight=ones(4))
     right("TensorProduct.weight_view_for_instruction",
