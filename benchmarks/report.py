@@ -305,15 +305,19 @@ def new_data_lines(result: dict[str, Any]) -> list[str]:
     return [*lines, "", f"Made by `{result['command']}`."]
 
 
+def _beside(others: list[Row]) -> str:
+    return ", ".join(f"{other['contender']} {other['median_ms']:.3f}" for other in others)
+
+
 def new_data_summary(result: dict[str, Any]) -> list[str]:
     """A sentence: the median of every case that has a rival, beside it."""
     cases: dict[str, list[Row]] = {}
     for row in result["rows"]:
         cases.setdefault(row["case"], []).append(row)
     parts = [
-        f"`{case}` {mine['median_ms']:.3f} ms ({other['contender']} {other['median_ms']:.3f})"
+        f"`{case}` {mine['median_ms']:.3f} ms ({_beside(others)})"
         for case, (mine, *others) in cases.items()
-        for other in others
+        if others
     ]
     return [
         "Calls on tensors of a size that was never seen, from an idle device to an idle device, "
@@ -592,6 +596,7 @@ def bench_table(result: dict[str, Any]) -> list[str]:
         *_head("application", "against", "", ">insum is faster in", ">least", ">median", ">most"),
     ]
     lines += [line for s in compared for line in ratio_lines(s)]
+    lines += ["", *(f"{s['title']}: {note}" for s in compared for note in s.get("notes", []))]
     lines += ["", "Every case, with its times: [docs/results.md](docs/results.md)."]
     for name, make in STAGES.items():
         if name in sections:

@@ -179,3 +179,15 @@ def test_refused() -> None:
     assert not passed.any()
     with pytest.raises(insum.BindingError, match=r"try: pass its shape as out_shape="):
         insum.insum("y[D[e]] mean= W[e]", D=D, W=W)
+
+
+@pytest.mark.parametrize("sizes", [{"x": (7, 3)}, {0: -2}, {0: 7, "f": 4}])
+def test_sizes_that_are_wrong_after_right_ones(sizes: dict[Any, Any]) -> None:
+    """What was bound before tells nothing of what is asked for otherwise."""
+    x, d = torch.randn(5, 3), torch.tensor([0, 1, 1, 6, 0])
+    statement = "y[d[e],f] mean= x[e,f]"
+    insum.insum(statement, x=x, d=d, out_shape=(7, 3))
+    insum.insum(statement, x=x, d=d, sizes={0: 7})
+    insum.insum(statement, x=x, d=d, sizes={0: 7, "f": 3})
+    with pytest.raises(insum.BindingError, match=r"mean="):
+        insum.insum(statement, x=x, d=d, sizes=sizes)

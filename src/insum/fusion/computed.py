@@ -12,6 +12,7 @@ from torch import Tensor
 
 from insum import memory
 from insum.compat.calls import PLAIN, are_plain, shorten
+from insum.fusion.defining import define
 from insum.fusion.origin import evaluate
 
 
@@ -78,10 +79,7 @@ def _fake(
 _SCHEMA = (
     "computed(str program, Tensor[] tensors, str dtype, SymInt[] shape, SymInt[] sizes) -> Tensor"
 )
-_library = torch.library.Library("insum", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(_SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-_library.impl("computed", _op, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("insum::computed", _fake, lib=_library)
+define(_SCHEMA, _op, _fake)
 OP = torch.ops.insum.computed.default
 shorten(
     OP,

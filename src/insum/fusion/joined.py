@@ -23,6 +23,7 @@ from insum.call.request import Request
 from insum.compat.calls import PLAIN
 from insum.errors import IndexRangeError
 from insum.facts import known_now
+from insum.fusion.defining import define
 from insum.fusion.indices import Selects, read, select, wrapped, written
 from insum.lang.expr import Access, Affine, Expr, Statement, accesses, index_of, rewrite
 from insum.lang.parser import parse
@@ -287,10 +288,8 @@ def _fused_series_fake(
     return tensors[0].new_empty(sizes, dtype=dtype if initial is None else initial.dtype)
 
 
-_library = torch.library.Library("insum", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
+define(
     "fused_series(Tensor? initial, str spec, Tensor[] tensors, SymInt[] sizes) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    _fused_series,
+    _fused_series_fake,
 )
-_library.impl("fused_series", _fused_series, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("insum::fused_series", _fused_series_fake, lib=_library)

@@ -22,6 +22,7 @@ from insum.call.prepared import kinds_of
 from insum.call.request import Form, Request
 from insum.compat.calls import PLAIN, are_plain, is_recorded, shorten
 from insum.fusion.computed import computed, kept_under
+from insum.fusion.defining import define
 from insum.fusion.indices import Selects, read, select, wrapped, written
 from insum.fusion.repeated import like, note, note_kept_rows
 from insum.fusion.report import note_run
@@ -174,7 +175,7 @@ class SpecPlaces:
 @functools.lru_cache(maxsize=4096)
 def places_of(text: str) -> SpecPlaces:
     spec = spec_of(text)
-    note_run(spec.statement)
+    note_run(spec.statement)  # here, because this is done once for each
     place = {name: k for k, name in enumerate(spec.names)}
     every = place | {one.name: k for k, one in enumerate(spec.origins, len(place))}
     bases = {base for _, base, _ in spec.views}
@@ -407,24 +408,16 @@ def _fused_into_fake_(target: Tensor, spec: str, tensors: list[Tensor], sizes: l
 
 
 _ARGUMENTS = "str spec, Tensor[] tensors, SymInt[] sizes"
-_library = torch.library.Library("insum", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def _define(schema: str, kernel: Any, fake: Any) -> None:
-    name = schema.partition("(")[0]
-    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-    _library.impl(name, kernel, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"insum::{name}", fake, lib=_library)
-
-
-_define(f"fused({_ARGUMENTS}) -> Tensor", run_fused, fused_fake)
-_define(f"fused_into(Tensor initial, {_ARGUMENTS}) -> Tensor", _fused_into, _fused_into_fake)
-_define(
+define(f"fused({_ARGUMENTS}) -> Tensor", run_fused, fused_fake)
+define(f"fused_into(Tensor initial, {_ARGUMENTS}) -> Tensor", _fused_into, _fused_into_fake)
+define(
     f"fused_extremum(Tensor base, {_ARGUMENTS}, bool include_self) -> Tensor",
     _fused_extremum,
     _fused_extremum_fake,
 )
-_define(f"fused_into_(Tensor(a!) target, {_ARGUMENTS}) -> ()", _fused_into_, _fused_into_fake_)
+define(f"fused_into_(Tensor(a!) target, {_ARGUMENTS}) -> ()", _fused_into_, _fused_into_fake_)
 
 
 # --- the same before the dispatcher is asked, on plain terms --------------------------------------

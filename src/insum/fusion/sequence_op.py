@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from insum.compat.calls import are_plain, shorten
+from insum.fusion.defining import define
 from insum.fusion.op import fused_fake, run_fused
 from insum.fusion.repeated import like, note_sequence
 
@@ -104,11 +105,9 @@ def _quick(spec: str, tensors: list[Tensor], sizes: list[int]) -> list[Tensor] |
     return found
 
 
-_library = torch.library.Library("insum", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
+define(
     "fused_sequence(str spec, Tensor[] tensors, SymInt[] sizes) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    _fused_sequence,
+    _fused_sequence_fake,
 )
-_library.impl("fused_sequence", _fused_sequence, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("insum::fused_sequence", _fused_sequence_fake, lib=_library)
 shorten(torch.ops.insum.fused_sequence.default, _quick)

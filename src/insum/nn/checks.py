@@ -21,7 +21,7 @@ from insum.accepted import (
 from insum.call import prepared
 from insum.compat.calls import is_eager_call
 from insum.compat.placed import is_placed
-from insum.errors import BindingError, DeviceError, DtypeError, UnsupportedError
+from insum.errors import AutogradError, BindingError, DeviceError, DtypeError, UnsupportedError
 from insum.formats import SparseFormat
 from insum.formats.base import FORMAT
 from insum.formats.operands import OWNER
@@ -59,13 +59,12 @@ def as_the_layer(layer: torch.nn.Module, *arguments: object) -> None:
             "a fake tensor was passed to a layer whose parameters are none",
             expected="a layer that was made under the same FakeTensorMode",
         )
-    grown = any(p.requires_grad for p in own) and torch.is_grad_enabled()
-    if grown and any(t.is_inference() for t in _tensors_in(arguments)):
-        raise UnsupportedError(
+    recorded = any(p.requires_grad for p in own) and torch.is_grad_enabled()
+    if recorded and any(t.is_inference() for t in _tensors_in(arguments)):
+        raise AutogradError(
             "what was passed was made under inference mode, so that no gradient can be recorded "
             "with it",
-            expected="a tensor that was made outside of it",
-            remedy="x.clone(), or the call under torch.inference_mode() as well",
+            remedy="pass its clone(), or call under torch.no_grad()",
         )
     if own and is_placed(_tensors_in(arguments)) and not is_placed(own):
         raise DeviceError(

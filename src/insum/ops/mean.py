@@ -252,7 +252,8 @@ def _sizes(request: Request, parts: MeanStatements, tensors: Mapping[str, Value]
             for name, v in tensors.items()
         ]
         given = _given(request)
-        key = replace(request, sizes=()), tuple(given), *kinds
+        names = tuple(of for of, _ in request.sizes)
+        key = replace(request, sizes=()), names, tuple(given), *kinds
         form = _forms.get(key)
         found = None if form is None else _measured(form, parts, given, tensors)
         if found is not None:
@@ -285,6 +286,8 @@ def _measured(
 ) -> MeanSizes | None:
     """None where sizes disagree, or are not simply there."""
     dtype, device, places = form
+    if not all(isinstance(size, int) and size >= 0 for size in given.values()):
+        return None
     extents: dict[str, Size] = {}
     shape = dict(given)
     for var, where in places:

@@ -75,10 +75,10 @@ def _over_tiles(
     matrix = math.prod(draft.extents[str(i.var)] for i in factor.indices if i.var is not None)
     entries = math.prod(draft.extents[v] for v in over)
     matrices = max(1, subject.sizes.numel[factor.tensor] // max(1, matrix))
-    least = PAYS if subject.known(index.tensor) is not None else PAYS_UNSEEN
     known = subject.known(index.tensor)
     if known is not None and known.unique:
         return None  # no two entries gather the same
+    least = PAYS if known is not None else PAYS_UNSEEN
     if matrix < LEAST_MATRIX or entries < LEAST_SHARED * matrices or entries * matrix < least:
         return None
     meeting = _meeting(subject, draft, over)
