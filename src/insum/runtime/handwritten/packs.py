@@ -4,9 +4,10 @@ Each row has words of bits, one bit for every step that it has. Rows are ordered
 each tile of rows lists the steps that any of its rows has. Lists have room for every step, so that
 nothing has to be counted on the host.
 
-Rows of one short word are counted into buckets by its highest bits, those of the rarest steps, and
-sorted by the whole word within windows of that order: nearly as good as sorting them all, in two
-launches instead of a dozen.
+Words are ordered as those of a reflected binary code are: one differs from the next by few bits.
+Rows of one short word are counted into buckets between words that were drawn from them, and sorted
+within windows of that order: nearly as good as sorting them all, in two launches instead of a
+dozen.
 """
 
 from __future__ import annotations
@@ -25,9 +26,8 @@ from insum.runtime.handwritten.kernel import BLOCK, Handwritten, blocks
 MOST_STEPS = 512
 #: Pieces that the tiles of one step are cut into, where rows are summed.
 PIECES_PER_STEP = 16
-#: Rows that are sorted by one program; the bits of a word that tell its bucket.
-WINDOW, BUCKET_BITS = 1024, 8
-BUCKETS = 1 << BUCKET_BITS
+#: Rows that are sorted by one program, and as many words are drawn to tell the buckets apart.
+WINDOW, BUCKETS = 1024, 256
 #: Windows that are counted into buckets here: every program adds up the counts of all of them.
 MOST_WINDOWS = 256
 #: Under which whoever made a table keeps its `KernelMap` in the memory of the table.
@@ -104,26 +104,64 @@ def insum_ordered(keys):
 
 
 """
+#: The place of a word in the reflected binary code, and the word in a place.
+_RANK = """@triton.jit
+def insum_rank(word):
+    word = word ^ (word >> 1)
+    word = word ^ (word >> 2)
+    word = word ^ (word >> 4)
+    word = word ^ (word >> 8)
+    word = word ^ (word >> 16)
+    return word ^ (word >> 32)
+
+
+@triton.jit
+def insum_word(rank):
+    return rank ^ (rank >> 1)
+
+
+"""
+#: The bucket of a rank: how many of the limits, which ascend, it does not reach.
+_BUCKET = f"""@triton.jit
+def insum_bucket(rank, limits):
+    below = (rank * 0).to(tl.int32)
+    for power in tl.static_range({(BUCKETS - 1).bit_length()}):
+        further = below + ({BUCKETS // 2} >> power)
+        below = tl.where(tl.gather(limits, further, 0) <= rank, further, below)
+    return {BUCKETS - 1} - below
+
+
+"""
 _COUNT = Handwritten(
     "insum_count_words",
-    f"""@triton.jit
-def insum_count_words(words_ptr, counts_ptr, rows: "i64", shift: "i64"):
+    _ORDERED
+    + _RANK
+    + _BUCKET
+    + f"""@triton.jit
+def insum_count_words(words_ptr, counts_ptr, rows: "i64"):
     window = tl.program_id(0).to(tl.int64)
-    at = window * {WINDOW} + tl.arange(0, {WINDOW})
+    lane = tl.arange(0, {WINDOW})
+    bin = tl.arange(0, {BUCKETS})
+    drawn = tl.load(words_ptr + lane * rows // {WINDOW}).to(tl.int64)
+    drawn = insum_ordered(insum_rank(drawn) * {WINDOW} + lane)
+    limits = tl.gather(drawn, bin * {WINDOW // BUCKETS}, 0) // {WINDOW}
+    limits_ptr = counts_ptr + tl.num_programs(0) * {BUCKETS}
+    tl.store(limits_ptr + bin, limits.to(tl.int32), mask=window + bin * 0 == 0)
+    at = window * {WINDOW} + lane
     word = tl.load(words_ptr + at, mask=at < rows, other=0).to(tl.int64)
+    bucket = insum_bucket(insum_rank(word), limits)
     # What is beyond the rows is counted into the last bucket, where it comes last.
-    bucket = {BUCKETS - 1} - (word >> shift).to(tl.int32)
-    count = tl.histogram(bucket, {BUCKETS})
-    tl.store(counts_ptr + window * {BUCKETS} + tl.arange(0, {BUCKETS}), count)
+    count = tl.histogram(tl.where(at < rows, bucket, {BUCKETS - 1}), {BUCKETS})
+    tl.store(counts_ptr + window * {BUCKETS} + bin, count)
 """,
 )
 _PLACE = Handwritten(
     "insum_place_words",
     _ORDERED
+    + _RANK
+    + _BUCKET
     + f"""@triton.jit
-def insum_place_words(
-    words_ptr, counts_ptr, order_ptr, rows: "i64", shift: "i64", windows: "i64",
-):
+def insum_place_words(words_ptr, counts_ptr, order_ptr, rows: "i64", windows: "i64"):
     window = tl.program_id(0).to(tl.int64)
     bin = tl.arange(0, {BUCKETS})
     total = tl.zeros([{BUCKETS}], tl.int32)
@@ -138,7 +176,9 @@ def insum_place_words(
     lane = tl.arange(0, {WINDOW})
     at = window * {WINDOW} + lane
     word = tl.load(words_ptr + at, mask=at < rows, other=0).to(tl.int64)
-    bucket = {BUCKETS - 1} - (word >> shift).to(tl.int32)
+    limits = tl.load(counts_ptr + windows * {BUCKETS} + bin).to(tl.int64)
+    bucket = insum_bucket(insum_rank(word), limits)
+    bucket = tl.where(at < rows, bucket, {BUCKETS - 1})
     ordered = insum_ordered(bucket * {WINDOW} + lane)
     # A row's place: where its bucket starts, what other windows have of it, what is ahead here.
     start = tl.cumsum(total, 0) - total + before - (tl.cumsum(own, 0) - own)
@@ -148,10 +188,11 @@ def insum_place_words(
 )
 #: Rows of a window by their only words; what is beyond the rows comes last.
 _SORT = f"""    largest = {(1 << 31) - 1}
-    word = tl.load(bits_ptr + row, mask=there, other=-1).to(tl.int64)
-    ordered = insum_ordered((largest - word) * {WINDOW} + lane)
-    word = largest - (ordered >> {WINDOW.bit_length() - 1})
-    there = word >= 0
+    rank = insum_rank(tl.load(bits_ptr + row, mask=there, other=0).to(tl.int64))
+    ordered = insum_ordered((largest - tl.where(there, rank, -1)) * {WINDOW} + lane)
+    rank = largest - (ordered >> {WINDOW.bit_length() - 1})
+    word = insum_word(rank)
+    there = rank >= 0
     row = tl.load(order_ptr + first_row + (ordered & {WINDOW - 1}), mask=there, other=0)
 """
 
@@ -198,9 +239,26 @@ def insum_steps(
     tl.store(start_ptr + tile, first.to(tl.int32), mask=real)
     tl.store(end_ptr + tile, last.to(tl.int32), mask=real)
 """
-    return Handwritten("insum_steps", _ORDERED + text)
+    return Handwritten("insum_steps", _ORDERED + _RANK + text)
 
 
+_RANKS = Handwritten(
+    "insum_ranks",
+    _RANK
+    + """@triton.jit
+def insum_ranks(words_ptr, ranks_ptr, rows: "i64", words: "i64", per: "i64"):
+    at = tl.program_id(0).to(tl.int64) * 256 + tl.arange(0, 256)
+    there = at < rows
+    # A rank runs backwards where the bits above it are odd in number: the lowest of their rank.
+    odd = tl.zeros([256], tl.int64)
+    for number in range(words):
+        place = (words - 1 - number) * rows + at
+        rank = insum_rank(tl.load(words_ptr + place, mask=there, other=0).to(tl.int64))
+        rank = tl.where(odd > 0, (tl.full([], 1, tl.int64) << per) - 1 - rank, rank)
+        tl.store(ranks_ptr + place, rank.to(ranks_ptr.dtype.element_ty), mask=there)
+        odd = rank & 1
+""",
+)
 #: By whether rows are sorted in windows.
 _STEPS = {windowed: _steps(windowed) for windowed in (False, True)}
 _BY_STEP = Handwritten(
@@ -269,23 +327,24 @@ def bits_of(table: Tensor, names: Tensor, walks: Sequence[tuple[bool, int, int, 
     return words
 
 
-def order_of(words: Tensor, steps: int) -> Tensor:
+def order_of(words: Tensor, steps: int, *, thorough: bool) -> Tensor:
     """Rows by their words; those with the rarest steps, which have the highest bits, come first.
-    Short words are told apart by their highest bits alone: windows are sorted later (`tiled`).
+    Unless it is to be ``thorough``, short words are told apart by buckets alone: windows are sorted
+    later (`tiled`).
     """
-    rows = words.shape[1]
+    rows, device = words.shape[1], words.device
     windows = -(-rows // WINDOW)
-    if words.dtype == torch.int32 and windows <= MOST_WINDOWS:
-        # By what the words are without their lowest bits, in descending order.
-        shift, device = max(0, steps - BUCKET_BITS), words.device
-        counts = empty((windows, BUCKETS), torch.int32, device)
+    if words.dtype == torch.int32 and windows <= MOST_WINDOWS and not thorough:
+        counts = empty((windows + 1, BUCKETS), torch.int32, device)  # the last: their limits
         order = empty((rows,), torch.int64, device)
-        _COUNT(windows, words, counts, rows, shift)
-        _PLACE(windows, words, counts, order, rows, shift, windows)
+        _COUNT(windows, words, counts, rows)
+        _PLACE(windows, words, counts, order, rows, windows)
         return order
-    order = torch.argsort(words[0], descending=True, stable=True)
-    for word in words[1:]:
-        order = order[torch.argsort(word[order], descending=True, stable=True)]
+    ranks = torch.empty_like(words)
+    _RANKS(blocks(rows, 256), words, ranks, rows, len(words), bits_per_word(steps))
+    order = torch.argsort(ranks[0], descending=True, stable=True)
+    for rank in ranks[1:]:
+        order = order[torch.argsort(rank[order], descending=True, stable=True)]
     return order
 
 

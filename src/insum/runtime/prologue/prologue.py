@@ -47,6 +47,7 @@ from insum.runtime.prologue.tables import (
     is_backwards,
     is_whole,
     packed,
+    packed_by_frequency,
     packed_made,
     packed_on_device,
     packed_words,
@@ -228,12 +229,11 @@ class Prologue:
         if on_device(table) and steps <= packs.MOST_STEPS:
             if of is None:
                 return packed_on_device(table, walks)
+            if of.comes_back:
+                return packed_made(*packed_by_frequency(table, walks), None)
             known = isinstance(recipe.table, str) and is_whole(walks, table)
             words = of.words if known else packs.bits_of(table, of.names, walks)
-            arrays = packed_words(words, of.names)
-            if of.comes_back:
-                arrays = packs.heaviest_first(arrays)
-            return packed_made(arrays, steps, None)
+            return packed_made(packed_words(words, of.names), steps, None)
         for dim, (_, coefficient, offset, extent) in enumerate(walks):
             places = torch.arange(extent, device=table.device)
             table = table.index_select(dim, places * coefficient + offset)

@@ -133,19 +133,36 @@ def read_backwards(base: Made) -> Made:
 
 def packed_on_device(table: Tensor, walks: Sequence[tuple[bool, int, int, int]]) -> Result:
     """The same by kernels of our own, without waiting; how much it leaves out arrives later."""
+    arrays, steps = packed_by_frequency(table, walks)
+    total = (arrays["end"] - arrays["start"]).sum()
+    return packed_made(arrays, steps, total)
+
+
+def packed_by_frequency(
+    table: Tensor, walks: Sequence[tuple[bool, int, int, int]]
+) -> tuple[dict[str, Tensor], int]:
+    """Tiles of a table that comes back, so that work on their order pays: all rows are sorted, and
+    tiles with many steps come first, because what ends last is short then.
+    """
     rows_at = next(d for d, walk in enumerate(walks) if walk[0])
     _, coefficient, offset, steps = walks[1 - rows_at]
     names = packs.names_by_frequency(table, rows_at)
     if coefficient < 0 or offset or steps != table.shape[1 - rows_at]:
         names = _names_walked(names, coefficient, offset, steps)
-    arrays = packs.heaviest_first(packed_words(packs.bits_of(table, names, walks), names))
-    total = (arrays["end"] - arrays["start"]).sum()
-    return packed_made(arrays, steps, total)
+    words = packs.bits_of(table, names, walks)
+    return packs.heaviest_first(_tiles(words, names, thorough=True)), steps
 
 
 def packed_words(words: Tensor, names: Tensor) -> dict[str, Tensor]:
-    """Tiles of rows that are ordered by their words of bits, one bit for each of these steps."""
-    return {**packs.tiled(words, packs.order_of(words, len(names)), names), "names": names}
+    """Tiles of rows that are ordered by their words of bits, one bit for each of these steps, with
+    as little work as that takes.
+    """
+    return _tiles(words, names, thorough=False)
+
+
+def _tiles(words: Tensor, names: Tensor, *, thorough: bool) -> dict[str, Tensor]:
+    order = packs.order_of(words, len(names), thorough=thorough)
+    return {**packs.tiled(words, order, names), "names": names}
 
 
 def _names_walked(names: Tensor, coefficient: int, offset: int, steps: int) -> Tensor:
