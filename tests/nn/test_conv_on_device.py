@@ -382,6 +382,22 @@ def test_tiles(geometry: Geometry, backwards: bool, on_device: None) -> None:
         assert [int(t) for t in tiles] == [k for k, there in enumerate(has) if there]
 
 
+@pytest.mark.parametrize("tiles", [1, 700, 6000])
+def test_pieces_are_about_as_long_as_each_other(tiles: int) -> None:
+    """However many tiles a step has: what one piece of a frequent step took would be waited for."""
+    draw = torch.Generator().manual_seed(tiles)
+    names = torch.arange(40, dtype=torch.int32)
+    shares = torch.where(names == 0, 1.0, 0.03)
+    has = torch.rand(tiles, 40, generator=draw) < shares
+    held = (has.long() << torch.arange(40)).sum(1)[None]
+    found = packs.by_step(held, names, turned=False)
+    lengths = found["end"] - found["start"]
+    assert found["step"].shape == (packs.PIECES + 40,)
+    assert bool((lengths >= 0).all())
+    assert int(lengths.sum()) == int(has.sum())
+    assert int(lengths.max()) <= 2 * int(has.sum()) // packs.PIECES + 1
+
+
 def test_maps_go_with_their_voxels(on_device: None) -> None:
     before = memory.report().entries
     for seed in range(3):

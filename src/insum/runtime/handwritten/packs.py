@@ -24,8 +24,11 @@ from insum.runtime.handwritten.kernel import BLOCK, Handwritten, blocks
 
 #: Steps of the widest table that is packed here: its lists have room for all of them.
 MOST_STEPS = 512
-#: Pieces that the tiles of one step are cut into, where rows are summed.
-PIECES_PER_STEP = 16
+#: Pieces that the tiles of all steps are cut into, where rows are summed: programs enough for a
+#: large device. Each step has one more at most.
+PIECES = 396
+#: Tiles that are looked at to tell how many pieces each step deserves.
+LOOKED_AT = 2048
 #: Rows that are sorted by one program, and as many words are drawn to tell the buckets apart.
 WINDOW, BUCKETS = 1024, 256
 #: Windows that are counted into buckets here: every program adds up the counts of all of them.
@@ -264,13 +267,44 @@ _STEPS = {windowed: _steps(windowed) for windowed in (False, True)}
 _BY_STEP = Handwritten(
     "insum_by_step",
     f"""@triton.jit
+def insum_tiles_of_steps(held_ptr, tiles, apart):
+    bit = tl.arange(0, 64)
+    count = tl.zeros([64], tl.int64)
+    for first in range(0, tl.cdiv(tiles, apart), 64):
+        tile = (first + tl.arange(0, 64)) * apart
+        held = tl.load(held_ptr + tile, mask=tile < tiles, other=0)
+        count += tl.sum((held[None, :] >> bit[:, None]) & 1, 1)
+    return count
+
+
+@triton.jit
 def insum_by_step(
     held_ptr, names_ptr, tile_ptr, step_ptr, start_ptr, end_ptr, tiles: "i64", per: "i64",
     turned: "i64",
 ):
     name = tl.program_id(0).to(tl.int64)
-    bit = name % per
+    steps = tl.num_programs(0).to(tl.int64)
+    words = tl.cdiv(steps, per)
+    # Every program comes to the same number of pieces for each step, from the same tiles.
+    apart = tl.cdiv(tiles, {LOOKED_AT})
+    total = tl.zeros([], tl.int64)
+    for number in range(words):
+        total += tl.sum(insum_tiles_of_steps(held_ptr + number * tiles, tiles, apart), 0)
+    share = tl.maximum(tl.cdiv(total, {PIECES}), 1)
+    ahead = tl.zeros([], tl.int64)
+    every = tl.zeros([], tl.int64)
+    upto = tl.zeros([], tl.int64)
+    for number in range(words):
+        count = insum_tiles_of_steps(held_ptr + number * tiles, tiles, apart)
+        pieces = tl.maximum(tl.cdiv(count, share), 1)
+        other = number * per + tl.arange(0, 64)
+        real = (tl.arange(0, 64) < per) & (other < steps)
+        every += tl.sum(tl.where(real, pieces, 0), 0)
+        ahead += tl.sum(tl.where(real & (other < name), pieces, 0), 0)
+        upto += tl.sum(tl.where(real & (other <= name), pieces, 0), 0)
+    own = upto - ahead
     held_ptr += name // per * tiles
+    bit = name % per
     count = tl.zeros([], tl.int64)
     for first in range(0, tiles, 1024):
         tile = first + tl.arange(0, 1024)
@@ -279,16 +313,21 @@ def insum_by_step(
         place = count + tl.cumsum(has, 0) - has
         tl.store(tile_ptr + name * tiles + place, tile.to(tl.int32), mask=has > 0)
         count += tl.sum(has, 0)
-    piece = tl.arange(0, {PIECES_PER_STEP})
-    length = tl.maximum((count + {PIECES_PER_STEP - 1}) // {PIECES_PER_STEP}, 1)
-    start = tl.minimum(piece * length, count)
-    end = tl.minimum(start + length, count)
-    at = name * {PIECES_PER_STEP} + piece
+    # Triton does not compile a division by what it takes for 0; there is a piece for every step.
+    length = tl.maximum(tl.cdiv(count, tl.maximum(own, 1)), 1)
     step = tl.load(names_ptr + name).to(tl.int32)
-    step = tl.where(turned > 0, tl.num_programs(0) - 1 - step, step)
-    tl.store(step_ptr + at, step + (piece * 0).to(tl.int32))
-    tl.store(start_ptr + at, (name * tiles + start).to(tl.int32))
-    tl.store(end_ptr + at, (name * tiles + end).to(tl.int32))
+    step = tl.where(turned > 0, steps.to(tl.int32) - 1 - step, step)
+    # The last program also writes the pieces that are left over, which have nothing.
+    more = tl.where(name == steps - 1, {PIECES} + steps - every, 0)
+    for first in range(0, own + more, 64):
+        piece = first + tl.arange(0, 64)
+        there = piece < own + more
+        start = tl.minimum(piece * length, count)
+        end = tl.minimum(start + length, count)
+        at = ahead + piece
+        tl.store(step_ptr + at, step + (piece * 0).to(tl.int32), mask=there)
+        tl.store(start_ptr + at, (name * tiles + start).to(tl.int32), mask=there)
+        tl.store(end_ptr + at, (name * tiles + end).to(tl.int32), mask=there)
 """,
 )
 _INVERT = Handwritten(
@@ -373,7 +412,7 @@ def heaviest_first(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def by_step(held: Tensor, names: Tensor, *, turned: bool) -> dict[str, Tensor]:
     """The tiles that have each step, in pieces; ``turned``: steps are counted from the last."""
     tiles, steps, device = held.shape[1], names.shape[0], held.device
-    pieces = steps * PIECES_PER_STEP
+    pieces = PIECES + steps
     made = empties(torch.int32, device, (steps * tiles,), (pieces,), (pieces,), (pieces,))
     _BY_STEP(steps, held, names, *made, tiles, bits_per_word(steps), int(turned))
     return dict(zip(("tile", "step", "start", "end"), made))

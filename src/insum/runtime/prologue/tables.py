@@ -17,9 +17,6 @@ from insum.runtime.prologue.made import Made, Result, awaited
 
 #: An order of rows is used where it leaves at most this share of all steps.
 WORTH = 0.8
-#: Pieces that the tiles of all steps are cut into, where rows are summed: programs enough for a
-#: large device.
-PIECES = 396
 _WORD = 62  # bits of a sort key
 
 
@@ -200,9 +197,9 @@ def by_step(base: Made) -> Result:
     ordered = torch.argsort(steps[:entries], stable=True)
     count = torch.zeros(width, dtype=torch.int64, device=steps.device)
     count.index_add_(0, steps[:entries].long(), torch.ones_like(steps[:entries], dtype=torch.int64))
-    length = max(1, entries // PIECES)
+    length = max(1, entries // packs.PIECES)
     number = (count + length - 1) // length
-    most = min(entries, 2 * PIECES) + width
+    most = min(entries, 2 * packs.PIECES) + width
     last = number.cumsum(0)
     piece = torch.arange(most, device=steps.device)
     there = piece < last[-1:]
