@@ -37,6 +37,15 @@ def banded() -> torch.Tensor:
     return (torch.ones(256, 256).triu(-2).tril(2) > 0).float()
 
 
+def communities() -> torch.Tensor:
+    """Rows that share columns with those beside them, in half precision."""
+    draw, x = torch.Generator().manual_seed(0), torch.zeros(512, 512, dtype=torch.float16)
+    for rows in x.view(16, 32, 512):
+        columns = torch.randperm(512, generator=draw)[:40]
+        rows[:, columns] = (torch.rand(32, 40, generator=draw) < 0.6).half()
+    return x
+
+
 def neighbours() -> torch.Tensor:
     table = torch.tensor([[-1, 0, 1], [0, 1, 2], [1, 2, 3], [2, 3, -1]])
     return NeighborTable(table, shape=(4, 4, 3)).to_dense()
@@ -49,6 +58,9 @@ def neighbours() -> torch.Tensor:
         (torch.block_diag(*[torch.ones(64, 64)] * 2), "BlockGroupCOO", {"block_shape": (64, 64)}),
         (banded(), "ELL", {}),
         (skewed(), "GroupCOO", {"group_dims": (0,)}),
+        (communities(), "BlockGroupCOO", {"block_shape": (32, 1)}),
+        (communities().float(), "GroupCOO", {}),
+        (communities()[torch.arange(512) * 181 % 512], "GroupCOO", {}),
         (
             torch.eye(64)
             .flip(0)[:, torch.randperm(64, generator=torch.Generator().manual_seed(0))][::2]
@@ -60,7 +72,10 @@ def neighbours() -> torch.Tensor:
         (neighbours(), "NeighborTable", {"dim": 1}),
         (torch.zeros(8, 8), "COO", {}),
     ],
-    ids=["blocks of 32", "blocks of 64", "banded", "skewed", "few", "neighbours", "empty"],
+    ids=[
+        *("blocks of 32", "blocks of 64", "banded", "skewed", "panels", "wide panels"),
+        *("no neighbours alike", "few", "neighbours", "empty"),
+    ],
 )
 def test_choice(x: torch.Tensor, format: str, options: dict[str, Any]) -> None:
     s = suggest(x)
@@ -70,7 +85,7 @@ def test_choice(x: torch.Tensor, format: str, options: dict[str, Any]) -> None:
 
 
 def test_predictions_come_true() -> None:
-    for x in (banded(), skewed(), torch.block_diag(*[torch.ones(16, 16)] * 3)):
+    for x in (banded(), skewed(), communities(), torch.block_diag(*[torch.ones(16, 16)] * 3)):
         for c in suggest(x).candidates:
             a = COO.from_dense(x).to_format(c.format, **c.options)
             assert (a.stored, a.nbytes) == (c.stored, c.nbytes) and a.padding == pytest.approx(

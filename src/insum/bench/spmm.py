@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,7 @@ from insum.bench.measure import (
 from insum.bench.options import BenchOptions
 from insum.bench.records import FORWARD
 from insum.bench.rivals import CUSPARSE, PYG, module
-from insum.formats import GroupCOO
+from insum.formats import BlockGroupCOO, GroupCOO, suggest
 
 TITLE = "SpMM"
 STATEMENT = 'insum.einsum("C[m,n] = A[m,k] * B[k,n]", A=A, B=B)'
@@ -106,6 +107,10 @@ def contenders(given: SpmmInputs, direction: str) -> list[Contender]:
             lambda: cusparse(given, direction),
         ),
     ]
+    if direction == FORWARD and (proposed := suggest(given.csr)).format == "BlockGroupCOO":
+        blocks = " x ".join(map(str, proposed.options["block_shape"]))
+        built = functools.partial(in_blocks, given, proposed.options)
+        found.append(Contender(f"insum, blocks of {blocks} as suggested", built, lines=2))
     if not PYG.absent(device):
         found.append(Contender("PyG", lambda: pyg(given, direction)))
     if not CUSPARSE.absent(device) and direction == FORWARD:
@@ -123,6 +128,12 @@ def ours(given: SpmmInputs, direction: str) -> ReadyContender:
     ready = routes.sparse_product(a, given.b, given.upstream, direction)
     there = a.slot_indices[0] >= 0
     return ReadyContender(ready.run, lambda r: (r[0], r[1][there], r[2]) if len(r) == 3 else r)
+
+
+def in_blocks(given: SpmmInputs, options: dict[str, Any]) -> ReadyContender:
+    """The format that `suggest` proposes, where that is another."""
+    a = BlockGroupCOO.from_torch(given.csr, **options)
+    return routes.sparse_product(a, given.b, given.upstream, FORWARD)
 
 
 def prepared_cusparse(given: SpmmInputs, algorithm: str) -> ReadyContender:

@@ -38,6 +38,14 @@ ENOUGH_FILL = 0.25
 #: How fast arithmetic on full blocks is, relative to the largest (Tensor Cores want large operands;
 #: 32 and 64 measured on an H200).
 BLOCK_SPEED = {16: 0.35, 32: 0.65, 64: 1.0}
+#: Heights of panels: blocks of several rows and one column, for rows that share columns.
+PANELS = (16, 32, 64)
+#: What a panel costs by its height, in entries of GroupCOO (in half precision, on an H200, where
+#: measured: 2.6 at 16, 3.2 at 32, 5.1 at 64), and below which share of their cost it is proposed.
+PANEL_COST = {height: 2 + 0.045 * height for height in PANELS}
+PANELS_PAY = 0.8
+#: A row of panels is walked by one program: none may be so many times as long as the mean.
+MOST_UNEVEN = 64
 #: ELL pays where no more than this share of its slots is padding: it saves the scatter.
 LITTLE_PADDING = 0.2
 #: A neighbour table pays where this share of it is filled; below, grouping by the other dimension
@@ -181,7 +189,14 @@ class _Occupancy:
         self.item = 4 if source.values is None else source.values.element_size()
         self.occupancy = rows_of(self.entries, dims).counts
         self.longest = int(self.occupancy.max()) if self.occupancy.numel() else 0
-        self.blocks = {b: self.count_blocks(b) for b in BLOCKS if b <= max(self.shape) and self.nnz}
+        self.blocks = {
+            b: self.count_blocks(self.block_shape(b))
+            for b in BLOCKS
+            if b <= max(self.shape) and self.nnz
+        }
+        self.panels = {
+            height: self.count_blocks((height, 1)) for height in PANELS if self.panels_run(height)
+        }
         self.fill = {
             b: self.nnz / (count * self.block_size(b)) for b, (count, _) in self.blocks.items()
         }
@@ -195,9 +210,14 @@ class _Occupancy:
     def block_size(self, b: int) -> int:
         return math.prod(self.block_shape(b))
 
-    def count_blocks(self, b: int) -> tuple[int, Tensor]:
+    def panels_run(self, height: int) -> bool:
+        """Whether Tensor Cores take panels, without a loss of precision, and there are several."""
+        in_rows = len(self.shape) == 2 and self.dims == (0,)
+        return in_rows and self.item == 2 and self.nnz > 0 and height < self.shape[0]
+
+    def count_blocks(self, shape: tuple[int, ...]) -> tuple[int, Tensor]:
         """How many blocks hold an entry, and how many of them each block row has."""
-        shape, order = self.block_shape(b), self.entries.order
+        order = self.entries.order
         grid = E.grid_of(self.shape, shape)
         coords, _ = E.distinct(
             [c.div(s, rounding_mode="floor") for c, s in zip(self.entries.coords, shape)],
@@ -226,17 +246,17 @@ class _Occupancy:
                     groups * (len(self.dims) + rest * g),
                 )
             )
-        return found + [self.block_candidate(b) for b in self.blocks]
+        found += [self.block_candidate(self.block_shape(b), self.blocks[b][1]) for b in self.blocks]
+        return found + [self.block_candidate((h, 1), self.panels[h][1]) for h in self.panels]
 
-    def block_candidate(self, b: int) -> Candidate:
-        per_row = self.blocks[b][1]
-        rows = math.prod(-(-self.shape[d] // self.block_shape(b)[d]) for d in self.dims)
+    def block_candidate(self, shape: tuple[int, ...], per_row: Tensor) -> Candidate:
+        rows = math.prod(-(-self.shape[d] // shape[d]) for d in self.dims)
         g = suggested_group_size(per_row, rows)
         groups = count_groups(per_row, g)
-        options = {"block_shape": self.block_shape(b), "group_dims": self.dims, "group_size": g}
+        options = {"block_shape": shape, "group_dims": self.dims, "group_size": g}
         indices = groups * (len(self.dims) + (len(self.shape) - len(self.dims)) * g)
         return self.candidate(
-            "BlockGroupCOO", options, groups * g * self.block_size(b), (g + 1) * groups, indices
+            "BlockGroupCOO", options, groups * g * math.prod(shape), (g + 1) * groups, indices
         )
 
     def candidate(
@@ -253,7 +273,7 @@ class _Occupancy:
         candidates = self.candidates()
         reasons = [self.about_occupancy()]
         table = self.table() if len(self.shape) > 2 else None
-        best = self.best_block()
+        best, panel = self.best_block(), self.best_panel()
         if self.nnz == 0:
             chosen, why = candidates[0], "there is nothing to group"
         elif table is not None:
@@ -270,6 +290,13 @@ class _Occupancy:
             why = (
                 f"{self.fill[best]:.0%} of each {best} x {best} block is used: dense blocks "
                 "run on Tensor Cores"
+            )
+        elif panel is not None:
+            chosen = next(c for c in candidates if c.options.get("block_shape") == (panel, 1))
+            shared = self.nnz / self.panels[panel][0]
+            why = (
+                f"{panel} rows in a row share columns: each is gathered once for {shared:.1f} "
+                "entries, and panels run on Tensor Cores"
             )
         elif candidates[1].padding <= LITTLE_PADDING:
             chosen, why = (
@@ -319,6 +346,15 @@ class _Occupancy:
             if self.fill.get(b, 0.0) >= ENOUGH_FILL
         }
         return max(useful, key=lambda b: useful[b], default=None)
+
+    def best_panel(self) -> int | None:
+        cost = {
+            height: PANEL_COST[height] * count / self.nnz
+            for height, (count, per_row) in self.panels.items()
+            if int(per_row.max()) * per_row.numel() <= MOST_UNEVEN * count
+        }
+        best = min(cost, key=lambda height: cost[height], default=None)
+        return best if best is not None and cost[best] <= PANELS_PAY else None
 
     def table(self) -> Candidate | None:
         """The smallest neighbour table, where an ungrouped dimension has at most one entry for
