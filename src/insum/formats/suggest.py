@@ -44,6 +44,8 @@ PANELS = (16, 32, 64)
 #: measured: 2.6 at 16, 3.2 at 32, 5.1 at 64), and below which share of their cost it is proposed.
 PANEL_COST = {height: 2 + 0.045 * height for height in PANELS}
 PANELS_PAY = 0.8
+#: Square blocks are read in order, which is worth this many times the elements of panels.
+BLOCKS_IN_ORDER = 1.25
 #: A row of panels is walked by one program: none may be so many times as long as the mean.
 MOST_UNEVEN = 64
 #: ELL pays where no more than this share of its slots is padding: it saves the scatter.
@@ -274,6 +276,8 @@ class _Occupancy:
         reasons = [self.about_occupancy()]
         table = self.table() if len(self.shape) > 2 else None
         best, panel = self.best_block(), self.best_panel()
+        if panel is not None and best is not None and self.panels_fit(panel, best):
+            best = None
         if self.nnz == 0:
             chosen, why = candidates[0], "there is nothing to group"
         elif table is not None:
@@ -355,6 +359,11 @@ class _Occupancy:
         }
         best = min(cost, key=lambda height: cost[height], default=None)
         return best if best is not None and cost[best] <= PANELS_PAY else None
+
+    def panels_fit(self, height: int, block: int) -> bool:
+        """Whether panels leave out enough of what blocks hold."""
+        in_panels = self.panels[height][0] * height
+        return in_panels * BLOCKS_IN_ORDER <= self.blocks[block][0] * self.block_size(block)
 
     def table(self) -> Candidate | None:
         """The smallest neighbour table, where an ungrouped dimension has at most one entry for

@@ -333,9 +333,8 @@ def _for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
     if columns % n and wide and n <= 32:  # few threads of a row have something to read
         return Config(m=max(1, m // 2), n=n, k=4, warps=1, stages=1)
     # where rows end inside of tiles, one warp waits for fewer threads that read nothing
-    idle = columns % n > 0 and n > 128
-    # so that a thread has four of the widest loads in flight, whatever the numbers
-    return Config(m=m, n=n, k=2, warps=2 if wide and not idle else 1, stages=1)
+    idle = columns % n > 0 and (n == 64 and not wide or n > 128)
+    return Config(m=m, n=n, k=2, warps=1 if idle else 2, stages=1)
 
 
 def _row_bytes(plan: Plan) -> int:
