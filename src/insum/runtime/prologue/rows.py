@@ -15,6 +15,9 @@ from insum.plan.sizes import power_of_two
 from insum.plan.tiling import SHORT
 from insum.runtime.prologue.made import Awaited, Made, Result, awaited
 
+#: Short rows that are ordered by length among each other.
+WINDOW = 2048
+
 
 def segments(pointers: Tensor, entries: int) -> Result:
     """Runs of equal values in a sorted index tensor: entries ``start[r] .. end[r]`` belong to row
@@ -101,11 +104,8 @@ def composed(source: Tensor, anchor: Tensor, order: Tensor, dims: tuple[int, ...
 
 
 def tasks(base: Made, limit: int) -> Result:
-    """Cut rows into pieces of at most ``limit`` entries, long pieces first and otherwise in the
-    order of the rows; ``row`` is the output row, or ``-1 - slot`` of the workspace.
-
-    The order inside a class is kept: rows that are near in the output gather near inputs, and a
-    full sort would lose that.
+    """Cut rows into pieces of at most ``limit`` entries, long pieces first; ``row`` is the output
+    row, or ``-1 - slot`` of the workspace.
     """
     start, end, entries = base.arrays["start"], base.arrays["end"], base.counts["entries"]
     if 0 < base.summary.longest <= min(limit, SHORT):
@@ -128,10 +128,8 @@ def tasks(base: Made, limit: int) -> Result:
     row = torch.where(split, -split.cumsum(0, dtype=small), row)
     length = torch.where(there, stop - first, -1)
     long = (length > SHORT).sum()
-    klass = torch.where(length <= SHORT, 0, length.clamp_(min=1).log2().ceil_()).to(torch.int8)
-    del length, split
-    order = torch.argsort(torch.where(there, -klass, 1), stable=True)
-    del klass, there
+    order = torch.argsort(_among_tasks(length), stable=True)
+    del length, split, there
     arrays = {"start": first[order].to(small), "end": stop[order].to(small), "row": row[order]}
     del first, stop, row, order
     rows = torch.argsort((cut <= 1).to(torch.int8), stable=True)  # those that were cut come first
@@ -146,6 +144,20 @@ def tasks(base: Made, limit: int) -> Result:
         return Made({n: _first(array, lengths[n]) for n, array in arrays.items()}, counts)
 
     return awaited(arrays, [total, long, slot_count, cut_count], finish)
+
+
+def _among_tasks(length: Tensor) -> Tensor:
+    """Numbers that tasks of these lengths are ordered by; those of -1 entries come last.
+
+    Of long ones their class. Short ones share tiles, which wait for the longest of them: they are
+    ordered by length, but only among those that are near in the output, because these gather near
+    inputs.
+    """
+    at = torch.arange(length.numel(), device=length.device, dtype=length.dtype)
+    short = at.div_(WINDOW, rounding_mode="floor").mul_(SHORT + 1).add_(SHORT).sub_(length)
+    long = -length.clamp(min=1).log2().ceil_().to(length.dtype)
+    last = torch.iinfo(length.dtype).max
+    return torch.where(length < 0, last, torch.where(length > SHORT, long, short))
 
 
 def _first(array: Tensor, count: int) -> Tensor:
