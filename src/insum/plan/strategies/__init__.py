@@ -27,7 +27,13 @@ from insum.plan.draft import (
     finish,
     first_draft,
 )
-from insum.plan.strategies.atomics import atomic, atomic_is_asked_for, atomic_keeps_its_tiles
+from insum.plan.strategies.atomics import (
+    atomic,
+    atomic_adds_single_values,
+    atomic_is_asked_for,
+    atomic_keeps_its_tiles,
+    atomic_reads_matrices_once,
+)
 from insum.plan.strategies.inverting import inverse
 from insum.plan.strategies.one_hot import onehot
 from insum.plan.strategies.packing import packed
@@ -48,6 +54,8 @@ SCATTERED = (
     unique,
     atomic_is_asked_for,
     atomic_keeps_its_tiles,
+    atomic_reads_matrices_once,
+    atomic_adds_single_values,
     segments,
     inverse,
     sorted_first,
