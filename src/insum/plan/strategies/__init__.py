@@ -13,7 +13,8 @@ apply or would not pay.
 - *onehot*: the scattered dimension is small and stays whole in registers;
 - *segment*: the index is sorted (or sorting it once pays), so rows of the output own runs of
   entries: no atomics, no zero fill;
-- *atomic*: everything else.
+- *atomic*: everything else, and where rows would cost more than they save: entries with matrices
+  of their own, and single values.
 """
 
 from __future__ import annotations
