@@ -455,21 +455,6 @@ def test_short_rows_of_the_output_lie_together() -> None:
     assert turned.roles.m == ("b",) and turned.roles.n == ("c",)
 
 
-def test_single_values_are_added_where_they_belong() -> None:
-    """Unless many belong to one place, or sums meet in a buffer, or need an order."""
-
-    def strategy(places: torch.Tensor, dtype: torch.dtype = torch.float32) -> str:
-        v = torch.empty(len(places), dtype=dtype)
-        return plan_of("y[d[e]] += v[e]", {0: 300}, d=places, v=v).strategy
-
-    few = torch.randint(0, 300, (4096,))
-    assert strategy(few) == strategy(few.sort().values) == "atomic"
-    assert strategy(few, torch.float16) == "segment"
-    assert strategy(torch.cat([few, torch.zeros(3000, dtype=torch.int64)])) == "segment"
-    with insum.settings(scatter="segment"):
-        assert strategy(few) == "segment"
-
-
 # --- widths and dtypes ----------------------------------------------------------------------------
 
 

@@ -62,6 +62,8 @@ OWN_THREADS, OWN_SUMS = 128, 8
 OWN_STEPS = 9
 #: Values of a tile that has one axis and sums nothing.
 SINGLE_VALUES = 512
+#: Values of a tile that sums and is put together before atomics.
+SMALL_SUMS = 1024
 #: Columns in tiles of which the last may be half empty.
 MANY_COLUMNS = 512
 #: Side of a tile that is read along one axis and written along the other: a line of memory each
@@ -436,6 +438,9 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         # long sums over few columns: more programs, and more rows in flight
         return Config(m=1, n=min(n, 64), k=128, warps=8, stages=1)
     k = min(k, max(4, 1024 // n)) if plan.roles.k and k < 128 or n > 16 else k
+    if plan.strategy == "atomic" and 1 < k and n * k <= SMALL_SUMS:
+        # matrices of entries: a program waits for its sums, and small ones for less
+        return Config(m=min(m, SMALL_SUMS // (n * k)), n=n, k=k, warps=2, stages=1)
     m = min(m, max(1, 2048 // (n * k)))
     return Config(m=m, n=n, k=k, warps=4, stages=1 if k == 1 else 2)
 

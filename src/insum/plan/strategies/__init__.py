@@ -13,8 +13,7 @@ apply or would not pay.
 - *onehot*: the scattered dimension is small and stays whole in registers;
 - *segment*: the index is sorted (or sorting it once pays), so rows of the output own runs of
   entries: no atomics, no zero fill;
-- *atomic*: everything else, and where rows would cost more than they save: entries with matrices
-  of their own, and single values.
+- *atomic*: everything else, and entries with matrices of their own, which rows would take apart.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from insum.plan.draft import (
 )
 from insum.plan.strategies.atomics import (
     atomic,
-    atomic_adds_single_values,
     atomic_is_asked_for,
     atomic_keeps_its_tiles,
     atomic_reads_matrices_once,
@@ -56,7 +54,6 @@ SCATTERED = (
     atomic_is_asked_for,
     atomic_keeps_its_tiles,
     atomic_reads_matrices_once,
-    atomic_adds_single_values,
     segments,
     inverse,
     sorted_first,

@@ -4,18 +4,11 @@ index tensor that was never seen.
 
 from __future__ import annotations
 
-import math
-
 from insum.lang.expr import accesses, variables
-from insum.plan.draft import TRITON, Draft, Planned, Subject, finish, roles_of
-from insum.plan.questions import AskSummary
-from insum.plan.recipes import OfShape, Segments, Sorted
+from insum.plan.draft import Draft, Planned, Subject, finish, roles_of
 from insum.plan.roles import SMALLEST_DOT
 from insum.plan.strategies.segmenting import fits, to_segments
 from insum.plan.substitution import Scatter
-
-#: Entries of one row that may wait for each other at one place.
-MOST_AT_ONE_PLACE = 1024
 
 
 def atomic(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:
@@ -49,7 +42,9 @@ def atomic_reads_matrices_once(subject: Subject, draft: Draft, scatter: Scatter)
     would walk through them one value at a time. Tiles of entries read them once and in order, and
     what they add is little beside that.
     """
-    if not _may_meet_anywhere(subject) or subject.known(scatter.access.tensor) is None:
+    if subject.is_ordered or subject.wishes.settings.scatter != "auto":
+        return None
+    if subject.reduce != "sum" or subject.known(scatter.access.tensor) is None:
         return None
     columns = {v for v in variables(draft.target) if v not in scatter.variables}
     summed = {v for v in draft.summed() if draft.extents[v] >= SMALLEST_DOT}
@@ -64,35 +59,6 @@ def atomic_reads_matrices_once(subject: Subject, draft: Draft, scatter: Scatter)
     if roles.dot or roles.loops or roles.grid:
         return None
     return _atomic(subject, draft, "each entry has a matrix of its own, which is read once")
-
-
-def atomic_adds_single_values(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:
-    """Single values that are read in order: finding the entries of a row costs more than adding
-    them where they belong, as long as few belong to one place.
-    """
-    name = scatter.access.tensor
-    if not _may_meet_anywhere(subject) or subject.known(name) is None or draft.summed():
-        return None
-    if subject.accumulator() != TRITON[subject.problem.dtype]:  # they meet in a buffer, then
-        return None
-    columns = (v for v in variables(draft.target) if v not in scatter.variables)
-    reads = [a for factor in draft.factors for a in accesses(factor) if a.indices]
-    in_order = all(index.var is not None for access in reads for index in access.indices)
-    if not in_order or math.prod(draft.extents[v] for v in columns) > 1:
-        return None
-    rows = Segments if fits(subject, draft, scatter) else Sorted
-    longest = subject.ask(AskSummary(rows(name, OfShape(scatter.dim)))).longest
-    if longest > MOST_AT_ONE_PLACE:
-        return None
-    return _atomic(subject, draft, f"few of the single values meet at one place of {name}")
-
-
-def _may_meet_anywhere(subject: Subject) -> bool:
-    return (
-        subject.reduce == "sum"
-        and not subject.wishes.deterministic
-        and subject.wishes.settings.scatter == "auto"
-    )
 
 
 def _atomic(subject: Subject, draft: Draft, why: str) -> Planned:
