@@ -438,7 +438,7 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         # long sums over few columns: more programs, and more rows in flight
         return Config(m=1, n=min(n, 64), k=128, warps=8, stages=1)
     k = min(k, max(4, 1024 // n)) if plan.roles.k and k < 128 or n > 16 else k
-    if plan.strategy == "atomic" and 1 < k and n * k <= SMALL_SUMS:
+    if plan.strategy == "atomic" and k > 1 and n * k <= SMALL_SUMS:
         # matrices of entries: a program waits for its sums, and small ones for less
         return Config(m=min(m, SMALL_SUMS // (n * k)), n=n, k=k, warps=2, stages=1)
     m = min(m, max(1, 2048 // (n * k)))
