@@ -215,6 +215,7 @@ UNSEEN = {
     "a sum": "C[AM[p],n] += AV[p] * B[AK[p],n]",
     "a maximum": "C[AM[p],n] max= AV[p] * B[AK[p],n]",
     "a minimum of doubles": "C[AM[p],n] min= F[p,n]",
+    "a maximum of integers": "C[AM[p],n] max= G[p,n]",
     "blocks": "C[AM[p],m,n] += D[p,m,k] * E[AK[p],k,n]",
 }
 
@@ -231,6 +232,7 @@ def test_index_tensors_that_nobody_has_looked_at(name: str, target: str) -> None
         "D": torch.empty(5000, 32, 32),
         "E": torch.empty(300, 32, 64),
         "F": torch.empty(5000, 24, dtype=torch.float64),
+        "G": torch.empty(5000, 24, dtype=torch.int64),
     }
     values = {n: v for n, v in every.items() if f"{n}[" in UNSEEN[name]}
     look = inspection.elsewhere(bound(UNSEEN[name], values, {0: 300}), values, architecture=target)
@@ -240,6 +242,33 @@ def test_index_tensors_that_nobody_has_looked_at(name: str, target: str) -> None
     assert found[0].launch.plan.guarded
     for one in found:
         assert spilled(compile_one(one, target)) == 0, one.launch.config
+
+
+#: A matrix for each edge, and the gradients of rows and matrices.
+OWN_MATRICES = {
+    "forward": "y[d[e],o] += x[s[e],i] * W[e,i,o]",
+    "gradient of rows": "z[s[e],i] += y[d[e],o] * W[e,i,o]",
+    "gradient of matrices": "z[e,i,o] = y[d[e],o] * x[s[e],i]",
+}
+
+
+@pytest.mark.parametrize("target", compiling.TARGETS)
+@pytest.mark.parametrize("name", OWN_MATRICES)
+def test_matrices_of_entries(name: str, target: str) -> None:
+    """Read and written once, in the widest loads and stores."""
+    rows, edges = torch.empty(2000, 16), torch.randint(0, 2000, (2, 5000))
+    every = {"x": rows, "y": rows, "W": torch.empty(5000, 16, 16), "s": edges[0], "d": edges[1]}
+    read = OWN_MATRICES[name].split("=")[1] + "s[ d["
+    values = {n: v for n, v in every.items() if f"{n}[" in read}
+    sizes = {} if "matrices" in name else {0: 2000}
+    problem = bound(OWN_MATRICES[name], values, sizes)
+    (one,) = launches(inspection.elsewhere(problem, values, architecture=target))
+    found = compile_one(one, target)
+    assert spilled(found) == 0, one.launch.config
+    if target == "sm_90" and "matrices" in name:
+        assert "st.global.v4.b32" in found.assembly["ptx"]
+    elif target == "sm_90":
+        assert one.launch.plan.strategy == "atomic" and loads(one)["W"] == {16}
 
 
 #: A convolution as its statements are run: copies, the product, and both gradients.

@@ -278,6 +278,23 @@ def test_scalars_and_histograms() -> None:
     )
 
 
+@pytest.mark.parametrize("strategy", ["auto", "segment"])
+@pytest.mark.parametrize("channels", [8, 20])
+def test_entries_with_matrices_of_their_own(channels: int, strategy: str) -> None:
+    x, w = torch.randn(9, channels), torch.randn(37, channels, channels + 4)
+    s, d = torch.randint(0, 9, (37,)), torch.randint(0, 7, (37,))
+    dy = torch.randn(7, channels + 4)
+    with insum.settings(scatter=strategy):
+        y = run("y[d[e],o] += x[s[e],i] * W[e,i,o]", {0: 7}, x=x, W=w, s=s, d=d)
+        dx = run("dx[s[e],i] += dy[d[e],o] * W[e,i,o]", {0: 9}, dy=dy, W=w, s=s, d=d)
+        dw = run("dW[e,i,o] += dy[d[e],o] * x[s[e],i]", dy=dy, x=x, s=s, d=d)
+    wanted = torch.zeros_like(dy).index_add(0, d, (x[s][:, None] @ w)[:, 0])
+    torch.testing.assert_close(y, wanted, rtol=1e-4, atol=1e-4)
+    wanted = torch.zeros_like(x).index_add(0, s, (w @ dy[d][:, :, None])[:, :, 0])
+    torch.testing.assert_close(dx, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(dw, x[s][:, :, None] * dy[d][:, None])
+
+
 @pytest.mark.parametrize("strategy", ["auto", "segment", "atomic"])
 @pytest.mark.parametrize("operator", ["max=", "min="])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int64])
@@ -295,6 +312,22 @@ def test_extrema(operator: str, strategy: str, dtype: torch.dtype) -> None:
         assert torch.equal(run(f"C[I[p],n] {operator} V[p,n]", {0: 5}, I=index, V=values), wanted)
 
 
+#: What is there, and what arrives: both signs, zeros, infinities and NaN.
+SIGNED = torch.tensor([-INF, -2.5, -1.0, -0.0, 0.0, 1.0, 2.5, INF, NAN])
+
+
+@pytest.mark.parametrize("operator", ["max=", "min="])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int64])
+def test_atomics_are_sent_where_they_change_something(operator: str, dtype: torch.dtype) -> None:
+    numbers = SIGNED.to(dtype) if dtype.is_floating_point else torch.arange(-4, 5)
+    old, new = numbers.repeat_interleave(len(numbers)), numbers.repeat(len(numbers))
+    wanted = torch.maximum(old, new) if operator == "max=" else torch.minimum(old, new)
+    places = torch.randperm(len(old))
+    with insum.settings(scatter="atomic"):
+        got = run(f"y[d[e]] {operator} v[e]", y=old.clone(), d=places, v=new[places])
+    torch.testing.assert_close(got, wanted, equal_nan=True)
+
+
 @pytest.mark.parametrize("operator", ["max=", "min="])
 def test_what_meets_nan_is_nan(operator: str) -> None:
     """As in torch, in sums over the tile and from step to step, for rows of any length."""
@@ -305,9 +338,10 @@ def test_what_meets_nan_is_nan(operator: str) -> None:
     want = want.scatter_reduce(
         0, rows[:, None].expand(43, 5), values, "amax" if operator == "max=" else "amin"
     )
-    torch.testing.assert_close(
-        run(f"C[r[e],f] {operator} v[e,f]", {0: 4}, r=rows, v=values), want, equal_nan=True
-    )
+    for scatter in ("auto", "atomic"):
+        with insum.settings(scatter=scatter):
+            got = run(f"C[r[e],f] {operator} v[e,f]", {0: 4}, r=rows, v=values)
+        torch.testing.assert_close(got, want, equal_nan=True)
     torch.testing.assert_close(
         run(f"C[e] {operator} v[e,f]", v=values),
         values.amax(1) if operator == "max=" else values.amin(1),

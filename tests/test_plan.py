@@ -413,6 +413,48 @@ def test_several_scattered_indices() -> None:
     assert plan.strategy == "atomic" and plan.why == ("several scattered indices",)
 
 
+EDGES = {
+    "x": torch.empty(500, 16),
+    "dy": torch.empty(500, 16),
+    "W": torch.empty(4096, 16, 16),
+    "s": torch.randint(0, 500, (4096,)),
+    "d": torch.randint(0, 500, (4096,)).sort().values,
+}
+OWN_MATRICES = {
+    "forward": ("y[d[e],o] += x[s[e],i] * W[e,i,o]", "i"),
+    "gradient of rows": ("dx[s[e],i] += dy[d[e],o] * W[e,i,o]", "o"),
+}
+
+
+@pytest.mark.parametrize("name", OWN_MATRICES)
+def test_matrices_of_entries_are_read_once(name: str) -> None:
+    """Tiles hold entries with all that each sums, and not rows that walk through it."""
+    statement, summed = OWN_MATRICES[name]
+    read = {"x" if name == "forward" else "dy", "W", "s", "d"}
+    values = {n: v for n, v in EDGES.items() if n in read}
+    plan = plan_of(statement, {0: 500}, **values)
+    assert plan.strategy == "atomic" and plan.why == (
+        "each entry has a matrix of its own, which is read once",
+    )
+    assert plan.roles.m == ("e",) and plan.roles.k == (summed,) and not plan.roles.loops
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert plan_of(statement, {0: 500}, **values).strategy == "segment"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_short_rows_of_the_output_lie_together() -> None:
+    """Programs write one piece of memory each, whatever its dimensions."""
+    gradient, names = "dW[e,i,o] += dy[d[e],o] * x[s[e],i]", ("x", "dy", "s", "d")
+    plan = plan_of(gradient, **{n: EDGES[n] for n in names})
+    assert plan.roles.m == ("e", "i") and plan.roles.n == ("o",) and not plan.roles.grid
+    wide = plan_of("y[a,b,c] = x[a,b] * z[c]", x=torch.empty(64, 64), z=torch.empty(128))
+    assert len(wide.roles.m) == 1 and len(wide.roles.grid) == 1
+    turned = plan_of("y[a,b,c] = x[c,a,b]", x=torch.empty(32, 32, 32))
+    assert turned.roles.m == ("b",) and turned.roles.n == ("c",)
+
+
 # --- widths and dtypes ----------------------------------------------------------------------------
 
 

@@ -23,28 +23,47 @@ def insum_min(a, b):
 """,
     "insum_atomic_max(": '''@triton.jit
 def insum_atomic_max(at, value, mask):
-    """Numbers that are compared as integers, of which NaN is the largest; negative ones fall."""
-    kind = tl.int32 if value.dtype == tl.float32 else tl.int64
-    plain = tl.uint32 if value.dtype == tl.float32 else tl.uint64
-    largest = 2147483647 if value.dtype == tl.float32 else 9223372036854775807
-    bits = tl.where(value != value, largest, value.to(kind, bitcast=True))
-    rises, falls = mask & (bits >= 0), mask & (bits < 0)
-    tl.atomic_max(at.to(tl.pointer_type(kind), bitcast=True), bits, mask=rises, sem="relaxed")
-    bits = bits.to(plain, bitcast=True)
-    tl.atomic_min(at.to(tl.pointer_type(plain), bitcast=True), bits, mask=falls, sem="relaxed")
+    """What is there only rises: a look at it, however old, spares the atomics that change nothing.
+    Floats are compared as integers, of which NaN is the largest; negative ones fall.
+    A NaN that is there stays, whichever of them it is."""
+    if value.dtype.is_floating():
+        kind = tl.int32 if value.dtype == tl.float32 else tl.int64
+        plain = tl.uint32 if value.dtype == tl.float32 else tl.uint64
+        largest = 2147483647 if value.dtype == tl.float32 else 9223372036854775807
+        bits = tl.where(value != value, largest, value.to(kind, bitcast=True))
+        there = tl.load(at, mask=mask, cache_modifier=".cg")
+        mask, old = mask & (there == there), there.to(kind, bitcast=True)
+        at = at.to(tl.pointer_type(kind), bitcast=True)
+        rises, falls = mask & (bits >= 0) & (bits > old), mask & (old < 0) & (bits < old)
+        tl.atomic_max(at, bits, mask=rises, sem="relaxed")
+        at, bits = at.to(tl.pointer_type(plain), bitcast=True), bits.to(plain, bitcast=True)
+        tl.atomic_min(at, bits, mask=falls, sem="relaxed")
+    else:
+        old = tl.load(at, mask=mask, cache_modifier=".cg")
+        tl.atomic_max(at, value, mask=mask & (value > old), sem="relaxed")
 
 
 ''',
     "insum_atomic_min(": '''@triton.jit
 def insum_atomic_min(at, value, mask):
-    """Numbers that are compared as integers, of which NaN is the smallest; negative ones fall."""
-    kind = tl.int32 if value.dtype == tl.float32 else tl.int64
-    plain = tl.uint32 if value.dtype == tl.float32 else tl.uint64
-    bits = tl.where(value != value, -1, value.to(kind, bitcast=True))
-    rises, falls = mask & (bits >= 0), mask & (bits < 0)
-    tl.atomic_min(at.to(tl.pointer_type(kind), bitcast=True), bits, mask=rises, sem="relaxed")
-    bits = bits.to(plain, bitcast=True)
-    tl.atomic_max(at.to(tl.pointer_type(plain), bitcast=True), bits, mask=falls, sem="relaxed")
+    """What is there only falls: a look at it, however old, spares the atomics that change nothing.
+    Floats are compared as integers, of which NaN is the smallest; negative ones fall.
+    A NaN that is there stays, whichever of them it is."""
+    if value.dtype.is_floating():
+        kind = tl.int32 if value.dtype == tl.float32 else tl.int64
+        plain = tl.uint32 if value.dtype == tl.float32 else tl.uint64
+        bits = tl.where(value != value, -1, value.to(kind, bitcast=True))
+        there = tl.load(at, mask=mask, cache_modifier=".cg")
+        mask, old = mask & (there == there), there.to(kind, bitcast=True)
+        at = at.to(tl.pointer_type(kind), bitcast=True)
+        rises = mask & (bits >= 0) & (bits < old)
+        falls = mask & (bits < 0) & ((old >= 0) | (bits > old))
+        tl.atomic_min(at, bits, mask=rises, sem="relaxed")
+        at, bits = at.to(tl.pointer_type(plain), bitcast=True), bits.to(plain, bitcast=True)
+        tl.atomic_max(at, bits, mask=falls, sem="relaxed")
+    else:
+        old = tl.load(at, mask=mask, cache_modifier=".cg")
+        tl.atomic_min(at, value, mask=mask & (value < old), sem="relaxed")
 
 
 ''',

@@ -235,17 +235,16 @@ class Output:
 
     def met(self, pointer: str, text: str, mask: Val | None, axes: tuple[str, ...]) -> str:
         """What brings values to places where those of other programs arrive, too. Triton's maximum
-        of floats knows no NaN.
+        of floats knows no NaN, and sends every atomic.
         """
         plan = self.plan
-        if plan.reduce != "sum" and plan.accumulator.startswith("float"):
+        if plan.reduce != "sum":
             tile = ", ".join(str(self.frame.tile(a)) for a in axes)
             every = Val(f"tl.full([{tile}], 1, tl.int1)" if tile else "True", axes)
             where = combine([mask, every], "&") if mask else every
             return f"insum_atomic_{plan.reduce}({pointer}, {text}, {where.over(axes)})"
         masked = f", mask={self.whole(mask, axes).over(axes)}" if mask else ""
-        operation = {"sum": "add", "max": "max", "min": "min"}[plan.reduce]
-        return f'tl.atomic_{operation}({pointer}, {text}{masked}, sem="relaxed")'
+        return f'tl.atomic_add({pointer}, {text}{masked}, sem="relaxed")'
 
     def edges(self, place: Access) -> list[Val]:
         """Where places that are walked by several variables end: the last of them may walk past."""

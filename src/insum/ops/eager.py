@@ -363,11 +363,15 @@ def _runner_of(
     given = (upstream, *saved)
     if call is None or torch.is_grad_enabled() or not is_plain_call(given):
         return _run_derived
-    layouts = *map(Tensor.stride, given), *map(_dtype_of, given)
-    marks = upstream.shape, upstream.is_neg(), upstream.is_conj()
-    state, kept = (layouts, marks, modes_now(settings)), call.derived
+    state: tuple[Any, ...] = ()  # found by the first statement: gradients that are views need none
+    kept = call.derived
 
     def run_kept(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ...]) -> Tensor:
+        nonlocal state
+        if not state:
+            layouts = *map(Tensor.stride, given), *map(_dtype_of, given)
+            marks = upstream.shape, upstream.is_neg(), upstream.is_conj()
+            state = layouts, marks, modes_now(settings)
         key = kinds, state
         found = kept.get(key)
         if found is None:

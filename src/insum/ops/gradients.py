@@ -22,6 +22,7 @@ from insum.lang.expr import tensors_of, variables
 from insum.lang.measure import SizeKeys
 from insum.lang.parser import parse
 from insum.lang.problem import kind_of
+from insum.lang.repeat import repetition_of
 from insum.plan.path import AUTO, is_path
 
 #: Runs a statement, of which the kinds of calls are known, on these values and sizes.
@@ -38,14 +39,26 @@ class Gradients:
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """A derived statement: what it reads, the variables whose extents it is given, and whether only
-    the real part of its value counts.
+    """A derived statement.
+
+    Attributes:
+        kinds: the statement, without the dimensions along which it repeats its value.
+        reads: the tensors that it reads.
+        variables: those whose extents it is given.
+        real: whether only the real part of its value counts.
+        repeats: the dimensions that a view of its value repeats. As torch does for its own sums:
+            what keeps such a gradient as its own makes a copy.
+        views: the tensor that its value is a view of, so that nothing is to be run, or ''.
+        order: of that tensor's dimensions in the value.
     """
 
     kinds: Kinds
     reads: tuple[str, ...]
     variables: tuple[str, ...]
     real: bool
+    repeats: tuple[int, ...]
+    views: str
+    order: tuple[int, ...]
 
     def __call__(
         self,
@@ -55,14 +68,27 @@ class Derived:
         run: StatementRunner,
     ) -> Tensor:
         """Its value, of this shape, on those of the values that it reads."""
+        if self.views:
+            source: Tensor = values[self.views]
+            return self.repeated(source.permute(self.order), shape) if self.repeats else source
         # loops: before Python 3.12 every comprehension is a call, and a backward pass has many
         arguments, sizes = {}, [*shape]
+        for dim in reversed(self.repeats):
+            del sizes[dim]
         for name in self.reads:
             arguments[name] = values[name]
         for var in self.variables:
             sizes.append(extents[var])
         found = run(self.kinds, arguments, tuple(sizes))
-        return found.real if self.real else found
+        if self.real:
+            found = found.real
+        return self.repeated(found, shape) if self.repeats else found
+
+    def repeated(self, value: Tensor, shape: Sequence[Size]) -> Tensor:
+        """The whole as a view of what it repeats."""
+        for dim in self.repeats:
+            value = value.unsqueeze(dim)
+        return value.expand(*shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +161,7 @@ def tangent_of(
     """The tangent of a result, of those of tensors and of its ``initial`` value."""
     total = torch.zeros_like(result)
     for name, given in tangents.items():
-        rule = _tangent_rule(call, values, name, result.dtype)
+        rule = _tangent_rule(call, name, given.dtype, result.dtype)
         known = {**values, rule.upstream: given, rule.result: result}
         for one in rule.statements:
             total = total + one(known, result.shape, call.extents, run)
@@ -148,15 +174,16 @@ def tangent_of(
 
 
 def _tangent_rule(
-    call: ForwardCall, values: Mapping[str, Any], name: str, dtype: torch.dtype
+    call: ForwardCall, name: str, given: torch.dtype, dtype: torch.dtype
 ) -> GradientRule:
-    key = "tangent", name, dtype
+    key = "tangent", name, given, dtype
     found: GradientRule | None = call.rules.get(key)
     if found is None:
         derived = tangent(call.form.statement, name)
         rank = len(parse(call.form.statement).target.indices)
+        known = {derived.upstream: given}
         found = call.rules[key] = GradientRule(
-            tuple(_derived(call.form, text, rank, dtype, {}) for text in derived.statements),
+            tuple(_derived(call.form, text, rank, dtype, known) for text in derived.statements),
             derived.upstream,
             derived.result,
         )
@@ -199,13 +226,15 @@ def _derived(
     dtype: torch.dtype,
     dtypes: Mapping[str, torch.dtype],
 ) -> Derived:
-    statement = parse(text)
+    repetition = repetition_of(parse(text))
+    statement, repeats = repetition.statement, repetition.dims
     reads = tensors_of(statement)
     used = dict.fromkeys((*variables(statement.target), *variables(statement.value)))
     real = not dtype.is_complex and any(n in dtypes and dtypes[n].is_complex for n in reads)
-    keys: SizeKeys = (*((dim, None) for dim in range(rank)), *((v, None) for v in used))
+    kept = range(rank - len(repeats))
+    keys: SizeKeys = (*((dim, None) for dim in kept), *((v, None) for v in used))
     form = Form(
-        text,
+        str(statement),
         keys,
         tuple(p for p in of.padded if p in reads),
         dtype.to_complex() if real else dtype,
@@ -214,7 +243,11 @@ def _derived(
         # a path counts the factors of the forward statement
         AUTO if is_path(of.optimize) else of.optimize,
     )
-    return Derived(kinds_of(form), reads, tuple(used), real)
+    # A transposed view alone could be taken for a gradient of its own, and share its memory with
+    # another; a tensor itself, or one that repeats, is not.
+    apart = repeats or repetition.order == tuple(kept)
+    views = repetition.copies if apart and dtypes.get(repetition.copies) is dtype else ""
+    return Derived(kinds_of(form), reads, tuple(used), real, repeats, views, repetition.order)
 
 
 def _shared(

@@ -60,6 +60,10 @@ TINY_ENTRIES = 2**15
 OWN_THREADS, OWN_SUMS = 128, 8
 #: Steps of such sums that are read before the first is added.
 OWN_STEPS = 9
+#: Values of a tile that has one axis and sums nothing.
+SINGLE_VALUES = 512
+#: Values of a tile that sums and is put together before atomics.
+SMALL_SUMS = 1024
 #: Columns in tiles of which the last may be half empty.
 MANY_COLUMNS = 512
 #: Side of a tile that is read along one axis and written along the other: a line of memory each
@@ -420,6 +424,10 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         n = min(n, max(1, 2048 // k))
     if _is_turned(plan) and min(m, n) >= TURNED // 2:
         return Config(m=min(m, TURNED), n=min(n, TURNED), warps=4, stages=1)
+    if max(m, n) == m * n * k:
+        # single values: as many of them for each thread as the widest load has
+        m, n = min(m, SINGLE_VALUES), min(n, SINGLE_VALUES)
+        return Config(m=m, n=n, warps=4, stages=1)
     n = min(n, 128)
     if k < 128 and _gathers_side_by_side(plan, extents):
         # every thread sums what is its own, one after the other: nothing is put together at the end
@@ -430,6 +438,9 @@ def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:
         # long sums over few columns: more programs, and more rows in flight
         return Config(m=1, n=min(n, 64), k=128, warps=8, stages=1)
     k = min(k, max(4, 1024 // n)) if plan.roles.k and k < 128 or n > 16 else k
+    if plan.strategy == "atomic" and k > 1 and n * k <= SMALL_SUMS:
+        # matrices of entries: a program waits for its sums, and small ones for less
+        return Config(m=min(m, SMALL_SUMS // (n * k)), n=n, k=k, warps=2, stages=1)
     m = min(m, max(1, 2048 // (n * k)))
     return Config(m=m, n=n, k=k, warps=4, stages=1 if k == 1 else 2)
 

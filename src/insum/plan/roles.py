@@ -255,7 +255,7 @@ def _as_sum(roles: Roles) -> Contraction:
         if others
         else ""
     )
-    m_axis = (*_one(m), *_beside_row(roles, {m, n, k}))
+    m_axis = _written_together(roles, m, n) or (*_one(m), *_beside_row(roles, {m, n, k}))
     axes = {*m_axis, n, k}
     outer = tuple(v for v in roles.absorbed if v not in axes)
     loops = tuple(v for v in roles.summed if v not in axes)
@@ -271,6 +271,17 @@ def _turns(roles: Roles, n: str, v: str) -> bool:
     """
     long = roles.extents[v] >= SHORTEST_RUN
     return long and contiguity(roles.factors, v) > 0 and not contiguity(roles.factors, n)
+
+
+def _written_together(roles: Roles, m: str, n: str) -> tuple[str, ...]:
+    """All kept variables around short rows of the output, where nothing is summed: the rows of a
+    tile then lie together in memory, and what is read for some of them is read once.
+    """
+    if roles.row or roles.summed or roles.absorbed or not m or n != roles.kept[-1]:
+        return ()
+    if roles.extents[n] >= FLATTEN_UP_TO or _turns(roles, n, m):
+        return ()
+    return roles.kept[:-1]
 
 
 def _beside_row(roles: Roles, axes: set[str]) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ apply or would not pay.
 - *onehot*: the scattered dimension is small and stays whole in registers;
 - *segment*: the index is sorted (or sorting it once pays), so rows of the output own runs of
   entries: no atomics, no zero fill;
-- *atomic*: everything else.
+- *atomic*: everything else, and entries with matrices of their own, which rows would take apart.
 """
 
 from __future__ import annotations
@@ -27,7 +27,12 @@ from insum.plan.draft import (
     finish,
     first_draft,
 )
-from insum.plan.strategies.atomics import atomic, atomic_is_asked_for, atomic_keeps_its_tiles
+from insum.plan.strategies.atomics import (
+    atomic,
+    atomic_is_asked_for,
+    atomic_keeps_its_tiles,
+    atomic_reads_matrices_once,
+)
 from insum.plan.strategies.inverting import inverse
 from insum.plan.strategies.one_hot import onehot
 from insum.plan.strategies.packing import packed
@@ -48,6 +53,7 @@ SCATTERED = (
     unique,
     atomic_is_asked_for,
     atomic_keeps_its_tiles,
+    atomic_reads_matrices_once,
     segments,
     inverse,
     sorted_first,

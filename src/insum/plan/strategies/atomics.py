@@ -4,7 +4,9 @@ index tensor that was never seen.
 
 from __future__ import annotations
 
+from insum.lang.expr import accesses, variables
 from insum.plan.draft import Draft, Planned, Subject, finish, roles_of
+from insum.plan.roles import SMALLEST_DOT
 from insum.plan.strategies.segmenting import fits, to_segments
 from insum.plan.substitution import Scatter
 
@@ -33,6 +35,30 @@ def atomic_keeps_its_tiles(subject: Subject, draft: Draft, scatter: Scatter) -> 
     if roles_of(subject, to_segments(subject, draft, scatter)).dot:
         return None
     return _atomic(subject, draft, f"its tiles hold several entries of {scatter.access.tensor}")
+
+
+def atomic_reads_matrices_once(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:
+    """Where entries have matrices of their own, and each is multiplied and summed by itself: rows
+    would walk through them one value at a time. Tiles of entries read them once and in order, and
+    what they add is little beside that.
+    """
+    if subject.is_ordered or subject.wishes.settings.scatter != "auto":
+        return None
+    if subject.reduce != "sum" or subject.known(scatter.access.tensor) is None:
+        return None
+    columns = {v for v in variables(draft.target) if v not in scatter.variables}
+    summed = {v for v in draft.summed() if draft.extents[v] >= SMALLEST_DOT}
+    if not any(
+        set(scatter.variables) <= set(own) and columns & set(own) and summed & set(own)
+        for factor in draft.factors
+        for access in accesses(factor, nested=False)
+        if None not in (own := [index.var for index in access.indices])
+    ):
+        return None
+    roles = roles_of(subject, draft)
+    if roles.dot or roles.loops or roles.grid:
+        return None
+    return _atomic(subject, draft, "each entry has a matrix of its own, which is read once")
 
 
 def _atomic(subject: Subject, draft: Draft, why: str) -> Planned:
