@@ -26,7 +26,9 @@ MEANS: dict[str, Callable[[Tensor], Tensor]] = {
     "voxels under a kernel": lambda values: SparseAvgPool1d(3)(sequence(values)).features,
     "points of a voxel": lambda values: voxelize(torch.rand(3, 3), 2.0, values).features,
     "edges": lambda values: propagate(EDGES, values, None, "mean")[:1],
-    "rows of a matrix": lambda values: propagate(adjacency(EDGES, 3), values, None, "mean")[:1],
+    "rows of a matrix": lambda values: propagate(
+        adjacency(EDGES, num_nodes=3), values, None, "mean"
+    )[:1],
 }
 
 
