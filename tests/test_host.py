@@ -437,6 +437,18 @@ def test_values_of_a_pattern_that_change_are_seen() -> None:
             torch.testing.assert_close(found, insum.insum(PRODUCT, out_shape=(20, 4, 16), **values))
 
 
+def test_a_pattern_of_integers_meets_any_dtype() -> None:
+    """What is kept of it is of the dtype that it is multiplied in."""
+    values = {**pattern(torch.float64, 16, 16), "V": whole(9, 12)}
+    for dtype in (*FLOATS, *FLOATS[::-1]):
+        given = {k: v.to(dtype) if v.is_floating_point() else v for k, v in values.items()}
+        found = insum.insum(PRODUCT, out_shape=(20, 4, 16), **given)
+        with insum.settings(backend="graph"):
+            wanted = insum.insum(PRODUCT, out_shape=(20, 4, 16), **given)
+        tolerance = 1e-11 if dtype is torch.float64 else 2e-2
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
 def test_indices_out_of_range_are_found_before_anything_is_written() -> None:
     values = STATEMENTS[0].draw(torch.float32)
     C = torch.ones(30, 5)

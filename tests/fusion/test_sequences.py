@@ -247,3 +247,26 @@ def test_largest_values_that_come_back(anew: list[str], include_self: bool, wide
         assert_close(found, expected.view(base.shape))
         assert_close(base, before)
     assert not anew
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_rows_are_kept_of_a_view_of_a_result(anew: list[str]) -> None:
+    """A repeated call views it, too."""
+
+    def program(x: Tensor, z: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
+        first = sums(x, ends)
+        found = z[ends[0]]
+        rows = ends[1][:, None, None].expand_as(found)
+        kept = first.view(N, 2, F // 2)
+        return first, kept.scatter_reduce(0, rows, found, "amax", include_self=False)
+
+    run, graphs = compiled(program)
+    ends = fewer()
+    for step in range(2 * KNOWN):
+        if step == KNOWN:
+            anew.clear()
+        arguments = torch.randn(N, F), torch.randn(N, 2, F // 2), ends
+        with torch.no_grad():
+            assert_close(run(*arguments), program(*arguments))
+    assert sequences(graphs[0]) == [2] and not anew

@@ -358,3 +358,26 @@ def test_sizes_of_two_sets_of_nodes() -> None:
         RelationalConv(4, 4, 2, num_blocks=3)
     with pytest.raises(insum.DtypeError, match="in_channels is -2"):
         GraphConv(-2, 4)
+
+
+def test_edges_of_a_layer_in_a_statement() -> None:
+    """What a layer keeps with edges and what a statement keeps with them are told apart."""
+    nodes, edges = 50, 4000
+    edge_index, edge_type = torch.randint(0, nodes, (2, edges)), torch.randint(0, 3, (edges,))
+    x, weight = torch.randn(nodes, 32).double(), torch.randn(3, 32, 32).double()
+    layers = (
+        (GraphConv(32, 8).double(), (edge_index,)),
+        (
+            RelationalConv(32, 8, 3).double(),
+            (edge_index, edge_type),
+        ),
+    )
+    for _ in range(3):  # first one, then the other
+        for layer, graph in layers:
+            layer(x, *graph)
+        summed = insum.insum("y[e[1,p],f] = x[e[0,p],f]", e=edge_index, x=x, out_shape=x.shape)
+        assert_close(summed, torch.zeros_like(x).index_add(0, edge_index[1], x[edge_index[0]]))
+        found = insum.insum(
+            "y[p,g] = x[p,f] * W[t[p],f,g]", x=x[edge_index[0]], W=weight, t=edge_type
+        )
+        assert_close(found, torch.einsum("pf,pfg->pg", x[edge_index[0]], weight[edge_type]))

@@ -204,3 +204,15 @@ def test_gradients_of_harmonics_fit_the_registers() -> None:
         for one in launches(inspection.elsewhere(problem, values, architecture="sm_90")):
             found: compiling.CompilerReport = compile_one(one, "sm_90")
             assert not spilled(found) and 0 < found.registers < MOST_REGISTERS["sm_90"]
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_harmonics_of_vectors_without_values(normalize: bool) -> None:
+    """Shapes are known on the meta device, and so are those of gradients."""
+    layer = SphericalHarmonics("0e + 2e + 5o", normalize)
+    vectors = torch.randn(4, 3, device="meta", requires_grad=True)
+    found = layer(vectors)
+    (slope,) = torch.autograd.grad(found.sum(), vectors, create_graph=True)
+    (curve,) = torch.autograd.grad(slope.square().sum(), vectors)
+    assert found.shape == (4, 17) and slope.shape == curve.shape == (4, 3)
+    assert found.device.type == "meta"

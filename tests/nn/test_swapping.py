@@ -267,3 +267,70 @@ def test_nequip() -> None:
     assert "ScatteredProduct" in str(swap(model))
     for got, wanted in zip(results(), want, strict=True):
         assert_close(got, wanted, rtol=1e-10, atol=1e-10)
+
+
+# --- layers that do more than e3nn's ---
+
+
+class Doubled(o3.Linear):  # type: ignore[misc, name-defined]
+    def forward(self, features: Tensor) -> Tensor:
+        return 2 * super().forward(features)
+
+
+class Renamed(o3.Linear):  # type: ignore[misc, name-defined]
+    """Computes what e3nn's does."""
+
+
+def plain() -> nn.Module:
+    return o3.Linear("2x0e", "3x0e")  # type: ignore[no-any-return]
+
+
+def hooked() -> nn.Module:
+    layer = plain()
+    layer.register_forward_hook(lambda module, given, out: 2 * out)
+    return layer
+
+
+def parametrized() -> nn.Module:
+    layer = plain()
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Tanh())
+    return layer
+
+
+def patched() -> nn.Module:
+    layer = plain()
+    before = layer.forward
+    layer.forward = lambda features: 2 * before(features)
+    return layer
+
+
+CHANGED = {
+    "it has hooks": hooked,
+    "it is parametrized": parametrized,
+    "Doubled has a forward of its own": lambda: Doubled("2x0e", "3x0e"),
+    "Linear has a forward of its own": patched,
+}
+
+
+@pytest.mark.parametrize("why", CHANGED)
+def test_layers_that_do_more_are_kept(why: str) -> None:
+    model = nn.Sequential(CHANGED[why](), o3.Linear("3x0e", "2x0e"))
+    x, changed = torch.randn(4, 2), model[0]
+    want = model(x)
+    report = swap(model)
+    assert report.kept == (("0", why),) and [one.name for one in report.replaced] == ["1"]
+    assert model[0] is changed
+    assert_close(model(x), want)
+    with pytest.raises(insum.UnsupportedError, match=why):
+        from_e3nn(changed)
+
+
+def test_derived_layers_that_compute_the_same_are_replaced() -> None:
+    networks = pytest.importorskip("e3nn.nn")
+    network = networks.FullyConnectedNet([3, 4], torch.tanh)
+    model = nn.Sequential(Renamed("2x0e", "3x0e"), network)
+    x = torch.randn(4, 2)
+    want = model(x)
+    report = swap(model)
+    assert len(report) == 2 and not report.kept
+    assert_close(model(x), want)

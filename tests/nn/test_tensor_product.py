@@ -410,3 +410,20 @@ def test_irreps() -> None:
     assert str(irreps) == "16x0e+1x1o+2x2e" and irreps.dim == 16 + 3 + 10
     assert Irreps.of(str(irreps)) == irreps and Irreps.of("").dim == 0
     assert [str(ir) for ir in Irrep(2, -1) * Irrep(1, 1)] == ["1o", "2o", "3o"]
+
+
+def test_no_normalisation_given_is_the_usual_one() -> None:
+    """As in e3nn, whose wrappers pass None on."""
+    given = ("2x0e + 1o", "0e + 1o", "3x0e + 2x1o")
+    usual, none = (
+        FullyConnectedTensorProduct(*given, **options)
+        for options in ({}, {"irrep_normalization": None, "path_normalization": None})
+    )
+    none.load_state_dict(usual.state_dict())
+    x, y = torch.randn(4, 5), torch.randn(4, 4)
+    assert torch.equal(none(x, y), usual(x, y))
+    named = FullyConnectedTensorProduct(
+        *given, irrep_normalization="component", path_normalization="element"
+    )
+    named.load_state_dict(usual.state_dict())
+    assert torch.equal(named(x, y), usual(x, y))

@@ -315,7 +315,7 @@ def _run_kept_rows(text: str, tensors: Sequence[Tensor], sizes: Sequence[int]) -
     mask, key = _present(spec, own, (*sizes,))
     call = like(spec, own, sizes, None)
     if call is not None:
-        note_kept_rows(text, call, (_scattered(spec)[2], key, flat), tensors, sizes)
+        note_kept_rows(text, call, (_scattered(spec)[2], key), tensors, sizes)
     if flat is None:
         return torch.where(mask, found, base)
     return torch.where(mask, found, base.reshape(flat)).view(base.shape)

@@ -97,20 +97,22 @@ class KeptRows:
 
     Attributes:
         base: the number of that tensor.
-        flat: the shape of the result, where it has not all dimensions of that tensor.
+        shape: of that tensor as the op takes it, which may be a view of what is passed; the
+            statement's result may lack dimensions of size 1.
         index: which of the statement's index tensors scatters; with it is kept, under ``key``,
             which rows it scatters to.
     """
 
     base: int
-    flat: list[int] | None
+    shape: torch.Size
     index: int
     key: object
 
     def applied(self, result: Tensor, base: Tensor, mask: Tensor) -> Tensor:
-        if self.flat is None:
-            return torch.where(mask, result, base)
-        return torch.where(mask, result, base.reshape(self.flat)).view(base.shape)
+        if base.shape != result.shape:
+            base = base.reshape(result.shape)
+        kept = torch.where(mask, result, base)
+        return kept if kept.shape == self.shape else kept.view(self.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -434,20 +436,20 @@ def note_sequence(
 def note_kept_rows(
     text: str,
     call: RepeatedCall,
-    rows: tuple[str, object, list[int] | None],
+    rows: tuple[str, object],
     tensors: Sequence[Tensor],
     sizes: Sequence[int],
 ) -> None:
     """Recognise calls of a statement over all tensors but the last, of which rows are kept;
-    ``rows``: the index tensor that scatters, what is kept with it, and as in `KeptRows`.
+    ``rows``: the index tensor that scatters, and what is kept with it.
     """
     alike = like(text, tensors, sizes, None)
     (statement,) = call.statements
     if alike is not None and [one.fused for one in alike.statements] == [statement.fused]:
         return
-    name, key, flat = rows
+    name, key = rows
     base = len(tensors) - 1
-    kept = KeptRows(base, flat, list(statement.fused.kind.indices).index(name), key)
+    kept = KeptRows(base, tensors[base].shape, list(statement.fused.kind.indices).index(name), key)
     behind = range(len(tensors), len(tensors) + len(call.computed))
     moved = replace(statement.renumbered([*range(base), *behind]), kept=kept)
     _keep(text, alike, _made((moved,), call.computed, tensors, sizes, None))

@@ -263,7 +263,7 @@ def patterns_of(
         tuple(n for n in reads if n not in indices and problem.kinds[n].device is not None),
         choose,
         other,
-        ("pattern", str(problem.statement), *(n for _, n in pattern.axes)),
+        ("pattern", str(problem.statement), meeting_dtype(problem), *(n for _, n in pattern.axes)),
     )
 
 

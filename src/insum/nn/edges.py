@@ -78,7 +78,9 @@ def check_range(name: str, index: Tensor, limits: tuple[int, ...], what: str) ->
     rows = index.reshape(len(limits), -1)
     rows = rows if rows.dtype in (torch.int32, torch.int64) else rows.long()
     bounds = remembered(
-        index, "bounds", lambda: torch.stack(torch.aminmax(rows, dim=1), 1).tolist()
+        index,
+        ("bounds of rows", len(limits)),  # statements keep those of the whole tensor
+        lambda: torch.stack(torch.aminmax(rows, dim=1), 1).tolist(),
     )
     for number, ((low, high), limit) in enumerate(zip(bounds, limits)):
         if low < 0 or high >= limit:

@@ -16,6 +16,7 @@ from insum.formats.base import FORMAT
 from insum.formats.operands import OWNER, SPARSE_LAYOUTS, StatementOwner
 from insum.nn.checks import PAIR, one_device
 from insum.nn.edges import check_edges, check_range, degrees, edge_weights, endpoints
+from insum.nn.shares import is_inexact, shares_of
 
 #: Names of aggregations, PyG's and ours.
 _REDUCTIONS = {"sum": "sum", "add": "sum", "mean": "mean", "max": "max", "min": "min"}
@@ -266,7 +267,7 @@ def _over_ranks(A: StatementOwner, x: Tensor, weight: Tensor | None, reduction: 
         return out
     degree = A.degrees()[:, None]
     if reduction == "mean":
-        return out * degree.clamp(min=1).reciprocal().to(out.dtype)
+        return out * shares_of(degree, out.dtype)
     return torch.where(degree > 0, out, 0)
 
 
@@ -285,7 +286,7 @@ def _over_matrix(A: SparseFormat, x: Tensor, weight: Tensor | None, reduction: s
         return _tensor(
             insum.einsum(
                 "Out[i,f] = R[i] * A[i,j] * X[j,f]",
-                R=degree.clamp(min=1).reciprocal().to(x.dtype),
+                R=shares_of(degree, x.dtype if is_inexact(x.dtype) else A.dtype or x.dtype),
                 A=A,
                 X=x,
             )

@@ -235,8 +235,11 @@ def _stated(
             for name, places in pattern.items()
             if name != "V"
         }
+        arrays = {"V": values, **indices}
+        if values.is_meta:  # which has no values to be promised
+            return arrays
         promise = insum.constant if len(values) <= MOST_UNROLLED else insum.unchanging
-        return {n: promise(t) for n, t in {"V": values, **indices}.items()}
+        return {n: promise(t) for n, t in arrays.items()}
 
     return _Stated(
         reached,

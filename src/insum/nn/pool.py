@@ -18,6 +18,7 @@ from insum.nn.checks import layer_takes
 from insum.nn.functional import _tensor
 from insum.nn.kernel_map import Geometry, kernel_map
 from insum.nn.modules import SizePerAxis, SparseModule, geometry_of, same_dimensions
+from insum.nn.shares import counted_in, shares_of
 from insum.nn.sparse_tensor import VOXELS, SparseTensor
 
 
@@ -322,11 +323,11 @@ def scattered(values: Tensor, rows: Tensor, count: int, reduce: str) -> Tensor:
     if reduce == "sum":
         return insum.insum("Out[r[p],c] = In[p,c]", **given)
     # by a statement, which looks at the rows: torch's own kernels would not say what is wrong
-    ones = torch.ones(rows.shape, device=rows.device)
+    ones = torch.ones(rows.shape, dtype=counted_in(values.dtype), device=rows.device)
     many = insum.insum("Out[r[p]] = One[p]", r=rows, One=ones, out_shape=(count,))
     if reduce == "mean":
-        # in float32: the sum of many half-precision numbers may be too large for one of them
-        shares = many.clamp(min=1).reciprocal()
+        # half precision in float32: the sum of many numbers may be too large for one of them
+        shares = shares_of(many, many.dtype)
         mean = insum.insum("Out[r[p],c] = S[r[p]] * In[p,c]", S=shares, **given)
         return mean.to(widened(values.dtype)) if values.is_floating_point() else mean
     top = insum.insum(f"Out[r[p],c] {reduce}= In[p,c]", **given)
@@ -366,7 +367,7 @@ def _shares(found: SparseFormat, dtype: torch.dtype) -> Tensor:
 
     def make() -> Tensor:
         with untracked():
-            return _counts(found).clamp(min=1).reciprocal().to(dtype)
+            return shares_of(_counts(found), dtype)
 
     if not isinstance(found, NeighborTable):
         return make()

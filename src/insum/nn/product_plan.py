@@ -43,8 +43,8 @@ class ProductOptions:
     in1_var: Sequence[float] | None = None
     in2_var: Sequence[float] | None = None
     out_var: Sequence[float] | None = None
-    irrep_normalization: str = "component"
-    path_normalization: str = "element"
+    irrep_normalization: str | None = None
+    path_normalization: str | None = None
     internal_weights: bool | None = None
     shared_weights: bool | None = None
     layout: str = "mul_ir"
@@ -54,8 +54,9 @@ class ProductOptions:
             require(name, getattr(self, name), NUMBERS.optional)
         for name in ("internal_weights", "shared_weights"):
             require(name, getattr(self, name), FLAG.optional)
-        for name in ("irrep_normalization", "path_normalization", "layout"):
-            require(name, getattr(self, name), TEXT)
+        for name in ("irrep_normalization", "path_normalization"):
+            require(name, getattr(self, name), TEXT.optional)
+        require("layout", self.layout, TEXT)
         if self.layout not in LAYOUTS:
             raise UnsupportedError(
                 f"there is no layout {self.layout!r}", expected=" or ".join(map(repr, LAYOUTS))
@@ -63,8 +64,8 @@ class ProductOptions:
 
     def normalisation(self) -> Normalisation:
         return Normalisation.of(
-            self.irrep_normalization,
-            self.path_normalization,
+            "component" if self.irrep_normalization is None else self.irrep_normalization,
+            "element" if self.path_normalization is None else self.path_normalization,
             self.in1_var,
             self.in2_var,
             self.out_var,

@@ -12,6 +12,7 @@ from insum.formats import COO, GroupCOO, SparseFormat
 from insum.memory import remembered
 from insum.nn.checks import integers
 from insum.nn.edges import check_range, endpoints, plain
+from insum.nn.shares import counted_in
 from insum.plan.sizes import power_of_two
 from insum.runtime.handwritten import grouping
 from insum.runtime.record import out_of_range
@@ -85,10 +86,11 @@ def _shares(
     dst: Tensor, edge_type: Tensor, nodes: int, count: int, mean: bool, dtype: torch.dtype
 ) -> Tensor:
     """1, or 1 over the number of edges with the same target and relation."""
-    one = torch.ones(dst.shape[0], dtype=dtype, device=dst.device)
     if not mean:
-        return one
+        return torch.ones(dst.shape[0], dtype=dtype, device=dst.device)
+    one = torch.ones(dst.shape[0], dtype=counted_in(dtype), device=dst.device)
     total = insum.insum(
         "D[dst[e],rel[e]] = one[e]", dst=dst, rel=edge_type, one=one, out_shape=(nodes, count)
     )
-    return insum.insum("S[e] = reciprocal(D[dst[e],rel[e]])", D=total, dst=dst, rel=edge_type)
+    shares = insum.insum("S[e] = reciprocal(D[dst[e],rel[e]])", D=total, dst=dst, rel=edge_type)
+    return shares.to(dtype)

@@ -78,7 +78,8 @@ def from_e3nn(module: nn.Module) -> nn.Module:
         A module of its own, with copies of the weights.
 
     Raises:
-        insum.UnsupportedError: There is nothing of e3nn's in it.
+        insum.UnsupportedError: There is nothing of e3nn's in it, or it is a layer that computes
+            something else than e3nn's: with a ``forward`` of its own, hooks or parametrizations.
 
     Examples:
         >>> from e3nn import o3
@@ -86,6 +87,7 @@ def from_e3nn(module: nn.Module) -> nn.Module:
         Linear(2x0e+1x1o -> 3x0e+2x1o | 8 weights)
     """
     _refuse_scripts(module)
+    _refuse_changed(module)
     own = copy.deepcopy(module)
     found = counterpart(own)
     if found is not None:
@@ -105,6 +107,7 @@ def swap(model: nn.Module) -> Swapped:
     radial functions of MACE and NequIP, and their gather, product and scatter by one convolution.
 
     Parameters stay the objects that they were, so that optimizers go on; states load as before.
+    Layers with a ``forward`` of their own, hooks or parametrizations are kept, and told of.
     Either everything is replaced that can be, or, where something raises, nothing.
 
     Args:
@@ -162,6 +165,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]
 
 
 def _replacement(parent: nn.Module, child: str, old: nn.Module) -> nn.Module | None:
+    _refuse_changed(old)
     if child == "conv_tp" and _is_product(old) and _asks_for_fusion(parent):
         return _product(old, MessageConv)
     return counterpart(old)
@@ -194,6 +198,49 @@ def counterpart(module: nn.Module) -> nn.Module | None:
 def _is_named(module: object, name: str, package: str = "") -> bool:
     kinds = type(module).__mro__
     return any(k.__name__ == name and k.__module__.startswith(package) for k in kinds)
+
+
+def _refuse_changed(layer: nn.Module) -> None:
+    """Raise where a layer, or a part of it, does more than its class in the package it is from."""
+    if _is_own(layer) or not _is_layer(layer):
+        return
+    for part in layer.modules():
+        if _is_script(part):
+            continue
+        if any(getattr(part, hooks) for hooks in _HOOKS):
+            raise UnsupportedError("it has hooks", expected="a layer without")
+        if hasattr(part, "parametrizations"):
+            raise UnsupportedError("it is parametrized", expected="a layer with plain weights")
+    if _has_own_forward(layer):
+        raise UnsupportedError(
+            f"{type(layer).__name__} has a forward of its own", expected="a layer without"
+        )
+
+
+#: What of a module is called beside ``forward``.
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def _has_own_forward(layer: nn.Module) -> bool:
+    """Whether a class that is derived of the one by which a layer is known, in another package,
+    computes something else.
+    """
+    kinds = type(layer).__mro__
+    known = next(k for k in kinds if k.__module__.startswith(_KNOWN_FROM.get(k.__name__, "no ")))
+    derived = kinds[: kinds.index(known)]
+    home = known.__module__.partition(".")[0]
+    others = [k for k in derived if k.__module__.partition(".")[0] != home]
+    return "forward" in vars(layer) or any("forward" in vars(k) for k in others)
+
+
+#: The classes that layers are known by, and how their modules' names begin.
+_KNOWN_FROM = {
+    **dict.fromkeys(("TensorProduct", "TensorSquare", "Linear", "SphericalHarmonics"), "e3nn."),
+    **dict.fromkeys(("FullyConnectedNet", "Gate"), "e3nn."),
+    **dict.fromkeys(("TensorProductScatter", "SymmetricContraction"), ""),
+    **dict.fromkeys(("ScalarMLPFunction", "BesselEdgeLengthEncoding"), "nequip."),
+    "RadialEmbeddingBlock": "mace.",
+}
 
 
 def _is_product(module: object) -> bool:
@@ -247,8 +294,12 @@ def _asks_for_fusion(block: nn.Module) -> bool:
     return code is not None and "conv_fusion" in code.co_consts
 
 
+def _is_script(module: nn.Module) -> bool:
+    return isinstance(module, torch.jit.ScriptModule)
+
+
 def _refuse_scripts(module: nn.Module) -> None:
-    if isinstance(module, torch.jit.ScriptModule):
+    if _is_script(module):
         raise UnsupportedError(
             "the model is scripted, and nobody can look inside",
             expected="the model before torch.jit.script",

@@ -63,8 +63,8 @@ class TensorProduct(nn.Module):
         in1_var: Variances of the terms of the first input, as in e3nn 0.6.
         in2_var: Those of the second.
         out_var: Those of the result.
-        irrep_normalization: ``component``, ``norm`` or ``none``.
-        path_normalization: ``element``, ``path`` or ``none``.
+        irrep_normalization: ``component`` (or None, as in e3nn), ``norm`` or ``none``.
+        path_normalization: ``element`` (or None), ``path`` or ``none``.
         internal_weights: Whether the weight is a parameter; by default where it is shared.
         shared_weights: One weight vector (weight_numel,) for all items, or one for each, (...,
             weight_numel).
@@ -92,8 +92,8 @@ class TensorProduct(nn.Module):
         in1_var: Sequence[float] | None = None,
         in2_var: Sequence[float] | None = None,
         out_var: Sequence[float] | None = None,
-        irrep_normalization: str = "component",
-        path_normalization: str = "element",
+        irrep_normalization: str | None = None,
+        path_normalization: str | None = None,
         internal_weights: bool | None = None,
         shared_weights: bool | None = None,
         layout: str = "mul_ir",
