@@ -362,7 +362,7 @@ def test_a_report_of_what_torch_has_in_its_cache(tmp_path: Path) -> None:
     assert "3 nodes, forward" in told[0] and "by an earlier process" not in told[0], told
     made, found = sorted(told[1].splitlines(), key=lambda line: "by an earlier process" in line)
     assert "nodes, forward" in made and "by an earlier process" not in made, told
-    assert found.startswith("fused  out[") and found.partition("(")[0].strip() in told[0], told
+    assert found.removeprefix("fused").partition("(")[0].strip() in told[0], told
 
 
 def test_the_report_names_modules_and_lines() -> None:
