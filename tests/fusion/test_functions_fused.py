@@ -218,6 +218,14 @@ def test_largest_values_of_functions() -> None:
     assert not any(n.target is aten.add.Tensor for n in nodes)
 
 
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_largest_values_of_functions_in_kernels() -> None:
+    run, _ = compiled(softmax)
+    agrees(softmax, run, (leaf(N, C), leaf(N, C), leaf(N, C)), rtol=1e-4, atol=1e-5)
+    assert any("max= where(" in one for one in extrema())
+
+
 def gradient_of_it(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
     return largest(scores(a, b)) * x
 
