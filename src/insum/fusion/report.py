@@ -212,7 +212,12 @@ _written: dict[str, None] = {}
 
 def note_written(statement: str) -> None:
     """A statement is put into a graph, of which a report will tell."""
-    keep(_written, statement, None, MOST_WRITTEN)
+    keep(_written, _summed(statement), None, MOST_WRITTEN)
+
+
+def _summed(statement: str) -> str:
+    """A statement whether or not it adds to what is there, which a later pass decides."""
+    return statement.replace(" += ", " = ", 1)
 
 
 def add(report: Report) -> None:
@@ -226,7 +231,7 @@ def note_run(statement: str) -> None:
     """A statement runs for the first time. One that was put into no graph here came from a cache of
     torch's: that it is there is all that is left to tell.
     """
-    if statement not in _written:
+    if _summed(statement) not in _written:
         note = "compiled by an earlier process: what was left, and where, that one has told"
         _reports.append(Report(fused=(Fused(statement, "", (), False, 0, (note,)),)))
         del _reports[:-MOST_REPORTS]
