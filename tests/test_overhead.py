@@ -234,6 +234,45 @@ def test_fused_ops_that_are_called_as_one() -> None:
     assert calls["like"] < launches and calls.total() <= calls["like"] * FUSED + launches + 1, calls
 
 
+def _mlp() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.ReLU(), torch.nn.Linear(16, 16))
+
+
+#: Layers of PyG: of each what makes it, what it takes beside features and edges, and of the forward
+#: and the backward pass how many ops of ours are called, and the calls of Python functions of our
+#: own in them. All statements of an attention are one op.
+PYG_STEPS: dict[str, tuple[Any, tuple[int, ...], tuple[int, int], tuple[int, int]]] = {
+    "GCNConv": (lambda n: n.GCNConv(16, 16, cached=True), (), (1, 7), (1, 7)),
+    "LGConv": (lambda n: n.LGConv(), (), (1, 7), (1, 7)),
+    "GINConv": (lambda n: n.GINConv(_mlp()), (), (1, 7), (1, 7)),
+    "GINEConv": (lambda n: n.GINEConv(torch.nn.Linear(16, 16)), (16,), (1, 7), (1, 7)),
+    "SAGEConv": (lambda n: n.SAGEConv(16, 16), (), (1, 7), (1, 10)),
+    "GATConv": (lambda n: n.GATConv(16, 4, 4, add_self_loops=False), (), (1, 10), (1, 11)),
+}
+
+
+@pytest.mark.parametrize("name", PYG_STEPS)
+def test_a_step_of_a_compiled_layer(name: str) -> None:
+    pyg = pytest.importorskip("torch_geometric.nn", reason="torch_geometric is not installed")
+    make, wide, forward, backward = PYG_STEPS[name]
+    torch._dynamo.reset()
+    options = {"insum.fuse": "always", "insum.rest": "eager"}
+    run = torch.compile(layer := make(pyg), backend="insum", options=options)
+    x, edges = torch.randn(200, 16, requires_grad=True), torch.randint(0, 200, (2, 5000))
+    given = x, edges, *(torch.randn(5000, width) for width in wide)
+    own, leaves = str(Path(insum.__file__).parent), [x, *layer.parameters()]
+    for _ in range(WARM):
+        torch.autograd.grad(run(*given).sum(), leaves)
+    results: list[Tensor] = []
+    for function, (ops, most) in (
+        (lambda: results.append(run(*given).sum()), forward),
+        (lambda: torch.autograd.grad(results[0], leaves), backward),
+    ):
+        calls = python_calls(function, own)
+        calls.pop("select", None)
+        assert calls["like"] == ops and calls.total() <= most, calls
+
+
 def test_a_call_on_new_tensors_of_a_new_size() -> None:
     """Nothing is planned and nothing is written: a bounded number of steps."""
     for size in range(WARM):

@@ -178,3 +178,85 @@ def test_a_message_that_is_needed_too_is_read_from_tables_that_are_small(edges: 
     for found in insum.fusion.report().fused:
         if found.backward:
             assert found.statement == "out[primals_2_0[i0],i1] = tangents_1[primals_2_1[i0],i1]"
+
+
+# --- largest values of functions ------------------------------------------------------------------
+
+
+def scores(a: Tensor, b: Tensor) -> Tensor:
+    return F.leaky_relu(a[src] + b[dst], 0.2)
+
+
+def largest(values: Tensor) -> Tensor:
+    rows = dst[:, None].expand_as(values)
+    return zeros(values).scatter_reduce(0, rows, values, "amax", include_self=False)
+
+
+def softmax(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
+    found = scores(a, b)
+    weights = torch.exp(found - largest(found.detach())[dst])
+    total = zeros(weights).index_add(0, dst, weights) + 1e-16
+    return zeros(x).index_add(0, dst, weights / total[dst] * x[src])
+
+
+def extrema() -> list[str]:
+    return [one.statement for one in insum.fusion.report().fused if "max=" in one.statement]
+
+
+def test_largest_values_of_functions() -> None:
+    """Nothing of an attention is written for each edge, and a number that is added to a sum is part
+    of the statement that gathers it.
+    """
+    run, graphs = compiled(softmax)
+    agrees(softmax, run, (leaf(N, C), leaf(N, C), leaf(N, C)), rtol=1e-4, atol=1e-5)
+    (statement,) = extrema()
+    assert "max= where(" in statement
+    assert counts(graphs)[0] == 3
+    nodes = [n for n in graphs[0].graph.nodes if n.op == "call_function"]
+    values = [v for n in nodes if isinstance(v := n.meta["val"], Tensor)]
+    assert not any(E in v.shape for v in values if v.is_floating_point())
+    assert not any(n.target is aten.add.Tensor for n in nodes)
+
+
+@pytest.mark.interpreter
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_largest_values_of_functions_in_kernels() -> None:
+    run, _ = compiled(softmax)
+    agrees(softmax, run, (leaf(N, C), leaf(N, C), leaf(N, C)), rtol=1e-4, atol=1e-5)
+    assert any("max= where(" in one for one in extrema())
+
+
+def gradient_of_it(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
+    return largest(scores(a, b)) * x
+
+
+def given_away(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
+    return torch.cat([largest(scores(a, b).detach()), x + a + b])
+
+
+def reached(a: Tensor, b: Tensor, x: Tensor) -> Tensor:
+    found = scores(a, b)
+    return zeros(x).index_add(0, dst, x[src] * (found == largest(found.detach())[dst]))
+
+
+@pytest.mark.parametrize("program", [gradient_of_it, given_away, reached])
+def test_largest_values_that_are_compared(program: Callable[..., Tensor]) -> None:
+    """With what they were looked for among: that is not computed a second time."""
+    run, _ = compiled(program)
+    arguments = leaf(N, C), leaf(N, C), leaf(N, C)
+    agrees(program, run, arguments, rtol=1e-4, atol=1e-5)
+    assert extrema() and not any("where(" in one for one in extrema())
+
+
+def test_a_sum_with_a_number_that_others_read() -> None:
+    """It is computed once."""
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        total = zeros(x).index_add(0, dst, x[src]) + 3
+        return total, zeros(x).index_add(0, dst, total[src] * x[src])
+
+    run, graphs = compiled(program)
+    x = torch.randn(N, C)
+    for got, want in zip(run(x), program(x), strict=True):
+        torch.testing.assert_close(got, want)
+    assert sum(n.target is aten.add.Tensor for n in graphs[0].graph.nodes) == 1

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import insum.fusion
+from insum import facts
+from insum.fusion import op
 
 from .programs import graph_of
 
@@ -171,6 +173,26 @@ def test_the_backward_pass_knows_its_edges(view: bool, count: int) -> None:
             for word in ("aminmax", "remainder", "sort", "moduleload", "librarygetkernel")
         )
     ], names
+
+
+def test_a_warm_step_runs_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does its backward pass, in a thread of autograd's."""
+    anew: list[str] = []
+    original = op._run_anew
+
+    def run_anew(mode: str, target: Any, text: str, *rest: Any) -> Tensor:
+        anew.append(text)
+        return original(mode, target, text, *rest)
+
+    monkeypatch.setattr(op, "_run_anew", run_anew)
+    leaves, edges = drawn()
+    run = fused(aggregate, fullgraph=True)
+    for _ in range(facts.SEEN_AGAIN + 8):
+        gradients(run, leaves, edges)
+        torch.cuda.synchronize()  # numbers that the host waits for arrive
+    anew.clear()
+    gradients(run, leaves, edges)
+    assert not anew
 
 
 def test_replayed_as_cuda_graphs() -> None:

@@ -13,9 +13,10 @@ from torch.fx import Graph, Node
 
 from insum.fusion.later import Later, later_of
 from insum.fusion.origin import Origin, origin_of
-from insum.fusion.pointwise import SPELL
+from insum.fusion.pointwise import COMPARED, SPELL
 from insum.fusion.read import (
     CONTRACTIONS,
+    PRODUCTS,
     Around,
     IndexTensor,
     ProductReader,
@@ -185,7 +186,8 @@ def _round(
         ):
             continue
         try:
-            around = Around(kept, reaches, later.overwritten, node in later.backward)
+            backward = node in later.backward
+            around = Around(kept, reaches, later.overwritten, backward, SCATTERS.keys())
             chain = ROOTS[node.target](node, around)
             why = accept(chain)
         except Stop as reason:
@@ -330,7 +332,9 @@ def _scattered(
     """A scatter of ``message`` into ``base``; ``at`` gives the indices of both."""
 
     def read(beside: int) -> tuple[ProductReader, Indices, list[Expr]]:
-        reader = ProductReader(around, sums=operator == "=", beside=beside)
+        sums = operator == "="
+        compared = not sums and is_compared(node)
+        reader = ProductReader(around, sums=sums, compared=compared, beside=beside)
         target, source = at(reader)
         reader.inline(node)
         return reader, target, reader.value(message, source)
@@ -510,6 +514,23 @@ def _reduction(node: Node) -> tuple[str, bool]:
     if not own:
         raise Stop("it leaves out what is there")
     return "=", True
+
+
+def is_compared(node: Node) -> bool:
+    """Whether somebody may ask which of many values is the largest or smallest, as gradients do:
+    whoever compares that, or what is computed of it before the next sum, and whoever gets it.
+    """
+    seen: set[Node] = set()
+    todo = [(node, False)]
+    while todo:
+        one, changed = todo.pop()
+        for user in one.users:
+            if user.op == "output" and not changed or user.target in COMPARED:
+                return True
+            if user not in seen and user.target not in SCATTERS.keys() | CONTRACTIONS.keys():
+                seen.add(user)
+                todo.append((user, changed or user.target in SPELL.keys() | PRODUCTS.keys()))
+    return False
 
 
 def _biased(node: Node, around: Around) -> Chain:

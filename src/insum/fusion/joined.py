@@ -25,6 +25,7 @@ from insum.errors import IndexRangeError
 from insum.facts import known_now
 from insum.fusion.defining import define
 from insum.fusion.indices import Selects, read, select, wrapped, written
+from insum.fusion.report import note_run
 from insum.lang.expr import Access, Affine, Expr, Statement, accesses, index_of, rewrite
 from insum.lang.parser import parse
 
@@ -66,6 +67,7 @@ class Joined:
 def joined_of(text: str) -> Joined:
     """The reverse of ``str(joined)``."""
     template, values, parts, wraps = text.split("|")
+    note_run(template)  # here, because this is done once for each
     numbers = frozenset(map(int, wraps.split(","))) if wraps else frozenset()
     return Joined(
         template, tuple(values.split(",")), tuple(_parts(one) for one in parts.split(";")), numbers

@@ -46,8 +46,8 @@ Spell: TypeAlias = Callable[[Node, list[Expr]], Expr]
 
 def pointwise(reader: ProductReader, node: Node, at: Indices, gathered: bool) -> list[Expr]:
     """A function of what its arguments are at the same point."""
-    if not reader.sums:
-        raise Stop("its largest or smallest value is looked for, which gradients compare with")
+    if reader.compared:
+        raise Stop("its largest or smallest value is looked for, which others compare it with")
     if reader.multiplied:
         raise Stop("it is a side of a matrix product, for which it had better be computed once")
     reader.inline(node)
@@ -245,5 +245,14 @@ SPELL: dict[Any, Spell] = {
         }.items()
     },
 }
+#: What compares two values, or tells zero from others.
+COMPARED = frozenset(
+    [aten.sign.default]
+    + [
+        getattr(getattr(aten, name), overload)
+        for overload in ("Scalar", "Tensor")
+        for name in ("eq", "ne", "lt", "le", "gt", "ge")
+    ]
+)
 #: How many arguments are values, where it is not up to two.
 _COUNTS: dict[Any, int] = {aten.where.self: 3, aten.pow.Tensor_Scalar: 1, aten.clamp.default: 1}

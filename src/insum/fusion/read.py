@@ -8,7 +8,7 @@ change indices. What cannot be read through is a leaf: a tensor that the stateme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -76,6 +76,7 @@ class Around:
     # of that
     overwritten: frozenset[Node]
     backward: bool
+    scatters: Collection[Any] = ()  # operations whose results are statements of their own
 
 
 @dataclass(slots=True)
@@ -84,6 +85,8 @@ class ProductReader:
 
     around: Around
     sums: bool = True  # whether the statement may sum: a largest sum is no largest value
+    # whether somebody compares the result with what it is read from: nothing may be rounded anew
+    compared: bool = False
     names: dict[Node, str] = field(default_factory=dict)
     indices: list[IndexTensor] = field(default_factory=list)
     # index tensors in which a negative value counts from the end
@@ -151,8 +154,8 @@ class ProductReader:
     # --- values ---
 
     def value(self, node: Node, at: Indices, *, gathered: bool = False) -> list[Expr]:
-        """The factors of a node's value at ``at``. Below a gather nothing is computed: it would be
-        computed anew at every point.
+        """The factors of a node's value at ``at``. Below a gather nothing is computed that is worth
+        computing once: it would be computed anew at every point.
         """
         rule = RULES.get(node.target) if node.op == "call_function" else None
         if rule is None or node in self.around.kept:
@@ -192,6 +195,8 @@ class ProductReader:
         )
 
     def check_computed(self, node: Node, gathered: bool) -> None:
+        if gathered and self.is_step(node):
+            return
         if gathered:
             raise Stop("it is computed before it is gathered, and so once")
         if not self.around.reaches(node) and not self.is_message(node):
@@ -204,6 +209,15 @@ class ProductReader:
             raise Stop("it is a sum, of which the largest or smallest is looked for")
         if node.target in CONTRACTIONS and self.inside:
             raise Stop("it is a sum, of which a function is taken")
+
+    def is_step(self, node: Node) -> bool:
+        """Whether a node adds a number to what was scattered, or multiplies that by one: for a
+        kernel between two statements there is less to do than for whoever launches it.
+        """
+        inputs = node.all_input_nodes
+        return (
+            node.target in STEPS and len(inputs) == 1 and inputs[0].target in self.around.scatters
+        )
 
     def is_message(self, node: Node) -> bool:
         """Whether a node is computed point by point, from what has no fewer elements, beside
@@ -498,6 +512,12 @@ RULES: dict[Any, ReadRule] = {
     **GATHERS,
     **CONTRACTIONS,
     **PRODUCTS,
+}
+#: With a number, one instruction for each element.
+STEPS = PRODUCTS.keys() | {
+    getattr(getattr(aten, name), overload)
+    for name in ("add", "sub")
+    for overload in ("Scalar", "Tensor")
 }
 #: Rules that compute something, rather than read it elsewhere.
 COMPUTE = {_mul, _neg, _sum, _matmul, _matvec, pointwise}

@@ -8,7 +8,6 @@ index tensors by what is remembered of them (`insum.memory`).
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,9 +22,7 @@ from insum.call import in_kernels
 from insum.call.bound import BoundCall
 from insum.call.overlap import bytes_of, written_to
 from insum.compat.calls import (
-    CUDAGRAPH_TREES,
     in_backward,
-    is_capturing,
     is_recorded,
     kinds_guard,
     modes_now,
@@ -182,6 +179,7 @@ class RepeatedCall:
         statements: what the call runs, one after the other.
         computed: tensors that follow from integer tensors.
         reaches: bytes from the first element of each tensor to behind its last.
+        decides: the number of the first tensor that decides what is launched.
         prepared: by the storage of the first tensor that decides it, what is launched.
     """
 
@@ -194,7 +192,7 @@ class RepeatedCall:
     reaches: tuple[int, ...]
     device: torch.device
     stream: Callable[[], int]
-    capturing: Callable[[], bool]
+    decides: int
     prepared: dict[int, PreparedRun] = field(default_factory=dict)
 
     def run(self, tensors: Sequence[Tensor], target: Tensor | None) -> list[Tensor] | None:
@@ -204,20 +202,20 @@ class RepeatedCall:
         for numbers, report in offences:
             if numbers[0]:
                 report()
-        if self.capturing() or CUDAGRAPH_TREES in sys.modules and is_recorded(self.device):
+        stream = self.stream()
+        if stream and is_recorded(self.device):  # on the default stream nothing is
             return None
-        number = self.statements[0].indices[0][0]
-        if number >= len(tensors):
-            number = self.computed[number - len(tensors)].sources[0]
-        first = tensors[number].untyped_storage()
-        run = self.prepared.get(id(first))
-        values = None if run is None else self.unchanged(run, tensors)
+        first = id(tensors[self.decides].untyped_storage())
+        run = self.prepared.get(first)
+        values = None
+        if run is not None and run.stream == stream:
+            values = self.unchanged(run, tensors)
         if run is None or values is None:
-            run = self.prepare(tensors, target)
+            run = self.prepare(tensors, target, stream)
             if run is None:
                 return None
-            self.prepared.pop(id(first), None)
-            keep(self.prepared, id(first), run, MOST_PREPARED)
+            self.prepared.pop(first, None)
+            keep(self.prepared, first, run, MOST_PREPARED)
             values = self.unchanged(run, tensors)
             if values is None:
                 return None
@@ -225,8 +223,10 @@ class RepeatedCall:
             return None
         by_address, results = not interpreting(), []
         for one in run.launches:
-            ready, sources = one.ready(), list[Any]()
-            if ready is None:
+            ready = one.ready()
+            sources: list[Any] = []
+            if ready is None:  # let go of since
+                self.prepared.pop(first, None)
                 return None
             for number, start, selects in one.reads:
                 value = values[number]
@@ -235,6 +235,7 @@ class RepeatedCall:
             if one.kept is not None:
                 kept, mask_of = one.kept
                 if (mask := mask_of()) is None:
+                    self.prepared.pop(first, None)
                     return None
                 result = kept.applied(result, values[kept.base], mask)
             results.append(result)
@@ -245,15 +246,14 @@ class RepeatedCall:
 
     def unchanged(self, run: PreparedRun, tensors: Sequence[Tensor]) -> list[Tensor] | None:
         """The tensors, and those that follow from them, where what was prepared is still right."""
-        if self.stream() != run.stream or cache.state["epoch"] != run.epoch:
+        if cache.state["epoch"] != run.epoch:
             return None
         for number, reference, storage, version, offset in run.owners:
             tensor, owner = tensors[number], reference()
-            root = tensor._base
-            if root is None:
-                root = tensor
-            # of what autograd saved the object is another (`memory.known`)
-            if root is not owner and (owner is None or not in_backward()):
+            if owner is None:
+                return None
+            # of views it is the base, and of what autograd saved another object (`memory.known`)
+            if tensor is not owner and tensor._base is not owner and not in_backward():
                 return None
             if tensor.untyped_storage() is not storage() or tensor.storage_offset() != offset:
                 return None
@@ -265,9 +265,6 @@ class RepeatedCall:
             if entry is None or not entry.held or entry.serial != serial:
                 return None
             entry.stamp = stamp
-        for launch in run.launches:
-            if launch.ready() is None:
-                return None
         values = [*tensors]
         for value_of in run.computed:
             value = value_of()
@@ -276,7 +273,9 @@ class RepeatedCall:
             values.append(value)
         return values
 
-    def prepare(self, tensors: Sequence[Tensor], target: Tensor | None) -> PreparedRun | None:
+    def prepare(
+        self, tensors: Sequence[Tensor], target: Tensor | None, stream: int
+    ) -> PreparedRun | None:
         """What a call on these index tensors launches, where that is kept with them."""
         known = self.entries_of(tensors)
         if known is None:
@@ -297,7 +296,7 @@ class RepeatedCall:
             launches.append(found[0])
             every |= dict.fromkeys(found[1])
         return PreparedRun(
-            self.stream(),
+            stream,
             cache.state["epoch"],
             tuple((number, *_owner(tensors[number])) for number in passed),
             tuple((weakref.ref(entry), entry.serial) for entry in every),
@@ -468,7 +467,9 @@ def _made(
     target: Tensor | None,
 ) -> RepeatedCall:
     given = tensors if target is None else (*tensors, target)
-    device = statements[0].fused.kind.device
+    device, decides = statements[0].fused.kind.device, statements[0].indices[0][0]
+    if decides >= len(tensors):
+        decides = computed[decides - len(tensors)].sources[0]
     return RepeatedCall(
         kinds_guard(given, exact=True),
         len(given),
@@ -479,7 +480,7 @@ def _made(
         tuple(map(bytes_of, given)),
         device,
         stream_getter(device),
-        is_capturing if device.type == "cuda" else bool,
+        decides,
     )
 
 

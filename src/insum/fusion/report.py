@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch.fx import Node
 
+from insum.bounded import keep
 from insum.notebook import table
 from insum.settings import settings
 
@@ -204,14 +205,19 @@ def _when(one: Fused) -> str:
 
 
 _reports: list[Report] = []
-MOST_REPORTS = 1000
-#: Whether a graph was rewritten in this process.
-_rewritten: list[bool] = []
+MOST_REPORTS, MOST_WRITTEN = 1000, 4096
+#: Statements that were put into graphs in this process.
+_written: dict[str, None] = {}
 
 
-def note_pass() -> None:
-    """A graph is about to be rewritten."""
-    _rewritten[:] = [True]
+def note_written(statement: str) -> None:
+    """A statement is put into a graph, of which a report will tell."""
+    keep(_written, _summed(statement), None, MOST_WRITTEN)
+
+
+def _summed(statement: str) -> str:
+    """A statement whether or not it adds to what is there, which a later pass decides."""
+    return statement.replace(" += ", " = ", 1)
 
 
 def add(report: Report) -> None:
@@ -222,18 +228,18 @@ def add(report: Report) -> None:
 
 
 def note_run(statement: str) -> None:
-    """A statement runs for the first time. Where no graph was rewritten here, all came from caches
-    of torch's: that it is there is all that is left to tell.
+    """A statement runs for the first time. One that was put into no graph here came from a cache of
+    torch's: that it is there is all that is left to tell.
     """
-    if not _rewritten:
+    if _summed(statement) not in _written:
         note = "compiled by an earlier process: what was left, and where, that one has told"
         _reports.append(Report(fused=(Fused(statement, "", (), False, 0, (note,)),)))
         del _reports[:-MOST_REPORTS]
 
 
 def report() -> Report:
-    """What was fused and what was left, of all graphs that were compiled since `clear`. Where torch
-    had all of them in its caches, statements are there once they have run.
+    """What was fused and what was left, of all graphs that were compiled since `clear`. Of graphs
+    that torch had in its caches, statements are there once they have run.
 
     Returns:
         One report of them all.

@@ -19,7 +19,16 @@ from insum.fusion.hoist import hoist, still_waited_for, sweep
 from insum.fusion.later import compute_again, later_of, save
 from insum.fusion.op import Computed, Spec
 from insum.fusion.read import CONTRACTIONS, RULES
-from insum.fusion.report import Fused, Left, MovedProduct, Once, Report, add, note_pass, where_of
+from insum.fusion.report import (
+    Fused,
+    Left,
+    MovedProduct,
+    Once,
+    Report,
+    add,
+    note_written,
+    where_of,
+)
 from insum.fusion.series import Series, template_of
 from insum.fusion.shapes import alike, is_contiguous, same, shape_of, value_of
 from insum.fusion.siblings import Siblings
@@ -59,7 +68,6 @@ def fuse(graph: Graph, wish: str = "", *, captured: bool = False) -> Report:
         >>> fuse(Graph()).fused
         ()
     """
-    note_pass()
     trial = PassTrial(graph)
     fused: list[Fused] = []
     stages: dict[str, Callable[[Graph, Chains], list[Fused] | None]] = {}
@@ -259,6 +267,7 @@ def _laid_out(graph: Graph, initial: Node | None) -> Node | None:
 def _replace_together(graph: Graph, one: Series) -> Node:
     """A series by one op, right before its last chain; what else is added is added where it was."""
     joined, tensors = one.joined()
+    note_written(joined.template)
     value = one.top.meta["val"]
     last = one.last.root
     with graph.inserting_before(last):
@@ -348,6 +357,7 @@ def _arguments(graph: Graph, chain: Chain, captured: bool) -> tuple[Any, ...]:
         passing,
         tuple(computed),
     )
+    note_written(spec.statement)
     return str(spec), list(tensors.values()), sizes
 
 

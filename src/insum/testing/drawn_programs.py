@@ -94,6 +94,18 @@ def _mean(z: Tensor, p: DrawnTensors) -> Tensor:
     return total / count.clamp(min=1)[:, None, None]
 
 
+def _most(p: DrawnTensors, z: Tensor) -> Tensor:
+    """Largest values, without a gradient."""
+    zeros = _zeros(p, z).detach()
+    return zeros.scatter_reduce(0, _spread(p.dst), z.detach(), "amax", include_self=False)
+
+
+def _shares(z: Tensor, p: DrawnTensors) -> Tensor:
+    """A softmax over edges."""
+    shares = torch.exp(z - _most(p, z)[p.dst])
+    return shares / (_zeros(p, z).index_add(0, p.dst, shares) + 1e-16)[p.dst]
+
+
 # --- plain programs -------------------------------------------------------------------------------
 
 GATHERS: tuple[DrawnGather, ...] = (
@@ -133,6 +145,8 @@ CHANGES: tuple[DrawnChange, ...] = (
     lambda z, p: (
         torch.cat([p.y[p.dst].to(z.dtype), z], 2) @ torch.cat([p.m[0], p.m[1]]).to(z.dtype)
     ),
+    _shares,
+    lambda z, p: z * (z.detach() >= _most(p, z)[p.dst]),
 )
 SCATTERS: tuple[DrawnScatter, ...] = (
     lambda z, p: _zeros(p, z).index_add(0, p.dst, z),
