@@ -161,7 +161,8 @@ class SparseConv(nn.Module):
         ):
             self._check(x, like)
         if geometry.submanifold and geometry.volume == self.groups == 1:
-            voxels, out = x.voxels, features @ weight[0]  # every voxel meets itself
+            # every voxel meets itself; the gradient of a view of all of it is a view, too
+            voxels, out = x.voxels, features @ weight.squeeze(0)
         else:
             target = None if like is None else like.voxels
             voxels, found = kernel_map(x.voxels, geometry, target)
@@ -343,7 +344,7 @@ def _convolved(found: SparseFormat, features: Tensor, weight: Tensor, groups: in
         parts = weight.reshape(volume, inner, groups, outputs // groups)
         return _spelled(found, GROUPED, given, parts).flatten(1)
     if outputs == groups:
-        return _spelled(found, BY_CHANNEL, features, weight[:, 0])
+        return _spelled(found, BY_CHANNEL, features, weight.squeeze(1))
     parts = weight.reshape(volume, groups, outputs // groups)
     return _spelled(found, MULTIPLIED, features, parts).flatten(1)
 

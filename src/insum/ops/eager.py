@@ -8,7 +8,7 @@ once; under a tracer, a transform, autocast or a tensor subclass it goes through
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -52,7 +52,8 @@ MOST_DERIVED = 32
 def contract(request: Request, values: Mapping[str, Value]) -> Tensor:
     """The result of a statement as a new tensor. Differentiable."""
     if autocasts() and is_eager_call(values.values()):
-        return run_lowered(kinds_of(request.form), request.size_values, values)
+        target = head(request.statement).target
+        return run_lowered(kinds_of(request.form), target, request.size_values, values)
     # Without a tensor the default device decides, which is not to be seen from within an op.
     if not is_plain_call(values.values()) and any(isinstance(v, Tensor) for v in values.values()):
         if is_placed(values.values()) and is_recordable():
@@ -86,15 +87,17 @@ def run(
     return call.run("new", values, None)
 
 
-def run_lowered(kinds: Kinds, sizes: tuple[Any, ...], values: Mapping[str, Value]) -> Tensor:
+def run_lowered(
+    kinds: Kinds, target: str, sizes: tuple[Any, ...], values: Mapping[str, Value]
+) -> Tensor:
     """A call under autocast, in eager mode and past the dispatcher, as a new tensor. The parameters
     of a layer are cast where the call is recorded, so that autograd sees one operation rather than
     two, and their gradients are summed and rounded once.
     """
     leaves: dict[str, Tensor] = {}
-    lower = lowered(kinds.form.statement, values, leaves if torch.is_grad_enabled() else None)
+    lower = lowered(target, values, leaves if torch.is_grad_enabled() else None)
     with without_autocast():
-        return run(kinds.find(lower, sizes), lower, leaves)
+        return run(kinds.known(lower, sizes) or kinds.find(lower, sizes), lower, leaves)
 
 
 def accumulate(request: Request, initial: Tensor, values: Mapping[str, Value]) -> Tensor:
@@ -195,8 +198,8 @@ class _Recorded(torch.autograd.Function):
         """``values`` are the tensors by name, and numbers; the context holds none of them."""
         assert spec.call is not None
         result = spec.call.run("new" if initial is None else "from", values, initial)
-        held = [values[name] for name in spec.names] if spec.leaves else tensors
-        save_call(ctx, spec, initial, held, result)  # type: ignore[arg-type]
+        held: Any = map(values.get, spec.names) if spec.leaves else tensors
+        save_call(ctx, spec, initial, held, result)
         return result
 
     @staticmethod
@@ -264,12 +267,11 @@ def differentiable(
     """
     tensors: Collection[Any] = values.values()
     if call.prepared.scalars:
-        spec, tensors = _apart(None, call, values)
+        spec, tensors = _apart(None, call, values, leaves)
     else:
-        spec = DifferentiableCall(None, {}, call.prepared.names, call)
-    if leaves:
-        spec = DifferentiableCall(None, spec.numbers, spec.names, call, leaves)
-        tensors = [leaves[n] if n in leaves else values[n] for n in spec.names]
+        spec = DifferentiableCall(None, {}, call.prepared.names, call, leaves)
+        if leaves:
+            tensors = {**values, **leaves}.values()
     try:
         result: Tensor = _record(spec, values, initial, *tensors)
     except RuntimeError as error:
@@ -286,28 +288,31 @@ def differentiable(
 
 def _transformed(request: Request, initial: Tensor | None, values: Mapping[str, Value]) -> Tensor:
     if autocasts():  # here: a batched statement is asked for the dtype of one item's result
-        lower = lowered(request.statement, values)
+        lower = lowered(head(request.statement).target, values)
         with without_autocast():
             return _transformed(request, initial, lower)
-    spec, tensors = _apart(request, None, values)
+    spec, tensors = _apart(request, None, values, None)
     result: Tensor = _Differentiable.apply(spec, initial, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 
 def _apart(
-    request: Request | None, call: BoundCall | None, values: Mapping[str, Value]
+    request: Request | None,
+    call: BoundCall | None,
+    values: Mapping[str, Value],
+    leaves: Mapping[str, Tensor] | None,
 ) -> tuple[DifferentiableCall, list[Tensor]]:
-    """What autograd is to see, the tensors, and the rest."""
+    """What autograd is to see, the tensors or the leaves that they were cast from, and the rest."""
     names: list[str] = []
     tensors: list[Tensor] = []
     numbers: dict[str, Scalar] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
             names.append(name)
-            tensors.append(value)
+            tensors.append(leaves[name] if leaves and name in leaves else value)
         else:
             numbers[name] = value
-    return DifferentiableCall(request, numbers, tuple(names), call), tensors
+    return DifferentiableCall(request, numbers, tuple(names), call, leaves), tensors
 
 
 def _forward_mode(ctx: Any, initial: Tensor | None, tangents: Sequence[Tensor | None]) -> Tensor:
@@ -365,7 +370,8 @@ def _runner_of(
         return _run_derived
     layouts = *map(Tensor.stride, given), *map(_dtype_of, given)
     marks = upstream.shape, upstream.is_neg(), upstream.is_conj()
-    state, kept = (layouts, marks, modes_now(settings)), call.derived
+    # the settings are those of the call, and take as long to hash as all the rest
+    state, kept = (layouts, marks, modes_now(settings)[1:]), call.derived
 
     def run_kept(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ...]) -> Tensor:
         key = kinds, state
@@ -376,7 +382,9 @@ def _runner_of(
                 kept[key] = found
             else:
                 keep(kept, key, found, MOST_DERIVED)
-        return run(found, values)
+        if found.prepared.looks_first:
+            found.look(values)
+        return found.run("new", values, None)
 
     return run_kept
 
@@ -391,7 +399,7 @@ def save_call(
     ctx: Any,
     spec: DifferentiableCall,
     initial: Tensor | None,
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     result: Tensor,
 ) -> None:
     """What the backward pass of a call needs of it."""
