@@ -11,7 +11,9 @@ launches instead of a dozen.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,14 +46,19 @@ class KernelMap:
         mirrored: whether the table read backwards along ``z`` is its own inverse.
         comes_back: whether so many calls have met it that more work on its order pays.
         first: which call was the first to meet it.
+        made: all that a program needs of the table, by stream, by what that is, and by sizes.
+        inverse: the map of the way back, which leads from ``y`` to ``x``, where there is one. By a
+            weak reference: that one knows this one, too.
     """
 
-    __slots__ = ("comes_back", "first", "mirrored", "names", "words")
+    __slots__ = ("comes_back", "first", "inverse", "made", "mirrored", "names", "words")
 
     def __init__(self, names: Tensor, words: Tensor, mirrored: bool) -> None:
         self.names, self.words, self.mirrored = names, words, mirrored
         self.comes_back = False
         self.first: int | None = None
+        self.made: dict[object, Any] = {}
+        self.inverse: weakref.ref[Tensor] | None = None
 
 
 def bits_per_word(steps: int) -> int:

@@ -200,6 +200,29 @@ class Prologue:
         found: packs.KernelMap | None = self.entry(index).things.get(packs.MAP)
         return found
 
+    def of_way_back(self, recipe: Recipe) -> Made | None:
+        """What a recipe makes of the inverse of a map, where that is a map, too: it is there, and
+        what is made of it is kept with it. The result serves one call: kept here it would hold the
+        other map, and that one this.
+        """
+        table = recipe.base.table if isinstance(recipe, PackedByStep) else None
+        table = recipe.table if isinstance(recipe, Packed) else table
+        of = recipe if isinstance(recipe, Inverse) else table
+        if not isinstance(of, Inverse) or of.dim != 1:
+            return None
+        known = self.map_of(of.index)
+        other = None if known is None or known.inverse is None else known.inverse()
+        if other is None or other.shape[1] != self.shape[of.rows.dim]:
+            return None
+        entry = memory.known(other)
+        if entry is None or packs.MAP not in entry.things:  # it was written to
+            return None
+        if isinstance(recipe, Inverse):
+            return Made({"inverse": other}, {})
+        tensors, entries = {**self.tensors, of.index: other}, {**self.entries, of.index: entry}
+        back = Prologue(tensors, self.extents, self.shape, self.wraps, wait=False, entries=entries)
+        return back.soon(recipe.of_table)
+
     def inverse(self, recipe: Inverse) -> Result:
         index, rows = self.index(recipe.index), self.shape[recipe.rows.dim]
         of = self.map_of(recipe.index) if recipe.dim == 1 else None
