@@ -39,6 +39,7 @@ from insum.ops.autocast import lowered
 from insum.ops.encoding import Scalar, encode
 from insum.ops.gradients import ForwardCall, StatementRunner, gradients, tangent_of
 from insum.ops.vmap import batched, front
+from insum.runtime.check import found as offences
 from insum.runtime.check import raise_found
 from insum.settings import settings
 
@@ -427,10 +428,16 @@ def pull_back(
     values = {**spec.numbers, **dict(zip(spec.names, saved[:count]))}
     result, held = (*saved[count:], None, None)[:2]
     wanted = list(compress(spec.names, needs))
-    raise_found()
+    for numbers, report in offences:  # as `raise_found`
+        if numbers[0]:
+            report()
     token = settings.hold(ctx.settings)  # this may be a thread of autograd's
     try:
-        form, rules, extents = _derivable(spec, values, upstream)
+        form, rules, extents = (
+            _derivable(spec, values, upstream)
+            if call is None
+            else (call.prepared.form, call.prepared.adjoints, call.sized.extents)
+        )
         dtypes: dict[str, torch.dtype] = {}
         for name, leaf in (spec.leaves or {}).items():
             dtypes[name] = leaf.dtype
@@ -453,8 +460,7 @@ def pull_back(
 def _derivable(
     spec: DifferentiableCall, values: Mapping[str, Value], upstream: Tensor
 ) -> tuple[Form, dict[object, Any], Mapping[str, Size]]:
-    """Of a call what gradients are derived from: its form, the rules so far, its extents."""
-    call = spec.call
-    if call is None:
-        return spec.form, {}, spec.request.bind(values, upstream.detach()).extents
-    return call.prepared.form, call.prepared.adjoints, call.sized.extents
+    """What gradients are derived from where no call was prepared: the form, no rules so far, and
+    the extents.
+    """
+    return spec.form, {}, spec.request.bind(values, upstream.detach()).extents

@@ -199,7 +199,11 @@ class FusedCall:
         if isinstance(found, Refusal):
             return found
         if isinstance(found, Unseen):
-            return self.run_unseen(found, values, target, entries, recorded)
+            made = self.made_of(found, values, entries, recorded) if found.recipes else ()
+            look, sized = False, self.sized
+            if found.check is not None:
+                values, look = self.with_record(found, values, target, entries)
+            return found.run(values, sized.spans, sized.shape, target, made, look=look)
         if found.promotable:
             found = self.promoted(found, values, target, entries)
         if found.check is None:
@@ -258,22 +262,6 @@ class FusedCall:
         small = [n for n in kind.coefficients if values[n].numel() <= 2 * UNROLL_POINTS]  # type: ignore[union-attr]
         return not small  # of those it may be promised that they are constant
 
-    def run_unseen(
-        self,
-        found: Unseen,
-        values: Mapping[str, Value],
-        target: Tensor | None,
-        entries: list[memory.Entry],
-        recorded: bool,
-    ) -> Tensor:
-        sized, look = self.sized, False
-        made: Sequence[Made] = ()
-        if found.recipes:
-            made = self.made_of(found, values, entries, recorded)
-        if found.check is not None:
-            values, look = self.with_record(found, values, target, entries)
-        return found.run(values, sized.spans, sized.shape, target, made, look=look)
-
     def made_of(
         self,
         found: Unseen,
@@ -331,19 +319,18 @@ class FusedCall:
         """What is kept for later calls once everything is known that can be; nothing is where it
         is ``recorded``: a graph is replayed on other values.
         """
-        mapped, of = None, None
-        if not recorded and entries:
-            of = entries[0].things.get(packs.MAP)
-        if of is not None:
-            high = entries[0].things["facts"].high if "facts" in entries[0].things else None
-            about = of.mirrored, high, target is None, cache.state["epoch"]
-            if self.mapped is not None and self.mapped[0] == about and len(entries) == 1:
+        mapped, about, things = None, None, {} if recorded or not entries else entries[0].things
+        if packs.MAP in things:
+            of: packs.KernelMap = things[packs.MAP]
+            if target is None and len(entries) == 1 and "facts" in things:
+                about = of.mirrored, things["facts"].high, cache.state["epoch"]
+            if self.mapped is not None and self.mapped[0] == about and of.first is not None:
                 entries[0].sights += of.first == self.serial
                 if entries[0].sights <= MOST_MET:
                     return self.mapped[1]
             mapped = self.map_key(values, target, entries)
             if mapped is not None and (held := self.kind.unseen.get(mapped)) is not None:
-                self.mapped = about, held
+                self.mapped = None if about is None else (about, held)
                 return held
         if self.is_known(values, entries, recorded):
             try:
@@ -391,7 +378,8 @@ class FusedCall:
                 return None
         for k in kind.exact:
             about.append(sized.spans[k])
-        sizes = self.class_key(values, target)
+        sizes = self._class if target is None else None
+        sizes = sizes or self.class_key(values, target)
         return sizes, target is None, cache.state["epoch"], *about
 
     def is_known(

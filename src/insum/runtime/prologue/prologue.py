@@ -23,6 +23,7 @@ from insum.plan.recipes import (
     Composed,
     Inverse,
     OfCount,
+    OfExtent,
     OfLength,
     Packed,
     PackedByStep,
@@ -149,6 +150,8 @@ class Prologue:
         """A size that a recipe names, as it is in this call."""
         if isinstance(expr, OfLength):
             return int(self.tensors[expr.tensor].shape[expr.dim])
+        if len(expr) == 1 and isinstance(expr[0], OfExtent):  # as most are
+            return self.extents[expr[0].var]
         return size_of(expr, self.extents, self.shape, self.counted)
 
     def counted(self, one: OfCount) -> int:
@@ -197,7 +200,8 @@ class Prologue:
 
     def map_of(self, index: str) -> packs.KernelMap | None:
         """What is known of an index tensor that was made as the map of a kernel."""
-        found: packs.KernelMap | None = self.entry(index).things.get(packs.MAP)
+        entry = self.entries[index] if index in self.entries else self.entry(index)
+        found: packs.KernelMap | None = entry.things.get(packs.MAP)
         return found
 
     def of_way_back(self, recipe: Recipe) -> Made | None:
