@@ -309,7 +309,8 @@ def _table_on_device(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> Nei
     note = packs.KernelMap(stencil.names, words, mirrored=geometry.mirrored)
     entry.note(packs.MAP, note)
     back = None if geometry.submanifold else _way_back(inputs, outputs, geometry)
-    if back is not None and (other := memory.known(back)) is not None:
+    other = None if back is None else memory.known(back)
+    if back is not None and other is not None and packs.MAP in other.things:
         other.things[packs.MAP].inverse = weakref.ref(table)
         note.inverse = weakref.ref(back)
     return NeighborTable._make(table=table, shape=shape, dim=2, values=None)
