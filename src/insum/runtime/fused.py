@@ -277,7 +277,7 @@ class FusedCall:
         if of is not None and found.sizes is not None and len(entries) == 1 and not wraps:
             stream = current_stream(self.kind.device) if self.kind.on_gpu else 0
             key = stream, found.does, found.sizes(values, sized.spans, sized.shape)
-            before = of.made.get(key)
+            before: Sequence[Made] | None = of.made.get(key)
             if before is not None:
                 return before
         known = dict(zip(self.kind.indices, entries))

@@ -174,7 +174,8 @@ def _sizes_of(recipes: tuple[Recipe, ...], extents: tuple[str, ...]) -> RecipeSi
                 return None
             case _:
                 parts.append(" * ".join(map(writer.count, size)) or "1")
-    sizes: RecipeSizes = writer.function("sizes", "v, x, d", f"({''.join(f'{p}, ' for p in parts)})")
+    every = "".join(f"{part}, " for part in parts)
+    sizes: RecipeSizes = writer.function("sizes", "v, x, d", f"({every})")
     return sizes
 
 

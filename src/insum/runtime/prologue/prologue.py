@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from insum import memory
-from insum.compat.calls import untracked
+from insum.compat.calls import current_stream, untracked
 from insum.facts import segment_pointers
 from insum.plan.questions import Summary
 from insum.plan.recipes import (
@@ -209,10 +209,14 @@ class Prologue:
         what is made of it is kept with it. The result serves one call: kept here it would hold the
         other map, and that one this.
         """
-        table = recipe.base.table if isinstance(recipe, PackedByStep) else None
-        table = recipe.table if isinstance(recipe, Packed) else table
-        of = recipe if isinstance(recipe, Inverse) else table
-        if not isinstance(of, Inverse) or of.dim != 1:
+        match recipe:
+            case Inverse() as of:
+                there: Packed | PackedByStep | None = None
+            case Packed(Inverse() as of) | PackedByStep(Packed(Inverse() as of)):
+                there = recipe.of_table
+            case _:
+                return None
+        if of.dim != 1:
             return None
         known = self.map_of(of.index)
         other = None if known is None or known.inverse is None else known.inverse()
@@ -221,11 +225,14 @@ class Prologue:
         entry = memory.known(other)
         if entry is None or packs.MAP not in entry.things:  # it was written to
             return None
-        if isinstance(recipe, Inverse):
+        stream = current_stream(other.device) if other.is_cuda else 0
+        if entry.things[packs.MAP].stream != stream:  # nobody has waited for it here
+            return None
+        if there is None:
             return Made({"inverse": other}, {})
         tensors, entries = {**self.tensors, of.index: other}, {**self.entries, of.index: entry}
         back = Prologue(tensors, self.extents, self.shape, self.wraps, wait=False, entries=entries)
-        return back.soon(recipe.of_table)
+        return back.soon(there)
 
     def inverse(self, recipe: Inverse) -> Result:
         index, rows = self.index(recipe.index), self.shape[recipe.rows.dim]
