@@ -15,6 +15,7 @@ from insum.bounded import keep
 from insum.call.prepared import MOST_FORMS, Kinds, kinds_of, prepare
 from insum.call.request import Request, SizesArgument, head, request_of
 from insum.compat.calls import (
+    PLAIN,
     autocasts,
     is_eager_call,
     is_intercepted,
@@ -113,11 +114,11 @@ def insum(
         return traced(statement, out_shape, sizes, padded, config, optimize, tensors)
     quiet = is_undisturbed()
     kinds, given = kinds_with(statement, out_shape, sizes, padded, config, optimize)
-    if not quiet and autocasts() and _is_lowered(tensors):
+    if not quiet and _is_lowered(tensors):
         left = head(kinds.form.statement)
         if left.operator != "mean=" and (left.operator == "=" or left.target not in tensors):
-            return run_lowered(kinds, given, tensors)
-        tensors = lowered(statement, tensors)
+            return run_lowered(kinds, left.target, given, tensors)
+        tensors = lowered(left.target, tensors)
         with without_autocast():
             return _insum(kinds.form.request(given), tensors)
     call = kinds.known(tensors, given)
@@ -133,8 +134,14 @@ def insum(
 
 
 def _is_lowered(tensors: dict[str, Value]) -> bool:
-    """Whether what autocast does to a call can be done here, past the dispatcher."""
-    return is_eager_call(tensors.values()) and not any(map(is_stranger, tensors.values()))
+    """Whether autocast is on, and what it does to a call can be done here, past the dispatcher."""
+    if not autocasts() or not is_eager_call(tensors.values()):
+        return False
+    for value in tensors.values():
+        common = type(value) in PLAIN and value.layout is torch.strided  # type: ignore[union-attr]
+        if not common and is_stranger(value):
+            return False
+    return True
 
 
 Insum = insum

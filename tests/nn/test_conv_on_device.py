@@ -22,6 +22,7 @@ from insum.formats import NeighborTable
 from insum.nn import SparseConv3d, SparseTensor, Voxels
 from insum.nn import kernel_map as maps
 from insum.nn.kernel_map import Geometry, build_map, kernel_map
+from insum.nn.sparse_tensor import at_voxels
 from insum.plan.recipes import Inverse, OfExtent, OfShape, Packed, Walk
 from insum.runtime.handwritten import packs
 from insum.runtime.prologue.made import Made, Result
@@ -396,6 +397,52 @@ def test_pieces_are_about_as_long_as_each_other(tiles: int) -> None:
     assert bool((lengths >= 0).all())
     assert int(lengths.sum()) == int(has.sum())
     assert int(lengths.max()) <= 2 * int(has.sum()) // packs.PIECES + 1
+
+
+@pytest.mark.parametrize("written", [False, True], ids=["as built", "written to"])
+@pytest.mark.parametrize("which", ["down", "up"])
+def test_the_way_back_of_a_map(
+    which: str, written: bool, on_device: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The inverse of the map of a strided convolution is the map of its inverse: nothing is
+    inverted again, unless someone has written to it.
+    """
+    inverted: list[int] = []
+    original = packs.inverted
+    monkeypatch.setattr(packs, "inverted", lambda *a: inverted.append(1) or original(*a))
+    down, up = (SparseConv3d(16, 16, 2, stride=2, transposed=t) for t in (False, True))
+    for moved in (0, 2):  # of the first cloud the programs are made
+        coords = cloud(100, 3) + torch.tensor([0, moved, moved, moved], dtype=torch.int32)
+        fine = SparseTensor(coords, torch.randn(len(coords), 16, requires_grad=True))
+        voxels, there = kernel_map(fine.voxels, down.geometry)
+        coarse = at_voxels(voxels, torch.randn(voxels.count, 16, requires_grad=True))
+        _, back = kernel_map(voxels, up.geometry, fine.voxels)
+        if written:
+            (back if which == "down" else there).table.add_(0)  # type: ignore[attr-defined]
+        layer, x, more = (down, fine, {}) if which == "down" else (up, coarse, {"like": fine})
+        want = on_the_cpu(layer, x, **more).features
+        inverted.clear()
+        got = layer(x, **more).features
+        for a, b in zip(*(differentiated(layer, out, x.features) for out in (got, want))):
+            assert_close(a, b, atol=1e-3, rtol=1e-3)
+    assert bool(inverted) is written
+
+
+def there_and_back(down: SparseConv3d, up: SparseConv3d, x: SparseTensor) -> Tensor:
+    out: Tensor = up(down(x), like=x).features
+    return out
+
+
+def test_maps_that_know_each_other_go_with_their_voxels(on_device: None) -> None:
+    down = SparseConv3d(16, 16, 2, stride=2)
+    up = SparseConv3d(16, 16, 2, stride=2, transposed=True)
+    counts = []
+    for seed in range(3):
+        coords = cloud(50, 2, seed=seed)
+        features = torch.ones(len(coords), 16, requires_grad=True)
+        there_and_back(down, up, SparseTensor(coords, features)).sum().backward()
+        counts.append(memory.report().entries)
+    assert counts[-1] <= counts[0], counts
 
 
 def test_maps_go_with_their_voxels(on_device: None) -> None:

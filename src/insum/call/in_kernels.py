@@ -25,7 +25,7 @@ def run(
     fused = call.fused
     if fused is None:
         if call.prepared.settings.backend == "graph":
-            _fall_back(call, values, 'settings.backend is "graph"')
+            fall_back(call, values, 'settings.backend is "graph"')
             return None
         fused = call.fused = call.prepared.fused.call(call.sized)
         if call.prepared.searches:
@@ -37,7 +37,7 @@ def run(
         into = target.clone()
     result = fused(values, into)
     if not isinstance(result, Tensor):
-        _fall_back(call, values, result.reason)
+        fall_back(call, values, result.reason)
         return None
     if target is None or mode == "from":
         return result
@@ -70,7 +70,8 @@ def _search(call: BoundCall, values: Mapping[str, Value], target: Tensor | None)
     search.on_first_call(call.problem(values), values, target, effort)
 
 
-def _fall_back(call: BoundCall, values: Mapping[str, Value], why: str) -> None:
+def fall_back(call: BoundCall, values: Mapping[str, Value], why: str) -> None:
+    """Say that there is no kernel, where someone wants to know."""
     problem, now = call.problem(values), call.prepared.settings
     if now.require_fused:
         raise problem.complain(

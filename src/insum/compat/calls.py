@@ -289,17 +289,20 @@ class without_autocast:  # a context, as torch.no_grad is
         self.grad = grad or not torch.is_grad_enabled()  # whether they stay as they are
 
     def __enter__(self) -> None:
-        self.on = [device for device in ("cuda", "cpu") if torch.is_autocast_enabled(device)]
-        for device in self.on:
-            torch.set_autocast_enabled(device, False)
+        on: list[str] = []
+        for device in ("cuda", "cpu"):  # a loop: before Python 3.12 a comprehension is a call
+            if torch.is_autocast_enabled(device):
+                on.append(device)
+                torch.set_autocast_enabled(device, False)
+        self.on = on
         if not self.grad:
-            _set_grad(False)
+            set_grad(False)
 
     def __exit__(self, *_: object) -> None:
         for device in self.on:
             torch.set_autocast_enabled(device, True)
         if not self.grad:
-            _set_grad(True)
+            set_grad(True)
 
 
 def untracked(source: Tensor | None = None) -> AbstractContextManager[object]:
@@ -374,14 +377,15 @@ class _NoGrad:
     __slots__ = ()
 
     def __enter__(self) -> None:
-        _set_grad(False)
+        set_grad(False)
 
     def __exit__(self, *error: object) -> None:
-        _set_grad(True)
+        set_grad(True)
 
 
 _grad_enabled: Callable[[], bool] = torch.is_grad_enabled
-_set_grad: Callable[[bool], object] = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enabled)
+#: Whether gradients are recorded from now on; without what makes torch's own a decorator.
+set_grad: Callable[[bool], object] = getattr(torch._C, "_set_grad_enabled", torch.set_grad_enabled)
 _NOTHING, _NO_GRAD = nullcontext(), _NoGrad()
 
 

@@ -161,11 +161,15 @@ class SparseConv(nn.Module):
         ):
             self._check(x, like)
         if geometry.submanifold and geometry.volume == self.groups == 1:
-            voxels, out = x.voxels, features @ weight[0]  # every voxel meets itself
+            # every voxel meets itself; the gradient of a view of all of it is a view, too
+            voxels, out = x.voxels, features @ weight.squeeze(0)
         else:
             target = None if like is None else like.voxels
             voxels, found = kernel_map(x.voxels, geometry, target)
-            out = _convolved(found, features, weight, self.groups)
+            if self.groups == 1:
+                out = _spelled(found, WHOLE, features, weight)
+            else:
+                out = _grouped(found, features, weight, self.groups)
         bias = self.bias
         if bias is not None:  # under autocast the product is narrower
             out = out + (bias if bias.dtype is out.dtype else bias.to(out.dtype))
@@ -331,19 +335,15 @@ class SparseConv4d(SparseConv):
     ndim = 4
 
 
-def _convolved(found: SparseFormat, features: Tensor, weight: Tensor, groups: int) -> Tensor:
-    """The statement as the format of the map spells it; that of a table without detours. Groups are
-    a dimension of their own, or the channels, where every channel is one.
-    """
-    if groups == 1:
-        return _spelled(found, WHOLE, features, weight)
+def _grouped(found: SparseFormat, features: Tensor, weight: Tensor, groups: int) -> Tensor:
+    """Groups are a dimension of their own, or the channels, where every channel is one."""
     volume, inner, outputs = weight.shape
     if inner != 1:
         given = features.reshape(features.shape[0], groups, inner)
         parts = weight.reshape(volume, inner, groups, outputs // groups)
         return _spelled(found, GROUPED, given, parts).flatten(1)
     if outputs == groups:
-        return _spelled(found, BY_CHANNEL, features, weight[:, 0])
+        return _spelled(found, BY_CHANNEL, features, weight.squeeze(1))
     parts = weight.reshape(volume, groups, outputs // groups)
     return _spelled(found, MULTIPLIED, features, parts).flatten(1)
 
@@ -351,6 +351,7 @@ def _convolved(found: SparseFormat, features: Tensor, weight: Tensor, groups: in
 def _spelled(
     found: SparseFormat, spelling: tuple[str, str], features: Tensor, weight: Tensor
 ) -> Tensor:
+    """The statement as the format of the map spells it; that of a table without detours."""
     if isinstance(found, NeighborTable):
         tensors: dict[str, Any] = {"Nb": found.table, "In": features, "W": weight}
         if type(features) not in PLAIN or type(weight) not in PLAIN:

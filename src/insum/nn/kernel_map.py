@@ -77,6 +77,14 @@ class Geometry:
         sizes = self.kernel, self.stride, self.padding, self.dilation, self.output_padding
         return *sizes, self.transposed, self.submanifold
 
+    @functools.cached_property
+    def back(self) -> tuple[object, ...] | None:
+        """The key of the kernel that leads from outputs to inputs by the same offsets: that of a
+        strided convolution is transposed. None where outputs are where inputs are.
+        """
+        sizes = self.kernel, self.stride, self.padding, self.dilation, (0,) * self.ndim
+        return None if self.submanifold else (*sizes, not self.transposed, False)
+
     @property
     def ndim(self) -> int:
         return len(self.kernel)
@@ -300,7 +308,22 @@ def _table_on_device(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> Nei
     entry.note("facts", facts.IndexFacts(0, shape[2] - 1, False, False, padded=True))
     note = packs.KernelMap(stencil.names, words, mirrored=geometry.mirrored)
     entry.note(packs.MAP, note)
+    back = None if geometry.submanifold else _way_back(inputs, outputs, geometry)
+    other = None if back is None else memory.known(back)
+    if back is not None and other is not None and packs.MAP in other.things:
+        other.things[packs.MAP].inverse = weakref.ref(table)
+        note.inverse = weakref.ref(back)
     return NeighborTable._make(table=table, shape=shape, dim=2, values=None)
+
+
+def _way_back(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> Tensor | None:
+    """The table of the map from outputs to inputs by the same offsets, where it was built."""
+    to_reached = outputs.maps.get(geometry.back)
+    held = outputs.maps.get((geometry.back, id(inputs)))
+    found = to_reached[1] if to_reached is not None and to_reached[0] is inputs else None
+    if found is None and held is not None and held[0]() is inputs:
+        found = held[1]
+    return found.table if isinstance(found, NeighborTable) else None
 
 
 def _searched(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> Tensor:

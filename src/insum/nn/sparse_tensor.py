@@ -173,7 +173,11 @@ class SparseTensor:
         """
         if type(self) is not SparseTensor or torch.compiler.is_compiling():
             return type(self)(self.coords, features, self.spatial_shape, self.voxels)
-        _check_features(features, self.voxels.count)
+        if not is_common(features) or features.dtype not in COMPUTABLE:
+            require("features", features, VALUES)
+        count = self.voxels.coords.shape[0]
+        if features.dim() != 2 or features.shape[0] != count:
+            raise _not_rows(features, count)
         return at_voxels(self.voxels, features)  # type: ignore[return-value]
 
     @takes(device=(DEVICE | DTYPE).optional, dtype=DTYPE.optional, non_blocking=FLAG)
@@ -359,13 +363,6 @@ def at_voxels(voxels: Voxels, features: Tensor) -> SparseTensor:
         ndim=coords.shape[1] - 1,
     )
     return made
-
-
-def _check_features(features: Tensor, count: int) -> None:
-    if not is_common(features) or features.dtype not in COMPUTABLE:
-        require("features", features, VALUES)
-    if features.dim() != 2 or features.shape[0] != count:
-        raise _not_rows(features, count)
 
 
 def _not_rows(features: Tensor, count: int) -> BindingError:

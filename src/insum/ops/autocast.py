@@ -9,19 +9,20 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from insum.call.request import head
+from insum.compat.calls import set_grad
 from insum.lang.bind import Value
 
 AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 
 
 def lowered(
-    statement: str, values: Mapping[str, Value], leaves: dict[str, Tensor] | None = None
+    target: str, values: Mapping[str, Value], leaves: dict[str, Tensor] | None = None
 ) -> dict[str, Value]:
-    """The values of a statement as autocast has them. Leaves that a gradient is asked of are cast
-    without being recorded, and put into ``leaves``, where that is given.
+    """The values of a statement as autocast has them; that of its ``target`` stays. Leaves that a
+    gradient is asked of are cast without being recorded, and put into ``leaves``, where that is
+    given: gradients are being recorded then.
     """
-    target, found, known, dtype = head(statement).target, dict(values), "", None
+    found, known, dtype = dict(values), "", None
     for name, value in values.items():
         if not isinstance(value, Tensor) or not value.is_floating_point() or name == target:
             continue
@@ -32,10 +33,15 @@ def lowered(
             dtype = torch.get_autocast_dtype(device) if on else None
         if dtype is None or value.dtype is dtype or value.dtype is torch.float64:
             continue
-        if leaves is not None and value.requires_grad and value.is_leaf:
-            if not value.is_inference():  # of such a one no versions are counted
-                leaves[name], value = value, value.detach()
-        found[name] = value.to(dtype)
+        if leaves is None or not (value.requires_grad and value.is_leaf) or value.is_inference():
+            found[name] = value.to(dtype)  # of one of inference mode no versions are counted
+            continue
+        leaves[name] = value
+        set_grad(False)
+        try:
+            found[name] = value.to(dtype)
+        finally:
+            set_grad(True)
     return found
 
 

@@ -8,7 +8,7 @@ once; under a tracer, a transform, autocast or a tensor subclass it goes through
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
 from typing import Any
@@ -39,6 +39,7 @@ from insum.ops.autocast import lowered
 from insum.ops.encoding import Scalar, encode
 from insum.ops.gradients import ForwardCall, StatementRunner, gradients, tangent_of
 from insum.ops.vmap import batched, front
+from insum.runtime.check import found as offences
 from insum.runtime.check import raise_found
 from insum.settings import settings
 
@@ -52,7 +53,8 @@ MOST_DERIVED = 32
 def contract(request: Request, values: Mapping[str, Value]) -> Tensor:
     """The result of a statement as a new tensor. Differentiable."""
     if autocasts() and is_eager_call(values.values()):
-        return run_lowered(kinds_of(request.form), request.size_values, values)
+        target = head(request.statement).target
+        return run_lowered(kinds_of(request.form), target, request.size_values, values)
     # Without a tensor the default device decides, which is not to be seen from within an op.
     if not is_plain_call(values.values()) and any(isinstance(v, Tensor) for v in values.values()):
         if is_placed(values.values()) and is_recordable():
@@ -86,15 +88,17 @@ def run(
     return call.run("new", values, None)
 
 
-def run_lowered(kinds: Kinds, sizes: tuple[Any, ...], values: Mapping[str, Value]) -> Tensor:
+def run_lowered(
+    kinds: Kinds, target: str, sizes: tuple[Any, ...], values: Mapping[str, Value]
+) -> Tensor:
     """A call under autocast, in eager mode and past the dispatcher, as a new tensor. The parameters
     of a layer are cast where the call is recorded, so that autograd sees one operation rather than
     two, and their gradients are summed and rounded once.
     """
     leaves: dict[str, Tensor] = {}
-    lower = lowered(kinds.form.statement, values, leaves if torch.is_grad_enabled() else None)
+    lower = lowered(target, values, leaves if torch.is_grad_enabled() else None)
     with without_autocast():
-        return run(kinds.find(lower, sizes), lower, leaves)
+        return run(kinds.known(lower, sizes) or kinds.find(lower, sizes), lower, leaves)
 
 
 def accumulate(request: Request, initial: Tensor, values: Mapping[str, Value]) -> Tensor:
@@ -195,8 +199,8 @@ class _Recorded(torch.autograd.Function):
         """``values`` are the tensors by name, and numbers; the context holds none of them."""
         assert spec.call is not None
         result = spec.call.run("new" if initial is None else "from", values, initial)
-        held = [values[name] for name in spec.names] if spec.leaves else tensors
-        save_call(ctx, spec, initial, held, result)  # type: ignore[arg-type]
+        held: Any = map(values.get, spec.names) if spec.leaves else tensors
+        save_call(ctx, spec, initial, held, result)
         return result
 
     @staticmethod
@@ -264,12 +268,11 @@ def differentiable(
     """
     tensors: Collection[Any] = values.values()
     if call.prepared.scalars:
-        spec, tensors = _apart(None, call, values)
+        spec, tensors = _apart(None, call, values, leaves)
     else:
-        spec = DifferentiableCall(None, {}, call.prepared.names, call)
-    if leaves:
-        spec = DifferentiableCall(None, spec.numbers, spec.names, call, leaves)
-        tensors = [leaves[n] if n in leaves else values[n] for n in spec.names]
+        spec = DifferentiableCall(None, {}, call.prepared.names, call, leaves)
+        if leaves:
+            tensors = {**values, **leaves}.values()
     try:
         result: Tensor = _record(spec, values, initial, *tensors)
     except RuntimeError as error:
@@ -286,28 +289,31 @@ def differentiable(
 
 def _transformed(request: Request, initial: Tensor | None, values: Mapping[str, Value]) -> Tensor:
     if autocasts():  # here: a batched statement is asked for the dtype of one item's result
-        lower = lowered(request.statement, values)
+        lower = lowered(head(request.statement).target, values)
         with without_autocast():
             return _transformed(request, initial, lower)
-    spec, tensors = _apart(request, None, values)
+    spec, tensors = _apart(request, None, values, None)
     result: Tensor = _Differentiable.apply(spec, initial, *tensors)  # type: ignore[no-untyped-call]
     return result
 
 
 def _apart(
-    request: Request | None, call: BoundCall | None, values: Mapping[str, Value]
+    request: Request | None,
+    call: BoundCall | None,
+    values: Mapping[str, Value],
+    leaves: Mapping[str, Tensor] | None,
 ) -> tuple[DifferentiableCall, list[Tensor]]:
-    """What autograd is to see, the tensors, and the rest."""
+    """What autograd is to see, the tensors or the leaves that they were cast from, and the rest."""
     names: list[str] = []
     tensors: list[Tensor] = []
     numbers: dict[str, Scalar] = {}
     for name, value in values.items():
         if isinstance(value, Tensor):
             names.append(name)
-            tensors.append(value)
+            tensors.append(leaves[name] if leaves and name in leaves else value)
         else:
             numbers[name] = value
-    return DifferentiableCall(request, numbers, tuple(names), call), tensors
+    return DifferentiableCall(request, numbers, tuple(names), call, leaves), tensors
 
 
 def _forward_mode(ctx: Any, initial: Tensor | None, tangents: Sequence[Tensor | None]) -> Tensor:
@@ -371,7 +377,8 @@ def _runner_of(
         if not state:
             layouts = *map(Tensor.stride, given), *map(_dtype_of, given)
             marks = upstream.shape, upstream.is_neg(), upstream.is_conj()
-            state = layouts, marks, modes_now(settings)
+            # the settings are those of the call, and take as long to hash as all the rest
+            state = layouts, marks, modes_now(settings)[1:]
         key = kinds, state
         found = kept.get(key)
         if found is None:
@@ -380,7 +387,9 @@ def _runner_of(
                 kept[key] = found
             else:
                 keep(kept, key, found, MOST_DERIVED)
-        return run(found, values)
+        if found.prepared.looks_first:
+            found.look(values)
+        return found.run("new", values, None)
 
     return run_kept
 
@@ -395,7 +404,7 @@ def save_call(
     ctx: Any,
     spec: DifferentiableCall,
     initial: Tensor | None,
-    tensors: Sequence[Tensor],
+    tensors: Iterable[Tensor],
     result: Tensor,
 ) -> None:
     """What the backward pass of a call needs of it."""
@@ -423,10 +432,16 @@ def pull_back(
     values = {**spec.numbers, **dict(zip(spec.names, saved[:count]))}
     result, held = (*saved[count:], None, None)[:2]
     wanted = list(compress(spec.names, needs))
-    raise_found()
+    for numbers, report in offences:  # as `raise_found`
+        if numbers[0]:
+            report()
     token = settings.hold(ctx.settings)  # this may be a thread of autograd's
     try:
-        form, rules, extents = _derivable(spec, values, upstream)
+        form, rules, extents = (
+            _derivable(spec, values, upstream)
+            if call is None
+            else (call.prepared.form, call.prepared.adjoints, call.sized.extents)
+        )
         dtypes: dict[str, torch.dtype] = {}
         for name, leaf in (spec.leaves or {}).items():
             dtypes[name] = leaf.dtype
@@ -449,8 +464,7 @@ def pull_back(
 def _derivable(
     spec: DifferentiableCall, values: Mapping[str, Value], upstream: Tensor
 ) -> tuple[Form, dict[object, Any], Mapping[str, Size]]:
-    """Of a call what gradients are derived from: its form, the rules so far, its extents."""
-    call = spec.call
-    if call is None:
-        return spec.form, {}, spec.request.bind(values, upstream.detach()).extents
-    return call.prepared.form, call.prepared.adjoints, call.sized.extents
+    """What gradients are derived from where no call was prepared: the form, no rules so far, and
+    the extents.
+    """
+    return spec.form, {}, spec.request.bind(values, upstream.detach()).extents

@@ -183,12 +183,21 @@ class Packed(_Outlined):
         turned = [w if w.is_row else replace(w, coefficient=1, offset=0) for w in self.walks]
         return Packed(self.table, tuple(turned))
 
+    @functools.cached_property
+    def of_table(self) -> Packed:
+        """The same of a table that is the inverse itself."""
+        return Packed(index_of_recipe(self), self.walks)
+
 
 @dataclass(frozen=True)
 class PackedByStep(_Outlined):
     """The same read the other way: pieces of the tiles that each step occurs in."""
 
     base: Packed
+
+    @functools.cached_property
+    def of_table(self) -> PackedByStep:
+        return PackedByStep(self.base.of_table)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +66,8 @@ MOST_UNSEEN = 96
 #: step, before the arguments of its launches are kept: making them takes as long as a few calls
 #: without.
 MOST_MET = 8
+#: Programs whose needs are kept with one map of a kernel.
+MOST_MADE = 64
 #: What is made of maps of kernels without numbers that the host would have to wait for.
 _serials = itertools.count()
 #: What is kept of calls without index tensors.
@@ -179,23 +181,29 @@ def _coefficients(problem: Problem, runs: frozenset[str]) -> tuple[str, ...]:
 class FusedCall:
     """A call of certain sizes and strides, as generated kernels."""
 
-    __slots__ = ("_class", "keeps", "kind", "serial", "sized")
+    __slots__ = ("_class", "keeps", "kind", "mapped", "serial", "sized")
 
     def __init__(self, kind: FusedKind, sized: Sized) -> None:
         self.kind, self.sized = kind, sized
         self.serial = next(_serials)
         self.keeps = False  # whether something is kept under this serial
         self._class: tuple[Any, ...] | None = None  # of a call that makes its result
+        #: What ran on the map of a kernel last, and what was known of that.
+        self.mapped: tuple[tuple[object, ...], Unseen] | None = None
 
     def __call__(self, values: Mapping[str, Value], target: Tensor | None) -> Tensor | Refusal:
         """The result (in ``target``, where one is given), or why there is no kernel."""
         if self.kind.negated:
             values = {n: v.resolve_neg() if isinstance(v, Tensor) else v for n, v in values.items()}
-        found, entries = self.looked_up(values, target)
+        found, entries, recorded = self.looked_up(values, target)
         if isinstance(found, Refusal):
             return found
         if isinstance(found, Unseen):
-            return self.run_unseen(found, values, target, entries)
+            made = self.made_of(found, values, entries, recorded) if found.recipes else ()
+            look, sized = False, self.sized
+            if found.check is not None:
+                values, look = self.with_record(found, values, target, entries)
+            return found.run(values, sized.spans, sized.shape, target, made, look=look)
         if found.promotable:
             found = self.promoted(found, values, target, entries)
         if found.check is None:
@@ -205,9 +213,10 @@ class FusedCall:
 
     def looked_up(
         self, values: Mapping[str, Value], target: Tensor | None
-    ) -> tuple[Ready | Unseen | Refusal, list[memory.Entry]]:
-        """What runs a call, and what is remembered of index tensors, and of coefficients that may
-        become code. Raises what earlier calls were found to have done wrong.
+    ) -> tuple[Ready | Unseen | Refusal, list[memory.Entry], bool]:
+        """What runs a call, what is remembered of index tensors, and of coefficients that may
+        become code, and whether a graph is recorded. Raises what earlier calls were found to have
+        done wrong.
         """
         for numbers, report in offences:  # one of many calls: not worth another for each
             if numbers[0]:
@@ -229,7 +238,7 @@ class FusedCall:
             found = (entries[0] if entries else _plain).get(self.key(target, entries))
         if found is None:
             found = self.find(values, target, entries, recorded)
-        return found, entries
+        return found, entries, recorded
 
     def settled(self, target: Tensor | None, entries: list[memory.Entry]) -> Ready | None:
         """What is kept for a call on index tensors of which this is remembered, where it only has
@@ -253,34 +262,38 @@ class FusedCall:
         small = [n for n in kind.coefficients if values[n].numel() <= 2 * UNROLL_POINTS]  # type: ignore[union-attr]
         return not small  # of those it may be promised that they are constant
 
-    def run_unseen(
+    def made_of(
         self,
         found: Unseen,
         values: Mapping[str, Value],
-        target: Tensor | None,
         entries: list[memory.Entry],
-    ) -> Tensor:
-        sized, look, made = self.sized, False, []
-        if found.recipes:
-            made = self.made_of(found, values, entries)
-        if found.check is not None:
-            values, look = self.with_record(found, values, target, entries)
-        return found.run(values, sized.spans, sized.shape, target, made, look=look)
-
-    def made_of(
-        self, found: Unseen, values: Mapping[str, Value], entries: list[memory.Entry]
-    ) -> list[Made]:
-        sized = self.sized
-        wraps = self.kind.programs.wraps
+        recorded: bool,
+    ) -> Sequence[Made]:
+        """What the recipes of a program make of the index tensors. All that one call needs of the
+        map of a kernel is kept with the map, for the others of a network: they look for one thing.
+        """
+        sized, wraps, key = self.sized, self.kind.programs.wraps, None
+        of: packs.KernelMap | None = None if recorded else entries[0].things.get(packs.MAP)
+        if of is not None and found.sizes is not None and len(entries) == 1 and not wraps:
+            stream = current_stream(self.kind.device) if self.kind.on_gpu else 0
+            key = stream, found.does, found.sizes(values, sized.spans, sized.shape)
+            before: Sequence[Made] | None = of.made.get(key)
+            if before is not None:
+                return before
         known = dict(zip(self.kind.indices, entries))
         prologue = Prologue(values, sized.extents, sized.shape, wraps, wait=False, entries=known)
-        made = []
+        made: list[Made] = []
         for recipe in found.recipes:
-            one = prologue.result(recipe)
+            there = prologue.of_way_back(recipe) if of is not None and of.inverse else None
+            if there is not None:
+                key = None
+            one = prologue.result(recipe) if there is None else there
             if not isinstance(one, Made):
                 one = prologue.soon(recipe)
                 assert one is not None  # of maps everything is known at once
             made.append(one)
+        if of is not None and key is not None:
+            keep(of.made, key, made, MOST_MADE)
         return made
 
     # --- what is kept ---
@@ -306,11 +319,19 @@ class FusedCall:
         """What is kept for later calls once everything is known that can be; nothing is where it
         is ``recorded``: a graph is replayed on other values.
         """
-        mapped = None
-        if not recorded and entries and packs.MAP in entries[0].things:
+        mapped, about, things = None, None, {} if recorded or not entries else entries[0].things
+        if packs.MAP in things:
+            of: packs.KernelMap = things[packs.MAP]
+            if target is None and len(entries) == 1 and "facts" in things:
+                about = of.mirrored, things["facts"].high, cache.state["epoch"]
+            if self.mapped is not None and self.mapped[0] == about and of.first is not None:
+                entries[0].sights += of.first == self.serial
+                if entries[0].sights <= MOST_MET:
+                    return self.mapped[1]
             mapped = self.map_key(values, target, entries)
-        if mapped is not None and (held := self.kind.unseen.get(mapped)) is not None:
-            return held
+            if mapped is not None and (held := self.kind.unseen.get(mapped)) is not None:
+                self.mapped = None if about is None else (about, held)
+                return held
         if self.is_known(values, entries, recorded):
             try:
                 found = self.make_now(values, target, entries)
@@ -357,7 +378,8 @@ class FusedCall:
                 return None
         for k in kind.exact:
             about.append(sized.spans[k])
-        sizes = self.class_key(values, target)
+        sizes = self._class if target is None else None
+        sizes = sizes or self.class_key(values, target)
         return sizes, target is None, cache.state["epoch"], *about
 
     def is_known(
@@ -611,4 +633,5 @@ def _settle(entry: memory.Entry) -> None:
     if found is None or found.comes_back or entry.in_graph:
         return
     found.comes_back = True
+    found.made.clear()
     entry.drop(is_packed)

@@ -90,7 +90,7 @@ def _ready(call: FusedCall, values: Mapping[str, Value]) -> Ready | None:
     """What would run a call, where it is one kernel that has nothing to look for or to convert."""
     if call.kind.negated:
         return None
-    found, _ = call.looked_up(values, None)
+    found, _, _ = call.looked_up(values, None)
     if not isinstance(found, Ready) or found.check is not None or found.buffer is not None:
         return None
     return found if len(found.program.steps) == 1 and found.launches else None

@@ -32,19 +32,28 @@ Numbers: TypeAlias = Callable[
 ]
 
 
+#: The sizes that recipes name, of values, extents and shape.
+RecipeSizes: TypeAlias = Callable[
+    [Mapping[str, Any], tuple[int, ...], tuple[int, ...]], tuple[int, ...]
+]
+
+
 class Unseen:
     """A program for all sizes of its class, and for all index tensors of which the same is known:
     its recipes are straight-line code, run for each call. It holds nothing of any index tensor.
 
     Attributes:
         recipes: what is made of the index tensors of each call.
+        does: what these do, whatever tensors and sizes are called; ``sizes`` evaluates the sizes
+            that they name, and is None where only a recipe knows one. Both together tell what was
+            made of a tensor.
         arrays: by name, which array of which of them is passed.
         rooms: by the first launch of a product, copies of factors that it has.
     """
 
     __slots__ = (
-        *("arrays", "buffer", "check", "device", "dtype", "filled", "index", "launches"),
-        *("numbers", "program", "recipes", "rooms", "start", "written"),
+        *("arrays", "buffer", "check", "device", "does", "dtype", "filled", "index", "launches"),
+        *("numbers", "program", "recipes", "rooms", "sizes", "start", "written"),
     )
 
     def __init__(
@@ -53,8 +62,10 @@ class Unseen:
         numbers: Numbers,
         recipes: tuple[Recipe, ...],
         arrays: Mapping[str, tuple[int, str]],
+        sizes: RecipeSizes | None,
     ) -> None:
         self.program, self.check, self.numbers = found.program, found.check, numbers
+        self.does, self.sizes = tuple(recipe.outline.does for recipe in recipes), sizes
         self.recipes, self.arrays = recipes, tuple((n, *at) for n, at in arrays.items())
         self.launches = [_holding_nothing(one) for one in found.launches]
         self.rooms = tuple(
@@ -147,7 +158,25 @@ def unseen_of(found: Ready, extents: tuple[str, ...], into: bool) -> Unseen | No
     for step in program.steps:
         for copied in step.copies:
             writer.rooms.append(f"({', '.join(map(writer.count, copied.shape))},)")
-    return Unseen(found, writer.write(), recipes, arrays)
+    return Unseen(found, writer.write(), recipes, arrays, _sizes_of(recipes, extents))
+
+
+def _sizes_of(recipes: tuple[Recipe, ...], extents: tuple[str, ...]) -> RecipeSizes | None:
+    """Code that evaluates all sizes that recipes name; None where only a recipe knows one."""
+    writer, parts = _LaunchWriter(extents, False, recipes), []
+    for size in (size for recipe in recipes for size in recipe.outline.sizes):
+        match size:
+            case str():
+                parts.append(writer.extents[size])
+            case OfLength():
+                parts.append(writer.count(size))
+            case _ if any(isinstance(one, OfCount) for one in size):
+                return None
+            case _:
+                parts.append(" * ".join(map(writer.count, size)) or "1")
+    every = "".join(f"{part}, " for part in parts)
+    sizes: RecipeSizes = writer.function("sizes", "v, x, d", f"({every})")
+    return sizes
 
 
 #: What is there only when a launch is started.
@@ -234,12 +263,16 @@ class _LaunchWriter:
                 return "None"
 
     def write(self) -> Numbers:
-        found = f"return [{', '.join(self.results)}], [{', '.join(self.rooms)}]"
-        body = "\n    ".join([*self.lines, found])
-        names: dict[str, Any] = {}
-        exec(f"def numbers(v, x, d, t, m):\n    {body}\n", names)
-        numbers: Numbers = names["numbers"]
+        found = f"[{', '.join(self.results)}], [{', '.join(self.rooms)}]"
+        numbers: Numbers = self.function("numbers", "v, x, d, t, m", found)
         return numbers
+
+    def function(self, name: str, arguments: str, found: str) -> Any:
+        """A function that evaluates what was written, and gives this."""
+        body = "\n    ".join([*self.lines, f"return {found}"])
+        names: dict[str, Any] = {}
+        exec(f"def {name}({arguments}):\n    {body}\n", names)
+        return names[name]
 
 
 def _fill_condition(found: Ready) -> str:

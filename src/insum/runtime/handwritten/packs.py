@@ -12,12 +12,14 @@ dozen.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from insum.compat.calls import empties, empty
+from insum.compat.calls import current_stream, empties, empty
 from insum.plan.strategies.packing import TILE
 from insum.runtime import launch
 from insum.runtime.handwritten.kernel import BLOCK, Handwritten, blocks
@@ -47,14 +49,21 @@ class KernelMap:
         mirrored: whether the table read backwards along ``z`` is its own inverse.
         comes_back: whether so many calls have met it that more work on its order pays.
         first: which call was the first to meet it.
+        made: all that a program needs of the table, by stream, by what that is, and by sizes.
+        inverse: the map of the way back, which leads from ``y`` to ``x``, where there is one. By a
+            weak reference: that one knows this one, too.
+        stream: on which the table was made.
     """
 
-    __slots__ = ("comes_back", "first", "mirrored", "names", "words")
+    __slots__ = ("comes_back", "first", "inverse", "made", "mirrored", "names", "stream", "words")
 
     def __init__(self, names: Tensor, words: Tensor, mirrored: bool) -> None:
+        self.stream = current_stream(words.device) if words.is_cuda else 0
         self.names, self.words, self.mirrored = names, words, mirrored
         self.comes_back = False
         self.first: int | None = None
+        self.made: dict[object, Any] = {}
+        self.inverse: weakref.ref[Tensor] | None = None
 
 
 def bits_per_word(steps: int) -> int:

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from insum import memory
-from insum.compat.calls import untracked
+from insum.compat.calls import current_stream, untracked
 from insum.facts import segment_pointers
 from insum.plan.questions import Summary
 from insum.plan.recipes import (
     Composed,
     Inverse,
     OfCount,
+    OfExtent,
     OfLength,
     Packed,
     PackedByStep,
@@ -150,6 +151,8 @@ class Prologue:
         """A size that a recipe names, as it is in this call."""
         if isinstance(expr, OfLength):
             return int(self.tensors[expr.tensor].shape[expr.dim])
+        if len(expr) == 1 and isinstance(expr[0], OfExtent):  # as most are
+            return self.extents[expr[0].var]
         return size_of(expr, self.extents, self.shape, self.counted)
 
     def counted(self, one: OfCount) -> int:
@@ -198,8 +201,39 @@ class Prologue:
 
     def map_of(self, index: str) -> packs.KernelMap | None:
         """What is known of an index tensor that was made as the map of a kernel."""
-        found: packs.KernelMap | None = self.entry(index).things.get(packs.MAP)
+        entry = self.entries[index] if index in self.entries else self.entry(index)
+        found: packs.KernelMap | None = entry.things.get(packs.MAP)
         return found
+
+    def of_way_back(self, recipe: Recipe) -> Made | None:
+        """What a recipe makes of the inverse of a map, where that is a map, too: it is there, and
+        what is made of it is kept with it. The result serves one call: kept here it would hold the
+        other map, and that one this.
+        """
+        match recipe:
+            case Inverse() as of:
+                there: Packed | PackedByStep | None = None
+            case Packed(Inverse() as of) | PackedByStep(Packed(Inverse() as of)):
+                there = recipe.of_table
+            case _:
+                return None
+        if of.dim != 1:
+            return None
+        known = self.map_of(of.index)
+        other = None if known is None or known.inverse is None else known.inverse()
+        if other is None or other.shape[1] != self.shape[of.rows.dim]:
+            return None
+        entry = memory.known(other)
+        if entry is None or packs.MAP not in entry.things:  # it was written to
+            return None
+        stream = current_stream(other.device) if other.is_cuda else 0
+        if entry.things[packs.MAP].stream != stream:  # nobody has waited for it here
+            return None
+        if there is None:
+            return Made({"inverse": other}, {})
+        tensors, entries = {**self.tensors, of.index: other}, {**self.entries, of.index: entry}
+        back = Prologue(tensors, self.extents, self.shape, self.wraps, wait=False, entries=entries)
+        return back.soon(there)
 
     def inverse(self, recipe: Inverse) -> Result:
         index, rows = self.index(recipe.index), self.shape[recipe.rows.dim]
