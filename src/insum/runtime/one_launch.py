@@ -1,49 +1,46 @@
 """Several statements on the same tensors in one launch, where one kernel can write all their
 results (`plan.beside`).
+
+What runs them is a program like any other, of the statement that owns the loops: the results of the
+others are tensors that it is passed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from insum import memory
 from insum.bounded import keep
 from insum.lang.bind import Value
 from insum.plan.beside import beside_each_other, together
 from insum.plan.sizes import beside
-from insum.runtime.bound_launch import BoundLaunch, CallNumbers, compile_at_once
+from insum.runtime.bound_launch import compile_at_once
 from insum.runtime.build import first_choice, step_of
 from insum.runtime.fused import FusedCall
-from insum.runtime.program import ProductLaunches, Program
-from insum.runtime.ready import NotYet, Ready, has_nothing
+from insum.runtime.program import Program
+from insum.runtime.ready import NotYet, Ready, has_nothing, ready
+from insum.runtime.unseen import Unseen
 
 #: Sets of other statements that one is computed with.
 MOST_SETS = 16
 
 
-class ReadyTogether:
-    """One launch that writes the results of several statements, the first of which owns its
-    loops.
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """One of several calls: the code that would run it by itself, and what is remembered of its
+    index tensors.
     """
 
-    __slots__ = ("bound", "index", "ready")
+    call: FusedCall
+    code: Unseen
+    entries: list[memory.Entry]
 
-    def __init__(self, ready: tuple[Ready, ...], bound: BoundLaunch) -> None:
-        self.ready, self.bound, self.index = ready, bound, ready[0].index
-
-    def __call__(self, values: Mapping[str, Any]) -> list[Tensor]:
-        if self.index is not None and self.index != torch.cuda.current_device():
-            with torch.cuda.device(self.index):
-                return self(values)
-        results = [one.new() for one in self.ready]
-        every = dict(values)
-        for number, result in enumerate(results[1:], 1):
-            every[beside(number)] = result
-        self.bound(every, results[0], results[0])
-        return results
+    def new(self) -> Tensor:
+        return self.code.new(self.call.sized.shape)
 
 
 def run_together(
@@ -53,89 +50,84 @@ def run_together(
     that one launch computes; None for those that are to be run by themselves.
     """
     results: list[Tensor | None] = [None] * len(calls)
-    ready = {k: found for k, call in enumerate(calls) if (found := _ready(call, values[k]))}
-    order = _order({k: one.program for k, one in ready.items()})
-    compile_at_once(
-        bound
-        for k, one in ready.items()
-        if k not in order or len(order) < 2
-        for bound in one.launches
-    )
+    parts = {k: one for k, call in enumerate(calls) if (one := _part(call, values[k]))}
+    order = _order(parts)
     if len(order) < 2:
         return results
     every = {name: value for k in order for name, value in values[k].items()}
-    try:
-        one = _together([calls[k] for k in order], tuple(ready[k] for k in order), every)
-    except NotYet:
-        return results
-    if one is not None:
-        for k, result in zip(order, one(every)):
+    found = _run([parts[k] for k in order], every)
+    if found is not None:
+        for k, result in zip(order, found):
             results[k] = result
     return results
 
 
-def _order(programs: Mapping[int, Program]) -> list[int]:
-    """Which of these one kernel writes, found out the first time."""
-    if len(programs) < 2:
-        return []
-    held, key = next(iter(programs.values())).orders, tuple(programs.items())
-    found = held.get(key)
-    if found is None:
-        planned = {k: one.steps[0].planned for k, one in programs.items()}
-        found = keep(held, key, beside_each_other(planned), MOST_SETS)
-    return found
-
-
-def _ready(call: FusedCall, values: Mapping[str, Value]) -> Ready | None:
+def _part(call: FusedCall, values: Mapping[str, Value]) -> _Part | None:
     """What would run a call, where it is one kernel that has nothing to look for or to convert."""
     if call.kind.negated:
         return None
-    found, _ = call.looked_up(values, None)
-    if not isinstance(found, Ready) or found.check is not None or found.buffer is not None:
+    found, entries = call.looked_up(values, None)
+    code = call.code_of(found, None) if isinstance(found, Ready) else found
+    if not isinstance(code, Unseen) or code.check is not None or code.buffer is not None:
         return None
-    return found if len(found.program.steps) == 1 and found.launches else None
+    return _Part(call, code, entries) if len(code.program.steps) == 1 else None
 
 
-def _together(
-    calls: Sequence[FusedCall], ready: tuple[Ready, ...], values: Mapping[str, Value]
-) -> ReadyTogether | None:
-    kept, others = ready[0].together, ready[1:]
-    if others in kept:
-        ready_before: ReadyTogether | None = kept[others]
-        return ready_before
-    found: ReadyTogether | None = keep(kept, others, _bound(calls, ready, values), MOST_SETS)
+def _order(parts: Mapping[int, _Part]) -> list[int]:
+    """Which of these one kernel writes, found out the first time; the others are compiled then."""
+    if len(parts) < 2:
+        return []
+    programs = tuple([(k, one.code.program) for k, one in parts.items()])
+    held = programs[0][1].orders
+    found = held.get(programs)
+    if found is None:
+        order = beside_each_other({k: one.steps[0].planned for k, one in programs})
+        alone = [one for k, one in parts.items() if k not in order or len(order) < 2]
+        compile_at_once(launch for one in alone for launch in one.code.launches)
+        found = keep(held, programs, order, MOST_SETS)
     return found
 
 
-def _bound(
-    calls: Sequence[FusedCall], ready: tuple[Ready, ...], values: Mapping[str, Value]
-) -> ReadyTogether | None:
-    step, first = _step(tuple(one.program for one in ready)), calls[0]
-    sized = first.sized
-    if step is None or has_nothing(step, sized.extents, sized.shape):
+def _run(parts: Sequence[_Part], values: Mapping[str, Value]) -> list[Tensor] | None:
+    """The results of all parts, the first of which owns the loops; None where they take more."""
+    first, *others = parts
+    index = first.code.index
+    if index is not None and index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            return _run(parts, values)
+    program = _program(tuple([one.code.program for one in parts]))
+    if program is None or has_nothing(
+        program.steps[0], first.call.sized.extents, first.call.sized.shape
+    ):
         return None
-    prologue, made = first.prologue(values), {}
-    for recipe in step.recipes():
-        found = prologue.soon(recipe)
-        if found is None:
-            raise NotYet
-        made[recipe] = found
-    outputs = {
-        beside(number): torch.empty(call.sized.shape, dtype=one.dtype, device="meta")
-        for number, (call, one) in enumerate(zip(calls[1:], ready[1:]), 1)
-    }
-    numbers = CallNumbers({**values, **outputs}, sized.extents, sized.shape, made)
-    (launch,) = step.launches
-    return ReadyTogether(ready, BoundLaunch(launch, launch.plan, numbers, ready[0].dtype))
+    rest = [one.new() for one in others]
+    every = {**values, **{beside(number): one for number, one in enumerate(rest, 1)}}
+    code = program.codes.get(False)
+    if code is None:
+        code = _code(program, first, every)
+    if code is None:
+        return None
+    return [first.call.run_unseen(code, every, None, first.entries), *rest]
 
 
-def _step(programs: tuple[Program, ...]) -> ProductLaunches | None:
+def _code(program: Program, first: _Part, values: Mapping[str, Value]) -> Unseen | None:
+    """Code for the launch on all sizes, written the first time."""
+    sized, prologue = first.call.sized, first.call.prologue(values, first.entries)
+    try:
+        found = ready(program, values, sized.extents, sized.shape, prologue)
+    except NotYet:
+        return None
+    return first.call.code_of(found, None)
+
+
+def _program(programs: tuple[Program, ...]) -> Program | None:
     """One kernel for all programs, written the first time."""
     first, others = programs[0], programs[1:]
     if others in first.together:
         return first.together[others]
     planned = together(first.steps[0].planned, [one.steps[0].planned for one in others])
-    step = None
+    found = None
     if planned is not None:
         step = step_of(planned, first.wishes, first_choice(planned, first.wishes), None)
-    return keep(first.together, others, step, MOST_SETS)
+        found = replace(first, steps=(step,), codes={}, together={}, orders={})
+    return keep(first.together, others, found, MOST_SETS)
