@@ -17,8 +17,7 @@ import insum
 from insum.call.request import request_of
 from insum.nn import Irreps, TensorProduct, TensorProductConv
 from insum.nn.patterns import arrays_of
-from insum.runtime import inspection
-from insum.runtime import one_launch
+from insum.runtime import inspection, one_launch
 from insum.testing.as_on_a_gpu import pretended
 from kernels import watch_programs
 from nn.test_tensor_product import rotation

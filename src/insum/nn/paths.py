@@ -34,6 +34,10 @@ from insum.nn.multilinear import Multilinear
 from insum.nn.wigner import wigner_3j
 
 
+def _list(*indices: str) -> str:
+    return ",".join([i for i in indices if i])
+
+
 @dataclass(frozen=True)
 class Letters:
     """How a mode is spelt: what indexes the multiplicities of the first input, the second and the
@@ -51,6 +55,21 @@ class Letters:
         """Whether pairs ``u < v`` of one multiplicity are walked."""
         return "r" in self.weight
 
+    @property
+    def weight_without_second(self) -> tuple[str, ...]:
+        """Those of weights where the second input's multiplicity is 1 and has no index."""
+        return tuple([letter for letter in self.weight if letter != "v"])
+
+    def over_edges(self, single: bool, has_weight: bool) -> Multilinear:
+        """A product along edges; ``single``: the second input's multiplicity has no index."""
+        second = "" if single else self.second
+        at = {"V": "p", "X": f"src[e],J[p],{self.first}", "Y": _list("e", "K[p]", second)}
+        if has_weight:
+            weight = self.weight_without_second if single else self.weight
+            at["W"] = _list("e", "L[p]", *weight)
+        leaves = tuple([name for name in at if name != "V"])
+        return Multilinear("Z", {**at, "Z": f"dst[e],I[p],{_list(*self.out)}"}, leaves)
+
 
 MODES = {
     "uvw": Letters("u", "v", ("w",), ("u", "v", "w"), weighs=True),
@@ -61,6 +80,12 @@ MODES = {
     "uvuv": Letters("u", "v", ("u", "v"), ("u", "v")),
     "uvu<v": Letters("A[r]", "B[r]", ("r",), ("r",)),
     "u<vw": Letters("A[r]", "B[r]", ("w",), ("r", "w"), weighs=True),
+}
+_OVER_EDGES = {
+    (mode, single, has_weight): letters.over_edges(single, has_weight)
+    for mode, letters in MODES.items()
+    for single in (False, True)
+    for has_weight in (False, True)
 }
 
 
@@ -139,16 +164,7 @@ class Group:
 
     def over_edges(self) -> Multilinear:
         """The product along edges, with weights of each edge's own where it has any."""
-        second = "" if self.single else self.letters.second
-        at = {
-            "V": "p",
-            "X": f"src[e],J[p],{self.letters.first}",
-            "Y": _list("e", "K[p]", second),
-        }
-        if self.has_weight:
-            at["W"] = _list("e", "L[p]", *self._weight_letters)
-        leaves = tuple(name for name in at if name != "V")
-        return Multilinear("Z", {**at, "Z": f"dst[e],I[p],{_list(*self.letters.out)}"}, leaves)
+        return _OVER_EDGES[self.mode, self.single, self.has_weight]
 
     def mixes(self, shared: bool) -> bool:
         """Whether weights are multiplied with what reached the nodes."""
@@ -172,7 +188,7 @@ class Group:
 
     @property
     def _weight_letters(self) -> tuple[str, ...]:
-        return tuple(n for n in self.letters.weight if n != "v" or not self.single)
+        return self.letters.weight_without_second if self.single else self.letters.weight
 
     @property
     def _summed_letters(self) -> tuple[str, ...]:
@@ -340,7 +356,3 @@ def components(irreps: Irreps, mul: int) -> dict[int, int]:
 
 def extent(irreps: Irreps, mul: int) -> int:
     return sum(ir.dim for m, ir in irreps if m == mul)
-
-
-def _list(*indices: str) -> str:
-    return ",".join(i for i in indices if i)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import insum
 from insum.accepted import TENSOR, Accepted, require
 from insum.errors import BindingError
-from insum.nn.checks import last_size, layer_takes, one_device
+from insum.nn.checks import in_irreps, layer_takes, one_device
 from insum.nn.irreps import Irrep, Irreps, aligned
 from insum.nn.paths import Group, extent
 from insum.nn.patterns import arrays_of, renew
@@ -137,8 +137,8 @@ class TensorProduct(nn.Module):
 
     @layer_takes(x=TENSOR, y=TENSOR, weight=TENSOR.optional)
     def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        last_size("x", x, self.irreps_in1.dim, f"irreps_in1 {self.irreps_in1}")
-        last_size("y", y, self.irreps_in2.dim, f"irreps_in2 {self.irreps_in2}")
+        in_irreps("x", x, "irreps_in1", self.irreps_in1)
+        in_irreps("y", y, "irreps_in2", self.irreps_in2)
         weight = self._plan.weights(weight, self.weight)
         one_device(module=self.output_mask, x=x, y=y, weight=weight)
         own = () if self.shared_weights else (weight.shape[:-1],)
@@ -183,7 +183,7 @@ class TensorProduct(nn.Module):
         >>> torch.allclose(by_matrix, product(x, y), atol=1e-5)
         True
         """
-        last_size("y", y, self.irreps_in2.dim, f"irreps_in2 {self.irreps_in2}")
+        in_irreps("y", y, "irreps_in2", self.irreps_in2)
         every = torch.eye(self.irreps_in1.dim, dtype=y.dtype, device=y.device)
         own = weight is not None and not self.shared_weights
         found: Tensor = self(every, y.unsqueeze(-2), weight[..., None, :] if own else weight)  # type: ignore[index]

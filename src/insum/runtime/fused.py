@@ -194,8 +194,16 @@ class FusedCall:
         if self.kind.negated:
             values = {n: v.resolve_neg() if isinstance(v, Tensor) else v for n, v in values.items()}
         found, entries = self.looked_up(values, target)
-        if isinstance(found, Refusal):
-            return found
+        return found if isinstance(found, Refusal) else self.run(found, values, target, entries)
+
+    def run(
+        self,
+        found: Ready | Unseen,
+        values: Mapping[str, Value],
+        target: Tensor | None,
+        entries: list[memory.Entry],
+    ) -> Tensor:
+        """The result of what was looked up."""
         if isinstance(found, Unseen):
             return self.run_unseen(found, values, target, entries)
         if found.promotable:
@@ -206,18 +214,26 @@ class FusedCall:
         return found(values, target, look=look)
 
     def looked_up(
-        self, values: Mapping[str, Value], target: Tensor | None
+        self,
+        values: Mapping[str, Value],
+        target: Tensor | None,
+        known: dict[str, memory.Entry] | None = None,
     ) -> tuple[Ready | Unseen | Refusal, list[memory.Entry]]:
         """What runs a call, and what is remembered of index tensors, and of coefficients that may
-        become code. Raises what earlier calls were found to have done wrong.
+        become code. Raises what earlier calls were found to have done wrong. ``known``: what other
+        calls on the same tensors have looked for, to which this adds.
         """
         for numbers, report in offences:  # one of many calls: not worth another for each
             if numbers[0]:
                 report()
         kind, entries, promised = self.kind, [], False
         for name in kind.indices:
-            index: Any = values[name]
-            entry = memory.known(index) or memory.made(index)
+            entry = None if known is None else known.get(name)
+            if entry is None:
+                index: Any = values[name]
+                entry = memory.known(index) or memory.made(index)
+                if known is not None:
+                    known[name] = entry
             promised = promised or entry.declared  # which the index tensors of a pattern are
             entries.append(entry)
         for name in kind.coefficients if promised else ():
@@ -398,7 +414,7 @@ class FusedCall:
             return self.make(values, target, entries, told=told)
         if told is None or self.comes_back(target, entries):
             return self.make(values, target, entries, told=told)
-        program = self.program_told(told, self.prologue(values, entries))
+        program = self.program_told(told, values, entries)
         code: Unseen | None = None if program is None else program.codes.get(target is not None)
         if code is not None:
             return code
@@ -419,18 +435,27 @@ class FusedCall:
                 return entries[0].meets(self.key(target, entries)) > MOST_MET
         return bool(entries) or _plain.meets(self.key(target, entries)) > MOST_MET
 
-    def program_told(self, told: tuple[object, ...], prologue: Prologue) -> Program | None:
+    def program_told(
+        self,
+        told: tuple[object, ...],
+        values: Mapping[str, Value],
+        entries: list[memory.Entry],
+        prologue: Prologue | None = None,
+    ) -> Program | None:
         """The program for tensors of which the same was known before; `NotYet` where something
         that was derived from these decides, and is on its way.
         """
         tree = self.kind.told.get(told)
         if tree is None:
             return None
+        found = tree.found
+        if tree.question is not None:
+            prologue = prologue or self.prologue(values, entries)
 
-        def derived(question: Question) -> Summary:
-            return summary_of(question.recipe, prologue)  # type: ignore[union-attr]
+            def derived(question: Question) -> Summary:
+                return summary_of(question.recipe, prologue)  # type: ignore[union-attr]
 
-        found = tree.asked(derived)
+            found = tree.asked(derived)
         return found if isinstance(found, Program) else None
 
     def told_key(
@@ -472,7 +497,8 @@ class FusedCall:
     ) -> Ready | Refusal:
         sized, prologue, uses = self.sized, self.prologue(values, entries), self.kind.programs.uses
         tensors = dict(values) if target is None else {**values, OUT: target}
-        if told is not None and (before := self.program_told(told, prologue)) is not None:
+        before = None if told is None else self.program_told(told, values, entries, prologue)
+        if before is not None:
             return ready(before, tensors, sized.extents, sized.shape, prologue)
         shapes = {n: v.shape for n, v in values.items() if isinstance(v, Tensor)}
         problem = sized.problem(shapes)

@@ -21,7 +21,7 @@ from insum.plan.sizes import beside
 from insum.runtime.bound_launch import compile_at_once
 from insum.runtime.build import first_choice, step_of
 from insum.runtime.fused import FusedCall
-from insum.runtime.program import Program
+from insum.runtime.program import Program, Refusal
 from insum.runtime.ready import NotYet, Ready, has_nothing, ready
 from insum.runtime.unseen import Unseen
 
@@ -31,83 +31,90 @@ MOST_SETS = 16
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """One of several calls: the code that would run it by itself, and what is remembered of its
-    index tensors.
+    """One of several calls: its values, what runs it by itself, and what is remembered of its index
+    tensors.
     """
 
     call: FusedCall
-    code: Unseen
+    values: Mapping[str, Value]
+    found: Ready | Unseen
     entries: list[memory.Entry]
 
-    def new(self) -> Tensor:
-        return self.code.new(self.call.sized.shape)
+    def alone(self) -> Tensor:
+        return self.call.run(self.found, self.values, None, self.entries)
+
+    @property
+    def code(self) -> Unseen | None:
+        """What runs it on all sizes, where it is one kernel that has nothing to look for or to
+        convert.
+        """
+        found, call = self.found, self.call
+        code = call.code_of(found, None) if isinstance(found, Ready) else found
+        if code is None or code.check is not None or code.buffer is not None:
+            return None
+        return code if len(code.program.steps) == 1 else None
 
 
 def run_together(
     calls: Sequence[FusedCall], values: Sequence[Mapping[str, Value]]
 ) -> list[Tensor | None]:
-    """Of several calls on tensors that have the same names in all of them, the results of those
-    that one launch computes; None for those that are to be run by themselves.
+    """The results of several calls on tensors that have the same names in all of them, of those
+    that one launch can be for in one; None where there is no kernel.
     """
+    known: dict[str, memory.Entry] = {}
+    parts, codes = {}, {}
+    for k, call in enumerate(calls):
+        if not call.kind.negated:
+            found, entries = call.looked_up(values[k], None, known)
+            if not isinstance(found, Refusal):
+                parts[k] = part = _Part(call, values[k], found, entries)
+                if (code := part.code) is not None:
+                    codes[k] = code
     results: list[Tensor | None] = [None] * len(calls)
-    parts = {k: one for k, call in enumerate(calls) if (one := _part(call, values[k]))}
-    order = _order(parts)
-    if len(order) < 2:
-        return results
-    every = {name: value for k in order for name, value in values[k].items()}
-    found = _run([parts[k] for k in order], every)
-    if found is not None:
-        for k, result in zip(order, found):
-            results[k] = result
+    order = _order(codes)
+    together = _run([parts[k] for k in order], [codes[k] for k in order]) if order else []
+    for k, result in zip(order, together):
+        results[k] = result
+    for k, part in parts.items():
+        if results[k] is None:
+            results[k] = part.alone()
     return results
 
 
-def _part(call: FusedCall, values: Mapping[str, Value]) -> _Part | None:
-    """What would run a call, where it is one kernel that has nothing to look for or to convert."""
-    if call.kind.negated:
-        return None
-    found, entries = call.looked_up(values, None)
-    code = call.code_of(found, None) if isinstance(found, Ready) else found
-    if not isinstance(code, Unseen) or code.check is not None or code.buffer is not None:
-        return None
-    return _Part(call, code, entries) if len(code.program.steps) == 1 else None
-
-
-def _order(parts: Mapping[int, _Part]) -> list[int]:
+def _order(codes: Mapping[int, Unseen]) -> list[int]:
     """Which of these one kernel writes, found out the first time; the others are compiled then."""
-    if len(parts) < 2:
+    if len(codes) < 2:
         return []
-    programs = tuple([(k, one.code.program) for k, one in parts.items()])
+    programs = tuple([(k, one.program) for k, one in codes.items()])
     held = programs[0][1].orders
     found = held.get(programs)
     if found is None:
         order = beside_each_other({k: one.steps[0].planned for k, one in programs})
-        alone = [one for k, one in parts.items() if k not in order or len(order) < 2]
-        compile_at_once(launch for one in alone for launch in one.code.launches)
+        order = order if len(order) > 1 else []
+        alone = [one for k, one in codes.items() if k not in order]
+        compile_at_once(launch for one in alone for launch in one.launches)
         found = keep(held, programs, order, MOST_SETS)
     return found
 
 
-def _run(parts: Sequence[_Part], values: Mapping[str, Value]) -> list[Tensor] | None:
-    """The results of all parts, the first of which owns the loops; None where they take more."""
-    first, *others = parts
-    index = first.code.index
+def _run(parts: Sequence[_Part], codes: Sequence[Unseen]) -> list[Tensor]:
+    """The results of all parts, the first of which owns the loops; none where they take more."""
+    index, call = codes[0].index, parts[0].call
     if index is not None and index != torch.cuda.current_device():
         with torch.cuda.device(index):
-            return _run(parts, values)
-    program = _program(tuple([one.code.program for one in parts]))
-    if program is None or has_nothing(
-        program.steps[0], first.call.sized.extents, first.call.sized.shape
-    ):
-        return None
-    rest = [one.new() for one in others]
-    every = {**values, **{beside(number): one for number, one in enumerate(rest, 1)}}
-    code = program.codes.get(False)
+            return _run(parts, codes)
+    program = _program(tuple([one.program for one in codes]))
+    if program is None or has_nothing(program.steps[0], call.sized.extents, call.sized.shape):
+        return []
+    values = {name: value for one in parts for name, value in one.values.items()}
+    results = []
+    for number, (one, code) in enumerate(zip(parts[1:], codes[1:]), 1):
+        values[beside(number)] = result = code.new(one.call.sized.shape)
+        results.append(result)
+    code = program.codes.get(False) or _code(program, parts[0], values)
     if code is None:
-        code = _code(program, first, every)
-    if code is None:
-        return None
-    return [first.call.run_unseen(code, every, None, first.entries), *rest]
+        return []
+    return [call.run_unseen(code, values, None, parts[0].entries), *results]
 
 
 def _code(program: Program, first: _Part, values: Mapping[str, Value]) -> Unseen | None:

@@ -111,7 +111,9 @@ class Programs:
         found = tree.asked(ask)
         return self.grow(tree, sizes(), wishes, ask) if found is None else found
 
-    def grow(self, tree: QuestionTree, sizes: SizeClass, wishes: Wishes, ask: Ask) -> ProgramOrRefusal:
+    def grow(
+        self, tree: QuestionTree, sizes: SizeClass, wishes: Wishes, ask: Ask
+    ) -> ProgramOrRefusal:
         """Plan and build, and note every question with its answer on the way."""
         answers: dict[Question, Any] = {}
 
