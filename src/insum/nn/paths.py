@@ -299,7 +299,7 @@ class ScalarPath:
     scale: float
 
     def __call__(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        """From (b, u, components), (b, v) and all weights to (b, w, components)."""
+        """From (b, u, components), (b, v) and its weights to (b, w, components)."""
         if not x.dtype == y.dtype == weight.dtype:  # as products of statements
             common = torch.promote_types(torch.promote_types(x.dtype, y.dtype), weight.dtype)
             x, y, weight = x.to(common), y.to(common), weight.to(common)
@@ -308,7 +308,7 @@ class ScalarPath:
             return x * y.unsqueeze(-1)
         b, u, dim = x.shape
         v, w = self.path.shape[1:]
-        own = weight.narrow(0, self.offset, u * v * w).view(u, v, w)
+        own = weight.view(u, v, w)
         if dim * v <= w:  # what is made on the way is smaller, and so are the products
             both = x.transpose(1, 2).unsqueeze(-1) * y.view(b, 1, 1, v)
             mixed = both.reshape(b * dim, u * v) @ own.reshape(u * v, w)
