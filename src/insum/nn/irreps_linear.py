@@ -269,7 +269,7 @@ class Linear(nn.Module):
 
     def _mapped(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         outputs: dict[int, Tensor] = {}
-        terms = torch.split(x, self.irreps_in.widths, -1)
+        terms = torch.split(x, list(self.irreps_in.widths), -1)
         weights = torch.split(weight, [one.numel for one in self._mixings], -1)
         for one, statement, own in zip(self._mixings, self.statements(), weights):
             if one.numel:

@@ -145,7 +145,7 @@ class ProductPlan:
         if alike and (mul == 1 or self.layout != "mul_ir"):
             return x.reshape(b, irreps.dim // mul, mul)
         if alike:  # split at once, for the gradients
-            parts: Sequence[Tensor] = torch.split(x, irreps.widths, 1)
+            parts: Sequence[Tensor] = torch.split(x, list(irreps.widths), 1)
         else:
             parts = [x[:, place] for place, (m, _) in zip(irreps.slices(), irreps) if m == mul]
         dims = [part.shape[1] // mul for part in parts]
@@ -186,7 +186,7 @@ class ProductPlan:
 
     def terms(self, x: Tensor, irreps: Irreps) -> list[Tensor]:
         """Every term as (b, multiplicity, components)."""
-        parts = torch.split(x, irreps.widths, 1)
+        parts = torch.split(x, list(irreps.widths), 1)
         by_channel = self.layout == "mul_ir"
         found = []
         for part, (mul, ir) in zip(parts, irreps):

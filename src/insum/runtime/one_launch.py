@@ -111,10 +111,10 @@ def _run(parts: Sequence[_Part], codes: Sequence[Unseen]) -> list[Tensor]:
     for number, (one, code) in enumerate(zip(parts[1:], codes[1:]), 1):
         values[beside(number)] = result = code.new(one.call.sized.shape)
         results.append(result)
-    code = program.codes.get(False) or _code(program, parts[0], values)
-    if code is None:
+    joined = program.codes.get(False) or _code(program, parts[0], values)
+    if joined is None:
         return []
-    return [call.run_unseen(code, values, None, parts[0].entries), *results]
+    return [call.run_unseen(joined, values, None, parts[0].entries), *results]
 
 
 def _code(program: Program, first: _Part, values: Mapping[str, Value]) -> Unseen | None:
