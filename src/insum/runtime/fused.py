@@ -194,18 +194,19 @@ class FusedCall:
         if self.kind.negated:
             values = {n: v.resolve_neg() if isinstance(v, Tensor) else v for n, v in values.items()}
         found, entries = self.looked_up(values, target)
-        return found if isinstance(found, Refusal) else self.run(found, values, target, entries)
+        if isinstance(found, Refusal):
+            return found
+        if isinstance(found, Unseen):
+            return self.run_unseen(found, values, target, entries)
+        return self.run_ready(found, values, target, entries)
 
-    def run(
+    def run_ready(
         self,
-        found: Ready | Unseen,
+        found: Ready,
         values: Mapping[str, Value],
         target: Tensor | None,
         entries: list[memory.Entry],
     ) -> Tensor:
-        """The result of what was looked up."""
-        if isinstance(found, Unseen):
-            return self.run_unseen(found, values, target, entries)
         if found.promotable:
             found = self.promoted(found, values, target, entries)
         if found.check is None:

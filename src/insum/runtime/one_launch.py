@@ -41,7 +41,9 @@ class _Part:
     entries: list[memory.Entry]
 
     def alone(self) -> Tensor:
-        return self.call.run(self.found, self.values, None, self.entries)
+        if isinstance(self.found, Unseen):
+            return self.call.run_unseen(self.found, self.values, None, self.entries)
+        return self.call.run_ready(self.found, self.values, None, self.entries)
 
     @property
     def code(self) -> Unseen | None:
