@@ -30,7 +30,7 @@ MOST_SETS = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Part:
+class _LookedUp:
     """One of several calls: its values, what runs it by itself, and what is remembered of its index
     tensors.
     """
@@ -69,7 +69,7 @@ def run_together(
         if not call.kind.negated:
             found, entries = call.looked_up(values[k], None, known)
             if not isinstance(found, Refusal):
-                parts[k] = part = _Part(call, values[k], found, entries)
+                parts[k] = part = _LookedUp(call, values[k], found, entries)
                 if (code := part.code) is not None:
                     codes[k] = code
     results: list[Tensor | None] = [None] * len(calls)
@@ -99,7 +99,7 @@ def _order(codes: Mapping[int, Unseen]) -> list[int]:
     return found
 
 
-def _run(parts: Sequence[_Part], codes: Sequence[Unseen]) -> list[Tensor]:
+def _run(parts: Sequence[_LookedUp], codes: Sequence[Unseen]) -> list[Tensor]:
     """The results of all parts, the first of which owns the loops; none where they take more."""
     index, call = codes[0].index, parts[0].call
     if index is not None and index != torch.cuda.current_device():
@@ -119,7 +119,7 @@ def _run(parts: Sequence[_Part], codes: Sequence[Unseen]) -> list[Tensor]:
     return [call.run_unseen(joined, values, None, parts[0].entries), *results]
 
 
-def _code(program: Program, first: _Part, values: Mapping[str, Value]) -> Unseen | None:
+def _code(program: Program, first: _LookedUp, values: Mapping[str, Value]) -> Unseen | None:
     """Code for the launch on all sizes, written the first time."""
     sized, prologue = first.call.sized, first.call.prologue(values, first.entries)
     try:
