@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,11 +21,12 @@ from torch import Tensor
 import insum
 from insum import memory
 from insum.fusion.op import Spec
-from insum.nn import GCNConv, SparseConv3d, SparseTensor
+from insum.nn import GCNConv, SparseConv3d, SparseTensor, TensorProductConv
 from insum.nn.models import MINKUNET18, MinkUNet
 from insum.runtime.bound_launch import BoundLaunch
 from insum.runtime.handwritten.kernel import Handwritten
 from insum.runtime.handwritten.reaching import Ranked
+from insum.together import results_of
 from kernels import ONLY_FUSED
 
 pytestmark = pytest.mark.interpreter
@@ -482,3 +484,68 @@ def test_a_step_of_a_whole_network(narrow: bool, most: int, unwritten: None, cou
     casts = sum(m.geometry.volume > 1 for m in layers) if narrow else 0
     assert ops["aten::to"] <= casts + 21 * narrow + 1, ops
     assert calls <= most, calls
+
+
+# --- products along edges -------------------------------------------------------------------------
+
+
+def equivariant(number: int) -> tuple[Tensor, ...]:
+    """Features of nodes and edges, new edges, weights: of sizes that no other step has."""
+    nodes, edges = 40 + number, 300 + number
+    x, y, w = torch.randn(nodes, 32), torch.randn(edges, 4), torch.randn(edges, 32)
+    leaves = [t.requires_grad_() for t in (x, y, w)]
+    return *leaves, torch.randint(0, nodes, (2, edges))
+
+
+def convolution() -> TensorProductConv:
+    paths = [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)]
+    irreps = "8x0e+8x1y", "0e+1y", "8x0e+8x1y"
+    return TensorProductConv(*irreps, [(*path, "uvu", True) for path in paths], layout="ir_mul")
+
+
+def forces_step(conv: TensorProductConv, layers: int) -> Callable[..., None]:
+    """Energies of some layers over one graph, forces, and the gradient of a loss on both."""
+
+    def step(x: Tensor, y: Tensor, w: Tensor, edges: Tensor) -> None:
+        found = x
+        for _ in range(layers):
+            found = conv(found, y, edges, w)
+        (forces,) = torch.autograd.grad(found.sum(), y, create_graph=True)
+        torch.autograd.grad(forces.square().sum() + found.sum(), (x, w))
+
+    return step
+
+
+def test_a_step_with_forces_on_new_edges(unwritten: None) -> None:
+    """Several statements in one launch are bound to nothing, as single ones are not; and what is
+    derived of a product is not spelt again.
+    """
+    torch.manual_seed(0)
+    step = forces_step(convolution(), layers=3)
+    for number in range(WARM):
+        step(*equivariant(number))
+    given = equivariant(WARM)
+    calls = python_calls(lambda: step(*given), str(Path(insum.__file__).parent))
+    assert calls["run_together"] == calls["_run"] == 9, calls
+    assert calls["_product"] == 3 and not calls["_passed_to"], "nothing is derived or bound"
+    assert calls.total() <= 2050, calls.total()
+
+
+def test_statements_of_one_launch_on_new_tensors(unwritten: None) -> None:
+    """They cost about what each of them would cost by itself."""
+    conv = convolution()
+    step = forces_step(conv, layers=3)
+    for number in range(WARM):
+        step(*equivariant(number))
+    asked: list[Any] = []
+    x, y, w, edges = equivariant(WARM)
+    with mock.patch("insum.nn.multilinear.results_of", lambda a: asked.append(a) or results_of(a)):
+        torch.autograd.grad(conv(x, y, edges, w).sum(), (x, y, w))
+    (group,) = asked
+    for _ in range(3):  # until all is known of the edges
+        results_of(group)
+    own = str(Path(insum.__file__).parent)
+    with torch.no_grad():
+        together = python_calls(lambda: results_of(group), own)
+        alone = python_calls(lambda: [one.alone() for one in group], own)
+    assert together["_run"] == 1 and together.total() <= alone.total(), (together, alone)

@@ -69,7 +69,8 @@ class Entry:
         given: what is known of the tensor was known when it was made, and no more will be.
         called: how messages name a value of the tensor, by its place, and what the values number,
             where users know the tensor under another name than the statement does.
-        sights: how many calls have met the tensor, as far as they counted.
+        sights: how many calls have met the tensor, as far as they counted; ``met``: of those that
+            have a key, each.
         looked: ranges that a kernel has looked at: what it found, it has reported.
         held: whether it is in the store, and can be found again.
         in_graph: whether a CUDA graph reads what is kept here, so that it must stay where it is.
@@ -80,7 +81,7 @@ class Entry:
 
     __slots__ = (
         *("__weakref__", "_streams", "called", "declared", "given", "held", "in_graph", "looked"),
-        *("nbytes", "parts", "serial", "sights", "stamp", "things"),
+        *("met", "nbytes", "parts", "serial", "sights", "stamp", "things"),
     )
 
     def __init__(self, declared: bool = False) -> None:
@@ -89,6 +90,7 @@ class Entry:
         self.given = False
         self.called: tuple[str, str] | None = None
         self.sights = 0
+        self.met: dict[object, int] = {}
         self.nbytes = 0
         self.held = self.in_graph = False
         self.looked: set[object] = set()
@@ -98,6 +100,13 @@ class Entry:
         #: By key, the device of a thing, the stream that it was made on, and those that have waited
         #: for it.
         self._streams: dict[object, tuple[torch.device, int, set[int]]] = {}
+
+    def meets(self, key: object) -> int:
+        """How many calls of this key have met the tensor, with this one."""
+        if len(self.met) >= MOST_THINGS:
+            self.met.clear()  # others are counted anew
+        self.met[key] = found = self.met.get(key, 0) + 1
+        return found
 
     def note_range(self, range_: object) -> None:
         """A kernel looks at the tensor, for this range."""

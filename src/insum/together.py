@@ -11,6 +11,7 @@ from torch import Tensor
 
 from insum.api import insum, kinds_with
 from insum.call import in_kernels
+from insum.compat.calls import is_plain_call, is_profiled
 
 
 @dataclass(frozen=True)
@@ -27,25 +28,38 @@ class AskedResult:
 
 def results_of(asked: Sequence[AskedResult]) -> list[Tensor]:
     """The results of statements on plain tensors. A name means the same tensor in all of them."""
-    if len(asked) < 2 or _is_differentiated(asked):
+    if len(asked) < 2 or not _is_plain(asked):
         return [one.alone() for one in asked]
-    found = _in_one_launch(asked)
+    if is_profiled():
+        with torch.profiler.record_function(f"insum: {'; '.join(a.statement for a in asked)}"):
+            found = _in_kernels(asked)
+    else:
+        found = _in_kernels(asked)
     return [one.alone() if it is None else it for one, it in zip(asked, found)]
 
 
-def _is_differentiated(asked: Sequence[AskedResult]) -> bool:
-    """Whether gradients of the results may be asked for, which statements have by themselves."""
-    every = (tensor for one in asked for tensor in one.tensors.values())
-    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in every)
+def _is_plain(asked: Sequence[AskedResult]) -> bool:
+    """Whether kernels may be called at once: nothing else looks at what is done, and no gradients
+    of the results may be asked for, which statements have by themselves.
+    """
+    every = [tensor for one in asked for tensor in one.tensors.values()]
+    if not is_plain_call(every):
+        return False
+    return not (
+        torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in every)
+    )
 
 
-def _in_one_launch(asked: Sequence[AskedResult]) -> list[Tensor | None]:
+def _in_kernels(asked: Sequence[AskedResult]) -> list[Tensor | None]:
+    """The results that generated kernels give."""
     calls = []
     for one in asked:
         kinds, sizes = kinds_with(one.statement, one.shape)
-        fused = in_kernels.alone(kinds.find(one.tensors, sizes), one.tensors)
+        call = kinds.find(one.tensors, sizes)
+        fused = in_kernels.alone(call, one.tensors)
         if fused is None:
             return [None] * len(asked)
+        call.verify(one.tensors)
         calls.append(fused)
     from insum.runtime.one_launch import run_together  # which takes a while to import
 

@@ -184,8 +184,5 @@ class BoundCall:
         """The statements that this call is made of, with their sizes; none where it is one."""
         found = self._staged.get(in_place)
         if found is None:
-            problem = self.problem(values)
-            found = self._staged[in_place] = self.prepared.stages(
-                problem, values, in_place=in_place
-            )
+            found = self._staged[in_place] = self.prepared.stages(self, values, in_place=in_place)
         return found

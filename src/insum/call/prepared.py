@@ -214,7 +214,7 @@ class PreparedCall:
         return found
 
     def stages(
-        self, problem: Problem, values: Mapping[str, Value], *, in_place: bool
+        self, call: BoundCall, values: Mapping[str, Value], *, in_place: bool
     ) -> tuple[BoundStage, ...]:
         """The statements that a call of these sizes is made of; none where it is one. The same for
         all sizes and layouts of a class, whichever came first.
@@ -224,12 +224,19 @@ class PreparedCall:
         path was asked for.
         """
         may_index = not (in_place and self.kernels_look) or self.on_path
-        layouts = layouts_of(problem, values) if self.copyable else ()
-        key = (*size_key(problem), may_index, layouts)
+        layouts = layouts_of(self.problem, values) if self.copyable else ()
+        shapes = [v.shape for v in values.values() if isinstance(v, Tensor)]
+        sized = call.sized
+        sizes = [*sized.spans, *sized.shape, *[size for shape in shapes for size in shape]]
+        key = (*size_key(sizes), may_index, layouts)
         found = self.orders.get(key)
         if found is None:
+            problem = call.problem(values)
             stages = stages_of(problem, self.form, may_index=may_index, layouts=layouts)
             found = keep(self.orders, key, stages, MOST_ORDERS)
+        if not found:
+            return ()
+        problem = call.problem(values)
         return tuple(BoundStage(kinds_of(s.form), s, s.size_values(problem)) for s in found)
 
     def remember(self, call: BoundCall, sizes: tuple[int, ...], given: tuple[Any, ...]) -> None:

@@ -11,9 +11,9 @@ copies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -125,11 +125,14 @@ def layouts_of(problem: Problem, values: Mapping[str, Value]) -> Layouts:
     )
 
 
-def size_key(problem: Problem) -> tuple[int, ...]:
-    """What of all sizes decides: their powers of two."""
-    shapes = (problem.shape, *(kind.shape for kind in problem.kinds.values()))
-    sizes = (*problem.extents.values(), *(size for shape in shapes for size in shape))
-    return tuple([typical(example(size)) for size in sizes])
+def size_key(sizes: Iterable[Any]) -> tuple[int, ...]:
+    """What of all sizes decides: their powers of two, as numbers below zero.
+
+    >>> size_key([0, 2, 3, 4, 5])
+    (0, 2, -2, -2, -3)
+    """
+    known = [n if type(n) is int else example(n) for n in sizes]
+    return tuple([n if n < 3 else -(n - 1).bit_length() for n in known])
 
 
 def stages_of(

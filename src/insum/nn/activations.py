@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import insum
 from insum.accepted import FLAG, TENSOR, Accepted, is_size, takes
 from insum.errors import BindingError, UnsupportedError
-from insum.nn.checks import last_size, layer_takes
+from insum.nn.checks import in_irreps, last_size, layer_takes
 from insum.nn.irreps import Irrep, Irreps, aligned
 
 Activation: TypeAlias = Callable[..., Tensor] | nn.Module | None
@@ -346,7 +346,7 @@ class Gate(nn.Module):
     @layer_takes(features=TENSOR)
     def forward(self, features: Tensor) -> Tensor:
         """From (..., irreps_in.dim) to (..., irreps_out.dim)."""
-        last_size("features", features, self.irreps_in.dim, f"irreps_in {self.irreps_in}")
+        in_irreps("features", features, "irreps_in", self.irreps_in)
         rows = features.reshape(-1, self.irreps_in.dim)
         sizes = [b - a for a, b in itertools.pairwise(self._ends)]
         pieces = dict(zip(self._ends, torch.split(rows, sizes, 1)))

@@ -26,6 +26,7 @@ from insum.formats import SparseFormat
 from insum.formats.base import FORMAT
 from insum.formats.operands import OWNER
 from insum.lang.types import INTEGERS, NARROW_FLOATS
+from insum.nn.irreps import Irreps
 from insum.runtime.handwritten.kernel import on_device
 from insum.settings import settings
 
@@ -166,6 +167,12 @@ def last_size(name: str, x: Tensor, size: int, what: str) -> None:
         raise BindingError(
             f"{name} has shape {tuple(x.shape)}", expected=f"{size} in the last dimension: {what}"
         )
+
+
+def in_irreps(name: str, x: Tensor, what: str, irreps: Irreps) -> None:
+    """The last dimension is that of irreps that the layer was made for."""
+    if not is_common(x) or not x.dim() or x.shape[-1] != irreps.dim:
+        last_size(name, x, irreps.dim, f"{what} {irreps}")  # which says what is wrong
 
 
 def node_rows(name: str, x: Tensor, channels: int, *, only: bool = False) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from insum.accepted import COUNT, Accepted, is_integer, require
 from insum.errors import BindingError, Span, StatementError
@@ -99,9 +99,17 @@ class Irreps:
     """
 
     terms: tuple[tuple[int, Irrep], ...]
+    #: Of a vector, and of each term in it: asked for at every call of a layer.
+    dim: int = field(init=False, compare=False)
+    widths: tuple[int, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         require("terms", self.terms, TERMS)
+        self.__setstate__({"terms": self.terms})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        widths = tuple([mul * ir.dim for mul, ir in state["terms"]])
+        self.__dict__.update(terms=state["terms"], widths=widths, dim=sum(widths))
 
     @classmethod
     def of(cls, irreps: object) -> Irreps:
@@ -115,15 +123,11 @@ class Irreps:
         text = irreps if isinstance(irreps, str) else str(irreps)
         return cls(tuple(_terms(text)))
 
-    @property
-    def dim(self) -> int:
-        return sum(mul * ir.dim for mul, ir in self.terms)
-
     def slices(self) -> tuple[slice, ...]:
         """Where each term lies in a vector."""
         ends = [0]
-        for mul, ir in self.terms:
-            ends.append(ends[-1] + mul * ir.dim)
+        for width in self.widths:
+            ends.append(ends[-1] + width)
         return tuple(slice(a, b) for a, b in itertools.pairwise(ends))
 
     def simplified(self) -> Irreps:

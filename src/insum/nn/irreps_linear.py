@@ -16,8 +16,8 @@ from insum.accepted import FLAG, SIZE, TENSOR, TEXT, Accepted, require, takes
 from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, UnsupportedError
 from insum.nn.checks import (
+    in_irreps,
     instruction_number,
-    last_size,
     layer_takes,
     one_device,
     refuse_own_for_each,
@@ -219,7 +219,7 @@ class Linear(nn.Module):
     def forward(
         self, features: Tensor, weight: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor:
-        last_size("features", features, self.irreps_in.dim, f"irreps_in {self.irreps_in}")
+        in_irreps("features", features, "irreps_in", self.irreps_in)
         if self.f_in is not None and (features.dim() < 2 or features.shape[-2] != self.f_in):
             raise BindingError(
                 f"features have shape {tuple(features.shape)}",
@@ -269,7 +269,7 @@ class Linear(nn.Module):
 
     def _mapped(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         outputs: dict[int, Tensor] = {}
-        terms = torch.split(x, [mul * ir.dim for mul, ir in self.irreps_in], -1)
+        terms = torch.split(x, list(self.irreps_in.widths), -1)
         weights = torch.split(weight, [one.numel for one in self._mixings], -1)
         for one, statement, own in zip(self._mixings, self.statements(), weights):
             if one.numel:

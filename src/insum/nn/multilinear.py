@@ -9,16 +9,30 @@ left to statements.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import insum
+from insum.bounded import keep
 from insum.call import prepared
 from insum.compat.calls import is_plain_call
 from insum.together import AskedResult, results_of
+
+#: Derivatives of one product that are kept: of a few leaves, along some of them.
+MOST_DERIVED = 64
+
+
+@dataclass(frozen=True)
+class Derivative:
+    """A statement, and which of the leaves, of the tensors along which they are differentiated and
+    of the result's gradient it reads.
+    """
+
+    statement: str
+    reads: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -45,6 +59,10 @@ class Multilinear:
     out: str
     at: Mapping[str, str]
     leaves: tuple[str, ...]
+    #: By what they are by and along which leaves, derivatives that were asked for.
+    derived: dict[tuple[str, tuple[str, ...]], Derivative] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def statement(self) -> str:
         return f"{self.out}[{self.at[self.out]}] = {self._product(self.out)}"
@@ -53,12 +71,24 @@ class Multilinear:
         """By a leaf; the gradient of the result goes by the result's name."""
         return f"D[{self.at[leaf]}] = {self._product(leaf)}"
 
-    def second(self, name: str) -> str:
+    def second(self, name: str, live: tuple[str, ...] = ()) -> str:
         """What all gradients together, along tensors that are called ``X_`` and so on, send to a
-        leaf, or to the gradient of the result.
+        leaf, or to the gradient of the result; ``live``: of these leaves, where not of all.
         """
-        terms = [self._product(name, along=one) for one in self.leaves if one != name]
+        terms = [self._product(name, along=one) for one in live or self.leaves if one != name]
         return f"D[{self.at[name]}] = {' + '.join(terms)}"
+
+    def derivative(self, name: str, live: tuple[str, ...] = ()) -> Derivative:
+        """The gradient by a leaf, or what comes of gradients along ``live`` leaves."""
+        found = self.derived.get((name, live))
+        if found is None:
+            statement = self.second(name, live) if live else self.gradient(name)
+            right = statement.partition("=")[2]
+            names = [n for n in self.at if n == self.out or n in self.leaves]
+            reads = [n for one in names for n in (one, f"{one}_") if f"{n}[" in right]
+            found = Derivative(statement, tuple(reads))
+            keep(self.derived, (name, live), found, MOST_DERIVED)
+        return found
 
     def _product(self, without: str, along: str = "") -> str:
         """All factors but one, in whose place the result's gradient stands."""
@@ -113,8 +143,8 @@ class _MultilinearGradients(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         given = {product.out: gradient, **dict(zip(product.leaves, leaves))}
         named = [n for n, wants in zip(product.leaves, wanted) if wants]
-        found = _computed({name: product.gradient(name) for name in named}, given, fixed)
-        return tuple(found.get(name) for name in product.leaves)
+        found = _computed({name: product.derivative(name) for name in named}, given, fixed)
+        return tuple([found.get(name) for name in product.leaves])
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor | None) -> tuple[Any, ...]:
@@ -124,20 +154,20 @@ class _MultilinearGradients(torch.autograd.Function):
         live = tuple(n for n, a in zip(product.leaves, along) if a is not None)
         given = {product.out: gradient, **dict(zip(product.leaves, leaves))}
         given |= {f"{n}_": a for n, a in zip(product.leaves, along) if a is not None}
-        part = Multilinear(product.out, product.at, live)
         names = (product.out, *product.leaves)
         named = [n for n, wants in zip(names, ctx.needs_input_grad[3:]) if wants and {*live} - {n}]
-        found = _computed({name: part.second(name) for name in named}, given, fixed)
-        return (None, None, None, *(found.get(name) for name in names))
+        found = _computed({name: product.derivative(name, live) for name in named}, given, fixed)
+        return (None, None, None, *[found.get(name) for name in names])
 
 
 def _computed(
-    statements: Mapping[str, str], given: Mapping[str, Tensor], fixed: Mapping[str, Any]
+    wanted: Mapping[str, Derivative], given: Mapping[str, Tensor], fixed: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """By what they are gradients of, the results of statements that read much of the same."""
     asked = []
-    for name, statement in statements.items():
-        right = statement.partition("=")[2]
-        used = {n: t for n, t in given.items() if f"{n}[" in right}
-        asked.append(AskedResult(statement, tuple(given[name].shape), {**fixed, **used}))
-    return dict(zip(statements, results_of(asked)))
+    for name, one in wanted.items():
+        used = dict(fixed)
+        for read in one.reads:
+            used[read] = given[read]
+        asked.append(AskedResult(one.statement, tuple(given[name].shape), used))
+    return dict(zip(wanted, results_of(asked)))

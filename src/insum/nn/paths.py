@@ -34,6 +34,10 @@ from insum.nn.multilinear import Multilinear
 from insum.nn.wigner import wigner_3j
 
 
+def _list(*indices: str) -> str:
+    return ",".join([i for i in indices if i])
+
+
 @dataclass(frozen=True)
 class Letters:
     """How a mode is spelt: what indexes the multiplicities of the first input, the second and the
@@ -51,6 +55,21 @@ class Letters:
         """Whether pairs ``u < v`` of one multiplicity are walked."""
         return "r" in self.weight
 
+    @property
+    def weight_without_second(self) -> tuple[str, ...]:
+        """Those of weights where the second input's multiplicity is 1 and has no index."""
+        return tuple([letter for letter in self.weight if letter != "v"])
+
+    def over_edges(self, single: bool, has_weight: bool) -> Multilinear:
+        """A product along edges; ``single``: the second input's multiplicity has no index."""
+        second = "" if single else self.second
+        at = {"V": "p", "X": f"src[e],J[p],{self.first}", "Y": _list("e", "K[p]", second)}
+        if has_weight:
+            weight = self.weight_without_second if single else self.weight
+            at["W"] = _list("e", "L[p]", *weight)
+        leaves = tuple([name for name in at if name != "V"])
+        return Multilinear("Z", {**at, "Z": f"dst[e],I[p],{_list(*self.out)}"}, leaves)
+
 
 MODES = {
     "uvw": Letters("u", "v", ("w",), ("u", "v", "w"), weighs=True),
@@ -61,6 +80,12 @@ MODES = {
     "uvuv": Letters("u", "v", ("u", "v"), ("u", "v")),
     "uvu<v": Letters("A[r]", "B[r]", ("r",), ("r",)),
     "u<vw": Letters("A[r]", "B[r]", ("w",), ("r", "w"), weighs=True),
+}
+_OVER_EDGES = {
+    (mode, single, has_weight): letters.over_edges(single, has_weight)
+    for mode, letters in MODES.items()
+    for single in (False, True)
+    for has_weight in (False, True)
 }
 
 
@@ -139,16 +164,7 @@ class Group:
 
     def over_edges(self) -> Multilinear:
         """The product along edges, with weights of each edge's own where it has any."""
-        second = "" if self.single else self.letters.second
-        at = {
-            "V": "p",
-            "X": f"src[e],J[p],{self.letters.first}",
-            "Y": _list("e", "K[p]", second),
-        }
-        if self.has_weight:
-            at["W"] = _list("e", "L[p]", *self._weight_letters)
-        leaves = tuple(name for name in at if name != "V")
-        return Multilinear("Z", {**at, "Z": f"dst[e],I[p],{_list(*self.letters.out)}"}, leaves)
+        return _OVER_EDGES[self.mode, self.single, self.has_weight]
 
     def mixes(self, shared: bool) -> bool:
         """Whether weights are multiplied with what reached the nodes."""
@@ -172,7 +188,7 @@ class Group:
 
     @property
     def _weight_letters(self) -> tuple[str, ...]:
-        return tuple(n for n in self.letters.weight if n != "v" or not self.single)
+        return self.letters.weight_without_second if self.single else self.letters.weight
 
     @property
     def _summed_letters(self) -> tuple[str, ...]:
@@ -283,7 +299,7 @@ class ScalarPath:
     scale: float
 
     def __call__(self, x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
-        """From (b, u, components), (b, v) and all weights to (b, w, components)."""
+        """From (b, u, components), (b, v) and its weights to (b, w, components)."""
         if not x.dtype == y.dtype == weight.dtype:  # as products of statements
             common = torch.promote_types(torch.promote_types(x.dtype, y.dtype), weight.dtype)
             x, y, weight = x.to(common), y.to(common), weight.to(common)
@@ -292,7 +308,7 @@ class ScalarPath:
             return x * y.unsqueeze(-1)
         b, u, dim = x.shape
         v, w = self.path.shape[1:]
-        own = weight.narrow(0, self.offset, u * v * w).view(u, v, w)
+        own = weight.view(u, v, w)
         if dim * v <= w:  # what is made on the way is smaller, and so are the products
             both = x.transpose(1, 2).unsqueeze(-1) * y.view(b, 1, 1, v)
             mixed = both.reshape(b * dim, u * v) @ own.reshape(u * v, w)
@@ -340,7 +356,3 @@ def components(irreps: Irreps, mul: int) -> dict[int, int]:
 
 def extent(irreps: Irreps, mul: int) -> int:
     return sum(ir.dim for m, ir in irreps if m == mul)
-
-
-def _list(*indices: str) -> str:
-    return ",".join(i for i in indices if i)

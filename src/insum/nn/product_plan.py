@@ -142,22 +142,19 @@ class ProductPlan:
 
     def by_component(self, x: Tensor, irreps: Irreps, mul: int) -> Tensor:
         """(b, components of all terms with this multiplicity, multiplicity)."""
-        b, terms = (
-            x.shape[0],
-            [(place, ir.dim) for place, (m, ir) in zip(irreps.slices(), irreps) if m == mul],
-        )
-        if mul != 1 and self.layout == "mul_ir":
-            if len(terms) == len(irreps):  # split at once, for the gradients
-                parts: Sequence[Tensor] = torch.split(x, [mul * dim for _, dim in terms], 1)
-            else:
-                parts = [x[:, place] for place, _ in terms]
-            return torch.cat(
-                [part.reshape(b, mul, dim).transpose(1, 2) for part, (_, dim) in zip(parts, terms)],
-                1,
-            )
-        if len(terms) == len(irreps):
+        b, alike = x.shape[0], {m for m, _ in irreps.terms} <= {mul}
+        if alike and (mul == 1 or self.layout != "mul_ir"):
             return x.reshape(b, irreps.dim // mul, mul)
-        return torch.cat([x[:, place].reshape(b, dim, mul) for place, dim in terms], 1)
+        if alike:  # split at once, for the gradients
+            parts: Sequence[Tensor] = torch.split(x, list(irreps.widths), 1)
+        else:
+            parts = [x[:, place] for place, (m, _) in zip(irreps.slices(), irreps) if m == mul]
+        dims = [part.shape[1] // mul for part in parts]
+        if mul != 1 and self.layout == "mul_ir":
+            return torch.cat(
+                [part.reshape(b, mul, dim).transpose(1, 2) for part, dim in zip(parts, dims)], 1
+            )
+        return torch.cat([part.reshape(b, dim, mul) for part, dim in zip(parts, dims)], 1)
 
     def by_irrep(
         self, outputs: dict[int, Tensor], like: Tensor, terms: Mapping[int, Tensor] = EMPTY
@@ -190,7 +187,7 @@ class ProductPlan:
 
     def terms(self, x: Tensor, irreps: Irreps) -> list[Tensor]:
         """Every term as (b, multiplicity, components)."""
-        parts = torch.split(x, [mul * ir.dim for mul, ir in irreps], 1)
+        parts = torch.split(x, list(irreps.widths), 1)
         by_channel = self.layout == "mul_ir"
         found = []
         for part, (mul, ir) in zip(parts, irreps):

@@ -189,6 +189,8 @@ def counterpart(module: nn.Module) -> nn.Module | None:
         return ScalarNet.of(module)
     if _is_named(module, "Gate", "e3nn."):
         return _gate(module)
+    if _is_side_by_side(module):
+        return SideBySide(module.irreps)
     return _radial(module)
 
 
@@ -260,6 +262,11 @@ def _is_scalar_net(module: object) -> bool:
     return named and isinstance(layers, nn.Sequential) and not getattr(module, "bias", True)
 
 
+def _is_side_by_side(module: object) -> bool:
+    named = _is_named(module, "reshape_irreps", "mace.")
+    return named and getattr(module, "cueq_config", None) is None
+
+
 def _is_radial(module: object) -> bool:
     if _is_named(module, "RadialEmbeddingBlock", "mace."):
         plain = getattr(module, "apply_cutoff", True) and not hasattr(module, "distance_transform")
@@ -273,9 +280,8 @@ def _is_radial(module: object) -> bool:
 
 def _is_own(module: nn.Module) -> bool:
     own = TensorProduct | TensorProductConv | Linear | SymmetricContraction | ScatteredProduct
-    return isinstance(
-        module, own | SphericalHarmonics | ScalarNet | Gate | LengthEmbedding | LengthEncoding
-    )
+    own |= SphericalHarmonics | ScalarNet | Gate | SideBySide
+    return isinstance(module, own | LengthEmbedding | LengthEncoding)
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -375,6 +381,21 @@ class ScalarNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights = [self.get_submodule(name).weight for name in self._weights]
         return through(x, weights, self._steps)  # type: ignore[arg-type]
+
+
+class SideBySide(nn.Module):
+    """MACE's ``reshape_irreps``: irreps of one multiplicity as (channels, components of all). They
+    are split at once: gradients of slices would each be a whole tensor.
+    """
+
+    def __init__(self, irreps: object) -> None:
+        super().__init__()
+        self.irreps = Irreps.of(irreps)
+
+    def forward(self, tensor: Tensor) -> Tensor:
+        parts = torch.split(tensor, list(self.irreps.widths), 1)
+        terms = zip(parts, self.irreps.terms)
+        return torch.cat([p.reshape(p.shape[0], mul, ir.dim) for p, (mul, ir) in terms], -1)
 
 
 class LengthEmbedding(nn.Module):

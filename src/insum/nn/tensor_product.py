@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 import insum
 from insum.accepted import TENSOR, Accepted, require
 from insum.errors import BindingError
-from insum.nn.checks import last_size, layer_takes, one_device
+from insum.nn.checks import in_irreps, layer_takes, one_device
 from insum.nn.irreps import Irrep, Irreps, aligned
-from insum.nn.paths import Group, extent
+from insum.nn.paths import Group, ScalarPath, extent
 from insum.nn.patterns import arrays_of, renew
 from insum.nn.product_plan import EMPTY, ProductOptions, ProductPlan, furnish
 
@@ -137,8 +138,8 @@ class TensorProduct(nn.Module):
 
     @layer_takes(x=TENSOR, y=TENSOR, weight=TENSOR.optional)
     def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> Tensor:
-        last_size("x", x, self.irreps_in1.dim, f"irreps_in1 {self.irreps_in1}")
-        last_size("y", y, self.irreps_in2.dim, f"irreps_in2 {self.irreps_in2}")
+        in_irreps("x", x, "irreps_in1", self.irreps_in1)
+        in_irreps("y", y, "irreps_in2", self.irreps_in2)
         weight = self._plan.weights(weight, self.weight)
         one_device(module=self.output_mask, x=x, y=y, weight=weight)
         own = () if self.shared_weights else (weight.shape[:-1],)
@@ -183,7 +184,7 @@ class TensorProduct(nn.Module):
         >>> torch.allclose(by_matrix, product(x, y), atol=1e-5)
         True
         """
-        last_size("y", y, self.irreps_in2.dim, f"irreps_in2 {self.irreps_in2}")
+        in_irreps("y", y, "irreps_in2", self.irreps_in2)
         every = torch.eye(self.irreps_in1.dim, dtype=y.dtype, device=y.device)
         own = weight is not None and not self.shared_weights
         found: Tensor = self(every, y.unsqueeze(-2), weight[..., None, :] if own else weight)  # type: ignore[index]
@@ -244,12 +245,26 @@ def _scaled(plan: ProductPlan, x: Tensor, y: Tensor, weight: Tensor) -> dict[int
     """What paths with scalars add to each term of the output."""
     found: dict[int, Tensor] = {}
     first, second = plan.terms(x, plan.irreps_in1), plan.terms(y, plan.irreps_in2)
-    for one in plan.scalars:
+    own = _own_weights(plan.scalars, weight)
+    for number, one in enumerate(plan.scalars):
         path = one.path
-        part = one(first[path.i_in1], second[path.i_in2].squeeze(-1), weight)
+        part = one(first[path.i_in1], second[path.i_in2].squeeze(-1), own.get(number, weight))
         before = found.get(path.i_out)
         found[path.i_out] = part if before is None else before + part
     return found
+
+
+def _own_weights(paths: Sequence[ScalarPath], weight: Tensor) -> dict[int, Tensor]:
+    """Those of each path that has any, by its number. They are split at once: gradients of slices
+    would each be a whole tensor.
+    """
+    starts = {number: one.offset for number, one in enumerate(paths) if one.path.numel}
+    if not starts:
+        return {}
+    ends = {one.offset + one.path.numel for one in paths}
+    cuts = sorted({0, *starts.values(), *ends, weight.shape[0]})
+    pieces = torch.split(weight, [b - a for a, b in itertools.pairwise(cuts)])
+    return {number: pieces[cuts.index(start)] for number, start in starts.items()}
 
 
 class FullyConnectedTensorProduct(TensorProduct):

@@ -13,7 +13,7 @@ import insum
 from insum.accepted import COUNT, TENSOR
 from insum.call import prepared
 from insum.errors import BindingError
-from insum.nn.checks import last_size, layer_takes, one_device
+from insum.nn.checks import in_irreps, layer_takes, one_device
 from insum.nn.edges import check_edges, endpoints
 from insum.nn.paths import Group, extent
 from insum.nn.patterns import arrays_of, renew
@@ -125,8 +125,8 @@ class TensorProductConv(nn.Module):
         Returns:
             (nodes, irreps_out.dim).
         """
-        last_size("x", x, self.irreps_in1.dim, f"irreps_in1 {self.irreps_in1}")
-        last_size("y", y, self.irreps_in2.dim, f"irreps_in2 {self.irreps_in2}")
+        in_irreps("x", x, "irreps_in1", self.irreps_in1)
+        in_irreps("y", y, "irreps_in2", self.irreps_in2)
         weight = self._plan.weights(weight, self.weight)
         one_device(module=self.output_mask, x=x, y=y, edge_index=edge_index, weight=weight)
         nodes = x.shape[0] if num_nodes is None else num_nodes
@@ -172,7 +172,6 @@ class TensorProductConv(nn.Module):
     ) -> Tensor:
         """(nodes, components of the output, its letters)."""
         plan, arrays = self._plan, arrays_of(self, number)
-        statements = group.along_edges(plan.shared_weights)
         second = plan.by_component(y, plan.irreps_in2, group.muls[1])
         along: dict[str, Any] = {
             "X": plan.by_component(x, plan.irreps_in1, group.muls[0]),
@@ -186,6 +185,7 @@ class TensorProductConv(nn.Module):
             if group.has_weight:
                 given["W"] = group.weights_in(weight)
             return _along(group, given, shape)
+        statements = group.along_edges(plan.shared_weights)
         mixing = {name: arrays.pop(name) for name in "IL"}
         rows = nodes, mixing["I"].shape[0], *group.summed_shape
         sums = insum.insum(statements[0], out_shape=rows, **arrays, **along)

@@ -20,7 +20,9 @@ from insum.plan.questions import (
     AskValues,
     Known,
     Question,
+    Summary,
 )
+from insum.plan.recipes import Recipe
 from insum.plan.uses import Use
 from insum.runtime.check import is_inside, verify_values
 from insum.runtime.prologue.prologue import Prologue
@@ -51,8 +53,10 @@ class Answers:
     ) -> None:
         self.problem, self.uses, self.live = problem, uses, live
         self.values, self.prologue, self.known, self.promote = values, prologue, known, promote
-        #: Whether all answers follow from facts and promises: others hold for these tensors alone.
+        #: Whether all answers but summaries follow from facts and promises: others hold for these
+        #: tensors alone.
         self.lasting = known and not promote
+        self.summaries: dict[Question, Summary] = {}  # which were asked for
         self.exact: set[str] = set()  # variables whose extent was asked for
 
     def __call__(self, question: Question) -> Any:
@@ -69,11 +73,8 @@ class Answers:
             case AskCoefficients(name):
                 return self.coefficients(name)
             case AskSummary(recipe):
-                self.lasting = False
-                made = self.prologue.made(recipe)
-                if made is None:
-                    raise NotYet
-                return made.summary
+                found = self.summaries[question] = summary_of(recipe, self.prologue)
+                return found
 
     def facts(self, index: str) -> IndexFacts | None:
         tensor: Tensor = self.values[index]
@@ -138,6 +139,14 @@ class Answers:
             entry.keep("values, coming", Coming(tensor.detach().long().contiguous()))
             return None
         return entry.keep("values", _nested(coming.numbers())) if coming.is_there() else None
+
+
+def summary_of(recipe: Recipe, prologue: Prologue) -> Summary:
+    """What plans may know of what a recipe makes; `NotYet` while that is on its way."""
+    made = prologue.made(recipe)
+    if made is None:
+        raise NotYet
+    return made.summary
 
 
 def _nested(values: Any) -> Any:

@@ -29,6 +29,7 @@ from insum.lang.expr import accesses, variables
 from insum.lang.problem import Sized
 from insum.plan.config import Choice
 from insum.plan.draft import Wishes
+from insum.plan.questions import Question, Summary
 from insum.plan.recipes import (
     Composed,
     Inverse,
@@ -37,6 +38,7 @@ from insum.plan.recipes import (
     Pieces,
     Position,
     Recipe,
+    Segments,
     SharedTiles,
     Sorted,
     is_packed,
@@ -45,7 +47,7 @@ from insum.plan.sizes import OUT, SizeClass
 from insum.plan.strategies.unrolling import PROMOTE_POINTS, UNROLL_POINTS
 from insum.plan.uses import Use
 from insum.runtime import cache, classify
-from insum.runtime.answers import Answers
+from insum.runtime.answers import Answers, summary_of
 from insum.runtime.check import found as offences
 from insum.runtime.check import live_uses
 from insum.runtime.handwritten import packs
@@ -54,7 +56,7 @@ from insum.runtime.prologue.made import Made
 from insum.runtime.prologue.prologue import Prologue
 from insum.runtime.ready import NotYet, Ready, ready
 from insum.runtime.record import record_of
-from insum.runtime.shelf import Programs, Shelf, wishes_of
+from insum.runtime.shelf import Programs, QuestionTree, Shelf, wishes_of
 from insum.runtime.unseen import Unseen, unseen_of
 
 _serial = operator.attrgetter("serial")
@@ -62,9 +64,8 @@ _serial = operator.attrgetter("serial")
 PROMOTE_AT = 3
 #: Classes of sizes for which programs of tensors that were never seen are kept.
 MOST_UNSEEN = 96
-#: Calls on one map of a kernel like the first on it, of which a network may make several in one
-#: step, before the arguments of its launches are kept: making them takes as long as a few calls
-#: without.
+#: Calls on the same index tensors, of which a network may make several in one step, before the
+#: arguments of its launches are kept: making them takes as long as a few calls without.
 MOST_MET = 8
 #: Programs whose needs are kept with one map of a kernel.
 MOST_MADE = 64
@@ -88,7 +89,8 @@ class FusedKind:
         coefficients: tensors at the places of index tensors, whose values may be promised.
         unseen: programs for index tensors that were never seen, by class of sizes; for maps of
             kernels by what is known of every map of their kind, too.
-        told: programs for index tensors of which all is known, by what that is.
+        told: programs for index tensors of which all is known, by what that is; what was derived
+            from them may decide further.
     """
 
     programs: Programs
@@ -100,7 +102,7 @@ class FusedKind:
     numbers: tuple[str, ...]
     coefficients: tuple[str, ...]
     unseen: dict[object, Unseen] = field(default_factory=dict)
-    told: dict[object, Program] = field(default_factory=dict)
+    told: dict[object, QuestionTree] = field(default_factory=dict)
 
     @property
     def problem(self) -> Problem:
@@ -199,11 +201,16 @@ class FusedCall:
         if isinstance(found, Refusal):
             return found
         if isinstance(found, Unseen):
-            made = self.made_of(found, values, entries, recorded) if found.recipes else ()
-            look, sized = False, self.sized
-            if found.check is not None:
-                values, look = self.with_record(found, values, target, entries)
-            return found.run(values, sized.spans, sized.shape, target, made, look=look)
+            return self.run_unseen(found, values, target, entries, recorded)
+        return self.run_ready(found, values, target, entries)
+
+    def run_ready(
+        self,
+        found: Ready,
+        values: Mapping[str, Value],
+        target: Tensor | None,
+        entries: list[memory.Entry],
+    ) -> Tensor:
         if found.promotable:
             found = self.promoted(found, values, target, entries)
         if found.check is None:
@@ -212,19 +219,27 @@ class FusedCall:
         return found(values, target, look=look)
 
     def looked_up(
-        self, values: Mapping[str, Value], target: Tensor | None
+        self,
+        values: Mapping[str, Value],
+        target: Tensor | None,
+        known: dict[str, memory.Entry] | None = None,
     ) -> tuple[Ready | Unseen | Refusal, list[memory.Entry], bool]:
         """What runs a call, what is remembered of index tensors, and of coefficients that may
         become code, and whether a graph is recorded. Raises what earlier calls were found to have
-        done wrong.
+        done wrong. ``known``: what other calls on the same tensors have looked for, to which this
+        adds.
         """
         for numbers, report in offences:  # one of many calls: not worth another for each
             if numbers[0]:
                 report()
         kind, entries, promised = self.kind, [], False
         for name in kind.indices:
-            index: Any = values[name]
-            entry = memory.known(index) or memory.made(index)
+            entry = None if known is None else known.get(name)
+            if entry is None:
+                index: Any = values[name]
+                entry = memory.known(index) or memory.made(index)
+                if known is not None:
+                    known[name] = entry
             promised = promised or entry.declared  # which the index tensors of a pattern are
             entries.append(entry)
         for name in kind.coefficients if promised else ():
@@ -233,7 +248,7 @@ class FusedCall:
             if own is not None and CONSTANT in own:
                 entries.append(own)  # its values may be part of the program
         found: Ready | Unseen | Refusal | None = None
-        recorded = is_recorded(kind.device)
+        recorded = kind.on_gpu and is_recorded(kind.device)
         if self.keeps and not recorded:
             found = (entries[0] if entries else _plain).get(self.key(target, entries))
         if found is None:
@@ -262,6 +277,20 @@ class FusedCall:
         small = [n for n in kind.coefficients if values[n].numel() <= 2 * UNROLL_POINTS]  # type: ignore[union-attr]
         return not small  # of those it may be promised that they are constant
 
+    def run_unseen(
+        self,
+        found: Unseen,
+        values: Mapping[str, Value],
+        target: Tensor | None,
+        entries: list[memory.Entry],
+        recorded: bool,
+    ) -> Tensor:
+        made = self.made_of(found, values, entries, recorded) if found.recipes else ()
+        look, sized = False, self.sized
+        if found.check is not None:
+            values, look = self.with_record(found, values, target, entries)
+        return found.run(values, sized.spans, sized.shape, target, made, look=look)
+
     def made_of(
         self,
         found: Unseen,
@@ -272,16 +301,21 @@ class FusedCall:
         """What the recipes of a program make of the index tensors. All that one call needs of the
         map of a kernel is kept with the map, for the others of a network: they look for one thing.
         """
-        sized, wraps, key = self.sized, self.kind.programs.wraps, None
+        kind, sized, key = self.kind, self.sized, None
         of: packs.KernelMap | None = None if recorded else entries[0].things.get(packs.MAP)
+        wraps = kind.programs.wraps
         if of is not None and found.sizes is not None and len(entries) == 1 and not wraps:
-            stream = current_stream(self.kind.device) if self.kind.on_gpu else 0
+            stream = current_stream(kind.device) if kind.on_gpu else 0
             key = stream, found.does, found.sizes(values, sized.spans, sized.shape)
             before: Sequence[Made] | None = of.made.get(key)
             if before is not None:
                 return before
-        known = dict(zip(self.kind.indices, entries))
-        prologue = Prologue(values, sized.extents, sized.shape, wraps, wait=False, entries=known)
+        prologue = Prologue(
+            *(values, sized.extents, sized.shape, wraps),
+            wait=False,
+            recorded=recorded,
+            entries=dict(zip(kind.indices, entries)),
+        )
         made: list[Made] = []
         for recipe in found.recipes:
             there = prologue.of_way_back(recipe) if of is not None and of.inverse else None
@@ -334,10 +368,12 @@ class FusedCall:
                 return held
         if self.is_known(values, entries, recorded):
             try:
-                found = self.make_now(values, target, entries)
+                found = self.make_now(values, target, entries, recorded)
             except NotYet:
                 pass
             else:
+                if isinstance(found, Unseen):
+                    return found
                 if not recorded:
                     self.keeps = True
                     (entries[0] if entries else _plain).keep(self.key(target, entries), found)
@@ -390,18 +426,73 @@ class FusedCall:
         """
         settled, all_known = self.kind.firm or recorded, True
         for name, entry in zip(self.kind.indices, entries):  # all of them are counted
+            if not settled and "facts" in entry.things:
+                continue
             tensor: Any = values[name]
             known = _is_settled(tensor, entry) if settled else known_now(tensor, entry) is not None
             all_known = known and all_known
         return all_known
 
     def make_now(
-        self, values: Mapping[str, Value], target: Tensor | None, entries: list[memory.Entry]
-    ) -> Ready | Refusal:
-        device, told = self.kind.device, self.told_key(values, target, entries)
-        if device.type == "cuda" and cudagraph_state(device) == "warmup":
-            return elsewhere(device, lambda: self.make(values, target, told=told))
-        return self.make(values, target, told=told)
+        self,
+        values: Mapping[str, Value],
+        target: Tensor | None,
+        entries: list[memory.Entry],
+        recorded: bool,
+    ) -> Ready | Unseen | Refusal:
+        """What runs on index tensors of which all is known: code for all that are alike, until
+        they have come back often enough for arguments of their own.
+        """
+        kind, told = self.kind, self.told_key(values, target, entries)
+        if recorded:
+            if kind.on_gpu and cudagraph_state(kind.device) == "warmup":
+                return elsewhere(kind.device, lambda: self.make(values, target, entries, told=told))
+            return self.make(values, target, entries, told=told)
+        if told is None or self.comes_back(target, entries):
+            return self.make(values, target, entries, told=told)
+        program = self.program_told(told, values, entries)
+        code: Unseen | None = None if program is None else program.codes.get(target is not None)
+        if code is not None:
+            return code
+        found = self.make(values, target, entries, told=told)
+        if isinstance(found, Ready) and not found.promotable:
+            self.code_of(found, target)  # for the next ones
+        return found
+
+    def comes_back(self, target: Tensor | None, entries: list[memory.Entry]) -> bool:
+        """Whether arguments of their own are worth it for these tensors: they were declared to
+        come back, or have. Those of a call without anything to launch are few.
+        """
+        sized = self.sized
+        if 0 in sized.spans or 0 in sized.shape:
+            return True
+        for entry in entries:
+            if not entry.declared:
+                return entries[0].meets(self.key(target, entries)) > MOST_MET
+        return bool(entries) or _plain.meets(self.key(target, entries)) > MOST_MET
+
+    def program_told(
+        self,
+        told: tuple[object, ...],
+        values: Mapping[str, Value],
+        entries: list[memory.Entry],
+        prologue: Prologue | None = None,
+    ) -> Program | None:
+        """The program for tensors of which the same was known before; `NotYet` where something
+        that was derived from these decides, and is on its way.
+        """
+        tree = self.kind.told.get(told)
+        if tree is None:
+            return None
+        found = tree.found
+        if tree.question is not None:
+            prologue = prologue or self.prologue(values, entries)
+
+            def derived(question: Question) -> Summary:
+                return summary_of(question.recipe, prologue)  # type: ignore[union-attr]
+
+            found = tree.asked(derived)
+        return found if isinstance(found, Program) else None
 
     def told_key(
         self, values: Mapping[str, Value], target: Tensor | None, entries: list[memory.Entry]
@@ -416,7 +507,7 @@ class FusedCall:
         about: list[object] = []
         highest = {}
         for name, entry in zip(kind.indices, entries):
-            facts: IndexFacts | None = entry.get("facts")
+            facts: IndexFacts | None = entry.things.get("facts")
             if facts is None or facts.low < 0:
                 return None
             highest[name] = facts.high
@@ -434,14 +525,16 @@ class FusedCall:
         self,
         values: Mapping[str, Value],
         target: Tensor | None,
+        entries: list[memory.Entry],
         *,
         known: bool = True,
         promote: bool = False,
         told: tuple[object, ...] | None = None,
     ) -> Ready | Refusal:
-        sized, prologue, uses = self.sized, self.prologue(values), self.kind.programs.uses
+        sized, prologue, uses = self.sized, self.prologue(values, entries), self.kind.programs.uses
         tensors = dict(values) if target is None else {**values, OUT: target}
-        if told is not None and (before := self.kind.told.get(told)) is not None:
+        before = None if told is None else self.program_told(told, values, entries, prologue)
+        if before is not None:
             return ready(before, tensors, sized.extents, sized.shape, prologue)
         shapes = {n: v.shape for n, v in values.items() if isinstance(v, Tensor)}
         problem = sized.problem(shapes)
@@ -455,7 +548,8 @@ class FusedCall:
         if isinstance(program, Refusal):
             return program
         if told is not None and answers.lasting and not answers.exact & self.moving(values):
-            keep(self.kind.told, told, program, MOST_UNSEEN)
+            tree = keep(self.kind.told, told, QuestionTree(), MOST_UNSEEN)
+            tree.note(answers.summaries, program)
         return ready(program, tensors, sized.extents, sized.shape, prologue)
 
     def moving(self, values: Mapping[str, Value]) -> set[str]:
@@ -467,19 +561,22 @@ class FusedCall:
                 found.update(v for index in access.indices for v in variables(index))
         return found
 
-    def prologue(self, values: Mapping[str, Value]) -> Prologue:
+    def prologue(self, values: Mapping[str, Value], entries: list[memory.Entry]) -> Prologue:
         """It may wait for tensors that were declared to come back, and where what is found out
         later must change nothing, while nobody records.
         """
-        tensors = [v for n in self.kind.indices if isinstance(v := values[n], Tensor)]
-        firm = self.kind.firm
-        declared = all(
-            memory.can_look(t) or (e := memory.entry_of(t)).declared or firm and e.given
-            for t in tensors
+        kind, sized, wait, known = self.kind, self.sized, True, {}
+        for name, entry in zip(kind.indices, entries):
+            known[name] = entry
+            if wait and not (entry.declared or kind.firm and entry.given):
+                wait = memory.can_look(values[name])  # type: ignore[arg-type]
+        recorded = kind.on_gpu and is_recorded(kind.device)
+        return Prologue(
+            *(values, sized.extents, sized.shape, kind.programs.wraps),
+            wait=wait and not recorded,
+            recorded=recorded,
+            entries=known,
         )
-        recorded, sized = is_recorded(self.kind.device), self.sized
-        wait, wraps = declared and not recorded, self.kind.programs.wraps
-        return Prologue(values, sized.extents, sized.shape, wraps, wait=wait, recorded=recorded)
 
     def class_key(self, values: Mapping[str, Value], target: Tensor | None) -> tuple[Any, ...]:
         sized, classes = self.sized, self.kind.classify
@@ -522,7 +619,7 @@ class FusedCall:
             kept = entries[0].get(mine)
         if kept is not None:
             return kept
-        found = self.make(values, target, known=False)
+        found = self.make(values, target, entries, known=False)
         code = self.code_of(found, target) if isinstance(found, Ready) else None
         if code is not None:
             return keep(kind.unseen, key, code, MOST_UNSEEN)
@@ -535,13 +632,13 @@ class FusedCall:
         needs numbers that only the device knows.
         """
         codes, into = found.program.codes, target is not None
-        whole = all(launches for _, launches in found.work)
-        code: Unseen | None = codes.get(into) if whole else None
-        if code is None:
-            code = unseen_of(found, tuple(self.kind.problem.extents), into)
-        if code is None or not all(map(_is_known_at_once, code.recipes)):
-            return None
-        codes[into] = code
+        if not all(launches for _, launches in found.work):
+            return None  # of other sizes there is something to launch
+        if into not in codes:
+            made = unseen_of(found, tuple(self.kind.problem.extents), into)
+            at_once = made is not None and all(map(_is_known_at_once, made.recipes))
+            codes[into] = made if at_once else None
+        code: Unseen | None = codes[into]
         return code
 
     def promoted(
@@ -561,7 +658,7 @@ class FusedCall:
         better: Ready | Refusal | None = entries[0].get(key)
         if better is None and not is_recorded(self.kind.device):
             try:
-                better = self.make(values, target, promote=True)
+                better = self.make(values, target, entries, promote=True)
             except NotYet:
                 return found
             entries[0].keep(key, better)
@@ -612,7 +709,7 @@ def _is_known_at_once(recipe: Recipe) -> bool:
     are maps of kernels.
     """
     match recipe:
-        case SharedTiles() | Sorted() | Pieces() | Position() | Composed():
+        case SharedTiles() | Segments() | Sorted() | Pieces() | Position() | Composed():
             return True  # of an order everything but how long rows are
         case Inverse(_, dim):
             return dim == 1

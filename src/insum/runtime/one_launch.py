@@ -1,141 +1,144 @@
 """Several statements on the same tensors in one launch, where one kernel can write all their
 results (`plan.beside`).
+
+What runs them is a program like any other, of the statement that owns the loops: the results of the
+others are tensors that it is passed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from insum import memory
 from insum.bounded import keep
 from insum.lang.bind import Value
 from insum.plan.beside import beside_each_other, together
 from insum.plan.sizes import beside
-from insum.runtime.bound_launch import BoundLaunch, CallNumbers, compile_at_once
+from insum.runtime.bound_launch import compile_at_once
 from insum.runtime.build import first_choice, step_of
 from insum.runtime.fused import FusedCall
-from insum.runtime.program import ProductLaunches, Program
-from insum.runtime.ready import NotYet, Ready, has_nothing
+from insum.runtime.program import Program, Refusal
+from insum.runtime.ready import NotYet, Ready, has_nothing, ready
+from insum.runtime.unseen import Unseen
 
 #: Sets of other statements that one is computed with.
 MOST_SETS = 16
 
 
-class ReadyTogether:
-    """One launch that writes the results of several statements, the first of which owns its
-    loops.
+@dataclass(frozen=True, slots=True, eq=False)
+class _LookedUp:
+    """One of several calls: its values, what runs it by itself, and what is remembered of its index
+    tensors.
     """
 
-    __slots__ = ("bound", "index", "ready")
+    call: FusedCall
+    values: Mapping[str, Value]
+    found: Ready | Unseen
+    entries: list[memory.Entry]
+    recorded: bool
 
-    def __init__(self, ready: tuple[Ready, ...], bound: BoundLaunch) -> None:
-        self.ready, self.bound, self.index = ready, bound, ready[0].index
+    def alone(self) -> Tensor:
+        if isinstance(self.found, Unseen):
+            return self.call.run_unseen(self.found, self.values, None, self.entries, self.recorded)
+        return self.call.run_ready(self.found, self.values, None, self.entries)
 
-    def __call__(self, values: Mapping[str, Any]) -> list[Tensor]:
-        if self.index is not None and self.index != torch.cuda.current_device():
-            with torch.cuda.device(self.index):
-                return self(values)
-        results = [one.new() for one in self.ready]
-        every = dict(values)
-        for number, result in enumerate(results[1:], 1):
-            every[beside(number)] = result
-        self.bound(every, results[0], results[0])
-        return results
+    @property
+    def code(self) -> Unseen | None:
+        """What runs it on all sizes, where it is one kernel that has nothing to look for or to
+        convert.
+        """
+        found, call = self.found, self.call
+        code = call.code_of(found, None) if isinstance(found, Ready) else found
+        if code is None or code.check is not None or code.buffer is not None:
+            return None
+        return code if len(code.program.steps) == 1 else None
 
 
 def run_together(
     calls: Sequence[FusedCall], values: Sequence[Mapping[str, Value]]
 ) -> list[Tensor | None]:
-    """Of several calls on tensors that have the same names in all of them, the results of those
-    that one launch computes; None for those that are to be run by themselves.
+    """The results of several calls on tensors that have the same names in all of them, of those
+    that one launch can be for in one; None where there is no kernel.
     """
+    known: dict[str, memory.Entry] = {}
+    parts, codes = {}, {}
+    for k, call in enumerate(calls):
+        if not call.kind.negated:
+            found, entries, recorded = call.looked_up(values[k], None, known)
+            if not isinstance(found, Refusal):
+                parts[k] = part = _LookedUp(call, values[k], found, entries, recorded)
+                if (code := part.code) is not None:
+                    codes[k] = code
     results: list[Tensor | None] = [None] * len(calls)
-    ready = {k: found for k, call in enumerate(calls) if (found := _ready(call, values[k]))}
-    order = _order({k: one.program for k, one in ready.items()})
-    compile_at_once(
-        bound
-        for k, one in ready.items()
-        if k not in order or len(order) < 2
-        for bound in one.launches
-    )
-    if len(order) < 2:
-        return results
-    every = {name: value for k in order for name, value in values[k].items()}
-    try:
-        one = _together([calls[k] for k in order], tuple(ready[k] for k in order), every)
-    except NotYet:
-        return results
-    if one is not None:
-        for k, result in zip(order, one(every)):
-            results[k] = result
+    order = _order(codes)
+    together = _run([parts[k] for k in order], [codes[k] for k in order]) if order else []
+    for k, result in zip(order, together):
+        results[k] = result
+    for k, part in parts.items():
+        if results[k] is None:
+            results[k] = part.alone()
     return results
 
 
-def _order(programs: Mapping[int, Program]) -> list[int]:
-    """Which of these one kernel writes, found out the first time."""
-    if len(programs) < 2:
+def _order(codes: Mapping[int, Unseen]) -> list[int]:
+    """Which of these one kernel writes, found out the first time; the others are compiled then."""
+    if len(codes) < 2:
         return []
-    held, key = next(iter(programs.values())).orders, tuple(programs.items())
-    found = held.get(key)
+    programs = tuple([(k, one.program) for k, one in codes.items()])
+    held = programs[0][1].orders
+    found = held.get(programs)
     if found is None:
-        planned = {k: one.steps[0].planned for k, one in programs.items()}
-        found = keep(held, key, beside_each_other(planned), MOST_SETS)
+        order = beside_each_other({k: one.steps[0].planned for k, one in programs})
+        order = order if len(order) > 1 else []
+        alone = [one for k, one in codes.items() if k not in order]
+        compile_at_once(launch for one in alone for launch in one.launches)
+        found = keep(held, programs, order, MOST_SETS)
     return found
 
 
-def _ready(call: FusedCall, values: Mapping[str, Value]) -> Ready | None:
-    """What would run a call, where it is one kernel that has nothing to look for or to convert."""
-    if call.kind.negated:
+def _run(parts: Sequence[_LookedUp], codes: Sequence[Unseen]) -> list[Tensor]:
+    """The results of all parts, the first of which owns the loops; none where they take more."""
+    index, call = codes[0].index, parts[0].call
+    if index is not None and index != torch.cuda.current_device():
+        with torch.cuda.device(index):
+            return _run(parts, codes)
+    program = _program(tuple([one.program for one in codes]))
+    if program is None or has_nothing(program.steps[0], call.sized.extents, call.sized.shape):
+        return []
+    values = {name: value for one in parts for name, value in one.values.items()}
+    results = []
+    for number, (one, code) in enumerate(zip(parts[1:], codes[1:]), 1):
+        values[beside(number)] = result = code.new(one.call.sized.shape)
+        results.append(result)
+    joined = program.codes.get(False) or _code(program, parts[0], values)
+    if joined is None:
+        return []
+    entries, recorded = parts[0].entries, parts[0].recorded
+    return [call.run_unseen(joined, values, None, entries, recorded), *results]
+
+
+def _code(program: Program, first: _LookedUp, values: Mapping[str, Value]) -> Unseen | None:
+    """Code for the launch on all sizes, written the first time."""
+    sized, prologue = first.call.sized, first.call.prologue(values, first.entries)
+    try:
+        found = ready(program, values, sized.extents, sized.shape, prologue)
+    except NotYet:
         return None
-    found, _, _ = call.looked_up(values, None)
-    if not isinstance(found, Ready) or found.check is not None or found.buffer is not None:
-        return None
-    return found if len(found.program.steps) == 1 and found.launches else None
+    return first.call.code_of(found, None)
 
 
-def _together(
-    calls: Sequence[FusedCall], ready: tuple[Ready, ...], values: Mapping[str, Value]
-) -> ReadyTogether | None:
-    kept, others = ready[0].together, ready[1:]
-    if others in kept:
-        ready_before: ReadyTogether | None = kept[others]
-        return ready_before
-    found: ReadyTogether | None = keep(kept, others, _bound(calls, ready, values), MOST_SETS)
-    return found
-
-
-def _bound(
-    calls: Sequence[FusedCall], ready: tuple[Ready, ...], values: Mapping[str, Value]
-) -> ReadyTogether | None:
-    step, first = _step(tuple(one.program for one in ready)), calls[0]
-    sized = first.sized
-    if step is None or has_nothing(step, sized.extents, sized.shape):
-        return None
-    prologue, made = first.prologue(values), {}
-    for recipe in step.recipes():
-        found = prologue.soon(recipe)
-        if found is None:
-            raise NotYet
-        made[recipe] = found
-    outputs = {
-        beside(number): torch.empty(call.sized.shape, dtype=one.dtype, device="meta")
-        for number, (call, one) in enumerate(zip(calls[1:], ready[1:]), 1)
-    }
-    numbers = CallNumbers({**values, **outputs}, sized.extents, sized.shape, made)
-    (launch,) = step.launches
-    return ReadyTogether(ready, BoundLaunch(launch, launch.plan, numbers, ready[0].dtype))
-
-
-def _step(programs: tuple[Program, ...]) -> ProductLaunches | None:
+def _program(programs: tuple[Program, ...]) -> Program | None:
     """One kernel for all programs, written the first time."""
     first, others = programs[0], programs[1:]
     if others in first.together:
         return first.together[others]
     planned = together(first.steps[0].planned, [one.steps[0].planned for one in others])
-    step = None
+    found = None
     if planned is not None:
         step = step_of(planned, first.wishes, first_choice(planned, first.wishes), None)
-    return keep(first.together, others, step, MOST_SETS)
+        found = replace(first, steps=(step,), codes={}, together={}, orders={})
+    return keep(first.together, others, found, MOST_SETS)

@@ -155,8 +155,8 @@ class Program:
     unchecked: tuple[Use, ...] = ()
     check: Launch | None = None
     codes: dict[bool, Any] = field(default_factory=dict)
-    #: By the programs of other statements, one launch for all of them (`runtime.one_launch`).
-    together: dict[tuple[Program, ...], ProductLaunches | None] = field(default_factory=dict)
+    #: By the programs of other statements, that of one launch for all (`runtime.one_launch`).
+    together: dict[tuple[Program, ...], Program | None] = field(default_factory=dict)
     #: Of several programs, this one the first, which of them one launch can be for.
     orders: dict[tuple[tuple[int, Program], ...], list[int]] = field(default_factory=dict)
 

@@ -47,12 +47,10 @@ class Ready:
 
     __slots__ = (
         *("buffer", "check", "device", "dtype", "empty", "filled", "index"),
-        *("__weakref__", "program", "promotable", "reads", "start", "steps", "together", "work"),
+        *("__weakref__", "program", "promotable", "reads", "start", "steps", "work"),
     )
 
     def __init__(self, program: Program, sizes: CallNumbers) -> None:
-        #: By what else is computed with it, one launch for all (`runtime.together`).
-        self.together: dict[Any, Any] = {}
         problem = program.problem
         self.program, self.buffer, self.dtype = program, program.buffer, problem.dtype
         self.start = program.start
@@ -144,11 +142,6 @@ class Ready:
         if self.buffer is None:
             return out
         return out.to(self.dtype) if target is None else target.copy_(out)
-
-    def new(self) -> Tensor:
-        """What a result is written to, filled with what it starts from, where that counts."""
-        out: Tensor = self.empty()
-        return out.fill_(self.start) if self.filled else out
 
 
 #: Memory of a call, whose addresses come behind those of what it reads.

@@ -5,7 +5,7 @@ the first time.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -36,12 +36,27 @@ MOST_CLASSES, MOST_GENERAL, MOST_ANSWERS = 256, 64, 64
 
 
 @dataclass(slots=True)
-class _Tree:
+class QuestionTree:
     """The questions that planning asks for one class of sizes, and the program where it ends."""
 
     question: Question | None = None
-    branches: dict[Any, _Tree] = field(default_factory=dict)
+    branches: dict[Any, QuestionTree] = field(default_factory=dict)
     found: ProgramOrRefusal | None = None
+
+    def asked(self, ask: Ask) -> ProgramOrRefusal | None:
+        """The program of these answers; None where there is none yet."""
+        tree = self
+        while tree.question is not None:
+            tree = keep(tree.branches, ask(tree.question), QuestionTree(), MOST_ANSWERS)
+        return tree.found
+
+    def note(self, answers: Mapping[Any, Any], found: ProgramOrRefusal) -> None:
+        """What was found by these answers, in the order in which they were asked for."""
+        tree = self
+        for question, answer in answers.items():
+            tree.question = question
+            tree = tree.branches.setdefault(answer, QuestionTree())
+        tree.found = found
 
 
 @dataclass(eq=False)
@@ -59,14 +74,14 @@ class Shelf:
 
     epoch: int = -1
     room: Room = field(default_factory=Room)
-    exact: dict[object, _Tree] = field(default_factory=dict)
-    general: dict[object, _Tree] = field(default_factory=dict)
+    exact: dict[object, QuestionTree] = field(default_factory=dict)
+    general: dict[object, QuestionTree] = field(default_factory=dict)
 
     @property
     def has_room(self) -> bool:
         return self.room.is_left and len(self.exact) < MOST_CLASSES
 
-    def tree(self, key: object, wishes: Wishes, sizes: Callable[[], SizeClass]) -> _Tree:
+    def tree(self, key: object, wishes: Wishes, sizes: Callable[[], SizeClass]) -> QuestionTree:
         """Where the program of a class of sizes is found, or is to be put."""
         if self.epoch != cache.epoch():  # other configs were found: everything is written anew
             self.epoch, self.room, self.exact, self.general = cache.epoch(), Room(), {}, {}
@@ -74,8 +89,8 @@ class Shelf:
         if found is not None:
             return found
         if self.has_room:
-            return self.exact.setdefault((key, wishes), _Tree())
-        return keep(self.general, (general(sizes()).key, wishes), _Tree(), MOST_GENERAL)
+            return self.exact.setdefault((key, wishes), QuestionTree())
+        return keep(self.general, (general(sizes()).key, wishes), QuestionTree(), MOST_GENERAL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,14 +107,13 @@ class Programs:
         self, key: object, sizes: Callable[[], SizeClass], wishes: Wishes, ask: Ask
     ) -> ProgramOrRefusal:
         """The program for a class of sizes and what is known of index tensors."""
-        root = tree = self.shelf.tree(key, wishes, sizes)
-        while tree.question is not None:
-            tree = keep(tree.branches, ask(tree.question), _Tree(), MOST_ANSWERS)
-        if tree.found is None:
-            return self.grow(root, sizes(), wishes, ask)
-        return tree.found
+        tree = self.shelf.tree(key, wishes, sizes)
+        found = tree.asked(ask)
+        return self.grow(tree, sizes(), wishes, ask) if found is None else found
 
-    def grow(self, tree: _Tree, sizes: SizeClass, wishes: Wishes, ask: Ask) -> ProgramOrRefusal:
+    def grow(
+        self, tree: QuestionTree, sizes: SizeClass, wishes: Wishes, ask: Ask
+    ) -> ProgramOrRefusal:
         """Plan and build, and note every question with its answer on the way."""
         answers: dict[Question, Any] = {}
 
@@ -111,10 +125,7 @@ class Programs:
         found = self.build(sizes if self.shelf.room.is_left else general(sizes), wishes, noted)
         if isinstance(found, Program) and self.shelf.room.is_left:
             self.shelf.room.kernels.update((*one.text,) for one in found.launches)
-        for question, answer in answers.items():
-            tree.question = question
-            tree = tree.branches.setdefault(answer, _Tree())
-        tree.found = found
+        tree.note(answers, found)
         return found
 
     def build(

@@ -100,9 +100,7 @@ class Unseen:
             values = every
         numbers, rooms = self.numbers(values, spans, shape, target, made)
         if target is None:
-            out = calls.empty(shape, self.buffer or self.dtype, self.device)
-            if self.filled and not look and self.is_to_fill(shape):
-                out.fill_(self.start)
+            out = self.new(shape, fill=not look)
         elif self.buffer is None:
             out = target
         else:
@@ -120,9 +118,15 @@ class Unseen:
             return out
         return out.to(self.dtype) if target is None else target.copy_(out)
 
-    def is_to_fill(self, shape: tuple[int, ...]) -> bool:
-        """Whether a pattern leaves places of a dimension out, where that is what decides."""
-        return self.written is None or shape[self.written[0]] != self.written[1]
+    def new(self, shape: tuple[int, ...], *, fill: bool = True) -> Tensor:
+        """What a result is written to, filled with what it starts from, where that counts: where a
+        pattern leaves places of a dimension out, where that is what decides.
+        """
+        out = calls.empty(shape, self.buffer or self.dtype, self.device)
+        written = self.written
+        if fill and self.filled and (written is None or shape[written[0]] != written[1]):
+            out.fill_(self.start)
+        return out
 
 
 def _holding_nothing(one: BoundLaunch) -> BoundLaunch:
