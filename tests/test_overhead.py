@@ -402,7 +402,7 @@ def test_a_map_and_a_convolution(unwritten: None) -> None:
     calls, names, ops = work_of(step, cloud)
     assert names == [*MAP, "generated"]
     assert ops == {"aten::full": 1}, ops
-    assert calls <= 110, calls
+    assert calls <= 112, calls
 
 
 def test_a_step_of_two_convolutions(unwritten: None) -> None:
@@ -414,7 +414,7 @@ def test_a_step_of_two_convolutions(unwritten: None) -> None:
     assert sorted(names) == sorted([*MAP, "insum_by_step", *["generated"] * 5])
     ours = ops - LINEAR
     assert ours == {"aten::full": 1, "aten::fill_": 2}, ours
-    assert calls <= 288, calls
+    assert calls <= 292, calls
 
 
 def test_a_step_under_autocast(unwritten: None) -> None:
@@ -431,7 +431,7 @@ def test_a_step_under_autocast(unwritten: None) -> None:
     assert sorted(names) == sorted([*MAP, "insum_by_step", *["generated"] * 5])
     assert ops["aten::to"] == len(layers) + 1, ops  # and the features
     assert ops["aten::detach"] == len(layers), ops  # gradients that are accumulated
-    assert calls <= 308, calls
+    assert calls <= 312, calls
 
 
 def test_a_map_there_and_one_back(unwritten: None, counted: None) -> None:
@@ -451,7 +451,7 @@ def test_a_map_there_and_one_back(unwritten: None, counted: None) -> None:
     found = Counter(names)
     assert found["insum_find"] == found["insum_insert"] == found["insum_steps"] == 2, found
     assert not found["insum_invert"] and found["generated"] == 6, found
-    assert calls <= 430, calls
+    assert calls <= 432, calls
 
 
 @pytest.fixture
@@ -461,7 +461,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ranked, "numbers", numbers)
 
 
-@pytest.mark.parametrize(("narrow", "most"), [(False, 3690), (True, 4060)])
+@pytest.mark.parametrize(("narrow", "most"), [(False, 3790), (True, 4170)])
 def test_a_step_of_a_whole_network(narrow: bool, most: int, unwritten: None, counted: None) -> None:
     """MinkUNet18 on a new cloud: 41 convolutions over 13 maps, forward and backward."""
     net = MinkUNet(4, 20, blocks=MINKUNET18, widths=(16,) * 8, stem=(3, 16))
