@@ -217,6 +217,19 @@ def test_promotion_does_not_depend_on_the_order() -> None:
         ("y[i] = 2 * A[i]", {"A": ones(2, dtype=torch.int8)}, torch.int8),
         ("y[i] = 2 * A[i]", {"A": ones(2, dtype=torch.bool)}, torch.int64),
         ("y[i] = A[i] * A[i]", {"A": ones(2, dtype=torch.bool)}, torch.bool),
+        ("y[i] = -A[i]", {"A": ones(2, dtype=torch.bool)}, torch.int64),
+        *(
+            (
+                statement,
+                {"A": ones(2, dtype=torch.bool), "B": ones(2, dtype=torch.int8)},
+                torch.int8,
+            )
+            for statement in (
+                "y[i] = -A[i] * B[i]",
+                "y[i] -= A[i] * B[i]",
+                "y[i] = B[i] - A[i] * B[i]",
+            )
+        ),
         (
             "y[i] = s * A[i]",
             {"A": ones(2), "s": torch.tensor(2.0, dtype=torch.float64)},

@@ -172,10 +172,16 @@ def identity(operator: str, dtype: torch.dtype) -> bool | int | float:
 
 
 def _joined(parts: tuple[Expr, ...], types: dict[str, Typed]) -> Typed:
-    joined = infer(parts[0], types)
-    for part in parts[1:]:
+    # A sign stands for no number: what it is put before decides, all of it.
+    first, *rest = sorted(parts, key=_is_sign)
+    joined = infer(first, types)
+    for part in rest:
         joined = joined | infer(part, types)
     return joined
+
+
+def _is_sign(expr: Expr) -> bool:
+    return isinstance(expr, Number) and type(expr.value) is int and expr.value == -1
 
 
 def _of_call(function: str, args: tuple[Expr, ...], arg: Typed) -> Typed:
