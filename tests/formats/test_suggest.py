@@ -24,6 +24,10 @@ from insum.formats import (
 from .cases import every_format
 
 
+def full_blocks(side: int) -> torch.Tensor:
+    return torch.block_diag(*[torch.ones(side, side)] * 2)
+
+
 def skewed() -> torch.Tensor:
     x = torch.zeros(64, 64)
     for i in range(64):
@@ -55,7 +59,10 @@ def neighbours() -> torch.Tensor:
     ("x", "format", "options"),
     [
         (torch.block_diag(*[torch.ones(32, 32)] * 4), "BlockGroupCOO", {"block_shape": (32, 32)}),
-        (torch.block_diag(*[torch.ones(64, 64)] * 2), "BlockGroupCOO", {"block_shape": (64, 64)}),
+        (full_blocks(64).half(), "BlockGroupCOO", {"block_shape": (64, 64)}),
+        (full_blocks(64), "BlockGroupCOO", {"block_shape": (32, 32)}),  # float32, as measured
+        (full_blocks(64) * (torch.arange(128) % 5 < 1), "BlockGroupCOO", {"block_shape": (32, 32)}),
+        (full_blocks(64).half() * (torch.arange(128) % 5 < 1), "BlockGroupCOO", {}),
         (banded(), "ELL", {}),
         (skewed(), "GroupCOO", {"group_dims": (0,)}),
         (communities(), "BlockGroupCOO", {"block_shape": (32, 1)}),
@@ -73,7 +80,17 @@ def neighbours() -> torch.Tensor:
         (torch.zeros(8, 8), "COO", {}),
     ],
     ids=[
-        *("blocks of 32", "blocks of 64", "banded", "skewed", "panels", "wide panels"),
+        *(
+            "blocks of 32",
+            "blocks of 64",
+            "full precision",
+            "a fifth",
+            "half a fifth",
+            "banded",
+            "skewed",
+            "panels",
+            "wide panels",
+        ),
         *("no neighbours alike", "few", "neighbours", "empty"),
     ],
 )

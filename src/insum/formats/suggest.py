@@ -32,12 +32,28 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 BLOCKS = (8, 16, 32, 64)
-#: Blocks pay where this share of their elements is used: dense arithmetic is that much cheaper than
-#: gathering.
-ENOUGH_FILL = 0.25
-#: How fast arithmetic on full blocks is, relative to the largest (Tensor Cores want large operands;
-#: 32 and 64 measured on an H200).
-BLOCK_SPEED = {16: 0.35, 32: 0.65, 64: 1.0}
+
+
+@dataclass(frozen=True)
+class BlockArithmetic:
+    """What full blocks are worth in some precision, as measured on an H200.
+
+    Attributes:
+        enough_fill: Blocks pay where this share of their elements is used: dense arithmetic is that
+            much cheaper than gathering.
+        speed: How fast it is by the side of a block, relative to the others.
+        units: What runs it.
+    """
+
+    enough_fill: float
+    speed: dict[int, float]
+    units: str
+
+
+#: Tensor Cores want large operands. What they cannot take without a loss of precision is best in
+#: blocks of 32 at 128 columns and of 64 at 32 columns: 32 is never far from the best.
+HALF = BlockArithmetic(0.25, {16: 0.35, 32: 0.65, 64: 1.0}, "Tensor Cores")
+FULL = BlockArithmetic(0.18, {16: 0.75, 32: 1.0, 64: 0.95}, "full tiles")
 #: Heights of panels: blocks of several rows and one column, for rows that share columns.
 PANELS = (16, 32, 64)
 #: What a panel costs by its height, in entries of GroupCOO (in half precision, on an H200, where
@@ -189,6 +205,7 @@ class _Occupancy:
         self.entries = E.ordered(source.entries(), order)
         self.nnz, self.rows = self.entries.count, math.prod(self.shape[d] for d in dims)
         self.item = 4 if source.values is None else source.values.element_size()
+        self.arithmetic = HALF if self.item <= 2 else FULL
         self.occupancy = rows_of(self.entries, dims).counts
         self.longest = int(self.occupancy.max()) if self.occupancy.numel() else 0
         self.blocks = {
@@ -293,7 +310,7 @@ class _Occupancy:
             )
             why = (
                 f"{self.fill[best]:.0%} of each {best} x {best} block is used: dense blocks "
-                "run on Tensor Cores"
+                f"run on {self.arithmetic.units}"
             )
         elif panel is not None:
             chosen = next(c for c in candidates if c.options.get("block_shape") == (panel, 1))
@@ -346,8 +363,8 @@ class _Occupancy:
     def best_block(self) -> int | None:
         useful = {
             b: self.fill[b] * speed
-            for b, speed in BLOCK_SPEED.items()
-            if self.fill.get(b, 0.0) >= ENOUGH_FILL
+            for b, speed in self.arithmetic.speed.items()
+            if self.fill.get(b, 0.0) >= self.arithmetic.enough_fill
         }
         return max(useful, key=lambda b: useful[b], default=None)
 
