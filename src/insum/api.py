@@ -13,7 +13,7 @@ from torch import Tensor
 from insum.accepted import is_fake, odd_tensor, shown
 from insum.bounded import keep
 from insum.call.prepared import MOST_FORMS, Kinds, kinds_of, prepare
-from insum.call.request import Request, SizesArgument, head, request_of
+from insum.call.request import Request, SizesArgument, head, head_of_text, request_of
 from insum.compat.calls import (
     PLAIN,
     autocasts,
@@ -115,7 +115,7 @@ def insum(
     quiet = is_undisturbed()
     kinds, given = kinds_with(statement, out_shape, sizes, padded, config, optimize)
     if not quiet and _is_lowered(tensors):
-        left = head(kinds.form.statement)
+        left = head_of_text(kinds.form.statement)
         if left.operator != "mean=" and (left.operator == "=" or left.target not in tensors):
             return run_lowered(kinds, left.target, given, tensors)
         tensors = lowered(left.target, tensors)

@@ -284,7 +284,7 @@ def build_map(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> SparseForm
     """``Map[z,x,y]`` as a table where enough of it is filled, else as groups of pairs; as a table
     where counting would wait.
     """
-    if inputs.is_hashed:
+    if "table" in inputs.__dict__ or inputs.is_hashed:
         return _table_on_device(inputs, outputs, geometry)
     table = _searched(inputs, outputs, geometry)
     pairs = int((table >= 0).sum())
@@ -305,9 +305,9 @@ def _table_on_device(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> Nei
     shape = (*table.shape, inputs.coords.shape[0])
     entry = memory.made(table)
     entry.given = True
-    entry.note("facts", facts.IndexFacts(0, shape[2] - 1, False, False, padded=True))
     note = packs.KernelMap(stencil.names, words, mirrored=geometry.mirrored)
-    entry.note(packs.MAP, note)
+    known = facts.IndexFacts(0, shape[2] - 1, False, False, padded=True)
+    entry.note({"facts": known, packs.MAP: note})
     back = None if geometry.submanifold else _way_back(inputs, outputs, geometry)
     other = None if back is None else memory.known(back)
     if back is not None and other is not None and packs.MAP in other.things:

@@ -50,12 +50,16 @@ class KernelMap:
         comes_back: whether so many calls have met it that more work on its order pays.
         first: which call was the first to meet it.
         made: all that a program needs of the table, by stream, by what that is, and by sizes.
+        runs: what calls ran on the table, by the number of the call, stream and epoch of programs.
         inverse: the map of the way back, which leads from ``y`` to ``x``, where there is one. By a
             weak reference: that one knows this one, too.
         stream: on which the table was made.
     """
 
-    __slots__ = ("comes_back", "first", "inverse", "made", "mirrored", "names", "stream", "words")
+    __slots__ = (
+        *("comes_back", "first", "inverse", "made", "mirrored", "names", "runs", "stream"),
+        "words",
+    )
 
     def __init__(self, names: Tensor, words: Tensor, mirrored: bool) -> None:
         self.stream = current_stream(words.device) if words.is_cuda else 0
@@ -63,6 +67,7 @@ class KernelMap:
         self.comes_back = False
         self.first: int | None = None
         self.made: dict[object, Any] = {}
+        self.runs: dict[object, Any] = {}
         self.inverse: weakref.ref[Tensor] | None = None
 
 
@@ -71,11 +76,11 @@ def bits_per_word(steps: int) -> int:
     return 31 if steps <= 31 else 62
 
 
-def words_for(rows: int, steps: int, device: torch.device) -> Tensor:
-    """Room for the words of rows: (words, rows)."""
+def words_for(rows: int, steps: int, device: torch.device) -> tuple[Tensor, int]:
+    """Room for the words of rows: (words, rows); and how many bits each has."""
     per = bits_per_word(steps)
     dtype = torch.int32 if per == 31 else torch.int64
-    return empty((-(-steps // per), rows), dtype, device)
+    return empty((-(-steps // per), rows), dtype, device), per
 
 
 _BITS = Handwritten(
@@ -367,11 +372,11 @@ def bits_of(table: Tensor, names: Tensor, walks: Sequence[tuple[bool, int, int, 
     (row_at, (_, _, _, rows)), (step_at, (_, coefficient, offset, steps)) = sorted(
         enumerate(walks), key=lambda pair: not pair[1][0]
     )
-    words = words_for(rows, steps, table.device)
+    words, per = words_for(rows, steps, table.device)
     first = offset * table.stride(step_at)
     strides = table.stride(row_at), coefficient * table.stride(step_at), first
     programs = blocks(rows, 256) * words.shape[0]
-    _BITS(programs, table, names, words, rows, steps, bits_per_word(steps), *strides)
+    _BITS(programs, table, names, words, rows, steps, per, *strides)
     return words
 
 
