@@ -341,7 +341,7 @@ def _reached(inputs: Voxels, geometry: Geometry) -> Voxels:
     """Every voxel that some input contributes to, in ascending order."""
     shape = geometry.spatial_shape(inputs.spatial_shape)
     box = inputs.box
-    low, high = geometry.bounds(box.low, [a + b - 1 for a, b in zip(box.low, box.size)])
+    low, high = geometry.bounds(box.low, box.high)
     if shape is not None:
         low, high = (0,) * len(low), (high[0], *(s - 1 for s in shape))
     size = tuple(max(1, b - a + 1) for a, b in zip(low, high))
@@ -355,8 +355,9 @@ def _reached(inputs: Voxels, geometry: Geometry) -> Voxels:
 
 def _reached_at_once(inputs: Voxels, geometry: Geometry) -> Voxels:
     """The same on a GPU, where it waits once, for their number and the box that they lie in."""
-    shape = geometry.spatial_shape(inputs.spatial_shape)
-    found = reaching.ranked(inputs.coords, _steps(geometry, shape, inputs.coords.device))
+    shape, known = geometry.spatial_shape(inputs.spatial_shape), inputs.__dict__.get("box")
+    ends = None if known is None else (known.low, known.high)
+    found = reaching.ranked(inputs.coords, _steps(geometry, shape, inputs.coords.device), ends)
     count, *corners = found.numbers()
     axes = geometry.ndim + 1
     box = Box(tuple(corners[:axes]), tuple(corners[axes:]))
