@@ -45,7 +45,7 @@ KERNELS: dict[str, tuple[Handwritten, list[tuple[torch.dtype, ...]]]] = {
     "bits": (packs._BITS, [(table, I32, words) for table in (I32, I64) for words in (I32, I64)]),
     "count words": (packs._COUNT, [(I32, I32)]),
     "place words": (packs._PLACE, [(I32, I32, I64)]),
-    "ranks": (packs._RANKS, [(I32, I32), (I64, I64)]),
+    "keys": (packs._KEYS, [(I32, I32), (I64, I64)]),
     **{
         f"steps, windowed {windowed}": (
             kernel,
