@@ -185,6 +185,14 @@ class PreparedCall:
         return self.settings.effort != "none" and self.form.config is None
 
     @functools.cached_property
+    def is_fused(self) -> bool:
+        """Whether calls are generated kernels whatever their sizes, and nothing is looked for
+        first.
+        """
+        may_be_several = self.orderable or self.settings.backend == "graph"
+        return self.fusable and not (may_be_several or self.searches)
+
+    @functools.cached_property
     def fused(self) -> FusedKind:
         """This kind of call as generated kernels."""
         from insum.runtime.fused import fused_kind  # which takes a while to import

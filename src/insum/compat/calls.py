@@ -146,11 +146,6 @@ def current_device() -> int:
     return torch.cuda.current_device() if torch.cuda.is_available() else -1
 
 
-def is_elsewhere(device: torch.device) -> bool:
-    """Whether a GPU is another than the one that is current."""
-    return device.type == "cuda" and device.index != device_now()
-
-
 #: The GPU that is current, where there is one; without the calls of Python's in between.
 device_now: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +23,14 @@ from torch import Tensor
 
 from insum import memory
 from insum.bounded import keep
-from insum.compat.calls import cudagraph_state, elsewhere, is_recorded, stream_getter
+from insum.compat.calls import (
+    CUDAGRAPH_TREES,
+    cudagraph_state,
+    elsewhere,
+    is_capturing,
+    is_recorded,
+    stream_getter,
+)
 from insum.facts import CONSTANT, IndexFacts, known_now
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import accesses, variables
@@ -261,7 +269,11 @@ class FusedCall:
             if own is not None and CONSTANT in own:
                 entries.append(own)  # its values may be part of the program
         found: Ready | Unseen | MapRun | Refusal | None = None
-        recorded = kind.on_gpu and is_recorded(kind.device)
+        recorded = (
+            kind.on_gpu
+            and (is_capturing() or CUDAGRAPH_TREES in sys.modules)
+            and is_recorded(kind.device)
+        )
         if not recorded:
             if self.keeps:
                 found = (entries[0] if entries else _plain).get(self.key(target, entries))
