@@ -27,6 +27,7 @@ from insum.nn.kernel_map import Geometry, build_map, kernel_map
 from insum.nn.sparse_tensor import at_voxels
 from insum.nn.voxels import Box
 from insum.plan.recipes import Inverse, OfExtent, OfShape, Packed, Walk
+from insum.runtime.fused import FusedCall
 from insum.runtime.handwritten import packs, reaching
 from insum.runtime.handwritten.kernel import BLOCK
 from insum.runtime.prologue.made import Made, Result
@@ -479,6 +480,27 @@ def test_maps_that_know_each_other_go_with_their_voxels(on_device: None) -> None
         there_and_back(down, up, SparseTensor(coords, features)).sum().backward()
         counts.append(memory.report().entries)
     assert counts[-1] <= counts[0], counts
+
+
+def test_what_ran_on_a_map_runs_again(on_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers that are alike look for their program once, unless the map was written to."""
+    sought: list[int] = []
+    original = FusedCall.find
+    monkeypatch.setattr(FusedCall, "find", lambda *a: sought.append(1) or original(*a))
+    layers = [SparseConv3d(16, 16, 3, submanifold=True) for _ in range(2)]
+    found = []
+    for seed in (0, 0, 1):  # of the first cloud the programs are made
+        coords = cloud(200, seed=seed)
+        x = SparseTensor(coords, torch.randn(len(coords), 16))
+        for written in (False, True):
+            if written:
+                kernel_map(x.voxels, layers[0].geometry)[1].table.add_(0)  # type: ignore[attr-defined]
+            sought.clear()
+            for layer in layers:
+                with torch.no_grad():
+                    assert_close(layer(x).features, on_the_cpu(layer, x).features)
+            found.append(len(sought))
+    assert found[2] == found[4] == 1 and found[5] > 1, found
 
 
 def test_maps_go_with_their_voxels(on_device: None) -> None:
