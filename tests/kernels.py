@@ -81,17 +81,27 @@ def watch_programs(
 ) -> list[Program]:
     """Every program that is launched from now on, and whether it looks at indices."""
     programs: list[Program] = []
-    for kind, name in ((Ready, "__call__"), (Unseen, "run")):
-        original = getattr(kind, name)
+    whole, code = Ready.__call__, Unseen.__dict__["run"]
 
-        def watched(self: Any, *rest: Any, look: bool = False, original: Any = original) -> Tensor:
-            programs.append(self.program)
-            if looks is not None:
-                looks.append(look)
-            result: Tensor = original(self, *rest, look=look)
+    def noted(of: Ready | Unseen, look: bool) -> None:
+        programs.append(of.program)
+        if looks is not None:
+            looks.append(look)
+
+    def watched(self: Ready, *rest: Any, look: bool = False) -> Tensor:
+        noted(self, look)
+        return whole(self, *rest, look=look)
+
+    def watched_code(self: Unseen) -> Any:
+        def run(*rest: Any) -> Tensor:
+            noted(self, rest[-1])
+            result: Tensor = code.__get__(self)(*rest)
             return result
 
-        monkeypatch.setattr(kind, name, watched)
+        return run
+
+    monkeypatch.setattr(Ready, "__call__", watched)
+    monkeypatch.setattr(Unseen, "run", property(watched_code, code.__set__))
     return programs
 
 

@@ -15,11 +15,12 @@ from torch import Tensor
 
 import insum
 from insum import memory
+from insum.codegen.arguments import Pointer
 from insum.compat import calls
 from insum.facts import SEEN_AGAIN
 from insum.plan.sizes import OUT, WORK
-from insum.runtime import bound_launch, launch, ready
-from insum.runtime.bound_launch import BoundLaunch
+from insum.runtime import bound_launch, launch, ready, unseen
+from insum.runtime.bound_launch import COPIES, BoundLaunch
 from insum.runtime.ready import Ready
 
 pytestmark = pytest.mark.interpreter
@@ -49,7 +50,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
         return lambda programs, given: found.append((one, programs, given, unaligned))
 
     on_a_device = SimpleNamespace(**{**vars(launch), "interpreting": lambda: False})
-    for module in (bound_launch, ready):
+    for module in (bound_launch, ready, unseen):
         monkeypatch.setattr(module, "launch", on_a_device)
     noted = {**vars(calls), "maker": lambda *what: _Maker(calls.maker(*what))}
     monkeypatch.setattr(ready, "calls", SimpleNamespace(**noted))
@@ -90,6 +91,41 @@ def compared(monkeypatch: pytest.MonkeyPatch, launched: list[Launched]) -> list[
     return counts
 
 
+@pytest.fixture
+def compared_with_code(monkeypatch: pytest.MonkeyPatch, launched: list[Launched]) -> list[int]:
+    """How many launches of the code for all sizes each call was compared in."""
+    counts: list[int] = []
+    original = Ready.__call__
+
+    def call(
+        self: Ready, values: Mapping[str, Any], target: Tensor | None = None, *, look: bool = False
+    ) -> Tensor:
+        problem = self.program.problem
+        code = unseen.unseen_of(self, tuple(problem.extents), target is not None)
+        launched.clear()
+        result = original(self, values, target, look=look)
+        want = launched[:]
+        if code is not None and not code.recipes:
+            launched.clear()
+            spans = tuple(problem.extents.values())
+            code.run(values, spans, problem.shape, target, (), look)
+            assert [_but_own(*one) for one in launched] == [_but_own(*one) for one in want]
+            counts.append(len(want))
+        return result
+
+    monkeypatch.setattr(Ready, "__call__", call)
+    return counts
+
+
+def _but_own(one: Any, programs: int, arguments: list[Any], unaligned: int) -> tuple[Any, ...]:
+    """What was launched, but for addresses of memory of the call."""
+    own = (OUT, WORK, *COPIES)
+    names = [getattr(argument, "tensor", "") for argument in one.arguments]
+    pointers = [isinstance(argument, Pointer) for argument in one.arguments]
+    kept = [a for a, n, p in zip(arguments, names, pointers) if not (p and n in own)]
+    return one, programs, kept, unaligned
+
+
 def _places(one: BoundLaunch, name: str) -> list[int]:
     return [place for place, own, _ in one.pointers if own == name]
 
@@ -111,7 +147,25 @@ STATEMENTS = {
 }
 
 
-@pytest.mark.parametrize("place", [torch.clone, unaligned], ids=["aligned", "unaligned"])
+PLACES = pytest.mark.parametrize("place", [torch.clone, unaligned], ids=["aligned", "unaligned"])
+
+
+def drawn(
+    title: str, dtype: torch.dtype, place: Callable[[Tensor], Tensor]
+) -> Callable[[], Tensor]:
+    """A call of a statement."""
+    statement, shape = STATEMENTS[title]
+    sizes = {"v": (E,), "x": (N, F), "y": (N, F), "z": (N, G), "w": (F, G), "u": (3, F, G)}
+    values: dict[str, Any] = {n: place(torch.randn(s).to(dtype)) for n, s in sizes.items()}
+    values |= {n: place(torch.randint(0, 3 if n == "r" else N, (E,))) for n in "dstr"}
+    values |= {"a": 2.5, "b": True}
+    used = {n: v for n, v in values.items() if n in statement.replace("C", "").replace("max", "")}
+    if shape is None:
+        used["C"] = place(torch.randn(N, F).to(dtype))
+    return lambda: insum.insum(statement, out_shape=shape, **used)
+
+
+@PLACES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("known", [False, True], ids=["", "known"])
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic"])
@@ -126,19 +180,34 @@ def test_arguments(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(memory, "can_look", lambda tensor: known)
-    statement, shape = STATEMENTS[title]
-    sizes = {"v": (E,), "x": (N, F), "y": (N, F), "z": (N, G), "w": (F, G), "u": (3, F, G)}
-    values: dict[str, Any] = {n: place(torch.randn(s).to(dtype)) for n, s in sizes.items()}
-    values |= {n: place(torch.randint(0, 3 if n == "r" else N, (E,))) for n in "dstr"}
-    values |= {"a": 2.5, "b": True}
-    used = {n: v for n, v in values.items() if n in statement.replace("C", "").replace("max", "")}
-    if shape is None:
-        used["C"] = place(torch.randn(N, F).to(dtype))
+    call = drawn(title, dtype, place)
     torch.use_deterministic_algorithms(deterministic)
     try:
         with insum.settings(backend="fused", require_fused=True, check="never"):
             for _ in range(2 if known else SEEN_AGAIN + 2):
-                insum.insum(statement, out_shape=shape, **used)
+                call()
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(compared) and (compared or not known)
+
+
+@PLACES
+@pytest.mark.parametrize("check", ["never", "async"])
+@pytest.mark.parametrize("title", STATEMENTS)
+def test_arguments_of_code_for_all_sizes(
+    title: str,
+    check: str,
+    place: Callable[[Tensor], Tensor],
+    compared_with_code: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(memory, "can_look", lambda tensor: False)
+    monkeypatch.setattr("insum.runtime.fused.unseen_of", lambda *given: None)  # so that it is ready
+    call = drawn(title, torch.float16, place)
+    with insum.settings(backend="fused", require_fused=True, check=check):
+        call()
+    assert all(compared_with_code) and (compared_with_code or title in NEEDS_AN_ORDER)
+
+
+#: Statements whose rows are sorted first.
+NEEDS_AN_ORDER = ("weights",)

@@ -39,13 +39,13 @@ KERNELS: dict[str, tuple[Handwritten, list[tuple[torch.dtype, ...]]]] = {
         for (ndim, coarse, many), kernel in hashing._FINDS.items()
         if ndim == 3 and coarse != many or ndim == 4 and coarse
     },
-    "reach": (reaching._REACHERS[4], [(I32, I32, I32, I64, I64, I64)]),
-    "firsts": (reaching._FIRSTS, [(I64, I32)]),
-    "places": (reaching._PLACERS[4], [(I64, I32, I64, I64, I64)]),
+    "reach": (reaching._REACHERS[4], [(I32, I32, I32, I64, I64, I32, I64)]),
+    "firsts": (reaching._FIRSTS, [(I64, I32, I64)]),
+    "places": (reaching._PLACERS[4], [(I64, I32, I64, I64)]),
     "bits": (packs._BITS, [(table, I32, words) for table in (I32, I64) for words in (I32, I64)]),
     "count words": (packs._COUNT, [(I32, I32)]),
     "place words": (packs._PLACE, [(I32, I32, I64)]),
-    "ranks": (packs._RANKS, [(I32, I32), (I64, I64)]),
+    "keys": (packs._KEYS, [(I32, I32), (I64, I64)]),
     **{
         f"steps, windowed {windowed}": (
             kernel,

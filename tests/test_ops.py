@@ -183,9 +183,9 @@ def test_tensors_without_values(
     shape: tuple[int, ...], quickly: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if quickly:
-        assert set(calls._strided()) == {"cpu", "cuda"}
+        assert set(calls.strided_makers()) == {"cpu", "cuda"}
     else:
-        monkeypatch.setattr(calls, "_strided", dict)
+        monkeypatch.setattr(calls, "strided_makers", dict)
     made = calls.maker(shape, torch.bfloat16, torch.device("cpu"))
     one, other = made(), made()
     assert one.shape == shape and one.dtype is torch.bfloat16 and one.is_cpu and one.is_contiguous()
@@ -195,7 +195,7 @@ def test_tensors_without_values(
 def test_tensors_without_values_on_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
     monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
-    assert calls._strided.__wrapped__() == {}
+    assert calls.strided_makers.__wrapped__() == {}
 
 
 def test_second_gradient_through_the_op(monkeypatch: pytest.MonkeyPatch) -> None:

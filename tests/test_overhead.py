@@ -283,7 +283,7 @@ def test_a_call_on_new_tensors_of_a_new_size() -> None:
         called(drawn(900 + size))
     values = drawn(999)
     calls = python_calls(lambda: called(values))
-    assert calls.total() <= 65, calls
+    assert calls.total() <= 50, calls
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_a_reduction_over_new_tensors(statement: str) -> None:
     for size in range(WARM):
         reduced(900 + size)
     calls = python_calls(lambda: reduced(999), str(Path(insum.__file__).parent))
-    assert calls.total() <= (175 if "mean" in statement else 60), calls
+    assert calls.total() <= (158 if "mean" in statement else 46), calls
     assert not calls["in_order"], "nothing is sorted"
 
 
@@ -372,7 +372,7 @@ def test_a_step_on_new_edges(unwritten: None) -> None:
     assert names == ["insum_count_edges", "insum_normalise_edges", *["generated"] * 2]
     ours = ops - LINEAR
     assert ours == {"aten::zeros": 1, "aten::unbind": 1, "aten::fill_": 2}, ours
-    assert calls <= 148, calls
+    assert calls <= 130, calls
 
 
 def test_a_step_on_the_same_edges() -> None:
@@ -380,7 +380,7 @@ def test_a_step_on_the_same_edges() -> None:
     calls, names, ops = work_of(training(layer, layer), lambda number: same)
     assert len(names) <= 4, names
     assert not ops - LINEAR, ops - LINEAR
-    assert calls <= 64, calls
+    assert calls <= 57, calls
 
 
 def cloud(number: int) -> tuple[Tensor, Tensor]:
@@ -402,7 +402,7 @@ def test_a_map_and_a_convolution(unwritten: None) -> None:
     calls, names, ops = work_of(step, cloud)
     assert names == [*MAP, "generated"]
     assert ops == {"aten::full": 1}, ops
-    assert calls <= 112, calls
+    assert calls <= 100, calls
 
 
 def test_a_step_of_two_convolutions(unwritten: None) -> None:
@@ -414,7 +414,7 @@ def test_a_step_of_two_convolutions(unwritten: None) -> None:
     assert sorted(names) == sorted([*MAP, "insum_by_step", *["generated"] * 5])
     ours = ops - LINEAR
     assert ours == {"aten::full": 1, "aten::fill_": 2}, ours
-    assert calls <= 292, calls
+    assert calls <= 244, calls
 
 
 def test_a_step_under_autocast(unwritten: None) -> None:
@@ -431,7 +431,7 @@ def test_a_step_under_autocast(unwritten: None) -> None:
     assert sorted(names) == sorted([*MAP, "insum_by_step", *["generated"] * 5])
     assert ops["aten::to"] == len(layers) + 1, ops  # and the features
     assert ops["aten::detach"] == len(layers), ops  # gradients that are accumulated
-    assert calls <= 312, calls
+    assert calls <= 258, calls
 
 
 def test_a_map_there_and_one_back(unwritten: None, counted: None) -> None:
@@ -451,7 +451,7 @@ def test_a_map_there_and_one_back(unwritten: None, counted: None) -> None:
     found = Counter(names)
     assert found["insum_find"] == found["insum_insert"] == found["insum_steps"] == 2, found
     assert not found["insum_invert"] and found["generated"] == 6, found
-    assert calls <= 432, calls
+    assert calls <= 374, calls
 
 
 @pytest.fixture
@@ -461,7 +461,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ranked, "numbers", numbers)
 
 
-@pytest.mark.parametrize(("narrow", "most"), [(False, 3790), (True, 4170)])
+@pytest.mark.parametrize(("narrow", "most"), [(False, 2930), (True, 3190)])
 def test_a_step_of_a_whole_network(narrow: bool, most: int, unwritten: None, counted: None) -> None:
     """MinkUNet18 on a new cloud: 41 convolutions over 13 maps, forward and backward."""
     net = MinkUNet(4, 20, blocks=MINKUNET18, widths=(16,) * 8, stem=(3, 16))
@@ -481,6 +481,9 @@ def test_a_step_of_a_whole_network(narrow: bool, most: int, unwritten: None, cou
     assert len(names) - found["generated"] <= 45, found
     assert ops["aten::matmul"] == alone and not ops["aten::select_backward"], ops
     assert ops["aten::detach"] == len(list(net.parameters())), ops
+    # of a strided map the first box is looked for, keys are sorted, and skips are joined
+    assert ops["aten::aminmax"] == 1 and ops["aten::sort"] == ops["aten::cat"] == 4, ops
+    assert not ops["aten::cumsum"] and not ops["aten::index"], ops
     casts = sum(m.geometry.volume > 1 for m in layers) if narrow else 0
     assert ops["aten::to"] <= casts + 21 * narrow + 1, ops
     assert calls <= most, calls
@@ -528,7 +531,7 @@ def test_a_step_with_forces_on_new_edges(unwritten: None) -> None:
     calls = python_calls(lambda: step(*given), str(Path(insum.__file__).parent))
     assert calls["run_together"] == calls["_run"] == 9, calls
     assert calls["_product"] == 3 and not calls["_passed_to"], "nothing is derived or bound"
-    assert calls.total() <= 2050, calls.total()
+    assert calls.total() <= 1870, calls.total()
 
 
 def test_statements_of_one_launch_on_new_tensors(unwritten: None) -> None:
@@ -548,4 +551,7 @@ def test_statements_of_one_launch_on_new_tensors(unwritten: None) -> None:
     with torch.no_grad():
         together = python_calls(lambda: results_of(group), own)
         alone = python_calls(lambda: [one.alone() for one in group], own)
+    for calls in (together, alone):
+        for name in ("<listcomp>", "<dictcomp>", "<genexpr>"):  # no calls since Python 3.12, or few
+            calls.pop(name, None)
     assert together["_run"] == 1 and together.total() <= alone.total(), (together, alone)

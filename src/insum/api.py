@@ -13,7 +13,7 @@ from torch import Tensor
 from insum.accepted import is_fake, odd_tensor, shown
 from insum.bounded import keep
 from insum.call.prepared import MOST_FORMS, Kinds, kinds_of, prepare
-from insum.call.request import Request, SizesArgument, head, request_of
+from insum.call.request import Request, SizesArgument, head, head_of_text, request_of
 from insum.compat.calls import (
     PLAIN,
     autocasts,
@@ -112,16 +112,15 @@ def insum(
 
             return cast(Tensor, run_formats(statement, tensors, False, out_shape, sizes, optimize))
         return traced(statement, out_shape, sizes, padded, config, optimize, tensors)
-    quiet = is_undisturbed()
     kinds, given = kinds_with(statement, out_shape, sizes, padded, config, optimize)
-    if not quiet and _is_lowered(tensors):
-        left = head(kinds.form.statement)
+    if autocasts() and _is_lowered(tensors):
+        left = head_of_text(kinds.form.statement)
         if left.operator != "mean=" and (left.operator == "=" or left.target not in tensors):
             return run_lowered(kinds, left.target, given, tensors)
         tensors = lowered(left.target, tensors)
         with without_autocast():
             return _insum(kinds.form.request(given), tensors)
-    call = kinds.known(tensors, given)
+    quiet, call = is_undisturbed(), kinds.known(tensors, given)
     if call is None and any(map(is_stranger, tensors.values())):
         return _of_strangers(kinds.form.request(given), out_shape, sizes, optimize, tensors)
     if call is None and is_placed(tensors.values()):
@@ -134,8 +133,8 @@ def insum(
 
 
 def _is_lowered(tensors: dict[str, Value]) -> bool:
-    """Whether autocast is on, and what it does to a call can be done here, past the dispatcher."""
-    if not autocasts() or not is_eager_call(tensors.values()):
+    """Whether what autocast does to a call can be done here, past the dispatcher."""
+    if not is_eager_call(tensors.values()):
         return False
     for value in tensors.values():
         common = type(value) in PLAIN and value.layout is torch.strided  # type: ignore[union-attr]

@@ -21,7 +21,7 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -158,9 +158,9 @@ class Entry:
             _account(self, nbytes)
         return thing
 
-    def note(self, key: str, thing: object) -> None:
+    def note(self, things: Mapping[str, object]) -> None:
         """Keep what was known when the tensor was made: it goes with it, and is not counted."""
-        self.things[key] = thing
+        self.things.update(things)
 
     def drop(self, unwanted: Callable[[object], bool]) -> None:
         """Let go of what is kept under some keys."""
@@ -249,7 +249,10 @@ def _storage_gone(number: int, reference: weakref.ref[Any]) -> None:
     """Drop what is known of a storage that is gone, unless another has taken its number."""
     held = _storages.get(number)
     if held is not None and held.reference is reference:
-        _drop(number)
+        if held.owners:
+            _drop(number)
+        else:
+            _storages.pop(number, None)
 
 
 def _owner_gone(owners: dict[int, _Owner], key: int, reference: weakref.ref[Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,10 +27,12 @@ from insum.bench import (
     overhead,
     programs,
     tuning,
+    unet,
 )
 from insum.bench.main import STUDIES, main, parser, store, study_of
 from insum.bench.records import Row, Section
 from insum.bench.study import Study
+from insum.errors import BenchError
 from insum.lang.bind import bind
 from insum.lang.parser import parse
 from insum.runtime import search
@@ -119,6 +122,59 @@ def test_unet(tmp_path: Path) -> None:
     assert {m["name"] for m in record["missing"]} == {"FlexGEMM", "spconv", "WarpConvNet"}
     again = record_of(tmp_path, "unet", "--dtypes", "fp32")
     assert again["rows"] == record["rows"], "what the record has is not measured again"
+
+
+def flexgemm_on_a_cpu(asked: list[torch.Size]) -> SimpleNamespace:
+    """FlexGEMM's call with its arguments and what it insists on, of which nothing is left but the
+    centre of the kernel.
+    """
+
+    def sparse_submanifold_conv3d(
+        feats: Tensor,
+        coords: Tensor,
+        shape: torch.Size,
+        weight: Tensor,
+        bias: Tensor,
+        neighbor_cache: object = None,
+        dilation: tuple[int, ...] = (1, 1, 1),
+    ) -> tuple[Tensor, object]:
+        assert coords.dtype is torch.int32 and coords.is_contiguous() and feats.is_contiguous()
+        assert weight.shape[-1] == feats.shape[1] and weight.dtype is feats.dtype is bias.dtype
+        extents = torch.tensor([shape[0], *shape[2:]])
+        assert bool(((coords >= 0) & (coords < extents)).all())
+        asked.append(shape)
+        return feats @ weight[:, 1, 1, 1].t() + bias, neighbor_cache or "cache"
+
+    algorithm = SimpleNamespace(MASKED_IMPLICIT_GEMM_SPLITK="masked")
+    return SimpleNamespace(
+        sparse_submanifold_conv3d=sparse_submanifold_conv3d,
+        Algorithm=algorithm,
+        set_algorithm=lambda name: None,
+    )
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_unet_of_flexgemm(narrow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.Size] = []
+    monkeypatch.setattr(unet, "module", lambda name: flexgemm_on_a_cpu(asked))
+    base = data.cloud("pc-pcl-room_scan1", None, CPU, 60)
+    dtype = torch.float16 if narrow else torch.float32
+    case = unet.UNetCase("a scene", base - base.amin(0), 2, dtype)
+    network = unet.FlexGemmUNet(unet.CHANNELS, unet.CLASSES, **unet.NARROW)
+    row = unet.measured(
+        case, unet.UNetContender("FlexGEMM", network, unet._ours), "forward+backward", 1
+    )
+    assert row.steady_ms > 0 and row.fresh_ms > 0 and asked
+    assert all(p.grad is not None for p in network.parameters())
+
+
+def test_unet_of_a_scene_too_wide_for_rivals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unet, "EXTENT", unet.MOVED + 1)
+    given = ["unet", "--quick", "--device", "cpu", "--data", "", "--out", str(tmp_path)]
+    with pytest.raises(BenchError, match="is wider than 1 voxels"):
+        unet.run(study_of(parser("unet").parse_args(given), given))
 
 
 class TinyPotential(torch.nn.Module):

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,10 +22,14 @@ from insum.errors import FormatError, IndexRangeError
 from insum.formats import NeighborTable
 from insum.nn import SparseConv3d, SparseTensor, Voxels
 from insum.nn import kernel_map as maps
+from insum.nn.checks import sent
 from insum.nn.kernel_map import Geometry, build_map, kernel_map
 from insum.nn.sparse_tensor import at_voxels
+from insum.nn.voxels import Box
 from insum.plan.recipes import Inverse, OfExtent, OfShape, Packed, Walk
-from insum.runtime.handwritten import packs
+from insum.runtime.fused import FusedCall
+from insum.runtime.handwritten import packs, reaching
+from insum.runtime.handwritten.kernel import BLOCK
 from insum.runtime.prologue.made import Made, Result
 from insum.runtime.prologue.prologue import Prologue
 from insum.runtime.prologue.tables import inverse
@@ -428,6 +433,38 @@ def test_the_way_back_of_a_map(
     assert bool(inverted) is written
 
 
+def reached_from(coords: Tensor, geometry: Geometry, box: Box | None) -> Tensor:
+    inputs = Voxels.of(coords)
+    if box is not None:
+        inputs.__dict__["box"] = box
+    with no_reads(allowed=1):
+        return kernel_map(inputs, geometry)[0].coords
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_what_is_reached_from_voxels_in_a_box_that_is_known(
+    transposed: bool, on_device: None
+) -> None:
+    """As the outputs of a strided convolution are: they are not looked at again."""
+    geometry = Geometry((2,) * 3, (2,) * 3, transposed=transposed)
+    coords = cloud(200)
+    want = reached_from(coords, geometry, None)
+    wide = Box((0, -9, -8, -7), (3, 20, 20, 20))
+    with mock.patch("torch.aminmax", side_effect=AssertionError("looked for")):
+        assert torch.equal(reached_from(coords, geometry, wide), want)
+
+
+def test_more_keys_than_one_group_of_blocks_holds(on_device: None) -> None:
+    count = (reaching.GROUP + 1) * BLOCK + 7
+    coords = torch.stack([torch.zeros(count), *torch.randint(0, 99, (3, count))], 1).long()
+    one = sent([[0, 0, 0]], torch.int64, coords.device)
+    how = reaching.Steps(one, (2,) * 3, (0,) * 3, (1,) * 3, (1,) * 3, False, None)
+    found = reaching.ranked(coords, how)
+    number, *_ = found.numbers()
+    halves = torch.cat([coords[:, :1], coords[:, 1:] // 2], 1)
+    assert torch.equal(found.coords(number), torch.unique(halves, dim=0))
+
+
 def there_and_back(down: SparseConv3d, up: SparseConv3d, x: SparseTensor) -> Tensor:
     out: Tensor = up(down(x), like=x).features
     return out
@@ -443,6 +480,27 @@ def test_maps_that_know_each_other_go_with_their_voxels(on_device: None) -> None
         there_and_back(down, up, SparseTensor(coords, features)).sum().backward()
         counts.append(memory.report().entries)
     assert counts[-1] <= counts[0], counts
+
+
+def test_what_ran_on_a_map_runs_again(on_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers that are alike look for their program once, unless the map was written to."""
+    sought: list[int] = []
+    original = FusedCall.find
+    monkeypatch.setattr(FusedCall, "find", lambda *a: sought.append(1) or original(*a))
+    layers = [SparseConv3d(16, 16, 3, submanifold=True) for _ in range(2)]
+    found = []
+    for seed in (0, 0, 1):  # of the first cloud the programs are made
+        coords = cloud(200, seed=seed)
+        x = SparseTensor(coords, torch.randn(len(coords), 16))
+        for written in (False, True):
+            if written:
+                kernel_map(x.voxels, layers[0].geometry)[1].table.add_(0)  # type: ignore[attr-defined]
+            sought.clear()
+            for layer in layers:
+                with torch.no_grad():
+                    assert_close(layer(x).features, on_the_cpu(layer, x).features)
+            found.append(len(sought))
+    assert found[2] == found[4] == 1 and found[5] > 1, found
 
 
 def test_maps_go_with_their_voxels(on_device: None) -> None:

@@ -26,6 +26,7 @@ from insum.bench import data, measure
 from insum.bench.rivals import FLEXGEMM, SPCONV, WARPCONVNET, missing, module
 from insum.bench.study import Study
 from insum.bench.table import aligned
+from insum.errors import BenchError
 from insum.nn import SparseModule, SparseTensor
 from insum.nn.models import MINKUNET18, MinkUNet
 
@@ -33,8 +34,11 @@ CHANNELS, CLASSES, CALLS, WARM = 4, 20, 20, 4
 #: Channels of a network that a CPU runs.
 NARROW = {"widths": (4,) * 8, "stem": (3, 4), "blocks": (1,) * 8}
 BATCHES = (1, 4)
-#: What is told to those who have to know how many batches there are at most.
-MOST_BATCHES = 64
+#: What is told to those who have to know how many batches there are at most, and how far a scene
+#: reaches: places beyond that they would not find.
+MOST_BATCHES, EXTENT = 64, 4096
+#: How far clouds are moved.
+MOVED = 100
 HEAD = ("cloud", "batch", "dtype", "what", "contender", "ms", "with maps", "peak MiB", "error")
 
 
@@ -86,7 +90,7 @@ class UNetCase:
         for number in range(self.batch):
             first = drawn.randrange(1 + len(self.base) // 20)
             part = self.base[first : len(self.base) - len(self.base) // 20 + first]
-            part = part[:, drawn.sample(range(3), 3)] + drawn.randrange(100)
+            part = part[:, drawn.sample(range(3), 3)] + drawn.randrange(MOVED)
             parts.append(nn.functional.pad(part, (1, 0), value=number).int())
         coords = torch.cat(parts)
         return coords, torch.randn(len(coords), CHANNELS, device=coords.device)
@@ -126,7 +130,7 @@ def _ours(coords: Tensor, features: Tensor, batch: int) -> SparseTensor:
 def _spconvs(coords: Tensor, features: Tensor, batch: int) -> Any:
     # the extent of a scene is known to whoever made it: it is not looked for in the clouds
     made = module("spconv.pytorch").SparseConvTensor
-    return made(features, coords, [2048, 2048, 2048], batch)
+    return made(features, coords, [EXTENT] * 3, batch)
 
 
 def _warps(coords: Tensor, features: Tensor, batch: int) -> Any:
@@ -236,7 +240,7 @@ class FlexGemmConv(SparseModule):
         out, maps["flexgemm"] = ops.sparse_submanifold_conv3d(
             feats=x.features.to(kind),
             coords=coords,
-            shape=torch.Size([MOST_BATCHES, self.weight.shape[-1], 2048, 2048, 2048]),
+            shape=torch.Size([MOST_BATCHES, self.weight.shape[-1], EXTENT, EXTENT, EXTENT]),
             neighbor_cache=maps.get("flexgemm"),
             weight=self.weight.to(kind),
             bias=self.get_buffer("bias").to(kind),
@@ -310,6 +314,8 @@ def cases(study: Study) -> Iterator[UNetCase]:
     for name in names:
         base = data.cloud(name, options.data, options.device, None if options.gpu else 60)
         base = base - base.amin(0)
+        if int(base.max()) + MOVED >= EXTENT:
+            raise BenchError(f"{name} is wider than {EXTENT - MOVED} voxels", expected="less")
         for batch in batches if options.gpu else batches[:1]:
             for dtype in options.dtypes_or(torch.float32, torch.float16):
                 yield UNetCase(name, base, batch, dtype)

@@ -71,7 +71,7 @@ class BoundCall:
         #: Of the indexed dimensions that have a point, the least and the largest value.
         self.ranges: tuple[tuple[str, int, int], ...] = ()
         self._staged: dict[bool, tuple[BoundStage, ...]] = {}
-        self.fused: FusedCall | None = None
+        self.fused: FusedCall | None = prepared.fused.call(sized) if prepared.is_fused else None
         #: By mode.
         self.graphs: dict[str, on_graph.SizedGraph] = {}
         #: How a CPU runs this call, by whether the result is new or accumulated.
@@ -159,15 +159,16 @@ class BoundCall:
                     self.look(values)
                 return _run_stages(stages, mode, values, target)
         if self.prepared.fusable:
-            if target is None and self.fused is not None:  # without the steps in between
-                found = self.fused(values, None)
+            fused = self.fused or in_kernels.kernels_of(self, values, target)
+            if fused is not None:
+                found = (
+                    fused(values, None)
+                    if target is None
+                    else in_kernels.run_onto(self, fused, mode, values, target)
+                )
                 if isinstance(found, Tensor):
                     return found
                 in_kernels.fall_back(self, values, found.reason)
-            else:
-                result = in_kernels.run(self, mode, values, target)
-                if result is not None:
-                    return result
             if self.prepared.kernels_look:
                 # torch's own kernels would end the process' use of the device
                 self.look_now(values)

@@ -16,30 +16,34 @@ from insum.lang.bind import Value
 if TYPE_CHECKING:
     from insum.call.bound import BoundCall
     from insum.runtime.fused import FusedCall
+    from insum.runtime.program import Refusal
 
 
-def run(
-    call: BoundCall, mode: str, values: Mapping[str, Value], target: Tensor | None
-) -> Tensor | None:
-    """The result of generated kernels, or None where there are none."""
-    fused = call.fused
-    if fused is None:
-        if call.prepared.settings.backend == "graph":
-            fall_back(call, values, 'settings.backend is "graph"')
-            return None
-        fused = call.fused = call.prepared.fused.call(call.sized)
-        if call.prepared.searches:
-            _search(call, values, target)
+def kernels_of(
+    call: BoundCall, values: Mapping[str, Value], target: Tensor | None
+) -> FusedCall | None:
+    """The generated kernels of a call that runs for the first time, or None where there are
+    none.
+    """
+    prepared = call.prepared
+    if prepared.settings.backend == "graph":
+        fall_back(call, values, 'settings.backend is "graph"')
+        return None
+    call.fused = prepared.fused.call(call.sized)
+    if prepared.searches:
+        _search(call, values, target)
+    return call.fused
+
+
+def run_onto(
+    call: BoundCall, fused: FusedCall, mode: str, values: Mapping[str, Value], target: Tensor
+) -> Tensor | Refusal:
+    """The result of generated kernels that accumulate into what is there."""
     into = target
-    if target is not None and (
-        mode == "from" or shares_memory(target, map(values.get, call.prepared.reads))
-    ):
+    if mode == "from" or shares_memory(target, map(values.get, call.prepared.reads)):
         into = target.clone()
     result = fused(values, into)
-    if not isinstance(result, Tensor):
-        fall_back(call, values, result.reason)
-        return None
-    if target is None or mode == "from":
+    if not isinstance(result, Tensor) or mode == "from":
         return result
     if into is not target:
         return target.copy_(result)

@@ -185,6 +185,14 @@ class PreparedCall:
         return self.settings.effort != "none" and self.form.config is None
 
     @functools.cached_property
+    def is_fused(self) -> bool:
+        """Whether calls are generated kernels whatever their sizes, and nothing is looked for
+        first.
+        """
+        may_be_several = self.orderable or self.settings.backend == "graph"
+        return self.fusable and not (may_be_several or self.searches)
+
+    @functools.cached_property
     def fused(self) -> FusedKind:
         """This kind of call as generated kernels."""
         from insum.runtime.fused import fused_kind  # which takes a while to import
@@ -206,7 +214,15 @@ class PreparedCall:
         key = (sizes, *[(v.shape, v.stride()) for v in given if isinstance(v, Tensor)])
         found = self.bound.get(key)
         if found is None:
-            bound = BoundCall(self, self.measured(values, sizes, initial), sizes)
+            target, named = self.problem.statement.target.tensor, values
+            if initial is not None and target not in values:
+                named = {**values, target: initial}
+            measured = self.measure(named, sizes)
+            if measured is None:
+                self.form.request(sizes).bind(values, initial)  # says what is wrong
+                raise AssertionError("sizes that bind and are not measured")
+            extents = dict(zip(self.problem.extents, measured[0]))
+            bound = BoundCall(self, Sized(self.problem, *measured, extents), sizes)
             return keep(self.bound, key, bound, MOST_SIZES)
         found.count += 1
         if found.count == OFTEN and len(self.bound) <= FEW_SIZES:
@@ -244,19 +260,6 @@ class PreparedCall:
         guard = kinds_guard(given, exact=True)
         self.recent.insert(0, (guard, sizes, call))
         del self.recent[MOST_RECENT:]
-
-    def measured(
-        self, values: Mapping[str, Value], sizes: tuple[int, ...], initial: Tensor | None
-    ) -> Sized:
-        target = self.problem.statement.target.tensor
-        named = values
-        if initial is not None and target not in values:
-            named = {**values, target: initial}
-        found = self.measure(named, sizes)
-        if found is None:
-            self.form.request(sizes).bind(values, initial)  # says what is wrong
-            raise AssertionError("sizes that bind and are not measured")
-        return Sized(self.problem, *found, dict(zip(self.problem.extents, found[0])))
 
     def needs_gradient(self, values: Mapping[str, Value]) -> bool:
         for name in self.sources:  # noqa: SIM110  # on the path of every call

@@ -187,10 +187,11 @@ class Head:
 
 def head(statement: str) -> Head:
     # which says what a statement is
-    return _head(statement) if isinstance(statement, str) else parse(statement)
+    return head_of_text(statement) if isinstance(statement, str) else parse(statement)
 
 
 @functools.lru_cache(maxsize=4096)
-def _head(statement: str) -> Head:
+def head_of_text(statement: str) -> Head:
+    """The same, where it is known to be text."""
     parsed = parse(statement)
     return Head(parsed.target.tensor, parsed.operator, parsed.target.tensor in tensors_of(parsed))

@@ -146,11 +146,6 @@ def current_device() -> int:
     return torch.cuda.current_device() if torch.cuda.is_available() else -1
 
 
-def is_elsewhere(device: torch.device) -> bool:
-    """Whether a GPU is another than the one that is current."""
-    return device.type == "cuda" and device.index != device_now()
-
-
 #: The GPU that is current, where there is one; without the calls of Python's in between.
 device_now: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 
@@ -249,7 +244,11 @@ def renew_in_children(lock: Any) -> None:
 
 def is_plain_call(values: Iterable[object]) -> bool:
     """Whether a call may skip the dispatcher: all is quiet, and no tensor is of a subclass."""
-    if torch.compiler.is_compiling() or not is_undisturbed():
+    if _probed is None or torch.compiler.is_compiling():
+        return False
+    dispatch, function, functorch, autocast, tracing = _probed  # as `is_undisturbed`
+    quiet = not (dispatch() or function() or autocast()) and functorch() is None
+    if not quiet or forward_ad._current_level >= 0 or tracing() is not None:
         return False
     for value in values:  # noqa: SIM110  # on the path of every call
         if type(value) not in PLAIN and isinstance(value, Tensor):
@@ -273,9 +272,8 @@ def is_eager_call(values: Iterable[object]) -> bool:
     return True
 
 
-def autocasts() -> bool:
-    """Whether autocast is on, for some device."""
-    return _probed is not None and _probed[3]()
+#: Whether autocast is on, for some device; False where this torch does not tell.
+autocasts: Callable[[], bool] = (lambda: False) if _probed is None else _probed[3]
 
 
 class without_autocast:  # a context, as torch.no_grad is
@@ -311,9 +309,11 @@ def untracked(source: Tensor | None = None) -> AbstractContextManager[object]:
     where it is made of a ``source`` that has values, as the constants of a program that is being
     exported have. Entering nothing is quicker, where nothing has to be changed.
     """
-    if type(source) in PLAIN and is_intercepted() and not torch.compiler.is_dynamo_compiling():
+    compiling = torch.compiler.is_compiling()
+    seen = compiling or _probed is None or _probed[0]() > 0  # as `is_intercepted`
+    if seen and type(source) in PLAIN and not torch.compiler.is_dynamo_compiling():
         return _unseen()
-    if torch.compiler.is_compiling():
+    if compiling:
         return _NOTHING
     transformed = _probed is not None and _probed[2]() is not None  # without a call
     if transformed or torch.is_inference_mode_enabled():
@@ -515,7 +515,7 @@ def _tensor_guard(tensors: Sequence[Tensor], *, exact: bool) -> Callable[..., bo
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """A contiguous tensor without values, made as `maker` makes them."""
-    quick = _strided().get(device.type)
+    quick = strided_makers().get(device.type)
     if quick is None:
         return torch.empty(shape, dtype=dtype, device=device)
     if len(shape) == 1:
@@ -531,7 +531,7 @@ def empties(
     dtype: torch.dtype, device: torch.device, *shapes: tuple[int, ...]
 ) -> tuple[Tensor, ...]:
     """Several tensors without values, of one or two dimensions."""
-    quick = _strided().get(device.type)
+    quick = strided_makers().get(device.type)
     if quick is None:
         return tuple([torch.empty(shape, dtype=dtype, device=device) for shape in shapes])
     found = []
@@ -545,14 +545,14 @@ def maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> C
     quickest way that this torch has.
     """
     strides = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
-    quick = _strided().get(device.type)
+    quick = strided_makers().get(device.type)
     if quick is not None:
         return functools.partial(quick, shape, strides, dtype)
     return functools.partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
 
 
 @functools.cache
-def _strided() -> dict[str, Callable[..., Tensor]]:
+def strided_makers() -> dict[str, Callable[..., Tensor]]:
     """By device, what compiled code of TorchInductor makes its tensors with; nothing where this
     torch has no such thing.
     """

@@ -284,7 +284,7 @@ def build_map(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> SparseForm
     """``Map[z,x,y]`` as a table where enough of it is filled, else as groups of pairs; as a table
     where counting would wait.
     """
-    if inputs.is_hashed:
+    if "table" in inputs.__dict__ or inputs.is_hashed:
         return _table_on_device(inputs, outputs, geometry)
     table = _searched(inputs, outputs, geometry)
     pairs = int((table >= 0).sum())
@@ -305,9 +305,9 @@ def _table_on_device(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> Nei
     shape = (*table.shape, inputs.coords.shape[0])
     entry = memory.made(table)
     entry.given = True
-    entry.note("facts", facts.IndexFacts(0, shape[2] - 1, False, False, padded=True))
     note = packs.KernelMap(stencil.names, words, mirrored=geometry.mirrored)
-    entry.note(packs.MAP, note)
+    known = facts.IndexFacts(0, shape[2] - 1, False, False, padded=True)
+    entry.note({"facts": known, packs.MAP: note})
     back = None if geometry.submanifold else _way_back(inputs, outputs, geometry)
     other = None if back is None else memory.known(back)
     if back is not None and other is not None and packs.MAP in other.things:
@@ -341,7 +341,7 @@ def _reached(inputs: Voxels, geometry: Geometry) -> Voxels:
     """Every voxel that some input contributes to, in ascending order."""
     shape = geometry.spatial_shape(inputs.spatial_shape)
     box = inputs.box
-    low, high = geometry.bounds(box.low, [a + b - 1 for a, b in zip(box.low, box.size)])
+    low, high = geometry.bounds(box.low, box.high)
     if shape is not None:
         low, high = (0,) * len(low), (high[0], *(s - 1 for s in shape))
     size = tuple(max(1, b - a + 1) for a, b in zip(low, high))
@@ -355,8 +355,9 @@ def _reached(inputs: Voxels, geometry: Geometry) -> Voxels:
 
 def _reached_at_once(inputs: Voxels, geometry: Geometry) -> Voxels:
     """The same on a GPU, where it waits once, for their number and the box that they lie in."""
-    shape = geometry.spatial_shape(inputs.spatial_shape)
-    found = reaching.ranked(inputs.coords, _steps(geometry, shape, inputs.coords.device))
+    shape, known = geometry.spatial_shape(inputs.spatial_shape), inputs.__dict__.get("box")
+    ends = None if known is None else (known.low, known.high)
+    found = reaching.ranked(inputs.coords, _steps(geometry, shape, inputs.coords.device), ends)
     count, *corners = found.numbers()
     axes = geometry.ndim + 1
     box = Box(tuple(corners[:axes]), tuple(corners[axes:]))

@@ -178,7 +178,9 @@ class SparseTensor:
         count = self.voxels.coords.shape[0]
         if features.dim() != 2 or features.shape[0] != count:
             raise _not_rows(features, count)
-        return at_voxels(self.voxels, features)  # type: ignore[return-value]
+        made = object.__new__(SparseTensor)  # as `at_voxels`
+        made.__dict__.update(self.__dict__, features=features)
+        return made  # type: ignore[return-value]
 
     @takes(device=(DEVICE | DTYPE).optional, dtype=DTYPE.optional, non_blocking=FLAG)
     def to(

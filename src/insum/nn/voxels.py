@@ -48,6 +48,11 @@ class Box:
     low: tuple[int, ...]
     size: tuple[int, ...]
 
+    @property
+    def high(self) -> tuple[int, ...]:
+        """The highest corner, which is part of it."""
+        return tuple(a + b - 1 for a, b in zip(self.low, self.size))
+
 
 @dataclass(frozen=True, eq=False)
 class Voxels:

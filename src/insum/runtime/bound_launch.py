@@ -215,10 +215,14 @@ class BoundLaunch:
             unaligned = 2 * unaligned + (any_address or at & 15 != 0)
         for place, name in self.passed:
             arguments[place] = plain_number(values[name])
-        launcher = self.variants.get(unaligned)
-        if launcher is None:
-            launcher = self.variants[unaligned] = self.compiled(unaligned)
-        launcher(programs, arguments)
+        self.launcher(unaligned)(programs, arguments)
+
+    def launcher(self, unaligned: int) -> launch.Launcher:
+        """The kernel for pointers of this alignment, compiled the first time."""
+        found: launch.Launcher | None = self.variants.get(unaligned)
+        if found is None:
+            found = self.variants[unaligned] = self.compiled(unaligned)
+        return found
 
     def placed(self, numbers: Mapping[str, int]) -> Placed:
         """This launch where what is passed comes by number."""

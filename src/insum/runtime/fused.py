@@ -12,17 +12,25 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from insum import memory
 from insum.bounded import keep
-from insum.compat.calls import cudagraph_state, current_stream, elsewhere, is_recorded
+from insum.compat.calls import (
+    CUDAGRAPH_TREES,
+    cudagraph_state,
+    elsewhere,
+    is_capturing,
+    is_recorded,
+    stream_getter,
+)
 from insum.facts import CONSTANT, IndexFacts, known_now
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import accesses, variables
@@ -117,6 +125,11 @@ class FusedKind:
         return self.device.type == "cuda"
 
     @functools.cached_property
+    def stream(self) -> Callable[[], int]:
+        """Tells which stream is the current one."""
+        return stream_getter(self.device)
+
+    @functools.cached_property
     def firm(self) -> bool:
         """Whether what is found out about tensors later must change nothing."""
         wishes = self.wishes[0]
@@ -180,24 +193,32 @@ def _coefficients(problem: Problem, runs: frozenset[str]) -> tuple[str, ...]:
     )
 
 
+class MapRun(NamedTuple):
+    """What a call ran on the map of a kernel, and what was made of the map for it."""
+
+    code: Unseen
+    made: Sequence[Made]
+
+
 class FusedCall:
     """A call of certain sizes and strides, as generated kernels."""
 
-    __slots__ = ("_class", "keeps", "kind", "mapped", "serial", "sized")
+    __slots__ = ("_class", "keeps", "kind", "serial", "sized")
 
     def __init__(self, kind: FusedKind, sized: Sized) -> None:
         self.kind, self.sized = kind, sized
         self.serial = next(_serials)
         self.keeps = False  # whether something is kept under this serial
         self._class: tuple[Any, ...] | None = None  # of a call that makes its result
-        #: What ran on the map of a kernel last, and what was known of that.
-        self.mapped: tuple[tuple[object, ...], Unseen] | None = None
 
     def __call__(self, values: Mapping[str, Value], target: Tensor | None) -> Tensor | Refusal:
         """The result (in ``target``, where one is given), or why there is no kernel."""
         if self.kind.negated:
             values = {n: v.resolve_neg() if isinstance(v, Tensor) else v for n, v in values.items()}
         found, entries, recorded = self.looked_up(values, target)
+        if isinstance(found, MapRun):
+            sized = self.sized
+            return found.code.run(values, sized.spans, sized.shape, None, found.made, False)
         if isinstance(found, Refusal):
             return found
         if isinstance(found, Unseen):
@@ -223,11 +244,11 @@ class FusedCall:
         values: Mapping[str, Value],
         target: Tensor | None,
         known: dict[str, memory.Entry] | None = None,
-    ) -> tuple[Ready | Unseen | Refusal, list[memory.Entry], bool]:
+    ) -> tuple[Ready | Unseen | MapRun | Refusal, list[memory.Entry], bool]:
         """What runs a call, what is remembered of index tensors, and of coefficients that may
         become code, and whether a graph is recorded. Raises what earlier calls were found to have
         done wrong. ``known``: what other calls on the same tensors have looked for, to which this
-        adds.
+        adds; all of them are asked for their code alone.
         """
         for numbers, report in offences:  # one of many calls: not worth another for each
             if numbers[0]:
@@ -247,10 +268,22 @@ class FusedCall:
             own = memory.known(value) if value.numel() <= 2 * UNROLL_POINTS else None
             if own is not None and CONSTANT in own:
                 entries.append(own)  # its values may be part of the program
-        found: Ready | Unseen | Refusal | None = None
-        recorded = kind.on_gpu and is_recorded(kind.device)
-        if self.keeps and not recorded:
-            found = (entries[0] if entries else _plain).get(self.key(target, entries))
+        found: Ready | Unseen | MapRun | Refusal | None = None
+        recorded = (
+            kind.on_gpu
+            and (is_capturing() or CUDAGRAPH_TREES in sys.modules)
+            and is_recorded(kind.device)
+        )
+        if not recorded:
+            if self.keeps:
+                found = (entries[0] if entries else _plain).get(self.key(target, entries))
+            if found is None and target is None and known is None and len(entries) == 1:
+                of: packs.KernelMap | None = entries[0].things.get(packs.MAP)
+                if of is not None:
+                    found = of.runs.get((self.serial, kind.stream(), cache.state["epoch"]))
+                    entries[0].sights += found is not None and of.first == self.serial
+                    if entries[0].sights > MOST_MET:
+                        found = None
         if found is None:
             found = self.find(values, target, entries, recorded)
         return found, entries, recorded
@@ -289,7 +322,13 @@ class FusedCall:
         look, sized = False, self.sized
         if found.check is not None:
             values, look = self.with_record(found, values, target, entries)
-        return found.run(values, sized.spans, sized.shape, target, made, look=look)
+        elif target is None and not recorded and len(entries) == 1:
+            of: packs.KernelMap | None = entries[0].things.get(packs.MAP)
+            # what was made of the map of the way back would be held by this one
+            lasting = of is not None and not (made and of.inverse)
+            if of is not None and lasting and len(of.runs) < MOST_MADE:
+                of.runs[self.serial, self.kind.stream(), cache.state["epoch"]] = MapRun(found, made)
+        return found.run(values, sized.spans, sized.shape, target, made, look)
 
     def made_of(
         self,
@@ -305,8 +344,7 @@ class FusedCall:
         of: packs.KernelMap | None = None if recorded else entries[0].things.get(packs.MAP)
         wraps = kind.programs.wraps
         if of is not None and found.sizes is not None and len(entries) == 1 and not wraps:
-            stream = current_stream(kind.device) if kind.on_gpu else 0
-            key = stream, found.does, found.sizes(values, sized.spans, sized.shape)
+            key = kind.stream(), found.does, found.sizes(values, sized.spans, sized.shape)
             before: Sequence[Made] | None = of.made.get(key)
             if before is not None:
                 return before
@@ -334,12 +372,11 @@ class FusedCall:
 
     def key(self, target: Tensor | None, entries: list[memory.Entry]) -> tuple[object, ...]:
         kind = self.kind
-        stream = current_stream(kind.device) if kind.on_gpu else 0
         out = None if target is None else target.stride()
         if len(entries) < 2:
-            return self.serial, stream, cache.state["epoch"], out
+            return self.serial, kind.stream(), cache.state["epoch"], out
         others = tuple(map(_serial, entries))
-        return self.serial, stream, cache.state["epoch"], out, others
+        return self.serial, kind.stream(), cache.state["epoch"], out, others
 
     # --- which program ---
 
@@ -353,18 +390,11 @@ class FusedCall:
         """What is kept for later calls once everything is known that can be; nothing is where it
         is ``recorded``: a graph is replayed on other values.
         """
-        mapped, about, things = None, None, {} if recorded or not entries else entries[0].things
-        if packs.MAP in things:
-            of: packs.KernelMap = things[packs.MAP]
-            if target is None and len(entries) == 1 and "facts" in things:
-                about = of.mirrored, things["facts"].high, cache.state["epoch"]
-            if self.mapped is not None and self.mapped[0] == about and of.first is not None:
-                entries[0].sights += of.first == self.serial
-                if entries[0].sights <= MOST_MET:
-                    return self.mapped[1]
+        mapped = None
+        if not recorded and entries and packs.MAP in entries[0].things:
             mapped = self.map_key(values, target, entries)
-            if mapped is not None and (held := self.kind.unseen.get(mapped)) is not None:
-                self.mapped = None if about is None else (about, held)
+            held = None if mapped is None else self.kind.unseen.get(mapped)
+            if held is not None:
                 return held
         if self.is_known(values, entries, recorded):
             try:
@@ -414,8 +444,11 @@ class FusedCall:
                 return None
         for k in kind.exact:
             about.append(sized.spans[k])
-        sizes = self._class if target is None else None
-        sizes = sizes or self.class_key(values, target)
+        sizes = self._class
+        if target is not None:
+            sizes = self.class_key(values, target)
+        elif sizes is None:  # as `class_key`
+            sizes = self._class = kind.classify[0](values, sized.spans, sized.shape, None)
         return sizes, target is None, cache.state["epoch"], *about
 
     def is_known(
@@ -731,4 +764,5 @@ def _settle(entry: memory.Entry) -> None:
         return
     found.comes_back = True
     found.made.clear()
+    found.runs.clear()
     entry.drop(is_packed)

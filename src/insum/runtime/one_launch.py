@@ -20,7 +20,7 @@ from insum.plan.beside import beside_each_other, together
 from insum.plan.sizes import beside
 from insum.runtime.bound_launch import compile_at_once
 from insum.runtime.build import first_choice, step_of
-from insum.runtime.fused import FusedCall
+from insum.runtime.fused import FusedCall, MapRun
 from insum.runtime.program import Program, Refusal
 from insum.runtime.ready import NotYet, Ready, has_nothing, ready
 from insum.runtime.unseen import Unseen
@@ -69,7 +69,7 @@ def run_together(
     for k, call in enumerate(calls):
         if not call.kind.negated:
             found, entries, recorded = call.looked_up(values[k], None, known)
-            if not isinstance(found, Refusal):
+            if not isinstance(found, Refusal | MapRun):
                 parts[k] = part = _LookedUp(call, values[k], found, entries, recorded)
                 if (code := part.code) is not None:
                     codes[k] = code

@@ -133,10 +133,7 @@ class Ready:
                     if bit and found & 15:
                         unaligned |= bit
                 if by_address:
-                    launcher = one.variants.get(unaligned)
-                    if launcher is None:
-                        launcher = one.variants[unaligned] = one.compiled(unaligned)
-                    launcher(programs, arguments)
+                    (one.variants.get(unaligned) or one.launcher(unaligned))(programs, arguments)
                 else:
                     one.interpret(programs, arguments)
         if self.buffer is None:

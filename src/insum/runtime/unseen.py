@@ -7,28 +7,30 @@ that were not met before.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from insum.codegen.arguments import Argument, Count, ExtentArgument, Length, Pointer, Stride
+from insum.codegen.arguments import Argument, Count, ExtentArgument, Length, Passed, Stride
 from insum.compat import calls
 from insum.lang.expr import variables
 from insum.plan.plan import Plan
 from insum.plan.recipes import CeilDivided, OfCount, OfExtent, OfLength, OfShape, Recipe
 from insum.plan.sizes import OUT, WORK
-from insum.runtime.bound_launch import COPIES, BoundLaunch
+from insum.runtime import launch
+from insum.runtime.bound_launch import BoundLaunch, plain_number
 from insum.runtime.program import Launch, Program
 from insum.runtime.prologue.made import Made
 from insum.runtime.ready import Ready
 
-#: Programs and arguments of each launch, and shapes of workspaces, of values, extents, shape, what
-#: is written to and what was made of index tensors.
-Numbers: TypeAlias = Callable[
-    [Mapping[str, Any], tuple[int, ...], tuple[int, ...], Tensor | None, Sequence[Made]],
-    tuple[list[tuple[int, list[Any]]], list[tuple[int, ...]]],
+#: Launches everything and gives the result: of values, extents, shape, what is written to, what was
+#: made of index tensors, and whether indices are to be looked at first.
+RunCode: TypeAlias = Callable[
+    [Mapping[str, Any], tuple[int, ...], tuple[int, ...], Tensor | None, Sequence[Made], bool],
+    Tensor,
 ]
 
 
@@ -43,90 +45,43 @@ class Unseen:
     its recipes are straight-line code, run for each call. It holds nothing of any index tensor.
 
     Attributes:
+        run: does what a call of `Ready` does, for other sizes, and for what was made of index
+            tensors.
+        new: what a result of some shape is written to, filled with what it starts from, where that
+            counts.
         recipes: what is made of the index tensors of each call.
         does: what these do, whatever tensors and sizes are called; ``sizes`` evaluates the sizes
             that they name, and is None where only a recipe knows one. Both together tell what was
             made of a tensor.
-        arrays: by name, which array of which of them is passed.
-        rooms: by the first launch of a product, copies of factors that it has.
     """
 
     __slots__ = (
-        *("arrays", "buffer", "check", "device", "does", "dtype", "filled", "index", "launches"),
-        *("numbers", "program", "recipes", "rooms", "sizes", "start", "written"),
+        *("buffer", "check", "does", "index", "launches", "new", "program", "recipes", "run"),
+        "sizes",
     )
 
     def __init__(
         self,
         found: Ready,
-        numbers: Numbers,
+        run: RunCode,
+        new: Callable[[tuple[int, ...]], Tensor],
+        launches: list[BoundLaunch],
         recipes: tuple[Recipe, ...],
-        arrays: Mapping[str, tuple[int, str]],
         sizes: RecipeSizes | None,
     ) -> None:
-        self.program, self.check, self.numbers = found.program, found.check, numbers
+        self.program, self.check, self.new = found.program, found.check, new
         self.does, self.sizes = tuple(recipe.outline.does for recipe in recipes), sizes
-        self.recipes, self.arrays = recipes, tuple((n, *at) for n, at in arrays.items())
-        self.launches = [_holding_nothing(one) for one in found.launches]
-        self.rooms = tuple(
-            step.copies if first else ()
-            for step in found.program.steps
-            for first in (True, *[False] * (len(step.launches) - 1))
-        )
-        self.index, self.device, self.buffer = found.index, found.device, found.buffer
-        first = found.program.steps[0]
-        self.written = None if first.atomic else first.planned.written
-        self.dtype, self.start = found.dtype, found.start
-        self.filled = found.filled or self.written is not None
+        self.recipes, self.launches = recipes, launches
+        self.index, self.buffer = found.index, found.buffer
+        self.run = run if found.index is None else functools.partial(_run_on, found.index, run)
 
-    def run(
-        self,
-        values: Mapping[str, Any],
-        spans: tuple[int, ...],
-        shape: tuple[int, ...],
-        target: Tensor | None,
-        made: Sequence[Made] = (),
-        *,
-        look: bool,
-    ) -> Tensor:
-        """The same as `Ready`'s, for other sizes, and for what was ``made`` of index tensors."""
-        if self.index is not None and self.index != torch.cuda.current_device():
-            with torch.cuda.device(self.index):
-                return self.run(values, spans, shape, target, made, look=look)
-        if made:
-            every = dict(values)
-            for name, k, part in self.arrays:
-                every[name] = made[k].arrays[part]
-            values = every
-        numbers, rooms = self.numbers(values, spans, shape, target, made)
-        if target is None:
-            out = self.new(shape, fill=not look)
-        elif self.buffer is None:
-            out = target
-        else:
-            out = target.to(self.buffer, memory_format=torch.contiguous_format, copy=True)
-        if self.check is not None:
-            first = numbers.pop(0)
-            if look:
-                self.check.start(*first, values, out, out)
-        work: Any = out
-        for one, copies, (programs, arguments) in zip(self.launches, self.rooms, numbers):
-            if copies:
-                work = {c.name: calls.empty(rooms.pop(0), c.dtype, self.device) for c in copies}
-            one.start(programs, arguments, values, out, work)
-        if self.buffer is None:
-            return out
-        return out.to(self.dtype) if target is None else target.copy_(out)
 
-    def new(self, shape: tuple[int, ...], *, fill: bool = True) -> Tensor:
-        """What a result is written to, filled with what it starts from, where that counts: where a
-        pattern leaves places of a dimension out, where that is what decides.
-        """
-        out = calls.empty(shape, self.buffer or self.dtype, self.device)
-        written = self.written
-        if fill and self.filled and (written is None or shape[written[0]] != written[1]):
-            out.fill_(self.start)
-        return out
+def _run_on(index: int, run: RunCode, *given: Any) -> Tensor:
+    """Where there are several GPUs, on that of the program."""
+    if index == calls.device_now():
+        return run(*given)
+    with torch.cuda.device(index):
+        return run(*given)
 
 
 def _holding_nothing(one: BoundLaunch) -> BoundLaunch:
@@ -153,21 +108,49 @@ def unseen_of(found: Ready, extents: tuple[str, ...], into: bool) -> Unseen | No
             at = recipes.index(recipe), part
             if arrays.setdefault(name, at) != at or "task_last" in one.launch.counts:
                 return None
-    writer = _LaunchWriter(extents, into and program.buffer is None, recipes)
+    writer = _CodeWriter(extents, recipes, arrays, strided=into and program.buffer is None)
+    passed = [_holding_nothing(one) for one in found.launches]
+    run = _run_code(writer, found, passed, into=into)
+    new = _CodeWriter(extents, recipes, arrays)
+    new.make_new(found)
+    made = new.function("new", "d, look=False", "out")
+    return Unseen(found, run, made, passed, recipes, _sizes_of(recipes, extents))
+
+
+def _run_code(
+    writer: _CodeWriter, found: Ready, launches: list[BoundLaunch], *, into: bool
+) -> RunCode:
+    """The code of `Unseen.run`."""
+    program, result = found.program, "out"
+    if not into:
+        writer.make_new(found)
+        result = "out" if found.buffer is None else f"out.to({writer.named(found.dtype)})"
+    elif found.buffer is None:
+        writer.lines.append("out = t")
+    else:
+        kind, form = writer.named(found.buffer), writer.named(torch.contiguous_format)
+        writer.lines.append(f"out = t.to({kind}, memory_format={form}, copy=True)")
+        result = "t.copy_(out)"
     if found.check is not None:
-        counts = _check_counts(program, _fill_condition(found) if not into else "False", writer)
-        writer.launch(found.check.launch, counts, addresses=False)
-    for one in found.launches:
-        writer.launch(one.launch, {k: writer.count(v) for k, v in one.launch.counts.items()})
+        fill = "False" if into else _fill_condition(found)
+        one, counts = found.check, _check_counts(program, fill, writer)
+        numbers = writer.launch(one.launch, counts, [None] * len(one.launch.arguments))
+        own, given = writer.named(one), ", ".join(numbers)
+        writer.lines.append(f"if look: {own}.start({given}, v, out, out)")
+    every = iter(launches)
     for step in program.steps:
-        for copied in step.copies:
-            writer.rooms.append(f"({', '.join(map(writer.count, copied.shape))},)")
-    return Unseen(found, writer.write(), recipes, arrays, _sizes_of(recipes, extents))
+        for room in step.copies:
+            shape = f"({', '.join(map(writer.count, room.shape))},)"
+            writer.make_room(room.name, writer.new(shape, len(room.shape), room.dtype, found))
+        for _ in step.launches:
+            writer.start(next(every))
+    code: RunCode = writer.function("run", "v, x, d, t, m, look", result)
+    return code
 
 
 def _sizes_of(recipes: tuple[Recipe, ...], extents: tuple[str, ...]) -> RecipeSizes | None:
     """Code that evaluates all sizes that recipes name; None where only a recipe knows one."""
-    writer, parts = _LaunchWriter(extents, False, recipes), []
+    writer, parts = _CodeWriter(extents, recipes), []
     for size in (size for recipe in recipes for size in recipe.outline.sizes):
         match size:
             case str():
@@ -183,31 +166,83 @@ def _sizes_of(recipes: tuple[Recipe, ...], extents: tuple[str, ...]) -> RecipeSi
     return sizes
 
 
-#: What is there only when a launch is started.
-_MADE_LATER = (OUT, WORK, *COPIES)
-
-
-class _LaunchWriter:
-    """Writes the code that evaluates the recipes of launches."""
+class _CodeWriter:
+    """Writes the code that evaluates the recipes of launches, and starts them."""
 
     def __init__(
-        self, extents: tuple[str, ...], strided: bool, recipes: tuple[Recipe, ...]
+        self,
+        extents: tuple[str, ...],
+        recipes: tuple[Recipe, ...],
+        arrays: Mapping[str, tuple[int, str]] | None = None,
+        *,
+        strided: bool = False,
     ) -> None:
-        """``strided``: the output was passed, with strides of its own."""
+        """``arrays``: which array of which recipe is passed, by name. ``strided``: the output was
+        passed, with strides of its own.
+        """
         self.extents = {name: f"x[{k}]" for k, name in enumerate(extents)}
-        self.strided, self.recipes = strided, recipes
+        self.strided, self.recipes, self.arrays = strided, recipes, arrays or {}
         self.lines: list[str] = []
         self.known: dict[str, str] = {}
-        self.results: list[str] = []
-        self.rooms: list[str] = []
+        self.names: dict[str, Any] = {}
+        #: Variables of memory that a call has of its own.
+        self.own = {OUT: "out", WORK: "out"}  # of a workspace without slots nothing is read
 
-    def of(self, tensor: str, what: str) -> str:
-        """Shape or strides of a tensor, read once."""
-        text = f"v[{tensor!r}].{what}" if tensor != OUT else f"t.{what}"
+    def named(self, thing: object) -> str:
+        """A name of something that the code needs."""
+        name = f"n{len(self.names)}"
+        self.names[name] = thing
+        return name
+
+    def once(self, text: str) -> str:
+        """A variable that holds what this evaluates to."""
         if text not in self.known:
             self.known[text] = f"k{len(self.known)}"
             self.lines.append(f"{self.known[text]} = {text}")
         return self.known[text]
+
+    def tensor(self, name: str) -> str:
+        if name in self.own:
+            return self.own[name]
+        if name in self.arrays:
+            k, part = self.arrays[name]
+            return self.once(f"m[{k}].arrays[{part!r}]")
+        return f"v[{name!r}]"
+
+    def of(self, tensor: str, what: str) -> str:
+        """Shape or strides of a tensor, read once."""
+        return self.once(f"{'t' if tensor == OUT else self.tensor(tensor)}.{what}")
+
+    # --- memory ---
+
+    def new(self, shape: str, rank: int, dtype: torch.dtype, found: Ready) -> str:
+        """A tensor without values."""
+        sizes = [f"s[{k}]" for k in range(rank)]
+        strides = "".join(f"{' * '.join(sizes[k + 1 :]) or '1'}, " for k in range(rank))
+        self.lines.append(f"s = {shape}")
+        kind, where = self.named(dtype), found.device
+        if where.type in calls.strided_makers():
+            makers = f"{self.named(calls)}.strided_makers()"
+            return f"{makers}[{where.type!r}](s, ({strides}), {kind})"
+        make, device = f"{self.named(torch)}.empty_strided", self.named(where)
+        return f"{make}(s, ({strides}), dtype={kind}, device={device})"
+
+    def make_new(self, found: Ready) -> None:
+        """The result, filled with what it starts from where that counts, unless the launch that
+        looks at indices does it.
+        """
+        dtype, rank = found.buffer or found.dtype, len(found.program.problem.shape)
+        self.lines.append(f"out = {self.new('d', rank, dtype, found)}")
+        fill = _fill_condition(found)
+        if fill != "False":
+            self.lines.append(f"if not look and {fill}: out.fill_({self.named(found.start)})")
+
+    def make_room(self, name: str, text: str) -> None:
+        """Memory for a copy of a factor."""
+        self.own[name] = variable = f"w{len(self.lines)}"
+        self.lines.append(f"{variable} = {text}")
+
+    # --- numbers ---
 
     def size(self, plan: Plan, var: str) -> str:
         made = dict(plan.made)
@@ -235,20 +270,47 @@ class _LaunchWriter:
             return f"({' * '.join([f'd[{k}]' for k in range(dim + 1, rank)]) or '1'})"
         return f"{self.of(tensor, 'stride()')}[{dim}]"
 
-    def launch(self, one: Launch, counts: Mapping[str, str], *, addresses: bool = True) -> None:
-        """``addresses``: of all that is read, too; else they are looked for when it is started."""
+    def start(self, one: BoundLaunch) -> None:
+        """Start a launch: where it has programs, with the kernel for the alignment of what it is
+        passed; in Triton's interpreter, with tensors for addresses.
+        """
+        by_address, last = not launch.interpreting(), len(one.pointers) - 1
+        addresses: list[str | None] = [None] * len(one.launch.arguments)
+        bits, always = [], 0
+        for k, (place, name, anywhere) in enumerate(one.pointers):
+            tensor = self.tensor(name)
+            addresses[place] = found = self.once(f"{tensor}.data_ptr()") if by_address else tensor
+            if anywhere:
+                always |= 1 << last - k
+            else:
+                bits.append(f"({found} & 15 and {1 << last - k})")
+        counts = {k: self.count(v) for k, v in one.launch.counts.items()}
+        own = self.named(one)
+        programs, arguments = self.launch(one.launch, counts, addresses)
+        self.lines.append(f"p = {programs}")
+        if by_address:
+            self.lines.append(f"u = {' | '.join([str(always), *bits])}")
+            kernel = f"({self.named(one.variants)}.get(u) or {own}.launcher(u))"
+            self.lines.append(f"if p: {kernel}(p, {arguments})")
+        else:
+            self.lines.append(f"if p: {own}.interpret(p, {arguments})")
+
+    def launch(
+        self, one: Launch, counts: Mapping[str, str], addresses: Sequence[str | None]
+    ) -> tuple[str, str]:
+        """How many programs a launch has, and its arguments; ``addresses`` are those of pointers,
+        by place.
+        """
         rank = len(one.plan.target.indices)
         grid = [
             f"-(-({' * '.join(self.sized(one, a, counts) for a in axis) or '1'}) // {tile})"
             for axis, tile in one.grid
         ]
         arguments = [
-            f"v[{argument.tensor!r}].data_ptr()"
-            if addresses and isinstance(argument, Pointer) and argument.tensor not in _MADE_LATER
-            else self.number(one, argument, counts, rank)
-            for argument in one.arguments
+            address or self.number(one, argument, counts, rank)
+            for argument, address in zip(one.arguments, addresses, strict=True)
         ]
-        self.results.append(f"({' * '.join(grid) or '1'}, [{', '.join(arguments)}])")
+        return " * ".join(grid) or "1", f"[{', '.join(arguments)}]"
 
     def sized(self, one: Launch, size: ExtentArgument | Count, counts: Mapping[str, str]) -> str:
         return counts[size.what] if isinstance(size, Count) else self.size(one.plan, size.var)
@@ -263,20 +325,16 @@ class _LaunchWriter:
                 return f"d[{dim}]" if tensor == OUT else f"{self.of(tensor, 'shape')}[{dim}]"
             case Stride(tensor, dim, unit):
                 return f"{self.stride(tensor, dim, rank)} // {unit}"
+            case Passed(name):
+                return f"{self.named(plain_number)}(v[{name!r}])"
             case _:
                 return "None"
-
-    def write(self) -> Numbers:
-        found = f"[{', '.join(self.results)}], [{', '.join(self.rooms)}]"
-        numbers: Numbers = self.function("numbers", "v, x, d, t, m", found)
-        return numbers
 
     def function(self, name: str, arguments: str, found: str) -> Any:
         """A function that evaluates what was written, and gives this."""
         body = "\n    ".join([*self.lines, f"return {found}"])
-        names: dict[str, Any] = {}
-        exec(f"def {name}({arguments}):\n    {body}\n", names)
-        return names[name]
+        exec(f"def {name}({arguments}):\n    {body}\n", self.names)
+        return self.names[name]
 
 
 def _fill_condition(found: Ready) -> str:
@@ -288,7 +346,7 @@ def _fill_condition(found: Ready) -> str:
     return f"d[{dim}] != {count}"
 
 
-def _check_counts(program: Program, fill: str, writer: _LaunchWriter) -> dict[str, str]:
+def _check_counts(program: Program, fill: str, writer: _CodeWriter) -> dict[str, str]:
     """The numbers of the launch that looks at index values, as code."""
     out = " * ".join(f"d[{k}]" for k in range(len(program.problem.shape))) or "1"
     points = [

@@ -65,11 +65,11 @@ def poisonous() -> list[tuple[Any, str, Any]]:
     """Every way to make a tensor without values, as an owner, a name and what to put there, after
     which new memory holds NaN or a number that stands out.
     """
-    quick = {kind: poisoned(make) for kind, make in calls._strided().items()}
+    quick = {kind: poisoned(make) for kind, make in calls.strided_makers().items()}
     return [
         (torch, "empty", poisoned(torch.empty)),
         (torch, "empty_strided", poisoned(torch.empty_strided)),
-        (calls, "_strided", lambda: quick),
+        (calls, "strided_makers", lambda: quick),
     ]
 
 

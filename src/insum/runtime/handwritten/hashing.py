@@ -22,7 +22,7 @@ from insum.compat.calls import empty
 from insum.plan.sizes import power_of_two
 from insum.runtime import launch
 from insum.runtime.handwritten.kernel import Handwritten, blocks
-from insum.runtime.handwritten.packs import bits_per_word, words_for
+from insum.runtime.handwritten.packs import words_for
 from insum.runtime.record import Explain, record_of
 
 #: What is reported: two rows with the same coordinates; coordinates outside of what they may be.
@@ -317,7 +317,7 @@ def find(table: Table, places: Tensor, stencil: Stencil) -> tuple[Tensor, Tensor
     """
     (steps, ndim), count = stencil.offsets.shape, places.shape[0]
     found = empty((steps, count), torch.int32, places.device)
-    words, per = words_for(count, steps, places.device), bits_per_word(steps)
+    words, per = words_for(count, steps, places.device)
     many = count >= MANY_ROWS
     _FINDS[ndim, stencil.coarse, many](
         blocks(count, SOUGHT // LANES[many]),

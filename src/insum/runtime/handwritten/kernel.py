@@ -36,7 +36,7 @@ class Handwritten:
             self._function()[(programs,)](*arguments)
             return
         given: Any = arguments
-        if calls.is_elsewhere(given[0].device):
+        if given[0].device.index != calls.device_now():
             with torch.cuda.device(given[0].device):
                 return self(programs, *arguments)
         count, unaligned, kinds = self.tensors, 0, []

@@ -33,6 +33,9 @@ PIECES = 396
 LOOKED_AT = 2048
 #: Rows that are sorted by one program, and as many words are drawn to tell the buckets apart.
 WINDOW, BUCKETS = 1024, 256
+#: Bits of several words that a key has besides the place of the first, for which 10 are left. By
+#: such keys, tiles of real clouds have at most 0.6 % more steps than sorted by all words.
+FIRST_BITS = 53
 #: Windows that are counted into buckets here: every program adds up the counts of all of them.
 MOST_WINDOWS = 256
 #: Under which whoever made a table keeps its `KernelMap` in the memory of the table.
@@ -50,12 +53,16 @@ class KernelMap:
         comes_back: whether so many calls have met it that more work on its order pays.
         first: which call was the first to meet it.
         made: all that a program needs of the table, by stream, by what that is, and by sizes.
+        runs: what calls ran on the table, by the number of the call, stream and epoch of programs.
         inverse: the map of the way back, which leads from ``y`` to ``x``, where there is one. By a
             weak reference: that one knows this one, too.
         stream: on which the table was made.
     """
 
-    __slots__ = ("comes_back", "first", "inverse", "made", "mirrored", "names", "stream", "words")
+    __slots__ = (
+        *("comes_back", "first", "inverse", "made", "mirrored", "names", "runs", "stream"),
+        "words",
+    )
 
     def __init__(self, names: Tensor, words: Tensor, mirrored: bool) -> None:
         self.stream = current_stream(words.device) if words.is_cuda else 0
@@ -63,6 +70,7 @@ class KernelMap:
         self.comes_back = False
         self.first: int | None = None
         self.made: dict[object, Any] = {}
+        self.runs: dict[object, Any] = {}
         self.inverse: weakref.ref[Tensor] | None = None
 
 
@@ -71,11 +79,11 @@ def bits_per_word(steps: int) -> int:
     return 31 if steps <= 31 else 62
 
 
-def words_for(rows: int, steps: int, device: torch.device) -> Tensor:
-    """Room for the words of rows: (words, rows)."""
+def words_for(rows: int, steps: int, device: torch.device) -> tuple[Tensor, int]:
+    """Room for the words of rows: (words, rows); and how many bits each has."""
     per = bits_per_word(steps)
     dtype = torch.int32 if per == 31 else torch.int64
-    return empty((-(-steps // per), rows), dtype, device)
+    return empty((-(-steps // per), rows), dtype, device), per
 
 
 _BITS = Handwritten(
@@ -254,21 +262,42 @@ def insum_steps(
     return Handwritten("insum_steps", _ORDERED + _RANK + text)
 
 
-_RANKS = Handwritten(
-    "insum_ranks",
+#: One key for all words of a row, of which one follows the other as the rank of one long word
+#: would: as floating-point numbers do, it has where that begins and the bits that come first.
+_KEYS = Handwritten(
+    "insum_keys",
     _RANK
-    + """@triton.jit
-def insum_ranks(words_ptr, ranks_ptr, rows: "i64", words: "i64", per: "i64"):
+    + f"""@triton.jit
+def insum_keys(words_ptr, keys_ptr, rows: "i64", words: "i64", per: "i64"):
     at = tl.program_id(0).to(tl.int64) * 256 + tl.arange(0, 256)
     there = at < rows
     # A rank runs backwards where the bits above it are odd in number: the lowest of their rank.
     odd = tl.zeros([256], tl.int64)
+    rank = odd
+    begin = odd
+    first = odd
+    length = odd
     for number in range(words):
-        place = (words - 1 - number) * rows + at
-        rank = insum_rank(tl.load(words_ptr + place, mask=there, other=0).to(tl.int64))
+        word = words - 1 - number
+        rank = insum_rank(tl.load(words_ptr + word * rows + at, mask=there, other=0).to(tl.int64))
         rank = tl.where(odd > 0, (tl.full([], 1, tl.int64) << per) - 1 - rank, rank)
-        tl.store(ranks_ptr + place, rank.to(ranks_ptr.dtype.element_ty), mask=there)
         odd = rank & 1
+        # How many bits the rank has from its first on.
+        rest = rank
+        bits = tl.where(rank > 0, 1, 0).to(tl.int64)
+        for power in tl.static_range(6):
+            long = rest >= (1 << (32 >> power))
+            bits = tl.where(long, bits + (32 >> power), bits)
+            rest = tl.where(long, rest >> (32 >> power), rest)
+        begins = (begin == 0) & (rank > 0)
+        begin = tl.where(begins, word * per + bits, begin)
+        bits = tl.where(begins, bits, per)
+        taken = tl.where(begin > 0, tl.minimum(bits, {FIRST_BITS} - length), 0)
+        first = (first << taken) | tl.where(taken > 0, rank >> (bits - taken), 0)
+        length += taken
+    key = (begin << {FIRST_BITS}) | (first << ({FIRST_BITS} - length))
+    key = tl.where(words == 1, rank, key)
+    tl.store(keys_ptr + at, key.to(keys_ptr.dtype.element_ty), mask=there)
 """,
 )
 #: By whether rows are sorted in windows.
@@ -367,11 +396,11 @@ def bits_of(table: Tensor, names: Tensor, walks: Sequence[tuple[bool, int, int, 
     (row_at, (_, _, _, rows)), (step_at, (_, coefficient, offset, steps)) = sorted(
         enumerate(walks), key=lambda pair: not pair[1][0]
     )
-    words = words_for(rows, steps, table.device)
+    words, per = words_for(rows, steps, table.device)
     first = offset * table.stride(step_at)
     strides = table.stride(row_at), coefficient * table.stride(step_at), first
     programs = blocks(rows, 256) * words.shape[0]
-    _BITS(programs, table, names, words, rows, steps, bits_per_word(steps), *strides)
+    _BITS(programs, table, names, words, rows, steps, per, *strides)
     return words
 
 
@@ -388,12 +417,9 @@ def order_of(words: Tensor, steps: int, *, thorough: bool) -> Tensor:
         _COUNT(windows, words, counts, rows)
         _PLACE(windows, words, counts, order, rows, windows)
         return order
-    ranks = torch.empty_like(words)
-    _RANKS(blocks(rows, 256), words, ranks, rows, len(words), bits_per_word(steps))
-    order = torch.argsort(ranks[0], descending=True, stable=True)
-    for rank in ranks[1:]:
-        order = order[torch.argsort(rank[order], descending=True, stable=True)]
-    return order
+    keys = empty((rows,), words.dtype, device)
+    _KEYS(blocks(rows, 256), words, keys, rows, words.shape[0], bits_per_word(steps))
+    return torch.argsort(keys, descending=True, stable=True)
 
 
 def tiled(words: Tensor, order: Tensor, names: Tensor) -> dict[str, Tensor]:

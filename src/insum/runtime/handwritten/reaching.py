@@ -2,7 +2,8 @@
 the device by few launches, with one look at their number.
 
 A place is held by its key, its number in the box of all places, counted row by row; keys are
-sorted, and each is kept where it differs from the one before.
+sorted, and each is kept where it differs from the one before: those are counted by blocks, and
+blocks by groups, so that each knows how many are ahead of it.
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from torch import Tensor
 
 from insum.compat.calls import empty
 from insum.runtime.handwritten.hashing import _EVERY, _Axes
-from insum.runtime.handwritten.kernel import Handwritten, blocks
+from insum.runtime.handwritten.kernel import BLOCK, Handwritten, blocks
 
 #: The key of no place.
 NOWHERE = 2**63 - 1
+#: Blocks of keys that are counted together.
+GROUP = 64
 
 
 @dataclass(frozen=True)
@@ -43,8 +46,10 @@ class Steps:
 
 def _reacher(axes: _Axes) -> Handwritten:
     inner, deeper = "\n        ", "\n            "
-    ends = """@_least = tl.load(least_ptr + 1 + #).to(tl.int64)
-    @_most = tl.load(most_ptr + 1 + #).to(tl.int64)"""
+    ends = """@_least = tl.load(least_ptr + 1 + #, mask=boxed == 0, other=0).to(tl.int64)
+    @_most = tl.load(most_ptr + 1 + #, mask=boxed == 0, other=0).to(tl.int64)
+    @_least = tl.where(boxed > 0, @_first, @_least)
+    @_most = tl.where(boxed > 0, @_last, @_most)"""
     forth = """@_low = @_least * @_stride - @_pad
         @_high = @_most * @_stride - @_pad + @_reach"""
     back = """@_low = -insum_floor(@_reach - @_least - @_pad, @_stride)
@@ -57,7 +62,8 @@ def _reacher(axes: _Axes) -> Handwritten:
             found = found & (@_rest <= @_reach) & (@_rest // @_hole * @_hole == @_rest)"""
     number = """found = found & (@ >= @_low) & (@ <= @_high)
         key = key * @_extent + (@ - @_low)"""
-    sizes = (f'@_{name}: "i64"' for name in ("stride", "pad", "reach", "hole", "size"))
+    names = "stride", "pad", "reach", "hole", "size", "first", "last"
+    sizes = (f'@_{name}: "i64"' for name in names)
     text = f"""@triton.jit
 def insum_floor(a, b):
     return tl.where(a < 0, -((b - 1 - a) // b), a // b)
@@ -65,11 +71,14 @@ def insum_floor(a, b):
 
 @triton.jit
 def insum_reach(
-    coords_ptr, least_ptr, most_ptr, steps_ptr, keys_ptr, box_ptr, count: "i64", steps: "i64",
-    transposed: "i64", bounded: "i64", {", ".join(axes.each(one, ", ") for one in sizes)},
+    coords_ptr, least_ptr, most_ptr, steps_ptr, keys_ptr, counts_ptr, found_ptr, count: "i64",
+    steps: "i64", blocks: "i64", groups: "i64", transposed: "i64", bounded: "i64", boxed: "i64",
+    batch_first: "i64", batch_last: "i64", {", ".join(axes.each(one, ", ") for one in sizes)},
 ):
-    b_low = tl.load(least_ptr).to(tl.int64)
-    b_extent = tl.load(most_ptr).to(tl.int64) - b_low + 1
+    b_low = tl.load(least_ptr, mask=boxed == 0, other=0).to(tl.int64)
+    b_low = tl.where(boxed > 0, batch_first, b_low)
+    b_most = tl.load(most_ptr, mask=boxed == 0, other=0).to(tl.int64)
+    b_extent = tl.where(boxed > 0, batch_last, b_most) - b_low + 1
     {axes.each(ends)}
     if transposed > 0:
         {axes.each(forth, inner)}
@@ -80,11 +89,14 @@ def insum_reach(
         b_low = b_low * 0
         {axes.each(grid, inner)}
     {axes.each("@_extent = tl.maximum(@_high - @_low + 1, 1)")}
+    for group in range(tl.program_id(0), groups, tl.num_programs(0)):
+        tl.store(counts_ptr + blocks + group, 0)
     if tl.program_id(0) == 0:
-        tl.store(box_ptr, b_low)
-        tl.store(box_ptr + {axes.columns}, b_extent)
-        {axes.each("tl.store(box_ptr + 1 + #, @_low)", inner)}
-        {axes.each(f"tl.store(box_ptr + {axes.columns + 1} + #, @_extent)", inner)}
+        tl.store(found_ptr, b_low * 0)
+        tl.store(found_ptr + 1, b_low)
+        tl.store(found_ptr + {axes.columns + 1}, b_extent)
+        {axes.each("tl.store(found_ptr + 2 + #, @_low)", inner)}
+        {axes.each(f"tl.store(found_ptr + {axes.columns + 2} + #, @_extent)", inner)}
     row = tl.program_id(0).to(tl.int64) * 256 + tl.arange(0, 256)
     there = row < count
     at = coords_ptr + row * {axes.columns} + 1
@@ -110,37 +122,58 @@ def _placer(axes: _Axes) -> Handwritten:
         line
         for axis, at in reversed([*zip(axes, range(1, axes.columns))])
         for line in (
-            f"{axis}_extent = tl.load(box_ptr + {axes.columns + at})",
+            f"{axis}_extent = tl.load(found_ptr + {axes.columns + 1 + at})",
             f"rest = key // {axis}_extent",
-            f"{axis} = key - rest * {axis}_extent + tl.load(box_ptr + {at})",
+            f"{axis} = key - rest * {axis}_extent + tl.load(found_ptr + {1 + at})",
             f"tl.store(own + {at}, {axis}, mask=first)",
             "key = rest",
         )
     ]
     body = "\n    ".join(lines)
     text = f"""@triton.jit
-def insum_places(keys_ptr, first_ptr, place_ptr, box_ptr, coords_ptr, count: "i64"):
-    at = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
-    first = tl.load(first_ptr + at, mask=at < count, other=0) > 0
-    key = tl.load(keys_ptr + at, mask=first, other=0)
-    place = tl.load(place_ptr + at, mask=first, other=1) - 1
+def insum_places(keys_ptr, counts_ptr, found_ptr, coords_ptr, count: "i64", blocks: "i64"):
+    block = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, {BLOCK})
+    at = block * {BLOCK} + lane
+    group = block // {GROUP}
+    ahead = tl.zeros([], tl.int64)
+    for start in range(0, group, {BLOCK}):
+        other = start + lane
+        held = tl.load(counts_ptr + blocks + other, mask=other < group, other=0)
+        ahead += tl.sum(held.to(tl.int64), 0)
+    other = group * {GROUP} + tl.arange(0, {GROUP})
+    held = tl.load(counts_ptr + other, mask=other < block, other=0)
+    ahead += tl.sum(held.to(tl.int64), 0)
+    key = tl.load(keys_ptr + at, mask=at < count, other={NOWHERE})
+    first = insum_first(keys_ptr, at, count, key)
+    place = ahead + tl.cumsum(first.to(tl.int64), 0) - 1
     own = coords_ptr + place * {axes.columns}
     {body}
-    tl.store(own, key + tl.load(box_ptr), mask=first)
+    tl.store(own, key + tl.load(found_ptr + 1), mask=first)
 """
-    return Handwritten("insum_places", text)
+    return Handwritten("insum_places", _FIRST + text)
 
 
+#: Whether a key is that of a place, and the first of its kind.
+_FIRST = f"""@triton.jit
+def insum_first(keys_ptr, at, count, key):
+    before = tl.load(keys_ptr + at - 1, mask=(at < count) & (at > 0), other=-1)
+    return (key != {NOWHERE}) & (key != before)
+
+
+"""
 _FIRSTS = Handwritten(
     "insum_firsts",
-    f"""@triton.jit
-def insum_firsts(keys_ptr, first_ptr, count: "i64"):
-    at = tl.program_id(0).to(tl.int64) * 1024 + tl.arange(0, 1024)
-    there = at < count
-    key = tl.load(keys_ptr + at, mask=there, other={NOWHERE})
-    before = tl.load(keys_ptr + at - 1, mask=there & (at > 0), other=-1)
-    first = (key != {NOWHERE}) & (key != before)
-    tl.store(first_ptr + at, first.to(tl.int32), mask=there)
+    _FIRST
+    + f"""@triton.jit
+def insum_firsts(keys_ptr, counts_ptr, found_ptr, count: "i64", blocks: "i64"):
+    block = tl.program_id(0).to(tl.int64)
+    at = block * {BLOCK} + tl.arange(0, {BLOCK})
+    key = tl.load(keys_ptr + at, mask=at < count, other={NOWHERE})
+    number = tl.sum(insum_first(keys_ptr, at, count, key).to(tl.int32), 0)
+    tl.store(counts_ptr + block, number)
+    tl.atomic_add(counts_ptr + blocks + block // {GROUP}, number, sem="relaxed")
+    tl.atomic_add(found_ptr, number.to(tl.int64), sem="relaxed")
 """,
 )
 #: By the number of dimensions.
@@ -150,37 +183,44 @@ _PLACERS = {n: _placer(axes) for n, axes in _EVERY.items()}
 
 @dataclass(frozen=True, eq=False)
 class Ranked:
-    """Ascending keys, with repetitions, which of them are the first of their kind, the place of
-    each among those, and the box that the keys are of: low corner, then size.
+    """Ascending keys, with repetitions; how many in each block are the first of their kind, then in
+    each group of blocks; and how many there are, with the box that the keys are of: low corner,
+    then size.
     """
 
     keys: Tensor
-    first: Tensor
-    place: Tensor
-    box: Tensor
+    counts: Tensor
+    found: Tensor
 
     def numbers(self) -> list[int]:
         """How many places there are, and the box; waits for the device."""
-        found: list[int] = torch.cat([self.place[-1:], self.box]).tolist()
-        return found
+        numbers: list[int] = self.found.tolist()
+        return numbers
 
     def coords(self, count: int) -> Tensor:
         """The coordinates of so many places, batch first."""
-        columns, device = self.box.shape[0] // 2, self.keys.device
-        made = empty((count, columns), torch.int64, device)
-        total = self.keys.shape[0]
+        columns, total = self.found.shape[0] // 2, self.keys.shape[0]
+        made, programs = empty((count, columns), torch.int64, self.keys.device), blocks(total)
         kernel = _PLACERS[columns - 1]
-        kernel(blocks(total), self.keys, self.first, self.place, self.box, made, total)
+        kernel(programs, self.keys, self.counts, self.found, made, total, programs)
         return made
 
 
-def ranked(coords: Tensor, how: Steps) -> Ranked:
-    """What is reached from contiguous coordinates (N, 1 + dimensions), of which there are some."""
+def ranked(
+    coords: Tensor, how: Steps, ends: tuple[Sequence[int], Sequence[int]] | None = None
+) -> Ranked:
+    """What is reached from contiguous coordinates (N, 1 + dimensions), of which there are some;
+    ``ends``: between which they lie, both included, where that is known.
+    """
     (count, columns), device = coords.shape, coords.device
     steps, ndim = how.steps.shape[0], columns - 1
-    keys = empty((steps * count,), torch.int64, device)
-    box = empty((2 * columns,), torch.int64, device)
-    least, most = torch.aminmax(coords, dim=0)
+    total, programs = steps * count, blocks(steps * count)
+    groups = blocks(programs, GROUP)
+    keys = empty((total,), torch.int64, device)
+    counts = empty((programs + groups,), torch.int32, device)
+    found = empty((1 + 2 * columns,), torch.int64, device)
+    least, most = (coords, coords) if ends else torch.aminmax(coords, dim=0)
+    first, last = ends or ((0,) * columns, (0,) * columns)
     _REACHERS[ndim](
         blocks(count, 256),
         coords,
@@ -188,18 +228,25 @@ def ranked(coords: Tensor, how: Steps) -> Ranked:
         most,
         how.steps,
         keys,
-        box,
+        counts,
+        found,
         count,
         steps,
+        programs,
+        groups,
         int(how.transposed),
         int(how.shape is not None),
+        int(ends is not None),
+        first[0],
+        last[0],
         *how.stride,
         *how.padding,
         *how.reach,
         *how.dilation,
         *(how.shape or (0,) * ndim),
+        *first[1:],
+        *last[1:],
     )
     ordered = keys.sort().values
-    first = empty((steps * count,), torch.int32, device)
-    _FIRSTS(blocks(steps * count), ordered, first, steps * count)
-    return Ranked(ordered, first, first.cumsum(0), box)
+    _FIRSTS(programs, ordered, counts, found, total, programs)
+    return Ranked(ordered, counts, found)

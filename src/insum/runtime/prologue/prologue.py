@@ -25,6 +25,7 @@ from insum.plan.recipes import (
     OfCount,
     OfExtent,
     OfLength,
+    OfShape,
     Packed,
     PackedByStep,
     Pieces,
@@ -89,7 +90,11 @@ class Prologue:
             return found
         arrived = found.arrived(wait=self.may_wait(recipe))
         if arrived is not None:
-            self.keep(*self.place(recipe), arrived)
+            entry, key = self.place(recipe)
+            if entry is None:
+                self.own[key] = arrived
+            else:
+                entry.keep(key, arrived)
         return arrived
 
     def may_wait(self, recipe: Recipe) -> bool:
@@ -119,15 +124,12 @@ class Prologue:
             return found
         with untracked():
             found = self.make(recipe)
-        if found is not None:
-            self.keep(entry, key, found)
-        return found
-
-    def keep(self, entry: memory.Entry | None, key: tuple[object, ...], found: Result) -> None:
+        if found is None:
+            return None
         if entry is None:
             self.own[key] = found
-        else:
-            entry.keep(key, found)
+            return found
+        return entry.keep(key, found)
 
     def place(self, recipe: Recipe) -> tuple[memory.Entry | None, tuple[object, ...]]:
         """Where and under what a thing is kept; without an entry, for this call alone."""
@@ -151,8 +153,12 @@ class Prologue:
         """A size that a recipe names, as it is in this call."""
         if isinstance(expr, OfLength):
             return int(self.tensors[expr.tensor].shape[expr.dim])
-        if len(expr) == 1 and isinstance(expr[0], OfExtent):  # as most are
-            return self.extents[expr[0].var]
+        if len(expr) == 1:  # as most are
+            match expr[0]:
+                case OfExtent(var):
+                    return self.extents[var]
+                case OfShape(dim):
+                    return self.shape[dim]
         return size_of(expr, self.extents, self.shape, self.counted)
 
     def counted(self, one: OfCount) -> int:
