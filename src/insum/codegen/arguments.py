@@ -11,6 +11,8 @@ from insum.plan.sizes import FITTED, OUT, WORK
 
 #: Arrays of a schedule, by what kernels call them.
 START, END, ROW, COUNT = "<start>", "<end>", "<row>", "<count>"
+#: Of the pieces of rows that were cut: the row that the last of them puts together, and the first.
+CUT_ROW, CUT_START = "<cut_row>", "<cut_start>"
 #: Where offences are reported: flags of calls, who was first, the record; and the call's number.
 FLAGS, CLAIM, RECORD, CALL = "<flags>", "<claim>", "<record>", "<call>"
 _OWN = {
@@ -21,6 +23,8 @@ _OWN = {
     END: "seg_end_at",
     ROW: "seg_row_at",
     COUNT: "task_count_at",
+    CUT_ROW: "cut_row_at",
+    CUT_START: "cut_start_at",
     FLAGS: "flags_at",
     CLAIM: "claim_at",
     RECORD: "record_at",

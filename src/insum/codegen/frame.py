@@ -13,7 +13,17 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from insum.codegen.arguments import COUNT, END, ROW, START, Argument, Count, ExtentArgument, Pointer
+from insum.codegen.arguments import (
+    COUNT,
+    CUT_ROW,
+    END,
+    ROW,
+    START,
+    Argument,
+    Count,
+    ExtentArgument,
+    Pointer,
+)
 from insum.codegen.values import Eager, Val
 from insum.lang.expr import Access, variables
 from insum.plan.config import Config
@@ -46,6 +56,7 @@ class Shape:
     pieces: bool = False  # a long reduction is cut into pieces, which meet in atomics
     apart: bool = False  # or rather go to a workspace, piece by piece
     counted: bool = False  # how many tasks there are is known on the device alone
+    waits: bool = False  # pieces of one row are in several programs of the launch
     units: tuple[tuple[str, int], ...] = ()  # extents that are passed in units
 
 
@@ -314,6 +325,10 @@ class Frame:
             ("M",),
         )
         self.vars[segment.row] = Val(f"{segment.row}_i", ("M",))
+        if self.plan.split:
+            at = f"{self.arg(Pointer(CUT_ROW))} + (-1 - seg_row)"
+            loaded = f"tl.load({at}, mask=seg_row < 0, other=-2)"
+            self.line(0, f"cut_row = {self.widened(loaded)}", ("M",))
 
     def segment_bounds(self) -> None:
         segment = self.plan.segment

@@ -8,9 +8,19 @@ from dataclasses import replace
 
 import torch
 
-from insum.codegen.arguments import COUNT, END, ROW, START, Count, ExtentArgument
+from insum.codegen.arguments import (
+    COUNT,
+    CUT_ROW,
+    CUT_START,
+    END,
+    ROW,
+    START,
+    Count,
+    ExtentArgument,
+)
 from insum.codegen.checking import BLOCK, emit_check
 from insum.codegen.copies import emit_aligning, emit_fitting, rows_at_once
+from insum.codegen.cut_rows import beside_rows
 from insum.codegen.emit import Kernel, Shape, emit
 from insum.codegen.unrolled import emit_unrolled, parts
 from insum.lang.bind import Problem
@@ -22,7 +32,7 @@ from insum.plan.config import Choice, Config
 from insum.plan.draft import Planned, Wishes
 from insum.plan.fitting import Fit, fit_of
 from insum.plan.orientation import oriented
-from insum.plan.plan import Plan, Segment
+from insum.plan.plan import Plan
 from insum.plan.recipes import (
     CeilDivided,
     OfCount,
@@ -38,7 +48,16 @@ from insum.plan.roles import Contraction, Roles, contraction
 from insum.plan.sizes import ALIGNED, FITTED, NEW, OUT, WORK, Strides, power_of_two
 from insum.plan.uses import Use
 from insum.runtime import launch
-from insum.runtime.program import WIDE, CopyRoom, Grid, Launch, ProductLaunches, Program, Room
+from insum.runtime.program import (
+    WIDE,
+    CopyRoom,
+    Grid,
+    Launch,
+    ProductLaunches,
+    Program,
+    Room,
+    Workspace,
+)
 
 #: Entries of the pieces that a sorted index tensor is cut into which was never seen.
 UNSEEN_PIECE = 64
@@ -130,7 +149,7 @@ class _Build:
         self.plan, self.extents = planned.plan, planned.extents
 
     def step(
-        self, launches: Sequence[Launch], *, atomic: bool = False, workspace: SizeExpr = ()
+        self, launches: Sequence[Launch], *, atomic: bool = False, workspace: Workspace = ()
     ) -> ProductLaunches:
         used = {*variables(self.plan.target), *(v for f in self.plan.factors for v in variables(f))}
         made = dict(self.plan.made)
@@ -257,7 +276,7 @@ class _Build:
             kept = dict.fromkeys(variables(self.plan.target))
             made = dict(self.plan.made)
             workspace = (pieces, *(one for v in kept for one in made.get(v, (OfExtent(v),))))
-            return self.step((one, self.together(pieces)), workspace=workspace)
+            return self.step((one, self.together(pieces)), workspace=(workspace,))
         return self.step((one,), atomic=self.plan.strategy == "atomic" or pieces > 1)
 
     def fitted(self, fit: Fit) -> tuple[Launch, CopyRoom]:
@@ -346,33 +365,33 @@ class _Build:
         recipe = Tasks(base, short.split or max(1, longest))  # type: ignore[arg-type]
         plan = replace(self.plan, split=bool(short.split) and longest > short.split)
         tasks, longer = OfCount(recipe, "tasks"), OfCount(recipe, "long")
-        launches = [self.row_launch(plan, short, recipe, longer, tasks)]
-        if min(longest, recipe.limit) > tiling.SHORT:
+        apart = min(longest, recipe.limit) > tiling.SHORT
+        # of long pieces the last of a row may be a short one, which comes in a launch of its own
+        launches = [self.row_launch(plan, short, recipe, longer, tasks, waits=not apart)]
+        if apart:
             launches.insert(0, self.row_launch(plan, long, recipe, 0, longer))
-        if plan.split:
-            launches.append(self.combine(plan, recipe, OfCount(recipe, "cut")))
-        return self.step(launches, workspace=self.workspace(plan, recipe))
+        return self.step(launches, workspace=self.workspace(plan, recipe, self.choice))
 
     def unseen_rows(self, base: Sorted, config: Config) -> ProductLaunches:
         """Rows of which nothing is known: their entries are cut into pieces of equal length."""
         recipe = Pieces(base, UNSEEN_PIECE)
         plan = replace(self.plan, split=True)
         most = OfCount(recipe, "tasks")
-        launches = (
-            self.row_launch(plan, config, recipe, 0, most, counted="count"),
-            self.combine(plan, recipe, OfCount(recipe, "cut"), counted="cut_count"),
-        )
+        launches = [self.row_launch(plan, config, recipe, 0, most, counted="count")]
         planned = replace(self.planned, fill=True)  # rows without entries have no task
-        return replace(self.step(launches, workspace=self.workspace(plan, recipe)), planned=planned)
+        workspace = self.workspace(plan, recipe, (config,))
+        return replace(self.step(launches, workspace=workspace), planned=planned)
 
-    def others(self, plan: Plan) -> list[str]:
-        assert plan.segment is not None
-        return [v for v in variables(plan.target) if v != plan.segment.row]
-
-    def workspace(self, plan: Plan, recipe: Recipe) -> SizeExpr:
+    def workspace(self, plan: Plan, recipe: Recipe, configs: Sequence[Config]) -> Workspace:
+        """Pieces of rows, and a mark for every tile of one, of 8 bytes."""
         if not plan.split:
             return ()
-        return (OfCount(recipe, "slots"), *(OfExtent(v) for v in self.others(plan)))
+        slots, kept = OfCount(recipe, "slots"), beside_rows(plan)
+        others = [OfExtent(v) for v in kept if v not in plan.roles.n]
+        n = min(config.n for config in configs)
+        tiles = [CeilDivided(OfExtent(v), n if k == 0 else 1) for k, v in enumerate(plan.roles.n)]
+        words = 8 // WIDE[plan.accumulator].itemsize
+        return (slots, *(OfExtent(v) for v in kept)), (words, slots, *others, *tiles)
 
     def row_launch(
         self,
@@ -381,14 +400,19 @@ class _Build:
         recipe: Recipe,
         first: int | OfCount,
         last: int | OfCount,
+        *,
+        waits: bool = True,
         counted: str = "",
     ) -> Launch:
         shape = replace(self.shape(config), even_m=False, inner=1, counted=bool(counted))
-        kernel = emit(plan, config, shape, prefetch=False)
+        kernel = emit(plan, config, replace(shape, waits=waits), prefetch=False)
         arrays = {name: (recipe, part) for name, part in _TASK.items()}
         if counted:
             arrays[COUNT] = recipe, counted
         counts = {"task_first": first, "task_last": last}
+        if plan.split:
+            arrays |= {CUT_ROW: (recipe, "cut_row"), CUT_START: (recipe, "cut_start")}
+            counts["slot_count"] = OfCount(recipe, "slots")
         return self.launch(plan, config, kernel, self.row_grid(plan, config), arrays, counts)
 
     def row_grid(self, plan: Plan, config: Config) -> Grid:
@@ -399,41 +423,6 @@ class _Build:
         if plan.roles.n:
             found.append((tuple(ExtentArgument(v) for v in plan.roles.n), config.n))
         return (*found, *(((ExtentArgument(v),), 1) for v in plan.roles.grid))
-
-    def combine(self, plan: Plan, recipe: Recipe, count: OfCount, counted: str = "") -> Launch:
-        """Add up the pieces of each cut row: the same kind of kernel, over the workspace."""
-        segment = plan.segment
-        assert segment is not None
-        others = self.others(plan)
-        read = Access(WORK, (index_of(segment.var), *(index_of(v) for v in others)))
-        n = plan.roles.n
-        grid = tuple(v for v in others if v not in n)
-        roles = Contraction((segment.row,), n, (segment.var,), (), (), grid, False, post=(0,))
-        strides = dict(plan.strides) | {WORK: self.work_strides(others)}
-        plan = replace(
-            plan,
-            factors=(read,),
-            roles=roles,
-            segment=Segment(segment.row, segment.var, True),
-            home=None,
-            split=False,
-            padded=frozenset(),
-            guarded=frozenset(),
-            wraps=frozenset(),
-            kinds=((WORK, plan.accumulator),),
-            strides=tuple(sorted(strides.items())),
-            views=(),
-            numbers=(),
-        )
-        config = replace(first_guess.first_guess(plan, self.extents), m=1, k=8, warps=1)
-        even = self.multiple(n) % config.n == 0
-        shape = Shape(even_n=even, counted=bool(counted), units=self.units())
-        kernel = emit(plan, config, shape, prefetch=False, suffix=PIECES)
-        arrays = {name: (recipe, f"cut_{part}") for name, part in _TASK.items()}
-        if counted:
-            arrays[COUNT] = recipe, counted
-        counts: dict[str, int | OfCount] = {"task_first": 0, "task_last": count}
-        return self.launch(plan, config, kernel, self.row_grid(plan, config), arrays, counts)
 
     def work_strides(self, others: Sequence[str]) -> Strides:
         """Of the workspace: slots, and behind them the other variables of the output."""

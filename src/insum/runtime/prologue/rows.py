@@ -105,7 +105,7 @@ def composed(source: Tensor, anchor: Tensor, order: Tensor, dims: tuple[int, ...
 
 def tasks(base: Made, limit: int) -> Result:
     """Cut rows into pieces of at most ``limit`` entries, long pieces first; ``row`` is the output
-    row, or ``-1 - slot`` of the workspace.
+    row, or ``-1 - slot`` of the workspace. The last piece of a row comes behind its others.
     """
     start, end, entries = base.arrays["start"], base.arrays["end"], base.counts["entries"]
     if 0 < base.summary.longest <= min(limit, SHORT):
@@ -123,27 +123,54 @@ def tasks(base: Made, limit: int) -> Result:
     first.sub_((last - cut)[row]).mul_(limit).add_(start[row])
     stop = torch.minimum(first + limit, end[row])
     split = (cut[row] > 1) & there
-    total, slot_count, cut_count = last[-1], split.sum(), (cut > 1).sum()
-    del last
-    row = torch.where(split, -split.cumsum(0, dtype=small), row)
+    total, slot_count = last[-1], split.sum()
+    del last, cut
+    slot = split.cumsum(0, dtype=small)
+    arrays = _by_slot(split, slot, row, first, start, end, limit, min(most, 2 * (entries // limit)))
+    row = torch.where(split, -slot, row)
     length = torch.where(there, stop - first, -1)
     long = (length > SHORT).sum()
     order = torch.argsort(_among_tasks(length), stable=True)
-    del length, split, there
-    arrays = {"start": first[order].to(small), "end": stop[order].to(small), "row": row[order]}
+    del length, split, there, slot
+    arrays |= {"start": first[order].to(small), "end": stop[order].to(small), "row": row[order]}
     del first, stop, row, order
-    rows = torch.argsort((cut <= 1).to(torch.int8), stable=True)  # those that were cut come first
-    cut = torch.where(cut > 1, cut, 0)[rows]
-    slot_end = cut.cumsum(0, dtype=small)
-    arrays |= {"cut_row": rows.to(small), "cut_start": slot_end - cut, "cut_end": slot_end}
 
     def finish(numbers: Sequence[int]) -> Made:
-        total, long, slot_count, cut_count = numbers
-        counts = {"tasks": total, "long": long, "slots": slot_count, "cut": cut_count}
-        lengths = {n: cut_count if n.startswith("cut") else total for n in arrays}
+        total, long, slot_count = numbers
+        # an even number, so that what lies behind the slots is aligned
+        counts = {"tasks": total, "long": long, "slots": slot_count + slot_count % 2}
+        lengths = {n: slot_count if n.startswith("cut") else total for n in arrays}
         return Made({n: _first(array, lengths[n]) for n, array in arrays.items()}, counts)
 
-    return awaited(arrays, [total, long, slot_count, cut_count], finish)
+    return awaited(arrays, [total, long, slot_count], finish)
+
+
+def _by_slot(
+    split: Tensor,
+    slot: Tensor,
+    row: Tensor,
+    first: Tensor,
+    start: Tensor,
+    end: Tensor,
+    limit: int,
+    most: int,
+) -> dict[str, Tensor]:
+    """Of each slot its row where it is that of the row's last piece, else -1, or -2 where that one
+    is short and this one is not; and the row's first slot. Slots are counted from 1.
+    """
+    begin, stop = start[row], end[row]
+    number = (first - begin).div_(limit, rounding_mode="floor")
+    rest = stop - first
+    target = torch.where(rest > limit, -1, row)
+    if limit > SHORT:
+        ends_short = ((stop - begin - 1) % limit < SHORT) & (rest > limit)
+        target = torch.where(ends_short, -2, target)
+    place = torch.where(split, slot - 1, most)
+    blank = torch.zeros(most + 1, dtype=slot.dtype, device=slot.device)
+    return {
+        "cut_row": blank.scatter(0, place.long(), target.to(slot.dtype))[:most],
+        "cut_start": blank.scatter(0, place.long(), (slot - 1 - number).to(slot.dtype))[:most],
+    }
 
 
 def _among_tasks(length: Tensor) -> Tensor:
@@ -170,8 +197,8 @@ def _one_task_each(start: Tensor, end: Tensor) -> Made:
     row = torch.arange(start.numel(), device=start.device, dtype=start.dtype)
     none = start[:0]
     arrays = {"start": start, "end": end, "row": row}
-    arrays |= {"cut_row": none, "cut_start": none, "cut_end": none}
-    return Made(arrays, {"tasks": start.numel(), "long": 0, "slots": 0, "cut": 0})
+    arrays |= {"cut_row": none, "cut_start": none}
+    return Made(arrays, {"tasks": start.numel(), "long": 0, "slots": 0})
 
 
 def pieces(base: Made, limit: int) -> Result:
@@ -199,21 +226,17 @@ def pieces(base: Made, limit: int) -> Result:
     split = there & ~whole
     slot = split.long().cumsum(0)
     target = torch.where(split, -slot, of)
-    opens = split & (first == start.long()[of])  # the first piece of a row that was cut
-    nth = torch.where(opens, opens.long().cumsum(0) - 1, boundaries)
-    blank = torch.zeros(boundaries + 1, dtype=torch.int64, device=device)
-    cut_row = blank.scatter(0, nth, of)[:boundaries]
-    cut_start = blank.scatter(0, nth, slot - 1)[:boundaries]
-    count = (end.long()[cut_row] - 1) // limit - start.long()[cut_row] // limit + 1
+    begin = start.long()[of]
+    number = first // limit - begin // limit  # of the piece in its row
+    place = torch.where(split, slot - 1, 2 * boundaries)
+    blank = torch.zeros(2 * boundaries + 1, dtype=small, device=device)
+    ends = torch.where(stop == end.long()[of], of, -1)
     arrays = {
         "start": torch.where(there, first, 0).to(small),
         "end": torch.where(there, stop, 0).to(small),
         "row": target.to(small),
-        "cut_row": cut_row.to(small),
-        "cut_start": cut_start.to(small),
-        "cut_end": (cut_start + count).to(small),
+        "cut_row": blank.scatter(0, place, ends.to(small))[:-1],
+        "cut_start": blank.scatter(0, place, (slot - 1 - number).to(small))[:-1],
         "count": total.reshape(1).to(small),
-        "cut_count": opens.sum().reshape(1).to(small),
     }
-    counts = {"tasks": most, "slots": 2 * boundaries, "cut": boundaries}
-    return Made(arrays, counts)
+    return Made(arrays, {"tasks": most, "slots": 2 * boundaries})
