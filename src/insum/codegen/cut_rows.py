@@ -67,7 +67,7 @@ class CutRows:
         slot, is_piece = Val("cut_slot", ("M",)), Val("(seg_row < 0)", ("M",))
         lines = ["cut_slot = -1 - seg_row  # (M)"]
         lines.append(piece_stored(frame, self.contract, slot, value, [is_piece]))
-        lines += self.told() if frame.shape.waits else []
+        lines += self.told()
         lines += ["if tl.max(cut_row, axis=0) >= 0:", *_indented(self.summed(value))]
         frame.line(AFTER, "if tl.min(seg_row, axis=0) < 0:")
         for line in _indented(lines):
@@ -107,9 +107,8 @@ class CutRows:
             f"cut_start = {frame.widened(loaded)}  # (M)",
             "cut_count = tl.where(cut_row >= 0, cut_slot + 1 - cut_start, 0)  # (M)",
         ]
-        if frame.shape.waits:
-            width = max(1, threads // m)
-            lines.append(f"insum_wait(mark_at, cut_start, cut_count - 1, mark_step, {m}, {width})")
+        width = max(1, threads // m)
+        lines.append(f"insum_wait(mark_at, cut_start, cut_count - 1, mark_step, {m}, {width})")
         identity = IDENTITY[plan.reduce](plan.accumulator)
         tile = ", ".join(str(frame.tile(a)) for a in axes)
         wide = union(axes, ("K",))

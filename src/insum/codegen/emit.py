@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 
 from insum.codegen.arguments import CALL, FLAGS, Argument, Count, Passed, Pointer, annotation
 from insum.codegen.contract import Contract
@@ -36,6 +37,46 @@ def emit(
     return Emitter(Frame(plan, config, shape, prefetch, lazy)).kernel(name)
 
 
+def emit_joined(first: tuple[Plan, Config, Shape], second: tuple[Plan, Config, Shape]) -> Kernel:
+    """One kernel whose first programs take the first tasks of a schedule, and the others the rest,
+    in tiles of their own.
+    """
+    name = kernel_name(first[0].statement)
+    outer = Emitter(Frame(*first))
+    outer.leave_if_flagged()
+    parts = []
+    for suffix, (plan, config, shape) in zip(("first", "second"), (first, second)):
+        frame = Frame(replace(plan, leaves=False), config, replace(shape, part=True), False)
+        parts.append((kernel_name(plan.statement, suffix), Emitter(frame)))
+    texts = [text for part, one in parts for text in one.function(part)]
+    arguments = dict(outer.frame.arguments)
+    for _, one in parts:
+        arguments |= one.frame.arguments
+    calls = [_call(part, one.frame.arguments, first=k == 0) for k, (part, one) in enumerate(parts)]
+    frame = parts[0][1].frame
+    body = [
+        *outer.frame.stages[0],
+        frame.program_id(),
+        f"programs = {frame.row_programs('task_first')}",
+        "if pid < programs:",
+        f"    {calls[0].format('pid')}",
+        "else:",
+        f"    {calls[1].format('pid - programs')}",
+    ]
+    header = signature(name, arguments, wide=first[0].wide)
+    lines = [*prelude(texts), *texts, *header, *("    " + line for line in body)]
+    return Kernel(name, "\n".join(lines) + "\n", tuple(arguments.values()))
+
+
+def _call(name: str, arguments: Mapping[str, Argument], *, first: bool) -> str:
+    """The call of a part, with a place for the number of the program: the first takes the tasks up
+    to those with which the second begins.
+    """
+    own = {"task_first": "0", "task_last": "task_first"} if first else {}
+    passed = ", ".join(own.get(one, one) for one in arguments)
+    return f"{name}({{}}, {passed})"
+
+
 def signature(name: str, arguments: Mapping[str, Argument], *, wide: bool) -> list[str]:
     """The head of a kernel. Numbers have fixed types and are never specialised: no size is compiled
     for.
@@ -57,6 +98,17 @@ class Emitter:
         self.output = Output(frame, self.reads, self.contract)
 
     def kernel(self, name: str) -> Kernel:
+        self.fill_stages()
+        return Kernel(name, self.write(name), tuple(self.frame.arguments.values()))
+
+    def function(self, name: str) -> list[str]:
+        """A function that a kernel calls with the number of a program."""
+        self.fill_stages()
+        arguments = _wrapped(["pid", *self.frame.arguments])
+        header = ["@triton.jit", f"def {name}(", *(f"    {line}," for line in arguments), "):"]
+        return [*header, *("    " + line for line in self.body()), "", ""]
+
+    def fill_stages(self) -> None:
         self.leave_if_flagged()
         self.frame.begin()
         self.leave_if_idle()
@@ -64,7 +116,6 @@ class Emitter:
         total = self.contract.write()
         self.frame.late = True
         self.output.finish(total)
-        return Kernel(name, self.write(name), tuple(self.frame.arguments.values()))
 
     def leave_if_flagged(self) -> None:
         """A call in place changes nothing where one of its indices was found out of range."""
@@ -87,6 +138,12 @@ class Emitter:
             self.frame.line(0, "    return")
 
     def write(self, name: str) -> str:
+        body = self.body()
+        header = signature(name, self.frame.arguments, wide=self.plan.wide)
+        lines = [*prelude(body), *header, *("    " + line if line else "" for line in body)]
+        return "\n".join(lines) + "\n"
+
+    def body(self) -> list[str]:
         body = list(self.frame.stages[0])
         inner: list[str] = []
         depth = 0
@@ -99,10 +156,7 @@ class Emitter:
             body.append("    " * depth + f"for {var}_i in range({bounds}):")
             depth += 1
         inner += self.frame.stages[1] + self.loop_text() + self.frame.stages[AFTER]
-        body += ["    " * depth + line for line in inner] + self.frame.tail
-        header = signature(name, self.frame.arguments, wide=self.plan.wide)
-        lines = [*prelude(body), *header, *("    " + line if line else "" for line in body)]
-        return "\n".join(lines) + "\n"
+        return body + ["    " * depth + line for line in inner] + self.frame.tail
 
     def loop_text(self) -> list[str]:
         indices = [line for _, line in self.frame.index_lines]

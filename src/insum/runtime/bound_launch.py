@@ -30,7 +30,7 @@ from insum.plan.plan import Plan
 from insum.plan.recipes import OfCount, OfLength, Recipe, SizeExpr, size_of
 from insum.plan.sizes import ALIGNED, FITTED, OUT, WORK
 from insum.runtime import binaries, compiling, launch, workers
-from insum.runtime.program import WIDE, Launch
+from insum.runtime.program import WIDE, Grid, Launch
 from insum.runtime.prologue.made import Made
 
 MOST_PROGRAMS = 2**31
@@ -90,11 +90,15 @@ class CallNumbers:
 
     def programs(self, one: Launch, counts: Mapping[str, int]) -> int:
         """How many programs a launch has."""
+        grids = (one.grid,) if one.before is None else (one.before, one.grid)
+        return sum(self.tiles(one.plan, grid, counts) for grid in grids)
+
+    def tiles(self, plan: Plan, grid: Grid, counts: Mapping[str, int]) -> int:
         found = 1
-        for axis, tile in one.grid:
+        for axis, tile in grid:
             size = 1
             for a in axis:
-                size *= counts[a.what] if isinstance(a, Count) else self.extent(one.plan, a.var)
+                size *= counts[a.what] if isinstance(a, Count) else self.extent(plan, a.var)
             found *= -(-size // tile)
         return found
 

@@ -21,7 +21,7 @@ from insum.codegen.arguments import (
 from insum.codegen.checking import BLOCK, emit_check
 from insum.codegen.copies import emit_aligning, emit_fitting, rows_at_once
 from insum.codegen.cut_rows import beside_rows
-from insum.codegen.emit import Kernel, Shape, emit
+from insum.codegen.emit import Kernel, Shape, emit, emit_joined
 from insum.codegen.unrolled import emit_unrolled, parts
 from insum.lang.bind import Problem
 from insum.lang.expr import Access, accesses, fresh, index_of, variables
@@ -363,14 +363,29 @@ class _Build:
             return self.unseen_rows(base, short)
         longest = self.planned.longest
         recipe = Tasks(base, short.split or max(1, longest))  # type: ignore[arg-type]
-        plan = replace(self.plan, split=bool(short.split) and longest > short.split)
+        split = bool(short.split) and longest > short.split
+        plan = replace(self.plan, split=split)
         tasks, longer = OfCount(recipe, "tasks"), OfCount(recipe, "long")
-        apart = min(longest, recipe.limit) > tiling.SHORT
-        # of long pieces the last of a row may be a short one, which comes in a launch of its own
-        launches = [self.row_launch(plan, short, recipe, longer, tasks, waits=not apart)]
-        if apart:
-            launches.insert(0, self.row_launch(plan, long, recipe, 0, longer))
-        return self.step(launches, workspace=self.workspace(plan, recipe, self.choice))
+        if longest <= tiling.SHORT and not split:
+            return self.step([self.row_launch(plan, short, recipe, longer, tasks)])
+        workspace = self.workspace(plan, recipe, long)
+        if self.planned.entries < first_guess.ONE_LAUNCH and short.warps == long.warps:
+            return self.step([self.joined_rows(plan, recipe)], workspace=workspace)
+        launches = (
+            self.row_launch(plan, long, recipe, 0, longer),
+            self.row_launch(self.plan, short, recipe, longer, tasks),
+        )
+        return self.step(launches, workspace=workspace)
+
+    def joined_rows(self, plan: Plan, recipe: Recipe) -> Launch:
+        """Pieces and long rows in the first programs of a launch, short rows in the others."""
+        short, long = self.choice
+        kernel = emit_joined(
+            (plan, long, self.row_shape(long)), (self.plan, short, self.row_shape(short))
+        )
+        counts = {"task_first": OfCount(recipe, "long"), "task_last": OfCount(recipe, "tasks")}
+        one = self.launch_of_tasks(plan, short, kernel, recipe, counts)
+        return replace(one, before=self.row_grid(plan, long, "task_first"))
 
     def unseen_rows(self, base: Sorted, config: Config) -> ProductLaunches:
         """Rows of which nothing is known: their entries are cut into pieces of equal length."""
@@ -379,19 +394,21 @@ class _Build:
         most = OfCount(recipe, "tasks")
         launches = [self.row_launch(plan, config, recipe, 0, most, counted="count")]
         planned = replace(self.planned, fill=True)  # rows without entries have no task
-        workspace = self.workspace(plan, recipe, (config,))
+        workspace = self.workspace(plan, recipe, config)
         return replace(self.step(launches, workspace=workspace), planned=planned)
 
-    def workspace(self, plan: Plan, recipe: Recipe, configs: Sequence[Config]) -> Workspace:
-        """Pieces of rows, and a mark for every tile of one, of 8 bytes."""
+    def workspace(self, plan: Plan, recipe: Recipe, config: Config) -> Workspace:
+        """Pieces of rows, and a mark of 8 bytes for every tile of one."""
         if not plan.split:
             return ()
-        slots, kept = OfCount(recipe, "slots"), beside_rows(plan)
-        others = [OfExtent(v) for v in kept if v not in plan.roles.n]
-        n = min(config.n for config in configs)
-        tiles = [CeilDivided(OfExtent(v), n if k == 0 else 1) for k, v in enumerate(plan.roles.n)]
+        slots, kept, n = OfCount(recipe, "slots"), beside_rows(plan), plan.roles.n
+        others = [OfExtent(v) for v in kept if v not in n]
+        tiles = [CeilDivided(OfExtent(v), config.n if v == n[0] else 1) for v in n]
         words = 8 // WIDE[plan.accumulator].itemsize
         return (slots, *(OfExtent(v) for v in kept)), (words, slots, *others, *tiles)
+
+    def row_shape(self, config: Config) -> Shape:
+        return replace(self.shape(config), even_m=False, inner=1)
 
     def row_launch(
         self,
@@ -400,25 +417,34 @@ class _Build:
         recipe: Recipe,
         first: int | OfCount,
         last: int | OfCount,
-        *,
-        waits: bool = True,
         counted: str = "",
     ) -> Launch:
-        shape = replace(self.shape(config), even_m=False, inner=1, counted=bool(counted))
-        kernel = emit(plan, config, replace(shape, waits=waits), prefetch=False)
+        shape = replace(self.row_shape(config), counted=bool(counted))
+        kernel = emit(plan, config, shape, prefetch=False)
+        counts = {"task_first": first, "task_last": last}
+        return self.launch_of_tasks(plan, config, kernel, recipe, counts, counted)
+
+    def launch_of_tasks(
+        self,
+        plan: Plan,
+        config: Config,
+        kernel: Kernel,
+        recipe: Recipe,
+        counts: Mapping[str, int | OfCount],
+        counted: str = "",
+    ) -> Launch:
         arrays = {name: (recipe, part) for name, part in _TASK.items()}
         if counted:
             arrays[COUNT] = recipe, counted
-        counts = {"task_first": first, "task_last": last}
         if plan.split:
             arrays |= {CUT_ROW: (recipe, "cut_row"), CUT_START: (recipe, "cut_start")}
-            counts["slot_count"] = OfCount(recipe, "slots")
+            counts = {**counts, "slot_count": OfCount(recipe, "slots")}
         return self.launch(plan, config, kernel, self.row_grid(plan, config), arrays, counts)
 
-    def row_grid(self, plan: Plan, config: Config) -> Grid:
+    def row_grid(self, plan: Plan, config: Config, tasks: str = "task_count") -> Grid:
         beside = tuple(ExtentArgument(v) for v in plan.roles.m[1:])
         found: list[tuple[tuple[ExtentArgument | Count, ...], int]] = [
-            ((Count("task_count"), *beside), config.m)
+            ((Count(tasks), *beside), config.m)
         ]
         if plan.roles.n:
             found.append((tuple(ExtentArgument(v) for v in plan.roles.n), config.n))

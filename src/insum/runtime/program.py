@@ -67,6 +67,7 @@ class Launch:
         arrays: by the names that the kernel has for them, arrays that recipes make: which recipe,
             and which of its arrays.
         counts: numbers of the launch, known now or given by a recipe.
+        before: programs of the launch that come before those of ``grid``.
         general: whether it serves all sizes and strides: no use is made of aligned pointers.
         room: where its variants are counted.
         variants: what was compiled, by the types of the pointers and by which are not aligned.
@@ -84,6 +85,7 @@ class Launch:
     counts: Mapping[str, int | OfCount]
     general: bool = False
     room: Room | None = None
+    before: Grid | None = None
     variants: dict[tuple[Any, ...], dict[int, Any]] = field(default_factory=dict)
     types: tuple[str, ...] = field(init=False)
     indices: frozenset[str] = field(init=False)

@@ -104,8 +104,9 @@ def composed(source: Tensor, anchor: Tensor, order: Tensor, dims: tuple[int, ...
 
 
 def tasks(base: Made, limit: int) -> Result:
-    """Cut rows into pieces of at most ``limit`` entries, long pieces first; ``row`` is the output
-    row, or ``-1 - slot`` of the workspace. The last piece of a row comes behind its others.
+    """Cut rows into even pieces of at most ``limit`` entries. Pieces and long rows come first, and
+    of a row that was cut the last piece behind its others. ``row`` is the output row, or
+    ``-1 - slot`` of the workspace.
     """
     start, end, entries = base.arrays["start"], base.arrays["end"], base.counts["entries"]
     if 0 < base.summary.longest <= min(limit, SHORT):
@@ -114,24 +115,33 @@ def tasks(base: Made, limit: int) -> Result:
     # arrays is a noticeable part of all memory.
     small = torch.int32 if entries < 2**31 and start.numel() < 2**31 else torch.int64
     most = start.numel() + entries // limit  # of pieces; the rest stays empty
-    cut = (end - start).add_(limit - 1).div_(limit, rounding_mode="floor").clamp_(min=1).to(small)
+    length = end - start
+    cut = (length + (limit - 1)).div_(limit, rounding_mode="floor").clamp_(min=1).to(small)
     last = cut.cumsum(0, dtype=small)
-    first = torch.arange(most, device=cut.device, dtype=small)
-    row = torch.searchsorted(last, first, right=True, out_int32=small is torch.int32)
+    number = torch.arange(most, device=cut.device, dtype=small)
+    row = torch.searchsorted(last, number, right=True, out_int32=small is torch.int32)
     row.clamp_(max=max(0, start.numel() - 1))
-    there = first < last[-1:]
-    first.sub_((last - cut)[row]).mul_(limit).add_(start[row])
-    stop = torch.minimum(first + limit, end[row])
-    split = (cut[row] > 1) & there
-    total, slot_count = last[-1], split.sum()
-    del last, cut
+    total, there = last[-1], number < last[-1:]
+    number.sub_((last - cut)[row])  # of each piece in its row
+    del last
+    length, cut = length[row], cut[row]
+    first = (number * (length // cut)).add_(torch.minimum(number, length % cut)).add_(start[row])
+    length = length.add_(cut).sub_(1).sub_(number).div_(cut, rounding_mode="floor")
+    split = (cut > 1) & there
     slot = split.cumsum(0, dtype=small)
-    arrays = _by_slot(split, slot, row, first, start, end, limit, min(most, 2 * (entries // limit)))
-    row = torch.where(split, -slot, row)
-    length = torch.where(there, stop - first, -1)
-    long = (length > SHORT).sum()
-    order = torch.argsort(_among_tasks(length), stable=True)
-    del length, split, there, slot
+    arrays = _by_slot(
+        torch.where(split, slot - 1, -1),
+        torch.where(number + 1 < cut, -1, row),
+        slot - 1 - number,
+        min(most, 2 * (entries // limit)),
+    )
+    row, slot_count = torch.where(split, -slot, row), split.sum()
+    del number, cut, slot
+    length = torch.where(there, length, -1)
+    is_long = split | (length > SHORT)
+    long, stop = is_long.sum(), first + length
+    order = torch.argsort(_among_tasks(length, is_long), stable=True)
+    del length, split, is_long, there
     arrays |= {"start": first[order].to(small), "end": stop[order].to(small), "row": row[order]}
     del first, stop, row, order
 
@@ -145,35 +155,19 @@ def tasks(base: Made, limit: int) -> Result:
     return awaited(arrays, [total, long, slot_count], finish)
 
 
-def _by_slot(
-    split: Tensor,
-    slot: Tensor,
-    row: Tensor,
-    first: Tensor,
-    start: Tensor,
-    end: Tensor,
-    limit: int,
-    most: int,
-) -> dict[str, Tensor]:
-    """Of each slot its row where it is that of the row's last piece, else -1, or -2 where that one
-    is short and this one is not; and the row's first slot. Slots are counted from 1.
+def _by_slot(slot: Tensor, row: Tensor, first: Tensor, most: int) -> dict[str, Tensor]:
+    """Of pieces, by their slots, the row that its last piece puts together, -1 of the others; and
+    the row's first slot. A slot of -1 is none.
     """
-    begin, stop = start[row], end[row]
-    number = (first - begin).div_(limit, rounding_mode="floor")
-    rest = stop - first
-    target = torch.where(rest > limit, -1, row)
-    if limit > SHORT:
-        ends_short = ((stop - begin - 1) % limit < SHORT) & (rest > limit)
-        target = torch.where(ends_short, -2, target)
-    place = torch.where(split, slot - 1, most)
-    blank = torch.zeros(most + 1, dtype=slot.dtype, device=slot.device)
+    place = torch.where(slot < 0, most, slot).long()
+    blank = first.new_zeros(most + 1)
     return {
-        "cut_row": blank.scatter(0, place.long(), target.to(slot.dtype))[:most],
-        "cut_start": blank.scatter(0, place.long(), (slot - 1 - number).to(slot.dtype))[:most],
+        "cut_row": blank.scatter(0, place, row.to(first.dtype))[:most],
+        "cut_start": blank.scatter(0, place, first)[:most],
     }
 
 
-def _among_tasks(length: Tensor) -> Tensor:
+def _among_tasks(length: Tensor, is_long: Tensor) -> Tensor:
     """Numbers that tasks of these lengths are ordered by; those of -1 entries come last.
 
     Of long ones their class. Short ones share tiles, which wait for the longest of them: they are
@@ -182,9 +176,9 @@ def _among_tasks(length: Tensor) -> Tensor:
     """
     at = torch.arange(length.numel(), device=length.device, dtype=length.dtype)
     short = at.div_(WINDOW, rounding_mode="floor").mul_(SHORT + 1).add_(SHORT).sub_(length)
-    long = -length.clamp(min=1).log2().ceil_().to(length.dtype)
+    long = -1 - length.clamp(min=1).log2().ceil_().to(length.dtype)
     last = torch.iinfo(length.dtype).max
-    return torch.where(length < 0, last, torch.where(length > SHORT, long, short))
+    return torch.where(length < 0, last, torch.where(is_long, long, short))
 
 
 def _first(array: Tensor, count: int) -> Tensor:
@@ -226,17 +220,16 @@ def pieces(base: Made, limit: int) -> Result:
     split = there & ~whole
     slot = split.long().cumsum(0)
     target = torch.where(split, -slot, of)
-    begin = start.long()[of]
-    number = first // limit - begin // limit  # of the piece in its row
-    place = torch.where(split, slot - 1, 2 * boundaries)
-    blank = torch.zeros(2 * boundaries + 1, dtype=small, device=device)
+    number = first // limit - start.long()[of] // limit  # of the piece in its row
     ends = torch.where(stop == end.long()[of], of, -1)
+    by_slot = _by_slot(
+        torch.where(split, slot - 1, -1), ends, (slot - 1 - number).to(small), 2 * boundaries
+    )
     arrays = {
         "start": torch.where(there, first, 0).to(small),
         "end": torch.where(there, stop, 0).to(small),
         "row": target.to(small),
-        "cut_row": blank.scatter(0, place, ends.to(small))[:-1],
-        "cut_start": blank.scatter(0, place, (slot - 1 - number).to(small))[:-1],
         "count": total.reshape(1).to(small),
+        **by_slot,
     }
     return Made(arrays, {"tasks": most, "slots": 2 * boundaries})
