@@ -169,6 +169,12 @@ def first_choice(
     return replace(guess, split=split), long
 
 
+def in_one_launch(choice: Choice, entries: float) -> bool:
+    """Whether short rows and long ones are in one launch, of programs that have as many warps."""
+    short, long = choice
+    return entries < ONE_LAUNCH and short.warps == long.warps
+
+
 def suited(plan: Plan, choice: Choice, architecture: str) -> Choice:
     """The first guess is made for Hopper; on NVIDIA's other architectures its largest tiles would
     spill, and half of them does not. An N of 8 is a matter of NVIDIA's older instructions. AMD's

@@ -369,7 +369,7 @@ class _Build:
         if longest <= tiling.SHORT and not split:
             return self.step([self.row_launch(plan, short, recipe, longer, tasks)])
         workspace = self.workspace(plan, recipe, long)
-        if self.planned.entries < first_guess.ONE_LAUNCH and short.warps == long.warps:
+        if first_guess.in_one_launch(self.choice, self.planned.entries):
             return self.step([self.joined_rows(plan, recipe)], workspace=workspace)
         launches = (
             self.row_launch(plan, long, recipe, 0, longer),
