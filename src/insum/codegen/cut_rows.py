@@ -75,26 +75,24 @@ class CutRows:
         return Val(value.text, value.axes, AFTER)
 
     def told(self) -> list[str]:
-        """A mark for each piece and each tile that its program has of it."""
-        frame, roles, m = self.frame, self.plan.roles, self.frame.tile("M")
+        """A mark for each piece and each tile of columns, that of its program."""
+        frame, roles = self.frame, self.plan.roles
         kept = beside_rows(self.plan)
-        slots = frame.widened(frame.arg(Count("slot_count")))
-        end = " * ".join([slots, *(frame.size(v) for v in kept)])
-        others = [v for v in kept if v not in roles.n]
-        count, place = [frame.size(v) for v in others], Val("0")
-        for var in others:
-            place = combine(
-                [Val(f"({place.text}) * {frame.size(var)}", place.axes), frame.vars[var]], "+"
-            )
+        end = " * ".join(
+            [frame.widened(frame.arg(Count("slot_count"))), *(frame.size(v) for v in kept)]
+        )
+        places = [(frame.size(v), frame.vars[v].text) for v in kept if v not in roles.n]
         if roles.n:
             tiles = f"tl.cdiv({frame.axis_size(roles.n)}, {frame.config.n})"
-            count.append(tiles)
-            place = Val(f"({place.text}) * {tiles} + n_tile", place.axes)
-        end = f"({frame.arg(Pointer(WORK))} + {end})"
+            places.append((tiles, "n_tile"))
+        place = ""
+        for count, at in places:
+            place = f"({place}) * {count} + {at}" if place else at
+        marks = f"({frame.arg(Pointer(WORK))} + {end}).to(tl.pointer_type(tl.int64), bitcast=True)"
         return [
-            f"mark_at = {end}.to(tl.pointer_type(tl.int64), bitcast=True) + {place.text}",
-            f"mark_step = {' * '.join(count) or '1'}",
-            f"insum_tell(mark_at, cut_slot * mark_step, cut_row == -1, {m})",
+            f"mark_at = {marks}" + (f" + {place}" if place else ""),
+            f"mark_step = {' * '.join(count for count, _ in places) or '1'}",
+            f"insum_tell(mark_at, cut_slot * mark_step, cut_row == -1, {frame.tile('M')})",
         ]
 
     def summed(self, value: Val) -> list[str]:

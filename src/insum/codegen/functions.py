@@ -90,7 +90,7 @@ def insum_wait(at, first, count, step, rows: tl.constexpr, width: tl.constexpr):
         missing = 1
         while missing > 0:
             found = tl.atomic_or(place, nothing, mask=awaited, sem="acquire")
-            missing = tl.max((awaited & (found != {MARK})).to(tl.int32))
+            missing = tl.max(tl.where(awaited & (found != {MARK}), 1, 0))
         tl.store(place, nothing, mask=awaited)
 
 
