@@ -268,7 +268,7 @@ def simulated(work: Made, out: np.ndarray, entries: np.ndarray, limit: int) -> N
     arrays = {name: array.tolist() for name, array in work.arrays.items()}
     many, slots = work.counts["tasks"], work.counts["slots"]
     many = min(many, *arrays.get("count", [many]))
-    workspace = np.full(slots, -1)
+    workspace, summed = np.full(slots, -1), []
     assert slots % 2 == 0, "what lies behind is aligned"
     for task in range(many):
         start, end, row = (arrays[name][task] for name in ("start", "end", "row"))
@@ -283,8 +283,12 @@ def simulated(work: Made, out: np.ndarray, entries: np.ndarray, limit: int) -> N
                 continue
             assert first < slot and (workspace[first : slot + 1] >= 0).all(), "not there yet"
             value = workspace[first : slot + 1].sum()
+            summed.append((row, first, slot + 1))
         assert out[row] == -1, "written twice"
         out[row] = value
+    cut = min(work.counts["cut"], *arrays.get("sum_count", [work.counts["cut"]]))
+    by_rows = zip(*(arrays[f"sum_{name}"][:cut] for name in ("row", "start", "end")))
+    assert sorted(by_rows) == sorted(summed), "the same by rows"
 
 
 @QUICK
@@ -387,7 +391,7 @@ def test_pieces_are_as_many_as_sizes_say(values: list[int], rows: int, limit: in
     work = made(pieces(order, limit))
     boundaries = -(-len(values) // limit)
     most = min(len(values), rows + boundaries)
-    assert work.counts == {"tasks": most, "slots": 2 * boundaries}
+    assert work.counts == {"tasks": most, "slots": 2 * boundaries, "cut": boundaries}
     sizes = {name: array.numel() for name, array in work.arrays.items()}
     assert {sizes[name] for name in ("start", "end", "row")} == {most}
     assert {sizes[name] for name in ("cut_row", "cut_start")} == {2 * boundaries}

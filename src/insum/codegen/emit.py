@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import TypeAlias
 
 from insum.codegen.arguments import CALL, FLAGS, Argument, Count, Passed, Pointer, annotation
 from insum.codegen.contract import Contract
@@ -37,44 +38,40 @@ def emit(
     return Emitter(Frame(plan, config, shape, prefetch, lazy)).kernel(name)
 
 
-def emit_joined(first: tuple[Plan, Config, Shape], second: tuple[Plan, Config, Shape]) -> Kernel:
-    """One kernel whose first programs take the first tasks of a schedule, and the others the rest,
-    in tiles of their own.
+#: What a kernel is written for.
+Written: TypeAlias = tuple[Plan, Config, Shape]
+
+
+def emit_joined(first: Written, second: Written, own: Mapping[str, Argument]) -> Kernel:
+    """One kernel of two whose programs come one behind the other: of tasks in tiles of different
+    kinds. ``own``: by its name, what the first of them is passed instead of what the second is;
+    its tasks begin with 0.
     """
-    name = kernel_name(first[0].statement)
-    outer = Emitter(Frame(*first))
+    plan, config, shape = second
+    name, outer = kernel_name(plan.statement), Emitter(Frame(plan, config, shape))
     outer.leave_if_flagged()
-    parts = []
-    for suffix, (plan, config, shape) in zip(("first", "second"), (first, second)):
+    arguments, texts, calls = dict(outer.frame.arguments), [], []
+    for suffix, (plan, config, shape), others in (("first", first, own), ("second", second, {})):
         frame = Frame(replace(plan, leaves=False), config, replace(shape, part=True), False)
-        parts.append((kernel_name(plan.statement, suffix), Emitter(frame)))
-    texts = [text for part, one in parts for text in one.function(part)]
-    arguments = dict(outer.frame.arguments)
-    for _, one in parts:
-        arguments |= one.frame.arguments
-    calls = [_call(part, one.frame.arguments, first=k == 0) for k, (part, one) in enumerate(parts)]
-    frame = parts[0][1].frame
+        part = kernel_name(plan.statement, suffix)
+        texts += Emitter(frame).function(part)
+        passed = {n: others.get(n, one) for n, one in frame.arguments.items()}
+        values = ["0" if others and n == "task_first" else passed[n].name for n in passed]
+        calls.append((part, frame, values))
+        arguments |= {one.name: one for one in passed.values()}
+    (one, frame, values), (other, _, rest) = calls
     body = [
         *outer.frame.stages[0],
         frame.program_id(),
-        f"programs = {frame.row_programs('task_first')}",
+        f"programs = {frame.row_programs(own['task_last'].name)}",
         "if pid < programs:",
-        f"    {calls[0].format('pid')}",
+        f"    {one}(pid, {', '.join(values)})",
         "else:",
-        f"    {calls[1].format('pid - programs')}",
+        f"    {other}(pid - programs, {', '.join(rest)})",
     ]
-    header = signature(name, arguments, wide=first[0].wide)
+    header = signature(name, arguments, wide=second[0].wide)
     lines = [*prelude(texts), *texts, *header, *("    " + line for line in body)]
     return Kernel(name, "\n".join(lines) + "\n", tuple(arguments.values()))
-
-
-def _call(name: str, arguments: Mapping[str, Argument], *, first: bool) -> str:
-    """The call of a part, with a place for the number of the program: the first takes the tasks up
-    to those with which the second begins.
-    """
-    own = {"task_first": "0", "task_last": "task_first"} if first else {}
-    passed = ", ".join(own.get(one, one) for one in arguments)
-    return f"{name}({{}}, {passed})"
 
 
 def signature(name: str, arguments: Mapping[str, Argument], *, wide: bool) -> list[str]:

@@ -56,6 +56,7 @@ class Shape:
     pieces: bool = False  # a long reduction is cut into pieces, which meet in atomics
     apart: bool = False  # or rather go to a workspace, piece by piece
     counted: bool = False  # how many tasks there are is known on the device alone
+    waits: bool = False  # pieces of a row are summed by the program of the last
     part: bool = False  # the kernel is a part of one, and given the number of its program
     units: tuple[tuple[str, int], ...] = ()  # extents that are passed in units
 
@@ -335,7 +336,7 @@ class Frame:
             ("M",),
         )
         self.vars[segment.row] = Val(f"{segment.row}_i", ("M",))
-        if self.plan.split:
+        if self.shape.waits:
             at = f"{self.arg(Pointer(CUT_ROW))} + (-1 - seg_row)"
             loaded = f"tl.load({at}, mask=seg_row < 0, other=-2)"
             self.line(0, f"cut_row = {self.widened(loaded)}", ("M",))

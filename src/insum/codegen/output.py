@@ -158,11 +158,14 @@ class Output:
         if self.shape.apart:
             self.frame.line(AFTER, piece_stored(self.frame, self.contract, Val("piece", ()), value))
             return
-        if not plan.split:
-            self.emit_store(plan.target, value)
-            return
-        value = CutRows(self.frame, self.contract).put_together(value)
-        self.emit_store(plan.target, value, extra=[Val("(seg_row >= 0)", ("M",))])
+        if plan.split and self.shape.waits:
+            value = CutRows(self.frame, self.contract).put_together(value)
+        elif plan.split:
+            slot, is_piece = Val("(-1 - seg_row)", ("M",)), Val("(seg_row < 0)", ("M",))
+            line = piece_stored(self.frame, self.contract, slot, value, [is_piece])
+            self.frame.line(AFTER, line)
+        whole = [Val("(seg_row >= 0)", ("M",))] if plan.split else []
+        self.emit_store(plan.target, value, extra=whole)
 
     def whole(self, mask: Val, axes: tuple[str, ...]) -> Val:
         """A mask of one value as a full tile: the interpreter's atomics take a broadcast view for

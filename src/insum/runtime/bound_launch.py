@@ -23,9 +23,9 @@ from insum.codegen.arguments import (
     Pointer,
     Stride,
 )
+from insum.codegen.cut_rows import beside_rows
 from insum.compat import calls
 from insum.errors import UnsupportedError
-from insum.lang.expr import Access
 from insum.plan.plan import Plan
 from insum.plan.recipes import OfCount, OfLength, Recipe, SizeExpr, size_of
 from insum.plan.sizes import ALIGNED, FITTED, OUT, WORK
@@ -118,7 +118,7 @@ class CallNumbers:
 
     def stride(self, one: Launch, tensor: str, dim: int) -> int:
         if tensor == WORK:
-            return math.prod(self.extent(one.plan, v) for v in _work_order(one.plan)[dim:])
+            return math.prod(self.extent(one.plan, v) for v in beside_rows(one.plan)[dim:])
         if tensor == OUT and OUT not in self.tensors:
             return math.prod(self.shape[dim + 1 :])
         if tensor in one.arrays:
@@ -324,9 +324,3 @@ def _is_long(one: BoundLaunch) -> bool:
 def plain_number(value: Any) -> Any:
     """A truth value counts as a number in a kernel."""
     return int(value) if isinstance(value, bool) else value
-
-
-def _work_order(plan: Plan) -> list[str]:
-    """The variables of a workspace behind its slots."""
-    indices = [i for f in plan.factors if isinstance(f, Access) for i in f.indices]
-    return [str(i.var) for i in indices[1:]]

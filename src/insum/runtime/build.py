@@ -15,13 +15,17 @@ from insum.codegen.arguments import (
     END,
     ROW,
     START,
+    SUM_END,
+    SUM_ROW,
+    SUM_START,
     Count,
     ExtentArgument,
+    Pointer,
 )
 from insum.codegen.checking import BLOCK, emit_check
 from insum.codegen.copies import emit_aligning, emit_fitting, rows_at_once
 from insum.codegen.cut_rows import beside_rows
-from insum.codegen.emit import Kernel, Shape, emit, emit_joined
+from insum.codegen.emit import Kernel, Shape, Written, emit, emit_joined
 from insum.codegen.unrolled import emit_unrolled, parts
 from insum.lang.bind import Problem
 from insum.lang.expr import Access, accesses, fresh, index_of, variables
@@ -32,7 +36,7 @@ from insum.plan.config import Choice, Config
 from insum.plan.draft import Planned, Wishes
 from insum.plan.fitting import Fit, fit_of
 from insum.plan.orientation import oriented
-from insum.plan.plan import Plan
+from insum.plan.plan import Plan, Segment
 from insum.plan.recipes import (
     CeilDivided,
     OfCount,
@@ -368,44 +372,106 @@ class _Build:
         tasks, longer = OfCount(recipe, "tasks"), OfCount(recipe, "long")
         if longest <= tiling.SHORT and not split:
             return self.step([self.row_launch(plan, short, recipe, longer, tasks)])
-        workspace = self.workspace(plan, recipe, long)
         if first_guess.in_one_launch(self.choice, self.planned.entries):
+            workspace = self.workspace(plan, recipe, long)
             return self.step([self.joined_rows(plan, recipe)], workspace=workspace)
         launches = (
             self.row_launch(plan, long, recipe, 0, longer),
-            self.row_launch(self.plan, short, recipe, longer, tasks),
+            self.sums_and_rows(plan, recipe)
+            if split
+            else self.row_launch(plan, short, recipe, longer, tasks),
         )
-        return self.step(launches, workspace=workspace)
+        return self.step(launches, workspace=self.workspace(plan, recipe))
 
     def joined_rows(self, plan: Plan, recipe: Recipe) -> Launch:
         """Pieces and long rows in the first programs of a launch, short rows in the others."""
         short, long = self.choice
+        first = plan, long, replace(self.row_shape(long), waits=plan.split)
+        second = self.plan, short, self.row_shape(short)
+        kernel = emit_joined(first, second, {"task_last": Count("task_first")})
+        counts = {"task_first": OfCount(recipe, "long"), "task_last": OfCount(recipe, "tasks")}
+        one = self.launch_of_tasks(plan, short, kernel, recipe, counts, waits=plan.split)
+        return replace(one, before=self.row_grid(plan, long, "task_first"))
+
+    def sums_and_rows(self, plan: Plan, recipe: Recipe) -> Launch:
+        """The rows that were cut, put together out of the workspace by the first programs of a
+        launch; short rows in the others.
+        """
+        short, _ = self.choice
+        sums, config, shape = self.sum_of_pieces(plan, short.warps)
+        own = {Pointer(n).name: Pointer(a) for n, a in zip(_TASK, (SUM_START, SUM_END, SUM_ROW))}
         kernel = emit_joined(
-            (plan, long, self.row_shape(long)), (self.plan, short, self.row_shape(short))
+            (sums, config, shape),
+            (self.plan, short, self.row_shape(short)),
+            {**own, "task_last": Count("cut_count")},
         )
         counts = {"task_first": OfCount(recipe, "long"), "task_last": OfCount(recipe, "tasks")}
         one = self.launch_of_tasks(plan, short, kernel, recipe, counts)
-        return replace(one, before=self.row_grid(plan, long, "task_first"))
+        return replace(
+            one,
+            before=self.row_grid(sums, config, "cut_count"),
+            arrays={**one.arrays, **{a: (recipe, a[1:-1]) for a in (SUM_START, SUM_END, SUM_ROW)}},
+            counts={**one.counts, "cut_count": OfCount(recipe, "cut")},
+        )
 
     def unseen_rows(self, base: Sorted, config: Config) -> ProductLaunches:
         """Rows of which nothing is known: their entries are cut into pieces of equal length."""
         recipe = Pieces(base, UNSEEN_PIECE)
         plan = replace(self.plan, split=True)
-        most = OfCount(recipe, "tasks")
-        launches = [self.row_launch(plan, config, recipe, 0, most, counted="count")]
+        most, waits = OfCount(recipe, "tasks"), self.planned.entries < first_guess.ONE_LAUNCH
+        rows = self.row_launch(plan, config, recipe, 0, most, counted="count", waits=waits)
+        launches = [rows] if waits else [rows, self.unseen_sums(plan, recipe)]
         planned = replace(self.planned, fill=True)  # rows without entries have no task
-        workspace = self.workspace(plan, recipe, config)
+        workspace = self.workspace(plan, recipe, config if waits else None)
         return replace(self.step(launches, workspace=workspace), planned=planned)
 
-    def workspace(self, plan: Plan, recipe: Recipe, config: Config) -> Workspace:
-        """Pieces of rows, and a mark of 8 bytes for every tile of one."""
+    def unseen_sums(self, plan: Plan, recipe: Recipe) -> Launch:
+        plan, config, shape = self.sum_of_pieces(plan, 1)
+        kernel = emit(plan, config, replace(shape, counted=True), prefetch=False, suffix=PIECES)
+        arrays: dict[str, tuple[Recipe, str]] = {
+            name: (recipe, f"sum_{part}") for name, part in {**_TASK, COUNT: "count"}.items()
+        }
+        counts: dict[str, int | OfCount] = {"task_first": 0, "task_last": OfCount(recipe, "cut")}
+        return self.launch(plan, config, kernel, self.row_grid(plan, config), arrays, counts)
+
+    def sum_of_pieces(self, plan: Plan, warps: int) -> Written:
+        """Adds up the pieces of each cut row: the same kind of kernel, over the workspace."""
+        segment, n = plan.segment, plan.roles.n
+        assert segment is not None
+        others = beside_rows(plan)
+        read = Access(WORK, (index_of(segment.var), *(index_of(v) for v in others)))
+        grid = tuple(v for v in others if v not in n)
+        strides = dict(plan.strides) | {WORK: self.work_strides(others)}
+        plan = replace(
+            plan,
+            factors=(read,),
+            roles=Contraction((segment.row,), n, (segment.var,), (), (), grid, False, post=(0,)),
+            segment=Segment(segment.row, segment.var, True),
+            home=None,
+            split=False,
+            padded=frozenset(),
+            guarded=frozenset(),
+            wraps=frozenset(),
+            kinds=((WORK, plan.accumulator),),
+            strides=tuple(sorted(strides.items())),
+            views=(),
+            numbers=(),
+        )
+        config = replace(first_guess.first_guess(plan, self.extents), m=1, k=8, warps=warps)
+        return plan, config, Shape(even_n=self.multiple(n) % config.n == 0, units=self.units())
+
+    def workspace(self, plan: Plan, recipe: Recipe, waits: Config | None = None) -> Workspace:
+        """Pieces of rows; where programs wait for each other, a mark of 8 bytes for every tile."""
         if not plan.split:
             return ()
         slots, kept, n = OfCount(recipe, "slots"), beside_rows(plan), plan.roles.n
+        pieces: SizeExpr = (slots, *(OfExtent(v) for v in kept))
+        if waits is None:
+            return (pieces,)
         others = [OfExtent(v) for v in kept if v not in n]
-        tiles = [CeilDivided(OfExtent(v), config.n if v == n[0] else 1) for v in n]
+        tiles = [CeilDivided(OfExtent(v), waits.n if v == n[0] else 1) for v in n]
         words = 8 // WIDE[plan.accumulator].itemsize
-        return (slots, *(OfExtent(v) for v in kept)), (words, slots, *others, *tiles)
+        return pieces, (words, slots, *others, *tiles)
 
     def row_shape(self, config: Config) -> Shape:
         return replace(self.shape(config), even_m=False, inner=1)
@@ -417,12 +483,14 @@ class _Build:
         recipe: Recipe,
         first: int | OfCount,
         last: int | OfCount,
+        *,
         counted: str = "",
+        waits: bool = False,
     ) -> Launch:
-        shape = replace(self.row_shape(config), counted=bool(counted))
+        shape = replace(self.row_shape(config), counted=bool(counted), waits=waits)
         kernel = emit(plan, config, shape, prefetch=False)
         counts = {"task_first": first, "task_last": last}
-        return self.launch_of_tasks(plan, config, kernel, recipe, counts, counted)
+        return self.launch_of_tasks(plan, config, kernel, recipe, counts, counted, waits=waits)
 
     def launch_of_tasks(
         self,
@@ -432,11 +500,13 @@ class _Build:
         recipe: Recipe,
         counts: Mapping[str, int | OfCount],
         counted: str = "",
+        *,
+        waits: bool = False,
     ) -> Launch:
         arrays = {name: (recipe, part) for name, part in _TASK.items()}
         if counted:
             arrays[COUNT] = recipe, counted
-        if plan.split:
+        if waits:
             arrays |= {CUT_ROW: (recipe, "cut_row"), CUT_START: (recipe, "cut_start")}
             counts = {**counts, "slot_count": OfCount(recipe, "slots")}
         return self.launch(plan, config, kernel, self.row_grid(plan, config), arrays, counts)

@@ -128,15 +128,14 @@ def tasks(base: Made, limit: int) -> Result:
     first = (number * (length // cut)).add_(torch.minimum(number, length % cut)).add_(start[row])
     length = length.add_(cut).sub_(1).sub_(number).div_(cut, rounding_mode="floor")
     split = (cut > 1) & there
+    is_last = split & (number + 1 == cut)
     slot = split.cumsum(0, dtype=small)
-    arrays = _by_slot(
-        torch.where(split, slot - 1, -1),
-        torch.where(number + 1 < cut, -1, row),
-        slot - 1 - number,
-        min(most, 2 * (entries // limit)),
-    )
-    row, slot_count = torch.where(split, -slot, row), split.sum()
-    del number, cut, slot
+    opens = slot - 1 - number  # the slot of its row's first piece
+    ends, most_cut = torch.where(is_last, row, -1), entries // limit
+    arrays = _chosen(split, min(most, 2 * most_cut), small, cut_row=ends, cut_start=opens)
+    arrays |= _chosen(is_last, most_cut, small, sum_row=row, sum_start=opens, sum_end=slot)
+    row, slot_count, cut_count = torch.where(split, -slot, row), split.sum(), is_last.sum()
+    del number, cut, slot, opens, ends, is_last
     length = torch.where(there, length, -1)
     is_long = split | (length > SHORT)
     long, stop = is_long.sum(), first + length
@@ -146,25 +145,25 @@ def tasks(base: Made, limit: int) -> Result:
     del first, stop, row, order
 
     def finish(numbers: Sequence[int]) -> Made:
-        total, long, slot_count = numbers
+        total, long, slot_count, cut_count = numbers
         # an even number, so that what lies behind the slots is aligned
         counts = {"tasks": total, "long": long, "slots": slot_count + slot_count % 2}
-        lengths = {n: slot_count if n.startswith("cut") else total for n in arrays}
-        return Made({n: _first(array, lengths[n]) for n, array in arrays.items()}, counts)
+        lengths = {"cut": slot_count, "sum": cut_count}
+        found = {n: _first(array, lengths.get(n[:3], total)) for n, array in arrays.items()}
+        return Made(found, {**counts, "cut": cut_count})
 
-    return awaited(arrays, [total, long, slot_count], finish)
+    return awaited(arrays, [total, long, slot_count, cut_count], finish)
 
 
-def _by_slot(slot: Tensor, row: Tensor, first: Tensor, most: int) -> dict[str, Tensor]:
-    """Of pieces, by their slots, the row that its last piece puts together, -1 of the others; and
-    the row's first slot. A slot of -1 is none.
+def _chosen(mask: Tensor, most: int, dtype: torch.dtype, **arrays: Tensor) -> dict[str, Tensor]:
+    """Of arrays those elements that a mask chooses, one behind the other; zeros up to ``most``.
+
+    >>> _chosen(torch.tensor([False, True, True]), 3, torch.int32, a=torch.arange(3))
+    {'a': tensor([1, 2, 0], dtype=torch.int32)}
     """
-    place = torch.where(slot < 0, most, slot).long()
-    blank = first.new_zeros(most + 1)
-    return {
-        "cut_row": blank.scatter(0, place, row.to(first.dtype))[:most],
-        "cut_start": blank.scatter(0, place, first)[:most],
-    }
+    place = torch.where(mask, mask.cumsum(0) - 1, most)
+    blank = torch.zeros(most + 1, dtype=dtype, device=mask.device)
+    return {n: blank.scatter(0, place, one.to(dtype))[:most] for n, one in arrays.items()}
 
 
 def _among_tasks(length: Tensor, is_long: Tensor) -> Tensor:
@@ -191,8 +190,8 @@ def _one_task_each(start: Tensor, end: Tensor) -> Made:
     row = torch.arange(start.numel(), device=start.device, dtype=start.dtype)
     none = start[:0]
     arrays = {"start": start, "end": end, "row": row}
-    arrays |= {"cut_row": none, "cut_start": none}
-    return Made(arrays, {"tasks": start.numel(), "long": 0, "slots": 0})
+    arrays |= dict.fromkeys(("cut_row", "cut_start", "sum_row", "sum_start", "sum_end"), none)
+    return Made(arrays, {"tasks": start.numel(), "long": 0, "slots": 0, "cut": 0})
 
 
 def pieces(base: Made, limit: int) -> Result:
@@ -220,16 +219,18 @@ def pieces(base: Made, limit: int) -> Result:
     split = there & ~whole
     slot = split.long().cumsum(0)
     target = torch.where(split, -slot, of)
-    number = first // limit - start.long()[of] // limit  # of the piece in its row
-    ends = torch.where(stop == end.long()[of], of, -1)
-    by_slot = _by_slot(
-        torch.where(split, slot - 1, -1), ends, (slot - 1 - number).to(small), 2 * boundaries
-    )
+    opens = slot - 1 - (first // limit - start.long()[of] // limit)  # its row's first piece
+    is_last = split & (stop == end.long()[of])
+    ends = torch.where(is_last, of, -1)
+    by_slot = _chosen(split, 2 * boundaries, small, cut_row=ends, cut_start=opens)
+    by_row = _chosen(is_last, boundaries, small, sum_row=of, sum_start=opens, sum_end=slot)
     arrays = {
         "start": torch.where(there, first, 0).to(small),
         "end": torch.where(there, stop, 0).to(small),
         "row": target.to(small),
         "count": total.reshape(1).to(small),
+        "sum_count": is_last.sum().reshape(1).to(small),
         **by_slot,
+        **by_row,
     }
-    return Made(arrays, {"tasks": most, "slots": 2 * boundaries})
+    return Made(arrays, {"tasks": most, "slots": 2 * boundaries, "cut": boundaries})
