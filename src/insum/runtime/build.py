@@ -18,6 +18,7 @@ from insum.codegen.arguments import (
     SUM_END,
     SUM_ROW,
     SUM_START,
+    Argument,
     Count,
     ExtentArgument,
     Pointer,
@@ -385,34 +386,48 @@ class _Build:
 
     def joined_rows(self, plan: Plan, recipe: Recipe) -> Launch:
         """Pieces and long rows in the first programs of a launch, short rows in the others."""
-        short, long = self.choice
+        _, long = self.choice
         first = plan, long, replace(self.row_shape(long), waits=plan.split)
-        second = self.plan, short, self.row_shape(short)
-        kernel = emit_joined(first, second, {"task_last": Count("task_first")})
-        counts = {"task_first": OfCount(recipe, "long"), "task_last": OfCount(recipe, "tasks")}
-        one = self.launch_of_tasks(plan, short, kernel, recipe, counts, waits=plan.split)
-        return replace(one, before=self.row_grid(plan, long, "task_first"))
+        before = first, self.row_grid(plan, long, "task_first")
+        arrays, counts = _waiting(recipe) if plan.split else ({}, {})
+        return self.before_short_rows(
+            recipe, before, {"task_last": Count("task_first")}, arrays, counts
+        )
 
     def sums_and_rows(self, plan: Plan, recipe: Recipe) -> Launch:
         """The rows that were cut, put together out of the workspace by the first programs of a
         launch; short rows in the others.
         """
-        short, _ = self.choice
-        sums, config, shape = self.sum_of_pieces(plan, short.warps)
-        own = {Pointer(n).name: Pointer(a) for n, a in zip(_TASK, (SUM_START, SUM_END, SUM_ROW))}
-        kernel = emit_joined(
-            (sums, config, shape),
-            (self.plan, short, self.row_shape(short)),
-            {**own, "task_last": Count("cut_count")},
+        sums = self.sum_of_pieces(plan, self.choice[0].warps)
+        before = sums, self.row_grid(sums[0], sums[1], "cut_count")
+        parts = {SUM_START: START, SUM_END: END, SUM_ROW: ROW}
+        own: dict[str, Argument] = {Pointer(old).name: Pointer(new) for new, old in parts.items()}
+        arrays = {name: (recipe, name[1:-1]) for name in parts}
+        counts = {"cut_count": OfCount(recipe, "cut")}
+        own["task_last"] = Count("cut_count")
+        return self.before_short_rows(recipe, before, own, arrays, counts)
+
+    def before_short_rows(
+        self,
+        recipe: Recipe,
+        before: tuple[Written, Grid],
+        own: Mapping[str, Argument],
+        arrays: Mapping[str, tuple[Recipe, str]],
+        counts: Mapping[str, OfCount],
+    ) -> Launch:
+        """Short rows in the programs of a launch that come behind those of something else, which
+        has arguments of its own.
+        """
+        first, grid = before
+        short = self.choice[0]
+        kernel = emit_joined(first, (self.plan, short, self.row_shape(short)), own)
+        tasks = {"task_first": OfCount(recipe, "long"), "task_last": OfCount(recipe, "tasks")}
+        one = self.launch(
+            *(self.plan, short, kernel, self.row_grid(self.plan, short)),
+            *({**_tasks(recipe), **arrays}, {**tasks, **counts}),
+            also=first[1],
         )
-        counts = {"task_first": OfCount(recipe, "long"), "task_last": OfCount(recipe, "tasks")}
-        one = self.launch_of_tasks(plan, short, kernel, recipe, counts)
-        return replace(
-            one,
-            before=self.row_grid(sums, config, "cut_count"),
-            arrays={**one.arrays, **{a: (recipe, a[1:-1]) for a in (SUM_START, SUM_END, SUM_ROW)}},
-            counts={**one.counts, "cut_count": OfCount(recipe, "cut")},
-        )
+        return replace(one, before=grid)
 
     def unseen_rows(self, base: Sorted, config: Config) -> ProductLaunches:
         """Rows of which nothing is known: their entries are cut into pieces of equal length."""
@@ -428,9 +443,7 @@ class _Build:
     def unseen_sums(self, plan: Plan, recipe: Recipe) -> Launch:
         plan, config, shape = self.sum_of_pieces(plan, 1)
         kernel = emit(plan, config, replace(shape, counted=True), prefetch=False, suffix=PIECES)
-        arrays: dict[str, tuple[Recipe, str]] = {
-            name: (recipe, f"sum_{part}") for name, part in {**_TASK, COUNT: "count"}.items()
-        }
+        arrays = {**_tasks(recipe, "sum_"), COUNT: (recipe, "sum_count")}
         counts: dict[str, int | OfCount] = {"task_first": 0, "task_last": OfCount(recipe, "cut")}
         return self.launch(plan, config, kernel, self.row_grid(plan, config), arrays, counts)
 
@@ -489,26 +502,11 @@ class _Build:
     ) -> Launch:
         shape = replace(self.row_shape(config), counted=bool(counted), waits=waits)
         kernel = emit(plan, config, shape, prefetch=False)
-        counts = {"task_first": first, "task_last": last}
-        return self.launch_of_tasks(plan, config, kernel, recipe, counts, counted, waits=waits)
-
-    def launch_of_tasks(
-        self,
-        plan: Plan,
-        config: Config,
-        kernel: Kernel,
-        recipe: Recipe,
-        counts: Mapping[str, int | OfCount],
-        counted: str = "",
-        *,
-        waits: bool = False,
-    ) -> Launch:
-        arrays = {name: (recipe, part) for name, part in _TASK.items()}
-        if counted:
-            arrays[COUNT] = recipe, counted
+        arrays = _tasks(recipe) | ({COUNT: (recipe, counted)} if counted else {})
+        counts: dict[str, int | OfCount] = {"task_first": first, "task_last": last}
         if waits:
-            arrays |= {CUT_ROW: (recipe, "cut_row"), CUT_START: (recipe, "cut_start")}
-            counts = {**counts, "slot_count": OfCount(recipe, "slots")}
+            more, slots = _waiting(recipe)
+            arrays, counts = {**arrays, **more}, {**counts, **slots}
         return self.launch(plan, config, kernel, self.row_grid(plan, config), arrays, counts)
 
     def row_grid(self, plan: Plan, config: Config, tasks: str = "task_count") -> Grid:
@@ -553,8 +551,10 @@ class _Build:
         grid: Grid,
         arrays: Mapping[str, tuple[Recipe, str]],
         counts: Mapping[str, int | OfCount],
+        also: Config | None = None,
     ) -> Launch:
-        header = self.header(plan, config)
+        """``also``: the config of programs that come before the others."""
+        header = self.header(plan, config, also)
         own = {name: (array.recipe, array.part) for name, array in self.planned.arrays.items()}
         function = launch.load(kernel, header)
         general = self.planned.sizes.general
@@ -563,12 +563,13 @@ class _Build:
             *(general, self.room),
         )
 
-    def header(self, plan: Plan, config: Config) -> str:
+    def header(self, plan: Plan, config: Config, also: Config | None) -> str:
         lines = [
             f'"""{_comment(plan.statement)}',
             "",
             *plan.describe(self.planned.shown()).splitlines(),
             f"config       {config}",
+            *([f"             {also} in the first programs"] if also else []),
             '"""',
         ]
         return "\n".join(lines)
@@ -593,7 +594,15 @@ def tile_grid(roles: Contraction, config: Config) -> Grid:
     return (*found, *(((ExtentArgument(v),), 1) for v in roles.grid))
 
 
-_TASK = {START: "start", END: "end", ROW: "row"}
+def _tasks(recipe: Recipe, of: str = "") -> dict[str, tuple[Recipe, str]]:
+    """The arrays of a schedule."""
+    return {START: (recipe, f"{of}start"), END: (recipe, f"{of}end"), ROW: (recipe, f"{of}row")}
+
+
+def _waiting(recipe: Recipe) -> tuple[dict[str, tuple[Recipe, str]], dict[str, OfCount]]:
+    """What programs know of the pieces of rows that wait for each other."""
+    arrays = {CUT_ROW: (recipe, "cut_row"), CUT_START: (recipe, "cut_start")}
+    return arrays, {"slot_count": OfCount(recipe, "slots")}
 
 
 def _comment(text: str) -> str:
