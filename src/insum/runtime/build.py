@@ -470,7 +470,8 @@ class _Build:
             views=(),
             numbers=(),
         )
-        config = replace(first_guess.first_guess(plan, self.extents), m=1, k=8, warps=warps)
+        # a row for each warp: most have few pieces
+        config = replace(first_guess.first_guess(plan, self.extents), m=warps, k=8, warps=warps)
         return plan, config, Shape(even_n=self.multiple(n) % config.n == 0, units=self.units())
 
     def workspace(self, plan: Plan, recipe: Recipe, waits: Config | None = None) -> Workspace:
