@@ -3,7 +3,11 @@
 Pieces of a row are in several programs. Each stores what it has in the workspace; that of the last
 piece, which is started behind all others, waits for them and takes the sum of all in their order.
 That they are there is told by marks behind the pieces. Memory for them comes as it is: the mark is
-a number that nothing else writes, and whoever waited for it takes it away.
+a number that nothing else writes, and whoever waited for it takes it away. So a workspace
+belongs to one call, and calls on several streams, or graphs that are replayed, share nothing.
+
+Nobody waits for ever: a program waits only for those of lower numbers, and devices start programs
+in the order of their numbers, as the scans of CUDA's own libraries rely on.
 """
 
 from __future__ import annotations
