@@ -512,6 +512,17 @@ def test_pieces_of_rows_are_put_together_in_wide_loads(dtype: torch.dtype, n: in
     assert loads(last)["<work>"] == {16}, last.launch.kernel.source
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_a_piece_is_told_of_after_the_stores_of_all_threads(dtype: torch.dtype) -> None:
+    """And whoever was told reads past its own cache."""
+    (one,) = launches(sparse(128, dtype, heavy=1500))
+    text = compile_one(one, "sm_90").assembly["ptx"]
+    stored, _, after = text.partition("atom.global.gpu.release.exch.b64")
+    assert "bar.sync" in stored[stored.rindex("st.global") :]
+    told = after.index("atom.global.gpu.acquire.or.b64")
+    assert "bar.sync" in after[told : after.index("ld.global.cg")]
+
+
 def test_odd_rows_and_unaligned_tensors_are_read_one_by_one() -> None:
     """What is not provable is not claimed."""
     for one in launches(sparse(99, torch.float16)):

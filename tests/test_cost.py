@@ -103,18 +103,21 @@ def test_rows_have_a_part_for_each_launch() -> None:
     many = spmm(
         rows=40_000, columns=40_000, n=128, entries=400_000, heavy=1500, dtype=torch.float32
     )
-    names = [part.name for part in predicted(many).parts]
-    assert names == ["long rows", "short rows", "sum of pieces"]
+    assert [part.name for part in predicted(many).parts] == ["long rows", "short rows"]
     short, long = first_choice(prepared(many), wishes_of(False))
+    assert short.split and predicted(many).launches == 2 * DEVICE.launch
     whole = predicted(many, dataclasses.replace(short, split=0), long)
-    assert [part.name for part in whole.parts] == [
-        "long rows",
-        "short rows",
-    ] and whole.launches < predicted(many).launches
+    assert whole.parts[0].programs < predicted(many).parts[0].programs, "pieces are more"
+    assert whole.launches == predicted(many).launches, "whoever has a row's last piece sums all"
 
 
-def test_few_entries_are_cut_so_that_one_launch_takes_them() -> None:
-    assert [part.name for part in predicted(rows()).parts] == ["short rows", "sum of pieces"]
+def test_few_entries_are_in_one_launch() -> None:
+    few = predicted(rows())
+    assert [part.name for part in few.parts] == ["long rows", "short rows"]
+    assert few.launches == DEVICE.launch
+    short, long = first_choice(prepared(rows()), wishes_of(False))
+    other = dataclasses.replace(long, warps=2 * long.warps)
+    assert predicted(rows(), short, other).launches == 2 * DEVICE.launch, "no launch has both"
 
 
 def test_the_histogram_of_row_lengths() -> None:

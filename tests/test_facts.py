@@ -262,32 +262,39 @@ def test_segments_of_more_rows_than_the_dtype_holds(
 
 
 def simulated(work: Made, out: np.ndarray, entries: np.ndarray, limit: int) -> None:
-    """What the kernels do: pieces of rows, into the output or into the workspace, then the
-    combination of the rows that were cut. ``out`` holds -1 where nothing was written.
+    """What the kernels do: pieces of rows, into the output or into the workspace; where the last of
+    a row is there, so are the others. ``out`` holds -1 where nothing was written.
     """
     arrays = {name: array.tolist() for name, array in work.arrays.items()}
-    many, cut = work.counts["tasks"], work.counts["cut"]
-    many, cut = min(many, *arrays.get("count", [many])), min(cut, *arrays.get("cut_count", [cut]))
-    workspace = np.full(work.counts["slots"], -1)
+    many, slots = work.counts["tasks"], work.counts["slots"]
+    many = min(many, *arrays.get("count", [many]))
+    workspace, summed = np.full(slots, -1), []
+    assert slots % 2 == 0, "what lies behind is aligned"
     for task in range(many):
         start, end, row = (arrays[name][task] for name in ("start", "end", "row"))
         assert 0 <= end - start <= limit
-        place, at = (out, row) if row >= 0 else (workspace, -1 - row)
-        assert place[at] == -1, "written twice"
-        place[at] = entries[start:end].sum()
-    for task in range(cut):
-        row, first, last = (arrays[f"cut_{name}"][task] for name in ("row", "start", "end"))
-        assert out[row] == -1 and last - first > 1
-        assert (workspace[first:last] >= 0).all(), "read before it was written"
-        out[row] = workspace[first:last].sum()
+        value, slot = entries[start:end].sum(), -1 - row
+        if slot >= 0:
+            assert workspace[slot] == -1, "written twice"
+            workspace[slot] = value
+            row, first = arrays["cut_row"][slot], arrays["cut_start"][slot]
+            assert 0 <= first <= slot and row >= -1
+            if row < 0:
+                continue
+            assert first < slot and (workspace[first : slot + 1] >= 0).all(), "not there yet"
+            value = workspace[first : slot + 1].sum()
+            summed.append((row, first, slot + 1))
+        assert out[row] == -1, "written twice"
+        out[row] = value
+    cut = min(work.counts["cut"], *arrays.get("sum_count", [work.counts["cut"]]))
+    by_rows = zip(*(arrays[f"sum_{name}"][:cut] for name in ("row", "start", "end")))
+    assert sorted(by_rows) == sorted(summed), "the same by rows"
 
 
 @QUICK
 @given(st.lists(st.integers(0, 150), min_size=1, max_size=12), st.integers(1, 80))
 def test_tasks_cover_every_entry_once(lengths: list[int], limit: int) -> None:
-    """Simulates the kernels: long pieces, short ones, then the combination of the rows that were
-    cut.
-    """
+    """Simulates the kernels: pieces and long rows, then short ones."""
     ends = np.cumsum(lengths)
     starts = ends - lengths
     work = made(tasks(of_lengths(lengths), limit))
@@ -302,13 +309,20 @@ def test_tasks_cover_every_entry_once(lengths: list[int], limit: int) -> None:
 def test_long_tasks_come_first(lengths: list[int], limit: int) -> None:
     work = made(tasks(of_lengths(lengths), limit))
     sizes = (work.arrays["end"] - work.arrays["start"]).tolist()
-    long = work.counts["long"]
-    assert all(size > SHORT for size in sizes[:long])
-    assert all(size <= SHORT for size in sizes[long:])
+    long, pieces = work.counts["long"], (work.arrays["row"] < 0).tolist()
+    assert all(size > SHORT or piece for size, piece in zip(sizes[:long], pieces))
+    assert all(size <= SHORT for size in sizes[long:]) and not any(pieces[long:])
     expected = sum(max(1, -(-n // limit)) for n in lengths)
     assert work.counts["tasks"] == len(sizes) == expected
     if max(lengths) > min(limit, SHORT):  # else all rows stay where they are
         assert sizes[long:] == sorted(sizes[long:], reverse=True), "a tile waits for the longest"
+
+
+def test_pieces_of_a_row_are_even() -> None:
+    """The longest of them decides how long the last piece waits."""
+    work = made(tasks(of_lengths([100, 7, 33]), 32))
+    sizes = (work.arrays["end"] - work.arrays["start"]).tolist()
+    assert sorted(sizes) == [7, 16, 17, 25, 25, 25, 25] and work.counts["slots"] == 6
 
 
 def test_short_rows_are_ordered_among_those_that_are_near(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +335,7 @@ def test_short_rows_are_ordered_among_those_that_are_near(monkeypatch: pytest.Mo
 
 def test_rows_that_are_short_enough_stay_whole() -> None:
     work = made(tasks(segments(torch.tensor([0, 0, 2]), 4), 2))
-    assert work.counts["slots"] == work.counts["cut"] == work.arrays["cut_row"].numel() == 0
+    assert work.counts["slots"] == work.arrays["cut_row"].numel() == 0
     assert sorted(work.arrays["row"].tolist()) == [0, 1, 2, 3]
 
 
@@ -380,9 +394,9 @@ def test_pieces_are_as_many_as_sizes_say(values: list[int], rows: int, limit: in
     assert work.counts == {"tasks": most, "slots": 2 * boundaries, "cut": boundaries}
     sizes = {name: array.numel() for name, array in work.arrays.items()}
     assert {sizes[name] for name in ("start", "end", "row")} == {most}
-    assert {sizes[name] for name in ("cut_row", "cut_start", "cut_end")} == {boundaries}
-    count, cut = (int(work.arrays[name]) for name in ("count", "cut_count"))
-    assert 0 <= count <= most and 0 <= cut <= boundaries
+    assert {sizes[name] for name in ("cut_row", "cut_start")} == {2 * boundaries}
+    count = int(work.arrays["count"])
+    assert 0 <= count <= most
     start, end = (work.arrays[name].tolist() for name in ("start", "end"))
     assert start[count:] == end[count:] == [0] * (most - count), "nothing to do beyond the last"
     assert all(s // limit == (e - 1) // limit for s, e in zip(start[:count], end[:count]))

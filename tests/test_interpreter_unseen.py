@@ -19,6 +19,7 @@ from torch import Tensor
 
 import insum
 from insum import facts, memory
+from insum.plan import first_guess
 from insum.runtime.program import Program
 from insum.runtime.prologue import made
 from insum.testing import Case, draw_cases
@@ -122,9 +123,17 @@ def test_other_sizes_are_the_same_program(launched: list[Program]) -> None:
     assert strategy_of(launched[0]) == "atomic"
 
 
-@pytest.mark.parametrize("edges", [1, 5, 63, 64, 65, 300])
-def test_deterministic_mode_sorts(edges: int, launched: list[Program]) -> None:
-    """Entries are cut into pieces of equal length, rows of many pieces among them."""
+@pytest.mark.parametrize(
+    ("edges", "launches"), [(1, 1), (5, 1), (63, 1), (64, 1), (65, 1), (300, 1), (1, 2), (300, 2)]
+)
+def test_deterministic_mode_sorts(
+    edges: int, launches: int, launched: list[Program], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries are cut into pieces of equal length, rows of many pieces among them; of much work
+    their sums have a launch of their own.
+    """
+    if launches == 2:
+        monkeypatch.setattr(first_guess, "ONE_LAUNCH", 0)
     v = graph(edges)
     v["d"] = torch.where(torch.rand(edges) < 0.5, 3, v["d"])
     torch.use_deterministic_algorithms(True)
@@ -135,6 +144,7 @@ def test_deterministic_mode_sorts(edges: int, launched: list[Program]) -> None:
         torch.use_deterministic_algorithms(False)
     assert {strategy_of(program) for program in launched} == {"segment"}
     assert len({id(program) for program in launched}) == 1, "no tier changes the order of sums"
+    assert len(launched[0].launches) == launches + (launched[0].check is not None)
 
 
 class Late:

@@ -11,6 +11,10 @@ from insum.plan.sizes import FITTED, OUT, WORK
 
 #: Arrays of a schedule, by what kernels call them.
 START, END, ROW, COUNT = "<start>", "<end>", "<row>", "<count>"
+#: Of the pieces of rows that were cut: the row that the last of them puts together, and the first.
+CUT_ROW, CUT_START = "<cut_row>", "<cut_start>"
+#: The same by rows that were cut: slots from one to another, for a row.
+SUM_START, SUM_END, SUM_ROW = "<sum_start>", "<sum_end>", "<sum_row>"
 #: Where offences are reported: flags of calls, who was first, the record; and the call's number.
 FLAGS, CLAIM, RECORD, CALL = "<flags>", "<claim>", "<record>", "<call>"
 _OWN = {

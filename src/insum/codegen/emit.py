@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
+from typing import TypeAlias
 
 from insum.codegen.arguments import CALL, FLAGS, Argument, Count, Passed, Pointer, annotation
 from insum.codegen.contract import Contract
@@ -36,6 +38,42 @@ def emit(
     return Emitter(Frame(plan, config, shape, prefetch, lazy)).kernel(name)
 
 
+#: What a kernel is written for.
+Written: TypeAlias = tuple[Plan, Config, Shape]
+
+
+def emit_joined(first: Written, second: Written, own: Mapping[str, Argument]) -> Kernel:
+    """One kernel of two whose programs come one behind the other: of tasks in tiles of different
+    kinds. ``own``: by its name, what the first of them is passed instead of what the second is;
+    its tasks begin with 0.
+    """
+    plan, config, shape = second
+    name, outer = kernel_name(plan.statement), Emitter(Frame(plan, config, shape))
+    outer.leave_if_flagged()
+    arguments, texts, calls = dict(outer.frame.arguments), [], []
+    for suffix, (plan, config, shape), others in (("first", first, own), ("second", second, {})):
+        frame = Frame(replace(plan, leaves=False), config, replace(shape, part=True), False)
+        part = kernel_name(plan.statement, suffix)
+        texts += Emitter(frame).function(part)
+        passed = {n: others.get(n, one) for n, one in frame.arguments.items()}
+        values = ["0" if others and n == "task_first" else passed[n].name for n in passed]
+        calls.append((part, frame, values))
+        arguments |= {one.name: one for one in passed.values()}
+    (one, frame, values), (other, _, rest) = calls
+    body = [
+        *outer.frame.stages[0],
+        frame.program_id(),
+        f"programs = {frame.row_programs(own['task_last'].name)}",
+        "if pid < programs:",
+        f"    {one}(pid, {', '.join(values)})",
+        "else:",
+        f"    {other}(pid - programs, {', '.join(rest)})",
+    ]
+    header = signature(name, arguments, wide=second[0].wide)
+    lines = [*prelude(texts), *texts, *header, *("    " + line for line in body)]
+    return Kernel(name, "\n".join(lines) + "\n", tuple(arguments.values()))
+
+
 def signature(name: str, arguments: Mapping[str, Argument], *, wide: bool) -> list[str]:
     """The head of a kernel. Numbers have fixed types and are never specialised: no size is compiled
     for.
@@ -57,6 +95,17 @@ class Emitter:
         self.output = Output(frame, self.reads, self.contract)
 
     def kernel(self, name: str) -> Kernel:
+        self.fill_stages()
+        return Kernel(name, self.write(name), tuple(self.frame.arguments.values()))
+
+    def function(self, name: str) -> list[str]:
+        """A function that a kernel calls with the number of a program."""
+        self.fill_stages()
+        arguments = _wrapped(["pid", *self.frame.arguments])
+        header = ["@triton.jit", f"def {name}(", *(f"    {line}," for line in arguments), "):"]
+        return [*header, *("    " + line for line in self.body()), "", ""]
+
+    def fill_stages(self) -> None:
         self.leave_if_flagged()
         self.frame.begin()
         self.leave_if_idle()
@@ -64,7 +113,6 @@ class Emitter:
         total = self.contract.write()
         self.frame.late = True
         self.output.finish(total)
-        return Kernel(name, self.write(name), tuple(self.frame.arguments.values()))
 
     def leave_if_flagged(self) -> None:
         """A call in place changes nothing where one of its indices was found out of range."""
@@ -87,6 +135,12 @@ class Emitter:
             self.frame.line(0, "    return")
 
     def write(self, name: str) -> str:
+        body = self.body()
+        header = signature(name, self.frame.arguments, wide=self.plan.wide)
+        lines = [*prelude(body), *header, *("    " + line if line else "" for line in body)]
+        return "\n".join(lines) + "\n"
+
+    def body(self) -> list[str]:
         body = list(self.frame.stages[0])
         inner: list[str] = []
         depth = 0
@@ -99,10 +153,7 @@ class Emitter:
             body.append("    " * depth + f"for {var}_i in range({bounds}):")
             depth += 1
         inner += self.frame.stages[1] + self.loop_text() + self.frame.stages[AFTER]
-        body += ["    " * depth + line for line in inner] + self.frame.tail
-        header = signature(name, self.frame.arguments, wide=self.plan.wide)
-        lines = [*prelude(body), *header, *("    " + line if line else "" for line in body)]
-        return "\n".join(lines) + "\n"
+        return body + ["    " * depth + line for line in inner] + self.frame.tail
 
     def loop_text(self) -> list[str]:
         indices = [line for _, line in self.frame.index_lines]

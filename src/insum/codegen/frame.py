@@ -13,7 +13,17 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from insum.codegen.arguments import COUNT, END, ROW, START, Argument, Count, ExtentArgument, Pointer
+from insum.codegen.arguments import (
+    COUNT,
+    CUT_ROW,
+    END,
+    ROW,
+    START,
+    Argument,
+    Count,
+    ExtentArgument,
+    Pointer,
+)
 from insum.codegen.values import Eager, Val
 from insum.lang.expr import Access, variables
 from insum.plan.config import Config
@@ -46,6 +56,8 @@ class Shape:
     pieces: bool = False  # a long reduction is cut into pieces, which meet in atomics
     apart: bool = False  # or rather go to a workspace, piece by piece
     counted: bool = False  # how many tasks there are is known on the device alone
+    waits: bool = False  # pieces of a row are summed by the program of the last
+    part: bool = False  # the kernel is a part of one, and given the number of its program
     units: tuple[tuple[str, int], ...] = ()  # extents that are passed in units
 
 
@@ -192,10 +204,14 @@ class Frame:
         self.loops()
         self.frame_lines = len(self.stages[2])
 
+    def program_id(self) -> str:
+        return "pid = tl.program_id(0)" + (".to(tl.int64)" if self.plan.wide else "")
+
     def program_ids(self) -> None:
         """The one-dimensional grid, unpacked with the fastest part first."""
         plan, roles = self.plan, self.plan.roles
-        self.line(0, "pid = tl.program_id(0)" + (".to(tl.int64)" if plan.wide else ""))
+        if not self.shape.part:
+            self.line(0, self.program_id())
         parts: list[tuple[str, str]] = []
         if roles.n:
             parts.append(("n_tile", f"tl.cdiv({self.axis_size(roles.n)}, {self.config.n})"))
@@ -243,12 +259,18 @@ class Frame:
     def m_count(self) -> str:
         if self.plan.segment is None or not self.plan.segment.tiled:
             return self.axis_size(self.plan.roles.m)
-        return " * ".join(
-            [
-                f"({self.arg(Count('task_last'))} - {self.arg(Count('task_first'))})",
-                *(self.size(v) for v in self.plan.roles.m[1:]),
-            ]
-        )
+        last, first = self.arg(Count("task_last")), self.arg(Count("task_first"))
+        return self.row_count(f"({last} - {first})")
+
+    def row_count(self, tasks: str) -> str:
+        return " * ".join([tasks, *(self.size(v) for v in self.plan.roles.m[1:])])
+
+    def row_programs(self, tasks: str) -> str:
+        """How many programs so many tasks take."""
+        roles, config = self.plan.roles, self.config
+        columns = [f"tl.cdiv({self.axis_size(roles.n)}, {config.n})"] if roles.n else []
+        grid = [self.size(v) for v in roles.grid]
+        return " * ".join([f"tl.cdiv({self.row_count(tasks)}, {config.m})", *columns, *grid])
 
     def axis_size(self, axis: tuple[str, ...]) -> str:
         return (
@@ -314,6 +336,10 @@ class Frame:
             ("M",),
         )
         self.vars[segment.row] = Val(f"{segment.row}_i", ("M",))
+        if self.shape.waits:
+            at = f"{self.arg(Pointer(CUT_ROW))} + (-1 - seg_row)"
+            loaded = f"tl.load({at}, mask=seg_row < 0, other=-2)"
+            self.line(0, f"cut_row = {self.widened(loaded)}", ("M",))
 
     def segment_bounds(self) -> None:
         segment = self.plan.segment

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+#: What says that a piece of a row is there: a number that neither arithmetic nor indices come to.
+MARK = 0x7FF7A3C5FFF2D10B
+
 #: Helpers that a kernel needs when it uses their name; Triton has no tanh of its own, and its
 #: maximum of a number and NaN is the number.
 PRELUDE = {
@@ -64,6 +67,31 @@ def insum_atomic_min(at, value, mask):
     else:
         old = tl.load(at, mask=mask, cache_modifier=".cg")
         tl.atomic_min(at, value, mask=mask & (value < old), sem="relaxed")
+
+
+''',
+    "insum_tell(": f'''@triton.jit
+def insum_tell(at, place, mask, rows: tl.constexpr):
+    """Tell other programs that the stores so far are done, those of all threads."""
+    tl.debug_barrier()
+    mark = tl.full([rows], {MARK}, tl.int64)
+    tl.atomic_xchg(at + place, mark, mask=mask, sem="release")
+
+
+''',
+    "insum_wait(": f'''@triton.jit
+def insum_wait(at, first, count, step, rows: tl.constexpr, width: tl.constexpr):
+    """Wait until others have told what they did, and leave nothing of that."""
+    nothing = tl.full([rows, width], 0, tl.int64)
+    for t in range(0, tl.cdiv(tl.max(count, axis=0), width)):
+        other = t * width + tl.arange(0, width)
+        awaited = other[None, :] < count[:, None]
+        place = (at + first * step)[:, None] + (other * step)[None, :]
+        missing = 1
+        while missing > 0:
+            found = tl.atomic_or(place, nothing, mask=awaited, sem="acquire")
+            missing = tl.max(tl.where(awaited & (found != {MARK}), 1, 0))
+        tl.store(place, nothing, mask=awaited)
 
 
 ''',

@@ -4,16 +4,15 @@ store.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from insum.codegen.arguments import Length, Pointer
 from insum.codegen.contract import MERGE, Contract
+from insum.codegen.cut_rows import CutRows, piece_stored
 from insum.codegen.frame import AFTER, REGISTERS, Frame
 from insum.codegen.functions import reduced
 from insum.codegen.reads import Reads, distinct
 from insum.codegen.values import Val, combine, union
-from insum.lang.expr import Access, Affine, Var, accesses, variables
-from insum.plan.sizes import OUT, WORK
+from insum.lang.expr import Access, Affine, Var, accesses
+from insum.plan.sizes import OUT
 
 
 class Output:
@@ -157,37 +156,16 @@ class Output:
     def store(self, value: Val) -> None:
         plan = self.plan
         if self.shape.apart:
-            self.store_piece(Val("piece", ()), value)
+            self.frame.line(AFTER, piece_stored(self.frame, self.contract, Val("piece", ()), value))
             return
-        if plan.split:
-            self.store_piece(Val("(-1 - seg_row)", ("M",)), value, [Val("(seg_row < 0)", ("M",))])
-        self.emit_store(
-            plan.target, value, extra=[Val("(seg_row >= 0)", ("M",))] if plan.split else []
-        )
-
-    def store_piece(self, slot: Val, value: Val, masks: Sequence[Val] = ()) -> None:
-        """A piece of a long sum goes to its slot of the workspace, a dense table over the kept
-        variables; but for the row, where it is a piece of one.
-        """
-        row = self.plan.segment.row if self.plan.segment else ""
-        offset = Val(slot.text + (".to(tl.int64)" if self.plan.wide else ""), slot.axes, 0)
-        for var in dict.fromkeys(v for v in variables(self.plan.target) if v != row):
-            offset = combine(
-                [
-                    Val(f"({offset.text}) * {self.frame.size(var)}", offset.axes),
-                    self.frame.vars[var],
-                ],
-                "+",
-            )
-        axes = union(offset.axes, value.axes)
-        masks = [*masks, *(m for a, m in self.frame.masks.items() if a in axes and a != "K")]
-        masked = f", mask={combine(masks, '&').over(axes)}" if masks else ""
-        self.frame.line(
-            AFTER,
-            f"tl.store({self.frame.arg(Pointer(WORK))} + {offset.over(axes)}, "
-            f"{self.contract.full(value, axes).text}{masked})",
-            axes,
-        )
+        if plan.split and self.shape.waits:
+            value = CutRows(self.frame, self.contract).put_together(value)
+        elif plan.split:
+            slot, is_piece = Val("(-1 - seg_row)", ("M",)), Val("(seg_row < 0)", ("M",))
+            line = piece_stored(self.frame, self.contract, slot, value, [is_piece])
+            self.frame.line(AFTER, line)
+        whole = [Val("(seg_row >= 0)", ("M",))] if plan.split else []
+        self.emit_store(plan.target, value, extra=whole)
 
     def whole(self, mask: Val, axes: tuple[str, ...]) -> Val:
         """A mask of one value as a full tile: the interpreter's atomics take a broadcast view for

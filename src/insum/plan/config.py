@@ -74,8 +74,9 @@ class Config:
 
 
 #: What is chosen for one product: a config for each kind of launch. Tiles and unrolled patterns
-#: have one; rows of a segmented output two, for short rows and for long ones, and ``split`` of the
-#: first is the length at which rows are cut.
+#: have one; rows of a segmented output two, for short rows, and for long ones and pieces of those
+#: that are cut: at the length that is ``split`` of the first. They are in one launch where there is
+#: little to do.
 Choice: TypeAlias = tuple[Config, ...]
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from insum.lang.expr import Access, accesses, variables
-from insum.plan import tiling
+from insum.plan import first_guess, tiling
 from insum.plan.config import Choice, Config
 from insum.plan.plan import Plan
 from insum.plan.tiling import SHORT
@@ -398,44 +398,31 @@ def _registers(plan: Plan, config: Config) -> int:
 
 
 def _rows(plan: Plan, extents: Mapping[str, int], choice: Choice, load: Load) -> list[LaunchCost]:
-    """Short and long rows apart, rows longer than the split cut into pieces, and the launch that
-    adds the pieces up.
+    """Short rows apart from long ones and pieces of rows that were cut, in a launch each or in one.
+    What brings pieces together is little beside the rest.
     """
     short, long = choice
     tasks = _tasks(load, short.split)
-    found = []
-    for name, config, mine in (
-        ("long rows", long, [t for t in tasks if t[0] > SHORT]),
-        ("short rows", short, [t for t in tasks if t[0] <= SHORT]),
-    ):
-        if mine:
-            found.append(_row_part(plan, extents, config, name, mine))
-    if short.split and any(length > short.split for length, _ in load.lengths):
-        slots = sum(
-            math.ceil(length / short.split) * rows
-            for length, rows in load.lengths
-            if length > short.split
+    found = [
+        _row_part(plan, extents, config, name, mine)
+        for name, config, mine in (
+            ("long rows", long, [t[:2] for t in tasks if t[0] > SHORT or t[2]]),
+            ("short rows", short, [t[:2] for t in tasks if t[0] <= SHORT and not t[2]]),
         )
-        found.append(
-            _row_part(
-                plan, extents, replace(long, m=1, k=8, warps=1), "sum of pieces", [(4.0, slots / 4)]
-            )
-        )
-    return found or [_row_part(plan, extents, short, "short rows", [(1.0, 1.0)])]
+        if mine
+    ] or [_row_part(plan, extents, short, "short rows", [(1.0, 1.0)])]
+    if first_guess.in_one_launch(choice, load.entries):
+        found[1:] = [replace(part, launches=0) for part in found[1:]]
+    return found
 
 
-def _tasks(load: Load, split: int) -> list[tuple[float, float]]:
-    """(length, how many), after rows longer than the split were cut."""
-    found: list[tuple[float, float]] = []
+def _tasks(load: Load, split: int) -> list[tuple[float, float, bool]]:
+    """(length, how many, whether they are pieces), after rows longer than the split were cut."""
+    found: list[tuple[float, float, bool]] = []
     for length, rows in load.lengths:
-        if split and length > split:
-            found += [
-                (split, rows * (length // split)),
-                (max(1, length % split), rows if length % split else 0),
-            ]
-        else:
-            found.append((length, rows))
-    return [(length, rows) for length, rows in found if rows]
+        pieces = math.ceil(length / split) if split else 1
+        found.append((length / pieces, rows * pieces, pieces > 1))
+    return found
 
 
 def _row_part(

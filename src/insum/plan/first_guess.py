@@ -47,8 +47,10 @@ SPLIT_ALONE, SPLIT_AT = 16, 128
 LEAVE_WHOLE = 64
 #: Below so many entries rows are left whole, for one launch is all that it is worth.
 MANY_LAUNCHES = 4096
-#: Below so many entries a launch costs more than balance gains: rows are cut so short that all
-#: pieces go into one launch.
+#: Below so many entries a launch costs more than what its programs could gain by registers of their
+#: own: short and long rows have one.
+ONE_LAUNCH = 2**18
+#: Below so many entries the device is not full of whole rows, and they are cut short.
 FEW_ENTRIES, CUT_FEW = 2**18, 32
 #: And shorter still below so many.
 FEWER_ENTRIES, CUT_FEWER = 100_000, 16
@@ -161,7 +163,16 @@ def first_choice(
         guess = _for_few_rows(guess)
     elif split and entries < FEW_ENTRIES:
         guess = _for_pieces(guess)
-    return replace(guess, split=split), long_rows(plan, extents)
+    long = _short_pieces(guess) if 0 < split <= SHORT else _for_rows(plan, extents, long=True)
+    if entries < ONE_LAUNCH:
+        long = replace(long, warps=guess.warps, stages=guess.stages)
+    return replace(guess, split=split), long
+
+
+def in_one_launch(choice: Choice, entries: float) -> bool:
+    """Whether short rows and long ones are in one launch, of programs that have as many warps."""
+    short, long = choice
+    return entries < ONE_LAUNCH and short.warps == long.warps
 
 
 def suited(plan: Plan, choice: Choice, architecture: str) -> Choice:
@@ -392,8 +403,10 @@ def _for_pieces(guess: Config) -> Config:
     return replace(guess, m=max(1, guess.m // 2), warps=1)
 
 
-def long_rows(plan: Plan, extents: Mapping[str, int]) -> Config:
-    return _for_rows(plan, extents, long=True)
+def _short_pieces(short: Config) -> Config:
+    """Pieces of rows that were cut short, in as few steps as registers allow."""
+    k = max(1, min(SPLIT_ALONE, 1024 * short.warps // short.n))
+    return replace(short, m=max(1, min(64, 512 * short.warps // (short.n * k))), k=k)
 
 
 def _for_sum(plan: Plan, extents: Mapping[str, int]) -> Config:

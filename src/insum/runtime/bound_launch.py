@@ -23,14 +23,14 @@ from insum.codegen.arguments import (
     Pointer,
     Stride,
 )
+from insum.codegen.cut_rows import beside_rows
 from insum.compat import calls
 from insum.errors import UnsupportedError
-from insum.lang.expr import Access
 from insum.plan.plan import Plan
 from insum.plan.recipes import OfCount, OfLength, Recipe, SizeExpr, size_of
 from insum.plan.sizes import ALIGNED, FITTED, OUT, WORK
 from insum.runtime import binaries, compiling, launch, workers
-from insum.runtime.program import WIDE, Launch
+from insum.runtime.program import WIDE, Grid, Launch
 from insum.runtime.prologue.made import Made
 
 MOST_PROGRAMS = 2**31
@@ -90,11 +90,15 @@ class CallNumbers:
 
     def programs(self, one: Launch, counts: Mapping[str, int]) -> int:
         """How many programs a launch has."""
+        grids = (one.grid,) if one.before is None else (one.before, one.grid)
+        return sum(self.tiles(one.plan, grid, counts) for grid in grids)
+
+    def tiles(self, plan: Plan, grid: Grid, counts: Mapping[str, int]) -> int:
         found = 1
-        for axis, tile in one.grid:
+        for axis, tile in grid:
             size = 1
             for a in axis:
-                size *= counts[a.what] if isinstance(a, Count) else self.extent(one.plan, a.var)
+                size *= counts[a.what] if isinstance(a, Count) else self.extent(plan, a.var)
             found *= -(-size // tile)
         return found
 
@@ -114,7 +118,7 @@ class CallNumbers:
 
     def stride(self, one: Launch, tensor: str, dim: int) -> int:
         if tensor == WORK:
-            return math.prod(self.extent(one.plan, v) for v in _work_order(one.plan)[dim:])
+            return math.prod(self.extent(one.plan, v) for v in beside_rows(one.plan)[dim:])
         if tensor == OUT and OUT not in self.tensors:
             return math.prod(self.shape[dim + 1 :])
         if tensor in one.arrays:
@@ -324,9 +328,3 @@ def _is_long(one: BoundLaunch) -> bool:
 def plain_number(value: Any) -> Any:
     """A truth value counts as a number in a kernel."""
     return int(value) if isinstance(value, bool) else value
-
-
-def _work_order(plan: Plan) -> list[str]:
-    """The variables of a workspace behind its slots."""
-    indices = [i for f in plan.factors if isinstance(f, Access) for i in f.indices]
-    return [str(i.var) for i in indices[1:]]

@@ -8,10 +8,25 @@ from dataclasses import replace
 
 import torch
 
-from insum.codegen.arguments import COUNT, END, ROW, START, Count, ExtentArgument
+from insum.codegen.arguments import (
+    COUNT,
+    CUT_ROW,
+    CUT_START,
+    END,
+    ROW,
+    START,
+    SUM_END,
+    SUM_ROW,
+    SUM_START,
+    Argument,
+    Count,
+    ExtentArgument,
+    Pointer,
+)
 from insum.codegen.checking import BLOCK, emit_check
 from insum.codegen.copies import emit_aligning, emit_fitting, rows_at_once
-from insum.codegen.emit import Kernel, Shape, emit
+from insum.codegen.cut_rows import beside_rows
+from insum.codegen.emit import Kernel, Shape, Written, emit, emit_joined
 from insum.codegen.unrolled import emit_unrolled, parts
 from insum.lang.bind import Problem
 from insum.lang.expr import Access, accesses, fresh, index_of, variables
@@ -38,7 +53,16 @@ from insum.plan.roles import Contraction, Roles, contraction
 from insum.plan.sizes import ALIGNED, FITTED, NEW, OUT, WORK, Strides, power_of_two
 from insum.plan.uses import Use
 from insum.runtime import launch
-from insum.runtime.program import WIDE, CopyRoom, Grid, Launch, ProductLaunches, Program, Room
+from insum.runtime.program import (
+    WIDE,
+    CopyRoom,
+    Grid,
+    Launch,
+    ProductLaunches,
+    Program,
+    Room,
+    Workspace,
+)
 
 #: Entries of the pieces that a sorted index tensor is cut into which was never seen.
 UNSEEN_PIECE = 64
@@ -130,7 +154,7 @@ class _Build:
         self.plan, self.extents = planned.plan, planned.extents
 
     def step(
-        self, launches: Sequence[Launch], *, atomic: bool = False, workspace: SizeExpr = ()
+        self, launches: Sequence[Launch], *, atomic: bool = False, workspace: Workspace = ()
     ) -> ProductLaunches:
         used = {*variables(self.plan.target), *(v for f in self.plan.factors for v in variables(f))}
         made = dict(self.plan.made)
@@ -257,7 +281,7 @@ class _Build:
             kept = dict.fromkeys(variables(self.plan.target))
             made = dict(self.plan.made)
             workspace = (pieces, *(one for v in kept for one in made.get(v, (OfExtent(v),))))
-            return self.step((one, self.together(pieces)), workspace=workspace)
+            return self.step((one, self.together(pieces)), workspace=(workspace,))
         return self.step((one,), atomic=self.plan.strategy == "atomic" or pieces > 1)
 
     def fitted(self, fit: Fit) -> tuple[Launch, CopyRoom]:
@@ -344,76 +368,97 @@ class _Build:
             return self.unseen_rows(base, short)
         longest = self.planned.longest
         recipe = Tasks(base, short.split or max(1, longest))  # type: ignore[arg-type]
-        plan = replace(self.plan, split=bool(short.split) and longest > short.split)
+        split = bool(short.split) and longest > short.split
+        plan = replace(self.plan, split=split)
         tasks, longer = OfCount(recipe, "tasks"), OfCount(recipe, "long")
-        launches = [self.row_launch(plan, short, recipe, longer, tasks)]
-        if min(longest, recipe.limit) > tiling.SHORT:
-            launches.insert(0, self.row_launch(plan, long, recipe, 0, longer))
-        if plan.split:
-            launches.append(self.combine(plan, recipe, OfCount(recipe, "cut")))
+        if longest <= tiling.SHORT and not split:
+            return self.step([self.row_launch(plan, short, recipe, longer, tasks)])
+        if first_guess.in_one_launch(self.choice, self.planned.entries):
+            workspace = self.workspace(plan, recipe, long)
+            return self.step([self.joined_rows(plan, recipe)], workspace=workspace)
+        launches = (
+            self.row_launch(plan, long, recipe, 0, longer),
+            self.sums_and_rows(plan, recipe)
+            if split
+            else self.row_launch(plan, short, recipe, longer, tasks),
+        )
         return self.step(launches, workspace=self.workspace(plan, recipe))
+
+    def joined_rows(self, plan: Plan, recipe: Recipe) -> Launch:
+        """Pieces and long rows in the first programs of a launch, short rows in the others."""
+        _, long = self.choice
+        first = plan, long, replace(self.row_shape(long), waits=plan.split)
+        before = first, self.row_grid(plan, long, "task_first")
+        arrays, counts = _waiting(recipe) if plan.split else ({}, {})
+        return self.before_short_rows(
+            recipe, before, {"task_last": Count("task_first")}, arrays, counts
+        )
+
+    def sums_and_rows(self, plan: Plan, recipe: Recipe) -> Launch:
+        """The rows that were cut, put together out of the workspace by the first programs of a
+        launch; short rows in the others.
+        """
+        sums = self.sum_of_pieces(plan, self.choice[0].warps)
+        before = sums, self.row_grid(sums[0], sums[1], "cut_count")
+        parts = {SUM_START: START, SUM_END: END, SUM_ROW: ROW}
+        own: dict[str, Argument] = {Pointer(old).name: Pointer(new) for new, old in parts.items()}
+        arrays = {name: (recipe, name[1:-1]) for name in parts}
+        counts = {"cut_count": OfCount(recipe, "cut")}
+        own["task_last"] = Count("cut_count")
+        return self.before_short_rows(recipe, before, own, arrays, counts)
+
+    def before_short_rows(
+        self,
+        recipe: Recipe,
+        before: tuple[Written, Grid],
+        own: Mapping[str, Argument],
+        arrays: Mapping[str, tuple[Recipe, str]],
+        counts: Mapping[str, OfCount],
+    ) -> Launch:
+        """Short rows in the programs of a launch that come behind those of something else, which
+        has arguments of its own.
+        """
+        first, grid = before
+        short = self.choice[0]
+        kernel = emit_joined(first, (self.plan, short, self.row_shape(short)), own)
+        tasks = {"task_first": OfCount(recipe, "long"), "task_last": OfCount(recipe, "tasks")}
+        one = self.launch(
+            *(self.plan, short, kernel, self.row_grid(self.plan, short)),
+            *({**_tasks(recipe), **arrays}, {**tasks, **counts}),
+            also=first[1],
+        )
+        return replace(one, before=grid)
 
     def unseen_rows(self, base: Sorted, config: Config) -> ProductLaunches:
         """Rows of which nothing is known: their entries are cut into pieces of equal length."""
         recipe = Pieces(base, UNSEEN_PIECE)
         plan = replace(self.plan, split=True)
-        most = OfCount(recipe, "tasks")
-        launches = (
-            self.row_launch(plan, config, recipe, 0, most, counted="count"),
-            self.combine(plan, recipe, OfCount(recipe, "cut"), counted="cut_count"),
-        )
+        most, waits = OfCount(recipe, "tasks"), self.planned.entries < first_guess.ONE_LAUNCH
+        rows = self.row_launch(plan, config, recipe, 0, most, counted="count", waits=waits)
+        launches = [rows] if waits else [rows, self.unseen_sums(plan, recipe)]
         planned = replace(self.planned, fill=True)  # rows without entries have no task
-        return replace(self.step(launches, workspace=self.workspace(plan, recipe)), planned=planned)
+        workspace = self.workspace(plan, recipe, config if waits else None)
+        return replace(self.step(launches, workspace=workspace), planned=planned)
 
-    def others(self, plan: Plan) -> list[str]:
-        assert plan.segment is not None
-        return [v for v in variables(plan.target) if v != plan.segment.row]
-
-    def workspace(self, plan: Plan, recipe: Recipe) -> SizeExpr:
-        if not plan.split:
-            return ()
-        return (OfCount(recipe, "slots"), *(OfExtent(v) for v in self.others(plan)))
-
-    def row_launch(
-        self,
-        plan: Plan,
-        config: Config,
-        recipe: Recipe,
-        first: int | OfCount,
-        last: int | OfCount,
-        counted: str = "",
-    ) -> Launch:
-        shape = replace(self.shape(config), even_m=False, inner=1, counted=bool(counted))
-        kernel = emit(plan, config, shape, prefetch=False)
-        arrays = {name: (recipe, part) for name, part in _TASK.items()}
-        if counted:
-            arrays[COUNT] = recipe, counted
-        counts = {"task_first": first, "task_last": last}
+    def unseen_sums(self, plan: Plan, recipe: Recipe) -> Launch:
+        plan, config, shape = self.sum_of_pieces(plan, 1)
+        kernel = emit(plan, config, replace(shape, counted=True), prefetch=False, suffix=PIECES)
+        arrays = {**_tasks(recipe, "sum_"), COUNT: (recipe, "sum_count")}
+        counts: dict[str, int | OfCount] = {"task_first": 0, "task_last": OfCount(recipe, "cut")}
         return self.launch(plan, config, kernel, self.row_grid(plan, config), arrays, counts)
 
-    def row_grid(self, plan: Plan, config: Config) -> Grid:
-        beside = tuple(ExtentArgument(v) for v in plan.roles.m[1:])
-        found: list[tuple[tuple[ExtentArgument | Count, ...], int]] = [
-            ((Count("task_count"), *beside), config.m)
-        ]
-        if plan.roles.n:
-            found.append((tuple(ExtentArgument(v) for v in plan.roles.n), config.n))
-        return (*found, *(((ExtentArgument(v),), 1) for v in plan.roles.grid))
-
-    def combine(self, plan: Plan, recipe: Recipe, count: OfCount, counted: str = "") -> Launch:
-        """Add up the pieces of each cut row: the same kind of kernel, over the workspace."""
-        segment = plan.segment
+    def sum_of_pieces(self, plan: Plan, warps: int) -> Written:
+        """Adds up the pieces of each cut row: the same kind of kernel, over the workspace."""
+        segment, n = plan.segment, plan.roles.n
         assert segment is not None
-        others = self.others(plan)
+        others = beside_rows(plan)
         read = Access(WORK, (index_of(segment.var), *(index_of(v) for v in others)))
-        n = plan.roles.n
         grid = tuple(v for v in others if v not in n)
-        roles = Contraction((segment.row,), n, (segment.var,), (), (), grid, False, post=(0,))
         strides = dict(plan.strides) | {WORK: self.work_strides(others)}
         plan = replace(
             plan,
             factors=(read,),
-            roles=roles,
+            roles=Contraction((segment.row,), n, (segment.var,), (), (), grid, False, post=(0,)),
             segment=Segment(segment.row, segment.var, True),
             home=None,
             split=False,
@@ -425,15 +470,54 @@ class _Build:
             views=(),
             numbers=(),
         )
-        config = replace(first_guess.first_guess(plan, self.extents), m=1, k=8, warps=1)
-        even = self.multiple(n) % config.n == 0
-        shape = Shape(even_n=even, counted=bool(counted), units=self.units())
-        kernel = emit(plan, config, shape, prefetch=False, suffix=PIECES)
-        arrays = {name: (recipe, f"cut_{part}") for name, part in _TASK.items()}
-        if counted:
-            arrays[COUNT] = recipe, counted
-        counts: dict[str, int | OfCount] = {"task_first": 0, "task_last": count}
+        # a row for each warp: most have few pieces
+        config = replace(first_guess.first_guess(plan, self.extents), m=warps, k=8, warps=warps)
+        return plan, config, Shape(even_n=self.multiple(n) % config.n == 0, units=self.units())
+
+    def workspace(self, plan: Plan, recipe: Recipe, waits: Config | None = None) -> Workspace:
+        """Pieces of rows; where programs wait for each other, a mark of 8 bytes for every tile."""
+        if not plan.split:
+            return ()
+        slots, kept, n = OfCount(recipe, "slots"), beside_rows(plan), plan.roles.n
+        pieces: SizeExpr = (slots, *(OfExtent(v) for v in kept))
+        if waits is None:
+            return (pieces,)
+        others = [OfExtent(v) for v in kept if v not in n]
+        tiles = [CeilDivided(OfExtent(v), waits.n if v == n[0] else 1) for v in n]
+        words = 8 // WIDE[plan.accumulator].itemsize
+        return pieces, (words, slots, *others, *tiles)
+
+    def row_shape(self, config: Config) -> Shape:
+        return replace(self.shape(config), even_m=False, inner=1)
+
+    def row_launch(
+        self,
+        plan: Plan,
+        config: Config,
+        recipe: Recipe,
+        first: int | OfCount,
+        last: int | OfCount,
+        *,
+        counted: str = "",
+        waits: bool = False,
+    ) -> Launch:
+        shape = replace(self.row_shape(config), counted=bool(counted), waits=waits)
+        kernel = emit(plan, config, shape, prefetch=False)
+        arrays = _tasks(recipe) | ({COUNT: (recipe, counted)} if counted else {})
+        counts: dict[str, int | OfCount] = {"task_first": first, "task_last": last}
+        if waits:
+            more, slots = _waiting(recipe)
+            arrays, counts = {**arrays, **more}, {**counts, **slots}
         return self.launch(plan, config, kernel, self.row_grid(plan, config), arrays, counts)
+
+    def row_grid(self, plan: Plan, config: Config, tasks: str = "task_count") -> Grid:
+        beside = tuple(ExtentArgument(v) for v in plan.roles.m[1:])
+        found: list[tuple[tuple[ExtentArgument | Count, ...], int]] = [
+            ((Count(tasks), *beside), config.m)
+        ]
+        if plan.roles.n:
+            found.append((tuple(ExtentArgument(v) for v in plan.roles.n), config.n))
+        return (*found, *(((ExtentArgument(v),), 1) for v in plan.roles.grid))
 
     def work_strides(self, others: Sequence[str]) -> Strides:
         """Of the workspace: slots, and behind them the other variables of the output."""
@@ -468,8 +552,10 @@ class _Build:
         grid: Grid,
         arrays: Mapping[str, tuple[Recipe, str]],
         counts: Mapping[str, int | OfCount],
+        also: Config | None = None,
     ) -> Launch:
-        header = self.header(plan, config)
+        """``also``: the config of programs that come before the others."""
+        header = self.header(plan, config, also)
         own = {name: (array.recipe, array.part) for name, array in self.planned.arrays.items()}
         function = launch.load(kernel, header)
         general = self.planned.sizes.general
@@ -478,12 +564,13 @@ class _Build:
             *(general, self.room),
         )
 
-    def header(self, plan: Plan, config: Config) -> str:
+    def header(self, plan: Plan, config: Config, also: Config | None) -> str:
         lines = [
             f'"""{_comment(plan.statement)}',
             "",
             *plan.describe(self.planned.shown()).splitlines(),
             f"config       {config}",
+            *([f"             {also} in the first programs"] if also else []),
             '"""',
         ]
         return "\n".join(lines)
@@ -508,7 +595,15 @@ def tile_grid(roles: Contraction, config: Config) -> Grid:
     return (*found, *(((ExtentArgument(v),), 1) for v in roles.grid))
 
 
-_TASK = {START: "start", END: "end", ROW: "row"}
+def _tasks(recipe: Recipe, of: str = "") -> dict[str, tuple[Recipe, str]]:
+    """The arrays of a schedule."""
+    return {START: (recipe, f"{of}start"), END: (recipe, f"{of}end"), ROW: (recipe, f"{of}row")}
+
+
+def _waiting(recipe: Recipe) -> tuple[dict[str, tuple[Recipe, str]], dict[str, OfCount]]:
+    """What programs know of the pieces of rows that wait for each other."""
+    arrays = {CUT_ROW: (recipe, "cut_row"), CUT_START: (recipe, "cut_start")}
+    return arrays, {"slot_count": OfCount(recipe, "slots")}
 
 
 def _comment(text: str) -> str:

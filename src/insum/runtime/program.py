@@ -23,13 +23,16 @@ from insum.plan.recipes import OfCount, Recipe, SizeExpr
 from insum.plan.sizes import OUT, WORK
 from insum.plan.uses import Use
 
-__all__ = ["OUT", "WIDE", "WORK", "Grid", "Launch", "ProductLaunches", "Program"]
+__all__ = ["OUT", "WIDE", "WORK", "Grid", "Launch", "ProductLaunches", "Program", "Workspace"]
 
 WIDE = {"float32": torch.float32, "float64": torch.float64, "int64": torch.int64}
 
 #: How many programs there are: the product of ``ceil(product of sizes / tile)``.
 Grid: TypeAlias = tuple[tuple[tuple[ExtentArgument | Count, ...], int], ...]
 
+
+#: What lies in the workspace of a product, one behind the other, in numbers of the accumulator.
+Workspace: TypeAlias = tuple[SizeExpr, ...]
 
 #: Kernels of one statement that are written for their class of sizes; what comes later shares
 #: kernels for all sizes.
@@ -64,6 +67,7 @@ class Launch:
         arrays: by the names that the kernel has for them, arrays that recipes make: which recipe,
             and which of its arrays.
         counts: numbers of the launch, known now or given by a recipe.
+        before: programs of the launch that come before those of ``grid``.
         general: whether it serves all sizes and strides: no use is made of aligned pointers.
         room: where its variants are counted.
         variants: what was compiled, by the types of the pointers and by which are not aligned.
@@ -81,6 +85,7 @@ class Launch:
     counts: Mapping[str, int | OfCount]
     general: bool = False
     room: Room | None = None
+    before: Grid | None = None
     variants: dict[tuple[Any, ...], dict[int, Any]] = field(default_factory=dict)
     types: tuple[str, ...] = field(init=False)
     indices: frozenset[str] = field(init=False)
@@ -115,7 +120,7 @@ class ProductLaunches:
 
     planned: Planned
     launches: tuple[Launch, ...]
-    workspace: SizeExpr  # sizes of the workspace for pieces of rows, or ()
+    workspace: Workspace  # for pieces of sums, or ()
     atomic: bool
     choice: Choice
     variables: tuple[str, ...]  # where one of them has no values, there is nothing to do

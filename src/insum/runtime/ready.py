@@ -182,9 +182,9 @@ def _bound(
         return _copies(step.copies, sizes, device), launches
     if not step.workspace:
         return (), launches
-    shape = tuple(sizes.expr((one,)) for one in step.workspace)
+    count = sum(sizes.expr(one) for one in step.workspace)
     held = WIDE[step.planned.plan.accumulator]
-    return (((WORK, calls.maker(shape, held, device)),) if shape[0] else ()), launches
+    return (((WORK, calls.maker((count,), held, device)),) if count else ()), launches
 
 
 def _copies(copies: tuple[CopyRoom, ...], sizes: CallNumbers, device: torch.device) -> Rooms:

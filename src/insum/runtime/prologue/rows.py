@@ -104,8 +104,9 @@ def composed(source: Tensor, anchor: Tensor, order: Tensor, dims: tuple[int, ...
 
 
 def tasks(base: Made, limit: int) -> Result:
-    """Cut rows into pieces of at most ``limit`` entries, long pieces first; ``row`` is the output
-    row, or ``-1 - slot`` of the workspace.
+    """Cut rows into even pieces of at most ``limit`` entries. Pieces and long rows come first, and
+    of a row that was cut the last piece behind its others. ``row`` is the output row, or
+    ``-1 - slot`` of the workspace.
     """
     start, end, entries = base.arrays["start"], base.arrays["end"], base.counts["entries"]
     if 0 < base.summary.longest <= min(limit, SHORT):
@@ -114,39 +115,58 @@ def tasks(base: Made, limit: int) -> Result:
     # arrays is a noticeable part of all memory.
     small = torch.int32 if entries < 2**31 and start.numel() < 2**31 else torch.int64
     most = start.numel() + entries // limit  # of pieces; the rest stays empty
-    cut = (end - start).add_(limit - 1).div_(limit, rounding_mode="floor").clamp_(min=1).to(small)
+    length = end - start
+    cut = (length + (limit - 1)).div_(limit, rounding_mode="floor").clamp_(min=1).to(small)
     last = cut.cumsum(0, dtype=small)
-    first = torch.arange(most, device=cut.device, dtype=small)
-    row = torch.searchsorted(last, first, right=True, out_int32=small is torch.int32)
+    number = torch.arange(most, device=cut.device, dtype=small)
+    row = torch.searchsorted(last, number, right=True, out_int32=small is torch.int32)
     row.clamp_(max=max(0, start.numel() - 1))
-    there = first < last[-1:]
-    first.sub_((last - cut)[row]).mul_(limit).add_(start[row])
-    stop = torch.minimum(first + limit, end[row])
-    split = (cut[row] > 1) & there
-    total, slot_count, cut_count = last[-1], split.sum(), (cut > 1).sum()
+    total, there = last[-1], number < last[-1:]
+    number.sub_((last - cut)[row])  # of each piece in its row
     del last
-    row = torch.where(split, -split.cumsum(0, dtype=small), row)
-    length = torch.where(there, stop - first, -1)
-    long = (length > SHORT).sum()
-    order = torch.argsort(_among_tasks(length), stable=True)
-    del length, split, there
-    arrays = {"start": first[order].to(small), "end": stop[order].to(small), "row": row[order]}
+    length, cut = length[row], cut[row]
+    first = (number * (length // cut)).add_(torch.minimum(number, length % cut)).add_(start[row])
+    length = length.add_(cut).sub_(1).sub_(number).div_(cut, rounding_mode="floor")
+    split = (cut > 1) & there
+    is_last = split & (number + 1 == cut)
+    slot = split.cumsum(0, dtype=small)
+    opens = slot - 1 - number  # the slot of its row's first piece
+    ends, most_cut = torch.where(is_last, row, -1), entries // limit
+    arrays = _chosen(split, min(most, 2 * most_cut), small, cut_row=ends, cut_start=opens)
+    arrays |= _chosen(is_last, most_cut, small, sum_row=row, sum_start=opens, sum_end=slot)
+    row, slot_count, cut_count = torch.where(split, -slot, row), split.sum(), is_last.sum()
+    del number, cut, slot, opens, ends, is_last
+    length = torch.where(there, length, -1)
+    is_long = split | (length > SHORT)
+    long, stop = is_long.sum(), first + length
+    order = torch.argsort(_among_tasks(length, is_long), stable=True)
+    del length, split, is_long, there
+    arrays |= {"start": first[order].to(small), "end": stop[order].to(small), "row": row[order]}
     del first, stop, row, order
-    rows = torch.argsort((cut <= 1).to(torch.int8), stable=True)  # those that were cut come first
-    cut = torch.where(cut > 1, cut, 0)[rows]
-    slot_end = cut.cumsum(0, dtype=small)
-    arrays |= {"cut_row": rows.to(small), "cut_start": slot_end - cut, "cut_end": slot_end}
 
     def finish(numbers: Sequence[int]) -> Made:
         total, long, slot_count, cut_count = numbers
-        counts = {"tasks": total, "long": long, "slots": slot_count, "cut": cut_count}
-        lengths = {n: cut_count if n.startswith("cut") else total for n in arrays}
-        return Made({n: _first(array, lengths[n]) for n, array in arrays.items()}, counts)
+        # an even number, so that what lies behind the slots is aligned
+        counts = {"tasks": total, "long": long, "slots": slot_count + slot_count % 2}
+        lengths = {"cut": slot_count, "sum": cut_count}
+        found = {n: _first(array, lengths.get(n[:3], total)) for n, array in arrays.items()}
+        return Made(found, {**counts, "cut": cut_count})
 
     return awaited(arrays, [total, long, slot_count, cut_count], finish)
 
 
-def _among_tasks(length: Tensor) -> Tensor:
+def _chosen(mask: Tensor, most: int, dtype: torch.dtype, **arrays: Tensor) -> dict[str, Tensor]:
+    """Of arrays those elements that a mask chooses, one behind the other; zeros up to ``most``.
+
+    >>> _chosen(torch.tensor([False, True, True]), 3, torch.int32, a=torch.arange(3))
+    {'a': tensor([1, 2, 0], dtype=torch.int32)}
+    """
+    place = torch.where(mask, mask.cumsum(0) - 1, most)
+    blank = torch.zeros(most + 1, dtype=dtype, device=mask.device)
+    return {n: blank.scatter(0, place, one.to(dtype))[:most] for n, one in arrays.items()}
+
+
+def _among_tasks(length: Tensor, is_long: Tensor) -> Tensor:
     """Numbers that tasks of these lengths are ordered by; those of -1 entries come last.
 
     Of long ones their class. Short ones share tiles, which wait for the longest of them: they are
@@ -155,9 +175,9 @@ def _among_tasks(length: Tensor) -> Tensor:
     """
     at = torch.arange(length.numel(), device=length.device, dtype=length.dtype)
     short = at.div_(WINDOW, rounding_mode="floor").mul_(SHORT + 1).add_(SHORT).sub_(length)
-    long = -length.clamp(min=1).log2().ceil_().to(length.dtype)
+    long = -1 - length.clamp(min=1).log2().ceil_().to(length.dtype)
     last = torch.iinfo(length.dtype).max
-    return torch.where(length < 0, last, torch.where(length > SHORT, long, short))
+    return torch.where(length < 0, last, torch.where(is_long, long, short))
 
 
 def _first(array: Tensor, count: int) -> Tensor:
@@ -170,7 +190,7 @@ def _one_task_each(start: Tensor, end: Tensor) -> Made:
     row = torch.arange(start.numel(), device=start.device, dtype=start.dtype)
     none = start[:0]
     arrays = {"start": start, "end": end, "row": row}
-    arrays |= {"cut_row": none, "cut_start": none, "cut_end": none}
+    arrays |= dict.fromkeys(("cut_row", "cut_start", "sum_row", "sum_start", "sum_end"), none)
     return Made(arrays, {"tasks": start.numel(), "long": 0, "slots": 0, "cut": 0})
 
 
@@ -199,21 +219,18 @@ def pieces(base: Made, limit: int) -> Result:
     split = there & ~whole
     slot = split.long().cumsum(0)
     target = torch.where(split, -slot, of)
-    opens = split & (first == start.long()[of])  # the first piece of a row that was cut
-    nth = torch.where(opens, opens.long().cumsum(0) - 1, boundaries)
-    blank = torch.zeros(boundaries + 1, dtype=torch.int64, device=device)
-    cut_row = blank.scatter(0, nth, of)[:boundaries]
-    cut_start = blank.scatter(0, nth, slot - 1)[:boundaries]
-    count = (end.long()[cut_row] - 1) // limit - start.long()[cut_row] // limit + 1
+    opens = slot - 1 - (first // limit - start.long()[of] // limit)  # its row's first piece
+    is_last = split & (stop == end.long()[of])
+    ends = torch.where(is_last, of, -1)
+    by_slot = _chosen(split, 2 * boundaries, small, cut_row=ends, cut_start=opens)
+    by_row = _chosen(is_last, boundaries, small, sum_row=of, sum_start=opens, sum_end=slot)
     arrays = {
         "start": torch.where(there, first, 0).to(small),
         "end": torch.where(there, stop, 0).to(small),
         "row": target.to(small),
-        "cut_row": cut_row.to(small),
-        "cut_start": cut_start.to(small),
-        "cut_end": (cut_start + count).to(small),
         "count": total.reshape(1).to(small),
-        "cut_count": opens.sum().reshape(1).to(small),
+        "sum_count": is_last.sum().reshape(1).to(small),
+        **by_slot,
+        **by_row,
     }
-    counts = {"tasks": most, "slots": 2 * boundaries, "cut": boundaries}
-    return Made(arrays, counts)
+    return Made(arrays, {"tasks": most, "slots": 2 * boundaries, "cut": boundaries})
