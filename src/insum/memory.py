@@ -351,12 +351,24 @@ def remembered(tensor: Tensor, key: object, make: Callable[[], T], *others: Tens
     if not is_eager_call((tensor, *others)):
         return make()
     key = (key, *[entry_of(other).serial for other in others]) if others else key
+    entry = known(tensor) or made(tensor)
+    found: T | None = entry.get(key)
+    return entry.remembered(key, lambda: _plainly(make)) if found is None else found
 
-    def plainly() -> T:
-        with untracked():
-            return make()
 
-    return entry_of(tensor).remembered(key, plainly)
+def recalled(tensor: Tensor, key: object) -> Any | None:
+    """What `remembered` keeps under a key, None where it keeps nothing, or where values would have
+    to be looked at to know.
+    """
+    if tensor.is_cpu and can_look(tensor) or not is_eager_call((tensor,)):
+        return None
+    entry = known(tensor)
+    return None if entry is None else entry.get(key)
+
+
+def _plainly(make: Callable[[], T]) -> T:
+    with untracked():
+        return make()
 
 
 def known_as(tensor: Tensor, name: str, what: str, *, declared: bool = False) -> None:

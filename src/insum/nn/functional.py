@@ -11,11 +11,18 @@ from torch import Tensor
 import insum
 from insum.accepted import ANY_TENSOR, COUNT, ELEMENTS, TENSOR, TEXT, VALUES, explains, takes
 from insum.errors import BindingError, FormatError, UnsupportedError
-from insum.formats import COO, GroupCOO, SparseFormat
+from insum.formats import GroupCOO, SparseFormat
 from insum.formats.base import FORMAT
-from insum.formats.operands import OWNER, SPARSE_LAYOUTS, StatementOwner
+from insum.formats.operands import OWNER, StatementOwner
 from insum.nn.checks import PAIR, one_device
-from insum.nn.edges import check_edges, check_range, degrees, edge_weights, endpoints
+from insum.nn.edges import (
+    check_edges,
+    check_range,
+    degrees,
+    edge_weights,
+    endpoints,
+    from_adj_t,
+)
 from insum.nn.shares import is_inexact, shares_of
 
 #: Names of aggregations, PyG's and ours.
@@ -140,6 +147,17 @@ def propagate(
                 [2.],
                 [3.]])
     """
+    return aggregated(edge_index, x, edge_weight, aggr, num_nodes)
+
+
+def aggregated(
+    edge_index: Tensor | SparseFormat | StatementOwner,
+    x: Tensor,
+    edge_weight: Tensor | None = None,
+    aggr: str = "sum",
+    num_nodes: int | None = None,
+) -> Tensor:
+    """`propagate` for layers, which explain their arguments themselves."""
     if aggr not in _REDUCTIONS:
         raise UnsupportedError(
             f"there is no aggregation {aggr!r}",
@@ -148,19 +166,15 @@ def propagate(
     if x.dim() == 0:
         raise BindingError("x has no dimensions", expected="one row for each source node")
     rows = x if x.dim() == 2 else x.reshape(x.shape[0], math.prod(x.shape[1:]))
-    edge_index = from_adj_t(edge_index)
-    if isinstance(edge_index, StatementOwner):
-        out = _over_ranks(edge_index, rows, edge_weight, _REDUCTIONS[aggr])
+    if isinstance(edge_index, Tensor) and edge_index.layout is not torch.strided:
+        edge_index = from_adj_t(edge_index)
+    if isinstance(edge_index, Tensor):
+        nodes = x.shape[0] if num_nodes is None else num_nodes
+        out = _over_edges(edge_index, rows, edge_weight, _REDUCTIONS[aggr], nodes)
     elif isinstance(edge_index, SparseFormat):
         out = _over_matrix(edge_index, rows, edge_weight, _REDUCTIONS[aggr])
     else:
-        out = _over_edges(
-            edge_index,
-            rows,
-            edge_weight,
-            _REDUCTIONS[aggr],
-            x.shape[0] if num_nodes is None else num_nodes,
-        )
+        out = _over_ranks(edge_index, rows, edge_weight, _REDUCTIONS[aggr])
     return out if x.dim() == 2 else out.reshape(out.shape[0], *x.shape[1:])
 
 
@@ -200,15 +214,6 @@ def adjacency(
         else edge_weights(edge_weight, src.shape[0])
     )
     return GroupCOO.from_entries((dst, src), weight, (targets, sources), validate=False)
-
-
-def from_adj_t(
-    edge_index: Tensor | SparseFormat | StatementOwner,
-) -> Tensor | SparseFormat | StatementOwner:
-    """PyG's ``adj_t``, a sparse tensor of torch, as a format; all else as it is."""
-    if isinstance(edge_index, Tensor) and edge_index.layout in SPARSE_LAYOUTS:
-        return COO.from_torch(edge_index)
-    return edge_index
 
 
 # --- one statement each ---
