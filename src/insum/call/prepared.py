@@ -53,11 +53,13 @@ FEW_SIZES = 16
 class Kinds:
     """The kinds of calls of one statement with its options."""
 
-    __slots__ = ("calls", "form", "placed", "shelves")
+    __slots__ = ("calls", "form", "means", "placed", "shelves")
 
     def __init__(self, form: Form) -> None:
         self.form = form
         self.calls: list[PreparedCall] = []
+        #: Of a mean, the kinds of sums that its calls are (`ops.mean`).
+        self.means: list[Any] = []
         #: By dtypes and device, the programs that kinds with other settings share.
         self.shelves: dict[object, Any] = {}
         #: By placements and sizes of DTensors, how a call over them is run.

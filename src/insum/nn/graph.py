@@ -250,7 +250,7 @@ class SAGEConv(nn.Module):
         node_rows("x", source, rel.in_features)
         one_device(x=source, target=target, weight=rel.weight)
         nodes = _targets(size, source, num_nodes) if target is None else target.shape[0]
-        if self.project:
+        if self.lin is not None:
             source = self.lin(source).relu()
         out = _aggregated_through(rel, edge_index, source, None, self.aggr, nodes)
         out = out if root is None else out + root(target)
