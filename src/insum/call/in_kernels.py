@@ -16,34 +16,31 @@ from insum.lang.bind import Value
 if TYPE_CHECKING:
     from insum.call.bound import BoundCall
     from insum.runtime.fused import FusedCall
+    from insum.runtime.program import Refusal
 
 
-def run(
-    call: BoundCall, mode: str, values: Mapping[str, Value], target: Tensor | None
-) -> Tensor | None:
-    """The result of generated kernels, or None where there are none."""
-    fused = call.fused
-    if fused is None:
-        if call.prepared.settings.backend == "graph":
-            fall_back(call, values, 'settings.backend is "graph"')
-            return None
-        fused = call.fused = call.prepared.fused.call(call.sized)
-        if call.prepared.searches:
-            _search(call, values, target)
-    into = target
-    if target is not None and (
-        mode == "from" or shares_memory(target, map(values.get, call.prepared.reads))
-    ):
-        into = target.clone()
-    result = fused(values, into)
-    if not isinstance(result, Tensor):
-        fall_back(call, values, result.reason)
+def first(call: BoundCall, values: Mapping[str, Value], target: Tensor | None) -> FusedCall | None:
+    """The generated kernels of a call that runs for the first time; None where it is to have none,
+    which is said.
+    """
+    if call.prepared.settings.backend == "graph":
+        fall_back(call, values, 'settings.backend is "graph"')
         return None
-    if target is None or mode == "from":
+    call.fused = call.prepared.fused.call(call.sized)
+    if call.prepared.searches:
+        _search(call, values, target)
+    return call.fused
+
+
+def run_into(
+    call: BoundCall, fused: FusedCall, mode: str, values: Mapping[str, Value], target: Tensor
+) -> Tensor | Refusal:
+    """What accumulates into a tensor: in place, or from its values where ``mode`` says so."""
+    copied = mode == "from" or shares_memory(target, map(values.get, call.prepared.reads))
+    result = fused(values, target.clone() if copied else target)
+    if not isinstance(result, Tensor) or mode == "from":
         return result
-    if into is not target:
-        return target.copy_(result)
-    return written_to(target)
+    return target.copy_(result) if copied else written_to(target)
 
 
 def alone(

@@ -205,7 +205,11 @@ class PreparedCall:
         given: tuple[Any, ...],
     ) -> BoundCall:
         """The call for these sizes and strides; where they do not fit together, binding says so."""
-        key = (sizes, *[(v.shape, v.stride()) for v in given if isinstance(v, Tensor)])
+        layouts: list[Any] = [sizes]  # a loop: before Python 3.12 a comprehension is a call
+        for value in given:
+            if isinstance(value, Tensor):
+                layouts += value.shape, value.stride()
+        key = tuple(layouts)
         found = self.bound.get(key)
         if found is None:
             bound = BoundCall(self, self.measured(values, sizes, initial), sizes)

@@ -305,15 +305,18 @@ class without_autocast:  # a context, as torch.no_grad is
             set_grad(True)
 
 
-def untracked(source: Tensor | None = None) -> AbstractContextManager[object]:
+def untracked(
+    source: Tensor | None = None, *, eager: bool = False
+) -> AbstractContextManager[object]:
     """Neither autograd nor inference mode, a transform of torch.func or autocast, for what is kept:
     what is made under one of them could not be used outside of it. Nor a mode that sees every op,
     where it is made of a ``source`` that has values, as the constants of a program that is being
-    exported have. Entering nothing is quicker, where nothing has to be changed.
+    exported have. Entering nothing is quicker, where nothing has to be changed. ``eager``: it is
+    known that nothing is being compiled.
     """
     if type(source) in PLAIN and is_intercepted() and not torch.compiler.is_dynamo_compiling():
         return _unseen()
-    if torch.compiler.is_compiling():
+    if not eager and torch.compiler.is_compiling():
         return _NOTHING
     transformed = _probed is not None and _probed[2]() is not None  # without a call
     if transformed or torch.is_inference_mode_enabled():

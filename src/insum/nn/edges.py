@@ -9,7 +9,7 @@ On a GPU nobody looks at the edges before they are used: kernels do, and report 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import TypeAlias
 
 import torch
@@ -254,13 +254,14 @@ def _normalised_on_device(
     edges, kind = plain(edge_index), _looped_dtype(edge_index, nodes)
 
     def counted() -> Tensor:
-        return loops.counted(edges, nodes, _explained(nodes), apart=fill is not None)
+        explain = functools.partial(_no_node, nodes)
+        return loops.counted(edges, nodes, explain, apart=fill is not None)
 
     def looped() -> tuple[Tensor, Tensor, Tensor]:
         ends, weights = loops.normalised(edges, counted(), fill, dtype, kind)
         source, target = ends.unbind(0)
         for end in (source, target):  # what is no node was reported, and leads to the first one
-            memory.made(end).note_range((0, nodes))
+            memory.made(end).looked.add((0, nodes))
         return weights, source, target
 
     if weight is None and fill is None:
@@ -283,13 +284,9 @@ def _normalised_on_device(
     return ends, _by_degree(src, dst, every, nodes), (src, dst)
 
 
-def _explained(nodes: int) -> Callable[[int, int, int], InsumError]:
-    """Makes the error of an end of an edge that is no node."""
-
-    def explain(end: int, edge: int, value: int) -> InsumError:
-        return out_of_range(f"edge_index[{end}, {edge}]", value, nodes, "nodes")
-
-    return explain
+def _no_node(nodes: int, end: int, edge: int, value: int) -> InsumError:
+    """The error of an end of an edge that is no node."""
+    return out_of_range(f"edge_index[{end}, {edge}]", value, nodes, "nodes")
 
 
 def _weighed(edge_index: Tensor, weight: Tensor, nodes: int, fill: float | None) -> Tensor:
