@@ -15,7 +15,7 @@ from insum.call import prepared
 from insum.errors import BindingError
 from insum.nn.checks import in_irreps, layer_takes, one_device
 from insum.nn.edges import check_edges, endpoints
-from insum.nn.paths import Group, extent
+from insum.nn.paths import Group
 from insum.nn.patterns import arrays_of, renew
 from insum.nn.product_plan import ProductOptions, ProductPlan, furnish
 from insum.plan.strategies.unrolling import UNROLL_POINTS
@@ -182,7 +182,7 @@ class TensorProductConv(nn.Module):
             "src": ends[0],
             "dst": ends[1],
         }
-        shape = nodes, extent(plan.irreps_out, group.muls[2]), *group.out_shape
+        shape = nodes, plan.irreps_out.extents[group.muls[2]], *group.out_shape
         if not group.mixes(plan.shared_weights):
             given: dict[str, Any] = {**arrays, **along}
             if group.has_weight:
