@@ -334,9 +334,12 @@ def _of_views(tensor: Tensor) -> list[Entry]:
     return list(owner.entries.values())
 
 
-def remembered(tensor: Tensor, key: object, make: Callable[[], T], *others: Tensor) -> T:
+def remembered(
+    tensor: Tensor, key: object, make: Callable[[], T], *others: Tensor, eager: bool = False
+) -> T:
     """``make()``, once for each key while ``tensor``, and the ``others`` that it depends on, live
-    unchanged; at every call under a tracer or a transform.
+    unchanged; at every call under a tracer or a transform. ``eager``: it is known that there is
+    none.
 
     What is made must not hold one of the tensors, nor a view of it, or none would ever go.
 
@@ -346,7 +349,7 @@ def remembered(tensor: Tensor, key: object, make: Callable[[], T], *others: Tens
     >>> remembered(x.add_(1), "sum", lambda: int(x.sum()))
     5
     """
-    if not is_eager_call((tensor, *others)):
+    if not eager and not is_eager_call((tensor, *others)):
         return make()
     key = (key, *[entry_of(other).serial for other in others]) if others else key
     entry = known(tensor) or made(tensor)

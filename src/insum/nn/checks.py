@@ -180,6 +180,9 @@ def in_irreps(name: str, x: Tensor, what: str, irreps: Irreps) -> None:
 
 def node_rows(name: str, x: Tensor, channels: int, *, only: bool = False) -> None:
     """A row of features for each node, perhaps of more than one dimension."""
+    common = type(x) is Tensor and x.layout is torch.strided and not (x.is_nested or x.is_quantized)
+    if common and x.dim() == 2 and x.shape[1] == channels:
+        return
     last_size(name, x, channels, "in_channels")
     if x.dim() < 2 or only and x.dim() > 2:
         raise BindingError(

@@ -20,7 +20,7 @@ from insum import memory
 from insum.accepted import COUNT, DTYPE, FLAG, TENSOR, explains, is_common, require
 from insum.compat.calls import base_of, is_plain_call
 from insum.errors import BindingError, DtypeError, InsumError
-from insum.formats import COO, SparseFormat
+from insum.formats import COO
 from insum.formats.operands import SPARSE_LAYOUTS
 from insum.memory import entry_of, known_as, recalled, remembered
 from insum.nn.checks import integers, kernels_look, one_device
@@ -206,18 +206,12 @@ def gcn_ends(
         if found is not None and settings.values.check != "always":
             weights, source, target = found  # of a step before, in which all was looked at
             return source, target, weights
-    matrix = from_adj_t(edge_index)
-    if isinstance(matrix, SparseFormat):
-        edge_index, weight = matrix.T.to_edge_index()
+    if edge_index.layout in SPARSE_LAYOUTS:
+        edge_index, weight = COO.from_torch(edge_index).T.to_edge_index()
     one_device(edge_index=edge_index, x=x, edge_weight=weight)
     edges, weights, ends = _normalised(edge_index, weight, nodes, fill, dtype)
     source, target = ends or endpoints(edges, nodes, nodes)
     return source, target, weights
-
-
-def from_adj_t(edge_index: Tensor) -> Tensor | SparseFormat:
-    """PyG's ``adj_t``, a sparse tensor of torch, as a format; all else as it is."""
-    return COO.from_torch(edge_index) if edge_index.layout in SPARSE_LAYOUTS else edge_index
 
 
 #: What weights, sources and targets of normalised edges with loops are remembered under.
@@ -269,7 +263,7 @@ def _normalised_on_device(
         make = lambda: loops.normalised(edges, counted(), None, dtype, kind)[1]
         return edge_index, remembered(edge_index, ("gcn", nodes, None, dtype), make), None
     if weight is None:
-        weights, *both = remembered(edge_index, (LOOPED, nodes, fill, dtype), looped)
+        weights, *both = remembered(edge_index, (LOOPED, nodes, fill, dtype), looped, eager=True)
         return base_of(both[0]), weights, tuple(both)  # type: ignore[return-value]
     if fill is None:
         src, dst = endpoints(edge_index, nodes, nodes)

@@ -11,18 +11,11 @@ from torch import Tensor
 import insum
 from insum.accepted import ANY_TENSOR, COUNT, ELEMENTS, TENSOR, TEXT, VALUES, explains, takes
 from insum.errors import BindingError, FormatError, UnsupportedError
-from insum.formats import GroupCOO, SparseFormat
+from insum.formats import COO, GroupCOO, SparseFormat
 from insum.formats.base import FORMAT
-from insum.formats.operands import OWNER, StatementOwner
+from insum.formats.operands import OWNER, SPARSE_LAYOUTS, StatementOwner
 from insum.nn.checks import PAIR, one_device
-from insum.nn.edges import (
-    check_edges,
-    check_range,
-    degrees,
-    edge_weights,
-    endpoints,
-    from_adj_t,
-)
+from insum.nn.edges import check_edges, check_range, degrees, edge_weights, endpoints
 from insum.nn.shares import is_inexact, shares_of
 
 #: Names of aggregations, PyG's and ours.
@@ -166,8 +159,8 @@ def aggregated(
     if x.dim() == 0:
         raise BindingError("x has no dimensions", expected="one row for each source node")
     rows = x if x.dim() == 2 else x.reshape(x.shape[0], math.prod(x.shape[1:]))
-    if isinstance(edge_index, Tensor) and edge_index.layout is not torch.strided:
-        edge_index = from_adj_t(edge_index)
+    if isinstance(edge_index, Tensor) and edge_index.layout in SPARSE_LAYOUTS:
+        edge_index = COO.from_torch(edge_index)  # PyG's adj_t
     if isinstance(edge_index, Tensor):
         nodes = x.shape[0] if num_nodes is None else num_nodes
         out = _over_edges(edge_index, rows, edge_weight, _REDUCTIONS[aggr], nodes)

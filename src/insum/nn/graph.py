@@ -335,8 +335,8 @@ class GCNConv(nn.Module):
             return sized_by_success(self, ((lin, x),), *given, draw=draw)
         node_rows("x", x, lin.in_features)
         if self.normalize and isinstance(edge_index, Tensor):
-            kept = None if _is_learned(edge_weight) else self._kept
-            if kept is None:
+            kept = self._kept
+            if kept is None or _is_learned(edge_weight):
                 fill = (2 if self.improved else 1) if self.add_self_loops else None
                 source, target, weights = gcn_ends(edge_index, edge_weight, x, fill)
             else:
