@@ -31,7 +31,7 @@ from insum.lang.parser import parse
 from insum.ops.autocast import lowered
 from insum.ops.eager import contract, run, run_lowered
 from insum.ops.inplace import add_in_place
-from insum.ops.mean import as_sum, is_mean, told_of
+from insum.ops.mean import as_sum, is_mean, known_sum, sum_of, told_of
 from insum.ops.traced import traced
 from insum.plan.config import Config
 from insum.plan.path import Optimize
@@ -113,20 +113,22 @@ def insum(
             return cast(Tensor, run_formats(statement, tensors, False, out_shape, sizes, optimize))
         return traced(statement, out_shape, sizes, padded, config, optimize, tensors)
     kinds, given = kinds_with(statement, out_shape, sizes, padded, config, optimize)
+    if kinds.means and is_undisturbed():
+        kinds, given, tensors = known_sum(kinds, given, tensors) or (kinds, given, tensors)
     if autocasts() and _is_lowered(tensors):
         left = head_of_text(kinds.form.statement)
         if left.operator != "mean=" and (left.operator == "=" or left.target not in tensors):
             return run_lowered(kinds, left.target, given, tensors)
         tensors = lowered(left.target, tensors)
         with without_autocast():
-            return _insum(kinds.form.request(given), tensors)
+            return _insum(kinds, given, tensors)
     quiet, call = is_undisturbed(), kinds.known(tensors, given)
     if call is None and any(map(is_stranger, tensors.values())):
-        return _of_strangers(kinds.form.request(given), out_shape, sizes, optimize, tensors)
+        return _of_strangers(kinds, given, out_shape, sizes, optimize, tensors)
     if call is None and is_placed(tensors.values()):
         return _of_placed(kinds, given, tensors)
     if call is None or not quiet:
-        return _insum(kinds.form.request(given), tensors)
+        return _insum(kinds, given, tensors)
     if call.prepared.target:
         return add_in_place(kinds.form.request(given), call, tensors)
     return run(call, tensors)
@@ -179,17 +181,18 @@ def kinds_with(
     return found, request.size_values
 
 
-def _insum(request: Request, tensors: dict[str, Value]) -> Tensor:
-    left = head(request.statement)
+def _insum(kinds: Kinds, sizes: tuple[Any, ...], tensors: dict[str, Value]) -> Tensor:
+    left = head(kinds.form.statement)
     if left.operator == "mean=":
-        return _insum(*as_sum(request, tensors))
+        return _insum(*as_sum(kinds, sizes, tensors))
     in_place = left.operator != "=" and left.target in tensors
+    request = kinds.form.request(sizes)
     if in_place and not isinstance(tensors[left.target], Tensor):
         request.bind(tensors)  # which says that a number cannot be written into
     if not is_plain_call(tensors.values()):
         _refuse_strangers(request, tensors)
         return add_in_place(request, None, tensors) if in_place else contract(request, tensors)
-    call = prepare(request, tensors)
+    call = kinds.find(tensors, sizes)
     return add_in_place(request, call, tensors) if in_place else run(call, tensors)
 
 
@@ -201,7 +204,8 @@ def is_stranger(value: object) -> bool:
 
 
 def _of_strangers(
-    request: Request,
+    kinds: Kinds,
+    given_sizes: tuple[Any, ...],
     out_shape: Sequence[Size] | None,
     sizes: SizesArgument,
     optimize: Optimize,
@@ -210,16 +214,17 @@ def _of_strangers(
     """A call with operands of NumPy, SciPy or torch.sparse, or with formats."""
     from insum.formats.operands import has_format, run_formats, taken
 
-    given = taken(request.statement, tensors)
+    form = kinds.form
+    given = taken(form.statement, tensors)
     if not has_format(given):
-        return _insum(request, given)
-    if request.padded or request.config:
+        return _insum(kinds, given_sizes, given)
+    if form.padded or form.config:
         raise BindingError(
             "an operand is sparse, and padded or config was given",
-            statement=request.statement,
+            statement=form.statement,
             expected="statements over sparse operands without them: they say it themselves",
         )
-    return cast(Tensor, run_formats(request.statement, given, False, out_shape, sizes, optimize))
+    return cast(Tensor, run_formats(form.statement, given, False, out_shape, sizes, optimize))
 
 
 def _of_placed(kinds: Kinds, sizes: tuple[Any, ...], tensors: dict[str, Value]) -> Tensor:
@@ -229,7 +234,7 @@ def _of_placed(kinds: Kinds, sizes: tuple[Any, ...], tensors: dict[str, Value]) 
     left = head(kinds.form.statement)
     in_place = left.target in tensors and left.operator != "="
     if in_place or left.operator == "mean=" or not is_recordable():
-        return _insum(kinds.form.request(sizes), tensors)
+        return _insum(kinds, sizes, tensors)
     return dispatch.contract(kinds, tensors, sizes)
 
 
@@ -463,7 +468,7 @@ def explain(
 
         asked = request_of(statement, out_shape, sizes, padded, config, optimize)
         if is_mean(statement):
-            asked, tensors = as_sum(asked, tensors)
+            asked, tensors = sum_of(asked, tensors)
         return explain_placed(asked, tensors, gpu)
     return explain_dense(
         statement,
@@ -508,7 +513,7 @@ def explain_dense(
     request = request_of(statement, out_shape, sizes, padded, config, optimize)
     if not is_mean(statement):
         return explained(request, tensors, gpu)
-    told = explained(*as_sum(request, tensors, told=True), gpu)
+    told = explained(*sum_of(request, tensors, told=True), gpu)
     return replace(told, statement=told_of(request))
 
 
@@ -580,5 +585,5 @@ def tuned(request: Request, tensors: dict[str, Value], effort: str) -> Tuned:
             "a statement is tuned on plain tensors, outside of traces, transforms and autocast"
         )
     if is_mean(request.statement):
-        request, tensors = as_sum(request, tensors)
+        request, tensors = sum_of(request, tensors)
     return tuned_call(prepare(request, tensors), tensors, effort)

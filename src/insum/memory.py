@@ -176,12 +176,16 @@ class Entry:
     def remembered(self, key: object, make: Callable[[], T]) -> T:
         """What is kept under ``key``, made now if nothing is."""
         found = self.get(key)
-        if found is None:
-            with _lock:  # what two threads want at once is made once
-                found = self.get(key)
-                if found is None:
-                    found = self.keep(key, make())
-        return found
+        return self.made_once(key, make) if found is None else found
+
+    def made_once(self, key: object, make: Callable[[], T]) -> T:
+        """What two threads want at once is made once."""
+        with _lock:
+            if key in self.things:
+                found: T | None = self.get(key)
+                if found is not None:
+                    return found
+            return self.keep(key, make())
 
     def renew(self) -> None:
         """Let go of everything that was decided so far, here and where this is one of several
@@ -293,7 +297,7 @@ def known(tensor: Tensor, place: MemoryPlace | None = None) -> Entry | None:
         return None
     if place is None or place[0] != tensor.storage_offset():  # as `place_of`, on many a path
         place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-    seen = owner.looks.get(place)  # before the entry: `_made` writes it first
+    seen = owner.looks.get(place)  # before the entry: `made` writes it first
     entry = owner.entries.get(place)
     if seen is None or entry is None or entry.declared:
         return entry
@@ -333,15 +337,12 @@ def _of_views(tensor: Tensor) -> list[Entry]:
     return list(owner.entries.values())
 
 
-def made(tensor: Tensor, declared: bool = False) -> Entry:
-    """A new entry for a tensor that has none as it is now."""
-    with _lock:
-        return _made(tensor, declared)
-
-
-def remembered(tensor: Tensor, key: object, make: Callable[[], T], *others: Tensor) -> T:
+def remembered(
+    tensor: Tensor, key: object, make: Callable[[], T], *others: Tensor, eager: bool = False
+) -> T:
     """``make()``, once for each key while ``tensor``, and the ``others`` that it depends on, live
-    unchanged; at every call under a tracer or a transform.
+    unchanged; at every call under a tracer or a transform. ``eager``: it is known that there is
+    none.
 
     What is made must not hold one of the tensors, nor a view of it, or none would ever go.
 
@@ -351,15 +352,25 @@ def remembered(tensor: Tensor, key: object, make: Callable[[], T], *others: Tens
     >>> remembered(x.add_(1), "sum", lambda: int(x.sum()))
     5
     """
-    if not is_eager_call((tensor, *others)):
+    if not eager and not is_eager_call((tensor, *others)):
         return make()
     key = (key, *[entry_of(other).serial for other in others]) if others else key
+    entry = known(tensor) or made(tensor)
+    found: T | None = entry.get(key)
+    if found is not None:
+        return found
+    with untracked(eager=True):
+        return entry.made_once(key, make)
 
-    def plainly() -> T:
-        with untracked():
-            return make()
 
-    return entry_of(tensor).remembered(key, plainly)
+def recalled(tensor: Tensor, key: object) -> Any | None:
+    """What `remembered` keeps under a key, None where it keeps nothing, or where values would have
+    to be looked at to know.
+    """
+    if tensor.is_cpu and can_look(tensor) or not is_eager_call((tensor,)):
+        return None
+    entry = known(tensor)
+    return None if entry is None else entry.get(key)
 
 
 def known_as(tensor: Tensor, name: str, what: str, *, declared: bool = False) -> None:
@@ -500,7 +511,8 @@ def _saved(held: _Held, tensor: Tensor) -> _Owner | None:
     return None
 
 
-def _made(tensor: Tensor, declared: bool) -> Entry:
+def made(tensor: Tensor, declared: bool = False) -> Entry:
+    """A new entry for a tensor that has none as it is now."""
     try:
         version: int | None = tensor._version
     except RuntimeError:  # made under inference mode
@@ -516,30 +528,31 @@ def _made(tensor: Tensor, declared: bool) -> Entry:
     if version is None and not declared and not look:
         entry.called = tensor.__dict__.get(_NAME)
         return entry
-    number, key = id(storage), id(root)
-    held = _storages.get(number)
-    if held is None or held.reference() is not storage:
-        gone = functools.partial(_storage_gone, number)
-        held = _storages[number] = _Held(weakref.ref(storage, gone))
-    owner = held.owners.get(key)
-    if owner is None or owner.reference() is not root or owner.version != version:
-        if owner is not None:
-            _release(owner)
-        gone = functools.partial(_owner_gone, held.owners, key)
-        owner = held.owners[key] = _Owner(weakref.ref(root, gone), version)
-    place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-    seen = _looked_at(tensor) if look else None
-    found = owner.entries.get(place)
-    if found is not None and (seen is None or owner.looks.get(place) == seen):
-        return found  # another thread was quicker
-    if seen is not None:
-        owner.looks[place] = seen
-    if found is not None and found.held:
-        found.held = False
-        _total["bytes"] -= found.nbytes
-    entry.held = True
-    owner.entries[place] = entry  # last: other threads look without the lock
-    return entry
+    with _lock:
+        number, key = id(storage), id(root)
+        held = _storages.get(number)
+        if held is None or held.reference() is not storage:
+            gone = functools.partial(_storage_gone, number)
+            held = _storages[number] = _Held(weakref.ref(storage, gone))
+        owner = held.owners.get(key)
+        if owner is None or owner.reference() is not root or owner.version != version:
+            if owner is not None:
+                _release(owner)
+            gone = functools.partial(_owner_gone, held.owners, key)
+            owner = held.owners[key] = _Owner(weakref.ref(root, gone), version)
+        place = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+        seen = _looked_at(tensor) if look else None
+        found = owner.entries.get(place)
+        if found is not None and (seen is None or owner.looks.get(place) == seen):
+            return found  # another thread was quicker
+        if seen is not None:
+            owner.looks[place] = seen
+        if found is not None and found.held:
+            found.held = False
+            _total["bytes"] -= found.nbytes
+        entry.held = True
+        owner.entries[place] = entry  # last: other threads look without the lock
+        return entry
 
 
 # --- the budget -----------------------------------------------------------------------------------

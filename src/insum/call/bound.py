@@ -56,8 +56,8 @@ class BoundCall:
     """A call of certain sizes and strides."""
 
     __slots__ = (
-        *("_problem", "_staged", "_uses", "count", "derived", "fused", "graphs", "lowerings"),
-        *("prepared", "ranges", "sized", "sizes", "waits"),
+        *("_problem", "_staged", "_uses", "count", "derived", "forward", "fused", "graphs"),
+        *("lowerings", "prepared", "ranges", "recorded", "sized", "sizes", "waits"),
     )
 
     def __init__(self, prepared: PreparedCall, sized: Sized, sizes: tuple[int, ...]) -> None:
@@ -66,6 +66,9 @@ class BoundCall:
         self.count = 1
         #: What backward passes of this call have run, by statement and layouts.
         self.derived: dict[object, BoundCall] = {}
+        #: What autograd records of it, and what its gradients are derived from (`ops.eager`).
+        self.recorded: Any = None
+        self.forward: Any = None
         self._problem: Problem | None = None
         self._uses: tuple[Use, ...] | None = None
         #: Of the indexed dimensions that have a point, the least and the largest value.
@@ -164,7 +167,7 @@ class BoundCall:
                 found = (
                     fused(values, None)
                     if target is None
-                    else in_kernels.run_onto(self, fused, mode, values, target)
+                    else in_kernels.run_into(self, fused, mode, values, target)
                 )
                 if isinstance(found, Tensor):
                     return found

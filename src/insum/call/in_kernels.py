@@ -35,19 +35,15 @@ def kernels_of(
     return call.fused
 
 
-def run_onto(
+def run_into(
     call: BoundCall, fused: FusedCall, mode: str, values: Mapping[str, Value], target: Tensor
 ) -> Tensor | Refusal:
-    """The result of generated kernels that accumulate into what is there."""
-    into = target
-    if mode == "from" or shares_memory(target, map(values.get, call.prepared.reads)):
-        into = target.clone()
-    result = fused(values, into)
+    """What accumulates into a tensor: in place, or from its values where ``mode`` says so."""
+    copied = mode == "from" or shares_memory(target, map(values.get, call.prepared.reads))
+    result = fused(values, target.clone() if copied else target)
     if not isinstance(result, Tensor) or mode == "from":
         return result
-    if into is not target:
-        return target.copy_(result)
-    return written_to(target)
+    return target.copy_(result) if copied else written_to(target)
 
 
 def alone(

@@ -53,11 +53,13 @@ FEW_SIZES = 16
 class Kinds:
     """The kinds of calls of one statement with its options."""
 
-    __slots__ = ("calls", "form", "placed", "shelves")
+    __slots__ = ("calls", "form", "means", "placed", "shelves")
 
     def __init__(self, form: Form) -> None:
         self.form = form
         self.calls: list[PreparedCall] = []
+        #: Of a mean, the kinds of sums that its calls are (`ops.mean`).
+        self.means: list[Any] = []
         #: By dtypes and device, the programs that kinds with other settings share.
         self.shelves: dict[object, Any] = {}
         #: By placements and sizes of DTensors, how a call over them is run.
@@ -211,7 +213,11 @@ class PreparedCall:
         given: tuple[Any, ...],
     ) -> BoundCall:
         """The call for these sizes and strides; where they do not fit together, binding says so."""
-        key = (sizes, *[(v.shape, v.stride()) for v in given if isinstance(v, Tensor)])
+        layouts: list[Any] = [sizes]  # a loop: before Python 3.12 a comprehension is a call
+        for value in given:
+            if isinstance(value, Tensor):
+                layouts += value.shape, value.stride()
+        key = tuple(layouts)
         found = self.bound.get(key)
         if found is None:
             target, named = self.problem.statement.target.tensor, values

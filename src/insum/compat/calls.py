@@ -303,13 +303,16 @@ class without_autocast:  # a context, as torch.no_grad is
             set_grad(True)
 
 
-def untracked(source: Tensor | None = None) -> AbstractContextManager[object]:
+def untracked(
+    source: Tensor | None = None, *, eager: bool = False
+) -> AbstractContextManager[object]:
     """Neither autograd nor inference mode, a transform of torch.func or autocast, for what is kept:
     what is made under one of them could not be used outside of it. Nor a mode that sees every op,
     where it is made of a ``source`` that has values, as the constants of a program that is being
-    exported have. Entering nothing is quicker, where nothing has to be changed.
+    exported have. Entering nothing is quicker, where nothing has to be changed. ``eager``: it is
+    known that nothing is being compiled.
     """
-    compiling = torch.compiler.is_compiling()
+    compiling = not eager and torch.compiler.is_compiling()
     seen = compiling or _probed is None or _probed[0]() > 0  # as `is_intercepted`
     if seen and type(source) in PLAIN and not torch.compiler.is_dynamo_compiling():
         return _unseen()

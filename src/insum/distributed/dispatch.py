@@ -188,12 +188,12 @@ class _RecordedPlaced(torch.autograd.Function):
         raise_found()
         token = settings.hold(ctx.settings)  # this may be a thread of autograd's
         try:
-            found = gradients(known, values, upstream[0], wanted, result, held, _derived)
+            initial, found = gradients(known, values, upstream[0], wanted, result, held, _derived)
         finally:
             settings.let_go(token)
         raise_found()
-        to_initial = found.initial.to(ctx.initial_dtype) if needs[2] else None
-        back = {n: _cut_as(gradient, values[n]) for n, gradient in found.tensors.items()}
+        to_initial = initial.to(ctx.initial_dtype) if needs[2] else None
+        back = {n: _cut_as(gradient, values[n]) for n, gradient in found.items()}
         return None, None, to_initial, *map(back.get, call.names)
 
 

@@ -84,6 +84,11 @@ class SparseParameter(nn.Module):
     def forward(self) -> SparseFormat:
         made = self._made()
         look(made)  # at arrays that were moved, loaded or written into
+        if not torch.compiler.is_compiling():
+            known = vars(self).get("_signature")
+            if known is None:  # it follows from what is fixed
+                known = vars(self)["_signature"] = made.signature
+            object.__setattr__(made, "_signature", known)
         return made
 
     def _made(self, held: Mapping[str, Tensor] | None = None) -> SparseFormat:
@@ -92,7 +97,7 @@ class SparseParameter(nn.Module):
         arrays: dict[str, Any] = {"values": held.get("values")}
         for name, count in self._counts.items():
             arrays[name] = (
-                held[name] if count is None else tuple(held[f"{name}_{i}"] for i in range(count))
+                held[name] if count is None else tuple([held[f"{name}_{i}"] for i in range(count)])
             )
         return FORMATS[self._kind]._make(**arrays, **self._fixed)
 

@@ -113,7 +113,7 @@ class Problem:
         )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: one is made at every call of new sizes
 class Sized:
     """A problem of any sizes, and those of one call: ``spans`` are the ``extents``, in the order of
     the problem's.

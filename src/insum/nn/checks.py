@@ -13,7 +13,6 @@ from insum.accepted import (
     Accepted,
     F,
     explains,
-    is_common,
     is_fake,
     is_integer,
     require,
@@ -161,9 +160,12 @@ def integers(name: str, x: Tensor) -> None:
 
 def last_size(name: str, x: Tensor, size: int, what: str) -> None:
     """The last dimension has the size that the layer was made for."""
-    if not is_common(x):
+    if type(x) is Tensor and x.layout is torch.strided and not (x.is_nested or x.is_quantized):
+        if x.dim() and x.shape[-1] == size:
+            return  # without a call: every step of a network asks
+    else:
         require(name, x, TENSOR)
-    if x.dim() == 0 or x.shape[-1] != size:
+    if not x.dim() or x.shape[-1] != size:
         raise BindingError(
             f"{name} has shape {tuple(x.shape)}", expected=f"{size} in the last dimension: {what}"
         )
@@ -171,12 +173,16 @@ def last_size(name: str, x: Tensor, size: int, what: str) -> None:
 
 def in_irreps(name: str, x: Tensor, what: str, irreps: Irreps) -> None:
     """The last dimension is that of irreps that the layer was made for."""
-    if not is_common(x) or not x.dim() or x.shape[-1] != irreps.dim:
+    common = type(x) is Tensor and x.layout is torch.strided and not x.is_nested
+    if not common or x.is_quantized or not x.dim() or x.shape[-1] != irreps.dim:
         last_size(name, x, irreps.dim, f"{what} {irreps}")  # which says what is wrong
 
 
 def node_rows(name: str, x: Tensor, channels: int, *, only: bool = False) -> None:
     """A row of features for each node, perhaps of more than one dimension."""
+    common = type(x) is Tensor and x.layout is torch.strided and not (x.is_nested or x.is_quantized)
+    if common and x.dim() == 2 and x.shape[1] == channels:
+        return
     last_size(name, x, channels, "in_channels")
     if x.dim() < 2 or only and x.dim() > 2:
         raise BindingError(

@@ -9,7 +9,7 @@ On a GPU nobody looks at the edges before they are used: kernels do, and report 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import TypeAlias
 
 import torch
@@ -18,9 +18,11 @@ from torch import Tensor
 import insum
 from insum import memory
 from insum.accepted import COUNT, DTYPE, FLAG, TENSOR, explains, is_common, require
-from insum.compat.calls import base_of, is_eager_call, is_plain_call
+from insum.compat.calls import base_of, is_plain_call
 from insum.errors import BindingError, DtypeError, InsumError
-from insum.memory import known, known_as, remembered
+from insum.formats import COO
+from insum.formats.operands import SPARSE_LAYOUTS
+from insum.memory import entry_of, known_as, recalled, remembered
 from insum.nn.checks import integers, kernels_look, one_device
 from insum.runtime.handwritten import loops
 from insum.runtime.record import out_of_range
@@ -38,6 +40,10 @@ def check_edges(edge_index: Tensor) -> None:
     integers("edge_index", edge_index)
 
 
+#: What it is remembered under that the ends of edges, which kernels look at, have their names.
+NAMED = "ends of edges"
+
+
 def endpoints(edge_index: Tensor, sources: int, targets: int) -> tuple[Tensor, Tensor]:
     """Source and target of every edge, each found to be a node; on a GPU as they are, for
     statements, which look themselves.
@@ -45,13 +51,17 @@ def endpoints(edge_index: Tensor, sources: int, targets: int) -> tuple[Tensor, T
     >>> endpoints(torch.tensor([[0, 1], [2, 0]]), 2, 3)
     (tensor([0, 1], dtype=torch.int32), tensor([2, 0], dtype=torch.int32))
     """
+    if recalled(edge_index, NAMED) and settings.values.check != "always":
+        source, target = edge_index.unbind(0)
+        return source, target
     check_edges(edge_index)
     if kernels_look(edge_index):
         source, target = plain(edge_index).unbind(0)
-        own = known(edge_index)
-        declared = own is not None and own.declared  # what is promised of all is of each
-        known_as(source, "edge_index[0, {}]", "nodes", declared=declared)
-        known_as(target, "edge_index[1, {}]", "nodes", declared=declared)
+        own = entry_of(edge_index)  # what is promised of all is of each
+        known_as(source, "edge_index[0, {}]", "nodes", declared=own.declared)
+        known_as(target, "edge_index[1, {}]", "nodes", declared=own.declared)
+        if plain(edge_index) is edge_index:
+            own.note({NAMED: True})
         return source, target
     check_range("edge_index", edge_index, (sources, targets), "nodes")
     kind = torch.int32 if max(sources, targets) < 2**31 else torch.int64
@@ -185,17 +195,20 @@ def gcn_norm(
 
 
 def gcn_ends(
-    edge_index: Tensor, weight: Tensor | None, nodes: int, fill: int | None, dtype: torch.dtype
+    edge_index: Tensor, weight: Tensor | None, x: Tensor, fill: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same with sources and targets apart; ``fill`` is what loops weigh, None: there are none
-    to be added.
+    """The same with sources and targets apart, for features of all nodes; also of PyG's ``adj_t``.
+    ``fill`` is what loops weigh, None: there are none to be added.
     """
-    if weight is None and is_eager_call((edge_index,)) and not memory.can_look(edge_index):
-        entry = known(edge_index)
-        found = None if entry is None else entry.get((LOOPED, nodes, fill, dtype))
+    nodes, dtype = x.shape[0], x.dtype
+    if weight is None and edge_index.device == x.device and edge_index.layout is torch.strided:
+        found = recalled(edge_index, (LOOPED, nodes, fill, dtype))
         if found is not None and settings.values.check != "always":
             weights, source, target = found  # of a step before, in which all was looked at
             return source, target, weights
+    if edge_index.layout in SPARSE_LAYOUTS:
+        edge_index, weight = COO.from_torch(edge_index).T.to_edge_index()
+    one_device(edge_index=edge_index, x=x, edge_weight=weight)
     edges, weights, ends = _normalised(edge_index, weight, nodes, fill, dtype)
     source, target = ends or endpoints(edges, nodes, nodes)
     return source, target, weights
@@ -235,13 +248,14 @@ def _normalised_on_device(
     edges, kind = plain(edge_index), _looped_dtype(edge_index, nodes)
 
     def counted() -> Tensor:
-        return loops.counted(edges, nodes, _explained(nodes), apart=fill is not None)
+        explain = functools.partial(_no_node, nodes)
+        return loops.counted(edges, nodes, explain, apart=fill is not None)
 
     def looped() -> tuple[Tensor, Tensor, Tensor]:
         ends, weights = loops.normalised(edges, counted(), fill, dtype, kind)
         source, target = ends.unbind(0)
         for end in (source, target):  # what is no node was reported, and leads to the first one
-            memory.made(end).note_range((0, nodes))
+            memory.made(end).looked.add((0, nodes))
         return weights, source, target
 
     if weight is None and fill is None:
@@ -249,7 +263,7 @@ def _normalised_on_device(
         make = lambda: loops.normalised(edges, counted(), None, dtype, kind)[1]
         return edge_index, remembered(edge_index, ("gcn", nodes, None, dtype), make), None
     if weight is None:
-        weights, *both = remembered(edge_index, (LOOPED, nodes, fill, dtype), looped)
+        weights, *both = remembered(edge_index, (LOOPED, nodes, fill, dtype), looped, eager=True)
         return base_of(both[0]), weights, tuple(both)  # type: ignore[return-value]
     if fill is None:
         src, dst = endpoints(edge_index, nodes, nodes)
@@ -264,13 +278,9 @@ def _normalised_on_device(
     return ends, _by_degree(src, dst, every, nodes), (src, dst)
 
 
-def _explained(nodes: int) -> Callable[[int, int, int], InsumError]:
-    """Makes the error of an end of an edge that is no node."""
-
-    def explain(end: int, edge: int, value: int) -> InsumError:
-        return out_of_range(f"edge_index[{end}, {edge}]", value, nodes, "nodes")
-
-    return explain
+def _no_node(nodes: int, end: int, edge: int, value: int) -> InsumError:
+    """The error of an end of an edge that is no node."""
+    return out_of_range(f"edge_index[{end}, {edge}]", value, nodes, "nodes")
 
 
 def _weighed(edge_index: Tensor, weight: Tensor, nodes: int, fill: float | None) -> Tensor:

@@ -140,6 +140,17 @@ def propagate(
                 [2.],
                 [3.]])
     """
+    return aggregated(edge_index, x, edge_weight, aggr, num_nodes)
+
+
+def aggregated(
+    edge_index: Tensor | SparseFormat | StatementOwner,
+    x: Tensor,
+    edge_weight: Tensor | None = None,
+    aggr: str = "sum",
+    num_nodes: int | None = None,
+) -> Tensor:
+    """`propagate` for layers, which explain their arguments themselves."""
     if aggr not in _REDUCTIONS:
         raise UnsupportedError(
             f"there is no aggregation {aggr!r}",
@@ -148,19 +159,15 @@ def propagate(
     if x.dim() == 0:
         raise BindingError("x has no dimensions", expected="one row for each source node")
     rows = x if x.dim() == 2 else x.reshape(x.shape[0], math.prod(x.shape[1:]))
-    edge_index = from_adj_t(edge_index)
-    if isinstance(edge_index, StatementOwner):
-        out = _over_ranks(edge_index, rows, edge_weight, _REDUCTIONS[aggr])
+    if isinstance(edge_index, Tensor) and edge_index.layout in SPARSE_LAYOUTS:
+        edge_index = COO.from_torch(edge_index)  # PyG's adj_t
+    if isinstance(edge_index, Tensor):
+        nodes = x.shape[0] if num_nodes is None else num_nodes
+        out = _over_edges(edge_index, rows, edge_weight, _REDUCTIONS[aggr], nodes)
     elif isinstance(edge_index, SparseFormat):
         out = _over_matrix(edge_index, rows, edge_weight, _REDUCTIONS[aggr])
     else:
-        out = _over_edges(
-            edge_index,
-            rows,
-            edge_weight,
-            _REDUCTIONS[aggr],
-            x.shape[0] if num_nodes is None else num_nodes,
-        )
+        out = _over_ranks(edge_index, rows, edge_weight, _REDUCTIONS[aggr])
     return out if x.dim() == 2 else out.reshape(out.shape[0], *x.shape[1:])
 
 
@@ -200,15 +207,6 @@ def adjacency(
         else edge_weights(edge_weight, src.shape[0])
     )
     return GroupCOO.from_entries((dst, src), weight, (targets, sources), validate=False)
-
-
-def from_adj_t(
-    edge_index: Tensor | SparseFormat | StatementOwner,
-) -> Tensor | SparseFormat | StatementOwner:
-    """PyG's ``adj_t``, a sparse tensor of torch, as a format; all else as it is."""
-    if isinstance(edge_index, Tensor) and edge_index.layout in SPARSE_LAYOUTS:
-        return COO.from_torch(edge_index)
-    return edge_index
 
 
 # --- one statement each ---

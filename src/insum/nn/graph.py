@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 
@@ -14,15 +12,8 @@ from insum.formats import SparseFormat
 from insum.formats.operands import StatementOwner
 from insum.nn.checks import EDGES, PAIR, kernels_look, layer_takes, node_rows, one_device
 from insum.nn.edges import check_edges, gcn_ends
-from insum.nn.functional import _REDUCTIONS, _tensor, from_adj_t, over_ends, propagate
-from insum.nn.lazy import (
-    CHANNEL_PAIR,
-    CHANNELS,
-    linear_of,
-    materialise,
-    sized_by_success,
-    waits,
-)
+from insum.nn.functional import _REDUCTIONS, _tensor, aggregated, over_ends
+from insum.nn.lazy import CHANNEL_PAIR, CHANNELS, linear_of, sized_by_success, waits
 from insum.nn.relations import check_relations, groups, relations
 
 SIDES = Accepted(
@@ -73,8 +64,9 @@ def _aggregated_through(
 ) -> Tensor:
     """``linear(aggregate(x))``; sums and means are taken on the narrower side of it."""
     if linear.out_features >= linear.in_features or aggr in ("max", "min"):
-        return cast(Tensor, linear(propagate(edge_index, x, weight, aggr, nodes)))
-    out = propagate(edge_index, nn.functional.linear(x, linear.weight), weight, aggr, nodes)
+        found: Tensor = linear(aggregated(edge_index, x, weight, aggr, nodes))
+        return found
+    out = aggregated(edge_index, nn.functional.linear(x, linear.weight), weight, aggr, nodes)
     return out if linear.bias is None else out + linear.bias
 
 
@@ -127,7 +119,6 @@ class GraphConv(nn.Module):
                 linear.reset_parameters()
 
     @layer_takes(x=TENSOR | SIDES, **EDGES, num_nodes=COUNT.optional, size=(PAIR | SIZES).optional)
-    @sized_by_success
     def forward(
         self,
         x: Tensor | tuple[Tensor, Tensor | None],
@@ -146,14 +137,15 @@ class GraphConv(nn.Module):
             size: The same as PyG has it, (sources, targets).
         """
         source, target = (x, x) if isinstance(x, Tensor) else x
-        materialise(self.lin_rel, source)
-        if target is not None:
-            materialise(self.lin_root, target)
-        node_rows("x", source, self.lin_rel.in_features)
-        one_device(x=source, target=target, weight=self.lin_rel.weight)
+        rel, root = self.lin_rel, None if target is None else self.lin_root
+        if isinstance(rel, nn.LazyLinear) or isinstance(root, nn.LazyLinear):
+            sizes = ((rel, source), (root, target))
+            return sized_by_success(self, sizes, x, edge_index, edge_weight, num_nodes, size)
+        node_rows("x", source, rel.in_features)
+        one_device(x=source, target=target, weight=rel.weight)
         nodes = _targets(size, source, num_nodes) if target is None else target.shape[0]
-        out = _aggregated_through(self.lin_rel, edge_index, source, edge_weight, self.aggr, nodes)
-        return out if target is None else out + self.lin_root(target)
+        out = _aggregated_through(rel, edge_index, source, edge_weight, self.aggr, nodes)
+        return out if root is None else out + root(target)
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, aggr={self.aggr!r}"
@@ -235,7 +227,6 @@ class SAGEConv(nn.Module):
         num_nodes=COUNT.optional,
         size=(PAIR | SIZES).optional,
     )
-    @sized_by_success
     def forward(
         self,
         x: Tensor | tuple[Tensor, Tensor | None],
@@ -252,16 +243,17 @@ class SAGEConv(nn.Module):
             num_nodes: How many target nodes there are, where no features of theirs tell.
         """
         source, target = (x, x) if isinstance(x, Tensor) else x
-        materialise(self.lin_l, source)
-        node_rows("x", source, self.lin_l.in_features)
-        one_device(x=source, target=target, weight=self.lin_l.weight)
+        rel, root = self.lin_l, None if target is None else self.lin_r
+        if isinstance(rel, nn.LazyLinear) or isinstance(root, nn.LazyLinear):
+            sizes = ((rel, source), (root, target))
+            return sized_by_success(self, sizes, x, edge_index, size, num_nodes)
+        node_rows("x", source, rel.in_features)
+        one_device(x=source, target=target, weight=rel.weight)
         nodes = _targets(size, source, num_nodes) if target is None else target.shape[0]
         if self.lin is not None:
             source = self.lin(source).relu()
-        out = _aggregated_through(self.lin_l, edge_index, source, None, self.aggr, nodes)
-        if self.lin_r is not None and target is not None:
-            materialise(self.lin_r, target)
-            out = out + self.lin_r(target)
+        out = _aggregated_through(rel, edge_index, source, None, self.aggr, nodes)
+        out = out if root is None else out + root(target)
         return nn.functional.normalize(out, dim=-1) if self.normalize else out
 
     def extra_repr(self) -> str:
@@ -331,38 +323,31 @@ class GCNConv(nn.Module):
             nn.init.zeros_(self.bias)
 
     @layer_takes(x=TENSOR, **EDGES)
-    @sized_by_success
     def forward(
         self,
         x: Tensor,
         edge_index: Tensor | SparseFormat | StatementOwner,
         edge_weight: Tensor | None = None,
     ) -> Tensor:
-        if materialise(self.lin, x):
-            nn.init.xavier_uniform_(self.lin.weight)
-        node_rows("x", x, self.lin.in_features)
+        lin, bias = self.lin, self.bias
+        if isinstance(lin, nn.LazyLinear):
+            draw, given = nn.init.xavier_uniform_, (x, edge_index, edge_weight)
+            return sized_by_success(self, ((lin, x),), *given, draw=draw)
+        node_rows("x", x, lin.in_features)
         if self.normalize and isinstance(edge_index, Tensor):
-            ends = self._ends(edge_index, edge_weight, x)
-            out = over_ends(*ends, self.lin(x), x.shape[0])
+            kept = self._kept
+            if kept is None or _is_learned(edge_weight):
+                fill = (2 if self.improved else 1) if self.add_self_loops else None
+                source, target, weights = gcn_ends(edge_index, edge_weight, x, fill)
+            else:
+                source, target, weights = kept
+                weights = weights.to(x.dtype)  # the layer may have another since
+            out = over_ends(source, target, weights, lin(x), x.shape[0])
             if self.cached and not _is_learned(edge_weight):
-                self._kept = ends
+                self._kept = source, target, weights
         else:
-            out = propagate(edge_index, self.lin(x), edge_weight)
-        return out if self.bias is None else out + self.bias
-
-    def _ends(
-        self, edge_index: Tensor, weight: Tensor | None, x: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Sources, targets and weights of the normalised edges."""
-        if self._kept is not None and not _is_learned(weight):
-            source, target, weights = self._kept
-            return source, target, weights.to(x.dtype)  # the layer may have another since
-        found = from_adj_t(edge_index)
-        if isinstance(found, SparseFormat):
-            edge_index, weight = found.T.to_edge_index()
-        one_device(edge_index=edge_index, x=x, edge_weight=weight)
-        fill = (2 if self.improved else 1) if self.add_self_loops else None
-        return gcn_ends(edge_index, weight, x.shape[0], fill, x.dtype)
+            out = aggregated(edge_index, lin(x), edge_weight)
+        return out if bias is None else out + bias
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -102,6 +102,8 @@ class Irreps:
     #: Of a vector, and of each term in it: asked for at every call of a layer.
     dim: int = field(init=False, compare=False)
     widths: tuple[int, ...] = field(init=False, compare=False)
+    #: By multiplicity, the components of all terms that have it.
+    extents: Mapping[int, int] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         require("terms", self.terms, TERMS)
@@ -109,7 +111,11 @@ class Irreps:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         widths = tuple([mul * ir.dim for mul, ir in state["terms"]])
-        self.__dict__.update(terms=state["terms"], widths=widths, dim=sum(widths))
+        extents: dict[int, int] = {}
+        for mul, ir in state["terms"]:
+            extents[mul] = extents.get(mul, 0) + ir.dim
+        known = {"widths": widths, "dim": sum(widths), "extents": extents}
+        self.__dict__.update(terms=state["terms"], **known)
 
     @classmethod
     def of(cls, irreps: object) -> Irreps:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from insum.accepted import COUNT, INTEGER, Accepted, F
+from insum.accepted import COUNT, INTEGER, TENSOR, Accepted, require
+from insum.errors import BindingError
 
 #: A number of features, or -1 for what the first call brings.
 CHANNELS = Accepted(
@@ -31,12 +32,13 @@ def waits(linear: nn.Linear) -> bool:
     return isinstance(linear, nn.LazyLinear) and bool(linear.has_uninitialized_params())
 
 
-def materialise(linear: nn.Linear, x: Tensor) -> bool:
+def _materialise(linear: nn.Linear, x: Tensor) -> bool:
     """Give a layer that has no size yet that of its weight, where a state was loaded, or that of a
     call; whether its weight was drawn.
     """
-    if not isinstance(linear, nn.LazyLinear) or not isinstance(x, Tensor) or x.dim() < 1:
-        return False
+    require("x", x, TENSOR)
+    if not x.dim():
+        raise BindingError("x has shape ()", expected="a row for each node: (nodes, features)")
     drawn, held = waits(linear), linear.weight
     size = x.shape[-1] if drawn else held.shape[-1]
     with torch.no_grad():
@@ -68,19 +70,25 @@ class Waiting:
             held.update(inside)
 
 
-def sized_by_success(forward: F) -> F:
-    """A layer that waits for its size gets that of a call that succeeds."""
-
-    @functools.wraps(forward)
-    def call(layer: nn.Module, *args: Any, **named: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return forward(layer, *args, **named)
-        waiting = [Waiting(one) for one in layer.children() if waits(one)]  # type: ignore[arg-type]
-        try:
-            return forward(layer, *args, **named)
-        except BaseException:
-            for one in waiting:
-                one.again()
-            raise
-
-    return cast(F, call)
+def sized_by_success(
+    layer: nn.Module,
+    sizes: Iterable[tuple[nn.Linear | None, Tensor | None]],
+    *arguments: Any,
+    draw: Callable[[Tensor], object] | None = None,
+) -> Tensor:
+    """Call a layer of which some parts wait for their size: they get that of what they are applied
+    to, and keep it where the call succeeds. ``draw`` draws their weights anew.
+    """
+    eager = not torch.compiler.is_compiling()
+    waiting = [Waiting(one) for one in layer.children() if eager and waits(one)]  # type: ignore[arg-type]
+    try:
+        for linear, x in sizes:
+            if not isinstance(linear, nn.LazyLinear) or x is None:
+                continue
+            if _materialise(linear, x) and draw is not None:
+                draw(linear.weight)
+        return cast(Tensor, layer.forward(*arguments))
+    except BaseException:
+        for one in waiting:
+            one.again()
+        raise

@@ -18,7 +18,7 @@ from torch import Tensor
 import insum
 from insum.bounded import keep
 from insum.call import prepared
-from insum.compat.calls import is_plain_call
+from insum.compat.calls import is_plain_call, plain_apply
 from insum.together import AskedResult, results_of
 
 #: Derivatives of one product that are kept: of a few leaves, along some of them.
@@ -59,13 +59,19 @@ class Multilinear:
     out: str
     at: Mapping[str, str]
     leaves: tuple[str, ...]
+    #: The statement, written once.
+    text: str = field(init=False, compare=False, repr=False)
     #: By what they are by and along which leaves, derivatives that were asked for.
     derived: dict[tuple[str, tuple[str, ...]], Derivative] = field(
         default_factory=dict, compare=False, repr=False
     )
 
+    def __post_init__(self) -> None:
+        text = f"{self.out}[{self.at[self.out]}] = {self._product(self.out)}"
+        object.__setattr__(self, "text", text)
+
     def statement(self) -> str:
-        return f"{self.out}[{self.at[self.out]}] = {self._product(self.out)}"
+        return self.text
 
     def gradient(self, leaf: str) -> str:
         """By a leaf; the gradient of the result goes by the result's name."""
@@ -99,11 +105,16 @@ class Multilinear:
 
     def __call__(self, tensors: Mapping[str, Any], shape: Sequence[int]) -> Tensor:
         """The result, of this shape; ``tensors``: every factor and index tensor."""
-        leaves = tuple(tensors[name] for name in self.leaves)
-        if not prepared.kernels_look_on(leaves[0].device) or not is_plain_call(leaves):
-            return insum.insum(self.statement(), out_shape=shape, **tensors)
+        leaves, recorded = [], False
+        for name in self.leaves:
+            leaves.append(leaf := tensors[name])
+            recorded = recorded or leaf.requires_grad
+        recorded = recorded and torch.is_grad_enabled()
+        looks = recorded and prepared.kernels_look_on(leaves[0].device)
+        if not looks or not is_plain_call(leaves):
+            return insum.insum(self.text, out_shape=shape, **tensors)
         fixed = {n: t for n, t in tensors.items() if n not in self.leaves}
-        found: Tensor = _MultilinearOutput.apply(self, fixed, tuple(shape), *leaves)  # type: ignore[no-untyped-call]
+        found: Tensor = _record(self, fixed, tuple(shape), *leaves)
         return found
 
 
@@ -115,7 +126,7 @@ class _MultilinearOutput(torch.autograd.Function):
         ctx.product, ctx.fixed = product, fixed
         ctx.save_for_backward(*leaves)
         given: dict[str, Any] = dict(zip(product.leaves, leaves))
-        return insum.insum(product.statement(), out_shape=shape, **fixed, **given)
+        return insum.insum(product.text, out_shape=shape, **fixed, **given)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
@@ -124,6 +135,9 @@ class _MultilinearOutput(torch.autograd.Function):
             ctx.product, ctx.fixed, wanted, gradient, *ctx.saved_tensors
         )  # type: ignore[no-untyped-call]
         return (None, None, None, *found)
+
+
+_record = plain_apply(_MultilinearOutput)
 
 
 class _MultilinearGradients(torch.autograd.Function):

@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,6 +132,29 @@ class Group:
     has_weight: bool
     paths: tuple[Instruction, ...]
     offsets: tuple[int, ...]  # where each path's weights begin
+    #: What follows from these, asked for at every call of a layer: whether the second input's
+    #: multiplicity is 1 and needs no index, the extents of the weights' and the output's letters,
+    #: and whether the weights of all paths follow each other.
+    single: bool = field(init=False, compare=False, repr=False)
+    weight_shape: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    out_shape: tuple[int, ...] = field(init=False, compare=False, repr=False)
+    in_a_row: bool = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        self.__setstate__(self.__dict__)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        held = self.__dict__
+        held.update({n: state[n] for n in ("mode", "muls", "has_weight", "paths", "offsets")})
+        letters = self.letters
+        single = self.muls[1] == 1 and letters.second == "v" and "v" not in letters.out
+        held["single"] = single
+        held["out_shape"] = self.muls[:2] if self.mode == "uvuv" else self.muls[2:]
+        sizes = dict(zip(letters.weight, self.paths[0].shape)) if self.paths else {}
+        held["weight_shape"] = tuple(sizes[n] for n in self._weight_letters if n in sizes)
+        size, first = (self.paths[0].numel, self.offsets[0]) if self.paths else (0, 0)
+        ends = tuple(range(first, first + size * len(self.paths), size)) if size else ()
+        held["in_a_row"] = self.offsets == ends
 
     def statement(self, shared: bool) -> str:
         """The statement of this group, for weights that all items share or each has its own.
@@ -182,11 +206,6 @@ class Group:
         return MODES[self.mode]
 
     @property
-    def single(self) -> bool:
-        """Whether the second input's multiplicity is 1 and needs no index."""
-        return self.muls[1] == 1 and self.letters.second == "v" and "v" not in self.letters.out
-
-    @property
     def _weight_letters(self) -> tuple[str, ...]:
         return self.letters.weight_without_second if self.single else self.letters.weight
 
@@ -200,16 +219,6 @@ class Group:
         sizes = dict(zip(self._weight_letters, self.weight_shape))
         return tuple(sizes[letter] for letter in self._summed_letters)
 
-    @property
-    def weight_shape(self) -> tuple[int, ...]:
-        sizes = dict(zip(self.letters.weight, self.paths[0].shape))
-        return tuple(sizes[letter] for letter in self._weight_letters)
-
-    @property
-    def out_shape(self) -> tuple[int, ...]:
-        """The extents of the output's letters."""
-        return self.muls[:2] if self.mode == "uvuv" else self.muls[2:]
-
     def pairs(self) -> dict[str, Tensor]:
         """``A[r]`` and ``B[r]``, where the mode walks pairs."""
         if not self.letters.pairs:
@@ -220,7 +229,7 @@ class Group:
     def weights_in(self, weight: Tensor) -> Tensor:
         """([b,] paths, u, v, w): a view where the paths of the group follow each other."""
         size, first = self.paths[0].numel, self.offsets[0]
-        if self.offsets == tuple(range(first, first + size * len(self.paths), size)):
+        if self.in_a_row:
             # a narrower view has a gradient that is filled and copied
             whole = size * len(self.paths) == weight.shape[-1]
             flat = weight if whole else weight.narrow(-1, first, size * len(self.paths))
@@ -234,7 +243,7 @@ class Group:
         """
         shape = (
             *(
-                extent(irreps, mul)
+                irreps.extents.get(mul, 0)
                 for irreps, mul in zip((out, in1, in2), (self.muls[2], *self.muls[:2]))
             ),
             len(self.paths),
@@ -352,7 +361,3 @@ def components(irreps: Irreps, mul: int) -> dict[int, int]:
             found[number] = start
             start += ir.dim
     return found
-
-
-def extent(irreps: Irreps, mul: int) -> int:
-    return sum(ir.dim for m, ir in irreps if m == mul)

@@ -142,7 +142,7 @@ class ProductPlan:
 
     def by_component(self, x: Tensor, irreps: Irreps, mul: int) -> Tensor:
         """(b, components of all terms with this multiplicity, multiplicity)."""
-        b, alike = x.shape[0], {m for m, _ in irreps.terms} <= {mul}
+        b, alike = x.shape[0], irreps.extents.keys() <= {mul}
         if alike and (mul == 1 or self.layout != "mul_ir"):
             return x.reshape(b, irreps.dim // mul, mul)
         if alike:  # split at once, for the gradients
@@ -166,7 +166,7 @@ class ProductPlan:
             self.layout == "ir_mul"
             and not terms
             and len(outputs) == 1
-            and all(mul in outputs for mul, _ in self.irreps_out)
+            and self.irreps_out.extents.keys() <= outputs.keys()
         ):
             return next(iter(outputs.values())).flatten(1)
         # split at once: gradients of slices would each be a whole tensor

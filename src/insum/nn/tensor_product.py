@@ -15,7 +15,7 @@ from insum.accepted import TENSOR, Accepted, require
 from insum.errors import BindingError
 from insum.nn.checks import in_irreps, layer_takes, one_device
 from insum.nn.irreps import Irrep, Irreps, aligned
-from insum.nn.paths import Group, ScalarPath, extent
+from insum.nn.paths import Group, ScalarPath
 from insum.nn.patterns import arrays_of, renew
 from insum.nn.product_plan import EMPTY, ProductOptions, ProductPlan, furnish
 
@@ -165,7 +165,7 @@ class TensorProduct(nn.Module):
                 tensors["W"] = group.weights_in(weight)
             z = insum.insum(
                 group.statement(plan.shared_weights),
-                out_shape=(x.shape[0], extent(plan.irreps_out, group.muls[2]), *group.out_shape),
+                out_shape=(x.shape[0], plan.irreps_out.extents[group.muls[2]], *group.out_shape),
                 padded=("I", "J", "K"),
                 **tensors,
             ).flatten(2)

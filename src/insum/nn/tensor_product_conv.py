@@ -15,7 +15,7 @@ from insum.call import prepared
 from insum.errors import BindingError
 from insum.nn.checks import in_irreps, layer_takes, one_device
 from insum.nn.edges import check_edges, endpoints
-from insum.nn.paths import Group, extent
+from insum.nn.paths import Group
 from insum.nn.patterns import arrays_of, renew
 from insum.nn.product_plan import ProductOptions, ProductPlan, furnish
 from insum.plan.strategies.unrolling import UNROLL_POINTS
@@ -130,8 +130,7 @@ class TensorProductConv(nn.Module):
         weight = self._plan.weights(weight, self.weight)
         one_device(module=self.output_mask, x=x, y=y, edge_index=edge_index, weight=weight)
         nodes = x.shape[0] if num_nodes is None else num_nodes
-        check_edges(edge_index)
-        self._check_rows(x, y, edge_index.shape[1], weight)
+        self._check_rows(x, y, edge_index, weight)
         return self._between(x, y, endpoints(edge_index, x.shape[0], nodes), weight, nodes)
 
     def _between(
@@ -145,7 +144,13 @@ class TensorProductConv(nn.Module):
             outputs[group.muls[2]] = found if before is None else before + found
         return self._plan.by_irrep(outputs, x.new_empty(nodes, 0))
 
-    def _check_rows(self, x: Tensor, y: Tensor, edges: int, weight: Tensor) -> None:
+    def _check_rows(self, x: Tensor, y: Tensor, edge_index: Tensor, weight: Tensor) -> None:
+        edges, own = edge_index.shape[-1], self.weight_numel and not self.shared_weights
+        fit = y.dim() == 2 and y.shape[0] == edges
+        fit = fit and (not own or weight.dim() == 2 and weight.shape[0] == edges)
+        if fit and x.dim() == 2:
+            return
+        check_edges(edge_index)
         if x.dim() != 2:
             raise BindingError(f"x has shape {tuple(x.shape)}", expected="one row for each node")
         if y.dim() != 2 or y.shape[0] != edges:
@@ -153,12 +158,10 @@ class TensorProductConv(nn.Module):
                 f"y has shape {tuple(y.shape)}, but there are {edges} edges",
                 expected=f"({edges}, {self.irreps_in2.dim}): one row for each edge",
             )
-        own = self.weight_numel and not self.shared_weights
-        if own and (weight.dim() != 2 or weight.shape[0] != edges):
-            raise BindingError(
-                f"weight has shape {tuple(weight.shape)}, but there are {edges} edges",
-                expected=f"({edges}, {self.weight_numel}): one row for each edge",
-            )
+        raise BindingError(
+            f"weight has shape {tuple(weight.shape)}, but there are {edges} edges",
+            expected=f"({edges}, {self.weight_numel}): one row for each edge",
+        )
 
     def _summed(
         self,
@@ -179,7 +182,7 @@ class TensorProductConv(nn.Module):
             "src": ends[0],
             "dst": ends[1],
         }
-        shape = nodes, extent(plan.irreps_out, group.muls[2]), *group.out_shape
+        shape = nodes, plan.irreps_out.extents[group.muls[2]], *group.out_shape
         if not group.mixes(plan.shared_weights):
             given: dict[str, Any] = {**arrays, **along}
             if group.has_weight:

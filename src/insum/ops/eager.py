@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
 
@@ -34,12 +34,11 @@ from insum.compat.tangents import (
     forward_levels,
 )
 from insum.errors import AutogradError, InsumError
-from insum.lang.bind import Size, Value
+from insum.lang.bind import Value
 from insum.ops.autocast import lowered
 from insum.ops.encoding import Scalar, encode
 from insum.ops.gradients import ForwardCall, StatementRunner, gradients, tangent_of
 from insum.ops.vmap import batched, front
-from insum.runtime.check import found as offences
 from insum.runtime.check import raise_found
 from insum.settings import settings
 
@@ -267,12 +266,15 @@ def differentiable(
     what was cast from them.
     """
     tensors: Collection[Any] = values.values()
+    spec: DifferentiableCall | None = None if leaves else call.recorded
     if call.prepared.scalars:
         spec, tensors = _apart(None, call, values, leaves)
-    else:
+    elif spec is None:
         spec = DifferentiableCall(None, {}, call.prepared.names, call, leaves)
         if leaves:
             tensors = {**values, **leaves}.values()
+        elif call.count > 1:
+            call.recorded = spec  # the same for all tensors
     try:
         result: Tensor = _record(spec, values, initial, *tensors)
     except RuntimeError as error:
@@ -432,39 +434,34 @@ def pull_back(
     values = {**spec.numbers, **dict(zip(spec.names, saved[:count]))}
     result, held = (*saved[count:], None, None)[:2]
     wanted = list(compress(spec.names, needs))
-    for numbers, report in offences:  # as `raise_found`
-        if numbers[0]:
-            report()
     token = settings.hold(ctx.settings)  # this may be a thread of autograd's
     try:
-        form, rules, extents = (
-            _derivable(spec, values, upstream)
-            if call is None
-            else (call.prepared.form, call.prepared.adjoints, call.sized.extents)
+        known = (
+            _derivable(spec, values, upstream) if call is None else call.forward or _forward(call)
         )
-        dtypes: dict[str, torch.dtype] = {}
-        for name, leaf in (spec.leaves or {}).items():
-            dtypes[name] = leaf.dtype
+        if spec.leaves:
+            known = replace(known, dtypes={n: leaf.dtype for n, leaf in spec.leaves.items()})
             if torch.is_grad_enabled():
-                values[name] = _CastBefore.apply(leaf, values[name])  # type: ignore[no-untyped-call]
-        known = ForwardCall(form, rules, extents, dtypes)
+                for name, leaf in spec.leaves.items():
+                    values[name] = _CastBefore.apply(leaf, values[name])  # type: ignore[no-untyped-call]
         runner = _runner_of(call, saved, upstream)
-        found = gradients(known, values, upstream, wanted, result, held, runner)
+        initial, found = gradients(known, values, upstream, wanted, result, held, runner)
     finally:
         settings.let_go(token)
-    raise_found()
-    to_initial = (
-        found.initial.to(ctx.initial_dtype)
-        if initial_needs and ctx.initial_dtype is not None
-        else None
-    )
-    return to_initial, list(map(found.tensors.get, spec.names))
+    raise_found()  # of earlier calls too: what they did wrong may have come this far
+    wants = initial_needs and ctx.initial_dtype is not None
+    return initial.to(ctx.initial_dtype) if wants else None, list(map(found.get, spec.names))
+
+
+def _forward(call: BoundCall) -> ForwardCall:
+    """What gradients are derived from, which is the same for all tensors."""
+    prepared = call.prepared
+    call.forward = found = ForwardCall(prepared.form, prepared.adjoints, call.sized.extents)
+    return found
 
 
 def _derivable(
     spec: DifferentiableCall, values: Mapping[str, Value], upstream: Tensor
-) -> tuple[Form, dict[object, Any], Mapping[str, Size]]:
-    """What gradients are derived from where no call was prepared: the form, no rules so far, and
-    the extents.
-    """
-    return spec.form, {}, spec.request.bind(values, upstream.detach()).extents
+) -> ForwardCall:
+    """What gradients are derived from where no call was prepared."""
+    return ForwardCall(spec.form, {}, spec.request.bind(values, upstream.detach()).extents)

@@ -30,14 +30,6 @@ StatementRunner: TypeAlias = Callable[[Kinds, Mapping[str, Value], tuple[Any, ..
 
 
 @dataclass(frozen=True, slots=True)
-class Gradients:
-    """What reaches the initial value, and each tensor that was asked for."""
-
-    initial: Tensor
-    tensors: dict[str, Tensor]
-
-
-@dataclass(frozen=True, slots=True)
 class Derived:
     """A derived statement.
 
@@ -125,9 +117,9 @@ def gradients(
     result: Tensor | None,
     held: Tensor | None,
     run: StatementRunner,
-) -> Gradients:
-    """Gradients of ``wanted``. ``result``, and where it ``held`` its initial value, matter for
-    ``max=`` and ``min=`` only.
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """What reaches the initial value, and each tensor that is ``wanted``. ``result``, and where it
+    ``held`` its initial value, matter for ``max=`` and ``min=`` only.
     """
     to_initial = upstream
     if result is not None:
@@ -146,7 +138,7 @@ def gradients(
         if total is None:
             total = torch.zeros_like(source, dtype=call.dtypes.get(name, source.dtype))
         found[name] = total
-    return Gradients(to_initial, found)
+    return to_initial, found
 
 
 def tangent_of(

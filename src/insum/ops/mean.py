@@ -9,20 +9,19 @@ each call. Gradients of any order are those of that sum.
 from __future__ import annotations
 
 import functools
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from insum.bounded import keep
-from insum.call.request import Request, RequestSizes, head
-from insum.compat.calls import is_plain_call
+from insum.call.prepared import MOST_KINDS, Kinds, kinds_of
+from insum.call.request import Form, Request, head
+from insum.compat.calls import is_plain_call, kinds_guard
 from insum.compat.placed import while_tracing
 from insum.errors import IndexRangeError
-from insum.lang.bind import Size, Value
+from insum.lang.bind import Problem, Size, Value
 from insum.lang.expand import expand
 from insum.lang.expr import (
     Access,
@@ -37,6 +36,7 @@ from insum.lang.expr import (
     tensors_of,
     variables,
 )
+from insum.lang.measure import Measure, SizeKeys, measure_of
 from insum.lang.parser import parse
 from insum.memory import remembered
 from insum.ops.eager import contract
@@ -69,14 +69,27 @@ class MeanStatements:
     reads: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class MeanSizes:
-    """What of its sizes a mean has to know: those of the output's dimensions that are counted, and
-    of variables; and the kind of its result.
+@dataclass(frozen=True, slots=True, eq=False)
+class MeanKind:
+    """A kind of call of a mean: what it is made of for tensors of certain kinds and of any sizes.
+
+    Attributes:
+        names: of the tensors; ``alike``: whether others are of this kind, and ``default`` the
+            default dtype that it was found under.
+        total: the sum; ``counting``: the statement that counts, with the sizes that it is given.
+        measure: extents and the shape of the output; ``times`` and ``counted`` are the places of
+            variables among the extents.
     """
 
-    kept: tuple[Size, ...]
-    extents: Mapping[str, Size]
+    names: tuple[str, ...]
+    alike: Callable[..., bool]
+    default: torch.dtype
+    parts: MeanStatements
+    total: Kinds
+    counting: Form
+    measure: Measure
+    times: tuple[int, ...]
+    counted: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
 
@@ -211,96 +224,110 @@ def _is_even(target: Access, dim: int, told: set[str]) -> bool:
 
 
 def as_sum(
-    request: Request, tensors: Mapping[str, Value], *, told: bool = False
-) -> tuple[Request, dict[str, Value]]:
+    kinds: Kinds, sizes: tuple[Size, ...], tensors: Mapping[str, Value], *, told: bool = False
+) -> tuple[Kinds, tuple[Size, ...], dict[str, Value]]:
     """The sum that a mean is, and what it reads. What is wrong is said of the mean. ``told``:
     nothing is counted, for the sum is only to be looked at.
     """
-    parts = mean_statements(request.statement, request.padded)
-    sizes = _sizes(request, parts, tensors)
+    found = known_sum(kinds, sizes, tensors)
+    if found is not None and not told:
+        return found
+    problem = kinds.form.request(sizes).bind(tensors)
+    mean = _mean_kind(kinds, problem, tensors)
+    measured = tuple(problem.extents.values()), problem.shape
+    return mean.total, sizes, _with_share(mean, kinds, sizes, measured, tensors, told=told)
+
+
+def sum_of(
+    request: Request, tensors: Mapping[str, Value], *, told: bool = False
+) -> tuple[Request, dict[str, Value]]:
+    """The same of a request."""
+    kinds, sizes, given = as_sum(kinds_of(request.form), request.size_values, tensors, told=told)
+    return kinds.form.request(sizes), given
+
+
+def known_sum(
+    kinds: Kinds, sizes: tuple[Any, ...], tensors: Mapping[str, Value]
+) -> tuple[Kinds, tuple[Any, ...], dict[str, Value]] | None:
+    """The same where a mean of such tensors was bound before: they are only measured. None where it
+    was not, or where binding has to say what is wrong.
+    """
+    if not kinds.means or not is_plain_call(tensors.values()):
+        return None
+    for size in sizes:
+        if type(size) is not int:
+            return None
+    for value in tensors.values():  # torch's guards end the process at one
+        if type(value) is Tensor and value.is_nested:
+            return None
+    names, default = tuple(tensors), torch.get_default_dtype()
+    for mean in kinds.means:
+        if mean.names == names and mean.default is default and mean.alike(*tensors.values()):
+            found = mean.measure(tensors, sizes)
+            if found is None:
+                return None
+            return mean.total, sizes, _with_share(mean, kinds, sizes, found, tensors, told=False)
+    return None
+
+
+def _mean_kind(kinds: Kinds, problem: Problem, tensors: Mapping[str, Value]) -> MeanKind:
+    """What a mean is made of for tensors that were bound; kept, where others can be compared."""
+    form, places = kinds.form, {v: k for k, v in enumerate(problem.extents)}
+    parts = mean_statements(form.statement, form.padded)
+    plain, given = is_plain_call(tensors.values()), tuple(tensors.values())
     # a share in half precision would be as wrong as the result may be
-    dtype = sizes.dtype if sizes.dtype in HALVES else request.dtype
-    total = replace(request, statement=parts.total, dtype=dtype)
-    each = math.prod(sizes.extents[v] for v in parts.times)
+    dtype = problem.dtype if problem.dtype in HALVES else form.dtype
+    keys: SizeKeys = (*((k, None) for k, _ in enumerate(parts.kept)), *_unsized(parts.counted))
+    mean = MeanKind(
+        tuple(tensors),
+        kinds_guard(given, exact=False) if plain else lambda *others: False,
+        torch.get_default_dtype(),
+        parts,
+        kinds_of(replace(form, statement=parts.total, dtype=dtype)),
+        # in float64, for float32 cannot count beyond 2 ** 24
+        Form(parts.counting, keys, parts.padded, torch.float64, None, form.wraps),
+        measure_of(problem, form.size_keys),
+        tuple(places[v] for v in parts.times),
+        tuple(places[v] for v in parts.counted),
+        problem.dtype,
+        problem.device,
+    )
+    if plain and any(isinstance(v, Tensor) for v in given):
+        kinds.means.insert(0, mean)
+        del kinds.means[MOST_KINDS:]
+    return mean
+
+
+def _unsized(names: tuple[str, ...]) -> SizeKeys:
+    return tuple((name, None) for name in names)
+
+
+def _with_share(
+    mean: MeanKind,
+    kinds: Kinds,
+    sizes: tuple[Size, ...],
+    measured: tuple[tuple[Size, ...], tuple[Size, ...]],
+    tensors: Mapping[str, Value],
+    *,
+    told: bool,
+) -> dict[str, Value]:
+    """What the sum reads: the tensors, and of its sum what each point counts for."""
+    parts, (extents, shape) = mean.parts, measured
+    each, counted = 1, []
+    for place in mean.times:
+        each *= extents[place]  # type: ignore[assignment]
+    for dim in parts.kept:
+        counted.append(shape[dim])
     share: Value
     if not parts.counting:
         share = 1 / max(each, 1)
     elif told:
-        share = torch.empty(sizes.kept, dtype=share_dtype(sizes.dtype), device=sizes.device)
+        share = torch.empty(counted, dtype=share_dtype(mean.dtype), device=mean.device)
     else:
-        share = _shares(sizes, parts, request, tensors, each)
-    return total, {**tensors, parts.share: share}
-
-
-#: By what was asked for and the kinds of tensors, of a mean that was bound the kind of its result,
-#: and where the sizes of variables stand.
-_forms: dict[object, tuple[torch.dtype, torch.device, VariablePlaces]] = {}
-MOST_FORMS = 1024
-
-
-def _sizes(request: Request, parts: MeanStatements, tensors: Mapping[str, Value]) -> MeanSizes:
-    """The sizes of a mean. Tensors of kinds that were bound before are only measured; what is wrong
-    with them is said by binding them.
-    """
-    plain = is_plain_call(tensors.values())
-    key: object = None
-    if plain:
-        kinds = [
-            (name, v.dtype, v.ndim, v.device, v.layout)
-            if isinstance(v, Tensor)
-            else (name, type(v))
-            for name, v in tensors.items()
-        ]
-        given = _given(request)
-        names = tuple(of for of, _ in request.sizes)
-        key = replace(request, sizes=()), names, tuple(given), *kinds
-        form = _forms.get(key)
-        found = None if form is None else _measured(form, parts, given, tensors)
-        if found is not None:
-            return found
-    problem = request.bind(tensors)
-    if plain:
-        statement = parse(request.statement)
-        places = tuple((v, _places(statement, v)) for v in variables_of(statement))
-        keep(_forms, key, (problem.dtype, problem.device, places), MOST_FORMS)
-    kept = tuple(problem.shape[dim] for dim in parts.kept)
-    return MeanSizes(kept, problem.extents, problem.dtype, problem.device)
-
-
-def _given(request: Request) -> dict[str | int, Size]:
-    """Sizes that were given, of variables and of the output's dimensions."""
-    found: dict[str | int, Size] = {}
-    for of, size in request.sizes:
-        if isinstance(size, tuple):
-            found |= dict(enumerate(size))  # of no other tensor than the output is a shape given
-        else:
-            found[of] = size
-    return found
-
-
-def _measured(
-    form: tuple[torch.dtype, torch.device, VariablePlaces],
-    parts: MeanStatements,
-    given: Mapping[str | int, Size],
-    tensors: Mapping[str, Value],
-) -> MeanSizes | None:
-    """None where sizes disagree, or are not simply there."""
-    dtype, device, places = form
-    if not all(isinstance(size, int) and size >= 0 for size in given.values()):
-        return None
-    extents: dict[str, Size] = {}
-    shape = dict(given)
-    for var, where in places:
-        asked: set[str | int] = {var, *(dim for name, dim in where if not name)}
-        told: set[Size] = {given[k] for k in asked & given.keys()}
-        told |= {tensors[name].shape[dim] for name, dim in where if name}  # type: ignore[union-attr]
-        if len(told) != 1:
-            return None
-        (extents[var],) = told
-        shape |= dict.fromkeys(asked, extents[var])
-    if not all(dim in shape for dim in parts.kept):
-        return None
-    return MeanSizes(tuple(shape[dim] for dim in parts.kept), extents, dtype, device)
+        for place in mean.counted:
+            counted.append(extents[place])
+        share = _shares(mean, kinds, sizes, tuple(counted), each, tensors)
+    return {**tensors, parts.share: share}
 
 
 def told_of(request: Request) -> str:
@@ -320,36 +347,35 @@ def told_of(request: Request) -> str:
 
 
 def _shares(
-    found: MeanSizes,
-    parts: MeanStatements,
-    request: Request,
-    tensors: Mapping[str, Value],
+    mean: MeanKind,
+    kinds: Kinds,
+    sizes: tuple[Size, ...],
+    counted: tuple[Size, ...],
     each: Size,
+    tensors: Mapping[str, Value],
 ) -> Tensor:
     """What of its sum each point counts for; all of it where there is none."""
-    sizes: RequestSizes = (
-        *enumerate(found.kept),
-        *[(v, found.extents[v]) for v in parts.counted],
-    )
-    # in float64, for float32 cannot count beyond 2 ** 24
-    asked = Request(parts.counting, sizes, parts.padded, torch.float64, None, request.wraps)
-    values = {name: tensors[name] for name in parts.reads}
-    dtype = share_dtype(found.dtype)
+    parts, form = mean.parts, mean.counting
+    dtype = share_dtype(mean.dtype)
 
     def make() -> Tensor:
+        values = {name: tensors[name] for name in parts.reads}
         try:
-            return shares_of(contract(asked, values), each, dtype)
+            return shares_of(contract(form.request(counted), values), each, dtype)
         except IndexRangeError:  # of counts, which nobody has written
-            problem = request.bind(tensors)
-            verify(problem, uses_of(problem, request.wraps), tensors)
+            problem = kinds.form.request(sizes).bind(tensors)
+            verify(problem, uses_of(problem, kinds.form.wraps), tensors)
             raise
 
-    if not values:  # indices that are sums of variables
-        with torch.device(found.device):
+    read: list[Tensor] = []
+    for name in parts.reads:
+        if isinstance(tensors[name], Tensor):
+            read.append(tensors[name])  # type: ignore[arg-type]
+    if not read:  # indices that are sums of variables
+        with torch.device(mean.device):
             return make()
-    first, *others = (v for v in values.values() if isinstance(v, Tensor))
-    key = "share", parts.counting, sizes, parts.padded, request.wraps, each, dtype
-    return remembered(first, key, make, *others)
+    key = "share", parts.counting, counted, parts.padded, form.wraps, each, dtype
+    return remembered(read[0], key, make, *read[1:])
 
 
 def shares_of(count: Tensor, each: Size, dtype: torch.dtype) -> Tensor:

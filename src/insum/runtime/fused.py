@@ -216,14 +216,16 @@ class FusedCall:
         if self.kind.negated:
             values = {n: v.resolve_neg() if isinstance(v, Tensor) else v for n, v in values.items()}
         found, entries, recorded = self.looked_up(values, target)
-        if isinstance(found, MapRun):
+        if type(found) is Ready:
+            if found.settled:
+                return found(values, target)
+            return self.run_ready(found, values, target, entries)
+        if type(found) is MapRun:
             sized = self.sized
             return found.code.run(values, sized.spans, sized.shape, None, found.made, False)
-        if isinstance(found, Refusal):
-            return found
-        if isinstance(found, Unseen):
+        if type(found) is Unseen:
             return self.run_unseen(found, values, target, entries, recorded)
-        return self.run_ready(found, values, target, entries)
+        return found  # type: ignore[return-value]
 
     def run_ready(
         self,
@@ -298,9 +300,7 @@ class FusedCall:
         if not self.keeps or self.kind.on_gpu and is_recorded(self.kind.device):
             return None
         found = entries[0].get(self.key(target, entries))
-        if type(found) is not Ready or found.check is not None or found.promotable:
-            return None
-        return found
+        return found if type(found) is Ready and found.settled else None
 
     def is_by_indices(self, values: Mapping[str, Value]) -> bool:
         """Whether nothing decides what is run but sizes and what is remembered of index tensors."""
@@ -642,7 +642,9 @@ class FusedCall:
                 declared.append(entry.serial)
         if declared:  # code that was written for a pattern knows some extents
             declared += [self.sized.spans[k] for k in kind.exact]
-        key = (self.class_key(values, target), target is None, cache.state["epoch"], *declared)
+        sizes = self._class if target is None else None
+        sizes = sizes or self.class_key(values, target)
+        key = (sizes, target is None, cache.state["epoch"], *declared)
         held = kind.unseen.get(key)
         if held is not None:
             return held

@@ -47,7 +47,7 @@ class Ready:
 
     __slots__ = (
         *("buffer", "check", "device", "dtype", "empty", "filled", "index"),
-        *("__weakref__", "program", "promotable", "reads", "start", "steps", "work"),
+        *("__weakref__", "program", "promotable", "reads", "settled", "start", "steps", "work"),
     )
 
     def __init__(self, program: Program, sizes: CallNumbers) -> None:
@@ -71,6 +71,8 @@ class Ready:
         self.check = None
         if program.check is not None and self.launches:
             self.check = _bound_check(program, sizes, held, filled=self.filled and new)
+        #: Whether it only has to be launched.
+        self.settled = self.check is None and not self.promotable
         #: Names of what launches are passed, in the order in which `run` takes it.
         self.reads = _passed_to(self.launches)
         own = (*self.reads, *_OWN_MEMORY)
