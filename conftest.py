@@ -5,13 +5,42 @@ those of several ranks have a ``mesh`` of one.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import logging
+import os
 from collections.abc import Iterator
+
+# The C++ code of the few tests that reach Inductor's is compiled once and called once: without
+# probing which vector instructions the compiler knows, and without compiling headers in advance.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
 
 import pytest
 import torch
 
 _index_select = torch.index_select
+
+
+def pytest_configure() -> None:
+    _compile_without_records()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays; looking through it at every collection frees nothing."""
+    gc.freeze()
+
+
+def _compile_without_records() -> None:
+    """pytest takes the records of loggers that keep theirs to themselves, and torch then writes all
+    that it compiles into one of those. Beside that it measures its guards, with empty caches of the
+    processor, for such a record. Neither is read here.
+    """
+    logging.getLogger("torch.__trace").propagate = True
+    from torch._dynamo import guards
+
+    if hasattr(guards, "profile_guard_manager"):
+        guards.profile_guard_manager = lambda *given: 0.0
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
