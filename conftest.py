@@ -22,13 +22,9 @@ import torch
 _index_select = torch.index_select
 
 
-def pytest_configure() -> None:
-    _compile_without_records()
-
-
 def pytest_collection_finish() -> None:
-    """What was imported stays; looking through it at every collection frees nothing."""
-    gc.freeze()
+    _compile_without_records()
+    gc.freeze()  # what was imported stays: looking through it at every collection frees nothing
 
 
 def _compile_without_records() -> None:

@@ -123,7 +123,7 @@ def _reduce_by_slices(self: Any, input: tuple[Any, ...]) -> list[Any]:
     for one, stack, dtype in zip(total, stacks, dtypes):
         data = one.handle.data.astype(stack.dtype).reshape(stack.shape[1:])
         if self.keep_dims:
-            whole = self.axis is None
-            data = data.reshape((1,) * input[0].handle.data.ndim) if whole else np.expand_dims(data, axis)
+            every = tuple(range(input[0].handle.data.ndim))
+            data = np.expand_dims(data, every if self.axis is None else axis)
         found.append(self.to_tensor(data, dtype))
     return found
