@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+
 from quick_interpreter import quicken
 
 
