@@ -43,7 +43,7 @@ def _patch_for_good(interpreter: Any, tl: Any) -> None:
     patch, kept, done = interpreter._patch_lang, interpreter._LangPatchScope(), set()
 
     def patch_lang(fn: Any) -> Any:
-        seen = frozenset(id(one) for one in fn.__globals__.values() if one in (tl, tl.core))
+        seen = frozenset(id(one) for one in fn.__globals__.values() if one is tl or one is tl.core)
         if seen not in done:
             patch(fn)
             done.add(seen)
@@ -87,8 +87,8 @@ def _broadcast_only_what_differs(semantic: Any) -> None:
 
 
 def _share_shapes(tl: Any) -> None:
-    """Each value of a kernel says its shape in compile-time constants; those of one shape are the
-    same ones.
+    """Each value and each type of a kernel says its shape in compile-time constants; those of one
+    shape are the same ones.
     """
 
     @functools.cache
@@ -105,6 +105,18 @@ def _share_shapes(tl: Any) -> None:
         self.dtype = type.scalar
 
     tl.tensor.__init__ = init
+    written_out, known = tl.block_type.__init__, {}
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *shape
+        if key in known:
+            self.element_ty = element_ty
+            self.shape, self.numel, self.name = known[key]
+        else:
+            written_out(self, element_ty, shape)
+            known[key] = self.shape, self.numel, self.name
+
+    tl.block_type.__init__ = init_type
 
 
 def _reduce_by_slices(self: Any, input: tuple[Any, ...]) -> list[Any]:
