@@ -396,6 +396,35 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc,no-any-return]
 
 
+_will_run: Any = getattr(torch._C, "_will_engine_execute_node", None)
+
+
+def wanted_gradients(ctx: Any, required: Sequence[bool]) -> tuple[bool, ...]:
+    """Of the tensors that a node of autograd was made of, in its ``backward``: whose gradients the
+    pass that runs is for. ``ctx.needs_input_grad`` tells which require one at all, and so do
+    weights while the pass is one for positions alone.
+    """
+    nodes = getattr(ctx, "next_functions", ())
+    if _will_run is None or len(nodes) != len(required):
+        return tuple(required)
+    found = []
+    for requires, (node, _) in zip(required, nodes):
+        found.append(requires and _runs(node))
+    return tuple(found)
+
+
+def _runs(node: Any) -> bool:
+    try:
+        return bool(_will_run(node))
+    except (RuntimeError, TypeError):  # of what a pass ends at, or of no pass that torch knows
+        return True
+
+
+def device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """The device of a tensor as the current one; nothing is entered where it is."""
+    return torch.cuda.device(tensor.device) if is_elsewhere(tensor.device) else _NOTHING
+
+
 def are_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether no tensor is of a subclass with behaviour of its own."""
     for tensor in tensors:  # noqa: SIM110  # on the path of every call
