@@ -1,78 +1,195 @@
-"""Channels of irreps mixed in one launch, in Triton's interpreter, on tensors that nobody has seen."""
+"""Channels of irreps mixed in one launch, in Triton's interpreter, on tensors that nobody has
+seen.
+"""
 
 from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from insum.nn.irreps import Irreps
+from insum.nn import FullyConnectedTensorProduct, mixing
 from insum.nn.irreps_linear import Linear
-from insum.nn.mixing import ChannelMixing, MixingPath, columns_of
-from insum.nn import mixing
+from insum.runtime.handwritten.kernel import Handwritten
 from insum.testing.as_on_a_gpu import pretended
 
 pytestmark = pytest.mark.interpreter
 
-CASES = {
-    "irreps": ("5x0e + 3x1o + 2x0e", "4x0e + 2x1o + 3x2e + 1x0e", {}),
-    "instructions": (
-        "3x0e + 2x1o",
-        "3x0e + 2x1o + 4x0e",
-        {"instructions": [(0, 0), (0, 0), (1, 1)]},
-    ),
-    "biases": ("3x0e + 2x1o", "3x0e + 2x1o + 4x0e", {"biases": True}),
-    "wide": ("70x0e + 17x1o", "80x0e + 33x1o", {}),
-}
+ONCE = ["insum_mix"]
+GRADIENTS = ["insum_mix", "insum_mix_weights"]
 
 
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is launched from now on, by the kernels' names."""
+@pytest.fixture(autouse=True)
+def in_double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is launched, by the kernels' names."""
     found: list[str] = []
-    call = mixing.kernels.Handwritten.__call__
+    call = Handwritten.__call__
 
-    def counted(self: object, *arguments: object) -> None:
-        found.append(self.name)  # type: ignore[attr-defined]
-        call(self, *arguments)  # type: ignore[arg-type]
+    def counted(self: Handwritten, programs: int, *arguments: Any) -> None:
+        found.append(self.name)
+        call(self, programs, *arguments)
 
-    monkeypatch.setattr(mixing.kernels.Handwritten, "__call__", counted)
+    monkeypatch.setattr(Handwritten, "__call__", counted)
     return found
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_values_and_gradients(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    irreps_in, irreps_out, options = CASES[name]
-    torch.manual_seed(0)
-    layer = Linear(irreps_in, irreps_out, **options).to(dtype)
-    x = torch.randn(37, layer.irreps_in.dim, dtype=dtype, requires_grad=True)
-    along = torch.randn(37, layer.irreps_out.dim, dtype=dtype, requires_grad=True)
+def product(layout: str) -> Callable[[], nn.Module]:
+    irreps = "2x0e + 2x1o", "3x0e", "2x0e + 1x1o + 1x0o"
+    return lambda: FullyConnectedTensorProduct(*irreps, layout=layout)
 
-    def results() -> list[torch.Tensor]:
-        given = [x, *layer.parameters()]
-        out = layer(x)
-        first = torch.autograd.grad(out, given, along, create_graph=True)
-        loss = sum(g.square().sum() for g in first)
-        second = torch.autograd.grad(loss, [*given, along], create_graph=True, allow_unused=True)
-        third = torch.autograd.grad(
-            sum(g.square().sum() for g in second if g is not None),
-            [*given, along],
-            allow_unused=True,
-        )
-        return [out, *first, *(g for g in (*second, *third) if g is not None)]
 
-    want = results()
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    "irreps": lambda: Linear("3x0e + 2x1o + 2x0e", "2x0e + 2x1o + 1x2e + 1x0e"),
+    "twice": lambda: Linear("2x0e + 1x1o", "2x0e + 1x1o", instructions=[(0, 0), (0, 0), (1, 1)]),
+    "biases": lambda: Linear("2x0e + 1x1o", "2x0e + 1x1o + 3x0e", biases=True),
+    "product": product("mul_ir"),
+    "product by component": product("ir_mul"),
+}
+
+
+def given(layer: Any, rows: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    if isinstance(layer, Linear):
+        return (torch.randn(rows, layer.irreps_in.dim, dtype=dtype, requires_grad=True),)
+    x = torch.randn(rows, layer.irreps_in1.dim, dtype=dtype, requires_grad=True)
+    return x, torch.randn(rows, layer.irreps_in2.dim, dtype=dtype)
+
+
+def orders(layer: nn.Module, inputs: Sequence[Tensor], along: Tensor, most: int) -> list[Tensor]:
+    """A result, and the gradients of every order up to the third."""
+    leaves = [inputs[0], *layer.parameters()]
+    found = [layer(*inputs)]
+    if most:
+        found += torch.autograd.grad(found[0], leaves, along, create_graph=True)
+    last = found[1:]
+    for _ in range(most - 1):
+        loss = sum((one.square().sum() for one in last), torch.zeros(()))
+        by = torch.autograd.grad(loss, [*leaves, along], create_graph=True, allow_unused=True)
+        last = [one for one in by if one is not None]
+        found += last
+    return found
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_of_every_order(name: str, launched: list[str]) -> None:
+    layer = LAYERS[name]()
+    inputs = given(layer, 3)
+    along = torch.randn_like(layer(*inputs)).requires_grad_()
+    want = orders(layer, inputs, along, 3)
     with pretended():
-        found = launches(monkeypatch)
-        got = results()
-    assert found[:3] == ["insum_mix", "insum_mix", "insum_mix_weights"]
-    torch.testing.assert_close(
-        got,
-        want,
-        rtol=1e-10 if dtype == torch.float64 else 2e-3,
-        atol=1e-9 if dtype == torch.float64 else 2e-3,
-    )
+        got = orders(layer, inputs, along, 3)
+    assert launched[:3] == ONCE + GRADIENTS
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_more_rows_and_channels_than_a_tile_has(dtype: torch.dtype) -> None:
+    layer = Linear("70x0e + 17x1o", "66x0e + 33x1o").to(dtype)
+    inputs = given(layer, 70, dtype)
+    along = torch.randn(70, layer.irreps_out.dim, dtype=dtype)
+    want = orders(layer, inputs, along, 1)
+    with pretended():
+        got = orders(layer, inputs, along, 1)
+    close = 1e-12 if dtype == torch.float64 else 1e-4
+    torch.testing.assert_close(got, want, rtol=close, atol=close)
+
+
+def test_weights_are_left_alone_where_no_gradient_of_theirs_is_asked_for(
+    launched: list[str],
+) -> None:
+    layer = LAYERS["irreps"]()
+    (x,) = given(layer, 3)
+    with pretended():
+        found = layer(2 * x).sum()
+        torch.autograd.grad(found, x)
+    assert launched == ONCE * 2
+
+
+def test_one_launch_for_what_both_gradients_send_back(launched: list[str]) -> None:
+    layer = LAYERS["irreps"]()
+    (x,) = given(layer, 3)
+    along = torch.randn(3, layer.irreps_out.dim, requires_grad=True)
+    with pretended():
+        first = torch.autograd.grad(layer(x), [x, layer.weight], along, create_graph=True)
+        launched.clear()
+        torch.autograd.grad(sum(one.sum() for one in first), along)
+    assert launched == ONCE
+
+
+def test_rows_that_are_apart() -> None:
+    layer = LAYERS["irreps"]()
+    wide = torch.randn(4, 2 * layer.irreps_in.dim)
+    for x in (wide[:, 3 : 3 + layer.irreps_in.dim], wide.T[: layer.irreps_in.dim].T):
+        want = layer(x)
+        with pretended():
+            torch.testing.assert_close(layer(x), want, rtol=1e-12, atol=1e-12)
+
+
+def test_much_work_is_left_to_the_library(
+    monkeypatch: pytest.MonkeyPatch, launched: list[str]
+) -> None:
+    layer = LAYERS["irreps"]()
+    (x,) = given(layer, 3)
+    monkeypatch.setattr(mixing, "MOST_WORK", 3 * layer._mixing.work - 1)
+    with pretended():
+        layer(x)
+        assert not launched
+        layer(x[:2])
+    assert launched == ONCE
+
+
+def test_batched_gradients(launched: list[str]) -> None:
+    layer = LAYERS["irreps"]()
+    (x,) = given(layer, 3)
+    many = torch.randn(2, 3, layer.irreps_out.dim)
+
+    def both() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(layer(x), [x, layer.weight], many, is_grads_batched=True)
+
+    want = both()
+    with pretended():
+        torch.testing.assert_close(both(), want, rtol=1e-12, atol=1e-12)
+    assert launched == ONCE
+
+
+def test_no_rows_and_autocast(launched: list[str]) -> None:
+    layer = LAYERS["irreps"]()
+    with pretended():
+        assert layer(torch.zeros(0, layer.irreps_in.dim)).shape == (0, layer.irreps_out.dim)
+        with torch.autocast("cpu"):
+            layer(*given(layer, 2))
+    assert not launched
+
+
+def test_copies_make_tables_of_their_own() -> None:
+    layer = LAYERS["product"]()
+    inputs = given(layer, 2)
+    with pretended():
+        want = layer(*inputs)
+        for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+            assert not other._mixing._tables
+            torch.testing.assert_close(other(*inputs), want)
+    old = layer.__getstate__()
+    del old["_mixing"]  # as modules were stored before
+    again = type(layer).__new__(type(layer))
+    again.__setstate__(old)
+    assert again._mixing == layer._mixing
+
+
+def test_scales_are_exact_in_every_dtype() -> None:
+    torch.set_default_dtype(torch.float32)
+    layer = Linear("3x0e", "2x0e").double()
+    assert layer.scales.dtype == torch.float64
+    assert torch.equal(layer.scales, torch.full((6,), 3**-0.5, dtype=torch.float64))

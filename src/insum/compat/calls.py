@@ -399,25 +399,36 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 _will_run: Any = getattr(torch._C, "_will_engine_execute_node", None)
 
 
-def wanted_gradients(ctx: Any, required: Sequence[bool]) -> tuple[bool, ...]:
-    """Of the tensors that a node of autograd was made of, in its ``backward``: whose gradients the
-    pass that runs is for. ``ctx.needs_input_grad`` tells which require one at all, and so do
-    weights while the pass is one for positions alone.
+def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
+    """In the ``backward`` of a function of autograd, for all that it was applied to: whether the
+    pass that runs is for its gradient. ``ctx.needs_input_grad`` tells what requires one at all, as
+    weights do while the pass is one for positions alone.
     """
-    nodes = getattr(ctx, "next_functions", ())
-    if _will_run is None or len(nodes) != len(required):
-        return tuple(required)
-    found = []
-    for requires, (node, _) in zip(required, nodes):
-        found.append(requires and _runs(node))
+    required: tuple[bool, ...] = ctx.needs_input_grad
+    if _will_run is None:
+        return required
+    nodes = [node for node, _ in getattr(ctx, "next_functions", ()) if node is not None]
+    if len(nodes) != sum(required):
+        return required
+    found, rest = [], iter(nodes)
+    for requires in required:
+        if requires:
+            try:
+                requires = bool(_will_run(next(rest)))
+            except (RuntimeError, TypeError):  # of what a pass ends at, or no pass that torch knows
+                requires = True
+        found.append(requires)
     return tuple(found)
 
 
-def _runs(node: Any) -> bool:
-    try:
-        return bool(_will_run(node))
-    except (RuntimeError, TypeError):  # of what a pass ends at, or of no pass that torch knows
-        return True
+def _never(tensor: Tensor) -> bool:
+    return False
+
+
+#: Whether a gradient is many at once, as ``is_grads_batched`` has them; they have no memory.
+is_batched: Callable[[Tensor], bool] = getattr(
+    getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", _never
+)
 
 
 def device_of(tensor: Tensor) -> AbstractContextManager[object]:

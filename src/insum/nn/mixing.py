@@ -4,7 +4,7 @@ Between a term of the input and one of the output a path is the product
 
     Z[b,w,i] = X[b,u,i] * W[u,w]
 
-or, where rows have factors, ``X[b,u,i] * Y[b,v] * W[u,v,w]``. A layer is the sum of its paths: ``X``
+or, where rows have factors, ``X[b,u,i] * Y[b,v] * W[u,v,w]``. A layer is the sum of paths: ``X``
 and ``Z`` are columns of one tensor each, ``W`` is a part of one vector of weights. It is linear in
 both, and its gradients are products of the same kind.
 
@@ -157,15 +157,14 @@ class ChannelMixing:
 
     def __call__(self, x: Tensor, weight: Tensor, factors: Tensor | None = None) -> Tensor:
         """(rows, columns of the output), of rows, the vector of weights, and (rows, factors)."""
-        found: Tensor = _apply((self, factors), x, weight)
-        return found
+        return self.recorded(factors, (x, weight))
 
     # --- the products that it and its gradients are, each linear in both of a pair ---
 
     def product(self, factors: Tensor | None, *pairs: tuple[Tensor, Tensor]) -> Tensor:
         """The sum of what several pairs of rows and weights give."""
         x = pairs[0][0]
-        if not calls.is_plain_call([tensor for pair in pairs for tensor in pair]):
+        if not _has_memory([tensor for pair in pairs for tensor in pair]):
             found = [_library_product(self, one, weight, factors) for one, weight in pairs]
             return found[0] if len(found) == 1 else found[0] + found[1]
         rows = [(_rows(one), weight.contiguous()) for one, weight in pairs]
@@ -175,12 +174,22 @@ class ChannelMixing:
 
     def between(self, factors: Tensor | None, x: Tensor, gradient: Tensor) -> Tensor:
         """The gradient by weights."""
-        if not calls.is_plain_call((x, gradient)):
+        if not _has_memory((x, gradient)):
             return _library_weights(self, x, gradient, factors)
         x, gradient = _rows(x), _rows(gradient)
         with calls.device_of(x):
             tables, precision = self.tables(x)[1], precision_on(x.device)
             return kernels.weights_between(tables, x, gradient, factors, self.weights, precision)
+
+    # the same as parts of a graph of autograd, for gradients of every order
+
+    def recorded(self, factors: Tensor | None, *pairs: tuple[Tensor, Tensor]) -> Tensor:
+        found: list[Tensor] = [_apply((self, factors), x, weight) for x, weight in pairs]
+        return found[0] if len(found) == 1 else found[0] + found[1]
+
+    def recorded_between(self, factors: Tensor | None, x: Tensor, gradient: Tensor) -> Tensor:
+        found: Tensor = _apply_between((self, factors), x, gradient)
+        return found
 
     def _key(self, x: Tensor) -> Any:
         return x.device, x.dtype == torch.float64
@@ -197,6 +206,18 @@ class ChannelMixing:
                     _weight_tables(self, tiles.side, x.device),
                 )
         return found
+
+
+def _has_memory(tensors: Sequence[Tensor]) -> bool:
+    """Whether kernels can work on tensors: nothing looks at what is done, nor are they many at
+    once.
+    """
+    if not calls.is_plain_call(tensors):
+        return False
+    for tensor in tensors:  # noqa: SIM110  # on the path of every call
+        if calls.is_batched(tensor):
+            return False
+    return True
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -220,9 +241,9 @@ class _Mixed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, weight, factors = ctx.saved_tensors
-        wanted = calls.wanted_gradients(ctx, ctx.needs_input_grad[1:])
+        wanted = calls.wanted_gradients(ctx)[1:]
         given = ctx.mixing, factors
-        recorded = torch.is_grad_enabled() and calls.is_plain_call((gradient, x, weight))
+        recorded = torch.is_grad_enabled() and _has_memory((gradient, x, weight))
         found = _apply_gradients if recorded else _gradients
         return None, *found(given, wanted, gradient, x, weight)
 
@@ -253,28 +274,20 @@ class _MixedGradients(torch.autograd.Function):
     def backward(ctx: Any, x_: Tensor | None, w_: Tensor | None) -> tuple[Any, ...]:
         gradient, x, weight, factors = ctx.saved_tensors
         mixing = ctx.mixing
-        wanted = calls.wanted_gradients(ctx, ctx.needs_input_grad[2:])
+        wanted = calls.wanted_gradients(ctx)[2:]
         pairs = [p for p in ((x_, weight), (x, w_)) if p[0] is not None and p[1] is not None]
-        plain = calls.is_plain_call((gradient, x_, w_))
-        if torch.is_grad_enabled() and plain:  # these may be differentiated, too
-            whole = [mixing(*pair, factors) for pair in pairs] if wanted[0] else []
-            by_gradient = (
-                whole[0] if len(whole) == 1 else sum(whole[1:], whole[0]) if whole else None
-            )
-            by_x = (
-                mixing.transposed(gradient, w_, factors) if wanted[1] and w_ is not None else None
-            )
-            by_w = None
-            if wanted[2] and x_ is not None:
-                by_w = _apply_between((mixing, factors), x_, gradient)
-            return None, None, by_gradient, by_x, by_w
-        by_gradient = mixing.product(factors, *pairs) if wanted[0] and pairs else None
-        by_x = by_w = None
-        if wanted[1] and w_ is not None:
-            by_x = mixing.transposed.product(factors, (gradient, w_))
-        if wanted[2] and x_ is not None:
-            by_w = mixing.between(factors, x_, gradient)
-        return None, None, by_gradient, by_x, by_w
+        along = [one for one in (x_, w_) if one is not None]
+        product, back, between = mixing.product, mixing.transposed.product, mixing.between
+        if torch.is_grad_enabled() and _has_memory([gradient, *along]):
+            product, back = mixing.recorded, mixing.transposed.recorded
+            between = mixing.recorded_between
+        return (
+            None,
+            None,
+            product(factors, *pairs) if wanted[0] and pairs else None,
+            back(factors, (gradient, w_)) if wanted[1] and w_ is not None else None,
+            between(factors, x_, gradient) if wanted[2] and x_ is not None else None,
+        )
 
 
 class _Between(torch.autograd.Function):
@@ -289,10 +302,13 @@ class _Between(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, w_: Tensor) -> tuple[Any, ...]:
         x, gradient, factors = ctx.saved_tensors
-        wanted = calls.wanted_gradients(ctx, ctx.needs_input_grad[1:])
+        wanted = calls.wanted_gradients(ctx)[1:]
         mixing = ctx.mixing
-        by_x = mixing.transposed(gradient, w_, factors) if wanted[0] else None
-        return None, by_x, mixing(x, w_, factors) if wanted[1] else None
+        product, back = mixing.product, mixing.transposed.product
+        if torch.is_grad_enabled() and _has_memory((x, gradient, w_)):
+            product, back = mixing.recorded, mixing.transposed.recorded
+        by_x = back(factors, (gradient, w_)) if wanted[0] else None
+        return None, by_x, product(factors, (x, w_)) if wanted[1] else None
 
 
 _apply, _apply_gradients = calls.plain_apply(_Mixed), calls.plain_apply(_MixedGradients)
@@ -371,9 +387,9 @@ def _places(start: int, sizes: tuple[int, int], strides: tuple[int, int], like: 
 
 
 def _columns(one: Columns, like: Tensor) -> Tensor:
-    """(channels, components)."""
-    strides = one.channel_stride, one.component_stride
-    return _places(one.start, (one.channels, one.components), strides, like)
+    """(components, channels)."""
+    strides = one.component_stride, one.channel_stride
+    return _places(one.start, (one.components, one.channels), strides, like)
 
 
 def _library_product(
@@ -382,9 +398,9 @@ def _library_product(
     out = x.new_zeros(x.shape[0], mixing.width)
     for path, source, target in mixing.ends():
         matrix = weight[_places(path.start, (source.channels, target.channels), path.strides, x)]
-        found = torch.einsum("bui,uw->bwi", x[:, _columns(source, x)], matrix) * path.scale
+        found = x[:, _columns(source, x)] @ matrix * path.scale
         found = found if factors is None else found * factors[:, path.factor, None, None]
-        out = out.index_add(1, _columns(target, x).flatten(), found.flatten(1))
+        out = out.index_add(1, _columns(target, x).flatten(), found.reshape(x.shape[0], -1))
     return out
 
 
@@ -396,6 +412,7 @@ def _library_weights(
         places = _places(path.start, (source.channels, target.channels), path.strides, x)
         left = x[:, _columns(source, x)] * path.scale
         left = left if factors is None else left * factors[:, path.factor, None, None]
-        found = torch.einsum("bui,bwi->uw", left, gradient[:, _columns(target, x)])
-        out = out.index_add(0, places.flatten(), found.flatten())
+        right = gradient[:, _columns(target, x)]
+        found = (left.transpose(1, 2) @ right).sum(0)
+        out = out.index_add(0, places.flatten(), found.reshape(-1))
     return out
