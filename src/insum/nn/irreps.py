@@ -110,6 +110,11 @@ class Irreps:
     def __setstate__(self, state: dict[str, Any]) -> None:
         widths = tuple([mul * ir.dim for mul, ir in state["terms"]])
         self.__dict__.update(terms=state["terms"], widths=widths, dim=sum(widths))
+        self.__dict__["_hash"] = hash(self.terms)  # asked for at every call of a layer
+
+    def __hash__(self) -> int:
+        found: int = self.__dict__["_hash"]
+        return found
 
     @classmethod
     def of(cls, irreps: object) -> Irreps:
