@@ -39,7 +39,7 @@ from insum.runtime.shelf import precision_on
 
 #: Multiplications that one launch is for: about what a GPU does while a host makes the calls to a
 #: library that it replaces.
-MOST_WORK = 2**29
+MOST_WORK = 2**30
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 

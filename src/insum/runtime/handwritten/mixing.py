@@ -25,6 +25,8 @@ MANY_ROWS, ROWS = 64, 32
 #: Programs that keep a device busy: where there are more a tile may be larger, and where there are
 #: fewer a sum is done in pieces.
 PROGRAMS = 264
+#: Weights of which one program adds the pieces.
+PIECE_BLOCK = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +207,20 @@ def insum_mix_weights(
     return Handwritten("insum_mix_weights", text, stages=3)
 
 
+_ADD_PIECES = Handwritten(
+    "insum_add_pieces",
+    f"""@triton.jit
+def insum_add_pieces(pieces_ptr, out_ptr, pieces: "i64", weights: "i64"):
+    at = tl.program_id(0).to(tl.int64) * {PIECE_BLOCK} + tl.arange(0, {PIECE_BLOCK})
+    there = at < weights
+    total = tl.zeros([{PIECE_BLOCK}], pieces_ptr.dtype.element_ty)
+    for piece in range(pieces):
+        total += tl.load(pieces_ptr + piece * weights + at, mask=there, other=0)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=there)
+""",
+)
+
+
 def mixed(
     tables: ProductTables,
     pairs: Sequence[tuple[Tensor, Tensor]],
@@ -256,4 +272,8 @@ def weights_between(
     made = x, y, by_row, out, tables.tiles, tables.scales
     strides = x.stride(0), y.stride(0), by_row.stride(0)
     kernel(many * pieces, *made, rows, many, own_rows, numel, *strides)
-    return out[0] if pieces == 1 else out.sum(0, dtype=dtype)
+    if pieces == 1:
+        return out.view(numel)
+    total = empty((numel,), dtype, x.device)
+    _ADD_PIECES(blocks(numel, PIECE_BLOCK), out, total, pieces, numel)
+    return total
