@@ -13,8 +13,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from insum.nn import FullyConnectedTensorProduct, mixing
+from insum.compat.calls import wanted_gradients
+from insum.nn import FullyConnectedTensorProduct, TensorProduct, mixing
+from insum.nn.irreps import Irreps
 from insum.nn.irreps_linear import Linear
+from insum.nn.reordering import channel_order, component_order, in_order, irrep_order
 from insum.runtime.handwritten.kernel import Handwritten
 from insum.testing.as_on_a_gpu import pretended
 
@@ -193,3 +196,59 @@ def test_scales_are_exact_in_every_dtype() -> None:
     layer = Linear("3x0e", "2x0e").double()
     assert layer.scales.dtype == torch.float64
     assert torch.equal(layer.scales, torch.full((6,), 3**-0.5, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("order", [component_order, irrep_order, channel_order])
+def test_columns_in_another_order(order: Callable[[Irreps], Any]) -> None:
+    irreps = Irreps.of("2x0e + 2x1o + 2x0e")
+    found = order(irreps)
+    x = torch.randn(3, irreps.dim, requires_grad=True)
+    along = torch.randn(3, irreps.dim, requires_grad=True)
+    with pretended():
+        ordered = in_order(order, irreps, x)
+        assert ordered is not None and torch.equal(ordered, x[:, list(found.places)])
+        assert torch.equal(found.back(found(x)), x)
+        (by_x,) = torch.autograd.grad(found(x), x, along, create_graph=True)
+        assert torch.equal(by_x, found.back(along))
+        (by_along,) = torch.autograd.grad(by_x, along, x)
+        assert torch.equal(by_along, found(x))
+    assert in_order(order, irreps, x) is None
+
+
+@pytest.mark.parametrize("layout", ["mul_ir", "ir_mul"])
+def test_products_put_their_columns_in_order(layout: str) -> None:
+    instructions = [(0, 0, 0, "uvu", False), (1, 0, 1, "uvu", False), (0, 1, 1, "uvu", False)]
+    irreps = "2x0e + 2x1o", "0e + 1o", "2x0e + 2x1o"
+    product = TensorProduct(*irreps, instructions, layout=layout)
+    x, y = torch.randn(3, 8, requires_grad=True), torch.randn(3, 4)
+    (want,) = torch.autograd.grad(product(x, y).square().sum(), x)
+    with pretended():
+        (got,) = torch.autograd.grad(product(x, y).square().sum(), x)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_that_a_pass_is_for() -> None:
+    """Statements of a call, too, are asked for no others."""
+    a, b = (torch.randn(3, requires_grad=True) for _ in range(2))
+    seen = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, number: int, one: Tensor, fixed: Tensor, two: Tensor) -> Tensor:
+            return one * two
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+            seen.append(wanted_gradients(ctx))
+            return None, gradient, None, gradient
+
+    apply: Any = Looks.apply
+    fixed = torch.ones(3)
+    torch.autograd.grad(apply(1, a, fixed, b).sum(), a)
+    torch.autograd.grad(apply(1, a * 2, fixed, b * 2).sum(), b)
+    apply(1, a, fixed, b).sum().backward()
+    assert seen == [
+        (False, True, False, False),
+        (False, False, False, True),
+        (False, True, False, True),
+    ]

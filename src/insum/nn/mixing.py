@@ -146,11 +146,11 @@ class ChannelMixing:
         dtype = x.dtype
         return (
             prepared.kernels_look_on(x.device)
+            and calls.is_plain_call((x, weight, factors))
             and dtype is weight.dtype
             and dtype in _DTYPES
             and 0 < x.shape[0] * self.work <= MOST_WORK
             and (factors is None or factors.dtype is dtype and not factors.requires_grad)
-            and calls.is_plain_call((x, weight, factors))
             and on_device(x)
             and (self._key(x) in self._tables or not calls.is_recorded(x.device))
         )

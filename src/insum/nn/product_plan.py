@@ -25,7 +25,7 @@ from insum.nn.paths import (
     scalar_paths_of,
 )
 from insum.nn.patterns import hold, mask_of, without_compiled_parts
-from insum.nn.reordering import component_order, irrep_order
+from insum.nn.reordering import component_order, in_order, irrep_order
 
 LAYOUTS = ("mul_ir", "ir_mul")
 EMPTY: Mapping[int, Tensor] = MappingProxyType({})
@@ -146,8 +146,8 @@ class ProductPlan:
         b, alike = x.shape[0], {m for m, _ in irreps.terms} <= {mul}
         if alike and (mul == 1 or self.layout != "mul_ir"):
             return x.reshape(b, irreps.dim // mul, mul)
-        if alike and (order := component_order(irreps)).suits(x):
-            return order(x).view(b, irreps.dim // mul, mul)
+        if alike and (found := in_order(component_order, irreps, x)) is not None:
+            return found.view(b, irreps.dim // mul, mul)
         if alike:  # split at once, for the gradients
             parts: Sequence[Tensor] = torch.split(x, list(irreps.widths), 1)
         else:
@@ -169,8 +169,9 @@ class ProductPlan:
             (found,) = outputs.values()
             if self.layout == "ir_mul":
                 return found.flatten(1)
-            if (order := irrep_order(self.irreps_out)).suits(found):
-                return order(found.flatten(1))
+            whole = in_order(irrep_order, self.irreps_out, found.flatten(1))
+            if whole is not None:
+                return whole
         # split at once: gradients of slices would each be a whole tensor
         pieces = {
             mul: iter(torch.split(found, [ir.dim for m, ir in self.irreps_out if m == mul], 1))

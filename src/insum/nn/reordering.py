@@ -7,7 +7,7 @@ each term, forward and backward.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,14 +45,6 @@ class Reordering:
     @property
     def is_none(self) -> bool:
         return self.places == tuple(range(len(self.places)))
-
-    def suits(self, x: Tensor) -> bool:
-        """Whether calls are what takes time, and nothing looks at them."""
-        return (
-            prepared.kernels_look_on(x.device)
-            and calls.is_plain_call((x,))
-            and (x.device in self._orders or not calls.is_recorded(x.device))
-        )
 
     def __call__(self, x: Tensor) -> Tensor:
         """Rows (b, columns) with their columns in this order."""
@@ -108,6 +100,18 @@ def channel_order(irreps: Irreps) -> Reordering:
             for component in range(one.components)
         )
     )
+
+
+def in_order(order: Callable[[Irreps], Reordering], irreps: Irreps, x: Tensor) -> Tensor | None:
+    """Rows with their columns in an order of irreps, where calls are what takes time: on a GPU, and
+    nothing looks at them.
+    """
+    if not prepared.kernels_look_on(x.device) or not calls.is_plain_call((x,)):
+        return None
+    found = order(irreps)
+    if x.device not in found._orders and calls.is_recorded(x.device):
+        return None
+    return found(x)
 
 
 class _Reordered(torch.autograd.Function):

@@ -18,7 +18,7 @@ from insum.nn.checks import layer_takes, one_device
 from insum.nn.irreps import Irrep, Irreps
 from insum.nn.multilinear import Multilinear
 from insum.nn.patterns import arrays_of, hold, renew, without_compiled_parts
-from insum.nn.reordering import irrep_order
+from insum.nn.reordering import in_order, irrep_order
 from insum.nn.wigner import wigner_3j
 
 if TYPE_CHECKING:
@@ -158,8 +158,9 @@ class SymmetricContraction(nn.Module):
             )
         one_device(module=self.output_mask, x=x, y=y)
         total = self._summed(x, y)
-        if (order := irrep_order(self.irreps_out)).suits(total):
-            return order(total.flatten(1))
+        whole = in_order(irrep_order, self.irreps_out, total.flatten(1))
+        if whole is not None:
+            return whole
         parts = torch.split(total, [ir.dim for _, ir in self.irreps_out], 1)
         return torch.cat([part.transpose(1, 2).flatten(1) for part in parts], 1)
 
