@@ -414,7 +414,7 @@ def test_a_step_of_two_convolutions(unwritten: None) -> None:
     assert sorted(names) == sorted([*MAP, "insum_by_step", *["generated"] * 5])
     ours = ops - LINEAR
     assert ours == {"aten::full": 1, "aten::fill_": 2}, ours
-    assert calls <= 292, calls
+    assert calls <= 295, calls
 
 
 def test_a_step_under_autocast(unwritten: None) -> None:
@@ -431,7 +431,7 @@ def test_a_step_under_autocast(unwritten: None) -> None:
     assert sorted(names) == sorted([*MAP, "insum_by_step", *["generated"] * 5])
     assert ops["aten::to"] == len(layers) + 1, ops  # and the features
     assert ops["aten::detach"] == len(layers), ops  # gradients that are accumulated
-    assert calls <= 312, calls
+    assert calls <= 315, calls
 
 
 def test_a_map_there_and_one_back(unwritten: None, counted: None) -> None:
@@ -451,7 +451,7 @@ def test_a_map_there_and_one_back(unwritten: None, counted: None) -> None:
     found = Counter(names)
     assert found["insum_find"] == found["insum_insert"] == found["insum_steps"] == 2, found
     assert not found["insum_invert"] and found["generated"] == 6, found
-    assert calls <= 432, calls
+    assert calls <= 435, calls
 
 
 @pytest.fixture
@@ -461,7 +461,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ranked, "numbers", numbers)
 
 
-@pytest.mark.parametrize(("narrow", "most"), [(False, 3790), (True, 4170)])
+@pytest.mark.parametrize(("narrow", "most"), [(False, 3860), (True, 4245)])
 def test_a_step_of_a_whole_network(narrow: bool, most: int, unwritten: None, counted: None) -> None:
     """MinkUNet18 on a new cloud: 41 convolutions over 13 maps, forward and backward."""
     net = MinkUNet(4, 20, blocks=MINKUNET18, widths=(16,) * 8, stem=(3, 16))
