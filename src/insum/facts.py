@@ -15,7 +15,7 @@ from torch import Tensor
 
 from insum import memory
 from insum.accepted import CONSTANTS, takes
-from insum.compat.calls import PLAIN, in_backward, is_recorded, untracked
+from insum.compat.calls import PLAIN, is_recorded, untracked
 from insum.compat.placed import is_placed, local_of
 
 #: torch finds no least and greatest of these, and does not sort them.
@@ -75,8 +75,8 @@ def facts_of(tensor: Tensor) -> IndexFacts:
     return memory.entry_of(tensor).remembered("facts", lambda: compute(tensor))
 
 
-#: Calls that meet a tensor, backward passes apart, before it is looked at: most tensors of which a
-#: program has new ones at every step never come back so often.
+#: Calls that meet a tensor before it is looked at: most tensors of which a program has new ones at
+#: every step never come back so often.
 SEEN_AGAIN = 4
 #: Values that are looked at at once, and up to how many it is found out whether any comes twice,
 #: where that takes a sort.
@@ -94,11 +94,12 @@ def known_now(tensor: Tensor, entry: memory.Entry | None = None) -> IndexFacts |
     facts: IndexFacts | None = entry.get("facts") if entry.things else None
     if facts is not None or memory.can_look(tensor) or entry.declared:
         return facts or entry.remembered("facts", lambda: compute(tensor))
-    coming: Coming | None = entry.get("facts, coming") if entry.things else None
+    if entry.sights + 1 < SEEN_AGAIN:
+        entry.sights += 1
+        return None
+    coming: Coming | None = entry.get("facts, coming")
     if coming is not None:
         return entry.keep("facts", from_numbers(coming.numbers())) if coming.is_there() else None
-    if in_backward():  # which meets what its forward pass has met
-        return None
     entry.sights += 1
     if entry.sights >= SEEN_AGAIN and tensor.numel() and not is_recorded(tensor.device):
         with untracked():
