@@ -330,7 +330,7 @@ def _deep(extent: int, most: int) -> int:
 def _for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
     """Tiles of several short rows, or of one long piece with many gathers in flight."""
     columns = extent(plan.roles.n, extents) if plan.roles.n else 1
-    wide = _row_bytes(plan) == 4
+    wide = row_bytes(plan) == 4
     n = _row_tile(columns, wide=wide)
     narrow = n > 1 and _reads_narrow_rows(plan)
     if narrow:  # each load fetches little: of rows less at once, and of more of them
@@ -352,7 +352,7 @@ def _for_rows(plan: Plan, extents: Mapping[str, int], *, long: bool) -> Config:
     return Config(m=m, n=n, k=2, warps=1 if idle else 2, stages=1)
 
 
-def _row_bytes(plan: Plan) -> int:
+def row_bytes(plan: Plan) -> int:
     """Bytes of the numbers that rows of columns are read in."""
     kinds = dict(plan.kinds)
     read = [

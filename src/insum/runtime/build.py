@@ -470,8 +470,10 @@ class _Build:
             views=(),
             numbers=(),
         )
-        # a row for each warp: most have few pieces
-        config = replace(first_guess.first_guess(plan, self.extents), m=warps, k=8, warps=warps)
+        # a row for each warp, for most have few pieces; a single one beside rows of half precision,
+        # which take fewer registers: a launch takes for all of it what the larger part does
+        m = warps if first_guess.row_bytes(self.plan) >= 4 else 1
+        config = replace(first_guess.first_guess(plan, self.extents), m=m, k=8, warps=warps)
         return plan, config, Shape(even_n=self.multiple(n) % config.n == 0, units=self.units())
 
     def workspace(self, plan: Plan, recipe: Recipe, waits: Config | None = None) -> Workspace:
