@@ -87,7 +87,7 @@ def test_own_entries_do_not_wait_for_the_exchange(mesh: DeviceMesh) -> None:
         Y = insum.einsum(PRODUCT, A=A, X=X)
     torch.testing.assert_close(Y, insum.einsum(PRODUCT, A=plain, X=X), rtol=1e-4, atol=1e-4)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
-        torch.cuda._sleep(10_000_000)  # the host runs ahead, and streams do what they may
+        torch.cuda._sleep(100_000_000)  # the host runs ahead, and streams do what they may
         insum.einsum(PRODUCT, A=A, X=X)
         torch.cuda.synchronize()
     kernels = [e for e in seen.profiler.kineto_results.events() if e.device_resource_id() > 0]
