@@ -23,6 +23,7 @@ from insum.nn import (
     SparseLinear,
     SparseTensor,
     TensorProduct,
+    TensorProductConv,
     adjacency,
     magnitude_mask,
     propagate,
@@ -279,6 +280,28 @@ CASES: dict[str, tuple[Callable[[], object], type[insum.InsumError], str]] = {
         lambda: GCNConv(3, 2)(X, EDGES.to("meta")),
         insum.DeviceError,
         "edge_index is on meta but x is on cpu",
+    ),
+    "no edges": (
+        lambda: GraphConv(3, 2)(X, None),
+        insum.DtypeError,
+        "edge_index is None",
+    ),
+    "edges of a list": (
+        lambda: GCNConv(3, 2, normalize=False)(X, [[0], [1]]),
+        insum.DtypeError,
+        "edge_index is a list",
+    ),
+    "edges of a product, a number": (
+        lambda: TensorProductConv("0e", "0e", "0e", [(0, 0, 0, "uvu", False)])(
+            torch.ones(4, 1), torch.ones(3, 1), torch.tensor(1)
+        ),
+        insum.BindingError,
+        "edge_index has shape ()",
+    ),
+    "no sources, of a size that waits": (
+        lambda: GraphConv(-1, 2)((None, X), EDGES % 4),
+        insum.DtypeError,
+        "x is None",
     ),
     "matrix and weights": (
         lambda: propagate(A, torch.ones(3, 2), torch.ones(3)),
