@@ -381,3 +381,16 @@ def test_edges_of_a_layer_in_a_statement() -> None:
             "y[p,g] = x[p,f] * W[t[p],f,g]", x=x[edge_index[0]], W=weight, t=edge_type
         )
         assert_close(found, torch.einsum("pf,pfg->pg", x[edge_index[0]], weight[edge_type]))
+
+
+@pytest.mark.parametrize("aggr", ["mean", "sum"])
+def test_relations_under_transforms(aggr: str) -> None:
+    layer = RelationalConv(3, 2, 3, aggr=aggr).double()
+    edges, kinds = torch.tensor([[0, 1, 2, 2], [1, 2, 0, 0]]), torch.tensor([0, 1, 2, 1])
+    x, along = torch.randn(2, 3, 3).double()
+    x.requires_grad_()
+    (want,) = torch.autograd.grad(layer(x, edges, kinds).square().sum(), x)
+    found = torch.func.grad(lambda given: layer(given, edges, kinds).square().sum())(x.detach())
+    assert_close(found, want)
+    _, tangent = torch.func.jvp(lambda given: layer(given, edges, kinds), (x,), (along,))
+    assert_close(tangent, layer(x + along, edges, kinds) - layer(x, edges, kinds))

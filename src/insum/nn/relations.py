@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 import insum
-from insum.compat.calls import is_plain_call
+from insum.compat.calls import is_plain_call, without_levels
 from insum.errors import BindingError, InsumError
 from insum.formats import COO, GroupCOO, SparseFormat
 from insum.memory import remembered
@@ -27,12 +27,9 @@ def relations(
     src, dst = endpoints(edge_index, nodes, nodes)
     shape = (nodes, nodes, count)
     if not is_plain_call((edge_index, edge_type)):
-        return COO(
-            _shares(dst, edge_type, nodes, count, mean, dtype),
-            (dst, src, edge_type),
-            shape,
-            validate=False,
-        )
+        shares = _shares(dst, edge_type, nodes, count, mean, dtype)
+        places = tuple(map(without_levels, (dst, src, edge_type)))
+        return COO(shares, places, shape, validate=False)
     check_range("edge_type", edge_type, (count,), "relations")
     token = remembered(edge_index, "token", object)  # these edges in this version
 
