@@ -108,7 +108,8 @@ def sddmm(A: SparseFormat | Tensor, X: Tensor, Y: Tensor) -> SparseFormat:
 
 
 @explains(
-    **EDGES,
+    edge_index=EDGES["edge_index"],
+    edge_weight=EDGES["edge_weight"],
     x=TENSOR,
     aggr=TEXT,
     num_nodes=COUNT.optional,
