@@ -478,3 +478,19 @@ def test_a_failed_call_leaves_the_layer_usable() -> None:
         layer(X, EDGES)
     good: Tensor = layer(X, EDGES % 4)
     assert good.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: GCNConv(3, 2)(X, EDGES, torch.ones(3)),
+        lambda: RelationalConv(3, 2, 2)(X, EDGES, torch.zeros(3).long()),
+    ],
+    ids=["GCN", "relational"],
+)
+def test_edges_under_autocast(call: Callable[[], object]) -> None:
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(insum.IndexRangeError, match=r"edge_index\[0, 2\] is 5, but there are 4"),
+    ):
+        call()

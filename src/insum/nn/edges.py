@@ -18,7 +18,7 @@ from torch import Tensor
 import insum
 from insum import memory
 from insum.accepted import COUNT, DTYPE, FLAG, TENSOR, explains, is_common, require
-from insum.compat.calls import base_of, is_plain_call
+from insum.compat.calls import base_of, is_eager_call, is_plain_call
 from insum.errors import BindingError, DtypeError, InsumError
 from insum.formats import COO
 from insum.formats.operands import SPARSE_LAYOUTS
@@ -83,7 +83,7 @@ def check_range(name: str, index: Tensor, limits: tuple[int, ...], what: str) ->
     """All values of each row from 0 to below its limit; one look at the device for each tensor.
     Under a tracer the statement itself looks.
     """
-    if not is_plain_call((index,)) or index.device.type == "meta" or not index.numel():
+    if not is_eager_call((index,)) or index.device.type == "meta" or not index.numel():
         return
     rows = index.reshape(len(limits), -1)
     rows = rows if rows.dtype in (torch.int32, torch.int64) else rows.long()

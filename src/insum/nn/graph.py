@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 import insum
 from insum.accepted import COUNT, FLAG, SIZE, TENSOR, TEXT, Accepted, takes
-from insum.compat.calls import is_plain_call
+from insum.compat.calls import is_eager_call
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import SparseFormat
 from insum.formats.operands import StatementOwner
@@ -489,7 +489,7 @@ class RelationalConv(nn.Module):
                 In=features,
                 W=self._weights(),
             ).reshape(nodes, self.out_channels)
-        if not is_plain_call((edge_index, edge_type)):
+        if not is_eager_call((edge_index, edge_type)):
             given = edge_index, edge_type, nodes, count
             source, target, shares = listed(*given, mean=mean, dtype=x.dtype)
             return insum.insum(
