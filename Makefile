@@ -11,7 +11,8 @@ JOBS   ?= 2
 
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS)
+# Tests of one file stay together where they can: they share what was compiled for the first of them.
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(JOBS) --dist worksteal
 STAMP  := $(VENV)/.insum-installed
 
 .PHONY: help setup demo test lint bench docs clean
@@ -48,10 +49,11 @@ lint: $(STAMP)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
-# Two runs, because Triton decides between interpreter and compiler once, when it is imported.
+# Two runs, because Triton decides between interpreter and compiler once, when it is imported. The
+# second imports only the files that have tests for it.
 test: lint $(VENV)/.insum-rivals-installed
 	$(PYTEST) --doctest-modules -m "not interpreter" src tests
-	TRITON_INTERPRET=1 $(PYTEST) -m interpreter tests
+	TRITON_INTERPRET=1 $(PYTEST) -m interpreter $$(grep -rl --include='test_*.py' mark.interpreter tests)
 
 bench: $(STAMP)
 	$(VENV)/bin/insum bench $(ARGS)

@@ -5,13 +5,38 @@ those of several ranks have a ``mesh`` of one.
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import logging
+import os
 from collections.abc import Iterator
+
+# For the few tests that reach Inductor's C++ code, which is small and runs once: without probing
+# which vector instructions its compiler knows, and without processes of its own to compile in.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import pytest
 import torch
 
 _index_select = torch.index_select
+
+
+def pytest_collection_finish() -> None:
+    _compile_without_records()
+    gc.freeze()  # what was imported stays: looking through it at every collection frees nothing
+
+
+def _compile_without_records() -> None:
+    """pytest takes the records of loggers that keep theirs to themselves, and torch then writes all
+    that it compiles into one of those. Beside that it measures its guards, with empty caches of the
+    processor, for such a record. Neither is read here.
+    """
+    logging.getLogger("torch.__trace").propagate = True
+    from torch._dynamo import guards
+
+    if hasattr(guards, "profile_guard_manager"):
+        guards.profile_guard_manager = lambda *given: 0.0
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from quick_interpreter import quicken
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -27,6 +29,11 @@ def has_triton() -> bool:
 def is_interpreting() -> bool:
     """Whether Triton was told to interpret kernels; it reads this once, when it is imported."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
+
+
+def pytest_configure() -> None:
+    if has_triton() and is_interpreting():
+        quicken()
 
 
 def reason_to_skip(item: pytest.Item) -> str:

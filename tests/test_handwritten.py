@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from insum.runtime import compiling
-from insum.runtime.handwritten import grouping, hashing, loops, packs, reaching
+from insum.runtime.handwritten import grouping, hashing, loops, mixing, packs, reaching
 from insum.runtime.handwritten.kernel import Handwritten
 
 pytestmark = pytest.mark.compile_only
 
 I32, I64 = torch.int32, torch.int64
+#: Of what channels are mixed in, with the precision of products.
+MIXED = ((torch.float32, "tf32x3"), (torch.bfloat16, "tf32x3"), (torch.float64, ""))
 #: Dtypes of the pointers that each is launched with: coordinates and edges come in two, words of
 #: bits and results in several.
 RECORD = (I32, I64, I32)
@@ -80,6 +82,28 @@ KERNELS: dict[str, tuple[Handwritten, list[tuple[torch.dtype, ...]]]] = {
             for weight in (torch.float16, torch.float32)
         ],
     ),
+    **{
+        f"mix {rows} rows of {str(dtype).removeprefix('torch.')}, {pairs} pairs": (
+            mixing.product_kernel(rows, tiles.columns, tiles.summed, pairs, pairs == 1, precision),
+            [(*[dtype] * (2 * pairs + 2), I32, I32, torch.float64)],
+        )
+        for dtype, precision in MIXED
+        for tiles in [mixing.tiles_of(dtype)]
+        for rows, pairs in ((mixing.MANY_ROWS, 1), (mixing.ROWS, 2))
+        if precision or rows == mixing.ROWS
+    },
+    **{
+        f"mix weights of {str(dtype).removeprefix('torch.')}": (
+            mixing.weight_kernel(tiles.side, tiles.summed, True, precision),
+            [(*[dtype] * 4, I32, torch.float64)],
+        )
+        for dtype, precision in MIXED
+        for tiles in [mixing.tiles_of(dtype)]
+    },
+    "add pieces": (
+        mixing._ADD_PIECES,
+        [(torch.float32, torch.float32), (torch.float32, torch.float16), (torch.float64,) * 2],
+    ),
     "spread": (
         loops._SPREAD,
         [
@@ -104,21 +128,22 @@ def test_compiles(name: str, target: str) -> None:
                 kernel.types(kinds, count),
                 target,
                 warps=kernel.warps,
-                stages=1,
+                stages=kernel.stages,
                 unaligned=unaligned,
             )
-            assert found.registers < 255
+            assert found.registers < 255 and not found.stack
 
 
 def test_the_list_is_complete() -> None:
     known = {kernel.name for kernel, _ in KERNELS.values()}
     every = [
         thing
-        for module in (grouping, hashing, packs, loops, reaching)
+        for module in (grouping, hashing, mixing, packs, loops, reaching)
         for _, thing in inspect.getmembers(module)
         if isinstance(thing, Handwritten)
     ]
     every += [*hashing._INSERTS.values(), *hashing._FINDS.values()]
     every += [*reaching._REACHERS.values(), *reaching._PLACERS.values()]
     every += [*packs._STEPS.values()]
+    known -= {"insum_mix", "insum_mix_weights"}  # which are written when they are asked for
     assert {kernel.name for kernel in every} == known

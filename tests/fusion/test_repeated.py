@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import gc
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -269,10 +269,14 @@ def test_what_follows_from_edges_is_found_with_them(anew: list[str]) -> None:
 # --- launches by address, as on a GPU -------------------------------------------------------------
 
 
-def tensor_at(address: int, kind: str) -> Tensor:
+def tensors() -> list[Tensor]:
+    return [one for one in gc.get_objects() if type(one) is Tensor]
+
+
+def tensor_at(address: int, kind: str, earlier: list[Tensor]) -> Tensor:
     """What lies at an address, up to the end of the storage there."""
     widths = {"*fp32": torch.float32, "*i64": torch.int64, "*i32": torch.int32}
-    for one in [t for t in gc.get_objects() if type(t) is Tensor]:
+    for one in tensors() + earlier:
         try:
             storage = one.untyped_storage()
         except (NotImplementedError, RuntimeError):  # other tests leave sparse ones behind
@@ -286,9 +290,11 @@ def tensor_at(address: int, kind: str) -> Tensor:
 
 
 @pytest.fixture
-def by_address(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+def by_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """Kernels are passed addresses, and what lies there is interpreted; how many were launched."""
     launched: list[int] = []
+    earlier = tensors()
+    gc.freeze()  # the millions of objects of other tests are not looked through for each argument
     names = {**vars(launch), "interpreting": lambda: False}
     for module in (bound_launch, ready):
         monkeypatch.setattr(module, "launch", SimpleNamespace(**names))
@@ -298,14 +304,15 @@ def by_address(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         def launch(programs: int, arguments: list[Any]) -> None:
             given = list(arguments)
             for place, _, _ in self.pointers:
-                given[place] = tensor_at(given[place], self.types[place])
+                given[place] = tensor_at(given[place], self.types[place], earlier)
             launched.append(programs)
             self.launch.function[(programs,)](*given)
 
         return launch
 
     monkeypatch.setattr(BoundLaunch, "compiled", compiled)
-    return launched
+    yield launched
+    gc.unfreeze()
 
 
 def test_addresses_of_parts_and_results(anew: list[str], by_address: list[int]) -> None:

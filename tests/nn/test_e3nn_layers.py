@@ -234,7 +234,7 @@ def test_symmetric_contraction() -> None:
         assert_close(layer(x @ D.T, kinds), layer(x, kinds) @ E.T)
     scalars = SymmetricContraction("1x0e", "1x0e", 3, num_elements=1)
     s, one = torch.randn(4, 1, 1), torch.ones(4, 1)
-    a, b, c = scalars.contractions[0].whole().flatten()  # type: ignore[operator]
+    a, b, c = torch.cat(scalars.contractions[0].upwards(), 1).flatten()  # type: ignore[operator]
     assert_close(scalars(s, one), (a * s + b * s**2 + c * s**3).flatten(1))
     assert torch.autograd.gradgradcheck(
         lambda t: layer(t, kinds), x.clone().requires_grad_(), fast_mode=True

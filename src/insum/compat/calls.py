@@ -399,6 +399,48 @@ def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc,no-any-return]
 
 
+_will_run: Any = getattr(torch._C, "_will_engine_execute_node", None)
+
+
+def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
+    """In the ``backward`` of a function of autograd, for all that it was applied to: whether the
+    pass that runs is for its gradient. ``ctx.needs_input_grad`` tells what requires one at all, as
+    weights do while the pass is one for positions alone.
+    """
+    required: tuple[bool, ...] = ctx.needs_input_grad
+    if _will_run is None:
+        return required
+    nodes = [node for node, _ in getattr(ctx, "next_functions", ()) if node is not None]
+    if len(nodes) != sum(required):
+        return required
+    found, rest = [], iter(nodes)
+    for requires in required:
+        if requires:
+            try:
+                requires = bool(_will_run(next(rest)))
+            except (RuntimeError, TypeError):  # of what a pass ends at, or no pass that torch knows
+                requires = True
+        found.append(requires)
+    return tuple(found)
+
+
+def _never(tensor: Tensor) -> bool:
+    return False
+
+
+#: Whether a gradient is many at once, as ``is_grads_batched`` has them; they have no memory.
+is_batched: Callable[[Tensor], bool] = getattr(
+    getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", _never
+)
+
+
+def device_of(tensor: Tensor) -> AbstractContextManager[object]:
+    """The device of a tensor as the current one; nothing is entered where it is."""
+    device = tensor.device
+    here = device.type != "cuda" or device.index == device_now()
+    return _NOTHING if here else torch.cuda.device(device)
+
+
 def are_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether no tensor is of a subclass with behaviour of its own."""
     for tensor in tensors:  # noqa: SIM110  # on the path of every call

@@ -296,39 +296,49 @@ def accesses(node: Expr | Affine | Var, *, nested: bool = True) -> Iterator[Acce
     """Every access in reading order, the outer before those inside its indices (left out with
     ``nested=False``).
     """
+    found: list[Access] = []
+    _add_accesses(node, nested, found)
+    return iter(found)
+
+
+def _add_accesses(node: Expr | Affine | Var, nested: bool, found: list[Access]) -> None:
+    # a list that is handed down: planning asks this of every part of a statement, again and again,
+    # and generators inside of each other take twice the time
     match node:
-        case Access(_, indices):
-            yield node
+        case Affine():
+            for _, atom in node.terms:
+                if not isinstance(atom, Var):
+                    _add_accesses(atom, nested, found)
+        case Access():
+            found.append(node)
             if nested:
-                for index in indices:
-                    yield from accesses(index)
-        case Affine(terms):
-            for _, atom in terms:
-                yield from accesses(atom, nested=nested)
+                for index in node.indices:
+                    _add_accesses(index, True, found)
         case Call(_, args) | Product(args) | Sum(args):
             for arg in args:
-                yield from accesses(arg, nested=nested)
-        case _:
-            return
+                _add_accesses(arg, nested, found)
 
 
 def variables(node: Expr | Affine | Var) -> tuple[str, ...]:
     """Names of the index variables, in order of first appearance."""
-    return tuple(dict.fromkeys(_variables(node)))
+    found: dict[str, None] = {}
+    _add_variables(node, found)
+    return tuple(found)
 
 
-def _variables(node: Expr | Affine | Var) -> Iterator[str]:
+def _add_variables(node: Expr | Affine | Var, found: dict[str, None]) -> None:
     match node:
-        case Var(name):
-            yield name
-        case Affine(terms):
-            for _, atom in terms:
-                yield from _variables(atom)
+        case Affine():
+            for _, atom in node.terms:
+                if isinstance(atom, Var):
+                    found[atom.name] = None
+                else:
+                    _add_variables(atom, found)
+        case Var():
+            found[node.name] = None
         case Access(_, children) | Call(_, children) | Product(children) | Sum(children):
             for child in children:
-                yield from _variables(child)
-        case _:
-            return
+                _add_variables(child, found)
 
 
 def tensors_of(statement: Statement) -> tuple[str, ...]:

@@ -116,6 +116,11 @@ class Irreps:
             extents[mul] = extents.get(mul, 0) + ir.dim
         known = {"widths": widths, "dim": sum(widths), "extents": extents}
         self.__dict__.update(terms=state["terms"], **known)
+        self.__dict__["_hash"] = hash(self.terms)  # asked for at every call of a layer
+
+    def __hash__(self) -> int:
+        found: int = self.__dict__["_hash"]
+        return found
 
     @classmethod
     def of(cls, irreps: object) -> Irreps:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,11 @@ from insum.nn.checks import (
     refuse_own_for_each,
 )
 from insum.nn.irreps import Irreps
+from insum.nn.mixing import ChannelMixing, MixingPath, columns_of
 from insum.nn.patterns import mask_of, without_compiled_parts
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 PAIRS = Accepted(
     "a list of (i_in, i_out)",
@@ -209,9 +213,34 @@ class Linear(nn.Module):
         if path_weights is not None:
             pairs = zip(self._mixings, path_weights, strict=True)
             self._mixings = tuple(replace(one, path_weight=value) for one, value in pairs)
-        scales = [torch.full((one.numel,), one.path_weight) for one in self._mixings]
-        whole = torch.cat([*scales, torch.ones(0)]).to(self.output_mask)
+        exact: Any = {"dtype": torch.float64, "device": "cpu"}
+        scales = [torch.full((one.numel,), one.path_weight, **exact) for one in self._mixings]
+        whole = torch.cat([*scales, torch.ones(0, **exact)]).to(self.output_mask)
         self.register_buffer("scales", whole, persistent=False)
+        self._mixing = self._paths_together()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._scale()  # as exact as the new dtype has them
+        return self
+
+    def _paths_together(self) -> ChannelMixing | None:
+        """All pairs of terms as one launch, where items share their weights."""
+        if self.f_in is not None or not self.shared_weights:
+            return None
+        paths, start = [], 0
+        for one in self._mixings:
+            if one.numel:
+                strides = one.path_shape[1], 1
+                paths.append(MixingPath(one.i_in, one.i_out, start, strides, one.path_weight))
+            start += one.numel
+        sides = columns_of(self.irreps_in), columns_of(self.irreps_out)
+        return ChannelMixing(*sides, tuple(paths), self.weight_numel)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if "_mixing" not in state:  # stored when there was none
+            self._mixing = self._paths_together()
 
     # --- the map ---
 
@@ -228,6 +257,15 @@ class Linear(nn.Module):
         weight = self._given("weight", weight, self.weight_numel)
         bias = self._given("bias", bias, self.bias_numel)
         one_device(module=self.output_mask, features=features, weight=weight, bias=bias)
+        mixing = self._mixing
+        if (
+            mixing is not None
+            and features.dim() == 2
+            and weight.dim() == 1
+            and mixing.suits(features, weight)
+        ):
+            found = mixing(features, weight)
+            return found + self._spread(bias, features) if self.bias_numel else found
         inner = 1 if self.f_in is None else 2
         lead = features.shape[: features.dim() - inner]
         x = features.reshape(math.prod(lead), *features.shape[-inner:])
@@ -281,12 +319,26 @@ class Linear(nn.Module):
                 outputs[one.i_out] = found if before is None else before + found
         return self._joined(outputs, x, bias)
 
-    def _joined(self, outputs: dict[int, Tensor], x: Tensor, bias: Tensor) -> Tensor:
-        shape = (x.shape[0], *(() if self.f_out is None else (self.f_out,)))
+    def _bias_starts(self) -> dict[int, int]:
+        """By term of the output, where its biases begin."""
         starts, start = {}, 0
         for one in self._biases:
             starts[one.i_out] = start
             start += one.numel
+        return starts
+
+    def _spread(self, bias: Tensor, x: Tensor) -> Tensor:
+        """Biases in their columns of the output, and zeros in all others."""
+        starts = self._bias_starts()
+        parts = [
+            bias.narrow(-1, starts[n], width) if n in starts else x.new_zeros(width)
+            for n, width in enumerate(self.irreps_out.widths)
+        ]
+        return torch.cat(parts, -1)
+
+    def _joined(self, outputs: dict[int, Tensor], x: Tensor, bias: Tensor) -> Tensor:
+        shape = (x.shape[0], *(() if self.f_out is None else (self.f_out,)))
+        starts = self._bias_starts()
         parts = []
         for number, (mul, ir) in enumerate(self.irreps_out):
             part = outputs.get(number)

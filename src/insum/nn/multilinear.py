@@ -18,7 +18,7 @@ from torch import Tensor
 import insum
 from insum.bounded import keep
 from insum.call import prepared
-from insum.compat.calls import is_plain_call, plain_apply
+from insum.compat.calls import is_plain_call, plain_apply, wanted_gradients
 from insum.together import AskedResult, results_of
 
 #: Derivatives of one product that are kept: of a few leaves, along some of them.
@@ -130,14 +130,27 @@ class _MultilinearOutput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        wanted = ctx.needs_input_grad[3:]
-        found = _MultilinearGradients.apply(
-            ctx.product, ctx.fixed, wanted, gradient, *ctx.saved_tensors
-        )  # type: ignore[no-untyped-call]
+        wanted = wanted_gradients(ctx)[3:]
+        given = ctx.product, ctx.fixed, wanted, gradient, *ctx.saved_tensors
+        recorded = torch.is_grad_enabled()
+        found = _MultilinearGradients.apply(*given) if recorded else _gradients(*given)  # type: ignore[no-untyped-call]
         return (None, None, None, *found)
 
 
 _record = plain_apply(_MultilinearOutput)
+
+
+def _gradients(
+    product: Multilinear,
+    fixed: dict[str, Any],
+    wanted: Sequence[bool],
+    gradient: Tensor,
+    *leaves: Tensor,
+) -> tuple[Tensor | None, ...]:
+    given = {product.out: gradient, **dict(zip(product.leaves, leaves))}
+    named = [n for n, wants in zip(product.leaves, wanted) if wants]
+    found = _computed({name: product.derivative(name) for name in named}, given, fixed)
+    return tuple([found.get(name) for name in product.leaves])
 
 
 class _MultilinearGradients(torch.autograd.Function):
@@ -155,10 +168,7 @@ class _MultilinearGradients(torch.autograd.Function):
         ctx.product, ctx.fixed, ctx.wanted = product, fixed, wanted
         ctx.save_for_backward(gradient, *leaves)
         ctx.set_materialize_grads(False)
-        given = {product.out: gradient, **dict(zip(product.leaves, leaves))}
-        named = [n for n, wants in zip(product.leaves, wanted) if wants]
-        found = _computed({name: product.derivative(name) for name in named}, given, fixed)
-        return tuple([found.get(name) for name in product.leaves])
+        return _gradients(product, fixed, wanted, gradient, *leaves)
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor | None) -> tuple[Any, ...]:
@@ -169,7 +179,8 @@ class _MultilinearGradients(torch.autograd.Function):
         given = {product.out: gradient, **dict(zip(product.leaves, leaves))}
         given |= {f"{n}_": a for n, a in zip(product.leaves, along) if a is not None}
         names = (product.out, *product.leaves)
-        named = [n for n, wants in zip(names, ctx.needs_input_grad[3:]) if wants and {*live} - {n}]
+        wanted = wanted_gradients(ctx)[3:]
+        named = [n for n, wants in zip(names, wanted) if wants and {*live} - {n}]
         found = _computed({name: product.derivative(name, live) for name in named}, given, fixed)
         return (None, None, None, *[found.get(name) for name in names])
 

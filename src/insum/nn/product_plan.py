@@ -25,6 +25,7 @@ from insum.nn.paths import (
     scalar_paths_of,
 )
 from insum.nn.patterns import hold, mask_of, without_compiled_parts
+from insum.nn.reordering import component_order, in_order, irrep_order
 
 LAYOUTS = ("mul_ir", "ir_mul")
 EMPTY: Mapping[int, Tensor] = MappingProxyType({})
@@ -145,6 +146,8 @@ class ProductPlan:
         b, alike = x.shape[0], irreps.extents.keys() <= {mul}
         if alike and (mul == 1 or self.layout != "mul_ir"):
             return x.reshape(b, irreps.dim // mul, mul)
+        if alike and (found := in_order(component_order, irreps, x)) is not None:
+            return found.view(b, irreps.dim // mul, mul)
         if alike:  # split at once, for the gradients
             parts: Sequence[Tensor] = torch.split(x, list(irreps.widths), 1)
         else:
@@ -162,13 +165,13 @@ class ProductPlan:
         """The terms of the output in their order, zeros where no path leads: from all components of
         one multiplicity, and by themselves, each as (b, multiplicity, components).
         """
-        if (
-            self.layout == "ir_mul"
-            and not terms
-            and len(outputs) == 1
-            and self.irreps_out.extents.keys() <= outputs.keys()
-        ):
-            return next(iter(outputs.values())).flatten(1)
+        if not terms and len(outputs) == 1 and self.irreps_out.extents.keys() <= outputs.keys():
+            (found,) = outputs.values()
+            if self.layout == "ir_mul":
+                return found.flatten(1)
+            whole = in_order(irrep_order, self.irreps_out, found.flatten(1))
+            if whole is not None:
+                return whole
         # split at once: gradients of slices would each be a whole tensor
         pieces = {
             mul: iter(torch.split(found, [ir.dim for m, ir in self.irreps_out if m == mul], 1))

@@ -23,6 +23,7 @@ from insum.nn.harmonics import SphericalHarmonics
 from insum.nn.irreps import Irreps
 from insum.nn.irreps_linear import Linear
 from insum.nn.radial import bessel, envelope
+from insum.nn.reordering import channel_order, in_order
 from insum.nn.symmetric_contraction import SymmetricContraction, coupled
 from insum.nn.tensor_product import TensorProduct
 from insum.nn.tensor_product_conv import TensorProductConv
@@ -393,6 +394,10 @@ class SideBySide(nn.Module):
         self.irreps = Irreps.of(irreps)
 
     def forward(self, tensor: Tensor) -> Tensor:
+        muls = {mul for mul, _ in self.irreps.terms}
+        found = in_order(channel_order, self.irreps, tensor) if len(muls) == 1 else None
+        if found is not None:
+            return found.view(tensor.shape[0], *muls, -1)
         parts = torch.split(tensor, list(self.irreps.widths), 1)
         terms = zip(parts, self.irreps.terms)
         return torch.cat([p.reshape(p.shape[0], mul, ir.dim) for p, (mul, ir) in terms], -1)

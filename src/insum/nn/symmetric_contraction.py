@@ -18,6 +18,7 @@ from insum.nn.checks import layer_takes, one_device
 from insum.nn.irreps import Irrep, Irreps
 from insum.nn.multilinear import Multilinear
 from insum.nn.patterns import arrays_of, hold, renew, without_compiled_parts
+from insum.nn.reordering import in_order, irrep_order
 from insum.nn.wigner import wigner_3j
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ class Powers(nn.Module):
         self.weights_max = drawn[0]
         self.weights = nn.ParameterList(drawn[1:])
 
-    def whole(self) -> Tensor:
-        """The weights of all powers, from the first upwards."""
-        return torch.cat([*reversed(self.weights), self.weights_max], 1)
+    def upwards(self) -> list[Tensor]:
+        """The weights of each power, from the first upwards."""
+        return [*reversed(self.weights), self.weights_max]
 
 
 class SymmetricContraction(nn.Module):
@@ -157,6 +158,9 @@ class SymmetricContraction(nn.Module):
             )
         one_device(module=self.output_mask, x=x, y=y)
         total = self._summed(x, y)
+        whole = in_order(irrep_order, self.irreps_out, total.flatten(1))
+        if whole is not None:
+            return whole
         parts = torch.split(total, [ir.dim for _, ir in self.irreps_out], 1)
         return torch.cat([part.transpose(1, 2).flatten(1) for part in parts], 1)
 
@@ -170,7 +174,8 @@ class SymmetricContraction(nn.Module):
             double = PAIRS({**pairs, "X": single, "Y": single}, rows)
         left = double if self.correlation > 2 else single
         right = double if self.correlation > 3 else single
-        weights = torch.cat([part.whole() for part in self.contractions], 1)  # type: ignore[operator]
+        powers: list[Any] = [*self.contractions]
+        weights = torch.cat([one for part in powers for one in part.upwards()], 1)
         arrays = arrays_of(self, 1)
         of_element = torch.matmul(arrays.pop("U"), weights)
         if y.dtype != of_element.dtype:  # as products of statements: kinds are often integers
@@ -238,7 +243,7 @@ Monomials: TypeAlias = dict[tuple[int, tuple[int, ...]], dict[int, float]]
 
 def _monomials(bases: Sequence[Sequence[Tensor]]) -> Monomials:
     """The monomials of bases, of each term of the output one for each power. Couplings are numbered
-    as `Powers.whole` has their weights.
+    as `Powers.upwards` has their weights.
     """
     found: Monomials = {}
     first = coupling = 0

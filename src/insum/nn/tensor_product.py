@@ -15,6 +15,7 @@ from insum.accepted import TENSOR, Accepted, require
 from insum.errors import BindingError
 from insum.nn.checks import in_irreps, layer_takes, one_device
 from insum.nn.irreps import Irrep, Irreps, aligned
+from insum.nn.mixing import ChannelMixing, MixingPath, columns_of
 from insum.nn.paths import Group, ScalarPath
 from insum.nn.patterns import arrays_of, renew
 from insum.nn.product_plan import EMPTY, ProductOptions, ProductPlan, furnish
@@ -121,6 +122,7 @@ class TensorProduct(nn.Module):
         self.instructions, self.weight_numel = plan.instructions, plan.weight_numel
         self.layout = plan.layout
         self.shared_weights, self.internal_weights = plan.shared_weights, plan.internal_weights
+        self._mixing = _mixing_of(plan)
         furnish(self, plan, _grouped_by_path)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
@@ -132,6 +134,8 @@ class TensorProduct(nn.Module):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         if "_plan" not in state:
             self._plan = ProductPlan.of_older(self)
+        if "_mixing" not in state:
+            self._mixing = _mixing_of(self._plan)
         renew(self)
 
     # --- the product ---
@@ -142,6 +146,14 @@ class TensorProduct(nn.Module):
         in_irreps("y", y, "irreps_in2", self.irreps_in2)
         weight = self._plan.weights(weight, self.weight)
         one_device(module=self.output_mask, x=x, y=y, weight=weight)
+        mixing = self._mixing
+        if (
+            mixing is not None
+            and x.dim() == y.dim() == 2
+            and x.shape[0] == y.shape[0]
+            and mixing.suits(x, weight, y)
+        ):
+            return mixing(x, weight, y)
         own = () if self.shared_weights else (weight.shape[:-1],)
         lead = _broadcast(x.shape[:-1], y.shape[:-1], *own)
         x, y = (t.expand(*lead, t.shape[-1]).reshape(math.prod(lead), t.shape[-1]) for t in (x, y))
@@ -239,6 +251,26 @@ def _grouped_by_path(plan: ProductPlan, group: Group) -> dict[str, Tensor]:
     assert pattern.values is not None
     made = {"V": pattern.values, "I": i, "J": j, "K": k, "L": pattern.group_indices[0]}
     return {n: t for n, t in made.items() if n != "L" or group.has_weight} | group.pairs()
+
+
+def _mixing_of(plan: ProductPlan) -> ChannelMixing | None:
+    """A product with nothing but scalars, in which channels are mixed: one launch for all paths."""
+    numel = sum(one.path.numel for one in plan.scalars if one.path.mode == "uvw")
+    if plan.groups or not plan.scalars or numel != plan.weight_numel:
+        return None
+    if any(one.path.mode != "uvw" for one in plan.scalars):
+        return None
+    scalars = columns_of(plan.irreps_in2, plan.layout)
+    paths = []
+    for one in plan.scalars:
+        _, v, w = one.path.shape
+        for number in range(v):
+            factor = scalars[one.path.i_in2].start + number
+            ends, start = (one.path.i_in1, one.path.i_out), one.offset + number * w
+            paths.append(MixingPath(*ends, start, (v * w, 1), one.scale, factor))
+    source = columns_of(plan.irreps_in1, plan.layout)
+    target = columns_of(plan.irreps_out, plan.layout)
+    return ChannelMixing(source, target, tuple(paths), plan.weight_numel, factored=True)
 
 
 def _scaled(plan: ProductPlan, x: Tensor, y: Tensor, weight: Tensor) -> dict[int, Tensor]:

@@ -27,6 +27,7 @@ from insum.compat.calls import (
     is_transformed,
     modes_now,
     plain_apply,
+    wanted_gradients,
     without_autocast,
 )
 from insum.compat.placed import is_placed, is_recordable
@@ -204,7 +205,7 @@ class _Recorded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
-        needs = ctx.needs_input_grad
+        needs = wanted_gradients(ctx)
         to_initial, to_tensors = pull_back(ctx, upstream[0], needs[2], needs[3:])
         return None, None, to_initial, *to_tensors
 

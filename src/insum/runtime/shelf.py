@@ -188,10 +188,14 @@ def _wishes(
 
 def wishes_of(accumulate: bool, device: torch.device | None = None) -> Wishes:
     """What decides plans besides statement and tensors, as it is now."""
-    architecture = _architecture(device)
-    precision = "ieee" if launch.interpreting() else precision_of(architecture)
+    architecture, precision = _architecture(device), precision_on(device)
     deterministic = torch.are_deterministic_algorithms_enabled()
     return _wishes(settings.values, deterministic, precision, accumulate, architecture)
+
+
+def precision_on(device: torch.device | None) -> str:
+    """That of `precision_of` for a device; the interpreter knows one."""
+    return "ieee" if launch.interpreting() else precision_of(_architecture(device))
 
 
 def precision_of(architecture: str) -> str:

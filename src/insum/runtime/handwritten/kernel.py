@@ -21,8 +21,8 @@ BLOCK = 1024
 class Handwritten:
     """A kernel of fixed text. Tensors come first among its arguments, then integers of 64 bits."""
 
-    def __init__(self, name: str, source: str, *, warps: int = 4) -> None:
-        self.name, self.source, self.warps = name, source, warps
+    def __init__(self, name: str, source: str, *, warps: int = 4, stages: int = 1) -> None:
+        self.name, self.source, self.warps, self.stages = name, source, warps, stages
         head = source.partition(f"def {name}(")[2].partition(":\n")[0]
         #: How many tensors there are: what has no type is a pointer.
         self.tensors = sum(":" not in one for one in head.rstrip(" )\n,").split(","))
@@ -61,10 +61,11 @@ class Handwritten:
         self, kinds: Sequence[torch.dtype], count: int, unaligned: int
     ) -> launch.Launcher:
         function, types = self._function(), self.types(kinds, count)
-        compiled = binaries.recalled(function, types, unaligned, self.warps, 1)
+        options = unaligned, self.warps, self.stages
+        compiled = binaries.recalled(function, types, *options)
         if compiled is None:
-            compiled = compiling.compile_kernel(function, types, unaligned, self.warps, 1)
-            binaries.note(compiled, function, types, unaligned, self.warps, 1)
+            compiled = compiling.compile_kernel(function, types, *options)
+            binaries.note(compiled, function, types, *options)
         return launch.launcher_of(compiled)
 
     def _function(self) -> Any:

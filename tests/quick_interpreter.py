@@ -1,0 +1,141 @@
+"""Triton's interpreter with less work around each operation, for these tests alone. What a kernel
+computes stays the interpreter's own: each function here returns what the one it stands for returns,
+and where Triton does not have that one, nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+#: What is exchanged or used here, of ``triton.runtime.interpreter``.
+NEEDED = (
+    "_LangPatchScope",
+    "_patch_lang",
+    "_get_np_dtype",
+    "interpreter_semantic",
+    "interpreter_builder",
+    "ReduceOps",
+)
+
+
+def quicken() -> bool:
+    """Exchanges what costs most; says whether this Triton is one where that can be done."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    if not all(hasattr(interpreter, name) for name in NEEDED):
+        return False
+    _patch_for_good(interpreter, tl)
+    _look_up_dtypes(interpreter)
+    _leave_out_checks_that_nobody_reads(interpreter.interpreter_builder)
+    _broadcast_only_what_differs(interpreter.interpreter_semantic)
+    _share_shapes(tl)
+    interpreter.ReduceOps.generic_reduce = _reduce_by_slices
+    return True
+
+
+def _patch_for_good(interpreter: Any, tl: Any) -> None:
+    """The interpreter patches ``triton.language`` for each launch and for each function that a
+    kernel calls, and takes some of it back. Here it stays patched: nothing is compiled beside it.
+    """
+    patch, kept, done = interpreter._patch_lang, interpreter._LangPatchScope(), set()
+
+    def patch_lang(fn: Any) -> Any:
+        seen = frozenset(id(one) for one in fn.__globals__.values() if one is tl or one is tl.core)
+        if seen not in done:
+            patch(fn)
+            done.add(seen)
+        return kept
+
+    interpreter._patch_lang = patch_lang
+
+
+def _look_up_dtypes(interpreter: Any) -> None:
+    """By the name of a type; the interpreter writes the table of all of them down each time."""
+    look_up, found = interpreter._get_np_dtype, {}
+
+    def get_np_dtype(dtype: Any) -> Any:
+        known = found.get(dtype.name)
+        if known is None:
+            known = found[dtype.name] = look_up(dtype)
+        return known
+
+    interpreter._get_np_dtype = get_np_dtype
+
+
+def _leave_out_checks_that_nobody_reads(builder: Any) -> None:
+    """Each sum and product of integers is computed a second time to see whether it overflows, for
+    an assertion that is made only where ``debug`` is set.
+    """
+    if not builder.options.debug:
+        builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+
+
+def _broadcast_only_what_differs(semantic: Any) -> None:
+    """Tiles of one shape need no broadcasting to it."""
+    broadcast = semantic.broadcast_impl_value
+
+    def broadcast_impl_value(lhs: Any, rhs: Any) -> Any:
+        left, right = lhs.type, rhs.type
+        if left.is_block() and right.is_block() and left.shape.values == right.shape.values:
+            return lhs, rhs
+        return broadcast(lhs, rhs)
+
+    semantic.broadcast_impl_value = broadcast_impl_value
+
+
+def _share_shapes(tl: Any) -> None:
+    """Each value and each type of a kernel says its shape in compile-time constants; those of one
+    shape are the same ones.
+    """
+
+    @functools.cache
+    def constants(*shape: int) -> tuple[Any, Any]:
+        numel = 1
+        for size in shape:
+            numel *= size
+        return tl.core.tuple([tl.constexpr(size) for size in shape]), tl.constexpr(numel)
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        self.handle = handle
+        self.shape, self.numel = constants(*(type.shape.values if type.is_block() else ()))
+        self.type = type
+        self.dtype = type.scalar
+
+    tl.tensor.__init__ = init
+    written_out, known = tl.block_type.__init__, {}
+
+    def init_type(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *shape
+        if key in known:
+            self.element_ty = element_ty
+            self.shape, self.numel, self.name = known[key]
+        else:
+            written_out(self, element_ty, shape)
+            known[key] = self.shape, self.numel, self.name
+
+    tl.block_type.__init__ = init_type
+
+
+def _reduce_by_slices(self: Any, input: tuple[Any, ...]) -> list[Any]:
+    """One axis by an elementwise function, slice after slice instead of number after number."""
+    import numpy as np
+
+    parts, axis = self.unravel(input, self.axis)
+    stacks = [np.moveaxis(part.handle.data, axis, 0) for part in parts]
+    dtypes = [part.dtype for part in parts]
+    total = tuple(self.to_tensor(stack[0], dtype) for stack, dtype in zip(stacks, dtypes))
+    for k in range(1, len(stacks[0])):
+        further = [self.to_tensor(stack[k], dtype) for stack, dtype in zip(stacks, dtypes)]
+        merged = self.combine_fn.fn(*total, *further)
+        total = merged if isinstance(merged, tuple) else (merged,)
+    found = []
+    for one, stack, dtype in zip(total, stacks, dtypes):
+        data = one.handle.data.astype(stack.dtype).reshape(stack.shape[1:])
+        if self.keep_dims:
+            every = tuple(range(input[0].handle.data.ndim))
+            data = np.expand_dims(data, every if self.axis is None else axis)
+        found.append(self.to_tensor(data, dtype))
+    return found
