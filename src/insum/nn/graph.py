@@ -344,7 +344,7 @@ class GCNConv(nn.Module):
                 source, target, weights = kept
                 weights = weights.to(x.dtype)  # the layer may have another since
             out = over_ends(source, target, weights, lin(x), x.shape[0])
-            if self.cached and not _is_learned(edge_weight):
+            if self.cached and kept is None and not _is_learned(edge_weight):
                 self._kept = source, target, weights
         else:
             out = aggregated(edge_index, lin(x), edge_weight)
