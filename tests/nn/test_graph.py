@@ -381,3 +381,36 @@ def test_edges_of_a_layer_in_a_statement() -> None:
             "y[p,g] = x[p,f] * W[t[p],f,g]", x=x[edge_index[0]], W=weight, t=edge_type
         )
         assert_close(found, torch.einsum("pf,pfg->pg", x[edge_index[0]], weight[edge_type]))
+
+
+@pytest.mark.parametrize("aggr", ["mean", "sum"])
+def test_relations_under_transforms(aggr: str) -> None:
+    layer = RelationalConv(3, 2, 3, aggr=aggr).double()
+    edges, kinds = torch.tensor([[0, 1, 2, 2], [1, 2, 0, 0]]), torch.tensor([0, 1, 2, 1])
+    x, along = torch.randn(2, 3, 3).double()
+    x.requires_grad_()
+    (want,) = torch.autograd.grad(layer(x, edges, kinds).square().sum(), x)
+    found = torch.func.grad(lambda given: layer(given, edges, kinds).square().sum())(x.detach())
+    assert_close(found, want)
+    _, tangent = torch.func.jvp(lambda given: layer(given, edges, kinds), (x,), (along,))
+    assert_close(tangent, layer(x + along, edges, kinds) - layer(x, edges, kinds))
+
+
+def test_cached_edges_stay_as_exact_as_they_were_found() -> None:
+    layer, edges = GCNConv(3, 2, cached=True).double(), torch.tensor([[0, 1, 2, 0], [1, 0, 0, 2]])
+    x, state = torch.randn(3, 3).double(), copy.deepcopy(layer.state_dict())
+    want = layer(x, edges)
+    layer.half()(x.half(), edges)
+    layer.double().load_state_dict(state)
+    assert_close(layer(x, edges), want)
+
+
+def test_weights_are_normalised_without_autocast() -> None:
+    layer, edges = GCNConv(3, 2, cached=True), torch.tensor([[0, 1, 2, 0], [1, 0, 0, 2]])
+    x, weight = torch.randn(3, 3), torch.rand(4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        layer(x, edges, weight)
+    found = layer(x, edges, weight)
+    plain = GCNConv(3, 2)
+    plain.load_state_dict(layer.state_dict())
+    assert_close(found, plain(x, edges, weight))

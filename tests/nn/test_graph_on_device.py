@@ -221,3 +221,13 @@ def test_at_once(on_device: None) -> None:
         ),
     ):
         GCNConv(5, 4)(x, index)
+
+
+@pytest.mark.parametrize("aggr", ["mean", "sum"])
+def test_relations_under_vmap(aggr: str, on_device: None) -> None:
+    """Edges come in any order, also where they are not grouped first."""
+    index, _, x = graph()
+    layer, relation = RelationalConv(5, 4, 3, aggr=aggr), torch.arange(40) % 3
+    found = torch.func.vmap(lambda rows: layer(rows, index, relation))(torch.stack([x, 2 * x]))
+    want = torch.stack([layer(rows, index, relation) for rows in (x, 2 * x)])
+    assert_close(found, want)

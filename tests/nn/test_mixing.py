@@ -97,6 +97,27 @@ def test_gradients_of_every_order(name: str, launched: list[str]) -> None:
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
+ANOTHER_WAY: dict[str, Callable[[Tensor], Tensor]] = {
+    "transposed": lambda x: x.T.contiguous().T,
+    "apart": lambda x: torch.stack([x, x + 1], -1)[..., 0],
+    "negated": lambda x: torch._neg_view(-x),
+}
+
+
+@pytest.mark.parametrize("way", ANOTHER_WAY)
+@pytest.mark.parametrize("name", ["irreps", "product"])
+def test_numbers_that_lie_another_way(name: str, way: str, launched: list[str]) -> None:
+    layer, as_held = LAYERS[name](), ANOTHER_WAY[way]
+    inputs = [one.detach() for one in given(layer, 3)]
+    along = torch.randn(layer(*inputs).shape)
+    want = torch.autograd.grad(layer(*inputs), layer.weight, along)
+    with pretended():
+        found = layer(*map(as_held, inputs))
+        got = torch.autograd.grad(found, layer.weight, as_held(along))
+    assert launched == GRADIENTS
+    torch.testing.assert_close((found, *got), (layer(*inputs), *want))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_more_rows_and_channels_than_a_tile_has(dtype: torch.dtype) -> None:
     layer = Linear("70x0e + 17x1o", "66x0e + 33x1o").to(dtype)

@@ -23,6 +23,7 @@ from insum.nn import (
     SparseLinear,
     SparseTensor,
     TensorProduct,
+    TensorProductConv,
     adjacency,
     magnitude_mask,
     propagate,
@@ -280,6 +281,28 @@ CASES: dict[str, tuple[Callable[[], object], type[insum.InsumError], str]] = {
         insum.DeviceError,
         "edge_index is on meta but x is on cpu",
     ),
+    "no edges": (
+        lambda: GraphConv(3, 2)(X, None),
+        insum.DtypeError,
+        "edge_index is None",
+    ),
+    "edges of a list": (
+        lambda: GCNConv(3, 2, normalize=False)(X, [[0], [1]]),
+        insum.DtypeError,
+        "edge_index is a list",
+    ),
+    "edges of a product, a number": (
+        lambda: TensorProductConv("0e", "0e", "0e", [(0, 0, 0, "uvu", False)])(
+            torch.ones(4, 1), torch.ones(3, 1), torch.tensor(1)
+        ),
+        insum.BindingError,
+        "edge_index has shape ()",
+    ),
+    "no sources, of a size that waits": (
+        lambda: GraphConv(-1, 2)((None, X), EDGES % 4),
+        insum.DtypeError,
+        "x is None",
+    ),
     "matrix and weights": (
         lambda: propagate(A, torch.ones(3, 2), torch.ones(3)),
         insum.BindingError,
@@ -455,3 +478,19 @@ def test_a_failed_call_leaves_the_layer_usable() -> None:
         layer(X, EDGES)
     good: Tensor = layer(X, EDGES % 4)
     assert good.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: GCNConv(3, 2)(X, EDGES, torch.ones(3)),
+        lambda: RelationalConv(3, 2, 2)(X, EDGES, torch.zeros(3).long()),
+    ],
+    ids=["GCN", "relational"],
+)
+def test_edges_under_autocast(call: Callable[[], object]) -> None:
+    with (
+        torch.autocast("cpu", dtype=torch.bfloat16),
+        pytest.raises(insum.IndexRangeError, match=r"edge_index\[0, 2\] is 5, but there are 4"),
+    ):
+        call()

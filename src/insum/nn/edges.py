@@ -10,6 +10,7 @@ On a GPU nobody looks at the edges before they are used: kernels do, and report 
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import TypeAlias
 
 import torch
@@ -18,7 +19,13 @@ from torch import Tensor
 import insum
 from insum import memory
 from insum.accepted import COUNT, DTYPE, FLAG, TENSOR, explains, is_common, require
-from insum.compat.calls import base_of, is_plain_call
+from insum.compat.calls import (
+    autocasts,
+    base_of,
+    is_eager_call,
+    is_plain_call,
+    without_autocast,
+)
 from insum.errors import BindingError, DtypeError, InsumError
 from insum.formats import COO
 from insum.formats.operands import SPARSE_LAYOUTS
@@ -83,7 +90,7 @@ def check_range(name: str, index: Tensor, limits: tuple[int, ...], what: str) ->
     """All values of each row from 0 to below its limit; one look at the device for each tensor.
     Under a tracer the statement itself looks.
     """
-    if not is_plain_call((index,)) or index.device.type == "meta" or not index.numel():
+    if not is_eager_call((index,)) or index.device.type == "meta" or not index.numel():
         return
     rows = index.reshape(len(limits), -1)
     rows = rows if rows.dtype in (torch.int32, torch.int64) else rows.long()
@@ -209,7 +216,10 @@ def gcn_ends(
     if edge_index.layout in SPARSE_LAYOUTS:
         edge_index, weight = COO.from_torch(edge_index).T.to_edge_index()
     one_device(edge_index=edge_index, x=x, edge_weight=weight)
-    edges, weights, ends = _normalised(edge_index, weight, nodes, fill, dtype)
+    # sums of weights are as exact as the weights are, and may be kept beyond autocast
+    lowers = not torch.compiler.is_compiling() and autocasts() and is_eager_call((edge_index,))
+    with without_autocast() if lowers else nullcontext():
+        edges, weights, ends = _normalised(edge_index, weight, nodes, fill, dtype)
     source, target = ends or endpoints(edges, nodes, nodes)
     return source, target, weights
 

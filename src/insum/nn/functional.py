@@ -9,12 +9,22 @@ import torch
 from torch import Tensor
 
 import insum
-from insum.accepted import ANY_TENSOR, COUNT, ELEMENTS, TENSOR, TEXT, VALUES, explains, takes
+from insum.accepted import (
+    ANY_TENSOR,
+    COUNT,
+    ELEMENTS,
+    TENSOR,
+    TEXT,
+    VALUES,
+    explains,
+    require,
+    takes,
+)
 from insum.errors import BindingError, FormatError, UnsupportedError
 from insum.formats import COO, GroupCOO, SparseFormat
 from insum.formats.base import FORMAT
-from insum.formats.operands import OWNER, SPARSE_LAYOUTS, StatementOwner
-from insum.nn.checks import PAIR, one_device
+from insum.formats.operands import SPARSE_LAYOUTS, StatementOwner
+from insum.nn.checks import EDGES, PAIR, one_device
 from insum.nn.edges import check_edges, check_range, degrees, edge_weights, endpoints
 from insum.nn.shares import is_inexact, shares_of
 
@@ -98,8 +108,8 @@ def sddmm(A: SparseFormat | Tensor, X: Tensor, Y: Tensor) -> SparseFormat:
 
 
 @explains(
-    edge_index=TENSOR | FORMAT | OWNER,
-    edge_weight=TENSOR.optional,
+    edge_index=EDGES["edge_index"],
+    edge_weight=EDGES["edge_weight"],
     x=TENSOR,
     aggr=TEXT,
     num_nodes=COUNT.optional,
@@ -167,6 +177,7 @@ def aggregated(
     elif isinstance(edge_index, SparseFormat):
         out = _over_matrix(edge_index, rows, edge_weight, _REDUCTIONS[aggr])
     else:
+        require("edge_index", edge_index, EDGES["edge_index"])
         out = _over_ranks(edge_index, rows, edge_weight, _REDUCTIONS[aggr])
     return out if x.dim() == 2 else out.reshape(out.shape[0], *x.shape[1:])
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import insum
 from insum.accepted import COUNT, FLAG, SIZE, TENSOR, TEXT, Accepted, takes
+from insum.compat.calls import is_eager_call
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import SparseFormat
 from insum.formats.operands import StatementOwner
@@ -14,7 +15,7 @@ from insum.nn.checks import EDGES, PAIR, kernels_look, layer_takes, node_rows, o
 from insum.nn.edges import check_edges, gcn_ends
 from insum.nn.functional import _REDUCTIONS, _tensor, aggregated, over_ends
 from insum.nn.lazy import CHANNEL_PAIR, CHANNELS, linear_of, sized_by_success, waits
-from insum.nn.relations import check_relations, groups, relations
+from insum.nn.relations import check_relations, groups, listed, relations
 
 SIDES = Accepted(
     "a pair of them: sources, and targets or None",
@@ -343,7 +344,7 @@ class GCNConv(nn.Module):
                 source, target, weights = kept
                 weights = weights.to(x.dtype)  # the layer may have another since
             out = over_ends(source, target, weights, lin(x), x.shape[0])
-            if self.cached and not _is_learned(edge_weight):
+            if self.cached and kept is None and not _is_learned(edge_weight):
                 self._kept = source, target, weights
         else:
             out = aggregated(edge_index, lin(x), edge_weight)
@@ -485,6 +486,19 @@ class RelationalConv(nn.Module):
                 Y=found.source,
                 Z=found.relation,
                 V=found.weight,
+                In=features,
+                W=self._weights(),
+            ).reshape(nodes, self.out_channels)
+        if not is_eager_call((edge_index, edge_type)):
+            given = edge_index, edge_type, nodes, count
+            source, target, shares = listed(*given, mean=mean, dtype=x.dtype)
+            return insum.insum(
+                f"Out[X[e],{b}m] = V[e] * In[Y[e],{b}c] * W[Z[e],{b}c,m]",
+                out_shape=out,
+                X=target,
+                Y=source,
+                Z=edge_type,
+                V=shares,
                 In=features,
                 W=self._weights(),
             ).reshape(nodes, self.out_channels)

@@ -72,7 +72,7 @@ class Waiting:
 
 def sized_by_success(
     layer: nn.Module,
-    sizes: Iterable[tuple[nn.Linear | None, Tensor | None]],
+    sizes: Iterable[tuple[nn.Linear | None, Any]],
     *arguments: Any,
     draw: Callable[[Tensor], object] | None = None,
 ) -> Tensor:
@@ -83,9 +83,7 @@ def sized_by_success(
     waiting = [Waiting(one) for one in layer.children() if eager and waits(one)]  # type: ignore[arg-type]
     try:
         for linear, x in sizes:
-            if not isinstance(linear, nn.LazyLinear) or x is None:
-                continue
-            if _materialise(linear, x) and draw is not None:
+            if isinstance(linear, nn.LazyLinear) and _materialise(linear, x) and draw is not None:
                 draw(linear.weight)
         return cast(Tensor, layer.forward(*arguments))
     except BaseException:

@@ -157,7 +157,8 @@ class ChannelMixing:
 
     def __call__(self, x: Tensor, weight: Tensor, factors: Tensor | None = None) -> Tensor:
         """(rows, columns of the output), of rows, the vector of weights, and (rows, factors)."""
-        return self.recorded(factors, (x, weight))
+        # which nobody differentiates by: they may be others than were given
+        return self.recorded(None if factors is None else _rows(factors), (x, weight))
 
     # --- the products that it and its gradients are, each linear in both of a pair ---
 
@@ -167,7 +168,7 @@ class ChannelMixing:
         if not _has_memory([tensor for pair in pairs for tensor in pair]):
             found = [_library_product(self, one, weight, factors) for one, weight in pairs]
             return found[0] if len(found) == 1 else found[0] + found[1]
-        rows = [(_rows(one), weight.contiguous()) for one, weight in pairs]
+        rows = [(_rows(one), _rows(weight)) for one, weight in pairs]
         with calls.device_of(x):
             tables, precision = self.tables(x)[0], precision_on(x.device)
             return kernels.mixed(tables, rows, factors, self.width, precision)
@@ -221,8 +222,10 @@ def _has_memory(tensors: Sequence[Tensor]) -> bool:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """With columns side by side; rows may be apart."""
-    return x if x.stride(1) == 1 else x.contiguous()
+    """As kernels read them: with columns side by side, rows may be apart, and numbers as they are
+    in memory.
+    """
+    return x if x.stride(-1) == 1 and not x.is_neg() else x.resolve_neg().contiguous()
 
 
 #: A mixing, and the factors of rows.

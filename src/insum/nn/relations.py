@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 import insum
-from insum.compat.calls import is_plain_call
 from insum.errors import BindingError, InsumError
-from insum.formats import COO, GroupCOO, SparseFormat
+from insum.formats import GroupCOO
 from insum.memory import remembered
 from insum.nn.checks import integers
 from insum.nn.edges import check_range, endpoints, plain
@@ -18,21 +17,20 @@ from insum.runtime.handwritten import grouping
 from insum.runtime.record import out_of_range
 
 
+def listed(
+    edge_index: Tensor, edge_type: Tensor, nodes: int, count: int, *, mean: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sources, targets and shares of the edges as they come, for tracers and transforms."""
+    src, dst = endpoints(edge_index, nodes, nodes)
+    return src, dst, _shares(dst, edge_type, nodes, count, mean, dtype)
+
+
 def relations(
     edge_index: Tensor, edge_type: Tensor, nodes: int, count: int, *, mean: bool, dtype: torch.dtype
-) -> SparseFormat:
-    """Edges as ``A[target, source, relation]``: grouped by relation and kept with ``edge_index``; a
-    plain list of edges under a tracer.
-    """
+) -> GroupCOO:
+    """Edges as ``A[target, source, relation]``, grouped by relation and kept with them."""
     src, dst = endpoints(edge_index, nodes, nodes)
     shape = (nodes, nodes, count)
-    if not is_plain_call((edge_index, edge_type)):
-        return COO(
-            _shares(dst, edge_type, nodes, count, mean, dtype),
-            (dst, src, edge_type),
-            shape,
-            validate=False,
-        )
     check_range("edge_type", edge_type, (count,), "relations")
     token = remembered(edge_index, "token", object)  # these edges in this version
 

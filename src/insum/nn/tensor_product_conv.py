@@ -145,7 +145,8 @@ class TensorProductConv(nn.Module):
         return self._plan.by_irrep(outputs, x.new_empty(nodes, 0))
 
     def _check_rows(self, x: Tensor, y: Tensor, edge_index: Tensor, weight: Tensor) -> None:
-        edges, own = edge_index.shape[-1], self.weight_numel and not self.shared_weights
+        edges = edge_index.shape[1] if edge_index.dim() == 2 else -1
+        own = self.weight_numel and not self.shared_weights
         fit = y.dim() == 2 and y.shape[0] == edges
         fit = fit and (not own or weight.dim() == 2 and weight.shape[0] == edges)
         if fit and x.dim() == 2:
