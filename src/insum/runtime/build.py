@@ -373,7 +373,8 @@ class _Build:
         tasks, longer = OfCount(recipe, "tasks"), OfCount(recipe, "long")
         if longest <= tiling.SHORT and not split:
             return self.step([self.row_launch(plan, short, recipe, longer, tasks)])
-        if first_guess.in_one_launch(self.choice, self.planned.entries):
+        together = first_guess.in_one_launch(self.choice, self.planned.entries)
+        if together and (self.may_wait() or not split):
             workspace = self.workspace(plan, recipe, long)
             return self.step([self.joined_rows(plan, recipe)], workspace=workspace)
         launches = (
@@ -383,6 +384,12 @@ class _Build:
             else self.row_launch(plan, short, recipe, longer, tasks),
         )
         return self.step(launches, workspace=self.workspace(plan, recipe))
+
+    def may_wait(self) -> bool:
+        """Whether programs may wait for each other. Not on AMD's GPUs: there a barrier waits for no
+        store to global memory, and what one warp releases says nothing of what others have stored.
+        """
+        return not self.wishes.architecture.startswith("gfx")
 
     def joined_rows(self, plan: Plan, recipe: Recipe) -> Launch:
         """Pieces and long rows in the first programs of a launch, short rows in the others."""
@@ -433,7 +440,8 @@ class _Build:
         """Rows of which nothing is known: their entries are cut into pieces of equal length."""
         recipe = Pieces(base, UNSEEN_PIECE)
         plan = replace(self.plan, split=True)
-        most, waits = OfCount(recipe, "tasks"), self.planned.entries < first_guess.ONE_LAUNCH
+        most, few = OfCount(recipe, "tasks"), self.planned.entries < first_guess.ONE_LAUNCH
+        waits = few and self.may_wait()
         rows = self.row_launch(plan, config, recipe, 0, most, counted="count", waits=waits)
         launches = [rows] if waits else [rows, self.unseen_sums(plan, recipe)]
         planned = replace(self.planned, fill=True)  # rows without entries have no task
