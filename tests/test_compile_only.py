@@ -657,6 +657,18 @@ EVERY_FUNCTION = (
 )
 
 
+def test_offsets_are_wide_where_pieces_of_rows_are_many() -> None:
+    """Though nothing that is passed is large."""
+    index = torch.arange(3).repeat_interleave(20_000)
+    for columns, wide in ((400, False), (400_000, True)):
+        values = {"I": index, "V": torch.ones(60_000), "B": torch.empty(1, columns)}
+        problem = bound("C[I[p],n] += V[p] * B[0*p,n]", values, {0: 3})
+        (one,) = launches(inspection.elsewhere(problem, values))
+        assert "insum_wait(" in one.launch.kernel.source
+        assert ('slot_count: "i64"' in one.launch.kernel.source) == wide
+        assert spilled(compile_one(one, "sm_90")) <= MOST_SPILLED
+
+
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])
 def test_functions(target: str) -> None:
     edges = torch.zeros(512, dtype=torch.int64)

@@ -369,6 +369,8 @@ class _Build:
         longest = self.planned.longest
         recipe = Tasks(base, short.split or max(1, longest))  # type: ignore[arg-type]
         split = bool(short.split) and longest > short.split
+        if split:
+            self.widen(short.split)
         plan = replace(self.plan, split=split)
         tasks, longer = OfCount(recipe, "tasks"), OfCount(recipe, "long")
         if longest <= tiling.SHORT and not split:
@@ -384,6 +386,15 @@ class _Build:
             else self.row_launch(plan, short, recipe, longer, tasks),
         )
         return self.step(launches, workspace=self.workspace(plan, recipe))
+
+    def widen(self, limit: int) -> None:
+        """Offsets of 64 bits where pieces of so many entries may be too many for others: few rows
+        with many pieces each are, though all that is passed is small.
+        """
+        slots = 2 * (1 + self.planned.entries // limit)
+        kept = math.prod(self.extents[v] for v in beside_rows(self.plan))
+        if slots * kept >= 2**31 - 1:
+            self.plan = replace(self.plan, wide=True)
 
     def may_wait(self) -> bool:
         """Whether programs may wait for each other. Not on AMD's GPUs: there a barrier waits for no
@@ -439,6 +450,7 @@ class _Build:
     def unseen_rows(self, base: Sorted, config: Config) -> ProductLaunches:
         """Rows of which nothing is known: their entries are cut into pieces of equal length."""
         recipe = Pieces(base, UNSEEN_PIECE)
+        self.widen(UNSEEN_PIECE)
         plan = replace(self.plan, split=True)
         most, few = OfCount(recipe, "tasks"), self.planned.entries < first_guess.ONE_LAUNCH
         waits = few and self.may_wait()
