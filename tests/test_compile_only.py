@@ -523,6 +523,25 @@ def test_a_piece_is_told_of_after_the_stores_of_all_threads(dtype: torch.dtype) 
     assert "bar.sync" in after[told : after.index("ld.global.cg")]
 
 
+def test_nobody_waits_where_barriers_wait_for_no_stores() -> None:
+    """On AMD's GPUs one warp cannot release what another has stored: sums are a launch."""
+    call = applications.spmm(
+        rows=2000,
+        columns=2000,
+        n=128,
+        entries=20_000,
+        heavy=1500,
+        dtype=torch.float32,
+        filled=False,
+    )
+    for target, count in (("sm_80", 1), ("gfx942", 2)):
+        look = inspection.elsewhere(call.forward.problem(), call.values, architecture=target)
+        found = launches(look)
+        waiting = any("insum_wait(" in one.launch.kernel.source for one in found)
+        assert (len(found), waiting) == (count, count == 1)
+        assert all(spilled(compile_one(one, target)) <= MOST_SPILLED for one in found)
+
+
 def test_odd_rows_and_unaligned_tensors_are_read_one_by_one() -> None:
     """What is not provable is not claimed."""
     for one in launches(sparse(99, torch.float16)):
@@ -636,6 +655,18 @@ EVERY_FUNCTION = (
     "+ (k[e] == 3) + k[e] ** 17 "
     "+ maximum(w[e], minimum(x[s[e],f], 0.5))) * ones(x[s[e],f])"
 )
+
+
+def test_offsets_are_wide_where_pieces_of_rows_are_many() -> None:
+    """Though nothing that is passed is large."""
+    index = torch.arange(3).repeat_interleave(20_000)
+    for columns, wide in ((400, False), (400_000, True)):
+        values = {"I": index, "V": torch.ones(60_000), "B": torch.empty(1, columns)}
+        problem = bound("C[I[p],n] += V[p] * B[0*p,n]", values, {0: 3})
+        (one,) = launches(inspection.elsewhere(problem, values))
+        assert "insum_wait(" in one.launch.kernel.source
+        assert ('slot_count: "i64"' in one.launch.kernel.source) == wide
+        assert spilled(compile_one(one, "sm_90")) <= MOST_SPILLED
 
 
 @pytest.mark.parametrize("target", ["sm_90", "gfx942"])

@@ -7,7 +7,9 @@ a number that nothing else writes, and whoever waited for it takes it away. So a
 belongs to one call, and calls on several streams, or graphs that are replayed, share nothing.
 
 Nobody waits for ever: a program waits only for those of lower numbers, and devices start programs
-in the order of their numbers, as the scans of CUDA's own libraries rely on.
+in the order of their numbers, as the scans of CUDA's own libraries rely on. And nobody reads too
+early: a mark is released behind a barrier, and NVIDIA's barriers order the stores of all warps for
+whoever acquires the mark, too. AMD's do not: there the sums are a launch.
 """
 
 from __future__ import annotations

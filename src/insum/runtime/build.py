@@ -369,11 +369,14 @@ class _Build:
         longest = self.planned.longest
         recipe = Tasks(base, short.split or max(1, longest))  # type: ignore[arg-type]
         split = bool(short.split) and longest > short.split
+        if split:
+            self.widen(short.split)
         plan = replace(self.plan, split=split)
         tasks, longer = OfCount(recipe, "tasks"), OfCount(recipe, "long")
         if longest <= tiling.SHORT and not split:
             return self.step([self.row_launch(plan, short, recipe, longer, tasks)])
-        if first_guess.in_one_launch(self.choice, self.planned.entries):
+        together = first_guess.in_one_launch(self.choice, self.planned.entries)
+        if together and (self.may_wait() or not split):
             workspace = self.workspace(plan, recipe, long)
             return self.step([self.joined_rows(plan, recipe)], workspace=workspace)
         launches = (
@@ -383,6 +386,21 @@ class _Build:
             else self.row_launch(plan, short, recipe, longer, tasks),
         )
         return self.step(launches, workspace=self.workspace(plan, recipe))
+
+    def widen(self, limit: int) -> None:
+        """Offsets of 64 bits where pieces of so many entries may be too many for others: few rows
+        with many pieces each are, though all that is passed is small.
+        """
+        slots = 2 * (1 + self.planned.entries // limit)
+        kept = math.prod(self.extents[v] for v in beside_rows(self.plan))
+        if slots * kept >= 2**31 - 1:
+            self.plan = replace(self.plan, wide=True)
+
+    def may_wait(self) -> bool:
+        """Whether programs may wait for each other. Not on AMD's GPUs: there a barrier waits for no
+        store to global memory, and what one warp releases says nothing of what others have stored.
+        """
+        return not self.wishes.architecture.startswith("gfx")
 
     def joined_rows(self, plan: Plan, recipe: Recipe) -> Launch:
         """Pieces and long rows in the first programs of a launch, short rows in the others."""
@@ -432,8 +450,10 @@ class _Build:
     def unseen_rows(self, base: Sorted, config: Config) -> ProductLaunches:
         """Rows of which nothing is known: their entries are cut into pieces of equal length."""
         recipe = Pieces(base, UNSEEN_PIECE)
+        self.widen(UNSEEN_PIECE)
         plan = replace(self.plan, split=True)
-        most, waits = OfCount(recipe, "tasks"), self.planned.entries < first_guess.ONE_LAUNCH
+        most, few = OfCount(recipe, "tasks"), self.planned.entries < first_guess.ONE_LAUNCH
+        waits = few and self.may_wait()
         rows = self.row_launch(plan, config, recipe, 0, most, counted="count", waits=waits)
         launches = [rows] if waits else [rows, self.unseen_sums(plan, recipe)]
         planned = replace(self.planned, fill=True)  # rows without entries have no task
