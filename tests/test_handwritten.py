@@ -131,9 +131,9 @@ def test_compiles(name: str, target: str) -> None:
                 stages=kernel.stages,
                 unaligned=unaligned,
             )
-            # products spill nothing; on sm_80 the report of what is wrong with edges takes a word
-            words = 0 if kernel.name.startswith("insum_mix") else 8
-            assert found.registers < 255 and found.stack <= words
+            # products spill nothing; on sm_80 some of what looks at indices puts a few words aside
+            most = 0 if kernel.name.startswith("insum_mix") else 24
+            assert found.registers < 255 and found.stack <= most
 
 
 def test_the_list_is_complete() -> None:
