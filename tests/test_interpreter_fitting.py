@@ -15,7 +15,7 @@ from torch import Tensor
 import insum
 from insum import memory
 from insum.plan import aligning, copying, fitting
-from insum.runtime import bound_launch, launch, ready, symbolic
+from insum.runtime import bound_launch, launch, ready, symbolic, unseen
 from insum.runtime.bound_launch import BoundLaunch
 from insum.runtime.program import Program
 from kernels import ONLY_FUSED, bound, error, poison_new_memory, watch_programs
@@ -225,7 +225,7 @@ def test_every_address_is_that_of_its_tensor(
         return lambda _, given: found.append({n: given[place] for place, n in names.items()})
 
     on_a_device = {**vars(launch), "interpreting": lambda: False}
-    for module in (bound_launch, ready):
+    for module in (bound_launch, ready, unseen):
         monkeypatch.setattr(module, "launch", SimpleNamespace(**on_a_device))
     monkeypatch.setattr(BoundLaunch, "compiled", compiled)
     w = torch.randn(3, 20, 24).half()

@@ -182,7 +182,8 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     for module in (facts, fused):
         monkeypatch.setattr(module, "is_recorded", lambda device: now[0])
     monkeypatch.setattr(fused.FusedKind, "on_gpu", True)
-    monkeypatch.setattr(fused, "current_stream", lambda device: 0)
+    monkeypatch.setattr(fused, "is_capturing", lambda: now[0])
+    monkeypatch.setattr(fused, "stream_getter", lambda device: lambda: 0)
     memory.forget()
     with insum.settings(**ONLY_FUSED):
         yield now
