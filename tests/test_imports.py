@@ -11,7 +11,6 @@ import functools
 import graphlib
 import json
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -260,11 +259,9 @@ def test_the_reader_of_imports(importer: str, text: str, expected: list[tuple[st
 
 # --- what importing costs and changes -------------------------------------------------------------
 
-#: What `import insum` may add to `import torch`.
-BUDGET_MS = 100.0
-#: Wall time on a machine that runs other tests beside this one: the best of five fresh processes
-#: may take twice the budget.
-NOISE, TRIES = 2.0, 5
+#: The share of the time of `import torch` that `import insum` may take after it (4 to 6 % today).
+#: A share because machines differ, and processor time because other tests run beside this one.
+SHARE, TRIES = 0.1, 3
 
 
 def python(*args: str) -> subprocess.CompletedProcess[str]:
@@ -279,22 +276,28 @@ def python(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def import_ms() -> float:
-    """Cumulative time of `import insum` once torch is there, as Python itself reports it."""
-    report = python("-X", "importtime", "-c", "import torch; import insum").stderr
-    lines = re.findall(r"^import time:\s*\d+ \|\s*(\d+) \| insum$", report, re.MULTILINE)
-    assert len(lines) == 1, f"no line for insum in the report:\n{report[-2000:]}"
-    return int(lines[0]) / 1000
+#: Torch leaves more objects behind than a collection looks at in 80 ms, and some import after it
+#: sets that off: it is no cost of ours.
+TIMES = """
+import gc, time
+start = time.process_time(); import torch; there = time.process_time()
+gc.collect(); gc.freeze()
+begun = time.process_time(); import insum; done = time.process_time()
+print(there - start, done - begun)
+"""
 
 
 def test_import_is_quick() -> None:
-    best = float("inf")
+    tries = []
     for _ in range(TRIES):
-        best = min(best, import_ms())
-        if best < BUDGET_MS:
+        of_torch, ours = map(float, python("-c", TIMES).stdout.split())
+        tries.append((ours / of_torch, ours, of_torch))
+        if ours < of_torch * SHARE:
             return
-    assert best < BUDGET_MS * NOISE, (
-        f"import insum adds {best:.0f} ms to import torch; the budget is {BUDGET_MS:.0f} ms"
+    _, ours, of_torch = min(tries)
+    raise AssertionError(
+        f"import insum takes {1000 * ours:.0f} ms after the {1000 * of_torch:.0f} ms of import "
+        f"torch; {SHARE:.0%} of it are allowed"
     )
 
 
