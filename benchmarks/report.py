@@ -640,7 +640,7 @@ def _commands(result: dict[str, Any]) -> str:
 
 def _about(sections: list[dict[str, Any]]) -> list[str]:
     place = sections[0]
-    dates = ", ".join(dict.fromkeys(s["date"] for s in sections))
+    dates = ", ".join(sorted({s["date"] for s in sections}))
     limits = place["limits"]
     rates = ", ".join(f"{value:.3g} {unit}" for unit, value in limits.items())
     return [
