@@ -268,7 +268,7 @@ def python(*args: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(SOURCE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
     return subprocess.run(
         [sys.executable, *args],
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": ""},
         capture_output=True,
         text=True,
         check=True,
