@@ -202,7 +202,9 @@ def test_arguments_of_code_for_all_sizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(memory, "can_look", lambda tensor: False)
-    monkeypatch.setattr("insum.runtime.fused.unseen_of", lambda *given: None)  # so that it is ready
+    monkeypatch.setattr(
+        "insum.runtime.which_program.unseen_of", lambda *given: None
+    )  # so that it is ready
     call = drawn(title, torch.float16, place)
     with insum.settings(backend="fused", require_fused=True, check=check):
         call()

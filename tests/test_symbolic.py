@@ -19,7 +19,7 @@ import insum
 from applications import Application, relative_error
 from insum import facts, memory
 from insum.compat import calls, sizes
-from insum.runtime import compiling, fused, symbolic
+from insum.runtime import compiling, fused, fused_kind, symbolic, which_program
 from insum.runtime.bound_launch import BoundLaunch, CallNumbers
 from insum.runtime.classify import TYPICAL, example
 from insum.runtime.program import Program
@@ -179,11 +179,11 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     monkeypatch.setattr("insum.call.prepared.kernels_look_on", lambda device: True)
     monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
-    for module in (facts, fused):
+    for module in (facts, fused, which_program):
         monkeypatch.setattr(module, "is_recorded", lambda device: now[0])
-    monkeypatch.setattr(fused.FusedKind, "on_gpu", True)
+    monkeypatch.setattr(fused_kind.FusedKind, "on_gpu", True)
     monkeypatch.setattr(fused, "is_capturing", lambda: now[0])
-    monkeypatch.setattr(fused, "stream_getter", lambda device: lambda: 0)
+    monkeypatch.setattr(fused_kind, "stream_getter", lambda device: lambda: 0)
     memory.forget()
     with insum.settings(**ONLY_FUSED):
         yield now

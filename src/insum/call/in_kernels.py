@@ -29,7 +29,7 @@ def kernels_of(
     if prepared.settings.backend == "graph":
         fall_back(call, values, 'settings.backend is "graph"')
         return None
-    call.fused = prepared.fused.call(call.sized)
+    call.fused = prepared.fused_call(call.sized)
     if prepared.searches:
         _search(call, values, target)
     return call.fused
@@ -57,9 +57,7 @@ def alone(
         return None
     if prepared.orderable and call.staged(values, in_place=in_place):
         return None
-    if call.fused is None:
-        call.fused = prepared.fused.call(call.sized)
-    return call.fused
+    return call.fused or kernels_of(call, values, None)
 
 
 def _search(call: BoundCall, values: Mapping[str, Value], target: Tensor | None) -> None:
