@@ -57,7 +57,9 @@ def alone(
         return None
     if prepared.orderable and call.staged(values, in_place=in_place):
         return None
-    return call.fused or kernels_of(call, values, None)
+    if call.fused is None:  # as `kernels_of`, for every new size of a training step
+        call.fused = prepared.fused_call(call.sized)
+    return call.fused
 
 
 def _search(call: BoundCall, values: Mapping[str, Value], target: Tensor | None) -> None:
