@@ -21,7 +21,7 @@ from torch import Tensor
 import insum
 from insum import memory
 from insum.call import prepared as calls
-from insum.compat import calls as guards
+from insum.compat import tensors as guards
 from insum.facts import constant
 from insum.runtime import cache, which_program
 from insum.runtime.ready import Ready
@@ -342,7 +342,7 @@ def test_a_program_runs_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> No
         yield
         current[0] = before
 
-    monkeypatch.setattr("insum.compat.calls.device_now", lambda: current[0])
+    monkeypatch.setattr("insum.compat.streams.device_now", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", device)
     for index in (0, 1, None):
         one: Any = object.__new__(Ready)

@@ -28,19 +28,13 @@ import torch
 from torch import Tensor
 
 from insum.accepted import ELEMENTS, TENSOR, takes
-from insum.compat.calls import (
-    PLAIN,
-    current_stream,
-    in_backward,
-    is_capturing,
-    is_eager_call,
-    is_recorded,
-    renew_in_children,
-    stream_object,
-    untracked,
-)
+from insum.compat.autograd import in_backward
+from insum.compat.calls import PLAIN, is_eager_call
+from insum.compat.contexts import untracked
+from insum.compat.locks import renew_in_children
 from insum.compat.placed import is_placed, local_of
 from insum.compat.raw_bytes import bytes_of, has_bytes
+from insum.compat.streams import current_stream, is_capturing, is_recorded, stream_object
 from insum.settings import settings
 
 T = TypeVar("T")

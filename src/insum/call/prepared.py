@@ -23,7 +23,8 @@ from insum.bounded import keep
 from insum.call.bound import BoundCall, BoundStage
 from insum.call.request import Form, Request, head
 from insum.call.stages import Stage, is_copyable, is_orderable, layouts_of, size_key, stages_of
-from insum.compat.calls import kinds_guard, modes_now
+from insum.compat.calls import modes_now
+from insum.compat.tensors import kinds_guard
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, accesses, tensors_of
 from insum.lang.measure import Measure, measure_of

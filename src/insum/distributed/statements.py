@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum.compat.calls import base_of
+from insum.compat.tensors import base_of
 from insum.distributed.exchange import Flight, RowExchange
 from insum.distributed.partitioned import Partitioned, joined_matrix
 from insum.errors import BindingError, DeviceError, UnsupportedError

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from insum.call.prepared import MOST_KINDS, Kinds, kinds_of
 from insum.call.request import Form, Request, head
-from insum.compat.calls import is_plain_call, kinds_guard
+from insum.compat.calls import is_plain_call
 from insum.compat.placed import while_tracing
+from insum.compat.tensors import kinds_guard
 from insum.errors import IndexRangeError
 from insum.lang.bind import Problem, Size, Value
 from insum.lang.expand import expand

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from insum import memory
 from insum.bounded import keep
-from insum.compat.calls import CUDAGRAPH_TREES, is_capturing, is_recorded
+from insum.compat.streams import CUDAGRAPH_TREES, is_capturing, is_recorded
 from insum.facts import CONSTANT
 from insum.lang.bind import Value
 from insum.lang.problem import Sized

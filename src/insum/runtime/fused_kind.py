@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from insum.compat.calls import stream_getter
+from insum.compat.streams import stream_getter
 from insum.lang.bind import Problem
 from insum.lang.expr import accesses
 from insum.plan.config import Choice

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from insum import memory
 from insum.bounded import keep
-from insum.compat.calls import cudagraph_state, elsewhere, is_recorded
+from insum.compat.streams import cudagraph_state, elsewhere, is_recorded
 from insum.facts import IndexFacts, known_now
 from insum.lang.bind import Value
 from insum.lang.expr import accesses, variables
