@@ -641,9 +641,9 @@ def test_headers_hold_harmless_characters_only() -> None:
 
 
 def test_text_in_headers_is_filtered() -> None:
-    from insum.runtime.build import _comment
+    from insum.runtime.build_product import as_comment
 
-    assert _comment('a"""b\\n\u00e9{}') == "a???b?n???" and len(_comment("x" * 1000)) == 400
+    assert as_comment('a"""b\\n\u00e9{}') == "a???b?n???" and len(as_comment("x" * 1000)) == 400
 
 
 def test_every_name_of_a_kernel_has_a_suffix_or_is_ours() -> None:
