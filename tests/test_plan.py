@@ -545,6 +545,22 @@ def test_large_outputs_need_64_bits() -> None:
     assert inspection.Look(problem, values).planned()[0].plan.wide
 
 
+def test_many_pieces_of_rows_need_64_bits() -> None:
+    """Though what is typical of a class, which is smaller in each of three extents, would not."""
+    values = {
+        "I": torch.empty(2**19 - 1, dtype=torch.int64, device="meta"),
+        "V": torch.empty(2**19 - 1, device="meta"),
+        "B": torch.empty(1, 511, 511, device="meta"),
+    }
+    torch.use_deterministic_algorithms(True)
+    try:
+        problem = bound("C[I[p],n,m] = V[p] * B[0*p,n,m]", values, {0: 3})
+        (step,) = inspection.plan_only(problem, values).steps
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [one.plan.wide for one in step.launches] == [True, True]
+
+
 # --- what a plan prints ---------------------------------------------------------------------------
 
 

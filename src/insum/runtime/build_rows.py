@@ -40,7 +40,7 @@ from insum.plan.recipes import (
     Tasks,
 )
 from insum.plan.roles import Contraction
-from insum.plan.sizes import WORK
+from insum.plan.sizes import WORK, power_of_two
 from insum.runtime.build_product import PIECES, Product
 from insum.runtime.program import WIDE, Grid, Launch, ProductLaunches, Workspace
 
@@ -83,8 +83,9 @@ def _widened(product: Product, limit: int) -> Product:
     """Offsets of 64 bits where pieces of so many entries may be too many for others: few rows
     with many pieces each are, though all that is passed is small.
     """
-    slots = 2 * (1 + product.planned.entries // limit)
-    kept = math.prod(product.extents[v] for v in beside_rows(product.plan))
+    # extents are typical of their class, in which none is above the next power of two
+    slots = 2 * (1 + power_of_two(product.planned.entries) // limit)
+    kept = math.prod(power_of_two(product.extents[v]) for v in beside_rows(product.plan))
     if slots * kept < 2**31 - 1:
         return product
     return replace(product, plan=replace(product.plan, wide=True))
