@@ -230,8 +230,8 @@ def as_sum(
     """The sum that a mean is, and what it reads. What is wrong is said of the mean. ``told``:
     nothing is counted, for the sum is only to be looked at.
     """
-    found = known_sum(kinds, sizes, tensors)
-    if found is not None and not told:
+    found = None if told else known_sum(kinds, sizes, tensors)
+    if found is not None:
         return found
     problem = kinds.form.request(sizes).bind(tensors)
     mean = _mean_kind(kinds, problem, tensors)
