@@ -74,8 +74,7 @@ class BoundCall:
         #: Of the indexed dimensions that have a point, the least and the largest value.
         self.ranges: tuple[tuple[str, int, int], ...] = ()
         self._staged: dict[bool, tuple[BoundStage, ...]] = {}
-        #: Its generated kernels; where it may yet turn out to have none, `in_kernels` makes them.
-        self.fused: FusedCall | None = prepared.fused_call(sized) if prepared.is_fused else None
+        self.fused: FusedCall | None = prepared.fused.call(sized) if prepared.is_fused else None
         #: By mode.
         self.graphs: dict[str, on_graph.SizedGraph] = {}
         #: How a CPU runs this call, by whether the result is new or accumulated.

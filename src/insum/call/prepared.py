@@ -35,7 +35,6 @@ from insum.plan.uses import Use, uses_of
 from insum.settings import SettingValues, settings
 
 if TYPE_CHECKING:
-    from insum.runtime.fused import FusedCall
     from insum.runtime.fused_kind import FusedKind
 
 #: Statements with their options, kinds of tensors of one, sizes of one kind, and those of them that
@@ -206,13 +205,6 @@ class PreparedCall:
         dtypes = tuple((n, k.dtype, k.device, k.strength) for n, k in problem.kinds.items())
         shelf = keep(self.shelves, (dtypes, problem.dtype, problem.device), Shelf(), MOST_KINDS)
         return fused_kind(problem, self.uses, form.wraps, form.config, self.negated, shelf)
-
-    @functools.cached_property
-    def fused_call(self) -> Callable[[Sized], FusedCall]:
-        """Makes the generated kernels of a call of certain sizes."""
-        from insum.runtime.fused import FusedCall  # which takes a while to import
-
-        return functools.partial(FusedCall, self.fused)
 
     def bind(
         self,

@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from insum.compat.streams import stream_getter
 from insum.lang.bind import Problem
 from insum.lang.expr import accesses
+from insum.lang.problem import Sized
 from insum.plan.config import Choice
 from insum.plan.draft import Wishes
 from insum.plan.sizes import OUT
@@ -19,6 +20,9 @@ from insum.plan.uses import Use
 from insum.runtime import classify
 from insum.runtime.shelf import Programs, QuestionTree, Shelf, wishes_of
 from insum.runtime.unseen import Unseen
+
+if TYPE_CHECKING:
+    from insum.runtime.fused import FusedCall
 
 Classify = Callable[[Mapping[str, Any], tuple[int, ...], tuple[int, ...], Any], tuple[Any, ...]]
 
@@ -80,6 +84,13 @@ class FusedKind:
         if not all(use.tensor for use in uses):
             return None
         return tuple((u.tensor, OUT if u.is_target else u.access.tensor, u.dim) for u in uses)
+
+    @functools.cached_property
+    def call(self) -> Callable[[Sized], FusedCall]:
+        """Makes the call of certain sizes."""
+        from insum.runtime.fused import FusedCall  # which rests on this
+
+        return functools.partial(FusedCall, self)
 
     @functools.cached_property
     def exact(self) -> tuple[int, ...]:
