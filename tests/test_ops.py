@@ -132,7 +132,7 @@ def test_without_private_names_every_call_goes_through_the_op(
     expected = insum.insum(PRODUCT, out_shape=(4, 5), **values)
     gradients = torch.autograd.grad(expected.square().sum(), (values["A"], values["B"]))
     monkeypatch.setattr(calls, "probed", None)
-    assert not calls.is_quiet() and not calls.is_transformed()
+    assert not calls.is_undisturbed() and not calls.is_transformed()
     result = insum.insum(PRODUCT, out_shape=(4, 5), **values)
     torch.testing.assert_close(result, expected)
     for a, b in zip(
@@ -144,7 +144,7 @@ def test_without_private_names_every_call_goes_through_the_op(
 
 
 def test_private_names_are_there() -> None:
-    assert calls._probe() is not None and calls.is_quiet()
+    assert calls._probe() is not None and calls.is_undisturbed()
 
 
 def test_an_op_that_cannot_be_shortened_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

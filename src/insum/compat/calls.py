@@ -51,15 +51,10 @@ def _probe() -> _Probes | None:
 probed = _probe()
 
 
-def is_quiet() -> bool:
-    """Whether nobody traces, transforms, autocasts or intercepts: ops on plain tensors do what they
-    say and nothing else.
-    """
-    return not torch.compiler.is_compiling() and is_undisturbed()
-
-
 def is_undisturbed() -> bool:
-    """The same, where it is known that nothing is being compiled."""
+    """Whether nobody traces, transforms, autocasts or intercepts: ops on plain tensors do what they
+    say and nothing else. For callers who know that nothing is being compiled.
+    """
     if probed is None:
         return False
     dispatch, function, functorch, autocast, tracing = probed
@@ -103,7 +98,9 @@ def modes_now(settings: Any) -> tuple[Any, ...]:
 
 
 def is_plain_call(values: Iterable[object]) -> bool:
-    """Whether a call may skip the dispatcher: all is quiet, and no tensor is of a subclass."""
+    """Whether a call may skip the dispatcher: nothing disturbs it, and no tensor is of a
+    subclass.
+    """
     if probed is None or torch.compiler.is_compiling():
         return False
     dispatch, function, functorch, autocast, tracing = probed  # as `is_undisturbed`

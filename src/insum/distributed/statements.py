@@ -261,8 +261,8 @@ class _PartitionCall:
         out = self._pulled(A.rows, roles.rows)
         made = [
             self._run(A.own, {}),
-            self._run(A.far, self._landed(far) if far else self._empty(A.columns, roles.columns)),
-            self._run(A.out, self._landed(out) if out else self._empty(A.rows, roles.rows)),
+            self._run(A.far, self._landed(far) if far else self._empty(roles.columns)),
+            self._run(A.out, self._landed(out) if out else self._empty(roles.rows)),
         ]
         return A.with_values(tuple(part.values for part in made))
 
@@ -293,9 +293,7 @@ class _PartitionCall:
     def _landed(self, flights: Mapping[str, Flight]) -> dict[str, Tensor]:
         return {name: flight.land() for name, flight in flights.items()}
 
-    def _empty(
-        self, exchange: RowExchange, places: tuple[tuple[str, int], ...]
-    ) -> dict[str, Tensor]:
+    def _empty(self, places: tuple[tuple[str, int], ...]) -> dict[str, Tensor]:
         """What comes where nothing travels."""
         return {name: self.given[name].narrow(dim, 0, 0) for name, dim in places}
 

@@ -45,10 +45,6 @@ class Reordering:
         order = sorted(range(len(self.places)), key=self.places.__getitem__)
         return Reordering(tuple(order))
 
-    @property
-    def is_none(self) -> bool:
-        return self.places == tuple(range(len(self.places)))
-
     def __call__(self, x: Tensor) -> Tensor:
         """Rows (b, columns) with their columns in this order."""
         found: Tensor = _apply(self._on(x.device), x)

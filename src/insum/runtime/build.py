@@ -116,9 +116,7 @@ def _unrolled(product: Product) -> ProductLaunches:
         shape = replace(shape, even_k=False)
         grid = (*grid, ((ExtentArgument(product.plan.segment.row),), 1))
     launches = [
-        product.launch(
-            part, config, emit_unrolled(part, config, shape, product.extents), grid, arrays, {}
-        )
+        product.launch(part, config, emit_unrolled(part, config, shape), grid, arrays, {})
         for part in parts(product.plan)
     ]
     return product.step(launches, atomic=product.plan.strategy == "atomic")

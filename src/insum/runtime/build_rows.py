@@ -68,7 +68,7 @@ def rows(product: Product) -> ProductLaunches:
         return product.step([_row_launch(product, plan, short, recipe, longer, tasks)])
     together = first_guess.in_one_launch(product.choice, product.planned.entries)
     if together and (_may_wait(product) or not split):
-        workspace = _workspace(product, plan, recipe, long)
+        workspace = _workspace(plan, recipe, long)
         return product.step([_joined_rows(product, plan, recipe)], workspace=workspace)
     launches = (
         _row_launch(product, plan, long, recipe, 0, longer),
@@ -76,7 +76,7 @@ def rows(product: Product) -> ProductLaunches:
         if split
         else _row_launch(product, plan, short, recipe, longer, tasks),
     )
-    return product.step(launches, workspace=_workspace(product, plan, recipe))
+    return product.step(launches, workspace=_workspace(plan, recipe))
 
 
 def _widened(product: Product, limit: int) -> Product:
@@ -156,7 +156,7 @@ def _unseen_rows(product: Product, base: Sorted, config: Config) -> ProductLaunc
     rows = _row_launch(product, plan, config, recipe, 0, most, counted="count", waits=waits)
     launches = [rows] if waits else [rows, _unseen_sums(product, plan, recipe)]
     planned = replace(product.planned, fill=True)  # rows without entries have no task
-    workspace = _workspace(product, plan, recipe, config if waits else None)
+    workspace = _workspace(plan, recipe, config if waits else None)
     return replace(product.step(launches, workspace=workspace), planned=planned)
 
 
@@ -198,9 +198,7 @@ def _sum_of_pieces(product: Product, plan: Plan, warps: int) -> Written:
     return plan, config, Shape(even_n=product.multiple(n) % config.n == 0, units=product.units())
 
 
-def _workspace(
-    product: Product, plan: Plan, recipe: Recipe, waits: Config | None = None
-) -> Workspace:
+def _workspace(plan: Plan, recipe: Recipe, waits: Config | None = None) -> Workspace:
     """Pieces of rows; where programs wait for each other, a mark of 8 bytes for every tile."""
     if not plan.split:
         return ()
