@@ -21,7 +21,7 @@ from insum.plan.orientation import oriented
 from insum.plan.sizes import NEW, OUT
 from insum.plan.uses import Use
 from insum.runtime import launch
-from insum.runtime.build_product import Product, as_comment, tile_grid
+from insum.runtime.build_product import ProductBuild, as_comment, tile_grid
 from insum.runtime.build_rows import rows
 from insum.runtime.build_tiles import tiles
 from insum.runtime.program import (
@@ -102,13 +102,13 @@ def first_choice(planned: Planned, wishes: Wishes) -> Choice:
 def step_of(planned: Planned, wishes: Wishes, choice: Choice, room: Room | None) -> ProductLaunches:
     """The launches of one product."""
     plan = oriented(planned.plan, planned.extents, choice[0].swap, allowed=wishes.settings.swap)
-    product = Product(replace(planned, plan=plan), plan, wishes, choice, room)
+    product = ProductBuild(replace(planned, plan=plan), plan, wishes, choice, room)
     if plan.pattern:
         return _unrolled(product)
     return rows(product) if tiling.in_rows(plan) else tiles(product)
 
 
-def _unrolled(product: Product) -> ProductLaunches:
+def _unrolled(product: ProductBuild) -> ProductLaunches:
     (config,) = product.choice
     shape = product.shape(config)
     grid, arrays = tile_grid(product.plan.roles, config), product.segment_arrays()

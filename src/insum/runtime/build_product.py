@@ -26,7 +26,7 @@ PIECES = "pieces"
 
 
 @dataclass(frozen=True, eq=False)
-class Product:
+class ProductBuild:
     """A planned product with its choice of configs.
 
     Attributes:

@@ -41,14 +41,14 @@ from insum.plan.recipes import (
 )
 from insum.plan.roles import Contraction
 from insum.plan.sizes import WORK, power_of_two
-from insum.runtime.build_product import PIECES, Product
+from insum.runtime.build_product import PIECES, ProductBuild
 from insum.runtime.program import WIDE, Grid, Launch, ProductLaunches, Workspace
 
 #: Entries of the pieces that a sorted index tensor is cut into which was never seen.
 UNSEEN_PIECE = 64
 
 
-def rows(product: Product) -> ProductLaunches:
+def rows(product: ProductBuild) -> ProductLaunches:
     """Rows of which nothing is known are pieces of equal length. Of others the short ones and the
     long ones have a config each, in one launch where little is to be done.
     """
@@ -79,7 +79,7 @@ def rows(product: Product) -> ProductLaunches:
     return product.step(launches, workspace=_workspace(plan, recipe))
 
 
-def _widened(product: Product, limit: int) -> Product:
+def _widened(product: ProductBuild, limit: int) -> ProductBuild:
     """Offsets of 64 bits where pieces of so many entries may be too many for others: few rows
     with many pieces each are, though all that is passed is small.
     """
@@ -91,14 +91,14 @@ def _widened(product: Product, limit: int) -> Product:
     return replace(product, plan=replace(product.plan, wide=True))
 
 
-def _may_wait(product: Product) -> bool:
+def _may_wait(product: ProductBuild) -> bool:
     """Whether programs may wait for each other. Not on AMD's GPUs: there a barrier waits for no
     store to global memory, and what one warp releases says nothing of what others have stored.
     """
     return not product.wishes.architecture.startswith("gfx")
 
 
-def _joined_rows(product: Product, plan: Plan, recipe: Recipe) -> Launch:
+def _joined_rows(product: ProductBuild, plan: Plan, recipe: Recipe) -> Launch:
     """Pieces and long rows in the first programs of a launch, short rows in the others."""
     _, long = product.choice
     first = plan, long, replace(_row_shape(product, long), waits=plan.split)
@@ -109,7 +109,7 @@ def _joined_rows(product: Product, plan: Plan, recipe: Recipe) -> Launch:
     )
 
 
-def _sums_and_rows(product: Product, plan: Plan, recipe: Recipe) -> Launch:
+def _sums_and_rows(product: ProductBuild, plan: Plan, recipe: Recipe) -> Launch:
     """The rows that were cut, put together out of the workspace by the first programs of a
     launch; short rows in the others.
     """
@@ -124,7 +124,7 @@ def _sums_and_rows(product: Product, plan: Plan, recipe: Recipe) -> Launch:
 
 
 def _before_short_rows(
-    product: Product,
+    product: ProductBuild,
     recipe: Recipe,
     before: tuple[Written, Grid],
     own: Mapping[str, Argument],
@@ -146,7 +146,7 @@ def _before_short_rows(
     return replace(one, before=grid)
 
 
-def _unseen_rows(product: Product, base: Sorted, config: Config) -> ProductLaunches:
+def _unseen_rows(product: ProductBuild, base: Sorted, config: Config) -> ProductLaunches:
     """Rows of which nothing is known: their entries are cut into pieces of equal length."""
     recipe = Pieces(base, UNSEEN_PIECE)
     product = _widened(product, UNSEEN_PIECE)
@@ -160,7 +160,7 @@ def _unseen_rows(product: Product, base: Sorted, config: Config) -> ProductLaunc
     return replace(product.step(launches, workspace=workspace), planned=planned)
 
 
-def _unseen_sums(product: Product, plan: Plan, recipe: Recipe) -> Launch:
+def _unseen_sums(product: ProductBuild, plan: Plan, recipe: Recipe) -> Launch:
     plan, config, shape = _sum_of_pieces(product, plan, 1)
     kernel = emit(plan, config, replace(shape, counted=True), prefetch=False, suffix=PIECES)
     arrays = {**_tasks(recipe, "sum_"), COUNT: (recipe, "sum_count")}
@@ -168,7 +168,7 @@ def _unseen_sums(product: Product, plan: Plan, recipe: Recipe) -> Launch:
     return product.launch(plan, config, kernel, _row_grid(plan, config), arrays, counts)
 
 
-def _sum_of_pieces(product: Product, plan: Plan, warps: int) -> Written:
+def _sum_of_pieces(product: ProductBuild, plan: Plan, warps: int) -> Written:
     """Adds up the pieces of each cut row: the same kind of kernel, over the workspace."""
     segment, n = plan.segment, plan.roles.n
     assert segment is not None
@@ -212,12 +212,12 @@ def _workspace(plan: Plan, recipe: Recipe, waits: Config | None = None) -> Works
     return pieces, (words, slots, *others, *tiles)
 
 
-def _row_shape(product: Product, config: Config) -> Shape:
+def _row_shape(product: ProductBuild, config: Config) -> Shape:
     return replace(product.shape(config), even_m=False, inner=1)
 
 
 def _row_launch(
-    product: Product,
+    product: ProductBuild,
     plan: Plan,
     config: Config,
     recipe: Recipe,

@@ -21,11 +21,11 @@ from insum.plan.recipes import OfExtent, OfLength, SizeExpr
 from insum.plan.roles import Roles, contraction
 from insum.plan.sizes import ALIGNED, FITTED, OUT, WORK
 from insum.runtime import launch
-from insum.runtime.build_product import PIECES, Product, as_comment, tile_grid
+from insum.runtime.build_product import PIECES, ProductBuild, as_comment, tile_grid
 from insum.runtime.program import CopyRoom, Grid, Launch, ProductLaunches
 
 
-def tiles(product: Product) -> ProductLaunches:
+def tiles(product: ProductBuild) -> ProductLaunches:
     (config,) = product.choice
     pieces, apart = _pieces(product, config)
     fit = fit_of(product.planned, config) if pieces == 1 else None
@@ -59,7 +59,7 @@ def tiles(product: Product) -> ProductLaunches:
     return product.step((one,), atomic=product.plan.strategy == "atomic" or pieces > 1)
 
 
-def _fitted(product: Product, fit: Fit) -> tuple[Launch, CopyRoom]:
+def _fitted(product: ProductBuild, fit: Fit) -> tuple[Launch, CopyRoom]:
     """The launch that copies a factor into whole tiles, and the memory for it."""
     matrices = tuple(OfLength(fit.tensor, dim) for dim in fit.dims[:-2])
     plan, rows = _copying(product, FITTED, fit.tensor, (*matrices, fit.sides[0]))
@@ -68,7 +68,7 @@ def _fitted(product: Product, fit: Fit) -> tuple[Launch, CopyRoom]:
     return _copy(product, plan, kernel, fit.tensor, rows, rows_at_once(fit.sides[1])), room
 
 
-def _aligned(product: Product, alignment: Alignment) -> tuple[Launch, CopyRoom]:
+def _aligned(product: ProductBuild, alignment: Alignment) -> tuple[Launch, CopyRoom]:
     """The launch that copies a factor into rows which begin at whole loads."""
     tensor, length = alignment.tensor, OfLength(alignment.tensor, 0)
     plan, rows = _copying(product, ALIGNED, tensor, (length,))
@@ -77,7 +77,7 @@ def _aligned(product: Product, alignment: Alignment) -> tuple[Launch, CopyRoom]:
     return _copy(product, plan, kernel, tensor, rows, rows_at_once(alignment.row)), room
 
 
-def _copying(product: Product, name: str, tensor: str, rows: SizeExpr) -> tuple[Plan, str]:
+def _copying(product: ProductBuild, name: str, tensor: str, rows: SizeExpr) -> tuple[Plan, str]:
     """The plan of a launch that writes a copy, and the variable of the copy's rows."""
     plan, var = product.plan, fresh("rows", {*product.extents, *dict(product.plan.made)})
     kinds = (*plan.kinds, (name, dict(plan.kinds)[tensor]))
@@ -85,7 +85,7 @@ def _copying(product: Product, name: str, tensor: str, rows: SizeExpr) -> tuple[
 
 
 def _copy(
-    product: Product, plan: Plan, kernel: Kernel, tensor: str, rows: str, at_once: int
+    product: ProductBuild, plan: Plan, kernel: Kernel, tensor: str, rows: str, at_once: int
 ) -> Launch:
     header = f'"""Copies {tensor} for {as_comment(plan.statement)}"""'
     grid: Grid = (((ExtentArgument(rows),), at_once),)
@@ -93,11 +93,11 @@ def _copy(
     return Launch(plan, kernel, function, header, config, grid, {}, {}, room=product.room)
 
 
-def _room_of(product: Product, name: str, tensor: str, shape: SizeExpr) -> CopyRoom:
+def _room_of(product: ProductBuild, name: str, tensor: str, shape: SizeExpr) -> CopyRoom:
     return CopyRoom(name, shape, getattr(torch, dict(product.plan.kinds)[tensor]))
 
 
-def _together(product: Product, pieces: int) -> Launch:
+def _together(product: ProductBuild, pieces: int) -> Launch:
     """The pieces of a long reduction, from the workspace: a reduction over them."""
     plan, kept = product.plan, tuple(dict.fromkeys(variables(product.plan.target)))
     piece = fresh("piece", {*product.extents, *dict(plan.made)})
@@ -126,7 +126,7 @@ def _together(product: Product, pieces: int) -> Launch:
     return product.launch(plan, config, kernel, tile_grid(plan.roles, config), {}, {})
 
 
-def _pieces(product: Product, config: Config) -> tuple[int, bool]:
+def _pieces(product: ProductBuild, config: Config) -> tuple[int, bool]:
     """Into how many pieces a long reduction is cut, and whether each has a buffer of its own:
     all of them are to be little beside what is read. Sums whose order may differ need one,
     they meet in atomics.
