@@ -16,7 +16,7 @@ from torch import Tensor
 import insum
 from insum import memory
 from insum.codegen.arguments import Pointer
-from insum.compat import calls
+from insum.compat.tensors import maker
 from insum.facts import SEEN_AGAIN
 from insum.plan.sizes import OUT, WORK
 from insum.runtime import bound_launch, launch, ready, unseen
@@ -52,8 +52,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
     on_a_device = SimpleNamespace(**{**vars(launch), "interpreting": lambda: False})
     for module in (bound_launch, ready, unseen):
         monkeypatch.setattr(module, "launch", on_a_device)
-    noted = {**vars(calls), "maker": lambda *what: _Maker(calls.maker(*what))}
-    monkeypatch.setattr(ready, "calls", SimpleNamespace(**noted))
+    monkeypatch.setattr(ready, "maker", lambda *what: _Maker(maker(*what)))
     monkeypatch.setattr(BoundLaunch, "compiled", compiled)
     monkeypatch.setattr("insum.call.prepared.kernels_look_on", lambda device: True)
     monkeypatch.setattr("insum.call.prepared._forms", {})
@@ -202,7 +201,9 @@ def test_arguments_of_code_for_all_sizes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(memory, "can_look", lambda tensor: False)
-    monkeypatch.setattr("insum.runtime.fused.unseen_of", lambda *given: None)  # so that it is ready
+    monkeypatch.setattr(
+        "insum.runtime.which_program.unseen_of", lambda *given: None
+    )  # so that it is ready
     call = drawn(title, torch.float16, place)
     with insum.settings(backend="fused", require_fused=True, check=check):
         call()

@@ -26,7 +26,7 @@ from insum import memory
 from insum.call import prepared as calls
 from insum.call.bound import BoundCall
 from insum.plan.sizes import OUT, WORK
-from insum.runtime import fused, program
+from insum.runtime import fused_kind, program, which_program
 from insum.runtime.bound_launch import BoundLaunch
 from insum.runtime.prologue import prologue
 from insum.runtime.shelf import MOST_CLASSES, MOST_GENERAL, precision_of, wishes_of
@@ -208,7 +208,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
         precision = precision_of("sm_90")  # the interpreter knows but one
         return replace(wishes_of(accumulate, device), precision=precision)
 
-    monkeypatch.setattr(fused, "wishes_of", wishes)
+    monkeypatch.setattr(fused_kind, "wishes_of", wishes)
     memory.forget()
     with insum.settings(**ONLY_FUSED):
         yield counter
@@ -267,7 +267,7 @@ def _check_bounds() -> None:
             assert len(shelf.general) <= MOST_GENERAL
         for one in kinds.calls:
             assert len(one.bound) <= calls.MOST_SIZES and len(one.recent) <= calls.MOST_RECENT
-            assert len(one.fused.unseen) <= fused.MOST_UNSEEN
+            assert len(one.fused.unseen) <= which_program.MOST_UNSEEN
     about = memory.report()
     assert about.nbytes == memory._total["bytes"] <= insum.settings.memory
     for entry in memory._entries():

@@ -21,9 +21,9 @@ from torch import Tensor
 import insum
 from insum import memory
 from insum.call import prepared as calls
-from insum.compat import calls as guards
+from insum.compat import tensors as guards
 from insum.facts import constant
-from insum.runtime import cache, fused
+from insum.runtime import cache, which_program
 from insum.runtime.ready import Ready
 from kernels import ONLY_FUSED, strategy_of, watch_programs
 
@@ -46,13 +46,13 @@ def only_fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Calls that did not take the short way."""
     found: list[object] = []
-    original = fused.FusedCall.find
+    original = which_program.find
 
-    def find(self: Any, *rest: Any) -> Any:
-        found.append(self)
-        return original(self, *rest)
+    def find(call: Any, *rest: Any) -> Any:
+        found.append(call)
+        return original(call, *rest)
 
-    monkeypatch.setattr(fused.FusedCall, "find", find)
+    monkeypatch.setattr(which_program, "find", find)
     return found
 
 
@@ -342,7 +342,7 @@ def test_a_program_runs_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> No
         yield
         current[0] = before
 
-    monkeypatch.setattr("insum.compat.calls.device_now", lambda: current[0])
+    monkeypatch.setattr("insum.compat.streams.device_now", lambda: current[0])
     monkeypatch.setattr(torch.cuda, "device", device)
     for index in (0, 1, None):
         one: Any = object.__new__(Ready)

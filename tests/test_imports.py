@@ -30,7 +30,7 @@ STATEMENTS_OVER_DTENSORS = {
 #: longest matching name decides, so that `lang.derive` stands apart from `lang`. "" is the
 #: package's own `__init__`: the public names.
 RANKS: tuple[frozenset[str], ...] = (
-    frozenset({"accepted", "bounded", "errors", "notebook", "settings", "compat"}),
+    frozenset({"accepted", "bounded", "errors", "fingerprints", "notebook", "settings", "compat"}),
     frozenset({"memory"}),
     frozenset({"facts"}),
     frozenset({"lang"}),

@@ -49,7 +49,7 @@ def workspaces(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     """Those that calls were given; the same again for as many elements, as an allocator does."""
     made: dict[int, Tensor] = {}
     given: list[Tensor] = []
-    original = ready.calls.maker
+    original = ready.maker
 
     def maker(shape: tuple[int, ...], *rest: Any) -> Callable[[], Tensor]:
         make = original(shape, *rest)
@@ -62,7 +62,7 @@ def workspaces(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
         return again
 
-    monkeypatch.setattr(ready.calls, "maker", maker)
+    monkeypatch.setattr(ready, "maker", maker)
     return given
 
 

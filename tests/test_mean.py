@@ -131,6 +131,18 @@ def test_counts_are_remembered_with_the_indices(monkeypatch: pytest.MonkeyPatch)
     assert len(counted) == 3
 
 
+def test_what_is_explained_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where such tensors were called with before."""
+    given: dict[str, Any] = {"S": S, "X": X, "out_shape": (NODES, WIDTH)}
+    insum.insum(next(iter(CASES)), D=D, **given)
+
+    def refused(*_: object) -> Any:
+        raise AssertionError("counted")
+
+    monkeypatch.setattr("insum.ops.mean.contract", refused)
+    assert "mean= " in str(insum.explain(next(iter(CASES)), D=D.flip(0), **given))
+
+
 @pytest.mark.parametrize("kind", [COO, GroupCOO])
 def test_formats(kind: type) -> None:
     dense = torch.tensor([[1.0, 0, 2], [0, 0, 0], [0, 3, 0]])

@@ -18,6 +18,7 @@ import insum
 import insum.nn
 from insum import memory
 from insum.compat import raw_bytes
+from insum.fingerprints import fingerprint
 from insum.settings import settings
 
 
@@ -272,18 +273,18 @@ def test_edges_whose_data_is_replaced(anywhere: str) -> None:
 def test_narrow_values_that_change_places_are_seen(kind: torch.dtype) -> None:
     """Several of them are one word, and of a product with its upper part little is left."""
     values = (torch.arange(512) % 100).to(kind)
-    before, per_word = memory.fingerprint(values), 8 // values.itemsize
+    before, per_word = fingerprint(values), 8 // values.itemsize
     found = set()
     for other in range(1, 512 // per_word):
         changed = values.clone()
         pair = [per_word - 1, per_word * (other + 1) - 1]
         changed[pair] = changed[pair[::-1]]
         if not torch.equal(changed, values):
-            found.add(memory.fingerprint(changed) == before)
+            found.add(fingerprint(changed) == before)
     assert found == {False}
     both = values.clone()
     both[[per_word - 1, 2 * per_word - 1]] += 64
-    assert memory.fingerprint(both) != before
+    assert fingerprint(both) != before
 
 
 def test_what_is_promised_of_a_tensor_is_promised_of_its_views() -> None:

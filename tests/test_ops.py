@@ -16,6 +16,7 @@ import insum
 from insum.call.bound import BoundCall
 from insum.call.request import Request, head
 from insum.compat import calls
+from insum.compat import tensors as compat_tensors
 from insum.ops.encoding import decode, encode
 from insum.ops.traced import left_side
 
@@ -130,8 +131,8 @@ def test_without_private_names_every_call_goes_through_the_op(
     values = tensors(gradient=True)
     expected = insum.insum(PRODUCT, out_shape=(4, 5), **values)
     gradients = torch.autograd.grad(expected.square().sum(), (values["A"], values["B"]))
-    monkeypatch.setattr(calls, "_probed", None)
-    assert not calls.is_quiet() and not calls.is_transformed()
+    monkeypatch.setattr(calls, "probed", None)
+    assert not calls.is_undisturbed() and not calls.is_transformed()
     result = insum.insum(PRODUCT, out_shape=(4, 5), **values)
     torch.testing.assert_close(result, expected)
     for a, b in zip(
@@ -143,7 +144,7 @@ def test_without_private_names_every_call_goes_through_the_op(
 
 
 def test_private_names_are_there() -> None:
-    assert calls._probe() is not None and calls.is_quiet()
+    assert calls._probe() is not None and calls.is_undisturbed()
 
 
 def test_an_op_that_cannot_be_shortened_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +174,7 @@ def test_an_op_that_cannot_be_shortened_stays_as_it_is(monkeypatch: pytest.Monke
     assert calls.shorten(silent, quick, gives=False)
     with torch.no_grad():
         assert (silent([1, 2]), silent([1])) == (None, 1)
-    monkeypatch.setattr(calls, "_probed", None)
+    monkeypatch.setattr(calls, "probed", None)
     assert not calls.shorten(Usual(), quick)
 
 
@@ -183,10 +184,10 @@ def test_tensors_without_values(
     shape: tuple[int, ...], quickly: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if quickly:
-        assert set(calls.strided_makers()) == {"cpu", "cuda"}
+        assert set(compat_tensors.strided_makers()) == {"cpu", "cuda"}
     else:
-        monkeypatch.setattr(calls, "strided_makers", dict)
-    made = calls.maker(shape, torch.bfloat16, torch.device("cpu"))
+        monkeypatch.setattr(compat_tensors, "strided_makers", dict)
+    made = compat_tensors.maker(shape, torch.bfloat16, torch.device("cpu"))
     one, other = made(), made()
     assert one.shape == shape and one.dtype is torch.bfloat16 and one.is_cpu and one.is_contiguous()
     assert one.numel() == 0 or one.data_ptr() != other.data_ptr()
@@ -195,11 +196,11 @@ def test_tensors_without_values(
 def test_tensors_without_values_on_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
     monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
-    assert calls.strided_makers.__wrapped__() == {}
+    assert compat_tensors.strided_makers.__wrapped__() == {}
 
 
 def test_second_gradient_through_the_op(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(calls, "_probed", None)
+    monkeypatch.setattr(calls, "probed", None)
     values = tensors(gradient=True, dtype=torch.float64)
     fixed = {n: v for n, v in values.items() if n in "DE"}
     for statement in (PRODUCT, "C[D[y],x] max= A[y,E[r]] * B[r,x]"):

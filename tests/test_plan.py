@@ -545,6 +545,22 @@ def test_large_outputs_need_64_bits() -> None:
     assert inspection.Look(problem, values).planned()[0].plan.wide
 
 
+def test_many_pieces_of_rows_need_64_bits() -> None:
+    """Though what is typical of a class, which is smaller in each of three extents, would not."""
+    values = {
+        "I": torch.empty(2**19 - 1, dtype=torch.int64, device="meta"),
+        "V": torch.empty(2**19 - 1, device="meta"),
+        "B": torch.empty(1, 511, 511, device="meta"),
+    }
+    torch.use_deterministic_algorithms(True)
+    try:
+        problem = bound("C[I[p],n,m] = V[p] * B[0*p,n,m]", values, {0: 3})
+        (step,) = inspection.plan_only(problem, values).steps
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert [one.plan.wide for one in step.launches] == [True, True]
+
+
 # --- what a plan prints ---------------------------------------------------------------------------
 
 
@@ -641,9 +657,9 @@ def test_headers_hold_harmless_characters_only() -> None:
 
 
 def test_text_in_headers_is_filtered() -> None:
-    from insum.runtime.build import _comment
+    from insum.runtime.build_product import as_comment
 
-    assert _comment('a"""b\\n\u00e9{}') == "a???b?n???" and len(_comment("x" * 1000)) == 400
+    assert as_comment('a"""b\\n\u00e9{}') == "a???b?n???" and len(as_comment("x" * 1000)) == 400
 
 
 def test_every_name_of_a_kernel_has_a_suffix_or_is_ours() -> None:

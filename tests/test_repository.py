@@ -134,6 +134,33 @@ def own_doc(thing: object) -> str | None:
     return kind.__doc__
 
 
+def pages() -> list[Path]:
+    return [path for path in repository_files() if path.suffix == ".md"]
+
+
+def test_files_that_pages_name_are_there() -> None:
+    """Paths in `code`, from the root or from the package."""
+    missing = [
+        f"{page.relative_to(ROOT)}: {name}"
+        for page in pages()
+        for name in re.findall(r"`((?:[\w-]+/)+[\w-]+\.(?:py|md|toml))`", text_of(page))
+        if not any((base / name).exists() for base in (ROOT, page.parent, ROOT / "src" / "insum"))
+    ]
+    assert missing == []
+
+
+def test_the_map_of_the_source_names_modules_that_are_there() -> None:
+    rows = re.findall(r"^\| `(\w+)/` \|(.*)$", text_of(ROOT / "docs" / "design.md"), re.MULTILINE)
+    package = ROOT / "src" / "insum"
+    missing = [
+        f"{folder}/{name}"
+        for folder, row in rows
+        for name in re.findall(r"`(\w+\.py)`", row)
+        if not (package / folder / name).exists()
+    ]
+    assert len(rows) > 10 and missing == []
+
+
 def code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Lines of a function without those of long texts: docstrings, and kernels as text."""
     texts = {

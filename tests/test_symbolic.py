@@ -18,8 +18,8 @@ import applications
 import insum
 from applications import Application, relative_error
 from insum import facts, memory
-from insum.compat import calls, sizes
-from insum.runtime import compiling, fused, symbolic
+from insum.compat import sizes, streams
+from insum.runtime import compiling, fused, fused_kind, symbolic, which_program
 from insum.runtime.bound_launch import BoundLaunch, CallNumbers
 from insum.runtime.classify import TYPICAL, example
 from insum.runtime.program import Program
@@ -179,11 +179,11 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     monkeypatch.setattr("insum.call.prepared.kernels_look_on", lambda device: True)
     monkeypatch.setattr("insum.call.prepared._forms", {})
     monkeypatch.setattr("insum.api._fronts", {})
-    for module in (facts, fused):
+    for module in (facts, fused, which_program):
         monkeypatch.setattr(module, "is_recorded", lambda device: now[0])
-    monkeypatch.setattr(fused.FusedKind, "on_gpu", True)
+    monkeypatch.setattr(fused_kind.FusedKind, "on_gpu", True)
     monkeypatch.setattr(fused, "is_capturing", lambda: now[0])
-    monkeypatch.setattr(fused, "stream_getter", lambda device: lambda: 0)
+    monkeypatch.setattr(fused_kind, "stream_getter", lambda device: lambda: 0)
     memory.forget()
     with insum.settings(**ONLY_FUSED):
         yield now
@@ -291,7 +291,7 @@ def test_the_state_of_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
     device = torch.device("cuda", 0)
     monkeypatch.delitem(sys.modules, "torch._inductor.cudagraph_trees", raising=False)
-    assert calls.cudagraph_state(device) == ""
+    assert streams.cudagraph_state(device) == ""
     stream = object()
     manager = SimpleNamespace(stream=stream)
     monkeypatch.setitem(
@@ -301,21 +301,21 @@ def test_the_state_of_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     number = [0]
-    monkeypatch.setattr(calls, "current_stream", lambda device: number[0])
-    assert calls.cudagraph_state(device) == "", "nobody records on the default stream"
+    monkeypatch.setattr(streams, "current_stream", lambda device: number[0])
+    assert streams.cudagraph_state(device) == "", "nobody records on the default stream"
     number[0] = 7
     for capturing, expected in ((True, "recording"), (False, "warmup")):
         monkeypatch.setattr(
             torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing
         )
-        assert calls.cudagraph_state(device) == expected
+        assert streams.cudagraph_state(device) == expected
     local = SimpleNamespace(tree_manager_containers={})
     trees = SimpleNamespace(local=local)
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", trees)
-    assert calls.cudagraph_state(device) == "", "nobody has recorded in this thread"
+    assert streams.cudagraph_state(device) == "", "nobody has recorded in this thread"
     local.tree_manager_containers[0] = SimpleNamespace(tree_manager=manager)
-    assert calls.cudagraph_state(device) == "warmup"
+    assert streams.cudagraph_state(device) == "warmup"
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: object())
-    assert calls.cudagraph_state(device) == ""
+    assert streams.cudagraph_state(device) == ""
     monkeypatch.setitem(sys.modules, "torch._inductor.cudagraph_trees", SimpleNamespace())
-    assert calls.cudagraph_state(device) == ""
+    assert streams.cudagraph_state(device) == ""

@@ -21,8 +21,8 @@ from insum.compat.calls import (
     is_intercepted,
     is_plain_call,
     is_undisturbed,
-    without_autocast,
 )
+from insum.compat.contexts import without_autocast
 from insum.compat.placed import is_placed, is_recordable
 from insum.errors import BindingError, DeviceError, SettingsError, UnsupportedError
 from insum.lang.bind import Problem, Size, Value

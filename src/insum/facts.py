@@ -15,8 +15,10 @@ from torch import Tensor
 
 from insum import memory
 from insum.accepted import CONSTANTS, takes
-from insum.compat.calls import PLAIN, is_recorded, untracked
+from insum.compat.calls import PLAIN
+from insum.compat.contexts import untracked
 from insum.compat.placed import is_placed, local_of
+from insum.compat.streams import is_recorded
 
 #: torch finds no least and greatest of these, and does not sort them.
 _UNORDERED = (torch.uint16, torch.uint32, torch.uint64)

@@ -28,19 +28,14 @@ import torch
 from torch import Tensor
 
 from insum.accepted import ELEMENTS, TENSOR, takes
-from insum.compat.calls import (
-    PLAIN,
-    current_stream,
-    in_backward,
-    is_capturing,
-    is_eager_call,
-    is_recorded,
-    renew_in_children,
-    stream_object,
-    untracked,
-)
+from insum.compat.autograd import in_backward
+from insum.compat.calls import PLAIN, is_eager_call
+from insum.compat.contexts import untracked
+from insum.compat.locks import renew_in_children
 from insum.compat.placed import is_placed, local_of
 from insum.compat.raw_bytes import bytes_of, has_bytes
+from insum.compat.streams import current_stream, is_capturing, is_recorded, stream_object
+from insum.fingerprints import fingerprint
 from insum.settings import settings
 
 T = TypeVar("T")
@@ -445,53 +440,6 @@ def _looked_at(tensor: Tensor) -> bytes | int:
     """
     found = bytes_of(tensor) if tensor.nbytes <= MOST_COPIED else None
     return fingerprint(tensor) if found is None else found
-
-
-#: Numbers that values are multiplied with, and how many values at a time.
-_CHUNK = 1 << 16
-
-
-def fingerprint(tensor: Tensor) -> int:
-    """A number that other values have with a probability of at most 2**-32."""
-    flat, rest = _as_words(tensor.detach())
-    total, count = tensor.numel() + rest, flat.numel()
-    for start in range(0, count, _CHUNK):
-        length = min(_CHUNK, count - start)
-        chunk = flat if length == count else flat.narrow(0, start, length)
-        mixed = int(torch.dot(chunk, _weights(0, length)))
-        if tensor.itemsize < 4:  # of a product with the last of a word little is left
-            mixed += int(torch.dot(chunk >> 32, _weights(1, length)))
-        total = (total * 0x9E3779B97F4A7C15 + mixed) % 2**64
-    return total
-
-
-def _as_words(tensor: Tensor) -> tuple[Tensor, int]:
-    """The bytes of a tensor, eight at a time, and what is left of them as a number."""
-    flat = tensor.reshape(-1)
-    if flat.dtype is torch.int64:
-        return flat, 0
-    # a single element may have any stride and be contiguous
-    if flat.stride(0) != 1 or flat.storage_offset() * flat.itemsize % 8:
-        flat = flat.new_empty(flat.numel()).copy_(flat)
-    whole = flat.numel() * flat.itemsize // 8 * 8 // flat.itemsize
-    rest = flat[whole:].view(torch.uint8).tolist()
-    return flat[:whole].view(torch.int64), int.from_bytes(bytes(rest), "little")
-
-
-def _weights(which: int, count: int) -> Tensor:
-    """Odd numbers, of which there are two for each word."""
-    global _drawn
-    if _drawn is None:
-        generator = torch.Generator().manual_seed(0x1A5A)
-        with torch.inference_mode(False):
-            drawn = torch.randint(
-                -(2**62), 2**62, (2, _CHUNK), generator=generator, device="cpu"
-            ).bitwise_or_(1)
-            _drawn = drawn[0], drawn[1]
-    return _drawn[which].narrow(0, 0, count)
-
-
-_drawn: tuple[Tensor, Tensor] | None = None
 
 
 # --- finding and making ---------------------------------------------------------------------------

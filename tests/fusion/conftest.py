@@ -10,7 +10,7 @@ import torch
 
 import insum.fusion
 from insum import memory
-from insum.runtime.fused import FusedCall
+from insum.runtime import which_program
 from insum.runtime.shelf import Programs
 
 
@@ -56,11 +56,11 @@ def built(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def searches(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """Calls whose program had to be looked for."""
     found: list[object] = []
-    original = FusedCall.find
+    original = which_program.find
 
-    def find(self: Any, *rest: Any) -> Any:
-        found.append(self)
-        return original(self, *rest)
+    def find(call: Any, *rest: Any) -> Any:
+        found.append(call)
+        return original(call, *rest)
 
-    monkeypatch.setattr(FusedCall, "find", find)
+    monkeypatch.setattr(which_program, "find", find)
     return found

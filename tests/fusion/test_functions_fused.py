@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import insum.fusion
-from insum.fusion import chains, cost
+from insum.fusion import cost, roots
 
 from .programs import E, N, Somewhere, agrees, compiled, counts, graph_of, leaf
 from .programs import F as C
@@ -114,7 +114,7 @@ def test_a_large_scatter_is_fused_with_nothing_gathered(monkeypatch: pytest.Monk
     agrees(squares, run, (leaf(E, C), graph_of()))
     assert counts(graphs) == [0, 0]
     torch._dynamo.reset()
-    monkeypatch.setattr(chains, "WORTH_A_SCATTER", E * C)
+    monkeypatch.setattr(roots, "WORTH_A_SCATTER", E * C)
     run, graphs = compiled(squares)
     agrees(squares, run, (leaf(E, C), graph_of()))
     assert counts(graphs)[0] == 1
@@ -153,7 +153,7 @@ def test_a_large_message_that_is_needed_too_is_scattered_as_it_is(
 ) -> None:
     """On a GPU, by itself: what counts is what is scattered, not what it is added up to."""
     monkeypatch.setattr(cost, "value_of", lambda node: Somewhere())
-    monkeypatch.setattr(chains, "WORTH_A_SCATTER", E * C)
+    monkeypatch.setattr(roots, "WORTH_A_SCATTER", E * C)
     monkeypatch.setattr(cost, "WORTH_A_SCATTER", E * C)
     options = {"insum.rest": "eager"}
     run = torch.compile(relu_of_sum, backend="insum", options=options)

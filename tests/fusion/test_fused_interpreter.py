@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import insum
 from insum import facts
-from insum.compat import calls as guards
+from insum.compat import tensors as guards
 from insum.facts import known
 from insum.fusion import computed, op
 from insum.fusion.indices import select

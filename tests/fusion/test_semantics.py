@@ -195,7 +195,7 @@ def test_ops_fit_their_schema() -> None:
 def test_views_are_the_same_tensor_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Autograd saves a view as a new object; what is known of the view is known of that."""
     from insum import memory
-    from insum.compat import calls
+    from insum.compat import autograd
     from insum.fusion import op
 
     seen: list[int] = []
@@ -211,7 +211,7 @@ def test_views_are_the_same_tensor_in_the_backward_pass(monkeypatch: pytest.Monk
     run, _ = compiled(aggregate)
     agrees(aggregate, run, (leaf(N, F), leaf(E), view))
     assert len(seen) == 6 and len(set(seen)) == 1
-    assert not calls.in_backward()
+    assert not autograd.in_backward()
 
 
 def test_rows_after_an_exchange_of_data() -> None:

@@ -291,7 +291,7 @@ def without_fallback() -> Iterator[None]:
 
 
 def test_the_inductor_backend() -> None:
-    assert compiler.has_native_matmul()
+    assert compiler.inductor_options(True)["triton.native_matmul"]
     for name, make in MAKERS.items():
         for native in (True, False):
             for n in (20, 27):

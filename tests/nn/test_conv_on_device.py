@@ -27,7 +27,7 @@ from insum.nn.kernel_map import Geometry, build_map, kernel_map
 from insum.nn.sparse_tensor import at_voxels
 from insum.nn.voxels import Box
 from insum.plan.recipes import Inverse, OfExtent, OfShape, Packed, Walk
-from insum.runtime.fused import FusedCall
+from insum.runtime import which_program
 from insum.runtime.handwritten import packs, reaching
 from insum.runtime.handwritten.kernel import BLOCK
 from insum.runtime.prologue.made import Made, Result
@@ -273,7 +273,7 @@ def test_without_channels_that_fill_a_tile(on_device: None) -> None:
 
 def test_a_cloud_that_comes_back(on_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Arguments of launches are kept after a few calls; the results stay the same."""
-    monkeypatch.setattr("insum.runtime.fused.MOST_MET", 4)
+    monkeypatch.setattr("insum.runtime.which_program.MOST_MET", 4)
     layer, coords = SparseConv3d(16, 16, 3, submanifold=True), cloud(300)
     features = torch.randn(len(coords), 16, requires_grad=True)
     x = SparseTensor(coords, features)
@@ -485,8 +485,8 @@ def test_maps_that_know_each_other_go_with_their_voxels(on_device: None) -> None
 def test_what_ran_on_a_map_runs_again(on_device: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers that are alike look for their program once, unless the map was written to."""
     sought: list[int] = []
-    original = FusedCall.find
-    monkeypatch.setattr(FusedCall, "find", lambda *a: sought.append(1) or original(*a))
+    original = which_program.find
+    monkeypatch.setattr(which_program, "find", lambda *a: sought.append(1) or original(*a))
     layers = [SparseConv3d(16, 16, 3, submanifold=True) for _ in range(2)]
     found = []
     for seed in (0, 0, 1):  # of the first cloud the programs are made

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from insum.compat.calls import wanted_gradients
+from insum.compat.autograd import wanted_gradients
 from insum.nn import FullyConnectedTensorProduct, TensorProduct, mixing
 from insum.nn.irreps import Irreps
 from insum.nn.irreps_linear import Linear

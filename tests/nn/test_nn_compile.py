@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close
 
 import insum
-from insum.compat import calls
+from insum.compat import contexts
 from insum.nn import (
     BlockSparseLinear,
     FullyConnectedTensorProduct,
@@ -232,4 +232,4 @@ def test_where_modes_cannot_be_left_a_layer_is_not_exported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr("torch.utils._python_dispatch._disable_current_modes")
-    assert calls._unseen() is calls._NOTHING
+    assert contexts._unseen() is contexts._NOTHING

@@ -13,9 +13,6 @@ from typing import Any
 
 from insum.errors import BenchError
 
-#: A row's status. A wrong result has no time; "missing" and "failed" say why; "skipped" is what
-#: there was no time for.
-STATUSES = ("ok", "WRONG", "missing", "failed", "skipped")
 FORWARD, BOTH = "forward", "forward+backward"
 
 
@@ -28,6 +25,8 @@ class Row:
     dtype: str
     direction: str
     contender: str
+    #: "ok"; "WRONG", which has no time; "missing" and "failed", of which the note says why;
+    #: "skipped", which there was no time for.
     status: str
     milliseconds: float | None = None
     clock: str = ""

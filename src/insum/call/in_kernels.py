@@ -57,7 +57,7 @@ def alone(
         return None
     if prepared.orderable and call.staged(values, in_place=in_place):
         return None
-    if call.fused is None:
+    if call.fused is None:  # as `kernels_of`, for every new size of a training step
         call.fused = prepared.fused.call(call.sized)
     return call.fused
 

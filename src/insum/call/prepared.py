@@ -23,7 +23,8 @@ from insum.bounded import keep
 from insum.call.bound import BoundCall, BoundStage
 from insum.call.request import Form, Request, head
 from insum.call.stages import Stage, is_copyable, is_orderable, layouts_of, size_key, stages_of
-from insum.compat.calls import kinds_guard, modes_now
+from insum.compat.calls import modes_now
+from insum.compat.tensors import kinds_guard
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, accesses, tensors_of
 from insum.lang.measure import Measure, measure_of
@@ -34,7 +35,7 @@ from insum.plan.uses import Use, uses_of
 from insum.settings import SettingValues, settings
 
 if TYPE_CHECKING:
-    from insum.runtime.fused import FusedKind
+    from insum.runtime.fused_kind import FusedKind
 
 #: Statements with their options, kinds of tensors of one, sizes of one kind, and those of them that
 #: are recognised by one comparison.
@@ -197,7 +198,7 @@ class PreparedCall:
     @functools.cached_property
     def fused(self) -> FusedKind:
         """This kind of call as generated kernels."""
-        from insum.runtime.fused import fused_kind  # which takes a while to import
+        from insum.runtime.fused_kind import fused_kind  # which takes a while to import
         from insum.runtime.shelf import Shelf
 
         form, problem = self.form, self.problem

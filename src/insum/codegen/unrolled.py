@@ -40,12 +40,7 @@ MOST_LINES = 400
 LATE_REGISTERS = 128
 
 
-def emit_unrolled(
-    plan: Plan,
-    config: Config,
-    shape: Shape,
-    extents: Mapping[str, int],
-) -> Kernel:
+def emit_unrolled(plan: Plan, config: Config, shape: Shape) -> Kernel:
     """The kernel for a plan with a pattern."""
     roles = plan.roles
     points = len(plan.pattern.points) if plan.pattern else 0

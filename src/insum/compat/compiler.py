@@ -88,11 +88,6 @@ def inductor_options(native_matmul: bool) -> dict[str, Any]:
     return {name: value for name, value in wanted.items() if name in _inductor_has()}
 
 
-def has_native_matmul() -> bool:
-    """Whether TorchInductor can write matrix products into the kernels that it generates."""
-    return "triton.native_matmul" in _inductor_has()
-
-
 def mode_options(mode: str | None, dynamic: bool | None = None) -> dict[str, Any]:
     """What ``torch.compile(mode=...)`` means for Inductor's configuration."""
     if mode in (None, "default"):

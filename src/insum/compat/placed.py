@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from insum.compat.calls import _probed
+from insum.compat.calls import probed
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -61,9 +61,9 @@ def is_recordable() -> bool:
     """Whether autograd may be told of a call by a function of its own: no transform, no autocast,
     no tracer, nothing compiled. Modes that see single ops may be on.
     """
-    if _probed is None or torch.compiler.is_compiling():
+    if probed is None or torch.compiler.is_compiling():
         return False
-    _, _, functorch, autocast, tracing = _probed
+    _, _, functorch, autocast, tracing = probed
     levels = forward_ad._current_level
     return functorch() is None and not autocast() and tracing() is None and levels < 0
 

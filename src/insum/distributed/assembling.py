@@ -46,7 +46,7 @@ def assembled(
     found: list[Needs] = []
 
     def plan() -> str:
-        found.append(needs_of(rows, columns, rank, *limits, cover=send == "fewest"))
+        found.append(needs_of(rows, columns, rank, cuts.column_units, cover=send == "fewest"))
         return uuid.uuid4().hex[:12]
 
     name = gathered(group, plan)[0]

@@ -23,7 +23,8 @@ from insum import memory
 from insum.bounded import keep
 from insum.call.prepared import Kinds, kinds_of
 from insum.call.request import Form, head
-from insum.compat.calls import is_plain_call, plain_apply
+from insum.compat.autograd import plain_apply
+from insum.compat.calls import is_plain_call
 from insum.compat.placed import (
     Wrapper,
     for_each_rank,

@@ -47,16 +47,13 @@ class Needs:
         return torch.cat([one.wanted for one in self.asked])
 
 
-def needs_of(
-    rows: Tensor, columns: Tensor, rank: int, row_cuts: Cuts, column_cuts: Cuts, *, cover: bool
-) -> Needs:
+def needs_of(rows: Tensor, columns: Tensor, rank: int, column_cuts: Cuts, *, cover: bool) -> Needs:
     """What the owner of some rows asks for, given all entries of these rows.
 
     Args:
         rows: Of each entry, all of them this rank's.
         columns: Of each entry.
         rank: Whose rows they are.
-        row_cuts: Where rows are cut.
         column_cuts: Where columns are cut.
         cover: Choose what travels by a minimum vertex cover; else rows of the dense factor do.
     """
@@ -202,7 +199,7 @@ def planned(
     owner = owners(rows, row_cuts)
     held = [(owner == rank).nonzero().squeeze(1) for rank in range(ranks)]
     needs = [
-        needs_of(rows[mine], columns[mine], rank, row_cuts, column_cuts, cover=cover)
+        needs_of(rows[mine], columns[mine], rank, column_cuts, cover=cover)
         for rank, mine in enumerate(held)
     ]
     plans = []

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum.compat.calls import base_of
+from insum.compat.tensors import base_of
 from insum.distributed.exchange import Flight, RowExchange
 from insum.distributed.partitioned import Partitioned, joined_matrix
 from insum.errors import BindingError, DeviceError, UnsupportedError
@@ -261,8 +261,8 @@ class _PartitionCall:
         out = self._pulled(A.rows, roles.rows)
         made = [
             self._run(A.own, {}),
-            self._run(A.far, self._landed(far) if far else self._empty(A.columns, roles.columns)),
-            self._run(A.out, self._landed(out) if out else self._empty(A.rows, roles.rows)),
+            self._run(A.far, self._landed(far) if far else self._empty(roles.columns)),
+            self._run(A.out, self._landed(out) if out else self._empty(roles.rows)),
         ]
         return A.with_values(tuple(part.values for part in made))
 
@@ -293,9 +293,7 @@ class _PartitionCall:
     def _landed(self, flights: Mapping[str, Flight]) -> dict[str, Tensor]:
         return {name: flight.land() for name, flight in flights.items()}
 
-    def _empty(
-        self, exchange: RowExchange, places: tuple[tuple[str, int], ...]
-    ) -> dict[str, Tensor]:
+    def _empty(self, places: tuple[tuple[str, int], ...]) -> dict[str, Tensor]:
         """What comes where nothing travels."""
         return {name: self.given[name].narrow(dim, 0, 0) for name, dim in places}
 

@@ -90,7 +90,7 @@ class FormatCall:
             return self.sparse(passed)
         shape = self.shape(extents)
         if passed is not None:
-            return self.into(passed, shape)
+            return self.into(passed)
         if len(self.plan.pieces) == 1:
             return self.dense(self.plan.pieces[0], shape)
         return _sum([self.dense(piece, shape) for piece in self.plan.pieces])
@@ -206,7 +206,7 @@ class FormatCall:
             if isinstance(key, str) and key not in told
         }
 
-    def into(self, target: FormatOrValue, shape: tuple[Size, ...] | None) -> Tensor:
+    def into(self, target: FormatOrValue) -> Tensor:
         """Accumulate into a dense tensor: directly where one statement does it and blocks divide
         it, else through a tensor beside it.
         """

@@ -141,7 +141,7 @@ def check_arrays(x: SparseFormat) -> None:
                 f"{_name(coordinate)} has {array.dim()} dimension(s)",
                 expected=f"{len(coordinate.axes)}, as the index array of dimension {dim}",
             )
-    for dim, coordinate, array in x.index_arrays():
+    for _, coordinate, array in x.index_arrays():
         name = _name(coordinate)
         if array.dtype not in _INDEX_DTYPES:
             raise DtypeError(
@@ -149,7 +149,7 @@ def check_arrays(x: SparseFormat) -> None:
                 expected="int32 or int64",
                 remedy=f"{name}.to(torch.int32)",
             )
-        _check_one_shape(x, name, dim, coordinate, array)
+        _check_one_shape(x, name, coordinate, array)
         if array.device != x.device:
             raise DeviceError(
                 f"{name} is on {array.device}, other arrays on {x.device}",
@@ -178,9 +178,7 @@ def _check_counts(x: SparseFormat) -> None:
             )
 
 
-def _check_one_shape(
-    x: SparseFormat, name: str, dim: int, coordinate: object, array: Tensor
-) -> None:
+def _check_one_shape(x: SparseFormat, name: str, coordinate: object, array: Tensor) -> None:
     axes = coordinate.axes  # type: ignore[attr-defined]
     want = tuple(x.positions[a] for a in axes)
     if tuple(array.shape) != want:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from insum.fusion.chains import SCATTERS, WORTH_A_SCATTER, Chain
 from insum.fusion.origin import is_unknown, origin_of
 from insum.fusion.pointwise import SPELL
+from insum.fusion.roots import SCATTERS, WORTH_A_SCATTER, Chain
 from insum.fusion.shapes import points, shape_of, value_of
 from insum.settings import settings
 

@@ -18,10 +18,10 @@ from torch.fx import Graph, Node
 
 from insum.compat.sizes import known_true, symbols_from_data
 from insum.fusion import computed
-from insum.fusion.chains import Chain
 from insum.fusion.later import later_of
 from insum.fusion.origin import SUMS, Origin, has_known_shape, origin_of, pure_nodes, waits
 from insum.fusion.report import Once
+from insum.fusion.roots import Chain
 from insum.fusion.shapes import alike, is_contiguous, points, same, shape_of
 from insum.fusion.views import VIEWS
 from insum.lang.bind import Size

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from insum.fusion.chains import WORTH_A_SCATTER, is_zero
 from insum.fusion.hoist import sweep
 from insum.fusion.later import later_of
 from insum.fusion.making import NodeMaker
 from insum.fusion.origin import origin_of
 from insum.fusion.report import MovedProduct, where_of
-from insum.fusion.shapes import points, same, shape_of, value_of
+from insum.fusion.roots import WORTH_A_SCATTER
+from insum.fusion.shapes import is_zero, points, same, shape_of, value_of
 from insum.fusion.views import FLOATS, INDICES
 
 aten = torch.ops.aten

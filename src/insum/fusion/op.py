@@ -20,7 +20,8 @@ from torch import Tensor
 from insum import memory
 from insum.call.prepared import kinds_of
 from insum.call.request import Form, Request
-from insum.compat.calls import PLAIN, are_plain, is_recorded, shorten
+from insum.compat.calls import PLAIN, are_plain, shorten
+from insum.compat.streams import is_recorded
 from insum.fusion.computed import computed, kept_under
 from insum.fusion.defining import define
 from insum.fusion.indices import Selects, read, select, wrapped, written

@@ -19,12 +19,11 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from insum.fusion.chains import is_zero
 from insum.fusion.hoist import sweep
 from insum.fusion.later import later_of
 from insum.fusion.making import NodeMaker, is_transposed
 from insum.fusion.report import MovedProduct, where_of
-from insum.fusion.shapes import is_one, points, same, shape_of, value_of
+from insum.fusion.shapes import is_one, is_zero, points, same, shape_of, value_of
 from insum.fusion.views import INDICES
 
 aten = torch.ops.aten

@@ -21,13 +21,10 @@ from insum.bounded import keep
 from insum.call import in_kernels
 from insum.call.bound import BoundCall
 from insum.call.overlap import bytes_of, written_to
-from insum.compat.calls import (
-    in_backward,
-    is_recorded,
-    kinds_guard,
-    modes_now,
-    stream_getter,
-)
+from insum.compat.autograd import in_backward
+from insum.compat.calls import modes_now
+from insum.compat.streams import is_recorded, stream_getter
+from insum.compat.tensors import kinds_guard
 from insum.fusion.indices import Selects, select
 from insum.runtime import cache
 from insum.runtime.check import found as offences

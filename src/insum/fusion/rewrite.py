@@ -13,7 +13,7 @@ from torch.fx import Graph, Node
 
 from insum.compat.compiler import functional_call
 from insum.fusion import means, products, sampled, sequences, series
-from insum.fusion.chains import Chain, Chains, find
+from insum.fusion.chains import Chains, find
 from insum.fusion.cost import objection
 from insum.fusion.hoist import hoist, still_waited_for, sweep
 from insum.fusion.later import compute_again, later_of, save
@@ -29,6 +29,7 @@ from insum.fusion.report import (
     note_written,
     where_of,
 )
+from insum.fusion.roots import Chain
 from insum.fusion.series import Series, template_of
 from insum.fusion.shapes import alike, is_contiguous, same, shape_of, value_of
 from insum.fusion.siblings import Siblings

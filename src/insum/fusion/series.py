@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from insum.fusion.chains import Chain, is_zero
 from insum.fusion.joined import PIECE, POINT, Joined
-from insum.fusion.shapes import alike, is_one, shape_of
+from insum.fusion.roots import Chain
+from insum.fusion.shapes import alike, is_one, is_zero, shape_of
 from insum.lang.expr import Access, Affine, Expr, Statement, accesses, index_of, rewrite, variables
 
 aten = torch.ops.aten

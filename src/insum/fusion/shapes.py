@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.fx import Node
 
@@ -12,6 +13,7 @@ from insum.compat.sizes import known_true, size_or
 from insum.lang.bind import Size
 from insum.lang.expr import Access, Affine, Atom, accesses, affine
 
+aten = torch.ops.aten
 ZERO = Affine()
 
 
@@ -144,3 +146,14 @@ def _joined(at: Sequence[Affine], sizes: Sequence[Size]) -> Affine:
             raise Stop("a view splits a dimension by a size that is not a number")
         scale *= size if isinstance(size, int) else 1
     return affine(terms[::-1], offset)
+
+
+def is_zero(node: Node) -> bool:
+    """Whether a node is zeros by construction."""
+    if node.op != "call_function":
+        return False
+    if node.target is aten.scalar_tensor.default:
+        return bool(node.args[0] == 0)
+    if node.target in (aten.full.default, aten.full_like.default, aten.new_full.default):
+        return bool(node.args[-1] == 0)
+    return node.target in (aten.zeros.default, aten.zeros_like.default, aten.new_zeros.default)

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from insum.fusion.chains import Chain, is_zero
 from insum.fusion.hoist import sweep
 from insum.fusion.origin import origin_of
 from insum.fusion.read import IndexTensor
+from insum.fusion.roots import Chain
 from insum.fusion.series import leaves_of, template_of
-from insum.fusion.shapes import Stop, alike, points, same, shape_of, value_of
+from insum.fusion.shapes import Stop, alike, is_zero, points, same, shape_of, value_of
 from insum.lang.expr import Access, accesses
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from insum import memory
-from insum.compat.calls import untracked
+from insum.compat.contexts import untracked
 from insum.host.roles import HostRoles, Side, plain_variables
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, Affine, accesses

@@ -19,13 +19,9 @@ from torch import Tensor
 import insum
 from insum import memory
 from insum.accepted import COUNT, DTYPE, FLAG, TENSOR, explains, is_common, require
-from insum.compat.calls import (
-    autocasts,
-    base_of,
-    is_eager_call,
-    is_plain_call,
-    without_autocast,
-)
+from insum.compat.calls import autocasts, is_eager_call, is_plain_call
+from insum.compat.contexts import without_autocast
+from insum.compat.tensors import base_of
 from insum.errors import BindingError, DtypeError, InsumError
 from insum.formats import COO
 from insum.formats.operands import SPARSE_LAYOUTS

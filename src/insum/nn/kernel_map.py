@@ -27,7 +27,9 @@ from torch import Tensor
 
 from insum import facts, memory
 from insum.bounded import keep
-from insum.compat.calls import is_intercepted, is_recorded, untracked
+from insum.compat.calls import is_intercepted
+from insum.compat.contexts import untracked
+from insum.compat.streams import is_recorded
 from insum.errors import BindingError
 from insum.formats import GroupCOO, NeighborTable, SparseFormat
 from insum.nn.checks import sent

@@ -23,7 +23,10 @@ import torch
 from torch import Tensor
 
 from insum.call import prepared
-from insum.compat import calls
+from insum.compat.autograd import is_batched, plain_apply, wanted_gradients
+from insum.compat.calls import is_plain_call
+from insum.compat.contexts import device_of, untracked
+from insum.compat.streams import is_recorded
 from insum.nn.irreps import Irreps
 from insum.plan.sizes import power_of_two
 from insum.runtime.handwritten import mixing as kernels
@@ -146,13 +149,13 @@ class ChannelMixing:
         dtype = x.dtype
         return (
             prepared.kernels_look_on(x.device)
-            and calls.is_plain_call((x, weight, factors))
+            and is_plain_call((x, weight, factors))
             and dtype is weight.dtype
             and dtype in _DTYPES
             and 0 < x.shape[0] * self.work <= MOST_WORK
             and (factors is None or factors.dtype is dtype and not factors.requires_grad)
             and on_device(x)
-            and (self._key(x) in self._tables or not calls.is_recorded(x.device))
+            and (self._key(x) in self._tables or not is_recorded(x.device))
         )
 
     def __call__(self, x: Tensor, weight: Tensor, factors: Tensor | None = None) -> Tensor:
@@ -169,7 +172,7 @@ class ChannelMixing:
             found = [_library_product(self, one, weight, factors) for one, weight in pairs]
             return found[0] if len(found) == 1 else found[0] + found[1]
         rows = [(_rows(one), _rows(weight)) for one, weight in pairs]
-        with calls.device_of(x):
+        with device_of(x):
             tables, precision = self.tables(x)[0], precision_on(x.device)
             return kernels.mixed(tables, rows, factors, self.width, precision)
 
@@ -178,7 +181,7 @@ class ChannelMixing:
         if not _has_memory((x, gradient)):
             return _library_weights(self, x, gradient, factors)
         x, gradient = _rows(x), _rows(gradient)
-        with calls.device_of(x):
+        with device_of(x):
             tables, precision = self.tables(x)[1], precision_on(x.device)
             return kernels.weights_between(tables, x, gradient, factors, self.weights, precision)
 
@@ -201,7 +204,7 @@ class ChannelMixing:
         found = self._tables.get(key)
         if found is None:
             tiles = kernels.tiles_of(x.dtype)
-            with calls.untracked():
+            with untracked():
                 found = self._tables[key] = (
                     _product_tables(self, tiles.columns, x.device),
                     _weight_tables(self, tiles.side, x.device),
@@ -213,10 +216,10 @@ def _has_memory(tensors: Sequence[Tensor]) -> bool:
     """Whether kernels can work on tensors: nothing looks at what is done, nor are they many at
     once.
     """
-    if not calls.is_plain_call(tensors):
+    if not is_plain_call(tensors):
         return False
     for tensor in tensors:  # noqa: SIM110  # on the path of every call
-        if calls.is_batched(tensor):
+        if is_batched(tensor):
             return False
     return True
 
@@ -244,7 +247,7 @@ class _Mixed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, weight, factors = ctx.saved_tensors
-        wanted = calls.wanted_gradients(ctx)[1:]
+        wanted = wanted_gradients(ctx)[1:]
         given = ctx.mixing, factors
         recorded = torch.is_grad_enabled() and _has_memory((gradient, x, weight))
         found = _apply_gradients if recorded else _gradients
@@ -277,7 +280,7 @@ class _MixedGradients(torch.autograd.Function):
     def backward(ctx: Any, x_: Tensor | None, w_: Tensor | None) -> tuple[Any, ...]:
         gradient, x, weight, factors = ctx.saved_tensors
         mixing = ctx.mixing
-        wanted = calls.wanted_gradients(ctx)[2:]
+        wanted = wanted_gradients(ctx)[2:]
         pairs = [p for p in ((x_, weight), (x, w_)) if p[0] is not None and p[1] is not None]
         along = [one for one in (x_, w_) if one is not None]
         product, back, between = mixing.product, mixing.transposed.product, mixing.between
@@ -305,7 +308,7 @@ class _Between(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, w_: Tensor) -> tuple[Any, ...]:
         x, gradient, factors = ctx.saved_tensors
-        wanted = calls.wanted_gradients(ctx)[1:]
+        wanted = wanted_gradients(ctx)[1:]
         mixing = ctx.mixing
         product, back = mixing.product, mixing.transposed.product
         if torch.is_grad_enabled() and _has_memory((x, gradient, w_)):
@@ -314,8 +317,8 @@ class _Between(torch.autograd.Function):
         return None, by_x, product(factors, (x, w_)) if wanted[1] else None
 
 
-_apply, _apply_gradients = calls.plain_apply(_Mixed), calls.plain_apply(_MixedGradients)
-_apply_between = calls.plain_apply(_Between)
+_apply, _apply_gradients = plain_apply(_Mixed), plain_apply(_MixedGradients)
+_apply_between = plain_apply(_Between)
 
 
 # --- tables ---------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from torch import Tensor
 import insum
 from insum.bounded import keep
 from insum.call import prepared
-from insum.compat.calls import is_plain_call, plain_apply, wanted_gradients
+from insum.compat.autograd import plain_apply, wanted_gradients
+from insum.compat.calls import is_plain_call
 from insum.together import AskedResult, results_of
 
 #: Derivatives of one product that are kept: of a few leaves, along some of them.

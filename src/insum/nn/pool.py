@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import insum
 from insum.accepted import FLAG, SIZE, shown, takes
-from insum.compat.calls import untracked
+from insum.compat.contexts import untracked
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import NeighborTable, SparseFormat
 from insum.lang.types import widened

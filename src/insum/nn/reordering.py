@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from insum.call import prepared
-from insum.compat import calls
+from insum.compat.autograd import is_batched, plain_apply
+from insum.compat.calls import is_plain_call
+from insum.compat.contexts import untracked
+from insum.compat.streams import is_recorded
 from insum.nn.irreps import Irreps
 from insum.nn.mixing import columns_of
 
@@ -42,10 +45,6 @@ class Reordering:
         order = sorted(range(len(self.places)), key=self.places.__getitem__)
         return Reordering(tuple(order))
 
-    @property
-    def is_none(self) -> bool:
-        return self.places == tuple(range(len(self.places)))
-
     def __call__(self, x: Tensor) -> Tensor:
         """Rows (b, columns) with their columns in this order."""
         found: Tensor = _apply(self._on(x.device), x)
@@ -54,7 +53,7 @@ class Reordering:
     def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         found = self._orders.get(device)
         if found is None:
-            with calls.untracked():
+            with untracked():
                 orders = torch.tensor([self.places, self.back.places], device=device)
                 found = self._orders[device] = orders[0], orders[1]
         return found
@@ -106,10 +105,10 @@ def in_order(order: Callable[[Irreps], Reordering], irreps: Irreps, x: Tensor) -
     """Rows with their columns in an order of irreps, where calls are what takes time: on a GPU, and
     nothing looks at them.
     """
-    if not prepared.kernels_look_on(x.device) or not calls.is_plain_call((x,)):
+    if not prepared.kernels_look_on(x.device) or not is_plain_call((x,)):
         return None
     found = order(irreps)
-    if x.device not in found._orders and calls.is_recorded(x.device):
+    if x.device not in found._orders and is_recorded(x.device):
         return None
     return found(x)
 
@@ -125,9 +124,9 @@ class _Reordered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         order, back = ctx.orders
-        if torch.is_grad_enabled() and not calls.is_batched(gradient):
+        if torch.is_grad_enabled() and not is_batched(gradient):
             return None, _apply((back, order), gradient)
         return None, gradient.index_select(1, back)
 
 
-_apply = calls.plain_apply(_Reordered)
+_apply = plain_apply(_Reordered)

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from insum.accepted import ELEMENTS, SHAPE, is_common, is_dense, is_fake, is_size, require
-from insum.compat.calls import empty, is_transformed, untracked, without_levels
+from insum.compat.calls import is_transformed
+from insum.compat.contexts import untracked, without_levels
+from insum.compat.tensors import empty
 from insum.errors import (
     BindingError,
     FormatError,

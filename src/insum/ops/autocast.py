@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from insum.compat.calls import set_grad
+from insum.compat.contexts import set_grad
 from insum.lang.bind import Value
 
 AUTOCAST_KEYS = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}

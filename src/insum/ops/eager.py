@@ -20,16 +20,9 @@ from insum.bounded import keep
 from insum.call.bound import BoundCall
 from insum.call.prepared import Kinds, kinds_of, prepare
 from insum.call.request import Form, Request, head
-from insum.compat.calls import (
-    autocasts,
-    is_eager_call,
-    is_plain_call,
-    is_transformed,
-    modes_now,
-    plain_apply,
-    wanted_gradients,
-    without_autocast,
-)
+from insum.compat.autograd import plain_apply, wanted_gradients
+from insum.compat.calls import autocasts, is_eager_call, is_plain_call, is_transformed, modes_now
+from insum.compat.contexts import without_autocast
 from insum.compat.placed import is_placed, is_recordable
 from insum.compat.tangents import (
     forward_levels,

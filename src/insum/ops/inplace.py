@@ -12,8 +12,8 @@ from torch import Tensor
 
 from insum.call.bound import BoundCall
 from insum.call.request import Request, RequestSizes, head
-from insum.compat.calls import base_of
 from insum.compat.placed import is_placed
+from insum.compat.tensors import base_of
 from insum.errors import AutogradError, BindingError, InsumError
 from insum.lang.bind import Value
 from insum.ops.eager import accumulate, accumulate_, contract

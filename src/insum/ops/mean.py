@@ -18,8 +18,9 @@ from torch import Tensor
 
 from insum.call.prepared import MOST_KINDS, Kinds, kinds_of
 from insum.call.request import Form, Request, head
-from insum.compat.calls import is_plain_call, kinds_guard
+from insum.compat.calls import is_plain_call
 from insum.compat.placed import while_tracing
+from insum.compat.tensors import kinds_guard
 from insum.errors import IndexRangeError
 from insum.lang.bind import Problem, Size, Value
 from insum.lang.expand import expand
@@ -229,8 +230,8 @@ def as_sum(
     """The sum that a mean is, and what it reads. What is wrong is said of the mean. ``told``:
     nothing is counted, for the sum is only to be looked at.
     """
-    found = known_sum(kinds, sizes, tensors)
-    if found is not None and not told:
+    found = None if told else known_sum(kinds, sizes, tensors)
+    if found is not None:
         return found
     problem = kinds.form.request(sizes).bind(tensors)
     mean = _mean_kind(kinds, problem, tensors)

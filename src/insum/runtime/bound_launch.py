@@ -24,7 +24,7 @@ from insum.codegen.arguments import (
     Stride,
 )
 from insum.codegen.cut_rows import beside_rows
-from insum.compat import calls
+from insum.compat import streams
 from insum.errors import UnsupportedError
 from insum.plan.plan import Plan
 from insum.plan.recipes import OfCount, OfLength, Recipe, SizeExpr, size_of
@@ -282,7 +282,7 @@ class BoundLaunch:
         unaligned = self.variant(unaligned)
         warps, stages = one.config.warps, one.config.stages
         # Programs of other sizes have the same text more often than not.
-        key = one.kernel.source, types, unaligned, warps, stages, calls.current_device()
+        key = one.kernel.source, types, unaligned, warps, stages, streams.current_device()
         loaded = launch.loaded.get(key)
         if loaded is not None:
             return loaded

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from insum.bounded import keep
-from insum.compat.calls import renew_in_children
+from insum.compat.locks import renew_in_children
 from insum.plan.config import Choice, Config
 from insum.plan.draft import Planned
 from insum.plan.sizes import power_of_two

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from insum.compat.calls import renew_in_children
+from insum.compat.locks import renew_in_children
 from insum.runtime.compiling import IMPORTS, compiled_here, kept_text, key_of, module_of
 from insum.runtime.disk import cache_folder, warn_unwritten, write_whole
 

@@ -24,6 +24,7 @@ from insum.runtime.fused import FusedCall, MapRun
 from insum.runtime.program import Program, Refusal
 from insum.runtime.ready import NotYet, Ready, has_nothing, ready
 from insum.runtime.unseen import Unseen
+from insum.runtime.which_program import code_of, prologue_of
 
 #: Sets of other statements that one is computed with.
 MOST_SETS = 16
@@ -52,7 +53,7 @@ class _LookedUp:
         convert.
         """
         found, call = self.found, self.call
-        code = call.code_of(found, None) if isinstance(found, Ready) else found
+        code = code_of(call, found, None) if isinstance(found, Ready) else found
         if code is None or code.check is not None or code.buffer is not None:
             return None
         return code if len(code.program.steps) == 1 else None
@@ -123,12 +124,12 @@ def _run(parts: Sequence[_LookedUp], codes: Sequence[Unseen]) -> list[Tensor]:
 
 def _code(program: Program, first: _LookedUp, values: Mapping[str, Value]) -> Unseen | None:
     """Code for the launch on all sizes, written the first time."""
-    sized, prologue = first.call.sized, first.call.prologue(values, first.entries)
+    sized, prologue = first.call.sized, prologue_of(first.call, values, first.entries)
     try:
         found = ready(program, values, sized.extents, sized.shape, prologue)
     except NotYet:
         return None
-    return first.call.code_of(found, None)
+    return code_of(first.call, found, None)
 
 
 def _program(programs: tuple[Program, ...]) -> Program | None:

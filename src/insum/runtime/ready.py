@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from insum.compat import calls
+from insum.compat import streams
+from insum.compat.tensors import maker
 from insum.lang.expr import variables
 from insum.plan.recipes import Recipe
 from insum.plan.sizes import OUT, WORK
@@ -58,7 +59,7 @@ class Ready:
         self.promotable = strategies == ["onehot"] and program.promotes
         held = program.buffer or problem.dtype
         device = self.device = problem.device
-        self.empty = calls.maker(sizes.shape, held, device)
+        self.empty = maker(sizes.shape, held, device)
         new = OUT not in sizes.tensors
         several = device.type == "cuda" and torch.cuda.device_count() > 1
         self.index = device.index if several else None
@@ -107,7 +108,7 @@ class Ready:
         """The same, of the addresses and numbers of `reads`; in Triton's interpreter, of tensors.
         ``looks_at``: values for the launch that looks at indices, where it is to.
         """
-        if self.index is not None and self.index != calls.device_now():
+        if self.index is not None and self.index != streams.device_now():
             with torch.cuda.device(self.index):
                 return self.run(sources, target, looks_at)
         if target is None:
@@ -186,13 +187,13 @@ def _bound(
         return (), launches
     count = sum(sizes.expr(one) for one in step.workspace)
     held = WIDE[step.planned.plan.accumulator]
-    return (((WORK, calls.maker((count,), held, device)),) if count else ()), launches
+    return (((WORK, maker((count,), held, device)),) if count else ()), launches
 
 
 def _copies(copies: tuple[CopyRoom, ...], sizes: CallNumbers, device: torch.device) -> Rooms:
     """What makes memory for copies of factors."""
     return tuple(
-        (one.name, calls.maker(tuple(sizes.expr((n,)) for n in one.shape), one.dtype, device))
+        (one.name, maker(tuple(sizes.expr((n,)) for n in one.shape), one.dtype, device))
         for one in copies
     )
 

@@ -21,7 +21,9 @@ from insum.accepted import DEVICE, takes
 from insum.codegen.arguments import CALL, CLAIM, FLAGS, RECORD
 from insum.codegen.checking import SEAL
 from insum.codegen.emit import FLAG_COUNT
-from insum.compat.calls import cudagraph_state, elsewhere, renew_in_children, untracked
+from insum.compat.contexts import untracked
+from insum.compat.locks import renew_in_children
+from insum.compat.streams import cudagraph_state, elsewhere
 from insum.errors import IndexRangeError, InsumError
 from insum.lang.bind import Problem
 from insum.lang.expr import Access, variables

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from insum.codegen.arguments import Argument, Count, ExtentArgument, Length, Passed, Stride
-from insum.compat import calls
+from insum.compat import streams, tensors
 from insum.lang.expr import variables
 from insum.plan.plan import Plan
 from insum.plan.recipes import CeilDivided, OfCount, OfExtent, OfLength, OfShape, Recipe
@@ -78,7 +78,7 @@ class Unseen:
 
 def _run_on(index: int, run: RunCode, *given: Any) -> Tensor:
     """Where there are several GPUs, on that of the program."""
-    if index == calls.device_now():
+    if index == streams.device_now():
         return run(*given)
     with torch.cuda.device(index):
         return run(*given)
@@ -221,8 +221,8 @@ class _CodeWriter:
         strides = "".join(f"{' * '.join(sizes[k + 1 :]) or '1'}, " for k in range(rank))
         self.lines.append(f"s = {shape}")
         kind, where = self.named(dtype), found.device
-        if where.type in calls.strided_makers():
-            makers = f"{self.named(calls)}.strided_makers()"
+        if where.type in tensors.strided_makers():
+            makers = f"{self.named(tensors)}.strided_makers()"
             return f"{makers}[{where.type!r}](s, ({strides}), {kind})"
         make, device = f"{self.named(torch)}.empty_strided", self.named(where)
         return f"{make}(s, ({strides}), dtype={kind}, device={device})"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from insum import memory
-from insum.compat import calls
+from insum.compat import tensors
 from insum.runtime.prologue import rows, tables
 from insum.runtime.prologue.made import Awaited
 
@@ -65,11 +65,11 @@ def poisonous() -> list[tuple[Any, str, Any]]:
     """Every way to make a tensor without values, as an owner, a name and what to put there, after
     which new memory holds NaN or a number that stands out.
     """
-    quick = {kind: poisoned(make) for kind, make in calls.strided_makers().items()}
+    quick = {kind: poisoned(make) for kind, make in tensors.strided_makers().items()}
     return [
         (torch, "empty", poisoned(torch.empty)),
         (torch, "empty_strided", poisoned(torch.empty_strided)),
-        (calls, "strided_makers", lambda: quick),
+        (tensors, "strided_makers", lambda: quick),
     ]
 
 

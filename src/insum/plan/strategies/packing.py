@@ -99,7 +99,7 @@ def _walked(index: Affine) -> str | None:
     return atom.name if isinstance(atom, Var) else None
 
 
-def _recipe(subject: Subject, draft: Draft, access: Access, x: str) -> Packed:
+def _recipe(draft: Draft, access: Access, x: str) -> Packed:
     """What an order depends on: the table or its inverse, and how it is read; not what variables
     are called.
     """
@@ -117,7 +117,7 @@ def _recipe(subject: Subject, draft: Draft, access: Access, x: str) -> Packed:
 
 
 def _to_tiles(subject: Subject, draft: Draft, access: Access, x: str, z: str) -> Draft | None:
-    recipe = _recipe(subject, draft, access, x)
+    recipe = _recipe(draft, access, x)
     if not subject.ask(AskSummary(recipe)).worth:
         return None
     tile, lane, step = (subject.name(name, draft) for name in ("tile", "lane", "step"))
@@ -146,7 +146,7 @@ def _to_tiles(subject: Subject, draft: Draft, access: Access, x: str, z: str) ->
 
 
 def _to_pieces(subject: Subject, draft: Draft, access: Access, x: str, z: str) -> Draft | None:
-    base = _recipe(subject, draft, access, x)
+    base = _recipe(draft, access, x)
     if not subject.ask(AskSummary(base)).worth:
         return None
     recipe = PackedByStep(base)

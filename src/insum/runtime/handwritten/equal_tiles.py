@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from insum.compat.calls import empty
+from insum.compat.tensors import empty
 from insum.runtime.handwritten.kernel import BLOCK, Handwritten, blocks, on_device
 
 #: After the first value that is out of range, which stands for all such: that of absent entries.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from insum.codegen.arguments import CALL, CLAIM, FLAGS, RECORD
 from insum.codegen.checking import REPORT
-from insum.compat.calls import empty
+from insum.compat.tensors import empty
 from insum.runtime.handwritten.kernel import BLOCK, Handwritten, blocks
 from insum.runtime.record import Explain, record_of
 

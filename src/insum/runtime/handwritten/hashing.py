@@ -18,7 +18,7 @@ from torch import Tensor
 
 from insum.codegen.arguments import CALL, CLAIM, FLAGS, RECORD
 from insum.codegen.checking import REPORT
-from insum.compat.calls import empty
+from insum.compat.tensors import empty
 from insum.plan.sizes import power_of_two
 from insum.runtime import launch
 from insum.runtime.handwritten.kernel import Handwritten, blocks

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from insum.codegen.emit import Kernel
-from insum.compat import calls
+from insum.compat import streams
 from insum.runtime import binaries, compiling, launch
 
 #: Elements that one program of most of these kernels takes.
@@ -36,7 +36,7 @@ class Handwritten:
             self._function()[(programs,)](*arguments)
             return
         given: Any = arguments
-        if given[0].device.index != calls.device_now():
+        if given[0].device.index != streams.device_now():
             with torch.cuda.device(given[0].device):
                 return self(programs, *arguments)
         count, unaligned, kinds = self.tensors, 0, []

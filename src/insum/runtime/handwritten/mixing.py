@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from insum.compat.calls import empty
+from insum.compat.tensors import empty
 from insum.runtime.handwritten.kernel import Handwritten, blocks
 
 #: Numbers in a row of each table.

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum.compat.calls import current_stream, empties, empty
+from insum.compat.streams import current_stream
+from insum.compat.tensors import empties, empty
 from insum.plan.strategies.packing import TILE
 from insum.runtime import launch
 from insum.runtime.handwritten.kernel import BLOCK, Handwritten, blocks

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from insum.compat.calls import empty
+from insum.compat.tensors import empty
 from insum.runtime.handwritten.hashing import _EVERY, _Axes
 from insum.runtime.handwritten.kernel import BLOCK, Handwritten, blocks
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from insum import memory
-from insum.compat.calls import current_stream, untracked
+from insum.compat.contexts import untracked
+from insum.compat.streams import current_stream
 from insum.facts import segment_pointers
 from insum.plan.questions import Summary
 from insum.plan.recipes import (

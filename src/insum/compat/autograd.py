@@ -1,0 +1,58 @@
+"""What autograd's engine tells about the pass that it runs, and functions recorded for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+
+
+def in_backward() -> bool:
+    """Whether autograd's engine calls; False where this torch does not tell."""
+    return _graph_task() != -1
+
+
+def plain_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` where no transform of torch.func is active: the part of it that is
+    compiled. torch's own checks for transforms take longer than recording the call.
+    """
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc,no-any-return]
+
+
+_will_run: Any = getattr(torch._C, "_will_engine_execute_node", None)
+
+
+def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
+    """In the ``backward`` of a function of autograd, for all that it was applied to: whether the
+    pass that runs is for its gradient. ``ctx.needs_input_grad`` tells what requires one at all, as
+    weights do while the pass is one for positions alone.
+    """
+    required: tuple[bool, ...] = ctx.needs_input_grad
+    if _will_run is None:
+        return required
+    nodes = [node for node, _ in getattr(ctx, "next_functions", ()) if node is not None]
+    if len(nodes) != sum(required):
+        return required
+    found, rest = [], iter(nodes)
+    for requires in required:
+        if requires:
+            try:
+                requires = bool(_will_run(next(rest)))
+            except (RuntimeError, TypeError):  # of what a pass ends at, or no pass that torch knows
+                requires = True
+        found.append(requires)
+    return tuple(found)
+
+
+def _never(tensor: Tensor) -> bool:
+    return False
+
+
+#: Whether a gradient is many at once, as ``is_grads_batched`` has them; they have no memory.
+is_batched: Callable[[Tensor], bool] = getattr(
+    getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", _never
+)

@@ -1,0 +1,140 @@
+"""The launches of a product in dense tiles, with or without segments looped over inside: factors
+copied first where that pays, and long reductions cut into pieces.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from insum.codegen.arguments import Count, ExtentArgument
+from insum.codegen.copies import emit_aligning, emit_fitting, rows_at_once
+from insum.codegen.emit import Kernel, Shape, emit
+from insum.lang.expr import Access, accesses, fresh, index_of, variables
+from insum.plan import first_guess, tiling
+from insum.plan.aligning import Alignment, alignment_of
+from insum.plan.config import Config
+from insum.plan.fitting import Fit, fit_of
+from insum.plan.plan import Plan
+from insum.plan.recipes import OfExtent, OfLength, SizeExpr
+from insum.plan.roles import Roles, contraction
+from insum.plan.sizes import ALIGNED, FITTED, OUT, WORK
+from insum.runtime import launch
+from insum.runtime.build_product import PIECES, ProductBuild, as_comment, tile_grid
+from insum.runtime.program import CopyRoom, Grid, Launch, ProductLaunches
+
+
+def tiles(product: ProductBuild) -> ProductLaunches:
+    (config,) = product.choice
+    pieces, apart = _pieces(product, config)
+    fit = fit_of(product.planned, config) if pieces == 1 else None
+    alignment = alignment_of(product.planned, config) if pieces == 1 else None
+    plan = product.plan
+    for copy in (fit, alignment):
+        plan = plan if copy is None else copy.reading(plan)
+    wished = product.wishes.settings
+    kernel = emit(
+        plan,
+        config,
+        replace(product.shape(config, pieces), apart=apart),
+        prefetch=wished.prefetch,
+        lazy=wished.lazy_broadcasting,
+    )
+    grid = (*tile_grid(plan.roles, config), ((Count("piece_count"),), 1))
+    counts = {"piece_count": pieces}
+    one = product.launch(plan, config, kernel, grid, product.segment_arrays(), counts)
+    copies = [
+        *([_fitted(product, fit)] if fit else []),
+        *([_aligned(product, alignment)] if alignment else []),
+    ]
+    if copies:
+        launches = (*(copy for copy, _ in copies), one)
+        return replace(product.step(launches), copies=tuple(room for _, room in copies))
+    if apart:
+        kept = dict.fromkeys(variables(product.plan.target))
+        made = dict(product.plan.made)
+        workspace = (pieces, *(one for v in kept for one in made.get(v, (OfExtent(v),))))
+        return product.step((one, _together(product, pieces)), workspace=(workspace,))
+    return product.step((one,), atomic=product.plan.strategy == "atomic" or pieces > 1)
+
+
+def _fitted(product: ProductBuild, fit: Fit) -> tuple[Launch, CopyRoom]:
+    """The launch that copies a factor into whole tiles, and the memory for it."""
+    matrices = tuple(OfLength(fit.tensor, dim) for dim in fit.dims[:-2])
+    plan, rows = _copying(product, FITTED, fit.tensor, (*matrices, fit.sides[0]))
+    kernel = emit_fitting(plan, fit, dict(product.units()))
+    room = _room_of(product, FITTED, fit.tensor, (*matrices, *fit.sides))
+    return _copy(product, plan, kernel, fit.tensor, rows, rows_at_once(fit.sides[1])), room
+
+
+def _aligned(product: ProductBuild, alignment: Alignment) -> tuple[Launch, CopyRoom]:
+    """The launch that copies a factor into rows which begin at whole loads."""
+    tensor, length = alignment.tensor, OfLength(alignment.tensor, 0)
+    plan, rows = _copying(product, ALIGNED, tensor, (length,))
+    kernel = emit_aligning(plan, alignment, dict(product.units()))
+    room = _room_of(product, ALIGNED, tensor, (length, alignment.row))
+    return _copy(product, plan, kernel, tensor, rows, rows_at_once(alignment.row)), room
+
+
+def _copying(product: ProductBuild, name: str, tensor: str, rows: SizeExpr) -> tuple[Plan, str]:
+    """The plan of a launch that writes a copy, and the variable of the copy's rows."""
+    plan, var = product.plan, fresh("rows", {*product.extents, *dict(product.plan.made)})
+    kinds = (*plan.kinds, (name, dict(plan.kinds)[tensor]))
+    return replace(plan, made=(*plan.made, (var, rows)), kinds=kinds), var
+
+
+def _copy(
+    product: ProductBuild, plan: Plan, kernel: Kernel, tensor: str, rows: str, at_once: int
+) -> Launch:
+    header = f'"""Copies {tensor} for {as_comment(plan.statement)}"""'
+    grid: Grid = (((ExtentArgument(rows),), at_once),)
+    config, function = Config(warps=4, stages=1), launch.load(kernel, header)
+    return Launch(plan, kernel, function, header, config, grid, {}, {}, room=product.room)
+
+
+def _room_of(product: ProductBuild, name: str, tensor: str, shape: SizeExpr) -> CopyRoom:
+    return CopyRoom(name, shape, getattr(torch, dict(product.plan.kinds)[tensor]))
+
+
+def _together(product: ProductBuild, pieces: int) -> Launch:
+    """The pieces of a long reduction, from the workspace: a reduction over them."""
+    plan, kept = product.plan, tuple(dict.fromkeys(variables(product.plan.target)))
+    piece = fresh("piece", {*product.extents, *dict(plan.made)})
+    read = Access(WORK, (index_of(piece), *map(index_of, kept)))
+    extents = {**product.extents, piece: pieces}
+    used = {OUT, *(a.tensor for i in plan.target.indices for a in accesses(i))}
+    plan = replace(
+        plan,
+        factors=(read,),
+        roles=contraction(Roles((read,), kept, (piece,), extents), allow_dot=False),
+        kinds=(*((n, kind) for n, kind in plan.kinds if n in used), (WORK, plan.accumulator)),
+        strides=(
+            *((n, s) for n, s in plan.strides if n in used),
+            (WORK, product.work_strides(kept)),
+        ),
+        views=tuple((n, view) for n, view in plan.views if n in used),
+        made=(*plan.made, (piece, (pieces,))),
+        numbers=(),
+        operand="",
+        precision="",
+        idle=None,
+        bounds=(),
+    )
+    config = first_guess.first_guess(plan, extents)
+    kernel = emit(plan, config, Shape(units=product.units()), prefetch=False, suffix=PIECES)
+    return product.launch(plan, config, kernel, tile_grid(plan.roles, config), {}, {})
+
+
+def _pieces(product: ProductBuild, config: Config) -> tuple[int, bool]:
+    """Into how many pieces a long reduction is cut, and whether each has a buffer of its own:
+    all of them are to be little beside what is read. Sums whose order may differ need one,
+    they meet in atomics.
+    """
+    wanted = tiling.pieces(product.plan, config, product.extents)
+    alone = (
+        product.plan.reduce != "sum" or product.wishes.deterministic or product.wishes.accumulate
+    )
+    most = product.planned.buffers if alone or not product.planned.buffers else wanted
+    found = max(1, min(wanted, most))
+    return found, alone and found > 1
