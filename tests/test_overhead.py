@@ -598,7 +598,7 @@ def test_a_step_with_forces_on_new_edges(unwritten: None) -> None:
 
 
 def test_statements_of_one_launch_on_new_tensors(unwritten: None) -> None:
-    """They cost about what each of them would cost by itself."""
+    """They cost no more than each of them would by itself."""
     conv = convolution()
     for number in range(WARM):
         x, y, w, edges = equivariant(number)
@@ -617,4 +617,4 @@ def test_statements_of_one_launch_on_new_tensors(unwritten: None) -> None:
     for calls in (together, alone):
         for name in ("<listcomp>", "<dictcomp>", "<genexpr>"):  # no calls since Python 3.12, or few
             calls.pop(name, None)
-    assert together["_run"] == 1 and together.total() <= 1.1 * alone.total(), (together, alone)
+    assert together["_run"] == 1 and together.total() <= alone.total(), (together, alone)

@@ -64,8 +64,8 @@ class BoundCall:
         """``sizes`` are those that were given."""
         self.prepared, self.sized, self.sizes = prepared, sized, sizes
         self.count = 1
-        #: What backward passes of this call have run, by statement and layouts.
-        self.derived: dict[object, BoundCall] = {}
+        #: By layouts and by statement, the calls that its backward passes have found.
+        self.derived: dict[object, dict[Kinds, BoundCall]] = {}
         #: What autograd records of it, and what its gradients are derived from (`ops.eager`).
         self.recorded: Any = None
         self.forward: Any = None
