@@ -27,7 +27,6 @@ from insum.compat.calls import kinds_guard, modes_now
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, accesses, tensors_of
 from insum.lang.measure import Measure, measure_of
-from insum.lang.problem import Sized
 from insum.plan.library import is_left_to_library
 from insum.plan.path import is_path
 from insum.plan.uses import Use, uses_of
@@ -230,7 +229,7 @@ class PreparedCall:
             self.form.request(sizes).bind(values, initial)  # says what is wrong
             raise AssertionError("sizes that bind and are not measured")
         extents = dict(zip(self.problem.extents, measured[0]))
-        return BoundCall(self, Sized(self.problem, *measured, extents), sizes)
+        return BoundCall(self, *measured, extents, sizes)
 
     def stages(
         self, call: BoundCall, values: Mapping[str, Value], *, in_place: bool
@@ -245,8 +244,7 @@ class PreparedCall:
         may_index = not (in_place and self.kernels_look) or self.on_path
         layouts = layouts_of(self.problem, values) if self.copyable else ()
         shapes = [v.shape for v in values.values() if isinstance(v, Tensor)]
-        sized = call.sized
-        sizes = [*sized.spans, *sized.shape, *[size for shape in shapes for size in shape]]
+        sizes = [*call.spans, *call.shape, *[size for shape in shapes for size in shape]]
         key = (*size_key(sizes), may_index, layouts)
         found = self.orders.get(key)
         if found is None:

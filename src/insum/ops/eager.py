@@ -434,7 +434,7 @@ def pull_back(
 def _forward(call: BoundCall) -> ForwardCall:
     """What gradients are derived from, which is the same for all tensors."""
     prepared = call.prepared
-    call.forward = found = ForwardCall(prepared.form, prepared.adjoints, call.sized.extents)
+    call.forward = found = ForwardCall(prepared.form, prepared.adjoints, call.extents)
     return found
 
 

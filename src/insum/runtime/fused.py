@@ -34,7 +34,7 @@ from insum.compat.calls import (
 from insum.facts import CONSTANT, IndexFacts, known_now
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import accesses, variables
-from insum.lang.problem import Sized
+from insum.lang.problem import resized
 from insum.plan.config import Choice
 from insum.plan.draft import Wishes
 from insum.plan.questions import Question, Summary
@@ -149,7 +149,7 @@ class FusedKind:
         return tuple(k for k, v in enumerate(self.problem.extents) if v not in self.runs)
 
     @functools.cached_property
-    def call(self) -> Callable[[Sized], FusedCall]:
+    def call(self) -> Callable[[tuple[int, ...], tuple[int, ...], Mapping[str, int]], FusedCall]:
         """Makes the call of certain sizes."""
         return functools.partial(FusedCall, self)
 
@@ -201,12 +201,20 @@ class MapRun(NamedTuple):
 
 
 class FusedCall:
-    """A call of certain sizes and strides, as generated kernels."""
+    """A call of certain sizes and strides, as generated kernels: ``spans`` are the ``extents``, in
+    the order of the problem's.
+    """
 
-    __slots__ = ("_class", "keeps", "kind", "serial", "sized")
+    __slots__ = ("_class", "extents", "keeps", "kind", "serial", "shape", "spans")
 
-    def __init__(self, kind: FusedKind, sized: Sized) -> None:
-        self.kind, self.sized = kind, sized
+    def __init__(
+        self,
+        kind: FusedKind,
+        spans: tuple[int, ...],
+        shape: tuple[int, ...],
+        extents: Mapping[str, int],
+    ) -> None:
+        self.kind, self.spans, self.shape, self.extents = kind, spans, shape, extents
         self.serial = next(_serials)
         self.keeps = False  # whether something is kept under this serial
         self._class: tuple[Any, ...] | None = None  # of a call that makes its result
@@ -221,8 +229,7 @@ class FusedCall:
                 return found(values, target)
             return self.run_ready(found, values, target, entries)
         if type(found) is MapRun:
-            sized = self.sized
-            return found.code.run(values, sized.spans, sized.shape, None, found.made, False)
+            return found.code.run(values, self.spans, self.shape, None, found.made, False)
         if type(found) is Unseen:
             return self.run_unseen(found, values, target, entries, recorded)
         return found  # type: ignore[return-value]
@@ -319,7 +326,7 @@ class FusedCall:
         recorded: bool,
     ) -> Tensor:
         made = self.made_of(found, values, entries, recorded) if found.recipes else ()
-        look, sized = False, self.sized
+        look = False
         if found.check is not None:
             values, look = self.with_record(found, values, target, entries)
         elif target is None and not recorded and len(entries) == 1:
@@ -328,7 +335,7 @@ class FusedCall:
             lasting = of is not None and not (made and of.inverse)
             if of is not None and lasting and len(of.runs) < MOST_MADE:
                 of.runs[self.serial, self.kind.stream(), cache.state["epoch"]] = MapRun(found, made)
-        return found.run(values, sized.spans, sized.shape, target, made, look)
+        return found.run(values, self.spans, self.shape, target, made, look)
 
     def made_of(
         self,
@@ -340,16 +347,16 @@ class FusedCall:
         """What the recipes of a program make of the index tensors. All that one call needs of the
         map of a kernel is kept with the map, for the others of a network: they look for one thing.
         """
-        kind, sized, key = self.kind, self.sized, None
+        kind, key = self.kind, None
         of: packs.KernelMap | None = None if recorded else entries[0].things.get(packs.MAP)
         wraps = kind.programs.wraps
         if of is not None and found.sizes is not None and len(entries) == 1 and not wraps:
-            key = kind.stream(), found.does, found.sizes(values, sized.spans, sized.shape)
+            key = kind.stream(), found.does, found.sizes(values, self.spans, self.shape)
             before: Sequence[Made] | None = of.made.get(key)
             if before is not None:
                 return before
         prologue = Prologue(
-            *(values, sized.extents, sized.shape, wraps),
+            *(values, self.extents, self.shape, wraps),
             wait=False,
             recorded=recorded,
             entries=dict(zip(kind.indices, entries)),
@@ -419,7 +426,7 @@ class FusedCall:
         """What decides the program where all index tensors are maps of kernels that few calls have
         met; None where they are not.
         """
-        kind, sized = self.kind, self.sized
+        kind = self.kind
         if kind.limits is None or len(entries) > 1 and not _are_maps(entries):
             return None
         about: list[object] = []
@@ -439,16 +446,16 @@ class FusedCall:
             highest[name] = facts.high
             about.append((known.mirrored, values[name].shape[0]))  # type: ignore[union-attr]
         for name, owner, dim in kind.limits:
-            limit = sized.shape[dim] if owner is OUT else values[owner].shape[dim]  # type: ignore[union-attr]
+            limit = self.shape[dim] if owner is OUT else values[owner].shape[dim]  # type: ignore[union-attr]
             if highest[name] >= limit:
                 return None
         for k in kind.exact:
-            about.append(sized.spans[k])
+            about.append(self.spans[k])
         sizes = self._class
         if target is not None:
             sizes = self.class_key(values, target)
         elif sizes is None:  # as `class_key`
-            sizes = self._class = kind.classify[0](values, sized.spans, sized.shape, None)
+            sizes = self._class = kind.classify[0](values, self.spans, self.shape, None)
         return sizes, target is None, cache.state["epoch"], *about
 
     def is_known(
@@ -496,8 +503,7 @@ class FusedCall:
         """Whether arguments of their own are worth it for these tensors: they were declared to
         come back, or have. Those of a call without anything to launch are few.
         """
-        sized = self.sized
-        if 0 in sized.spans or 0 in sized.shape:
+        if 0 in self.spans or 0 in self.shape:
             return True
         for entry in entries:
             if not entry.declared:
@@ -534,7 +540,7 @@ class FusedCall:
         can be out of range, so that new tensors that are alike need not be asked again; None where
         they are not. What became code is told by the tensor itself.
         """
-        kind, sized = self.kind, self.sized
+        kind = self.kind
         if kind.limits is None:
             return None
         about: list[object] = []
@@ -547,10 +553,10 @@ class FusedCall:
             known = facts.sorted, facts.unique, facts.padded, facts.constant
             about.append((*known, entry.serial if entry.declared else None))
         for name, owner, dim in kind.limits:
-            limit = sized.shape[dim] if owner is OUT else values[owner].shape[dim]  # type: ignore[union-attr]
+            limit = self.shape[dim] if owner is OUT else values[owner].shape[dim]  # type: ignore[union-attr]
             if highest[name] >= limit:
                 return None
-        about += [sized.spans[k] for k in kind.exact]
+        about += [self.spans[k] for k in kind.exact]
         about += map(_serial, entries[len(kind.indices) :])
         return self.class_key(values, target), target is None, cache.state["epoch"], *about
 
@@ -564,13 +570,13 @@ class FusedCall:
         promote: bool = False,
         told: tuple[object, ...] | None = None,
     ) -> Ready | Refusal:
-        sized, prologue, uses = self.sized, self.prologue(values, entries), self.kind.programs.uses
+        prologue, uses = self.prologue(values, entries), self.kind.programs.uses
         tensors = dict(values) if target is None else {**values, OUT: target}
         before = None if told is None else self.program_told(told, values, entries, prologue)
         if before is not None:
-            return ready(before, tensors, sized.extents, sized.shape, prologue)
+            return ready(before, tensors, self.extents, self.shape, prologue)
         shapes = {n: v.shape for n, v in values.items() if isinstance(v, Tensor)}
-        problem = sized.problem(shapes)
+        problem = resized(self.kind.problem, self.extents, self.shape, shapes)
         live = live_uses(problem, uses)
         answers = Answers(problem, uses, live, values, prologue, known, promote)
         wishes = self.kind.wishes[target is not None]
@@ -583,7 +589,7 @@ class FusedCall:
         if told is not None and answers.lasting and not answers.exact & self.moving(values):
             tree = keep(self.kind.told, told, QuestionTree(), MOST_UNSEEN)
             tree.note(answers.summaries, program)
-        return ready(program, tensors, sized.extents, sized.shape, prologue)
+        return ready(program, tensors, self.extents, self.shape, prologue)
 
     def moving(self, values: Mapping[str, Value]) -> set[str]:
         """Variables that index tensors run over which nobody has declared: others have others."""
@@ -598,32 +604,30 @@ class FusedCall:
         """It may wait for tensors that were declared to come back, and where what is found out
         later must change nothing, while nobody records.
         """
-        kind, sized, wait, known = self.kind, self.sized, True, {}
+        kind, wait, known = self.kind, True, {}
         for name, entry in zip(kind.indices, entries):
             known[name] = entry
             if wait and not (entry.declared or kind.firm and entry.given):
                 wait = memory.can_look(values[name])  # type: ignore[arg-type]
         recorded = kind.on_gpu and is_recorded(kind.device)
         return Prologue(
-            *(values, sized.extents, sized.shape, kind.programs.wraps),
+            *(values, self.extents, self.shape, kind.programs.wraps),
             wait=wait and not recorded,
             recorded=recorded,
             entries=known,
         )
 
     def class_key(self, values: Mapping[str, Value], target: Tensor | None) -> tuple[Any, ...]:
-        sized, classes = self.sized, self.kind.classify
+        classes = self.kind.classify
         if target is not None:
-            return classes[1](values, sized.spans, sized.shape, target)
+            return classes[1](values, self.spans, self.shape, target)
         if self._class is None:  # sizes and strides are those of all calls of this
-            self._class = classes[0](values, sized.spans, sized.shape, None)
+            self._class = classes[0](values, self.spans, self.shape, None)
         return self._class
 
     def size_class(self, values: Mapping[str, Value], target: Tensor | None) -> SizeClass:
-        sized, kind = self.sized, self.kind
-        return classify.classified(
-            kind.problem, kind.runs, values, sized.spans, sized.shape, target
-        )
+        kind = self.kind
+        return classify.classified(kind.problem, kind.runs, values, self.spans, self.shape, target)
 
     def make_unseen(
         self,
@@ -641,7 +645,7 @@ class FusedCall:
             if entry.declared:
                 declared.append(entry.serial)
         if declared:  # code that was written for a pattern knows some extents
-            declared += [self.sized.spans[k] for k in kind.exact]
+            declared += [self.spans[k] for k in kind.exact]
         sizes = self._class if target is None else None
         sizes = sizes or self.class_key(values, target)
         key = (sizes, target is None, cache.state["epoch"], *declared)
@@ -712,9 +716,9 @@ class FusedCall:
         look: an earlier call may have, and has reported what it found. A call in place looks for
         itself, because it must change nothing where one is out of range.
         """
-        kind, sized, program = self.kind, self.sized, found.program
+        kind, program = self.kind, found.program
         place = dict(zip(kind.indices, entries))
-        ranges = program.ranges(values, sized.shape)
+        ranges = program.ranges(values, self.shape)
         if target is None and len(ranges) == len(program.unchecked):
             for name, range_ in ranges:
                 if range_ not in place[name].looked:
@@ -730,7 +734,8 @@ class FusedCall:
                 called[name] = entry.called
         numbers = {n: values[n] for n in kind.numbers} if kind.numbers else {}
         shapes = {n: v.shape for n, v in values.items() if isinstance(v, Tensor)}
-        made = (sized, program.unchecked, references, numbers, shapes, called)
+        own = kind.programs.problem, self.extents, self.shape
+        made = (*own, program.unchecked, references, numbers, shapes, called)
         return record_of(kind.device).next(made, values), True
 
 

@@ -154,7 +154,7 @@ def packed_words(words: Tensor, names: Tensor, *, thorough: bool = False) -> dic
     """Tiles of rows that are ordered by their words of bits, one bit for each of these steps, with
     as little work as that takes, unless they are to be ordered ``thorough``ly.
     """
-    return packs.tiled(words, packs.order_of(words, len(names), thorough=thorough), names)
+    return packs.tiled(words, packs.order_of(words, names.shape[0], thorough=thorough), names)
 
 
 def _names_walked(names: Tensor, coefficient: int, offset: int, steps: int) -> Tensor:
