@@ -412,9 +412,10 @@ def pull_back(
     wanted = list(compress(spec.names, needs))
     token = settings.hold(spec.settings)  # this may be a thread of autograd's
     try:
-        known = (
-            _derivable(spec, values, upstream) if call is None else call.forward or _forward(call)
-        )
+        known = _derivable(spec, values, upstream) if call is None else call.forward
+        if known is None and call is not None:  # the same for all tensors
+            known = ForwardCall(call.prepared.form, call.prepared.adjoints, call.extents)
+            call.forward = known
         if spec.leaves:
             dtypes = dict(zip(spec.leaves, map(_dtype_of, spec.leaves.values())))
             known = ForwardCall(known.form, known.rules, known.extents, dtypes)
@@ -429,13 +430,6 @@ def pull_back(
         settings.let_go(token)
     raise_found()  # of earlier calls too: what they did wrong may have come this far
     return initial if initial_needs else None, list(map(found.get, spec.names))
-
-
-def _forward(call: BoundCall) -> ForwardCall:
-    """What gradients are derived from, which is the same for all tensors."""
-    prepared = call.prepared
-    call.forward = found = ForwardCall(prepared.form, prepared.adjoints, call.extents)
-    return found
 
 
 def _derivable(
