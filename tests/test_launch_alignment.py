@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from insum.compat import calls
 from insum.plan.sizes import OUT
 from insum.runtime import inspection, launch
 from insum.runtime.bound_launch import BoundLaunch
+from insum.runtime.handwritten.kernel import Handwritten
 from insum.runtime.program import Program
 from kernels import bound
 
@@ -126,3 +128,26 @@ def test_an_empty_grid_launches_nothing(asked: list[int]) -> None:
     one.programs = 0
     one({"a": torch.zeros(8)}, torch.zeros(8), torch.zeros(8))
     assert asked == [] and launched == []
+
+
+def test_a_kernel_written_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled once for dtypes and alignment: addresses come first, then numbers."""
+    compiled: list[tuple[tuple[torch.dtype, ...], int, int]] = []
+    given: Launched = []
+
+    def made(self: Handwritten, kinds: tuple[torch.dtype, ...], count: int, unaligned: int) -> Any:
+        compiled.append((kinds, count, unaligned))
+        return lambda programs, arguments: given.append((unaligned, programs, arguments))
+
+    monkeypatch.setattr(launch, "interpreting", lambda: False)
+    monkeypatch.setattr(calls, "device_now", lambda: None)
+    monkeypatch.setattr(Handwritten, "_compiled", made)
+    kernel = Handwritten("probe", 'def probe(a_ptr, b_ptr, n: "i64"):\n    pass\n')
+    a, b = torch.zeros(8), torch.zeros(9, dtype=torch.int32)
+    for second in (b[:8], b[1:], b[:8]):
+        kernel(3, a, second, 7)
+    kernel(0, a, b, 7)
+    at = a.data_ptr(), b.data_ptr()
+    kinds = torch.float32, torch.int32
+    assert compiled == [(kinds, 3, 0), (kinds, 3, 1)]
+    assert given == [(0, 3, [*at, 7]), (1, 3, [at[0], at[1] + 4, 7]), (0, 3, [*at, 7])]

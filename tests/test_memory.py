@@ -297,3 +297,24 @@ def test_what_is_promised_of_a_tensor_is_promised_of_its_views() -> None:
     part = torch.tensor([[0, 1], [1, 0]])[0]
     insum.unchanging(part)
     assert not memory.entry_of(part._base[1]).declared  # type: ignore[index]
+
+
+def test_a_tensor_that_goes_while_all_is_forgotten(
+    off_cpu: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The collector of garbage may let go of one in the middle."""
+    first = torch.arange(6)
+    second = torch.empty(0, dtype=first.dtype).set_(first)  # type: ignore[call-overload]
+    before = [memory.entry_of(tensor) for tensor in (first, second)]
+    owners = memory._storages[id(first.untyped_storage())].owners
+    release = memory._release
+
+    def released(owner: memory._Owner) -> None:
+        release(owner)
+        owners.clear()
+
+    assert len(owners) == 2
+    monkeypatch.setattr(memory, "_release", released)
+    memory.forget()
+    assert not any(entry.held for entry in before)
+    assert all(memory.known(tensor) is None for tensor in (first, second))

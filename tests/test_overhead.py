@@ -44,7 +44,7 @@ STATEMENT = "y[d[e],f] = w[e] * x[s[e],f]"
 WARM = 30
 #: Calls of Python functions, torch's included, of a forward call; and of our own in a backward
 #: pass, for each statement that is derived.
-FORWARD, BACKWARD = 18, 24
+FORWARD, BACKWARD = 17, 18
 #: Of our own in a fused op, into a new tensor and into one that is there.
 FUSED, FUSED_INTO = 8, 10
 NONE: frozenset[str] = frozenset()
@@ -113,7 +113,7 @@ def test_a_warm_call_under_autocast() -> None:
         for _ in range(WARM):
             called(values)
         calls = python_calls(lambda: called(values))
-    assert calls.total() <= FORWARD + 12, calls
+    assert calls.total() <= FORWARD + 8, calls
 
 
 def test_a_warm_call_that_is_recorded_for_autograd() -> None:
@@ -122,7 +122,7 @@ def test_a_warm_call_that_is_recorded_for_autograd() -> None:
     for _ in range(WARM):
         called(values)
     calls = python_calls(lambda: called(values))
-    assert calls.total() <= FORWARD + 5, calls
+    assert calls.total() <= FORWARD + 2, calls
 
 
 @pytest.mark.parametrize("wanted", [("x",), ("x", "w")])
@@ -137,7 +137,7 @@ def test_a_warm_backward_pass(wanted: tuple[str, ...]) -> None:
     assert calls.total() <= BACKWARD * len(wanted), calls
 
 
-@pytest.mark.parametrize("backward, most", [(False, 32), (True, 104)])
+@pytest.mark.parametrize("backward, most", [(False, 31), (True, 97)])
 def test_a_warm_call_on_a_cpu(backward: bool, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By one of its own ways, which looks at index values at every call."""
     monkeypatch.undo()
@@ -293,7 +293,7 @@ def test_a_call_on_new_tensors_of_a_new_size() -> None:
         called(drawn(900 + size))
     values = drawn(999)
     calls = python_calls(lambda: called(values))
-    assert calls.total() <= 50, calls
+    assert calls.total() <= 45, calls
 
 
 @pytest.mark.parametrize(
@@ -310,7 +310,7 @@ def test_a_reduction_over_new_tensors(statement: str) -> None:
     for size in range(WARM):
         reduced(900 + size)
     calls = python_calls(lambda: reduced(999), str(Path(insum.__file__).parent))
-    assert calls.total() <= (120 if "mean" in statement else 50), calls
+    assert calls.total() <= (107 if "mean" in statement else 43), calls
     assert not calls["in_order"], "nothing is sorted"
 
 
@@ -382,7 +382,7 @@ def test_a_step_on_new_edges(unwritten: None) -> None:
     assert names == ["insum_count_edges", "insum_normalise_edges", *["generated"] * 2]
     ours = ops - LINEAR
     assert ours == {"aten::zeros": 1, "aten::unbind": 1, "aten::fill_": 2}, ours
-    assert calls <= 126, calls
+    assert calls <= 110, calls
 
 
 def test_a_step_on_the_same_edges() -> None:
@@ -390,7 +390,7 @@ def test_a_step_on_the_same_edges() -> None:
     calls, names, ops = work_of(training(layer, layer), lambda number: same)
     assert len(names) <= 4, names
     assert not ops - LINEAR, ops - LINEAR
-    assert calls <= 48, calls
+    assert calls <= 45, calls
 
 
 def matrix() -> SparseLinear:
@@ -422,14 +422,14 @@ LAYERS: dict[str, tuple[Any, Any, int]] = {
     "SparseConv3d": (
         lambda: SparseConv3d(64, 64, 3, submanifold=True),
         lambda: (voxels(),),
-        20,
+        19,
     ),
     "TensorProductConv": (
         lambda: convolution(),
         lambda: (torch.randn(100, 32), torch.randn(700, 4), EDGES, torch.randn(700, 32)),
-        49,
+        48,
     ),
-    "SparseLinear": (matrix, lambda: (torch.randn(32, 64),), 78),
+    "SparseLinear": (matrix, lambda: (torch.randn(32, 64),), 77),
 }
 
 
@@ -464,7 +464,7 @@ def test_a_map_and_a_convolution(unwritten: None) -> None:
     calls, names, ops = work_of(step, cloud)
     assert names == [*MAP, "generated"]
     assert ops == {"aten::full": 1}, ops
-    assert calls <= 100, calls
+    assert calls <= 89, calls
 
 
 def test_a_step_of_two_convolutions(unwritten: None) -> None:
@@ -476,7 +476,7 @@ def test_a_step_of_two_convolutions(unwritten: None) -> None:
     assert sorted(names) == sorted([*MAP, "insum_by_step", *["generated"] * 5])
     ours = ops - LINEAR
     assert ours == {"aten::full": 1, "aten::fill_": 2}, ours
-    assert calls <= 244, calls
+    assert calls <= 228, calls
 
 
 def test_a_step_under_autocast(unwritten: None) -> None:
@@ -493,7 +493,7 @@ def test_a_step_under_autocast(unwritten: None) -> None:
     assert sorted(names) == sorted([*MAP, "insum_by_step", *["generated"] * 5])
     assert ops["aten::to"] == len(layers) + 1, ops  # and the features
     assert ops["aten::detach"] == len(layers), ops  # gradients that are accumulated
-    assert calls <= 260, calls
+    assert calls <= 238, calls
 
 
 def test_a_map_there_and_one_back(unwritten: None, counted: None) -> None:
@@ -513,7 +513,7 @@ def test_a_map_there_and_one_back(unwritten: None, counted: None) -> None:
     found = Counter(names)
     assert found["insum_find"] == found["insum_insert"] == found["insum_steps"] == 2, found
     assert not found["insum_invert"] and found["generated"] == 6, found
-    assert calls <= 374, calls
+    assert calls <= 348, calls
 
 
 @pytest.fixture
@@ -523,7 +523,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ranked, "numbers", numbers)
 
 
-@pytest.mark.parametrize(("narrow", "most"), [(False, 2990), (True, 3250)])
+@pytest.mark.parametrize(("narrow", "most"), [(False, 2600), (True, 2810)])
 def test_a_step_of_a_whole_network(narrow: bool, most: int, unwritten: None, counted: None) -> None:
     """MinkUNet18 on a new cloud: 41 convolutions over 13 maps, forward and backward."""
     net = MinkUNet(4, 20, blocks=MINKUNET18, widths=(16,) * 8, stem=(3, 16))
@@ -594,11 +594,11 @@ def test_a_step_with_forces_on_new_edges(unwritten: None) -> None:
     # forces ask for no gradient of weights, nor, at the first layer, of nodes: one is by itself
     assert calls["run_together"] == 8 and calls["_run"] == 7, calls
     assert not calls["_product"] and not calls["_passed_to"], "nothing is derived or bound"
-    assert calls.total() <= 1840, calls.total()
+    assert calls.total() <= 1350, calls.total()
 
 
 def test_statements_of_one_launch_on_new_tensors(unwritten: None) -> None:
-    """They cost about what each of them would cost by itself."""
+    """They cost no more than each of them would by itself."""
     conv = convolution()
     for number in range(WARM):
         x, y, w, edges = equivariant(number)
@@ -617,4 +617,4 @@ def test_statements_of_one_launch_on_new_tensors(unwritten: None) -> None:
     for calls in (together, alone):
         for name in ("<listcomp>", "<dictcomp>", "<genexpr>"):  # no calls since Python 3.12, or few
             calls.pop(name, None)
-    assert together["_run"] == 1 and together.total() <= 1.1 * alone.total(), (together, alone)
+    assert together["_run"] == 1 and together.total() <= alone.total(), (together, alone)

@@ -536,7 +536,8 @@ def _release(owner: _Owner) -> None:
 
 def _drop(number: int) -> None:
     held = _storages.pop(number, None)
-    for owner in held.owners.values() if held is not None else ():
+    # a copy: the collector of garbage lets go of owners at any time
+    for owner in list(held.owners.values()) if held is not None else ():
         _release(owner)
 
 

@@ -16,7 +16,7 @@ from insum.call.request import Request
 from insum.call.stages import Stage
 from insum.compat.calls import is_profiled, is_undisturbed
 from insum.lang.bind import Problem, Value
-from insum.lang.problem import Sized
+from insum.lang.problem import resized
 from insum.plan.uses import Use
 from insum.runtime.check import in_range, live_uses, ranges_of, verify
 
@@ -56,16 +56,27 @@ class BoundCall:
     """A call of certain sizes and strides."""
 
     __slots__ = (
-        *("_problem", "_staged", "_uses", "count", "derived", "forward", "fused", "graphs"),
-        *("lowerings", "prepared", "ranges", "recorded", "sized", "sizes", "waits"),
+        *("_problem", "_staged", "_uses", "count", "derived", "extents", "forward", "fused"),
+        *("graphs", "lowerings", "prepared", "ranges", "recorded", "shape", "sizes", "spans"),
+        "waits",
     )
 
-    def __init__(self, prepared: PreparedCall, sized: Sized, sizes: tuple[int, ...]) -> None:
-        """``sizes`` are those that were given."""
-        self.prepared, self.sized, self.sizes = prepared, sized, sizes
+    def __init__(
+        self,
+        prepared: PreparedCall,
+        spans: tuple[int, ...],
+        shape: tuple[int, ...],
+        extents: Mapping[str, int],
+        sizes: tuple[int, ...],
+    ) -> None:
+        """``spans`` are the ``extents``, in the order of the problem's, ``shape`` that of the
+        output, ``sizes`` those that were given.
+        """
+        self.prepared, self.sizes = prepared, sizes
+        self.spans, self.shape, self.extents = spans, shape, extents
         self.count = 1
-        #: What backward passes of this call have run, by statement and layouts.
-        self.derived: dict[object, BoundCall] = {}
+        #: By layouts and by statement, the calls that its backward passes have found.
+        self.derived: dict[object, dict[Kinds, BoundCall]] = {}
         #: What autograd records of it, and what its gradients are derived from (`ops.eager`).
         self.recorded: Any = None
         self.forward: Any = None
@@ -74,7 +85,9 @@ class BoundCall:
         #: Of the indexed dimensions that have a point, the least and the largest value.
         self.ranges: tuple[tuple[str, int, int], ...] = ()
         self._staged: dict[bool, tuple[BoundStage, ...]] = {}
-        self.fused: FusedCall | None = prepared.fused.call(sized) if prepared.is_fused else None
+        self.fused: FusedCall | None = (
+            prepared.fused.call(spans, shape, extents) if prepared.is_fused else None
+        )
         #: By mode.
         self.graphs: dict[str, on_graph.SizedGraph] = {}
         #: How a CPU runs this call, by whether the result is new or accumulated.
@@ -87,15 +100,11 @@ class BoundCall:
         """The request of this call, sizes included."""
         return self.prepared.form.request(self.sizes)
 
-    @property
-    def extents(self) -> Mapping[str, int]:
-        return self.sized.extents
-
     def problem(self, values: Mapping[str, Value]) -> Problem:
         """The problem with the sizes of this call."""
         if self._problem is None:
             shapes = {n: v.shape for n, v in values.items() if isinstance(v, Tensor)}
-            self._problem = self.sized.problem(shapes)
+            self._problem = resized(self.prepared.problem, self.extents, self.shape, shapes)
         return self._problem
 
     def needs_gradient(self, values: Mapping[str, Value]) -> bool:

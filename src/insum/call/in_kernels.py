@@ -29,7 +29,7 @@ def kernels_of(
     if prepared.settings.backend == "graph":
         fall_back(call, values, 'settings.backend is "graph"')
         return None
-    call.fused = prepared.fused.call(call.sized)
+    call.fused = prepared.fused.call(call.spans, call.shape, call.extents)
     if prepared.searches:
         _search(call, values, target)
     return call.fused
@@ -58,7 +58,7 @@ def alone(
     if prepared.orderable and call.staged(values, in_place=in_place):
         return None
     if call.fused is None:  # as `kernels_of`, for every new size of a training step
-        call.fused = prepared.fused.call(call.sized)
+        call.fused = prepared.fused.call(call.spans, call.shape, call.extents)
     return call.fused
 
 

@@ -28,7 +28,6 @@ from insum.compat.tensors import kinds_guard
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, accesses, tensors_of
 from insum.lang.measure import Measure, measure_of
-from insum.lang.problem import Sized
 from insum.plan.library import is_left_to_library
 from insum.plan.path import is_path
 from insum.plan.uses import Use, uses_of
@@ -80,7 +79,8 @@ class Kinds:
         if any(isinstance(v, Tensor) for v in given):  # without one the default device decides
             self.calls.insert(0, call)
             del self.calls[MOST_KINDS:]
-        return call.bind(values, sizes, initial, given)
+            found = self.known(values, sizes, initial)
+        return call.bound_to(values, sizes, initial) if found is None else found
 
     def known(
         self, values: Mapping[str, Value], sizes: tuple[Any, ...], initial: Tensor | None = None
@@ -102,7 +102,19 @@ class Kinds:
                     if wanted == sizes and exactly(*given):
                         return found
                 if call.alike(*given):
-                    return call.bind(values, sizes, initial, given)
+                    layouts: list[Any] = [sizes]  # a loop: a comprehension may be a call
+                    for value in given:
+                        if isinstance(value, Tensor):
+                            layouts += value.shape, value.stride()
+                    key = tuple(layouts)
+                    bound = call.bound.get(key)
+                    if bound is None:
+                        bound = call.bound_to(values, sizes, initial)
+                        return keep(call.bound, key, bound, MOST_SIZES)
+                    bound.count += 1
+                    if bound.count == OFTEN and len(call.bound) <= FEW_SIZES:
+                        call.remember(bound, sizes, given)
+                    return bound
         return None
 
 
@@ -206,35 +218,19 @@ class PreparedCall:
         shelf = keep(self.shelves, (dtypes, problem.dtype, problem.device), Shelf(), MOST_KINDS)
         return fused_kind(problem, self.uses, form.wraps, form.config, self.negated, shelf)
 
-    def bind(
-        self,
-        values: Mapping[str, Value],
-        sizes: tuple[int, ...],
-        initial: Tensor | None,
-        given: tuple[Any, ...],
+    def bound_to(
+        self, values: Mapping[str, Value], sizes: tuple[int, ...], initial: Tensor | None
     ) -> BoundCall:
         """The call for these sizes and strides; where they do not fit together, binding says so."""
-        layouts: list[Any] = [sizes]  # a loop: before Python 3.12 a comprehension is a call
-        for value in given:
-            if isinstance(value, Tensor):
-                layouts += value.shape, value.stride()
-        key = tuple(layouts)
-        found = self.bound.get(key)
-        if found is None:
-            target, named = self.problem.statement.target.tensor, values
-            if initial is not None and target not in values:
-                named = {**values, target: initial}
-            measured = self.measure(named, sizes)
-            if measured is None:
-                self.form.request(sizes).bind(values, initial)  # says what is wrong
-                raise AssertionError("sizes that bind and are not measured")
-            extents = dict(zip(self.problem.extents, measured[0]))
-            bound = BoundCall(self, Sized(self.problem, *measured, extents), sizes)
-            return keep(self.bound, key, bound, MOST_SIZES)
-        found.count += 1
-        if found.count == OFTEN and len(self.bound) <= FEW_SIZES:
-            self.remember(found, sizes, given)
-        return found
+        target, named = self.problem.statement.target.tensor, values
+        if initial is not None and target not in values:
+            named = {**values, target: initial}
+        measured = self.measure(named, sizes)
+        if measured is None:
+            self.form.request(sizes).bind(values, initial)  # says what is wrong
+            raise AssertionError("sizes that bind and are not measured")
+        extents = dict(zip(self.problem.extents, measured[0]))
+        return BoundCall(self, *measured, extents, sizes)
 
     def stages(
         self, call: BoundCall, values: Mapping[str, Value], *, in_place: bool
@@ -249,8 +245,7 @@ class PreparedCall:
         may_index = not (in_place and self.kernels_look) or self.on_path
         layouts = layouts_of(self.problem, values) if self.copyable else ()
         shapes = [v.shape for v in values.values() if isinstance(v, Tensor)]
-        sized = call.sized
-        sizes = [*sized.spans, *sized.shape, *[size for shape in shapes for size in shape]]
+        sizes = [*call.spans, *call.shape, *[size for shape in shapes for size in shape]]
         key = (*size_key(sizes), may_index, layouts)
         found = self.orders.get(key)
         if found is None:

@@ -34,7 +34,10 @@ def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
     required: tuple[bool, ...] = ctx.needs_input_grad
     if _will_run is None:
         return required
-    nodes = [node for node, _ in getattr(ctx, "next_functions", ()) if node is not None]
+    nodes = []  # a loop: before Python 3.12 a comprehension is a call
+    for node, _ in getattr(ctx, "next_functions", ()):
+        if node is not None:
+            nodes.append(node)
     if len(nodes) != sum(required):
         return required
     found, rest = [], iter(nodes)

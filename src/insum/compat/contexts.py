@@ -32,14 +32,11 @@ _NOTHING, _NO_GRAD = nullcontext(), _NoGrad()
 
 
 class without_autocast:  # a context, as torch.no_grad is
-    """No autocast, for a while, nor gradients where ``grad`` says so. Quicker than
+    """No autocast, for a while, nor gradients where ``grad`` is set to False. Quicker than
     `torch.autocast`, and leaves its cache alone.
     """
 
-    __slots__ = ("grad", "on")
-
-    def __init__(self, grad: bool = True) -> None:
-        self.grad = grad or not torch.is_grad_enabled()  # whether they stay as they are
+    grad = True  # whether they stay as they are: no argument, which would be a call more
 
     def __enter__(self) -> None:
         on: list[str] = []
@@ -82,7 +79,9 @@ def untracked(
         stack.enter_context(torch.no_grad())
         return stack
     if calls.probed is not None and calls.probed[3]():  # autocast
-        return without_autocast(grad=False)
+        plain = without_autocast()
+        plain.grad = not torch.is_grad_enabled()
+        return plain
     return _NO_GRAD if torch.is_grad_enabled() else _NOTHING
 
 

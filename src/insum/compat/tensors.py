@@ -78,16 +78,16 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 def empties(
-    dtype: torch.dtype, device: torch.device, *shapes: tuple[int, ...]
-) -> tuple[Tensor, ...]:
-    """Several tensors without values, of one or two dimensions."""
-    quick = strided_makers().get(device.type)
-    if quick is None:
-        return tuple([torch.empty(shape, dtype=dtype, device=device) for shape in shapes])
-    found = []
-    for shape in shapes:
-        found.append(quick(shape, (1,) if len(shape) == 1 else (shape[1], 1), dtype))
-    return tuple(found)
+    device: torch.device, **shapes: tuple[torch.dtype, tuple[int, ...]]
+) -> dict[str, Tensor]:
+    """Several tensors without values, of one or two dimensions, by name."""
+    quick, found = strided_makers().get(device.type), {}
+    for name, (dtype, shape) in shapes.items():
+        if quick is None:
+            found[name] = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            found[name] = quick(shape, (1,) if len(shape) == 1 else (shape[1], 1), dtype)
+    return found
 
 
 def maker(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Callable[[], Tensor]:

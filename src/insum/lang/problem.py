@@ -113,24 +113,20 @@ class Problem:
         )
 
 
-@dataclass(slots=True, eq=False)  # not frozen: one is made at every call of new sizes
-class Sized:
-    """A problem of any sizes, and those of one call: ``spans`` are the ``extents``, in the order of
-    the problem's.
+def resized(
+    example: Problem,
+    extents: Mapping[str, int],
+    shape: tuple[int, ...],
+    shapes: Mapping[str, Sequence[int]],
+) -> Problem:
+    """A problem with the extents and the output's shape of another call, whose tensors have these
+    shapes.
     """
-
-    example: Problem
-    spans: tuple[int, ...]
-    shape: tuple[int, ...]
-    extents: Mapping[str, int]
-
-    def problem(self, shapes: Mapping[str, Sequence[int]]) -> Problem:
-        """The problem with these sizes, of tensors of these shapes."""
-        kinds = {
-            name: replace(kind, shape=tuple(shapes[name])) if name in shapes else kind
-            for name, kind in self.example.kinds.items()
-        }
-        return replace(self.example, kinds=kinds, extents=dict(self.extents), shape=self.shape)
+    kinds = {
+        name: replace(kind, shape=tuple(shapes[name])) if name in shapes else kind
+        for name, kind in example.kinds.items()
+    }
+    return replace(example, kinds=kinds, extents=dict(extents), shape=shape)
 
 
 def describe(kinds: Mapping[str, Kind]) -> list[str]:

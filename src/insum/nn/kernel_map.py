@@ -18,9 +18,8 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -36,7 +35,6 @@ from insum.nn.checks import sent
 from insum.nn.voxels import Box, Sizes, Voxels, check_box, keys_of
 from insum.runtime.handwritten import hashing, packs, reaching
 
-T = TypeVar("T")
 #: Kernel maps that are kept with the voxels they start from.
 MOST_MAPS = 64
 #: The table has a place for every offset and output, of which tiles of similar outputs skip most
@@ -226,45 +224,49 @@ def kernel_map(
     """The voxels that a kernel leads to (or those of ``target``) and the map to them; built once
     for each kernel and kept with ``inputs``.
     """
-    target = inputs if geometry.submanifold else target
-    if target is None:
-        made: tuple[Voxels, SparseFormat] | None = inputs.maps.get(geometry.key)
-        return made or _outside_of_graphs(_reached_once, inputs, geometry)
-    held = inputs.maps.get((geometry.key, id(target)))
-    if held is None or held[0]() is not target:
-        return target, _outside_of_graphs(_built_once, inputs, geometry, target)
-    return target, held[1]
-
-
-def _outside_of_graphs(make: Callable[..., T], *arguments: object) -> T:
-    """What is made of values, which a graph that is being recorded does not have."""
+    if geometry.submanifold:
+        target = inputs
+        made: SparseFormat | None = inputs.maps.get(geometry.key)
+        if made is not None:
+            return inputs, made
+    elif target is None:
+        reached: tuple[Voxels, SparseFormat] | None = inputs.maps.get(geometry.key)
+        if reached is not None:
+            return reached
+    else:
+        held = inputs.maps.get((geometry.key, id(target)))
+        if held is not None and held[0]() is target:
+            return target, held[1]
     if not torch.compiler.is_dynamo_compiling():
-        return make(*arguments)
+        return _built_once(inputs, geometry, target)
     from insum.nn.untraced import built  # which loads the compiler
 
-    made: T = built(make, *arguments)
-    return made
+    found: tuple[Voxels, SparseFormat] = built(_built_once, inputs, geometry, target)
+    return found  # made of values, which a graph does not have
 
 
-def _reached_once(inputs: Voxels, geometry: Geometry) -> tuple[Voxels, SparseFormat]:
-    """The voxels that a kernel reaches and the map to them, kept."""
+def _built_once(
+    inputs: Voxels, geometry: Geometry, target: Voxels | None
+) -> tuple[Voxels, SparseFormat]:
+    """The voxels that a kernel reaches, unless they are given, and the map to them; kept, to voxels
+    that are given as long as they are.
+    """
     with untracked(inputs.coords):
-        made = _map_to_reached(inputs, geometry)
-    if not is_recorded(inputs.coords.device):
-        keep(inputs.maps, geometry.key, made, MOST_MAPS)
-    return made
-
-
-def _built_once(inputs: Voxels, geometry: Geometry, target: Voxels) -> SparseFormat:
-    """The map to voxels, kept as long as they are."""
-    key = geometry.key, id(target)
-    gone = functools.partial(_let_go, weakref.ref(inputs), key)
-    with untracked(inputs.coords):
-        made = build_map(inputs, target, geometry)
-    if not is_recorded(inputs.coords.device):
-        inputs.maps.pop(key, None)
-        keep(inputs.maps, key, (weakref.ref(target, gone), made), MOST_MAPS)
-    return made
+        outputs = _reached(inputs, geometry) if target is None else target
+        made = build_map(inputs, outputs, geometry)
+    if is_recorded(inputs.coords.device):
+        return outputs, made
+    maps = inputs.maps
+    if geometry.submanifold:
+        keep(maps, geometry.key, made, MOST_MAPS)
+    elif target is None:
+        keep(maps, geometry.key, (outputs, made), MOST_MAPS)
+    else:
+        key = geometry.key, id(target)
+        gone = functools.partial(_let_go, weakref.ref(inputs), key)
+        maps.pop(key, None)
+        keep(maps, key, (weakref.ref(target, gone), made), MOST_MAPS)
+    return outputs, made
 
 
 def _let_go(owner: weakref.ref[Voxels], key: object, _: object) -> None:
@@ -272,14 +274,6 @@ def _let_go(owner: weakref.ref[Voxels], key: object, _: object) -> None:
     inputs = owner()
     if inputs is not None:
         inputs.maps.pop(key, None)
-
-
-def _map_to_reached(inputs: Voxels, geometry: Geometry) -> tuple[Voxels, SparseFormat]:
-    """The voxels that a kernel reaches, and the map to them."""
-    hashed = inputs.is_hashed and inputs.count
-    outputs = (_reached_at_once if hashed else _reached)(inputs, geometry)
-    outputs.in_batches(inputs)
-    return outputs, build_map(inputs, outputs, geometry)
 
 
 def build_map(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> SparseFormat:
@@ -340,6 +334,12 @@ def _searched(inputs: Voxels, outputs: Voxels, geometry: Geometry) -> Tensor:
 
 
 def _reached(inputs: Voxels, geometry: Geometry) -> Voxels:
+    """Every voxel that some input contributes to."""
+    hashed = inputs.is_hashed and inputs.count
+    return (_reached_at_once if hashed else _reached_in_box)(inputs, geometry).in_batches(inputs)
+
+
+def _reached_in_box(inputs: Voxels, geometry: Geometry) -> Voxels:
     """Every voxel that some input contributes to, in ascending order."""
     shape = geometry.spatial_shape(inputs.spatial_shape)
     box = inputs.box

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from insum.accepted import COUNTS, Accepted, is_size, require
 from insum.errors import BindingError
 from insum.nn.conv import SparseConv3d
+from insum.nn.sparse_tensor import at_voxels
 
 __all__ = ["MINKUNET18", "MINKUNET34", "MinkUNet"]
 
@@ -99,7 +100,7 @@ class MinkUNet(nn.Module):
 
     @staticmethod
     def replaced(x: Any, features: Tensor) -> Any:
-        return x.with_features(features)
+        return at_voxels(x.voxels, features)
 
     def stage(self, inputs: int, outputs: int, count: int, level: int) -> nn.Sequential:
         pairs = itertools.pairwise([inputs] + [outputs] * count)

@@ -90,7 +90,8 @@ class SparseTensor:
         if type(voxels) is not Voxels:
             if voxels is not None:
                 require("voxels", voxels, VOXEL_SET)
-            one_device(coords=self.coords, features=features)
+            if self.coords.device != features.device:
+                one_device(coords=self.coords, features=features)  # which says what is wrong
             voxels = voxels or Voxels.of(self.coords, self.spatial_shape, self.ndim)
             object.__setattr__(self, "voxels", voxels)
         count, columns = voxels.coords.shape

@@ -8,8 +8,8 @@ once; under a tracer, a transform, autocast or a tensor subclass it goes through
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import compress
 from typing import Any
 
@@ -31,10 +31,16 @@ from insum.errors import AutogradError, InsumError
 from insum.lang.bind import Value
 from insum.ops.autocast import lowered
 from insum.ops.encoding import Scalar, encode
-from insum.ops.gradients import ForwardCall, StatementRunner, gradients, tangent_of
+from insum.ops.gradients import (
+    ForwardCall,
+    FoundCalls,
+    StatementRunner,
+    gradients,
+    tangent_of,
+)
 from insum.ops.vmap import batched, front
 from insum.runtime.check import raise_found
-from insum.settings import settings
+from insum.settings import SettingValues, settings
 
 #: Statements in several layouts that are kept with the call which they are derived from.
 MOST_DERIVED = 32
@@ -64,21 +70,51 @@ def contract(request: Request, values: Mapping[str, Value]) -> Tensor:
 
 
 def run(
-    call: BoundCall, values: Mapping[str, Value], leaves: Mapping[str, Tensor] | None = None
+    call: BoundCall,
+    values: Mapping[str, Value],
+    leaves: Mapping[str, Tensor] | None = None,
+    initial: Tensor | None = None,
 ) -> Tensor:
-    """A call in plain eager mode, as a new tensor. ``leaves``: what some of the values were cast
-    from without being recorded; gradients are theirs.
+    """A call in plain eager mode, as a new tensor, which accumulates from ``initial`` where there
+    is one; recorded for autograd where a gradient may be asked of it. ``leaves``: what some of the
+    values were cast from without being recorded; gradients are theirs.
     """
     prepared = call.prepared
     if prepared.looks_first:
         call.look(values)
+    recorded = False
     if torch.is_grad_enabled():
-        if leaves:
-            return differentiable(call, None, values, leaves)
+        recorded = bool(leaves) or initial is not None and initial.requires_grad
         for name in prepared.sources:
-            if values[name].requires_grad:  # type: ignore[union-attr]
-                return differentiable(call, None, values)
-    return call.run("new", values, None)
+            recorded = recorded or values[name].requires_grad  # type: ignore[union-attr]
+    if not recorded:
+        return call.run("new" if initial is None else "from", values, initial)
+    tensors: Collection[Any] = values.values()
+    spec: DifferentiableCall | None = None if leaves else call.recorded
+    if prepared.scalars:
+        spec, tensors = _apart(None, call, values, leaves)
+    elif spec is None:
+        spec = DifferentiableCall(None, {}, prepared.names, call, prepared.settings, leaves)
+        if leaves:
+            tensors = {**values, **leaves}.values()
+        elif call.count > 1:
+            call.recorded = spec  # the same for all tensors
+    try:
+        result: Tensor = _record(spec, values, initial, *tensors)
+    except RuntimeError as error:
+        made = [n for n, v in values.items() if isinstance(v, Tensor) and v.is_inference()]
+        if not made or isinstance(error, InsumError):
+            raise
+        raise _made_in_inference(made[0], spec.request.statement) from error
+    return result
+
+
+def _made_in_inference(name: str, statement: str) -> AutogradError:
+    return AutogradError(
+        f"{name} was made under inference mode, so that no gradient can be recorded with it",
+        statement=statement,
+        remedy=f"pass {name}={name}.clone(), or call under torch.no_grad()",
+    )
 
 
 def run_lowered(
@@ -108,11 +144,7 @@ def accumulate(request: Request, initial: Tensor, values: Mapping[str, Value]) -
             else torch.ops.insum.accumulate(initial, *encode(request, values))
         )
         return result
-    prepared = prepare(request, values, initial)
-    prepared.verify(values)
-    if torch.is_grad_enabled() and (initial.requires_grad or prepared.needs_gradient(values)):
-        return differentiable(prepared, initial, values)
-    return prepared.run("from", values, initial)
+    return run(prepare(request, values, initial), values, None, initial)
 
 
 def accumulate_(request: Request, target: Tensor, values: Mapping[str, Value]) -> Tensor:
@@ -155,6 +187,8 @@ class DifferentiableCall:
     numbers: dict[str, Scalar]
     names: tuple[str, ...]
     call: BoundCall | None
+    #: Those of the call, for its gradients.
+    settings: SettingValues
     #: Leaves that a call was recorded with, which ran on casts of them.
     leaves: Mapping[str, Tensor] | None = None
 
@@ -190,10 +224,12 @@ class _Recorded(torch.autograd.Function):
         *tensors: Tensor,
     ) -> Tensor:
         """``values`` are the tensors by name, and numbers; the context holds none of them."""
-        assert spec.call is not None
-        result = spec.call.run("new" if initial is None else "from", values, initial)
+        call, ctx.spec = spec.call, spec
+        assert call is not None
+        result = call.run("new" if initial is None else "from", values, initial)
         held: Any = map(values.get, spec.names) if spec.leaves else tensors
-        save_call(ctx, spec, initial, held, result)
+        more = attained(initial, result) if call.prepared.is_extremum else ()
+        ctx.save_for_backward(*held, *more)
         return result
 
     @staticmethod
@@ -215,8 +251,9 @@ class _Differentiable(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        spec, initial, *tensors = inputs
-        save_call(ctx, spec, initial, tensors, output)
+        ctx.spec, initial, *tensors = inputs
+        more = attained(initial, output) if ctx.spec.form.is_extremum else ()
+        ctx.save_for_backward(*tensors, *more)
         held = None if initial is None else held_by(initial.detach(), output.detach())
         ctx.save_for_forward(*tensors, output, *(() if held is None else (held,)))
 
@@ -250,39 +287,6 @@ class _Differentiable(torch.autograd.Function):
         return accumulate(request, front(initial, in_dims[1], info.batch_size), moved), 0
 
 
-def differentiable(
-    call: BoundCall,
-    initial: Tensor | None,
-    values: Mapping[str, Value],
-    leaves: Mapping[str, Tensor] | None = None,
-) -> Tensor:
-    """A verified call in plain eager mode, recorded for autograd; with these ``leaves`` in place of
-    what was cast from them.
-    """
-    tensors: Collection[Any] = values.values()
-    spec: DifferentiableCall | None = None if leaves else call.recorded
-    if call.prepared.scalars:
-        spec, tensors = _apart(None, call, values, leaves)
-    elif spec is None:
-        spec = DifferentiableCall(None, {}, call.prepared.names, call, leaves)
-        if leaves:
-            tensors = {**values, **leaves}.values()
-        elif call.count > 1:
-            call.recorded = spec  # the same for all tensors
-    try:
-        result: Tensor = _record(spec, values, initial, *tensors)
-    except RuntimeError as error:
-        made = [n for n, v in values.items() if isinstance(v, Tensor) and v.is_inference()]
-        if not made or isinstance(error, InsumError):
-            raise
-        raise AutogradError(
-            f"{made[0]} was made under inference mode, so that no gradient can be recorded with it",
-            statement=spec.request.statement,
-            remedy=f"pass {made[0]}={made[0]}.clone(), or call under torch.no_grad()",
-        ) from error
-    return result
-
-
 def _transformed(request: Request, initial: Tensor | None, values: Mapping[str, Value]) -> Tensor:
     if autocasts():  # here: a batched statement is asked for the dtype of one item's result
         lower = lowered(head(request.statement).target, values)
@@ -309,7 +313,8 @@ def _apart(
             tensors.append(leaves[name] if leaves and name in leaves else value)
         else:
             numbers[name] = value
-    return DifferentiableCall(request, numbers, tuple(names), call, leaves), tensors
+    now = settings.values if call is None else call.prepared.settings
+    return DifferentiableCall(request, numbers, tuple(names), call, now, leaves), tensors
 
 
 def _forward_mode(ctx: Any, initial: Tensor | None, tangents: Sequence[Tensor | None]) -> Tensor:
@@ -355,39 +360,20 @@ def no_tangents(statement: str, name: str, which: str) -> AutogradError:
 _dtype_of = operator.attrgetter("dtype")
 
 
-def _runner_of(
-    call: BoundCall | None, saved: Sequence[Tensor], upstream: Tensor
-) -> StatementRunner:
-    """Runs what is derived from a call. Where nothing is recorded, sizes and strides of all that
-    is read follow from the call's own and from those of the gradient that arrives, but for hooks
-    that gave other tensors back: one comparison finds what the last backward pass ran.
+def _found_calls(call: BoundCall, saved: Sequence[Tensor], upstream: Tensor) -> FoundCalls | None:
+    """The calls that backward passes of a call have found, by what was derived from it; None where
+    something is recorded or looks on. Sizes and strides of all that is read follow from the call's
+    own and from those of the gradient that arrives, but for hooks that gave other tensors back.
     """
     given = (upstream, *saved)
-    if call is None or torch.is_grad_enabled() or not is_plain_call(given):
-        return _run_derived
-    state: tuple[Any, ...] = ()  # found by the first statement: gradients that are views need none
-    kept = call.derived
-
-    def run_kept(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ...]) -> Tensor:
-        nonlocal state
-        if not state:
-            layouts = *map(Tensor.stride, given), *map(_dtype_of, given)
-            marks = upstream.shape, upstream.is_neg(), upstream.is_conj()
-            # the settings are those of the call, and take as long to hash as all the rest
-            state = layouts, marks, modes_now(settings)[1:]
-        key = kinds, state
-        found = kept.get(key)
-        if found is None:
-            found = kinds.known(values, sizes) or kinds.find(values, sizes)
-            if len(kept) < MOST_DERIVED:  # as for sizes that come once
-                kept[key] = found
-            else:
-                keep(kept, key, found, MOST_DERIVED)
-        if found.prepared.looks_first:
-            found.look(values)
-        return found.run("new", values, None)
-
-    return run_kept
+    if torch.is_grad_enabled() or not is_plain_call(given):
+        return None
+    # the settings are those of the call, and take as long to hash as all the rest
+    modes = modes_now(settings)[1:]
+    marks = upstream.shape, upstream.is_neg(), upstream.is_conj()
+    key = marks, modes, *map(Tensor.stride, given), *map(_dtype_of, given)
+    found = call.derived.get(key)
+    return keep(call.derived, key, {}, MOST_DERIVED) if found is None else found
 
 
 def _run_derived(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ...]) -> Tensor:
@@ -396,22 +382,11 @@ def _run_derived(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ..
     return contract(kinds.form.request(sizes), values)
 
 
-def save_call(
-    ctx: Any,
-    spec: DifferentiableCall,
-    initial: Tensor | None,
-    tensors: Iterable[Tensor],
-    result: Tensor,
-) -> None:
-    """What the backward pass of a call needs of it."""
-    call = spec.call  # which was found for the settings of now
-    ctx.spec, ctx.settings = spec, settings.values if call is None else call.prepared.settings
-    ctx.initial_dtype = None if initial is None else initial.dtype
-    more: list[Tensor] = []
-    if spec.form.is_extremum if call is None else call.prepared.is_extremum:
-        # The initial value itself is not kept: the in-place form overwrites it.
-        more = [result] if initial is None else [result, held_by(initial.detach(), result.detach())]
-    ctx.save_for_backward(*tensors, *more)
+def attained(initial: Tensor | None, result: Tensor) -> list[Tensor]:
+    """What gradients of an extremum need besides its tensors: the result, and where it is the
+    initial value. That itself is not kept: the in-place form overwrites it.
+    """
+    return [result] if initial is None else [result, held_by(initial.detach(), result.detach())]
 
 
 def held_by(initial: Tensor, result: Tensor) -> Tensor:
@@ -428,30 +403,26 @@ def pull_back(
     values = {**spec.numbers, **dict(zip(spec.names, saved[:count]))}
     result, held = (*saved[count:], None, None)[:2]
     wanted = list(compress(spec.names, needs))
-    token = settings.hold(ctx.settings)  # this may be a thread of autograd's
+    token = settings.hold(spec.settings)  # this may be a thread of autograd's
     try:
-        known = (
-            _derivable(spec, values, upstream) if call is None else call.forward or _forward(call)
-        )
+        known = _derivable(spec, values, upstream) if call is None else call.forward
+        if known is None and call is not None:  # the same for all tensors
+            known = ForwardCall(call.prepared.form, call.prepared.adjoints, call.extents)
+            call.forward = known
         if spec.leaves:
-            known = replace(known, dtypes={n: leaf.dtype for n, leaf in spec.leaves.items()})
+            dtypes = dict(zip(spec.leaves, map(_dtype_of, spec.leaves.values())))
+            known = ForwardCall(known.form, known.rules, known.extents, dtypes)
             if torch.is_grad_enabled():
                 for name, leaf in spec.leaves.items():
                     values[name] = _CastBefore.apply(leaf, values[name])  # type: ignore[no-untyped-call]
-        runner = _runner_of(call, saved, upstream)
-        initial, found = gradients(known, values, upstream, wanted, result, held, runner)
+        calls = None if call is None else _found_calls(call, saved, upstream)
+        initial, found = gradients(
+            known, values, upstream, wanted, result, held, _run_derived, calls
+        )
     finally:
         settings.let_go(token)
     raise_found()  # of earlier calls too: what they did wrong may have come this far
-    wants = initial_needs and ctx.initial_dtype is not None
-    return initial.to(ctx.initial_dtype) if wants else None, list(map(found.get, spec.names))
-
-
-def _forward(call: BoundCall) -> ForwardCall:
-    """What gradients are derived from, which is the same for all tensors."""
-    prepared = call.prepared
-    call.forward = found = ForwardCall(prepared.form, prepared.adjoints, call.sized.extents)
-    return found
+    return initial if initial_needs else None, list(map(found.get, spec.names))
 
 
 def _derivable(

@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from insum.call.bound import BoundCall
 from insum.call.prepared import Kinds, kinds_of
 from insum.call.request import Form
 from insum.lang.bind import Size, Value
@@ -27,6 +28,8 @@ from insum.plan.path import AUTO, is_path
 
 #: Runs a statement, of which the kinds of calls are known, on these values and sizes.
 StatementRunner: TypeAlias = Callable[[Kinds, Mapping[str, Value], tuple[Any, ...]], Tensor]
+#: By statement, the calls of it that are found for values of certain layouts.
+FoundCalls: TypeAlias = dict[Kinds, BoundCall]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +61,36 @@ class Derived:
         shape: Sequence[Size],
         extents: Mapping[str, Size],
         run: StatementRunner,
+        calls: FoundCalls | None = None,
     ) -> Tensor:
-        """Its value, of this shape, on those of the values that it reads."""
+        """Its value, of this shape, on those of the values that it reads. ``calls``: those that
+        earlier passes have found for values of the same layouts, to which this adds; ``run`` is
+        asked where there are none.
+        """
         if self.views:
             source: Tensor = values[self.views]
             return self.repeated(source.permute(self.order), shape) if self.repeats else source
         # loops: before Python 3.12 every comprehension is a call, and a backward pass has many
-        arguments, sizes = {}, [*shape]
-        for dim in reversed(self.repeats):
-            del sizes[dim]
+        arguments = {}
         for name in self.reads:
             arguments[name] = values[name]
-        for var in self.variables:
-            sizes.append(extents[var])
-        found = run(self.kinds, arguments, tuple(sizes))
+        call = None if calls is None else calls.get(self.kinds)
+        if call is None:
+            sizes = [*shape]
+            for dim in reversed(self.repeats):
+                del sizes[dim]
+            for var in self.variables:
+                sizes.append(extents[var])
+            if calls is not None:
+                kinds, given = self.kinds, tuple(sizes)
+                call = kinds.known(arguments, given) or kinds.find(arguments, given)
+                calls[kinds] = call
+        if call is None:
+            found = run(self.kinds, arguments, tuple(sizes))
+        else:
+            if call.prepared.looks_first:
+                call.look(arguments)
+            found = call.run("new", arguments, None)
         if self.real:
             found = found.real
         return self.repeated(found, shape) if self.repeats else found
@@ -117,9 +136,11 @@ def gradients(
     result: Tensor | None,
     held: Tensor | None,
     run: StatementRunner,
+    calls: FoundCalls | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """What reaches the initial value, and each tensor that is ``wanted``. ``result``, and where it
-    ``held`` its initial value, matter for ``max=`` and ``min=`` only.
+    ``held`` its initial value, matter for ``max=`` and ``min=`` only. ``calls``: as `Derived` has
+    them.
     """
     to_initial = upstream
     if result is not None:
@@ -133,7 +154,7 @@ def gradients(
         known = {**values, rule.upstream: upstream, rule.result: result}
         total: Tensor | None = None
         for one in rule.statements:
-            part = one(known, source.shape, call.extents, run)
+            part = one(known, source.shape, call.extents, run, calls)
             total = part if total is None else total + part
         if total is None:
             total = torch.zeros_like(source, dtype=call.dtypes.get(name, source.dtype))

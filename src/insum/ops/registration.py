@@ -26,15 +26,16 @@ from insum.ops.eager import (
     DifferentiableCall,
     accumulate,
     accumulate_,
+    attained,
     contract,
     held_by,
     no_tangents,
     pull_back,
     push_forward,
-    save_call,
 )
 from insum.ops.encoding import decode, encode, split_at
 from insum.ops.vmap import batched, front
+from insum.settings import settings
 
 _VALUES = "str names, Tensor[] tensors, str scalar_names, Scalar[]? scalars"
 _ARGUMENTS = (
@@ -123,8 +124,9 @@ def _setup(ctx: Any, initial: Tensor | None, inputs: tuple[Any, ...], output: Te
     request, values = decode(inputs)
     tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
     numbers = dict(zip(split_at(inputs[3], ","), inputs[4] or ()))
-    spec = DifferentiableCall(request, numbers, tuple(tensors), None)
-    save_call(ctx, spec, initial, list(tensors.values()), output)
+    ctx.spec = DifferentiableCall(request, numbers, tuple(tensors), None, settings.values)
+    more = attained(initial, output) if request.form.is_extremum else ()
+    ctx.save_for_backward(*tensors.values(), *more)
     # torch takes any empty list for one of tensors, and wants a list back.
     ctx.rest = [
         [] if isinstance(value, list | tuple) and not value else None for value in inputs[3:]

@@ -18,7 +18,6 @@ from insum.bounded import keep
 from insum.compat.streams import CUDAGRAPH_TREES, is_capturing, is_recorded
 from insum.facts import CONSTANT
 from insum.lang.bind import Value
-from insum.lang.problem import Sized
 from insum.plan.strategies.unrolling import UNROLL_POINTS
 from insum.runtime import cache, which_program
 from insum.runtime.check import found as offences
@@ -46,12 +45,20 @@ class MapRun(NamedTuple):
 
 
 class FusedCall:
-    """A call of certain sizes and strides, as generated kernels."""
+    """A call of certain sizes and strides, as generated kernels: ``spans`` are the ``extents``, in
+    the order of the problem's.
+    """
 
-    __slots__ = ("keeps", "kind", "new_class", "serial", "sized")
+    __slots__ = ("extents", "keeps", "kind", "new_class", "serial", "shape", "spans")
 
-    def __init__(self, kind: FusedKind, sized: Sized) -> None:
-        self.kind, self.sized = kind, sized
+    def __init__(
+        self,
+        kind: FusedKind,
+        spans: tuple[int, ...],
+        shape: tuple[int, ...],
+        extents: Mapping[str, int],
+    ) -> None:
+        self.kind, self.spans, self.shape, self.extents = kind, spans, shape, extents
         self.serial = next(_serials)
         self.keeps = False  # whether something is kept under this serial
         #: The class of sizes and strides of calls that make their result.
@@ -67,8 +74,7 @@ class FusedCall:
                 return found(values, target)
             return self.run_ready(found, values, target, entries)
         if type(found) is MapRun:
-            sized = self.sized
-            return found.code.run(values, sized.spans, sized.shape, None, found.made, False)
+            return found.code.run(values, self.spans, self.shape, None, found.made, False)
         if type(found) is Unseen:
             return self.run_unseen(found, values, target, entries, recorded)
         return found  # type: ignore[return-value]
@@ -166,7 +172,7 @@ class FusedCall:
         recorded: bool,
     ) -> Tensor:
         made = self.made_of(found, values, entries, recorded) if found.recipes else ()
-        look, sized = False, self.sized
+        look = False
         if found.check is not None:
             values, look = self.with_record(found, values, target, entries)
         elif target is None and not recorded and len(entries) == 1:
@@ -175,7 +181,7 @@ class FusedCall:
             lasting = of is not None and not (made and of.inverse)
             if of is not None and lasting and len(of.runs) < MOST_MADE:
                 of.runs[self.serial, self.kind.stream(), cache.state["epoch"]] = MapRun(found, made)
-        return found.run(values, sized.spans, sized.shape, target, made, look)
+        return found.run(values, self.spans, self.shape, target, made, look)
 
     def made_of(
         self,
@@ -187,16 +193,16 @@ class FusedCall:
         """What the recipes of a program make of the index tensors. All that one call needs of the
         map of a kernel is kept with the map, for the others of a network: they look for one thing.
         """
-        kind, sized, key = self.kind, self.sized, None
+        kind, key = self.kind, None
         of: packs.KernelMap | None = None if recorded else entries[0].things.get(packs.MAP)
         wraps = kind.programs.wraps
         if of is not None and found.sizes is not None and len(entries) == 1 and not wraps:
-            key = kind.stream(), found.does, found.sizes(values, sized.spans, sized.shape)
+            key = kind.stream(), found.does, found.sizes(values, self.spans, self.shape)
             before: Sequence[Made] | None = of.made.get(key)
             if before is not None:
                 return before
         prologue = Prologue(
-            *(values, sized.extents, sized.shape, wraps),
+            *(values, self.extents, self.shape, wraps),
             wait=False,
             recorded=recorded,
             entries=dict(zip(kind.indices, entries)),
@@ -228,11 +234,11 @@ class FusedCall:
 
     def class_key(self, values: Mapping[str, Value], target: Tensor | None) -> tuple[Any, ...]:
         """The class of sizes and strides, by which programs are told apart."""
-        sized, classes = self.sized, self.kind.classify
+        classes = self.kind.classify
         if target is not None:
-            return classes[1](values, sized.spans, sized.shape, target)
+            return classes[1](values, self.spans, self.shape, target)
         if self.new_class is None:
-            self.new_class = classes[0](values, sized.spans, sized.shape, None)
+            self.new_class = classes[0](values, self.spans, self.shape, None)
         return self.new_class
 
     # --- checks ---
@@ -248,9 +254,9 @@ class FusedCall:
         look: an earlier call may have, and has reported what it found. A call in place looks for
         itself, because it must change nothing where one is out of range.
         """
-        kind, sized, program = self.kind, self.sized, found.program
+        kind, program = self.kind, found.program
         place = dict(zip(kind.indices, entries))
-        ranges = program.ranges(values, sized.shape)
+        ranges = program.ranges(values, self.shape)
         if target is None and len(ranges) == len(program.unchecked):
             for name, range_ in ranges:
                 if range_ not in place[name].looked:
@@ -266,5 +272,6 @@ class FusedCall:
                 called[name] = entry.called
         numbers = {n: values[n] for n in kind.numbers} if kind.numbers else {}
         shapes = {n: v.shape for n, v in values.items() if isinstance(v, Tensor)}
-        made = (sized, program.unchecked, references, numbers, shapes, called)
+        own = kind.programs.problem, self.extents, self.shape
+        made = (*own, program.unchecked, references, numbers, shapes, called)
         return record_of(kind.device).next(made, values), True

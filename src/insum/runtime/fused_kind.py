@@ -12,7 +12,6 @@ import torch
 from insum.compat.streams import stream_getter
 from insum.lang.bind import Problem
 from insum.lang.expr import accesses
-from insum.lang.problem import Sized
 from insum.plan.config import Choice
 from insum.plan.draft import Wishes
 from insum.plan.sizes import OUT
@@ -86,7 +85,7 @@ class FusedKind:
         return tuple((u.tensor, OUT if u.is_target else u.access.tensor, u.dim) for u in uses)
 
     @functools.cached_property
-    def call(self) -> Callable[[Sized], FusedCall]:
+    def call(self) -> Callable[[tuple[int, ...], tuple[int, ...], Mapping[str, int]], FusedCall]:
         """Makes the call of certain sizes."""
         from insum.runtime.fused import FusedCall  # which rests on this
 

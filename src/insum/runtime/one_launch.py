@@ -108,12 +108,12 @@ def _run(parts: Sequence[_LookedUp], codes: Sequence[Unseen]) -> list[Tensor]:
         with torch.cuda.device(index):
             return _run(parts, codes)
     program = _program(tuple([one.program for one in codes]))
-    if program is None or has_nothing(program.steps[0], call.sized.extents, call.sized.shape):
+    if program is None or has_nothing(program.steps[0], call.extents, call.shape):
         return []
     values = {name: value for one in parts for name, value in one.values.items()}
     results = []
     for number, (one, code) in enumerate(zip(parts[1:], codes[1:]), 1):
-        values[beside(number)] = result = code.new(one.call.sized.shape)
+        values[beside(number)] = result = code.new(one.call.shape)
         results.append(result)
     joined = program.codes.get(False) or _code(program, parts[0], values)
     if joined is None:
@@ -124,12 +124,13 @@ def _run(parts: Sequence[_LookedUp], codes: Sequence[Unseen]) -> list[Tensor]:
 
 def _code(program: Program, first: _LookedUp, values: Mapping[str, Value]) -> Unseen | None:
     """Code for the launch on all sizes, written the first time."""
-    sized, prologue = first.call.sized, prologue_of(first.call, values, first.entries)
+    call = first.call
+    prologue = prologue_of(call, values, first.entries)
     try:
-        found = ready(program, values, sized.extents, sized.shape, prologue)
+        found = ready(program, values, call.extents, call.shape, prologue)
     except NotYet:
         return None
-    return code_of(first.call, found, None)
+    return code_of(call, found, None)
 
 
 def _program(programs: tuple[Program, ...]) -> Program | None:

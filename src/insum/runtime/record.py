@@ -27,7 +27,7 @@ from insum.compat.streams import cudagraph_state, elsewhere
 from insum.errors import IndexRangeError, InsumError
 from insum.lang.bind import Problem
 from insum.lang.expr import Access, variables
-from insum.lang.problem import Sized
+from insum.lang.problem import resized
 from insum.plan.uses import Use
 from insum.runtime import check
 
@@ -41,7 +41,9 @@ Explain: TypeAlias = Callable[[int, int, int], InsumError]
 class ReportableCall:
     """One call that may be reported: what it was, and its index tensors as they were."""
 
-    sized: Sized
+    example: Problem
+    extents: Mapping[str, int]
+    shape: tuple[int, ...]
     uses: tuple[Use, ...]
     entries: Sequence[tuple[str, Any, int]]  # name, weak reference, serial of the entry
     numbers: Mapping[str, Any]
@@ -51,7 +53,7 @@ class ReportableCall:
     @property
     def problem(self) -> Problem:
         """The problem with the sizes of the call; its tensors may be gone."""
-        return self.sized.problem(self.shapes)
+        return resized(self.example, self.extents, self.shape, self.shapes)
 
     def look_again(self) -> None:
         """The next call on these index tensors reports, too."""

@@ -21,6 +21,7 @@ from insum.compat.streams import cudagraph_state, elsewhere, is_recorded
 from insum.facts import IndexFacts, known_now
 from insum.lang.bind import Value
 from insum.lang.expr import accesses, variables
+from insum.lang.problem import resized
 from insum.plan.questions import Question, Summary
 from insum.plan.recipes import (
     Composed,
@@ -126,7 +127,7 @@ def _map_key(
     """What decides the program where all index tensors are maps of kernels that few calls have
     met; None where they are not.
     """
-    kind, sized = call.kind, call.sized
+    kind = call.kind
     if kind.limits is None or len(entries) > 1 and not _are_maps(entries):
         return None
     about: list[object] = []
@@ -147,16 +148,16 @@ def _map_key(
         highest[name] = facts.high
         about.append((known.mirrored, values[name].shape[0]))  # type: ignore[union-attr]
     for name, owner, dim in kind.limits:
-        limit = sized.shape[dim] if owner is OUT else values[owner].shape[dim]  # type: ignore[union-attr]
+        limit = call.shape[dim] if owner is OUT else values[owner].shape[dim]  # type: ignore[union-attr]
         if highest[name] >= limit:
             return None
     for k in kind.exact:
-        about.append(sized.spans[k])
+        about.append(call.spans[k])
     sizes = call.new_class
     if target is not None:
         sizes = call.class_key(values, target)
     elif sizes is None:  # as `class_key`
-        sizes = call.new_class = kind.classify[0](values, sized.spans, sized.shape, None)
+        sizes = call.new_class = kind.classify[0](values, call.spans, call.shape, None)
     return sizes, target is None, cache.state["epoch"], *about
 
 
@@ -207,8 +208,7 @@ def _comes_back(call: FusedCall, target: Tensor | None, entries: list[memory.Ent
     """Whether arguments of their own are worth it for these tensors: they were declared to
     come back, or have. Those of a call without anything to launch are few.
     """
-    sized = call.sized
-    if 0 in sized.spans or 0 in sized.shape:
+    if 0 in call.spans or 0 in call.shape:
         return True
     for entry in entries:
         if not entry.declared:
@@ -247,7 +247,7 @@ def _told_key(
     can be out of range, so that new tensors that are alike need not be asked again; None where
     they are not. What became code is told by the tensor itself.
     """
-    kind, sized = call.kind, call.sized
+    kind = call.kind
     if kind.limits is None:
         return None
     about: list[object] = []
@@ -260,10 +260,10 @@ def _told_key(
         known = facts.sorted, facts.unique, facts.padded, facts.constant
         about.append((*known, entry.serial if entry.declared else None))
     for name, owner, dim in kind.limits:
-        limit = sized.shape[dim] if owner is OUT else values[owner].shape[dim]  # type: ignore[union-attr]
+        limit = call.shape[dim] if owner is OUT else values[owner].shape[dim]  # type: ignore[union-attr]
         if highest[name] >= limit:
             return None
-    about += [sized.spans[k] for k in kind.exact]
+    about += [call.spans[k] for k in kind.exact]
     about += map(_serial, entries[len(kind.indices) :])
     return call.class_key(values, target), target is None, cache.state["epoch"], *about
 
@@ -278,13 +278,13 @@ def _make(
     promote: bool = False,
     told: tuple[object, ...] | None = None,
 ) -> Ready | Refusal:
-    sized, prologue, uses = call.sized, prologue_of(call, values, entries), call.kind.programs.uses
+    prologue, uses = prologue_of(call, values, entries), call.kind.programs.uses
     tensors = dict(values) if target is None else {**values, OUT: target}
     before = None if told is None else _program_told(call, told, values, entries, prologue)
     if before is not None:
-        return ready(before, tensors, sized.extents, sized.shape, prologue)
+        return ready(before, tensors, call.extents, call.shape, prologue)
     shapes = {n: v.shape for n, v in values.items() if isinstance(v, Tensor)}
-    problem = sized.problem(shapes)
+    problem = resized(call.kind.problem, call.extents, call.shape, shapes)
     live = live_uses(problem, uses)
     answers = Answers(problem, uses, live, values, prologue, known, promote)
     wishes = call.kind.wishes[target is not None]
@@ -297,7 +297,7 @@ def _make(
     if told is not None and answers.lasting and not answers.exact & _moving(call, values):
         tree = keep(call.kind.told, told, QuestionTree(), MOST_UNSEEN)
         tree.note(answers.summaries, program)
-    return ready(program, tensors, sized.extents, sized.shape, prologue)
+    return ready(program, tensors, call.extents, call.shape, prologue)
 
 
 def _moving(call: FusedCall, values: Mapping[str, Value]) -> set[str]:
@@ -316,14 +316,14 @@ def prologue_of(
     """It may wait for tensors that were declared to come back, and where what is found out
     later must change nothing, while nobody records.
     """
-    kind, sized, wait, known = call.kind, call.sized, True, {}
+    kind, wait, known = call.kind, True, {}
     for name, entry in zip(kind.indices, entries):
         known[name] = entry
         if wait and not (entry.declared or kind.firm and entry.given):
             wait = memory.can_look(values[name])  # type: ignore[arg-type]
     recorded = kind.on_gpu and is_recorded(kind.device)
     return Prologue(
-        *(values, sized.extents, sized.shape, kind.programs.wraps),
+        *(values, call.extents, call.shape, kind.programs.wraps),
         wait=wait and not recorded,
         recorded=recorded,
         entries=known,
@@ -331,8 +331,8 @@ def prologue_of(
 
 
 def _size_class(call: FusedCall, values: Mapping[str, Value], target: Tensor | None) -> SizeClass:
-    sized, kind = call.sized, call.kind
-    return classify.classified(kind.problem, kind.runs, values, sized.spans, sized.shape, target)
+    kind = call.kind
+    return classify.classified(kind.problem, kind.runs, values, call.spans, call.shape, target)
 
 
 def _make_unseen(
@@ -351,7 +351,7 @@ def _make_unseen(
         if entry.declared:
             declared.append(entry.serial)
     if declared:  # code that was written for a pattern knows some extents
-        declared += [call.sized.spans[k] for k in kind.exact]
+        declared += [call.spans[k] for k in kind.exact]
     sizes = call.new_class if target is None else None
     sizes = sizes or call.class_key(values, target)
     key = (sizes, target is None, cache.state["epoch"], *declared)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from insum.codegen.arguments import CALL, CLAIM, FLAGS, RECORD
 from insum.codegen.checking import REPORT
-from insum.compat.tensors import empty
+from insum.compat.tensors import empties
 from insum.plan.sizes import power_of_two
 from insum.runtime import launch
 from insum.runtime.handwritten.kernel import Handwritten, blocks
@@ -316,8 +316,8 @@ def find(table: Table, places: Tensor, stencil: Stencil) -> tuple[Tensor, Tensor
     M); and words with a bit for each that is there (`packs.words_for`).
     """
     (steps, ndim), count = stencil.offsets.shape, places.shape[0]
-    found = empty((steps, count), torch.int32, places.device)
-    words, per = words_for(count, steps, places.device)
+    per, room = words_for(count, steps)
+    made = empties(places.device, found=(torch.int32, (steps, count)), words=room)
     many = count >= MANY_ROWS
     _FINDS[ndim, stencil.coarse, many](
         blocks(count, SOUGHT // LANES[many]),
@@ -326,8 +326,8 @@ def find(table: Table, places: Tensor, stencil: Stencil) -> tuple[Tensor, Tensor
         places,
         stencil.offsets,
         stencil.names,
-        found,
-        words,
+        made["found"],
+        made["words"],
         count,
         steps,
         per,
@@ -336,4 +336,4 @@ def find(table: Table, places: Tensor, stencil: Stencil) -> tuple[Tensor, Tensor
         *stencil.stride,
         *stencil.padding,
     )
-    return found, words
+    return made["found"], made["words"]

@@ -4,6 +4,8 @@ launched like generated ones.
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +18,7 @@ from insum.runtime import binaries, compiling, launch
 
 #: Elements that one program of most of these kernels takes.
 BLOCK = 1024
+_dtype_of = operator.attrgetter("dtype")
 
 
 class Handwritten:
@@ -35,22 +38,20 @@ class Handwritten:
         if launch.interpreting():
             self._function()[(programs,)](*arguments)
             return
-        given: Any = arguments
+        given: Any = arguments[: self.tensors]
         if given[0].device.index != streams.device_now():
             with torch.cuda.device(given[0].device):
                 return self(programs, *arguments)
-        count, unaligned, kinds = self.tensors, 0, []
-        addresses = [*arguments]
-        for place in range(count):
-            tensor = given[place]
-            kinds.append(tensor.dtype)
-            addresses[place] = address = tensor.data_ptr()
-            unaligned = 2 * unaligned + (address & 15 != 0)
-        key = unaligned, *kinds
-        found = self._launchers.get(key)
+        addresses, unaligned = [*map(Tensor.data_ptr, given)], 0
+        if functools.reduce(operator.or_, addresses) & 15:
+            for address in addresses:
+                unaligned = 2 * unaligned + (address & 15 != 0)
+        kinds = tuple(map(_dtype_of, given))
+        found = self._launchers.get((unaligned, kinds))
         if found is None:
-            found = self._launchers[key] = self._compiled(kinds, len(arguments), unaligned)
-        found(programs, addresses)
+            found = self._compiled(kinds, len(arguments), unaligned)
+            self._launchers[unaligned, kinds] = found
+        found(programs, [*addresses, *arguments[self.tensors :]])
 
     def types(self, kinds: Sequence[torch.dtype], count: int) -> tuple[str, ...]:
         """The types of all arguments, of the dtypes of the tensors among them."""

@@ -75,16 +75,15 @@ class KernelMap:
         self.inverse: weakref.ref[Tensor] | None = None
 
 
+def words_for(rows: int, steps: int) -> tuple[int, tuple[torch.dtype, tuple[int, int]]]:
+    """How many bits the words of rows have, and their dtype and shape: (words, rows)."""
+    # short words are sorted in half the time
+    per, dtype = (31, torch.int32) if steps <= 31 else (62, torch.int64)
+    return per, (dtype, (-(-steps // per), rows))
+
+
 def bits_per_word(steps: int) -> int:
-    """Short words are sorted in half the time."""
-    return 31 if steps <= 31 else 62
-
-
-def words_for(rows: int, steps: int, device: torch.device) -> tuple[Tensor, int]:
-    """Room for the words of rows: (words, rows); and how many bits each has."""
-    per = bits_per_word(steps)
-    dtype = torch.int32 if per == 31 else torch.int64
-    return empty((-(-steps // per), rows), dtype, device), per
+    return words_for(0, steps)[0]
 
 
 _BITS = Handwritten(
@@ -397,7 +396,8 @@ def bits_of(table: Tensor, names: Tensor, walks: Sequence[tuple[bool, int, int, 
     (row_at, (_, _, _, rows)), (step_at, (_, coefficient, offset, steps)) = sorted(
         enumerate(walks), key=lambda pair: not pair[1][0]
     )
-    words, per = words_for(rows, steps, table.device)
+    per, room = words_for(rows, steps)
+    words = empties(table.device, words=room)["words"]
     first = offset * table.stride(step_at)
     strides = table.stride(row_at), coefficient * table.stride(step_at), first
     programs = blocks(rows, 256) * words.shape[0]
@@ -413,29 +413,41 @@ def order_of(words: Tensor, steps: int, *, thorough: bool) -> Tensor:
     rows, device = words.shape[1], words.device
     windows = -(-rows // WINDOW)
     if words.dtype == torch.int32 and windows <= MOST_WINDOWS and not thorough:
-        counts = empty((windows + 1, BUCKETS), torch.int32, device)  # the last: their limits
-        order = empty((rows,), torch.int64, device)
-        _COUNT(windows, words, counts, rows)
-        _PLACE(windows, words, counts, order, rows, windows)
-        return order
+        made = empties(
+            device,
+            counts=(torch.int32, (windows + 1, BUCKETS)),  # the last: their limits
+            order=(torch.int64, (rows,)),
+        )
+        _COUNT(windows, words, made["counts"], rows)
+        _PLACE(windows, words, made["counts"], made["order"], rows, windows)
+        return made["order"]
     keys = empty((rows,), words.dtype, device)
     _KEYS(blocks(rows, 256), words, keys, rows, words.shape[0], bits_per_word(steps))
     return torch.argsort(keys, descending=True, stable=True)
 
 
 def tiled(words: Tensor, order: Tensor, names: Tensor) -> dict[str, Tensor]:
-    """Tiles of rows in an order, and the steps of each, by the names of the bits: forwards, and
+    """Tiles of rows in an order, and the steps of each, by the ``names`` of the bits: forwards, and
     ``back``, counted from the last.
     """
     (count, rows), steps = words.shape, names.shape[0]
     tiles, device = -(-rows // TILE), words.device
-    most = (tiles * steps,)
-    made = empties(torch.int32, device, (tiles, TILE), most, most, (tiles,), (tiles,))
-    held = empty((count, tiles), torch.int64, device)
+    kind = torch.int32
+    most, each = (kind, (tiles * steps,)), (kind, (tiles,))
+    made = empties(
+        device,
+        rows=(kind, (tiles, TILE)),
+        steps=most,
+        back=most,
+        start=each,
+        end=each,
+        held=(torch.int64, (count, tiles)),
+    )
     windowed = words.dtype == torch.int32
     programs, per = (-(-rows // WINDOW), 31) if windowed else (tiles, bits_per_word(steps))
-    _STEPS[windowed](programs, words, order, names, *made, held, rows, steps, per, tiles)
-    return {**dict(zip(("rows", "steps", "back", "start", "end"), made)), "held": held}
+    _STEPS[windowed](programs, words, order, names, *made.values(), rows, steps, per, tiles)
+    made["names"] = names
+    return made
 
 
 def heaviest_first(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -448,10 +460,10 @@ def heaviest_first(found: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def by_step(held: Tensor, names: Tensor, *, turned: bool) -> dict[str, Tensor]:
     """The tiles that have each step, in pieces; ``turned``: steps are counted from the last."""
     tiles, steps, device = held.shape[1], names.shape[0], held.device
-    pieces = PIECES + steps
-    made = empties(torch.int32, device, (steps * tiles,), (pieces,), (pieces,), (pieces,))
-    _BY_STEP(steps, held, names, *made, tiles, bits_per_word(steps), int(turned))
-    return dict(zip(("tile", "step", "start", "end"), made))
+    each = torch.int32, (PIECES + steps,)
+    made = empties(device, tile=(torch.int32, (steps * tiles,)), step=each, start=each, end=each)
+    _BY_STEP(steps, held, names, *made.values(), tiles, bits_per_word(steps), int(turned))
+    return made
 
 
 def inverted(table: Tensor, rows: int) -> Tensor:

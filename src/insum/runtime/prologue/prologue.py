@@ -267,7 +267,7 @@ class Prologue:
         if is_backwards(walks, table):
             made = self.made(recipe.forwards)
             return None if made is None else read_backwards(made)
-        if on_device(table) and steps <= packs.MOST_STEPS:
+        if steps <= packs.MOST_STEPS and (of is not None or on_device(table)):
             if of is None:
                 return packed_on_device(table, walks)
             if of.comes_back:

@@ -147,19 +147,14 @@ def packed_by_frequency(
     if coefficient < 0 or offset or steps != table.shape[1 - rows_at]:
         names = _names_walked(names, coefficient, offset, steps)
     words = packs.bits_of(table, names, walks)
-    return packs.heaviest_first(_tiles(words, names, thorough=True)), steps
+    return packs.heaviest_first(packed_words(words, names, thorough=True)), steps
 
 
-def packed_words(words: Tensor, names: Tensor) -> dict[str, Tensor]:
+def packed_words(words: Tensor, names: Tensor, *, thorough: bool = False) -> dict[str, Tensor]:
     """Tiles of rows that are ordered by their words of bits, one bit for each of these steps, with
-    as little work as that takes.
+    as little work as that takes, unless they are to be ordered ``thorough``ly.
     """
-    return _tiles(words, names, thorough=False)
-
-
-def _tiles(words: Tensor, names: Tensor, *, thorough: bool) -> dict[str, Tensor]:
-    order = packs.order_of(words, len(names), thorough=thorough)
-    return {**packs.tiled(words, order, names), "names": names}
+    return packs.tiled(words, packs.order_of(words, names.shape[0], thorough=thorough), names)
 
 
 def _names_walked(names: Tensor, coefficient: int, offset: int, steps: int) -> Tensor:
