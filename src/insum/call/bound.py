@@ -56,7 +56,7 @@ class BoundCall:
     """A call of certain sizes and strides."""
 
     __slots__ = (
-        *("_problem", "_staged", "_uses", "count", "derived", "forward", "fused", "graphs"),
+        *("_problem", "_staged", "_uses", "based", "count", "derived", "forward", "fused", "graphs"),
         *("lowerings", "prepared", "ranges", "recorded", "sized", "sizes", "waits"),
     )
 
@@ -75,6 +75,8 @@ class BoundCall:
         self.ranges: tuple[tuple[str, int, int], ...] = ()
         self._staged: dict[bool, tuple[BoundStage, ...]] = {}
         self.fused: FusedCall | None = prepared.fused.call(sized) if prepared.is_fused else None
+        #: The same for results that are accumulated from a tensor.
+        self.based: FusedCall | None = None
         #: By mode.
         self.graphs: dict[str, on_graph.SizedGraph] = {}
         #: How a CPU runs this call, by whether the result is new or accumulated.
@@ -160,7 +162,7 @@ class BoundCall:
             if stages:
                 if mode == "into" and self.prepared.kernels_look and self.prepared.on_path:
                     self.look(values)
-                return _run_stages(stages, mode, values, target)
+                return _run_stages(stages, mode, values, self.whole(target))
         if self.prepared.fusable:
             fused = self.fused or in_kernels.kernels_of(self, values, target)
             if fused is not None:
@@ -182,7 +184,12 @@ class BoundCall:
             self.look_now(values)
         if self.prepared.form.wraps:
             values = self.wrapped(values)
-        return on_graph.run(self, mode, values, target)
+        return on_graph.run(self, mode, values, self.whole(target))
+
+    def whole(self, target: Tensor | None) -> Tensor | None:
+        """What is accumulated from or into, in the shape of the result: it may be broadcast."""
+        shape = self.sized.shape
+        return target if target is None or target.shape == shape else target.expand(shape)
 
     def staged(self, values: Mapping[str, Value], *, in_place: bool) -> tuple[BoundStage, ...]:
         """The statements that this call is made of, with their sizes; none where it is one."""

@@ -197,13 +197,22 @@ class PreparedCall:
     @functools.cached_property
     def fused(self) -> FusedKind:
         """This kind of call as generated kernels."""
+        return self._fused_kind(based=False)
+
+    @functools.cached_property
+    def based(self) -> FusedKind:
+        """The same, of results that are accumulated from a tensor."""
+        return self._fused_kind(based=True)
+
+    def _fused_kind(self, *, based: bool) -> FusedKind:
         from insum.runtime.fused import fused_kind  # which takes a while to import
         from insum.runtime.shelf import Shelf
 
         form, problem = self.form, self.problem
         dtypes = tuple((n, k.dtype, k.device, k.strength) for n, k in problem.kinds.items())
         shelf = keep(self.shelves, (dtypes, problem.dtype, problem.device), Shelf(), MOST_KINDS)
-        return fused_kind(problem, self.uses, form.wraps, form.config, self.negated, shelf)
+        rest = form.wraps, form.config, self.negated, shelf
+        return fused_kind(problem, self.uses, *rest, based=based)
 
     def bind(
         self,
@@ -222,7 +231,7 @@ class PreparedCall:
         if found is None:
             target, named = self.problem.statement.target.tensor, values
             if initial is not None and target not in values:
-                named = {**values, target: initial}
+                named = {**values, target: self.form.spread(initial, sizes)}
             measured = self.measure(named, sizes)
             if measured is None:
                 self.form.request(sizes).bind(values, initial)  # says what is wrong

@@ -47,6 +47,15 @@ class Form:
     def is_extremum(self) -> bool:
         return head(self.statement).operator in ("max=", "min=")
 
+    def spread(self, initial: Tensor, sizes: Sequence[Size]) -> Tensor:
+        """What is accumulated from, in the shape of the result where that was given."""
+        target, place = head(self.statement).target, 0
+        for key, length in self.size_keys:
+            if key == target and length is not None:
+                return _broadcast(self.statement, initial, tuple(sizes[place : place + length]))
+            place += 1 if length is None else length
+        return initial
+
     def request(self, sizes: Sequence[Size]) -> Request:
         """The request with these sizes."""
         left, named = list(sizes), []
@@ -87,11 +96,25 @@ class Request:
     def bind(self, values: Mapping[str, Value], initial: Tensor | None = None) -> Problem:
         statement = parse(self.statement)
         if initial is not None and statement.target.tensor not in values:
-            values = {**values, statement.target.tensor: initial}
+            whole = self.form.spread(initial, self.size_values)
+            values = {**values, statement.target.tensor: whole}
         problem = bind(statement, values, sizes=dict(self.sizes), padded=self.padded)
         if self.optimize != AUTO:
             wish_of(problem, self.optimize)  # which says what is wrong with it
         return problem if self.dtype is None else replace(problem, dtype=self.dtype)
+
+
+def _broadcast(statement: str, initial: Tensor, shape: tuple[Size, ...]) -> Tensor:
+    """A view of a tensor in a shape that it broadcasts to."""
+    ends = zip(reversed(initial.shape), reversed(shape))
+    if initial.dim() > len(shape) or not all(a == b or a == 1 for a, b in ends):
+        raise BindingError(
+            f"what is accumulated from has shape {tuple(initial.shape)}, but the result "
+            f"{tuple(shape)}",
+            statement=statement,
+            expected="a tensor that broadcasts to the result",
+        )
+    return initial.expand(shape)
 
 
 def request_of(

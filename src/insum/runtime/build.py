@@ -50,7 +50,7 @@ from insum.plan.recipes import (
     Tasks,
 )
 from insum.plan.roles import Contraction, Roles, contraction
-from insum.plan.sizes import ALIGNED, FITTED, NEW, OUT, WORK, Strides, power_of_two
+from insum.plan.sizes import ALIGNED, BASE, FITTED, NEW, OUT, WORK, Strides, power_of_two
 from insum.plan.uses import Use
 from insum.runtime import launch
 from insum.runtime.program import (
@@ -87,7 +87,7 @@ def assemble(
     buffered = widest != problem.dtype and _meet(planned)
     if buffered:  # contributions meet in a new tensor, whatever strides the passed one has
         planned = [_into_new(one) for one in planned]
-    if unchecked and wishes.accumulate:  # all products of a call in place are added, or none is
+    if unchecked and wishes.base == OUT:  # all products of a call in place are added, or none is
         planned = [replace(one, plan=replace(one.plan, leaves=True)) for one in planned]
     steps = tuple(
         step_of(one, wishes, choice, room) for one, choice in zip(planned, choices, strict=True)
@@ -321,7 +321,7 @@ class _Build:
         piece = fresh("piece", {*self.extents, *dict(plan.made)})
         read = Access(WORK, (index_of(piece), *map(index_of, kept)))
         extents = {**self.extents, piece: pieces}
-        used = {OUT, *(a.tensor for i in plan.target.indices for a in accesses(i))}
+        used = {OUT, BASE, *(a.tensor for i in plan.target.indices for a in accesses(i))}
         plan = replace(
             plan,
             factors=(read,),
