@@ -29,7 +29,7 @@ from insum.lang.bind import Problem, Size, Value
 from insum.lang.expr import tensors_of
 from insum.lang.parser import parse
 from insum.ops.autocast import lowered
-from insum.ops.eager import contract, run, run_lowered
+from insum.ops.eager import contract, run, run_from, run_lowered
 from insum.ops.inplace import add_in_place
 from insum.ops.mean import as_sum, is_mean, known_sum, sum_of, told_of
 from insum.ops.traced import traced
@@ -132,6 +132,36 @@ def insum(
     if call.prepared.target:
         return add_in_place(kinds.form.request(given), call, tensors)
     return run(call, tensors)
+
+
+def sum_onto(
+    base: Tensor,
+    statement: str,
+    /,
+    *,
+    out_shape: tuple[Size, ...],
+    padded: tuple[str, ...] = (),
+    **tensors: Any,
+) -> Tensor:
+    """A sum or a mean, plus a ``base`` that broadcasts to it, for layers: ``insum(...) + base``.
+
+    In plain eager mode, and where all dtypes are the base's, that is one statement: the base is
+    read where its sums are stored, and is rounded with them. Else it is two operations, of which
+    compilers make what they can.
+    """
+    alike, dtype = not torch.compiler.is_compiling(), base.dtype
+    for value in tensors.values():  # here: every function that is called is one more on the path
+        inexact = value.is_floating_point() or value.is_complex()
+        alike = alike and value.layout is torch.strided and (value.dtype is dtype or not inexact)
+    if alike and is_plain_call((base, *tensors.values())):
+        kinds, given = kinds_with(statement, out_shape, None, padded)
+        found = known_sum(kinds, given, tensors) if kinds.means else (kinds, given, tensors)
+        if found is not None and head_of_text(found[0].form.statement).operator == "=":
+            kinds, given, tensors = found
+            kinds = kinds.accumulating or kinds.accumulate()
+            call = kinds.known(tensors, given, base) or kinds.find(tensors, given, base)
+            return run_from(call, base, tensors)
+    return insum(statement, out_shape=out_shape, padded=padded, **tensors) + base
 
 
 def _is_lowered(tensors: dict[str, Value]) -> bool:

@@ -17,6 +17,7 @@ from insum.call.stages import Stage
 from insum.compat.calls import is_profiled, is_undisturbed
 from insum.lang.bind import Problem, Value
 from insum.lang.problem import Sized
+from insum.plan.sizes import BASE
 from insum.plan.uses import Use
 from insum.runtime.check import in_range, live_uses, ranges_of, verify
 
@@ -56,7 +57,17 @@ class BoundCall:
     """A call of certain sizes and strides."""
 
     __slots__ = (
-        *("_problem", "_staged", "_uses", "based", "count", "derived", "forward", "fused", "graphs"),
+        *(
+            "_problem",
+            "_staged",
+            "_uses",
+            "based",
+            "count",
+            "derived",
+            "forward",
+            "fused",
+            "graphs",
+        ),
         *("lowerings", "prepared", "ranges", "recorded", "sized", "sizes", "waits"),
     )
 
@@ -166,11 +177,13 @@ class BoundCall:
         if self.prepared.fusable:
             fused = self.fused or in_kernels.kernels_of(self, values, target)
             if fused is not None:
-                found = (
-                    fused(values, None)
-                    if target is None
-                    else in_kernels.run_into(self, fused, mode, values, target)
-                )
+                if target is None:
+                    found = fused(values, None)
+                elif mode == "into":
+                    found = in_kernels.run_into(self, fused, values, target)
+                else:  # what it starts from is one more tensor that kernels read
+                    based = self.based or self.started_from()
+                    found = based({**values, BASE: target}, None)
                 if isinstance(found, Tensor):
                     return found
                 in_kernels.fall_back(self, values, found.reason)
@@ -185,6 +198,11 @@ class BoundCall:
         if self.prepared.form.wraps:
             values = self.wrapped(values)
         return on_graph.run(self, mode, values, self.whole(target))
+
+    def started_from(self) -> FusedCall:
+        """The generated kernels of a new result that is accumulated from a tensor."""
+        self.based = found = self.prepared.based.call(self.sized)
+        return found
 
     def whole(self, target: Tensor | None) -> Tensor | None:
         """What is accumulated from or into, in the shape of the result: it may be broadcast."""

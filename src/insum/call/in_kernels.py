@@ -12,7 +12,6 @@ from insum.bounded import is_first
 from insum.call.overlap import shares_memory, written_to
 from insum.errors import NotFusedError
 from insum.lang.bind import Value
-from insum.plan.sizes import BASE
 
 if TYPE_CHECKING:
     from insum.call.bound import BoundCall
@@ -37,15 +36,9 @@ def kernels_of(
 
 
 def run_into(
-    call: BoundCall, fused: FusedCall, mode: str, values: Mapping[str, Value], target: Tensor
+    call: BoundCall, fused: FusedCall, values: Mapping[str, Value], target: Tensor
 ) -> Tensor | Refusal:
-    """What accumulates into a tensor in place, or where ``mode`` says so from it, which kernels
-    then read where they store a new result.
-    """
-    if mode == "from":
-        if call.based is None:
-            call.based = call.prepared.based.call(call.sized)
-        return call.based({**values, BASE: target}, None)
+    """What accumulates into a tensor in place."""
     copied = shares_memory(target, map(values.get, call.prepared.reads))
     result = fused(values, target.clone() if copied else target)
     if not isinstance(result, Tensor):

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,10 +53,12 @@ FEW_SIZES = 16
 class Kinds:
     """The kinds of calls of one statement with its options."""
 
-    __slots__ = ("calls", "form", "means", "placed", "shelves")
+    __slots__ = ("accumulating", "calls", "form", "means", "placed", "shelves")
 
     def __init__(self, form: Form) -> None:
         self.form = form
+        #: Of a sum with ``=``, the kinds of the same sum with ``+=``, where it was asked for.
+        self.accumulating: Kinds | None = None
         self.calls: list[PreparedCall] = []
         #: Of a mean, the kinds of sums that its calls are (`ops.mean`).
         self.means: list[Any] = []
@@ -64,6 +66,12 @@ class Kinds:
         self.shelves: dict[object, Any] = {}
         #: By placements and sizes of DTensors, how a call over them is run.
         self.placed: dict[object, Any] = {}
+
+    def accumulate(self) -> Kinds:
+        """Ask for `accumulating`."""
+        statement = self.form.statement.replace("=", "+=", 1)
+        self.accumulating = found = kinds_of(replace(self.form, statement=statement))
+        return found
 
     def find(
         self, values: Mapping[str, Value], sizes: tuple[Any, ...], initial: Tensor | None = None

@@ -49,11 +49,21 @@ class Form:
 
     def spread(self, initial: Tensor, sizes: Sequence[Size]) -> Tensor:
         """What is accumulated from, in the shape of the result where that was given."""
-        target, place = head(self.statement).target, 0
+        target, place = head_of_text(self.statement).target, 0
         for key, length in self.size_keys:
-            if key == target and length is not None:
-                return _broadcast(self.statement, initial, tuple(sizes[place : place + length]))
-            place += 1 if length is None else length
+            if key != target or length is None:
+                place += 1 if length is None else length
+                continue
+            shape = tuple(sizes[place : place + length])
+            try:
+                return initial.expand(shape)
+            except RuntimeError as error:
+                raise BindingError(
+                    f"what is accumulated from has shape {tuple(initial.shape)}, which does not "
+                    f"broadcast to {shape}",
+                    statement=self.statement,
+                    expected="a tensor that broadcasts to the result",
+                ) from error
         return initial
 
     def request(self, sizes: Sequence[Size]) -> Request:
@@ -102,19 +112,6 @@ class Request:
         if self.optimize != AUTO:
             wish_of(problem, self.optimize)  # which says what is wrong with it
         return problem if self.dtype is None else replace(problem, dtype=self.dtype)
-
-
-def _broadcast(statement: str, initial: Tensor, shape: tuple[Size, ...]) -> Tensor:
-    """A view of a tensor in a shape that it broadcasts to."""
-    ends = zip(reversed(initial.shape), reversed(shape))
-    if initial.dim() > len(shape) or not all(a == b or a == 1 for a, b in ends):
-        raise BindingError(
-            f"what is accumulated from has shape {tuple(initial.shape)}, but the result "
-            f"{tuple(shape)}",
-            statement=statement,
-            expected="a tensor that broadcasts to the result",
-        )
-    return initial.expand(shape)
 
 
 def request_of(

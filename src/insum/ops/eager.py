@@ -39,7 +39,7 @@ from insum.lang.bind import Value
 from insum.ops.autocast import lowered
 from insum.ops.encoding import Scalar, encode
 from insum.ops.gradients import ForwardCall, StatementRunner, gradients, tangent_of
-from insum.ops.vmap import batched, front
+from insum.ops.vmap import batched, front_of_base
 from insum.runtime.check import raise_found
 from insum.settings import settings
 
@@ -102,7 +102,9 @@ def run_lowered(
 
 
 def accumulate(request: Request, initial: Tensor, values: Mapping[str, Value]) -> Tensor:
-    """The result of accumulating into ``initial``, which is left as it was. Differentiable."""
+    """The result of accumulating from ``initial``, which is left as it was. Differentiable. Where
+    the shape of the result is among the sizes, ``initial`` may be broadcast to it.
+    """
     if not is_plain_call((initial, *values.values())):
         if is_placed((initial, *values.values())) and is_recordable():
             from insum.distributed import dispatch  # which loads a good deal of torch
@@ -115,11 +117,21 @@ def accumulate(request: Request, initial: Tensor, values: Mapping[str, Value]) -
             else torch.ops.insum.accumulate(initial, *encode(request, values))
         )
         return result
-    prepared = prepare(request, values, initial)
-    prepared.verify(values)
-    if torch.is_grad_enabled() and (initial.requires_grad or prepared.needs_gradient(values)):
-        return differentiable(prepared, initial, values)
-    return prepared.run("from", values, initial)
+    return run_from(prepare(request, values, initial), initial, values)
+
+
+def run_from(call: BoundCall, initial: Tensor, values: Mapping[str, Value]) -> Tensor:
+    """A call in plain eager mode that accumulates from ``initial``; see `run`."""
+    prepared = call.prepared
+    if prepared.looks_first:
+        call.look(values)
+    if torch.is_grad_enabled():
+        if initial.requires_grad:
+            return differentiable(call, initial, values)
+        for name in prepared.sources:
+            if values[name].requires_grad:  # type: ignore[union-attr]
+                return differentiable(call, initial, values)
+    return call.run("from", values, initial)
 
 
 def accumulate_(request: Request, target: Tensor, values: Mapping[str, Value]) -> Tensor:
@@ -254,7 +266,8 @@ class _Differentiable(torch.autograd.Function):
         request, moved = batched(spec.request, values, dims, info.batch_size, new=initial is None)
         if initial is None:
             return contract(request, moved), 0
-        return accumulate(request, front(initial, in_dims[1], info.batch_size), moved), 0
+        led = front_of_base(request, initial, in_dims[1], info.batch_size)
+        return accumulate(request, led, moved), 0
 
 
 def differentiable(
@@ -413,7 +426,7 @@ def save_call(
     """What the backward pass of a call needs of it."""
     call = spec.call  # which was found for the settings of now
     ctx.spec, ctx.settings = spec, settings.values if call is None else call.prepared.settings
-    ctx.initial_dtype = None if initial is None else initial.dtype
+    ctx.initial_kind = None if initial is None else (initial.shape, initial.dtype)
     more: list[Tensor] = []
     if spec.form.is_extremum if call is None else call.prepared.is_extremum:
         # The initial value itself is not kept: the in-place form overwrites it.
@@ -450,8 +463,13 @@ def pull_back(
     finally:
         settings.let_go(token)
     raise_found()  # of earlier calls too: what they did wrong may have come this far
-    wants = initial_needs and ctx.initial_dtype is not None
-    return initial.to(ctx.initial_dtype) if wants else None, list(map(found.get, spec.names))
+    to_initial = None
+    if initial_needs and ctx.initial_kind is not None:
+        shape, dtype = ctx.initial_kind
+        to_initial = initial if initial.dtype == dtype else initial.to(dtype)
+        if to_initial.shape != shape:
+            to_initial = to_initial.sum_to_size(shape)
+    return to_initial, list(map(found.get, spec.names))
 
 
 def _forward(call: BoundCall) -> ForwardCall:

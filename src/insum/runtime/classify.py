@@ -168,7 +168,9 @@ def classifier(
         b = [f"b{k}" for k in range(len(d))]
         lines.append(f"t = v[{BASE!r}]")
         lines.append(_unpacked(b, "spread(t.shape, t.stride(), d)"))
-        parts += _strides_code(d, b, problem.kinds[problem.statement.target.tensor].dtype.itemsize, True)
+        parts += _strides_code(
+            d, b, problem.kinds[problem.statement.target.tensor].dtype.itemsize, True
+        )
         reaches += [_last(d, b), *b]
     itemsize = problem.dtype.itemsize
     o = [f"o{k}" for k in range(len(d))]
