@@ -204,9 +204,9 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
 
     monkeypatch.setattr(BoundCall, "run", run)
 
-    def wishes(accumulate: bool, device: torch.device | None = None) -> Any:
+    def wishes(base: str, device: torch.device | None = None) -> Any:
         precision = precision_of("sm_90")  # the interpreter knows but one
-        return replace(wishes_of(accumulate, device), precision=precision)
+        return replace(wishes_of(base, device), precision=precision)
 
     monkeypatch.setattr(fused_kind, "wishes_of", wishes)
     memory.forget()

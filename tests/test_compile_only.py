@@ -24,7 +24,7 @@ from applications import Call
 from insum.call.request import request_of
 from insum.codegen.arguments import Pointer
 from insum.plan.questions import AskFacts, AskInside, Question
-from insum.plan.sizes import power_of_two
+from insum.plan.sizes import BASE, power_of_two
 from insum.runtime import compiling, inspection, launch
 from insum.runtime.bound_launch import BoundLaunch
 from insum.runtime.program import Program
@@ -241,6 +241,28 @@ def test_index_tensors_that_nobody_has_looked_at(name: str, target: str) -> None
     assert [one.launch.plan.strategy for one in found] == ["atomic"]
     assert found[0].launch.plan.guarded
     for one in found:
+        assert spilled(compile_one(one, target)) == 0, one.launch.config
+
+
+#: Shapes of what rows of 64 numbers start from: a bias, a row for each, a number for each.
+BASES = [(64,), (300, 64), (300, 1)]
+
+
+@pytest.mark.parametrize("target", compiling.TARGETS)
+@pytest.mark.parametrize("shape", BASES, ids=str)
+def test_sums_that_start_from_a_base(shape: tuple[int, ...], target: str) -> None:
+    """One more load at the end of a row, as wide as the store."""
+    values = {
+        "d": torch.arange(300).repeat_interleave(16),
+        "s": torch.randint(0, 300, (4800,)),
+        "w": torch.empty(4800, dtype=torch.float16),
+        "x": torch.empty(300, 64, dtype=torch.float16),
+    }
+    base = torch.empty(shape, dtype=torch.float16)
+    problem = bound("y[d[e],f] += w[e] * x[s[e],f]", {**values, "y": base.expand(300, 64)})
+    given = {**values, BASE: base}
+    for one in launches(inspection.elsewhere(problem, given, architecture=target)):
+        assert one.launch.plan.base == BASE
         assert spilled(compile_one(one, target)) == 0, one.launch.config
 
 

@@ -104,7 +104,7 @@ def test_rows_have_a_part_for_each_launch() -> None:
         rows=40_000, columns=40_000, n=128, entries=400_000, heavy=1500, dtype=torch.float32
     )
     assert [part.name for part in predicted(many).parts] == ["long rows", "short rows"]
-    short, long = first_choice(prepared(many), wishes_of(False))
+    short, long = first_choice(prepared(many), wishes_of(""))
     assert short.split and predicted(many).launches == 2 * DEVICE.launch
     whole = predicted(many, dataclasses.replace(short, split=0), long)
     assert whole.parts[0].programs < predicted(many).parts[0].programs, "pieces are more"
@@ -115,7 +115,7 @@ def test_few_entries_are_in_one_launch() -> None:
     few = predicted(rows())
     assert [part.name for part in few.parts] == ["long rows", "short rows"]
     assert few.launches == DEVICE.launch
-    short, long = first_choice(prepared(rows()), wishes_of(False))
+    short, long = first_choice(prepared(rows()), wishes_of(""))
     other = dataclasses.replace(long, warps=2 * long.warps)
     assert predicted(rows(), short, other).launches == 2 * DEVICE.launch, "no launch has both"
 

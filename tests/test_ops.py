@@ -17,6 +17,7 @@ from insum.call.bound import BoundCall
 from insum.call.request import Request, head
 from insum.compat import calls
 from insum.compat import tensors as compat_tensors
+from insum.ops.eager import accumulate
 from insum.ops.encoding import decode, encode
 from insum.ops.traced import left_side
 
@@ -79,6 +80,57 @@ def test_opcheck_accumulate_in_place(name: str) -> None:
     torch.library.opcheck(
         OPS.accumulate_.default, (torch.randn(4, 5), *encode(request, {**tensors(), **more}))
     )
+
+
+#: Shapes that broadcast to those of results.
+BASES = [(5,), (4, 1), (1, 5), ()]
+
+
+@pytest.mark.parametrize("shape", BASES, ids=str)
+def test_accumulate_from_what_is_broadcast(shape: tuple[int, ...]) -> None:
+    """Values, gradients of the first and second order, tangents, batches and compiled code."""
+    request = Request("C[D[y],x] += A[y,x]", (("C", (4, 5)),))
+    values = {"A": torch.randn(3, 5).double().requires_grad_(), "D": torch.tensor([0, 2, 2])}
+    base = torch.randn(shape).double().requires_grad_()
+
+    def start(base: Tensor, A: Tensor) -> Tensor:
+        return accumulate(request, base, {**values, "A": A})
+
+    def called(base: Tensor, A: Tensor) -> Tensor:
+        result: Tensor = OPS.accumulate(base, *encode(request, {**values, "A": A}))
+        return result
+
+    wanted = base.expand(4, 5).index_add(0, values["D"], values["A"])
+    both = base, values["A"]
+    torch.testing.assert_close(start(*both), wanted)
+    torch.testing.assert_close(called(*both), wanted)
+    assert torch.autograd.gradcheck(start, both) and torch.autograd.gradgradcheck(start, both)
+    assert torch.autograd.gradcheck(called, both)
+    torch.library.opcheck(OPS.accumulate.default, (base, *encode(request, values)))
+    plain = base.detach(), values["A"].detach()
+    tangents = torch.ones_like(plain[0]), torch.ones_like(plain[1])
+    _, tangent = torch.func.jvp(start, plain, tangents)
+    torch.testing.assert_close(tangent, start(*tangents))
+    for given, dims in (
+        ((torch.randn(3, *shape).double(), plain[1]), (0, None)),
+        ((plain[0], torch.randn(3, 3, 5).double()), (None, 0)),
+    ):
+        one = (tuple(v if d is None else v[k] for v, d in zip(given, dims)) for k in range(3))
+        wanted = torch.stack([start(*each) for each in one])
+        torch.testing.assert_close(torch.vmap(start, dims)(*given), wanted)
+    compiled = torch.compile(called, fullgraph=True, backend="aot_eager")(*both)
+    for found, right in zip(
+        torch.autograd.grad(compiled.square().sum(), both),
+        torch.autograd.grad(start(*both).square().sum(), both),
+    ):
+        torch.testing.assert_close(found, right)
+
+
+def test_accumulate_from_what_does_not_fit() -> None:
+    request = Request("C[D[y],x] += A[y,x]", (("C", (4, 5)),))
+    values = {"A": torch.randn(3, 5), "D": torch.tensor([0, 2, 2])}
+    with pytest.raises(insum.BindingError, match=r"shape \(3,\), which does not broadcast to"):
+        accumulate(request, torch.randn(3), values)
 
 
 def test_opcheck_other_dtypes() -> None:

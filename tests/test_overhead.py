@@ -369,11 +369,11 @@ def graph(number: int) -> tuple[Tensor, Tensor]:
     return torch.randn(100 + number, 16), torch.randint(0, 100, (2, 700 + number))
 
 
-#: What torch itself does in a step of such a layer: the linear map, the bias, the sum, and what
-#: autograd and the optimiser make of them.
-LINEAR = Counter({"aten::linear": 1, "aten::add": 1, "aten::sum": 2, "aten::ones_like": 1})
+#: What torch itself does in a step of such a layer: the linear map, the sum, and what autograd and
+#: the optimiser make of them; the bias is part of the statement, its gradient a sum.
+LINEAR = Counter({"aten::linear": 1, "aten::sum": 1, "aten::ones_like": 1, "aten::sum_to_size": 1})
 LINEAR += Counter({"aten::expand": 1, "aten::detach": 2, "aten::t": 3, "aten::mm": 1})
-LINEAR += Counter({"aten::view": 1, "aten::add_": 2})
+LINEAR += Counter({"aten::add_": 2})
 
 
 def test_a_step_on_new_edges(unwritten: None) -> None:
@@ -381,8 +381,10 @@ def test_a_step_on_new_edges(unwritten: None) -> None:
     calls, names, ops = work_of(training(layer, layer), graph)
     assert names == ["insum_count_edges", "insum_normalise_edges", *["generated"] * 2]
     ours = ops - LINEAR
-    assert ours == {"aten::zeros": 1, "aten::unbind": 1, "aten::fill_": 2}, ours
-    assert calls <= 110, calls
+    # atomics start from a copy of the bias, which is measured as a view
+    started = {"aten::copy_": 1, "aten::expand": 1}
+    assert ours == {"aten::zeros": 1, "aten::unbind": 1, "aten::fill_": 1, **started}, ours
+    assert calls <= 118, calls
 
 
 def test_a_step_on_the_same_edges() -> None:
@@ -413,6 +415,7 @@ LAYERS: dict[str, tuple[Any, Any, int]] = {
     "weights": (lambda: GraphConv(16, 16), lambda: (NODES, EDGES, EDGE_WEIGHTS), 31),
     "SAGEConv": (lambda: SAGEConv(16, 16), lambda: (NODES, EDGES), 39),
     "a sum": (lambda: SAGEConv(16, 16, aggr="sum"), lambda: (NODES, EDGES), 29),
+    "narrower sums": (lambda: SAGEConv(16, 8, aggr="sum"), lambda: (NODES, EDGES), 30),
     "five statements": (lambda: GATConv(16, 4, 4), lambda: (NODES, EDGES), 89),
     "RelationalConv": (
         lambda: RelationalConv(16, 16, 3),

@@ -134,6 +134,36 @@ def insum(
     return run(call, tensors)
 
 
+def sum_onto(
+    base: Tensor,
+    statement: str,
+    /,
+    *,
+    out_shape: tuple[Size, ...],
+    padded: tuple[str, ...] = (),
+    **tensors: Any,
+) -> Tensor:
+    """A sum or a mean, plus a ``base`` that broadcasts to it, for layers: ``insum(...) + base``.
+
+    In plain eager mode, and where all dtypes are the base's, that is one statement: the base is
+    read where its sums are stored, and is rounded with them. Else it is two operations, of which
+    compilers make what they can.
+    """
+    alike, dtype = not torch.compiler.is_compiling(), base.dtype
+    for value in tensors.values():  # here: every function that is called is one more on the path
+        inexact = value.is_floating_point() or value.is_complex()
+        alike = alike and value.layout is torch.strided and (value.dtype is dtype or not inexact)
+    if alike and is_plain_call((base, *tensors.values())):
+        kinds, given = kinds_with(statement, out_shape, None, padded)
+        found = known_sum(kinds, given, tensors) if kinds.means else (kinds, given, tensors)
+        if found is not None and head_of_text(found[0].form.statement).operator == "=":
+            kinds, given, tensors = found
+            kinds = kinds.accumulating or kinds.accumulate()
+            call = kinds.known(tensors, given, base) or kinds.find(tensors, given, base)
+            return run(call, tensors, None, base)
+    return insum(statement, out_shape=out_shape, padded=padded, **tensors) + base
+
+
 def _is_lowered(tensors: dict[str, Value]) -> bool:
     """Whether what autocast does to a call can be done here, past the dispatcher."""
     if not is_eager_call(tensors.values()):

@@ -203,6 +203,8 @@ def _written_out(
 ) -> Tensor:
     """A statement, in the order of contraction that suits the sizes it was traced with."""
     problem = request.bind(values, initial)
+    if mode == "from" and initial is not None:
+        initial = request.form.spread(initial, request.size_values)
     known = dict(values)
     for stage in stages_of(problem, request.form):
         given = {name: known[name] for name in stage.reads}

@@ -17,6 +17,7 @@ from insum.call.stages import Stage
 from insum.compat.calls import is_profiled, is_undisturbed
 from insum.lang.bind import Problem, Value
 from insum.lang.problem import resized
+from insum.plan.sizes import BASE
 from insum.plan.uses import Use
 from insum.runtime.check import in_range, live_uses, ranges_of, verify
 
@@ -56,9 +57,9 @@ class BoundCall:
     """A call of certain sizes and strides."""
 
     __slots__ = (
-        *("_problem", "_staged", "_uses", "count", "derived", "extents", "forward", "fused"),
-        *("graphs", "lowerings", "prepared", "ranges", "recorded", "shape", "sizes", "spans"),
-        "waits",
+        *("_problem", "_staged", "_uses", "based", "count", "derived", "extents", "forward"),
+        *("fused", "graphs", "lowerings", "prepared", "ranges", "recorded", "shape", "sizes"),
+        *("spans", "waits"),
     )
 
     def __init__(
@@ -88,6 +89,8 @@ class BoundCall:
         self.fused: FusedCall | None = (
             prepared.fused.call(spans, shape, extents) if prepared.is_fused else None
         )
+        #: The same for results that are accumulated from a tensor.
+        self.based: FusedCall | None = None
         #: By mode.
         self.graphs: dict[str, on_graph.SizedGraph] = {}
         #: How a CPU runs this call, by whether the result is new or accumulated.
@@ -169,15 +172,17 @@ class BoundCall:
             if stages:
                 if mode == "into" and self.prepared.kernels_look and self.prepared.on_path:
                     self.look(values)
-                return _run_stages(stages, mode, values, target)
+                return _run_stages(stages, mode, values, self.whole(target))
         if self.prepared.fusable:
             fused = self.fused or in_kernels.kernels_of(self, values, target)
             if fused is not None:
-                found = (
-                    fused(values, None)
-                    if target is None
-                    else in_kernels.run_into(self, fused, mode, values, target)
-                )
+                if target is None:
+                    found = fused(values, None)
+                elif mode == "into":
+                    found = in_kernels.run_into(self, fused, values, target)
+                else:  # what it starts from is one more tensor that kernels read
+                    based = self.based or self.started_from()
+                    found = based({**values, BASE: target}, None)
                 if isinstance(found, Tensor):
                     return found
                 in_kernels.fall_back(self, values, found.reason)
@@ -191,7 +196,17 @@ class BoundCall:
             self.look_now(values)
         if self.prepared.form.wraps:
             values = self.wrapped(values)
-        return on_graph.run(self, mode, values, target)
+        return on_graph.run(self, mode, values, self.whole(target))
+
+    def started_from(self) -> FusedCall:
+        """The generated kernels of a new result that is accumulated from a tensor."""
+        self.based = found = self.prepared.based.call(self.spans, self.shape, self.extents)
+        return found
+
+    def whole(self, target: Tensor | None) -> Tensor | None:
+        """What is accumulated from or into, in the shape of the result: it may be broadcast."""
+        shape = self.shape
+        return target if target is None or target.shape == shape else target.expand(shape)
 
     def staged(self, values: Mapping[str, Value], *, in_place: bool) -> tuple[BoundStage, ...]:
         """The statements that this call is made of, with their sizes; none where it is one."""

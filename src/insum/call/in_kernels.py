@@ -36,12 +36,12 @@ def kernels_of(
 
 
 def run_into(
-    call: BoundCall, fused: FusedCall, mode: str, values: Mapping[str, Value], target: Tensor
+    call: BoundCall, fused: FusedCall, values: Mapping[str, Value], target: Tensor
 ) -> Tensor | Refusal:
-    """What accumulates into a tensor: in place, or from its values where ``mode`` says so."""
-    copied = mode == "from" or shares_memory(target, map(values.get, call.prepared.reads))
+    """What accumulates into a tensor in place."""
+    copied = shares_memory(target, map(values.get, call.prepared.reads))
     result = fused(values, target.clone() if copied else target)
-    if not isinstance(result, Tensor) or mode == "from":
+    if not isinstance(result, Tensor):
         return result
     return target.copy_(result) if copied else written_to(target)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,10 +53,12 @@ FEW_SIZES = 16
 class Kinds:
     """The kinds of calls of one statement with its options."""
 
-    __slots__ = ("calls", "form", "means", "placed", "shelves")
+    __slots__ = ("accumulating", "calls", "form", "means", "placed", "shelves")
 
     def __init__(self, form: Form) -> None:
         self.form = form
+        #: Of a sum with ``=``, the kinds of the same sum with ``+=``, where it was asked for.
+        self.accumulating: Kinds | None = None
         self.calls: list[PreparedCall] = []
         #: Of a mean, the kinds of sums that its calls are (`ops.mean`).
         self.means: list[Any] = []
@@ -64,6 +66,12 @@ class Kinds:
         self.shelves: dict[object, Any] = {}
         #: By placements and sizes of DTensors, how a call over them is run.
         self.placed: dict[object, Any] = {}
+
+    def accumulate(self) -> Kinds:
+        """Ask for `accumulating`."""
+        statement = self.form.statement.replace("=", "+=", 1)
+        self.accumulating = found = kinds_of(replace(self.form, statement=statement))
+        return found
 
     def find(
         self, values: Mapping[str, Value], sizes: tuple[Any, ...], initial: Tensor | None = None
@@ -210,13 +218,22 @@ class PreparedCall:
     @functools.cached_property
     def fused(self) -> FusedKind:
         """This kind of call as generated kernels."""
+        return self._fused_kind(based=False)
+
+    @functools.cached_property
+    def based(self) -> FusedKind:
+        """The same, of results that are accumulated from a tensor."""
+        return self._fused_kind(based=True)
+
+    def _fused_kind(self, *, based: bool) -> FusedKind:
         from insum.runtime.fused_kind import fused_kind  # which takes a while to import
         from insum.runtime.shelf import Shelf
 
         form, problem = self.form, self.problem
         dtypes = tuple((n, k.dtype, k.device, k.strength) for n, k in problem.kinds.items())
         shelf = keep(self.shelves, (dtypes, problem.dtype, problem.device), Shelf(), MOST_KINDS)
-        return fused_kind(problem, self.uses, form.wraps, form.config, self.negated, shelf)
+        rest = form.wraps, form.config, self.negated, shelf
+        return fused_kind(problem, self.uses, *rest, based=based)
 
     def bound_to(
         self, values: Mapping[str, Value], sizes: tuple[int, ...], initial: Tensor | None
@@ -224,7 +241,7 @@ class PreparedCall:
         """The call for these sizes and strides; where they do not fit together, binding says so."""
         target, named = self.problem.statement.target.tensor, values
         if initial is not None and target not in values:
-            named = {**values, target: initial}
+            named = {**values, target: self.form.spread(initial, sizes)}
         measured = self.measure(named, sizes)
         if measured is None:
             self.form.request(sizes).bind(values, initial)  # says what is wrong

@@ -47,6 +47,25 @@ class Form:
     def is_extremum(self) -> bool:
         return head(self.statement).operator in ("max=", "min=")
 
+    def spread(self, initial: Tensor, sizes: Sequence[Size]) -> Tensor:
+        """What is accumulated from, in the shape of the result where that was given."""
+        target, place = head_of_text(self.statement).target, 0
+        for key, length in self.size_keys:
+            if key != target or length is None:
+                place += 1 if length is None else length
+                continue
+            shape = tuple(sizes[place : place + length])
+            try:
+                return initial.expand(shape)
+            except RuntimeError as error:
+                raise BindingError(
+                    f"what is accumulated from has shape {tuple(initial.shape)}, which does not "
+                    f"broadcast to {shape}",
+                    statement=self.statement,
+                    expected="a tensor that broadcasts to the result",
+                ) from error
+        return initial
+
     def request(self, sizes: Sequence[Size]) -> Request:
         """The request with these sizes."""
         left, named = list(sizes), []
@@ -87,7 +106,8 @@ class Request:
     def bind(self, values: Mapping[str, Value], initial: Tensor | None = None) -> Problem:
         statement = parse(self.statement)
         if initial is not None and statement.target.tensor not in values:
-            values = {**values, statement.target.tensor: initial}
+            whole = self.form.spread(initial, self.size_values)
+            values = {**values, statement.target.tensor: whole}
         problem = bind(statement, values, sizes=dict(self.sizes), padded=self.padded)
         if self.optimize != AUTO:
             wish_of(problem, self.optimize)  # which says what is wrong with it

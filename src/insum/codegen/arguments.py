@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from insum.plan.sizes import FITTED, OUT, WORK
+from insum.plan.sizes import BASE, FITTED, OUT, WORK
 
 #: Arrays of a schedule, by what kernels call them.
 START, END, ROW, COUNT = "<start>", "<end>", "<row>", "<count>"
@@ -19,6 +19,7 @@ SUM_START, SUM_END, SUM_ROW = "<sum_start>", "<sum_end>", "<sum_row>"
 FLAGS, CLAIM, RECORD, CALL = "<flags>", "<claim>", "<record>", "<call>"
 _OWN = {
     OUT: "out_at",
+    BASE: "base_at",
     WORK: "work_at",
     FITTED: "fitted_at",
     START: "seg_start_at",

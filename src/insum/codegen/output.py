@@ -12,7 +12,7 @@ from insum.codegen.functions import reduced
 from insum.codegen.reads import Reads, distinct
 from insum.codegen.values import Val, combine, union
 from insum.lang.expr import Access, Affine, Var, accesses
-from insum.plan.sizes import OUT
+from insum.plan.sizes import BASE, OUT
 
 
 class Output:
@@ -201,7 +201,9 @@ class Output:
         if plan.strategy == "atomic" or self.shape.pieces:
             self.frame.line(AFTER, self.met(pointer, text, mask, axes), axes)
             return
-        if plan.accumulate:
+        if plan.base == BASE:
+            text = MERGE[plan.reduce].format(self.based(place, masks).over(axes), text)
+        elif plan.base:
             old = (
                 f"tl.load({pointer}{masked}"
                 + (", other=0)" if masked else ")")
@@ -210,6 +212,17 @@ class Output:
             text = MERGE[plan.reduce].format(old, text)
         kind = f"{self.frame.arg(Pointer(OUT))}.dtype.element_ty"
         self.frame.line(AFTER, f"tl.store({pointer}, ({text}).to({kind}){masked})", axes)
+
+    def based(self, place: Access, masks: list[Val]) -> Val:
+        """What a new result is accumulated from. Along dimensions in which it repeats itself it is
+        loaded once, and what masks them has nothing to do with it.
+        """
+        offset = self.reads.offset(place, BASE)
+        own = [m for m in distinct(masks) if set(m.axes) <= set(offset.axes)]
+        masked = f", mask={combine(own, '&').over(offset.axes)}, other=0" if own else ""
+        pointer = f"{self.frame.arg(Pointer(BASE))} + {offset.over(offset.axes)}"
+        text = f"tl.load({pointer}{masked}).to(tl.{self.plan.accumulator})"
+        return self.frame.define("base", Val(text, offset.axes, AFTER))
 
     def met(self, pointer: str, text: str, mask: Val | None, axes: tuple[str, ...]) -> str:
         """What brings values to places where those of other programs arrive, too. Triton's maximum

@@ -51,14 +51,17 @@ class Reads:
             self.frame.vars[atom.name] if isinstance(atom, Var) else self.load(atom, as_index=True)
         )
 
-    def offset(self, access: Access) -> Val:
+    def offset(self, access: Access, of: str = "") -> Val:
         """Offset in elements; parts over the same axes are added first, so that two-dimensional
-        arithmetic is done once.
+        arithmetic is done once. ``of``: another tensor that is read at the same places, but for
+        those along which it repeats itself.
         """
         by_axes: dict[tuple[str, ...], list[Val]] = {}
-        for dim, unit in enumerate(self.units(access.tensor)):
+        for dim, unit in enumerate(self.units(of or access.tensor)):
+            if of and unit == 0:
+                continue
             value = self.place(access, dim)
-            stride = self.stride(access.tensor, dim, unit)
+            stride = self.stride(of or access.tensor, dim, unit)
             text = value.text if unit == 1 else f"{_times(value.text)} * {stride}"
             by_axes.setdefault(value.axes, []).append(Val(text, value.axes, value.stage))
         if not by_axes:

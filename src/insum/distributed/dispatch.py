@@ -226,7 +226,8 @@ def contract(kinds: Kinds, values: Mapping[str, Any], sizes: tuple[Any, ...]) ->
 def accumulate(
     kinds: Kinds, initial: Tensor, values: Mapping[str, Any], sizes: tuple[Any, ...]
 ) -> Tensor:
-    """The result of accumulating into ``initial``, which is left as it was. Differentiable."""
+    """The result of accumulating from ``initial``, which is left as it was. Differentiable."""
+    initial = kinds.form.spread(initial, sizes)
     call, values = found_call(kinds, values, sizes, initial)
     statement, left = kinds.form.statement, head(kinds.form.statement)
     held = _like_others(statement, left.target, initial, call)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import insum
 from insum.accepted import COUNT, FLAG, NUMBER, SIZE, TENSOR, explains, takes
+from insum.api import sum_onto
 from insum.errors import BindingError, SettingsError
 from insum.formats.operands import OWNER, StatementOwner
 from insum.memory import remembered
@@ -125,16 +126,13 @@ def _weighed(
     dst: Tensor,
     nodes: int,
     padded: tuple[str, ...] = (),
+    base: Tensor | None = None,
 ) -> Tensor:
-    return insum.insum(
-        "Out[dst[e],h,c] = P[e,h] * X[src[e],h,c]",
-        out_shape=(nodes, *x.shape[1:]),
-        padded=padded,
-        P=weight,
-        X=x,
-        src=src,
-        dst=dst,
-    )
+    statement, shape = "Out[dst[e],h,c] = P[e,h] * X[src[e],h,c]", (nodes, *x.shape[1:])
+    tensors: dict[str, Any] = {"P": weight, "X": x, "src": src, "dst": dst}
+    if base is None:
+        return insum.insum(statement, out_shape=shape, padded=padded, **tensors)
+    return sum_onto(base, statement, out_shape=shape, padded=padded, **tensors)
 
 
 class GATConv(nn.Module):
@@ -233,9 +231,12 @@ class GATConv(nn.Module):
         weight = nn.functional.dropout(
             _softmax(scores, dst, nodes, padded[1:]), self.dropout, self.training
         )
-        out = _weighed(weight, sources, src, dst, nodes, padded)
-        out = out.flatten(1) if self.concat else out.mean(1)
-        return out if self.bias is None else out + self.bias
+        bias = self.bias
+        if self.concat:
+            base = None if bias is None else bias.view(self.heads, self.out_channels)
+            return _weighed(weight, sources, src, dst, nodes, padded, base).flatten(1)
+        out = _weighed(weight, sources, src, dst, nodes, padded).mean(1)
+        return out if bias is None else out + bias
 
     def _looped(
         self, edges: Tensor, src: Tensor, dst: Tensor, nodes: int

@@ -20,6 +20,7 @@ from insum.accepted import (
     require,
     takes,
 )
+from insum.api import sum_onto
 from insum.errors import BindingError, FormatError, UnsupportedError
 from insum.formats import COO, GroupCOO, SparseFormat
 from insum.formats.base import FORMAT
@@ -30,6 +31,9 @@ from insum.nn.shares import is_inexact, shares_of
 
 #: Names of aggregations, PyG's and ours.
 _REDUCTIONS = {"sum": "sum", "add": "sum", "mean": "mean", "max": "max", "min": "min"}
+
+#: What reaches each node along weighted edges.
+WEIGHED = "Out[dst[e],f] = W[e] * X[src[e],f]"
 
 
 @explains(A=FORMAT | ANY_TENSOR, B=TENSOR)
@@ -159,8 +163,9 @@ def aggregated(
     edge_weight: Tensor | None = None,
     aggr: str = "sum",
     num_nodes: int | None = None,
+    base: Tensor | None = None,
 ) -> Tensor:
-    """`propagate` for layers, which explain their arguments themselves."""
+    """`propagate` for layers, which explain their arguments themselves; plus a ``base``."""
     if aggr not in _REDUCTIONS:
         raise UnsupportedError(
             f"there is no aggregation {aggr!r}",
@@ -173,13 +178,16 @@ def aggregated(
         edge_index = COO.from_torch(edge_index)  # PyG's adj_t
     if isinstance(edge_index, Tensor):
         nodes = x.shape[0] if num_nodes is None else num_nodes
-        out = _over_edges(edge_index, rows, edge_weight, _REDUCTIONS[aggr], nodes)
+        own = base if x.dim() == 2 else None
+        out = _over_edges(edge_index, rows, edge_weight, _REDUCTIONS[aggr], nodes, own)
+        base = None if x.dim() == 2 else base
     elif isinstance(edge_index, SparseFormat):
         out = _over_matrix(edge_index, rows, edge_weight, _REDUCTIONS[aggr])
     else:
         require("edge_index", edge_index, EDGES["edge_index"])
         out = _over_ranks(edge_index, rows, edge_weight, _REDUCTIONS[aggr])
-    return out if x.dim() == 2 else out.reshape(out.shape[0], *x.shape[1:])
+    out = out if x.dim() == 2 else out.reshape(out.shape[0], *x.shape[1:])
+    return out if base is None else out + base
 
 
 @takes(edge_index=ELEMENTS, edge_weight=VALUES.optional, num_nodes=COUNT | PAIR)
@@ -224,12 +232,17 @@ def adjacency(
 
 
 def _over_edges(
-    edge_index: Tensor, x: Tensor, weight: Tensor | None, reduction: str, nodes: int
+    edge_index: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    reduction: str,
+    nodes: int,
+    base: Tensor | None,
 ) -> Tensor:
     one_device(edge_index=edge_index, x=x, edge_weight=weight)
     src, dst = endpoints(edge_index, x.shape[0], nodes)
     if weight is not None and reduction == "sum":
-        return over_ends(src, dst, edge_weights(weight, src.shape[0]), x, nodes)
+        return over_ends(src, dst, edge_weights(weight, src.shape[0]), x, nodes, base)
     tensors: dict[str, Any] = {"dst": dst, "src": src, "X": x}
     message = "X[src[e],f]"
     if weight is not None:
@@ -237,25 +250,36 @@ def _over_edges(
     if reduction in ("max", "min"):
         statement = f"Out[dst[e],f] {reduction}= {message}"
         extreme = insum.insum(statement, out_shape=(nodes, x.shape[1]), **tensors)
-        return torch.where(degrees(edge_index, dst, nodes)[:, None] > 0, extreme, 0)
+        out = torch.where(degrees(edge_index, dst, nodes)[:, None] > 0, extreme, 0)
+        return out if base is None else out + base
     operator = "mean=" if reduction == "mean" else "="
     statement = f"Out[dst[e],f] {operator} {message}"
-    return insum.insum(statement, out_shape=(nodes, x.shape[1]), **tensors)
+    out_shape = nodes, x.shape[1]
+    if base is None:
+        return insum.insum(statement, out_shape=out_shape, **tensors)
+    return sum_onto(base, statement, out_shape=out_shape, **tensors)
 
 
-def over_ends(src: Tensor, dst: Tensor, weight: Tensor, x: Tensor, nodes: int) -> Tensor:
-    """The weighted sum of what reaches each of so many nodes, along edges between these ends."""
+def over_ends(
+    src: Tensor,
+    dst: Tensor,
+    weight: Tensor,
+    x: Tensor,
+    nodes: int,
+    base: Tensor | None = None,
+) -> Tensor:
+    """The weighted sum of what reaches each of so many nodes, along edges between these ends; plus
+    a ``base``.
+    """
     if x.dim() != 2:  # views are recorded for autograd, each for a pass through the host
         rows = x.reshape(x.shape[0], math.prod(x.shape[1:]))
-        return over_ends(src, dst, weight, rows, nodes).reshape(nodes, *x.shape[1:])
-    return insum.insum(
-        "Out[dst[e],f] = W[e] * X[src[e],f]",
-        out_shape=(nodes, x.shape[1]),
-        dst=dst,
-        src=src,
-        X=x,
-        W=weight,
-    )
+        out = over_ends(src, dst, weight, rows, nodes).reshape(nodes, *x.shape[1:])
+        return out if base is None else out + base
+    tensors: dict[str, Any] = {"dst": dst, "src": src, "X": x, "W": weight}
+    out_shape = nodes, x.shape[1]
+    if base is None:
+        return insum.insum(WEIGHED, out_shape=out_shape, **tensors)
+    return sum_onto(base, WEIGHED, out_shape=out_shape, **tensors)
 
 
 def _no_weight(weight: Tensor | None) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 import insum
 from insum.accepted import COUNT, FLAG, SIZE, TENSOR, TEXT, Accepted, takes
+from insum.api import sum_onto
 from insum.compat.calls import is_eager_call
 from insum.errors import BindingError, UnsupportedError
 from insum.formats import SparseFormat
@@ -62,13 +65,20 @@ def _aggregated_through(
     weight: Tensor | None,
     aggr: str,
     nodes: int | None,
+    root: nn.Linear | None,
+    target: Tensor | None,
 ) -> Tensor:
-    """``linear(aggregate(x))``; sums and means are taken on the narrower side of it."""
+    """``linear(aggregate(x)) + root(target)``; sums and means are taken on the narrower side of
+    ``linear``. Behind it they start from all that is added to them.
+    """
     if linear.out_features >= linear.in_features or aggr in ("max", "min"):
-        found: Tensor = linear(aggregated(edge_index, x, weight, aggr, nodes))
-        return found
-    out = aggregated(edge_index, nn.functional.linear(x, linear.weight), weight, aggr, nodes)
-    return out if linear.bias is None else out + linear.bias
+        out: Tensor = linear(aggregated(edge_index, x, weight, aggr, nodes))
+        return out if root is None else out + root(target)
+    base = linear.bias
+    if root is not None:
+        base = root(target) if base is None else root(target) + base
+    rows = nn.functional.linear(x, linear.weight)
+    return aggregated(edge_index, rows, weight, aggr, nodes, base)
 
 
 class GraphConv(nn.Module):
@@ -145,8 +155,8 @@ class GraphConv(nn.Module):
         node_rows("x", source, rel.in_features)
         one_device(x=source, target=target, weight=rel.weight)
         nodes = _targets(size, source, num_nodes) if target is None else target.shape[0]
-        out = _aggregated_through(rel, edge_index, source, edge_weight, self.aggr, nodes)
-        return out if root is None else out + root(target)
+        edges = edge_index, source, edge_weight
+        return _aggregated_through(rel, *edges, self.aggr, nodes, root, target)
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}, aggr={self.aggr!r}"
@@ -253,8 +263,8 @@ class SAGEConv(nn.Module):
         nodes = _targets(size, source, num_nodes) if target is None else target.shape[0]
         if self.lin is not None:
             source = self.lin(source).relu()
-        out = _aggregated_through(rel, edge_index, source, None, self.aggr, nodes)
-        out = out if root is None else out + root(target)
+        edges = edge_index, source, None
+        out = _aggregated_through(rel, *edges, self.aggr, nodes, root, target)
         return nn.functional.normalize(out, dim=-1) if self.normalize else out
 
     def extra_repr(self) -> str:
@@ -343,12 +353,11 @@ class GCNConv(nn.Module):
             else:
                 source, target, weights = kept
                 weights = weights.to(x.dtype)  # the layer may have another since
-            out = over_ends(source, target, weights, lin(x), x.shape[0])
+            out = over_ends(source, target, weights, lin(x), x.shape[0], bias)
             if self.cached and kept is None and not _is_learned(edge_weight):
                 self._kept = source, target, weights
-        else:
-            out = aggregated(edge_index, lin(x), edge_weight)
-        return out if bias is None else out + bias
+            return out
+        return aggregated(edge_index, lin(x), edge_weight, base=bias)
 
     def extra_repr(self) -> str:
         return f"{self.in_channels}, {self.out_channels}"
@@ -462,11 +471,14 @@ class RelationalConv(nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
         node_rows("x", x, self.in_channels, only=True)
         one_device(edge_index=edge_index, edge_type=edge_type, x=x)
-        out = self._aggregated(x, edge_index, edge_type)
-        out = out if self.root is None else out + x @ self.root
-        return out if self.bias is None else out + self.bias
+        base: Tensor | None = self.bias
+        if self.root is not None:
+            base = x @ self.root if base is None else x @ self.root + base
+        return self._aggregated(x, edge_index, edge_type, base)
 
-    def _aggregated(self, x: Tensor, edge_index: Tensor, edge_type: Tensor) -> Tensor:
+    def _aggregated(
+        self, x: Tensor, edge_index: Tensor, edge_type: Tensor, base: Tensor | None
+    ) -> Tensor:
         mean, nodes, count = _REDUCTIONS[self.aggr] == "mean", x.shape[0], self.num_relations
         check_edges(edge_index)
         check_relations(edge_index, edge_type)
@@ -478,21 +490,18 @@ class RelationalConv(nn.Module):
             b, features, out = "b,", x.reshape(nodes, blocks, channels), (nodes, blocks, wide)
         if kernels_look(edge_index) and kernels_look(edge_type) and nodes < 2**31:
             found = groups(edge_index, edge_type, nodes, count, mean=mean, dtype=x.dtype)
-            return insum.insum(
-                f"Out[X[p,q],{b}m] = V[p,q] * In[Y[p,q],{b}c] * W[Z[p],{b}c,m]",
-                out_shape=out,
-                padded=("X", "Y"),
-                X=found.target,
-                Y=found.source,
-                Z=found.relation,
-                V=found.weight,
-                In=features,
-                W=self._weights(),
-            ).reshape(nodes, self.out_channels)
+            statement = f"Out[X[p,q],{b}m] = V[p,q] * In[Y[p,q],{b}c] * W[Z[p],{b}c,m]"
+            tensors = {"X": found.target, "Y": found.source, "Z": found.relation}
+            tensors |= {"V": found.weight, "In": features, "W": self._weights()}
+            options: dict[str, Any] = {"out_shape": out, "padded": ("X", "Y"), **tensors}
+            if base is None:
+                return insum.insum(statement, **options).reshape(nodes, self.out_channels)
+            base = base.reshape(*base.shape[:-1], *out[1:]) if b else base
+            return sum_onto(base, statement, **options).reshape(nodes, self.out_channels)
         if not is_eager_call((edge_index, edge_type)):
             given = edge_index, edge_type, nodes, count
             source, target, shares = listed(*given, mean=mean, dtype=x.dtype)
-            return insum.insum(
+            result = insum.insum(
                 f"Out[X[e],{b}m] = V[e] * In[Y[e],{b}c] * W[Z[e],{b}c,m]",
                 out_shape=out,
                 X=target,
@@ -501,11 +510,13 @@ class RelationalConv(nn.Module):
                 V=shares,
                 In=features,
                 W=self._weights(),
-            ).reshape(nodes, self.out_channels)
-        A = relations(edge_index, edge_type, nodes, count, mean=mean, dtype=x.dtype)
-        statement = f"Out[x,{b}m] = A[x,y,z] * In[y,{b}c] * W[z,{b}c,m]"
-        result = _tensor(insum.einsum(statement, A=A, In=features, W=self._weights()))
-        return result.reshape(nodes, self.out_channels)
+            )
+        else:
+            A = relations(edge_index, edge_type, nodes, count, mean=mean, dtype=x.dtype)
+            statement = f"Out[x,{b}m] = A[x,y,z] * In[y,{b}c] * W[z,{b}c,m]"
+            result = _tensor(insum.einsum(statement, A=A, In=features, W=self._weights()))
+        result = result.reshape(nodes, self.out_channels)
+        return result if base is None else result + base
 
     def _weights(self) -> Tensor:
         """One matrix for each relation, or its blocks."""

@@ -38,7 +38,7 @@ from insum.ops.gradients import (
     gradients,
     tangent_of,
 )
-from insum.ops.vmap import batched, front
+from insum.ops.vmap import batched, front_of_base
 from insum.runtime.check import raise_found
 from insum.settings import SettingValues, settings
 
@@ -131,7 +131,9 @@ def run_lowered(
 
 
 def accumulate(request: Request, initial: Tensor, values: Mapping[str, Value]) -> Tensor:
-    """The result of accumulating into ``initial``, which is left as it was. Differentiable."""
+    """The result of accumulating from ``initial``, which is left as it was. Differentiable. Where
+    the shape of the result is among the sizes, ``initial`` may be broadcast to it.
+    """
     if not is_plain_call((initial, *values.values())):
         if is_placed((initial, *values.values())) and is_recordable():
             from insum.distributed import dispatch  # which loads a good deal of torch
@@ -228,6 +230,7 @@ class _Recorded(torch.autograd.Function):
         assert call is not None
         result = call.run("new" if initial is None else "from", values, initial)
         held: Any = map(values.get, spec.names) if spec.leaves else tensors
+        ctx.initial_shape = None if initial is None else initial.shape
         more = attained(initial, result) if call.prepared.is_extremum else ()
         ctx.save_for_backward(*held, *more)
         return result
@@ -252,6 +255,7 @@ class _Differentiable(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.spec, initial, *tensors = inputs
+        ctx.initial_shape = None if initial is None else initial.shape
         more = attained(initial, output) if ctx.spec.form.is_extremum else ()
         ctx.save_for_backward(*tensors, *more)
         held = None if initial is None else held_by(initial.detach(), output.detach())
@@ -284,7 +288,8 @@ class _Differentiable(torch.autograd.Function):
         request, moved = batched(spec.request, values, dims, info.batch_size, new=initial is None)
         if initial is None:
             return contract(request, moved), 0
-        return accumulate(request, front(initial, in_dims[1], info.batch_size), moved), 0
+        led = front_of_base(request, initial, in_dims[1], info.batch_size)
+        return accumulate(request, led, moved), 0
 
 
 def _transformed(request: Request, initial: Tensor | None, values: Mapping[str, Value]) -> Tensor:
@@ -422,7 +427,10 @@ def pull_back(
     finally:
         settings.let_go(token)
     raise_found()  # of earlier calls too: what they did wrong may have come this far
-    return initial if initial_needs else None, list(map(found.get, spec.names))
+    to_initial = initial if initial_needs else None
+    if to_initial is not None and to_initial.shape != ctx.initial_shape:
+        to_initial = to_initial.sum_to_size(ctx.initial_shape)
+    return to_initial, list(map(found.get, spec.names))
 
 
 def _derivable(

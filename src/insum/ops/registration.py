@@ -34,7 +34,7 @@ from insum.ops.eager import (
     push_forward,
 )
 from insum.ops.encoding import decode, encode, split_at
-from insum.ops.vmap import batched, front
+from insum.ops.vmap import batched, front_of_base
 from insum.settings import settings
 
 _VALUES = "str names, Tensor[] tensors, str scalar_names, Scalar[]? scalars"
@@ -92,8 +92,8 @@ def _contract_fake(*arguments: Any) -> Tensor:
 
 def _accumulate_fake(initial: Tensor, *arguments: Any) -> Tensor:
     request, values = decode(arguments)
-    request.bind(values, initial)
-    return torch.empty(initial.shape, dtype=initial.dtype, device=initial.device)
+    shape = request.bind(values, initial).shape
+    return torch.empty(shape, dtype=initial.dtype, device=initial.device)
 
 
 def _accumulate_in_place_fake(target: Tensor, *arguments: Any) -> None:
@@ -125,6 +125,7 @@ def _setup(ctx: Any, initial: Tensor | None, inputs: tuple[Any, ...], output: Te
     tensors = {n: v for n, v in values.items() if isinstance(v, Tensor)}
     numbers = dict(zip(split_at(inputs[3], ","), inputs[4] or ()))
     ctx.spec = DifferentiableCall(request, numbers, tuple(tensors), None, settings.values)
+    ctx.initial_shape = None if initial is None else initial.shape
     more = attained(initial, output) if request.form.is_extremum else ()
     ctx.save_for_backward(*tensors.values(), *more)
     # torch takes any empty list for one of tensors, and wants a list back.
@@ -220,7 +221,8 @@ def _accumulate_vmap(
     info: Any, in_dims: tuple[Any, ...], initial: Tensor, *arguments: Any
 ) -> tuple[Tensor, int]:
     request, values = _batched(info, in_dims[1:], arguments)
-    return accumulate(request, front(initial, in_dims[0], info.batch_size), values), 0
+    led = front_of_base(request, initial, in_dims[0], info.batch_size)
+    return accumulate(request, led, values), 0
 
 
 def _accumulate_in_place_vmap(

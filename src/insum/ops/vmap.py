@@ -80,6 +80,15 @@ def front(tensor: Tensor, dim: int | None, size: Size) -> Tensor:
     )
 
 
+def front_of_base(request: Request, base: Tensor, dim: int | None, size: Size) -> Tensor:
+    """What a batched statement accumulates from: behind the batch, in all dimensions of the result
+    but the batch, which it may have been broadcast to.
+    """
+    led, rank = front(base, dim, size), len(parse(request.statement).target.indices)
+    missing = rank - led.dim()
+    return led.reshape(led.shape[0], *[1] * missing, *led.shape[1:]) if missing > 0 else led
+
+
 def _led(statement: Statement, chosen: set[str], batch: str) -> Statement:
     def lead(access: Access) -> Access:
         indices = tuple(map(lead_index, access.indices))

@@ -21,7 +21,7 @@ from insum.plan.plan import Bound, Plan, Segment
 from insum.plan.questions import Ask, AskExact, AskFacts, AskInside, Known
 from insum.plan.recipes import Packed, PackedByStep, RecipeArray, RowRecipe, SizeExpr
 from insum.plan.roles import Contraction, Roles, contraction
-from insum.plan.sizes import OUT, SizeClass, Strides, contiguous, power_of_two
+from insum.plan.sizes import BASE, OUT, SizeClass, Strides, contiguous, power_of_two
 from insum.plan.substitution import Scatter
 from insum.plan.uses import Use
 from insum.settings import SettingValues
@@ -65,8 +65,13 @@ class Wishes:
     settings: SettingValues
     deterministic: bool
     precision: str  # "ieee", "tf32x3" or "tf32"
-    accumulate: bool
+    base: str  # what is added to: the output itself (`OUT`), `BASE`, or nothing
     architecture: str = "sm_90"  # what the first guess of a config is made for
+
+    @property
+    def accumulate(self) -> bool:
+        """Whether there are values to start from."""
+        return bool(self.base)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -363,7 +368,7 @@ def _plan(subject: Subject, draft: Draft, strategy: str, roles: Contraction, one
         reduce=subject.reduce,
         roles=roles,
         strategy=strategy,
-        accumulate=subject.wishes.accumulate and strategy != "atomic",
+        base="" if strategy == "atomic" else subject.wishes.base,
         kinds=tuple(sorted(kinds.items())),
         strides=_strides(subject, draft, used),
         views=tuple(sorted(draft.views.items())),
@@ -405,6 +410,8 @@ def _with_exact_entries(subject: Subject, draft: Draft, roles: Contraction) -> D
 
 def _strides(subject: Subject, draft: Draft, used: set[str]) -> tuple[tuple[str, Strides], ...]:
     found = {OUT: subject.sizes.strides[OUT]}
+    if subject.wishes.base == BASE:
+        found[BASE] = subject.sizes.strides[BASE]
     for name in used:
         if name in draft.arrays:
             found[name] = contiguous(draft.arrays[name].rank)

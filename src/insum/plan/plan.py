@@ -11,7 +11,7 @@ from typing import TypeAlias
 from insum.lang.expr import Access, Affine, Expr, accesses, product
 from insum.plan.recipes import SizeExpr
 from insum.plan.roles import Contraction
-from insum.plan.sizes import Strides
+from insum.plan.sizes import BASE, Strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Plan:
     reduce: str  # "sum", "max" or "min"
     roles: Contraction
     strategy: str  # "segment", "store", "atomic", "onehot", "unrolled"
-    accumulate: bool  # the output holds values to start from
+    base: str  # what is added to: the output itself, `sizes.BASE`, or nothing
     kinds: tuple[tuple[str, str], ...]  # triton dtype name of every tensor, e.g. ("A", "float16")
     strides: tuple[tuple[str, Strides], ...]  # of every tensor that is read, and of the output
     padded: frozenset[str]
@@ -100,6 +100,11 @@ class Plan:
     idle: Access | None = None  # a program has nothing to do where the first of these is negative
     bounds: tuple[Bound, ...] = ()  # where there are points
     beside: tuple[Beside, ...] = ()  # what is written while entries are walked
+
+    @property
+    def accumulate(self) -> bool:
+        """Whether there are values to start from."""
+        return bool(self.base)
 
     @property
     def value(self) -> Expr:
@@ -141,6 +146,8 @@ class Plan:
             f"grid         {names(r.grid)}   loops {names((*r.outer, *r.loops))}",
             f"accumulator  {self.accumulator}   offsets {'64' if self.wide else '32'} bits",
         ]
+        if self.base == BASE:
+            lines.insert(2, "base         added where a result is stored")
         if self.bounds:
             lines.insert(2, f"where        {' and '.join(map(str, self.bounds))}")
         if self.pattern:

@@ -16,6 +16,8 @@ from typing import TypeAlias
 #: Names, among those of tensors, of what is written: the output, and the workspace for pieces of
 #: rows, and copies of factors. No statement can spell them.
 OUT, WORK, FITTED, ALIGNED = "<out>", "<work>", "<fitted>", "<aligned>"
+#: What a new output is accumulated from, which is read where the output is stored.
+BASE = "<base>"
 #: Stands for the strides of a new contiguous output, beside those of one that was passed.
 NEW = "<new>"
 
@@ -159,6 +161,18 @@ def strides_of(
         for d in range(len(shape) - 1)
     )
     return Strides(units, joins)
+
+
+def spread_strides(
+    shape: Sequence[int], strides: Sequence[int], over: Sequence[int]
+) -> tuple[int, ...]:
+    """The strides by which a tensor is read that is broadcast ``over`` another shape.
+
+    >>> spread_strides((4,), (1,), (3, 4)), spread_strides((3, 1), (1, 1), (3, 4))
+    ((0, 1), (1, 0))
+    """
+    own = [0 if size == 1 else stride for size, stride in zip(shape, strides)]
+    return (*[0] * (len(over) - len(own)), *own)
 
 
 @dataclass(frozen=True, slots=True)

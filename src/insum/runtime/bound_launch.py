@@ -28,7 +28,7 @@ from insum.compat import streams
 from insum.errors import UnsupportedError
 from insum.plan.plan import Plan
 from insum.plan.recipes import OfCount, OfLength, Recipe, SizeExpr, size_of
-from insum.plan.sizes import ALIGNED, FITTED, OUT, WORK
+from insum.plan.sizes import ALIGNED, BASE, FITTED, OUT, WORK, spread_strides
 from insum.runtime import binaries, compiling, launch, workers
 from insum.runtime.program import WIDE, Grid, Launch
 from insum.runtime.prologue.made import Made
@@ -124,8 +124,11 @@ class CallNumbers:
         if tensor in one.arrays:
             recipe, part = one.arrays[tensor]
             return self.made[recipe].arrays[part].stride(dim)
-        found: int = self.tensors[tensor].stride(dim)
-        return found
+        found: Any = self.tensors[tensor]
+        if tensor == BASE:
+            return spread_strides(found.shape, found.stride(), self.shape)[dim]
+        step: int = found.stride(dim)
+        return step
 
 
 class BoundLaunch:

@@ -49,7 +49,7 @@ def assemble(
     buffered = widest != problem.dtype and _meet(planned)
     if buffered:  # contributions meet in a new tensor, whatever strides the passed one has
         planned = [_into_new(one) for one in planned]
-    if unchecked and wishes.accumulate:  # all products of a call in place are added, or none is
+    if unchecked and wishes.base == OUT:  # all products of a call in place are added, or none is
         planned = [replace(one, plan=replace(one.plan, leaves=True)) for one in planned]
     steps = tuple(
         step_of(one, wishes, choice, room) for one, choice in zip(planned, choices, strict=True)

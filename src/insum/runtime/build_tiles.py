@@ -19,7 +19,7 @@ from insum.plan.fitting import Fit, fit_of
 from insum.plan.plan import Plan
 from insum.plan.recipes import OfExtent, OfLength, SizeExpr
 from insum.plan.roles import Roles, contraction
-from insum.plan.sizes import ALIGNED, FITTED, OUT, WORK
+from insum.plan.sizes import ALIGNED, BASE, FITTED, OUT, WORK
 from insum.runtime import launch
 from insum.runtime.build_product import PIECES, ProductBuild, as_comment, tile_grid
 from insum.runtime.program import CopyRoom, Grid, Launch, ProductLaunches
@@ -103,7 +103,7 @@ def _together(product: ProductBuild, pieces: int) -> Launch:
     piece = fresh("piece", {*product.extents, *dict(plan.made)})
     read = Access(WORK, (index_of(piece), *map(index_of, kept)))
     extents = {**product.extents, piece: pieces}
-    used = {OUT, *(a.tensor for i in plan.target.indices for a in accesses(i))}
+    used = {OUT, BASE, *(a.tensor for i in plan.target.indices for a in accesses(i))}
     plan = replace(
         plan,
         factors=(read,),

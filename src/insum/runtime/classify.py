@@ -17,6 +17,7 @@ from insum.compat.sizes import size_or
 from insum.lang.bind import Problem
 from insum.lang.expr import accesses, tensors_of, variables
 from insum.plan.sizes import (
+    BASE,
     FEW,
     MOST_MULTIPLE,
     NARROW_LOAD,
@@ -27,6 +28,7 @@ from insum.plan.sizes import (
     SizeClass,
     Strides,
     class_of,
+    spread_strides,
     strides_of,
     typical,
     unit_of,
@@ -79,6 +81,10 @@ def classified(
         strides[name] = strides_of(sizes, steps, tensor.itemsize, vector=vector)
         reach = max(reach, _reach(tensor))
         numel[name] = typical(tensor.numel())
+    if isinstance(base := values.get(BASE), Tensor):
+        steps = spread_strides(base.shape, base.stride(), shape)
+        strides[BASE] = strides_of(shape, steps, base.itemsize, vector=True)
+        reach = max(reach, _reach(base))
     itemsize = problem.dtype.itemsize
     steps = contiguous_strides(shape)
     strides[NEW] = strides[OUT] = strides_of(shape, steps, itemsize, vector=True)
@@ -132,10 +138,11 @@ def _of_symbols(strides: Sequence[Any], itemsize: int, *, vector: bool) -> Strid
 
 
 def classifier(
-    problem: Problem, runs: frozenset[str], *, into: bool
+    problem: Problem, runs: frozenset[str], *, into: bool, based: bool = False
 ) -> Callable[[Mapping[str, Any], tuple[int, ...], tuple[int, ...], Any], tuple[Any, ...]]:
     """Straight-line code for a key that is equal exactly where `classified` gives the same: a
     function of the values, the extents, the shape, and what is written to (where ``into``).
+    ``based``: what is accumulated from is among the values.
     """
     lines, parts, reaches = [], [], []
     x = [f"x{k}" for k in range(len(problem.extents))]
@@ -157,6 +164,14 @@ def classifier(
         vector = kind.dtype not in _INDICES
         parts += _strides_code(sizes, strides, kind.dtype.itemsize, vector)
         reaches += [_last(sizes, strides), *strides]
+    if based:
+        b = [f"b{k}" for k in range(len(d))]
+        lines.append(f"t = v[{BASE!r}]")
+        lines.append(_unpacked(b, "spread(t.shape, t.stride(), d)"))
+        parts += _strides_code(
+            d, b, problem.kinds[problem.statement.target.tensor].dtype.itemsize, True
+        )
+        reaches += [_last(d, b), *b]
     itemsize = problem.dtype.itemsize
     o = [f"o{k}" for k in range(len(d))]
     lines += [f"{one} = {' * '.join(d[k + 1 :]) or '1'}" for k, one in enumerate(o)]
@@ -168,7 +183,7 @@ def classifier(
         reaches += [_last(d, w), *w]
     parts.append(f"{' or '.join(f'{r} >= {2**31 - 1}' for r in reaches)}")
     body = "\n".join([*filter(None, lines), f"return ({', '.join(parts)},)"])
-    names: dict[str, Any] = {}
+    names: dict[str, Any] = {"spread": spread_strides}
     indented = body.replace("\n", "\n    ")
     exec(f"def classify(v, x, d, t_):\n    {indented}\n", names)
     found: Callable[..., tuple[Any, ...]] = names["classify"]

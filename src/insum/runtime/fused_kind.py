@@ -14,7 +14,7 @@ from insum.lang.bind import Problem
 from insum.lang.expr import accesses
 from insum.plan.config import Choice
 from insum.plan.draft import Wishes
-from insum.plan.sizes import OUT
+from insum.plan.sizes import BASE, OUT
 from insum.plan.uses import Use
 from insum.runtime import classify
 from insum.runtime.shelf import Programs, QuestionTree, Shelf, wishes_of
@@ -104,8 +104,12 @@ def fused_kind(
     config: Choice | None,
     negated: bool,
     shelf: Shelf,
+    *,
+    based: bool,
 ) -> FusedKind:
-    """A kind of call as generated kernels; ``shelf``: where its programs are kept."""
+    """A kind of call as generated kernels; ``shelf``: where its programs are kept; ``based``: new
+    results are accumulated from a tensor that is passed as `BASE`.
+    """
     runs = classify.running(problem)
     names = dict.fromkeys(a.tensor for use in uses for a in accesses(use.index))
     return FusedKind(
@@ -113,10 +117,10 @@ def fused_kind(
         tuple(n for n in names if problem.kinds[n].device is not None),
         runs,
         (
-            classify.classifier(problem, runs, into=False),
+            classify.classifier(problem, runs, into=False, based=based),
             classify.classifier(problem, runs, into=True),
         ),
-        (wishes_of(False, problem.device), wishes_of(True, problem.device)),
+        (wishes_of(BASE if based else "", problem.device), wishes_of(OUT, problem.device)),
         negated,
         tuple(n for n, kind in problem.kinds.items() if kind.device is None),
         _coefficients(problem, runs),

@@ -16,7 +16,7 @@ from insum.lang.bind import Problem, Value
 from insum.plan import cost
 from insum.plan.config import Choice
 from insum.plan.draft import CannotFuse, Planned, Wishes
-from insum.plan.sizes import OUT
+from insum.plan.sizes import BASE, OUT
 from insum.plan.uses import uses_of
 from insum.runtime import classify, compiling, launch
 from insum.runtime.answers import Answers
@@ -41,7 +41,7 @@ class Look:
         self.problem, self.values, self.target = problem, values, target
         self.extents = {name: int(size) for name, size in problem.extents.items()}
         self.shape = tuple(int(size) for size in problem.shape)
-        self.wishes = wishes or wishes_of(target is not None, problem.device)
+        self.wishes = wishes or wishes_of(_base_of(values, target), problem.device)
         uses = uses_of(problem)
         self.programs = Programs(problem, uses, frozenset(), config)
         self.prologue = Prologue(values, self.extents, self.shape)
@@ -80,6 +80,13 @@ class Look:
             assert found is not None
             arrays[name] = found.arrays[array.part]
         return cost.load_of({**self.values, **arrays}, rows)
+
+
+def _base_of(values: Mapping[str, Value], target: Tensor | None) -> str:
+    """What results are added to: what is passed under that name, the target, or nothing."""
+    if BASE in values:
+        return BASE
+    return "" if target is None else OUT
 
 
 # --- telling about it -----------------------------------------------------------------------------
@@ -167,7 +174,7 @@ def elsewhere(
         settings.values,
         torch.are_deterministic_algorithms_enabled(),
         precision_of(architecture),
-        target is not None,
+        _base_of(values, target),
         architecture,
     )
     return Look(problem, values, target, config, wishes)

@@ -17,7 +17,7 @@ from insum.compat import streams
 from insum.compat.tensors import maker
 from insum.lang.expr import variables
 from insum.plan.recipes import Recipe
-from insum.plan.sizes import OUT, WORK
+from insum.plan.sizes import BASE, OUT, WORK
 from insum.runtime import launch
 from insum.runtime.bound_launch import (
     COPIES,
@@ -47,14 +47,14 @@ class Ready:
     """
 
     __slots__ = (
-        *("buffer", "check", "device", "dtype", "empty", "filled", "index"),
+        *("based", "buffer", "check", "device", "dtype", "empty", "filled", "index"),
         *("__weakref__", "program", "promotable", "reads", "settled", "start", "steps", "work"),
     )
 
     def __init__(self, program: Program, sizes: CallNumbers) -> None:
         problem = program.problem
         self.program, self.buffer, self.dtype = program, program.buffer, problem.dtype
-        self.start = program.start
+        self.start, self.based = program.start, program.wishes.base == BASE
         strategies = [step.planned.plan.strategy for step in program.steps]
         self.promotable = strategies == ["onehot"] and program.promotes
         held = program.buffer or problem.dtype
@@ -71,7 +71,8 @@ class Ready:
         self.filled = first.atomic or not self.work[0][1] or _needs_fill(first, sizes)
         self.check = None
         if program.check is not None and self.launches:
-            self.check = _bound_check(program, sizes, held, filled=self.filled and new)
+            fills = self.filled and new and not self.based
+            self.check = _bound_check(program, sizes, held, filled=fills)
         #: Whether it only has to be launched.
         self.settled = self.check is None and not self.promotable
         #: Names of what launches are passed, in the order in which `run` takes it.
@@ -97,23 +98,28 @@ class Ready:
                 sources.append(value.data_ptr() if by_address else value)
             else:
                 sources.append(plain_number(value))
-        return self.run(sources, target, values if look else None)
+        base = values[BASE] if self.based else None
+        return self.run(sources, target, values if look else None, base)
 
     def run(
         self,
         sources: list[Any],
         target: Tensor | None,
         looks_at: Mapping[str, Any] | None = None,
+        base: Tensor | None = None,
     ) -> Tensor:
         """The same, of the addresses and numbers of `reads`; in Triton's interpreter, of tensors.
-        ``looks_at``: values for the launch that looks at indices, where it is to.
+        ``looks_at``: values for the launch that looks at indices, where it is to. ``base``: what
+        is accumulated from, where the launches leave places as they are.
         """
         if self.index is not None and self.index != streams.device_now():
             with torch.cuda.device(self.index):
-                return self.run(sources, target, looks_at)
+                return self.run(sources, target, looks_at, base)
         if target is None:
             out = self.empty()
-            if self.filled and looks_at is None:
+            if self.filled and base is not None:
+                out.copy_(base)
+            elif self.filled and looks_at is None:
                 out.fill_(self.start)
         elif self.buffer is None:
             out = target

@@ -21,7 +21,7 @@ from insum.plan.joining import joined
 from insum.plan.orientation import oriented
 from insum.plan.plan import Plan
 from insum.plan.questions import Ask, AskInside, Question
-from insum.plan.sizes import SizeClass, general
+from insum.plan.sizes import OUT, SizeClass, general
 from insum.plan.strategies import plan
 from insum.plan.uses import Use
 from insum.runtime import cache, launch
@@ -154,7 +154,7 @@ class Programs:
                     self.problem,
                     term,
                     sizes,
-                    wishes if number == 0 else replace(wishes, accumulate=True),
+                    wishes if number == 0 else replace(wishes, base=OUT),
                     self.uses,
                     self.wraps,
                     ask,
@@ -180,17 +180,19 @@ def unusable(problem: Problem) -> str:
 
 @functools.lru_cache(maxsize=256)
 def _wishes(
-    values: SettingValues, deterministic: bool, precision: str, accumulate: bool, architecture: str
+    values: SettingValues, deterministic: bool, precision: str, base: str, architecture: str
 ) -> Wishes:
     """One object for equal wishes: they are compared at every call."""
-    return Wishes(values, deterministic, precision, accumulate, architecture)
+    return Wishes(values, deterministic, precision, base, architecture)
 
 
-def wishes_of(accumulate: bool, device: torch.device | None = None) -> Wishes:
-    """What decides plans besides statement and tensors, as it is now."""
+def wishes_of(base: str, device: torch.device | None = None) -> Wishes:
+    """What decides plans besides statement and tensors, as it is now; ``base``: what results are
+    added to, the output itself or another tensor, or nothing.
+    """
     architecture, precision = _architecture(device), precision_on(device)
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return _wishes(settings.values, deterministic, precision, accumulate, architecture)
+    return _wishes(settings.values, deterministic, precision, base, architecture)
 
 
 def precision_on(device: torch.device | None) -> str:

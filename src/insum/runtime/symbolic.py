@@ -30,7 +30,7 @@ __all__ = ["CannotFuse", "program_of", "run"]
 
 def program_of(problem: Problem, values: Mapping[str, Value]) -> Program:
     """The program of a problem, or `CannotFuse`."""
-    wishes = wishes_of(False, problem.device)
+    wishes = wishes_of("", problem.device)
     if wishes.deterministic:
         raise CannotFuse("deterministic mode, and nothing is known of the index tensors")
     if launch.available():

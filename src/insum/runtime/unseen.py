@@ -19,7 +19,7 @@ from insum.compat import streams, tensors
 from insum.lang.expr import variables
 from insum.plan.plan import Plan
 from insum.plan.recipes import CeilDivided, OfCount, OfExtent, OfLength, OfShape, Recipe
-from insum.plan.sizes import OUT, WORK
+from insum.plan.sizes import BASE, OUT, WORK, spread_strides
 from insum.runtime import launch
 from insum.runtime.bound_launch import BoundLaunch, plain_number
 from insum.runtime.program import Launch, Program
@@ -132,7 +132,7 @@ def _run_code(
         writer.lines.append(f"out = t.to({kind}, memory_format={form}, copy=True)")
         result = "t.copy_(out)"
     if found.check is not None:
-        fill = "False" if into else _fill_condition(found)
+        fill = "False" if into or found.based else _fill_condition(found)
         one, counts = found.check, _check_counts(program, fill, writer)
         numbers = writer.launch(one.launch, counts, [None] * len(one.launch.arguments))
         own, given = writer.named(one), ", ".join(numbers)
@@ -234,7 +234,9 @@ class _CodeWriter:
         dtype, rank = found.buffer or found.dtype, len(found.program.problem.shape)
         self.lines.append(f"out = {self.new('d', rank, dtype, found)}")
         fill = _fill_condition(found)
-        if fill != "False":
+        if found.based and fill != "False":
+            self.lines.append(f"if {fill}: out.copy_(v[{BASE!r}])")
+        elif fill != "False":
             self.lines.append(f"if not look and {fill}: out.fill_({self.named(found.start)})")
 
     def make_room(self, name: str, text: str) -> None:
@@ -268,6 +270,9 @@ class _CodeWriter:
     def stride(self, tensor: str, dim: int, rank: int) -> str:
         if tensor == OUT and not self.strided:
             return f"({' * '.join([f'd[{k}]' for k in range(dim + 1, rank)]) or '1'})"
+        if tensor == BASE:
+            spread, base = self.named(spread_strides), self.tensor(BASE)
+            return f"{self.once(f'{spread}({base}.shape, {base}.stride(), d)')}[{dim}]"
         return f"{self.of(tensor, 'stride()')}[{dim}]"
 
     def start(self, one: BoundLaunch) -> None:
