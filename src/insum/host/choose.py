@@ -14,6 +14,7 @@ from insum.graph.lower import lower
 from insum.graph.value import meeting_dtype
 from insum.host.block_rows import block_rows_of
 from insum.host.blocks import blocks_of
+from insum.host.by_row import by_row_of
 from insum.host.chunks import chunks_of
 from insum.host.dots import dots_of
 from insum.host.parts import SubProblem
@@ -74,7 +75,7 @@ def choose(problem: Problem, *, new: bool = True) -> Lowering | None:
         problem = replace(problem, dtype=meeting_dtype(problem))
     roles = roles_of(problem)
     if roles is None:
-        return None
+        return by_row_of(problem)  # sums of several products
     found = patterns_of(problem, _whole, lambda: _first(roles) or _whole(problem))
     return found or _first(roles)
 
@@ -95,11 +96,15 @@ def _first(roles: HostRoles) -> Lowering | None:
             found = rule(roles)
             if found is not None:
                 return found
-    return chunks_of(roles.problem)
+    return _in_parts(roles.problem)
+
+
+def _in_parts(problem: Problem) -> Lowering | None:
+    return by_row_of(problem) or chunks_of(problem)
 
 
 def _whole(problem: Problem) -> Lowering:
-    return chunks_of(problem) or Whole(SubProblem(problem, lower(problem)))
+    return _in_parts(problem) or Whole(SubProblem(problem, lower(problem)))
 
 
 def _is_sparse(roles: HostRoles) -> bool:
