@@ -380,7 +380,9 @@ class Evaluator:
         """
         if self.problem.device.type != "cpu" or len(factors) != 2:
             return False
-        return any(set(f.vars) == set(kept) for f in factors) and set(_variables(factors)) == {*kept}
+        return any(set(f.vars) == set(kept) for f in factors) and set(_variables(factors)) == {
+            *kept
+        }
 
     def _einsum(
         self, factors: list[GraphValue], kept: tuple[str, ...], dtype: torch.dtype

@@ -22,8 +22,8 @@ from insum.lang.expr import Access, Statement, fresh, index_of, names_of
 
 #: Columns below which torch adds one number after the other as quickly, measured.
 LEAST_WIDTH = 4
-#: How many times more than a part of the graph (`chunks.AT_ONCE`) there may be at once: in any other
-#: order sums take several times as long.
+#: How many times more than a part of the graph (`chunks.AT_ONCE`) there may be at once: sums take
+#: several times as long in any other order.
 MOST_PARTS = 8
 
 
@@ -49,7 +49,7 @@ class ByRow:
         found = call.kept(self.key, lambda: self.made(call))
         values = self.graph(self.values, call.indices())
         sums = sum_of_rows(found, None, values.flatten(1))
-        result = sums.unflatten(1, values.shape[1:]).movedim(0, self.at)
+        result = sums.view(-1, *values.shape[1:]).movedim(0, self.at)
         return cast(result, self.problem.dtype).contiguous()
 
     def made(self, call: HostCall) -> RowSegments:

@@ -27,7 +27,7 @@ from insum.lang.bind import Problem
 
 #: Fewer points than this are done before anything is looked up; and fewer than this before anything
 #: is made of index tensors that may never come back.
-LEAST_WORK, LEAST_FIRST_WORK = 1 << 14, 1 << 17
+LEAST_WORK, LEAST_FIRST_WORK = 1 << 14, 1 << 18
 #: Multiplications of a point below which that holds however many points there are: making something
 #: of an index takes as long as gathering a few numbers by it, measured.
 LEAST_OF_A_POINT = 4
@@ -82,7 +82,7 @@ def choose(problem: Problem, *, new: bool = True) -> Lowering | None:
 
 def _first(roles: HostRoles) -> Lowering | None:
     """Sums of rows, scalar products, runs of a matrix and blocks are products of matrices; anything
-    else can be done a part at a time.
+    else is summed by row, or done a part at a time.
     """
     rules: tuple[Callable[[HostRoles], Lowering | None], ...] = (
         rows_of,
