@@ -40,6 +40,19 @@ def test_output_sizes() -> None:
     assert insum.insum("y[D[i]] = x[i]", y=torch.empty(5), **values).tolist() == expected
 
 
+def test_sizes_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain ones are known by what they are of; others are refused as before."""
+    values: dict[str, Any] = {"x": torch.arange(3.0), "D": torch.tensor([4, 0, 4])}
+    text = "y[D[i]] = x[i]"
+    assert insum.insum(text, sizes={0: 5}, **values).shape == (5,)
+    with monkeypatch.context() as patched:
+        patched.setattr(api, "request_of", None)  # which is not asked again
+        assert insum.insum(text, sizes={0: 6}, **values).shape == (6,)
+    for wrong in ({0: True}, {0: 5.5}, {1: 5}):
+        with pytest.raises(insum.InsumError):
+            insum.insum(text, sizes=wrong, **values)
+
+
 def test_numpy_sizes() -> None:
     numpy = pytest.importorskip("numpy")
     assert insum.insum("y[i] = s", s=2.0, sizes={"i": numpy.int64(3)}).tolist() == [2.0] * 3

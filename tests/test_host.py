@@ -21,7 +21,7 @@ from insum.call.request import request_of
 from insum.graph.contraction import cheapest
 from insum.graph.lower import lower
 from insum.host import choose as chooser
-from insum.host import chunks, rows, runs
+from insum.host import chunks, places, rows, runs
 from insum.host.places import HostCall, LastWeights, Lowering
 from insum.testing import Case, assert_close, draw_cases
 from scatters import draw_scatters
@@ -273,6 +273,40 @@ STATEMENTS = [
         {"out_shape": (20, 12, 16)},
     ),
     Statement(
+        "by row",
+        "O[r[p],n] = X[c[p],n] * M[p,n]",
+        lambda d: {
+            "r": whole(90, 5000),
+            "c": whole(80, 5000),
+            "X": real(d, 80, 6),
+            "M": real(d, 5000, 6),
+        },
+        {"out_shape": (90, 6)},
+    ),
+    Statement(
+        "by row",
+        "O[a,r[p],b] = tanh(X[a,c[p],b] - 2 * M[p,b]) + Y[a,c[p],b] * v[p]",
+        lambda d: {
+            "r": whole(90, 900, low=-1).int(),
+            "c": whole(80, 900),
+            "X": real(d, 3, 80, 4),
+            "Y": real(d, 3, 80, 4),
+            "M": real(d, 900, 4),
+            "v": real(d, 900),
+        },
+        {"out_shape": (3, 90, 4), "padded": ("r",)},
+    ),
+    Statement(
+        "chunks",
+        "O[p,n] = X[c[p],n] * M[r[p],n]",
+        lambda d: {
+            "r": whole(90, 5000),
+            "c": whole(80, 5000),
+            "X": real(d, 80, 6),
+            "M": real(d, 90, 6),
+        },
+    ),
+    Statement(
         "chunks",
         "C[D[i],j] = tanh(A[i,k] * B[E[i,k],j])",
         lambda d: {
@@ -294,9 +328,13 @@ def way_of(statement: Statement, values: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("statement", STATEMENTS, ids=str)
-def test_values_and_gradients(statement: Statement, dtype: torch.dtype) -> None:
+def test_values_and_gradients(
+    statement: Statement, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Against the graph in float64, rounded once; gradients likewise."""
     torch.manual_seed(0)
+    if statement.way == "by row":
+        monkeypatch.setattr(chunks, "AT_ONCE", 1 << 16)
     values = statement.draw(dtype)
     assert way_of(statement, values) == statement.way
     names = [n for n, v in values.items() if v.is_floating_point()]
@@ -332,6 +370,36 @@ def cases() -> Iterator[Case]:
 def test_drawn_statements() -> None:
     for case in cases():
         assert_close(case.run(), case.expected(), case.precision)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("high", [1, 7, 3000, 2**40, 2**61])
+def test_sorting_is_stable(high: int, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By NumPy where a number and its place fit one integer, and torch has no threads to share."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for count in (0, 1, 2, 500, places._MANY + 3):
+        numbers = torch.randint(0, high, (count,))
+        assert torch.equal(places.sorting(numbers), torch.sort(numbers, stable=True).indices)
+        assert torch.equal(
+            places.sorting(narrowed := places.narrow(numbers)),
+            torch.sort(narrowed, stable=True).indices,
+        )
+
+
+def test_values_that_are_summed_by_row_are_no_more_than_a_few_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Longer ones are never there at once."""
+    monkeypatch.setattr(chunks, "AT_ONCE", 1 << 14)
+    draw = lambda count: {
+        "r": whole(9, count),
+        "c": whole(8, count),
+        "X": torch.randn(8, 6),
+        "M": torch.randn(count, 6),
+    }
+    text, options = "O[r[p],n] = X[c[p],n] * M[p,n]", {"out_shape": (9, 6)}
+    ways = [way_of(Statement("", text, lambda d: {}, options), draw(k)) for k in (5000, 6000)]
+    assert ways == ["by row", "chunks"]
 
 
 @pytest.mark.parametrize("count", [0, 1])

@@ -178,7 +178,7 @@ def _is_lowered(tensors: dict[str, Value]) -> bool:
 Insum = insum
 """The same function under the name that the paper gives it."""
 
-#: By statement, how many sizes are given and what is padded, what is known of its calls; no other
+#: By statement, which sizes are given and what is padded, what is known of its calls; no other
 #: options.
 _fronts: dict[object, Kinds] = {}
 
@@ -192,13 +192,13 @@ def kinds_with(
     optimize: Optimize = True,
 ) -> tuple[Kinds, tuple[Any, ...]]:
     """What is known of the calls of a statement with these options, and the sizes among them."""
-    plain = sizes is None or type(sizes) is dict and not sizes
-    common = plain and type(padded) is tuple and config is None and type(statement) is str
-    common = common and optimize is True
+    plain = _plain_sizes(sizes)
+    common = plain is not None and type(padded) is tuple and config is None
+    common = common and optimize is True and type(statement) is str
     if common and (out_shape is None or type(out_shape) in (tuple, torch.Size)):
-        given: tuple[Any, ...] = () if out_shape is None else tuple(out_shape)
+        given: tuple[Any, ...] = plain if out_shape is None else (*out_shape, *plain)  # type: ignore[misc, assignment]
         try:
-            found = _fronts.get((statement, None if out_shape is None else len(given), padded))
+            found = _fronts.get(_front(statement, out_shape, sizes, padded))
         except TypeError:  # names that are none, which binding refuses
             found = None
         if found is not None:
@@ -206,9 +206,27 @@ def kinds_with(
     request = request_of(statement, out_shape, sizes, padded, config, optimize)  # type: ignore[arg-type]
     found = kinds_of(request.form)
     if common:
-        rank = None if out_shape is None else len(out_shape)
-        keep(_fronts, (statement, rank, padded), found, MOST_FORMS)
+        keep(_fronts, _front(statement, out_shape, sizes, padded), found, MOST_FORMS)
     return found, request.size_values
+
+
+def _front(
+    statement: str, out_shape: Sequence[Size] | None, sizes: SizesArgument, padded: Sequence[str]
+) -> object:
+    rank = None if out_shape is None else len(out_shape)
+    return statement, rank, tuple(sizes) if sizes else (), padded
+
+
+def _plain_sizes(sizes: SizesArgument) -> tuple[int, ...] | None:
+    """Sizes that are Python's own integers, by names or numbers of dimensions; None for others."""
+    if sizes is None:
+        return ()
+    if type(sizes) is not dict:
+        return None
+    for key, size in sizes.items():
+        if type(size) is not int or type(key) is not int and type(key) is not str:
+            return None
+    return tuple(sizes.values())
 
 
 def _insum(kinds: Kinds, sizes: tuple[Any, ...], tensors: dict[str, Value]) -> Tensor:

@@ -286,7 +286,7 @@ class Evaluator:
         kept = tuple(v for v in order if any(v in f.vars for f in factors))
         if len(factors) == 1:
             return self._summed(factors[0], kept, dtype)
-        if self._of_many_vectors(factors, kept):
+        if self._of_many_vectors(factors, kept) or self._is_pointwise(factors, kept):
             return self._multiplied(factors, kept, dtype)
         if len(factors) > 2 and self._sizes_decide(dtype):
             return self._in_best_order(factors, kept, dtype)
@@ -355,7 +355,8 @@ class Evaluator:
     def _multiplied(
         self, factors: list[GraphValue], kept: tuple[str, ...], dtype: torch.dtype
     ) -> GraphValue:
-        a, b = factors
+        # the one with more variables first: its order is that of the product
+        a, b = sorted(factors, key=lambda f: -len(f.vars))
         return self._summed(self.builder.pointwise(torch.mul, a, b), kept, dtype)
 
     def _of_many_vectors(self, factors: list[GraphValue], kept: tuple[str, ...]) -> bool:
@@ -372,6 +373,16 @@ class Evaluator:
             return True
         found = self.sums[tuple(sorted(summed))] = is_short(self.problem, summed)
         return found
+
+    def _is_pointwise(self, factors: list[GraphValue], kept: tuple[str, ...]) -> bool:
+        """Whether a CPU has nothing to sum, nor to make larger, which einsum takes a while to find
+        out.
+        """
+        if self.problem.device.type != "cpu" or len(factors) != 2:
+            return False
+        return any(set(f.vars) == set(kept) for f in factors) and set(_variables(factors)) == {
+            *kept
+        }
 
     def _einsum(
         self, factors: list[GraphValue], kept: tuple[str, ...], dtype: torch.dtype

@@ -14,6 +14,7 @@ from insum.graph.lower import lower
 from insum.graph.value import meeting_dtype
 from insum.host.block_rows import block_rows_of
 from insum.host.blocks import blocks_of
+from insum.host.by_row import by_row_of
 from insum.host.chunks import chunks_of
 from insum.host.dots import dots_of
 from insum.host.parts import SubProblem
@@ -26,7 +27,7 @@ from insum.lang.bind import Problem
 
 #: Fewer points than this are done before anything is looked up; and fewer than this before anything
 #: is made of index tensors that may never come back.
-LEAST_WORK, LEAST_FIRST_WORK = 1 << 14, 1 << 17
+LEAST_WORK, LEAST_FIRST_WORK = 1 << 14, 1 << 18
 #: Multiplications of a point below which that holds however many points there are: making something
 #: of an index takes as long as gathering a few numbers by it, measured.
 LEAST_OF_A_POINT = 4
@@ -74,14 +75,14 @@ def choose(problem: Problem, *, new: bool = True) -> Lowering | None:
         problem = replace(problem, dtype=meeting_dtype(problem))
     roles = roles_of(problem)
     if roles is None:
-        return None
+        return by_row_of(problem)  # sums of several products
     found = patterns_of(problem, _whole, lambda: _first(roles) or _whole(problem))
     return found or _first(roles)
 
 
 def _first(roles: HostRoles) -> Lowering | None:
     """Sums of rows, scalar products, runs of a matrix and blocks are products of matrices; anything
-    else can be done a part at a time.
+    else is summed by row, or done a part at a time.
     """
     rules: tuple[Callable[[HostRoles], Lowering | None], ...] = (
         rows_of,
@@ -95,11 +96,15 @@ def _first(roles: HostRoles) -> Lowering | None:
             found = rule(roles)
             if found is not None:
                 return found
-    return chunks_of(roles.problem)
+    return _in_parts(roles.problem)
+
+
+def _in_parts(problem: Problem) -> Lowering | None:
+    return by_row_of(problem) or chunks_of(problem)
 
 
 def _whole(problem: Problem) -> Lowering:
-    return chunks_of(problem) or Whole(SubProblem(problem, lower(problem)))
+    return _in_parts(problem) or Whole(SubProblem(problem, lower(problem)))
 
 
 def _is_sparse(roles: HostRoles) -> bool:

@@ -21,7 +21,7 @@ from insum.lang.expand import ProductTerm
 from insum.lang.expr import Access, accesses, variables
 
 #: Bytes of the largest intermediate that are made at a time.
-AT_ONCE = 1 << 22
+AT_ONCE = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,7 +45,8 @@ class Chunks:
 
     def __call__(self, call: HostCall) -> Tensor:
         problem, values = self.problem, dict(call.indices())
-        out = torch.zeros(problem.shape, dtype=meeting_dtype(problem))
+        made = torch.zeros if self.graph.mode == "into" else torch.empty
+        out = made(problem.shape, dtype=meeting_dtype(problem))
         whole = {name: as_tensor(values[name]) for name in self.dims}
         extent = int(problem.extents[self.var])
         for start in range(0, extent, self.step):
@@ -53,7 +54,11 @@ class Chunks:
             for name, dim in self.dims.items():
                 values[name] = whole[name].narrow(dim, start, length)
             into = out if self.along < 0 else out.narrow(self.along, start, length)
-            self.graph(_shortened(problem, self.var, length, into), values, into)
+            part = _shortened(problem, self.var, length, into)
+            if self.graph.mode == "into":
+                self.graph(part, values, into)
+            else:
+                into.copy_(self.graph(part, values))
         return out.to(problem.dtype)
 
 
@@ -62,15 +67,10 @@ def _shortened(problem: Problem, var: str, length: int, into: Tensor) -> Problem
 
 
 def chunks_of(problem: Problem) -> Chunks | None:
-    terms = live_terms(problem)
-    if len(terms) != 1:
+    if len(live_terms(problem)) != 1:
         return None
-    (term,) = terms
     extents = {v: int(n) for v, n in problem.extents.items()}
-    largest = max(_intermediates(problem, term), key=lambda vs: _volume(vs, extents), default=None)
-    if largest is None:
-        return None
-    wide = meeting_dtype(problem)
+    largest, wide = _largest(problem), meeting_dtype(problem)
     nbytes = wide.itemsize * _volume(largest, extents)
     if nbytes <= 2 * AT_ONCE:
         return None
@@ -79,9 +79,29 @@ def chunks_of(problem: Problem) -> Chunks | None:
         if found is not None and extents[var] > 1:
             dims, along = found
             step = max(1, extents[var] * AT_ONCE // nbytes)
-            graph = lower(replace(problem, dtype=wide), "into")
+            mode = "new" if along >= 0 and _is_dense(problem) else "into"
+            graph = lower(replace(problem, dtype=wide), mode)
             return Chunks(problem, graph, var, step, dims, along)
     return None
+
+
+def most_at_once(problem: Problem) -> int:
+    """Bytes of the largest intermediate of the graph."""
+    extents = {v: int(n) for v, n in problem.extents.items()}
+    return meeting_dtype(problem).itemsize * _volume(_largest(problem), extents)
+
+
+def _largest(problem: Problem) -> frozenset[str]:
+    """The variables of the largest intermediate."""
+    every = [vs for term in live_terms(problem) for vs in _intermediates(problem, term)]
+    extents = {v: int(n) for v, n in problem.extents.items()}
+    return max(every, key=lambda vs: _volume(vs, extents), default=frozenset())
+
+
+def _is_dense(problem: Problem) -> bool:
+    """Whether each element of the output is written once."""
+    vars = [index.var for index in problem.statement.target.indices]
+    return None not in vars and len(set(vars)) == len(vars)
 
 
 def _volume(vars: frozenset[str], extents: Mapping[str, int]) -> int:

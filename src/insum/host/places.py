@@ -22,6 +22,8 @@ from insum.runtime.check import evaluated
 T = TypeVar("T")
 #: Numbers below this are kept as int32.
 _SMALL = 2**31 - 1
+#: From so many numbers on torch sorts in several threads.
+_MANY = 1 << 15
 #: What is remembered about each index tensor of a call.
 IndexEntries: TypeAlias = Mapping[str, memory.Entry]
 
@@ -262,8 +264,17 @@ def is_counting(rows: Tensor) -> bool:
 
 
 def sorting(rows: Tensor) -> Tensor:
-    """The order in which they do not fall."""
-    return torch.sort(narrow(rows), stable=True).indices  # half as long takes half as long
+    """The order in which they do not fall; of equal ones the first comes first. Measured: a number
+    and its place in one integer, with NumPy's vector code, take a tenth of torch's time for a few
+    and half of it for many, which torch shares among threads.
+    """
+    bits = len(rows).bit_length()
+    is_one_word = _most(rows) >> (62 - bits) == 0
+    if not is_one_word or len(rows) >= _MANY and torch.get_num_threads() > 2:
+        return torch.sort(narrow(rows), stable=True).indices  # half as long takes half as long
+    keys = torch.arange(len(rows)).add_(rows, alpha=1 << bits)
+    keys.numpy().sort()
+    return keys.bitwise_and_((1 << bits) - 1)
 
 
 def _most(numbers: Tensor) -> int:

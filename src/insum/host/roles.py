@@ -114,7 +114,7 @@ def roles_of(problem: Problem) -> HostRoles | None:
     it; None for others.
     """
     terms = live_terms(problem)
-    if len(terms) != 1 or not _is_plain(problem):
+    if len(terms) != 1 or not is_plain(problem):
         return None
     (term,) = terms
     holders: list[Expr] = [problem.statement.target, *term.factors]
@@ -139,7 +139,7 @@ def roles_of(problem: Problem) -> HostRoles | None:
     )
 
 
-def _is_plain(problem: Problem) -> bool:
+def is_plain(problem: Problem) -> bool:
     """One statement of real floats on the CPU that sums, and in which some index is a tensor."""
     indices = [a.tensor for _, _, i in problem.index_uses() for a in accesses(i)]
     return (
