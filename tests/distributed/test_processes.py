@@ -27,6 +27,6 @@ def test_checks_hold_in_four_processes() -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert found.returncode == 0, found.stdout + found.stderr

@@ -395,7 +395,7 @@ def test_importing_insum_does_not_import_the_compiler() -> None:
         [sys.executable, "-c", code],
         env={"PYTHONPATH": str(ROOT / "src"), "PATH": ""},
         check=True,
-        timeout=120,
+        timeout=600,
     )
 
 
