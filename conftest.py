@@ -16,6 +16,8 @@ from collections.abc import Iterator
 # which vector instructions its compiler knows, and without processes of its own to compile in.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Every program here is traced once: keeping what each operation gave costs more than it saves.
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
 import numpy
 import pytest
@@ -32,6 +34,7 @@ settings.load_profile("same")
 def pytest_collection_finish() -> None:
     _compile_without_records()
     gc.freeze()  # what was imported stays: looking through it at every collection frees nothing
+    gc.set_threshold(50_000, 20, 20)  # tracing makes much that lives a moment longer
 
 
 def _compile_without_records() -> None:
