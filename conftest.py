@@ -33,7 +33,6 @@ settings.load_profile("same")
 
 def pytest_collection_finish() -> None:
     _compile_without_records()
-    gc.freeze()  # what was imported stays: looking through it at every collection frees nothing
     gc.set_threshold(50_000, 20, 20)  # tracing makes much that lives a moment longer
 
 
@@ -52,10 +51,21 @@ def _compile_without_records() -> None:
 @pytest.hookimpl(tryfirst=True)  # before fixtures draw
 def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.index_select = _index_select
+    _leave_alone_what_is_there(item)
     _draw_from_the_start()
     examples = item.dtest.examples if isinstance(item, pytest.DoctestItem) and item.dtest else ()
     if any("from e3nn" in one.source for one in examples) and not _has_e3nn():
         pytest.skip("e3nn is not installed")
+
+
+def _leave_alone_what_is_there(item: pytest.Item, seen: list[object] = []) -> None:  # noqa: B006
+    """What was imported, and what earlier files keep, stays: looking through millions of objects at
+    every collection frees nothing.
+    """
+    if seen != [item.path]:
+        seen[:] = [item.path]
+        gc.collect()
+        gc.freeze()
 
 
 def _draw_from_the_start() -> None:
