@@ -22,12 +22,18 @@ os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 import numpy
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 _index_select = torch.index_select
 
 # The same examples in every run, however long one takes, and no folder that processes share.
-settings.register_profile("same", derandomize=True, deadline=None, database=None)
+settings.register_profile(
+    "same",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
 settings.load_profile("same")
 
 
