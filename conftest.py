@@ -1,6 +1,6 @@
 """For tests and doctests alike: PyG exchanges ``torch.index_select`` for its own when a test
 imports it. That ends with the test. Examples that import e3nn are skipped where it is not, and
-those of several ranks have a ``mesh`` of one.
+those of several ranks have a ``mesh`` of one. Every test draws the same numbers in every run.
 """
 
 from __future__ import annotations
@@ -9,22 +9,37 @@ import gc
 import importlib.util
 import logging
 import os
+import random
 from collections.abc import Iterator
 
 # For the few tests that reach Inductor's C++ code, which is small and runs once: without probing
 # which vector instructions its compiler knows, and without processes of its own to compile in.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Every program here is traced once: keeping what each operation gave costs more than it saves.
+os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 
+import numpy
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 _index_select = torch.index_select
+
+# The same examples in every run, however long one takes, and no folder that processes share.
+settings.register_profile(
+    "same",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("same")
 
 
 def pytest_collection_finish() -> None:
     _compile_without_records()
-    gc.freeze()  # what was imported stays: looking through it at every collection frees nothing
+    gc.set_threshold(50_000, 20, 20)  # tracing makes much that lives a moment longer
 
 
 def _compile_without_records() -> None:
@@ -39,11 +54,33 @@ def _compile_without_records() -> None:
         guards.profile_guard_manager = lambda *given: 0.0
 
 
+@pytest.hookimpl(tryfirst=True)  # before fixtures draw
 def pytest_runtest_setup(item: pytest.Item) -> None:
     torch.index_select = _index_select
+    _leave_alone_what_is_there(item)
+    _draw_from_the_start()
     examples = item.dtest.examples if isinstance(item, pytest.DoctestItem) and item.dtest else ()
     if any("from e3nn" in one.source for one in examples) and not _has_e3nn():
         pytest.skip("e3nn is not installed")
+
+
+def _leave_alone_what_is_there(item: pytest.Item, seen: list[object] = []) -> None:  # noqa: B006
+    """What was imported, and what earlier files keep, stays: looking through millions of objects at
+    every collection frees nothing.
+    """
+    if seen != [item.path]:
+        seen[:] = [item.path]
+        gc.collect()
+        gc.freeze()
+
+
+def _draw_from_the_start() -> None:
+    """Which tests came before in this process is decided by how long those of the others took."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed notes the stack where no GPU is
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)

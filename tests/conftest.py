@@ -36,6 +36,14 @@ def pytest_configure() -> None:
         quicken()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with what takes longest come first, so that no process is left alone with it in the
+    end. Whole files, because their tests share fixtures.
+    """
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in slow)
+
+
 def reason_to_skip(item: pytest.Item) -> str:
     kernels = [
         name for name in ("gpu", "interpreter", "compile_only") if item.get_closest_marker(name)

@@ -192,7 +192,7 @@ def test_eight_processes_at_once_leave_one_valid_cache(folder: Path) -> None:
     if not hasattr(os, "fork"):
         pytest.skip("processes cannot be forked here")
     done = subprocess.run(
-        [sys.executable, "-c", TUNE], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", TUNE], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.split("\n")[:-1]

@@ -125,7 +125,7 @@ def _run(program: str, **environment: str | None) -> str:
     for name in [name for name, value in environment.items() if value is None]:
         given.pop(name, None)
     done = subprocess.run(
-        [sys.executable, "-c", program], env=given, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], env=given, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
@@ -191,7 +191,7 @@ disk.write_whole(launch.source_folder() / "kill.py", "half")
 
 def test_a_writer_that_is_killed_leaves_nothing_for_long(folder: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    done = subprocess.run([sys.executable, "-c", KILLED], env=environment, timeout=120)
+    done = subprocess.run([sys.executable, "-c", KILLED], env=environment, timeout=600)
     assert done.returncode == -signal.SIGKILL
     (left,) = files(folder)
     assert left.name.startswith(".writing-")

@@ -175,7 +175,7 @@ def test_neither_program_nor_package_needs_insum(
         data=str(tmp_path / "data.pt"), program=str(tmp_path / "program.pt2"), package=path
     )
     done = subprocess.run(
-        [sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.stdout.strip().endswith("equal"), done.stderr[-2000:]
 
@@ -291,7 +291,7 @@ def test_a_package_from_a_compiler_with_a_static_runtime(static: str, tmp_path: 
         "TORCHINDUCTOR_VEC_ISA_OK": "0",  # ten probes of what this compiler can do
     }
     done = subprocess.run(
-        [sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=300
+        [sys.executable, "-c", text], env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.stdout.strip().endswith("equal"), done.stderr[-2000:]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from typing import Any
 
 import pytest
@@ -24,12 +23,8 @@ NOT_CALLED = {
 
 
 def test_a_while_of_it() -> None:
-    end, seed, found = time.monotonic() + 5, 1_000_000, list[str]()
-    while time.monotonic() < end:
-        found += [f"{o}\n{o.trace}" for o in hostile.attempts(50, seed) if o.wrong]
-        seed += 50
+    found = [f"{o}\n{o.trace}" for o in hostile.attempts(1000, 1_000_000) if o.wrong]
     assert not found, "\n".join(found[:5])
-    assert seed >= 1_000_200, "too slow to find anything"
 
 
 @pytest.mark.filterwarnings("ignore")

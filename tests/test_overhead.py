@@ -5,6 +5,7 @@ the machine. Launches are stubbed: nothing is computed.
 from __future__ import annotations
 
 import contextvars
+import gc
 import sys
 import threading
 from collections import Counter
@@ -79,6 +80,7 @@ def python_calls(function: Callable[[], Any], below: str = "") -> Counter[str]:
         if event == "call" and file != __file__ and file.startswith(below):
             found[frame.f_code.co_name] += 1
 
+    gc.disable()  # what is called when something of other tests is freed is not counted
     threading.setprofile(count)
     sys.setprofile(count)
     try:
@@ -86,6 +88,7 @@ def python_calls(function: Callable[[], Any], below: str = "") -> Counter[str]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
+        gc.enable()
     return found
 
 

@@ -47,7 +47,7 @@ def built(folder: Path, target: str, source: Path = ROOT) -> Path:
         cwd=source,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -109,7 +109,7 @@ def test_it_runs_from_the_wheel_and_without_triton(wheel: Path, tmp_path: Path) 
         env={"PYTHONPATH": str(place), "PATH": "", "HOME": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -242,5 +242,5 @@ def test_environment_is_read_at_import() -> None:
         "PYTHONPATH": str(SOURCE),
     }
     assert subprocess.run(
-        command, env=environment, capture_output=True, text=True, check=True, timeout=300
+        command, env=environment, capture_output=True, text=True, check=True, timeout=600
     ).stdout.split() == ["never", "False"]

@@ -1,7 +1,8 @@
-"""Ten seconds of the soak test, and that it finds what is wrong."""
+"""A hundred trials of the soak test, and that it finds what is wrong."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,15 @@ import insum
 from insum.testing import soak
 
 
-@pytest.mark.parametrize("names", [(), ("fused",)])
-def test_a_while_of_everything(names: tuple[str, ...]) -> None:
-    counts = soak.soak(8 if not names else 2, seed=1000, names=names)
-    assert not counts.found and counts.tried.total() > 0, str(counts)
-    if not names:
-        assert set(counts.tried) >= set(soak.TRIALS) - set(soak.RARE), str(counts)
+def test_a_while_of_everything() -> None:
+    counts = soak.soak(math.inf, seed=1000, trials=100)
+    assert not counts.found and set(counts.tried) == set(soak.TRIALS), str(counts)
+
+
+def test_a_number_of_trials_or_the_time_is_the_end() -> None:
+    counts = soak.soak(math.inf, seed=1000, names=("runs",), trials=3)
+    assert not counts.found and counts.tried == {"runs": 3}
+    assert not soak.soak(0, trials=3).tried
 
 
 def test_what_is_wrong_is_found_and_made_smaller(
@@ -24,8 +28,8 @@ def test_what_is_wrong_is_found_and_made_smaller(
 ) -> None:
     right = insum.insum
     monkeypatch.setattr(insum, "insum", lambda *a, **k: right(*a, **k) + 1)
-    counts = soak.soak(0.3, names=("rewritten",), out=tmp_path)
-    assert counts.found and all(f.startswith("rewritten:") for f in counts.found)
+    counts = soak.soak(math.inf, names=("rewritten",), out=tmp_path, trials=3)
+    assert len(counts.found) == 3 and all(f.startswith("rewritten:") for f in counts.found)
     assert counts.found[0].endswith(":0.1"), "also at the smallest scale"
     script = next(tmp_path.glob("rewritten_*.py")).read_text()
     assert "trial('rewritten'" in script
@@ -43,8 +47,10 @@ def test_what_was_found_on_a_gpu(seed: int) -> None:
 @pytest.mark.interpreter
 def test_a_while_as_on_a_gpu() -> None:
     names = ("rewritten", "in_place", "aliases", "repeated", "extrema")
-    counts = soak.soak(4, seed=3000, where=soak.Where(as_on_a_gpu=True), names=names)
-    assert not counts.found and counts.tried.total() > 0, str(counts)
+    counts = soak.soak(
+        math.inf, seed=3000, where=soak.Where(as_on_a_gpu=True), names=names, trials=15
+    )
+    assert not counts.found and set(counts.tried) == set(names), str(counts)
 
 
 def test_scripts_say_where_a_trial_ran() -> None:

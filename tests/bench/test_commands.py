@@ -257,7 +257,7 @@ def test_it_runs_without_any_optional_package(tmp_path: Path) -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr
     assert (

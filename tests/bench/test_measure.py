@@ -183,14 +183,36 @@ def test_limits_follow_the_larger_of_bytes_and_flops(limits: DeviceLimits) -> No
     assert limits.seconds(wide, torch.float32) == pytest.approx(1e9 / limits.bytes_per_s)
 
 
-def test_the_clock_is_about_right() -> None:
-    milliseconds, how = clock(lambda: (time.sleep(0.01), ())[1], CPU)  # type: ignore[func-returns-value]
-    assert how == "host" and 9 < milliseconds < 60
+class OwnClock:
+    """Stands for ``time``: it goes on by what calls are said to take, and nothing else."""
+
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def call(self, seconds: float) -> tuple[Tensor, ...]:
+        self.now += seconds
+        return ()
 
 
-def test_limits_of_a_busy_machine_are_those_of_its_best_moments() -> None:
+@pytest.fixture
+def own_clock(monkeypatch: pytest.MonkeyPatch) -> OwnClock:
+    one = OwnClock()
+    monkeypatch.setattr(measure, "time", one)
+    monkeypatch.setattr(measure.timing, "time", one)
+    return one
+
+
+def test_the_clock_is_right(own_clock: OwnClock) -> None:
+    milliseconds, how = clock(lambda: own_clock.call(0.01), CPU)
+    assert how == "host" and milliseconds == pytest.approx(10)
+
+
+def test_limits_of_a_busy_machine_are_those_of_its_best_moments(own_clock: OwnClock) -> None:
     calls = iter([*range(measure.LIMIT_CALLS)])
-    assert measure.shortest(lambda: time.sleep(0.0 if next(calls) == 7 else 0.01), CPU) < 0.009
+    run = lambda: own_clock.call(0.001 if next(calls) == 7 else 0.01)
+    assert measure.shortest(run, CPU) == pytest.approx(0.001)
 
 
 def test_what_no_cuda_graph_can_hold_is_timed_with_events(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 TESTS = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes cannot be forked here")
 @pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs Gloo")
 def test_checks_hold_in_four_processes() -> None:
@@ -27,6 +28,6 @@ def test_checks_hold_in_four_processes() -> None:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=1200,
     )
     assert found.returncode == 0, found.stdout + found.stderr

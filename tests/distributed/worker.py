@@ -30,7 +30,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 WORLD = 4
 
 #: How long a process waits for another one; a check that leaves a collective undone fails then.
-PATIENCE = timedelta(seconds=60)
+PATIENCE = timedelta(seconds=300)
 
 
 @dataclass(frozen=True)

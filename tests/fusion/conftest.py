@@ -19,6 +19,7 @@ def fresh() -> Iterator[None]:
     torch.manual_seed(0)
     torch._dynamo.reset()
     insum.fusion.clear()
+    memory.forget()
     yield
     torch._dynamo.reset()
 

@@ -11,6 +11,7 @@ from insum.testing import drawn_programs
 from insum.testing.drawn_programs import DrawnOutcome, compare, drawn, run_drawn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(3))
 @pytest.mark.filterwarnings("ignore")
 def test_drawn_programs(block: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import gc
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -290,9 +290,10 @@ def tensor_at(address: int, kind: str, earlier: list[Tensor]) -> Tensor:
 
 
 @pytest.fixture
-def by_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+def by_address(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Kernels are passed addresses, and what lies there is interpreted; how many were launched."""
     launched: list[int] = []
+    gc.unfreeze()
     earlier = tensors()
     gc.freeze()  # the millions of objects of other tests are not looked through for each argument
     names = {**vars(launch), "interpreting": lambda: False}
@@ -311,8 +312,7 @@ def by_address(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         return launch
 
     monkeypatch.setattr(BoundLaunch, "compiled", compiled)
-    yield launched
-    gc.unfreeze()
+    return launched
 
 
 def test_addresses_of_parts_and_results(anew: list[str], by_address: list[int]) -> None:

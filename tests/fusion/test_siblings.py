@@ -19,7 +19,7 @@ from insum.fusion import siblings
 
 from .programs import E, F, N, agrees, compiled, counts, graph_of, leaf
 
-R = 4
+R = 3
 KINDS = torch.randint(0, R, (E,), generator=torch.Generator().manual_seed(2))
 
 
@@ -52,10 +52,8 @@ def degree(x: Tensor, dst: Tensor) -> Tensor:
 
 PROGRAMS = {
     "sums": loop(lambda x, w, src, dst, r: total(x, src, dst) @ w[r]),
-    "sums, backwards": loop(lambda x, w, src, dst, r: total(x, src, dst) @ w[r], (3, 2, 1, 0)),
-    "sums, in another order": loop(
-        lambda x, w, src, dst, r: total(x, src, dst) @ w[r], (2, 0, 3, 1)
-    ),
+    "sums, backwards": loop(lambda x, w, src, dst, r: total(x, src, dst) @ w[r], (2, 1, 0)),
+    "sums, in another order": loop(lambda x, w, src, dst, r: total(x, src, dst) @ w[r], (1, 2, 0)),
     "means": loop(lambda x, w, src, dst, r: (total(x, src, dst) / degree(x, dst)[:, None]) @ w[r]),
     "scaled": loop(
         lambda x, w, src, dst, r: (
@@ -118,7 +116,7 @@ def some(x: Tensor, w: Tensor, edges: Tensor, kinds: Tensor) -> Tensor:
 def twice(x: Tensor, w: Tensor, edges: Tensor, kinds: Tensor) -> Tensor:
     """A result that somebody else reads too."""
     products = [total(x, *edges[:, kinds == r]) @ w[r] for r in range(R)]
-    return products[0] + products[1] + products[2] + products[3] + products[1].relu()
+    return products[0] + products[1] + products[2] + products[1].relu()
 
 
 def different(x: Tensor, w: Tensor, edges: Tensor, kinds: Tensor) -> Tensor:
@@ -156,7 +154,10 @@ def test_what_is_no_loop_over_relations(
     program: Callable[..., Tensor], dynamic: bool | None
 ) -> None:
     run, _ = compiled(program, fullgraph=True, dynamic=dynamic)
-    agrees(program, run, (leaf(N, F), leaf(R, F, 6), graph_of(), KINDS), rtol=1e-4, atol=1e-4)
+    relations = R + (program is different)
+    agrees(
+        program, run, (leaf(N, F), leaf(relations, F, 6), graph_of(), KINDS), rtol=1e-4, atol=1e-4
+    )
 
 
 def test_results_that_are_too_large_together(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,16 +212,22 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 
 
 def test_many_relations() -> None:
-    kinds = torch.randint(0, 16, (200,))
+    """Of two digits, too."""
+    relations = 11
+    kinds = torch.randint(0, relations, (200,))
     program = lambda x, w, edges, kinds: sum(
         (
             (total(x, *edges[:, kinds == r]) / degree(x, edges[1][kinds == r])[:, None]) @ w[r]
-            for r in range(16)
+            for r in range(relations)
         ),
         start=x.new_zeros(N, 6),
     )
     run, graphs = compiled(program, fullgraph=True)
     agrees(
-        program, run, (leaf(N, F), leaf(16, F, 6), graph_of(N, 200), kinds), rtol=1e-4, atol=1e-4
+        program,
+        run,
+        (leaf(N, F), leaf(relations, F, 6), graph_of(N, 200), kinds),
+        rtol=1e-4,
+        atol=1e-4,
     )
     assert counts(graphs) == [1, 1]

@@ -283,7 +283,7 @@ def test_pretrained_models(name: str, tmp_path: Path) -> None:
         [sys.executable, "-c", ELSEWHERE, str(tmp_path), name],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-2000:]

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import math
 import random
 import sys
 import threading
@@ -580,6 +581,7 @@ def soak(
     where: Where | None = None,
     out: Path | None = None,
     names: tuple[str, ...] = (),
+    trials: float = math.inf,
 ) -> Counts:
     """Trials until the time is up.
 
@@ -589,17 +591,18 @@ def soak(
         where: The device, and whether tensors are taken for ones on a GPU; the CPU.
         out: The folder that scripts of what fails go to; none are written without one.
         names: Of the trials; all where none are given.
+        trials: At most so many; the same ones on every machine where the time suffices.
 
     Returns:
         What was tried and what was found, as names that ``--again`` takes.
 
     Examples:
-        >>> soak(0.2, names=("in_place",)).found
+        >>> soak(60, names=("in_place",), trials=3).found
         []
     """
     counts, start, where = Counts(), time.monotonic(), where or Where()
     every = [n for n in where.names if not names or n in names]
-    while time.monotonic() - start < seconds:
+    while counts.tried.total() < trials and time.monotonic() - start < seconds:
         turn, place = divmod(seed, len(every))
         name = every[place]
         seed += 1
