@@ -424,16 +424,6 @@ def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
     return tuple(found)
 
 
-def _never(tensor: Tensor) -> bool:
-    return False
-
-
-#: Whether a gradient is many at once, as ``is_grads_batched`` has them; they have no memory.
-is_batched: Callable[[Tensor], bool] = getattr(
-    getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", _never
-)
-
-
 def device_of(tensor: Tensor) -> AbstractContextManager[object]:
     """The device of a tensor as the current one; nothing is entered where it is."""
     device = tensor.device

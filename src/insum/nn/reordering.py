@@ -16,6 +16,7 @@ from torch import Tensor
 
 from insum.call import prepared
 from insum.compat import calls
+from insum.compat.many import is_batched
 from insum.nn.irreps import Irreps
 from insum.nn.mixing import columns_of
 
@@ -125,7 +126,7 @@ class _Reordered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
         order, back = ctx.orders
-        if torch.is_grad_enabled() and not calls.is_batched(gradient):
+        if torch.is_grad_enabled() and not is_batched(gradient):
             return None, _apply((back, order), gradient)
         return None, gradient.index_select(1, back)
 

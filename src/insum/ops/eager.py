@@ -30,6 +30,7 @@ from insum.compat.calls import (
     wanted_gradients,
     without_autocast,
 )
+from insum.compat.many import any_batched, is_batched, over_items
 from insum.compat.placed import is_placed, is_recordable
 from insum.compat.tangents import (
     forward_levels,
@@ -56,7 +57,8 @@ def contract(request: Request, values: Mapping[str, Value]) -> Tensor:
         target = head(request.statement).target
         return run_lowered(kinds_of(request.form), target, request.size_values, values)
     # Without a tensor the default device decides, which is not to be seen from within an op.
-    if not is_plain_call(values.values()) and any(isinstance(v, Tensor) for v in values.values()):
+    tensors = [v for v in values.values() if isinstance(v, Tensor)]
+    if tensors and (not is_plain_call(tensors) or any_batched(tensors)):
         if is_placed(values.values()) and is_recordable():
             from insum.distributed import dispatch  # which loads a good deal of torch
 
@@ -430,6 +432,8 @@ def pull_back(
     ctx: Any, upstream: Tensor, initial_needs: bool, needs: Sequence[bool]
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """The gradients of what a saved call accumulated into, and of its tensors: reverse mode."""
+    if is_batched(upstream):
+        return _pull_back_each(ctx, upstream, initial_needs, needs)
     saved, spec = ctx.saved_tensors, ctx.spec
     count, call = len(spec.names), spec.call
     values = {**spec.numbers, **dict(zip(spec.names, saved[:count]))}
@@ -452,6 +456,19 @@ def pull_back(
     raise_found()  # of earlier calls too: what they did wrong may have come this far
     wants = initial_needs and ctx.initial_dtype is not None
     return initial.to(ctx.initial_dtype) if wants else None, list(map(found.get, spec.names))
+
+
+def _pull_back_each(
+    ctx: Any, upstream: Tensor, initial_needs: bool, needs: Sequence[bool]
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """The same of an ``upstream`` that is many at once."""
+
+    def one(item: Tensor) -> list[Tensor | None]:
+        to_initial, to_tensors = pull_back(ctx, item, initial_needs, needs)
+        return [to_initial, *to_tensors]
+
+    to_initial, *to_tensors = over_items(one, (upstream,))
+    return to_initial, to_tensors
 
 
 def _forward(call: BoundCall) -> ForwardCall:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from insum.call.prepared import Kinds, prepare
 from insum.call.request import Request, head
+from insum.compat.many import over_items
 from insum.compat.tangents import (
     forward_levels,
     make_dual,
@@ -248,6 +249,32 @@ for _name, _rule in (
     ("accumulate_", _accumulate_in_place_vmap),
 ):
     torch.library.register_vmap(f"insum::{_name}", _rule, lib=_library)
+
+
+# What is many at once in torch's older way, as tangents of a vectorized jacobian are.
+
+
+def _contract_many(*arguments: Any) -> Tensor | None:
+    statement, names, tensors, *rest = arguments
+
+    def one(*items: Tensor) -> list[Tensor | None]:
+        return [contract(*decode((statement, names, items, *rest)))]
+
+    return over_items(one, tensors)[0]
+
+
+def _accumulate_many(*arguments: Any) -> Tensor | None:
+    initial, statement, names, tensors, *rest = arguments
+
+    def one(begin: Tensor, *items: Tensor) -> list[Tensor | None]:
+        request, values = decode((statement, names, items, *rest))
+        return [accumulate(request, begin, values)]
+
+    return over_items(one, (initial, *tensors))[0]
+
+
+_library.impl("contract", _contract_many, "Batched")  # type: ignore[no-untyped-call]
+_library.impl("accumulate", _accumulate_many, "Batched")  # type: ignore[no-untyped-call]
 
 
 # Autocast: tensors are cast, and the op is called again.
