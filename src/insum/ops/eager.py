@@ -32,9 +32,7 @@ from insum.compat.calls import (
 )
 from insum.compat.many import any_batched, is_batched, over_items
 from insum.compat.placed import is_placed, is_recordable
-from insum.compat.tangents import (
-    forward_levels,
-)
+from insum.compat.tangents import forward_levels, with_tangent
 from insum.errors import AutogradError, InsumError
 from insum.lang.bind import Value
 from insum.ops.autocast import lowered
@@ -65,7 +63,7 @@ def contract(request: Request, values: Mapping[str, Value]) -> Tensor:
             return dispatch.contract(kinds_of(request.form), values, request.size_values)
         result: Tensor = (
             _transformed(request, None, values)
-            if is_transformed()
+            if is_transformed() or with_tangent(tensors) >= 0
             else torch.ops.insum.contract(*encode(request, values))
         )
         return result
@@ -113,7 +111,7 @@ def accumulate(request: Request, initial: Tensor, values: Mapping[str, Value]) -
             return dispatch.accumulate(kinds, initial, values, sizes)
         result: Tensor = (
             _transformed(request, initial, values)
-            if is_transformed()
+            if is_transformed() or with_tangent((initial, *values.values())) >= 0
             else torch.ops.insum.accumulate(initial, *encode(request, values))
         )
         return result
