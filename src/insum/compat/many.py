@@ -51,8 +51,9 @@ def over_items(function: Callable[..., Items], tensors: Items) -> tuple[Tensor |
         given = [old if new is None else new for old, new in zip(given, opened)]
         levels.append(level)
     found = list(mapped(*given))
-    for level in reversed(levels):
-        found = [None if t is None else torch._add_batch_dim(t, 0, level) for t in found]
+    for place, level in enumerate(levels, 1):  # torch wants them in this order
+        dim = len(levels) - place
+        found = [None if t is None else torch._add_batch_dim(t, dim, level) for t in found]
     return tuple(found)
 
 
