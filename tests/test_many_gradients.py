@@ -1,5 +1,5 @@
-"""Gradients of many at once, in torch's older way (``is_grads_batched``, ``vectorize``), and forward
-mode over reverse mode: against plain torch, and against one gradient after the other.
+"""Gradients of many at once, in torch's older way (``is_grads_batched``, ``vectorize``), and
+forward mode over reverse mode: against plain torch, and against one gradient after the other.
 """
 
 from __future__ import annotations
@@ -142,8 +142,9 @@ def test_nested() -> None:
 def test_layers() -> None:
     torch.manual_seed(0)
     edges = torch.tensor([[0, 1, 2], [1, 2, 2]])
+    attention = nn.GATConv(3, 2)
     layers: list[Callable[[Tensor], Tensor]] = [
-        lambda x, layer=nn.GATConv(3, 2): layer(x, edges),  # type: ignore[misc]
+        lambda x: attention(x, edges),
         nn.SphericalHarmonics([0, 1, 2], True),
         nn.Linear("3x0e", "2x0e"),
     ]

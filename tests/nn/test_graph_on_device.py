@@ -236,11 +236,13 @@ def test_relations_under_vmap(aggr: str, on_device: None) -> None:
 @pytest.mark.parametrize("end", [0, 1])
 def test_every_call_reports_what_is_no_node(end: int, on_device: None) -> None:
     weight, x = torch.rand(3), torch.randn(4, 2)
+    with_loops, without = GCNConv(2, 3), GCNConv(2, 3, add_self_loops=False)
+    mean = GraphConv(2, 3, "mean")
     calls: list[Callable[[Tensor], object]] = [
-        lambda edges, layer=GCNConv(2, 3): layer(x, edges),  # type: ignore[misc]
-        lambda edges, layer=GCNConv(2, 3): layer(x, edges, weight),  # type: ignore[misc]
-        lambda edges, layer=GCNConv(2, 3, add_self_loops=False): layer(x, edges),  # type: ignore[misc]
-        lambda edges, layer=GraphConv(2, 3, "mean"): layer(x, edges),  # type: ignore[misc]
+        lambda edges: with_loops(x, edges),
+        lambda edges: with_loops(x, edges, weight),
+        lambda edges: without(x, edges),
+        lambda edges: mean(x, edges),
         lambda edges: propagate(edges, x),
     ]
     for call in calls:

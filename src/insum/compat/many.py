@@ -61,7 +61,9 @@ def _opened(tensor: Tensor | None, level: int) -> Tensor | None:
     """The tensor with its items of this level in front, None where it has none."""
     if tensor is None or not is_batched(tensor):
         return None
-    whole = torch._remove_batch_dim(tensor, level, 0, 0)  # of no items, where there is no such level
+    whole = torch._remove_batch_dim(
+        tensor, level, 0, 0
+    )  # of no items, where there is no such level
     return whole if whole.shape[0] or not is_batched(whole) else None
 
 
