@@ -195,8 +195,7 @@ def test_tangents_in_compiled_code() -> None:
 def test_tangents_without_private_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "probed", None)
     assert torch.equal(_dual(REACHED["insum"], ONES).tangent, 2 * ONES)
-    with pytest.raises(insum.AutogradError, match="no derivatives in forward mode"):
-        jvp(REACHED["insum"], (ONES,), (ONES,))
+    assert torch.equal(jvp(REACHED["insum"], (ONES,), (ONES,))[1], 2 * ONES)
 
 
 def test_another_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from insum.compat.calls import (
     is_undisturbed,
 )
 from insum.compat.contexts import without_autocast
+from insum.compat.many import any_batched
 from insum.compat.placed import is_placed, is_recordable
 from insum.errors import BindingError, DeviceError, SettingsError, UnsupportedError
 from insum.lang.bind import Problem, Size, Value
@@ -237,7 +238,7 @@ def _insum(kinds: Kinds, sizes: tuple[Any, ...], tensors: dict[str, Value]) -> T
     request = kinds.form.request(sizes)
     if in_place and not isinstance(tensors[left.target], Tensor):
         request.bind(tensors)  # which says that a number cannot be written into
-    if not is_plain_call(tensors.values()):
+    if not is_plain_call(tensors.values()) or any_batched(tensors.values()):
         _refuse_strangers(request, tensors)
         return add_in_place(request, None, tensors) if in_place else contract(request, tensors)
     call = kinds.find(tensors, sizes)

@@ -294,3 +294,13 @@ def test_batches_are_looked_at(pointers: Any, columns: Any, message: str) -> Non
     )
     with pytest.raises(InsumError, match=message):
         COO.from_torch(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_coordinates_of_unsigned_integers(dtype: torch.dtype) -> None:
+    places = torch.tensor([[0, 1, 1], [2, 0, 1]])
+    want = COO.from_entries(tuple(places), torch.ones(3), (2, 3)).to_dense()
+    found = COO.from_entries(tuple(places.to(dtype)), torch.ones(3), (2, 3))
+    assert torch.equal(found.to_dense(), want)
+    edges = COO.from_edge_index(places.to(dtype), num_nodes=3)
+    assert torch.equal(edges.to_dense(), COO.from_edge_index(places, num_nodes=3).to_dense())

@@ -707,3 +707,12 @@ def test_networks_over_no_voxel_and_over_one(count: int) -> None:
     out.sum().backward()
     assert out.shape == (count, 5) and features.grad is not None
     assert features.grad.shape == features.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.uint64])
+def test_batches_of_unsigned_integers(dtype: torch.dtype) -> None:
+    points, batch = torch.rand(4, 3), torch.tensor([0, 1, 1, 0])
+    x = voxelize(points, 0.5, batch=batch.to(dtype))
+    assert torch.equal(x.coords, voxelize(points, 0.5, batch=batch).coords)
+    want = devoxelize(x, points, 0.5, batch=batch)
+    assert torch.equal(devoxelize(x, points, 0.5, batch=batch.to(dtype)), want)

@@ -338,3 +338,12 @@ def test_a_contraction_made_without_memory_gets_its_couplings_where_it_is_put() 
     empty.to_empty(device="cpu").load_state_dict(made.state_dict())
     x, y = torch.randn(3, 2, 4), torch.eye(2)[[0, 1, 1]]
     assert torch.equal(empty(x, y), made(x, y))
+
+
+@pytest.mark.parametrize(
+    "layer", [Linear("2x0e", "3x0e"), FullyConnectedTensorProduct(*["2x0e"] * 3)]
+)
+def test_views_of_a_weight_without_a_shape(layer: Any) -> None:
+    layer.weight = torch.nn.parameter.UninitializedParameter()
+    with pytest.raises(insum.DtypeError, match="weight is a parameter without a shape yet"):
+        layer.weight_view_for_instruction(0)

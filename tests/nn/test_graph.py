@@ -414,3 +414,32 @@ def test_weights_are_normalised_without_autocast() -> None:
     plain = GCNConv(3, 2)
     plain.load_state_dict(layer.state_dict())
     assert_close(found, plain(x, edges, weight))
+
+
+def test_a_matrix_of_other_nodes() -> None:
+    x, small = torch.randn(5, 3), torch.eye(4).to_sparse()
+    with pytest.raises(insum.BindingError, match=r"shape \(4, 4\), but x has 5 rows"):
+        GCNConv(3, 2)(x, small)
+    wide = torch.zeros(4, 5).to_sparse()
+    with pytest.raises(insum.BindingError, match=r"shape \(4, 5\), but there are 5 targets"):
+        GraphConv(3, 2)(x, wide)
+    with pytest.raises(insum.BindingError, match="edge_weight was passed beside a matrix"):
+        GCNConv(3, 2)(x, torch.eye(5).to_sparse(), torch.ones(5))
+
+
+def test_edges_that_are_kept_move_with_the_layer() -> None:
+    layer, x, edges = GCNConv(3, 2, cached=True), torch.randn(4, 3), torch.tensor([[0, 1], [1, 2]])
+    layer(x, edges)
+    moved = layer.to("meta")
+    assert moved(x.to("meta"), edges.to("meta")).is_meta
+    fresh = GCNConv(3, 2, cached=True).to("meta")
+    fresh(x.to("meta"), edges.to("meta"))  # what has no values is not kept
+    fresh.to_empty(device="cpu").reset_parameters()
+    assert fresh(x, edges).shape == (4, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64])
+def test_relations_of_unsigned_integers(dtype: torch.dtype) -> None:
+    layer, x, edges = RelationalConv(3, 2, 2), torch.randn(4, 3), torch.tensor([[0, 1], [1, 2]])
+    kinds = torch.tensor([0, 1])
+    assert torch.equal(layer(x, edges, kinds.to(dtype)), layer(x, edges, kinds))

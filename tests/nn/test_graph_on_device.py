@@ -231,3 +231,24 @@ def test_relations_under_vmap(aggr: str, on_device: None) -> None:
     found = torch.func.vmap(lambda rows: layer(rows, index, relation))(torch.stack([x, 2 * x]))
     want = torch.stack([layer(rows, index, relation) for rows in (x, 2 * x)])
     assert_close(found, want)
+
+
+@pytest.mark.parametrize("end", [0, 1])
+def test_every_call_reports_what_is_no_node(end: int, on_device: None) -> None:
+    weight, x = torch.rand(3), torch.randn(4, 2)
+    with_loops, without = GCNConv(2, 3), GCNConv(2, 3, add_self_loops=False)
+    mean = GraphConv(2, 3, "mean")
+    calls: list[Callable[[Tensor], object]] = [
+        lambda edges: with_loops(x, edges),
+        lambda edges: with_loops(x, edges, weight),
+        lambda edges: without(x, edges),
+        lambda edges: mean(x, edges),
+        lambda edges: propagate(edges, x),
+    ]
+    for call in calls:
+        edges = torch.tensor([[0, 1, 2], [1, 2, 3]])
+        edges[end, 1] = 9
+        for _ in range(3):
+            with pytest.raises(insum.IndexRangeError, match=rf"edge_index\[{end}, 1\] is 9"):
+                call(edges)
+                insum.synchronize()

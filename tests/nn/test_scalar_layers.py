@@ -216,3 +216,12 @@ def test_harmonics_of_vectors_without_values(normalize: bool) -> None:
     (curve,) = torch.autograd.grad(slope.square().sum(), vectors)
     assert found.shape == (4, 17) and slope.shape == curve.shape == (4, 3)
     assert found.device.type == "meta"
+
+
+def test_a_gate_in_code_for_all_sizes() -> None:
+    """A tracer takes scales of activations for unknown, then."""
+    gate = Gate("2x0e", [torch.tanh], "1x0e", [torch.sigmoid], "1x1o")
+    torch._dynamo.reset()
+    run = torch.compile(gate, backend="eager", fullgraph=True, dynamic=True)
+    x = torch.randn(3, gate.irreps_in.dim)
+    assert_close(run(x), gate(x))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 _graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 
@@ -49,13 +48,3 @@ def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
                 requires = True
         found.append(requires)
     return tuple(found)
-
-
-def _never(tensor: Tensor) -> bool:
-    return False
-
-
-#: Whether a gradient is many at once, as ``is_grads_batched`` has them; they have no memory.
-is_batched: Callable[[Tensor], bool] = getattr(
-    getattr(torch._C, "_functorch", None), "is_legacy_batchedtensor", _never
-)

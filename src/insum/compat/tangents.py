@@ -37,19 +37,6 @@ def forward_levels() -> int:
         return 0
 
 
-def unpack_dual(value: Tensor) -> tuple[Tensor, Tensor | None]:
-    """A tensor without its tangent, and that; integers have none."""
-    if not (value.is_floating_point() or value.is_complex()):
-        return value, None
-    primal, tangent = forward_ad.unpack_dual(value)  # type: ignore[no-untyped-call]
-    return primal, tangent
-
-
-def make_dual(value: Tensor, tangent: Tensor) -> Tensor:
-    found: Tensor = forward_ad.make_dual(value, tangent)  # type: ignore[no-untyped-call]
-    return found
-
-
 def _has_tangent(value: object) -> bool:
     floating = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
     return floating and forward_ad.unpack_dual(value).tangent is not None  # type: ignore[no-untyped-call]

@@ -32,7 +32,7 @@ def from_entries(
     check: bool,
 ) -> E.Entries:
     """Entries from a user's own coordinates."""
-    coords = tuple(indices)
+    coords = tuple(map(_signed, indices))
     check_shape(shape)
     if len(coords) != len(shape):
         raise FormatError(
@@ -108,6 +108,7 @@ def from_edge_index(
     check: bool,
 ) -> E.Entries:
     """Entries of a graph's matrix ``A[source, target]``."""
+    edge_index = _signed(edge_index)
     if edge_index.dim() != 2 or edge_index.shape[0] != 2:
         raise FormatError(f"edge_index has shape {tuple(edge_index.shape)}", expected="(2, edges)")
     _check_coords("edge_index", edge_index[0], edge_index[0])
@@ -387,6 +388,11 @@ def _check_matrix(x: SparseFormat, what: str) -> None:
             expected="a matrix",
             remedy="the COO layout, which has any rank",
         )
+
+
+def _signed(c: Tensor) -> Tensor:
+    """Coordinates in a dtype that torch computes with; what that cannot hold is negative."""
+    return c.long() if c.dtype in (torch.uint16, torch.uint32, torch.uint64) else c
 
 
 def _check_coords(name: str, c: Tensor, first: Tensor) -> None:

@@ -11,7 +11,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -61,6 +61,14 @@ class Scaled:
     function: str
     inner: float = 1.0
     outer: float = 1.0
+    #: As a statement has it, with ``@`` for its argument; written once, for a tracer may take
+    #: numbers for unknown.
+    text: str = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        before = "" if self.outer == 1 else f"{self.outer!r} * "
+        within = "" if self.inner == 1 else f"{self.inner!r} * "
+        object.__setattr__(self, "text", f"{before}{self.function}({within}@)")
 
     @classmethod
     def of(cls, activation: Any) -> Scaled:
@@ -88,8 +96,7 @@ class Scaled:
         return 1 if self.function in EVEN else -1 if self.function in ODD else 0
 
     def __call__(self, argument: str) -> str:
-        inner = argument if self.inner == 1 else f"{self.inner!r} * {argument}"
-        return ("" if self.outer == 1 else f"{self.outer!r} * ") + f"{self.function}({inner})"
+        return self.text.replace("@", argument)
 
     def at(self, x: Tensor) -> Tensor:
         """At a tensor of rows."""

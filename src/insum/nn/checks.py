@@ -23,14 +23,18 @@ from insum.compat.placed import is_placed
 from insum.errors import AutogradError, BindingError, DeviceError, DtypeError, UnsupportedError
 from insum.formats import SparseFormat
 from insum.formats.base import FORMAT
-from insum.formats.operands import OWNER
+from insum.formats.operands import OWNER, SPARSE_LAYOUTS
 from insum.lang.types import INTEGERS, NARROW_FLOATS
 from insum.nn.irreps import Irreps
 from insum.runtime.handwritten.kernel import on_device
 from insum.settings import settings
 
+#: PyG's ``adj_t``.
+SPARSE = Accepted(
+    "a sparse tensor of torch", lambda v: isinstance(v, Tensor) and v.layout in SPARSE_LAYOUTS
+)
 #: The edges of a graph and their weights.
-EDGES = {"edge_index": TENSOR | FORMAT | OWNER, "edge_weight": TENSOR.optional}
+EDGES = {"edge_index": TENSOR | FORMAT | OWNER | SPARSE, "edge_weight": TENSOR.optional}
 #: Of a graph between two sets of nodes: sources, targets.
 PAIR = Accepted("a pair of them", lambda v: COUNTS.fits(v) and len(v) == 2)
 

@@ -230,10 +230,11 @@ def _batches(batch: Tensor | None, points: Tensor) -> Tensor:
             f"batch has shape {tuple(batch.shape)}, but there are {points.shape[0]} points",
             expected=f"({points.shape[0]},)",
         )
-    if batch.numel() and int(batch.min()) < 0:
-        row = int((batch < 0).nonzero()[0])
+    signed = batch.long()  # torch compares no unsigned integers of more than 8 bits
+    if signed.numel() and int(signed.min()) < 0:
+        row = int((signed < 0).nonzero()[0])
         raise IndexRangeError(f"batch[{row}] is {int(batch[row])}", expected="batches from 0")
-    return batch.long()
+    return signed
 
 
 def _box_of(coords: Tensor) -> Box:

@@ -10,8 +10,9 @@ On a GPU nobody looks at the edges before they are used: kernels do, and report 
 from __future__ import annotations
 
 import functools
+import weakref
 from contextlib import nullcontext
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -112,6 +113,16 @@ def edge_weights(weight: Tensor, edges: int) -> Tensor:
     return weight if weight.dim() == 1 else weight.reshape(edges)
 
 
+def no_weight(weight: Tensor | None) -> None:
+    """A matrix has its weights as values."""
+    if weight is not None:
+        raise BindingError(
+            "edge_weight was passed beside a matrix",
+            expected="weights as the values of the matrix",
+            remedy="A.with_values(...)",
+        )
+
+
 def degrees(edge_index: Tensor, dst: Tensor, targets: int) -> Tensor:
     """How many edges end in each node, as float32; ``D[dst[e]] = one[e]``."""
 
@@ -210,6 +221,12 @@ def gcn_ends(
             weights, source, target = found  # of a step before, in which all was looked at
             return source, target, weights
     if edge_index.layout in SPARSE_LAYOUTS:
+        no_weight(weight)
+        if tuple(edge_index.shape) != (nodes, nodes):
+            raise BindingError(
+                f"the adjacency matrix has shape {tuple(edge_index.shape)}, but x has {nodes} rows",
+                expected=f"({nodes}, {nodes})",
+            )
         edge_index, weight = COO.from_torch(edge_index).T.to_edge_index()
     one_device(edge_index=edge_index, x=x, edge_weight=weight)
     # sums of weights are as exact as the weights are, and may be kept beyond autocast
@@ -222,6 +239,8 @@ def gcn_ends(
 
 #: What weights, sources and targets of normalised edges with loops are remembered under.
 LOOPED = "gcn with loops"
+#: What weights without loops are, and where those that are passed go among loops.
+NORMED, SPREAD = "gcn", "spread"
 #: Edges, their weights, and, where they are at hand, sources and targets.
 _Normalised: TypeAlias = tuple[Tensor, Tensor, tuple[Tensor, Tensor] | None]
 
@@ -244,7 +263,7 @@ def _normalised(
         return edges, _weighed(edge_index, weight, nodes, fill), None
     ones = torch.ones(edge_index.shape[1], dtype=dtype, device=edge_index.device)
     make = lambda: _weighed(edge_index, ones, nodes, fill)
-    return edges, remembered(edge_index, ("gcn", nodes, fill, dtype), make), None
+    return edges, remembered(edge_index, (NORMED, nodes, fill, dtype), make), None
 
 
 def _normalised_on_device(
@@ -254,7 +273,7 @@ def _normalised_on_device(
     edges, kind = plain(edge_index), _looped_dtype(edge_index, nodes)
 
     def counted() -> Tensor:
-        explain = functools.partial(_no_node, nodes)
+        explain = functools.partial(_no_node, weakref.ref(entry_of(edge_index)), nodes)
         return loops.counted(edges, nodes, explain, apart=fill is not None)
 
     def looped() -> tuple[Tensor, Tensor, Tensor]:
@@ -267,7 +286,7 @@ def _normalised_on_device(
     if weight is None and fill is None:
         # what is remembered must not hold the edges themselves
         make = lambda: loops.normalised(edges, counted(), None, dtype, kind)[1]
-        return edge_index, remembered(edge_index, ("gcn", nodes, None, dtype), make), None
+        return edge_index, remembered(edge_index, (NORMED, nodes, None, dtype), make), None
     if weight is None:
         weights, *both = remembered(edge_index, (LOOPED, nodes, fill, dtype), looped, eager=True)
         return base_of(both[0]), weights, tuple(both)  # type: ignore[return-value]
@@ -276,7 +295,7 @@ def _normalised_on_device(
         return edge_index, _by_degree(src, dst, weight, nodes), (src, dst)
     ends, at, rest = remembered(
         edge_index,
-        ("spread", nodes, fill, weight.dtype),
+        (SPREAD, nodes, fill, weight.dtype),
         lambda: loops.spread(edges, counted(), fill, weight.dtype, kind),
     )
     every = insum.insum("S[e] = rest[e] + w[at[e]]", padded=("at",), rest=rest, w=weight, at=at)
@@ -284,8 +303,13 @@ def _normalised_on_device(
     return ends, _by_degree(src, dst, every, nodes), (src, dst)
 
 
-def _no_node(nodes: int, end: int, edge: int, value: int) -> InsumError:
-    """The error of an end of an edge that is no node."""
+def _no_node(remembered: Any, nodes: int, end: int, edge: int, value: int) -> InsumError:
+    """The error of an end of an edge that is no node. What was made of the edges is let go of, so
+    that the next call on them reports, too.
+    """
+    entry: memory.Entry | None = remembered()
+    if entry is not None:
+        entry.drop(lambda key: isinstance(key, tuple) and key[0] in (LOOPED, NORMED, SPREAD))
     return out_of_range(f"edge_index[{end}, {edge}]", value, nodes, "nodes")
 
 

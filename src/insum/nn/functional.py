@@ -26,7 +26,14 @@ from insum.formats import COO, GroupCOO, SparseFormat
 from insum.formats.base import FORMAT
 from insum.formats.operands import SPARSE_LAYOUTS, StatementOwner
 from insum.nn.checks import EDGES, PAIR, one_device
-from insum.nn.edges import check_edges, check_range, degrees, edge_weights, endpoints
+from insum.nn.edges import (
+    check_edges,
+    check_range,
+    degrees,
+    edge_weights,
+    endpoints,
+    no_weight,
+)
 from insum.nn.shares import is_inexact, shares_of
 
 #: Names of aggregations, PyG's and ours.
@@ -182,6 +189,7 @@ def aggregated(
         out = _over_edges(edge_index, rows, edge_weight, _REDUCTIONS[aggr], nodes, own)
         base = None if x.dim() == 2 else base
     elif isinstance(edge_index, SparseFormat):
+        _targets_of(edge_index, num_nodes)
         out = _over_matrix(edge_index, rows, edge_weight, _REDUCTIONS[aggr])
     else:
         require("edge_index", edge_index, EDGES["edge_index"])
@@ -282,18 +290,9 @@ def over_ends(
     return sum_onto(base, WEIGHED, out_shape=out_shape, **tensors)
 
 
-def _no_weight(weight: Tensor | None) -> None:
-    if weight is not None:
-        raise BindingError(
-            "edge_weight was passed beside a matrix",
-            expected="weights as the values of the matrix",
-            remedy="A.with_values(...)",
-        )
-
-
 def _over_ranks(A: StatementOwner, x: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
     """Over a matrix that has the rows of this rank, and says which those are."""
-    _no_weight(weight)
+    no_weight(weight)
     operator = f"{reduction}=" if reduction in ("max", "min") else "="
     out = _tensor(insum.einsum(f"Out[i,f] {operator} A[i,j] * X[j,f]", A=A, X=x))
     if reduction == "sum":
@@ -304,8 +303,17 @@ def _over_ranks(A: StatementOwner, x: Tensor, weight: Tensor | None, reduction: 
     return torch.where(degree > 0, out, 0)
 
 
+def _targets_of(A: SparseFormat, nodes: int | None) -> None:
+    """A matrix has a row for each target, where it is known how many there are."""
+    if nodes is not None and A.ndim == 2 and A.shape[0] != nodes:
+        raise BindingError(
+            f"the adjacency matrix has shape {A.shape}, but there are {nodes} targets",
+            expected=f"({nodes}, sources)",
+        )
+
+
 def _over_matrix(A: SparseFormat, x: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
-    _no_weight(weight)
+    no_weight(weight)
     if A.ndim != 2 or A.shape[1] != x.shape[0]:
         raise BindingError(
             f"the adjacency matrix has shape {A.shape}, but x has {x.shape[0]} rows",

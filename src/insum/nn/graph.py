@@ -351,10 +351,12 @@ class GCNConv(nn.Module):
                 fill = (2 if self.improved else 1) if self.add_self_loops else None
                 source, target, weights = gcn_ends(edge_index, edge_weight, x, fill)
             else:
+                if kept[0].device != x.device:  # the layer may have moved since
+                    self._kept = kept = tuple(t.to(x.device) for t in kept)  # type: ignore[assignment]
                 source, target, weights = kept
                 weights = weights.to(x.dtype)  # the layer may have another since
             out = over_ends(source, target, weights, lin(x), x.shape[0], bias)
-            if self.cached and kept is None and not _is_learned(edge_weight):
+            if self.cached and kept is None and not (x.is_meta or _is_learned(edge_weight)):
                 self._kept = source, target, weights
             return out
         return aggregated(edge_index, lin(x), edge_weight, base=bias)

@@ -12,6 +12,7 @@ with ``U`` a one and the vector, ``S`` one by its length, and ``X`` and ``Y`` bo
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 import insum
 from insum.accepted import FLAG, FLOATS, TEXT, Accepted, is_integer, require, takes
 from insum.compat.calls import is_plain_call
+from insum.compat.many import any_batched, over_items
 from insum.errors import BindingError, UnsupportedError
 from insum.formats.layout import constant
 from insum.nn.checks import last_size
@@ -278,6 +280,9 @@ class _Harmonics(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor | None, of_shares: Tensor | None) -> tuple[Any, ...]:
+        if any_batched((gradient, of_shares)):
+            each = functools.partial(_Harmonics.backward, ctx)
+            return over_items(each, (gradient, of_shares))
         found, shares = ctx.saved_tensors
         stated, shape = ctx.stated, (len(found), 3)
         if shares is None:

@@ -361,7 +361,7 @@ class Linear(nn.Module):
 
     def weight_view_for_instruction(self, instruction: int, weight: Tensor | None = None) -> Tensor:
         """The weights between two terms, (..., u, w): a view."""
-        require("weight", weight, TENSOR.optional)
+        require("weight", self.weight if weight is None else weight, TENSOR)
         instruction_number(instruction, len(self._mixings))
         weight = self._given("weight", weight, self.weight_numel)
         one = self._mixings[instruction]

@@ -14,6 +14,7 @@ copies and sums around it. Beyond `MOST_WORK` multiplications its products are q
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,9 +24,10 @@ import torch
 from torch import Tensor
 
 from insum.call import prepared
-from insum.compat.autograd import is_batched, plain_apply, wanted_gradients
+from insum.compat.autograd import plain_apply, wanted_gradients
 from insum.compat.calls import is_plain_call
 from insum.compat.contexts import device_of, untracked
+from insum.compat.many import any_batched, over_items
 from insum.compat.streams import is_recorded
 from insum.nn.irreps import Irreps
 from insum.plan.sizes import power_of_two
@@ -168,7 +170,7 @@ class ChannelMixing:
     def product(self, factors: Tensor | None, *pairs: tuple[Tensor, Tensor]) -> Tensor:
         """The sum of what several pairs of rows and weights give."""
         x = pairs[0][0]
-        if not _has_memory([tensor for pair in pairs for tensor in pair]):
+        if not is_plain_call([tensor for pair in pairs for tensor in pair]):
             found = [_library_product(self, one, weight, factors) for one, weight in pairs]
             return found[0] if len(found) == 1 else found[0] + found[1]
         rows = [(_rows(one), _rows(weight)) for one, weight in pairs]
@@ -178,7 +180,7 @@ class ChannelMixing:
 
     def between(self, factors: Tensor | None, x: Tensor, gradient: Tensor) -> Tensor:
         """The gradient by weights."""
-        if not _has_memory((x, gradient)):
+        if not is_plain_call((x, gradient)):
             return _library_weights(self, x, gradient, factors)
         x, gradient = _rows(x), _rows(gradient)
         with device_of(x):
@@ -212,18 +214,6 @@ class ChannelMixing:
         return found
 
 
-def _has_memory(tensors: Sequence[Tensor]) -> bool:
-    """Whether kernels can work on tensors: nothing looks at what is done, nor are they many at
-    once.
-    """
-    if not is_plain_call(tensors):
-        return False
-    for tensor in tensors:  # noqa: SIM110  # on the path of every call
-        if is_batched(tensor):
-            return False
-    return True
-
-
 def _rows(x: Tensor) -> Tensor:
     """As kernels read them: with columns side by side, rows may be apart, and numbers as they are
     in memory.
@@ -246,10 +236,12 @@ class _Mixed(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if any_batched((gradient,)):
+            return over_items(functools.partial(_Mixed.backward, ctx), (gradient,))
         x, weight, factors = ctx.saved_tensors
         wanted = wanted_gradients(ctx)[1:]
         given = ctx.mixing, factors
-        recorded = torch.is_grad_enabled() and _has_memory((gradient, x, weight))
+        recorded = torch.is_grad_enabled() and is_plain_call((gradient, x, weight))
         found = _apply_gradients if recorded else _gradients
         return None, *found(given, wanted, gradient, x, weight)
 
@@ -278,13 +270,15 @@ class _MixedGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, x_: Tensor | None, w_: Tensor | None) -> tuple[Any, ...]:
+        if any_batched((x_, w_)):
+            return over_items(functools.partial(_MixedGradients.backward, ctx), (x_, w_))
         gradient, x, weight, factors = ctx.saved_tensors
         mixing = ctx.mixing
         wanted = wanted_gradients(ctx)[2:]
         pairs = [p for p in ((x_, weight), (x, w_)) if p[0] is not None and p[1] is not None]
         along = [one for one in (x_, w_) if one is not None]
         product, back, between = mixing.product, mixing.transposed.product, mixing.between
-        if torch.is_grad_enabled() and _has_memory([gradient, *along]):
+        if torch.is_grad_enabled() and is_plain_call([gradient, *along]):
             product, back = mixing.recorded, mixing.transposed.recorded
             between = mixing.recorded_between
         return (
@@ -307,11 +301,13 @@ class _Between(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, w_: Tensor) -> tuple[Any, ...]:
+        if any_batched((w_,)):
+            return over_items(functools.partial(_Between.backward, ctx), (w_,))
         x, gradient, factors = ctx.saved_tensors
         wanted = wanted_gradients(ctx)[1:]
         mixing = ctx.mixing
         product, back = mixing.product, mixing.transposed.product
-        if torch.is_grad_enabled() and _has_memory((x, gradient, w_)):
+        if torch.is_grad_enabled() and is_plain_call((x, gradient, w_)):
             product, back = mixing.recorded, mixing.transposed.recorded
         by_x = back(factors, (gradient, w_)) if wanted[0] else None
         return None, by_x, product(factors, (x, w_)) if wanted[1] else None

@@ -8,6 +8,7 @@ left to statements.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,7 @@ from insum.bounded import keep
 from insum.call import prepared
 from insum.compat.autograd import plain_apply, wanted_gradients
 from insum.compat.calls import is_plain_call
+from insum.compat.many import any_batched, is_batched, over_items
 from insum.together import AskedResult, results_of
 
 #: Derivatives of one product that are kept: of a few leaves, along some of them.
@@ -131,9 +133,12 @@ class _MultilinearOutput(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        if is_batched(gradient):
+            each = functools.partial(_MultilinearOutput.backward, ctx)
+            return over_items(each, (gradient,))
         wanted = wanted_gradients(ctx)[3:]
         given = ctx.product, ctx.fixed, wanted, gradient, *ctx.saved_tensors
-        recorded = torch.is_grad_enabled()
+        recorded = torch.is_grad_enabled() and is_plain_call((gradient,))
         found = _MultilinearGradients.apply(*given) if recorded else _gradients(*given)  # type: ignore[no-untyped-call]
         return (None, None, None, *found)
 
@@ -173,6 +178,8 @@ class _MultilinearGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *along: Tensor | None) -> tuple[Any, ...]:
+        if any_batched(along):
+            return over_items(functools.partial(_MultilinearGradients.backward, ctx), along)
         product, fixed = ctx.product, ctx.fixed
         gradient, *leaves = ctx.saved_tensors
         # those that nothing comes back from are not among the leaves of this one

@@ -225,7 +225,7 @@ class ProductPlan:
 
     def weight_view(self, instruction: int, weight: Tensor | None, own: Tensor) -> Tensor:
         """Those of one path."""
-        require("weight", weight, TENSOR.optional)
+        require("weight", own if weight is None else weight, TENSOR)
         instruction_number(instruction, len(self.instructions))
         path = self.instructions[instruction]
         if not path.has_weight:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from insum.call import prepared
-from insum.compat.autograd import is_batched, plain_apply
+from insum.compat.autograd import plain_apply
 from insum.compat.calls import is_plain_call
 from insum.compat.contexts import untracked
+from insum.compat.many import is_batched
 from insum.compat.streams import is_recorded
 from insum.nn.irreps import Irreps
 from insum.nn.mixing import columns_of

@@ -23,10 +23,9 @@ from insum.call.request import Form, Request, head
 from insum.compat.autograd import plain_apply, wanted_gradients
 from insum.compat.calls import autocasts, is_eager_call, is_plain_call, is_transformed, modes_now
 from insum.compat.contexts import without_autocast
+from insum.compat.many import any_batched, is_batched, over_items
 from insum.compat.placed import is_placed, is_recordable
-from insum.compat.tangents import (
-    forward_levels,
-)
+from insum.compat.tangents import forward_levels, with_tangent
 from insum.errors import AutogradError, InsumError
 from insum.lang.bind import Value
 from insum.ops.autocast import lowered
@@ -55,14 +54,15 @@ def contract(request: Request, values: Mapping[str, Value]) -> Tensor:
         target = head(request.statement).target
         return run_lowered(kinds_of(request.form), target, request.size_values, values)
     # Without a tensor the default device decides, which is not to be seen from within an op.
-    if not is_plain_call(values.values()) and any(isinstance(v, Tensor) for v in values.values()):
+    tensors = [v for v in values.values() if isinstance(v, Tensor)]
+    if tensors and (not is_plain_call(tensors) or any_batched(tensors)):
         if is_placed(values.values()) and is_recordable():
             from insum.distributed import dispatch  # which loads a good deal of torch
 
             return dispatch.contract(kinds_of(request.form), values, request.size_values)
         result: Tensor = (
             _transformed(request, None, values)
-            if is_transformed()
+            if is_transformed() or with_tangent(tensors) >= 0
             else torch.ops.insum.contract(*encode(request, values))
         )
         return result
@@ -142,7 +142,7 @@ def accumulate(request: Request, initial: Tensor, values: Mapping[str, Value]) -
             return dispatch.accumulate(kinds, initial, values, sizes)
         result: Tensor = (
             _transformed(request, initial, values)
-            if is_transformed()
+            if is_transformed() or with_tangent((initial, *values.values())) >= 0
             else torch.ops.insum.accumulate(initial, *encode(request, values))
         )
         return result
@@ -403,6 +403,8 @@ def pull_back(
     ctx: Any, upstream: Tensor, initial_needs: bool, needs: Sequence[bool]
 ) -> tuple[Tensor | None, list[Tensor | None]]:
     """The gradients of what a saved call accumulated into, and of its tensors: reverse mode."""
+    if is_batched(upstream):
+        return _pull_back_each(ctx, upstream, initial_needs, needs)
     saved, spec = ctx.saved_tensors, ctx.spec
     count, call = len(spec.names), spec.call
     values = {**spec.numbers, **dict(zip(spec.names, saved[:count]))}
@@ -431,6 +433,19 @@ def pull_back(
     if to_initial is not None and to_initial.shape != ctx.initial_shape:
         to_initial = to_initial.sum_to_size(ctx.initial_shape)
     return to_initial, list(map(found.get, spec.names))
+
+
+def _pull_back_each(
+    ctx: Any, upstream: Tensor, initial_needs: bool, needs: Sequence[bool]
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """The same of an ``upstream`` that is many at once."""
+
+    def one(item: Tensor) -> list[Tensor | None]:
+        to_initial, to_tensors = pull_back(ctx, item, initial_needs, needs)
+        return [to_initial, *to_tensors]
+
+    to_initial, *to_tensors = over_items(one, (upstream,))
+    return to_initial, to_tensors
 
 
 def _derivable(

@@ -4,19 +4,17 @@ what they do under a tracer, autograd, a transform and autocast.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from insum.call.prepared import Kinds, prepare
+from insum.call.prepared import prepare
 from insum.call.request import Request, head
+from insum.compat.many import over_items
 from insum.compat.tangents import (
     forward_levels,
-    make_dual,
     register_autograd,
-    unpack_dual,
     with_tangent,
 )
 from insum.errors import AutogradError
@@ -28,12 +26,10 @@ from insum.ops.eager import (
     accumulate_,
     attained,
     contract,
-    held_by,
     no_tangents,
     pull_back,
-    push_forward,
 )
-from insum.ops.encoding import decode, encode, split_at
+from insum.ops.encoding import decode, split_at
 from insum.ops.vmap import batched, front_of_base
 from insum.settings import settings
 
@@ -159,30 +155,13 @@ def _tangents_of_accumulate(initial: Tensor, *arguments: Any) -> Tensor | None:
 
 
 def _with_tangents(initial: Tensor | None, arguments: tuple[Any, ...]) -> Tensor:
-    """The call of an op, and the tangent of its result."""
-    request, given = decode(arguments)
-    pairs = {name: unpack_dual(v) for name, v in given.items() if isinstance(v, Tensor)}
-    values = given | {name: primal for name, (primal, _) in pairs.items()}
-    tangents = {name: t for name, (_, t) in pairs.items() if t is not None}
+    """The call of an op, recorded with the tangents of what it reads."""
+    request, values = decode(arguments)
     if forward_levels():  # what is made here does not reach the transform
-        name = next(iter(tangents), head(request.statement).target)
+        place = with_tangent((initial, *arguments[2]))
+        name = (head(request.statement).target, *split_at(arguments[1], ","))[place]
         raise no_tangents(request.statement, name, "in compiled code")
-    own = unpack_dual(initial) if initial is not None else None
-    result: Tensor = (
-        torch.ops.insum.contract(*encode(request, values))
-        if own is None
-        else torch.ops.insum.accumulate(own[0], *encode(request, values))
-    )
-    held = None if own is None else held_by(own[0].detach(), result.detach())
-    tangent = push_forward(
-        request, values, tangents, result, held, None if own is None else own[1], _call_derived
-    )
-    return make_dual(result, tangent)
-
-
-def _call_derived(kinds: Kinds, values: Mapping[str, Value], sizes: tuple[Any, ...]) -> Tensor:
-    result: Tensor = torch.ops.insum.contract(*encode(kinds.form.request(sizes), values))
-    return result
+    return contract(request, values) if initial is None else accumulate(request, initial, values)
 
 
 def _no_tangents_in_place(initial: Tensor, *arguments: Any) -> None:
@@ -252,6 +231,32 @@ for _name, _rule in (
     ("accumulate_", _accumulate_in_place_vmap),
 ):
     torch.library.register_vmap(f"insum::{_name}", _rule, lib=_library)
+
+
+# What is many at once in torch's older way, as tangents of a vectorized jacobian are.
+
+
+def _contract_many(*arguments: Any) -> Tensor | None:
+    statement, names, tensors, *rest = arguments
+
+    def one(*items: Tensor) -> list[Tensor | None]:
+        return [contract(*decode((statement, names, items, *rest)))]
+
+    return over_items(one, tensors)[0]
+
+
+def _accumulate_many(*arguments: Any) -> Tensor | None:
+    initial, statement, names, tensors, *rest = arguments
+
+    def one(begin: Tensor, *items: Tensor) -> list[Tensor | None]:
+        request, values = decode((statement, names, items, *rest))
+        return [accumulate(request, begin, values)]
+
+    return over_items(one, (initial, *tensors))[0]
+
+
+_library.impl("contract", _contract_many, "Batched")  # type: ignore[no-untyped-call]
+_library.impl("accumulate", _accumulate_many, "Batched")  # type: ignore[no-untyped-call]
 
 
 # Autocast: tensors are cast, and the op is called again.

@@ -267,7 +267,7 @@ class FusedCall:
             place[name].note_range(range_)
         references, called = [], {}
         for name, entry in place.items():
-            references.append((name, weakref.ref(values[name]), entry.serial))
+            references.append((name, weakref.ref(values[name]), weakref.ref(entry)))
             if entry.called is not None:
                 called[name] = entry.called
         numbers = {n: values[n] for n in kind.numbers} if kind.numbers else {}

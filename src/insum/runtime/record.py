@@ -45,7 +45,9 @@ class ReportableCall:
     extents: Mapping[str, int]
     shape: tuple[int, ...]
     uses: tuple[Use, ...]
-    entries: Sequence[tuple[str, Any, int]]  # name, weak reference, serial of the entry
+    #: Names, weak references to tensors, and to what is remembered of them: a view may be gone
+    #: of which something still is.
+    entries: Sequence[tuple[str, Any, Any]]
     numbers: Mapping[str, Any]
     shapes: Mapping[str, torch.Size]
     called: Mapping[str, tuple[str, str]]  # index tensors that users know under other names
@@ -57,10 +59,9 @@ class ReportableCall:
 
     def look_again(self) -> None:
         """The next call on these index tensors reports, too."""
-        for _, reference, serial in self.entries:
-            tensor = reference()
-            entry = None if tensor is None else memory.known(tensor)
-            if entry is not None and entry.serial == serial:
+        for _, _, remembered in self.entries:
+            entry = remembered()
+            if entry is not None:
                 entry.looked.clear()
 
     def __call__(self, use: int, place: int, value: int) -> InsumError:
@@ -122,10 +123,10 @@ class Record:
 def _again(made: ReportableCall) -> IndexRangeError | None:
     """What the CPU would have said, where the index tensors are still there and unchanged."""
     values = dict(made.numbers)
-    for name, reference, serial in made.entries:
+    for name, reference, remembered in made.entries:
         tensor = reference()
         entry = None if tensor is None else memory.known(tensor)
-        if entry is None or entry.serial != serial:
+        if entry is None or entry is not remembered():
             return None
         values[name] = tensor
     try:
