@@ -193,35 +193,28 @@ def kinds_with(
     optimize: Optimize = True,
 ) -> tuple[Kinds, tuple[Any, ...]]:
     """What is known of the calls of a statement with these options, and the sizes among them."""
-    plain = _plain_sizes(sizes)
+    plain: tuple[Any, ...] | None = () if sizes is None or sizes == {} else _plain_sizes(sizes)
     common = plain is not None and type(padded) is tuple and config is None
     common = common and optimize is True and type(statement) is str
-    if common and (out_shape is None or type(out_shape) in (tuple, torch.Size)):
-        given: tuple[Any, ...] = plain if out_shape is None else (*out_shape, *plain)  # type: ignore[misc, assignment]
+    common = common and (out_shape is None or type(out_shape) in (tuple, torch.Size))
+    if common:
+        rank = None if out_shape is None else len(out_shape)
+        front = statement, rank, tuple(sizes or ()), padded
         try:
-            found = _fronts.get(_front(statement, out_shape, sizes, padded))
+            found = _fronts.get(front)
         except TypeError:  # names that are none, which binding refuses
             found = None
         if found is not None:
-            return found, given
+            return found, plain if out_shape is None else (*out_shape, *plain)  # type: ignore[return-value, misc]
     request = request_of(statement, out_shape, sizes, padded, config, optimize)  # type: ignore[arg-type]
     found = kinds_of(request.form)
     if common:
-        keep(_fronts, _front(statement, out_shape, sizes, padded), found, MOST_FORMS)
+        keep(_fronts, front, found, MOST_FORMS)
     return found, request.size_values
-
-
-def _front(
-    statement: str, out_shape: Sequence[Size] | None, sizes: SizesArgument, padded: Sequence[str]
-) -> object:
-    rank = None if out_shape is None else len(out_shape)
-    return statement, rank, tuple(sizes) if sizes else (), padded
 
 
 def _plain_sizes(sizes: SizesArgument) -> tuple[int, ...] | None:
     """Sizes that are Python's own integers, by names or numbers of dimensions; None for others."""
-    if sizes is None:
-        return ()
     if type(sizes) is not dict:
         return None
     for key, size in sizes.items():
