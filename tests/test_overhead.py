@@ -624,3 +624,14 @@ def test_statements_of_one_launch_on_new_tensors(unwritten: None) -> None:
         for name in ("<listcomp>", "<dictcomp>", "<genexpr>"):  # no calls since Python 3.12, or few
             calls.pop(name, None)
     assert together["_run"] == 1 and together.total() <= alone.total(), (together, alone)
+
+
+def test_what_looks_at_new_edges_writes_what_their_sums_start_from(unwritten: None) -> None:
+    layer = SAGEConv(16, 8, aggr="sum")
+    with torch.no_grad():
+        calls, names, ops = work_of(layer, graph)
+    assert names == ["generated"] * 2, names  # which looks, and which sums
+    # the sum of the bias and a node's own features, and a view for the sizes
+    both = Counter({"aten::linear": 2, "aten::add": 1, "aten::unbind": 1, "aten::expand": 1})
+    assert ops == both, ops
+    assert calls <= 80, calls

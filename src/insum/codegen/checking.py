@@ -24,7 +24,7 @@ from insum.codegen.arguments import (
 )
 from insum.codegen.emit import FLAG_COUNT, Kernel, signature
 from insum.lang.expr import Access, Affine, Var, variables
-from insum.plan.sizes import OUT
+from insum.plan.sizes import BASE, OUT
 from insum.plan.uses import Use
 
 #: Points, and elements of the output, that one program looks at.
@@ -54,11 +54,12 @@ def emit_check(
     uses: Sequence[Use],
     padded: frozenset[str],
     numbers: frozenset[str],
-    fill: str | None,
+    fill: str | int | None,
     name: str = "insum_check",
 ) -> Kernel:
     """The kernel for these uses; ``numbers`` are scalars that are passed as such, ``fill`` is what
-    the output starts from, where it is filled.
+    the output starts from, where it is filled: a number as text, or of how many dimensions it is
+    that start from a base.
     """
     writer = _Check(padded, numbers)
     writer.start(fill)
@@ -81,12 +82,28 @@ class _Check:
         self.arguments.setdefault(argument.name, argument)
         return argument.name
 
-    def start(self, fill: str | None) -> None:
+    def start(self, fill: str | int | None) -> None:
         self.lines.append(f"at = tl.program_id(0).to(tl.int64) * {BLOCK} + tl.arange(0, {BLOCK})")
-        if fill is not None:
-            out, count = self.arg(Pointer(OUT)), self.arg(Count("out_count"))
+        if fill is None:
+            return
+        out, count = self.arg(Pointer(OUT)), self.arg(Count("out_count"))
+        if isinstance(fill, int):
+            value = self.based(fill, f"at < {count}")
+        else:
             value = f"tl.full([{BLOCK}], {fill}, {out}.dtype.element_ty)"
-            self.lines.append(f"tl.store({out} + at, {value}, mask=at < {count})")
+        self.lines.append(f"tl.store({out} + at, {value}, mask=at < {count})")
+
+    def based(self, rank: int, mask: str) -> str:
+        """What the output starts from, at the places of a new one."""
+        rest, offset = "at", []
+        for dim in reversed(range(rank)):
+            size, stride = self.arg(Length(OUT, dim)), self.arg(Stride(BASE, dim, 1))
+            offset.append(f"{rest if dim == 0 else f'({rest} % {size})'} * {stride}")
+            if dim:
+                rest = self.define(f"{rest} // {size}")
+        pointer = " + ".join([self.arg(Pointer(BASE)), *reversed(offset)])
+        pointer += "" if rank else " + at * 0"
+        return self.define(f"tl.load({pointer}, mask={mask}, other=0)")
 
     def use(self, number: int, use: Use) -> None:
         places = self.unpacked(variables(use.index))

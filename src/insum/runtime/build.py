@@ -18,7 +18,7 @@ from insum.plan import first_guess, tiling
 from insum.plan.config import Choice, Config
 from insum.plan.draft import Planned, Wishes
 from insum.plan.orientation import oriented
-from insum.plan.sizes import NEW, OUT
+from insum.plan.sizes import BASE, NEW, OUT
 from insum.plan.uses import Use
 from insum.runtime import launch
 from insum.runtime.build_product import ProductBuild, as_comment, tile_grid
@@ -57,7 +57,8 @@ def assemble(
     cut = widest != problem.dtype and any(step.atomic for step in steps)
     buffer = widest if buffered or cut else None
     start = identity(problem.statement.operator, buffer or problem.dtype)
-    check = _check(problem, planned[0], unchecked, start, room) if unchecked else None
+    fill = _number(start) if wishes.base != BASE else len(problem.shape)
+    check = _check(problem, planned[0], unchecked, fill, room) if unchecked else None
     return Program(problem, wishes, steps, buffer, start, unchecked, check)
 
 
@@ -65,19 +66,22 @@ def _check(
     problem: Problem,
     planned: Planned,
     unchecked: tuple[Use, ...],
-    start: bool | int | float,
+    fill: str | int,
     room: Room | None,
 ) -> Launch:
     """The launch that looks at index values before the others."""
     plan, general = planned.plan, planned.sizes.general
     numbers = frozenset(n for n, kind in problem.kinds.items() if kind.device is None)
-    fill = repr(start) if math.isfinite(start) else f'float("{start}")'
     kernel = emit_check(unchecked, problem.padded, numbers, fill)
     header = f'"""Looks at the indices of {as_comment(plan.statement)}"""'
     function = launch.load(kernel, header)
     grid: Grid = (((Count("most"),), BLOCK),)
     wide = replace(plan, wide=True, made=())
     return Launch(wide, kernel, function, header, Config(), grid, {}, {}, general, room)
+
+
+def _number(start: bool | int | float) -> str:
+    return repr(start) if math.isfinite(start) else f'float("{start}")'
 
 
 def _meet(planned: Sequence[Planned]) -> bool:

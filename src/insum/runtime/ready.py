@@ -71,8 +71,7 @@ class Ready:
         self.filled = first.atomic or not self.work[0][1] or _needs_fill(first, sizes)
         self.check = None
         if program.check is not None and self.launches:
-            fills = self.filled and new and not self.based
-            self.check = _bound_check(program, sizes, held, filled=fills)
+            self.check = _bound_check(program, sizes, held, filled=self.filled and new)
         #: Whether it only has to be launched.
         self.settled = self.check is None and not self.promotable
         #: Names of what launches are passed, in the order in which `run` takes it.
@@ -117,10 +116,8 @@ class Ready:
                 return self.run(sources, target, looks_at, base)
         if target is None:
             out = self.empty()
-            if self.filled and base is not None:
-                out.copy_(base)
-            elif self.filled and looks_at is None:
-                out.fill_(self.start)
+            if self.filled and looks_at is None:
+                out.fill_(self.start) if base is None else out.copy_(base)
         elif self.buffer is None:
             out = target
         else:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -132,11 +133,12 @@ def _run_code(
         writer.lines.append(f"out = t.to({kind}, memory_format={form}, copy=True)")
         result = "t.copy_(out)"
     if found.check is not None:
-        fill = "False" if into or found.based else _fill_condition(found)
-        one, counts = found.check, _check_counts(program, fill, writer)
-        numbers = writer.launch(one.launch, counts, [None] * len(one.launch.arguments))
-        own, given = writer.named(one), ", ".join(numbers)
-        writer.lines.append(f"if look: {own}.start({given}, v, out, out)")
+        fill = "False" if into else _fill_condition(found)
+        with writer.where("look"):
+            one, counts = found.check, _check_counts(program, fill, writer)
+            numbers = writer.launch(one.launch, counts, [None] * len(one.launch.arguments))
+            own, given = writer.named(one), ", ".join(numbers)
+            writer.lines.append(f"{own}.start({given}, v, out, out)")
     every = iter(launches)
     for step in program.steps:
         for room in step.copies:
@@ -201,6 +203,14 @@ class _CodeWriter:
             self.lines.append(f"{self.known[text]} = {text}")
         return self.known[text]
 
+    @contextmanager
+    def where(self, condition: str) -> Iterator[None]:
+        """What is written meanwhile is evaluated where this holds; the rest does not read it."""
+        before, known = len(self.lines), dict(self.known)
+        yield
+        inner = [f"    {line}" for line in self.lines[before:]]
+        self.lines[before:], self.known = [f"if {condition}:", *inner], known
+
     def tensor(self, name: str) -> str:
         if name in self.own:
             return self.own[name]
@@ -234,10 +244,9 @@ class _CodeWriter:
         dtype, rank = found.buffer or found.dtype, len(found.program.problem.shape)
         self.lines.append(f"out = {self.new('d', rank, dtype, found)}")
         fill = _fill_condition(found)
-        if found.based and fill != "False":
-            self.lines.append(f"if {fill}: out.copy_(v[{BASE!r}])")
-        elif fill != "False":
-            self.lines.append(f"if not look and {fill}: out.fill_({self.named(found.start)})")
+        start = f"copy_(v[{BASE!r}])" if found.based else f"fill_({self.named(found.start)})"
+        if fill != "False":
+            self.lines.append(f"if not look and {fill}: out.{start}")
 
     def make_room(self, name: str, text: str) -> None:
         """Memory for a copy of a factor."""
