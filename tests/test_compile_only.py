@@ -96,10 +96,14 @@ def compiled(call: Call, target: str) -> Iterator[Result]:
         yield Result(call.name, plan.strategy, plan.roles.dot, config, found, spilled(found))
 
 
-def launches(look: inspection.Look) -> list[BoundLaunch]:
+def _program(look: inspection.Look) -> Program:
     program = look.program(anywhere=True)
     assert isinstance(program, Program), program.reason
-    return look.ready(program).launches
+    return program
+
+
+def launches(look: inspection.Look) -> list[BoundLaunch]:
+    return look.ready(_program(look)).launches
 
 
 def compile_one(one: BoundLaunch, target: str, unaligned: int = 0) -> compiling.CompilerReport:
@@ -264,6 +268,21 @@ def test_sums_that_start_from_a_base(shape: tuple[int, ...], target: str) -> Non
     for one in launches(inspection.elsewhere(problem, given, architecture=target)):
         assert one.launch.plan.base == BASE
         assert spilled(compile_one(one, target)) == 0, one.launch.config
+
+
+@pytest.mark.parametrize("target", compiling.TARGETS)
+def test_what_looks_at_indices_writes_the_base(target: str) -> None:
+    values = {
+        "d": torch.randint(0, 300, (4800,)),
+        "x": torch.empty(4800, 64, dtype=torch.float16),
+    }
+    base = torch.empty(64, dtype=torch.float16)
+    problem = bound("y[d[e],f] += x[e,f]", {**values, "y": base.expand(300, 64)})
+    look = inspection.elsewhere(problem, {**values, BASE: base}, architecture=target)
+    look.answers = Unseen(look)  # type: ignore[assignment]
+    check = look.ready(_program(look)).check
+    assert check is not None and Pointer(BASE) in check.launch.arguments
+    assert spilled(compile_one(check, target)) == 0
 
 
 #: A matrix for each edge, and the gradients of rows and matrices.
