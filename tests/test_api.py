@@ -7,6 +7,7 @@ import pickle
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -57,6 +58,21 @@ def test_numpy_sizes() -> None:
     numpy = pytest.importorskip("numpy")
     assert insum.insum("y[i] = s", s=2.0, sizes={"i": numpy.int64(3)}).tolist() == [2.0] * 3
     assert insum.insum("y[i] = s", s=2.0, out_shape=numpy.zeros((4,)).shape).shape == (4,)
+
+
+def test_numpy_sizes_are_taken_whatever_was_called_before() -> None:
+    rows, x = torch.tensor([0, 2]), torch.ones(2, 4)
+    for shape in [(3, 4), (np.int64(3), 4), (np.int64(3), np.int32(4))]:
+        for sizes in [None, {0: 3}, {0: np.int64(3)}]:
+            options: dict[str, Any] = {"out_shape": shape, "sizes": sizes}
+            found = insum.insum("y[rows[p],n] = x[p,n]", rows=rows, x=x, **options)
+            assert found.shape == (3, 4)
+
+
+@pytest.mark.parametrize("sizes", [np.arange(3), np.array([]), np.array({}), [3], "n", 3])
+def test_sizes_that_are_no_mapping(sizes: Any) -> None:
+    with pytest.raises(insum.BindingError, match=r"^sizes is "):
+        insum.insum("y[i] = x[i]", x=torch.ones(3), sizes=sizes)
 
 
 def test_numbers_of_every_kind() -> None:

@@ -21,7 +21,7 @@ from insum.call.request import request_of
 from insum.graph.contraction import cheapest
 from insum.graph.lower import lower
 from insum.host import choose as chooser
-from insum.host import chunks, places, rows, runs
+from insum.host import chunks, patterns, places, rows, runs
 from insum.host.places import HostCall, LastWeights, Lowering
 from insum.testing import Case, assert_close, draw_cases
 from scatters import draw_scatters
@@ -463,6 +463,33 @@ def test_index_tensors_that_change_are_seen() -> None:
         found = insum.insum(SPMM, out_shape=(30, 5), **values)
         with insum.settings(backend="graph"):
             torch.testing.assert_close(found, insum.insum(SPMM, out_shape=(30, 5), **values))
+
+
+def test_the_order_of_rows_is_kept_with_their_index_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other statements, and the same one with other columns, find it."""
+    sorted_: list[Tensor] = []
+    sorting = places.sorting
+
+    def counted(rows: Tensor) -> Tensor:
+        sorted_.append(rows)
+        return sorting(rows)
+
+    monkeypatch.setattr(places, "sorting", counted)
+    monkeypatch.setattr(patterns, "MOST_POINTS", 0)
+    monkeypatch.setattr(chunks, "AT_ONCE", 1 << 20)
+    r, X, M = whole(9, 500), torch.randn(9, 6), torch.randn(500, 6)
+    for text in ("O[r[p],n] = relu(X[c[p],n] - X[r[p],n])", "O[r[p],n] = X[c[p],n] * M[p,n]"):
+        for _ in range(2):
+            values = {"r": r, "c": whole(9, 500), "X": X} | ({"M": M} if "M[" in text else {})
+            found = insum.insum(text, out_shape=(9, 6), **values)
+            with insum.settings(backend="graph"):
+                torch.testing.assert_close(
+                    found, insum.insum(text, out_shape=(9, 6), **values), atol=1e-4, rtol=1e-4
+                )
+    assert len(sorted_) == 1
+    r.random_(0, 9)
+    insum.insum(text, out_shape=(9, 6), **values)
+    assert len(sorted_) == 2
 
 
 def test_weights_that_come_back_are_ordered_once(monkeypatch: pytest.MonkeyPatch) -> None:

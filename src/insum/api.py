@@ -193,10 +193,13 @@ def kinds_with(
     optimize: Optimize = True,
 ) -> tuple[Kinds, tuple[Any, ...]]:
     """What is known of the calls of a statement with these options, and the sizes among them."""
-    plain: tuple[Any, ...] | None = () if sizes is None or sizes == {} else _plain_sizes(sizes)
+    plain: tuple[Any, ...] | None = () if sizes is None else _plain_sizes(sizes)
     common = plain is not None and type(padded) is tuple and config is None
     common = common and optimize is True and type(statement) is str
     common = common and (out_shape is None or type(out_shape) in (tuple, torch.Size))
+    if common and out_shape is not None:
+        for size in out_shape:  # those of other libraries are made Python's own below
+            common = common and type(size) is int
     if common:
         rank = None if out_shape is None else len(out_shape)
         front = statement, rank, tuple(sizes or ()), padded

@@ -46,7 +46,7 @@ class ByRow:
         return f"values of all points, summed in the order of {self.index.tensor} (kept with it)"
 
     def __call__(self, call: HostCall) -> Tensor:
-        found = call.kept(self.key, lambda: self.made(call))
+        found = call.kept_with(self.index.tensor, self.key, lambda: self.made(call))
         values = self.graph(self.values, call.indices())
         sums = sum_of_rows(found, None, values.flatten(1))
         result = sums.view(-1, *values.shape[1:]).movedim(0, self.at)
@@ -80,7 +80,7 @@ def by_row_of(problem: Problem) -> ByRow | None:
     few = chunks.most_at_once(problem) <= MOST_PARTS * chunks.AT_ONCE
     if width < LEAST_WIDTH or not few or len(set(order)) < len(order):
         return None
-    key = "by row", index.tensor, int(problem.shape[at]), index.tensor in problem.padded
+    key = "by row", int(problem.shape[at]), index.tensor in problem.padded
     return ByRow(problem, values, lower(values), index, at, key)
 
 

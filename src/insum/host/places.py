@@ -59,16 +59,13 @@ class HostCall:
 
     def kept(self, key: object, make: Callable[[], T]) -> T:
         """``make()``, once while all index tensors stay as they are."""
-        whole = key, self.serials
-        found: T | None = self.entry.get(whole)
-        if found is not None:
-            return found
+        return _kept(self.entry, (key, self.serials), make)
 
-        def plainly() -> T:
-            with untracked():
-                return make()
-
-        return self.entry.remembered(whole, plainly)
+    def kept_with(self, name: str, key: object, make: Callable[[], T]) -> T:
+        """``make()``, once while one index tensor stays as it is: for all statements that have it,
+        whatever the others are.
+        """
+        return _kept(self.entries[name], key, make)
 
     def comes_back(self, key: object) -> bool:
         """Whether these index tensors were asked about before, or are said to stay, so that
@@ -81,6 +78,18 @@ class HostCall:
         self.entry.keep(asked, True)
         is_known = all(e.declared for e in self.entries.values())
         return is_known or torch.are_deterministic_algorithms_enabled()
+
+
+def _kept(entry: memory.Entry, key: object, make: Callable[[], T]) -> T:
+    found: T | None = entry.get(key)
+    if found is not None:
+        return found
+
+    def plainly() -> T:
+        with untracked():
+            return make()
+
+    return entry.remembered(key, plainly)
 
 
 class Lowering(Protocol):
