@@ -154,3 +154,15 @@ def test_padding_has_no_gradient() -> None:
         insum.insum("y[i] = v[i,q] * x[P[i,q]]", v=v, x=x, P=p, padded="P").sum(), v
     )
     assert gradient[0, 1] == 0
+
+
+def test_parts_of_a_gradient_that_are_spelled_alike() -> None:
+    """One is repeated along columns, one along rows, of which there are not as many."""
+    torch.manual_seed(0)
+    s, a = torch.tensor([0, 2, 2, 1]), torch.randn(3, 5, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        found = insum.insum("y[e] = a[s[e],k] + a[l,s[e]]", a=a, s=s)
+        wanted = a[s].sum(1) + a[:, s].sum(0)
+        upstream = torch.randn_like(wanted)
+        grads = [torch.autograd.grad(y, a, upstream)[0] for y in (found, wanted)]
+        torch.testing.assert_close(*grads)

@@ -16,7 +16,9 @@ from torch.autograd.functional import hessian, jacobian
 
 import insum
 from insum import nn
+from insum.call.request import request_of
 from insum.compat import many
+from insum.ops.eager import accumulate
 
 S, D = torch.tensor([0, 1, 4, 4]), torch.tensor([2, 2, 0, 1])
 Function = Callable[[Tensor, Tensor], Tensor]
@@ -125,6 +127,40 @@ def test_statements_on_them() -> None:
         result = Pulled.apply(x)  # type: ignore[no-untyped-call]
         (found,) = torch.autograd.grad(result, x, upstream, is_grads_batched=True)
         assert torch.equal(found, upstream.mT)
+
+
+class PulledBy(torch.autograd.Function):
+    """A backward pass that is any function."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.function = function
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor, None]:
+        return ctx.function(upstream), None
+
+
+def test_sums_from_and_onto_them() -> None:
+    torch.manual_seed(0)
+    layers = nn.GCNConv(3, 3).double(), nn.SAGEConv(3, 2).double()
+    for layer in layers:
+        layer.requires_grad_(False)
+    ones = torch.ones(5, 3, dtype=torch.float64)
+    request = request_of("Y[d[e],f] += X[s[e],f]", (5, 3), None, ())
+    functions: list[Callable[[Tensor], Tensor]] = [
+        lambda g: layers[0](g, torch.stack([S, D])),
+        lambda g: layers[1](g, torch.stack([S, D])) @ ones[:2],
+        lambda g: accumulate(request, ones[0], {"d": D, "X": g, "s": S}),
+        lambda g: accumulate(request, g, {"d": D, "X": ones, "s": S}),
+        lambda g: insum.insum("Y[d[e],f] += X[s[e],f]", Y=g.clone(), d=D, X=ones, s=S),
+    ]
+    for function in functions:
+        x, upstream = ones.clone().requires_grad_(), torch.randn(2, 5, 3, dtype=torch.float64)
+        result = PulledBy.apply(x, function)  # type: ignore[no-untyped-call]
+        (found,) = torch.autograd.grad(result, x, upstream, is_grads_batched=True)
+        torch.testing.assert_close(found, torch.stack([function(one) for one in upstream]))
 
 
 def test_nested() -> None:

@@ -156,12 +156,16 @@ def sum_onto(
         alike = alike and value.layout is torch.strided and (value.dtype is dtype or not inexact)
     if alike and is_plain_call((base, *tensors.values())):
         kinds, given = kinds_with(statement, out_shape, None, padded)
-        found = known_sum(kinds, given, tensors) if kinds.means else (kinds, given, tensors)
-        if found is not None and head_of_text(found[0].form.statement).operator == "=":
-            kinds, given, tensors = found
-            kinds = kinds.accumulating or kinds.accumulate()
-            call = kinds.known(tensors, given, base) or kinds.find(tensors, given, base)
-            return run(call, tensors, None, base)
+        total: Any = kinds, given, tensors
+        if head_of_text(statement).operator == "mean=":
+            total = as_sum(kinds, given, tensors)
+        kinds, given, values = total
+        kinds = kinds.accumulating or kinds.accumulate()
+        call = kinds.known(values, given, base)
+        if call is None and not any_batched((base, *values.values())):
+            call = kinds.find(values, given, base)
+        if call is not None:
+            return run(call, values, None, base)
     return insum(statement, out_shape=out_shape, padded=padded, **tensors) + base
 
 

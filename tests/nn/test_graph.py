@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-import insum
+import insum.api
+import insum.call.prepared
 from insum.nn import GCNConv, GraphConv, RelationalConv, SAGEConv, adjacency, gcn_norm
 
 
@@ -429,9 +430,11 @@ def test_a_matrix_of_other_nodes() -> None:
 
 def test_edges_that_are_kept_move_with_the_layer() -> None:
     layer, x, edges = GCNConv(3, 2, cached=True), torch.randn(4, 3), torch.tensor([[0, 1], [1, 2]])
-    layer(x, edges)
+    wanted, before = layer(x, edges), copy.deepcopy(layer.state_dict())
     moved = layer.to("meta")
     assert moved(x.to("meta"), edges.to("meta")).is_meta
+    moved.to_empty(device="cpu").load_state_dict(before)
+    assert_close(moved(x, edges), wanted)
     fresh = GCNConv(3, 2, cached=True).to("meta")
     fresh(x.to("meta"), edges.to("meta"))  # what has no values is not kept
     fresh.to_empty(device="cpu").reset_parameters()
@@ -443,3 +446,20 @@ def test_relations_of_unsigned_integers(dtype: torch.dtype) -> None:
     layer, x, edges = RelationalConv(3, 2, 2), torch.randn(4, 3), torch.tensor([[0, 1], [1, 2]])
     kinds = torch.tensor([0, 1])
     assert torch.equal(layer(x, edges, kinds.to(dtype)), layer(x, edges, kinds))
+
+
+@pytest.mark.parametrize("aggr", ["sum", "mean"])
+def test_a_first_call_is_rounded_as_the_next_ones(
+    aggr: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(insum.call.prepared, "_forms", {})  # nothing has been called before
+    monkeypatch.setattr(insum.api, "_fronts", {})
+    torch.manual_seed(0)
+    layer = SAGEConv(16, 4, aggr=aggr).bfloat16()
+    x, edges = torch.randn(30, 16).bfloat16(), torch.randint(0, 30, (2, 200))
+    torch.use_deterministic_algorithms(True)
+    try:
+        first, *rest = (layer(x, edges) for _ in range(3))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(first, one) for one in rest)

@@ -76,8 +76,8 @@ class BoundCall:
         self.prepared, self.sizes = prepared, sizes
         self.spans, self.shape, self.extents = spans, shape, extents
         self.count = 1
-        #: By layouts and by statement, the calls that its backward passes have found.
-        self.derived: dict[object, dict[Kinds, BoundCall]] = {}
+        #: By layouts and by derived statement, the calls that its backward passes have found.
+        self.derived: dict[object, dict[Any, BoundCall]] = {}
         #: What autograd records of it, and what its gradients are derived from (`ops.eager`).
         self.recorded: Any = None
         self.forward: Any = None

@@ -351,9 +351,10 @@ class GCNConv(nn.Module):
                 fill = (2 if self.improved else 1) if self.add_self_loops else None
                 source, target, weights = gcn_ends(edge_index, edge_weight, x, fill)
             else:
-                if kept[0].device != x.device:  # the layer may have moved since
-                    self._kept = kept = tuple(t.to(x.device) for t in kept)  # type: ignore[assignment]
                 source, target, weights = kept
+                if source.device != x.device:  # the layer may have moved since
+                    source, target, weights = (t.to(x.device) for t in kept)
+                    self._kept = kept if x.is_meta else (source, target, weights)
                 weights = weights.to(x.dtype)  # the layer may have another since
             out = over_ends(source, target, weights, lin(x), x.shape[0], bias)
             if self.cached and kept is None and not (x.is_meta or _is_learned(edge_weight)):

@@ -134,15 +134,16 @@ def accumulate(request: Request, initial: Tensor, values: Mapping[str, Value]) -
     """The result of accumulating from ``initial``, which is left as it was. Differentiable. Where
     the shape of the result is among the sizes, ``initial`` may be broadcast to it.
     """
-    if not is_plain_call((initial, *values.values())):
-        if is_placed((initial, *values.values())) and is_recordable():
+    given = initial, *values.values()
+    if not is_plain_call(given) or any_batched(given):
+        if is_placed(given) and is_recordable():
             from insum.distributed import dispatch  # which loads a good deal of torch
 
             kinds, sizes = kinds_of(request.form), request.size_values
             return dispatch.accumulate(kinds, initial, values, sizes)
         result: Tensor = (
             _transformed(request, initial, values)
-            if is_transformed() or with_tangent((initial, *values.values())) >= 0
+            if is_transformed() or with_tangent(given) >= 0
             else torch.ops.insum.accumulate(initial, *encode(request, values))
         )
         return result
@@ -153,6 +154,8 @@ def accumulate_(request: Request, target: Tensor, values: Mapping[str, Value]) -
     """Accumulate into ``target`` in place. Not differentiable: `insum.ops.inplace` has the in-place
     form that is.
     """
+    if any_batched((target, *values.values())):  # such a target has no memory that is written to
+        return target.copy_(accumulate(request, target, values))
     if not is_plain_call((target, *values.values())):
         torch.ops.insum.accumulate_(target, *encode(request, values))
         return target

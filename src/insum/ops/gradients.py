@@ -28,11 +28,12 @@ from insum.plan.path import AUTO, is_path
 
 #: Runs a statement, of which the kinds of calls are known, on these values and sizes.
 StatementRunner: TypeAlias = Callable[[Kinds, Mapping[str, Value], tuple[Any, ...]], Tensor]
-#: By statement, the calls of it that are found for values of certain layouts.
-FoundCalls: TypeAlias = dict[Kinds, BoundCall]
+#: The calls of derived statements that are found for values of certain layouts. Two may be spelled
+#: alike and be of other sizes: ``A[s[e],k] + A[k,s[e]]`` has gradients along rows and columns.
+FoundCalls: TypeAlias = "dict[Derived, BoundCall]"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Derived:
     """A derived statement.
 
@@ -74,7 +75,7 @@ class Derived:
         arguments = {}
         for name in self.reads:
             arguments[name] = values[name]
-        call = None if calls is None else calls.get(self.kinds)
+        call = None if calls is None else calls.get(self)
         if call is None:
             sizes = [*shape]
             for dim in reversed(self.repeats):
@@ -84,7 +85,7 @@ class Derived:
             if calls is not None:
                 kinds, given = self.kinds, tuple(sizes)
                 call = kinds.known(arguments, given) or kinds.find(arguments, given)
-                calls[kinds] = call
+                calls[self] = call
         if call is None:
             found = run(self.kinds, arguments, tuple(sizes))
         else:
