@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from insum.compat import calls
+from insum.compat import streams
 from insum.plan.sizes import OUT
 from insum.runtime import inspection, launch
 from insum.runtime.bound_launch import BoundLaunch
@@ -140,7 +140,7 @@ def test_a_kernel_written_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
         return lambda programs, arguments: given.append((unaligned, programs, arguments))
 
     monkeypatch.setattr(launch, "interpreting", lambda: False)
-    monkeypatch.setattr(calls, "device_now", lambda: None)
+    monkeypatch.setattr(streams, "device_now", lambda: None)
     monkeypatch.setattr(Handwritten, "_compiled", made)
     kernel = Handwritten("probe", 'def probe(a_ptr, b_ptr, n: "i64"):\n    pass\n')
     a, b = torch.zeros(8), torch.zeros(9, dtype=torch.int32)
