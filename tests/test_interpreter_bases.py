@@ -20,6 +20,7 @@ from insum.call.request import Request, request_of
 from insum.lang.bind import bind
 from insum.lang.parser import parse
 from insum.ops.eager import accumulate
+from insum.plan import first_guess
 from insum.plan.sizes import BASE
 from insum.runtime import inspection
 from insum.runtime.ready import Ready
@@ -56,6 +57,7 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         for step in ready.program.steps:
             plan = step.planned.plan
             found.update([plan.strategy, plan.reduce, f"from {plan.base or 'a copy'}"])
+            found.update(["in pieces"] if step.workspace else [])
         found.update(["copied"] if ready.filled else [])
         return launch(ready, *rest, **more)
 
@@ -207,3 +209,24 @@ def test_a_row_of_a_base_is_loaded_once() -> None:
     (step,) = inspection.plan_only(problem, {**values, BASE: base}).steps
     source = step.launches[-1].kernel.source
     assert "base_stride" not in source and "= tl.load(base_at + f_i, " in source, source
+
+
+@pytest.mark.parametrize("shape", [(8,), (9, 8), (9, 1)], ids=str)
+@pytest.mark.parametrize("launches", [1, 2])
+def test_a_row_of_several_pieces_has_its_base_once(
+    monkeypatch: pytest.MonkeyPatch, used: Counter[str], launches: int, shape: tuple[int, ...]
+) -> None:
+    """Whoever puts pieces together adds it: one of their programs, or a launch after them."""
+    monkeypatch.setattr(first_guess, "MANY_LAUNCHES", 0)
+    monkeypatch.setattr(first_guess, "ONE_LAUNCH", 2**18 if launches == 1 else 0)
+    insum.forget()
+    d = torch.cat([torch.full((300,), 3), torch.randint(0, 8, (40,))]).sort().values
+    values = {"d": d, "s": torch.randint(0, 9, (340,)), "w": torch.randn(340)}
+    values["x"], base = torch.randn(9, 8), torch.randn(shape)
+    messages = values["w"][:, None].double() * values["x"][values["s"]].double()
+    expected = base.double().expand(9, 8).clone().index_add_(0, d, messages)
+    request = request_of(SCATTERED, (9, 8), None, (), None)
+    for _ in range(3):
+        got = accumulate(request, base, values).double()
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    assert used["in pieces"] and used[f"from {BASE}"]
