@@ -347,7 +347,7 @@ def test_a_program_runs_on_its_own_device(monkeypatch: pytest.MonkeyPatch) -> No
     for index in (0, 1, None):
         one: Any = object.__new__(Ready)
         one.index, one.empty, one.filled = index, lambda: torch.empty(2), True
-        one.start, one.buffer, one.check = 0.0, None, None
+        one.start, one.buffer, one.check, one.based = 0.0, None, None, False
         launch = SimpleNamespace(interpret=lambda *given: seen.append((current[0], given[0])))
         one.reads, one.steps = (), (((), ((launch, 7, [], 0, ()),)),)
         assert one({}, None).tolist() == [0.0, 0.0]

@@ -197,7 +197,8 @@ def kinds_with(
     optimize: Optimize = True,
 ) -> tuple[Kinds, tuple[Any, ...]]:
     """What is known of the calls of a statement with these options, and the sizes among them."""
-    plain: tuple[Any, ...] | None = () if sizes is None else _plain_sizes(sizes)
+    none = sizes is None or type(sizes) is dict and not sizes
+    plain: tuple[Any, ...] | None = () if none else _plain_sizes(sizes)
     common = plain is not None and type(padded) is tuple and config is None
     common = common and optimize is True and type(statement) is str
     common = common and (out_shape is None or type(out_shape) in (tuple, torch.Size))

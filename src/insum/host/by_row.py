@@ -46,7 +46,7 @@ class ByRow:
         return f"values of all points, summed in the order of {self.index.tensor} (kept with it)"
 
     def __call__(self, call: HostCall) -> Tensor:
-        found = call.kept_with(self.index.tensor, self.key, lambda: self.made(call))
+        found = call.kept(self.key, lambda: self.made(call), self.index.tensor)
         values = self.graph(self.values, call.indices())
         sums = sum_of_rows(found, None, values.flatten(1))
         result = sums.view(-1, *values.shape[1:]).movedim(0, self.at)

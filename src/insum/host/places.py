@@ -57,15 +57,23 @@ class HostCall:
             self._wrapped = self._wrap(self.values)
         return self._wrapped
 
-    def kept(self, key: object, make: Callable[[], T]) -> T:
-        """``make()``, once while all index tensors stay as they are."""
-        return _kept(self.entry, (key, self.serials), make)
-
-    def kept_with(self, name: str, key: object, make: Callable[[], T]) -> T:
-        """``make()``, once while one index tensor stays as it is: for all statements that have it,
-        whatever the others are.
+    def kept(self, key: object, make: Callable[[], T], name: str | None = None) -> T:
+        """``make()``, once while all index tensors stay as they are; or the one of this ``name``
+        alone, for all statements that have it.
         """
-        return _kept(self.entries[name], key, make)
+        if name is None:
+            entry, key = self.entry, (key, self.serials)
+        else:
+            entry = self.entries[name]
+        found: T | None = entry.get(key)
+        if found is not None:
+            return found
+
+        def plainly() -> T:
+            with untracked():
+                return make()
+
+        return entry.remembered(key, plainly)
 
     def comes_back(self, key: object) -> bool:
         """Whether these index tensors were asked about before, or are said to stay, so that
@@ -78,18 +86,6 @@ class HostCall:
         self.entry.keep(asked, True)
         is_known = all(e.declared for e in self.entries.values())
         return is_known or torch.are_deterministic_algorithms_enabled()
-
-
-def _kept(entry: memory.Entry, key: object, make: Callable[[], T]) -> T:
-    found: T | None = entry.get(key)
-    if found is not None:
-        return found
-
-    def plainly() -> T:
-        with untracked():
-            return make()
-
-    return entry.remembered(key, plainly)
 
 
 class Lowering(Protocol):
