@@ -11,6 +11,7 @@ import logging
 import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 # For the few tests that reach Inductor's C++ code, which is small and runs once: without probing
 # which vector instructions its compiler knows, and without processes of its own to compile in.
@@ -22,19 +23,22 @@ os.environ.setdefault("TORCH_FAKE_TENSOR_DISPATCH_CACHE", "0")
 import numpy
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 _index_select = torch.index_select
+_LAST_FILE = pytest.StashKey[Path]()
 
-# The same examples in every run, however long one takes, and no folder that processes share.
-settings.register_profile(
-    "same",
-    derandomize=True,
-    deadline=None,
-    database=None,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-settings.load_profile("same")
+if importlib.util.find_spec("hypothesis"):  # which tests on a GPU do without
+    from hypothesis import HealthCheck, settings
+
+    # The same examples in every run, however long one takes, and no folder that processes share.
+    settings.register_profile(
+        "same",
+        derandomize=True,
+        deadline=None,
+        database=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("same")
 
 
 def pytest_collection_finish() -> None:
@@ -64,12 +68,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("e3nn is not installed")
 
 
-def _leave_alone_what_is_there(item: pytest.Item, seen: list[object] = []) -> None:  # noqa: B006
+def _leave_alone_what_is_there(item: pytest.Item) -> None:
     """What was imported, and what earlier files keep, stays: looking through millions of objects at
     every collection frees nothing.
     """
-    if seen != [item.path]:
-        seen[:] = [item.path]
+    if item.config.stash.get(_LAST_FILE, None) != item.path:
+        item.config.stash[_LAST_FILE] = item.path
         gc.collect()
         gc.freeze()
 

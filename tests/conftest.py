@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,32 @@ def in_double() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     torch.set_default_dtype(before)
+
+
+@pytest.fixture
+def nothing_remembered() -> Iterator[None]:
+    """What is remembered about tensors of other tests, which may live on, is not counted."""
+    from insum import memory
+
+    memory.forget()
+    yield
+    memory.forget()
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which handwritten kernels are launched, by their names."""
+    from insum.runtime.handwritten.kernel import Handwritten
+
+    found: list[str] = []
+    call = Handwritten.__call__
+
+    def counted(self: Any, programs: int, *arguments: Any) -> None:
+        found.append(self.name)
+        call(self, programs, *arguments)
+
+    monkeypatch.setattr(Handwritten, "__call__", counted)
+    return found
 
 
 @pytest.fixture

@@ -56,7 +56,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[Launched]:
     monkeypatch.setattr(BoundLaunch, "compiled", compiled)
     monkeypatch.setattr("insum.call.prepared.kernels_look_on", lambda device: True)
     monkeypatch.setattr("insum.call.prepared._forms", {})
-    monkeypatch.setattr("insum.api._fronts", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
     return found
 
 

@@ -108,7 +108,7 @@ def test_the_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "MOST_KINDS", 3)
     monkeypatch.setattr(calls, "MOST_SIZES", 4)
     monkeypatch.setattr(calls, "_forms", {})
-    monkeypatch.setattr(api, "_fronts", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
     dtypes = (torch.float32, torch.float64, torch.float16, torch.int64, torch.int32)
     for dtype in dtypes:
         for n in range(1, 9):

@@ -25,11 +25,20 @@ import insum
 from insum import memory
 from insum.call import prepared as calls
 from insum.call.bound import BoundCall
+from insum.codegen.unrolled import emit_unrolled
 from insum.plan.sizes import OUT, WORK
 from insum.runtime import fused_kind, program, which_program
 from insum.runtime.bound_launch import BoundLaunch
-from insum.runtime.prologue import prologue
-from insum.runtime.shelf import MOST_CLASSES, MOST_GENERAL, precision_of, wishes_of
+from insum.runtime.prologue import prologue, tables
+from insum.runtime.shelf import (
+    MOST_CLASSES,
+    MOST_OWN,
+    MOST_SHARED,
+    Programs,
+    Shelf,
+    precision_of,
+    wishes_of,
+)
 from insum.testing import draw_cases
 from kernels import ONLY_FUSED
 from scatters import draw_scatters
@@ -184,6 +193,8 @@ def convolution(draw: Draw) -> Tensor:
 
 
 STATEMENTS = (edges, blocks, convolution)
+#: Limits of kernels, each of which lets calls share more.
+LEVELS = ("MOST_FINE", "MOST_BY_LENGTH", "MOST_BY_WIDTH", "MOST_EXACT")
 
 
 @pytest.fixture
@@ -193,7 +204,7 @@ def counter(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
     monkeypatch.setattr(memory, "can_look", lambda tensor: False)
     monkeypatch.setattr("insum.call.prepared.kernels_look_on", lambda device: True)
     monkeypatch.setattr("insum.call.prepared._forms", {})
-    monkeypatch.setattr("insum.api._fronts", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
     monkeypatch.setattr(BoundLaunch, "interpret", lambda *given: counter(*given))
 
     monkeypatch.setattr(prologue, "on_device", lambda table: False)
@@ -264,8 +275,8 @@ def _check_bounds() -> None:
     for kinds in every:
         assert len(kinds.calls) <= calls.MOST_KINDS and len(kinds.shelves) <= calls.MOST_KINDS
         for shelf in kinds.shelves.values():
-            assert len(shelf.exact) <= MOST_CLASSES
-            assert len(shelf.general) <= MOST_GENERAL
+            assert len(shelf.classes) <= MOST_CLASSES
+            assert len(shelf.shared) <= MOST_SHARED
         for one in kinds.calls:
             assert len(one.bound) <= calls.MOST_SIZES and len(one.recent) <= calls.MOST_RECENT
             assert len(one.fused.unseen) <= which_program.MOST_UNSEEN
@@ -275,18 +286,208 @@ def _check_bounds() -> None:
         assert len(entry.things) <= memory.MOST_THINGS and len(entry.looked) <= memory.MOST_RANGES
 
 
-@pytest.mark.parametrize("scatter", ["auto", "segment", "onehot"])
-def test_kernels_for_all_sizes_are_right(scatter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is no room for kernels of single classes; strategies that hold a whole dimension
-    in a tile do not apply.
-    """
-    monkeypatch.setattr(program, "MOST_EXACT", 0)
+def without_programs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("insum.call.prepared._forms", {})
-    monkeypatch.setattr("insum.api._fronts", {})
-    for case in (*draw_cases(20, seed=7), *draw_scatters(12, seed=7)):
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
+
+
+@pytest.mark.parametrize("scatter", ["auto", "segment", "onehot"])
+@pytest.mark.parametrize("limits", [LEVELS[: k + 1] for k in range(len(LEVELS))])
+def test_kernels_that_sizes_share_are_right(
+    limits: tuple[str, ...], scatter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no room for kernels of single classes, those of the same widths, of any
+    widths, or of all sizes; strategies that hold a whole dimension in a tile do not apply.
+    """
+    for limit in limits:
+        monkeypatch.setattr(program, limit, 0)
+    without_programs(monkeypatch)
+    cases = (*draw_cases(20, seed=7), *draw_scatters(12, seed=7))
+    for case in cases if limits == LEVELS else cases[len(limits) % 3 :: 3]:
         with insum.settings(**ONLY_FUSED, scatter=scatter), warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # NumPy, about infinities
             with contextlib.suppress(insum.NotFusedError):
                 case.check()
-    shelves = [s for kinds in calls._forms.values() for s in kinds.shelves.values()]
-    assert shelves and not any(s.exact or s.room.kernels for s in shelves)
+    levels = {one.level for s in shelves() for one in s.shared.values()}
+    assert levels == {len(limits)}
+    assert limits != LEVELS or not any(s.room.kernels for s in shelves())
+
+
+def shelves() -> list[Shelf]:
+    return [s for kinds in calls._forms.values() for s in kinds.shelves.values()]
+
+
+def test_lengths_of_one_network_leave_room_for_its_widths(
+    counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Convolutions of many channels over tables of many lengths, as clouds that change, and their
+    gradients: no call is left to kernels that know nothing of channels.
+    """
+    without_programs(monkeypatch)
+    drawn = random.Random(0)
+    channels = [(4, 32), (32, 32), (32, 64), (64, 64), (64, 128), (128, 128), (192, 128), (96, 96)]
+    for base in (20, 90, 200, 700, 1500, 2500, 9000, 20000, 40000):
+        for inputs, outputs in channels:
+            rows = base + drawn.randrange(base // 2)
+            Nb = torch.randint(-1, rows, (27, rows), dtype=torch.int32)
+            In, W = torch.randn(rows, inputs, requires_grad=True), torch.randn(27, inputs, outputs)
+            statement = "Out[x,m] = In[Nb[z,x],c] * W[z,c,m]"
+            result = insum.insum(statement, padded=("Nb",), Nb=Nb, In=In, W=W)
+            torch.autograd.grad(result, In, torch.empty(rows, outputs))
+    found = shelves()
+    assert len(found) == 2
+    for shelf in found:
+        levels = {one.level for one in shelf.classes.values()}
+        assert levels == {0, 1} and len(shelf.classes) == 9 * len(channels)
+        assert len(shelf.shared) <= 4 * len(channels), len(shelf.shared)
+        assert len(shelf.room.kernels) <= 3 * len(channels), len(shelf.room.kernels)
+
+
+def _forbidden(*_: Any) -> Any:
+    raise AssertionError("it is known what runs")
+
+
+def test_what_runs_is_kept_for_all_sizes_of_a_network(
+    counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of hundreds of classes most have no program of their own, and all are found again."""
+    without_programs(monkeypatch)
+
+    def all_sizes() -> None:
+        for f in (8, 16, 24, 32, 48, 64, 96, 128):
+            for nodes in (200, 300, 700):
+                for count in (900, 1500, 3000, 5000, 9000, 17000):
+                    s, d = torch.randint(0, nodes, (2, count))
+                    given = {"s": s, "d": d, "x": torch.empty(nodes, f)}
+                    insum.insum("y[d[e],f] = x[s[e],f]", out_shape=(nodes, f), **given)
+
+    all_sizes()
+    (shelf,) = shelves()
+    assert len(shelf.classes) > 96 and {one.level for one in shelf.classes.values()} == {0, 1}
+    assert sum(one.level == 0 for one in shelf.classes.values()) <= MOST_OWN
+    monkeypatch.setattr(Programs, "find", _forbidden)
+    all_sizes()
+
+
+def test_columns_that_change_over_a_matrix_that_stays(
+    counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of a sparse layer: each number of them is new, its class is not."""
+    without_programs(monkeypatch)
+    rows, columns = (insum.unchanging(torch.randint(0, 64, (300,))) for _ in range(2))
+    values = torch.randn(300)
+
+    def run(tokens: int) -> None:
+        given = {"r": rows, "c": columns, "v": values, "x": torch.empty(tokens, 64)}
+        insum.insum("y[i,r[p]] = v[p] * x[i,c[p]]", out_shape=(tokens, 64), **given)
+
+    for tokens in (131, 135):
+        run(tokens)
+    with monkeypatch.context() as patch:
+        patch.setattr(Programs, "find", _forbidden)
+        for tokens in range(137, 255, 2):
+            run(tokens)
+    for tokens in range(1, 2000, 9):
+        run(tokens)
+    (shelf,) = shelves()
+    assert "i" in shelf.moving and len(shelf.room.kernels) <= program.MOST_BY_LENGTH
+
+
+def test_padded_tensors_that_come_back_are_alike(
+    counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_programs(monkeypatch)
+
+    def run(count: int) -> None:
+        s, d = torch.randint(-1, 100, (count,)), torch.randint(0, 100, (count,))
+        for _ in range(6):  # until all is known of them
+            insum.insum("y[d[e],f] = x[s[e],f]", out_shape=(100, 16), padded=("s",), s=s, d=d, x=x)
+
+    x = torch.randn(100, 16)
+    run(1500)
+    monkeypatch.setattr(Programs, "find", _forbidden)
+    run(1600)
+
+
+@pytest.mark.parametrize("limits", [LEVELS[: k + 1] for k in range(3)])
+def test_patterns_become_code_whatever_is_shared(
+    limits: tuple[str, ...], counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it is written once for all sizes."""
+    for limit in limits:
+        monkeypatch.setattr(program, limit, 0)
+    without_programs(monkeypatch)
+    I, J = (insum.constant(torch.randint(0, 4, (7,))) for _ in range(2))
+    V, before = insum.constant(torch.randn(7)), emit_unrolled.cache_info()
+    for count in (300, 1000, 5000, 20000):
+        X = torch.empty(count, 4, 16)
+        insum.insum("Z[b,I[p],u] = V[p] * X[b,J[p],u]", out_shape=X.shape, I=I, J=J, V=V, X=X)
+    (shelf,) = shelves()
+    assert {one.level for one in shelf.classes.values()} == {len(limits)}
+    (text,) = counter.kernels.values()
+    assert len(text) == 1 and "for p" not in str(text)
+    after = emit_unrolled.cache_info()
+    assert after.hits > before.hits and after.misses <= before.misses + 1, (before, after)
+
+
+@pytest.mark.parametrize("limits", [LEVELS[:1], LEVELS])
+def test_no_inverse_table_is_larger_than_its_index(
+    limits: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A class that calls share says little of how long a table is beside what it leads to, and that
+    of all sizes does not know which dimension is the long one.
+    """
+    for limit in limits:
+        monkeypatch.setattr(program, limit, 0)
+    without_programs(monkeypatch)
+    made: list[tuple[int, int]] = []
+    was = tables.inverse
+
+    def inverse(anchor: Tensor, dim: int, rows: int) -> Any:
+        made.append((anchor.numel(), rows * anchor.numel() // anchor.shape[dim]))
+        return was(anchor, dim, rows)
+
+    monkeypatch.setattr(prologue, "inverse", inverse)
+    for steps, length, rows in ((3, 400, 400), (3, 130, 1400), (200, 3, 300), (3, 1400, 300)):
+        Nb = torch.stack([torch.randperm(max(rows, length))[:length] for _ in range(steps)]) % rows
+        In, W = torch.randn(length, 16), torch.randn(steps, 16, 16)
+
+        def run(rows: int = rows, Nb: Tensor = Nb, In: Tensor = In, W: Tensor = W) -> Tensor:
+            given = {"Out": torch.zeros(rows, 16), "Nb": Nb, "In": In, "W": W}
+            return insum.insum("Out[Nb[z,x],m] += In[x,c] * W[z,c,m]", **given)
+
+        with insum.settings(backend="graph"):
+            expected = run()
+        with insum.settings(**ONLY_FUSED, tier="stable"):
+            torch.testing.assert_close(run(), expected, atol=1e-4, rtol=1e-4)
+    assert bool(made) == (len(limits) == 1), made
+    assert all(table <= 2 * index for index, table in made), made
+
+
+@pytest.mark.parametrize("tier", ["auto", "stable"])
+def test_programs_of_all_levels_answer_the_same_questions(
+    tier: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls of one statement on indices of all kinds, while the room for kernels is used up: what
+    was planned for one answer never runs for another.
+    """
+    for most, limit in enumerate(LEVELS, 2):
+        monkeypatch.setattr(program, limit, most)
+    without_programs(monkeypatch)
+    drawn = random.Random(3)
+    for _ in range(18):
+        edges, nodes = drawn.choice((3, 40, 200, 400)), drawn.choice((1, 30, 300))
+        columns = drawn.choice((1, 7, 16, 32))
+        d, s = torch.randint(0, nodes, (2, edges))
+        d = drawn.choice((d, d.sort()[0], d.clamp(max=0), d.flip(0)))
+        d = torch.randperm(edges)[:edges] if edges <= nodes and drawn.random() < 0.5 else d
+        given = {"d": d, "s": s, "w": torch.randn(edges), "x": torch.randn(nodes, columns)}
+        sizes = {"out_shape": (nodes, columns)}
+        with insum.settings(backend="graph"):
+            expected = insum.insum("y[d[e],f] = w[e] * x[s[e],f]", **given, **sizes)
+        with insum.settings(**ONLY_FUSED, tier=tier):
+            for _ in range(3):  # new, seen, known
+                found = insum.insum("y[d[e],f] = w[e] * x[s[e],f]", **given, **sizes)
+                torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    levels = {one.level for s in shelves() for one in s.shared.values()}
+    assert len(LEVELS) in levels and len(levels) > 1, levels

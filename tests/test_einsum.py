@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from insum.compat.compiler import compiled_graphs
-from insum.errors import BindingError, StatementError, UnsupportedError
+from insum.errors import BindingError, DeviceError, StatementError, UnsupportedError
 from insum.formats import COO, ELL, BlockCOO, BlockGroupCOO, GroupCOO, NeighborTable, SparseFormat
 from insum.formats.einsum import einsum
 from insum.formats.explained import explain_einsum
@@ -624,3 +624,26 @@ def test_refusals_of_the_other_notation() -> None:
         X @ "text"
     with pytest.raises(BindingError, match=r"B is a list(?s:.*)torch.as_tensor\(B\)"):
         einsum("mk,kn->mn", X, B.tolist())
+
+
+def test_operands_on_two_devices() -> None:
+    """Found where the statement is bound, and said in terms of the operands."""
+    a, b = GroupCOO.from_dense(random(4, 3, density=0.5)), random(3, 2)
+    for _ in range(2):
+        assert einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b).shape == (4, 2)
+        for run in (
+            lambda: einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b.to("meta")),
+            lambda: explain_einsum("C[m,n] = A[m,k] * B[k,n]", A=a, B=b.to("meta")),
+        ):
+            with pytest.raises(DeviceError, match="A is on cpu but B is on meta"):
+                run()
+
+
+def test_two_formats_share_the_arrays_that_are_the_same() -> None:
+    """Whichever came first, and whatever each of them has of its own."""
+    a = COO.from_dense(random(4, 3, density=0.5))
+    other = COO.from_dense(random(4, 3, density=0.5, seed=1))
+    doubled = einsum("C[m,k] = A[m,k] * B[m,k]", A=a, B=a.with_values(a.values))
+    assert torch.equal(doubled.to_dense(), a.to_dense() ** 2)
+    with pytest.raises(UnsupportedError, match="both sparse and meet"):
+        einsum("C[m,k] = A[m,k] * B[m,k]", A=a, B=other)

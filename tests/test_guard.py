@@ -37,7 +37,7 @@ def only_fused(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     if request.param == "our own":
         monkeypatch.setattr(guards, "_tensor_guard", lambda tensors, exact: None)
     monkeypatch.setattr("insum.call.prepared._forms", {})
-    monkeypatch.setattr("insum.api._fronts", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
     with insum.settings(**ONLY_FUSED):
         yield
 

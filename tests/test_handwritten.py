@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from insum.runtime import compiling
-from insum.runtime.handwritten import grouping, hashing, loops, mixing, packs, reaching
+from insum.runtime.handwritten import gating, grouping, hashing, loops, mixing, packs, reaching
 from insum.runtime.handwritten.kernel import Handwritten
 
 pytestmark = pytest.mark.compile_only
@@ -100,6 +100,17 @@ KERNELS: dict[str, tuple[Handwritten, list[tuple[torch.dtype, ...]]]] = {
         for dtype, precision in MIXED
         for tiles in [mixing.tiles_of(dtype)]
     },
+    **{
+        f"{kernel.name} in {str(dtypes[-1]).removeprefix('torch.')}": (
+            kernel,
+            [(*[dtype] * (kernel.tensors - 2), I32, torch.float64) for dtype in dtypes],
+        )
+        for kernels, dtypes in (
+            (gating._NARROW, (torch.float16, torch.bfloat16, torch.float32)),
+            (gating._WIDE, (torch.float64,)),
+        )
+        for kernel in kernels
+    },
     "add pieces": (
         mixing._ADD_PIECES,
         [(torch.float32, torch.float32), (torch.float32, torch.float16), (torch.float64,) * 2],
@@ -140,12 +151,12 @@ def test_the_list_is_complete() -> None:
     known = {kernel.name for kernel, _ in KERNELS.values()}
     every = [
         thing
-        for module in (grouping, hashing, mixing, packs, loops, reaching)
+        for module in (gating, grouping, hashing, mixing, packs, loops, reaching)
         for _, thing in inspect.getmembers(module)
         if isinstance(thing, Handwritten)
     ]
     every += [*hashing._INSERTS.values(), *hashing._FINDS.values()]
     every += [*reaching._REACHERS.values(), *reaching._PLACERS.values()]
-    every += [*packs._STEPS.values()]
+    every += [*packs._STEPS.values(), *gating._NARROW, *gating._WIDE]
     known -= {"insum_mix", "insum_mix_weights"}  # which are written when they are asked for
     assert {kernel.name for kernel in every} == known

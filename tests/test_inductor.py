@@ -43,7 +43,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def unprepared(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without what earlier tests have left behind."""
     monkeypatch.setattr("insum.call.prepared._forms", {})
-    monkeypatch.setattr("insum.api._fronts", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
 
 
 class Recorded:

@@ -32,7 +32,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fitting, "LEAST_READS", 0)
     monkeypatch.setattr(aligning, "LEAST_GATHERS", 2**31)
     monkeypatch.setattr("insum.call.prepared._forms", {})
-    monkeypatch.setattr("insum.api._fronts", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
     poison_new_memory(monkeypatch)
     memory.forget()
     with insum.settings(**ONLY_FUSED):

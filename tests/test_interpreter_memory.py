@@ -22,6 +22,7 @@ from insum.facts import facts_of
 from insum.runtime import inspection
 from insum.runtime.prologue import prologue
 from insum.runtime.ready import Ready
+from insum.testing.as_on_a_gpu import pretended
 from kernels import ONLY_FUSED, error, lookup, poison_new_memory, run
 
 pytestmark = pytest.mark.interpreter
@@ -280,3 +281,41 @@ def test_atomics_that_were_asked_for_are_not_used_either(deterministic: None) ->
     with insum.settings(scatter="atomic"):
         rows, columns, values, dense = arguments()
         assert spmm(rows.flip(0).contiguous(), columns, values, dense) < 1e-6
+
+
+@pytest.mark.parametrize("text", ["mean= w[e] * x[s[e],f]", "= w[e] * x[s[e],f] * share[d[e]]"])
+def test_a_number_of_each_row_beside_a_padded_index(text: str) -> None:
+    """It is read once for the row, whichever of its entries are absent."""
+    s, d = torch.randint(-1, 30, (200,)), torch.randint(0, 30, (200,)).sort().values
+    given = {"s": s, "d": d, "w": torch.rand(200), "x": torch.randn(30, 16)}
+    if "share" in text:
+        given["share"] = torch.randn(30)
+
+    def found() -> Tensor:
+        return insum.insum(f"y[d[e],f] {text}", out_shape=(30, 16), padded=("s",), **given)
+
+    with insum.settings(backend="graph", require_fused=False):
+        expected = found()
+    with insum.settings(**ONLY_FUSED):
+        torch.testing.assert_close(found(), expected)
+
+
+def test_rows_that_stay_beside_a_padded_index_that_is_new() -> None:
+    """Where padding stands in it is not asked at its first call."""
+    R = insum.unchanging(torch.randint(0, 4, (30,), dtype=torch.int32).sort().values)
+    V, B = torch.randn(30, 3, 8, 8), torch.randn(6, 8, 16)
+    for _ in range(3):
+        K = torch.randint(-1, 6, (30, 3), dtype=torch.int32)
+        given = {"R": R, "K": K, "V": V, "B": B}
+        with pretended():
+            found = insum.insum(
+                "C[R[p],i,n] = V[p,q,i,k] * B[K[p,q],k,n]",
+                padded=("K",),
+                out_shape=(4, 8, 16),
+                **given,
+            )
+        there = B[K.long().clamp(min=0)] * (K >= 0)[..., None, None]
+        expected = torch.zeros(4, 8, 16).index_add(
+            0, R.long(), torch.einsum("pqik,pqkn->pin", V, there)
+        )
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

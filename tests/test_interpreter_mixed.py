@@ -136,7 +136,7 @@ def test_kernels_that_know_nothing_agree(order: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(memory, "can_look", lambda tensor: False)
     monkeypatch.setattr("insum.call.prepared.kernels_look_on", lambda device: True)
     monkeypatch.setattr("insum.call.prepared._forms", {})
-    monkeypatch.setattr("insum.api._fronts", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
     seen = watch_programs(monkeypatch)
     torch.manual_seed(0)
     values = {

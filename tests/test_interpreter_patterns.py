@@ -154,7 +154,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "can_look", lambda tensor: False)
     monkeypatch.setattr("insum.call.prepared.kernels_look_on", lambda device: True)
     monkeypatch.setattr("insum.call.prepared._forms", {})
-    monkeypatch.setattr("insum.api._fronts", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
 
 
 @pytest.mark.parametrize("channels", [7, 16, 64])

@@ -37,7 +37,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(memory, "can_look", lambda tensor: False)
     monkeypatch.setattr("insum.call.prepared.kernels_look_on", lambda device: True)
     monkeypatch.setattr("insum.call.prepared._forms", {})
-    monkeypatch.setattr("insum.api._fronts", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
     poison_new_memory(monkeypatch)
     memory.forget()
     with insum.settings(**ONLY_FUSED):

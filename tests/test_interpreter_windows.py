@@ -27,7 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layouts, "LEAST_POINTS", 1)
     monkeypatch.setattr(layouts, "LEAST_USES", 0)
     monkeypatch.setattr("insum.call.prepared._forms", {})
-    monkeypatch.setattr("insum.api._fronts", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
 
 
 def drawn(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -201,7 +201,8 @@ def test_every_part_of_a_window_that_is_apart(
 ) -> None:
     """Sizes of a class have parts of other numbers; kernels for all sizes know none."""
     if general:
-        monkeypatch.setattr("insum.runtime.program.MOST_EXACT", 0)
+        for limit in ("MOST_FINE", "MOST_EXACT"):
+            monkeypatch.setattr(f"insum.runtime.program.{limit}", 0)
     g, w = torch.randn(50), torch.randn(width)
     with insum.settings(**ONLY_FUSED):
         text, shape = f"y[{step}*t+r] += g[t] * w[r]", (step * 49 + width,)

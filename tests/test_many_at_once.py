@@ -57,7 +57,7 @@ def at_once(work: Callable[[int], Any]) -> list[Any]:
 def anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a process that has called nothing yet."""
     monkeypatch.setattr("insum.call.prepared._forms", {})
-    monkeypatch.setattr("insum.api._fronts", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
     monkeypatch.setattr("insum.graph.lower._graphs", {})
     memory.forget()
 

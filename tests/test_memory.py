@@ -318,3 +318,14 @@ def test_a_tensor_that_goes_while_all_is_forgotten(
     memory.forget()
     assert not any(entry.held for entry in before)
     assert all(memory.known(tensor) is None for tensor in (first, second))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_signs_that_change_in_pairs_are_seen(dtype: torch.dtype) -> None:
+    """They are the last bits of words, of which a product keeps whether they are odd in number."""
+    values = torch.randn(4000, dtype=dtype)
+    assert fingerprint(-values) != fingerprint(values)
+    some = values.clone()
+    some[[1, 9]] *= -1
+    assert fingerprint(some) != fingerprint(values)
+    assert fingerprint(torch._neg_view(values)) == fingerprint(-values)

@@ -40,7 +40,7 @@ def eager_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("CLEARLY", "BY_FAR"):
         monkeypatch.setattr(order, name, 1)
     monkeypatch.setattr("insum.call.prepared._forms", {})
-    monkeypatch.setattr("insum.api._fronts", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
 
 
 def described(shapes: Mapping[str, tuple[int, ...]], indices: str = "") -> dict[str, Tensor]:
@@ -245,7 +245,7 @@ def test_sizes_of_a_class_take_the_same_path() -> None:
 
 def test_the_kept_order_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("insum.call.prepared._forms", {})
-    monkeypatch.setattr("insum.api._fronts", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
     searches = []
     monkeypatch.setattr(
         "insum.call.prepared.stages_of",

@@ -15,7 +15,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import insum
-from insum import api
 from insum.call import prepared as calls
 from insum.call.request import request_of
 from insum.lang.measure import measure_of
@@ -430,7 +429,7 @@ def test_a_program_is_right_for_every_size_of_its_class(
 ) -> None:
     """The program of the smallest sizes runs all others."""
     monkeypatch.setattr(calls, "_forms", {})
-    monkeypatch.setattr(api, "_fronts", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
     cases = of_one_class(name, base, ordered)
     assert len(cases) > 3
     for case in (cases[0], cases[-1], *cases[1:4]):
@@ -442,7 +441,7 @@ def test_a_program_is_right_for_every_size_of_its_class(
             expected = insum.insum(case.statement, sizes=sizes, **exact)
         torch.testing.assert_close(found.double(), expected, atol=2e-4, rtol=2e-4)
     (prepared,) = (one for kinds in calls._forms.values() for one in kinds.calls if one.fusable)
-    assert len(prepared.fused.programs.shelf.exact) == 1 and len(prepared.bound) > 1
+    assert len(prepared.fused.programs.shelf.classes) == 1 and len(prepared.bound) > 1
 
 
 @pytest.mark.interpreter

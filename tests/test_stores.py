@@ -198,7 +198,7 @@ def test_the_oldest_goes() -> None:
     assert bounded.keep(store, 95, -1, most=10) == 95
 
 
-def test_things_of_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_things_of_one_tensor(monkeypatch: pytest.MonkeyPatch, nothing_remembered: None) -> None:
     monkeypatch.setattr(memory, "MOST_THINGS", 8)
     index = torch.arange(5)
     entry = memory.entry_of(index)

@@ -178,7 +178,7 @@ def recording(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
     monkeypatch.setattr(memory, "can_look", lambda tensor: False)
     monkeypatch.setattr("insum.call.prepared.kernels_look_on", lambda device: True)
     monkeypatch.setattr("insum.call.prepared._forms", {})
-    monkeypatch.setattr("insum.api._fronts", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
     for module in (facts, fused, which_program):
         monkeypatch.setattr(module, "is_recorded", lambda device: now[0])
     monkeypatch.setattr(fused_kind.FusedKind, "on_gpu", True)

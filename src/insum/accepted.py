@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, cast
 
@@ -255,27 +255,26 @@ def _asking(
     unknown = kinds.keys() - {*names}
     assert not unknown, unknown
 
-    def given(args: tuple[Any, ...], named: dict[str, Any]) -> Iterator[tuple[str, Any, Accepted]]:
+    def look(args: tuple[Any, ...], named: dict[str, Any], sound: bool = False) -> None:
         for name, value in (*zip(names, args), *named.items()):
             if name in kinds:
-                yield name, value, kinds[name]
+                require(name, value, kinds[name], error)
+                if sound:
+                    require_sound(name, value, kinds[name], error)
 
     @functools.wraps(function)
     def asked(*args: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():
             return function(*args, **named)
         if first:
-            for name, value, kind in given(args, named):
-                require(name, value, kind, error)
+            look(args, named)
         try:
             return function(*args, **named)
         except Exception as wrong:
             _refuse_tracing(wrong)
             if isinstance(wrong, InsumError):
                 raise
-            for name, value, kind in given(args, named):
-                require(name, value, kind, error)
-                require_sound(name, value, kind, error)
+            look(args, named, sound=True)
             also(*args, *named.values())
             raise
 

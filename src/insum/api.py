@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from insum.accepted import is_fake, odd_tensor, shown
-from insum.bounded import keep
-from insum.call.prepared import MOST_FORMS, Kinds, kinds_of, prepare
+from insum.call.lookup import kinds_with
+from insum.call.prepared import Kinds, prepare
 from insum.call.request import Request, SizesArgument, head, head_of_text, request_of
 from insum.compat.calls import (
     PLAIN,
@@ -109,7 +109,7 @@ def insum(
     """
     if torch.compiler.is_compiling():
         if any(is_stranger(v) and hasattr(v, "index_arrays") for v in tensors.values()):
-            from insum.formats.operands import run_formats
+            from insum.formats.run import run_formats
 
             return cast(Tensor, run_formats(statement, tensors, False, out_shape, sizes, optimize))
         return traced(statement, out_shape, sizes, padded, config, optimize, tensors)
@@ -183,53 +183,6 @@ def _is_lowered(tensors: dict[str, Value]) -> bool:
 Insum = insum
 """The same function under the name that the paper gives it."""
 
-#: By statement, which sizes are given and what is padded, what is known of its calls; no other
-#: options.
-_fronts: dict[object, Kinds] = {}
-
-
-def kinds_with(
-    statement: str,
-    out_shape: Sequence[Size] | None,
-    sizes: SizesArgument = None,
-    padded: Sequence[str] = (),
-    config: object = None,
-    optimize: Optimize = True,
-) -> tuple[Kinds, tuple[Any, ...]]:
-    """What is known of the calls of a statement with these options, and the sizes among them."""
-    none = sizes is None or type(sizes) is dict and not sizes
-    plain: tuple[Any, ...] | None = () if none else _plain_sizes(sizes)
-    common = plain is not None and type(padded) is tuple and config is None
-    common = common and optimize is True and type(statement) is str
-    common = common and (out_shape is None or type(out_shape) in (tuple, torch.Size))
-    if common and out_shape is not None:
-        for size in out_shape:  # those of other libraries are made Python's own below
-            common = common and type(size) is int
-    if common:
-        rank = None if out_shape is None else len(out_shape)
-        front = statement, rank, tuple(sizes or ()), padded
-        try:
-            found = _fronts.get(front)
-        except TypeError:  # names that are none, which binding refuses
-            found = None
-        if found is not None:
-            return found, plain if out_shape is None else (*out_shape, *plain)  # type: ignore[return-value, misc]
-    request = request_of(statement, out_shape, sizes, padded, config, optimize)  # type: ignore[arg-type]
-    found = kinds_of(request.form)
-    if common:
-        keep(_fronts, front, found, MOST_FORMS)
-    return found, request.size_values
-
-
-def _plain_sizes(sizes: SizesArgument) -> tuple[int, ...] | None:
-    """Sizes that are Python's own integers, by names or numbers of dimensions; None for others."""
-    if type(sizes) is not dict:
-        return None
-    for key, size in sizes.items():
-        if type(size) is not int or type(key) is not int and type(key) is not str:
-            return None
-    return tuple(sizes.values())
-
 
 def _insum(kinds: Kinds, sizes: tuple[Any, ...], tensors: dict[str, Value]) -> Tensor:
     left = head(kinds.form.statement)
@@ -262,7 +215,8 @@ def _of_strangers(
     tensors: dict[str, Any],
 ) -> Tensor:
     """A call with operands of NumPy, SciPy or torch.sparse, or with formats."""
-    from insum.formats.operands import has_format, run_formats, taken
+    from insum.formats.operands import has_format, taken
+    from insum.formats.run import run_formats
 
     form = kinds.form
     given = taken(form.statement, tensors)

@@ -14,9 +14,10 @@ from insum.call.prepared import is_fusable, prepare
 from insum.call.request import Request, head
 from insum.call.stages import is_orderable
 from insum.graph.lower import lower
+from insum.host.arguments import HostCall
 from insum.host.choose import choose
 from insum.host.patterns import Patterns
-from insum.host.places import HostCall, Lowering
+from insum.host.places import Lowering
 from insum.host.roles import as_tensor
 from insum.lang.bind import Problem, Value
 from insum.lang.expand import ProductTerm

@@ -144,13 +144,21 @@ def compute(tensor: Tensor) -> IndexFacts:
 def numbers_of(tensor: Tensor) -> Tensor:
     """Low, high, whether it is sorted, and whether no value comes twice, as one small tensor."""
     flat = tensor.detach().reshape(-1)
+    if flat.numel() > _SORTED_UP_TO:
+        return _without_sorting(flat)
+    flat = flat.long() if flat.dtype in _UNORDERED else flat
+    ranked = flat.sort().values
+    told = torch.stack([flat[1:] >= flat[:-1], ranked[1:] != ranked[:-1]]).all(1)
+    return torch.cat([ranked[:1], ranked[-1:], told.to(ranked.dtype)]).long()
+
+
+def _without_sorting(flat: Tensor) -> Tensor:
+    """The same of so many that they are looked at in parts. Of such that are not in order it is
+    not found out whether a value comes twice.
+    """
     parts = [_part_of(flat, start) for start in range(0, flat.numel(), _AT_ONCE)]
     low, high, ordered, strictly = torch.stack(parts).unbind(1)
-    unique = strictly.amin()
-    if flat.numel() <= _SORTED_UP_TO:
-        ranked = (flat.long() if flat.dtype in _UNORDERED else flat).sort().values
-        unique = (ranked[1:] != ranked[:-1]).all().long()
-    return torch.stack([low.amin(), high.amax(), ordered.amin(), unique])
+    return torch.stack([low.amin(), high.amax(), ordered.amin(), strictly.amin()])
 
 
 def _part_of(flat: Tensor, start: int) -> Tensor:

@@ -18,7 +18,9 @@ def fingerprint(tensor: Tensor) -> int:
         length = min(_CHUNK, count - start)
         chunk = flat if length == count else flat.narrow(0, start, length)
         mixed = int(torch.dot(chunk, _weights(0, length)))
-        if tensor.itemsize < 4:  # of a product with the last of a word little is left
+        if tensor.dtype is not torch.int64:
+            # of a product with the last bits of a word little is left: of the sign of a number
+            # nothing where an even number of them change
             mixed += int(torch.dot(chunk >> 32, _weights(1, length)))
         total = (total * 0x9E3779B97F4A7C15 + mixed) % 2**64
     return total
@@ -29,6 +31,7 @@ def _as_words(tensor: Tensor) -> tuple[Tensor, int]:
     flat = tensor.reshape(-1)
     if flat.dtype is torch.int64:
         return flat, 0
+    flat = flat.resolve_conj().resolve_neg()  # memory is read as it is
     # a single element may have any stride and be contiguous
     if flat.stride(0) != 1 or flat.storage_offset() * flat.itemsize % 8:
         flat = flat.new_empty(flat.numel()).copy_(flat)

@@ -554,7 +554,11 @@ def _tensors(thing: Any) -> list[Tensor]:
     found, open_ = [], [thing]
     while open_:
         one = open_.pop()
-        if isinstance(one, Tensor):
+        if (
+            isinstance(one, Tensor) and one.layout is torch.sparse_csr
+        ):  # whose bytes are a full one's
+            open_ += one.crow_indices(), one.col_indices(), one.values()
+        elif isinstance(one, Tensor):
             found.append(one)
         elif isinstance(one, tuple | list):
             open_ += one

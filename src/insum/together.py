@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum.api import insum, kinds_with
+from insum.api import insum
 from insum.call import in_kernels
+from insum.call.lookup import kinds_with
 from insum.compat.calls import is_plain_call, is_profiled
 
 

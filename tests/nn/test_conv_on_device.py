@@ -58,7 +58,7 @@ def on_the_cpu(layer: SparseConv3d, *clouds: SparseTensor, **options: Any) -> Sp
     with insum.settings(backend="graph", require_fused=False), pytest.MonkeyPatch.context() as m:
         m.setattr("insum.call.prepared.kernels_look_on", lambda device: False)
         m.setattr("insum.call.prepared._forms", {})
-        m.setattr("insum.api._fronts", {})
+        m.setattr("insum.call.lookup._fronts", {})
         fresh = [SparseTensor(c.coords, c.features, c.spatial_shape) for c in clouds]
         out: SparseTensor = layer(*fresh, **options)
         return out
@@ -170,7 +170,7 @@ def test_other_layers(kind: str, on_device: None) -> None:
     with insum.settings(backend="graph", require_fused=False), pytest.MonkeyPatch.context() as m:
         m.setattr("insum.call.prepared.kernels_look_on", lambda device: False)
         m.setattr("insum.call.prepared._forms", {})
-        m.setattr("insum.api._fronts", {})
+        m.setattr("insum.call.lookup._fronts", {})
         want = differentiated(
             layer, layer(SparseTensor(coords, features, ndim=2)).features, features
         )
@@ -470,7 +470,9 @@ def there_and_back(down: SparseConv3d, up: SparseConv3d, x: SparseTensor) -> Ten
     return out
 
 
-def test_maps_that_know_each_other_go_with_their_voxels(on_device: None) -> None:
+def test_maps_that_know_each_other_go_with_their_voxels(
+    on_device: None, nothing_remembered: None
+) -> None:
     down = SparseConv3d(16, 16, 2, stride=2)
     up = SparseConv3d(16, 16, 2, stride=2, transposed=True)
     counts = []
@@ -503,7 +505,7 @@ def test_what_ran_on_a_map_runs_again(on_device: None, monkeypatch: pytest.Monke
     assert found[2] == found[4] == 1 and found[5] > 1, found
 
 
-def test_maps_go_with_their_voxels(on_device: None) -> None:
+def test_maps_go_with_their_voxels(on_device: None, nothing_remembered: None) -> None:
     before = memory.report().entries
     for seed in range(3):
         coords = cloud(300, seed=seed)

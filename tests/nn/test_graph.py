@@ -453,7 +453,7 @@ def test_a_first_call_is_rounded_as_the_next_ones(
     aggr: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(insum.call.prepared, "_forms", {})  # nothing has been called before
-    monkeypatch.setattr(insum.api, "_fronts", {})
+    monkeypatch.setattr(insum.call.lookup, "_fronts", {})
     torch.manual_seed(0)
     layer = SAGEConv(16, 4, aggr=aggr).bfloat16()
     x, edges = torch.randn(30, 16).bfloat16(), torch.randint(0, 30, (2, 200))

@@ -31,7 +31,7 @@ def on_the_cpu(call: Callable[[], object]) -> object:
     with insum.settings(backend="graph", require_fused=False), pytest.MonkeyPatch.context() as m:
         m.setattr("insum.call.prepared.kernels_look_on", lambda device: False)
         m.setattr("insum.call.prepared._forms", {})
-        m.setattr("insum.api._fronts", {})
+        m.setattr("insum.call.lookup._fronts", {})
         m.setattr(memory, "can_look", lambda tensor: tensor.is_cpu)
         memory.forget()
         found = call()

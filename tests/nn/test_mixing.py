@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -18,35 +18,12 @@ from insum.nn import FullyConnectedTensorProduct, TensorProduct, mixing
 from insum.nn.irreps import Irreps
 from insum.nn.irreps_linear import Linear
 from insum.nn.reordering import channel_order, component_order, in_order, irrep_order
-from insum.runtime.handwritten.kernel import Handwritten
 from insum.testing.as_on_a_gpu import pretended
 
-pytestmark = pytest.mark.interpreter
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("in_double")]
 
 ONCE = ["insum_mix"]
 GRADIENTS = ["insum_mix", "insum_mix_weights"]
-
-
-@pytest.fixture(autouse=True)
-def in_double() -> Iterator[None]:
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.fixture
-def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is launched, by the kernels' names."""
-    found: list[str] = []
-    call = Handwritten.__call__
-
-    def counted(self: Handwritten, programs: int, *arguments: Any) -> None:
-        found.append(self.name)
-        call(self, programs, *arguments)
-
-    monkeypatch.setattr(Handwritten, "__call__", counted)
-    return found
 
 
 def product(layout: str) -> Callable[[], nn.Module]:

@@ -22,6 +22,8 @@ from insum.nn import (
     wigner_3j,
 )
 
+pytestmark = pytest.mark.usefixtures("in_double")
+
 
 @pytest.fixture(scope="module")
 def o3() -> Any:
@@ -31,15 +33,6 @@ def o3() -> Any:
         reason="e3nn 0.6 is not installed: the comparison with e3nn is left out",
     )
     return pytest.importorskip(f"{e3nn.__name__}.o3")
-
-
-@pytest.fixture(autouse=True)
-def in_double() -> Any:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(before)
 
 
 def inputs(product: TensorProduct, lead: tuple[int, ...] = (3,)) -> tuple[Tensor, ...]:

@@ -27,7 +27,7 @@ from insum.bench.measure import (
 )
 from insum.bench.options import BenchOptions
 from insum.bench.records import BOTH, FORWARD
-from insum.bench.rivals import TORCH_BSR
+from insum.bench.rivals import SPARSE_BSR, TORCH_BSR
 from insum.compat import sparse
 from insum.formats import BlockGroupCOO
 from insum.runtime import timing
@@ -126,7 +126,8 @@ def contenders(given: BlockInputs, direction: str) -> list[Contender]:
                 times=True,
             )
         )
-        found.append(Contender("torch.sparse BSR", lambda: sparse_bsr(given)))
+        if not SPARSE_BSR.absent(given.b.device):
+            found.append(Contender(SPARSE_BSR.name, lambda: sparse_bsr(given)))
         found.append(Contender("torch.compile", lambda: compiled(given), slow=True))
     absent = bool(TORCH_BSR.absent(given.b.device))
     return [c for c in found if not (absent and c.name.startswith("TorchBSR"))]

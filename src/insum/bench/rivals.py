@@ -13,6 +13,7 @@ import torch
 from insum.bench import cusparse
 from insum.bench.records import Missing
 from insum.compat import sparse
+from insum.host.rows import has_library
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,13 @@ class Rival:
             return found
         if self.name == "cuSPARSE" and isinstance(absent := cusparse.library(), str):
             return absent
+        if self.name == "torch.sparse BSR" and device.type == "cpu" and not has_library():
+            return "torch was built without MKL"
         return ""
 
 
 TORCH_BSR = Rival("TorchBSR", gpu=True, lines=202)
+SPARSE_BSR = Rival("torch.sparse BSR")
 E3NN = Rival("e3nn", ("e3nn", "e3nn.o3"), lines=225)
 CUEQUIVARIANCE = Rival("cuEquivariance", ("cuequivariance", "cuequivariance_torch"), gpu=True)
 OPENEQUIVARIANCE = Rival("OpenEquivariance", ("openequivariance",), gpu=True)
@@ -51,9 +55,9 @@ FLEXGEMM = Rival("FlexGEMM", ("flex_gemm", "flex_gemm.ops.spconv"), gpu=True)
 CUSPARSE = Rival("cuSPARSE", gpu=True)
 PYG = Rival("PyG", ("torch_geometric", "torch_geometric.nn"))
 
-#: The rivals of each benchmark that may be missing; PyTorch's own operations always are there.
+#: The rivals of each benchmark that may be missing; Nearly all of PyTorch's own always are there.
 RIVALS: dict[str, tuple[Rival, ...]] = {
-    "block-spmm": (TORCH_BSR,),
+    "block-spmm": (TORCH_BSR, SPARSE_BSR),
     "spmm": (PYG, CUSPARSE),
     "conv": (SPCONV, TORCHSPARSE, FLEXGEMM),
     "unet": (FLEXGEMM, SPCONV, WARPCONVNET),

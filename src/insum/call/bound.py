@@ -57,7 +57,8 @@ class BoundCall:
     """A call of certain sizes and strides."""
 
     __slots__ = (
-        *("_problem", "_staged", "_uses", "based", "count", "derived", "extents", "forward"),
+        *("_problem", "_staged", "_uses", "based", "checked", "count", "derived", "extents"),
+        *("forward", "little"),
         *("fused", "graphs", "lowerings", "prepared", "ranges", "recorded", "shape", "sizes"),
         *("spans", "waits"),
     )
@@ -95,8 +96,12 @@ class BoundCall:
         self.graphs: dict[str, on_graph.SizedGraph] = {}
         #: How a CPU runs this call, by whether the result is new or accumulated.
         self.lowerings: dict[bool, Lowering | None] = {}
-        #: Whether a CPU takes the graph until index tensors come back.
+        #: The index tensors that a CPU has found in range last, by the numbers of their entries.
+        self.checked: tuple[int, ...] = ()
+        #: Whether a CPU takes the graph until index tensors come back; and while nothing is known
+        #: of one.
         self.waits: bool | None = None
+        self.little = False
 
     @property
     def request(self) -> Request:

@@ -9,24 +9,25 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from insum import memory
+from insum.host.arguments import HostCall
 from insum.lang.bind import Value
 from insum.runtime.check import bounds_of, verify
 
 if TYPE_CHECKING:
     from insum.call.bound import BoundCall
-    from insum.host.places import IndexEntries, Lowering
+    from insum.host.arguments import IndexEntries
+    from insum.host.places import Lowering
 
 
 def run(
     call: BoundCall, mode: str, values: Mapping[str, Value], target: Tensor | None
 ) -> Tensor | None:
     """The result of the way that a CPU takes, or None where that is the graph."""
-    from insum.host.places import HostCall  # which GPUs need none of
-
     if call.waits is None:
-        from insum.host.choose import waits
+        from insum.host.choose import is_little, waits
 
         call.waits = waits(call.problem(values), call.prepared.indices)
+        call.little = is_little(call.problem(values))
     lowered = call.lowerings.get(mode == "new")
     if lowered is None and not call.waits:
         lowered = lowering(call, mode, values)
@@ -35,7 +36,10 @@ def run(
     entries = {}
     for name in call.prepared.indices:
         index: Any = values[name]
-        entries[name] = memory.known(index) or memory.made(index)
+        entry = memory.known(index)
+        if entry is None and call.little:
+            return None
+        entries[name] = entry or memory.made(index)
     given = HostCall(values, entries, call.wrapped if call.prepared.form.wraps else None)
     if call.waits and not given.comes_back(call.prepared.form.statement):
         return None
@@ -44,7 +48,9 @@ def run(
     if lowered is None:
         call.waits = False
         return None
-    _check(call, entries, values)
+    if call.checked != given.serials:  # of the same index tensors, as they are
+        _check(call, entries, values)
+        call.checked = given.serials
     result = lowered(given)
     if target is None:
         return result

@@ -197,13 +197,11 @@ class Reads:
         return access.tensor == FITTED and (axis != "K" or len(roles.k) == 1)
 
     def absent_masks(self, access: Access, offset: Val) -> list[Val]:
-        """Points that some padded index marks as absent: their values are not read."""
-        depends, found = self.depends(access), []
-        for index in access.indices:
-            found += [
-                m for vars_, m in self.frame.point_masks if vars_ <= frozenset(variables(index))
-            ]
-        return found + [
+        """Points that some padded index marks as absent: their values are not read, unless several
+        points share one, as those of a row do that is found by the row.
+        """
+        depends = self.depends(access)
+        return [
             m
             for vars_, m in self.frame.point_masks
             if vars_ <= depends and set(m.axes) <= set(offset.axes)

@@ -40,6 +40,7 @@ MOST_LINES = 400
 LATE_REGISTERS = 128
 
 
+@functools.lru_cache(maxsize=256)
 def emit_unrolled(plan: Plan, config: Config, shape: Shape) -> Kernel:
     """The kernel for a plan with a pattern."""
     roles = plan.roles

@@ -39,12 +39,16 @@ def wanted_gradients(ctx: Any) -> tuple[bool, ...]:
             nodes.append(node)
     if len(nodes) != sum(required):
         return required
-    found, rest = [], iter(nodes)
+    found, left, any_yet = [], len(nodes), False
     for requires in required:
         if requires:
-            try:
-                requires = bool(_will_run(next(rest)))
-            except (RuntimeError, TypeError):  # of what a pass ends at, or no pass that torch knows
-                requires = True
+            left -= 1
+            # a pass that comes here is for one of them; and it takes torch long to raise
+            if left or any_yet:
+                try:
+                    requires = bool(_will_run(nodes[-left - 1]))
+                except (RuntimeError, TypeError):  # of what a pass ends at, or none torch knows
+                    requires = True
+            any_yet = any_yet or requires
         found.append(requires)
     return tuple(found)

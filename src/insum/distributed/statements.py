@@ -22,7 +22,7 @@ from insum.distributed.partitioned import Partitioned, joined_matrix
 from insum.errors import BindingError, DeviceError, UnsupportedError
 from insum.formats import SparseFormat
 from insum.formats.layout import constant
-from insum.formats.operands import run_formats
+from insum.formats.run import run_formats
 from insum.lang.expand import expand
 from insum.lang.expr import Access, Statement, accesses, fresh, names_of, rewrite
 from insum.lang.parser import parse

@@ -172,9 +172,9 @@ def _letters(x: SparseFormat) -> list[str]:
 
 
 def _einsum(statement: str, **given: FormatOrValue) -> Any:
-    from insum.formats.run import FormatCall, rewritten  # which know the formats
+    from insum.formats.run import run_formats  # which knows the formats
 
-    return FormatCall(rewritten(statement, given, False), given).run()
+    return run_formats(statement, given)
 
 
 # --- sums of two ---

@@ -57,9 +57,13 @@ def look(x: SparseFormat) -> None:
     """
     if torch.compiler.is_compiling() or x.device.type == "meta":
         return
-    if any(facts.known(array) is None for _, _, array in x.index_arrays()):
-        if not is_placed(x.tensors()):
-            declare(x, validate.check(x), only_new=True)
+    for name in x._arrays[1:]:  # loops: a layer looks at every call
+        held = getattr(x, name)
+        for array in held if isinstance(held, tuple) else (held,):
+            if facts.known(array) is None:
+                if not is_placed(x.tensors()):
+                    declare(x, validate.check(x), only_new=True)
+                return
 
 
 def declare(x: SparseFormat, padded: bool, *, only_new: bool = False) -> None:

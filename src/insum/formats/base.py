@@ -428,7 +428,10 @@ class SparseFormat:
         tensor([[3., 0.],
                 [0., 3.]])
         """
-        if values is not None:
+        now = self.values
+        alike = now is not None and values is not None and values.dtype is now.dtype
+        alike = alike and values.shape == now.shape and values.device == now.device  # type: ignore[union-attr]
+        if values is not None and not alike:
             checks.check_values(self, values)
         made = type(self)._make(**{**self._fields(), "values": values})
         if not torch.compiler.is_compiling():
@@ -698,8 +701,8 @@ class SparseFormat:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What rewriting depends on, without tensors: rank, kind, grouped dimensions, blocks, where
-        coordinates are found, whether blocks divide.
+        """What rewriting depends on, without tensors: rank, kind, grouped dimensions, blocks, which
+        index arrays are the same, whether blocks divide.
         """
         if torch.compiler.is_compiling():
             return contents.signature_of(self)
@@ -784,22 +787,23 @@ def _told(function: Callable[..., Any], *operands: Any) -> Any:
 
 
 def _product(left: Any, right: Any) -> Any:
+    ranks, matrices = [], True
     for name, x in (("A", left), ("B", right)):
-        if isinstance(x, Tensor):
+        if isinstance(x, SparseFormat):
+            matrices = matrices and len(x.shape) == 2
+            ranks.append(len(x.shape))
+        elif isinstance(x, Tensor):
             require(name, x, TENSOR)
-    ranks = [x.ndim if isinstance(x, SparseFormat | Tensor) else None for x in (left, right)]
-    if None in ranks:
+            ranks.append(x.ndim)
+    if len(ranks) < 2:
         return NotImplemented
-    if not all(r in (1, 2) for r in ranks) or any(
-        isinstance(x, SparseFormat) and x.ndim != 2 for x in (left, right)
-    ):
+    statement = _MATMUL.get((ranks[0], ranks[1]))
+    if statement is None or not matrices:
         raise UnsupportedError(
             f"@ between {ranks[0]} and {ranks[1]} dimensions",
             expected="a 2-D format and a vector or matrix",
             remedy='insum.einsum("...", ...) for other ranks',
         )
-    from insum.formats.run import FormatCall, rewritten
+    from insum.formats.run import run_formats
 
-    statement = _MATMUL[ranks[0], ranks[1]]  # type: ignore[index]
-    given = {"A": left, "B": right}
-    return FormatCall(rewritten(statement, given, False), given).run()
+    return run_formats(statement, {"A": left, "B": right})

@@ -97,11 +97,23 @@ def ones(x: SparseFormat, dtype: torch.dtype) -> Tensor:
     return torch.ones((), dtype=dtype, device=x.device).expand(*x.positions, *(block or ()))
 
 
-def signature_of(x: SparseFormat) -> tuple[Any, ...]:
+def signature_of(x: SparseFormat, seen: list[Tensor] | None = None) -> tuple[Any, ...]:
+    """What `SparseFormat.signature` says, index arrays counted from those that were ``seen``."""
     block = x.block_shape_or_none or ()
     dims = getattr(x, "group_dims", (getattr(x, "dim", 0),))
-    places = tuple(
-        -1 - c.axes[0] if c.field is None else (c.field, c.number) for c in x.layout.coordinates
-    )
+    seen = [] if seen is None else seen
+    numbers: list[int] = []
+    for coordinate in x.layout.coordinates:
+        if coordinate.field is None:
+            numbers.append(-1 - coordinate.axes[0])
+            continue
+        held = getattr(x, coordinate.field)
+        array = held[coordinate.number] if isinstance(held, tuple) else held
+        number = 0
+        while number < len(seen) and seen[number] is not array:
+            number += 1
+        if number == len(seen):
+            seen.append(array)
+        numbers.append(number)
     even = all(size % b == 0 for size, b in zip(x.shape, block))
-    return x.ndim, x._kind, fixed(dims), fixed(block), places, even
+    return x.ndim, x._kind, fixed(dims), fixed(block), tuple(numbers), even

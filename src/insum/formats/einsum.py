@@ -7,13 +7,17 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from insum import api
 from insum.accepted import FLAG, require
 from insum.call.request import given_sizes
+from insum.compat.calls import PLAIN
 from insum.errors import UnsupportedError
+from insum.formats.base import SparseFormat
 from insum.formats.explained import named_operands
-from insum.formats.operands import StatementOwner, has_format, owner_of, run_formats
-from insum.formats.run import FormatOrValue
+from insum.formats.operands import StatementOwner, has_format, owner_of
+from insum.formats.run import FormatOrValue, run_formats
 from insum.lang.bind import Size
 from insum.plan.path import Optimize
 
@@ -76,11 +80,22 @@ def einsum(
         GroupCOO(shape=(2, 3), float32, nnz=3, groups=2, group_size=2, group_dims=(0,),
         padding=25.0%, 40 bytes, cpu)
     """
-    text, given = named_operands(statement, operands, named)
-    owner = owner_of(given)
-    if owner is not None:
-        return _run_by(owner, text, given, dense_output, out_shape, sizes, optimize)
-    if not has_format(given):
+    given: dict[str, Any] = named
+    text, sparse = statement, False
+    common = len(operands) == 0 and type(text) is str and "[" in text and "..." not in text
+    for x in named.values():  # here: every function that is called is one more on the path
+        if isinstance(x, SparseFormat):
+            sparse = True
+        else:
+            dense = type(x) in PLAIN and x.layout is torch.strided  # type: ignore[union-attr]
+            common = common and dense and not (x.is_nested or x.is_quantized)  # type: ignore[union-attr]
+    if not common:
+        text, given = named_operands(statement, operands, named)
+        sparse = has_format(given)
+        owner = owner_of(given)
+        if owner is not None:
+            return _run_by(owner, text, given, dense_output, out_shape, sizes, optimize)
+    if not sparse:
         return api.insum(text, out_shape=out_shape, sizes=sizes, optimize=optimize, **given)
     if dense_output is not False:
         require("dense_output", dense_output, FLAG)

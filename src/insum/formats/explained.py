@@ -103,7 +103,7 @@ def predicted(statement: str, **named: FormatOrValue) -> float:
     True
     """
     call = FormatCall(rewritten(statement, named, False), named)
-    shape, total = call.shape(call.check()), 0.0
+    shape, total = call.shape(call.extents()), 0.0
     for piece in call.plan.pieces:
         told = call.options(piece, shape)
         request = request_of(piece.statement, told["out_shape"], told["sizes"], told["padded"])
@@ -220,12 +220,16 @@ def named_operands(
     numbered = {f"operand {k}": x for k, x in enumerate(operands)}
     given = taken("Out[] = 0", numbered)
     _check_kinds(statement, dict(zip(ascii_uppercase, given.values())))
-    text, names = torch_notation(statement, tuple(map(_single, given.values())))
+    of = _single if "..." in statement else _rank
+    text, names = torch_notation(statement, tuple(map(of, given.values())))
     return text, dict(zip(names, given.values()))
 
 
 #: What an operand may be besides a tensor.
 _TAKEN = (SparseFormat, StatementOwner, bool, int, float, complex, SymInt, SymFloat)
+
+
+_SHAPED = (Tensor, SparseFormat, StatementOwner)
 
 
 def _check_kinds(statement: str, given: Mapping[str, object]) -> None:
@@ -239,6 +243,11 @@ def _check_kinds(statement: str, given: Mapping[str, object]) -> None:
                 expected="a format, a tensor, an array or a number",
                 remedy=f"torch.as_tensor({name})",
             )
+
+
+def _rank(x: FormatOrValue) -> Single:
+    """The same where nothing is left out, so that only the rank matters."""
+    return (False,) * len(x.shape) if isinstance(x, _SHAPED) else ()
 
 
 def _single(x: FormatOrValue) -> Single:

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from insum.accepted import FLAG, NARROW_FLOATS, TENSOR, has_elements, require, takes
 from insum.compat.placed import beside
-from insum.errors import BindingError, DtypeError, FormatError, InsumError, UnsupportedError
+from insum.errors import BindingError, DtypeError, FormatError, UnsupportedError
 from insum.formats import validate
 from insum.formats.arrays import declare, hand_on, look, mapped
-from insum.formats.base import FORMAT, FORMATS, SparseFormat, refuse_broken
-from insum.formats.run import FormatCall, FormatOrValue, rewritten
+from insum.formats.base import FORMAT, FORMATS, SparseFormat
+from insum.formats.run import FormatOrValue, run_formats
 
 #: A format's name and its fields that are no tensors: numbers and tuples of them.
 FormatLayout: TypeAlias = dict[str, Any]
@@ -176,13 +176,7 @@ def linear(x: Tensor, weight: SparseFormat, bias: Tensor | None = None) -> Tenso
         "W": weight,
         "X": x.reshape(math.prod(x.shape[:-1]), weight.shape[1]),
     }
-    try:
-        y: Tensor = FormatCall(rewritten("Y[i,o] = W[o,k] * X[i,k]", given, False), given).run()
-    except InsumError:
-        raise
-    except Exception:
-        refuse_broken(given)
-        raise
+    y: Tensor = run_formats("Y[i,o] = W[o,k] * X[i,k]", given)
     lowered = torch.is_autocast_enabled(x.device.type) and y.dtype != torch.float64
     if bias is not None and (lowered or bias.dtype in NARROW_FLOATS):
         bias = bias.to(y.dtype)

@@ -4,7 +4,7 @@ SciPy. They are taken as they are, converted at every call.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,12 +12,10 @@ from torch import Tensor
 
 from insum.accepted import Accepted
 from insum.call.request import head
-from insum.errors import BindingError, InsumError
-from insum.formats.base import SparseFormat, refuse_broken
+from insum.errors import BindingError
+from insum.formats.base import SparseFormat
 from insum.formats.block import BlockCOO
 from insum.formats.coo import COO
-from insum.formats.run import FormatCall, FormatOrValue, GivenSizes, rewritten
-from insum.lang.bind import Size
 from insum.plan.path import Optimize
 
 _BLOCKED = (torch.sparse_bsr, torch.sparse_bsc)
@@ -119,29 +117,7 @@ OWNER = Accepted(
 
 def owner_of(given: Mapping[str, object]) -> StatementOwner | None:
     """The operand that runs a statement, where there is one."""
-    for x in given.values():
-        if isinstance(x, StatementOwner):
-            return x
-    return None
-
-
-def run_formats(
-    statement: str,
-    given: Mapping[str, FormatOrValue],
-    dense_output: bool = False,
-    out_shape: Sequence[Size] | None = None,
-    sizes: GivenSizes | None = None,
-    optimize: Optimize = True,
-) -> Any:
-    """A statement some of whose operands are formats."""
-    try:
-        plan = rewritten(statement, given, dense_output)
-        return FormatCall(plan, given, out_shape, sizes, optimize).run()
-    except InsumError:
-        raise
-    except Exception:
-        refuse_broken(given)
-        raise
+    return next((x for x in given.values() if isinstance(x, StatementOwner)), None)
 
 
 def has_format(given: Mapping[str, object]) -> bool:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from insum.errors import BindingError, InsumError, Span, UnsupportedError
 from insum.formats.layout import constant
@@ -68,10 +68,19 @@ class Rewrite:
 
 @constant
 def rewrite(text: str, operands: tuple[tuple[object, ...], ...], dense_output: bool) -> Rewrite:
-    """The rewritten form of a statement for operands of these kinds (`Operand` as tuples); made
-    once for each combination.
+    """The rewritten form of a statement for operands of these kinds; made once for each
+    combination. Of a format the name, its signature and whether it is a pattern; of others name and
+    rank.
     """
-    return Rewriter(parse(text), {str(o[0]): Operand(*o) for o in operands}, dense_output).run()  # type: ignore[arg-type]
+    known = [_operand(*one) for one in operands]
+    return Rewriter(parse(text), {one.name: one for one in known}, dense_output).run()
+
+
+def _operand(name: Any, signature: Any, is_pattern: Any = False) -> Operand:
+    if isinstance(signature, int):
+        return Operand(name, signature)
+    rank, kind, dims, block, arrays, is_even = signature
+    return Operand(name, rank, kind, dims, block, arrays, is_pattern, is_even)
 
 
 class Rewriter:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -11,10 +10,12 @@ import torch
 from torch import Tensor
 
 from insum import api
-from insum.compat.placed import PLACED_HOME, beside
-from insum.errors import BindingError, DeviceError
+from insum.compat.calls import PLAIN
+from insum.compat.placed import beside
+from insum.errors import BindingError, DeviceError, InsumError
 from insum.explanation import Explanation
-from insum.formats.base import SparseFormat
+from insum.formats.base import SparseFormat, refuse_broken
+from insum.formats.contents import signature_of
 from insum.formats.entries import padded_to
 from insum.formats.rewrite import Rewrite, RewrittenStatement, rewrite
 from insum.formats.spell import Source
@@ -26,47 +27,48 @@ GivenSizes: TypeAlias = Mapping[str | int, Size | Sequence[Size]]
 
 
 def rewritten(text: str, given: Mapping[str, FormatOrValue], dense_output: bool) -> Rewrite:
-    """The rewritten form of a statement for these operands; remembered by text and kinds."""
-    return rewrite(text, _signature(given), dense_output)
-
-
-def _signature(given: Mapping[str, FormatOrValue]) -> tuple[tuple[object, ...], ...]:
-    """What rewriting depends on: kinds, ranks, groups, blocks, and which index arrays are the same
-    object.
+    """The rewritten form of a statement for these operands; remembered by text and kinds: ranks,
+    groups, blocks, and which index arrays are the same object.
     """
-    seen: list[Tensor] = []
     found: list[tuple[object, ...]] = []
+    seen: list[Tensor] = []
+    formats = 0
+    for x in given.values():  # a loop, on the path of every call
+        formats += isinstance(x, SparseFormat)
     for name, x in given.items():
         if isinstance(x, SparseFormat):
-            found.append(_signature_of(name, x, seen))
+            # index arrays of several formats are counted together
+            signature = x.signature if formats == 1 else signature_of(x, seen)
+            found.append((name, signature, x.values is None))
         else:
             found.append((name, x.ndim if isinstance(x, Tensor) else 0))
-    return tuple(found)
-
-
-def _signature_of(name: str, x: SparseFormat, seen: list[Tensor]) -> tuple[object, ...]:
-    rank, kind, dims, block, places, even = x.signature
-    numbers: list[object] = []
-    for place in places:
-        one = isinstance(place, tuple)
-        numbers.append(_number(_array(x, *place), seen) if one else place)
-    return name, rank, kind, dims, block, tuple(numbers), x.values is None, even
-
-
-def _array(x: SparseFormat, field: str, number: int) -> Tensor:
-    held: Tensor | tuple[Tensor, ...] = getattr(x, field)
-    return held if isinstance(held, Tensor) else held[number]
-
-
-def _number(array: Tensor, seen: list[Tensor]) -> int:
-    for number, other in enumerate(seen):
-        if other is array:
-            return number
-    seen.append(array)
-    return len(seen) - 1
+    return rewrite(text, tuple(found), dense_output)
 
 
 # --- running ---
+
+
+def run_formats(
+    statement: str,
+    given: Mapping[str, FormatOrValue],
+    dense_output: bool = False,
+    out_shape: Sequence[Size] | None = None,
+    sizes: GivenSizes | None = None,
+    optimize: Optimize = True,
+) -> Any:
+    """A statement some of whose operands are formats."""
+    try:
+        plan = rewritten(statement, given, dense_output)
+        return FormatCall(plan, given, out_shape, sizes, optimize).run()
+    except InsumError:
+        raise
+    except Exception:
+        refuse_broken(given)
+        raise
+
+
+#: Arguments that are made for a statement; the others are held by an operand.
+MADE = frozenset({"ones", "unit", "edge"})
 
 
 class FormatCall:
@@ -84,20 +86,28 @@ class FormatCall:
         self.optimize = optimize
 
     def run(self) -> Any:
-        extents = self.check()
-        passed = self.given.get(self.plan.target)
-        if self.plan.result_like:
-            return self.sparse(passed)
-        shape = self.shape(extents)
-        if passed is not None:
-            return self.into(passed)
-        if len(self.plan.pieces) == 1:
-            return self.dense(self.plan.pieces[0], shape)
-        return _sum([self.dense(piece, shape) for piece in self.plan.pieces])
+        """The result. Operands on two devices are found where the statements are bound, once for
+        each kind of tensors; what is said of them is said in terms of the operands.
+        """
+        extents, plan = self.extents(), self.plan
+        passed = self.given.get(plan.target)
+        try:
+            if plan.result_like:
+                return self.sparse(passed)
+            shape = self.shape(extents)
+            if passed is not None:
+                return self.into(passed)
+            if len(plan.pieces) == 1:
+                return self.dense(plan.pieces[0], shape)
+            return _sum([self.dense(piece, shape) for piece in plan.pieces])
+        except DeviceError:
+            self.check_devices()
+            raise
 
     def explained(self, gpu: str = "") -> list[Explanation]:
         """What each statement would do, on a GPU of that architecture where one is named."""
-        extents = self.check()
+        extents = self.extents()
+        self.check_devices()
         like = self.given.get(self.plan.result_like)
         shape = self.values_shape(like) if isinstance(like, SparseFormat) else self.shape(extents)
         return [
@@ -105,15 +115,14 @@ class FormatCall:
             for p in self.plan.pieces
         ]
 
-    def check(self) -> dict[str, Size]:
-        """Extents of all index variables, the same wherever they stand, and one device."""
+    def extents(self) -> dict[str, Size]:
+        """Extents of all index variables, the same wherever they stand."""
         extents: dict[str, Size] = {}
         for variable, places in self.plan.places:
             for name, dim in places:
                 size = self.given[name].shape[dim]  # type: ignore[union-attr]
                 if size != extents.setdefault(variable, size):
                     raise self.two_extents(variable, places, (size, name, dim))
-        self.check_devices()
         return extents
 
     def two_extents(
@@ -157,7 +166,7 @@ class FormatCall:
         """The shape of the output, where index variables and options tell it."""
         if self.out_shape is not None:
             return tuple(self.out_shape)
-        told: dict[Any, Any] = dict(self.sizes or {})
+        told: dict[Any, Any] = dict(self.sizes) if self.sizes else {}
         if self.plan.target in told:
             return tuple(told[self.plan.target])
         found: list[Size] = []
@@ -189,8 +198,13 @@ class FormatCall:
 
     def dense(self, piece: RewrittenStatement, shape: tuple[Size, ...] | None) -> Tensor:
         """A new dense tensor."""
-        result = api.insum(piece.statement, **self.options(piece, shape), **self.arguments(piece))
-        return _joined(result, shape, piece.splits) if shape is not None else result
+        given = self.arguments(piece)
+        if shape is None or piece.splits or self.sizes:
+            result = api.insum(piece.statement, **self.options(piece, shape), **given)
+            return result if shape is None else _joined(result, shape, piece.splits)
+        return api.insum(
+            piece.statement, out_shape=shape, padded=piece.padded, optimize=self.optimize, **given
+        )
 
     def other_sizes(self) -> dict[str | int, Size | Sequence[Size]]:
         """``sizes=`` of variables that stand alone in no operand and not on the left."""
@@ -272,34 +286,33 @@ class FormatCall:
     def arguments(self, piece: RewrittenStatement) -> dict[str, Any]:
         """By name; a format is the same on every rank, where other operands are DTensors."""
         found: dict[str, Any] = {}
+        plain = True
         for source in piece.sources:
-            found[source.name] = self.argument(source, piece)
-        if PLACED_HOME not in sys.modules:
+            x, field = self.given[source.operand], source.field
+            held = getattr(x, field) if field and field not in MADE else x
+            if source.splits or held is None or field in MADE:
+                held = self.made(source, piece)
+            found[source.name] = held = held[source.number] if isinstance(held, tuple) else held
+            plain = plain and type(held) in PLAIN
+        if plain:
             return found
         own = [s.name for s in piece.sources if isinstance(self.given[s.operand], SparseFormat)]
         return beside(found, own)
 
-    def argument(self, source: Source, piece: RewrittenStatement) -> Value:
+    def made(self, source: Source, piece: RewrittenStatement) -> Tensor:
+        """An argument that no operand holds as it is."""
         x = self.given[source.operand]
         if not isinstance(x, SparseFormat):
-            return (
-                _split(x, source.splits, source.is_index)
-                if isinstance(x, Tensor) and source.splits
-                else x
-            )
+            assert isinstance(x, Tensor)
+            return _split(x, source.splits, source.is_index)
         match source.field:
-            case "values" if x.values is not None:
-                return x.values
-            case "values" | "ones":
-                return x.ones(self.dtype(piece))
             case "unit":
                 return torch.ones((), dtype=self.dtype(piece), device=x.device).expand(
                     x.grid[source.number]
                 )
             case "edge":
                 return _edge(x, source.number)
-            case field:
-                return _array(x, field, source.number)
+        return x.ones(self.dtype(piece))
 
     def dtype(self, piece: RewrittenStatement) -> torch.dtype:
         """A dtype for ones that changes nothing: that of the first values in the statement."""

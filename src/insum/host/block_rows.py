@@ -10,8 +10,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from insum.host.arguments import HostCall
 from insum.host.parts import Weights, weights_of
-from insum.host.places import HostCall, RowSegments, is_counting, narrow, places_of, segments
+from insum.host.places import RowSegments, is_counting, narrow, places_of, segments
 from insum.host.roles import HostRoles, as_tensor
 from insum.host.rows import has_library, hide_beta_warning
 

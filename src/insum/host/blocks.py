@@ -9,8 +9,9 @@ from math import prod
 
 from torch import Tensor
 
+from insum.host.arguments import HostCall
 from insum.host.parts import Weights, weights_of
-from insum.host.places import HostCall, is_sorted, places_of, sorting
+from insum.host.places import is_sorted, places_of, sorting
 from insum.host.roles import HostRoles, as_tensor
 from insum.host.runs import LEAST_PRODUCT
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from insum.graph.lower import Lowered, live_terms, lower
 from insum.graph.value import meeting_dtype
 from insum.host import chunks
-from insum.host.places import HostCall, RowSegments, segments
+from insum.host.arguments import HostCall
+from insum.host.places import RowSegments, segments
 from insum.host.roles import as_tensor, cast, is_plain, plain_variables
 from insum.host.rows import sum_of_rows
 from insum.lang.bind import Problem

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
+import torch
 from torch import Tensor
 
 from insum.graph.lower import lower
 from insum.graph.value import meeting_dtype
+from insum.host.arguments import HostCall
 from insum.host.block_rows import block_rows_of
 from insum.host.blocks import blocks_of
 from insum.host.by_row import by_row_of
@@ -19,15 +21,16 @@ from insum.host.chunks import chunks_of
 from insum.host.dots import dots_of
 from insum.host.parts import SubProblem
 from insum.host.patterns import patterns_of
-from insum.host.places import HostCall, Lowering
+from insum.host.places import Lowering
 from insum.host.roles import FLOATS, HostRoles, roles_of
 from insum.host.rows import rows_of
 from insum.host.runs import runs_of
 from insum.lang.bind import Problem
 
-#: Fewer points than this are done before anything is looked up; and fewer than this before anything
-#: is made of index tensors that may never come back.
-LEAST_WORK, LEAST_FIRST_WORK = 1 << 14, 1 << 18
+#: Measured. Fewer points than this are done before anything is looked up; fewer than this before
+#: anything is noted about an index tensor of which nothing is known; and fewer than this before
+#: anything is made of index tensors that may never come back.
+LEAST_WORK, LEAST_NEW_WORK, LEAST_FIRST_WORK = 1 << 11, 1 << 14, 1 << 18
 #: Multiplications of a point below which that holds however many points there are: making something
 #: of an index takes as long as gathering a few numbers by it, measured.
 LEAST_OF_A_POINT = 4
@@ -58,6 +61,14 @@ def waits(problem: Problem, indices: Iterable[str]) -> bool:
         return False
     points = max(prod(int(n) for n in kind.shape) for kind in kinds)
     return work < LEAST_FIRST_WORK or work < LEAST_OF_A_POINT * points
+
+
+def is_little(problem: Problem) -> bool:
+    """Whether this takes no longer than noting something about index tensors. Where the same bits
+    are wanted each time, it must not matter whether something was.
+    """
+    wanted = torch.are_deterministic_algorithms_enabled()
+    return _work(problem) < LEAST_NEW_WORK and not wanted
 
 
 def _work(problem: Problem) -> int:

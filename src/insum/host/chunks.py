@@ -14,7 +14,7 @@ from torch import Tensor
 from insum.graph.contraction import cheapest
 from insum.graph.lower import Lowered, live_terms, lower
 from insum.graph.value import meeting_dtype
-from insum.host.places import HostCall
+from insum.host.arguments import HostCall
 from insum.host.roles import as_tensor
 from insum.lang.bind import Problem
 from insum.lang.expand import ProductTerm

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from insum.host.arguments import HostCall
 from insum.host.parts import Finish, finish_of
-from insum.host.places import HostCall, RowSegments, is_sorted, places_of, segments
+from insum.host.places import RowSegments, is_sorted, places_of, segments
 from insum.host.roles import HostRoles, as_tensor, cast
 from insum.host.rows import csr
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from insum.graph.lower import Lowered, lower
-from insum.host.places import HostCall
+from insum.host.arguments import HostCall
 from insum.host.roles import HostRoles, cast, plain_variables
 from insum.lang.bind import Problem, Value
 from insum.lang.expand import expand

@@ -17,8 +17,9 @@ from insum.bounded import keep
 from insum.graph.contraction import WRITING, cheapest
 from insum.graph.lower import live_terms, lower
 from insum.graph.value import meeting_dtype
+from insum.host.arguments import HostCall
 from insum.host.parts import SubProblem, sub_problem, tensor_kind
-from insum.host.places import HostCall, Lowering, grid_of, on_grid
+from insum.host.places import Lowering, grid_of, on_grid
 from insum.host.roles import as_tensor
 from insum.lang.bind import Problem
 from insum.lang.expand import ProductTerm

@@ -7,13 +7,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from insum import memory
 from insum.compat.contexts import untracked
+from insum.host.arguments import HostCall
 from insum.host.roles import HostRoles, Side, plain_variables
 from insum.lang.bind import Problem, Value
 from insum.lang.expr import Access, Affine, accesses
@@ -24,68 +25,6 @@ T = TypeVar("T")
 _SMALL = 2**31 - 1
 #: From so many numbers on torch sorts in several threads.
 _MANY = 1 << 15
-#: What is remembered about each index tensor of a call.
-IndexEntries: TypeAlias = Mapping[str, memory.Entry]
-
-
-class HostCall:
-    """The arguments of a call: ``values`` as given, ``indices`` with negative values counted from
-    the end where they are, ``entries`` of the index tensors as they were given.
-    """
-
-    __slots__ = ("_wrap", "_wrapped", "entries", "entry", "serials", "values")
-
-    def __init__(
-        self,
-        values: Mapping[str, Value],
-        entries: IndexEntries,
-        wrap: Callable[[Mapping[str, Value]], Mapping[str, Value]] | None = None,
-    ) -> None:
-        """``wrap`` counts from the end, where some index is to be."""
-        self.values, self.entries, self._wrap = values, entries, wrap
-        self._wrapped: Mapping[str, Value] | None = None
-        serials = []
-        for entry in entries.values():
-            serials.append(entry.serial)
-        #: What is made is kept with the last index tensor, for these others.
-        self.entry, self.serials = entry, tuple(serials)
-
-    def indices(self) -> Mapping[str, Value]:
-        if self._wrap is None:
-            return self.values
-        if self._wrapped is None:
-            self._wrapped = self._wrap(self.values)
-        return self._wrapped
-
-    def kept(self, key: object, make: Callable[[], T], name: str | None = None) -> T:
-        """``make()``, once while all index tensors stay as they are; or the one of this ``name``
-        alone, for all statements that have it.
-        """
-        if name is None:
-            entry, key = self.entry, (key, self.serials)
-        else:
-            entry = self.entries[name]
-        found: T | None = entry.get(key)
-        if found is not None:
-            return found
-
-        def plainly() -> T:
-            with untracked():
-                return make()
-
-        return entry.remembered(key, plainly)
-
-    def comes_back(self, key: object) -> bool:
-        """Whether these index tensors were asked about before, or are said to stay, so that
-        something is worth making that takes longer than a call without it. Where the same bits
-        are wanted each time, there is no first time.
-        """
-        asked = "asked", key, self.serials
-        if asked in self.entry:
-            return True
-        self.entry.keep(asked, True)
-        is_known = all(e.declared for e in self.entries.values())
-        return is_known or torch.are_deterministic_algorithms_enabled()
 
 
 class Lowering(Protocol):
@@ -198,13 +137,18 @@ def _present(
 class LastWeights:
     """Which tensor scaled the points of the last call, and its version. One that comes back as it
     was is worth keeping in the order of the entries; one that is trained never does.
+
+    A matrix over weights that are in this order reads them where they lie, so that it is as good as
+    they are, whatever is written to them: it stays with the tensor object, which it does not hold,
+    and with the memory, which it does.
     """
 
-    __slots__ = ("reference", "version")
+    __slots__ = ("over", "reference", "version")
 
     def __init__(self) -> None:
         self.reference: weakref.ref[Tensor] | None = None
         self.version = -1
+        self.over: tuple[weakref.ref[Tensor], int, Tensor] | None = None
 
     def are(self, weights: Tensor) -> bool:
         """Whether they are these; from now on they are."""
@@ -218,6 +162,23 @@ class LastWeights:
         self.version = weights._version
         return False
 
+    def matrix_over(self, weights: Tensor, dtype: torch.dtype, make: Callable[[], Any]) -> Any:
+        """``make()``, once where it is a matrix over the memory of these weights."""
+        known, place = self.over, weights.data_ptr()
+        if known is not None and known[0]() is weights and known[1] == place:
+            if weights.is_contiguous() and known[2].dtype is dtype:
+                return known[2]
+        made = make()
+        if isinstance(made, Tensor) and made.layout is torch.sparse_csr:
+            if made.values().data_ptr() == place:
+                self.over = weakref.ref(weights, self._gone), place, made
+        return made
+
+    def _gone(self, reference: weakref.ref[Tensor]) -> None:
+        """Let go of memory that nobody else has."""
+        if self.over is not None and self.over[0] is reference:
+            self.over = None
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowSegments:
@@ -230,19 +191,34 @@ class RowSegments:
     take: Tensor | None
     last: LastWeights = field(default_factory=LastWeights)
 
-    def taken(self, weights: Tensor | None) -> Tensor | None:
+    def kept(self, weights: Tensor | None, dtype: torch.dtype, make: Callable[[], T]) -> T:
+        """``make()``, of weights of points in this dtype, once while they come back as they were;
+        in the order of the entries, while they come back.
+        """
+        if weights is None or weights.is_neg() or weights.is_conj():
+            return make()  # its memory says nothing of the sign
+        if self.take is None:
+            found: T = self.last.matrix_over(weights, dtype, make)
+            return found
+        if not self.last.are(weights):
+            return make()
+        entry, key = memory.known(weights) or memory.made(weights), (self.last, dtype)
+        kept: T | None = entry.get(key)
+        if kept is None:
+            with untracked():
+                kept = entry.keep(key, make())
+        return kept
+
+    def in_order(self, weights: Tensor | None) -> Tensor | None:
         """Numbers of points as numbers of entries."""
         take = self.take
-        if weights is None or take is None:
-            return weights
-        if not self.last.are(weights):
-            return weights.index_select(0, take)
-        entry = memory.known(weights) or memory.made(weights)
-        found: Tensor | None = entry.get(self.last)
-        if found is None:
-            with untracked():
-                found = entry.keep(self.last, weights.index_select(0, take))
-        return found
+        return weights if weights is None or take is None else weights.index_select(0, take)
+
+    def taken(self, weights: Tensor | None) -> Tensor | None:
+        """The same, kept."""
+        if weights is None:
+            return None
+        return self.kept(weights, weights.dtype, lambda: self.in_order(weights))
 
 
 def segments(rows: Tensor, count: int, columns: Tensor, take: Tensor | None) -> RowSegments:

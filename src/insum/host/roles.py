@@ -9,7 +9,7 @@ tensor.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import torch
@@ -47,6 +47,8 @@ class Side:
         """The tensor with its rows first and then one dimension for each group of variables."""
         if self.is_matrix and len(groups) == 1:
             return tensor
+        if not self.columns and len(groups) == 1:
+            return tensor.reshape(-1, 1)
         order = self.order(groups)
         if order != tuple(range(len(order))):
             tensor = tensor.permute(order)
@@ -56,6 +58,8 @@ class Side:
         """The reverse of `matrices`."""
         if self.is_matrix and len(groups) == 1:
             return matrices
+        if not self.columns and len(groups) == 1:
+            return matrices.view(self.shape)
         order = self.order(groups)
         whole = matrices.view([self.shape[d] for d in order])
         if order == tuple(range(len(order))):
@@ -99,10 +103,11 @@ class HostRoles:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What decides, besides index values, which rows the points pick. Made once and kept: a
-        text knows its hash.
+        """What decides, besides index values, which rows the points pick. One text: it is made once
+        and knows its hash.
         """
-        return str(self.problem.statement), self.sizes, *(side.shape for side in self.sides)
+        shapes = [side.shape for side in self.sides]
+        return (f"{self.problem.statement} {self.sizes} {shapes}",)
 
     @property
     def sides(self) -> tuple[Side, ...]:
@@ -137,6 +142,25 @@ def roles_of(problem: Problem) -> HostRoles | None:
         shared,
         meeting_dtype(problem),
     )
+
+
+def one_column(roles: HostRoles) -> HostRoles | None:
+    """A sum of numbers as one of rows of a single column: the first factor that is read through
+    index tensors alone is what rows are picked from; None where there is none, or nothing is
+    summed.
+    """
+    left = roles.target.access
+    if roles.wide or not left.indices or set(plain_variables(left)) == set(roles.points):
+        return None
+    kinds = roles.problem.kinds
+    for k, factor in enumerate(roles.narrow):
+        if not isinstance(factor, Access) or any(i.var is not None for i in factor.indices):
+            continue
+        if factor.indices and kinds[factor.tensor].dtype in FLOATS:
+            side = _side(roles.problem, factor, {})
+            rest = (*roles.narrow[:k], *roles.narrow[k + 1 :])
+            return replace(roles, wide=(side,), narrow=rest, shared={(-1, 0): ()})
+    return None
 
 
 def is_plain(problem: Problem) -> bool:

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from insum.compat.tensors import empty
+from insum.host.arguments import HostCall
 from insum.host.parts import Weights, weights_of
-from insum.host.places import HostCall, RowSegments, places_of, segments
-from insum.host.roles import HostRoles, cast
+from insum.host.places import RowSegments, places_of, segments
+from insum.host.roles import HostRoles, one_column
 
 #: Measured. In float64 bags have no vector code, and in float32 the library's product is quicker
 #: than they are up to so many columns.
@@ -34,18 +36,23 @@ class ScaledRows:
 
     def __call__(self, call: HostCall) -> Tensor:
         roles, (side,) = self.roles, self.roles.wide
-        columns = roles.shared.get((-1, 0), ())
+        columns = roles.shared[-1, 0]
         found = call.kept(self.key, lambda: self.made(call))
         dense: Any = call.values[side.access.tensor]
-        weights = found.taken(self.weights(call, self.dtype))
         if dense.dtype is not self.dtype:
             dense = dense.to(self.dtype)
         if not side.is_matrix:
             dense = side.matrices(dense, columns)
-        result = sum_of_rows(found, weights, dense)
+        given: Any = call.values[self.weights.name] if self.weights.name else None
+        scales = found.kept(
+            given,
+            self.dtype,
+            lambda: _scales(found, found.in_order(self.weights(call, self.dtype)), dense),
+        )
+        result = _times(found, scales, dense)
         if not roles.target.is_matrix:
             result = roles.target.restored(result, columns)
-        return cast(result, roles.problem.dtype)
+        return result if result.dtype is roles.problem.dtype else result.to(roles.problem.dtype)
 
     def made(self, call: HostCall) -> RowSegments:
         places = places_of(self.roles, call)
@@ -53,6 +60,7 @@ class ScaledRows:
 
 
 def rows_of(roles: HostRoles) -> ScaledRows | None:
+    roles = one_column(roles) or roles
     if len(roles.wide) != 1 or set(roles.shared) != {(-1, 0)}:
         return None
     weights = weights_of(roles)
@@ -70,9 +78,28 @@ def _dtype(roles: HostRoles, weights: Weights) -> torch.dtype:
 
 def sum_of_rows(entries: RowSegments, weights: Tensor | None, dense: Tensor) -> Tensor:
     """For each row the sum of the rows of ``dense`` that its entries name, times their weights."""
-    narrow = dense.dtype == torch.float32 and dense.shape[1] <= _NARROW
-    if dense.dtype == torch.float64 or narrow:
-        return _product(entries, weights, dense)
+    return _times(entries, _scales(entries, weights, dense), dense)
+
+
+def _scales(entries: RowSegments, weights: Tensor | None, dense: Tensor) -> Tensor | None:
+    """What scales entries: a sparse matrix that torch knows, or weights where bags are quicker."""
+    narrow = dense.dtype is torch.float32 and dense.shape[1] <= _NARROW
+    if not narrow and dense.dtype is not torch.float64:
+        return weights
+    if weights is None:
+        weights = dense.new_ones(entries.columns.shape)
+    # detached, it holds their memory and not the tensor
+    return csr(entries, weights.detach(), (entries.starts.shape[0] - 1, dense.shape[0]))
+
+
+def _times(entries: RowSegments, scales: Tensor | None, dense: Tensor) -> Tensor:
+    """The product of what `_scales` gives."""
+    if scales is not None and scales.layout is torch.sparse_csr:
+        # into memory that is there: a product that makes its own fills it with zeros first; and
+        # what there is without the library multiplies by zero what it finds
+        result = empty((scales.shape[0], dense.shape[1]), dense.dtype, dense.device)
+        result = result if has_library() else result.zero_()
+        return torch.addmm(result, scales, dense.contiguous(), beta=0, out=result)
     return torch.embedding_bag(
         dense.contiguous(),
         entries.columns,
@@ -80,23 +107,9 @@ def sum_of_rows(entries: RowSegments, weights: Tensor | None, dense: Tensor) -> 
         False,
         0,  # sum
         False,
-        weights,
+        scales,
         True,  # the last start is an end
     )[0]
-
-
-def _product(entries: RowSegments, weights: Tensor | None, dense: Tensor) -> Tensor:
-    """As a sparse matrix that torch knows: into memory that is there, for a product that makes its
-    own fills it with zeros and copies them first.
-    """
-    if weights is None:
-        weights = dense.new_ones(entries.columns.shape)
-    rows, (count, width) = entries.starts.shape[0] - 1, dense.shape
-    matrix = csr(entries, weights, (rows, count))
-    # what there is without the library multiplies by zero what it finds
-    made = dense.new_empty if has_library() else dense.new_zeros
-    result = made((rows, width))
-    return torch.addmm(result, matrix, dense.contiguous(), beta=0, out=result)
 
 
 def csr(entries: RowSegments, values: Tensor, shape: tuple[int, int]) -> Tensor:

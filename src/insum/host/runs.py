@@ -12,9 +12,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from insum.host.arguments import HostCall
 from insum.host.parts import Weights, weights_of
 from insum.host.places import (
-    HostCall,
     RowSegments,
     is_counting,
     is_sorted,

@@ -21,6 +21,7 @@ import insum
 from insum.accepted import FLAG, TENSOR, Accepted, is_size, takes
 from insum.errors import BindingError, UnsupportedError
 from insum.nn.checks import in_irreps, last_size, layer_takes
+from insum.nn.gating import GateUnit, RowGate
 from insum.nn.irreps import Irrep, Irreps, aligned
 
 Activation: TypeAlias = Callable[..., Tensor] | nn.Module | None
@@ -147,6 +148,19 @@ def folded(steps: Sequence[NetStep]) -> tuple[NetStep, ...]:
     return tuple(found)
 
 
+def times(steps: Sequence[NetStep], factor: float) -> tuple[NetStep, ...]:
+    """The same with their result multiplied.
+
+    >>> [step.scale for step in times([NetStep(0.5)], 3.0)]
+    [1.5]
+    """
+    *first, last = steps
+    if last.function is None:
+        return folded([*first, replace(last, scale=last.scale * factor)])
+    outer = last.function.outer * factor
+    return (*first, replace(last, function=replace(last.function, outer=outer)))
+
+
 def through(x: Tensor, weights: Sequence[Tensor], steps: Sequence[NetStep]) -> Tensor:
     """From (..., inputs) to (..., outputs)."""
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
@@ -257,6 +271,14 @@ class Gated:
         if self.gates is not None:
             yield self.gates, self.gates + self.count
 
+    def units(self, out: int) -> Iterator[GateUnit]:
+        """One by one; ``out``: where they begin in the result."""
+        told = () if (f := self.function) is None else (f.function, f.inner, f.outer)
+        for n in range(self.count):
+            at = self.start + n * self.dim
+            scalar, first = (at, None) if self.gates is None else (self.gates + n, at)
+            yield GateUnit(scalar, out + n * self.dim, self.dim, first, *told)
+
     def at(self, pieces: dict[int, Tensor]) -> Tensor:
         x = pieces[self.start]
         if self.gates is None:
@@ -349,20 +371,47 @@ class Gate(nn.Module):
         self._parts = _merged([*first, *second])
         ends = {place for part in self._parts for pair in part.places() for place in pair}
         self._ends = sorted({0, self.irreps_in.dim, *ends})
+        self._in_one = self._units()
+        self.register_load_state_dict_pre_hook(_without_product)  # type: ignore[no-untyped-call]
 
     @layer_takes(features=TENSOR)
     def forward(self, features: Tensor) -> Tensor:
         """From (..., irreps_in.dim) to (..., irreps_out.dim)."""
         in_irreps("features", features, "irreps_in", self.irreps_in)
-        rows = features.reshape(-1, self.irreps_in.dim)
+        rows = features if features.dim() == 2 else features.reshape(-1, self.irreps_in.dim)
+        gate = self._in_one
+        whole = gate(rows) if gate.suits(rows) else self._stated(rows)
+        if features.dim() == 2:
+            return whole
+        return whole.view(*features.shape[:-1], self.irreps_out.dim)
+
+    def _stated(self, rows: Tensor) -> Tensor:
+        """By a statement for each part."""
         sizes = [b - a for a, b in itertools.pairwise(self._ends)]
         pieces = dict(zip(self._ends, torch.split(rows, sizes, 1)))
         found = [part.at(pieces) for part in self._parts]
-        whole = found[0] if len(found) == 1 else torch.cat(found or [rows[:, :0]], 1)
-        return whole.view(*features.shape[:-1], self.irreps_out.dim)
+        return found[0] if len(found) == 1 else torch.cat(found or [rows[:, :0]], 1)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if "_in_one" not in state:  # stored when there was none
+            self._in_one = self._units()
+
+    def _units(self) -> RowGate:
+        units, out = list[GateUnit](), 0
+        for part in self._parts:
+            units += part.units(out)
+            out += part.count * part.dim
+        return RowGate(tuple(units), (self.irreps_in.dim, self.irreps_out.dim))
 
     def extra_repr(self) -> str:
         return f"{self.irreps_in} -> {self.irreps_out}"
+
+
+def _without_product(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    """e3nn's gate has a product without weights inside, whose empty arrays are in its states."""
+    for key in [k for k in state if k.startswith(f"{prefix}mul.")]:
+        del state[key]
 
 
 def _normalised(activation: Activation) -> Scaled | None:

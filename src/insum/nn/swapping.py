@@ -18,8 +18,9 @@ from torch import Tensor, nn
 import insum
 from insum.accepted import Accepted, takes
 from insum.errors import InsumError, UnsupportedError
-from insum.nn.activations import Gate, NetStep, Scaled, e3nn_step, folded, through
+from insum.nn.activations import Gate, NetStep, Scaled, e3nn_step, folded, through, times
 from insum.nn.harmonics import SphericalHarmonics
+from insum.nn.interactions import Interaction, is_nequip_block
 from insum.nn.irreps import Irreps
 from insum.nn.irreps_linear import Linear
 from insum.nn.radial import bessel, envelope
@@ -106,6 +107,7 @@ def swap(model: nn.Module) -> Swapped:
     """Replace layers of e3nn inside of a model by insum's, in place: tensor products, linear
     layers, spherical harmonics, networks of scalars, gates, the symmetric contraction of MACE, the
     radial functions of MACE and NequIP, and their gather, product and scatter by one convolution.
+    Blocks of NequIP that such layers are in are replaced by one with fewer calls between them.
 
     Parameters stay the objects that they were, so that optimizers go on; states load as before.
     Layers with a ``forward`` of their own, hooks or parametrizations are kept, and told of.
@@ -149,7 +151,20 @@ def swap(model: nn.Module) -> Swapped:
         setattr(parent, child, new)
         if isinstance(new, MessageConv):
             parent.conv_fusion = True  # type: ignore[assignment]
-    return Swapped(tuple(what for *_, what in planned), tuple(kept))
+    around = [_less_between(*place) for place in list(_places(model))]
+    done = [*(what for *_, what in planned), *(what for what in around if what is not None)]
+    return Swapped(tuple(done), tuple(kept))
+
+
+def _less_between(name: str, parent: nn.Module, child: str, old: Any) -> Replacement | None:
+    """Put a block in the place of another, around the same layers, where these are ours."""
+    if not is_nequip_block(old) or _is_changed(old):
+        return None
+    if not isinstance(old.tp_scatter, ScatteredProduct) or not isinstance(old.edge_mlp, ScalarNet):
+        return None
+    new = Interaction(old)
+    setattr(parent, child, new)
+    return Replacement(name, type(old).__name__, type(new).__name__)
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Module]]:
@@ -190,6 +205,8 @@ def counterpart(module: nn.Module) -> nn.Module | None:
         return ScalarNet.of(module)
     if _is_named(module, "Gate", "e3nn."):
         return _gate(module)
+    if _is_named(module, "Activation", "e3nn."):
+        return _activation(module)
     if _is_side_by_side(module):
         return SideBySide(module.irreps)
     return _radial(module)
@@ -210,7 +227,7 @@ def _refuse_changed(layer: nn.Module) -> None:
     for part in layer.modules():
         if _is_script(part):
             continue
-        if any(getattr(part, hooks) for hooks in _HOOKS):
+        if _has_hooks(part):
             raise UnsupportedError("it has hooks", expected="a layer without")
         if hasattr(part, "parametrizations"):
             raise UnsupportedError("it is parametrized", expected="a layer with plain weights")
@@ -218,6 +235,15 @@ def _refuse_changed(layer: nn.Module) -> None:
         raise UnsupportedError(
             f"{type(layer).__name__} has a forward of its own", expected="a layer without"
         )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return any(getattr(module, hooks) for hooks in _HOOKS)
+
+
+def _is_changed(block: nn.Module) -> bool:
+    """Whether a block itself, whatever its layers do, does more than its class."""
+    return _has_hooks(block) or "forward" in vars(block) or hasattr(block, "parametrizations")
 
 
 #: What of a module is called beside ``forward``.
@@ -239,7 +265,7 @@ def _has_own_forward(layer: nn.Module) -> bool:
 #: The classes that layers are known by, and how their modules' names begin.
 _KNOWN_FROM = {
     **dict.fromkeys(("TensorProduct", "TensorSquare", "Linear", "SphericalHarmonics"), "e3nn."),
-    **dict.fromkeys(("FullyConnectedNet", "Gate"), "e3nn."),
+    **dict.fromkeys(("FullyConnectedNet", "Gate", "Activation"), "e3nn."),
     **dict.fromkeys(("TensorProductScatter", "SymmetricContraction"), ""),
     **dict.fromkeys(("ScalarMLPFunction", "BesselEdgeLengthEncoding"), "nequip."),
     "RadialEmbeddingBlock": "mace.",
@@ -289,7 +315,7 @@ def _is_layer(module: nn.Module) -> bool:
     """Whether a module is replaced as a whole, or is one of ours."""
     if _is_own(module) or _is_named(module, "TensorProductScatter"):
         return True
-    named = ("Linear", "SphericalHarmonics", "FullyConnectedNet", "Gate")
+    named = ("Linear", "SphericalHarmonics", "FullyConnectedNet", "Gate", "Activation")
     if _is_product(module) or any(_is_named(module, one, "e3nn.") for one in named):
         return True
     return _is_contraction(module) or _is_scalar_net(module) or _is_radial(module)
@@ -359,7 +385,9 @@ class ScalarNet(nn.Module):
         super().__init__()
         for name, layer in layers.items():
             self.add_module(name, layer)
-        self._weights, self._steps = tuple(_names_of(self, weights)), folded(steps)
+        self._weights = tuple(tuple(name.split(".")) for name in _names_of(self, weights))
+        self._steps = folded(steps)
+        self._scaled: tuple[float | None, tuple[NetStep, ...]] = None, ()
 
     @classmethod
     def of(cls, old: Any) -> ScalarNet:
@@ -380,8 +408,32 @@ class ScalarNet(nn.Module):
         return cls(dict(old.named_children()), weights, steps).train(old.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights = [self.get_submodule(name).weight for name in self._weights]
-        return through(x, weights, self._steps)  # type: ignore[arg-type]
+        return through(x, self._matrices(), self._steps)
+
+    def times(self, x: Tensor, factor: float) -> Tensor:
+        """The same, multiplied with a number, which is one of the statements'."""
+        if self._scaled[0] != factor:
+            self._scaled = factor, times(self._steps, factor)
+        return through(x, self._matrices(), self._scaled[1])
+
+    def _matrices(self) -> list[Tensor]:
+        modules = self._modules
+        found = []
+        for first, *rest in self._weights:
+            part = modules[first]
+            for name in rest:
+                part = part._modules[name]  # type: ignore[union-attr]
+            found.append(part.weight)  # type: ignore[union-attr]
+        return found  # type: ignore[return-value]
+
+
+class ScalarActivations(Gate):
+    """Functions of scalars alone: e3nn's ``Activation``."""
+
+    def forward(self, features: Tensor, dim: int = -1) -> Tensor:
+        if dim in (-1, features.dim() - 1):
+            return super().forward(features)
+        return super().forward(features.movedim(dim, -1)).movedim(-1, dim)
 
 
 class SideBySide(nn.Module):
@@ -473,15 +525,25 @@ def _harmonics(old: Any) -> nn.Module:
 
 
 def _gate(old: Any) -> nn.Module:
-    functions = [
-        [None if act is None else _scaled(act) for act in part.acts]
-        for part in (old.act_scalars, old.act_gates)
-    ]
     irreps = old.act_scalars.irreps_in, old.act_gates.irreps_in, old.irreps_gated
-    made = Gate.with_functions(irreps, *functions)
+    functions = _functions(old.act_scalars), _functions(old.act_gates)
+    return _of_sorted(old, Gate.with_functions(irreps, *functions))
+
+
+def _activation(old: Any) -> nn.Module:
+    irreps = old.irreps_in, "", ""
+    return _of_sorted(old, ScalarActivations.with_functions(irreps, _functions(old), []))
+
+
+def _functions(old: Any) -> list[Scaled | None]:
+    return [None if act is None else _scaled(act) for act in old.acts]
+
+
+def _of_sorted(old: Any, made: Gate) -> nn.Module:
+    """The gate, where it takes irreps in the order of the other."""
     if str(made.irreps_in) != str(Irreps.of(old.irreps_in).simplified()):
         raise UnsupportedError(
-            f"the gate takes {old.irreps_in}", expected=f"sorted irreps, {made.irreps_in}"
+            f"it takes {old.irreps_in}", expected=f"sorted irreps, {made.irreps_in}"
         )
     made.irreps_in, made.irreps_out = Irreps.of(old.irreps_in), Irreps.of(old.irreps_out)
     return made.train(old.training)

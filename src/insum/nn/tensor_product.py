@@ -19,6 +19,7 @@ from insum.nn.mixing import ChannelMixing, MixingPath, columns_of
 from insum.nn.paths import Group, ScalarPath
 from insum.nn.patterns import arrays_of, renew
 from insum.nn.product_plan import EMPTY, ProductOptions, ProductPlan, furnish
+from insum.nn.row_matrices import NAMES, RowMatrices, matrix_paths
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -122,7 +123,7 @@ class TensorProduct(nn.Module):
         self.instructions, self.weight_numel = plan.instructions, plan.weight_numel
         self.layout = plan.layout
         self.shared_weights, self.internal_weights = plan.shared_weights, plan.internal_weights
-        self._mixing = _mixing_of(plan)
+        self._mixing, self._matrices = _mixing_of(plan), _matrices_of(plan)
         furnish(self, plan, _grouped_by_path)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
@@ -136,6 +137,8 @@ class TensorProduct(nn.Module):
             self._plan = ProductPlan.of_older(self)
         if "_mixing" not in state:
             self._mixing = _mixing_of(self._plan)
+        if "_matrices" not in state:
+            self._matrices = _matrices_of(self._plan)
         renew(self)
 
     # --- the product ---
@@ -146,14 +149,12 @@ class TensorProduct(nn.Module):
         in_irreps("y", y, "irreps_in2", self.irreps_in2)
         weight = self._plan.weights(weight, self.weight)
         one_device(module=self.output_mask, x=x, y=y, weight=weight)
-        mixing = self._mixing
-        if (
-            mixing is not None
-            and x.dim() == y.dim() == 2
-            and x.shape[0] == y.shape[0]
-            and mixing.suits(x, weight, y)
-        ):
-            return mixing(x, weight, y)
+        mixing, matrices = self._mixing, self._matrices
+        if mixing is not None and x.dim() == y.dim() == 2 and x.shape[0] == y.shape[0]:
+            if mixing.suits(x, weight, y):
+                return mixing(x, weight, y)
+            if matrices is not None and matrices.suits(x, y, weight):
+                return matrices(x, y, weight)
         own = () if self.shared_weights else (weight.shape[:-1],)
         lead = _broadcast(x.shape[:-1], y.shape[:-1], *own)
         x, y = (t.expand(*lead, t.shape[-1]).reshape(math.prod(lead), t.shape[-1]) for t in (x, y))
@@ -253,12 +254,34 @@ def _grouped_by_path(plan: ProductPlan, group: Group) -> dict[str, Tensor]:
     return {n: t for n, t in made.items() if n != "L" or group.has_weight} | group.pairs()
 
 
-def _mixing_of(plan: ProductPlan) -> ChannelMixing | None:
-    """A product with nothing but scalars, in which channels are mixed: one launch for all paths."""
+def _only_mixes(plan: ProductPlan) -> bool:
+    """Whether there is nothing but products with scalars in which channels are mixed."""
     numel = sum(one.path.numel for one in plan.scalars if one.path.mode == "uvw")
     if plan.groups or not plan.scalars or numel != plan.weight_numel:
+        return False
+    return all(one.path.mode == "uvw" for one in plan.scalars)
+
+
+def _matrices_of(plan: ProductPlan) -> RowMatrices | None:
+    """Such a product by matrices of each row, where the scalars are one term."""
+    if not _only_mixes(plan) or len(plan.irreps_in2) != 1:
         return None
-    if any(one.path.mode != "uvw" for one in plan.scalars):
+    source = columns_of(plan.irreps_in1, plan.layout)
+    target = columns_of(plan.irreps_out, plan.layout)
+    paths = matrix_paths(
+        [
+            (source[one.path.i_in1], target[one.path.i_out], one.offset, one.scale)
+            for one in plan.scalars
+        ]
+    )
+    factors = plan.irreps_in2.dim
+    widths = plan.irreps_in1.dim, plan.weight_numel // factors, plan.irreps_out.dim
+    return RowMatrices(paths, factors, dict(zip(NAMES, widths)))
+
+
+def _mixing_of(plan: ProductPlan) -> ChannelMixing | None:
+    """A product with nothing but scalars, in which channels are mixed: one launch for all paths."""
+    if not _only_mixes(plan):
         return None
     scalars = columns_of(plan.irreps_in2, plan.layout)
     paths = []

@@ -151,6 +151,10 @@ class Composed(_Outlined):
     dims: tuple[int, ...]
 
 
+#: An inverse table may have this many places per entry of the index.
+INVERT_UP_TO = 2
+
+
 @dataclass(frozen=True)
 class Inverse(_Outlined):
     """``inverse[.., y, ..] = x`` where ``index[.., x, ..] = y``; -1 where there is none."""

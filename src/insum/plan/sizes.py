@@ -8,9 +8,10 @@ which is what tiles and vector loads ask. Strides are 0, 1, or passed in units t
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 #: Names, among those of tensors, of what is written: the output, and the workspace for pieces of
@@ -33,6 +34,9 @@ WIDE_LOAD, NARROW_LOAD = 16, 8
 #: Of each dimension how its stride is passed: ``-u`` in units of ``u`` elements. 0, 1 and other
 #: numbers that the code knows are not passed at all.
 Units: TypeAlias = tuple[int, ...]
+#: Of each dimension of a tensor the variables that its index is made of; None where an index tensor
+#: tells the place, so that no variable is as long as it.
+Walked: TypeAlias = tuple[tuple[str, ...] | None, ...]
 
 
 def beside(number: int) -> str:
@@ -221,6 +225,7 @@ class SizeClass:
     strides: Mapping[str, Strides]
     wide: bool  # offsets do not fit into 32 bits
     runs: frozenset[str] = frozenset()  # variables that index tensors run over
+    walked: Mapping[str, Walked] = field(default_factory=dict)  # tensors and the output, by what
     general: bool = False  # it stands for all sizes
 
     def typical(self) -> dict[str, int]:
@@ -249,6 +254,108 @@ class SizeClass:
 #: What is typical of the extents of a class for all sizes: more than any tile holds whole
 #: (`roles.FLATTEN_UP_TO`), and of those that index tensors run over.
 WIDTH, LENGTH = 96, 3072
+
+
+#: What is typical of lengths where classes are few: those that leave most of a device without work,
+#: those that fill it once or twice, and all others.
+LENGTHS = (1 << 10, 1 << 14, 1 << 17)
+#: Where there must be fewer still: what takes little time has no kernels of its own.
+FEWER_LENGTHS = LENGTHS[1:]
+#: Of others that are no widths of a network, which has few: up to which they are narrower than a
+#: large tile, and what tells them apart: whether wide loads and small tiles divide them.
+NARROW, EVEN = 64, 16
+#: Numbers of a tensor from which on those that share a class take 64-bit offsets: what is copied
+#: into longer rows could pass 32 bits, and the class does not tell.
+MANY = 1 << 27
+
+
+#: What calls differ by: a variable, or a dimension of the output.
+Differing: TypeAlias = str | int
+#: What is typical of sizes like one.
+Alike: TypeAlias = Callable[[int], int]
+
+
+def coarse(
+    sizes: SizeClass,
+    moving: frozenset[Differing] = frozenset(),
+    lengths: tuple[int, ...] = LENGTHS,
+) -> SizeClass:
+    """The class of all calls of such widths: lengths, of which every batch has another, are told
+    apart by how many tiles they make, and nothing bounds them. These are the extents that index
+    tensors run over, and whatever was found to be ``moving``; ``lengths``: up to which they are
+    taken for alike.
+    """
+    alike = functools.partial(_length, lengths)
+    long = {
+        v
+        for v, extent in sizes.extents.items()
+        if v in moving or v in sizes.runs and extent.typical > FEW
+    }
+    extents = {
+        v: _any_length(e, alike, even=v not in sizes.runs) if v in long else e
+        for v, e in sizes.extents.items()
+    }
+    return replace(
+        sizes,
+        extents=extents,
+        shape=tuple(
+            alike(n) if dim in moving and walked is None else _side(n, walked, extents, long, alike)
+            for dim, (n, walked) in enumerate(zip(sizes.shape, sizes.walked[OUT], strict=True))
+        ),
+        numel={
+            name: _numel(n, sizes.walked[name], sizes.extents, extents, long, alike)
+            for name, n in sizes.numel.items()
+        },
+        wide=sizes.wide or max(sizes.numel.values(), default=0) >= MANY,
+    )
+
+
+def _any_length(extent: Extent, alike: Alike, *, even: bool) -> Extent:
+    """Any extent that makes about as many tiles; ``even``: it may be one that tiles divide."""
+    if not even:
+        return Extent(alike(extent.typical), open=True)
+    multiple = EVEN if extent.multiple % EVEN == 0 else 1
+    near = NARROW * 3 // 4 if extent.most <= NARROW else alike(extent.typical)
+    return Extent(_odd_multiple(near, multiple), multiple, open=True)
+
+
+def _side(
+    size: int,
+    walked: tuple[str, ...] | None,
+    extents: Mapping[str, Extent],
+    long: set[str],
+    alike: Alike,
+) -> int:
+    """What is typical of a dimension of the output."""
+    if walked is not None and not long & {*walked}:
+        return size
+    if walked is not None and len(walked) == 1:
+        return extents[walked[0]].typical
+    return size if size <= FEW else alike(size)
+
+
+def _numel(
+    numel: int,
+    walked: Walked,
+    before: Mapping[str, Extent],
+    extents: Mapping[str, Extent],
+    long: set[str],
+    alike: Alike,
+) -> int:
+    """What is typical of the numbers of a tensor: its rows, where index tensors tell them, are
+    those that its other dimensions leave. A few may be matrices of a layer.
+    """
+    if not any(one is None or long & {*one} for one in walked):
+        return numel
+    plain = [one[0] for one in walked if one is not None and len(one) == 1]
+    rows = max(1, numel // max(1, math.prod(before[v].typical for v in plain)))
+    rest = rows if rows <= FEW else alike(rows)
+    return math.prod(extents[v].typical for v in plain) * rest
+
+
+def _length(lengths: tuple[int, ...], size: int) -> int:
+    """What is typical of lengths like this one."""
+    return next((most * 3 // 4 for most in lengths if size <= most), lengths[-1] * 3 // 4)
 
 
 def general(sizes: SizeClass) -> SizeClass:

@@ -53,11 +53,11 @@ class Answers:
     ) -> None:
         self.problem, self.uses, self.live = problem, uses, live
         self.values, self.prologue, self.known, self.promote = values, prologue, known, promote
-        #: Whether all answers but summaries follow from facts and promises: others hold for these
+        #: Whether all answers but those follow from facts and promises: others hold for these
         #: tensors alone.
         self.lasting = known and not promote
-        self.summaries: dict[Question, Summary] = {}  # which were asked for
-        self.exact: set[str] = set()  # variables whose extent was asked for
+        #: What was asked for of this call, beyond that: summaries, and extents themselves.
+        self.of_call: dict[Question, Any] = {}
 
     def __call__(self, question: Question) -> Any:
         match question:
@@ -66,15 +66,15 @@ class Answers:
             case AskInside(number):
                 return self.is_inside(self.uses[number])
             case AskExact(var):
-                self.exact.add(var)
-                return int(self.problem.extents[var])
+                found = self.of_call[question] = int(self.problem.extents[var])
+                return found
             case AskValues(index):
                 return self.numbers(index)
             case AskCoefficients(name):
                 return self.coefficients(name)
             case AskSummary(recipe):
-                found = self.summaries[question] = summary_of(recipe, self.prologue)
-                return found
+                self.of_call[question] = summary = summary_of(recipe, self.prologue)
+                return summary
 
     def facts(self, index: str) -> IndexFacts | None:
         tensor: Tensor = self.values[index]

@@ -7,12 +7,14 @@ elsewhere once per tensor and version, so that a warm call does not wait for the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import torch
 from torch import Tensor
 
+from insum import memory
 from insum.errors import IndexRangeError
 from insum.facts import facts_of, known
 from insum.lang.bind import Problem, Value
@@ -96,7 +98,14 @@ def in_range(ranges: tuple[tuple[str, int, int], ...], values: Mapping[str, Valu
             ):
                 return False
             continue
-        if tensor.numel() <= _FEW and tensor.dim() == 1:
+        entry = memory.known(tensor)
+        if entry is not None:
+            bounds = entry.things.get("bounds")
+            if bounds is None:
+                bounds = entry.remembered("bounds", functools.partial(bounds_of, tensor))
+            if bounds is None or bounds[0] < low or bounds[1] > high:
+                return False
+        elif tensor.numel() <= _FEW and tensor.dim() == 1:
             few = tensor.tolist()
             if min(few) < low or max(few) > high:
                 return False

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from insum.compat.sizes import size_or
 from insum.lang.bind import Problem
-from insum.lang.expr import accesses, tensors_of, variables
+from insum.lang.expr import Access, accesses, tensors_of, variables
 from insum.plan.sizes import (
     BASE,
     FEW,
@@ -27,6 +27,7 @@ from insum.plan.sizes import (
     Extent,
     SizeClass,
     Strides,
+    Walked,
     class_of,
     spread_strides,
     strides_of,
@@ -98,7 +99,21 @@ def classified(
         strides,
         wide=reach >= 2**31 - 1,
         runs=runs,
+        walked=_walked(problem),
     )
+
+
+def _walked(problem: Problem) -> dict[str, Walked]:
+    """What the dimensions of tensors are walked by, where they are read first."""
+    statement = problem.statement
+    found = {OUT: _dimensions(statement.target)}
+    for read in (*accesses(statement.value), *accesses(statement.target)):
+        found.setdefault(read.tensor, _dimensions(read))
+    return found
+
+
+def _dimensions(read: Access) -> Walked:
+    return tuple(None if any(accesses(i)) else variables(i) for i in read.indices)
 
 
 def symbolic(problem: Problem, runs: frozenset[str], values: Mapping[str, Any]) -> SizeClass:

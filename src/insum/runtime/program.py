@@ -34,9 +34,11 @@ Grid: TypeAlias = tuple[tuple[tuple[ExtentArgument | Count, ...], int], ...]
 #: What lies in the workspace of a product, one behind the other, in numbers of the accumulator.
 Workspace: TypeAlias = tuple[SizeExpr, ...]
 
-#: Kernels of one statement that are written for their class of sizes; what comes later shares
-#: kernels for all sizes.
-MOST_EXACT = 40
+#: Kernels of one statement up to which every class of sizes has its own; then those of the same
+#: widths and about the same lengths share them; then those of lengths that differ more; then those
+#: whose widths keep loads wide, and those whose do not; and what comes last shares kernels for all
+#: sizes.
+MOST_FINE, MOST_BY_LENGTH, MOST_BY_WIDTH, MOST_EXACT = 16, 38, 44, 48
 
 
 @dataclass(slots=True, eq=False)
@@ -50,6 +52,12 @@ class Room:
     @property
     def is_left(self) -> bool:
         return len(self.kernels) < MOST_EXACT
+
+    @property
+    def level(self) -> int:
+        """How much what is new has to share, from nothing to everything."""
+        limits = MOST_FINE, MOST_BY_LENGTH, MOST_BY_WIDTH, MOST_EXACT
+        return sum(len(self.kernels) >= limit for limit in limits)
 
     def takes(self, kernel: tuple[object, ...]) -> bool:
         """Whether a kernel may be compiled; if so it is counted."""

@@ -20,8 +20,16 @@ from insum.plan.draft import CannotFuse, Planned, Subject, Wishes
 from insum.plan.joining import joined
 from insum.plan.orientation import oriented
 from insum.plan.plan import Plan
-from insum.plan.questions import Ask, AskInside, Question
-from insum.plan.sizes import OUT, SizeClass, general
+from insum.plan.questions import Ask, AskExact, AskInside, Question
+from insum.plan.sizes import (
+    FEWER_LENGTHS,
+    LENGTHS,
+    OUT,
+    Differing,
+    SizeClass,
+    coarse,
+    general,
+)
 from insum.plan.strategies import plan
 from insum.plan.uses import Use
 from insum.runtime import cache, launch
@@ -30,9 +38,15 @@ from insum.runtime.program import Program, Refusal, Room
 from insum.settings import SettingValues, settings
 
 ProgramOrRefusal: TypeAlias = Program | Refusal
-#: Classes of sizes of one statement that have programs of their own, programs for all sizes, and
-#: answers to one question.
-MOST_CLASSES, MOST_GENERAL, MOST_ANSWERS = 256, 64, 64
+#: Classes of sizes of one statement, those that have programs of their own, those that share them,
+#: and answers to one question.
+MOST_CLASSES, MOST_OWN, MOST_SHARED, MOST_ANSWERS = 2048, 16, 256, 64
+#: Classes of extents up to which a variable is taken for a width, of which a network has so many;
+#: and, for what index tensors run over or point to, for a side of groups. Others have another
+#: extent at every call.
+MOST_WIDTHS, MOST_SIDES = 12, 5
+#: The levels at which lengths are fewer, widths are shared, too, and programs are for all sizes.
+FEWER, ANY_WIDTH, GENERAL = 2, 3, 4
 
 
 @dataclass(slots=True)
@@ -43,11 +57,16 @@ class QuestionTree:
     branches: dict[Any, QuestionTree] = field(default_factory=dict)
     found: ProgramOrRefusal | None = None
 
-    def asked(self, ask: Ask) -> ProgramOrRefusal | None:
-        """The program of these answers; None where there is none yet."""
+    def asked(self, ask: Ask, extents: Mapping[str, int] | None = None) -> ProgramOrRefusal | None:
+        """The program of these answers; None where there is none yet. ``extents``: those of the
+        call, where they need not be asked for.
+        """
         tree = self
         while tree.question is not None:
-            tree = keep(tree.branches, ask(tree.question), QuestionTree(), MOST_ANSWERS)
+            question, branches = tree.question, tree.branches
+            known = extents is not None and type(question) is AskExact
+            answer = extents[question.var] if known else ask(question)  # type: ignore[index,union-attr]
+            tree = branches.get(answer) or keep(branches, answer, QuestionTree(), MOST_ANSWERS)
         return tree.found
 
     def note(self, answers: Mapping[Any, Any], found: ProgramOrRefusal) -> None:
@@ -59,38 +78,89 @@ class QuestionTree:
         tree.found = found
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ClassPrograms:
+    """The programs of one class of sizes; ``level``: how much they share, see `Room.level`."""
+
+    sizes: SizeClass
+    level: int
+    tree: QuestionTree = field(default_factory=QuestionTree)
+
+
 @dataclass(eq=False)
 class Shelf:
     """The programs of one statement on tensors of the same dtypes, whatever the settings.
 
     A class of sizes gets a program of its own while there is room for more kernels, and keeps it;
-    classes that come later share programs for all sizes. So a call runs the same program at all
-    times.
+    classes that come later share programs with those of the same widths, then with those of other
+    widths, and then with all. So a call runs the same program at all times.
 
     Attributes:
-        exact: by class of sizes and wishes, programs of classes.
-        general: by layout and wishes, programs for all sizes.
+        classes: by class of sizes and wishes, what runs.
+        shared: by coarser classes, and wishes.
+        met: classes of extents of each variable, and sizes of each dimension of the output.
+        moving: those of which more were met than a network has.
     """
 
     epoch: int = -1
     room: Room = field(default_factory=Room)
-    exact: dict[object, QuestionTree] = field(default_factory=dict)
-    general: dict[object, QuestionTree] = field(default_factory=dict)
+    classes: dict[object, ClassPrograms] = field(default_factory=dict)
+    shared: dict[object, ClassPrograms] = field(default_factory=dict)
+    met: dict[Differing, set[object]] = field(default_factory=dict)
+    moving: frozenset[Differing] = frozenset()
 
-    @property
-    def has_room(self) -> bool:
-        return self.room.is_left and len(self.exact) < MOST_CLASSES
-
-    def tree(self, key: object, wishes: Wishes, sizes: Callable[[], SizeClass]) -> QuestionTree:
+    def of_class(
+        self, key: object, wishes: Wishes, sizes: Callable[[], SizeClass]
+    ) -> ClassPrograms:
         """Where the program of a class of sizes is found, or is to be put."""
         if self.epoch != cache.epoch():  # other configs were found: everything is written anew
-            self.epoch, self.room, self.exact, self.general = cache.epoch(), Room(), {}, {}
-        found = self.exact.get((key, wishes))
-        if found is not None:
-            return found
-        if self.has_room:
-            return self.exact.setdefault((key, wishes), QuestionTree())
-        return keep(self.general, (general(sizes()).key, wishes), QuestionTree(), MOST_GENERAL)
+            self.epoch, self.room, self.classes, self.shared = cache.epoch(), Room(), {}, {}
+        found = self.classes.get((key, wishes))
+        if found is None:
+            level = max(self.room.level, int(len(self.classes) >= MOST_OWN))
+            found = self.note_class(key, level, wishes, sizes())
+        return found
+
+    def note_class(
+        self, key: object, level: int, wishes: Wishes, sizes: SizeClass
+    ) -> ClassPrograms:
+        """What a class of sizes runs from now on, which has to share so much."""
+        self.meet(sizes)
+        if len(self.classes) >= MOST_CLASSES:  # which is not noted, and must stay what it is
+            return self.at_level(GENERAL, wishes, sizes)
+        return self.classes.setdefault((key, wishes), self.at_level(level, wishes, sizes))
+
+    def next_of_class(
+        self, key: object, level: int, wishes: Wishes, sizes: Callable[[], SizeClass]
+    ) -> ClassPrograms:
+        """The same where a class shares so much, because there was no room for other answers."""
+        found = self.classes.get(((key, level), wishes))
+        return self.note_class((key, level), level, wishes, sizes()) if found is None else found
+
+    def meet(self, sizes: SizeClass) -> None:
+        """Note what calls differ by."""
+        differing: dict[Differing, object] = dict(enumerate(sizes.shape))
+        differing.update(sizes.extents)
+        for one, size in differing.items():
+            if one not in self.moving:
+                met = self.met.setdefault(one, set())
+                met.add(size)
+                is_width = one in sizes.extents and one not in sizes.runs
+                if len(met) > (MOST_WIDTHS if is_width else MOST_SIDES):
+                    self.moving |= {one}
+
+    def at_level(self, level: int, wishes: Wishes, sizes: SizeClass) -> ClassPrograms:
+        """What runs where so much has to be shared."""
+        if level == 0:
+            return ClassPrograms(sizes, level)
+        if level == GENERAL:
+            sizes = general(sizes)
+        else:
+            widths = {v for v in sizes.extents if v not in sizes.runs} if level == ANY_WIDTH else ()
+            lengths = LENGTHS if level < FEWER else FEWER_LENGTHS
+            sizes = coarse(sizes, self.moving.union(widths), lengths)
+        made = ClassPrograms(sizes, level)
+        return keep(self.shared, (level, sizes.key, wishes), made, MOST_SHARED)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,13 +177,16 @@ class Programs:
         self, key: object, sizes: Callable[[], SizeClass], wishes: Wishes, ask: Ask
     ) -> ProgramOrRefusal:
         """The program for a class of sizes and what is known of index tensors."""
-        tree = self.shelf.tree(key, wishes, sizes)
-        found = tree.asked(ask)
-        return self.grow(tree, sizes(), wishes, ask) if found is None else found
+        shelf = self.shelf
+        of = shelf.of_class(key, wishes, sizes)
+        found = of.tree.asked(ask)
+        for level in range(of.level + 1, shelf.room.level + 1):
+            if found is None:  # for other answers nothing is written
+                of = shelf.next_of_class(key, level, wishes, sizes)
+                found = of.tree.asked(ask)
+        return self.grow(of, wishes, ask) if found is None else found
 
-    def grow(
-        self, tree: QuestionTree, sizes: SizeClass, wishes: Wishes, ask: Ask
-    ) -> ProgramOrRefusal:
+    def grow(self, of: ClassPrograms, wishes: Wishes, ask: Ask) -> ProgramOrRefusal:
         """Plan and build, and note every question with its answer on the way."""
         answers: dict[Question, Any] = {}
 
@@ -122,10 +195,10 @@ class Programs:
                 answers[question] = ask(question)
             return answers[question]
 
-        found = self.build(sizes if self.shelf.room.is_left else general(sizes), wishes, noted)
-        if isinstance(found, Program) and self.shelf.room.is_left:
+        found = self.build(of.sizes, wishes, noted)
+        if isinstance(found, Program) and of.level < GENERAL:
             self.shelf.room.kernels.update((*one.text,) for one in found.launches)
-        tree.note(answers, found)
+        of.tree.note(answers, found)
         return found
 
     def build(

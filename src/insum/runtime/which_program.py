@@ -20,7 +20,6 @@ from insum.bounded import keep
 from insum.compat.streams import cudagraph_state, elsewhere, is_recorded
 from insum.facts import IndexFacts, known_now
 from insum.lang.bind import Value
-from insum.lang.expr import accesses, variables
 from insum.lang.problem import resized
 from insum.plan.questions import Question, Summary
 from insum.plan.recipes import (
@@ -54,8 +53,9 @@ if TYPE_CHECKING:
 _serial = operator.attrgetter("serial")
 #: A short pattern that comes back for this many calls is compiled into the code.
 PROMOTE_AT = 3
-#: Classes of sizes for which programs of tensors that were never seen are kept.
-MOST_UNSEEN = 96
+#: Classes of sizes for which it is kept what runs: those of a network on data that change are some
+#: hundreds, though few of them have a program of their own.
+MOST_UNSEEN = 1024
 #: Calls on the same index tensors, of which a network may make several in one step, before the
 #: arguments of its launches are kept: making them takes as long as a few calls without.
 MOST_MET = 8
@@ -205,15 +205,13 @@ def _make_now(
 
 
 def _comes_back(call: FusedCall, target: Tensor | None, entries: list[memory.Entry]) -> bool:
-    """Whether arguments of their own are worth it for these tensors: they were declared to
-    come back, or have. Those of a call without anything to launch are few.
+    """Whether arguments of their own are worth it for these tensors: calls of such sizes have met
+    them often. Those of a call without anything to launch are few.
     """
     if 0 in call.spans or 0 in call.shape:
         return True
-    for entry in entries:
-        if not entry.declared:
-            return entries[0].meets(call.key(target, entries)) > MOST_MET
-    return bool(entries) or without_indices.meets(call.key(target, entries)) > MOST_MET
+    first = entries[0] if entries else without_indices
+    return first.meets(call.key(target, entries)) > MOST_MET
 
 
 def _program_told(
@@ -231,12 +229,13 @@ def _program_told(
         return None
     found = tree.found
     if tree.question is not None:
-        prologue = prologue or prologue_of(call, values, entries)
 
         def derived(question: Question) -> Summary:
+            nonlocal prologue
+            prologue = prologue or prologue_of(call, values, entries)
             return summary_of(question.recipe, prologue)  # type: ignore[union-attr]
 
-        found = tree.asked(derived)
+        found = tree.asked(derived, call.extents)
     return found if isinstance(found, Program) else None
 
 
@@ -251,10 +250,10 @@ def _told_key(
     if kind.limits is None:
         return None
     about: list[object] = []
-    highest = {}
+    highest, padded = {}, kind.problem.padded
     for name, entry in zip(kind.indices, entries):
         facts: IndexFacts | None = entry.things.get("facts")
-        if facts is None or facts.low < 0:
+        if facts is None or facts.low < (-1 if name in padded else 0):
             return None
         highest[name] = facts.high
         known = facts.sorted, facts.unique, facts.padded, facts.constant
@@ -263,7 +262,6 @@ def _told_key(
         limit = call.shape[dim] if owner is OUT else values[owner].shape[dim]  # type: ignore[union-attr]
         if highest[name] >= limit:
             return None
-    about += [call.spans[k] for k in kind.exact]
     about += map(_serial, entries[len(kind.indices) :])
     return call.class_key(values, target), target is None, cache.state["epoch"], *about
 
@@ -294,20 +292,10 @@ def _make(
     )
     if isinstance(program, Refusal):
         return program
-    if told is not None and answers.lasting and not answers.exact & _moving(call, values):
+    if told is not None and answers.lasting:
         tree = keep(call.kind.told, told, QuestionTree(), MOST_UNSEEN)
-        tree.note(answers.summaries, program)
+        tree.note(answers.of_call, program)
     return ready(program, tensors, call.extents, call.shape, prologue)
-
-
-def _moving(call: FusedCall, values: Mapping[str, Value]) -> set[str]:
-    """Variables that index tensors run over which nobody has declared: others have others."""
-    found: set[str] = set()
-    for access in (a for use in call.kind.programs.uses for a in accesses(use.index)):
-        tensor = values[access.tensor]
-        if isinstance(tensor, Tensor) and not memory.entry_of(tensor).declared:
-            found.update(v for index in access.indices for v in variables(index))
-    return found
 
 
 def prologue_of(

@@ -78,7 +78,7 @@ def pretended(**settings: Any) -> Iterator[None]:
     """Generated kernels, on tensors that nobody has seen; nothing else unless ``settings`` say
     otherwise.
     """
-    import insum.api
+    import insum.call.lookup
     import insum.call.prepared
 
     replaced = [
@@ -86,7 +86,7 @@ def pretended(**settings: Any) -> Iterator[None]:
         (memory, "can_look", lambda tensor: False),
         (insum.call.prepared, "kernels_look_on", lambda device: True),
         (insum.call.prepared, "_forms", {}),
-        (insum.api, "_fronts", {}),
+        (insum.call.lookup, "_fronts", {}),
         (rows, "awaited", awaited),
         (tables, "awaited", awaited),
     ]

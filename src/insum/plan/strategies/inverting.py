@@ -4,22 +4,20 @@ through the inverse table.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 from insum.lang.expr import Access, Affine, Var, index_of, variables
 from insum.plan.draft import Draft, Planned, Subject, finish
 from insum.plan.questions import AskSummary
-from insum.plan.recipes import Inverse, OfShape
+from insum.plan.recipes import INVERT_UP_TO, Inverse, OfShape
 from insum.plan.strategies.packing import packed
 from insum.plan.strategies.sorting import tiles_scatter
 from insum.plan.substitution import Scatter, substitute
 
-#: An inverse index table may have this many places per entry of the index.
-INVERT_UP_TO = 2
-
 
 def inverse(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:
+    if subject.sizes.general:  # which does not say what is long in a table
+        return None
     known = subject.known(scatter.access.tensor)
     if known is None or subject.wishes.settings.scatter != "auto" or len(scatter.variables) < 2:
         return None
@@ -32,12 +30,12 @@ def inverse(subject: Subject, draft: Draft, scatter: Scatter) -> Planned | None:
         # The value does not depend on the inverted variable, so nothing would mask absent points.
         return None
     rows = subject.rows(scatter)
-    if rows * (math.prod(sizes) // max(1, sizes[dim])) > INVERT_UP_TO * math.prod(sizes):
+    if rows > INVERT_UP_TO * sizes[dim]:
         return None
     recipe = Inverse(scatter.access.tensor, dim, OfShape(scatter.dim))
     found = subject.ask(AskSummary(recipe))
-    if not found.exists or found.mirrored and subject.sizes.general:
-        return None  # reading it backwards takes an extent that the code knows
+    if not found.exists:
+        return None
     row = subject.name("row", draft)
     how = _mirrored if found.mirrored else _tabled
     draft, read = how(subject, draft, scatter, var, row, recipe)

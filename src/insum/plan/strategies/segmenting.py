@@ -90,6 +90,8 @@ def _widened(
 ) -> tuple[Draft, Slots]:
     reads = {a.tensor for f in draft.factors for a in accesses(f) if a.indices == (index_of(slot),)}
     padded = tuple(sorted(reads & draft.padded))
+    if any(subject.known(name) is None for name in padded):
+        padded = ()  # where their padding stands is not to be asked
     rows = Slots(base, tuple(OfExtent(v) for v in inner), padded)
     if padded and subject.ask(AskSummary(rows)).trimmed:
         draft = replace(draft, padded=draft.padded - reads)

@@ -21,6 +21,7 @@ from insum.compat.streams import current_stream
 from insum.facts import segment_pointers
 from insum.plan.questions import Summary
 from insum.plan.recipes import (
+    INVERT_UP_TO,
     Composed,
     Inverse,
     OfCount,
@@ -246,6 +247,8 @@ class Prologue:
         index, rows = self.index(recipe.index), self.shape[recipe.rows.dim]
         of = self.map_of(recipe.index) if recipe.dim == 1 else None
         if of is None:
+            if rows > INVERT_UP_TO * index.shape[recipe.dim]:  # the plan knew what is typical
+                return Made({}, {}, Summary(exists=False))
             return inverse(index, recipe.dim, rows)
         if of.mirrored:
             return Made({}, {}, Summary(mirrored=True))
