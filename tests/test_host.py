@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import random
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,8 +24,8 @@ from insum.call.request import request_of
 from insum.formats import COO, GroupCOO
 from insum.graph.contraction import cheapest
 from insum.graph.lower import lower
+from insum.host import block_rows, chunks, patterns, places, products, rows, runs
 from insum.host import choose as chooser
-from insum.host import chunks, patterns, places, rows, runs
 from insum.host.arguments import HostCall
 from insum.host.places import LastWeights, Lowering
 from insum.testing import Case, assert_close, draw_cases
@@ -330,9 +331,35 @@ def way_of(statement: Statement, values: dict[str, Any]) -> str:
     return text.partition("on the CPU: ")[2].partition(":")[0]
 
 
+@pytest.fixture
+def without_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where torch was built without MKL, which everybody's is who has no x86."""
+    for module in ("block_rows", "products", "rows"):
+        monkeypatch.setattr(f"insum.host.{module}.has_library", lambda: False)
+    monkeypatch.setattr("insum.call.prepared._forms", {})
+    monkeypatch.setattr("insum.call.lookup._fronts", {})
+
+
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("statement", STATEMENTS, ids=str)
 def test_values_and_gradients(
+    statement: Statement, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check_values_and_gradients(statement, dtype, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("statement", STATEMENTS, ids=str)
+def test_values_and_gradients_without_the_library(
+    statement: Statement,
+    dtype: torch.dtype,
+    without_library: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    check_values_and_gradients(statement, dtype, monkeypatch)
+
+
+def check_values_and_gradients(
     statement: Statement, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Against the graph in float64, rounded once; gradients likewise."""
@@ -340,7 +367,7 @@ def test_values_and_gradients(
     if statement.way == "by row":
         monkeypatch.setattr(chunks, "AT_ONCE", 1 << 16)
     values = statement.draw(dtype)
-    library = statement.way != "block rows" or rows.has_library()
+    library = statement.way != "block rows" or block_rows.has_library()
     assert way_of(statement, values) == (statement.way if library else "patterns")
     names = [n for n, v in values.items() if v.is_floating_point()]
 
@@ -375,6 +402,48 @@ def cases() -> Iterator[Case]:
 def test_drawn_statements() -> None:
     for case in cases():
         assert_close(case.run(), case.expected(), case.precision)
+
+
+def test_drawn_statements_without_the_library(without_library: None) -> None:
+    for case in itertools.islice(cases(), 0, None, 3):
+        assert_close(case.run(), case.expected(), case.precision)
+
+
+def drawn_einsum(draw: random.Random) -> tuple[str, Tensor, Tensor]:
+    """Two factors over a few letters in any order, one of which may be repeated, summed alone or
+    have no extent; in memory of another order.
+    """
+    sizes = {
+        v: draw.choice([0, 1, 2, 3, 5] if draw.random() < 0.1 else [1, 2, 3, 5]) for v in "abcdef"
+    }
+    factors = [draw.sample("abcdef", draw.randint(1, 4)) for _ in range(2)]
+    every = sorted({v for f in factors for v in f})
+    kept = draw.sample(every, draw.randint(0, len(every)))
+    tensors = []
+    for names in factors:
+        moved = draw.sample(range(len(names)), len(names))
+        tensor = torch.randn([sizes[names[d]] for d in moved], dtype=torch.float64)
+        tensors.append(tensor.permute([moved.index(d) for d in range(len(names))]))
+    return f"{''.join(factors[0])},{''.join(factors[1])}->{''.join(kept)}", tensors[0], tensors[1]
+
+
+def test_products_of_small_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, multiplied = random.Random(0), []
+    matmul = products.numpy.matmul
+    monkeypatch.setattr(products.numpy, "matmul", lambda a, b: multiplied.append(1) or matmul(a, b))
+    for _ in range(400):
+        equation, a, b = drawn_einsum(draw)
+        torch.testing.assert_close(products.einsum(equation, a, b), torch.einsum(equation, a, b))
+    assert len(multiplied) > 50
+    a, b = torch.randn(3, 2, 4), torch.randn(3, 4, 2)
+    negated = torch._neg_view(a)
+    torch.testing.assert_close(products.einsum("bij,bjk->bik", negated, b), -a @ b)
+    multiplied.clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(products, "MOST_PRODUCT", 15)
+        torch.testing.assert_close(products.einsum("bij,bjk->bik", a, b), a @ b)
+    assert products.einsum("bij,bjk->bik", a.half(), b.half()).dtype == torch.float16
+    assert not multiplied
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -576,6 +645,7 @@ def test_weights_in_order_go_when_they_are_dropped() -> None:
     assert tensor() is None and storage() is None
 
 
+@pytest.mark.skipif(not rows.has_library(), reason="torch was built without MKL")
 def test_weights_in_order_are_made_a_matrix_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[object] = []
     csr = rows.csr

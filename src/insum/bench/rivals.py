@@ -13,7 +13,7 @@ import torch
 from insum.bench import cusparse
 from insum.bench.records import Missing
 from insum.compat import sparse
-from insum.host.rows import has_library
+from insum.host.library import has_library
 
 
 @dataclass(frozen=True)

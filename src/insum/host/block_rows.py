@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from insum.host.arguments import HostCall
+from insum.host.library import has_library, hide_beta_warning
 from insum.host.parts import Weights, weights_of
 from insum.host.places import RowSegments, is_counting, narrow, places_of, segments
 from insum.host.roles import HostRoles, as_tensor
-from insum.host.rows import has_library, hide_beta_warning
 
 #: Multiplications of a point from which on a product for each is quicker than the library's for
 #: all, measured.

@@ -10,11 +10,12 @@ from math import prod
 import torch
 from torch import Tensor
 
-from insum.graph.lower import Lowered, live_terms, lower
+from insum.graph.lower import Lowered, live_terms
 from insum.graph.value import meeting_dtype
 from insum.host import chunks
 from insum.host.arguments import HostCall
 from insum.host.places import RowSegments, segments
+from insum.host.products import lower_on_host
 from insum.host.roles import as_tensor, cast, is_plain, plain_variables
 from insum.host.rows import sum_of_rows
 from insum.lang.bind import Problem
@@ -82,7 +83,7 @@ def by_row_of(problem: Problem) -> ByRow | None:
     if width < LEAST_WIDTH or not few or len(set(order)) < len(order):
         return None
     key = "by row", int(problem.shape[at]), index.tensor in problem.padded
-    return ByRow(problem, values, lower(values), index, at, key)
+    return ByRow(problem, values, lower_on_host(values), index, at, key)
 
 
 def _values(problem: Problem, order: tuple[str, ...]) -> Problem:

@@ -11,7 +11,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-from insum.graph.lower import lower
 from insum.graph.value import meeting_dtype
 from insum.host.arguments import HostCall
 from insum.host.block_rows import block_rows_of
@@ -22,6 +21,7 @@ from insum.host.dots import dots_of
 from insum.host.parts import SubProblem
 from insum.host.patterns import patterns_of
 from insum.host.places import Lowering
+from insum.host.products import lower_on_host
 from insum.host.roles import FLOATS, HostRoles, roles_of
 from insum.host.rows import rows_of
 from insum.host.runs import runs_of
@@ -115,7 +115,7 @@ def _in_parts(problem: Problem) -> Lowering | None:
 
 
 def _whole(problem: Problem) -> Lowering:
-    return _in_parts(problem) or Whole(SubProblem(problem, lower(problem)))
+    return _in_parts(problem) or Whole(SubProblem(problem, lower_on_host(problem)))
 
 
 def _is_sparse(roles: HostRoles) -> bool:

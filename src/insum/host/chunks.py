@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from insum.graph.contraction import cheapest
-from insum.graph.lower import Lowered, live_terms, lower
+from insum.graph.lower import Lowered, live_terms
 from insum.graph.value import meeting_dtype
 from insum.host.arguments import HostCall
+from insum.host.products import lower_on_host
 from insum.host.roles import as_tensor
 from insum.lang.bind import Problem
 from insum.lang.expand import ProductTerm
@@ -80,7 +81,7 @@ def chunks_of(problem: Problem) -> Chunks | None:
             dims, along = found
             step = max(1, extents[var] * AT_ONCE // nbytes)
             mode = "new" if along >= 0 and _is_dense(problem) else "into"
-            graph = lower(replace(problem, dtype=wide), mode)
+            graph = lower_on_host(replace(problem, dtype=wide), mode)
             return Chunks(problem, graph, var, step, dims, along)
     return None
 

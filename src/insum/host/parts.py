@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from insum.graph.lower import Lowered, lower
+from insum.graph.lower import Lowered
 from insum.host.arguments import HostCall
+from insum.host.products import lower_on_host
 from insum.host.roles import HostRoles, cast, plain_variables
 from insum.lang.bind import Problem, Value
 from insum.lang.expand import expand
@@ -108,7 +109,7 @@ def weights_of(roles: HostRoles) -> Weights:
     problem = sub_problem(
         roles.problem, target, list(roles.narrow), roles.sizes, roles.dtype, {}, {}
     )
-    return Weights(part=SubProblem(problem, lower(problem)))
+    return Weights(part=SubProblem(problem, lower_on_host(problem)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -140,7 +141,7 @@ def finish_of(roles: HostRoles) -> Finish:
         {name: tensor_kind(roles.sizes, roles.dtype)},
         {},
     )
-    return Finish(name=name, part=SubProblem(problem, lower(problem)))
+    return Finish(name=name, part=SubProblem(problem, lower_on_host(problem)))
 
 
 def _is_point(roles: HostRoles, access: Access) -> bool:

@@ -15,11 +15,12 @@ from torch import Tensor
 from insum import memory
 from insum.bounded import keep
 from insum.graph.contraction import WRITING, cheapest
-from insum.graph.lower import live_terms, lower
+from insum.graph.lower import live_terms
 from insum.graph.value import meeting_dtype
 from insum.host.arguments import HostCall
 from insum.host.parts import SubProblem, sub_problem, tensor_kind
 from insum.host.places import Lowering, grid_of, on_grid
+from insum.host.products import lower_on_host
 from insum.host.roles import as_tensor
 from insum.lang.bind import Problem
 from insum.lang.expand import ProductTerm
@@ -278,7 +279,7 @@ def _coefficients(problem: Problem, pattern: DensePattern) -> SubProblem | None:
     scale = sub_problem(
         problem, target, list(pattern.factors), shape, meeting_dtype(problem), {}, {}
     )
-    return SubProblem(scale, lower(scale))
+    return SubProblem(scale, lower_on_host(scale))
 
 
 def _pattern(problem: Problem, term: ProductTerm) -> DensePattern | None:

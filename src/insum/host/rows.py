@@ -4,9 +4,7 @@ ever lying side by side.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,12 +12,13 @@ from torch import Tensor
 
 from insum.compat.tensors import empty
 from insum.host.arguments import HostCall
+from insum.host.library import has_library, hide_beta_warning
 from insum.host.parts import Weights, weights_of
 from insum.host.places import RowSegments, places_of, segments
 from insum.host.roles import HostRoles, one_column
 
 #: Measured. In float64 bags have no vector code, and in float32 the library's product is quicker
-#: than they are up to so many columns.
+#: than they are up to so many columns. What torch has without the library never is.
 _NARROW = 16
 
 
@@ -69,8 +68,11 @@ def rows_of(roles: HostRoles) -> ScaledRows | None:
 
 def _dtype(roles: HostRoles, weights: Weights) -> torch.dtype:
     """Where all is in one narrow dtype, that: the kernel takes its sums in float32 by itself. What
-    is computed here is not to be rounded.
+    is computed here is not to be rounded. Where there is no library, there is no vector code for
+    narrow dtypes, either.
     """
+    if not has_library():
+        return roles.dtype
     kinds = [k for k in roles.problem.kinds.values() if k.device is not None]
     narrow = {k.dtype for k in kinds if k.dtype.is_floating_point} | {roles.problem.dtype}
     return roles.dtype if weights.part is not None or len(narrow) > 1 else roles.problem.dtype
@@ -84,7 +86,7 @@ def sum_of_rows(entries: RowSegments, weights: Tensor | None, dense: Tensor) -> 
 def _scales(entries: RowSegments, weights: Tensor | None, dense: Tensor) -> Tensor | None:
     """What scales entries: a sparse matrix that torch knows, or weights where bags are quicker."""
     narrow = dense.dtype is torch.float32 and dense.shape[1] <= _NARROW
-    if not narrow and dense.dtype is not torch.float64:
+    if not has_library() or not narrow and dense.dtype is not torch.float64:
         return weights
     if weights is None:
         weights = dense.new_ones(entries.columns.shape)
@@ -95,10 +97,8 @@ def _scales(entries: RowSegments, weights: Tensor | None, dense: Tensor) -> Tens
 def _times(entries: RowSegments, scales: Tensor | None, dense: Tensor) -> Tensor:
     """The product of what `_scales` gives."""
     if scales is not None and scales.layout is torch.sparse_csr:
-        # into memory that is there: a product that makes its own fills it with zeros first; and
-        # what there is without the library multiplies by zero what it finds
+        # into memory that is there: a product that makes its own fills it with zeros first
         result = empty((scales.shape[0], dense.shape[1]), dense.dtype, dense.device)
-        result = result if has_library() else result.zero_()
         return torch.addmm(result, scales, dense.contiguous(), beta=0, out=result)
     return torch.embedding_bag(
         dense.contiguous(),
@@ -117,17 +117,3 @@ def csr(entries: RowSegments, values: Tensor, shape: tuple[int, int]) -> Tensor:
     return torch.sparse_csr_tensor(
         entries.starts, entries.columns, values, shape, check_invariants=False
     )
-
-
-@cache
-def has_library() -> bool:
-    """Whether torch has the library that multiplies sparse matrices."""
-    return bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call, unused-ignore]
-
-
-@cache
-def hide_beta_warning() -> None:
-    """torch says once that such matrices are in beta; not to whoever does not know of them."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.sparse_csr_tensor([0], [], [], (0, 0))

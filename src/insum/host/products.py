@@ -1,0 +1,106 @@
+"""Products of many small matrices where torch has no library for them: it calls BLAS for one matrix
+after the other, through views that take longer than the product. NumPy has no such way round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+import numpy
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from insum.graph.lower import MOST_GRAPHS, Lowered, lower
+from insum.host.library import has_library
+from insum.lang.bind import Problem
+
+#: Multiplications of one product from which on what torch does around it does not matter, measured.
+MOST_PRODUCT = 1 << 18
+_FLOATS = torch.float32, torch.float64
+
+
+def lower_on_host(problem: Problem, mode: str = "new") -> Lowered:
+    """The graph of a problem, as this CPU is to run it: of plain tensors, without being traced."""
+    lowered = lower(problem, mode)
+    return lowered if has_library() else _with_numpy(lowered)
+
+
+@lru_cache(maxsize=MOST_GRAPHS)
+def _with_numpy(lowered: Lowered) -> Lowered:
+    nodes = [n for n in lowered.module.graph.nodes if n.target is torch.einsum]
+    if not nodes:
+        return lowered
+    copied = torch.fx.Graph()
+    copied.output(copied.graph_copy(lowered.module.graph, {}))
+    for node in copied.nodes:
+        if node.target is torch.einsum and len(node.args) == 3:
+            node.target = einsum
+    return replace(lowered, module=GraphModule(lowered.module, copied))
+
+
+@dataclass(frozen=True, slots=True)
+class _BatchedProduct:
+    """An einsum of two as matrix products: how the dimensions of both are ordered (those of the
+    batch, then rows and columns of the matrix), how many are of each sort, and how those of the
+    result are.
+    """
+
+    first: tuple[int, ...]
+    second: tuple[int, ...]
+    batch: int
+    rows: int
+    columns: int
+    result: tuple[int, ...]
+
+
+@lru_cache(maxsize=MOST_GRAPHS)
+def _batched_product(equation: str) -> _BatchedProduct | None:
+    """None where there is no batch, or where something else is to be done.
+
+    >>> _batched_product("bij,bkj->bik")
+    _BatchedProduct(first=(0, 1, 2), second=(0, 2, 1), batch=1, rows=1, columns=1, result=(0, 1, 2))
+    """
+    left, kept = equation.split("->")
+    a, b = left.split(",")
+    batch = [v for v in a if v in b and v in kept]
+    summed = [v for v in a if v in b and v not in kept]
+    rows, columns = [v for v in a if v not in b], [v for v in b if v not in a]
+    named_twice = any(len(set(names)) < len(names) for names in (a, b))
+    if named_twice or not batch or not {*rows, *columns} <= {*kept}:
+        return None
+    order = [*batch, *rows, *columns]
+    return _BatchedProduct(
+        tuple(a.index(v) for v in (*batch, *rows, *summed)),
+        tuple(b.index(v) for v in (*batch, *summed, *columns)),
+        len(batch),
+        len(rows),
+        len(columns),
+        tuple(order.index(v) for v in kept),
+    )
+
+
+def einsum(equation: str, a: Tensor, b: Tensor) -> Tensor:
+    """`torch.einsum` of two.
+
+    >>> a, b = torch.ones(5, 2, 3), torch.ones(5, 4, 3)
+    >>> einsum("bij,bkj->bik", a, b).shape
+    torch.Size([5, 2, 4])
+    """
+    way = _batched_product(equation)
+    if way is None or a.dtype is not b.dtype or a.dtype not in _FLOATS:
+        return torch.einsum(equation, a, b)
+    first, second = a.detach().permute(way.first), b.detach().permute(way.second)
+    ends = way.batch + way.rows
+    outer, m, summed = first.shape[: way.batch], first.shape[way.batch : ends], first.shape[ends:]
+    n = second.shape[second.ndim - way.columns :]
+    count, rows, inner, columns = prod(outer), prod(m), prod(summed), prod(n)
+    if rows * inner * columns > MOST_PRODUCT or a.is_neg() or b.is_neg():
+        return torch.einsum(equation, a, b)
+    left = first.reshape(count, rows, inner).numpy()
+    right = second.reshape(count, inner, columns).numpy()
+    with numpy.errstate(all="ignore"):  # infinities are as good as they are in torch
+        product = torch.from_numpy(numpy.matmul(left, right))
+    return product.view(*outer, *m, *n).permute(way.result)
